@@ -45,10 +45,10 @@ def check(
         workspace = DecodeWorkspace.of(B, Hq, Hkv, D, capacity, DEVICE)
     else:
         workspace = decode_workspace(B, Hq, Hkv, D, splits)
-    about = {"scale": D**-0.5, "softcap": softcap}
+    options = {"scale": D**-0.5, "softcap": softcap}
     args = q, keys, values, regions.to(DEVICE), ints(lengths)
-    out = decode_attention(*args, **about, window=window, workspace=workspace)
-    assert_attended(assert_near, out, q, tokens, [1] * B, **about)
+    out = decode_attention(*args, **options, window=window, workspace=workspace)
+    assert_attended(assert_near, out, q, tokens, [1] * B, **options)
     assert (workspace.counters == 0).all(), "a counter of arrivals was not set back to 0"
     return out
 
@@ -104,8 +104,8 @@ def test_a_workspace_and_an_output_are_used_again(randn):
     workspace = decode_workspace(1, 4, 2, 16, num_splits=4)
 
     def attend(length, queries, out=None):
-        about = {"scale": 0.25, "workspace": workspace, "out": out}
-        return decode_attention(queries, keys, values, ints([0]).long(), ints([length]), **about)
+        options = {"scale": 0.25, "workspace": workspace, "out": out}
+        return decode_attention(queries, keys, values, ints([0]).long(), ints([length]), **options)
 
     first = attend(300, q)
     attend(120, -q)
@@ -116,10 +116,10 @@ def test_a_workspace_and_an_output_are_used_again(randn):
 
 def test_a_batch_larger_than_the_workspace_and_an_empty_one(randn, num_launches):
     q, keys, one = randn(2, 2, 16), randn(2, 1, 8, 16), ints([1, 1])
-    about = {"scale": 1.0, "workspace": decode_workspace(1, 2, 1, 16, 1)}
+    options = {"scale": 1.0, "workspace": decode_workspace(1, 2, 1, 16, 1)}
     with pytest.raises(ValueError, match="serves 1 sequences, not 2"):
-        decode_attention(q, keys, keys, one, one, **about)
-    assert decode_attention(q[:0], keys, keys, one[:0], one[:0], **about).shape == (0, 2, 16)
+        decode_attention(q, keys, keys, one, one, **options)
+    assert decode_attention(q[:0], keys, keys, one[:0], one[:0], **options).shape == (0, 2, 16)
     assert num_launches() == 0
 
 

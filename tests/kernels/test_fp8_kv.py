@@ -72,8 +72,8 @@ def test_each_head_is_written_by_its_scale(randn, num_launches, dtype, D, Hkv, n
     places = torch.tensor([7, 0, 23, 11, 5], device=DEVICE)
     offsets = places * Hkv * D
     offsets[1] = -1  # padding
-    about = (positions, qk, keys.view(dtype), values.view(dtype), offsets, D)
-    out = kv_write(q, k, v, *about, k_scales=k_scales, v_scales=v_scales)
+    where = (positions, qk, keys.view(dtype), values.view(dtype), offsets, D)
+    out = kv_write(q, k, v, *where, k_scales=k_scales, v_scales=v_scales)
     assert num_launches(kv_write_kernel) == num_launches() == 1
     assert out.dtype == q.dtype
     written = [0, 2, 3, 4]
@@ -122,17 +122,17 @@ SHAPES = [  # Hq, Hkv, D, window, softcap
 @pytest.mark.parametrize(("Hq", "Hkv", "D", "window", "softcap"), SHAPES)
 def test_decode_attention(randn, assert_near, num_launches, dtype, cached, Hq, Hkv, D, window, softcap):
     """Planned, with and without splits, and not planned."""
-    lengths, about = [70, 0, 1, 37], {"scale": 0.5 * D**-0.5, "window": window, "softcap": softcap}
+    lengths, limits = [70, 0, 1, 37], {"scale": 0.5 * D**-0.5, "window": window, "softcap": softcap}
     q = randn(len(lengths), Hq + 2, D, dtype=dtype)[:, :Hq]
     memory = Memory8Bits(randn, lengths, [min(n, window or n) for n in lengths], Hkv, D, cached)
     plan = sent(plan_decode(lengths, Grid(6, 16, 16), window=window))
     workspace = planned_workspace(plan.num_states, len(lengths), Hq, Hkv, D)
-    planned = planned_decode(q, *memory.arrays, plan, **about, **memory.scales, tiling=SMALL, workspace=workspace)
+    planned = planned_decode(q, *memory.arrays, plan, **limits, **memory.scales, tiling=SMALL, workspace=workspace)
     workspace = DecodeWorkspace.of(len(lengths), Hq, Hkv, D, 70, DEVICE)
-    paged = paged_attention(q, *memory.arrays, **about, **memory.scales, workspace=workspace)
+    paged = paged_attention(q, *memory.arrays, **limits, **memory.scales, workspace=workspace)
     assert num_launches(planned_decode_kernel) == num_launches(paged_attention_kernel) == 1
     for out in (planned, paged):
-        assert_attended(assert_near, out, q, memory.tokens, [1] * len(lengths), **about)
+        assert_attended(assert_near, out, q, memory.tokens, [1] * len(lengths), **limits)
 
 
 @pytest.mark.parametrize("cached", BYTES, ids=str)
@@ -141,7 +141,7 @@ def test_prefill_attention(randn, assert_near, num_launches, dtype, cached, Hq, 
     """Whole prompts and chunks, planned and not."""
     batch = [(19, 0), (3, 44), (1, 5)]  # new tokens, and those before
     new, lengths = [n for n, _ in batch], [sum(tokens) for tokens in batch]
-    about = {"scale": 0.5 * D**-0.5, "window": window, "softcap": softcap}
+    limits = {"scale": 0.5 * D**-0.5, "window": window, "softcap": softcap}
     q = randn(sum(new), Hq + 2, D, dtype=dtype)[:, :Hq]
     seen = [min(length, n + (window or length) - 1) for n, length in zip(new, lengths, strict=True)]
     memory = Memory8Bits(randn, lengths, seen, Hkv, D, cached)
@@ -149,12 +149,12 @@ def test_prefill_attention(randn, assert_near, num_launches, dtype, cached, Hq, 
     plan = sent(plan_prefill(new, lengths, Grid(12, 16, 16), tokens_per_tile=per_tile, window=window))
     workspace = planned_workspace(plan.num_states, 0, Hq, Hkv, D)
     options = {"tiling": SMALL_PREFILL, "workspace": workspace}
-    planned = planned_prefill(q, *memory.arrays, plan, **about, **memory.scales, **options)
+    planned = planned_prefill(q, *memory.arrays, plan, **limits, **memory.scales, **options)
     starts = torch.tensor([0, *new], dtype=torch.int32).cumsum(0, dtype=torch.int32).to(DEVICE)
-    paged = paged_prefill(q, *memory.arrays, starts, **about, **memory.scales)
+    paged = paged_prefill(q, *memory.arrays, starts, **limits, **memory.scales)
     assert num_launches(planned_prefill_kernel) == num_launches(paged_prefill_kernel) == 1
     for out in (planned, paged):
-        assert_attended(assert_near, out, q, memory.tokens, new, **about)
+        assert_attended(assert_near, out, q, memory.tokens, new, **limits)
 
 
 class RoundedCache(ContiguousView):

@@ -25,8 +25,8 @@ def test_a_mask_token_sees_its_group_and_the_real_tokens_before_it(randn, window
     for queries, (k, v), (cached, real, masks) in zip(q.split(num_new), memory.tokens, SEQUENCES, strict=True):
         mask = visible_with_masks(cached, real, masks, window).to(DEVICE)
         expected.append(masked_attention(queries, k, v, mask, scale=0.3, softcap=softcap))
-    about = {"tokens_per_tile": TILING.tokens(HQ // HKV), "window": window, "has_masks": True, "split_size": 16}
-    plan = sent(plan_prefill(num_new, lengths, Grid(resident=60, unit=16, least_split=16), **about))
+    options = {"tokens_per_tile": TILING.tokens(HQ // HKV), "window": window, "has_masks": True, "split_size": 16}
+    plan = sent(plan_prefill(num_new, lengths, Grid(resident=60, unit=16, least_split=16), **options))
     assert plan.is_split
     found = planned_prefill(
         q,

@@ -20,10 +20,10 @@ from tests.kernels.attention import (
 
 
 def check(
-    randn, assert_near, lengths, block_size, *, Hq=4, Hkv=2, D=16, dtype=torch.float32, splits=None, size=1.0, **about
+    randn, assert_near, lengths, block_size, *, Hq=4, Hkv=2, D=16, dtype=torch.float32, splits=None, size=1.0, **limits
 ):
-    """``about``: the window and the softcap."""
-    B, window, about = len(lengths), about.get("window"), {"scale": D**-0.5} | about
+    """``limits``: the window and the softcap."""
+    B, window, limits = len(lengths), limits.get("window"), {"scale": D**-0.5} | limits
     q = randn(B, Hq + 2, D, dtype=dtype, scale=size)[:, :Hq]  # part of a larger result
     seen = [length if window is None else min(window, length) for length in lengths]
     memory = PagedMemory(draw_tokens(randn, lengths, Hkv, D, dtype), block_size, seen)
@@ -31,8 +31,8 @@ def check(
         workspace = DecodeWorkspace.of(B, Hq, Hkv, D, max(*lengths, 1), DEVICE)
     else:
         workspace = decode_workspace(B, Hq, Hkv, D, splits)
-    out = paged_attention(q, *memory.arrays, **about, workspace=workspace)
-    assert_attended(assert_near, out, q, memory.tokens, [1] * B, **about)
+    out = paged_attention(q, *memory.arrays, **limits, workspace=workspace)
+    assert_attended(assert_near, out, q, memory.tokens, [1] * B, **limits)
     assert (workspace.counters == 0).all()
     return out
 
@@ -68,8 +68,8 @@ def test_head_sizes(randn, assert_near, dtype, D):
     ],
 )
 def test_windows_with_softcaps_and_splits(randn, assert_near, lengths, block_size, window, splits, heads):
-    about = {"window": window, "splits": splits, "softcap": 3.0}
-    check(randn, assert_near, lengths, block_size, Hq=heads[0], Hkv=heads[1], **about)
+    options = {"window": window, "splits": splits, "softcap": 3.0}
+    check(randn, assert_near, lengths, block_size, Hq=heads[0], Hkv=heads[1], **options)
 
 
 @pytest.mark.parametrize("window", [1, 3, 64, 65])
@@ -118,10 +118,10 @@ def test_a_workspace_and_an_output_are_used_again(randn):
 
 def test_a_batch_larger_than_the_workspace_and_an_empty_one(randn, num_launches):
     q, keys, one = randn(2, 2, 16), randn(4, 8, 1, 16), ints([1, 1])
-    about = {"scale": 1.0, "workspace": decode_workspace(1, 2, 1, 16, 1)}
+    options = {"scale": 1.0, "workspace": decode_workspace(1, 2, 1, 16, 1)}
     with pytest.raises(ValueError, match="serves 1 sequences, not 2"):
-        paged_attention(q, keys, keys, one, one, one, **about)
-    assert paged_attention(q[:0], keys, keys, one, one[:0], one[:0], **about).shape == (0, 2, 16)
+        paged_attention(q, keys, keys, one, one, one, **options)
+    assert paged_attention(q[:0], keys, keys, one, one[:0], one[:0], **options).shape == (0, 2, 16)
     assert num_launches() == 0
 
 

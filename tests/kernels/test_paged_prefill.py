@@ -9,11 +9,22 @@ from tests.kernels.attention import DEVICE, HEADS, NAN, REAL, PagedMemory, asser
 
 
 def check(
-    randn, assert_near, sequences, block_size=16, *, Hq=2, Hkv=1, D=16, dtype=torch.float32, size=1.0, unused=0, **about
+    randn,
+    assert_near,
+    sequences,
+    block_size=16,
+    *,
+    Hq=2,
+    Hkv=1,
+    D=16,
+    dtype=torch.float32,
+    size=1.0,
+    unused=0,
+    **limits,
 ):
-    """``sequences``: of each its tokens in memory before the step, and its new ones; ``about``: window and softcap."""
+    """``sequences``: of each its tokens in memory before the step, and its new ones; ``limits``: window, softcap."""
     num_new, lengths = [new for _, new in sequences], [past + new for past, new in sequences]
-    T, window, about = sum(num_new), about.get("window"), {"scale": D**-0.5} | about
+    T, window, limits = sum(num_new), limits.get("window"), {"scale": D**-0.5} | limits
     q = randn(T + unused, Hq + 2, D, dtype=dtype, scale=size)[:, :Hq]  # part of a larger result
     seen = [
         length if window is None else min(length, n + window - 1) for n, length in zip(num_new, lengths, strict=True)
@@ -21,9 +32,9 @@ def check(
     memory = PagedMemory(draw_tokens(randn, lengths, Hkv, D, dtype), block_size, seen)
     query_starts = torch.tensor([0, *num_new]).cumsum(0).to(DEVICE, torch.int32)
     out = torch.full((T + unused, Hq, D), NAN, dtype=dtype, device=DEVICE)
-    assert paged_prefill(q, *memory.arrays, query_starts, **about, out=out) is out
+    assert paged_prefill(q, *memory.arrays, query_starts, **limits, out=out) is out
     assert out[T:].isnan().all(), "rows of no sequence are not written"
-    assert_attended(assert_near, out[:T], q[:T], memory.tokens, num_new, **about)
+    assert_attended(assert_near, out[:T], q[:T], memory.tokens, num_new, **limits)
 
 
 MIXED = [(0, 20), (37, 1), (5, 9), (0, 1), (64, 33)]  # a prompt, a token, a piece with history, a prompt of one token
@@ -55,7 +66,7 @@ def test_head_sizes(randn, assert_near, dtype, D):
 @pytest.mark.parametrize("window", [None, 10])
 def test_every_tiling(randn, assert_near, monkeypatch, tiling, window):
     """Also where tiles are much longer or shorter than what a sequence brings."""
-    monkeypatch.setattr(module, "prefill_tiling", lambda *about: tiling)
+    monkeypatch.setattr(module, "prefill_tiling", lambda *sizes: tiling)
     check(randn, assert_near, MIXED, Hq=2, window=window)
 
 
@@ -68,8 +79,8 @@ def test_every_tiling(randn, assert_near, monkeypatch, tiling, window):
     ],
 )
 def test_windows_with_softcaps_and_unused_rows(randn, assert_near, sequences, block_size, window, heads, unused):
-    about = {"window": window, "softcap": 3.0, "unused": unused}
-    check(randn, assert_near, sequences, block_size, Hq=heads[0], Hkv=heads[1], **about)
+    options = {"window": window, "softcap": 3.0, "unused": unused}
+    check(randn, assert_near, sequences, block_size, Hq=heads[0], Hkv=heads[1], **options)
 
 
 @pytest.mark.parametrize("softcap", [0.5, 50.0])
@@ -115,5 +126,5 @@ def test_real_shapes(randn, assert_near, dtype, Hq, Hkv, D, block_size):
     """The three mixes take the three sizes of tiles."""
     for sequences in ([(0, 1500)], [(2000, 5), (300, 1), (0, 20), (4096, 16)], [(n, 1) for n in range(1, 900, 60)]):
         for window in (None, 512):
-            about = {"Hq": Hq, "Hkv": Hkv, "D": D, "dtype": dtype, "window": window}
-            check(randn, assert_near, sequences, block_size, **about)
+            options = {"Hq": Hq, "Hkv": Hkv, "D": D, "dtype": dtype, "window": window}
+            check(randn, assert_near, sequences, block_size, **options)

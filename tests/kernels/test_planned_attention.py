@@ -54,15 +54,11 @@ def check_decode(
     tiling=SMALL,
     split_size=None,
     resident=6,
-    **about,
+    **limits,
 ):
-    """``about``: the window and the softcap."""
-    tiling, B, window, about = (
-        fitted(tiling, D, dtype.itemsize),
-        len(lengths),
-        about.get("window"),
-        {"scale": D**-0.5} | about,
-    )
+    """``limits``: the window and the softcap."""
+    tiling, B = fitted(tiling, D, dtype.itemsize), len(lengths)
+    window, limits = limits.get("window"), {"scale": D**-0.5} | limits
     q = randn(B, Hq + 2, D, dtype=dtype, scale=size)[:, :Hq]  # part of a larger result
     seen = [length if window is None else min(window, length) for length in lengths]
     memory = PagedMemory(draw_tokens(randn, lengths, Hkv, D, dtype), block_size, seen)
@@ -71,8 +67,8 @@ def check_decode(
     grid = Grid(resident, tiling.tile, max(tiling.least_split, tiling.tile))
     plan = sent(plan_decode(lengths, grid, window=window, split_size=split_size))
     workspace = planned_workspace(plan.num_states, B, Hq, Hkv, D)
-    out = planned_decode(q, *memory.arrays, plan, **about, tiling=tiling, workspace=workspace)
-    assert_attended(assert_near, out, q, memory.tokens, [1] * B, **about)
+    out = planned_decode(q, *memory.arrays, plan, **limits, tiling=tiling, workspace=workspace)
+    assert_attended(assert_near, out, q, memory.tokens, [1] * B, **limits)
     assert (workspace.counters == 0).all(), "a counter of arrivals was not set back to 0"
     return out
 
@@ -91,11 +87,11 @@ def check_prefill(
     tiling=SMALL_PREFILL,
     split_size=None,
     resident=6,
-    **about,
+    **limits,
 ):
     """``batch``: of each sequence its new tokens and those before."""
     new, lengths = [n for n, _ in batch], [n + past for n, past in batch]
-    window, about = about.get("window"), {"scale": D**-0.5} | about
+    window, limits = limits.get("window"), {"scale": D**-0.5} | limits
     q = randn(sum(new), Hq + 2, D, dtype=dtype, scale=size)[:, :Hq]
     seen = [length if window is None else min(length, n + window - 1) for n, length in zip(new, lengths, strict=True)]
     memory = PagedMemory(draw_tokens(randn, lengths, Hkv, D, dtype), block_size, seen)
@@ -105,8 +101,8 @@ def check_prefill(
     grid = Grid(resident, tiling.tile, tiling.tile)
     plan = sent(plan_prefill(new, lengths, grid, tokens_per_tile=per_tile, window=window, split_size=split_size))
     workspace = planned_workspace(plan.num_states, 0, Hq, Hkv, D)
-    out = planned_prefill(q, *memory.arrays, plan, **about, tiling=tiling, workspace=workspace)
-    assert_attended(assert_near, out, q, memory.tokens, new, **about)
+    out = planned_prefill(q, *memory.arrays, plan, **limits, tiling=tiling, workspace=workspace)
+    assert_attended(assert_near, out, q, memory.tokens, new, **limits)
     return out
 
 
@@ -349,8 +345,8 @@ def test_real_decode(randn, assert_near, dtype, Hq, Hkv, D, lengths, window, is_
     tiling = decode_tiling(len(lengths), Hkv, D, dtype.itemsize)
     tiling = dataclasses.replace(tiling, is_arrival=is_arrival)
     resident = tiling.grid(Hkv, DEVICE).resident
-    about = {"dtype": dtype, "window": window, "block_size": 16, "tiling": tiling, "resident": resident}
-    check_decode(randn, assert_near, lengths, Hq=Hq, Hkv=Hkv, D=D, **about)
+    options = {"dtype": dtype, "window": window, "block_size": 16, "tiling": tiling, "resident": resident}
+    check_decode(randn, assert_near, lengths, Hq=Hq, Hkv=Hkv, D=D, **options)
 
 
 @pytest.mark.gpu
@@ -360,8 +356,8 @@ def test_real_decode(randn, assert_near, dtype, Hq, Hkv, D, lengths, window, is_
 def test_real_prefill(randn, assert_near, dtype, Hq, Hkv, D, batch, window):
     tiling = prefill_tiling(sum(new for new, _ in batch), len(batch), Hq, Hkv, D, dtype.itemsize)
     resident = tiling.grid(Hkv, DEVICE).resident
-    about = {"dtype": dtype, "window": window, "block_size": 16, "tiling": tiling, "resident": resident}
-    check_prefill(randn, assert_near, batch, Hq=Hq, Hkv=Hkv, D=D, **about)
+    options = {"dtype": dtype, "window": window, "block_size": 16, "tiling": tiling, "resident": resident}
+    check_prefill(randn, assert_near, batch, Hq=Hq, Hkv=Hkv, D=D, **options)
 
 
 @pytest.mark.gpu
@@ -387,8 +383,8 @@ def test_one_captured_graph_serves_every_plan_of_its_bucket(randn, assert_near, 
         return DevicePlan.of(plan, arrays), on_device
 
     def attend(plan, lengths):
-        about = {"scale": 0.125, "tiling": tiling, "workspace": workspace, "out": out}
-        planned_decode(q, keys, values, tables, table_starts, lengths, plan, **about)
+        options = {"scale": 0.125, "tiling": tiling, "workspace": workspace, "out": out}
+        planned_decode(q, keys, values, tables, table_starts, lengths, plan, **options)
 
     first = prepare([1] * B)
     attend(*first)
@@ -419,9 +415,9 @@ def test_the_order_in_which_programs_arrive_changes_no_bit(randn):
     paged = PagedMemory(draw_tokens(randn, lengths, 8, 64, torch.float32), 16).arrays
     tiling = decode_tiling(8, 8, 64, 4)
     plan = sent(plan_decode(lengths, Grid(10_000, tiling.tile, tiling.tile), split_size=2 * tiling.tile))
-    q, about = randn(8, 32, 64), {"scale": 0.125, "tiling": tiling}
-    about["workspace"] = planned_workspace(plan.num_states, 8, 32, 8, 64)
-    first = planned_decode(q, *paged, plan, **about)
+    q, options = randn(8, 32, 64), {"scale": 0.125, "tiling": tiling}
+    options["workspace"] = planned_workspace(plan.num_states, 8, 32, 8, 64)
+    first = planned_decode(q, *paged, plan, **options)
     assert first.isfinite().all()
     for _ in range(300):
-        assert torch.equal(planned_decode(q, *paged, plan, **about), first)
+        assert torch.equal(planned_decode(q, *paged, plan, **options), first)
