@@ -116,10 +116,13 @@ SHAPES = [  # Hq, Hkv, D, window, softcap
     (8, 2, 64, 20, None),
     (3, 3, 128, None, 30.0),
 ]
+DTYPES = torch.float32, torch.float16, torch.bfloat16
+CASES = [(torch.float32, *SHAPES[0]), (torch.float16, *SHAPES[1]), (torch.float32, *SHAPES[2])]
+CASES += [pytest.param(dtype, *shape, marks=pytest.mark.gpu) for dtype in DTYPES for shape in SHAPES]
 
 
 @pytest.mark.parametrize("cached", BYTES, ids=str)
-@pytest.mark.parametrize(("Hq", "Hkv", "D", "window", "softcap"), SHAPES)
+@pytest.mark.parametrize(("dtype", "Hq", "Hkv", "D", "window", "softcap"), CASES)
 def test_decode_attention(randn, assert_near, num_launches, dtype, cached, Hq, Hkv, D, window, softcap):
     """Planned, with and without splits, and not planned."""
     lengths, limits = [70, 0, 1, 37], {"scale": 0.5 * D**-0.5, "window": window, "softcap": softcap}
@@ -136,7 +139,7 @@ def test_decode_attention(randn, assert_near, num_launches, dtype, cached, Hq, H
 
 
 @pytest.mark.parametrize("cached", BYTES, ids=str)
-@pytest.mark.parametrize(("Hq", "Hkv", "D", "window", "softcap"), SHAPES)
+@pytest.mark.parametrize(("dtype", "Hq", "Hkv", "D", "window", "softcap"), CASES)
 def test_prefill_attention(randn, assert_near, num_launches, dtype, cached, Hq, Hkv, D, window, softcap):
     """Whole prompts and chunks, planned and not."""
     batch = [(19, 0), (3, 44), (1, 5)]  # new tokens, and those before
