@@ -38,6 +38,7 @@ from shared.ops import quantized as op
 from shared.quantization.weight import RUN, QuantizedWeight
 
 GROUPS = (32, 64, 128)
+MOST_TILES = 32  # of a row of W, over which the loop is unrolled: with 96 a kernel took the assembler five minutes
 PART = tl.constexpr(16)  # bytes of a row that a thread loads at once; their columns share a scale
 RAISED = tl.constexpr(2.0**64)  # a factor of x, since four bits are read as a number of 2^-149
 LOWERED = tl.constexpr(2.0**85)  # the factor of the sum that makes up for both
@@ -317,6 +318,10 @@ def _launch(
     T, K = x.shape
     if T > 1:
         raise ValueError(f"a tiling without dot is for one row of x, not for {T}")
+    if MOST_TILES * cut.block_k < K:
+        raise ValueError(
+            f"a tiling cuts a row into at most {MOST_TILES} tiles, and {K} columns are more of {cut.block_k}"
+        )
     N = weight.shape[0] if activation is None else weight.shape[0] // 2
     out = x.new_empty(1, N)
     norm_weight, eps, offset = (None, 0.0, 0.0) if norm is None else (norm.weight, norm.eps, norm.offset)

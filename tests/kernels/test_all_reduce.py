@@ -5,7 +5,6 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -57,9 +56,7 @@ CALLS = [(1, 64), (3, 48), (1, 64), (4, 96), (2, 64), (1, 2048)]
 SHOTS = {1: 1 << 60, 2: 0}  # and the ``TWO_SHOT_BYTES`` that makes a sum have so many
 
 
-def in_processes(
-    size: int, run: Callable[..., None], *args: Any
-) -> tuple[list[torch.Tensor], list[torch.Tensor], list[Any]]:
+def in_processes(size, run, *args):
     """Start ``run(peers, *args)`` for each rank; their memories, stops and processes."""
     memories = [torch.full((module.num_words(size),), -1, dtype=torch.int32).share_memory_() for _ in range(size)]
     stops = [torch.zeros(1, dtype=torch.int32).share_memory_() for _ in range(size)]
@@ -92,9 +89,8 @@ def run_rank(peers: Peers, dtype: torch.dtype, found: list[list[dict[int, torch.
 
 
 @interpreted
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-@pytest.mark.parametrize("size", [2, 3, 4])
-def test_the_sum_over_ranks(size: int, dtype: torch.dtype, few_channels: None) -> None:
+@pytest.mark.parametrize(("size", "dtype"), [(2, torch.float16), (3, torch.float32), (4, torch.float16)])
+def test_the_sum_over_ranks(size, dtype, few_channels):
     """Calls of several shapes, so that channels differ in their counts; each rank has the same bits, in both ways."""
     found = [
         [{shots: torch.zeros(T, n, dtype=dtype).share_memory_() for shots in SHOTS} for T, n in CALLS for _ in range(2)]
@@ -137,7 +133,7 @@ def run_first_rank(peers: Peers, shots: int) -> None:
 
 @interpreted
 @pytest.mark.parametrize("shots", SHOTS)
-def test_stop_ends_the_wait_for_a_rank_that_has_gone(shots: int, few_channels: None) -> None:
+def test_stop_ends_the_wait_for_a_rank_that_has_gone(shots, few_channels):
     _, stops, processes = in_processes(2, run_first_rank, shots)
     processes[1].join(120)
     time.sleep(0.3)
@@ -159,9 +155,7 @@ def test_stop_ends_the_wait_for_a_rank_that_has_gone(shots: int, few_channels: N
         (8, 64, 4096, 256, 8, 64),
     ],
 )
-def test_large_sums_of_more_than_two_ranks_have_two_shots(
-    size: int, T: int, n: int, num_programs: int, num_pieces: int, num_words: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_large_sums_of_more_than_two_ranks_have_two_shots(size, T, n, num_programs, num_pieces, num_words, monkeypatch):
     launched = {}
 
     def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> None:
@@ -182,8 +176,9 @@ SHAPES = [(1, 4096), (64, 4096), (64, 4096), (3, 1152), (8, 4096), (128, 2048), 
 
 
 @pytest.mark.gpu
+@pytest.mark.several_gpus
 @pytest.mark.parametrize("size", [2, 4])
-def test_thousands_of_sums_between_gpus(size: int) -> None:
+def test_thousands_of_sums_between_gpus(size):
     if torch.cuda.device_count() < size:
         pytest.skip(f"needs {size} GPUs, and this machine has {torch.cuda.device_count()}")
     store = local_store()

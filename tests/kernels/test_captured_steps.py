@@ -1,7 +1,5 @@
 """Steps that are padded to buckets and replayed give what steps of their own size give."""
 
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,11 +12,9 @@ from shared.engine import graphs
 from shared.engine.batch import Batch
 from shared.engine.buckets import Bucket
 from shared.engine.captured_runner import CapturedRunner
-from shared.engine.config import EngineConfig
-from shared.engine.graphs import CapturedStep, Computed, CudaGraphCapture, DrawRecorder, RecordedDraw
+from shared.engine.graphs import Computed, CudaGraphCapture, DrawRecorder, RecordedDraw
 from shared.engine.multi_token_runner import CapturedMultiTokenRunner
 from shared.engine.sampler import Sampler
-from shared.kernels import gemv, rmsnorm, sampler
 from shared.kernels.kv_write import kv_write_kernel
 from shared.kernels.launch import INTERPRETED, LAUNCHES
 from shared.kernels.pending_ids import fill_pending
@@ -26,78 +22,19 @@ from shared.sampling.params import SamplingParams
 from shared.sampling.sampler import SamplingRow
 from shared.scheduling.schedule import Schedule
 from shared.speculation.captured_head import CapturedHead
-from shared.speculation.drafter import PendingDrafts
 from tests.adapters import random_adapter_of
+from tests.kernels.engines import REQUESTS, Repeat, make_engine, show_drafts
 from tests.mixed_requests import seen, serve
 
-DEVICE = torch.device("cpu" if INTERPRETED else "cuda")
-SMALL: dict[str, Any] = {
-    "max_seq_len": 48,
-    "max_batch_size": 3,
-    "block_size": 4,
-    "num_gpu_blocks": 12,
-    "prefill_chunk_size": 9,
-    "dtype": "float32",
-    "device": DEVICE.type,
-}
-REQUESTS: list[tuple[str | list[int], dict[str, Any]]] = [
-    ([5, 9] * 10, {"temperature": 0.0, "max_new_tokens": 12, "ignore_eos": True}),  # chunks of 9, 9 and 2
-    ([7], {"seed": 1, "max_new_tokens": 16, "logprobs": 2, "frequency_penalty": 0.7, "ignore_eos": True}),
-    ([5, 9] * 8, {"temperature": 0.0, "max_new_tokens": 12, "prompt_logprobs": 1, "ignore_eos": True}),
-    ([3] * 6, {"seed": 2, "top_p": 0.9, "max_new_tokens": 3, "ignore_eos": True}),
-]
+pytestmark = pytest.mark.usefixtures("only_the_caches_kernels")
+ON_GPU = pytest.mark.gpu
+PLAIN: dict[str, Any] = {"use_cuda_graphs": False, "attention_backend": "sdpa"}  # attention in PyTorch's operations
 
 
-class Repeat:
-    """Stands in for a graph where there is no GPU: runs the same function on the same buffers again.
-
-    Like a graph it writes its results to the same memory each time, where nothing must be left of the time before.
-    """
-
-    def __call__(self, run: Callable[[], Computed]) -> CapturedStep:
-        results = run()
-
-        def replay() -> None:
-            for kept, tensor in zip(results, run(), strict=True):
-                if kept is not None and tensor is not None:
-                    kept.copy_(tensor)
-
-        return CapturedStep(replay, results)
-
-
-@pytest.fixture(autouse=True)
-def only_the_cache_s_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Products, norms and draws take the interpreter seconds a step, and know nothing of buckets."""
-    if INTERPRETED:
-        for module in (gemv, rmsnorm, sampler):
-            monkeypatch.setattr(module, "launches", lambda tensor: False)
-
-
-def make_engine(folder: Path, phase: Any = Engine, **config: Any) -> Any:
-    """An engine of a layer, or of two whose windows differ; the KV cache of these is poisoned."""
-    engine = phase(EngineConfig(model=str(folder), **SMALL | config))
-    chosen = slice(1, 3) if engine.model.config.family == "gemma3_text" else slice(1)
-    engine.model.blocks = engine.model.blocks[chosen]
-    if engine.config.use_cuda_graphs is None:
-        capture = Repeat() if INTERPRETED else None
-        about = {"most_logit_rows": engine.config.most_logit_rows}
-        engine.runner = CapturedRunner(engine.model, engine.view, engine.pool.max_sequences, capture, **about)
-        show_drafts(engine)
-    for memory in (engine.view.keys, engine.view.values):  # type: ignore[attr-defined]
-        memory.zero_()[chosen] = float("nan")
-    return engine
-
-
-def show_drafts(engine: Any) -> None:
-    """A drafter leaves its drafts where the engine's new runner looks for them."""
-    if getattr(engine, "drafter", None) is not None:
-        engine.drafter.leave_drafts_in(PendingDrafts(engine.runner.last_ids, engine.pool.max_sequences))
-
-
-@pytest.mark.parametrize("family", ["llama", "gemma3_text"])
-def test_replayed_steps_give_the_same_tokens(tiny_checkpoints: dict[str, Path], family: str) -> None:
+@pytest.mark.parametrize("family", [pytest.param("llama", marks=ON_GPU), "gemma3_text"])
+def test_replayed_steps_give_the_same_tokens(tiny_checkpoints, family):
     """Chunks beside decoding, shared prefixes, preemption, penalties and log-probabilities; one step in flight."""
-    plain = make_engine(tiny_checkpoints[family], use_cuda_graphs=False)
+    plain = make_engine(tiny_checkpoints[family], **PLAIN)
     expected, _ = serve(plain, REQUESTS)
     engine = make_engine(tiny_checkpoints[family], overlap_scheduling=True)
     got, _ = serve(engine, REQUESTS)
@@ -112,10 +49,10 @@ def test_replayed_steps_give_the_same_tokens(tiny_checkpoints: dict[str, Path], 
         assert seen(serve(eager, REQUESTS)[0]) == seen(got), "the same launches in the same buckets, bit for bit"
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma3_text"])
-def test_replayed_steps_verify_drafts(tiny_checkpoints: dict[str, Path], family: str) -> None:
+@pytest.mark.parametrize("family", ["llama", pytest.param("gemma3_text", marks=ON_GPU)])
+def test_replayed_steps_verify_drafts(tiny_checkpoints, family):
     """A step with drafts is one of a mixed bucket, with several logit rows a request; others beside it have none."""
-    plain = make_engine(tiny_checkpoints[family], use_cuda_graphs=False)
+    plain = make_engine(tiny_checkpoints[family], **PLAIN)
     expected, _ = serve(plain, REQUESTS)
     lookup: dict[str, Any] = {"use_speculative_decoding": True, "drafter": "ngram", "adapt_spec_length": False}
     engine = make_engine(tiny_checkpoints[family], Speculative, overlap_scheduling=True, **lookup)
@@ -136,15 +73,16 @@ def test_replayed_steps_verify_drafts(tiny_checkpoints: dict[str, Path], family:
     assert engine.runner.num_forwards < plain.runner.num_forwards
 
 
-def test_replayed_steps_have_mask_tokens(tiny_checkpoints: dict[str, Path]) -> None:
+@pytest.mark.parametrize("family", ["llama", pytest.param("gemma3_text", marks=ON_GPU)])
+def test_replayed_steps_have_mask_tokens(tiny_checkpoints, family):
     """Nine tokens verify two guesses and make the next ones; the guesses are those of steps that are not captured.
 
     Of greedy requests they are made behind every token of a step, right behind it; with one that is drawn, as ever.
     """
     greedy, drawn = REQUESTS[0][1], {"seed": 2, "max_new_tokens": 4, "ignore_eos": True}
     short = greedy | {"max_new_tokens": 8}
-    folder, requests = tiny_checkpoints["gemma3_text"], [([5, 9] * 3, greedy), ([7], short), ([3] * 6, drawn)]
-    expected, _ = serve(make_engine(folder, use_cuda_graphs=False), requests)
+    folder, requests = tiny_checkpoints[family], [([5, 9] * 3, greedy), ([7], short), ([3] * 6, drawn)]
+    expected, _ = serve(make_engine(folder, **PLAIN), requests)
     about: dict[str, Any] = {"use_speculative_decoding": True, "adapter": str(random_adapter_of(folder))}
     about |= {"adapt_spec_length": False, "spec_length": 2, "prefill_chunk_size": 18}
     guessed: list[list[list[int]]] = []
@@ -189,13 +127,13 @@ def noted(drafter: Any, num_ahead: list[int]) -> Any:
     return follow
 
 
-@pytest.mark.parametrize(("family", "is_same"), [("llama", True), ("gemma3_text", False)])
-def test_drafts_behind_each_other_are_moved_on_by_the_device(
-    tiny_checkpoints: dict[str, Path], family: str, is_same: bool
-) -> None:
+@pytest.mark.parametrize(
+    ("family", "is_same"), [("llama", True), ("llama", False), pytest.param("gemma3_text", False, marks=ON_GPU)]
+)
+def test_drafts_behind_each_other_are_moved_on_by_the_device(tiny_checkpoints, family, is_same):
     """A draft model that is the model itself, whose drafts are all right, and one with other layers."""
     folder = tiny_checkpoints[family]
-    expected, _ = serve(make_engine(folder, use_cuda_graphs=False), REQUESTS[:2])
+    expected, _ = serve(make_engine(folder, **PLAIN), REQUESTS[:2])
     drafting: dict[str, Any] = {"use_speculative_decoding": True, "draft_model": str(folder), "spec_length": 4}
     engine = make_engine(folder, Speculative, adapt_spec_length=False, num_gpu_blocks=24, **drafting)
     drafter, capture = engine.drafter, Repeat() if INTERPRETED else None
@@ -215,7 +153,7 @@ def test_drafts_behind_each_other_are_moved_on_by_the_device(
     assert runner.num_forwards - runner.num_replays <= 2
 
 
-def test_a_replay_launches_what_the_largest_step_of_its_bucket_needs(tiny_checkpoints: dict[str, Path]) -> None:
+def test_a_replay_launches_what_the_largest_step_of_its_bucket_needs(tiny_checkpoints):
     """The launches of a layer do not depend on how many of the sequences decode, nor on the lengths."""
     engine = make_engine(tiny_checkpoints["llama"])
     view = engine.view
@@ -230,9 +168,7 @@ def test_a_replay_launches_what_the_largest_step_of_its_bucket_needs(tiny_checkp
 
 
 @pytest.mark.parametrize(("max_seq_len", "most"), [(12, 10), (8, 8)])  # a chunk has 9 tokens, a block 4
-def test_the_padding_of_a_chunk_takes_no_more_blocks_than_a_sequence(
-    tiny_checkpoints: dict[str, Path], max_seq_len: int, most: int
-) -> None:
+def test_the_padding_of_a_chunk_takes_no_more_blocks_than_a_sequence(tiny_checkpoints, max_seq_len, most):
     engine = make_engine(tiny_checkpoints["llama"], max_seq_len=max_seq_len, max_batch_size=1)
     assert list(engine.runner.graphs) == [Bucket(most, 1, False), Bucket(1, 1, True)]
 
@@ -251,8 +187,8 @@ def batch_of(engine: Engine, num_new: list[int]) -> Batch:
     return batch
 
 
-@pytest.mark.parametrize("num_new", [[1], [1, 1, 1], [1, 1, 9], [9], [5, 4], [1, 2, 3]])
-def test_padding_changes_no_hidden_state(tiny_checkpoints: dict[str, Path], num_new: list[int]) -> None:
+@pytest.mark.parametrize("num_new", [[1], [1, 1, 1], [1, 1, 9], [5, 4]])
+def test_padding_changes_no_hidden_state(tiny_checkpoints, num_new):
     engine, plain = (
         make_engine(tiny_checkpoints["qwen3"]),
         make_engine(tiny_checkpoints["qwen3"], use_cuda_graphs=False),
@@ -268,17 +204,17 @@ def test_padding_changes_no_hidden_state(tiny_checkpoints: dict[str, Path], num_
     assert engine.view.keys.isnan().sum() == plain.view.keys.isnan().sum()  # type: ignore[attr-defined]
 
 
-def test_a_step_that_fits_no_bucket_runs_eagerly_and_is_counted(tiny_checkpoints: dict[str, Path]) -> None:
+def test_a_step_that_fits_no_bucket_runs_eagerly_and_is_counted(tiny_checkpoints):
     """Two chunks of 9 are more than the 12 tokens of the largest bucket."""
     requests = [([2] * 9, {"temperature": 0.0, "max_new_tokens": 2}), ([3] * 9, {"max_new_tokens": 2, "seed": 1})]
     engine = make_engine(tiny_checkpoints["llama"])
     got, _ = serve(engine, requests)
-    expected, _ = serve(make_engine(tiny_checkpoints["llama"], use_cuda_graphs=False), requests)
+    expected, _ = serve(make_engine(tiny_checkpoints["llama"], **PLAIN), requests)
     assert [[o.token_id for o in answer] for answer in got] == [[o.token_id for o in answer] for answer in expected]
     assert engine.runner.num_forwards - engine.runner.num_replays == 1
 
 
-def test_pending_ids_are_filled_in_and_others_kept(device: torch.device) -> None:
+def test_pending_ids_are_filled_in_and_others_kept(device):
     last_ids = torch.arange(100, 108, device=device)
     ids = torch.tensor([5, -1, 7, -8, 0, -3] * 40, device=device)
     fill_pending(ids, last_ids)
@@ -286,7 +222,7 @@ def test_pending_ids_are_filled_in_and_others_kept(device: torch.device) -> None
 
 
 @pytest.mark.gpu
-def test_graphs_share_memory_and_results_are_where_they_were(device: torch.device) -> None:
+def test_graphs_share_memory_and_results_are_where_they_were(device):
     """Results are kept as addresses, so a later capture may use them; each is right after its own replay."""
     capture, x = CudaGraphCapture(device), torch.ones(1 << 20, device=device)
     steps = [capture(lambda n=n: Computed((x * n).bfloat16()[: 1 << (20 - n)])) for n in range(1, 6)]  # type: ignore[misc]
@@ -299,9 +235,7 @@ def test_graphs_share_memory_and_results_are_where_they_were(device: torch.devic
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("limits", [{}, {"top_p": 0.9}, {"top_k": 20, "min_p": 0.01}, {"temperature": 0.0}])
-def test_recorded_draws_are_those_that_are_launched(
-    device: torch.device, limits: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_recorded_draws_are_those_that_are_launched(device, limits, monkeypatch):
     """Rows come and go, their parameters and logits change, and a graph reads those of its own draw; the third size
     drops what is recorded of the others, and is recorded itself."""
     monkeypatch.setattr(graphs, "NUM_BEFORE", 3)

@@ -1,7 +1,6 @@
 """On a GPU requests made of chunks get what an explicit mask gives, in captured steps too."""
 
 import itertools
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -21,28 +20,39 @@ from shared.models.config import RopeConfig
 from shared.ops.rope import inverse_frequencies
 from shared.sampling.params import SamplingParams
 from tests.block_diagonal import reference_logits
-from tests.kernels.test_captured_steps import (
-    DEVICE,
-    INTERPRETED,
-    make_engine,
-    only_the_cache_s_kernels,  # noqa: F401 - used by every test
-)
+from tests.kernels.engines import DEVICE, INTERPRETED, make_engine
 from tests.mixed_requests import GREEDY
 
+pytestmark = pytest.mark.usefixtures("only_the_caches_kernels")
 ROOM: dict[str, Any] = {"max_seq_len": 160, "num_gpu_blocks": 90, "prefill_chunk_size": 14, "max_batch_size": 2}
 CHUNKS = [[(7 * n) % 250 for n in range(37)], [(5 * n + 3) % 250 for n in range(16)], [9], [3, 1, 4, 1, 5] * 9]
 
 
-@pytest.mark.parametrize(("D", "Hq", "Hkv"), [(16, 6, 2), (64, 8, 2), (128, 8, 1), (256, 4, 1)])
-@pytest.mark.parametrize(("window", "softcap"), [(None, None), (40, None), (None, 5.0)])
+ON_GPU = [
+    pytest.param(dtype, *heads, *limits, marks=pytest.mark.gpu)
+    for dtype in (torch.float32, torch.float16, torch.bfloat16)
+    for heads in ((16, 6, 2), (64, 8, 2), (128, 8, 1), (256, 4, 1))
+    for limits in ((None, None), (40, None), (None, 5.0))
+]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "D", "Hq", "Hkv", "window", "softcap"),
+    [
+        (torch.float32, 16, 6, 2, None, None),
+        (torch.float32, 16, 6, 2, 40, None),
+        (torch.float16, 64, 8, 2, None, 5.0),
+        (torch.float32, 128, 8, 1, None, None),
+        (torch.float32, 256, 4, 1, None, None),
+        *ON_GPU,
+    ],
+)
 @pytest.mark.parametrize("is_shared", [True, False])
-def test_ranges_that_some_share_at_other_offsets(randn, dtype, D, Hq, Hkv, window, softcap, is_shared) -> None:
+def test_ranges_that_some_share_at_other_offsets(randn, dtype, D, Hq, Hkv, window, softcap, is_shared):
     """Four sequences with one to six new tokens; a chunk of 300 tokens in two of them, twice in one; unread is NaN.
 
     Or each with one new token, and each reads its chunks by itself.
     """
-    if INTERPRETED and (D > 64 or dtype != torch.float32) and (window or softcap):
-        pytest.skip("the interpreter is slow, and has seen the other combinations")
     size, block_size = [300, 20, 1], 4
     contexts, own, num_new = [[1, 0], [0, 2, 0], [], [2, 0]], np.array([6, 9, 30, 1]), np.array([1, 6, 2, 1])
     num_new = num_new if is_shared else np.ones_like(num_new)
@@ -132,10 +142,10 @@ def answers(engine: Any, contexts: list[list[int]], num_tokens: int) -> list[lis
     return [found[name] for name in requests]
 
 
-@pytest.mark.parametrize("family", ["llama", pytest.param("qwen3", marks=pytest.mark.gpu), "gemma3_text"])
-def test_replayed_steps_give_what_an_explicit_mask_gives(
-    tiny_checkpoints: dict[str, Path], family: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize(
+    "family", [*(pytest.param(name, marks=pytest.mark.gpu) for name in ("llama", "qwen3")), "gemma3_text"]
+)
+def test_replayed_steps_give_what_an_explicit_mask_gives(tiny_checkpoints, family, monkeypatch):
     """Requests with shared and with own chunks beside one without; a plan that fits no captured arrays runs eagerly."""
     monkeypatch.setattr("shared.attention.range_tiles.LEAST_SAVED", 30)
     contexts = [[0, 1], [3, 0], [], [0, 2, 0]]
@@ -159,7 +169,7 @@ def test_replayed_steps_give_what_an_explicit_mask_gives(
         assert buckets == ({True, False} if captures else {False}), "steps with chunks have buckets of their own"
 
 
-def test_a_long_answer_keeps_its_plan_until_it_needs_another(tiny_checkpoints: dict[str, Path]) -> None:
+def test_a_long_answer_keeps_its_plan_until_it_needs_another(tiny_checkpoints):
     """An answer that crosses intervals of SLACK positions; plans are uploaded a few times only."""
     room = ROOM | {"max_seq_len": 640, "num_gpu_blocks": 200}
     engine = make_engine(tiny_checkpoints["llama"], Engine, **room, overlap_scheduling=True, use_cuda_graphs=False)
@@ -175,7 +185,7 @@ def test_a_long_answer_keeps_its_plan_until_it_needs_another(tiny_checkpoints: d
     assert len(sent) <= 4, "once for the question, once for each interval"
 
 
-def test_all_recomputed_is_the_whole_prompt(tiny_checkpoints: dict[str, Path]) -> None:
+def test_all_recomputed_is_the_whole_prompt(tiny_checkpoints):
     engine = make_engine(tiny_checkpoints["qwen3"], Engine, **ROOM, use_cuda_graphs=False)
     names = [engine.register(chunk) for chunk in CHUNKS[:2]]
     while engine.has_work():

@@ -5,9 +5,11 @@ branch, a branch that is dead for some arguments. Triton carries its own assembl
 ``TRITON_INTERPRET``, can compile every variant of a launch that an engine makes.
 """
 
+import dataclasses
 import functools
 import itertools
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -30,43 +32,11 @@ def test_every_variant_compiles(tmp_path):
         [sys.executable, __file__], env=environment, cwd=ROOT, capture_output=True, text=True, check=False
     )
     assert process.returncode == 0, process.stderr[-3000:]
-    compiled = set(process.stdout.split())
-    assert compiled == {
-        "gemv_kernel",
-        "skinny_kernel",
-        "quantized_gemv_kernel",
-        "quantized_gemm_kernel",
-        "quantized_rows_kernel",
-        "quantize_rows_kernel",
-        "rms_norm_kernel",
-        "gated_kernel",
-        "low_rank_kernel",
-        "kv_write_kernel",
-        "decode_attention_kernel",
-        "paged_attention_kernel",
-        "condensed_attention_kernel",
-        "window_sums_kernel",
-        "window_mass_kernel",
-        "newest_duplicate_kernel",
-        "key_redundancy_kernel",
-        "key_selection_kernel",
-        "gather_kept_kernel",
-        "scatter_kept_kernel",
-        "paged_prefill_kernel",
-        "planned_decode_kernel",
-        "planned_prefill_kernel",
-        "range_attention_kernel",
-        "peak_kernel",
-        "bracket_kernel",
-        "collect_kernel",
-        "search_kernel",
-        "draw_kernel",
-        "grammar_mask_kernel",
-        "remove_kernel",
-        "grammar_advance_kernel",
-        "next_token_kernel",
-        "all_reduce_kernel",
-    }
+    texts = [path.read_text(encoding="utf-8") for path in (ROOT / "shared" / "kernels").glob("*.py")]
+    kernels = {name for text in texts for name in re.findall(r"^def (\w+_kernel)\(", text, re.MULTILINE)}
+    assert set(process.stdout.split()) == kernels - {"dequantize_kernel", "fill_pending_kernel"}, (
+        "and two that are a few lines"
+    )
 
 
 def compile_launch(kernel, grid, *args, capability=(9, 0), num_warps=4, num_stages=3, maxnreg=None, **constants):
@@ -103,17 +73,22 @@ def compile_launch(kernel, grid, *args, capability=(9, 0), num_warps=4, num_stag
     return ptx
 
 
+def compiling(*modules, capability=(9, 0)):
+    """The launchers of these modules compile for a GPU instead of launching; returns its generation's getter."""
+    from shared.kernels.launch import GENERATIONS
+
+    for module in modules:
+        module.launches = lambda tensor: True
+        module.launch = functools.partial(compile_launch, capability=capability)
+    return lambda device: GENERATIONS[capability]
+
+
 def compile_products():
     from shared.kernels import gated, gemv, low_rank, rmsnorm
-    from shared.kernels.launch import GENERATIONS
     from shared.ops.gated import geglu, swiglu
 
-    for module in (gated, gemv, low_rank, rmsnorm):
-        module.launches = lambda tensor: True
     for capability in ((8, 0), (8, 6), (9, 0)):
-        gemv.generation = lambda device, capability=capability: GENERATIONS[capability]
-        for module in (gated, gemv, low_rank, rmsnorm):
-            module.launch = functools.partial(compile_launch, capability=capability)
+        gemv.generation = compiling(gated, gemv, low_rank, rmsnorm, capability=capability)
         for dtype, N, K in [(torch.bfloat16, 3072, 2048), (torch.float32, 1152, 6912)]:
             norm = SimpleNamespace(weight=torch.ones(K, dtype=dtype), eps=1e-6, offset=1.0)
             for T in (1, 8):
@@ -132,13 +107,10 @@ def compile_products():
 
 def compile_quantized_products():
     from shared.kernels import gated, quantized_gemm, quantized_gemv, quantized_rows, rmsnorm
-    from shared.kernels.launch import GENERATIONS
     from shared.ops.gated import swiglu
     from shared.quantization.weight import QuantizedWeight
 
     modules = (gated, quantized_gemm, quantized_gemv, quantized_rows, rmsnorm)
-    for module in (gated, quantized_gemv, rmsnorm):
-        module.launches = lambda tensor: True
     N, K = 6144, 4096
     fp8 = torch.zeros(N, K, dtype=torch.float8_e4m3fn), torch.ones(N // 128, K // 128), None, 128, 128
     int8 = torch.zeros(N, K, dtype=torch.int8), torch.ones(N, 1), None, K
@@ -152,9 +124,7 @@ def compile_quantized_products():
         ((8, 9), every_format[:1]),
         ((9, 0), every_format),
     ):
-        quantized_gemv.generation = lambda device, capability=capability: GENERATIONS[capability]
-        for module in modules:
-            module.launch = functools.partial(compile_launch, capability=capability)
+        quantized_gemv.generation = compiling(*modules, capability=capability)
         for T, weight in itertools.product((1, 8, 128) if capability == (9, 0) else (1, 128), weights):
             x, residual = torch.zeros(T, K, dtype=torch.bfloat16), torch.zeros(T, N, dtype=torch.bfloat16)
             quantized_gemv.linear(x, weight, None, None, residual)
@@ -165,7 +135,7 @@ def compile_quantized_products():
 def compile_kv_write():
     from shared.kernels import kv_write as module
 
-    module.launches, module.launch = lambda tensor: True, compile_launch
+    compiling(module)
     one = torch.zeros(1, dtype=torch.int64)
     for dtype, Hq, Hkv, D, has_norm in [
         (torch.bfloat16, 32, 8, 64, False),
@@ -183,7 +153,7 @@ def compile_kv_write():
 def compile_decode_attention():
     from shared.kernels import decode_attention as module
 
-    module.launches, module.launch = lambda tensor: True, compile_launch
+    compiling(module)
     one = torch.zeros(1, dtype=torch.int32)
     for dtype, Hq, Hkv, D, softcap in [
         (torch.bfloat16, 32, 8, 64, None),
@@ -202,7 +172,7 @@ def compile_paged_attention():
     from shared.kernels.decode_attention import DecodeWorkspace
 
     for module in (condensed_attention, paged_attention, paged_prefill):
-        module.launches, module.launch = lambda tensor: True, compile_launch
+        compiling(module)
     one = torch.zeros(1, dtype=torch.int32)
     for dtype, Hq, Hkv, D, softcap, block_size, T in [
         (torch.bfloat16, 32, 8, 64, None, 16, 64),
@@ -229,8 +199,7 @@ def compile_compression():
     from shared.compression.selection import Budget
     from shared.kernels import kept_moves, key_redundancy, key_selection, window_mass
 
-    for module in (kept_moves, key_redundancy, key_selection, window_mass):
-        module.launch = compile_launch
+    compiling(kept_moves, key_redundancy, key_selection, window_mass)
     for dtype, Hq, Hkv, D, length in [
         (torch.bfloat16, 32, 8, 64, 128),
         (torch.bfloat16, 4, 1, 256, 32),
@@ -256,9 +225,7 @@ def compile_fp8_kv_cache():
     planned_tiling.num_multiprocessors = lambda device: 132
     one = torch.ones(1, dtype=torch.int32)
     for capability, cached in [((8, 0), torch.uint8), ((9, 0), torch.float8_e4m3fn)]:
-        for module in (kv_write, planned_attention, planned_prefill):
-            module.launches = lambda tensor: True
-            module.launch = functools.partial(compile_launch, capability=capability)
+        compiling(kv_write, planned_attention, planned_prefill, capability=capability)
         for dtype, Hq, Hkv, D in [(torch.bfloat16, 32, 8, 64), (torch.bfloat16, 32, 8, 128), (torch.float32, 3, 3, 16)]:
             scales = {"k_scales": torch.ones(Hkv), "v_scales": torch.ones(Hkv)}
             memory = torch.zeros(2, 16, Hkv, D, dtype=torch.uint8).view(cached)
@@ -280,6 +247,42 @@ def compile_fp8_kv_cache():
                 planned_prefill.planned_prefill(q, memory, memory, one, one, one, plan, tiling=tiling, **about)
 
 
+def compile_planned_attention():
+    from shared.attention.descriptor import DevicePlan, Grid
+    from shared.attention.plan import plan_decode, plan_prefill
+    from shared.kernels import merge_states, planned_attention, planned_prefill
+    from shared.kernels.planned_tiling import decode_tiling, prefill_tiling
+    from shared.kernels.planned_workspace import PlannedWorkspace
+
+    compiling(planned_attention, planned_prefill, merge_states)
+    lengths, tables = torch.tensor([700, 1], dtype=torch.int32), torch.zeros(128, dtype=torch.int32)
+
+    def arrays_of(plan):
+        return DevicePlan.of(plan, [torch.from_numpy(array) for array in plan.arrays()])
+
+    for dtype, Hq, Hkv, D, block_size, softcap, buckets in [
+        (torch.bfloat16, 32, 8, 64, 16, None, ((True, 1), (False, 64))),
+        (torch.bfloat16, 4, 1, 256, 1, 50.0, ((True, 1),)),
+        (torch.float32, 9, 3, 16, 24, None, ((True, 64),)),
+    ]:
+        memory = torch.zeros(50, block_size, Hkv, D, dtype=dtype)
+        paged, about = (memory, memory, tables, lengths, lengths), {"scale": 0.125, "softcap": softcap}
+        for is_arrival, bucket in buckets:
+            tiling = dataclasses.replace(decode_tiling(bucket, Hkv, D, dtype.itemsize), is_arrival=is_arrival)
+            grid = Grid(10, tiling.tile, tiling.tile)
+            plan = arrays_of(plan_decode(lengths.tolist(), grid))
+            workspace = PlannedWorkspace.of(grid.max_states(), 2, Hq, Hkv, D, lengths.device)
+            q = torch.zeros(2, Hq, D, dtype=dtype)
+            planned_attention.planned_decode(q, *paged, plan, **about, tiling=tiling, workspace=workspace)
+        for new in ([1, 1], [40, 1]) if D == 64 else ([4, 1],):
+            tiling = prefill_tiling(sum(new), len(new), Hq, Hkv, D, dtype.itemsize)
+            grid, per_tile = Grid(10, tiling.tile, tiling.tile), tiling.tokens(Hq // Hkv)
+            plan = arrays_of(plan_prefill(new, lengths.tolist(), grid, tokens_per_tile=per_tile))
+            workspace = PlannedWorkspace.of(grid.max_states(per_tile), 0, Hq, Hkv, D, lengths.device)
+            q = torch.zeros(sum(new), Hq, D, dtype=dtype)
+            planned_prefill.planned_prefill(q, *paged, plan, **about, tiling=tiling, workspace=workspace)
+
+
 def compile_ranges():
     from shared.attention.range_plan import RangePlan
     from shared.kernels import merge_states, planned_tiling, range_attention
@@ -290,7 +293,7 @@ def compile_ranges():
     merge_states.launches = lambda tensor: True
     merge_states.launch = lambda *about, **options: None
     for capability in ((8, 6), (9, 0)):
-        range_attention.launch = functools.partial(compile_launch, capability=capability)
+        compiling(range_attention, capability=capability)
         wide = torch.float32 if capability == (8, 6) else torch.bfloat16  # in fp32, seconds each, for the least memory
         for dtype, Hq, Hkv, D in [(torch.bfloat16, 32, 8, 64), (torch.bfloat16, 8, 4, 128), (wide, 4, 1, 256)]:
             q, memory = torch.zeros(1, Hq, D, dtype=dtype), torch.zeros(2, 16, Hkv, D, dtype=dtype)
@@ -307,7 +310,7 @@ def compile_sampler():
     from shared.sampling.params import SamplingParams
     from shared.sampling.sampler import SamplingBatch, SamplingRow
 
-    module.launches, module.launch = lambda tensor: True, compile_launch
+    compiling(module)
     cuts = ({}, {"top_k": 50}, {"top_p": 0.9}, {"top_k": 50, "top_p": 0.9})
     for settings in (*cuts, {"min_p": 0.1}, cuts[-1] | {"min_p": 0.1}):
         batch = SamplingBatch.of([SamplingRow(SamplingParams(**settings), 1, 2)])
@@ -319,8 +322,7 @@ def compile_grammar():
     from shared.grammar.vocabulary import GrammarVocabulary
     from shared.kernels import grammar_advance, grammar_mask
 
-    for module in (grammar_advance, grammar_mask):
-        module.launches, module.launch = lambda tensor: True, compile_launch
+    compiling(grammar_advance, grammar_mask)
     tokens = GrammarTokens.of(GrammarVocabulary.of_tokens([b"a", b'"', b"</s>"], [2]), "cpu")
     tables, rows, slots = (torch.zeros(size, dtype=torch.int32) for size in (1024, (2, ROW), 2))
     words = torch.zeros(2, tokens.num_words, dtype=torch.int32)
@@ -335,7 +337,7 @@ def compile_grammar():
 def compile_next_token():
     from shared.kernels import next_token as module
 
-    module.launches, module.launch = lambda tensor: True, compile_launch
+    compiling(module)
     longs, ints = [torch.zeros(4, dtype=torch.int64)] * 3, [torch.zeros(4, dtype=torch.int32)] * 3
     module.next_token(*longs, *ints, longs[0], block_size=16, stride=1024)
 
@@ -368,15 +370,6 @@ def compile_all_reduce():
 
 
 if __name__ == "__main__":
-    compile_products()
-    compile_quantized_products()
-    compile_kv_write()
-    compile_decode_attention()
-    compile_paged_attention()
-    compile_compression()
-    compile_fp8_kv_cache()
-    compile_ranges()
-    compile_sampler()
-    compile_grammar()
-    compile_next_token()
-    compile_all_reduce()
+    for name, compile_kernels in list(globals().items()):
+        if name.startswith("compile_") and name != "compile_launch":
+            compile_kernels()

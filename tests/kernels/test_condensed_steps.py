@@ -2,7 +2,6 @@
 
 import itertools
 from collections.abc import Sequence
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -24,14 +23,10 @@ from shared.kernels.kept_moves import move_kept
 from shared.kernels.key_selection import select_keys
 from shared.kernels.window_mass import CachedSequences, window_mass
 from shared.sampling.params import SamplingParams
-from tests.kernels.test_captured_steps import (
-    DEVICE,
-    INTERPRETED,
-    make_engine,
-    only_the_cache_s_kernels,  # noqa: F401 - used by every test
-)
+from tests.kernels.engines import DEVICE, INTERPRETED, make_engine
 from tests.mixed_requests import serve
 
+pytestmark = pytest.mark.usefixtures("only_the_caches_kernels")
 LAYERS, BLOCK_SIZE, HKV = 2, 4, 2
 SMALL: dict[str, Any] = {
     "max_seq_len": 96,
@@ -54,7 +49,7 @@ REQUESTS: list[tuple[str | list[int], dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize(("method", "window"), [("snapkv", None), ("topp", 20), ("rkv", None)])
-def test_all_heads_at_once_keep_what_each_keeps_alone(randn, method, window) -> None:
+def test_all_heads_at_once_keep_what_each_keeps_alone(randn, method, window):
     """Two sequences in one set of launches, with heads that have packed parts of other lengths, a common tail, and more
     queries before the window's in the ring.
     """
@@ -114,7 +109,7 @@ def test_all_heads_at_once_keep_what_each_keeps_alone(randn, method, window) -> 
 
 
 @pytest.mark.parametrize("size", [3, 36, 37, 5000])
-def test_a_selection_that_can_be_counted_by_hand(size) -> None:
+def test_a_selection_that_can_be_counted_by_hand(size):
     """Equal scores: the older are kept. A head with less than sinks and recent tokens keeps all."""
     numbers = torch.tensor([[0, size, size, 0, 0]], dtype=torch.int32, device=DEVICE)
     cached = CachedSequences(numbers, torch.zeros(1, 3, dtype=torch.int32, device=DEVICE), size)
@@ -138,7 +133,7 @@ def test_a_selection_that_can_be_counted_by_hand(size) -> None:
 
 @pytest.mark.parametrize("window", [None, 9])
 @pytest.mark.parametrize("is_masked", [False, True])
-def test_each_head_attends_to_its_own_tokens(randn, assert_near, is_masked, window) -> None:
+def test_each_head_attends_to_its_own_tokens(randn, assert_near, is_masked, window):
     """Three sequences: a short and a long packed part, and none; unread cells are NaN."""
     D, group, num_blocks = 16, 3, 100
     cells = Cells(LAYERS, num_blocks, BLOCK_SIZE, HKV)
@@ -209,10 +204,10 @@ def test_each_head_attends_to_its_own_tokens(randn, assert_near, is_masked, wind
     assert (workspace.counters == 0).all()
 
 
-@pytest.mark.parametrize(("family", "fake"), [("llama", False), ("llama", True), ("gemma3_text", False)])
-def test_captured_steps_give_the_tokens_of_pytorch_s_operations(
-    tiny_checkpoints: dict[str, Path], family: str, fake: bool
-) -> None:
+@pytest.mark.parametrize(
+    ("family", "fake"), [pytest.param("llama", False, marks=pytest.mark.gpu), ("llama", True), ("gemma3_text", False)]
+)
+def test_captured_steps_give_the_tokens_of_pytorch_s_operations(tiny_checkpoints, family, fake):
     about = SMALL | {"if_fake_compress": fake}
     plain = make_engine(tiny_checkpoints[family], Engine, **about, use_cuda_graphs=False, attention_backend="sdpa")
     expected, _ = serve(plain, REQUESTS)
@@ -224,9 +219,7 @@ def test_captured_steps_give_the_tokens_of_pytorch_s_operations(
     assert (engine.num_freed_blocks > 0) != fake
 
 
-def test_recorded_choices_are_those_that_are_launched(
-    tiny_checkpoints: dict[str, Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_recorded_choices_are_those_that_are_launched(tiny_checkpoints, monkeypatch):
     """Of two requests that are due together."""
     if INTERPRETED:
         monkeypatch.setattr(head_selection, "recorded", lambda launch, *_: (SimpleNamespace(replay=launch), None))
@@ -252,7 +245,7 @@ def test_recorded_choices_are_those_that_are_launched(
     assert selected.index(holdings[0]) is None, "its room serves a later choice"
 
 
-def test_a_row_s_next_request_keeps_all_its_tokens(tiny_checkpoints: dict[str, Path]) -> None:
+def test_a_row_s_next_request_keeps_all_its_tokens(tiny_checkpoints):
     engine = make_engine(tiny_checkpoints["llama"], Engine, **SMALL | {"max_batch_size": 1})
     alone = make_engine(tiny_checkpoints["llama"], Engine, **SMALL | {"max_batch_size": 1})
     short = ([5, 9, 3], {"temperature": 0.0, "max_new_tokens": 9, "ignore_eos": True})
@@ -263,7 +256,7 @@ def test_a_row_s_next_request_keeps_all_its_tokens(tiny_checkpoints: dict[str, P
     assert INTERPRETED or engine.runner.num_replays > 0
 
 
-def test_an_abort_and_a_shared_prefix_change_no_token(tiny_checkpoints: dict[str, Path]) -> None:
+def test_an_abort_and_a_shared_prefix_change_no_token(tiny_checkpoints):
     """One request is aborted after it was chosen from, in the step after which it is due; another's blocks are changed
     for the tree's. What was chosen while a step was in flight is found where it is, or dropped.
     """

@@ -2,27 +2,28 @@
 
 import dataclasses
 
-import numpy as np
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from shared.cache.contiguous import ContiguousCache, ContiguousView
 from shared.cache.contiguous_pool import ContiguousKVCachePool
 from shared.cache.contiguous_pool_view import ContiguousPoolView
 from shared.engine.batch import Batch
-from shared.engine.staging import Staging
 from shared.errors import ConfigError
 from shared.kernels.decode_attention import decode_attention_kernel
 from shared.kernels.kv_write import kv_write_kernel
-from shared.kernels.launch import INTERPRETED
-from shared.loading.loader import load_model
-from shared.models.tokens import Tokens
+from tests.kernels.sequences import (
+    CAPACITY,
+    DEVICE,
+    LAYERS,
+    alone,
+    assert_as_near_as_alone,
+    load,
+    poisoned,
+    run,
+    token_ids,
+)
 from tests.steps import commit, make_request, step_of
 
-DEVICE = torch.device("cpu" if INTERPRETED else "cuda")
-LAYERS = {"llama": (0, 2), "qwen3": (1, 2), "gemma3_text": (1, 2)}  # Gemma's: the last with a window, the first without
-CAPACITY = 40
 STEPS = [  # past tiny-gemma3's window of 16; b leaves, and d gets its region
     {"a": 17, "b": 3, "c": 1},
     {"a": 1, "b": 1, "c": 1},
@@ -33,64 +34,19 @@ STEPS = [  # past tiny-gemma3's window of 16; b leaves, and d gets its region
 LEAVES_AFTER = {2: "b"}
 
 
-def load(folder, family, dtype=torch.float32):
-    """A model cut to two layers, since each costs the interpreter seconds; the memory has room for all."""
-    model = load_model(folder, dtype=dtype, device=DEVICE)
-    model.blocks = torch.nn.ModuleList(model.blocks[layer] for layer in LAYERS[family])
-    return model
-
-
-def token_ids(name):
-    return [(ord(name) * 31 + 113 * n) % 512 for n in range(CAPACITY)]
-
-
 def make_memory(config, dtype=torch.float32, backend=None, regions=3):
-    view = ContiguousPoolView(config, regions, CAPACITY, 30, dtype, DEVICE, backend)
-    view.keys.fill_(float("nan"))
-    view.values.fill_(float("nan"))
+    view = poisoned(ContiguousPoolView(config, regions, CAPACITY, 30, dtype, DEVICE, backend))
     return ContiguousKVCachePool(regions, CAPACITY), view
-
-
-def run(model, pool, view):
-    """Hidden states of each step; sequences come and go as STEPS says."""
-    requests, outputs = {name: make_request(name, token_ids(name)) for name in "abcd"}, []
-    for number, step in enumerate(STEPS):
-        for name in step:
-            assert pool.reserve(requests[name], CAPACITY)
-        schedule = step_of({requests[name]: new for name, new in step.items()})
-        tokens, *_ = view.load(Batch.of(schedule, pool))
-        outputs.append(model(tokens, view))
-        commit(pool, schedule)
-        if number in LEAVES_AFTER:
-            pool.release(requests[LEAVES_AFTER[number]])
-    return torch.cat(outputs)
-
-
-def alone(model):
-    """The same hidden states, from a cache of its own for each sequence."""
-    views = {}
-    for name in "abcd":
-        cache = ContiguousCache(model.config, CAPACITY, model.dtype, DEVICE)
-        views[name] = ContiguousView(cache, "naive")
-    outputs = []
-    for step in STEPS:
-        for name, new in step.items():
-            view, start = views[name], views[name].cache.length
-            view.prepare(new)
-            ids = torch.tensor(token_ids(name)[start : start + new], device=DEVICE)
-            outputs.append(model(Tokens(ids, torch.arange(start, start + new, device=DEVICE)), view))
-            view.cache.advance(new)
-    return torch.cat(outputs)
 
 
 @pytest.mark.parametrize(
     ("family", "backend"),
-    [("llama", None), ("qwen3", "flash"), ("gemma3_text", "flash"), ("gemma3_text", "sdpa")],
+    [("qwen3", None), ("gemma3_text", "flash"), ("gemma3_text", "sdpa")],
 )
 def test_every_sequence_is_answered_as_if_alone(tiny_checkpoints, num_launches, family, backend):
     model = load(tiny_checkpoints[family], family)
-    actual = run(model, *make_memory(model.config, backend=backend))
-    torch.testing.assert_close(actual, alone(model), rtol=2e-4, atol=2e-5)
+    actual = run(model, *make_memory(model.config, backend=backend), STEPS, LEAVES_AFTER)
+    torch.testing.assert_close(actual, alone(model, STEPS, LEAVES_AFTER), rtol=2e-4, atol=2e-5)
     layers = len(LAYERS[family])
     assert num_launches(kv_write_kernel) == len(STEPS) * layers, "one write a layer for all sequences"
     num_decode = 0 if backend == "sdpa" else sum(set(step.values()) == {1} for step in STEPS)
@@ -133,47 +89,10 @@ def test_a_head_size_without_a_kernel(tiny_checkpoints):
     make_memory(config, backend="sdpa")
 
 
-class Copies(TorchDispatchMode):
-    """Counts operations that copy between memories."""
-
-    count = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.count += func.overloadpacket in (torch.ops.aten.copy_, torch.ops.aten._to_copy)
-        return func(*args, **(kwargs or {}))
-
-
-@pytest.mark.gpu
-def test_a_plan_arrives_in_one_copy_whole_and_typed():
-    """And unmixed, though the stream is busy and there are more sends than pinned buffers."""
-    places = {"a": (20_000, np.int64), "b": (40_001, np.int32), "c": (20_000, np.float32), "d": (3, np.float64)}
-    staging = Staging(DEVICE, places)
-    generator, steps = np.random.default_rng(0), []
-    torch.cuda._sleep(200_000_000)  # cycles: about 0.1 seconds
-    for size in (3, 1, 20_000, 5, 20_000, 7):
-        arrays = {
-            "a": generator.integers(1 << 40, size=size),
-            "b": generator.integers(1 << 20, size=2 * size + 1).astype(np.int32),
-            "c": generator.random(size).astype(np.float32),
-            "d": generator.random(3),
-        }
-        with Copies() as copies:
-            sent = staging.send(arrays)
-        assert copies.count == 1
-        assert {tensor.device.type for tensor in sent.values()} == {"cuda"}
-        assert [t.data_ptr() for t in sent.values()] == [staging.tensors[name].data_ptr() for name in places]
-        steps.append((arrays, {name: tensor.clone() for name, tensor in sent.items()}))
-    for arrays, sent in steps:
-        for name, array in arrays.items():
-            assert sent[name].cpu().numpy().dtype == array.dtype
-            assert np.array_equal(sent[name].cpu().numpy(), array)
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("family", ["llama", "qwen3", "gemma3_text"])
 def test_sixteen_bits(tiny_checkpoints, family, dtype):
     model, exact = load(tiny_checkpoints[family], family, dtype), load(tiny_checkpoints[family], family)
-    expected = alone(exact)
-    ours = run(model, *make_memory(model.config, dtype)).float() - expected
-    assert ours.norm() <= 1.5 * (alone(model).float() - expected).norm()
+    ours = run(model, *make_memory(model.config, dtype), STEPS, LEAVES_AFTER)
+    assert_as_near_as_alone(ours, model, exact, STEPS, LEAVES_AFTER)

@@ -6,7 +6,6 @@ import pytest
 import torch
 
 import shared.cache.fp8_view as fp8_view
-import tests.kernels.test_planned_view as test_planned_view
 from shared.attention.descriptor import Grid
 from shared.attention.plan import plan_decode, plan_prefill
 from shared.cache.contiguous import ContiguousView
@@ -22,24 +21,18 @@ from shared.kernels.paged_attention import paged_attention, paged_attention_kern
 from shared.kernels.paged_prefill import paged_prefill, paged_prefill_kernel
 from shared.kernels.planned_attention import planned_decode, planned_decode_kernel
 from shared.kernels.planned_prefill import planned_prefill, planned_prefill_kernel
+from tests.kernels.attention import DEVICE, PagedMemory, assert_attended, draw_tokens, planned_workspace, sent
+from tests.kernels.sequences import CAPACITY, LAYERS, alone, load, run
 from tests.kernels.test_kv_write import make_transform
 from tests.kernels.test_kv_write import reference as rotated
-from tests.kernels.test_planned_attention import (
-    DEVICE,
-    SMALL,
-    SMALL_PREFILL,
-    PagedMemory,
-    poisoned_workspace,
-    reference,
-    sent,
-)
-from tests.kernels.test_planned_view import CAPACITY, LAYERS, NUM_DECODE, NUM_PREFILL, STEPS, alone, load, run
+from tests.kernels.test_planned_attention import SMALL, SMALL_PREFILL
+from tests.kernels.test_planned_view import LEAVES_AFTER, NUM_DECODE, NUM_PREFILL, STEPS
 
 BYTES = [torch.uint8, torch.float8_e4m3fn]  # as a GPU without FP8 reads them, and one with it
 UNREAD = 0x7E  # 448, which no masked key may contribute
 
 
-def test_numbers_are_stored_as_the_nearest_e4m3(randn) -> None:
+def test_numbers_are_stored_as_the_nearest_e4m3(randn):
     """Ties to even, subnormal numbers, what is too large, NaN; every e4m3 number is stored as itself."""
     every = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
     ties = (every[:126] + every[1:127]) / 2
@@ -68,7 +61,7 @@ def one_nan(bits: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.parametrize("dtype", BYTES, ids=str)
 @pytest.mark.parametrize(("D", "Hkv", "norms"), [(16, 2, "qk"), (64, 3, ""), (80, 1, "qk"), (128, 8, "qk")])
-def test_each_head_is_written_by_its_scale(randn, num_launches, dtype, D, Hkv, norms) -> None:
+def test_each_head_is_written_by_its_scale(randn, num_launches, dtype, D, Hkv, norms):
     T, Hq = 5, 2 * Hkv
     qk = make_transform(randn, D, norms=norms)
     q, k, v = randn(T, (Hq + 2 * Hkv) * D, scale=3.0).view(T, -1, D).split((Hq, Hkv, Hkv), 1)
@@ -79,8 +72,8 @@ def test_each_head_is_written_by_its_scale(randn, num_launches, dtype, D, Hkv, n
     places = torch.tensor([7, 0, 23, 11, 5], device=DEVICE)
     offsets = places * Hkv * D
     offsets[1] = -1  # padding
-    about = (positions, qk, keys.view(dtype), values.view(dtype), offsets, D)
-    out = kv_write(q, k, v, *about, k_scales=k_scales, v_scales=v_scales)
+    where = (positions, qk, keys.view(dtype), values.view(dtype), offsets, D)
+    out = kv_write(q, k, v, *where, k_scales=k_scales, v_scales=v_scales)
     assert num_launches(kv_write_kernel) == num_launches() == 1
     assert out.dtype == q.dtype
     written = [0, 2, 3, 4]
@@ -100,15 +93,15 @@ def test_each_head_is_written_by_its_scale(randn, num_launches, dtype, D, Hkv, n
 class Memory8Bits:
     """Blocks as bytes, each head with scales of its own, around them the largest number; ``tokens``: dequantized."""
 
-    def __init__(self, randn, lengths, seen, Hkv, D, dtype, block_size=4):
-        memory = PagedMemory(randn, lengths, seen, Hkv, D, torch.float32, block_size)
+    def __init__(self, randn, lengths, seen, Hkv, D, dtype):
+        memory = PagedMemory(draw_tokens(randn, lengths, Hkv, D, torch.float32), 4, seen)
+        keys, values, *where = memory.arrays
         scales = (0.02 * 1.3 ** torch.arange(2 * Hkv)).to(DEVICE).split(Hkv)
         cached = [
             torch.where(x.isnan(), UNREAD, quantized(x.flatten(0, 1), scale).view(x.shape)).to(torch.uint8).view(dtype)
-            for x, scale in zip((memory.keys, memory.values), scales, strict=True)
+            for x, scale in zip((keys, values), scales, strict=True)
         ]
-        self.arrays = (*cached, memory.tables, memory.table_starts, memory.lengths)
-        self.scales = dict(zip(("k_scales", "v_scales"), scales, strict=True))
+        self.arrays, self.scales = (*cached, *where), dict(zip(("k_scales", "v_scales"), scales, strict=True))
         self.tokens = [
             [
                 dequantized(quantized(x.transpose(0, 1), scale), scale, torch.float64).transpose(0, 1)
@@ -118,58 +111,53 @@ class Memory8Bits:
         ]
 
 
-def check(assert_near, out, q, memory, num_new, scale, window, softcap):
-    assert out.dtype == q.dtype
-    for attended, queries, kv in zip(out.split(num_new), q.split(num_new), memory.tokens, strict=True):
-        if len(queries):
-            expected, steps = reference(queries, *kv, scale, window, softcap)
-            assert_near(attended, expected, 8 if q.dtype == torch.float32 else 2, steps)
-
-
 SHAPES = [  # Hq, Hkv, D, window, softcap
     (4, 2, 16, None, None),
     (8, 2, 64, 20, None),
     (3, 3, 128, None, 30.0),
 ]
+DTYPES = torch.float32, torch.float16, torch.bfloat16
+CASES = [(torch.float32, *SHAPES[0]), (torch.float16, *SHAPES[1]), (torch.float32, *SHAPES[2])]
+CASES += [pytest.param(dtype, *shape, marks=pytest.mark.gpu) for dtype in DTYPES for shape in SHAPES]
 
 
 @pytest.mark.parametrize("cached", BYTES, ids=str)
-@pytest.mark.parametrize(("Hq", "Hkv", "D", "window", "softcap"), SHAPES)
+@pytest.mark.parametrize(("dtype", "Hq", "Hkv", "D", "window", "softcap"), CASES)
 def test_decode_attention(randn, assert_near, num_launches, dtype, cached, Hq, Hkv, D, window, softcap):
     """Planned, with and without splits, and not planned."""
-    lengths, about = [70, 0, 1, 37], {"scale": 0.5 * D**-0.5, "window": window, "softcap": softcap}
+    lengths, limits = [70, 0, 1, 37], {"scale": 0.5 * D**-0.5, "window": window, "softcap": softcap}
     q = randn(len(lengths), Hq + 2, D, dtype=dtype)[:, :Hq]
     memory = Memory8Bits(randn, lengths, [min(n, window or n) for n in lengths], Hkv, D, cached)
     plan = sent(plan_decode(lengths, Grid(6, 16, 16), window=window))
-    workspace = poisoned_workspace(plan.num_states, len(lengths), Hq, Hkv, D)
-    planned = planned_decode(q, *memory.arrays, plan, **about, **memory.scales, tiling=SMALL, workspace=workspace)
+    workspace = planned_workspace(plan.num_states, len(lengths), Hq, Hkv, D)
+    planned = planned_decode(q, *memory.arrays, plan, **limits, **memory.scales, tiling=SMALL, workspace=workspace)
     workspace = DecodeWorkspace.of(len(lengths), Hq, Hkv, D, 70, DEVICE)
-    paged = paged_attention(q, *memory.arrays, **about, **memory.scales, workspace=workspace)
+    paged = paged_attention(q, *memory.arrays, **limits, **memory.scales, workspace=workspace)
     assert num_launches(planned_decode_kernel) == num_launches(paged_attention_kernel) == 1
     for out in (planned, paged):
-        check(assert_near, out, q, memory, [1] * len(lengths), **about)
+        assert_attended(assert_near, out, q, memory.tokens, [1] * len(lengths), **limits)
 
 
 @pytest.mark.parametrize("cached", BYTES, ids=str)
-@pytest.mark.parametrize(("Hq", "Hkv", "D", "window", "softcap"), SHAPES)
+@pytest.mark.parametrize(("dtype", "Hq", "Hkv", "D", "window", "softcap"), CASES)
 def test_prefill_attention(randn, assert_near, num_launches, dtype, cached, Hq, Hkv, D, window, softcap):
     """Whole prompts and chunks, planned and not."""
     batch = [(19, 0), (3, 44), (1, 5)]  # new tokens, and those before
     new, lengths = [n for n, _ in batch], [sum(tokens) for tokens in batch]
-    about = {"scale": 0.5 * D**-0.5, "window": window, "softcap": softcap}
+    limits = {"scale": 0.5 * D**-0.5, "window": window, "softcap": softcap}
     q = randn(sum(new), Hq + 2, D, dtype=dtype)[:, :Hq]
     seen = [min(length, n + (window or length) - 1) for n, length in zip(new, lengths, strict=True)]
     memory = Memory8Bits(randn, lengths, seen, Hkv, D, cached)
     per_tile = SMALL_PREFILL.tokens(Hq // Hkv)
     plan = sent(plan_prefill(new, lengths, Grid(12, 16, 16), tokens_per_tile=per_tile, window=window))
-    workspace = poisoned_workspace(plan.num_states, 0, Hq, Hkv, D)
+    workspace = planned_workspace(plan.num_states, 0, Hq, Hkv, D)
     options = {"tiling": SMALL_PREFILL, "workspace": workspace}
-    planned = planned_prefill(q, *memory.arrays, plan, **about, **memory.scales, **options)
+    planned = planned_prefill(q, *memory.arrays, plan, **limits, **memory.scales, **options)
     starts = torch.tensor([0, *new], dtype=torch.int32).cumsum(0, dtype=torch.int32).to(DEVICE)
-    paged = paged_prefill(q, *memory.arrays, starts, **about, **memory.scales)
+    paged = paged_prefill(q, *memory.arrays, starts, **limits, **memory.scales)
     assert num_launches(planned_prefill_kernel) == num_launches(paged_prefill_kernel) == 1
     for out in (planned, paged):
-        check(assert_near, out, q, memory, new, **about)
+        assert_attended(assert_near, out, q, memory.tokens, new, **limits)
 
 
 class RoundedCache(ContiguousView):
@@ -185,7 +173,7 @@ class RoundedCache(ContiguousView):
 
 @pytest.mark.parametrize(
     ("family", "backend", "has_fp8"),
-    [("llama", None, False), ("qwen3", None, True), ("gemma3_text", "flash", False), ("gemma3_text", "sdpa", True)],
+    [("qwen3", None, True), ("gemma3_text", "flash", False), ("gemma3_text", "sdpa", True)],
 )
 def test_every_sequence_is_answered_as_if_alone(tiny_checkpoints, monkeypatch, num_launches, family, backend, has_fp8):
     """On a GPU that converts FP8, and on one that does not; the launches are those of 16 bits."""
@@ -200,10 +188,10 @@ def test_every_sequence_is_answered_as_if_alone(tiny_checkpoints, monkeypatch, n
     assert view.layer_keys[0].dtype == (torch.float8_e4m3fn if has_fp8 else torch.uint8)
     view.keys.fill_(UNREAD)
     view.values.fill_(UNREAD)
-    actual = run(model, PlannedKVCachePool(sizes, view.planner), view)
+    actual = run(model, PlannedKVCachePool(sizes, view.planner), view, STEPS, LEAVES_AFTER)
     monkeypatch.setattr(RoundedCache, "scales", scales, raising=False)
-    monkeypatch.setattr(test_planned_view, "ContiguousView", RoundedCache)
-    torch.testing.assert_close(actual, alone(model), rtol=2e-4, atol=2e-4)
+    expected = alone(model, STEPS, LEAVES_AFTER, RoundedCache)
+    torch.testing.assert_close(actual, expected, rtol=2e-4, atol=2e-4)
     layers, is_flash = len(LAYERS[family]), backend != "sdpa"
     decode, prefill = (
         (paged_attention_kernel, paged_prefill_kernel)

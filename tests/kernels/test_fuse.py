@@ -1,7 +1,6 @@
 """Fused blocks with their kernels launched, against the plain blocks: the same model, in as many launches as said."""
 
 from collections import Counter
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -56,7 +55,7 @@ def steps(model: CausalLM, lengths: list[int]) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("lengths", STEPS.values(), ids=STEPS)
-def test_a_fused_model_is_the_same_model(model_folder: Path, lengths: list[int], device: torch.device) -> None:
+def test_a_fused_model_is_the_same_model(model_folder, lengths, device):
     model = load(model_folder, torch.float32, device)
     expected = steps(model, lengths)
     logits = steps(fuse(model), lengths)
@@ -65,9 +64,7 @@ def test_a_fused_model_is_the_same_model(model_folder: Path, lengths: list[int],
 
 
 @pytest.mark.parametrize("dtype", HALVES, ids=str)
-def test_a_fused_model_is_as_near_to_fp32_as_the_plain_one(
-    model_folder: Path, dtype: torch.dtype, device: torch.device
-) -> None:
+def test_a_fused_model_is_as_near_to_fp32_as_the_plain_one(model_folder, dtype, device):
     lengths = [17, 1]
     model = load(model_folder, dtype, device)
     plain = steps(model, lengths).float()
@@ -76,7 +73,7 @@ def test_a_fused_model_is_as_near_to_fp32_as_the_plain_one(
     assert (fused - truth).norm() <= 1.2 * (plain - truth).norm()
 
 
-def test_the_launches_of_a_step(model_folder: Path, device: torch.device, num_launches: Callable) -> None:
+def test_the_launches_of_a_step(model_folder, device, num_launches):
     model = fuse(load(model_folder, torch.float32, device, num_layers=1))
     layers, has_post_norms = len(model.blocks), model.blocks[0].post_mlp_norm is not None
 
@@ -139,9 +136,7 @@ class Elementwise(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("rows", [1, 17])
-def test_between_the_launches_nothing_is_computed(
-    model_folder: Path, rows: int, device: torch.device, randn: Callable
-) -> None:
+def test_between_the_launches_nothing_is_computed(model_folder, rows, device, randn):
     """Norms, activations and additions are in kernels; a prompt's last addition is in PyTorch's product."""
     model = load(model_folder, torch.float32, device, num_layers=1)
     x, ids = randn(rows, model.config.hidden_size), torch.arange(rows, device=device)

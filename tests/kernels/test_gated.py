@@ -1,7 +1,5 @@
 """SwiGLU and GeGLU in one launch, against the formulas in fp64."""
 
-from collections.abc import Callable
-
 import pytest
 import torch
 import torch.nn.functional as F
@@ -26,15 +24,7 @@ FP32_ULPS = 16  # in the tails, x · exp(-|x|) and faster, an exponent loses as 
 
 @ACTIVATIONS
 @pytest.mark.parametrize("shape", [(1, 1), (1, 1024), (3, 33), (2, 1100), (20, 160)], ids=str)
-def test_any_shape(
-    kernel: Callable,
-    formula: Callable,
-    shape: tuple[int, int],
-    stored_dtype: torch.dtype,
-    randn: Callable,
-    assert_near: Callable,
-    num_launches: Callable,
-) -> None:
+def test_any_shape(kernel, formula, shape, stored_dtype, randn, assert_near, num_launches):
     gate, up = randn(*shape, dtype=stored_dtype), randn(*shape, dtype=stored_dtype)
     assert_near(
         kernel(gate, up),
@@ -46,9 +36,7 @@ def test_any_shape(
 
 
 @ACTIVATIONS
-def test_the_halves_of_one_matrix(
-    kernel: Callable, formula: Callable, dtype: torch.dtype, randn: Callable, assert_near: Callable
-) -> None:
+def test_the_halves_of_one_matrix(kernel, formula, dtype, randn, assert_near):
     both = randn(5, 2 * 77, dtype=dtype)
     gate, up = both.chunk(2, dim=1)
     assert not gate.is_contiguous()
@@ -59,9 +47,7 @@ def test_the_halves_of_one_matrix(
 
 
 @ACTIVATIONS
-def test_far_from_zero_the_gate_is_open_or_shut(
-    kernel: Callable, formula: Callable, stored_dtype: torch.dtype, device: torch.device
-) -> None:
+def test_far_from_zero_the_gate_is_open_or_shut(kernel, formula, stored_dtype, device):
     far = torch.tensor([[-6e4, -1e3, -100.0, -0.0, 0.0, 100.0, 1e3, 6e4]], device=device, dtype=stored_dtype)
     up = torch.full_like(far, 0.5)
     expected = formula(far, up)
@@ -76,6 +62,6 @@ def test_far_from_zero_the_gate_is_open_or_shut(
 
 
 @ACTIVATIONS
-def test_no_rows_give_no_rows(kernel: Callable, formula: Callable, randn: Callable, num_launches: Callable) -> None:
+def test_no_rows_give_no_rows(kernel, formula, randn, num_launches):
     assert kernel(randn(0, 64), randn(0, 64)).shape == (0, 64)
     assert num_launches() == 0

@@ -1,8 +1,5 @@
 """The second product of a low-rank addition in one launch, against the formula in fp64."""
 
-from collections.abc import Callable
-from pathlib import Path
-
 import pytest
 import torch
 
@@ -14,25 +11,18 @@ from shared.models.fused import fuse
 from shared.models.lora import adapt
 from shared.models.tokens import Tokens
 from shared.ops import low_rank as op
-from shared.ops.gated import GatedOp, geglu, swiglu
+from shared.ops.gated import geglu, swiglu
 from tests.adapters import random_adapter
 
 DEVICE = torch.device("cpu" if INTERPRETED else "cuda")
 
 
 @pytest.mark.parametrize("activation", [None, swiglu, geglu])
-@pytest.mark.parametrize("has_residual", [False, True])
-@pytest.mark.parametrize(("T", "N", "rank"), [(1, 64, 16), (5, 100, 4), (16, 128, 16), (33, 200, 24)])
-def test_the_sum_of_both_products(
-    T: int,
-    N: int,
-    rank: int,
-    has_residual: bool,
-    activation: GatedOp | None,
-    dtype: torch.dtype,
-    randn: Callable,
-    num_launches: Callable,
-) -> None:
+@pytest.mark.parametrize(
+    ("T", "N", "rank", "has_residual"),
+    [(1, 64, 16, True), (5, 100, 4, False), (16, 128, 16, False), (33, 200, 24, True)],
+)
+def test_the_sum_of_both_products(T, N, rank, has_residual, activation, dtype, randn, num_launches):
     y, b = randn(T, N + rank, dtype=dtype), randn(N, rank, dtype=dtype)
     gate = (torch.arange(T, device=y.device) % 3 > 0).float()
     residual = randn(T, N if activation is None else N // 2, dtype=dtype) if has_residual else None
@@ -47,7 +37,7 @@ def test_the_sum_of_both_products(
 
 
 @torch.inference_mode()
-def test_a_block_whose_matrices_hold_the_rows_of_a_computes_the_same(tiny_checkpoints: dict[str, Path]) -> None:
+def test_a_block_whose_matrices_hold_the_rows_of_a_computes_the_same(tiny_checkpoints):
     """Plain and adapted steps, with norms behind the products and without."""
     for family in ("llama", "gemma3_text"):
         hidden = []

@@ -2,8 +2,6 @@
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 import shared.kernels.merge_states as module
 from shared.attention.states import merge_rows
@@ -43,10 +41,10 @@ def test_head_counts_and_sizes(randn, assert_near, Hq, D):
     check(randn, assert_near, [5, 2], Hq=Hq, D=D)
 
 
-@pytest.mark.parametrize("lanes", [1, 2, 4, 64])
-def test_lanes_share_the_states(randn, assert_near, monkeypatch, lanes):
+@pytest.mark.parametrize(("lanes", "spread"), [(1, 30.0), (2, 1000.0), (4, 0.1), (64, 30.0)])
+def test_lanes_share_the_states(randn, assert_near, monkeypatch, lanes, spread):
     monkeypatch.setattr(module, "MERGED_NUMBERS", lanes * 16)
-    check(randn, assert_near, [1, 7, 9], spread=30.0)
+    check(randn, assert_near, [1, 7, 0, 9, 40], spread=spread)
 
 
 @pytest.mark.parametrize("Hq", [1, 5])
@@ -58,12 +56,6 @@ def test_all_heads_of_a_row_in_one_program(randn, assert_near, monkeypatch, Hq):
 def test_states_of_no_keys_change_nothing_and_alone_give_zeros(randn, assert_near):
     out = check(randn, assert_near, [3, 2, 1], empty=[0, 3, 4, 5])
     assert (out[1:] == 0).all()
-
-
-@settings(max_examples=10, deadline=None)
-@given(counts=st.lists(st.integers(0, 40), max_size=4), spread=st.sampled_from([0.1, 1000.0]))
-def test_any_states(randn, assert_near, counts, spread):
-    check(randn, assert_near, counts, spread=spread)
 
 
 def test_without_a_gpu_the_formula_does_the_same(randn, monkeypatch):

@@ -1,7 +1,6 @@
 """Overlapping launches compute what the same launches in a row do: one by one in the interpreter, captured on a GPU."""
 
 import math
-from collections import Counter
 from collections.abc import Callable, Iterable
 from types import SimpleNamespace
 from typing import Any
@@ -137,58 +136,56 @@ class Step:
         return x
 
 
-@pytest.fixture
-def launched_late(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
-    """Launches of this test in the worst overlap that is allowed; counted by kernel.
+def storages(args: Iterable[Any]) -> dict[int, torch.Tensor]:
+    """The memory of the tensors among the arguments, as bytes by address."""
+    found = [arg.untyped_storage() for arg in args if isinstance(arg, torch.Tensor)]
+    return {one.data_ptr(): torch.empty(0, dtype=torch.uint8).set_(one) for one in found}  # type: ignore[call-overload]
 
-    From the start of a program to its wait, whatever a kernel of the step writes is 0xFF, in floats NaN: the previous
-    kernel has written nothing yet. A program that reads such memory too early, writes too early or does not wait is
-    found.
+
+def launch_late(kernel, grid, args, options, memory, late, modules, waits_first=False):
+    """Launch a kernel in the worst overlap that is allowed.
+
+    From the start of a program to its wait, the memory at the addresses ``late`` is 0xFF, in floats NaN: the previous
+    kernel has written nothing yet. A program that reads such memory too early, writes to ``memory`` too early or does
+    not wait is found; with ``waits_first`` one too that permits the next launch before it waits.
     """
-    launched: Counter[str] = Counter()
+    builder = launch.interpreter.interpreter_builder
+    set_place = builder.set_grid_idx
+    at_start: dict[int, torch.Tensor] = {}
+    num_waits = 0
 
-    def launch_late(kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> None:
-        storages = {
-            arg.untyped_storage().data_ptr(): arg.untyped_storage()
-            for name, arg in zip(kernel.arg_names, args, strict=False)
-            if isinstance(arg, torch.Tensor) and name not in CONSTANTS
-        }
-        written = [torch.empty(0, dtype=torch.uint8).set_(storage) for storage in storages.values()]  # type: ignore
-        hidden: list[torch.Tensor] = []
-        num_waits = 0
+    def start(*place: int) -> None:
+        assert not at_start, "the program before this one did not wait"
+        set_place(*place)
+        at_start.update({place: content.clone() for place, content in memory.items()})
+        for place in late:
+            memory[place].fill_(255)
 
-        def start(PDL: object) -> None:
-            assert len(hidden) == 0, "the program before this one did not wait"
-            hidden.extend(memory.clone() for memory in written)
-            for memory in written:
-                memory.fill_(255)
+    def wait(PDL: object) -> None:
+        nonlocal num_waits
+        for place, content in memory.items():
+            is_same = (content == 255).all() if place in late else content.equal(at_start[place])
+            assert is_same, f"{kernel.__name__} writes before it waits"
+            content.copy_(at_start[place])
+        at_start.clear()
+        num_waits += 1
 
-        def wait(PDL: object) -> None:
-            nonlocal num_waits
-            assert all((memory == 255).all() for memory in written), f"{kernel.__name__} writes before it waits"
-            for memory, content in zip(written, hidden, strict=True):
-                memory.copy_(content)
-            hidden.clear()
-            num_waits += 1
+    def permit(PDL: object) -> None:
+        assert not (waits_first and at_start), f"{kernel.__name__} permits the next launch before it waits"
 
-        for module in MODULES:
-            monkeypatch.setattr(module, "launch_dependents", start, raising=False)
-            monkeypatch.setattr(module, "wait_for_previous", wait, raising=False)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(builder, "set_grid_idx", start)
+        for module in modules:
+            patch.setattr(module, "wait_for_previous", wait, raising=False)
+            patch.setattr(module, "launch_dependents", permit, raising=False)
         launch.launch(kernel, grid, *args, **options)
-        assert num_waits == math.prod(grid), f"waits of {kernel.__name__}, which every program must make"
-        launched[kernel.__name__] += 1
-
-    for module in MODULES:
-        monkeypatch.setattr(module, "launch", launch_late)
-    return launched
+    assert num_waits == math.prod(grid), f"waits of {kernel.__name__}, which every program must make"
 
 
 @pytest.mark.skipif(not INTERPRETED, reason="programs run one after another in the interpreter only")
 @pytest.mark.parametrize("is_arrival", [True, False], ids=["arrival", "launch"])
 @pytest.mark.parametrize("lengths", [[41], [40, 3, 17]], ids=len)
-def test_before_the_wait_only_constants_are_read_and_nothing_is_written(
-    lengths: list[int], is_arrival: bool, randn: Callable, request: pytest.FixtureRequest
-) -> None:
+def test_before_the_wait_only_constants_are_read_and_nothing_is_written(lengths, is_arrival, randn, monkeypatch):
     step = Step(randn, lengths, H=32, Hq=2, Hkv=1, D=16, I=16, dtype=torch.float32)
     step.plan(DecodeTiling(tile=16, least_split=16, is_arrival=is_arrival))
     x = randn(len(lengths), 32)
@@ -196,19 +193,26 @@ def test_before_the_wait_only_constants_are_read_and_nothing_is_written(
     expected = step.run(x)
     assert expected.isfinite().all()
 
-    launched = request.getfixturevalue("launched_late")
+    launched: set[str] = set()
+
+    def launch_step(kernel, grid, *args, **options):
+        """Whatever a kernel of the step writes is late."""
+        memory = storages(arg for name, arg in zip(kernel.arg_names, args, strict=False) if name not in CONSTANTS)
+        launch_late(kernel, grid, args, options, memory, memory.keys(), MODULES)
+        launched.add(kernel.__name__)
+
+    for module in MODULES:
+        monkeypatch.setattr(module, "launch", launch_step)
     step.poison()
     assert_equal(step.run(x), expected, "result of kernels whose previous kernel ends late", ("row", "column"))
     products = {"gemv_kernel" if len(lengths) == 1 else "skinny_kernel"}
-    assert set(launched) == EVERY_STEP | products | ({"merge_states_kernel"} if not is_arrival else set())
+    assert launched == EVERY_STEP | products | ({"merge_states_kernel"} if not is_arrival else set())
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("is_arrival", [True, False], ids=["arrival", "launch"])
 @pytest.mark.parametrize("rows", [1, 2, 8, 16])
-def test_thousands_of_replays_equal_the_kernels_one_by_one(
-    rows: int, is_arrival: bool, randn: Callable, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_thousands_of_replays_equal_the_kernels_one_by_one(rows, is_arrival, randn, monkeypatch):
     """Inputs take turns, so that what an earlier replay left is wrong too, as is the poison."""
     step = Step(randn, [1 + 97 * n % 700 for n in range(1, rows + 1)], 2048, 32, 8, 64, 4096, torch.bfloat16)
     step.plan(DecodeTiling(tile=64, is_arrival=is_arrival))
@@ -277,60 +281,24 @@ def batch_of(settings: list[dict[str, Any]], rows: int, device: torch.device) ->
 
 @pytest.mark.skipif(not INTERPRETED, reason="programs run one after another in the interpreter only")
 @pytest.mark.parametrize("settings", DRAWS, ids=str)
-def test_a_draw_uses_nothing_of_the_previous_launch_before_the_wait(
-    settings: list[dict[str, Any]], randn: Callable, device: torch.device, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_draw_uses_nothing_of_the_previous_launch_before_the_wait(settings, randn, device, monkeypatch):
     """From the start of a program to its wait, what the previous launch wrote is 0xFF, in floats NaN. For the first
     launch that is all memory, since any launch may have come before."""
     logits, batch = randn(5, 1500, scale=2.0), batch_of(settings, 5, device)
     expected = sampler.sample(logits, batch)
-    builder = launch.interpreter.interpreter_builder
-    set_place = builder.set_grid_idx
     written: set[int] | None = None
     launched: list[str] = []
 
-    def launch_late(kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> None:
+    def launch_draw(kernel, grid, *args, **options):
         nonlocal written
-        storages = [arg.untyped_storage() for arg in args if isinstance(arg, torch.Tensor)]
-        memory = {
-            storage.data_ptr(): torch.empty(0, dtype=torch.uint8).set_(storage)  # type: ignore[call-overload]
-            for storage in storages
-        }
-        late = {place: content for place, content in memory.items() if written is None or place in written}
+        memory = storages(args)
         before = {place: content.clone() for place, content in memory.items()}
-        at_start: dict[int, torch.Tensor] = {}
-        num_waits = 0
-
-        def start(*place: int) -> None:
-            assert not at_start, "the program before this one did not wait"
-            set_place(*place)
-            at_start.update({place: content.clone() for place, content in memory.items()})
-            for content in late.values():
-                content.fill_(255)
-
-        def wait(PDL: object) -> None:
-            nonlocal num_waits
-            for place, content in memory.items():
-                is_same = (content == 255).all() if place in late else content.equal(at_start[place])
-                assert is_same, f"{kernel.__name__} writes before it waits"
-                content.copy_(at_start[place])
-            at_start.clear()
-            num_waits += 1
-
-        def permit(PDL: object) -> None:
-            assert not at_start, f"{kernel.__name__} permits the next launch before it waits"
-
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(builder, "set_grid_idx", start)
-            for module in (peak, cuts, search, draw):
-                patch.setattr(module, "wait_for_previous", wait)
-                patch.setattr(module, "launch_dependents", permit)
-            launch.launch(kernel, grid, *args, **options)
-        assert num_waits == math.prod(grid), f"waits of {kernel.__name__}, which every program must make"
+        late = memory.keys() if written is None else memory.keys() & written
+        launch_late(kernel, grid, args, options, memory, late, (peak, cuts, search, draw), waits_first=True)
         written = {place for place, content in memory.items() if not content.equal(before[place])}
         launched.append(kernel.__name__)
 
-    monkeypatch.setattr(sampler, "launch", launch_late)
+    monkeypatch.setattr(sampler, "launch", launch_draw)
     assert_equal(sampler.sample(logits, batch), expected, "tokens where each previous launch ends late", ("row",))
     assert len(launched) == (2 if settings == [{}] else 5)
 
@@ -338,9 +306,7 @@ def test_a_draw_uses_nothing_of_the_previous_launch_before_the_wait(
 @pytest.mark.gpu
 @pytest.mark.parametrize("settings", DRAWS, ids=str)
 @pytest.mark.parametrize("rows", [1, 64])
-def test_thousands_of_replayed_draws_equal_the_kernels_one_by_one(
-    rows: int, settings: list[dict[str, Any]], randn: Callable, device: torch.device, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_thousands_of_replayed_draws_equal_the_kernels_one_by_one(rows, settings, randn, device, monkeypatch):
     """A graph of draws from different logits, one behind the other; before each replay a copy writes the indices."""
     if not generation(device).has_pdl:
         pytest.skip("GPUs before Hopper have no programmatic dependent launch")

@@ -5,23 +5,27 @@ import dataclasses
 import pytest
 import torch
 
-from shared.cache.contiguous import ContiguousCache, ContiguousView
 from shared.cache.paged import PagedKVCachePool
 from shared.cache.paged_layout import PagedSizes
 from shared.cache.paged_view import PagedView
 from shared.engine.batch import Batch
 from shared.errors import ConfigError
 from shared.kernels.kv_write import kv_write_kernel
-from shared.kernels.launch import INTERPRETED
 from shared.kernels.paged_attention import paged_attention_kernel
 from shared.kernels.paged_prefill import paged_prefill_kernel
-from shared.loading.loader import load_model
-from shared.models.tokens import Tokens
+from tests.kernels.sequences import (
+    CAPACITY,
+    DEVICE,
+    LAYERS,
+    alone,
+    assert_as_near_as_alone,
+    load,
+    poisoned,
+    run,
+    token_ids,
+)
 from tests.steps import commit, make_request, step_of
 
-DEVICE = torch.device("cpu" if INTERPRETED else "cuda")
-LAYERS = {"llama": (2,), "qwen3": (1,), "gemma3_text": (1, 2)}  # Gemma's: the last with a window, the first without
-CAPACITY = 40
 STEPS = [  # past tiny-gemma3's window of 16; b leaves, and its blocks go to others
     {"a": 15, "b": 2},
     {"b": 1, "a": 1},
@@ -33,66 +37,22 @@ NUM_DECODE = sum(next(iter(step.values())) == 1 for step in STEPS)  # steps with
 NUM_PREFILL = sum(set(step.values()) != {1} for step in STEPS)
 
 
-def load(folder, family, dtype=torch.float32):
-    """A model cut to a layer or two, since each costs the interpreter seconds; the memory has room for all."""
-    model = load_model(folder, dtype=dtype, device=DEVICE)
-    model.blocks = torch.nn.ModuleList(model.blocks[layer] for layer in LAYERS[family])
-    return model
-
-
-def token_ids(name):
-    return [(ord(name) * 31 + 113 * n) % 512 for n in range(CAPACITY)]
-
-
 def make_memory(config, block_size, dtype=torch.float32, backend=None):
     sizes = PagedSizes(-(-100 // block_size), block_size, 4, 30, CAPACITY)
-    view = PagedView(config, sizes, dtype, DEVICE, backend)
-    view.keys.fill_(float("nan"))
-    view.values.fill_(float("nan"))
+    view = poisoned(PagedView(config, sizes, dtype, DEVICE, backend))
     return PagedKVCachePool(sizes.num_blocks, block_size, 4, CAPACITY), view
-
-
-def run(model, pool, view):
-    """Hidden states of each step; sequences come, grow and go as STEPS says, and get blocks as they need them."""
-    requests, outputs = {name: make_request(name, token_ids(name)) for name in "abd"}, []
-    for number, step in enumerate(STEPS):
-        for name, new in step.items():
-            assert pool.reserve(requests[name], requests[name].num_computed_tokens + new)
-        schedule = step_of({requests[name]: new for name, new in step.items()})
-        tokens, *_ = view.load(Batch.of(schedule, pool))
-        outputs.append(model(tokens, view).clone())
-        commit(pool, schedule)
-        if number in LEAVES_AFTER:
-            pool.release(requests[LEAVES_AFTER[number]])
-    assert pool.audit_blocks() == []
-    return torch.cat(outputs)
-
-
-def alone(model):
-    """The same hidden states, from a cache of its own for each sequence."""
-    views = {}
-    for name in "abd":
-        cache = ContiguousCache(model.config, CAPACITY, model.dtype, DEVICE)
-        views[name] = ContiguousView(cache, "naive")
-    outputs = []
-    for step in STEPS:
-        for name, new in step.items():
-            view, start = views[name], views[name].cache.length
-            view.prepare(new)
-            ids = torch.tensor(token_ids(name)[start : start + new], device=DEVICE)
-            outputs.append(model(Tokens(ids, torch.arange(start, start + new, device=DEVICE)), view))
-            view.cache.advance(new)
-    return torch.cat(outputs)
 
 
 @pytest.mark.parametrize(
     ("family", "backend", "block_size"),
-    [("llama", None, 16), ("qwen3", "flash", 1), ("gemma3_text", "flash", 3), ("gemma3_text", "sdpa", 16)],
+    [("qwen3", None, 1), ("gemma3_text", "flash", 3), ("gemma3_text", "sdpa", 16)],
 )
 def test_every_sequence_is_answered_as_if_alone(tiny_checkpoints, num_launches, family, backend, block_size):
     model = load(tiny_checkpoints[family], family)
-    actual = run(model, *make_memory(model.config, block_size, backend=backend))
-    torch.testing.assert_close(actual, alone(model), rtol=2e-4, atol=2e-5)
+    pool, view = make_memory(model.config, block_size, backend=backend)
+    actual = run(model, pool, view, STEPS, LEAVES_AFTER)
+    assert pool.audit_blocks() == []
+    torch.testing.assert_close(actual, alone(model, STEPS, LEAVES_AFTER), rtol=2e-4, atol=2e-5)
     layers, is_flash = len(LAYERS[family]), backend != "sdpa"
     assert num_launches(kv_write_kernel) == len(STEPS) * layers, "one write a layer for all sequences"
     assert num_launches(paged_attention_kernel) == is_flash * NUM_DECODE * layers, "one read a layer for all"
@@ -159,6 +119,5 @@ def test_a_head_size_without_a_kernel(tiny_checkpoints):
 @pytest.mark.parametrize("block_size", [1, 16])
 def test_sixteen_bits(tiny_checkpoints, family, dtype, block_size):
     model, exact = load(tiny_checkpoints[family], family, dtype), load(tiny_checkpoints[family], family)
-    expected = alone(exact)
-    ours = run(model, *make_memory(model.config, block_size, dtype)).float() - expected
-    assert ours.norm() <= 1.5 * (alone(model).float() - expected).norm()
+    ours = run(model, *make_memory(model.config, block_size, dtype), STEPS, LEAVES_AFTER)
+    assert_as_near_as_alone(ours, model, exact, STEPS, LEAVES_AFTER)

@@ -10,7 +10,6 @@ import shared.cache.planned_layout as planned_layout
 import shared.cache.planned_view as planned_view
 import shared.kernels.planned_tiling as tilings
 from shared.attention.descriptor import DevicePlan, Grid
-from shared.cache.contiguous import ContiguousCache, ContiguousView
 from shared.cache.paged import PagedKVCachePool
 from shared.cache.paged_layout import PagedSizes
 from shared.cache.paged_view import PagedView
@@ -20,20 +19,25 @@ from shared.engine.batch import Batch
 from shared.engine.staging import Staging
 from shared.errors import ConfigError
 from shared.kernels.kv_write import kv_write_kernel
-from shared.kernels.launch import INTERPRETED
 from shared.kernels.merge_states import merge_states_kernel
 from shared.kernels.paged_attention import paged_attention_kernel
 from shared.kernels.paged_prefill import paged_prefill_kernel
 from shared.kernels.planned_attention import planned_decode_kernel
 from shared.kernels.planned_prefill import planned_prefill_kernel
 from shared.kernels.planned_tiling import DecodeTiling, PrefillTiling
-from shared.loading.loader import load_model
-from shared.models.tokens import Tokens
+from tests.kernels.sequences import (
+    CAPACITY,
+    DEVICE,
+    LAYERS,
+    alone,
+    assert_as_near_as_alone,
+    load,
+    poisoned,
+    run,
+    token_ids,
+)
 from tests.steps import commit, make_request, step_of
 
-DEVICE = torch.device("cpu" if INTERPRETED else "cuda")
-LAYERS = {"llama": (2,), "qwen3": (1,), "gemma3_text": (1, 2)}  # Gemma's: the last with a window, the first without
-CAPACITY = 40
 STEPS = [  # tokens of each; past tiny-gemma3's window of 16, and past a split of 16
     {"a": 20, "b": 2},
     {"b": 1, "a": 1},
@@ -85,17 +89,6 @@ def counted(monkeypatch):
     return calls
 
 
-def load(folder, family, dtype=torch.float32):
-    """A model, of large ones a layer or two: each costs the interpreter seconds."""
-    model = load_model(folder, dtype=dtype, device=DEVICE)
-    model.blocks = torch.nn.ModuleList(model.blocks[layer] for layer in LAYERS[family])
-    return model
-
-
-def token_ids(name):
-    return [(ord(name) * 31 + 113 * n) % 512 for n in range(CAPACITY)]
-
-
 def make_memory(config, block_size, dtype=torch.float32, backend=None):
     sizes = PagedSizes(-(-120 // block_size), block_size, 4, 60, CAPACITY)
     view = poisoned(PlannedView(config, sizes, dtype, DEVICE, backend))
@@ -109,45 +102,6 @@ def make_paged_memory(config, block_size, backend=None):
     return pool, poisoned(PagedView(config, sizes, torch.float32, DEVICE, backend))
 
 
-def poisoned(view):
-    view.keys.fill_(float("nan"))
-    view.values.fill_(float("nan"))
-    return view
-
-
-def run(model, pool, view):
-    """Hidden states of each step; sequences come, grow and go as STEPS says, and get blocks as they need them."""
-    requests, outputs = {name: make_request(name, token_ids(name)) for name in "abd"}, []
-    for number, step in enumerate(STEPS):
-        for name, new in step.items():
-            assert pool.reserve(requests[name], requests[name].num_computed_tokens + new)
-        schedule = step_of({requests[name]: new for name, new in step.items()})
-        outputs.append(model(view.load(Batch.of(schedule, pool))[0], view).clone())
-        commit(pool, schedule)
-        if number in LEAVES_AFTER:
-            request = requests[LEAVES_AFTER[number]]
-            pool.release(request)
-            request.num_computed_tokens = request.num_scheduled_tokens = 0
-    assert pool.audit_blocks() == []
-    return torch.cat(outputs)
-
-
-def alone(model):
-    """The same hidden states, from a cache of its own for each sequence."""
-    caches, outputs = {}, []
-    for number, step in enumerate(STEPS):
-        for name, new in step.items():
-            if name not in caches:
-                caches[name] = ContiguousCache(model.config, CAPACITY, model.dtype, DEVICE)
-            start, view = caches[name].length, ContiguousView(caches[name], "naive")
-            view.prepare(new)
-            ids = torch.tensor(token_ids(name)[start : start + new], device=DEVICE)
-            outputs.append(model(Tokens(ids, torch.arange(start, start + new, device=DEVICE)), view))
-            caches[name].advance(new)
-        caches.pop(LEAVES_AFTER.get(number), None)
-    return torch.cat(outputs)
-
-
 @pytest.mark.parametrize(
     ("family", "block_size", "is_arrival"),
     [("llama", 16, True), ("qwen3", 1, False), ("gemma3_text", 3, True)],
@@ -158,8 +112,9 @@ def test_every_sequence_is_answered_as_if_alone(
 ):
     model = load(tiny_checkpoints[family], family)
     pool, view = make_memory(model.config, block_size)
-    actual = run(model, pool, view)
-    torch.testing.assert_close(actual, alone(model), rtol=2e-4, atol=2e-5)
+    actual = run(model, pool, view, STEPS, LEAVES_AFTER)
+    assert pool.audit_blocks() == []
+    torch.testing.assert_close(actual, alone(model, STEPS, LEAVES_AFTER), rtol=2e-4, atol=2e-5)
     layers, windows = len(LAYERS[family]), len(set(model.config.windows))
     decode, prefill = counted["decode"], counted["prefill"]
     assert len(decode) == NUM_DECODE * windows, "one plan a step and window, for all layers"
@@ -181,20 +136,21 @@ def test_flash_turns_planning_off(tiny_checkpoints, num_launches, counted, is_ar
     model = load(tiny_checkpoints["llama"], "llama")
     outputs = {}
     for backend in ("flash", "planned"):
-        outputs[backend] = run(model, *make_memory(model.config, 4, backend=backend))
+        outputs[backend] = run(model, *make_memory(model.config, 4, backend=backend), STEPS, LEAVES_AFTER)
         assert bool(counted["decode"]) == bool(counted["prefill"]) == (backend == "planned")
     torch.testing.assert_close(outputs["planned"], outputs["flash"], rtol=2e-4, atol=2e-5)
     assert num_launches(paged_attention_kernel) == num_launches(planned_decode_kernel) == NUM_DECODE
     assert num_launches(paged_prefill_kernel) == num_launches(planned_prefill_kernel) == NUM_PREFILL
 
 
-@pytest.mark.parametrize("backend", [None, "planned", "flash", "sdpa", "naive"])
+@pytest.mark.parametrize("backend", [None, "planned", "flash", "naive"])
 def test_where_nothing_is_launched_it_is_the_view_of_phase_6(tiny_checkpoints, monkeypatch, num_launches, backend):
     model = load(tiny_checkpoints["gemma3_text"], "gemma3_text")
     for one in (planned_view, paged_view):
         monkeypatch.setattr(one, "launches", lambda tensor: False)
-    ours = run(model, *make_memory(model.config, 4, backend=backend))
-    assert torch.equal(ours, run(model, *make_paged_memory(model.config, 4, None if backend == "planned" else backend)))
+    ours = run(model, *make_memory(model.config, 4, backend=backend), STEPS, LEAVES_AFTER)
+    paged = make_paged_memory(model.config, 4, None if backend == "planned" else backend)
+    assert torch.equal(ours, run(model, *paged, STEPS, LEAVES_AFTER))
     assert num_launches() == 0
 
 
@@ -284,6 +240,5 @@ def test_a_head_size_without_a_kernel(tiny_checkpoints):
 @pytest.mark.parametrize("family", ["llama", "qwen3", "gemma3_text"])
 def test_sixteen_bits(tiny_checkpoints, is_arrival, family, dtype):
     model, exact = load(tiny_checkpoints[family], family, dtype), load(tiny_checkpoints[family], family)
-    expected = alone(exact)
-    ours = run(model, *make_memory(model.config, 16, dtype)).float() - expected
-    assert ours.norm() <= 1.5 * (alone(model).float() - expected).norm()
+    ours = run(model, *make_memory(model.config, 16, dtype), STEPS, LEAVES_AFTER)
+    assert_as_near_as_alone(ours, model, exact, STEPS, LEAVES_AFTER)

@@ -1,7 +1,5 @@
 """RMSNorm and its neighbours in one launch, against the formula in fp64."""
 
-from collections.abc import Callable
-
 import pytest
 import torch
 
@@ -23,30 +21,26 @@ def norm_module(weight: torch.Tensor, offset: float) -> RMSNorm:
     return norm
 
 
-def test_what_a_launcher_allocates_starts_as_nan(device: torch.device) -> None:
+def test_what_a_launcher_allocates_starts_as_nan(device):
     assert torch.empty(100, dtype=torch.float16, device=device).isnan().all()
 
 
 @pytest.mark.parametrize("offset", [0.0, 1.0])
 @pytest.mark.parametrize("shape", [(1, 1), (1, 64), (3, 1), (5, 33), (7, 1000), (2, 3, 96), (1, 5120)], ids=str)
-def test_a_norm_of_any_shape(
-    shape: tuple[int, ...], offset: float, stored_dtype: torch.dtype, randn: Callable, assert_near: Callable
-) -> None:
+def test_a_norm_of_any_shape(shape, offset, stored_dtype, randn, assert_near):
     x, weight = randn(*shape, dtype=stored_dtype), randn(shape[-1], dtype=stored_dtype)
     assert_near(rms_norm(x, weight, EPS, offset), formula(x, weight, offset), ulps=3)
 
 
 @pytest.mark.parametrize("scale", [1e-5, 1e-2, 100.0, 1e4])
-def test_small_and_large_vectors(
-    scale: float, stored_dtype: torch.dtype, randn: Callable, assert_near: Callable
-) -> None:
+def test_small_and_large_vectors(scale, stored_dtype, randn, assert_near):
     x, weight = randn(4, 200, dtype=stored_dtype, scale=scale), randn(200, dtype=stored_dtype)
     x[1] = 0
     x[2, 7] = torch.finfo(stored_dtype).max if stored_dtype == torch.float16 else 1e15
     assert_near(rms_norm(x, weight, EPS), formula(x, weight, 0.0), ulps=3)
 
 
-def test_rows_and_columns_may_lie_apart(dtype: torch.dtype, randn: Callable, assert_near: Callable) -> None:
+def test_rows_and_columns_may_lie_apart(dtype, randn, assert_near):
     wide, weight = randn(6, 300, dtype=dtype), randn(100, dtype=dtype)
     columns = randn(100, 6, dtype=dtype).t()
     heads = randn(3, 4, 400, dtype=dtype).transpose(0, 1)[:, 1:, 50:150]  # [4, 2, 100], no two strides agree
@@ -56,14 +50,7 @@ def test_rows_and_columns_may_lie_apart(dtype: torch.dtype, randn: Callable, ass
 
 @pytest.mark.parametrize("post_offset", [None, 0.0, 1.0])
 @pytest.mark.parametrize("shape", [(1, 96), (5, 33), (3, 1000)], ids=str)
-def test_add_then_norm(
-    shape: tuple[int, int],
-    post_offset: float | None,
-    stored_dtype: torch.dtype,
-    randn: Callable,
-    assert_near: Callable,
-    num_launches: Callable,
-) -> None:
+def test_add_then_norm(shape, post_offset, stored_dtype, randn, assert_near, num_launches):
     wide = randn(shape[0], 3 * shape[1], dtype=stored_dtype)
     x, residual = wide[:, shape[1] : 2 * shape[1]], wide[:, 2 * shape[1] :]
     weight = randn(shape[1], dtype=stored_dtype)
@@ -80,13 +67,7 @@ def test_add_then_norm(
 
 
 @pytest.mark.parametrize("shape", [(1, 96), (5, 33), (2, 3, 64)], ids=str)
-def test_norm_then_add(
-    shape: tuple[int, ...],
-    stored_dtype: torch.dtype,
-    randn: Callable,
-    assert_near: Callable,
-    num_launches: Callable,
-) -> None:
+def test_norm_then_add(shape, stored_dtype, randn, assert_near, num_launches):
     x, weight = randn(*shape, dtype=stored_dtype), randn(shape[-1], dtype=stored_dtype)
     residual = randn(*shape[:-1], 2 * shape[-1], dtype=stored_dtype, scale=30)[..., shape[-1] :]
     before = residual.clone()
@@ -99,7 +80,7 @@ def test_norm_then_add(
     assert_equal(residual, before, "the residual, which must not change", ("row", "column"))
 
 
-def test_no_rows_give_no_rows(dtype: torch.dtype, randn: Callable, num_launches: Callable) -> None:
+def test_no_rows_give_no_rows(dtype, randn, num_launches):
     x, weight = randn(0, 64, dtype=dtype), randn(64, dtype=dtype)
     normed, summed = add_rms_norm(x, x, weight, EPS)
     assert rms_norm(x, weight, EPS).shape == rms_norm(x, weight, EPS, 0.0, x).shape == (0, 64)
@@ -107,6 +88,6 @@ def test_no_rows_give_no_rows(dtype: torch.dtype, randn: Callable, num_launches:
     assert num_launches() == 0
 
 
-def test_epsilon_stands_inside_the_root(randn: Callable, assert_near: Callable) -> None:
+def test_epsilon_stands_inside_the_root(randn, assert_near):
     x, weight = randn(2, 64, scale=1e-3), randn(64)
     assert_near(rms_norm(x, weight, 0.01), formula(x, weight, 0.0, eps=0.01), ulps=3)

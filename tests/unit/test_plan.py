@@ -1,5 +1,6 @@
 """A plan covers every key that is seen exactly once, within its capacity, whatever the batch."""
 
+import sys
 import timeit
 from types import SimpleNamespace
 from unittest import mock
@@ -156,6 +157,7 @@ def test_no_program_has_more_than_a_few_times_its_share(lengths, grid):
     assert split == share or (-(-units // split)).sum() <= grid.resident, "longer than a share only to run at once"
 
 
+MANY, BATCH = Grid(resident=528, unit=64, least_split=128), np.random.default_rng(0).integers(1, 8192, 256)
 H100 = Grid(resident=132, unit=64, least_split=128)  # two programs a multiprocessor, two groups of heads
 
 
@@ -268,11 +270,25 @@ def test_a_fixed_split_size_does_not_depend_on_the_other_sequences():
     assert splits_of(alone)[0, 0] == splits_of(among)[0, 0] == [0, 1, 2, 3]
 
 
+def test_planning_a_large_batch_makes_few_calls_more_than_planning_one_sequence():
+    """NumPy goes over the sequences; the calls that are more are steps of a binary search."""
+
+    def num_calls(lengths):
+        events, before = [], sys.getprofile()
+        sys.setprofile(lambda frame, event, argument: events.append(event))
+        try:
+            plan_decode(lengths, MANY)
+        finally:
+            sys.setprofile(before)
+        return sum(event in ("call", "c_call") for event in events)
+
+    assert num_calls(BATCH) <= num_calls(BATCH[:1]) + 16
+
+
+@pytest.mark.measured
 def test_planning_a_large_batch_takes_no_time_that_a_step_would_notice():
     """The target is 0.1 ms on an idle machine; the bound is ten times that, for the shortest of many trials."""
-    lengths = np.random.default_rng(0).integers(1, 8192, 256)
-    grid = Grid(resident=528, unit=64, least_split=128)
-    assert min(timeit.repeat(lambda: plan_decode(lengths, grid), number=1, repeat=50)) < 1e-3
+    assert min(timeit.repeat(lambda: plan_decode(BATCH, MANY), number=1, repeat=50)) < 1e-3
 
 
 def test_a_plan_for_a_captured_graph_always_counts_as_split():

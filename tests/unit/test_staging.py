@@ -8,6 +8,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from shared.cache.pool_size import peak_bytes
 from shared.engine.staging import Staging
@@ -88,17 +89,37 @@ def test_places_for_given_arrays() -> None:
         staging.send(arrays_of({"short": 3}))
 
 
+class Copies(TorchDispatchMode):
+    """Counts operations that copy between memories."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += func.overloadpacket in (torch.ops.aten.copy_, torch.ops.aten._to_copy)
+        return func(*args, **(kwargs or {}))
+
+
 @pytest.mark.gpu
-def test_what_is_sent_behind_a_busy_stream_arrives_unmixed() -> None:
-    """More sends than there are pinned buffers, while the GPU has not begun with the first."""
-    device = torch.device("cuda")
-    staging = Staging(device, PLACES)
-    steps = [arrays_of({name: max(0, count - n) for name, (count, _) in PLACES.items()}, n) for n in range(7)]
-    found = []
-    for _ in range(2):
-        torch.cuda._sleep(200_000_000)  # cycles: about 0.1 seconds
-        found += [{name: tensor.clone() for name, tensor in staging.send(arrays).items()} for arrays in steps]
-    torch.cuda.synchronize()
-    for arrays, sent in zip(steps * 2, found, strict=True):
+def test_on_a_gpu_arrays_arrive_in_one_copy_whole_and_typed() -> None:
+    """And unmixed, though the stream is busy and there are more sends than pinned buffers."""
+    places = {"a": (20_000, np.int64), "b": (40_001, np.int32), "c": (20_000, np.float32), "d": (3, np.float64)}
+    staging = Staging(torch.device("cuda"), places)
+    generator, steps = np.random.default_rng(0), []
+    torch.cuda._sleep(200_000_000)  # cycles: about 0.1 seconds
+    for size in (3, 1, 20_000, 5, 20_000, 7):
+        arrays = {
+            "a": generator.integers(1 << 40, size=size),
+            "b": generator.integers(1 << 20, size=2 * size + 1).astype(np.int32),
+            "c": generator.random(size).astype(np.float32),
+            "d": generator.random(3),
+        }
+        with Copies() as copies:
+            sent = staging.send(arrays)
+        assert copies.count == 1
+        assert {tensor.device.type for tensor in sent.values()} == {"cuda"}
+        assert [t.data_ptr() for t in sent.values()] == [staging.tensors[name].data_ptr() for name in places]
+        steps.append((arrays, {name: tensor.clone() for name, tensor in sent.items()}))
+    for arrays, sent in steps:
         for name, array in arrays.items():
+            assert sent[name].cpu().numpy().dtype == array.dtype
             assert np.array_equal(sent[name].cpu().numpy(), array)
