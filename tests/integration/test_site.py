@@ -22,7 +22,7 @@ from shared.lessons import Lesson, find_lesson, lessons
 from tests.integration.crawled_site import Visit, broken_links, crawl, is_source_file, read, serving, targets
 from tests.integration.tabs import PHONE, expect, opened
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 
 ROOT = Path(__file__).parents[2]
 

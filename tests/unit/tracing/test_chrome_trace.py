@@ -1,17 +1,14 @@
 """The Chrome trace: well formed, with every step, cell and counter."""
 
 import json
-from dataclasses import dataclass
 
 import pytest
 
-from shared.engine.record import StepRecord
 from shared.tracing.chrome import chrome_text, chrome_trace
 from shared.tracing.lanes import LANES
-from shared.tracing.timeline_page import page
-from shared.tracing.trace import Outcome, Trace, TracedRequest, TracedStep
+from shared.tracing.trace import Trace
 from tests.unit.tracing.recording import D, P
-from tests.unit.tracing.written import check_events, embedded
+from tests.unit.tracing.written import check_events
 
 
 def test_the_chrome_trace_is_well_formed_and_names_processes_and_threads(traces: list[Trace]) -> None:
@@ -50,19 +47,3 @@ def test_the_chrome_trace_holds_every_step_cell_and_counter(traces: list[Trace])
             told = [values for name, values in counters if name == lane.name]
             assert told == [{lane.name: lane.value(step)} for step in trace.steps]
         assert {name for name, _ in counters} == {lane.name for lane in LANES}
-
-
-@dataclass(frozen=True)
-class BlockRecord(StepRecord):
-    """A record as a later phase could extend it: the owner of each block."""
-
-    blocks: tuple[tuple[str, tuple[int, ...]], ...] = ()
-
-
-def test_what_a_record_gains_later_is_in_both_files() -> None:
-    record = BlockRecord(0, (("a", 3),), (), ("a",), (), 0, 0, 3, 64, prefill_starts=(0,), blocks=(("a", (7, 2)),))
-    request = TracedRequest("a", 3, 1, 0, 0, end_step=1, ended_ns=9, outcome=Outcome.FINISHED)
-    trace = Trace("blocks", 1, (TracedStep(record, 1, 9),), (request,))
-    step = next(event for event in chrome_trace([trace])["traceEvents"] if event["ph"] == "X" and event["tid"] == 0)
-    assert step["args"]["blocks"] == (("a", (7, 2)),)
-    assert embedded(page([trace], "x"))["traces"][0]["steps"][0]["blocks"] == [["a", [7, 2]]]

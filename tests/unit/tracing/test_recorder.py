@@ -1,6 +1,5 @@
 """The recorder and the trace: cells, totals and times by hand, failures, aborts, ids that are used again."""
 
-import itertools
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,9 +11,9 @@ from shared.tracing.chrome import chrome_trace
 from shared.tracing.lanes import LANES
 from shared.tracing.recorder import Recorder
 from shared.tracing.timeline_page import page, totals_rows
-from shared.tracing.trace import Outcome, Span, Totals, Trace
+from shared.tracing.trace import Outcome, Totals
 from shared.tracing.workload import Arrival, arrival_steps, mixed_requests, run
-from tests.unit.tracing.recording import POISON, Clock, D, F, P, Q, S, arrivals, kinds, make_engine, recorded
+from tests.unit.tracing.recording import POISON, Clock, D, F, P, Q, arrivals, kinds, make_engine, recorded
 from tests.unit.tracing.written import check_events, embedded
 
 
@@ -53,14 +52,6 @@ def test_continuous_batching_by_hand(folder: Path) -> None:
     assert [lane.capacity(trace) for lane in LANES] == [2, 2, None, 2 * 128, 2]
 
 
-def test_decoding_requests_stall_in_steps_with_prefills_under_prefill_first(folder: Path) -> None:
-    engine = make_engine(folder, max_batch_size=4, scheduler_policy="prefill_first", max_decode_interval=3)
-    found = kinds(recorded(engine, arrivals(4, 2, 2, 2, steps=(0, 1, 2, 3))))
-    assert found["a"] == [P, S, S, D, D, D]
-    assert found["b"][0] is P
-    assert [kind for kind in found["b"] if kind is not S] == [P, D]
-
-
 @pytest.mark.parametrize(
     "settings", [{"batching_mode": "static"}, {}, {"scheduler_policy": "decode_round_robin"}], ids=str
 )
@@ -81,25 +72,6 @@ def test_cells_are_what_the_engine_answered(folder: Path, settings: dict[str, st
         assert (request.outcome, request.finish_reason, request.arrival_step) == ("finished", "length", arrival.step)
     computed = sum(len(step.record.prefilled) + len(step.record.decoded) for step in trace.steps)
     assert computed == sum(len(request.tokens) for request in trace.requests)
-
-
-def test_a_seed_gives_the_same_trace_but_for_the_clock(folder: Path) -> None:
-    def once(seed: int, clock: Any) -> Trace:
-        requests = mixed_requests(6, vocab_size=256, max_seq_len=128, max_new_tokens=8, seed=seed)
-        recorder = Recorder(make_engine(folder, max_batch_size=2), clock=clock)
-        run(recorder, [Arrival(n // 2, str(n), *request) for n, request in enumerate(requests)])
-        return recorder.trace("here")
-
-    def timeless(trace: Trace) -> Trace:
-        hosts = [tuple(Span(span.name, 0, 0) for span in step.host) for step in trace.steps]
-        steps = [replace(s, started_ns=0, ended_ns=0, host=host) for s, host in zip(trace.steps, hosts, strict=True)]
-        requests = [replace(request, arrived_ns=0, ended_ns=0) for request in trace.requests]
-        return replace(trace, steps=tuple(steps), requests=tuple(requests))
-
-    first = once(1, Clock())
-    assert once(1, Clock()) == first
-    assert timeless(once(1, itertools.count(0, 1_000_003).__next__)) == timeless(first)
-    assert timeless(once(2, Clock())) != timeless(first)
 
 
 def test_times_are_those_of_the_clock_from_the_beginning(folder: Path) -> None:
