@@ -25,14 +25,14 @@ expect.set_options(timeout=1000 * PATIENCE)
 
 
 def complaints_of(tab: Any, origin: str, *expected: str) -> list[str]:
-    """A list that grows: what the console says, errors of scripts, and requests to anything but ``origin``."""
+    """A list that grows: warnings and errors, and requests to anything but ``origin``."""
     complaints: list[str] = []
 
-    def note(text: str) -> None:
-        if not any(part in text for part in expected):
+    def note(text: str, kind: str = "error") -> None:
+        if kind in ("error", "warning") and not any(part in text for part in expected):
             complaints.append(text)
 
-    tab.on("console", lambda message: note(f"console: {message.text}"))
+    tab.on("console", lambda message: note(f"console: {message.text}", message.type))
     tab.on("pageerror", lambda error: note(f"script: {error}"))
     tab.on("request", lambda request: None if request.url.startswith((origin, "data:")) else note(request.url))
     return complaints

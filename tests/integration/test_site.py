@@ -236,7 +236,7 @@ def test_search_finds_a_word(over: str, site: Path, origin: str, browser: Any) -
         page.fill(".sidebar-search", "counter-based noise")
         page.press(".sidebar-search", "Enter")
         page.wait_for_selector("#search-results li a")
-        expect(page.locator("#search-results h2")).not_to_contain_text("Searching")
+        expect(page.locator("#search-results h2").first).not_to_contain_text("Searching")
         found = page.eval_on_selector_all("#search-results li a", "all => all.map(link => link.getAttribute('href'))")
     assert any("docs/OVERALL_DESIGN.html" in link or "docs/PHASE_02.html" in link for link in found)
 
@@ -250,7 +250,7 @@ def test_dark_mode_switches_and_stays_and_diagrams_follow(documents: dict[str, s
     def diagrams_shown(page: Any) -> list[bool]:
         return [page.eval_on_selector_all(f"img.only-{scheme}", shown) for scheme in ("light", "dark")]
 
-    with opened(browser, f"{origin}/{name}") as page:
+    with opened(browser, f"{origin}/{name}", viewport={"width": 1400, "height": 900}) as page:
         assert diagrams_shown(page) == [bool(pictured), False]
         for _ in range(3):
             if page.evaluate("document.body.dataset.theme") != "dark":
