@@ -1,7 +1,7 @@
 """The server's page in a real Chromium: the playground answers, the charts move, the memory is drawn.
 
 The server and the newest phase's engine run on threads of this process, and a test says how many steps the engine may
-run: what happens in the middle of an answer does not depend on who is faster. No other host is contacted. Where there
+run: what happens in the middle of an answer is not left to a race. No other host is contacted. Where there
 is no Chromium these tests say so.
 """
 
