@@ -81,7 +81,7 @@ def test_a_seed_gives_the_same_files_but_for_the_clock(model: str, written: Path
 
 
 def test_prompts_from_a_file_are_answered_as_generate_does(model: str, tmp_path: Path) -> None:
-    (tmp_path / "prompts.txt").write_text("The capital\n\n</script><b>bold</b>\nx\n")
+    (tmp_path / "prompts.txt").write_bytes("The capital\r\n \n</script><b>bold</b>\nä\n".encode())
     options = ("--max-tokens", "6", "--every", "2", "--scheduler-policy", "prefill_first", "--out", tmp_path / "out")
     traced("--model", model, "--prompts", tmp_path / "prompts.txt", *options)
     (trace,) = page_data(tmp_path / "out/trace.html")
@@ -89,7 +89,7 @@ def test_prompts_from_a_file_are_answered_as_generate_does(model: str, tmp_path:
     assert [(r["request_id"], r["prompt"], r["arrival_step"]) for r in trace["requests"]] == [
         ("1", "The capital", 0),
         ("3", "</script><b>bold</b>", 2),
-        ("4", "x", 4),
+        ("4", "ä", 4),
     ]
     engine = find_lesson("05").engine(EngineConfig(model=model, seed=0))
     for request in trace["requests"]:

@@ -196,6 +196,7 @@ def test_a_demo_report_is_complete_and_has_the_cited_keys(monkeypatch):
         ("kernels", "-m qwen3-1.7b -k down --rows 2", "wrong: down 2 ours: differs"),
         ("attention", "--shape 4x64 --peer flashinfer", "wrong: 4x64 planned: differs"),
     ],
+    ids=["kernels", "attention"],
 )
 def test_a_command_ends_with_1_if_a_result_of_ours_is_wrong(command, options, told, is_wrong, tmp_path, monkeypatch):
     if is_wrong:

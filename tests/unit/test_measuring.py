@@ -4,7 +4,6 @@ import json
 import os
 import re
 import socket
-import time
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -20,7 +19,7 @@ from typer.testing import CliRunner
 from benchmarks import command, hardware, machine, timing
 from benchmarks.report import Report, describe_model, engine_settings, read_value, write_report
 from benchmarks.roofline import DecodeWork
-from benchmarks.timing import Run, SyntheticPrompts, answer_with, in_turns, rotated, run, timed
+from benchmarks.timing import SyntheticPrompts, answer_with, in_turns, rotated, run, timed
 from benchmarks.view import Bar, Bars, Column, Table, View, table_of, text
 from shared.checkpoints.make import checkpoint_tensors
 from shared.checkpoints.shapes import SHAPES
@@ -30,39 +29,37 @@ from shared.errors import ConfigError, ModelFolderError
 from shared.loading.config_json import parse_config
 
 
-class SleepingEngine:
-    """Takes ``first`` seconds for the first token and ``later`` for each one after it."""
+class SlowEngine:
+    """By a clock of its own it takes ``first`` seconds for the first token and ``later`` for each one after it."""
 
-    def __init__(self, first: float, later: float) -> None:
-        self.first, self.later, self.computed, self.was_closed = first, later, 100, False
+    def __init__(self, first: float, later: float, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.first, self.later, self.now, self.computed, self.was_closed = first, later, 7.0, 100, False
         self.stats = lambda: {"tokens computed": self.computed}
+        monkeypatch.setattr(timing, "time", SimpleNamespace(perf_counter=lambda: self.now))
 
     def generate(self, prompt_ids, params):
         assert (params.is_greedy, params.ignore_eos) == (True, True)
         try:
             for index in range(params.max_new_tokens):
-                time.sleep(self.later if index else self.first)
+                self.now += self.later if index else self.first
                 self.computed += len(prompt_ids) if index == 0 else 1
                 yield SimpleNamespace(token_id=index)
         finally:
             self.was_closed = True
 
 
-def test_the_first_token_is_not_part_of_the_decode_speed():
-    found = run(SleepingEngine(first=0.2, later=0.01), [1, 2, 3], 6)
+def test_the_first_token_is_not_part_of_the_decode_speed(monkeypatch):
+    found = run(SlowEngine(0.5, 0.25, monkeypatch), [1, 2, 3], 6)
     assert (found.token_ids, found.tokens_computed) == ([0, 1, 2, 3, 4, 5], 3 + 5)
-    assert found.times[0] >= 0.2
-    assert found.decode_tokens_per_second == pytest.approx(5 / (found.times[-1] - found.times[0]))
-    by_hand = Run(token_ids=[7, 8, 9], times=[1.0, 1.5, 5.0], tokens_computed=5)
-    assert (by_hand.decode_tokens_per_second, by_hand.intervals) == (0.5, [0.5, 3.5])
+    assert found.times == [0.5, 0.75, 1.0, 1.25, 1.5, 1.75]
+    assert (found.decode_tokens_per_second, found.intervals) == (4.0, [0.25] * 5)
 
 
-@pytest.mark.parametrize(("seconds", "most"), [(0.0, 2), (0.12, 3)])
-def test_a_slow_engine_is_cut_off_but_gives_the_least_number(seconds, most):
-    engine = SleepingEngine(first=0.0, later=0.05)
+@pytest.mark.parametrize(("seconds", "number"), [(0.0, 2), (0.6, 3)])
+def test_a_slow_engine_is_cut_off_but_gives_the_least_number(seconds, number, monkeypatch):
+    engine = SlowEngine(0.0, 0.25, monkeypatch)
     found = timed(partial(answer_with, engine), [1], 1000, min_decoded=2, max_seconds=seconds)
-    assert 2 <= len(found.intervals) <= most
-    assert engine.was_closed
+    assert (len(found.intervals), engine.was_closed) == (number, True)
 
 
 def test_turns_rotate_and_prompts_repeat_with_the_seed_alone():
@@ -74,11 +71,12 @@ def test_turns_rotate_and_prompts_repeat_with_the_seed_alone():
     assert all(type(token_id) is int and 0 <= token_id < 50 for token_id in drawn[0])
 
 
-def test_the_command_reports_bandwidth_and_on_a_cpu_no_launches(tmp_path):
+def test_the_command_reports_bandwidth_and_on_a_cpu_no_launches(tmp_path, monkeypatch):
+    monkeypatch.setattr(hardware, "CPU_BUFFER_BYTES", 1 << 24)
     result = CliRunner().invoke(app, ["bench", "hardware", "--device", "cpu", "--out", str(tmp_path)])
     assert result.exit_code == 0, result.output
     found = json.loads(result.stdout.splitlines()[-1])["results"]
-    assert min(found["copy_gb_per_second"], found["read_gb_per_second"], 1e3 * found["matmul_tflop_per_second"]) > 0.1
+    assert min(found["copy_gb_per_second"], found["read_gb_per_second"], found["matmul_tflop_per_second"]) > 0
     assert found["launch_eager_us"] is found["launch_graph_us"] is None
     written = tmp_path / f"hardware-{machine.machine_name('cpu')}.json"
     assert json.loads(written.read_text())["results"] == found
@@ -94,8 +92,9 @@ def test_the_sets_fill_the_cache_four_times_with_none_to_spare(set_bytes, cache)
 
 @given(shape=st.lists(st.integers(1, 40), min_size=1, max_size=3), sets=st.integers(2, 5))
 def test_no_two_sets_share_a_cache_line(shape, sets):
-    about = tuple(shape), torch.bfloat16, torch.device("cpu")
-    tensors = timing.rotated_tensors(sets, *about, lambda rows: rows.fill_(3))
+    tensors = timing.rotated_tensors(
+        sets, tuple(shape), torch.bfloat16, torch.device("cpu"), lambda rows: rows.fill_(3)
+    )
     for before, after in pairwise(tensor.data_ptr() for tensor in tensors):
         assert (after - before) % timing.ALIGNMENT == 0
         assert after - before >= tensors[0].numel() * 2
@@ -142,8 +141,6 @@ def test_the_file_tells_everything_and_no_path(report, tmp_path):
     assert "/somewhere" not in paths[0].read_text()
     assert "| 03.1 | 31.0 |" in paths[1].read_text()
     assert paths[2].stat().st_size > 1000
-    assert json.loads(report.line())["results"] == RESULTS
-    assert "\n" not in report.line()
     with pytest.raises(ConfigError, match="cannot be written"):
         write_report(report, paths[0] / "reports", view=view)
 
@@ -171,7 +168,7 @@ def test_a_command_has_an_option_for_each_argument_and_ends_with_one_json_line(t
     assert "--model" in capsys.readouterr().err
 
 
-def test_turns_go_forwards_and_backwards_behind_a_warm_up():
+def test_turns_go_forwards_and_backwards_after_a_warm_up():
     order: list[str] = []
     found = in_turns({name: lambda name=name: order.append(name) or float(len(order)) for name in "ab"}, 2, warm_ups=1)
     assert ("".join(order), found) == ("abbaab", {"a": [4.0, 5.0], "b": [3.0, 6.0]})

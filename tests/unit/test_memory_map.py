@@ -103,9 +103,21 @@ def test_a_shared_block_counts_once_and_is_cached_when_its_requests_have_ended(f
     ]
     assert (memory.num_held, memory.num_written, memory.written_share) == (4, 3 + 2 * 4 + 2, 13 / 16)
     assert (memory.cached, memory.as_json()["num_free"]) == ((), 4)
+    told = json.loads(json.dumps(memory.as_json()))
+    assert told.items() >= {"unit": "block", "block_tokens": 4, "num_blocks": 8, "written_share": 13 / 16}.items()
+    assert told["holdings"][1] == {
+        "request_id": "b",
+        "state": "prefill",
+        "num_prompt_tokens": 10,
+        "num_tokens": 11,
+        "num_written": 10,
+        "num_cached_tokens": 8,
+        "blocks": [0, 1, 3],
+    }
     while engine.has_work():
         engine.step()
         check(engine, seen(engine))
+    assert json.loads(json.dumps(memory.as_json())) == told, "a map changes no more"
     end = seen(engine)
     assert (end.holdings, end.num_held, end.written_share) == ((), 0, None)
     assert sorted(end.cached) == [0, 1, 2], "12 of a's 13 tokens fill blocks, and b's are the same"
@@ -124,46 +136,42 @@ def test_a_region_is_one_large_block_and_mostly_empty(folder: Path, phase: str, 
     assert memory.written_share == 13 / 64
 
 
-def test_who_is_computed_again_is_marked_while_it_waits_for_its_turn(folder: Path) -> None:
+def test_a_request_that_is_recomputed_is_marked_while_it_waits_for_its_turn(folder: Path) -> None:
     """A request that holds its memory again and is not computed yet is being recomputed; a new one is not."""
     engine = make_engine(folder, max_num_batched_tokens=4)
+
+    def states() -> dict[str, str]:
+        return {holding.request_id: holding.state.value for holding in seen(engine).holdings}
+
     add(engine, "a", 4, 9)
     add(engine, "b", 4, 9)
     engine.step()
-    assert [(h.request_id, h.state) for h in seen(engine).holdings] == [("a", "prefill"), ("b", "prefill")]
+    assert states() == {"a": "prefill", "b": "prefill"}
     engine.step()
     add(engine, "c", 4, 9)
     engine.scheduler._preempt(engine.scheduler.running["b"])
-    assert [(h.request_id, h.state) for h in seen(engine).holdings] == [("a", "decode"), ("b", "preempted")]
+    assert states() == {"a": "decode", "b": "preempted"}
     engine.scheduler.schedule()
     engine.scheduler.drop_in_flight()  # a step that was broken off: b and c hold memory, and nothing is computed
-    memory = seen(engine)
-    check(engine, memory)
-    assert [(h.request_id, h.state) for h in memory.holdings] == [("a", "decode"), ("b", "recompute"), ("c", "prefill")]
-    assert [h.num_written for h in memory.holdings][1:] == [0, 0]
-    engine.step()
-    memory = seen(engine)
-    check(engine, memory)
-    assert [(h.request_id, h.state) for h in memory.holdings] == [("a", "decode"), ("b", "recompute"), ("c", "prefill")]
-    assert [h.num_written for h in memory.holdings] == [6, 5, 0], "c's prompt has its turn in the next step"
+    for written in ([0, 0], [5, 0]):  # c's prompt has its turn in the next step
+        check(engine, seen(engine))
+        assert states() == {"a": "decode", "b": "recompute", "c": "prefill"}
+        assert [holding.num_written for holding in seen(engine).holdings][1:] == written
+        if written == [0, 0]:
+            engine.step()
 
 
-def test_memory_without_an_owner_is_shown(folder: Path) -> None:
-    engine = make_engine(folder)
-    assert engine.pool.reserve(make_request("ghost"), 5)
-    (ghost,) = seen(engine).holdings
-    assert (ghost.request_id, ghost.state, len(ghost.blocks), ghost.num_written) == ("ghost", "lost", 2, 0)
-    check(engine, seen(engine))
-
-
-def test_an_id_that_is_used_again_is_told_from_the_memory_that_was_lost(folder: Path) -> None:
+def test_memory_without_an_owner_is_shown_as_lost_beside_a_request_with_its_id(folder: Path) -> None:
     engine = make_engine(folder)
     ghost = make_request("a")
     assert engine.pool.reserve(ghost, 5)
+    (lost,) = seen(engine).holdings
+    assert (lost.request_id, lost.state, len(lost.blocks), lost.num_written) == ("a", "lost", 2, 0)
+    check(engine, seen(engine))
     add(engine, "a", 3, 4)
     engine.step()
-    memory = seen(engine)
-    assert [(h.state, h.blocks, h.num_written) for h in memory.holdings] == [("prefill", (2,), 3), ("lost", (0, 1), 0)]
+    states = [(h.state, h.blocks, h.num_written) for h in seen(engine).holdings]
+    assert states == [("prefill", (2,), 3), ("lost", (0, 1), 0)]
     engine.pool.release(ghost)
     check(engine, seen(engine))
 
@@ -177,35 +185,3 @@ def test_what_a_step_in_flight_still_computes_is_not_lost(folder: Path) -> None:
     assert seen(engine).holdings == (), "its blocks come back with the step"
     engine.scheduler.drop_in_flight()
     assert engine.pool.audit() == []
-
-
-def test_a_map_is_json_and_changes_no_more(folder: Path) -> None:
-    engine = make_engine(folder)
-    add(engine, "a", 10, 4)
-    engine.step()
-    memory = seen(engine)
-    told = json.loads(json.dumps(memory.as_json()))
-    assert told == {
-        "unit": "block",
-        "block_tokens": 4,
-        "num_blocks": 8,
-        "num_free": 5,
-        "written_share": 10 / 12,
-        "num_waiting": 0,
-        "num_preemptions": 0,
-        "holdings": [
-            {
-                "request_id": "a",
-                "state": "prefill",
-                "num_prompt_tokens": 10,
-                "num_tokens": 11,
-                "num_written": 10,
-                "num_cached_tokens": 0,
-                "blocks": [0, 1, 2],
-            }
-        ],
-        "cached": [],
-    }
-    engine.abort("a")
-    assert json.loads(json.dumps(memory.as_json())) == told
-    assert seen(engine).holdings == ()

@@ -13,6 +13,12 @@ from shared.tracing.workload import Arrival, run
 Q, P, D, S, F = CellKind.QUEUE, CellKind.PREFILL, CellKind.DECODE, CellKind.STALL, CellKind.FAILED
 X, R = CellKind.PREEMPTED, CellKind.RECOMPUTE
 POISON = 400
+SPECULATING: dict[str, Any] = {
+    "use_speculative_decoding": True,
+    "drafter": "ngram",
+    "spec_length": 3,
+    "adapt_spec_length": False,
+}
 
 
 class Clock:

@@ -31,6 +31,8 @@ def test_a_step_that_waits_finishes_what_it_sampled(folder: Path) -> None:
     for phase, settings in (("08", {}), ("09", {"overlap_scheduling": False})):
         trace = recorded(make_engine(folder, phase, **settings), arrivals(3))
         assert parts(trace) == 3 * [(*LAUNCH, "sample", *FINISH)]
+    two_batches = recorded(make_engine(folder, "05", max_batch_size=2), arrivals(3, 2, steps=(0, 1)))
+    assert parts(two_batches)[1] == (*LAUNCH, "sample", *LAUNCH[1:], "sample", *FINISH, *FINISH)
 
 
 def test_a_step_that_overlaps_finishes_the_one_before_and_samples_last(overlapped: Trace) -> None:
@@ -38,14 +40,6 @@ def test_a_step_that_overlaps_finishes_the_one_before_and_samples_last(overlappe
     assert first == (*LAUNCH, "sample"), "nothing is in flight yet"
     assert others == 2 * [(*LAUNCH, *FINISH, "sample")]
     assert last == ("schedule", *FINISH), "nothing is left to launch"
-
-
-def test_a_static_batch_has_two_forwards(folder: Path) -> None:
-    trace = recorded(make_engine(folder, "05", max_batch_size=2), arrivals(3, 2, steps=(0, 1)))
-    assert parts(trace)[1] == (*LAUNCH, "sample", *LAUNCH[1:], "sample", *FINISH, *FINISH)
-
-
-def test_the_parts_follow_each_other_inside_the_step(overlapped: Trace) -> None:
     for step in overlapped.steps:
         assert step.host[0].started_ns == step.started_ns
         assert all(before.ended_ns == after.started_ns for before, after in itertools.pairwise(step.host))

@@ -1,29 +1,23 @@
 """The Chrome trace: well formed, with every step, cell and counter."""
 
 import json
-from dataclasses import dataclass
 
 import pytest
 
-from shared.engine.record import StepRecord
 from shared.tracing.chrome import chrome_text, chrome_trace
 from shared.tracing.lanes import LANES
-from shared.tracing.timeline_page import page
-from shared.tracing.trace import Outcome, Trace, TracedRequest, TracedStep
+from shared.tracing.trace import Trace
 from tests.unit.tracing.recording import D, P
-from tests.unit.tracing.written import check_events, embedded
+from tests.unit.tracing.written import check_events
 
 
-def test_the_chrome_trace_is_well_formed(traces: list[Trace]) -> None:
+def test_the_chrome_trace_is_well_formed_and_names_processes_and_threads(traces: list[Trace]) -> None:
     whole = json.loads(chrome_text(traces))
     assert whole == json.loads(json.dumps(chrome_trace(traces))), "an event a line, and nothing lost"
     assert whole["displayTimeUnit"] == "ms"
     assert whole["otherData"]["static"] == {"batching mode": "static", "seed": 0}
     check_events(whole["traceEvents"])
-
-
-def test_the_chrome_trace_names_processes_and_threads(traces: list[Trace]) -> None:
-    named = [event for event in chrome_trace(traces)["traceEvents"] if event["ph"] == "M"]
+    named = [event for event in whole["traceEvents"] if event["ph"] == "M"]
     processes = [(event["pid"], event["args"]["name"]) for event in named if event["name"] == "process_name"]
     assert processes == [(1, "static"), (2, "continuous")]
     threads = [(event["tid"], event["args"]["name"]) for event in named if event["name"] == "thread_name"]
@@ -33,39 +27,23 @@ def test_the_chrome_trace_names_processes_and_threads(traces: list[Trace]) -> No
 def test_the_chrome_trace_holds_every_step_cell_and_counter(traces: list[Trace]) -> None:
     events = chrome_trace(traces)["traceEvents"]
     for pid, trace in enumerate(traces, start=1):
-        mine = [event for event in events if event["pid"] == pid]
-        spans = [event for event in mine if event["ph"] == "X"]
-        steps = [event for event in spans if event["tid"] == 0]
-        assert [(e["ts"] * 1000, e["dur"] * 1000) for e in steps] == [
-            (pytest.approx(step.started_ns), pytest.approx(step.ended_ns - step.started_ns)) for step in trace.steps
+        spans = [event for event in events if (event["pid"], event["ph"]) == (pid, "X")]
+        steps = [(e["ts"] * 1000, e["dur"] * 1000, e["args"]["decoded"]) for e in spans if e["tid"] == 0]
+        assert steps == [
+            (pytest.approx(step.started_ns), pytest.approx(step.ended_ns - step.started_ns), step.record.decoded)
+            for step in trace.steps
         ]
-        assert [event["args"]["decoded"] for event in steps] == [step.record.decoded for step in trace.steps]
         for tid, request in enumerate(trace.requests, start=2):
             queue, *served = [event for event in spans if event["tid"] == tid]
             cells = [cell for cell in trace.cells(request) if cell.kind in (P, D)]
-            assert [(e["name"], e["args"]["step"]) for e in served] == [(cell.kind.value, cell.step) for cell in cells]
-            assert [event["args"]["token id"] for event in served] == [token.token_id for token in request.tokens]
-            assert [event["ts"] for event in served] == [trace.steps[cell.step].started_ns / 1000 for cell in cells]
-            assert queue["name"] == "queue"
-            assert queue["ts"] == request.arrived_ns / 1000
+            assert [(e["name"], e["args"]["step"], e["ts"], e["args"]["token id"]) for e in served] == [
+                (cell.kind.value, cell.step, trace.steps[cell.step].started_ns / 1000, token.token_id)
+                for cell, token in zip(cells, request.tokens, strict=True)
+            ]
+            assert (queue["name"], queue["ts"]) == ("queue", request.arrived_ns / 1000)
             assert queue["ts"] + queue["dur"] == pytest.approx(served[0]["ts"])
+        counters = [(e["name"], e["args"]) for e in events if (e["pid"], e["ph"]) == (pid, "C")]
         for lane in LANES:
-            counters = [event for event in mine if event["ph"] == "C" and event["name"] == lane.name]
-            assert [event["args"] for event in counters] == [{lane.name: lane.value(step)} for step in trace.steps]
-    assert {event["name"] for event in events if event["ph"] == "C"} == {lane.name for lane in LANES}
-
-
-@dataclass(frozen=True)
-class BlockRecord(StepRecord):
-    """A record as a later phase could extend it: the owner of each block."""
-
-    blocks: tuple[tuple[str, tuple[int, ...]], ...] = ()
-
-
-def test_what_a_record_gains_later_is_in_both_files() -> None:
-    record = BlockRecord(0, (("a", 3),), (), ("a",), (), 0, 0, 3, 64, prefill_starts=(0,), blocks=(("a", (7, 2)),))
-    request = TracedRequest("a", 3, 1, 0, 0, end_step=1, ended_ns=9, outcome=Outcome.FINISHED)
-    trace = Trace("blocks", 1, (TracedStep(record, 1, 9),), (request,))
-    step = next(event for event in chrome_trace([trace])["traceEvents"] if event["ph"] == "X" and event["tid"] == 0)
-    assert step["args"]["blocks"] == (("a", (7, 2)),)
-    assert embedded(page([trace], "x"))["traces"][0]["steps"][0]["blocks"] == [["a", [7, 2]]]
+            told = [values for name, values in counters if name == lane.name]
+            assert told == [{lane.name: lane.value(step)} for step in trace.steps]
+        assert {name for name, _ in counters} == {lane.name for lane in LANES}

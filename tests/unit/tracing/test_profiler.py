@@ -1,21 +1,14 @@
 """The profiler: what it counts, and that nothing of it stays."""
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from shared.sampling.params import SamplingParams
 from shared.tracing.profiler import Profiler
 from shared.tracing.recorder import Recorder
-from tests.unit.tracing.recording import make_engine
+from tests.unit.tracing.recording import SPECULATING, make_engine
 
-SPECULATING: dict[str, Any] = {
-    "use_speculative_decoding": True,
-    "drafter": "ngram",
-    "spec_length": 3,
-    "adapt_spec_length": False,
-}
 PARAMS = SamplingParams(temperature=0, max_new_tokens=40, ignore_eos=True)
 
 

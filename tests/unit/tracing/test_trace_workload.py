@@ -1,4 +1,4 @@
-"""The workload of a trace: arrivals, mixed requests, prompts from a file."""
+"""The workload of a trace: arrivals and mixed requests."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -8,16 +8,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shared.errors import ConfigError, RequestError
+from shared.errors import ConfigError
 from shared.sampling.params import SamplingParams
 from shared.tracing.recorder import Recorder
-from shared.tracing.workload import MAX_STEPS, arrival_steps, mixed_requests, read_prompts, run, text_requests
+from shared.tracing.workload import MAX_STEPS, arrival_steps, mixed_requests, run
 from tests.unit.tracing.recording import arrivals, make_engine
-
-
-@given(number=st.integers(1, 60), every=st.integers(0, 20), seed=st.integers(0, 2**64 - 1))
-def test_arrivals_at_even_steps(number: int, every: int, seed: int) -> None:
-    assert arrival_steps(number, every=every, seed=seed) == [every * n for n in range(number)]
 
 
 @given(number=st.integers(1, 60), rate=st.floats(0.2, 50), seed=st.integers(0, 2**64 - 1))
@@ -38,12 +33,9 @@ def test_poisson_arrivals_come_at_their_rate() -> None:
 @pytest.mark.parametrize(
     ("settings", "told"),
     [
-        ({"every": -1}, "are -1; they must be at least 0"),
-        ({"rate": 0.0}, "rate is 0.0"),
         ({"rate": -2.0}, "rate is -2.0"),
         ({"rate": float("nan")}, "rate is nan"),
         ({"rate": float("inf")}, "rate is inf"),
-        ({"rate": 1e-9}, f"a timeline has room for {MAX_STEPS} steps"),
         ({"every": 10**9}, "before step 3000000000"),
     ],
 )
@@ -76,18 +68,3 @@ def test_answers_longer_than_a_timeline_are_refused_before_any_step(folder: Path
     with pytest.raises(ConfigError, match=f"at least {MAX_STEPS + 1} steps with 2 at a time"):
         run(recorder, workload)
     assert recorder.steps == []
-
-
-def test_prompts_are_the_lines_that_are_not_blank(tmp_path: Path, folder: Path) -> None:
-    path = tmp_path / "prompts.txt"
-    path.write_bytes("eins\r\n\n  \nzwei: ä\n".encode())
-    assert read_prompts(path) == [(1, "eins"), (4, "zwei: ä")]
-    tokenizer = make_engine(folder).tokenizer
-    sizes = {"tokenizer": tokenizer, "vocab_size": 512, "max_new_tokens": 5}
-    requests = text_requests(read_prompts(path), max_seq_len=64, **sizes)
-    assert [tokenizer.decode(list(ids)) for ids, _ in requests] == ["eins", "zwei: ä"]
-    assert {(params.temperature, params.max_new_tokens, params.ignore_eos) for _, params in requests} == {
-        (0.0, 5, False)
-    }
-    with pytest.raises(RequestError, match=r"^Line 4: The prompt has \d+ tokens and a sequence may have 6"):
-        text_requests(read_prompts(path), max_seq_len=6, **sizes)

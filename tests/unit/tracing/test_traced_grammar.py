@@ -14,22 +14,19 @@ from shared.tracing.focus import focus
 from shared.tracing.recorder import Recorder
 from shared.tracing.timeline_page import page
 from shared.tracing.trace import Trace
-from shared.tracing.workload import Arrival, constrained
+from shared.tracing.workload import constrained
 from tests.unit.tracing.recording import arrivals, make_engine, recorded
 from tests.unit.tracing.written import check_events, embedded, table
 
 GRAMMAR = Grammar.json_schema({"type": "array", "items": {"enum": ["a", "bc"]}, "minItems": 2, "maxItems": 3})
 
 
-def workload() -> list[Arrival]:
-    """Request a is free, b and c have the grammar."""
-    free, *others = arrivals(12, 40, 40)
-    return [free, *(replace(a, params=constrained(a.params, GRAMMAR)) for a in others)]
-
-
 @pytest.fixture(scope="module")
 def trace(folder: Path) -> Trace:
-    return recorded(make_engine(folder, "12", max_batch_size=3), workload())
+    """Request a is free, b and c have the grammar."""
+    free, *others = arrivals(12, 40, 40)
+    workload = [free, *(replace(each, params=constrained(each.params, GRAMMAR)) for each in others)]
+    return recorded(make_engine(folder, "12", max_batch_size=3), workload)
 
 
 def test_a_record_says_where_each_token_was_drawn(trace: Trace, folder: Path) -> None:
@@ -63,7 +60,7 @@ def test_a_progress_ends_with_its_grammar(folder: Path) -> None:
     assert progress.read(a) is None
 
 
-def test_both_files_have_the_positions(trace: Trace) -> None:
+def test_both_files_have_the_positions_and_the_caption_leads_to_one(trace: Trace) -> None:
     events = chrome_trace([trace])["traceEvents"]
     check_events(events)
     told = [position for event in events for position in event.get("args", {}).get("grammar", [])]
@@ -76,19 +73,10 @@ def test_both_files_have_the_positions(trace: Trace) -> None:
     assert shown == [list(token.position) for token in drawn if token.position]
     rows = [row[3:] for row in table(html, "Grammar, here")]
     assert rows == [[str(state), stack or "–", str(allowed)] for state, stack, allowed in shown]
-    assert "Grammar, here" not in page([recorded_free(trace)], "x")
-
-
-def recorded_free(trace: Trace) -> Trace:
-    return replace(trace, requests=trace.requests[:1])
-
-
-def test_the_caption_leads_to_the_grammar(trace: Trace) -> None:
-    found = focus(trace)
-    deepest = max((t for r in trace.requests for t in r.tokens if t.position), key=lambda t: len(t.position.stack))
+    assert "Grammar, here" not in page([replace(trace, requests=trace.requests[:1])], "x")
+    deepest, found = max(drawn, key=lambda token: len(token.position.stack)), focus(trace)
     assert found.step == deepest.step
-    assert f"in state {deepest.position.state}" in found.text
-    assert f"from {deepest.position.num_allowed} allowed token" in found.text
+    assert f"in state {deepest.position.state} of its grammar, from {deepest.position.num_allowed} " in found.text
 
 
 def test_a_phase_without_grammars_refuses_them(folder: Path) -> None:

@@ -1,0 +1,126 @@
+"""A site of HTML files, served over loopback and crawled by a real Chromium in a window of a phone's width."""
+
+import functools
+import http.server
+import re
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from html import unescape
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from urllib.parse import unquote, urldefrag, urljoin
+
+from tests.integration.tabs import PHONE, complaints_of, opened
+
+LOOK = """() => {
+    const all = (selector, read) => [...document.querySelectorAll(selector)].map(read);
+    return {
+        ids: all('[id]', element => element.id),
+        links: all('a[href]', link => link.href),
+        complaints: [...document.images].filter(image => !image.naturalWidth).map(image => `picture: ${image.src}`),
+        headings: all('h2', heading => heading.firstChild.textContent),
+        modules: all('h2 ~ ul a.name, section > ul a.name', link => link.textContent),
+        changes: all('.file-diff pre > :not(.hunk)', line => line.textContent),
+        captions: all('.sidebar-tree .caption', caption => caption.textContent.toLowerCase()),
+        course: [...document.querySelector('.sidebar-tree ul')?.querySelectorAll('a') ?? []].map(link => link.href),
+        measured: all('#measured a', link => link.getAttribute('href')),
+        charts: all('article img', image => image.src.split('/').pop()),
+    };
+}"""
+# What sticks out of the window and no part of the article scrolls into view, with all that can be opened open, and
+# blocks of code that scroll sideways; those set in columns may. The theme lets the whole text scroll before the page
+# does; that counts as the page.
+WIDE = """() => {
+    document.querySelectorAll('details').forEach(details => { details.open = true });
+    const scrolls = element => element && element.tagName !== 'ARTICLE'
+        && (/auto|scroll/.test(getComputedStyle(element).overflowX) || scrolls(element.parentElement));
+    const wide = [...document.querySelectorAll('article *')]
+        .filter(element => element.getBoundingClientRect().right > innerWidth + 1 && !scrolls(element));
+    const whole = [document.documentElement, ...document.querySelectorAll('.content')];
+    const page = whole.some(element => element.scrollWidth > innerWidth) ? ['the page'] : [];
+    const code = [...document.querySelectorAll('article .highlight pre')]
+        .filter(block => !block.closest('.drawn') && block.scrollWidth > block.clientWidth + 1);
+    return [...page, ...[...wide, ...code].map(element => element.outerHTML.slice(0, 120))];
+}"""
+
+
+Visit = SimpleNamespace
+"""What was found on one page: ``ids`` and ``links``, and, where the browser opened it, the other parts of LOOK, the
+browser's complaints, and what is too ``wide``."""
+
+
+def crawl(browser: Any, folder: Path, origin: str) -> dict[str, Visit]:
+    """Every page that links lead to from ``index.html``, by its address without the origin.
+
+    Of the source files and lists of them, hundreds of the same make, one of each language is opened, and one list.
+    """
+    visits: dict[str, Visit] = {}
+    languages: set[str] = set()
+    waiting = ["index.html"]
+    with opened(browser, "about:blank", "", viewport=PHONE) as tab:
+        complaints = complaints_of(tab, f"{origin}/")
+        while waiting:
+            name = waiting.pop()
+            language = Path(name.removesuffix(".html")).suffix
+            if name in visits or (is_source_file(name) and language in languages):
+                continue
+            languages |= {language} if is_source_file(name) else set()
+            complaints.clear()
+            tab.goto(f"{origin}/{name}", wait_until="load")
+            visits[name] = visit = Visit(**tab.evaluate(LOOK))
+            visit.complaints += complaints
+            visit.wide = [] if is_source_file(name) else tab.evaluate(WIDE)
+            waiting += sorted(target for target in targets(visit, origin) if (folder / target).is_file())
+    return visits
+
+
+def read(url: str, html: str) -> Visit:
+    """A page's anchors and links, without a browser."""
+    links = map(unescape, re.findall(r'<a\b[^>]*\bhref="([^"]*)"', html))
+    resolved = [url + link if link.startswith("#") else urljoin(url, link) for link in links]
+    return Visit(ids=re.findall(r'\bid="([^"]*)"', html), links=resolved)
+
+
+def is_source_file(name: str) -> bool:
+    """Whether a page shows a source file or a list of them, as opposed to a document."""
+    return name.startswith("source/")
+
+
+def targets(visit: Visit, origin: str) -> set[str]:
+    """The pages of the site that a page leads to."""
+    pages = {unquote(urldefrag(link).url.removeprefix(f"{origin}/")) for link in visit.links if link.startswith(origin)}
+    return {page for page in pages if page.endswith(".html")}
+
+
+def broken_links(visits: dict[str, Visit], folder: Path, origin: str) -> list[str]:
+    """The links of crawled pages that lead to no file of the site, or to no anchor of the page."""
+    broken = []
+    anchors = {name: set(visit.ids) for name, visit in visits.items()}
+    for name, visit in visits.items():
+        for link in visit.links:
+            if link.startswith(origin):
+                url, anchor = urldefrag(link)
+                target = unquote(url.removeprefix(f"{origin}/"))
+                is_anchor = not anchor or target not in anchors or unquote(anchor) in anchors[target]
+                if not (folder / target).is_file() or not is_anchor:
+                    broken.append(f"{name}: {link}")
+            elif not re.match(r"https?:|mailto:", link):
+                broken.append(f"{name}: {link}")
+    return broken
+
+
+@contextmanager
+def serving(folder: Path) -> Iterator[str]:
+    """The address under which a folder is served."""
+
+    class Quiet(http.server.SimpleHTTPRequestHandler):
+        def log_message(self, format: str, *args: object) -> None:
+            pass
+
+    handler = functools.partial(Quiet, directory=str(folder))
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
