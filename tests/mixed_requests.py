@@ -1,12 +1,15 @@
 """Requests of many kinds, and a loop that serves them: what the later phases' outputs are compared on."""
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from shared.engine.output import StepOutput
 from shared.engine.record import StepRecord
 from shared.sampling.params import SamplingParams
 from shared.text.stopping import FinishReason
+from tests.comparison import assert_equal
+from tests.reference_tokens import ReferenceTokens
 
 SENTENCE = "Zwölf Boxkämpfer jagen Viktor quer über den Sylter Deich 🥊."
 GREEDY: dict[str, Any] = {"temperature": 0.0, "ignore_eos": True}
@@ -30,6 +33,18 @@ MIXED: Requests = [
     (list(range(40)), {"seed": 5, "temperature": 0.9, "top_k": 5, "top_p": 0.5, "max_new_tokens": 17}),
 ]
 ARRIVALS = [0, 0, 2, 3, 3, 9]  # the step before which each request arrives
+EARLY: Requests = [  # for the phases before blocks, beside which each request is answered alone
+    *MIXED,
+    (SENTENCE, PENALISED | {"stop_token_ids": [30, 77], "max_new_tokens": 20, "ignore_eos": True}),
+    ("The capital of France is", {"temperature": 0.0, "repetition_penalty": 1.2, "max_new_tokens": 1}),
+    (SENTENCE, {"seed": 2, "temperature": 0.7, "top_p": 0.8, "max_new_tokens": 6}),
+    ("x", {"seed": 1, "max_new_tokens": 9, "top_k": 20, "logprobs": 3}),
+]
+EARLY_ARRIVALS = [*ARRIVALS, 9, 12, 12, 12]
+Asked = list[tuple[str, int]]
+"""Prompts, and how many tokens are asked for after each."""
+ASKED: Asked = [("The capital of France is", 32), (SENTENCE, 16), ("x", 8)]
+ASKED_OF_DEMO: Asked = [("The capital of France is", 8), ("Once upon a time", 8), ("2 + 2 =", 8)]
 SMALL: dict[str, Any] = {"max_seq_len": 128, "block_size": 3, "num_gpu_blocks": 43}  # for one long sequence at a time
 LONG: Requests = [
     ([(31 * n) % 500 for n in range(600)], GREEDY | {"max_new_tokens": 12}),
@@ -66,8 +81,19 @@ def serve(
         for output in engine.step():
             outputs.setdefault(output.request_id, []).append(output)
         records.append(engine.last_step)
-    assert engine.pool.audit() == []
+    assert_equal(engine.pool.audit(), [], "audit of the pool", ("line",))
     return [outputs[name] for name in names], records
+
+
+def assert_continued_as_by_transformers(
+    engine: Any, reference_tokens: ReferenceTokens, asked: Asked, arrivals: Sequence[int] | None = None
+) -> list[StepRecord]:
+    """Requests that share batches get the greedy tokens of transformers. Returns the records of the steps."""
+    answers, records = serve(engine, [(prompt, GREEDY | {"max_new_tokens": n}) for prompt, n in asked], arrivals)
+    for (prompt, n), answer in zip(asked, answers, strict=True):
+        expected = reference_tokens(Path(engine.config.model), engine.tokenizer.encode(prompt), n)
+        assert_equal(tokens(answer), expected, f"tokens after {prompt!r}", ("token",))
+    return records
 
 
 def serve_with_aborts(

@@ -16,9 +16,10 @@ from shared.models.causal_lm import CausalLM
 from shared.models.tokens import Tokens
 from shared.sampling.params import SamplingParams
 from tests.comparison import assert_close, assert_equal
+from tests.mixed_requests import SENTENCE
 from tests.reference_tokens import ReferenceTokens
 
-PROMPTS = ["The capital of France is", "x", "Zwölf Boxkämpfer jagen Viktor quer über den Sylter Deich 🥊."]
+PROMPTS = ["The capital of France is", "x", SENTENCE]
 
 
 def ids(engine: Engine | Uncached, prompt: str | list[int], num_tokens: int, **params: object) -> list[int]:
@@ -48,10 +49,7 @@ def run_in_pieces(model: CausalLM, cache: ContiguousCache, backend: str, tokens:
 @pytest.mark.from_empty("llama")
 def test_greedy_tokens_equal_those_of_transformers(model_folder: Path, reference_tokens: ReferenceTokens) -> None:
     engine = Engine(EngineConfig(model=str(model_folder)))
-    for prompt, num_tokens in zip(PROMPTS, (100, 40, 40), strict=True):
-        ours = ids(engine, prompt, num_tokens)
-        expected = reference_tokens(model_folder, engine.tokenizer.encode(prompt), num_tokens)
-        assert_equal(ours, expected, f"tokens after {prompt!r}", ("token",))
+    reference_tokens.assert_generated(engine, model_folder, [(PROMPTS[0], 100), (PROMPTS[1], 40), (PROMPTS[2], 40)])
 
 
 @pytest.mark.demo
@@ -59,9 +57,7 @@ def test_greedy_tokens_of_the_demo_model_equal_those_of_transformers(
     demo_folder: Path, reference_tokens: ReferenceTokens
 ) -> None:
     engine = Engine(EngineConfig(model=str(demo_folder), max_seq_len=256))
-    for prompt, num_tokens in [("The capital of France is", 24), ("def fibonacci(n):", 12)]:
-        ours = ids(engine, prompt, num_tokens)
-        assert ours == reference_tokens(demo_folder, engine.tokenizer.encode(prompt), num_tokens), prompt
+    reference_tokens.assert_generated(engine, demo_folder, [(PROMPTS[0], 24), ("def fibonacci(n):", 12)])
 
 
 def test_sampled_tokens_equal_those_of_phase_2(model_folder: Path) -> None:
@@ -120,23 +116,10 @@ def test_the_cache_holds_what_a_recomputed_forward_computes(model_folder: Path) 
     with torch.inference_mode():
         model(Tokens(tokens, torch.arange(40)), recorder)
     assert_equal(len(recorder.kept), model.config.num_layers, "layers that wrote")
-    for layer, (keys, values) in recorder.kept.items():
-        assert_close(
-            cache.keys[layer, :, :40],
-            keys,
-            f"cached keys of layer {layer}",
-            ("head", "token", "dim"),
-            rtol=1e-4,
-            atol=1e-5,
-        )
-        assert_close(
-            cache.values[layer, :, :40],
-            values,
-            f"cached values of layer {layer}",
-            ("head", "token", "dim"),
-            rtol=1e-4,
-            atol=1e-5,
-        )
+    for layer, computed in recorder.kept.items():
+        for name, cached, wanted in zip(("keys", "values"), (cache.keys, cache.values), computed, strict=True):
+            what, axes = f"cached {name} of layer {layer}", ("head", "token", "dim")
+            assert_close(cached[layer, :, :40], wanted, what, axes, rtol=1e-4, atol=1e-5)
     assert cache.keys[:, :, 40:].isnan().all(), "slots after the sequence were written"
     assert_equal(cache.length, 40, "length of the cache")
 
@@ -244,8 +227,6 @@ def test_a_cache_without_room_is_refused(tiny_checkpoints: dict[str, Path], capa
     config = load_model(tiny_checkpoints["llama"]).config
     with pytest.raises(ConfigError, match=f"capacity is {capacity} tokens"):
         ContiguousCache(config, capacity, torch.float32)
-    with pytest.raises(ConfigError, match=f"max_seq_len is {capacity}"):
-        EngineConfig(max_seq_len=capacity)
 
 
 def test_a_prompt_as_long_as_the_capacity_is_refused_before_any_work(tiny_checkpoints: dict[str, Path]) -> None:

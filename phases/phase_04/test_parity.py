@@ -1,7 +1,7 @@
 """Phase 4 gives every request of a batch the same output as alone, and isolates failures."""
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -17,27 +17,27 @@ from shared.engine.config import EngineConfig
 from shared.engine.output import StepOutput
 from shared.engine.request import Request
 from shared.engine.sampler import SamplerOutput
-from shared.errors import ConfigError, QueueFullError, RequestError
+from shared.errors import QueueFullError, RequestError
 from shared.kernels.launch import LAUNCHES
 from shared.parity.reference import load_reference
 from shared.sampling.params import SamplingParams
 from shared.scheduling.schedule import Schedule, Scheduled
 from shared.text.stopping import FinishReason
+from tests import mixed_requests
 from tests.comparison import assert_equal
-from tests.mixed_requests import GREEDY, PENALISED, SENTENCE, Requests, ends, tokens
+from tests.mixed_requests import (
+    ASKED,
+    ASKED_OF_DEMO,
+    GREEDY,
+    SENTENCE,
+    Requests,
+    assert_continued_as_by_transformers,
+    ends,
+    tokens,
+)
+from tests.mixed_requests import EARLY as MIXED
+from tests.random_loads import break_off, serve_through
 from tests.reference_tokens import ReferenceTokens
-
-MIXED: Requests = [
-    ("The capital of France is", {"temperature": 0.0, "max_new_tokens": 24, "ignore_eos": True}),
-    ("x", {"seed": 1, "max_new_tokens": 15, "top_k": 20}),
-    (SENTENCE, {"seed": 2, "temperature": 0.7, "top_p": 0.8, "max_new_tokens": 12}),
-    (SENTENCE, PENALISED | {"stop_token_ids": [30, 77], "max_new_tokens": 20, "ignore_eos": True}),
-    ("The capital of France is", {"temperature": 0.0, "repetition_penalty": 1.2, "max_new_tokens": 1}),
-    ([7] * 90, {"temperature": 0.0, "max_new_tokens": 5}),
-    ("Stop", {"seed": 4, "max_new_tokens": 40, "stop": ("e", "a")}),
-    (list(range(40)), {"seed": 5, "temperature": 0.9, "top_k": 5, "top_p": 0.5, "max_new_tokens": 17}),
-    ("x", {"seed": 1, "max_new_tokens": 9, "top_k": 20, "logprobs": 3}),
-]
 
 
 def make(folder: Path, **config: Any) -> Engine:
@@ -55,22 +55,15 @@ def run(engine: Any, *, stop_after: int | None = None) -> dict[str, list[StepOut
     return outputs
 
 
-def serve(engine: Any, requests: Sequence[tuple[str | list[int], dict[str, Any]]]) -> list[list[StepOutput]]:
+def serve(engine: Any, requests: Requests) -> list[list[StepOutput]]:
     """Serve all requests at once; the outputs of each, in the order of the requests."""
-    names = [engine.add_request(prompt, SamplingParams(**params)) for prompt, params in requests]
-    outputs = run(engine)
-    assert_equal(engine.pool.audit(), [], "audit of the pool", ("line",))
-    return [outputs[name] for name in names]
+    return mixed_requests.serve(engine, requests)[0]
 
 
 def test_greedy_tokens_of_a_batch_equal_those_of_transformers(
     model_folder: Path, reference_tokens: ReferenceTokens
 ) -> None:
-    engine = make(model_folder)
-    wanted: list[tuple[str, int]] = [("The capital of France is", 32), ("x", 8), (SENTENCE, 16)]
-    answers = serve(engine, [(prompt, GREEDY | {"max_new_tokens": n}) for prompt, n in wanted])
-    for (prompt, n), answer in zip(wanted, answers, strict=True):
-        assert tokens(answer) == reference_tokens(model_folder, engine.tokenizer.encode(prompt), n), prompt
+    assert_continued_as_by_transformers(make(model_folder), reference_tokens, ASKED)
 
 
 def test_a_request_of_a_mixed_batch_is_answered_as_if_alone(model_folder: Path) -> None:
@@ -116,12 +109,7 @@ def test_packed_weights_serve_a_batch_too(tiny_checkpoints: dict[str, Path]) -> 
 def test_the_demo_model_answers_a_batch_as_transformers_does(
     demo_folder: Path, reference_tokens: ReferenceTokens
 ) -> None:
-    prompts = ["The capital of France is", "Once upon a time", "2 + 2 ="]
-    params = GREEDY | {"max_new_tokens": 8}
-    engine = make(demo_folder, max_batch_size=3)
-    answers = serve(engine, [(prompt, params) for prompt in prompts])
-    for prompt, answer in zip(prompts, answers, strict=True):
-        assert tokens(answer) == reference_tokens(demo_folder, engine.tokenizer.encode(prompt), 8)
+    assert_continued_as_by_transformers(make(demo_folder, max_batch_size=3), reference_tokens, ASKED_OF_DEMO)
 
 
 def test_logprobs_are_those_of_the_raw_logits(model_folder: Path) -> None:
@@ -361,9 +349,9 @@ def test_a_step_that_is_broken_off_loses_no_output(
     if (error, place) == (RuntimeError, "forward") or (place == "model" and error is not KeyboardInterrupt):
         pytest.skip("an error in a forward fails its own requests")
     folder = tiny_checkpoints["llama"]
-    requests = [([7 + n] * 4, GREEDY | {"max_new_tokens": 1 + 2 * (n % 3)}) for n in range(6)]
+    requests: Requests = [([7 + n] * 4, GREEDY | {"max_new_tokens": 1 + 2 * (n % 3)}) for n in range(6)]
     expected = [tokens(answer) for answer in serve(make(folder), requests)]
-    engine, calls, num_broken_off = make(folder, max_batch_size=4), 0, 0
+    engine = make(folder, max_batch_size=4)
     owner, name = {
         "model": (engine.model, "forward"),
         "forward": (engine.runner, "forward"),
@@ -371,31 +359,10 @@ def test_a_step_that_is_broken_off_loses_no_output(
         "commit": (engine.pool, "commit"),
         "process": (engine.output_processor, "process"),
     }[place]
-    method = getattr(owner, name)
-
-    def breaking(*about: Any) -> Any:
-        nonlocal calls
-        calls += 1
-        if calls % 3 == 2:
-            raise error
-        return method(*about)
-
-    monkeypatch.setattr(owner, name, breaking)
-    outputs: dict[str, list[StepOutput]] = {str(n): [] for n in range(6)}
-    for n, (prompt, params) in enumerate(requests):
-        engine.add_request(prompt, SamplingParams(**params), str(n))
-    for _ in range(200):
-        if not engine.has_work():
-            break
-        try:
-            for output in engine.step():
-                outputs[output.request_id].append(output)
-        except error:
-            num_broken_off += 1
-        assert len(engine.pool.audit()) == len(engine.scheduler.running)
+    break_off(owner, name, error, lambda number: number % 3 == 1, monkeypatch)
+    answers, num_broken_off, _ = serve_through(engine, requests, error)
     assert num_broken_off >= 4
-    assert [tokens(answer) for answer in outputs.values()] == expected
-    assert engine.pool.audit() == []
+    assert answers == expected
 
 
 @pytest.mark.parametrize("num_steps", [0, 1, 4])
@@ -484,14 +451,6 @@ def test_load_tells_how_busy_the_engine_is(tiny_checkpoints: dict[str, Path]) ->
     engine.step()
     assert (engine.load().num_running, engine.load().num_waiting, engine.load().kv_usage) == (4, 1, 1.0)
     assert engine.stats()["cache capacity (tokens)"] == 4 * 256
-
-
-def test_an_earlier_phase_names_the_phase_of_batches(tiny_checkpoints: dict[str, Path]) -> None:
-    folder = str(tiny_checkpoints["llama"])
-    with pytest.raises(ConfigError, match=r"max_batch_size = 4 arrives in phase 04; leave it at 16"):
-        Single(EngineConfig(model=folder, max_batch_size=4))
-    with pytest.raises(ConfigError, match=r"batching_mode = 'continuous' arrives in phase 05"):
-        Engine(EngineConfig(model=folder, batching_mode="continuous"))
 
 
 @pytest.mark.gpu

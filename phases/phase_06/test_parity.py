@@ -17,33 +17,30 @@ from shared.engine.output import StepOutput
 from shared.engine.record import StepRecord
 from shared.engine.sampler import SamplerOutput
 from shared.errors import ConfigError, RequestError
-from shared.kernels.launch import LAUNCHES
 from shared.sampling.params import SamplingParams
 from shared.server.app import make_app
 from shared.server.engine_thread import EngineThread
 from shared.server.settings import ServerConfig
 from shared.text.stopping import FinishReason
 from tests import mixed_requests
-from tests.mixed_requests import GREEDY, PENALISED, SENTENCE, Requests, tokens
-from tests.random_loads import assert_failures_stay_apart
+from tests.launches import launched
+from tests.mixed_requests import (
+    ASKED,
+    ASKED_OF_DEMO,
+    GREEDY,
+    SENTENCE,
+    Requests,
+    assert_continued_as_by_transformers,
+    tokens,
+)
+from tests.mixed_requests import EARLY as SHORT
+from tests.mixed_requests import EARLY_ARRIVALS as SHORT_ARRIVALS
+from tests.random_loads import assert_failures_stay_apart, break_off, serve_through
 from tests.reference_tokens import ReferenceTokens
 
 MAX_SEQ_LEN = 128
-MIXED: Requests = [
-    ("The capital of France is", GREEDY | {"max_new_tokens": 24}),
-    ("y", GREEDY | {"max_new_tokens": 70}),
-    ("z", GREEDY | {"max_new_tokens": 70}),
-    ("x", {"seed": 1, "max_new_tokens": 15, "top_k": 20}),
-    (SENTENCE, {"seed": 2, "temperature": 0.7, "top_p": 0.8, "max_new_tokens": 6}),
-    (SENTENCE, PENALISED | {"stop_token_ids": [30, 77], "max_new_tokens": 20, "ignore_eos": True}),
-    ([7] * 90, GREEDY | {"max_new_tokens": 5}),
-    ("Stop", {"seed": 4, "max_new_tokens": 40, "stop": ("e", "a")}),
-    ("The capital of France is", {"temperature": 0.0, "repetition_penalty": 1.2, "max_new_tokens": 1}),
-    (list(range(40)), {"seed": 5, "temperature": 0.9, "top_k": 5, "top_p": 0.5, "max_new_tokens": 17}),
-    ("x", {"seed": 1, "max_new_tokens": 9, "top_k": 20, "logprobs": 3}),
-]
-SHORT = [MIXED[0], *MIXED[3:]]
-ARRIVALS = [0, 0, 0, 0, 0, 2, 3, 3, 9, 12, 12]  # the step before which each request arrives
+LONG: Requests = [("y", GREEDY | {"max_new_tokens": 70}), ("z", GREEDY | {"max_new_tokens": 70})]
+MIXED, ARRIVALS = [*LONG, *SHORT], [0, 0, *SHORT_ARRIVALS]  # the long ones are preempted
 
 
 def make(folder: Path, block_size: int = 16, tokens: int | None = None, **config: Any) -> Engine:
@@ -103,31 +100,23 @@ def test_without_preemption_each_answer_is_as_if_alone(
 ) -> None:
     folder = tiny_checkpoints["qwen3"]
     engine = make(folder, max_batch_size=3, **config)
-    answers, _ = serve(engine, SHORT, ARRIVALS[2:])
+    answers, _ = serve(engine, SHORT, SHORT_ARRIVALS)
     assert [seen(answer) for answer in answers] == [seen(answer) for answer in alone(folder, SHORT)]
     assert engine.load().num_preemptions == 0
 
 
 def test_greedy_tokens_equal_those_of_transformers(model_folder: Path, reference_tokens: ReferenceTokens) -> None:
-    wanted: list[tuple[str, int]] = [("The capital of France is", 32), (SENTENCE, 16), ("x", 8)]
-    requests = [(prompt, GREEDY | {"max_new_tokens": n}) for prompt, n in wanted]
     engine = make(model_folder, block_size=2, tokens=112, max_seq_len=112)
-    found, records = serve(engine, requests, [0, 2, 5])
-    answers = [tokens(answer) for answer in found]
+    records = assert_continued_as_by_transformers(engine, reference_tokens, ASKED, [0, 2, 5])
     assert any(record.preempted for record in records)
-    for (prompt, n), answer in zip(wanted, answers, strict=True):
-        assert answer == reference_tokens(model_folder, engine.tokenizer.encode(prompt), n)
 
 
 @pytest.mark.demo
 def test_the_demo_model_answers_as_transformers_does(demo_folder: Path, reference_tokens: ReferenceTokens) -> None:
-    prompts = ["The capital of France is", "Once upon a time", "2 + 2 ="]
-    requests = [(prompt, GREEDY | {"max_new_tokens": 6}) for prompt in prompts]
     engine = make(demo_folder, block_size=2, tokens=16, max_seq_len=16)
-    answers, _ = serve(engine, requests, [0, 1, 2])
+    asked = [(prompt, 6) for prompt, _ in ASKED_OF_DEMO]
+    assert_continued_as_by_transformers(engine, reference_tokens, asked, [0, 1, 2])
     assert engine.load().num_preemptions > 0
-    for prompt, answer in zip(prompts, answers, strict=True):
-        assert tokens(answer) == reference_tokens(demo_folder, engine.tokenizer.encode(prompt), 6)
 
 
 @pytest.mark.parametrize(
@@ -138,7 +127,7 @@ def test_with_regions_outputs_and_steps_are_those_of_phase_5(
 ) -> None:
     about: dict[str, Any] = {"max_seq_len": MAX_SEQ_LEN, "max_batch_size": 4, "max_num_batched_tokens": 100, **config}
     about |= {"model": str(tiny_checkpoints["qwen3"]), "kv_cache_backend": "contiguous"}
-    ours, theirs = (serve(engine(EngineConfig(**about)), SHORT, ARRIVALS[2:]) for engine in (Engine, Contiguous))
+    ours, theirs = (serve(engine(EngineConfig(**about)), SHORT, SHORT_ARRIVALS) for engine in (Engine, Contiguous))
     assert ours == theirs
 
 
@@ -266,32 +255,12 @@ def test_a_step_that_is_broken_off_loses_no_output(
         "wait": (SamplerOutput, "wait"),
         "commit": (engine.pool, "commit"),
     }[place]
-    method, calls, broken_off = getattr(owner, name), 0, 0
-
-    def breaking(*about: Any) -> Any:
-        nonlocal calls
-        calls += 1
-        if calls % (2 if place == "forward" else 3) == 1:
-            raise error
-        return method(*about)
-
-    monkeypatch.setattr(owner, name, breaking)
-    outputs: dict[str, list[StepOutput]] = {str(n): [] for n in range(5)}
-    coming = list(enumerate(requests))
-    while coming or engine.has_work():
-        if coming:
-            n, (prompt, params) = coming.pop(0)
-            engine.add_request(prompt, SamplingParams(**params), str(n))
-        before = engine.load().num_preemptions
-        try:
-            for output in engine.step():
-                outputs[output.request_id].append(output)
-        except error:
-            broken_off += engine.load().num_preemptions > before
-        assert engine.pool.audit_blocks() == []
-    assert broken_off > 0, "no interrupted step preempted a request"
-    assert [tokens(answer) for answer in outputs.values()] == expected
-    assert engine.pool.audit() == []
+    break_off(owner, name, error, lambda number: number % (2 if place == "forward" else 3) == 0, monkeypatch)
+    audit = engine.pool.audit
+    engine.pool.audit = lambda: engine.pool.audit_blocks() + audit()
+    answers, _, num_preempting = serve_through(engine, requests, error)
+    assert num_preempting > 0, "no interrupted step preempted a request"
+    assert answers == expected
 
 
 # Refused settings and requests.
@@ -300,32 +269,17 @@ def test_a_step_that_is_broken_off_loses_no_output(
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"block_size": 0}, "block_size is 0; it must be an integer of at least 1"),
-        ({"num_gpu_blocks": 0}, "num_gpu_blocks is 0; it must be an integer of at least 1"),
         (
             {"num_gpu_blocks": 7, "max_seq_len": 128},
             r"num_gpu_blocks is 7: 112 tokens in blocks of 16. One sequence may have max_seq_len = 128 tokens, which "
             "is 8 blocks",
         ),
         ({"num_gpu_blocks": 10**12}, r"1000000000000 blocks of 16 tokens take [\d,.]+ GB and cpu has [\d,.]+ GB free"),
-        (
-            {"kv_cache_backend": "contiguous", "block_size": 8},
-            "block_size is 8 and kv_cache_backend is 'contiguous'; block_size, which arrives in phase 06",
-        ),
     ],
 )
 def test_settings_that_cannot_be(tiny_checkpoints: dict[str, Path], given: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         Engine(EngineConfig(model=str(tiny_checkpoints["llama"]), **given))
-
-
-def test_earlier_phases_refuse_blocks(tiny_checkpoints: dict[str, Path]) -> None:
-    for given, named in (
-        ({"kv_cache_backend": "paged"}, "kv_cache_backend = 'paged'"),
-        ({"block_size": 8}, "block_si"),
-    ):
-        with pytest.raises(ConfigError, match=rf"{named}.* arrives in phase 06"):
-            Contiguous(EngineConfig(model=str(tiny_checkpoints["llama"]), **given))
 
 
 def test_what_an_empty_pool_cannot_hold_is_refused_on_arrival(tiny_checkpoints: dict[str, Path]) -> None:
@@ -423,32 +377,17 @@ def test_the_paged_kernels_run_once_for_each_layer(model_folder: Path, dtype: st
         engine.add_request([7] * (20 + n), SamplingParams(**GREEDY, max_new_tokens=8))
     sends = counted_sends(engine)
     made = launched(engine)
-    assert (made["paged_prefill_kernel"], made["paged_attention_kernel"], made["kv_write_kernel"]) == (
-        layers,
-        0,
-        layers,
-    )
+    names = ("paged_prefill_kernel", "paged_attention_kernel", "kv_write_kernel")
+    assert [made[name] for name in names] == [layers, 0, layers]
     assert len(sends) == 1
     made = launched(engine)
-    assert (made["paged_prefill_kernel"], made["paged_attention_kernel"], made["kv_write_kernel"]) == (
-        0,
-        layers,
-        layers,
-    )
+    assert [made[name] for name in names] == [0, layers, layers]
     assert len(sends) == 2
     engine.add_request([7] * 33, SamplingParams(**GREEDY, max_new_tokens=8))
     made = launched(engine)
-    assert (made["paged_prefill_kernel"], made["paged_attention_kernel"]) == (layers, layers)
-    assert made["kv_write_kernel"] == 2 * layers, "one for the prompt, one for the seven"
+    assert [made[name] for name in names] == [layers, layers, 2 * layers], "written for the prompt, and for the seven"
     assert made["decode_attention_kernel"] == 0
     assert len(sends) == 4
-
-
-def launched(engine: Engine) -> Any:
-    """The launches of one step, by kernel."""
-    before = LAUNCHES.copy()
-    engine.step()
-    return LAUNCHES - before
 
 
 @pytest.mark.gpu

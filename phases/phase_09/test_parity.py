@@ -19,8 +19,22 @@ from shared.engine.sampler import SampledTokens, SamplerOutput
 from shared.errors import ConfigError
 from shared.sampling.params import SamplingParams
 from shared.text.stopping import FinishReason
-from tests.mixed_requests import ALIKE, ARRIVALS, ARRIVE, GREEDY, LONG, MIXED, SMALL, Requests, seen, serve, tokens
-from tests.random_loads import Interrupt, Load, assert_as_alone, interrupt, loads, sizes
+from tests.mixed_requests import (
+    ALIKE,
+    ARRIVALS,
+    ARRIVE,
+    ASKED_OF_DEMO,
+    GREEDY,
+    LONG,
+    MIXED,
+    SMALL,
+    Requests,
+    assert_continued_as_by_transformers,
+    seen,
+    serve,
+    tokens,
+)
+from tests.random_loads import Interrupt, Load, answers_alone, assert_as_alone, interrupt, loads, sizes
 from tests.reference_tokens import ReferenceTokens
 
 
@@ -148,12 +162,7 @@ def test_whatever_the_sizes_arrivals_and_aborts(
     tiny_checkpoints: dict[str, Path], about: dict[str, Any], load: Load
 ) -> None:
     folder = tiny_checkpoints["gemma3_text"]
-    if not ALONE:
-        ALONE.extend(tokens(serve(make(folder, Waiting, max_seq_len=96), [request])[0][0]) for request in ALIKE)
-    assert_as_alone(make(folder, **about), load, ALONE)
-
-
-ALONE: list[list[int | None]] = []  # the tokens of each request of ALIKE, by phase 8
+    assert_as_alone(make(folder, **about), load, answers_alone(Waiting, folder))
 
 
 def test_the_loop_of_phase_8_is_one_setting_away(tiny_checkpoints: dict[str, Path]) -> None:
@@ -281,17 +290,12 @@ def test_graphs_need_blocks_plans_and_a_gpu(tiny_checkpoints: dict[str, Path]) -
             EngineConfig(use_cuda_graphs=True, **other)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match=r"use_cuda_graphs is True and the device is cpu"):
         make(tiny_checkpoints["llama"], Engine, use_cuda_graphs=True)
-    with pytest.raises(ConfigError, match=r"overlap_scheduling = True arrives in phase 09"):
-        make(tiny_checkpoints["llama"], lambda config: Waiting(EngineConfig(config.model, overlap_scheduling=True)))
 
 
 @pytest.mark.demo
 def test_the_demo_model_continues_as_transformers_does(demo_folder: Path, reference_tokens: ReferenceTokens) -> None:
-    prompts = ["The capital of France is", "Once upon a time"]
-    requests: Requests = [(prompt, GREEDY | {"max_new_tokens": 8}) for prompt in prompts]
     engine = make(demo_folder, max_seq_len=256, max_batch_size=2)
-    for prompt, answer in zip(prompts, serve(engine, requests)[0], strict=True):
-        assert tokens(answer) == reference_tokens(demo_folder, engine.tokenizer.encode(prompt), 8)
+    assert_continued_as_by_transformers(engine, reference_tokens, ASKED_OF_DEMO[:2])
 
 
 # On a GPU.

@@ -18,15 +18,14 @@ from shared.checkpoints.make import make_checkpoint
 from shared.engine.batch import Batch
 from shared.engine.config import EngineConfig
 from shared.sampling.params import SamplingParams
+from tests.mixed_requests import GREEDY, serve, tokens
+from tests.speed import ONE_ANSWER, time_one_answer
 
-GREEDY: dict[str, Any] = {"temperature": 0.0, "ignore_eos": True}
 
-
-@pytest.mark.benchmark(group="decode 16 tokens after 32, tiny model")
-def test_generate(tiny_checkpoints: dict[str, Path], benchmark) -> None:
-    engine = Engine(EngineConfig(model=str(tiny_checkpoints["llama"]), max_batch_size=8, overlap_scheduling=True))
-    params = SamplingParams(**GREEDY, max_new_tokens=16)
-    benchmark.pedantic(lambda: list(engine.generate([7] * 32, params)), rounds=5, warmup_rounds=1)
+@pytest.mark.measured
+@pytest.mark.benchmark(group=ONE_ANSWER)
+def test_generate(folder: Path, benchmark) -> None:
+    time_one_answer(benchmark, Engine(EngineConfig(model=str(folder), max_batch_size=8, overlap_scheduling=True)))
 
 
 def test_overlap_computes_a_row_too_many_for_an_end_and_none_for_a_length(tiny_checkpoints: dict[str, Path]) -> None:
@@ -50,16 +49,9 @@ def test_overlap_computes_a_row_too_many_for_an_end_and_none_for_a_length(tiny_c
 
 def run(engine: Engine, prompts: list[list[int]], stops: dict[int, tuple[int, ...]]) -> tuple[list[list[int]], int]:
     """The tokens of each request, and the number of steps."""
-    for n, prompt in enumerate(prompts):
-        params = SamplingParams(**GREEDY, max_new_tokens=12, stop_token_ids=stops.get(n, ()))
-        engine.add_request(prompt, params, str(n))
-    answers, num_steps = [list[int]() for _ in prompts], 0
-    while engine.has_work():
-        num_steps += 1
-        for output in engine.step():
-            if output.token_id is not None:
-                answers[int(output.request_id)].append(output.token_id)
-    return answers, num_steps
+    params = [GREEDY | {"max_new_tokens": 12, "stop_token_ids": stops.get(n, ())} for n in range(len(prompts))]
+    answers, records = serve(engine, list(zip(prompts, params, strict=True)))
+    return [tokens(answer) for answer in answers], len(records)
 
 
 def test_the_host_makes_few_calls_for_a_sequence(tiny_checkpoints: dict[str, Path]) -> None:
@@ -122,6 +114,7 @@ def seconds_a_step(engine: Any, num_sequences: int, num_steps: int = 64) -> floa
     return statistics.median(seconds[4:])
 
 
+@pytest.mark.measured
 @pytest.mark.gpu
 @pytest.mark.parametrize(("num_sequences", "factor"), [(1, 2.0), (8, 2.0), (32, 2.0), (64, 2.0)])
 def test_a_decode_step_is_a_multiple_faster(llama: Path, num_sequences: int, factor: float) -> None:

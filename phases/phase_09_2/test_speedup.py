@@ -9,8 +9,9 @@ from phases.phase_09.engine import Engine as Uncompressed
 from phases.phase_09_2.engine import Engine
 from shared.engine.config import EngineConfig
 from shared.sampling.params import SamplingParams
+from tests.mixed_requests import GREEDY
+from tests.speed import ONE_ANSWER, time_one_answer
 
-GREEDY: dict[str, Any] = {"temperature": 0.0, "ignore_eos": True}
 SNAP: dict[str, Any] = {
     "compress_method": "snapkv",
     "layer_budget": 64,
@@ -55,8 +56,7 @@ def test_seven_long_answers_in_the_memory_of_one(tiny_checkpoints: dict[str, Pat
     assert engine.runner.num_tokens_computed == 7 * (LONG - 1)
 
 
-@pytest.mark.benchmark(group="decode 16 tokens after 32, tiny model")
-def test_generate(tiny_checkpoints: dict[str, Path], benchmark) -> None:
-    engine = Engine(EngineConfig(model=str(tiny_checkpoints["llama"]), max_batch_size=8, **SNAP))
-    params = SamplingParams(**GREEDY, max_new_tokens=16)
-    benchmark.pedantic(lambda: list(engine.generate([7] * 32, params)), rounds=5, warmup_rounds=1)
+@pytest.mark.measured
+@pytest.mark.benchmark(group=ONE_ANSWER)
+def test_generate(folder: Path, benchmark) -> None:
+    time_one_answer(benchmark, Engine(EngineConfig(model=str(folder), max_batch_size=8, **SNAP)))

@@ -10,14 +10,13 @@ from hypothesis import strategies as st
 from phases.phase_10.engine import Engine as Plain
 from phases.phase_11.engine import Engine
 from shared.engine.config import EngineConfig
-from shared.engine.output import StepOutput
 from shared.errors import ConfigError
 from shared.scheduling.schedule import Schedule
 from shared.speculation.adaptive import UNMEASURED
 from shared.text.stopping import FinishReason
-from tests.drafts import Foresight, assert_no_trace, check_commits
-from tests.mixed_requests import ALIKE, ARRIVALS, ARRIVE, GREEDY, MIXED, PENALISED, SMALL, Requests, seen, serve, tokens
-from tests.random_loads import Load, assert_as_alone, interrupt, loads, sizes
+from tests.drafts import Foresight, assert_greedy_same_and_others_repeatable, assert_no_trace, check_commits
+from tests.mixed_requests import ALIKE, ARRIVALS, ARRIVE, GREEDY, MIXED, PENALISED, SMALL, Requests, seen, serve
+from tests.random_loads import Load, answers_alone, assert_as_alone, interrupt, loads, sizes
 
 NGRAM: dict[str, Any] = {"use_speculative_decoding": True, "drafter": "ngram", "adapt_spec_length": False}
 
@@ -116,15 +115,11 @@ def test_whatever_the_sizes_arrivals_and_aborts(
     tiny_checkpoints: dict[str, Path], about: dict[str, Any], error_rate: float, load: Load
 ) -> None:
     folder = tiny_checkpoints["gemma3_text"]
-    if not ALONE:
-        ALONE.extend(serve(make(folder, Plain, max_seq_len=96), [request])[0][0] for request in ALIKE)
-    engine = make(folder, answers=ALONE, error_rate=error_rate, **about)
-    assert_as_alone(engine, load, list(map(tokens, ALONE)))
+    alone = answers_alone(Plain, folder)
+    engine = make(folder, answers=alone, error_rate=error_rate, **about)
+    assert_as_alone(engine, load, alone)
     assert engine.num_accepted > 0 or error_rate == 1
     assert engine.num_rejected > 0 or error_rate < 1
-
-
-ALONE: list[list[StepOutput]] = []  # the answer to each request of ALIKE, by phase 10
 
 
 def test_an_end_inside_a_run_of_accepted_drafts_drops_the_rest(tiny_checkpoints: dict[str, Path]) -> None:
@@ -203,9 +198,7 @@ def test_without_drafts_it_is_the_loop_of_phase_9(tiny_checkpoints: dict[str, Pa
         assert serve(Engine(EngineConfig(str(folder), **about, overlap_scheduling=overlaps)), ALIKE) == expected
 
 
-def test_speculation_needs_a_drafter_and_continuous_batching() -> None:
-    with pytest.raises(ConfigError, match=r"drafter is None and draft_model is None; set draft_model"):
-        EngineConfig(use_speculative_decoding=True)
+def test_speculation_needs_continuous_batching_and_one_drafter() -> None:
     with pytest.raises(ConfigError, match=r"requires batching_mode = 'continuous'"):
         EngineConfig(**NGRAM, batching_mode="static")
     with pytest.raises(ConfigError, match=r"draft_model is 'small' and drafter is 'ngram'"):
@@ -220,15 +213,11 @@ def test_with_rejection_sampling_greedy_tokens_are_the_same_and_others_are_repea
 ) -> None:
     folder, about = tiny_checkpoints[family], {"max_seq_len": 128, "acceptance_method": "rejection"}
     requests: Requests = [*ALIKE, *MIXED]
-    answers = serve(make(folder, Plain, max_seq_len=128), requests)[0]
+    plain = make(folder, Plain, max_seq_len=128)
+    answers = serve(plain, requests)[0]
     engines = [make(folder, answers=answers, **about) for _ in range(2)]
-    found = [serve(engine, requests)[0] for engine in engines]
-    assert seen(found[0]) == seen(found[1])
+    assert_greedy_same_and_others_repeatable(engines, requests, plain)
     assert has_guessed(engines[0])
-    is_greedy = [params.get("temperature") == 0 for _, params in requests]
-    same = [tokens(mine) == tokens(theirs) for mine, theirs in zip(found[0], answers, strict=True)]
-    assert all(is_same for is_same, is_certain in zip(same, is_greedy, strict=True) if is_certain)
-    assert not all(same), "drawn tokens differ"
 
 
 @pytest.mark.parametrize("is_adaptive", [False, True])

@@ -9,15 +9,14 @@ from hypothesis import strategies as st
 
 from phases.phase_11_1.engine import Engine
 from shared.engine.config import EngineConfig
-from shared.engine.output import StepOutput
 from shared.errors import ConfigError, ModelFolderError
 from shared.scheduling.multi_token import MultiTokenSchedule
 from shared.scheduling.schedule import Schedule
 from shared.speculation.adaptive import UNMEASURED, StepTimes
 from tests.adapters import random_adapter_of
-from tests.drafts import Foresight, assert_no_trace, check_commits
-from tests.mixed_requests import ALIKE, ARRIVALS, ARRIVE, GREEDY, MIXED, PENALISED, SMALL, Requests, seen, serve, tokens
-from tests.random_loads import Load, assert_as_alone, interrupt, loads, sizes
+from tests.drafts import Foresight, assert_greedy_same_and_others_repeatable, assert_no_trace, check_commits
+from tests.mixed_requests import ALIKE, ARRIVALS, ARRIVE, GREEDY, MIXED, PENALISED, SMALL, Requests, seen, serve
+from tests.random_loads import Load, answers_alone, assert_as_alone, interrupt, loads, sizes
 
 MULTI: dict[str, Any] = {"use_speculative_decoding": True, "adapt_spec_length": False}
 
@@ -119,12 +118,8 @@ def test_whatever_the_sizes_arrivals_and_aborts(
     tiny_checkpoints: dict[str, Path], about: dict[str, Any], error_rate: float, load: Load
 ) -> None:
     folder = tiny_checkpoints["gemma3_text"]
-    if not ALONE:
-        ALONE.extend(serve(plain(folder, max_seq_len=96), [request])[0][0] for request in ALIKE)
-    assert_as_alone(guessing(folder, ALONE, error_rate, **about), load, list(map(tokens, ALONE)))
-
-
-ALONE: list[list[StepOutput]] = []  # the answer to each request of ALIKE, without guesses
+    alone = answers_alone(Engine, folder)
+    assert_as_alone(guessing(folder, alone, error_rate, **about), load, alone)
 
 
 def test_masks_and_rejected_guesses_leave_no_trace(model_folder: Path) -> None:
@@ -167,15 +162,9 @@ def test_with_rejection_sampling_greedy_tokens_are_the_same_and_others_are_repea
 ) -> None:
     folder, about = tiny_checkpoints["llama"], {"max_seq_len": 128}
     requests: Requests = [*ALIKE, *MIXED]
-    answers = serve(plain(folder, **about), requests)[0]
     engines = [guessing(folder, acceptance_method="rejection", **about) for _ in range(2)]
-    found = [serve(engine, requests)[0] for engine in engines]
-    assert seen(found[0]) == seen(found[1])
+    assert_greedy_same_and_others_repeatable(engines, requests, plain(folder, **about))
     assert engines[0].has_guessed()
-    is_greedy = [params.get("temperature") == 0 for _, params in requests]
-    same = [tokens(mine) == tokens(theirs) for mine, theirs in zip(found[0], answers, strict=True)]
-    assert all(is_same for is_same, is_certain in zip(same, is_greedy, strict=True) if is_certain)
-    assert not all(same), "drawn tokens differ"
 
 
 def test_useless_guesses_are_given_up_and_tried_again(tiny_checkpoints: dict[str, Path]) -> None:

@@ -14,8 +14,9 @@ from shared.speculation.own_texts import PROMPTS
 from shared.text.chat import ChatMessage, encode_chat
 from tests.adapters import random_adapter_of
 from tests.drafts import Foresight
+from tests.mixed_requests import GREEDY
+from tests.speed import ONE_ANSWER, time_one_answer
 
-GREEDY: dict[str, Any] = {"temperature": 0.0, "ignore_eos": True}
 PROMPT = [7] * 32
 
 
@@ -24,11 +25,10 @@ def make(folder: Path, **more: Any) -> Engine:
     return Engine(EngineConfig(model=str(folder), max_batch_size=8, max_seq_len=128, **about | more))
 
 
-@pytest.mark.benchmark(group="decode 16 tokens after 32, tiny model")
-def test_generate(tiny_checkpoints: dict[str, Path], benchmark) -> None:
-    engine = make(tiny_checkpoints["llama"])
-    params = SamplingParams(**GREEDY, max_new_tokens=16)
-    benchmark.pedantic(lambda: list(engine.generate(PROMPT, params)), rounds=5, warmup_rounds=1)
+@pytest.mark.measured
+@pytest.mark.benchmark(group=ONE_ANSWER)
+def test_generate(folder: Path, benchmark) -> None:
+    time_one_answer(benchmark, make(folder))
 
 
 def test_right_guesses_give_four_tokens_a_forward(tiny_checkpoints: dict[str, Path]) -> None:

@@ -23,7 +23,6 @@ from phases.phase_12_1.engine import Engine
 from shared.engine.config import EngineConfig
 from shared.errors import ConfigError, RankError
 from shared.grammar.grammar import Grammar
-from shared.lessons import find_lesson
 from shared.parallel.checkpoint import CutCheckpoint
 from shared.sampling.params import SamplingParams
 from shared.tracing.lanes import activity_lanes
@@ -53,12 +52,7 @@ GRAMMAR: Requests = [
 ]
 KINDS: dict[str, dict[str, Any]] = {
     "llama": {"tensor_parallel_size": 2, "prefill_chunk_size": 16, "overlap_scheduling": True},
-    "qwen3": {
-        "tensor_parallel_size": 2,
-        "use_speculative_decoding": True,
-        "drafter": "ngram",
-        "adapt_spec_length": False,
-    },
+    "qwen3": {"tensor_parallel_size": 2, **NGRAM},
     "gemma3": {"tensor_parallel_size": 4, "prefill_chunk_size": 16},
 }
 """Each family's group: chunks and overlap, drafts, and KV heads that two ranks share."""
@@ -100,10 +94,9 @@ def test_log_probabilities_are_those_of_all_logits(engines: tuple[Engine, Whole]
     (found,), (expected,) = (serve(engine, [(STEM[:20], params)])[0] for engine in engines)
     assert tokens(found) == tokens(expected)
     assert found[0].prompt_logprobs is not None
-    for pairs in ((found, expected),):
-        for one, other in zip(*pairs, strict=True):
-            assert [i for i, _ in one.logprobs.top] == [i for i, _ in other.logprobs.top]
-            assert one.logprobs.logprob == pytest.approx(other.logprobs.logprob, abs=1e-4)
+    for one, other in zip(found, expected, strict=True):
+        assert [i for i, _ in one.logprobs.top] == [i for i, _ in other.logprobs.top]
+        assert one.logprobs.logprob == pytest.approx(other.logprobs.logprob, abs=1e-4)
 
 
 def test_only_greedy_steps_gather_no_logits(engines: tuple[Engine, Whole], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -131,14 +124,11 @@ def test_a_trace_has_a_lane_for_each_other_rank(engines: tuple[Engine, Whole]) -
         while engine.has_work():
             recorder.step()
         num_others = group.config.tensor_parallel_size - 1 if engine is group else 0
-        ends = time.monotonic() + 60
-        while True:
-            trace = recorder.trace("ranks")
-            num_launches = sum(any(span.name == "launch" for span in step.host) for step in trace.steps)
-            num_notes = sum(len(notes) for step in trace.steps for notes in step.ranks)
-            if num_notes >= num_others * num_launches or time.monotonic() > ends:
-                break
+        trace = recorder.trace("ranks")
+        num_launches = sum(any(span.name == "launch" for span in step.host) for step in trace.steps)
+        while sum(len(notes) for step in trace.steps for notes in step.ranks) < num_others * num_launches:
             time.sleep(0.01)  # another rank's last note may come later than the last token
+            trace = recorder.trace("ranks")
         lanes = dict(activity_lanes(trace))
         assert list(lanes) == ["host", *(f"rank {n + 1}" for n in range(num_others))]
         for n in range(num_others):
@@ -212,19 +202,11 @@ def test_a_draft_model_is_whole_or_cut_among_ranks(
             DRAFTING | {"tensor_parallel_size": 2, "draft_ranks": 2, "draft_on_each_rank": True},
             "draft_on_each_rank is True, draft_model is 'x' and draft_ranks is 2; .* leave draft_ranks out",
         ),
-        ({"tensor_parallel_size": 0}, "tensor_parallel_size is 0; it must be an integer of at least 1"),
     ],
 )
 def test_what_cannot_be_shared_is_refused(session_folder: Path, config: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         make(checkpoint_for_ranks("llama", session_folder), **config)
-
-
-@pytest.mark.parametrize("phase", ["04", "09", "12"])
-def test_earlier_phases_have_one_rank(session_folder: Path, phase: str) -> None:
-    folder = checkpoint_for_ranks("llama", session_folder)
-    with pytest.raises(ConfigError, match=r"tensor_parallel_size = 2 arrives in phase 12.1"):
-        make(folder, find_lesson(phase).engine, tensor_parallel_size=2)
 
 
 def test_an_interrupt_waits_for_the_end_of_a_step(
@@ -330,26 +312,32 @@ def test_a_rank_that_fails_ends_the_group_and_is_named(
 def test_a_rank_that_is_lost_at_the_start_is_named(
     session_folder: Path, monkeypatch: pytest.MonkeyPatch, where: str, lose: Any, sentence: str
 ) -> None:
-    """Rank 0 reads for longer than it takes to find it."""
+    """Rank 0 reads its third tensor only when the loss has been found, and then reads no more."""
     monkeypatch.setattr(shared.parallel.watch, "PATIENCE", 2.0)
     monkeypatch.setattr(shared.parallel.collectives, "MEETING", timedelta(seconds=3))
     monkeypatch.setattr(shared.loading.weights, "WORKERS", 1)
     read, num_read = CutCheckpoint.tensor, 0
 
-    def slowly(self: CutCheckpoint, name: str) -> torch.Tensor:
+    def is_lost(checkpoint: CutCheckpoint) -> bool:
+        try:
+            checkpoint.check()
+        except RankError:
+            return True
+        return False
+
+    def waiting(self: CutCheckpoint, name: str) -> torch.Tensor:
         nonlocal num_read
         num_read += 1
-        time.sleep(2)
+        while num_read == 3 and not is_lost(self):
+            time.sleep(0.01)
         return read(self, name)
 
-    monkeypatch.setattr(CutCheckpoint, "tensor", slowly)
+    monkeypatch.setattr(CutCheckpoint, "tensor", waiting)
     folder = checkpoint_for_ranks("llama", session_folder)
     config = LosingConfig(model=str(folder), tensor_parallel_size=2, max_seq_len=64).losing(where, lose)
-    started = time.monotonic()
     with pytest.raises(RankError, match=sentence):
         Engine(config)
-    assert time.monotonic() - started < 35, "to read all takes 40"
-    assert (0 < num_read < 15) is (where == "quantization"), "of 20 tensors"
+    assert num_read == (3 if where == "quantization" else 0)
 
 
 SCRIPT = """
@@ -407,7 +395,5 @@ def test_a_gpu_that_is_lost_ends_the_group(session_folder: Path) -> None:
     for _ in range(3):
         engine.step()
     kill(engine)
-    started = time.monotonic()
     with pytest.raises(RankError, match="Rank 1 of 2 was ended by SIGKILL"):
         drain(engine)
-    assert time.monotonic() - started < 10
