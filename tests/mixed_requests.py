@@ -1,7 +1,6 @@
 """Requests of many kinds, and a loop that serves them: what the later phases' outputs are compared on."""
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from shared.engine.output import StepOutput
@@ -9,7 +8,6 @@ from shared.engine.record import StepRecord
 from shared.sampling.params import SamplingParams
 from shared.text.stopping import FinishReason
 from tests.comparison import assert_equal
-from tests.reference_tokens import ReferenceTokens
 
 SENTENCE = "Zwölf Boxkämpfer jagen Viktor quer über den Sylter Deich 🥊."
 GREEDY: dict[str, Any] = {"temperature": 0.0, "ignore_eos": True}
@@ -41,10 +39,6 @@ EARLY: Requests = [  # for the phases before blocks, beside which each request i
     ("x", {"seed": 1, "max_new_tokens": 9, "top_k": 20, "logprobs": 3}),
 ]
 EARLY_ARRIVALS = [*ARRIVALS, 9, 12, 12, 12]
-Asked = list[tuple[str, int]]
-"""Prompts, and how many tokens are asked for after each."""
-ASKED: Asked = [("The capital of France is", 32), (SENTENCE, 16), ("x", 8)]
-ASKED_OF_DEMO: Asked = [("The capital of France is", 8), ("Once upon a time", 8), ("2 + 2 =", 8)]
 SMALL: dict[str, Any] = {"max_seq_len": 128, "block_size": 3, "num_gpu_blocks": 43}  # for one long sequence at a time
 LONG: Requests = [
     ([(31 * n) % 500 for n in range(600)], GREEDY | {"max_new_tokens": 12}),
@@ -83,17 +77,6 @@ def serve(
         records.append(engine.last_step)
     assert_equal(engine.pool.audit(), [], "audit of the pool", ("line",))
     return [outputs[name] for name in names], records
-
-
-def assert_continued_as_by_transformers(
-    engine: Any, reference_tokens: ReferenceTokens, asked: Asked, arrivals: Sequence[int] | None = None
-) -> list[StepRecord]:
-    """Requests that share batches get the greedy tokens of transformers. Returns the records of the steps."""
-    answers, records = serve(engine, [(prompt, GREEDY | {"max_new_tokens": n}) for prompt, n in asked], arrivals)
-    for (prompt, n), answer in zip(asked, answers, strict=True):
-        expected = reference_tokens(Path(engine.config.model), engine.tokenizer.encode(prompt), n)
-        assert_equal(tokens(answer), expected, f"tokens after {prompt!r}", ("token",))
-    return records
 
 
 def serve_with_aborts(

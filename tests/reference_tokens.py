@@ -1,18 +1,14 @@
 """The greedy tokens of transformers, computed once for all the processes of a test run."""
 
 import json
-from collections.abc import Sequence
 from functools import cache, partial
 from hashlib import sha256
 from pathlib import Path
-from typing import Any
 
 import torch
 from filelock import FileLock
 
 from shared.parity.reference import greedy_tokens, load_reference
-from shared.sampling.params import SamplingParams
-from tests.comparison import assert_equal
 
 
 def version(folder: Path) -> list[tuple[str, int, int]]:
@@ -40,11 +36,3 @@ class ReferenceTokens:
                 found = greedy_tokens(self.model(folder), prompt_ids, num_tokens)
                 file.write_text(json.dumps(found))
         return found[:num_tokens]
-
-    def assert_generated(self, engine: Any, folder: Path, asked: Sequence[tuple[str, int]]) -> None:
-        """``generate`` gives the tokens of transformers; ``asked``: prompts, and how many tokens after each."""
-        for prompt, num_tokens in asked:
-            params = SamplingParams(temperature=0.0, max_new_tokens=num_tokens, ignore_eos=True)
-            ours = [output.token_id for output in engine.generate(prompt, params)]
-            expected = self(folder, engine.tokenizer.encode(prompt), num_tokens)
-            assert_equal(ours, expected, f"tokens after {prompt!r}", ("token",))

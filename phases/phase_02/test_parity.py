@@ -14,6 +14,7 @@ from shared.errors import CapacityError, ConfigError, RequestError
 from shared.parity.reference import load_reference
 from shared.sampling.params import SamplingParams
 from shared.text.stopping import FinishReason
+from tests.as_transformers import assert_generated
 from tests.mixed_requests import GREEDY, SENTENCE
 from tests.reference_tokens import ReferenceTokens
 
@@ -33,21 +34,21 @@ def text(outputs: list[StepOutput]) -> str:
 
 
 @pytest.fixture(scope="module")
-def llama(tiny_checkpoints: dict[str, Path]) -> Engine:
-    return Engine(EngineConfig(model=str(tiny_checkpoints["llama"])))
+def llama(folder: Path) -> Engine:
+    return Engine(EngineConfig(model=str(folder)))
 
 
 @pytest.mark.from_empty("llama")
 def test_greedy_tokens_equal_those_of_transformers(model_folder: Path, reference_tokens: ReferenceTokens) -> None:
     engine = Engine(EngineConfig(model=str(model_folder)))
-    reference_tokens.assert_generated(engine, model_folder, [(PROMPTS[0], 200), (PROMPTS[1], 60), (PROMPTS[2], 60)])
+    assert_generated(engine, reference_tokens, model_folder, [(PROMPTS[0], 200), (PROMPTS[1], 60), (PROMPTS[2], 60)])
 
 
 @pytest.mark.demo
 def test_greedy_tokens_of_the_demo_model_equal_those_of_transformers(
     demo_folder: Path, reference_tokens: ReferenceTokens
 ) -> None:
-    reference_tokens.assert_generated(Engine(EngineConfig(model=str(demo_folder))), demo_folder, [(PROMPTS[0], 24)])
+    assert_generated(Engine(EngineConfig(model=str(demo_folder))), reference_tokens, demo_folder, [(PROMPTS[0], 24)])
 
 
 def test_the_attention_backends_give_the_same_tokens(model_folder: Path) -> None:
@@ -71,11 +72,11 @@ def test_the_same_seed_gives_the_same_answer_and_another_seed_another(llama: Eng
 
 
 @pytest.mark.from_empty
-def test_sampled_tokens_have_the_distribution_of_transformers(llama: Engine, tiny_checkpoints: dict[str, Path]) -> None:
+def test_sampled_tokens_have_the_distribution_of_transformers(llama: Engine, folder: Path) -> None:
     """The first token of many answers, against transformers' temperature, top-k and top-p."""
     prompt_ids = torch.tensor([llama.tokenizer.encode(PROMPTS[0])])
     with torch.inference_mode():
-        logits = load_reference(tiny_checkpoints["llama"], torch.float32)(prompt_ids).logits[:, -1]
+        logits = load_reference(folder, torch.float32)(prompt_ids).logits[:, -1]
     for warper in (TemperatureLogitsWarper(0.7), TopKLogitsWarper(6), TopPLogitsWarper(0.7)):
         logits = warper(prompt_ids, logits)
     expected, num_answers = logits.softmax(-1)[0], 200
@@ -92,9 +93,9 @@ def test_sampled_tokens_have_the_distribution_of_transformers(llama: Engine, tin
     assert is_close, told
 
 
-def test_requests_without_a_seed_differ_unless_the_engine_has_one(tiny_checkpoints: dict[str, Path]) -> None:
+def test_requests_without_a_seed_differ_unless_the_engine_has_one(folder: Path) -> None:
     def twice(seed: int | None) -> list[list[int]]:
-        engine = Engine(EngineConfig(model=str(tiny_checkpoints["llama"]), seed=seed))
+        engine = Engine(EngineConfig(model=str(folder), seed=seed))
         return [ids(answer(engine, "x", max_new_tokens=20, ignore_eos=True)) for _ in range(2)]
 
     assert twice(3) == twice(3)
@@ -139,8 +140,8 @@ def test_text_held_back_for_a_stop_that_does_not_come_is_released_at_the_end(lla
     assert outputs[-1].finish_reason is FinishReason.LENGTH
 
 
-def test_an_answer_ends_by_length_when_the_sequence_is_full(tiny_checkpoints: dict[str, Path]) -> None:
-    engine = Engine(EngineConfig(model=str(tiny_checkpoints["llama"]), max_seq_len=8))
+def test_an_answer_ends_by_length_when_the_sequence_is_full(folder: Path) -> None:
+    engine = Engine(EngineConfig(model=str(folder), max_seq_len=8))
     outputs = answer(engine, [5, 6, 7], max_new_tokens=100, **GREEDY)
     assert len(outputs) == 5
     assert outputs[-1].finish_reason is FinishReason.LENGTH
@@ -174,6 +175,6 @@ def test_bad_prompts_are_refused_before_anything_is_computed(
         ({"seed": -1}, "seed is -1"),
     ],
 )
-def test_bad_settings_are_refused(tiny_checkpoints: dict[str, Path], settings: dict, message: str) -> None:
+def test_bad_settings_are_refused(folder: Path, settings: dict, message: str) -> None:
     with pytest.raises((ConfigError, CapacityError), match=message):
-        Engine(EngineConfig(model=str(tiny_checkpoints["llama"]), **settings))
+        Engine(EngineConfig(model=str(folder), **settings))

@@ -22,6 +22,7 @@ from shared.models.fused import FusedBlock, FusedProjection, fuse
 from shared.models.tokens import Tokens
 from shared.parity.thresholds import PEER_FACTOR, THRESHOLDS, argmax_shortfall, distance
 from shared.sampling.params import SamplingParams
+from tests.as_transformers import assert_generated
 from tests.mixed_requests import SENTENCE
 from tests.reference_tokens import ReferenceTokens
 
@@ -51,7 +52,7 @@ def forced_logits(model: CausalLM, view: ContiguousView, token_ids: Sequence[int
 
 def test_greedy_tokens_equal_those_of_transformers(model_folder: Path, reference_tokens: ReferenceTokens) -> None:
     engine = Engine(EngineConfig(model=str(model_folder)))
-    reference_tokens.assert_generated(engine, model_folder, [(PROMPTS[0], 100), (PROMPTS[1], 30), (PROMPTS[2], 30)])
+    assert_generated(engine, reference_tokens, model_folder, [(PROMPTS[0], 100), (PROMPTS[1], 30), (PROMPTS[2], 30)])
 
 
 def test_sampled_tokens_equal_those_of_phase_3(model_folder: Path) -> None:
@@ -64,7 +65,7 @@ def test_greedy_tokens_of_the_demo_model_equal_those_of_transformers(
     demo_folder: Path, reference_tokens: ReferenceTokens
 ) -> None:
     engine = Engine(EngineConfig(model=str(demo_folder), max_seq_len=256))
-    reference_tokens.assert_generated(engine, demo_folder, [(PROMPTS[0], 16)])
+    assert_generated(engine, reference_tokens, demo_folder, [(PROMPTS[0], 16)])
 
 
 @pytest.mark.parametrize("backend", ["naive", "sdpa", "flash"])

@@ -24,18 +24,10 @@ from shared.sampling.params import SamplingParams
 from shared.scheduling.schedule import Schedule, Scheduled
 from shared.text.stopping import FinishReason
 from tests import mixed_requests
+from tests.as_transformers import ASKED, ASKED_OF_DEMO, assert_served
 from tests.comparison import assert_equal
-from tests.mixed_requests import (
-    ASKED,
-    ASKED_OF_DEMO,
-    GREEDY,
-    SENTENCE,
-    Requests,
-    assert_continued_as_by_transformers,
-    ends,
-    tokens,
-)
 from tests.mixed_requests import EARLY as MIXED
+from tests.mixed_requests import GREEDY, SENTENCE, Requests, ends, tokens
 from tests.random_loads import break_off, serve_through
 from tests.reference_tokens import ReferenceTokens
 
@@ -63,7 +55,7 @@ def serve(engine: Any, requests: Requests) -> list[list[StepOutput]]:
 def test_greedy_tokens_of_a_batch_equal_those_of_transformers(
     model_folder: Path, reference_tokens: ReferenceTokens
 ) -> None:
-    assert_continued_as_by_transformers(make(model_folder), reference_tokens, ASKED)
+    assert_served(make(model_folder), reference_tokens, ASKED)
 
 
 def test_a_request_of_a_mixed_batch_is_answered_as_if_alone(model_folder: Path) -> None:
@@ -97,8 +89,7 @@ def test_every_attention_backend_gives_the_same_tokens(tiny_checkpoints: dict[st
     assert [tokens(a) for a in ours] == [tokens(a) for a in serve(make(folder), MIXED[:4])]
 
 
-def test_packed_weights_serve_a_batch_too(tiny_checkpoints: dict[str, Path]) -> None:
-    folder = tiny_checkpoints["llama"]
+def test_packed_weights_serve_a_batch_too(folder: Path) -> None:
     packed = serve(make(folder, pack_weights=True), MIXED[:5])
     single = Single(EngineConfig(model=str(folder), max_seq_len=256, pack_weights=True))
     expected = [list(single.generate(prompt, SamplingParams(**params))) for prompt, params in MIXED[:5]]
@@ -109,7 +100,7 @@ def test_packed_weights_serve_a_batch_too(tiny_checkpoints: dict[str, Path]) -> 
 def test_the_demo_model_answers_a_batch_as_transformers_does(
     demo_folder: Path, reference_tokens: ReferenceTokens
 ) -> None:
-    assert_continued_as_by_transformers(make(demo_folder, max_batch_size=3), reference_tokens, ASKED_OF_DEMO)
+    assert_served(make(demo_folder, max_batch_size=3), reference_tokens, ASKED_OF_DEMO)
 
 
 def test_logprobs_are_those_of_the_raw_logits(model_folder: Path) -> None:
@@ -140,8 +131,8 @@ def test_logprobs_are_those_of_the_raw_logits(model_folder: Path) -> None:
 # Batches and their requests.
 
 
-def test_a_closed_batch_runs_to_its_end(tiny_checkpoints: dict[str, Path]) -> None:
-    engine = make(tiny_checkpoints["llama"], max_batch_size=2)
+def test_a_closed_batch_runs_to_its_end(folder: Path) -> None:
+    engine = make(folder, max_batch_size=2)
     for name, n in (("a", 2), ("b", 4), ("c", 1)):
         engine.add_request([7] * 5, SamplingParams(**GREEDY, max_new_tokens=n), name)
     records = []
@@ -228,8 +219,8 @@ def test_a_batch_holds_arrays_of_the_requests_new_tokens() -> None:
     )
 
 
-def test_prompt_tokens_of_a_step_stay_within_the_budget(tiny_checkpoints: dict[str, Path]) -> None:
-    engine = make(tiny_checkpoints["llama"], max_num_batched_tokens=64)
+def test_prompt_tokens_of_a_step_stay_within_the_budget(folder: Path) -> None:
+    engine = make(folder, max_num_batched_tokens=64)
     for length in (60, 4, 1, 100, 30):
         engine.add_request([7] * length, SamplingParams(**GREEDY, max_new_tokens=9))
     run(engine, stop_after=1)
@@ -282,8 +273,7 @@ def test_a_request_that_fails_in_its_prompt_fails_alone(model_folder: Path, capl
     assert sizes[:7] == [sum(counts[n] for n in half) for half in halves], "found by bisection"
 
 
-def test_requests_that_fail_while_they_decode(tiny_checkpoints: dict[str, Path]) -> None:
-    folder = tiny_checkpoints["llama"]
+def test_requests_that_fail_while_they_decode(folder: Path) -> None:
     prompts = [[7 + n] * 4 for n in range(5)]
     params = GREEDY | {"max_new_tokens": 6}
     expected = [tokens(answer) for answer in serve(make(folder), [(p, params) for p in prompts])]
@@ -324,16 +314,16 @@ def test_a_failure_after_the_forward_changes_nothing_for_the_others(tiny_checkpo
     assert [tokens(answer) for answer in serve(engine, requests)] == expected
 
 
-def test_what_no_request_can_be_blamed_for_is_raised(tiny_checkpoints: dict[str, Path]) -> None:
-    engine = make(tiny_checkpoints["llama"])
+def test_what_no_request_can_be_blamed_for_is_raised(folder: Path) -> None:
+    engine = make(folder)
     fail_where(engine, lambda ids: True, NotImplementedError("an operation is missing"))
     engine.add_request("x", SamplingParams(max_new_tokens=2))
     with pytest.raises(NotImplementedError, match="an operation is missing"):
         engine.step()
 
 
-def test_a_failed_request_raises_from_generate(tiny_checkpoints: dict[str, Path]) -> None:
-    engine = make(tiny_checkpoints["llama"])
+def test_a_failed_request_raises_from_generate(folder: Path) -> None:
+    engine = make(folder)
     fail_where(engine, lambda ids: True, RuntimeError("injected"))
     with pytest.raises(RuntimeError, match="could not compute this request"):
         list(engine.generate("x", SamplingParams(max_new_tokens=2)))
@@ -343,12 +333,11 @@ def test_a_failed_request_raises_from_generate(tiny_checkpoints: dict[str, Path]
 @pytest.mark.parametrize("place", ["model", "forward", "wait", "commit", "process"])
 @pytest.mark.parametrize("error", [KeyboardInterrupt, NotImplementedError, RuntimeError])
 def test_a_step_that_is_broken_off_loses_no_output(
-    tiny_checkpoints: dict[str, Path], error: type[BaseException], place: str, monkeypatch: pytest.MonkeyPatch
+    folder: Path, error: type[BaseException], place: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Every third call is interrupted, and with it the step, even if some requests already got their last token."""
     if (error, place) == (RuntimeError, "forward") or (place == "model" and error is not KeyboardInterrupt):
         pytest.skip("an error in a forward fails its own requests")
-    folder = tiny_checkpoints["llama"]
     requests: Requests = [([7 + n] * 4, GREEDY | {"max_new_tokens": 1 + 2 * (n % 3)}) for n in range(6)]
     expected = [tokens(answer) for answer in serve(make(folder), requests)]
     engine = make(folder, max_batch_size=4)
@@ -366,10 +355,7 @@ def test_a_step_that_is_broken_off_loses_no_output(
 
 
 @pytest.mark.parametrize("num_steps", [0, 1, 4])
-def test_an_aborted_request_frees_its_region_and_changes_no_other_tokens(
-    tiny_checkpoints: dict[str, Path], num_steps: int
-) -> None:
-    folder = tiny_checkpoints["llama"]
+def test_an_aborted_request_frees_its_region_and_changes_no_other_tokens(folder: Path, num_steps: int) -> None:
     expected = [tokens(answer) for answer in serve(make(folder), MIXED[:4])]
     engine = make(folder, max_batch_size=4)
     names = [engine.add_request(prompt, SamplingParams(**params)) for prompt, params in MIXED[:4]]
@@ -385,8 +371,8 @@ def test_an_aborted_request_frees_its_region_and_changes_no_other_tokens(
     assert engine.pool.audit() == []
 
 
-def test_what_cannot_be_served_is_refused_and_leaves_no_trace(tiny_checkpoints: dict[str, Path]) -> None:
-    engine = make(tiny_checkpoints["llama"], max_waiting_requests=2, seed=5)
+def test_what_cannot_be_served_is_refused_and_leaves_no_trace(folder: Path) -> None:
+    engine = make(folder, max_waiting_requests=2, seed=5)
     params = SamplingParams(max_new_tokens=3)
     for prompt, message in (
         ([], "The prompt is empty"),
@@ -405,7 +391,7 @@ def test_what_cannot_be_served_is_refused_and_leaves_no_trace(tiny_checkpoints: 
     assert engine.load().num_waiting == 2
     run(engine)
     assert engine.add_request("c", params, "1") == "1", "an id may be reused when its request is finished"
-    clean = make(tiny_checkpoints["llama"], seed=5)
+    clean = make(folder, seed=5)
     for prompt in "abc":
         clean.add_request(prompt, params, prompt)
     clean.step()
@@ -413,9 +399,9 @@ def test_what_cannot_be_served_is_refused_and_leaves_no_trace(tiny_checkpoints: 
     assert seeds[0] == seeds[1], "a refused request takes no seed from later ones"
 
 
-def test_the_same_seed_and_queue_give_the_same_steps(tiny_checkpoints: dict[str, Path]) -> None:
+def test_the_same_seed_and_queue_give_the_same_steps(folder: Path) -> None:
     def everything() -> list[Any]:
-        engine = make(tiny_checkpoints["llama"], seed=3, max_batch_size=3)
+        engine = make(folder, seed=3, max_batch_size=3)
         for length in (5, 9, 2, 30):
             engine.add_request([7] * length, SamplingParams(max_new_tokens=8))
         made = []
@@ -426,8 +412,7 @@ def test_the_same_seed_and_queue_give_the_same_steps(tiny_checkpoints: dict[str,
     assert everything() == everything()
 
 
-def test_iterators_take_turns_and_a_closed_one_is_aborted(tiny_checkpoints: dict[str, Path]) -> None:
-    folder = tiny_checkpoints["llama"]
+def test_iterators_take_turns_and_a_closed_one_is_aborted(folder: Path) -> None:
     params = SamplingParams(**GREEDY, max_new_tokens=9)
     expected = [tokens(answer) for answer in serve(make(folder), [(p, GREEDY | {"max_new_tokens": 9}) for p in "xy"])]
     engine = make(folder)
@@ -443,8 +428,8 @@ def test_iterators_take_turns_and_a_closed_one_is_aborted(tiny_checkpoints: dict
     assert engine.pool.audit() == []
 
 
-def test_load_tells_how_busy_the_engine_is(tiny_checkpoints: dict[str, Path]) -> None:
-    engine = make(tiny_checkpoints["llama"], max_batch_size=4)
+def test_load_tells_how_busy_the_engine_is(folder: Path) -> None:
+    engine = make(folder, max_batch_size=4)
     assert (engine.load().num_running, engine.load().num_waiting, engine.load().kv_usage) == (0, 0, 0.0)
     for _ in range(5):
         engine.add_request([7] * 3, SamplingParams(max_new_tokens=3, ignore_eos=True))

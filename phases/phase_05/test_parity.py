@@ -14,18 +14,11 @@ from shared.engine.sampler import SamplerOutput
 from shared.kernels.launch import LAUNCHES
 from shared.sampling.params import SamplingParams
 from tests import mixed_requests
+from tests.as_transformers import ASKED, ASKED_OF_DEMO, assert_served
 from tests.comparison import assert_equal
-from tests.mixed_requests import (
-    ASKED,
-    ASKED_OF_DEMO,
-    GREEDY,
-    Requests,
-    assert_continued_as_by_transformers,
-    ends,
-    tokens,
-)
 from tests.mixed_requests import EARLY as MIXED
 from tests.mixed_requests import EARLY_ARRIVALS as ARRIVALS
+from tests.mixed_requests import GREEDY, Requests, ends, tokens
 from tests.random_loads import assert_failures_stay_apart, break_off, serve_through
 from tests.reference_tokens import ReferenceTokens
 
@@ -54,17 +47,16 @@ def test_each_answer_in_a_changing_batch_is_as_if_alone(model_folder: Path) -> N
 
 def test_greedy_tokens_equal_those_of_transformers(model_folder: Path, reference_tokens: ReferenceTokens) -> None:
     engine = make(model_folder, max_batch_size=2)
-    assert_continued_as_by_transformers(engine, reference_tokens, ASKED, [0, 2, 5])
+    assert_served(engine, reference_tokens, ASKED, [0, 2, 5])
 
 
 @pytest.mark.demo
 def test_the_demo_model_answers_as_transformers_does(demo_folder: Path, reference_tokens: ReferenceTokens) -> None:
     engine = make(demo_folder, max_batch_size=2)
-    assert_continued_as_by_transformers(engine, reference_tokens, ASKED_OF_DEMO, [0, 3, 4])
+    assert_served(engine, reference_tokens, ASKED_OF_DEMO, [0, 3, 4])
 
 
-def test_generate_answers_beside_requests_that_run(tiny_checkpoints: dict[str, Path]) -> None:
-    folder = tiny_checkpoints["llama"]
+def test_generate_answers_beside_requests_that_run(folder: Path) -> None:
     expected = [tokens(answer) for answer in serve(make(folder), MIXED[:2])]
     engine = make(folder)
     first = engine.generate(MIXED[0][0], SamplingParams(**MIXED[0][1]))
@@ -73,8 +65,8 @@ def test_generate_answers_beside_requests_that_run(tiny_checkpoints: dict[str, P
     assert tokens(got + list(first)) == expected[0]
 
 
-def test_a_free_row_is_filled_in_the_next_step(tiny_checkpoints: dict[str, Path]) -> None:
-    engine = make(tiny_checkpoints["llama"], max_batch_size=2)
+def test_a_free_row_is_filled_in_the_next_step(folder: Path) -> None:
+    engine = make(folder, max_batch_size=2)
     for name, n in (("a", 2), ("b", 4), ("c", 1)):
         engine.add_request([7] * 5, SamplingParams(**GREEDY, max_new_tokens=n), name)
     records = []
@@ -99,11 +91,9 @@ def test_a_free_row_is_filled_in_the_next_step(tiny_checkpoints: dict[str, Path]
     ("policy", "steps_to_last_prompt", "longest_wait"),
     [("fcfs", 5, 1), ("prefill_first", 5, 4), ("decode_round_robin", 10, 3)],
 )
-def test_what_a_policy_is_for(
-    tiny_checkpoints: dict[str, Path], policy: str, steps_to_last_prompt: int, longest_wait: int
-) -> None:
+def test_what_a_policy_is_for(folder: Path, policy: str, steps_to_last_prompt: int, longest_wait: int) -> None:
     """Four requests decode when ten long prompts arrive, two of which fit in a step."""
-    engine = make(tiny_checkpoints["llama"], max_batch_size=14, max_num_batched_tokens=100, scheduler_policy=policy)
+    engine = make(folder, max_batch_size=14, max_num_batched_tokens=100, scheduler_policy=policy)
     early = [engine.add_request([7] * 3, SamplingParams(**GREEDY, max_new_tokens=60)) for _ in range(4)]
     while not engine.last_step or len(engine.last_step.decoded) < 4:
         engine.step()
@@ -136,9 +126,9 @@ def test_requests_that_fail_and_are_aborted_leave_the_others_alone(tiny_checkpoi
 
 
 def test_both_forwards_are_under_way_before_a_token_is_waited_for(
-    tiny_checkpoints: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+    folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    engine, seen = make(tiny_checkpoints["llama"]), list[str]()
+    engine, seen = make(folder), list[str]()
     forward, wait = engine.runner.forward, SamplerOutput.wait
     monkeypatch.setattr(engine.runner, "forward", lambda batch: seen.append("forward") or forward(batch))
     monkeypatch.setattr(SamplerOutput, "wait", lambda output: seen.append("wait") or wait(output))
@@ -152,10 +142,9 @@ def test_both_forwards_are_under_way_before_a_token_is_waited_for(
 @pytest.mark.parametrize("place", ["forward", "wait", "commit"])
 @pytest.mark.parametrize("error", [KeyboardInterrupt, NotImplementedError])
 def test_a_step_that_is_broken_off_loses_no_output(
-    tiny_checkpoints: dict[str, Path], error: type[BaseException], place: str, monkeypatch: pytest.MonkeyPatch
+    folder: Path, error: type[BaseException], place: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also if a prompt's token was committed, and was its last, before the decode was interrupted."""
-    folder = tiny_checkpoints["llama"]
     requests: Requests = [([7 + n] * 4, GREEDY | {"max_new_tokens": 5 if n == 0 else 1}) for n in range(4)]
     expected = [tokens(answer) for answer in serve(make(folder), requests)]
     engine = make(folder)

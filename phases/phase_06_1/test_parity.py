@@ -10,20 +10,9 @@ from phases.phase_06_1.engine import Engine
 from shared.engine.config import EngineConfig
 from shared.kernels.launch import LAUNCHES
 from shared.sampling.params import SamplingParams
+from tests.as_transformers import ASKED, ASKED_OF_DEMO, assert_served
 from tests.launches import launched
-from tests.mixed_requests import (
-    ARRIVALS,
-    ASKED,
-    ASKED_OF_DEMO,
-    GREEDY,
-    LONG,
-    MIXED,
-    SMALL,
-    assert_continued_as_by_transformers,
-    seen,
-    serve,
-    tokens,
-)
+from tests.mixed_requests import ARRIVALS, GREEDY, LONG, MIXED, SMALL, seen, serve, tokens
 from tests.reference_tokens import ReferenceTokens
 
 
@@ -43,26 +32,26 @@ def test_answers_and_steps_are_those_of_phase_6(model_folder: Path) -> None:
 
 def test_every_backend_gives_the_same_answers(tiny_checkpoints: dict[str, Path]) -> None:
     """Planning can be turned off, and so can blocks."""
-    folder, about = tiny_checkpoints["gemma3_text"], {"max_seq_len": 128, "max_batch_size": 3}
-    expected = seen(serve(make(folder, **about), MIXED, ARRIVALS)[0])
+    folder, options = tiny_checkpoints["gemma3_text"], {"max_seq_len": 128, "max_batch_size": 3}
+    expected = seen(serve(make(folder, **options), MIXED, ARRIVALS)[0])
     for name in ("naive", "sdpa", "flash", "planned"):
-        assert seen(serve(make(folder, **about, attention_backend=name), MIXED, ARRIVALS)[0]) == expected, name
-    assert seen(serve(make(folder, **about, kv_cache_backend="contiguous"), MIXED, ARRIVALS)[0]) == expected
+        assert seen(serve(make(folder, **options, attention_backend=name), MIXED, ARRIVALS)[0]) == expected, name
+    assert seen(serve(make(folder, **options, kv_cache_backend="contiguous"), MIXED, ARRIVALS)[0]) == expected
 
 
 def test_greedy_tokens_equal_those_of_transformers(model_folder: Path, reference_tokens: ReferenceTokens) -> None:
     engine = make(model_folder, **SMALL | {"max_batch_size": 2})
-    assert_continued_as_by_transformers(engine, reference_tokens, ASKED, [0, 2, 5])
+    assert_served(engine, reference_tokens, ASKED, [0, 2, 5])
 
 
 @pytest.mark.demo
 def test_the_demo_model_answers_as_transformers_does(demo_folder: Path, reference_tokens: ReferenceTokens) -> None:
     engine = make(demo_folder, max_seq_len=256, max_batch_size=2)
-    assert_continued_as_by_transformers(engine, reference_tokens, ASKED_OF_DEMO, [0, 3, 4])
+    assert_served(engine, reference_tokens, ASKED_OF_DEMO, [0, 3, 4])
 
 
-def test_on_a_cpu_nothing_is_planned_and_nothing_launched(tiny_checkpoints: dict[str, Path]) -> None:
-    engine = make(tiny_checkpoints["llama"], max_seq_len=128)
+def test_on_a_cpu_nothing_is_planned_and_nothing_launched(folder: Path) -> None:
+    engine = make(folder, max_seq_len=128)
     before = LAUNCHES.copy()
     list(engine.generate("x", SamplingParams(**GREEDY, max_new_tokens=3)))
     assert before == LAUNCHES
@@ -76,11 +65,11 @@ def test_on_a_cpu_nothing_is_planned_and_nothing_launched(tiny_checkpoints: dict
 @pytest.mark.gpu
 @pytest.mark.parametrize(("block_size", "room"), [(1, 640), (3, 640), (16, 2000)])
 def test_tokens_on_the_gpu_equal_those_of_the_cpu(model_folder: Path, block_size: int, room: int) -> None:
-    about: dict[str, Any] = {"max_seq_len": 640, "max_batch_size": 8, "block_size": block_size}
-    about["num_gpu_blocks"] = -(-room // block_size)
-    arrivals = [0, *ARRIVALS, 10]
+    options: dict[str, Any] = {"max_seq_len": 640, "max_batch_size": 8, "block_size": block_size}
+    options["num_gpu_blocks"] = -(-room // block_size)
     on_cpu, on_gpu = (
-        serve(make(model_folder, device=device, dtype="float32", **about), LONG, arrivals) for device in ("cpu", "cuda")
+        serve(make(model_folder, device=device, dtype="float32", **options), LONG, [0, *ARRIVALS, 10])
+        for device in ("cpu", "cuda")
     )
     assert [tokens(answer) for answer in on_gpu[0]] == [tokens(answer) for answer in on_cpu[0]]
     assert on_gpu[1] == on_cpu[1], "the same steps"
@@ -116,8 +105,8 @@ def test_the_planned_kernels_run_once_for_each_layer(model_folder: Path, dtype: 
 
 @pytest.mark.gpu
 def test_on_a_gpu_flash_gives_the_same_tokens_without_a_plan(model_folder: Path) -> None:
-    about: dict[str, Any] = {"device": "cuda", "dtype": "float32", "max_seq_len": 640, "max_batch_size": 5}
-    planned, flash = (make(model_folder, attention_backend=backend, **about) for backend in ("planned", "flash"))
+    options: dict[str, Any] = {"device": "cuda", "dtype": "float32", "max_seq_len": 640, "max_batch_size": 5}
+    planned, flash = (make(model_folder, attention_backend=backend, **options) for backend in ("planned", "flash"))
     expected, _ = serve(planned, LONG)
     before = LAUNCHES.copy()
     answers, _ = serve(flash, LONG)

@@ -12,20 +12,9 @@ from phases.phase_07.engine import Engine
 from shared.engine.config import SCHEDULER_POLICIES, EngineConfig
 from shared.engine.output import StepOutput
 from shared.sampling.params import SamplingParams
+from tests.as_transformers import ASKED, ASKED_OF_DEMO, assert_served
 from tests.launches import launched
-from tests.mixed_requests import (
-    ARRIVALS,
-    ASKED,
-    ASKED_OF_DEMO,
-    GREEDY,
-    LONG,
-    MIXED,
-    SMALL,
-    assert_continued_as_by_transformers,
-    seen,
-    serve,
-    tokens,
-)
+from tests.mixed_requests import ARRIVALS, GREEDY, LONG, MIXED, SMALL, seen, serve, tokens
 from tests.random_loads import Load, answers_alone, assert_as_alone, loads
 from tests.reference_tokens import ReferenceTokens
 
@@ -65,16 +54,16 @@ def test_outputs_are_those_of_phase_6_1_at_every_chunk_size(model_folder: Path) 
 def test_every_memory_and_backend_gives_the_same_outputs(
     tiny_checkpoints: dict[str, Path], memory: dict[str, Any], chunks: dict[str, Any]
 ) -> None:
-    folder, about = tiny_checkpoints["gemma3_text"], {"max_seq_len": 128, "max_batch_size": 3}
-    expected = seen(serve(make(folder, Planned, **about), MIXED, ARRIVALS)[0])
-    assert seen(serve(make(folder, **about, **memory, **chunks), MIXED, ARRIVALS)[0]) == expected
+    folder, options = tiny_checkpoints["gemma3_text"], {"max_seq_len": 128, "max_batch_size": 3}
+    expected = seen(serve(make(folder, Planned, **options), MIXED, ARRIVALS)[0])
+    assert seen(serve(make(folder, **options, **memory, **chunks), MIXED, ARRIVALS)[0]) == expected
 
 
 def test_static_batches_prefill_whole_prompts(tiny_checkpoints: dict[str, Path]) -> None:
-    about: dict[str, Any] = {"max_seq_len": 128, "max_batch_size": 3, "batching_mode": "static"}
+    options: dict[str, Any] = {"max_seq_len": 128, "max_batch_size": 3, "batching_mode": "static"}
     folder = tiny_checkpoints["qwen3"]
-    expected, steps = serve(make(folder, Planned, **about), MIXED)
-    answers, records = serve(make(folder, **about), MIXED)
+    expected, steps = serve(make(folder, Planned, **options), MIXED)
+    answers, records = serve(make(folder, **options), MIXED)
     assert (seen(answers), records) == (seen(expected), steps)
 
 
@@ -100,12 +89,12 @@ def test_whatever_the_sizes_arrivals_and_aborts(
 
 
 def test_a_failure_in_the_middle_of_a_prompt_takes_that_request_alone(
-    tiny_checkpoints: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+    folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A token outside the vocabulary, in the third chunk."""
-    engine = make(tiny_checkpoints["llama"], max_seq_len=128, prefill_chunk_size=8)
-    monkeypatch.setattr("phases.phase_07.engine.check_prompt", lambda ids, *about: list(ids))
-    expected = tokens(answers_alone(Planned, tiny_checkpoints["llama"], 128, are_alike=False)[0])
+    engine = make(folder, max_seq_len=128, prefill_chunk_size=8)
+    monkeypatch.setattr("phases.phase_07.engine.check_prompt", lambda ids, *options: list(ids))
+    expected = tokens(answers_alone(Planned, folder, 128, are_alike=False)[0])
     good = engine.add_request(MIXED[0][0], SamplingParams(**MIXED[0][1]))
     bad = engine.add_request([7] * 20 + [10**6] + [7] * 20, SamplingParams(max_new_tokens=4))
     outputs: dict[str, list[StepOutput]] = {good: [], bad: []}
@@ -137,13 +126,13 @@ def test_prompt_log_probabilities_do_not_depend_on_chunks(tiny_checkpoints: dict
 
 def test_greedy_tokens_equal_those_of_transformers(model_folder: Path, reference_tokens: ReferenceTokens) -> None:
     engine = make(model_folder, **SMALL, prefill_chunk_size=6)
-    assert_continued_as_by_transformers(engine, reference_tokens, ASKED, [0, 2, 5])
+    assert_served(engine, reference_tokens, ASKED, [0, 2, 5])
 
 
 @pytest.mark.demo
 def test_the_demo_model_continues_as_transformers_does(demo_folder: Path, reference_tokens: ReferenceTokens) -> None:
     engine = make(demo_folder, max_seq_len=256, max_batch_size=2, prefill_chunk_size=3)
-    assert_continued_as_by_transformers(engine, reference_tokens, ASKED_OF_DEMO, [0, 3, 4])
+    assert_served(engine, reference_tokens, ASKED_OF_DEMO, [0, 3, 4])
 
 
 # On a GPU.
@@ -153,10 +142,10 @@ def test_the_demo_model_continues_as_transformers_does(demo_folder: Path, refere
 @pytest.mark.parametrize("memory", [{}, {"attention_backend": "flash"}, {"kv_cache_backend": "contiguous"}], ids=str)
 @pytest.mark.parametrize("size", [16, 100, 512])
 def test_tokens_on_the_gpu_equal_those_of_the_cpu(model_folder: Path, size: int, memory: dict[str, Any]) -> None:
-    about: dict[str, Any] = {"max_seq_len": 640, "max_batch_size": 8, "prefill_chunk_size": size}
+    options: dict[str, Any] = {"max_seq_len": 640, "max_batch_size": 8, "prefill_chunk_size": size}
     arrivals = [0, *ARRIVALS, 10]
     on_cpu, on_gpu = (
-        serve(make(model_folder, device=device, dtype="float32", **about, **memory), LONG, arrivals)
+        serve(make(model_folder, device=device, dtype="float32", **options, **memory), LONG, arrivals)
         for device in ("cpu", "cuda")
     )
     assert [tokens(answer) for answer in on_gpu[0]] == [tokens(answer) for answer in on_cpu[0]]

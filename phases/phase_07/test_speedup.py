@@ -66,13 +66,13 @@ def test_generate(folder: Path, benchmark) -> None:
     time_one_answer(benchmark, Engine(EngineConfig(model=str(folder), max_batch_size=8)))
 
 
-def test_a_decoding_request_waits_for_a_chunk_and_not_for_a_prompt(tiny_checkpoints: dict[str, Path]) -> None:
-    folder, about = str(tiny_checkpoints["llama"]), {"max_seq_len": 512, "max_batch_size": 8}
+def test_a_decoding_request_waits_for_a_chunk_and_not_for_a_prompt(folder: Path) -> None:
+    folder, options = str(folder), {"max_seq_len": 512, "max_batch_size": 8}
     prompts, waits = [400, 300, 400], {}
     engines = {
-        "phase 6.1": Planned(EngineConfig(model=folder, **about)),
-        "whole prompts": Engine(EngineConfig(model=folder, **about, use_chunked_prefill=False)),
-        "chunks": Engine(EngineConfig(model=folder, **about, **ONE_CHUNK)),
+        "phase 6.1": Planned(EngineConfig(model=folder, **options)),
+        "whole prompts": Engine(EngineConfig(model=folder, **options, use_chunked_prefill=False)),
+        "chunks": Engine(EngineConfig(model=folder, **options, **ONE_CHUNK)),
     }
     for name, engine in engines.items():
         waits[name] = beside_long_prompts(engine, 4, prompts, new_tokens=60)
@@ -88,9 +88,9 @@ def test_a_decoding_request_waits_for_a_chunk_and_not_for_a_prompt(tiny_checkpoi
 @pytest.mark.measured
 def test_the_longest_wait_is_a_fraction_beside_long_prompts(tiny_checkpoints: dict[str, Path]) -> None:
     """Whole prompts and chunks in turns in one process; the median over trials of each trial's longest wait."""
-    folder, about = str(tiny_checkpoints["qwen3"]), {"max_seq_len": 2048, "max_batch_size": 8}
-    whole = Engine(EngineConfig(model=folder, **about, use_chunked_prefill=False))
-    chunks = Engine(EngineConfig(model=folder, **about, **ONE_CHUNK | {"prefill_chunk_size": 128}))
+    folder, options = str(tiny_checkpoints["qwen3"]), {"max_seq_len": 2048, "max_batch_size": 8}
+    whole = Engine(EngineConfig(model=folder, **options, use_chunked_prefill=False))
+    chunks = Engine(EngineConfig(model=folder, **options, **ONE_CHUNK | {"prefill_chunk_size": 128}))
 
     def longest_wait(engine: Engine) -> float:
         return max(beside_long_prompts(engine, 4, [2000], new_tokens=24).seconds)

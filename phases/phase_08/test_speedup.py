@@ -66,9 +66,9 @@ def test_the_tokens_computed_for_each_turn_stay_level(tiny_checkpoints: dict[str
 
 
 @pytest.mark.measured
-def test_the_first_token_of_a_cached_prompt_comes_sooner(tiny_checkpoints: dict[str, Path]) -> None:
+def test_the_first_token_of_a_cached_prompt_comes_sooner(folder: Path) -> None:
     """Prompts of 1,024 common tokens and 8 others, with and without the cache in turns."""
-    folder, drawn = str(tiny_checkpoints["llama"]), SyntheticPrompts(250, seed=0)
+    folder, drawn = str(folder), SyntheticPrompts(250, seed=0)
     cached, without = (
         Engine(EngineConfig(model=folder, max_seq_len=2048, use_prefix_caching=is_on)) for is_on in (True, False)
     )
@@ -85,8 +85,8 @@ def test_the_first_token_of_a_cached_prompt_comes_sooner(tiny_checkpoints: dict[
 @pytest.mark.gpu
 def test_8192_cached_tokens_shorten_the_time_to_the_first_token(tmp_path: Path) -> None:
     folder = make_checkpoint("llama-3.2-1b", tmp_path / "model", device="cuda")
-    about: dict[str, Any] = {"device": "cuda", "max_seq_len": 8448, "num_gpu_blocks": 2048}
-    engine, drawn = Engine(EngineConfig(model=str(folder), **about)), SyntheticPrompts(100_000, seed=0)
+    options: dict[str, Any] = {"device": "cuda", "max_seq_len": 8448, "num_gpu_blocks": 2048}
+    engine, drawn = Engine(EngineConfig(model=str(folder), **options)), SyntheticPrompts(100_000, seed=0)
     first_token(engine, drawn.draw(8224))  # compiles
     common = drawn.draw(8192)
     cold = first_token(engine, common + drawn.draw(32))

@@ -28,9 +28,9 @@ def test_generate(folder: Path, benchmark) -> None:
     time_one_answer(benchmark, Engine(EngineConfig(model=str(folder), max_batch_size=8, overlap_scheduling=True)))
 
 
-def test_overlap_computes_a_row_too_many_for_an_end_and_none_for_a_length(tiny_checkpoints: dict[str, Path]) -> None:
+def test_overlap_computes_a_row_too_many_for_an_end_and_none_for_a_length(folder: Path) -> None:
     """Eight requests of 12 tokens; then the fourth token of each is its end."""
-    folder, prompts = str(tiny_checkpoints["llama"]), [[n + 5] * 6 for n in range(8)]
+    folder, prompts = str(folder), [[n + 5] * 6 for n in range(8)]
     engines = [
         Engine(EngineConfig(model=folder, max_seq_len=64, use_prefix_caching=False, overlap_scheduling=overlap))
         for overlap in (False, True)
@@ -54,11 +54,11 @@ def run(engine: Engine, prompts: list[list[int]], stops: dict[int, tuple[int, ..
     return [tokens(answer) for answer in answers], len(records)
 
 
-def test_the_host_makes_few_calls_for_a_sequence(tiny_checkpoints: dict[str, Path]) -> None:
+def test_the_host_makes_few_calls_for_a_sequence(folder: Path) -> None:
     """Python functions that planning, batch, rows, commit and text call, in a step of 8 sequences and one of 24."""
     counts = []
     for num_sequences in (8, 24):
-        config = EngineConfig(model=str(tiny_checkpoints["llama"]), max_batch_size=24, overlap_scheduling=True)
+        config = EngineConfig(model=str(folder), max_batch_size=24, overlap_scheduling=True)
         engine, calls = Engine(config), Counter[str]()
         for n in range(num_sequences):
             engine.add_request([n + 5] * 6, SamplingParams(**GREEDY, max_new_tokens=30))
@@ -83,8 +83,8 @@ def test_the_host_makes_few_calls_for_a_sequence(tiny_checkpoints: dict[str, Pat
     assert (counts[1] - counts[0]) / 16 < 8, counts
 
 
-def test_the_report_of_the_host_names_each_part(tiny_checkpoints: dict[str, Path]) -> None:
-    report = host_parts.measure(str(tiny_checkpoints["llama"]), [2], prompt_tokens=8, new_tokens=4)
+def test_the_report_of_the_host_names_each_part(folder: Path) -> None:
+    report = host_parts.measure(str(folder), [2], prompt_tokens=8, new_tokens=4)
     found = report.results["2"]
     assert found["parts_us"].keys() == {*host_parts.PARTS, "wait"}
     assert found["host_us"] == pytest.approx(sum(found["parts_us"][part] for part in host_parts.PARTS), rel=0.01)
@@ -119,8 +119,8 @@ def seconds_a_step(engine: Any, num_sequences: int, num_steps: int = 64) -> floa
 @pytest.mark.parametrize(("num_sequences", "factor"), [(1, 2.0), (8, 2.0), (32, 2.0), (64, 2.0)])
 def test_a_decode_step_is_a_multiple_faster(llama: Path, num_sequences: int, factor: float) -> None:
     """Measured: 2.8 to 5.3 times; least on a fast host, since the waiting engine's time is the host's."""
-    about: dict[str, Any] = {"model": str(llama), "device": "cuda", "max_seq_len": 512, "max_batch_size": 64}
-    waiting, captured = (seconds_a_step(phase(EngineConfig(**about)), num_sequences) for phase in (Waiting, Engine))
+    options: dict[str, Any] = {"model": str(llama), "device": "cuda", "max_seq_len": 512, "max_batch_size": 64}
+    waiting, captured = (seconds_a_step(phase(EngineConfig(**options)), num_sequences) for phase in (Waiting, Engine))
     assert waiting / captured >= factor, (waiting, captured)
 
 

@@ -144,8 +144,8 @@ def test_a_chunk_is_kept_as_a_prompt_alone_has_it_wherever_it_stands(model_folde
     assert all(torch.equal(keys_of(engine, name), keys) for name, keys in zip(names, before, strict=True))
 
 
-def test_the_order_of_chunks_changes_the_answer_and_nothing_that_is_kept(tiny_checkpoints: dict[str, Path]) -> None:
-    engine = make(tiny_checkpoints["llama"])
+def test_the_order_of_chunks_changes_the_answer_and_nothing_that_is_kept(folder: Path) -> None:
+    engine = make(folder)
     _, one = answer(engine, [CHUNKS[0], CHUNKS[3]], QUESTION, 1)
     num_computed = engine.runner.num_tokens_computed
     _, other = answer(engine, [CHUNKS[3], CHUNKS[0]], QUESTION, 1)
@@ -219,14 +219,14 @@ def test_any_chunks_in_blocks_of_any_size(tiny_checkpoints: dict[str, Path], dat
     lengths = data.draw(st.lists(st.integers(1, 40), min_size=1, max_size=5))
     chunks = [[chance.randrange(250) for _ in range(length)] for length in lengths]
     own = [chance.randrange(250) for _ in range(data.draw(st.integers(1, 20)))]
-    about = {"block_size": data.draw(st.integers(1, 20)), "prefill_chunk_size": data.draw(st.sampled_from([3, 512]))}
-    ids, logits = answer(make(folder, **about), chunks, own, 3)
+    options = {"block_size": data.draw(st.integers(1, 20)), "prefill_chunk_size": data.draw(st.sampled_from([3, 512]))}
+    ids, logits = answer(make(folder, **options), chunks, own, 3)
     expected = reference_logits(load_model(folder), chunks, own + ids[:-1])[len(own) - 1 :]
     assert_close(logits, expected, "logits", ("token", "id"), rtol=1e-4, atol=1e-4)
 
 
-def test_an_evicted_chunk_is_computed_again_when_it_is_used(tiny_checkpoints: dict[str, Path]) -> None:
-    engine = make(tiny_checkpoints["llama"])
+def test_an_evicted_chunk_is_computed_again_when_it_is_used(folder: Path) -> None:
+    engine = make(folder)
     first, _ = answer(engine, CHUNKS[:2], QUESTION)
     num_computed = engine.runner.num_tokens_computed
     engine.chunks.drop(engine.chunks.find(engine.register(CHUNKS[0])))
@@ -238,10 +238,10 @@ def test_an_evicted_chunk_is_computed_again_when_it_is_used(tiny_checkpoints: di
 
 
 def test_a_chunk_that_cannot_be_computed_fails_those_that_wait_for_it(
-    tiny_checkpoints: dict[str, Path], caplog: pytest.LogCaptureFixture
+    folder: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("CRITICAL")
-    engine = make(tiny_checkpoints["llama"])
+    engine = make(folder)
     model = engine.model
 
     class Broken(torch.nn.Module):
@@ -266,8 +266,7 @@ def test_a_chunk_that_cannot_be_computed_fails_those_that_wait_for_it(
     assert engine.pool.audit() == []
 
 
-def test_what_cannot_be_is_refused(tiny_checkpoints: dict[str, Path]) -> None:
-    folder = tiny_checkpoints["llama"]
+def test_what_cannot_be_is_refused(folder: Path) -> None:
     engine = make(folder, num_gpu_blocks=16, block_size=16)
     name = engine.register([1, 2, 3])
     for chunk_ids, params, message in (

@@ -138,13 +138,13 @@ def write(source: Path, target: Path, kind: str, left_out: str = "") -> tuple[Pa
             continue
         parts, meant[name] = store(tensor)
         small |= {f"{module}.{part}": value.contiguous() for part, value in parts.items()}
-    for folder, tensors, about in (
+    for folder, tensors, options in (
         (target / "small", small, {"quantization_config": config}),
         (target / "plain", meant, {}),
     ):
         shutil.copytree(source, folder, ignore=shutil.ignore_patterns("model.safetensors", "infer-manifest.json"))
         save_file(tensors, folder / "model.safetensors")
-        values = json.loads((source / "config.json").read_text()) | about
+        values = json.loads((source / "config.json").read_text()) | options
         (folder / "config.json").write_text(json.dumps(values))
     return target / "small", target / "plain"
 

@@ -127,9 +127,9 @@ def make(folder: Path, phase: Any = Engine, **config: Any) -> Any:
 
 def test_without_a_grammar_outputs_are_those_of_phase_11(model_folder: Path) -> None:
     requests, arrivals = [*ALIKE, *MIXED], [*ARRIVE, *ARRIVALS]
-    for about in (SMALL, SMALL | NGRAM):
-        engine = make(model_folder, **about)
-        answers = serve(make(model_folder, Plain, **about), requests, arrivals)[0]
+    for options in (SMALL, SMALL | NGRAM):
+        engine = make(model_folder, **options)
+        answers = serve(make(model_folder, Plain, **options), requests, arrivals)[0]
         assert seen(serve(engine, requests, arrivals)[0]) == seen(answers)
         assert engine.constraints.num_masks == 0
         assert engine.constraints.vocabulary is None, "nothing is made for grammars that no request has"
@@ -137,10 +137,10 @@ def test_without_a_grammar_outputs_are_those_of_phase_11(model_folder: Path) -> 
 
 def test_every_answer_follows_its_grammar(model_folder: Path) -> None:
     """Greedy and drawn, with late arrivals, chunks, shared prefixes and preemptions; beside requests without one."""
-    about = SMALL | {"prefill_chunk_size": 30, "overlap_scheduling": model_folder.name != "tiny-qwen3"}
+    options = SMALL | {"prefill_chunk_size": 30, "overlap_scheduling": model_folder.name != "tiny-qwen3"}
     requests = [*constrained([*ALIKE, *MIXED], max_new_tokens=60), *DRAWN]
     arrivals = [*ARRIVE, *ARRIVALS, 0, 2, 2, 4]
-    engine = make(model_folder, **about)
+    engine = make(model_folder, **options)
     answers = serve(engine, requests, arrivals)[0]
     for (_, params), answer in zip(requests, answers, strict=True):
         assert is_valid(answer, params.get("structured_output")), (params, "".join(o.text for o in answer))
@@ -151,7 +151,7 @@ def test_every_answer_follows_its_grammar(model_folder: Path) -> None:
     used = {params["structured_output"] for _, params in requests if "structured_output" in params}
     assert len(engine.constraints.grammars) == engine.constraints.grammars.num_compiled == len(used)
     free = [request for request in requests if "structured_output" not in request[1]]
-    alone = serve(make(model_folder, **about), free)[0]
+    alone = serve(make(model_folder, **options), free)[0]
     beside = [answer for request, answer in zip(requests, answers, strict=True) if request in free]
     assert [tokens(answer) for answer in beside] == [tokens(answer) for answer in alone]
 
@@ -159,10 +159,10 @@ def test_every_answer_follows_its_grammar(model_folder: Path) -> None:
 def test_drafts_change_no_token(model_folder: Path) -> None:
     """Lookup, and drafts of which some are wrong, inside a grammar too; at its end; refused by it."""
     requests = [*constrained(ALIKE, max_new_tokens=40), *DRAWN]
-    about = {"max_seq_len": 160, "overlap_scheduling": model_folder.name != "tiny-llama"}
-    answers = serve(make(model_folder, **about), requests)[0]
+    options = {"max_seq_len": 160, "overlap_scheduling": model_folder.name != "tiny-llama"}
+    answers = serve(make(model_folder, **options), requests)[0]
     for drafter in (None, Foresight([tokens(answer) for answer in answers], 0.5)):
-        engine = make(model_folder, **about | NGRAM)
+        engine = make(model_folder, **options | NGRAM)
         engine.drafter = drafter or engine.drafter
         assert seen(serve(engine, requests)[0]) == seen(answers)
         stats = engine.stats()
@@ -245,16 +245,10 @@ def test_what_cannot_be_is_refused_and_queues_nothing(model_folder: Path) -> Non
     overlaps=st.booleans(),
 )
 def test_whatever_is_mixed_and_aborted(
-    tiny_checkpoints: dict[str, Path],
-    chosen: list[int],
-    seeds: list[int],
-    aborted: set[int],
-    abort_at: int,
-    length: int,
-    overlaps: bool,
+    folder: Path, chosen: list[int], seeds: list[int], aborted: set[int], abort_at: int, length: int, overlaps: bool
 ) -> None:
     drafting = NGRAM | {"spec_length": length} if length else {}
-    engine = make(tiny_checkpoints["llama"], **SMALL, overlap_scheduling=overlaps, **drafting)
+    engine = make(folder, **SMALL, overlap_scheduling=overlaps, **drafting)
     texts: dict[str, str] = {}
     ends: dict[str, FinishReason] = {}
     for n, number in enumerate(chosen):

@@ -189,10 +189,7 @@ def test_a_draft_model_is_whole_or_cut_among_ranks(
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        (
-            {"tensor_parallel_size": 3},
-            "is 3 and the model has 8 query heads and 4 KV heads; .* Choose 1 or 2 or 4",
-        ),
+        ({"tensor_parallel_size": 3}, "is 3 and the model has 8 query heads and 4 KV heads; .* Choose 1 or 2 or 4"),
         ({"tensor_parallel_size": 2, "pack_weights": True}, "packed matrices are whole: leave one of them out"),
         (
             {"tensor_parallel_size": 2, "draft_ranks": 2},
@@ -273,10 +270,7 @@ def skip(engine: Engine) -> None:
         (stop, "Rank 1 of 2 made no progress for 2 s; the other"),
         (hang, "Rank 1 of 2 made no progress for 2 s; the other"),
         (run_out, r"Rank 1 of 2 ran out of memory \(12 GB are too many\); the other"),
-        (
-            skip,
-            r"Rank 1 of 2 failed \(RuntimeError: it received step 2 and the next one is 1: the ranks",
-        ),
+        (skip, r"Rank 1 of 2 failed \(RuntimeError: it received step 2 and the next one is 1: the ranks"),
     ],
     ids=lambda value: getattr(value, "__name__", ""),
 )
@@ -378,8 +372,8 @@ def test_tokens_on_gpus_are_those_of_one(session_folder: Path, family: str, size
     arrivals = [0, *ARRIVALS, 10]
     expected = [tokens(answer) for answer in serve(make(folder, Whole, **config), LONG, arrivals)[0]]
     for graphs in (True, False):
-        about = config | {"tensor_parallel_size": size, "use_cuda_graphs": graphs, "all_reduce_backend": sums}
-        group = make(folder, **about)
+        options = config | {"tensor_parallel_size": size, "use_cuda_graphs": graphs, "all_reduce_backend": sums}
+        group = make(folder, **options)
         assert (group.group.ranks.peers is not None) is (sums == "peer")
         assert [tokens(answer) for answer in serve(group, LONG, arrivals)[0]] == expected
         assert (group.stats()["CUDA graph replays"] > 0) is graphs

@@ -78,11 +78,11 @@ def test_ranks_are_faster_than_one_gpu(tmp_path: Path, size: int) -> None:
     if torch.cuda.device_count() < size:
         pytest.skip(f"needs {size} GPUs, and this machine has {torch.cuda.device_count()}")
     folder = make_checkpoint("qwen3-8b", tmp_path / "model", device="cuda")
-    about: dict[str, Any] = {"model": str(folder), "device": "cuda", "max_seq_len": 8448, "max_batch_size": 64}
+    options: dict[str, Any] = {"model": str(folder), "device": "cuda", "max_seq_len": 8448, "max_batch_size": 64}
     measured: list[tuple[float, float, float]] = []
     weights: list[int] = []
     for make, num_ranks in ((Whole, 1), (Engine, size)):
-        engine = make(EngineConfig(**about, num_gpu_blocks=4096, tensor_parallel_size=num_ranks))
+        engine = make(EngineConfig(**options, num_gpu_blocks=4096, tensor_parallel_size=num_ranks))
         seconds_of(engine, 64, 16, 8)  # compiles
         one, many = (seconds_of(engine, count, 128, 64)[0] for count in (1, 64))
         prompt = min(seconds_of(engine, 1, 8192, 8)[1] for _ in range(3))
