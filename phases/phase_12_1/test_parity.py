@@ -278,10 +278,10 @@ def test_a_rank_that_fails_ends_the_group_and_is_named(
     session_folder: Path, monkeypatch: pytest.MonkeyPatch, fail: Any, sentence: str
 ) -> None:
     engine = make(checkpoint_for_ranks("llama", session_folder), tensor_parallel_size=2, **SMALL)
-    if fail in (stop, hang):
-        monkeypatch.setattr(shared.parallel.watch, "PATIENCE", 2.0)
     engine.add_request("x", SamplingParams(**GREEDY, max_new_tokens=90))
     engine.step()
+    if fail in (stop, hang):
+        monkeypatch.setattr(shared.parallel.watch, "PATIENCE", 2.0)
     fail(engine)
     with pytest.raises(RankError, match=sentence):
         drain(engine)
@@ -297,7 +297,7 @@ def test_a_rank_that_fails_ends_the_group_and_is_named(
         (
             "quantization",
             partial(signal.raise_signal, signal.SIGSTOP),
-            "Rank 1 of 2 made no progress for 2 s; the other",
+            "Rank 1 of 2 made no progress for 4 s; the other",
         ),
         ("quantization", partial(signal.raise_signal, signal.SIGKILL), "Rank 1 of 2 was ended by SIGKILL; the other"),
     ],
@@ -307,8 +307,10 @@ def test_a_rank_that_is_lost_at_the_start_is_named(
     session_folder: Path, monkeypatch: pytest.MonkeyPatch, where: str, lose: Any, sentence: str
 ) -> None:
     """Rank 0 reads its third tensor only when the loss has been found, and then reads no more."""
-    monkeypatch.setattr(shared.parallel.watch, "PATIENCE", 2.0)
-    monkeypatch.setattr(shared.parallel.collectives, "MEETING", timedelta(seconds=3))
+    if "2 s" in sentence:
+        monkeypatch.setattr(shared.parallel.collectives, "MEETING", timedelta(seconds=3))
+    if "4 s" in sentence:
+        monkeypatch.setattr(shared.parallel.watch, "PATIENCE", 4.0)
     monkeypatch.setattr(shared.loading.weights, "WORKERS", 1)
     read, num_read = CutCheckpoint.tensor, 0
 
