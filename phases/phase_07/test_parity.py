@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 from phases.phase_06_1.engine import Engine as Planned
 from phases.phase_07.engine import Engine
 from shared.engine.config import SCHEDULER_POLICIES, EngineConfig
-from shared.engine.output import StepOutput
 from shared.sampling.params import SamplingParams
 from tests.as_transformers import ASKED, ASKED_OF_DEMO, assert_served
 from tests.launches import launched
@@ -95,16 +94,9 @@ def test_a_failure_in_the_middle_of_a_prompt_takes_that_request_alone(
     engine = make(folder, max_seq_len=128, prefill_chunk_size=8)
     monkeypatch.setattr("phases.phase_07.engine.check_prompt", lambda ids, *options: list(ids))
     expected = tokens(answers_alone(Planned, folder, 128, are_alike=False)[0])
-    good = engine.add_request(MIXED[0][0], SamplingParams(**MIXED[0][1]))
-    bad = engine.add_request([7] * 20 + [10**6] + [7] * 20, SamplingParams(max_new_tokens=4))
-    outputs: dict[str, list[StepOutput]] = {good: [], bad: []}
-    while engine.has_work():
-        for output in engine.step():
-            outputs[output.request_id].append(output)
-    assert tokens(outputs[good]) == expected
-    (failed,) = outputs[bad]
+    good, (failed,) = serve(engine, [MIXED[0], ([7] * 20 + [10**6] + [7] * 20, {"max_new_tokens": 4})])[0]
+    assert tokens(good) == expected
     assert failed.error is not None
-    assert engine.pool.audit() == []
 
 
 def test_prompt_log_probabilities_do_not_depend_on_chunks(tiny_checkpoints: dict[str, Path]) -> None:

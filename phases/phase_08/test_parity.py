@@ -9,9 +9,7 @@ from hypothesis import given, settings
 from phases.phase_07.engine import Engine as Chunked
 from phases.phase_08.engine import Engine
 from shared.engine.config import EngineConfig
-from shared.engine.output import StepOutput
 from shared.errors import ConfigError
-from shared.sampling.params import SamplingParams
 from tests.as_transformers import assert_served
 from tests.mixed_requests import ALIKE, ARRIVALS, ARRIVE, GREEDY, LONG, MIXED, SMALL, STEM, seen, serve, tokens
 from tests.random_loads import Load, answers_alone, assert_as_alone, loads, sizes
@@ -106,15 +104,10 @@ def test_a_failing_request_takes_none_of_those_that_share_its_prefix(
     expected = tokens(serve(make(folder, Chunked, max_seq_len=128), [(stem, GREEDY | {"max_new_tokens": 7})])[0][0])
     engine = make(folder, max_seq_len=128, prefill_chunk_size=16)
     serve(engine, [(stem, GREEDY | {"max_new_tokens": 1})])
-    good = [engine.add_request(stem, SamplingParams(**GREEDY, max_new_tokens=7)) for _ in range(2)]
-    bad = engine.add_request([*stem, 10**6], SamplingParams(max_new_tokens=4))
-    outputs: dict[str, list[StepOutput]] = {name: [] for name in (*good, bad)}
-    while engine.has_work():
-        for output in engine.step():
-            outputs[output.request_id].append(output)
-    assert [tokens(outputs[name]) for name in good] == [expected] * 2
-    assert outputs[bad][0].error is not None
-    assert engine.pool.audit() == []
+    whole = (stem, GREEDY | {"max_new_tokens": 7})
+    *good, failed = serve(engine, [whole, whole, ([*stem, 10**6], {"max_new_tokens": 4})])[0]
+    assert [tokens(answer) for answer in good] == [expected] * 2
+    assert failed[0].error is not None
 
 
 def test_prompt_log_probabilities_are_computed_and_not_cached(tiny_checkpoints: dict[str, Path]) -> None:

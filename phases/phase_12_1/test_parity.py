@@ -247,46 +247,36 @@ def kill(engine: Engine) -> None:
     engine.group.watch.processes[0].kill()
 
 
-def stop(engine: Engine) -> None:
-    engine.group.watch.processes[0].send_signal(signal.SIGSTOP)
+FAILURES = {
+    "kill": (kill, "was ended by SIGKILL; the other ranks cannot go on without it and have ended"),
+    "stop": (lambda engine: engine.group.watch.processes[0].send_signal(signal.SIGSTOP), "made no progress for 2 s;"),
+    "hang": (lambda engine: engine.group.sender.send((0, Poison("hang"))), "made no progress for 2 s;"),
+    "run_out": (
+        lambda engine: engine.group.sender.send((0, Poison("memory"))),
+        r"ran out of memory \(12 GB are too many\); the other",
+    ),
+    "skip": (
+        lambda engine: setattr(engine.group.sender, "number", engine.group.sender.number + 1),
+        r"failed \(RuntimeError: it received step 2 and the next one is 1: the ranks",
+    ),
+}
+"""What is done to rank 1, and what is said of it."""
 
 
-def hang(engine: Engine) -> None:
-    engine.group.sender.send((0, Poison("hang")))
-
-
-def run_out(engine: Engine) -> None:
-    engine.group.sender.send((0, Poison("memory")))
-
-
-def skip(engine: Engine) -> None:
-    engine.group.sender.number += 1
-
-
-@pytest.mark.parametrize(
-    ("fail", "sentence"),
-    [
-        (kill, "Rank 1 of 2 was ended by SIGKILL; the other ranks cannot go on without it and have ended"),
-        (stop, "Rank 1 of 2 made no progress for 2 s; the other"),
-        (hang, "Rank 1 of 2 made no progress for 2 s; the other"),
-        (run_out, r"Rank 1 of 2 ran out of memory \(12 GB are too many\); the other"),
-        (skip, r"Rank 1 of 2 failed \(RuntimeError: it received step 2 and the next one is 1: the ranks"),
-    ],
-    ids=lambda value: getattr(value, "__name__", ""),
-)
+@pytest.mark.parametrize("failure", FAILURES)
 def test_a_rank_that_fails_ends_the_group_and_is_named(
-    session_folder: Path, monkeypatch: pytest.MonkeyPatch, fail: Any, sentence: str
+    session_folder: Path, monkeypatch: pytest.MonkeyPatch, failure: str
 ) -> None:
+    fail, sentence = FAILURES[failure]
     engine = make(checkpoint_for_ranks("llama", session_folder), tensor_parallel_size=2, **SMALL)
     engine.add_request("x", SamplingParams(**GREEDY, max_new_tokens=90))
     engine.step()
-    if fail in (stop, hang):
+    if failure in ("stop", "hang"):
         monkeypatch.setattr(shared.parallel.watch, "PATIENCE", 2.0)
     fail(engine)
-    with pytest.raises(RankError, match=sentence):
-        drain(engine)
-    with pytest.raises(RankError, match=sentence):
-        engine.step()
+    for go_on in (lambda: drain(engine), engine.step):
+        with pytest.raises(RankError, match=f"Rank 1 of 2 {sentence}"):
+            go_on()
     assert all(process.wait(60) for process in engine.group.watch.processes)
 
 
