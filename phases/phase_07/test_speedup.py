@@ -35,7 +35,7 @@ def beside_long_prompts(engine: Any, num_decoding: int, lengths: list[int], new_
     """``num_decoding`` requests decode, and a prompt of each length arrives every few steps."""
     drawn = SyntheticPrompts(engine.model.config.vocab_size, seed=0)
     params = SamplingParams(**GREEDY, max_new_tokens=new_tokens)
-    before = engine.runner.num_forwards, engine.runner.num_tokens_computed
+    num_forwards, num_tokens = engine.runner.num_forwards, engine.runner.num_tokens_computed
     first = {engine.add_request(drawn.draw(8), params) for _ in range(num_decoding)}
     waits, begun = Waits(), set[str]()
     while begun < first:
@@ -53,10 +53,8 @@ def beside_long_prompts(engine: Any, num_decoding: int, lengths: list[int], new_
             waits.tokens.append(since_tokens)
             waits.seconds.append(time.perf_counter() - since_time)
             since_tokens, since_time = 0, time.perf_counter()
-    waits.num_forwards, waits.num_tokens = (
-        now - then
-        for now, then in zip((engine.runner.num_forwards, engine.runner.num_tokens_computed), before, strict=True)
-    )
+    waits.num_forwards = engine.runner.num_forwards - num_forwards
+    waits.num_tokens = engine.runner.num_tokens_computed - num_tokens
     return waits
 
 
