@@ -5,16 +5,19 @@ Beside it stands a test without the mark, which asserts the count that explains 
 """
 
 import statistics
+import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from benchmarks.timing import in_turns, run
 from shared.engine.record import StepRecord
 from tests import mixed_requests
 from tests.mixed_requests import GREEDY, Requests, tokens
 
+R = TypeVar("R")
 ONE_ANSWER = "decode 16 tokens after 32, tiny model"
 """The group of `time_one_answer`, in whose table pytest-benchmark shows the phases side by side."""
 
@@ -75,6 +78,15 @@ def serve(engine: Any, prompts: Sequence[list[int]], new_tokens: int | Sequence[
         engine.runner.num_forwards - num_forwards,
         engine.runner.num_tokens_computed - num_computed,
     )
+
+
+def counted_calls(run: Callable[[], R], calls: Counter[str]) -> R:
+    """Run it, and add to ``calls`` how many functions it calls: of Python ("call"), and built in ("c_call")."""
+    sys.setprofile(lambda frame, event, _: calls.update([event]))
+    try:
+        return run()
+    finally:
+        sys.setprofile(None)
 
 
 def seconds_a_token(engine: Any, num_prompt: int = 32, num_new: int = 16) -> float:

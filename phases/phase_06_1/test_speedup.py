@@ -3,6 +3,7 @@
 import heapq
 import time
 import timeit
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,7 @@ from shared.kernels.decode_attention import choose_splits
 from shared.kernels.planned_tiling import decode_tiling
 from shared.sampling.params import SamplingParams
 from tests.mixed_requests import GREEDY
-from tests.speed import ONE_ANSWER, speedup, time_one_answer
+from tests.speed import ONE_ANSWER, counted_calls, speedup, time_one_answer
 
 H100_MULTIPROCESSORS = 132
 HEADS = (32, 8, 64)  # queries, keys, size: Llama 3.2 1B
@@ -91,6 +92,15 @@ def test_mixed_lengths_beside_phase_6(h100: Callable[[int], Grid]) -> None:
 @pytest.mark.benchmark(group=ONE_ANSWER)
 def test_generate(folder: Path, benchmark) -> None:
     time_one_answer(benchmark, Engine(EngineConfig(model=str(folder), max_batch_size=8)))
+
+
+@pytest.mark.parametrize("num_sequences", [1, 32, 256])
+def test_a_plan_makes_no_call_for_a_sequence(h100: Callable[[int], Grid], num_sequences: int) -> None:
+    """Python functions and built-in ones; NumPy does the work for all sequences in each."""
+    lengths, grid = np.random.default_rng(0).integers(1, 8192, num_sequences), h100(num_sequences)
+    calls = Counter[str]()
+    counted_calls(lambda: plan_decode(lengths, grid), calls)
+    assert 0 < calls["call"] + calls["c_call"] < 80, calls
 
 
 @pytest.mark.measured

@@ -1,10 +1,8 @@
 """The gain from captured steps and overlap; what it costs is counted everywhere, what it buys measured on a GPU."""
 
 import statistics
-import sys
 import time
 from collections import Counter
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +17,7 @@ from shared.engine.batch import Batch
 from shared.engine.config import EngineConfig
 from shared.sampling.params import SamplingParams
 from tests.mixed_requests import GREEDY, serve, tokens
-from tests.speed import ONE_ANSWER, time_one_answer
+from tests.speed import ONE_ANSWER, counted_calls, time_one_answer
 
 
 @pytest.mark.measured
@@ -64,21 +62,13 @@ def test_the_host_makes_few_calls_for_a_sequence(folder: Path) -> None:
             engine.add_request([n + 5] * 6, SamplingParams(**GREEDY, max_new_tokens=30))
         for _ in range(4):
             engine.step()
-
-        def counted(run: Callable[[], Any], calls: Counter[str] = calls) -> Any:
-            sys.setprofile(lambda frame, event, _: calls.update([event]))
-            try:
-                return run()
-            finally:
-                sys.setprofile(None)
-
-        schedule = counted(engine.scheduler.schedule)
-        batch = counted(lambda engine=engine, schedule=schedule: Batch.of(schedule, engine.pool))
+        schedule = counted_calls(engine.scheduler.schedule, calls)
+        batch = counted_calls(lambda engine=engine, schedule=schedule: Batch.of(schedule, engine.pool), calls)
         assert len(schedule) == num_sequences
         with torch.inference_mode():
             engine.runner.forward(batch)
-        counted(engine.finish)
-        counted(schedule.sampling_rows)
+        counted_calls(engine.finish, calls)
+        counted_calls(schedule.sampling_rows, calls)
         counts.append(calls["call"])
     assert (counts[1] - counts[0]) / 16 < 8, counts
 
