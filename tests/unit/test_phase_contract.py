@@ -20,16 +20,20 @@ FILES = {"__init__.py", "__main__.py", "engine.py", "lesson.toml", "test_parity.
 LESSONS = lessons()
 GENERATING = [lesson for lesson in LESSONS if lesson.number >= "02"]
 PAIRS = [(old, new) for new in LESSONS for old in LESSONS if old.number == new.previous]
-CHANGED = {  # settings with values that are not their defaults
-    "max_batch_size": 4,
-    "scheduler_policy": "prefill_first",
-    "block_size": 8,
-    "prefill_chunk_size": 64,
-    "use_prefix_caching": True,
-    "overlap_scheduling": True,
-    "quantization": "int4",
-    "tensor_parallel_size": 2,
-}
+ARRIVING = [  # settings with values that are not their defaults, and the phase that brings each
+    ("attention_backend", "flash", "03.1"),
+    ("max_batch_size", 4, "04"),
+    ("batching_mode", "continuous", "05"),
+    ("scheduler_policy", "prefill_first", "05"),
+    ("kv_cache_backend", "paged", "06"),
+    ("block_size", 8, "06"),
+    ("attention_backend", "planned", "06.1"),
+    ("prefill_chunk_size", 64, "07"),
+    ("use_prefix_caching", True, "08"),
+    ("overlap_scheduling", True, "09"),
+    ("quantization", "int4", "10"),
+    ("tensor_parallel_size", 2, "12.1"),
+]
 GENERATING_PAIRS = [(old, new) for old, new in PAIRS if old.number >= "02"]
 
 
@@ -192,8 +196,7 @@ def test_an_engine_refuses_settings_of_later_phases(lesson: Lesson) -> None:
     config.check(supported)
     engine = lesson.load("engine").Engine
     arriving = [(f.name, value, phase) for f in fields.values() for value, phase in f.metadata["values"].items()]
-    arriving += [(name, value, fields[name].metadata["phase"]) for name, value in CHANGED.items()]
-    for name, value, phase in arriving:
+    for name, value, phase in [*arriving, *ARRIVING]:
         if phase > lesson.number:
             with pytest.raises(ConfigError, match=f"{name} = {value!r} arrives in phase {phase}; leave it"):
                 engine(EngineConfig(**{name: value}))
