@@ -85,8 +85,6 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     for item in items:
-        if item.path.name == "test_speedup.py":
-            item.add_marker("measured")
         if "browser" in getattr(item, "fixturenames", ()):
             item.add_marker("slow")
     if config.getoption("from_empty"):

@@ -9,7 +9,7 @@ import torch
 from shared.engine.request import RequestStatus
 from shared.sampling.params import SamplingParams
 from shared.scheduling.schedule import Schedule
-from tests.mixed_requests import Requests
+from tests.mixed_requests import Requests, seen, serve, tokens
 
 
 class Foresight:
@@ -30,6 +30,17 @@ class Foresight:
 
     def collect(self) -> None:
         """The host knows them."""
+
+
+def assert_greedy_same_and_others_repeatable(twice: Sequence[Any], requests: Requests, plain: Any) -> None:
+    """What rejection sampling promises of two engines: greedy tokens of a ``plain`` one, and the same tokens again."""
+    answers = serve(plain, requests)[0]
+    found, again = (serve(engine, requests)[0] for engine in twice)
+    assert seen(found) == seen(again)
+    is_same = [tokens(mine) == tokens(theirs) for mine, theirs in zip(found, answers, strict=True)]
+    is_greedy = [params.get("temperature") == 0 for _, params in requests]
+    assert all(same for same, greedy in zip(is_same, is_greedy, strict=True) if greedy)
+    assert not all(is_same), "sampled tokens differ"
 
 
 def check_commits(engine: Any) -> None:

@@ -7,6 +7,7 @@ from shared.engine.output import StepOutput
 from shared.engine.record import StepRecord
 from shared.sampling.params import SamplingParams
 from shared.text.stopping import FinishReason
+from tests.comparison import assert_equal
 
 SENTENCE = "Zwölf Boxkämpfer jagen Viktor quer über den Sylter Deich 🥊."
 GREEDY: dict[str, Any] = {"temperature": 0.0, "ignore_eos": True}
@@ -30,6 +31,14 @@ MIXED: Requests = [
     (list(range(40)), {"seed": 5, "temperature": 0.9, "top_k": 5, "top_p": 0.5, "max_new_tokens": 17}),
 ]
 ARRIVALS = [0, 0, 2, 3, 3, 9]  # the step before which each request arrives
+EARLY: Requests = [  # for the phases before blocks, beside which each request is answered alone
+    *MIXED,
+    (SENTENCE, PENALISED | {"stop_token_ids": [30, 77], "max_new_tokens": 20, "ignore_eos": True}),
+    ("The capital of France is", {"temperature": 0.0, "repetition_penalty": 1.2, "max_new_tokens": 1}),
+    (SENTENCE, {"seed": 2, "temperature": 0.7, "top_p": 0.8, "max_new_tokens": 6}),
+    ("x", {"seed": 1, "max_new_tokens": 9, "top_k": 20, "logprobs": 3}),
+]
+EARLY_ARRIVALS = [*ARRIVALS, 9, 12, 12, 12]
 SMALL: dict[str, Any] = {"max_seq_len": 128, "block_size": 3, "num_gpu_blocks": 43}  # for one long sequence at a time
 LONG: Requests = [
     ([(31 * n) % 500 for n in range(600)], GREEDY | {"max_new_tokens": 12}),
@@ -66,7 +75,7 @@ def serve(
         for output in engine.step():
             outputs.setdefault(output.request_id, []).append(output)
         records.append(engine.last_step)
-    assert engine.pool.audit() == []
+    assert_equal(engine.pool.audit(), [], "audit of the pool", ("line",))
     return [outputs[name] for name in names], records
 
 

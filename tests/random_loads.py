@@ -1,19 +1,24 @@
 """Random requests, arrivals and aborts; requests that fail, and steps that are interrupted."""
 
+import functools
+import itertools
 import random
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from hypothesis import strategies as st
 
+from shared.engine.config import EngineConfig
 from shared.engine.output import StepOutput
 from shared.sampling.params import SamplingParams
 from shared.text.stopping import FinishReason
-from tests.mixed_requests import ALIKE, Requests, serve_with_aborts
+from tests.mixed_requests import ALIKE, MIXED, Requests, serve, serve_with_aborts, tokens
 
 MAX_SEQ_LEN = 96
+Answers = Sequence[Sequence[StepOutput]]
 Load = tuple[list[int], set[int], int]
 """The step before which each request arrives, the requests that are aborted, and the step before which they are."""
 SIZES: dict[str, st.SearchStrategy[Any]] = {
@@ -21,6 +26,13 @@ SIZES: dict[str, st.SearchStrategy[Any]] = {
     "prefill_chunk_size": st.integers(1, 40),
     "max_batch_size": st.integers(2, 8),
 }
+
+
+@functools.cache
+def answers_alone(phase: Any, folder: Path, max_seq_len: int = MAX_SEQ_LEN, are_alike: bool = True) -> Answers:
+    """The answers of a phase's engine to the requests of ALIKE, or of MIXED, which it serves one after another."""
+    engine = phase(EngineConfig(model=str(folder), max_seq_len=max_seq_len))
+    return [serve(engine, [request])[0][0] for request in (ALIKE if are_alike else MIXED)]
 
 
 @st.composite
@@ -37,10 +49,10 @@ def sizes(draw: st.DrawFn, most_spare: int = 80, **more: st.SearchStrategy[Any])
     return about | {"max_seq_len": MAX_SEQ_LEN, "num_gpu_blocks": num_blocks}
 
 
-def assert_as_alone(engine: Any, load: Load, alone: Sequence[list[int | None]], requests: Requests = ALIKE) -> None:
+def assert_as_alone(engine: Any, load: Load, alone: Answers, requests: Requests = ALIKE) -> None:
     """Each request that is not aborted has the tokens that it has ``alone``; nothing leaks."""
     outputs, aborted = serve_with_aborts(engine, requests, *load)
-    for n, expected in enumerate(alone):
+    for n, expected in enumerate(map(tokens, alone)):
         assert outputs[n] == (expected[: len(outputs[n])] if n in aborted else expected), f"request {n}"
 
 
@@ -90,6 +102,46 @@ def assert_failures_stay_apart(engine: Any, alone: Callable[[Requests], list[lis
             assert outputs[-1].finish_reason is FinishReason.ERROR, n
         else:
             assert ids == expected[n], n
+
+
+def serve_through(
+    engine: Any, requests: Requests, error: type[BaseException]
+) -> tuple[list[list[int | None]], int, int]:
+    """The tokens of requests of which one arrives before each step, although ``error`` breaks steps off.
+
+    Returns also how many steps were broken off, and how many of these had preempted a request.
+    """
+    outputs: dict[str, list[int | None]] = {str(n): [] for n in range(len(requests))}
+    coming, num_broken_off, num_preempting = list(enumerate(requests)), 0, 0
+    while coming or engine.has_work():
+        if coming:
+            n, (prompt, params) = coming.pop(0)
+            engine.add_request(prompt, SamplingParams(**params), str(n))
+        before = engine.load().num_preemptions
+        try:
+            for output in engine.step():
+                outputs[output.request_id].append(output.token_id)
+        except error:
+            num_broken_off += 1
+            num_preempting += engine.load().num_preemptions > before
+        assert len(engine.pool.audit()) == len(engine.scheduler.running)
+        assert num_broken_off < 200, "the same step is broken off again and again"
+    assert engine.pool.audit() == []
+    return list(outputs.values()), num_broken_off, num_preempting
+
+
+def break_off(
+    owner: Any, name: str, error: type[BaseException], is_broken: Callable[[int], bool], patch: pytest.MonkeyPatch
+) -> None:
+    """Make the calls of a method raise whose number, counted from 0, ``is_broken`` accepts."""
+    method, numbers = getattr(owner, name), itertools.count()
+
+    def breaking(*args: Any) -> Any:
+        if is_broken(next(numbers)):
+            raise error
+        return method(*args)
+
+    patch.setattr(owner, name, breaking)
 
 
 class Interrupt(BaseException):

@@ -179,9 +179,9 @@ def test_a_prompt_reads_no_later_token(model_folder: Path) -> None:
 
 
 @pytest.mark.parametrize("ids", [[], [512], [-1], [True], [1.0], [0] * 2048], ids=lambda ids: f"{ids[:1]}x{len(ids)}")
-def test_prompts_that_are_refused(tiny_checkpoints: dict[str, Path], ids: list[Any]) -> None:
+def test_prompts_that_are_refused(folder: Path, ids: list[Any]) -> None:
     with pytest.raises(RequestError):
-        Engine(str(tiny_checkpoints["llama"])).forward(ids)
+        Engine(str(folder)).forward(ids)
 
 
 # The demo model.

@@ -1,6 +1,7 @@
 """Phase 2 generates the same tokens as transformers, stops at the right token, and refuses invalid requests."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,11 +14,11 @@ from shared.errors import CapacityError, ConfigError, RequestError
 from shared.parity.reference import load_reference
 from shared.sampling.params import SamplingParams
 from shared.text.stopping import FinishReason
-from tests.comparison import assert_equal
+from tests.as_transformers import assert_generated
+from tests.mixed_requests import GREEDY, SENTENCE
 from tests.reference_tokens import ReferenceTokens
 
-PROMPTS = ["The capital of France is", "x", "Zwölf Boxkämpfer jagen Viktor quer über den Sylter Deich 🥊."]
-GREEDY = {"temperature": 0.0, "ignore_eos": True}
+PROMPTS = ["The capital of France is", "x", SENTENCE]
 
 
 def answer(engine: Engine, prompt: str | list[int], **params: object) -> list[StepOutput]:
@@ -33,42 +34,27 @@ def text(outputs: list[StepOutput]) -> str:
 
 
 @pytest.fixture(scope="module")
-def llama(tiny_checkpoints: dict[str, Path]) -> Engine:
-    return Engine(EngineConfig(model=str(tiny_checkpoints["llama"])))
+def llama(folder: Path) -> Engine:
+    return Engine(EngineConfig(model=str(folder)))
 
 
 @pytest.mark.from_empty("llama")
 def test_greedy_tokens_equal_those_of_transformers(model_folder: Path, reference_tokens: ReferenceTokens) -> None:
     engine = Engine(EngineConfig(model=str(model_folder)))
-    for prompt, num_tokens in zip(PROMPTS, (200, 60, 60), strict=True):
-        ours = ids(answer(engine, prompt, max_new_tokens=num_tokens, **GREEDY))
-        expected = reference_tokens(model_folder, engine.tokenizer.encode(prompt), num_tokens)
-        assert_equal(ours, expected, f"tokens after {prompt!r}", ("token",))
+    assert_generated(engine, reference_tokens, model_folder, [(PROMPTS[0], 200), (PROMPTS[1], 60), (PROMPTS[2], 60)])
 
 
 @pytest.mark.demo
 def test_greedy_tokens_of_the_demo_model_equal_those_of_transformers(
     demo_folder: Path, reference_tokens: ReferenceTokens
 ) -> None:
-    engine = Engine(EngineConfig(model=str(demo_folder)))
-    outputs = answer(engine, "The capital of France is", max_new_tokens=24, **GREEDY)
-    assert text(outputs).startswith(" Paris")
-    assert ids(outputs) == reference_tokens(demo_folder, engine.tokenizer.encode("The capital of France is"), 24)
+    assert_generated(Engine(EngineConfig(model=str(demo_folder))), reference_tokens, demo_folder, [(PROMPTS[0], 24)])
 
 
 def test_the_attention_backends_give_the_same_tokens(model_folder: Path) -> None:
-    answers = [
-        ids(
-            answer(
-                Engine(EngineConfig(model=str(model_folder), attention_backend=name)),
-                PROMPTS[0],
-                max_new_tokens=40,
-                **GREEDY,
-            )
-        )
-        for name in ("naive", "sdpa")
-    ]
-    assert answers[0] == answers[1]
+    naive, sdpa = (Engine(EngineConfig(model=str(model_folder), attention_backend=name)) for name in ("naive", "sdpa"))
+    asked: dict[str, Any] = GREEDY | {"max_new_tokens": 40}
+    assert ids(answer(naive, PROMPTS[0], **asked)) == ids(answer(sdpa, PROMPTS[0], **asked))
 
 
 def test_the_streamed_text_is_the_decoded_answer(llama: Engine) -> None:
@@ -86,11 +72,11 @@ def test_the_same_seed_gives_the_same_answer_and_another_seed_another(llama: Eng
 
 
 @pytest.mark.from_empty
-def test_sampled_tokens_have_the_distribution_of_transformers(llama: Engine, tiny_checkpoints: dict[str, Path]) -> None:
+def test_sampled_tokens_have_the_distribution_of_transformers(llama: Engine, folder: Path) -> None:
     """The first token of many answers, against transformers' temperature, top-k and top-p."""
     prompt_ids = torch.tensor([llama.tokenizer.encode(PROMPTS[0])])
     with torch.inference_mode():
-        logits = load_reference(tiny_checkpoints["llama"], torch.float32)(prompt_ids).logits[:, -1]
+        logits = load_reference(folder, torch.float32)(prompt_ids).logits[:, -1]
     for warper in (TemperatureLogitsWarper(0.7), TopKLogitsWarper(6), TopPLogitsWarper(0.7)):
         logits = warper(prompt_ids, logits)
     expected, num_answers = logits.softmax(-1)[0], 200
@@ -107,9 +93,9 @@ def test_sampled_tokens_have_the_distribution_of_transformers(llama: Engine, tin
     assert is_close, told
 
 
-def test_requests_without_a_seed_differ_unless_the_engine_has_one(tiny_checkpoints: dict[str, Path]) -> None:
+def test_requests_without_a_seed_differ_unless_the_engine_has_one(folder: Path) -> None:
     def twice(seed: int | None) -> list[list[int]]:
-        engine = Engine(EngineConfig(model=str(tiny_checkpoints["llama"]), seed=seed))
+        engine = Engine(EngineConfig(model=str(folder), seed=seed))
         return [ids(answer(engine, "x", max_new_tokens=20, ignore_eos=True)) for _ in range(2)]
 
     assert twice(3) == twice(3)
@@ -154,14 +140,8 @@ def test_text_held_back_for_a_stop_that_does_not_come_is_released_at_the_end(lla
     assert outputs[-1].finish_reason is FinishReason.LENGTH
 
 
-def test_every_token_recomputes_the_sequence(llama: Engine) -> None:
-    before = llama.num_tokens_computed
-    answer(llama, [5, 6, 7], max_new_tokens=4, **GREEDY)
-    assert llama.num_tokens_computed - before == 3 + 4 + 5 + 6
-
-
-def test_an_answer_ends_by_length_when_the_sequence_is_full(tiny_checkpoints: dict[str, Path]) -> None:
-    engine = Engine(EngineConfig(model=str(tiny_checkpoints["llama"]), max_seq_len=8))
+def test_an_answer_ends_by_length_when_the_sequence_is_full(folder: Path) -> None:
+    engine = Engine(EngineConfig(model=str(folder), max_seq_len=8))
     outputs = answer(engine, [5, 6, 7], max_new_tokens=100, **GREEDY)
     assert len(outputs) == 5
     assert outputs[-1].finish_reason is FinishReason.LENGTH
@@ -192,11 +172,9 @@ def test_bad_prompts_are_refused_before_anything_is_computed(
     [
         ({"max_seq_len": 1}, "max_seq_len is 1"),
         ({"max_seq_len": 10**6}, "max_seq_len is 1000000 and the model supports"),
-        ({"dtype": "int4"}, "dtype is 'int4'"),
-        ({"attention_backend": "magic"}, "attention_backend is 'magic'"),
         ({"seed": -1}, "seed is -1"),
     ],
 )
-def test_bad_settings_are_refused(tiny_checkpoints: dict[str, Path], settings: dict, message: str) -> None:
+def test_bad_settings_are_refused(folder: Path, settings: dict, message: str) -> None:
     with pytest.raises((ConfigError, CapacityError), match=message):
-        Engine(EngineConfig(model=str(tiny_checkpoints["llama"]), **settings))
+        Engine(EngineConfig(model=str(folder), **settings))

@@ -6,14 +6,16 @@ import pytest
 
 from phases.phase_02.engine import Engine
 from shared.engine.config import EngineConfig
-from shared.sampling.params import SamplingParams
+from tests.speed import ONE_ANSWER, one_answer, time_one_answer
 
 
-@pytest.mark.benchmark(group="decode 16 tokens after 32, tiny model")
-def test_generate(tiny_checkpoints: dict[str, Path], benchmark) -> None:
-    engine = Engine(EngineConfig(model=str(tiny_checkpoints["llama"])))
-    params = SamplingParams(temperature=0.0, max_new_tokens=16, ignore_eos=True)
-    benchmark.pedantic(lambda: list(engine.generate([7] * 32, params)), rounds=5, warmup_rounds=1)
-    before = engine.num_tokens_computed
-    list(engine.generate([7] * 32, params))
-    assert engine.num_tokens_computed - before == sum(range(32, 48)), "each answer recomputes every prefix"
+@pytest.mark.measured
+@pytest.mark.benchmark(group=ONE_ANSWER)
+def test_generate(folder: Path, benchmark) -> None:
+    time_one_answer(benchmark, Engine(EngineConfig(model=str(folder))))
+
+
+def test_each_token_of_an_answer_computes_every_token_before_it(folder: Path) -> None:
+    engine = Engine(EngineConfig(model=str(folder)))
+    one_answer(engine)
+    assert engine.num_tokens_computed == sum(range(32, 32 + 16)) == 632

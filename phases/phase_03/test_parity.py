@@ -15,10 +15,12 @@ from shared.loading.loader import load_model
 from shared.models.causal_lm import CausalLM
 from shared.models.tokens import Tokens
 from shared.sampling.params import SamplingParams
+from tests.as_transformers import assert_generated
 from tests.comparison import assert_close, assert_equal
+from tests.mixed_requests import SENTENCE
 from tests.reference_tokens import ReferenceTokens
 
-PROMPTS = ["The capital of France is", "x", "Zwölf Boxkämpfer jagen Viktor quer über den Sylter Deich 🥊."]
+PROMPTS = ["The capital of France is", "x", SENTENCE]
 
 
 def ids(engine: Engine | Uncached, prompt: str | list[int], num_tokens: int, **params: object) -> list[int]:
@@ -48,10 +50,7 @@ def run_in_pieces(model: CausalLM, cache: ContiguousCache, backend: str, tokens:
 @pytest.mark.from_empty("llama")
 def test_greedy_tokens_equal_those_of_transformers(model_folder: Path, reference_tokens: ReferenceTokens) -> None:
     engine = Engine(EngineConfig(model=str(model_folder)))
-    for prompt, num_tokens in zip(PROMPTS, (100, 40, 40), strict=True):
-        ours = ids(engine, prompt, num_tokens)
-        expected = reference_tokens(model_folder, engine.tokenizer.encode(prompt), num_tokens)
-        assert_equal(ours, expected, f"tokens after {prompt!r}", ("token",))
+    assert_generated(engine, reference_tokens, model_folder, [(PROMPTS[0], 100), (PROMPTS[1], 40), (PROMPTS[2], 40)])
 
 
 @pytest.mark.demo
@@ -59,9 +58,7 @@ def test_greedy_tokens_of_the_demo_model_equal_those_of_transformers(
     demo_folder: Path, reference_tokens: ReferenceTokens
 ) -> None:
     engine = Engine(EngineConfig(model=str(demo_folder), max_seq_len=256))
-    for prompt, num_tokens in [("The capital of France is", 24), ("def fibonacci(n):", 12)]:
-        ours = ids(engine, prompt, num_tokens)
-        assert ours == reference_tokens(demo_folder, engine.tokenizer.encode(prompt), num_tokens), prompt
+    assert_generated(engine, reference_tokens, demo_folder, [(PROMPTS[0], 24), ("def fibonacci(n):", 12)])
 
 
 def test_sampled_tokens_equal_those_of_phase_2(model_folder: Path) -> None:
@@ -83,8 +80,8 @@ def test_logits_do_not_depend_on_how_the_prompt_is_cut(model_folder: Path, backe
     assert_close(cut, whole, "logits", ("token", "vocabulary"), rtol=0, atol=2e-5 * whole.abs().max().item())
 
 
-def test_a_cap_on_scores_is_the_same_over_the_cache(tiny_checkpoints: dict[str, Path]) -> None:
-    model = load_model(tiny_checkpoints["llama"])
+def test_a_cap_on_scores_is_the_same_over_the_cache(folder: Path) -> None:
+    model = load_model(folder)
     tokens = sequence(12, model.config.vocab_size)
     with torch.inference_mode():
         uncapped = model.logits(model(Tokens(tokens, torch.arange(12)), UncachedView([12])))
@@ -120,23 +117,10 @@ def test_the_cache_holds_what_a_recomputed_forward_computes(model_folder: Path) 
     with torch.inference_mode():
         model(Tokens(tokens, torch.arange(40)), recorder)
     assert_equal(len(recorder.kept), model.config.num_layers, "layers that wrote")
-    for layer, (keys, values) in recorder.kept.items():
-        assert_close(
-            cache.keys[layer, :, :40],
-            keys,
-            f"cached keys of layer {layer}",
-            ("head", "token", "dim"),
-            rtol=1e-4,
-            atol=1e-5,
-        )
-        assert_close(
-            cache.values[layer, :, :40],
-            values,
-            f"cached values of layer {layer}",
-            ("head", "token", "dim"),
-            rtol=1e-4,
-            atol=1e-5,
-        )
+    for layer, computed in recorder.kept.items():
+        for name, cached, wanted in zip(("keys", "values"), (cache.keys, cache.values), computed, strict=True):
+            what, axes = f"cached {name} of layer {layer}", ("head", "token", "dim")
+            assert_close(cached[layer, :, :40], wanted, what, axes, rtol=1e-4, atol=1e-5)
     assert cache.keys[:, :, 40:].isnan().all(), "slots after the sequence were written"
     assert_equal(cache.length, 40, "length of the cache")
 
@@ -199,8 +183,8 @@ def test_a_truncated_cache_continues_as_if_the_rest_had_never_been(model_folder:
 
 
 @pytest.mark.from_empty
-def test_every_token_is_computed_once(tiny_checkpoints: dict[str, Path]) -> None:
-    engine = Engine(EngineConfig(model=str(tiny_checkpoints["llama"])))
+def test_every_token_is_computed_once(folder: Path) -> None:
+    engine = Engine(EngineConfig(model=str(folder)))
     num_expected = 0
     for prompt in PROMPTS:
         ids(engine, prompt, 4)
@@ -209,8 +193,8 @@ def test_every_token_is_computed_once(tiny_checkpoints: dict[str, Path]) -> None
         assert num_computed == num_expected, f"{num_computed} tokens were computed; each once would be {num_expected}"
 
 
-def test_an_answer_left_in_the_middle_leaves_nothing_behind(tiny_checkpoints: dict[str, Path]) -> None:
-    engine = Engine(EngineConfig(model=str(tiny_checkpoints["llama"])))
+def test_an_answer_left_in_the_middle_leaves_nothing_behind(folder: Path) -> None:
+    engine = Engine(EngineConfig(model=str(folder)))
     expected = ids(engine, PROMPTS[0], 10)
     params = SamplingParams(temperature=0, max_new_tokens=50, ignore_eos=True)
     left = engine.generate("another prompt, left after two tokens", params)
@@ -221,8 +205,8 @@ def test_an_answer_left_in_the_middle_leaves_nothing_behind(tiny_checkpoints: di
         list(left)
 
 
-def test_an_answer_fills_the_cache_to_its_last_place(tiny_checkpoints: dict[str, Path]) -> None:
-    engine = Engine(EngineConfig(model=str(tiny_checkpoints["llama"]), max_seq_len=16))
+def test_an_answer_fills_the_cache_to_its_last_place(folder: Path) -> None:
+    engine = Engine(EngineConfig(model=str(folder), max_seq_len=16))
     assert len(ids(engine, [5] * 10, 100)) == 6
     assert engine.cache.length == 15  # the last token of an answer is never run
     assert len(ids(engine, [5] * 15, 100)) == 1
@@ -240,23 +224,21 @@ def test_cache_bytes_equal_the_formula(model_folder: Path, dtype: str) -> None:
 
 
 @pytest.mark.parametrize("capacity", [0, -1])
-def test_a_cache_without_room_is_refused(tiny_checkpoints: dict[str, Path], capacity: int) -> None:
-    config = load_model(tiny_checkpoints["llama"]).config
+def test_a_cache_without_room_is_refused(folder: Path, capacity: int) -> None:
+    config = load_model(folder).config
     with pytest.raises(ConfigError, match=f"capacity is {capacity} tokens"):
         ContiguousCache(config, capacity, torch.float32)
-    with pytest.raises(ConfigError, match=f"max_seq_len is {capacity}"):
-        EngineConfig(max_seq_len=capacity)
 
 
-def test_a_prompt_as_long_as_the_capacity_is_refused_before_any_work(tiny_checkpoints: dict[str, Path]) -> None:
-    engine = Engine(EngineConfig(model=str(tiny_checkpoints["llama"]), max_seq_len=16))
+def test_a_prompt_as_long_as_the_capacity_is_refused_before_any_work(folder: Path) -> None:
+    engine = Engine(EngineConfig(model=str(folder), max_seq_len=16))
     with pytest.raises(RequestError, match="16 tokens and a sequence may have 16"):
         ids(engine, [5] * 16, 1)
     assert engine.num_tokens_computed == 0
 
 
-def test_the_cache_refuses_what_does_not_fit_and_stays_as_it_was(tiny_checkpoints: dict[str, Path]) -> None:
-    cache = ContiguousCache(load_model(tiny_checkpoints["llama"]).config, 8, torch.float32)
+def test_the_cache_refuses_what_does_not_fit_and_stays_as_it_was(folder: Path) -> None:
+    cache = ContiguousCache(load_model(folder).config, 8, torch.float32)
     cache.reserve("a", 8)
     cache.advance(5)
     with pytest.raises(CapacityError, match="holds 5 tokens of at most 8 and cannot take 4 more"):

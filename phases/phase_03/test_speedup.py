@@ -7,25 +7,30 @@ import pytest
 
 from benchmarks.contenders import Turns, load_engine, load_transformers
 from benchmarks.setup import Setup
-from benchmarks.timing import Run, SyntheticPrompts, run, torch_threads
+from benchmarks.timing import SyntheticPrompts, in_turns, run, torch_threads
 from phases.phase_02.engine import Engine as Uncached
 from phases.phase_03.engine import Engine
 from shared.engine.config import EngineConfig
 from shared.lessons import find_lesson
 from shared.models.packed import SUPPORTED_ENGINES
-from shared.sampling.params import SamplingParams
+from tests.speed import ONE_ANSWER, one_answer, time_one_answer
 
 
-@pytest.mark.benchmark(group="decode 16 tokens after 32, tiny model")
-def test_generate(tiny_checkpoints: dict[str, Path], benchmark) -> None:
-    engine = Engine(EngineConfig(model=str(tiny_checkpoints["llama"])))
-    params = SamplingParams(temperature=0.0, max_new_tokens=16, ignore_eos=True)
-    benchmark.pedantic(lambda: list(engine.generate([7] * 32, params)), rounds=5, warmup_rounds=1)
-    before = engine.num_tokens_computed
-    list(engine.generate([7] * 32, params))
-    assert engine.num_tokens_computed - before == 32 + 15, "each answer computes every token once"
+@pytest.mark.measured
+@pytest.mark.benchmark(group=ONE_ANSWER)
+def test_generate(folder: Path, benchmark) -> None:
+    time_one_answer(benchmark, Engine(EngineConfig(model=str(folder))))
 
 
+def test_each_token_is_computed_once(folder: Path) -> None:
+    for phase, num_tokens in ((Uncached, sum(range(32, 32 + 16))), (Engine, 32 + 15)):
+        engine = phase(EngineConfig(model=str(folder)))
+        for number in (1, 2):
+            one_answer(engine)
+            assert engine.num_tokens_computed == number * num_tokens
+
+
+@pytest.mark.measured
 @pytest.mark.demo
 def test_decode_against_phase_2(demo_folder: Path) -> None:
     """Seconds per token after a context, both phases interleaved, the shortest of the trials.
@@ -36,21 +41,17 @@ def test_decode_against_phase_2(demo_folder: Path) -> None:
     with torch_threads(1):
         engines = {"02": Uncached(config), "03": Engine(config)}
         prompts = SyntheticPrompts(engines["02"].model.config.vocab_size, seed=0)
-        warm_up = prompts.draw(8)
-        for engine in engines.values():
-            run(engine, warm_up, 2)
         for context, at_least in ((64, 2.0), (128, 3.0)):
-            answers: dict[str, list[Run]] = {"02": [], "03": []}
-            for _ in range(2):
-                prompt = prompts.draw(context)
-                for name, engine in engines.items():
-                    answers[name].append(run(engine, prompt, new_tokens=2))
-            assert sum(answer.tokens_computed for answer in answers["02"]) == 2 * (2 * context + 1)
-            assert sum(answer.tokens_computed for answer in answers["03"]) == 2 * (context + 1)
-            before, after = (min(gap for answer in answers[name] for gap in answer.intervals) for name in engines)
+            calls = {
+                name: lambda engine=engine, context=context: run(engine, prompts.draw(context), 2).intervals[0]
+                for name, engine in engines.items()
+            }
+            seconds = in_turns(calls, trials=2)
+            before, after = min(seconds["02"]), min(seconds["03"])
             assert before / after >= at_least, f"{before / after:.1f} times at {context} tokens of context"
 
 
+@pytest.mark.measured
 @pytest.mark.demo
 def test_decode_beside_transformers(demo_folder: Path) -> None:
     """Ratios of decode speeds within a trial, plain and packed; measured again, twice at most, on a busy machine."""

@@ -22,9 +22,11 @@ from shared.models.fused import FusedBlock, FusedProjection, fuse
 from shared.models.tokens import Tokens
 from shared.parity.thresholds import PEER_FACTOR, THRESHOLDS, argmax_shortfall, distance
 from shared.sampling.params import SamplingParams
+from tests.as_transformers import assert_generated
+from tests.mixed_requests import SENTENCE
 from tests.reference_tokens import ReferenceTokens
 
-PROMPTS = ["The capital of France is", "x", "Zwölf Boxkämpfer jagen Viktor quer über den Sylter Deich 🥊."]
+PROMPTS = ["The capital of France is", "x", SENTENCE]
 DEV_SHAPES = ["llama-3.2-1b", "qwen3-1.7b", "gemma-3-1b"]
 SAMPLED = {"temperature": 0.9, "top_p": 0.9, "top_k": 40, "repetition_penalty": 1.2, "seed": 11}
 
@@ -50,9 +52,7 @@ def forced_logits(model: CausalLM, view: ContiguousView, token_ids: Sequence[int
 
 def test_greedy_tokens_equal_those_of_transformers(model_folder: Path, reference_tokens: ReferenceTokens) -> None:
     engine = Engine(EngineConfig(model=str(model_folder)))
-    for prompt, num_tokens in zip(PROMPTS, (100, 30, 30), strict=True):
-        ours = ids(engine, prompt, num_tokens)
-        assert ours == reference_tokens(model_folder, engine.tokenizer.encode(prompt), num_tokens), prompt
+    assert_generated(engine, reference_tokens, model_folder, [(PROMPTS[0], 100), (PROMPTS[1], 30), (PROMPTS[2], 30)])
 
 
 def test_sampled_tokens_equal_those_of_phase_3(model_folder: Path) -> None:
@@ -65,8 +65,7 @@ def test_greedy_tokens_of_the_demo_model_equal_those_of_transformers(
     demo_folder: Path, reference_tokens: ReferenceTokens
 ) -> None:
     engine = Engine(EngineConfig(model=str(demo_folder), max_seq_len=256))
-    expected = reference_tokens(demo_folder, engine.tokenizer.encode(PROMPTS[0]), 16)
-    assert ids(engine, PROMPTS[0], 16) == expected
+    assert_generated(engine, reference_tokens, demo_folder, [(PROMPTS[0], 16)])
 
 
 @pytest.mark.parametrize("backend", ["naive", "sdpa", "flash"])
@@ -82,12 +81,6 @@ def test_every_block_and_the_head_are_fused(model_folder: Path) -> None:
     assert isinstance(model.head, FusedProjection)
     plain = load_model(model_folder)
     assert sum(p.numel() for p in model.parameters()) == sum(p.numel() for p in plain.parameters())
-
-
-def test_an_earlier_phase_names_the_phase_of_flash(tiny_checkpoints: dict[str, Path]) -> None:
-    config = EngineConfig(model=str(tiny_checkpoints["llama"]), attention_backend="flash")
-    with pytest.raises(ConfigError, match=r"attention_backend = 'flash' arrives in phase 03.1; leave it out"):
-        Unfused(config)
 
 
 def test_a_model_that_the_gpu_cannot_hold_is_refused_with_the_numbers(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,7 +1,7 @@
 """Phase 4 gives every request of a batch the same output as alone, and isolates failures."""
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -17,27 +17,19 @@ from shared.engine.config import EngineConfig
 from shared.engine.output import StepOutput
 from shared.engine.request import Request
 from shared.engine.sampler import SamplerOutput
-from shared.errors import ConfigError, QueueFullError, RequestError
+from shared.errors import QueueFullError, RequestError
 from shared.kernels.launch import LAUNCHES
 from shared.parity.reference import load_reference
 from shared.sampling.params import SamplingParams
 from shared.scheduling.schedule import Schedule, Scheduled
 from shared.text.stopping import FinishReason
+from tests import mixed_requests
+from tests.as_transformers import ASKED, ASKED_OF_DEMO, assert_served
 from tests.comparison import assert_equal
-from tests.mixed_requests import GREEDY, PENALISED, SENTENCE, Requests, ends, tokens
+from tests.mixed_requests import EARLY as MIXED
+from tests.mixed_requests import GREEDY, SENTENCE, Requests, ends, tokens
+from tests.random_loads import break_off, serve_through
 from tests.reference_tokens import ReferenceTokens
-
-MIXED: Requests = [
-    ("The capital of France is", {"temperature": 0.0, "max_new_tokens": 24, "ignore_eos": True}),
-    ("x", {"seed": 1, "max_new_tokens": 15, "top_k": 20}),
-    (SENTENCE, {"seed": 2, "temperature": 0.7, "top_p": 0.8, "max_new_tokens": 12}),
-    (SENTENCE, PENALISED | {"stop_token_ids": [30, 77], "max_new_tokens": 20, "ignore_eos": True}),
-    ("The capital of France is", {"temperature": 0.0, "repetition_penalty": 1.2, "max_new_tokens": 1}),
-    ([7] * 90, {"temperature": 0.0, "max_new_tokens": 5}),
-    ("Stop", {"seed": 4, "max_new_tokens": 40, "stop": ("e", "a")}),
-    (list(range(40)), {"seed": 5, "temperature": 0.9, "top_k": 5, "top_p": 0.5, "max_new_tokens": 17}),
-    ("x", {"seed": 1, "max_new_tokens": 9, "top_k": 20, "logprobs": 3}),
-]
 
 
 def make(folder: Path, **config: Any) -> Engine:
@@ -55,22 +47,15 @@ def run(engine: Any, *, stop_after: int | None = None) -> dict[str, list[StepOut
     return outputs
 
 
-def serve(engine: Any, requests: Sequence[tuple[str | list[int], dict[str, Any]]]) -> list[list[StepOutput]]:
+def serve(engine: Any, requests: Requests) -> list[list[StepOutput]]:
     """Serve all requests at once; the outputs of each, in the order of the requests."""
-    names = [engine.add_request(prompt, SamplingParams(**params)) for prompt, params in requests]
-    outputs = run(engine)
-    assert_equal(engine.pool.audit(), [], "audit of the pool", ("line",))
-    return [outputs[name] for name in names]
+    return mixed_requests.serve(engine, requests)[0]
 
 
 def test_greedy_tokens_of_a_batch_equal_those_of_transformers(
     model_folder: Path, reference_tokens: ReferenceTokens
 ) -> None:
-    engine = make(model_folder)
-    wanted: list[tuple[str, int]] = [("The capital of France is", 32), ("x", 8), (SENTENCE, 16)]
-    answers = serve(engine, [(prompt, GREEDY | {"max_new_tokens": n}) for prompt, n in wanted])
-    for (prompt, n), answer in zip(wanted, answers, strict=True):
-        assert tokens(answer) == reference_tokens(model_folder, engine.tokenizer.encode(prompt), n), prompt
+    assert_served(make(model_folder), reference_tokens, ASKED)
 
 
 def test_a_request_of_a_mixed_batch_is_answered_as_if_alone(model_folder: Path) -> None:
@@ -104,8 +89,7 @@ def test_every_attention_backend_gives_the_same_tokens(tiny_checkpoints: dict[st
     assert [tokens(a) for a in ours] == [tokens(a) for a in serve(make(folder), MIXED[:4])]
 
 
-def test_packed_weights_serve_a_batch_too(tiny_checkpoints: dict[str, Path]) -> None:
-    folder = tiny_checkpoints["llama"]
+def test_packed_weights_serve_a_batch_too(folder: Path) -> None:
     packed = serve(make(folder, pack_weights=True), MIXED[:5])
     single = Single(EngineConfig(model=str(folder), max_seq_len=256, pack_weights=True))
     expected = [list(single.generate(prompt, SamplingParams(**params))) for prompt, params in MIXED[:5]]
@@ -116,12 +100,7 @@ def test_packed_weights_serve_a_batch_too(tiny_checkpoints: dict[str, Path]) -> 
 def test_the_demo_model_answers_a_batch_as_transformers_does(
     demo_folder: Path, reference_tokens: ReferenceTokens
 ) -> None:
-    prompts = ["The capital of France is", "Once upon a time", "2 + 2 ="]
-    params = GREEDY | {"max_new_tokens": 8}
-    engine = make(demo_folder, max_batch_size=3)
-    answers = serve(engine, [(prompt, params) for prompt in prompts])
-    for prompt, answer in zip(prompts, answers, strict=True):
-        assert tokens(answer) == reference_tokens(demo_folder, engine.tokenizer.encode(prompt), 8)
+    assert_served(make(demo_folder, max_batch_size=3), reference_tokens, ASKED_OF_DEMO)
 
 
 def test_logprobs_are_those_of_the_raw_logits(model_folder: Path) -> None:
@@ -152,8 +131,8 @@ def test_logprobs_are_those_of_the_raw_logits(model_folder: Path) -> None:
 # Batches and their requests.
 
 
-def test_a_closed_batch_runs_to_its_end(tiny_checkpoints: dict[str, Path]) -> None:
-    engine = make(tiny_checkpoints["llama"], max_batch_size=2)
+def test_a_closed_batch_runs_to_its_end(folder: Path) -> None:
+    engine = make(folder, max_batch_size=2)
     for name, n in (("a", 2), ("b", 4), ("c", 1)):
         engine.add_request([7] * 5, SamplingParams(**GREEDY, max_new_tokens=n), name)
     records = []
@@ -240,8 +219,8 @@ def test_a_batch_holds_arrays_of_the_requests_new_tokens() -> None:
     )
 
 
-def test_prompt_tokens_of_a_step_stay_within_the_budget(tiny_checkpoints: dict[str, Path]) -> None:
-    engine = make(tiny_checkpoints["llama"], max_num_batched_tokens=64)
+def test_prompt_tokens_of_a_step_stay_within_the_budget(folder: Path) -> None:
+    engine = make(folder, max_num_batched_tokens=64)
     for length in (60, 4, 1, 100, 30):
         engine.add_request([7] * length, SamplingParams(**GREEDY, max_new_tokens=9))
     run(engine, stop_after=1)
@@ -294,8 +273,7 @@ def test_a_request_that_fails_in_its_prompt_fails_alone(model_folder: Path, capl
     assert sizes[:7] == [sum(counts[n] for n in half) for half in halves], "found by bisection"
 
 
-def test_requests_that_fail_while_they_decode(tiny_checkpoints: dict[str, Path]) -> None:
-    folder = tiny_checkpoints["llama"]
+def test_requests_that_fail_while_they_decode(folder: Path) -> None:
     prompts = [[7 + n] * 4 for n in range(5)]
     params = GREEDY | {"max_new_tokens": 6}
     expected = [tokens(answer) for answer in serve(make(folder), [(p, params) for p in prompts])]
@@ -336,16 +314,16 @@ def test_a_failure_after_the_forward_changes_nothing_for_the_others(tiny_checkpo
     assert [tokens(answer) for answer in serve(engine, requests)] == expected
 
 
-def test_what_no_request_can_be_blamed_for_is_raised(tiny_checkpoints: dict[str, Path]) -> None:
-    engine = make(tiny_checkpoints["llama"])
+def test_what_no_request_can_be_blamed_for_is_raised(folder: Path) -> None:
+    engine = make(folder)
     fail_where(engine, lambda ids: True, NotImplementedError("an operation is missing"))
     engine.add_request("x", SamplingParams(max_new_tokens=2))
     with pytest.raises(NotImplementedError, match="an operation is missing"):
         engine.step()
 
 
-def test_a_failed_request_raises_from_generate(tiny_checkpoints: dict[str, Path]) -> None:
-    engine = make(tiny_checkpoints["llama"])
+def test_a_failed_request_raises_from_generate(folder: Path) -> None:
+    engine = make(folder)
     fail_where(engine, lambda ids: True, RuntimeError("injected"))
     with pytest.raises(RuntimeError, match="could not compute this request"):
         list(engine.generate("x", SamplingParams(max_new_tokens=2)))
@@ -355,15 +333,14 @@ def test_a_failed_request_raises_from_generate(tiny_checkpoints: dict[str, Path]
 @pytest.mark.parametrize("place", ["model", "forward", "wait", "commit", "process"])
 @pytest.mark.parametrize("error", [KeyboardInterrupt, NotImplementedError, RuntimeError])
 def test_a_step_that_is_broken_off_loses_no_output(
-    tiny_checkpoints: dict[str, Path], error: type[BaseException], place: str, monkeypatch: pytest.MonkeyPatch
+    folder: Path, error: type[BaseException], place: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Every third call is interrupted, and with it the step, even if some requests already got their last token."""
     if (error, place) == (RuntimeError, "forward") or (place == "model" and error is not KeyboardInterrupt):
         pytest.skip("an error in a forward fails its own requests")
-    folder = tiny_checkpoints["llama"]
-    requests = [([7 + n] * 4, GREEDY | {"max_new_tokens": 1 + 2 * (n % 3)}) for n in range(6)]
+    requests: Requests = [([7 + n] * 4, GREEDY | {"max_new_tokens": 1 + 2 * (n % 3)}) for n in range(6)]
     expected = [tokens(answer) for answer in serve(make(folder), requests)]
-    engine, calls, num_broken_off = make(folder, max_batch_size=4), 0, 0
+    engine = make(folder, max_batch_size=4)
     owner, name = {
         "model": (engine.model, "forward"),
         "forward": (engine.runner, "forward"),
@@ -371,38 +348,14 @@ def test_a_step_that_is_broken_off_loses_no_output(
         "commit": (engine.pool, "commit"),
         "process": (engine.output_processor, "process"),
     }[place]
-    method = getattr(owner, name)
-
-    def breaking(*about: Any) -> Any:
-        nonlocal calls
-        calls += 1
-        if calls % 3 == 2:
-            raise error
-        return method(*about)
-
-    monkeypatch.setattr(owner, name, breaking)
-    outputs: dict[str, list[StepOutput]] = {str(n): [] for n in range(6)}
-    for n, (prompt, params) in enumerate(requests):
-        engine.add_request(prompt, SamplingParams(**params), str(n))
-    for _ in range(200):
-        if not engine.has_work():
-            break
-        try:
-            for output in engine.step():
-                outputs[output.request_id].append(output)
-        except error:
-            num_broken_off += 1
-        assert len(engine.pool.audit()) == len(engine.scheduler.running)
+    break_off(owner, name, error, lambda number: number % 3 == 1, monkeypatch)
+    answers, num_broken_off, _ = serve_through(engine, requests, error)
     assert num_broken_off >= 4
-    assert [tokens(answer) for answer in outputs.values()] == expected
-    assert engine.pool.audit() == []
+    assert answers == expected
 
 
 @pytest.mark.parametrize("num_steps", [0, 1, 4])
-def test_an_aborted_request_frees_its_region_and_changes_no_other_tokens(
-    tiny_checkpoints: dict[str, Path], num_steps: int
-) -> None:
-    folder = tiny_checkpoints["llama"]
+def test_an_aborted_request_frees_its_region_and_changes_no_other_tokens(folder: Path, num_steps: int) -> None:
     expected = [tokens(answer) for answer in serve(make(folder), MIXED[:4])]
     engine = make(folder, max_batch_size=4)
     names = [engine.add_request(prompt, SamplingParams(**params)) for prompt, params in MIXED[:4]]
@@ -418,8 +371,8 @@ def test_an_aborted_request_frees_its_region_and_changes_no_other_tokens(
     assert engine.pool.audit() == []
 
 
-def test_what_cannot_be_served_is_refused_and_leaves_no_trace(tiny_checkpoints: dict[str, Path]) -> None:
-    engine = make(tiny_checkpoints["llama"], max_waiting_requests=2, seed=5)
+def test_what_cannot_be_served_is_refused_and_leaves_no_trace(folder: Path) -> None:
+    engine = make(folder, max_waiting_requests=2, seed=5)
     params = SamplingParams(max_new_tokens=3)
     for prompt, message in (
         ([], "The prompt is empty"),
@@ -438,7 +391,7 @@ def test_what_cannot_be_served_is_refused_and_leaves_no_trace(tiny_checkpoints: 
     assert engine.load().num_waiting == 2
     run(engine)
     assert engine.add_request("c", params, "1") == "1", "an id may be reused when its request is finished"
-    clean = make(tiny_checkpoints["llama"], seed=5)
+    clean = make(folder, seed=5)
     for prompt in "abc":
         clean.add_request(prompt, params, prompt)
     clean.step()
@@ -446,9 +399,9 @@ def test_what_cannot_be_served_is_refused_and_leaves_no_trace(tiny_checkpoints: 
     assert seeds[0] == seeds[1], "a refused request takes no seed from later ones"
 
 
-def test_the_same_seed_and_queue_give_the_same_steps(tiny_checkpoints: dict[str, Path]) -> None:
+def test_the_same_seed_and_queue_give_the_same_steps(folder: Path) -> None:
     def everything() -> list[Any]:
-        engine = make(tiny_checkpoints["llama"], seed=3, max_batch_size=3)
+        engine = make(folder, seed=3, max_batch_size=3)
         for length in (5, 9, 2, 30):
             engine.add_request([7] * length, SamplingParams(max_new_tokens=8))
         made = []
@@ -459,8 +412,7 @@ def test_the_same_seed_and_queue_give_the_same_steps(tiny_checkpoints: dict[str,
     assert everything() == everything()
 
 
-def test_iterators_take_turns_and_a_closed_one_is_aborted(tiny_checkpoints: dict[str, Path]) -> None:
-    folder = tiny_checkpoints["llama"]
+def test_iterators_take_turns_and_a_closed_one_is_aborted(folder: Path) -> None:
     params = SamplingParams(**GREEDY, max_new_tokens=9)
     expected = [tokens(answer) for answer in serve(make(folder), [(p, GREEDY | {"max_new_tokens": 9}) for p in "xy"])]
     engine = make(folder)
@@ -476,22 +428,14 @@ def test_iterators_take_turns_and_a_closed_one_is_aborted(tiny_checkpoints: dict
     assert engine.pool.audit() == []
 
 
-def test_load_tells_how_busy_the_engine_is(tiny_checkpoints: dict[str, Path]) -> None:
-    engine = make(tiny_checkpoints["llama"], max_batch_size=4)
+def test_load_tells_how_busy_the_engine_is(folder: Path) -> None:
+    engine = make(folder, max_batch_size=4)
     assert (engine.load().num_running, engine.load().num_waiting, engine.load().kv_usage) == (0, 0, 0.0)
     for _ in range(5):
         engine.add_request([7] * 3, SamplingParams(max_new_tokens=3, ignore_eos=True))
     engine.step()
     assert (engine.load().num_running, engine.load().num_waiting, engine.load().kv_usage) == (4, 1, 1.0)
     assert engine.stats()["cache capacity (tokens)"] == 4 * 256
-
-
-def test_an_earlier_phase_names_the_phase_of_batches(tiny_checkpoints: dict[str, Path]) -> None:
-    folder = str(tiny_checkpoints["llama"])
-    with pytest.raises(ConfigError, match=r"max_batch_size = 4 arrives in phase 04; leave it at 16"):
-        Single(EngineConfig(model=folder, max_batch_size=4))
-    with pytest.raises(ConfigError, match=r"batching_mode = 'continuous' arrives in phase 05"):
-        Engine(EngineConfig(model=folder, batching_mode="continuous"))
 
 
 @pytest.mark.gpu

@@ -7,34 +7,20 @@ from typing import Any
 import pytest
 
 from phases.phase_03_1.engine import Engine as Single
-from phases.phase_04.engine import Engine as Static
 from phases.phase_05.engine import Engine
 from shared.engine.config import SCHEDULER_POLICIES, EngineConfig
 from shared.engine.output import StepOutput
-from shared.engine.request import Request
-from shared.engine.sampler import SampledTokens, SamplerOutput
-from shared.errors import ConfigError
+from shared.engine.sampler import SamplerOutput
 from shared.kernels.launch import LAUNCHES
 from shared.sampling.params import SamplingParams
-from shared.scheduling.schedule import Schedule
 from tests import mixed_requests
+from tests.as_transformers import ASKED, ASKED_OF_DEMO, assert_served
 from tests.comparison import assert_equal
-from tests.mixed_requests import GREEDY, PENALISED, SENTENCE, Requests, ends, tokens
-from tests.random_loads import assert_failures_stay_apart
+from tests.mixed_requests import EARLY as MIXED
+from tests.mixed_requests import EARLY_ARRIVALS as ARRIVALS
+from tests.mixed_requests import GREEDY, Requests, ends, tokens
+from tests.random_loads import assert_failures_stay_apart, break_off, serve_through
 from tests.reference_tokens import ReferenceTokens
-
-MIXED: Requests = [
-    ("The capital of France is", GREEDY | {"max_new_tokens": 24}),
-    ("x", {"seed": 1, "max_new_tokens": 15, "top_k": 20}),
-    (SENTENCE, {"seed": 2, "temperature": 0.7, "top_p": 0.8, "max_new_tokens": 6}),
-    (SENTENCE, PENALISED | {"stop_token_ids": [30, 77], "max_new_tokens": 20, "ignore_eos": True}),
-    ([7] * 90, GREEDY | {"max_new_tokens": 5}),
-    ("Stop", {"seed": 4, "max_new_tokens": 40, "stop": ("e", "a")}),
-    ("The capital of France is", {"temperature": 0.0, "repetition_penalty": 1.2, "max_new_tokens": 1}),
-    (list(range(40)), {"seed": 5, "temperature": 0.9, "top_k": 5, "top_p": 0.5, "max_new_tokens": 17}),
-    ("x", {"seed": 1, "max_new_tokens": 9, "top_k": 20, "logprobs": 3}),
-]
-ARRIVALS = [0, 0, 0, 2, 3, 3, 9, 12, 12]  # the step before which each request arrives
 
 
 def make(folder: Path, **config: Any) -> Engine:
@@ -60,25 +46,17 @@ def test_each_answer_in_a_changing_batch_is_as_if_alone(model_folder: Path) -> N
 
 
 def test_greedy_tokens_equal_those_of_transformers(model_folder: Path, reference_tokens: ReferenceTokens) -> None:
-    wanted: list[tuple[str, int]] = [("The capital of France is", 32), ("x", 8), (SENTENCE, 16)]
-    requests = [(prompt, GREEDY | {"max_new_tokens": n}) for prompt, n in wanted]
     engine = make(model_folder, max_batch_size=2)
-    answers = [tokens(answer) for answer in serve(engine, requests, [0, 2, 5])]
-    for (prompt, n), answer in zip(wanted, answers, strict=True):
-        assert answer == reference_tokens(model_folder, engine.tokenizer.encode(prompt), n)
+    assert_served(engine, reference_tokens, ASKED, [0, 2, 5])
 
 
 @pytest.mark.demo
 def test_the_demo_model_answers_as_transformers_does(demo_folder: Path, reference_tokens: ReferenceTokens) -> None:
-    prompts = ["The capital of France is", "Once upon a time", "2 + 2 ="]
-    requests = [(prompt, GREEDY | {"max_new_tokens": 8}) for prompt in prompts]
     engine = make(demo_folder, max_batch_size=2)
-    for prompt, answer in zip(prompts, serve(engine, requests, [0, 3, 4]), strict=True):
-        assert tokens(answer) == reference_tokens(demo_folder, engine.tokenizer.encode(prompt), 8)
+    assert_served(engine, reference_tokens, ASKED_OF_DEMO, [0, 3, 4])
 
 
-def test_generate_answers_beside_requests_that_run(tiny_checkpoints: dict[str, Path]) -> None:
-    folder = tiny_checkpoints["llama"]
+def test_generate_answers_beside_requests_that_run(folder: Path) -> None:
     expected = [tokens(answer) for answer in serve(make(folder), MIXED[:2])]
     engine = make(folder)
     first = engine.generate(MIXED[0][0], SamplingParams(**MIXED[0][1]))
@@ -87,8 +65,8 @@ def test_generate_answers_beside_requests_that_run(tiny_checkpoints: dict[str, P
     assert tokens(got + list(first)) == expected[0]
 
 
-def test_a_free_row_is_filled_in_the_next_step(tiny_checkpoints: dict[str, Path]) -> None:
-    engine = make(tiny_checkpoints["llama"], max_batch_size=2)
+def test_a_free_row_is_filled_in_the_next_step(folder: Path) -> None:
+    engine = make(folder, max_batch_size=2)
     for name, n in (("a", 2), ("b", 4), ("c", 1)):
         engine.add_request([7] * 5, SamplingParams(**GREEDY, max_new_tokens=n), name)
     records = []
@@ -113,11 +91,9 @@ def test_a_free_row_is_filled_in_the_next_step(tiny_checkpoints: dict[str, Path]
     ("policy", "steps_to_last_prompt", "longest_wait"),
     [("fcfs", 5, 1), ("prefill_first", 5, 4), ("decode_round_robin", 10, 3)],
 )
-def test_what_a_policy_is_for(
-    tiny_checkpoints: dict[str, Path], policy: str, steps_to_last_prompt: int, longest_wait: int
-) -> None:
+def test_what_a_policy_is_for(folder: Path, policy: str, steps_to_last_prompt: int, longest_wait: int) -> None:
     """Four requests decode when ten long prompts arrive, two of which fit in a step."""
-    engine = make(tiny_checkpoints["llama"], max_batch_size=14, max_num_batched_tokens=100, scheduler_policy=policy)
+    engine = make(folder, max_batch_size=14, max_num_batched_tokens=100, scheduler_policy=policy)
     early = [engine.add_request([7] * 3, SamplingParams(**GREEDY, max_new_tokens=60)) for _ in range(4)]
     while not engine.last_step or len(engine.last_step.decoded) < 4:
         engine.step()
@@ -150,9 +126,9 @@ def test_requests_that_fail_and_are_aborted_leave_the_others_alone(tiny_checkpoi
 
 
 def test_both_forwards_are_under_way_before_a_token_is_waited_for(
-    tiny_checkpoints: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+    folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    engine, seen = make(tiny_checkpoints["llama"]), list[str]()
+    engine, seen = make(folder), list[str]()
     forward, wait = engine.runner.forward, SamplerOutput.wait
     monkeypatch.setattr(engine.runner, "forward", lambda batch: seen.append("forward") or forward(batch))
     monkeypatch.setattr(SamplerOutput, "wait", lambda output: seen.append("wait") or wait(output))
@@ -166,73 +142,21 @@ def test_both_forwards_are_under_way_before_a_token_is_waited_for(
 @pytest.mark.parametrize("place", ["forward", "wait", "commit"])
 @pytest.mark.parametrize("error", [KeyboardInterrupt, NotImplementedError])
 def test_a_step_that_is_broken_off_loses_no_output(
-    tiny_checkpoints: dict[str, Path], error: type[BaseException], place: str, monkeypatch: pytest.MonkeyPatch
+    folder: Path, error: type[BaseException], place: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also if a prompt's token was committed, and was its last, before the decode was interrupted."""
-    folder = tiny_checkpoints["llama"]
-    requests = [([7 + n] * 4, GREEDY | {"max_new_tokens": 5 if n == 0 else 1}) for n in range(4)]
+    requests: Requests = [([7 + n] * 4, GREEDY | {"max_new_tokens": 5 if n == 0 else 1}) for n in range(4)]
     expected = [tokens(answer) for answer in serve(make(folder), requests)]
     engine = make(folder)
-    decode, wait, commit = engine.decode, SamplerOutput.wait, engine.pool.commit
-    calls, is_breaking = 0, False
-    broken: set[SamplerOutput] = set()
-
-    def breaking_decode(decoding: Schedule) -> SamplerOutput:
-        """Every second decode is interrupted."""
-        nonlocal calls, is_breaking
-        if not decoding:
-            return decode(decoding)
-        calls += 1
-        is_breaking = calls % 2 == 1
-        if is_breaking and place == "forward":
-            raise error
-        output = decode(decoding)
-        if is_breaking:
-            broken.add(output)
-        return output
-
-    def breaking_wait(output: SamplerOutput) -> SampledTokens:
-        if place == "wait" and output in broken:
-            raise error
-        return wait(output)
-
-    def breaking_commit(request: Request, num_tokens: int) -> None:
-        nonlocal is_breaking
-        if place == "commit" and is_breaking and num_tokens == 1:
-            is_breaking = False
-            raise error
-        commit(request, num_tokens)
-
-    monkeypatch.setattr(SamplerOutput, "wait", breaking_wait)
-    engine.decode, engine.pool.commit = breaking_decode, breaking_commit
-    num_broken_off = 0
-    outputs: dict[str, list[StepOutput]] = {str(n): [] for n in range(4)}
-    for n, (prompt, params) in enumerate(requests):
-        engine.add_request(prompt, SamplingParams(**params), str(n))
-        try:
-            for output in engine.step():
-                outputs[output.request_id].append(output)
-        except error:
-            num_broken_off += 1
-    while engine.has_work():
-        try:
-            for output in engine.step():
-                outputs[output.request_id].append(output)
-        except error:
-            num_broken_off += 1
+    owner, name = {
+        "forward": (engine, "decode"),
+        "wait": (SamplerOutput, "wait"),  # of the prompt, of the decode, of the prompt ...
+        "commit": (engine.pool, "commit"),  # as well
+    }[place]
+    break_off(owner, name, error, lambda number: number % (2 if place == "forward" else 3) == 1, monkeypatch)
+    answers, num_broken_off, _ = serve_through(engine, requests, error)
     assert num_broken_off >= 3
-    assert [tokens(answer) for answer in outputs.values()] == expected
-    assert engine.pool.audit() == []
-
-
-def test_settings_that_contradict_each_other_are_refused(tiny_checkpoints: dict[str, Path]) -> None:
-    folder = str(tiny_checkpoints["llama"])
-    with pytest.raises(ConfigError, match="scheduler_policy is 'prefill_first' and batching_mode is 'static'"):
-        EngineConfig(model=folder, batching_mode="static", scheduler_policy="prefill_first")
-    with pytest.raises(ConfigError, match=r"scheduler_policy = 'prefill_first' arrives in phase 05"):
-        Static(EngineConfig(model=folder, scheduler_policy="prefill_first"))
-    with pytest.raises(ConfigError, match=r"kv_cache_backend = 'paged' arrives in phase 06"):
-        Engine(EngineConfig(model=folder, kv_cache_backend="paged"))
+    assert answers == expected
 
 
 @pytest.mark.gpu

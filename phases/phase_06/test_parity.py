@@ -17,33 +17,23 @@ from shared.engine.output import StepOutput
 from shared.engine.record import StepRecord
 from shared.engine.sampler import SamplerOutput
 from shared.errors import ConfigError, RequestError
-from shared.kernels.launch import LAUNCHES
 from shared.sampling.params import SamplingParams
 from shared.server.app import make_app
 from shared.server.engine_thread import EngineThread
 from shared.server.settings import ServerConfig
 from shared.text.stopping import FinishReason
 from tests import mixed_requests
-from tests.mixed_requests import GREEDY, PENALISED, SENTENCE, Requests, tokens
-from tests.random_loads import assert_failures_stay_apart
+from tests.as_transformers import ASKED, ASKED_OF_DEMO, assert_served
+from tests.launches import launched
+from tests.mixed_requests import EARLY as SHORT
+from tests.mixed_requests import EARLY_ARRIVALS as SHORT_ARRIVALS
+from tests.mixed_requests import GREEDY, SENTENCE, Requests, tokens
+from tests.random_loads import assert_failures_stay_apart, break_off, serve_through
 from tests.reference_tokens import ReferenceTokens
 
 MAX_SEQ_LEN = 128
-MIXED: Requests = [
-    ("The capital of France is", GREEDY | {"max_new_tokens": 24}),
-    ("y", GREEDY | {"max_new_tokens": 70}),
-    ("z", GREEDY | {"max_new_tokens": 70}),
-    ("x", {"seed": 1, "max_new_tokens": 15, "top_k": 20}),
-    (SENTENCE, {"seed": 2, "temperature": 0.7, "top_p": 0.8, "max_new_tokens": 6}),
-    (SENTENCE, PENALISED | {"stop_token_ids": [30, 77], "max_new_tokens": 20, "ignore_eos": True}),
-    ([7] * 90, GREEDY | {"max_new_tokens": 5}),
-    ("Stop", {"seed": 4, "max_new_tokens": 40, "stop": ("e", "a")}),
-    ("The capital of France is", {"temperature": 0.0, "repetition_penalty": 1.2, "max_new_tokens": 1}),
-    (list(range(40)), {"seed": 5, "temperature": 0.9, "top_k": 5, "top_p": 0.5, "max_new_tokens": 17}),
-    ("x", {"seed": 1, "max_new_tokens": 9, "top_k": 20, "logprobs": 3}),
-]
-SHORT = [MIXED[0], *MIXED[3:]]
-ARRIVALS = [0, 0, 0, 0, 0, 2, 3, 3, 9, 12, 12]  # the step before which each request arrives
+LONG: Requests = [("y", GREEDY | {"max_new_tokens": 70}), ("z", GREEDY | {"max_new_tokens": 70})]
+MIXED, ARRIVALS = [*LONG, *SHORT], [0, 0, *SHORT_ARRIVALS]  # the long ones are preempted
 
 
 def make(folder: Path, block_size: int = 16, tokens: int | None = None, **config: Any) -> Engine:
@@ -103,31 +93,23 @@ def test_without_preemption_each_answer_is_as_if_alone(
 ) -> None:
     folder = tiny_checkpoints["qwen3"]
     engine = make(folder, max_batch_size=3, **config)
-    answers, _ = serve(engine, SHORT, ARRIVALS[2:])
+    answers, _ = serve(engine, SHORT, SHORT_ARRIVALS)
     assert [seen(answer) for answer in answers] == [seen(answer) for answer in alone(folder, SHORT)]
     assert engine.load().num_preemptions == 0
 
 
 def test_greedy_tokens_equal_those_of_transformers(model_folder: Path, reference_tokens: ReferenceTokens) -> None:
-    wanted: list[tuple[str, int]] = [("The capital of France is", 32), (SENTENCE, 16), ("x", 8)]
-    requests = [(prompt, GREEDY | {"max_new_tokens": n}) for prompt, n in wanted]
     engine = make(model_folder, block_size=2, tokens=112, max_seq_len=112)
-    found, records = serve(engine, requests, [0, 2, 5])
-    answers = [tokens(answer) for answer in found]
+    records = assert_served(engine, reference_tokens, ASKED, [0, 2, 5])
     assert any(record.preempted for record in records)
-    for (prompt, n), answer in zip(wanted, answers, strict=True):
-        assert answer == reference_tokens(model_folder, engine.tokenizer.encode(prompt), n)
 
 
 @pytest.mark.demo
 def test_the_demo_model_answers_as_transformers_does(demo_folder: Path, reference_tokens: ReferenceTokens) -> None:
-    prompts = ["The capital of France is", "Once upon a time", "2 + 2 ="]
-    requests = [(prompt, GREEDY | {"max_new_tokens": 6}) for prompt in prompts]
     engine = make(demo_folder, block_size=2, tokens=16, max_seq_len=16)
-    answers, _ = serve(engine, requests, [0, 1, 2])
+    asked = [(prompt, 6) for prompt, _ in ASKED_OF_DEMO]
+    assert_served(engine, reference_tokens, asked, [0, 1, 2])
     assert engine.load().num_preemptions > 0
-    for prompt, answer in zip(prompts, answers, strict=True):
-        assert tokens(answer) == reference_tokens(demo_folder, engine.tokenizer.encode(prompt), 6)
 
 
 @pytest.mark.parametrize(
@@ -136,15 +118,14 @@ def test_the_demo_model_answers_as_transformers_does(demo_folder: Path, referenc
 def test_with_regions_outputs_and_steps_are_those_of_phase_5(
     tiny_checkpoints: dict[str, Path], config: dict[str, str]
 ) -> None:
-    about: dict[str, Any] = {"max_seq_len": MAX_SEQ_LEN, "max_batch_size": 4, "max_num_batched_tokens": 100, **config}
-    about |= {"model": str(tiny_checkpoints["qwen3"]), "kv_cache_backend": "contiguous"}
-    ours, theirs = (serve(engine(EngineConfig(**about)), SHORT, ARRIVALS[2:]) for engine in (Engine, Contiguous))
+    options: dict[str, Any] = {"max_seq_len": MAX_SEQ_LEN, "max_batch_size": 4, "max_num_batched_tokens": 100, **config}
+    options |= {"model": str(tiny_checkpoints["qwen3"]), "kv_cache_backend": "contiguous"}
+    ours, theirs = (serve(engine(EngineConfig(**options)), SHORT, SHORT_ARRIVALS) for engine in (Engine, Contiguous))
     assert ours == theirs
 
 
-def test_generate_answers_beside_requests_that_run(tiny_checkpoints: dict[str, Path]) -> None:
+def test_generate_answers_beside_requests_that_run(folder: Path) -> None:
     """The second request preempts the first, and then releases its blocks."""
-    folder = tiny_checkpoints["llama"]
     long: list[tuple[list[int], dict[str, Any]]] = [([7] * 40, GREEDY | {"max_new_tokens": 60}), ([9] * 60, GREEDY)]
     expected = [tokens(answer) for answer in alone(folder, long)]
     engine = make(folder, tokens=128)
@@ -193,11 +174,8 @@ def test_what_a_request_asks_for_survives_preemption(tiny_checkpoints: dict[str,
 
 
 @pytest.mark.parametrize("policy", SCHEDULER_POLICIES)
-def test_nothing_fails_nothing_deadlocks_and_the_oldest_always_ends(
-    tiny_checkpoints: dict[str, Path], policy: str
-) -> None:
+def test_nothing_fails_nothing_deadlocks_and_the_oldest_always_ends(folder: Path, policy: str) -> None:
     """Each of six requests could fill the pool alone, and all of them start."""
-    folder = tiny_checkpoints["llama"]
     requests = [([7 + n] * (1 + n), GREEDY | {"max_new_tokens": 23 - n}) for n in range(6)]
     expected = [tokens(answer) for answer in alone(folder, requests)]
     engine = make(folder, 2, 24, max_seq_len=24, max_batch_size=6, scheduler_policy=policy, max_decode_interval=2)
@@ -254,44 +232,20 @@ def test_requests_that_fail_and_are_aborted_leave_no_block_behind(tiny_checkpoin
 @pytest.mark.parametrize("place", ["forward", "wait", "commit"])
 @pytest.mark.parametrize("error", [KeyboardInterrupt, NotImplementedError])
 def test_a_step_that_is_broken_off_loses_no_output(
-    tiny_checkpoints: dict[str, Path], error: type[BaseException], place: str, monkeypatch: pytest.MonkeyPatch
+    folder: Path, error: type[BaseException], place: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also if the step preempted requests, or had prompts, whose forward is repeated."""
-    folder = tiny_checkpoints["llama"]
     requests = [([7 + n] * 4, GREEDY | {"max_new_tokens": 1 if n == 2 else 12}) for n in range(5)]
     expected = [tokens(answer) for answer in alone(folder, requests)]
     engine = make(folder, block_size=2, tokens=24, max_seq_len=16)
-    owner, name = {
-        "forward": (engine, "decode"),
-        "wait": (SamplerOutput, "wait"),
-        "commit": (engine.pool, "commit"),
-    }[place]
-    method, calls, broken_off = getattr(owner, name), 0, 0
-
-    def breaking(*about: Any) -> Any:
-        nonlocal calls
-        calls += 1
-        if calls % (2 if place == "forward" else 3) == 1:
-            raise error
-        return method(*about)
-
-    monkeypatch.setattr(owner, name, breaking)
-    outputs: dict[str, list[StepOutput]] = {str(n): [] for n in range(5)}
-    coming = list(enumerate(requests))
-    while coming or engine.has_work():
-        if coming:
-            n, (prompt, params) = coming.pop(0)
-            engine.add_request(prompt, SamplingParams(**params), str(n))
-        before = engine.load().num_preemptions
-        try:
-            for output in engine.step():
-                outputs[output.request_id].append(output)
-        except error:
-            broken_off += engine.load().num_preemptions > before
-        assert engine.pool.audit_blocks() == []
-    assert broken_off > 0, "no interrupted step preempted a request"
-    assert [tokens(answer) for answer in outputs.values()] == expected
-    assert engine.pool.audit() == []
+    places = {"forward": (engine, "decode"), "wait": (SamplerOutput, "wait"), "commit": (engine.pool, "commit")}
+    owner, name = places[place]
+    break_off(owner, name, error, lambda number: number % (2 if place == "forward" else 3) == 0, monkeypatch)
+    audit = engine.pool.audit
+    engine.pool.audit = lambda: engine.pool.audit_blocks() + audit()
+    answers, _, num_preempting = serve_through(engine, requests, error)
+    assert num_preempting > 0, "no interrupted step preempted a request"
+    assert answers == expected
 
 
 # Refused settings and requests.
@@ -300,37 +254,22 @@ def test_a_step_that_is_broken_off_loses_no_output(
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"block_size": 0}, "block_size is 0; it must be an integer of at least 1"),
-        ({"num_gpu_blocks": 0}, "num_gpu_blocks is 0; it must be an integer of at least 1"),
         (
             {"num_gpu_blocks": 7, "max_seq_len": 128},
             r"num_gpu_blocks is 7: 112 tokens in blocks of 16. One sequence may have max_seq_len = 128 tokens, which "
             "is 8 blocks",
         ),
         ({"num_gpu_blocks": 10**12}, r"1000000000000 blocks of 16 tokens take [\d,.]+ GB and cpu has [\d,.]+ GB free"),
-        (
-            {"kv_cache_backend": "contiguous", "block_size": 8},
-            "block_size is 8 and kv_cache_backend is 'contiguous'; block_size, which arrives in phase 06",
-        ),
     ],
 )
-def test_settings_that_cannot_be(tiny_checkpoints: dict[str, Path], given: dict[str, Any], message: str) -> None:
+def test_settings_that_cannot_be(folder: Path, given: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        Engine(EngineConfig(model=str(tiny_checkpoints["llama"]), **given))
+        Engine(EngineConfig(model=str(folder), **given))
 
 
-def test_earlier_phases_refuse_blocks(tiny_checkpoints: dict[str, Path]) -> None:
-    for given, named in (
-        ({"kv_cache_backend": "paged"}, "kv_cache_backend = 'paged'"),
-        ({"block_size": 8}, "block_si"),
-    ):
-        with pytest.raises(ConfigError, match=rf"{named}.* arrives in phase 06"):
-            Contiguous(EngineConfig(model=str(tiny_checkpoints["llama"]), **given))
-
-
-def test_what_an_empty_pool_cannot_hold_is_refused_on_arrival(tiny_checkpoints: dict[str, Path]) -> None:
+def test_what_an_empty_pool_cannot_hold_is_refused_on_arrival(folder: Path) -> None:
     """By the engine, and over HTTP with 422; a refused request leaves no state."""
-    engine = make(tiny_checkpoints["llama"], tokens=32, max_seq_len=32)
+    engine = make(folder, tokens=32, max_seq_len=32)
     assert engine.pool.request_capacity == 32, "an engine's pool holds the longest sequence that it takes"
     with pytest.raises(RequestError, match=r"has 32 tokens .* 32"):
         engine.add_request([7] * 32, SamplingParams(max_new_tokens=1))
@@ -348,16 +287,16 @@ def test_what_an_empty_pool_cannot_hold_is_refused_on_arrival(tiny_checkpoints: 
     assert engine.pool.audit() == []
 
 
-def test_without_a_number_of_blocks_the_pool_sizes_itself(tiny_checkpoints: dict[str, Path]) -> None:
-    engine = make(tiny_checkpoints["llama"], max_seq_len=100, max_batch_size=3)
+def test_without_a_number_of_blocks_the_pool_sizes_itself(folder: Path) -> None:
+    engine = make(folder, max_seq_len=100, max_batch_size=3)
     assert engine.pool.capacity_tokens == 3 * 7 * 16, "no more than three sequences can fill"
     assert engine.stats()["cache capacity (tokens)"] == 3 * 7 * 16
     assert engine.stats()["cache bytes"] == engine.view.keys.nbytes + engine.view.values.nbytes
 
 
-def test_packed_weights_go_with_blocks(tiny_checkpoints: dict[str, Path]) -> None:
-    about: dict[str, Any] = {"dtype": "bfloat16", "pack_weights": True, "max_batch_size": 3}
-    both = [make(tiny_checkpoints["llama"], **about), make(tiny_checkpoints["llama"], tokens=128, **about)]
+def test_packed_weights_go_with_blocks(folder: Path) -> None:
+    options: dict[str, Any] = {"dtype": "bfloat16", "pack_weights": True, "max_batch_size": 3}
+    both = [make(folder, **options), make(folder, tokens=128, **options)]
     many, few = (serve(engine, MIXED[:3])[0] for engine in both)
     assert [len(answer) for answer in many] == [len(answer) for answer in few]
 
@@ -404,9 +343,9 @@ def counted(owner: Any, name: str, calls: list[int] | None = None) -> list[int]:
 @pytest.mark.gpu
 @pytest.mark.parametrize(("policy", "block_size"), list(zip(SCHEDULER_POLICIES, (1, 3, 16), strict=True)))
 def test_tokens_on_the_gpu_equal_those_of_the_cpu(model_folder: Path, policy: str, block_size: int) -> None:
-    about: dict[str, Any] = {"scheduler_policy": policy, "max_batch_size": 5, "max_num_batched_tokens": 100}
+    options: dict[str, Any] = {"scheduler_policy": policy, "max_batch_size": 5, "max_num_batched_tokens": 100}
     engines = [
-        make(model_folder, block_size, 128, device=device, dtype="float32", **about) for device in ("cpu", "cuda")
+        make(model_folder, block_size, 128, device=device, dtype="float32", **options) for device in ("cpu", "cuda")
     ]
     on_cpu, on_gpu = (serve(engine, MIXED, ARRIVALS) for engine in engines)
     assert [tokens(answer) for answer in on_gpu[0]] == [tokens(answer) for answer in on_cpu[0]]
@@ -423,40 +362,25 @@ def test_the_paged_kernels_run_once_for_each_layer(model_folder: Path, dtype: st
         engine.add_request([7] * (20 + n), SamplingParams(**GREEDY, max_new_tokens=8))
     sends = counted_sends(engine)
     made = launched(engine)
-    assert (made["paged_prefill_kernel"], made["paged_attention_kernel"], made["kv_write_kernel"]) == (
-        layers,
-        0,
-        layers,
-    )
+    names = ("paged_prefill_kernel", "paged_attention_kernel", "kv_write_kernel")
+    assert [made[name] for name in names] == [layers, 0, layers]
     assert len(sends) == 1
     made = launched(engine)
-    assert (made["paged_prefill_kernel"], made["paged_attention_kernel"], made["kv_write_kernel"]) == (
-        0,
-        layers,
-        layers,
-    )
+    assert [made[name] for name in names] == [0, layers, layers]
     assert len(sends) == 2
     engine.add_request([7] * 33, SamplingParams(**GREEDY, max_new_tokens=8))
     made = launched(engine)
-    assert (made["paged_prefill_kernel"], made["paged_attention_kernel"]) == (layers, layers)
-    assert made["kv_write_kernel"] == 2 * layers, "one for the prompt, one for the seven"
+    assert [made[name] for name in names] == [layers, layers, 2 * layers], "written for the prompt, and for the seven"
     assert made["decode_attention_kernel"] == 0
     assert len(sends) == 4
 
 
-def launched(engine: Engine) -> Any:
-    """The launches of one step, by kernel."""
-    before = LAUNCHES.copy()
-    engine.step()
-    return LAUNCHES - before
-
-
 @pytest.mark.gpu
-def test_the_pool_takes_what_the_gpu_has_left(tiny_checkpoints: dict[str, Path]) -> None:
-    about: dict[str, Any] = {"device": "cuda", "max_seq_len": 1024}
-    engine = make(tiny_checkpoints["llama"], **about)
+def test_the_pool_takes_what_the_gpu_has_left(folder: Path) -> None:
+    options: dict[str, Any] = {"device": "cuda", "max_seq_len": 1024}
+    engine = make(folder, **options)
     assert engine.pool.capacity_tokens == 16 * 1024, "what sixteen sequences can fill"
     free, _ = torch.cuda.mem_get_info()
     of_a_token = engine.view.num_bytes // engine.pool.capacity_tokens
     with pytest.raises(ConfigError, match=r"blocks of 16 tokens take [\d,.]+ GB and cuda(:0)? has [\d,.]+ GB free"):
-        make(tiny_checkpoints["llama"], tokens=2 * math.ceil(free / of_a_token), **about)
+        make(folder, tokens=2 * math.ceil(free / of_a_token), **options)

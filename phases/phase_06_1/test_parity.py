@@ -1,6 +1,5 @@
 """Phase 6.1 gives the same outputs as phase 6, in the same steps, whether attention is planned or not."""
 
-from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -9,10 +8,11 @@ import pytest
 from phases.phase_06.engine import Engine as Paged
 from phases.phase_06_1.engine import Engine
 from shared.engine.config import EngineConfig
-from shared.errors import ConfigError
 from shared.kernels.launch import LAUNCHES
 from shared.sampling.params import SamplingParams
-from tests.mixed_requests import ARRIVALS, GREEDY, LONG, MIXED, SENTENCE, SMALL, seen, serve, tokens
+from tests.as_transformers import ASKED, ASKED_OF_DEMO, assert_served
+from tests.launches import launched
+from tests.mixed_requests import ARRIVALS, GREEDY, LONG, MIXED, SMALL, seen, serve, tokens
 from tests.reference_tokens import ReferenceTokens
 
 
@@ -32,46 +32,31 @@ def test_answers_and_steps_are_those_of_phase_6(model_folder: Path) -> None:
 
 def test_every_backend_gives_the_same_answers(tiny_checkpoints: dict[str, Path]) -> None:
     """Planning can be turned off, and so can blocks."""
-    folder, about = tiny_checkpoints["gemma3_text"], {"max_seq_len": 128, "max_batch_size": 3}
-    expected = seen(serve(make(folder, **about), MIXED, ARRIVALS)[0])
+    folder, options = tiny_checkpoints["gemma3_text"], {"max_seq_len": 128, "max_batch_size": 3}
+    expected = seen(serve(make(folder, **options), MIXED, ARRIVALS)[0])
     for name in ("naive", "sdpa", "flash", "planned"):
-        assert seen(serve(make(folder, **about, attention_backend=name), MIXED, ARRIVALS)[0]) == expected, name
-    assert seen(serve(make(folder, **about, kv_cache_backend="contiguous"), MIXED, ARRIVALS)[0]) == expected
+        assert seen(serve(make(folder, **options, attention_backend=name), MIXED, ARRIVALS)[0]) == expected, name
+    assert seen(serve(make(folder, **options, kv_cache_backend="contiguous"), MIXED, ARRIVALS)[0]) == expected
 
 
 def test_greedy_tokens_equal_those_of_transformers(model_folder: Path, reference_tokens: ReferenceTokens) -> None:
-    wanted: list[tuple[str, int]] = [("The capital of France is", 32), (SENTENCE, 16), ("x", 8)]
-    requests = [(prompt, GREEDY | {"max_new_tokens": n}) for prompt, n in wanted]
     engine = make(model_folder, **SMALL | {"max_batch_size": 2})
-    answers, _ = serve(engine, requests, [0, 2, 5])
-    for (prompt, n), answer in zip(wanted, answers, strict=True):
-        assert tokens(answer) == reference_tokens(model_folder, engine.tokenizer.encode(prompt), n)
+    assert_served(engine, reference_tokens, ASKED, [0, 2, 5])
 
 
 @pytest.mark.demo
 def test_the_demo_model_answers_as_transformers_does(demo_folder: Path, reference_tokens: ReferenceTokens) -> None:
-    prompts = ["The capital of France is", "Once upon a time", "2 + 2 ="]
-    requests = [(prompt, GREEDY | {"max_new_tokens": 8}) for prompt in prompts]
     engine = make(demo_folder, max_seq_len=256, max_batch_size=2)
-    for prompt, answer in zip(prompts, serve(engine, requests, [0, 3, 4])[0], strict=True):
-        assert tokens(answer) == reference_tokens(demo_folder, engine.tokenizer.encode(prompt), 8)
+    assert_served(engine, reference_tokens, ASKED_OF_DEMO, [0, 3, 4])
 
 
-def test_on_a_cpu_nothing_is_planned_and_nothing_launched(tiny_checkpoints: dict[str, Path]) -> None:
-    engine = make(tiny_checkpoints["llama"], max_seq_len=128)
+def test_on_a_cpu_nothing_is_planned_and_nothing_launched(folder: Path) -> None:
+    engine = make(folder, max_seq_len=128)
     before = LAUNCHES.copy()
     list(engine.generate("x", SamplingParams(**GREEDY, max_new_tokens=3)))
     assert before == LAUNCHES
     assert engine.view.planner is None
     assert not hasattr(engine.view, "workspace")
-
-
-def test_settings_that_cannot_be(tiny_checkpoints: dict[str, Path]) -> None:
-    folder = str(tiny_checkpoints["llama"])
-    with pytest.raises(ConfigError, match="planned attention works on blocks: leave attention_backend out, or"):
-        EngineConfig(model=folder, attention_backend="planned", kv_cache_backend="contiguous")
-    with pytest.raises(ConfigError, match=r"attention_backend = 'planned' arrives in phase 06.1; leave it out"):
-        Paged(EngineConfig(model=folder, attention_backend="planned"))
 
 
 # On a GPU. A prompt of 600 tokens is split, and so are the keys that each later token reads.
@@ -80,22 +65,15 @@ def test_settings_that_cannot_be(tiny_checkpoints: dict[str, Path]) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize(("block_size", "room"), [(1, 640), (3, 640), (16, 2000)])
 def test_tokens_on_the_gpu_equal_those_of_the_cpu(model_folder: Path, block_size: int, room: int) -> None:
-    about: dict[str, Any] = {"max_seq_len": 640, "max_batch_size": 8, "block_size": block_size}
-    about["num_gpu_blocks"] = -(-room // block_size)
-    arrivals = [0, *ARRIVALS, 10]
+    options: dict[str, Any] = {"max_seq_len": 640, "max_batch_size": 8, "block_size": block_size}
+    options["num_gpu_blocks"] = -(-room // block_size)
     on_cpu, on_gpu = (
-        serve(make(model_folder, device=device, dtype="float32", **about), LONG, arrivals) for device in ("cpu", "cuda")
+        serve(make(model_folder, device=device, dtype="float32", **options), LONG, [0, *ARRIVALS, 10])
+        for device in ("cpu", "cuda")
     )
     assert [tokens(answer) for answer in on_gpu[0]] == [tokens(answer) for answer in on_cpu[0]]
     assert on_gpu[1] == on_cpu[1], "the same steps"
     assert (sum(len(record.preempted) for record in on_gpu[1]) > 0) is (room < 1000)
-
-
-def launched(engine: Engine) -> Counter[str]:
-    """The launches of one step, by kernel."""
-    before = LAUNCHES.copy()
-    engine.step()
-    return LAUNCHES - before
 
 
 @pytest.mark.gpu
@@ -127,8 +105,8 @@ def test_the_planned_kernels_run_once_for_each_layer(model_folder: Path, dtype: 
 
 @pytest.mark.gpu
 def test_on_a_gpu_flash_gives_the_same_tokens_without_a_plan(model_folder: Path) -> None:
-    about: dict[str, Any] = {"device": "cuda", "dtype": "float32", "max_seq_len": 640, "max_batch_size": 5}
-    planned, flash = (make(model_folder, attention_backend=backend, **about) for backend in ("planned", "flash"))
+    options: dict[str, Any] = {"device": "cuda", "dtype": "float32", "max_seq_len": 640, "max_batch_size": 5}
+    planned, flash = (make(model_folder, attention_backend=backend, **options) for backend in ("planned", "flash"))
     expected, _ = serve(planned, LONG)
     before = LAUNCHES.copy()
     answers, _ = serve(flash, LONG)

@@ -1,6 +1,5 @@
 """Phase 7 gives the outputs of phase 6.1 at every chunk size, in one forward a step."""
 
-from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -11,12 +10,11 @@ from hypothesis import strategies as st
 from phases.phase_06_1.engine import Engine as Planned
 from phases.phase_07.engine import Engine
 from shared.engine.config import SCHEDULER_POLICIES, EngineConfig
-from shared.engine.output import StepOutput
-from shared.errors import ConfigError
-from shared.kernels.launch import LAUNCHES
 from shared.sampling.params import SamplingParams
-from tests.mixed_requests import ARRIVALS, GREEDY, LONG, MIXED, SENTENCE, SMALL, seen, serve, tokens
-from tests.random_loads import Load, assert_as_alone, loads
+from tests.as_transformers import ASKED, ASKED_OF_DEMO, assert_served
+from tests.launches import launched
+from tests.mixed_requests import ARRIVALS, GREEDY, LONG, MIXED, SMALL, seen, serve, tokens
+from tests.random_loads import Load, answers_alone, assert_as_alone, loads
 from tests.reference_tokens import ReferenceTokens
 
 CHUNKS: list[dict[str, Any]] = [
@@ -55,16 +53,16 @@ def test_outputs_are_those_of_phase_6_1_at_every_chunk_size(model_folder: Path) 
 def test_every_memory_and_backend_gives_the_same_outputs(
     tiny_checkpoints: dict[str, Path], memory: dict[str, Any], chunks: dict[str, Any]
 ) -> None:
-    folder, about = tiny_checkpoints["gemma3_text"], {"max_seq_len": 128, "max_batch_size": 3}
-    expected = seen(serve(make(folder, Planned, **about), MIXED, ARRIVALS)[0])
-    assert seen(serve(make(folder, **about, **memory, **chunks), MIXED, ARRIVALS)[0]) == expected
+    folder, options = tiny_checkpoints["gemma3_text"], {"max_seq_len": 128, "max_batch_size": 3}
+    expected = seen(serve(make(folder, Planned, **options), MIXED, ARRIVALS)[0])
+    assert seen(serve(make(folder, **options, **memory, **chunks), MIXED, ARRIVALS)[0]) == expected
 
 
 def test_static_batches_prefill_whole_prompts(tiny_checkpoints: dict[str, Path]) -> None:
-    about: dict[str, Any] = {"max_seq_len": 128, "max_batch_size": 3, "batching_mode": "static"}
+    options: dict[str, Any] = {"max_seq_len": 128, "max_batch_size": 3, "batching_mode": "static"}
     folder = tiny_checkpoints["qwen3"]
-    expected, steps = serve(make(folder, Planned, **about), MIXED)
-    answers, records = serve(make(folder, **about), MIXED)
+    expected, steps = serve(make(folder, Planned, **options), MIXED)
+    answers, records = serve(make(folder, **options), MIXED)
     assert (seen(answers), records) == (seen(expected), steps)
 
 
@@ -85,31 +83,20 @@ def test_whatever_the_sizes_arrivals_and_aborts(
     tiny_checkpoints: dict[str, Path], sizes: dict[str, Any], load: Load
 ) -> None:
     folder = tiny_checkpoints["gemma3_text"]
-    if not ALONE:
-        ALONE.extend(tokens(serve(make(folder, Planned, max_seq_len=128), [request])[0][0]) for request in MIXED)
-    assert_as_alone(make(folder, **SMALL | sizes), load, ALONE, MIXED)
-
-
-ALONE: list[list[int | None]] = []  # the tokens of each request of MIXED, by phase 6.1
+    alone = answers_alone(Planned, folder, 128, are_alike=False)
+    assert_as_alone(make(folder, **SMALL | sizes), load, alone, MIXED)
 
 
 def test_a_failure_in_the_middle_of_a_prompt_takes_that_request_alone(
-    tiny_checkpoints: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+    folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A token outside the vocabulary, in the third chunk."""
-    engine = make(tiny_checkpoints["llama"], max_seq_len=128, prefill_chunk_size=8)
-    monkeypatch.setattr("phases.phase_07.engine.check_prompt", lambda ids, *about: list(ids))
-    expected = tokens(serve(make(tiny_checkpoints["llama"], Planned, max_seq_len=128), MIXED[:1])[0][0])
-    good = engine.add_request(MIXED[0][0], SamplingParams(**MIXED[0][1]))
-    bad = engine.add_request([7] * 20 + [10**6] + [7] * 20, SamplingParams(max_new_tokens=4))
-    outputs: dict[str, list[StepOutput]] = {good: [], bad: []}
-    while engine.has_work():
-        for output in engine.step():
-            outputs[output.request_id].append(output)
-    assert tokens(outputs[good]) == expected
-    (failed,) = outputs[bad]
+    engine = make(folder, max_seq_len=128, prefill_chunk_size=8)
+    monkeypatch.setattr("phases.phase_07.engine.check_prompt", lambda ids, *options: list(ids))
+    expected = tokens(answers_alone(Planned, folder, 128, are_alike=False)[0])
+    good, (failed,) = serve(engine, [MIXED[0], ([7] * 20 + [10**6] + [7] * 20, {"max_new_tokens": 4})])[0]
+    assert tokens(good) == expected
     assert failed.error is not None
-    assert engine.pool.audit() == []
 
 
 def test_prompt_log_probabilities_do_not_depend_on_chunks(tiny_checkpoints: dict[str, Path]) -> None:
@@ -130,27 +117,14 @@ def test_prompt_log_probabilities_do_not_depend_on_chunks(tiny_checkpoints: dict
 
 
 def test_greedy_tokens_equal_those_of_transformers(model_folder: Path, reference_tokens: ReferenceTokens) -> None:
-    wanted: list[tuple[str, int]] = [("The capital of France is", 32), (SENTENCE, 16), ("x", 8)]
-    requests = [(prompt, GREEDY | {"max_new_tokens": n}) for prompt, n in wanted]
     engine = make(model_folder, **SMALL, prefill_chunk_size=6)
-    answers, _ = serve(engine, requests, [0, 2, 5])
-    for (prompt, n), answer in zip(wanted, answers, strict=True):
-        assert tokens(answer) == reference_tokens(model_folder, engine.tokenizer.encode(prompt), n)
+    assert_served(engine, reference_tokens, ASKED, [0, 2, 5])
 
 
 @pytest.mark.demo
 def test_the_demo_model_continues_as_transformers_does(demo_folder: Path, reference_tokens: ReferenceTokens) -> None:
-    prompts = ["The capital of France is", "Once upon a time", "2 + 2 ="]
-    requests = [(prompt, GREEDY | {"max_new_tokens": 8}) for prompt in prompts]
     engine = make(demo_folder, max_seq_len=256, max_batch_size=2, prefill_chunk_size=3)
-    for prompt, answer in zip(prompts, serve(engine, requests, [0, 3, 4])[0], strict=True):
-        assert tokens(answer) == reference_tokens(demo_folder, engine.tokenizer.encode(prompt), 8)
-
-
-def test_settings_of_chunks_arrive_in_this_phase(tiny_checkpoints: dict[str, Path]) -> None:
-    folder = str(tiny_checkpoints["llama"])
-    with pytest.raises(ConfigError, match=r"prefill_chunk_size = 64 arrives in phase 07; leave it at 512"):
-        Planned(EngineConfig(model=folder, prefill_chunk_size=64))
+    assert_served(engine, reference_tokens, ASKED_OF_DEMO, [0, 3, 4])
 
 
 # On a GPU.
@@ -160,21 +134,14 @@ def test_settings_of_chunks_arrive_in_this_phase(tiny_checkpoints: dict[str, Pat
 @pytest.mark.parametrize("memory", [{}, {"attention_backend": "flash"}, {"kv_cache_backend": "contiguous"}], ids=str)
 @pytest.mark.parametrize("size", [16, 100, 512])
 def test_tokens_on_the_gpu_equal_those_of_the_cpu(model_folder: Path, size: int, memory: dict[str, Any]) -> None:
-    about: dict[str, Any] = {"max_seq_len": 640, "max_batch_size": 8, "prefill_chunk_size": size}
+    options: dict[str, Any] = {"max_seq_len": 640, "max_batch_size": 8, "prefill_chunk_size": size}
     arrivals = [0, *ARRIVALS, 10]
     on_cpu, on_gpu = (
-        serve(make(model_folder, device=device, dtype="float32", **about, **memory), LONG, arrivals)
+        serve(make(model_folder, device=device, dtype="float32", **options, **memory), LONG, arrivals)
         for device in ("cpu", "cuda")
     )
     assert [tokens(answer) for answer in on_gpu[0]] == [tokens(answer) for answer in on_cpu[0]]
     assert [(r.prefilled, r.decoded) for r in on_gpu[1]] == [(r.prefilled, r.decoded) for r in on_cpu[1]]
-
-
-def launched(engine: Engine) -> Counter[str]:
-    """The launches of one step, by kernel."""
-    before = LAUNCHES.copy()
-    engine.step()
-    return LAUNCHES - before
 
 
 @pytest.mark.gpu

@@ -15,8 +15,9 @@ from phases.phase_07.engine import Engine
 from shared.checkpoints.make import make_checkpoint
 from shared.engine.config import EngineConfig
 from shared.sampling.params import SamplingParams
+from tests.mixed_requests import GREEDY
+from tests.speed import ONE_ANSWER, speedup, time_one_answer
 
-GREEDY: dict[str, Any] = {"temperature": 0.0, "ignore_eos": True}
 ONE_CHUNK: dict[str, Any] = {"prefill_chunk_size": 32, "max_prefill_chunks_per_step": 1}
 
 
@@ -34,7 +35,7 @@ def beside_long_prompts(engine: Any, num_decoding: int, lengths: list[int], new_
     """``num_decoding`` requests decode, and a prompt of each length arrives every few steps."""
     drawn = SyntheticPrompts(engine.model.config.vocab_size, seed=0)
     params = SamplingParams(**GREEDY, max_new_tokens=new_tokens)
-    before = engine.runner.num_forwards, engine.runner.num_tokens_computed
+    num_forwards, num_tokens = engine.runner.num_forwards, engine.runner.num_tokens_computed
     first = {engine.add_request(drawn.draw(8), params) for _ in range(num_decoding)}
     waits, begun = Waits(), set[str]()
     while begun < first:
@@ -52,30 +53,24 @@ def beside_long_prompts(engine: Any, num_decoding: int, lengths: list[int], new_
             waits.tokens.append(since_tokens)
             waits.seconds.append(time.perf_counter() - since_time)
             since_tokens, since_time = 0, time.perf_counter()
-    waits.num_forwards, waits.num_tokens = (
-        now - then
-        for now, then in zip((engine.runner.num_forwards, engine.runner.num_tokens_computed), before, strict=True)
-    )
+    waits.num_forwards = engine.runner.num_forwards - num_forwards
+    waits.num_tokens = engine.runner.num_tokens_computed - num_tokens
     return waits
 
 
-@pytest.mark.benchmark(group="decode 16 tokens after 32, tiny model")
-def test_generate(tiny_checkpoints: dict[str, Path], benchmark) -> None:
-    engine = Engine(EngineConfig(model=str(tiny_checkpoints["llama"]), max_batch_size=8))
-    params = SamplingParams(**GREEDY, max_new_tokens=16)
-    benchmark.pedantic(lambda: list(engine.generate([7] * 32, params)), rounds=5, warmup_rounds=1)
-    before = engine.runner.num_tokens_computed
-    list(engine.generate([7] * 32, params))
-    assert engine.runner.num_tokens_computed - before == 32 + 15, "each answer computes every token once"
+@pytest.mark.measured
+@pytest.mark.benchmark(group=ONE_ANSWER)
+def test_generate(folder: Path, benchmark) -> None:
+    time_one_answer(benchmark, Engine(EngineConfig(model=str(folder), max_batch_size=8)))
 
 
-def test_a_decoding_request_waits_for_a_chunk_and_not_for_a_prompt(tiny_checkpoints: dict[str, Path]) -> None:
-    folder, about = str(tiny_checkpoints["llama"]), {"max_seq_len": 512, "max_batch_size": 8}
+def test_a_decoding_request_waits_for_a_chunk_and_not_for_a_prompt(folder: Path) -> None:
+    folder, options = str(folder), {"max_seq_len": 512, "max_batch_size": 8}
     prompts, waits = [400, 300, 400], {}
     engines = {
-        "phase 6.1": Planned(EngineConfig(model=folder, **about)),
-        "whole prompts": Engine(EngineConfig(model=folder, **about, use_chunked_prefill=False)),
-        "chunks": Engine(EngineConfig(model=folder, **about, **ONE_CHUNK)),
+        "phase 6.1": Planned(EngineConfig(model=folder, **options)),
+        "whole prompts": Engine(EngineConfig(model=folder, **options, use_chunked_prefill=False)),
+        "chunks": Engine(EngineConfig(model=folder, **options, **ONE_CHUNK)),
     }
     for name, engine in engines.items():
         waits[name] = beside_long_prompts(engine, 4, prompts, new_tokens=60)
@@ -91,21 +86,17 @@ def test_a_decoding_request_waits_for_a_chunk_and_not_for_a_prompt(tiny_checkpoi
 @pytest.mark.measured
 def test_the_longest_wait_is_a_fraction_beside_long_prompts(tiny_checkpoints: dict[str, Path]) -> None:
     """Whole prompts and chunks in turns in one process; the median over trials of each trial's longest wait."""
-    folder, about = str(tiny_checkpoints["qwen3"]), {"max_seq_len": 2048, "max_batch_size": 8}
-    engines = {
-        "whole": Engine(EngineConfig(model=folder, **about, use_chunked_prefill=False)),
-        "chunks": Engine(EngineConfig(model=folder, **about, **ONE_CHUNK | {"prefill_chunk_size": 128})),
-    }
-    longest: dict[str, list[float]] = {name: [] for name in engines}
-    for trial in range(4):
-        for name, engine in engines.items():
-            found = max(beside_long_prompts(engine, 4, [2000], new_tokens=24).seconds)
-            if trial:  # the first warms up
-                longest[name].append(found)
-    ratio = statistics.median(longest["whole"]) / statistics.median(longest["chunks"])
-    assert ratio >= 2, longest
+    folder, options = str(tiny_checkpoints["qwen3"]), {"max_seq_len": 2048, "max_batch_size": 8}
+    whole = Engine(EngineConfig(model=folder, **options, use_chunked_prefill=False))
+    chunks = Engine(EngineConfig(model=folder, **options, **ONE_CHUNK | {"prefill_chunk_size": 128}))
+
+    def longest_wait(engine: Engine) -> float:
+        return max(beside_long_prompts(engine, 4, [2000], new_tokens=24).seconds)
+
+    assert speedup(lambda: longest_wait(whole), lambda: longest_wait(chunks)) >= 2
 
 
+@pytest.mark.measured
 @pytest.mark.gpu
 def test_tokens_come_evenly_beside_prompts_of_8192_tokens(tmp_path: Path) -> None:
     """The 99th percentile of the time between tokens, chunks of 512 one a step, beside decoding alone."""

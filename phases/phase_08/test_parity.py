@@ -9,24 +9,10 @@ from hypothesis import given, settings
 from phases.phase_07.engine import Engine as Chunked
 from phases.phase_08.engine import Engine
 from shared.engine.config import EngineConfig
-from shared.engine.output import StepOutput
 from shared.errors import ConfigError
-from shared.sampling.params import SamplingParams
-from tests.mixed_requests import (
-    ALIKE,
-    ARRIVALS,
-    ARRIVE,
-    GREEDY,
-    LONG,
-    MIXED,
-    SMALL,
-    STEM,
-    Requests,
-    seen,
-    serve,
-    tokens,
-)
-from tests.random_loads import Load, assert_as_alone, loads, sizes
+from tests.as_transformers import assert_served
+from tests.mixed_requests import ALIKE, ARRIVALS, ARRIVE, GREEDY, LONG, MIXED, SMALL, STEM, seen, serve, tokens
+from tests.random_loads import Load, answers_alone, assert_as_alone, loads, sizes
 from tests.reference_tokens import ReferenceTokens
 
 
@@ -39,10 +25,10 @@ def test_outputs_are_those_of_phase_7_however_often_they_are_asked_for(
     model_folder: Path, sizes: tuple[int, int]
 ) -> None:
     """In a pool for little more than one long request, so that blocks are evicted and requests preempted."""
-    about = SMALL | dict(zip(("block_size", "num_gpu_blocks"), sizes, strict=True))
+    options = SMALL | dict(zip(("block_size", "num_gpu_blocks"), sizes, strict=True))
     requests, arrivals = [*ALIKE, *MIXED], [*ARRIVE, *ARRIVALS]
-    expected = seen(serve(make(model_folder, Chunked, **about), requests, arrivals)[0])
-    engine = make(model_folder, **about)
+    expected = seen(serve(make(model_folder, Chunked, **options), requests, arrivals)[0])
+    engine = make(model_folder, **options)
     for _ in range(2):
         assert seen(serve(engine, requests, arrivals)[0]) == expected
     assert engine.scheduler.num_prefix_hits > 0
@@ -53,9 +39,9 @@ def test_outputs_are_those_of_phase_7_however_often_they_are_asked_for(
 @pytest.mark.parametrize("backend", ["naive", "flash", "planned"])
 def test_every_backend_gives_the_same_outputs(tiny_checkpoints: dict[str, Path], backend: str) -> None:
     """Gemma 3, whose sliding window of 16 ends inside the shared blocks."""
-    folder, about = tiny_checkpoints["gemma3_text"], {"max_seq_len": 128, "max_batch_size": 4, "block_size": 8}
-    expected = seen(serve(make(folder, Chunked, **about), ALIKE, ARRIVE)[0])
-    engine = make(folder, **about, attention_backend=backend, prefill_chunk_size=13)
+    folder, options = tiny_checkpoints["gemma3_text"], {"max_seq_len": 128, "max_batch_size": 4, "block_size": 8}
+    expected = seen(serve(make(folder, Chunked, **options), ALIKE, ARRIVE)[0])
+    engine = make(folder, **options, attention_backend=backend, prefill_chunk_size=13)
     for _ in range(2):
         assert seen(serve(engine, ALIKE, ARRIVE)[0]) == expected
 
@@ -71,40 +57,26 @@ def test_every_backend_gives_the_same_outputs(tiny_checkpoints: dict[str, Path],
     ids=str,
 )
 def test_without_it_the_steps_are_those_of_phase_7(tiny_checkpoints: dict[str, Path], settings: dict[str, Any]) -> None:
-    folder, about = tiny_checkpoints["qwen3"], {"max_seq_len": 128, "max_batch_size": 3}
+    folder, options = tiny_checkpoints["qwen3"], {"max_seq_len": 128, "max_batch_size": 3}
     only = {} if "use_prefix_caching" in settings else settings
-    expected, steps = serve(make(folder, Chunked, **about, **only), ALIKE)
-    answers, records = serve(make(folder, **about, **settings), ALIKE)
+    expected, steps = serve(make(folder, Chunked, **options, **only), ALIKE)
+    answers, records = serve(make(folder, **options, **settings), ALIKE)
     assert (seen(answers), records) == (seen(expected), steps)
 
 
-@pytest.mark.parametrize(
-    ("other", "says"),
-    [
-        ({"kv_cache_backend": "contiguous"}, "kv_cache_backend is 'contiguous'.*requires kv_cache_backend = 'paged'"),
-        ({"use_chunked_prefill": False}, "use_chunked_prefill is False.*requires use_chunked_prefill = True"),
-        ({"batching_mode": "static"}, "batching_mode is 'static'.*requires batching_mode = 'continuous'"),
-    ],
-)
-def test_it_needs_blocks_and_chunks(other: dict[str, Any], says: str) -> None:
-    with pytest.raises(ConfigError, match=f"use_prefix_caching is True and {says}"):
+@pytest.mark.parametrize("other", [{"use_chunked_prefill": False}, {"batching_mode": "static"}], ids=str)
+def test_it_needs_chunks(other: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=f"use_prefix_caching is True and {next(iter(other))} is .*requires"):
         EngineConfig(use_prefix_caching=True, **other)
-    with pytest.raises(ConfigError, match=r"use_prefix_caching = True arrives in phase 08"):
-        EngineConfig(use_prefix_caching=True).check({"model"})
 
 
 @settings(max_examples=8, deadline=None)
-@given(about=sizes(), load=loads())
+@given(options=sizes(), load=loads())
 def test_whatever_the_sizes_arrivals_and_aborts(
-    tiny_checkpoints: dict[str, Path], about: dict[str, Any], load: Load
+    tiny_checkpoints: dict[str, Path], options: dict[str, Any], load: Load
 ) -> None:
     folder = tiny_checkpoints["gemma3_text"]
-    if not ALONE:
-        ALONE.extend(tokens(serve(make(folder, Chunked, max_seq_len=96), [request])[0][0]) for request in ALIKE)
-    assert_as_alone(make(folder, **about), load, ALONE)
-
-
-ALONE: list[list[int | None]] = []  # the tokens of each request of ALIKE, by phase 7
+    assert_as_alone(make(folder, **options), load, answers_alone(Chunked, folder))
 
 
 def test_the_turns_of_a_conversation_find_the_earlier_ones(
@@ -124,23 +96,18 @@ def test_the_turns_of_a_conversation_find_the_earlier_ones(
 
 
 def test_a_failing_request_takes_none_of_those_that_share_its_prefix(
-    tiny_checkpoints: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+    folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The first computes the prefix of all, and then fails at a token outside the vocabulary, beside a full hit."""
-    monkeypatch.setattr("phases.phase_08.engine.check_prompt", lambda ids, *about: list(ids))
-    folder, stem = tiny_checkpoints["llama"], STEM[:48]
+    monkeypatch.setattr("phases.phase_08.engine.check_prompt", lambda ids, *options: list(ids))
+    stem = STEM[:48]
     expected = tokens(serve(make(folder, Chunked, max_seq_len=128), [(stem, GREEDY | {"max_new_tokens": 7})])[0][0])
     engine = make(folder, max_seq_len=128, prefill_chunk_size=16)
     serve(engine, [(stem, GREEDY | {"max_new_tokens": 1})])
-    good = [engine.add_request(stem, SamplingParams(**GREEDY, max_new_tokens=7)) for _ in range(2)]
-    bad = engine.add_request([*stem, 10**6], SamplingParams(max_new_tokens=4))
-    outputs: dict[str, list[StepOutput]] = {name: [] for name in (*good, bad)}
-    while engine.has_work():
-        for output in engine.step():
-            outputs[output.request_id].append(output)
-    assert [tokens(outputs[name]) for name in good] == [expected] * 2
-    assert outputs[bad][0].error is not None
-    assert engine.pool.audit() == []
+    whole = (stem, GREEDY | {"max_new_tokens": 7})
+    *good, failed = serve(engine, [whole, whole, ([*stem, 10**6], {"max_new_tokens": 4})])[0]
+    assert [tokens(answer) for answer in good] == [expected] * 2
+    assert failed[0].error is not None
 
 
 def test_prompt_log_probabilities_are_computed_and_not_cached(tiny_checkpoints: dict[str, Path]) -> None:
@@ -157,8 +124,8 @@ def test_prompt_log_probabilities_are_computed_and_not_cached(tiny_checkpoints: 
     assert engine.scheduler.num_prefix_hits == 0
 
 
-def test_a_salt_keeps_tenants_apart(tiny_checkpoints: dict[str, Path]) -> None:
-    engine = make(tiny_checkpoints["llama"], max_seq_len=96)
+def test_a_salt_keeps_tenants_apart(folder: Path) -> None:
+    engine = make(folder, max_seq_len=96)
     hits = []
     for salt in ("one", "two", None, "one"):
         before = engine.scheduler.num_prefix_hits
@@ -169,11 +136,9 @@ def test_a_salt_keeps_tenants_apart(tiny_checkpoints: dict[str, Path]) -> None:
 
 @pytest.mark.demo
 def test_the_demo_model_continues_as_transformers_does(demo_folder: Path, reference_tokens: ReferenceTokens) -> None:
-    prompts = ["The capital of France is", "The capital of France is not", "The capital of France is"]
-    requests: Requests = [(prompt, GREEDY | {"max_new_tokens": 8}) for prompt in prompts]
     engine = make(demo_folder, max_seq_len=256, max_batch_size=2, block_size=2)
-    for prompt, answer in zip(prompts, serve(engine, requests)[0], strict=True):
-        assert tokens(answer) == reference_tokens(demo_folder, engine.tokenizer.encode(prompt), 8)
+    asked = [(prompt, 8) for prompt in ("The capital of France is", "The capital of France is not", "The capital of")]
+    assert_served(engine, reference_tokens, asked)
     assert engine.scheduler.num_prefix_hits > 0
 
 
@@ -184,11 +149,11 @@ def test_the_demo_model_continues_as_transformers_does(demo_folder: Path, refere
 @pytest.mark.parametrize("memory", [{}, {"attention_backend": "flash"}, {"block_size": 1}], ids=str)
 def test_tokens_on_the_gpu_equal_those_of_the_cpu(model_folder: Path, memory: dict[str, Any]) -> None:
     """Twice, so that the second time most prompts are cached, and some wholly."""
-    about: dict[str, Any] = {"max_seq_len": 640, "max_batch_size": 8, "prefill_chunk_size": 100}
+    options: dict[str, Any] = {"max_seq_len": 640, "max_batch_size": 8, "prefill_chunk_size": 100}
     requests, arrivals = [*ALIKE, *LONG], [*ARRIVE, 9, *ARRIVALS, 10]
     found = []
     for device in ("cpu", "cuda"):
-        engine = make(model_folder, device=device, dtype="float32", **about, **memory)
+        engine = make(model_folder, device=device, dtype="float32", **options, **memory)
         found.append([seen(serve(engine, requests, arrivals)[0]) for _ in range(2)])
         assert engine.scheduler.num_prefix_hits > 1500
     assert [[tokens(a) for a in answers] for answers in found[1]] == [

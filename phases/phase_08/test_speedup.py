@@ -13,8 +13,8 @@ from phases.phase_08.engine import Engine
 from shared.checkpoints.make import make_checkpoint
 from shared.engine.config import EngineConfig
 from shared.sampling.params import SamplingParams
-
-GREEDY: dict[str, Any] = {"temperature": 0.0, "ignore_eos": True}
+from tests.mixed_requests import GREEDY
+from tests.speed import ONE_ANSWER, one_answer, serve, speedup, time_one_answer
 
 
 def first_token(engine: Any, prompt: list[int]) -> float:
@@ -25,33 +25,31 @@ def first_token(engine: Any, prompt: list[int]) -> float:
     return time.perf_counter() - begin
 
 
-@pytest.mark.benchmark(group="decode 16 tokens after 32, tiny model")
-def test_generate(tiny_checkpoints: dict[str, Path], benchmark) -> None:
-    engine = Engine(EngineConfig(model=str(tiny_checkpoints["llama"]), max_batch_size=8))
-    params = SamplingParams(**GREEDY, max_new_tokens=16)
-    benchmark.pedantic(lambda: list(engine.generate([7] * 32, params)), rounds=5, warmup_rounds=1)
-    before = engine.runner.num_tokens_computed
-    list(engine.generate([7] * 32, params))
-    assert engine.runner.num_tokens_computed - before == 16, "all but the last token of the prompt is cached"
+@pytest.mark.measured
+@pytest.mark.benchmark(group=ONE_ANSWER)
+def test_generate(folder: Path, benchmark) -> None:
+    time_one_answer(benchmark, Engine(EngineConfig(model=str(folder), max_batch_size=8)))
 
 
-def test_requests_that_arrive_together_compute_their_prefix_once(tiny_checkpoints: dict[str, Path]) -> None:
+def test_a_cached_prompt_computes_its_last_token_alone(folder: Path) -> None:
+    engine, computed = Engine(EngineConfig(model=str(folder))), []
+    for _ in range(2):
+        before = engine.runner.num_tokens_computed
+        one_answer(engine)
+        computed.append(engine.runner.num_tokens_computed - before)
+    assert computed == [32 + 15, 1 + 15]
+
+
+def test_requests_that_arrive_together_compute_their_prefix_once(folder: Path) -> None:
     """Eight requests with 256 common tokens and 8 of their own, two tokens each."""
-    drawn, computed, steps = SyntheticPrompts(250, seed=0), {}, {}
+    drawn = SyntheticPrompts(250, seed=0)
     common = drawn.draw(256)
     prompts = [common + drawn.draw(8) for _ in range(8)]
-    for phase in (Chunked, Engine):
-        engine = phase(EngineConfig(model=str(tiny_checkpoints["llama"]), max_seq_len=512, prefill_chunk_size=128))
-        for prompt in prompts:
-            engine.add_request(prompt, SamplingParams(**GREEDY, max_new_tokens=2))
-        steps[phase] = 0
-        while engine.has_work():
-            engine.step()
-            steps[phase] += 1
-        computed[phase] = engine.runner.num_tokens_computed
-    assert computed[Chunked] == 8 * (256 + 8 + 1)
-    assert computed[Engine] == 256 + 8 * (8 + 1)
-    assert steps[Engine] <= steps[Chunked] + 2, "waiting for the first request costs the steps of the prefix"
+    config = EngineConfig(model=str(folder), max_seq_len=512, prefill_chunk_size=128)
+    without, cached = (serve(phase(config), prompts, 2) for phase in (Chunked, Engine))
+    assert without.num_tokens_computed == 8 * (256 + 8 + 1)
+    assert cached.num_tokens_computed == 256 + 8 * (8 + 1)
+    assert cached.num_steps <= without.num_steps + 2, "waiting for the first request costs the steps of the prefix"
 
 
 def test_the_tokens_computed_for_each_turn_stay_level(tiny_checkpoints: dict[str, Path]) -> None:
@@ -68,27 +66,27 @@ def test_the_tokens_computed_for_each_turn_stay_level(tiny_checkpoints: dict[str
 
 
 @pytest.mark.measured
-def test_the_first_token_of_a_cached_prompt_comes_sooner(tiny_checkpoints: dict[str, Path]) -> None:
+def test_the_first_token_of_a_cached_prompt_comes_sooner(folder: Path) -> None:
     """Prompts of 1,024 common tokens and 8 others, with and without the cache in turns."""
-    folder, drawn = str(tiny_checkpoints["llama"]), SyntheticPrompts(250, seed=0)
-    engines = [
+    folder, drawn = str(folder), SyntheticPrompts(250, seed=0)
+    cached, without = (
         Engine(EngineConfig(model=folder, max_seq_len=2048, use_prefix_caching=is_on)) for is_on in (True, False)
-    ]
-    common, seconds = drawn.draw(1024), [list[float](), list[float]()]
-    for trial in range(8):
-        for engine, found in zip(engines, seconds, strict=True):
-            taken = first_token(engine, common + drawn.draw(8))
-            if trial:  # the first fills the cache
-                found.append(taken)
-    ratio = statistics.median(seconds[1]) / statistics.median(seconds[0])
-    assert ratio >= 4, seconds
+    )
+    common = drawn.draw(1024)
+    ratio = speedup(
+        lambda: first_token(without, common + drawn.draw(8)),
+        lambda: first_token(cached, common + drawn.draw(8)),  # the first, a warm-up, fills the cache
+        trials=7,
+    )
+    assert ratio >= 4
 
 
+@pytest.mark.measured
 @pytest.mark.gpu
 def test_8192_cached_tokens_shorten_the_time_to_the_first_token(tmp_path: Path) -> None:
     folder = make_checkpoint("llama-3.2-1b", tmp_path / "model", device="cuda")
-    about: dict[str, Any] = {"device": "cuda", "max_seq_len": 8448, "num_gpu_blocks": 2048}
-    engine, drawn = Engine(EngineConfig(model=str(folder), **about)), SyntheticPrompts(100_000, seed=0)
+    options: dict[str, Any] = {"device": "cuda", "max_seq_len": 8448, "num_gpu_blocks": 2048}
+    engine, drawn = Engine(EngineConfig(model=str(folder), **options)), SyntheticPrompts(100_000, seed=0)
     first_token(engine, drawn.draw(8224))  # compiles
     common = drawn.draw(8192)
     cold = first_token(engine, common + drawn.draw(32))

@@ -19,8 +19,9 @@ from shared.engine.sampler import SampledTokens, SamplerOutput
 from shared.errors import ConfigError
 from shared.sampling.params import SamplingParams
 from shared.text.stopping import FinishReason
+from tests.as_transformers import ASKED_OF_DEMO, assert_served
 from tests.mixed_requests import ALIKE, ARRIVALS, ARRIVE, GREEDY, LONG, MIXED, SMALL, Requests, seen, serve, tokens
-from tests.random_loads import Interrupt, Load, assert_as_alone, interrupt, loads, sizes
+from tests.random_loads import Interrupt, Load, answers_alone, assert_as_alone, interrupt, loads, sizes
 from tests.reference_tokens import ReferenceTokens
 
 
@@ -76,10 +77,10 @@ def make(folder: Path, phase: Any = Late, **config: Any) -> Any:
 @pytest.mark.parametrize("sizes", [(1, 129), (3, 43), (16, 9)], ids=str)
 def test_outputs_are_those_of_phase_8(model_folder: Path, sizes: tuple[int, int]) -> None:
     """In a pool for little more than one long request: blocks are shared and evicted, requests preempted."""
-    about = SMALL | dict(zip(("block_size", "num_gpu_blocks"), sizes, strict=True))
+    options = SMALL | dict(zip(("block_size", "num_gpu_blocks"), sizes, strict=True))
     requests, arrivals = [*ALIKE, *MIXED], [*ARRIVE, *ARRIVALS]
-    expected = seen(serve(make(model_folder, Waiting, **about), requests, arrivals)[0])
-    engine = make(model_folder, **about)
+    expected = seen(serve(make(model_folder, Waiting, **options), requests, arrivals)[0])
+    engine = make(model_folder, **options)
     for _ in range(2):
         assert seen(serve(engine, requests, arrivals)[0]) == expected
     assert engine.runner.num_pending > 200
@@ -126,10 +127,10 @@ def crowd(seed: int) -> Requests:
 def test_every_memory_and_mode_gives_the_same_outputs(
     tiny_checkpoints: dict[str, Path], family: str, seed: int, config: dict[str, Any]
 ) -> None:
-    folder, about = tiny_checkpoints[family], config | {"max_seq_len": 48}
+    folder, options = tiny_checkpoints[family], config | {"max_seq_len": 48}
     arrivals = [n // 3 for n in range(24)]
-    expected = serve(make(folder, Waiting, **about), crowd(seed), arrivals)[0]
-    engine = make(folder, **about)
+    expected = serve(make(folder, Waiting, **options), crowd(seed), arrivals)[0]
+    engine = make(folder, **options)
     for mine, theirs in zip(serve(engine, crowd(seed), arrivals)[0], expected, strict=True):
         assert [(o.token_id, o.text, o.finish_reason) for o in mine] == [
             (o.token_id, o.text, o.finish_reason) for o in theirs
@@ -143,39 +144,32 @@ def test_every_memory_and_mode_gives_the_same_outputs(
 
 
 @settings(max_examples=8, deadline=None)
-@given(about=sizes(), load=loads())
+@given(options=sizes(), load=loads())
 def test_whatever_the_sizes_arrivals_and_aborts(
-    tiny_checkpoints: dict[str, Path], about: dict[str, Any], load: Load
+    tiny_checkpoints: dict[str, Path], options: dict[str, Any], load: Load
 ) -> None:
     folder = tiny_checkpoints["gemma3_text"]
-    if not ALONE:
-        ALONE.extend(tokens(serve(make(folder, Waiting, max_seq_len=96), [request])[0][0]) for request in ALIKE)
-    assert_as_alone(make(folder, **about), load, ALONE)
-
-
-ALONE: list[list[int | None]] = []  # the tokens of each request of ALIKE, by phase 8
+    assert_as_alone(make(folder, **options), load, answers_alone(Waiting, folder))
 
 
 def test_the_loop_of_phase_8_is_one_setting_away(tiny_checkpoints: dict[str, Path]) -> None:
     """And the default without a GPU."""
-    folder, about = tiny_checkpoints["qwen3"], {"max_seq_len": 128, "max_batch_size": 3}
-    expected, steps = serve(make(folder, Waiting, **about), ALIKE)
+    folder, options = tiny_checkpoints["qwen3"], {"max_seq_len": 128, "max_batch_size": 3}
+    expected, steps = serve(make(folder, Waiting, **options), ALIKE)
     for overlap in (False, None):
-        engine = make(folder, Engine, **about, overlap_scheduling=overlap)
+        engine = make(folder, Engine, **options, overlap_scheduling=overlap)
         answers, records = serve(engine, ALIKE)
         assert (answers, records) == (expected, steps)
         assert engine.in_flight is None
 
 
-def test_what_was_computed_for_an_aborted_request_is_dropped_and_its_id_is_free_at_once(
-    tiny_checkpoints: dict[str, Path],
-) -> None:
+def test_what_was_computed_for_an_aborted_request_is_dropped_and_its_id_is_free_at_once(folder: Path) -> None:
     """Aborted with a token in flight, in a row of the pool that the next request takes."""
-    folder, about = tiny_checkpoints["llama"], {"max_seq_len": 48, "num_gpu_blocks": 24, "block_size": 4}
+    options = {"max_seq_len": 48, "num_gpu_blocks": 24, "block_size": 4}
     params = [SamplingParams(seed=n, max_new_tokens=9, ignore_eos=True) for n in range(5)]
     found = []
     for phase in (Waiting, Late):
-        engine = make(folder, phase, **about)
+        engine = make(folder, phase, **options)
         outputs: dict[str, list[StepOutput]] = {str(n): [] for n in range(5)}
         for name in outputs:
             engine.add_request([7 + int(name)] * 6, params[int(name)], name)
@@ -191,29 +185,28 @@ def test_what_was_computed_for_an_aborted_request_is_dropped_and_its_id_is_free_
     assert [o.finish_reason for o in outputs["1"]] == [None, None, None, None, FinishReason.LENGTH]
 
 
-def test_a_request_that_ends_by_its_length_is_not_scheduled_again(tiny_checkpoints: dict[str, Path]) -> None:
+def test_a_request_that_ends_by_its_length_is_not_scheduled_again(folder: Path) -> None:
     """Lengths are counts, so the scheduler knows of that end while the last token is in flight."""
-    folder, about = tiny_checkpoints["llama"], {"max_seq_len": 24, "num_gpu_blocks": 24, "block_size": 4}
+    options = {"max_seq_len": 24, "num_gpu_blocks": 24, "block_size": 4}
     requests: Requests = [([7] * 6, GREEDY | {"max_new_tokens": n}) for n in (1, 5, 3, 18)]
-    engines = make(folder, Waiting, **about), make(folder, **about)
+    engines = make(folder, Waiting, **options), make(folder, **options)
     for engine in engines:
         serve(engine, requests)
     assert engines[1].runner.num_tokens_computed == engines[0].runner.num_tokens_computed
 
 
-def test_a_row_too_many_preempts_no_request(tiny_checkpoints: dict[str, Path]) -> None:
+def test_a_row_too_many_preempts_no_request(folder: Path) -> None:
     """The pool is full when the first request ends by a stop string; its one row too many would need a block."""
-    folder = tiny_checkpoints["llama"]
-    about: dict[str, Any] = {"max_seq_len": 32, "block_size": 4, "use_prefix_caching": False}
+    options: dict[str, Any] = {"max_seq_len": 32, "block_size": 4, "use_prefix_caching": False}
     prompts, preempted = [[7] * 7, [8] * 7], []
     (first, _), _ = serve(
-        make(folder, Waiting, **about), [(prompt, GREEDY | {"max_new_tokens": 6}) for prompt in prompts]
+        make(folder, Waiting, **options), [(prompt, GREEDY | {"max_new_tokens": 6}) for prompt in prompts]
     )
     for length in range(1, 7):
         stop = GREEDY | {"max_new_tokens": 20, "stop_token_ids": [first[length - 1].token_id], "ignore_eos": True}
         requests: Requests = [(prompts[0], stop), (prompts[1], GREEDY | {"max_new_tokens": 20})]
         for num_blocks in range(8, 12):
-            engines = [make(folder, phase, **about, num_gpu_blocks=num_blocks) for phase in (Waiting, Late)]
+            engines = [make(folder, phase, **options, num_gpu_blocks=num_blocks) for phase in (Waiting, Late)]
             answers = [seen(serve(engine, requests)[0]) for engine in engines]
             assert answers[0] == answers[1]
             preempted.append([engine.load().num_preemptions for engine in engines])
@@ -233,22 +226,20 @@ def test_a_row_too_many_preempts_no_request(tiny_checkpoints: dict[str, Path]) -
     ],
 )
 def test_an_interrupted_step_is_repeated_and_loses_nothing(
-    tiny_checkpoints: dict[str, Path], monkeypatch: pytest.MonkeyPatch, broken: str
+    folder: Path, monkeypatch: pytest.MonkeyPatch, broken: str
 ) -> None:
     """Before and after each call of the step, with a step in flight and another launched."""
-    folder, about = tiny_checkpoints["llama"], SMALL | {"max_batch_size": 4}
-    expected = seen(serve(make(folder, Waiting, **about), ALIKE, ARRIVE)[0])
-    engine = make(folder, Engine, **about)
+    options = SMALL | {"max_batch_size": 4}
+    expected = seen(serve(make(folder, Waiting, **options), ALIKE, ARRIVE)[0])
+    engine = make(folder, Engine, **options)
     interrupts = interrupt(engine, broken, monkeypatch)
     assert seen(serve(engine, ALIKE, ARRIVE)[0]) == expected
     assert len(interrupts) > 5
 
 
-def test_an_end_is_not_lost_between_the_text_and_the_scheduler(
-    tiny_checkpoints: dict[str, Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Interrupted whenever requests are about to be retired, once."""
-    engine = make(tiny_checkpoints["llama"], Engine, **SMALL)
+def test_an_end_is_not_lost_between_the_text_and_the_scheduler(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Interrupted whenever requests are just to be retired, once."""
+    engine = make(folder, Engine, **SMALL)
     finish, step, ended = engine.scheduler.finish, engine.step, set[str]()
 
     def interrupted(requests: Any) -> None:
@@ -271,7 +262,7 @@ def test_an_end_is_not_lost_between_the_text_and_the_scheduler(
     assert engine.load().num_running == 0
 
 
-def test_graphs_need_blocks_plans_and_a_gpu(tiny_checkpoints: dict[str, Path]) -> None:
+def test_graphs_need_blocks_plans_and_a_gpu(folder: Path) -> None:
     for other, says in (
         ({"kv_cache_backend": "contiguous"}, "kv_cache_backend = 'paged'"),
         ({"batching_mode": "static"}, "batching_mode = 'continuous'"),
@@ -280,18 +271,13 @@ def test_graphs_need_blocks_plans_and_a_gpu(tiny_checkpoints: dict[str, Path]) -
         with pytest.raises(ConfigError, match=f"use_cuda_graphs is True and .* requires {says}"):
             EngineConfig(use_cuda_graphs=True, **other)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match=r"use_cuda_graphs is True and the device is cpu"):
-        make(tiny_checkpoints["llama"], Engine, use_cuda_graphs=True)
-    with pytest.raises(ConfigError, match=r"overlap_scheduling = True arrives in phase 09"):
-        make(tiny_checkpoints["llama"], lambda config: Waiting(EngineConfig(config.model, overlap_scheduling=True)))
+        make(folder, Engine, use_cuda_graphs=True)
 
 
 @pytest.mark.demo
 def test_the_demo_model_continues_as_transformers_does(demo_folder: Path, reference_tokens: ReferenceTokens) -> None:
-    prompts = ["The capital of France is", "Once upon a time"]
-    requests: Requests = [(prompt, GREEDY | {"max_new_tokens": 8}) for prompt in prompts]
     engine = make(demo_folder, max_seq_len=256, max_batch_size=2)
-    for prompt, answer in zip(prompts, serve(engine, requests)[0], strict=True):
-        assert tokens(answer) == reference_tokens(demo_folder, engine.tokenizer.encode(prompt), 8)
+    assert_served(engine, reference_tokens, ASKED_OF_DEMO[:2])
 
 
 # On a GPU.
@@ -309,10 +295,10 @@ def test_the_demo_model_continues_as_transformers_does(demo_folder: Path, refere
     ids=str,
 )
 def test_tokens_on_the_gpu_equal_those_of_the_cpu(model_folder: Path, settings: dict[str, Any]) -> None:
-    about: dict[str, Any] = {"max_seq_len": 640, "max_batch_size": 8, "prefill_chunk_size": 100}
+    options: dict[str, Any] = {"max_seq_len": 640, "max_batch_size": 8, "prefill_chunk_size": 100}
     requests, arrivals = [*ALIKE, *LONG], [*ARRIVE, 9, *ARRIVALS, 10]
-    expected = serve(make(model_folder, Waiting, dtype="float32", **about), requests, arrivals)[0]
-    engine = make(model_folder, Engine, device="cuda", dtype="float32", **about, **settings)
+    expected = serve(make(model_folder, Waiting, dtype="float32", **options), requests, arrivals)[0]
+    engine = make(model_folder, Engine, device="cuda", dtype="float32", **options, **settings)
     for _ in range(2):
         answers = serve(engine, requests, arrivals)[0]
         assert [tokens(answer) for answer in answers] == [tokens(answer) for answer in expected]

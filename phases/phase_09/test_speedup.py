@@ -1,10 +1,8 @@
 """The gain from captured steps and overlap; what it costs is counted everywhere, what it buys measured on a GPU."""
 
 import statistics
-import sys
 import time
 from collections import Counter
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,20 +16,19 @@ from shared.checkpoints.make import make_checkpoint
 from shared.engine.batch import Batch
 from shared.engine.config import EngineConfig
 from shared.sampling.params import SamplingParams
-
-GREEDY: dict[str, Any] = {"temperature": 0.0, "ignore_eos": True}
-
-
-@pytest.mark.benchmark(group="decode 16 tokens after 32, tiny model")
-def test_generate(tiny_checkpoints: dict[str, Path], benchmark) -> None:
-    engine = Engine(EngineConfig(model=str(tiny_checkpoints["llama"]), max_batch_size=8, overlap_scheduling=True))
-    params = SamplingParams(**GREEDY, max_new_tokens=16)
-    benchmark.pedantic(lambda: list(engine.generate([7] * 32, params)), rounds=5, warmup_rounds=1)
+from tests.mixed_requests import GREEDY, serve, tokens
+from tests.speed import ONE_ANSWER, counted_calls, time_one_answer
 
 
-def test_overlap_computes_a_row_too_many_for_an_end_and_none_for_a_length(tiny_checkpoints: dict[str, Path]) -> None:
+@pytest.mark.measured
+@pytest.mark.benchmark(group=ONE_ANSWER)
+def test_generate(folder: Path, benchmark) -> None:
+    time_one_answer(benchmark, Engine(EngineConfig(model=str(folder), max_batch_size=8, overlap_scheduling=True)))
+
+
+def test_overlap_computes_a_row_too_many_for_an_end_and_none_for_a_length(folder: Path) -> None:
     """Eight requests of 12 tokens; then the fourth token of each is its end."""
-    folder, prompts = str(tiny_checkpoints["llama"]), [[n + 5] * 6 for n in range(8)]
+    folder, prompts = str(folder), [[n + 5] * 6 for n in range(8)]
     engines = [
         Engine(EngineConfig(model=folder, max_seq_len=64, use_prefix_caching=False, overlap_scheduling=overlap))
         for overlap in (False, True)
@@ -50,49 +47,34 @@ def test_overlap_computes_a_row_too_many_for_an_end_and_none_for_a_length(tiny_c
 
 def run(engine: Engine, prompts: list[list[int]], stops: dict[int, tuple[int, ...]]) -> tuple[list[list[int]], int]:
     """The tokens of each request, and the number of steps."""
-    for n, prompt in enumerate(prompts):
-        params = SamplingParams(**GREEDY, max_new_tokens=12, stop_token_ids=stops.get(n, ()))
-        engine.add_request(prompt, params, str(n))
-    answers, num_steps = [list[int]() for _ in prompts], 0
-    while engine.has_work():
-        num_steps += 1
-        for output in engine.step():
-            if output.token_id is not None:
-                answers[int(output.request_id)].append(output.token_id)
-    return answers, num_steps
+    params = [GREEDY | {"max_new_tokens": 12, "stop_token_ids": stops.get(n, ())} for n in range(len(prompts))]
+    answers, records = serve(engine, list(zip(prompts, params, strict=True)))
+    return [tokens(answer) for answer in answers], len(records)
 
 
-def test_the_host_makes_few_calls_for_a_sequence(tiny_checkpoints: dict[str, Path]) -> None:
+def test_the_host_makes_few_calls_for_a_sequence(folder: Path) -> None:
     """Python functions that planning, batch, rows, commit and text call, in a step of 8 sequences and one of 24."""
     counts = []
     for num_sequences in (8, 24):
-        config = EngineConfig(model=str(tiny_checkpoints["llama"]), max_batch_size=24, overlap_scheduling=True)
+        config = EngineConfig(model=str(folder), max_batch_size=24, overlap_scheduling=True)
         engine, calls = Engine(config), Counter[str]()
         for n in range(num_sequences):
             engine.add_request([n + 5] * 6, SamplingParams(**GREEDY, max_new_tokens=30))
         for _ in range(4):
             engine.step()
-
-        def counted(run: Callable[[], Any], calls: Counter[str] = calls) -> Any:
-            sys.setprofile(lambda frame, event, _: calls.update([event]))
-            try:
-                return run()
-            finally:
-                sys.setprofile(None)
-
-        schedule = counted(engine.scheduler.schedule)
-        batch = counted(lambda engine=engine, schedule=schedule: Batch.of(schedule, engine.pool))
+        schedule = counted_calls(engine.scheduler.schedule, calls)
+        batch = counted_calls(lambda engine=engine, schedule=schedule: Batch.of(schedule, engine.pool), calls)
         assert len(schedule) == num_sequences
         with torch.inference_mode():
             engine.runner.forward(batch)
-        counted(engine.finish)
-        counted(schedule.sampling_rows)
+        counted_calls(engine.finish, calls)
+        counted_calls(schedule.sampling_rows, calls)
         counts.append(calls["call"])
     assert (counts[1] - counts[0]) / 16 < 8, counts
 
 
-def test_the_report_of_the_host_names_each_part(tiny_checkpoints: dict[str, Path]) -> None:
-    report = host_parts.measure(str(tiny_checkpoints["llama"]), [2], prompt_tokens=8, new_tokens=4)
+def test_the_report_of_the_host_names_each_part(folder: Path) -> None:
+    report = host_parts.measure(str(folder), [2], prompt_tokens=8, new_tokens=4)
     found = report.results["2"]
     assert found["parts_us"].keys() == {*host_parts.PARTS, "wait"}
     assert found["host_us"] == pytest.approx(sum(found["parts_us"][part] for part in host_parts.PARTS), rel=0.01)
@@ -122,12 +104,13 @@ def seconds_a_step(engine: Any, num_sequences: int, num_steps: int = 64) -> floa
     return statistics.median(seconds[4:])
 
 
+@pytest.mark.measured
 @pytest.mark.gpu
 @pytest.mark.parametrize(("num_sequences", "factor"), [(1, 2.0), (8, 2.0), (32, 2.0), (64, 2.0)])
 def test_a_decode_step_is_a_multiple_faster(llama: Path, num_sequences: int, factor: float) -> None:
     """Measured: 2.8 to 5.3 times; least on a fast host, since the waiting engine's time is the host's."""
-    about: dict[str, Any] = {"model": str(llama), "device": "cuda", "max_seq_len": 512, "max_batch_size": 64}
-    waiting, captured = (seconds_a_step(phase(EngineConfig(**about)), num_sequences) for phase in (Waiting, Engine))
+    options: dict[str, Any] = {"model": str(llama), "device": "cuda", "max_seq_len": 512, "max_batch_size": 64}
+    waiting, captured = (seconds_a_step(phase(EngineConfig(**options)), num_sequences) for phase in (Waiting, Engine))
     assert waiting / captured >= factor, (waiting, captured)
 
 

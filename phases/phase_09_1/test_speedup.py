@@ -2,24 +2,23 @@
 
 import time
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from phases.phase_09_1.engine import Engine
 from shared.engine.config import EngineConfig
 from shared.sampling.params import SamplingParams
+from tests.mixed_requests import GREEDY
+from tests.speed import ONE_ANSWER, time_one_answer
 
-GREEDY: dict[str, Any] = {"temperature": 0.0, "ignore_eos": True}
 DOCUMENTS = [[(n * k) % 200 + 5 for k in range(256)] for n in (3, 7, 11, 13)]
 QUESTION = list(range(20, 52))
 
 
-@pytest.mark.benchmark(group="decode 16 tokens after 32, tiny model")
-def test_generate(tiny_checkpoints: dict[str, Path], benchmark) -> None:
-    engine = Engine(EngineConfig(model=str(tiny_checkpoints["llama"]), max_batch_size=8))
-    params = SamplingParams(**GREEDY, max_new_tokens=16)
-    benchmark.pedantic(lambda: list(engine.generate([7] * 32, params)), rounds=5, warmup_rounds=1)
+@pytest.mark.measured
+@pytest.mark.benchmark(group=ONE_ANSWER)
+def test_generate(folder: Path, benchmark) -> None:
+    time_one_answer(benchmark, Engine(EngineConfig(model=str(folder), max_batch_size=8)))
 
 
 def ask(engine: Engine, chunk_ids: list[str], prompt: list[int]) -> tuple[int, float]:
@@ -31,8 +30,8 @@ def ask(engine: Engine, chunk_ids: list[str], prompt: list[int]) -> tuple[int, f
     return engine.runner.num_tokens_computed - before, time.perf_counter() - started
 
 
-def test_only_the_question_is_computed_whatever_the_order(tiny_checkpoints: dict[str, Path]) -> None:
-    engine = Engine(EngineConfig(model=str(tiny_checkpoints["llama"]), max_seq_len=1200, max_batch_size=2))
+def test_only_the_question_is_computed_whatever_the_order(folder: Path) -> None:
+    engine = Engine(EngineConfig(model=str(folder), max_seq_len=1200, max_batch_size=2))
     names = [engine.register(document) for document in DOCUMENTS]
     assert ask(engine, names, QUESTION)[0] == 4 * 256 + 32
     for order in ([3, 1, 2, 0], [2], [0, 0, 0, 0]):
@@ -40,6 +39,7 @@ def test_only_the_question_is_computed_whatever_the_order(tiny_checkpoints: dict
     assert engine.stats()["chunks in the cache"] == 4
 
 
+@pytest.mark.measured
 @pytest.mark.demo
 def test_the_first_token_of_the_demo_model_comes_many_times_sooner(demo_folder: Path) -> None:
     """4 documents of 256 tokens; docs/PHASE_09_1.md has more of them."""

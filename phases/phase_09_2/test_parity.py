@@ -45,13 +45,13 @@ def running(engine: Any) -> list[Request]:
 @pytest.mark.parametrize("overlap", [False, True])
 def test_with_a_budget_above_the_length_outputs_are_those_of_phase_9(model_folder: Path, overlap: bool) -> None:
     requests, arrivals = [*ALIKE, *MIXED], [*ARRIVE, *ARRIVALS]
-    about = SMALL | {"overlap_scheduling": overlap}
-    expected = seen(serve(make(model_folder, Uncompressed, **about), requests, arrivals)[0])
+    options = SMALL | {"overlap_scheduling": overlap}
+    expected = seen(serve(make(model_folder, Uncompressed, **options), requests, arrivals)[0])
     roomy = {"compress_method": "snapkv", "layer_budget": 128, "steps_between_compressions": 8}
-    engine = make(model_folder, **about, **roomy)
+    engine = make(model_folder, **options, **roomy)
     assert seen(serve(engine, requests, arrivals)[0]) == expected
     assert engine.num_compressions == 0
-    assert seen(serve(make(model_folder, **about), requests, arrivals)[0]) == expected
+    assert seen(serve(make(model_folder, **options), requests, arrivals)[0]) == expected
 
 
 @pytest.mark.parametrize("method", ["snapkv", "rkv", "topp", "streaming"])
@@ -94,15 +94,15 @@ def with_logits(engine: Any, into: list[torch.Tensor]) -> None:
     engine.runner.forward = kept
 
 
-def test_no_compression_keeps_every_token(tiny_checkpoints: dict[str, Path]) -> None:
-    expected = answers_of(make(tiny_checkpoints["llama"], Uncompressed, max_seq_len=256))
-    engine = make(tiny_checkpoints["llama"], **SNAP | {"compress_method": "none"})
+def test_no_compression_keeps_every_token(folder: Path) -> None:
+    expected = answers_of(make(folder, Uncompressed, max_seq_len=256))
+    engine = make(folder, **SNAP | {"compress_method": "none"})
     assert answers_of(engine) == expected
     assert engine.num_compressions == 0
 
 
-def test_heads_keep_different_numbers_and_blocks_return(tiny_checkpoints: dict[str, Path]) -> None:
-    engine = make(tiny_checkpoints["llama"], **SNAP | {"layer_upper_budget": 120})
+def test_heads_keep_different_numbers_and_blocks_return(folder: Path) -> None:
+    engine = make(folder, **SNAP | {"layer_upper_budget": 120})
     engine.add_request(PROMPTS[2] * 2, SamplingParams(**GREEDY, max_new_tokens=30))
     while not engine.num_compressions:
         free = engine.pool.free_tokens
@@ -132,9 +132,9 @@ def test_a_sliding_window_keeps_its_window(tiny_checkpoints: dict[str, Path]) ->
         assert window is None or counts == [min(window, packed.num_tokens)] * len(counts)
 
 
-def test_an_interrupted_compression_is_repeated(tiny_checkpoints: dict[str, Path]) -> None:
-    expected = answers_of(make(tiny_checkpoints["llama"], **SNAP))
-    engine = make(tiny_checkpoints["llama"], **SNAP)
+def test_an_interrupted_compression_is_repeated(folder: Path) -> None:
+    expected = answers_of(make(folder, **SNAP))
+    engine = make(folder, **SNAP)
     compress, step, calls = engine.view.compress, engine.step, []
 
     def interrupted(sequence: Any, place: Any) -> Any:
@@ -155,9 +155,9 @@ def test_an_interrupted_compression_is_repeated(tiny_checkpoints: dict[str, Path
     assert engine.load().num_preemptions == 2
 
 
-def test_memory_stays_within_the_budget(tiny_checkpoints: dict[str, Path]) -> None:
+def test_memory_stays_within_the_budget(folder: Path) -> None:
     """However long the answer, a request holds what its heads keep, and what came since."""
-    engine = make(tiny_checkpoints["llama"], **SNAP | {"max_seq_len": 256})
+    engine = make(folder, **SNAP | {"max_seq_len": 256})
     engine.add_request(PROMPTS[0], SamplingParams(**GREEDY, max_new_tokens=220))
     most = 0
     while engine.has_work():
@@ -171,9 +171,9 @@ def test_memory_stays_within_the_budget(tiny_checkpoints: dict[str, Path]) -> No
     assert engine.pool.audit() == []
 
 
-def test_a_preempted_request_comes_to_the_same_cache(tiny_checkpoints: dict[str, Path]) -> None:
+def test_a_preempted_request_comes_to_the_same_cache(folder: Path) -> None:
     """Six requests in a pool for one without compression, beside the same in a pool for all."""
-    roomy, small = (make(tiny_checkpoints["llama"], **SNAP, num_gpu_blocks=n) for n in (400, 64))
+    roomy, small = (make(folder, **SNAP, num_gpu_blocks=n) for n in (400, 64))
     caches: list[dict[tuple[str, int], tuple[list[Any], torch.Tensor]]] = []
     for engine in (roomy, small):
         caches.append(caches_of(engine, seen_answers := []))
@@ -189,13 +189,13 @@ def test_a_preempted_request_comes_to_the_same_cache(tiny_checkpoints: dict[str,
         torch.testing.assert_close(keys, same_keys, atol=1e-5, rtol=1e-4)
 
 
-def test_requests_that_share_a_prefix_keep_what_they_keep_alone(tiny_checkpoints: dict[str, Path]) -> None:
+def test_requests_that_share_a_prefix_keep_what_they_keep_alone(folder: Path) -> None:
     """A conversation of 150 tokens goes on in five ways: without sharing, with it, and with few blocks besides."""
     requests: Requests = [([*PROMPTS[2], *PROMPTS[2][:40], n], GREEDY | {"max_new_tokens": 60}) for n in range(5)]
     caches: list[Any] = []
     answers: list[list[Any]] = []
     for is_sharing, num_blocks in ((False, 400), (True, 400), (True, 64)):
-        engine = make(tiny_checkpoints["llama"], **SNAP, use_prefix_caching=is_sharing, num_gpu_blocks=num_blocks)
+        engine = make(folder, **SNAP, use_prefix_caching=is_sharing, num_gpu_blocks=num_blocks)
         make_room, asked = engine.scheduler.make_room, list[Request]()
 
         def noted(request: Request, make_room: Any = make_room, asked: list[Request] = asked) -> bool:

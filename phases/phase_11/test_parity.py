@@ -10,14 +10,13 @@ from hypothesis import strategies as st
 from phases.phase_10.engine import Engine as Plain
 from phases.phase_11.engine import Engine
 from shared.engine.config import EngineConfig
-from shared.engine.output import StepOutput
 from shared.errors import ConfigError
 from shared.scheduling.schedule import Schedule
 from shared.speculation.adaptive import UNMEASURED
 from shared.text.stopping import FinishReason
-from tests.drafts import Foresight, assert_no_trace, check_commits
-from tests.mixed_requests import ALIKE, ARRIVALS, ARRIVE, GREEDY, MIXED, PENALISED, SMALL, Requests, seen, serve, tokens
-from tests.random_loads import Load, assert_as_alone, interrupt, loads, sizes
+from tests.drafts import Foresight, assert_greedy_same_and_others_repeatable, assert_no_trace, check_commits
+from tests.mixed_requests import ALIKE, ARRIVALS, ARRIVE, GREEDY, MIXED, PENALISED, SMALL, Requests, seen, serve
+from tests.random_loads import Load, answers_alone, assert_as_alone, interrupt, loads, sizes
 
 NGRAM: dict[str, Any] = {"use_speculative_decoding": True, "drafter": "ngram", "adapt_spec_length": False}
 
@@ -52,11 +51,11 @@ def has_guessed(engine: Speculative) -> bool:
 @pytest.mark.parametrize(("sizes", "overlaps"), [((1, 129), False), ((3, 43), True), ((16, 9), False)], ids=str)
 def test_outputs_are_those_of_phase_9(model_folder: Path, sizes: tuple[int, int], overlaps: bool) -> None:
     """Greedy and drawn, with penalties, chunks, shared prefixes and preemptions; found by lookup, and foreseen."""
-    about = SMALL | {"prefill_chunk_size": 30} | dict(zip(("block_size", "num_gpu_blocks"), sizes, strict=True))
+    options = SMALL | {"prefill_chunk_size": 30} | dict(zip(("block_size", "num_gpu_blocks"), sizes, strict=True))
     requests, arrivals = [*ALIKE, *MIXED], [*ARRIVE, *ARRIVALS]
-    answers = serve(plain := make(model_folder, Plain, **about), requests, arrivals)[0]
+    answers = serve(plain := make(model_folder, Plain, **options), requests, arrivals)[0]
     for foreseen, arrive in ((None, arrivals), (answers, [0] * len(requests))):
-        engine = make(model_folder, answers=foreseen, overlap_scheduling=overlaps, **about)
+        engine = make(model_folder, answers=foreseen, overlap_scheduling=overlaps, **options)
         assert seen(serve(engine, requests, arrive)[0]) == seen(answers)
         assert has_guessed(engine)
         assert engine.scheduler.num_prefix_hits > 0
@@ -78,10 +77,10 @@ def test_outputs_are_those_of_phase_9(model_folder: Path, sizes: tuple[int, int]
 def test_every_memory_and_policy_gives_the_same_outputs(
     tiny_checkpoints: dict[str, Path], config: dict[str, Any]
 ) -> None:
-    folder, about = tiny_checkpoints["gemma3_text"], config | {"max_seq_len": 128}
+    folder, options = tiny_checkpoints["gemma3_text"], config | {"max_seq_len": 128}
     requests: Requests = [*ALIKE, *MIXED]
-    answers = serve(make(folder, Plain, **about | {"spec_length": 5}), requests)[0]
-    engine = make(folder, answers=answers, **about)
+    answers = serve(make(folder, Plain, **options | {"spec_length": 5}), requests)[0]
+    engine = make(folder, answers=answers, **options)
     for mine, theirs in zip(serve(engine, requests)[0], answers, strict=True):
         assert [(o.token_id, o.text, o.finish_reason, o.stop) for o in mine] == [
             (o.token_id, o.text, o.finish_reason, o.stop) for o in theirs
@@ -89,11 +88,11 @@ def test_every_memory_and_policy_gives_the_same_outputs(
     assert has_guessed(engine)
 
 
-def test_drafts_respect_the_token_budget(tiny_checkpoints: dict[str, Path]) -> None:
+def test_drafts_respect_the_token_budget(folder: Path) -> None:
     """Seven tokens a step, of four requests: at most three drafts, in turn."""
-    folder, about = tiny_checkpoints["llama"], {"max_seq_len": 96, "max_num_batched_tokens": 7, "max_batch_size": 4}
+    options = {"max_seq_len": 96, "max_num_batched_tokens": 7, "max_batch_size": 4}
     requests: Requests = [([7 + n] * 4, GREEDY | {"max_new_tokens": 30}) for n in range(4)]
-    engine = make(folder, answers=serve(make(folder, Plain, **about), requests)[0], **about)
+    engine = make(folder, answers=serve(make(folder, Plain, **options), requests)[0], **options)
     commit, sizes = engine.scheduler.commit, []
 
     def measured(schedule: Schedule, sampled: Any) -> None:
@@ -108,30 +107,26 @@ def test_drafts_respect_the_token_budget(tiny_checkpoints: dict[str, Path]) -> N
 
 @settings(max_examples=8, deadline=None)
 @given(
-    about=sizes(spec_length=st.integers(1, 8), overlap_scheduling=st.booleans()),
+    options=sizes(spec_length=st.integers(1, 8), overlap_scheduling=st.booleans()),
     error_rate=st.sampled_from([0.0, 0.3, 1.0]),
     load=loads(),
 )
 def test_whatever_the_sizes_arrivals_and_aborts(
-    tiny_checkpoints: dict[str, Path], about: dict[str, Any], error_rate: float, load: Load
+    tiny_checkpoints: dict[str, Path], options: dict[str, Any], error_rate: float, load: Load
 ) -> None:
     folder = tiny_checkpoints["gemma3_text"]
-    if not ALONE:
-        ALONE.extend(serve(make(folder, Plain, max_seq_len=96), [request])[0][0] for request in ALIKE)
-    engine = make(folder, answers=ALONE, error_rate=error_rate, **about)
-    assert_as_alone(engine, load, list(map(tokens, ALONE)))
+    alone = answers_alone(Plain, folder)
+    engine = make(folder, answers=alone, error_rate=error_rate, **options)
+    assert_as_alone(engine, load, alone)
     assert engine.num_accepted > 0 or error_rate == 1
     assert engine.num_rejected > 0 or error_rate < 1
 
 
-ALONE: list[list[StepOutput]] = []  # the answer to each request of ALIKE, by phase 10
-
-
 def test_an_end_inside_a_run_of_accepted_drafts_drops_the_rest(tiny_checkpoints: dict[str, Path]) -> None:
     """The drafts go on behind a stop token, an end of sequence, a stop string and the length limit."""
-    folder, about = tiny_checkpoints["qwen3"], {"max_seq_len": 64, "max_batch_size": 8, "block_size": 2}
+    folder, options = tiny_checkpoints["qwen3"], {"max_seq_len": 64, "max_batch_size": 8, "block_size": 2}
     free: Requests = [("Once upon", {"seed": n, "max_new_tokens": 24, "ignore_eos": True}) for n in range(3)]
-    answers = serve(make(folder, Plain, **about), free)[0]
+    answers = serve(make(folder, Plain, **options), free)[0]
     requests, foreseen = [], []
     for (prompt, params), answer in zip(free, answers, strict=True):
         text = "".join(output.text for output in answer)
@@ -139,8 +134,8 @@ def test_an_end_inside_a_run_of_accepted_drafts_drops_the_rest(tiny_checkpoints:
             ends = {"stop_token_ids": [answer[n].token_id]}, {"stop": text[3 * n : 3 * n + 2]}, {"max_new_tokens": n}
             requests += [(prompt, params | end) for end in ends]
             foreseen += [answer] * len(ends)
-    expected = serve(make(folder, Plain, **about), requests)[0]
-    engine = make(folder, answers=foreseen, error_rate=0.2, **about)
+    expected = serve(make(folder, Plain, **options), requests)[0]
+    engine = make(folder, answers=foreseen, error_rate=0.2, **options)
     found = serve(engine, requests)[0]
     assert seen(found) == seen(expected)
     assert {answer[-1].finish_reason for answer in expected} == {FinishReason.STOP, FinishReason.LENGTH}
@@ -153,15 +148,16 @@ def test_an_end_inside_a_run_of_accepted_drafts_drops_the_rest(tiny_checkpoints:
     assert num_accepted < engine.num_accepted, "some are accepted behind a stop string"
 
 
-def test_an_end_of_sequence_inside_a_run(tiny_checkpoints: dict[str, Path]) -> None:
+def test_an_end_of_sequence_inside_a_run(folder: Path) -> None:
     """A bias makes it likely at each place of a run; the drafts go on behind it, and never enter the prefix tree."""
-    folder, about = tiny_checkpoints["llama"], {"max_seq_len": 64, "block_size": 1}
-    eos = min(make(folder, Plain, **about).tokenizer.eos_ids)
+    options = {"max_seq_len": 64, "block_size": 1}
+    eos = min(make(folder, Plain, **options).tokenizer.eos_ids)
     requests: Requests = [([5 + n] * 3, {"seed": n, "max_new_tokens": 30, "logit_bias": {eos: 4.0}}) for n in range(12)]
-    plain = make(folder, Plain, **about)
+    plain = make(folder, Plain, **options)
     expected = serve(plain, requests)[0]
-    answers = serve(make(folder, Plain, **about), [(ids, params | {"ignore_eos": True}) for ids, params in requests])[0]
-    engine = make(folder, answers=answers, error_rate=0.2, **about)
+    endless = [(ids, params | {"ignore_eos": True}) for ids, params in requests]
+    answers = serve(make(folder, Plain, **options), endless)[0]
+    engine = make(folder, answers=answers, error_rate=0.2, **options)
     assert seen(serve(engine, requests)[0]) == seen(expected)
     assert {answer[-1].finish_reason for answer in expected} >= {FinishReason.EOS}
     assert has_guessed(engine)
@@ -170,12 +166,12 @@ def test_an_end_of_sequence_inside_a_run(tiny_checkpoints: dict[str, Path]) -> N
 
 @pytest.mark.parametrize("backend", ["paged", "contiguous"])
 def test_rejected_drafts_leave_no_trace(model_folder: Path, backend: str) -> None:
-    about: dict[str, Any] = {"max_seq_len": 80, "kv_cache_backend": backend}
-    about |= {"block_size": 3, "num_gpu_blocks": 40} if backend == "paged" else {}
+    options: dict[str, Any] = {"max_seq_len": 80, "kv_cache_backend": backend}
+    options |= {"block_size": 3, "num_gpu_blocks": 40} if backend == "paged" else {}
     request: Requests = [("A text, and more", PENALISED | {"max_new_tokens": 40, "ignore_eos": True})]
-    answers = serve(make(model_folder, Plain, **about), request)[0]
-    engine = make(model_folder, answers=answers, **about)
-    assert_no_trace(make(model_folder, Plain, **about), engine, request)
+    answers = serve(make(model_folder, Plain, **options), request)[0]
+    engine = make(model_folder, answers=answers, **options)
+    assert_no_trace(make(model_folder, Plain, **options), engine, request)
     assert has_guessed(engine)
 
 
@@ -185,11 +181,11 @@ def test_rejected_drafts_leave_no_trace(model_folder: Path, backend: str) -> Non
     ["drafter.propose", "runner.forward", "runner.sample", "scheduler.schedule", "scheduler.commit", "pool.layout"],
 )
 def test_an_interrupted_step_is_repeated_and_loses_nothing(
-    tiny_checkpoints: dict[str, Path], monkeypatch: pytest.MonkeyPatch, broken: str, overlaps: bool
+    folder: Path, monkeypatch: pytest.MonkeyPatch, broken: str, overlaps: bool
 ) -> None:
-    folder, about = tiny_checkpoints["llama"], SMALL | {"max_batch_size": 4}
-    answers = serve(make(folder, Plain, **about), ALIKE, ARRIVE)[0]
-    engine = make(folder, answers=answers, overlap_scheduling=overlaps, **about)
+    options = SMALL | {"max_batch_size": 4}
+    answers = serve(make(folder, Plain, **options), ALIKE, ARRIVE)[0]
+    engine = make(folder, answers=answers, overlap_scheduling=overlaps, **options)
     interrupts = interrupt(engine, broken, monkeypatch)
     assert seen(serve(engine, ALIKE, ARRIVE)[0]) == seen(answers)
     assert len(interrupts) > 2
@@ -197,15 +193,13 @@ def test_an_interrupted_step_is_repeated_and_loses_nothing(
 
 
 def test_without_drafts_it_is_the_loop_of_phase_9(tiny_checkpoints: dict[str, Path]) -> None:
-    folder, about = tiny_checkpoints["qwen3"], {"max_seq_len": 128, "max_batch_size": 3}
+    folder, options = tiny_checkpoints["qwen3"], {"max_seq_len": 128, "max_batch_size": 3}
     for overlaps in (False, True):
-        expected = serve(make(folder, Plain, **about, overlap_scheduling=overlaps), ALIKE)
-        assert serve(Engine(EngineConfig(str(folder), **about, overlap_scheduling=overlaps)), ALIKE) == expected
+        expected = serve(make(folder, Plain, **options, overlap_scheduling=overlaps), ALIKE)
+        assert serve(Engine(EngineConfig(str(folder), **options, overlap_scheduling=overlaps)), ALIKE) == expected
 
 
-def test_speculation_needs_a_drafter_and_continuous_batching() -> None:
-    with pytest.raises(ConfigError, match=r"drafter is None and draft_model is None; set draft_model"):
-        EngineConfig(use_speculative_decoding=True)
+def test_speculation_needs_continuous_batching_and_one_drafter() -> None:
     with pytest.raises(ConfigError, match=r"requires batching_mode = 'continuous'"):
         EngineConfig(**NGRAM, batching_mode="static")
     with pytest.raises(ConfigError, match=r"draft_model is 'small' and drafter is 'ngram'"):
@@ -218,29 +212,26 @@ def test_speculation_needs_a_drafter_and_continuous_batching() -> None:
 def test_with_rejection_sampling_greedy_tokens_are_the_same_and_others_are_repeatable(
     tiny_checkpoints: dict[str, Path], family: str
 ) -> None:
-    folder, about = tiny_checkpoints[family], {"max_seq_len": 128, "acceptance_method": "rejection"}
+    folder, options = tiny_checkpoints[family], {"max_seq_len": 128, "acceptance_method": "rejection"}
     requests: Requests = [*ALIKE, *MIXED]
-    answers = serve(make(folder, Plain, max_seq_len=128), requests)[0]
-    engines = [make(folder, answers=answers, **about) for _ in range(2)]
-    found = [serve(engine, requests)[0] for engine in engines]
-    assert seen(found[0]) == seen(found[1])
+    plain = make(folder, Plain, max_seq_len=128)
+    answers = serve(plain, requests)[0]
+    engines = [make(folder, answers=answers, **options) for _ in range(2)]
+    assert_greedy_same_and_others_repeatable(engines, requests, plain)
     assert has_guessed(engines[0])
-    is_greedy = [params.get("temperature") == 0 for _, params in requests]
-    same = [tokens(mine) == tokens(theirs) for mine, theirs in zip(found[0], answers, strict=True)]
-    assert all(is_same for is_same, is_certain in zip(same, is_greedy, strict=True) if is_certain)
-    assert not all(same), "drawn tokens differ"
 
 
 @pytest.mark.parametrize("is_adaptive", [False, True])
-def test_requests_with_and_without_drafts_share_a_batch(tiny_checkpoints: dict[str, Path], is_adaptive: bool) -> None:
+def test_requests_with_and_without_drafts_share_a_batch(folder: Path, is_adaptive: bool) -> None:
     """Every other request refuses drafts."""
-    folder, about = tiny_checkpoints["llama"], {"max_seq_len": 128}
+    options = {"max_seq_len": 128}
     requests: Requests = [
         (prompt, params | {"use_speculative_decoding": number % 2 == 0})
         for number, (prompt, params) in enumerate([*ALIKE, *MIXED])
     ]
-    answers = serve(make(folder, Plain, **about), requests)[0]
-    engine = make(folder, answers=answers, adapt_spec_length=is_adaptive, **about)
+    answers = serve(make(folder, Plain, **options), requests)[0]
+    engine = make(folder, answers=answers, adapt_spec_length=is_adaptive, **options)
+    engine.scheduler.lengths.times = UNMEASURED
     commit, steps = engine.scheduler.commit, []
 
     def noted(schedule: Schedule, sampled: Any) -> None:
@@ -262,10 +253,10 @@ def test_requests_with_and_without_drafts_share_a_batch(tiny_checkpoints: dict[s
 
 
 def test_adaptive_lengths_change_no_token_and_useless_drafts_become_few(tiny_checkpoints: dict[str, Path]) -> None:
-    folder, about = tiny_checkpoints["qwen3"], {"max_seq_len": 128, "adapt_spec_length": None}
+    folder, options = tiny_checkpoints["qwen3"], {"max_seq_len": 128, "adapt_spec_length": None}
     requests: Requests = [([n, *range(9)], {"seed": n, "max_new_tokens": 100, "ignore_eos": True}) for n in range(4)]
     answers = serve(plain := make(folder, Plain, max_seq_len=128), requests)[0]
-    good, useless = (make(folder, answers=answers, error_rate=rate, **about) for rate in (0.1, 0.0))
+    good, useless = (make(folder, answers=answers, error_rate=rate, **options) for rate in (0.1, 0.0))
     for engine in (good, useless):
         engine.scheduler.lengths.times = UNMEASURED  # a tiny model's are mostly noise
     useless.drafter.answers = [[token_id ^ 1 for token_id in answer] for answer in useless.drafter.answers]

@@ -1,7 +1,5 @@
 """What drafts buy: several tokens for one reading of the weights."""
 
-import statistics
-import time
 from pathlib import Path
 from typing import Any
 
@@ -10,10 +8,10 @@ import pytest
 from phases.phase_10.engine import Engine as Plain
 from phases.phase_11.engine import Engine
 from shared.engine.config import EngineConfig
-from shared.sampling.params import SamplingParams
+from shared.speculation.adaptive import UNMEASURED
+from tests.speed import ONE_ANSWER, Served, serve, speedup, time_one_answer
 
 NGRAM: dict[str, Any] = {"use_speculative_decoding": True, "drafter": "ngram"}
-GREEDY: dict[str, Any] = {"temperature": 0.0, "ignore_eos": True}
 TEXT = (
     "The lighthouse was built in 1828 by Robert Stevenson. It stands 122 metres above the sea, and its lamp is seen "
     "from a distance of 22 nautical miles. The keepers left in 1998, when the light was automated."
@@ -21,27 +19,37 @@ TEXT = (
 EDIT = f"<|im_start|>user\nRepeat this text word for word:\n\n{TEXT}<|im_end|>\n<|im_start|>assistant\n"
 
 
-@pytest.mark.benchmark(group="decode 16 tokens after 32, tiny model")
-def test_generate(tiny_checkpoints: dict[str, Path], benchmark) -> None:
-    engine = Engine(EngineConfig(model=str(tiny_checkpoints["llama"]), max_batch_size=8, **NGRAM))
-    params = SamplingParams(**GREEDY, max_new_tokens=16)
-    benchmark.pedantic(lambda: list(engine.generate([7] * 32, params)), rounds=5, warmup_rounds=1)
+def repeat(engine: Any, num_tokens: int) -> Served:
+    return serve(engine, [engine.tokenizer.encode(EDIT)], num_tokens)
+
+
+@pytest.fixture(scope="module")
+def engines(demo_folder: Path) -> tuple[Plain, Engine]:
+    settings: dict[str, Any] = {"max_seq_len": 256, "max_batch_size": 1, "use_prefix_caching": False}
+    folder = str(demo_folder)
+    return Plain(EngineConfig(folder, **settings)), Engine(EngineConfig(folder, **settings, **NGRAM))
+
+
+@pytest.mark.measured
+@pytest.mark.benchmark(group=ONE_ANSWER)
+def test_generate(folder: Path, benchmark) -> None:
+    time_one_answer(benchmark, Engine(EngineConfig(model=str(folder), max_batch_size=8, **NGRAM)))
 
 
 @pytest.mark.demo
-@pytest.mark.slow
-def test_a_text_that_repeats_is_written_faster(demo_folder: Path) -> None:
+def test_a_text_that_repeats_takes_fewer_than_half_of_the_forward_passes(
+    engines: tuple[Plain, Engine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With fixed times of steps: those of this machine would decide how many drafts are tried."""
+    monkeypatch.setattr(engines[1].scheduler.lengths, "times", UNMEASURED)
+    plain, drafting = (repeat(engine, 32) for engine in engines)
+    assert drafting.answers == plain.answers
+    assert drafting.num_forwards < plain.num_forwards / 2
+
+
+@pytest.mark.measured
+@pytest.mark.demo
+def test_a_text_that_repeats_is_written_faster(engines: tuple[Plain, Engine]) -> None:
     """Measured: 2.1 to 3.0 times, in 27 % of the steps."""
-    about: dict[str, Any] = {"max_seq_len": 256, "max_batch_size": 1, "use_prefix_caching": False}
-    engines = [phase(EngineConfig(str(demo_folder), **about, **more)) for phase, more in ((Plain, {}), (Engine, NGRAM))]
-    seconds: list[list[float]] = [[], []]
-    answers, num_forwards = [], [0, 0]
-    for number in (0, 1) * 3:
-        engine = engines[number]
-        before, begin = engine.runner.num_forwards, time.perf_counter()
-        answers.append([o.token_id for o in engine.generate(EDIT, SamplingParams(**GREEDY, max_new_tokens=48))])
-        seconds[number].append(time.perf_counter() - begin)
-        num_forwards[number] = engine.runner.num_forwards - before
-    assert all(answer == answers[0] for answer in answers)
-    assert num_forwards[1] < num_forwards[0] / 2
-    assert statistics.median(seconds[0]) / statistics.median(seconds[1]) > 1.3, seconds
+    plain, drafting = engines
+    assert speedup(lambda: repeat(plain, 48).seconds, lambda: repeat(drafting, 48).seconds) > 1.3

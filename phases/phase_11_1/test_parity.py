@@ -9,15 +9,14 @@ from hypothesis import strategies as st
 
 from phases.phase_11_1.engine import Engine
 from shared.engine.config import EngineConfig
-from shared.engine.output import StepOutput
 from shared.errors import ConfigError, ModelFolderError
 from shared.scheduling.multi_token import MultiTokenSchedule
 from shared.scheduling.schedule import Schedule
 from shared.speculation.adaptive import UNMEASURED, StepTimes
 from tests.adapters import random_adapter_of
-from tests.drafts import Foresight, assert_no_trace, check_commits
-from tests.mixed_requests import ALIKE, ARRIVALS, ARRIVE, GREEDY, MIXED, PENALISED, SMALL, Requests, seen, serve, tokens
-from tests.random_loads import Load, assert_as_alone, interrupt, loads, sizes
+from tests.drafts import Foresight, assert_greedy_same_and_others_repeatable, assert_no_trace, check_commits
+from tests.mixed_requests import ALIKE, ARRIVALS, ARRIVE, GREEDY, MIXED, PENALISED, SMALL, Requests, seen, serve
+from tests.random_loads import Load, answers_alone, assert_as_alone, interrupt, loads, sizes
 
 MULTI: dict[str, Any] = {"use_speculative_decoding": True, "adapt_spec_length": False}
 
@@ -50,12 +49,12 @@ def guessing(folder: Path, answers: Any = None, error_rate: float = 0.5, **confi
 @pytest.mark.parametrize(("sizes", "overlaps"), [((1, 129), False), ((3, 43), True), ((16, 9), False)], ids=str)
 def test_outputs_are_those_of_plain_decoding(model_folder: Path, sizes: tuple[int, int], overlaps: bool) -> None:
     """Greedy and drawn, with penalties, chunks, shared prefixes, preemptions; guesses of an adapter, and imposed."""
-    about = SMALL | {"prefill_chunk_size": 30} | dict(zip(("block_size", "num_gpu_blocks"), sizes, strict=True))
+    options = SMALL | {"prefill_chunk_size": 30} | dict(zip(("block_size", "num_gpu_blocks"), sizes, strict=True))
     requests, arrivals = [*ALIKE, *MIXED], [*ARRIVE, *ARRIVALS]
-    answers = serve(reference := plain(model_folder, **about), requests, arrivals)[0]
+    answers = serve(reference := plain(model_folder, **options), requests, arrivals)[0]
     num_preemptions = 0
     for foreseen, arrive in ((None, arrivals), (answers, [0] * len(requests))):
-        engine = guessing(model_folder, foreseen, overlap_scheduling=overlaps, **about)
+        engine = guessing(model_folder, foreseen, overlap_scheduling=overlaps, **options)
         assert seen(serve(engine, requests, arrive)[0]) == seen(answers)
         assert engine.has_guessed()
         assert engine.scheduler.num_prefix_hits > 0
@@ -76,12 +75,12 @@ def test_outputs_are_those_of_plain_decoding(model_folder: Path, sizes: tuple[in
     ids=lambda config: next(iter(config)),
 )
 def test_other_schedules_backends_and_weights(tiny_checkpoints: dict[str, Path], config: dict[str, Any]) -> None:
-    folder, about = tiny_checkpoints["gemma3_text"], config | {"max_seq_len": 128}
+    folder, options = tiny_checkpoints["gemma3_text"], config | {"max_seq_len": 128}
     requests: Requests = [*ALIKE, *MIXED]
-    without = {name: value for name, value in about.items() if name != "spec_length"}
+    without = {name: value for name, value in options.items() if name != "spec_length"}
     answers = serve(plain(folder, **without), requests)[0]
     for foreseen in (None, answers):
-        engine = guessing(folder, foreseen, **about)
+        engine = guessing(folder, foreseen, **options)
         for mine, theirs in zip(serve(engine, requests)[0], answers, strict=True):
             assert [(o.token_id, o.text, o.finish_reason) for o in mine] == [
                 (o.token_id, o.text, o.finish_reason) for o in theirs
@@ -89,11 +88,11 @@ def test_other_schedules_backends_and_weights(tiny_checkpoints: dict[str, Path],
         assert engine.has_guessed() or "spec_length" in config
 
 
-def test_masks_respect_the_token_budget_and_the_number_of_masks(tiny_checkpoints: dict[str, Path]) -> None:
+def test_masks_respect_the_token_budget_and_the_number_of_masks(folder: Path) -> None:
     """Sixteen tokens a step, which one request with two guesses and three masks for each of its tokens nearly fills."""
-    folder, about = tiny_checkpoints["llama"], {"max_seq_len": 96, "max_num_batched_tokens": 16, "max_batch_size": 3}
+    options = {"max_seq_len": 96, "max_num_batched_tokens": 16, "max_batch_size": 3}
     requests: Requests = [([7 + n] * 4, GREEDY | {"max_new_tokens": 14 + 8 * n}) for n in range(3)]
-    engine = guessing(folder, serve(plain(folder, **about), requests)[0], **about)
+    engine = guessing(folder, serve(plain(folder, **options), requests)[0], **options)
     commit, sizes = engine.scheduler.commit, []
 
     def measured(schedule: Schedule, sampled: Any) -> None:
@@ -111,38 +110,34 @@ def test_masks_respect_the_token_budget_and_the_number_of_masks(tiny_checkpoints
 
 @settings(max_examples=10, deadline=None)
 @given(
-    about=sizes(120, spec_length=st.integers(1, 3), overlap_scheduling=st.booleans()),
+    options=sizes(120, spec_length=st.integers(1, 3), overlap_scheduling=st.booleans()),
     error_rate=st.sampled_from([0.0, 0.3, 1.0]),
     load=loads(),
 )
 def test_whatever_the_sizes_arrivals_and_aborts(
-    tiny_checkpoints: dict[str, Path], about: dict[str, Any], error_rate: float, load: Load
+    tiny_checkpoints: dict[str, Path], options: dict[str, Any], error_rate: float, load: Load
 ) -> None:
     folder = tiny_checkpoints["gemma3_text"]
-    if not ALONE:
-        ALONE.extend(serve(plain(folder, max_seq_len=96), [request])[0][0] for request in ALIKE)
-    assert_as_alone(guessing(folder, ALONE, error_rate, **about), load, list(map(tokens, ALONE)))
-
-
-ALONE: list[list[StepOutput]] = []  # the answer to each request of ALIKE, without guesses
+    alone = answers_alone(Engine, folder)
+    assert_as_alone(guessing(folder, alone, error_rate, **options), load, alone)
 
 
 def test_masks_and_rejected_guesses_leave_no_trace(model_folder: Path) -> None:
-    about: dict[str, Any] = {"max_seq_len": 80, "block_size": 3, "num_gpu_blocks": 40}
+    options: dict[str, Any] = {"max_seq_len": 80, "block_size": 3, "num_gpu_blocks": 40}
     request: Requests = [("A text, and more", PENALISED | {"max_new_tokens": 40, "ignore_eos": True})]
-    answers = serve(plain(model_folder, **about), request)[0]
-    engine = guessing(model_folder, answers, **about)
-    assert_no_trace(plain(model_folder, **about), engine, request)
+    answers = serve(plain(model_folder, **options), request)[0]
+    engine = guessing(model_folder, answers, **options)
+    assert_no_trace(plain(model_folder, **options), engine, request)
     assert engine.has_guessed()
 
 
 @pytest.mark.parametrize("broken", ["drafter.propose", "runner.forward", "scheduler.commit", "pool.layout"])
 def test_an_interrupted_step_is_repeated_and_loses_nothing(
-    tiny_checkpoints: dict[str, Path], monkeypatch: pytest.MonkeyPatch, broken: str
+    folder: Path, monkeypatch: pytest.MonkeyPatch, broken: str
 ) -> None:
-    folder, about = tiny_checkpoints["llama"], SMALL | {"max_batch_size": 4}
-    answers = serve(plain(folder, **about), ALIKE, ARRIVE)[0]
-    engine = guessing(folder, answers if broken != "drafter.propose" else None, overlap_scheduling=True, **about)
+    options = SMALL | {"max_batch_size": 4}
+    answers = serve(plain(folder, **options), ALIKE, ARRIVE)[0]
+    engine = guessing(folder, answers if broken != "drafter.propose" else None, overlap_scheduling=True, **options)
     interrupts = interrupt(engine, broken, monkeypatch)
     assert seen(serve(engine, ALIKE, ARRIVE)[0]) == seen(answers)
     assert len(interrupts) > 2
@@ -162,28 +157,20 @@ def test_requests_with_and_without_guesses_share_steps(tiny_checkpoints: dict[st
     assert drafted == [n % 2 == 0 for n in range(len(requests))]
 
 
-def test_with_rejection_sampling_greedy_tokens_are_the_same_and_others_are_repeatable(
-    tiny_checkpoints: dict[str, Path],
-) -> None:
-    folder, about = tiny_checkpoints["llama"], {"max_seq_len": 128}
+def test_with_rejection_sampling_greedy_tokens_are_the_same_and_others_are_repeatable(folder: Path) -> None:
+    options = {"max_seq_len": 128}
     requests: Requests = [*ALIKE, *MIXED]
-    answers = serve(plain(folder, **about), requests)[0]
-    engines = [guessing(folder, acceptance_method="rejection", **about) for _ in range(2)]
-    found = [serve(engine, requests)[0] for engine in engines]
-    assert seen(found[0]) == seen(found[1])
+    engines = [guessing(folder, acceptance_method="rejection", **options) for _ in range(2)]
+    assert_greedy_same_and_others_repeatable(engines, requests, plain(folder, **options))
     assert engines[0].has_guessed()
-    is_greedy = [params.get("temperature") == 0 for _, params in requests]
-    same = [tokens(mine) == tokens(theirs) for mine, theirs in zip(found[0], answers, strict=True)]
-    assert all(is_same for is_same, is_certain in zip(same, is_greedy, strict=True) if is_certain)
-    assert not all(same), "drawn tokens differ"
 
 
-def test_useless_guesses_are_given_up_and_tried_again(tiny_checkpoints: dict[str, Path]) -> None:
-    folder, about = tiny_checkpoints["llama"], {"max_seq_len": 256, "max_batch_size": 2}
+def test_useless_guesses_are_given_up_and_tried_again(folder: Path) -> None:
+    options = {"max_seq_len": 256, "max_batch_size": 2}
     requests: Requests = [([5, 6, 7], GREEDY | {"max_new_tokens": 200})]
-    answers = serve(plain(folder, **about), requests)[0]
+    answers = serve(plain(folder, **options), requests)[0]
     wrong = [[output._replace(token_id=(output.token_id or 0) ^ 1) for output in answers[0]]]
-    engine = guessing(folder, wrong, error_rate=0.0, adapt_spec_length=True, **about)
+    engine = guessing(folder, wrong, error_rate=0.0, adapt_spec_length=True, **options)
     engine.scheduler.lengths.times = UNMEASURED  # type: ignore[attr-defined]
     found, records = serve(engine, requests)
     assert seen(found) == seen(answers)
@@ -192,14 +179,14 @@ def test_useless_guesses_are_given_up_and_tried_again(tiny_checkpoints: dict[str
     assert 1 <= len([n for n in tried if n > 100]) <= 2, "every 64 steps"
 
 
-def test_useless_guesses_cost_few_steps_where_steps_are_bound_by_launches(tiny_checkpoints: dict[str, Path]) -> None:
+def test_useless_guesses_cost_few_steps_where_steps_are_bound_by_launches(folder: Path) -> None:
     """With the times of the demo model's shape on an H100; steps between attempts are those of plain decoding."""
-    folder, about = tiny_checkpoints["llama"], {"max_seq_len": 512, "max_batch_size": 2, "overlap_scheduling": True}
+    options = {"max_seq_len": 512, "max_batch_size": 2, "overlap_scheduling": True}
     requests: Requests = [([5, 6, 7], GREEDY | {"max_new_tokens": 300})]
-    reference = plain(folder, **about)
+    reference = plain(folder, **options)
     answers = serve(reference, requests)[0]
     wrong = [[output._replace(token_id=(output.token_id or 0) ^ 1) for output in answers[0]]]
-    engine = guessing(folder, wrong, error_rate=0.0, adapt_spec_length=True, **about)
+    engine = guessing(folder, wrong, error_rate=0.0, adapt_spec_length=True, **options)
     engine.scheduler.lengths.times = StepTimes([1], [0.528], [1.292], [1.299], [0.107], [0.107])
     before, launch = engine.stats(), engine.runner.forward
     kinds: list[tuple[bool, bool]] = []
@@ -219,7 +206,7 @@ def test_useless_guesses_cost_few_steps_where_steps_are_bound_by_launches(tiny_c
     assert engine.scheduler.num_rejected_drafts >= 2
 
 
-def test_the_settings_say_what_is_missing(tiny_checkpoints: dict[str, Path], tmp_path: Path) -> None:
+def test_the_settings_say_what_is_missing(folder: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"adapter is 'a' and use_speculative_decoding is False"):
         EngineConfig(adapter="a")
     with pytest.raises(ConfigError, match=r"adapter is 'a' and drafter is 'ngram'; with an adapter the model drafts"):
@@ -229,4 +216,4 @@ def test_the_settings_say_what_is_missing(tiny_checkpoints: dict[str, Path], tmp
     with pytest.raises(ConfigError, match=r"requires kv_cache_backend = 'paged'"):
         EngineConfig(**MULTI, adapter="a", kv_cache_backend="contiguous")
     with pytest.raises(ModelFolderError, match=r"has no adapter\.json"):
-        Engine(EngineConfig(str(tiny_checkpoints["llama"]), **MULTI, adapter=str(tmp_path)))
+        Engine(EngineConfig(str(folder), **MULTI, adapter=str(tmp_path)))

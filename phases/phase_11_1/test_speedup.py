@@ -14,26 +14,26 @@ from shared.speculation.own_texts import PROMPTS
 from shared.text.chat import ChatMessage, encode_chat
 from tests.adapters import random_adapter_of
 from tests.drafts import Foresight
+from tests.mixed_requests import GREEDY
+from tests.speed import ONE_ANSWER, time_one_answer
 
-GREEDY: dict[str, Any] = {"temperature": 0.0, "ignore_eos": True}
 PROMPT = [7] * 32
 
 
 def make(folder: Path, **more: Any) -> Engine:
-    about = {"use_speculative_decoding": True, "adapter": str(random_adapter_of(folder)), "adapt_spec_length": False}
-    return Engine(EngineConfig(model=str(folder), max_batch_size=8, max_seq_len=128, **about | more))
+    options = {"use_speculative_decoding": True, "adapter": str(random_adapter_of(folder)), "adapt_spec_length": False}
+    return Engine(EngineConfig(model=str(folder), max_batch_size=8, max_seq_len=128, **options | more))
 
 
-@pytest.mark.benchmark(group="decode 16 tokens after 32, tiny model")
-def test_generate(tiny_checkpoints: dict[str, Path], benchmark) -> None:
-    engine = make(tiny_checkpoints["llama"])
-    params = SamplingParams(**GREEDY, max_new_tokens=16)
-    benchmark.pedantic(lambda: list(engine.generate(PROMPT, params)), rounds=5, warmup_rounds=1)
+@pytest.mark.measured
+@pytest.mark.benchmark(group=ONE_ANSWER)
+def test_generate(folder: Path, benchmark) -> None:
+    time_one_answer(benchmark, make(folder))
 
 
-def test_right_guesses_give_four_tokens_a_forward(tiny_checkpoints: dict[str, Path]) -> None:
+def test_right_guesses_give_four_tokens_a_forward(folder: Path) -> None:
     """Masks are computed in every step, and logits of real tokens alone."""
-    folder, params = tiny_checkpoints["llama"], SamplingParams(**GREEDY, max_new_tokens=41)
+    params = SamplingParams(**GREEDY, max_new_tokens=41)
     plain = Engine(EngineConfig(model=str(folder), max_seq_len=128))
     answer = [output.token_id or 0 for output in plain.generate(PROMPT, params)]
     engine = make(folder)
@@ -55,8 +55,8 @@ def test_right_guesses_give_four_tokens_a_forward(tiny_checkpoints: dict[str, Pa
 @pytest.mark.demo
 @pytest.mark.slow
 def test_the_trained_adapter_accepts_guesses_on_held_out_prompts(demo_folder: Path) -> None:
-    about: dict[str, Any] = {"use_speculative_decoding": True, "adapter": "adapters/smollm2-135m"}
-    llm = LLM(str(demo_folder), phase="11.1", adapt_spec_length=False, max_batch_size=8, dtype="float32", **about)
+    options: dict[str, Any] = {"use_speculative_decoding": True, "adapter": "adapters/smollm2-135m"}
+    llm = LLM(str(demo_folder), phase="11.1", adapt_spec_length=False, max_batch_size=8, dtype="float32", **options)
     held_out = json.loads(PROMPTS.read_text(encoding="utf-8"))["held_out"][:8]
     prompts = [
         encode_chat(llm.engine.tokenizer, [ChatMessage("user", prompt)], template="chatml") for prompt in held_out

@@ -1,7 +1,6 @@
 """Phase 12 gives the tokens of phase 11 where there is no grammar, and valid outputs where there is one."""
 
 import json
-import random
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -18,42 +17,17 @@ from phases.phase_11.engine import Engine as Plain
 from phases.phase_12.engine import Engine
 from shared.engine.config import EngineConfig
 from shared.engine.output import StepOutput
-from shared.engine.request import Request, RequestStatus
+from shared.engine.request import Request
 from shared.errors import RequestError
 from shared.grammar.grammar import Grammar
 from shared.grammar.limits import GrammarError
 from shared.lessons import find_lesson
 from shared.sampling.params import SamplingParams
 from shared.sampling.sampler import SamplingBatch, sample
-from shared.scheduling.schedule import Schedule
 from shared.text.stopping import FinishReason
-from tests.mixed_requests import ALIKE, ARRIVALS, ARRIVE, MIXED, PENALISED, SMALL, STEM, Requests, seen, serve, tokens
-
-NGRAM: dict[str, Any] = {"use_speculative_decoding": True, "drafter": "ngram", "adapt_spec_length": False}
-DATE = r"\d{4}-\d{2}-\d{2}"
-LIST = r"\[\d(, \d){2,9}\]"
-PATTERNS = [DATE, LIST, "(yes|no|perhaps)[.!]?", "(ab|ba){4,}c", r"[äöü ]{3,6}\."]
-GRAMMARS = [*map(Grammar.regex, PATTERNS), Grammar.choice(["red", "green", "greenish"])]
-ENDED = {"ignore_eos": False, "temperature": 0.0}
-
-
-def constrained(requests: Requests, **more: Any) -> Requests:
-    """The requests, with a grammar each, but for every third."""
-    return [
-        (
-            prompt,
-            params if n % 3 == 2 else params | ENDED | {"structured_output": GRAMMARS[n // 2 % len(GRAMMARS)]} | more,
-        )
-        for n, (prompt, params) in enumerate(requests)
-    ]
-
-
-DRAWN: Requests = [
-    (STEM, {"seed": 7, "max_new_tokens": 60, "structured_output": GRAMMARS[0]}),
-    (STEM[:20], {"seed": 8, "max_new_tokens": 60, "top_k": 20, "structured_output": GRAMMARS[1]}),
-    ("x", PENALISED | {"max_new_tokens": 60, "structured_output": GRAMMARS[5], "logit_bias": {}}),
-    (STEM, {"seed": 9, "max_new_tokens": 3, "structured_output": GRAMMARS[1]}),
-]
+from tests.constrained import DRAWN, GRAMMARS, NGRAM, PATTERNS, constrained
+from tests.drafts import Foresight
+from tests.mixed_requests import ALIKE, ARRIVALS, ARRIVE, MIXED, SMALL, STEM, Requests, seen, serve, tokens
 
 
 def is_valid(answer: Sequence[StepOutput], grammar: Grammar | None) -> bool:
@@ -67,8 +41,10 @@ def is_valid(answer: Sequence[StepOutput], grammar: Grammar | None) -> bool:
     return re.fullmatch(grammar.text, text) is not None
 
 
+OPEN: dict[str, Any] = {"type": "object"}
+CLOSED = OPEN | {"additionalProperties": False}
 SCHEMAS: list[dict[str, Any]] = [
-    {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"], "additionalProperties": False},
+    CLOSED | {"properties": {"a": {"type": "integer"}}, "required": ["a"]},
     {"type": "array", "items": {"type": "integer", "minimum": 0, "maximum": 99}, "minItems": 2, "maxItems": 4},
     {"type": "string", "minLength": 2, "maxLength": 5},
     {"type": "string", "pattern": "^[a-c]{2,4}$"},
@@ -82,40 +58,18 @@ SCHEMAS: list[dict[str, Any]] = [
     {"oneOf": [{"type": "integer", "maximum": 20}, {"type": "integer", "minimum": 10, "maximum": 40}]},
     {"allOf": [{"minimum": 5, "type": "integer"}, {"maximum": 7}]},
     {"not": {"type": ["object", "array", "string"]}},
-    {"type": "object", "properties": {"a": {"type": "boolean"}, "b": {"type": "null"}}, "additionalProperties": False},
-    {
-        "type": "object",
-        "patternProperties": {"^x": {"type": "integer"}},
-        "additionalProperties": False,
-        "maxProperties": 2,
-    },
-    {
-        "type": "object",
-        "propertyNames": {"enum": ["k", "kk"]},
-        "minProperties": 1,
-        "additionalProperties": {"const": 1},
-    },
-    {
-        "type": "object",
-        "properties": {"a": {"const": 1}, "b": {"const": 2}},
-        "dependentRequired": {"a": ["b"]},
-        "required": ["a"],
-    }
-    | {"additionalProperties": False},
+    CLOSED | {"properties": {"a": {"type": "boolean"}, "b": {"type": "null"}}},
+    CLOSED | {"patternProperties": {"^x": {"type": "integer"}}, "maxProperties": 2},
+    OPEN | {"propertyNames": {"enum": ["k", "kk"]}, "minProperties": 1, "additionalProperties": {"const": 1}},
+    CLOSED
+    | {"properties": {"a": {"const": 1}, "b": {"const": 2}}}
+    | {"dependentRequired": {"a": ["b"]}, "required": ["a"]},
     {"type": "array", "prefixItems": [{"type": "integer"}, {"type": "boolean"}], "items": False, "minItems": 2},
-    {
-        "$defs": {"tree": {"type": "array", "items": {"$ref": "#/$defs/tree"}, "maxItems": 2}},
-        "type": "object",
-        "properties": {"tree": {"$ref": "#/$defs/tree"}},
-        "required": ["tree"],
-        "additionalProperties": False,
-    },
+    CLOSED
+    | {"properties": {"tree": {"$ref": "#/$defs/tree"}}, "required": ["tree"]}
+    | {"$defs": {"tree": {"type": "array", "items": {"$ref": "#/$defs/tree"}, "maxItems": 2}}},
     {"if": {"type": "integer"}, "then": {"minimum": 3}, "else": {"type": "boolean"}},
-    {
-        "type": "array",
-        "items": {"type": "object", "properties": {"id": {"type": "integer"}}, "required": ["id"]},
-        "maxItems": 2,
-    },
+    {"type": "array", "items": OPEN | {"properties": {"id": {"type": "integer"}}, "required": ["id"]}, "maxItems": 2},
 ]
 
 
@@ -142,35 +96,15 @@ def test_answers_are_valid_json(model_folder: Path) -> None:
         assert isinstance(json.loads("".join(output.text for output in whole)), dict)
 
 
-class Foresight:
-    """Proposes what the answers will be, with one token wrong in some of the proposals."""
-
-    def __init__(self, answers: Sequence[Sequence[StepOutput]], error_rate: float) -> None:
-        self.answers, self.error_rate, self.chance = [tokens(a) for a in answers], error_rate, random.Random(0)
-
-    def propose(self, schedule: Schedule) -> None:
-        for request, *_, num_drafts, _, _ in schedule:
-            request.draft_ids = []
-            if num_drafts and request.status is RequestStatus.RUNNING:
-                done = len(request.output_ids)
-                drafts: list[Any] = self.answers[int(request.request_id)][done : done + num_drafts]
-                if drafts and self.chance.random() < self.error_rate:
-                    drafts[self.chance.randrange(len(drafts))] ^= 1
-                request.draft_ids = drafts
-
-    def collect(self) -> None:
-        """The host knows them."""
-
-
 def make(folder: Path, phase: Any = Engine, **config: Any) -> Any:
     return phase(EngineConfig(model=str(folder), **config))
 
 
 def test_without_a_grammar_outputs_are_those_of_phase_11(model_folder: Path) -> None:
     requests, arrivals = [*ALIKE, *MIXED], [*ARRIVE, *ARRIVALS]
-    for about in (SMALL, SMALL | NGRAM):
-        engine = make(model_folder, **about)
-        answers = serve(make(model_folder, Plain, **about), requests, arrivals)[0]
+    for options in (SMALL, SMALL | NGRAM):
+        engine = make(model_folder, **options)
+        answers = serve(make(model_folder, Plain, **options), requests, arrivals)[0]
         assert seen(serve(engine, requests, arrivals)[0]) == seen(answers)
         assert engine.constraints.num_masks == 0
         assert engine.constraints.vocabulary is None, "nothing is made for grammars that no request has"
@@ -178,10 +112,10 @@ def test_without_a_grammar_outputs_are_those_of_phase_11(model_folder: Path) -> 
 
 def test_every_answer_follows_its_grammar(model_folder: Path) -> None:
     """Greedy and drawn, with late arrivals, chunks, shared prefixes and preemptions; beside requests without one."""
-    about = SMALL | {"prefill_chunk_size": 30, "overlap_scheduling": model_folder.name != "tiny-qwen3"}
+    options = SMALL | {"prefill_chunk_size": 30, "overlap_scheduling": model_folder.name != "tiny-qwen3"}
     requests = [*constrained([*ALIKE, *MIXED], max_new_tokens=60), *DRAWN]
     arrivals = [*ARRIVE, *ARRIVALS, 0, 2, 2, 4]
-    engine = make(model_folder, **about)
+    engine = make(model_folder, **options)
     answers = serve(engine, requests, arrivals)[0]
     for (_, params), answer in zip(requests, answers, strict=True):
         assert is_valid(answer, params.get("structured_output")), (params, "".join(o.text for o in answer))
@@ -192,7 +126,7 @@ def test_every_answer_follows_its_grammar(model_folder: Path) -> None:
     used = {params["structured_output"] for _, params in requests if "structured_output" in params}
     assert len(engine.constraints.grammars) == engine.constraints.grammars.num_compiled == len(used)
     free = [request for request in requests if "structured_output" not in request[1]]
-    alone = serve(make(model_folder, **about), free)[0]
+    alone = serve(make(model_folder, **options), free)[0]
     beside = [answer for request, answer in zip(requests, answers, strict=True) if request in free]
     assert [tokens(answer) for answer in beside] == [tokens(answer) for answer in alone]
 
@@ -200,10 +134,10 @@ def test_every_answer_follows_its_grammar(model_folder: Path) -> None:
 def test_drafts_change_no_token(model_folder: Path) -> None:
     """Lookup, and drafts of which some are wrong, inside a grammar too; at its end; refused by it."""
     requests = [*constrained(ALIKE, max_new_tokens=40), *DRAWN]
-    about = {"max_seq_len": 160, "overlap_scheduling": model_folder.name != "tiny-llama"}
-    answers = serve(make(model_folder, **about), requests)[0]
-    for drafter in (None, Foresight(answers, 0.5)):
-        engine = make(model_folder, **about | NGRAM)
+    options = {"max_seq_len": 160, "overlap_scheduling": model_folder.name != "tiny-llama"}
+    answers = serve(make(model_folder, **options), requests)[0]
+    for drafter in (None, Foresight([tokens(answer) for answer in answers], 0.5)):
+        engine = make(model_folder, **options | NGRAM)
         engine.drafter = drafter or engine.drafter
         assert seen(serve(engine, requests)[0]) == seen(answers)
         stats = engine.stats()
@@ -214,7 +148,7 @@ def test_drafts_change_no_token(model_folder: Path) -> None:
 
 def test_rejection_sampling_follows_grammars_too(model_folder: Path) -> None:
     engine = make(model_folder, acceptance_method="rejection", **NGRAM)
-    engine.drafter.propose = Foresight(serve(make(model_folder), DRAWN)[0], 0.3).propose
+    engine.drafter.propose = Foresight([tokens(answer) for answer in serve(make(model_folder), DRAWN)[0]], 0.3).propose
     for (_, params), answer in zip(DRAWN, serve(engine, DRAWN)[0], strict=True):
         assert is_valid(answer, params["structured_output"])
     assert engine.stats()["drafts accepted (tokens)"] > 0
@@ -286,18 +220,10 @@ def test_what_cannot_be_is_refused_and_queues_nothing(model_folder: Path) -> Non
     overlaps=st.booleans(),
 )
 def test_whatever_is_mixed_and_aborted(
-    tiny_checkpoints: dict[str, Path],
-    chosen: list[int],
-    seeds: list[int],
-    aborted: set[int],
-    abort_at: int,
-    length: int,
-    overlaps: bool,
+    folder: Path, chosen: list[int], seeds: list[int], aborted: set[int], abort_at: int, length: int, overlaps: bool
 ) -> None:
-    about: dict[str, Any] = (
-        SMALL | {"overlap_scheduling": overlaps} | (NGRAM | {"spec_length": length} if length else {})
-    )
-    engine = make(tiny_checkpoints["llama"], **about)
+    drafting = NGRAM | {"spec_length": length} if length else {}
+    engine = make(folder, **SMALL, overlap_scheduling=overlaps, **drafting)
     texts: dict[str, str] = {}
     ends: dict[str, FinishReason] = {}
     for n, number in enumerate(chosen):

@@ -23,7 +23,6 @@ from phases.phase_12_1.engine import Engine
 from shared.engine.config import EngineConfig
 from shared.errors import ConfigError, RankError
 from shared.grammar.grammar import Grammar
-from shared.lessons import find_lesson
 from shared.parallel.checkpoint import CutCheckpoint
 from shared.sampling.params import SamplingParams
 from shared.tracing.lanes import activity_lanes
@@ -53,12 +52,7 @@ GRAMMAR: Requests = [
 ]
 KINDS: dict[str, dict[str, Any]] = {
     "llama": {"tensor_parallel_size": 2, "prefill_chunk_size": 16, "overlap_scheduling": True},
-    "qwen3": {
-        "tensor_parallel_size": 2,
-        "use_speculative_decoding": True,
-        "drafter": "ngram",
-        "adapt_spec_length": False,
-    },
+    "qwen3": {"tensor_parallel_size": 2, **NGRAM},
     "gemma3": {"tensor_parallel_size": 4, "prefill_chunk_size": 16},
 }
 """Each family's group: chunks and overlap, drafts, and KV heads that two ranks share."""
@@ -100,10 +94,9 @@ def test_log_probabilities_are_those_of_all_logits(engines: tuple[Engine, Whole]
     (found,), (expected,) = (serve(engine, [(STEM[:20], params)])[0] for engine in engines)
     assert tokens(found) == tokens(expected)
     assert found[0].prompt_logprobs is not None
-    for pairs in ((found, expected),):
-        for one, other in zip(*pairs, strict=True):
-            assert [i for i, _ in one.logprobs.top] == [i for i, _ in other.logprobs.top]
-            assert one.logprobs.logprob == pytest.approx(other.logprobs.logprob, abs=1e-4)
+    for one, other in zip(found, expected, strict=True):
+        assert [i for i, _ in one.logprobs.top] == [i for i, _ in other.logprobs.top]
+        assert one.logprobs.logprob == pytest.approx(other.logprobs.logprob, abs=1e-4)
 
 
 def test_only_greedy_steps_gather_no_logits(engines: tuple[Engine, Whole], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -131,14 +124,11 @@ def test_a_trace_has_a_lane_for_each_other_rank(engines: tuple[Engine, Whole]) -
         while engine.has_work():
             recorder.step()
         num_others = group.config.tensor_parallel_size - 1 if engine is group else 0
-        ends = time.monotonic() + 60
-        while True:
-            trace = recorder.trace("ranks")
-            num_launches = sum(any(span.name == "launch" for span in step.host) for step in trace.steps)
-            num_notes = sum(len(notes) for step in trace.steps for notes in step.ranks)
-            if num_notes >= num_others * num_launches or time.monotonic() > ends:
-                break
+        trace = recorder.trace("ranks")
+        num_launches = sum(any(span.name == "launch" for span in step.host) for step in trace.steps)
+        while sum(len(notes) for step in trace.steps for notes in step.ranks) < num_others * num_launches:
             time.sleep(0.01)  # another rank's last note may come later than the last token
+            trace = recorder.trace("ranks")
         lanes = dict(activity_lanes(trace))
         assert list(lanes) == ["host", *(f"rank {n + 1}" for n in range(num_others))]
         for n in range(num_others):
@@ -199,10 +189,7 @@ def test_a_draft_model_is_whole_or_cut_among_ranks(
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        (
-            {"tensor_parallel_size": 3},
-            "is 3 and the model has 8 query heads and 4 KV heads; .* Choose 1 or 2 or 4",
-        ),
+        ({"tensor_parallel_size": 3}, "is 3 and the model has 8 query heads and 4 KV heads; .* Choose 1 or 2 or 4"),
         ({"tensor_parallel_size": 2, "pack_weights": True}, "packed matrices are whole: leave one of them out"),
         (
             {"tensor_parallel_size": 2, "draft_ranks": 2},
@@ -212,19 +199,11 @@ def test_a_draft_model_is_whole_or_cut_among_ranks(
             DRAFTING | {"tensor_parallel_size": 2, "draft_ranks": 2, "draft_on_each_rank": True},
             "draft_on_each_rank is True, draft_model is 'x' and draft_ranks is 2; .* leave draft_ranks out",
         ),
-        ({"tensor_parallel_size": 0}, "tensor_parallel_size is 0; it must be an integer of at least 1"),
     ],
 )
 def test_what_cannot_be_shared_is_refused(session_folder: Path, config: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         make(checkpoint_for_ranks("llama", session_folder), **config)
-
-
-@pytest.mark.parametrize("phase", ["04", "09", "12"])
-def test_earlier_phases_have_one_rank(session_folder: Path, phase: str) -> None:
-    folder = checkpoint_for_ranks("llama", session_folder)
-    with pytest.raises(ConfigError, match=r"tensor_parallel_size = 2 arrives in phase 12.1"):
-        make(folder, find_lesson(phase).engine, tensor_parallel_size=2)
 
 
 def test_an_interrupt_waits_for_the_end_of_a_step(
@@ -268,49 +247,36 @@ def kill(engine: Engine) -> None:
     engine.group.watch.processes[0].kill()
 
 
-def stop(engine: Engine) -> None:
-    engine.group.watch.processes[0].send_signal(signal.SIGSTOP)
+FAILURES = {
+    "kill": (kill, "was ended by SIGKILL; the other ranks cannot go on without it and have ended"),
+    "stop": (lambda engine: engine.group.watch.processes[0].send_signal(signal.SIGSTOP), "made no progress for 2 s;"),
+    "hang": (lambda engine: engine.group.sender.send((0, Poison("hang"))), "made no progress for 2 s;"),
+    "run_out": (
+        lambda engine: engine.group.sender.send((0, Poison("memory"))),
+        r"ran out of memory \(12 GB are too many\); the other",
+    ),
+    "skip": (
+        lambda engine: setattr(engine.group.sender, "number", engine.group.sender.number + 1),
+        r"failed \(RuntimeError: it received step 2 and the next one is 1: the ranks",
+    ),
+}
+"""What is done to rank 1, and what is said of it."""
 
 
-def hang(engine: Engine) -> None:
-    engine.group.sender.send((0, Poison("hang")))
-
-
-def run_out(engine: Engine) -> None:
-    engine.group.sender.send((0, Poison("memory")))
-
-
-def skip(engine: Engine) -> None:
-    engine.group.sender.number += 1
-
-
-@pytest.mark.parametrize(
-    ("fail", "sentence"),
-    [
-        (kill, "Rank 1 of 2 was ended by SIGKILL; the other ranks cannot go on without it and have ended"),
-        (stop, "Rank 1 of 2 made no progress for 2 s; the other"),
-        (hang, "Rank 1 of 2 made no progress for 2 s; the other"),
-        (run_out, r"Rank 1 of 2 ran out of memory \(12 GB are too many\); the other"),
-        (
-            skip,
-            r"Rank 1 of 2 failed \(RuntimeError: it received step 2 and the next one is 1: the ranks",
-        ),
-    ],
-    ids=lambda value: getattr(value, "__name__", ""),
-)
+@pytest.mark.parametrize("failure", FAILURES)
 def test_a_rank_that_fails_ends_the_group_and_is_named(
-    session_folder: Path, monkeypatch: pytest.MonkeyPatch, fail: Any, sentence: str
+    session_folder: Path, monkeypatch: pytest.MonkeyPatch, failure: str
 ) -> None:
+    fail, sentence = FAILURES[failure]
     engine = make(checkpoint_for_ranks("llama", session_folder), tensor_parallel_size=2, **SMALL)
-    if fail in (stop, hang):
-        monkeypatch.setattr(shared.parallel.watch, "PATIENCE", 2.0)
     engine.add_request("x", SamplingParams(**GREEDY, max_new_tokens=90))
     engine.step()
+    if failure in ("stop", "hang"):
+        monkeypatch.setattr(shared.parallel.watch, "PATIENCE", 2.0)
     fail(engine)
-    with pytest.raises(RankError, match=sentence):
-        drain(engine)
-    with pytest.raises(RankError, match=sentence):
-        engine.step()
+    for go_on in (lambda: drain(engine), engine.step):
+        with pytest.raises(RankError, match=f"Rank 1 of 2 {sentence}"):
+            go_on()
     assert all(process.wait(60) for process in engine.group.watch.processes)
 
 
@@ -321,7 +287,7 @@ def test_a_rank_that_fails_ends_the_group_and_is_named(
         (
             "quantization",
             partial(signal.raise_signal, signal.SIGSTOP),
-            "Rank 1 of 2 made no progress for 2 s; the other",
+            "Rank 1 of 2 made no progress for 4 s; the other",
         ),
         ("quantization", partial(signal.raise_signal, signal.SIGKILL), "Rank 1 of 2 was ended by SIGKILL; the other"),
     ],
@@ -330,26 +296,35 @@ def test_a_rank_that_fails_ends_the_group_and_is_named(
 def test_a_rank_that_is_lost_at_the_start_is_named(
     session_folder: Path, monkeypatch: pytest.MonkeyPatch, where: str, lose: Any, sentence: str
 ) -> None:
-    """Rank 0 reads for longer than it takes to find it."""
-    monkeypatch.setattr(shared.parallel.watch, "PATIENCE", 2.0)
-    monkeypatch.setattr(shared.parallel.collectives, "MEETING", timedelta(seconds=3))
+    """Rank 0 wants to read its third tensor only when the loss has been found, and then reads no more."""
+    if "2 s" in sentence:
+        monkeypatch.setattr(shared.parallel.collectives, "MEETING", timedelta(seconds=3))
+    if "4 s" in sentence:
+        monkeypatch.setattr(shared.parallel.watch, "PATIENCE", 4.0)
     monkeypatch.setattr(shared.loading.weights, "WORKERS", 1)
     read, num_read = CutCheckpoint.tensor, 0
 
-    def slowly(self: CutCheckpoint, name: str) -> torch.Tensor:
-        nonlocal num_read
-        num_read += 1
-        time.sleep(2)
-        return read(self, name)
+    def is_lost(checkpoint: CutCheckpoint) -> bool:
+        try:
+            checkpoint.check()
+        except RankError:
+            return True
+        return False
 
-    monkeypatch.setattr(CutCheckpoint, "tensor", slowly)
+    def waiting(self: CutCheckpoint, name: str) -> torch.Tensor:
+        nonlocal num_read
+        while num_read == 2 and not is_lost(self):
+            time.sleep(0.01)
+        tensor = read(self, name)
+        num_read += 1
+        return tensor
+
+    monkeypatch.setattr(CutCheckpoint, "tensor", waiting)
     folder = checkpoint_for_ranks("llama", session_folder)
     config = LosingConfig(model=str(folder), tensor_parallel_size=2, max_seq_len=64).losing(where, lose)
-    started = time.monotonic()
     with pytest.raises(RankError, match=sentence):
         Engine(config)
-    assert time.monotonic() - started < 35, "to read all takes 40"
-    assert (0 < num_read < 15) is (where == "quantization"), "of 20 tensors"
+    assert num_read == (2 if where == "quantization" else 0)
 
 
 SCRIPT = """
@@ -390,8 +365,8 @@ def test_tokens_on_gpus_are_those_of_one(session_folder: Path, family: str, size
     arrivals = [0, *ARRIVALS, 10]
     expected = [tokens(answer) for answer in serve(make(folder, Whole, **config), LONG, arrivals)[0]]
     for graphs in (True, False):
-        about = config | {"tensor_parallel_size": size, "use_cuda_graphs": graphs, "all_reduce_backend": sums}
-        group = make(folder, **about)
+        options = config | {"tensor_parallel_size": size, "use_cuda_graphs": graphs, "all_reduce_backend": sums}
+        group = make(folder, **options)
         assert (group.group.ranks.peers is not None) is (sums == "peer")
         assert [tokens(answer) for answer in serve(group, LONG, arrivals)[0]] == expected
         assert (group.stats()["CUDA graph replays"] > 0) is graphs
@@ -407,7 +382,5 @@ def test_a_gpu_that_is_lost_ends_the_group(session_folder: Path) -> None:
     for _ in range(3):
         engine.step()
     kill(engine)
-    started = time.monotonic()
     with pytest.raises(RankError, match="Rank 1 of 2 was ended by SIGKILL"):
         drain(engine)
-    assert time.monotonic() - started < 10

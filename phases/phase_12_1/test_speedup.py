@@ -15,9 +15,10 @@ from shared.checkpoints.make import make_checkpoint
 from shared.engine.config import EngineConfig
 from shared.parallel.board import CALLS, READ
 from shared.sampling.params import SamplingParams
+from tests.mixed_requests import GREEDY
 from tests.ranks import checkpoint_for_ranks
+from tests.speed import ONE_ANSWER, time_one_answer
 
-GREEDY: dict[str, Any] = {"temperature": 0.0, "ignore_eos": True}
 LEAST_GAINS = {2: (1.6, 1.5, 1.6), 4: (2.4, 2.3, 1.6)}
 """By ranks: one request that decodes, 64 of them, and a prompt of 8,192 tokens, of Qwen3-8B in bf16."""
 
@@ -30,10 +31,10 @@ def group(session_folder: Path) -> Iterator[Engine]:
     engine.group.close()
 
 
-@pytest.mark.benchmark(group="decode 16 tokens after 32, tiny model")
+@pytest.mark.measured
+@pytest.mark.benchmark(group=ONE_ANSWER)
 def test_generate(group: Engine, benchmark) -> None:
-    params = SamplingParams(**GREEDY, max_new_tokens=16)
-    benchmark.pedantic(lambda: list(group.generate([7] * 32, params)), rounds=5, warmup_rounds=1)
+    time_one_answer(benchmark, group)
 
 
 def test_a_step_is_one_message_and_two_sums_a_layer(group: Engine) -> None:
@@ -69,6 +70,7 @@ def seconds_of(engine: Any, num_requests: int, num_prompt: int, num_new: int) ->
     return statistics.median(decoding[5:]), sum(taken for is_decode, taken in steps if not is_decode)
 
 
+@pytest.mark.measured
 @pytest.mark.gpu
 @pytest.mark.parametrize("size", [2, 4])
 def test_ranks_are_faster_than_one_gpu(tmp_path: Path, size: int) -> None:
@@ -76,11 +78,11 @@ def test_ranks_are_faster_than_one_gpu(tmp_path: Path, size: int) -> None:
     if torch.cuda.device_count() < size:
         pytest.skip(f"needs {size} GPUs, and this machine has {torch.cuda.device_count()}")
     folder = make_checkpoint("qwen3-8b", tmp_path / "model", device="cuda")
-    about: dict[str, Any] = {"model": str(folder), "device": "cuda", "max_seq_len": 8448, "max_batch_size": 64}
+    options: dict[str, Any] = {"model": str(folder), "device": "cuda", "max_seq_len": 8448, "max_batch_size": 64}
     measured: list[tuple[float, float, float]] = []
     weights: list[int] = []
     for make, num_ranks in ((Whole, 1), (Engine, size)):
-        engine = make(EngineConfig(**about, num_gpu_blocks=4096, tensor_parallel_size=num_ranks))
+        engine = make(EngineConfig(**options, num_gpu_blocks=4096, tensor_parallel_size=num_ranks))
         seconds_of(engine, 64, 16, 8)  # compiles
         one, many = (seconds_of(engine, count, 128, 64)[0] for count in (1, 64))
         prompt = min(seconds_of(engine, 1, 8192, 8)[1] for _ in range(3))

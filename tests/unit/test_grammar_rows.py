@@ -15,7 +15,6 @@ from hypothesis import strategies as st
 
 import shared.engine.grammar_rows as grammar_rows
 from phases.phase_12.engine import Engine
-from phases.phase_12.test_parity import DRAWN, GRAMMARS, NGRAM, Foresight, constrained
 from shared.engine.config import EngineConfig
 from shared.engine.graphs import RecordedDraw
 from shared.engine.warm_up import warm_up
@@ -23,6 +22,8 @@ from shared.grammar.grammar import Grammar
 from shared.grammar.pool import GrammarPool
 from shared.sampling.params import SamplingParams
 from shared.scheduling.schedule import Schedule
+from tests.constrained import DRAWN, GRAMMARS, NGRAM, constrained
+from tests.drafts import Foresight
 from tests.mixed_requests import ALIKE, ARRIVALS, ARRIVE, MIXED, SMALL, STEM, seen, serve, tokens
 
 REQUESTS, COME = [*constrained([*ALIKE, *MIXED], max_new_tokens=60), *DRAWN], [*ARRIVE, *ARRIVALS, 0, 2, 2, 4]
@@ -68,7 +69,7 @@ def test_tokens_are_those_of_masks_from_the_host(
 def test_drafts_go_on_from_the_row_behind_the_accepted_ones(model_folder: Path, num_sent: list[int]) -> None:
     requests, about = [*constrained(ALIKE, max_new_tokens=40), *DRAWN], {"max_seq_len": 160}
     expected = serve(make(model_folder, None, **about), requests)[0]
-    for drafter in (None, Foresight(expected, 0.5)):
+    for drafter in (None, Foresight(list(map(tokens, expected)), 0.5)):
         num_sent.clear()
         engine = make(model_folder, **about | NGRAM)
         engine.drafter = drafter or engine.drafter
@@ -85,7 +86,7 @@ def test_rows_behind_wrong_drafts_are_not_used_again(model_folder: Path) -> None
     request = [("x", {"temperature": 0.0, "max_new_tokens": 60, "structured_output": grammar})]
     expected = serve(make(model_folder, None), request)[0]
     engine = make(model_folder, **NGRAM)
-    right, number = Foresight(expected, 0.0), 0
+    right, number = Foresight(list(map(tokens, expected)), 0.0), 0
 
     def propose(schedule: Schedule) -> None:
         nonlocal number

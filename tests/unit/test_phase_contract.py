@@ -14,11 +14,26 @@ from shared.engine.config import SIDE_TRACKS, EngineConfig
 from shared.errors import ConfigError
 from shared.lesson_source import methods
 from shared.lessons import Lesson, lessons
+from tests.speed import one_answer
 
 FILES = {"__init__.py", "__main__.py", "engine.py", "lesson.toml", "test_parity.py", "test_speedup.py"}
 LESSONS = lessons()
 GENERATING = [lesson for lesson in LESSONS if lesson.number >= "02"]
 PAIRS = [(old, new) for new in LESSONS for old in LESSONS if old.number == new.previous]
+ARRIVING = [  # settings with values that are not their defaults, and the phase that brings each
+    ("attention_backend", "flash", "03.1"),
+    ("max_batch_size", 4, "04"),
+    ("batching_mode", "continuous", "05"),
+    ("scheduler_policy", "prefill_first", "05"),
+    ("kv_cache_backend", "paged", "06"),
+    ("block_size", 8, "06"),
+    ("attention_backend", "planned", "06.1"),
+    ("prefill_chunk_size", 64, "07"),
+    ("use_prefix_caching", True, "08"),
+    ("overlap_scheduling", True, "09"),
+    ("quantization", "int4", "10"),
+    ("tensor_parallel_size", 2, "12.1"),
+]
 GENERATING_PAIRS = [(old, new) for old, new in PAIRS if old.number >= "02"]
 
 
@@ -179,8 +194,22 @@ def test_an_engine_refuses_settings_of_later_phases(lesson: Lesson) -> None:
     with pytest.raises(ConfigError, match=r"attention_backend = 'naive' arrives in phase 02"):
         config.check(supported - {"attention_backend"})
     config.check(supported)
-    for field in fields.values():
-        for value, phase in field.metadata["values"].items():
-            if phase > lesson.number:
-                with pytest.raises(ConfigError, match=f"{field.name} = {value!r} arrives in phase {phase}"):
-                    EngineConfig(**{field.name: value}).check(supported)
+    engine = lesson.load("engine").Engine
+    arriving = [(f.name, value, phase) for f in fields.values() for value, phase in f.metadata["values"].items()]
+    for name, value, phase in [*arriving, *ARRIVING]:
+        if phase > lesson.number:
+            with pytest.raises(ConfigError, match=f"{name} = {value!r} arrives in phase {phase}; leave it"):
+                engine(EngineConfig(**{name: value}))
+
+
+@pytest.mark.parametrize("lesson", GENERATING, ids=by_number)
+def test_an_engine_computes_each_token_once_or_finds_it_in_a_cache(lesson: Lesson, folder: Path) -> None:
+    """16 tokens after a prompt of 32, twice. Phase 2 computes every prefix, and phase 8 finds the prompt."""
+    engine = lesson.load("engine").Engine(EngineConfig(model=str(folder)))
+    computed = []
+    for _ in range(2):
+        before = engine.stats()["tokens computed"]
+        one_answer(engine)
+        computed.append(engine.stats()["tokens computed"] - before)
+    of_the_prompt = 1 if lesson.number >= "08" else 32
+    assert computed == ([sum(range(32, 48))] * 2 if lesson.number == "02" else [32 + 15, of_the_prompt + 15])
