@@ -8,13 +8,15 @@ BIN := $(VENV)/bin
 PARALLEL := --numprocesses logical --maxprocesses 4 --dist loadfile --no-loadscope-reorder
 # The same verdict every time: sets of strings have one order, and sums of floats one number of threads.
 SUITE := OMP_NUM_THREADS=1 PYTHONHASHSEED=0 $(BIN)/python -m pytest $(PARALLEL) -rs --durations 20 --durations-min 5
+GPU_SUITE := $(BIN)/python -m pytest -p tests.gpu_run --seconds $(SECONDS_ON_GPU) tests phases
+SECONDS_ON_GPU ?= 480
 MINUTES ?= 10
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all measure fuzz lint format env docs workshop clean
+.PHONY: help demo test test-all measure fuzz test-gpu test-gpu-2 lint format env docs workshop clean
 
 help: ## list the targets
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-9s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 demo: env ## fetch the demo model, let it answer, and measure every phase on this machine
 	@$(BIN)/infer model pull smollm2-135m
@@ -37,6 +39,12 @@ measure: env ## check the ratios of times, one test after the other; wants the m
 fuzz: env ## search for failing examples at random, for MINUTES=10; a found one belongs into its test as @example
 	@until=$$(( $$(date +%s) + 60 * $(MINUTES) )); while [ $$(date +%s) -lt $$until ]; do \
 	  OMP_NUM_THREADS=1 INFER_FUZZ_UNTIL=$$until $(BIN)/python -m pytest $(PARALLEL) -q -x -m "hypothesis and not measured" || exit 1; done
+
+test-gpu: env ## run every test that needs a GPU, with a summary at the end even if the time is up
+	$(GPU_SUITE) --summary build/gpu.json -m "gpu and not measured and not several_gpus" --numprocesses 8 --dist worksteal
+
+test-gpu-2: env ## run the tests that need several GPUs
+	$(GPU_SUITE) --summary build/gpu-2.json -m "gpu and not measured and several_gpus"
 
 lint: env ## check style, format and types
 	$(BIN)/ruff check .

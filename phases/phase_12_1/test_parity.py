@@ -353,6 +353,7 @@ def test_no_rank_outlives_rank_0(session_folder: Path) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.several_gpus
 @pytest.mark.parametrize("sums", ["nccl", "peer"])
 @pytest.mark.parametrize("size", [2, 4])
 @pytest.mark.parametrize("family", FAMILIES)
@@ -374,6 +375,7 @@ def test_tokens_on_gpus_are_those_of_one(session_folder: Path, family: str, size
 
 
 @pytest.mark.gpu
+@pytest.mark.several_gpus
 def test_a_gpu_that_is_lost_ends_the_group(session_folder: Path) -> None:
     if torch.cuda.device_count() < 2:
         pytest.skip("needs 2 GPUs")

@@ -72,6 +72,7 @@ def seconds_of(engine: Any, num_requests: int, num_prompt: int, num_new: int) ->
 
 @pytest.mark.measured
 @pytest.mark.gpu
+@pytest.mark.several_gpus
 @pytest.mark.parametrize("size", [2, 4])
 def test_ranks_are_faster_than_one_gpu(tmp_path: Path, size: int) -> None:
     """Random weights of true shape; one process beside the ranks, in one run."""

@@ -38,6 +38,14 @@ def pytest_pycollect_makemodule(module_path: Path, parent: pytest.Collector) -> 
     return SkippedFile.from_parent(parent, path=module_path)
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Where there is a GPU all of them run on it, and `make test-gpu` finds them by their mark."""
+    if torch.cuda.is_available() and not INTERPRETED:
+        for item in items:
+            if item.path.is_relative_to(Path(__file__).parent):
+                item.add_marker("gpu")
+
+
 def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
     """A run of these tests alone succeeds without Triton: that no test was collected is no mistake of its caller."""
     if NO_TRITON and exitstatus == pytest.ExitCode.NO_TESTS_COLLECTED:
