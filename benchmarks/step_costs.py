@@ -107,6 +107,7 @@ def step_seconds(
             pool.admit(request)
             pool.reserve(request, start + num_tokens)
             pool.commit(request, start)
+            request.num_computed_tokens = start
         with torch.inference_mode():
             started = time.perf_counter()
             for _ in range(num_steps):

@@ -14,13 +14,17 @@ from shared.sampling.params import SamplingParams
 from shared.scheduling.step_costs import StepCosts, identity, save
 from shared.tracing.replay import RecordedRun, RunRecorder, replay
 
-WORDS = [5, 6, 7, 8] * 6  # lookups find something
+WORDS = [5, 6, 7, 8] * 6
+LIKELY = dict.fromkeys((5, 6, 7, 8), 8.0)  # so that lookups find something, which is right at times
 ABORTED = {9: "2", 14: "5", 15: "nothing"}
 CLOCKS = ("perf_counter", "perf_counter_ns", "monotonic", "monotonic_ns", "time", "time_ns", "process_time")
 
 
 def make(folder: Path, kind: str, **settings: Any) -> Engine:
-    drafts: dict[str, Any] = {"drafter": "ngram"} if kind == "ngram" else {"draft_model": str(folder)}
+    """The draft model is the model, which is rounded itself, so that some of its drafts are rejected."""
+    drafts: dict[str, Any] = {"drafter": "ngram"}
+    if kind == "model":
+        drafts = {"draft_model": str(folder), "quantization": "fp8"}
     sizes: dict[str, Any] = {"max_seq_len": 96, "block_size": 4, "num_gpu_blocks": 60, "prefill_chunk_size": 10}
     sizes |= {"max_batch_size": 4, "acceptance_method": "rejection", "overlap_scheduling": True, "seed": 3}
     return Engine(EngineConfig(str(folder), use_speculative_decoding=True, **drafts, **sizes | settings))
@@ -32,7 +36,8 @@ def record(engine: Engine) -> RecordedRun:
     while coming or recorder.has_work():
         while coming and coming[0][0] <= len(recorder.steps):
             n = coming.pop(0)[1]
-            params = SamplingParams(temperature=1.0, seed=n if n % 2 else None, max_new_tokens=16 + n, ignore_eos=True)
+            drawn: dict[str, Any] = {"temperature": 1.0, "seed": n if n % 2 else None, "logit_bias": LIKELY}
+            params = SamplingParams(**drawn, max_new_tokens=20 + n, ignore_eos=True)
             recorder.add_request([n + 1, *WORDS], params)
         if len(recorder.steps) in ABORTED:
             recorder.abort(ABORTED[len(recorder.steps)])
@@ -50,10 +55,13 @@ def let_clocks_jump(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("kind", ["ngram", "model"])
 def test_a_run_is_repeated_from_its_record(
-    tiny_checkpoints: dict[str, Path], monkeypatch: pytest.MonkeyPatch, kind: str
+    tiny_checkpoints: dict[str, Path], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, kind: str
 ) -> None:
     """Schedule by schedule and token by token, with rejection sampling and lengths that adapt."""
     folder = tiny_checkpoints["qwen3"]
+    monkeypatch.setenv("INFER_CACHE", str(tmp_path))
+    if kind == "model":  # as if it were large
+        save(StepCosts((1, 64), (0.01, 0.03), wait=1e-3, source="measured", of=identity(make(folder, kind).model)))
     found = record(make(folder, kind))
     drafts = [num_drafts for schedule in found.schedules for *_, num_drafts in schedule]
     assert len(set(drafts)) > 2, "lengths adapt"

@@ -10,10 +10,12 @@ import pytest
 import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
+from typer.testing import CliRunner
 
-from benchmarks.step_costs import table_of
+from benchmarks.step_costs import step_seconds, table_of
 from phases.phase_11.engine import Engine
 from shared.checkpoints.shapes import SHAPES
+from shared.cli import app
 from shared.engine.config import EngineConfig
 from shared.errors import ConfigError
 from shared.loading.config_json import parse_config
@@ -183,3 +185,30 @@ def test_a_table_of_measured_steps_never_falls() -> None:
     assert table.seconds == (1.0, 1.0, 2.0)
     assert (table.key, table.wait, table.source) == (0.02, 0.675, "measured")
     assert table_of(found | {("context", 100): 0.5, ("drafts", 1): 0.1}, {}).wait == 0
+
+
+def test_the_command_measures_a_table_that_engines_take(
+    tiny_checkpoints: dict[str, Path], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("INFER_CACHE", str(tmp_path))
+    folder = str(tiny_checkpoints["llama"])
+    asked = ["bench", "step-costs", "--model", folder, "--trials", "1", "--device", "cpu", "--threads", "1"]
+    result = CliRunner().invoke(app, asked)
+    assert result.exit_code == 0, result.output
+    found = json.loads(result.stdout.splitlines()[-1])["results"]
+    (path,) = (tmp_path / "step-costs").iterdir()
+    assert StepCosts.from_json(path.read_text(encoding="utf-8")).hash == found["hash"]
+    assert found["table"]["source"] == "measured"
+    assert found["table"]["tokens"][:5] == [1, 2, 4, 8, 16]
+    engine = Engine(EngineConfig(folder, **NGRAM))
+    assert engine.load().step_costs == found["hash"] != found["derived"]["hash"]
+
+
+def test_a_made_up_step_leaves_nothing_in_the_pool(tiny_checkpoints: dict[str, Path]) -> None:
+    engine = Engine(EngineConfig(str(tiny_checkpoints["llama"]), **NGRAM, spec_length=1, max_seq_len=128))
+    for asked in ({}, {"num_requests": 4}, {"num_tokens": 30}, {"start": 50}, {"num_tokens": 2, "num_drafts": 1}):
+        before = engine.runner.num_tokens_computed
+        assert step_seconds(engine, **asked) > 0
+        assert engine.runner.num_tokens_computed - before == asked.get("num_requests", 1) * asked.get("num_tokens", 1)
+        assert engine.pool.audit() == []
+        assert engine.pool.used_tokens == 0
