@@ -84,8 +84,8 @@ class RunRecorder:
 
     def run(self) -> RecordedRun:
         """The run so far."""
-        parts = map(tuple, (self.calls, self.steps, self.schedules, self.outputs))
-        return RecordedRun(self.engine.load().step_costs, *parts)  # type: ignore[arg-type]
+        table = self.engine.load().step_costs
+        return RecordedRun(table, tuple(self.calls), tuple(self.steps), tuple(self.schedules), tuple(self.outputs))
 
     def _note(self, schedule: Any, sampled: Any) -> None:
         entries = [(each.request.request_id, each.start, each.num_tokens, each.num_drafts) for each in schedule]
