@@ -28,7 +28,6 @@ from typing import Any, NamedTuple, Self
 
 import torch
 
-from shared.checkpoints.demo import cache_folder
 from shared.errors import ConfigError
 from shared.models.causal_lm import CausalLM
 
@@ -184,6 +183,8 @@ def identity(model: CausalLM) -> dict[str, str]:
 
 def table_path(of: Mapping[str, str]) -> Path:
     """The file of the measured table that belongs to ``of``."""
+    from shared.checkpoints.demo import cache_folder  # as it fetches models, engines import it when they run
+
     name = hashlib.sha256(json.dumps(dict(of), sort_keys=True).encode()).hexdigest()[:16]
     return cache_folder() / FOLDER / f"{name}.json"
 
