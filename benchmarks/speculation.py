@@ -23,7 +23,7 @@ from benchmarks.view import Column, Lines, Table, View, percent, text, times
 from shared.lessons import find_lesson
 from shared.loading.config_json import read_config
 from shared.sampling.params import SamplingParams
-from shared.speculation.adaptive import StepTimes
+from shared.speculation.adaptive import DraftCosts
 from shared.speculation.ngram import NGramDrafter
 
 CONTEXT = 256  # tokens of a prompt
@@ -109,9 +109,9 @@ def expected_tokens(acceptance: float, length: int) -> float:
     return sum(acceptance**n for n in range(length + 1))
 
 
-def by_formula(times: StepTimes, longest: int, requests: int, acceptance: float, length: int) -> float:
-    """What drafts should buy: the expected tokens of a step, over its time in plain steps, from the measured parts."""
-    plain, short, long, first, more = times.of(requests)
+def by_formula(costs: DraftCosts, longest: int, acceptance: float, length: int) -> float:
+    """What drafts should buy: the expected tokens of a step, over its cost in plain steps."""
+    plain, short, long, first, more = costs
     verification = short + (long - short) * (length - 1) / max(longest - 1, 1)
     return expected_tokens(acceptance, length) * plain / (verification + first + (length - 1) * more)
 
@@ -144,11 +144,12 @@ def untrained_adapter(setup: Setup, num_masks: int, num_candidates: int | None) 
 
 
 def report_of(name: str, setup: Setup, engines: dict[str, Any], flags: dict[str, Any], results: Any) -> Report:
-    """The report, in which a draft model and an adapter have names and no folders."""
+    """The report, in which a draft model and an adapter have names and no folders, and tables of step costs a hash."""
     draft, adapter = flags["draft"], flags["adapter"]
     known = {"draft_model": draft and describe_model(draft)["name"], "adapter": adapter and Path(adapter).name}
     shown = {key: setup.settings(engine.config) for key, engine in engines.items()}
     shown = {key: value | {name: value[name] and known[name] for name in known} for key, value in shown.items()}
+    shown = {key: value | {"step_costs": engines[key].load().step_costs} for key, value in shown.items()}
     return setup.report(name, shown, flags | {"draft": known["draft_model"], "adapter": known["adapter"]}, results)
 
 
@@ -197,7 +198,11 @@ def measure_imposed(
     before = loop_ns()
     speeds = in_turns({case: partial(speed, *case) for case in cases}, trials, warm_ups=1)
     loops = before, loop_ns()  # steps with drafts wait for the host
-    times = {name: engines[name].scheduler.lengths.times for name in lots}
+    costs = {
+        (name, size): engines[name].scheduler.lengths.costs_of(size, size * CONTEXT, longest)
+        for name in lots
+        for size in sizes
+    }
     medians = {case: statistics.median(found) for case, found in speeds.items()}
     rows = [
         {
@@ -208,13 +213,13 @@ def measure_imposed(
             "tokens_per_second": rounded(medians[size, name, length, acceptance]),
             "over_plain": ratio(medians[size, name, length, acceptance], medians[size, PLAIN, 0, 0.0]),
             "expected_tokens": rounded(expected_tokens(acceptance, length)) if length else None,
-            "by_formula": rounded(by_formula(times[name], longest, size, acceptance, length)) if length else None,
+            "by_formula": rounded(by_formula(costs[name, size], longest, acceptance, length)) if length else None,
         }
         for size, name, length, acceptance in cases
     ]
     results = {
         "rows": rows,
-        "times": {name: dataclasses.asdict(found) for name, found in times.items()},
+        "costs": [{"drafter": name, "requests": size} | found._asdict() for (name, size), found in costs.items()],
         "loop_ns": loops,
     }
     free_memory()
@@ -244,7 +249,7 @@ def imposed_view(report: Report) -> View:
     about = [f"{report.machine_title}, {drafters_named}"]
     if "loop_ns" in report.results:
         about += ["The host: {:.0f} and {:.0f} ns for an addition in a Python loop".format(*report.results["loop_ns"])]
-    about += ["Points: speed over phase 10, by drafts a step; dashed: the formula with the measured times of its parts"]
+    about += ["Points: speed over phase 10, by drafts a step; dashed: the formula with the costs of the table"]
     return View(f"Speculative decoding: {report.model['name']}", about, [Table("", columns, rows)], panels=panels[:4])
 
 
@@ -280,15 +285,16 @@ def measure_texts(
                 found[name].append(answer(engine, prompt, max_new_tokens))
         plain = statistics.median(seconds for _, seconds in found[PLAIN])
         for name, engine in list(engines.items())[1:]:
-            stats = {key: (value - before[name][key]) // trials for key, value in engine.stats().items()}
-            accepted, rejected = stats["drafts accepted (tokens)"], stats["drafts rejected (tokens)"]
+            counts = ("forward passes", "drafts accepted (tokens)", "drafts rejected (tokens)")
+            after = engine.stats()
+            forwards, accepted, rejected = [(after[key] - before[name][key]) // trials for key in counts]
             rows.append(
                 {
                     "task": task,
                     "drafter": name,
                     "tokens": len(found[name][0][0]),
                     "equal": all(ids == found[PLAIN][0][0] for ids, _ in found[name]),
-                    "forwards": stats["forward passes"],
+                    "forwards": forwards,
                     "accepted": accepted,
                     "rejected": rejected,
                     "acceptance": ratio(accepted, accepted + rejected) or 0.0,

@@ -35,10 +35,10 @@ from shared.scheduling.schedule import Schedule
 from shared.scheduling.scheduler import Scheduler
 from shared.scheduling.speculative import SpeculativeScheduler, settle
 from shared.scheduling.static import StaticScheduler
+from shared.speculation.draft_costs import weigh
 from shared.speculation.draft_model import DraftModel
 from shared.speculation.drafter import Drafter, PendingDrafts
 from shared.speculation.ngram import NGramDrafter
-from shared.speculation.step_times import tune
 from shared.text.tokenizer import Tokenizer
 
 SUPPORTED = {
@@ -114,7 +114,7 @@ class Engine:
             sampling["make_sampler"] = partial(RejectionSampler, distributions=self.drafter.distributions)
         self.runner = runner(self.model, self.view, self.pool.max_sequences, **sampling)
         if self.drafter is not None:
-            tune(self.scheduler, self.runner, self.drafter)
+            weigh(self.scheduler, self.model, self.drafter)
             self.drafter.leave_drafts_in(PendingDrafts(self.runner.last_ids, self.pool.max_sequences))
         self.overlaps = is_capturing if config.overlap_scheduling is None else config.overlap_scheduling
         self.in_flight: tuple[Schedule, SamplerOutput] | None = None
@@ -214,7 +214,7 @@ class Engine:
             self.scheduler.finish(self.output_processor.process(schedule))
             self.in_flight = None
 
-    def stats(self) -> dict[str, int]:
+    def stats(self) -> dict[str, Any]:
         """Counters for ``infer generate --stats``."""
         return {
             "tokens computed": self.runner.num_tokens_computed,
@@ -224,6 +224,7 @@ class Engine:
             "cache bytes": self.view.num_bytes,
             "prefix cache queries (tokens)": self.scheduler.num_prefix_queries,
             "prefix cache hits (tokens)": self.scheduler.num_prefix_hits,
+            "step costs": self.scheduler.step_costs or "none",
             "drafts accepted (tokens)": self.scheduler.num_accepted_drafts,
             "drafts rejected (tokens)": self.scheduler.num_rejected_drafts,
             **{f"accepted at position {n}": count for n, count in enumerate(self.scheduler.num_accepted_by_position)},

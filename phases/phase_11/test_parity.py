@@ -12,7 +12,7 @@ from phases.phase_11.engine import Engine
 from shared.engine.config import EngineConfig
 from shared.errors import ConfigError
 from shared.scheduling.schedule import Schedule
-from shared.speculation.adaptive import UNMEASURED
+from shared.speculation.adaptive import a_tenth
 from shared.text.stopping import FinishReason
 from tests.drafts import Foresight, assert_greedy_same_and_others_repeatable, assert_no_trace, check_commits
 from tests.mixed_requests import ALIKE, ARRIVALS, ARRIVE, GREEDY, MIXED, PENALISED, SMALL, Requests, seen, serve
@@ -258,7 +258,7 @@ def test_adaptive_lengths_change_no_token_and_useless_drafts_become_few(tiny_che
     answers = serve(plain := make(folder, Plain, max_seq_len=128), requests)[0]
     good, useless = (make(folder, answers=answers, error_rate=rate, **options) for rate in (0.1, 0.0))
     for engine in (good, useless):
-        engine.scheduler.lengths.times = UNMEASURED  # a tiny model's are mostly noise
+        engine.scheduler.lengths.costs_of = a_tenth
     useless.drafter.answers = [[token_id ^ 1 for token_id in answer] for answer in useless.drafter.answers]
     short, plan = [0], useless.scheduler._next_tokens
     useless.scheduler._next_tokens = lambda decoding: short.append(len(decoding)) or plan(decoding)

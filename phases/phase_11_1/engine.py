@@ -37,9 +37,10 @@ from shared.scheduling.schedule import Schedule
 from shared.scheduling.scheduler import Scheduler
 from shared.scheduling.static import StaticScheduler
 from shared.speculation.adapter import with_adapter
+from shared.speculation.draft_costs import weigh
 from shared.speculation.draft_model import DraftModel
 from shared.speculation.drafter import Drafter, PendingDrafts
-from shared.speculation.multi_token import MultiTokenDrafter, tune
+from shared.speculation.multi_token import MultiTokenDrafter
 from shared.speculation.ngram import NGramDrafter
 from shared.text.tokenizer import Tokenizer
 
@@ -96,9 +97,8 @@ class Engine:
 
     def __init__(self, config: EngineConfig) -> None:
         config.check(SUPPORTED)
-        config = with_adapter(config)
+        self.config = config = with_adapter(config)
         folder = resolve_model(config.model)
-        self.config = config
         quantize = quantizer(config.quantization, config.quantize_head)
         self.model = load_model(folder, dtype=config.torch_dtype, device=config.device, quantize=quantize)
         (pack if config.pack_weights else fuse)(self.model)
@@ -119,13 +119,12 @@ class Engine:
         self.scheduler = scheduler(config, self.pool, self.max_seq_len)
         sampling: dict[str, Any] = {"most_logit_rows": config.most_logit_rows, "make_sampler": RedirectingSampler}
         if self.drafter is not None and config.acceptance_method == "rejection":
-            distributions = self.drafter.distributions
-            sampling["make_sampler"] = partial(RedirectingRejectionSampler, distributions=distributions)
+            sampling["make_sampler"] = partial(RedirectingRejectionSampler, distributions=self.drafter.distributions)
         if isinstance(self.drafter, MultiTokenDrafter):
             sampling |= {"states": self.drafter.states, "follow": self.drafter.follow}
         self.runner = runner(self.model, self.view, self.pool.max_sequences, **sampling)
         if self.drafter is not None:
-            tune(self.scheduler, self.runner, self.drafter)
+            weigh(self.scheduler, self.model, self.drafter)
             self.drafter.leave_drafts_in(PendingDrafts(self.runner.last_ids, self.pool.max_sequences))
         self.overlaps = is_capturing if config.overlap_scheduling is None else config.overlap_scheduling
         self.in_flight: tuple[Schedule, SamplerOutput] | None = None
@@ -227,7 +226,7 @@ class Engine:
             self.scheduler.finish(self.output_processor.process(schedule))
             self.in_flight = None
 
-    def stats(self) -> dict[str, int]:
+    def stats(self) -> dict[str, Any]:
         """Counters for ``infer generate --stats``."""
         return {
             "tokens computed": self.runner.num_tokens_computed,
@@ -237,6 +236,7 @@ class Engine:
             "cache bytes": self.view.num_bytes,
             "prefix cache queries (tokens)": self.scheduler.num_prefix_queries,
             "prefix cache hits (tokens)": self.scheduler.num_prefix_hits,
+            "step costs": self.scheduler.step_costs or "none",
             "drafts accepted (tokens)": self.scheduler.num_accepted_drafts,
             "drafts rejected (tokens)": self.scheduler.num_rejected_drafts,
             **{f"accepted at position {n}": count for n, count in enumerate(self.scheduler.num_accepted_by_position)},

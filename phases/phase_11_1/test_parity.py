@@ -12,7 +12,7 @@ from shared.engine.config import EngineConfig
 from shared.errors import ConfigError, ModelFolderError
 from shared.scheduling.multi_token import MultiTokenSchedule
 from shared.scheduling.schedule import Schedule
-from shared.speculation.adaptive import UNMEASURED, StepTimes
+from shared.speculation.adaptive import DraftCosts, a_tenth
 from tests.adapters import random_adapter_of
 from tests.drafts import Foresight, assert_greedy_same_and_others_repeatable, assert_no_trace, check_commits
 from tests.mixed_requests import ALIKE, ARRIVALS, ARRIVE, GREEDY, MIXED, PENALISED, SMALL, Requests, seen, serve
@@ -171,7 +171,7 @@ def test_useless_guesses_are_given_up_and_tried_again(folder: Path) -> None:
     answers = serve(plain(folder, **options), requests)[0]
     wrong = [[output._replace(token_id=(output.token_id or 0) ^ 1) for output in answers[0]]]
     engine = guessing(folder, wrong, error_rate=0.0, adapt_spec_length=True, **options)
-    engine.scheduler.lengths.times = UNMEASURED  # type: ignore[attr-defined]
+    engine.scheduler.lengths.costs_of = a_tenth  # type: ignore[attr-defined]
     found, records = serve(engine, requests)
     assert seen(found) == seen(answers)
     tried = [n for n, record in enumerate(records) if record.verified]
@@ -180,14 +180,14 @@ def test_useless_guesses_are_given_up_and_tried_again(folder: Path) -> None:
 
 
 def test_useless_guesses_cost_few_steps_where_steps_are_bound_by_launches(folder: Path) -> None:
-    """With the times of the demo model's shape on an H100; steps between attempts are those of plain decoding."""
+    """With the costs of the demo model's shape on an H100; steps between attempts are those of plain decoding."""
     options = {"max_seq_len": 512, "max_batch_size": 2, "overlap_scheduling": True}
     requests: Requests = [([5, 6, 7], GREEDY | {"max_new_tokens": 300})]
     reference = plain(folder, **options)
     answers = serve(reference, requests)[0]
     wrong = [[output._replace(token_id=(output.token_id or 0) ^ 1) for output in answers[0]]]
     engine = guessing(folder, wrong, error_rate=0.0, adapt_spec_length=True, **options)
-    engine.scheduler.lengths.times = StepTimes([1], [0.528], [1.292], [1.299], [0.107], [0.107])
+    engine.scheduler.lengths.costs_of = lambda *_: DraftCosts(0.528, 1.292, 1.299, 0.107, 0.107)
     before, launch = engine.stats(), engine.runner.forward
     kinds: list[tuple[bool, bool]] = []
 

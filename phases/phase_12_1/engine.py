@@ -37,11 +37,11 @@ from shared.scheduling.schedule import Schedule
 from shared.scheduling.scheduler import Scheduler
 from shared.scheduling.speculative import SpeculativeScheduler, settle
 from shared.scheduling.static import StaticScheduler
+from shared.speculation.draft_costs import weigh
 from shared.speculation.drafter import Drafter
 from shared.speculation.forced import ForcedTextDrafter
 from shared.speculation.masked_draft_model import MaskedDraftModel
 from shared.speculation.ngram import NGramDrafter
-from shared.speculation.step_times import tune
 from shared.text.tokenizer import Tokenizer
 
 SUPPORTED = {
@@ -123,7 +123,7 @@ class Engine:
         sampling: dict[str, Any] = {"most_logit_rows": config.most_logit_rows, "make_sampler": make_sampler}
         self.runner = self.group.runner(self.model, self.view, self.pool.max_sequences, **sampling)
         if self.drafter is not None:
-            tune(self.scheduler, self.runner, self.drafter)
+            weigh(self.scheduler, self.model, self.drafter)
         make_vocabulary = partial(GrammarVocabulary.of, self.tokenizer, self.model.config.vocab_size)
         self.constraints = Constraints(make_vocabulary, pool=grammar_pool)
         self.overlaps = is_capturing if config.overlap_scheduling is None else config.overlap_scheduling
@@ -223,7 +223,7 @@ class Engine:
             self.scheduler.finish(self.output_processor.process(schedule))
             self.in_flight = None
 
-    def stats(self) -> dict[str, int]:
+    def stats(self) -> dict[str, Any]:
         """Counters for ``infer generate --stats``."""
         return {
             "tokens computed": self.runner.num_tokens_computed,
@@ -233,6 +233,7 @@ class Engine:
             "cache bytes": self.view.num_bytes,
             "prefix cache queries (tokens)": self.scheduler.num_prefix_queries,
             "prefix cache hits (tokens)": self.scheduler.num_prefix_hits,
+            "step costs": self.scheduler.step_costs or "none",
             "drafts accepted (tokens)": self.scheduler.num_accepted_drafts,
             "drafts rejected (tokens)": self.scheduler.num_rejected_drafts,
             "forced drafts accepted (tokens)": self.scheduler.num_accepted_forced_drafts,

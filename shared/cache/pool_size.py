@@ -54,6 +54,8 @@ def num_blocks_that_fit(config: EngineConfig, model: CausalLM, max_seq_len: int,
 def step_bytes(config: EngineConfig, model: CausalLM, max_seq_len: int, num_tokens: int, make: MakePaged) -> int:
     """Peak bytes of a step of ``num_tokens`` prompt tokens, and of the logits of a full batch, without model and pool.
 
+    With drafts each sequence of the batch has as many logit rows as ``config`` grants it, one for each token.
+
     On a CPU, where such a step is slow, the peak is extrapolated linearly from a few tokens; the scores of ``naive``,
     which grow faster, are underestimated. Raises ConfigError if a GPU has no room for the step.
     """
@@ -75,7 +77,7 @@ def step_bytes(config: EngineConfig, model: CausalLM, max_seq_len: int, num_toke
         with torch.inference_mode():
             in_blocks = peak_bytes(run, model.device)
             row = torch.zeros(1, model.config.hidden_size, dtype=model.dtype, device=model.device)
-            rows = row.expand(config.max_batch_size, -1).contiguous()
+            rows = row.expand(min(config.max_batch_size * config.most_logit_rows, num_tokens), -1).contiguous()
             in_head = peak_bytes(lambda: model.logits(rows), model.device)
     except torch.OutOfMemoryError:
         raise ConfigError(

@@ -1,7 +1,7 @@
-"""``infer bench speculation``: what drafts buy. Introduced in phase 11.
+"""``infer bench speculation`` and ``step-costs``: what drafts buy, and what steps cost. Introduced in phase 11.
 
-The command only reads its options and prints; :mod:`benchmarks.speculation` measures. Invariant: the last line on
-standard output is one JSON line; progress goes to standard error.
+The commands only read their options and print; :mod:`benchmarks.speculation` and :mod:`benchmarks.step_costs` measure.
+Invariant: the last line on standard output is one JSON line; progress goes to standard error.
 """
 
 from collections.abc import Callable
@@ -10,7 +10,7 @@ from typing import Annotated
 
 import typer
 
-from shared.cli.bench_options import Device, Model, computing_device, present
+from shared.cli.bench_options import Device, Dtype, Model, Threads, computing_device, present
 from shared.cli.terminal import examples, working
 from shared.errors import ConfigError
 
@@ -72,9 +72,35 @@ def speculation(
     present(report, (texts_view if texts else imposed_view)(report), out)
 
 
+def step_costs(
+    model: Model = "smollm2-135m",
+    trials: Annotated[int, typer.Option("--trials", help="Of each step; the median counts.", min=1)] = 5,
+    device: Device = "auto",
+    dtype: Dtype = None,
+    threads: Threads = None,
+    out: Annotated[Path | None, typer.Option("--out", help="Write the report into this folder too.")] = None,
+) -> None:
+    """Measure what steps cost by their tokens, context and drafts, and keep the table for engines of this model.
+
+    By it the lengths of drafts are chosen, instead of costs derived from the model's shape. It belongs to the model,
+    dtype, device and versions. The last line on standard output is the result as JSON.
+    """
+    from benchmarks.step_costs import measure, view
+    from shared.scheduling.step_costs import save
+
+    where = computing_device(device)
+    with working("measuring steps"):
+        report, table = measure(model, where, dtype, threads, trials)
+    present(report, view(report), out, [save(table)])
+
+
 COMMANDS: dict[str, tuple[Callable[..., None], str]] = {
     "speculation": (
         speculation,
         examples("infer bench speculation --texts", "infer bench speculation --draft small-model --length 5 --batch 1"),
+    ),
+    "step-costs": (
+        step_costs,
+        examples("infer bench step-costs", "infer bench step-costs --model small-model --device cuda"),
     ),
 }

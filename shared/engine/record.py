@@ -67,6 +67,7 @@ class EngineLoad:
     num_prefix_hits: int = 0  # and found there
     num_drafts_by_position: tuple[int, ...] = ()  # drafts verified since the engine started, the first of a step first
     num_accepted_by_position: tuple[int, ...] = ()
+    step_costs: str | None = None  # the hash of the table of step costs by which the scheduler decides
 
     @classmethod
     def of(cls, scheduler: Scheduler) -> Self:
@@ -82,4 +83,5 @@ class EngineLoad:
             scheduler.num_prefix_hits,
             tuple(scheduler.num_drafts_by_position),
             tuple(scheduler.num_accepted_by_position),
+            scheduler.step_costs,
         )

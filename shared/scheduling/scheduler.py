@@ -49,6 +49,7 @@ class Scheduler(ABC):
         self.num_accepted_forced_drafts = 0  # of the accepted ones: those that a grammar forced (phase 12)
         self.num_drafts_by_position: list[int] = []  # verified drafts; position 0 follows the newest token of a request
         self.num_accepted_by_position: list[int] = []
+        self.step_costs: str | None = None  # the hash of the table that lengths of drafts follow (phase 11)
         self.verified: list[tuple[str, int, int]] = []  # by the last step with drafts: request, accepted, rejected
         self.compressions: list[Compression] = []  # before the last step (phase 9.2)
 

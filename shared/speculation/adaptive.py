@@ -3,17 +3,19 @@
 If a request's drafts are accepted with probability a each, its j-th draft of a step gives a token with probability a^j,
 since all before it must be accepted too. Verifying costs time: little where a step waits for weights, much in a large
 batch, whose rows are computed one as slowly as the other. So the drafts of all requests of a step are sorted by their
-probability, and the first n are computed, with n such that the step gives most tokens per second. The times are
-measured when the engine starts (:mod:`shared.speculation.step_times`).
+probability, and the first n are computed, with n such that the step gives most tokens per second. What steps cost
+comes from a table (:mod:`shared.scheduling.step_costs`), never from a clock.
 
 The best n may be 0 for a request, or for all; then a single draft is tried from time to time, since a text that could
 not be guessed may turn into one that can. The intervals grow fourfold, and end in the same steps for all requests: a
 step with drafts cannot be prepared while the one before it runs. They are longer where an attempt costs more, so that
-attempts take a few percent of the time. A drafter that repeatedly finds nothing is asked at such intervals too. Where
-even drafts that are always right would take more time than they save, none is tried.
+useless drafts take at most 3 % of the time of a long answer. A drafter that repeatedly finds nothing is asked at such
+intervals too. Where even drafts that are always right would take more time than they save, none is tried. And drafts of
+which hardly any is right are given up whatever they cost, so that a wrong table does little harm.
 
-Invariants: the estimate of a request depends on its own drafts alone; a length decides how fast tokens come, never
-which.
+Invariants: the estimate of a request depends on its own drafts alone; lengths follow counts and the table, so they are
+the same in each run. Coupled acceptance gives the same tokens whatever the lengths are. With rejection sampling the
+lengths decide which draws count, so there the tokens are the same only because the lengths are.
 """
 
 from collections.abc import Callable, Sequence
@@ -30,40 +32,36 @@ MEMORY = 0.9
 """What a step's evidence is worth a step later: the estimate is that of the last ten steps or so."""
 LONGEST_WAIT = 64
 """Steps between attempts, at most, if an attempt costs no more than two plain steps."""
-FIRST_WAIT_PER_COST, LONGEST_WAIT_PER_COST = 8, 32
+FIRST_WAIT_PER_COST, LONGEST_WAIT_PER_COST = 8, 48
 """Plain steps between attempts for each plain step that an attempt costs, at least: at first, and at last."""
 PATIENCE = 4
 """Steps in a row in which a drafter may find nothing before it is asked less often."""
+LEAST_RATE = 0.1
+"""Of drafts that are accepted less often, none but attempts is made, however cheap the table says they are."""
 
 
-@dataclass(frozen=True)
-class StepTimes:
-    """The times of decode steps in any unit, by the number of their requests: that of the column in ``sizes``.
+class DraftCosts(NamedTuple):
+    """What steps of B decoding requests cost, in any unit.
 
     ``plain`` is a step without drafts, prepared while another runs; ``short`` and ``long`` are steps that verify one
     draft, or the most, for each request, and are waited for. ``first`` and ``more`` are forwards of the draft model:
     with two tokens for each request, which it lacks if all drafts of the step before were accepted, and with one.
     """
 
-    sizes: Sequence[int]  # ascending
-    plain: Sequence[float]
-    short: Sequence[float]
-    long: Sequence[float]
-    first: Sequence[float]
-    more: Sequence[float]
-
-    def of(self, num_requests: int) -> tuple[float, float, float, float, float]:
-        """Each of the times, interpolated; behind the largest size they go on as between the last two."""
-        rows = (self.plain, self.short, self.long, self.first, self.more)
-        excess = num_requests - self.sizes[-1]
-        if excess <= 0 or len(self.sizes) == 1:
-            return tuple(float(np.interp(num_requests, self.sizes, row)) for row in rows)  # type: ignore[return-value]
-        share = excess / (self.sizes[-1] - self.sizes[-2])
-        return tuple(row[-1] + share * (row[-1] - row[-2]) for row in rows)  # type: ignore[return-value]
+    plain: float
+    short: float
+    long: float
+    first: float
+    more: float
 
 
-UNMEASURED = StepTimes([1], [1.0], [1.1], [1.5], [0.0], [0.0])
-"""A draft costs a tenth of a step."""
+CostsOf = Callable[[int, int, int], DraftCosts]
+"""The costs for a number of requests, their tokens in the KV cache together, and the most drafts of one."""
+
+
+def a_tenth(num_requests: int, context: int, longest: int) -> DraftCosts:
+    """Without a model there is no table: a draft then costs a tenth of a step."""
+    return DraftCosts(1.0, 1.1, 1.0 + longest / 10, 0.0, 0.0)
 
 
 @dataclass
@@ -87,7 +85,7 @@ class Acceptance:
 class Stakes(NamedTuple):
     """What drafts of so many requests can win and cost."""
 
-    times: tuple[float, float, float, float, float]  # of :class:`StepTimes`
+    costs: DraftCosts
     can_pay: bool  # if all are accepted
     first_wait: int  # plain steps, a power of 4, as the longest
     longest_wait: int
@@ -104,11 +102,12 @@ class DraftLengths:
     num_certain: Callable[[Request], int] = staticmethod(lambda request: 0)  # drafts that need no estimate (phase 12)
 
     def __init__(
-        self, longest: int, *, is_adaptive: bool = True, times: StepTimes = UNMEASURED, attempt_steps: int = 1
+        self, longest: int, *, is_adaptive: bool = True, costs_of: CostsOf = a_tenth, attempt_steps: int = 1
     ) -> None:
-        self.longest, self.is_adaptive, self.times, self.attempt_steps = longest, is_adaptive, times, attempt_steps
-        self.stakes: dict[tuple[int, int], Stakes] = {}
-        self.stakes_times = times  # from which they were made
+        self.longest, self.is_adaptive, self.attempt_steps = longest, is_adaptive, attempt_steps
+        self.costs_of = costs_of
+        self.stakes: dict[tuple[int, int, int], Stakes] = {}
+        self.stakes_of = costs_of  # from which they were made
         self.known: WeakKeyDictionary[Request, Acceptance] = WeakKeyDictionary()
         self.num_steps = 0
 
@@ -118,7 +117,7 @@ class DraftLengths:
             return [self.longest] * len(requests)
         self.num_steps += 1
         certain = [min(self.num_certain(request), self.longest) for request in requests]
-        stakes = self._stakes(len(requests))
+        stakes = self._stakes(len(requests), sum([request.num_tokens for request in requests]))
         if not stakes.can_pay:
             return certain
         known = [self.known.setdefault(request, Acceptance()) for request in requests]
@@ -126,7 +125,7 @@ class DraftLengths:
         if all(is_waiting):  # most steps of texts that cannot be guessed: the host must not be slower in them
             return certain
         rates = [0.0 if waits else acceptance.rate for acceptance, waits in zip(known, is_waiting, strict=True)]
-        lengths = best_lengths(rates, self.longest, *stakes.times)
+        lengths = best_lengths([rate if rate >= LEAST_RATE else 0.0 for rate in rates], self.longest, stakes.costs)
         for n, (acceptance, waits) in enumerate(zip(known, is_waiting, strict=True)):
             if waits:
                 continue
@@ -153,18 +152,18 @@ class DraftLengths:
         known.num_accepted = MEMORY * known.num_accepted + num_accepted
         known.num_judged = MEMORY * known.num_judged + min(num_accepted + 1, num_drafts)
 
-    def _stakes(self, num_requests: int) -> Stakes:
-        if self.stakes_times is not self.times:
-            self.stakes, self.stakes_times = {}, self.times
-        about = num_requests, self.longest
-        if about not in self.stakes:
-            times = self.times.of(num_requests)
-            plain, short, _, first, _ = times
-            cost = (self.attempt_steps * (short - plain) + first) / plain
-            can_pay = any(best_lengths([1.0] * num_requests, self.longest, *times))
+    def _stakes(self, num_requests: int, context: int) -> Stakes:
+        """By the number of requests and the power of two that ``context`` does not exceed: a step looks them up."""
+        if self.stakes_of is not self.costs_of:
+            self.stakes, self.stakes_of = {}, self.costs_of
+        key = num_requests, 1 << (context - 1).bit_length(), self.longest
+        if key not in self.stakes:
+            costs = self.costs_of(*key)
+            cost = (self.attempt_steps * (costs.short - costs.plain) + costs.first) / costs.plain
+            can_pay = any(best_lengths([1.0] * num_requests, self.longest, costs))
             waits = FIRST_WAIT_PER_COST * cost, max(LONGEST_WAIT_PER_COST * cost, LONGEST_WAIT)
-            self.stakes[about] = Stakes(times, can_pay, *map(_power_of_4, waits))
-        return self.stakes[about]
+            self.stakes[key] = Stakes(costs, can_pay, *map(_power_of_4, waits))
+        return self.stakes[key]
 
     def _waits(self, known: Acceptance, stakes: Stakes) -> bool:
         """Whether a request has no drafts in this step, whatever they are worth."""
@@ -193,15 +192,14 @@ def _power_of_4(least: float) -> int:
     return power
 
 
-def best_lengths(
-    rates: Sequence[float], longest: int, plain: float, short: float, long: float, first: float, more: float
-) -> list[int]:
-    """The number of drafts of each of B requests, up to ``longest``, with most tokens per time.
+def best_lengths(rates: Sequence[float], longest: int, costs: DraftCosts) -> list[int]:
+    """The number of drafts of each of B requests, up to ``longest``, with most tokens for what the step costs.
 
     Args:
         rates: the probability that a draft is accepted, if those before it are; of each request.
-        plain, short, long, first, more: the times of :class:`StepTimes` for B requests.
+        costs: for B requests.
     """
+    plain, short, long, first, more = costs
     B = len(rates)
     chances: NDArray[np.float64] = np.array(rates)[:, None] ** np.arange(1, longest + 1)  # [B, longest]
     most, lengths = B / plain, [0] * B
@@ -209,8 +207,8 @@ def best_lengths(
         flat = chances[:, :depth].ravel()
         order = (-flat).argsort(kind="stable")  # of a request's equally likely drafts, the earlier one first
         num_drafts = np.arange(1, B * depth + 1)
-        seconds = np.interp(num_drafts, [B, B * longest], [short, long]) + first + (depth - 1) * more
-        speeds = (B + flat[order].cumsum()) / seconds
+        total = np.interp(num_drafts, [B, B * longest], [short, long]) + first + (depth - 1) * more
+        speeds = (B + flat[order].cumsum()) / total
         n = int(speeds.argmax())
         if speeds[n] > most:
             most, lengths = speeds[n], np.bincount(order[: n + 1] // depth, minlength=B).tolist()

@@ -20,7 +20,7 @@ where they are, and are counted if the drafts are accepted. A failure of the dra
 
 from collections.abc import Callable, Container, Iterator, Sequence
 from dataclasses import replace
-from functools import partial
+from functools import cached_property, partial
 from itertools import compress
 from typing import Any
 
@@ -43,9 +43,9 @@ from shared.models.packed import pack
 from shared.sampling.sampler import SamplingRow
 from shared.scheduling.schedule import Schedule, Scheduled
 from shared.scheduling.speculative import num_equal
+from shared.scheduling.step_costs import StepCosts, step_costs
 from shared.speculation.draft_sampler import DraftSampler
 from shared.speculation.drafter import PendingDrafts
-from shared.speculation.step_times import step_seconds
 from shared.speculation.vocabulary import check_vocabulary
 from shared.text.tokenizer import Tokenizer
 
@@ -157,10 +157,14 @@ class DraftModel:
         """See :class:`shared.speculation.drafter.Drafter`."""
         return 0
 
-    def forward_seconds(self, sizes: Sequence[int]) -> tuple[list[float], list[float]]:
+    @cached_property
+    def step_costs(self) -> StepCosts:
         """See :class:`shared.speculation.drafter.Drafter`."""
-        first = [step_seconds(self.runner, self.pool, size, 1) for size in sizes]
-        return first, [step_seconds(self.runner, self.pool, size, repeats=True) for size in sizes]
+        return step_costs(self.model)
+
+    def num_tokens(self, num_drafts: int) -> int:
+        """See :class:`shared.speculation.drafter.Drafter`."""
+        return num_drafts + 1
 
     def _make_sampler(self) -> Callable[..., Sampler]:
         is_coupled = self.config.acceptance_method == "coupled"

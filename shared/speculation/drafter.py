@@ -17,6 +17,7 @@ from shared.cache.view import MakeMemory
 from shared.engine.request import Request
 from shared.engine.runner import MakeRunner
 from shared.scheduling.schedule import Schedule
+from shared.scheduling.step_costs import StepCosts
 
 
 class PendingDrafts:
@@ -70,9 +71,11 @@ class Drafter(Protocol):
         """How many drafts of a request will be accepted, whatever its earlier ones were; 0 where that is not known."""
         ...
 
-    def forward_seconds(self, sizes: Sequence[int]) -> tuple[Sequence[float], Sequence[float]]:
-        """Seconds of forwards of the draft model, with two tokens and with one for each of these numbers of requests.
+    @property
+    def step_costs(self) -> StepCosts | None:
+        """What forwards cost that make drafts, each one for each of its requests; None: drafts cost none."""
+        ...
 
-        Zeros without a model.
-        """
+    def num_tokens(self, num_drafts: int) -> int:
+        """The tokens of a request in a step that verifies so many of its drafts."""
         ...

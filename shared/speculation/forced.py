@@ -15,7 +15,6 @@ forced ends where a blank may follow.
 Invariant: all drafts of a request are allowed by its grammar, each behind those before it.
 """
 
-from collections.abc import Sequence
 from dataclasses import replace
 from functools import lru_cache
 from weakref import WeakKeyDictionary
@@ -31,6 +30,7 @@ from shared.grammar.constraint import Constraint
 from shared.grammar.fsm import TokenFSM
 from shared.grammar.vocabulary import SPECIAL_BYTE
 from shared.scheduling.schedule import Schedule
+from shared.scheduling.step_costs import StepCosts
 from shared.speculation.drafter import Drafter, PendingDrafts
 from shared.text.tokenizer import Tokenizer
 
@@ -141,9 +141,14 @@ class ForcedTextDrafter:
         forced = self._forced(constraint.fsm, constraint.state, request.last_token_id)
         return max(len(forced) - request.num_pending_tokens, 0)
 
-    def forward_seconds(self, sizes: Sequence[int]) -> tuple[Sequence[float], Sequence[float]]:
+    @property
+    def step_costs(self) -> StepCosts | None:
         """See :class:`shared.speculation.drafter.Drafter`."""
-        return self.drafter.forward_seconds(sizes)
+        return self.drafter.step_costs
+
+    def num_tokens(self, num_drafts: int) -> int:
+        """See :class:`shared.speculation.drafter.Drafter`."""
+        return self.drafter.num_tokens(num_drafts)
 
     def _forced(self, fsm: TokenFSM, now: Configuration | None, before: int) -> tuple[int, ...]:
         """The tokens of what must follow; ``before`` is the token before them."""

@@ -14,9 +14,8 @@ Drafts are drawn as those of a draft model: with the noise of the request, or, f
 Invariant: states are used in the step after the one that computed them, or never.
 """
 
-import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -25,26 +24,22 @@ import torch
 
 from shared.cache.pool import CachePoolProtocol
 from shared.cache.view import MakeMemory
-from shared.engine.batch import Batch
 from shared.engine.config import EngineConfig
 from shared.engine.graphs import CudaGraphCapture
-from shared.engine.multi_token_batch import MultiTokenBatch
 from shared.engine.multi_token_runner import MaskStates
 from shared.engine.request import Request, RequestStatus
-from shared.engine.runner import Launched, MakeRunner, Runner
+from shared.engine.runner import Launched, MakeRunner
 from shared.engine.sampler import Draws, Sampler, SamplerOutput
 from shared.models.causal_lm import CausalLM
 from shared.models.lora import adapt
 from shared.sampling.params import SamplingParams
 from shared.sampling.sampler import SamplingRow
-from shared.scheduling.multi_token import with_masks
 from shared.scheduling.schedule import Schedule
-from shared.scheduling.scheduler import Scheduler
-from shared.speculation import step_times
+from shared.scheduling.step_costs import StepCosts, head_costs
 from shared.speculation.adapter import load_adapter
 from shared.speculation.captured_head import CapturedHead
 from shared.speculation.draft_sampler import DraftSampler
-from shared.speculation.drafter import Drafter, PendingDrafts
+from shared.speculation.drafter import PendingDrafts
 from shared.text.tokenizer import Tokenizer
 
 Asking = tuple[Request, torch.Tensor, int, int]
@@ -149,9 +144,14 @@ class MultiTokenDrafter:
         """See :class:`shared.speculation.drafter.Drafter`."""
         return 0
 
-    def forward_seconds(self, sizes: Sequence[int]) -> tuple[list[float], list[float]]:
-        """See :class:`shared.speculation.drafter.Drafter`: the time of one pass of the head, and the output head."""
-        return (seconds := [self._pass_seconds(size) for size in sizes]), seconds
+    @cached_property
+    def step_costs(self) -> StepCosts:
+        """See :class:`shared.speculation.drafter.Drafter`: of one pass of the sampler head, and the output head."""
+        return head_costs(self.model)
+
+    def num_tokens(self, num_drafts: int) -> int:
+        """See :class:`shared.speculation.drafter.Drafter`: so many masks follow each of the real tokens."""
+        return (num_drafts + 1) ** 2
 
     def _draw(self, asking: Sequence[Asking]) -> list[Drawn]:
         """Draw one draft after the other, all requests at a time."""
@@ -194,14 +194,6 @@ class MultiTokenDrafter:
         for requests, sampled in drawn:
             _append(requests, sampled.wait().token_ids)
 
-    def _pass_seconds(self, size: int) -> float:
-        ids = torch.zeros(size, dtype=torch.int64, device=self.model.device)
-        hidden = torch.zeros(size, self.model.config.hidden_size, dtype=self.model.dtype, device=self.model.device)
-        with torch.inference_mode():
-            started = time.perf_counter()
-            self.logits(ids, hidden).argmax(-1).tolist()  # waits for the device
-            return time.perf_counter() - started
-
 
 def _chosen(asking: Sequence[Asking], ahead: Ahead) -> list[Request | None]:
     """The request of each draft, of those made ahead, that is to be verified."""
@@ -222,20 +214,6 @@ def _append(requests: Sequence[Request | None], ids: Iterable[int]) -> None:
     for request, token_id in zip(requests, ids, strict=False):
         if request is not None:
             request.draft_ids.append(token_id)
-
-
-def tune(scheduler: Scheduler, runner: Runner, drafter: Drafter) -> None:
-    """See :func:`shared.speculation.step_times.tune`; a step with n guesses has n masks behind each of n + 1 tokens."""
-    if not isinstance(drafter, MultiTokenDrafter):
-        step_times.tune(scheduler, runner, drafter)
-        return
-
-    def lay_out(schedule: Schedule, pool: CachePoolProtocol) -> Batch:
-        masks = {entry.request: entry.num_drafts for entry in schedule if entry.num_drafts}
-        return MultiTokenBatch.of(with_masks(schedule, masks), pool)
-
-    step_times.tune(scheduler, runner, drafter, lay_out, lambda num_drafts: (num_drafts + 1) ** 2)
-    drafter.states.clear()
 
 
 def group_of_next(num_tokens: int, start: int) -> int:

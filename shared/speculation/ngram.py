@@ -87,6 +87,8 @@ class NGramIndex:
 class NGramDrafter:
     """Looks up the newest tokens of each request in its own text; a :class:`Drafter`."""
 
+    step_costs = None  # a lookup costs no forward
+
     def __init__(self) -> None:
         self.indices: WeakKeyDictionary[Request, NGramIndex] = WeakKeyDictionary()
         self.distributions: dict[tuple[int, int], torch.Tensor] = {}  # none: a draft that is looked up is certain
@@ -114,9 +116,9 @@ class NGramDrafter:
         """See :class:`shared.speculation.drafter.Drafter`."""
         return 0
 
-    def forward_seconds(self, sizes: Sequence[int]) -> tuple[list[float], list[float]]:
+    def num_tokens(self, num_drafts: int) -> int:
         """See :class:`shared.speculation.drafter.Drafter`."""
-        return [0.0] * len(sizes), [0.0] * len(sizes)
+        return num_drafts + 1
 
     def _index(self, request: Request) -> NGramIndex:
         """The index of all known tokens of a request."""

@@ -1,10 +1,21 @@
-"""What a scheduler counts of drafts: for each request, and by their position in a step."""
+"""What a scheduler counts of drafts, for each request and by position in a step, and the room for their logits."""
 
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from shared.cache import pool_size
 from shared.cache.paged import PagedKVCachePool
+from shared.cache.paged_layout import PagedSizes
+from shared.cache.paged_view import PagedView
 from shared.engine.config import EngineConfig
 from shared.engine.record import EngineLoad, StepRecord
 from shared.engine.request import Request
 from shared.engine.sampler import SampledTokens
+from shared.loading.loader import load_model
+from shared.models.causal_lm import CausalLM
 from shared.sampling.params import SamplingParams
 from shared.scheduling.speculative import SpeculativeScheduler, settle
 
@@ -48,3 +59,28 @@ def test_drafts_are_counted_by_request_step_and_position() -> None:
 def test_an_engine_that_does_not_speculate_has_no_positions() -> None:
     scheduler = SpeculativeScheduler(EngineConfig(), PagedKVCachePool(40, 2, 4, 32), 32)
     assert EngineLoad.of(scheduler).num_drafts_by_position == ()
+
+
+def paged(model: CausalLM, sizes: PagedSizes) -> tuple[PagedKVCachePool, PagedView]:
+    pool = PagedKVCachePool(sizes.num_blocks, sizes.block_size, sizes.max_sequences)
+    return pool, PagedView(model.config, sizes, torch.float32)
+
+
+@pytest.mark.parametrize(("spec_length", "max_seq_len", "rows"), [(3, 64, 4 * 8), (7, 64, 8 * 8), (7, 20, 20 + 8)])
+def test_the_pool_leaves_room_for_the_logits_of_all_drafts(
+    tiny_checkpoints: dict[str, Path], monkeypatch: pytest.MonkeyPatch, spec_length: int, max_seq_len: int, rows: int
+) -> None:
+    """Each draft has a row; a step has no more rows than tokens."""
+    model, seen = load_model(tiny_checkpoints["llama"]), list[int]()
+    logits = CausalLM.logits
+    monkeypatch.setattr(CausalLM, "logits", lambda self, hidden: seen.append(len(hidden)) or logits(self, hidden))
+    about: dict[str, Any] = {"max_batch_size": 8, "max_num_batched_tokens": 12}
+    drafts = {"use_speculative_decoding": True, "drafter": "ngram", "spec_length": spec_length}
+    sizes = []
+    for more in ({}, drafts):
+        config = EngineConfig(str(tiny_checkpoints["llama"]), **about, **more)
+        num_tokens = config.most_tokens_of_a_step(max_seq_len)
+        sizes.append(pool_size.step_bytes(config, model, max_seq_len, num_tokens, lambda sizes: paged(model, sizes)))
+    assert seen == [8, rows]
+    logit_bytes = 4 * model.config.vocab_size
+    assert sizes[1] - sizes[0] >= (rows - 8) * logit_bytes

@@ -248,29 +248,13 @@ def test_both_caches_are_counted_in_the_memory(tiny_checkpoints: dict[str, Path]
     assert both.add_request([1, 2, 3], params)
 
 
-def test_times_are_measured_when_the_engine_starts(tiny_checkpoints: dict[str, Path], drafts: dict[str, Path]) -> None:
-    """And nothing of the measurement stays."""
-    about: dict[str, Any] = {"adapt_spec_length": True, "max_batch_size": 3, "block_size": 4, "num_gpu_blocks": 33}
-    engine = make(tiny_checkpoints["qwen3"], drafts["qwen3"], **about)
-    times = engine.scheduler.lengths.times
-    assert times.sizes == [1, 2, 3]
-    for row in (times.plain, times.short, times.long, times.first, times.more):
-        assert len(row) == 3
-        assert min(row) > 0
-    assert engine.pool.audit() == []
-    assert engine.pool.free_tokens == engine.pool.capacity_tokens
-    small: dict[str, Any] = {"max_batch_size": 8, "max_num_batched_tokens": 8, "max_seq_len": 12, "spec_length": 11}
-    engine = make(tiny_checkpoints["qwen3"], drafts["qwen3"], adapt_spec_length=True, **small)
-    assert engine.scheduler.lengths.times.sizes == [1], "a step of two requests with 11 drafts each has no room"
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize("drafter", ["model", "ngram"])
 @pytest.mark.parametrize("family", ["llama", "qwen3", "gemma3_text"])
 def test_tokens_on_the_gpu_equal_those_of_the_cpu(
     tiny_checkpoints: dict[str, Path], drafts: dict[str, Path], family: str, drafter: str
 ) -> None:
-    """Captured, overlapped, and with lengths that adapt to measured times."""
+    """Captured, overlapped, and with lengths that adapt."""
     folder, requests, arrivals = tiny_checkpoints[family], [*ALIKE, *MIXED], [*ARRIVE, *ARRIVALS]
     about: dict[str, Any] = {"max_seq_len": 128, "max_batch_size": 8, "prefill_chunk_size": 30, "dtype": "float32"}
     expected = serve(Plain(EngineConfig(model=str(folder), **about)), requests, arrivals)[0]
