@@ -41,7 +41,7 @@ fuzz: env ## search for failing examples at random, for MINUTES=10; a found one 
 	  OMP_NUM_THREADS=1 INFER_FUZZ_UNTIL=$$until $(BIN)/python -m pytest $(PARALLEL) -q -x -m "hypothesis and not measured" || exit 1; done
 
 test-gpu: env ## run every test that needs a GPU, with a summary at the end even if the time is up
-	$(GPU_SUITE) --summary build/gpu.json -m "gpu and not measured and not several_gpus" --numprocesses 8 --dist worksteal
+	$(GPU_SUITE) --summary build/gpu.json -m "gpu and not measured and not several_gpus" --numprocesses 12 --dist worksteal
 
 test-gpu-2: env ## run the tests that need several GPUs
 	$(GPU_SUITE) --summary build/gpu-2.json -m "gpu and not measured and several_gpus"

@@ -231,7 +231,7 @@ def test_requests_with_and_without_drafts_share_a_batch(folder: Path, is_adaptiv
     ]
     answers = serve(make(folder, Plain, **options), requests)[0]
     engine = make(folder, answers=answers, adapt_spec_length=is_adaptive, **options)
-    engine.scheduler.lengths.times = UNMEASURED
+    engine.scheduler.lengths.costs_of = a_tenth  # type: ignore[attr-defined]
     commit, steps = engine.scheduler.commit, []
 
     def noted(schedule: Schedule, sampled: Any) -> None:

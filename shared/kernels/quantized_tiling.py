@@ -51,6 +51,8 @@ def quantized_tiling(
     block_k = max(16, block_bytes) * 8 // bits
     if is_grouped:
         block_k = min(block_k, columns_per_scale)
+    if itemsize == 4:  # W is widened to fp32 and passes through shared memory
+        block_k = min(block_k, STEP)
 
     def stage_bytes() -> int:
         return (2 if is_gated else 1) * block_n * block_k * bits // 8 + block_m * block_k * itemsize

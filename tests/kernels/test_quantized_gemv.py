@@ -350,9 +350,15 @@ def test_the_table_keeps_its_rules():
                     assert cut.splits == 1 or -(-N // cut.block_n) <= MAX_BLOCKS_SPLIT, about
 
 
+REAL = [  # each number of rows in the dtype that models have; the others where their tilings differ
+    *((torch.bfloat16, rows, group) for rows in (1, 2, 16, 17, 300, 1024) for group in (128, None)),
+    *((torch.float16, rows, group) for rows, group in ((1, 128), (17, None), (300, 128))),
+    *((torch.float32, rows, group) for rows, group in ((1, None), (2, 128), (16, None), (300, 128))),
+]
+
+
 @pytest.mark.gpu
-@pytest.mark.parametrize("rows", [1, 2, 16, 17, 300, 1024])
-@pytest.mark.parametrize("group", [128, None])
+@pytest.mark.parametrize(("dtype", "rows", "group"), REAL, ids=lambda value: str(value).removeprefix("torch."))
 @pytest.mark.parametrize("kind", FORMATS)
 def test_real_shapes(kind, group, rows, dtype, quantized, randn, check):
     if kind == "fp8" and rows > MAX_ROWS:

@@ -3,21 +3,25 @@
 import json
 import shutil
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
 
 from phases.phase_10.engine import Engine as Plain
 from phases.phase_11.engine import Engine
 from shared.engine.config import EngineConfig
-from shared.engine.request import RequestStatus
+from shared.engine.request import Request, RequestStatus
 from shared.errors import ConfigError
+from shared.sampling.noise import Stream, gumbel, seed_pattern
 from shared.sampling.params import SamplingParams
 from shared.scheduling.schedule import Schedule
+from shared.scheduling.speculative import num_equal
+from shared.speculation.adaptive import a_tenth
 from tests.mixed_requests import ALIKE, ARRIVALS, ARRIVE, GREEDY, MIXED, SMALL, Requests, seen, serve
 from tests.mixed_requests import tokens as tokens_of
 from tests.random_loads import Load, assert_as_alone, loads, sizes
@@ -248,6 +252,91 @@ def test_both_caches_are_counted_in_the_memory(tiny_checkpoints: dict[str, Path]
     assert both.add_request([1, 2, 3], params)
 
 
+GPU = pytest.mark.gpu
+ON = [("cpu", None), pytest.param("cuda", None, marks=GPU), pytest.param("cuda", False, marks=GPU)]
+    ("cpu", None),
+    pytest.param("cuda", None, marks=pytest.mark.gpu),
+    pytest.param("cuda", False, marks=pytest.mark.gpu),
+]
+"""Devices, and whether steps are captured there."""
+LONG_ANSWERS: Requests = [
+    ([*range(7 * n, 7 * n + 12)], {"seed": n, "temperature": n % 2 * 0.9, "max_new_tokens": 60, "ignore_eos": True})
+    for n in range(8)
+]
+
+
+class Verified(NamedTuple):
+    """The drafts of a request in a step; the first of them has this index in the request's text."""
+
+    request: Request
+    first: int
+    num_drafts: int
+    num_accepted: int
+
+
+def serve_noting(engine: Any, requests: Requests) -> list[Verified]:
+    """Serve the requests, and return what was verified of them."""
+    noted, count = list[Verified](), engine.scheduler._count
+
+    def counting(request: Request, num_drafts: int, num_accepted: int) -> None:
+        noted.append(Verified(request, request.num_tokens, num_drafts, num_accepted))
+        count(request, num_drafts, num_accepted)
+
+    engine.scheduler._count = counting
+    serve(engine, requests)
+    return noted
+
+
+def scores(folder: Path, request: Request) -> torch.Tensor:
+    """By index of the text, the score ``[V]`` of each token that may stand there: the largest is drawn."""
+    ids = torch.tensor([request.token_ids])
+    with torch.inference_mode():
+        logits = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)(ids).logits[0].roll(1, 0)
+    temperature, first = request.params.temperature, request.num_prompt_tokens
+    if temperature:
+        indices = torch.arange(len(logits)) - first
+        seeds = torch.full_like(indices, seed_pattern(request.seed))
+        logits = logits / temperature + gumbel(seeds, indices, Stream.DRAW, logits.shape[1])
+    return logits
+
+
+@pytest.mark.parametrize(("device", "is_captured"), ON)
+def test_every_draft_of_the_model_itself_that_is_rejected_is_a_tie_or_behind_an_end(
+    tiny_checkpoints: dict[str, Path], device: str, is_captured: bool | None
+) -> None:
+    folder = tiny_checkpoints["llama"]
+    answer = serve(Plain(EngineConfig(model=str(folder), max_seq_len=128)), LONG_ANSWERS[:1])[0][0]
+    ends = LONG_ANSWERS[0][0], LONG_ANSWERS[0][1] | {"stop_token_ids": (answer[20].token_id,)}
+    engine = make(folder, folder, max_batch_size=8, device=device, dtype="float32", use_cuda_graphs=is_captured)
+    noted = serve_noting(engine, [*LONG_ANSWERS, ends])
+    assert sum(each.num_accepted for each in noted) > 350
+    rejected = [each for each in noted if each.num_accepted < each.num_drafts]
+    assert any(each.request.request_id == "8" for each in rejected), "drafts behind an end"
+    for request, first, _, num_accepted in rejected:
+        index = first + num_accepted
+        if index < request.num_tokens:  # else the answer has ended before
+            best = scores(folder, request)[index].topk(2).values
+            assert best[0] - best[1] < 1e-4, (request, index)
+    assert (engine.runner.num_replays > 20) == (device == "cuda" and is_captured is None)
+
+
+@pytest.mark.parametrize(("device", "is_captured"), ON)
+def test_a_draft_is_accepted_exactly_where_both_models_agree(
+    tiny_checkpoints: dict[str, Path], drafts: dict[str, Path], device: str, is_captured: bool | None
+) -> None:
+    """Which is at about half of the tokens."""
+    options = {"device": device, "dtype": "float32", "use_cuda_graphs": is_captured}
+    engine = make(tiny_checkpoints["llama"], drafts["llama"], max_batch_size=8, **options)
+    noted = serve_noting(engine, LONG_ANSWERS)
+    likeliest = {each.request: scores(drafts["llama"], each.request).argmax(-1).tolist() for each in noted}
+    assert [each.num_accepted for each in noted] == [
+        num_equal(likeliest[request][first:], request.token_ids[first : first + num_drafts])
+        for request, first, num_drafts, _ in noted
+    ]
+    share = sum(each.num_accepted > 0 for each in noted) / len(noted)
+    assert 0.3 < share < 0.7, share
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("drafter", ["model", "ngram"])
 @pytest.mark.parametrize("family", ["llama", "qwen3", "gemma3_text"])
@@ -262,6 +351,8 @@ def test_tokens_on_the_gpu_equal_those_of_the_cpu(
     for adapts in (False, None):
         settings = {"use_speculative_decoding": True, "adapt_spec_length": adapts, **guesses, **about}
         engine = Engine(EngineConfig(model=str(folder), device="cuda", **settings))
+        if drafter == "model":  # it is as large as the model, so by the table its drafts never pay
+            engine.scheduler.lengths.costs_of = a_tenth
         for _ in range(2):
             answers = serve(engine, requests, arrivals)[0]
             assert [tokens_of(answer) for answer in answers] == [tokens_of(answer) for answer in expected]
