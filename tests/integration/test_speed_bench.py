@@ -30,6 +30,7 @@ from shared.checkpoints.shapes import SHAPES
 from shared.cli import app
 from shared.lessons import find_lesson, lessons, newest_lesson
 from shared.loading.config_json import read_config
+from tests.waiting import PATIENCE
 
 SIZE = GenerationSize(prompt_tokens=7, new_tokens=6, trials=2)
 CEILINGS = Ceilings(2e9, 1e9, 1e10, None, None, "float32")
@@ -47,6 +48,7 @@ def folder(tiny_checkpoints: dict[str, Path]) -> Path:
 def _few_requests() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ladder, "TOGETHER", replace(ladder.TOGETHER, num_requests=24, new_tokens=(1, 20)))
+        patch.setattr(ladder, "TOGETHER_SECONDS", PATIENCE)
         patch.setattr(ladder, "ARRIVALS", 50.0)  # at two a second, each rung would sleep for most of its time
         short = (each if each.phase == "09.2" else replace(each, max_tokens=8) for each in options.OPTIONS)
         patch.setattr(options, "OPTIONS", tuple(short))

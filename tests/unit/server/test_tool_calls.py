@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-import openai
 import pytest
 
 from shared.engine.output import StepOutput
@@ -28,6 +27,7 @@ def tool(name: str, **more: Any) -> Any:
     return {"type": "function", "function": {"name": name, "description": "d", "parameters": parameters, **more}}
 
 
+USER: Any = {"role": "user", "content": "Hi"}
 TOOLS = [tool("weather"), tool("time")]
 NAMED = {"type": "function", "function": {"name": "time"}}
 
@@ -71,9 +71,8 @@ def client(servers: dict[str, Running]) -> Iterator[httpx.Client]:
 
 def ask(running: Running, script: str, **fields: Any) -> Any:
     running.engine.script = script  # type: ignore[attr-defined]
-    client = openai.OpenAI(base_url=f"{running.url}/v1", api_key="unused", max_retries=0)
-    settings = {"model": "echo", "messages": [{"role": "user", "content": "Hi"}], "tools": TOOLS, "max_tokens": 600}
-    return client.chat.completions.create(**(settings | fields))
+    settings = {"model": "echo", "messages": [USER], "tools": TOOLS, "max_tokens": 600}
+    return running.openai().chat.completions.create(**(settings | fields))
 
 
 def calls_of(message: Any) -> list[tuple[str, str]]:
@@ -118,9 +117,8 @@ def test_an_answer_and_its_stream(
 def test_openais_helper_of_streams(servers: dict[str, Running]) -> None:
     running = servers["qwen3"]
     running.engine.script = f"{CALL}\n{SECOND}"  # type: ignore[attr-defined]
-    client = openai.OpenAI(base_url=f"{running.url}/v1", api_key="unused", max_retries=0)
-    question: Any = [{"role": "user", "content": "Hi"}]
-    with client.chat.completions.stream(model="echo", messages=question, tools=TOOLS, max_tokens=600) as stream:
+    stream_of = running.openai().chat.completions.stream
+    with stream_of(model="echo", messages=[USER], tools=TOOLS, max_tokens=600) as stream:
         message = stream.get_final_completion().choices[0].message
     assert calls_of(message) == [("weather", '{"place": "Zürich"}'), ("time", "{}")]
 
@@ -170,9 +168,6 @@ def test_an_answer_goes_back_with_its_results_in_the_order_of_the_calls(servers:
         f'{LLAMA_CALL}<|eot_id|><|start_header_id|>ipython<|end_header_id|>\n\n"sun"<|eot_id|>'
         in (servers["llama"].engine.prompts[-1])
     )
-
-
-USER = {"role": "user", "content": "Hi"}
 
 
 def called(**more: Any) -> Any:

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import jsonschema_rs
-import openai
 import pytest
 
 from phases.phase_12.engine import Engine
@@ -69,10 +68,9 @@ def servers(
 
 
 def ask(running: Running, **fields: Any) -> Any:
-    client = openai.OpenAI(base_url=f"{running.url}/v1", api_key="unused", max_retries=0)
     settings = {"model": "echo", "messages": [{"role": "user", "content": "Hi"}], "tools": TOOLS, "max_tokens": 500}
     extra = {"chat_template_kwargs": {"enable_thinking": False}}
-    return client.chat.completions.create(**(settings | {"extra_body": extra} | fields))
+    return running.openai().chat.completions.create(**(settings | {"extra_body": extra} | fields))
 
 
 def ask_each(running: Running, seeds: range, **fields: Any) -> list[Any]:
