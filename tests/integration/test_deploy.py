@@ -155,21 +155,12 @@ def served(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[S
     running.end()
 
 
+TALK = {"model": MODEL, "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 8, "temperature": 0}
 REQUESTS = [
     ("POST", "/v1/completions", completion("the same answer")),
     ("POST", "/v1/completions", {**completion("two of them"), "n": 2}),
     ("POST", "/v1/completions", {**completion("as a stream"), "stream": True}),
-    (
-        "POST",
-        "/v1/chat/completions",
-        {
-            "model": MODEL,
-            "messages": [{"role": "user", "content": "Hi"}],
-            "max_tokens": 8,
-            "temperature": 0,
-            "stream": True,
-        },
-    ),
+    ("POST", "/v1/chat/completions", {**TALK, "stream": True}),
     ("POST", "/v1/completions", completion("too many", 10**9)),
     ("POST", "/v1/completions", {**completion("x"), "unknown": 1}),
     ("POST", "/v1/completions", {**completion("x"), "model": "another"}),

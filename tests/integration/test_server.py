@@ -5,7 +5,6 @@ import contextlib
 import functools
 import json
 import os
-import random
 import re
 import signal
 import socket
@@ -136,28 +135,6 @@ def test_openais_client_streams_what_the_plain_loop_answers(
     assert answers == [expected_answer(plain_engine, wanted) for wanted in REQUESTS]
 
 
-def test_openais_client_talks(server: ServerProcess) -> None:
-    client = server.openai()
-    messages: Any = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hello!"}]
-    common: Any = {"model": MODEL, "messages": messages, "seed": 3, "max_completion_tokens": 16}
-    whole = client.chat.completions.create(**common, logprobs=True, top_logprobs=2, n=1, presence_penalty=0)
-    chunks = list(client.chat.completions.create(**common, stream=True, stream_options={"include_usage": True}))
-    *answers, usage = chunks
-    text = "".join(chunk.choices[0].delta.content or "" for chunk in answers)
-    assert whole.choices[0].message.content == text
-    assert whole.choices[0].finish_reason == answers[-1].choices[0].finish_reason
-    assert whole.usage is not None
-    assert counts(whole.usage) == counts(usage.usage)
-    logprobs = whole.choices[0].logprobs
-    assert logprobs is not None
-    assert logprobs.content is not None
-    assert len(logprobs.content) == whole.usage.completion_tokens
-    for token in logprobs.content:
-        assert len(token.top_logprobs) in (2, 3), "the sampled one is listed too"
-        assert token.token in [other.token for other in token.top_logprobs]
-        assert token.logprob <= token.top_logprobs[0].logprob <= 0
-
-
 def test_openais_client_understands_refusals(server: ServerProcess) -> None:
     client = server.openai()
     with pytest.raises(openai.UnprocessableEntityError) as unknown:
@@ -266,40 +243,55 @@ def counts_of(server: ServerProcess) -> list[float]:
 # Clients that leave.
 
 
-def test_of_two_hundred_streams_those_that_are_cancelled_leave_nothing_behind(server: ServerProcess) -> None:
+STEADY = {"prompt": "steady", "temperature": 1, "seed": 5}
+TALK: dict[str, Any] = {"model": MODEL, "messages": [{"role": "user", "content": "hi"}], "max_tokens": 1900}
+LEAVING = [
+    ("/v1/completions", long_body()),
+    ("/v1/completions", long_body(stream=False)),
+    ("/v1/chat/completions", {**TALK, "ignore_eos": True}),
+    ("/v1/chat/completions", {**TALK, "ignore_eos": True, "stream": True}),
+]
+
+
+def test_of_two_hundred_requests_those_that_are_cancelled_leave_nothing_and_change_no_other(
+    server: ServerProcess, plain_engine: Any
+) -> None:
+    """Some run when their clients leave, and most of them wait."""
     before = ends_of(server)
 
-    async def cancel_most() -> int:
-        async with async_client(server) as client:
+    async def cancel_most() -> tuple[int, list[bytes]]:
+        limits = httpx.Limits(max_connections=None)
+        async with httpx.AsyncClient(
+            base_url=server.url, timeout=PATIENCE, limits=limits, trust_env=False, headers=EVENTS
+        ) as client:
 
-            async def stream(max_tokens: int) -> bytes:
-                body = long_body(max_tokens=max_tokens)
-                async with client.stream("POST", "/v1/completions", json=body) as response:
+            async def ask(path: str, body: dict[str, Any]) -> bytes:
+                async with client.stream("POST", path, json=body) as response:
                     assert response.status_code == 200
                     return b"".join([part async for part in response.aiter_raw()])
 
-            staying = [asyncio.create_task(stream(500)) for _ in range(10)]
-            tasks = [asyncio.create_task(stream(1900)) for _ in range(190)]
+            staying = [asyncio.create_task(ask("/v1/completions", long_body(max_tokens=500))) for _ in range(5)]
+            leaving = [asyncio.create_task(ask(*LEAVING[n % len(LEAVING)])) for n in range(190)]
+            steady = {"model": MODEL, "max_tokens": 12, "ignore_eos": True, **STEADY}
+            staying += [asyncio.create_task(ask("/v1/completions", steady)) for _ in range(5)]
             async with asyncio.timeout(PATIENCE):
                 while (await client.get("/health")).json()["num_requests_waiting"] < 150:
                     await asyncio.sleep(0.05)
-            num_cancelled = sum(task.cancel() for task in tasks)
-            await asyncio.gather(*tasks, return_exceptions=True)
-            for answered in await asyncio.gather(*staying):
-                assert answered.count(b"event: token") == 500
-                assert answered.count(b"event: done") == 1
-            return num_cancelled
+            num_cancelled = sum(task.cancel() for task in leaving)
+            await asyncio.gather(*leaving, return_exceptions=True)
+            return num_cancelled, await asyncio.gather(*staying)
 
-    num_cancelled = asyncio.run(cancel_most())
+    num_cancelled, answers = asyncio.run(cancel_most())
     server.wait_until_idle()
+    for answer, num_tokens in zip(answers, [500] * 5 + [12] * 5, strict=True):
+        assert (answer.count(b"event: token"), answer.count(b"event: done")) == (num_tokens, 1)
+    expected = expected_answer(plain_engine, STEADY)[0]
+    for answer in answers[5:]:
+        frames = [json.loads(line[6:]) for line in answer.decode().split("\n") if line.startswith("data: ")]
+        assert [frame["token_id"] for frame in frames[: len(expected)]] == expected
     ended = {reason: count - before[reason] for reason, count in ends_of(server).items()}
     assert ended["length"] == 200 - num_cancelled
     assert 140 <= ended["abort"] <= num_cancelled
-
-
-def async_client(server: ServerProcess) -> httpx.AsyncClient:
-    limits = httpx.Limits(max_connections=None)
-    return httpx.AsyncClient(base_url=server.url, timeout=PATIENCE, limits=limits, trust_env=False, headers=EVENTS)
 
 
 def ends_of(server: ServerProcess) -> dict[str, float]:
@@ -308,36 +300,6 @@ def ends_of(server: ServerProcess) -> dict[str, float]:
         text = client.get("/metrics").text
     found = re.findall(r'^infer:request_success_total{finished_reason="(\w+)".*} (\S+)$', text, re.MULTILINE)
     return {reason: float(count) for reason, count in found}
-
-
-def test_random_disconnects_leave_other_requests_alone(server: ServerProcess, plain_engine: Any) -> None:
-    dice = random.Random(4)
-    wanted = {"prompt": "steady", "temperature": 1, "seed": 5}
-    messages = [{"role": "user", "content": "hi"}]
-
-    async def run() -> list[str]:
-        async with async_client(server) as client:
-
-            async def leave(index: int) -> None:
-                path = "/v1/completions" if index % 3 else "/v1/chat/completions"
-                body = long_body() if index % 3 else {"model": MODEL, "messages": messages, "max_tokens": 1500}
-                with contextlib.suppress(TimeoutError):
-                    async with asyncio.timeout(dice.uniform(0, 0.6)):
-                        await client.post(path, json=body)
-
-            async def stay() -> str:
-                return (await client.post("/v1/completions", json={"model": MODEL, "max_tokens": 12, **wanted})).text
-
-            leaving = [asyncio.create_task(leave(index)) for index in range(40)]
-            staying = [asyncio.create_task(stay()) for _ in range(6)]
-            await asyncio.gather(*leaving)
-            return list(await asyncio.gather(*staying))
-
-    expected = expected_answer(plain_engine, wanted)[0]
-    for text in asyncio.run(run()):
-        frames = [json.loads(line[6:]) for line in text.split("\n") if line.startswith("data: ")]
-        assert [frame["token_id"] for frame in frames[:-1]] == expected
-    server.wait_until_idle()
 
 
 # A full queue, a reader that does not read, and the end.

@@ -14,9 +14,7 @@ import torch
 from benchmarks.report import ratio
 from benchmarks.run_matrix import add_gains, configurations
 from benchmarks.serving import engine_load
-from benchmarks.serving.contenders import CONTENDERS, lineup
 from benchmarks.serving.engine_load import BatchQueue, OneAtATime, drive
-from benchmarks.serving.experiments import EXPERIMENTS
 from benchmarks.serving.http_load import read_event
 from benchmarks.serving.results import (
     ServedRequest,
@@ -30,7 +28,6 @@ from benchmarks.serving.results import (
     tokens_recomputed,
 )
 from benchmarks.serving.transformers_engine import TransformersEngine
-from benchmarks.serving.view import COLUMNS
 from benchmarks.serving.vllm_peer import VllmEngine
 from benchmarks.workloads.serving import BLOCK_SIZE, DEMO, FULL, Trace, TraceRequest, Workload, make_trace
 from phases.phase_03.engine import Engine as Plain
@@ -86,21 +83,6 @@ def test_the_memory_of_capacity_divides_into_regions_and_blocks_and_leaves_a_que
     fit = size.capacity_tokens / (mean + BLOCK_SIZE / 2)
     assert num_tight < fit < size.capacity.num_requests / 2, "more wait than run"
     assert size.capacity_batch > 1.4 * fit, "memory is what limits them"
-
-
-def test_every_name_in_the_tables_is_one_that_there_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    names = {name for name, *_ in CONTENDERS}
-    for experiment in EXPERIMENTS:
-        sized, load = experiment.sized(DEMO), (experiment.load or (1.0, "w1", "static"))[1:]
-        shown = {*experiment.contenders, *sized}
-        assert {*(each.under for each in experiment.ratios), *experiment.alone, load[1]} <= shown | {"static"}
-        assert {*experiment.contenders, *experiment.needs, *(base for base, _, _ in sized.values())} <= names
-        assert set(experiment.shows) <= set(COLUMNS)
-        assert all(hasattr(DEMO, workload) for workload in (*experiment.workloads, load[0]))
-    assert set(lineup()) == names - {"vllm"}
-    assert names - set(lineup("05")) == {"paged", "newest", "vllm", "whole", "one_chunk", "alone", "uncached"}
-    monkeypatch.setattr("benchmarks.serving.contenders.is_installed", lambda: True)
-    assert set(lineup()) == names
 
 
 def test_a_phase_is_a_row_of_the_matrix_and_each_alternative_another() -> None:

@@ -246,10 +246,3 @@ def test_fields_of_a_conversation_are_refused_by_their_own_names(client: httpx.C
     thinking = {"chat_template_kwargs": {"enable_thinking": True}}
     refused = client.post("/v1/chat/completions", json={**chat(), **thinking})
     assert (refused.status_code, error_of(refused)["param"]) == (422, "chat_template_kwargs.enable_thinking")
-
-
-def test_no_tokens_without_the_prompt_are_refused(client: httpx.Client) -> None:
-    for path, body in (("/v1/completions", completion(max_tokens=0)), ("/v1/chat/completions", chat(max_tokens=0))):
-        for fields in ({}, {"echo": False}) if "chat" not in path else ({},):
-            refused = client.post(path, json={**body, **fields})
-            assert (refused.status_code, error_of(refused)["param"]) == (422, "max_tokens")

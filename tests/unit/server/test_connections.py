@@ -227,19 +227,6 @@ def test_a_body_is_utf_8(client: httpx.Client) -> None:
     assert (refused.status_code, error_of(refused)["code"]) == (400, "invalid_json")
 
 
-def test_a_text_that_fits_into_no_sequence_is_not_tokenized(client: httpx.Client, echo: Running) -> None:
-    text = "a" * 1_900_000
-    bodies = {
-        "prompt": ("/v1/completions", {"prompt": text}),
-        "messages": ("/v1/chat/completions", {"messages": [{"role": "user", "content": text}]}),
-    }
-    for param, (path, body) in bodies.items():
-        refused = client.post(path, json={"model": "echo", **body})
-        assert refused.status_code == 422
-        assert error_of(refused)["param"] == param
-        assert "at least" in error_of(refused)["message"]
-
-
 def test_a_body_without_end_does_not_delay_the_end(folder: Path) -> None:
     with serving(EchoEngine(folder), grace=PATIENT, body_timeout=PATIENT, head_timeout=PATIENT) as running:
         with connected(running, HEAD + b"Content-Length: 1000\r\n\r\n{") as connection, connected(running, LIVE[:9]):

@@ -41,18 +41,6 @@ def test_a_request_that_fails_leaves_the_others_alone(folder: Path) -> None:
         assert client.get("/debug/engine").json()["audit"] == []
 
 
-def test_a_slow_step_delays_no_health_check(folder: Path) -> None:
-    engine = EchoEngine(folder)
-    with serving(engine) as running, running.client() as client, running.client() as other:
-        with ThreadPoolExecutor(1) as aside, engine.held():
-            answer = aside.submit(client.post, "/v1/completions", json=completion())
-            wait_until(lambda: engine.is_held)
-            for _ in range(5):
-                assert other.get("/health").status_code == 200
-                assert other.get("/metrics").status_code == 200
-        assert answer.result().status_code == 200
-
-
 def test_a_dead_engine_ends_every_stream_and_the_readiness(folder: Path) -> None:
     engine = endless(folder)
     with serving(engine) as running, running.client() as client:

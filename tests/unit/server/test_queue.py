@@ -10,24 +10,8 @@ import httptools
 import pytest
 
 from tests.unit.server.echo import ENDLESS, EchoEngine, endless, everything, serving, unread
-from tests.unit.server.exchange import chat, completion, error_of, events, samples
+from tests.unit.server.exchange import chat, completion, events, samples
 from tests.waiting import PATIENCE, wait_until
-
-
-def test_a_full_queue_is_503_with_a_time_to_wait(folder: Path) -> None:
-    engine = endless(folder, max_batch_size=1, max_waiting_requests=2)
-    with serving(engine, retry_after=7) as running, running.client() as client, contextlib.ExitStack() as streams:
-        for expected in (1, 2, 3):
-            streams.enter_context(unread(running, "/v1/completions", completion(**ENDLESS)))
-            wait_until(lambda expected=expected: len(engine.running) + len(engine.waiting) == expected)
-            wait_until(lambda: bool(engine.running))
-        for path, body in (("/v1/completions", completion()), ("/v1/chat/completions", chat())):
-            refused = client.post(path, json=body)
-            assert refused.status_code == 503
-            assert refused.headers["retry-after"] == "7"
-            assert error_of(refused)["code"] == "queue_full"
-            assert error_of(refused)["type"] == "overloaded_error"
-            assert error_of(refused)["message"].startswith("2 requests wait and max_waiting_requests is 2; ")
 
 
 def test_requests_are_bounded_even_while_a_step_runs(folder: Path) -> None:

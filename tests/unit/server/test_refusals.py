@@ -93,12 +93,14 @@ def test_prompts_that_are_none_are_refused(prompt: Any, client: httpx.Client) ->
     assert error_of(response)["param"] == "prompt"
 
 
-def test_a_prompt_that_is_too_long_is_refused(client: httpx.Client) -> None:
-    for path, body in (("/v1/completions", completion("x" * LIMIT)), ("/v1/chat/completions", chat("x" * LIMIT))):
-        response = client.post(path, json=body)
-        assert response.status_code == 422
-        assert error_of(response)["param"] in ("prompt", "messages")
-        assert str(LIMIT) in error_of(response)["message"]
+@pytest.mark.parametrize(("length", "told"), [(LIMIT, str(LIMIT)), (1_900_000, "at least")], ids=["counted", "not"])
+def test_a_prompt_that_is_too_long_is_refused(length: int, told: str, client: httpx.Client) -> None:
+    """A text that fits into no sequence whatever its tokens are is not tokenized."""
+    bodies = {"prompt": ("/v1/completions", completion), "messages": ("/v1/chat/completions", chat)}
+    for param, (path, body) in bodies.items():
+        response = client.post(path, json=body("x" * length))
+        assert (response.status_code, error_of(response)["param"]) == (422, param)
+        assert told in error_of(response)["message"]
 
 
 def test_what_is_known_beforehand_is_refused_while_a_step_runs(folder: Path) -> None:
@@ -154,6 +156,7 @@ def test_what_the_engine_refuses_itself_is_a_status_too(
                 "3" if status == 503 else None,
             )
             assert error_of(response)["param"] == (param if status == 422 else None)
+            assert (error_of(response)["type"] == "overloaded_error") == (status == 503)
         engine.add_request = take  # type: ignore[method-assign]
         assert client.post("/v1/completions", json=completion()).status_code == 200
         health = client.get("/health").json()

@@ -132,13 +132,16 @@ def test_a_server_without_drafts_counts_none(client: httpx.Client) -> None:
     assert {count for name, count in samples(client).items() if "spec_decode" in name} == {0}
 
 
-def test_a_step_that_takes_too_long_ends_a_question_with_503(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_slow_step_delays_no_health_check_and_ends_a_question_with_503(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("shared.server.status.DESCRIBE_TIMEOUT", 0.1)
     engine = EchoEngine(folder)
     with serving(engine) as running, running.client() as client, running.client() as other:
         with ThreadPoolExecutor(1) as aside, engine.held():
             answer = aside.submit(client.post, "/v1/completions", json=completion())
             wait_until(lambda: engine.is_held)
+            assert [other.get(f"/{name}").status_code for name in ("health", "metrics", "health")] == [200] * 3
             refused = [other.get(f"/debug/{name}") for name in ("memory", "engine")]
         assert answer.result().status_code == 200
         assert [error_of(answer)["code"] for answer in refused] == ["engine_busy"] * 2
