@@ -26,7 +26,8 @@ import os, pathlib, time
 if os.fork() == 0:
     os.setsid()
     if os.fork() == 0:
-        pathlib.Path("escaped").write_text(str(os.getpid()))
+        pathlib.Path("escaping").write_text(str(os.getpid()))
+        os.rename("escaping", "escaped")
         time.sleep(600)
     os._exit(0)
 while not pathlib.Path("escaped").exists():
@@ -122,7 +123,7 @@ def test_a_run_that_hangs_is_ended_with_all_that_it_started(start: Start, tmp_pa
     run = start(f"{ESCAPES}\n{SLEEPS}")
     with pytest.raises(subprocess.TimeoutExpired):
         run.wait(0.1)
-    wait_until(lambda: (tmp_path / "escaped").exists() and bool((tmp_path / "escaped").read_text()))
+    wait_until((tmp_path / "escaped").exists)
     escaped = int((tmp_path / "escaped").read_text())
     assert psutil.pid_exists(escaped)
     run.end()
@@ -154,7 +155,6 @@ def test_a_server_that_was_killed_is_started_again(server: ForkServer, start: St
 def test_when_the_client_is_killed_its_runs_and_its_server_end(tmp_path: Path) -> None:
     code = f"""
 import os, sys
-from tests.waiting import PATIENCE, wait_until
 from tutorial.workshop.fork_server import ForkServer
 server = ForkServer(["psutil"], dict(os.environ))
 run = server.start({arguments(tmp_path, SLEEPS)!r}, dict(os.environ), sys.stderr.fileno())
