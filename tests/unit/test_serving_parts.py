@@ -173,7 +173,7 @@ def test_a_refusal_is_an_error_that_frees_its_place_and_a_cut_leaves_nothing(clo
     assert [r.error is None for r in run.requests] == [True, True, False, False, False, False]
     assert [len(r.token_ids) for r in run.finished] == [2, 2]
     engine = Clockwork(2, clock)
-    run = drive(engine, Trace((TraceRequest((1,), 1000),) * 3, concurrency=3), max_seconds=0.5)
+    run = drive(engine, Trace((TraceRequest((1,), 1000),) * 3, concurrency=3), max_seconds=0.48)
     assert (run.is_cut, run.finished, engine.has_work(), figures(run, 2, 4)["num_errors"]) == (True, [], False, 0)
     assert run.num_tokens == 2 * 10
 

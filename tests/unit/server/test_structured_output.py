@@ -15,7 +15,7 @@ from phases.phase_12.engine import Engine
 from shared.engine.config import EngineConfig
 from shared.grammar.grammar import Grammar
 from tests.unit.server.echo import EchoEngine, serving
-from tests.unit.server.exchange import chat, completion, error_of, events
+from tests.unit.server.exchange import assert_refused, chat, completion, events
 from tests.waiting import PATIENCE
 
 DATE = "[0-9]{4}-[0-9]{2}"
@@ -146,11 +146,7 @@ def test_what_is_no_grammar_is_refused_by_its_field(
     fields: dict[str, Any], param: str, message: str, client: httpx.Client
 ) -> None:
     for path, body in ROUTES.items():
-        response = client.post(path, json=body(**fields))
-        assert response.status_code == 422, response.text
-        error = error_of(response)
-        assert error["param"] == param
-        assert message in error["message"]
+        assert_refused(client.post(path, json=body(**fields)), param, message)
 
 
 ASKED: list[tuple[dict[str, Any], str]] = [
@@ -165,10 +161,7 @@ ASKED: list[tuple[dict[str, Any], str]] = [
 def test_a_phase_before_grammars_refuses_them_by_the_field(path: str, folder: Path) -> None:
     with serving(EchoEngine(folder)) as running, running.client() as client:
         for fields, param in ASKED:
-            response = client.post(path, json=ROUTES[path](**fields))
-            assert response.status_code == 422, response.text
-            assert error_of(response)["param"] == param
-            assert "phase 12 is the first" in error_of(response)["message"]
+            assert_refused(client.post(path, json=ROUTES[path](**fields)), param, "phase 12 is the first")
         assert client.post(path, json=ROUTES[path](response_format={"type": "text"})).status_code == 200
         assert running.engine.num_steps > 0
 

@@ -13,7 +13,7 @@ from shared.engine.output import StepOutput
 from shared.engine.request import Request, TokenLogprobs
 from shared.server.tool_fields import MAX_TOOLS
 from tests.unit.server.echo import EchoEngine, Running, serving
-from tests.unit.server.exchange import chat, error_of
+from tests.unit.server.exchange import assert_refused, chat
 
 FAMILIES = ("llama", "qwen3", "gemma3_text")
 CALL = '<tool_call>\n{"name": "weather", "arguments": {"place": "Zürich"}}\n</tool_call>'
@@ -209,18 +209,14 @@ def called(**more: Any) -> Any:
 )  # fmt: skip
 def test_what_is_wrong_is_named(fields: dict[str, Any], param: str, told: str, client: httpx.Client) -> None:
     response = client.post("/v1/chat/completions", json={**chat(), "tools": TOOLS, **fields})
-    assert response.status_code == 422, response.text
-    assert error_of(response)["param"] == param
-    assert told in error_of(response)["message"]
+    assert_refused(response, param, told)
 
 
 def test_a_model_whose_format_has_no_tools_says_so(servers: dict[str, Running]) -> None:
     with servers["gemma3_text"].client() as client:
-        response = client.post("/v1/chat/completions", json=chat(tools=TOOLS))
-        assert (response.status_code, error_of(response)["param"]) == (422, "tools")
+        assert_refused(client.post("/v1/chat/completions", json=chat(tools=TOOLS)), "tools")
         turns = [USER, {"role": "assistant", "tool_calls": [called()]}]
-        response = client.post("/v1/chat/completions", json={**chat(), "messages": turns})
-        assert (response.status_code, error_of(response)["param"]) == (422, "messages")
+        assert_refused(client.post("/v1/chat/completions", json={**chat(), "messages": turns}), "messages")
         assert client.post("/v1/chat/completions", json=chat(tools=[], tool_choice="auto")).is_success
 
 
@@ -229,9 +225,7 @@ def test_a_model_whose_format_has_no_tools_says_so(servers: dict[str, Running]) 
 )
 def test_what_needs_a_grammar_names_the_phase_that_has_it(fields: dict[str, Any], client: httpx.Client) -> None:
     response = client.post("/v1/chat/completions", json={**chat(), "tools": TOOLS, **fields})
-    assert response.status_code == 422, response.text
-    assert error_of(response)["param"] == ("tool_choice" if "tool_choice" in fields else "tools.0.function.strict")
-    assert "phase 12" in error_of(response)["message"]
+    assert_refused(response, "tool_choice" if "tool_choice" in fields else "tools.0.function.strict", "phase 12")
 
 
 def test_definitions_reach_the_prompt_as_they_were_sent(servers: dict[str, Running]) -> None:
