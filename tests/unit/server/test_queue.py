@@ -1,7 +1,6 @@
 """Full queues, clients that leave, clients that do not read, silence."""
 
 import contextlib
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,19 +11,6 @@ import pytest
 from tests.unit.server.echo import ENDLESS, EchoEngine, endless, everything, serving, unread
 from tests.unit.server.exchange import chat, completion, events, samples
 from tests.waiting import PATIENCE, wait_until
-
-
-def test_requests_are_bounded_even_while_a_step_runs(folder: Path) -> None:
-    engine = EchoEngine(folder, max_batch_size=1, max_waiting_requests=1)
-    codes: list[int] = []
-    with serving(engine) as running, running.client() as client, ThreadPoolExecutor(6) as aside:
-        with engine.held():
-            for _ in range(6):
-                answer = aside.submit(client.post, "/v1/completions", json=completion(max_tokens=1))
-                answer.add_done_callback(lambda done: codes.append(done.result().status_code))
-            wait_until(lambda: len(codes) == 5)
-        wait_until(lambda: len(codes) == 6)
-    assert codes == [503] * 5 + [200]
 
 
 def test_a_request_that_was_submitted_waits_until_a_step_has_counted_it(folder: Path) -> None:
