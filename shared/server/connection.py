@@ -32,7 +32,7 @@ class Connection(HttpToolsProtocol):
         super().__init__(**settings)
         self._limits = limits
         self._metrics = metrics
-        self._head_timer: asyncio.TimerHandle | None = None  # while no request is served
+        self._head_timer: asyncio.Handle | None = None  # while no request is served
         self._is_in_head = False
         self._num_head_bytes = 0  # of the request line and headers that are parsed
         self._num_unparsed = 0  # bytes since the parser last reported anything
@@ -159,9 +159,15 @@ class Connection(HttpToolsProtocol):
             self._head_timer.cancel()
             self._head_timer = None
 
-    def _out_of_time(self) -> None:
-        """Close the connection, at once if its last response is not read."""
-        if self.transport.is_closing() or self.transport.get_write_buffer_size():
+    def _out_of_time(self, num_turns: int = 2) -> None:
+        """Close the connection, at once if its last response is not read.
+
+        Bytes that came while the event loop was busy are read first, in one of the next ``num_turns``: a server that is
+        slow refuses no request for that. A timer is due before the sockets are read.
+        """
+        if num_turns:
+            self._head_timer = self.loop.call_soon(self._out_of_time, num_turns - 1)
+        elif self.transport.is_closing() or self.transport.get_write_buffer_size():
             self.transport.abort()
         elif self._is_in_head:
             said = f"The headers did not arrive within {self._limits.head_timeout:g} seconds."

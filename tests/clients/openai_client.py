@@ -10,8 +10,8 @@ import openai
 
 
 def main(url: str, model: str) -> None:
-    client = openai.OpenAI(base_url=f"{url}/v1", api_key="unused", max_retries=0, timeout=60)
-    ask: Any = {"model": model, "max_tokens": 8, "temperature": 0}
+    client = openai.OpenAI(base_url=f"{url}/v1", api_key="unused", max_retries=0, timeout=120)
+    ask: Any = {"model": model, "max_tokens": 8, "temperature": 1, "seed": 3}
     text = client.completions.create(prompt="Once", **ask)
     chunks = list(client.completions.create(prompt="Once", stream=True, **ask))
     assert text.usage is not None
@@ -20,10 +20,17 @@ def main(url: str, model: str) -> None:
     assert chunks[-1].choices[0].finish_reason == text.choices[0].finish_reason
 
     messages: Any = [{"role": "user", "content": "Hello"}]
-    said = client.chat.completions.create(messages=messages, **ask)
+    said = client.chat.completions.create(messages=messages, logprobs=True, top_logprobs=2, **ask)
     pieces = list(client.chat.completions.create(messages=messages, stream=True, **ask))
     assert said.usage is not None
     assert said.usage.completion_tokens == 8 or said.choices[0].finish_reason == "stop"
+    assert said.choices[0].logprobs is not None
+    tokens = said.choices[0].logprobs.content or []
+    assert len(tokens) == said.usage.completion_tokens
+    for token in tokens:
+        assert len(token.top_logprobs) in (2, 3), "the sampled one is listed too"
+        assert token.token in [other.token for other in token.top_logprobs]
+        assert token.logprob <= token.top_logprobs[0].logprob <= 0
     assert "".join(piece.choices[0].delta.content or "" for piece in pieces) == said.choices[0].message.content
     assert pieces[-1].choices[0].finish_reason == said.choices[0].finish_reason
 

@@ -1,25 +1,18 @@
 """``infer serve`` as a process of its own, as a user would run it."""
 
 import json
-import os
-import resource
 import signal
-import subprocess
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import httpx
 import openai
 
-from tests.integration.infer_process import INFER, heed_interrupts
+from tests.integration.infer_process import InferProcess
+from tests.waiting import PATIENCE, wait_until
 
-ROOT = Path(__file__).parents[2]
 MODEL = "tiny-llama"
 START_SECONDS = 300
-PATIENCE = 60
-"""Seconds after which what is waited for does not come, however busy the machine is."""
 EVENTS = {"Accept": "text/event-stream"}
 
 
@@ -29,16 +22,7 @@ class ServerProcess:
     def __init__(self, folder: Path, log: Path, *options: str, descriptors: int | None = None) -> None:
         """``descriptors``: the most that the process may have open; None: as many as this one."""
         self.log = log
-
-        def prepare() -> None:
-            heed_interrupts()
-            if descriptors is not None:
-                resource.setrlimit(resource.RLIMIT_NOFILE, (descriptors, descriptors))
-
-        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-        command = [*INFER, "serve", str(folder), "--port", "0", *options]
-        with log.open("wb") as stderr:
-            self.process = subprocess.Popen(command, cwd=ROOT, env=environment, stderr=stderr, preexec_fn=prepare)
+        self.process = InferProcess("serve", str(folder), "--port", "0", *options, log=log, descriptors=descriptors)
         wait_until(lambda: bool(self.events("ready")) or self.process.poll() is not None, START_SECONDS)
         assert self.process.poll() is None, log.read_text()
         self.url = self.events("ready")[0]["url"]
@@ -80,10 +64,3 @@ class ServerProcess:
             return self.process.wait(PATIENCE)
         finally:
             self.process.kill()
-
-
-def wait_until(is_so: Callable[[], bool], seconds: float = PATIENCE) -> None:
-    started = time.monotonic()
-    while not is_so():
-        assert time.monotonic() - started < seconds, "it did not come in time"
-        time.sleep(0.05)

@@ -16,6 +16,7 @@ from tests.integration.server_process import MODEL, ServerProcess
 
 KEY = {"Authorization": "Bearer secret"}
 TEXTS = ["The lamp is lit at dusk.", "Boats wait until the tide is high. " * 3]
+PARAMS = SamplingParams(temperature=0.0, ignore_eos=True, max_new_tokens=8)
 QUESTION: Any = [{"role": "user", "content": "When?"}]
 
 
@@ -44,8 +45,20 @@ def register(client: httpx.Client, content: Any, **more: Any) -> dict[str, Any]:
 def chat(server: ServerProcess, chunks: list[Any], **more: Any) -> Any:
     extra = {"ignore_eos": more.pop("ignore_eos", True), "chunks": chunks}
     extra |= {"recompute": more.pop("recompute")} if "recompute" in more else {}
-    about = {"model": MODEL, "messages": QUESTION, "temperature": 0, "max_tokens": 8, **more}
-    return server.openai().with_options(api_key="secret").chat.completions.create(**about, extra_body=extra)
+    settings = {"model": MODEL, "messages": QUESTION, "temperature": 0, "max_tokens": 8, **more}
+    return server.openai().with_options(api_key="secret").chat.completions.create(**settings, extra_body=extra)
+
+
+@pytest.fixture(scope="module")
+def llm(folder: Path) -> ChunkedLLM:
+    return ChunkedLLM(str(folder), max_batch_size=2)
+
+
+@pytest.fixture(scope="module")
+def prompt(llm: ChunkedLLM) -> list[int]:
+    tokenizer, family = llm.engine.tokenizer, llm.engine.model.config.family
+    turns = [ChatMessage("user", QUESTION[0]["content"])]
+    return encode_chat(tokenizer, turns, template=choose_template(family, tokenizer), thinking=None)
 
 
 def error_of(response: httpx.Response) -> tuple[int, str, str | None]:
@@ -55,19 +68,14 @@ def error_of(response: httpx.Response) -> tuple[int, str, str | None]:
 
 
 def test_a_chat_over_chunks_answers_as_the_engine_does(
-    server: ServerProcess, client: httpx.Client, folder: Path
+    server: ServerProcess, client: httpx.Client, llm: ChunkedLLM, prompt: list[int]
 ) -> None:
     """By id and by content, streamed and whole, in any order; usage counts the chunks."""
-    llm = ChunkedLLM(str(folder), max_batch_size=2)
-    tokenizer, family = llm.engine.tokenizer, llm.engine.model.config.family
-    turns = [ChatMessage("user", QUESTION[0]["content"])]
-    prompt = encode_chat(tokenizer, turns, template=choose_template(family, tokenizer), thinking=None)
-    params = SamplingParams(temperature=0.0, ignore_eos=True, max_new_tokens=8)
     names = [llm.register(text) for text in TEXTS]
     assert [register(client, text)["id"] for text in TEXTS] == names
     inline: dict[str, Any] = {"content": TEXTS[1]}
     for order, chunks in (([0, 1], [names[0], inline]), ([1, 0], [inline, names[0]]), ([1, 1], [names[1], inline])):
-        expected = llm.generate_from_chunks([names[n] for n in order], prompt, params)
+        expected = llm.generate_from_chunks([names[n] for n in order], prompt, PARAMS)
         answer = chat(server, chunks)
         assert answer.choices[0].message.content == expected.text
         cached = sum(llm.info(names[n])[0].num_tokens for n in order)
@@ -83,17 +91,14 @@ def test_a_chat_over_chunks_answers_as_the_engine_does(
     assert (state["audit"], state["stats"]["chunks in the cache"]) == ([], 2)
 
 
-def test_a_part_of_the_chunks_may_be_recomputed(server: ServerProcess, client: httpx.Client, folder: Path) -> None:
+def test_a_part_of_the_chunks_may_be_recomputed(
+    server: ServerProcess, client: httpx.Client, llm: ChunkedLLM, prompt: list[int]
+) -> None:
     """The answer is that of the engine; the result is a chunk, so a second request finds it."""
-    llm = ChunkedLLM(str(folder), max_batch_size=2)
-    tokenizer, family = llm.engine.tokenizer, llm.engine.model.config.family
-    turns = [ChatMessage("user", QUESTION[0]["content"])]
-    prompt = encode_chat(tokenizer, turns, template=choose_template(family, tokenizer), thinking=None)
-    params = SamplingParams(temperature=0.0, ignore_eos=True, max_new_tokens=8)
     texts = ["The tide is low.", "The boats leave."]
     for fraction in (0.0, 0.3, 1.0):
         blended = llm.blend([llm.register(text) for text in texts], fraction)
-        expected = llm.generate_from_chunks([blended], prompt, params).text
+        expected = llm.generate_from_chunks([blended], prompt, PARAMS).text
         for _ in range(2):
             answer = chat(server, [{"content": text} for text in texts], recompute=fraction)
             assert answer.choices[0].message.content == expected
@@ -174,21 +179,21 @@ def test_questions_over_a_folder_of_texts(server: ServerProcess, client: httpx.C
     """Files in the order of their names, other files left out; asked again, nothing but the question is computed."""
     for name, text in (("b.txt", TEXTS[1]), ("a.md", TEXTS[0]), ("c.pdf", "no text")):
         (tmp_path / name).write_text(text)
-    about = ("--url", server.url, "--api-key", "secret")
-    registered = infer("register", tmp_path, *about)
+    where = ("--url", server.url, "--api-key", "secret")
+    registered = infer("register", tmp_path, *where)
     assert registered.exit_code == 0, registered.output
     lines = [line.split() for line in registered.stdout.splitlines()]
     assert [Path(line[-1]).name for line in lines] == ["a.md", "b.txt"]
     names = [line[0] for line in lines]
     for over, order in (([tmp_path], names), ([tmp_path / "b.txt", names[0]], names[::-1])):
-        asked = infer("ask", "When?", *over, "--max-tokens", 8, *about)
+        asked = infer("ask", "When?", *over, "--max-tokens", 8, *where)
         answer = chat(server, order, ignore_eos=False)
         assert asked.stdout == answer.choices[0].message.content + "\n"
         counts = answer.usage.prompt_tokens, answer.usage.prompt_tokens_details.cached_tokens
         assert "{} tokens before the answer, {} of them chunks".format(*counts) in asked.stderr
-    asked = infer("ask", "When?", *names, "--max-tokens", 8, "--recompute", 0.5, *about)
+    asked = infer("ask", "When?", *names, "--max-tokens", 8, "--recompute", 0.5, *where)
     assert asked.stdout == chat(server, names, ignore_eos=False, recompute=0.5).choices[0].message.content + "\n"
-    listed = infer("list", *about).stdout
+    listed = infer("list", *where).stdout
     assert all(name in listed for name in names)
 
 
@@ -211,8 +216,8 @@ def test_the_command_says_what_is_wrong(
     (tmp_path / "long.txt").write_text("a b c " * 100_000)
     (tmp_path / "bytes.txt").write_bytes(b"\xff\xfe\x00")
     paths = {"EMPTY": "empty", "LONG": "long.txt", "BYTES": "bytes.txt"}
-    about = ["--url", server.url, "--api-key", "secret"]
+    where = ["--url", server.url, "--api-key", "secret"]
     given = [str(tmp_path / paths[one]) if one in paths else one for one in arguments]
-    result = infer(given[0], *about, *given[1:])
+    result = infer(given[0], *where, *given[1:])
     assert result.exit_code == 2
     assert said in " ".join(result.stderr.split())

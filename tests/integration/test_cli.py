@@ -2,7 +2,6 @@
 
 import dataclasses
 import inspect
-import os
 import runpy
 import signal
 import subprocess
@@ -11,6 +10,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import click
 import pytest
 import typer
 from typer.testing import CliRunner
@@ -24,37 +24,20 @@ from shared.cli.serve import serve
 from shared.cli.trace import trace
 from shared.engine.config import EngineConfig, setting
 from shared.lessons import find_lesson, lessons, newest_lesson
-from tests.integration.infer_process import INFER, heed_interrupts
+from tests.integration.infer_process import InferProcess
+from tests.waiting import PATIENCE
 
 ROOT = Path(__file__).parents[2]
+APP = typer.main.get_command(app)
 LONG = ["--max-tokens", "1900", "--ignore-eos"]
-COMMANDS = [
-    (),
-    ("generate",),
-    ("chat",),
-    ("serve",),
-    ("chunks",),
-    ("chunks", "register"),
-    ("chunks", "list"),
-    ("chunks", "ask"),
-    ("trace",),
-    ("bench",),
-    ("bench", "hardware"),
-    ("bench", "kernels"),
-    ("bench", "generation"),
-    ("bench", "profile"),
-    ("bench", "sanity"),
-    ("roofline",),
-    ("phases",),
-    ("phases", "sync"),
-    ("diff",),
-    ("ladder",),
-    ("compare",),
-    ("model",),
-    ("model", "pull"),
-    ("model", "list"),
-    ("model", "make"),
-]
+
+
+def commands(command: Any = APP, path: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
+    """The words that name each command and group."""
+    yield path
+    context = click.Context(command)
+    for name in command.list_commands(context) if isinstance(command, click.Group) else ():
+        yield from commands(command.get_command(context, name), (*path, name))
 
 
 def infer(*arguments: str | Path, stdin: str | bytes | None = None) -> Any:
@@ -112,7 +95,7 @@ def toy_course(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path
 # what is there at once
 
 
-@pytest.mark.parametrize("command", COMMANDS, ids=" ".join)
+@pytest.mark.parametrize("command", [path for path in commands() if path[:1] != ("deploy",)], ids=" ".join)
 def test_every_command_has_help_with_examples(command: tuple[str, ...]) -> None:
     result = infer(*command, "--help")
     assert result.exit_code == 0
@@ -173,14 +156,6 @@ def test_help_and_the_tables_of_the_course_import_no_torch() -> None:
     assert done.returncode == 0, done.stderr
 
 
-def test_phases_shows_every_lesson() -> None:
-    result = infer("phases")
-    assert result.exit_code == 0
-    for lesson in lessons():
-        assert lesson.number in result.stdout
-    assert "\x1b" not in result.stdout
-
-
 def test_phases_shows_title_question_and_additions(toy_course: Path) -> None:
     (row,) = [line for line in infer("phases").stdout.splitlines() if "02" in line.split()]
     assert row.split() == ["02", "T02", "Q02?", "errors"]
@@ -196,8 +171,10 @@ def test_diff_begins_with_the_engine_and_ends_with_the_modules_added(toy_course:
     assert infer("diff", "02", "03").stdout.endswith("shared modules that phase 03 adds: none\n")
 
 
-def test_diff_of_the_real_phases_is_plain_in_a_pipe() -> None:
-    text = infer("diff", "01b", "02").stdout
+def test_phases_and_diff_are_plain_in_a_pipe() -> None:
+    listed, text = infer("phases").stdout, infer("diff", "01b", "02").stdout
+    assert all(lesson.number in listed for lesson in lessons())
+    assert "\x1b" not in listed
     assert text.startswith("--- phases/phase_01b/engine.py\n+++ phases/phase_02/engine.py\n")
     assert "\x1b" not in text
 
@@ -344,11 +321,6 @@ def test_model_make_list_and_pull(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert "tiny-gemma3" in listed.stdout
 
 
-def test_compare_agrees_on_a_sound_checkpoint(tiny: str) -> None:
-    result = infer("compare", tiny)
-    assert result.exit_code == 0, result.stderr
-
-
 def test_phase_1a_runs_a_layer(tiny: str) -> None:
     result = CliRunner().invoke(
         phase_app(find_lesson("01a")), ["forward", "--model", tiny, "--layer", "2", "--tokens", "5"]
@@ -466,43 +438,28 @@ def test_wrong_usage_is_exit_code_2(command: tuple[str, ...]) -> None:
 # interruption
 
 
-def start(*arguments: str, **pipes: Any) -> subprocess.Popen[bytes]:
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE} | pipes
-    return subprocess.Popen([*INFER, *arguments], cwd=ROOT, env=environment, preexec_fn=heed_interrupts, **pipes)
-
-
 def test_control_c_ends_an_answer_with_130(tiny: str) -> None:
-    process = start("generate", "--model", tiny, "--phase", "02", "--prompt", "Hello", *LONG)
-    assert process.stdout is not None
+    process = InferProcess("generate", "--model", tiny, "--phase", "02", "--prompt", "Hello", *LONG)
     assert process.stdout.read(8)
     process.send_signal(signal.SIGINT)
-    _, errors = process.communicate(timeout=300)
-    assert process.returncode == 130
-    assert errors.decode().split() == ["interrupted"]
+    assert process.wait(PATIENCE) == 130
+    assert process.stderr.read().split() == [b"interrupted"]
 
 
 def test_a_closed_pipe_ends_an_answer_quietly(tiny: str) -> None:
-    process = start("generate", "--model", tiny, "--phase", "02", "--prompt", "Hello", *LONG)
-    assert process.stdout is not None
-    assert process.stderr is not None
+    process = InferProcess("generate", "--model", tiny, "--phase", "02", "--prompt", "Hello", *LONG)
     assert process.stdout.read(8)
     process.stdout.close()
-    assert process.wait(timeout=300) == 141
+    assert process.wait(PATIENCE) == 141
     assert process.stderr.read() == b""
 
 
 def test_control_c_in_a_chat_stops_the_answer_then_leaves(tiny: str) -> None:
-    process = start("chat", "--model", tiny, "--phase", "02", *LONG, stdin=subprocess.PIPE)
-    assert process.stdin is not None
-    assert process.stdout is not None
-    assert process.stderr is not None
+    process = InferProcess("chat", "--model", tiny, "--phase", "02", *LONG)
     process.stdin.write(b"Hello\n")
-    process.stdin.flush()
     assert process.stdout.read(8)
     process.send_signal(signal.SIGINT)
     assert process.stderr.readline().strip() == b"(stopped)"
     process.send_signal(signal.SIGINT)
-    _, errors = process.communicate(timeout=300)
-    assert process.returncode == 130
-    assert b"Traceback" not in errors
+    assert process.wait(PATIENCE) == 130
+    assert b"Traceback" not in process.stderr.read()

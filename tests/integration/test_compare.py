@@ -66,11 +66,11 @@ def test_it_agrees_in_every_dtype(model_folder: Path, dtype: torch.dtype, backen
     assert compare_models(model, reference, IDS, attention_backend=backend).first_over is None
 
 
-def norm_epsilon(module: str) -> Callable[[CausalLM], None]:
+def norm_epsilon(module: str, value: float = 0.1) -> Callable[[CausalLM], None]:
     def damage(model: CausalLM) -> None:
         norm = model.get_submodule(module)
         assert isinstance(norm, RMSNorm)
-        norm.eps = 0.1
+        norm.eps = value
 
     return damage
 
@@ -118,6 +118,13 @@ DAMAGES: list[tuple[str, Callable[[CausalLM], None], str]] = [
 ]
 
 
+def test_not_a_number_is_over_the_limit(tiny_checkpoints: dict[str, Path], references: Any) -> None:
+    damage = norm_epsilon("blocks.1.mlp_norm", float("nan"))
+    comparison = compared(tiny_checkpoints["llama"], references["llama"], damage)
+    assert comparison.first_over is not None
+    assert comparison.first_over.path == "layer 1, mlp_norm"
+
+
 @pytest.mark.parametrize(("family", "damage", "first"), DAMAGES, ids=[f"{f}: {m}" for f, _, m in DAMAGES])
 def test_the_broken_module_is_marked_first(
     tiny_checkpoints: dict[str, Path], references: Any, family: str, damage: Callable[[CausalLM], None], first: str
@@ -131,15 +138,6 @@ def test_the_broken_module_is_marked_first(
         assert [diff.name for diff in comparison.modules if diff.layer is None and diff.is_over] == ["logits"]
         assert comparison.drift[len(comparison.drift) - 1].relative > 2e-5
     assert all(comparison.drift[layer].relative < 2e-5 for layer in range(broken or 0))
-
-
-def test_not_a_number_is_over_the_limit(tiny_checkpoints: dict[str, Path], references: Any) -> None:
-    def damage(model: CausalLM) -> None:
-        model.get_submodule("blocks.1.mlp_norm").eps = float("nan")  # type: ignore[assignment]
-
-    comparison = compared(tiny_checkpoints["llama"], references["llama"], damage)
-    assert comparison.first_over is not None
-    assert comparison.first_over.path == "layer 1, mlp_norm"
 
 
 def test_layers_can_be_chosen_and_no_hook_stays(tiny_checkpoints: dict[str, Path], references: Any) -> None:
@@ -188,8 +186,11 @@ def test_the_command_on_a_sound_model(model_folder: Path) -> None:
     assert summary.exit_code == 0, summary.output
     assert "modules agree within their limits" in summary.output
     full = infer("compare", model_folder, "--prompt", "Hello, world", "--full", "--layers", "1")
-    assert "mlp.gate_proj" in full.output
-    assert "attention.core" in full.output
+    assert all(name in full.output for name in ("mlp.gate_proj", "attention.core"))
+    result = infer("compare", model_folder, "--json", "--attention-backend", "naive")
+    found = json.loads(result.stdout)
+    assert (result.exit_code, found["first_over"], found["dtype"]) == (0, None, "float32")
+    assert {"layer", "module", "relative_error", "max_error", "limit", "is_over"} == set(found["modules"][0])
 
 
 def test_the_command_on_a_broken_copy(
@@ -216,13 +217,6 @@ def test_the_command_on_a_broken_copy(
     assert len(found["drift"]) == 4
 
 
-def test_json_of_a_sound_model(tiny_checkpoints: dict[str, Path]) -> None:
-    result = infer("compare", tiny_checkpoints["llama"], "--json", "--attention-backend", "naive")
-    found = json.loads(result.stdout)
-    assert (result.exit_code, found["first_over"], found["dtype"]) == (0, None, "float32")
-    assert {"layer", "module", "relative_error", "max_error", "limit", "is_over"} == set(found["modules"][0])
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -235,16 +229,11 @@ def test_json_of_a_sound_model(tiny_checkpoints: dict[str, Path]) -> None:
     ],
 )
 def test_what_the_command_refuses(tiny_checkpoints: dict[str, Path], arguments: list[str], message: str) -> None:
+    """A folder that is none is refused as by every command (test_cli)."""
     result = infer("compare", tiny_checkpoints["qwen3"], *arguments)
     assert result.exit_code == 2
     assert message in result.stderr
     assert "Traceback" not in result.output
-
-
-def test_a_folder_that_is_none(tmp_path: Path) -> None:
-    result = infer("compare", tmp_path / "none")
-    assert result.exit_code == 2
-    assert "none" in result.stderr
 
 
 @pytest.mark.demo

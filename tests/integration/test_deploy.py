@@ -19,8 +19,9 @@ import pytest
 from shared.engine.llm import LLM
 from shared.sampling.params import SamplingParams
 from tests.integration.infer_process import INFER, heed_interrupts
-from tests.integration.server_process import MODEL, PATIENCE, ServerProcess, wait_until
+from tests.integration.server_process import MODEL, START_SECONDS, ServerProcess
 from tests.ranks import checkpoint_for_ranks
+from tests.waiting import PATIENCE, wait_until
 
 pytest.importorskip("ray", reason="Ray is not installed; pip install '.[ray]'")
 pytestmark = pytest.mark.slow
@@ -29,7 +30,6 @@ ROOT = Path(__file__).parents[2]
 KEY = {"Authorization": "Bearer secret"}
 OPTIONS = ("--api-key", "secret", "--served-model-name", MODEL, "--max-num-batched-tokens", "256")
 FLEET = ("--replicas", "2", "--cpus", "0.5", "--port", "0", *OPTIONS)
-START_SECONDS = 300
 LONG = 2000
 """Tokens of a stream that takes seconds."""
 
@@ -66,11 +66,17 @@ class Deployed:
         with self.client() as client:
             return client.get("/health").json()
 
-    def num_running(self) -> list[float]:
-        """The requests that each replica runs."""
+    def counts(self, name: str) -> list[float]:
+        """A metric of each replica."""
         with self.client() as client:
             text = client.get("/metrics").text
-        return [float(count) for count in re.findall(r"infer:num_requests_running\{.*\} (\S+)", text)]
+        return [float(count) for count in re.findall(rf"{name}.*\}} (\S+)", text)]
+
+    def num_running(self) -> list[float]:
+        return self.counts(r"infer:num_requests_running\{")
+
+    def num_aborted(self) -> float:
+        return sum(self.counts(r'infer:request_success_total\{.*finished_reason="abort"'))
 
     def stream(self, prompt: str, num_tokens: int) -> tuple[str, list[dict[str, Any]]]:
         """The replica's name, and the events of a long stream, `[DONE]` left out."""
@@ -149,21 +155,12 @@ def served(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[S
     running.end()
 
 
+TALK = {"model": MODEL, "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 8, "temperature": 0}
 REQUESTS = [
     ("POST", "/v1/completions", completion("the same answer")),
     ("POST", "/v1/completions", {**completion("two of them"), "n": 2}),
     ("POST", "/v1/completions", {**completion("as a stream"), "stream": True}),
-    (
-        "POST",
-        "/v1/chat/completions",
-        {
-            "model": MODEL,
-            "messages": [{"role": "user", "content": "Hi"}],
-            "max_tokens": 8,
-            "temperature": 0,
-            "stream": True,
-        },
-    ),
+    ("POST", "/v1/chat/completions", {**TALK, "stream": True}),
     ("POST", "/v1/completions", completion("too many", 10**9)),
     ("POST", "/v1/completions", {**completion("x"), "unknown": 1}),
     ("POST", "/v1/completions", {**completion("x"), "model": "another"}),
@@ -236,11 +233,13 @@ def test_requests_with_one_beginning_go_to_one_replica(deployed: Deployed) -> No
 
 
 def test_a_client_that_leaves_ends_its_request_in_the_engine(deployed: Deployed) -> None:
+    before = deployed.num_aborted()
     body = {**completion("leaving", LONG), "stream": True, "ignore_eos": True}
     with deployed.client() as client, client.stream("POST", "/v1/completions", json=body) as response:
         next(response.iter_lines())
 
-    wait_until(lambda: deployed.num_running() == [0, 0], 1)  # the whole stream takes longer
+    wait_until(lambda: deployed.num_running() == [0, 0])
+    assert deployed.num_aborted() == before + 1, "it was not answered to its end"
 
 
 def test_a_killed_replica_loses_its_own_streams_alone(deployed: Deployed) -> None:
@@ -249,7 +248,7 @@ def test_a_killed_replica_loses_its_own_streams_alone(deployed: Deployed) -> Non
         streams = [threads.submit(deployed.stream, f"{index} kill", LONG) for index in range(8)]
         wait_until(lambda: len(busy := deployed.num_running()) == 2 and min(busy) > 0)
         victim.kill()
-        wait_until(lambda: deployed.health()["status"] == "degraded", 20)
+        wait_until(lambda: deployed.health()["status"] == "degraded")
         with deployed.client() as client:  # the other replica serves meanwhile
             assert client.post("/v1/completions", json=completion("after")).status_code == 200
         ended = [stream.result() for stream in streams]

@@ -45,11 +45,11 @@ def test_usage_counts_accepted_and_rejected_drafts_in_every_form_of_an_answer(se
     both = complete(server, n=2)
     assert drafts_of(both.usage) == (2 * accepted, 2 * rejected)
     messages: Any = [{"role": "user", "content": REPEATING["prompt"]}]
-    about: Any = {"model": MODEL, "messages": messages, "temperature": 0, "max_tokens": 60}
-    about["extra_body"] = {"ignore_eos": True}
+    settings: Any = {"model": MODEL, "messages": messages, "temperature": 0, "max_tokens": 60}
+    settings["extra_body"] = {"ignore_eos": True}
     chat = server.openai().chat.completions
-    answer = chat.create(**about)
-    *_, end = chat.create(**about, stream=True, stream_options={"include_usage": True})
+    answer = chat.create(**settings)
+    *_, end = chat.create(**settings, stream=True, stream_options={"include_usage": True})
     assert drafts_of(answer.usage) == drafts_of(end.usage)
     assert drafts_of(answer.usage)[0] > 0
 
@@ -94,7 +94,7 @@ def test_a_request_that_refuses_drafts_has_none_and_the_same_answer(server: Serv
 def test_a_prediction_is_proposed_and_changes_no_token(server: ServerProcess) -> None:
     """The answer is random letters, each of which is a token: only a prediction can foresee them."""
     letters = {str(token_id): 100 for token_id in range(70, 96)}
-    about: dict[str, Any] = {
+    fields: dict[str, Any] = {
         "messages": [{"role": "user", "content": "Letters?"}],
         "max_tokens": 60,
         "logit_bias": letters,
@@ -103,14 +103,14 @@ def test_a_prediction_is_proposed_and_changes_no_token(server: ServerProcess) ->
     def answer(content: Any = None, **extra: Any) -> tuple[str, int, int]:
         create = server.openai().chat.completions.create
         prediction: Any = {} if content is None else {"prediction": {"type": "content", "content": content}}
-        found = create(model=MODEL, seed=5, temperature=2, **about, **prediction, extra_body=extra)
+        found = create(model=MODEL, seed=5, temperature=2, **fields, **prediction, extra_body=extra)
         return found.choices[0].message.content, *drafts_of(found.usage)
 
     text, accepted, _ = answer()
     assert len(text) == 60
     assert len(set(text)) > 9
     assert accepted < 5
-    steps = -(-59 // (1 + LENGTH))  # behind the first token, if every step accepts all
+    steps = -(-59 // (1 + LENGTH))  # after the first token, if every step accepts all
     assert answer(text) == (text, 59 - steps, 0)
     assert answer([{"type": "text", "text": part} for part in (text[:7], text[7:])]) == (text, 59 - steps, 0)
     edited = text[:20] + text[20].upper() + text[21:40] + text[45:]

@@ -94,7 +94,7 @@ def test_pytorchs_attention_is_the_formula(dtype, head_dim: int, num_new: int, n
         torch.randn(shape, generator=generator, device="cuda").to(dtype)
         for shape in ((num_new, 8, head_dim), (2, num_keys, head_dim), (2, num_keys, head_dim))
     )
-    about = {"scale": head_dim**-0.5, "window": window}
-    truth = naive_attention(q.double(), k.double(), v.double(), **about)
-    error = (sdpa_attention(q, k, v, **about).double() - truth).abs().max()
+    settings = {"scale": head_dim**-0.5, "window": window}
+    truth = naive_attention(q.double(), k.double(), v.double(), **settings)
+    error = (sdpa_attention(q, k, v, **settings).double() - truth).abs().max()
     assert error <= {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 2e-2}[dtype]

@@ -1,4 +1,4 @@
-"""Loading is at least as fast as transformers', in the same process and with imports out of the way."""
+"""Loading reads each tensor once, and is at least as fast as transformers', imports aside."""
 
 import statistics
 import time
@@ -8,8 +8,17 @@ import pytest
 import torch
 
 from benchmarks.timing import torch_threads
+from shared.loading.checkpoint import Checkpoint
 from shared.loading.loader import load_model
 from shared.parity.reference import load_reference
+
+
+def test_each_tensor_is_read_once(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    names: list[str] = []
+    read = Checkpoint.tensor
+    monkeypatch.setattr(Checkpoint, "tensor", lambda self, name: (names.append(name), read(self, name))[1])
+    load_model(folder)
+    assert sorted(names) == sorted(Checkpoint(folder).names)
 
 
 @pytest.mark.demo

@@ -7,8 +7,9 @@ import pytest
 
 from shared.engine.llm import LLM
 from shared.sampling.params import SamplingParams
-from tests.integration.server_process import PATIENCE, ServerProcess
+from tests.integration.server_process import ServerProcess
 from tests.ranks import checkpoint_for_ranks
+from tests.waiting import PATIENCE
 
 WORKER = "shared.parallel.worker"
 

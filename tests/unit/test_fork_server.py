@@ -7,7 +7,6 @@ import subprocess
 import sys
 import tempfile
 import textwrap
-import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -16,6 +15,7 @@ from typing import IO
 import psutil
 import pytest
 
+from tests.waiting import PATIENCE, wait_until
 from tutorial.workshop.fork_server import IS_SUPPORTED, ForkedProcess, ForkServer
 
 pytestmark = pytest.mark.skipif(not IS_SUPPORTED, reason="needs Linux")
@@ -26,7 +26,8 @@ import os, pathlib, time
 if os.fork() == 0:
     os.setsid()
     if os.fork() == 0:
-        pathlib.Path("escaped").write_text(str(os.getpid()))
+        pathlib.Path("escaping").write_text(str(os.getpid()))
+        os.rename("escaping", "escaped")
         time.sleep(600)
     os._exit(0)
 while not pathlib.Path("escaped").exists():
@@ -75,21 +76,12 @@ def text_of(printed: IO[bytes]) -> str:
     return printed.read().decode(errors="replace")
 
 
-def is_gone(pid: int) -> bool:
-    """Whether a process has ended, within a minute."""
-    for _ in range(1200):
-        if not psutil.pid_exists(pid):
-            return True
-        time.sleep(0.05)
-    return False
-
-
 def test_a_run_has_its_own_environment_output_and_result(start: Start, printed: IO[bytes]) -> None:
     body = 'assert os.environ["MINE"] == "a run\'s"; assert "ONLY" not in os.environ; os.write(1, b"\\xff\\x00 said")'
-    assert start(body, MINE="a run's").wait(60) == 0
+    assert start(body, MINE="a run's").wait(PATIENCE) == 0
     assert "\ufffd\x00 said" in text_of(printed)
     assert "1 passed" in text_of(printed)
-    assert start("assert False").wait(60) == 1
+    assert start("assert False").wait(PATIENCE) == 1
 
 
 def test_a_fork_begins_with_others_packages_and_none_of_this_project_s(start: Start, printed: IO[bytes]) -> None:
@@ -102,7 +94,7 @@ def test_a_fork_begins_with_others_packages_and_none_of_this_project_s(start: St
     assert len(os.listdir("/proc/self/task")) == 1
     assert not sys.modules["torch"].cuda.is_initialized()
     """
-    assert start(textwrap.dedent(body)).wait(60) == 0, text_of(printed)
+    assert start(textwrap.dedent(body)).wait(PATIENCE) == 0, text_of(printed)
 
 
 @pytest.mark.parametrize(
@@ -116,23 +108,22 @@ def test_a_fork_begins_with_others_packages_and_none_of_this_project_s(start: St
 )
 def test_a_run_that_ends_itself_says_how(start: Start, body: str, code: int) -> None:
     run = start(body)
-    assert run.wait(60) == code
+    assert run.wait(PATIENCE) == code
     run.end()
-    assert is_gone(run.pid)
+    wait_until(lambda: not psutil.pid_exists(run.pid))
 
 
 def test_limits_are_set_in_the_run_alone(start: Start, printed: IO[bytes]) -> None:
     body = "import resource; assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] == 123"
-    assert start(body, partial(resource.setrlimit, resource.RLIMIT_NOFILE, (123, 123))).wait(60) == 0
-    assert start(body).wait(60) == 1
+    assert start(body, partial(resource.setrlimit, resource.RLIMIT_NOFILE, (123, 123))).wait(PATIENCE) == 0
+    assert start(body).wait(PATIENCE) == 1
 
 
 def test_a_run_that_hangs_is_ended_with_all_that_it_started(start: Start, tmp_path: Path) -> None:
     run = start(f"{ESCAPES}\n{SLEEPS}")
     with pytest.raises(subprocess.TimeoutExpired):
         run.wait(0.1)
-    while not (tmp_path / "escaped").exists() or not (tmp_path / "escaped").read_text():
-        time.sleep(0.05)
+    wait_until((tmp_path / "escaped").exists)
     escaped = int((tmp_path / "escaped").read_text())
     assert psutil.pid_exists(escaped)
     run.end()
@@ -142,23 +133,23 @@ def test_a_run_that_hangs_is_ended_with_all_that_it_started(start: Start, tmp_pa
 
 
 def test_a_run_that_passes_leaves_no_process(start: Start, tmp_path: Path) -> None:
-    assert start(ESCAPES).wait(60) == 0
+    assert start(ESCAPES).wait(PATIENCE) == 0
     assert not psutil.pid_exists(int((tmp_path / "escaped").read_text()))
 
 
 def test_runs_at_the_same_time_do_not_wait_for_each_other(start: Start) -> None:
     first = start(SLEEPS)
-    assert start("pass").wait(60) == 0
+    assert start("pass").wait(PATIENCE) == 0
     with pytest.raises(subprocess.TimeoutExpired):
         first.wait(0)
 
 
 def test_a_server_that_was_killed_is_started_again(server: ForkServer, start: Start) -> None:
-    assert start("pass").wait(60) == 0
+    assert start("pass").wait(PATIENCE) == 0
     assert server._process is not None
     server._process.kill()
     server._process.wait()
-    assert start("pass").wait(60) == 0
+    assert start("pass").wait(PATIENCE) == 0
 
 
 def test_when_the_client_is_killed_its_runs_and_its_server_end(tmp_path: Path) -> None:
@@ -178,4 +169,4 @@ run.wait()
     assert len(pids) == 2
     client.kill()
     client.communicate()
-    assert all(is_gone(pid) for pid in pids)
+    wait_until(lambda: not any(psutil.pid_exists(pid) for pid in pids))

@@ -7,6 +7,7 @@ can be made slow, held in a step, made to fail at one request, and made to die.
 import asyncio
 import contextlib
 import json
+import signal
 import socket
 import threading
 import time
@@ -17,6 +18,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import httpx
+import openai
 
 from shared.engine.config import EngineConfig
 from shared.engine.output import OutputStream, StepOutput
@@ -32,21 +34,27 @@ from shared.server.process import Server, address_of, bind
 from shared.server.settings import ServerConfig
 from shared.text.stopping import FinishReason
 from shared.text.tokenizer import Tokenizer
+from tests.waiting import PATIENCE, wait_until
 
 VOCAB, LIMIT = 512, 4096
 POISON = "\x01"
+ENDLESS: dict[str, Any] = {"max_tokens": 10**6, "ignore_eos": True}
+"""Fields of a request to an :func:`endless` engine that no test outlasts: hours, at 20 ms a step."""
 
 
 @dataclass
 class EchoPool:
-    """A region of LIMIT tokens for each request."""
+    """A region of ``request_capacity`` tokens for each of four requests."""
 
+    request_capacity: int
     held: list[Request] = field(default_factory=list)
-    request_capacity = LIMIT
-    capacity_tokens = 4 * LIMIT
+
+    @property
+    def capacity_tokens(self) -> int:
+        return 4 * self.request_capacity
 
     def holdings(self) -> tuple[int, dict[Request, list[int]]]:
-        return LIMIT, {request: [region] for region, request in enumerate(self.held)}
+        return self.request_capacity, {request: [region] for region, request in enumerate(self.held)}
 
     def cached_blocks(self) -> list[int]:
         return []
@@ -64,15 +72,18 @@ class EchoEngine:
     The log-probability of a prompt's token is its id, below 0.
     """
 
-    def __init__(self, folder: Path, *, max_batch_size: int = 4, max_waiting_requests: int = 64) -> None:
+    def __init__(
+        self, folder: Path, *, max_batch_size: int = 4, max_waiting_requests: int = 64, max_seq_len: int = LIMIT
+    ) -> None:
         sizes = {"max_batch_size": max_batch_size, "max_waiting_requests": max_waiting_requests}
         self.config = EngineConfig(model=str(folder), **sizes)
         self.tokenizer = Tokenizer.load(folder)
         self.model = SimpleNamespace(config=SimpleNamespace(family="llama", vocab_size=VOCAB))
-        self.max_seq_len = LIMIT
-        self.pool = EchoPool()
+        self.max_seq_len = max_seq_len
+        self.pool = EchoPool(max_seq_len)
         self.last_step: StepRecord | None = None
         self.step_seconds = 0.0
+        self.before_step: Callable[[], object] = lambda: None
         self.may_step = threading.Event()
         self.may_step.set()
         self.is_held = False
@@ -106,6 +117,7 @@ class EchoEngine:
         self.is_held = not self.may_step.is_set()
         self.may_step.wait()
         self.is_held = False
+        self.before_step()
         time.sleep(self.step_seconds)
         admitted = list(self.waiting)[: self.config.max_batch_size - len(self.running)]
         self.running |= {request_id: self.waiting.pop(request_id) for request_id in admitted}
@@ -174,6 +186,13 @@ class EchoEngine:
         return self.streams[request].push(token_id, None if count is None else TokenLogprobs(-0.5, top))
 
 
+def endless(folder: Path, **sizes: int) -> EchoEngine:
+    """An engine whose answers can be as long as ENDLESS, and whose steps leave time to read them."""
+    engine = EchoEngine(folder, max_seq_len=2**31, **sizes)
+    engine.step_seconds = 0.02
+    return engine
+
+
 def nothing(request: Request) -> StepOutput:
     return StepOutput(request.request_id, None, "", FinishReason.LENGTH)
 
@@ -191,10 +210,16 @@ class Running:
     def client(self, accept: str = "text/event-stream") -> httpx.Client:
         """A client that asks completions for named events, unless it accepts something else."""
         # Without verify=False, each client reads the certificates of the system: 20 ms.
-        return httpx.Client(base_url=self.url, timeout=60, trust_env=False, verify=False, headers={"Accept": accept})
+        return httpx.Client(
+            base_url=self.url, timeout=PATIENCE, trust_env=False, verify=False, headers={"Accept": accept}
+        )
 
-    def call(self, function: Callable[[], None]) -> None:
-        self.loop.call_soon_threadsafe(function)
+    def openai(self) -> openai.OpenAI:
+        return openai.OpenAI(base_url=f"{self.url}/v1", api_key="unused", timeout=PATIENCE, max_retries=0)
+
+    def end(self) -> None:
+        """What SIGTERM does."""
+        self.loop.call_soon_threadsafe(self.server.handle_exit, signal.SIGTERM, None)
 
 
 @contextlib.contextmanager
@@ -216,28 +241,35 @@ def serving(engine: EchoEngine, handle: EngineHandle | None = None, **settings: 
         engine.step_seconds = 0.0
         engine.may_step.set()
         server.should_exit = True
-        thread.join(60)
+        thread.join(PATIENCE)
         assert not thread.is_alive()
 
 
-def wait_until(is_so: Callable[[], bool], seconds: float = 60) -> None:
-    """Wait for it, fail if it does not come."""
-    started = time.perf_counter()
-    while not is_so():
-        assert time.perf_counter() - started < seconds, "it did not come in time"
-        time.sleep(0.005)
-
-
 @contextlib.contextmanager
-def unread(running: Running, path: str, body: dict[str, Any], *, receive_buffer: int = 2**16) -> Iterator[Any]:
-    """A connection on which this request was sent, and from which nothing has been read."""
+def connected(running: Running, *parts: bytes, receive_buffer: int = 2**16) -> Iterator[socket.socket]:
+    """A connection that has sent ``parts``."""
     host, port = running.url.removeprefix("http://").split(":")
-    content = json.dumps(body).encode()
     with socket.socket() as connection:
+        connection.settimeout(PATIENCE)
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_buffer)
         connection.connect((host, int(port)))
-        connection.sendall(
-            b"POST %b HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nAccept: text/event-stream\r\n"
-            b"Content-Length: %d\r\n\r\n%b" % (path.encode(), len(content), content)
-        )
+        for part in parts:
+            connection.sendall(part)
         yield connection
+
+
+def unread(running: Running, path: str, body: dict[str, Any], **settings: int) -> Any:
+    """A connection on which this request was sent, and from which nothing has been read."""
+    content = json.dumps(body).encode()
+    head = b"POST %b HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n" % path.encode()
+    head += b"Accept: text/event-stream\r\nContent-Length: %d\r\n\r\n" % len(content)
+    return connected(running, head + content, **settings)
+
+
+def everything(connection: socket.socket) -> bytes:
+    """What the server sends until it closes the connection."""
+    answer = b""
+    with contextlib.suppress(ConnectionResetError):
+        while chunk := connection.recv(2**16):
+            answer += chunk
+    return answer

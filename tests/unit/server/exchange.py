@@ -37,6 +37,14 @@ def error_of(response: httpx.Response) -> dict[str, Any]:
     return body["error"]
 
 
+def assert_refused(response: httpx.Response, param: str, told: str = "", status: int = 422) -> None:
+    """The response refuses the field ``param`` with a message that has the words ``told``."""
+    assert response.status_code == status, response.text
+    error = error_of(response)
+    assert error["param"] == param
+    assert told in error["message"]
+
+
 def samples(client: httpx.Client) -> dict[str, float]:
     """The metrics by name with labels, as Prometheus would read them."""
     from prometheus_client.parser import text_string_to_metric_families

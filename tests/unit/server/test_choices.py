@@ -1,6 +1,9 @@
 """Several choices of one answer: `n`, lists of prompts, and prompts that are given back."""
 
+import itertools
+import json
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +13,9 @@ import pytest
 
 from shared.errors import QueueFullError
 from shared.server.intake import derived_seed
-from tests.unit.server.echo import LIMIT, POISON, EchoEngine, serving, unread, wait_until
-from tests.unit.server.exchange import chat, completion, error_of, events
+from tests.unit.server.echo import ENDLESS, LIMIT, POISON, EchoEngine, endless, serving, unread
+from tests.unit.server.exchange import assert_refused, chat, completion, error_of, events
+from tests.waiting import wait_until
 
 PATHS = ["/v1/completions", "/v1/chat/completions"]
 
@@ -41,28 +45,37 @@ def test_choices_come_prompt_by_prompt_and_a_prompt_counts_once(client: httpx.Cl
 
 @pytest.mark.parametrize("path", PATHS)
 def test_streamed_choices_are_interleaved_and_each_ends_once(path: str, folder: Path) -> None:
-    """Of 40 tokens in 0.8 s; those that the server finds together it sends choice by choice."""
-    engine = EchoEngine(folder)
-    engine.step_seconds = 0.02
+    """Each step waits until the tokens of the one before have been read."""
+    engine, may_step = EchoEngine(folder), threading.Semaphore(1)
+    engine.before_step = may_step.acquire
     body = {**(completion if "chat" not in path else chat)("ab"), "n": 3, "stream": True, "max_tokens": 40}
     body["stream_options"] = {"include_usage": True, "continuous_usage_stats": True}
-    with serving(engine) as running, running.client() as client:
-        *frames, usage, done = [data for _, data in events(client.post(path, json=body).text)]
-    assert done == "[DONE]"
-    kinds = [choice for frame in frames for choice in frame["choices"]]
-    ended = [choice["index"] for choice in kinds if choice["finish_reason"] == "length"]
+    frames: list[Any] = []
+    order, ended, texts = [], [], ["", "", ""]
+    with (
+        serving(engine) as running,
+        running.client() as client,
+        client.stream("POST", path, json=body) as response,
+    ):
+        lines = (line.removeprefix("data: ") for line in response.iter_lines() if line)
+        for line in itertools.takewhile(lambda line: line != "[DONE]", lines):
+            frames.append(json.loads(line))
+            for choice in frames[-1]["choices"]:
+                if text := choice.get("text") or choice.get("delta", {}).get("content"):
+                    texts[choice["index"]] += text
+                    order.append(choice["index"])
+                    if len(order) % 3 == 0:
+                        may_step.release()
+                if choice["finish_reason"] == "length":
+                    ended.append(choice["index"])
+    assert order == [0, 1, 2] * 40
     assert ended == [0, 1, 2]
-    texts = ["", "", ""]
-    for choice in kinds:
-        texts[choice["index"]] += choice.get("text") or choice.get("delta", {}).get("content", "")
+    assert {len(text) for text in texts} == {40}
     assert len(set(texts)) == 1
-    assert len(texts[0]) == 40
-    first = [choice["index"] for choice in kinds if choice.get("text") or choice.get("delta", {}).get("content")]
-    assert first != sorted(first), "choices are interleaved as their tokens come, not sent one after the other"
     so_far = [frame["usage"]["completion_tokens"] for frame in frames]
     assert so_far == sorted(so_far)
-    assert so_far[-1] == usage["usage"]["completion_tokens"] == 120
-    assert {frame["usage"]["prompt_tokens"] for frame in frames} == {usage["usage"]["prompt_tokens"]}
+    assert so_far[-2:] == [120, 120]
+    assert {frame["usage"]["prompt_tokens"] for frame in frames} == {frames[-1]["usage"]["prompt_tokens"]}
 
 
 def test_named_events_of_several_choices_end_once(client: httpx.Client) -> None:
@@ -99,30 +112,19 @@ def test_best_of_equals_n(client: httpx.Client) -> None:
     for n, best_of in ((2, 2), (1, 1), (None, 1), (3, None)):
         assert len(whole(client, n=n, best_of=best_of)["choices"]) == (n or 1)
     for n, best_of in ((2, 1), (None, 2), (2, 3), (1, 0)):
-        refused = client.post("/v1/completions", json=completion(n=n, best_of=best_of))
-        assert (refused.status_code, error_of(refused)["param"]) == (422, "best_of")
+        assert_refused(client.post("/v1/completions", json=completion(n=n, best_of=best_of)), "best_of")
 
 
 def test_choices_are_admitted_together_or_refused_together(folder: Path) -> None:
     engine = EchoEngine(folder, max_batch_size=1, max_waiting_requests=4)
     with serving(engine) as running, running.client() as client:
         refused = client.post("/v1/completions", json=completion(["a", "b"], n=3))
-        assert refused.status_code == 422, "which could never be"
-        assert "6 requests come together and max_waiting_requests is 4" in error_of(refused)["message"]
-        codes: list[int] = []
-        threads = [
-            threading.Thread(
-                target=lambda: codes.append(client.post("/v1/completions", json=completion("a", n=3)).status_code)
-            )
-            for _ in range(3)
-        ]
-        with engine.held():
-            for thread in threads:
-                thread.start()
-            wait_until(lambda: len(codes) == 2 and len(engine.waiting) == 3)
-        for thread in threads:
-            thread.join()
-        assert codes == [503, 503, 200]
+        assert_refused(refused, "prompt", "6 requests come together and max_waiting_requests is 4")  # it never could be
+        with ThreadPoolExecutor(3) as aside:
+            with engine.held():
+                answers = [aside.submit(client.post, "/v1/completions", json=completion("a", n=3)) for _ in range(3)]
+                wait_until(lambda: sum(answer.done() for answer in answers) == 2 and len(engine.waiting) == 3)
+            assert sorted(answer.result().status_code for answer in answers) == [200, 503, 503]
         add, names = engine.add_request, list[str]()
 
         def refuse_the_third(prompt: Any, params: Any, name: str | None = None) -> str:
@@ -159,10 +161,9 @@ def test_one_choice_that_fails_ends_all_with_its_error(stream: bool, folder: Pat
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("stream", [True, False])
 def test_a_client_that_leaves_ends_all_its_choices(path: str, stream: bool, folder: Path) -> None:
-    engine = EchoEngine(folder, max_batch_size=2)
-    engine.step_seconds = 0.02
+    engine = endless(folder, max_batch_size=2)
     with serving(engine) as running, running.client() as client:
-        body = {**(completion if "chat" not in path else chat)("ab"), "max_tokens": 4000, "n": 4, "stream": stream}
+        body = (completion if "chat" not in path else chat)("ab", n=4, stream=stream, **ENDLESS)
         with unread(running, path, body):
             wait_until(lambda: len(engine.running) == 2)
         wait_until(lambda: not engine.has_work())
@@ -234,19 +235,11 @@ def test_nothing_is_generated_for_a_prompt_alone(logprobs: int | None, form: str
 
 
 def test_fields_of_a_conversation_are_refused_by_their_own_names(client: httpx.Client) -> None:
-    for name in ("max_tokens", "max_completion_tokens"):
-        fields = {"max_tokens": 1, "max_completion_tokens": 1, name: LIMIT + 1}
-        refused = client.post("/v1/chat/completions", json={**chat(), **fields})
-        assert (refused.status_code, error_of(refused)["param"]) == (422, name)
-    refused = client.post("/v1/chat/completions", json={**chat(), "top_logprobs": 2})
-    assert (refused.status_code, error_of(refused)["param"]) == (422, "top_logprobs")
-    thinking = {"chat_template_kwargs": {"enable_thinking": True}}
-    refused = client.post("/v1/chat/completions", json={**chat(), **thinking})
-    assert (refused.status_code, error_of(refused)["param"]) == (422, "chat_template_kwargs.enable_thinking")
-
-
-def test_no_tokens_without_the_prompt_are_refused(client: httpx.Client) -> None:
-    for path, body in (("/v1/completions", completion(max_tokens=0)), ("/v1/chat/completions", chat(max_tokens=0))):
-        for fields in ({}, {"echo": False}) if "chat" not in path else ({},):
-            refused = client.post(path, json={**body, **fields})
-            assert (refused.status_code, error_of(refused)["param"]) == (422, "max_tokens")
+    wrong: dict[str, dict[str, Any]] = {
+        name: {"max_tokens": 1, "max_completion_tokens": 1, name: LIMIT + 1}
+        for name in ("max_tokens", "max_completion_tokens")
+    }
+    wrong["top_logprobs"] = {"top_logprobs": 2}
+    wrong["chat_template_kwargs.enable_thinking"] = {"chat_template_kwargs": {"enable_thinking": True}}
+    for param, fields in wrong.items():
+        assert_refused(client.post("/v1/chat/completions", json=chat(**fields)), param)

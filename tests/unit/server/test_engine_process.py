@@ -7,7 +7,7 @@ import os
 import pickle
 import signal
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -35,7 +35,9 @@ from shared.server.engine_loop import (
 from shared.server.engine_process import EngineProcess
 from shared.server.engine_thread import EngineThread
 from shared.text.stopping import FinishReason
-from tests.unit.server.echo import EchoEngine, serving, wait_until
+from tests.forks import FORKS
+from tests.unit.server.echo import EchoEngine, serving
+from tests.waiting import PATIENCE, wait_until
 
 FATAL = "\x02"
 Told = tuple[Event, int]
@@ -43,9 +45,15 @@ Told = tuple[Event, int]
 
 
 class MortalEngine(EchoEngine):
-    """Takes its process with it when a prompt begins with FATAL."""
+    """Takes its process with it when a prompt begins with FATAL; a file has as many bytes as it made steps."""
+
+    def __init__(self, folder: Path, counter: Path) -> None:
+        super().__init__(folder, max_batch_size=2)
+        self.counter = counter
 
     def step(self) -> list[StepOutput]:
+        with self.counter.open("ab") as file:
+            file.write(b".")
         first = self.tokenizer.encode(FATAL, add_special_tokens=False)[0]
         if any(first in request.prompt_ids for request in self.waiting.values()):
             os._exit(7)
@@ -62,19 +70,23 @@ def die() -> Any:
 
 @pytest.fixture
 def forked(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fork each process from one that has imported the engine once: a spawned one takes seconds to import it.
+    """Fork each process, since a spawned one takes seconds for its imports.
 
     The fork server writes an exit code before it closes the sentinel, so while the handle's reader takes the code, a
     process that has ended may seem alive for a moment.
     """
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([__name__])
-    monkeypatch.setattr(multiprocessing, "get_context", lambda kind: context)
+    monkeypatch.setattr(multiprocessing, "get_context", lambda kind: FORKS)
 
 
 @pytest.fixture
-def handle(folder: Path) -> Iterator[EngineProcess]:
-    made = EngineProcess(partial(MortalEngine, folder, max_batch_size=2))
+def counter(tmp_path: Path) -> Path:
+    (tmp_path / "steps").touch()
+    return tmp_path / "steps"
+
+
+@pytest.fixture
+def handle(folder: Path, counter: Path) -> Iterator[EngineProcess]:
+    made = EngineProcess(partial(MortalEngine, folder, counter))
     yield made
     made._process.kill()
     made._process.join()
@@ -105,8 +117,10 @@ def test_a_process_answers_as_a_thread_does(folder: Path, handle: EngineProcess)
     wait_until(lambda: not handle.is_alive)
 
 
-def follow(handle: EngineProcess, commands: Sequence[Command], blocked_seconds: float = 0.0) -> Iterator[Told]:
-    """The events that follow these commands, from an event loop that does nothing else after it was blocked."""
+def follow(
+    handle: EngineProcess, commands: Sequence[Command], before: Callable[[], object] = lambda: None
+) -> Iterator[Told]:
+    """The events that follow these commands, from an event loop that does nothing else after ``before``."""
     told: list[Told] = []
     loop = asyncio.new_event_loop()
 
@@ -114,11 +128,11 @@ def follow(handle: EngineProcess, commands: Sequence[Command], blocked_seconds: 
         handle.start(lambda event, _, num_added: told.append((event, num_added)))
         for command in commands:
             handle.send(command)
-        time.sleep(blocked_seconds)
+        before()
 
     with contextlib.closing(loop):
         loop.run_until_complete(start())
-        deadline = time.perf_counter() + 60
+        deadline = time.perf_counter() + PATIENCE
         while time.perf_counter() < deadline:
             loop.run_until_complete(asyncio.sleep(0.005))
             yield from told
@@ -147,7 +161,7 @@ def test_commands_are_answered_between_two_steps_and_in_their_order(handle: Engi
     assert all(before.ended <= after.started for before, after in pairwise(steps))
     assert steps[-1].ended < time.perf_counter()  # one clock for both processes
     handle.send(Stop())
-    handle.join(60)
+    handle.join(PATIENCE)
     wait_until(lambda: not handle.is_alive)
 
 
@@ -172,23 +186,34 @@ def test_when_the_process_dies_requests_end_and_health_says_so(folder: Path, han
 @pytest.mark.usefixtures("forked")
 def test_it_ends_when_the_server_is_gone(handle: EngineProcess) -> None:
     handle._pipe.close()
-    handle.join(60)
+    handle.join(PATIENCE)
     assert not handle.is_alive
 
 
 @pytest.mark.usefixtures("forked")
-def test_an_engine_ahead_of_the_server_waits_and_the_end_of_its_pipe_is_the_last_event(handle: EngineProcess) -> None:
-    steps: list[Stepped] = []
+def test_an_engine_ahead_of_the_server_waits_and_the_end_of_its_pipe_is_the_last_event(
+    handle: EngineProcess, counter: Path
+) -> None:
+    """An engine that waits makes no more steps than fit into its pipe, however long the server reads nothing."""
+
+    ahead = [0]
+
+    def read_nothing() -> None:
+        wait_until(lambda: counter.stat().st_size > 10)
+        while counter.stat().st_size != ahead[-1]:
+            ahead.append(counter.stat().st_size)
+            time.sleep(0.5)
+
+    steps = 0
     add = Add((NewRequest("a", [40], SamplingParams(max_new_tokens=4000)),))
-    for event, _ in follow(handle, (add,), blocked_seconds=1.0):
+    for event, _ in follow(handle, (add,), before=read_nothing):
         if isinstance(event, Crashed):
             break
-        if isinstance(event, Stepped):
-            steps.append(event)
-            if len(steps) == 3000:
-                handle._process.kill()
+        steps += isinstance(event, Stepped)
+        if steps == 3000:
+            handle._process.kill()
     assert event == Crashed("the engine's process ended with exit code -9")
-    assert max(after.started - before.started for before, after in pairwise(steps)) > 0.2
+    assert ahead[-1] < 3000
 
 
 def test_a_step_is_the_same_behind_the_pipe() -> None:

@@ -1,7 +1,6 @@
 """A request that fails, a slow engine, a dead one, and what a client reads of it."""
 
 import json
-import threading
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -13,58 +12,39 @@ import pytest
 from shared.engine.output import StepOutput
 from shared.server.answer_stream import AnswerStream
 from shared.server.completions import CompletionFrames
-from tests.unit.server.echo import POISON, EchoEngine, serving, wait_until
+from tests.unit.server.echo import ENDLESS, POISON, EchoEngine, endless, serving
 from tests.unit.server.exchange import completion, error_of, events
+from tests.waiting import wait_until
 
 
 def test_a_request_that_fails_leaves_the_others_alone(folder: Path) -> None:
     engine = EchoEngine(folder)
     with serving(engine) as running, running.client() as client:
-        engine.step_seconds = 0.02
-        answers: dict[str, str] = {}
-        threads = [
-            threading.Thread(
-                target=lambda p=prompt: answers.__setitem__(
-                    p, client.post("/v1/completions", json=completion(p, max_tokens=20)).text
-                )
-            )
-            for prompt in ("ab", "a" + POISON, "cd")
-        ]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        for prompt in ("ab", "cd"):
-            frames = events(answers[prompt])
+        prompts = ("ab", "cd", "a" + POISON)
+        with ThreadPoolExecutor(3) as aside, engine.held():  # so that they share their steps
+            answers = [
+                aside.submit(client.post, "/v1/completions", json=completion(prompt, max_tokens=20))
+                for prompt in prompts
+            ]
+            wait_until(lambda: running.app.state.client.num_open_requests == 3)
+        *others, failed = (events(answer.result().text) for answer in answers)
+        for prompt, frames in zip(prompts, others, strict=False):
             assert "".join(data["choices"][0]["text"] for _, data in frames) == prompt * 10
-        (_, token), (name, data) = events(answers["a" + POISON])
+        (_, token), (name, data) = failed
         assert token["choices"][0]["text"] == "a"
         assert name == "error"
         assert data["error"]["message"] == "The request was poisoned."
         assert data["error"]["code"] == "engine_error"
-        failed = client.post("/v1/completions", json=completion(POISON))  # before there is any of its answer
-        assert failed.status_code == 500
-        assert error_of(failed) == data["error"]
+        at_once = client.post("/v1/completions", json=completion(POISON))  # before there is any of its answer
+        assert at_once.status_code == 500
+        assert error_of(at_once) == data["error"]
         assert client.get("/debug/engine").json()["audit"] == []
 
 
-def test_a_slow_step_delays_no_health_check(folder: Path) -> None:
-    engine = EchoEngine(folder)
-    with serving(engine) as running, running.client() as client, running.client() as other:
-        with ThreadPoolExecutor(1) as aside, engine.held():
-            answer = aside.submit(client.post, "/v1/completions", json=completion())
-            wait_until(lambda: engine.is_held)
-            for _ in range(5):
-                assert other.get("/health").status_code == 200
-                assert other.get("/metrics").status_code == 200
-        assert answer.result().status_code == 200
-
-
 def test_a_dead_engine_ends_every_stream_and_the_readiness(folder: Path) -> None:
-    engine = EchoEngine(folder)
+    engine = endless(folder)
     with serving(engine) as running, running.client() as client:
-        engine.step_seconds = 0.05
-        with client.stream("POST", "/v1/completions", json=completion(max_tokens=3000)) as response:
+        with client.stream("POST", "/v1/completions", json=completion(**ENDLESS)) as response:
             lines = response.iter_lines()
             next(lines)
             engine.bug = RuntimeError("boom")
@@ -81,18 +61,6 @@ def test_a_dead_engine_ends_every_stream_and_the_readiness(folder: Path) -> None
         assert error_of(client.get("/debug/engine"))["code"] == "engine_stopped"
 
 
-def test_a_bug_in_taking_a_request_is_that_requests_alone(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    engine = EchoEngine(folder)
-    with serving(engine) as running, running.client() as client:
-        with monkeypatch.context() as patch:
-            patch.setattr(engine, "add_request", lambda *_: 1 / 0)
-            failed = client.post("/v1/completions", json=completion())
-        assert failed.status_code == 500
-        assert error_of(failed)["type"] == "server_error"
-        assert client.post("/v1/completions", json=completion()).status_code == 200
-        assert client.get("/debug/engine").json()["num_open_requests"] == 0
-
-
 @pytest.mark.parametrize("bad", ["!b", "a!b"], ids=["in the first frame", "in a later frame"])
 def test_a_bug_in_formatting_is_that_answers_alone(bad: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     format_tokens = CompletionFrames.tokens
@@ -102,11 +70,10 @@ def test_a_bug_in_formatting_is_that_answers_alone(bad: str, folder: Path, monke
         return format_tokens(self, choice, outputs)
 
     monkeypatch.setattr(CompletionFrames, "tokens", fail)
-    engine = EchoEngine(folder)
-    engine.step_seconds = 0.02
+    engine = endless(folder)
     with serving(engine) as running, running.client() as client, ThreadPoolExecutor(1) as aside:
         other = aside.submit(client.post, "/v1/completions", json=completion("ab", max_tokens=40))
-        *tokens, (name, data) = events(client.post("/v1/completions", json=completion(bad, max_tokens=4000)).text)
+        *tokens, (name, data) = events(client.post("/v1/completions", json=completion(bad, **ENDLESS)).text)
         assert [data["choices"][0]["text"] for _, data in tokens] == list(bad[: bad.index("!")])
         assert (name, data["error"]["code"]) == ("error", "internal_error")
         assert len(events(other.result().text)) == 41
@@ -117,7 +84,7 @@ def test_a_bug_in_formatting_is_that_answers_alone(bad: str, folder: Path, monke
 @pytest.mark.parametrize("is_named", [False, True])
 def test_openais_client_raises_what_ends_a_stream(is_named: bool, folder: Path) -> None:
     with serving(EchoEngine(folder), named_events=is_named) as running:
-        client = openai.OpenAI(base_url=f"{running.url}/v1", api_key="unused", max_retries=0)
+        client = running.openai()
         usage: Any = {"stream_options": {"include_usage": True}}
         chunks = list(client.completions.create(model="echo", prompt="ab", max_tokens=4, stream=True, **usage))
         assert "".join(choice.text for chunk in chunks for choice in chunk.choices) == "abab"

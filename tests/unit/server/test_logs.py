@@ -68,8 +68,7 @@ def test_libraries_failures_are_lines_of_the_log_too(
         async def fail() -> None:
             raise KeyError("forgotten")
 
-        asyncio.get_running_loop().create_task(fail())
-        await asyncio.sleep(0.01)
+        await asyncio.wait([asyncio.get_running_loop().create_task(fail())])
         gc.collect()
 
     engine = EchoEngine(folder)

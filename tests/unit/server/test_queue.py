@@ -1,7 +1,6 @@
 """Full queues, clients that leave, clients that do not read, silence."""
 
 import contextlib
-import threading
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -9,59 +8,19 @@ from typing import Any
 import httptools
 import pytest
 
-from tests.unit.server.echo import EchoEngine, serving, unread, wait_until
-from tests.unit.server.exchange import chat, completion, error_of, events, samples
-
-
-def test_a_full_queue_is_503_with_a_time_to_wait(folder: Path) -> None:
-    engine = EchoEngine(folder, max_batch_size=1, max_waiting_requests=2)
-    with (
-        serving(engine, retry_after=7, keep_alive=0.1) as running,  # the queued streams' headers come with a comment
-        running.client() as client,
-        contextlib.ExitStack() as streams,
-    ):
-        engine.step_seconds = 0.02
-        for expected in (1, 2, 3):
-            streams.enter_context(client.stream("POST", "/v1/completions", json=completion(max_tokens=4000)))
-            wait_until(lambda expected=expected: len(engine.running) + len(engine.waiting) == expected)
-            wait_until(lambda: bool(engine.running))
-        for path, body in (("/v1/completions", completion()), ("/v1/chat/completions", chat())):
-            refused = client.post(path, json=body)
-            assert refused.status_code == 503
-            assert refused.headers["retry-after"] == "7"
-            assert error_of(refused)["code"] == "queue_full"
-            assert error_of(refused)["type"] == "overloaded_error"
-            assert error_of(refused)["message"].startswith("2 requests wait and max_waiting_requests is 2; ")
-
-
-def test_requests_are_bounded_even_while_a_step_runs(folder: Path) -> None:
-    engine = EchoEngine(folder, max_batch_size=1, max_waiting_requests=1)
-    codes: list[int] = []
-    with serving(engine) as running, running.client() as client:
-        threads = [
-            threading.Thread(
-                target=lambda: codes.append(client.post("/v1/completions", json=completion(max_tokens=1)).status_code)
-            )
-            for _ in range(6)
-        ]
-        with engine.held():
-            for thread in threads:
-                thread.start()
-            wait_until(lambda: len(codes) == 5)
-        for thread in threads:
-            thread.join()
-    assert codes == [503] * 5 + [200]
+from tests.unit.server.echo import ENDLESS, EchoEngine, endless, everything, serving, unread
+from tests.unit.server.exchange import chat, completion, events, samples
+from tests.waiting import PATIENCE, wait_until
 
 
 def test_a_request_that_was_submitted_waits_until_a_step_has_counted_it(folder: Path) -> None:
-    engine = EchoEngine(folder, max_batch_size=2)
+    engine = endless(folder, max_batch_size=2)
     with serving(engine) as running, running.client() as client:
-        engine.step_seconds = 0.05
 
         def waiting() -> int:
             return client.get("/health").json()["num_requests_waiting"]
 
-        with unread(running, "/v1/completions", completion(max_tokens=4000)):
+        with unread(running, "/v1/completions", completion(**ENDLESS)):
             with engine.held():
                 wait_until(lambda: waiting() == 1)
             wait_until(lambda: waiting() == 0)
@@ -74,15 +33,14 @@ def test_a_request_that_was_submitted_waits_until_a_step_has_counted_it(folder: 
 @pytest.mark.parametrize(
     ("path", "body"),
     [
-        ("/v1/completions", completion(max_tokens=4000)),
-        ("/v1/chat/completions", chat(max_tokens=4000)),
-        ("/v1/chat/completions", chat(max_tokens=4000, stream=True)),
+        ("/v1/completions", completion(**ENDLESS)),
+        ("/v1/chat/completions", chat(**ENDLESS)),
+        ("/v1/chat/completions", chat(**ENDLESS, stream=True)),
     ],
     ids=["completion", "chat", "chat stream"],
 )
 def test_a_client_that_leaves_frees_its_region_within_two_steps(path: str, body: dict[str, Any], folder: Path) -> None:
-    engine = EchoEngine(folder)
-    engine.step_seconds = 0.05
+    engine = endless(folder)
     with serving(engine) as running, running.client() as client:
         with unread(running, path, body):
             wait_until(lambda: bool(engine.running) and engine.num_steps > 2)
@@ -96,13 +54,8 @@ def test_a_client_that_leaves_frees_its_region_within_two_steps(path: str, body:
 
 
 def test_a_client_that_waits_in_the_queue_may_leave_too(folder: Path) -> None:
-    engine = EchoEngine(folder, max_batch_size=1)
-    engine.step_seconds = 0.02
-    with (
-        serving(engine) as running,
-        running.client() as first,
-        first.stream("POST", "/v1/completions", json=completion(max_tokens=4000)),
-    ):
+    engine = endless(folder, max_batch_size=1)
+    with serving(engine) as running, unread(running, "/v1/completions", completion(**ENDLESS)):
         wait_until(lambda: len(engine.running) == 1)
         with unread(running, "/v1/completions", completion()):  # which has no headers yet
             wait_until(lambda: len(engine.waiting) == 1)
@@ -112,10 +65,10 @@ def test_a_client_that_waits_in_the_queue_may_leave_too(folder: Path) -> None:
 
 @pytest.mark.parametrize("logprobs", [None, 20])
 def test_a_reader_that_does_not_read_is_bounded_and_cut_off(logprobs: int | None, folder: Path) -> None:
-    engine = EchoEngine(folder)
-    engine.max_seq_len = engine.pool.request_capacity = 2**31
+    engine = endless(folder)
+    engine.step_seconds = 0.0
     with serving(engine, send_timeout=1.0) as running:
-        body = completion(max_tokens=10**6, ignore_eos=True, logprobs=logprobs)
+        body = completion(**ENDLESS, logprobs=logprobs)
         with unread(running, "/v1/completions", body, receive_buffer=4096) as connection:
             wait_until(lambda: bool(engine.running))
             largest = 0
@@ -130,17 +83,13 @@ def test_a_reader_that_does_not_read_is_bounded_and_cut_off(logprobs: int | None
 
             wait_until(is_cut_off)
             assert 0 < largest <= 512 * 1024
-            connection.settimeout(60)
-            with contextlib.suppress(ConnectionResetError):
-                while connection.recv(65536):
-                    pass
+            everything(connection)
         wait_until(lambda: not engine.running and engine.pool.audit() == [])  # the engine's thread aborts it
 
 
 def test_a_reader_that_pauses_delays_no_other_and_gets_everything_in_its_order(folder: Path) -> None:
-    engine = EchoEngine(folder)
-    engine.max_seq_len = engine.pool.request_capacity = 2**31
-    with serving(engine, max_unread_bytes=2**24) as running, running.client() as client:
+    engine = EchoEngine(folder, max_seq_len=2**31)
+    with serving(engine, max_unread_bytes=2**24, send_timeout=PATIENCE) as running, running.client() as client:
         body = completion("abc", max_tokens=4000, ignore_eos=True)
         with unread(running, "/v1/completions", body, receive_buffer=4096) as connection:
             wait_until(lambda: bool(engine.running))
@@ -149,7 +98,6 @@ def test_a_reader_that_pauses_delays_no_other_and_gets_everything_in_its_order(f
             other = client.post("/v1/completions", json=completion(max_tokens=100, ignore_eos=True))
             assert protocol.flow.write_paused
             assert [name for name, _ in events(other.text)] == ["token"] * 100 + ["done"]
-            connection.settimeout(60)
             answer = b""
             while not answer.endswith(b"\r\n0\r\n\r\n"):
                 answer += connection.recv(2**16)

@@ -1,7 +1,6 @@
 """Which values, prompts, bodies and keys are taken, and with which error the others are refused."""
 
 import json
-import socket
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -10,8 +9,9 @@ import httpx
 import pytest
 
 from shared.errors import QueueFullError, RequestError
-from tests.unit.server.echo import LIMIT, VOCAB, EchoEngine, serving, wait_until
-from tests.unit.server.exchange import chat, completion, error_of, events
+from tests.unit.server.echo import ENDLESS, LIMIT, VOCAB, EchoEngine, connected, endless, everything, serving
+from tests.unit.server.exchange import assert_refused, chat, completion, error_of, events
+from tests.waiting import wait_until
 
 NEUTRAL = {
     "n": [1, 1.0, 16, None],
@@ -82,43 +82,22 @@ def test_a_value_that_is_not_possible_is_refused_by_its_name(name: str, client: 
             assert name.split("_")[0] in error["message"]
 
 
-@pytest.mark.parametrize(
-    "prompt",
-    [
-        "",
-        [],
-        [""],
-        [[]],
-        ["a", ""],
-        [[1], []],
-        ["a", [1]],
-        ["a"] * 65,
-        [1, "a"],
-        [1.5],
-        [True],
-        {},
-        7,
-        None,
-        [VOCAB],
-        [-1],
-        [[1], [VOCAB]],
-        ["a", "x" * LIMIT],
-        "\ud800",
-    ],
-)
+LISTS = ([], [""], [[]], ["a", ""], [[1], []], ["a", [1]], ["a"] * 65, [1, "a"], [1.5], [True], [VOCAB], [-1])
+
+
+@pytest.mark.parametrize("prompt", [*LISTS, [[1], [VOCAB]], ["a", "x" * LIMIT], "", "\ud800", {}, 7, None])
 def test_prompts_that_are_none_are_refused(prompt: Any, client: httpx.Client) -> None:
     body = json.dumps(completion(prompt)).encode()
     response = client.post("/v1/completions", content=body, headers={"content-type": "application/json"})
-    assert response.status_code == 422, response.text
-    assert error_of(response)["param"] == "prompt"
+    assert_refused(response, "prompt")
 
 
-def test_a_prompt_that_is_too_long_is_refused(client: httpx.Client) -> None:
-    for path, body in (("/v1/completions", completion("x" * LIMIT)), ("/v1/chat/completions", chat("x" * LIMIT))):
-        response = client.post(path, json=body)
-        assert response.status_code == 422
-        assert error_of(response)["param"] in ("prompt", "messages")
-        assert str(LIMIT) in error_of(response)["message"]
+@pytest.mark.parametrize(("length", "told"), [(LIMIT, str(LIMIT)), (1_900_000, "at least")], ids=["counted", "not"])
+def test_a_prompt_that_is_too_long_is_refused(length: int, told: str, client: httpx.Client) -> None:
+    """A text that fits into no sequence whatever its tokens are is not tokenized."""
+    bodies = {"prompt": ("/v1/completions", completion), "messages": ("/v1/chat/completions", chat)}
+    for param, (path, body) in bodies.items():
+        assert_refused(client.post(path, json=body("x" * length)), param, told)
 
 
 def test_what_is_known_beforehand_is_refused_while_a_step_runs(folder: Path) -> None:
@@ -174,6 +153,7 @@ def test_what_the_engine_refuses_itself_is_a_status_too(
                 "3" if status == 503 else None,
             )
             assert error_of(response)["param"] == (param if status == 422 else None)
+            assert (error_of(response)["type"] == "overloaded_error") == (status == 503)
         engine.add_request = take  # type: ignore[method-assign]
         assert client.post("/v1/completions", json=completion()).status_code == 200
         health = client.get("/health").json()
@@ -182,9 +162,9 @@ def test_what_the_engine_refuses_itself_is_a_status_too(
 
 
 def test_a_refusal_behind_a_comment_is_an_event(folder: Path) -> None:
-    engine = EchoEngine(folder, max_batch_size=1)
+    engine = endless(folder, max_batch_size=1)
     with serving(engine, keep_alive=0.05) as running, running.client() as client, running.client() as other:
-        with client.stream("POST", "/v1/completions", json=completion(max_tokens=4000)):
+        with client.stream("POST", "/v1/completions", json=completion(**ENDLESS)):
             wait_until(lambda: bool(engine.running))
 
             def refuse(*_: object) -> str:
@@ -250,8 +230,7 @@ def test_not_a_number_is_refused(client: httpx.Client) -> None:
     for value in ("NaN", "Infinity"):
         content = f'{{"model": "echo", "prompt": "a", "temperature": {value}}}'.encode()
         response = client.post("/v1/completions", content=content, headers={"content-type": "application/json"})
-        assert response.status_code == 422
-        assert error_of(response)["param"] == "temperature"
+        assert_refused(response, "temperature")
 
 
 def test_the_frameworks_own_errors_have_the_same_shape(client: httpx.Client) -> None:
@@ -278,15 +257,9 @@ def test_a_body_is_bounded_announced_or_not(folder: Path) -> None:
 
 def test_a_body_that_does_not_come_is_given_up(folder: Path) -> None:
     with serving(EchoEngine(folder), body_timeout=0.3) as running:
-        host, port = running.url.removeprefix("http://").split(":")
-        with socket.create_connection((host, int(port)), timeout=60) as connection:
-            connection.sendall(
-                b"POST /v1/completions HTTP/1.1\r\nHost: x\r\n"
-                b"Content-Type: application/json\r\nContent-Length: 50\r\n\r\n{"
-            )
-            answer = b""
-            while chunk := connection.recv(4096):
-                answer += chunk
+        head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+        with connected(running, head + b"Content-Length: 50\r\n\r\n{") as connection:
+            answer = everything(connection)
         assert answer.startswith(b"HTTP/1.1 408")
         assert b'"code":"body_timeout"' in answer
 

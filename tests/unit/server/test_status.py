@@ -7,8 +7,9 @@ from pathlib import Path
 import httpx
 import pytest
 
-from tests.unit.server.echo import LIMIT, POISON, EchoEngine, serving, wait_until
+from tests.unit.server.echo import ENDLESS, LIMIT, POISON, EchoEngine, endless, serving, unread
 from tests.unit.server.exchange import completion, error_of, events, samples
+from tests.waiting import wait_until
 
 
 def test_every_response_carries_a_request_id(client: httpx.Client) -> None:
@@ -65,22 +66,25 @@ def test_metrics_count_what_happened(folder: Path) -> None:
     }
 
 
-def test_gauges_show_who_runs_and_who_waits(folder: Path) -> None:
-    engine = EchoEngine(folder, max_batch_size=2)
-    with (
-        serving(engine, keep_alive=0.1) as running,  # the queued streams' headers come with a comment
-        running.client() as client,
-        contextlib.ExitStack() as open_streams,
-    ):
-        engine.step_seconds = 0.05
+def test_gauges_and_memory_show_which_requests_run_and_which_wait(folder: Path) -> None:
+    engine = endless(folder, max_batch_size=2)
+    with serving(engine) as running, running.client() as client, contextlib.ExitStack() as streams:
+        nothing = client.get("/debug/memory").json()
+        assert (nothing["unit"], nothing["num_blocks"], nothing["num_free"]) == ("region", 4, 4)
+        assert (nothing["holdings"], nothing["written_share"]) == ([], None)
         for _ in range(5):
-            open_streams.enter_context(client.stream("POST", "/v1/completions", json=completion(max_tokens=1000)))
+            streams.enter_context(unread(running, "/v1/completions", completion(**ENDLESS)))
+        wait_until(lambda: (len(engine.running), len(engine.waiting)) == (2, 3))
         wait_until(lambda: running.app.state.client.load.num_running == 2)
         found = samples(client)
         assert found["infer:num_requests_running{}"] == 2
         assert found["infer:num_requests_waiting{}"] == 3
         assert found["infer:kv_cache_usage_perc{}"] == 1
         assert client.get("/health").json()["num_requests_waiting"] == 3
+        memory = client.get("/debug/memory").json()
+        assert [holding["blocks"] for holding in memory["holdings"]] == [[0], [1]]
+        assert [holding["request_id"] for holding in memory["holdings"]] == list(engine.running)
+        assert (memory["num_free"], memory["num_waiting"], memory["num_preemptions"]) == (2, 3, 0)
 
 
 def test_preemptions_are_counted(folder: Path) -> None:
@@ -128,29 +132,16 @@ def test_a_server_without_drafts_counts_none(client: httpx.Client) -> None:
     assert {count for name, count in samples(client).items() if "spec_decode" in name} == {0}
 
 
-def test_the_memory_between_two_steps(folder: Path) -> None:
-    engine = EchoEngine(folder, max_batch_size=2)
-    with serving(engine, keep_alive=0.1) as running, running.client() as client, contextlib.ExitStack() as open_streams:
-        nothing = client.get("/debug/memory").json()
-        assert (nothing["unit"], nothing["num_blocks"], nothing["num_free"]) == ("region", 4, 4)
-        assert (nothing["holdings"], nothing["written_share"]) == ([], None)
-        engine.step_seconds = 0.05
-        for _ in range(3):
-            open_streams.enter_context(client.stream("POST", "/v1/completions", json=completion(max_tokens=1000)))
-        wait_until(lambda: len(engine.running) == 2)
-        found = client.get("/debug/memory").json()
-        assert [holding["blocks"] for holding in found["holdings"]] == [[0], [1]]
-        assert [holding["request_id"] for holding in found["holdings"]] == list(engine.running)
-        assert (found["num_free"], found["num_waiting"], found["num_preemptions"]) == (2, 1, 0)
-
-
-def test_a_step_that_takes_too_long_ends_a_question_with_503(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_slow_step_delays_no_health_check_and_ends_a_question_with_503(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("shared.server.status.DESCRIBE_TIMEOUT", 0.1)
     engine = EchoEngine(folder)
     with serving(engine) as running, running.client() as client, running.client() as other:
         with ThreadPoolExecutor(1) as aside, engine.held():
             answer = aside.submit(client.post, "/v1/completions", json=completion())
             wait_until(lambda: engine.is_held)
+            assert [other.get(f"/{name}").status_code for name in ("health", "metrics", "health")] == [200] * 3
             refused = [other.get(f"/debug/{name}") for name in ("memory", "engine")]
         assert answer.result().status_code == 200
         assert [error_of(answer)["code"] for answer in refused] == ["engine_busy"] * 2

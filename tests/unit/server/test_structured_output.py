@@ -4,6 +4,7 @@ import json
 import re
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,8 @@ from phases.phase_12.engine import Engine
 from shared.engine.config import EngineConfig
 from shared.grammar.grammar import Grammar
 from tests.unit.server.echo import EchoEngine, serving
-from tests.unit.server.exchange import chat, completion, error_of, events
+from tests.unit.server.exchange import assert_refused, chat, completion, events
+from tests.waiting import PATIENCE
 
 DATE = "[0-9]{4}-[0-9]{2}"
 CHOICE = ["yes", "no", "maybe"]
@@ -94,13 +96,18 @@ def test_named_events_say_it_too_and_free_answers_never(client: httpx.Client) ->
     assert not any("grammar" in frame for frame in frames)
 
 
-def test_a_stream_and_a_beginning(client: httpx.Client) -> None:
+def test_a_stream_a_beginning_and_no_format(client: httpx.Client) -> None:
     body = completion("Say", guided_regex=DATE, stream=True, seed=1) | {"max_tokens": 20}
     frames = [data for _, data in events(client.post("/v1/completions", json=body).text) if data != "[DONE]"]
     assert re.fullmatch(DATE, "".join(frame["choices"][0]["text"] for frame in frames))
     short = client.post("/v1/completions", json=completion("Say", guided_regex="a{9}", max_tokens=2)).json()
     assert short["choices"][0]["finish_reason"] == "length"
     assert set(text_of(short)) == {"a"}
+    free = [
+        completion("Say", seed=1),
+        *(completion("Say", seed=1, response_format=f) for f in ({"type": "text"}, None)),
+    ]
+    assert len({text_of(client.post("/v1/completions", json=body).json()) for body in free}) == 1
 
 
 REFUSED: list[tuple[dict[str, Any], str, str]] = [
@@ -123,6 +130,7 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"structured_outputs": {"grammar": "a"}}, "structured_outputs", "structured_outputs is {'grammar': 'a'}"),
     ({"structured_outputs": {"json_object": False}}, "structured_outputs.json_object", "json_object is False; it must"),
     ({"structured_outputs": {"json": "{"}}, "structured_outputs.json", "The schema is not JSON"),
+    ({"guided_json": {"properties": {"a": {"uniqueItems": True}}}}, "guided_json", "#/properties/a/uniqueItems"),
     ({"guided_regex": 5}, "guided_regex", "The pattern is 5; it must be a regular expression"),
     ({"guided_regex": "a(?=b)"}, "guided_regex", "has a lookaround, which is not supported, at position 1"),
     ({"guided_regex": HOSTILE}, "guided_regex", "more than"),
@@ -138,11 +146,7 @@ def test_what_is_no_grammar_is_refused_by_its_field(
     fields: dict[str, Any], param: str, message: str, client: httpx.Client
 ) -> None:
     for path, body in ROUTES.items():
-        response = client.post(path, json=body(**fields))
-        assert response.status_code == 422, response.text
-        error = error_of(response)
-        assert error["param"] == param
-        assert message in error["message"]
+        assert_refused(client.post(path, json=body(**fields)), param, message)
 
 
 ASKED: list[tuple[dict[str, Any], str]] = [
@@ -157,10 +161,7 @@ ASKED: list[tuple[dict[str, Any], str]] = [
 def test_a_phase_before_grammars_refuses_them_by_the_field(path: str, folder: Path) -> None:
     with serving(EchoEngine(folder)) as running, running.client() as client:
         for fields, param in ASKED:
-            response = client.post(path, json=ROUTES[path](**fields))
-            assert response.status_code == 422, response.text
-            assert error_of(response)["param"] == param
-            assert "phase 12 is the first" in error_of(response)["message"]
+            assert_refused(client.post(path, json=ROUTES[path](**fields)), param, "phase 12 is the first")
         assert client.post(path, json=ROUTES[path](response_format={"type": "text"})).status_code == 200
         assert running.engine.num_steps > 0
 
@@ -172,34 +173,19 @@ def test_a_slow_grammar_delays_no_other_request(client: httpx.Client, monkeypatc
     def slow(grammar: Grammar, *arguments: Any) -> Grammar:
         if grammar.text.startswith("slow") and grammar.automaton is None:
             begun.release()
-            assert may_end.wait(60)
+            assert may_end.wait(PATIENCE)
         return compiled(grammar, *arguments)
 
     monkeypatch.setattr(Grammar, "compiled", slow)
-    answers: list[httpx.Response] = []
-
-    def post(pattern: str) -> None:
-        answers.append(client.post("/v1/completions", json=completion(guided_regex=pattern)))
-
-    senders = [threading.Thread(target=post, args=(f"slow{n}",)) for n in (1, 1, 2, 3)]
-    for sender in senders:
-        sender.start()
-    for _ in range(3):
-        assert begun.acquire(timeout=60), "each of the three grammars is compiled once"
-    for more in ({}, {"guided_regex": "[0-9]{3}"}, {"guided_regex": "[0-9]{3}"}, {"guided_choice": ["a", "b"]}):
-        assert client.post("/v1/completions", json=completion(**more)).is_success
-    assert answers == []
-    may_end.set()
-    for sender in senders:
-        sender.join(60)
-    assert [answer.status_code for answer in answers] == [200] * 4
+    with ThreadPoolExecutor(4) as aside:
+        answers = [
+            aside.submit(client.post, "/v1/completions", json=completion(guided_regex=f"slow{n}")) for n in (1, 1, 2, 3)
+        ]
+        for _ in range(3):
+            assert begun.acquire(timeout=PATIENCE), "each of the three grammars is compiled once"
+        for more in ({}, {"guided_regex": "[0-9]{3}"}, {"guided_regex": "[0-9]{3}"}, {"guided_choice": ["a", "b"]}):
+            assert client.post("/v1/completions", json=completion(**more)).is_success
+        assert not any(answer.done() for answer in answers)
+        may_end.set()
+    assert [answer.result().status_code for answer in answers] == [200] * 4
     assert not begun.acquire(blocking=False), "the engine compiles nothing again"
-
-
-def test_no_format_changes_nothing(client: httpx.Client) -> None:
-    bodies = [
-        completion("Say", seed=1, **more)
-        for more in ({}, {"response_format": {"type": "text"}}, {"response_format": None})
-    ]
-    texts = [text_of(client.post("/v1/completions", json=body).json()) for body in bodies]
-    assert len(set(texts)) == 1

@@ -7,14 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-import openai
 import pytest
 
 from shared.engine.output import StepOutput
 from shared.engine.request import Request, TokenLogprobs
 from shared.server.tool_fields import MAX_TOOLS
 from tests.unit.server.echo import EchoEngine, Running, serving
-from tests.unit.server.exchange import chat, error_of
+from tests.unit.server.exchange import assert_refused, chat
 
 FAMILIES = ("llama", "qwen3", "gemma3_text")
 CALL = '<tool_call>\n{"name": "weather", "arguments": {"place": "Zürich"}}\n</tool_call>'
@@ -28,6 +27,7 @@ def tool(name: str, **more: Any) -> Any:
     return {"type": "function", "function": {"name": name, "description": "d", "parameters": parameters, **more}}
 
 
+USER: Any = {"role": "user", "content": "Hi"}
 TOOLS = [tool("weather"), tool("time")]
 NAMED = {"type": "function", "function": {"name": "time"}}
 
@@ -71,9 +71,8 @@ def client(servers: dict[str, Running]) -> Iterator[httpx.Client]:
 
 def ask(running: Running, script: str, **fields: Any) -> Any:
     running.engine.script = script  # type: ignore[attr-defined]
-    client = openai.OpenAI(base_url=f"{running.url}/v1", api_key="unused", max_retries=0)
-    settings = {"model": "echo", "messages": [{"role": "user", "content": "Hi"}], "tools": TOOLS, "max_tokens": 600}
-    return client.chat.completions.create(**(settings | fields))
+    settings = {"model": "echo", "messages": [USER], "tools": TOOLS, "max_tokens": 600}
+    return running.openai().chat.completions.create(**(settings | fields))
 
 
 def calls_of(message: Any) -> list[tuple[str, str]]:
@@ -118,9 +117,8 @@ def test_an_answer_and_its_stream(
 def test_openais_helper_of_streams(servers: dict[str, Running]) -> None:
     running = servers["qwen3"]
     running.engine.script = f"{CALL}\n{SECOND}"  # type: ignore[attr-defined]
-    client = openai.OpenAI(base_url=f"{running.url}/v1", api_key="unused", max_retries=0)
-    question: Any = [{"role": "user", "content": "Hi"}]
-    with client.chat.completions.stream(model="echo", messages=question, tools=TOOLS, max_tokens=600) as stream:
+    stream_of = running.openai().chat.completions.stream
+    with stream_of(model="echo", messages=[USER], tools=TOOLS, max_tokens=600) as stream:
         message = stream.get_final_completion().choices[0].message
     assert calls_of(message) == [("weather", '{"place": "Zürich"}'), ("time", "{}")]
 
@@ -172,9 +170,6 @@ def test_an_answer_goes_back_with_its_results_in_the_order_of_the_calls(servers:
     )
 
 
-USER = {"role": "user", "content": "Hi"}
-
-
 def called(**more: Any) -> Any:
     return {"id": "a", "type": "function", "function": {"name": "time", "arguments": "{}", **more}}
 
@@ -214,18 +209,14 @@ def called(**more: Any) -> Any:
 )  # fmt: skip
 def test_what_is_wrong_is_named(fields: dict[str, Any], param: str, told: str, client: httpx.Client) -> None:
     response = client.post("/v1/chat/completions", json={**chat(), "tools": TOOLS, **fields})
-    assert response.status_code == 422, response.text
-    assert error_of(response)["param"] == param
-    assert told in error_of(response)["message"]
+    assert_refused(response, param, told)
 
 
 def test_a_model_whose_format_has_no_tools_says_so(servers: dict[str, Running]) -> None:
     with servers["gemma3_text"].client() as client:
-        response = client.post("/v1/chat/completions", json=chat(tools=TOOLS))
-        assert (response.status_code, error_of(response)["param"]) == (422, "tools")
+        assert_refused(client.post("/v1/chat/completions", json=chat(tools=TOOLS)), "tools")
         turns = [USER, {"role": "assistant", "tool_calls": [called()]}]
-        response = client.post("/v1/chat/completions", json={**chat(), "messages": turns})
-        assert (response.status_code, error_of(response)["param"]) == (422, "messages")
+        assert_refused(client.post("/v1/chat/completions", json={**chat(), "messages": turns}), "messages")
         assert client.post("/v1/chat/completions", json=chat(tools=[], tool_choice="auto")).is_success
 
 
@@ -234,9 +225,7 @@ def test_a_model_whose_format_has_no_tools_says_so(servers: dict[str, Running]) 
 )
 def test_what_needs_a_grammar_names_the_phase_that_has_it(fields: dict[str, Any], client: httpx.Client) -> None:
     response = client.post("/v1/chat/completions", json={**chat(), "tools": TOOLS, **fields})
-    assert response.status_code == 422, response.text
-    assert error_of(response)["param"] == ("tool_choice" if "tool_choice" in fields else "tools.0.function.strict")
-    assert "phase 12" in error_of(response)["message"]
+    assert_refused(response, "tool_choice" if "tool_choice" in fields else "tools.0.function.strict", "phase 12")
 
 
 def test_definitions_reach_the_prompt_as_they_were_sent(servers: dict[str, Running]) -> None:
