@@ -8,7 +8,7 @@ import pytest
 from phases.phase_10.engine import Engine as Plain
 from phases.phase_11.engine import Engine
 from shared.engine.config import EngineConfig
-from shared.speculation.adaptive import UNMEASURED
+from shared.speculation.adaptive import a_tenth
 from tests.speed import ONE_ANSWER, Served, serve, speedup, time_one_answer
 
 NGRAM: dict[str, Any] = {"use_speculative_decoding": True, "drafter": "ngram"}
@@ -41,7 +41,7 @@ def test_a_text_that_repeats_takes_fewer_than_half_of_the_forward_passes(
     engines: tuple[Plain, Engine], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With fixed times of steps: those of this machine would decide how many drafts are tried."""
-    monkeypatch.setattr(engines[1].scheduler.lengths, "times", UNMEASURED)
+    monkeypatch.setattr(engines[1].scheduler.lengths, "costs_of", a_tenth)
     plain, drafting = (repeat(engine, 32) for engine in engines)
     assert drafting.answers == plain.answers
     assert drafting.num_forwards < plain.num_forwards / 2

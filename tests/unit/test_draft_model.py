@@ -254,10 +254,6 @@ def test_both_caches_are_counted_in_the_memory(tiny_checkpoints: dict[str, Path]
 
 GPU = pytest.mark.gpu
 ON = [("cpu", None), pytest.param("cuda", None, marks=GPU), pytest.param("cuda", False, marks=GPU)]
-    ("cpu", None),
-    pytest.param("cuda", None, marks=pytest.mark.gpu),
-    pytest.param("cuda", False, marks=pytest.mark.gpu),
-]
 """Devices, and whether steps are captured there."""
 LONG_ANSWERS: Requests = [
     ([*range(7 * n, 7 * n + 12)], {"seed": n, "temperature": n % 2 * 0.9, "max_new_tokens": 60, "ignore_eos": True})
