@@ -85,6 +85,11 @@ class Request:
         self.num_tokens = self.num_prompt_tokens + len(self.output_ids)
 
     @property
+    def ending_ids(self) -> tuple[int, ...]:
+        """The ids that end its output: of ``end_ids`` those that ``ignore_eos`` leaves."""
+        return self.params.stop_token_ids if self.params.ignore_eos else self.end_ids
+
+    @property
     def num_unscheduled_tokens(self) -> int:
         """Tokens, known or pending, that no step has computed or is computing."""
         return self.num_tokens + self.num_pending_tokens - self.num_scheduled_tokens

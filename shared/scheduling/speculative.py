@@ -91,7 +91,7 @@ class SpeculativeScheduler(OverlappedScheduler):
             request = entry.request
             is_awaited = request.status is RequestStatus.RUNNING and request.num_computed_tokens == entry.start
             if entry.num_drafts and drawn and is_awaited:
-                num_accepted = num_equal([token_id for token_id, _ in drawn], request.draft_ids, request.end_ids)
+                num_accepted = num_equal([token_id for token_id, _ in drawn], request.draft_ids, request.ending_ids)
                 self._count(request, entry.num_drafts, num_accepted)
                 # exercise 11x3: keep what was accepted, and roll back the rest
                 # hint: _resized gives the entry with another number of drafts, and the request's counts follow

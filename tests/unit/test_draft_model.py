@@ -297,7 +297,7 @@ def scores(folder: Path, request: Request) -> torch.Tensor:
 
 
 @pytest.mark.parametrize(("device", "is_captured"), ON)
-def test_every_draft_of_the_model_itself_that_is_rejected_is_a_tie_or_behind_an_end(
+def test_every_draft_of_the_model_itself_that_is_rejected_is_a_tie_or_not_before_an_end(
     tiny_checkpoints: dict[str, Path], device: str, is_captured: bool | None
 ) -> None:
     folder = tiny_checkpoints["llama"]
@@ -310,7 +310,7 @@ def test_every_draft_of_the_model_itself_that_is_rejected_is_a_tie_or_behind_an_
     assert any(each.request.request_id == "8" for each in rejected), "drafts behind an end"
     for request, first, _, num_accepted in rejected:
         index = first + num_accepted
-        if index < request.num_tokens:  # else the answer has ended before
+        if index < request.num_tokens - 1:  # else it is the end, which is drawn and not accepted, or behind it
             best = scores(folder, request)[index].topk(2).values
             assert best[0] - best[1] < 1e-4, (request, index)
     assert (engine.runner.num_replays > 20) == (device == "cuda" and is_captured is None)
@@ -325,6 +325,7 @@ def test_a_draft_is_accepted_exactly_where_both_models_agree(
     engine = make(tiny_checkpoints["llama"], drafts["llama"], max_batch_size=8, **options)
     noted = serve_noting(engine, LONG_ANSWERS)
     likeliest = {each.request: scores(drafts["llama"], each.request).argmax(-1).tolist() for each in noted}
+    assert any(token_id in request.end_ids for request in likeliest for token_id in request.output_ids), "ignored ends"
     assert [each.num_accepted for each in noted] == [
         num_equal(likeliest[request][first:], request.token_ids[first : first + num_drafts])
         for request, first, num_drafts, _ in noted
