@@ -254,13 +254,18 @@ def test_a_command_writes_what_it_shows(command, name, cited, folder, tmp_path, 
 
 @pytest.mark.gpu
 def test_on_a_gpu_kernels_are_seen(folder: Path) -> None:
-    size = GenerationSize(prompt_tokens=16, new_tokens=12, trials=1)
-    found = measure_generation(str(folder), size=size, device="cuda", peers=["transformers_eager"]).results
+    """Our kernels are launched one by one from phase 3.1 on, and with whole steps where these are captured."""
+    size, phases = GenerationSize(prompt_tokens=16, new_tokens=12, trials=1), ["02", "03", "03.1", NEWEST]
+    found = measure_generation(
+        str(folder), phases=phases, size=size, device="cuda", peers=["transformers_eager"]
+    ).results
     profile = profile_generation.measure_profile(str(folder), device="cuda", prompt_tokens=16, steps=4).results[NEWEST]
-    for result in (found["02"], found["03"], found["transformers_eager"], found[NEWEST], profile):
+    for result in (*(found[number] for number in phases), found["transformers_eager"], profile):
         assert (result["kernels_per_token"] > 10, result["kernel_us_per_token"] > 0) == (True, True)
-    assert (found["03"]["own_launches_per_token"], found[NEWEST]["own_launches_per_token"] > 10) == (0, True)
-    assert profile["host_launches_per_token"] >= profile["own_launches_per_token"]
+    own = [found[number]["own_launches_per_token"] for number in phases]
+    assert own[:2] == [0, 0]
+    assert own[3] < 10 < own[2]
+    assert profile["own_launches_per_token"] <= profile["host_launches_per_token"] < profile["kernels_per_token"]
     assert not any(row["name"].startswith("aten::") for row in profile["rows"])
 
 
