@@ -130,7 +130,7 @@ def test_thousands_of_steps_take_no_more_memory(llama: Path) -> None:
         num_steps += 1
         if num_steps % 1000 == 0:
             held.append(torch.cuda.memory_reserved())
-    assert held[0] == held[-1], held
+    assert held[2] == held[-1], f"after all kinds of draws were recorded: {held}"
     while engine.has_work():
         engine.step()
     assert engine.pool.audit() == []

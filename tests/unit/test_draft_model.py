@@ -313,7 +313,7 @@ def test_every_draft_of_the_model_itself_that_is_rejected_is_a_tie_or_not_before
         if index < request.num_tokens - 1:  # else it is the end, which is drawn and not accepted, or behind it
             best = scores(folder, request)[index].topk(2).values
             assert best[0] - best[1] < 1e-4, (request, index)
-    assert (engine.runner.num_replays > 20) == (device == "cuda" and is_captured is None)
+    assert (engine.runner.num_replays > 10) == (device == "cuda" and is_captured is None)
 
 
 @pytest.mark.parametrize(("device", "is_captured"), ON)
@@ -348,8 +348,7 @@ def test_tokens_on_the_gpu_equal_those_of_the_cpu(
     for adapts in (False, None):
         settings = {"use_speculative_decoding": True, "adapt_spec_length": adapts, **guesses, **about}
         engine = Engine(EngineConfig(model=str(folder), device="cuda", **settings))
-        if drafter == "model":  # it is as large as the model, so by the table its drafts never pay
-            engine.scheduler.lengths.costs_of = a_tenth
+        engine.scheduler.lengths.costs_of = a_tenth  # by the table no draft pays for so small a model
         for _ in range(2):
             answers = serve(engine, requests, arrivals)[0]
             assert [tokens_of(answer) for answer in answers] == [tokens_of(answer) for answer in expected]

@@ -231,6 +231,7 @@ def test_mistakes_are_a_report_of_their_own(tmp_path):
     assert row["times_widest_table"] == 3.5
 
 
+@pytest.mark.measured
 @pytest.mark.gpu
 def test_a_loop_over_the_widest_table_is_slow_and_right():
     report = bench.measure_attention(device="cuda", mistakes=True, shapes=["widest-32x256", "padded-33-of-64"])
@@ -239,6 +240,7 @@ def test_a_loop_over_the_widest_table_is_slow_and_right():
     assert shapes["widest-32x256"]["times_widest_table"] > 2
 
 
+@pytest.mark.measured
 @pytest.mark.gpu
 @pytest.mark.parametrize("kernel", ["gate_up", "decode_attention", "sampler_drawn"])
 def test_a_kernel_in_a_graph_stays_below_its_ceiling(kernel):

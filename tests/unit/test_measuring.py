@@ -101,6 +101,7 @@ def test_no_two_sets_share_a_cache_line(shape, sets):
     assert all(tensor.shape == tuple(shape) and (tensor == 3).all() for tensor in tensors)
 
 
+@pytest.mark.measured
 @pytest.mark.gpu
 def test_a_gpu_reads_as_fast_as_it_copies_a_graph_launches_cheaper_and_the_cache_is_faster():
     measured = hardware.measure_ceilings("cuda")
