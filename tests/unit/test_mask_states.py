@@ -18,7 +18,7 @@ from shared.text.stopping import FinishReason
 from tests.adapters import random_adapter_of
 from tests.drafts import Foresight
 from tests.mixed_requests import ALIKE, GREEDY, Requests, serve, tokens
-from tests.random_loads import Load, assert_as_alone, loads, sizes
+from tests.random_loads import Answers, Load, assert_as_alone, loads, sizes
 
 REQUESTS: Requests = [(prompt, GREEDY | {"max_new_tokens": 8 + n}) for n, (prompt, _) in enumerate(ALIKE)]
 
@@ -51,44 +51,45 @@ def make(folder: Path, **options: Any) -> Any:
 
 
 @pytest.fixture(scope="module")
-def alone(tiny_checkpoints: dict[str, Path]) -> list[list[int | None]]:
+def alone(tiny_checkpoints: dict[str, Path]) -> Answers:
     plain = Plain(EngineConfig(str(tiny_checkpoints["qwen3"]), max_seq_len=96))
-    return [tokens(serve(plain, [request])[0][0]) for request in REQUESTS]
+    return [serve(plain, [request])[0][0] for request in REQUESTS]
 
 
 @settings(max_examples=8)
 @given(options=sizes(), load=loads())
 def test_whatever_the_sizes_arrivals_and_aborts(
-    tiny_checkpoints: dict[str, Path], alone: list[list[int | None]], options: dict[str, Any], load: Load
+    tiny_checkpoints: dict[str, Path], alone: Answers, options: dict[str, Any], load: Load
 ) -> None:
     assert_as_alone(make(tiny_checkpoints["qwen3"], **options), load, alone, REQUESTS)
 
 
 def test_guesses_are_made_behind_several_requests_while_others_end_or_are_preempted(
-    tiny_checkpoints: dict[str, Path], alone: list[list[int | None]]
+    tiny_checkpoints: dict[str, Path], alone: Answers
 ) -> None:
     engine = make(tiny_checkpoints["qwen3"], block_size=3, num_gpu_blocks=40, use_prefix_caching=False)
-    assert [tokens(answer) for answer in serve(engine, REQUESTS, [0, 0, 0, 2, 3, 3, 9, 9])[0]] == alone
+    assert [tokens(answer) for answer in serve(engine, REQUESTS, [0, 0, 0, 2, 3, 3, 9, 9])[0]] == [
+        tokens(each) for each in alone
+    ]
     assert max(engine.num_followed) >= 2
     assert engine.load().num_preemptions > 0
     assert engine.scheduler.num_rejected_drafts > 0
 
 
 def test_the_states_of_a_step_that_no_drafter_reads_go_with_the_step(
-    tiny_checkpoints: dict[str, Path], alone: list[list[int | None]]
+    tiny_checkpoints: dict[str, Path], alone: Answers
 ) -> None:
     """Another drafter leaves the states where they are."""
     engine = make(tiny_checkpoints["qwen3"])
-    engine.drafter = Foresight(alone, 0.3)
+    expected = [tokens(each) for each in alone]
+    engine.drafter = Foresight(expected, 0.3)
     answers = serve(engine, REQUESTS, [0, 0, 0, 2, 3, 3, 9, 9])[0]
-    assert [tokens(answer) for answer in answers] == alone
+    assert [tokens(answer) for answer in answers] == expected
     assert sum(engine.num_followed) > 0
     assert engine.scheduler.num_accepted_drafts > 0
 
 
-def test_a_request_that_fails_takes_no_other_with_it(
-    tiny_checkpoints: dict[str, Path], alone: list[list[int | None]]
-) -> None:
+def test_a_request_that_fails_takes_no_other_with_it(tiny_checkpoints: dict[str, Path], alone: Answers) -> None:
     """Its third token cannot be computed; the forward of the others is run again without it."""
     engine = make(tiny_checkpoints["qwen3"], max_batch_size=5)
     forward = engine.runner._forward
@@ -102,6 +103,6 @@ def test_a_request_that_fails_takes_no_other_with_it(
     answers = serve(engine, REQUESTS)[0]
     assert answers[1][-1].finish_reason is FinishReason.ERROR
     for number, answer in enumerate(answers):
-        ids = tokens(answer)
-        assert ids == alone[number] if number != 1 else ids[:-1] == alone[number][: len(ids) - 1]
+        ids, expected = tokens(answer), tokens(alone[number])
+        assert ids == expected if number != 1 else ids[:-1] == expected[: len(ids) - 1]
     assert engine.num_followed[-1] > 0

@@ -156,10 +156,11 @@ def test_no_row_stays_empty_while_requests_wait(
     spent = 0
     for number, arrival in enumerate(arrivals):
         # An end of sequence is seen when its token is there; until then one step more may have been scheduled.
-        assert arrival.length <= num_entries[number] <= arrival.length + num_in_flight
+        num_steps_of = num_entries[number] - arrival.length
+        assert 0 <= num_steps_of <= num_in_flight, f"request {number} was in {num_steps_of} steps too many"
         # The requests before it in the queue have so many tokens, each of which comes within an interval.
         spent += 1 + interval * min(arrival.max_new_tokens, MAX_SEQ_LEN - arrival.num_prompt_tokens) + 2 * num_in_flight
-        assert finished[number] <= 30 + spent
+        assert finished[number] <= 30 + spent, f"request {number} ended after step {finished[number]}"
 
 
 # One request.
