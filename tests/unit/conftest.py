@@ -8,8 +8,6 @@ from typing import Any
 import pytest
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
-from shared.text.tokenizer import Tokenizer as InferTokenizer
-
 CORPUS = [
     "The capital of France is Paris. The cat sat on the mat, and the dog didn't.",
     "In 1234 years, 56 engineers wrote 7890 lines of code:\n\n    def add(a, b):\n        return a + b\n",
@@ -125,6 +123,8 @@ def text_folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 @pytest.fixture(scope="session")
-def tokenizer(tiny_checkpoints: dict[str, Path]) -> InferTokenizer:
+def tokenizer(tiny_checkpoints: dict[str, Path]) -> Any:
     """The tokenizer of the tiny Llama, for tests that need any tokenizer."""
-    return InferTokenizer.load(tiny_checkpoints["llama"])
+    from shared.text.tokenizer import Tokenizer  # a conftest is read before the workshop replaces modules
+
+    return Tokenizer.load(tiny_checkpoints["llama"])
