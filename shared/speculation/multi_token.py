@@ -134,9 +134,7 @@ class MultiTokenDrafter:
             previous.append(sampled.ids[0][first : first + count])
             first_rows[name], num_rows = num_rows, num_rows + count
         hidden = [states.hidden for states in self.states.values()]
-        k = max(
-            of_request.shape[1] for of_request in hidden
-        )  # an adapter may have more masks than the settings ask for
+        k = max(of_request.shape[1] for of_request in hidden)  # the adapter may have more masks than are in use
         guesses = captured.guess(previous, hidden)[:, :k].flatten()
         self.ahead = Ahead(k, first_rows, pending.put([guesses]), SamplerOutput([Draws(guesses)]))
 
