@@ -13,7 +13,7 @@ SECONDS_ON_GPU ?= 480
 MINUTES ?= 10
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all measure fuzz test-gpu test-gpu-2 lint format env docs workshop clean
+.PHONY: help demo test test-all measure fuzz mutants test-gpu test-gpu-2 lint format env docs workshop clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -39,6 +39,9 @@ measure: env ## check the ratios of times, one test after the other; wants the m
 fuzz: env ## search for failing examples at random, for MINUTES=10; a found one belongs into its test as @example
 	@until=$$(( $$(date +%s) + 60 * $(MINUTES) )); while [ $$(date +%s) -lt $$until ]; do \
 	  OMP_NUM_THREADS=1 INFER_FUZZ_UNTIL=$$until $(BIN)/python -m pytest $(PARALLEL) -q -x -m "hypothesis and not measured" || exit 1; done
+
+mutants: env ## put known faults into a copy, and see which test finds them; one folder: make mutants shared/grammar
+	@OMP_NUM_THREADS=1 $(BIN)/python -m tests.mutants.run $(filter-out mutants,$(MAKECMDGOALS))
 
 test-gpu: env ## run every test that needs a GPU, with a summary at the end even if the time is up
 	$(GPU_SUITE) --summary build/gpu.json -m "gpu and not measured and not several_gpus" --numprocesses 12 --dist worksteal

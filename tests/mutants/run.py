@@ -1,0 +1,245 @@
+"""Faults, written down as small patches, that the tests of their module must find.
+
+    python -m tests.mutants.run shared/grammar        # or make mutants shared/grammar
+
+``tests/mutants/shared/grammar/masks.patch`` holds the faults of ``shared/grammar/masks.py``: first a line with the
+tests that are to find them, then each fault: a line that begins with ``#`` and says which promise it breaks, and
+hunks of lines as in a unified diff, without line numbers. The lines of a hunk that begin with a space or ``-`` must
+stand in the module exactly once; an empty line ends a hunk.
+
+Each fault is put into a copy of the tree, and its tests run there until one fails. A test that does not end counts as
+having found it. Without any fault the same tests must pass. The exit status is 1 if a fault was not found, and 2 if a
+patch does not apply or tests fail without a fault.
+Invariant: the process that forks for each run has imported no module of the course, which a fault may stand in.
+"""
+
+import argparse
+import importlib
+import multiprocessing
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from queue import SimpleQueue
+
+ROOT = Path(__file__).resolve().parents[2]
+PATCHES = ROOT / "tests" / "mutants"
+MOST_SECONDS = 120  # of one run, in which a fault is to be found; twice a minute, as two run at once
+FORKS = multiprocessing.get_context("fork")
+
+
+@dataclass(frozen=True)
+class Fault:
+    """One fault of one module, whose path is relative to the root."""
+
+    module: Path
+    promise: str
+    hunks: tuple[tuple[str, str], ...]  # what stands in the module, and what stands there instead
+
+    def applied(self, text: str) -> str:
+        """The module's text with this fault.
+
+        Raises:
+            ValueError: a hunk does not stand in the module exactly once.
+        """
+        for before, after in self.hunks:
+            if (count := text.count(before)) != 1:
+                raise ValueError(f"{self}: this stands there {count} times, not once:\n{before}")
+            text = text.replace(before, after)
+        return text
+
+    def __str__(self) -> str:
+        return f"{self.module}: {self.promise}"
+
+
+@dataclass(frozen=True)
+class Faults:
+    """The faults of one module, and the tests that are to find them."""
+
+    module: Path
+    tests: tuple[str, ...]
+    faults: tuple[Fault, ...]
+
+
+def read(patch: Path) -> Faults:
+    """What one file holds.
+
+    Raises:
+        ValueError: there is no such module or test, or a line that is none of a patch's.
+    """
+    module = patch.relative_to(PATCHES).with_suffix(".py")
+    first, _, rest = patch.read_text(encoding="utf-8").partition("\n")
+    tests = tuple(first.split())
+    for path in (str(module), *(test.partition("::")[0] for test in tests)):
+        if not (ROOT / path).exists():
+            raise ValueError(f"{patch.relative_to(ROOT)}: there is no {path}")
+    faults = []
+    for entry in re.split(r"^# ", rest, flags=re.MULTILINE)[1:]:
+        promise, _, body = entry.partition("\n")
+        hunks = [hunk.splitlines() for hunk in re.split(r"\n{2,}", body.strip("\n"))]
+        if wrong := [line for hunk in hunks for line in hunk if line[0] not in " -+"]:
+            raise ValueError(f"{patch.relative_to(ROOT)}: no line of a patch: {wrong[0]!r}")
+        faults.append(Fault(module, promise, tuple((lines(hunk, " -"), lines(hunk, " +")) for hunk in hunks)))
+    if not tests or not faults:
+        raise ValueError(f"{patch.relative_to(ROOT)}: a first line with tests and at least one fault are wanted")
+    return Faults(module, tests, tuple(faults))
+
+
+def lines(hunk: list[str], signs: str) -> str:
+    return "".join(f"{line[1:]}\n" for line in hunk if line[0] in signs)
+
+
+def find(paths: Iterable[str]) -> list[Faults]:
+    """The faults of the modules at or below these paths; all of them without a path."""
+    found = []
+    for path in paths or [""]:
+        at = PATCHES / path
+        patches = [at.with_suffix(".patch")] if at.suffix == ".py" else sorted(at.rglob("*.patch"))
+        if not patches or not patches[0].exists():
+            raise ValueError(f"there are no faults of {path} in {PATCHES.relative_to(ROOT)}")
+        found += [read(patch) for patch in patches]
+    return found
+
+
+class Finding:
+    """A plugin that remembers the first test that failed; examples that fail are not made smaller."""
+
+    def __init__(self) -> None:
+        self.test = ""
+
+    def pytest_configure(self) -> None:  # after the repository's profile was loaded, before tests are imported
+        from hypothesis import Phase, settings
+
+        settings.register_profile("mutants", settings.default, phases=[Phase.explicit, Phase.generate])
+        settings.load_profile("mutants")
+
+    def pytest_runtest_logreport(self, report) -> None:  # type: ignore[no-untyped-def]
+        if report.failed and not self.test:
+            self.test = report.nodeid
+
+    def pytest_collectreport(self, report) -> None:  # type: ignore[no-untyped-def]
+        self.pytest_runtest_logreport(report)
+
+
+def test(copy: Path, tests: tuple[str, ...], log: Path, answer) -> None:  # type: ignore[no-untyped-def]
+    """In a fork: run these tests in the copy until one fails, and send pytest's status and that test's name."""
+    os.setsid()
+    with log.open("w") as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+    os.chdir(copy)
+    sys.path[0] = os.environ["PYTHONPATH"] = str(copy)
+    os.environ |= {"PYTHONHASHSEED": "0", "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}
+    if any(each.startswith("tests/kernels") for each in tests):
+        os.environ["TRITON_INTERPRET"] = "1"
+    for name in [name for name in sys.modules if name.partition(".")[0] == "tests"]:
+        del sys.modules[name]
+    import pytest
+
+    finding = Finding()
+    options = ["-x", "-q", "-m", "not measured and not slow", "-p", "no:cacheprovider", "--basetemp", f"{log}.d"]
+    status = pytest.main([*options, *tests], plugins=[finding])
+    answer.send((int(status), finding.test))
+    os._exit(0)
+
+
+def run(copy: Path, tests: tuple[str, ...], log: Path) -> tuple[int, str]:
+    """pytest's exit status and the first test that failed; -1 where the run did not end in time or died."""
+    receiver, sender = FORKS.Pipe(duplex=False)
+    process = FORKS.Process(target=test, args=(copy, tests, log, sender))
+    process.start()
+    sender.close()
+    try:
+        if receiver.poll(MOST_SECONDS):
+            return receiver.recv()  # type: ignore[no-any-return]
+        return -1, f"no end within {MOST_SECONDS} s"
+    except EOFError:
+        return -1, "the process of the tests died"
+    finally:
+        try:
+            os.killpg(process.pid or 0, signal.SIGKILL)
+        except ProcessLookupError:
+            process.kill()
+        process.join()
+        shutil.rmtree(f"{log}.d", ignore_errors=True)
+
+
+def copies(folder: Path, count: int) -> Iterator[Path]:
+    """Copies of the files of this tree that git knows or does not ignore."""
+    listed = subprocess.run(
+        ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
+        cwd=ROOT,
+        capture_output=True,
+        check=True,
+    )
+    for number in range(count):
+        for name in filter(None, listed.stdout.decode().split("\0")):
+            if (ROOT / name).is_file():
+                (folder / str(number) / name).parent.mkdir(parents=True, exist_ok=True)
+                shutil.copy2(ROOT / name, folder / str(number) / name)
+        yield folder / str(number)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="make mutants", description="put faults into a copy, and let tests find them")
+    parser.add_argument("paths", nargs="*", help="modules or folders, such as shared/grammar; all without any")
+    paths = parser.parse_args().paths
+    try:
+        found = find(paths)
+        texts = {each.module: (ROOT / each.module).read_text(encoding="utf-8") for each in found}
+        runs = [(each.tests, each.module, "no fault", texts[each.module]) for each in found]
+        runs += [(each.tests, f.module, str(f), f.applied(texts[f.module])) for each in found for f in each.faults]
+    except ValueError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    import pytest
+
+    for large in ("torch", "transformers", "scipy.stats"):
+        importlib.import_module(large)  # once, for all forks
+
+    at_once = max(1, min(4, os.cpu_count() or 1))
+    not_found, broken, started = [], [], time.monotonic()
+    with tempfile.TemporaryDirectory(prefix="mutants-") as name, ThreadPoolExecutor(at_once) as pool:
+        free: SimpleQueue[Path] = SimpleQueue()
+        for copy in copies(Path(name), at_once):
+            free.put(copy)
+
+        def judge(number: int) -> tuple[int, str, float]:
+            tests, module, _, text = runs[number]
+            copy, since = free.get(), time.monotonic()
+            try:
+                (copy / module).write_text(text, encoding="utf-8")
+                return *run(copy, tests, Path(name) / f"{number}.log"), time.monotonic() - since
+            finally:
+                (copy / module).write_text(texts[module], encoding="utf-8")
+                free.put(copy)
+
+        for number, (status, by, seconds) in enumerate(pool.map(judge, range(len(runs)))):
+            _, module, about, _ = runs[number]
+            if about == "no fault":
+                if status != pytest.ExitCode.OK:
+                    broken.append(module)
+                    print(f"  BROKEN {seconds:5.1f} s  {module}: tests fail without a fault: {by}")
+                    print((Path(name) / f"{number}.log").read_text(encoding="utf-8")[-2000:])
+            elif status in (pytest.ExitCode.TESTS_FAILED, pytest.ExitCode.INTERRUPTED, -1):
+                print(f"   found {seconds:5.1f} s  {about}\n                    by {by}")
+            else:
+                not_found.append(about)
+                print(f"NOT found {seconds:4.1f} s  {about}")
+            sys.stdout.flush()
+    count, seconds = len(runs) - len(found), time.monotonic() - started
+    print(f"{count - len(not_found)} of {count} faults of {len(found)} modules found in {seconds:.0f} s")
+
+    return 2 if broken else 1 if not_found else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
