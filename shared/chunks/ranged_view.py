@@ -204,11 +204,15 @@ class RangedView(BucketView):
         )
 
     def _ranged_padding(self, bucket: Bucket) -> Batch:
-        """A batch for the capture of a bucket with chunks: as without, its first sequence behind a chunk, twice."""
+        """A batch for the capture of a bucket with chunks: as without, its first sequence behind a chunk, twice.
+
+        What is captured runs once, so it reads these tables: a position stands where the table says that it does.
+        """
         batch = cast(BucketPlanner, self.planner).padding(bucket, self.block_size)
         length = LEAST_SAVED if bucket.tile_rows == self.tilings[1].rows else 1
         chunk = Range(0, 0, length, np.zeros(-(-length // self.block_size), np.int32))
-        layout = ChunkLayout.ranged(cast(PagedLayout, batch.layout), (chunk, chunk))
+        ranges = (chunk, chunk._replace(offset=length))
+        layout = ChunkLayout.ranged(cast(PagedLayout, batch.layout), ranges)
         positions = np.arange(batch.num_tokens) < batch.num_new_tokens[0]
         return replace(batch, layout=layout, positions=2 * length * positions.astype(np.int64))
 

@@ -4,7 +4,7 @@
 
 The variable must be set before Triton is imported, so these tests are a run of their own; without it and without a GPU
 they skip. Every buffer that a launcher allocates is filled with NaN first, so a number that a kernel does not write is
-found.
+found; and in the interpreter each address is checked (`tests.kernels.bounds`).
 """
 
 import os
@@ -19,6 +19,10 @@ from shared.kernels import NO_TRITON
 from shared.kernels.launch import INTERPRETED, LAUNCHES
 from tests.comparison import assert_equal, assert_rows_close, assert_within
 
+if INTERPRETED:
+    from tests.kernels.bounds import check_accesses
+
+    check_accesses()
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # what PyTorch's deterministic mode asks of cuBLAS
 
 DEVICE = torch.device("cpu" if INTERPRETED else "cuda")

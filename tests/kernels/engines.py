@@ -57,6 +57,7 @@ def make_engine(folder: Path, phase: Any = Engine, **config: Any) -> Any:
         capture = Repeat() if INTERPRETED else None
         about = {"most_logit_rows": engine.config.most_logit_rows}
         engine.runner = CapturedRunner(engine.model, engine.view, engine.pool.max_sequences, capture, **about)
+        assert engine.runner.graphs, "a capture that failed would be run eagerly"
         show_drafts(engine)
     for memory in (engine.view.keys, engine.view.values):  # type: ignore[attr-defined]
         memory.zero_()[chosen] = float("nan")
