@@ -60,6 +60,8 @@ settings.load_profile("workshop" if IS_WORKSHOP else "fuzz" if FUZZ_UNTIL else "
 
 # Commands choose a GPU where there is one; what tests compare them with is computed on the CPU.
 os.environ.setdefault("INFER_DEVICE", "cpu")
+# Lengths of drafts follow the costs derived from a model's shape, whatever was measured on this machine.
+os.environ["INFER_STEP_COSTS"] = os.devnull
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -182,11 +182,12 @@ def identity(model: CausalLM) -> dict[str, str]:
 
 
 def table_path(of: Mapping[str, str]) -> Path:
-    """The file of the measured table that belongs to ``of``."""
+    """The file of the measured table that belongs to ``of``, in ``$INFER_STEP_COSTS`` or else in the cache folder."""
     from shared.checkpoints.demo import cache_folder  # as it fetches models, engines import it when they run
 
     name = hashlib.sha256(json.dumps(dict(of), sort_keys=True).encode()).hexdigest()[:16]
-    return cache_folder() / FOLDER / f"{name}.json"
+    own = os.environ.get("INFER_STEP_COSTS")
+    return (Path(own) if own else cache_folder() / FOLDER) / f"{name}.json"
 
 
 def _table(

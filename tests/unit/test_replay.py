@@ -59,7 +59,7 @@ def test_a_run_is_repeated_from_its_record(
 ) -> None:
     """Schedule by schedule and token by token, with rejection sampling and lengths that adapt."""
     folder = tiny_checkpoints["qwen3"]
-    monkeypatch.setenv("INFER_CACHE", str(tmp_path))
+    monkeypatch.setenv("INFER_STEP_COSTS", str(tmp_path))
     if kind == "model":  # as if it were large
         save(StepCosts((1, 64), (0.01, 0.03), wait=1e-3, source="measured", of=identity(make(folder, kind).model)))
     found = record(make(folder, kind))
@@ -80,7 +80,7 @@ def test_a_run_is_repeated_from_its_record(
 def test_other_costs_give_other_steps_and_are_refused(
     tiny_checkpoints: dict[str, Path], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setenv("INFER_CACHE", str(tmp_path))
+    monkeypatch.setenv("INFER_STEP_COSTS", str(tmp_path))
     folder = tiny_checkpoints["qwen3"]
     found = record(engine := make(folder, "ngram"))
     save(StepCosts((1, 8), (1.0, 8.0), source="measured", of=identity(engine.model)))

@@ -121,7 +121,7 @@ def test_costs_are_derived_from_bytes_and_operations(tiny_checkpoints: dict[str,
 def test_an_engine_takes_the_measured_table_and_measures_nothing(
     tiny_checkpoints: dict[str, Path], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setenv("INFER_CACHE", str(tmp_path))
+    monkeypatch.setenv("INFER_STEP_COSTS", str(tmp_path))
     config = EngineConfig(str(tiny_checkpoints["llama"]), **NGRAM)
     engine = Engine(config)
     assert engine.runner.num_forwards == 0
@@ -191,6 +191,7 @@ def test_the_command_measures_a_table_that_engines_take(
     tiny_checkpoints: dict[str, Path], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("INFER_CACHE", str(tmp_path))
+    monkeypatch.delenv("INFER_STEP_COSTS")
     folder = str(tiny_checkpoints["llama"])
     asked = ["bench", "step-costs", "--model", folder, "--trials", "1", "--device", "cpu", "--threads", "1"]
     result = CliRunner().invoke(app, asked)

@@ -60,6 +60,7 @@ class Surroundings:
             "HOME": str(self.home),
             "XDG_CACHE_HOME": cache,
             "INFER_CACHE": str(cache_folder()),
+            "INFER_STEP_COSTS": str(self.home / "step-costs"),
             "INFER_WORKSPACE": str(self.home / "workspace"),
             "PYTHONPATH": os.pathsep.join([str(self.root), str(self.home)]),
             "PYTHONUSERBASE": site.getuserbase(),
