@@ -60,6 +60,7 @@ def test_no_other_bytes_are_characters() -> None:
 
 def test_sets() -> None:
     assert characters([(5, 9), (1, 3), (4, 4), (20, 20)]) == ((1, 9), (20, 20))
+    assert characters([(1, 9), (2, 3), (4, 11), (5, 6)]) == ((1, 11),)
     assert complement(ANY) == ()
     assert complement(()) == ANY
     assert characters([(0xD000, 0xE000)]) == ((0xD000, 0xD7FF), (0xE000, 0xE000))

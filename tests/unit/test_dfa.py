@@ -83,6 +83,8 @@ def test_words_with_bits_and_many_of_them() -> None:
     assert len(many) < 30
     assert many.run(b"word 9999")
     assert not many.run(b"word 10000")
+    letters = [bytes([byte]) for byte in range(256)]
+    assert all(map(words(letters, budget()).run, letters))
 
 
 @given(WORDS, WORDS, WORDS)
@@ -124,6 +126,15 @@ def test_a_budget_ends_what_is_too_large() -> None:
     ticks = itertools.count()
     with pytest.raises(GrammarError, match="more than 5 s to compile"):
         determinize(nfa, Budget(Limits(seconds=5), clock=lambda: next(ticks)))
+
+
+def test_finished_parts_count_too() -> None:
+    kept = budget(states=1000)
+    kept.keep(500)
+    kept.keep(100)
+    kept.check(400)
+    with pytest.raises(GrammarError, match="more than 1000 states"):
+        kept.check(401)
 
 
 def test_a_machine_that_stands_still_for_a_while_refuses_no_grammar() -> None:

@@ -152,6 +152,21 @@ CASES: dict[str, tuple[Any, list[Any], list[Any]]] = {
         [{}, {"name": 1}, {"card": 1, "date": 2, "name": 3}, {"date": 1, "x": 2, "name": 3, "card": 4}],
         [{"card": 1}, {"card": 1, "name": 2}, {"card": "x", "name": 1, "date": 2}],
     ),
+    "dependents of dependents": (
+        {
+            "dependentRequired": {"a": ["b"], "b": ["c"], "x": ["y"], "y": ["n"]},
+            "properties": {"n": False},
+            "additionalProperties": {"type": "integer"},
+            "type": "object",
+        },
+        [{}, {"c": 1}, {"b": 1, "c": 2}, {"c": 1, "a": 2, "b": 3}],
+        [{"a": 1}, {"b": 1}, {"a": 1, "b": 2}, {"a": 1, "c": 2}, {"x": 1}, {"x": 1, "y": 1}],
+    ),
+    "dependents of required keys": (
+        {"dependentRequired": {"d": ["e"], "c": ["d"], "b": ["c"], "a": ["b"]}, "required": ["a"], "maxProperties": 5},
+        [dict.fromkeys("abcde", 1), dict.fromkeys("edcba", 1)],
+        [{"a": 1}, dict.fromkeys("abcd", 1), dict.fromkeys("abcdef", 1)],
+    ),
     "dependencies": (
         {"dependencies": {"a": ["b"], "c": {"properties": {"d": {"type": "null"}}}}},
         [{"b": 1}, {"a": 1, "b": 2}, {"c": 1, "d": None}, {"d": 1}, 4],
@@ -206,6 +221,24 @@ CASES: dict[str, tuple[Any, list[Any], list[Any]]] = {
         [{'a"\n': 1}],
         [{"a": 1}, {"a\n": 1}],
     ),
+    "names that begin with names": (
+        {
+            "properties": {"a": {"type": "null"}, "ab": {"type": "integer"}, "abc": {"type": "boolean"}},
+            "additionalProperties": {"type": "string"},
+            "required": ["ab"],
+        },
+        [{"ab": 1}, {"abc": True, "ab": 1, "a": None}, {"ab": 1, "abcd": "x", "": "y", "b": "z"}],
+        [{"ab": "x"}, {"a": 1, "ab": 1}, {"ab": 1, "abc": "x"}, {"abc": True}, {"ab": 1, "abcd": 1}],
+    ),
+    "not a part of itself": (
+        {
+            "$defs": {"s": {"type": "string"}},
+            "not": {"$ref": "#/$defs/s"},
+            "anyOf": [{"$ref": "#/$defs/s"}, {"const": 1}],
+        },
+        [1],
+        ["x", "", 2],
+    ),
     "reference with neighbours": (
         {"$defs": {"n": {"type": "integer"}}, "items": {"$ref": "#/$defs/n", "minimum": 3}},
         [[3, 4]],
@@ -259,6 +292,7 @@ REFUSED: dict[str, tuple[Any, str]] = {
     "part of a divisor": ({"multipleOf": 0.01}, "#/multipleOf"),
     "not keys": ({"not": {"patternProperties": {"a": {"type": "null"}}}}, "#/not/patternProperties"),
     "no type": ({"type": "text"}, "#/type"),
+    "branches": ({"allOf": [{"anyOf": [{"minimum": n}, {"maxLength": n}]} for n in range(12)]}, "more than 2048"),
     "no schema": ({"items": 3}, "#/items"),
     "repeats": ({"pattern": "(a|b)*a(a|b){17}"}, "#/pattern"),
 }
@@ -298,6 +332,17 @@ TEXTS: dict[str, tuple[Any, list[bytes], list[bytes]]] = {
         [b'{"x":1,"x":2}'],
     ),
     "minus zero is an integer from 0 on": ({"type": "integer", "minimum": 0}, [b"-0"], [b"-1"]),
+    "exponents overflow no float": (
+        {},
+        [b"9e307", b"9e+307", b"12e99", b"12e-99", b"1e-307"],
+        [b"1e308", b"1e310", b"1e400", b"12e100", b"12e+100"],
+    ),
+    "numbers below 1e-4 alone have a negative exponent where their size matters": (
+        {"exclusiveMinimum": 0, "maximum": 1},
+        [b"9e-05", b"0.0001"],
+        [b"1e-04", b"1e-4", b"1e-1"],
+    ),
+    "blanks in an empty array": ({"items": {"type": "integer"}, "maxItems": 1}, [b"[ ]", b"[\n]", b"[ 1]"], [b"[1,"]),
     "minus zero is below 1": ({"type": "integer", "minimum": 1}, [], [b"-0"]),
     "minus zero is the constant 0": ({"const": 0}, [b"-0"], []),
     "a reader rounds 1e-400 to 0": ({"exclusiveMinimum": 0}, [], [b"-0.0", b"1e-400"]),
@@ -335,6 +380,20 @@ def test_nesting_ends_at_the_depth_of_the_stack() -> None:
     assert automaton.walk(START, b'{"next":' * MAX_DEPTH + b"{") is None
 
 
+@pytest.mark.parametrize("needs", [{"dependentRequired": {"a": ["b"]}}, {"required": ["b"]}, {"minProperties": 2}])
+def test_an_object_has_room_for_the_keys_that_it_needs(needs: dict[str, Any]) -> None:
+    """A key is refused where the stack has no frames for another one that must follow."""
+    arrays = {"type": "array", "items": {"type": "array", "maxItems": 0}, "minItems": 1}
+    members = {"inner": {"$ref": "#"}, "a": {"type": "null"}, "b": arrays}
+    automaton = compile_schema(
+        {"type": "object", "properties": members, "additionalProperties": False} | needs, budget()
+    )
+    for depth in range(MAX_DEPTH - 4, MAX_DEPTH + 1):
+        begun = b'{"inner":' * (depth - 1) + b'{"a":null'
+        assert automaton.accepts(begun + b',"b":[[]]}' * depth) == (depth <= MAX_DEPTH - 2)
+        assert (automaton.walk(START, begun) is not None) == (depth <= MAX_DEPTH - 2), depth
+
+
 def test_many_keys() -> None:
     """The register has 64 bits: further optional keys may repeat, and more than 64 needed ones are refused."""
     keys = [f"key{number}" for number in range(300)]
@@ -359,6 +418,9 @@ def test_lengths_beside_a_pattern_need_no_states() -> None:
     assert automaton.num_states < 20
     for length, is_valid in ((2, False), (3, True), (5000, True), (5001, False)):
         assert automaton.accepts(b'"' + "é".encode() * length + b'"') is is_valid
+    one_a = compile_schema({"type": "string", "pattern": "^(a|[b-z]+)$", "minLength": 2, "maxLength": 9}, budget())
+    assert one_a.accepts(b'"bb"')
+    assert one_a.walk(START, b'"a') is None, "it could not go on to two characters"
     ends_with_b = {"type": "string", "pattern": "b$", "maxLength": 3}  # a counter could stop it before the b
     automaton = compile_schema(ends_with_b, budget())
     assert automaton.accepts(b'"aab"')
