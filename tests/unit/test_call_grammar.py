@@ -101,7 +101,9 @@ def test_calls_or_a_format(text: str, mode: CallMode) -> None:
         assert automaton.accepts(text[:length].encode()) == alone.accepts(text[:length].encode())
 
 
-def test_a_format_that_begins_as_a_call_is_refused() -> None:
+def test_a_format_may_be_empty_and_may_not_begin_as_a_call() -> None:
+    empty = compiled(CallMode.AUTO, QWEN, form=Grammar.regex("[0-9]*"))
+    assert_language(empty, ["", "12", THOUGHT, f"{THOUGHT}\n", GOOD], ["So", f"{GOOD}1"])
     for spelling, form in ((LLAMA, FORMATS['{"a": 5}']), (HERMES, Grammar.regex("<[a-z]+>"))):
         with pytest.raises(GrammarError, match="can begin as a call or a thought does"):
             compiled(CallMode.AUTO, spelling, form=form)

@@ -7,9 +7,13 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from shared.grammar.automaton import ACTION_BITS, REFUSED, Action
+from shared.grammar.device import LONGEST
+from shared.grammar.fsm import TokenFSM
 from shared.grammar.plain import free_loops, plain_from
 from shared.grammar.pool import HEADER, GrammarPool
-from tests.grammars import any_json
+from shared.grammar.regex import automaton_of, compile_regex
+from shared.grammar.vocabulary import GrammarVocabulary
+from tests.grammars import any_json, budget
 
 SIZE = 20 * HEADER
 
@@ -83,6 +87,23 @@ def test_a_grammar_that_is_asked_for_again_is_not_uploaded_again() -> None:
     pool.tables += 1
     assert pool.acquire("key", content(3)) == base
     assert pool.tables[0] == content(3)[0] + 1
+
+
+class Holder:
+    """Of a range."""
+
+
+def test_a_range_is_held_while_its_holders_exist_and_long_tokens_have_none() -> None:
+    automaton = automaton_of(compile_regex("a+", budget()))
+    fits, long = (
+        TokenFSM(automaton, GrammarVocabulary.of_tokens([b"a", b"a" * n], [])) for n in (LONGEST, LONGEST + 1)
+    )
+    pool, holders = GrammarPool(100_000, "cpu"), [Holder(), Holder()]
+    assert [pool.hold("key", fits, holder) for holder in holders] == [0, 0]
+    assert pool.hold("other", long, holders[0]) is None
+    holders.clear()
+    with pytest.raises(KeyError):
+        pool.release("key")
 
 
 def test_the_strings_of_json_are_free() -> None:

@@ -1,6 +1,7 @@
 """JSON Schema to automaton: a table of schemas, what each accepts, and what it refuses."""
 
 import json
+import math
 from typing import Any
 
 import jsonschema_rs
@@ -239,6 +240,105 @@ CASES: dict[str, tuple[Any, list[Any], list[Any]]] = {
         [1],
         ["x", "", 2],
     ),
+    "true is not 1": ({"enum": [True, 0]}, [True, 0], [1, False]),
+    "in both lists": ({"allOf": [{"enum": ["a", "b"]}, {"enum": ["b", "c"]}]}, ["b"], ["a", "c"]),
+    "listed beside what excludes": (
+        {"enum": ["a", "ab", "b"], "not": {"enum": ["a"]}, "pattern": "^a"},
+        ["ab"],
+        ["a", "b"],
+    ),
+    "no integer": ({"not": {"type": "integer"}}, [1.5, "x", None], [1, -3]),
+    "integers and numbers": ({"type": ["integer", "number"]}, [1, 1.5], ["x"]),
+    "written numbers": ({"minimum": 0.1}, [0.1, 1], [0.09, -1]),
+    "from a fraction on": ({"minimum": 1.25}, [1.25, 1.3, 2, 1.251], [1, 1.2, 1.249, -2]),
+    "below a fraction": ({"exclusiveMaximum": 1.25, "type": "number"}, [1, 1.2, 1.249, -2], [1.25, 1.3, 2]),
+    "one of alternatives of which one is not known yet": (
+        {"oneOf": [{"type": "array", "items": {"$ref": "#"}, "minItems": 1}, {"type": "array", "maxItems": 1}]},
+        [[], [1], [[], []]],
+        [[[]], 3, [1, 2]],
+    ),
+    "the tighter lengths": (
+        {"allOf": [{"minLength": 2, "maxLength": 3}, {"minLength": 1, "maxLength": 5}], "type": "string"},
+        ["ab", "abc"],
+        ["a", "abcd"],
+    ),
+    "the tighter bounds": (
+        {"allOf": [{"minimum": 5}, {"minimum": 3, "exclusiveMaximum": 7}, {"maximum": 7}], "type": "number"},
+        [5, 6.5],
+        [4, 7, 8],
+    ),
+    "from the next whole number on": ({"type": "integer", "exclusiveMinimum": 100}, [101, 1000], [100, 99]),
+    "common multiples": ({"allOf": [{"multipleOf": 4}, {"multipleOf": 6}]}, [12, 24], [4, 6, 18]),
+    "two tuples": (
+        {
+            "allOf": [
+                {"prefixItems": [True, {"minLength": 2}]},
+                {"prefixItems": [{"const": 1}], "items": {"type": "string"}},
+            ]
+        },
+        [[1, "ab", "x"]],
+        [[1, 2], [1, "a"], [2, "ab"]],
+    ),
+    "not a tuple": (
+        {"type": "array", "not": {"prefixItems": [{"type": "integer"}, {"type": "string"}]}},
+        [["x"], [1, 2], ["x", "y"]],
+        [[], [1], [1, "x"]],
+    ),
+    "not both keys": (
+        {"type": "object", "not": {"required": ["a", "b"]}},
+        [{}, {"a": 1}, {"b": 1}],
+        [{"a": 1, "b": 2}],
+    ),
+    "not a key of any value": (
+        {"type": "object", "not": {"properties": {"a": {}}, "required": ["a"]}},
+        [{}],
+        [{"a": 1}],
+    ),
+    "not with those that must come": (
+        {"type": "object", "not": {"dependentRequired": {"a": ["b", "c"]}}},
+        [{"a": 1}, {"a": 1, "b": 1}, {"c": 1, "a": 1}],
+        [{}, {"b": 1}, {"a": 1, "b": 1, "c": 1}],
+    ),
+    "not that long, and not that short": (
+        {"not": {"maxLength": 1}, "allOf": [{"not": {"minLength": 4}}, {"type": "string"}]},
+        ["ab", "abc"],
+        ["a", "abcd"],
+    ),
+    "not from a bound on": ({"not": {"minimum": 3}, "type": "number"}, [2.5], [3, 4]),
+    "not a list": ({"type": "array", "not": {"enum": [[1], [2], 3]}, "maxItems": 1}, [[], [3]], [[1], [2]]),
+    "one of three": (
+        {"oneOf": [{"enum": [1, 2, 4]}, {"enum": [2, 3, 5]}, {"enum": [3, 1, 6]}]},
+        [4, 5, 6],
+        [1, 2, 3, 7],
+    ),
+    "not one of three": (
+        {"enum": [1, 2, 4, 6, 7], "not": {"oneOf": [{"enum": [1, 2, 4]}, {"enum": [2, 3, 5]}, {"enum": [3, 1, 6]}]}},
+        [1, 2, 7],
+        [4, 6],
+    ),
+    "one of alternatives with alternatives": (
+        {"oneOf": [{"anyOf": [{"type": "string"}, {"type": "integer"}]}, {"minimum": 2, "type": "integer"}]},
+        [1, "x"],
+        [3, None],
+    ),
+    "not a condition": (
+        {"not": {"if": {"type": "integer"}, "then": {"minimum": 3}, "else": {"type": "string"}}},
+        [1, None],
+        [3, "x"],
+    ),
+    "not false": ({"not": False}, [1, {}], []),
+    "none of several": ({"not": {"anyOf": [{"type": "string"}, {"minimum": 3}]}}, [1, 2.5], ["x", 4, None]),
+    "a length of 2.0": ({"type": "string", "minLength": 2.0, "pattern": "b$"}, ["ab", "aaab"], ["b", "aa"]),
+    "a reference with a tilde": (
+        {"$defs": {"a~1b": {"type": "integer"}, "a/b": {"type": "string"}}, "$ref": "#/$defs/a~01b"},
+        [1],
+        ["x"],
+    ),
+    "an anchor inside a constant": (
+        {"$defs": {"x": {"$anchor": "s", "type": "string"}}, "anyOf": [{"$ref": "#s"}, {"enum": [{"$anchor": "s"}]}]},
+        ["x", {"$anchor": "s"}],
+        [1, {}],
+    ),
     "reference with neighbours": (
         {"$defs": {"n": {"type": "integer"}}, "items": {"$ref": "#/$defs/n", "minimum": 3}},
         [[3, 4]],
@@ -291,7 +391,17 @@ REFUSED: dict[str, tuple[Any, str]] = {
     "too few keys": ({"type": "object", "minProperties": 3, "propertyNames": {"enum": ["a", "b"]}}, "accepts nothing"),
     "part of a divisor": ({"multipleOf": 0.01}, "#/multipleOf"),
     "not keys": ({"not": {"patternProperties": {"a": {"type": "null"}}}}, "#/not/patternProperties"),
+    "a chain of references": (
+        {"$defs": {n: {"$ref": f"#/$defs/{n}1"} for n in ("1" * size for size in range(1, 2000))}, "$ref": "#/$defs/1"},
+        "refers to itself without end",
+    ),
     "no type": ({"type": "text"}, "#/type"),
+    "no bound": ({"items": {"maximum": math.inf}}, "none in JSON: inf"),
+    "no length": ({"minLength": True}, "#/minLength"),
+    "a key with a slash": ({"dependencies": {"a/b": {"uniqueItems": True}}}, "#/dependencies/a~1b/uniqueItems"),
+    "one number, excluded": ({"type": "number", "minimum": 1.5, "exclusiveMaximum": 1.5}, "accepts nothing"),
+    "not an unknown format": ({"not": {"format": "unheard-of"}}, "accepts nothing"),
+    "no divisor": ({"multipleOf": -2}, "#/multipleOf"),
     "branches": ({"allOf": [{"anyOf": [{"minimum": n}, {"maxLength": n}]} for n in range(12)]}, "more than 2048"),
     "no schema": ({"items": 3}, "#/items"),
     "repeats": ({"pattern": "(a|b)*a(a|b){17}"}, "#/pattern"),
@@ -307,11 +417,16 @@ def test_what_is_refused_is_named(name: str) -> None:
 
 
 def test_nesting_is_bounded() -> None:
-    schema: Any = {"type": "integer"}
-    for _ in range(70):
-        schema = {"items": schema}
+    array: Any = {"maxItems": 0}
+    for _ in range(63):
+        array = {"items": array}
+    compile_schema(array, budget())
     with pytest.raises(GrammarError, match="nested deeper than 64"):
-        compile_schema(schema, budget())
+        compile_schema({"items": array}, budget())
+    tree: Any = {"type": "integer"}
+    for _ in range(40):  # maps of schemas are no schemas
+        tree = {"properties": {"a": tree}}
+    compile_schema(tree, budget())
 
 
 NO_JSON = b'1E400 -1e999 01 1. .5 +1 --1 "\xc0\xaf" "\xed\xa0\x80" "\\ud800" "a {"a":1,} [1,] [,1] nul'.split()
@@ -328,8 +443,13 @@ TEXTS: dict[str, tuple[Any, list[bytes], list[bytes]]] = {
     ),
     "an equal key does not count twice": (
         {"minProperties": 2, "type": "object"},
-        [b'{"x":1,"y":2}', b'{"x":1,"x":2,"y":3}'],
+        [b'{"x":1,"y":2}', b'{"xa":1,"ya":2}', b'{"x":1,"x":2,"y":3}'],
         [b'{"x":1,"x":2}'],
+    ),
+    "an equal key does not come twice where the most is counted too": (
+        {"minProperties": 2, "maxProperties": 3, "type": "object"},
+        [b'{"x":1,"y":2,"z":3}'],
+        [b'{"x":1,"x":2,"y":3}'],
     ),
     "minus zero is an integer from 0 on": ({"type": "integer", "minimum": 0}, [b"-0"], [b"-1"]),
     "exponents overflow no float": (
@@ -349,7 +469,7 @@ TEXTS: dict[str, tuple[Any, list[bytes], list[bytes]]] = {
     "a reader rounds many nines to 1": (
         {"exclusiveMaximum": 1},
         [b"0.9999999999999999"],
-        [b"0.99999999999999999999"],
+        [b"0." + b"9" * number for number in (17, 18, 19, 20, 40)],
     ),
 }
 
@@ -384,14 +504,15 @@ def test_nesting_ends_at_the_depth_of_the_stack() -> None:
 def test_an_object_has_room_for_the_keys_that_it_needs(needs: dict[str, Any]) -> None:
     """A key is refused where the stack has no frames for another one that must follow."""
     arrays = {"type": "array", "items": {"type": "array", "maxItems": 0}, "minItems": 1}
-    members = {"inner": {"$ref": "#"}, "a": {"type": "null"}, "b": arrays}
+    members = {"inner": {"$ref": "#"}, "a": {"type": "string"}, "b": arrays}
     automaton = compile_schema(
         {"type": "object", "properties": members, "additionalProperties": False} | needs, budget()
     )
     for depth in range(MAX_DEPTH - 4, MAX_DEPTH + 1):
-        begun = b'{"inner":' * (depth - 1) + b'{"a":null'
-        assert automaton.accepts(begun + b',"b":[[]]}' * depth) == (depth <= MAX_DEPTH - 2)
-        assert (automaton.walk(START, begun) is not None) == (depth <= MAX_DEPTH - 2), depth
+        begun, has_room = b'{"inner":' * (depth - 1) + b"{", depth <= MAX_DEPTH - 2
+        assert automaton.accepts(begun + b'"a":"x"' + b',"b":[[]]}' * depth) == has_room
+        for more in (b'"a":"x', b'"a":"x"', b'"b":['):
+            assert (automaton.walk(START, begun + more) is not None) == has_room, (depth, more)
 
 
 def test_many_keys() -> None:
@@ -399,7 +520,8 @@ def test_many_keys() -> None:
     keys = [f"key{number}" for number in range(300)]
     properties = {key: {"type": "integer"} for key in keys}
     automaton = compile_schema({"type": "object", "properties": properties, "additionalProperties": False}, budget())
-    assert automaton.accepts(json.dumps(dict.fromkeys(reversed(keys), 1)).encode())
+    for ordered in (keys, keys[::-1]):
+        assert automaton.accepts(json.dumps(dict.fromkeys(ordered, 1)).encode())
     assert not automaton.accepts(b'{"key1": 1, "key1": 1}')
     with pytest.raises(GrammarError, match="more than 64"):
         compile_schema({"type": "object", "required": keys}, budget())

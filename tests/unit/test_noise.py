@@ -62,7 +62,7 @@ def test_philox_equals_the_scalar_definition(counter, key):
     stream=st.sampled_from(Stream),
     size=st.integers(1, 11),
 )
-@example(rows=[(0, 0), (1, 7), (2**63 + 5, 7), (2**64 - 1, 2**32 - 1), (1, 8)], stream=Stream.DRAFT, size=1001)
+@example(rows=[(0, 0), (1, 7), (2**63, 7), (2**64 - 1, 2**32 - 1), (1, 8)], stream=Stream.DRAFT, size=1001)
 def test_layout(rows, stream, size):
     """A number is a word of its seed, index, stream and position, whatever the other rows and the vocabulary are."""
     seeds = torch.tensor([seed_pattern(seed) for seed, _ in rows], dtype=torch.int64)

@@ -3,6 +3,7 @@
 import threading
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -92,6 +93,7 @@ def test_thinking_is_closed_behind_its_budget() -> None:
     assert rows_of(limits(most=2), [OPEN, 1, 2, CLOSE, 4]) == [FREE, FREE, FREE, closed, FREE, FREE]
     assert rows_of(limits(most=2), [OPEN, CLOSE, 2, 3, 4])[3] == FREE, "it ended before"
     assert rows_of(limits(most=2), [1, 2, 3, 4]) == [FREE] * 5, "this answer has no thoughts"
+    assert rows_of(limits(most=2), [1, OPEN, 3, 4, 5]) == [FREE] * 6, "it does not begin with them"
     assert rows_of(limits(most=0, is_open=True), [CLOSE]) == [closed, FREE]
 
 
@@ -122,6 +124,17 @@ def test_limits_are_those_of_the_parameters(tiny_checkpoints: dict[str, Path]) -
     assert found is not None
     assert not found.is_open
     assert ThinkingLimits.of(SamplingParams(), [opened], 0, (), tokenizer) is None
+
+
+@pytest.mark.parametrize(("ids", "words"), [([5], (4, 5)), ([5, 6], (4,))])
+def test_words_of_one_token_stand_by_their_index_in_the_output(ids: list[int], words: tuple[int, ...]) -> None:
+    texts = dict(zip(thinking.WORDS, ([4], ids), strict=True))
+    marks = {thinking.OPEN: OPEN, thinking.CLOSE: CLOSE}
+    tokenizer: Any = SimpleNamespace(token_id=marks.get, encode=lambda text, **_: texts[text])
+    for prompt, first in (([OPEN], 0), ([], 1)):
+        found = ThinkingLimits.of(SamplingParams(min_thinking_tokens=40), prompt, 3, (), tokenizer)
+        assert found is not None
+        assert found.replacements == chosen(words, 3, first, 40)
 
 
 @pytest.mark.parametrize("given", [{"thinking_budget": 5}, {"min_thinking_tokens": 5}])
