@@ -187,6 +187,16 @@ CASES: dict[str, tuple[Any, list[Any], list[Any]]] = {
         [{"a": 1}, {"x": 1, "b": 2}],
         [{}, {"a": 1, "b": 2}, {"b": 1, "x": 0, "a": 2}],
     ),
+    "two keys or two others": (
+        {"type": "object", "anyOf": [{"required": ["a", "b"]}, {"required": ["c", "d"]}]},
+        [{"a": 1, "b": 2}, {"d": 1, "c": 2}, {"a": 1, "c": 2, "b": 3}],
+        [{}, {"a": 1}, {"a": 1, "c": 2}, {"d": 1, "b": 2}],
+    ),
+    "a dependent key or another one": (
+        {"type": "object", "anyOf": [{"dependentRequired": {"x": ["y"]}}, {"required": ["c"]}]},
+        [{}, {"x": 1, "y": 2}, {"c": 1, "x": 2}],
+        [{"x": 1}, {"x": 1, "z": 2}],
+    ),
     "one of closed": (
         {
             "oneOf": [
@@ -392,7 +402,7 @@ REFUSED: dict[str, tuple[Any, str]] = {
     "part of a divisor": ({"multipleOf": 0.01}, "#/multipleOf"),
     "not keys": ({"not": {"patternProperties": {"a": {"type": "null"}}}}, "#/not/patternProperties"),
     "a chain of references": (
-        {"$defs": {n: {"$ref": f"#/$defs/{n}1"} for n in ("1" * size for size in range(1, 2000))}, "$ref": "#/$defs/1"},
+        {"$defs": {str(n): {"$ref": f"#/$defs/{n + 1}"} for n in range(2000)}, "$ref": "#/$defs/0"},
         "refers to itself without end",
     ),
     "no type": ({"type": "text"}, "#/type"),
