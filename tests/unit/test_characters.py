@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shared.grammar.characters import ANY, Sequence, Spelling, characters, complement, spelled, utf8
@@ -43,6 +43,7 @@ def test_ranges_of_bytes(name: str) -> None:
     assert_equal(sorted(utf8(first, last)), expected, f"the bytes of {first:#x} to {last:#x}", ("sequence", "byte"))
 
 
+@settings(max_examples=40)
 @given(st.tuples(CHARACTER, CHARACTER).map(sorted))
 def test_every_character_of_a_range_is_in_one_sequence(ends: list[int]) -> None:
     for first, last in characters([(ends[0], ends[1])]):

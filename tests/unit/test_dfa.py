@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shared.grammar.dfa import DEAD, DFA
@@ -87,6 +87,7 @@ def test_words_with_bits_and_many_of_them() -> None:
     assert all(map(words(letters, budget()).run, letters))
 
 
+@settings(max_examples=40)
 @given(WORDS, WORDS, WORDS)
 def test_combinations(first: list[bytes], second: list[bytes], third: list[bytes]) -> None:
     dfas = [words(texts, budget()) for texts in (first, second, third)]

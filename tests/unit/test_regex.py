@@ -108,7 +108,7 @@ def test_what_is_refused(pattern: str, message: str) -> None:
         compile_regex(pattern, budget())
 
 
-@pytest.mark.parametrize("pattern", ["(a|b)*a(a|b){17}", "([^x]{0,90}){90}", "((a{0,99}){0,99}){0,99}"])
+@pytest.mark.parametrize("pattern", ["(a|b)*a(a|b){17}", "((a{0,99}){0,99}){0,99}"])
 def test_a_hostile_pattern_ends_within_its_budget(pattern: str) -> None:
     """Of states, and of time: the budget is asked again and again while the automaton grows."""
     with pytest.raises(GrammarError, match="more than 2000 states"):

@@ -118,7 +118,7 @@ def test_calls_and_contents_are_parts_of_the_text_in_order(text: str) -> None:
             at = text.index(part, at) + len(part)
 
 
-@settings(max_examples=40)
+@settings(max_examples=15)
 @given(
     st.dictionaries(
         st.text(),
