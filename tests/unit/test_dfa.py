@@ -13,6 +13,7 @@ from shared.grammar.languages import combine, difference, intersection, union, w
 from shared.grammar.limits import Budget, GrammarError, Limits
 from shared.grammar.minimization import minimize
 from shared.grammar.nfa import NFA, determinize
+from shared.grammar.regex import compile_regex
 from tests.comparison import assert_equal
 from tests.grammars import budget
 
@@ -97,12 +98,19 @@ def test_combinations(first: list[bytes], second: list[bytes], third: list[bytes
         assert everything.run(text) == sum((text in texts) << n for n, texts in enumerate(sets))
     for dfa, expected in (
         (union(dfas, budget()), sets[0] | sets[1] | sets[2]),
-        (intersection(dfas[:2], budget()), sets[0] & sets[1]),
+        (intersection(dfas, budget()), sets[0] & sets[1] & sets[2]),
         (difference(dfas[0], dfas[1:], budget()), sets[0] - sets[1] - sets[2]),
     ):
         assert set(accepted(dfa)) == expected
         assert dfa.is_empty == (not expected)
         assert all(reaches_an_end(dfa)) or dfa.is_empty
+
+
+def test_languages_of_one_cycle_stay_apart() -> None:
+    both = combine([compile_regex(pattern, budget()) for pattern in ("(aa)*", "(aaa)*")], budget())
+    for size in range(14):
+        assert both.run(b"a" * size) == (size % 2 == 0) + 2 * (size % 3 == 0), size
+    assert len(both) == 6
 
 
 def reaches_an_end(dfa: DFA) -> Iterator[bool]:
