@@ -37,6 +37,17 @@ CASES: dict[str, tuple[Any, list[Any], list[Any]]] = {
         [{"t": "a", "v": 1}, {"v": "x", "t": "b"}, {"v": 1, "t": "a", "w": []}],
         [{"t": "a", "v": "x"}, {"v": 1, "t": "b"}, {}, {"t": "c", "v": 1}],
     ),
+    "alternatives that see a value alike": (
+        {
+            "type": "object",
+            "anyOf": [
+                {"properties": {"t": {"const": "a"}, "v": {"type": ["string", "integer"]}}, "required": ["t"]},
+                {"properties": {"t": {"const": "b"}, "v": {"type": ["string", "integer", "null"]}}, "required": ["t"]},
+            ],
+        },
+        [{"v": v, "t": t} for v in ("x", 1) for t in "ab"] + [{"v": None, "t": "b"}],
+        [{"v": None, "t": "a"}, {"v": 1, "t": "c"}, {"v": []}],
+    ),
     "some item is wrong": (
         {"type": "array", "not": {"items": {"required": ["c"]}}},
         [[{}], [{"c": 1}, {}]],
@@ -274,7 +285,10 @@ CASES: dict[str, tuple[Any, list[Any], list[Any]]] = {
         ["a", "abcd"],
     ),
     "the tighter bounds": (
-        {"allOf": [{"minimum": 5}, {"minimum": 3, "exclusiveMaximum": 7}, {"maximum": 7}], "type": "number"},
+        {
+            "allOf": [{"minimum": 5, "maximum": 7}, {"minimum": 3, "exclusiveMaximum": 7}, {"maximum": 7}],
+            "type": "number",
+        },
         [5, 6.5],
         [4, 7, 8],
     ),

@@ -65,6 +65,7 @@ def test_as_in_python(pattern: str, texts: list[str], is_search: bool) -> None:
         (r"\s", "\u2003", "x"),
         (r"a{,2}|x{", "a{,2}", "a"),
         (r"[a-\d]+", "a-1", "b"),
+        ("[+-]+", "-+", ","),
         (r"\.\$\/", ".$/", "x$/"),
     ],
 )
@@ -100,6 +101,7 @@ def test_syntax(pattern: str, right: str, wrong: str) -> None:
         ("(?i)a", "a group of an unknown kind at position 0"),
         (r"a[^\s\S]", "matches no text"),
         ("a^b", "matches no text"),
+        ("a(^)$", "matches no text"),
         ("(" * 200 + ")" * 200, "more than 100 groups"),
     ],
 )
@@ -139,6 +141,10 @@ def test_a_long_pattern_is_parsed_within_the_budget(part: str) -> None:
     ticks = itertools.count()
     with pytest.raises(GrammarError, match="more than 1 s"):
         Parser(pattern, Budget(clock=lambda: next(ticks) / 5)).parse()
+
+
+def test_bounds_are_of_each_repeat_and_each_nest_of_groups() -> None:
+    Parser("a{10000}" + "(a)" * 200 + "(" * 100 + ")" * 100, budget()).parse()
 
 
 @pytest.mark.parametrize("pattern", ["[^x]{0,200}", "[^x]{200,}", "y[^x]{200}", "(ab?){0,200}", "(a{200}b)*"])
