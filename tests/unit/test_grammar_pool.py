@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from shared.errors import ConfigError
-from shared.grammar.automaton import ACTION_BITS, REFUSED, Action, Configuration
+from shared.grammar.automaton import ACTION_BITS, REFUSED, Action, Configuration, entry
 from shared.grammar.device import AT_END, GROUP, LONGEST, NEVER, GrammarTokens, pack_row, unpack_row
 from shared.grammar.fsm import TokenFSM
 from shared.grammar.plain import free_loops, plain_from
@@ -153,10 +153,17 @@ def test_the_strings_of_json_are_free() -> None:
     loops = free_loops(automaton, np.ones(256, bool))
     (string,) = np.flatnonzero(loops != REFUSED)
     assert loops[string] == string << ACTION_BITS | Action.COUNT
-    table = automaton.table.copy()
-    table[string, automaton.columns[ord("k")]] = REFUSED
-    without_k = type(automaton)(**vars(automaton) | {"table": table})
-    assert (free_loops(without_k, np.ones(256, bool)) == REFUSED).all()
+    columns, tails = automaton.columns, automaton.table[string, automaton.columns[0xC3]] >> ACTION_BITS
+    for state, symbols, change in (
+        (string, [ord("k")], REFUSED),
+        (string, [0xE5], REFUSED),
+        (string, range(0xC2, 0xE0), entry(Action.GOTO, tails)),  # of which no byte counts
+        (tails, range(0x80, 0xC0), entry(Action.COUNT, string)),  # of which two count
+    ):
+        table = automaton.table.copy()
+        table[state, columns[list(symbols)]] = change
+        changed = type(automaton)(**vars(automaton) | {"table": table})
+        assert (free_loops(changed, np.ones(256, bool)) == REFUSED).all()
 
 
 @pytest.mark.parametrize(

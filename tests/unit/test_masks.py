@@ -139,6 +139,12 @@ def test_a_mask_is_made_once_for_all_that_it_depends_on() -> None:
         assert now is not None
         assert np.flatnonzero(small.mask(now)).tolist() == by_hand(nested(), tokens, now)
     assert small.num_walks == 4, "one mask is kept"
+    two = TokenMasks(nested(), tokens, cache_bytes=2 * (len(tokens) // 8 + 200))
+    for text in (b"", b"[", b"", b'"', b""):
+        now = nested().walk(START, text)
+        assert now is not None
+        two.mask(now)
+    assert two.num_walks == 3, "the two that were used last are kept"
 
 
 LIST = {"type": "array", "items": {"type": "array", "items": {"$ref": "#"}}, "minItems": 1}
@@ -184,4 +190,7 @@ def test_the_trie_holds_every_token(tokens: list[bytes]) -> None:
         assert node == found.node_of[token_id]
     prefixes = {token[:n] for token in tokens for n in range(len(token) + 1)} | {b""}
     assert len(found.byte_of) == len(found.first_child) - 1 == len(prefixes)
+    ended = GrammarVocabulary.of_tokens(tokens, [0] if tokens else [])
+    assert ended.tokens[1:] == found.tokens[1:]
+    assert not any(ended.tokens[:1])
     assert [n for n in range(256) if found.usable_bytes[n]] == sorted({t[0] for t in tokens if len(t) == 1})
