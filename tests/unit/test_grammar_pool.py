@@ -83,6 +83,15 @@ def test_a_grammar_that_never_fits() -> None:
     assert pool.acquire("key", np.zeros(SIZE, np.int32)) == 0
 
 
+def test_the_range_that_was_released_first_makes_room() -> None:
+    pool, half = GrammarPool(4 * SIZE, "cpu"), np.zeros(SIZE // 2, np.int32)
+    bases = {key: pool.acquire(key, half) for key in "ab"}
+    for key in "ba":
+        pool.release(key)
+    assert pool.acquire("c", half) == bases["b"]
+    assert pool.acquire("a", None) == bases["a"]
+
+
 def test_a_grammar_that_is_asked_for_again_is_not_uploaded_again() -> None:
     pool = GrammarPool(4 * SIZE, "cpu")
     base = pool.acquire("key", content(3))

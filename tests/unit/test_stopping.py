@@ -61,6 +61,7 @@ def test_text_is_held_back_only_while_it_may_begin_or_contain_a_stop_string(stop
 
 @settings(max_examples=200)
 @given(stops=STOPS, pieces=PIECES)
+@example(stops=["a", "ab"], pieces=["a"])
 def test_a_match_is_reported_as_soon_as_no_continuation_can_change_it(stops, pieces):
     """Where the checker still waits although a stop string is complete, some continuation makes another one win."""
     checker, _ = _run(stops, pieces)
