@@ -82,7 +82,9 @@ def test_added_tokens_and_normalizers_that_shrink_texts_lower_the_bound(text_fol
     tokenizer = Tokenizer.load(text_folders["smollm2"])
     tokenizer.backend.add_tokens(["é" * 500])
     assert TextBound.of(tokenizer) == TextBound(1000)
-    tokenizer.backend.normalizer = normalizers.Sequence([normalizers.NFC(), normalizers.Replace(" ", "▁")])
+    tokenizer.backend.normalizer = normalizers.Sequence(
+        [normalizers.NFC(), normalizers.Sequence([normalizers.Replace(" ", "▁")])]
+    )
     assert TextBound.of(tokenizer) == TextBound(1000 * NFC_SHRINKS)
 
 
