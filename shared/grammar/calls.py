@@ -1,7 +1,9 @@
 """The grammar of an answer that may, or must, call tools: its arguments follow the schemas of the functions.
 
-Introduced in phase 12. Invariant: a function whose schema must be followed has arguments that are valid under it; where
-that is not asked for and the schema is not supported, they are some object.
+Introduced in phase 12. Invariant: a call that is written as its format writes calls has arguments that are valid under
+the schema of its function, if that must be followed; where that is not asked for and the schema is not supported, they
+are some object. Where a call is the whole answer, an object that is written otherwise (other blanks, more members) is
+free text, although a reader may take it for a call.
 """
 
 import dataclasses

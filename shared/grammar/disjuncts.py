@@ -107,8 +107,5 @@ class Disjuncts:
 
     def _is_disjoint(self, one: int, other: int) -> bool:
         """Whether nothing satisfies both literals, as far as is known."""
-        try:
-            types = [possible_types(self.document, literal // 2) for literal in (one, other)]
-            return not types[0] & types[1] or self.depth(frozenset({one, other})) >= NEVER
-        except Unresolved:
-            return False
+        types = [possible_types(self.document, literal // 2) for literal in (one, other)]
+        return not types[0] & types[1] or self.depth(frozenset({one, other})) >= NEVER

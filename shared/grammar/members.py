@@ -248,6 +248,12 @@ class Members:
             depths.append(min(keys, default=NEVER))
         return max(depths, default=0)
 
+    def ending_depth(self, shape: Object) -> int:
+        """The frames that it may take to end an object, whatever keys it has: some come with others."""
+        allowed = self.allowed(shape)
+        others = {other for key, keys in shape.dependents if key in allowed for other in keys}
+        return max([self.closing_depth(shape), *(self.depth(allowed[key]) for key in others)])
+
 
 def with_sums(dfa: DFA, count: int) -> DFA:
     """The automaton with the sum of the bytes read, modulo ``count``, in the bits of its ends."""

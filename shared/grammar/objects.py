@@ -31,7 +31,7 @@ class ObjectRule(Rule):
         self.allowed = self.requirements.allowed
         self.needed = [self.members.needed(shape) for shape in shapes]
         self.trie = Trie(self.requirements.names)
-        self.closing = [self.members.closing_depth(shape) for shape in shapes]
+        self.closing = [self.members.ending_depth(shape) for shape in shapes]
         self._keys: dict[Alive, KeyStates] = {}
         self.first = self._state("open", tuple((number, self._limit(number)) for number in range(len(shapes))))
 

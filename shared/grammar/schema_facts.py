@@ -68,13 +68,10 @@ class Facts:
         )
 
     def with_object(self, **sets: Any) -> "Facts":
-        """More members in the sets of the object's shape, or tighter counts."""
+        """More members in the sets of the object's shape."""
         shape = self.object
-        for name, value in sets.items():
-            before = getattr(shape, name)
-            value = max(before, value) if name == "fewest" else min(before, value) if name == "most" else before | value
-            shape = replace(shape, **{name: value})
-        return replace(self, object=shape)
+        merged = {name: getattr(shape, name) | value for name, value in sets.items()}
+        return replace(self, object=replace(shape, **merged))
 
     def with_bound(self, side: str, value: Fraction, is_excluded: bool) -> "Facts":
         """Numbers have a ``low`` or ``high`` bound."""
@@ -92,7 +89,7 @@ class Facts:
         return replace(self, string=replace(shape, **{name: getattr(shape, name) | found}))
 
     def with_lengths(self, kind: str, fewest: int = 0, most: int = 2**31 - 1) -> "Facts":
-        """Bounds of the characters of a string, or of the items of an array."""
+        """Bounds of the characters of a string, the items of an array, or the members of an object."""
         shape = getattr(self, kind)
         return replace(self, **{kind: replace(shape, fewest=max(shape.fewest, fewest), most=min(shape.most, most))})
 

@@ -31,7 +31,7 @@ TREE = {
     "additionalProperties": False,
     "minProperties": 1,
 }
-FUNCTIONS = (CalledFunction("add", ADD, True), CalledFunction("add_tree", TREE, True))
+FUNCTIONS = (CalledFunction("add_tree", TREE, True), CalledFunction("add", ADD, True))
 
 
 def compiled(
@@ -59,13 +59,21 @@ THOUGHT = f"<think>\n1 < 2, {BAD[0]} </thin k>\n</think>"
 
 @pytest.mark.parametrize("spelling", [HERMES, QWEN])
 def test_free_text_that_may_call(spelling: CallSpelling) -> None:
-    free = ("", "Hello {", "a <tool_call", "<<tool_<tool_cal", "é" * 9)
+    free = ("", "Hello {", "a <tool_call", "<<tool_<tool_cal", "é字🙂" * 3)
     calls = (GOOD, f"So:\n{GOOD}", f"{GOOD}\n{TREES}\n{GOOD}")
     wrong = ("<tool_call>", *BAD, f"{GOOD} and", GOOD[:-1], f"{GOOD}\n", f"{GOOD}\n{BAD[0]}")
     wrong += (f"{THOUGHT}\n\n{BAD[0]}", f"<thinking>{BAD[0]}")
     thoughts = (f"{THOUGHT}\n\n{GOOD}", f" \n{THOUGHT}So: {GOOD}")
     right, wrong = ((*thoughts,), wrong) if spelling is QWEN else ((), (*wrong, *thoughts))
     assert_language(compiled(CallMode.AUTO, spelling), (*free, *calls, *right), wrong)
+
+
+def test_a_trigger_that_begins_again_inside_itself_is_found() -> None:
+    automaton = compiled(CallMode.AUTO, replace(HERMES, trigger="<<t<<tool>"))
+    for before in ("", "<", "<<t", "<<t<<t", "<<t<<to<<t"):
+        assert_language(
+            automaton, [before + GOOD.replace("<tool_call>", "<<t<<tool>"), before], [f"{before}<<t<<tool>"]
+        )
 
 
 FORMATS = {
@@ -93,7 +101,9 @@ def test_calls_or_a_format(text: str, mode: CallMode) -> None:
         assert automaton.accepts(text[:length].encode()) == alone.accepts(text[:length].encode())
 
 
-def test_a_format_that_begins_as_a_call_is_refused() -> None:
+def test_a_format_may_be_empty_and_may_not_begin_as_a_call() -> None:
+    empty = compiled(CallMode.AUTO, QWEN, form=Grammar.regex("[0-9]*"))
+    assert_language(empty, ["", "12", THOUGHT, f"{THOUGHT}\n", GOOD], ["So", f"{GOOD}1"])
     for spelling, form in ((LLAMA, FORMATS['{"a": 5}']), (HERMES, Grammar.regex("<[a-z]+>"))):
         with pytest.raises(GrammarError, match="can begin as a call or a thought does"):
             compiled(CallMode.AUTO, spelling, form=form)
@@ -136,9 +146,12 @@ def test_what_is_not_supported() -> None:
     assert not lax.accepts(BAD[0].encode())
     with pytest.raises(GrammarError, match="must be of an object"):
         compiled(CallMode.REQUIRED, QWEN, (CalledFunction("f", {"type": "array"}, True),))
-    long = CalledFunction("f", {"properties": {"a": {"pattern": "x{3000}"}}}, True)
-    with pytest.raises(GrammarError, match="more than 1000 states"):
-        compiled(CallMode.REQUIRED, QWEN, (long,), limits=replace(UNTIMED, states=1000))
+    some, limits = [CalledFunction(name, {"properties": {"a": {"pattern": "^x{400}$"}}}, True) for name in "fgh"], 1400
+    for functions, form in ((some, None), (some[:2], Grammar.regex("[0-9]{300}"))):
+        whole = compiled(CallMode.AUTO, QWEN, tuple(functions[:-1]), form, replace(UNTIMED, states=limits))
+        assert whole.num_states < limits
+        with pytest.raises(GrammarError, match="more than 1400 states"):
+            compiled(CallMode.AUTO, QWEN, tuple(functions), form, replace(UNTIMED, states=limits))
 
 
 def vocabulary(*special: str) -> GrammarVocabulary:

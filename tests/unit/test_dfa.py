@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shared.grammar.dfa import DEAD, DFA
@@ -13,6 +13,7 @@ from shared.grammar.languages import combine, difference, intersection, union, w
 from shared.grammar.limits import Budget, GrammarError, Limits
 from shared.grammar.minimization import minimize
 from shared.grammar.nfa import NFA, determinize
+from shared.grammar.regex import compile_regex
 from tests.comparison import assert_equal
 from tests.grammars import budget
 
@@ -83,8 +84,11 @@ def test_words_with_bits_and_many_of_them() -> None:
     assert len(many) < 30
     assert many.run(b"word 9999")
     assert not many.run(b"word 10000")
+    letters = [bytes([byte]) for byte in range(256)]
+    assert all(map(words(letters, budget()).run, letters))
 
 
+@settings(max_examples=40)
 @given(WORDS, WORDS, WORDS)
 def test_combinations(first: list[bytes], second: list[bytes], third: list[bytes]) -> None:
     dfas = [words(texts, budget()) for texts in (first, second, third)]
@@ -94,12 +98,18 @@ def test_combinations(first: list[bytes], second: list[bytes], third: list[bytes
         assert everything.run(text) == sum((text in texts) << n for n, texts in enumerate(sets))
     for dfa, expected in (
         (union(dfas, budget()), sets[0] | sets[1] | sets[2]),
-        (intersection(dfas[:2], budget()), sets[0] & sets[1]),
+        (intersection(dfas, budget()), sets[0] & sets[1] & sets[2]),
         (difference(dfas[0], dfas[1:], budget()), sets[0] - sets[1] - sets[2]),
     ):
         assert set(accepted(dfa)) == expected
         assert dfa.is_empty == (not expected)
         assert all(reaches_an_end(dfa)) or dfa.is_empty
+
+
+def test_languages_of_one_cycle_stay_apart() -> None:
+    both = combine([compile_regex(pattern, budget()) for pattern in ("(aa)*", "a(aa)*")], budget())
+    assert [both.run(b"a" * size) for size in range(5)] == [1, 2, 1, 2, 1]
+    assert len(both) == 2
 
 
 def reaches_an_end(dfa: DFA) -> Iterator[bool]:
@@ -124,6 +134,15 @@ def test_a_budget_ends_what_is_too_large() -> None:
     ticks = itertools.count()
     with pytest.raises(GrammarError, match="more than 5 s to compile"):
         determinize(nfa, Budget(Limits(seconds=5), clock=lambda: next(ticks)))
+
+
+def test_finished_parts_count_too() -> None:
+    kept = budget(states=1000)
+    kept.keep(500)
+    kept.keep(100)
+    kept.check(400)
+    with pytest.raises(GrammarError, match="more than 1000 states"):
+        kept.check(401)
 
 
 def test_a_machine_that_stands_still_for_a_while_refuses_no_grammar() -> None:

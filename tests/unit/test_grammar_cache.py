@@ -5,13 +5,16 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, cast
 
+import numpy as np
 import pytest
 
+import shared.grammar.cache as cache_module
 from shared.cli.options import sampling_params
 from shared.errors import RequestError
 from shared.grammar.cache import GrammarCache
 from shared.grammar.grammar import Grammar, grammar_of
 from shared.grammar.limits import GrammarError
+from tests.grammars import UNTIMED
 
 GRAMMARS = [Grammar.regex(f"a{{{n}}}") for n in range(1, 8)]
 
@@ -89,15 +92,28 @@ def test_those_used_last_are_kept_within_the_bytes() -> None:
     assert len(tiny) == 1, "the one that was used last stays, however large"
 
 
+def test_so_many_grammars_are_kept_and_a_look_is_a_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cache_module, "MAX_GRAMMARS", 2)
+    cache = GrammarCache(lambda grammar: grammar.text, len)
+    for grammar in GRAMMARS[:2]:
+        cache.get(grammar)
+    assert cache.known(GRAMMARS[0]) is not None
+    cache.get(GRAMMARS[2])
+    assert [cache.known(grammar) is not None for grammar in GRAMMARS[:3]] == [True, False, True]
+
+
 def test_descriptions() -> None:
     assert grammar_of(regex=None, choice=None) is None
     assert grammar_of(choice=["a"]) == Grammar.choice(("a",))
+    assert Grammar.choice(["a"]).compiled(np.ones(256, np.bool_), UNTIMED) == Grammar.choice(["a"])
     assert hash(Grammar.json_schema('{"type": "object"}')) == hash(Grammar.json_schema({"type": "object"}))
     with pytest.raises(GrammarError, match="regex and choice are given"):
         grammar_of(regex="a", choice=["a"])
     for make, wrong, message in (
         (Grammar.regex, "", "must be a regular expression"),
         (Grammar.choice, "ab", "a list of 1 to 10000 texts"),
+        (Grammar.choice, ["a", ""], "a list of 1 to 10000 texts"),
+        (Grammar.choice, ["a"] * 10_001, "a list of 1 to 10000 texts"),
         (Grammar.json_schema, [1], "The schema is a list; it must be a JSON object"),
         (Grammar.json_schema, "{", "The schema is not JSON"),
         (Grammar.json_schema, {"a": {1, 2}}, "holds what JSON does not have"),

@@ -1,15 +1,22 @@
 """The pool of grammars' tables: ranges that requests hold never move, overlap or change, and what fits is let in."""
 
+import random
+
 import numpy as np
 import pytest
-from hypothesis import settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from shared.grammar.automaton import ACTION_BITS, REFUSED, Action
+from shared.errors import ConfigError
+from shared.grammar.automaton import ACTION_BITS, REFUSED, Action, Configuration, entry
+from shared.grammar.device import AT_END, GROUP, LONGEST, NEVER, GrammarTokens, pack_row, unpack_row
+from shared.grammar.fsm import TokenFSM
 from shared.grammar.plain import free_loops, plain_from
 from shared.grammar.pool import HEADER, GrammarPool
-from tests.grammars import any_json
+from shared.grammar.regex import automaton_of, compile_regex
+from shared.grammar.vocabulary import GrammarVocabulary
+from tests.grammars import any_json, budget, random_tokens
 
 SIZE = 20 * HEADER
 
@@ -76,6 +83,15 @@ def test_a_grammar_that_never_fits() -> None:
     assert pool.acquire("key", np.zeros(SIZE, np.int32)) == 0
 
 
+def test_the_range_that_was_released_first_makes_room() -> None:
+    pool, half = GrammarPool(4 * SIZE, "cpu"), np.zeros(SIZE // 2, np.int32)
+    bases = {key: pool.acquire(key, half) for key in "ab"}
+    for key in "ba":
+        pool.release(key)
+    assert pool.acquire("c", half) == bases["b"]
+    assert pool.acquire("a", None) == bases["a"]
+
+
 def test_a_grammar_that_is_asked_for_again_is_not_uploaded_again() -> None:
     pool = GrammarPool(4 * SIZE, "cpu")
     base = pool.acquire("key", content(3))
@@ -85,15 +101,78 @@ def test_a_grammar_that_is_asked_for_again_is_not_uploaded_again() -> None:
     assert pool.tables[0] == content(3)[0] + 1
 
 
+FRAMES = st.tuples(st.integers(0, 2**31 - 1), st.integers(0, 2**64 - 1))
+NUMBERS = st.integers(0, 2**31 - 1)
+
+
+@given(
+    NUMBERS,
+    st.builds(
+        Configuration, NUMBERS, NUMBERS, NUMBERS, NUMBERS, st.integers(0, 2**64 - 1), st.lists(FRAMES, max_size=64)
+    ),
+)
+def test_a_configuration_that_was_packed_is_the_same(base: int, now: Configuration) -> None:
+    now = now._replace(stack=tuple(now.stack))
+    assert unpack_row(pack_row(base, now)) == (base, now)
+
+
+def test_every_token_has_a_place_on_the_device() -> None:
+    tokens = [b"</s>", *(bytes([byte]) for byte in range(256)), *random_tokens(random.Random(0))]
+    vocabulary = GrammarVocabulary.of_tokens(tokens, [0])
+    found, plain = GrammarTokens.of(vocabulary, "cpu"), plain_from(vocabulary.tokens, vocabulary.usable_bytes)
+    text, firsts = bytes(found.text.tolist()), [set[int]() for _ in found.firsts]
+    for token_id, token in enumerate(vocabulary.tokens):
+        rank, (start, length) = int(found.ranks[token_id]), found.ids[token_id].tolist()
+        if not token:
+            assert (rank, start, length) == (NEVER if token_id else AT_END, 0, 0)
+            continue
+        assert text[start:][: length + 1] == token + b"\0"
+        assert found.starts[rank] == start
+        num_characters = sum(byte & 0xC0 != 0x80 for byte in token)
+        assert found.about[rank] == num_characters << 20 | int(plain[token_id]) << 10 | length
+        assert (rank >= found.first_plain) == (plain[token_id] == 0)
+        firsts[rank // GROUP].add(token[0])
+    assert [some.pop() if len(some) == 1 else -1 for some in firsts] == found.firsts.tolist()
+    assert found.first_plain % GROUP == 0
+    assert found.num_words == len(firsts) + 1
+    assert text.endswith(bytes(4 + found.longest))
+    with pytest.raises(ConfigError, match="has 1024 bytes; grammars on a GPU take up to 1023"):
+        GrammarTokens.of(GrammarVocabulary.of_tokens([b"a" * (LONGEST + 1)], []), "cpu")
+
+
+class Holder:
+    """Of a range."""
+
+
+def test_a_range_is_held_while_its_holders_exist_and_long_tokens_have_none() -> None:
+    automaton = automaton_of(compile_regex("a+", budget()))
+    fits, long = (
+        TokenFSM(automaton, GrammarVocabulary.of_tokens([b"a", b"a" * n], [])) for n in (LONGEST, LONGEST + 1)
+    )
+    pool, holders = GrammarPool(100_000, "cpu"), [Holder(), Holder()]
+    assert [pool.hold("key", fits, holder) for holder in holders] == [0, 0]
+    assert pool.hold("other", long, holders[0]) is None
+    holders.clear()
+    with pytest.raises(KeyError):
+        pool.release("key")
+
+
 def test_the_strings_of_json_are_free() -> None:
     automaton = any_json()
     loops = free_loops(automaton, np.ones(256, bool))
     (string,) = np.flatnonzero(loops != REFUSED)
     assert loops[string] == string << ACTION_BITS | Action.COUNT
-    table = automaton.table.copy()
-    table[string, automaton.columns[ord("k")]] = REFUSED
-    without_k = type(automaton)(**vars(automaton) | {"table": table})
-    assert (free_loops(without_k, np.ones(256, bool)) == REFUSED).all()
+    columns, tails = automaton.columns, automaton.table[string, automaton.columns[0xC3]] >> ACTION_BITS
+    for state, symbols, change in (
+        (string, [ord("k")], REFUSED),
+        (string, [0xE5], REFUSED),
+        (string, range(0xC2, 0xE0), entry(Action.GOTO, tails)),  # of which no byte counts
+        (tails, range(0x80, 0xC0), entry(Action.COUNT, string)),  # of which two count
+    ):
+        table = automaton.table.copy()
+        table[state, columns[list(symbols)]] = change
+        changed = type(automaton)(**vars(automaton) | {"table": table})
+        assert (free_loops(changed, np.ones(256, bool)) == REFUSED).all()
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """JSON Schema to automaton: a table of schemas, what each accepts, and what it refuses."""
 
 import json
+import math
 from typing import Any
 
 import jsonschema_rs
@@ -35,6 +36,17 @@ CASES: dict[str, tuple[Any, list[Any], list[Any]]] = {
         },
         [{"t": "a", "v": 1}, {"v": "x", "t": "b"}, {"v": 1, "t": "a", "w": []}],
         [{"t": "a", "v": "x"}, {"v": 1, "t": "b"}, {}, {"t": "c", "v": 1}],
+    ),
+    "alternatives that see a value alike": (
+        {
+            "type": "object",
+            "anyOf": [
+                {"properties": {"t": {"const": "a"}, "v": {"type": ["string", "integer"]}}, "required": ["t"]},
+                {"properties": {"t": {"const": "b"}, "v": {"type": ["string", "integer", "null"]}}, "required": ["t"]},
+            ],
+        },
+        [{"v": v, "t": t} for v in ("x", 1) for t in "ab"] + [{"v": None, "t": "b"}],
+        [{"v": None, "t": "a"}, {"v": 1, "t": "c"}, {"v": []}],
     ),
     "some item is wrong": (
         {"type": "array", "not": {"items": {"required": ["c"]}}},
@@ -93,6 +105,7 @@ CASES: dict[str, tuple[Any, list[Any], list[Any]]] = {
         [1, "a", None, [1], {"k": [True]}],
         [2, True, [], [1, 1], {}, "b"],
     ),
+    "numbers that begin alike": ({"enum": [1, 10, 100, 12.5]}, [1, 10, 100, 12.5], [0, 101, 12, 1000]),
     "enum and its neighbours": (
         {"enum": ["a", "abc", 5, 50], "maxLength": 2, "maximum": 9},
         ["a", 5],
@@ -152,6 +165,21 @@ CASES: dict[str, tuple[Any, list[Any], list[Any]]] = {
         [{}, {"name": 1}, {"card": 1, "date": 2, "name": 3}, {"date": 1, "x": 2, "name": 3, "card": 4}],
         [{"card": 1}, {"card": 1, "name": 2}, {"card": "x", "name": 1, "date": 2}],
     ),
+    "dependents of dependents": (
+        {
+            "dependentRequired": {"a": ["b"], "b": ["c"], "x": ["y"], "y": ["n"]},
+            "properties": {"n": False},
+            "additionalProperties": {"type": "integer"},
+            "type": "object",
+        },
+        [{}, {"c": 1}, {"b": 1, "c": 2}, {"c": 1, "a": 2, "b": 3}],
+        [{"a": 1}, {"b": 1}, {"a": 1, "b": 2}, {"a": 1, "c": 2}, {"x": 1}, {"x": 1, "y": 1}],
+    ),
+    "dependents of required keys": (
+        {"dependentRequired": {"d": ["e"], "c": ["d"], "b": ["c"], "a": ["b"]}, "required": ["a"], "maxProperties": 5},
+        [dict.fromkeys("abcde", 1), dict.fromkeys("edcba", 1)],
+        [{"a": 1}, dict.fromkeys("abcd", 1), dict.fromkeys("abcdef", 1)],
+    ),
     "dependencies": (
         {"dependencies": {"a": ["b"], "c": {"properties": {"d": {"type": "null"}}}}},
         [{"b": 1}, {"a": 1, "b": 2}, {"c": 1, "d": None}, {"d": 1}, 4],
@@ -170,6 +198,16 @@ CASES: dict[str, tuple[Any, list[Any], list[Any]]] = {
         {"type": "object", "oneOf": [{"required": ["a"]}, {"required": ["b"]}]},
         [{"a": 1}, {"x": 1, "b": 2}],
         [{}, {"a": 1, "b": 2}, {"b": 1, "x": 0, "a": 2}],
+    ),
+    "two keys or two others": (
+        {"type": "object", "anyOf": [{"required": ["a", "b"]}, {"required": ["c", "d"]}]},
+        [{"a": 1, "b": 2}, {"d": 1, "c": 2}, {"a": 1, "c": 2, "b": 3}],
+        [{}, {"a": 1}, {"a": 1, "c": 2}, {"d": 1, "b": 2}],
+    ),
+    "a dependent key or another one": (
+        {"type": "object", "anyOf": [{"dependentRequired": {"x": ["y"]}}, {"required": ["c"]}]},
+        [{}, {"x": 1, "y": 2}, {"c": 1, "x": 2}],
+        [{"x": 1}, {"x": 1, "z": 2}],
     ),
     "one of closed": (
         {
@@ -206,6 +244,126 @@ CASES: dict[str, tuple[Any, list[Any], list[Any]]] = {
         [{'a"\n': 1}],
         [{"a": 1}, {"a\n": 1}],
     ),
+    "names that begin with names": (
+        {
+            "properties": {"a": {"type": "null"}, "ab": {"type": "integer"}, "abc": {"type": "boolean"}},
+            "additionalProperties": {"type": "string"},
+            "required": ["ab"],
+        },
+        [{"ab": 1}, {"abc": True, "ab": 1, "a": None}, {"ab": 1, "abcd": "x", "": "y", "b": "z"}],
+        [{"ab": "x"}, {"a": 1, "ab": 1}, {"ab": 1, "abc": "x"}, {"abc": True}, {"ab": 1, "abcd": 1}],
+    ),
+    "not a part of itself": (
+        {
+            "$defs": {"s": {"type": "string"}},
+            "not": {"$ref": "#/$defs/s"},
+            "anyOf": [{"$ref": "#/$defs/s"}, {"const": 1}],
+        },
+        [1],
+        ["x", "", 2],
+    ),
+    "true is not 1": ({"enum": [True, 0]}, [True, 0], [1, False]),
+    "in both lists": ({"allOf": [{"enum": ["a", "b"]}, {"enum": ["b", "c"]}]}, ["b"], ["a", "c"]),
+    "listed beside what excludes": (
+        {"enum": ["a", "ab", "b"], "not": {"enum": ["a"]}, "pattern": "^a"},
+        ["ab"],
+        ["a", "b"],
+    ),
+    "no integer": ({"not": {"type": "integer"}}, [1.5, "x", None], [1, -3]),
+    "integers and numbers": ({"type": ["integer", "number"]}, [1, 1.5], ["x"]),
+    "written numbers": ({"minimum": 0.1}, [0.1, 1], [0.09, -1]),
+    "from a fraction on": ({"minimum": 1.25}, [1.25, 1.3, 2, 1.251], [1, 1.2, 1.249, -2]),
+    "below a fraction": ({"exclusiveMaximum": 1.25, "type": "number"}, [1, 1.2, 1.249, -2], [1.25, 1.3, 2]),
+    "one of alternatives of which one is not known yet": (
+        {"oneOf": [{"type": "array", "items": {"$ref": "#"}, "minItems": 1}, {"type": "array", "maxItems": 1}]},
+        [[], [1], [[], []]],
+        [[[]], 3, [1, 2]],
+    ),
+    "the tighter lengths": (
+        {"allOf": [{"minLength": 2, "maxLength": 3}, {"minLength": 1, "maxLength": 5}], "type": "string"},
+        ["ab", "abc"],
+        ["a", "abcd"],
+    ),
+    "the tighter bounds": (
+        {
+            "allOf": [{"minimum": 5, "maximum": 7}, {"minimum": 3, "exclusiveMaximum": 7}, {"maximum": 7}],
+            "type": "number",
+        },
+        [5, 6.5],
+        [4, 7, 8],
+    ),
+    "from the next whole number on": ({"type": "integer", "exclusiveMinimum": 100}, [101, 1000], [100, 99]),
+    "common multiples": ({"allOf": [{"multipleOf": 4}, {"multipleOf": 6}]}, [12, 24], [4, 6, 18]),
+    "two tuples": (
+        {
+            "allOf": [
+                {"prefixItems": [True, {"minLength": 2}]},
+                {"prefixItems": [{"const": 1}], "items": {"type": "string"}},
+            ]
+        },
+        [[1, "ab", "x"]],
+        [[1, 2], [1, "a"], [2, "ab"]],
+    ),
+    "not a tuple": (
+        {"type": "array", "not": {"prefixItems": [{"type": "integer"}, {"type": "string"}]}},
+        [["x"], [1, 2], ["x", "y"]],
+        [[], [1], [1, "x"]],
+    ),
+    "not both keys": (
+        {"type": "object", "not": {"required": ["a", "b"]}},
+        [{}, {"a": 1}, {"b": 1}],
+        [{"a": 1, "b": 2}],
+    ),
+    "not a key of any value": (
+        {"type": "object", "not": {"properties": {"a": {}}, "required": ["a"]}},
+        [{}],
+        [{"a": 1}],
+    ),
+    "not with those that must come": (
+        {"type": "object", "not": {"dependentRequired": {"a": ["b", "c"]}}},
+        [{"a": 1}, {"a": 1, "b": 1}, {"c": 1, "a": 1}],
+        [{}, {"b": 1}, {"a": 1, "b": 1, "c": 1}],
+    ),
+    "not that long, and not that short": (
+        {"not": {"maxLength": 1}, "allOf": [{"not": {"minLength": 4}}, {"type": "string"}]},
+        ["ab", "abc"],
+        ["a", "abcd"],
+    ),
+    "not from a bound on": ({"not": {"minimum": 3}, "type": "number"}, [2.5], [3, 4]),
+    "not a list": ({"type": "array", "not": {"enum": [[1], [2], 3]}, "maxItems": 1}, [[], [3]], [[1], [2]]),
+    "one of three": (
+        {"oneOf": [{"enum": [1, 2, 4]}, {"enum": [2, 3, 5]}, {"enum": [3, 1, 6]}]},
+        [4, 5, 6],
+        [1, 2, 3, 7],
+    ),
+    "not one of three": (
+        {"enum": [1, 2, 4, 6, 7], "not": {"oneOf": [{"enum": [1, 2, 4]}, {"enum": [2, 3, 5]}, {"enum": [3, 1, 6]}]}},
+        [1, 2, 7],
+        [4, 6],
+    ),
+    "one of alternatives with alternatives": (
+        {"oneOf": [{"anyOf": [{"type": "string"}, {"type": "integer"}]}, {"minimum": 2, "type": "integer"}]},
+        [1, "x"],
+        [3, None],
+    ),
+    "not a condition": (
+        {"not": {"if": {"type": "integer"}, "then": {"minimum": 3}, "else": {"type": "string"}}},
+        [1, None],
+        [3, "x"],
+    ),
+    "not false": ({"not": False}, [1, {}], []),
+    "none of several": ({"not": {"anyOf": [{"type": "string"}, {"minimum": 3}]}}, [1, 2.5], ["x", 4, None]),
+    "a length of 2.0": ({"type": "string", "minLength": 2.0, "pattern": "b$"}, ["ab", "aaab"], ["b", "aa"]),
+    "a reference with a tilde": (
+        {"$defs": {"a~1b": {"type": "integer"}, "a/b": {"type": "string"}}, "$ref": "#/$defs/a~01b"},
+        [1],
+        ["x"],
+    ),
+    "an anchor inside a constant": (
+        {"$defs": {"x": {"$anchor": "s", "type": "string"}}, "anyOf": [{"$ref": "#s"}, {"enum": [{"$anchor": "s"}]}]},
+        ["x", {"$anchor": "s"}],
+        [1, {}],
+    ),
     "reference with neighbours": (
         {"$defs": {"n": {"type": "integer"}}, "items": {"$ref": "#/$defs/n", "minimum": 3}},
         [[3, 4]],
@@ -215,7 +373,7 @@ CASES: dict[str, tuple[Any, list[Any], list[Any]]] = {
         {
             "$schema": "http://json-schema.org/draft-07/schema#",
             "definitions": {"n": {"type": "integer"}},
-            "items": {"$ref": "#/definitions/n", "minimum": 3},
+            "items": {"$ref": "#/definitions/n", "minimum": 3, "uniqueItems": True},
         },
         [[3, 2]],
         [["x"]],
@@ -258,7 +416,18 @@ REFUSED: dict[str, tuple[Any, str]] = {
     "too few keys": ({"type": "object", "minProperties": 3, "propertyNames": {"enum": ["a", "b"]}}, "accepts nothing"),
     "part of a divisor": ({"multipleOf": 0.01}, "#/multipleOf"),
     "not keys": ({"not": {"patternProperties": {"a": {"type": "null"}}}}, "#/not/patternProperties"),
+    "a chain of references": (
+        {"$defs": {str(n): {"$ref": f"#/$defs/{n + 1}"} for n in range(2000)}, "$ref": "#/$defs/0"},
+        "refers to itself without end",
+    ),
     "no type": ({"type": "text"}, "#/type"),
+    "no bound": ({"items": {"maximum": math.inf}}, "none in JSON: inf"),
+    "no length": ({"minLength": True}, "#/minLength"),
+    "a key with a slash": ({"dependencies": {"a/b": {"uniqueItems": True}}}, "#/dependencies/a~1b/uniqueItems"),
+    "one number, excluded": ({"type": "number", "minimum": 1.5, "exclusiveMaximum": 1.5}, "accepts nothing"),
+    "not an unknown format": ({"not": {"format": "unheard-of"}}, "accepts nothing"),
+    "no divisor": ({"multipleOf": -2}, "#/multipleOf"),
+    "branches": ({"allOf": [{"anyOf": [{"minimum": n}, {"maxLength": n}]} for n in range(12)]}, "more than 2048"),
     "no schema": ({"items": 3}, "#/items"),
     "repeats": ({"pattern": "(a|b)*a(a|b){17}"}, "#/pattern"),
 }
@@ -273,11 +442,16 @@ def test_what_is_refused_is_named(name: str) -> None:
 
 
 def test_nesting_is_bounded() -> None:
-    schema: Any = {"type": "integer"}
-    for _ in range(70):
-        schema = {"items": schema}
+    array: Any = {"maxItems": 0}
+    for _ in range(63):
+        array = {"items": array}
+    compile_schema(array, budget())
     with pytest.raises(GrammarError, match="nested deeper than 64"):
-        compile_schema(schema, budget())
+        compile_schema({"items": array}, budget())
+    tree: Any = {"type": "integer"}
+    for _ in range(40):  # maps of schemas are no schemas
+        tree = {"properties": {"a": tree}}
+    compile_schema(tree, budget())
 
 
 NO_JSON = b'1E400 -1e999 01 1. .5 +1 --1 "\xc0\xaf" "\xed\xa0\x80" "\\ud800" "a {"a":1,} [1,] [,1] nul'.split()
@@ -294,17 +468,33 @@ TEXTS: dict[str, tuple[Any, list[bytes], list[bytes]]] = {
     ),
     "an equal key does not count twice": (
         {"minProperties": 2, "type": "object"},
-        [b'{"x":1,"y":2}', b'{"x":1,"x":2,"y":3}'],
+        [b'{"x":1,"y":2}', b'{"xa":1,"ya":2}', b'{"x":1,"x":2,"y":3}'],
         [b'{"x":1,"x":2}'],
     ),
+    "an equal key does not come twice where the most is counted too": (
+        {"minProperties": 2, "maxProperties": 3, "type": "object"},
+        [b'{"x":1,"y":2,"z":3}'],
+        [b'{"x":1,"x":2,"y":3}'],
+    ),
     "minus zero is an integer from 0 on": ({"type": "integer", "minimum": 0}, [b"-0"], [b"-1"]),
+    "exponents overflow no float": (
+        {},
+        [b"9e307", b"9e+307", b"12e99", b"12e-99", b"1e-307"],
+        [b"1e308", b"1e310", b"1e400", b"12e100", b"12e+100"],
+    ),
+    "numbers below 1e-4 alone have a negative exponent where their size matters": (
+        {"exclusiveMinimum": 0, "maximum": 1},
+        [b"9e-05", b"0.0001"],
+        [b"1e-04", b"1e-4", b"1e-1"],
+    ),
+    "blanks in an empty array": ({"items": {"type": "integer"}, "maxItems": 1}, [b"[ ]", b"[\n]", b"[ 1]"], [b"[1,"]),
     "minus zero is below 1": ({"type": "integer", "minimum": 1}, [], [b"-0"]),
     "minus zero is the constant 0": ({"const": 0}, [b"-0"], []),
     "a reader rounds 1e-400 to 0": ({"exclusiveMinimum": 0}, [], [b"-0.0", b"1e-400"]),
     "a reader rounds many nines to 1": (
         {"exclusiveMaximum": 1},
         [b"0.9999999999999999"],
-        [b"0.99999999999999999999"],
+        [b"0." + b"9" * number for number in (17, 18, 19, 20, 40)],
     ),
 }
 
@@ -335,12 +525,28 @@ def test_nesting_ends_at_the_depth_of_the_stack() -> None:
     assert automaton.walk(START, b'{"next":' * MAX_DEPTH + b"{") is None
 
 
+@pytest.mark.parametrize("needs", [{}, {"dependentRequired": {"a": ["b"]}}, {"required": ["b"]}, {"minProperties": 2}])
+def test_an_object_has_room_for_the_keys_that_it_needs(needs: dict[str, Any]) -> None:
+    """A key is refused where the stack has no frames for another one that must follow."""
+    arrays = {"type": "array", "items": {"type": "array", "maxItems": 0}, "minItems": 1}
+    members = {"inner": {"$ref": "#"}, "a": {"type": "string"}, "b": arrays}
+    automaton = compile_schema(
+        {"type": "object", "properties": members, "additionalProperties": False} | needs, budget()
+    )
+    for depth in range(MAX_DEPTH - 4, MAX_DEPTH + 1):
+        begun, has_room = b'{"inner":' * (depth - 1) + b"{", depth <= MAX_DEPTH - 2
+        assert automaton.accepts(begun + b'"a":"x"' + b',"b":[[]]}' * depth) == has_room
+        for more in (b'"a":"x', b'"a":"x"', b'"b":[') if needs else [b'"b":[']:
+            assert (automaton.walk(START, begun + more) is not None) == has_room, (depth, more)
+
+
 def test_many_keys() -> None:
     """The register has 64 bits: further optional keys may repeat, and more than 64 needed ones are refused."""
     keys = [f"key{number}" for number in range(300)]
     properties = {key: {"type": "integer"} for key in keys}
     automaton = compile_schema({"type": "object", "properties": properties, "additionalProperties": False}, budget())
-    assert automaton.accepts(json.dumps(dict.fromkeys(reversed(keys), 1)).encode())
+    for ordered in (keys, keys[::-1]):
+        assert automaton.accepts(json.dumps(dict.fromkeys(ordered, 1)).encode())
     assert not automaton.accepts(b'{"key1": 1, "key1": 1}')
     with pytest.raises(GrammarError, match="more than 64"):
         compile_schema({"type": "object", "required": keys}, budget())
@@ -359,6 +565,9 @@ def test_lengths_beside_a_pattern_need_no_states() -> None:
     assert automaton.num_states < 20
     for length, is_valid in ((2, False), (3, True), (5000, True), (5001, False)):
         assert automaton.accepts(b'"' + "é".encode() * length + b'"') is is_valid
+    one_a = compile_schema({"type": "string", "pattern": "^(a|[b-z]+)$", "minLength": 2, "maxLength": 9}, budget())
+    assert one_a.accepts(b'"bb"')
+    assert one_a.walk(START, b'"a') is None, "it could not go on to two characters"
     ends_with_b = {"type": "string", "pattern": "b$", "maxLength": 3}  # a counter could stop it before the b
     automaton = compile_schema(ends_with_b, budget())
     assert automaton.accepts(b'"aab"')

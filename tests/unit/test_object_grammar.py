@@ -11,6 +11,25 @@ from tests.grammars import budget
 
 TRUE = {"const": True}
 CLOSED: dict[str, Any] = {"properties": {"a": TRUE, "b": TRUE}, "additionalProperties": False}
+PREFIXES = {"properties": dict.fromkeys(["ab", "ac", "b"], TRUE), "additionalProperties": False}
+ABOUT = {"properties": {"ab": TRUE}, "propertyNames": {"pattern": "^(ab|c+)$"}, "additionalProperties": TRUE}
+
+
+@pytest.mark.parametrize(
+    ("schema", "text", "begun", "refused"),
+    [
+        (PREFIXES, '"ab": true', ["a", "ac", "b"], ["ab", "c"]),
+        (PREFIXES, '"ab": true, "ac": true', ["b"], ["a"]),
+        (ABOUT, '"ab": true', ["c", "cc"], ["a", "b"]),
+        (ABOUT, '"c": true', ["a", "ab", "c"], ["b"]),
+    ],
+)
+def test_no_key_is_begun_in_vain(schema: dict[str, Any], text: str, begun: list[str], refused: list[str]) -> None:
+    automaton = compile_schema({"type": "object"} | schema, budget())
+    for key in (*begun, *refused):
+        assert (automaton.walk(START, f'{{{text}, "{key}'.encode()) is not None) == (key in begun), key
+
+
 CASES: dict[str, tuple[dict[str, Any], dict[str, str]]] = {
     "two keys": (
         CLOSED,

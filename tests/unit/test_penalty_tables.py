@@ -207,6 +207,13 @@ def test_rows_are_counted_where_requests_lose_their_memory(is_overlapped: bool) 
     assert all(machine.num_checked[name] for name in ("rows read", "rows kept", "preempted")), machine.num_checked
 
 
+def test_a_table_of_histories_is_as_wide_as_their_largest_id() -> None:
+    counts = TokenCounts.of([([1, 5], [2, 2]), ([], [])])
+    assert counts.in_output.shape == counts.in_prompt.shape == (2, 6)
+    assert counts_of(counts, 0) == ({1, 5}, Counter({2: 2}))
+    assert TokenCounts.of([([], [])]).in_output.shape == (1, 0)
+
+
 def row(serial: int, prompt_ids: list[int], output_ids: list[int], **penalties: float) -> SamplingRow:
     params = SamplingParams(temperature=0.0, **penalties)  # type: ignore[arg-type]
     return SamplingRow(params, 0, len(output_ids), prompt_ids, output_ids, serial=serial)

@@ -2,12 +2,14 @@
 
 import math
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from transformers import MinPLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
+from shared.sampling.logit_mask import LogitMaskProcessor
 from shared.sampling.processors import (
     apply_min_p,
     apply_output_penalties,
@@ -33,6 +35,17 @@ def kept(logits):
 
 def random_logits(rows, vocabulary, seed=0):
     return torch.randn(rows, vocabulary, generator=torch.Generator().manual_seed(seed)) * 3
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_mask_is_that_of_its_own_row(dtype):
+    logits, masks = random_logits(4, 3).to(dtype), [None, np.array([True, False, True]), None, np.eye(3, dtype=bool)[1]]
+    before, expected = logits.clone(), logits.float().clone()
+    expected[1, 1] = expected[3, 0] = expected[3, 2] = -INF
+    processor = LogitMaskProcessor.of(masks)
+    assert torch.equal(processor.sent(lambda array: array)(logits), expected)
+    assert torch.equal(logits, before)
+    assert LogitMaskProcessor.of([None, None]) is None
 
 
 @settings(max_examples=100)

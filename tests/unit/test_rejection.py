@@ -107,6 +107,14 @@ def test_drafts_are_accepted_as_often_as_the_distributions_overlap() -> None:
         assert_close(share, chance, "share of accepted drafts", atol=4 * (0.25 / NUM_DRAWS) ** 0.5)
 
 
+def test_where_rounding_leaves_no_residual_a_draft_is_replaced_by_a_draw_from_the_target() -> None:
+    logits = torch.tensor([-torch.inf, 1.0, 2.0, 3.0]).expand(64, -1)
+    batch = SamplingBatch.of([SamplingRow(SamplingParams(), seed, 0) for seed in range(64)])
+    rows, drafts, more_than_p = torch.arange(64), torch.full((64,), 3), 2 * logits.softmax(-1)
+    found = accept_or_replace(torch.zeros_like(rows), logits, batch, rows, drafts, more_than_p)
+    assert_equal(set(found.tolist()), {1, 2, 3}, "tokens that are drawn")
+
+
 def test_equal_distributions_accept_every_draft() -> None:
     target = logits_of(7, 4)
     kept = answers(SamplingParams(), target, target[:3])

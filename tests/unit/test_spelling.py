@@ -24,8 +24,11 @@ def test_texts_without_the_byte_are_left() -> None:
         for text in ('"a"', '"ü"', '{"a": "😀"}', f'"{wrong}"', f'{{"{wrong}": 1}}'):
             is_left = bytes([missing]) not in text.encode()
             assert automaton.accepts(text.encode()) == is_left, text
-    whole = compile_schema({"type": "string"}, budget())
-    assert spellable(whole, usable()) is whole
+    for schema, missing in (({"type": "string"}, ()), ({"type": "integer"}, (0xA9,))):
+        whole = compile_schema(schema, budget())
+        assert spellable(whole, usable(*missing)) is whole
+    closed = {"type": "object", "properties": {"k": {"type": "string"}}, "additionalProperties": False}
+    assert spellable(compile_schema(closed, budget()), usable(0xF1)).accepts(b'{"k": "a"}')
 
 
 def test_a_text_that_could_not_be_ended_is_refused() -> None:
@@ -48,10 +51,10 @@ def test_every_kind_of_grammar() -> None:
         assert_language(automaton, [right], [wrong])
         walked = automaton.walk(START, b"x\xc3")
         assert walked is None, "no text goes on there"
-    for grammar in (Grammar.choice(["é"]), Grammar.regex("é+")):
+    for grammar in (Grammar.choice(["é"]), Grammar.regex("é+"), Grammar.json_schema({"const": "é"})):
         with pytest.raises(GrammarError, match="cannot spell"):
             compile_grammar(grammar, usable(0xA9), UNTIMED)
-    assert compile_grammar(Grammar.json_object(), usable(), UNTIMED).accepts(b'{"a": [1]}')
+    assert_language(compile_grammar(Grammar.json_object(), usable(), UNTIMED), [b'{"a": [1]}'], [b"[1]", b"1"])
     for grammar in (Grammar.json_object(), Grammar.regex("[a-z]{50}")):
         with pytest.raises(GrammarError, match=r"tables take \d+ bytes, more than 100"):
             compile_grammar(grammar, usable(), Limits(bytes=100))

@@ -3,6 +3,7 @@
 import threading
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -92,6 +93,7 @@ def test_thinking_is_closed_behind_its_budget() -> None:
     assert rows_of(limits(most=2), [OPEN, 1, 2, CLOSE, 4]) == [FREE, FREE, FREE, closed, FREE, FREE]
     assert rows_of(limits(most=2), [OPEN, CLOSE, 2, 3, 4])[3] == FREE, "it ended before"
     assert rows_of(limits(most=2), [1, 2, 3, 4]) == [FREE] * 5, "this answer has no thoughts"
+    assert rows_of(limits(most=2), [1, OPEN, 3, 4, 5]) == [FREE] * 6, "it does not begin with them"
     assert rows_of(limits(most=0, is_open=True), [CLOSE]) == [closed, FREE]
 
 
@@ -110,18 +112,31 @@ def test_words_are_chosen_by_the_noise_of_the_request() -> None:
     assert chosen([], 3, 0, 9) == ()
 
 
-def test_limits_are_those_of_the_parameters(tiny_checkpoints: dict[str, Path]) -> None:
-    tokenizer = Tokenizer.load(tiny_checkpoints["qwen3"])
-    opened, closed = tokenizer.token_id("<think>"), tokenizer.token_id("</think>")
-    assert opened is not None
-    assert closed is not None
-    params = SamplingParams(min_thinking_tokens=4, thinking_budget=9, max_new_tokens=3)
-    found = ThinkingLimits.of(params, [101, opened, 102, closed, 103, opened, 104], 0, (END,), tokenizer)
-    assert found == ThinkingLimits(opened, closed, True, 3, 9, (END,)), "the tokenizer has bytes, and no words"
-    found = ThinkingLimits.of(params, [opened, 102, closed, 103], 0, (), tokenizer)
+def limits_of(params: SamplingParams, prompt: list[int], texts: list[list[int]]) -> ThinkingLimits:
+    """Those of a tokenizer that knows the marks of thinking, and spells the words with these ids."""
+    marks, words = {thinking.OPEN: OPEN, thinking.CLOSE: CLOSE}, dict(zip(thinking.WORDS, texts, strict=True))
+    tokenizer: Any = SimpleNamespace(token_id=marks.get, encode=lambda text, **_: words[text])
+    found = ThinkingLimits.of(params, prompt, 3, (END,), tokenizer)
     assert found is not None
-    assert not found.is_open
-    assert ThinkingLimits.of(SamplingParams(), [opened], 0, (), tokenizer) is None
+    return found
+
+
+def test_limits_are_those_of_the_parameters() -> None:
+    params, no_words = SamplingParams(min_thinking_tokens=4, thinking_budget=9, max_new_tokens=3), [[4, 5], [6, 7]]
+    found = limits_of(params, [101, OPEN, 102, CLOSE, 103, OPEN, 104], no_words)
+    assert found == ThinkingLimits(OPEN, CLOSE, True, 3, 9, (END,))
+    assert not limits_of(params, [OPEN, 102, CLOSE, 103], no_words).is_open
+    tokenizer: Any = None
+    assert ThinkingLimits.of(SamplingParams(), [OPEN], 0, (), tokenizer) is None
+
+
+@pytest.mark.parametrize(("ids", "words"), [([5], (4, 5)), ([5, 6], (4,))])
+@pytest.mark.parametrize(("prompt", "first"), [([OPEN], 0), ([], 1)])
+def test_words_of_one_token_stand_by_their_index_in_the_output(
+    ids: list[int], words: tuple[int, ...], prompt: list[int], first: int
+) -> None:
+    found = limits_of(SamplingParams(min_thinking_tokens=40), prompt, [[4], ids])
+    assert found.replacements == chosen(words, 3, first, 40)
 
 
 @pytest.mark.parametrize("given", [{"thinking_budget": 5}, {"min_thinking_tokens": 5}])

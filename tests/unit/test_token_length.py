@@ -78,6 +78,16 @@ def test_nfc_shrinks_no_text_more() -> None:
     assert NFC_SHRINKS / 2 < max(ratios) <= NFC_SHRINKS
 
 
+def test_added_tokens_and_normalizers_that_shrink_texts_lower_the_bound(text_folders: dict[str, Path]) -> None:
+    tokenizer = Tokenizer.load(text_folders["smollm2"])
+    tokenizer.backend.add_tokens(["é" * 500])
+    assert TextBound.of(tokenizer) == TextBound(1000)
+    tokenizer.backend.normalizer = normalizers.Sequence(
+        [normalizers.NFC(), normalizers.Sequence([normalizers.Replace(" ", "▁")])]
+    )
+    assert TextBound.of(tokenizer) == TextBound(1000 * NFC_SHRINKS)
+
+
 CHANGES = {
     "spaces beside a token": lambda backend: backend.add_tokens([AddedToken("<mask>", lstrip=True)]),
     "a stripping normalizer": lambda backend: setattr(backend, "normalizer", normalizers.Strip()),

@@ -1,0 +1,66 @@
+"""Masks of the rows of a request with a grammar, without an engine: behind outputs, drafts and a least of tokens."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from shared.grammar.constraint import Constraints
+from shared.grammar.grammar import Grammar
+from shared.grammar.vocabulary import GrammarVocabulary
+from shared.sampling.params import SamplingParams
+from shared.sampling.sampler import SamplingRow
+
+END, A, B, C = range(4)
+
+
+def begin(pattern: str, **about: Any) -> tuple[Constraints, Any]:
+    """A request whose outputs match a pattern of a, b and c."""
+    constraints = Constraints(lambda: GrammarVocabulary.of_tokens([b"</s>", b"a", b"b", b"c"], [END]))
+    params = SamplingParams(structured_output=Grammar.regex(pattern), **about)
+    return constraints, SimpleNamespace(
+        constraint=constraints.of(params), params=params, output_ids=[], draft_ids=[], serial=5
+    )
+
+
+def masked(constraints: Constraints, request: Any, masked_ids: tuple[int, ...] = ()) -> list[tuple[Any, Any]]:
+    """Of each row what is allowed, and the ids that are masked besides."""
+    count = len(request.draft_ids)
+    rows = [SamplingRow(request.params, 0, n, serial=request.serial, masked_ids=masked_ids) for n in range(count + 1)]
+    schedule: Any = [(request, None, None, count, count + 1, None)]
+    found = constraints.masked(schedule, rows)
+    return [
+        (None if row.allowed is None else np.flatnonzero(row.allowed).tolist(), tuple(row.masked_ids)) for row in found
+    ]
+
+
+def test_a_row_is_masked_behind_the_drafts_before_it() -> None:
+    constraints, request = begin("(ab)+c?")
+    for outputs, drafts, allowed in (
+        ([], [A, B], [[A], [B], [END, A, C]]),
+        ([A], [B, A, A], [[B], [END, A, C], [B], None]),  # no row matters behind a draft that is refused
+        ([A, B, A], [], [[B]]),
+        ([A, B, A, B], [C], [[END, A, C], [END]]),
+        ([A, B, A, B, C], [], [[END]]),
+    ):
+        request.output_ids, request.draft_ids = outputs, drafts
+        assert [row for row, _ in masked(constraints, request)] == allowed
+    assert constraints.num_masks == 3 + 4 + 1 + 2 + 1
+
+
+@pytest.mark.parametrize(("pattern", "left"), [("a", ()), ("a+", (END,))])
+def test_a_grammar_that_allows_the_end_alone_wins_over_min_tokens(pattern: str, left: tuple[int, ...]) -> None:
+    constraints, request = begin(pattern, min_tokens=3)
+    request.output_ids = [A]
+    assert masked(constraints, request, (END,))[0][1] == left
+
+
+@pytest.mark.parametrize("min_tokens", [0, 3])
+def test_the_device_makes_masks_unless_the_end_is_forbidden(min_tokens: int) -> None:
+    constraints, request = begin("a+", min_tokens=min_tokens)
+    request.constraint.has_sampled, request.constraint.base = True, 0
+    assert masked(constraints, request) == [(None, ())]
+    assert constraints.steady == (([], 0) if min_tokens else ([5], 1))
+    if min_tokens:
+        assert masked(constraints, request, (END,)) == [([A], (END,))]
