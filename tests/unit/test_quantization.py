@@ -117,7 +117,7 @@ def packed_one_by_one(numbers: np.ndarray, order: tuple[int, ...] = tuple(range(
 
 GENERATOR = np.random.default_rng(0)
 NUMBERS = GENERATOR.integers(0, 16, (N, K))
-ZEROS = GENERATOR.integers(1, 16, (N, K // G))
+ZEROS = GENERATOR.integers(0, 16, (N, K // G))
 SCALES = torch.from_numpy(GENERATOR.random((N, K // G), np.float32)) + 0.1
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # of AutoAWQ's gemm kernel
 BLOCK_SCALES = torch.from_numpy(GENERATOR.random((1, 2), np.float32)) + 0.1
@@ -139,7 +139,14 @@ def scheme(**weights: Any) -> dict[str, Any]:
 
 
 GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": G}
-AWQ = {"quant_method": "awq", "bits": 4, "group_size": G, "version": "gemm", "zero_point": True}
+AWQ = {
+    "quant_method": "awq",
+    "bits": 4,
+    "group_size": G,
+    "version": "gemm",
+    "zero_point": True,
+    "modules_to_not_convert": None,
+}
 PACKED = scheme(num_bits=4, type="int", strategy="group", group_size=G, symmetric=True)
 ASYMMETRIC = scheme(num_bits=4, type="int", strategy="group", group_size=G, symmetric=False)
 BLOCKS = {"quant_method": "fp8", "weight_block_size": [128, 128], "activation_scheme": "dynamic"}
@@ -147,7 +154,7 @@ CT = {"quant_method": "compressed-tensors", "ignore": ["lm_head", "re:.*layers[.
 INT8 = CT | {"format": "int-quantized", "config_groups": scheme(num_bits=8, type="int", strategy="channel")}
 GPTQ_TENSORS = {
     "qweight": packed_columns(NUMBERS),
-    "qzeros": packed_one_by_one(ZEROS.T - 1),
+    "qzeros": packed_one_by_one((ZEROS.T - 1) % 16),
     "scales": SCALES.T.contiguous(),
     "g_idx": (torch.arange(K) // G).int(),
 }
@@ -230,8 +237,8 @@ def test_a_stored_matrix_is_read(tmp_path: Path, kind: str) -> None:
         ("awq", {"version": "gemv"}, {}, "version 'gemv'.*'gemm'"),
         ("fp8 in blocks", {"weight_block_size": [64, 64]}, {}, r"weight_block_size \[64, 64\]"),
         ("fp8 in blocks", {}, {"weight": FLOATS.float()}, r"up_proj\.weight.*float32.*must be float8_e4m3fn"),
-        ("fp8 in blocks", {}, {"weight_scale_inv": torch.ones(2, 2)}, r"weight_scale_inv.*\[2, 2\].*\[1, 2\]"),
-        ("fp8 in blocks", {}, {"weight_scale_inv": torch.tensor([[1.0, float("nan")]])}, r"scale nan at \[0, 1\]"),
+        ("fp8 in blocks", {}, {"weight_scale_inv": torch.ones(2, 1)}, r"weight_scale_inv.*\[2, 1\].*\[1, 2\]"),
+        ("fp8 in blocks", {}, {"weight_scale_inv": torch.tensor([[1.0, float("inf")]])}, r"scale inf at \[0, 1\]"),
         ("int8, a scale a row", {}, {"weight_scale": torch.zeros(N, 1)}, r"weight_scale.*scale 0.0 at \[0, 0\]"),
         ("int8, a scale a row", {"format": "marlin-24"}, {}, "format 'marlin-24'.*int-quantized"),
         (
@@ -253,19 +260,55 @@ def test_what_is_not_supported_or_contradicts_the_config_is_told(
         read(tmp_path, right_config | config, changed)
 
 
+def test_rows_that_do_not_fill_an_int32(tmp_path: Path) -> None:
+    """Of eight bits in six columns, and zeros of four bits of twelve rows."""
+    bytes_ = GENERATOR.integers(0, 256, (3, 8), np.uint8)
+    bytes_[:, 6:] = 77
+    save_file(
+        {
+            "a.weight_packed": torch.from_numpy(bytes_.view(np.int32)),
+            "a.weight_scale": torch.tensor(0.5),
+            "b.weight_packed": packed_one_by_one(NUMBERS[:12, :G]),
+            "b.weight_scale": SCALES[:12, :1].clone(),
+            "b.weight_zero_point": packed_one_by_one(np.append(ZEROS[:12, :1].T, [[9] * 4], 1)).T.contiguous(),
+        },
+        tmp_path / "model.safetensors",
+    )
+    for config, name, expected in (
+        (scheme(num_bits=8, type="int", strategy="tensor"), "a", 0.5 * (torch.from_numpy(bytes_[:, :6]).float() - 128)),
+        (ASYMMETRIC, "b", in_groups(ZEROS)[:12, :G]),
+    ):
+        about = {"format": "pack-quantized", "config_groups": config}
+        weight = detect_format(CT | about, Checkpoint(tmp_path)).read(name, tuple(expected.shape))
+        torch.testing.assert_close(dequantize(weight), expected.float())
+
+
 def test_modules_left_out(tmp_path: Path) -> None:
+    """Layer 7 is not layer 70. The list of AWQ has parts of names."""
     save_file({"a": torch.zeros(1)}, tmp_path / "model.safetensors")
     checkpoint = Checkpoint(tmp_path)
+    in_layer_7 = "model.layers.7.mlp.up_proj"
     for config, left_out in [
-        (INT8, "model.layers.7.mlp.up_proj"),
-        (AWQ | {"modules_to_not_convert": ["layers.0.mlp"]}, NAME),
-        (BLOCKS | {"modules_to_not_convert": ["model.layers.0"]}, NAME),
+        (INT8, in_layer_7),
+        (INT8 | {"ignore": ["lm_head", "model.layers.7", in_layer_7]}, in_layer_7),
+        (AWQ | {"modules_to_not_convert": ["layers.7."]}, in_layer_7),
+        (BLOCKS | {"modules_to_not_convert": ["model.layers.7"]}, in_layer_7),
         (GPTQ, "lm_head"),
     ]:
         stored = detect_format(config, checkpoint)
         assert not stored.quantizes(left_out)
         assert not stored.quantizes("lm_head")
         assert stored.quantizes("model.layers.70.self_attn.q_proj")
+    save_file({"lm_head.weight_scale_inv": torch.zeros(1)}, tmp_path / "model.safetensors")
+    assert detect_format(BLOCKS, Checkpoint(tmp_path)).quantizes("lm_head"), "a head that has scales"
+
+
+def test_a_group_that_names_a_module_comes_before_one_for_all(tmp_path: Path) -> None:
+    groups = scheme(num_bits=8, type="int", strategy="channel")
+    groups["group_1"] = groups["group_0"] | {"targets": [NAME], "format": "float-quantized"}
+    groups["group_1"]["weights"] = {"num_bits": 8, "type": "float", "strategy": "tensor"}
+    _, tensors, wanted = STORED["fp8, a scale a tensor"]
+    torch.testing.assert_close(dequantize(read(tmp_path, INT8 | {"config_groups": groups}, tensors)), wanted)
 
 
 @pytest.mark.parametrize("has_zeros", [False, True])
