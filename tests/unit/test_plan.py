@@ -234,24 +234,6 @@ def test_every_token_of_a_tile_has_states_of_its_own():
     assert plan.output_indptr.tolist() == [0, 0, 0, 3, 6, 6], "rows of other sequences first, and one of padding"
 
 
-def test_a_sequence_of_nothing_has_one_item_and_no_state():
-    plan = plan_decode([0, 0], H100)
-    assert plan.num_items[0] == 2
-    assert plan.num_states == 0
-    assert not plan.is_split
-
-
-def test_no_sequences():
-    assert plan_decode([], H100).num_items[0] == 0
-    assert plan_prefill([], [], H100, tokens_per_tile=16).num_items[0] == 0
-    assert plan_prefill([0], [7], H100, tokens_per_tile=16).num_items[0] == 0
-
-
-def test_a_window_counts_what_can_be_seen():
-    assert plan_decode([16384] * 4, H100, window=512).num_items[0] == 4 * 4
-    assert plan_decode([16384], H100, window=100).num_items[0] == 1
-
-
 def test_a_tile_s_first_token_sees_itself_and_the_window_before_it():
     """One key more, or one less, would be another split."""
     grid = Grid(resident=132, unit=1, least_split=1)
