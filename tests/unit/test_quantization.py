@@ -29,7 +29,14 @@ from shared.models.tokens import Tokens
 from shared.ops import quantized as op
 from shared.quantization.formats.detect import detect_format
 from shared.quantization.rounding import METHODS, quantize
-from shared.quantization.weight import QuantizedWeight, concatenate, dequantize, pack_nibbles, unpack_nibbles
+from shared.quantization.weight import (
+    QuantizedWeight,
+    concatenate,
+    dequantize,
+    mergeable,
+    pack_nibbles,
+    unpack_nibbles,
+)
 
 N, K, G = 48, 256, 128
 NAME = "model.layers.0.mlp.up_proj"
@@ -73,6 +80,9 @@ def test_rounding_is_as_near_as_the_format_allows(method: str, step: float) -> N
 
 
 def test_int4_needs_groups() -> None:
+    """The largest that divide its rows."""
+    found = [quantize(torch.randn(2, columns), "int4").columns_per_scale for columns in (256, 192, 96)]
+    assert found == [128, 64, 32]
     with pytest.raises(ConfigError, match=r"divisible by 32.*\[48, 72\].*'int8' or 'fp8'"):
         quantize(torch.randn(N, 72), "int4")
 
@@ -83,6 +93,8 @@ def test_nibbles(run: int) -> None:
     packed = pack_nibbles(numbers, run)
     assert packed[3, 1] == numbers[3, 1] + 16 * numbers[3, 1 + run // 2]
     assert torch.equal(unpack_nibbles(packed, run), numbers.to(torch.uint8))
+    weight = QuantizedWeight(pack_nibbles(numbers, 128), torch.ones(N, 1), None, K)
+    assert torch.equal(dequantize(weight), numbers - 8.0), "a scale of more columns than are packed together"
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -102,6 +114,14 @@ def test_blocks_of_merged_matrices_keep_their_scales(rows: tuple[int, ...]) -> N
     merged = concatenate(weights)
     assert torch.equal(dequantize(merged), torch.cat([dequantize(weight) for weight in weights]))
     assert merged.rows_per_scale == (128 if rows == (256, 128) else 1)
+
+
+def test_zeros_of_merged_matrices_of_which_one_has_none() -> None:
+    plain, other = (quantize(torch.randn(n, K), "int4") for n in (3, 5))
+    other = dataclasses.replace(other, zeros=torch.randint(16, other.scales.shape, dtype=torch.uint8))
+    for weights in ((plain, other), (other, plain)):
+        assert torch.equal(dequantize(concatenate(weights)), torch.cat([dequantize(weight) for weight in weights]))
+    assert not mergeable([plain, quantize(torch.randn(3, K), "int4", 64)]), "groups of other sizes"
 
 
 # Formats.
@@ -223,7 +243,9 @@ def read(folder: Path, config: Any, tensors: dict[str, torch.Tensor]) -> Quantiz
 @pytest.mark.parametrize("kind", STORED)
 def test_a_stored_matrix_is_read(tmp_path: Path, kind: str) -> None:
     config, tensors, wanted = STORED[kind]
-    torch.testing.assert_close(dequantize(read(tmp_path, config, tensors)).double(), wanted.double())
+    weight = read(tmp_path, config, tensors)
+    torch.testing.assert_close(dequantize(weight).double(), wanted.double())
+    assert weight.scales.shape == (-(-N // weight.rows_per_scale), K // weight.columns_per_scale)
 
 
 @pytest.mark.parametrize(
