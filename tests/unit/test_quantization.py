@@ -303,6 +303,7 @@ def test_rows_that_do_not_fill_an_int32(tmp_path: Path) -> None:
         about = {"format": "pack-quantized", "config_groups": config}
         weight = detect_format(CT | about, Checkpoint(tmp_path)).read(name, tuple(expected.shape))
         torch.testing.assert_close(dequantize(weight), expected.float())
+        assert weight.zeros is None or weight.zeros.shape == weight.scales.shape
 
 
 def test_modules_left_out(tmp_path: Path) -> None:
