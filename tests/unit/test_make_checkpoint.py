@@ -165,6 +165,7 @@ def test_the_writer_is_read_by_the_library(dtype, tmp_path):
     tensors = {"b": torch.randn(3, 5), "a": torch.randn(7), "empty": torch.zeros(0, 4), "t": torch.randn(4, 2).T}
     layout = [(name, tuple(tensor.shape)) for name, tensor in tensors.items()]
     write_safetensors(tmp_path / "x.safetensors", layout, dtype, iter(tensors.values()))
+    assert int.from_bytes((tmp_path / "x.safetensors").read_bytes()[:8], "little") % 8 == 0, "data is aligned"
     read = load_file(tmp_path / "x.safetensors")
     assert all(torch.equal(read[name], tensor.to(dtype)) for name, tensor in tensors.items())
     with pytest.raises(ValueError, match="layout says"):
