@@ -6,7 +6,8 @@ from typing import Any
 
 import torch
 
-from shared.engine.request import RequestStatus
+from shared.engine.request import Request, RequestStatus
+from shared.grammar.constraint import Constraint
 from shared.sampling.params import SamplingParams
 from shared.scheduling.schedule import Schedule
 from tests.mixed_requests import Requests, seen, serve, tokens
@@ -30,6 +31,22 @@ class Foresight:
 
     def collect(self) -> None:
         """The host knows them."""
+
+
+def num_refused(request: Request) -> int:
+    """How many drafts of a request its grammar refuses, up to its end: none or one."""
+    constraint = request.constraint
+    if not isinstance(constraint, Constraint):
+        return 0
+    constraint.follow(request.output_ids)
+    state = constraint.state
+    for token_id in request.draft_ids:
+        if token_id in request.end_ids or state is None:
+            break
+        state = constraint.fsm.next_state(state, token_id)
+        if state is None:
+            return 1
+    return 0
 
 
 def assert_greedy_same_and_others_repeatable(twice: Sequence[Any], requests: Requests, plain: Any) -> None:

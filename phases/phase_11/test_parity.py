@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 from phases.phase_10.engine import Engine as Plain
 from phases.phase_11.engine import Engine
 from shared.engine.config import EngineConfig
-from shared.errors import ConfigError
 from shared.scheduling.schedule import Schedule
 from shared.speculation.adaptive import a_tenth
 from shared.text.stopping import FinishReason
@@ -197,15 +196,6 @@ def test_without_drafts_it_is_the_loop_of_phase_9(tiny_checkpoints: dict[str, Pa
     for overlaps in (False, True):
         expected = serve(make(folder, Plain, **options, overlap_scheduling=overlaps), ALIKE)
         assert serve(Engine(EngineConfig(str(folder), **options, overlap_scheduling=overlaps)), ALIKE) == expected
-
-
-def test_speculation_needs_continuous_batching_and_one_drafter() -> None:
-    with pytest.raises(ConfigError, match=r"requires batching_mode = 'continuous'"):
-        EngineConfig(**NGRAM, batching_mode="static")
-    with pytest.raises(ConfigError, match=r"draft_model is 'small' and drafter is 'ngram'"):
-        EngineConfig(**NGRAM, draft_model="small")
-    with pytest.raises(ConfigError, match=r"drafter is 'ngram' and use_speculative_decoding is False"):
-        EngineConfig(drafter="ngram")
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3_text"])

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from phases.phase_11_1.engine import Engine
 from shared.engine.config import EngineConfig
-from shared.errors import ConfigError, ModelFolderError
+from shared.errors import ModelFolderError
 from shared.scheduling.multi_token import MultiTokenSchedule
 from shared.scheduling.schedule import Schedule
 from shared.speculation.adaptive import DraftCosts, a_tenth
@@ -206,14 +206,6 @@ def test_useless_guesses_cost_few_steps_where_steps_are_bound_by_launches(folder
     assert engine.scheduler.num_rejected_drafts >= 2
 
 
-def test_the_settings_say_what_is_missing(folder: Path, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"adapter is 'a' and use_speculative_decoding is False"):
-        EngineConfig(adapter="a")
-    with pytest.raises(ConfigError, match=r"adapter is 'a' and drafter is 'ngram'; with an adapter the model drafts"):
-        EngineConfig(**MULTI, adapter="a", drafter="ngram")
-    with pytest.raises(ConfigError, match="keys and values of the weights' dtype"):
-        EngineConfig(**MULTI, adapter="a", kv_cache_dtype="fp8")
-    with pytest.raises(ConfigError, match=r"requires kv_cache_backend = 'paged'"):
-        EngineConfig(**MULTI, adapter="a", kv_cache_backend="contiguous")
+def test_a_folder_without_an_adapter_is_refused(folder: Path, tmp_path: Path) -> None:
     with pytest.raises(ModelFolderError, match=r"has no adapter\.json"):
         Engine(EngineConfig(str(folder), **MULTI, adapter=str(tmp_path)))

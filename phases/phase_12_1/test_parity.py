@@ -93,7 +93,9 @@ def test_log_probabilities_are_those_of_all_logits(engines: tuple[Engine, Whole]
     params = GREEDY | {"max_new_tokens": 3, "logprobs": 2, "prompt_logprobs": 1}
     (found,), (expected,) = (serve(engine, [(STEM[:20], params)])[0] for engine in engines)
     assert tokens(found) == tokens(expected)
-    assert found[0].prompt_logprobs is not None
+    of_prompts = [[each.logprob for each in answer[0].prompt_logprobs if each] for answer in (found, expected)]
+    assert of_prompts[0] == pytest.approx(of_prompts[1], abs=1e-4)
+    assert len(of_prompts[0]) > 1
     for one, other in zip(found, expected, strict=True):
         assert [i for i, _ in one.logprobs.top] == [i for i, _ in other.logprobs.top]
         assert one.logprobs.logprob == pytest.approx(other.logprobs.logprob, abs=1e-4)

@@ -100,8 +100,8 @@ def cut_weight(weight: QuantizedWeight, cut: Cut) -> QuantizedWeight:
                 f"scale; parts must begin and end at multiples of {LEAST_BLOCK}. Choose another tensor_parallel_size."
             )
         groups = slice(begin // own, end // own)
-        scales = weight.scales.repeat_interleave(group // own, 1)[:, groups]
-        zeros = None if zeros is None else zeros.repeat_interleave(group // own, 1)[:, groups]
+        scales = weight.scales.repeat_interleave(group // own, 1)[:, groups].contiguous()
+        zeros = None if zeros is None else zeros.repeat_interleave(group // own, 1)[:, groups].contiguous()
     if weight.bits == 8:
         values = weight.values[:, begin:end].contiguous()
     else:

@@ -202,7 +202,15 @@ def main() -> int:
         return 2
     import pytest
 
-    for large in ("torch", "transformers", "scipy.stats"):
+    for large in (
+        "torch",
+        "transformers",
+        "scipy.stats",
+        "hypothesis.stateful",
+        "tokenizers",
+        "typer",
+        "rich.progress",
+    ):
         importlib.import_module(large)  # once, for all forks
 
     at_once = max(1, min(4, os.cpu_count() or 1))

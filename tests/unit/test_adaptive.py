@@ -146,6 +146,11 @@ def test_lengths_follow_the_requests_context() -> None:
     short, long = (Request(name, [1] * length, SamplingParams(), 0) for name, length in (("a", 3), ("b", 60)))
     assert lengths.next_lengths([short]) == [0]
     assert lengths.next_lengths([long]) == [3]
+    asked: list[int] = []
+    lengths = DraftLengths(3, costs_of=lambda num, context, most: asked.append(context) or a_tenth(num, context, most))
+    for size in (1, 2, 3, 64, 65):
+        lengths.next_lengths([Request("a", [1] * size, SamplingParams(), 0)])
+    assert asked == [1, 2, 4, 64, 128], "the powers of two that the context does not exceed"
 
 
 def test_a_text_that_becomes_predictable_is_noticed() -> None:
@@ -161,6 +166,7 @@ def test_a_drafter_that_finds_nothing_is_asked_less_often() -> None:
     lengths, request = DraftLengths(5), make_request()
     asked = [bool(lengths.next_lengths([request])[0]) for _ in range(200)]
     assert all(asked[:PATIENCE])
+    assert not all(asked[: 3 * PATIENCE])
     assert sum(asked[100:]) <= 5
     lengths = DraftLengths(5)
     for n in range(100):  # and one that finds something at times is asked always

@@ -127,3 +127,4 @@ def test_a_vocabulary_too_small_for_the_bytes_is_refused():
     with pytest.raises(InferError, match="at least 261 ids"):
         byte_vocabulary("qwen3", 260)
     assert len(byte_vocabulary("qwen3", 261)) == 261
+    assert [special_token_ids("qwen3", size)["</think>"] for size in (151668, 151669)] == [4, 151668]

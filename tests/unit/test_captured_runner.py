@@ -42,6 +42,9 @@ class Fixed:
                 arrays[name] = torch.nn.functional.pad(arrays[name], (0, self.bucket.num_tokens - batch.num_tokens))
         return StepInputs.of({name: self.buffers[name][: len(array)].copy_(array) for name, array in arrays.items()})
 
+    def advance(self) -> None:
+        self.buffers["token_ids"] += 1  # as if the tokens that are drawn were computed next
+
 
 @pytest.fixture(autouse=True)
 def inference() -> Iterator[None]:
@@ -118,6 +121,17 @@ def test_a_decode_step_of_which_some_sequences_sample_nothing() -> None:
     batch = batch_of({"a": [10], "b": [20], "c": [30]})
     chosen = Batch(**{**vars(batch), "logit_rows": batch.logit_rows[1:], "logit_sequences": batch.logit_sequences[1:]})
     assert make().forward(chosen).logits.argmax(-1).tolist() == [21, 31]
+
+
+def test_a_decode_step_is_repeated_within_the_tokens_that_it_was_laid_out_for() -> None:
+    runner, batch = make(), batch_of({"a": [10], "b": [20], "c": [30]})
+    launched = runner.forward(replace(batch, layout=replace(batch.layout, num_ahead=2)))
+    for n in (1, 2):
+        launched = runner.repeat(launched) or pytest.fail("it is not repeated")
+        assert launched.logits.argmax(-1).tolist() == [11 + n, 21 + n, 31 + n]
+    assert runner.repeat(launched) is None
+    assert (runner.num_replays, runner.num_forwards, runner.num_tokens_computed) == (3, 3, 9)
+    assert runner.repeat(runner.forward(batch)) is None, "no further token was laid out"
 
 
 def test_a_step_larger_than_every_bucket_runs_eagerly_and_is_counted() -> None:

@@ -9,13 +9,14 @@ import pytest
 import torch
 
 from shared.cache.uncached import UncachedView
+from shared.engine.llm import LLM
 from shared.errors import ConfigError
 from shared.loading.loader import load_model
 from shared.models.causal_lm import CausalLM
 from shared.models.fused import fuse
 from shared.models.lora import FIRST_MASK, adapt
 from shared.models.tokens import Tokens
-from shared.speculation import training_step
+from shared.speculation import training_run, training_step
 from shared.speculation.adapter import Adapter, AdapterConfig, load_adapter
 from shared.speculation.distillation import TrainingConfig, losses, measure, rate, train
 from shared.speculation.look_ahead import look_ahead, read
@@ -101,6 +102,32 @@ def test_a_recorded_step_is_a_step(tiny_checkpoints: dict[str, Path], monkeypatc
     torch.testing.assert_close(torch.tensor(trained[0]), torch.tensor(trained[1]), rtol=1e-3, atol=1e-4)
 
 
+def test_a_step_is_as_long_as_its_rate() -> None:
+    parameter, moved = torch.nn.Parameter(torch.ones(1)), []
+    step = training_step.TrainingStep(lambda *_: training_step.Losses(*[parameter.sum()] * 3), [parameter], 1.0)
+    for each in (0.0, 1e-3, 1e-2):
+        before = float(parameter)
+        step(some_texts(), torch.tensor([0]), each)
+        moved.append(before - float(parameter))
+    assert moved == pytest.approx([0.0, 1e-3, 1e-2], rel=0.05)
+
+
+def test_texts_are_laid_end_to_end_and_cut_into_rows() -> None:
+    texts = Texts.of([[1, 2], [3]], [[4], [5, 6, 7]], 3)
+    assert texts.ids.tolist() == [[1, 2, 4], [3, 5, 6]]
+    assert texts.is_answer.tolist() == [[False, False, True], [False, True, True]]
+
+
+def test_texts_are_written_anew_for_other_settings_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[Any] = []
+    write = lambda *_, **about: calls.append(about) or (some_texts(), some_texts(2))  # noqa: E731
+    monkeypatch.setattr(training_run, "write_texts", write)
+    for about, expected in ((WRITING, 1), (WRITING, 1), (WRITING | {"seed": 1}, 2)):
+        found = training_run._texts("a", tmp_path, about, 8, None, "cpu", lambda _: None)
+        assert len(calls) == expected
+        assert [len(texts.ids) for texts in found] == [4, 2]
+
+
 def test_the_learning_rate_rises_and_falls() -> None:
     rates = [rate(step / 100) for step in range(101)]
     assert rates[0] == pytest.approx(0.1)
@@ -142,13 +169,22 @@ def test_a_run_that_is_cut_goes_on_as_if_it_had_not_been(tiny_checkpoints: dict[
         train(*again, some_texts(2, 4), texts[1], config, tmp_path / "short")
 
 
-def test_a_run_from_a_name_to_an_adapter(tiny_checkpoints: dict[str, Path], tmp_path: Path) -> None:
-    folder, lines = tiny_checkpoints["llama"], []
+def test_a_run_from_a_name_to_an_adapter(
+    tiny_checkpoints: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, lines, temperatures, generate = tiny_checkpoints["llama"], list[str](), [], LLM.generate
+
+    def noting(llm: LLM, prompts: Any, params: Any, **more: Any) -> Any:
+        temperatures.append({each.temperature for each in params})
+        return generate(llm, prompts, params, **more)
+
+    monkeypatch.setattr(LLM, "generate", noting)
     config = TrainingConfig(steps=40, rows=8, anchors=8, learning_rate=3e-3, measure_every=20)
     about = (str(folder), tmp_path / "a", SHAPE, config, WRITING, 8)
     assert not train_adapter(*about, pause_after=0, report=lines.append)
     assert "paused" in lines[-1]
     texts = (tmp_path / "a.training" / "texts.safetensors").stat().st_mtime_ns
+    assert temperatures == [{0.7}, {0.0}], "held-out answers are greedy"
     assert train_adapter(*about, report=lines.append)
     assert (tmp_path / "a.training" / "texts.safetensors").stat().st_mtime_ns == texts, "texts are written once"
     card = json.loads((tmp_path / "a" / "training.json").read_text())
@@ -156,4 +192,5 @@ def test_a_run_from_a_name_to_an_adapter(tiny_checkpoints: dict[str, Path], tmp_
     assert card["curve"][-1]["held_out_loss"] < card["curve"][0]["held_out_loss"]
     assert card["curve"][-1]["losses"]["latent"] < 0.9
     assert card["adapter"]["num_masks"] == 2
+    assert card["model"] == folder.name, "and no path of the machine"
     assert load_adapter(tmp_path / "a", load_model(folder)).config == SHAPE

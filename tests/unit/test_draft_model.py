@@ -3,6 +3,7 @@
 import json
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
@@ -23,6 +24,8 @@ from shared.sampling.params import SamplingParams
 from shared.scheduling.schedule import Schedule
 from shared.scheduling.speculative import num_equal
 from shared.speculation.adaptive import a_tenth
+from shared.speculation.vocabulary import check_vocabulary
+from shared.text.tokenizer import Tokenizer
 from tests.mixed_requests import ALIKE, ARRIVALS, ARRIVE, GREEDY, MIXED, SMALL, Requests, seen, serve
 from tests.mixed_requests import tokens as tokens_of
 from tests.random_loads import Load, assert_as_alone, loads, sizes
@@ -192,13 +195,18 @@ def test_a_draft_model_that_fails_costs_drafts_alone(
 def test_a_draft_model_of_another_vocabulary_is_refused(tiny_checkpoints: dict[str, Path], tmp_path: Path) -> None:
     other = tmp_path / "other"
     shutil.copytree(tiny_checkpoints["llama"], other)
-    tokenizer = json.loads((other / "tokenizer.json").read_text())
-    vocabulary = tokenizer["model"]["vocab"]
+    content = json.loads((other / "tokenizer.json").read_text())
+    vocabulary = content["model"]["vocab"]
     token = next(token for token, number in vocabulary.items() if number == 77)
     vocabulary["another"] = vocabulary.pop(token)
-    (other / "tokenizer.json").write_text(json.dumps(tokenizer))
+    (other / "tokenizer.json").write_text(json.dumps(content))
     with pytest.raises(ConfigError, match=r"token 77 is 'another' there and"):
         make(tiny_checkpoints["llama"], other)
+    tokenizer = Tokenizer.load(tiny_checkpoints["llama"])
+    padded, plain = (SimpleNamespace(config=SimpleNamespace(vocab_size=size)) for size in (513, 512))
+    check_vocabulary("x", (plain, tokenizer), (padded, tokenizer))  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="logits for 513 tokens and the model for 512"):
+        check_vocabulary("x", (padded, tokenizer), (plain, tokenizer))  # type: ignore[arg-type]
 
 
 def test_requests_longer_than_the_draft_model_can_read_go_on_without(

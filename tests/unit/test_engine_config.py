@@ -14,6 +14,10 @@ COUNTS = [name for name, field in FIELDS.items() if field.metadata["at_least"] i
 SLOTS, STATIC, WHOLE = {"kv_cache_backend": "contiguous"}, {"batching_mode": "static"}, {"use_chunked_prefill": False}
 
 
+ADAPTER = {"adapter": "a", "use_speculative_decoding": True}
+NGRAM = {"drafter": "ngram", "use_speculative_decoding": True}
+
+
 @pytest.mark.parametrize("name", COUNTS)
 @pytest.mark.parametrize("value", [0, -1, 2.0, True, "8"])
 def test_a_count_is_a_whole_number_of_at_least_its_minimum(name: str, value: object) -> None:
@@ -52,6 +56,16 @@ def test_a_choice_is_one_of_those_named(name: str) -> None:
             "use_chunked_prefill, which arrives in phase 07, requires",
         ),
         (SLOTS | {"attention_backend": "planned"}, "planned attention works on blocks"),
+        (NGRAM | STATIC, "requires batching_mode = 'continuous'"),
+        (NGRAM | {"draft_model": "small"}, "draft_model is 'small' and drafter is 'ngram'"),
+        ({"drafter": "ngram"}, "drafter is 'ngram' and use_speculative_decoding is False"),
+        ({"adapter": "a"}, "adapter is 'a' and use_speculative_decoding is False"),
+        (NGRAM | {"adapter": "a"}, "adapter is 'a' and drafter is 'ngram'; with an adapter the model drafts"),
+        (ADAPTER | {"kv_cache_dtype": "fp8"}, "keys and values of the weights' dtype"),
+        (ADAPTER | SLOTS, "requires kv_cache_backend = 'paged'"),
+        (STATIC | {"use_prefix_caching": True}, "batching_mode is 'static'"),
+        ({"p_attn": 1}, "p_attn is 1; it must lie between 0 and 1"),
+        ({"max_seq_len": 1}, "max_seq_len is 1; it must be at least 2"),
     ],
 )
 def test_contradictions_are_refused_with_the_rule(settings: dict, message: str) -> None:
@@ -67,6 +81,11 @@ def test_what_belongs_together_may_be_set_together() -> None:
     EngineConfig(batching_mode="continuous", scheduler_policy="prefill_first", max_decode_interval=2)
     EngineConfig(prefill_chunk_size=64, max_prefill_chunks_per_step=2)  # so is whether prompts are cut
     EngineConfig(**SLOTS, **STATIC).check({*SLOTS, *STATIC})  # there from the start
+    EngineConfig(compress_method="snapkv", layer_budget=64, layer_upper_budget=64)
+    EngineConfig(use_speculative_decoding=True, draft_model="small", tensor_parallel_size=2, draft_ranks=2)
+    config = EngineConfig(max_seq_len=100, max_batch_size=3, max_num_batched_tokens=40)
+    assert config.sequence_limit(100) == 100
+    assert (config.most_tokens_of_a_step(100), config.most_tokens_of_a_step(20)) == (103, 43)
 
 
 OPTIONAL = {

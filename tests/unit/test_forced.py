@@ -16,8 +16,10 @@ from shared.engine.request import Request
 from shared.grammar.automaton import START, Automaton
 from shared.grammar.grammar import Grammar, compile_grammar
 from shared.sampling.params import SamplingParams
+from shared.scheduling.schedule import Schedule
 from shared.speculation.adaptive import DraftLengths
 from shared.speculation.forced import MOST_BYTES, ForcedText
+from tests.drafts import num_refused
 from tests.grammar_walks import byte_classes, random_text
 from tests.grammars import UNTIMED
 from tests.mixed_requests import seen, serve
@@ -117,8 +119,17 @@ def test_forced_drafts_change_no_token_and_save_steps(
     about: dict[str, Any] = {"max_seq_len": 256, "max_batch_size": 4}
     plain = Engine(EngineConfig(str(model_folder), **about))
     answers = serve(plain, REQUESTS)[0]
-    engine = Engine(EngineConfig(str(model_folder), **about, **SPECULATION, **more, spec_length=8))
+    engine: Any = Engine(EngineConfig(str(model_folder), **about, **SPECULATION, **more, spec_length=8))
+    refused, propose = list[int](), engine.drafter.propose
+
+    def noting(schedule: Schedule) -> None:
+        propose(schedule)
+        refused.extend(num_refused(entry.request) for entry in schedule if entry.num_drafts)
+
+    engine.drafter.propose = noting
     assert seen(serve(engine, REQUESTS)[0]) == seen(answers)
+    assert sum(refused) == 0 < len(refused), "drafts that the grammar refuses"
+    assert engine.drafter._spelled("aé".encode() + b"\xc3") == engine.drafter._spelled("aé".encode()) != ()
     stats = engine.stats()
     assert stats["forced drafts accepted (tokens)"] > 40
     assert engine.runner.num_forwards < 0.7 * plain.runner.num_forwards
@@ -150,7 +161,9 @@ def test_forced_drafts_say_nothing_about_others() -> None:
     lengths.count(request, 3, 3)
     assert lengths.known[request].rate == before
     lengths.count(request, 5, 5)
-    assert lengths.known[request].rate > before
+    other = Request("b", [1], SamplingParams(), 0)
+    lengths.count(other, 2, 2)
+    assert lengths.known[request].rate == lengths.known[other].rate > before
     for _ in range(30):
         lengths.count(request, 5, 0)
     lengths.num_certain = lambda request: 4

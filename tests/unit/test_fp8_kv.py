@@ -115,7 +115,8 @@ def test_a_checkpoints_own_scales_are_used(tiny_checkpoints: dict[str, Path], tm
         for n, kind in enumerate("kv")
         for layer in range(config.num_layers)
     }
-    folder = with_scales(tmp_path / "scaled", source, scales)
+    others = FORMS[form].format(config.num_layers, "k"), "model.layers.0.self_attn.prob_scale"
+    folder = with_scales(tmp_path / "scaled", source, scales | {name: torch.tensor(9.0) for name in others})
     view = make(folder, max_seq_len=64, **FP8).view
     actual = [[by_layer[name] for by_layer in view.scales] for name in ("k_scales", "v_scales")]
     assert torch.equal(torch.stack([torch.stack(layers) for layers in actual]), expected)
@@ -145,10 +146,11 @@ def test_a_rank_has_the_scales_of_its_own_heads(tiny_checkpoints: dict[str, Path
     [
         ({"v": None}, r"none for the values of layer 0; a checkpoint has them for all layers, or for none"),
         ({"k": torch.tensor(0.0)}, r"layers.0.self_attn.k_scale in .* is \[0.0\]; .* must be positive and finite"),
+        ({"k": torch.tensor(-1.0)}, r"layers.0.self_attn.k_scale in .* is \[-1.0\]"),
         ({"v": torch.tensor(math.nan)}, r"layers.0.self_attn.v_scale in .* is \[nan\]"),
         ({"k": torch.ones(7)}, r"layers.0.self_attn.k_scale in .* has 7 numbers; .* one for each of 3 KV heads"),
     ],
-    ids=["missing", "zero", "nan", "shape"],
+    ids=["missing", "zero", "negative", "nan", "shape"],
 )
 def test_scales_that_cannot_be(
     tiny_checkpoints: dict[str, Path], tmp_path: Path, change: dict[str, torch.Tensor | None], message: str

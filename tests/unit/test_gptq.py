@@ -4,12 +4,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.nn import Parameter
 
 from shared.cache.uncached import UncachedView
 from shared.checkpoints.quantize import quantize_checkpoint
 from shared.errors import ConfigError
 from shared.loading.loader import load_model
 from shared.loading.quantized import quantizer
+from shared.models.projection import Projection
 from shared.models.tokens import Tokens
 from shared.quantization.gptq import DAMPING, corrected, quantize_blocks
 from shared.quantization.rounding import quantize
@@ -49,6 +51,27 @@ def test_each_column_is_rounded_and_the_others_make_up_for_it() -> None:
         left = left[1:]
     numbers = unpack_nibbles(found.values, found.run).double() - 8
     assert (numbers == expected).double().mean() > 0.99  # fp32 beside fp64 may decide a tie otherwise
+
+
+@torch.inference_mode()
+def test_a_block_is_corrected_for_what_the_rounded_blocks_before_it_give(
+    tiny_checkpoints: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From the products' inputs in a model whose first blocks are rounded, which reads each sequence alone."""
+    monkeypatch.setattr("shared.quantization.gptq.SEQUENCE", 40)
+    model, ids = load_model(tiny_checkpoints["llama"]), torch.arange(3, 103)
+    found = dict(quantize_blocks(load_model(tiny_checkpoints["llama"]), ids.tolist(), 32))
+    for number, block in enumerate(model.blocks):
+        seen = {name: list[torch.Tensor]() for name, module in block.named_modules() if isinstance(module, Projection)}
+        for name, xs in seen.items():
+            block.get_submodule(name).register_forward_pre_hook(lambda _, args, xs=xs: xs.append(args[0]))
+        for part in ids.split(40):
+            model(Tokens(part, torch.arange(len(part))), UncachedView([len(part)]))
+        for name, xs in seen.items():
+            x, module, weight = torch.cat(xs), block.get_submodule(name), found.pop(f"blocks.{number}.{name}")
+            assert (corrected(module.weight, x.t() @ x, 32).values == weight.values).float().mean() > 0.995, name
+            module.weight = Parameter(dequantize(weight), requires_grad=False)
+    assert found == {}
 
 
 def test_products_are_off_by_less() -> None:

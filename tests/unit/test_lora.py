@@ -2,12 +2,14 @@
 
 import json
 from collections.abc import Callable
+from itertools import product
 from pathlib import Path
 
 import pytest
 import torch
 
 from shared.cache.uncached import UncachedView
+from shared.engine.config import EngineConfig
 from shared.engine.graphs import CapturedStep, Computed
 from shared.errors import ModelFolderError
 from shared.loading.loader import load_model
@@ -17,7 +19,7 @@ from shared.models.fused import fuse
 from shared.models.lora import FIRST_MASK, TARGETS, GatedLoRA, adapt
 from shared.models.packed import SUPPORTED_ENGINES, pack
 from shared.models.tokens import Tokens
-from shared.speculation.adapter import load_adapter
+from shared.speculation.adapter import load_adapter, with_adapter
 from shared.speculation.captured_head import CapturedHead
 from tests.adapters import random_adapter
 
@@ -97,6 +99,9 @@ def test_a_saved_adapter_is_read_back(tiny_checkpoints: dict[str, Path], tmp_pat
         assert torch.equal(found.state_dict()[name], tensor)
     adapter.save(tmp_path / "a")
     assert load_adapter(tmp_path / "a", model).masks.dtype == torch.float32
+    for length, expected in ((5, 2), (1, 1)):
+        about = EngineConfig(adapter=str(tmp_path / "a"), use_speculative_decoding=True, spec_length=length)
+        assert with_adapter(about).spec_length == expected, "at most as many drafts as masks"
     half = (tmp_path / "a" / "adapter.safetensors").stat().st_size
     assert half < 2 * sum(tensor.numel() for tensor in adapter.state_dict().values()) + 4096
 
@@ -148,13 +153,14 @@ def test_an_adapter_that_does_not_fit_is_refused_with_the_list(
 def test_a_captured_pass_of_the_head_is_the_pass(tiny_checkpoints: dict[str, Path]) -> None:
     """A capture that runs again what it has recorded, and writes over the result: what a CUDA graph does."""
     model = fuse(load_model(tiny_checkpoints["qwen3"]))
-    adapter, sizes = random_adapter(model, num_candidates=300), []
+    adapter, sizes, replayed = random_adapter(model, num_candidates=300), [], []
 
     def capture(run: Callable[[], Computed]) -> CapturedStep:
         results = run()
         sizes.append(len(results.hidden))
 
         def replay() -> None:
+            replayed.append(len(results.hidden))
             results.hidden.copy_(run().hidden)
 
         return CapturedStep(replay, results)
@@ -163,10 +169,11 @@ def test_a_captured_pass_of_the_head_is_the_pass(tiny_checkpoints: dict[str, Pat
     assert sorted(head.chains) == [1, 2, 4, 8, 16, 6 * (k + 1)]
     assert sorted(head.passes) == [1, 2, 4, 8]
     assert sizes == sorted(sizes, reverse=True), "the largest first"
-    for n in (1, 2, 3, 5, 6, 1):
+    for n, is_even in product((1, 2, 3, 5, 6, 1), (False, True)):
         ids, hidden = torch.arange(n) * 7, torch.randn(n, model.config.hidden_size)
         torch.testing.assert_close(head(ids, hidden), adapter.logits(model, ids, hidden))
-        counts = [1 + (place + n) % k for place in range(n)]
+        assert replayed[-1] == min(size for size in (1, 2, 4, 8) if size >= n)
+        counts = [k if is_even else 1 + (place + n) % k for place in range(n)]
         states = [
             torch.randn(1 + place % (k + 1), count, model.config.hidden_size) for place, count in enumerate(counts)
         ]

@@ -43,6 +43,8 @@ def make(folder: Path, **options: Any) -> Any:
 
     def noting(launched: Any, *sampled: Any) -> None:
         assert drafter.states.keys() <= set(launched.batch.request_ids), "states of no other step"
+        kept = [states.hidden for states in drafter.states.values()]
+        assert all(each.untyped_storage().nbytes() == each.nbytes for each in kept), "copies"
         follow(launched, *sampled)
         engine.num_followed.append(len(drafter.ahead.first_rows) if drafter.ahead else 0)
 

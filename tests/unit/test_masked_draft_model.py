@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 import torch
 
-from shared.grammar.constraint import Constraint
 from shared.grammar.grammar import Grammar
 from shared.scheduling.schedule import Schedule
+from tests.drafts import num_refused
 from tests.mixed_requests import seen, serve
 from tests.unit.test_grammar_rows import make
 
@@ -37,16 +37,7 @@ def drafting(folder: Path, pool: int | None, method: str, *, is_masked: bool = T
     def noting(schedule: Schedule) -> None:
         propose(schedule)
         inner.collect()
-        for request, *_, num_drafts, _, _ in schedule:
-            constraint = request.constraint
-            if num_drafts and isinstance(constraint, Constraint):
-                constraint.follow(request.output_ids)
-                state = constraint.state
-                for token_id in request.draft_ids:
-                    if token_id in request.end_ids or state is None:
-                        break
-                    state = constraint.fsm.next_state(state, token_id)
-                    engine.num_refused += state is None
+        engine.num_refused += sum(num_refused(entry.request) for entry in schedule if entry.num_drafts)
 
     inner.propose = noting
     return engine

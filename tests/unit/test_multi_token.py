@@ -192,17 +192,21 @@ def test_a_batch_has_real_tokens_first_and_no_logits_of_masks() -> None:
         add(scheduler, name)
     for _ in range(2):
         step(scheduler)
+    scheduler.add(Request("c", [1, 2, 3], SamplingParams(max_new_tokens=9, prompt_logprobs=1), 0))
     schedule = scheduler.schedule()
-    for entry in schedule:
+    for entry in schedule.decoding:
         entry.request.draft_ids = [70, 71]
     batch = MultiTokenBatch.of(schedule, scheduler.pool)
     m = FIRST_MASK
-    assert batch.token_ids.tolist() == [31, 70, 71, *[m, m + 1] * 3] * 2
-    assert batch.logit_rows.tolist() == [0, 1, 2, 9, 10, 11]
+    assert batch.token_ids.tolist() == [*[31, 70, 71, *[m, m + 1] * 3] * 2, 1, 2, 3]
+    assert batch.logit_rows.tolist() == [0, 1, 2, 9, 10, 11, 20]
+    assert batch.prompt_rows is not None
+    assert batch.prompt_rows.rows.tolist() == [18, 19]
     assert {n: (rows.start, rows.stop) for n, rows in batch.mask_rows().items()} == {0: (3, 9), 1: (12, 18)}
     assert np.array_equal(batch.part(range(1, 2)).positions, positions(4, 3, 2))
     assert batch.part(range(1, 2)).mask_rows() == {0: slice(3, 9)}
-    assert len(set(batch.layout.slot_mapping.tolist())) == 18
+    assert batch.part(range(2, 3)).mask_rows() == {}
+    assert len(set(batch.layout.slot_mapping.tolist())) == 21
 
 
 def test_a_request_without_its_guesses_loses_its_masks_and_no_other_does() -> None:

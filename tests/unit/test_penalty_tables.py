@@ -276,13 +276,15 @@ def test_rows_with_drafts_count_them_and_are_not_believed(num_accepted: int) -> 
         uploads.append(ids.tolist())
         return ids
 
-    def draw(outputs: list[int], drafts: list[int], token_ids: list[int]) -> list[tuple[set[int], Counter[int]]]:
+    def draw(
+        outputs: list[int], drafts: list[int], token_ids: list[int], first: int = 3
+    ) -> list[tuple[set[int], Counter[int]]]:
         params = SamplingParams(frequency_penalty=1.0)
         rows = [
             SamplingRow(params, 0, len(outputs) + n, [1], outputs + drafts[:n], serial=4, num_drafts=n)
             for n in range(len(drafts) + 1)
         ]
-        places = [3 + n for n in range(len(rows))]
+        places = [first + n for n in range(len(rows))]
         tables.enter(rows, places, VOCABULARY)
         assert tables.counts is not None
         seen = [counts_of(tables.counts, place) for place in places]
@@ -297,3 +299,5 @@ def test_rows_with_drafts_count_them_and_are_not_believed(num_accepted: int) -> 
     uploads.clear()
     assert draw(outputs, [6, 2], [0, 0, 0]) == [({1}, Counter([*outputs, *[6, 2][:n]])) for n in range(3)]
     assert [1] not in uploads, "the prompt is entered once"
+    outputs += [0, 0]
+    assert draw(outputs, [], [0], first=4) == [({1}, Counter(outputs))], "a row that was behind a draft"

@@ -171,6 +171,7 @@ H100 = Grid(resident=132, unit=64, least_split=128)  # two programs a multiproce
         ([16384] + [256] * 31, 256, 95),
         ([16384] + [256] * 255, 640, 281),  # more sequences than run at once: the long one is still cut
         ([2048] * 140, 2176, 140),
+        ([2048] * 131 + [4096], 4096, 132),  # as many as run at once
     ],
 )
 def test_plans_that_can_be_checked_by_hand(lengths, split_size, num_items):
@@ -228,40 +229,27 @@ def test_every_token_of_a_tile_has_states_of_its_own():
         plan.query_tile_indices[: plan.num_items[0]].tolist(), [0, 0, 0, 1, 1, 1], "tile of each item", ("item",)
     )
     assert_equal(plan.output_indptr.tolist(), [0, 3, 6, 9, 12, 15, 18], "output_indptr", ("row",))
-
-
-def test_a_sequence_of_nothing_has_one_item_and_no_state():
-    plan = plan_decode([0, 0], H100)
-    assert plan.num_items[0] == 2
-    assert plan.num_states == 0
-    assert not plan.is_split
-
-
-def test_no_sequences():
-    assert plan_decode([], H100).num_items[0] == 0
-    assert plan_prefill([], [], H100, tokens_per_tile=16).num_items[0] == 0
-    assert plan_prefill([0], [7], H100, tokens_per_tile=16).num_items[0] == 0
-
-
-def test_a_window_counts_what_can_be_seen():
-    assert plan_decode([16384] * 4, H100, window=512).num_items[0] == 4 * 4
-    assert plan_decode([16384], H100, window=100).num_items[0] == 1
+    plan = plan_prefill([2], [70], Grid(5, 16, 16), tokens_per_tile=4, split_size=32, first_row=2, num_rows=5)
+    assert plan.query_indptr.tolist() == [2, 4]
+    assert plan.output_indptr.tolist() == [0, 0, 0, 3, 6, 6], "rows of other sequences first, and one of padding"
 
 
 def test_a_tile_s_first_token_sees_itself_and_the_window_before_it():
     """One key more, or one less, would be another split."""
     grid = Grid(resident=132, unit=1, least_split=1)
-    for past, new, tokens_per_tile, window, seen in (
+    for past, new, tokens_per_tile, window, seen, *with_masks in (
         (100, 1, 4, 8, [8]),  # as a decoded token
         (100, 4, 4, 8, [11]),  # the keys of its four windows: 8 of the first, and one more of each
-        (100, 6, 4, 8, [11, 9]),
+        (100, 6, 4, 8, [11, 9], [11, 13]),  # a mask may stand as early as the first token
         (5, 4, 4, 8, [9]),  # the first three see the beginning, the last one no longer
         (7, 1, 4, 8, [8]),
         (8, 1, 4, 8, [8]),
         (0, 9, 16, 8, [9]),
     ):
-        plan = plan_prefill([new], [past + new], grid, tokens_per_tile=tokens_per_tile, window=window, split_size=1)
-        assert [len(splits) for splits in splits_of(plan).values()] == seen, (past, new)
+        about = {"tokens_per_tile": tokens_per_tile, "window": window, "split_size": 1}
+        for has_masks, expected in ((False, seen), *((True, each) for each in with_masks)):
+            plan = plan_prefill([new], [past + new], grid, has_masks=has_masks, **about)
+            assert [len(splits) for splits in splits_of(plan).values()] == expected, (past, new)
 
 
 def test_a_fixed_split_size_does_not_depend_on_the_other_sequences():

@@ -29,7 +29,14 @@ from shared.models.tokens import Tokens
 from shared.ops import quantized as op
 from shared.quantization.formats.detect import detect_format
 from shared.quantization.rounding import METHODS, quantize
-from shared.quantization.weight import QuantizedWeight, concatenate, dequantize, pack_nibbles, unpack_nibbles
+from shared.quantization.weight import (
+    QuantizedWeight,
+    concatenate,
+    dequantize,
+    mergeable,
+    pack_nibbles,
+    unpack_nibbles,
+)
 
 N, K, G = 48, 256, 128
 NAME = "model.layers.0.mlp.up_proj"
@@ -73,6 +80,9 @@ def test_rounding_is_as_near_as_the_format_allows(method: str, step: float) -> N
 
 
 def test_int4_needs_groups() -> None:
+    """The largest that divide its rows."""
+    found = [quantize(torch.randn(2, columns), "int4").columns_per_scale for columns in (256, 192, 96)]
+    assert found == [128, 64, 32]
     with pytest.raises(ConfigError, match=r"divisible by 32.*\[48, 72\].*'int8' or 'fp8'"):
         quantize(torch.randn(N, 72), "int4")
 
@@ -83,6 +93,8 @@ def test_nibbles(run: int) -> None:
     packed = pack_nibbles(numbers, run)
     assert packed[3, 1] == numbers[3, 1] + 16 * numbers[3, 1 + run // 2]
     assert torch.equal(unpack_nibbles(packed, run), numbers.to(torch.uint8))
+    weight = QuantizedWeight(pack_nibbles(numbers, 128), torch.ones(N, 1), None, K)
+    assert torch.equal(dequantize(weight), numbers - 8.0), "a scale of more columns than are packed together"
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -104,6 +116,14 @@ def test_blocks_of_merged_matrices_keep_their_scales(rows: tuple[int, ...]) -> N
     assert merged.rows_per_scale == (128 if rows == (256, 128) else 1)
 
 
+def test_zeros_of_merged_matrices_of_which_one_has_none() -> None:
+    plain, other = (quantize(torch.randn(n, K), "int4") for n in (3, 5))
+    other = dataclasses.replace(other, zeros=torch.randint(16, other.scales.shape, dtype=torch.uint8))
+    for weights in ((plain, other), (other, plain)):
+        assert torch.equal(dequantize(concatenate(weights)), torch.cat([dequantize(weight) for weight in weights]))
+    assert not mergeable([plain, quantize(torch.randn(3, K), "int4", 64)]), "groups of other sizes"
+
+
 # Formats.
 
 
@@ -117,7 +137,7 @@ def packed_one_by_one(numbers: np.ndarray, order: tuple[int, ...] = tuple(range(
 
 GENERATOR = np.random.default_rng(0)
 NUMBERS = GENERATOR.integers(0, 16, (N, K))
-ZEROS = GENERATOR.integers(1, 16, (N, K // G))
+ZEROS = GENERATOR.integers(0, 16, (N, K // G))
 SCALES = torch.from_numpy(GENERATOR.random((N, K // G), np.float32)) + 0.1
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # of AutoAWQ's gemm kernel
 BLOCK_SCALES = torch.from_numpy(GENERATOR.random((1, 2), np.float32)) + 0.1
@@ -139,7 +159,14 @@ def scheme(**weights: Any) -> dict[str, Any]:
 
 
 GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": G}
-AWQ = {"quant_method": "awq", "bits": 4, "group_size": G, "version": "gemm", "zero_point": True}
+AWQ = {
+    "quant_method": "awq",
+    "bits": 4,
+    "group_size": G,
+    "version": "gemm",
+    "zero_point": True,
+    "modules_to_not_convert": None,
+}
 PACKED = scheme(num_bits=4, type="int", strategy="group", group_size=G, symmetric=True)
 ASYMMETRIC = scheme(num_bits=4, type="int", strategy="group", group_size=G, symmetric=False)
 BLOCKS = {"quant_method": "fp8", "weight_block_size": [128, 128], "activation_scheme": "dynamic"}
@@ -147,7 +174,7 @@ CT = {"quant_method": "compressed-tensors", "ignore": ["lm_head", "re:.*layers[.
 INT8 = CT | {"format": "int-quantized", "config_groups": scheme(num_bits=8, type="int", strategy="channel")}
 GPTQ_TENSORS = {
     "qweight": packed_columns(NUMBERS),
-    "qzeros": packed_one_by_one(ZEROS.T - 1),
+    "qzeros": packed_one_by_one((ZEROS.T - 1) % 16),
     "scales": SCALES.T.contiguous(),
     "g_idx": (torch.arange(K) // G).int(),
 }
@@ -216,7 +243,9 @@ def read(folder: Path, config: Any, tensors: dict[str, torch.Tensor]) -> Quantiz
 @pytest.mark.parametrize("kind", STORED)
 def test_a_stored_matrix_is_read(tmp_path: Path, kind: str) -> None:
     config, tensors, wanted = STORED[kind]
-    torch.testing.assert_close(dequantize(read(tmp_path, config, tensors)).double(), wanted.double())
+    weight = read(tmp_path, config, tensors)
+    torch.testing.assert_close(dequantize(weight).double(), wanted.double())
+    assert weight.scales.shape == (-(-N // weight.rows_per_scale), K // weight.columns_per_scale)
 
 
 @pytest.mark.parametrize(
@@ -230,8 +259,8 @@ def test_a_stored_matrix_is_read(tmp_path: Path, kind: str) -> None:
         ("awq", {"version": "gemv"}, {}, "version 'gemv'.*'gemm'"),
         ("fp8 in blocks", {"weight_block_size": [64, 64]}, {}, r"weight_block_size \[64, 64\]"),
         ("fp8 in blocks", {}, {"weight": FLOATS.float()}, r"up_proj\.weight.*float32.*must be float8_e4m3fn"),
-        ("fp8 in blocks", {}, {"weight_scale_inv": torch.ones(2, 2)}, r"weight_scale_inv.*\[2, 2\].*\[1, 2\]"),
-        ("fp8 in blocks", {}, {"weight_scale_inv": torch.tensor([[1.0, float("nan")]])}, r"scale nan at \[0, 1\]"),
+        ("fp8 in blocks", {}, {"weight_scale_inv": torch.ones(2, 1)}, r"weight_scale_inv.*\[2, 1\].*\[1, 2\]"),
+        ("fp8 in blocks", {}, {"weight_scale_inv": torch.tensor([[1.0, float("inf")]])}, r"scale inf at \[0, 1\]"),
         ("int8, a scale a row", {}, {"weight_scale": torch.zeros(N, 1)}, r"weight_scale.*scale 0.0 at \[0, 0\]"),
         ("int8, a scale a row", {"format": "marlin-24"}, {}, "format 'marlin-24'.*int-quantized"),
         (
@@ -253,19 +282,56 @@ def test_what_is_not_supported_or_contradicts_the_config_is_told(
         read(tmp_path, right_config | config, changed)
 
 
+def test_rows_that_do_not_fill_an_int32(tmp_path: Path) -> None:
+    """Of eight bits in six columns, and zeros of four bits of twelve rows."""
+    bytes_ = GENERATOR.integers(0, 256, (3, 8), np.uint8)
+    bytes_[:, 6:] = 77
+    save_file(
+        {
+            "a.weight_packed": torch.from_numpy(bytes_.view(np.int32)),
+            "a.weight_scale": torch.tensor(0.5),
+            "b.weight_packed": packed_one_by_one(NUMBERS[:12, :G]),
+            "b.weight_scale": SCALES[:12, :1].clone(),
+            "b.weight_zero_point": packed_one_by_one(np.append(ZEROS[:12, :1].T, [[9] * 4], 1)).T.contiguous(),
+        },
+        tmp_path / "model.safetensors",
+    )
+    for config, name, expected in (
+        (scheme(num_bits=8, type="int", strategy="tensor"), "a", 0.5 * (torch.from_numpy(bytes_[:, :6]).float() - 128)),
+        (ASYMMETRIC, "b", in_groups(ZEROS)[:12, :G]),
+    ):
+        about = {"format": "pack-quantized", "config_groups": config}
+        weight = detect_format(CT | about, Checkpoint(tmp_path)).read(name, tuple(expected.shape))
+        torch.testing.assert_close(dequantize(weight), expected.float())
+        assert weight.zeros is None or weight.zeros.shape == weight.scales.shape
+
+
 def test_modules_left_out(tmp_path: Path) -> None:
+    """Layer 7 is not layer 70. The list of AWQ has parts of names."""
     save_file({"a": torch.zeros(1)}, tmp_path / "model.safetensors")
     checkpoint = Checkpoint(tmp_path)
+    in_layer_7 = "model.layers.7.mlp.up_proj"
     for config, left_out in [
-        (INT8, "model.layers.7.mlp.up_proj"),
-        (AWQ | {"modules_to_not_convert": ["layers.0.mlp"]}, NAME),
-        (BLOCKS | {"modules_to_not_convert": ["model.layers.0"]}, NAME),
+        (INT8, in_layer_7),
+        (INT8 | {"ignore": ["lm_head", "model.layers.7", in_layer_7]}, in_layer_7),
+        (AWQ | {"modules_to_not_convert": ["layers.7."]}, in_layer_7),
+        (BLOCKS | {"modules_to_not_convert": ["model.layers.7"]}, in_layer_7),
         (GPTQ, "lm_head"),
     ]:
         stored = detect_format(config, checkpoint)
         assert not stored.quantizes(left_out)
         assert not stored.quantizes("lm_head")
         assert stored.quantizes("model.layers.70.self_attn.q_proj")
+    save_file({"lm_head.weight_scale_inv": torch.zeros(1)}, tmp_path / "model.safetensors")
+    assert detect_format(BLOCKS, Checkpoint(tmp_path)).quantizes("lm_head"), "a head that has scales"
+
+
+def test_a_group_that_names_a_module_comes_before_one_for_all(tmp_path: Path) -> None:
+    groups = scheme(num_bits=8, type="int", strategy="channel")
+    groups["group_1"] = groups["group_0"] | {"targets": [NAME], "format": "float-quantized"}
+    groups["group_1"]["weights"] = {"num_bits": 8, "type": "float", "strategy": "tensor"}
+    _, tensors, wanted = STORED["fp8, a scale a tensor"]
+    torch.testing.assert_close(dequantize(read(tmp_path, INT8 | {"config_groups": groups}, tensors)), wanted)
 
 
 @pytest.mark.parametrize("has_zeros", [False, True])

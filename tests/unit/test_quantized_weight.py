@@ -22,9 +22,9 @@ def test_numbers_are_rounded_to_the_nearest() -> None:
 
 
 def test_a_row_of_zeros_stays_zero() -> None:
-    numbers, scales = rounded(torch.tensor([[0.0, 0.0], [1.0, 0.0]]), 1.0, torch.int8)
+    numbers, scales = rounded(torch.tensor([[0.0, 0.0], [4.0, 0.0]]), 4.0, torch.int8)
     assert_equal(scales.tolist(), [[1.0], [1.0]], "scales; the first row has only zeros", ("row",))
-    assert_equal(numbers.tolist(), [[0, 0], [1, 0]], "numbers", ("row", "column"))
+    assert_equal(numbers.tolist(), [[0, 0], [4, 0]], "numbers", ("row", "column"))
 
 
 def test_four_bits_reach_from_minus_eight_to_seven() -> None:

@@ -3,6 +3,7 @@
 from types import SimpleNamespace
 
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -88,13 +89,22 @@ def test_each_visible_key_is_in_one_item(data: st.DataObject) -> None:
     assert limits.hold(plan) or len(plan.piece_tables) > limits.pieces or most > 8
 
 
-def test_a_shared_chunk_is_read_once_for_all_and_a_short_one_for_each() -> None:
-    grid = Grid(1, 64, 64)
-    places = np.full(8, 1000)
-    for size, num_items in ((1000, 9), (LEAST_SAVED // 8, 8)):
-        ranges, lengths = ranges_of([[0]] * 8, [size])
-        tiles = Tiles.of(ranges, np.ones(8, np.int64), 16, 100)
-        plan = plan_ranges(tiles, places + lengths, places + lengths, grid, num_rows=8)
-        read = (plan.piece_ends - plan.piece_begins)[plan.piece_tables >= 0].sum()
-        assert read == (size if num_items == 9 else 8 * size)
-        assert len(set(plan.item_slots.tolist())) == num_items
+@pytest.mark.parametrize(
+    ("num_sequences", "size", "most", "is_shared"),
+    [(8, 1000, 8, True), (8, 1000, 7, False), (8, LEAST_SAVED // 8, 8, False), (5, 64, 100, True), (5, 63, 100, False)],
+)
+def test_a_shared_chunk_is_read_once_for_all_if_that_saves_enough(
+    num_sequences: int, size: int, most: int, is_shared: bool
+) -> None:
+    """And has slots for all its queries; a short one is read for each sequence."""
+    places = np.full(num_sequences, 1000)
+    ranges, lengths = ranges_of([[0]] * num_sequences, [size])
+    tiles = Tiles.of(ranges, np.ones(num_sequences, np.int64), 16, most)
+    plan = plan_ranges(tiles, places + lengths, places + lengths, Grid(1, 64, 64), num_rows=num_sequences)
+    read = (plan.piece_ends - plan.piece_begins)[plan.piece_tables >= 0].sum()
+    assert read == (size if is_shared else num_sequences * size)
+    assert len(set(plan.item_slots.tolist())) == num_sequences + is_shared
+
+
+def test_limits_of_two_kinds_of_plans() -> None:
+    assert RangeLimits(1, 2, 3, 4, 5) | RangeLimits(5, 4, 3, 2, 1) == RangeLimits(5, 4, 3, 4, 5)

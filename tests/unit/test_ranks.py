@@ -1,6 +1,8 @@
 """Ranks without processes: what is sent to them, and that they compute the steps of rank 0 with it."""
 
+import math
 import threading
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -11,8 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+import torch.distributed as dist
 
 from shared.cache.contiguous_pool import ContiguousKVCachePool
 from shared.engine.batch import Batch
@@ -22,21 +23,24 @@ from shared.engine.overlapped_runner import OverlappedRunner
 from shared.engine.request import Request
 from shared.engine.runner import Runner
 from shared.errors import RankError
+from shared.grammar.grammar import Grammar
 from shared.models.tokens import Tokens
+from shared.parallel import worker
 from shared.parallel.batch import RankBatch, takes_plain_argmax
-from shared.parallel.board import SLOT_BYTES, Board
+from shared.parallel.board import BEATS, CALLS, Board
 from shared.parallel.channel import Receiver, Sender
 from shared.parallel.collectives import Collectives
-from shared.parallel.group import agreed_memory
+from shared.parallel.group import agreed_memory, draft_collectives, rank_device
 from shared.parallel.runner import rank_runner
 from shared.parallel.shard import Shard
+from shared.parallel.watch import Failed, Watch
 from shared.sampling.params import SamplingParams
 from shared.scheduling.schedule import Schedule, Scheduled
 from tests.ranks import on_ranks
 from tests.unit.test_captured_runner import Fixed, Recorded
 from tests.unit.test_runner import VOCABULARY, Successor
 
-SIZES = st.lists(st.sampled_from([0, 1, 1000, SLOT_BYTES - 200, SLOT_BYTES, 2 * SLOT_BYTES]), max_size=12)
+GRAMMAR = Grammar.regex("a")
 
 
 def channel(size: int, check: Callable[[], None] = lambda: None) -> tuple[Sender, list[Receiver]]:
@@ -46,33 +50,32 @@ def channel(size: int, check: Callable[[], None] = lambda: None) -> tuple[Sender
     return Sender(board, [ours for ours, _ in pipes], check), receivers
 
 
-@given(SIZES)
-@settings(max_examples=25)
-def test_messages_arrive_whole_and_in_order(sizes: list[int]) -> None:
-    """Also those that are larger than a slot, and when a rank reads much later than another."""
-    sender, receivers = channel(3)
-    messages = [bytes([number % 256]) * size for number, size in enumerate(sizes)]
-    got: dict[int, list[bytes]] = {}
-    readers = [
-        threading.Thread(target=lambda one=one: got.update({one.rank: [one.receive() for _ in sizes]}), daemon=True)
-        for one in receivers
-    ]
-    for reader in readers:
-        reader.start()
-    for message in messages:
+@pytest.mark.parametrize("lag", [1, 4])
+def test_messages_arrive_whole_and_in_order(lag: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of sizes around that of a slot; rank 2 reads a message when rank 1 has read ``lag``."""
+    monkeypatch.setattr("shared.parallel.channel.SLOT_BYTES", 200)
+    sender, (first, second) = channel(3, pytest.fail)
+    messages = [bytes([size]) * size for size in (*range(170, 206), *range(9))]
+    found: dict[int, list[bytes]] = {1: [], 2: []}
+    for number, message in enumerate(messages, 1):
         sender.send(message)
-    for reader in readers:
-        reader.join(60)
-    assert got == {1: messages, 2: messages}
+        found[1].append(first.receive())
+        if number >= lag:
+            found[2].append(second.receive())
+    found[2] += [second.receive() for _ in range(lag - 1)]
+    assert found == {1: messages, 2: messages}
 
 
 def test_a_rank_that_reads_nothing_holds_rank_0_until_it_is_given_up() -> None:
-    def check() -> None:
-        raise RankError("Rank 1 of 2 made no progress")
+    """Whatever the others read."""
 
-    sender, _ = channel(2, check)
+    def check() -> None:
+        raise RankError("Rank 2 of 3 made no progress")
+
+    sender, (first, _) = channel(3, check)
     for number in range(4):
         sender.send(number)
+        assert first.receive() == number
     with pytest.raises(RankError):
         sender.send(4)
 
@@ -90,9 +93,21 @@ def test_when_the_argmax_of_raw_logits_is_enough() -> None:
     assert takes_plain_argmax(SamplingParams(**plain))
     for more in (
         *({"temperature": 0.5}, {"repetition_penalty": 1.1}, {"presence_penalty": 0.1}, {"frequency_penalty": 0.1}),
-        *({"logit_bias": {3: 1.0}}, {"min_tokens": 2}, {"logprobs": 0}),
+        *(
+            {"logit_bias": {3: 1.0}},
+            {"min_tokens": 2},
+            {"logprobs": 0},
+            {"structured_output": GRAMMAR, "ignore_eos": False},
+        ),
     ):
         assert not takes_plain_argmax(SamplingParams(**plain | more)), more
+        pool, entries = ContiguousKVCachePool(4, 20), []
+        for name, params in (("a", plain), ("b", plain | more)):
+            request = Request(name, [10], SamplingParams(**params), 0)
+            assert pool.reserve(request, 20)
+            entries.append(Scheduled(request, 0, 1, 0, 1))
+            takes_argmax = RankBatch.of(Schedule(1, tuple(entries)), pool).takes_argmax
+            assert takes_argmax is (name == "a"), "if every row's is"
 
 
 def test_ranks_agree_on_blocks_for_all(session_folder: Path) -> None:
@@ -114,6 +129,7 @@ def test_ranks_agree_on_blocks_for_all(session_folder: Path) -> None:
     assert agree((12, 9)) == [4, 4]
     assert agree((16, 12)) == [6, 6]
     assert made == {0: [None, None, 4, None, 6], 1: [None, None, 4, None, 6]}
+    assert agree((17, 16)) == [16, 16]
     assert agree((7, 7), num_gpu_blocks=5) == [5, 5]
     assert agree((7, 7), kv_cache_backend="contiguous") == [7, 7]
 
@@ -190,3 +206,91 @@ def test_ranks_follow_the_steps_of_rank_0(kind: type[OverlappedRunner], size: in
     assert found == [(expected, plain.num_replays), *[([], plain.num_replays)] * (size - 1)]
     assert (plain.num_replays > 0) is (kind is CapturedRunner)
     assert all(ids == seen[0] for ids in seen.values())
+
+
+def test_gpus_are_counted_from_the_one_that_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("shared.parallel.group.check_device", torch.device)
+    for device, expected in (("cuda:2", "cuda:5"), ("cuda", "cuda:3"), ("cpu", "cpu")):
+        assert rank_device(EngineConfig(device=device), 3) == torch.device(expected)
+
+
+def test_a_draft_model_is_cut_among_the_first_ranks() -> None:
+    config = EngineConfig(use_speculative_decoding=True, draft_model="x", tensor_parallel_size=3, draft_ranks=2)
+    store = dist.HashStore()
+
+    def run(ranks: Collectives) -> list[int] | None:
+        if ranks.rank >= config.draft_ranks:
+            return None
+        drafting = draft_collectives(config, store, ranks)
+        return drafting.gathered(torch.tensor([ranks.rank])).flatten().tolist()
+
+    assert on_ranks(3, run) == [[0, 1], [0, 1], None]
+
+
+def watched(last_words: Sequence[Failed | None]) -> Watch:
+    """The watch of ranks that have left these last words, or died without."""
+    pipes = [Pipe() for _ in last_words]
+    for (_, theirs), words in zip(pipes, last_words, strict=True):
+        if words is not None:
+            theirs.send(words)
+        theirs.close()
+    process: Any = SimpleNamespace(kill=lambda: None, wait=lambda _: -9)
+    return Watch(Board(len(last_words) + 1), [process] * len(last_words), [ours for ours, _ in pipes])
+
+
+def failure_of(watch: Watch) -> str:
+    for _ in range(1000):
+        if watch.failure is not None:
+            break
+        time.sleep(0.01)
+    return str(watch.failure)
+
+
+LEFT = Failed("failed (PeerError: connection closed)", is_peers=True)
+
+
+@pytest.mark.parametrize(
+    ("last_words", "expected"),
+    [
+        ([LEFT, Failed("ran out of memory (12 GB)"), LEFT], "Rank 2 of 4 ran out of memory"),
+        ([LEFT, None, LEFT], "Rank 2 of 4 was ended by SIGKILL"),
+        ([LEFT, LEFT], "Rank 1 of 3 failed"),
+    ],
+)
+def test_the_failure_names_the_rank_that_it_began_with(last_words: Sequence[Failed | None], expected: str) -> None:
+    assert failure_of(watched(last_words)).startswith(expected)
+
+
+def test_ranks_that_make_no_progress_within_the_innermost_patience_hang() -> None:
+    """The one that has begun and ended the fewest collectives is named."""
+    ours, theirs = Pipe()
+    process: Any = SimpleNamespace(kill=lambda: None)
+    watch = Watch(Board(3), [process] * 2, [ours, theirs])
+    watch.board.counters[:, CALLS] = 4, 4, 3
+    with pytest.raises(RankError), watch.waiting(math.inf), watch.waiting(0.3):
+        assert failure_of(watch).startswith("Rank 2 of 3 made no progress")
+
+
+def test_a_rank_beats_while_it_computes_or_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beginning with the beat of its own when it has started."""
+    board, idle, now, found = Board(2), threading.Event(), [0.0], list[int]()
+    steps = iter([(True, 1.0, 1), (False, 0.0, 0), (False, 0.0, 1), (False, 0.1, 2), (False, 0.002, 2), (True, 0.0, 2)])
+
+    def select(*_: Any) -> tuple[list[int], list[int], list[int]]:
+        found.append(int(board.counters[1, BEATS]))
+        if len(found) == 2:
+            board.counters[1, BEATS] = 1  # as the rank does when it has started
+        is_idle, seconds, board.counters[1, CALLS] = next(steps, (None, 0.0, 0))
+        (idle.set if is_idle else idle.clear)()
+        now[0] += seconds
+        return ([7] if is_idle is None else []), [], []
+
+    def leave(_: int) -> None:
+        raise SystemExit
+
+    monkeypatch.setattr("shared.parallel.worker.select.select", select)
+    monkeypatch.setattr("shared.parallel.worker.time.process_time", lambda: now[0])
+    monkeypatch.setattr("shared.parallel.worker.os._exit", leave)
+    with pytest.raises(SystemExit):
+        worker.beat(board, 1, 7, idle)
+    assert found == [0, 0, 1, 2, 3, 3, 4]

@@ -1,11 +1,14 @@
 """A rank's part of a model: what is cut where, and that the parts compute what the whole model computes."""
 
+from dataclasses import replace
+from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn import Parameter
 
@@ -13,6 +16,7 @@ from shared.cache.uncached import UncachedView
 from shared.checkpoints.quantize import quantize_checkpoint
 from shared.checkpoints.shapes import SHAPES
 from shared.errors import ConfigError
+from shared.loading.checkpoint import Checkpoint
 from shared.loading.config_json import parse_config, read_config
 from shared.loading.loader import load_model
 from shared.loading.quantized import quantizer
@@ -36,6 +40,7 @@ from tests.comparison import assert_close, assert_equal, assert_rows_close
 from tests.ranks import FAMILIES, checkpoint_for_ranks, on_ranks
 
 LENGTHS = (9, 1, 21)
+BORDERS = tuple(product((1, 2, 3), (-1, 0, 1)))  # ids around those at which the parts of two or four ranks begin
 
 
 def config_of(num_heads: int, num_kv_heads: int) -> ModelConfig:
@@ -76,7 +81,8 @@ def test_every_query_head_stands_once_and_with_its_kv_head(group: int, num_kv_he
     parts = [Shard(rank, size).heads(config) for rank in range(size)]
     found = [head for queries, _ in parts for head in queries]
     assert_equal(found, list(range(config.num_heads)), "query heads of all ranks", ("head",))
-    for queries, keys in parts:
+    for rank, (queries, keys) in enumerate(parts):
+        assert Shard(rank, size).local(config).first_kv_head == keys.start
         local_group = len(queries) // len(keys)
         read = [keys[n // local_group] for n in range(len(queries))]
         assert_equal(read, [head // group for head in queries], f"KV head of each of {queries}", ("head",))
@@ -113,13 +119,25 @@ def test_a_rank_reads_its_part_and_no_more(folder: Path) -> None:
     name = f"{layer}.mlp.down_proj.weight"
     assert torch.equal(torch.cat([first.tensor(name), second.tensor(name)], 1), block.mlp.down_proj.weight)
     assert first.shape(name) == tuple(first.tensor(name).shape)
+    other = CutCheckpoint(folder, ModelCut(Shard(0, size), replace(config, intermediate_size=4)))
+    assert other.shape(name) == tuple(other.tensor(name).shape) == tuple(block.mlp.down_proj.weight.shape)
 
 
-def quantized(method: str, rows: int = 256, columns: int = 256) -> QuantizedWeight:
+@pytest.mark.parametrize("quantization", [None, "fp8"])
+def test_whether_another_rank_is_lost_is_asked_before_each_tensor(
+    session_folder: Path, quantization: str | None
+) -> None:
+    folder, asked = checkpoint_for_ranks("llama", session_folder), []
+    load = partial(load_part, folder, quantization=quantization, check=lambda: asked.append(1))
+    on_ranks(1, load)
+    assert len(asked) >= len(Checkpoint(folder).names)
+
+
+def quantized(method: str, rows: int = 300, columns: int = 384) -> QuantizedWeight:
     torch.manual_seed(0)
     if method == "blocks":
         values = torch.randn(rows, columns).to(torch.float8_e4m3fn)
-        return QuantizedWeight(values, torch.rand(rows // 128, columns // 128), None, 128, 128)
+        return QuantizedWeight(values, torch.rand(-(-rows // 128), columns // 128), None, 128, 128)
     weight = quantize(torch.randn(rows, columns), method)
     if method == "int4":
         weight = QuantizedWeight(weight.values, weight.scales, torch.randint(0, 16, weight.scales.shape), 128)
@@ -127,13 +145,18 @@ def quantized(method: str, rows: int = 256, columns: int = 256) -> QuantizedWeig
 
 
 @pytest.mark.parametrize("method", ["fp8", "int8", "int4", "blocks"])
-@pytest.mark.parametrize("part", [range(128), range(128, 256), range(64, 192), range(32, 96)])
-@pytest.mark.parametrize("dim", [ROWS, COLUMNS])
-def test_a_quantized_matrix_is_cut_with_its_scales(method: str, part: range, dim: int) -> None:
-    weight = quantized(method)
-    found = cut_weight(weight, Cut(dim, part, 256))
-    assert torch.equal(dequantize(found), dequantize(weight).narrow(dim, part.start, len(part)))
-    assert found.values.untyped_storage().nbytes() == found.values.nbytes, "the whole is kept alive"
+@settings(max_examples=30)
+@given(begin=st.integers(0, 8), length=st.integers(1, 12))
+def test_a_quantized_matrix_is_cut_with_its_scales(method: str, begin: int, length: int) -> None:
+    """Wherever the part begins and ends: at a border of blocks, within a block, or behind several."""
+    whole = quantized(method)
+    for dim in (ROWS, COLUMNS):
+        part = range(32 * begin, min(32 * (begin + length), whole.shape[dim]))
+        found = cut_weight(whole, Cut(dim, part, whole.shape[dim]))
+        assert torch.equal(dequantize(found), dequantize(whole).narrow(dim, part.start, len(part)))
+        for tensor in (found.values, found.scales, found.zeros):
+            if tensor is not None and tensor is not whole.scales:
+                assert tensor.untyped_storage().nbytes() == tensor.nbytes, "more than the part is kept alive"
 
 
 def test_columns_within_a_block_are_refused() -> None:
@@ -167,6 +190,20 @@ def test_the_row_parallel_sum(bias: bool, activation: str | None) -> None:
 def test_a_sum_is_added_in_the_order_of_the_ranks() -> None:
     terms = [torch.tensor([1e8]), torch.tensor([-1e8]), torch.tensor([1.0])]
     assert [float(y) for y in on_ranks(3, lambda ranks: ranks.all_sum(terms[ranks.rank]))] == [1.0] * 3
+    small = [torch.tensor([each]).bfloat16() for each in (256, 1, 1)]  # 257 is no number of bf16
+    assert [float(y) for y in on_ranks(3, lambda ranks: ranks.all_sum(small[ranks.rank]))] == [258.0] * 3
+    assert [float(y) for y in on_ranks(2, lambda ranks: ranks.all_sum(terms[2], terms[2]))] == [3.0] * 2, "a residual"
+
+
+def test_a_collective_is_counted_where_it_begins_and_where_it_ends() -> None:
+    def run(ranks: Collectives) -> tuple[int, torch.Tensor, int]:
+        counted: list[int] = []
+        ranks.count = lambda: counted.append(1)
+        return len(counted), ranks.gathered(torch.arange(6).view(2, 3).t()[ranks.rank]), len(counted)
+
+    for before, gathered, after in on_ranks(2, run):
+        assert (before, after) == (0, 2)
+        assert gathered.tolist() == [[0, 3], [1, 4]], "parts that are not contiguous"
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
@@ -222,16 +259,19 @@ def test_additions_are_cut_with_their_matrix(name: str) -> None:
 def forward(model: CausalLM) -> torch.Tensor:
     """Logits of all tokens of three sequences: the model's own columns."""
     positions = torch.cat([torch.arange(length) for length in LENGTHS])
-    tokens = Tokens((31 * torch.arange(len(positions))) % model.config.vocab_size, positions)
+    size = model.config.vocab_size
+    ids = (31 * torch.arange(len(positions))) % size
+    ids[: len(BORDERS)] = torch.tensor([quarter * size // 4 + more for quarter, more in BORDERS])
+    tokens = Tokens(ids, positions)
     return model.logits(model(tokens, UncachedView(LENGTHS)))
 
 
 def check_parts(folder: Path, size: int, quantization: str | None = None, bound: float = 1e-5) -> None:
     with torch.inference_mode():
-        expected = forward(fuse(load_model(folder, quantize=quantizer(quantization))))
+        expected = forward(fuse(load_model(folder, quantize=quantizer(quantization, quantization is not None))))
 
     def run(ranks: Collectives) -> torch.Tensor:
-        model = fuse(load_part(folder, ranks, quantization=quantization))
+        model = fuse(load_part(folder, ranks, quantization=quantization, quantize_head=quantization is not None))
         return Vocabulary(model.config.vocab_size, ranks).gather(forward(model))
 
     found = on_ranks(size, run)

@@ -155,6 +155,14 @@ def test_a_draft_model_has_a_table_of_its_own(tiny_checkpoints: dict[str, Path])
 LOOKUP = SimpleNamespace(step_costs=None, num_tokens=lambda num_drafts: num_drafts + 1)
 
 
+def test_what_is_asked_of_the_tables() -> None:
+    """Tokens, context and drafts of three requests with four drafts each."""
+    steps: Any = SimpleNamespace(cost=lambda num_tokens, context, num_drafts=0: (num_tokens, context, num_drafts))
+    drafter: Any = SimpleNamespace(step_costs=steps, num_tokens=LOOKUP.num_tokens)
+    asked = (3, 100, 0), (6, 100, 3), (15, 100, 12), (6, 100, 3), (3, 100, 0)
+    assert tuple(TableCosts(steps, drafter)(3, 100, 4)) == asked
+
+
 @pytest.mark.parametrize("name", ["tiny-llama", "llama-3.2-1b", "llama-3.2-3b", "qwen3-8b"])
 @pytest.mark.parametrize("device", ["CPU", "NVIDIA H100 80GB HBM3", "NVIDIA L4"])
 @pytest.mark.parametrize("num_requests", [1, 8])
