@@ -17,9 +17,11 @@ from tests.unit.scheduling_loop import LETTER, Loop, TokenPool, shown
 MAX_SEQ_LEN = 48
 
 
-def make(tokenizer: Tokenizer, capacity: int, num_in_flight: int = 0, **config: object) -> Loop:
+def make(
+    tokenizer: Tokenizer, capacity: int, num_in_flight: int = 0, watermark: int = 0, **config: object
+) -> Loop:
     """Every request's token is the letter behind its last one, so an answer shows a token that is lost."""
-    scheduler = PreemptiveScheduler(EngineConfig(**config), TokenPool(capacity), MAX_SEQ_LEN)
+    scheduler = PreemptiveScheduler(EngineConfig(**config), TokenPool(capacity, watermark), MAX_SEQ_LEN)
     return Loop(scheduler, tokenizer, lambda request, index: LETTER + index, num_in_flight)
 
 
@@ -170,6 +172,14 @@ def test_no_request_is_admitted_in_a_step_with_a_preemption(tokenizer: Tokenizer
     assert loop.steps(3) == ["|abc|", "c||ab", "|c|ab"]
 
 
+def test_admission_leaves_the_watermark_to_requests_that_run(tokenizer: Tokenizer) -> None:
+    """a runs alone although fewer than five tokens stay free; b comes only where they do."""
+    loop = make(tokenizer, 9, watermark=5)
+    add(loop, "a", 5, max_new_tokens=2)
+    add(loop, "b", 4, max_new_tokens=2)
+    assert loop.steps(4) == ["|a|", "||a", "|b|", "||b"]
+
+
 # Whole runs.
 
 
@@ -189,6 +199,16 @@ def test_regions_are_scheduled_as_without_preemption(tokenizer: Tokenizer, polic
 
 
 # With a step in flight.
+
+
+def test_a_token_in_flight_of_a_preempted_request_is_drawn_again(tokenizer: Tokenizer) -> None:
+    loop = make(tokenizer, 7, num_in_flight=1)
+    a, b = add(loop, "a", 3, max_new_tokens=4), add(loop, "b", 3, max_new_tokens=2)
+    assert loop.steps(2) == ["|ab|", "b||a"]
+    assert (b.num_computed_tokens, b.num_scheduled_tokens, b.num_pending_tokens, b.output_ids) == (0, 0, 0, [])
+    for _ in range(9):
+        loop.step()
+    assert (a.output_ids, b.output_ids) == ([LETTER, LETTER + 1, LETTER + 2, LETTER + 3], [LETTER, LETTER + 1])
 
 
 def test_memory_of_an_aborted_request_is_not_granted_while_a_step_writes_it(tokenizer: Tokenizer) -> None:
