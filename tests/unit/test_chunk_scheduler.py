@@ -1,5 +1,7 @@
 """Which chunks are computed when: before the request that lacks them, once, and past no request before it."""
 
+from typing import Any
+
 import pytest
 
 from shared.cache.paged_layout import PagedSizes
@@ -99,3 +101,13 @@ def test_without_missing_chunks_the_queue_stays_as_it_is(scheduler: ChunkSchedul
     scheduler._put_missing_chunks_first()
     assert_equal(queue(scheduler), ["1", "2"], "queue", ("place",))
     assert not scheduler.registry.computing, "a chunk is computed that no request lacks"
+
+
+def test_a_part_of_a_batch_has_the_ranges_of_its_own_sequences(scheduler: ChunkScheduler) -> None:
+    a, b = chunk(scheduler, "a", 6, is_resident=True), chunk(scheduler, "b", 3, is_resident=True)
+    for name, chunks in (("1", [a, b]), ("2", []), ("3", [b, a, b]), ("4", [a])):
+        ask(scheduler, name, *chunks)
+    layout: Any = scheduler.pool.layout(scheduler.schedule())
+    assert [one[:3] for one in layout.ranges] == [(0, 0, 6), (0, 6, 3), (2, 0, 3), (2, 3, 6), (2, 9, 3), (3, 0, 6)]
+    part = layout.part(slice(1, 3), slice(1, 3))
+    assert [one[:3] for one in part.ranges] == [(1, 0, 3), (1, 3, 6), (1, 9, 3)]

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from shared.chunks.inquiry import Blend, Content, Use
+from shared.chunks.inquiry import Blend, Content, Page, Use
 from shared.chunks.llm import ChunkedLLM
 from shared.engine.llm import LLM
 from shared.errors import QueueFullError, RequestError, UnknownChunkError
@@ -84,6 +84,20 @@ def test_contents_that_wait_to_be_computed_count_as_waiting_requests(tiny_checkp
     with pytest.raises(UnknownChunkError):
         Use((contents[3], "ab")).answer(engine)
     assert len(engine.chunks.chunks) == 3, "an unknown id is found before anything is registered"
+
+
+def test_pages_of_chunks_go_from_the_least_recently_used_to_the_last(llm: ChunkedLLM) -> None:
+    engine = llm.engine
+    a, b, c = (engine.register([n, n]) for n in range(3))
+    engine.chunks.touch([engine.chunks.find(a)])
+
+    def page(*about: Any) -> tuple[list[str], bool]:
+        found, has_more = Page(*about).answer(engine)
+        return [one.chunk_id for one in found], has_more
+
+    assert page(2) == ([b, c], True)
+    assert page(2, c) == ([a], False)
+    assert page(3) == ([b, c, a], False)
 
 
 def test_to_put_chunks_together_ends_when_one_of_them_cannot_be_computed(

@@ -17,9 +17,7 @@ from tests.unit.scheduling_loop import LETTER, Loop, TokenPool, shown
 MAX_SEQ_LEN = 48
 
 
-def make(
-    tokenizer: Tokenizer, capacity: int, num_in_flight: int = 0, watermark: int = 0, **config: object
-) -> Loop:
+def make(tokenizer: Tokenizer, capacity: int, num_in_flight: int = 0, watermark: int = 0, **config: object) -> Loop:
     """Every request's token is the letter behind its last one, so an answer shows a token that is lost."""
     scheduler = PreemptiveScheduler(EngineConfig(**config), TokenPool(capacity, watermark), MAX_SEQ_LEN)
     return Loop(scheduler, tokenizer, lambda request, index: LETTER + index, num_in_flight)

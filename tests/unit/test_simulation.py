@@ -2,6 +2,8 @@
 
 import json
 import math
+import random
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
@@ -13,7 +15,8 @@ from shared.errors import CapacityError, ConfigError, RequestError
 from shared.simulation.arrivals import SHAPES, Conversations, Request, arrival_times, conversations, recorded
 from shared.simulation.fleet import Fleet, FleetPlan
 from shared.simulation.replica import EngineLimits, Replica
-from shared.simulation.routing import ROUTERS
+from shared.simulation.results import serve
+from shared.simulation.routing import ROUTERS, RoundRobin, TwoChoices
 from shared.simulation.step_times import StepTimes
 
 TIMES = StepTimes(step=0.01, prefill_step=0.002, prefill_token=1e-4, prefill_key=1e-7, decode_row=1e-3, decode_key=1e-6)
@@ -232,6 +235,30 @@ def test_least_busy_is_least_busy() -> None:
         before = dict(fleet.loads)
         fleet._arrive(request)
         assert before[request.replica] == min(before.values())
+
+
+def test_routers_choose_by_loads_and_turns() -> None:
+    request, loads = Request(0.0, 8, 8, ()), {3: 2, 4: 0, 5: 1}
+    turns = RoundRobin(random.Random(0), BLOCK, 10)
+    assert [turns.choose(request, [3, 4, 5], loads) for _ in range(4)] == [3, 4, 5, 3]
+    assert [turns.choose(request, [4, 5], {4: 0, 5: 1}) for _ in range(3)] == [4, 5, 4], "3 is gone"
+    pairs = TwoChoices(random.Random(0), BLOCK, 10)
+    assert {pairs.choose(request, [3, 4], loads) for _ in range(9)} == {4}
+
+
+def test_what_a_trace_says_of_waits_balance_and_cost() -> None:
+    """Four requests far apart, of which the first counts nowhere, at two replicas in turns."""
+    times = replace(TIMES, request=0.5)
+    fleet = Fleet(FleetPlan(2, "round-robin"), times, EngineLimits())
+    found = serve(fleet, [Request(10.0 * n, 8, 3, ()) for n in range(4)], 5.0, price=2.0)
+    first, rest = times.decode(0, 0) + times.prefill_step + times.prefill(8, 0), times.decode(1, 9, 2)
+    assert (found["requests"], found["requests_per_second"]) == (3, 3 / 25)
+    assert found["first_token_ms"]["p50"] == pytest.approx(1e3 * (first + 0.5))
+    assert found["request_mean_ms"] == pytest.approx(1e3 * (first + rest + 0.5))
+    assert found["between_tokens_ms"]["p99"] == pytest.approx(1e3 * rest / 2)
+    assert found["engine_ms"] == pytest.approx(1e3 * (first + rest))
+    assert found["balance"] == pytest.approx(6 / 4.5)
+    assert found["cost_per_thousand"] == pytest.approx(2 * 2.0 * 25 / 3600 / 3 * 1000)
 
 
 def test_a_recorded_trace_is_read_and_stretched(tmp_path: Path) -> None:
