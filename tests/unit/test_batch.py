@@ -91,6 +91,7 @@ def test_a_token_in_flight_is_pending_in_its_place() -> None:
     assert (batch.token_ids.tolist(), batch.positions.tolist()) == ([0, 0, 5, 6, 7], [3, 3, 0, 1, 2])
     assert batch.pending.tolist() == [0, 1]
     assert Batch.of(step_of({a: 1, b: 1}), pool).pending.tolist() == [0, 1]
+    assert Batch.of(step_of({a: 1, c: 3, b: 1}), pool).layout.num_decoding == 1, "those that lead"
     a.append(99)
     batch = Batch.of(step_of({a: 1, b: 1}), pool)
     assert (batch.token_ids.tolist(), batch.pending.tolist()) == ([99, 0], [1]), "a's has arrived"

@@ -179,6 +179,39 @@ def test_a_request_has_as_many_guesses_as_it_had_masks() -> None:
     assert_equal([scheduler.guesses.get(request) for request in requests], [LENGTH, None], "guesses after an abort")
 
 
+def test_masks_of_all_requests_stay_within_the_budget() -> None:
+    """Each mask token is one of the step's: the first request takes what two real tokens leave."""
+    scheduler = make_scheduler(max_num_batched_tokens=5)
+    for name in "ab":
+        add(scheduler, name)
+    while not (schedule := scheduler.schedule()).decoding or len(schedule) < 2 or schedule.prompts:
+        ids = [ANSWER[len(e.request.output_ids)] for e in schedule for _ in range(e.num_logit_rows)]
+        scheduler.commit(schedule, SampledTokens(ids, None, {}))
+    assert isinstance(schedule, MultiTokenSchedule)
+    assert sum(n * schedule.masks.get(r, 0) for r, _, n, *_ in schedule) + schedule.num_tokens.sum() <= 5
+    assert schedule.masks
+
+
+def test_a_guess_is_verified_even_where_guesses_are_not_worthwhile() -> None:
+    scheduler = make_scheduler()
+    add(scheduler)
+    for _ in range(2):
+        step(scheduler)
+    scheduler.lengths.next_lengths = lambda requests: [0] * len(requests)  # type: ignore[method-assign]
+    assert_equal(step(scheduler), (1, 0), "drafts and masks of the next step")
+    assert_equal(step(scheduler), (0, 0), "drafts and masks of the step after")
+
+
+def test_guesses_of_an_interrupted_step_are_forgotten() -> None:
+    scheduler = make_scheduler()
+    add(scheduler)
+    for _ in range(2):
+        step(scheduler)
+    scheduler.schedule()
+    scheduler.drop_in_flight()
+    assert_equal(step(scheduler), (0, LENGTH), "drafts and masks of the next step")
+
+
 def test_the_last_tokens_have_no_useless_masks() -> None:
     """Masks of which no guess could be verified before the maximum length are not computed."""
     scheduler = make_scheduler()

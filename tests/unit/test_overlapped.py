@@ -76,6 +76,16 @@ def test_without_a_step_in_flight_it_preempts_as_before(tokenizer: Tokenizer) ->
     assert_equal(loop.steps(4), ["|ab|", "||ab", "b||a", "||a"], "steps")
 
 
+def test_outputs_are_recomputed_to_the_end_beside_a_request_that_decodes(tokenizer: Tokenizer) -> None:
+    scheduler = OverlappedScheduler(EngineConfig(prefill_chunk_size=4), TokenPool(60), MAX_SEQ_LEN)
+    loop = Loop(scheduler, tokenizer, lambda request, index: LETTER + index)
+    for name in "ab":
+        loop.add_new(name, 3, max_new_tokens=12, ignore_eos=True)
+    loop.steps(7)
+    scheduler._preempt(scheduler.running["b"])
+    assert_equal(loop.steps(4), ["|b|a", "|b|a", "|b|a", "||ab"], "steps: b has nine tokens")
+
+
 class ShortWay(OverlappedScheduler):
     """Counts the steps that are planned by the short way."""
 
@@ -149,6 +159,8 @@ def compare(
                 loop.finish(loop.in_flight.popleft())
         short, long = ((loop.processor.take(), loop.scheduler.pool.audit()) for loop in loops)
         assert_equal(short, long, f"outputs of step {step}, and memory after it")
+        if not to_come and not any(loop.has_work() for loop in loops):
+            break
     assert not any(loop.scheduler.has_work() for loop in loops), "all requests end"
     assert [loop.scheduler.pool.audit() for loop in loops] == [[], []], "what has ended holds nothing"
     return loops[0].scheduler.num_short
