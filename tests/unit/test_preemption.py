@@ -65,14 +65,6 @@ def test_the_one_that_asks_may_be_the_youngest(tokenizer: Tokenizer) -> None:
     assert_equal(loop.scheduler.pool.grants(), {"a": 4}, "tokens granted", ("request",))
 
 
-def test_no_request_is_preempted_while_there_are_free_blocks(tokenizer: Tokenizer) -> None:
-    loop = make(tokenizer, 14)
-    for name in "ab":
-        add(loop, name, 3, max_new_tokens=5)
-    assert loop.steps(5) == ["|ab|", "||ab", "||ab", "||ab", "||ab"], "the last token is never written"
-    assert (loop.scheduler.num_preemptions, loop.scheduler.has_work()) == (0, False)
-
-
 # A preempted request.
 
 
@@ -199,6 +191,19 @@ def test_regions_are_scheduled_as_without_preemption(tokenizer: Tokenizer, polic
 # With a step in flight.
 
 
+def test_a_result_from_before_a_preemption_is_dropped_after_the_readmission(tokenizer: Tokenizer) -> None:
+    loop = make(tokenizer, 20)
+    a = add(loop, "a", 3)
+    loop.steps(2)
+    before = loop.scheduler.schedule()
+    loop.scheduler._preempt(a)
+    again = loop.scheduler.schedule()
+    loop.finish(before)
+    assert (a.output_ids, a.num_computed_tokens) == ([LETTER, LETTER + 1], 0)
+    loop.finish(again)
+    assert (a.output_ids, a.num_computed_tokens) == ([LETTER, LETTER + 1, LETTER + 2], 5)
+
+
 def test_a_token_in_flight_of_a_preempted_request_is_drawn_again(tokenizer: Tokenizer) -> None:
     loop = make(tokenizer, 7, num_in_flight=1)
     a, b = add(loop, "a", 3, max_new_tokens=4), add(loop, "b", 3, max_new_tokens=2)
@@ -207,16 +212,3 @@ def test_a_token_in_flight_of_a_preempted_request_is_drawn_again(tokenizer: Toke
     for _ in range(9):
         loop.step()
     assert (a.output_ids, b.output_ids) == ([LETTER, LETTER + 1, LETTER + 2, LETTER + 3], [LETTER, LETTER + 1])
-
-
-def test_memory_of_an_aborted_request_is_not_granted_while_a_step_writes_it(tokenizer: Tokenizer) -> None:
-    loop = make(tokenizer, 8, num_in_flight=1)
-    a = add(loop, "a", 5, max_new_tokens=3)
-    loop.steps(1)
-    assert loop.abort("a")
-    add(loop, "b", 6, max_new_tokens=1)
-    schedule = loop.scheduler.schedule()
-    assert (shown(schedule), loop.scheduler.pool.grants()) == ("||", {"a": 5})
-    loop.finish(loop.in_flight.popleft())
-    assert a.output_ids == []
-    assert shown(loop.scheduler.schedule()) == "|b|"

@@ -133,14 +133,6 @@ def test_blocks_enter_when_they_are_committed_and_answers_too() -> None:
     assert_equal(run(pool, make("2", "abcdefghijk")), 8, "cached tokens of the next turn")
 
 
-def test_a_preempted_request_finds_itself_again() -> None:
-    pool, request = make_pool(), make("1", "abcdefghij")
-    run(pool, request)
-    request.append(ord("k"))
-    pool.release(request)
-    assert_equal(start(pool, request), 8, "cached tokens: all full blocks")
-
-
 def test_two_requests_that_computed_the_same_share_it_afterwards() -> None:
     pool, first, second = make_pool(), make("1", "abcdefghi"), make("2", "abcdefghx")
     start(pool, first)

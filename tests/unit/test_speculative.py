@@ -11,6 +11,7 @@ from shared.engine.config import EngineConfig
 from shared.engine.request import Request
 from shared.engine.sampler import SampledTokens
 from shared.sampling.params import SamplingParams
+from shared.scheduling.schedule import Schedule, Scheduled
 from shared.scheduling.speculative import SpeculativeScheduler, num_equal, settle
 from tests.comparison import assert_equal
 
@@ -141,6 +142,13 @@ def test_what_was_reserved_for_drafts_of_an_interrupted_step_is_given_back() -> 
     assert_equal(scheduler.pool.free_tokens, (40 - 4) * BLOCK_SIZE, "free tokens beside 4 and 4 drafts")
     scheduler.drop_in_flight()
     assert_equal(counts(scheduler, request)["free tokens"], (40 - 2) * BLOCK_SIZE, "free tokens beside 4")
+
+
+def test_a_logit_row_is_told_the_draft_that_it_verifies() -> None:
+    request = add(make_scheduler(), "a")
+    request.draft_ids = [31, 32, 33]
+    rows = Schedule(1, (Scheduled(request, 2, 3, num_drafts=2, num_logit_rows=3),), 1).sampling_rows()
+    assert_equal([(row.index, row.draft_id) for row in rows], [(0, 31), (1, 32), (2, None)], "rows of two drafts")
 
 
 def test_requests_of_one_step_keep_their_own_tokens() -> None:
