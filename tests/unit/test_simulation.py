@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from shared.errors import CapacityError, ConfigError, RequestError
 from shared.simulation.arrivals import SHAPES, Conversations, Request, arrival_times, conversations, recorded
+from shared.simulation.blocks import SimulatedBlocks
 from shared.simulation.fleet import Fleet, FleetPlan
 from shared.simulation.replica import EngineLimits, Replica
 from shared.simulation.results import serve
@@ -188,6 +189,32 @@ def test_the_turns_of_a_conversation_begin_with_the_blocks_of_the_turn_before() 
     assert sum(len([1 for other in found if other.blocks[: len(one.blocks)] == one.blocks]) > 1 for one in found) > 300
     assert continued == len(found)
     assert all(request.prompt_tokens + request.new_tokens <= about.max_tokens for request in found)
+
+
+def test_cached_blocks_go_from_the_end_of_an_answer_and_a_prefix_has_no_hole() -> None:
+    blocks, first, other = SimulatedBlocks(6, BLOCK), Request(0.0, 8, 4, (1, 2, 3)), Request(0.0, 12, 4, (1, 2, 3))
+    assert blocks.admit(first)
+    blocks.enter(first)
+    blocks.release(first)
+    assert list(blocks.cached) == [3, 2, 1]
+    del blocks.cached[2]
+    assert blocks.admit(other)
+    assert (other.num_shared, other.num_cached, other.num_own) == (1, 4, 3)
+
+
+def test_routers_know_the_loads_of_the_last_report() -> None:
+    fleet = Fleet(FleetPlan(2, "two-choices", report_seconds=1.0), TIMES, EngineLimits())
+    fleet._arrive(Request(0.0, 8, 500, ()))
+    assert (sorted(fleet.loads.values()), fleet.seen) == ([0, 1], {0: 0, 1: 0})
+    assert list(fleet._until(1.0)) == []
+    assert fleet.seen == fleet.loads
+
+
+def test_a_turn_that_would_not_fit_begins_another_conversation() -> None:
+    about = Conversations(1, system_tokens=16, turn_tokens=32, new_tokens=48, turns=9.0, pause=0.1, max_tokens=200)
+    found = list(conversations(arrival_times("steady", 20.0, 10.0, 0), about, 0))
+    assert max(request.prompt_tokens + request.new_tokens for request in found) <= 200
+    assert max(request.prompt_tokens for request in found) > 100, "conversations have several turns"
 
 
 def test_a_prefix_that_is_cached_is_not_computed_again() -> None:
