@@ -44,6 +44,7 @@ def test_an_unknown_id_and_a_memory_without_chunks_are_refused() -> None:
         registry.find("ab")
     with pytest.raises(RequestError, match="holds no chunks"):
         ChunkRegistry().add("user", [1])
+    assert registry.add("user", [1]) is registry.add("user", [1]) is not registry.add("system", [1])
 
 
 def test_the_least_recently_used_goes_first_and_only_as_many_as_needed() -> None:

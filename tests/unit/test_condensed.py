@@ -152,10 +152,12 @@ def test_the_tree_keeps_the_blocks_that_a_compressed_request_leaves() -> None:
     assert len(table) == 4
     assert len(pool.cached_blocks()) == 7 - 2, "one block was free, and two more were needed"
     assert not set(table) & set(pool.cached_blocks())
-    put_in_flight(schedule := step_of({first: 1}))
-    commit(pool, schedule)
+    for num_tokens in range(29, 33):
+        assert pool.reserve(first, num_tokens)
+        put_in_flight(schedule := step_of({first: 1}))
+        commit(pool, schedule)
     assert pool.tree.num_blocks == 5, "nothing behind a compression enters the tree"
-    assert pool.length(first) == 13
+    assert pool.length(first) == 16
     assert pool.audit_blocks() == []
 
     pool.release(first)

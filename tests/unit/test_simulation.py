@@ -17,7 +17,7 @@ from shared.simulation.blocks import SimulatedBlocks
 from shared.simulation.fleet import Fleet, FleetPlan
 from shared.simulation.replica import EngineLimits, Replica
 from shared.simulation.results import serve
-from shared.simulation.routing import ROUTERS, RoundRobin, TwoChoices
+from shared.simulation.routing import ROUTERS, ByPrefix, RoundRobin, TwoChoices
 from shared.simulation.step_times import StepTimes
 
 TIMES = StepTimes(step=0.01, prefill_step=0.002, prefill_token=1e-4, prefill_key=1e-7, decode_row=1e-3, decode_key=1e-6)
@@ -157,6 +157,7 @@ def step_by_step(trace: list[Request], limits: EngineLimits) -> list[tuple[int, 
 def test_many_steps_take_what_they_take_one_by_one(rows: int, keys: int, steps: int) -> None:
     one_by_one = [TIMES.decode(rows, keys + n * rows) for n in range(steps)]
     assert TIMES.decode(rows, keys, steps) == pytest.approx(sum(one_by_one))
+    assert one_by_one[0] == pytest.approx(TIMES.step + rows * TIMES.decode_row + keys * TIMES.decode_key)
     for num in (1, steps // 2, steps):
         if num:
             assert TIMES.steps_within(sum(one_by_one[:num]) * (1 - 1e-9), rows, keys, steps) == num
@@ -167,6 +168,7 @@ def test_chunks_of_a_prompt_attend_to_as_many_keys_as_the_whole(length: int, sta
     cut = data.draw(st.integers(0, length))
     parts = TIMES.prefill(cut, start) + TIMES.prefill(length - cut, start + cut)
     assert parts == pytest.approx(TIMES.prefill(length, start))
+    assert TIMES.prefill(1, start) == pytest.approx(TIMES.prefill_token + (start + 1) * TIMES.prefill_key)
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -271,6 +273,9 @@ def test_routers_choose_by_loads_and_turns() -> None:
     assert [turns.choose(request, [4, 5], {4: 0, 5: 1}) for _ in range(3)] == [4, 5, 4], "3 is gone"
     pairs = TwoChoices(random.Random(0), BLOCK, 10)
     assert {pairs.choose(request, [3, 4], loads) for _ in range(9)} == {4}
+    by_prefix = ByPrefix(random.Random(0), BLOCK, 10)
+    by_prefix.choose(Request(0.0, 8, 8, (1, 2, 3, 4)), [3], {3: 0})
+    assert by_prefix.table.matches((1, 2, 3, 4)) == {3: 2}, "the blocks of a prompt, and not of its answer"
 
 
 def test_what_a_trace_says_of_waits_balance_and_cost() -> None:
@@ -318,6 +323,7 @@ def test_wrong_settings_are_refused_with_their_value() -> None:
         (lambda: FleetPlan(2, update_at=1.0, update_together=2), "update_together is 2"),
         (lambda: EngineLimits(max_batch_size=0), "max_batch_size is 0"),
         (lambda: StepTimes(-1.0, 0, 0, 0, 0, 0), "step is -1.0"),
+        (lambda: StepTimes(0, 0, 0, 0, 0, 0), "step is 0; a step that computes nothing else"),
         (lambda: StepTimes.of({"step": 1.0}), "lack prefill_step, prefill_token"),
         (lambda: Conversations(turns=0.5), "turns is 0.5"),
         (lambda: list(arrival_times("tides", 1.0, 1.0, 0)), "arrivals are 'tides'"),
