@@ -9,7 +9,7 @@ from shared.chunks.pool import ChunkKVCachePool
 from shared.chunks.registry import Chunk, ChunkRegistry
 from shared.chunks.scheduler import ChunkScheduler
 from shared.engine.config import EngineConfig
-from shared.engine.request import Request
+from shared.engine.request import Request, RequestStatus
 from shared.engine.sampler import SampledTokens
 from shared.sampling.params import SamplingParams
 from shared.scheduling.schedule import Schedule
@@ -101,6 +101,33 @@ def test_without_missing_chunks_the_queue_stays_as_it_is(scheduler: ChunkSchedul
     scheduler._put_missing_chunks_first()
     assert_equal(queue(scheduler), ["1", "2"], "queue", ("place",))
     assert not scheduler.registry.computing, "a chunk is computed that no request lacks"
+
+
+@pytest.mark.parametrize("end", ["failure", "abort"])
+def test_requests_fail_with_a_chunk_that_they_wait_for_and_stay_if_it_is_aborted(
+    scheduler: ChunkScheduler, end: str
+) -> None:
+    """A client's request may have the name of the one that computes."""
+    a = chunk(scheduler, "a")
+    named, waiting = ask(scheduler, f"chunk {a.chunk_id}"), ask(scheduler, "1", a)
+    schedule = scheduler.schedule()
+    assert schedule.requests[0] is named
+    computing = schedule.requests[1]
+    if end == "abort":
+        assert scheduler.abort(computing.request_id) is computing
+        assert (a.error, queue(scheduler)) == (None, ["1"])
+        return
+    scheduler.commit(schedule, SampledTokens([5], None, {1: RuntimeError("no memory")}))
+    assert (waiting.status, waiting.error) == (RequestStatus.FAILED, a.error)
+    assert a.error is not None
+    assert "RuntimeError" in a.error
+    assert list(scheduler.running.values()) == [named]
+
+
+def test_wanted_chunks_are_work(scheduler: ChunkScheduler) -> None:
+    assert not scheduler.has_work()
+    scheduler.registry.want(chunk(scheduler, "a"))
+    assert scheduler.has_work()
 
 
 def test_a_chunk_is_complete_with_its_last_token_and_takes_nothing_from_the_prefix_tree(
