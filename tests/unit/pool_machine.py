@@ -49,6 +49,10 @@ class PoolMachine(RuleBasedStateMachine):
     def fits(self, request: Request, tokens: int) -> bool:
         raise NotImplementedError
 
+    def left_to_reserve(self, chosen: list[Request]) -> list[Request]:
+        """Those of which the pool does not reserve the next token with those of all."""
+        raise NotImplementedError
+
     def expected_layout(self, chosen: list[Request], places: list[tuple[int, int]]) -> list[list[int]]:
         """The arrays of a layout in which each request writes from a place up to another."""
         raise NotImplementedError
@@ -73,21 +77,33 @@ class PoolMachine(RuleBasedStateMachine):
             self.granted[request] = max(self.granted.get(request, 0), tokens)
             self.lengths.setdefault(request, 0)
 
-    @rule(number=NUMBERS, tokens=TOKENS)
-    def commit(self, number: int, tokens: int) -> None:
+    @rule(number=NUMBERS)
+    def refuse_what_holds_nothing(self, number: int) -> None:
         request = self.requests[number]
-        length = self.lengths.get(request)
-        if length is None or tokens < 0 or length + tokens > self.granted[request]:
+        for call in () if request in self.granted else (self.pool.commit, self.pool.truncate, self.pool.shrink):
             with pytest.raises(CapacityError):
-                self.pool.commit(request, tokens)
+                call(request, 0)
+
+    @precondition(lambda self: self.granted)
+    @rule(data=st.data(), is_one=st.booleans())
+    def commit(self, data: st.DataObject, is_one: bool) -> None:
+        """Some of what is reserved, or a token too many."""
+        request = data.draw(st.sampled_from(list(self.granted)))
+        room = self.granted[request] - self.lengths[request]
+        tokens = 1 if is_one else data.draw(st.integers(-1, room + 1))
+        if not 0 <= tokens <= room:
+            with pytest.raises(CapacityError):
+                self.pool.commit_next([request]) if is_one else self.pool.commit(request, tokens)
             return
-        self.pool.commit(request, tokens)
+        self.pool.commit_next([request]) if is_one else self.pool.commit(request, tokens)
         self.lengths[request] += tokens
 
-    @rule(number=NUMBERS, tokens=TOKENS)
-    def truncate(self, number: int, tokens: int) -> None:
-        request = self.requests[number]
-        if not 0 <= tokens <= self.lengths.get(request, -1):
+    @precondition(lambda self: self.granted)
+    @rule(data=st.data())
+    def truncate(self, data: st.DataObject) -> None:
+        request = data.draw(st.sampled_from(list(self.granted)))
+        tokens = data.draw(st.integers(-1, self.lengths[request] + 1))
+        if not 0 <= tokens <= self.lengths[request]:
             with pytest.raises(CapacityError):
                 self.pool.truncate(request, tokens)
             return
@@ -95,6 +111,25 @@ class PoolMachine(RuleBasedStateMachine):
         self.pool.truncate(request, tokens)
         assert_equal(self.held(request), before, "what the request holds; the grant is kept", ("place",))
         self.lengths[request] = tokens
+
+    @precondition(lambda self: self.granted)
+    @rule(data=st.data(), tokens=st.integers(0, 25))
+    def shrink(self, data: st.DataObject, tokens: int) -> None:
+        """What is written stays granted."""
+        request = data.draw(st.sampled_from(list(self.granted)))
+        self.pool.shrink(request, tokens)
+        self.granted[request] = max(self.lengths[request], min(tokens, self.granted[request]))
+
+    @precondition(lambda self: self.granted)
+    @rule(data=st.data())
+    def reserve_next(self, data: st.DataObject) -> None:
+        """A token more for some of those that hold memory, all blocks that they lack at once or none."""
+        chosen = data.draw(st.lists(st.sampled_from(list(self.granted)), unique=True))
+        for request in chosen:
+            request.num_tokens = min(self.granted[request] + data.draw(st.integers(0, 1)), self.capacity)
+        others = self.left_to_reserve(chosen)
+        assert_equal(self.pool.reserve_next(chosen), others, "requests that are left to reserve")
+        self.granted |= {request: request.num_tokens for request in chosen if request not in others}
 
     @rule(number=NUMBERS)
     def release(self, number: int) -> None:

@@ -21,6 +21,7 @@ from shared.engine.batch import Batch
 from shared.engine.request import Request
 from shared.kernels.planned_tiling import DecodeTiling, PrefillTiling
 from shared.loading.config_json import parse_config
+from shared.sampling.params import SamplingParams
 from shared.scheduling.schedule import Schedule, Scheduled
 from tests.steps import commit, make_request, put_in_flight, step_of
 
@@ -91,6 +92,7 @@ def test_a_token_in_flight_is_pending_in_its_place() -> None:
     assert (batch.token_ids.tolist(), batch.positions.tolist()) == ([0, 0, 5, 6, 7], [3, 3, 0, 1, 2])
     assert batch.pending.tolist() == [0, 1]
     assert Batch.of(step_of({a: 1, b: 1}), pool).pending.tolist() == [0, 1]
+    assert Batch.of(step_of({a: 1, c: 3, b: 1}), pool).layout.num_decoding == 1, "those that lead"
     a.append(99)
     batch = Batch.of(step_of({a: 1, b: 1}), pool)
     assert (batch.token_ids.tolist(), batch.pending.tolist()) == ([99, 0], [1]), "a's has arrived"
@@ -110,6 +112,23 @@ def test_several_logit_rows_of_a_sequence_are_those_of_its_last_tokens() -> None
     assert batch.token_ids.tolist() == [a.last_token_id, 77, 78, *b.prompt_ids[:2]]
     assert batch.positions.tolist() == [size - 1, size, size + 1, 0, 1]
     assert batch.pending.tolist() == []
+
+
+def test_prompt_rows_name_the_tokens_that_follow_in_their_own_prompt() -> None:
+    """Of a prompt's second and third token, behind another request; a part counts from its own first token."""
+    pool, other = POOLS["contiguous"](), make_request("b", [5, 6])
+    asking = Request("a", [10, 11, 12, 13], SamplingParams(prompt_logprobs=2), 0)
+    for request in (other, asking):
+        pool.reserve(request, 9)
+    entries = (Scheduled(other, 0, 2), Scheduled(asking, 1, 2, num_logit_rows=0, num_prompt_logprobs=2))
+    pool.commit(asking, 1)
+    asking.num_computed_tokens = 1
+    batch = Batch.of(Schedule(1, entries), pool)
+    found = [values(vars(each)) for each in (batch.prompt_rows, batch.part(range(1, 2)).prompt_rows)]
+    same = {"next_ids": ("int64", [12, 13]), "num_top": ("int64", [2, 2])}
+    assert found[0] == {"rows": ("int64", [2, 3]), "sequences": ("int64", [1, 1])} | same
+    assert found[1] == {"rows": ("int64", [0, 1]), "sequences": ("int64", [0, 0])} | same
+    assert batch.part(range(1)).prompt_rows is None
 
 
 Sequence = st.tuples(st.integers(0, 20), st.integers(0, 3), st.integers(1, 9))  # committed, in flight, new tokens

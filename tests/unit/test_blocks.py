@@ -43,14 +43,6 @@ def test_many_are_taken_and_given_back_as_a_whole() -> None:
     assert_equal(allocator.audit([blocks(2, 0, 1)]), [], "audit", ("line",))
 
 
-def test_what_is_handed_out_does_not_change_when_the_allocator_goes_on() -> None:
-    allocator = BlockAllocator(4)
-    first = allocator.allocate(2)
-    allocator.free(blocks(1))
-    allocator.allocate(3)
-    assert first.tolist() == [0, 1]
-
-
 WRONG = [
     ([3], "Block 3 is free already; each holder frees a block once"),
     ([0, 3], "Block 3 is free already"),

@@ -106,6 +106,8 @@ def test_a_blend_is_a_chunk(tiny_checkpoints: dict[str, Path]) -> None:
     whole = llm.register([*CHUNKS[0], *CHUNKS[1]])
     answers = [llm.generate_from_chunks([name], [1], GREEDY).token_ids for name in (blended, whole)]
     assert answers[0] == answers[1], "an evicted one is computed as a whole"
+    parts = [llm.register(part) for part in (CHUNKS[0][:20], [*CHUNKS[0][20:], *CHUNKS[1]])]
+    assert llm.blend(parts, 0.5) != blended, "the same tokens, cut elsewhere"
     assert llm.engine.pool.audit() == []
 
 

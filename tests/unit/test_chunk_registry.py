@@ -44,6 +44,7 @@ def test_an_unknown_id_and_a_memory_without_chunks_are_refused() -> None:
         registry.find("ab")
     with pytest.raises(RequestError, match="holds no chunks"):
         ChunkRegistry().add("user", [1])
+    assert registry.add("user", [1]) is registry.add("user", [1]) is not registry.add("system", [1])
 
 
 def test_the_least_recently_used_goes_first_and_only_as_many_as_needed() -> None:
@@ -125,10 +126,25 @@ def test_chunks_that_requests_name_are_not_forgotten() -> None:
         with pytest.raises(ChunkInUseError, match="is being computed, or a request names it"):
             registry.forget(chunk)
     assert list(registry.chunks.values()) == [a, b, c], "a refusal forgets none"
-    waiting.status = RequestStatus.FINISHED
+    for status in RequestStatus:
+        waiting.status = status
+        is_over = status in (RequestStatus.FINISHED, RequestStatus.FAILED)
+        assert (a in registry._named()) != is_over, f"a request that is {status}"
     registry.forget(a)
-    registry.add("user", [4] * 8)
+    d = registry.add("user", [4] * 8)
+    with pytest.raises(RequestError, match="bytes to remember"):
+        registry.add("user", [5] * 10 * size)
+    assert list(registry.chunks.values()) == [b, c, d], "nothing is forgotten for a chunk that is refused"
     assert registry.audit([]) == []
+
+
+def test_a_chunk_costs_its_role_and_tokens_and_has_no_error_once_it_is_computed() -> None:
+    assert Chunk("", "user", [0] * 8).remembered_bytes - Chunk("", "", []).remembered_bytes == 4 + 4 * 8
+    registry, allocator = make_registry()
+    chunk = registry.add("user", [1])
+    chunk.error = "no memory"
+    assert resident(registry, allocator, "\1") is chunk
+    assert chunk.error is None
 
 
 def test_pieces_follow_one_another() -> None:

@@ -1,5 +1,7 @@
 """Which chunks are computed when: before the request that lacks them, once, and past no request before it."""
 
+from typing import Any
+
 import pytest
 
 from shared.cache.paged_layout import PagedSizes
@@ -7,7 +9,7 @@ from shared.chunks.pool import ChunkKVCachePool
 from shared.chunks.registry import Chunk, ChunkRegistry
 from shared.chunks.scheduler import ChunkScheduler
 from shared.engine.config import EngineConfig
-from shared.engine.request import Request
+from shared.engine.request import Request, RequestStatus
 from shared.engine.sampler import SampledTokens
 from shared.sampling.params import SamplingParams
 from shared.scheduling.schedule import Schedule
@@ -20,7 +22,7 @@ SIZE = 4
 def scheduler() -> ChunkScheduler:
     registry = ChunkRegistry()
     pool = ChunkKVCachePool(PagedSizes(24, SIZE, 4, 64, 80), None, registry, True)
-    return ChunkScheduler(EngineConfig(max_batch_size=4), pool, 80, registry)
+    return ChunkScheduler(EngineConfig(max_batch_size=4, prefill_chunk_size=4), pool, 80, registry)
 
 
 def chunk(scheduler: ChunkScheduler, letter: str, count: int = SIZE, is_resident: bool = False) -> Chunk:
@@ -99,3 +101,86 @@ def test_without_missing_chunks_the_queue_stays_as_it_is(scheduler: ChunkSchedul
     scheduler._put_missing_chunks_first()
     assert_equal(queue(scheduler), ["1", "2"], "queue", ("place",))
     assert not scheduler.registry.computing, "a chunk is computed that no request lacks"
+
+
+@pytest.mark.parametrize("end", ["failure", "abort"])
+def test_requests_fail_with_a_chunk_that_they_wait_for_and_stay_if_it_is_aborted(
+    scheduler: ChunkScheduler, end: str
+) -> None:
+    """A client's request may have the name of the one that computes."""
+    a = chunk(scheduler, "a")
+    named, waiting = ask(scheduler, f"chunk {a.chunk_id}"), ask(scheduler, "1", a)
+    schedule = scheduler.schedule()
+    assert schedule.requests[0] is named
+    computing = schedule.requests[1]
+    if end == "abort":
+        assert scheduler.abort(computing.request_id) is computing
+        assert (a.error, queue(scheduler)) == (None, ["1"])
+        return
+    scheduler.commit(schedule, SampledTokens([5], None, {1: RuntimeError("no memory")}))
+    assert (waiting.status, waiting.error) == (RequestStatus.FAILED, a.error)
+    assert a.error is not None
+    assert "RuntimeError" in a.error
+    assert list(scheduler.running.values()) == [named]
+
+
+def test_wanted_chunks_are_work(scheduler: ChunkScheduler) -> None:
+    assert not scheduler.has_work()
+    scheduler.registry.want(chunk(scheduler, "a"))
+    assert scheduler.has_work()
+
+
+def test_a_chunk_is_complete_with_its_last_token_and_takes_nothing_from_the_prefix_tree(
+    scheduler: ChunkScheduler,
+) -> None:
+    pool, plain = scheduler.pool, Request("p", [ord("a")] * 9, SamplingParams(), 0)
+    assert (pool.admit(plain), pool.reserve(plain, 9)) == (0, True)
+    pool.commit(plain, 9)
+    a = chunk(scheduler, "a", 9)
+    scheduler.registry.want(a)
+    for start in (0, 4, 8):
+        assert not a.is_resident
+        (entry,) = schedule = scheduler.schedule()
+        assert entry.start == start, "a chunk is computed as a whole"
+        commit(scheduler, schedule)
+    assert a.is_resident
+
+
+def test_chunks_are_evicted_last_and_a_request_s_tokens_count_from_the_first(scheduler: ChunkScheduler) -> None:
+    pool, a, plain = scheduler.pool, chunk(scheduler, "a", is_resident=True), ask(scheduler, "p")
+    assert (pool.admit(plain), pool.reserve(plain, 80)) == (0, True)
+    plain.prompt_ids = [*range(80)]
+    plain.num_prompt_tokens = plain.num_tokens = 80
+    pool.commit(plain, 80)
+    pool.release(plain)
+    request = ask(scheduler, "1", a)
+    assert pool.reserve(plain, 40)
+    assert a.is_resident, "the tree gives its blocks first"
+    pool.release(plain)
+    assert (pool.admit(request), pool.reserve(request, SIZE + 9)) == (SIZE, True)
+    assert len(pool.table(request)) == 3
+    pool.shrink(request, SIZE + 2)
+    assert len(pool.table(request)) == 1
+
+
+def test_the_ranges_of_a_chunk_that_was_computed_again_are_its_new_blocks(scheduler: ChunkScheduler) -> None:
+    pool, registry, a = scheduler.pool, scheduler.registry, chunk(scheduler, "a", is_resident=True)
+    for name in "12":
+        ask(scheduler, name, a)
+        layout: Any = pool.layout(scheduler.schedule())
+        assert layout.ranges[0].blocks is a.blocks
+        scheduler.drop_in_flight()
+        scheduler.abort(name)
+        assert registry.evict(1) == 1
+        pool.allocator.allocate(1)
+        registry.store(a, pool.allocator.allocate(1))
+
+
+def test_a_part_of_a_batch_has_the_ranges_of_its_own_sequences(scheduler: ChunkScheduler) -> None:
+    a, b = chunk(scheduler, "a", 6, is_resident=True), chunk(scheduler, "b", 3, is_resident=True)
+    for name, chunks in (("1", [a, b]), ("2", []), ("3", [b, a, b]), ("4", [a])):
+        ask(scheduler, name, *chunks)
+    layout: Any = scheduler.pool.layout(scheduler.schedule())
+    assert [one[:3] for one in layout.ranges] == [(0, 0, 6), (0, 6, 3), (2, 0, 3), (2, 3, 6), (2, 9, 3), (3, 0, 6)]
+    part = layout.part(slice(1, 3), slice(1, 3))
+    assert [one[:3] for one in part.ranges] == [(1, 0, 3), (1, 3, 6), (1, 9, 3)]

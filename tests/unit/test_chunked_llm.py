@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from shared.chunks.inquiry import Blend, Content, Use
+from shared.chunks.inquiry import Blend, Content, Page, Use
 from shared.chunks.llm import ChunkedLLM
 from shared.engine.llm import LLM
 from shared.errors import QueueFullError, RequestError, UnknownChunkError
@@ -18,7 +18,7 @@ TEXTS = ["The capital of France is Paris.", "Zwölf Boxkämpfer jagen Viktor."]
 
 @pytest.fixture
 def llm(tiny_checkpoints: dict[str, Path]) -> ChunkedLLM:
-    return ChunkedLLM(str(tiny_checkpoints["llama"]), max_seq_len=256, max_batch_size=2)
+    return ChunkedLLM(str(tiny_checkpoints["llama"]), max_seq_len=256, max_batch_size=2, prefill_chunk_size=8)
 
 
 def test_one_chunk_and_a_question_answer_as_the_whole_prompt(
@@ -57,12 +57,25 @@ def test_what_is_known_of_chunks_and_eviction(llm: ChunkedLLM) -> None:
     assert [one.num_bytes > 0 for one in llm.info()] == [False, True]
     assert llm.generate_from_chunks(names, [1, 2], PARAMS).token_ids == first
     assert llm.info(names[0])[0].num_bytes > 0
+    assert llm.evict(names[1])
+    assert llm.info(llm.blend(names, 0.5))[0].num_bytes > 0
 
 
 def test_unknown_ids_are_refused(llm: ChunkedLLM) -> None:
     for call in (lambda: llm.info("ab"), lambda: llm.evict("ab"), lambda: llm.generate_from_chunks(["ab"], [1])):
         with pytest.raises(RequestError, match="There is no chunk 'ab'"):
             call()
+    assert not llm.engine.has_work()
+
+
+def test_an_interrupted_call_leaves_no_request(llm: ChunkedLLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted() -> Any:
+        raise KeyboardInterrupt
+
+    name = llm.register(TEXTS[0])
+    monkeypatch.setattr(llm.engine, "step", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        llm.generate_from_chunks([name], [1, 2], PARAMS)
     assert not llm.engine.has_work()
 
 
@@ -84,6 +97,20 @@ def test_contents_that_wait_to_be_computed_count_as_waiting_requests(tiny_checkp
     with pytest.raises(UnknownChunkError):
         Use((contents[3], "ab")).answer(engine)
     assert len(engine.chunks.chunks) == 3, "an unknown id is found before anything is registered"
+
+
+def test_pages_of_chunks_go_from_the_least_recently_used_to_the_last(llm: ChunkedLLM) -> None:
+    engine = llm.engine
+    a, b, c, d = (engine.register([n, n]) for n in range(4))
+    engine.chunks.touch([engine.chunks.find(a)])
+
+    def page(*about: Any) -> tuple[list[str], bool]:
+        found, has_more = Page(*about).answer(engine)
+        return [one.chunk_id for one in found], has_more
+
+    assert page(2) == ([b, c], True)
+    assert page(2, c) == ([d, a], False)
+    assert page(4) == ([b, c, d, a], False)
 
 
 def test_to_put_chunks_together_ends_when_one_of_them_cannot_be_computed(
@@ -109,5 +136,7 @@ def test_to_put_chunks_together_ends_when_one_of_them_cannot_be_computed(
         with pytest.raises(RuntimeError, match=f"^chunk {second.chunk_id} could not be computed: .*RuntimeError"):
             ask(is_again=True)
     monkeypatch.setattr(engine.model, "forward", forward)
+    assert Blend(names, 0.5).answer(engine) is None
+    assert Blend(names, 0.5, is_again=True).answer(engine) is None, "it is being tried again"
     assert ask(is_again=False) is None
     assert ask(is_again=True).num_tokens == len(first) + len(second)

@@ -1,5 +1,6 @@
 """Cells of packed tokens, the pool's counts, and the lengths at which requests are compressed."""
 
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -8,8 +9,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from shared.cache.compressing import compress, select
 from shared.cache.condensed import CondensedKVCachePool
-from shared.cache.condensed_layout import Cells, Packed
+from shared.cache.condensed_layout import Cells, Holding, Packed
 from shared.cache.condensed_prefix import CondensedPrefixKVCachePool
 from shared.cache.paged_layout import PagedSizes
 from shared.compression.masked import masked_attention
@@ -81,11 +83,33 @@ def test_a_compression_frees_what_no_head_keeps() -> None:
     assert pool.allocator.num_free == 8
     assert pool.reserve(request, 35)
     assert pool.allocator.num_free == 7, "counted from the first token, whatever became of it"
+    for num_tokens, others, free in ((38, [], 7), (39, [request], 7)):
+        request.num_tokens = num_tokens
+        assert pool.reserve_next([request]) == others, "a slot for each token behind the packed part"
+        assert pool.allocator.num_free == free
+    pool.shrink(request, 34)
+    assert pool.allocator.num_free == 8
     with pytest.raises(CapacityError, match="of its first 30 some were dropped"):
         pool.truncate(request, 29)
     pool.release(request)
     assert pool.audit() == []
     assert pool.num_saved(request) == 0
+
+
+def test_tails_and_parts_of_compressed_requests() -> None:
+    """Slots of whole blocks; tokens that are masked stay where they are; a part of a batch has its own."""
+    assert [pool_of().cells.slots_for(np.array([count])) for count in (15, 16, 17)] == [4, 4, 8]
+    masked = Holding(0, np.arange(5, dtype=np.int32), 20, Packed(np.ones((2, 2), np.int64), 14, 0))
+    assert (masked.num_tail, masked.num_tokens, masked.num_packed_slots) == (6, 20, 0)
+    pool, requests = pool_of(), [make_request(name) for name in "ab"]
+    for request in requests:
+        assert pool.reserve(request, 9)
+        put_in_flight(schedule := step_of({request: 8}))
+        commit(pool, schedule)
+    pool.compress(requests[0], Packed(np.ones((2, 2), np.int64), 8, 4))
+    layout = pool.layout(step_of(dict.fromkeys(requests, 1)))
+    assert [one is None for one in layout.packed] == [False, True]
+    assert layout.part(slice(1, 2), slice(1, 2)).packed == (None,)
 
 
 def test_the_audit_sees_a_packed_part_of_a_wrong_size() -> None:
@@ -128,9 +152,12 @@ def test_the_tree_keeps_the_blocks_that_a_compressed_request_leaves() -> None:
     assert len(table) == 4
     assert len(pool.cached_blocks()) == 7 - 2, "one block was free, and two more were needed"
     assert not set(table) & set(pool.cached_blocks())
-    put_in_flight(schedule := step_of({first: 1}))
-    commit(pool, schedule)
+    for num_tokens in range(29, 33):
+        assert pool.reserve(first, num_tokens)
+        put_in_flight(schedule := step_of({first: 1}))
+        commit(pool, schedule)
     assert pool.tree.num_blocks == 5, "nothing behind a compression enters the tree"
+    assert pool.length(first) == 16
     assert pool.audit_blocks() == []
 
     pool.release(first)
@@ -144,7 +171,8 @@ def test_the_tree_keeps_the_blocks_that_a_compressed_request_leaves() -> None:
 def test_a_request_computes_the_tokens_whose_queries_decide() -> None:
     pool = sharing(24)
     pool.release(compute(pool, "a", 28)[0])
-    assert [pool.admit(make_request(str(n), range(n))) for n in (28, 20)] == [24, 16]
+    pool.num_shareable = lambda request: request.num_prompt_tokens - 6
+    assert [pool.admit(make_request(str(n), range(n))) for n in (28, 20)] == [20, 12]
 
 
 def test_blocks_of_others_are_not_taken() -> None:
@@ -220,10 +248,54 @@ def test_other_requests_go_on_while_one_waits_for_its_compression() -> None:
     assert {entry.request: entry.num_tokens for entry in first} == {one: 14, other: 5}
     second = scheduler.schedule()
     assert [entry.request for entry in second] == [other], "one reaches its first length in the step in flight"
+    scheduler.add(late := make_request("c", range(3)))
+    assert [entry.request for entry in scheduler.schedule()] == [other, late], "nor beside a prompt"
     commit(pool, first)
     assert list(scheduler.due()) == [one]
     scheduler.compressed(one, None, 0)
-    assert {entry.request for entry in scheduler.schedule()} == {one, other}
+    assert {entry.request for entry in scheduler.schedule()} == {one, other, late}
+
+
+def test_a_preempted_request_is_compressed_again_at_its_lengths() -> None:
+    pool = pool_of()
+    scheduler, request = scheduler_of(pool), make_request("a", range(14))
+    scheduler.add(request)
+    for _ in range(2):
+        (entry,) = scheduler.schedule()
+        assert entry[1:3] == (0, 14)
+        commit(pool, scheduler_step(request, entry))
+        assert list(scheduler.due()) == [request]
+        scheduler.compressed(request, None, 0)
+        scheduler.preempt(request)
+        named = [scheduler.schedule().preempted for _ in range(2)]
+        assert named == [("a",), ()], "a request is admitted in the step after"
+        scheduler.drop_in_flight()
+
+
+@pytest.mark.parametrize("has_room", [False, True])
+def test_a_compression_is_tried_again_while_room_can_be_made(has_room: bool) -> None:
+    pool = sharing(10)
+    (first, _), (second, _) = compute(pool, "a", 28), compute(pool, "b", 28)
+    asked = []
+
+    def make_room(request: Any) -> bool:
+        asked.append(request)
+        pool.release(second)
+        return has_room
+
+    view: Any = SimpleNamespace(compress=lambda sequence, place: None if place(FEW) is None else FEW)
+    kept = ((3, 9), (20, 1)) if has_room else None
+    assert compress(pool, view, first, make_room) == (kept, 4 if has_room else 0)
+    assert asked == [first]
+
+
+def test_a_choice_that_begins_early_knows_the_tokens_in_flight() -> None:
+    pool, request, found = pool_of(), make_request("a", range(14)), []
+    assert pool.reserve(request, 14)
+    request.num_scheduled_tokens = 14
+    view: Any = SimpleNamespace(select=found.extend)
+    select(pool, view, [request])
+    assert [(one.length, one.table.tolist()) for one in found] == [(14, [0, 1, 2, 3])]
 
 
 def scheduler_step(request: Any, entry: Any) -> Any:

@@ -43,6 +43,9 @@ class Pool(PoolMachine):
     def fits(self, request: Request, tokens: int) -> bool:
         return request in self.granted or len(self.granted) < REGIONS
 
+    def left_to_reserve(self, chosen: list[Request]) -> list[Request]:
+        return chosen
+
     def expected_layout(self, chosen: list[Request], places: list[tuple[int, int]]) -> list[list[int]]:
         regions = [self.pool.regions[request] for request in chosen]
         first, ends = [first for first, _ in places], [end for _, end in places]
@@ -69,7 +72,7 @@ class Pool(PoolMachine):
 
 
 TestPool = Pool.TestCase
-TestPool.settings = settings(max_examples=60, stateful_step_count=40)
+TestPool.settings = settings(max_examples=40, stateful_step_count=40)
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 """The offline entry: any number of prompts, in order, within the engine's bounds."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +46,13 @@ def test_nothing_is_in_flight_when_the_answers_are_complete(folder: str, length:
         llm.generate(["x", "yz"], SamplingParams(**GREEDY, max_new_tokens=length), progress=False)
         assert not llm.engine.has_work()
         assert llm.engine.pool.holdings()[1] == {}
+    params = SamplingParams(**GREEDY, max_new_tokens=8, prompt_logprobs=0)
+    (answer,) = llm.generate("yz", params, progress=False)
+    assert answer.prompt_logprobs is not None
+    assert [each is None for each in answer.prompt_logprobs] == [True] + [False] * (len(answer.prompt_ids) - 1)
+    stop = answer.text[:3]
+    (stopped,) = llm.generate("yz", replace(params, stop=(stop,)), progress=False)
+    assert (stopped.stop, stopped.text, llm.engine.has_work()) == (stop, "", False), "a step more was in flight"
 
 
 def test_hundreds_of_prompts_pass_through_a_short_queue(folder: str, capsys) -> None:

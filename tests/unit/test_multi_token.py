@@ -179,6 +179,37 @@ def test_a_request_has_as_many_guesses_as_it_had_masks() -> None:
     assert_equal([scheduler.guesses.get(request) for request in requests], [LENGTH, None], "guesses after an abort")
 
 
+def test_masks_of_all_requests_stay_within_the_budget() -> None:
+    """Of nine tokens, six are real: each has one mask in the first request, and none is left for the second."""
+    scheduler = make_scheduler(max_num_batched_tokens=9)
+    requests = [add(scheduler, name) for name in "ab"]
+    for _ in range(2):
+        step(scheduler)
+    schedule = scheduler.schedule()
+    assert isinstance(schedule, MultiTokenSchedule)
+    assert ([entry.num_tokens for entry in schedule], schedule.masks) == ([3, 3], {requests[0]: 1})
+
+
+def test_a_guess_is_verified_even_where_guesses_are_not_worthwhile() -> None:
+    scheduler = make_scheduler()
+    add(scheduler)
+    for _ in range(2):
+        step(scheduler)
+    scheduler.lengths.next_lengths = lambda requests: [0] * len(requests)  # type: ignore[method-assign]
+    assert_equal(step(scheduler), (1, 0), "drafts and masks of the next step")
+    assert_equal(step(scheduler), (0, 0), "drafts and masks of the step after")
+
+
+def test_guesses_of_an_interrupted_step_are_forgotten() -> None:
+    scheduler = make_scheduler()
+    add(scheduler)
+    for _ in range(2):
+        step(scheduler)
+    scheduler.schedule()
+    scheduler.drop_in_flight()
+    assert_equal(step(scheduler), (0, LENGTH), "drafts and masks of the next step")
+
+
 def test_the_last_tokens_have_no_useless_masks() -> None:
     """Masks of which no guess could be verified before the maximum length are not computed."""
     scheduler = make_scheduler()

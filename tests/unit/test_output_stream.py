@@ -6,7 +6,7 @@ import pytest
 
 from shared.engine.output import OutputStream, StepOutput
 from shared.engine.output_processor import OutputProcessor
-from shared.engine.request import Request
+from shared.engine.request import Request, RequestStatus
 from shared.sampling.params import SamplingParams
 from shared.text.stopping import FinishReason
 from shared.text.tokenizer import Tokenizer
@@ -54,8 +54,24 @@ def test_no_output_follows_the_one_that_ends_a_request(tokenizer: Tokenizer) -> 
     ids = [5, min(tokenizer.eos_ids), 6]
     for token_id in ids:
         request.append(token_id)
+    request.num_cached_tokens = 1
     assert processor.catch_up() == [request]
-    assert [output.token_id for output in processor.take()] == ids[:2]
+    outputs = processor.take()
+    assert [output.token_id for output in outputs] == ids[:2]
+    assert [output.num_cached_tokens for output in outputs] == [1, 0], "the first output of a request tells it"
+    assert processor.catch_up() == [request], "until it is retired"
+    request.status = RequestStatus.FINISHED
+    assert (processor.catch_up(), processor.take()) == ([], [])
+
+
+def test_a_request_of_no_tokens_ends_when_its_prompt_is_computed(tokenizer: Tokenizer) -> None:
+    request = Request("a", [1, 2], SamplingParams(max_new_tokens=0, prompt_logprobs=0), 0)
+    processor = OutputProcessor(tokenizer, 100)
+    processor.add(request)
+    assert (processor.catch_up(), processor.take()) == ([], [])
+    request.num_computed_tokens = 2
+    assert processor.catch_up() == [request]
+    assert [(output.token_id, output.finish_reason) for output in processor.take()] == [(None, FinishReason.LENGTH)]
 
 
 @pytest.mark.parametrize(("stop", "num_accepted"), [((), 3), (("c",), 2), (("b",), 1)])

@@ -28,3 +28,51 @@ def test_drafts_of_an_interrupted_step_are_forgotten_with_their_blocks() -> None
         request.append(token_id)
     assert pair.reserve(request, 7)  # in other blocks, perhaps
     assert drafter._follow(twin, request) == 3
+
+
+def make_pair(num_draft_blocks: int = 8, draft_capacity: int = MAX_SEQ_LEN) -> PairedPool:
+    target, draft = (
+        PrefixKVCachePool(PagedSizes(num, 2, 2, 64, longest), None)
+        for num, longest in ((8, MAX_SEQ_LEN), (num_draft_blocks, draft_capacity))
+    )
+    return PairedPool(target, draft)
+
+
+def admit(pair: PairedPool, outputs: tuple[int, ...] = ()) -> Request:
+    request = Request("a", [5, 6, 7], SamplingParams(max_new_tokens=12), 0, output_ids=list(outputs))
+    pair.admit(request)
+    return request
+
+
+def test_both_pools_reserve_or_none() -> None:
+    pair = make_pair(num_draft_blocks=3)
+    request = admit(pair, (8, 9))
+    assert pair.twins[request].token_ids == [5, 6, 7, 8, 9], "a preempted request's twin knows its outputs"
+    assert pair.reserve(request, 4)
+    assert (pair.target.free_tokens, pair.draft.free_tokens, pair.free_tokens) == (12, 2, 2)
+    other = admit(pair)
+    assert not pair.reserve(other, 4)
+    assert (pair.target.free_tokens, pair.draft.free_tokens) == (12, 2)
+    for each in (request, other):
+        pair.release(each)
+    assert (pair.twins, pair.granted, pair.audit()) == ({}, {}, [])
+    assert pair.free_tokens == 6
+
+
+def test_a_draft_model_that_reads_less_reserves_no_more_than_it_reads() -> None:
+    pair = make_pair(draft_capacity=6)
+    request = admit(pair)
+    assert pair.reserve(request, 9)
+    assert (pair.target.free_tokens, pair.draft.free_tokens) == (6, 10)
+
+
+def test_cached_blocks_are_dropped_in_both_pools() -> None:
+    pair = make_pair()
+    request = admit(pair)
+    assert pair.reserve(request, 3)
+    pair.commit(request, 3)
+    pair.draft.commit(pair.twins[request], 3)
+    pair.release(request)
+    assert (len(pair.target.cached_blocks()), len(pair.draft.cached_blocks())) == (1, 1)
+    pair.drop_cached()
+    assert (len(pair.target.cached_blocks()), len(pair.draft.cached_blocks())) == (0, 0)

@@ -17,9 +17,9 @@ from tests.unit.scheduling_loop import LETTER, Loop, TokenPool, shown
 MAX_SEQ_LEN = 48
 
 
-def make(tokenizer: Tokenizer, capacity: int, num_in_flight: int = 0, **config: object) -> Loop:
+def make(tokenizer: Tokenizer, capacity: int, num_in_flight: int = 0, watermark: int = 0, **config: object) -> Loop:
     """Every request's token is the letter behind its last one, so an answer shows a token that is lost."""
-    scheduler = PreemptiveScheduler(EngineConfig(**config), TokenPool(capacity), MAX_SEQ_LEN)
+    scheduler = PreemptiveScheduler(EngineConfig(**config), TokenPool(capacity, watermark), MAX_SEQ_LEN)
     return Loop(scheduler, tokenizer, lambda request, index: LETTER + index, num_in_flight)
 
 
@@ -63,14 +63,6 @@ def test_the_one_that_asks_may_be_the_youngest(tokenizer: Tokenizer) -> None:
     add(loop, "b", 3, max_new_tokens=4)
     assert_equal(loop.steps(2), ["|ab|", "b||a"], "steps: preempted|prompts|decoding", ("step",))
     assert_equal(loop.scheduler.pool.grants(), {"a": 4}, "tokens granted", ("request",))
-
-
-def test_no_request_is_preempted_while_there_are_free_blocks(tokenizer: Tokenizer) -> None:
-    loop = make(tokenizer, 14)
-    for name in "ab":
-        add(loop, name, 3, max_new_tokens=5)
-    assert loop.steps(5) == ["|ab|", "||ab", "||ab", "||ab", "||ab"], "the last token is never written"
-    assert (loop.scheduler.num_preemptions, loop.scheduler.has_work()) == (0, False)
 
 
 # A preempted request.
@@ -170,6 +162,14 @@ def test_no_request_is_admitted_in_a_step_with_a_preemption(tokenizer: Tokenizer
     assert loop.steps(3) == ["|abc|", "c||ab", "|c|ab"]
 
 
+def test_admission_leaves_the_watermark_to_requests_that_run(tokenizer: Tokenizer) -> None:
+    """a runs alone although fewer than five tokens stay free; b comes only where they do."""
+    loop = make(tokenizer, 9, watermark=5)
+    add(loop, "a", 5, max_new_tokens=2)
+    add(loop, "b", 4, max_new_tokens=2)
+    assert loop.steps(4) == ["|a|", "||a", "|b|", "||b"]
+
+
 # Whole runs.
 
 
@@ -191,14 +191,24 @@ def test_regions_are_scheduled_as_without_preemption(tokenizer: Tokenizer, polic
 # With a step in flight.
 
 
-def test_memory_of_an_aborted_request_is_not_granted_while_a_step_writes_it(tokenizer: Tokenizer) -> None:
-    loop = make(tokenizer, 8, num_in_flight=1)
-    a = add(loop, "a", 5, max_new_tokens=3)
-    loop.steps(1)
-    assert loop.abort("a")
-    add(loop, "b", 6, max_new_tokens=1)
-    schedule = loop.scheduler.schedule()
-    assert (shown(schedule), loop.scheduler.pool.grants()) == ("||", {"a": 5})
-    loop.finish(loop.in_flight.popleft())
-    assert a.output_ids == []
-    assert shown(loop.scheduler.schedule()) == "|b|"
+def test_a_result_from_before_a_preemption_is_dropped_after_the_readmission(tokenizer: Tokenizer) -> None:
+    loop = make(tokenizer, 20)
+    a = add(loop, "a", 3)
+    loop.steps(2)
+    before = loop.scheduler.schedule()
+    loop.scheduler._preempt(a)
+    again = loop.scheduler.schedule()
+    loop.finish(before)
+    assert (a.output_ids, a.num_computed_tokens) == ([LETTER, LETTER + 1], 0)
+    loop.finish(again)
+    assert (a.output_ids, a.num_computed_tokens) == ([LETTER, LETTER + 1, LETTER + 2], 5)
+
+
+def test_a_token_in_flight_of_a_preempted_request_is_drawn_again(tokenizer: Tokenizer) -> None:
+    loop = make(tokenizer, 7, num_in_flight=1)
+    a, b = add(loop, "a", 3, max_new_tokens=4), add(loop, "b", 3, max_new_tokens=2)
+    assert loop.steps(2) == ["|ab|", "b||a"]
+    assert (b.num_computed_tokens, b.num_scheduled_tokens, b.num_pending_tokens, b.output_ids) == (0, 0, 0, [])
+    for _ in range(9):
+        loop.step()
+    assert (a.output_ids, b.output_ids) == ([LETTER, LETTER + 1, LETTER + 2, LETTER + 3], [LETTER, LETTER + 1])

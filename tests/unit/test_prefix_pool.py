@@ -85,10 +85,14 @@ def test_a_wholly_cached_prompt_computes_a_token_in_a_copy_that_comes_back() -> 
     layout = pool.layout(Schedule(1, (Scheduled(second, 7, 1),)))
     assert_equal(layout.copies.tolist(), [[source, target]], "copies, from and to", ("copy", "block"))
     assert_equal(layout.slot_mapping.tolist(), [target * SIZE + 3], "slot of the token: in the copy", ("token",))
+    assert_equal(pool.used_tokens, 8 + 3, "used tokens: the first block counts once, and the copy's three")
     compute(pool, second)
     assert_equal(pool.table(second).tolist(), pool.table(first).tolist(), "the table after the step", ("entry",))
     assert_equal(pool.free_tokens, 10 * SIZE, "free tokens: the copy is free again")
-    assert_equal(pool.layout(Schedule(1, ())).copies.tolist(), [], "copies of the next step", ("copy", "block"))
+    second.append(ord("i"))
+    assert pool.reserve(second, 9), "a token was refused"
+    layout = pool.layout(Schedule(1, (Scheduled(second, 8, 1),)))
+    assert_equal(layout.copies.tolist(), [], "copies of the next step", ("copy", "block"))
     assert_equal(pool.audit_blocks(), [], "audit of the blocks", ("line",))
 
 
@@ -122,18 +126,11 @@ def test_blocks_enter_when_they_are_committed_and_answers_too() -> None:
         first.append(ord(letter))
         assert pool.reserve(first, first.num_tokens), "a token was refused"
         compute(pool, first)
+    assert_equal(pool.audit_blocks(), [], "audit of the blocks", ("line",))
     pool.release(first)
     assert_equal(pool.cached_blocks(), [0, 1], "cached blocks", ("block",))
     assert_equal(pool.free_tokens, pool.capacity_tokens, "free tokens")
     assert_equal(run(pool, make("2", "abcdefghijk")), 8, "cached tokens of the next turn")
-
-
-def test_a_preempted_request_finds_itself_again() -> None:
-    pool, request = make_pool(), make("1", "abcdefghij")
-    run(pool, request)
-    request.append(ord("k"))
-    pool.release(request)
-    assert_equal(start(pool, request), 8, "cached tokens: all full blocks")
 
 
 def test_two_requests_that_computed_the_same_share_it_afterwards() -> None:
@@ -223,6 +220,18 @@ def test_requests_that_begin_alike_wait_for_the_first() -> None:
     compute(pool, leader, 4)
     assert not pool.must_wait(follower), "all that it shares is there, though the leader computes"
     assert_equal(start(pool, follower), 8, "cached tokens of the follower")
+
+
+def test_a_request_waits_while_any_request_computes_its_block() -> None:
+    """Two begin to compute the same; one leaves, then the other."""
+    pool = make_pool(30, max_sequences=8)
+    first, second, third = (make(name, "abcdefgh") for name in "123")
+    start(pool, first)
+    start(pool, second)
+    pool.release(second)
+    assert pool.must_wait(third), "the first still computes it"
+    pool.release(first)
+    assert not pool.must_wait(third), "no request computes it"
 
 
 def test_a_request_that_leaves_a_prefix_earlier_does_not_wait() -> None:

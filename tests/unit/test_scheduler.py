@@ -64,6 +64,15 @@ def test_continuous_batching_fills_a_row_in_the_next_step(tokenizer: Tokenizer) 
     )
 
 
+def test_a_request_that_waits_is_aborted_too(tokenizer: Tokenizer) -> None:
+    loop = make(tokenizer, max_batch_size=2)
+    add_abc(loop)
+    loop.steps(1)
+    assert loop.abort("c")
+    assert not loop.abort("c")
+    assert loop.steps(5) == ["||ab", "||b", "||b", "||b", "||"]
+
+
 @pytest.mark.parametrize(
     ("policy", "expected"),
     [
@@ -96,10 +105,14 @@ class Arrival:
     ends_at: int | None  # the model's own end, at this token
 
     @property
+    def longest(self) -> int:
+        """The tokens that its output may have."""
+        return min(self.max_new_tokens, MAX_SEQ_LEN - self.num_prompt_tokens)
+
+    @property
     def length(self) -> int:
         """The tokens of its output."""
-        longest = min(self.max_new_tokens, MAX_SEQ_LEN - self.num_prompt_tokens)
-        return min(longest, self.ends_at or longest)
+        return min(self.longest, self.ends_at or self.longest)
 
 
 ARRIVALS = st.lists(
@@ -156,10 +169,10 @@ def test_no_row_stays_empty_while_requests_wait(
     spent = 0
     for number, arrival in enumerate(arrivals):
         # An end of sequence is seen when its token is there; until then one step more may have been scheduled.
-        num_steps_of = num_entries[number] - arrival.length
-        assert 0 <= num_steps_of <= num_in_flight, f"request {number} was in {num_steps_of} steps too many"
+        num_steps_of, most = num_entries[number] - arrival.length, num_in_flight * (arrival.length < arrival.longest)
+        assert 0 <= num_steps_of <= most, f"request {number} was in {num_steps_of} steps too many"
         # The requests before it in the queue have so many tokens, each of which comes within an interval.
-        spent += 1 + interval * min(arrival.max_new_tokens, MAX_SEQ_LEN - arrival.num_prompt_tokens) + 2 * num_in_flight
+        spent += 1 + interval * arrival.longest + 2 * num_in_flight
         assert finished[number] <= 30 + spent, f"request {number} ended after step {finished[number]}"
 
 

@@ -2,6 +2,8 @@
 
 import json
 import math
+import random
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
@@ -11,9 +13,11 @@ from hypothesis import strategies as st
 
 from shared.errors import CapacityError, ConfigError, RequestError
 from shared.simulation.arrivals import SHAPES, Conversations, Request, arrival_times, conversations, recorded
+from shared.simulation.blocks import SimulatedBlocks
 from shared.simulation.fleet import Fleet, FleetPlan
 from shared.simulation.replica import EngineLimits, Replica
-from shared.simulation.routing import ROUTERS
+from shared.simulation.results import serve
+from shared.simulation.routing import ROUTERS, ByPrefix, RoundRobin, TwoChoices
 from shared.simulation.step_times import StepTimes
 
 TIMES = StepTimes(step=0.01, prefill_step=0.002, prefill_token=1e-4, prefill_key=1e-7, decode_row=1e-3, decode_key=1e-6)
@@ -153,6 +157,7 @@ def step_by_step(trace: list[Request], limits: EngineLimits) -> list[tuple[int, 
 def test_many_steps_take_what_they_take_one_by_one(rows: int, keys: int, steps: int) -> None:
     one_by_one = [TIMES.decode(rows, keys + n * rows) for n in range(steps)]
     assert TIMES.decode(rows, keys, steps) == pytest.approx(sum(one_by_one))
+    assert one_by_one[0] == pytest.approx(TIMES.step + rows * TIMES.decode_row + keys * TIMES.decode_key)
     for num in (1, steps // 2, steps):
         if num:
             assert TIMES.steps_within(sum(one_by_one[:num]) * (1 - 1e-9), rows, keys, steps) == num
@@ -163,6 +168,7 @@ def test_chunks_of_a_prompt_attend_to_as_many_keys_as_the_whole(length: int, sta
     cut = data.draw(st.integers(0, length))
     parts = TIMES.prefill(cut, start) + TIMES.prefill(length - cut, start + cut)
     assert parts == pytest.approx(TIMES.prefill(length, start))
+    assert TIMES.prefill(1, start) == pytest.approx(TIMES.prefill_token + (start + 1) * TIMES.prefill_key)
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -185,6 +191,32 @@ def test_the_turns_of_a_conversation_begin_with_the_blocks_of_the_turn_before() 
     assert sum(len([1 for other in found if other.blocks[: len(one.blocks)] == one.blocks]) > 1 for one in found) > 300
     assert continued == len(found)
     assert all(request.prompt_tokens + request.new_tokens <= about.max_tokens for request in found)
+
+
+def test_cached_blocks_go_from_the_end_of_an_answer_and_a_prefix_has_no_hole() -> None:
+    blocks, first, other = SimulatedBlocks(6, BLOCK), Request(0.0, 8, 4, (1, 2, 3)), Request(0.0, 12, 4, (1, 2, 3))
+    assert blocks.admit(first)
+    blocks.enter(first)
+    blocks.release(first)
+    assert list(blocks.cached) == [3, 2, 1]
+    del blocks.cached[2]
+    assert blocks.admit(other)
+    assert (other.num_shared, other.num_cached, other.num_own) == (1, 4, 3)
+
+
+def test_routers_know_the_loads_of_the_last_report() -> None:
+    fleet = Fleet(FleetPlan(2, "two-choices", report_seconds=1.0), TIMES, EngineLimits())
+    fleet._arrive(Request(0.0, 8, 500, ()))
+    assert (sorted(fleet.loads.values()), fleet.seen) == ([0, 1], {0: 0, 1: 0})
+    assert list(fleet._until(1.0)) == []
+    assert fleet.seen == fleet.loads
+
+
+def test_a_turn_that_would_not_fit_begins_another_conversation() -> None:
+    about = Conversations(1, system_tokens=16, turn_tokens=32, new_tokens=48, turns=9.0, pause=0.1, max_tokens=200)
+    found = list(conversations(arrival_times("steady", 20.0, 10.0, 0), about, 0))
+    assert max(request.prompt_tokens + request.new_tokens for request in found) <= 200
+    assert max(request.prompt_tokens for request in found) > 100, "conversations have several turns"
 
 
 def test_a_prefix_that_is_cached_is_not_computed_again() -> None:
@@ -234,6 +266,33 @@ def test_least_busy_is_least_busy() -> None:
         assert before[request.replica] == min(before.values())
 
 
+def test_routers_choose_by_loads_and_turns() -> None:
+    request, loads = Request(0.0, 8, 8, ()), {3: 2, 4: 0, 5: 1}
+    turns = RoundRobin(random.Random(0), BLOCK, 10)
+    assert [turns.choose(request, [3, 4, 5], loads) for _ in range(4)] == [3, 4, 5, 3]
+    assert [turns.choose(request, [4, 5], {4: 0, 5: 1}) for _ in range(3)] == [4, 5, 4], "3 is gone"
+    pairs = TwoChoices(random.Random(0), BLOCK, 10)
+    assert {pairs.choose(request, [3, 4], loads) for _ in range(9)} == {4}
+    by_prefix = ByPrefix(random.Random(0), BLOCK, 10)
+    by_prefix.choose(Request(0.0, 8, 8, (1, 2, 3, 4)), [3], {3: 0})
+    assert by_prefix.table.matches((1, 2, 3, 4)) == {3: 2}, "the blocks of a prompt, and not of its answer"
+
+
+def test_what_a_trace_says_of_waits_balance_and_cost() -> None:
+    """Four requests far apart, of which the first counts nowhere, at two replicas in turns."""
+    times = replace(TIMES, request=0.5)
+    fleet = Fleet(FleetPlan(2, "round-robin"), times, EngineLimits())
+    found = serve(fleet, [Request(10.0 * n, 8, 3, ()) for n in range(4)], 5.0, price=2.0)
+    first, rest = times.decode(0, 0) + times.prefill_step + times.prefill(8, 0), times.decode(1, 9, 2)
+    assert (found["requests"], found["requests_per_second"]) == (3, 3 / 25)
+    assert found["first_token_ms"]["p50"] == pytest.approx(1e3 * (first + 0.5))
+    assert found["request_mean_ms"] == pytest.approx(1e3 * (first + rest + 0.5))
+    assert found["between_tokens_ms"]["p99"] == pytest.approx(1e3 * rest / 2)
+    assert found["engine_ms"] == pytest.approx(1e3 * (first + rest))
+    assert found["balance"] == pytest.approx(6 / 4.5)
+    assert found["cost_per_thousand"] == pytest.approx(2 * 2.0 * 25 / 3600 / 3 * 1000)
+
+
 def test_a_recorded_trace_is_read_and_stretched(tmp_path: Path) -> None:
     lines = [
         {"timestamp": 3000, "input_length": 1030, "output_length": 0, "hash_ids": [1, 2, 3]},
@@ -264,6 +323,7 @@ def test_wrong_settings_are_refused_with_their_value() -> None:
         (lambda: FleetPlan(2, update_at=1.0, update_together=2), "update_together is 2"),
         (lambda: EngineLimits(max_batch_size=0), "max_batch_size is 0"),
         (lambda: StepTimes(-1.0, 0, 0, 0, 0, 0), "step is -1.0"),
+        (lambda: StepTimes(0, 0, 0, 0, 0, 0), "step is 0; a step that computes nothing else"),
         (lambda: StepTimes.of({"step": 1.0}), "lack prefill_step, prefill_token"),
         (lambda: Conversations(turns=0.5), "turns is 0.5"),
         (lambda: list(arrival_times("tides", 1.0, 1.0, 0)), "arrivals are 'tides'"),

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from itertools import product
+from typing import Any
 
 import pytest
 
@@ -10,6 +11,7 @@ from shared.engine.config import EngineConfig
 from shared.engine.request import Request
 from shared.engine.sampler import SampledTokens
 from shared.sampling.params import SamplingParams
+from shared.scheduling.schedule import Schedule, Scheduled
 from shared.scheduling.speculative import SpeculativeScheduler, num_equal, settle
 from tests.comparison import assert_equal
 
@@ -18,10 +20,9 @@ ANSWER = [30, 31, 32, 33, 34, 35, 36, 37]
 WRONG = 99
 
 
-def make_scheduler() -> SpeculativeScheduler:
-    config = EngineConfig(
-        use_speculative_decoding=True, drafter="ngram", spec_length=LENGTH, adapt_spec_length=False, max_batch_size=4
-    )
+def make_scheduler(**about: Any) -> SpeculativeScheduler:
+    about |= {"use_speculative_decoding": True, "drafter": "ngram", "adapt_spec_length": False}
+    config = EngineConfig(spec_length=LENGTH, max_batch_size=4, **about)
     return SpeculativeScheduler(config, PagedKVCachePool(40, BLOCK_SIZE, 4, MAX_SEQ_LEN), MAX_SEQ_LEN)
 
 
@@ -31,21 +32,23 @@ def add(scheduler: SpeculativeScheduler, name: str) -> Request:
     return request
 
 
-def step(scheduler: SpeculativeScheduler, drafts: Sequence[Sequence[int]] = ()) -> None:
+def step(scheduler: SpeculativeScheduler, drafts: Sequence[Sequence[int]] = (), failing: int = -1) -> None:
     """Each request proposes its own drafts, or none, and draws what a model does whose answer is ``ANSWER``: behind a
-    wrong draft any token."""
+    wrong draft any token. The request at ``failing`` cannot be computed."""
     schedule = scheduler.schedule()
     for entry, ids in zip(schedule, drafts, strict=False):
         entry.request.draft_ids = list(ids)
     if schedule.has_drafts:
         schedule = settle(schedule, scheduler.pool)
-    drawn = []
-    for entry in schedule:
+    drawn, errors = [], {failing: RuntimeError("injected")} if failing >= 0 else {}
+    for number, entry in enumerate(schedule):
+        if number in errors:
+            continue
         done = len(entry.request.output_ids)
         expected = ANSWER[done : done + entry.num_logit_rows]
         num_right = num_equal_to(expected, entry.request.draft_ids[: entry.num_drafts])
         drawn += expected[: num_right + 1] + [WRONG] * (entry.num_logit_rows - num_right - 1)
-    scheduler.commit(schedule, SampledTokens(drawn, None, {}))
+    scheduler.commit(schedule, SampledTokens(drawn, None, errors))
 
 
 def num_equal_to(expected: Sequence[int], drafts: Sequence[int]) -> int:
@@ -87,10 +90,15 @@ def test_a_step_gives_a_token_more_than_it_accepts(num_right: int) -> None:
     request = add(scheduler, "a")
     step(scheduler)
     drafts = [*ANSWER[1 : 1 + num_right], WRONG, *ANSWER[2 + num_right :]][:LENGTH]
+    request.num_forced_drafts = 2  # the last two
     step(scheduler, [drafts])
     assert_equal(request.output_ids, ANSWER[: num_right + 2], "outputs")
     assert_equal(request.num_accepted_drafts, num_right, "accepted drafts")
     assert_equal(request.num_rejected_drafts, LENGTH - num_right, "rejected drafts")
+    assert_equal(scheduler.num_accepted_forced_drafts, max(num_right - 2, 0), "accepted drafts that were forced")
+    by_position = [1] * num_right + [0] * (LENGTH - num_right)
+    assert_equal(scheduler.num_accepted_by_position, by_position, "accepted drafts", ("position",))
+    assert_equal(scheduler.num_drafts_by_position, [1] * LENGTH, "verified drafts", ("position",))
 
 
 @pytest.mark.parametrize("num_right", range(LENGTH + 1))
@@ -104,6 +112,43 @@ def test_a_rejected_draft_leaves_no_trace(num_right: int) -> None:
     for _ in range(num_right + 2):
         step(plain, [[]])
     assert_equal(counts(scheduler, request), counts(plain, other), f"after {num_right} right drafts", ("the",))
+
+
+def test_a_request_that_fails_beside_drafts_takes_nothing_from_the_others() -> None:
+    scheduler = make_scheduler()
+    requests = [add(scheduler, name) for name in "abc"]
+    step(scheduler)
+    step(scheduler, [[31, 32, WRONG], [31, 32], [31, WRONG]], failing=1)
+    assert_equal([request.output_ids for request in requests], [ANSWER[:4], ANSWER[:1], ANSWER[:3]], "outputs")
+    assert_equal(scheduler.verified, [("a", 2, 1), ("c", 1, 1)], "verified drafts", ("request",))
+    assert_equal(list(scheduler.running), ["a", "c"], "running")
+
+
+def test_drafts_take_what_the_budget_leaves_and_stand_behind_single_tokens() -> None:
+    scheduler = make_scheduler(max_num_batched_tokens=6)
+    for name in "abcd":
+        add(scheduler, name)
+    while scheduler.waiting or any(request.is_prefilling for request in scheduler.running.values()):
+        step(scheduler)
+    planned = [(entry.request.request_id, entry.num_drafts) for entry in scheduler.schedule()]
+    assert_equal(planned, [("b", 0), ("c", 0), ("d", 0), ("a", 2)], "drafts of four requests and six tokens")
+
+
+def test_what_was_reserved_for_drafts_of_an_interrupted_step_is_given_back() -> None:
+    scheduler = make_scheduler()
+    request = add(scheduler, "a")
+    step(scheduler)
+    scheduler.schedule()
+    assert_equal(scheduler.pool.free_tokens, (40 - 4) * BLOCK_SIZE, "free tokens beside 4 and 4 drafts")
+    scheduler.drop_in_flight()
+    assert_equal(counts(scheduler, request)["free tokens"], (40 - 2) * BLOCK_SIZE, "free tokens beside 4")
+
+
+def test_a_logit_row_is_told_the_draft_that_it_verifies() -> None:
+    request = add(make_scheduler(), "a")
+    request.draft_ids = [31, 32, 33]
+    rows = Schedule(1, (Scheduled(request, 2, 3, num_drafts=2, num_logit_rows=3),), 1).sampling_rows()
+    assert_equal([(row.index, row.draft_id) for row in rows], [(0, 31), (1, 32), (2, None)], "rows of two drafts")
 
 
 def test_requests_of_one_step_keep_their_own_tokens() -> None:

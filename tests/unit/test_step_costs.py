@@ -116,6 +116,11 @@ def test_costs_are_derived_from_bytes_and_operations(tiny_checkpoints: dict[str,
     assert step_costs.derived(fused) == step_costs.derived(whole), "equal models have equal tables"
     small = load_model(tiny_checkpoints["qwen3"], quantize=quantizer("int8", False))
     assert step_costs.derived(small).cost(1) < step_costs.derived(whole).cost(1)
+    saved = [int(step_costs.identity(model)["weight bytes"]) for model in (whole, small)]
+    num_quantized = sum(each.numel() for each in whole.blocks.parameters() if each.ndim == 2)
+    assert saved[0] - saved[1] > 2.5 * num_quantized, "of four bytes of each weight about one is left"
+    halves = [step_costs.identity(shape("qwen3-0.6b", dtype)) for dtype in (torch.bfloat16, torch.float16)]
+    assert halves[0] != halves[1], "as many bytes, and another dtype"
 
 
 def test_an_engine_takes_the_measured_table_and_measures_nothing(

@@ -20,6 +20,7 @@ def test_a_batch_shrinks_by_one_a_step_after_prompts_of_every_power_of_two() -> 
     assert [request for (request,) in alone] == [(1 << n, 2) for n in range(10)]
     assert [new for _, new in batch] == list(range(2, 18))
     assert rounds(16, 1280, is_gpu=True, capacity_tokens=16 * 1280)[-1] == batch
+    assert [request for (request,) in rounds(3, 64, is_gpu=True)[:-1]] == [(1 << n, 2) for n in range(6)]
 
 
 def test_a_whole_batch_fits_into_the_memory_half_of_it_prompts() -> None:
@@ -51,7 +52,10 @@ def test_nothing_is_left_behind(
     sizes = {"max_seq_len": 64, "max_batch_size": 3, "max_waiting_requests": 1}  # with a full queue requests wait
     sizes |= {"block_size": 4} if make is Prefixes else {}
     engine = make(EngineConfig(model=str(tiny_checkpoints["llama"]), **sizes))
+    add, added = engine.add_request, []
+    monkeypatch.setattr(engine, "add_request", lambda *about: added.append(add(*about)))
     warm_up(engine)
+    assert len(added) == (9 if is_gpu else 1), "six alone and three together, each when the queue has room"
     assert engine.load().num_prefix_hits == 0, "every prompt is computed"
     assert list(engine.pool.cached_blocks()) == []
     assert not engine.has_work()
