@@ -154,7 +154,7 @@ def test_chunks_are_evicted_last_and_a_request_s_tokens_count_from_the_first(sch
     pool.commit(plain, 80)
     pool.release(plain)
     request = ask(scheduler, "1", a)
-    assert pool.reserve(plain, 40)
+    assert pool.reserve(plain, 16)
     assert a.is_resident, "the tree gives its blocks first"
     pool.release(plain)
     assert (pool.admit(request), pool.reserve(request, SIZE + 9)) == (SIZE, True)
