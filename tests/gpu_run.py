@@ -22,7 +22,7 @@ import psutil
 import pytest
 import torch
 
-from benchmarks.machine import describe_machine
+from benchmarks.machine import describe_machine, machine_title
 
 TIME_IS_UP = 7
 """The exit status of a run that did not finish; pytest's own end at 5."""
@@ -125,13 +125,17 @@ class GpuRun:
                 path.write_text(json.dumps(summary, indent=1) + "\n", encoding="utf-8")
 
     def summary(self) -> dict[str, Any]:
-        """Counts and names of tests, what they ran on, and how long the slowest took."""
+        """Counts and names of tests, what they ran on, and how long the slowest took; with the fields of a report."""
         outcomes, running = dict(self.outcomes), list(self.running)
         met = {*outcomes, *running}
         not_reached = [test for test in self.collected if test not in met]
         counts = Counter(outcomes.values())
         about = describe_machine()
         return {
+            "name": "gpu suite",
+            "model": {},
+            "engines": {},
+            "machine_title": machine_title("cuda" if torch.cuda.is_available() else "cpu"),
             "commit": commit(),
             "versions": about.pop("versions"),
             "machine": about,
@@ -160,7 +164,9 @@ class GpuRun:
 
 
 def commit() -> str | None:
-    """The commit of the working tree, with ``-dirty`` if files differ; where there is no repository, INFER_COMMIT."""
+    """INFER_COMMIT, for a copy of the working tree; else the commit of the repository, with ``-dirty`` if files differ."""
+    if given := os.environ.get("INFER_COMMIT"):
+        return given
     command = ["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude", "*"]
     found = subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True, check=False)
-    return found.stdout.strip() or os.environ.get("INFER_COMMIT")
+    return found.stdout.strip() or None
