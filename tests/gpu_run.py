@@ -164,7 +164,7 @@ class GpuRun:
 
 
 def commit() -> str | None:
-    """INFER_COMMIT, for a copy of the working tree; else the commit of the repository, with ``-dirty`` if files differ."""
+    """INFER_COMMIT, for a copy of a tree; else the commit of the repository, with ``-dirty`` if files differ."""
     if given := os.environ.get("INFER_COMMIT"):
         return given
     command = ["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude", "*"]

@@ -253,10 +253,11 @@ RSS_PROBE = textwrap.dedent("""
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads RssAnon from /proc")
-def test_loading_takes_little_more_memory_than_the_weights(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("stored", "wanted"), [("bfloat16", "float32"), ("float32", "bfloat16")])
+def test_loading_takes_little_more_memory_than_the_weights(tmp_path: Path, stored: str, wanted: str) -> None:
     """Peak anonymous memory above the baseline, within 1.3 times the weights in the target dtype."""
-    _wide_checkpoint(tmp_path, "float32")
-    command = [sys.executable, "-c", RSS_PROBE, str(tmp_path / "model"), "bfloat16"]
+    _wide_checkpoint(tmp_path, stored)
+    command = [sys.executable, "-c", RSS_PROBE, str(tmp_path / "model"), wanted]
     root = Path(__file__).parents[2]
     env = os.environ | {"PYTHONPATH": str(root)}
     done = subprocess.run(command, cwd=root, env=env, capture_output=True, text=True, check=True)

@@ -6,6 +6,7 @@ import json
 import pytest
 import torch
 from rich.console import Console
+from safetensors import safe_open
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
@@ -83,6 +84,26 @@ def test_values_depend_on_seed_and_name_alone(tmp_path):
     assert not torch.equal(first[name], first[name.replace("layers.1", "layers.2")])
 
 
+@pytest.mark.parametrize(("family", "centre"), [("llama", 1.0), ("gemma3_text", 0.0)])
+def test_norm_weights_scatter_around_the_neutral_value(family, centre):
+    weight = random_tensor("model.layers.0.input_layernorm.weight", (4096,), family=family)
+    assert weight.mean().item() == pytest.approx(centre, abs=0.02)
+    assert weight.std().item() == pytest.approx(0.2, rel=0.1)
+
+
+def test_projections_keep_the_variance_of_their_input():
+    weight = random_tensor("model.layers.0.mlp.down_proj.weight", (64, 1024), family="qwen3")
+    states = torch.randn(1024, 200, generator=torch.Generator().manual_seed(0))
+    assert (weight @ states).std().item() == pytest.approx(1.0, rel=0.1)
+
+
+def test_dtype_replaces_the_shapes_own(tmp_path):
+    folder = make_checkpoint("tiny-llama", tmp_path, dtype="bfloat16")
+    assert json.loads((folder / "config.json").read_text())["torch_dtype"] == "bfloat16"
+    with safe_open(folder / "model.safetensors", "pt") as file:
+        assert {file.get_slice(name).get_dtype() for name in file.keys()} == {"BF16"}  # noqa: SIM118
+
+
 def test_plan_shards_keeps_order_and_limits():
     layout = [("a", (10,)), ("b", (10,)), ("huge", (100,)), ("c", (5,))]
     shards = plan_shards(layout, item_bytes=2, max_bytes=40)
@@ -158,6 +179,12 @@ def test_bad_arguments_are_one_sentence(arguments, message, tmp_path):
     with pytest.raises(InferError, match=message):
         make_checkpoint(**({"shape": "tiny-llama", "folder": tmp_path / "x"} | arguments))
     assert not (tmp_path / "x").exists()
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without CUDA")
+def test_cuda_is_refused_where_there_is_none(tmp_path):
+    with pytest.raises(InferError, match="no CUDA device here"):
+        make_checkpoint("tiny-llama", tmp_path, device="cuda")
 
 
 @pytest.mark.parametrize("dtype", list(DTYPES.values()))
