@@ -230,7 +230,7 @@ def test_every_token_of_a_tile_has_states_of_its_own():
     )
     assert_equal(plan.output_indptr.tolist(), [0, 3, 6, 9, 12, 15, 18], "output_indptr", ("row",))
     plan = plan_prefill([2], [70], Grid(5, 16, 16), tokens_per_tile=4, split_size=32, first_row=2, num_rows=5)
-    assert plan.query_indptr.tolist() == [2, 4]
+    assert plan.query_indptr.tolist() == [2, 4], "the rows of the request"
     assert plan.output_indptr.tolist() == [0, 0, 0, 3, 6, 6], "rows of other sequences first, and one of padding"
 
 

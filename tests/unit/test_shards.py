@@ -82,7 +82,7 @@ def test_every_query_head_stands_once_and_with_its_kv_head(group: int, num_kv_he
     found = [head for queries, _ in parts for head in queries]
     assert_equal(found, list(range(config.num_heads)), "query heads of all ranks", ("head",))
     for rank, (queries, keys) in enumerate(parts):
-        assert Shard(rank, size).local(config).first_kv_head == keys.start
+        assert Shard(rank, size).local(config).first_kv_head == keys.start, f"first KV head of rank {rank}"
         local_group = len(queries) // len(keys)
         read = [keys[n // local_group] for n in range(len(queries))]
         assert_equal(read, [head // group for head in queries], f"KV head of each of {queries}", ("head",))
