@@ -31,6 +31,7 @@ from tests.mixed_requests import ALIKE, ARRIVALS, ARRIVE, MIXED, seen, serve, to
 FAMILIES = ("llama", "qwen3", "gemma3")
 WIDE = {"hidden_size": 128, "intermediate_size": 256, "num_attention_heads": 8, "num_key_value_heads": 2}
 ABOUT: dict[str, Any] = {"max_seq_len": 128, "block_size": 4, "num_gpu_blocks": 48, "max_batch_size": 6}
+AWQ_ORDER = [0, 2, 4, 6, 1, 3, 5, 7]
 Stored = tuple[dict[str, torch.Tensor], torch.Tensor]
 
 
@@ -71,13 +72,33 @@ def blocks(weight: torch.Tensor) -> Stored:
     return {"weight": values, "weight_scale_inv": scales}, values.float() * of_elements
 
 
+def grouped(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Numbers from 0 to 15, scales and zeros of groups of 64 columns, and what they stand for."""
+    groups = weight.unflatten(1, (-1, 64))
+    scales = ((groups.amax(2) - groups.amin(2)) / 15).half().float()
+    zeros = (-groups.amin(2) / scales).round().clamp(1, 15)
+    numbers = (weight / spread(scales) + spread(zeros)).round().clamp(0, 15)
+    return numbers, scales, zeros, (numbers - spread(zeros)) * spread(scales)
+
+
+def gptq(weight: torch.Tensor) -> Stored:
+    numbers, scales, zeros, meant = grouped(weight)
+    return {"qweight": in_int32(numbers).T, "qzeros": in_int32(zeros.T - 1), "scales": scales.T.half()}, meant
+
+
+def awq(weight: torch.Tensor) -> Stored:
+    numbers, scales, zeros, meant = grouped(weight)
+    packed_numbers, packed_zeros = (in_int32(part.T, AWQ_ORDER) for part in (numbers, zeros))
+    return {"qweight": packed_numbers, "qzeros": packed_zeros, "scales": scales.T.half()}, meant
+
+
 def spread(of_groups: torch.Tensor) -> torch.Tensor:
     return of_groups.repeat_interleave(64, 1)
 
 
-def in_int32(numbers: torch.Tensor) -> torch.Tensor:
-    """``[.., 8n]`` numbers as ``[.., n]``; number i of eight takes bits 4i to 4i + 3."""
-    of_eight = numbers.numpy().astype(np.uint32).reshape(len(numbers), -1, 8)
+def in_int32(numbers: torch.Tensor, order: list[int] | None = None) -> torch.Tensor:
+    """``[.., 8n]`` numbers as ``[.., n]``; number ``order[i]`` of eight takes bits 4i to 4i + 3."""
+    of_eight = numbers.numpy().astype(np.uint32).reshape(len(numbers), -1, 8)[:, :, order or list(range(8))]
     return torch.from_numpy((of_eight << np.arange(0, 32, 4, dtype=np.uint32)).sum(2, dtype=np.uint32).view(np.int32))
 
 
@@ -99,6 +120,8 @@ FORMATS: dict[str, tuple[Callable[[torch.Tensor], Stored], dict[str, Any]]] = {
             "pack-quantized", num_bits=4, type="int", strategy="group", group_size=64, symmetric=True
         ),
     ),
+    "gptq": (gptq, {"quant_method": "gptq", "bits": 4, "group_size": 64}),
+    "awq": (awq, {"quant_method": "awq", "bits": 4, "group_size": 64, "version": "gemm", "zero_point": True}),
 }
 
 
@@ -153,7 +176,7 @@ def test_tokens_are_those_of_the_weights_that_are_meant(
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
-@pytest.mark.parametrize("kind", ["int8 rows", "int4 packed"])
+@pytest.mark.parametrize("kind", ["int8 rows", "awq"])
 def test_tokens_of_integers_are_the_likeliest_of_the_weights_that_are_meant(
     folders: dict[str, Path], tmp_path: Path, kind: str, family: str
 ) -> None:

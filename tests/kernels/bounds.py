@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from triton.runtime import interpreter
 
 
 class Bounds:
@@ -55,6 +54,8 @@ def extent(tensor: torch.Tensor) -> int:
 
 def check_accesses() -> None:
     """Check each access of a kernel from here on."""
+    from triton.runtime import interpreter
+
     bounds, builder, executor = Bounds(), interpreter.InterpreterBuilder, interpreter.GridExecutor
     begin, load, store = executor._init_args_hst, builder.create_masked_load, builder.create_masked_store
     swap, update = builder.create_atomic_cas, builder.create_atomic_rmw
