@@ -10,6 +10,9 @@ from typing import Any
 import numpy as np
 import torch
 
+REACHABLE: list[torch.Tensor] = []
+"""Memory that kernels reach by addresses in a tensor, such as that of other ranks."""
+
 
 class Bounds:
     """The addresses that the kernel being interpreted may use."""
@@ -63,7 +66,7 @@ def check_accesses() -> None:
     def begin_checked(self: Any, *args: Any) -> Any:
         on_host = begin(self, *args)
         given = chain(on_host[0], on_host[1].values())
-        bounds.enter(self.fn.__name__, [each for each in given if isinstance(each, torch.Tensor)])
+        bounds.enter(self.fn.__name__, [*REACHABLE, *(each for each in given if isinstance(each, torch.Tensor))])
         return on_host
 
     def load_checked(self: Any, pointers: Any, mask: Any, *args: Any) -> Any:

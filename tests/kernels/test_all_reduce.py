@@ -19,6 +19,7 @@ from shared.models.norm import RMSNorm
 from shared.ops.rmsnorm import rms_norm
 from shared.parallel.collectives import Collectives
 from shared.parallel.group import local_store
+from tests.kernels.bounds import REACHABLE
 
 ROOT = Path(__file__).parents[2]
 interpreted = pytest.mark.skipif(not INTERPRETED, reason="needs Triton's interpreter")
@@ -61,6 +62,7 @@ def in_processes(size, run, *args):
     memories = [torch.full((module.num_words(size),), -1, dtype=torch.int32).share_memory_() for _ in range(size)]
     stops = [torch.zeros(1, dtype=torch.int32).share_memory_() for _ in range(size)]
     addresses = torch.tensor([memory.data_ptr() for memory in memories])
+    REACHABLE[:] = memories
     processes = []
     for rank in range(size):
         peers = Peers(rank, size, addresses, torch.zeros(module.CHANNELS, dtype=torch.int32), stops[rank])
