@@ -33,7 +33,7 @@ MOST_KEPT = 2**30  # bytes that PyTorch may cache between two tests: to look for
 def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("runs on a GPU")
     group.addoption("--seconds", type=float, metavar="N", help="end the run after so many seconds, with a summary")
-    group.addoption("--summary", type=Path, metavar="FILE", help="write the summary as JSON")
+    group.addoption("--summary", type=Path, metavar="FILE.json", help="write the summary, and beside it a table")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -123,6 +123,7 @@ class GpuRun:
             if (path := self.config.option.summary) is not None:
                 path.parent.mkdir(parents=True, exist_ok=True)
                 path.write_text(json.dumps(summary, indent=1) + "\n", encoding="utf-8")
+                path.with_suffix(".md").write_text(page(summary), encoding="utf-8")
 
     def summary(self) -> dict[str, Any]:
         """Counts and names of tests, what they ran on, and how long the slowest took; with the fields of a report."""
@@ -161,6 +162,25 @@ class GpuRun:
         with self.config.pluginmanager.get_plugin("capturemanager").global_and_fixture_disabled():
             reporter.write_line(text)
             reporter.flush()
+
+
+def page(summary: dict[str, Any]) -> str:
+    """A summary in Markdown, without its failures."""
+    counts, slowest = summary["counts"], summary["slowest"]
+    return "\n".join(
+        [
+            f"# GPU suite on {summary['machine_title']}\n",
+            f"Commit `{summary['commit']}`, tests marked `{summary['selection']}`, {summary['processes']} processes, "
+            f"{summary['seconds']} s\n",
+            f"| {' | '.join(counts)} |",
+            f"|{'---:|' * len(counts)}",
+            f"| {' | '.join(f'{count:,}' for count in counts.values())} |\n",
+            "| seconds | slowest tests |",
+            "|---:|---|",
+            *(f"| {seconds} | `{test}` |" for test, seconds in slowest.items()),
+            "",
+        ]
+    )
 
 
 def commit() -> str | None:

@@ -49,6 +49,7 @@ def test_the_summary_says_what_became_of_each_test(tmp_path: Path, is_in_time: b
     endless = [] if is_in_time else ["test_some.py::test_endless"]
     counts = {"passed": 1, "failed": 1, "skipped": 1, "running": len(endless), "not reached": len(late)}
     assert (summary["counts"], summary["running"], summary["not_reached"]) == (counts, endless, late)
+    assert "| 1 | 1 | 1 |" in (tmp_path / "reports" / "gpu.md").read_text(encoding="utf-8")
     assert list(summary["failed"]) == ["test_some.py::test_wrong"]
     assert summary["skipped"] == {"Skipped: needs 2 GPUs": 1}
     assert {"torch", "python"} <= set(summary["versions"])
