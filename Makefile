@@ -41,7 +41,7 @@ fuzz: env ## search for failing examples at random, for MINUTES=10; a found one 
 	  OMP_NUM_THREADS=1 INFER_FUZZ_UNTIL=$$until $(BIN)/python -m pytest $(PARALLEL) -q -x -m "hypothesis and not measured" || exit 1; done
 
 mutants: env ## put known faults into a copy, and see which test finds them; one folder: make mutants shared/grammar
-	@OMP_NUM_THREADS=1 $(BIN)/python -m tests.mutants.run $(filter-out mutants,$(MAKECMDGOALS))
+	@OMP_NUM_THREADS=1 PYTHONHASHSEED=0 $(BIN)/python -m tests.mutants.run $(filter-out mutants,$(MAKECMDGOALS))
 
 test-gpu: env ## run every test that needs a GPU, with a summary at the end even if the time is up
 	$(GPU_SUITE) --summary build/gpu.json -m "gpu and not measured and not several_gpus" --numprocesses 12 --dist worksteal
