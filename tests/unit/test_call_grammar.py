@@ -68,6 +68,16 @@ def test_free_text_that_may_call(spelling: CallSpelling) -> None:
     assert_language(compiled(CallMode.AUTO, spelling), (*free, *calls, *right), wrong)
 
 
+def test_each_function_has_what_its_own_keys_demand() -> None:
+    """The keys of both have the same places: what the first demands would refuse the arguments of the second."""
+    one = {"properties": {"a": {}, "b": {}}, "dependentRequired": {"a": ["b"]}, "additionalProperties": False}
+    two = {"properties": {"c": {}, "d": {}}, "required": ["d"], "additionalProperties": False}
+    functions = (CalledFunction("f", one, True), CalledFunction("g", two, True))
+    automaton = compiled(CallMode.REQUIRED, HERMES, functions)
+    right = [hermes("f", '{"b": 1}'), hermes("f", '{"a": 1, "b": 1}'), hermes("g", '{"d": 1}')]
+    assert_language(automaton, right, [hermes("f", '{"a": 1}'), hermes("g", '{"c": 1}')])
+
+
 def test_a_trigger_that_begins_again_inside_itself_is_found() -> None:
     automaton = compiled(CallMode.AUTO, replace(HERMES, trigger="<<t<<tool>"))
     for before in ("", "<", "<<t", "<<t<<t", "<<t<<to<<t"):
