@@ -204,7 +204,7 @@ class RangedView(BucketView):
         )
 
     def _ranged_padding(self, bucket: Bucket) -> Batch:
-        """A batch for the capture of a bucket with chunks: as without, its first sequence behind a chunk, twice.
+        """A batch for the capture of a bucket with chunks: as without, its first sequence after a chunk, twice.
 
         What is captured runs once, so it reads these tables: a position stands where the table says that it does.
         """

@@ -1,6 +1,6 @@
 """Faults, written down as small patches, that the tests of their module must find.
 
-    python -m tests.mutants.run shared/grammar        # or make mutants shared/grammar
+    make mutants shared/grammar        # with the suite's settings: one order of sets, one thread a process
 
 ``tests/mutants/shared/grammar/masks.patch`` holds the faults of ``shared/grammar/masks.py``: first a line with the
 tests that are to find them, then each fault: a line that begins with ``#`` and says which promise it breaks, and
@@ -34,6 +34,8 @@ ROOT = Path(__file__).resolve().parents[2]
 PATCHES = ROOT / "tests" / "mutants"
 MOST_SECONDS = 120  # of one run, in which a fault is to be found; twice a minute, as two run at once
 FORKS = multiprocessing.get_context("fork")
+LARGE = ("torch", "transformers", "scipy.stats", "hypothesis.stateful", "tokenizers", "typer", "rich.progress")
+"""Libraries that are imported once, for all forks."""
 
 
 @dataclass(frozen=True)
@@ -137,7 +139,7 @@ def test(copy: Path, tests: tuple[str, ...], log: Path, answer) -> None:  # type
         os.dup2(file.fileno(), 2)
     os.chdir(copy)
     sys.path[0] = os.environ["PYTHONPATH"] = str(copy)
-    os.environ |= {"PYTHONHASHSEED": "0", "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}
+    os.environ["PYTHONDONTWRITEBYTECODE"] = "1"
     if any(each.startswith("tests/kernels") for each in tests):
         os.environ["TRITON_INTERPRET"] = "1"
     for name in [name for name in sys.modules if name.partition(".")[0] == "tests"]:
@@ -174,12 +176,8 @@ def run(copy: Path, tests: tuple[str, ...], log: Path) -> tuple[int, str]:
 
 def copies(folder: Path, count: int) -> Iterator[Path]:
     """Copies of the files of this tree that git knows or does not ignore."""
-    listed = subprocess.run(
-        ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
-        cwd=ROOT,
-        capture_output=True,
-        check=True,
-    )
+    command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
+    listed = subprocess.run(command, cwd=ROOT, capture_output=True, check=True)
     for number in range(count):
         for name in filter(None, listed.stdout.decode().split("\0")):
             if (ROOT / name).is_file():
@@ -202,17 +200,8 @@ def main() -> int:
         return 2
     import pytest
 
-    for large in (
-        "torch",
-        "transformers",
-        "scipy.stats",
-        "hypothesis.stateful",
-        "tokenizers",
-        "typer",
-        "rich.progress",
-    ):
-        importlib.import_module(large)  # once, for all forks
-
+    for name in LARGE:
+        importlib.import_module(name)
     at_once = max(1, min(4, os.cpu_count() or 1))
     not_found, broken, started = [], [], time.monotonic()
     with tempfile.TemporaryDirectory(prefix="mutants-") as name, ThreadPoolExecutor(at_once) as pool:
@@ -245,7 +234,6 @@ def main() -> int:
             sys.stdout.flush()
     count, seconds = len(runs) - len(found), time.monotonic() - started
     print(f"{count - len(not_found)} of {count} faults of {len(found)} modules found in {seconds:.0f} s")
-
     return 2 if broken else 1 if not_found else 0
 
 

@@ -115,7 +115,7 @@ def test_several_logit_rows_of_a_sequence_are_those_of_its_last_tokens() -> None
 
 
 def test_prompt_rows_name_the_tokens_that_follow_in_their_own_prompt() -> None:
-    """Of a prompt's second and third token, behind another request; a part counts from its own first token."""
+    """Of a prompt's second and third token, after another request; a part counts from its own first token."""
     pool, other = POOLS["contiguous"](), make_request("b", [5, 6])
     asking = Request("a", [10, 11, 12, 13], SamplingParams(prompt_logprobs=2), 0)
     for request in (other, asking):

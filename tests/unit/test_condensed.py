@@ -85,7 +85,7 @@ def test_a_compression_frees_what_no_head_keeps() -> None:
     assert pool.allocator.num_free == 7, "counted from the first token, whatever became of it"
     for num_tokens, others, free in ((38, [], 7), (39, [request], 7)):
         request.num_tokens = num_tokens
-        assert pool.reserve_next([request]) == others, "a slot for each token behind the packed part"
+        assert pool.reserve_next([request]) == others, "a slot for each token after the packed part"
         assert pool.allocator.num_free == free
     pool.shrink(request, 34)
     assert pool.allocator.num_free == 8

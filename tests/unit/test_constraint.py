@@ -1,4 +1,4 @@
-"""Masks of the rows of a request with a grammar, without an engine: behind outputs, drafts and a least of tokens."""
+"""Masks of the rows of a request with a grammar, without an engine: after outputs, drafts and a least number."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -39,7 +39,7 @@ def test_a_row_is_masked_behind_the_drafts_before_it() -> None:
     constraints, request = begin("(ab)+c?")
     for outputs, drafts, allowed in (
         ([], [A, B], [[A], [B], [END, A, C]]),
-        ([A], [B, A, A], [[B], [END, A, C], [B], None]),  # no row matters behind a draft that is refused
+        ([A], [B, A, A], [[B], [END, A, C], [B], None]),  # no row matters after a draft that is refused
         ([A, B, A], [], [[B]]),
         ([A, B, A, B], [C], [[END, A, C], [END]]),
         ([A, B, A, B, C], [], [[END]]),

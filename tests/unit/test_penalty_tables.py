@@ -300,4 +300,4 @@ def test_rows_with_drafts_count_them_and_are_not_believed(num_accepted: int) -> 
     assert draw(outputs, [6, 2], [0, 0, 0]) == [({1}, Counter([*outputs, *[6, 2][:n]])) for n in range(3)]
     assert [1] not in uploads, "the prompt is entered once"
     outputs += [0, 0]
-    assert draw(outputs, [], [0], first=4) == [({1}, Counter(outputs))], "a row that was behind a draft"
+    assert draw(outputs, [], [0], first=4) == [({1}, Counter(outputs))], "a row that was after a draft"

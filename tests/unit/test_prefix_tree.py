@@ -78,7 +78,7 @@ def test_a_salt_is_a_tree_of_its_own() -> None:
         ends.append(end)
     ends.append(insert(tree, "aacc", 2, 6, salt=b"x"))
     end, found = tree.acquire(pack("aabb"), b"x")
-    assert_equal(found.tolist(), [2, 3], "blocks behind a node that was divided", ("block",))
+    assert_equal(found.tolist(), [2, 3], "blocks after a node that was divided", ("block",))
     assert_equal(tree.audit([*ends, end]), [], "audit", ("line",))
 
 
