@@ -5,7 +5,7 @@ import json
 import os
 import random
 import time
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 
 import numpy as np
@@ -27,6 +27,8 @@ TOKENIZER_FOLDERS = (*OWN_FOLDERS, *filter(None, os.environ.get("INFER_TEST_TOKE
 # Tiny tensors gain nothing from a second thread and lose much where other processes want the cores too. Tests that
 # measure time choose their own count.
 torch.set_num_threads(1)
+# A fork makes PyTorch's pool of threads anew at its first use, and fails where two threads are the first at once.
+os.register_at_fork(after_in_child=partial(torch.set_num_threads, 1))
 
 # The suite says the same of a commit every time: each test finds the same examples. How long one takes says nothing, as
 # the machine has other work and a first call compiles. Both checks are named here because a test that names one of its
