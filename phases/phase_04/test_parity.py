@@ -82,13 +82,6 @@ def test_an_end_of_sequence_inside_a_batch_ends_its_own_answer_alone(model_folde
         assert answer[-1].finish_reason is (FinishReason.EOS if places else FinishReason.LENGTH)
 
 
-@pytest.mark.parametrize("backend", ["naive", "sdpa", "flash"])
-def test_every_attention_backend_gives_the_same_tokens(tiny_checkpoints: dict[str, Path], backend: str) -> None:
-    folder = tiny_checkpoints["gemma3_text"]
-    ours = serve(make(folder, attention_backend=backend), MIXED[:4])
-    assert [tokens(a) for a in ours] == [tokens(a) for a in serve(make(folder), MIXED[:4])]
-
-
 def test_packed_weights_serve_a_batch_too(folder: Path) -> None:
     packed = serve(make(folder, pack_weights=True), MIXED[:5])
     single = Single(EngineConfig(model=str(folder), max_seq_len=256, pack_weights=True))
@@ -397,19 +390,6 @@ def test_what_cannot_be_served_is_refused_and_leaves_no_trace(folder: Path) -> N
     clean.step()
     seeds = [clean.seeds.getrandbits(64), engine.seeds.getrandbits(64)]
     assert seeds[0] == seeds[1], "a refused request takes no seed from later ones"
-
-
-def test_the_same_seed_and_queue_give_the_same_steps(folder: Path) -> None:
-    def everything() -> list[Any]:
-        engine = make(folder, seed=3, max_batch_size=3)
-        for length in (5, 9, 2, 30):
-            engine.add_request([7] * length, SamplingParams(max_new_tokens=8))
-        made = []
-        while engine.has_work():
-            made.append((engine.step(), engine.last_step))
-        return made
-
-    assert everything() == everything()
 
 
 def test_iterators_take_turns_and_a_closed_one_is_aborted(folder: Path) -> None:

@@ -19,7 +19,6 @@ from tests.comparison import assert_equal
 from tests.mixed_requests import EARLY as MIXED
 from tests.mixed_requests import EARLY_ARRIVALS as ARRIVALS
 from tests.mixed_requests import GREEDY, Requests, ends, tokens
-from tests.random_loads import assert_failures_stay_apart, break_off, serve_through
 from tests.reference_tokens import ReferenceTokens
 
 
@@ -56,15 +55,6 @@ def test_the_demo_model_answers_as_transformers_does(demo_folder: Path, referenc
     assert_served(engine, reference_tokens, ASKED_OF_DEMO, [0, 3, 4])
 
 
-def test_generate_answers_beside_requests_that_run(folder: Path) -> None:
-    expected = [tokens(answer) for answer in serve(make(folder), MIXED[:2])]
-    engine = make(folder)
-    first = engine.generate(MIXED[0][0], SamplingParams(**MIXED[0][1]))
-    got = [next(first)]
-    assert tokens(list(engine.generate(MIXED[1][0], SamplingParams(**MIXED[1][1])))) == expected[1]
-    assert tokens(got + list(first)) == expected[0]
-
-
 def test_a_free_row_is_filled_in_the_next_step(folder: Path) -> None:
     engine = make(folder, max_batch_size=2)
     for name, n in (("a", 2), ("b", 4), ("c", 1)):
@@ -87,44 +77,6 @@ def test_a_free_row_is_filled_in_the_next_step(folder: Path) -> None:
     assert_equal([r.step for r in records if r], [0, 1, 2, 3], "steps", ("step",))
 
 
-@pytest.mark.parametrize(
-    ("policy", "steps_to_last_prompt", "longest_wait"),
-    [("fcfs", 5, 1), ("prefill_first", 5, 4), ("decode_round_robin", 10, 3)],
-)
-def test_what_a_policy_is_for(folder: Path, policy: str, steps_to_last_prompt: int, longest_wait: int) -> None:
-    """Four requests decode when ten long prompts arrive, two of which fit in a step."""
-    engine = make(folder, max_batch_size=14, max_num_batched_tokens=100, scheduler_policy=policy)
-    early = [engine.add_request([7] * 3, SamplingParams(**GREEDY, max_new_tokens=60)) for _ in range(4)]
-    while not engine.last_step or len(engine.last_step.decoded) < 4:
-        engine.step()
-    for _ in range(10):
-        engine.add_request([7] * 50, SamplingParams(**GREEDY, max_new_tokens=60))
-    last_token, waits, prefilled, number = dict.fromkeys(early, 0), [0], 0, 0
-    forwards = engine.runner.num_forwards
-    while prefilled < 10:
-        number += 1
-        engine.step()
-        assert engine.last_step is not None
-        prefilled += len(engine.last_step.prefilled)
-        for name in early:
-            if name in engine.last_step.decoded:
-                waits.append(number - last_token[name])
-                last_token[name] = number
-    assert number == steps_to_last_prompt
-    assert max([*waits, *(number - step for step in last_token.values())]) == longest_wait
-    decode_forwards = engine.runner.num_forwards - forwards - number
-    assert decode_forwards == {"fcfs": 5, "prefill_first": 1, "decode_round_robin": 10}[policy]
-
-
-def test_requests_that_fail_and_are_aborted_leave_the_others_alone(tiny_checkpoints: dict[str, Path]) -> None:
-    folder = tiny_checkpoints["qwen3"]
-    single = Single(EngineConfig(model=str(folder), max_seq_len=256))
-    engine = make(folder, max_batch_size=6, max_num_batched_tokens=60)
-    assert_failures_stay_apart(
-        engine, lambda requests: [tokens(list(single.generate(ids, SamplingParams(**p)))) for ids, p in requests]
-    )
-
-
 def test_both_forwards_are_under_way_before_a_token_is_waited_for(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -137,26 +89,6 @@ def test_both_forwards_are_under_way_before_a_token_is_waited_for(
         seen.clear()
         engine.step()
     assert seen == ["forward", "forward", "wait", "wait"]
-
-
-@pytest.mark.parametrize("place", ["forward", "wait", "commit"])
-@pytest.mark.parametrize("error", [KeyboardInterrupt, NotImplementedError])
-def test_a_step_that_is_broken_off_loses_no_output(
-    folder: Path, error: type[BaseException], place: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Also if a prompt's token was committed, and was its last, before the decode was interrupted."""
-    requests: Requests = [([7 + n] * 4, GREEDY | {"max_new_tokens": 5 if n == 0 else 1}) for n in range(4)]
-    expected = [tokens(answer) for answer in serve(make(folder), requests)]
-    engine = make(folder)
-    owner, name = {
-        "forward": (engine, "decode"),
-        "wait": (SamplerOutput, "wait"),  # of the prompt, of the decode, of the prompt ...
-        "commit": (engine.pool, "commit"),  # as well
-    }[place]
-    break_off(owner, name, error, lambda number: number % (2 if place == "forward" else 3) == 1, monkeypatch)
-    answers, num_broken_off, _ = serve_through(engine, requests, error)
-    assert num_broken_off >= 3
-    assert answers == expected
 
 
 @pytest.mark.gpu

@@ -30,15 +30,6 @@ def test_answers_and_steps_are_those_of_phase_6(model_folder: Path) -> None:
     assert engine.load().num_preemptions > 0
 
 
-def test_every_backend_gives_the_same_answers(tiny_checkpoints: dict[str, Path]) -> None:
-    """Planning can be turned off, and so can blocks."""
-    folder, options = tiny_checkpoints["gemma3_text"], {"max_seq_len": 128, "max_batch_size": 3}
-    expected = seen(serve(make(folder, **options), MIXED, ARRIVALS)[0])
-    for name in ("naive", "sdpa", "flash", "planned"):
-        assert seen(serve(make(folder, **options, attention_backend=name), MIXED, ARRIVALS)[0]) == expected, name
-    assert seen(serve(make(folder, **options, kv_cache_backend="contiguous"), MIXED, ARRIVALS)[0]) == expected
-
-
 def test_greedy_tokens_equal_those_of_transformers(model_folder: Path, reference_tokens: ReferenceTokens) -> None:
     engine = make(model_folder, **SMALL | {"max_batch_size": 2})
     assert_served(engine, reference_tokens, ASKED, [0, 2, 5])

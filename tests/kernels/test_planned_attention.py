@@ -117,16 +117,6 @@ def test_a_ragged_batch_and_who_merges_it(randn, assert_near, num_launches, dtyp
     assert num_launches(merge_states_kernel) == num_launches() - 1 == (not is_arrival)
 
 
-def test_what_is_not_split_needs_no_merge(randn, assert_near, num_launches):
-    check_decode(randn, assert_near, [16, 3], tiling=dataclasses.replace(SMALL, is_arrival=False))
-    assert num_launches() == 1
-
-
-@pytest.mark.parametrize("group", [1, 2, 3, 7, 8])
-def test_groups(randn, assert_near, group):
-    check_decode(randn, assert_near, [21], Hq=2 * group, Hkv=2, split_size=16)
-
-
 @pytest.mark.parametrize(("Hq", "Hkv"), [(6, 6), (16, 8), (9, 3), (17, 1)])
 def test_counts_of_heads(randn, assert_near, Hq, Hkv):
     """Few or many, alone or in groups; one group of more than the 16 rows that a smaller one is padded to."""
@@ -222,11 +212,6 @@ def test_launches_of_a_bucket_differ_by_the_contents_of_arrays_alone(randn, monk
 def test_a_ragged_batch_with_history(randn, assert_near, num_launches, dtype):
     check_prefill(randn, assert_near, [(5, 40), (0, 7), (1, 0), (11, 0), (1, 30)], dtype=dtype, resident=12)
     assert num_launches(planned_prefill_kernel) == num_launches(merge_states_kernel) == 1
-
-
-def test_prompts_that_are_not_split_need_no_merge(randn, assert_near, num_launches):
-    check_prefill(randn, assert_near, [(9, 0), (3, 0)], split_size=16)
-    assert num_launches() == 1
 
 
 @pytest.mark.parametrize("group", [1, 2, 3, 7, 8])
