@@ -18,7 +18,6 @@ from shared.engine.output import StepOutput
 from shared.engine.request import Request
 from shared.engine.sampler import SamplerOutput
 from shared.errors import QueueFullError, RequestError
-from shared.kernels.launch import LAUNCHES
 from shared.parity.reference import load_reference
 from shared.sampling.params import SamplingParams
 from shared.scheduling.schedule import Schedule, Scheduled
@@ -425,19 +424,3 @@ def test_tokens_on_the_gpu_equal_those_of_the_cpu(model_folder: Path, backend: s
     on_gpu = serve(make(model_folder, device="cuda", dtype="float32", attention_backend=backend), MIXED)
     assert [tokens(answer) for answer in on_gpu] == [tokens(answer) for answer in on_cpu]
     assert [ends(answer) for answer in on_gpu] == [ends(answer) for answer in on_cpu]
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("num_sequences", [1, 5, 16])
-def test_a_decode_step_writes_and_attends_once_a_layer_for_all(model_folder: Path, num_sequences: int) -> None:
-    engine = make(model_folder, device="cuda", dtype="bfloat16")
-    for n in range(num_sequences):
-        engine.add_request([7] * (20 + n), SamplingParams(**GREEDY, max_new_tokens=8))
-    engine.step()
-    counts = []
-    for _ in range(3):
-        before = LAUNCHES.copy()
-        engine.step()
-        counts.append((LAUNCHES - before)["kv_write_kernel"])
-        counts.append((LAUNCHES - before)["decode_attention_kernel"])
-    assert counts == [engine.model.config.num_layers] * 6

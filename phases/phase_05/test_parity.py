@@ -11,7 +11,6 @@ from phases.phase_05.engine import Engine
 from shared.engine.config import SCHEDULER_POLICIES, EngineConfig
 from shared.engine.output import StepOutput
 from shared.engine.sampler import SamplerOutput
-from shared.kernels.launch import LAUNCHES
 from shared.sampling.params import SamplingParams
 from tests import mixed_requests
 from tests.as_transformers import ASKED, ASKED_OF_DEMO, assert_served
@@ -89,26 +88,3 @@ def test_both_forwards_are_under_way_before_a_token_is_waited_for(
         seen.clear()
         engine.step()
     assert seen == ["forward", "forward", "wait", "wait"]
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("policy", SCHEDULER_POLICIES)
-def test_tokens_on_the_gpu_equal_those_of_the_cpu(model_folder: Path, policy: str) -> None:
-    config = {"scheduler_policy": policy, "max_batch_size": 4, "max_num_batched_tokens": 100}
-    on_cpu = serve(make(model_folder, **config), MIXED, ARRIVALS)
-    on_gpu = serve(make(model_folder, device="cuda", dtype="float32", **config), MIXED, ARRIVALS)
-    assert [tokens(answer) for answer in on_gpu] == [tokens(answer) for answer in on_cpu]
-
-
-@pytest.mark.gpu
-def test_beside_a_prompt_all_decoding_requests_share_their_launches(model_folder: Path) -> None:
-    engine = make(model_folder, device="cuda", dtype="bfloat16")
-    for n in range(7):
-        engine.add_request([7] * (20 + n), SamplingParams(**GREEDY, max_new_tokens=8))
-    engine.step()
-    engine.add_request([7] * 33, SamplingParams(**GREEDY, max_new_tokens=8))
-    before = LAUNCHES.copy()
-    engine.step()
-    made, layers = LAUNCHES - before, engine.model.config.num_layers
-    assert made["kv_write_kernel"] == 2 * layers, "one for the prompt, one for the seven"
-    assert made["decode_attention_kernel"] == layers

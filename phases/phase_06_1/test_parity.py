@@ -92,16 +92,3 @@ def test_the_planned_kernels_run_once_for_each_layer(model_folder: Path, dtype: 
     assert made["planned_prefill_kernel"] == 0
     assert len(sends) == 2
     assert made["paged_attention_kernel"] == made["decode_attention_kernel"] == 0
-
-
-@pytest.mark.gpu
-def test_on_a_gpu_flash_gives_the_same_tokens_without_a_plan(model_folder: Path) -> None:
-    options: dict[str, Any] = {"device": "cuda", "dtype": "float32", "max_seq_len": 640, "max_batch_size": 5}
-    planned, flash = (make(model_folder, attention_backend=backend, **options) for backend in ("planned", "flash"))
-    expected, _ = serve(planned, LONG)
-    before = LAUNCHES.copy()
-    answers, _ = serve(flash, LONG)
-    made = LAUNCHES - before
-    assert [tokens(answer) for answer in answers] == [tokens(answer) for answer in expected]
-    assert made["paged_attention_kernel"] > 0
-    assert made["planned_decode_kernel"] == made["planned_prefill_kernel"] == 0

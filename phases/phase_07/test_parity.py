@@ -12,7 +12,6 @@ from shared.sampling.params import SamplingParams
 from tests.as_transformers import ASKED, ASKED_OF_DEMO, assert_served
 from tests.launches import launched
 from tests.mixed_requests import ARRIVALS, GREEDY, LONG, MIXED, SMALL, seen, serve, tokens
-from tests.random_loads import answers_alone
 from tests.reference_tokens import ReferenceTokens
 
 CHUNKS: list[dict[str, Any]] = [
@@ -70,7 +69,7 @@ def test_a_failure_in_the_middle_of_a_prompt_takes_that_request_alone(
     """A token outside the vocabulary, in the third chunk."""
     engine = make(folder, max_seq_len=128, prefill_chunk_size=8)
     monkeypatch.setattr("phases.phase_07.engine.check_prompt", lambda ids, *options: list(ids))
-    expected = tokens(answers_alone(Planned, folder, 128, are_alike=False)[0])
+    expected = tokens(serve(make(folder, Planned, max_seq_len=128), MIXED[:1])[0][0])
     good, (failed,) = serve(engine, [MIXED[0], ([7] * 20 + [10**6] + [7] * 20, {"max_new_tokens": 4})])[0]
     assert tokens(good) == expected
     assert failed.error is not None
