@@ -16,9 +16,7 @@ from shared.engine.output import StepOutput
 from shared.errors import ConfigError, RequestError
 from shared.loading.loader import load_model
 from shared.models.causal_lm import CausalLM
-from shared.models.tokens import Tokens
 from shared.sampling.params import SamplingParams
-from shared.text.stopping import FinishReason
 from tests.block_diagonal import reference_logits
 from tests.comparison import assert_close
 from tests.mixed_requests import ALIKE, ARRIVALS, ARRIVE, GREEDY, MIXED, SMALL, seen, serve
@@ -208,35 +206,6 @@ def test_any_chunks_in_blocks_of_any_size(tiny_checkpoints: dict[str, Path], dat
     own = [chance.randrange(250) for _ in range(data.draw(st.integers(1, 20)))]
     options = {"block_size": data.draw(st.integers(1, 20)), "prefill_chunk_size": data.draw(st.sampled_from([3, 512]))}
     assert_answers_as_reference(make(folder, **options), load_model(folder), chunks, own, num_tokens=3)
-
-
-def test_a_chunk_that_cannot_be_computed_fails_those_that_wait_for_it(
-    folder: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    caplog.set_level("CRITICAL")
-    engine = make(folder)
-    model = engine.model
-
-    class Broken(torch.nn.Module):
-        config, device, dtype, logits = model.config, model.device, model.dtype, model.logits
-
-        def forward(self, tokens: Tokens, kv: Any) -> torch.Tensor:
-            if (tokens.ids == 249).any():
-                raise RuntimeError("injected")
-            return model(tokens, kv)
-
-    engine.runner.model = Broken()
-    bad, good = engine.register([1, 2, 249]), engine.register([1, 2, 3])
-    asked = [
-        engine.add_request([5], SamplingParams(**GREEDY, max_new_tokens=2), chunk_ids=[good, name])
-        for name in (bad, good)
-    ]
-    heard: dict[str, list[StepOutput]] = {}
-    for output in outputs(engine):
-        heard.setdefault(output.request_id, []).append(output)
-    assert [output.finish_reason for output in heard[asked[0]]] == [FinishReason.ERROR]
-    assert [output.finish_reason for output in heard[asked[1]]] == [None, FinishReason.LENGTH]
-    assert engine.pool.audit() == []
 
 
 def test_what_cannot_be_is_refused(folder: Path) -> None:
