@@ -1,6 +1,5 @@
 """Phase 5 gives every request the same output as alone, whatever the batch and the policy."""
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -9,25 +8,16 @@ import pytest
 from phases.phase_03_1.engine import Engine as Single
 from phases.phase_05.engine import Engine
 from shared.engine.config import SCHEDULER_POLICIES, EngineConfig
-from shared.engine.output import StepOutput
 from shared.engine.sampler import SamplerOutput
 from shared.sampling.params import SamplingParams
-from tests import mixed_requests
-from tests.as_transformers import ASKED, ASKED_OF_DEMO, assert_served
 from tests.comparison import assert_equal
 from tests.mixed_requests import EARLY as MIXED
 from tests.mixed_requests import EARLY_ARRIVALS as ARRIVALS
-from tests.mixed_requests import GREEDY, Requests, ends, tokens
-from tests.reference_tokens import ReferenceTokens
+from tests.mixed_requests import GREEDY, ends, serve, tokens
 
 
 def make(folder: Path, **config: Any) -> Engine:
     return Engine(EngineConfig(model=str(folder), max_seq_len=256, **config))
-
-
-def serve(engine: Any, requests: Requests, arrivals: Sequence[int] | None = None) -> list[list[StepOutput]]:
-    """Each request's outputs, in the order of the requests; ``arrivals`` holds the step before which each arrives."""
-    return mixed_requests.serve(engine, requests, arrivals)[0]
 
 
 def test_each_answer_in_a_changing_batch_is_as_if_alone(model_folder: Path) -> None:
@@ -38,20 +28,10 @@ def test_each_answer_in_a_changing_batch_is_as_if_alone(model_folder: Path) -> N
         {"batching_mode": "static"},
     ):
         engine = make(model_folder, max_batch_size=4, max_num_batched_tokens=100, **config)
-        for (prompt, params), ours, theirs in zip(MIXED, serve(engine, MIXED, ARRIVALS), expected, strict=True):
+        answers, _ = serve(engine, MIXED, ARRIVALS)
+        for (prompt, params), ours, theirs in zip(MIXED, answers, expected, strict=True):
             assert tokens(ours) == tokens(theirs), (config, prompt, params)
             assert ends(ours) == ends(theirs), (config, prompt, params)
-
-
-def test_greedy_tokens_equal_those_of_transformers(model_folder: Path, reference_tokens: ReferenceTokens) -> None:
-    engine = make(model_folder, max_batch_size=2)
-    assert_served(engine, reference_tokens, ASKED, [0, 2, 5])
-
-
-@pytest.mark.demo
-def test_the_demo_model_answers_as_transformers_does(demo_folder: Path, reference_tokens: ReferenceTokens) -> None:
-    engine = make(demo_folder, max_batch_size=2)
-    assert_served(engine, reference_tokens, ASKED_OF_DEMO, [0, 3, 4])
 
 
 def test_a_free_row_is_filled_in_the_next_step(folder: Path) -> None:

@@ -10,10 +10,8 @@ from phases.phase_06_1.engine import Engine
 from shared.engine.config import EngineConfig
 from shared.kernels.launch import LAUNCHES
 from shared.sampling.params import SamplingParams
-from tests.as_transformers import ASKED, ASKED_OF_DEMO, assert_served
 from tests.launches import launched
 from tests.mixed_requests import ARRIVALS, GREEDY, LONG, MIXED, SMALL, seen, serve, tokens
-from tests.reference_tokens import ReferenceTokens
 
 
 def make(folder: Path, phase: Any = Engine, **config: Any) -> Any:
@@ -28,17 +26,6 @@ def test_answers_and_steps_are_those_of_phase_6(model_folder: Path) -> None:
     assert seen(answers) == seen(expected)
     assert records == steps
     assert engine.load().num_preemptions > 0
-
-
-def test_greedy_tokens_equal_those_of_transformers(model_folder: Path, reference_tokens: ReferenceTokens) -> None:
-    engine = make(model_folder, **SMALL | {"max_batch_size": 2})
-    assert_served(engine, reference_tokens, ASKED, [0, 2, 5])
-
-
-@pytest.mark.demo
-def test_the_demo_model_answers_as_transformers_does(demo_folder: Path, reference_tokens: ReferenceTokens) -> None:
-    engine = make(demo_folder, max_seq_len=256, max_batch_size=2)
-    assert_served(engine, reference_tokens, ASKED_OF_DEMO, [0, 3, 4])
 
 
 def test_on_a_cpu_nothing_is_planned_and_nothing_launched(folder: Path) -> None:

@@ -9,10 +9,8 @@ from phases.phase_06_1.engine import Engine as Planned
 from phases.phase_07.engine import Engine
 from shared.engine.config import EngineConfig
 from shared.sampling.params import SamplingParams
-from tests.as_transformers import ASKED, ASKED_OF_DEMO, assert_served
 from tests.launches import launched
 from tests.mixed_requests import ARRIVALS, GREEDY, LONG, MIXED, SMALL, seen, serve, tokens
-from tests.reference_tokens import ReferenceTokens
 
 CHUNKS: list[dict[str, Any]] = [
     {"prefill_chunk_size": 1},
@@ -73,17 +71,6 @@ def test_a_failure_in_the_middle_of_a_prompt_takes_that_request_alone(
     good, (failed,) = serve(engine, [MIXED[0], ([7] * 20 + [10**6] + [7] * 20, {"max_new_tokens": 4})])[0]
     assert tokens(good) == expected
     assert failed.error is not None
-
-
-def test_greedy_tokens_equal_those_of_transformers(model_folder: Path, reference_tokens: ReferenceTokens) -> None:
-    engine = make(model_folder, **SMALL, prefill_chunk_size=6)
-    assert_served(engine, reference_tokens, ASKED, [0, 2, 5])
-
-
-@pytest.mark.demo
-def test_the_demo_model_continues_as_transformers_does(demo_folder: Path, reference_tokens: ReferenceTokens) -> None:
-    engine = make(demo_folder, max_seq_len=256, max_batch_size=2, prefill_chunk_size=3)
-    assert_served(engine, reference_tokens, ASKED_OF_DEMO, [0, 3, 4])
 
 
 # On a GPU.

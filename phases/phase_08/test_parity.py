@@ -9,7 +9,6 @@ from hypothesis import given, settings
 from phases.phase_07.engine import Engine as Chunked
 from phases.phase_08.engine import Engine
 from shared.engine.config import EngineConfig
-from tests.as_transformers import assert_served
 from tests.mixed_requests import ALIKE, ARRIVALS, ARRIVE, GREEDY, LONG, MIXED, SMALL, STEM, seen, serve, tokens
 from tests.random_loads import Load, answers_alone, assert_as_alone, loads, sizes
 from tests.reference_tokens import ReferenceTokens
@@ -101,14 +100,6 @@ def test_a_failing_request_takes_none_of_those_that_share_its_prefix(
     *good, failed = serve(engine, [whole, whole, ([*stem, 10**6], {"max_new_tokens": 4})])[0]
     assert [tokens(answer) for answer in good] == [expected] * 2
     assert failed[0].error is not None
-
-
-@pytest.mark.demo
-def test_the_demo_model_continues_as_transformers_does(demo_folder: Path, reference_tokens: ReferenceTokens) -> None:
-    engine = make(demo_folder, max_seq_len=256, max_batch_size=2, block_size=2)
-    asked = [(prompt, 8) for prompt in ("The capital of France is", "The capital of France is not", "The capital of")]
-    assert_served(engine, reference_tokens, asked)
-    assert engine.scheduler.num_prefix_hits > 0
 
 
 # On a GPU.
