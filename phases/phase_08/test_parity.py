@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from phases.phase_07.engine import Engine as Chunked
 from phases.phase_08.engine import Engine
 from shared.engine.config import EngineConfig
-from tests.mixed_requests import ALIKE, ARRIVALS, ARRIVE, GREEDY, LONG, MIXED, SMALL, STEM, seen, serve, tokens
+from tests.mixed_requests import ALIKE, ARRIVALS, ARRIVE, GREEDY, MIXED, SMALL, STEM, seen, serve, tokens
 from tests.random_loads import Load, answers_alone, assert_as_alone, loads, sizes
 from tests.reference_tokens import ReferenceTokens
 
@@ -100,22 +100,3 @@ def test_a_failing_request_takes_none_of_those_that_share_its_prefix(
     *good, failed = serve(engine, [whole, whole, ([*stem, 10**6], {"max_new_tokens": 4})])[0]
     assert [tokens(answer) for answer in good] == [expected] * 2
     assert failed[0].error is not None
-
-
-# On a GPU.
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("memory", [{}, {"attention_backend": "flash"}, {"block_size": 1}], ids=str)
-def test_tokens_on_the_gpu_equal_those_of_the_cpu(model_folder: Path, memory: dict[str, Any]) -> None:
-    """Twice, so that the second time most prompts are cached, and some wholly."""
-    options: dict[str, Any] = {"max_seq_len": 640, "max_batch_size": 8, "prefill_chunk_size": 100}
-    requests, arrivals = [*ALIKE, *LONG], [*ARRIVE, 9, *ARRIVALS, 10]
-    found = []
-    for device in ("cpu", "cuda"):
-        engine = make(model_folder, device=device, dtype="float32", **options, **memory)
-        found.append([seen(serve(engine, requests, arrivals)[0]) for _ in range(2)])
-        assert engine.scheduler.num_prefix_hits > 1500
-    assert [[tokens(a) for a in answers] for answers in found[1]] == [
-        [tokens(a) for a in answers] for answers in found[0]
-    ]
