@@ -22,7 +22,7 @@ from shared.sampling.params import SamplingParams
 from shared.scheduling.schedule import Schedule, Scheduled
 from shared.text.stopping import FinishReason
 from tests import mixed_requests
-from tests.as_transformers import ASKED, ASKED_OF_DEMO, assert_served
+from tests.as_transformers import ASKED, assert_served
 from tests.comparison import assert_equal
 from tests.mixed_requests import EARLY as MIXED
 from tests.mixed_requests import GREEDY, SENTENCE, Requests, ends, tokens
@@ -73,13 +73,6 @@ def test_packed_weights_serve_a_batch_too(folder: Path) -> None:
     single = Single(EngineConfig(model=str(folder), max_seq_len=256, pack_weights=True))
     expected = [list(single.generate(prompt, SamplingParams(**params))) for prompt, params in MIXED[:5]]
     assert [tokens(a) for a in packed] == [tokens(a) for a in expected]
-
-
-@pytest.mark.demo
-def test_the_demo_model_answers_a_batch_as_transformers_does(
-    demo_folder: Path, reference_tokens: ReferenceTokens
-) -> None:
-    assert_served(make(demo_folder, max_batch_size=3), reference_tokens, ASKED_OF_DEMO)
 
 
 def test_logprobs_are_those_of_the_raw_logits(model_folder: Path) -> None:
