@@ -13,7 +13,7 @@ from tests.reference_tokens import ReferenceTokens
 Asked = Sequence[tuple[str, int]]
 """Prompts, and how many tokens are asked for after each."""
 ASKED: Asked = [("The capital of France is", 32), (SENTENCE, 16), ("x", 8)]
-ASKED_OF_DEMO: Asked = [("The capital of France is", 8), ("Once upon a time", 8), ("2 + 2 =", 8)]
+ASKED_OF_DEMO: Asked = [("The capital of France is", 8), ("Once upon a time", 8)]
 
 
 def assert_generated(engine: Any, reference_tokens: ReferenceTokens, folder: Path, asked: Asked) -> None:

@@ -15,7 +15,7 @@ from shared.engine.config import EngineConfig
 from shared.engine.output import StepOutput
 from shared.sampling.params import SamplingParams
 from shared.text.stopping import FinishReason
-from tests.mixed_requests import ALIKE, MIXED, Requests, serve, serve_with_aborts, tokens
+from tests.mixed_requests import ALIKE, Requests, serve, serve_with_aborts, tokens
 
 MAX_SEQ_LEN = 96
 Answers = Sequence[Sequence[StepOutput]]
@@ -29,16 +29,17 @@ SIZES: dict[str, st.SearchStrategy[Any]] = {
 
 
 @functools.cache
-def answers_alone(phase: Any, folder: Path, max_seq_len: int = MAX_SEQ_LEN, are_alike: bool = True) -> Answers:
-    """The answers of a phase's engine to the requests of ALIKE, or of MIXED, which it serves one after another."""
-    engine = phase(EngineConfig(model=str(folder), max_seq_len=max_seq_len))
-    return [serve(engine, [request])[0][0] for request in (ALIKE if are_alike else MIXED)]
+def answers_alone(phase: Any, folder: Path) -> Answers:
+    """The answers of a phase's engine to the requests of ALIKE, which it serves one after another."""
+    engine = phase(EngineConfig(model=str(folder), max_seq_len=MAX_SEQ_LEN))
+    return [serve(engine, [request])[0][0] for request in ALIKE]
 
 
 @st.composite
-def loads(draw: st.DrawFn, num_requests: int = len(ALIKE), last_arrival: int = 14) -> Load:
-    arrivals = draw(st.lists(st.integers(0, last_arrival), min_size=num_requests, max_size=num_requests))
-    return arrivals, draw(st.sets(st.integers(0, num_requests - 1), max_size=2)), draw(st.integers(1, 20))
+def loads(draw: st.DrawFn) -> Load:
+    count = len(ALIKE)
+    arrivals = draw(st.lists(st.integers(0, 14), min_size=count, max_size=count))
+    return arrivals, draw(st.sets(st.integers(0, count - 1), max_size=2)), draw(st.integers(1, 20))
 
 
 @st.composite

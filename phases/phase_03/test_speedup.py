@@ -13,21 +13,13 @@ from phases.phase_03.engine import Engine
 from shared.engine.config import EngineConfig
 from shared.lessons import find_lesson
 from shared.models.packed import SUPPORTED_ENGINES
-from tests.speed import ONE_ANSWER, one_answer, time_one_answer
+from tests.speed import ONE_ANSWER, time_one_answer
 
 
 @pytest.mark.measured
 @pytest.mark.benchmark(group=ONE_ANSWER)
 def test_generate(folder: Path, benchmark) -> None:
     time_one_answer(benchmark, Engine(EngineConfig(model=str(folder))))
-
-
-def test_each_token_is_computed_once(folder: Path) -> None:
-    for phase, num_tokens in ((Uncached, sum(range(32, 32 + 16))), (Engine, 32 + 15)):
-        engine = phase(EngineConfig(model=str(folder)))
-        for number in (1, 2):
-            one_answer(engine)
-            assert engine.num_tokens_computed == number * num_tokens
 
 
 @pytest.mark.measured

@@ -14,11 +14,10 @@ from shared.cache.fused_contiguous import FusedContiguousView
 from shared.checkpoints.make import make_checkpoint
 from shared.engine.config import EngineConfig
 from shared.errors import ConfigError
-from shared.kernels import launch
 from shared.loading import placement
 from shared.loading.loader import load_model
 from shared.models.causal_lm import CausalLM
-from shared.models.fused import FusedBlock, FusedProjection, fuse
+from shared.models.fused import fuse
 from shared.models.tokens import Tokens
 from shared.parity.thresholds import PEER_FACTOR, THRESHOLDS, argmax_shortfall, distance
 from shared.sampling.params import SamplingParams
@@ -68,21 +67,6 @@ def test_greedy_tokens_of_the_demo_model_equal_those_of_transformers(
     assert_generated(engine, reference_tokens, demo_folder, [(PROMPTS[0], 16)])
 
 
-@pytest.mark.parametrize("backend", ["naive", "sdpa", "flash"])
-def test_every_attention_backend_gives_the_same_tokens(tiny_checkpoints: dict[str, Path], backend: str) -> None:
-    folder = str(tiny_checkpoints["gemma3_text"])
-    ours = ids(Engine(EngineConfig(model=folder, attention_backend=backend)), PROMPTS[2], 40)
-    assert ours == ids(Engine(EngineConfig(model=folder)), PROMPTS[2], 40)
-
-
-def test_every_block_and_the_head_are_fused(model_folder: Path) -> None:
-    model = Engine(EngineConfig(model=str(model_folder))).model
-    assert all(isinstance(block, FusedBlock) for block in model.blocks)
-    assert isinstance(model.head, FusedProjection)
-    plain = load_model(model_folder)
-    assert sum(p.numel() for p in model.parameters()) == sum(p.numel() for p in plain.parameters())
-
-
 def test_a_model_that_the_gpu_cannot_hold_is_refused_with_the_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (3_000_000_000, 80_000_000_000))
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 500_000_000)
@@ -93,26 +77,6 @@ def test_a_model_that_the_gpu_cannot_hold_is_refused_with_the_numbers(monkeypatc
     placement.check_room(10**15, torch.device("cpu"), "The model")
     with pytest.raises(ConfigError, match=r"The model takes 3\.41 GB and A GPU has 3\.40 of 80\.00 GB free; choose"):
         placement.check_room(3_410_000_000, gpu, "The model")
-
-
-@pytest.mark.parametrize(
-    ("check", "message"),
-    [
-        (lambda: launch.check_triton_version("3.5.1"), r"Triton 3\.6 or later and this environment has 3\.5\.1"),
-        (lambda: launch.check_triton_version(None), r"need Triton 3\.6 or later and this environment has none"),
-        (lambda: launch.check_capability("Tesla T4", (7, 5)), r"Tesla T4 has compute capability 7\.5 and cannot"),
-    ],
-)
-def test_a_machine_that_cannot_run_the_kernels_is_refused_in_one_sentence(check, message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        check()
-
-
-def test_without_a_compiler_the_remedy_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PATH", "")
-    monkeypatch.delenv("CC", raising=False)
-    with pytest.raises(ConfigError, match="install gcc"):
-        launch.check_compiler()
 
 
 @pytest.mark.gpu

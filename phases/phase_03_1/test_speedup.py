@@ -3,28 +3,18 @@
 from pathlib import Path
 
 import pytest
-import torch
 
 from phases.phase_03.engine import Engine as Unfused
 from phases.phase_03_1.engine import Engine
 from shared.checkpoints.make import make_checkpoint
 from shared.engine.config import EngineConfig
-from shared.kernels.launch import LAUNCHES
-from shared.sampling.params import SamplingParams
-from tests.speed import ONE_ANSWER, one_answer, seconds_a_token, speedup, time_one_answer
+from tests.speed import ONE_ANSWER, seconds_a_token, speedup, time_one_answer
 
 
 @pytest.mark.measured
 @pytest.mark.benchmark(group=ONE_ANSWER)
 def test_generate(folder: Path, benchmark) -> None:
     time_one_answer(benchmark, Engine(EngineConfig(model=str(folder))))
-
-
-def test_on_a_cpu_nothing_is_launched(folder: Path) -> None:
-    engine = Engine(EngineConfig(model=str(folder)))
-    before = LAUNCHES.total()
-    one_answer(engine)
-    assert LAUNCHES.total() == before, "without a GPU the launchers call the operations"
 
 
 @pytest.mark.measured
@@ -42,19 +32,3 @@ def test_decode_against_phase_3(shape: str, tmp_path: Path) -> None:
     config = EngineConfig(model=str(folder), device="cuda", max_seq_len=512)
     unfused, fused = Unfused(config), Engine(config)
     assert speedup(lambda: seconds_a_token(unfused, 256, 64), lambda: seconds_a_token(fused, 256, 64)) >= 1.8
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize(("family", "a_layer"), [("llama", 6), ("qwen3", 6), ("gemma3_text", 8)])
-def test_launches_of_a_decoded_token(tiny_checkpoints: dict[str, Path], family: str, a_layer: int) -> None:
-    """A Llama or Qwen layer launches QKV, write, attend, O, gate and up, down. A Gemma layer has two more norms."""
-    engine = Engine(EngineConfig(model=str(tiny_checkpoints[family]), device="cuda", dtype="bfloat16"))
-    params = SamplingParams(temperature=0.0, max_new_tokens=8, ignore_eos=True)
-    outputs = engine.generate([7] * 32, params)
-    next(outputs)
-    torch.cuda.synchronize()
-    before = LAUNCHES.total()
-    next(outputs)
-    head_and_draw = 2
-    assert LAUNCHES.total() - before == a_layer * engine.model.config.num_layers + head_and_draw
-    assert LAUNCHES["decode_attention_kernel"] >= engine.model.config.num_layers

@@ -14,7 +14,7 @@ from shared.checkpoints.make import make_checkpoint
 from shared.engine.config import EngineConfig
 from shared.sampling.params import SamplingParams
 from tests.mixed_requests import GREEDY
-from tests.speed import ONE_ANSWER, one_answer, serve, speedup, time_one_answer
+from tests.speed import ONE_ANSWER, serve, speedup, time_one_answer
 
 
 def first_token(engine: Any, prompt: list[int]) -> float:
@@ -29,15 +29,6 @@ def first_token(engine: Any, prompt: list[int]) -> float:
 @pytest.mark.benchmark(group=ONE_ANSWER)
 def test_generate(folder: Path, benchmark) -> None:
     time_one_answer(benchmark, Engine(EngineConfig(model=str(folder), max_batch_size=8)))
-
-
-def test_a_cached_prompt_computes_its_last_token_alone(folder: Path) -> None:
-    engine, computed = Engine(EngineConfig(model=str(folder))), []
-    for _ in range(2):
-        before = engine.runner.num_tokens_computed
-        one_answer(engine)
-        computed.append(engine.runner.num_tokens_computed - before)
-    assert computed == [32 + 15, 1 + 15]
 
 
 def test_requests_that_arrive_together_compute_their_prefix_once(folder: Path) -> None:

@@ -11,15 +11,12 @@ from hypothesis import strategies as st
 
 from phases.phase_09.engine import Engine as Plain
 from phases.phase_09_1.engine import Engine
-from shared.chunks.relocation import relocate
 from shared.engine.config import EngineConfig
 from shared.engine.output import StepOutput
 from shared.errors import ConfigError, RequestError
 from shared.loading.loader import load_model
 from shared.models.causal_lm import CausalLM
-from shared.models.tokens import Tokens
 from shared.sampling.params import SamplingParams
-from shared.text.stopping import FinishReason
 from tests.block_diagonal import reference_logits
 from tests.comparison import assert_close
 from tests.mixed_requests import ALIKE, ARRIVALS, ARRIVE, GREEDY, MIXED, SMALL, seen, serve
@@ -114,18 +111,6 @@ def test_with_key_norms_near_one_hundred_too(tiny_checkpoints: dict[str, Path], 
     assert_answers_as_reference(engine, model, CHUNKS, tolerance=1e-2)
 
 
-def test_one_chunk_is_the_beginning_of_a_plain_prompt(model_folder: Path) -> None:
-    ids, logits = answer(make(model_folder), [CHUNKS[0]], QUESTION)
-    plain = make(model_folder, Plain)
-    expected = [
-        output.token_id for output in plain.generate(CHUNKS[0] + QUESTION, SamplingParams(**GREEDY, max_new_tokens=12))
-    ]
-    assert ids == expected
-    ids_of_model = CHUNKS[0] + QUESTION + ids[:-1]
-    expected_logits = reference_logits(load_model(model_folder), [], ids_of_model)[-len(ids) :]
-    assert_close(logits, expected_logits, "logits", ("token", "id"), rtol=1e-4, atol=1e-4)
-
-
 def keys_of(engine: Any, name: str) -> torch.Tensor:
     """A chunk's keys and values in all layers, ``[2, layers, tokens, Hkv, D]``."""
     chunk = engine.chunks.find(name)
@@ -151,15 +136,6 @@ def test_a_chunk_is_kept_as_a_prompt_alone_has_it_wherever_it_stands(model_folde
         engine.add_request(QUESTION, SamplingParams(**GREEDY, max_new_tokens=3), chunk_ids=[names[n] for n in order])
     outputs(engine)
     assert all(torch.equal(keys_of(engine, name), keys) for name, keys in zip(names, before, strict=True))
-
-
-def test_the_order_of_chunks_changes_the_answer_and_nothing_that_is_kept(folder: Path) -> None:
-    engine = make(folder)
-    _, one = answer(engine, [CHUNKS[0], CHUNKS[3]], QUESTION, 1)
-    num_computed = engine.runner.num_tokens_computed
-    _, other = answer(engine, [CHUNKS[3], CHUNKS[0]], QUESTION, 1)
-    assert (one - other).abs().max() > 1e-3
-    assert engine.runner.num_tokens_computed - num_computed == len(QUESTION), "the question alone is computed"
 
 
 def test_without_chunks_outputs_are_those_of_phase_9(tiny_checkpoints: dict[str, Path]) -> None:
@@ -232,47 +208,6 @@ def test_any_chunks_in_blocks_of_any_size(tiny_checkpoints: dict[str, Path], dat
     assert_answers_as_reference(make(folder, **options), load_model(folder), chunks, own, num_tokens=3)
 
 
-def test_an_evicted_chunk_is_computed_again_when_it_is_used(folder: Path) -> None:
-    engine = make(folder)
-    first, _ = answer(engine, CHUNKS[:2], QUESTION)
-    num_computed = engine.runner.num_tokens_computed
-    engine.chunks.drop(engine.chunks.find(engine.register(CHUNKS[0])))
-    engine.pool.drop_cached()
-    assert not engine.chunks.resident
-    assert answer(engine, CHUNKS[:2], QUESTION)[0] == first
-    again = engine.runner.num_tokens_computed - num_computed
-    assert again == sum(map(len, CHUNKS[:2])) + len(QUESTION) + len(first) - 1
-
-
-def test_a_chunk_that_cannot_be_computed_fails_those_that_wait_for_it(
-    folder: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    caplog.set_level("CRITICAL")
-    engine = make(folder)
-    model = engine.model
-
-    class Broken(torch.nn.Module):
-        config, device, dtype, logits = model.config, model.device, model.dtype, model.logits
-
-        def forward(self, tokens: Tokens, kv: Any) -> torch.Tensor:
-            if (tokens.ids == 249).any():
-                raise RuntimeError("injected")
-            return model(tokens, kv)
-
-    engine.runner.model = Broken()
-    bad, good = engine.register([1, 2, 249]), engine.register([1, 2, 3])
-    asked = [
-        engine.add_request([5], SamplingParams(**GREEDY, max_new_tokens=2), chunk_ids=[good, name])
-        for name in (bad, good)
-    ]
-    heard: dict[str, list[StepOutput]] = {}
-    for output in outputs(engine):
-        heard.setdefault(output.request_id, []).append(output)
-    assert [output.finish_reason for output in heard[asked[0]]] == [FinishReason.ERROR]
-    assert [output.finish_reason for output in heard[asked[1]]] == [None, FinishReason.LENGTH]
-    assert engine.pool.audit() == []
-
-
 def test_what_cannot_be_is_refused(folder: Path) -> None:
     engine = make(folder, num_gpu_blocks=16, block_size=16)
     name = engine.register([1, 2, 3])
@@ -295,20 +230,3 @@ def test_what_cannot_be_is_refused(folder: Path) -> None:
             make(folder, **config).register([1])
     with pytest.raises(ConfigError, match="CUDA graphs need a GPU"):
         make(folder, use_cuda_graphs=True)
-
-
-def test_in_layer_0_moved_keys_are_those_of_the_concatenated_prompt(model_folder: Path) -> None:
-    """Not in later layers, whose inputs of later chunks never saw the chunks before them."""
-    engine, plain = make(model_folder), make(model_folder, Plain)
-    name = engine.register(CHUNKS[3])
-    outputs(engine)
-    start = len(CHUNKS[0])
-    request_id = plain.add_request(CHUNKS[0] + CHUNKS[3], SamplingParams(**GREEDY, max_new_tokens=2))
-    plain.step()
-    table = torch.from_numpy(plain.pool.table(plain.scheduler.running[request_id])).long()
-    view = engine.view
-    for layer, is_equal in ((0, True), (1, False)):
-        expected = plain.view.keys[layer, table].flatten(0, 1)[start : start + len(CHUNKS[3])]
-        distances = torch.full((len(CHUNKS[3]),), start)
-        moved = relocate(keys_of(engine, name)[0, layer], distances, view.frequencies[view.ropes[layer]])
-        assert torch.allclose(moved, expected, rtol=1e-4, atol=1e-4) is is_equal, f"layer {layer}"

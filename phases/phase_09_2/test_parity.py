@@ -94,32 +94,6 @@ def with_logits(engine: Any, into: list[torch.Tensor]) -> None:
     engine.runner.forward = kept
 
 
-def test_no_compression_keeps_every_token(folder: Path) -> None:
-    expected = answers_of(make(folder, Uncompressed, max_seq_len=256))
-    engine = make(folder, **SNAP | {"compress_method": "none"})
-    assert answers_of(engine) == expected
-    assert engine.num_compressions == 0
-
-
-def test_heads_keep_different_numbers_and_blocks_return(folder: Path) -> None:
-    engine = make(folder, **SNAP | {"layer_upper_budget": 120})
-    engine.add_request(PROMPTS[2] * 2, SamplingParams(**GREEDY, max_new_tokens=30))
-    while not engine.num_compressions:
-        free = engine.pool.free_tokens
-        engine.step()
-    request = running(engine)[0]
-    packed = engine.pool.packed[request]
-    assert packed.num_tokens == 220 == len(PROMPTS[2] * 2)
-    assert packed.counts.min() >= 40
-    assert packed.counts.max() <= 120
-    assert len(set(packed.counts.flatten().tolist())) > 1, "heads differ"
-    filled, held = engine.pool.fill(request)
-    assert filled == packed.counts.sum() + packed.counts.size, "the kept tokens and one new one"
-    assert held <= 1.3 * filled
-    assert engine.pool.free_tokens - free == 4 * (engine.num_freed_blocks - 1), "blocks returned, less a tail"
-    assert engine.num_freed_blocks >= (220 - 120) // 4 - 1
-
-
 def test_a_sliding_window_keeps_its_window(tiny_checkpoints: dict[str, Path]) -> None:
     engine = make(tiny_checkpoints["gemma3_text"], **SNAP)
     engine.add_request(PROMPTS[2], SamplingParams(**GREEDY, max_new_tokens=50))
@@ -153,22 +127,6 @@ def test_an_interrupted_compression_is_repeated(folder: Path) -> None:
     engine.view.compress, engine.step = interrupted, stepping
     assert answers_of(engine) == expected
     assert engine.load().num_preemptions == 2
-
-
-def test_memory_stays_within_the_budget(folder: Path) -> None:
-    """However long the answer, a request holds what its heads keep, and what came since."""
-    engine = make(folder, **SNAP | {"max_seq_len": 256})
-    engine.add_request(PROMPTS[0], SamplingParams(**GREEDY, max_new_tokens=220))
-    most = 0
-    while engine.has_work():
-        engine.step()
-        for request in running(engine):
-            filled, held = engine.pool.fill(request)
-            most = max(most, held // engine.pool.cells.per_block)
-            if request in engine.pool.packed:
-                assert held <= 1.3 * filled
-    assert most * 4 <= 56 + 16 + 2 * 4, "beside 250 slots without compression"
-    assert engine.pool.audit() == []
 
 
 def test_a_preempted_request_comes_to_the_same_cache(folder: Path) -> None:

@@ -183,18 +183,3 @@ def test_a_long_answer_keeps_its_plan_until_it_needs_another(tiny_checkpoints):
     logits = reference_logits(engine.model, [CHUNKS[1], CHUNKS[2]], ids[:-1])[2:]
     assert got == logits.argmax(-1).tolist()
     assert len(sent) <= 4, "once for the question, once for each interval"
-
-
-def test_all_recomputed_is_the_whole_prompt(tiny_checkpoints):
-    engine = make_engine(tiny_checkpoints["qwen3"], Engine, **ROOM, use_cuda_graphs=False)
-    names = [engine.register(chunk) for chunk in CHUNKS[:2]]
-    while engine.has_work():
-        engine.step()
-    whole = engine.blend(names, 1.0)
-    params = SamplingParams(**GREEDY, max_new_tokens=6)
-    name = engine.add_request([11, 12], params, chunk_ids=[whole])
-    ids = []
-    while engine.has_work():
-        ids += [output.token_id for output in engine.step() if output.request_id == name]
-    prompt = [*CHUNKS[0], *CHUNKS[1], 11, 12]
-    assert ids == reference_logits(engine.model, [], prompt + ids[:-1])[-6:].argmax(-1).tolist()

@@ -9,7 +9,7 @@ import shared.cache.fused_contiguous as module
 from shared.cache.contiguous import ContiguousCache, ContiguousView
 from shared.cache.fused_contiguous import FusedContiguousView
 from shared.checkpoints.shapes import SHAPES
-from shared.errors import CapacityError, ConfigError
+from shared.errors import ConfigError
 from shared.kernels.decode_attention import decode_attention_kernel
 from shared.kernels.kv_write import kv_write_kernel
 from shared.loading.config_json import parse_config
@@ -88,37 +88,6 @@ def test_on_the_cpu_it_is_the_plain_view(models, monkeypatch, num_launches, back
     expected = run(model, plain, ContiguousView(plain, "naive" if backend == "naive" else "sdpa"))
     assert torch.equal(run(model, fused, FusedContiguousView(fused, model.config.num_heads, backend)), expected)
     assert num_launches() == 0
-
-
-def test_a_step_uses_the_same_buffers_again(models):
-    """What a CUDA graph would record: the addresses do not change from step to step."""
-    model = models["qwen3"]
-    cache = make_cache(model.config)
-    view = FusedContiguousView(cache, model.config.num_heads)
-    addresses = set()
-    for length in range(3):
-        cache.reserve("r", 1)
-        view.prepare(1)
-        assert view.lengths.tolist() == [length + 1]
-        assert view.new_offsets.tolist() == [length * model.config.head_dim]
-        addresses.add((view.lengths.data_ptr(), view.new_offsets.data_ptr(), view.regions.data_ptr()))
-        cache.advance(1)
-    assert len(addresses) == 1
-
-
-def test_after_a_cut_the_sequence_goes_on_from_there(models):
-    model = models["llama"]
-    cache = make_cache(model.config)
-    view = FusedContiguousView(cache, model.config.num_heads)
-    expected = run(model, cache, view)
-    cache.truncate(16)
-    view.prepare(2)
-    model(Tokens(IDS[:2].to(DEVICE), torch.arange(16, 18, device=DEVICE)), view)  # written over, and forgotten
-    view.prepare(2)
-    again = model(Tokens(IDS[16:18].to(DEVICE), torch.arange(16, 18, device=DEVICE)), view)
-    torch.testing.assert_close(again, expected[16:18])
-    with pytest.raises(CapacityError):
-        cache.reserve("r", 100)
 
 
 CONFIG = replace(parse_config(SHAPES["tiny-llama"]), num_layers=1, head_dim=80, windows=(None,))

@@ -9,7 +9,6 @@ from shared.kernels.paged_attention import TILINGS, paged_attention, paged_atten
 from tests.kernels.attention import (
     DEVICE,
     HEADS,
-    NAN,
     REAL,
     PagedMemory,
     assert_attended,
@@ -46,11 +45,6 @@ def test_lengths_around_the_borders_of_blocks_tiles_and_splits(randn, assert_nea
     check(randn, assert_near, lengths, block_size, Hq=1, Hkv=1, splits=3)
 
 
-@pytest.mark.parametrize("group", [1, 3, 8])
-def test_any_number_of_heads_shares_a_key_head(randn, assert_near, group):
-    check(randn, assert_near, [67], 16, Hq=2 * group, Hkv=2, splits=2)
-
-
 @pytest.mark.parametrize(("D", "dtype"), HEADS)
 def test_head_sizes(randn, assert_near, dtype, D):
     check(randn, assert_near, [TILINGS[D].tile + 3], 16, Hq=4, Hkv=2, D=D, dtype=dtype, splits=2)
@@ -70,11 +64,6 @@ def test_windows_with_softcaps_and_splits(randn, assert_near, lengths, block_siz
     check(randn, assert_near, lengths, block_size, Hq=heads[0], Hkv=heads[1], **options)
 
 
-@pytest.mark.parametrize("window", [1, 3, 64, 65])
-def test_a_window_counts_the_token_itself(randn, assert_near, window):
-    check(randn, assert_near, [130, 64], 3, Hkv=1, window=window, splits=2)
-
-
 def test_the_same_bits_wherever_the_blocks_lie_and_as_from_contiguous_memory(randn):
     """Looking a place up is no arithmetic; one region is one block as large as the memory, with heads before tokens."""
     tokens, q, workspace = (
@@ -88,21 +77,6 @@ def test_the_same_bits_wherever_the_blocks_lie_and_as_from_contiguous_memory(ran
         memory = PagedMemory(tokens, block_size, seed=seed)
         out = paged_attention(q, *memory.arrays, scale=0.25, workspace=workspace)
         assert torch.equal(out, expected), block_size
-
-
-def test_a_workspace_and_an_output_are_used_again(randn):
-    """The second launch finds the first one's states; both give the same bits."""
-    q, workspace = randn(1, 4, 16), decode_workspace(1, 4, 2, 16, num_splits=4)
-    *paged, _ = PagedMemory(draw_tokens(randn, [300], 2, 16, torch.float32), 16).arrays
-
-    def attend(length, queries, out=None):
-        return paged_attention(queries, *paged, ints([length]), scale=0.25, workspace=workspace, out=out)
-
-    first = attend(300, q)
-    attend(120, -q)
-    out = torch.full_like(q, NAN)
-    assert attend(300, q, out) is out
-    assert torch.equal(out, first)
 
 
 def test_a_batch_larger_than_the_workspace_and_an_empty_one(randn, num_launches):
@@ -127,39 +101,3 @@ def test_real_shapes(randn, assert_near, dtype, Hq, Hkv, D, block_size):
     for lengths in ([16384], [300], [1, 512, 0, 5000, 37, 4096, 4097, 2]):
         for window in (None, 512):
             check(randn, assert_near, lengths, block_size, Hq=Hq, Hkv=Hkv, D=D, dtype=dtype, window=window)
-
-
-@pytest.mark.gpu
-def test_a_captured_launch_follows_lengths_and_tables(randn, assert_near):
-    """A CUDA graph is replayed with other lengths, and other blocks, than it was captured with."""
-    memory = PagedMemory(draw_tokens(randn, [2048] * 3, 8, 64, torch.float32), 16)
-    keys, values, table, starts, _ = memory.arrays
-    q, table_starts, lengths = randn(2, 32, 64), ints([0, 0]), ints([0, 0])
-    workspace = DecodeWorkspace.of(2, 32, 8, 64, 2048, DEVICE)
-    out = torch.empty_like(q)
-
-    def attend():
-        paged_attention(q, keys, values, table, table_starts, lengths, scale=0.125, workspace=workspace, out=out)
-
-    attend()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        attend()
-    for case in ([(2, 2048), (1, 1)], [(0, 0), (2, 700)], [(1, 64), (0, 1025)]):
-        table_starts.copy_(starts[[sequence for sequence, _ in case]])
-        lengths.copy_(torch.tensor([length for _, length in case]))
-        graph.replay()
-        tokens = [tuple(x[:, :length] for x in memory.tokens[sequence]) for sequence, length in case]
-        assert_attended(assert_near, out, q, tokens, [1, 1], 0.125)
-
-
-@pytest.mark.gpu
-def test_the_order_in_which_splits_arrive_changes_no_bit(randn):
-    lengths = [4096, 4000, 3000, 2000, 1000, 500, 100, 1]
-    memory = PagedMemory(draw_tokens(randn, lengths, 8, 64, torch.float32), 16)
-    q, workspace = randn(8, 32, 64), decode_workspace(8, 32, 8, 64, num_splits=33)
-    first = paged_attention(q, *memory.arrays, scale=0.125, workspace=workspace)
-    assert first.isfinite().all()
-    for _ in range(300):
-        assert torch.equal(paged_attention(q, *memory.arrays, scale=0.125, workspace=workspace), first)

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import shared.kernels.paged_prefill as module
-from shared.kernels.paged_prefill import PrefillTiling, paged_prefill, paged_prefill_kernel, prefill_tiling
+from shared.kernels.paged_prefill import PrefillTiling, paged_prefill, paged_prefill_kernel
 from tests.kernels.attention import DEVICE, HEADS, NAN, REAL, PagedMemory, assert_attended, draw_tokens, ints
 
 
@@ -81,21 +81,6 @@ def test_without_a_gpu_the_op_does_the_same(randn, assert_near, monkeypatch, num
     monkeypatch.setattr(module, "launches", lambda tensor: False)
     check(randn, assert_near, [(4, 6), (9, 1), (2, 0), (0, 3)], 3, Hq=4, Hkv=2, window=window, softcap=softcap)
     assert num_launches() == 0
-
-
-@pytest.mark.parametrize(
-    ("num_rows", "num_sequences", "head_dim", "itemsize", "rows"),
-    [
-        (32 * 4, 32, 64, 2, 16),  # tokens of a decode step
-        (17 * 4, 4, 64, 2, 64),
-        (65, 1, 128, 2, 128),
-        (4096, 1, 64, 2, 128),
-        (4096, 1, 256, 2, 64),  # larger tiles would not fit
-        (4096, 1, 64, 4, 32),
-    ],
-)
-def test_the_tile_fits_the_average_sequence(num_rows, num_sequences, head_dim, itemsize, rows):
-    assert prefill_tiling(num_rows, num_sequences, head_dim, itemsize).rows == rows
 
 
 @pytest.mark.gpu

@@ -9,9 +9,8 @@ import torch
 import shared.kernels.merge_states as merge_module
 import shared.kernels.planned_attention as decode_module
 import shared.kernels.planned_prefill as prefill_module
-from shared.attention.descriptor import DevicePlan, Grid
+from shared.attention.descriptor import Grid
 from shared.attention.plan import plan_decode, plan_prefill
-from shared.engine.staging import Staging
 from shared.kernels.launch import HEAD_SIZES
 from shared.kernels.merge_states import merge_states_kernel
 from shared.kernels.planned_attention import planned_decode, planned_decode_kernel
@@ -27,11 +26,9 @@ from shared.kernels.planned_tiling import (
 from tests.kernels.attention import (
     DEVICE,
     HEADS,
-    NAN,
     PagedMemory,
     assert_attended,
     draw_tokens,
-    named,
     planned_workspace,
     sent,
 )
@@ -115,16 +112,6 @@ def test_a_ragged_batch_and_who_merges_it(randn, assert_near, num_launches, dtyp
     check_decode(randn, assert_near, [70, 0, 1, 129], dtype=dtype, tiling=tiling)
     assert num_launches(planned_decode_kernel) == 1
     assert num_launches(merge_states_kernel) == num_launches() - 1 == (not is_arrival)
-
-
-def test_what_is_not_split_needs_no_merge(randn, assert_near, num_launches):
-    check_decode(randn, assert_near, [16, 3], tiling=dataclasses.replace(SMALL, is_arrival=False))
-    assert num_launches() == 1
-
-
-@pytest.mark.parametrize("group", [1, 2, 3, 7, 8])
-def test_groups(randn, assert_near, group):
-    check_decode(randn, assert_near, [21], Hq=2 * group, Hkv=2, split_size=16)
 
 
 @pytest.mark.parametrize(("Hq", "Hkv"), [(6, 6), (16, 8), (9, 3), (17, 1)])
@@ -222,11 +209,6 @@ def test_launches_of_a_bucket_differ_by_the_contents_of_arrays_alone(randn, monk
 def test_a_ragged_batch_with_history(randn, assert_near, num_launches, dtype):
     check_prefill(randn, assert_near, [(5, 40), (0, 7), (1, 0), (11, 0), (1, 30)], dtype=dtype, resident=12)
     assert num_launches(planned_prefill_kernel) == num_launches(merge_states_kernel) == 1
-
-
-def test_prompts_that_are_not_split_need_no_merge(randn, assert_near, num_launches):
-    check_prefill(randn, assert_near, [(9, 0), (3, 0)], split_size=16)
-    assert num_launches() == 1
 
 
 @pytest.mark.parametrize("group", [1, 2, 3, 7, 8])
@@ -358,55 +340,6 @@ def test_real_prefill(randn, assert_near, dtype, Hq, Hkv, D, batch, window):
     resident = tiling.grid(Hkv, DEVICE).resident
     options = {"dtype": dtype, "window": window, "block_size": 16, "tiling": tiling, "resident": resident}
     check_prefill(randn, assert_near, batch, Hq=Hq, Hkv=Hkv, D=D, **options)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("is_arrival", [True, False], ids=["arrival", "launch"])
-def test_one_captured_graph_serves_every_plan_of_its_bucket(randn, assert_near, is_arrival):
-    """A graph for 8 sequences is replayed with other lengths, tables and plans than it was captured with."""
-    Hq, Hkv, D, B, block_size, num_blocks = 32, 8, 64, 8, 16, 4096
-    keys, values = randn(num_blocks, block_size, Hkv, D), randn(num_blocks, block_size, Hkv, D)
-    tiling = dataclasses.replace(decode_tiling(B, Hkv, D, 4), is_arrival=is_arrival)
-    grid = tiling.grid(Hkv, DEVICE)
-    workspace = planned_workspace(grid.max_states(), B, Hq, Hkv, D)
-    q, out = randn(B, Hq, D), torch.empty(B, Hq, D, device=DEVICE)
-    lengths = torch.ones(B, dtype=torch.int32).numpy()
-    largest = {**named(plan_decode(lengths, grid, num_rows=B, is_captured=True)), "lengths": lengths}
-    staging = Staging.for_arrays(DEVICE, largest)  # plans of a bucket are of one size
-    tables = torch.zeros(B, 1024, dtype=torch.int32, device=DEVICE)
-    table_starts = torch.arange(0, 1024 * B, 1024, dtype=torch.int32, device=DEVICE)
-
-    def prepare(lengths):
-        padded = torch.tensor([*lengths, *[0] * (B - len(lengths))], dtype=torch.int32).numpy()
-        plan = plan_decode(lengths, grid, num_rows=B, is_captured=True)
-        *arrays, on_device = staging.send({**named(plan), "lengths": padded}).values()
-        return DevicePlan.of(plan, arrays), on_device
-
-    def attend(plan, lengths):
-        options = {"scale": 0.125, "tiling": tiling, "workspace": workspace, "out": out}
-        planned_decode(q, keys, values, tables, table_starts, lengths, plan, **options)
-
-    first = prepare([1] * B)
-    attend(*first)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        attend(*first)
-    for step, lengths in enumerate(([16000], [2048] * 8, [0, 700, 3], [1, 16, 17, 4096, 64, 63, 65], [5])):
-        order = torch.randperm(num_blocks, generator=torch.Generator().manual_seed(step)).split(1024)
-        if len(lengths) <= len(order):
-            tables[: len(lengths)] = torch.stack(order[: len(lengths)]).int().to(DEVICE)
-        else:
-            tables[:, : num_blocks // B] = torch.cat(order).view(B, -1).int().to(DEVICE)
-        plan, _ = prepare(lengths)
-        assert plan.request_indices.data_ptr() == first[0].request_indices.data_ptr()
-        out.fill_(NAN)
-        graph.replay()
-        for b, length in enumerate(lengths):
-            place = torch.arange(length, device=DEVICE)
-            at = tables[b, place // block_size].long() * block_size + place % block_size
-            tokens = [tuple(memory.view(-1, Hkv, D)[at].transpose(0, 1) for memory in (keys, values))]
-            assert_attended(assert_near, out[b, None], q[b, None], tokens, [1], 0.125)
 
 
 @pytest.mark.gpu

@@ -5,14 +5,10 @@ import dataclasses
 import pytest
 import torch
 
-import shared.cache.paged_view as paged_view
 import shared.cache.planned_layout as planned_layout
-import shared.cache.planned_view as planned_view
 import shared.kernels.planned_tiling as tilings
 from shared.attention.descriptor import DevicePlan, Grid
-from shared.cache.paged import PagedKVCachePool
 from shared.cache.paged_layout import PagedSizes
-from shared.cache.paged_view import PagedView
 from shared.cache.planned import PlannedKVCachePool
 from shared.cache.planned_view import PlannedView
 from shared.engine.batch import Batch
@@ -95,13 +91,6 @@ def make_memory(config, block_size, dtype=torch.float32, backend=None):
     return PlannedKVCachePool(sizes, view.planner), view
 
 
-def make_paged_memory(config, block_size, backend=None):
-    """Phase 6's."""
-    sizes = PagedSizes(-(-120 // block_size), block_size, 4, 60, CAPACITY)
-    pool = PagedKVCachePool(sizes.num_blocks, block_size, 4, CAPACITY)
-    return pool, poisoned(PagedView(config, sizes, torch.float32, DEVICE, backend))
-
-
 @pytest.mark.parametrize(
     ("family", "block_size", "is_arrival"),
     [("llama", 16, True), ("qwen3", 1, False), ("gemma3_text", 3, True)],
@@ -141,17 +130,6 @@ def test_flash_turns_planning_off(tiny_checkpoints, num_launches, counted, is_ar
     torch.testing.assert_close(outputs["planned"], outputs["flash"], rtol=2e-4, atol=2e-5)
     assert num_launches(paged_attention_kernel) == num_launches(planned_decode_kernel) == NUM_DECODE
     assert num_launches(paged_prefill_kernel) == num_launches(planned_prefill_kernel) == NUM_PREFILL
-
-
-@pytest.mark.parametrize("backend", [None, "planned", "flash", "naive"])
-def test_where_nothing_is_launched_it_is_the_view_of_phase_6(tiny_checkpoints, monkeypatch, num_launches, backend):
-    model = load(tiny_checkpoints["gemma3_text"], "gemma3_text")
-    for one in (planned_view, paged_view):
-        monkeypatch.setattr(one, "launches", lambda tensor: False)
-    ours = run(model, *make_memory(model.config, 4, backend=backend), STEPS, LEAVES_AFTER)
-    paged = make_paged_memory(model.config, 4, None if backend == "planned" else backend)
-    assert torch.equal(ours, run(model, *paged, STEPS, LEAVES_AFTER))
-    assert num_launches() == 0
 
 
 def test_batches_of_any_size_are_loaded_to_the_same_addresses(tiny_checkpoints, is_arrival):

@@ -42,6 +42,8 @@ def test_a_choice_is_one_of_those_named(name: str) -> None:
     ("settings", "message"),
     [
         (SLOTS | {"use_prefix_caching": True}, "use_prefix_caching is True and kv_cache_backend is 'contiguous'"),
+        (WHOLE | {"use_prefix_caching": True}, "use_prefix_caching is True and use_chunked_prefill is False"),
+        (STATIC | {"use_prefix_caching": True}, "use_prefix_caching is True and batching_mode is 'static'"),
         (SLOTS | {"block_size": 32}, "requires kv_cache_backend = 'paged'"),
         (SLOTS | {"num_gpu_blocks": 5}, "num_gpu_blocks is 5 and kv_cache_backend is 'contiguous'"),
         (WHOLE | {"prefill_chunk_size": 64}, "requires .* = True: set that too, or leave prefill_chunk_size out"),

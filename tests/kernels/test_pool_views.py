@@ -1,0 +1,75 @@
+"""Regions and blocks behind kernels: what a plain cache for each sequence gives, by one write and one read for all."""
+
+import dataclasses
+
+import pytest
+import torch
+
+from shared.cache.contiguous_pool import ContiguousKVCachePool
+from shared.cache.contiguous_pool_view import ContiguousPoolView
+from shared.cache.paged import PagedKVCachePool
+from shared.cache.paged_layout import PagedSizes
+from shared.cache.paged_view import PagedView
+from shared.errors import ConfigError
+from shared.kernels.decode_attention import decode_attention_kernel
+from shared.kernels.kv_write import kv_write_kernel
+from shared.kernels.paged_attention import paged_attention_kernel
+from shared.kernels.paged_prefill import paged_prefill_kernel
+from tests.kernels.sequences import CAPACITY, DEVICE, LAYERS, alone, load, poisoned, run
+
+STEPS = [  # past tiny-gemma3's window of 16; b leaves, and d gets its memory
+    {"a": 15, "b": 2},
+    {"b": 1, "a": 1},
+    {"a": 1, "d": 4},
+    {"d": 1, "a": 1},
+]
+LEAVES_AFTER = {1: "b"}
+NUM_DECODE = sum(next(iter(step.values())) == 1 for step in STEPS)  # steps with a decoding sequence, which is first
+NUM_PREFILL = sum(set(step.values()) != {1} for step in STEPS)
+
+
+def regions(config, backend):
+    view = poisoned(ContiguousPoolView(config, 2, CAPACITY, 30, torch.float32, DEVICE, backend))
+    return ContiguousKVCachePool(2, CAPACITY), view
+
+
+def blocks(config, backend, block_size=16):
+    sizes = PagedSizes(-(-100 // block_size), block_size, 4, 30, CAPACITY)
+    view = poisoned(PagedView(config, sizes, torch.float32, DEVICE, backend))
+    return PagedKVCachePool(sizes.num_blocks, block_size, 4, CAPACITY), view
+
+
+@pytest.mark.parametrize(("family", "backend"), [("qwen3", None), ("gemma3_text", "flash"), ("gemma3_text", "sdpa")])
+def test_regions_answer_every_sequence_as_if_alone(tiny_checkpoints, num_launches, family, backend):
+    model = load(tiny_checkpoints[family], family)
+    actual = run(model, *regions(model.config, backend), STEPS, LEAVES_AFTER)
+    torch.testing.assert_close(actual, alone(model, STEPS, LEAVES_AFTER), rtol=2e-4, atol=2e-5)
+    layers = len(LAYERS[family])
+    assert num_launches(kv_write_kernel) == len(STEPS) * layers, "one write a layer for all sequences"
+    num_decode = 0 if backend == "sdpa" else NUM_DECODE
+    assert num_launches(decode_attention_kernel) == num_decode * layers, "one read a layer for all that decode"
+
+
+@pytest.mark.parametrize(
+    ("family", "backend", "block_size"),
+    [("qwen3", None, 1), ("gemma3_text", "flash", 3), ("gemma3_text", "sdpa", 16)],
+)
+def test_blocks_answer_every_sequence_as_if_alone(tiny_checkpoints, num_launches, family, backend, block_size):
+    model = load(tiny_checkpoints[family], family)
+    pool, view = blocks(model.config, backend, block_size)
+    actual = run(model, pool, view, STEPS, LEAVES_AFTER)
+    assert pool.audit_blocks() == []
+    torch.testing.assert_close(actual, alone(model, STEPS, LEAVES_AFTER), rtol=2e-4, atol=2e-5)
+    layers, is_flash = len(LAYERS[family]), backend != "sdpa"
+    assert num_launches(kv_write_kernel) == len(STEPS) * layers, "one write a layer for all sequences"
+    assert num_launches(paged_attention_kernel) == is_flash * NUM_DECODE * layers, "one read a layer for all"
+    assert num_launches(paged_prefill_kernel) == is_flash * NUM_PREFILL * layers
+    assert num_launches() == (len(STEPS) + is_flash * (NUM_DECODE + NUM_PREFILL)) * layers
+
+
+@pytest.mark.parametrize("make_memory", [regions, blocks])
+def test_a_head_size_without_a_kernel(tiny_checkpoints, make_memory):
+    config = dataclasses.replace(load(tiny_checkpoints["llama"], "llama").config, head_dim=80)
+    with pytest.raises(ConfigError, match=r"head size is 80 and .*flash"):
+        make_memory(config, "flash")
+    make_memory(config, "sdpa")

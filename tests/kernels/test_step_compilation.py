@@ -1,0 +1,114 @@
+"""Sums of ranks, and what chooses tokens and keys, compiles for GPUs."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from shared.kernels.launch import INTERPRETED
+from tests.kernels.compilation import compile_each, compile_launch, compiled_by, compiling, kernels_of
+from tests.kernels.test_attention_compilation import MODULES as OF_ATTENTION
+from tests.kernels.test_product_compilation import MODULES as OF_PRODUCTS
+
+MODULES = [
+    *("all_reduce", "cuts", "draw", "grammar_advance", "grammar_mask", "next_token", "peak", "pending_ids", "search"),
+    *("kept_moves", "key_redundancy", "key_selection", "window_mass"),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not INTERPRETED, reason="on a GPU every kernel test compiles")
+def test_what_chooses_compiles(tmp_path):
+    assert compiled_by(__file__, tmp_path) >= kernels_of(*MODULES)
+
+
+def test_one_of_these_files_compiles_each_kernel():
+    assert kernels_of(*MODULES, *OF_ATTENTION, *OF_PRODUCTS) == kernels_of()
+
+
+def compile_compression():
+    from shared.compression.selection import Budget
+    from shared.kernels import kept_moves, key_redundancy, key_selection, window_mass
+
+    compiling(kept_moves, key_redundancy, key_selection, window_mass)
+    for dtype, Hq, Hkv, D, length in [
+        (torch.bfloat16, 32, 8, 64, 128),
+        (torch.bfloat16, 4, 1, 256, 32),
+        (torch.float32, 4, 1, 64, 32),
+    ]:
+        numbers = torch.zeros(2, 64, dtype=torch.int32)
+        sequences = window_mass.CachedSequences(numbers, numbers, 2176)
+        memory, ring = torch.zeros(2, 3, 16, Hkv, D, dtype=dtype), torch.zeros(2, 3, length, Hq, D, dtype=dtype)
+        mass = window_mass.window_mass(ring, memory, sequences, length, 0.125)[:, :, :, 0]
+        key_redundancy.key_redundancy(memory, sequences, 0.5)
+        p = torch.ones(1, dtype=torch.float64)
+        kept = key_selection.select_keys(mass, mass, sequences, numbers[0, :2], Budget(1024, 2048), p)
+        kept_moves.move_kept(memory, memory, sequences, 1, *kept, 2048, 2049)
+
+
+def compile_sampler():
+    from shared.kernels import sampler as module
+    from shared.sampling.params import SamplingParams
+    from shared.sampling.sampler import SamplingBatch, SamplingRow
+
+    compiling(module)
+    for settings in ({}, {"top_k": 50}, {"top_p": 0.9}, {"min_p": 0.1}, {"top_k": 50, "top_p": 0.9, "min_p": 0.1}):
+        batch = SamplingBatch.of([SamplingRow(SamplingParams(**settings), 1, 2)])
+        module.sample(torch.zeros(1, 128_256, dtype=torch.bfloat16), batch)
+
+
+def compile_grammar():
+    from shared.grammar.device import ROW, GrammarTokens
+    from shared.grammar.vocabulary import GrammarVocabulary
+    from shared.kernels import grammar_advance, grammar_mask
+
+    compiling(grammar_advance, grammar_mask)
+    tokens = GrammarTokens.of(GrammarVocabulary.of_tokens([b"a", b'"', b"</s>"], [2]), "cpu")
+    tables, rows, slots = (torch.zeros(size, dtype=torch.int32) for size in (1024, (2, ROW), 2))
+    words = torch.zeros(2, tokens.num_words, dtype=torch.int32)
+    grammar_mask.grammar_mask(tables, tokens, rows, slots, words, {})
+    for dtype in (torch.bfloat16, torch.float32):
+        grammar_mask.remove_refused(words, slots, slots, tokens, torch.zeros(2, 3, dtype=dtype))
+    for ids in (torch.zeros(2, dtype=torch.int64), torch.zeros(2, 5, dtype=torch.int64)):
+        for chosen in (None, slots):
+            grammar_advance.grammar_advance(tables, tokens, rows, slots, slots, ids, {}, chosen)
+
+
+def compile_next_token():
+    from shared.kernels import next_token as module
+    from shared.kernels import pending_ids
+
+    compiling(module, pending_ids)
+    longs, ints = [torch.zeros(4, dtype=torch.int64)] * 3, [torch.zeros(4, dtype=torch.int32)] * 3
+    module.next_token(*longs, *ints, longs[0], block_size=16, stride=1024)
+    pending_ids.fill_pending(longs[0], longs[1])
+
+
+def compile_all_reduce():
+    """Of one shot and of two; what is written to other GPUs, read from them and cleared is 16 bytes for each thread."""
+    from shared.kernels import all_reduce as module
+
+    def launch(kernel, grid, *args, **options):
+        ptx = compile_launch(kernel, grid, *args, **options)
+        num_others, num_shots = options["SIZE"] - 1, 1 + (options["PIECES"] > 1)
+        num_vectors = num_shots * num_others * max(1, options["BLOCK"] // (128 * options["num_warps"]))
+        assert ptx.count("ld.volatile.global.v4.b32") == num_vectors
+        assert ptx.count("st.global.v4.b32") >= 2 * num_vectors
+
+    module.launch = launch
+    ints = [torch.zeros(size, dtype=torch.int32) for size in (256, 1)]
+    for size, T, dtype, n, num_more in (
+        (2, 1, torch.bfloat16, 8192, 0),
+        (2, 1, torch.float16, 1152, 1),
+        (4, 1, torch.float32, 4096, 2),
+        (4, 64, torch.bfloat16, 4096, 2),
+    ):
+        addresses = torch.zeros(size, dtype=torch.int64)
+        peers = SimpleNamespace(rank=1, size=size, addresses=addresses, counters=ints[0], stop=ints[1])
+        x = torch.zeros(T, n, dtype=dtype)
+        norm = SimpleNamespace(weight=torch.ones(n, dtype=dtype), eps=1e-6, offset=1.0)
+        module.all_reduce(x, peers, *(x, norm)[:num_more])
+
+
+if __name__ == "__main__":
+    compile_each(globals())
