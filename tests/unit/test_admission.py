@@ -125,29 +125,3 @@ def test_a_request_is_granted_memory_for_its_longest_output(max_new_tokens: int,
     assert_equal(
         scheduler.pool.audit(), [f"Request a holds region 0 with 0 tokens of {granted} reserved."], "audit", ("line",)
     )
-
-
-def test_tokens_that_the_pool_has_already_count_as_computed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As with a prefix tree: ``admit`` says how many, and the step computes those behind them."""
-    scheduler = static(1)
-    a = add(scheduler, "a", 8)
-
-    def admit(request: Request) -> int:
-        assert scheduler.pool.reserve(request, 5)
-        scheduler.pool.commit(request, 5)
-        return 5
-
-    monkeypatch.setattr(scheduler.pool, "admit", admit)
-    monkeypatch.setattr(ContiguousKVCachePool, "free_tokens", 12 - 5)  # enough for what is missing, and no more
-    (entry,) = scheduler.schedule()
-    assert (entry.request, entry.start, entry.num_tokens, a.num_computed_tokens) == (a, 5, 3, 5)
-
-
-def test_a_request_that_is_refused_gives_back_what_it_was_admitted_with(monkeypatch: pytest.MonkeyPatch) -> None:
-    scheduler = static(2)
-    a = add(scheduler, "a", 8)
-    monkeypatch.setattr(scheduler.pool, "admit", lambda request: int(scheduler.pool.reserve(request, 5)))
-    monkeypatch.setattr(ContiguousKVCachePool, "free_tokens", 10)  # of 12 less 1
-    assert len(scheduler.schedule()) == 0
-    assert scheduler.pool.audit() == []
-    assert (a.status, a.num_computed_tokens, list(scheduler.waiting)) == (RequestStatus.WAITING, 0, ["a"])

@@ -16,7 +16,7 @@ from shared.cache.condensed_prefix import CondensedPrefixKVCachePool
 from shared.cache.paged_layout import PagedSizes
 from shared.compression.masked import masked_attention
 from shared.engine.config import EngineConfig
-from shared.errors import CapacityError, ConfigError
+from shared.errors import CapacityError
 from shared.ops.attention import naive_attention
 from shared.scheduling.compressing import CompressingScheduler
 from tests.comparison import assert_equal
@@ -320,21 +320,3 @@ def test_masked_attention_is_attention_of_what_is_kept(window: int | None, softc
         about: dict[str, Any] = {"scale": 0.3, "window": window, "softcap": softcap}
         alone = naive_attention(q[:, mine], k[head : head + 1, kept[head]], v[head : head + 1, kept[head]], **about)
         torch.testing.assert_close(out[:, mine], alone)
-
-
-@pytest.mark.parametrize(
-    ("about", "message"),
-    [
-        ({"layer_budget": 64}, "layer_budget is 64 and compress_method is None"),
-        ({"if_fake_compress": True}, "choose a compress_method too, or leave if_fake_compress out"),
-        ({"compress_method": "snapkv", "p_attn": 1.0}, r"p_attn is 1.0; it must lie between 0 and 1\."),
-        ({"compress_method": "snapkv", "layer_budget": 4096}, "layer_upper_budget is 2048 and layer_budget is 4096"),
-        ({"compress_method": "snapkv", "if_fake_compress": True, "use_prefix_caching": True}, "cannot be shared"),
-        ({"compress_method": "snapkv", "attention_backend": "flash"}, "leave attention_backend out"),
-        ({"compress_method": "snapkv", "use_chunked_prefill": False}, "requires use_chunked_prefill = True"),
-        ({"compress_method": "snapkv", "kv_cache_backend": "contiguous"}, "requires kv_cache_backend = 'paged'"),
-    ],
-)
-def test_settings_that_contradict_are_refused(about: dict[str, Any], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        EngineConfig(**about)

@@ -155,22 +155,3 @@ def test_the_view_writes_nothing_that_was_not_granted() -> None:
     put_in_flight(step_of({a: 4}))
     with pytest.raises(CapacityError, match=r"would write up to \[5\] tokens and \[4\] are reserved"):
         Batch.of(step_of({a: 1}), pool)
-
-
-def test_batches_of_different_sizes_are_loaded_to_the_same_addresses() -> None:
-    pool, view, requests = make_pool(), make_view(), [make_request(name) for name in "abc"]
-    for request in requests:
-        pool.reserve(request, CAPACITY)
-    found = set()
-    for step in ({requests[0]: 6, requests[1]: 1}, dict.fromkeys(requests, 1), {requests[2]: 9}):
-        schedule = step_of(step)
-        tokens, logit_rows, _ = view.load(Batch.of(schedule, pool))
-        assert tokens.positions.tolist() == tokens.ids.tolist()
-        loaded = (tokens.ids, tokens.positions, logit_rows, view.places, view.regions, view.lengths)
-        found.add(tuple(tensor.data_ptr() for tensor in loaded))
-        commit(pool, schedule)
-    assert len(found) == 1
-    requests[0].num_scheduled_tokens = requests[0].num_computed_tokens = 0
-    pool.truncate(requests[0], 0)
-    with pytest.raises(ValueError, match="has 6 numbers, and there is room for 5"):
-        make_view(max_tokens=5).load(Batch.of(step_of({requests[0]: 6}), pool))

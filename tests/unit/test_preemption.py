@@ -1,15 +1,10 @@
 """Which request is preempted when no block is free, and how it is queued, readmitted and recomputed."""
 
-import pytest
-
-from shared.cache.contiguous_pool import ContiguousKVCachePool
 from shared.engine.batch import Batch
-from shared.engine.config import SCHEDULER_POLICIES, EngineConfig
+from shared.engine.config import EngineConfig
 from shared.engine.record import EngineLoad, StepRecord
 from shared.engine.request import Request, RequestStatus
-from shared.scheduling.continuous import ContinuousScheduler
 from shared.scheduling.preemption import PreemptiveScheduler
-from shared.text.stopping import FinishReason
 from shared.text.tokenizer import Tokenizer
 from tests.comparison import assert_equal
 from tests.unit.scheduling_loop import LETTER, Loop, TokenPool, shown
@@ -128,17 +123,6 @@ def test_it_is_computed_anew_prompt_and_answer_in_one_forward(tokenizer: Tokeniz
     assert_equal(StepRecord.of(loop.scheduler, schedule, outputs).prefilled, (("b", 5), ("c", 1)), "prefilled")
 
 
-def test_a_stop_string_is_found_on_both_sides_of_a_preemption(tokenizer: Tokenizer) -> None:
-    """It begins with the last token before the preemption and ends with the first after it."""
-    loop = make(tokenizer, 9)
-    add(loop, "a", 3, max_new_tokens=6)
-    loop.add_new("b", stop=(tokenizer.decode([LETTER + 1, LETTER + 2]),), ignore_eos=True)
-    outputs = [output for _ in range(20) for output in loop.step()[1] if output.request_id == "b"]
-    assert loop.scheduler.num_preemptions == 1
-    assert [output.token_id for output in outputs] == [LETTER, LETTER + 1, LETTER + 2]
-    assert outputs[-1].finish_reason is FinishReason.STOP
-
-
 # Admission.
 
 
@@ -170,24 +154,6 @@ def test_admission_leaves_the_watermark_to_requests_that_run(tokenizer: Tokenize
     assert loop.steps(4) == ["|a|", "||a", "|b|", "||b"]
 
 
-# Whole runs.
-
-
-@pytest.mark.parametrize("num_in_flight", [0, 1])
-@pytest.mark.parametrize("policy", SCHEDULER_POLICIES)
-def test_regions_are_scheduled_as_without_preemption(tokenizer: Tokenizer, policy: str, num_in_flight: int) -> None:
-    config = EngineConfig(scheduler_policy=policy, max_decode_interval=2, max_num_batched_tokens=9)
-    plans = []
-    for scheduler_class in (ContinuousScheduler, PreemptiveScheduler):
-        scheduler = scheduler_class(config, ContiguousKVCachePool(3, MAX_SEQ_LEN), MAX_SEQ_LEN)
-        loop = Loop(scheduler, tokenizer, lambda request, index: LETTER + index, num_in_flight)
-        for n in range(9):
-            add(loop, str(n), 1 + 4 * n, max_new_tokens=1 + 7 * n % 5)
-        plans.append(loop.steps(40 if not num_in_flight else 60))
-        assert (scheduler.num_preemptions, scheduler.has_work()) == (0, False)
-    assert plans[0] == plans[1]
-
-
 # With a step in flight.
 
 
@@ -202,13 +168,3 @@ def test_a_result_from_before_a_preemption_is_dropped_after_the_readmission(toke
     assert (a.output_ids, a.num_computed_tokens) == ([LETTER, LETTER + 1], 0)
     loop.finish(again)
     assert (a.output_ids, a.num_computed_tokens) == ([LETTER, LETTER + 1, LETTER + 2], 5)
-
-
-def test_a_token_in_flight_of_a_preempted_request_is_drawn_again(tokenizer: Tokenizer) -> None:
-    loop = make(tokenizer, 7, num_in_flight=1)
-    a, b = add(loop, "a", 3, max_new_tokens=4), add(loop, "b", 3, max_new_tokens=2)
-    assert loop.steps(2) == ["|ab|", "b||a"]
-    assert (b.num_computed_tokens, b.num_scheduled_tokens, b.num_pending_tokens, b.output_ids) == (0, 0, 0, [])
-    for _ in range(9):
-        loop.step()
-    assert (a.output_ids, b.output_ids) == ([LETTER, LETTER + 1, LETTER + 2, LETTER + 3], [LETTER, LETTER + 1])
