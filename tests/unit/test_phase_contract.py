@@ -45,7 +45,12 @@ def pair_ids(pair: object) -> str:
 
 
 IMPORT_EACH = """
-import os, sys, torch
+import importlib, os, sys
+for library in ("torch", "triton", "rich.progress", "safetensors.torch", "psutil"):
+    try:
+        importlib.import_module(library)
+    except ImportError:
+        pass  # Triton may be absent
 for name in sys.argv[1:]:
     if os.fork() == 0:
         __import__(name)
@@ -60,7 +65,7 @@ for name in sys.argv[1:]:
 def loaded_modules() -> dict[str, frozenset[str]]:
     """By phase: the shared modules that an interpreter holds once it has imported the phase's engine and no other.
 
-    One process imports torch, which is most of the time, and forks for each engine.
+    One process imports libraries, which is most of the time, and forks for each engine.
     """
     command = [sys.executable, "-c", IMPORT_EACH, *(f"{lesson.module_name}.engine" for lesson in LESSONS)]
     root = Path(__file__).parents[2]
