@@ -121,6 +121,8 @@ def test_neither_side_imports_the_other() -> None:
         left += [name for name in imports(sources[module]) if name in sources and name not in reached]
     assert not reached & (VIEWS | {"shared.engine.staging", "shared.engine.runner"})
     assert {"shared.cache.layout", "shared.scheduling.schedule", "shared.engine.request"} <= reached
+    for name in ("batch", "memory_map", "multi_token_batch", "record", "request"):
+        assert not imports(sources[f"shared.engine.{name}"]) & VIEWS, name
     pools = ("contiguous_pool", "paged", "planned", "prefix", "prefix_tree", "blocks")
     for name in DEVICE:
         assert not imports(sources[f"shared.cache.{name}"]) & {f"shared.cache.{pool}" for pool in pools}, name

@@ -5,7 +5,6 @@ import dataclasses
 import pytest
 
 from shared.engine.config import SIDE_TRACKS, EngineConfig
-from shared.engine.config_rules import COMPRESSION, EXCLUSIVE, NEEDS
 from shared.errors import ConfigError
 
 FIELDS = {field.name: field for field in dataclasses.fields(EngineConfig)}
@@ -134,10 +133,3 @@ def test_a_refusal_names_the_phases_that_have_the_setting(is_side_track: bool, m
         EngineConfig(use_cuda_graphs=True).check(set())
     which = "that phase" if is_side_track else "that phase or a later one"
     assert str(refusal.value).endswith(f"leave it out, or choose {which} with --phase.")
-
-
-def test_every_rule_is_about_fields_that_exist() -> None:
-    assert {*NEEDS, *(other for needs in NEEDS.values() for other, _ in needs), *COMPRESSION} <= {*FIELDS}
-    assert {name for rule in EXCLUSIVE for name in (rule.name, rule.other)} <= {*FIELDS}
-    for field in FIELDS.values():
-        assert set(field.metadata["values"]) <= {*field.metadata["choices"]}
