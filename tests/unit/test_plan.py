@@ -221,12 +221,7 @@ def test_states_that_can_be_checked_by_hand(num_splits, num_rows, offsets):
 def test_every_token_of_a_tile_has_states_of_its_own():
     """Two tiles, of four tokens and of two, which see 68 and 70 keys: three splits each."""
     plan = plan_prefill([6], [70], Grid(5, 16, 16), tokens_per_tile=4, split_size=32)
-    assert_equal(
-        plan.kv_tile_indices[: plan.num_items[0]].tolist(), [0, 1, 2, 0, 1, 2], "split of each item", ("item",)
-    )
-    assert_equal(
-        plan.query_tile_indices[: plan.num_items[0]].tolist(), [0, 0, 0, 1, 1, 1], "tile of each item", ("item",)
-    )
+    assert_equal(splits_of(plan), {(0, 0): [0, 1, 2], (0, 1): [0, 1, 2]}, "splits of (request, tile)", ("tile", "item"))
     assert_equal(plan.output_indptr.tolist(), [0, 3, 6, 9, 12, 15, 18], "output_indptr", ("row",))
     plan = plan_prefill([2], [70], Grid(5, 16, 16), tokens_per_tile=4, split_size=32, first_row=2, num_rows=5)
     assert plan.query_indptr.tolist() == [2, 4], "the rows of the request"
