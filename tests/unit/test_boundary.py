@@ -8,11 +8,12 @@ memory has two sides, of which neither imports the other: the accounts on the ho
 import ast
 import re
 from collections.abc import Iterator
-from pathlib import Path
+from functools import cache
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
+from tests.unit.test_imports import ROOT, import_graph
+
 ENGINES = sorted(path for path in ROOT.glob("phases/*/engine.py") if path.parent.name >= "phase_04")
 PARTS = sorted(
     path
@@ -73,15 +74,13 @@ def found_in(source: str) -> Iterator[str]:
             yield f"{ast.unparse(node)} asks what the memory is"
 
 
-def imports(source: str) -> set[str]:
-    """The modules that a source imports anywhere, and what it imports from them, which may be modules as well."""
-    found: set[str] = set()
-    for node in ast.walk(ast.parse(source)):
-        if isinstance(node, ast.Import):
-            found |= {alias.name for alias in node.names}
-        elif isinstance(node, ast.ImportFrom):
-            found |= {node.module or "", *(f"{node.module}.{alias.name}" for alias in node.names)}
-    return found
+@cache
+def graph() -> dict[str, set[str]]:
+    """For each module of ``shared`` those of the others that it imports."""
+    paths = (ROOT / "shared").rglob("*.py")
+    return import_graph(
+        {".".join(p.relative_to(ROOT).with_suffix("").parts): p.read_text(encoding="utf-8") for p in paths}
+    )
 
 
 def test_the_memory_is_known_by_its_protocol_alone() -> None:
@@ -90,8 +89,8 @@ def test_the_memory_is_known_by_its_protocol_alone() -> None:
         assert list(found_in(path.read_text(encoding="utf-8"))) == [], path
     may = {"engine": PROTOCOLS, "scheduling": {"shared.cache.pool"}, "models": set()}
     for path in PARTS:
-        found = {name for name in imports(path.read_text(encoding="utf-8")) if name in MODULES}
-        assert found <= may[path.parent.name], path
+        found = graph()[f"shared.{path.parent.name}.{path.stem}"]
+        assert found & MODULES <= may[path.parent.name], path
 
 
 # The two sides of the memory.
@@ -110,22 +109,18 @@ VIEWS = {f"shared.cache.{name}" for name in DEVICE | MAKERS}
 
 def test_neither_side_imports_the_other() -> None:
     """The host's side not through other modules either: a pool can be used where no view can."""
-    sources = {
-        ".".join(path.relative_to(ROOT).with_suffix("").parts): path.read_text(encoding="utf-8")
-        for path in (ROOT / "shared").rglob("*.py")
-    }
     reached, left = set(), [f"shared.cache.{name}" for name in HOST]
     while left:
         module = left.pop()
         reached.add(module)
-        left += [name for name in imports(sources[module]) if name in sources and name not in reached]
+        left += graph()[module] - reached
     assert not reached & (VIEWS | {"shared.engine.staging", "shared.engine.runner"})
     assert {"shared.cache.layout", "shared.scheduling.schedule", "shared.engine.request"} <= reached
     for name in ("batch", "memory_map", "multi_token_batch", "record", "request"):
-        assert not imports(sources[f"shared.engine.{name}"]) & VIEWS, name
+        assert not graph()[f"shared.engine.{name}"] & VIEWS, name
     pools = ("contiguous_pool", "paged", "planned", "prefix", "prefix_tree", "blocks")
     for name in DEVICE:
-        assert not imports(sources[f"shared.cache.{name}"]) & {f"shared.cache.{pool}" for pool in pools}, name
+        assert not graph()[f"shared.cache.{name}"] & {f"shared.cache.{pool}" for pool in pools}, name
 
 
 @pytest.mark.parametrize(
