@@ -5,7 +5,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
-import pytest
 from hypothesis import strategies as st
 
 from shared.cache.contiguous_pool import ContiguousKVCachePool
@@ -18,7 +17,6 @@ from shared.chunks.registry import ChunkRegistry
 from shared.chunks.scheduler import ChunkScheduler
 from shared.engine.batch import Batch
 from shared.engine.config import SCHEDULER_POLICIES, EngineConfig
-from shared.engine.record import EngineLoad
 from shared.engine.request import Request, RequestStatus
 from shared.engine.sampler import SampledTokens
 from shared.sampling.sampler import SamplingRow
@@ -163,11 +161,8 @@ def no_block_is_computed_twice(machine: SchedulingMachine, planned: Planned) -> 
 
 
 def a_region_is_all_that_a_request_can_come_to_need(machine: SchedulingMachine) -> None:
-    scheduler = machine.scheduler
-    for request in scheduler.running.values():
+    for request in machine.scheduler.running.values():
         assert machine.pool.reserve(request, machine.longest(request)), "granted at admission, so never refused"
-    held = len(scheduler.running) + len(scheduler.ending)
-    assert EngineLoad.of(scheduler).kv_usage == pytest.approx(held / machine.pool.max_sequences)
     assert machine.met["preempted"] == 0
 
 

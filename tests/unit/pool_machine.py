@@ -214,3 +214,22 @@ def check_beside_caches(
         for name, new in step.items():
             caches[name].advance(new)
     assert_equal(pool.used_tokens, sum(cache.length for cache in caches.values()), "used tokens")
+
+
+def check_a_step_made_again(pool: Any, view: Any, slots: list[int]) -> None:
+    """A forward that failed is run again from the same places. ``slots``: of a token of request a and four of b."""
+    a, b = make_request("a"), make_request("b")
+    pool.reserve(a, 10)
+    pool.reserve(b, 10)
+    commit(pool, step_of({a: 3}))
+    both = Batch.of(step_of({a: 1, b: 4}), pool)
+    assert_equal(both.layout.slot_mapping.tolist(), slots, "slots of a, then of b", ("token",))
+    view.load(both)
+    places = view.places.clone()
+    per_token = len(places) // 5  # one, or one for each head
+    view.load(Batch.of(step_of({b: 4}), pool))
+    assert_equal(view.places.tolist(), places[per_token:].tolist(), "places that b writes alone", ("place",))
+    view.load(Batch.of(step_of({a: 1, b: 4}), pool))
+    assert_equal(view.places, places, "places, the step made again", ("place",))
+    counted = [line.partition(" with ")[2] for line in pool.audit()]
+    assert_equal(counted, ["3 tokens of 10 reserved.", "0 tokens of 10 reserved."], "audit of a and b", ("request",))

@@ -13,6 +13,7 @@ from shared.scheduling.chunked import ChunkedScheduler
 from shared.scheduling.schedule import Schedule, Scheduled
 from shared.scheduling.scheduler import Scheduler
 from shared.text.tokenizer import Tokenizer
+from tests.comparison import assert_equal
 
 LETTER = 70  # a token of text
 NO_TOKEN = 999_999  # of no output
@@ -85,6 +86,10 @@ class Loop:
     def steps(self, count: int) -> list[str]:
         """What each of so many steps preempts, prefills and decodes."""
         return [shown(self.step()[0]) for _ in range(count)]
+
+    def check_steps(self, expected: list[str]) -> None:
+        """The next steps preempt, prefill and decode these requests."""
+        assert_equal(self.steps(len(expected)), expected, "steps: preempted|prompts|decoding", ("step",))
 
     def finish(self, schedule: Schedule, errors: Collection[Request] = ()) -> None:
         """As one batch where steps overlap or prompts are chunked; else prompts by themselves, then what decodes."""

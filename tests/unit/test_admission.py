@@ -39,6 +39,11 @@ def step(scheduler: Scheduler) -> None:
     )
 
 
+def check_queues(scheduler: Scheduler, running: list[str], waiting: list[str]) -> None:
+    queues = list(scheduler.running), list(scheduler.waiting)
+    assert_equal(queues, (running, waiting), "running, waiting", ("list", "request"))
+
+
 # The pool.
 
 
@@ -79,12 +84,7 @@ def test_the_first_requests_run_up_to_the_limit() -> None:
     scheduler = static(5, max_batch_size=3)
     requests = [add(scheduler, name) for name in "abcde"]
     step(scheduler)
-    assert_equal(
-        (list(scheduler.running), list(scheduler.waiting)),
-        (["a", "b", "c"], ["d", "e"]),
-        "running, waiting",
-        ("list", "request"),
-    )
+    check_queues(scheduler, ["a", "b", "c"], ["d", "e"])
     assert_equal(
         [r.status for r in requests], [RequestStatus.RUNNING] * 3 + [RequestStatus.WAITING] * 2, "status", ("request",)
     )
@@ -99,22 +99,12 @@ def test_a_refused_request_waits_and_none_overtakes() -> None:
     for name in "abcd":
         add(scheduler, name, num_prompt_tokens=1 if name == "d" else 3, max_new_tokens=2)
     step(scheduler)
-    assert_equal(
-        (list(scheduler.running), list(scheduler.waiting)),
-        (["a", "b"], ["c", "d"]),
-        "running, waiting",
-        ("list", "request"),
-    )
+    check_queues(scheduler, ["a", "b"], ["c", "d"])
     assert_equal(scheduler.waiting["c"].status, RequestStatus.WAITING, "status of c")
     assert_equal(scheduler.pool.length(scheduler.waiting["c"]), 0, "tokens of c in memory")
     step(scheduler)
     step(scheduler)
-    assert_equal(
-        (list(scheduler.running), list(scheduler.waiting)),
-        (["c", "d"], []),
-        "running, waiting once a and b have ended",
-        ("list", "request"),
-    )
+    check_queues(scheduler, ["c", "d"], [])
 
 
 @pytest.mark.parametrize(("max_new_tokens", "granted"), [(1, 4), (9, 12), (500, MAX_SEQ_LEN)])
@@ -125,29 +115,3 @@ def test_a_request_is_granted_memory_for_its_longest_output(max_new_tokens: int,
     assert_equal(
         scheduler.pool.audit(), [f"Request a holds region 0 with 0 tokens of {granted} reserved."], "audit", ("line",)
     )
-
-
-def test_tokens_that_the_pool_has_already_count_as_computed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As with a prefix tree: ``admit`` says how many, and the step computes those behind them."""
-    scheduler = static(1)
-    a = add(scheduler, "a", 8)
-
-    def admit(request: Request) -> int:
-        assert scheduler.pool.reserve(request, 5)
-        scheduler.pool.commit(request, 5)
-        return 5
-
-    monkeypatch.setattr(scheduler.pool, "admit", admit)
-    monkeypatch.setattr(ContiguousKVCachePool, "free_tokens", 12 - 5)  # enough for what is missing, and no more
-    (entry,) = scheduler.schedule()
-    assert (entry.request, entry.start, entry.num_tokens, a.num_computed_tokens) == (a, 5, 3, 5)
-
-
-def test_a_request_that_is_refused_gives_back_what_it_was_admitted_with(monkeypatch: pytest.MonkeyPatch) -> None:
-    scheduler = static(2)
-    a = add(scheduler, "a", 8)
-    monkeypatch.setattr(scheduler.pool, "admit", lambda request: int(scheduler.pool.reserve(request, 5)))
-    monkeypatch.setattr(ContiguousKVCachePool, "free_tokens", 10)  # of 12 less 1
-    assert len(scheduler.schedule()) == 0
-    assert scheduler.pool.audit() == []
-    assert (a.status, a.num_computed_tokens, list(scheduler.waiting)) == (RequestStatus.WAITING, 0, ["a"])

@@ -57,22 +57,6 @@ def values(found: Any) -> Any:
     return found
 
 
-def test_a_batch_is_complete_and_holds_no_request() -> None:
-    pool, a, b = POOLS["contiguous"](), make_request("a", [7, 8, 9]), make_request("b", [5])
-    for request in (a, b):
-        pool.reserve(request, 9)
-    commit(pool, step_of({a: 3}))
-    a.append(6)
-    batch = Batch.of(step_of({a: 1, b: 1}), pool)
-    assert batch.request_ids == ("a", "b")
-    assert (batch.token_ids.tolist(), batch.positions.tolist()) == ([6, 5], [3, 0])
-    assert (batch.num_new_tokens.tolist(), batch.pending.tolist()) == ([1, 1], [])
-    assert (batch.logit_rows.tolist(), batch.logit_sequences.tolist()) == ([0, 1], [0, 1])
-    assert batch.is_decode
-    assert batch.layout.slot_mapping.tolist() == [3, 40]
-    assert not any(isinstance(value, Request) for value in vars(batch).values())
-
-
 def test_a_piece_of_a_prompt_brings_its_own_tokens_also_if_it_is_one() -> None:
     """And not the prompt's last."""
     pool, a = POOLS["contiguous"](), make_request("a", [10, 11, 12, 13])

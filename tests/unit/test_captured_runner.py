@@ -169,72 +169,32 @@ def test_a_failing_part_leaves_the_results_of_the_others() -> None:
     assert launched.sequence_rows.tolist() == [0, 1, 3]
 
 
-class Draws:
-    """A recorder whose recordings are functions; counts the launches, and gives the number of the draw."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.num_launched = self.num_recorded = self.number = 0
-        self.is_capturing = self.fails = False
-        self.pools: list[object] = []
-        monkeypatch.setattr(graphs.RecordedDraw, "of", self.record)
-        monkeypatch.setattr(graphs.RecordedDraw, "replay", lambda recorded: recorded.ids.fill_(self.number))
-        monkeypatch.setattr(torch.cuda, "graph_pool_handle", object)
-        monkeypatch.setattr(graphs, "NUM_BEFORE", 3)
-        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: self.is_capturing)
-        self.places: set[int] = set()
-        self.recorder = DrawRecorder(self.places)
-
-    def record(self, launch: Callable[[], torch.Tensor], pool: object) -> graphs.RecordedDraw:
-        if self.fails:
-            raise RuntimeError("injected")
-        self.num_recorded += 1
-        self.pools.append(pool)
-        return graphs.RecordedDraw(None, torch.zeros(1, dtype=torch.int64))  # type: ignore[arg-type]
-
-    def draw(self, logits: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:
-        self.number += 1
-        self.places.add(logits.data_ptr())
-        return self.recorder(logits, batch, self.launch, 0)
-
-    def launch(self) -> torch.Tensor:
-        self.num_launched += 1
-        return torch.tensor([self.number])
-
-
-def test_a_draw_that_comes_again_is_recorded_and_its_ids_stay(monkeypatch: pytest.MonkeyPatch) -> None:
-    draws, logits, other = Draws(monkeypatch), torch.zeros(1, 8), torch.zeros(1, 8)
-    greedy = SamplingBatch(1)
-    ids = [draws.draw(logits, greedy) for _ in range(6)]
-    assert torch.cat(ids).tolist() == [1, 2, 3, 4, 5, 6], "ids, which later draws leave as they are"
-    assert (draws.num_launched, draws.num_recorded) == (3, 1)
-    draws.draw(logits, SamplingBatch(1, temperature=torch.ones(1)))
-    draws.draw(other, greedy)
-    assert draws.num_launched == 5, "another kind, and logits at another place, are other draws"
-
-
-def test_what_is_not_recorded_is_launched(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_draws_that_cannot_be_recorded_are_launched(monkeypatch: pytest.MonkeyPatch) -> None:
     """Biased logits are a copy; a draw within a recording is part of it; logits that no captured step writes move."""
-    draws, logits, rows = Draws(monkeypatch), torch.zeros(1, 8), torch.zeros(1, dtype=torch.int64)
+    logits, rows, is_capturing = torch.zeros(1, 8), torch.zeros(1, dtype=torch.int64), False
+    launched, attempts = list[int](), list[int]()
+
+    def record(*_: Any) -> graphs.RecordedDraw:
+        attempts.append(len(launched))
+        raise RuntimeError("injected")
+
+    def draw(places: set[int], **limits: Any) -> None:
+        recorder.places = places
+        recorder(logits, SamplingBatch(1, **limits), lambda: launched.append(1) or rows, 0)
+
+    monkeypatch.setattr(graphs.RecordedDraw, "of", record)
+    monkeypatch.setattr(graphs, "NUM_BEFORE", 3)
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", object)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: is_capturing)
+    recorder, fixed = DrawRecorder(set()), {logits.data_ptr()}
     for _ in range(5):
-        draws.draw(logits, SamplingBatch(1, bias_rows=rows, bias_ids=rows, biases=torch.zeros(1)))
-    draws.is_capturing = True
+        draw(fixed, bias_rows=rows, bias_ids=rows, biases=torch.zeros(1))
+        draw(set())
+    is_capturing = True
     for _ in range(5):
-        draws.draw(logits, SamplingBatch(1))
-    draws.is_capturing = False
-    draws.places.clear()
-    for _ in range(5):
-        draws.recorder(logits, SamplingBatch(1), draws.launch, 0)
-    draws.fails = True
+        draw(fixed)
+    assert (len(launched), attempts) == (15, [])
+    is_capturing = False
     for _ in range(6):
-        draws.draw(logits, SamplingBatch(1))
-    assert (draws.num_launched, draws.num_recorded) == (21, 0)
-
-
-def test_the_recorder_keeps_a_bounded_number_of_draws(monkeypatch: pytest.MonkeyPatch) -> None:
-    """When all are dropped their pool is too: PyTorch records nothing into a pool whose graphs have all gone."""
-    draws = Draws(monkeypatch)
-    kept = [torch.zeros(1, n + 1) for n in range(graphs.MOST_RECORDED + 1)]
-    for logits in kept[:1] * 4 + kept + kept[-1:] * 4:
-        draws.draw(logits, SamplingBatch(1))
-    assert len(draws.recorder.known) == 1
-    assert draws.num_recorded == len(set(draws.pools)) == 2
+        draw(fixed)
+    assert (len(launched), attempts) == (21, [18]), "a failure to record is the last attempt"

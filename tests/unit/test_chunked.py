@@ -5,7 +5,6 @@ import pytest
 from shared.cache.paged import PagedKVCachePool
 from shared.engine.config import EngineConfig
 from shared.engine.request import Request
-from shared.errors import ConfigError
 from shared.scheduling.chunked import ChunkedScheduler
 from shared.scheduling.schedule import Schedule
 from shared.text.tokenizer import Tokenizer
@@ -132,13 +131,3 @@ def test_outputs_are_recomputed_in_chunks_too(tokenizer: Tokenizer) -> None:
     assert_equal(loop.scheduler.num_preemptions, 1, "preemptions")
     assert_equal(a.output_ids, [*range(1000, 1020)], "a's output", ("token",))
     assert_equal(b.output_ids, [*range(1000, 1012)], "b's output", ("token",))
-
-
-def test_settings_that_cannot_be() -> None:
-    for name, value in (("prefill_chunk_size", 0), ("max_prefill_chunks_per_step", 0)):
-        with pytest.raises(ConfigError, match=f"{name} is 0; it must be an integer of at least 1"):
-            EngineConfig(**{name: value})  # type: ignore[arg-type]
-    with pytest.raises(ConfigError, match="requires batching_mode = 'continuous'"):
-        EngineConfig(use_chunked_prefill=True, batching_mode="static")
-    with pytest.raises(ConfigError, match="requires use_chunked_prefill = True"):
-        EngineConfig(prefill_chunk_size=64, use_chunked_prefill=False)

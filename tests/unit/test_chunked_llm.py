@@ -7,10 +7,8 @@ import pytest
 
 from shared.chunks.inquiry import Blend, Content, Page, Use
 from shared.chunks.llm import ChunkedLLM
-from shared.engine.llm import LLM
 from shared.errors import QueueFullError, RequestError, UnknownChunkError
 from shared.sampling.params import SamplingParams
-from shared.text.stopping import FinishReason
 
 PARAMS = SamplingParams(temperature=0.0, ignore_eos=True, max_new_tokens=6)
 TEXTS = ["The capital of France is Paris.", "Zwölf Boxkämpfer jagen Viktor."]
@@ -19,18 +17,6 @@ TEXTS = ["The capital of France is Paris.", "Zwölf Boxkämpfer jagen Viktor."]
 @pytest.fixture
 def llm(tiny_checkpoints: dict[str, Path]) -> ChunkedLLM:
     return ChunkedLLM(str(tiny_checkpoints["llama"]), max_seq_len=256, max_batch_size=2, prefill_chunk_size=8)
-
-
-def test_one_chunk_and_a_question_answer_as_the_whole_prompt(
-    llm: ChunkedLLM, tiny_checkpoints: dict[str, Path]
-) -> None:
-    name = llm.register(TEXTS[0])
-    answer = llm.generate_from_chunks([name], [5, 6, 7], PARAMS)
-    whole = [*llm.engine.tokenizer.encode(TEXTS[0]), 5, 6, 7]
-    plain = LLM(str(tiny_checkpoints["llama"]), phase="09", max_seq_len=256, max_batch_size=2)
-    (expected,) = plain.generate([whole], PARAMS, progress=False)
-    assert (answer.prompt_ids, answer.token_ids, answer.text) == (whole, expected.token_ids, expected.text)
-    assert answer.finish_reason is FinishReason.LENGTH
 
 
 def test_the_same_text_is_registered_and_computed_once(llm: ChunkedLLM) -> None:
@@ -59,13 +45,6 @@ def test_what_is_known_of_chunks_and_eviction(llm: ChunkedLLM) -> None:
     assert llm.info(names[0])[0].num_bytes > 0
     assert llm.evict(names[1])
     assert llm.info(llm.blend(names, 0.5))[0].num_bytes > 0
-
-
-def test_unknown_ids_are_refused(llm: ChunkedLLM) -> None:
-    for call in (lambda: llm.info("ab"), lambda: llm.evict("ab"), lambda: llm.generate_from_chunks(["ab"], [1])):
-        with pytest.raises(RequestError, match="There is no chunk 'ab'"):
-            call()
-    assert not llm.engine.has_work()
 
 
 def test_an_interrupted_call_leaves_no_request(llm: ChunkedLLM, monkeypatch: pytest.MonkeyPatch) -> None:

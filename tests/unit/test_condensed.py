@@ -16,11 +16,12 @@ from shared.cache.condensed_prefix import CondensedPrefixKVCachePool
 from shared.cache.paged_layout import PagedSizes
 from shared.compression.masked import masked_attention
 from shared.engine.config import EngineConfig
-from shared.errors import CapacityError, ConfigError
+from shared.errors import CapacityError
 from shared.ops.attention import naive_attention
 from shared.scheduling.compressing import CompressingScheduler
+from shared.scheduling.schedule import Schedule
 from tests.comparison import assert_equal
-from tests.steps import commit, make_request, put_in_flight, step_of
+from tests.steps import commit, make_request, step_of
 
 
 @pytest.mark.parametrize(
@@ -68,9 +69,7 @@ def pool_of(num_blocks: int = 12) -> CondensedKVCachePool:
 def test_a_compression_frees_what_no_head_keeps() -> None:
     pool, request = pool_of(), make_request("a")
     assert pool.reserve(request, 31)
-    schedule = step_of({request: 30})
-    put_in_flight(schedule)
-    commit(pool, schedule)
+    commit(pool, step_of({request: 30}))
     counts = np.array([[3, 9], [20, 1]])  # 33 of 120 cells; a block has 16
     assert pool.compress(request, Packed(counts, 30, pool.cells.slots_for(counts))) == 4
     assert (pool.length(request), pool.num_saved(request)) == (12, 18)
@@ -104,8 +103,7 @@ def test_tails_and_parts_of_compressed_requests() -> None:
     pool, requests = pool_of(), [make_request(name) for name in "ab"]
     for request in requests:
         assert pool.reserve(request, 9)
-        put_in_flight(schedule := step_of({request: 8}))
-        commit(pool, schedule)
+        commit(pool, step_of({request: 8}))
     pool.compress(requests[0], Packed(np.ones((2, 2), np.int64), 8, 4))
     layout = pool.layout(step_of(dict.fromkeys(requests, 1)))
     assert [one is None for one in layout.packed] == [False, True]
@@ -133,9 +131,7 @@ def compute(pool: Any, name: str, length: int) -> Any:
     request = make_request(name, range(length))
     num_cached = pool.admit(request)
     assert pool.reserve(request, length + 1)
-    schedule = step_of({request: length - num_cached})
-    put_in_flight(schedule)
-    commit(pool, schedule)
+    commit(pool, step_of({request: length - num_cached}))
     return request, num_cached
 
 
@@ -154,8 +150,7 @@ def test_the_tree_keeps_the_blocks_that_a_compressed_request_leaves() -> None:
     assert not set(table) & set(pool.cached_blocks())
     for num_tokens in range(29, 33):
         assert pool.reserve(first, num_tokens)
-        put_in_flight(schedule := step_of({first: 1}))
-        commit(pool, schedule)
+        commit(pool, step_of({first: 1}))
     assert pool.tree.num_blocks == 5, "nothing behind a compression enters the tree"
     assert pool.length(first) == 16
     assert pool.audit_blocks() == []
@@ -232,7 +227,7 @@ def test_tokens_computed_again_are_cut_where_they_were_compressed() -> None:
         starts.append((entry.start, entry.start + entry.num_tokens, entry.num_logit_rows))
         if end < 25:
             assert not scheduler.schedule(), "the compression waits for the step in flight"
-        commit(pool, scheduler_step(request, entry))
+        commit(pool, Schedule(1, (entry,)))
         assert list(scheduler.due()) == ([request] if end < 25 else [])
         scheduler.compressed(request, None, 0)
         assert list(scheduler.due()) == []
@@ -263,7 +258,7 @@ def test_a_preempted_request_is_compressed_again_at_its_lengths() -> None:
     for _ in range(2):
         (entry,) = scheduler.schedule()
         assert entry[1:3] == (0, 14)
-        commit(pool, scheduler_step(request, entry))
+        commit(pool, Schedule(1, (entry,)))
         assert list(scheduler.due()) == [request]
         scheduler.compressed(request, None, 0)
         scheduler.preempt(request)
@@ -298,13 +293,6 @@ def test_a_choice_that_begins_early_knows_the_tokens_in_flight() -> None:
     assert [(one.length, one.table.tolist()) for one in found] == [(14, [0, 1, 2, 3])]
 
 
-def scheduler_step(request: Any, entry: Any) -> Any:
-    request.num_scheduled_tokens = entry.start
-    schedule = step_of({request: entry.num_tokens})
-    put_in_flight(schedule)
-    return schedule
-
-
 @pytest.mark.parametrize("window", [None, 4])
 @pytest.mark.parametrize("softcap", [None, 2.0])
 def test_masked_attention_is_attention_of_what_is_kept(window: int | None, softcap: float | None) -> None:
@@ -320,21 +308,3 @@ def test_masked_attention_is_attention_of_what_is_kept(window: int | None, softc
         about: dict[str, Any] = {"scale": 0.3, "window": window, "softcap": softcap}
         alone = naive_attention(q[:, mine], k[head : head + 1, kept[head]], v[head : head + 1, kept[head]], **about)
         torch.testing.assert_close(out[:, mine], alone)
-
-
-@pytest.mark.parametrize(
-    ("about", "message"),
-    [
-        ({"layer_budget": 64}, "layer_budget is 64 and compress_method is None"),
-        ({"if_fake_compress": True}, "choose a compress_method too, or leave if_fake_compress out"),
-        ({"compress_method": "snapkv", "p_attn": 1.0}, r"p_attn is 1.0; it must lie between 0 and 1\."),
-        ({"compress_method": "snapkv", "layer_budget": 4096}, "layer_upper_budget is 2048 and layer_budget is 4096"),
-        ({"compress_method": "snapkv", "if_fake_compress": True, "use_prefix_caching": True}, "cannot be shared"),
-        ({"compress_method": "snapkv", "attention_backend": "flash"}, "leave attention_backend out"),
-        ({"compress_method": "snapkv", "use_chunked_prefill": False}, "requires use_chunked_prefill = True"),
-        ({"compress_method": "snapkv", "kv_cache_backend": "contiguous"}, "requires kv_cache_backend = 'paged'"),
-    ],
-)
-def test_settings_that_contradict_are_refused(about: dict[str, Any], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        EngineConfig(**about)

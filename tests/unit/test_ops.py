@@ -7,7 +7,6 @@ import torch
 
 from shared.models.config import RopeConfig
 from shared.ops.attention import naive_attention, sdpa_attention, visible
-from shared.ops.gated import geglu, swiglu
 from shared.ops.rmsnorm import rms_norm
 from shared.ops.rope import inverse_frequencies, rope_table, rotate
 from tests.comparison import assert_close, assert_equal
@@ -146,12 +145,3 @@ def test_attention_one_score_after_the_other(
     for attention in (naive_attention, sdpa_attention):
         out = attention(q, k, v, scale=0.3, window=window, softcap=softcap)
         assert_close(out.double(), expected, "attention", ("token", "query head", "dim"), rtol=1e-5, atol=1e-5)
-
-
-def test_gated_activations_by_their_formulas() -> None:
-    gate, up = random(3, 5), random(3, 5, seed=1)
-    wide = gate.double()
-    silu = wide / (1 + torch.exp(-wide))
-    gelu = 0.5 * wide * (1 + torch.tanh(math.sqrt(2 / math.pi) * (wide + 0.044715 * wide**3)))
-    torch.testing.assert_close(swiglu(gate, up).double(), silu * up, rtol=1e-5, atol=1e-6)
-    torch.testing.assert_close(geglu(gate, up).double(), gelu * up, rtol=1e-5, atol=1e-6)

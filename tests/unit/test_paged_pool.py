@@ -31,7 +31,7 @@ from shared.loading.loader import load_model
 from shared.models.config import ModelConfig
 from tests.comparison import assert_equal
 from tests.steps import commit, make_request, step_of
-from tests.unit.pool_machine import PoolMachine, check_beside_caches
+from tests.unit.pool_machine import PoolMachine, check_a_step_made_again, check_beside_caches
 
 CONFIG = replace(
     parse_config(SHAPES["tiny-llama"]), num_layers=2, num_heads=4, num_kv_heads=2, head_dim=2, windows=(None, None)
@@ -201,28 +201,8 @@ def test_each_sequence_reads_what_a_cache_of_its_own_would_give(
 
 
 def test_a_step_that_is_not_counted_is_forgotten() -> None:
-    """A forward that failed is run again from the same places."""
-    pool, view = make_pool(), make_view()
-    a, b = make_request("a"), make_request("b")
-    pool.reserve(a, 10)
-    pool.reserve(b, 10)
-    commit(pool, step_of({a: 3}))
-    view.load(Batch.of(step_of({a: 1, b: 4}), pool))
-    places = view.places.clone()
-    assert_equal(places.tolist(), [3, 12, 13, 14, 15], "slots: blocks 0 to 2 are a's, 3 to 5 b's", ("token",))
-    view.load(Batch.of(step_of({b: 4}), pool))
-    assert_equal(view.places.tolist(), places[1:].tolist(), "slots of b alone", ("token",))
-    view.load(Batch.of(step_of({a: 1, b: 4}), pool))
-    assert_equal(view.places, places, "slots, the step made again", ("token",))
-    assert_equal(
-        pool.audit(),
-        [
-            "Request a holds 3 blocks with 3 tokens of 10 reserved.",
-            "Request b holds 3 blocks with 0 tokens of 10 reserved.",
-        ],
-        "audit",
-        ("line",),
-    )
+    """Blocks 0 to 2 are of request a, 3 to 5 of b."""
+    check_a_step_made_again(make_pool(), make_view(), [3, 12, 13, 14, 15])
 
 
 def test_the_view_writes_nothing_that_was_not_granted() -> None:
@@ -251,11 +231,6 @@ def test_batches_of_different_sizes_are_loaded_to_the_same_addresses() -> None:
         found[view.is_decode].add(tuple(tensor.data_ptr() for tensor in loaded))
         commit(pool, schedule)
     assert [len(addresses) for addresses in found.values()] == [1, 1]
-    pool.release(a)
-    pool.reserve(a, 6)
-    a.num_computed_tokens = a.num_scheduled_tokens = 0
-    with pytest.raises(ValueError, match="has 6 numbers, and there is room for 5"):
-        make_view(max_tokens=5).load(Batch.of(step_of({a: 6}), pool))
 
 
 def measured(folder: Path, **given: Any) -> tuple[PagedKVCachePool, BatchView, ModelConfig]:

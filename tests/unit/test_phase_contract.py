@@ -4,7 +4,6 @@ import ast
 import difflib
 import subprocess
 import sys
-from collections.abc import Collection, Iterable
 from functools import cache
 from pathlib import Path
 
@@ -46,7 +45,12 @@ def pair_ids(pair: object) -> str:
 
 
 IMPORT_EACH = """
-import os, sys, torch
+import importlib, os, sys
+for library in ("torch", "triton", "rich.progress", "safetensors.torch", "psutil"):
+    try:
+        importlib.import_module(library)
+    except ImportError:
+        pass  # Triton may be absent
 for name in sys.argv[1:]:
     if os.fork() == 0:
         __import__(name)
@@ -61,18 +65,13 @@ for name in sys.argv[1:]:
 def loaded_modules() -> dict[str, frozenset[str]]:
     """By phase: the shared modules that an interpreter holds once it has imported the phase's engine and no other.
 
-    One process imports torch, which is most of the time, and forks for each engine.
+    One process imports libraries, which is most of the time, and forks for each engine.
     """
     command = [sys.executable, "-c", IMPORT_EACH, *(f"{lesson.module_name}.engine" for lesson in LESSONS)]
     root = Path(__file__).parents[2]
     done = subprocess.run(command, cwd=root, stdout=subprocess.PIPE, text=True, check=True)
     found = (frozenset(line.split()) for line in done.stdout.splitlines())
     return {lesson.number: modules for lesson, modules in zip(LESSONS, found, strict=True)}
-
-
-def test_the_first_phases_exist_in_order() -> None:
-    assert [lesson.number for lesson in LESSONS][:4] == ["01a", "01b", "02", "03"]
-    assert [lesson.previous for lesson in LESSONS][:4] == [None, "01a", "01b", "02"]
 
 
 @pytest.mark.parametrize("lesson", LESSONS, ids=by_number)
@@ -82,10 +81,6 @@ def test_a_phase_folder_holds_the_same_files(lesson: Lesson) -> None:
     assert FILES - optional <= found
     assert found <= FILES
     assert lesson.load("engine").__doc__
-
-
-@pytest.mark.parametrize("lesson", LESSONS, ids=by_number)
-def test_the_main_file_is_the_same_everywhere(lesson: Lesson) -> None:
     first = (LESSONS[0].folder / "__main__.py").read_text(encoding="utf-8")
     assert (lesson.folder / "__main__.py").read_text(encoding="utf-8") == first
 
@@ -111,34 +106,11 @@ def test_a_phase_without_generation_offers_forward(lesson: Lesson) -> None:
     assert wanted in methods(lesson)
 
 
-def moved(before: Iterable[str], after: Iterable[str], removes: Collection[str]) -> str | None:
-    """What a phase with methods ``after`` does to those of the phase before it, beyond what it says in ``removes``."""
-    before, after = list(before), list(after)
-    if unknown := [name for name in removes if name not in before or name in after]:
-        return f"removes {unknown}, which it still has, or which was not there"
-    kept, expected = [name for name in after if name in before], [name for name in before if name not in removes]
-    return None if kept == expected else f"has {kept} of {expected} in this order"
-
-
 @pytest.mark.parametrize(("old", "new"), GENERATING_PAIRS, ids=pair_ids)
 def test_methods_keep_name_and_order_until_a_phase_removes_them(old: Lesson, new: Lesson) -> None:
-    assert moved(methods(old), methods(new), new.removes) is None
-
-
-@pytest.mark.parametrize(
-    ("after", "removes", "found"),
-    [
-        ("step run prefill decode stop", "", None),
-        ("step run stop", "prefill decode", None),
-        ("step run stop", "prefill", "has ['step', 'run', 'stop'] of ['step', 'run', 'decode', 'stop']"),
-        ("run step prefill decode stop", "", "has ['run', 'step'"),
-        ("step run prefill decode stop", "prefill", "removes ['prefill'], which it still has"),
-        ("step run prefill decode stop", "draw", "removes ['draw'], which it still has, or which was not there"),
-    ],
-)
-def test_what_a_phase_does_to_methods_is_found(after: str, removes: str, found: str | None) -> None:
-    said = moved(["step", "run", "prefill", "decode", "stop"], after.split(), removes.split())
-    assert said is None if found is None else said is not None and said.startswith(found)
+    before, after = [*methods(old)], [*methods(new)]
+    assert {*new.removes} <= {*before} - {*after}, "it removes what it still has, or what was not there"
+    assert [name for name in after if name in before] == [name for name in before if name not in new.removes]
 
 
 def test_a_side_track_branches_off_and_nothing_follows_it() -> None:
@@ -168,18 +140,12 @@ def test_changes_names_exactly_the_methods_that_differ(old: Lesson, new: Lesson)
 def test_adds_equals_the_modules_that_the_engine_loads_first(lesson: Lesson) -> None:
     before = loaded_modules()[lesson.previous] if lesson.previous else frozenset()
     assert sorted(lesson.adds) == sorted(loaded_modules()[lesson.number] - before)
-
-
-@pytest.mark.parametrize("lesson", LESSONS, ids=by_number)
-def test_each_added_module_says_what_it_is_and_which_phase_brought_it(lesson: Lesson) -> None:
-    spoken = lesson.number.lstrip("0")
     for name in lesson.adds:
         path = Path(__file__).parents[2].joinpath(*name.split("."))
-        path = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
-        docstring = " ".join((ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or "").split())
-        assert docstring, f"{name} has no docstring"
-        if path.name != "__init__.py":
-            assert f"phase {spoken}" in docstring, f"{name} does not say that phase {spoken} introduced it"
+        if not path.is_dir():
+            docstring = ast.get_docstring(ast.parse(path.with_suffix(".py").read_text(encoding="utf-8"))) or ""
+            introduced = f"phase {lesson.number.lstrip('0')}"
+            assert introduced in " ".join(docstring.split()), f"the docstring of {name} does not name {introduced}"
 
 
 @pytest.mark.parametrize("lesson", GENERATING, ids=by_number)

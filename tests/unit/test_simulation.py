@@ -258,7 +258,6 @@ def test_an_update_replaces_every_replica_and_waits_for_its_answers(every: float
 def test_least_busy_is_least_busy() -> None:
     fleet = Fleet(FleetPlan(5, "least-busy"), TIMES, EngineLimits(max_batch_size=1))
     for n in range(40):
-        before = dict(fleet.loads)
         request = Request(n * 0.02, 8, 8, ())
         list(fleet._until(request.arrival))
         before = dict(fleet.loads)

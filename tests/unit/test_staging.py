@@ -81,14 +81,6 @@ def test_nothing_is_allocated_after_the_start() -> None:
     assert {tensor.untyped_storage().data_ptr() for tensor in staging.send(arrays_of(lengths)).values()} == {memory}
 
 
-def test_places_for_given_arrays() -> None:
-    arrays = arrays_of({"short": 2, "long": 9})
-    staging = Staging.for_arrays(CPU, arrays)
-    assert all(np.array_equal(sent.numpy(), arrays[name]) for name, sent in staging.send(arrays).items())
-    with pytest.raises(ValueError, match="short has 3 numbers, and there is room for 2"):
-        staging.send(arrays_of({"short": 3}))
-
-
 class Copies(TorchDispatchMode):
     """Counts operations that copy between memories."""
 

@@ -168,7 +168,7 @@ def test_what_is_asked_of_the_tables() -> None:
     assert tuple(TableCosts(steps, drafter)(3, 100, 4)) == asked
 
 
-@pytest.mark.parametrize("name", ["tiny-llama", "llama-3.2-1b", "llama-3.2-3b", "qwen3-8b"])
+@pytest.mark.parametrize("name", ["tiny-llama", "llama-3.2-1b", "qwen3-8b"])
 @pytest.mark.parametrize("device", ["CPU", "NVIDIA H100 80GB HBM3", "NVIDIA L4"])
 @pytest.mark.parametrize("num_requests", [1, 8])
 def test_useless_drafts_cost_at_most_three_percent_by_the_derived_table(

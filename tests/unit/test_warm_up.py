@@ -6,7 +6,6 @@ from typing import Any
 import pytest
 
 from phases.phase_04.engine import Engine as Static
-from phases.phase_06.engine import Engine as Paged
 from phases.phase_08.engine import Engine as Prefixes
 from phases.phase_12.engine import Engine as Structured
 from shared.engine.config import EngineConfig
@@ -41,7 +40,7 @@ def test_no_request_is_longer_than_a_sequence_may_be(max_seq_len: int, is_gpu: b
         assert all(prompt >= 1 and new >= 1 and prompt + new <= max_seq_len for prompt, new in requests)
 
 
-@pytest.mark.parametrize("make", [Static, Paged, Prefixes], ids=["static", "paged", "prefixes"])
+@pytest.mark.parametrize("make", [Static, Prefixes], ids=["static", "prefixes"])
 @pytest.mark.parametrize("is_gpu", [False, True], ids=["as on a cpu", "as on a gpu"])
 def test_nothing_is_left_behind(
     tiny_checkpoints: dict[str, Path], make: Any, is_gpu: bool, monkeypatch: pytest.MonkeyPatch
