@@ -15,11 +15,6 @@ expect = pytest.importorskip("playwright.sync_api", reason="the browser is drive
 PATIENCE = 120
 """Seconds after which what is waited for does not come, however busy the machine is."""
 DESKTOP, PHONE = {"width": 1280, "height": 900}, {"width": 390, "height": 844}
-# What sticks out of the window, unless something scrolls it into view.
-WIDE = """() => [...document.querySelectorAll('body *')]
-    .filter(element => element.getBoundingClientRect().right > innerWidth + 1
-        && !element.closest('.unseen, .scroller > *, .wide > *'))
-    .map(element => element.outerHTML.slice(0, 100))"""
 
 expect.set_options(timeout=1000 * PATIENCE)
 

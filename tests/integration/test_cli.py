@@ -1,7 +1,7 @@
 """The command line as a user meets it: every command, every refusal, interruption and broken pipes."""
 
-import dataclasses
 import inspect
+import os
 import runpy
 import signal
 import subprocess
@@ -18,11 +18,11 @@ from typer.testing import CliRunner
 from shared.cli import app
 from shared.cli.chat import chat
 from shared.cli.generate import generate
-from shared.cli.options import BATCHING, FIELDS, engine_options
+from shared.cli.options import BATCHING, FIELDS
 from shared.cli.phase import phase_app
 from shared.cli.serve import serve
 from shared.cli.trace import trace
-from shared.engine.config import EngineConfig, setting
+from shared.engine.config import EngineConfig
 from shared.lessons import find_lesson, lessons, newest_lesson
 from tests.integration.infer_process import InferProcess
 from tests.waiting import PATIENCE
@@ -46,17 +46,6 @@ def infer(*arguments: str | Path, stdin: str | bytes | None = None) -> Any:
     if result.exception is not None and not isinstance(result.exception, SystemExit):
         raise result.exception
     return result
-
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread() -> Iterator[None]:
-    """Tiny models gain nothing from threads, and lose much where other processes want the cores."""
-    import torch
-
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="session")
@@ -121,38 +110,21 @@ def test_every_field_of_the_configuration_is_an_option(name: str) -> None:
         assert (f" --{option} " in shown) == is_shown, field.name
 
 
-def test_a_new_field_of_the_configuration_is_an_option_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    fields = [
-        ("fold_rows", bool | None, setting(None, "06", "Fold the rows; default: the phase's own.")),
-        ("num_folds", int, setting(3, "06", "How often.", at_least=1)),
-        ("unfold", bool, setting(False, "99", "Of a phase to come.")),
-    ]
-    config = dataclasses.make_dataclass("Config", fields, bases=(EngineConfig,), frozen=True)
-    monkeypatch.setattr("shared.cli.options.EngineConfig", config)
-    monkeypatch.setattr("shared.cli.options.FIELDS", {field.name: field for field in dataclasses.fields(config)})
-    seen: list[dict[str, Any]] = []
-    command = typer.Typer()
-    command.command()(engine_options("model", num_folds=4)(lambda **settings: seen.append(settings)))
-    shown = CliRunner().invoke(command, ["--help"]).stdout
-    assert "--fold-rows" in shown
-    assert "--no-fold-rows" in shown
-    assert "unfold" not in shown
-    for arguments in ([], ["--no-fold-rows", "--num-folds", "7", "--unfold"]):
-        assert CliRunner().invoke(command, arguments).exit_code == 0
-    first, second = seen
-    assert (first["fold_rows"], first["num_folds"], first["unfold"], first["device"]) == (None, 4, False, "cpu")
-    assert (second["fold_rows"], second["num_folds"], second["unfold"]) == (False, 7, True)
+def test_a_command_has_its_own_default_of_a_field() -> None:
+    own = inspect.signature(trace).parameters["max_batch_size"].default
+    assert own == 4 != FIELDS["max_batch_size"].default
 
 
-def test_help_and_the_tables_of_the_course_import_no_torch() -> None:
+def test_help_the_tables_of_the_course_and_skeletons_import_no_torch(tmp_path: Path) -> None:
     code = (
         "import sys\nfrom shared.cli import app\n"
-        "for command in (['--help'], ['generate', '--help'], ['phases'], ['diff', '01b', '02']):\n"
-        "    app(command, standalone_mode=False)\n"
+        "for command in ('--help', 'generate --help', 'phases', 'diff 01b 02', 'workshop start 03'):\n"
+        "    app(command.split(), standalone_mode=False)\n"
         "heavy = {'torch', 'transformers', 'numpy', 'huggingface_hub'} & set(sys.modules)\n"
         "sys.exit(f'imported {heavy}' if heavy else 0)\n"
     )
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    environment = {**os.environ, "INFER_WORKSPACE": str(tmp_path)}
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
 
 
@@ -169,14 +141,6 @@ def test_diff_begins_with_the_engine_and_ends_with_the_modules_added(toy_course:
     assert text.endswith("  shared.errors  Errors that a user can act on. Introduced in phase 1a.\n")
     assert "test_parity.py" in infer("diff", "01", "03", "--all").stdout
     assert infer("diff", "02", "03").stdout.endswith("shared modules that phase 03 adds: none\n")
-
-
-def test_phases_and_diff_are_plain_in_a_pipe() -> None:
-    listed, text = infer("phases").stdout, infer("diff", "01b", "02").stdout
-    assert all(lesson.number in listed for lesson in lessons())
-    assert "\x1b" not in listed
-    assert text.startswith("--- phases/phase_01b/engine.py\n+++ phases/phase_02/engine.py\n")
-    assert "\x1b" not in text
 
 
 def test_sync_carries_a_method_as_far_as_no_phase_changes_it(toy_course: Path) -> None:
@@ -201,7 +165,6 @@ def test_sync_carries_a_method_as_far_as_no_phase_changes_it(toy_course: Path) -
 
 
 def generated(model: str, prompt: str | list[int], **params: Any) -> str:
-    from shared.engine.config import EngineConfig
     from shared.sampling.params import SamplingParams
 
     engine = newest_lesson().engine(EngineConfig(model=model))
@@ -233,8 +196,8 @@ def test_generate_passes_every_sampling_option_on(tiny: str, monkeypatch: pytest
     assert "finish: stop" in stopped.stderr
 
 
-@pytest.mark.parametrize("phase", [lesson.number for lesson in lessons() if lesson.number >= "02"])
-def test_generate_with_each_phase_and_statistics(phase: str, tiny: str) -> None:
+@pytest.mark.parametrize("phase", ["02", "04", newest_lesson().number])
+def test_generate_with_a_phase_and_statistics(phase: str, tiny: str) -> None:
     result = infer("generate", "--model", tiny, "--phase", phase, "--prompt", "abc", "--max-tokens", "3", "--stats")
     assert result.exit_code == 0
     rows = {
@@ -352,35 +315,20 @@ def test_a_phase_runs_by_itself(tiny: str, monkeypatch: pytest.MonkeyPatch, caps
 GENERATE = ("generate", "--prompt", "Hi", "--model", "{tiny}")
 REFUSALS: list[tuple[tuple[str, ...], str]] = [
     ((*GENERATE, "--temperature", "nan"), "temperature is nan"),
-    ((*GENERATE, "--temperature", "-1"), "temperature is -1"),
-    ((*GENERATE, "--temperature", "inf"), "temperature is inf"),
-    ((*GENERATE, "--top-k", "-1"), "top_k is -1"),
-    ((*GENERATE, "--top-k", "0"), "top_k is 0"),
-    ((*GENERATE, "--top-p", "1.5"), "top_p is 1.5"),
-    ((*GENERATE, "--top-p", "nan"), "top_p is nan"),
-    ((*GENERATE, "--repetition-penalty", "0"), "repetition_penalty is 0"),
     ((*GENERATE, "--logit-bias", "5"), "logit_bias is '5'; it must be a token id and a number"),
     ((*GENERATE, "--max-tokens", "0"), "max_new_tokens is 0"),
-    ((*GENERATE, "--seed", "-5"), "seed is -5"),
-    ((*GENERATE, "--stop", ""), "stop"),
     ((*GENERATE, "--phase", "99"), "no phase '99'"),
     ((*GENERATE, "--phase", "01a"), "Phase 01a"),
     ((*GENERATE, "--phase", "1b"), "python -m phases.phase_01b forward"),
     ((*GENERATE, "--dtype", "int3"), "dtype is 'int3'"),
-    ((*GENERATE, "--device", "abacus"), "'abacus'"),
-    ((*GENERATE, "--attention-backend", "magic"), "attention_backend is 'magic'"),
     ((*GENERATE, "--max-seq-len", "1"), "max_seq_len is 1"),
     ((*GENERATE, "--max-seq-len", "999999"), "max_seq_len is 999999"),
     ((*GENERATE, "--thinking"), "--chat"),
     ((*GENERATE, "--chat", "--thinking"), "thinking"),
     (("generate", "--model", "{tiny}", "--prompt", ""), "prompt is empty"),
-    (("generate", "--model", "{tiny}", "--prompt", "-"), "prompt is empty"),
-    (("generate", "--model", "{tiny}", "--prompt", "x" * 3000), "3001 tokens"),
     (("generate", "--model", "/no/such/folder", "--prompt", "x"), "/no/such/folder"),
-    (("generate", "--model", "{empty}", "--prompt", "x"), "config.json"),
     (("generate", "--model", "{file}", "--prompt", "x"), "is a file"),
     (("chat", "--model", "/no/such/folder"), "/no/such/folder"),
-    (("chat", "--model", "{tiny}", "--temperature", "nan"), "temperature is nan"),
     (("diff", "02", "01b"), "does not come after"),
     (("diff", "01b", "x"), "no phase 'x'"),
     (("phases", "sync", "frobnicate"), "has a method 'frobnicate'"),
@@ -389,16 +337,12 @@ REFUSALS: list[tuple[tuple[str, ...], str]] = [
     (("model", "make", "--shape", "round", "{empty}"), "round"),
     (("model", "make", "--shape", "tiny-llama", "{occupied}"), "contains files that are not of a generated checkpoint"),
     (("ladder", "--model", "/no/such/folder"), "/no/such/folder"),
-    (("ladder", "--model", "{tiny}", "--phase", "99"), "99"),
     (("compare", "/no/such/folder"), "/no/such/folder"),
 ]
 USAGE_ERRORS = [
     ("generate",),
     ("generate", "--prompt", "x", "--max-tokens", "many"),
-    ("generate", "--prompt", "x", "--frobnicate"),
     ("diff", "01b"),
-    ("model", "make"),
-    ("no-such-command",),
 ]
 
 

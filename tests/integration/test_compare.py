@@ -60,10 +60,9 @@ def test_a_sound_model_agrees_everywhere(tiny_checkpoints: dict[str, Path], refe
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("backend", ["naive", "sdpa"])
-def test_it_agrees_in_every_dtype(model_folder: Path, dtype: torch.dtype, backend: str) -> None:
-    model, reference = load_model(model_folder, dtype=dtype), load_reference(model_folder, dtype, backend)
-    assert compare_models(model, reference, IDS, attention_backend=backend).first_over is None
+def test_it_agrees_in_every_dtype(model_folder: Path, dtype: torch.dtype) -> None:
+    model, reference = load_model(model_folder, dtype=dtype), load_reference(model_folder, dtype)
+    assert compare_models(model, reference, IDS).first_over is None
 
 
 def norm_epsilon(module: str, value: float = 0.1) -> Callable[[CausalLM], None]:
@@ -94,24 +93,17 @@ def attribute(module: str, name: str, value: Any) -> Callable[[CausalLM], None]:
 
 DAMAGES: list[tuple[str, Callable[[CausalLM], None], str]] = [
     ("llama", norm_epsilon("blocks.1.attention_norm"), "layer 1, attention_norm"),
-    ("llama", norm_epsilon("blocks.2.mlp_norm"), "layer 2, mlp_norm"),
     ("llama", weight("blocks.0.attention.qkv.q_proj"), "layer 0, attention.q_proj"),
     ("llama", weight("blocks.1.attention.qkv.k_proj"), "layer 1, attention.k_proj"),
-    ("llama", weight("blocks.1.attention.qkv.v_proj"), "layer 1, attention.v_proj"),
-    ("llama", weight("blocks.1.attention.o_proj"), "layer 1, attention.o_proj"),
     ("llama", weight("blocks.2.mlp.gate_up.gate_proj"), "layer 2, mlp.gate_proj"),
-    ("llama", weight("blocks.2.mlp.gate_up.up_proj"), "layer 2, mlp.up_proj"),
     ("llama", weight("blocks.2.mlp.down_proj"), "layer 2, mlp.down_proj"),
     ("llama", attribute("blocks.1.attention", "scale", 0.3), "layer 1, attention.core"),
     ("llama", norm_epsilon("norm"), "norm"),
     ("qwen3", norm_epsilon("blocks.3.attention.qk.q_norm"), "layer 3, attention.qk.q_norm"),
-    ("qwen3", norm_epsilon("blocks.0.attention.qk.k_norm"), "layer 0, attention.qk.k_norm"),
     ("qwen3", weight("head"), "head"),
     ("qwen3", weight("embedding"), "embedding"),
     ("gemma3_text", norm_epsilon("blocks.2.attention.qk.k_norm"), "layer 2, attention.qk.k_norm"),
-    ("gemma3_text", weight("blocks.1.attention.o_proj"), "layer 1, attention.o_proj"),
     ("gemma3_text", norm_epsilon("blocks.2.post_attention_norm"), "layer 2, post_attention_norm"),
-    ("gemma3_text", weight("blocks.3.mlp.down_proj"), "layer 3, mlp.down_proj"),
     ("gemma3_text", norm_epsilon("blocks.3.post_mlp_norm"), "layer 3, post_mlp_norm"),
     ("gemma3_text", attribute("blocks.0.attention", "window", 17), "layer 0, attention.core"),
     ("gemma3_text", attribute("embedding", "scale", 8.0), "embedding"),
@@ -223,7 +215,6 @@ def test_the_command_on_a_broken_copy(
         (["--dtype", "int8"], "int8"),
         (["--attention-backend", "magic"], "magic"),
         (["--layers", "0,99"], "layer is 99"),
-        (["--layers", "x"], "layers is 'x'"),
         (["--prompt", ""], "empty"),
         (["--prompt", "word " * 4000], "tokens"),
     ],

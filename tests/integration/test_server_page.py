@@ -20,7 +20,7 @@ from shared.engine.config import EngineConfig
 from shared.engine.memory_map import MemoryMap
 from shared.lessons import find_lesson
 from tests.integration.paused_engine import Steps
-from tests.integration.tabs import DESKTOP, PATIENCE, PHONE, WIDE, expect, opened, shows
+from tests.integration.tabs import DESKTOP, PATIENCE, expect, opened, shows
 from tests.unit.server.echo import EchoEngine, Running, serving
 
 KEY = "a-key"
@@ -222,7 +222,6 @@ def test_the_first_run_uses_the_key_that_was_just_typed(locked: Any) -> None:
     shows(locked, "#key-complaint", "refuses this key")
     shows(locked, "#model", "needs an API key")
     expect(locked.locator("#run")).to_be_enabled()
-    assert not locked.is_visible("#complaint"), "the sentence stands beside the field alone"
     locked.fill("#key", KEY)
     locked.hover("#run")
     locked.mouse.down()  # the field loses the focus and its key is tried: the complaint goes away
@@ -230,9 +229,6 @@ def test_the_first_run_uses_the_key_that_was_just_typed(locked: Any) -> None:
     locked.mouse.up()
     shows(locked, "#summary", "^[1-3] tokens? .*(length|stop)$")
     assert not locked.is_visible("#key-complaint")
-    locked.fill("#key", "another")
-    locked.press("#key", "Tab")
-    shows(locked, "#key-complaint", "refuses this key")
 
 
 def test_a_lost_connection_is_told_in_a_sentence_and_does_not_last(page: Any) -> None:
@@ -251,19 +247,12 @@ def test_a_lost_connection_is_told_in_a_sentence_and_does_not_last(page: Any) ->
     assert not page.is_visible("#trouble")
 
 
-@pytest.mark.parametrize(
-    ("body", "said"),
-    [
-        ("", "cut short: the server was stopped, or the network failed"),
-        ('event: error\ndata: {"error": {"message": "The engine has stopped."}}\n\n', r"^The engine has stopped\.$"),
-    ],
-)
-def test_a_stream_that_fails_in_the_middle_keeps_its_text(page: Any, body: str, said: str) -> None:
+def test_a_stream_that_is_cut_short_keeps_its_text(page: Any) -> None:
     begun = 'event: token\ndata: {"choices": [{"text": " begun", "finish_reason": null}], "token_id": 7}\n\n'
     headers = {"Content-Type": "text/event-stream"}
-    page.route("**/v1/completions", lambda route: route.fulfill(headers=headers, body=begun + body))
+    page.route("**/v1/completions", lambda route: route.fulfill(headers=headers, body=begun))
     page.click("#run")
-    shows(page, "#complaint", said)
+    shows(page, "#complaint", "cut short: the server was stopped, or the network failed")
     assert page.locator("#answer .token").all_text_contents() == [" begun"]
     shows(page, "#summary", "^1 token ")
 
@@ -345,13 +334,6 @@ def test_the_memory_is_shown_live(page: Any, server: tuple[Running, Steps]) -> N
         try:
             shows(page, ".pool-list", "4 more in the queue")
             run_until_seen("preempted")
-            page.locator(".pool-frame").focus()
-            page.keyboard.press("ArrowRight")
-            told = page.locator(".pool-told").inner_text()
-            place = r"place (\d+) of its block table, tokens (\d+) to \d+; \d+ of 16 written"
-            found = re.match(rf"Block 0: request \d+ \(.*\), {place}\. The request: .* in \d+ blocks?\.$", told)
-            assert found is not None, told
-            assert int(found[2]) == 16 * int(found[1])
             run_until_seen("recompute")
         finally:
             steps.resume()
@@ -361,11 +343,6 @@ def test_the_memory_is_shown_live(page: Any, server: tuple[Running, Steps]) -> N
     assert states >= {"decode", "recompute"}
     shows(page, ".pool-figures", rf"\b0 of {BLOCKS}")
     shows(page, ".pool-figures", r"preemptions\s*[1-9]")
-    shows(page, ".pool-told", r"^Block 0 is (free\.|cached: its prefix is)")
-    label = page.locator(".pool-frame").get_attribute("aria-label")
-    counted = re.search(rf"0 blocks of {BLOCKS} held by 0 requests, (\d+) cached, (\d+) free", label)
-    assert int(counted[1]) > 0, "what the requests have computed is kept"
-    assert int(counted[1]) + int(counted[2]) == BLOCKS
     shows(page, "#totals", r"preemptions\s*[1-9]")
     page.click("#memory-full")
     expect(page.locator("#memory-panel:fullscreen")).to_be_visible()
@@ -400,23 +377,6 @@ def test_the_memory_is_asked_for_only_in_sight_and_with_the_key(page: Any) -> No
     wait_until_quiet()  # until there is another key
 
 
-@pytest.mark.parametrize("number", [129, 3000, 100_000])
-def test_of_a_large_memory_the_used_part_is_drawn(page: Any, number: int) -> None:
-    """The whole pool is drawn if the reader asks for it; a square tells which block it is in both."""
-    blocks = [number - 1, 5, 70]
-    memory = show_memory(page, number, {"a": blocks}, [])
-    shows(page, ".pool-figures", rf"\b3 of {number:,}")
-    assert page.evaluate(FREE) == len(blocks)
-    page.focus(".pool-frame")
-    page.keyboard.press("ArrowRight")
-    shows(page, ".pool-told", rf"^Block {number - 1}: request 1 \(a\), place 0 of its block table")
-    page.check("#memory-whole")
-    assert page.evaluate(FREE) == -(-number // -(-number // 1024))
-    page.uncheck("#memory-whole")
-    memory |= {"holdings": [], "num_free": number}
-    shows(page, ".pool-empty", f"^All {number:,} blocks are free")
-
-
 def test_shared_and_cached_blocks_are_drawn_with_the_number_of_their_users(page: Any) -> None:
     """Three requests begin with blocks 4 and 5, two of them also with block 6; 7 and 8 are cached."""
     memory = show_memory(page, 16, {"a": [4, 5, 0], "b": [4, 5, 6, 1], "c": [4, 5, 6, 2]}, [7, 8])
@@ -424,14 +384,11 @@ def test_shared_and_cached_blocks_are_drawn_with_the_number_of_their_users(page:
     shows(page, ".pool-list li[data-holder=b]", r"56 tokens in 4 blocks, 32 of them from the cache$")
     assert [page.evaluate(OUTLINED, kind) for kind in ("shared", "cached")] == [3, 2]
     assert page.locator(".pool-name").all_text_contents() == ["1", "2", "3", "×3", "×3", "×2"]
-    assert page.locator(".pool-legend li:visible").count() == 6
     page.focus(".pool-frame")
     told = []
     for _ in range(8):
         page.keyboard.press("ArrowRight")
         told.append(page.locator(".pool-told").inner_text())
-        if len(told) == 2:
-            assert page.locator(".pool-name").all_text_contents() == ["1", "[3]", "3", "[0]", "[1]", "[2]"]
     assert told[1].startswith("Block 1: request 2 (b), place 3 of its block table, tokens 48 to 63; 8 of 16 written.")
     assert told[3:] == [
         "Block 3 is free.",
@@ -446,8 +403,7 @@ def test_shared_and_cached_blocks_are_drawn_with_the_number_of_their_users(page:
     memory["num_blocks"] = 3000
     shows(page, ".pool-figures", "of 3,000")
     page.check("#memory-whole")
-    shows(page, ".pool-note", "A square stands for 3 blocks and is divided among their holders")
-    assert page.locator(".pool-name").count() == 0, "a square of several blocks has no name"
+    expect(page.locator(".pool-name")).to_have_count(0)  # a square of several blocks has no name
     page.focus(".pool-frame")
     for _ in range(8):
         page.keyboard.press("ArrowLeft")
@@ -457,24 +413,11 @@ def test_shared_and_cached_blocks_are_drawn_with_the_number_of_their_users(page:
     for blocks in whole.split("; "):
         assert page.locator(".pool-told").inner_text() == f"Blocks {blocks}."
         page.keyboard.press("ArrowRight")
-    memory |= {"holdings": [], "num_blocks": 160}
-    page.uncheck("#memory-whole")
-    shows(page, ".pool-empty", "^No block is in use")
 
 
-def test_the_page_can_be_used_on_a_phone_and_in_the_dark(browser: Any, url: str, steps: Steps) -> None:
-    with opened(browser, url, "401", viewport=PHONE) as tab:
-        enter_key(tab)
-        tab.check("#boundaries")
-        tab.fill("#grammar", '{"enum": ["a long text without an end", "another"]}')
-        tab.click("#run")
-        shows(tab, "#summary", "stop$")
-        shows(tab, "#health", "^ready$")  # the charts have a reading
-        tab.locator("#memory-panel").scroll_into_view_if_needed()
-        shows(tab, ".pool-figures", rf"\b0 of {BLOCKS}")
-        assert tab.evaluate(WIDE) == []
-        light = tab.evaluate(PAPER)
-        tab.click("#theme")
-        assert tab.evaluate(PAPER) != light
-        tab.reload()
-        assert tab.evaluate(PAPER) != light
+def test_the_theme_that_was_chosen_stays_after_a_reload(page: Any) -> None:
+    light = page.evaluate(PAPER)
+    page.click("#theme")
+    assert page.evaluate(PAPER) != light
+    page.reload()
+    assert page.evaluate(PAPER) != light

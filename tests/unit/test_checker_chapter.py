@@ -4,7 +4,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from tutorial.checker.chapter import Edit, Fence, apply, page_lines, parse
+from tutorial.checker.chapter import Edit, apply, page_lines, parse
 
 KINDS = {
     "python run": "run",
@@ -122,10 +122,3 @@ def test_edits_are_made_wherever_they_stand() -> None:
     edits = [Edit(1, 1, ("A", "A")), Edit(3, 2, ("between",)), Edit(4, 4, ())]
     assert apply("a\nb\nc\nd\n", edits) == "A\nA\nb\nbetween\nc\n"
     assert apply("a\r\nb\r\nc\r\nd", [Edit(2, 3, ("x",))]) == "a\r\nx\r\nd"
-
-
-def test_a_fence_knows_what_would_close_it() -> None:
-    (fence,) = parse("````text\n````").fences
-    assert isinstance(fence, Fence)
-    assert fence.can_hold(["```", "a ````"])
-    assert not fence.can_hold(["  `````"])

@@ -115,17 +115,6 @@ def test_what_cannot_be_quoted_is_said(target: str, message: str, module: Path) 
         quoted_source(module, target)
 
 
-def test_every_marked_function_of_the_repository_is_quoted_as_code_that_stands_alone() -> None:
-    from tutorial.workshop.exercises import exercises
-
-    for exercise in exercises():
-        text = "\n".join(quoted_source(ROOT, f"{exercise.path}#{exercise.target}"))
-        compile(text, exercise.path, "exec")
-        assert "# exercise" not in text
-        assert "# end exercise" not in text
-        assert not any(f"# hint: {hint}" in text for hint in exercise.hints)
-
-
 def test_a_diff_without_target_is_that_of_infer_diff() -> None:
     lines = phase_diff("02..03", None)
     shown = list(diff_lines(find_lesson("02"), find_lesson("03")))
@@ -143,6 +132,20 @@ def test_a_diff_of_a_method_shows_all_of_it() -> None:
         assert side == whole
     added = phase_diff("1b..2", "Engine.generate")
     assert all(line.startswith("+") for line in added)
+
+
+@pytest.mark.parametrize(
+    ("phases", "target", "message"),
+    [
+        ("03..02", None, "does not come after"),
+        ("02", None, "cannot be read"),
+        ("02..03", "Engine.run", r"has a method Engine\.run"),
+        ("02..03", "Engine.generate", "no diff"),
+    ],
+)
+def test_a_diff_that_cannot_be_shown_is_said(phases: str, target: str | None, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        phase_diff(phases, target)
 
 
 @given(st.decimals(-(10**9), 10**9, allow_nan=False, places=6), st.integers(0, 5), st.booleans(), st.booleans())

@@ -77,11 +77,3 @@ def test_the_picture_records_the_demo_of_the_makefile() -> None:
     commands = recorder().demo_commands("my-model")
     assert [command[:2] for command in commands] == [["infer", "generate"], ["infer", "ladder"]]
     assert all("my-model" in command for command in commands)
-
-
-def test_the_picture_shows_what_a_terminal_would() -> None:
-    screen = recorder().Screen(10)
-    screen.feed("working\r\x1b[2K\x1b[1mdone\x1b[0m\r\n0123456789ab\r\nbar 10%\r\n\x1b[1A\x1b[2Kthe end")
-    assert screen.text() == "\x1b[0m\x1b[1mdone\x1b[0m\n0123456789\nab\nthe end"
-    assert recorder().without_json('a\n\n{"x": 1}\n') == "a"
-    assert "font-face" not in recorder().draw(screen, "title")

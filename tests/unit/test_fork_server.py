@@ -1,14 +1,12 @@
 """The server that forks for each run of pytest: what a run gets, how it ends, and that nothing of it is left."""
 
 import os
-import resource
 import signal
 import subprocess
 import sys
 import tempfile
 import textwrap
 from collections.abc import Callable, Iterator
-from functools import partial
 from pathlib import Path
 from typing import IO
 
@@ -111,12 +109,6 @@ def test_a_run_that_ends_itself_says_how(start: Start, body: str, code: int) -> 
     assert run.wait(PATIENCE) == code
     run.end()
     wait_until(lambda: not psutil.pid_exists(run.pid))
-
-
-def test_limits_are_set_in_the_run_alone(start: Start, printed: IO[bytes]) -> None:
-    body = "import resource; assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] == 123"
-    assert start(body, partial(resource.setrlimit, resource.RLIMIT_NOFILE, (123, 123))).wait(PATIENCE) == 0
-    assert start(body).wait(PATIENCE) == 1
 
 
 def test_a_run_that_hangs_is_ended_with_all_that_it_started(start: Start, tmp_path: Path) -> None:

@@ -2,7 +2,6 @@
 
 import json
 import re
-import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import reduce
@@ -18,7 +17,7 @@ import benchmarks.kernels.case as case_module
 import benchmarks.kernels.paged_cases as paged_cases
 from benchmarks.hardware import Ceilings, device_of, measure_ceilings
 from benchmarks.kernels.case import Case, Peer, compare, measure_case, results_of, widened
-from benchmarks.kernels.paged_cases import BLOCK_SIZE, DEMO_SHAPES, SHAPES, PagedSequences
+from benchmarks.kernels.paged_cases import DEMO_SHAPES, SHAPES, PagedSequences
 from benchmarks.kernels.view import view
 from benchmarks.timing import cache_bytes, num_input_sets
 from benchmarks.view import markdown
@@ -126,23 +125,6 @@ def test_what_is_wrong_or_cannot_be_had_is_not_timed():
     assert measure_case(greedy, CPU, CEILINGS, [])["variants"]["ours"]["error"].startswith("chose [")
 
 
-class Wrapper:
-    """A stand-in for FlashInfer's, which computes the same from what it is told."""
-
-    def __init__(self, workspace, layout, *, use_cuda_graph, use_tensor_cores, **buffers):
-        assert (layout, use_cuda_graph, len(buffers)) == ("NHD", True, 3)
-
-    def plan(self, indptr, indices, last, *sizes, sm_scale, q_data_type, kv_data_type):
-        assert (sizes, sm_scale) == ((4, 2, 16, BLOCK_SIZE), 0.25)
-        assert q_data_type == kv_data_type == torch.float32
-        lengths = (BLOCK_SIZE * (indptr.diff() - 1) + last).tolist()
-        self.sequences = PagedSequences(replace(DEMO_SHAPES[0], lengths=tuple(lengths)), CPU, None)
-        self.sequences.tables = indices
-
-    def run(self, q, memory):
-        return self.sequences.attend(q, *memory)
-
-
 def test_bytes_and_block_tables_are_those_counted_by_hand():
     shapes = {shape.name: shape for shape in SHAPES}
     assert shapes["32x4096"].num_bytes(2) == 2 * (2 * 32 * 4096 * 8 * 64 + 2 * 32 * 32 * 64)
@@ -164,10 +146,7 @@ def test_the_op_is_the_formula_over_the_gathered_blocks(shape):
         torch.testing.assert_close(sequences.attend(q, keys, values)[b], expected)
 
 
-def test_a_demo_report_is_complete_and_has_the_cited_keys(monkeypatch):
-    monkeypatch.setattr(paged_cases, "FLASHINFER_WORKSPACE", 16)
-    package = type("flashinfer", (), {"BatchDecodeWithPagedKVCacheWrapper": Wrapper})
-    monkeypatch.setitem(sys.modules, "flashinfer", package)
+def test_a_demo_report_is_complete_and_has_the_cited_keys():
     attention = bench.measure_attention(device="cpu")
     for key in cited_keys(r"attention-[\w.-]+\.json#results\.shapes\.[\w-]+\.([\w.]+)"):
         reduce(dict.__getitem__, key.split("."), attention.results["shapes"]["1x256"])
@@ -183,8 +162,8 @@ def test_a_demo_report_is_complete_and_has_the_cited_keys(monkeypatch):
         for peer in peers.values():
             assert peer["error"] is None
             assert (peer["time_us"] is None) == (peer["missing"] is not None)
-        ratio = row["variants"]["planned"]["time_us"] / peers["flashinfer"]["time_us"]
-        assert peers["flashinfer"]["ours_over_peer"] == pytest.approx(ratio, rel=1e-2)
+        ratio = row["variants"]["planned"]["time_us"] / peers["sdpa_gathered"]["time_us"]
+        assert peers["sdpa_gathered"]["ours_over_peer"] == pytest.approx(ratio, rel=1e-2)
     assert "different lengths" in attention.results["shapes"]["mixed"]["peers"]["sdpa_contiguous"]["missing"]
     assert "no flex gathered: ConfigError: FlexAttention is compiled" in markdown(view(attention))
 

@@ -1,4 +1,7 @@
-"""What a run may use, kept against real processes that want more; and a process that may not reach the network."""
+"""What a run may use, kept against real processes that want more; and a process that may not reach the network.
+
+Limits on one allocation, a file and the number of processes are kept in tests/integration/test_classroom.py.
+"""
 
 import contextlib
 import os
@@ -17,7 +20,7 @@ import pytest
 import tutorial.workshop.limits as limits_module
 from tests.waiting import PATIENCE, wait_until
 from tutorial.workshop.check import RunEndedError
-from tutorial.workshop.limits import MOST_FILE_BYTES, Limits, Watch, end_processes
+from tutorial.workshop.limits import Limits, Watch, end_processes
 
 ROOT = Path(__file__).parents[2]
 SMALL = Limits(seconds=0.4, memory=0.25)
@@ -67,20 +70,6 @@ def watched(process: subprocess.Popen[bytes], watch: Watch, record: Path) -> str
     return reasons[0]
 
 
-def test_an_allocation_beyond_the_limit_fails_at_once(started: list, tmp_path: Path) -> None:
-    process = start(started, "bytearray(300 << 20)", tmp_path)
-    _, errors = process.communicate(timeout=PATIENCE)
-    assert b"MemoryError" in errors
-    assert start(started, "bytearray(50 << 20)", tmp_path).wait(PATIENCE) == 0
-
-
-def test_a_file_cannot_grow_without_end(started: list, tmp_path: Path) -> None:
-    code = "out = open('flood', 'wb', buffering=0)\nwhile True: out.write(bytes(1 << 20))"
-    _, errors = start(started, code, tmp_path).communicate(timeout=PATIENCE)
-    assert b"File too large" in errors
-    assert (tmp_path / "flood").stat().st_size <= MOST_FILE_BYTES
-
-
 def test_processor_time_ends_a_process_that_is_not_watched(
     started: list, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -98,16 +87,12 @@ for _ in range(2): os.fork()
 block[::4096] = block[::4096]
 time.sleep(600)
 """
-FORKS = "import os, time\nfor _ in range(3): os.fork()\ntime.sleep(600)"
 
 
-@pytest.mark.parametrize(("code", "reason"), [(HOLDS_MUCH, "GiB, more than 0.25"), (FORKS, "processes, more than 4")])
-def test_what_processes_hold_together_counts(
-    started: list, tmp_path: Path, code: str, reason: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(limits_module, "MOST_PROCESSES", 4)
-    process = start(started, code, tmp_path)
-    assert watched(process, Watch(Limits(60, 0.25), threading.Event()), tmp_path / "record").endswith(reason)
+def test_the_memory_of_processes_counts_together(started: list, tmp_path: Path) -> None:
+    process = start(started, HOLDS_MUCH, tmp_path)
+    reason = watched(process, Watch(Limits(60, 0.25), threading.Event()), tmp_path / "record")
+    assert reason.endswith("GiB, more than 0.25")
 
 
 def test_a_test_may_take_its_time_and_no_more(started: list, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
