@@ -1,4 +1,4 @@
-"""Automata of grammars for tests: any JSON value, written as tables by hand, and random ones."""
+"""Automata of grammars for tests: any JSON object, and random ones."""
 
 import math
 import random
@@ -7,13 +7,13 @@ from collections.abc import Iterable
 import numpy as np
 
 from shared.grammar.automaton import MAX_DEPTH, REFUSED, START, UNBOUNDED, Action, Automaton, entry
+from shared.grammar.json_schema import compile_schema
 from shared.grammar.limits import Budget, Limits
 from shared.grammar.plain import PLAIN_SEQUENCES
 
 UNTIMED = Limits(seconds=math.inf)
 """The limits of a grammar without the one that depends on how fast the machine is."""
 
-DIGITS = range(ord("0"), ord("9") + 1)
 CONTINUATION = range(0x80, 0xC0)
 
 
@@ -44,14 +44,6 @@ class Table:
         for byte in symbols:
             self.rows[state][byte] = entry(action, argument)
 
-    def word(self, state: int, text: bytes, end: int) -> None:
-        """A literal from one state to another, by new states."""
-        for byte in text[:-1]:
-            following = self.state()
-            self.put(state, [byte], Action.GOTO, following)
-            state = following
-        self.put(state, text[-1:], Action.GOTO, end)
-
     def characters(self, state: int, action: Action, *, counts_last: bool = False) -> None:
         """Every plain character leads from the state back to it; also U+2028 and U+2029.
 
@@ -76,70 +68,10 @@ class Table:
 
 
 def any_json(fewest: int = 0, most: int = UNBOUNDED) -> Automaton:
-    """Any JSON object of whole numbers; strings that are values have ``fewest`` to ``most`` characters."""
-    table = Table()
-    root, end = table.state(), table.state()
-    pushes: list[tuple[int, int, int, int, int]] = []
-    returns: list[int] = []
-    first, inside, comma = table.state(), table.state(), table.state()  # of an object: before, behind, between members
-    colon, value = table.state(), table.state()
-    empty, element, again = table.state(), table.state(), table.state()  # of an array
-    string, escaped = table.state(), table.state()
-
-    def push(state: int, byte: bytes, rule: int, back: int, bounds: tuple[int, int] = (0, UNBOUNDED)) -> None:
-        table.put(state, byte, Action.PUSH, len(pushes))
-        pushes.append((rule, len(returns), *bounds, 1))
-        returns.append(back)
-
-    def blank(state: int, to: int) -> None:
-        table.put(state, b" \n\t", Action.BLANK, to)
-
-    push(root, b"{", first, end)
-    for state, back in ((value, inside), (empty, element), (again, element)):
-        push(state, b"{", first, back)
-        push(state, b"[", empty, back)
-        push(state, b'"', string, back, (fewest, most))
-        for word in (b"true", b"false", b"null"):
-            table.word(state, word, back)
-        number = table.state()
-        table.put(state, DIGITS, Action.GOTO, number)
-        table.put(number, DIGITS, Action.GOTO, number)
-        closer = b"}" if back == inside else b"]"
-        table.put(number, closer, Action.POP, 0)
-        table.put(number, b",", Action.GOTO, comma if back == inside else again)
-        blank(number, back)
-        blank(state, state)
-    push(first, b'"', string, colon)
-    push(comma, b'"', string, colon)
-    table.put(colon, b":", Action.GOTO, value)
-    for state, closer, following in ((inside, b"}", comma), (element, b"]", again)):
-        table.put(state, closer, Action.POP, 0)
-        table.put(state, b",", Action.GOTO, following)
-        blank(state, state)
-        blank(following, following)
-    table.put(first, b"}", Action.POP, 0)
-    table.put(empty, b"]", Action.POP, 0)
-    blank(first, first)
-    table.characters(string, Action.COUNT)
-    table.put(string, b'"', Action.POP, 0)
-    table.put(string, b"\\", Action.GOTO, escaped)
-    table.put(escaped, b'"\\nrt', Action.COUNT, string)
-    rows = np.array(table.rows, np.int32)
-    unique, columns = np.unique(rows, axis=1, return_inverse=True)
-    is_final = np.zeros(len(rows), np.bool_)
-    is_final[end] = True
-    return Automaton(
-        columns=columns.reshape(-1).astype(np.uint8),
-        table=np.ascontiguousarray(unique),
-        is_final=is_final,
-        depths=np.zeros(len(rows), np.int32),
-        pushes=np.array(pushes, np.int32),
-        returns=np.array(returns, np.int32),
-        pops=np.zeros((1, 3), np.int32),
-        clauses=np.empty((0, 4), np.uint64),
-        keys=np.empty((0, 3), np.uint64),
-        guards=np.empty((0, 4), np.uint64),
-    )
+    """Any JSON object; strings that are values have ``fewest`` to ``most`` characters."""
+    lengths = {"minLength": fewest} | ({} if most == UNBOUNDED else {"maxLength": most})
+    members = {"additionalProperties": {"$ref": "#/$defs/value"}, "items": {"$ref": "#/$defs/value"}}
+    return compile_schema({"$defs": {"value": lengths | members}, "type": "object"} | members, budget())
 
 
 ALPHABET = b'"[]{}ab, \n\t\\\xc3\xa9\xe2\x80\xa8\x00'

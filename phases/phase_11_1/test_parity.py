@@ -10,9 +10,7 @@ from hypothesis import strategies as st
 from phases.phase_11_1.engine import Engine
 from shared.engine.config import EngineConfig
 from shared.errors import ModelFolderError
-from shared.scheduling.multi_token import MultiTokenSchedule
-from shared.scheduling.schedule import Schedule
-from shared.speculation.adaptive import DraftCosts, a_tenth
+from shared.speculation.adaptive import DraftCosts
 from tests.adapters import random_adapter_of
 from tests.drafts import Foresight, assert_greedy_same_and_others_repeatable, assert_no_trace, check_commits
 from tests.mixed_requests import ALIKE, ARRIVALS, ARRIVE, GREEDY, MIXED, PENALISED, SMALL, Requests, seen, serve
@@ -88,26 +86,6 @@ def test_other_schedules_backends_and_weights(tiny_checkpoints: dict[str, Path],
         assert engine.has_guessed() or "spec_length" in config
 
 
-def test_masks_respect_the_token_budget_and_the_number_of_masks(folder: Path) -> None:
-    """Sixteen tokens a step, which one request with two guesses and three masks for each of its tokens nearly fills."""
-    options = {"max_seq_len": 96, "max_num_batched_tokens": 16, "max_batch_size": 3}
-    requests: Requests = [([7 + n] * 4, GREEDY | {"max_new_tokens": 14 + 8 * n}) for n in range(3)]
-    engine = guessing(folder, serve(plain(folder, **options), requests)[0], **options)
-    commit, sizes = engine.scheduler.commit, []
-
-    def measured(schedule: Schedule, sampled: Any) -> None:
-        masks = schedule.masks if isinstance(schedule, MultiTokenSchedule) else {}
-        for entry in schedule.decoding:
-            sizes.append((entry.num_drafts, masks.get(entry.request, 0)))
-        added = sum(entry.num_tokens * masks.get(entry.request, 0) for entry in schedule)
-        assert int(schedule.num_tokens.sum()) + added <= 16
-        commit(schedule, sampled)
-
-    engine.scheduler.commit = measured  # type: ignore[method-assign]
-    serve(engine, requests)
-    assert max(sizes) == (3, 3), "the adapter has three masks, fewer than spec_length"
-
-
 @settings(max_examples=10, deadline=None)
 @given(
     options=sizes(120, spec_length=st.integers(1, 3), overlap_scheduling=st.booleans()),
@@ -163,20 +141,6 @@ def test_with_rejection_sampling_greedy_tokens_are_the_same_and_others_are_repea
     engines = [guessing(folder, acceptance_method="rejection", **options) for _ in range(2)]
     assert_greedy_same_and_others_repeatable(engines, requests, plain(folder, **options))
     assert engines[0].has_guessed()
-
-
-def test_useless_guesses_are_given_up_and_tried_again(folder: Path) -> None:
-    options = {"max_seq_len": 256, "max_batch_size": 2}
-    requests: Requests = [([5, 6, 7], GREEDY | {"max_new_tokens": 200})]
-    answers = serve(plain(folder, **options), requests)[0]
-    wrong = [[output._replace(token_id=(output.token_id or 0) ^ 1) for output in answers[0]]]
-    engine = guessing(folder, wrong, error_rate=0.0, adapt_spec_length=True, **options)
-    engine.scheduler.lengths.costs_of = a_tenth  # type: ignore[attr-defined]
-    found, records = serve(engine, requests)
-    assert seen(found) == seen(answers)
-    tried = [n for n, record in enumerate(records) if record.verified]
-    assert len(tried) < len(records) / 8
-    assert 1 <= len([n for n in tried if n > 100]) <= 2, "every 64 steps"
 
 
 def test_useless_guesses_cost_few_steps_where_steps_are_bound_by_launches(folder: Path) -> None:

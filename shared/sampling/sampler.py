@@ -253,8 +253,3 @@ def filter_logits(logits: torch.Tensor, batch: SamplingBatch, rows: torch.Tensor
     if batch.top_p is not None:
         scores = apply_top_p(scores, batch.top_p[rows])
     return scores
-
-
-def log_probabilities(logits: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-    """Log-probabilities, float32 [B], of ``ids`` [B] under raw logits [B, V] (before any logits processor)."""
-    return logits.log_softmax(-1, dtype=torch.float32).gather(-1, ids[:, None]).squeeze(-1)

@@ -134,8 +134,8 @@ def test_masks_stay_only_where_they_would_be_found_again():
         (0, '" a a a', 0),  # the characters that may follow become fewer
         (0, "[ [ [ ] ]", 0),  # the same state, and other frames
         (1, "{ a , b, c", 0),  # the same state, and other keys behind it
-        (2, '{" a a ": " a a a a a a a', 4),  # of a key, and of a string that may have eight
-        (3, '{" aaa ": " a aaa aa " , \n', 4),
+        (2, '{" a a ": " a a a a a a a', 3),  # of a key, and of a string that may have eight
+        (3, '{" aaa ": " a aaa aa " , \n', 3),
     ):
         rows, found = machine.rows([(number, START)]), 0
         kept = torch.zeros(len(rows), machine.tokens.num_words, dtype=torch.int32, device=DEVICE)

@@ -16,7 +16,6 @@ from transformers import AutoModelForCausalLM
 from phases.phase_10.engine import Engine as Plain
 from phases.phase_11.engine import Engine
 from shared.engine.config import EngineConfig
-from shared.engine.output import StepOutput
 from shared.engine.request import Request, RequestStatus
 from shared.errors import ConfigError
 from shared.sampling.noise import Stream, gumbel, seed_pattern
@@ -26,9 +25,10 @@ from shared.scheduling.speculative import num_equal
 from shared.speculation.adaptive import a_tenth
 from shared.speculation.vocabulary import check_vocabulary
 from shared.text.tokenizer import Tokenizer
+from tests.drafts import assert_greedy_same_and_others_repeatable
 from tests.mixed_requests import ALIKE, ARRIVALS, ARRIVE, GREEDY, MIXED, SMALL, Requests, seen, serve
 from tests.mixed_requests import tokens as tokens_of
-from tests.random_loads import Load, assert_as_alone, loads, sizes
+from tests.random_loads import Load, answers_alone, assert_as_alone, interrupt, loads, sizes
 
 
 @pytest.fixture(scope="session")
@@ -102,8 +102,6 @@ def test_outputs_are_those_without_drafts(
         {"use_chunked_prefill": False, "max_batch_size": 5},
         {"kv_cache_backend": "contiguous", "max_batch_size": 5},
         {"max_num_batched_tokens": 7, "max_batch_size": 4},
-        {"spec_length": 1},
-        {"use_prefix_caching": False, "prefill_chunk_size": 11},
     ],
     ids=lambda config: next(iter(config)),
 )
@@ -118,19 +116,13 @@ def test_every_memory_gives_the_same_outputs(
     assert has_guessed(engine)
 
 
-ALONE: list[list[StepOutput]] = []
-
-
 @settings(max_examples=6)
 @given(about=sizes(spec_length=st.integers(1, 8), overlap_scheduling=st.booleans()), load=loads())
 def test_whatever_the_sizes_arrivals_and_aborts(
     tiny_checkpoints: dict[str, Path], drafts: dict[str, Path], about: dict[str, Any], load: Load
 ) -> None:
     folder = tiny_checkpoints["gemma3_text"]
-    if not ALONE:
-        plain = EngineConfig(model=str(folder), max_seq_len=96)
-        ALONE.extend(serve(Plain(plain), [request])[0][0] for request in ALIKE)
-    assert_as_alone(make(folder, drafts["gemma3_text"], **about), load, ALONE)
+    assert_as_alone(make(folder, drafts["gemma3_text"], **about), load, answers_alone(Plain, folder))
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3_text"])
@@ -228,16 +220,11 @@ def test_requests_longer_than_the_draft_model_can_read_go_on_without(
 def test_rejection_needs_the_distributions_of_the_drafts(
     tiny_checkpoints: dict[str, Path], drafts: dict[str, Path], family: str
 ) -> None:
-    """Greedy requests are the same; others are repeatable, and another draft model gives other tokens."""
-    folder, requests = tiny_checkpoints[family], [*ALIKE, *MIXED]
-    expected = serve(Plain(EngineConfig(model=str(folder), max_seq_len=128)), requests)[0]
+    folder = tiny_checkpoints[family]
     engines = [make(folder, drafts[family], acceptance_method="rejection") for _ in range(2)]
-    found = [serve(engine, requests)[0] for engine in engines]
-    assert seen(found[0]) == seen(found[1])
+    plain = Plain(EngineConfig(model=str(folder), max_seq_len=128))
+    assert_greedy_same_and_others_repeatable(engines, [*ALIKE, *MIXED], plain)
     assert has_guessed(engines[0])
-    for (_, params), mine, theirs in zip(requests, found[0], expected, strict=True):
-        assert params.get("temperature") != 0 or tokens_of(mine) == tokens_of(theirs)
-    assert seen(found[0]) != seen(expected)
 
 
 def test_with_rejection_a_model_that_drafts_for_itself_is_always_right(tiny_checkpoints: dict[str, Path]) -> None:
@@ -306,26 +293,6 @@ def scores(folder: Path, request: Request) -> torch.Tensor:
 
 
 @pytest.mark.parametrize(("device", "is_captured"), ON)
-def test_every_draft_of_the_model_itself_that_is_rejected_is_a_tie_or_not_before_an_end(
-    tiny_checkpoints: dict[str, Path], device: str, is_captured: bool | None
-) -> None:
-    folder = tiny_checkpoints["llama"]
-    answer = serve(Plain(EngineConfig(model=str(folder), max_seq_len=128)), LONG_ANSWERS[:1])[0][0]
-    ends = LONG_ANSWERS[0][0], LONG_ANSWERS[0][1] | {"stop_token_ids": (answer[20].token_id,)}
-    engine = make(folder, folder, max_batch_size=8, device=device, dtype="float32", use_cuda_graphs=is_captured)
-    noted = serve_noting(engine, [*LONG_ANSWERS, ends])
-    assert sum(each.num_accepted for each in noted) > 350
-    rejected = [each for each in noted if each.num_accepted < each.num_drafts]
-    assert any(each.request.request_id == "8" for each in rejected), "drafts behind an end"
-    for request, first, _, num_accepted in rejected:
-        index = first + num_accepted
-        if index < request.num_tokens - 1:  # else it is the end, which is drawn and not accepted, or behind it
-            best = scores(folder, request)[index].topk(2).values
-            assert best[0] - best[1] < 1e-4, (request, index)
-    assert (engine.runner.num_replays > 10) == (device == "cuda" and is_captured is None)
-
-
-@pytest.mark.parametrize(("device", "is_captured"), ON)
 def test_a_draft_is_accepted_exactly_where_both_models_agree(
     tiny_checkpoints: dict[str, Path], drafts: dict[str, Path], device: str, is_captured: bool | None
 ) -> None:
@@ -333,7 +300,10 @@ def test_a_draft_is_accepted_exactly_where_both_models_agree(
     options = {"device": device, "dtype": "float32", "use_cuda_graphs": is_captured}
     engine = make(tiny_checkpoints["llama"], drafts["llama"], max_batch_size=8, **options)
     noted = serve_noting(engine, LONG_ANSWERS)
-    likeliest = {each.request: scores(drafts["llama"], each.request).argmax(-1).tolist() for each in noted}
+    likeliest = {
+        request: scores(drafts["llama"], request).argmax(-1).tolist()
+        for request in dict.fromkeys(each.request for each in noted)
+    }
     assert any(token_id in request.end_ids for request in likeliest for token_id in request.output_ids), "ignored ends"
     assert [each.num_accepted for each in noted] == [
         num_equal(likeliest[request][first:], request.token_ids[first : first + num_drafts])
@@ -366,32 +336,12 @@ def test_tokens_on_the_gpu_equal_those_of_the_cpu(
 
 
 def test_a_step_that_is_interrupted_behind_its_drafts_can_be_made_again(
-    tiny_checkpoints: dict[str, Path], drafts: dict[str, Path]
+    tiny_checkpoints: dict[str, Path], drafts: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    prompt, params = [5, 6, 7], SamplingParams(temperature=0, max_new_tokens=24, ignore_eos=True)
+    requests: Requests = [([5, 6, 7], GREEDY | {"max_new_tokens": 24})]
+    expected = serve(Plain(EngineConfig(model=str(tiny_checkpoints["llama"]), max_seq_len=128)), requests)[0]
     engine = make(tiny_checkpoints["llama"], drafts["llama"])
-    forward, num_interrupted = engine.runner.forward, 0
-
-    def interrupted(batch: Any) -> Any:
-        nonlocal num_interrupted
-        if (
-            not batch.is_decode
-            and num_interrupted < 3
-            and len(engine.scheduler.running["0"].output_ids) > num_interrupted
-        ):
-            num_interrupted += 1
-            raise KeyboardInterrupt
-        return forward(batch)
-
-    engine.runner.forward = interrupted
-    engine.add_request(prompt, params)
-    token_ids: list[int | None] = []
-    while engine.has_work():
-        try:
-            token_ids += [output.token_id for output in engine.step()]
-        except KeyboardInterrupt:
-            continue
-    assert num_interrupted == 3
-    plain = Plain(EngineConfig(model=str(tiny_checkpoints["llama"]), max_seq_len=128))
-    assert token_ids == [output.token_id for output in plain.generate(prompt, params)]
+    interrupts = interrupt(engine, "runner.forward", monkeypatch)
+    assert seen(serve(engine, requests)[0]) == seen(expected)
+    assert len(interrupts) > 2
     assert has_guessed(engine)

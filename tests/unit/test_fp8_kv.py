@@ -28,7 +28,7 @@ from shared.loading.loader import load_model
 from shared.models.causal_lm import CausalLM
 from shared.parallel.shard import Shard
 from shared.text.tokenizer import Tokenizer
-from tests.mixed_requests import ALIKE, ARRIVALS, GREEDY, LONG, MIXED, Requests, serve, tokens
+from tests.mixed_requests import ALIKE, ARRIVALS, LONG, MIXED, Requests, serve, tokens
 from tests.steps import make_request, step_of
 
 FP8: dict[str, Any] = {"kv_cache_dtype": "fp8"}
@@ -61,16 +61,8 @@ def test_answers_depend_on_no_other_request(tiny_checkpoints: dict[str, Path], f
     for _ in range(2):  # the second time with prefixes in the cache
         assert [tokens(outputs) for outputs in serve(engine, requests, arrivals)[0]] == expected
     assert engine.scheduler.num_prefix_hits > 0
+    assert engine.load().num_preemptions > 0 or requests is LONG
     assert engine.view.keys.dtype == torch.uint8
-
-
-def test_a_preempted_request_gets_the_same_tokens(tiny_checkpoints: dict[str, Path]) -> None:
-    requests: Requests = [([n] * 10, GREEDY | {"max_new_tokens": 20}) for n in range(4)]
-    about: dict[str, Any] = FP8 | {"max_seq_len": 32, "block_size": 4}
-    expected = [tokens(outputs) for outputs in serve(make(tiny_checkpoints["qwen3"], **about), requests, [0] * 4)[0]]
-    engine = make(tiny_checkpoints["qwen3"], num_gpu_blocks=14, **about)
-    assert [tokens(outputs) for outputs in serve(engine, requests, [0] * 4)[0]] == expected
-    assert engine.load().num_preemptions > 0
 
 
 @pytest.mark.parametrize(("dtype", "times"), [("bfloat16", 2), ("float32", 4)])

@@ -9,7 +9,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from shared.cache.contiguous import ContiguousCache, ContiguousView
 from shared.cache.uncached import UncachedView
 from shared.errors import ConfigError
 from shared.kernels import launch
@@ -27,23 +26,6 @@ from tests.comparison import assert_close
 def logits(model: CausalLM, num_tokens: int) -> torch.Tensor:
     ids = torch.arange(num_tokens) * 7 % model.config.vocab_size
     return model.logits(model(Tokens(ids, torch.arange(num_tokens)), UncachedView([num_tokens])))
-
-
-@torch.inference_mode()
-def greedy(model: CausalLM, num_prompt: int, num_new: int) -> list[int]:
-    """The answer to a prompt, decoded with a contiguous cache."""
-    cache = ContiguousCache(model.config, num_prompt + num_new, model.dtype)
-    view = ContiguousView(cache)
-    ids = [index * 7 % model.config.vocab_size for index in range(num_prompt)]
-    new = ids
-    while len(ids) < num_prompt + num_new:
-        view.prepare(len(new))
-        positions = torch.arange(cache.length, cache.length + len(new))
-        hidden = model(Tokens(torch.tensor(new), positions), view)
-        cache.advance(len(new))
-        new = [int(model.logits(hidden[-1:]).argmax())]
-        ids += new
-    return ids
 
 
 def random_model(folder: Path, **changes: object) -> CausalLM:
@@ -70,12 +52,6 @@ def test_a_fused_model_is_the_same_model(model_folder: Path, num_tokens: int) ->
         rtol=0,
         atol=1e-5 * expected.abs().max().item(),
     )
-
-
-def test_a_fused_model_gives_the_same_tokens(model_folder: Path) -> None:
-    model = load_model(model_folder, dtype=torch.float32)
-    expected = greedy(model, 20, 60)
-    assert greedy(fuse(model), 20, 60) == expected
 
 
 def test_on_the_cpu_nothing_is_launched(model_folder: Path) -> None:

@@ -5,6 +5,7 @@ their own (tests/kernels/test_grammar.py).
 """
 
 import gc
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,12 +18,14 @@ import shared.engine.grammar_rows as grammar_rows
 from phases.phase_12.engine import Engine
 from shared.engine.config import EngineConfig
 from shared.engine.graphs import RecordedDraw
+from shared.engine.output import StepOutput
 from shared.engine.warm_up import warm_up
 from shared.grammar.grammar import Grammar
 from shared.grammar.pool import GrammarPool
 from shared.sampling.params import SamplingParams
 from shared.scheduling.schedule import Schedule
-from tests.constrained import DRAWN, GRAMMARS, NGRAM, constrained
+from shared.text.stopping import FinishReason
+from tests.constrained import DRAWN, GRAMMARS, NGRAM, PATTERNS, constrained
 from tests.drafts import Foresight
 from tests.mixed_requests import ALIKE, ARRIVALS, ARRIVE, MIXED, SMALL, STEM, seen, serve, tokens
 
@@ -66,12 +69,12 @@ def test_tokens_are_those_of_masks_from_the_host(
     assert all(one.num_holders == 0 for one in engine.constraints.pool._ranges.values()), "requests that ended hold it"
 
 
-def test_drafts_go_on_from_the_row_behind_the_accepted_ones(model_folder: Path, num_sent: list[int]) -> None:
+def test_drafts_go_on_from_the_row_behind_the_accepted_ones(folder: Path, num_sent: list[int]) -> None:
     requests, about = [*constrained(ALIKE, max_new_tokens=40), *DRAWN], {"max_seq_len": 160}
-    expected = serve(make(model_folder, None, **about), requests)[0]
+    expected = serve(make(folder, None, **about), requests)[0]
     for drafter in (None, Foresight(list(map(tokens, expected)), 0.5)):
         num_sent.clear()
-        engine = make(model_folder, **about | NGRAM)
+        engine = make(folder, **about | NGRAM)
         engine.drafter = drafter or engine.drafter
         assert seen(serve(engine, requests)[0]) == seen(expected)
         stats = engine.stats()
@@ -80,12 +83,12 @@ def test_drafts_go_on_from_the_row_behind_the_accepted_ones(model_folder: Path, 
         assert len(num_sent) <= sum("structured_output" in params for _, params in requests)
 
 
-def test_rows_behind_wrong_drafts_are_not_used_again(model_folder: Path) -> None:
+def test_rows_behind_wrong_drafts_are_not_used_again(folder: Path) -> None:
     """The next step has as many rows, each one token further on."""
     grammar = Grammar.regex(r"(\d{3}-[a-c]{4}; ){5}")
     request = [("x", {"temperature": 0.0, "max_new_tokens": 60, "structured_output": grammar})]
-    expected = serve(make(model_folder, None), request)[0]
-    engine = make(model_folder, **NGRAM)
+    expected = serve(make(folder, None), request)[0]
+    engine = make(folder, **NGRAM)
     right, number = Foresight(list(map(tokens, expected)), 0.0), 0
 
     def propose(schedule: Schedule) -> None:
@@ -113,13 +116,14 @@ def test_log_probabilities_and_min_tokens(folder: Path) -> None:
         params = SamplingParams(temperature=0, max_new_tokens=30, structured_output=GRAMMARS[3], **more)
         host, device = (list(make(folder, pool).generate([1, 2, 3], params)) for pool in (None, 1_000_000))
         assert tokens(device) == tokens(host)
+        assert len(host) >= (params.min_tokens or 1)
         assert [output.logprobs for output in device] == [output.logprobs for output in host]
 
 
-def test_a_step_that_is_interrupted_behind_its_draw_is_repeated(model_folder: Path) -> None:
+def test_a_step_that_is_interrupted_behind_its_draw_is_repeated(folder: Path) -> None:
     params = SamplingParams(temperature=0, max_new_tokens=30, structured_output=Grammar.regex(r"\d{3}-[a-c]{4}"))
-    expected = tokens(list(make(model_folder).generate([1, 2, 3], params)))
-    engine = make(model_folder, overlap_scheduling=False)
+    expected = tokens(list(make(folder).generate([1, 2, 3], params)))
+    engine = make(folder, overlap_scheduling=False)
     sampler, found, number = engine.runner.sampler, [], 0
     move = sampler.grammar_rows.advance
 
@@ -160,15 +164,19 @@ def test_any_mixture_in_a_pool_of_any_size(
         for n, number in enumerate(chosen):
             params = SamplingParams(seed=n, max_new_tokens=30, structured_output=(*GRAMMARS, None)[number])
             engine.add_request(STEM[: 5 + 9 * n], params, request_id=str(n))
-        outputs, step = [], 0
+        outputs, step = list[StepOutput](), 0
         while engine.has_work():
             step += 1
             if step == 5:
                 for n in aborted:
                     engine.abort(str(n))
-            outputs += [(output.request_id, output.token_id, output.finish_reason) for output in engine.step()]
-        results.append(sorted(outputs, key=lambda output: output[0]))
-    assert results[0] == results[1]
+            outputs += engine.step()
+        assert engine.pool.audit() == []
+        results.append([[output for output in outputs if output.request_id == str(n)] for n in range(len(chosen))])
+    assert seen(results[0]) == seen(results[1])
+    for number, answer in zip(chosen, results[0], strict=True):
+        if number < len(PATTERNS) and answer and answer[-1].finish_reason is FinishReason.EOS:
+            assert re.fullmatch(PATTERNS[number], "".join(output.text for output in answer))
 
 
 @pytest.mark.gpu

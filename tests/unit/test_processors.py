@@ -12,8 +12,6 @@ from transformers import MinPLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 from shared.sampling.logit_mask import LogitMaskProcessor
 from shared.sampling.processors import (
     apply_min_p,
-    apply_output_penalties,
-    apply_repetition_penalty,
     apply_temperature,
     apply_top_k,
     apply_top_p,
@@ -68,18 +66,6 @@ def test_top_p_keeps_tokens_with_less_than_p_above_them(values, p):
 
 
 @settings(max_examples=100)
-@given(LOGITS, st.floats(0.1, 10.0), st.data())
-def test_repetition_penalty_divides_positive_and_multiplies_negative(values, penalty, data):
-    ids = data.draw(st.lists(st.integers(0, len(values) - 1), max_size=8))
-    logits = row_of(values)
-    seen = torch.zeros(logits.shape, dtype=torch.bool)
-    seen[0, ids] = True
-    out = apply_repetition_penalty(logits, seen, torch.tensor([penalty]))
-    expected = [(v / penalty if v > 0 else v * penalty) if i in ids else v for i, v in enumerate(values)]
-    assert out[0].tolist() == pytest.approx(expected)
-
-
-@settings(max_examples=100)
 @given(LOGITS, st.floats(0.05, 20.0))
 def test_temperature_divides_and_keeps_the_distribution(values, temperature):
     logits = row_of(values)
@@ -129,22 +115,6 @@ def test_min_p_as_transformers(min_p, temperature):
     out = apply_min_p(scaled, torch.full((4,), math.log(min_p)))
     assert torch.equal(out > -INF, MinPLogitsWarper(min_p)(None, logits / temperature) > -INF)
     assert torch.equal(out[out > -INF], scaled[out > -INF])
-
-
-def test_min_p_keeps_what_is_exactly_as_likely_and_a_row_without_it():
-    logits = row_of([0.0, math.log(0.25), -1.4, -INF]).expand(3, -1)
-    out = apply_min_p(logits, torch.tensor([math.log(0.25), 0.0, -INF]))
-    assert (out > -INF).tolist() == [[True, True, False, False], [True, False, False, False], [True, True, True, False]]
-
-
-@settings(max_examples=50)
-@given(LOGITS, st.integers(-8, 8), st.integers(-8, 8), st.data())
-def test_output_penalties_are_subtracted_once_and_for_each_occurrence(values, frequency, presence, data):
-    counts = data.draw(st.lists(st.integers(0, 5), min_size=len(values), max_size=len(values)))
-    quarters = torch.tensor([frequency / 4]), torch.tensor([presence / 4])
-    out = apply_output_penalties(row_of(values), torch.tensor([counts], dtype=torch.int32), *quarters)
-    expected = [v - n * frequency / 4 - (n > 0) * presence / 4 for v, n in zip(values, counts, strict=True)]
-    assert out.tolist() == [expected]
 
 
 def test_the_token_that_crosses_p_stays():

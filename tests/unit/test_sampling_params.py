@@ -33,7 +33,7 @@ def test_values_become_plain_python():
         *(("min_tokens", v) for v in (-1, 129, 1.0, True, None)),
         *(("stop_token_ids", v) for v in (5, None, "1", [-1], [1.0], [True], list(range(129)))),
         *(("prediction_ids", v) for v in (5, None, "1", [-1], [1.0], [True])),
-        *(("prompt_logprobs", v) for v in (-1, 21, 1.0, True, "1")),
+        *((f, v) for f in ("logprobs", "prompt_logprobs") for v in (-1, 21, 1.0, True, "1")),
         *(("seed", v) for v in (-1, 2**64, 1.0, True, "1")),
         *(("stop", v) for v in ("", ("a", ""), [""], (1,), ["a", None], 3, None, b"x", {"a"})),
         *((flag, v) for flag in ("ignore_eos", "use_speculative_decoding") for v in (0, 1, None, "yes")),

@@ -1,7 +1,5 @@
 """No text has fewer tokens than the bound says, and the bound is far from nothing."""
 
-import threading
-import time
 import unicodedata
 from pathlib import Path
 
@@ -115,15 +113,3 @@ def test_a_tokenizer_that_may_lose_text_has_no_bound(change, text_folders: dict[
     change(tokenizer.backend)
     assert TextBound.of(tokenizer) == TextBound(None)
     assert TextBound.of(tokenizer).least_tokens("a" * 10**6) == 0
-
-
-def test_a_long_text_does_not_hold_pythons_lock(bounds: dict[str, tuple[Tokenizer, TextBound]]) -> None:
-    tokenizer, _ = bounds["llama3"]
-    text = "The quick brown fox. " * 40_000
-    thread = threading.Thread(target=tokenizer.encode, args=(text,))
-    thread.start()
-    num_turns = 0
-    while thread.is_alive():
-        time.sleep(0.001)
-        num_turns += 1
-    assert num_turns > 10, "with the lock held, one or two"

@@ -163,14 +163,14 @@ def test_missing_folder_and_missing_files_say_what_was_looked_for(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json", "config.json", "generation_config.json"])
-@pytest.mark.parametrize("content", [b"", b"{", b"[1, 2]", b"null", b"\xff\xfe\x00", b'"text"'])
+@pytest.mark.parametrize("content", [b"{", b"[1, 2]", b"\xff\xfe\x00"])
 def test_damaged_json_is_one_paragraph_that_names_the_folder(text_folders, tmp_path, name, content):
     folder = _copy(text_folders["gemma3"], tmp_path)
     (folder / name).write_bytes(content)
     _message(folder)
 
 
-@pytest.mark.parametrize("value", [-1, "2", 1.5, True, [1, None], {"id": 2}])
+@pytest.mark.parametrize("value", [-1, 1.5, True, [1, None]])
 def test_a_wrong_end_id_names_the_file_and_the_value(text_folders, tmp_path, value):
     folder = _copy(text_folders["smollm2"], tmp_path)
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": value}))
