@@ -127,7 +127,7 @@ class ChatFrames:
 
     def finish(self, choice: AnswerStream) -> bytes:
         reader = self._readers[choice.index]
-        deltas = reader.last_deltas() if reader else []
+        deltas = reader.last_deltas(choice.finish_reason) if reader else []
         end = _end_of(choice, has_calls=reader is not None and reader.has_calls)
         return b"".join(self._frame(choice.index, delta) for delta in deltas) + self._frame(choice.index, {}, **end)
 
