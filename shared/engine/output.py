@@ -1,7 +1,8 @@
 """From sampled token ids to text and a finish reason. Introduced in phase 2.
 
-Invariants: text is released once and never withdrawn; the text of an end-of-sequence token, and of a stop string, is
-never released, nor that of a stop token; exactly one output of a request, its last, has a finish reason.
+Invariants: text is released once and never withdrawn; it continues that of the prompt; the text of an end-of-sequence
+token, and of a stop string, is never released, nor that of a stop token; exactly one output of a request, its last, has
+a finish reason.
 """
 
 from collections.abc import Callable
@@ -55,7 +56,7 @@ class OutputStream:
         self.request_id = request.request_id
         self.num_tokens = 0  # output tokens so far
         self.has_ended = False
-        self.decoder = IncrementalDecoder(tokenizer)
+        self.decoder = IncrementalDecoder(tokenizer, request.prompt_ids)
         self.has_stops = bool(request.params.stop)
         self.stops = StopChecker(request.params.stop)
         self.eos_ids = frozenset() if request.params.ignore_eos else tokenizer.eos_ids

@@ -34,7 +34,7 @@ class ThinkingLimits:
 
     Attributes:
         open_id, close_id: the tokens around the thoughts.
-        is_open: the prompt ends within the thoughts.
+        is_open: the prompt ends within thoughts of its last turn.
         least: tokens of thoughts before which ``close_id`` is not drawn.
         most: tokens of thoughts behind which it is; None: no limit.
         end_ids: not drawn before ``least``.
@@ -69,8 +69,8 @@ class ThinkingLimits:
             )
         words = [ids[0] for word in WORDS if len(ids := tokenizer.encode(word, add_special_tokens=False)) == 1]
         least = min(params.min_thinking_tokens, params.max_new_tokens)
-        around = [token_id for token_id in prompt_ids if token_id in (open_id, close_id)]
-        is_open = around[-1:] == [open_id]
+        control = tokenizer.special_ids | {open_id, close_id}  # a special token ends the turn before
+        is_open = next((token_id for token_id in reversed(prompt_ids) if token_id in control), None) == open_id
         replacements = chosen(words, seed, 0 if is_open else 1, least)
         return cls(open_id, close_id, is_open, least, params.thinking_budget, tuple(end_ids), replacements)
 

@@ -62,6 +62,7 @@ async def answer(request: Request, body: ChatRequest) -> Response:
         intake.tokenizer,
         wants_usage=body.wants_usage,
         wants_usage_so_far=body.wants_usage_so_far,
+        num_top_logprobs=body.top_logprobs or 0,
         reading=reading,
         watched=watched,
     )
@@ -76,6 +77,7 @@ class ChatFrames:
     Args:
         wants_usage: add a last chunk with the usage and no choices; the others then hold ``"usage": null``.
         wants_usage_so_far: they hold the usage so far.
+        num_top_logprobs: the most likely tokens of each position that are shown, if log-probabilities are asked for.
         reading: how calls of tools are read; None: all text is content.
         watched: the grammar, whose state each token's frame then holds, and each token has one.
     """
@@ -88,6 +90,7 @@ class ChatFrames:
         *,
         wants_usage: bool = False,
         wants_usage_so_far: bool = False,
+        num_top_logprobs: int = 0,
         reading: ToolReading | None = None,
         watched: TokenFSM | None = None,
     ) -> None:
@@ -95,6 +98,7 @@ class ChatFrames:
         self._tokenizer = tokenizer
         self._wants_usage = wants_usage
         self._wants_usage_so_far = wants_usage_so_far
+        self._num_top_logprobs = num_top_logprobs
         self._num_sent = 0  # tokens so far
         self._reading = reading
         self._readers = [None if reading is None else ToolAnswer(reading) for _ in answer.choices]
@@ -123,7 +127,7 @@ class ChatFrames:
 
     def finish(self, choice: AnswerStream) -> bytes:
         reader = self._readers[choice.index]
-        deltas = reader.last_deltas() if reader else []
+        deltas = reader.last_deltas(choice.finish_reason) if reader else []
         end = _end_of(choice, has_calls=reader is not None and reader.has_calls)
         return b"".join(self._frame(choice.index, delta) for delta in deltas) + self._frame(choice.index, {}, **end)
 
@@ -177,7 +181,7 @@ class ChatFrames:
 
     def _logprobs(self, outputs: Sequence[StepOutput]) -> dict[str, Any] | None:
         tokens = scored(outputs)
-        return chat_logprobs(self._tokenizer, tokens) if tokens else None
+        return chat_logprobs(self._tokenizer, tokens, self._num_top_logprobs) if tokens else None
 
 
 def _end_of(choice: AnswerStream, *, has_calls: bool) -> dict[str, Any]:

@@ -1,10 +1,9 @@
 """The messages of a request as turns of a conversation: calls of tools, and the results that belong to them.
 
-Chat templates write no ids of calls: a model knows results by their order. Introduced in phase 12. Invariant: results
-that follow a turn with calls stand in the order of these calls.
+Chat templates write no ids of calls: a model knows results by their order. Introduced in phase 12. Invariants: results
+that follow a turn with calls stand in the order of these calls; a call that this server gave is accepted as it came.
 """
 
-import json
 from collections.abc import Sequence
 
 from shared.server.errors import invalid
@@ -14,7 +13,7 @@ from shared.text.chat import ChatMessage, ToolCall
 
 
 def conversation(messages: Sequence[Message]) -> list[ChatMessage]:
-    """The turns. Raises ApiError for arguments that are no JSON object, and a result without its call."""
+    """The turns. Raises ApiError for arguments that begin no JSON object, and a result without its call."""
     turns: list[ChatMessage] = []
     results: dict[int, ChatMessage] = {}  # of the last calls, by the place of the call
     places: dict[str, int] = {}
@@ -31,17 +30,18 @@ def conversation(messages: Sequence[Message]) -> list[ChatMessage]:
         turns += [results[place] for place in sorted(results)]
         calls = message.tool_calls or []
         results, places = {}, {call.id: place for place, call in enumerate(calls)}
-        for place, call in enumerate(calls):
-            _check_arguments(call.function.arguments, f"{where}.tool_calls.{place}.function.arguments")
-        called = tuple(ToolCall(call.function.name, call.function.arguments) for call in calls)
+        called = tuple(
+            ToolCall(call.function.name, _arguments(call.function.arguments, f"{where}.tool_calls.{place}"))
+            for place, call in enumerate(calls)
+        )
         turns.append(ChatMessage(message.role, message.content or "", called))
     return [*turns, *(results[place] for place in sorted(results))]
 
 
-def _check_arguments(text: str, param: str) -> None:
-    try:
-        value = json.loads(text)
-    except (ValueError, RecursionError):
-        value = None
-    if not isinstance(value, dict):
-        raise invalid(f"arguments is {short(text)}; it must be the text of a JSON object.", param=param)
+def _arguments(text: str, call: str) -> str:
+    """An object's text, the beginning of one, as ``max_tokens`` may leave it, or {} where there are none."""
+    begun = text.lstrip()
+    if begun and not begun.startswith("{"):
+        said = f"arguments is {short(text)}; it must be the text of a JSON object, or the beginning of one."
+        raise invalid(said, param=f"{call}.function.arguments")
+    return text if begun else "{}"

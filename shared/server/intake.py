@@ -39,10 +39,10 @@ from shared.server.settings import ServerConfig
 from shared.server.structured_output import described_grammar, refusal
 from shared.server.tool_answer import ToolReading
 from shared.server.tool_fields import check_tools, field_that_constrains
-from shared.server.tool_grammar import tool_grammar
+from shared.server.tool_grammar import tool_grammar, tool_reading
 from shared.text.chat import THINKING_TEMPLATES, chat_parts, choose_template, has_tools
 from shared.text.token_length import TextBound
-from shared.text.tools import TOOL_FORMATS, ToolFormat
+from shared.text.tool_format import TOOL_FORMATS, ToolFormat
 
 _LONG = 2**14  # characters
 _WAITING = 256  # requests at once that wait for a grammar
@@ -109,10 +109,13 @@ class Intake:
         if param is not None and not self.has_grammars:
             said = f"{param} asks for a call that is valid, which takes a grammar: phase 12 is the first that has them."
             raise invalid(said, param=param)
-        if body.tool_choice == "none":
-            return None
-        several = body.parallel_tool_calls is not False
-        return ToolReading.of(self.tokenizer, self.tool_format, tools, has_several=several)
+        return tool_reading(
+            body,
+            self.tokenizer,
+            self.tool_format,
+            has_grammar=self.has_grammars,
+            has_format=described_grammar(body) is not None,
+        )
 
     async def chat_ids(
         self, messages: list[Message], thinking: bool | None, tools: Sequence[Mapping[str, Any]] = ()

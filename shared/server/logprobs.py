@@ -54,12 +54,15 @@ def completion_logprobs(tokenizer: Tokenizer, tokens: Sequence[Scored], offset: 
     }
 
 
-def chat_logprobs(tokenizer: Tokenizer, tokens: Sequence[Scored]) -> dict[str, Any]:
-    """``logprobs`` of a choice of a chat completion."""
+def chat_logprobs(tokenizer: Tokenizer, tokens: Sequence[Scored], num_top: int) -> dict[str, Any]:
+    """``logprobs`` of a choice of a chat completion, each token with the ``num_top`` most likely ones.
+
+    The sampled token has its value beside them, also if it is not among them; in a completion it is then one more.
+    """
     content = []
     for token_id, _, logprobs in tokens:
         assert logprobs is not None
-        top = [_named(tokenizer, other, logprob) for other, logprob in logprobs.top]
+        top = [_named(tokenizer, other, logprob) for other, logprob in logprobs.top[:num_top]]
         content.append({**_named(tokenizer, token_id, logprobs.logprob), "top_logprobs": top})
     return {"content": content, "refusal": None}
 

@@ -1,10 +1,12 @@
 """Server-sent events as bytes. Introduced in phase 4.
 
 A frame is an optional ``event:`` line, one ``data:`` line and an empty line (WHATWG HTML, section 9.2). Invariant: data
-is JSON on one line, so no text of a model can end a frame.
+is JSON on one line, so no text of a model can end a frame. That also holds for clients that split lines with
+``str.splitlines``, which ends them at U+0085, U+2028 and U+2029 too: these are escaped.
 """
 
 import json
+import re
 from typing import Any
 
 DONE = b"data: [DONE]\n\n"
@@ -13,12 +15,13 @@ COMMENT = b": keep-alive\n\n"
 """A comment, which clients ignore; it keeps proxies from closing a silent connection."""
 
 
+_LINE_END = re.compile("[\x85\u2028\u2029]")  # beyond those of ASCII, which JSON escapes
 _encode = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode  # ``json.dumps`` makes one each time
 
 
 def to_json(value: Any) -> bytes:
-    """Compact JSON in UTF-8."""
-    return _encode(value).encode()
+    """Compact JSON in UTF-8, on one line."""
+    return _LINE_END.sub(lambda found: f"\\u{ord(found[0]):04x}", _encode(value)).encode()
 
 
 def frame(data: bytes, event: str | None = None) -> bytes:

@@ -5,12 +5,17 @@ Introduced in phase 12. Invariant: the deltas of a stream, joined, give the mess
 
 import uuid
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from shared.engine.output import StepOutput
+from shared.text.stopping import FinishReason
 from shared.text.tokenizer import Tokenizer
-from shared.text.tools import CallArguments, CallStart, Content, Delta, ToolFormat, ToolParser
+from shared.text.tool_format import ToolFormat
+from shared.text.tools import CallArguments, CallStart, Content, Delta, ToolParser
+
+_SPECIAL = "\udfff"
+"""Begins the mark of a special token; no text that a model writes has it, so the mark written out is none."""
 
 
 @dataclass(frozen=True)
@@ -19,24 +24,40 @@ class ToolReading:
 
     Attributes:
         names: the functions that may be called.
-        shown: the texts of the special tokens that open and close calls, by id; their outputs have none.
+        shown: the marks of the special tokens that open and close calls, by id; their outputs have no text.
+        has_several, is_spelled, is_first: as :class:`ToolParser` takes them.
     """
 
     form: ToolFormat
     names: Collection[str]
-    has_several: bool
     shown: Mapping[int, str]
+    has_several: bool
+    is_spelled: bool
+    is_first: bool
 
     @classmethod
     def of(
-        cls, tokenizer: Tokenizer, form: ToolFormat, tools: Sequence[Mapping[str, Any]], *, has_several: bool
+        cls,
+        tokenizer: Tokenizer,
+        form: ToolFormat,
+        tools: Sequence[Mapping[str, Any]],
+        *,
+        has_several: bool,
+        is_spelled: bool = False,
+        is_first: bool = False,
     ) -> "ToolReading":
-        shown = {
-            token_id: mark
-            for mark in (form.opening, form.closing)
-            if (token_id := tokenizer.token_id(mark)) is not None and token_id in tokenizer.special_ids
-        }
-        return cls(form, [tool["function"]["name"] for tool in tools], has_several, shown)
+        shown = {}
+        for field, mark in {"opening": form.opening, "closing": form.closing}.items():
+            token_id = tokenizer.token_id(mark)
+            if token_id is not None and token_id in tokenizer.special_ids:
+                shown[token_id] = _SPECIAL + mark
+                form = replace(form, **{field: shown[token_id]})
+        return cls(form, [tool["function"]["name"] for tool in tools], shown, has_several, is_spelled, is_first)
+
+    def parser(self) -> ToolParser:
+        return ToolParser(
+            self.form, self.names, has_several=self.has_several, is_spelled=self.is_spelled, is_first=self.is_first
+        )
 
 
 class ToolAnswer:
@@ -44,7 +65,7 @@ class ToolAnswer:
 
     def __init__(self, reading: ToolReading) -> None:
         self._shown = reading.shown
-        self._parser = ToolParser(reading.form, reading.names, has_several=reading.has_several)
+        self._parser = reading.parser()
 
     @property
     def has_calls(self) -> bool:
@@ -55,16 +76,17 @@ class ToolAnswer:
         mark = "" if output.token_id is None else self._shown.get(output.token_id, "")
         return list(map(_delta, self._parser.push(mark + output.text)))
 
-    def last_deltas(self) -> list[dict[str, Any]]:
-        """Those of the end."""
-        return list(map(_delta, self._parser.flush()))
+    def last_deltas(self, reason: FinishReason | None) -> list[dict[str, Any]]:
+        """Those of the end, which a limit may have set."""
+        return list(map(_delta, self._parser.flush(is_cut=reason is FinishReason.LENGTH)))
 
 
 def whole_message(reading: ToolReading, outputs: Sequence[StepOutput]) -> dict[str, Any]:
     """The fields of the message of a whole answer: ``content``, which is None if there are calls alone, and calls."""
     answer = ToolAnswer(reading)
     content, calls = "", []
-    for delta in [*(delta for output in outputs for delta in answer.deltas(output)), *answer.last_deltas()]:
+    reason = outputs[-1].finish_reason if outputs else None
+    for delta in [*(delta for output in outputs for delta in answer.deltas(output)), *answer.last_deltas(reason)]:
         content += delta.get("content", "")
         for call in delta.get("tool_calls", ()):
             if "id" in call:
@@ -77,7 +99,7 @@ def whole_message(reading: ToolReading, outputs: Sequence[StepOutput]) -> dict[s
 def _delta(delta: Delta) -> dict[str, Any]:
     match delta:
         case Content(text):
-            return {"content": text}
+            return {"content": text.replace(_SPECIAL, "")}
         case CallStart(index, name):
             function = {"name": name, "arguments": ""}
             call = {"index": index, "id": f"call_{uuid.uuid4().hex[:24]}", "type": "function", "function": function}

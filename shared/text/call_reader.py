@@ -1,8 +1,9 @@
 """Reads one call, ``{"name": …, "arguments": {…}}``, one character at a time. Introduced in phase 12.
 
 The arguments are passed on while they are generated, so they are not parsed: brackets and strings are followed, to find
-their end, and a client checks the rest. Members may come in any order; arguments that come before the name wait for it.
-Members of other names are skipped, since models add some.
+their end, and a client checks the rest. What a model wrote by itself is read leniently: members may come in any order,
+arguments that come before the name wait for it, and members of other names are skipped, since models add some. Where a
+grammar spells calls, only its spelling is a call: everything else is free text, whose arguments follow no schema.
 
 Invariant: a call is known (``name``) only when its name is that of a function and its arguments are an object; from
 then on it stands, even if the text breaks off inside its arguments.
@@ -24,14 +25,26 @@ class BrokenCallError(Exception):
 
 
 class CallReader:
-    """Reads one object. ``name`` is None until the call is known; ``is_done`` behind its last brace."""
+    """Reads one object.
 
-    def __init__(self, names: Collection[str]) -> None:
+    Attributes:
+        name: of the function; None until the call is known.
+        named: the same, but already when the name has been read.
+        has_others: it has members that no call needs.
+        is_done: behind the last brace.
+
+    Args:
+        spelling: what stands before and behind the name where a grammar spells calls; None: read leniently.
+    """
+
+    def __init__(self, names: Collection[str], spelling: tuple[str, str] | None = None) -> None:
         self.name: str | None = None
+        self.named: str | None = None
+        self.has_others = False
         self.is_done = False
         self._names = names
         self._arguments: list[str] = []
-        self._reading = self._call()
+        self._reading = self._call() if spelling is None else self._spelled(*spelling)
         next(self._reading)
 
     def read(self, character: str) -> None:
@@ -49,33 +62,54 @@ class CallReader:
         self._arguments.clear()
         return text
 
+    def _spelled(self, head: str, middle: str) -> Generator[None, str, None]:
+        yield from _literal(head)
+        name = ""
+        while (character := (yield)) != '"':
+            name += character
+            _require(any(known.startswith(name) for known in self._names))
+        _require(name in self._names)
+        self.named = name
+        yield from _literal(middle[1:])
+        _require((yield) == "{")
+        self.name = name
+        _require((yield from _value("{", self._arguments)) == "}")
+
     def _call(self) -> Generator[None, str, None]:
         name, has_arguments = None, False
         _require((yield from _behind_blanks((yield))) == "{")
         character = ","
         while character == ",":
             key: list[str] = []
-            character = yield from _string((yield from _behind_blanks((yield))), key)
-            _require((yield from _behind_blanks(character)) == ":")
+            yield from _string((yield from _behind_blanks((yield))), key)
+            _require((yield from _behind_blanks((yield))) == ":")
             character = yield from _behind_blanks((yield))
             match _decoded(key):
                 case "name" if name is None:
                     value: list[str] = []
-                    character = yield from _string(character, value)
+                    yield from _string(character, value)
                     name = _decoded(value)
                     _require(name in self._names)
+                    self.named = name
                     self.name = name if has_arguments else None
+                    character = yield
                 case known if known in ARGUMENT_KEYS and not has_arguments:
                     _require(character == "{")
                     self.name, has_arguments = name, True
                     character = yield from _value(character, self._arguments)
                 case _:
+                    self.has_others = True
                     character = yield from _value(character, [])
             character = yield from _behind_blanks(character)
         _require(character == "}" and name is not None)
         if not has_arguments:
             self._arguments.append("{}")
         self.name = name
+
+
+def _literal(text: str) -> Generator[None, str, None]:
+    for expected in text:
+        _require((yield) == expected)
 
 
 def _value(character: str, read: list[str]) -> Reading:
@@ -89,7 +123,7 @@ def _value(character: str, read: list[str]) -> Reading:
     closers: list[str] = []
     while True:
         if character == '"':
-            character = yield from _string(character, read)
+            yield from _string(character, read)
         else:
             if character in _CLOSERS:
                 closers.append(_CLOSERS[character])
@@ -98,12 +132,12 @@ def _value(character: str, read: list[str]) -> Reading:
             else:
                 _require(character in _SCALARS or character in _BLANKS or character in ":,")
             read.append(character)
-            character = yield
+        character = yield
         if not closers:
             return character
 
 
-def _string(character: str, read: list[str]) -> Reading:
+def _string(character: str, read: list[str]) -> Generator[None, str, None]:
     """Read a string, with its quotes."""
     _require(character == '"')
     is_open = True
@@ -114,7 +148,6 @@ def _string(character: str, read: list[str]) -> Reading:
         character = yield
         is_open = character != '"'
     read.append(character)
-    return (yield)
 
 
 def _behind_blanks(character: str) -> Reading:

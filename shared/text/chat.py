@@ -5,13 +5,15 @@ a template for that, which is untrusted code; ours are few, short, readable and 
 in an immutable sandbox all the same.
 
 Invariant: for messages of plain text, `encode_chat` gives the ids of transformers' ``apply_chat_template`` on the
-official checkpoint: one BOS where the family has one, never two. Text inside a message never becomes a control token.
+official checkpoint: one BOS where the family has one, never two. Text inside a message never becomes a control token,
+and no text but an assistant's own becomes a mark of its thoughts or calls.
 """
 
 import datetime
 import json
 import re
 from collections.abc import Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from pathlib import Path
@@ -38,6 +40,9 @@ _ALTERNATING = ("gemma3",)
 THINKING_TEMPLATES = ("qwen3",)
 # How each template that has tools lays out their JSON (phase 12).
 TOOL_INDENTS = {"llama3": 4, "qwen3": None, "chatml": None}
+_CALL_MARKS = ("<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>")
+# Texts by which a format divides a turn; where they are tokens, those are mostly not special.
+_MARKS: dict[str, tuple[str, ...]] = {"qwen3": ("<think>", "</think>", *_CALL_MARKS), "chatml": _CALL_MARKS}
 
 
 @dataclass(frozen=True)
@@ -186,22 +191,25 @@ def chat_parts(
     date (see `llama_date`; `today` defaults to the clock), and whether ChatML has SmolLM2's default system message.
 
     A special token written out in a message ("<|im_end|>") stays text: it is cut after its first character, and the
-    parts are tokenized separately, so a user cannot forge a turn. transformers encodes it as a control token; for every
-    other content the ids are the same.
+    parts are tokenized separately, so a user cannot forge a turn. The same holds for the marks of thoughts, calls and
+    results ("<think>"), but for those that an assistant wrote. transformers encodes both as tokens; for every other
+    content the ids are the same.
     """
     described = [json.dumps(tool, ensure_ascii=False, indent=TOOL_INDENTS.get(template)) for tool in tools]
     calls = [call for message in messages for call in message.tool_calls]
     written = [*(message.content for message in messages), *described, *(call.arguments for call in calls)]
     seam = _unused_character(written)
+    marks = {mark for mark in _MARKS.get(template, ()) if tokenizer.token_id(mark) is not None}
+    control = tokenizer.special_tokens - marks
 
-    def cut(text: str) -> str:
-        return _cut(text, tokenizer, seam)
+    def cut(text: str, role: str = "user") -> str:
+        return _cut(text, control if role == "assistant" else control | marks, seam)
 
     guarded = [
         ChatMessage(
             message.role,
-            cut(message.content),
-            tuple(replace(call, arguments=cut(call.arguments)) for call in message.tool_calls),
+            cut(message.content, message.role),
+            tuple(replace(call, arguments=cut(call.arguments, message.role)) for call in message.tool_calls),
         )
         for message in messages
     ]
@@ -278,7 +286,7 @@ def _unused_character(texts: Sequence[str]) -> str:
     return next(chr(code) for code in range(0xF0000, 0xFFFFE) if chr(code) not in used)
 
 
-def _cut(content: str, tokenizer: Tokenizer, seam: str) -> str:
-    """`content` with `seam` after the first character of every special token written out in it."""
-    present = [re.escape(token) for token in tokenizer.special_tokens if len(token) > 1 and token in content]
+def _cut(content: str, tokens: AbstractSet[str], seam: str) -> str:
+    """`content` with `seam` after the first character of every one of these tokens written out in it."""
+    present = [re.escape(token) for token in tokens if len(token) > 1 and token in content]
     return re.sub(f"(?=(?:{'|'.join(present)}))(.)", rf"\1{seam}", content, flags=re.DOTALL) if present else content

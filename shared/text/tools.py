@@ -5,7 +5,7 @@ parser separates the text into content and calls: of a call first the name, then
 were generated. A text that looks like a call and is none is given back as content. Introduced in phase 12.
 
 Invariants: what is read depends on the whole text alone, never on how it is divided into pieces; no part of a trigger
-is content unless no call follows it.
+is content unless no call follows it; where a grammar spells calls, a call is what the grammar let through as one.
 """
 
 from collections.abc import Collection, Iterator
@@ -13,35 +13,7 @@ from dataclasses import dataclass
 from enum import Enum, auto
 
 from shared.text.call_reader import BrokenCallError, CallReader
-
-
-@dataclass(frozen=True)
-class ToolFormat:
-    """How a chat template writes calls: objects of a name and arguments.
-
-    Attributes:
-        opening: opens a call; "" if a call is the whole answer, which its brace opens.
-        closing: closes a call.
-        arguments_key: the key of the arguments.
-        has_several: whether an answer may hold several calls.
-        thought: opens and closes the model's thinking, in which nothing is a call; None without it.
-        hidden_token: a special token that may stand before a call.
-    """
-
-    opening: str
-    closing: str
-    arguments_key: str
-    has_several: bool
-    thought: tuple[str, str] | None = None
-    hidden_token: str | None = None
-
-
-TOOL_FORMATS = {
-    "llama3": ToolFormat("", "", "parameters", has_several=False, hidden_token="<|python_tag|>"),
-    "qwen3": ToolFormat("<tool_call>", "</tool_call>", "arguments", has_several=True, thought=("<think>", "</think>")),
-    "chatml": ToolFormat("<tool_call>", "</tool_call>", "arguments", has_several=True),
-}
-"""By the name of the chat template."""
+from shared.text.tool_format import ToolFormat
 
 
 @dataclass(frozen=True)
@@ -68,11 +40,13 @@ class CallArguments:
 
 
 Delta = Content | CallStart | CallArguments
+_BLANKS = " \n"
 
 
 class _Mode(Enum):
     BEGIN = auto()  # nothing but whitespace so far
     THINKING = auto()
+    FIRST = auto()  # a call may begin here, and nowhere later
     FREE = auto()
     CALL = auto()
     BEHIND = auto()  # behind the object of a call, before its closing
@@ -85,11 +59,26 @@ class ToolParser:
     Args:
         names: the functions that may be called; an object with another name is content.
         has_several: False: only the first call is read as one.
+        is_spelled: a grammar spells the calls of the answer; else it is what a model writes by itself.
+        is_first: no text stands before a call, but for thoughts: so it is where the grammar has calls alone, or calls
+            or a format.
     """
 
-    def __init__(self, form: ToolFormat, names: Collection[str], *, has_several: bool = True) -> None:
+    def __init__(
+        self,
+        form: ToolFormat,
+        names: Collection[str],
+        *,
+        has_several: bool = True,
+        is_spelled: bool = False,
+        is_first: bool = False,
+    ) -> None:
         self.form, self.names = form, frozenset(names)
         self.num_calls = 0
+        self._spelling = (form.head, form.middle) if is_spelled else None
+        self._is_first = is_first or not form.opening
+        self._blanks = "" if is_first else _BLANKS  # that may stand before a first call
+        self._is_cut = False
         self._after_call = _Mode.FREE if has_several and form.has_several else _Mode.PLAIN
         self._mode = _Mode.BEGIN
         self._text = ""  # not decided; in the mode CALL, not read by the reader
@@ -100,8 +89,13 @@ class ToolParser:
         """What one more piece of the text decides."""
         return self._steps(self._text + piece, is_end=False)
 
-    def flush(self) -> list[Delta]:
-        """The end of the text: what is undecided is content, but for whitespace and a half closing behind a call."""
+    def flush(self, *, is_cut: bool = False) -> list[Delta]:
+        """The end of the text: what is undecided is content, but for whitespace and a half closing behind a call.
+
+        Where a limit has cut the text, what may be the beginning of a call is no content: it is nothing before its name
+        is complete, and from then on a call, whose arguments may be a beginning.
+        """
+        self._is_cut = is_cut
         return self._steps(self._text, is_end=True)
 
     def _steps(self, text: str, *, is_end: bool) -> list[Delta]:
@@ -121,10 +115,13 @@ class ToolParser:
                 assert self.form.thought is not None
                 thought, end, behind = self._text.partition(self.form.thought[1])
                 if end:
-                    self._mode, self._text = _Mode.FREE, behind
+                    self._mode = _Mode.FIRST if self._is_first else _Mode.FREE
+                    self._text, self._blanks = behind, "\n"
                     yield Content(thought + end)
                 else:
                     yield from self._content(_overlap(self._text, self.form.thought[1]), is_end)
+            case _Mode.FIRST:
+                self._first(is_end)
             case _Mode.FREE:
                 before, opening, behind = self._text.partition(self.form.opening)
                 if opening:
@@ -132,7 +129,10 @@ class ToolParser:
                     self._open(before[len(content) :] + opening, behind)
                     yield from [Content(content)] if content else []
                 else:
-                    yield from self._content(_overlap(self._text, self.form.opening), is_end)
+                    num_undecided = _overlap(self._text, self.form.opening)
+                    yield from self._content(num_undecided, is_end and not (self._is_cut and num_undecided))
+                    if is_end:
+                        self._text = ""
             case _Mode.CALL:
                 yield from self._call(is_end)
             case _Mode.BEHIND:
@@ -141,21 +141,27 @@ class ToolParser:
                 yield from self._content(0, is_end)
 
     def _begin(self, is_end: bool) -> None:
-        text = self._text.lstrip()
+        text = self._text.lstrip(self._blanks)
         thinks = _begins(text, self.form.thought[0]) if self.form.thought else False
         if not is_end and (thinks is None or not text):
             return
         if thinks:
             self._mode = _Mode.THINKING
-        elif self.form.opening:
-            self._mode = _Mode.FREE
-        elif text.startswith("{"):
-            self._open("", self._text)
         else:
+            self._mode = _Mode.FIRST if self._is_first else _Mode.FREE
+
+    def _first(self, is_end: bool) -> None:
+        opening = self.form.opening
+        text = self._text.lstrip(self._blanks)
+        calls = _begins(text, opening or "{")
+        if calls:
+            self._open(self._text[: len(self._text) - len(text)] + opening, text[len(opening) :])
+        elif calls is False or is_end:
             self._mode = _Mode.PLAIN
+            self._text = "" if text and calls is None and self._is_cut else self._text
 
     def _open(self, opened: str, behind: str) -> None:
-        self._mode, self._reader = _Mode.CALL, CallReader(self.names)
+        self._mode, self._reader = _Mode.CALL, CallReader(self.names, self._spelling)
         self._opened, self._read, self._text = opened, "", behind
 
     def _call(self, is_end: bool) -> Iterator[Delta]:
@@ -172,7 +178,12 @@ class ToolParser:
         self._read += self._text[:count]
         self._text = self._text[count:]
         if reader.name is None:
-            if is_over:
+            if is_end and self._is_cut and not is_broken and (self.form.opening or not reader.has_others):
+                self._mode = _Mode.PLAIN
+                if reader.named is not None:
+                    self.num_calls += 1
+                    yield CallStart(self.num_calls - 1, reader.named)
+            elif is_over:
                 self._mode = _Mode.FREE if self.form.opening else _Mode.PLAIN
                 self._text = self._read + self._text
                 yield from [Content(self._opened)] if self._opened else []

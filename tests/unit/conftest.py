@@ -93,7 +93,7 @@ def text_folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         ),
         "qwen3": _save(
             root / "qwen3",
-            _byte_level(split, chatml, plain=("<think>", "</think>")),
+            _byte_level(split, chatml, plain=("<think>", "</think>", "<tool_call>", "</tool_call>", "<tool_response>")),
             "qwen3",
             {"tokenizer_class": "Qwen2Tokenizer", "eos_token": "<|im_end|>", "pad_token": "<|endoftext|>"},
             ["<|im_end|>", "<|endoftext|>"],

@@ -17,7 +17,8 @@ from shared.grammar.fsm import TokenFSM
 from shared.grammar.grammar import Grammar
 from shared.grammar.limits import GrammarError, Limits
 from shared.grammar.vocabulary import GrammarVocabulary
-from shared.text.tools import TOOL_FORMATS, CallArguments, CallStart, ToolParser
+from shared.text.tool_format import TOOL_FORMATS
+from shared.text.tools import CallArguments, CallStart, ToolParser
 from tests.grammars import UNTIMED, assert_language
 
 ALL_BYTES = np.ones(256, np.bool_)
@@ -146,6 +147,22 @@ def test_a_call_that_is_the_whole_answer() -> None:
     assert_language(compiled(CallMode.REQUIRED, LLAMA), (good, tag + good), refused)
 
 
+@pytest.mark.parametrize(
+    "text",
+    [
+        '{"name":"add","parameters":{"a":"1"}}',
+        '{"parameters": {"a": "1"}, "name": "add"}',
+        '{"type": "function", "name": "add", "parameters": {"a": "1"}}',
+    ],
+)
+def test_free_text_that_is_nearly_a_call_is_not_read_as_one(text: str) -> None:
+    """Its arguments follow no schema."""
+    assert compiled(CallMode.AUTO, LLAMA).accepts(text.encode())
+    parser = ToolParser(TOOL_FORMATS["llama3"], ["add", "add_tree"], is_spelled=True)
+    assert "".join(delta.text for delta in [*parser.push(text), *parser.flush()]) == text  # type: ignore[union-attr]
+    assert parser.num_calls == 0
+
+
 def test_what_is_not_supported() -> None:
     unique = {"properties": {"a": {"type": "array", "uniqueItems": True}}}
     with pytest.raises(GrammarError, match=re.escape("The arguments of f: ") + ".*#/properties/a/uniqueItems"):
@@ -222,7 +239,8 @@ def test_every_walk_comes_to_an_end_and_what_it_writes_is_read(
     if not fsm.is_terminal(state):
         return
     written = TOOL_FORMATS["llama3" if spelling is LLAMA else "chatml" if spelling is HERMES else "qwen3"]
-    parser = ToolParser(written, ["add", "add_tree"])
+    is_first = has_format or mode is CallMode.REQUIRED
+    parser = ToolParser(written, ["add", "add_tree"], is_spelled=True, is_first=is_first)
     read = text.replace(b"\xff<|python_tag|>", b"").decode(errors="replace")
     deltas = [*parser.push(read), *parser.flush()]
     if mode is not CallMode.AUTO:

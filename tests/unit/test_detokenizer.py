@@ -22,14 +22,25 @@ def _stream(tokenizer, ids):
     return [*(decoder.push(index) for index in ids), decoder.flush()]
 
 
+def _continued(tokenizer, ids, num_prompt):
+    """The text of a prompt, and that of what continues it, from a decoder of its own."""
+    prompt = IncrementalDecoder(tokenizer)
+    answer = IncrementalDecoder(tokenizer, ids[:num_prompt])
+    before = [*(prompt.push(index) for index in ids[:num_prompt]), prompt.settle()]
+    return "".join(before), "".join([*(answer.push(index) for index in ids[num_prompt:]), answer.flush()])
+
+
 @settings(max_examples=150)
-@given(kind=st.sampled_from(KINDS), text=UNICODE)
-@example(kind="llama3", text="a<|eom_id|>b")  # a special token written out, which decoding skips
-@example(kind="llama2", text="   ")  # only the first space is dropped
-def test_streamed_text_is_the_text(tokenizers, kind, text):
+@given(kind=st.sampled_from(KINDS), text=UNICODE, num_prompt=st.integers(0, 40))
+@example(kind="llama3", text="a<|eom_id|>b", num_prompt=2)  # a special token written out, which decoding skips
+@example(kind="llama2", text="   ", num_prompt=2)  # only the first space is dropped
+@example(kind="llama2", text="the world world", num_prompt=2)
+@example(kind="llama2", text="日本", num_prompt=5)  # within a run of bytes, and within a character
+@example(kind="smollm2", text="😀", num_prompt=1)
+def test_streamed_text_is_the_text_wherever_its_prompt_ends(tokenizers, kind, text, num_prompt):
     tokenizer = tokenizers[kind]
     ids = tokenizer.encode(text)
-    assert "".join(_stream(tokenizer, ids)) == tokenizer.decode(ids)
+    assert "".join(_stream(tokenizer, ids)) == "".join(_continued(tokenizer, ids, num_prompt)) == tokenizer.decode(ids)
     if kind in ("llama3", "smollm2") and not any(token in text for token in tokenizer.special_tokens):
         assert tokenizer.decode(ids) == text
 
@@ -40,6 +51,8 @@ def test_streamed_ids_equal_decode_for_any_ids(tokenizers, kind, data):
     tokenizer = tokenizers[kind]
     ids = data.draw(st.lists(st.integers(0, tokenizer.vocab_size + 3), max_size=30))
     assert "".join(_stream(tokenizer, ids)) == tokenizer.decode(ids)
+    if not tokenizer.decoder.has_byte_fallback:  # where a run of bytes is judged as a whole
+        assert "".join(_continued(tokenizer, ids, data.draw(st.integers(0, 30)))) == tokenizer.decode(ids)
 
 
 @settings(max_examples=250)
@@ -68,6 +81,12 @@ def test_a_character_goes_with_its_last_byte(tokenizers):
     decoder = IncrementalDecoder(tokenizer)
     assert [decoder.push(of_byte[bytes([byte])]) for byte in "é😀".encode()] == ["", "é", "", "", "", "😀"]
     assert decoder.flush() == ""
+
+
+def test_what_a_prompt_shows_is_not_part_of_its_answer(tokenizers):
+    tokenizer = tokenizers["llama2"]
+    ids = tokenizer.encode("é日")
+    assert [_continued(tokenizer, ids, len(ids) - n)[1] for n in range(4)] == ["", "日", "日", "日"]
 
 
 def test_special_tokens_show_nothing_and_do_not_cut_a_character(tokenizers):

@@ -21,12 +21,13 @@ from shared.sampling.params import SamplingParams
 from shared.sampling.redirect import RedirectProcessor
 from shared.sampling.sampler import SamplingRow
 from shared.sampling.thinking import ThinkingLimits, chosen
+from shared.text.chat import ChatMessage, encode_chat
 from shared.text.tokenizer import Tokenizer
 from tests.adapters import random_adapter_of
 from tests.drafts import Foresight
 from tests.mixed_requests import Requests, serve, tokens
 
-OPEN, CLOSE, WAIT, END = 10, 11, 12, 13
+OPEN, CLOSE, WAIT, END, TURN = 10, 11, 12, 13, 14
 
 
 def row(temperature: float, redirect: tuple[int, int | None] | None) -> SamplingRow:
@@ -115,7 +116,9 @@ def test_words_are_chosen_by_the_noise_of_the_request() -> None:
 def limits_of(params: SamplingParams, prompt: list[int], texts: list[list[int]]) -> ThinkingLimits:
     """Those of a tokenizer that knows the marks of thinking, and spells the words with these ids."""
     marks, words = {thinking.OPEN: OPEN, thinking.CLOSE: CLOSE}, dict(zip(thinking.WORDS, texts, strict=True))
-    tokenizer: Any = SimpleNamespace(token_id=marks.get, encode=lambda text, **_: words[text])
+    tokenizer: Any = SimpleNamespace(
+        token_id=marks.get, encode=lambda text, **_: words[text], special_ids=frozenset({TURN})
+    )
     found = ThinkingLimits.of(params, prompt, 3, (END,), tokenizer)
     assert found is not None
     return found
@@ -126,8 +129,29 @@ def test_limits_are_those_of_the_parameters() -> None:
     found = limits_of(params, [101, OPEN, 102, CLOSE, 103, OPEN, 104], no_words)
     assert found == ThinkingLimits(OPEN, CLOSE, True, 3, 9, (END,))
     assert not limits_of(params, [OPEN, 102, CLOSE, 103], no_words).is_open
+    assert not limits_of(params, [OPEN, 102, TURN, 103], no_words).is_open, "thoughts of an earlier turn"
     tokenizer: Any = None
     assert ThinkingLimits.of(SamplingParams(), [OPEN], 0, (), tokenizer) is None
+
+
+def test_only_the_last_turn_of_a_conversation_says_whether_thoughts_are_open(tiny_checkpoints: dict[str, Path]) -> None:
+    tokenizer = Tokenizer.load(tiny_checkpoints["qwen3"])
+    said, open_ = ChatMessage("user", "What does <think> do?"), ChatMessage("assistant", "<think>\nHm")
+    params = SamplingParams(thinking_budget=3)
+
+    def is_open(messages: list[ChatMessage], **how: bool) -> bool:
+        ids = encode_chat(tokenizer, messages, template="qwen3", **how)
+        if not how.get("add_generation_prompt", True):  # the message goes on
+            ids = ids[: -1 - ids[::-1].index(tokenizer.token_id("<|im_end|>"))]  # type: ignore[arg-type]
+        found = ThinkingLimits.of(params, ids, 0, (), tokenizer)
+        assert found is not None
+        return found.is_open
+
+    for role in ("system", "user", "tool"):
+        assert not is_open([ChatMessage("user", "x"), ChatMessage(role, "<think>")]), role
+    assert not is_open([said, open_, said])
+    assert not is_open([said], thinking=False)
+    assert is_open([said, open_], add_generation_prompt=False)
 
 
 @pytest.mark.parametrize(("ids", "words"), [([5], (4, 5)), ([5, 6], (4,))])

@@ -8,18 +8,19 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shared.text.tools import TOOL_FORMATS, CallArguments, CallStart, Content, Delta, ToolParser
+from shared.text.tool_format import TOOL_FORMATS
+from shared.text.tools import CallArguments, CallStart, Content, Delta, ToolParser
 
 NAMES = ("weather", "add")
 CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
 WHOLE = '{"name": "add", "parameters": {}}'
 
 
-def read(form: str, pieces: Sequence[str], *, has_several: bool = True) -> list[Delta]:
+def read(form: str, pieces: Sequence[str], *, is_cut: bool = False, **how: bool) -> list[Delta]:
     """The deltas, those of one kind joined."""
-    parser = ToolParser(TOOL_FORMATS[form], NAMES, has_several=has_several)
+    parser = ToolParser(TOOL_FORMATS[form], NAMES, **how)
     joined: list[Delta] = []
-    for delta in [*(delta for piece in pieces for delta in parser.push(piece)), *parser.flush()]:
+    for delta in [*(delta for piece in pieces for delta in parser.push(piece)), *parser.flush(is_cut=is_cut)]:
         last = joined[-1] if joined else None
         if isinstance(delta, Content) and isinstance(last, Content):
             joined[-1] = Content(last.text + delta.text)
@@ -87,6 +88,51 @@ def test_calls_in_a_text(form: str, text: str, expected: list[Delta]) -> None:
     assert read(form, [text]) == expected
 
 
+NAMED = '<tool_call>\n{"name": "add"'
+CUT: list[tuple[str, str, list[Delta]]] = [
+    ("qwen3", "So:\n<tool_ca", [Content("So:")]),
+    ("qwen3", NAMED[:-2], []),
+    ("qwen3", NAMED, [CallStart(0, "add")]),
+    ("qwen3", f'{NAMED}, "arguments": ', [CallStart(0, "add")]),
+    ("qwen3", f'{NAMED}, "arguments": {{"a": "b', added(arguments='{"a": "b')),
+    ("qwen3", f"{CALL}\n<tool_call>\n{{", added()),
+    ("qwen3", f"{THOUGHT[:20]}", [Content(THOUGHT[:20])]),
+    ("qwen3", UNKNOWN[:-20], [Content(UNKNOWN[:-20])]),
+    ("qwen3", "a \n", [Content("a \n")]),
+    ("llama3", '{"name": "ad', []),
+    ("llama3", '{"name": "add"', [CallStart(0, "add")]),
+    ("llama3", '{"name": "Ad"', [Content('{"name": "Ad"')]),
+    ("llama3", '{"born": 1815, "na', [Content('{"born": 1815, "na')]),
+]
+
+
+@pytest.mark.parametrize(("form", "text", "expected"), CUT)
+@pytest.mark.parametrize("is_spelled", [False, True])
+def test_a_call_that_a_limit_cuts(form: str, text: str, expected: list[Delta], is_spelled: bool) -> None:
+    assert read(form, [text], is_cut=True, is_spelled=is_spelled) == expected
+    assert read(form, list(text), is_cut=True, is_spelled=is_spelled) == expected
+
+
+OTHERWISE = ('{"name":"add","parameters":{}}', '{"parameters": {}, "name": "add"}', '{"x": 1, "name": "add"}')
+
+
+@pytest.mark.parametrize(
+    ("form", "text", "is_first", "expected"),
+    [
+        *(("llama3", text, False, [Content(text)]) for text in OTHERWISE),
+        ("llama3", f" \n{WHOLE}", False, added(arguments="{}")),
+        ("qwen3", f"a {CALL}", False, [Content("a"), *added()]),
+        ("qwen3", f"a {CALL}", True, [Content(f"a {CALL}")]),
+        ("qwen3", f"{THOUGHT}\n\n{CALL}\n{CALL}", True, [Content(THOUGHT), *added(0), *added(1)]),
+        ("qwen3", f"{THOUGHT}\n\na{CALL}", True, [Content(f"{THOUGHT}\n\na{CALL}")]),
+    ],
+)
+def test_where_a_grammar_spells_calls_its_spelling_alone_is_one(
+    form: str, text: str, is_first: bool, expected: list[Delta]
+) -> None:
+    assert read(form, list(text), is_spelled=True, is_first=is_first) == expected
+
+
 def test_thinking_is_content_where_the_format_has_none() -> None:
     assert read("chatml", [f"{THOUGHT}\n\n{CALL}"])[:2] == [Content("<think>\nperhaps"), CallStart(0, "add")]
 
@@ -99,13 +145,14 @@ PARTS = ("<think>", "</think>", "\n", "<tool_call>", "</tool_call>", '{"name": "
 MIXED = st.lists(st.sampled_from([*(text for text, _ in [*HERMES, *LLAMA]), *PARTS]), max_size=6).map("".join)
 
 
-@given(st.sampled_from(sorted(TOOL_FORMATS)), MIXED, st.lists(st.integers(0, 400), max_size=12), st.booleans())
-def test_any_division_of_a_text_gives_the_same(form: str, text: str, cuts: list[int], has_several: bool) -> None:
+@given(st.sampled_from(sorted(TOOL_FORMATS)), MIXED, st.lists(st.integers(0, 400), max_size=12), st.data())
+def test_any_division_of_a_text_gives_the_same(form: str, text: str, cuts: list[int], data: st.DataObject) -> None:
     places = [0, *sorted(cuts), len(text)]
     pieces = [text[first:last] for first, last in itertools.pairwise(places)]
-    whole = read(form, [text], has_several=has_several)
-    assert read(form, pieces, has_several=has_several) == whole
-    assert read(form, list(text), has_several=has_several) == whole
+    how = {name: data.draw(st.booleans(), name) for name in ("has_several", "is_spelled", "is_first", "is_cut")}
+    whole = read(form, [text], **how)
+    assert read(form, pieces, **how) == whole
+    assert read(form, list(text), **how) == whole
 
 
 @given(MIXED)

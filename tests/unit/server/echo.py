@@ -181,6 +181,8 @@ class EchoEngine:
             return StepOutput(request.request_id, None, "", FinishReason.ERROR, error="The request was poisoned.")
         count = request.params.logprobs
         top = tuple((text_ids[0] + i, -1.0 - i) for i in range(count)) if count else ()
+        if top and token_id not in dict(top):
+            top += ((token_id, -0.5),)
         request.append(token_id)
         request.num_scheduled_tokens = request.num_tokens - 1
         return self.streams[request].push(token_id, None if count is None else TokenLogprobs(-0.5, top))

@@ -19,7 +19,7 @@ def events(text: str) -> list[tuple[str | None, Any]]:
     found: list[tuple[str | None, Any]] = []
     assert text.endswith("\n\n")
     for block in text[:-2].split("\n\n"):
-        fields = dict(line.split(": ", 1) for line in block.split("\n") if not line.startswith(":"))
+        fields = dict(line.split(": ", 1) for line in block.splitlines() if not line.startswith(":"))
         assert set(fields) <= {"event", "data"}, block
         if fields:
             data = fields["data"]

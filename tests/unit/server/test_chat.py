@@ -28,11 +28,12 @@ def test_chat_streams_as_openai_does(client: httpx.Client) -> None:
 
 
 def test_logprobs_of_chat(client: httpx.Client) -> None:
-    body = chat(logprobs=True, top_logprobs=1)
+    body = chat(logprobs=True, top_logprobs=1)  # the sampled token is the most likely one in the first position only
     shown = client.post("/v1/chat/completions", json=body).json()["choices"][0]["logprobs"]["content"]
     assert len(shown) == 4
     assert set(shown[0]) == {"token", "logprob", "bytes", "top_logprobs"}
-    assert [set(top) for top in shown[0]["top_logprobs"]] == [{"token", "logprob", "bytes"}]
+    assert [[set(top) for top in one["top_logprobs"]] for one in shown] == [[{"token", "logprob", "bytes"}]] * 4
+    assert [one["token"] == one["top_logprobs"][0]["token"] for one in shown] == [True, False, True, False]
     assert bytes(shown[0]["bytes"]).decode() == shown[0]["token"]
     bare = client.post("/v1/chat/completions", json=chat(logprobs=True)).json()["choices"][0]["logprobs"]
     assert bare["content"][0]["top_logprobs"] == []

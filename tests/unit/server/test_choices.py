@@ -13,7 +13,7 @@ import pytest
 
 from shared.errors import QueueFullError
 from shared.server.intake import derived_seed
-from tests.unit.server.echo import ENDLESS, LIMIT, POISON, EchoEngine, endless, serving, unread
+from tests.unit.server.echo import ENDLESS, LIMIT, POISON, EchoEngine, Running, endless, serving, unread
 from tests.unit.server.exchange import assert_refused, chat, completion, error_of, events
 from tests.waiting import wait_until
 
@@ -172,6 +172,19 @@ def test_a_client_that_leaves_ends_all_its_choices(path: str, stream: bool, fold
 
 
 # `echo`
+
+
+def test_a_character_that_ids_leave_incomplete_is_part_of_their_continuation(
+    echo: Running, client: httpx.Client
+) -> None:
+    first, second = echo.engine.tokenizer.encode("é", add_special_tokens=False)
+    for fields, expected in (
+        ({"max_tokens": 1}, "é"),
+        ({"max_tokens": 1, "echo": True}, "\ufffdé"),
+        ({"max_tokens": 2, "echo": True}, "\ufffdé\ufffd"),
+        ({"max_tokens": 0, "echo": True}, "\ufffd\ufffd"),
+    ):
+        assert whole(client, prompt=[second, first], **fields)["choices"][0]["text"] == expected, fields
 
 
 def test_the_prompt_is_given_back_before_its_continuation(client: httpx.Client) -> None:

@@ -68,6 +68,8 @@ def test_logprobs_of_completions(client: httpx.Client) -> None:
     assert [one["token_logprobs"] for one in shown] == [[-0.5]] * 4
     assert [one["text_offset"] for one in shown] == [[0], [1], [2], [3]]
     assert shown[0]["top_logprobs"] == [{"a": -1.0, "b": -2.0}]
+    frames = events(client.post("/v1/completions", json=completion("ac", logprobs=1)).text)
+    assert frames[1][1]["choices"][0]["logprobs"]["top_logprobs"] == [{"a": -1.0, "c": -0.5}], "k + 1 with the sampled"
 
 
 def test_a_streamed_completion_has_openais_frames(client: httpx.Client) -> None:

@@ -123,11 +123,32 @@ def test_openais_helper_of_streams(servers: dict[str, Running]) -> None:
     assert calls_of(message) == [("weather", '{"place": "Zürich"}'), ("time", "{}")]
 
 
-def test_an_answer_that_breaks_off_keeps_its_reason(servers: dict[str, Running]) -> None:
-    cut = len(CALL.encode()) - 20
-    choice = ask(servers["qwen3"], CALL, max_tokens=cut).choices[0]
-    assert choice.finish_reason == "length"
-    assert calls_of(choice.message)[0][1].startswith('{"place": "Z')
+@pytest.mark.parametrize(
+    ("family", "written", "calls"),
+    [
+        ("qwen3", "<tool_ca", []),
+        ("qwen3", CALL.partition("her")[0], []),
+        ("qwen3", CALL.partition(",")[0], [("weather", "")]),
+        ("qwen3", CALL.partition("ü")[0], [("weather", '{"place": "Z')]),
+        ("llama", LLAMA_CALL.partition("her")[0], []),
+        ("llama", LLAMA_CALL.partition("ü")[0], [("weather", '{"place": "Z')]),
+    ],
+)
+def test_a_call_that_its_length_ends_is_no_content_and_may_be_sent_back(
+    family: str, written: str, calls: list[tuple[str, str]], servers: dict[str, Running]
+) -> None:
+    running, cut = servers[family], {"max_tokens": len(written)}
+    choice = ask(running, f"{CALL if family == 'qwen3' else LLAMA_CALL}", **cut).choices[0]
+    assert (choice.finish_reason, choice.message.content or "", calls_of(choice.message)) == ("length", "", calls)
+    chunks = [chunk.choices[0] for chunk in ask(running, running.engine.script, stream=True, **cut)]  # type: ignore[attr-defined]
+    names = [call.function.name for chunk in chunks for call in chunk.delta.tool_calls or [] if call.function.name]
+    assert names == [name for name, _ in calls]
+    assert not any(chunk.delta.content for chunk in chunks)
+    assert chunks[-1].finish_reason == "length"
+    ask(running, "Well.", messages=[USER, choice.message, USER])
+    for name, arguments in calls:
+        key = "parameters" if family == "llama" else "arguments"
+        assert f'{{"name": "{name}", "{key}": {arguments or "{}"}}}' in running.engine.prompts[-1]  # type: ignore[attr-defined]
 
 
 def test_log_probabilities_of_all_tokens(servers: dict[str, Running]) -> None:
@@ -198,7 +219,7 @@ def called(**more: Any) -> Any:
         (
             {"messages": [USER, {"role": "assistant", "tool_calls": [called(arguments="[]")]}]},
             "messages.1.tool_calls.0.function.arguments",
-            "arguments is '[]'; it must be the text of a JSON object",
+            "arguments is '[]'; it must be the text of a JSON object, or the beginning of one",
         ),
         (
             {"messages": [USER, {"role": "tool", "content": "x", "tool_call_id": "b"}]},

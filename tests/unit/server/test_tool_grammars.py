@@ -14,6 +14,9 @@ import pytest
 
 from phases.phase_12.engine import Engine
 from shared.engine.config import EngineConfig
+from shared.engine.output import StepOutput
+from shared.server.tool_answer import ToolReading, whole_message
+from shared.text.tool_format import TOOL_FORMATS
 from tests.unit.server.echo import Running, serving
 from tests.unit.server.exchange import assert_refused, chat
 
@@ -131,6 +134,21 @@ def test_free_text_until_a_call_begins(servers: dict[str, Running]) -> None:
     assert num_calls > 0
     none = ask(running, seed=0, tool_choice="none", logit_bias={str(opening): 100}, max_tokens=50).choices[0]
     assert (none.finish_reason, none.message.tool_calls) == ("length", None)
+
+
+@pytest.mark.parametrize("is_token", [True, False])
+def test_a_special_token_opens_a_call_and_its_name_written_out_does_not(
+    is_token: bool, servers: dict[str, Running]
+) -> None:
+    """The grammar has text there, in which any function may have any arguments."""
+    tokenizer = servers["special"].engine.tokenizer
+    reading = ToolReading.of(tokenizer, TOOL_FORMATS["qwen3"], TOOLS, has_several=True, is_spelled=True)
+    written = '\n{"name": "weather", "arguments": {}}\n'
+    marks = [(tokenizer.token_id(mark), "") if is_token else (0, mark) for mark in reversed(MARKS)]
+    parts = [marks[0], (0, written), marks[1]]
+    message = whole_message(reading, [StepOutput("a", token_id, text) for token_id, text in parts])
+    assert message.get("content") == (None if is_token else f"<tool_call>{written}</tool_call>")
+    assert len(message.get("tool_calls", [])) == int(is_token)
 
 
 def test_a_call_behind_thinking(servers: dict[str, Running]) -> None:
