@@ -24,6 +24,7 @@ from phases.phase_01a.engine import Engine
 from shared.checkpoints.make import checkpoint_tensors
 from shared.checkpoints.shapes import SHAPES
 from shared.errors import ConfigError
+from shared.loading.config_json import read_config
 from shared.models import attention, gemma3
 from shared.models.attention import NormAndRotate
 from shared.models.config import ModelConfig, RopeConfig
@@ -47,10 +48,12 @@ SMOLLM2 = {  # the demo model's layers: small, and RoPE not scaled
     "rope_scaling": None,
     "rope_theta": 100_000.0,
 }
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32_768}  # Qwen 3's, for 131,072
 CASES: dict[str, tuple[str, int, dict[str, Any]]] = {
     "llama": ("llama-3.2-1b", 0, {}),
     "smollm2": ("llama-3.2-1b", 0, SMOLLM2),
     "qwen3": ("qwen3-1.7b", 0, {}),
+    "qwen3-yarn": ("qwen3-1.7b", 0, {"rope_scaling": YARN}),
     "gemma3-sliding": ("gemma-3-1b", 0, {"sliding_window": WINDOW}),
     "gemma3-full": ("gemma-3-1b", 5, {"sliding_window": WINDOW}),
 }
@@ -133,7 +136,7 @@ def cases(tmp_path_factory: pytest.TempPathFactory) -> Iterator[MakeCase]:
             (folder / "config.json").write_text(json.dumps(config))
             save_file(layer_tensors(config, layer), folder / "model.safetensors")
             num_tokens = 2 * WINDOW + 7 if "sliding_window" in changes else 18
-            positions = spread_positions(num_tokens, config["max_position_embeddings"])
+            positions = spread_positions(num_tokens, read_config(folder).max_position_embeddings)
             made[name] = Case(folder, layer, random_input(config["hidden_size"], num_tokens), positions)
         return made[name]
 

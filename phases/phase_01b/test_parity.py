@@ -27,6 +27,7 @@ BACKENDS = ("naive", "sdpa")
 HALF = (torch.bfloat16, torch.float16)
 IDS = torch.randint(0, 512, (48,), generator=torch.Generator().manual_seed(0)).tolist()
 LINEAR = {"rope_type": "linear", "factor": 8.0}
+YARN = {"rope_type": "yarn", "factor": 3.0, "original_max_position_embeddings": 16, "beta_fast": 4, "beta_slow": 0.1}
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("tiny-llama", {}),  # tied, RoPE scaled as in Llama 3
     "llama-untied-biases": (
@@ -35,6 +36,9 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "llama-unscaled": ("tiny-llama", {"rope_scaling": None}),
     "llama-linear": ("tiny-llama", {"rope_scaling": LINEAR}),
+    "llama-yarn": ("tiny-llama", {"rope_scaling": YARN}),  # three times as many positions as the original 16
+    "qwen3-yarn": ("tiny-qwen3", {"rope_scaling": YARN | {"attention_factor": 1.4}}),
+    "gemma3-yarn": ("tiny-gemma3", {"rope_scaling": YARN | {"mscale": 2.0, "mscale_all_dim": 0.5}}),
     "qwen3": ("tiny-qwen3", {}),  # untied
     "qwen3-tied-biases": ("tiny-qwen3", {"tie_word_embeddings": True, "attention_bias": True}),
     "qwen3-sliding": ("tiny-qwen3", {"use_sliding_window": True, "sliding_window": 9, "max_window_layers": 2}),

@@ -15,7 +15,7 @@ from shared.checkpoints.progress import Progress
 from shared.errors import ConfigError, InferError
 from shared.loading.checkpoint import Checkpoint
 from shared.loading.config_json import read_config
-from shared.loading.loader import load_model, tensor_names
+from shared.loading.loader import is_tied, load_model, tensor_names
 from shared.loading.resolve import resolve_model
 from shared.models.causal_lm import CausalLM
 from shared.models.projection import Projection
@@ -52,7 +52,8 @@ def quantize_checkpoint(
     source = resolve_model(model)
     config = read_config(source)
     checkpoint = Checkpoint(source)
-    if config.tie_word_embeddings and quantize_head:
+    ties_head = is_tied(config, checkpoint)
+    if quantize_head and ties_head:
         raise ConfigError(
             f"The head of {source} is its embedding, which stays as it is; leave --quantize-head out, or quantize "
             "the head while the model loads."
@@ -92,6 +93,7 @@ def quantize_checkpoint(
         if progress:
             progress("quantize", done, len(names))
     values = json.loads((source / "config.json").read_text(encoding="utf-8"))
+    values["tie_word_embeddings"] = ties_head  # also where the source's config contradicts its tensors
     values["quantization_config"] = _config(stored, group, [] if quantize_head else ["lm_head"])
     folder.mkdir(parents=True, exist_ok=True)
     for pattern in COPIED:

@@ -1,22 +1,23 @@
 """Reads a checkpoint's ``config.json`` into a :class:`ModelConfig`. Introduced in phase 1a.
 
-The file comes in two dialects: the hub's (``rope_theta`` and ``rope_scaling`` at the top) and that of transformers 5
-(``rope_parameters``, for Gemma 3 one per kind of layer). Invariant: an absent field takes the family's published
-default or is an error that names the field; an unimplemented setting that changes the mathematics is an error.
+The file comes in two dialects, the hub's and that of transformers 5. Invariant: an absent field takes the family's
+published default or is an error that names the field; an unimplemented setting that changes the mathematics is an
+error; so are two spellings of one setting that disagree.
 """
 
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
 from shared.errors import ModelFolderError
-from shared.models.config import ModelConfig, RopeConfig
+from shared.loading.fields import Fields
+from shared.loading.rope_settings import read_ropes
+from shared.models.config import ModelConfig
 from shared.models.families import FAMILIES
 from shared.ops.gated import GATED_ACTIVATIONS
 
-ROPE_KINDS = ("default", "linear", "llama3")
 DTYPES = ("float32", "bfloat16", "float16")
+WINDOW_RULES = {"gemma3_text": ("sliding_window_pattern",), "qwen3": ("use_sliding_window", "max_window_layers")}
 
 # transformers' defaults for a family's absent fields.
 FAMILY_DEFAULTS: dict[str, dict[str, Any]] = {
@@ -33,60 +34,6 @@ FAMILY_DEFAULTS: dict[str, dict[str, Any]] = {
         "sliding_window_pattern": 6,
     },
 }
-
-
-class Fields:
-    """The values of one JSON object, fetched by name and checked; errors name the file, the field and the value."""
-
-    def __init__(self, values: dict[str, Any], defaults: dict[str, Any], where: str) -> None:
-        self.values = values
-        self.defaults = defaults
-        self.where = where
-
-    def get(self, name: str, default: Any = None) -> Any:
-        value = self.values.get(name)
-        return self.defaults.get(name, default) if value is None else value
-
-    def wrong(self, name: str, wanted: str) -> ModelFolderError:
-        return ModelFolderError(f"{self.where}: {name} is {self.values.get(name)!r}; it must be {wanted}.")
-
-    def required(self, name: str, default: Any = None) -> Any:
-        value = self.get(name, default)
-        if value is None:
-            raise ModelFolderError(
-                f"{self.where} has no field {name!r}, which this family needs; fetch the original config.json again."
-            )
-        return value
-
-    def count(self, name: str, default: int | None = None, at_most: int = 1 << 22) -> int:
-        value = self.required(name, default)
-        if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= at_most:
-            raise self.wrong(name, f"an integer from 1 to {at_most}")
-        return value
-
-    def number(self, name: str, default: float | None = None, can_be_zero: bool = False) -> float:
-        value = self.required(name, default)
-        # Compared, not converted: an integer may be too large for a float.
-        if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) <= sys.float_info.max:
-            raise self.wrong(name, "a finite number")
-        if value < 0 or (value == 0 and not can_be_zero):
-            raise self.wrong(name, "at least 0" if can_be_zero else "greater than 0")
-        return float(value)
-
-    def optional_number(self, name: str) -> float | None:
-        return None if self.get(name) is None else self.number(name)
-
-    def flag(self, name: str) -> bool:
-        value = self.get(name, False)
-        if not isinstance(value, bool):
-            raise self.wrong(name, "true or false")
-        return value
-
-    def choice(self, name: str, allowed: tuple[str, ...], default: str | None = None) -> str:
-        value = self.required(name, default)
-        if value not in allowed:
-            raise self.wrong(name, "one of " + ", ".join(allowed))
-        return value
 
 
 def read_config(folder: Path, can_quantize: bool = False) -> ModelConfig:
@@ -130,7 +77,10 @@ def parse_config(values: Any, where: str = "config.json", can_quantize: bool = F
         raise ModelFolderError(f"{where}: the head size is {head_dim}; RoPE rotates pairs, so it must be even.")
     activation = "hidden_activation" if family == "gemma3_text" else "hidden_act"
     windows = _windows(fields, family, fields.count("num_hidden_layers", at_most=1024))
-    rope, local_rope = _ropes(fields, family)
+    rope, local_rope = read_ropes(fields, family)
+    max_positions = fields.count("max_position_embeddings")
+    if rope.kind == "yarn":  # the positions that its scaling is for, even if the file was not changed otherwise
+        max_positions = max(max_positions, int(rope.factor * rope.original_max_position))
     scalar = fields.number("query_pre_attn_scalar") if family == "gemma3_text" else float(head_dim)
     return ModelConfig(
         family=family,
@@ -141,7 +91,7 @@ def parse_config(values: Any, where: str = "config.json", can_quantize: bool = F
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
-        max_position_embeddings=fields.count("max_position_embeddings"),
+        max_position_embeddings=max_positions,
         rms_norm_eps=fields.number("rms_norm_eps", can_be_zero=True),
         hidden_act=fields.choice(activation, tuple(GATED_ACTIVATIONS)),
         tie_word_embeddings=fields.flag("tie_word_embeddings"),
@@ -160,6 +110,12 @@ def parse_config(values: Any, where: str = "config.json", can_quantize: bool = F
 def _refuse_unimplemented(fields: Fields, can_quantize: bool) -> None:
     if fields.get("use_bidirectional_attention"):
         raise fields.wrong("use_bidirectional_attention", "false: only causal decoders are supported")
+    for name, value in fields.json_object("text_config").items():
+        if value is not None and value != fields.values.get(name):
+            raise ModelFolderError(
+                f"{fields.where}: text_config.{name} is {value!r} and {name} is {fields.values.get(name)!r}; the model "
+                "is read from the fields outside text_config, so leave text_config out or let both agree."
+            )
     if fields.get("quantization_config") is not None and not can_quantize:
         raise ModelFolderError(
             f"{fields.where}: the checkpoint is already quantized (quantization_config), which arrives in phase 10; "
@@ -168,7 +124,9 @@ def _refuse_unimplemented(fields: Fields, can_quantize: bool) -> None:
 
 
 def _dtype(fields: Fields) -> str:
-    name = str(fields.get("dtype") or fields.get("torch_dtype") or "float32").removeprefix("torch.")
+    spelled = {name: fields.values.get(name) for name in ("dtype", "torch_dtype")}
+    names = {field: str(value).removeprefix("torch.") for field, value in spelled.items() if value}
+    name = fields.agreed(names) or "float32"
     if name not in DTYPES:
         raise ModelFolderError(f"{fields.where}: dtype {name!r} is not supported; supported are {', '.join(DTYPES)}.")
     return name
@@ -176,67 +134,36 @@ def _dtype(fields: Fields) -> str:
 
 def _windows(fields: Fields, family: str, num_layers: int) -> tuple[int | None, ...]:
     """Each layer's sliding window; None: full attention."""
-    layer_types = fields.get("layer_types")
+    layer_types, by_rule = fields.get("layer_types"), _sliding_by_rule(fields, family, num_layers)
     if layer_types is None:
-        if family == "gemma3_text":
-            pattern = fields.count("sliding_window_pattern")
-            sliding = [(layer + 1) % pattern != 0 for layer in range(num_layers)]
-        elif family == "qwen3" and fields.flag("use_sliding_window"):
-            first = fields.get("max_window_layers", 28)
-            if isinstance(first, bool) or not isinstance(first, int):
-                raise fields.wrong("max_window_layers", "an integer")
-            sliding = [layer >= first for layer in range(num_layers)]
-        else:
-            sliding = [False] * num_layers
+        sliding = by_rule or [False] * num_layers
     else:
         known = ("full_attention", "sliding_attention")
         if not isinstance(layer_types, list) or any(kind not in known for kind in layer_types):
-            raise fields.wrong("layer_types", "a list of " + " and ".join(known))
+            raise fields.wrong("layer_types", "a list of full_attention and sliding_attention")
         if len(layer_types) != num_layers:
             raise ModelFolderError(
                 f"{fields.where}: layer_types has {len(layer_types)} entries for {num_layers} layers; one each."
             )
         sliding = [kind == "sliding_attention" for kind in layer_types]
+        if by_rule is not None and sliding != by_rule:
+            rule = {name: fields.values[name] for name in WINDOW_RULES[family] if name in fields.values}
+            raise fields.wrong("layer_types", f"what {rule} says; leave out the one that is wrong")
     window = fields.count("sliding_window") if any(sliding) else None
     return tuple(window if is_sliding else None for is_sliding in sliding)
 
 
-def _ropes(fields: Fields, family: str) -> tuple[RopeConfig, RopeConfig | None]:
-    """The RoPE of full-attention layers, and that of sliding-window layers if the family has one (Gemma 3)."""
-    parameters = fields.get("rope_parameters") or fields.get("rope_scaling") or {}
-    if not isinstance(parameters, dict):
-        raise fields.wrong("rope_parameters", "an object")
-    theta = fields.number("rope_theta")
-    if family != "gemma3_text":
-        # transformers nests by layer type only where the types differ; take the full layers' entry if it did.
-        parameters = parameters.get("full_attention") or parameters
-        return _rope(fields, parameters, theta), None
-    local_theta = fields.number("rope_local_base_freq")
-    nested = "full_attention" in parameters or "sliding_attention" in parameters
-    full = (parameters.get("full_attention") or {}) if nested else parameters
-    local = (parameters.get("sliding_attention") or {}) if nested else {}
-    return _rope(fields, full, theta), _rope(fields, local, local_theta)
-
-
-def _rope(fields: Fields, parameters: Any, theta: float) -> RopeConfig:
-    if not isinstance(parameters, dict):
-        raise fields.wrong("rope_parameters", "an object")
-    where = f"{fields.where}, RoPE"
-    rope = Fields(parameters, {}, where)
-    kind = rope.get("rope_type") or rope.get("type") or "default"
-    if kind not in ROPE_KINDS:
-        raise ModelFolderError(f"{where}: type {kind!r} is not supported; supported are {', '.join(ROPE_KINDS)}.")
-    partial = rope.get("partial_rotary_factor", fields.get("partial_rotary_factor", 1.0))
-    if partial != 1.0:
-        raise ModelFolderError(f"{where}: partial_rotary_factor {partial!r} is not supported; it must be 1.")
-    theta = rope.number("rope_theta", theta)
-    if kind == "default":
-        return RopeConfig(theta)
-    factor = rope.number("factor")
-    if kind == "linear":
-        return RopeConfig(theta, kind, factor)
-    low, high = rope.number("low_freq_factor"), rope.number("high_freq_factor")
-    if low >= high:
-        raise rope.wrong("low_freq_factor", f"below high_freq_factor ({high:g})")
-    original = rope.count("original_max_position_embeddings", fields.get("max_position_embeddings"))
-    return RopeConfig(theta, kind, factor, low, high, original)
+def _sliding_by_rule(fields: Fields, family: str, num_layers: int) -> list[bool] | None:
+    """Which layers have a sliding window by the family's rule, the hub's spelling of ``layer_types``; None: no rule."""
+    is_listed = fields.get("layer_types") is not None
+    if family == "gemma3_text" and (not is_listed or fields.values.get("sliding_window_pattern") is not None):
+        pattern = fields.count("sliding_window_pattern")
+        return [(layer + 1) % pattern != 0 for layer in range(num_layers)]
+    if family != "qwen3" or fields.values.get("use_sliding_window") is None:
+        return None
+    first = fields.get("max_window_layers", 28) if fields.flag("use_sliding_window") else num_layers
+    if isinstance(first, bool) or not isinstance(first, int):
+        raise fields.wrong("max_window_layers", "an integer")
+    if is_listed and first == 28 != num_layers:  # its default, which transformers writes beside any list
+        return None
+    return [layer >= first for layer in range(num_layers)]

@@ -4,6 +4,7 @@ Invariant: peak anonymous memory stays near the size of the weights in the targe
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -25,12 +26,10 @@ Quantize = Callable[[CausalLM, dict[str, str], Checkpoint, torch.device], set[st
 # Makes an empty model from the checkpoint's config, the number of positions, and the device.
 MakeModel = Callable[[ModelConfig, int, torch.device], CausalLM]
 
+EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+
 # Our parameters outside the blocks -> the checkpoint's tensors.
-MODEL_TENSORS = {
-    "embedding.weight": "model.embed_tokens.weight",
-    "norm.weight": "model.norm.weight",
-    "head.weight": "lm_head.weight",
-}
+MODEL_TENSORS = {"embedding.weight": EMBEDDING, "norm.weight": "model.norm.weight", "head.weight": HEAD}
 
 KV_SCALES = (".k_scale", ".v_scale", ".k_proj.output_scale", ".v_proj.output_scale", ".q_scale", ".prob_scale")
 """Ends of names of tensors that only a KV cache in 8 bits needs, and its attention (phase 10)."""
@@ -63,6 +62,7 @@ def load_model(
     folder = resolve_model(name_or_path)
     config = read_config(folder, can_quantize=quantize is not None)
     checkpoint = open_checkpoint(folder)
+    config = replace(config, tie_word_embeddings=is_tied(config, checkpoint))
     device = check_device(device)
     dtype = dtype or default_dtype(config, device)
     limit = config.max_position_embeddings
@@ -71,24 +71,40 @@ def load_model(
 
     model = make_model(config, max_positions or limit, device)
     tensor_of = tensor_names(model)
-    used: set[str] = set()
-    if quantize is not None:
-        used = quantize(model, tensor_of, checkpoint, device)
-        tensor_of = {name: tensor_of[name] for name, _ in model.named_parameters()}
     # Old checkpoints contain RoPE's frequencies, which are computed here.
-    unused = {name for name in checkpoint.names if not name.endswith(".rotary_emb.inv_freq")}
-    unused -= used | set(tensor_of.values())
-    is_tied = config.tie_word_embeddings and isinstance(model.head, Projection)
-    if is_tied:  # the head is the embedding; a copy in the checkpoint is not read
+    unused = {name for name in checkpoint.names if not name.endswith((".rotary_emb.inv_freq", *KV_SCALES))}
+    unused -= set(tensor_of.values())
+    if config.tie_word_embeddings:
+        source = HEAD if {EMBEDDING, HEAD} & checkpoint.names == {HEAD} else EMBEDDING
+        tensor_of |= dict.fromkeys(("embedding.weight", "head.weight"), source)
+    if quantize is not None:
+        unused -= quantize(model, tensor_of, checkpoint, device)
+        tensor_of = {name: tensor_of[name] for name, _ in model.named_parameters()}
+    shares_embedding = config.tie_word_embeddings and isinstance(model.head, Projection)
+    if shares_embedding:
         del tensor_of["head.weight"]
         model.head.weight = model.embedding.weight
-    unused = {name for name in unused if not name.endswith(KV_SCALES)}
     num_bytes = sum(parameter.numel() for parameter in model.parameters()) * dtype.itemsize
     check_room(num_bytes, device, f"The model in {str(dtype).removeprefix('torch.')}")
     fill(model, tensor_of, checkpoint, dtype, device, unused)
-    if is_tied:
+    if shares_embedding:
         model.head.weight = model.embedding.weight
     return model.eval()
+
+
+def is_tied(config: ModelConfig, checkpoint: Checkpoint) -> bool:
+    """Whether the head is the embedding: config.json says so, and the checkpoint has no head of its own.
+
+    A head that equals the embedding is a copy of it; a quantized one never is. Where only the head is stored, the
+    embedding is the head.
+    """
+    heads = {name for name in checkpoint.names if name.startswith("lm_head.")}
+    if not config.tie_word_embeddings or heads - {HEAD}:
+        return False
+    if not {EMBEDDING, HEAD} <= checkpoint.names:
+        return True
+    embedding, head = checkpoint.tensor(EMBEDDING), checkpoint.tensor(HEAD)
+    return embedding.dtype == head.dtype and torch.equal(embedding, head)
 
 
 def tensor_names(model: CausalLM) -> dict[str, str]:

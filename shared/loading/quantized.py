@@ -82,12 +82,9 @@ def place_quantized(
     stored = None if config is None else detect_format(config, checkpoint)
     projections = {name: module for name, module in model.named_modules() if isinstance(module, Projection)}
     source_of = {name: tensor_of[f"{name}.weight"].removesuffix(".weight") for name in projections}
-    if model.config.tie_word_embeddings and f"{source_of['head']}.weight" not in checkpoint.names and not stored:
-        source_of["head"] = tensor_of["embedding.weight"].removesuffix(".weight")
     if stored is not None:
-        chosen = [name for name in projections if stored.quantizes(source_of[name])]
-        if model.config.tie_word_embeddings:
-            chosen = [name for name in chosen if name != "head"]
+        plain = {"head"} if model.config.tie_word_embeddings else set()
+        chosen = [name for name in projections if name not in plain and stored.quantizes(source_of[name])]
     else:
         chosen = [name for name in projections if name != "head" or quantize_head]
 
@@ -111,4 +108,4 @@ def place_quantized(
     check_room(num_bytes, device, "The quantized part of the model")
     with ThreadPoolExecutor(WORKERS) as pool:
         list(pool.map(place, chosen))
-    return used - {tensor_of["embedding.weight"]}
+    return used

@@ -9,17 +9,18 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class RopeConfig:
-    """Rotary position embedding: base ``theta``, frequencies scaled by ``kind`` (``default``, ``linear``, ``llama3``).
-
-    ``low_freq_factor``, ``high_freq_factor`` and ``original_max_position`` are read by ``llama3`` alone.
-    """
+    """Rotary position embedding: base ``theta``, frequencies scaled by ``kind``; see :mod:`shared.ops.rope`."""
 
     theta: float
-    kind: str = "default"
+    kind: str = "default"  # or linear, llama3, yarn
     factor: float = 1.0
-    low_freq_factor: float = 1.0
+    low_freq_factor: float = 1.0  # this and the next: llama3
     high_freq_factor: float = 4.0
-    original_max_position: int = 8192
+    original_max_position: int = 8192  # llama3 and yarn
+    attention_factor: float = 1.0  # rotated queries and keys are multiplied by it: yarn
+    beta_fast: float = 32.0  # this and the next: turns within the original positions, yarn
+    beta_slow: float = 1.0
+    truncate: bool = True  # whether yarn's blend begins and ends with a whole pair
 
 
 @dataclass(frozen=True)

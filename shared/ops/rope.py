@@ -2,8 +2,10 @@
 
 Su et al., "RoFormer", arXiv 2104.09864, in the half-split layout of the Hugging Face checkpoints: dimension ``i`` is
 rotated together with ``i + D/2``. The frequencies may be scaled for longer contexts: ``linear`` divides all of them
-(Chen et al., arXiv 2306.15595); ``llama3`` divides the low ones, keeps the high ones and blends between (Llama 3.1).
-Invariant: angles, cosines and sines are fp32, and so is the rotation; only its result is rounded to the input's dtype.
+(Chen et al., arXiv 2306.15595); ``llama3`` divides the low ones, keeps the high ones and blends between (Llama 3.1);
+``yarn`` does so by another blend and enlarges queries and keys too, since softmax over more keys needs larger scores
+(Peng et al., arXiv 2309.00071). Invariant: angles, cosines and sines are fp32, and so is the rotation; only its result
+is rounded to the input's dtype.
 """
 
 import math
@@ -15,14 +17,17 @@ from shared.models.config import RopeConfig
 
 def inverse_frequencies(rope: RopeConfig, head_dim: int) -> torch.Tensor:
     """Angle per position of each rotated pair: fp32 ``[D/2]``, the fastest first."""
-    frequencies = 1.0 / (rope.theta ** (torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim))
+    periods = rope.theta ** (torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim)  # positions per radian
+    frequencies = 1.0 / periods
     if rope.kind == "default":
         return frequencies
     if rope.kind == "linear":
         return frequencies / rope.factor
     if rope.kind == "llama3":
         return _llama3_frequencies(rope, frequencies)
-    raise ValueError(f"RoPE kind {rope.kind!r} is not implemented; there are default, linear and llama3")
+    if rope.kind == "yarn":
+        return _yarn_frequencies(rope, periods)
+    raise ValueError(f"RoPE kind {rope.kind!r} is not implemented; there are default, linear, llama3 and yarn")
 
 
 def _llama3_frequencies(rope: RopeConfig, frequencies: torch.Tensor) -> torch.Tensor:
@@ -42,13 +47,35 @@ def _llama3_frequencies(rope: RopeConfig, frequencies: torch.Tensor) -> torch.Te
     # end exercise
 
 
+def _yarn_frequencies(rope: RopeConfig, periods: torch.Tensor) -> torch.Tensor:
+    """YaRN's stretching: ``periods`` fp32 ``[D/2]`` to frequencies fp32 ``[D/2]``, by how often a pair turns.
+
+    Pairs that make more than ``beta_fast`` turns within the original positions are kept, those of less than
+    ``beta_slow`` are divided by ``factor``; between, the share that is kept falls with the index of the pair. The
+    result is rounded as transformers rounds it, since an error grows with the position.
+    """
+    D = 2 * len(periods)
+
+    def pair(num_turns: float) -> float:
+        """The index, with a fraction, at which a pair would make so many turns."""
+        return D * math.log(rope.original_max_position / (num_turns * 2 * math.pi)) / (2 * math.log(rope.theta))
+
+    first, last = pair(rope.beta_fast), pair(rope.beta_slow)
+    if rope.truncate:
+        first, last = math.floor(first), math.ceil(last)
+    first, last = max(first, 0), min(last, D - 1)
+    kept = 1 - ((torch.arange(D // 2) - first) / (last - first or 0.001)).clamp(0, 1)
+    return 1.0 / (rope.factor * periods) * (1 - kept) + 1.0 / periods * kept
+
+
 def rope_table(
     rope: RopeConfig, head_dim: int, num_positions: int, device: torch.device | str | None = None
 ) -> torch.Tensor:
     """The RoPE table: fp32 ``[num_positions, 2, 1, D]``, for each position D cosines and D signed sines.
 
     Both halves of a head rotate by the same angles; the table holds the sign of the sine (minus for the first half,
-    plus for the second), so a rotation is two products and a sum.
+    plus for the second), so a rotation is two products and a sum. Its numbers are multiplied by ``attention_factor``,
+    so a rotated key has it once and keeps it if further turns move the key.
     """
     angles = torch.arange(num_positions, dtype=torch.float32)[:, None] * inverse_frequencies(rope, head_dim)
     table = torch.empty(num_positions, 2, 1, head_dim, dtype=torch.float32)
@@ -57,7 +84,7 @@ def rope_table(
     torch.sin(angles, out=sin[:, head_dim // 2 :])
     cos[:, head_dim // 2 :] = cos[:, : head_dim // 2]
     sin[:, : head_dim // 2] = -sin[:, head_dim // 2 :]
-    return table.to(device)
+    return table.mul_(rope.attention_factor).to(device)
 
 
 def rotate(x: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:

@@ -16,6 +16,7 @@ from shared.loading.config_json import parse_config, read_config
 from shared.models.config import ModelConfig, RopeConfig
 
 LLAMA, QWEN3, GEMMA3 = (SHAPES[f"tiny-{family}"] for family in ("llama", "qwen3", "gemma3"))
+YARN = {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 512}
 LINEAR = {"rope_type": "linear", "factor": 8.0}
 REQUIRED = {
     "hidden_size",
@@ -38,7 +39,8 @@ HUB_CONFIGS = (
         "gemma without local base": {k: v for k, v in GEMMA3.items() if k != "rope_local_base_freq"},
         "qwen sliding": QWEN3 | {"use_sliding_window": True, "sliding_window": 64, "max_window_layers": 2},
         "biases": LLAMA | {"attention_bias": True, "mlp_bias": True},
-        "layer_types": GEMMA3 | {"layer_types": ["full_attention", "sliding_attention"] * 4},
+        "yarn": QWEN3 | {"rope_scaling": YARN},
+        "gemma yarn": GEMMA3 | {"rope_scaling": YARN | {"mscale": 2.0, "mscale_all_dim": 1.0, "beta_fast": 9}},
     }
     | {
         f"silent {config['model_type']}": {k: config[k] for k in REQUIRED | {"model_type"}}
@@ -138,16 +140,22 @@ WRONG: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     (LLAMA, {"rope_theta": 0}, "rope_theta is 0; it must be greater than 0"),
     (LLAMA, {"rope_theta": float("inf")}, "finite"),
     (LLAMA, {"rope_scaling": "llama3"}, "an object"),
-    (LLAMA, {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "'yarn' is not supported; supported are default"),
-    (LLAMA, {"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "'dynamic' is not supported"),
+    (LLAMA, {"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "'dynamic' is not supported; supported are default"),
+    (LLAMA, {"rope_scaling": {"factor": 2.0}}, "factor is 2.0; it must be absent without a rope_type"),
+    (QWEN3, {"rope_scaling": {"rope_type": "yarn"}}, "no field 'factor'"),
+    (QWEN3, {"rope_scaling": YARN | {"factor": 1e5}}, "factor is 100000.0; it must be at most 8192"),
+    (QWEN3, {"rope_scaling": YARN | {"beta_fast": 0.5}}, r"beta_fast is 0.5; it must be at least beta_slow \(1\)"),
+    (QWEN3, {"rope_scaling": YARN | {"truncate": 1}}, "truncate is 1; it must be true or false"),
+    (QWEN3, {"rope_scaling": YARN, "rope_theta": 1.0}, "rope_theta is 1.0; it must be above 1"),
+    (GEMMA3, {"rope_parameters": {"full_attention": {}, "factor": 8.0}}, "as a whole; factor stands outside"),
     (LLAMA, {"rope_scaling": {"rope_type": "linear"}}, "no field 'factor'"),
     (LLAMA, {"rope_scaling": {"rope_type": "linear", "factor": 0}}, "factor is 0"),
     (LLAMA, {"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "no field 'low_freq_factor'"),
     (LLAMA, {"rope_scaling": LLAMA["rope_scaling"] | {"low_freq_factor": 4.0}}, r"below high_freq_factor \(4\)"),
     (LLAMA, {"rope_scaling": LLAMA["rope_scaling"] | {"original_max_position_embeddings": 0}}, "original_max_position"),
-    (LLAMA, {"rope_parameters": {"rope_type": "longrope"}}, "'longrope' is not supported"),
+    (LLAMA, {"rope_scaling": ..., "rope_parameters": {"rope_type": "longrope"}}, "'longrope' is not supported"),
     (LLAMA, {"rope_parameters": {"rope_theta": "x"}}, "rope_theta is 'x'"),
-    (LLAMA, {"partial_rotary_factor": 0.5, "rope_scaling": None}, "partial_rotary_factor 0.5 is not supported"),
+    (LLAMA, {"partial_rotary_factor": 0.5, "rope_scaling": None}, "partial_rotary_factor is 0.5; it must be 1"),
     (GEMMA3, {"rope_parameters": {"full_attention": 3}}, "an object"),
     (GEMMA3, {"rope_local_base_freq": -1}, "rope_local_base_freq is -1"),
     (GEMMA3, {"query_pre_attn_scalar": 0}, "query_pre_attn_scalar is 0"),
@@ -164,12 +172,68 @@ WRONG: list[tuple[dict[str, Any], dict[str, Any], str]] = [
 ]
 
 
-@pytest.mark.parametrize(("config", "changes", "message"), WRONG, ids=[str(changes)[:70] for _, changes, _ in WRONG])
+SAVED = {"rope_theta": ..., "rope_scaling": ...}  # transformers 5 writes neither
+KINDS = ["full_attention", "sliding_attention"]
+SPELLED_TWICE: list[tuple[dict[str, Any], dict[str, Any], str]] = [
+    (
+        QWEN3,
+        SAVED | {"rope_parameters": {"rope_theta": 1e6, "rope_type": "default"}, "rope_scaling": YARN},
+        "rope_parameters.rope_type is 'default' and rope_scaling.rope_type is 'yarn', two spellings of one setting",
+    ),
+    (LLAMA, {"rope_parameters": {"rope_theta": 5e5}}, "rope_theta is 10000.0 and rope_parameters.rope_theta is 500000"),
+    (LLAMA, {"rope_scaling": LINEAR | {"type": "llama3"}}, "rope_scaling.rope_type is 'linear' and .*type is 'llama3'"),
+    (LLAMA, {"rope_parameters": {"factor": 2}}, "rope_parameters.factor is 2 and rope_scaling.factor is 4.0"),
+    (LLAMA, {"original_max_position_embeddings": 9}, r"embeddings is 9 and rope_scaling\.\w+ is 512"),
+    (LLAMA, {"rope_parameters": {k: {"rope_theta": len(k)} for k in KINDS}}, "rope_theta is 10000.0 and rope_.* is 14"),
+    (GEMMA3, {"rope_parameters": {KINDS[1]: {"rope_theta": 9.0}}}, "rope_local_base_freq is 10000 and rope_par.* 9.0"),
+    (
+        GEMMA3,
+        {"rope_parameters": {KINDS[0]: LINEAR}, "rope_scaling": YARN},
+        "type is 'linear' and rope_scaling.rope_type",
+    ),
+    (LLAMA, {"dtype": "bfloat16"}, "dtype is 'bfloat16' and torch_dtype is 'float32'"),
+    (GEMMA3, {"layer_types": KINDS * 4}, r"layer_types is .* what \{'sliding_window_pattern': 6\} says"),
+    (QWEN3, {"layer_types": KINDS * 2, "sliding_window": 8}, "layer_types is .* what {'use_sliding_window': False"),
+    (LLAMA, {"text_config": {"hidden_size": 64}}, "text_config.hidden_size is 64 and hidden_size is 96"),
+]
+
+
+@pytest.mark.parametrize(
+    ("config", "changes", "message"),
+    WRONG + SPELLED_TWICE,
+    ids=[str(changes)[:70] for _, changes, _ in WRONG + SPELLED_TWICE],
+)
 def test_what_is_wrong_is_said(config: dict[str, Any], changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ModelFolderError, match=message) as caught:
         parse_config(changed(config, **changes), "here/config.json")
     assert str(caught.value).startswith("here/config.json")
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("config", "changes", "same"),
+    [
+        (QWEN3, SAVED | {"rope_parameters": {"rope_theta": 1e6}, "rope_scaling": YARN}, {"rope_scaling": YARN}),
+        (LLAMA, {"rope_parameters": LLAMA["rope_scaling"] | {"rope_theta": 1e4}}, {}),
+        (LLAMA, {"dtype": "torch.float32", "text_config": {"hidden_size": 96, "head_dim": None}}, {}),
+        (GEMMA3, {"layer_types": [KINDS[(layer + 1) % 6 != 0] for layer in range(8)]}, {}),
+        (
+            QWEN3,
+            {"layer_types": KINDS * 2, "use_sliding_window": True, "max_window_layers": 28, "sliding_window": 8},
+            {"layer_types": KINDS * 2, "use_sliding_window": ..., "sliding_window": 8},
+        ),
+    ],
+    ids=["yarn added to a saved config", "rope_parameters", "dtype and text_config", "gemma", "qwen"],
+)
+def test_two_spellings_that_agree(config: dict[str, Any], changes: dict[str, Any], same: dict[str, Any]) -> None:
+    assert parse_config(changed(config, **changes)) == parse_config(changed(config, **same))
+
+
+def test_yarn_brings_the_positions_that_it_is_for() -> None:
+    """Qwen 3's model card adds the scaling alone; a longer limit of the file stays."""
+    yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
+    assert parse_config(SHAPES["qwen3-8b"] | {"rope_scaling": yarn}).max_position_embeddings == 131_072
+    assert parse_config(QWEN3 | {"rope_scaling": YARN | {"factor": 2.0}}).max_position_embeddings == 2048
 
 
 @pytest.mark.parametrize(

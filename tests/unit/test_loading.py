@@ -16,12 +16,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
+from shared.cache.uncached import UncachedView
 from shared.checkpoints.make import make_checkpoint
+from shared.checkpoints.quantize import quantize_checkpoint
 from shared.checkpoints.shapes import SHAPES
 from shared.errors import ConfigError, InferError, ModelFolderError
 from shared.loading.checkpoint import Checkpoint
 from shared.loading.loader import load_model
+from shared.loading.quantized import quantizer
 from shared.loading.resolve import resolve_model
+from shared.models.tokens import Tokens
+from shared.parity.reference import load_reference
+from shared.quantization.rounding import quantize
+from shared.quantization.weight import dequantize
 
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -67,10 +74,40 @@ def test_shards_load_as_the_single_file_does(tiny_checkpoints: dict[str, Path], 
     assert all(checkpoint.shape(name) == tuple(checkpoint.tensor(name).shape) for name in checkpoint.names)
 
 
-def test_a_tied_head_is_the_embedding(tiny_checkpoints: dict[str, Path]) -> None:
-    gemma, qwen = load_model(tiny_checkpoints["gemma3_text"]), load_model(tiny_checkpoints["qwen3"])
-    assert gemma.head.weight.data_ptr() == gemma.embedding.weight.data_ptr()
-    assert qwen.head.weight.data_ptr() != qwen.embedding.weight.data_ptr()
+@pytest.mark.parametrize("stored", ["no head", "a copy", "a head of its own", "only the head"])
+def test_a_tied_head_is_the_embedding(folder: Path, tmp_path: Path, stored: str) -> None:
+    """Unless the checkpoint has another, which transformers reads too; plain, quantized while loading, and before."""
+    embedding = load_file(folder / WEIGHTS)["model.embed_tokens.weight"]
+    has_own, ids = stored == "a head of its own", torch.arange(3, 40)
+    if stored != "no head":
+        edit_weights(folder, {"lm_head.weight": embedding.flip(0).contiguous() if has_own else embedding.clone()})
+    if stored == "only the head":
+        edit_weights(folder, {"model.embed_tokens.weight": None})
+    model = load_model(folder)
+    assert model.config.tie_word_embeddings != has_own
+    assert (model.head.weight.data_ptr() == model.embedding.weight.data_ptr()) != has_own
+    with torch.inference_mode():
+        expected = load_reference(folder, torch.float32)(ids[None], use_cache=False).logits[0]
+        found = model.logits(model(Tokens(ids, torch.arange(37)), UncachedView([37])))
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-4)
+
+    written = load_model(quantize_checkpoint(folder, tmp_path / "int8", "int8"), quantize=quantizer())
+    assert torch.equal(written.head.weight, model.head.weight)
+    assert torch.equal(written.embedding.weight, model.embedding.weight)
+    rounded = load_model(folder, quantize=quantizer("int8", quantize_head=True))
+    assert torch.equal(rounded.embedding.weight, model.embedding.weight)
+    assert torch.equal(dequantize(rounded.head.weight), dequantize(quantize(model.head.weight, "int8")))
+
+
+def test_a_quantized_head_beside_tied_embeddings_is_the_head(folder: Path, tmp_path: Path) -> None:
+    head = load_file(folder / WEIGHTS)["model.embed_tokens.weight"].flip(0).contiguous()
+    edit_weights(folder, {"lm_head.weight": head})
+    written = quantize_checkpoint(folder, tmp_path / "int8", "int8", quantize_head=True)
+    config = json.loads((written / "config.json").read_text()) | {"tie_word_embeddings": True}
+    (written / "config.json").write_text(json.dumps(config))
+    assert torch.equal(
+        dequantize(load_model(written, quantize=quantizer()).head.weight), dequantize(quantize(head, "int8"))
+    )
 
 
 def test_missing_unexpected_and_misshaped_tensors_are_one_error(folder: Path) -> None:
@@ -79,6 +116,7 @@ def test_missing_unexpected_and_misshaped_tensors_are_one_error(folder: Path) ->
         folder,
         {
             "model.layers.0.mlp.up_proj.weight": None,
+            "model.layers.1.mlp.up_proj.weight": None,
             "model.norm.weight": norm[:-1].clone(),
             "model.layers.0.mlp.extra.weight": norm,
             "model.layers.0.self_attn.rotary_emb.inv_freq": torch.zeros(8),  # of old checkpoints, and passed over
@@ -87,7 +125,7 @@ def test_missing_unexpected_and_misshaped_tensors_are_one_error(folder: Path) ->
     with pytest.raises(ModelFolderError) as caught:
         load_model(folder)
     message = str(caught.value)
-    assert "1 missing: model.layers.0.mlp.up_proj.weight" in message
+    assert "2 missing: model.layers.0.mlp.up_proj.weight, model.layers.1.mlp.up_proj.weight" in message
     assert f"model.norm.weight ([{len(norm) - 1}], not [{len(norm)}])" in message
     assert "1 unexpected: model.layers.0.mlp.extra.weight" in message
 

@@ -1,10 +1,13 @@
 """The mathematics alone, by the definition in fp64 or by hand: norm, rotation, mask, attention."""
 
 import math
+from typing import Any
 
 import pytest
 import torch
 
+from shared.checkpoints.shapes import SHAPES
+from shared.loading.config_json import parse_config
 from shared.models.config import RopeConfig
 from shared.ops.attention import naive_attention, sdpa_attention, visible
 from shared.ops.rmsnorm import rms_norm
@@ -109,6 +112,35 @@ def test_llama_3_frequencies_are_those_of_transformers() -> None:
     config = LlamaConfig(head_dim=128, rope_parameters=scaling, max_position_embeddings=131_072)
     expected, _ = ROPE_INIT_FUNCTIONS["llama3"](config, torch.device("cpu"))
     assert_close(inverse_frequencies(LLAMA_3_1, 128), expected, "frequencies", ("pair",), rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"factor": 3.7, "beta_fast": 16.0, "beta_slow": 2, "truncate": False},
+        {"factor": None, "attention_factor": 1.25},
+        {"mscale": 0.707, "mscale_all_dim": 1.0},
+        {"mscale": 0.707, "mscale_all_dim": 0},
+        {"original_max_position_embeddings": None, "factor": 1.0},
+    ],
+    ids=str,
+)
+def test_yarn_is_that_of_transformers(settings: dict[str, Any]) -> None:
+    """As Qwen 3's model card sets it, and by its other settings; to the last bit, as positions multiply errors."""
+    from transformers import AutoConfig
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32_768} | settings
+    yarn = {name: value for name, value in yarn.items() if value is not None or name == "factor"}
+    values = SHAPES["qwen3-1.7b"] | {"rope_scaling": yarn, "max_position_embeddings": 131_072}
+    rope = parse_config(values).rope
+    expected, attention_factor = ROPE_INIT_FUNCTIONS["yarn"](AutoConfig.for_model(**values), torch.device("cpu"))
+    assert_equal(inverse_frequencies(rope, 128), expected, "frequencies", ("pair",))
+    assert_equal(rope.attention_factor, attention_factor, "attention factor")
+    cos, sin = rope_table(rope, 128, 9)[:, :, 0].unbind(1)
+    lengths, expected = (cos.square() + sin.square()).sqrt(), torch.full_like(cos, attention_factor)
+    assert_close(lengths, expected, "length of a turn", ("position", "dim"), rtol=1e-6)
 
 
 def test_llama_3_keeps_short_waves_and_stretches_long_ones() -> None:

@@ -16,7 +16,9 @@ from safetensors.torch import save_file
 from typer.testing import CliRunner
 
 from shared.cache.uncached import UncachedView
+from shared.checkpoints.make import make_checkpoint
 from shared.checkpoints.quantize import quantize_checkpoint
+from shared.checkpoints.shapes import SHAPES
 from shared.cli import app
 from shared.errors import ConfigError, ModelFolderError
 from shared.loading.checkpoint import Checkpoint
@@ -158,7 +160,7 @@ def scheme(**weights: Any) -> dict[str, Any]:
     return {"group_0": {"targets": ["Linear"], "weights": weights}}
 
 
-GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": G}
+GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": G, "desc_act": False, "damp_percent": 0.01, "dynamic": None}
 AWQ = {
     "quant_method": "awq",
     "bits": 4,
@@ -170,7 +172,8 @@ AWQ = {
 PACKED = scheme(num_bits=4, type="int", strategy="group", group_size=G, symmetric=True)
 ASYMMETRIC = scheme(num_bits=4, type="int", strategy="group", group_size=G, symmetric=False)
 BLOCKS = {"quant_method": "fp8", "weight_block_size": [128, 128], "activation_scheme": "dynamic"}
-CT = {"quant_method": "compressed-tensors", "ignore": ["lm_head", "re:.*layers[.]7[.].*"]}
+CT = {"quant_method": "compressed-tensors", "ignore": ["lm_head", "re:.*layers[.]7[.].*"], "transform_config": {}}
+CT |= {"sparsity_config": {"format": "dense", "global_sparsity": 0.1}, "quantization_status": "compressed"}
 INT8 = CT | {"format": "int-quantized", "config_groups": scheme(num_bits=8, type="int", strategy="channel")}
 GPTQ_TENSORS = {
     "qweight": packed_columns(NUMBERS),
@@ -255,6 +258,28 @@ def test_a_stored_matrix_is_read(tmp_path: Path, kind: str) -> None:
         ("gptq", {"bits": 3}, {}, "bits 3, which is not supported; supported is 4"),
         ("gptq", {"group_size": -1}, {}, "group_size -1.*32, 64, 128"),
         ("gptq", {"checkpoint_format": "marlin"}, {}, "checkpoint_format 'marlin'"),
+        (
+            "gptq",
+            {"checkpoint_format": "gptq_v2", "format": "gptq"},
+            {},
+            r"format \['gptq_v2', 'gptq'\].*the same in both",
+        ),
+        ("gptq", {"rotation": "hadamard"}, {}, "rotation 'hadamard', which is not supported"),
+        ("awq", {"format": "llm-awq"}, {}, "format 'llm-awq'.*'gemm'"),
+        ("fp8 in blocks", {"modules_to_convert": ["lm_head"]}, {}, r"modules_to_convert \['lm_head'\]"),
+        (
+            "int8, a scale a row",
+            {"transform_config": {"config_groups": {"R1": {"type": "hadamard"}}}},
+            {},
+            "transform_config {'config_groups': .*supported is a checkpoint without it",
+        ),
+        ("int8, a scale a row", {"sparsity_config": {"format": "sparse-24-bitmask"}}, {}, "sparsity_config .*'dense'"),
+        (
+            "int8, a scale a row",
+            {"config_groups": scheme(num_bits=8, type="int", strategy="channel", block_structure=[16, 16])},
+            {},
+            r"group_0\.weights\.block_structure \[16, 16\]",
+        ),
         ("gptq", {}, {"g_idx": torch.arange(K).int() % 2}, r"up_proj\.g_idx.*act-order"),
         ("awq", {"version": "gemv"}, {}, "version 'gemv'.*'gemm'"),
         ("fp8 in blocks", {"weight_block_size": [64, 64]}, {}, r"weight_block_size \[64, 64\]"),
@@ -367,6 +392,16 @@ def test_the_command_writes_a_checkpoint_once(tiny_checkpoints: dict[str, Path],
     assert "is not empty" in " ".join(CliRunner().invoke(app, [*command, "int8"]).output.split())
     with pytest.raises(ConfigError, match="leave --quantize-head out"):
         quantize_checkpoint(tiny_checkpoints["llama"], tmp_path / "head", "int8", quantize_head=True)
+
+
+def test_all_matrices_of_a_checkpoint_have_one_size_of_group(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows of 128 alone could have groups of 128, those of 160 not; config.json has one scheme for both."""
+    monkeypatch.setitem(SHAPES, "uneven", SHAPES["tiny-llama"] | {"hidden_size": 128, "num_attention_heads": 6})
+    written = quantize_checkpoint(make_checkpoint("uneven", tmp_path / "plain"), tmp_path / "int4", "int4")
+    model = load_model(written, quantize=quantizer())
+    weights = [module.weight for module in model.modules() if isinstance(module, QuantizedProjection)]
+    assert {weight.columns_per_scale for weight in weights} == {32}
+    assert {weight.shape[1] for weight in weights} == {96, 128, 160}
 
 
 @pytest.mark.parametrize("method", METHODS)

@@ -16,17 +16,32 @@ from shared.quantization.weight import QuantizedWeight, pack_nibbles
 
 FORMATS = ("float-quantized", "int-quantized", "naive-quantized", "pack-quantized", "mixed-precision")
 GROUP_SIZES = (32, 64, 128)
+OF_GROUP = frozenset({"targets", "weights", "format", "input_activations", "output_activations"})
+OF_WEIGHTS = frozenset(
+    {"num_bits", "type", "strategy", "group_size", "symmetric", "actorder", "observer", "observer_kwargs"}
+    | {"scale_dtype", "zp_dtype"}  # the tensors have them
+)
 
 
 class CompressedTensors(Format):
+    settings = frozenset(
+        {"format", "config_groups", "ignore", "sparsity_config", "kv_cache_scheme"}
+        | {"quantization_status", "global_compression_ratio", "version"}  # how it was made
+        | {"run_compressed", "dequantize", "use_optimized_inference"}  # of another loader
+    )
+
     def __init__(self, config: dict[str, Any], checkpoint: Checkpoint) -> None:
         super().__init__(config, checkpoint)
         self.ignored = self.listed("ignore")
         self.groups: list[tuple[list[str], dict[str, Any], str]] = []  # targets, scheme of the weights, format
+        sparsity = config.get("sparsity_config") or {}
+        if not isinstance(sparsity, dict) or sparsity.get("format", "dense") != "dense":
+            raise self.wrong("sparsity_config", sparsity, "the format 'dense'")
         config_groups = config.get("config_groups")
         if not isinstance(config_groups, dict) or not all(isinstance(group, dict) for group in config_groups.values()):
             raise self.wrong("config_groups", config_groups, "an object of groups")
         for name, group in config_groups.items():
+            self.check_known(group, OF_GROUP, f"{name}.")
             stored = group.get("format") or config.get("format")
             weights, targets = group.get("weights"), group.get("targets")
             if stored not in FORMATS:
@@ -85,6 +100,7 @@ class CompressedTensors(Format):
         """Raise ModelFolderError for a scheme that is not supported."""
         if not isinstance(weights, dict):
             raise self.wrong(f"{name}.weights", weights, "an object")
+        self.check_known(weights, OF_WEIGHTS, f"{name}.weights.")
         kind = (weights.get("type"), weights.get("num_bits"))
         strategy, group = weights.get("strategy"), weights.get("group_size")
         is_symmetric = weights.get("symmetric", True)

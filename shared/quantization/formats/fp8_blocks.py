@@ -16,6 +16,11 @@ BLOCK = 128
 
 
 class Fp8Blocks(Format):
+    settings = frozenset(
+        {"weight_block_size", "fmt", "modules_to_not_convert"}
+        | {"activation_scheme", "scale_fmt", "expert_dtype", "dequantize"}  # of activations, experts, another loader
+    )
+
     def __init__(self, config: dict[str, Any], checkpoint: Checkpoint) -> None:
         super().__init__(config, checkpoint)
         if config.get("weight_block_size") != [BLOCK, BLOCK]:

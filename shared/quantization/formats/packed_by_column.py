@@ -15,6 +15,17 @@ from shared.quantization.formats.stored import Format, unpack_int32
 from shared.quantization.weight import QuantizedWeight, pack_nibbles
 
 GROUP_SIZES = (32, 64, 128)
+OF_BOTH = frozenset(  # transformers writes AWQ's settings with all of GPTQ's
+    {"bits", "group_size", "format"}
+    # Settings that show in the tensors: zeros, g_idx, which modules have qweight.
+    | {"sym", "desc_act", "static_groups", "modules_in_block_to_quantize", "block_name_to_quantize"}
+    # How it was made.
+    | {"damp_percent", "damp_auto_increment", "true_sequential", "act_group_aware", "dataset", "tokenizer", "meta"}
+    | {"batch_size", "model_seqlen", "module_name_preceding_first_block", "pad_token_id", "cache_block_outputs"}
+    | {"model_name_or_path", "model_file_base_name"}
+    # Of other loaders.
+    | {"backend", "use_exllama", "disable_exllama", "exllama_config", "max_input_length", "use_cuda_fp16"}
+)
 AWQ_ORDER = torch.tensor([0, 4, 1, 5, 2, 6, 3, 7])  # which nibble of its int32 holds column i
 
 
@@ -28,6 +39,17 @@ class PackedByColumn(Format):
         if config.get("group_size") not in GROUP_SIZES:
             raise self.wrong("group_size", config.get("group_size"), ", ".join(map(str, GROUP_SIZES)))
         self.group: int = config["group_size"]
+
+    def layout(self, name: str, supported: tuple[str, ...]) -> str:
+        """How the numbers are packed, which tools write as ``name``, as ``format`` or as both; else the first."""
+        found = {spelling: self.config[spelling] for spelling in (name, "format") if self.config.get(spelling)}
+        for spelling, value in found.items():
+            if str(value).lower() not in supported:
+                raise self.wrong(spelling, value, " or ".join(map(repr, supported)))
+        values = [str(value).lower() for value in found.values()]
+        if values and values[0] != values[-1]:
+            raise self.wrong(f"{name} and format", list(found.values()), "the same in both")
+        return values[0] if values else supported[0]
 
     def check_shape(self, module: str, shape: tuple[int, int]) -> None:
         if shape[1] % self.group or shape[0] % 8:
@@ -43,11 +65,11 @@ class PackedByColumn(Format):
 
 
 class Gptq(PackedByColumn):
+    settings = OF_BOTH | {"checkpoint_format", "dynamic", "lm_head"}
+
     def __init__(self, config: dict[str, Any], checkpoint: Checkpoint) -> None:
         super().__init__(config, checkpoint)
-        self.version = config.get("checkpoint_format", "gptq")
-        if self.version not in ("gptq", "gptq_v2"):
-            raise self.wrong("checkpoint_format", self.version, "'gptq' or 'gptq_v2'")
+        self.version = self.layout("checkpoint_format", ("gptq", "gptq_v2"))
         if config.get("dynamic"):
             raise self.wrong("dynamic", config["dynamic"], "one setting for all modules")
 
@@ -72,10 +94,12 @@ class Gptq(PackedByColumn):
 
 
 class Awq(PackedByColumn):
+    settings = OF_BOTH | {"version", "zero_point", "modules_to_not_convert", "modules_to_fuse"}
+    settings |= {"do_fuse", "fuse_max_seq_len"}
+
     def __init__(self, config: dict[str, Any], checkpoint: Checkpoint) -> None:
         super().__init__(config, checkpoint)
-        if str(config.get("version", "gemm")).lower() != "gemm":
-            raise self.wrong("version", config["version"], "'gemm'")
+        self.layout("version", ("gemm",))
         self.excluded = self.listed("modules_to_not_convert")
 
     def quantizes(self, module: str) -> bool:

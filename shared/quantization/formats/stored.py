@@ -14,11 +14,24 @@ from shared.quantization.weight import QuantizedWeight
 
 
 class Format(ABC):
-    """How one checkpoint stores its quantized matrices; the constructor checks its ``quantization_config``."""
+    """How one checkpoint stores its quantized matrices; the constructor checks its ``quantization_config``.
+
+    A setting that no reader knows may change what the stored numbers mean, so it is refused.
+    """
+
+    settings: frozenset[str]
+    """Names in ``quantization_config`` that the reader applies, or that leave the stored weights as they are."""
 
     def __init__(self, config: dict[str, Any], checkpoint: Checkpoint) -> None:
         self.config = config
         self.checkpoint = checkpoint
+        self.check_known(config, self.settings | {"quant_method"})
+
+    def check_known(self, values: dict[str, Any], known: frozenset[str], prefix: str = "") -> None:
+        """Raise ModelFolderError for a setting with a name not known; null, false and what is empty set nothing."""
+        for name in values.keys() - known:
+            if values[name]:
+                raise self.wrong(prefix + name, values[name], "a checkpoint without it")
 
     @abstractmethod
     def quantizes(self, module: str) -> bool:
