@@ -192,7 +192,7 @@ def chat_parts(
     described = [json.dumps(tool, ensure_ascii=False, indent=TOOL_INDENTS.get(template)) for tool in tools]
     calls = [call for message in messages for call in message.tool_calls]
     written = [*(message.content for message in messages), *described, *(call.arguments for call in calls)]
-    seam = _unused_character(written)
+    seam = unused_character(written)
 
     def cut(text: str) -> str:
         return _cut(text, tokenizer, seam)
@@ -272,7 +272,7 @@ def _check_tools(messages: Sequence[ChatMessage], template: str, tools: Sequence
         raise RequestError("tools stand in the first message in this format, and that is no message of the user.")
 
 
-def _unused_character(texts: Sequence[str]) -> str:
+def unused_character(texts: Sequence[str]) -> str:
     """A private-use character that no text contains."""
     used = set().union(*texts)
     return next(chr(code) for code in range(0xF0000, 0xFFFFE) if chr(code) not in used)
