@@ -109,7 +109,9 @@ class Intake:
         chat = self.chat_format
         if chat is None:
             name = self.config.model_name
-            raise invalid(f"The model {name} has no chat template here; use /v1/completions.", param="model")
+            raise invalid(
+                f"The model {name} has no chat template here; use /v1/completions, or --chat-template.", param="model"
+            )
         if "chat" in self.refusals:
             raise invalid(f"{self.refusals['chat']} Without a chat template, use /v1/completions.", param="model")
         if thinking is not None and "thinking" in self.refusals:
