@@ -45,7 +45,7 @@ def chat(
 ) -> None:
     """Chat with a model; /help lists the commands of a conversation."""
     params = options.take_sampling_params(settings)
-    options.check_chat_template(chat_template)
+    chat_template = options.checked_chat_template(chat_template)
     lesson = options.answering_lesson(phase, settings)
     engine = options.load_engine(lesson, model, is_alone=True, **settings)
     conversation = Conversation(engine, params, thinking, chat_template)

@@ -41,7 +41,7 @@ def generate(
         raise RequestError(
             "--thinking, --no-thinking and --chat-template apply to chat only; add --chat, or leave them out."
         )
-    options.check_chat_template(chat_template)
+    chat_template = options.checked_chat_template(chat_template)
     params = options.take_sampling_params(settings)
     lesson = options.answering_lesson(phase, settings)
     started = time.perf_counter()

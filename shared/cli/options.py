@@ -181,12 +181,13 @@ def _bias(text: str) -> tuple[int, float]:
         raise RequestError(f"logit_bias is {text!r}; it must be a token id and a number, such as 284=-5.") from None
 
 
-def check_chat_template(setting: str | None) -> None:
-    """Raise ConfigError for a setting that is none of any model, before one is loaded."""
-    if setting is not None:
-        from shared.text.chat_format import check_setting
+def checked_chat_template(setting: str | None) -> str | None:
+    """The setting, a file by its absolute path; raises ConfigError for one that names no template of any model."""
+    if setting is None:
+        return None
+    from shared.text.chat_format import checked_setting
 
-        check_setting(setting)
+    return checked_setting(setting)
 
 
 def engine_options(*omitted: str, **defaults: Any) -> Callable[[Command], Command]:

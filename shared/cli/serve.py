@@ -108,9 +108,8 @@ def serve(
         grace=grace,
         send_timeout=send_timeout,
         max_body_bytes=max_body_bytes,
-        chat_template=chat_template,
+        chat_template=options.checked_chat_template(chat_template),
     )
-    options.check_chat_template(chat_template)
     from shared.loading.placement import check_device, device_name
     from shared.server.process import bind, run
 

@@ -82,18 +82,21 @@ class ChatFormat:
         return [index for part in parts for index in self.tokenizer.encode(part, add_special_tokens=False)]
 
 
-def check_setting(setting: str | None) -> None:
-    """Raise ConfigError for a setting that names no template, whatever the model."""
-    if setting is None or setting == CHECKPOINT:
-        return
+def checked_setting(setting: str) -> str:
+    """The setting, a file by its absolute path. Raises ConfigError if it names no template, whatever the model."""
+    if setting == CHECKPOINT:
+        return setting
     if setting.startswith(BUILTIN):
         if setting.removeprefix(BUILTIN) not in NAMES:
             known = ", ".join(BUILTIN + name for name in NAMES)
             raise ConfigError(f"--chat-template is {setting!r}; our templates are {known}, in {TEMPLATE_FOLDER}.")
-    elif not Path(setting).expanduser().is_file():
+        return setting
+    path = Path(setting).expanduser().resolve()
+    if not path.is_file():
         raise ConfigError(
             f"--chat-template is {setting!r}, which is no file; it must be a file, {CHECKPOINT}, or {BUILTIN}NAME."
         )
+    return str(path)
 
 
 def chat_format(tokenizer: Tokenizer, family: str, setting: str | None = None) -> ChatFormat:
@@ -102,16 +105,16 @@ def chat_format(tokenizer: Tokenizer, family: str, setting: str | None = None) -
     Raises ConfigError for a setting that names no template, and ModelFolderError for a checkpoint without a template
     that fits none of ours, or with one that is set and cannot be rendered.
     """
-    check_setting(setting)
     if setting is None:
         return _agreeing(tokenizer, family)
+    setting = checked_setting(setting)
     if setting.startswith(BUILTIN):
         return _builtin(tokenizer, setting.removeprefix(BUILTIN))
     if setting == CHECKPOINT:
         if not tokenizer.chat_templates:
             raise ModelFolderError("--chat-template is checkpoint, and this checkpoint has no chat template.")
         return _rendered(tokenizer, tokenizer.chat_templates, CHECKPOINT)
-    path = Path(setting).expanduser()
+    path = Path(setting)
     try:
         source = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:

@@ -18,9 +18,8 @@ from shared.text.chat import ChatMessage, unused_character
 from shared.text.template_process import TemplateProcess
 from shared.text.tokenizer import Tokenizer
 
-THOUGHT_TAGS = ("<think>", "</think>")
-"""What an assistant's own past text may contain: templates cut its thinking at these."""
-_CALL_TAGS = ("<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>")
+_MARKS = tuple(f"<{slash}{name}>" for name in ("think", "tool_call", "tool_response") for slash in ("", "/"))
+"""The marks of thoughts and calls, which are an assistant's own: templates cut its past thinking at them."""
 
 
 class CheckpointTemplate:
@@ -34,11 +33,11 @@ class CheckpointTemplate:
         self.sources = dict(sources)
         self._process = process
         self._names = dict(tokenizer.token_names)
-        tags = [tag for tag in (*THOUGHT_TAGS, *_CALL_TAGS) if tokenizer.token_id(tag) is not None]
-        self._controls = tuple(sorted({token for token in tokenizer.special_tokens if len(token) > 1} | set(tags)))
+        marks = {text for text in _MARKS if tokenizer.token_id(text) is not None}
+        self._controls = tuple(sorted(marks | {token for token in tokenizer.special_tokens if len(token) > 1}))
         firsts = "".join(re.escape(first) for first in sorted({token[0] for token in self._controls}))
         self._firsts = re.compile(f"[{firsts}]" if firsts else "(?!)")
-        self._firsts_of_assistant = re.compile(f"(?!</?think>){self._firsts.pattern}")
+        self._firsts_of_assistant = re.compile(f"(?!{'|'.join(_MARKS)}){self._firsts.pattern}")
 
     def parts(
         self,
@@ -143,8 +142,8 @@ def _arguments(text: str, mark: Callable[..., str]) -> Any:
     try:
         value = json.loads(text)
     except (ValueError, RecursionError):
-        return mark(text)
-    return _mapped(value, mark)
+        return mark(text, True)
+    return _mapped(value, lambda each: mark(each, True))
 
 
 def _mapped(value: Any, change: Callable[..., str]) -> Any:
