@@ -39,14 +39,16 @@ def chat(
     model: options.Model = options.DEFAULT_MODEL,
     phase: options.Phase = None,
     thinking: options.Thinking = None,
+    chat_template: options.ChatTemplate = None,
     quiet: options.Quiet = False,
     **settings: Any,
 ) -> None:
     """Chat with a model; /help lists the commands of a conversation."""
     params = options.take_sampling_params(settings)
+    chat_template = options.checked_chat_template(chat_template)
     lesson = options.answering_lesson(phase, settings)
     engine = options.load_engine(lesson, model, is_alone=True, **settings)
-    conversation = Conversation(engine, params, thinking)
+    conversation = Conversation(engine, params, thinking, chat_template)
     is_terminal = sys.stdin.isatty() and sys.stdout.isatty()
     if is_terminal:
         with contextlib.suppress(ImportError):
@@ -70,16 +72,17 @@ def chat(
 class Conversation:
     """The messages so far and the engine; raises ModelFolderError for a model without a chat template."""
 
-    def __init__(self, engine: Any, params: "SamplingParams", thinking: bool | None) -> None:
-        from shared.text.chat import ChatMessage, choose_template, encode_chat
+    def __init__(self, engine: Any, params: "SamplingParams", thinking: bool | None, setting: str | None) -> None:
+        from shared.text.chat import ChatMessage
+        from shared.text.chat_format import chat_format
 
         self.engine = engine
         self.params = params
         self.system = ""
         self.turns: list[ChatMessage] = []
-        template = choose_template(engine.model.config.family, engine.tokenizer)
+        chosen = chat_format(engine.tokenizer, engine.model.config.family, setting)
         self._message = ChatMessage
-        self._encode = lambda messages: encode_chat(engine.tokenizer, messages, template=template, thinking=thinking)
+        self._encode = lambda messages: chosen.encode(messages, thinking=thinking)
         self._encode([ChatMessage("user", "?")])  # an invalid `thinking` is refused now
 
     def reset(self) -> None:

@@ -111,6 +111,7 @@ def start(
     grace: Annotated[
         float, _server("--grace", text="Seconds in which the requests of a replica may finish before it ends.")
     ] = 30.0,
+    chat_template: options.ChatTemplate = None,
     max_body_bytes: Annotated[int, _server("--max-body-bytes", text="Bytes of the longest body.")] = 2 * 2**20,
     phase: options.Phase = None,
     **settings: Any,
@@ -131,6 +132,7 @@ def start(
         allowed_hosts=tuple(name.strip() for name in (allowed_hosts or "").split(",") if name.strip()),
         grace=grace,
         max_body_bytes=max_body_bytes,
+        chat_template=options.checked_chat_template(chat_template),
     )
     device = settings["device"] = str(check_device(settings["device"]))
     engine_config = EngineConfig(model=model, **settings)

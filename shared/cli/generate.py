@@ -30,22 +30,24 @@ def generate(
     model: options.Model = options.DEFAULT_MODEL,
     phase: options.Phase = None,
     thinking: options.Thinking = None,
+    chat_template: options.ChatTemplate = None,
     stats: options.Stats = False,
     quiet: options.Quiet = False,
     **settings: Any,
 ) -> None:
     """Answer one prompt: the text streams to standard output, then a line of speeds to standard error."""
     text = _read_prompt(prompt)
-    if thinking is not None and not chat:
+    if (thinking is not None or chat_template is not None) and not chat:
         raise RequestError(
-            "--thinking and --no-thinking apply to the chat template only; add --chat, or leave them out."
+            "--thinking, --no-thinking and --chat-template apply to chat only; add --chat, or leave them out."
         )
+    chat_template = options.checked_chat_template(chat_template)
     params = options.take_sampling_params(settings)
     lesson = options.answering_lesson(phase, settings)
     started = time.perf_counter()
     engine = options.load_engine(lesson, model, is_alone=True, **settings)
     load_seconds = time.perf_counter() - started
-    answer = TerminalAnswer(_chat_ids(engine, text, thinking) if chat else engine.tokenizer.encode(text))
+    answer = TerminalAnswer(_chat_ids(engine, text, thinking, chat_template) if chat else engine.tokenizer.encode(text))
     if not chat and sys.stdout.isatty():  # the answer continues the prompt
         typer.secho(printable(text), dim=True, nl=False)
     profile: dict[str, float | int] = {}
@@ -78,8 +80,9 @@ def _read_prompt(prompt: str) -> str:
     return text
 
 
-def _chat_ids(engine: Any, text: str, thinking: bool | None) -> list[int]:
-    from shared.text.chat import ChatMessage, choose_template, encode_chat
+def _chat_ids(engine: Any, text: str, thinking: bool | None, setting: str | None) -> list[int]:
+    from shared.text.chat import ChatMessage
+    from shared.text.chat_format import chat_format
 
-    template = choose_template(engine.model.config.family, engine.tokenizer)
-    return encode_chat(engine.tokenizer, [ChatMessage("user", text)], template=template, thinking=thinking)
+    chosen = chat_format(engine.tokenizer, engine.model.config.family, setting)
+    return chosen.encode([ChatMessage("user", text)], thinking=thinking)

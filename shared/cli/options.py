@@ -97,6 +97,15 @@ Thinking = Annotated[
     bool | None,
     _sampling("--thinking/--no-thinking", text="Let a model that can do so think first (Qwen 3).", show_default=False),
 ]
+ChatTemplate = Annotated[
+    str | None,
+    typer.Option(
+        "--chat-template",
+        metavar="FILE|builtin:NAME|checkpoint",
+        help="The chat template; default: the built-in one that equals the checkpoint's.",
+        rich_help_panel=_ENGINE,
+    ),
+]
 Stats = Annotated[
     bool, typer.Option("--stats/--no-stats", help="Add a table: model, memory, work done.", rich_help_panel=_SHOWN)
 ]
@@ -170,6 +179,15 @@ def _bias(text: str) -> tuple[int, float]:
         return int(token_id), float(bias)
     except ValueError:
         raise RequestError(f"logit_bias is {text!r}; it must be a token id and a number, such as 284=-5.") from None
+
+
+def checked_chat_template(setting: str | None) -> str | None:
+    """The setting, a file by its absolute path; raises ConfigError for one that names no template of any model."""
+    if setting is None:
+        return None
+    from shared.text.chat_format import checked_setting
+
+    return checked_setting(setting)
 
 
 def engine_options(*omitted: str, **defaults: Any) -> Callable[[Command], Command]:

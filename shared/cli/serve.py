@@ -75,6 +75,7 @@ def serve(
         float, _server("--send-timeout", text="Seconds after which a client that does not read is disconnected.")
     ] = 20.0,
     max_body_bytes: Annotated[int, _server("--max-body-bytes", text="Bytes of the longest body.")] = 2 * 2**20,
+    chat_template: options.ChatTemplate = None,
     log_format: Annotated[
         str | None, _server("--log-format", text="json or text; default: text on a terminal, else json.")
     ] = None,
@@ -107,6 +108,7 @@ def serve(
         grace=grace,
         send_timeout=send_timeout,
         max_body_bytes=max_body_bytes,
+        chat_template=options.checked_chat_template(chat_template),
     )
     from shared.loading.placement import check_device, device_name
     from shared.server.process import bind, run
@@ -123,11 +125,14 @@ def serve(
     is_process = device.startswith("cuda") if engine_process is None else engine_process
     handle: EngineHandle = EngineProcess(load) if is_process else EngineThread(load())
     configure(style, verbose=verbose)
+    app = make_app(handle, config)
+    chosen = app.state.intake.chat_format
     run(
-        make_app(handle, config),
+        app,
         config,
         bound,
         model=config.model_name,
+        chat_template=chosen and chosen.name,
         phase=lesson.number,
         device=device_name(device),
     )

@@ -4,6 +4,7 @@ Invariant: the middleware around a route is, from the outside in, the log, the h
 body. So every refusal is logged, and the body of a request without the key is never read.
 """
 
+import logging
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -17,6 +18,7 @@ from shared.server.engine_client import EngineClient
 from shared.server.engine_loop import EngineHandle
 from shared.server.errors import ErrorBody, install
 from shared.server.intake import Intake
+from shared.server.logs import log_event
 from shared.server.metrics import ServerMetrics
 from shared.server.middleware import AllowedHosts, ApiKey, BodyLimit, RequestLog
 from shared.server.settings import ServerConfig
@@ -41,6 +43,8 @@ def make_app(handle: EngineHandle, config: ServerConfig) -> FastAPI:
     client = EngineClient(handle, metrics, config)
     metrics.watch(lambda: client.load, lambda: client.is_alive)
     intake = Intake(handle, client, config)
+    for capability, reason in intake.refusals.items():
+        log_event(logging.WARNING, f"{capability} is refused", reason=reason)
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:

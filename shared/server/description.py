@@ -45,7 +45,8 @@ def describe(app: FastAPI, intake: Intake) -> None:
             if intake.chunk_refusal is not None:
                 schemas["ChatRequest"]["properties"]["chunks"] = {"enum": [[], None]}
             if not intake.has_thinking:
-                schemas["TemplateOptions"]["properties"]["enable_thinking"] = {"enum": [False, None]}
+                values = [None] if "thinking" in intake.refusals else [False, None]
+                schemas["TemplateOptions"]["properties"]["enable_thinking"] = {"enum": values}
         assert app.openapi_schema is not None
         return app.openapi_schema
 

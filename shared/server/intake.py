@@ -40,9 +40,9 @@ from shared.server.structured_output import described_grammar, refusal
 from shared.server.tool_answer import ToolReading
 from shared.server.tool_fields import check_tools, field_that_constrains
 from shared.server.tool_grammar import tool_grammar, tool_reading
-from shared.text.chat import THINKING_TEMPLATES, chat_parts, choose_template, has_tools
+from shared.text.chat_format import ChatFormat, chat_format
 from shared.text.token_length import TextBound
-from shared.text.tool_format import TOOL_FORMATS, ToolFormat
+from shared.text.tool_format import ToolFormat
 
 _LONG = 2**14  # characters
 _WAITING = 256  # requests at once that wait for a grammar
@@ -70,13 +70,12 @@ class Intake:
         self._watched: GrammarCache[TokenFSM] = GrammarCache(self._over_tokens, lambda fsm: fsm.masks.cache_bytes)
         self._vocabulary: GrammarVocabulary | None = None
         self._vocabulary_lock = Lock()
-        self._template: str | None = None
-        with contextlib.suppress(ModelFolderError):
-            self._template = choose_template(handle.model_config.family, handle.tokenizer)
-        self.has_thinking = self._template in THINKING_TEMPLATES
-        self.tool_format: ToolFormat | None = None
-        if self._template is not None and has_tools(self._template, handle.tokenizer):
-            self.tool_format = TOOL_FORMATS[self._template]
+        self.chat_format: ChatFormat | None = None
+        with contextlib.suppress(*(() if config.chat_template else (ModelFolderError,))):
+            self.chat_format = chat_format(handle.tokenizer, handle.model_config.family, config.chat_template)
+        self.refusals = self.chat_format.refusals if self.chat_format else {}
+        self.has_thinking = self.chat_format is not None and self.chat_format.has_thinking
+        self.tool_format: ToolFormat | None = self.chat_format.tool_format if self.chat_format else None
 
     def start(self) -> None:
         """Start what takes a moment, before the first request needs it."""
@@ -104,7 +103,7 @@ class Intake:
             return None
         if self.tool_format is None:
             said = f"tools is given, and the chat format of {self.config.model_name} has no tools; leave it out."
-            raise invalid(said, param="tools")
+            raise invalid(self.refusals.get("tools", said), param="tools")
         param = field_that_constrains(tools, body.tool_choice)
         if param is not None and not self.has_grammars:
             said = f"{param} asks for a call that is valid, which takes a grammar: phase 12 is the first that has them."
@@ -120,17 +119,23 @@ class Intake:
     async def chat_ids(
         self, messages: list[Message], thinking: bool | None, tools: Sequence[Mapping[str, Any]] = ()
     ) -> list[int]:
-        template = self._template
-        if template is None:
+        chat = self.chat_format
+        if chat is None:
             name = self.config.model_name
-            raise invalid(f"The model {name} has no chat template here; use /v1/completions.", param="model")
+            raise invalid(
+                f"The model {name} has no chat template here; use /v1/completions, or --chat-template.", param="model"
+            )
+        if "chat" in self.refusals:
+            raise invalid(f"{self.refusals['chat']} Without a chat template, use /v1/completions.", param="model")
+        if thinking is not None and "thinking" in self.refusals:
+            raise invalid(self.refusals["thinking"], param="chat_template_kwargs.enable_thinking")
         if thinking and not self.has_thinking:
             said = "enable_thinking is true; this model's chat format has no thinking: leave it out or set it to false."
             raise invalid(said, param="chat_template_kwargs.enable_thinking")
         turns = conversation(messages)
 
         def encode() -> list[int]:
-            parts = chat_parts(self.tokenizer, turns, template=template, thinking=thinking, tools=tools)
+            parts = chat.parts(turns, thinking=thinking, tools=tools)
             check_length(self._bound.least_tokens("".join(parts)), self.max_seq_len)
             return [index for part in parts for index in self.tokenizer.encode(part, add_special_tokens=False)]
 

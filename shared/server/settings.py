@@ -46,6 +46,7 @@ class ServerConfig:
     ``keep_alive``         seconds of silence after which a stream gets a comment, so that no proxy closes it.
     ``grace``              seconds after SIGTERM in which running requests may finish.
     ``retry_after``        the `Retry-After` of a 503, in seconds.
+    ``chat_template``      `builtin:NAME`, `checkpoint` or a file; None: ours that equals the checkpoint's.
     """
 
     model_name: str
@@ -65,6 +66,7 @@ class ServerConfig:
     keep_alive: float = 15.0
     grace: float = 30.0
     retry_after: int = 1
+    chat_template: str | None = None
 
     def __post_init__(self) -> None:
         if not self.model_name or not self.model_name.isprintable():

@@ -23,13 +23,17 @@ T = TypeVar("T")
 
 
 class Model(BaseModel):
-    """A model in OpenAI's format; ``max_model_len``, the longest sequence, is vLLM's addition."""
+    """A model in OpenAI's format; ``max_model_len``, the longest sequence, is vLLM's addition.
+
+    ``chat_template`` is the one in use: `builtin:NAME`, `checkpoint` or a file's name; null if chat is refused.
+    """
 
     id: str
     object: str = "model"
     created: int
     owned_by: str = "infer"
     max_model_len: int
+    chat_template: str | None
 
 
 class ModelList(BaseModel):
@@ -153,7 +157,13 @@ async def _between_steps(answer: Awaitable[T]) -> T:
 
 def _model(request: Request) -> Model:
     state = request.app.state
-    return Model(id=state.config.model_name, created=int(state.started), max_model_len=state.intake.max_seq_len)
+    intake: Intake = state.intake
+    return Model(
+        id=state.config.model_name,
+        created=int(state.started),
+        max_model_len=intake.max_seq_len,
+        chat_template=intake.chat_format and intake.chat_format.name,
+    )
 
 
 def _health(request: Request) -> Health:

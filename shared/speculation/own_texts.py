@@ -10,6 +10,7 @@ import itertools
 import json
 import random
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,8 @@ import torch
 from shared.engine.llm import LLM
 from shared.errors import ConfigError, ModelFolderError
 from shared.sampling.params import SamplingParams
-from shared.text.chat import ChatMessage, choose_template, encode_chat
+from shared.text.chat import ChatMessage
+from shared.text.chat_format import chat_format
 
 PROMPTS = Path(__file__).parent / "prompts.json"
 TEMPERATURES = (0.7, 0.0, 0.4, 1.0)
@@ -75,9 +77,10 @@ def write_texts(
     pairs = list(itertools.product(source["requests"], source["topics"]))
     random.Random(seed).shuffle(pairs)
     asked = [request.format(topic=topic) for request, topic in itertools.islice(itertools.cycle(pairs), num_prompts)]
+    encode = _encoder(llm.engine)
     texts = []
     for prompts, is_held_out in ((asked, False), (source["held_out"], True)):
-        encoded = [_encoded(llm.engine, prompt) for prompt in prompts]
+        encoded = [encode(prompt) for prompt in prompts]
         params = [
             SamplingParams(
                 temperature=0.0 if is_held_out else TEMPERATURES[number // len(pairs) % len(TEMPERATURES)],
@@ -95,10 +98,10 @@ def write_texts(
     return texts[0], texts[1]
 
 
-def _encoded(engine: Any, prompt: str) -> list[int]:
-    """The prompt as the first turn of a conversation, or as plain text for a model without a chat format."""
-    try:
-        template = choose_template(engine.model.config.family, engine.tokenizer)
-    except ModelFolderError:
-        return list(engine.tokenizer.encode(prompt))
-    return encode_chat(engine.tokenizer, [ChatMessage("user", prompt)], template=template)
+def _encoder(engine: Any) -> Callable[[str], list[int]]:
+    """Encodes a prompt as the first turn of a conversation, or as plain text for a model without a chat format."""
+    with suppress(ModelFolderError):
+        chosen = chat_format(engine.tokenizer, engine.model.config.family)
+        if chosen.name is not None:
+            return lambda prompt: chosen.encode([ChatMessage("user", prompt)])
+    return engine.tokenizer.encode  # type: ignore[no-any-return]

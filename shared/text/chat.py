@@ -1,8 +1,8 @@
 """Conversations as prompts, through Jinja2 templates of our own. Introduced in phase 2.
 
 An instruction-tuned model answers well only in the exact format it was trained on, down to a newline. Checkpoints carry
-a template for that, which is untrusted code; ours are few, short, readable and tested against theirs. They are rendered
-in an immutable sandbox all the same.
+a template for that, which is untrusted code; ours are few, short, readable and compared with theirs (`chat_format`).
+They are rendered in an immutable sandbox all the same.
 
 Invariant: for messages of plain text, `encode_chat` gives the ids of transformers' ``apply_chat_template`` on the
 official checkpoint: one BOS where the family has one, never two. Text inside a message never becomes a control token,
@@ -86,7 +86,8 @@ def choose_template(family: str, tokenizer: Tokenizer) -> str:
     raise ModelFolderError(
         f"None of our chat templates fits a model of family {family!r}{lacking}. They are in {TEMPLATE_FOLDER}: to add "
         "one, put NAME.jinja there (its variables are messages, bos_token, add_generation_prompt) and a row in "
-        "TEMPLATE_CHOICES of the chat.py beside that folder; or use plain completion instead of chat."
+        "TEMPLATE_CHOICES of the chat.py beside that folder; or choose one with --chat-template; or use plain "
+        "completion instead of chat."
     )
 
 
@@ -198,7 +199,7 @@ def chat_parts(
     described = [json.dumps(tool, ensure_ascii=False, indent=TOOL_INDENTS.get(template)) for tool in tools]
     calls = [call for message in messages for call in message.tool_calls]
     written = [*(message.content for message in messages), *described, *(call.arguments for call in calls)]
-    seam = _unused_character(written)
+    seam = unused_character(written)
     marks = {mark for mark in _MARKS.get(template, ()) if tokenizer.token_id(mark) is not None}
     control = tokenizer.special_tokens - marks
 
@@ -280,7 +281,7 @@ def _check_tools(messages: Sequence[ChatMessage], template: str, tools: Sequence
         raise RequestError("tools stand in the first message in this format, and that is no message of the user.")
 
 
-def _unused_character(texts: Sequence[str]) -> str:
+def unused_character(texts: Sequence[str]) -> str:
     """A private-use character that no text contains."""
     used = set().union(*texts)
     return next(chr(code) for code in range(0xF0000, 0xFFFFE) if chr(code) not in used)

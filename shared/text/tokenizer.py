@@ -30,7 +30,8 @@ class Tokenizer:
     bos_id         the id that starts a text, or None; bos_token is its string ("" without one)
     eos_ids        all ids that end a generation, from tokenizer, generation_config.json and config.json
     special_ids    control tokens, which `decode` skips
-    chat_template  the Jinja2 source that came with the checkpoint, or None
+    chat_templates the Jinja2 sources that came with the checkpoint, by name; one alone is "default"
+    token_names    the special tokens that have a role, by the role: bos_token, eos_token, …
     decoder        converts token strings to bytes
     backend        the tokenizers.Tokenizer underneath
     """
@@ -52,7 +53,15 @@ class Tokenizer:
         self.eos_ids = eos_ids | ({fast.eos_token_id} if fast.eos_token_id is not None else set())
         self.special_ids = frozenset(index for index, token in added.items() if token.special)
         self.special_tokens = frozenset(token.content for token in added.values() if token.special)
-        self.chat_template: str | None = template.get("default") if isinstance(template, dict) else template
+        self.token_names: dict[str, str] = fast.special_tokens_map
+        self.chat_templates: dict[str, str] = (
+            template if isinstance(template, dict) else {} if template is None else {"default": template}
+        )
+
+    @property
+    def chat_template(self) -> str | None:
+        """The checkpoint's chat template where no tools are given, or None."""
+        return self.chat_templates.get("default")
 
     @classmethod
     def load(cls, folder: Path) -> "Tokenizer":
