@@ -432,6 +432,10 @@ class SchedulingMachine(RuleBasedStateMachine):
         for request in self.own(self.scheduler.ending):
             assert request in {*self.told, *self.aborted}
             assert self.in_flight(request), "what no step computes is released"
+        for request in (request for schedule in self.loop.in_flight for request in schedule.requests):
+            is_over = request.status in (RequestStatus.FINISHED, RequestStatus.FAILED)
+            if is_over and request.num_scheduled_tokens > request.num_computed_tokens:
+                assert request in held, "a step in flight writes to memory that was released"
         assert self.pool.used_tokens == self.num_written()
 
     def num_written(self) -> int:

@@ -43,12 +43,14 @@ def test_another_takes_over_if_the_first_is_aborted(tokenizer: Tokenizer) -> Non
     assert loop.steps(3) == ["|b|", "|bc|", "||bc"]
 
 
-def test_a_request_for_prompt_log_probabilities_neither_waits_nor_counts(tokenizer: Tokenizer) -> None:
+def test_a_request_for_prompt_log_probabilities_neither_waits_nor_finds_nor_counts(tokenizer: Tokenizer) -> None:
     loop = make(tokenizer)
     add(loop, "a", "abcdefghi")
     asking = add(loop, "b", "abcdefghi", prompt_logprobs=0)
     assert loop.steps(1) == ["|ab|"]
-    assert (asking.num_cached_tokens, loop.scheduler.num_prefix_queries) == (0, 9)
+    late = add(loop, "c", "abcdefghi", prompt_logprobs=0)
+    assert loop.steps(1) == ["|c|ab"]
+    assert (asking.num_cached_tokens, late.num_cached_tokens, loop.scheduler.num_prefix_queries) == (0, 0, 9)
 
 
 def test_a_readmitted_request_finds_itself_and_keeps_its_first_count(tokenizer: Tokenizer) -> None:
