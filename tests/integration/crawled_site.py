@@ -1,4 +1,4 @@
-"""A site of HTML files, served over loopback and crawled by a real Chromium in a window of a phone's width."""
+"""A site of HTML files, served over loopback and crawled by a real Chromium."""
 
 import functools
 import http.server
@@ -12,7 +12,7 @@ from types import SimpleNamespace
 from typing import Any
 from urllib.parse import unquote, urldefrag, urljoin
 
-from tests.integration.tabs import PHONE, complaints_of, opened
+from tests.integration.tabs import complaints_of, opened
 
 LOOK = """() => {
     const all = (selector, read) => [...document.querySelectorAll(selector)].map(read);
@@ -23,32 +23,14 @@ LOOK = """() => {
         headings: all('h2', heading => heading.firstChild.textContent),
         modules: all('h2 ~ ul a.name, section > ul a.name', link => link.textContent),
         changes: all('.file-diff pre > :not(.hunk)', line => line.textContent),
-        captions: all('.sidebar-tree .caption', caption => caption.textContent.toLowerCase()),
         course: [...document.querySelector('.sidebar-tree ul')?.querySelectorAll('a') ?? []].map(link => link.href),
         measured: all('#measured a', link => link.getAttribute('href')),
         charts: all('article img', image => image.src.split('/').pop()),
     };
 }"""
-# What sticks out of the window and no part of the article scrolls into view, with all that can be opened open, and
-# blocks of code that scroll sideways; those set in columns may. The theme lets the whole text scroll before the page
-# does; that counts as the page.
-WIDE = """() => {
-    document.querySelectorAll('details').forEach(details => { details.open = true });
-    const scrolls = element => element && element.tagName !== 'ARTICLE'
-        && (/auto|scroll/.test(getComputedStyle(element).overflowX) || scrolls(element.parentElement));
-    const wide = [...document.querySelectorAll('article *')]
-        .filter(element => element.getBoundingClientRect().right > innerWidth + 1 && !scrolls(element));
-    const whole = [document.documentElement, ...document.querySelectorAll('.content')];
-    const page = whole.some(element => element.scrollWidth > innerWidth) ? ['the page'] : [];
-    const code = [...document.querySelectorAll('article .highlight pre')]
-        .filter(block => !block.closest('.drawn') && block.scrollWidth > block.clientWidth + 1);
-    return [...page, ...[...wide, ...code].map(element => element.outerHTML.slice(0, 120))];
-}"""
-
-
 Visit = SimpleNamespace
-"""What was found on one page: ``ids`` and ``links``, and, where the browser opened it, the other parts of LOOK, the
-browser's complaints, and what is too ``wide``."""
+"""What was found on one page: ``ids`` and ``links``, and, where the browser opened it, the other parts of LOOK and the
+browser's complaints."""
 
 
 def crawl(browser: Any, folder: Path, origin: str) -> dict[str, Visit]:
@@ -59,7 +41,7 @@ def crawl(browser: Any, folder: Path, origin: str) -> dict[str, Visit]:
     visits: dict[str, Visit] = {}
     languages: set[str] = set()
     waiting = ["index.html"]
-    with opened(browser, "about:blank", "", viewport=PHONE) as tab:
+    with opened(browser, "about:blank", "") as tab:
         complaints = complaints_of(tab, f"{origin}/")
         while waiting:
             name = waiting.pop()
@@ -71,7 +53,6 @@ def crawl(browser: Any, folder: Path, origin: str) -> dict[str, Visit]:
             tab.goto(f"{origin}/{name}", wait_until="load")
             visits[name] = visit = Visit(**tab.evaluate(LOOK))
             visit.complaints += complaints
-            visit.wide = [] if is_source_file(name) else tab.evaluate(WIDE)
             waiting += sorted(target for target in targets(visit, origin) if (folder / target).is_file())
     return visits
 

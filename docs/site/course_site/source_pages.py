@@ -1,10 +1,12 @@
 """A page for each source file and folder of the repository. Introduced in phase 3.
 
 Chapters quote and name files; here the reader finds them whole, with line numbers that can be linked to. The pages are
-outside of the search, which would otherwise find code before prose.
+outside of the search, which would otherwise find code before prose. Colours take most of the time of a build;
+``-D coloured_sources=PATTERN`` gives them to matching files alone.
 """
 
 from collections.abc import Iterator
+from fnmatch import fnmatch
 from html import escape
 from pathlib import PurePosixPath
 from typing import Any
@@ -25,7 +27,7 @@ def pages(app: Sphinx) -> Iterator[Page]:
         yield _page(folder, _listing(folder))
     for path in source_files():
         if not is_document(path):
-            yield _page(path, _listed_lines(path))
+            yield _page(path, _listed_lines(path, is_coloured=fnmatch(str(path), app.config.coloured_sources)))
 
 
 def _page(path: PurePosixPath, body: str) -> Page:
@@ -42,9 +44,10 @@ def _heading(path: PurePosixPath) -> str:
     return f'<h1 class="path">{"<span>/</span><wbr>".join([*steps, escape(path.name or PROJECT)])}</h1>'
 
 
-def _listed_lines(path: PurePosixPath) -> str:
-    rows = []
-    for number, line in enumerate(coloured_lines(read(path).removesuffix("\n"), str(path)), start=1):
+def _listed_lines(path: PurePosixPath, *, is_coloured: bool) -> str:
+    rows, text = [], read(path).removesuffix("\n")
+    lines = coloured_lines(text, str(path)) if is_coloured else map(escape, text.split("\n"))
+    for number, line in enumerate(lines, start=1):
         place = f'<a class="linenos" href="#{anchor(number)}">{number}</a>'
         rows.append(f'<span class="line" id="{anchor(number)}"{hanging(line)}>{place}{line}\n</span>')
     return f'<div class="highlight source notranslate"><pre>{"".join(rows)}</pre></div>'
@@ -69,4 +72,5 @@ def _name(path: PurePosixPath) -> str:
 
 
 def register(app: Sphinx) -> None:
+    app.add_config_value("coloured_sources", "*", "html", str)
     app.connect("html-collect-pages", pages)
