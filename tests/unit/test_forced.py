@@ -144,15 +144,6 @@ def test_rejection_accepts_what_is_forced(folder: Path) -> None:
     assert all(json.loads(text).keys() == KEYS["properties"].keys() for text in texts)
 
 
-def test_without_speculation_nothing_is_drafted(folder: Path) -> None:
-    engine = Engine(EngineConfig(str(folder), max_seq_len=256, **SPECULATION))
-    serve(
-        engine,
-        [(prompt, params | {"use_speculative_decoding": False, "max_new_tokens": 9}) for prompt, params in REQUESTS],
-    )
-    assert engine.stats()["drafts accepted (tokens)"] == engine.stats()["drafts rejected (tokens)"] == 0
-
-
 def test_forced_drafts_say_nothing_about_others() -> None:
     request, lengths = Request("a", [1], SamplingParams(), 0), DraftLengths(5)
     lengths.next_lengths([request])

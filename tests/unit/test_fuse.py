@@ -54,12 +54,6 @@ def test_a_fused_model_is_the_same_model(model_folder: Path, num_tokens: int) ->
     )
 
 
-def test_on_the_cpu_nothing_is_launched(model_folder: Path) -> None:
-    before = launch.LAUNCHES.copy()
-    logits(fuse(load_model(model_folder)), 20)
-    assert before == launch.LAUNCHES
-
-
 @pytest.mark.parametrize("num_tokens", [1, 20])
 @pytest.mark.parametrize("family", ["llama", "gemma3_text"])
 def test_biases_and_softcaps_are_kept(tiny_checkpoints: dict[str, Path], family: str, num_tokens: int) -> None:

@@ -50,11 +50,6 @@ def test_bad_values_are_refused(field, value):
         assert repr(value) in message
 
 
-def test_a_refused_zero_top_k_says_how_to_lift_the_limit():
-    with pytest.raises(RequestError, match=r"top_k is 0; it must be at least 1; leave it out for no limit\."):
-        SamplingParams(top_k=0)
-
-
 def test_logit_bias_is_kept_as_pairs_in_the_order_of_the_ids():
     params = SamplingParams(logit_bias={7: 1, np.int64(3): -100})
     assert params.logit_bias == ((3, -100.0), (7, 1.0))
