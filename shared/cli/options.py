@@ -101,8 +101,7 @@ ChatTemplate = Annotated[
     str | None,
     typer.Option(
         "--chat-template",
-        metavar="FILE|builtin:NAME|checkpoint",
-        help="The chat template; default: the built-in one that equals the checkpoint's.",
+        help="builtin:NAME, checkpoint, or a file; default: the built-in one that equals the checkpoint's.",
         rich_help_panel=_ENGINE,
     ),
 ]

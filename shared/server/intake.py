@@ -41,6 +41,7 @@ from shared.server.tool_answer import ToolReading
 from shared.server.tool_fields import check_tools, field_that_constrains
 from shared.server.tool_grammar import tool_grammar, tool_reading
 from shared.text.chat_format import ChatFormat, chat_format
+from shared.text.template_comparison import Capability
 from shared.text.token_length import TextBound
 from shared.text.tool_format import ToolFormat
 
@@ -73,7 +74,7 @@ class Intake:
         self.chat_format: ChatFormat | None = None
         with contextlib.suppress(*(() if config.chat_template else (ModelFolderError,))):
             self.chat_format = chat_format(handle.tokenizer, handle.model_config.family, config.chat_template)
-        self.refusals = self.chat_format.refusals if self.chat_format else {}
+        self.refusals: Mapping[Capability, str] = self.chat_format.refusals if self.chat_format else {}
         self.has_thinking = self.chat_format is not None and self.chat_format.has_thinking
         self.tool_format: ToolFormat | None = self.chat_format.tool_format if self.chat_format else None
 

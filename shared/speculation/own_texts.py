@@ -104,4 +104,5 @@ def _encoder(engine: Any) -> Callable[[str], list[int]]:
         chosen = chat_format(engine.tokenizer, engine.model.config.family)
         if chosen.name is not None:
             return lambda prompt: chosen.encode([ChatMessage("user", prompt)])
-    return engine.tokenizer.encode  # type: ignore[no-any-return]
+    encode: Callable[[str], list[int]] = engine.tokenizer.encode
+    return encode

@@ -53,7 +53,7 @@ class CheckpointTemplate:
         Raises RequestError for a conversation that the template refuses, or whose texts cannot be kept apart.
         """
         now = datetime.datetime.combine(today, datetime.time()) if today else datetime.datetime.now()
-        options = {"add_generation_prompt": add_generation_prompt, "thinking": thinking, "now": now}
+        options: dict[str, Any] = {"add_generation_prompt": add_generation_prompt, "thinking": thinking, "now": now}
         text = self.render(messages, tools=tools, **options)
         written = _strings([_plain(messages), list(tools)])
         if not any(self._firsts.search(each) for each in written):
@@ -116,7 +116,8 @@ def _plain(messages: Sequence[ChatMessage], mark: Callable[..., str] | None = No
     """The messages as templates read them; calls get ids of nine letters, which Mistral's templates ask for."""
     mark = mark or (lambda text, *_: text)
     turns: list[dict[str, Any]] = []
-    num_calls, open_calls = 0, []
+    num_calls = 0
+    open_calls: list[tuple[str, str]] = []
     for message in messages:
         turn: dict[str, Any] = {"role": message.role, "content": mark(message.content, message.role == "assistant")}
         if message.role == "tool" and open_calls:
@@ -157,5 +158,10 @@ def _mapped(value: Any, change: Callable[..., str]) -> Any:
 def _strings(value: Any) -> list[str]:
     """All strings in a value of JSON."""
     found: list[str] = []
-    _mapped(value, lambda text, *_: found.append(text) or text)
+
+    def noted(text: str) -> str:
+        found.append(text)
+        return text
+
+    _mapped(value, noted)
     return found

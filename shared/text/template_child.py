@@ -63,11 +63,12 @@ def _compiled(source: str) -> jinja2.Template:
         trim_blocks=True, lstrip_blocks=True, extensions=[Generation, jinja2.ext.loopcontrols]
     )
     environment.filters["tojson"] = _json
-    environment.globals |= {
+    names: dict[str, Any] = {
         "raise_exception": _raise,
         "dict": lambda *args, **values: dict(*args, **values),
         "namespace": _namespace,
     }
+    environment.globals.update(names)
     return environment.from_string(source)
 
 

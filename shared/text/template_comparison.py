@@ -131,7 +131,7 @@ class ProbedTemplate:
 
         One without tools does not say how they are written, so ours stand.
         """
-        left_out = set() if template in THINKING_TEMPLATES else {_THINKING_ON}
+        left_out: set[Probe] = set() if template in THINKING_TEMPLATES else {_THINKING_ON}
         if template in TOOL_FORMATS and not TOOL_FORMATS[template].has_several:
             left_out.add(_SEVERAL_CALLS)
         found: dict[Capability, str] = {}

@@ -61,9 +61,10 @@ class TemplateProcess:
                 is_late = isinstance(error, TimeoutError) or code == -signal.SIGXCPU
                 why = f"it takes more than {SECONDS} s" if is_late else f"its process ended with the code {code}"
                 raise TemplateBoundError(f"The chat template failed: {why}.") from None
-        if not isinstance(reply, dict) or not isinstance(reply.get("text"), str):
-            raise RequestError(f"The chat template failed: {reply.get('error') if isinstance(reply, dict) else reply}.")
-        return reply["text"]
+        answer = reply if isinstance(reply, dict) else {}
+        if isinstance(text := answer.get("text"), str):
+            return text
+        raise RequestError(f"The chat template failed: {answer.get('error')}.")
 
     def close(self) -> None:
         """End the child, if there is one."""
