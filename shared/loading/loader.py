@@ -3,6 +3,7 @@
 Invariant: peak anonymous memory stays near the size of the weights in the target dtype (see ``weights.fill``).
 """
 
+import logging
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -19,6 +20,8 @@ from shared.models.causal_lm import CausalLM
 from shared.models.config import ModelConfig
 from shared.models.families import FAMILIES
 from shared.models.projection import Projection
+
+logger = logging.getLogger("infer.engine")
 
 # Replaces projections of an empty model by loaded ones; returns the names of the tensors that it read.
 Quantize = Callable[[CausalLM, dict[str, str], Checkpoint, torch.device], set[str]]
@@ -62,7 +65,13 @@ def load_model(
     folder = resolve_model(name_or_path)
     config = read_config(folder, can_quantize=quantize is not None)
     checkpoint = open_checkpoint(folder)
-    config = replace(config, tie_word_embeddings=is_tied(config, checkpoint))
+    ties_head = is_tied(config, checkpoint)
+    if config.tie_word_embeddings and not ties_head:
+        logger.warning(
+            "%s: config.json has tie_word_embeddings, and the checkpoint a head that is not its embedding; it is used",
+            folder,
+        )
+    config = replace(config, tie_word_embeddings=ties_head)
     device = check_device(device)
     dtype = dtype or default_dtype(config, device)
     limit = config.max_position_embeddings

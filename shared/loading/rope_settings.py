@@ -23,12 +23,10 @@ def read_ropes(fields: Fields, family: str) -> tuple[RopeConfig, RopeConfig | No
     top = {name: fields.values.get(name) for name in AT_THE_TOP}
     parameters, scaling = _by_layers(fields, "rope_parameters"), _by_layers(fields, "rope_scaling")
     full = {"": top, "rope_parameters.": parameters[0], "rope_scaling.": scaling[0]}
-    if family != "gemma3_text":
-        # transformers nests by kind of layer only where the kinds differ.
-        full |= {"rope_parameters.sliding_attention.": parameters[1], "rope_scaling.sliding_attention.": scaling[1]}
-        return _rope(fields, full, "rope_theta"), None
-    top = {name: fields.values.get(name) for name in ("rope_local_base_freq", "partial_rotary_factor")}
-    local = {"": top, "rope_parameters.sliding_attention.": parameters[1], "rope_scaling.": scaling[1]}
+    local = {"rope_parameters.sliding_attention.": parameters[1], "rope_scaling.sliding_attention.": scaling[1]}
+    if family != "gemma3_text":  # one RoPE for all layers, so what is nested must agree
+        return _rope(fields, full | local, "rope_theta"), None
+    local[""] = {name: fields.values.get(name) for name in ("rope_local_base_freq", "partial_rotary_factor")}
     return _rope(fields, full, "rope_theta"), _rope(fields, local, "rope_local_base_freq")
 
 

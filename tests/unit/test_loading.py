@@ -75,7 +75,9 @@ def test_shards_load_as_the_single_file_does(tiny_checkpoints: dict[str, Path], 
 
 
 @pytest.mark.parametrize("stored", ["no head", "a copy", "a head of its own", "only the head"])
-def test_a_tied_head_is_the_embedding(folder: Path, tmp_path: Path, stored: str) -> None:
+def test_a_tied_head_is_the_embedding(
+    folder: Path, tmp_path: Path, stored: str, caplog: pytest.LogCaptureFixture
+) -> None:
     """Unless the checkpoint has another, which transformers reads too; plain, quantized while loading, and before."""
     embedding = load_file(folder / WEIGHTS)["model.embed_tokens.weight"]
     has_own, ids = stored == "a head of its own", torch.arange(3, 40)
@@ -85,6 +87,7 @@ def test_a_tied_head_is_the_embedding(folder: Path, tmp_path: Path, stored: str)
         edit_weights(folder, {"model.embed_tokens.weight": None})
     model = load_model(folder)
     assert model.config.tie_word_embeddings != has_own
+    assert ("a head that is not its embedding" in caplog.text) == has_own
     assert (model.head.weight.data_ptr() == model.embedding.weight.data_ptr()) != has_own
     with torch.inference_mode():
         expected = load_reference(folder, torch.float32)(ids[None], use_cache=False).logits[0]
