@@ -29,7 +29,7 @@ from shared.server.answer import Answer
 from shared.server.conversation import conversation
 from shared.server.engine_client import EngineClient
 from shared.server.engine_loop import EngineHandle, NewRequest
-from shared.server.errors import ApiError, invalid, overloaded
+from shared.server.errors import ApiError, invalid, overloaded, refusal_error, unsupported
 from shared.server.message import Message
 from shared.server.middleware import record_of
 from shared.server.protocol import ChatRequest, Prediction, SamplingFields
@@ -38,7 +38,7 @@ from shared.server.structured_output import described_grammar, refusal
 from shared.server.tool_answer import ToolReading
 from shared.server.tool_fields import check_tools, field_that_constrains
 from shared.server.tool_grammar import tool_grammar
-from shared.text.chat import THINKING_TEMPLATES, chat_parts, choose_template, has_tools
+from shared.text.chat import THINKING_TEMPLATES, Ending, chat_parts, choose_template, has_tools
 from shared.text.token_length import TextBound
 from shared.text.tools import TOOL_FORMATS, ToolFormat
 
@@ -52,6 +52,7 @@ class Intake:
     def __init__(self, handle: EngineHandle, client: EngineClient, config: ServerConfig) -> None:
         self.tokenizer = handle.tokenizer
         self.max_seq_len = handle.max_seq_len
+        self.request_capacity = handle.request_capacity
         self.vocab_size: int = handle.model_config.vocab_size
         self.has_grammars = handle.has_grammars
         self.limits_thinking = handle.limits_thinking
@@ -105,7 +106,11 @@ class Intake:
         return ToolReading.of(self.tokenizer, self.tool_format, tools, has_several=several)
 
     async def chat_ids(
-        self, messages: list[Message], thinking: bool | None, tools: Sequence[Mapping[str, Any]] = ()
+        self,
+        messages: list[Message],
+        thinking: bool | None,
+        tools: Sequence[Mapping[str, Any]] = (),
+        ending: Ending = Ending.HEADER,
     ) -> list[int]:
         template = self._template
         if template is None:
@@ -117,7 +122,7 @@ class Intake:
         turns = conversation(messages)
 
         def encode() -> list[int]:
-            parts = chat_parts(self.tokenizer, turns, template=template, thinking=thinking, tools=tools)
+            parts = chat_parts(self.tokenizer, turns, template=template, thinking=thinking, tools=tools, ending=ending)
             check_length(self._bound.least_tokens("".join(parts)), self.max_seq_len)
             return [index for part in parts for index in self.tokenizer.encode(part, add_special_tokens=False)]
 
@@ -154,7 +159,7 @@ class Intake:
         grammar, param = described
         if not self.has_grammars:
             said = f"{param} asks for a grammar, and phase 12 is the first whose engine has them: leave it out."
-            raise invalid(said, param=param)
+            raise unsupported(said, param=param)
         try:
             compiled = self._grammars.known(grammar)
             if compiled is None:
@@ -211,6 +216,11 @@ class Intake:
             )
         return max_tokens
 
+    def within_room(self, most: int | None, num_prompt_tokens: int) -> int:
+        """The tokens of an answer whose request names no limit: ``most``, or all that fit after the prompt."""
+        room = max(1, min(self.max_seq_len, self.request_capacity) - num_prompt_tokens)
+        return room if most is None else min(most, room)
+
     def submit(
         self,
         request: Request,
@@ -254,7 +264,7 @@ class Intake:
         for field, value in limits.items():
             if value is not None and not self.limits_thinking:
                 said = "leave it out: phase 11.1 limits thinking, of models whose tokenizer has </think>."
-                raise invalid(f"{field} is {value}; {said}", param=field)
+                raise unsupported(f"{field} is {value}; {said}", param=field)
 
     def check_model(self, name: str) -> None:
         """Raise ApiError for another model's name, and for every request while the server shuts down."""
@@ -282,7 +292,7 @@ class Intake:
         try:
             ids = await asyncio.get_running_loop().run_in_executor(thread, encode)
         except RequestError as error:
-            raise invalid(str(error), param=param) from None
+            raise refusal_error(error, param=param, retry_after=self.config.retry_after) from None
         return ids
 
 
