@@ -11,8 +11,6 @@ forgotten, and when rank 0 ends in whatever way.
 import math
 import os
 import socket
-import subprocess
-import sys
 import time
 import weakref
 from collections.abc import Callable, Iterator
@@ -29,6 +27,7 @@ import torch.distributed as dist
 
 from shared.cache.pool import CachePoolProtocol
 from shared.cache.view import BatchView, MakeMemory
+from shared.child_process import start_child
 from shared.engine.config import EngineConfig
 from shared.engine.runner import Runner
 from shared.engine.sampler import SampledTokens, SamplerOutput
@@ -96,7 +95,7 @@ class Group:
         for rank in range(1, self.size):
             pipe, theirs = Pipe()
             passed = (theirs.fileno(), self.board.fd, lifeline)
-            processes.append(start_process(passed))
+            processes.append(start_child(START, passed))
             theirs.close()
             pipe.send((self.size, Assignment(rank, config, folder, store.port, num_threads, make_memory, runner)))
             pipes.append(pipe)
@@ -206,17 +205,6 @@ class Group:
             raise
         except BaseException as error:
             raise self.watch.failed(error) from error
-
-
-def start_process(passed: tuple[int, ...]) -> "subprocess.Popen[bytes]":
-    """Start a rank, with a pipe, the board, and a pipe that ends when rank 0 does.
-
-    It is not a process of ``multiprocessing``, whose daemons, as the server's engine is, may have none.
-    """
-    start = f"import shared.cli; {START}" if os.environ.get("INFER_WORKSHOP", "0") not in ("", "0") else START
-    path = os.pathsep.join([str(Path(__file__).parents[2]), *filter(None, sys.path)])
-    command = [sys.executable, "-c", start, *map(str, passed)]
-    return subprocess.Popen(command, pass_fds=passed, stdin=subprocess.DEVNULL, env=os.environ | {"PYTHONPATH": path})
 
 
 def here(rank: int) -> str:

@@ -46,6 +46,7 @@ def make_app(handle: EngineHandle, config: ServerConfig) -> FastAPI:
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         client.start()
+        intake.start()
         yield
         await client.stop()
         intake.close()

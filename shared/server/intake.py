@@ -11,6 +11,7 @@ import uuid
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from threading import Lock
 from typing import Any
 
 from starlette.requests import Request
@@ -30,6 +31,7 @@ from shared.server.conversation import conversation
 from shared.server.engine_client import EngineClient
 from shared.server.engine_loop import EngineHandle, NewRequest
 from shared.server.errors import ApiError, invalid, overloaded, refusal_error, unsupported
+from shared.server.grammar_process import GrammarProcess
 from shared.server.message import Message
 from shared.server.middleware import record_of
 from shared.server.protocol import ChatRequest, Prediction, SamplingFields
@@ -43,7 +45,7 @@ from shared.text.token_length import TextBound
 from shared.text.tools import TOOL_FORMATS, ToolFormat
 
 _LONG = 2**14  # characters
-_COMPILERS = 8  # threads, so that a few slow grammars hold up no other
+_WAITING = 256  # requests at once that wait for a grammar
 
 
 class Intake:
@@ -63,10 +65,12 @@ class Intake:
         self._bound = TextBound.of(handle.tokenizer)
         self._short_texts = ThreadPoolExecutor(1, thread_name_prefix="tokenizer")
         self._long_texts = ThreadPoolExecutor(1, thread_name_prefix="tokenizer of long texts")
-        self._compilers = ThreadPoolExecutor(_COMPILERS, thread_name_prefix="grammar compiler")
+        self._waiting = ThreadPoolExecutor(_WAITING, thread_name_prefix="waiting for a grammar")
+        self._compiler = GrammarProcess()
         self._grammars: GrammarCache[Grammar] = GrammarCache(self._compiled, lambda each: _automaton(each).num_bytes)
         self._watched: GrammarCache[TokenFSM] = GrammarCache(self._over_tokens, lambda fsm: fsm.masks.cache_bytes)
         self._vocabulary: GrammarVocabulary | None = None
+        self._vocabulary_lock = Lock()
         self._template: str | None = None
         with contextlib.suppress(ModelFolderError):
             self._template = choose_template(handle.model_config.family, handle.tokenizer)
@@ -74,6 +78,12 @@ class Intake:
         self.tool_format: ToolFormat | None = None
         if self._template is not None and has_tools(self._template, handle.tokenizer):
             self.tool_format = TOOL_FORMATS[self._template]
+
+    def start(self) -> None:
+        """Start what takes a moment, before the first request needs it."""
+        if self.has_grammars:
+            self._compiler.start()
+            self._waiting.submit(self._words)
 
     async def text_ids(
         self, prompt: str | list[int], add_special_tokens: bool = True, param: str = "prompt"
@@ -164,7 +174,7 @@ class Intake:
             compiled = self._grammars.known(grammar)
             if compiled is None:
                 loop = asyncio.get_running_loop()
-                compiled = await loop.run_in_executor(self._compilers, self._grammars.get, grammar)
+                compiled = await loop.run_in_executor(self._waiting, self._grammars.get, grammar)
             return replace(params, structured_output=compiled)
         except GrammarError as error:
             raise refusal(error, param) from None
@@ -193,18 +203,19 @@ class Intake:
         grammar = params.structured_output
         if not body.grammar_progress or not isinstance(grammar, Grammar):
             return None
-        return await asyncio.get_running_loop().run_in_executor(self._compilers, self._watched.get, grammar)
+        return await asyncio.get_running_loop().run_in_executor(self._waiting, self._watched.get, grammar)
 
     def _compiled(self, grammar: Grammar) -> Grammar:
-        return grammar.compiled(self._words().usable_bytes, Limits())
+        return self._compiler.compile(grammar, self._words().usable_bytes)
 
     def _over_tokens(self, grammar: Grammar) -> TokenFSM:
         return FSMCompiler(self._words(), Limits()).compile(grammar)
 
     def _words(self) -> GrammarVocabulary:
-        if self._vocabulary is None:
-            self._vocabulary = GrammarVocabulary.of(self.tokenizer, self.vocab_size)
-        return self._vocabulary
+        with self._vocabulary_lock:
+            if self._vocabulary is None:
+                self._vocabulary = GrammarVocabulary.of(self.tokenizer, self.vocab_size)
+            return self._vocabulary
 
     def within_limit(self, field: str, max_tokens: int | None) -> int | None:
         """The value of a field that bounds the answer; raises ApiError if no sequence can be so long."""
@@ -284,8 +295,9 @@ class Intake:
         return overloaded("The server is shutting down.", self.config.retry_after, code="shutting_down")
 
     def close(self) -> None:
-        for thread in (self._short_texts, self._long_texts, self._compilers):
+        for thread in (self._short_texts, self._long_texts, self._waiting):
             thread.shutdown(wait=False, cancel_futures=True)
+        self._compiler.close()
 
     async def _encode(self, param: str, num_characters: int, encode: Callable[[], list[int]]) -> list[int]:
         thread = self._long_texts if num_characters > _LONG else self._short_texts

@@ -13,10 +13,9 @@ import pytest
 
 from phases.phase_12.engine import Engine
 from shared.engine.config import EngineConfig
-from shared.grammar.grammar import Grammar
+from shared.grammar import grammar
 from tests.unit.server.echo import EchoEngine, serving
 from tests.unit.server.exchange import assert_refused, chat, completion, events
-from tests.waiting import PATIENCE
 
 DATE = "[0-9]{4}-[0-9]{2}"
 CHOICE = ["yes", "no", "maybe"]
@@ -169,24 +168,18 @@ def test_a_phase_before_grammars_refuses_them_by_the_field(path: str, folder: Pa
 
 def test_a_slow_grammar_delays_no_other_request(client: httpx.Client, monkeypatch: pytest.MonkeyPatch) -> None:
     """While grammars are compiled, others are: requests without one, with a known one, and with a new one."""
-    begun, may_end, compiled = threading.Semaphore(0), threading.Event(), Grammar.compiled
 
-    def slow(grammar: Grammar, *arguments: Any) -> Grammar:
-        if grammar.text.startswith("slow") and grammar.automaton is None:
-            begun.release()
-            assert may_end.wait(PATIENCE)
-        return compiled(grammar, *arguments)
+    def refuse(*arguments: object) -> None:
+        pytest.fail("a grammar is compiled in the process of the engine")
 
-    monkeypatch.setattr(Grammar, "compiled", slow)
+    monkeypatch.setattr(grammar, "compile_grammar", refuse)
     with ThreadPoolExecutor(4) as aside:
-        answers = [
-            aside.submit(client.post, "/v1/completions", json=completion(guided_regex=f"slow{n}")) for n in (1, 1, 2, 3)
+        slow = [
+            aside.submit(client.post, "/v1/completions", json=completion(guided_regex=HOSTILE + "a" * n))
+            for n in range(4)
         ]
-        for _ in range(3):
-            assert begun.acquire(timeout=PATIENCE), "each of the three grammars is compiled once"
         for more in ({}, {"guided_regex": "[0-9]{3}"}, {"guided_regex": "[0-9]{3}"}, {"guided_choice": ["a", "b"]}):
             assert client.post("/v1/completions", json=completion(**more)).is_success
-        assert not any(answer.done() for answer in answers)
-        may_end.set()
-    assert [answer.result().status_code for answer in answers] == [200] * 4
-    assert not begun.acquire(blocking=False), "the engine compiles nothing again"
+        assert not all(answer.done() for answer in slow), "they are compiled one after the other"
+    for answer in slow:
+        assert_refused(answer.result(), "guided_regex", "The grammar ")

@@ -1,0 +1,27 @@
+"""A process of the course that imports no more than it needs, and is given its end of a pipe. Introduced in phase 12.1.
+
+It is not a process of ``multiprocessing``: its daemons, as the server's engine is, may start none, and a process that
+``spawn`` starts imports the main module of its parent, and so PyTorch.
+"""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+
+def start_child(
+    statement: str, passed: tuple[int, ...], environment: dict[str, str] | None = None
+) -> "subprocess.Popen[bytes]":
+    """Start an interpreter that runs ``statement``.
+
+    Args:
+        passed: file descriptors that it inherits; their numbers are its ``sys.argv[1:]``.
+        environment: variables beside those of this process.
+    """
+    if os.environ.get("INFER_WORKSHOP", "0") not in ("", "0"):
+        statement = f"import shared.cli; {statement}"  # puts the learner's modules over the reference's
+    path = os.pathsep.join([str(Path(__file__).parents[1]), *filter(None, sys.path)])
+    variables = os.environ | (environment or {}) | {"PYTHONPATH": path}
+    command = [sys.executable, "-c", statement, *map(str, passed)]
+    return subprocess.Popen(command, pass_fds=passed, stdin=subprocess.DEVNULL, env=variables)

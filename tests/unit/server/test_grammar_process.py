@@ -1,0 +1,102 @@
+"""Grammars compiled in a process of their own: small ones wait for no large one, and a lost process loses no server."""
+
+import os
+import signal
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from multiprocessing import Pipe
+from threading import Event, Thread
+from typing import Any
+
+import numpy as np
+import pytest
+
+from shared.grammar.grammar import Grammar
+from shared.grammar.limits import GrammarError, Limits
+from shared.server import grammar_process
+from shared.server.grammar_process import GrammarProcess
+from tests.waiting import PATIENCE
+
+EVERY_BYTE = np.ones(256, np.bool_)
+
+
+@pytest.fixture(scope="module")
+def process() -> Iterator[GrammarProcess]:
+    made = GrammarProcess()
+    made.start()
+    yield made
+    made.close()
+
+
+def test_what_comes_back_is_what_would_be_compiled_here(process: GrammarProcess) -> None:
+    for grammar in (Grammar.regex("[0-9]{4}"), Grammar.json_object(), Grammar.choice(["a", "ä"])):
+        made = process.compile(grammar, EVERY_BYTE)
+        here = grammar.compiled(EVERY_BYTE, Limits())
+        assert made == grammar
+        assert made.automaton is not None
+        assert here.automaton is not None
+        assert np.array_equal(made.automaton.table, here.automaton.table)
+    with pytest.raises(GrammarError, match="lookaround"):
+        process.compile(Grammar.regex("a(?=b)"), EVERY_BYTE)
+
+
+def test_after_the_process_is_lost_its_grammars_are_refused_and_the_next_compiled(process: GrammarProcess) -> None:
+    process.start()
+    running: Any = process._process
+    os.kill(running.pid, signal.SIGSTOP)
+    with ThreadPoolExecutor(2) as threads:
+        lost = [threads.submit(process.compile, Grammar.regex(f"a{{{n}}}"), EVERY_BYTE) for n in (1, 2)]
+        while len(process._running) < 2:
+            time.sleep(0.01)
+        os.kill(running.pid, signal.SIGKILL)
+        for future in lost:
+            with pytest.raises(GrammarError, match="ended with exit code -9; send it again"):
+                future.result(PATIENCE)
+    assert process.compile(Grammar.regex("a{1}"), EVERY_BYTE).automaton is not None
+
+
+def test_large_grammars_wait_for_each_other_and_small_ones_for_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    """At the process's end of the pipe, on threads: a large grammar uses the time of its first try, and memory."""
+    may_end, begun, tries = Event(), Event(), list[tuple[str, float]]()
+
+    def compiled(grammar: Grammar, usable_bytes: object, limits: Limits) -> Grammar:
+        tries.append((grammar.text, limits.seconds))
+        if grammar.text.startswith("large") and limits.seconds < 1:
+            until = time.thread_time() + limits.seconds
+            while time.thread_time() < until:
+                pass
+            raise GrammarError("too slow")
+        if grammar.text.startswith("huge"):
+            raise MemoryError
+        if grammar.text.startswith("large"):
+            begun.set()
+            may_end.wait(PATIENCE)
+        if grammar.text == "wrong":
+            raise GrammarError("wrong")
+        if grammar.text == "broken":
+            raise KeyError("broken")
+        return grammar
+
+    monkeypatch.setattr(Grammar, "compiled", compiled)
+    ours, theirs = Pipe()
+    Thread(target=grammar_process._Compiler(theirs).run, daemon=True).start()
+    for number, text in enumerate(["large1", "large2", "huge"]):
+        ours.send((number, Grammar.regex(text), EVERY_BYTE))
+    assert begun.wait(PATIENCE)
+    for number, text in enumerate(["small", "wrong", "broken"], 3):
+        ours.send((number, Grammar.regex(text), EVERY_BYTE))
+    answers = dict(_received(ours) for _ in range(3))
+    assert set(answers) == {3, 4, 5}, "what is small does not wait"
+    assert [str(answers[number]) for number in (4, 5)] == ["wrong", "KeyError while a grammar was compiled: 'broken'"]
+    assert [text for text, seconds in tries if seconds == Limits().seconds] == ["large1"], "one large one at a time"
+    may_end.set()
+    answers |= dict(_received(ours) for _ in range(3))
+    assert [type(answers[number]) for number in range(4)] == [Grammar, Grammar, GrammarError, Grammar]
+    assert "took more than 512000000 bytes" in str(answers[2])
+
+
+def _received(pipe: Any) -> tuple[int, Any]:
+    assert pipe.poll(PATIENCE)
+    number, made = pipe.recv()
+    return number, made
