@@ -11,6 +11,7 @@ import uuid
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from threading import Lock
 from typing import Any
 
@@ -40,7 +41,8 @@ from shared.server.structured_output import described_grammar, refusal
 from shared.server.tool_answer import ToolReading
 from shared.server.tool_fields import check_tools, field_that_constrains
 from shared.server.tool_grammar import tool_grammar
-from shared.text.chat import THINKING_TEMPLATES, Ending, chat_parts, choose_template, has_tools
+from shared.text.chat import THINKING_TEMPLATES, chat_parts, choose_template, has_tools
+from shared.text.chat_ending import Ending, ended_parts
 from shared.text.token_length import TextBound
 from shared.text.tools import TOOL_FORMATS, ToolFormat
 
@@ -132,7 +134,8 @@ class Intake:
         turns = conversation(messages)
 
         def encode() -> list[int]:
-            parts = chat_parts(self.tokenizer, turns, template=template, thinking=thinking, tools=tools, ending=ending)
+            render = partial(chat_parts, self.tokenizer, template=template)
+            parts = ended_parts(render, turns, ending, thinking=thinking, tools=tools)
             check_length(self._bound.least_tokens("".join(parts)), self.max_seq_len)
             return [index for part in parts for index in self.tokenizer.encode(part, add_special_tokens=False)]
 

@@ -45,7 +45,7 @@ from shared.server.message import Message
 from shared.server.settings import MAX_N
 from shared.server.structured_output import GUIDED_SCHEMAS, RESPONSE_FORMAT_SCHEMA, STRUCTURED_OUTPUTS_SCHEMA
 from shared.server.tool_fields import TOOL_CHOICE_SCHEMA, Tools, chosen_tool
-from shared.text.chat import Ending
+from shared.text.chat_ending import Ending
 
 _MAX_FLOAT = 1.7976931348623157e308  # a larger number in JSON is infinite
 _SAMPLING = (

@@ -13,7 +13,6 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from enum import Enum
 from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -36,18 +35,9 @@ TEMPLATE_CHOICES = (
 # The default date of Llama 3.1's template.
 LLAMA_RELEASE_DATE = "26 Jul 2024"
 _ALTERNATING = ("gemma3",)
-_TRIMMING = ("llama3", "gemma3")  # contents, as their own templates do
 THINKING_TEMPLATES = ("qwen3",)
 # How each template that has tools lays out their JSON (phase 12).
 TOOL_INDENTS = {"llama3": 4, "qwen3": None, "chatml": None}
-
-
-class Ending(Enum):
-    """How a prompt ends."""
-
-    HEADER = "the header of the assistant's next turn"
-    TURN = "the end of the last message's turn"
-    OPEN = "the text of the last message, which goes on"
 
 
 @dataclass(frozen=True)
@@ -174,7 +164,7 @@ def encode_chat(
         tokenizer,
         messages,
         template=template,
-        ending=Ending.HEADER if add_generation_prompt else Ending.TURN,
+        add_generation_prompt=add_generation_prompt,
         thinking=thinking,
         today=today,
         tools=tools,
@@ -187,7 +177,7 @@ def chat_parts(
     messages: Sequence[ChatMessage],
     *,
     template: str,
-    ending: Ending = Ending.HEADER,
+    add_generation_prompt: bool = True,
     thinking: bool | None = None,
     today: datetime.date | None = None,
     tools: Sequence[Mapping[str, Any]] = (),
@@ -200,8 +190,6 @@ def chat_parts(
     A special token written out in a message ("<|im_end|>") stays text: it is cut after its first character, and the
     parts are tokenized separately, so a user cannot forge a turn. transformers encodes it as a control token; for every
     other content the ids are the same.
-
-    With ``Ending.OPEN`` the prompt ends where the text of the last message does, so the model goes on with it.
     """
     described = [json.dumps(tool, ensure_ascii=False, indent=TOOL_INDENTS.get(template)) for tool in tools]
     calls = [call for message in messages for call in message.tool_calls]
@@ -221,23 +209,18 @@ def chat_parts(
         )
         for message in messages
     ]
-    end = _unused_character([*written, seam])
-    if ending is Ending.OPEN:
-        last = guarded[-1]
-        text = last.content.rstrip() if template in _TRIMMING else last.content
-        guarded[-1] = replace(last, content=text + end)
     own = tokenizer.chat_template
     text = render_chat(
         guarded,
         template=template,
         bos_token=tokenizer.bos_token,
-        add_generation_prompt=ending is Ending.HEADER,
+        add_generation_prompt=add_generation_prompt,
         thinking=thinking,
         date=llama_date(tokenizer, today or datetime.date.today()) if template == "llama3" else None,
         default_system=own is None or "named SmolLM" in own,
         tools=[cut(text) for text in described],
     )
-    return text.partition(end)[0].split(seam)
+    return text.split(seam)
 
 
 def llama_date(tokenizer: Tokenizer, today: datetime.date) -> str | None:

@@ -4,6 +4,7 @@ import datetime
 import json
 import re
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -17,7 +18,6 @@ from shared.text.chat import (
     LLAMA_RELEASE_DATE,
     TEMPLATE_FOLDER,
     ChatMessage,
-    Ending,
     ToolCall,
     _environment,
     chat_parts,
@@ -26,6 +26,7 @@ from shared.text.chat import (
     llama_date,
     render_chat,
 )
+from shared.text.chat_ending import Ending, ended_parts
 from shared.text.tokenizer import Tokenizer
 
 SYSTEM = ChatMessage("system", "Be brief.")
@@ -363,7 +364,8 @@ def _assert_equals_the_checkpoints_own(folder: Path, family: str) -> None:
         expected = theirs.apply_chat_template(
             plain, continue_final_message=True, add_generation_prompt=False, tokenize=False
         )
-        assert "".join(chat_parts(ours, messages, template=template, ending=Ending.OPEN)) == expected
+        render = partial(chat_parts, ours, template=template)
+        assert "".join(ended_parts(render, messages, Ending.OPEN)) == expected, said
 
 
 @pytest.mark.demo
