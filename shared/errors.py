@@ -21,6 +21,10 @@ class RequestError(InferError):
     """A request's prompt or sampling parameters are invalid for this model."""
 
 
+class ContextLengthError(RequestError):
+    """A prompt, or a prompt with its output, has more tokens than a sequence may have, or than the KV cache holds."""
+
+
 class UnknownChunkError(RequestError):
     """A chunk's id was never registered, or the chunk has been forgotten (phase 9.1)."""
 

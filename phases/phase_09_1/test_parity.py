@@ -215,7 +215,7 @@ def test_what_cannot_be_is_refused(folder: Path) -> None:
         (["ab"], {}, "no chunk 'ab'"),
         ([name], {"prompt_logprobs": 1}, "chunks were computed without logits"),
         ([engine.register([n] * 100) for n in range(2)], {"max_new_tokens": 40}, "needs 17 blocks"),
-        ([name] * 100, {}, "The prompt has 301 tokens and a sequence may have 256"),
+        ([name] * 100, {}, "length is 256 tokens. However, you requested 301 tokens"),
     ):
         with pytest.raises(RequestError, match=message):
             engine.add_request([1], SamplingParams(**{"max_new_tokens": 9} | params), chunk_ids=chunk_ids)

@@ -5,6 +5,7 @@ Invariant: errors come before the server listens: an invalid setting first, then
 
 import sys
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
@@ -65,6 +66,34 @@ def serve(
             text="Hosts, with commas, that requests may name in the header Host; *.example.com is every subdomain.",
         ),
     ] = None,
+    openai_statuses: Annotated[
+        bool,
+        _server("--openai-statuses", text="Refuse with OpenAI's statuses: 400 for 422, 404 for another model's name."),
+    ] = False,
+    allowed_origins: Annotated[
+        str | None,
+        _server(
+            "--allowed-origins",
+            text="Sites, with commas, whose pages may send requests, such as https://example.com; * is every site.",
+        ),
+    ] = None,
+    root_path: Annotated[
+        str, _server("--root-path", text="The base path under which a proxy serves this server, such as /llm.")
+    ] = "",
+    default_max_tokens: Annotated[
+        str | None,
+        _server(
+            "--default-max-tokens",
+            text="Tokens of an answer whose request names no limit; context: all that fit; default: 128, chat 512.",
+        ),
+    ] = None,
+    generation_config: Annotated[
+        bool,
+        _server(
+            "--generation-config/--no-generation-config",
+            text="Take sampling settings that a request leaves out from the model's generation_config.json.",
+        ),
+    ] = True,
     max_connections: Annotated[
         int, _server("--max-connections", text="Open connections; one more is refused with 503.")
     ] = 2048,
@@ -103,14 +132,20 @@ def serve(
         model_name=served_model_name or model_name(model),
         api_key=api_key,
         named_events=named_events,
-        allowed_hosts=tuple(host.strip() for host in (allowed_hosts or "").split(",") if host.strip()),
+        allowed_hosts=_list(allowed_hosts),
+        allowed_origins=_list(allowed_origins),
+        root_path=root_path,
+        **_default_tokens(default_max_tokens),
+        openai_statuses=openai_statuses,
         max_connections=max_connections,
         grace=grace,
         send_timeout=send_timeout,
         max_body_bytes=max_body_bytes,
         chat_template=options.checked_chat_template(chat_template),
     )
+    from shared.loading.generation_config import sampling_defaults
     from shared.loading.placement import check_device, device_name
+    from shared.loading.resolve import resolve_model
     from shared.server.process import bind, run
 
     device = settings["device"] = str(check_device(settings["device"]))
@@ -124,6 +159,8 @@ def serve(
 
     is_process = device.startswith("cuda") if engine_process is None else engine_process
     handle: EngineHandle = EngineProcess(load) if is_process else EngineThread(load())
+    if generation_config:
+        config = replace(config, sampling_defaults=sampling_defaults(resolve_model(model)))
     configure(style, verbose=verbose)
     app = make_app(handle, config)
     chosen = app.state.intake.chat_format
@@ -136,6 +173,20 @@ def serve(
         phase=lesson.number,
         device=device_name(device),
     )
+
+
+def _list(text: str | None) -> tuple[str, ...]:
+    return tuple(part.strip() for part in (text or "").split(",") if part.strip())
+
+
+def _default_tokens(value: str | None) -> dict[str, int | None]:
+    """The settings of ``--default-max-tokens``; raises ConfigError."""
+    if value is None:
+        return {}
+    if value != "context" and not (value.isascii() and value.isdecimal() and int(value) > 0):
+        raise ConfigError(f"--default-max-tokens is {value!r}; it must be a number of at least 1, or context.")
+    count = None if value == "context" else int(value)
+    return {"max_tokens": count, "max_chat_tokens": count}
 
 
 def load_warm(number: str, model: str, log_format: str, verbose: bool, **settings: Any) -> Any:

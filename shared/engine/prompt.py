@@ -6,7 +6,7 @@ reaches a model has passed ``check_prompt``, so an invalid id raises RequestErro
 
 from collections.abc import Sequence
 
-from shared.errors import QueueFullError, RequestError
+from shared.errors import ContextLengthError, QueueFullError, RequestError
 
 
 def check_prompt(prompt_ids: Sequence[int], vocab_size: int, max_seq_len: int) -> list[int]:
@@ -14,7 +14,7 @@ def check_prompt(prompt_ids: Sequence[int], vocab_size: int, max_seq_len: int) -
     if len(prompt_ids) == 0:
         raise RequestError("The prompt is empty; give at least one token of text or one token id.")
     if len(prompt_ids) >= max_seq_len:
-        raise _too_long(f"{len(prompt_ids)} tokens", max_seq_len)
+        raise _too_long(f"{len(prompt_ids)} tokens", max_seq_len, _shorter_than(max_seq_len))
     ids = list(prompt_ids)
     for token_id in ids:
         if isinstance(token_id, bool) or not isinstance(token_id, int) or not 0 <= token_id < vocab_size:
@@ -25,18 +25,19 @@ def check_prompt(prompt_ids: Sequence[int], vocab_size: int, max_seq_len: int) -
 
 
 def check_length(least_tokens: int, max_seq_len: int) -> None:
-    """Raise RequestError for a text that is too long, from the fewest tokens that it can have."""
+    """Raise ContextLengthError for a text that is too long, from the fewest tokens that it can have."""
     if least_tokens >= max_seq_len:
-        raise _too_long(f"at least {least_tokens} tokens", max_seq_len)
+        raise _too_long(f"at least {least_tokens} tokens", max_seq_len, _shorter_than(max_seq_len))
 
 
 def check_capacity(num_prompt_tokens: int, max_new_tokens: int, max_seq_len: int, request_capacity: int) -> None:
-    """Raise RequestError if the request could exceed ``request_capacity``, the tokens the KV cache has for one."""
+    """Raise ContextLengthError if the request could exceed ``request_capacity``, the KV cache's tokens for one."""
     needed = min(num_prompt_tokens + max_new_tokens, max_seq_len)
     if needed > request_capacity:
-        raise RequestError(
-            f"The prompt has {num_prompt_tokens} tokens and with its output up to {needed}; the KV cache holds "
-            f"{request_capacity} for one request: shorten the prompt, or lower max_new_tokens."
+        raise _too_long(
+            f"{needed} tokens ({num_prompt_tokens} in the prompt, {needed - num_prompt_tokens} in the output)",
+            request_capacity,
+            f"and the KV cache holds {request_capacity} for one request: shorten the prompt, or lower max_new_tokens.",
         )
 
 
@@ -52,8 +53,15 @@ def check_queue(num_waiting: int, max_waiting_requests: int, num_new: int = 1) -
         )
 
 
-def _too_long(counted: str, max_seq_len: int) -> RequestError:
-    return RequestError(
-        f"The prompt has {counted} and a sequence may have {max_seq_len}, output included; shorten the prompt to at "
-        f"most {max_seq_len - 1}, or raise max_seq_len up to the model's limit."
+def _shorter_than(max_seq_len: int) -> str:
+    return (
+        f"and the output needs at least one more: shorten the prompt to at most {max_seq_len - 1}, or raise "
+        "max_seq_len up to the model's limit."
+    )
+
+
+def _too_long(requested: str, most: int, advice: str) -> ContextLengthError:
+    """Begins with OpenAI's sentence, by which agents know that they must shorten their history."""
+    return ContextLengthError(
+        f"This model's maximum context length is {most} tokens. However, you requested {requested}, {advice}"
     )

@@ -1,13 +1,14 @@
 """The grammar of an answer that may, or must, call tools: its arguments follow the schemas of the functions.
 
 Introduced in phase 12. Invariant: a call that is written as its format writes calls has arguments that are valid under
-the schema of its function, if that must be followed; where that is not asked for and the schema is not supported, they
-are some object. Where a call is the whole answer, an object that is written otherwise (other blanks, more members) is
-free text, although a reader may take it for a call.
+the schema of its function, if that must be followed; where that is not asked for and the schema is not supported, or
+costs more than half of what the others left of the budget, they are some object. Where a call is the whole answer, an
+object that is written otherwise (other blanks, more members) is free text, although a reader may take it for a call.
 """
 
 import dataclasses
 import json
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -59,19 +60,28 @@ def compile_calls(
     description: CallDescription, answer: Automaton | None, usable_bytes: NDArray[np.bool_], budget: Budget
 ) -> Automaton:
     """The automaton of the answers; ``answer`` is that of ``description.answer``. Raises GrammarError."""
-    arguments = []
-    for each in description.functions if description.mode is not CallMode.NONE else ():
-        try:
-            found = spellable(compile_schema(_of_object(each.schema), budget), usable_bytes)
-        except GrammarError as error:
-            if each.is_strict:
-                raise GrammarError(f"The arguments of {each.name}: {error}") from error
-            found = spellable(compile_schema({"type": "object"}, budget), usable_bytes)
+
+    def compiled(schema: Any, budget: Budget) -> Automaton:
+        found = spellable(compile_schema(schema, budget), usable_bytes)
         budget.keep(found.num_states)
-        arguments.append(found)
+        return found
+
+    functions = description.functions if description.mode is not CallMode.NONE else ()
+    free = [index for index, each in enumerate(functions) if not each.is_strict]
+    arguments = {index: compiled({"type": "object"}, budget) for index in free}  # before the budget is spent on others
+    for index, each in enumerate(functions):
+        if each.is_strict:
+            try:
+                arguments[index] = compiled(_of_object(each.schema), budget)
+            except GrammarError as error:
+                raise GrammarError(f"The arguments of {each.name}: {error}") from error
+    for index in free:
+        with suppress(GrammarError), budget.attempt() as part:
+            arguments[index] = compiled(_of_object(functions[index].schema), part)
     names = [each.name for each in description.functions]
     around = AnswerGraph(description.mode, description.spelling, names, has_format=answer is not None)
-    return joined(around.graph, arguments, around.behind, answer, around.beginnings)
+    ordered = [arguments[index] for index in range(len(functions))]
+    return joined(around.graph, ordered, around.behind, answer, around.beginnings)
 
 
 def _of_object(schema: Any) -> Any:

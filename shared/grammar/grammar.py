@@ -53,6 +53,11 @@ class Grammar(StructuredOutput):
     def __post_init__(self) -> None:
         if len(self.text) > MAX_TEXT:
             raise GrammarError(f"The grammar has {len(self.text)} characters; it may have {MAX_TEXT}.")
+        try:
+            self.text.encode()
+        except UnicodeEncodeError as error:
+            half = ascii(self.text[error.start])
+            raise GrammarError(f"The grammar holds {half}, half of a surrogate pair; write whole characters.") from None
 
     @classmethod
     def json_schema(cls, schema: object) -> Self:
@@ -65,9 +70,10 @@ class Grammar(StructuredOutput):
         if not isinstance(schema, dict | bool):
             raise GrammarError(f"The schema is a {type(schema).__name__}; it must be a JSON object, or true.")
         try:
-            return cls(GrammarKind.JSON_SCHEMA, json.dumps(schema, ensure_ascii=False))
+            text = json.dumps(schema, ensure_ascii=False)
         except (TypeError, ValueError, RecursionError) as error:
             raise GrammarError(f"The schema holds what JSON does not have: {error}.") from error
+        return cls(GrammarKind.JSON_SCHEMA, text)
 
     @classmethod
     def json_object(cls) -> Self:
@@ -93,9 +99,10 @@ class Grammar(StructuredOutput):
     def calls(cls, description: CallDescription) -> Self:
         """An answer that may, or must, call tools."""
         try:
-            return cls(GrammarKind.CALLS, description.text)
+            text = description.text
         except (TypeError, ValueError, RecursionError) as error:
             raise GrammarError(f"A schema holds what JSON does not have: {error}.") from error
+        return cls(GrammarKind.CALLS, text)
 
     def compiled(self, usable_bytes: NDArray[np.bool_], limits: Limits) -> Self:
         """The grammar with its automaton.

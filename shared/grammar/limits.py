@@ -5,8 +5,9 @@ compilation ends within the limits whatever the grammar is.
 """
 
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 
 from shared.errors import RequestError
 
@@ -63,6 +64,17 @@ class Budget:
                 f"The grammar took more than {self.limits.seconds:g} s to compile; shorten bounded repeats, or reduce "
                 "the number of alternatives."
             )
+
+    @contextmanager
+    def attempt(self) -> Iterator["Budget"]:
+        """Half of what is left, for a part of the grammar that may fail: its states then count no more."""
+        states, seconds = self.limits.states - self.num_states, self.limits.seconds - self.seconds
+        part = Budget(replace(self.limits, states=states // 2, seconds=seconds / 2), self.clock)
+        try:
+            yield part
+            self.num_states += part.num_states
+        finally:
+            self.seconds, self.checked = self.seconds + part.seconds, part.checked
 
     def keep(self, num_states: int) -> None:
         """Count the states of a finished part of the grammar. Raises GrammarError as ``check`` does."""

@@ -272,7 +272,10 @@ class Parser:
             return code
         code = self.hexadecimal(4, place)
         if 0xD800 <= code < 0xDC00 and self.take("\\u"):  # a pair is one character
-            return 0x10000 + ((code - 0xD800) << 10) + (self.hexadecimal(4, place) - 0xDC00)
+            low = self.hexadecimal(4, place)
+            if 0xDC00 <= low < 0xE000:
+                return 0x10000 + ((code - 0xD800) << 10) + (low - 0xDC00)
+            raise self.error(f"has the surrogate U+{code:04X}, which is no character,", place)
         return code
 
     def hexadecimal(self, count: int, place: int) -> int:

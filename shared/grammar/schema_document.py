@@ -95,7 +95,7 @@ class SchemaDocument:
         for keyword in REFUSED_KEYWORDS:
             if keyword in schema:
                 raise self.error(f"{path}/{keyword}", "this keyword is not supported")
-        if schema.get("uniqueItems"):
+        if schema.get("uniqueItems", False) is not False:
             raise self.error(f"{path}/uniqueItems", "unique items are not supported; leave it out or false")
 
     def constant(self, schema: dict[str, Any]) -> list[Any]:

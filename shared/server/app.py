@@ -1,7 +1,7 @@
 """The ASGI application: an engine's client, the routes and the middleware. Introduced in phase 4.
 
-Invariant: the middleware around a route is, from the outside in, the log, the hosts, the API key, the limits of the
-body. So every refusal is logged, and the body of a request without the key is never read.
+Invariant: the middleware around a route is, from the outside in, the log, the hosts, the origins, the API key, the
+limits of the body. So every refusal is logged, and the body of a request without the key is never read.
 """
 
 import logging
@@ -11,6 +11,7 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 from fastapi import FastAPI
+from starlette.middleware.cors import CORSMiddleware
 
 from shared.server import chat, chunks, completions, pages, status
 from shared.server.description import describe
@@ -70,14 +71,24 @@ def make_app(handle: EngineHandle, config: ServerConfig) -> FastAPI:
     app.state.started = time.time()
     install(app)
     describe(app, intake)
-    for part in (completions, chat, chunks, status, pages):
+    parts = (completions, chat, chunks, status, pages)
+    for part in parts:
         app.include_router(part.router)
+    app.state.routes = [route for part in parts for route in part.router.routes]
     app.add_middleware(
         BodyLimit, max_bytes=config.max_body_bytes, seconds=config.body_timeout, stopping=intake.stopping
     )
     if config.api_key is not None:
         app.add_middleware(ApiKey, key=config.api_key)
+    if config.allowed_origins:
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=config.allowed_origins,
+            allow_methods=["GET", "POST", "DELETE"],
+            allow_headers=["*"],
+            expose_headers=["X-Request-Id", "Retry-After"],
+        )
     if config.allowed_hosts:
         app.add_middleware(AllowedHosts, hosts=config.allowed_hosts)
-    app.add_middleware(RequestLog, metrics=metrics)
+    app.add_middleware(RequestLog, metrics=metrics, root_path=config.root_path)
     return app

@@ -44,13 +44,14 @@ async def answer(request: Request, body: ChatRequest) -> Response:
     thinking = body.chat_template_kwargs.enable_thinking if body.chat_template_kwargs else None
     older = intake.within_limit("max_tokens", body.max_tokens)
     max_tokens = intake.within_limit("max_completion_tokens", body.max_completion_tokens) or older
-    max_tokens = max_tokens or min(intake.config.max_chat_tokens, intake.max_seq_len)
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
-    params = body.sampling_params(max_tokens, logprobs)
+    reading = intake.tool_reading(body)
+    prompt_ids = await intake.chat_ids(body.messages, thinking, body.definitions, body.ending)
+    if max_tokens is None:
+        max_tokens = intake.within_room(intake.config.max_chat_tokens, len(prompt_ids))
+    params = body.sampling_params(max_tokens, logprobs, defaults=intake.config.sampling_defaults)
     if thinking is False:
         params = replace(params, min_thinking_tokens=0)
-    reading = intake.tool_reading(body)
-    prompt_ids = await intake.chat_ids(body.messages, thinking, body.definitions)
     params = replace(params, prediction_ids=await intake.prediction_ids(body.prediction))
     params = await intake.with_grammar(params, body)
     watched = await intake.watched(params, body)

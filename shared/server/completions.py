@@ -52,13 +52,14 @@ async def complete(request: Request, body: CompletionRequest) -> Response:
     if body.max_tokens == 0 and not body.echo:
         raise invalid("max_tokens is 0; it must be at least 1, or 0 together with echo.", param="max_tokens")
     max_tokens = intake.within_limit("max_tokens", body.max_tokens)
-    max_tokens = min(intake.config.max_tokens, intake.max_seq_len) if max_tokens is None else max_tokens
     prompt_logprobs = body.logprobs if body.echo else None
     if max_tokens == 0 and prompt_logprobs is None:
         prompt_logprobs = 0  # the engine takes a request that generates nothing only if it has something to compute
     has_special = body.add_special_tokens is not False
     prompts = [await intake.text_ids(prompt, has_special) for prompt in body.prompt]
-    params = body.sampling_params(max_tokens, body.logprobs, prompt_logprobs)
+    if max_tokens is None:
+        max_tokens = intake.within_room(intake.config.max_tokens, max(map(len, prompts)))
+    params = body.sampling_params(max_tokens, body.logprobs, prompt_logprobs, intake.config.sampling_defaults)
     params = await intake.with_grammar(params, body)
     watched = await intake.watched(params, body)
     answer = intake.submit(request, body, prompts, params, kind="cmpl")

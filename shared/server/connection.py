@@ -13,6 +13,7 @@ import uuid
 from typing import Any
 
 import httptools
+from starlette.types import Send
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from shared.server.errors import ApiError, overloaded
@@ -86,9 +87,9 @@ class Connection(HttpToolsProtocol):
         """Whether the client is there and reads: little of what was written before waits to be sent."""
         return not self.flow.write_paused and not self.transport.is_closing()
 
-    def write_part(self, part: bytes) -> None:
+    def write_part(self, part: bytes, *, is_chunked: bool) -> None:
         """Write a part of the body under way, which has no announced length, as ASGI's ``send`` does."""
-        self.transport.write(b"%x\r\n%b\r\n" % (len(part), part))
+        self.transport.write(b"%x\r\n%b\r\n" % (len(part), part) if is_chunked else part)
 
     def shutdown(self) -> None:
         super().shutdown()
@@ -120,6 +121,8 @@ class Connection(HttpToolsProtocol):
         self._num_unparsed = 0
         self._stop_timer()
         super().on_headers_complete()
+        if self.scope["http_version"] == "1.0":
+            self.cycle.send = _unchunked(self.cycle)  # type: ignore[method-assign]
         self._cycles = [*self._unanswered(), self.cycle]
 
     def on_body(self, body: bytes) -> None:
@@ -204,6 +207,23 @@ class Connection(HttpToolsProtocol):
             self.transport.write(_http(error, request_id))
         self.transport.close()
         self._start_timer()  # for a client that does not read it
+
+
+def _unchunked(cycle: RequestResponseCycle) -> Send:
+    """The cycle's ``send`` for HTTP/1.0, which has no chunks: a body without a length ends with the connection."""
+    send, is_measured = cycle.send, True
+
+    async def send_unchunked(message: Any) -> None:
+        nonlocal is_measured
+        if message["type"] == "http.response.start":
+            is_measured = any(name.lower() == b"content-length" for name, _ in message["headers"])
+            if not is_measured:
+                cycle.chunked_encoding = False
+        elif not is_measured:
+            cycle.expected_content_length = len(message.get("body", b""))
+        await send(message)
+
+    return send_unchunked
 
 
 def _http(error: ApiError, request_id: str) -> bytes:

@@ -25,7 +25,7 @@ def conversation(messages: Sequence[Message]) -> list[ChatMessage]:
                 problem = "no call of the last assistant message has this id" if place is None else "it has a result"
                 said = f"tool_call_id is {short(message.tool_call_id)}; {problem}."
                 raise invalid(said, param=f"{where}.tool_call_id")
-            results[place] = ChatMessage("tool", message.content)
+            results[place] = ChatMessage("tool", message.text)
             continue
         turns += [results[place] for place in sorted(results)]
         calls = message.tool_calls or []
@@ -34,7 +34,7 @@ def conversation(messages: Sequence[Message]) -> list[ChatMessage]:
             ToolCall(call.function.name, _arguments(call.function.arguments, f"{where}.tool_calls.{place}"))
             for place, call in enumerate(calls)
         )
-        turns.append(ChatMessage(message.role, message.content or "", called))
+        turns.append(ChatMessage(message.role, message.text, called, message.thoughts))
     return [*turns, *(results[place] for place in sorted(results))]
 
 

@@ -31,17 +31,32 @@ _WITH_LOGPROBS = [
 ]
 
 
+_WITH_TOOLS = [
+    {"properties": {"tool_choice": {"enum": ["none", "auto", None]}}},
+    {"properties": {"tools": {"type": "array", "minItems": 1}}, "required": ["tools"]},
+]
+
+
 def describe(app: FastAPI, intake: Intake) -> None:
     """Make ``app.openapi`` describe the server of this model."""
     plain = app.openapi
 
     def described() -> dict[str, Any]:
         if app.openapi_schema is None:
-            schemas = plain()["components"]["schemas"]
+            description = plain()
+            if intake.config.openai_statuses:
+                for operation in (each for path in description["paths"].values() for each in path.values()):
+                    operation["responses"].pop("422", None)
+            schemas = description["components"]["schemas"]
             schemas["CompletionRequest"]["anyOf"] = _TOGETHER
-            schemas["ChatRequest"]["anyOf"] = _WITH_LOGPROBS
+            schemas["ChatRequest"]["allOf"] = [{"anyOf": _WITH_LOGPROBS}, {"anyOf": _WITH_TOOLS}]
             for name in ("CompletionRequest", "ChatRequest"):
                 _limit(schemas[name], intake)
+            schemas["RegisterRequest"]["properties"]["model"] = {"const": intake.config.model_name}
+            if intake.tool_format is None:
+                schemas["ChatRequest"]["properties"]["tools"] = {"enum": [[], None]}
+            if not intake.has_grammars:
+                schemas["ChatRequest"]["properties"]["tool_choice"] = {"enum": ["none", "auto", None]}
             if intake.chunk_refusal is not None:
                 schemas["ChatRequest"]["properties"]["chunks"] = {"enum": [[], None]}
             if not intake.has_thinking:

@@ -14,8 +14,10 @@ from fastapi.exceptions import RequestValidationError
 from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
+from starlette.routing import Match
 
-from shared.errors import ChunkInUseError, InferError, QueueFullError, UnknownChunkError
+from shared.errors import ChunkInUseError, ContextLengthError, InferError, QueueFullError, UnknownChunkError
+from shared.server.settings import ServerConfig
 
 _TYPES = {401: "authentication_error", 500: "server_error", 503: "overloaded_error"}
 _CODES = {400: "invalid_request", 404: "not_found", 405: "method_not_allowed", 413: "body_too_large"}
@@ -35,6 +37,10 @@ class ErrorBody(BaseModel):
     """The body of every error."""
 
     error: ErrorDetail
+
+
+class UnsupportedValueError(ValueError):
+    """A value that other servers accept, and this one does not have; raised by the validator of a field."""
 
 
 class ApiError(HTTPException):
@@ -60,8 +66,22 @@ class ApiError(HTTPException):
         error = {"message": self.message, "type": kind, "param": self.param, "code": self.code}
         return json.dumps({"error": error}, separators=(",", ":")).encode()
 
-    def response(self) -> Response:
-        return Response(self.body(), self.status_code, self.headers, media_type="application/json")
+    @property
+    def openai_status(self) -> int:
+        """The status that OpenAI's API has for this error."""
+        if self.code == "model_not_found":
+            return 404
+        return 400 if self.status_code == 422 else self.status_code
+
+    def response(self, config: ServerConfig | None = None) -> Response:
+        """``config`` decides whose statuses are used; without one, those of this class."""
+        status = self.openai_status if config is not None and config.openai_statuses else self.status_code
+        return Response(self.body(), status, self.headers, media_type="application/json")
+
+
+def unsupported(message: str, *, param: str | None) -> ApiError:
+    """422: a field that this model, or the engine of this phase, does not have."""
+    return invalid(message, param=param, code="unsupported")
 
 
 def invalid(message: str, *, param: str | None, code: str = "invalid_value") -> ApiError:
@@ -83,6 +103,8 @@ def refusal_error(refusal: InferError, *, param: str, retry_after: int) -> ApiEr
     """The error for a request that the engine refuses: 503 if the queue is full; of chunks 404 and 409; else 422."""
     if isinstance(refusal, QueueFullError):
         return overloaded(str(refusal), retry_after, code="queue_full")
+    if isinstance(refusal, ContextLengthError):
+        return invalid(str(refusal), param=param, code="context_length_exceeded")
     if isinstance(refusal, UnknownChunkError):
         return ApiError(404, "chunk_not_found", str(refusal), param=param)
     if isinstance(refusal, ChunkInUseError):
@@ -113,7 +135,7 @@ def validation_error(errors: Sequence[Mapping[str, Any]]) -> ApiError:
         )
     cause = first.get("ctx", {}).get("error")
     if isinstance(cause, ValueError):
-        return invalid(str(cause), param=param)
+        return (unsupported if isinstance(cause, UnsupportedValueError) else invalid)(str(cause), param=param)
     value = first.get("input")
     value = value[:_SHOWN] if isinstance(value, str | list) else value
     shown = repr(value)
@@ -127,11 +149,11 @@ def install(app: FastAPI) -> None:
 
     async def on_api_error(request: Request, error: Exception) -> Response:
         assert isinstance(error, ApiError)
-        return error.response()
+        return error.response(request.app.state.config)
 
     async def on_validation_error(request: Request, error: Exception) -> Response:
         assert isinstance(error, RequestValidationError)
-        return validation_error(error.errors()).response()
+        return validation_error(error.errors()).response(request.app.state.config)
 
     async def on_http_error(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
@@ -142,10 +164,11 @@ def install(app: FastAPI) -> None:
             405: f"{request.url.path} does not allow {request.method}; see the header Allow.",
             413: "The body is longer than this server allows.",
         }.get(status, f"{status} {http.HTTPStatus(status).phrase}.")
-        return ApiError(status, _CODES.get(status, "http_error"), said, headers=error.headers).response()
+        headers = _allowed(request) if status == 405 else error.headers
+        return ApiError(status, _CODES.get(status, "http_error"), said, headers=headers).response()
 
     async def on_refusal(request: Request, error: Exception) -> Response:
-        return invalid(str(error), param=None).response()
+        return invalid(str(error), param=None).response(request.app.state.config)
 
     async def on_bug(request: Request, error: Exception) -> Response:
         return ApiError(500, "internal_error", "The server failed to process this request; see its log.").response()
@@ -155,6 +178,12 @@ def install(app: FastAPI) -> None:
     app.add_exception_handler(HTTPException, on_http_error)
     app.add_exception_handler(InferError, on_refusal)
     app.add_exception_handler(Exception, on_bug)
+
+
+def _allowed(request: Request) -> dict[str, str]:
+    """The methods of all routes with the request's path; Starlette names those of the first."""
+    routes = [route for route in request.app.state.routes if route.matches(request.scope)[0] is not Match.NONE]
+    return {"Allow": ", ".join(sorted({method for route in routes for method in route.methods}))}
 
 
 def _is_malformed(error: Mapping[str, Any]) -> bool:

@@ -23,7 +23,7 @@ from shared.server.answer_stream import AnswerStream
 from shared.server.connection import Connection
 from shared.server.errors import ApiError
 from shared.server.settings import ServerConfig
-from shared.server.sse import COMMENT
+from shared.server.sse import COMMENT, DONE
 
 HEADERS = {"content-type": "text/event-stream; charset=utf-8", "cache-control": "no-cache", "x-accel-buffering": "no"}
 _log = logging.getLogger("infer.server")
@@ -110,26 +110,29 @@ class EventStreamResponse(AnswerResponse):
 
     async def respond(self, scope: Scope, receive: Receive, send: Send) -> None:
         headers = [(name.encode(), value.encode()) for name, value in HEADERS.items()]
-        is_started, is_open = False, True
+        is_started, is_open, is_chunked = False, True, scope["http_version"] != "1.0"
         while is_open:
             changed = await self.answer.take()
             is_open, error = self.answer.is_open, self.answer.error
             if not is_started and error is not None and not any(outputs for _, outputs in changed):
-                await error.response()(scope, receive, send)
+                await error.response(self.config)(scope, receive, send)
                 return
             try:
                 data = (b"" if is_started else self.frames.start()) + self._frames_of(changed)
             except Exception as bug:
-                data, is_open = self.frames.failure(_failure(bug)), False
+                error, is_open = _failure(bug), False
+                data = self.frames.failure(error)
+            if error is not None and not is_chunked:  # its end is that of the connection, so [DONE] says: complete
+                data = data.removesuffix(DONE)
             if not is_started:
                 await send({"type": "http.response.start", "status": 200, "headers": headers})
                 is_started = True
             if data:
                 await send({"type": "http.response.body", "body": data, "more_body": is_open})
             if "connection" in scope["state"]:  # else the application runs in another server
-                self.answer.write = partial(self._write, scope["state"]["connection"])
+                self.answer.write = partial(self._write, scope["state"]["connection"], is_chunked)
 
-    def _write(self, connection: Connection, choice: AnswerStream) -> bool:
+    def _write(self, connection: Connection, is_chunked: bool, choice: AnswerStream) -> bool:
         """Write the outputs of an open choice if the client reads: a turn of the task, and ``send`` with all that wraps
         it, would take as long as everything else that a token costs. See :class:`Answer`.
         """
@@ -141,7 +144,7 @@ class EventStreamResponse(AnswerResponse):
             choice.fail(_failure(bug))
         else:
             if data:  # an empty part would end the body
-                connection.write_part(data)
+                connection.write_part(data, is_chunked=is_chunked)
                 self._last_sent = time.perf_counter()
         return True
 
@@ -178,7 +181,9 @@ class WholeResponse(AnswerResponse):
             is_open = self.answer.is_open
         error = self.answer.error
         response = (
-            Response(self.make_body(outputs), media_type="application/json") if error is None else error.response()
+            Response(self.make_body(outputs), media_type="application/json")
+            if error is None
+            else error.response(self.config)
         )
         await response(scope, receive, send)
 

@@ -12,6 +12,7 @@ from pydantic import BeforeValidator, GetCoreSchemaHandler, GetJsonSchemaHandler
 from pydantic_core import CoreSchema, core_schema
 
 from shared.sampling.params import MAX_CACHE_SALT, MAX_LOGIT_BIAS, MAX_LOGIT_BIASES, MAX_STOP_TOKEN_IDS, SamplingParams
+from shared.server.errors import UnsupportedValueError
 from shared.server.settings import MAX_PROMPTS, MAX_STOP_CHARACTERS, MAX_STOP_STRINGS
 
 TOKEN_ID_PATTERN = "^(0|[1-9][0-9]*)$"
@@ -43,13 +44,11 @@ STOP_SCHEMA = {
     "anyOf": [_STOP_TEXT, {"type": "array", "items": _STOP_TEXT, "maxItems": MAX_STOP_STRINGS}, {"type": "null"}]
 }
 CACHE_SALT_SCHEMA = {"anyOf": [{**_TEXT, "maxLength": MAX_CACHE_SALT}, {"type": "null"}]}
-_PART_SCHEMA = {
-    "type": "object",
-    "properties": {"type": {"const": "text"}, "text": {"type": "string"}},
-    "required": ["type", "text"],
-    "additionalProperties": False,
-}
-CONTENT_SCHEMA = {"anyOf": [{"type": "string"}, {"type": "array", "items": _PART_SCHEMA}]}
+_PARTS: tuple[dict[str, Any], ...] = tuple(
+    {"type": "object", "properties": {"type": {"const": kind}, kind: {"type": "string"}}, "required": ["type", kind]}
+    for kind in ("text", "refusal")
+)
+CONTENT_SCHEMA = {"anyOf": [{"type": "string"}, {"type": "array", "items": {"anyOf": list(_PARTS)}}]}
 MESSAGE_CONTENT_SCHEMA = {"anyOf": [*CONTENT_SCHEMA["anyOf"], {"type": "null"}]}
 
 
@@ -62,7 +61,8 @@ class Only:
     def judge(self, value: Any, info: ValidationInfo) -> Any:
         if not any(value == one and isinstance(value, bool) == isinstance(one, bool) for one in self.allowed):
             known = " or ".join("null" if one is None else json.dumps(one) for one in self.allowed)
-            raise ValueError(f"{info.field_name} is {short(value)}; this server accepts only {known}; or leave it out.")
+            said = f"{info.field_name} is {short(value)}; this server accepts only {known}; or leave it out."
+            raise UnsupportedValueError(said)
         return value
 
     def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
@@ -109,16 +109,24 @@ def stop_texts(value: Any) -> tuple[str, ...]:
 
 
 def content_text(value: Any) -> str:
-    """The text of a message, given as a string or as parts of type text."""
+    """The text of a message, a string or parts of one; labels of a part, such as ``cache_control``, are ignored."""
     if isinstance(value, str):
         return value
     if not isinstance(value, list):
         raise ValueError(f"content is {short(value)}; it must be a text or a list of parts of type text.")
-    for part in value:
-        is_text = isinstance(part, dict) and part.keys() == {"type", "text"} and part["type"] == "text"
-        if not (is_text and isinstance(part["text"], str)):
-            raise ValueError(f'content holds the part {short(part)}; a part must be {{"type": "text", "text": "..."}}.')
-    return "".join(part["text"] for part in value)
+    return "".join(map(_part_text, value))
+
+
+def _part_text(part: Any) -> str:
+    kind = part.get("type") if isinstance(part, dict) else None
+    if isinstance(kind, str) and kind not in ("text", "refusal"):
+        raise UnsupportedValueError(
+            f"content holds a part of the type {short(kind)}; this server reads text alone, in parts of the type text."
+        )
+    text = part.get(kind) if isinstance(kind, str) else None
+    if not isinstance(text, str):
+        raise ValueError(f'content holds the part {short(part)}; a part must be {{"type": "text", "text": "..."}}.')
+    return text
 
 
 def message_text(value: Any) -> str | None:

@@ -5,7 +5,8 @@ server stop every stream whose engine is in the same process, for seconds. This 
 neither PyTorch nor the server, and has its own limit of memory.
 
 Each grammar is first tried with a fraction of a second. One that needs more is compiled again by a second thread, where
-the large ones wait for each other. So small grammars wait for no large one.
+the large ones wait for each other. So small grammars wait for no large one. So is one with calls of tools that may have
+given up a schema, which need not be followed, for want of time.
 
 Invariants: one large grammar is compiled at a time; the process ends when the server does, in whatever way; if the
 process is lost, the grammars that it had are refused, and the next one starts it again.
@@ -28,7 +29,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shared.child_process import start_child
-from shared.grammar.grammar import Grammar
+from shared.grammar.grammar import Grammar, GrammarKind
 from shared.grammar.limits import GrammarError, Limits
 
 MOST_BYTES = 512_000_000
@@ -132,8 +133,10 @@ class _Compiler:
     def _try(self, number: int, grammar: Grammar, usable_bytes: NDArray[np.bool_]) -> None:
         start = time.thread_time()
         made = _made(grammar, usable_bytes, replace(Limits(), seconds=QUICK_SECONDS))
-        is_large = isinstance(made, MemoryError) or time.thread_time() - start >= QUICK_SECONDS
-        if is_large and not isinstance(made, Grammar):
+        seconds = time.thread_time() - start
+        is_large = isinstance(made, MemoryError) or (seconds >= QUICK_SECONDS and not isinstance(made, Grammar))
+        may_be_cut = grammar.kind is GrammarKind.CALLS and seconds >= QUICK_SECONDS / 2  # see Budget.attempt
+        if is_large or may_be_cut:
             self.large.submit(lambda: self._send(number, _made(grammar, usable_bytes, Limits())))
         else:
             self._send(number, made)

@@ -30,7 +30,7 @@ from shared.server.answer import Answer
 from shared.server.conversation import conversation
 from shared.server.engine_client import EngineClient
 from shared.server.engine_loop import EngineHandle, NewRequest
-from shared.server.errors import ApiError, invalid, overloaded
+from shared.server.errors import ApiError, invalid, overloaded, refusal_error, unsupported
 from shared.server.grammar_process import GrammarProcess
 from shared.server.message import Message
 from shared.server.middleware import record_of
@@ -40,6 +40,7 @@ from shared.server.structured_output import described_grammar, refusal
 from shared.server.tool_answer import ToolReading
 from shared.server.tool_fields import check_tools, field_that_constrains
 from shared.server.tool_grammar import tool_grammar, tool_reading
+from shared.text.chat_ending import Ending, ended_parts
 from shared.text.chat_format import ChatFormat, chat_format
 from shared.text.template_comparison import Capability
 from shared.text.token_length import TextBound
@@ -55,6 +56,7 @@ class Intake:
     def __init__(self, handle: EngineHandle, client: EngineClient, config: ServerConfig) -> None:
         self.tokenizer = handle.tokenizer
         self.max_seq_len = handle.max_seq_len
+        self.request_capacity = handle.request_capacity
         self.vocab_size: int = handle.model_config.vocab_size
         self.has_grammars = handle.has_grammars
         self.limits_thinking = handle.limits_thinking
@@ -118,7 +120,11 @@ class Intake:
         )
 
     async def chat_ids(
-        self, messages: list[Message], thinking: bool | None, tools: Sequence[Mapping[str, Any]] = ()
+        self,
+        messages: list[Message],
+        thinking: bool | None,
+        tools: Sequence[Mapping[str, Any]] = (),
+        ending: Ending = Ending.HEADER,
     ) -> list[int]:
         chat = self.chat_format
         if chat is None:
@@ -136,7 +142,7 @@ class Intake:
         turns = conversation(messages)
 
         def encode() -> list[int]:
-            parts = chat.parts(turns, thinking=thinking, tools=tools)
+            parts = ended_parts(chat.parts, turns, ending, thinking=thinking, tools=tools)
             check_length(self._bound.least_tokens("".join(parts)), self.max_seq_len)
             return [index for part in parts for index in self.tokenizer.encode(part, add_special_tokens=False)]
 
@@ -173,7 +179,7 @@ class Intake:
         grammar, param = described
         if not self.has_grammars:
             said = f"{param} asks for a grammar, and phase 12 is the first whose engine has them: leave it out."
-            raise invalid(said, param=param)
+            raise unsupported(said, param=param)
         try:
             compiled = self._grammars.known(grammar)
             if compiled is None:
@@ -231,6 +237,11 @@ class Intake:
             )
         return max_tokens
 
+    def within_room(self, most: int | None, num_prompt_tokens: int) -> int:
+        """The tokens of an answer whose request names no limit: ``most``, or all that fit after the prompt."""
+        room = max(1, min(self.max_seq_len, self.request_capacity) - num_prompt_tokens)
+        return room if most is None else min(most, room)
+
     def submit(
         self,
         request: Request,
@@ -274,7 +285,7 @@ class Intake:
         for field, value in limits.items():
             if value is not None and not self.limits_thinking:
                 said = "leave it out: phase 11.1 limits thinking, of models whose tokenizer has </think>."
-                raise invalid(f"{field} is {value}; {said}", param=field)
+                raise unsupported(f"{field} is {value}; {said}", param=field)
 
     def check_model(self, name: str) -> None:
         """Raise ApiError for another model's name, and for every request while the server shuts down."""
@@ -303,7 +314,7 @@ class Intake:
         try:
             ids = await asyncio.get_running_loop().run_in_executor(thread, encode)
         except RequestError as error:
-            raise invalid(str(error), param=param) from None
+            raise refusal_error(error, param=param, retry_after=self.config.retry_after) from None
         return ids
 
 

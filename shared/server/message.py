@@ -24,11 +24,7 @@ _ROLES: list[dict[str, Any]] = [
         "required": ["content"],
     },
     {
-        "properties": {
-            "role": {"const": "assistant"},
-            "content": _TEXT_CONTENT,
-            "tool_call_id": {"type": "null"},
-        },
+        "properties": {"role": {"const": "assistant"}, "tool_call_id": {"type": "null"}},
         "required": ["content"],
     },
     {
@@ -54,21 +50,26 @@ def _describe_roles(schema: dict[str, Any]) -> None:
 
 
 class Message(BaseModel):
-    """One message of a conversation; an answer of this server is valid as it is."""
+    """One message of a conversation; an answer of this server is valid as it is.
 
-    model_config = ConfigDict(extra="forbid", strict=True, json_schema_extra=_describe_roles)
+    Labels, which are all other fields, are ignored: clients add them to their histories. Content never is.
+    """
+
+    model_config = ConfigDict(extra="ignore", strict=True, json_schema_extra=_describe_roles)
 
     role: Annotated[str, WithJsonSchema({"enum": ["system", "developer", "user", "assistant", "tool"]})]
     content: Annotated[Any, AfterValidator(message_text), WithJsonSchema(MESSAGE_CONTENT_SCHEMA)]
     tool_calls: list[CalledTool] | None = None
     tool_call_id: str | None = None
+    refusal: str | None = None  # an assistant's text where it has no content
+    reasoning_content: str | None = None  # an assistant's thoughts, in vLLM's older and newer words
+    reasoning: str | None = None
 
-    name: Annotated[Any, Only(None)] = None
-    refusal: Annotated[Any, Only(None)] = None
-    annotations: Annotated[Any, Only([], None)] = None
     audio: Annotated[Any, Only(None)] = None
+    images: Annotated[Any, Only([], None)] = None
+    files: Annotated[Any, Only([], None)] = None
+    attachments: Annotated[Any, Only([], None)] = None
     function_call: Annotated[Any, Only(None)] = None
-    parsed: Any = None  # what openai's client has read from the content; not used
 
     @field_validator("role")
     @classmethod
@@ -94,6 +95,17 @@ class Message(BaseModel):
                 f"tool_call_id is {short(self.tool_call_id)} with the role {self.role}; the role tool needs it, and no "
                 "other has it."
             )
-        if self.content is None and not self.tool_calls:
+        if self.content is None and self.role != "assistant":
             raise ValueError("content is None; it must be a text or a list of parts of type text.")
         return self
+
+    @property
+    def text(self) -> str:
+        return self.content or self.refusal or ""
+
+    @property
+    def thoughts(self) -> str | None:
+        """Of an assistant, where they are not in the text."""
+        if self.role != "assistant":
+            return None
+        return self.reasoning if self.reasoning_content is None else self.reasoning_content

@@ -17,13 +17,12 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from shared.server.answer import Answer
 from shared.server.errors import ApiError
+from shared.server.json_text import check_json
 from shared.server.logs import log_event
 from shared.server.metrics import ServerMetrics
 
 REQUEST_ID = re.compile(rb"[\w.:-]{1,128}")
 """A valid `X-Request-Id` of a client; any other is replaced."""
-MAX_VALUES, MAX_KEYS = 2**17, 2**13
-"""Most values (a token id is one) and keys of a JSON body."""
 _BIG = 2**15
 _PORT = re.compile(r":\d*$")
 _QUIET = ("health", "metrics", "page", "memory")
@@ -43,6 +42,7 @@ class RequestRecord:
     """The data of the log line; routes add to it."""
 
     request_id: str
+    path: str  # below the base path
     status: int = 499  # if no response was started: the client disconnected before
     answer: Answer | None = None
     is_streaming: bool | None = None
@@ -68,9 +68,10 @@ class RequestLog:
     It is counted before the last part of its response is sent: a client that has read a response finds it counted.
     """
 
-    def __init__(self, app: ASGIApp, metrics: ServerMetrics) -> None:
+    def __init__(self, app: ASGIApp, metrics: ServerMetrics, root_path: str = "") -> None:
         self.app = app
         self.metrics = metrics
+        self.root_path = root_path
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -78,9 +79,10 @@ class RequestLog:
             return
         started = time.perf_counter()
         given = dict(scope["headers"]).get(b"x-request-id", b"")
-        record = RequestRecord(given.decode() if REQUEST_ID.fullmatch(given) else uuid.uuid4().hex)
+        request_id = given.decode() if REQUEST_ID.fullmatch(given) else uuid.uuid4().hex
+        record = RequestRecord(request_id, self._set_base(scope))
         scope.setdefault("state", {})["record"] = record
-        handler, is_counted = handler_of(scope["path"]), False
+        handler, is_counted = handler_of(record.path), False
 
         async def send_with_id(message: Message) -> None:
             nonlocal is_counted
@@ -102,6 +104,13 @@ class RequestLog:
                 self.metrics.on_http(handler, record.status)
             _log_request(scope, record, handler, time.perf_counter() - started)
 
+    def _set_base(self, scope: Scope) -> str:
+        """Let the scope's path begin with the base path, which a proxy may leave or take away; the path below it."""
+        root, path = self.root_path, str(scope["path"])
+        below = path.removeprefix(root) if path.startswith(f"{root}/") else path
+        scope["root_path"], scope["path"] = root, root + below
+        return below
+
 
 class ApiKey:
     """Refuses requests below ``/v1`` and ``/debug`` without the key; compares keys in constant time."""
@@ -111,7 +120,7 @@ class ApiKey:
         self.key = key.encode()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and scope["path"].startswith(_GUARDED):
+        if scope["type"] == "http" and record_of(scope).path.startswith(_GUARDED):
             scheme, _, given = dict(scope["headers"]).get(b"authorization", b"").partition(b" ")
             if scheme.lower() != b"bearer" or not hmac.compare_digest(given.strip(), self.key):
                 message = "The API key is missing or wrong; send it as the header Authorization: Bearer KEY."
@@ -153,8 +162,7 @@ class BodyLimit:
     Starlette's own limit answers in plain text where the length is announced, not with the body of an API error.
 
     Parsing and validating a body holds Python's lock. A body of more than ``_BIG`` bytes waits for a turn of the event
-    loop of its own, so that other clients get theirs between two such bodies; its values and keys are bounded, because
-    their number and not the number of bytes is what takes time.
+    loop of its own, so that other clients get theirs between two such bodies.
     """
 
     def __init__(self, app: ASGIApp, max_bytes: int, seconds: float, stopping: Callable[[], ApiError | None]) -> None:
@@ -196,7 +204,7 @@ class BodyLimit:
                 if num_bytes > _BIG:
                     async with self._turn:
                         await asyncio.sleep(0)
-                _check_json(b"".join(pieces))
+                check_json(b"".join(pieces))
                 pieces.clear()
             return message
 
@@ -205,24 +213,6 @@ class BodyLimit:
     def _too_large(self) -> ApiError:
         said = f"The body is longer than {self.max_bytes} bytes, the limit of this server."
         return ApiError(413, "body_too_large", said, headers={"Connection": "close"})
-
-
-def _check_json(body: bytes) -> None:
-    """Raise ApiError if a JSON text has more than MAX_VALUES values or MAX_KEYS keys, or is not UTF-8, without parsing.
-
-    Commas, colons and opening brackets outside strings are counted; each value but the first comes after one of them.
-    """
-    if b"\0" in body:  # UTF-16 and UTF-32, which json.loads would take; in UTF-8, JSON has no zero byte
-        raise ApiError(400, "invalid_json", "The body is not JSON in UTF-8: it holds a byte 0.")
-    if sum(map(body.count, (b",", b"[", b"{"))) <= MAX_VALUES and body.count(b":") <= MAX_KEYS:
-        return
-    plain = body.replace(rb"\\", b"").replace(rb"\"", b"")  # now every quotation mark opens or closes a string
-    if plain.count(b'"') <= 2 * (MAX_VALUES + MAX_KEYS):
-        outside = b"".join(plain.split(b'"')[::2])
-        if sum(map(outside.count, (b",", b"[", b"{"))) <= MAX_VALUES and outside.count(b":") <= MAX_KEYS:
-            return
-    said = f"The body holds more than {MAX_VALUES} values or {MAX_KEYS} keys, the limits of this server."
-    raise ApiError(413, "body_too_complex", said)
 
 
 def _log_request(scope: Scope, record: RequestRecord, handler: str, seconds: float) -> None:
@@ -245,7 +235,7 @@ def _log_request(scope: Scope, record: RequestRecord, handler: str, seconds: flo
         request_id=record.request_id,
         client=client[0] if client else None,
         method=scope["method"],
-        path=scope["path"],
+        path=record.path,
         status=record.status,
         duration_s=round(seconds, 6),
         **fields,

@@ -6,6 +6,8 @@ ignored. Any other field is refused by name. Invariants: ``SamplingParams`` vali
 value gives the same message here, on the command line and in Python; a field's JSON schema allows what is accepted.
 """
 
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Annotated, Any, ClassVar, Literal, cast
 
 from pydantic import (
@@ -22,6 +24,7 @@ from pydantic import (
 
 from shared.sampling.params import MAX_LOGPROBS, MAX_PENALTY, MAX_SEED, SamplingParams
 from shared.server.chunk_fields import FieldOfChunks
+from shared.server.errors import invalid
 from shared.server.fields import (
     CACHE_SALT_SCHEMA,
     CONTENT_SCHEMA,
@@ -42,6 +45,7 @@ from shared.server.message import Message
 from shared.server.settings import MAX_N
 from shared.server.structured_output import GUIDED_SCHEMAS, RESPONSE_FORMAT_SCHEMA, STRUCTURED_OUTPUTS_SCHEMA
 from shared.server.tool_fields import TOOL_CHOICE_SCHEMA, Tools, chosen_tool
+from shared.text.chat_ending import Ending
 
 _MAX_FLOAT = 1.7976931348623157e308  # a larger number in JSON is infinite
 _SAMPLING = (
@@ -125,19 +129,26 @@ class SamplingFields(BaseModel):
     def _is_samplable(cls, value: Any, info: ValidationInfo) -> Any:
         assert info.field_name is not None
         if info.field_name == "top_k" and value in (0, -1):  # some clients' words for no limit
-            return None
+            return 0
         if value is not None:
             SamplingParams(**{info.field_name: value})
         return value
 
     def sampling_params(
-        self, max_new_tokens: int, logprobs: int | None, prompt_logprobs: int | None = None
+        self,
+        max_new_tokens: int,
+        logprobs: int | None,
+        prompt_logprobs: int | None = None,
+        defaults: Mapping[str, Any] = MappingProxyType({}),
     ) -> SamplingParams:
-        """The sampling parameters; absent fields have OpenAI's defaults, which are also those of ``SamplingParams``.
+        """The sampling parameters; absent fields have ``defaults``, or else OpenAI's, which are ``SamplingParams``'s.
 
         ``min_tokens`` beyond the longest answer means that answer, and ``min_thinking_tokens`` beyond the budget that.
         """
         given = {name: value for name in _SAMPLING if (value := getattr(self, name)) is not None}
+        given = {**defaults, **given}
+        if given.get("top_k") == 0:
+            del given["top_k"]
         if self.thinking_budget is not None:
             given["min_thinking_tokens"] = min(self.min_thinking_tokens or 0, self.thinking_budget)
         return SamplingParams(
@@ -214,6 +225,8 @@ class ChatRequest(SamplingFields):
     logprobs: bool | None = None
     top_logprobs: Annotated[int | None, Field(ge=0, le=MAX_LOGPROBS), BeforeValidator(whole)] = None
     chat_template_kwargs: TemplateOptions | None = None
+    continue_final_message: bool | None = None
+    add_generation_prompt: bool | None = None
     prediction: Prediction | None = None
     chunks: FieldOfChunks = ()
     recompute: Annotated[float | None, Field(ge=0, le=1), optional("number", minimum=0, maximum=1)] = None
@@ -232,6 +245,21 @@ class ChatRequest(SamplingFields):
 
     prompt_cache_key: str | None = None
     safety_identifier: str | None = None
+
+    @property
+    def ending(self) -> Ending:
+        """How the prompt ends. Raises ApiError for what contradicts, and for a last message that cannot go on."""
+        has_header = self.add_generation_prompt is not False
+        if not self.continue_final_message:
+            return Ending.HEADER if has_header else Ending.TURN
+        if has_header:
+            said = "continue_final_message is true and add_generation_prompt is not false; set that to false."
+            raise invalid(said, param="add_generation_prompt")
+        last = self.messages[-1]
+        if last.role != "assistant" or last.tool_calls:
+            said = "continue_final_message is true; the last message must be the assistant's, without tool_calls."
+            raise invalid(said, param="continue_final_message")
+        return Ending.OPEN
 
     @property
     def definitions(self) -> list[dict[str, Any]]:

@@ -4,7 +4,10 @@ Invariant: every resource that a client can occupy (a connection, its time, a bo
 """
 
 import math
-from dataclasses import dataclass
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
 
 from shared.errors import ConfigError
 
@@ -34,6 +37,10 @@ class ServerConfig:
     ``model_name``         the name that requests must give, and that `/v1/models` lists.
     ``api_key``            if set, requests below `/v1` and `/debug` need it in `Authorization: Bearer`.
     ``named_events``       every response of `/v1/completions` is a stream of named events, whatever the request says.
+    ``max_tokens``         tokens of a completion whose request names no limit; None: all that fit.
+    ``max_chat_tokens``    the same of a chat.
+    ``sampling_defaults``  fields of ``SamplingParams`` for requests that do not have them.
+    ``openai_statuses``    errors have the statuses of OpenAI's API: 400 in place of 422, 404 for another model's name.
     ``max_body_bytes``     the longest body; a longer one is refused with 413.
     ``body_timeout``       seconds in which a client must send its body.
     ``max_connections``    open connections, with a request or without; one more is refused with 503.
@@ -41,6 +48,8 @@ class ServerConfig:
     ``max_head_bytes``     the longest headers; longer ones are refused with 431.
     ``max_url_bytes``      the longest URL; a longer one is refused with 414.
     ``allowed_hosts``      if not empty, the values that the header `Host` may have, ports aside.
+    ``allowed_origins``    the sites whose pages a browser lets read responses (CORS); `*` is every site.
+    ``root_path``          the base path under which a proxy serves this server, such as `/llm`; it may strip it or not.
     ``max_unread_bytes``   unread bytes of a stream beyond which its request is aborted.
     ``send_timeout``       seconds that a send may block on a client before its connection is aborted.
     ``keep_alive``         seconds of silence after which a stream gets a comment, so that no proxy closes it.
@@ -52,8 +61,10 @@ class ServerConfig:
     model_name: str
     api_key: str | None = None
     named_events: bool = False
-    max_tokens: int = 128
-    max_chat_tokens: int = 512
+    openai_statuses: bool = False
+    max_tokens: int | None = 128
+    max_chat_tokens: int | None = 512
+    sampling_defaults: Mapping[str, Any] = field(default_factory=dict)
     max_body_bytes: int = 2 * 2**20
     body_timeout: float = 20.0
     max_connections: int = 2048
@@ -61,6 +72,8 @@ class ServerConfig:
     max_head_bytes: int = 64 * 2**10
     max_url_bytes: int = 8 * 2**10
     allowed_hosts: tuple[str, ...] = ()
+    allowed_origins: tuple[str, ...] = ()
+    root_path: str = ""
     max_unread_bytes: int = 256 * 2**10
     send_timeout: float = 20.0
     keep_alive: float = 15.0
@@ -73,8 +86,10 @@ class ServerConfig:
             raise ConfigError(f"The served model's name is {self.model_name!r}; it must be printable and not empty.")
         if self.api_key is not None and (not self.api_key or not self.api_key.isascii() or " " in self.api_key):
             raise ConfigError("The API key must be ASCII, not empty, and without spaces, as a header can carry it.")
+        if self.root_path and not re.fullmatch(r"(/[\w.~-]+)+", self.root_path):
+            raise ConfigError(f"root_path is {self.root_path!r}; it must be a path such as /llm, without a last slash.")
         for name in _COUNTS:
-            if (value := getattr(self, name)) < 1:
+            if (value := getattr(self, name)) is not None and value < 1:
                 raise ConfigError(f"{name} is {value}; it must be at least 1.")
         for name in ("body_timeout", "head_timeout", "send_timeout", "keep_alive", "grace"):
             value = getattr(self, name)

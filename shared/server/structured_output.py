@@ -87,7 +87,7 @@ def _described(body: Any) -> Iterator[tuple[Grammar, str]]:
 def _of_response_format(value: Any) -> Iterator[tuple[Grammar, str]]:
     param = "response_format"
     kind = value.get("type") if isinstance(value, dict) else None
-    if kind not in _FORMATS:
+    if not (isinstance(kind, str) and kind in _FORMATS):
         raise invalid(
             f"response_format is {short(value)}; it must be an object whose type is text, json_object, json_schema or "
             "regex.",

@@ -60,19 +60,24 @@ def _as_sent(value: Any, validate: ModelWrapValidatorHandler[ToolDefinition]) ->
 Tools = Annotated[list[Annotated[ToolDefinition, WrapValidator(_as_sent)]], Field(max_length=MAX_TOOLS)]
 
 
-class CalledFunction(_Strict):
-    """The function that was called; ``arguments`` is the text of a JSON object, and clients may add what it says."""
+class _Lenient(BaseModel):
+    """A part of a history: labels that clients add, such as ``index`` or ``parsed_arguments``, are ignored."""
+
+    model_config = ConfigDict(extra="ignore", strict=True)
+
+
+class CalledFunction(_Lenient):
+    """The function that was called; ``arguments`` is the text of a JSON object."""
 
     name: Name
     arguments: str
-    parsed_arguments: Any = None
 
 
-class CalledTool(_Strict):
+class CalledTool(_Lenient):
     """A call in an earlier answer."""
 
     id: str
-    type: Literal["function"]
+    type: Literal["function"] = "function"
     function: CalledFunction
 
 

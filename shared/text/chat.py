@@ -59,11 +59,13 @@ class ChatMessage:
 
     role        system, user, assistant, or tool: the result of a call of the assistant's last turn
     tool_calls  of an assistant, behind the content (Llama 3 has one call and no content)
+    reasoning   of an assistant: its thoughts, where they are not in the content; for formats without thinking nothing
     """
 
     role: str
     content: str
     tool_calls: tuple[ToolCall, ...] = ()
+    reasoning: str | None = None
 
     def __post_init__(self) -> None:
         if self.role not in ROLES:
@@ -199,6 +201,7 @@ def chat_parts(
     described = [json.dumps(tool, ensure_ascii=False, indent=TOOL_INDENTS.get(template)) for tool in tools]
     calls = [call for message in messages for call in message.tool_calls]
     written = [*(message.content for message in messages), *described, *(call.arguments for call in calls)]
+    written += [message.reasoning or "" for message in messages]
     seam = unused_character(written)
     marks = {mark for mark in _MARKS.get(template, ()) if tokenizer.token_id(mark) is not None}
     control = tokenizer.special_tokens - marks
@@ -211,6 +214,7 @@ def chat_parts(
             message.role,
             cut(message.content, message.role),
             tuple(replace(call, arguments=cut(call.arguments, message.role)) for call in message.tool_calls),
+            message.reasoning and cut(message.reasoning),
         )
         for message in messages
     ]

@@ -64,7 +64,8 @@ class ChatFormat:
         Raises RequestError for a conversation that takes a capability that is refused.
         """
         has_calls = bool(tools) or any(message.tool_calls or message.role == "tool" for message in messages)
-        has_thought = any(message.role == "assistant" and "</think>" in message.content for message in messages)
+        answers = [message for message in messages if message.role == "assistant"]
+        has_thought = any(message.reasoning or "</think>" in message.content for message in answers)
         needed: dict[Capability, bool] = {
             "chat": True,
             "tools": has_calls,

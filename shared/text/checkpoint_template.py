@@ -123,6 +123,8 @@ def _plain(messages: Sequence[ChatMessage], mark: Callable[..., str] | None = No
         if message.role == "tool" and open_calls:
             turn["tool_call_id"], turn["name"] = open_calls.pop(0)
         elif message.role == "assistant":
+            if message.reasoning is not None:
+                turn["reasoning_content"] = mark(message.reasoning)
             ids = [f"call{num_calls + index:05}" for index in range(len(message.tool_calls))]
             num_calls += len(ids)
             open_calls = [(each, call.name) for each, call in zip(ids, message.tool_calls, strict=True)]

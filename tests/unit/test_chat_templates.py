@@ -4,6 +4,7 @@ import datetime
 import json
 import re
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -19,11 +20,13 @@ from shared.text.chat import (
     ChatMessage,
     ToolCall,
     _environment,
+    chat_parts,
     choose_template,
     encode_chat,
     llama_date,
     render_chat,
 )
+from shared.text.chat_ending import Ending, ended_parts
 from shared.text.tokenizer import Tokenizer
 
 SYSTEM = ChatMessage("system", "Be brief.")
@@ -94,11 +97,12 @@ def test_qwen3_has_no_default_system_and_without_thinking_closes_an_empty_block(
 
 def test_qwen3_shows_the_thinking_of_the_answer_after_the_last_question_alone():
     thought = ChatMessage("assistant", "<think>\nhm, greet\n</think>\n\nHello!")
+    apart = ChatMessage("assistant", "\nHello!", reasoning="hm, greet\n")
     more = "<|im_start|>user\nMore?<|im_end|>\n<|im_start|>assistant\n"
     assert render_chat([HI, thought, MORE], template="qwen3") == (
         f"<|im_start|>user\n Hi there\n<|im_end|>\n<|im_start|>assistant\nHello!<|im_end|>\n{more}"
     )
-    for answer, shown in ((thought, "hm, greet\n"), (HELLO, "\n")):
+    for answer, shown in ((thought, "hm, greet\n"), (apart, "hm, greet\n"), (HELLO, "\n")):
         assert render_chat([MORE, answer], template="qwen3", add_generation_prompt=False) == (
             f"{more}<think>\n{shown}</think>\n\nHello!<|im_end|>\n"
         )
@@ -357,8 +361,18 @@ def _assert_equals_the_checkpoints_own(folder: Path, family: str) -> None:
     ours, theirs = Tokenizer.load(folder), AutoTokenizer.from_pretrained(folder)
     template = choose_template(family, ours)
     thinking = ChatMessage("assistant", "<think>\nhm\n</think>\n\nYes.")
-    for messages in ([HI], [HI, HELLO, MORE], DIALOGUE, [SYSTEM, HI, thinking, ChatMessage("user", "\n\n1 + 1é?")]):
-        plain = [{"role": message.role, "content": message.content} for message in messages]
+    apart = ChatMessage("assistant", "Yes.", reasoning="\nhm")
+    for messages in (
+        [HI],
+        [HI, HELLO, MORE],
+        DIALOGUE,
+        [SYSTEM, HI, thinking, ChatMessage("user", "\n\n1 + 1é?")],
+        [HI, apart],
+    ):
+        plain = [
+            {"role": message.role, "content": message.content, "reasoning_content": message.reasoning}
+            for message in messages
+        ]
         for prompt in (True, False):
             for choice in (None, True, False) if template == "qwen3" else (None,):
                 options = {} if choice is None else {"enable_thinking": choice}
@@ -368,6 +382,14 @@ def _assert_equals_the_checkpoints_own(folder: Path, family: str) -> None:
                 assert expected == encode_chat(
                     ours, messages, template=template, add_generation_prompt=prompt, thinking=choice
                 )
+    for said in ("Hello", "Hello! I ", "\nYes"):
+        messages = [SYSTEM, HI, ChatMessage("assistant", said)]
+        plain = [{"role": message.role, "content": message.content} for message in messages]
+        expected = theirs.apply_chat_template(
+            plain, continue_final_message=True, add_generation_prompt=False, tokenize=False
+        )
+        render = partial(chat_parts, ours, template=template)
+        assert "".join(ended_parts(render, messages, Ending.OPEN)) == expected, said
 
 
 @pytest.mark.demo

@@ -118,6 +118,16 @@ def test_descriptions() -> None:
         (Grammar.json_schema, "{", "The schema is not JSON"),
         (Grammar.json_schema, {"a": {1, 2}}, "holds what JSON does not have"),
         (Grammar.regex, "a" * 1_000_001, "it may have 1000000"),
+        (
+            Grammar.json_schema,
+            {"enum": ["a" * 1_000_000]},
+            r"^The grammar has 1000014 characters; it may have 1000000\.$",
+        ),
+        (
+            Grammar.choice,
+            ["a\ud800"],
+            r"^The grammar holds '\\ud800', half of a surrogate pair; write whole characters\.$",
+        ),
     ):
         with pytest.raises(GrammarError, match=message):
             cast(Any, make)(wrong)

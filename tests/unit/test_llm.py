@@ -83,7 +83,7 @@ def test_a_bad_prompt_is_named_before_anything_is_computed(folder: str) -> None:
     llm = LLM(folder, max_seq_len=64)
     for prompts, message in (
         (["x", [1, 999]], r"Prompt 1, counted from 0: The prompt holds the token id 999"),
-        (["x", "y", [3] * 64], r"Prompt 2, counted from 0: The prompt has 64 tokens"),
+        (["x", "y", [3] * 64], r"Prompt 2, counted from 0: This model's maximum context length"),
         ([[]], r"Prompt 0, counted from 0: The prompt is empty"),
         ([7, 8], r"Prompt 0 is 7; a prompt is a text or a list of token ids"),
     ):

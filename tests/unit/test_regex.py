@@ -96,6 +96,7 @@ def test_syntax(pattern: str, right: str, wrong: str) -> None:
         ("a\\", "ends too early"),
         (r"\u12", "4 hexadecimal digits"),
         (r"\ud800", r"the surrogate U\+D800"),
+        (r"\ud800\u0041", r"the surrogate U\+D800"),
         (r"\q", r"the unknown escape \\q"),
         (r"\p{Klingon}", "not a general category"),
         ("(?i)a", "a group of an unknown kind at position 0"),

@@ -73,7 +73,7 @@ export async function* events(response) {
 export function servedModel() {
   const key = givenKey();
   if (model.key !== key) {
-    const answer = send("/v1/models").then((response) => response.json()).then(({ data }) => data[0]);
+    const answer = send("v1/models").then((response) => response.json()).then(({ data }) => data[0]);
     model = { key, answer };
     answer.catch(forgetModel);
   }

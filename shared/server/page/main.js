@@ -29,7 +29,7 @@ async function showHealth() {
   let health = { status: "not reachable", message: UNREACHABLE };
   let metrics = null;
   try {
-    [health, metrics] = [await (await read("/health")).json(), await (await read("/metrics")).text()];
+    [health, metrics] = [await (await read("health")).json(), await (await read("metrics")).text()];
   } catch {
     forgetModel();
   }

@@ -35,7 +35,7 @@ async function look() {
   let wait = RETRY;
   let trouble = "";
   try {
-    const memory = withMarks(await (await send("/debug/memory")).json(), performance.now());
+    const memory = withMarks(await (await send("debug/memory")).json(), performance.now());
     wait = PERIOD * Math.max(1, (memory.num_blocks - memory.num_free) / MANY);
     byId("memory").hidden = false;
     byId("memory-whole-label").hidden = memory.num_blocks <= FEW;

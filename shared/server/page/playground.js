@@ -75,7 +75,7 @@ async function complete() {
   const given = answer.appendChild(document.createElement("span"));
   given.className = "given";
   given.textContent = byId("prompt").value;
-  await ask("/v1/completions", "text/event-stream", { ...sampling(), prompt: byId("prompt").value }, (chunk) => {
+  await ask("v1/completions", "text/event-stream", { ...sampling(), prompt: byId("prompt").value }, (chunk) => {
     if (typeof chunk.token_id !== "number") return 0;
     append(answer, chunk.choices[0].text, chunk.token_id);
     return 1;
@@ -100,7 +100,7 @@ async function chat() {
   const messages = [...(system ? [{ role: "system", content: system }] : []), ...conversation, { role: "user", content: text }];
   let said = "";
   const body = { ...sampling(), messages, stream: true, stream_options: { include_usage: true } };
-  await ask("/v1/chat/completions", "*/*", body, (chunk) => {
+  await ask("v1/chat/completions", "*/*", body, (chunk) => {
     const piece = chunk.choices[0]?.delta.content ?? "";
     if (!piece) return 0;
     said += piece;

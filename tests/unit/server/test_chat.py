@@ -84,7 +84,7 @@ def test_a_prediction_changes_no_answer(content: Any, client: httpx.Client) -> N
         ({"type": "content"}, 400, "prediction.content", "The field prediction.content is missing."),
         ({"type": "other", "content": "a"}, 422, "prediction.type", "prediction.type is 'other'; input should be 'c"),
         ({"type": "content", "content": 5}, 422, "prediction.content", "content is 5; it must be a text or a list"),
-        ({"type": "content", "content": [{"type": "image"}]}, 422, "prediction.content", "content holds the part"),
+        ({"type": "content", "content": [{"type": "image"}]}, 422, "prediction.content", "a part of the type 'image'"),
         ({"type": "content", "content": "a", "more": 1}, 422, "prediction.more", "The field prediction.more is unk"),
         (
             {"type": "content", "content": "x " * LIMIT},
@@ -99,6 +99,17 @@ def test_a_prediction_that_is_none_is_refused(
 ) -> None:
     response = client.post("/v1/chat/completions", json=chat(prediction=prediction))
     assert_refused(response, param, told, status)
+
+
+def test_an_answer_without_a_limit_may_take_all_that_fits(folder: Path) -> None:
+    engine = EchoEngine(folder)
+    engine.pool.request_capacity = 300
+    with serving(engine, max_tokens=None, max_chat_tokens=None) as running, running.client("*/*") as client:
+        for path, body in (("/v1/completions", completion()), ("/v1/chat/completions", chat())):
+            del body["max_tokens"]
+            answer = client.post(path, json=body | {"ignore_eos": True}).json()
+            assert answer["usage"]["total_tokens"] == 300, path
+            assert answer["choices"][0]["finish_reason"] == "length", path
 
 
 def test_completions_know_no_prediction(client: httpx.Client) -> None:

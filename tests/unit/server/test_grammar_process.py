@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from shared.grammar.grammar import Grammar
+from shared.grammar.grammar import Grammar, GrammarKind
 from shared.grammar.limits import GrammarError, Limits
 from shared.server import grammar_process
 from shared.server.grammar_process import GrammarProcess
@@ -100,3 +100,24 @@ def _received(pipe: Any) -> tuple[int, Any]:
     assert pipe.poll(PATIENCE)
     number, made = pipe.recv()
     return number, made
+
+
+@pytest.mark.parametrize(("spent", "limits"), [(0.4, [0.05]), (0.6, [0.05, 1.0])])
+def test_calls_that_may_have_given_up_a_schema_are_compiled_again(
+    spent: float, limits: list[float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A schema that need not be followed takes half of the time, and is then some object, in the first try alone."""
+    tried: list[float] = []
+
+    def made(grammar: Grammar, usable_bytes: Any, allowed: Limits) -> Grammar:
+        tried.append(allowed.seconds)
+        return grammar
+
+    monkeypatch.setattr(grammar_process, "_made", made)
+    clock = iter((1.0, 1.0 + spent * grammar_process.QUICK_SECONDS))
+    monkeypatch.setattr(grammar_process.time, "thread_time", lambda: next(clock))
+    ours, theirs = Pipe()
+    compiler = grammar_process._Compiler(theirs)
+    compiler._try(1, Grammar(GrammarKind.CALLS, "{}"), EVERY_BYTE)
+    assert ours.poll(PATIENCE), "it is sent"
+    assert tried == limits

@@ -12,7 +12,8 @@ def test_the_page_comes_with_a_policy_and_contacts_no_other_host(client: httpx.C
     page = client.get("/")
     assert page.headers["content-type"] == "text/html; charset=utf-8"
     assert "default-src 'self'" in page.headers["content-security-policy"]
-    parts = [word.split('"')[0] for word in page.text.split('="/page/')[1:]]
+    assert '="/' not in page.text, "links are relative, so that a proxy may serve the page below a path"
+    parts = [word.split('"')[0] for word in page.text.split('="page/')[1:]]
     assert {part.rpartition(".")[2] for part in parts} >= {"css", "js", "svg"}
     assert {"pool.js", "pool.css"} <= set(parts), "what the page of a trace draws with too"
     for part in parts:
@@ -34,5 +35,8 @@ def test_openapi_describes_bodies_and_errors(client: httpx.Client) -> None:
     assert properties["seed"]["anyOf"][0]["maximum"] == 2**64 - 1
     assert properties["stop_token_ids"]["anyOf"][0]["items"]["maximum"] == VOCAB - 1
     assert properties["max_tokens"]["anyOf"][0]["maximum"] == LIMIT
+    chat = described["components"]["schemas"]["ChatRequest"]
+    assert chat["properties"]["tool_choice"] == {"enum": ["none", "auto", None]}, "this engine has no grammars"
+    assert described["components"]["schemas"]["RegisterRequest"]["properties"]["model"] == {"const": "echo"}
     (pattern,) = properties["logit_bias"]["anyOf"][0]["patternProperties"]
     assert [number for number in range(2 * VOCAB) if re.match(pattern, str(number))] == list(range(VOCAB))

@@ -130,6 +130,7 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"structured_outputs": {"json_object": False}}, "structured_outputs.json_object", "json_object is False; it must"),
     ({"structured_outputs": {"json": "{"}}, "structured_outputs.json", "The schema is not JSON"),
     ({"guided_json": {"properties": {"a": {"uniqueItems": True}}}}, "guided_json", "#/properties/a/uniqueItems"),
+    ({"guided_json": {"uniqueItems": {}}}, "guided_json", "#/uniqueItems"),
     ({"guided_regex": 5}, "guided_regex", "The pattern is 5; it must be a regular expression"),
     ({"guided_regex": "a(?=b)"}, "guided_regex", "has a lookaround, which is not supported, at position 1"),
     ({"guided_regex": HOSTILE}, "guided_regex", "more than"),

@@ -30,6 +30,7 @@ def tool(name: str, **more: Any) -> Any:
 USER: Any = {"role": "user", "content": "Hi"}
 TOOLS = [tool("weather"), tool("time")]
 NAMED = {"type": "function", "function": {"name": "time"}}
+CALLED: Any = {"id": "a", "type": "function", "function": {"name": "time", "arguments": "{}"}}
 
 
 class ScriptedEngine(EchoEngine):
@@ -189,6 +190,80 @@ def test_an_answer_goes_back_with_its_results_in_the_order_of_the_calls(servers:
         f'{LLAMA_CALL}<|eot_id|><|start_header_id|>ipython<|end_header_id|>\n\n"sun"<|eot_id|>'
         in (servers["llama"].engine.prompts[-1])
     )
+
+
+def test_how_a_prompt_ends(servers: dict[str, Running]) -> None:
+    running, begun = servers["qwen3"], {"role": "assistant", "content": "It is "}
+    for messages, fields, end in (
+        ([USER], {}, "Hi<|im_end|>\n<|im_start|>assistant\n"),
+        ([USER], {"add_generation_prompt": True, "continue_final_message": False}, "<|im_start|>assistant\n"),
+        ([USER], {"add_generation_prompt": False}, "<|im_start|>user\nHi<|im_end|>\n"),
+        ([USER, begun], {"add_generation_prompt": False, "continue_final_message": True}, "</think>\n\nIt is "),
+    ):
+        ask(running, "sunny", messages=messages, tools=[], extra_body=fields)
+        assert running.engine.prompts[-1].endswith(end), fields
+    for messages, fields, param in (
+        ([USER, begun], {"continue_final_message": True}, "add_generation_prompt"),
+        ([USER, begun], {"continue_final_message": True, "add_generation_prompt": True}, "add_generation_prompt"),
+        ([USER], {"continue_final_message": True, "add_generation_prompt": False}, "continue_final_message"),
+        (
+            [USER, {"role": "assistant", "tool_calls": [CALLED]}],
+            {"continue_final_message": True, "add_generation_prompt": False},
+            "continue_final_message",
+        ),
+    ):
+        with running.client() as client:
+            response = client.post("/v1/chat/completions", json=chat(**fields) | {"messages": messages})
+        assert_refused(response, param, "continue_final_message is true")
+
+
+LABELLED: list[tuple[Any, Any]] = [
+    ({"role": "user", "content": "a", "name": "Ada", "id": "m1"}, {"role": "user", "content": "a"}),
+    (
+        {"role": "system", "content": [{"type": "text", "text": "a", "cache_control": {"type": "ephemeral"}}]},
+        {"role": "system", "content": "a"},
+    ),
+    (
+        {
+            "role": "assistant",
+            "content": "a",
+            "refusal": None,
+            "annotations": [{"type": "url_citation"}],
+            "audio": None,
+        },
+        {"role": "assistant", "content": "a"},
+    ),
+    ({"role": "assistant", "content": None, "refusal": "no"}, {"role": "assistant", "content": "no"}),
+    ({"role": "assistant", "content": [{"type": "refusal", "refusal": "no"}]}, {"role": "assistant", "content": "no"}),
+    (
+        {"role": "assistant", "content": "a", "reasoning_content": "hm", "reasoning": None},
+        {"role": "assistant", "content": "<think>\nhm\n</think>\n\na"},
+    ),
+    (
+        {"role": "assistant", "content": "a", "reasoning": "hm", "reasoning_details": [{"text": "hm"}]},
+        {"role": "assistant", "content": "<think>\nhm\n</think>\n\na"},
+    ),
+    (
+        {"role": "assistant", "reasoning_content": None, "tool_calls": [{**CALLED, "index": 0}]},
+        {"role": "assistant", "content": None, "tool_calls": [CALLED]},
+    ),
+    (
+        {"role": "assistant", "tool_calls": [{"id": "a", "function": {**CALLED["function"], "parsed_arguments": {}}}]},
+        {"role": "assistant", "tool_calls": [CALLED]},
+    ),
+]
+
+
+@pytest.mark.parametrize(("labelled", "plain"), LABELLED)
+def test_labels_of_a_history_are_ignored(labelled: Any, plain: Any, servers: dict[str, Running]) -> None:
+    running = servers["qwen3"]
+    result: Any = {"role": "tool", "tool_call_id": "a", "content": "noon"}
+    for message in (labelled, plain):
+        results = [result | ({"name": "time"} if message is labelled else {})] if "tool_calls" in message else []
+        with running.client() as client:
+            response = client.post("/v1/chat/completions", json=chat() | {"messages": [USER, message, *results]})
+        assert response.status_code == 200, response.text
+    assert running.engine.prompts[-2] == running.engine.prompts[-1], "a label changes the prompt"
 
 
 def called(**more: Any) -> Any:

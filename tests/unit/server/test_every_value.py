@@ -1,0 +1,190 @@
+"""Every field of every body, at every depth, with a value of every JSON type: an answer or a refusal, no failure."""
+
+import copy
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from shared.server.chunk_fields import RegisterRequest
+from shared.server.json_text import MAX_NESTING
+from shared.server.protocol import ChatRequest, CompletionRequest
+from tests.unit.server.echo import EchoEngine, serving
+from tests.unit.server.exchange import assert_refused, chat, completion, error_of
+
+VALUES: tuple[Any, ...] = (None, True, -1.5, "x", [{}], {"x": []})
+SCHEMA = {"type": "object", "properties": {"a": {"enum": ["b", 1]}}, "required": ["a"]}
+CALL = {"id": "c", "type": "function", "function": {"name": "f", "arguments": "{}"}, "index": 0}
+TEXT = [{"type": "text", "text": "a", "cache_control": {"type": "ephemeral"}}]
+COMMON: dict[str, Any] = {
+    "model": "echo",
+    "max_tokens": 1,
+    "n": 1,
+    "temperature": 1,
+    "top_p": 1,
+    "top_k": 1,
+    "min_p": 0,
+    "repetition_penalty": 1,
+    "presence_penalty": 0,
+    "frequency_penalty": 0,
+    "logit_bias": {"5": 1},
+    "min_tokens": 0,
+    "stop": ["y"],
+    "stop_token_ids": [5],
+    "seed": 1,
+    "ignore_eos": False,
+    "cache_salt": "s",
+    "use_speculative_decoding": True,
+    "thinking_budget": None,
+    "min_thinking_tokens": 0,
+    "grammar_progress": False,
+    "stream": False,
+    "stream_options": {"include_usage": True, "continuous_usage_stats": True, "include_obfuscation": False},
+    "length_penalty": 1,
+    "use_beam_search": False,
+    "include_stop_str_in_output": False,
+    "skip_special_tokens": True,
+    "spaces_between_special_tokens": True,
+    "priority": 0,
+    "store": False,
+    "service_tier": "auto",
+    "user": "u",
+    "metadata": {"a": "b"},
+}
+COMPLETION = COMMON | {
+    "prompt": ["a", "b"],
+    "logprobs": 1,
+    "echo": True,
+    "add_special_tokens": True,
+    "best_of": 1,
+    "suffix": "",
+}
+CHAT: dict[str, Any] = {
+    "messages": [
+        {"role": "system", "content": TEXT, "name": "n"},
+        {"role": "user", "content": "a"},
+        {"role": "assistant", "content": None, "reasoning_content": "r", "tool_calls": [CALL]},
+        {"role": "tool", "content": "a", "tool_call_id": "c"},
+    ],
+    "max_completion_tokens": 1,
+    "logprobs": True,
+    "top_logprobs": 1,
+    "chat_template_kwargs": {"enable_thinking": None},
+    "continue_final_message": False,
+    "add_generation_prompt": True,
+    "prediction": {"type": "content", "content": [{"type": "text", "text": "a"}]},
+    "chunks": [],
+    "recompute": 0.5,
+    "tools": [
+        {"type": "function", "function": {"name": "f", "description": "d", "parameters": SCHEMA, "strict": False}}
+    ],
+    "tool_choice": "auto",
+    "parallel_tool_calls": True,
+    "functions": [],
+    "function_call": "none",
+    "modalities": ["text"],
+    "audio": None,
+    "reasoning_effort": None,
+    "verbosity": None,
+    "web_search_options": None,
+    "prompt_cache_key": "k",
+    "safety_identifier": "i",
+}
+NAMED = {"tools": CHAT["tools"], "tool_choice": {"type": "function", "function": {"name": "f"}}}
+GRAMMARS: tuple[dict[str, Any], ...] = (
+    {"response_format": {"type": "json_schema", "json_schema": {"name": "n", "schema": SCHEMA, "strict": True}}},
+    {"response_format": {"type": "json_schema", "schema": SCHEMA}},
+    {"response_format": {"type": "regex", "pattern": "a"}},
+    {"structured_outputs": {"choice": ["a"]}},
+    {"guided_json": SCHEMA},
+    {"guided_regex": "a"},
+    {"guided_choice": ["a"]},
+)
+BODIES: dict[str, tuple[str, tuple[tuple[dict[str, Any], dict[str, Any]], ...]]] = {
+    "completions": ("/v1/completions", (({}, COMPLETION), *((completion(), more) for more in GRAMMARS))),
+    "chat": ("/v1/chat/completions", ((COMMON, CHAT), (chat(), NAMED))),
+    "chunks": ("/v1/chunks", (({}, {"model": "echo", "content": [1], "role": "user"}),)),
+}
+"""Path and bodies: what stays, and what is varied. COMMON and the fields of a grammar are the same in both routes."""
+
+
+@pytest.fixture(scope="module")
+def client(folder: Path) -> Iterator[httpx.Client]:
+    """Of a server that compiles grammars, and whose engine does not follow them."""
+    engine = EchoEngine(folder)
+    engine.constraints = None  # type: ignore[attr-defined]
+    with serving(engine) as running, running.client("application/json") as client:
+        yield client
+
+
+def varied(body: Any) -> Iterator[Any]:
+    """The body with each of its fields and items, at every depth, replaced by each of VALUES."""
+    inner = body.items() if isinstance(body, dict) else enumerate(body) if isinstance(body, list) else ()
+    for name, field in inner:
+        for value in (*VALUES, *varied(field)):
+            changed = copy.copy(body)
+            changed[name] = value
+            yield changed
+
+
+def test_every_field_is_varied() -> None:
+    grammars = set().union(*GRAMMARS)
+    assert set(COMPLETION) | grammars == set(CompletionRequest.model_fields), "a new field belongs into COMPLETION"
+    assert set(COMMON) | set(CHAT) | grammars == set(ChatRequest.model_fields), "a new field belongs into CHAT"
+    assert {"model", "content", "role"} == set(RegisterRequest.model_fields), "a new field belongs into BODIES"
+
+
+@pytest.mark.parametrize("kind", BODIES)
+def test_no_value_makes_the_server_fail(kind: str, client: httpx.Client) -> None:
+    path, bodies = BODIES[kind]
+    for base, fields in bodies:
+        if kind != "chunks":
+            assert client.post(path, json=base | fields).status_code == 200, f"{fields} is valid"
+        for changed in varied(fields):
+            response = client.post(path, json=base | changed)
+            assert response.status_code in (200, 400, 422), f"{changed}: {response.text}"
+            if response.status_code != 200:
+                error_of(response)
+
+
+HALVES = [
+    (completion("\ud800"), "prompt"),
+    (completion("\ud83d\\\ude00"), "prompt"),
+    (completion(user="a\udc00"), "user"),
+    (completion(guided_choice=["a", "\ud800\ud83d\ude00"]), "guided_choice.1"),
+    (completion(guided_json={"enum": ["\\\ud800"]}), "guided_json.enum.0"),
+    (completion(metadata={"\ude00\ud83d": "a"}), "metadata.\ude00\ud83d"),
+]
+
+
+@pytest.mark.parametrize(("body", "param"), HALVES, ids=range(len(HALVES)))
+@pytest.mark.parametrize("is_escaped", [True, False])
+def test_half_of_a_surrogate_pair_is_refused_by_its_field(
+    body: Any, param: str, is_escaped: bool, client: httpx.Client
+) -> None:
+    content = json.dumps(body, ensure_ascii=is_escaped).encode(errors="surrogatepass")
+    headers = {"content-type": "application/json"}
+    assert_refused(client.post("/v1/completions", content=content, headers=headers), param, "half of a surrogate pair")
+
+
+def test_a_schema_as_text_has_no_half_of_a_pair_either(client: httpx.Client) -> None:
+    response = client.post("/v1/completions", json=completion(guided_json='{"enum": ["\\ud800"]}'))
+    assert_refused(response, "guided_json", "half of a surrogate pair")
+
+
+@pytest.mark.parametrize("text", ["\U0001f600", "\\ud800", "\\\\", "\ud7ff\ue000\xed\xa0"])
+def test_whole_characters_and_what_only_looks_like_half_of_one_are_accepted(text: str, client: httpx.Client) -> None:
+    content = json.dumps(completion(text)).encode()
+    response = client.post("/v1/completions", content=content, headers={"content-type": "application/json"})
+    assert response.status_code == 200, response.text
+
+
+def test_the_levels_of_a_body_are_bounded(client: httpx.Client) -> None:
+    for depth, status in ((MAX_NESTING - 1, 422), (MAX_NESTING, 413), (100_000, 413)):
+        content = b'{"model": "echo", "prompt": "[[", "response_format": %b%b}' % (b"[" * depth, b"]" * depth)
+        response = client.post("/v1/completions", content=content, headers={"content-type": "application/json"})
+        assert response.status_code == status, response.text
+        assert error_of(response)["code"] == ("invalid_value" if status == 422 else "body_too_complex"), depth

@@ -1,0 +1,81 @@
+"""Pages of other sites, a base path below which a proxy serves, and clients of HTTP/1.0, as older proxies are."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+
+from tests.unit.server.echo import POISON, EchoEngine, Running, connected, everything, serving
+from tests.unit.server.exchange import completion, events
+
+ORIGIN = "https://a.example"
+PREFLIGHT = {
+    "origin": ORIGIN,
+    "access-control-request-method": "POST",
+    "access-control-request-headers": "authorization",
+}
+
+
+@pytest.fixture(scope="module")
+def running(folder: Path) -> Iterator[Running]:
+    with serving(EchoEngine(folder), root_path="/llm", allowed_origins=(ORIGIN,), api_key="k") as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def proxied(running: Running) -> Iterator[httpx.Client]:
+    with running.client() as client:
+        yield client
+
+
+@pytest.mark.parametrize("base", ["/llm", ""], ids=["kept", "stripped"])
+def test_a_server_below_a_base_path(base: str, proxied: httpx.Client) -> None:
+    key = {"authorization": "Bearer k"}
+    assert proxied.get(f"{base}/").status_code == 200
+    assert proxied.get(f"{base}/page/main.js").status_code == 200
+    assert proxied.get(f"{base}/v1/models").status_code == 401, "the key guards the API"
+    assert proxied.get(f"{base}/v1/models", headers=key).json()["data"][0]["id"] == "echo"
+    assert proxied.post(f"{base}/v1/completions", json=completion(), headers=key).status_code == 200
+    assert proxied.get(f"{base}/health/").headers["location"].endswith("/llm/health"), "a redirect keeps the path"
+    assert proxied.get(f"{base}/openapi.json").json()["servers"] == [{"url": "/llm"}]
+    assert proxied.get("/llmv1/models", headers=key).status_code == 404
+
+
+def test_a_page_of_another_site_is_let_in_by_its_origin(proxied: httpx.Client, client: httpx.Client) -> None:
+    asked = proxied.options("/v1/chat/completions", headers=PREFLIGHT)
+    assert (asked.status_code, asked.headers["access-control-allow-origin"]) == (200, ORIGIN), "it needs no key"
+    refused = proxied.get("/v1/models", headers={"origin": ORIGIN})
+    assert (refused.status_code, refused.headers["access-control-allow-origin"]) == (401, ORIGIN), "errors are read too"
+    for other in (
+        proxied.get("/health", headers={"origin": "https://b.example"}),
+        client.options("/health", headers=PREFLIGHT),
+    ):
+        assert "access-control-allow-origin" not in other.headers, "of another site, and by default"
+
+
+@pytest.mark.parametrize("prompt", ["ab", "a" + POISON], ids=["complete", "failed"])
+@pytest.mark.parametrize("version", [b"1.0", b"1.1"])
+def test_a_stream_ends_with_the_connection_in_http_1_0(prompt: str, version: bytes, echo: Running) -> None:
+    body = json.dumps(completion(prompt, stream=True)).encode()
+    head = b"POST /v1/completions HTTP/%b\r\nHost: x\r\nContent-Type: application/json\r\n" % version
+    sent = head + b"Connection: %b\r\n" % (b"keep-alive" if version == b"1.0" else b"close")
+    with connected(echo, sent + b"Content-Length: %d\r\n\r\n%b" % (len(body), body)) as connection:
+        answer, _, received = everything(connection).partition(b"\r\n\r\n")
+    is_chunked = version == b"1.1"
+    assert (b"transfer-encoding: chunked" in answer) == is_chunked
+    assert b"connection: close" in answer
+    if is_chunked:
+        return
+    *frames, (_, last) = events(received.decode())
+    assert (last == "[DONE]") == (prompt == "ab"), "an answer that failed does not end as a complete one"
+    texts = [data["choices"][0]["text"] for _, data in frames if "choices" in data]
+    assert "".join(texts) == ("abab" if prompt == "ab" else "a")
+
+
+def test_a_whole_body_in_http_1_0_has_its_length(echo: Running) -> None:
+    with connected(echo, b"GET /health HTTP/1.0\r\n\r\n") as connection:
+        head, _, body = everything(connection).partition(b"\r\n\r\n")
+    assert b"content-length: %d" % len(body) in head
+    assert json.loads(body)["status"] == "ok"
