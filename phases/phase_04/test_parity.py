@@ -1,5 +1,6 @@
 """Phase 4 gives every request of a batch the same output as alone, and isolates failures."""
 
+import logging
 from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
@@ -17,12 +18,13 @@ from shared.engine.output import StepOutput
 from shared.engine.request import Request
 from shared.engine.sampler import SamplerOutput
 from shared.errors import QueueFullError, RequestError
+from shared.kernels.launch import LAUNCHES
 from shared.parity.reference import load_reference
 from shared.sampling.params import SamplingParams
 from shared.scheduling.schedule import Schedule, Scheduled
 from shared.text.stopping import FinishReason
 from tests import mixed_requests
-from tests.as_transformers import ASKED, assert_served
+from tests.as_transformers import ASKED, ASKED_OF_DEMO, assert_served
 from tests.comparison import assert_equal
 from tests.mixed_requests import EARLY as MIXED
 from tests.mixed_requests import GREEDY, SENTENCE, Requests, ends, tokens
@@ -68,11 +70,37 @@ def test_a_request_of_a_mixed_batch_is_answered_as_if_alone(model_folder: Path) 
     assert {answer[-1].finish_reason for answer in answers} >= {FinishReason.LENGTH, FinishReason.STOP}
 
 
+def test_an_end_of_sequence_inside_a_batch_ends_its_own_answer_alone(model_folder: Path) -> None:
+    requests = [([7 + n] * (3 + n), GREEDY | {"max_new_tokens": 12}) for n in range(5)]
+    whole = [tokens(answer) for answer in serve(make(model_folder), requests)]
+    engine = make(model_folder)
+    engine.tokenizer.eos_ids = frozenset({whole[2][4], whole[4][7]})
+    heeding = [(prompt, params | {"ignore_eos": False}) for prompt, params in requests]
+    for full, answer in zip(whole, serve(engine, heeding), strict=True):
+        places = [place for place, token_id in enumerate(full) if token_id in engine.tokenizer.eos_ids]
+        assert tokens(answer) == full[: places[0] + 1 if places else None]
+        assert answer[-1].finish_reason is (FinishReason.EOS if places else FinishReason.LENGTH)
+
+
+@pytest.mark.parametrize("backend", ["naive", "sdpa", "flash"])
+def test_every_attention_backend_gives_the_same_tokens(tiny_checkpoints: dict[str, Path], backend: str) -> None:
+    folder = tiny_checkpoints["gemma3_text"]
+    ours = serve(make(folder, attention_backend=backend), MIXED[:4])
+    assert [tokens(a) for a in ours] == [tokens(a) for a in serve(make(folder), MIXED[:4])]
+
+
 def test_packed_weights_serve_a_batch_too(folder: Path) -> None:
     packed = serve(make(folder, pack_weights=True), MIXED[:5])
     single = Single(EngineConfig(model=str(folder), max_seq_len=256, pack_weights=True))
     expected = [list(single.generate(prompt, SamplingParams(**params))) for prompt, params in MIXED[:5]]
     assert [tokens(a) for a in packed] == [tokens(a) for a in expected]
+
+
+@pytest.mark.demo
+def test_the_demo_model_answers_a_batch_as_transformers_does(
+    demo_folder: Path, reference_tokens: ReferenceTokens
+) -> None:
+    assert_served(make(demo_folder, max_batch_size=3), reference_tokens, ASKED_OF_DEMO)
 
 
 def test_logprobs_are_those_of_the_raw_logits(model_folder: Path) -> None:
@@ -101,6 +129,33 @@ def test_logprobs_are_those_of_the_raw_logits(model_folder: Path) -> None:
 
 
 # Batches and their requests.
+
+
+def test_a_closed_batch_runs_to_its_end(folder: Path) -> None:
+    engine = make(folder, max_batch_size=2)
+    for name, n in (("a", 2), ("b", 4), ("c", 1)):
+        engine.add_request([7] * 5, SamplingParams(**GREEDY, max_new_tokens=n), name)
+    records = []
+    while engine.has_work():
+        engine.step()
+        records.append(engine.last_step)
+    assert [(r.prefilled, r.decoded, r.finished) for r in records if r] == [
+        ((("a", 5), ("b", 5)), (), ()),
+        ((), ("a", "b"), ("a",)),
+        ((), ("b",), ()),
+        ((), ("b",), ("b",)),
+        ((("c", 5),), (), ("c",)),
+    ]
+    assert [r.kv_used_tokens for r in records if r] == [10, 6, 7, 0, 0]
+    assert [(r.step, r.num_running, r.num_waiting) for r in records if r] == [
+        (0, 2, 1),
+        (1, 1, 1),
+        (2, 1, 1),
+        (3, 0, 1),
+        (4, 0, 0),
+    ]
+    assert engine.runner.num_forwards == 5
+    assert engine.runner.num_tokens_computed == 10 + 2 + 1 + 1 + 5, "no token is computed twice, and none is padding"
 
 
 def entry(request: Request) -> Scheduled:
@@ -164,20 +219,58 @@ def test_a_batch_holds_arrays_of_the_requests_new_tokens() -> None:
     )
 
 
+def test_prompt_tokens_of_a_step_stay_within_the_budget(folder: Path) -> None:
+    engine = make(folder, max_num_batched_tokens=64)
+    for length in (60, 4, 1, 100, 30):
+        engine.add_request([7] * length, SamplingParams(**GREEDY, max_new_tokens=9))
+    run(engine, stop_after=1)
+    assert engine.last_step is not None
+    assert [n for _, n in engine.last_step.prefilled] == [60, 4]
+    prefilled = []
+    for _ in range(3):
+        engine.step()
+        prefilled.append([n for _, n in engine.last_step.prefilled])
+    assert prefilled == [[1], [100], [30]]
+
+
 # Failures are isolated to their requests.
 
 
-def fail_where(engine: Engine, is_culprit: Callable[[list[int]], bool], error: Exception) -> None:
-    """Make the model raise in forwards whose ids match ``is_culprit``."""
-    forward = engine.model.forward
+def fail_where(engine: Engine, is_culprit: Callable[[list[int]], bool], error: Exception) -> list[int]:
+    """Make the model raise in forwards whose ids match ``is_culprit``; returns the number of tokens of each forward."""
+    forward, sizes = engine.model.forward, []
 
     def failing(tokens: Any, kv: Any) -> torch.Tensor:
+        sizes.append(len(tokens.ids))
         hidden = forward(tokens, kv)
         if is_culprit(tokens.ids.tolist()):
             raise error
         return hidden
 
     engine.model.forward = failing
+    return sizes
+
+
+def test_a_request_that_fails_in_its_prompt_fails_alone(model_folder: Path, caplog) -> None:
+    prompts = [[7 + n] * (3 + n) for n in range(8)]
+    params = {"max_new_tokens": 6, "ignore_eos": True}
+    expected = serve(make(model_folder), [(p, params | {"seed": n}) for n, p in enumerate(prompts)])
+    culprit = min({*range(512)} - {token_id for answer in expected for token_id in tokens(answer)} - {*range(20)})
+    engine = make(model_folder)
+    sizes = fail_where(engine, lambda ids: culprit in ids, RuntimeError("injected"))
+    prompts[5] = [7, culprit, 7]
+    with caplog.at_level(logging.ERROR):
+        answers = serve(engine, [(p, params | {"seed": n}) for n, p in enumerate(prompts)])
+    (failed,) = answers[5]
+    assert (failed.token_id, failed.text, failed.finish_reason) == (None, "", FinishReason.ERROR)
+    assert failed.error is not None
+    assert "injected" not in failed.error
+    assert "injected" in caplog.text
+    for n in {*range(8)} - {5}:
+        assert tokens(answers[n]) == tokens(expected[n]), n
+    counts = [len(prompt) for prompt in prompts]
+    halves = [range(8), range(4), range(4, 8), range(4, 6), range(4, 5), range(5, 6), range(6, 8)]
+    assert sizes[:7] == [sum(counts[n] for n in half) for half in halves], "found by bisection"
 
 
 def test_requests_that_fail_while_they_decode(folder: Path) -> None:
@@ -284,7 +377,7 @@ def test_what_cannot_be_served_is_refused_and_leaves_no_trace(folder: Path) -> N
     for prompt, message in (
         ([], "The prompt is empty"),
         ([1, 512], "holds the token id 512"),
-        ([7] * 256, "length is 256 tokens. However, you requested 256 tokens"),
+        ([7] * 256, "has 256 tokens and a sequence may have 256"),
     ):
         with pytest.raises(RequestError, match=message):
             engine.add_request(prompt, params)
@@ -339,3 +432,19 @@ def test_tokens_on_the_gpu_equal_those_of_the_cpu(model_folder: Path, backend: s
     on_gpu = serve(make(model_folder, device="cuda", dtype="float32", attention_backend=backend), MIXED)
     assert [tokens(answer) for answer in on_gpu] == [tokens(answer) for answer in on_cpu]
     assert [ends(answer) for answer in on_gpu] == [ends(answer) for answer in on_cpu]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("num_sequences", [1, 5, 16])
+def test_a_decode_step_writes_and_attends_once_a_layer_for_all(model_folder: Path, num_sequences: int) -> None:
+    engine = make(model_folder, device="cuda", dtype="bfloat16")
+    for n in range(num_sequences):
+        engine.add_request([7] * (20 + n), SamplingParams(**GREEDY, max_new_tokens=8))
+    engine.step()
+    counts = []
+    for _ in range(3):
+        before = LAUNCHES.copy()
+        engine.step()
+        counts.append((LAUNCHES - before)["kv_write_kernel"])
+        counts.append((LAUNCHES - before)["decode_attention_kernel"])
+    assert counts == [engine.model.config.num_layers] * 6

@@ -23,7 +23,8 @@ from shared.server.engine_thread import EngineThread
 from shared.server.settings import ServerConfig
 from shared.text.stopping import FinishReason
 from tests import mixed_requests
-from tests.as_transformers import ASKED, assert_served
+from tests.as_transformers import ASKED, ASKED_OF_DEMO, assert_served
+from tests.launches import launched
 from tests.mixed_requests import EARLY as SHORT
 from tests.mixed_requests import EARLY_ARRIVALS as SHORT_ARRIVALS
 from tests.mixed_requests import GREEDY, SENTENCE, Requests, tokens
@@ -86,9 +87,12 @@ def test_each_answer_of_a_changing_batch_with_preemptions_is_that_of_phase_5(mod
         assert engine.load().num_preemptions > 0, config
 
 
-def test_each_answer_of_a_static_batch_is_as_if_alone(tiny_checkpoints: dict[str, Path]) -> None:
+@pytest.mark.parametrize("config", [{}, {"batching_mode": "static"}])
+def test_without_preemption_each_answer_is_as_if_alone(
+    tiny_checkpoints: dict[str, Path], config: dict[str, str]
+) -> None:
     folder = tiny_checkpoints["qwen3"]
-    engine = make(folder, max_batch_size=3, batching_mode="static")
+    engine = make(folder, max_batch_size=3, **config)
     answers, _ = serve(engine, SHORT, SHORT_ARRIVALS)
     assert [seen(answer) for answer in answers] == [seen(answer) for answer in alone(folder, SHORT)]
     assert engine.load().num_preemptions == 0
@@ -100,7 +104,17 @@ def test_greedy_tokens_equal_those_of_transformers(model_folder: Path, reference
     assert any(record.preempted for record in records)
 
 
-@pytest.mark.parametrize("config", [{"scheduler_policy": "decode_round_robin"}, {"batching_mode": "static"}], ids=str)
+@pytest.mark.demo
+def test_the_demo_model_answers_as_transformers_does(demo_folder: Path, reference_tokens: ReferenceTokens) -> None:
+    engine = make(demo_folder, block_size=2, tokens=16, max_seq_len=16)
+    asked = [(prompt, 6) for prompt, _ in ASKED_OF_DEMO]
+    assert_served(engine, reference_tokens, asked, [0, 1, 2])
+    assert engine.load().num_preemptions > 0
+
+
+@pytest.mark.parametrize(
+    "config", [*({"scheduler_policy": p} for p in SCHEDULER_POLICIES), {"batching_mode": "static"}]
+)
 def test_with_regions_outputs_and_steps_are_those_of_phase_5(
     tiny_checkpoints: dict[str, Path], config: dict[str, str]
 ) -> None:
@@ -177,6 +191,26 @@ def test_nothing_fails_nothing_deadlocks_and_the_oldest_always_ends(folder: Path
         assert not (prefilled & set(record.preempted)), "no request is readmitted in the step that preempted it"
         assert not record.failed
         ended |= set(record.finished)
+    recomputed = engine.runner.num_tokens_computed - sum(
+        len(prompt) + len(a) - 1 for (prompt, _), a in zip(requests, answers, strict=True)
+    )
+    assert recomputed == computed_twice(records, requests)
+
+
+def computed_twice(records: Sequence[StepRecord], requests: Sequence[tuple[list[int], dict[str, Any]]]) -> int:
+    """Computed tokens lost to preemption, from the records alone: those that preempted requests had in the cache."""
+    computed = dict.fromkeys(map(str, range(len(requests))), 0)
+    lost = 0
+    for record in records:
+        for name in record.preempted:
+            lost += computed[name]
+            computed[name] = 0
+        for name, num_tokens in record.prefilled:
+            assert computed[name] == 0
+            computed[name] = num_tokens
+        for name in record.decoded:
+            computed[name] += 1
+    return lost
 
 
 def test_requests_that_fail_and_are_aborted_leave_no_block_behind(tiny_checkpoints: dict[str, Path]) -> None:
@@ -217,19 +251,30 @@ def test_a_step_that_is_broken_off_loses_no_output(
 # Refused settings and requests.
 
 
-def test_more_blocks_than_memory_holds_are_refused(folder: Path) -> None:
-    with pytest.raises(ConfigError, match=r"000000 blocks of 16 tokens take [\d,.]+ GB and cpu has [\d,.]+ GB free"):
-        make(folder, tokens=16 * 10**12)
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (
+            {"num_gpu_blocks": 7, "max_seq_len": 128},
+            r"num_gpu_blocks is 7: 112 tokens in blocks of 16. One sequence may have max_seq_len = 128 tokens, which "
+            "is 8 blocks",
+        ),
+        ({"num_gpu_blocks": 10**12}, r"1000000000000 blocks of 16 tokens take [\d,.]+ GB and cpu has [\d,.]+ GB free"),
+    ],
+)
+def test_settings_that_cannot_be(folder: Path, given: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        Engine(EngineConfig(model=str(folder), **given))
 
 
 def test_what_an_empty_pool_cannot_hold_is_refused_on_arrival(folder: Path) -> None:
     """By the engine, and over HTTP with 422; a refused request leaves no state."""
     engine = make(folder, tokens=32, max_seq_len=32)
     assert engine.pool.request_capacity == 32, "an engine's pool holds the longest sequence that it takes"
-    with pytest.raises(RequestError, match=r"length is 32 tokens. However, you requested 32 tokens"):
+    with pytest.raises(RequestError, match=r"has 32 tokens .* 32"):
         engine.add_request([7] * 32, SamplingParams(max_new_tokens=1))
     engine.pool.request_capacity = 20  # as in a smaller pool
-    with pytest.raises(RequestError, match=r"length is 20 tokens. However, you requested 21 tokens \(10 in the prompt"):
+    with pytest.raises(RequestError, match="has 10 tokens and with its output up to 21; the KV cache holds 20"):
         engine.add_request([7] * 10, SamplingParams(max_new_tokens=11))
     assert not engine.has_work()
     with TestClient(make_app(EngineThread(engine), ServerConfig(model_name="tiny"))) as client:
@@ -240,6 +285,20 @@ def test_what_an_empty_pool_cannot_hold_is_refused_on_arrival(folder: Path) -> N
             if length == 10 and status == 422:
                 assert "the KV cache holds 20 for one request" in response.json()["error"]["message"]
     assert engine.pool.audit() == []
+
+
+def test_without_a_number_of_blocks_the_pool_sizes_itself(folder: Path) -> None:
+    engine = make(folder, max_seq_len=100, max_batch_size=3)
+    assert engine.pool.capacity_tokens == 3 * 7 * 16, "no more than three sequences can fill"
+    assert engine.stats()["cache capacity (tokens)"] == 3 * 7 * 16
+    assert engine.stats()["cache bytes"] == engine.view.keys.nbytes + engine.view.values.nbytes
+
+
+def test_packed_weights_go_with_blocks(folder: Path) -> None:
+    options: dict[str, Any] = {"dtype": "bfloat16", "pack_weights": True, "max_batch_size": 3}
+    both = [make(folder, **options), make(folder, tokens=128, **options)]
+    many, few = (serve(engine, MIXED[:3])[0] for engine in both)
+    assert [len(answer) for answer in many] == [len(answer) for answer in few]
 
 
 # Per-step work shared by all layers.
@@ -292,6 +351,28 @@ def test_tokens_on_the_gpu_equal_those_of_the_cpu(model_folder: Path, policy: st
     assert [tokens(answer) for answer in on_gpu[0]] == [tokens(answer) for answer in on_cpu[0]]
     assert on_gpu[1] == on_cpu[1], "the same steps"
     assert engines[1].load().num_preemptions > 0
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_paged_kernels_run_once_for_each_layer(model_folder: Path, dtype: str) -> None:
+    engine = make(model_folder, device="cuda", dtype=dtype)
+    layers = engine.model.config.num_layers
+    for n in range(7):
+        engine.add_request([7] * (20 + n), SamplingParams(**GREEDY, max_new_tokens=8))
+    sends = counted_sends(engine)
+    made = launched(engine)
+    names = ("paged_prefill_kernel", "paged_attention_kernel", "kv_write_kernel")
+    assert [made[name] for name in names] == [layers, 0, layers]
+    assert len(sends) == 1
+    made = launched(engine)
+    assert [made[name] for name in names] == [0, layers, layers]
+    assert len(sends) == 2
+    engine.add_request([7] * 33, SamplingParams(**GREEDY, max_new_tokens=8))
+    made = launched(engine)
+    assert [made[name] for name in names] == [layers, layers, 2 * layers], "written for the prompt, and for the seven"
+    assert made["decode_attention_kernel"] == 0
+    assert len(sends) == 4
 
 
 @pytest.mark.gpu

@@ -10,8 +10,10 @@ from phases.phase_06_1.engine import Engine
 from shared.engine.config import EngineConfig
 from shared.kernels.launch import LAUNCHES
 from shared.sampling.params import SamplingParams
+from tests.as_transformers import ASKED_OF_DEMO, assert_served
 from tests.launches import launched
 from tests.mixed_requests import ARRIVALS, GREEDY, LONG, MIXED, SMALL, seen, serve, tokens
+from tests.reference_tokens import ReferenceTokens
 
 
 def make(folder: Path, phase: Any = Engine, **config: Any) -> Any:
@@ -26,6 +28,21 @@ def test_answers_and_steps_are_those_of_phase_6(model_folder: Path) -> None:
     assert seen(answers) == seen(expected)
     assert records == steps
     assert engine.load().num_preemptions > 0
+
+
+def test_every_backend_gives_the_same_answers(tiny_checkpoints: dict[str, Path]) -> None:
+    """Planning can be turned off, and so can blocks."""
+    folder, options = tiny_checkpoints["gemma3_text"], {"max_seq_len": 128, "max_batch_size": 3}
+    expected = seen(serve(make(folder, **options), MIXED, ARRIVALS)[0])
+    for name in ("naive", "sdpa", "flash", "planned"):
+        assert seen(serve(make(folder, **options, attention_backend=name), MIXED, ARRIVALS)[0]) == expected, name
+    assert seen(serve(make(folder, **options, kv_cache_backend="contiguous"), MIXED, ARRIVALS)[0]) == expected
+
+
+@pytest.mark.demo
+def test_the_demo_model_answers_as_transformers_does(demo_folder: Path, reference_tokens: ReferenceTokens) -> None:
+    engine = make(demo_folder, max_seq_len=256, max_batch_size=2)
+    assert_served(engine, reference_tokens, ASKED_OF_DEMO, [0, 3, 4])
 
 
 def test_on_a_cpu_nothing_is_planned_and_nothing_launched(folder: Path) -> None:
@@ -79,3 +96,16 @@ def test_the_planned_kernels_run_once_for_each_layer(model_folder: Path, dtype: 
     assert made["planned_prefill_kernel"] == 0
     assert len(sends) == 2
     assert made["paged_attention_kernel"] == made["decode_attention_kernel"] == 0
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_flash_gives_the_same_tokens_without_a_plan(model_folder: Path) -> None:
+    options: dict[str, Any] = {"device": "cuda", "dtype": "float32", "max_seq_len": 640, "max_batch_size": 5}
+    planned, flash = (make(model_folder, attention_backend=backend, **options) for backend in ("planned", "flash"))
+    expected, _ = serve(planned, LONG)
+    before = LAUNCHES.copy()
+    answers, _ = serve(flash, LONG)
+    made = LAUNCHES - before
+    assert [tokens(answer) for answer in answers] == [tokens(answer) for answer in expected]
+    assert made["paged_attention_kernel"] > 0
+    assert made["planned_decode_kernel"] == made["planned_prefill_kernel"] == 0

@@ -9,7 +9,8 @@ from hypothesis import given, settings
 from phases.phase_07.engine import Engine as Chunked
 from phases.phase_08.engine import Engine
 from shared.engine.config import EngineConfig
-from tests.mixed_requests import ALIKE, ARRIVALS, ARRIVE, GREEDY, MIXED, SMALL, STEM, seen, serve, tokens
+from tests.as_transformers import assert_served
+from tests.mixed_requests import ALIKE, ARRIVALS, ARRIVE, GREEDY, LONG, MIXED, SMALL, STEM, seen, serve, tokens
 from tests.random_loads import Load, answers_alone, assert_as_alone, loads, sizes
 from tests.reference_tokens import ReferenceTokens
 
@@ -100,3 +101,54 @@ def test_a_failing_request_takes_none_of_those_that_share_its_prefix(
     *good, failed = serve(engine, [whole, whole, ([*stem, 10**6], {"max_new_tokens": 4})])[0]
     assert [tokens(answer) for answer in good] == [expected] * 2
     assert failed[0].error is not None
+
+
+def test_prompt_log_probabilities_are_computed_and_not_cached(tiny_checkpoints: dict[str, Path]) -> None:
+    folder, requests = tiny_checkpoints["qwen3"], [(STEM, {"prompt_logprobs": 2, "max_new_tokens": 1, "seed": 1})]
+    engine = make(folder, max_seq_len=96)
+    serve(engine, [(STEM, GREEDY | {"max_new_tokens": 1})])
+    found, expected = (serve(one, requests)[0][0][0].prompt_logprobs for one in (engine, make(folder, Chunked)))
+    assert found is not None
+    assert len(found) == len(STEM)
+    for mine, other in zip(found[1:], (expected or ())[1:], strict=True):
+        assert mine is not None
+        assert other is not None
+        assert mine.logprob == pytest.approx(other.logprob, abs=1e-5)
+    assert engine.scheduler.num_prefix_hits == 0
+
+
+def test_a_salt_keeps_tenants_apart(folder: Path) -> None:
+    engine = make(folder, max_seq_len=96)
+    hits = []
+    for salt in ("one", "two", None, "one"):
+        before = engine.scheduler.num_prefix_hits
+        serve(engine, [(STEM, GREEDY | {"max_new_tokens": 1, "cache_salt": salt})])
+        hits.append(engine.scheduler.num_prefix_hits - before)
+    assert hits == [0, 0, 0, 48]
+
+
+@pytest.mark.demo
+def test_the_demo_model_continues_as_transformers_does(demo_folder: Path, reference_tokens: ReferenceTokens) -> None:
+    engine = make(demo_folder, max_seq_len=256, max_batch_size=2, block_size=2)
+    asked = [(prompt, 8) for prompt in ("The capital of France is", "The capital of France is not", "The capital of")]
+    assert_served(engine, reference_tokens, asked)
+    assert engine.scheduler.num_prefix_hits > 0
+
+
+# On a GPU.
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("memory", [{}, {"attention_backend": "flash"}, {"block_size": 1}], ids=str)
+def test_tokens_on_the_gpu_equal_those_of_the_cpu(model_folder: Path, memory: dict[str, Any]) -> None:
+    """Twice, so that the second time most prompts are cached, and some wholly."""
+    options: dict[str, Any] = {"max_seq_len": 640, "max_batch_size": 8, "prefill_chunk_size": 100}
+    requests, arrivals = [*ALIKE, *LONG], [*ARRIVE, 9, *ARRIVALS, 10]
+    found = []
+    for device in ("cpu", "cuda"):
+        engine = make(model_folder, device=device, dtype="float32", **options, **memory)
+        found.append([seen(serve(engine, requests, arrivals)[0]) for _ in range(2)])
+        assert engine.scheduler.num_prefix_hits > 1500
+    assert [[tokens(a) for a in answers] for answers in found[1]] == [
+        [tokens(a) for a in answers] for answers in found[0]
+    ]
