@@ -73,6 +73,23 @@ def test_a_failure_in_the_middle_of_a_prompt_takes_that_request_alone(
     assert failed.error is not None
 
 
+def test_prompt_log_probabilities_do_not_depend_on_chunks(tiny_checkpoints: dict[str, Path]) -> None:
+    """Each chunk computes those of the tokens that follow its own, the first token of the next chunk included."""
+    folder, ask = tiny_checkpoints["qwen3"], {"prompt_logprobs": 2, "max_new_tokens": 0}
+    requests: list[tuple[str | list[int], dict[str, Any]]] = [([(7 * n) % 250 for n in range(40)], ask), ([3], ask)]
+    expected, found = (
+        [answer[0].prompt_logprobs for answer in serve(engine, requests)[0]]
+        for engine in (make(folder, Planned, max_seq_len=64), make(folder, max_seq_len=64, prefill_chunk_size=7))
+    )
+    assert [one and len(one) for one in found] == [40, 1]
+    for ours, theirs in zip(found, expected, strict=True):
+        for mine, other in zip(ours or (), theirs or (), strict=True):
+            assert (mine is None) == (other is None)
+            if mine and other:
+                assert [n for n, _ in mine.top] == [n for n, _ in other.top]
+                assert mine.logprob == pytest.approx(other.logprob, abs=1e-5)
+
+
 # On a GPU.
 
 
