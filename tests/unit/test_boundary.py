@@ -8,11 +8,10 @@ memory has two sides, of which neither imports the other: the accounts on the ho
 import ast
 import re
 from collections.abc import Iterator
-from functools import cache
 
 import pytest
 
-from tests.unit.test_imports import ROOT, import_graph
+from tests.unit.test_imports import ROOT, course_graph
 
 ENGINES = sorted(path for path in ROOT.glob("phases/*/engine.py") if path.parent.name >= "phase_04")
 PARTS = sorted(
@@ -74,22 +73,13 @@ def found_in(source: str) -> Iterator[str]:
             yield f"{ast.unparse(node)} asks what the memory is"
 
 
-@cache
-def graph() -> dict[str, set[str]]:
-    """For each module of ``shared`` those of the others that it imports."""
-    paths = (ROOT / "shared").rglob("*.py")
-    return import_graph(
-        {".".join(p.relative_to(ROOT).with_suffix("").parts): p.read_text(encoding="utf-8") for p in paths}
-    )
-
-
 def test_the_memory_is_known_by_its_protocol_alone() -> None:
     """A scheduler imports the host's side alone, and a model neither."""
     for path in (*ENGINES, *PARTS):
         assert list(found_in(path.read_text(encoding="utf-8"))) == [], path
     may = {"engine": PROTOCOLS, "scheduling": {"shared.cache.pool"}, "models": set()}
     for path in PARTS:
-        found = graph()[f"shared.{path.parent.name}.{path.stem}"]
+        found = course_graph()[f"shared.{path.parent.name}.{path.stem}".removesuffix(".__init__")]
         assert found & MODULES <= may[path.parent.name], path
 
 
@@ -113,14 +103,14 @@ def test_neither_side_imports_the_other() -> None:
     while left:
         module = left.pop()
         reached.add(module)
-        left += graph()[module] - reached
+        left += course_graph()[module] - reached
     assert not reached & (VIEWS | {"shared.engine.staging", "shared.engine.runner"})
     assert {"shared.cache.layout", "shared.scheduling.schedule", "shared.engine.request"} <= reached
     for name in ("batch", "memory_map", "multi_token_batch", "record", "request"):
-        assert not graph()[f"shared.engine.{name}"] & VIEWS, name
+        assert not course_graph()[f"shared.engine.{name}"] & VIEWS, name
     pools = ("contiguous_pool", "paged", "planned", "prefix", "prefix_tree", "blocks")
     for name in DEVICE:
-        assert not graph()[f"shared.cache.{name}"] & {f"shared.cache.{pool}" for pool in pools}, name
+        assert not course_graph()[f"shared.cache.{name}"] & {f"shared.cache.{pool}" for pool in pools}, name
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ without.
 
 import ast
 from collections.abc import Mapping
+from functools import cache
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
@@ -53,13 +54,18 @@ def area(module: str) -> str:
     return "shared.cli" if f"{module}.".startswith("shared.cli.") else module.partition(".")[0]
 
 
-def test_imports_run_one_way() -> None:
+@cache
+def course_graph() -> dict[str, set[str]]:
     sources = {}
     for folder in ("benchmarks", "phases", "shared", "tutorial"):
         for file in (ROOT / folder).rglob("*.py"):
             name = ".".join(file.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
             sources[name] = file.read_text(encoding="utf-8")
-    graph = import_graph(sources)
+    return import_graph(sources)
+
+
+def test_imports_run_one_way() -> None:
+    graph = course_graph()
     assert sum(map(len, graph.values())) > 500
     assert not (found := offences(graph)), "\n".join(found)
 
