@@ -36,19 +36,18 @@ browser's complaints."""
 def crawl(browser: Any, folder: Path, origin: str) -> dict[str, Visit]:
     """Every page that links lead to from ``index.html``, by its address without the origin.
 
-    Of the source files and lists of them, hundreds of the same make, one of each language is opened, and one list.
+    Of pages of the same make, such as the source files of a language, one is opened.
     """
     visits: dict[str, Visit] = {}
-    languages: set[str] = set()
+    makes: set[str] = set()
     waiting = ["index.html"]
     with opened(browser, "about:blank", "") as tab:
         complaints = complaints_of(tab, f"{origin}/")
         while waiting:
             name = waiting.pop()
-            language = Path(name.removesuffix(".html")).suffix
-            if name in visits or (is_source_file(name) and language in languages):
+            if name in visits or (make := make_of(name)) in makes:
                 continue
-            languages |= {language} if is_source_file(name) else set()
+            makes |= {make} if make else set()
             complaints.clear()
             tab.goto(f"{origin}/{name}", wait_until="load")
             visits[name] = visit = Visit(**tab.evaluate(LOOK))
@@ -64,9 +63,12 @@ def read(url: str, html: str) -> Visit:
     return Visit(ids=re.findall(r'\bid="([^"]*)"', html), links=resolved)
 
 
-def is_source_file(name: str) -> bool:
-    """Whether a page shows a source file or a list of them, as opposed to a document."""
-    return name.startswith("source/")
+def make_of(name: str) -> str:
+    """What many pages have in common with this one: a source file's suffix, a report's benchmark; empty for others."""
+    path = Path(name.removesuffix(".html"))
+    if path.parts[0] == "source":
+        return path.suffix or "folder"
+    return path.name.partition("-")[0] if path.parts[0] == "benchmarks" else ""
 
 
 def targets(visit: Visit, origin: str) -> set[str]:

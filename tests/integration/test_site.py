@@ -1,8 +1,8 @@
 """The site of `make docs`, built once and read in a real Chromium over loopback: pages, links, anchors, pictures.
 
-The browser opens every document once, and a source file of each language; the links and anchors of the other source
-files, hundreds of the same make, are read from the HTML. Nothing here needs the network, and the browser is not let
-onto it. Where there is no Chromium these tests say so.
+The browser opens every document once, a source file of each language and a report of each benchmark; the links and
+anchors of the others, hundreds of the same make, are read from the HTML. Nothing here needs the network, and the
+browser is not let onto it. Where there is no Chromium these tests say so.
 """
 
 import re
@@ -19,7 +19,7 @@ import pytest
 
 from shared.lesson_source import added_modules, diff_lines
 from shared.lessons import Lesson, find_lesson, lessons
-from tests.integration.crawled_site import Visit, broken_links, crawl, is_source_file, read, serving, targets
+from tests.integration.crawled_site import Visit, broken_links, crawl, make_of, read, serving, targets
 from tests.integration.tabs import PHONE, expect, opened
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
@@ -101,7 +101,7 @@ def test_every_link_and_anchor_leads_somewhere(pages: dict[str, Visit], site: Pa
 
 
 def test_every_page_can_be_reached(visits: dict[str, Visit], pages: dict[str, Visit], origin: str) -> None:
-    assert {name for name in pages if not is_source_file(name)} - set(visits) == {"search.html"}
+    assert {name for name in pages if not make_of(name)} - set(visits) == {"search.html"}
     reached = {target for name, visit in pages.items() for target in targets(visit, origin) - {name}}
     assert set(pages) - reached - {"index.html"} == {"search.html"}
 
