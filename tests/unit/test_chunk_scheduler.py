@@ -130,6 +130,22 @@ def test_wanted_chunks_are_work(scheduler: ChunkScheduler) -> None:
     assert scheduler.has_work()
 
 
+def test_a_chunk_is_complete_with_its_last_token_and_takes_nothing_from_the_prefix_tree(
+    scheduler: ChunkScheduler,
+) -> None:
+    pool, plain = scheduler.pool, Request("p", [ord("a")] * 9, SamplingParams(), 0)
+    assert (pool.admit(plain), pool.reserve(plain, 9)) == (0, True)
+    pool.commit(plain, 9)
+    a = chunk(scheduler, "a", 9)
+    scheduler.registry.want(a)
+    for start in (0, 4, 8):
+        assert not a.is_resident
+        (entry,) = schedule = scheduler.schedule()
+        assert entry.start == start, "a chunk is computed as a whole"
+        commit(scheduler, schedule)
+    assert a.is_resident
+
+
 def test_chunks_are_evicted_last_and_a_request_s_tokens_count_from_the_first(scheduler: ChunkScheduler) -> None:
     pool, a, plain = scheduler.pool, chunk(scheduler, "a", is_resident=True), ask(scheduler, "p")
     assert (pool.admit(plain), pool.reserve(plain, 80)) == (0, True)
@@ -145,6 +161,19 @@ def test_chunks_are_evicted_last_and_a_request_s_tokens_count_from_the_first(sch
     assert len(pool.table(request)) == 3
     pool.shrink(request, SIZE + 2)
     assert len(pool.table(request)) == 1
+
+
+def test_the_ranges_of_a_chunk_that_was_computed_again_are_its_new_blocks(scheduler: ChunkScheduler) -> None:
+    pool, registry, a = scheduler.pool, scheduler.registry, chunk(scheduler, "a", is_resident=True)
+    for name in "12":
+        ask(scheduler, name, a)
+        layout: Any = pool.layout(scheduler.schedule())
+        assert layout.ranges[0].blocks is a.blocks
+        scheduler.drop_in_flight()
+        scheduler.abort(name)
+        assert registry.evict(1) == 1
+        pool.allocator.allocate(1)
+        registry.store(a, pool.allocator.allocate(1))
 
 
 def test_a_part_of_a_batch_has_the_ranges_of_its_own_sequences(scheduler: ChunkScheduler) -> None:
