@@ -45,7 +45,7 @@ def compile_decode_attention():
     compiling(module)
     one = torch.zeros(1, dtype=torch.int32)
     for dtype, Hq, Hkv, D, softcap in [
-        (torch.bfloat16, 4, 1, 256, 50.0),
+        (torch.bfloat16, 16, 8, 128, 50.0),
         (torch.float32, 9, 3, 64, None),
     ]:
         workspace = module.DecodeWorkspace.of(1, Hq, Hkv, D, 4096, one.device)
@@ -64,7 +64,8 @@ def compile_paged_attention():
     masks = torch.zeros(1, 3, 8, 8, dtype=torch.uint8)
     for dtype, Hq, Hkv, D, softcap, block_size, T, of_heads in [
         (torch.bfloat16, 16, 8, 128, None, 16, 64, masks),
-        (torch.float32, 9, 3, 64, 50.0, 3, 8, None),
+        (torch.bfloat16, 4, 1, 256, 50.0, 1, 1, None),
+        (torch.float32, 9, 3, 64, None, 3, 8, None),
     ]:
         workspace = DecodeWorkspace.of(1, Hq, Hkv, D, 4096, one.device)
         memory = torch.zeros(2, block_size, Hkv, D, dtype=dtype)
