@@ -179,7 +179,7 @@ def _list(text: str | None) -> tuple[str, ...]:
     return tuple(part.strip() for part in (text or "").split(",") if part.strip())
 
 
-def _default_tokens(value: str | None) -> dict[str, int | None]:
+def _default_tokens(value: str | None) -> dict[str, Any]:
     """The settings of ``--default-max-tokens``; raises ConfigError."""
     if value is None:
         return {}

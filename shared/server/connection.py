@@ -122,7 +122,7 @@ class Connection(HttpToolsProtocol):
         self._stop_timer()
         super().on_headers_complete()
         if self.scope["http_version"] == "1.0":
-            self.cycle.send = _unchunked(self.cycle)  # type: ignore[method-assign]
+            self.cycle.send = _unchunked(self.cycle)  # type: ignore[method-assign, assignment]
         self._cycles = [*self._unanswered(), self.cycle]
 
     def on_body(self, body: bytes) -> None:
