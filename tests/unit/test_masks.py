@@ -93,6 +93,16 @@ def test_a_string_is_left_without_a_walk(monkeypatch: pytest.MonkeyPatch) -> Non
     assert len(stepped) == 32 + 2 + 128 + len("ab") + 1 + 1
 
 
+def test_characters_are_counted_and_not_bytes() -> None:
+    tokens = vocabulary([*(bytes([byte]) for byte in range(256)), "ééééé".encode(), "éééééé".encode()])
+    automaton = any_json(0, 5)
+    now = automaton.walk(START, b'{"":"')
+    assert now is not None
+    found = np.flatnonzero(TokenMasks(automaton, tokens).mask(now)).tolist()
+    assert found == by_hand(automaton, tokens, now)
+    assert len(tokens.tokens) - 2 in found
+
+
 def test_tokens_of_many_brackets_are_never_allowed() -> None:
     """The kernel that walks tokens has room for so many frames; shorter tokens spell the same bytes."""
     words = [b"[", b'[[["', b"[[[[", b"[" * 20]
