@@ -46,12 +46,11 @@ class ToolReading:
         is_spelled: bool = False,
         is_first: bool = False,
     ) -> "ToolReading":
-        shown = {}
-        for field, mark in {"opening": form.opening, "closing": form.closing}.items():
-            token_id = tokenizer.token_id(mark)
-            if token_id is not None and token_id in tokenizer.special_ids:
-                shown[token_id] = _SPECIAL + mark
-                form = replace(form, **{field: shown[token_id]})
+        marks = {mark: tokenizer.token_id(mark) for mark in (form.opening, form.closing)}
+        special = {mark: token_id for mark, token_id in marks.items() if token_id in tokenizer.special_ids}
+        shown = {token_id: _SPECIAL + mark for mark, token_id in special.items() if token_id is not None}
+        opening, closing = (_SPECIAL * (mark in special) + mark for mark in (form.opening, form.closing))
+        form = replace(form, opening=opening, closing=closing)
         return cls(form, [tool["function"]["name"] for tool in tools], shown, has_several, is_spelled, is_first)
 
     def parser(self) -> ToolParser:

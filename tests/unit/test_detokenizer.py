@@ -96,3 +96,4 @@ def test_special_tokens_show_nothing_and_do_not_cut_a_character(tokenizers):
         first, second = (of_byte[bytes([byte])] for byte in "é".encode())
         ids = [min(tokenizer.special_ids), first, max(tokenizer.special_ids), second]
         assert "".join(_stream(tokenizer, ids)) == tokenizer.decode(ids) == "é"
+        assert _continued(tokenizer, ids, 3) == ("", "é")

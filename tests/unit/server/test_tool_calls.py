@@ -167,6 +167,8 @@ def test_one_call_and_none(servers: dict[str, Running]) -> None:
     assert (none.message.content, none.message.tool_calls, none.finish_reason) == (CALL, None, "stop")
     assert '"name": "weather"' in running.engine.prompts[-1], "the tools are in the prompt all the same"
     assert ask(running, CALL, tools=[]).choices[0].message.content == CALL
+    none = ask(servers["llama"], LLAMA_CALL, tool_choice="none").choices[0]
+    assert (none.message.content, none.message.tool_calls, none.finish_reason) == (LLAMA_CALL, None, "stop")
 
 
 def test_an_answer_goes_back_with_its_results_in_the_order_of_the_calls(servers: dict[str, Running]) -> None:
