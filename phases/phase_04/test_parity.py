@@ -377,7 +377,7 @@ def test_what_cannot_be_served_is_refused_and_leaves_no_trace(folder: Path) -> N
     for prompt, message in (
         ([], "The prompt is empty"),
         ([1, 512], "holds the token id 512"),
-        ([7] * 256, "has 256 tokens and a sequence may have 256"),
+        ([7] * 256, "length is 256 tokens. However, you requested 256 tokens"),
     ):
         with pytest.raises(RequestError, match=message):
             engine.add_request(prompt, params)

@@ -147,7 +147,7 @@ def test_what_is_refused(server: ServerProcess, client: httpx.Client) -> None:
         ("/v1/chunks", {"content": "a", "role": ""}, (422, "invalid_value", "role")),
         ("/v1/chunks", {"content": "a", "name": "b"}, (422, "unknown_field", "name")),
         ("/v1/chunks", {"content": [10**6]}, (422, "invalid_value", "content")),
-        ("/v1/chunks", {"content": "a" * 10**6}, (422, "invalid_value", "content")),
+        ("/v1/chunks", {"content": "a" * 10**6}, (422, "context_length_exceeded", "content")),
         ("/v1/chunks", {"content": "a", "model": "other"}, (422, "model_not_found", "model")),
         ("/v1/chat/completions", {"chunks": ["ab"]}, (404, "chunk_not_found", "chunks")),
         ("/v1/chat/completions", {"chunks": "ab"}, (422, "invalid_value", "chunks")),
@@ -161,7 +161,7 @@ def test_what_is_refused(server: ServerProcess, client: httpx.Client) -> None:
         assert error_of(client.post(path, json=given)) == expected, fields
     long = [register(client, [n % 200 + 5] * 900)["id"] for n in range(3)]
     response = client.post("/v1/chat/completions", json={**body, "chunks": long})
-    assert error_of(response)[:2] == (422, "invalid_value"), "together they are too long"
+    assert error_of(response)[:2] == (422, "context_length_exceeded"), "together they are too long"
     assert httpx.get(f"{server.url}/v1/chunks", trust_env=False).status_code == 401
 
 
@@ -202,7 +202,7 @@ def test_questions_over_a_folder_of_texts(server: ServerProcess, client: httpx.C
     [
         (("ask", "When?", "no-such-file.txt"), "There is no chunk 'no-such-file.txt'"),
         (("ask", "When?", "EMPTY"), "has no text files; their names end in .txt or .md"),
-        (("register", "LONG"), "long.txt: The prompt has at least"),
+        (("register", "LONG"), "long.txt: This model's maximum context length is"),
         (("register", "BYTES"), "cannot be read as UTF-8 text"),
         (("list", "--api-key", "wrong"), "API key"),
         (("list", "--url", "http://127.0.0.1:port"), "--url is 'http://127.0.0.1:port' (Invalid port"),

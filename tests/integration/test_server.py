@@ -418,8 +418,8 @@ def python_with(client: str) -> str:
 
 STATUS_PATHS = ["/v1/models", "/v1/models/{name}", "/health", "/debug/engine", "/debug/memory"]
 PATHS = ["/v1/completions", "/v1/chat/completions", *STATUS_PATHS]
-TOLD = "The prompt has |prediction.content has |structured_output is |An answer has one |ignore_eos |tools|tool_choice "
-TOLD += "|tool_call_id |arguments is |An assistant's turn has "
+TOLD = "This model's maximum context length is |prediction.content has |structured_output is |An answer has one "
+TOLD += "|ignore_eos |tools|tool_choice |tool_call_id |arguments is |An assistant's turn has "
 """No schema counts tokens, or says which grammars can be compiled."""
 
 

@@ -133,7 +133,7 @@ def test_the_phase_before_has_its_own_way_to_batch(model: str, tmp_path: Path) -
         (["--shared-prefix", "63", "--max-seq-len", "64"], "must have 0 to 62"),
         (["--documents", "3"], "has no chunks; add --phase 09.1"),
         (["--prompts", "many.txt"], "--prompts holds 257 prompts"),
-        (["--prompts", "good.txt", "--max-seq-len", "4"], "Line 2: The prompt has"),
+        (["--prompts", "good.txt", "--max-seq-len", "4"], "Line 2: This model's maximum context length is 4"),
         (["--out", "good.txt"], "cannot be a folder"),
         (["--model", "nowhere/at-all/it"], "nowhere/at-all/it"),
     ],

@@ -118,7 +118,7 @@ def test_what_cannot_be_blended_is_refused(tiny_checkpoints: dict[str, Path]) ->
         (names, 1.5, "fraction to recompute is 1.5; it must be from 0 to 1"),
         (["ab"], 0.5, "no chunk 'ab'"),
         ([], 0.5, "The prompt is empty"),
-        (names[2:3] * 6, 0.5, "The prompt has 300 tokens"),
+        (names[2:3] * 6, 0.5, "you requested 300 tokens"),
         ([llm.register([9, *chunk] * 3) for chunk in CHUNKS[:2]], 0.5, "blocks, for 2 chunks"),
     ]
     for chunk_ids, fraction, message in refused:
