@@ -53,7 +53,7 @@ def test_greedy_tokens_equal_those_of_transformers(model_folder: Path, reference
 @pytest.mark.demo
 def test_the_demo_model_answers_as_transformers_does(demo_folder: Path, reference_tokens: ReferenceTokens) -> None:
     engine = make(demo_folder, max_batch_size=2)
-    assert_served(engine, reference_tokens, ASKED_OF_DEMO, [0, 3, 4])
+    assert_served(engine, reference_tokens, ASKED_OF_DEMO, [0, 3])
 
 
 def test_generate_answers_beside_requests_that_run(folder: Path) -> None:

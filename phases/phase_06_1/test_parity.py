@@ -42,7 +42,7 @@ def test_every_backend_gives_the_same_answers(tiny_checkpoints: dict[str, Path])
 @pytest.mark.demo
 def test_the_demo_model_answers_as_transformers_does(demo_folder: Path, reference_tokens: ReferenceTokens) -> None:
     engine = make(demo_folder, max_seq_len=256, max_batch_size=2)
-    assert_served(engine, reference_tokens, ASKED_OF_DEMO, [0, 3, 4])
+    assert_served(engine, reference_tokens, ASKED_OF_DEMO, [0, 3])
 
 
 def test_on_a_cpu_nothing_is_planned_and_nothing_launched(folder: Path) -> None:
