@@ -56,7 +56,8 @@ class OutputStream:
         self.request_id = request.request_id
         self.num_tokens = 0  # output tokens so far
         self.has_ended = False
-        self.decoder = IncrementalDecoder(tokenizer, request.prompt_ids)
+        completes = request.params.structured_output is None
+        self.decoder = IncrementalDecoder(tokenizer, request.prompt_ids, completes=completes)
         self.has_stops = bool(request.params.stop)
         self.stops = StopChecker(request.params.stop)
         self.eos_ids = frozenset() if request.params.ignore_eos else tokenizer.eos_ids

@@ -21,12 +21,13 @@ class IncrementalDecoder:
     Args:
         prompt_ids: what the sequence continues. Of its text only an incomplete last character is emitted, with what
             completes it.
+        completes: whether the sequence may complete that character; one with a grammar begins a text of its own.
 
     Byte-level vocabularies release a character with its last byte. Byte-fallback vocabularies decode a run of
     ``<0xNN>`` tokens as a whole (valid, or every byte becomes U+FFFD), so a run is held until the next ordinary token.
     """
 
-    def __init__(self, tokenizer: Tokenizer, prompt_ids: Sequence[int] = ()) -> None:
+    def __init__(self, tokenizer: Tokenizer, prompt_ids: Sequence[int] = (), *, completes: bool = True) -> None:
         self._tokenizer, self._texts = tokenizer, tokenizer.token_texts
         self._utf8 = codecs.getincrementaldecoder("utf-8")(errors="replace")
         self._run = bytearray()
@@ -35,6 +36,9 @@ class IncrementalDecoder:
         for token_id in self._end_of(prompt_ids):
             self.push(token_id)
         self.settle()
+        if not completes:
+            self._run.clear()
+            self._utf8.reset()
 
     def push(self, token_id: int) -> str:
         """The text that this token completes; "" while a character is incomplete or for a special token."""

@@ -97,3 +97,5 @@ def test_special_tokens_show_nothing_and_do_not_cut_a_character(tokenizers):
         ids = [min(tokenizer.special_ids), first, max(tokenizer.special_ids), second]
         assert "".join(_stream(tokenizer, ids)) == tokenizer.decode(ids) == "é"
         assert _continued(tokenizer, ids, 3) == ("", "é")
+        decoder = IncrementalDecoder(tokenizer, ids[:2], completes=False)
+        assert decoder.push(tokenizer.encode("a", add_special_tokens=False)[0]) + decoder.flush() == "a"
