@@ -29,10 +29,14 @@ Quantize = Callable[[CausalLM, dict[str, str], Checkpoint, torch.device], set[st
 # Makes an empty model from the checkpoint's config, the number of positions, and the device.
 MakeModel = Callable[[ModelConfig, int, torch.device], CausalLM]
 
-EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 # Our parameters outside the blocks -> the checkpoint's tensors.
-MODEL_TENSORS = {"embedding.weight": EMBEDDING, "norm.weight": "model.norm.weight", "head.weight": HEAD}
+MODEL_TENSORS = {
+    "embedding.weight": "model.embed_tokens.weight",
+    "norm.weight": "model.norm.weight",
+    "head.weight": "lm_head.weight",
+}
+EMBEDDING, HEAD = MODEL_TENSORS["embedding.weight"], MODEL_TENSORS["head.weight"]
 
 KV_SCALES = (".k_scale", ".v_scale", ".k_proj.output_scale", ".v_proj.output_scale", ".q_scale", ".prob_scale")
 """Ends of names of tensors that only a KV cache in 8 bits needs, and its attention (phase 10)."""
