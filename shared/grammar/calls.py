@@ -3,7 +3,7 @@
 Introduced in phase 12. Invariant: a call that is written as its format writes calls has arguments that are valid under
 the schema of its function, if that must be followed; where that is not asked for and the schema is not supported, or
 costs more than half of what the others left of the budget, they are some object. Where a call is the whole answer, an
-object that is written otherwise (other blanks, more members) is free text, although a reader may take it for a call.
+object that is written otherwise (other blanks, more members) is free text, and the reader of calls takes it for that.
 """
 
 import dataclasses

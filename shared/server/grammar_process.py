@@ -5,8 +5,8 @@ server stop every stream whose engine is in the same process, for seconds. This 
 neither PyTorch nor the server, and has its own limit of memory.
 
 Each grammar is first tried with a fraction of a second. One that needs more is compiled again by a second thread, where
-the large ones wait for each other. So small grammars wait for no large one. So is one with calls of tools that may have
-given up a schema, which need not be followed, for want of time.
+the large ones wait for each other; so does one with calls of tools that may have dropped an optional schema for want of
+time. Small grammars wait for no large one.
 
 Invariants: one large grammar is compiled at a time; the process ends when the server does, in whatever way; if the
 process is lost, the grammars that it had are refused, and the next one starts it again.
@@ -65,7 +65,7 @@ class GrammarProcess:
             pipe = self._start()
             self._num_sent += 1
             self._running[self._num_sent] = future
-            with contextlib.suppress(BrokenPipeError):  # the thread that reads notices it too
+            with contextlib.suppress(OSError):  # the thread that reads notices a lost process too
                 pipe.send((self._num_sent, grammar, usable_bytes))
         return future.result()
 
@@ -80,8 +80,8 @@ class GrammarProcess:
             self._pipe, theirs = Pipe()
             with theirs:
                 self._process = start_child(_START, (theirs.fileno(),), {"OPENBLAS_NUM_THREADS": "1"})
-            about = self._process, self._pipe
-            Thread(target=self._read, args=about, name="compiled grammars", daemon=True).start()
+            ends = self._process, self._pipe
+            Thread(target=self._read, args=ends, name="compiled grammars", daemon=True).start()
         return self._pipe
 
     def _read(self, process: "subprocess.Popen[bytes]", pipe: Connection) -> None:

@@ -6,7 +6,6 @@ of the engine or the tokenizer becomes a 422 or a 503 that names the field.
 """
 
 import asyncio
-import contextlib
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -74,8 +73,11 @@ class Intake:
         self._vocabulary: GrammarVocabulary | None = None
         self._vocabulary_lock = Lock()
         self.chat_format: ChatFormat | None = None
-        with contextlib.suppress(*(() if config.chat_template else (ModelFolderError,))):
+        try:
             self.chat_format = chat_format(handle.tokenizer, handle.model_config.family, config.chat_template)
+        except ModelFolderError:  # then there is no chat, unless a template was asked for
+            if config.chat_template:
+                raise
         self.refusals: Mapping[Capability, str] = self.chat_format.refusals if self.chat_format else {}
         self.has_thinking = self.chat_format is not None and self.chat_format.has_thinking
         self.tool_format: ToolFormat | None = self.chat_format.tool_format if self.chat_format else None

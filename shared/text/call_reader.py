@@ -31,10 +31,10 @@ class CallReader:
         name: of the function; None until the call is known.
         named: the same, but already when the name has been read.
         has_others: it has members that no call needs.
-        is_done: behind the last brace.
+        is_done: the last brace has been read.
 
     Args:
-        spelling: what stands before and behind the name where a grammar spells calls; None: read leniently.
+        spelling: what stands before and after the name where a grammar spells calls; None: read leniently.
     """
 
     def __init__(self, names: Collection[str], spelling: tuple[str, str] | None = None) -> None:

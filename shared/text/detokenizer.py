@@ -5,7 +5,7 @@ Decoding each token alone loses both; decoding the whole output for each token t
 collected, and text is released as soon as it is certain. An answer continues its prompt, which may end inside a
 character, and only the first word of a whole text loses its space. Introduced in phase 2.
 
-Invariant: the pieces of all `push` calls and `flush`, joined, equal `tokenizer.decode(ids)`; behind a prompt they equal
+Invariant: the pieces of all `push` calls and `flush`, joined, equal `tokenizer.decode(ids)`; after a prompt they equal
 what the whole adds to the text of the prompt's complete characters.
 """
 
@@ -70,7 +70,7 @@ class IncrementalDecoder:
         return self._without_prefix(self._end_run() + self._utf8.decode(b"", final=True))
 
     def _end_of(self, prompt_ids: Sequence[int]) -> Sequence[int]:
-        """The last tokens of a prompt: from a token on that is text, and behind which no prefix is to be stripped."""
+        """The last tokens of a prompt, from one that is text and after which no prefix is to be stripped."""
         for start in reversed(range(len(prompt_ids))):
             text = self._texts[prompt_ids[start]]
             if text and (len(text) >= self._num_to_strip or text.strip(self._strip)):

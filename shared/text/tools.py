@@ -90,7 +90,7 @@ class ToolParser:
         return self._steps(self._text + piece, is_end=False)
 
     def flush(self, *, is_cut: bool = False) -> list[Delta]:
-        """The end of the text: what is undecided is content, but for whitespace and a half closing behind a call.
+        """The end of the text: what is undecided is content, but for whitespace and a half closing after a call.
 
         Where a limit has cut the text, what may be the beginning of a call is no content: it is nothing before its name
         is complete, and from then on a call, whose arguments may be a beginning.

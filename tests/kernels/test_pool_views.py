@@ -1,4 +1,4 @@
-"""Regions and blocks behind kernels: what a plain cache for each sequence gives, by one write and one read for all."""
+"""Regions and blocks under kernels: what a plain cache for each sequence gives, by one write and one read for all."""
 
 import dataclasses
 
