@@ -125,5 +125,5 @@ def _client(request: Request, param: str) -> EngineClient:
     if (stopping := intake.stopping()) is not None:
         raise stopping
     if intake.chunk_refusal is not None:
-        raise invalid(intake.chunk_refusal, param=param, code="no_chunks")
+        raise invalid(intake.chunk_refusal, param=None if request.method == "GET" else param, code="no_chunks")
     return cast(EngineClient, request.app.state.client)

@@ -204,9 +204,17 @@ class Connection(HttpToolsProtocol):
                 status=error.status_code,
                 error=error.code,
             )
-            self.transport.write(_http(error, request_id))
+            self.transport.write(_http(error, request_id, self._readable_by()))
         self.transport.close()
         self._start_timer()  # for a client that does not read it
+
+    def _readable_by(self) -> bytes | None:
+        """The site whose page may read a refusal: that of the header Origin, or, before it has come, the only one."""
+        allowed = [origin.encode() for origin in self._limits.allowed_origins]
+        if b"*" in allowed:
+            return b"*"
+        named = [value for name, value in self.headers or () if name == b"origin"] or allowed
+        return named[0] if len(named) == 1 and named[0] in allowed else None
 
 
 def _unchunked(cycle: RequestResponseCycle) -> Send:
@@ -226,10 +234,12 @@ def _unchunked(cycle: RequestResponseCycle) -> Send:
     return send_unchunked
 
 
-def _http(error: ApiError, request_id: str) -> bytes:
-    """The response as bytes, for a connection without a request."""
+def _http(error: ApiError, request_id: str, origin: bytes | None) -> bytes:
+    """The response as bytes, for a connection without a request; pages of ``origin`` may read it."""
     response = error.response()
     headers = [*response.raw_headers, (b"x-request-id", request_id.encode()), (b"connection", b"close")]
+    if origin is not None:
+        headers += [(b"access-control-allow-origin", origin), (b"vary", b"Origin")]
     head = b"".join(b"%b: %b\r\n" % header for header in headers)
     reason = http.HTTPStatus(error.status_code).phrase.encode()
     return b"HTTP/1.1 %d %b\r\n%b\r\n%b" % (error.status_code, reason, head, error.body())

@@ -12,6 +12,7 @@ import time
 import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from urllib.parse import urlsplit
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -88,7 +89,8 @@ class RequestLog:
             nonlocal is_counted
             if message["type"] == "http.response.start":
                 record.status = message["status"]
-                message["headers"] = [*message["headers"], (b"x-request-id", record.request_id.encode())]
+                headers = [(name, self._below_root(name, value)) for name, value in message["headers"]]
+                message["headers"] = [*headers, (b"x-request-id", record.request_id.encode())]
             elif not is_counted and not message.get("more_body", False):
                 self.metrics.on_http(handler, record.status)
                 is_counted = True
@@ -103,6 +105,12 @@ class RequestLog:
             if not is_counted:
                 self.metrics.on_http(handler, record.status)
             _log_request(scope, record, handler, time.perf_counter() - started)
+
+    def _below_root(self, name: bytes, value: bytes) -> bytes:
+        """A redirect's target without the host, where there is a base path: a proxy would add the path once more."""
+        if name != b"location" or not self.root_path:
+            return value
+        return urlsplit(value)._replace(scheme=b"", netloc=b"").geturl()
 
     def _set_base(self, scope: Scope) -> str:
         """Let the scope's path begin with the base path, which a proxy may leave or take away; the path below it."""
