@@ -18,7 +18,7 @@ from shared.engine.output import StepOutput
 from shared.server.tool_answer import ToolReading, whole_message
 from shared.text.tool_format import TOOL_FORMATS
 from tests.unit.server.echo import Running, serving
-from tests.unit.server.exchange import assert_refused, chat
+from tests.unit.server.exchange import assert_refused, chat, thinking_first
 
 SCHEMA = {
     "type": "object",
@@ -60,13 +60,15 @@ def servers(
     tiny_checkpoints: dict[str, Path], tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[dict[str, Running]]:
     special = with_special_tokens(tiny_checkpoints["qwen3"], tmp_path_factory.mktemp("special") / "model")
-    folders = {"llama": tiny_checkpoints["llama"], "qwen3": tiny_checkpoints["qwen3"], "special": special}
+    thinking = thinking_first(tiny_checkpoints["qwen3"], tmp_path_factory.mktemp("thinking") / "model")
+    folders = {**tiny_checkpoints, "special": special, "thinking": thinking}
     with contextlib.ExitStack() as stack:
         running = {}
-        for name, folder in folders.items():
-            engine: Any = Engine(EngineConfig(model=str(folder), max_seq_len=2048))
+        for name in ("llama", "qwen3", "special", "thinking"):
+            engine: Any = Engine(EngineConfig(model=str(folders[name]), max_seq_len=2048))
             engine.may_step = threading.Event()  # which `serving` sets at its end
-            running[name] = stack.enter_context(serving(engine))
+            template = "checkpoint" if name == "thinking" else None
+            running[name] = stack.enter_context(serving(engine, chat_template=template))
         yield running
 
 
@@ -219,6 +221,39 @@ def test_a_format_behind_thinking(servers: dict[str, Running]) -> None:
                 thoughts.add((thinking, bool(mark)))
     assert thoughts >= {(True, True), (True, False), (None, False)}
     assert (None, True) not in thoughts, "a program that did not ask for thoughts gets none"
+
+
+@pytest.mark.parametrize("is_streamed", [False, True])
+@pytest.mark.parametrize("kind", ["call", "format", "call or format"])
+@pytest.mark.parametrize("thinking", [None, False])
+def test_a_grammar_covers_what_follows_thoughts_that_the_prompt_has_opened(
+    is_streamed: bool, kind: str, thinking: bool | None, servers: dict[str, Running]
+) -> None:
+    running = servers["thinking"]
+    fields: dict[str, Any] = {"temperature": 30.0, "stream": is_streamed, "max_tokens": 800}
+    fields["logit_bias"] = {str(running.engine.tokenizer.token_id("</think>")): 100}
+    extra = {"chat_template_kwargs": {"enable_thinking": thinking}}
+    if kind == "call":
+        fields["tool_choice"] = "required"
+    else:
+        extra |= {"response_format": {"type": "json_schema", "schema": SCHEMA}}
+        fields["tools"] = TOOLS if kind == "call or format" else []
+    thoughts = set()
+    for seed in range(4):
+        answer = ask(running, seed=seed, extra_body=extra, **fields)
+        deltas = [chunk.choices[0].delta for chunk in answer] if is_streamed else [answer.choices[0].message]
+        thought, mark, text = "".join(delta.content or "" for delta in deltas).partition("</think>")
+        called = "".join(call.function.arguments for delta in deltas for call in delta.tool_calls or [])
+        if not mark:
+            continue  # its length has ended it
+        assert not thought.startswith("<think>")
+        assert bool(called) != bool(text.strip())
+        assert not text.strip() or jsonschema_rs.is_valid(SCHEMA, json.loads(text))
+        assert kind != "call" or called
+        assert kind != "format" or text
+        thoughts.add(thought)
+    assert thoughts
+    assert max(map(len, thoughts)) > 0
 
 
 def test_a_format_of_the_answer_and_no_calls(servers: dict[str, Running]) -> None:
