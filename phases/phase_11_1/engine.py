@@ -31,7 +31,7 @@ from shared.models.compiled import compile_model
 from shared.models.fused import fuse
 from shared.models.packed import pack
 from shared.sampling.params import SamplingParams
-from shared.sampling.thinking import ThinkingLimits
+from shared.sampling.thinking import ThinkingLimits, thinks
 from shared.scheduling.multi_token import MultiTokenScheduler, settle
 from shared.scheduling.schedule import Schedule
 from shared.scheduling.scheduler import Scheduler
@@ -42,7 +42,6 @@ from shared.speculation.draft_model import DraftModel
 from shared.speculation.drafter import Drafter, PendingDrafts
 from shared.speculation.multi_token import MultiTokenDrafter
 from shared.speculation.ngram import NGramDrafter
-from shared.text.thoughts import thinks
 from shared.text.tokenizer import Tokenizer
 
 SUPPORTED = {

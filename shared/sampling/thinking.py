@@ -22,6 +22,7 @@ from shared.sampling.noise import Stream, seed_pattern, uniform
 from shared.sampling.params import SamplingParams
 from shared.sampling.sampler import SamplingRow
 from shared.text.thoughts import CLOSE, MARKS, ends_in_thoughts
+from shared.text.thoughts import thinks as thinks  # what an engine asks beside the limits
 from shared.text.tokenizer import Tokenizer
 
 WORDS = ("Wait", "Alternatively")
