@@ -68,7 +68,9 @@ class ServedChat:
         if thinking is not None and "thinking" in self.refusals:
             raise invalid(self.refusals["thinking"], param="chat_template_kwargs.enable_thinking")
         if thinking and not self.has_thinking:
-            said = "enable_thinking is true; this model's chat format has no thinking: leave it out or set it to false."
+            said = (
+                "enable_thinking is true; this model's chat format does not read it: leave it out or set it to false."
+            )
             raise invalid(said, param="chat_template_kwargs.enable_thinking")
         self._check_tools(body)
         return conversation(body.messages)
