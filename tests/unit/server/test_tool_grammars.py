@@ -7,6 +7,7 @@ import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import jsonschema_rs
@@ -15,7 +16,14 @@ import pytest
 from phases.phase_12.engine import Engine
 from shared.engine.config import EngineConfig
 from shared.engine.output import StepOutput
+from shared.grammar.calls import CallDescription
+from shared.grammar.grammar import Grammar
+from shared.server.protocol import ChatRequest
+from shared.server.served_chat import ChatPrompt, ServedChat
+from shared.server.settings import ServerConfig
 from shared.server.tool_answer import ToolReading, whole_message
+from shared.text.thoughts import MARKS, OPENED, Marks
+from shared.text.tokenizer import Tokenizer
 from shared.text.tool_format import TOOL_FORMATS
 from tests.unit.server.echo import Running, serving
 from tests.unit.server.exchange import assert_refused, chat, thinking_first
@@ -35,7 +43,7 @@ def tool(name: str, schema: Any = SCHEMA, **more: Any) -> Any:
 
 NOW = {"type": "function", "function": {"name": "now"}}
 TOOLS = [tool("weather"), tool("time", {"type": "object", "additionalProperties": False}), NOW]
-MARKS = ("</tool_call>", "<tool_call>")
+CALL_MARKS = ("</tool_call>", "<tool_call>")
 SCHEMAS = {"weather": SCHEMA, "time": {"maxProperties": 0}, "now": {"maxProperties": 0}}
 
 
@@ -45,7 +53,7 @@ def with_special_tokens(folder: Path, target: Path) -> Path:
     path = target / "tokenizer.json"
     content = json.loads(path.read_text())
     vocabulary = content["model"]["vocab"]
-    for text in MARKS:
+    for text in CALL_MARKS:
         last = max(vocabulary, key=vocabulary.__getitem__)
         content["model"]["merges"] = [
             pair for pair in content["model"]["merges"] if "".join(pair).replace(" ", "") != last
@@ -146,7 +154,7 @@ def test_a_special_token_opens_a_call_and_its_name_written_out_does_not(
     tokenizer = servers["special"].engine.tokenizer
     reading = ToolReading.of(tokenizer, TOOL_FORMATS["qwen3"], TOOLS, has_several=True, is_spelled=True)
     written = '\n{"name": "weather", "arguments": {}}\n'
-    marks = [(tokenizer.token_id(mark), "") if is_token else (0, mark) for mark in reversed(MARKS)]
+    marks = [(tokenizer.token_id(mark), "") if is_token else (0, mark) for mark in reversed(CALL_MARKS)]
     parts = [marks[0], (0, written), marks[1]]
     message = whole_message(reading, [StepOutput("a", token_id, text) for token_id, text in parts])
     assert message.get("content") == (None if is_token else f"<tool_call>{written}</tool_call>")
@@ -254,6 +262,33 @@ def test_a_grammar_covers_what_follows_thoughts_that_the_prompt_has_opened(
         thoughts.add(thought)
     assert thoughts
     assert max(map(len, thoughts)) > 0
+
+
+@pytest.mark.parametrize("has_tools", [True, False])
+@pytest.mark.parametrize(
+    ("thinking", "is_thinking", "thought"),
+    [(None, False, None), (True, False, MARKS), (None, True, OPENED), (False, True, OPENED)],
+)
+def test_a_format_begins_where_thoughts_end_of_a_model_without_tools_too(
+    thinking: bool | None, is_thinking: bool, thought: Marks | None, has_tools: bool, tiny_checkpoints: dict[str, Path]
+) -> None:
+    handle: Any = SimpleNamespace(
+        tokenizer=Tokenizer.load(tiny_checkpoints["qwen3"]),
+        has_grammars=True,
+        model_config=SimpleNamespace(family="qwen3"),
+    )
+    served = ServedChat(handle, ServerConfig(model_name="echo"))
+    if not has_tools:
+        served.tool_format = None
+    fields = {"response_format": {"type": "json_object"}, "chat_template_kwargs": {"enable_thinking": thinking}}
+    found = served.grammar(ChatRequest.model_validate(chat(**fields)), ChatPrompt([1], is_thinking))
+    assert found is not None
+    grammar, param = found
+    assert param == "response_format"
+    if thought is None:
+        assert grammar == Grammar.json_object()
+    else:
+        assert CallDescription.of_text(grammar.text).spelling.thought == thought
 
 
 def test_a_format_of_the_answer_and_no_calls(servers: dict[str, Running]) -> None:
