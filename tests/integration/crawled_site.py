@@ -81,16 +81,18 @@ def broken_links(visits: dict[str, Visit], folder: Path, origin: str) -> list[st
     """The links of crawled pages that lead to no file of the site, or to no anchor of the page."""
     broken = []
     anchors = {name: set(visit.ids) for name, visit in visits.items()}
+    files = {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
+
+    @functools.cache
+    def leads_somewhere(link: str) -> bool:
+        if not link.startswith(origin):
+            return re.match(r"https?:|mailto:", link) is not None
+        url, anchor = urldefrag(link)
+        target = unquote(url.removeprefix(f"{origin}/"))
+        return target in files and (not anchor or target not in anchors or unquote(anchor) in anchors[target])
+
     for name, visit in visits.items():
-        for link in visit.links:
-            if link.startswith(origin):
-                url, anchor = urldefrag(link)
-                target = unquote(url.removeprefix(f"{origin}/"))
-                is_anchor = not anchor or target not in anchors or unquote(anchor) in anchors[target]
-                if not (folder / target).is_file() or not is_anchor:
-                    broken.append(f"{name}: {link}")
-            elif not re.match(r"https?:|mailto:", link):
-                broken.append(f"{name}: {link}")
+        broken += [f"{name}: {link}" for link in dict.fromkeys(visit.links) if not leads_somewhere(link)]
     return broken
 
 

@@ -48,7 +48,8 @@ def test_a_phase_has_two_to_five_exercises_from_ten_minutes_to_an_hour(lesson: L
     assert all(10 <= exercise.minutes <= 60 for exercise in found)
 
 
-def imported(source: Path) -> set[Path]:
+@cache
+def imported(source: Path) -> frozenset[Path]:
     """The files of `shared` that a file imports anywhere in its text, inside functions too."""
     names: set[str] = set()
     for node in ast.walk(ast.parse(source.read_text())):
@@ -58,7 +59,7 @@ def imported(source: Path) -> set[Path]:
             names |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
     places = [ROOT / name.replace(".", "/") for name in names if name.startswith("shared")]
     files = [file for place in places for file in (place.with_suffix(".py"), place / "__init__.py")]
-    return {file for file in files if file.is_file()}
+    return frozenset(file for file in files if file.is_file())
 
 
 @pytest.mark.parametrize("lesson", LESSONS, ids=by_number)
