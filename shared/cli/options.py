@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar, get_args, get_type_hi
 import typer
 
 from shared.cli.terminal import byte_progress, working
-from shared.engine.config import EngineConfig
+from shared.engine.config import EngineConfig, option_name
 from shared.errors import ConfigError, RequestError
 from shared.lessons import Lesson, find_lesson, lesson_of, lessons
 
@@ -227,11 +227,11 @@ def take_sampling_params(settings: dict[str, Any]) -> "SamplingParams":
 
 def _option_of(field: "dataclasses.Field[Any]", kind: Any) -> Any:
     """The option of a field, without its ``use_``. Help shows it as soon as the phase exists that brings the field."""
-    name = field.name.removeprefix("use_").replace("_", "-")
+    name = option_name(field.name)
     is_flag = bool in (kind, *get_args(kind))
     has_negative = is_flag and field.default is not False  # what is off by default is only turned on
     return typer.Option(
-        f"--{name}/--no-{name}" if has_negative else f"--{name}",
+        f"{name}/--no-{name[2:]}" if has_negative else name,
         help=field.metadata["help"],
         rich_help_panel=OPTIMIZATIONS if has_negative else _ENGINE,
         envvar="INFER_DEVICE" if field.name == "device" else None,

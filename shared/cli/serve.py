@@ -163,7 +163,7 @@ def serve(
         config = replace(config, sampling_defaults=sampling_defaults(resolve_model(model)))
     configure(style, verbose=verbose)
     app = make_app(handle, config)
-    chosen = app.state.intake.chat_format
+    chosen = app.state.intake.chat.format
     run(
         app,
         config,

@@ -53,6 +53,11 @@ def setting(
     return dataclasses.field(default=default, metadata=metadata)
 
 
+def option_name(field: str) -> str:
+    """The option of a field on the command line, which turns on what ``use_`` names."""
+    return "--" + field.removeprefix("use_").replace("_", "-")
+
+
 @dataclass(frozen=True)
 class EngineConfig:
     """How an engine runs its model. Raises ConfigError for values out of range and contradictions."""
@@ -172,7 +177,7 @@ class EngineConfig:
     drafter: str | None = setting(
         None,
         "11",
-        "ngram (tokens that followed the same words before); default: model, the draft model.",
+        "Of speculative decoding: ngram (tokens that followed the same words before); default: model, the draft model.",
         choices=("model", "ngram"),
     )
     draft_model: str | None = setting(
@@ -231,10 +236,11 @@ class EngineConfig:
             missing = None if is_default or value is False else unmet(self, field.name)
             if missing is not None:
                 other, needed = missing
+                asked = option_name(other) if needed is True else f"{option_name(other)} {needed}"
                 raise ConfigError(
                     f"{field.name} is {value!r} and {other} is {getattr(self, other)!r}; {field.name}, which arrives "
-                    f"in phase {field.metadata['phase']}, requires {other} = {needed!r}: set that too, or leave "
-                    f"{field.name} out."
+                    f"in phase {field.metadata['phase']}, requires {other} = {needed!r}: set that too ({asked}), or "
+                    f"leave {field.name} out."
                 )
         check(self)
         if self.max_seq_len is not None and self.max_seq_len < 2:

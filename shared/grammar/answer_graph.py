@@ -37,7 +37,8 @@ class CallSpelling:
             arguments.
         separator: between two calls; None: one call at most.
         hidden: special token that may stand before a call without a trigger, marked; None without it.
-        thought: opens and closes thinking, which may come first; None without it.
+        thought: opens and closes thinking, which may come first; None without it. What opens it is "" where the prompt
+            has: then it does come first.
     """
 
     trigger: str
@@ -108,29 +109,47 @@ class AnswerGraph:
 
     def _required(self, start: int) -> None:
         """A call, or the format, before which there may be thinking and up to two line breaks."""
-        self._call(start)
+        if not self._is_thinking:
+            self._call(start)
         if self.spelling.thought is None:
             return
-        opening, closing = map(encoded, self.spelling.thought)
         lines = [self.graph.state() for _ in range(3)]
         for number, state in enumerate(lines):
             self._call(state)
             if number:
                 self.graph.rows[lines[number - 1]][ord("\n")] = state
-        (thinking, *_) = self._search(closing, lines[0], is_final=False)
-        self.graph.word(start, opening, thinking)
+        self._think(self.spelling.thought, start, lines[0], is_final=False)
+
+    @property
+    def _is_thinking(self) -> bool:
+        """Whether the answer begins within thoughts."""
+        return self.spelling.thought is not None and not self.spelling.thought[0]
+
+    def _think(self, thought: tuple[str, str], start: int, after: int, *, is_final: bool) -> None:
+        """Thoughts that begin in the state ``start``, or go on there, and after which comes the state ``after``."""
+        opening, closing = map(encoded, thought)
+        (thinking, *_) = self._search(closing, after, is_final=is_final)
+        if opening:
+            self.graph.word(start, opening, thinking)
+        else:
+            self.graph.rows[start] = dict(self.graph.rows[thinking])
+            self.graph.final |= {start} if is_final else set()
 
     def _free(self, start: int) -> None:
         """Free text up to the trigger, before which there may be thinking."""
         graph, trigger = self.graph, encoded(self.spelling.trigger)
         states = self._search(trigger, self.called if self.mode is CallMode.AUTO else None, is_final=True)
+        thought = self.spelling.thought
         graph.final.add(start)
         graph.rows[start] |= graph.rows[states[0]]
-        if self.spelling.thought is None:
+        if thought is None:
             return
-        opening, closing = map(encoded, self.spelling.thought)
-        (thinking, *_) = self._search(closing, states[0], is_final=True)
         graph.rows[start] |= dict.fromkeys(_BLANKS, start)
+        if thought[0][:1] in ("", SPECIAL_MARK):  # no text begins as it does
+            self._think(thought, start, states[0], is_final=True)
+            return
+        opening, closing = map(encoded, thought)
+        (thinking, *_) = self._search(closing, states[0], is_final=True)
         free, state = states[0], start
         for place, byte in enumerate(opening):  # as free text, and as the beginning of thinking
             free = graph.rows[free][byte]
@@ -143,6 +162,10 @@ class AnswerGraph:
     def _free_or_call(self, start: int) -> None:
         """An answer that is a call from its beginning on, or free text."""
         graph = self.graph
+        if self.spelling.thought is not None:  # the prompt's: models with calls of this form open none themselves
+            answer = graph.state()
+            self._think(self.spelling.thought, start, answer, is_final=True)
+            start = answer
         free = graph.state(is_final=True)
         self._read_text(free)
         first = len(graph.rows)

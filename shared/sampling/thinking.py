@@ -21,9 +21,10 @@ from shared.errors import RequestError
 from shared.sampling.noise import Stream, seed_pattern, uniform
 from shared.sampling.params import SamplingParams
 from shared.sampling.sampler import SamplingRow
+from shared.text.thoughts import CLOSE, MARKS, ends_in_thoughts
+from shared.text.thoughts import thinks as thinks  # what an engine asks beside the limits
 from shared.text.tokenizer import Tokenizer
 
-OPEN, CLOSE = "<think>", "</think>"
 WORDS = ("Wait", "Alternatively")
 """What stands in the place of the end of thinking; words of several tokens are not used."""
 
@@ -60,7 +61,7 @@ class ThinkingLimits:
         """
         if not params.limits_thinking:
             return None
-        open_id, close_id = tokenizer.token_id(OPEN), tokenizer.token_id(CLOSE)
+        open_id, close_id = map(tokenizer.token_id, MARKS)
         if open_id is None or close_id is None:
             field = "thinking_budget" if params.thinking_budget is not None else "min_thinking_tokens"
             value = getattr(params, field)
@@ -69,8 +70,7 @@ class ThinkingLimits:
             )
         words = [ids[0] for word in WORDS if len(ids := tokenizer.encode(word, add_special_tokens=False)) == 1]
         least = min(params.min_thinking_tokens, params.max_new_tokens)
-        control = tokenizer.special_ids | {open_id, close_id}  # a special token ends the turn before
-        is_open = next((token_id for token_id in reversed(prompt_ids) if token_id in control), None) == open_id
+        is_open = ends_in_thoughts(prompt_ids, tokenizer)
         replacements = chosen(words, seed, 0 if is_open else 1, least)
         return cls(open_id, close_id, is_open, least, params.thinking_budget, tuple(end_ids), replacements)
 
@@ -89,11 +89,6 @@ class ThinkingLimits:
         if number == self.most and self.close_id not in row.output_ids:
             return row._replace(masked_ids=(), redirect=(self.close_id, None))
         return row
-
-
-def thinks(tokenizer: Tokenizer) -> bool:
-    """Whether a model with this tokenizer writes thoughts that can be told from its answer."""
-    return None not in (tokenizer.token_id(OPEN), tokenizer.token_id(CLOSE))
 
 
 def chosen(words: Sequence[int], seed: int, first: int, count: int) -> tuple[int, ...]:

@@ -44,7 +44,7 @@ def make_app(handle: EngineHandle, config: ServerConfig) -> FastAPI:
     client = EngineClient(handle, metrics, config)
     metrics.watch(lambda: client.load, lambda: client.is_alive)
     intake = Intake(handle, client, config)
-    for capability, reason in intake.refusals.items():
+    for capability, reason in intake.chat.refusals.items():
         log_event(logging.WARNING, f"{capability} is refused", reason=reason)
 
     @asynccontextmanager

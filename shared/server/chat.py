@@ -41,22 +41,20 @@ async def answer(request: Request, body: ChatRequest) -> Response:
     intake: Intake = request.app.state.intake
     record_of(request.scope).is_streaming = bool(body.stream)
     intake.check(body)
-    thinking = body.chat_template_kwargs.enable_thinking if body.chat_template_kwargs else None
     older = intake.within_limit("max_tokens", body.max_tokens)
     max_tokens = intake.within_limit("max_completion_tokens", body.max_completion_tokens) or older
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
-    reading = intake.tool_reading(body)
-    prompt_ids = await intake.chat_ids(body.messages, thinking, body.definitions, body.ending)
+    prompt = await intake.chat_prompt(body)
     if max_tokens is None:
-        max_tokens = intake.within_room(intake.config.max_chat_tokens, len(prompt_ids))
+        max_tokens = intake.within_room(intake.config.max_chat_tokens, len(prompt.ids))
     params = body.sampling_params(max_tokens, logprobs, defaults=intake.config.sampling_defaults)
-    if thinking is False:
+    if body.enable_thinking is False and not prompt.is_thinking:
         params = replace(params, min_thinking_tokens=0)
     params = replace(params, prediction_ids=await intake.prediction_ids(body.prediction))
-    params = await intake.with_grammar(params, body)
+    params = await intake.with_grammar(params, intake.chat.grammar(body, prompt))
     watched = await intake.watched(params, body)
     chunks = await context(request, body.chunks, "chunks", body.recompute)
-    answer = intake.submit(request, body, [prompt_ids], params, kind="chatcmpl", chunks=chunks)
+    answer = intake.submit(request, body, [prompt.ids], params, kind="chatcmpl", chunks=chunks)
     frames = ChatFrames(
         answer,
         intake.config.model_name,
@@ -64,7 +62,7 @@ async def answer(request: Request, body: ChatRequest) -> Response:
         wants_usage=body.wants_usage,
         wants_usage_so_far=body.wants_usage_so_far,
         num_top_logprobs=body.top_logprobs or 0,
-        reading=reading,
+        reading=intake.chat.reading(body, prompt),
         watched=watched,
     )
     if body.stream:

@@ -26,6 +26,7 @@ from shared.server.logprobs import completion_logprobs, scored
 from shared.server.middleware import record_of
 from shared.server.protocol import CompletionRequest
 from shared.server.sse import DONE, frame, to_json
+from shared.server.structured_output import described_grammar
 from shared.text.stopping import FinishReason
 from shared.text.tokenizer import Tokenizer
 
@@ -60,7 +61,7 @@ async def complete(request: Request, body: CompletionRequest) -> Response:
     if max_tokens is None:
         max_tokens = intake.within_room(intake.config.max_tokens, max(map(len, prompts)))
     params = body.sampling_params(max_tokens, body.logprobs, prompt_logprobs, intake.config.sampling_defaults)
-    params = await intake.with_grammar(params, body)
+    params = await intake.with_grammar(params, described_grammar(body))
     watched = await intake.watched(params, body)
     answer = intake.submit(request, body, prompts, params, kind="cmpl")
     frames = CompletionFrames(

@@ -53,14 +53,14 @@ def describe(app: FastAPI, intake: Intake) -> None:
             for name in ("CompletionRequest", "ChatRequest"):
                 _limit(schemas[name], intake)
             schemas["RegisterRequest"]["properties"]["model"] = {"const": intake.config.model_name}
-            if intake.tool_format is None:
+            if intake.chat.tool_format is None:
                 schemas["ChatRequest"]["properties"]["tools"] = {"enum": [[], None]}
             if not intake.has_grammars:
                 schemas["ChatRequest"]["properties"]["tool_choice"] = {"enum": ["none", "auto", None]}
             if intake.chunk_refusal is not None:
                 schemas["ChatRequest"]["properties"]["chunks"] = {"enum": [[], None]}
-            if not intake.has_thinking:
-                values = [None] if "thinking" in intake.refusals else [False, None]
+            if not intake.chat.has_thinking:
+                values = [None] if "thinking" in intake.chat.refusals else [False, None]
                 schemas["TemplateOptions"]["properties"]["enable_thinking"] = {"enum": values}
         assert app.openapi_schema is not None
         return app.openapi_schema

@@ -7,17 +7,17 @@ of the engine or the tokenizer becomes a 422 or a 503 that names the field.
 
 import asyncio
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from threading import Lock
-from typing import Any
+from typing import TypeVar
 
 from starlette.requests import Request
 
 from shared.chunks.inquiry import ChunkInfo
 from shared.engine.prompt import check_length
-from shared.errors import ModelFolderError, RequestError
+from shared.errors import RequestError
 from shared.grammar.automaton import Automaton
 from shared.grammar.cache import GrammarCache
 from shared.grammar.fsm import FSMCompiler, TokenFSM
@@ -26,25 +26,18 @@ from shared.grammar.limits import GrammarError, Limits
 from shared.grammar.vocabulary import GrammarVocabulary
 from shared.sampling.params import SamplingParams
 from shared.server.answer import Answer
-from shared.server.conversation import conversation
 from shared.server.engine_client import EngineClient
 from shared.server.engine_loop import EngineHandle, NewRequest
 from shared.server.errors import ApiError, invalid, overloaded, refusal_error, unsupported
 from shared.server.grammar_process import GrammarProcess
-from shared.server.message import Message
 from shared.server.middleware import record_of
 from shared.server.protocol import ChatRequest, Prediction, SamplingFields
+from shared.server.served_chat import ChatPrompt, ServedChat
 from shared.server.settings import ServerConfig
-from shared.server.structured_output import described_grammar, refusal
-from shared.server.tool_answer import ToolReading
-from shared.server.tool_fields import check_tools, field_that_constrains
-from shared.server.tool_grammar import tool_grammar, tool_reading
-from shared.text.chat_ending import Ending, ended_parts
-from shared.text.chat_format import ChatFormat, chat_format
-from shared.text.template_comparison import Capability
+from shared.server.structured_output import refusal
 from shared.text.token_length import TextBound
-from shared.text.tool_format import ToolFormat
 
+Encoded = TypeVar("Encoded")
 _LONG = 2**14  # characters
 _WAITING = 256  # requests at once that wait for a grammar
 
@@ -72,15 +65,7 @@ class Intake:
         self._watched: GrammarCache[TokenFSM] = GrammarCache(self._over_tokens, lambda fsm: fsm.masks.cache_bytes)
         self._vocabulary: GrammarVocabulary | None = None
         self._vocabulary_lock = Lock()
-        self.chat_format: ChatFormat | None = None
-        try:
-            self.chat_format = chat_format(handle.tokenizer, handle.model_config.family, config.chat_template)
-        except ModelFolderError:  # then there is no chat, unless a template was asked for
-            if config.chat_template:
-                raise
-        self.refusals: Mapping[Capability, str] = self.chat_format.refusals if self.chat_format else {}
-        self.has_thinking = self.chat_format is not None and self.chat_format.has_thinking
-        self.tool_format: ToolFormat | None = self.chat_format.tool_format if self.chat_format else None
+        self.chat = ServedChat(handle, config)
 
     def start(self) -> None:
         """Start what takes a moment, before the first request needs it."""
@@ -100,56 +85,17 @@ class Intake:
 
         return await self._encode(param, len(prompt), encode)
 
-    def tool_reading(self, body: ChatRequest) -> ToolReading | None:
-        """How the calls in an answer are read; None where there can be none. Raises ApiError."""
-        tools = body.definitions
-        check_tools(tools, body.tool_choice)
-        if not tools:
-            return None
-        if self.tool_format is None:
-            said = f"tools is given, and the chat format of {self.config.model_name} has no tools; leave it out."
-            raise invalid(self.refusals.get("tools", said), param="tools")
-        param = field_that_constrains(tools, body.tool_choice)
-        if param is not None and not self.has_grammars:
-            said = f"{param} asks for a call that is valid, which takes a grammar: phase 12 is the first that has them."
-            raise invalid(said, param=param)
-        return tool_reading(
-            body,
-            self.tokenizer,
-            self.tool_format,
-            has_grammar=self.has_grammars,
-            has_format=described_grammar(body) is not None,
-        )
+    async def chat_prompt(self, body: ChatRequest) -> ChatPrompt:
+        """The prompt of a conversation. Raises ApiError."""
+        turns = self.chat.turns(body)
 
-    async def chat_ids(
-        self,
-        messages: list[Message],
-        thinking: bool | None,
-        tools: Sequence[Mapping[str, Any]] = (),
-        ending: Ending = Ending.HEADER,
-    ) -> list[int]:
-        chat = self.chat_format
-        if chat is None:
-            name = self.config.model_name
-            raise invalid(
-                f"The model {name} has no chat template here; use /v1/completions, or --chat-template.", param="model"
+        def encode() -> ChatPrompt:
+            return self.chat.prompt(
+                body, turns, lambda text: check_length(self._bound.least_tokens(text), self.max_seq_len)
             )
-        if "chat" in self.refusals:
-            raise invalid(f"{self.refusals['chat']} Without a chat template, use /v1/completions.", param="model")
-        if thinking is not None and "thinking" in self.refusals:
-            raise invalid(self.refusals["thinking"], param="chat_template_kwargs.enable_thinking")
-        if thinking and not self.has_thinking:
-            said = "enable_thinking is true; this model's chat format has no thinking: leave it out or set it to false."
-            raise invalid(said, param="chat_template_kwargs.enable_thinking")
-        turns = conversation(messages)
-
-        def encode() -> list[int]:
-            parts = ended_parts(chat.parts, turns, ending, thinking=thinking, tools=tools)
-            check_length(self._bound.least_tokens("".join(parts)), self.max_seq_len)
-            return [index for part in parts for index in self.tokenizer.encode(part, add_special_tokens=False)]
 
         arguments = (call.arguments for turn in turns for call in turn.tool_calls)
-        written = [*(turn.content for turn in turns), *arguments, *map(str, tools)]
+        written = [*(turn.content for turn in turns), *arguments, *map(str, body.definitions)]
         return await self._encode("messages", sum(map(len, written)), encode)
 
     async def prediction_ids(self, prediction: Prediction | None) -> tuple[int, ...]:
@@ -173,9 +119,8 @@ class Intake:
 
         return tuple(await self._encode("prediction.content", len(text), encode))
 
-    async def with_grammar(self, params: SamplingParams, body: SamplingFields) -> SamplingParams:
-        """The parameters with the grammar of the body, compiled. A request waits for its own and delays no other."""
-        described = self._described(body)
+    async def with_grammar(self, params: SamplingParams, described: tuple[Grammar, str] | None) -> SamplingParams:
+        """The parameters with the grammar of a field, compiled. A request waits for its own and delays no other."""
         if described is None:
             return params
         grammar, param = described
@@ -192,20 +137,6 @@ class Intake:
             raise refusal(error, param) from None
         except RequestError as error:
             raise invalid(str(error), param="ignore_eos") from None
-
-    def _described(self, body: SamplingFields) -> tuple[Grammar, str] | None:
-        """The grammar that the body asks for, by its tools or otherwise, and the field that does. Raises ApiError."""
-        described = described_grammar(body)
-        if not (isinstance(body, ChatRequest) and self.tool_format and self.has_grammars):
-            return described
-        if described is None:
-            return (tool_grammar(body, self.tokenizer, self.tool_format), "tools") if body.tools else None
-        may_call = bool(body.tools) and body.tool_choice != "none"
-        thinks = body.chat_template_kwargs is not None and body.chat_template_kwargs.enable_thinking is True
-        if not may_call and not (thinks and self.tool_format.thought):
-            return described
-        grammar, param = described
-        return tool_grammar(body, self.tokenizer, self.tool_format, grammar), param
 
     async def watched(self, params: SamplingParams, body: SamplingFields) -> TokenFSM | None:
         """The grammar over tokens, for what follows each answer, if the body asks for that.
@@ -311,13 +242,12 @@ class Intake:
             thread.shutdown(wait=False, cancel_futures=True)
         self._compiler.close()
 
-    async def _encode(self, param: str, num_characters: int, encode: Callable[[], list[int]]) -> list[int]:
+    async def _encode(self, param: str, num_characters: int, encode: Callable[[], Encoded]) -> Encoded:
         thread = self._long_texts if num_characters > _LONG else self._short_texts
         try:
-            ids = await asyncio.get_running_loop().run_in_executor(thread, encode)
+            return await asyncio.get_running_loop().run_in_executor(thread, encode)
         except RequestError as error:
             raise refusal_error(error, param=param, retry_after=self.config.retry_after) from None
-        return ids
 
 
 def _automaton(grammar: Grammar) -> Automaton:

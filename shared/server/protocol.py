@@ -262,6 +262,10 @@ class ChatRequest(SamplingFields):
         return Ending.OPEN
 
     @property
+    def enable_thinking(self) -> bool | None:
+        return self.chat_template_kwargs.enable_thinking if self.chat_template_kwargs else None
+
+    @property
     def definitions(self) -> list[dict[str, Any]]:
         """The tools, as they were sent."""
         return cast("list[dict[str, Any]]", self.tools or [])

@@ -162,7 +162,7 @@ def _model(request: Request) -> Model:
         id=state.config.model_name,
         created=int(state.started),
         max_model_len=intake.max_seq_len,
-        chat_template=intake.chat_format.name if intake.chat_format else None,
+        chat_template=intake.chat.format.name if intake.chat.format else None,
     )
 
 

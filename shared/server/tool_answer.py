@@ -24,7 +24,7 @@ class ToolReading:
 
     Attributes:
         names: the functions that may be called.
-        shown: the marks of the special tokens that open and close calls, by id; their outputs have no text.
+        shown: the marks of the special tokens around calls and thoughts, by id; their outputs have no text.
         has_several, is_spelled, is_first: as :class:`ToolParser` takes them.
     """
 
@@ -46,11 +46,15 @@ class ToolReading:
         is_spelled: bool = False,
         is_first: bool = False,
     ) -> "ToolReading":
-        marks = {mark: tokenizer.token_id(mark) for mark in (form.opening, form.closing)}
+        marks = {mark: tokenizer.token_id(mark) for mark in (form.opening, form.closing, *(form.thought or ()))}
         special = {mark: token_id for mark, token_id in marks.items() if token_id in tokenizer.special_ids}
         shown = {token_id: _SPECIAL + mark for mark, token_id in special.items() if token_id is not None}
-        opening, closing = (_SPECIAL * (mark in special) + mark for mark in (form.opening, form.closing))
-        form = replace(form, opening=opening, closing=closing)
+
+        def marked(mark: str) -> str:
+            return _SPECIAL + mark if mark in special else mark
+
+        thought = form.thought and (marked(form.thought[0]), marked(form.thought[1]))
+        form = replace(form, opening=marked(form.opening), closing=marked(form.closing), thought=thought)
         return cls(form, [tool["function"]["name"] for tool in tools], shown, has_several, is_spelled, is_first)
 
     def parser(self) -> ToolParser:

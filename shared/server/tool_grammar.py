@@ -12,17 +12,40 @@ from shared.grammar.limits import GrammarError
 from shared.server.protocol import ChatRequest
 from shared.server.structured_output import refusal
 from shared.server.tool_answer import ToolReading
+from shared.text.thoughts import OPENED, Marks
 from shared.text.tokenizer import Tokenizer
 from shared.text.tool_format import ToolFormat
 
 NO_PARAMETERS = {"type": "object", "properties": {}, "additionalProperties": False}
+_NO_CALLS = ToolFormat("", "", "", has_several=False)
 
 
-def tool_grammar(body: ChatRequest, tokenizer: Tokenizer, form: ToolFormat, answer: Grammar | None = None) -> Grammar:
-    """The grammar of an answer to a request with tools; what is no call is of the grammar ``answer``, or free text.
+def thought_marks(
+    body: ChatRequest, own: Marks | None, *, is_thinking: bool, has_grammar: bool, has_format: bool
+) -> Marks | None:
+    """The marks of the thoughts with which an answer may begin; None: it begins with none.
 
-    The model may think first unless ``enable_thinking`` is false. Thoughts are content, so before a format, which a
-    program reads, it may only if ``enable_thinking`` is true.
+    Where the prompt ends within thoughts (``is_thinking``), the answer goes on with them. Else the model may think
+    first, between the marks ``own``: with a grammar unless ``enable_thinking`` is false, and before a format, which a
+    program reads, only if that is true, since thoughts are content.
+    """
+    if is_thinking:
+        return OPENED
+    asked = body.enable_thinking
+    may_think = not has_grammar or (asked is True if has_format else asked is not False)
+    return own if may_think else None
+
+
+def tool_grammar(
+    body: ChatRequest,
+    tokenizer: Tokenizer,
+    form: ToolFormat | None,
+    thought: Marks | None,
+    answer: Grammar | None = None,
+) -> Grammar:
+    """The grammar of an answer that may begin with thoughts, and call the tools of the request.
+
+    What is no call is of the grammar ``answer``, or free text. ``form`` is None if there are no tools.
 
     The arguments of strict functions must follow their schemas, and those of all functions where there must be a call;
     of the others, those whose schemas are supported do. Raises ApiError.
@@ -31,9 +54,9 @@ def tool_grammar(body: ChatRequest, tokenizer: Tokenizer, form: ToolFormat, answ
     name = choice["function"]["name"] if isinstance(choice, dict) else None
     spelling = _spelling(
         tokenizer,
-        form,
+        form or _NO_CALLS,
+        thought,
         has_several=body.parallel_tool_calls is not False and name is None,
-        may_think=_may_think(body, has_format=answer is not None),
     )
     functions = [tool["function"] for tool in body.definitions]
     called = tuple(
@@ -53,7 +76,13 @@ def tool_grammar(body: ChatRequest, tokenizer: Tokenizer, form: ToolFormat, answ
 
 
 def tool_reading(
-    body: ChatRequest, tokenizer: Tokenizer, form: ToolFormat, *, has_grammar: bool, has_format: bool
+    body: ChatRequest,
+    tokenizer: Tokenizer,
+    form: ToolFormat,
+    thought: Marks | None,
+    *,
+    has_grammar: bool,
+    has_format: bool,
 ) -> ToolReading | None:
     """How the calls of the answer are read; None where there can be none.
 
@@ -61,11 +90,9 @@ def tool_reading(
     """
     if _mode(body) is CallMode.NONE:
         return None
-    if has_grammar and not _may_think(body, has_format=has_format):
-        form = replace(form, thought=None)
     return ToolReading.of(
         tokenizer,
-        form,
+        replace(form, thought=thought),
         body.definitions,
         has_several=body.parallel_tool_calls is not False,
         is_spelled=has_grammar,
@@ -79,12 +106,7 @@ def _mode(body: ChatRequest) -> CallMode:
     return CallMode.AUTO if body.tool_choice in (None, "auto") else CallMode.REQUIRED
 
 
-def _may_think(body: ChatRequest, *, has_format: bool) -> bool:
-    asked = body.chat_template_kwargs and body.chat_template_kwargs.enable_thinking
-    return asked is True if has_format else asked is not False
-
-
-def _spelling(tokenizer: Tokenizer, form: ToolFormat, *, has_several: bool, may_think: bool) -> CallSpelling:
+def _spelling(tokenizer: Tokenizer, form: ToolFormat, thought: Marks | None, *, has_several: bool) -> CallSpelling:
     """How a format's calls are spelled in the vocabulary of a model."""
 
     def marked(token: str) -> str:
@@ -98,5 +120,5 @@ def _spelling(tokenizer: Tokenizer, form: ToolFormat, *, has_several: bool, may_
         closing="}\n" + marked(form.closing) if form.closing else "}",
         separator="\n" if has_several and form.has_several else None,
         hidden=SPECIAL_MARK + form.hidden_token if has_hidden and form.hidden_token else None,
-        thought=form.thought if may_think else None,
+        thought=thought and (marked(thought[0]), marked(thought[1])),
     )

@@ -6,6 +6,8 @@ a call as ``opening``, ``head``, name, ``middle``, arguments, a brace and ``clos
 
 from dataclasses import dataclass
 
+from shared.text.thoughts import MARKS, Marks
+
 
 @dataclass(frozen=True)
 class ToolFormat:
@@ -16,7 +18,8 @@ class ToolFormat:
         closing: closes a call.
         arguments_key: the key of the arguments.
         has_several: whether an answer may hold several calls.
-        thought: opens and closes the model's thinking, in which nothing is a call; None without it.
+        thought: opens and closes the model's thinking, in which nothing is a call; None without it. What opens it is ""
+            where the prompt has.
         hidden_token: a special token that may stand before a call.
         head, middle: how a grammar spells what stands before a name, and between it and the arguments.
     """
@@ -25,7 +28,7 @@ class ToolFormat:
     closing: str
     arguments_key: str
     has_several: bool
-    thought: tuple[str, str] | None = None
+    thought: Marks | None = None
     hidden_token: str | None = None
 
     @property
@@ -39,7 +42,7 @@ class ToolFormat:
 
 TOOL_FORMATS = {
     "llama3": ToolFormat("", "", "parameters", has_several=False, hidden_token="<|python_tag|>"),
-    "qwen3": ToolFormat("<tool_call>", "</tool_call>", "arguments", has_several=True, thought=("<think>", "</think>")),
+    "qwen3": ToolFormat("<tool_call>", "</tool_call>", "arguments", has_several=True, thought=MARKS),
     "chatml": ToolFormat("<tool_call>", "</tool_call>", "arguments", has_several=True),
 }
 """By the name of the chat template."""

@@ -116,7 +116,7 @@ class ToolParser:
                 thought, end, behind = self._text.partition(self.form.thought[1])
                 if end:
                     self._mode = _Mode.FIRST if self._is_first else _Mode.FREE
-                    self._text, self._blanks = behind, "\n"
+                    self._text, self._blanks = behind, self._blanks or "\n"
                     yield Content(thought + end)
                 else:
                     yield from self._content(_overlap(self._text, self.form.thought[1]), is_end)

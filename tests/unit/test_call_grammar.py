@@ -131,6 +131,53 @@ def test_calls_alone(spelling: CallSpelling) -> None:
     assert_language(compiled(CallMode.REQUIRED, replace(spelling, separator=None)), [GOOD], [f"{GOOD}\n{GOOD}"])
 
 
+def begun(spelling: CallSpelling) -> CallSpelling:
+    """How it spells answers whose prompt has opened the thoughts."""
+    return replace(spelling, thought=("", "</think>"))
+
+
+LLAMA_GOOD = '{"name": "add", "parameters": {"a": 1}}'
+LLAMA_BAD = LLAMA_GOOD.replace("1", '"1"')
+REST = THOUGHT.removeprefix("<think>")
+
+
+@pytest.mark.parametrize(
+    ("mode", "spelling", "form", "right", "wrong"),
+    [
+        (CallMode.AUTO, HERMES, None, ["", f"{GOOD} a", BAD[0], f"{REST}a", f"{REST}\n\n{GOOD}"], [f"{REST}{BAD[0]}"]),
+        (CallMode.NONE, HERMES, None, ["", GOOD, f"{REST}a"], [f"{REST}{GOOD}"]),
+        (CallMode.REQUIRED, HERMES, None, [f"{REST}{GOOD}", f"{REST}\n\n{GOOD}"], ["", GOOD, REST, f"{REST}a{GOOD}"]),
+        (CallMode.AUTO, HERMES, "red", [f"{REST}\nred", f"{REST}{GOOD}"], ["red", GOOD, REST, f"{REST} red"]),
+        (CallMode.NONE, HERMES, "red", [f"{REST}\nred", f"{GOOD}</think>red"], ["red", REST, f"{REST}{GOOD}"]),
+        (
+            CallMode.AUTO,
+            LLAMA,
+            None,
+            ["", LLAMA_BAD, f"{REST}\n{LLAMA_GOOD}", f"{REST} a"],
+            [f"{REST}\n{LLAMA_BAD}"[:-1] + ";"],
+        ),
+        (CallMode.REQUIRED, LLAMA, None, [f"{REST}\n{LLAMA_GOOD}"], ["", LLAMA_GOOD, f"{REST}{LLAMA_BAD}"]),
+    ],
+)
+def test_thoughts_that_the_prompt_has_opened_come_first(
+    mode: CallMode, spelling: CallSpelling, form: str | None, right: list[str], wrong: list[str]
+) -> None:
+    assert_language(compiled(mode, begun(spelling), form=form and FORMATS[form]), right, wrong)
+
+
+def test_thoughts_between_special_tokens() -> None:
+    opening, closing = (f"{SPECIAL_MARK}<{slash}think>" for slash in ("", "/"))
+    inner = REST.removesuffix("</think>").encode()
+    for thought in ((opening, closing), ("", closing)):
+        begin = b"\xff<think>" * bool(thought[0])
+        automaton = compiled(CallMode.AUTO, replace(HERMES, thought=thought))
+        assert_language(
+            automaton,
+            [begin + inner + b"\xff</think>\n" + GOOD.encode()],
+            [begin + REST.encode() + BAD[0].encode() + b"\xff<think>"],
+        )
+
+
 def test_no_calls() -> None:
     right = ("", "Hello", "<tool_call", THOUGHT, f"{THOUGHT}\n\nHello")
     assert_language(compiled(CallMode.NONE, QWEN), right, [f"Hello {GOOD}"])
@@ -226,7 +273,7 @@ def test_only_special_tokens_that_the_grammar_names_are_allowed() -> None:
 @settings(max_examples=20)
 @given(
     st.sampled_from(CallMode),
-    st.sampled_from([HERMES, QWEN, LLAMA]),
+    st.sampled_from([HERMES, QWEN, LLAMA, begun(HERMES), begun(LLAMA)]),
     st.sampled_from([None, *FORMATS.values()]),
     st.randoms(use_true_random=False),
 )
@@ -235,7 +282,7 @@ def test_every_walk_comes_to_an_end_and_what_it_writes_is_read(
 ) -> None:
     """Random tokens of the grammar: masks as the definition says, no dead end, and the parser finds the calls."""
     words = vocabulary("<|python_tag|>")
-    has_format = mode is not CallMode.REQUIRED and spelling is not LLAMA
+    has_format = mode is not CallMode.REQUIRED and spelling.trigger != ""
     fsm = TokenFSM(compiled(mode, spelling, form=form if has_format else None), words)
     state, text = fsm.initial_state, b""
     for length in range(250):
@@ -252,7 +299,7 @@ def test_every_walk_comes_to_an_end_and_what_it_writes_is_read(
         state = fsm.next_state(state, token_id)  # type: ignore[assignment]
     if not fsm.is_terminal(state):
         return
-    written = TOOL_FORMATS["llama3" if spelling is LLAMA else "chatml" if spelling is HERMES else "qwen3"]
+    written = replace(TOOL_FORMATS["chatml" if spelling.trigger else "llama3"], thought=spelling.thought)
     is_first = has_format or mode is CallMode.REQUIRED
     parser = ToolParser(written, ["add", "add_tree"], is_spelled=True, is_first=is_first)
     read = text.replace(b"\xff<|python_tag|>", b"").decode(errors="replace")

@@ -181,6 +181,11 @@ SPELLED_TWICE: list[tuple[dict[str, Any], dict[str, Any], str]] = [
         "rope_parameters.rope_type is 'default' and rope_scaling.rope_type is 'yarn', two spellings of one setting",
     ),
     (LLAMA, {"rope_parameters": {"rope_theta": 5e5}}, "rope_theta is 10000.0 and rope_parameters.rope_theta is 500000"),
+    (
+        QWEN3,
+        {"rope_scaling": YARN | {"rope_type": "default", "type": "yarn"}},
+        "_type is 'default' and .*ing.type is 'yarn'",
+    ),
     (LLAMA, {"rope_scaling": LINEAR | {"type": "llama3"}}, "rope_scaling.rope_type is 'linear' and .*type is 'llama3'"),
     (LLAMA, {"rope_parameters": {"factor": 2}}, "rope_parameters.factor is 2 and rope_scaling.factor is 4.0"),
     (LLAMA, {"original_max_position_embeddings": 9}, r"embeddings is 9 and rope_scaling\.\w+ is 512"),

@@ -102,14 +102,16 @@ def test_a_tied_head_is_the_embedding(
     assert torch.equal(dequantize(rounded.head.weight), dequantize(quantize(model.head.weight, "int8")))
 
 
-def test_a_quantized_head_beside_tied_embeddings_is_the_head(folder: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", ["int8", "int4"])
+def test_a_quantized_head_beside_tied_embeddings_is_the_head(kind: str, folder: Path, tmp_path: Path) -> None:
+    """Also where none of its tensors has the name of a plain one, as with int4."""
     head = load_file(folder / WEIGHTS)["model.embed_tokens.weight"].flip(0).contiguous()
     edit_weights(folder, {"lm_head.weight": head})
-    written = quantize_checkpoint(folder, tmp_path / "int8", "int8", quantize_head=True)
+    written = quantize_checkpoint(folder, tmp_path / kind, kind, quantize_head=True)
     config = json.loads((written / "config.json").read_text()) | {"tie_word_embeddings": True}
     (written / "config.json").write_text(json.dumps(config))
     assert torch.equal(
-        dequantize(load_model(written, quantize=quantizer()).head.weight), dequantize(quantize(head, "int8"))
+        dequantize(load_model(written, quantize=quantizer()).head.weight), dequantize(quantize(head, kind))
     )
 
 

@@ -22,6 +22,7 @@ from shared.sampling.redirect import RedirectProcessor
 from shared.sampling.sampler import SamplingRow
 from shared.sampling.thinking import ThinkingLimits, chosen
 from shared.text.chat import ChatMessage, encode_chat
+from shared.text.thoughts import ends_in_thoughts, thinks
 from shared.text.tokenizer import Tokenizer
 from tests.adapters import random_adapter_of
 from tests.drafts import Foresight
@@ -115,7 +116,8 @@ def test_words_are_chosen_by_the_noise_of_the_request() -> None:
 
 def limits_of(params: SamplingParams, prompt: list[int], texts: list[list[int]]) -> ThinkingLimits:
     """Those of a tokenizer that knows the marks of thinking, and spells the words with these ids."""
-    marks, words = {thinking.OPEN: OPEN, thinking.CLOSE: CLOSE}, dict(zip(thinking.WORDS, texts, strict=True))
+    marks = dict(zip(thinking.MARKS, (OPEN, CLOSE), strict=True))
+    words = dict(zip(thinking.WORDS, texts, strict=True))
     tokenizer: Any = SimpleNamespace(
         token_id=marks.get, encode=lambda text, **_: words[text], special_ids=frozenset({TURN})
     )
@@ -152,6 +154,24 @@ def test_only_the_last_turn_of_a_conversation_says_whether_thoughts_are_open(tin
     assert not is_open([said, open_, said])
     assert not is_open([said], thinking=False)
     assert is_open([said, open_], add_generation_prompt=False)
+
+
+@pytest.mark.parametrize(
+    ("text", "is_open"),
+    [
+        ("<|start_header_id|>assistant<|end_header_id|>\n\n<think>\n", True),
+        ("<|start_header_id|>assistant<|end_header_id|>\n\n<think>\na</think> b", False),
+        ("<think>\n<|eot_id|><|start_header_id|>assistant<|end_header_id|>\n\n", False),
+        ("<think>\n</think> no special token <think>", True),
+        ("", False),
+    ],
+)
+def test_marks_that_are_no_tokens_are_read_in_the_text_of_the_turn(
+    text: str, is_open: bool, tiny_checkpoints: dict[str, Path]
+) -> None:
+    tokenizer = Tokenizer.load(tiny_checkpoints["llama"])
+    assert not thinks(tokenizer)
+    assert ends_in_thoughts(tokenizer.encode(text, add_special_tokens=False), tokenizer) == is_open
 
 
 @pytest.mark.parametrize(("ids", "words"), [([5], (4, 5)), ([5, 6], (4,))])

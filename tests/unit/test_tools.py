@@ -3,11 +3,13 @@
 import itertools
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from shared.text.thoughts import OPENED, Marks
 from shared.text.tool_format import TOOL_FORMATS
 from shared.text.tools import CallArguments, CallStart, Content, Delta, ToolParser
 
@@ -16,9 +18,12 @@ CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
 WHOLE = '{"name": "add", "parameters": {}}'
 
 
-def read(form: str, pieces: Sequence[str], *, is_cut: bool = False, **how: bool) -> list[Delta]:
+def read(
+    form: str, pieces: Sequence[str], *, is_cut: bool = False, thought: Marks | None = None, **how: bool
+) -> list[Delta]:
     """The deltas, those of one kind joined."""
-    parser = ToolParser(TOOL_FORMATS[form], NAMES, **how)
+    written = replace(TOOL_FORMATS[form], **({"thought": thought} if thought else {}))
+    parser = ToolParser(written, NAMES, **how)
     joined: list[Delta] = []
     for delta in [*(delta for piece in pieces for delta in parser.push(piece)), *parser.flush(is_cut=is_cut)]:
         last = joined[-1] if joined else None
@@ -135,6 +140,21 @@ def test_where_a_grammar_spells_calls_its_spelling_alone_is_one(
 
 def test_thinking_is_content_where_the_format_has_none() -> None:
     assert read("chatml", [f"{THOUGHT}\n\n{CALL}"])[:2] == [Content("<think>\nperhaps"), CallStart(0, "add")]
+
+
+@pytest.mark.parametrize("is_first", [False, True])
+@pytest.mark.parametrize(("form", "call"), [("chatml", CALL), ("llama3", WHOLE)])
+def test_thoughts_that_the_prompt_has_opened_come_first(form: str, call: str, is_first: bool) -> None:
+    """At every division: what stands in them is no call, and the answer begins after them."""
+    thoughts = f"{call}?\n</think>"
+    for text, expected in (
+        (f"{thoughts}\n\n{call}", [Content(thoughts), CallStart(0, "add")]),
+        (f"{call} never closed", [Content(f"{call} never closed")]),
+        ("\n", [Content("\n")]),
+    ):
+        for cut in range(len(text)):
+            found = read(form, [text[:cut], text[cut:]], thought=OPENED, is_first=is_first)
+            assert found[:2] == expected, cut
 
 
 def test_one_call_at_most() -> None:

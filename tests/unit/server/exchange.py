@@ -1,9 +1,35 @@
 """Requests as they are sent, and answers as they are read, with a look at their shape."""
 
 import json
+import shutil
+from pathlib import Path
 from typing import Any
 
 import httpx
+
+THINKING_FIRST = """
+{%- if tools %}<|im_start|>system
+{{ tools | tojson }}<|im_end|>
+{% endif %}
+{%- for message in messages %}<|im_start|>{{ message.role }}
+{{ message.content }}
+{%- for call in message.tool_calls or [] %}
+<tool_call>
+{{ '{"name": ' ~ call.function.name | tojson ~ ', "arguments": ' ~ call.function.arguments | tojson ~ '}' }}
+</tool_call>
+{%- endfor %}<|im_end|>
+{% endfor %}
+{%- if add_generation_prompt %}<|im_start|>assistant
+<think>
+{% endif %}"""
+"""The chat template of a checkpoint whose answers begin within thoughts, as those of Qwen3-4B-Thinking-2507."""
+
+
+def thinking_first(folder: Path, target: Path) -> Path:
+    """A copy of a checkpoint with this template."""
+    shutil.copytree(folder, target)
+    (target / "chat_template.jinja").write_text(THINKING_FIRST)
+    return target
 
 
 def completion(prompt: Any = "ab", **more: Any) -> dict[str, Any]:

@@ -1,7 +1,6 @@
 """What the server says of itself: ids of requests, models, health, metrics, memory."""
 
 import contextlib
-import shutil
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -9,7 +8,7 @@ import httpx
 import pytest
 
 from tests.unit.server.echo import ENDLESS, LIMIT, POISON, EchoEngine, endless, serving, unread
-from tests.unit.server.exchange import completion, error_of, events, samples
+from tests.unit.server.exchange import chat, completion, error_of, events, samples, thinking_first
 from tests.waiting import wait_until
 
 
@@ -150,27 +149,23 @@ def test_a_slow_step_delays_no_health_check_and_ends_a_question_with_503(
         assert client.get("/debug/memory").status_code == 200, "the thread lives on"
 
 
-THINKING_FIRST = (
-    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n<think>\n{% endif %}"
-)
-
-
 @pytest.mark.parametrize(
     ("setting", "name"), [(None, None), ("checkpoint", "checkpoint"), ("builtin:chatml", "builtin:chatml")]
 )
 def test_the_chat_template_in_use_is_said_and_a_checkpoints_that_differs_refused(
     folder: Path, tmp_path: Path, setting: str | None, name: str | None
 ) -> None:
-    own = shutil.copytree(folder, tmp_path / "model")
-    (own / "chat_template.jinja").write_text(THINKING_FIRST)
-    chat = {"model": "echo", "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 1}
+    own = thinking_first(folder, tmp_path / "model")
+    tools = [{"type": "function", "function": {"name": "now"}}]
     with serving(EchoEngine(own), chat_template=setting) as running, running.client() as client:
         assert client.get("/v1/models").json()["data"][0]["chat_template"] == name
         assert client.post("/v1/completions", json=completion(max_tokens=1)).status_code == 200
-        response = client.post("/v1/chat/completions", json=chat)
-    assert response.status_code == (200 if name else 422), response.text
-    if name is None:
+        responses = [client.post("/v1/chat/completions", json=chat(**more)) for more in ({}, {"tools": tools})]
+    for response in responses:
+        if name is not None:
+            assert response.status_code == 200, response.text
+            continue
+        assert response.status_code == 422, response.text
         error = error_of(response)
         assert error["param"] == "model"
         assert all(told in error["message"] for told in ("builtin:llama3", "--chat-template checkpoint"))

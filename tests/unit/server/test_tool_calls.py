@@ -13,7 +13,7 @@ from shared.engine.output import StepOutput
 from shared.engine.request import Request, TokenLogprobs
 from shared.server.tool_fields import MAX_TOOLS
 from tests.unit.server.echo import EchoEngine, Running, serving
-from tests.unit.server.exchange import assert_refused, chat
+from tests.unit.server.exchange import assert_refused, chat, thinking_first
 
 FAMILIES = ("llama", "qwen3", "gemma3_text")
 CALL = '<tool_call>\n{"name": "weather", "arguments": {"place": "Zürich"}}\n</tool_call>'
@@ -54,14 +54,18 @@ class ScriptedEngine(EchoEngine):
 
 
 @pytest.fixture(scope="module")
-def servers(tiny_checkpoints: dict[str, Path]) -> Iterator[dict[str, Running]]:
+def servers(
+    tiny_checkpoints: dict[str, Path], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[dict[str, Running]]:
+    folder = thinking_first(tiny_checkpoints["qwen3"], tmp_path_factory.mktemp("thinking") / "model")
     engines = {name: ScriptedEngine(tiny_checkpoints[name], name) for name in FAMILIES}
     with (
         serving(engines["llama"]) as llama,
         serving(engines["qwen3"]) as qwen,
         serving(engines["gemma3_text"]) as gemma,
+        serving(ScriptedEngine(folder, "qwen3"), chat_template="checkpoint") as thinking,
     ):
-        yield {"llama": llama, "qwen3": qwen, "gemma3_text": gemma}
+        yield {"llama": llama, "qwen3": qwen, "gemma3_text": gemma, "thinking": thinking}
 
 
 @pytest.fixture
@@ -95,12 +99,34 @@ def calls_of(message: Any) -> list[tuple[str, str]]:
 def test_an_answer_and_its_stream(
     family: str, script: str, content: str | None, calls: list[tuple[str, str]], servers: dict[str, Running]
 ) -> None:
-    choice = ask(servers[family], script).choices[0]
+    check_answer(servers[family], script, content, calls)
+
+
+@pytest.mark.parametrize("family", ["thinking", "qwen3"])
+def test_an_answer_whose_prompt_has_opened_the_thoughts(family: str, servers: dict[str, Running]) -> None:
+    """By the template of the checkpoint, or by a message that goes on."""
+    running, fields = servers[family], {}
+    if family == "qwen3":
+        fields = {
+            "messages": [USER, {"role": "assistant", "content": "<think>\nHm, "}],
+            "extra_body": {"continue_final_message": True, "add_generation_prompt": False},
+        }
+    thoughts = f"I may {SECOND}.\n</think>"
+    check_answer(running, f"{thoughts}\n\n{CALL}", thoughts, ZURICH, **fields)
+    check_answer(running, CALL, CALL, [], **fields)
+    assert running.engine.prompts[-1].endswith("<think>\n" if family == "thinking" else "<think>\nHm, ")  # type: ignore[attr-defined]
+
+
+def check_answer(
+    running: Running, script: str, content: str | None, calls: list[tuple[str, str]], **fields: Any
+) -> None:
+    """The answer with this script has this content and these calls, and so has its stream."""
+    choice = ask(running, script, **fields).choices[0]
     assert (choice.message.content, calls_of(choice.message)) == (content, calls)
     assert choice.finish_reason == ("tool_calls" if calls else "stop")
     assert len({call.id for call in choice.message.tool_calls or []}) == len(calls)
     text, found = "", []
-    for chunk in ask(servers[family], script, stream=True):
+    for chunk in ask(running, script, stream=True, **fields):
         delta = chunk.choices[0].delta
         text += delta.content or ""
         for call in delta.tool_calls or []:

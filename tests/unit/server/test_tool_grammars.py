@@ -7,6 +7,7 @@ import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import jsonschema_rs
@@ -15,10 +16,17 @@ import pytest
 from phases.phase_12.engine import Engine
 from shared.engine.config import EngineConfig
 from shared.engine.output import StepOutput
+from shared.grammar.calls import CallDescription
+from shared.grammar.grammar import Grammar
+from shared.server.protocol import ChatRequest
+from shared.server.served_chat import ChatPrompt, ServedChat
+from shared.server.settings import ServerConfig
 from shared.server.tool_answer import ToolReading, whole_message
+from shared.text.thoughts import MARKS, OPENED, Marks
+from shared.text.tokenizer import Tokenizer
 from shared.text.tool_format import TOOL_FORMATS
 from tests.unit.server.echo import Running, serving
-from tests.unit.server.exchange import assert_refused, chat
+from tests.unit.server.exchange import assert_refused, chat, thinking_first
 
 SCHEMA = {
     "type": "object",
@@ -35,7 +43,7 @@ def tool(name: str, schema: Any = SCHEMA, **more: Any) -> Any:
 
 NOW = {"type": "function", "function": {"name": "now"}}
 TOOLS = [tool("weather"), tool("time", {"type": "object", "additionalProperties": False}), NOW]
-MARKS = ("</tool_call>", "<tool_call>")
+CALL_MARKS = ("</tool_call>", "<tool_call>")
 SCHEMAS = {"weather": SCHEMA, "time": {"maxProperties": 0}, "now": {"maxProperties": 0}}
 
 
@@ -45,7 +53,7 @@ def with_special_tokens(folder: Path, target: Path) -> Path:
     path = target / "tokenizer.json"
     content = json.loads(path.read_text())
     vocabulary = content["model"]["vocab"]
-    for text in MARKS:
+    for text in CALL_MARKS:
         last = max(vocabulary, key=vocabulary.__getitem__)
         content["model"]["merges"] = [
             pair for pair in content["model"]["merges"] if "".join(pair).replace(" ", "") != last
@@ -60,13 +68,15 @@ def servers(
     tiny_checkpoints: dict[str, Path], tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[dict[str, Running]]:
     special = with_special_tokens(tiny_checkpoints["qwen3"], tmp_path_factory.mktemp("special") / "model")
-    folders = {"llama": tiny_checkpoints["llama"], "qwen3": tiny_checkpoints["qwen3"], "special": special}
+    thinking = thinking_first(tiny_checkpoints["qwen3"], tmp_path_factory.mktemp("thinking") / "model")
+    folders = {**tiny_checkpoints, "special": special, "thinking": thinking}
     with contextlib.ExitStack() as stack:
         running = {}
-        for name, folder in folders.items():
-            engine: Any = Engine(EngineConfig(model=str(folder), max_seq_len=2048))
+        for name in ("llama", "qwen3", "special", "thinking"):
+            engine: Any = Engine(EngineConfig(model=str(folders[name]), max_seq_len=2048))
             engine.may_step = threading.Event()  # which `serving` sets at its end
-            running[name] = stack.enter_context(serving(engine))
+            template = "checkpoint" if name == "thinking" else None
+            running[name] = stack.enter_context(serving(engine, chat_template=template))
         yield running
 
 
@@ -144,7 +154,7 @@ def test_a_special_token_opens_a_call_and_its_name_written_out_does_not(
     tokenizer = servers["special"].engine.tokenizer
     reading = ToolReading.of(tokenizer, TOOL_FORMATS["qwen3"], TOOLS, has_several=True, is_spelled=True)
     written = '\n{"name": "weather", "arguments": {}}\n'
-    marks = [(tokenizer.token_id(mark), "") if is_token else (0, mark) for mark in reversed(MARKS)]
+    marks = [(tokenizer.token_id(mark), "") if is_token else (0, mark) for mark in reversed(CALL_MARKS)]
     parts = [marks[0], (0, written), marks[1]]
     message = whole_message(reading, [StepOutput("a", token_id, text) for token_id, text in parts])
     assert message.get("content") == (None if is_token else f"<tool_call>{written}</tool_call>")
@@ -219,6 +229,66 @@ def test_a_format_behind_thinking(servers: dict[str, Running]) -> None:
                 thoughts.add((thinking, bool(mark)))
     assert thoughts >= {(True, True), (True, False), (None, False)}
     assert (None, True) not in thoughts, "a program that did not ask for thoughts gets none"
+
+
+@pytest.mark.parametrize("is_streamed", [False, True])
+@pytest.mark.parametrize("kind", ["call", "format", "call or format"])
+@pytest.mark.parametrize("thinking", [None, False])
+def test_a_grammar_covers_what_follows_thoughts_that_the_prompt_has_opened(
+    is_streamed: bool, kind: str, thinking: bool | None, servers: dict[str, Running]
+) -> None:
+    running = servers["thinking"]
+    fields: dict[str, Any] = {"temperature": 30.0, "stream": is_streamed, "max_tokens": 800}
+    fields["logit_bias"] = {str(running.engine.tokenizer.token_id("</think>")): 100}
+    extra = {"chat_template_kwargs": {"enable_thinking": thinking}}
+    if kind == "call":
+        fields["tool_choice"] = "required"
+    else:
+        extra |= {"response_format": {"type": "json_schema", "schema": SCHEMA}}
+        fields["tools"] = TOOLS if kind == "call or format" else []
+    thoughts = set()
+    for seed in range(4):
+        answer = ask(running, seed=seed, extra_body=extra, **fields)
+        deltas = [chunk.choices[0].delta for chunk in answer] if is_streamed else [answer.choices[0].message]
+        thought, mark, text = "".join(delta.content or "" for delta in deltas).partition("</think>")
+        called = "".join(call.function.arguments for delta in deltas for call in delta.tool_calls or [])
+        if not mark:
+            continue  # its length has ended it
+        assert not thought.startswith("<think>")
+        assert bool(called) != bool(text.strip())
+        assert not text.strip() or jsonschema_rs.is_valid(SCHEMA, json.loads(text))
+        assert kind != "call" or called
+        assert kind != "format" or text
+        thoughts.add(thought)
+    assert thoughts
+    assert max(map(len, thoughts)) > 0
+
+
+@pytest.mark.parametrize("has_tools", [True, False])
+@pytest.mark.parametrize(
+    ("thinking", "is_thinking", "thought"),
+    [(None, False, None), (True, False, MARKS), (None, True, OPENED), (False, True, OPENED)],
+)
+def test_a_format_begins_where_thoughts_end_of_a_model_without_tools_too(
+    thinking: bool | None, is_thinking: bool, thought: Marks | None, has_tools: bool, tiny_checkpoints: dict[str, Path]
+) -> None:
+    handle: Any = SimpleNamespace(
+        tokenizer=Tokenizer.load(tiny_checkpoints["qwen3"]),
+        has_grammars=True,
+        model_config=SimpleNamespace(family="qwen3"),
+    )
+    served = ServedChat(handle, ServerConfig(model_name="echo"))
+    if not has_tools:
+        served.tool_format = None
+    fields = {"response_format": {"type": "json_object"}, "chat_template_kwargs": {"enable_thinking": thinking}}
+    found = served.grammar(ChatRequest.model_validate(chat(**fields)), ChatPrompt([1], is_thinking))
+    assert found is not None
+    grammar, param = found
+    assert param == "response_format"
+    if thought is None:
+        assert grammar == Grammar.json_object()
+    else:
+        assert CallDescription.of_text(grammar.text).spelling.thought == thought
 
 
 def test_a_format_of_the_answer_and_no_calls(servers: dict[str, Running]) -> None:
