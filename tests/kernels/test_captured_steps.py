@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -17,6 +18,7 @@ from shared.engine.multi_token_runner import CapturedMultiTokenRunner
 from shared.engine.sampler import Sampler
 from shared.kernels.kv_write import kv_write_kernel
 from shared.kernels.launch import INTERPRETED, LAUNCHES
+from shared.kernels.next_token import next_token
 from shared.kernels.pending_ids import fill_pending
 from shared.sampling.params import SamplingParams
 from shared.sampling.sampler import SamplingRow
@@ -219,6 +221,22 @@ def test_pending_ids_are_filled_in_and_others_kept(device):
     ids = torch.tensor([5, -1, 7, -8, 0, -3] * 40, device=device)
     fill_pending(ids, last_ids)
     assert ids.tolist() == [5, 100, 7, 107, 0, 102] * 40
+
+
+def test_each_sequence_moves_on_by_a_token_and_padding_stays(device):
+    arrays = [[7, 8, 0], [5, 3, 0], [50, 31, -1], [6, 4, 0], [0, 2, 0], [9, 2, 5, 3], [4, 1, 0]]
+    dtypes = [torch.int64] * 3 + [torch.int32] * 3 + [torch.int64]
+    sent = [torch.tensor(array, dtype=dtype, device=device) for array, dtype in zip(arrays, dtypes, strict=True)]
+    next_token(*sent, block_size=4, stride=10)
+    moved = [[-5, -2, 0], [6, 4, 0], [100, 120, -1], [7, 5, 0]]
+    assert [array.tolist() for array in sent] == moved + arrays[4:]
+
+
+def test_plans_of_prompts_are_kept_until_another_number_of_sequences_decodes(tiny_checkpoints):
+    planner = make_engine(tiny_checkpoints["llama"]).view.planner
+    plans = [planner.plan(np.array([1] * n + [9]), np.array([4] * n + [9]), n).prefill for n in (1, 1, 2)]
+    assert plans[0] is plans[1]
+    assert plans[1] is not plans[2]
 
 
 @pytest.mark.gpu

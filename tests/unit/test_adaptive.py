@@ -67,6 +67,16 @@ def test_where_rows_cost_as_much_as_steps_only_likely_drafts_are_verified() -> N
     assert best_lengths([0.98, 0.5, 0.1], 5, DraftCosts(1.0, 1.2, 3.0, 0.0, 0.0))[1:] == [0, 0]
 
 
+def test_of_equally_likely_drafts_those_of_the_first_request_come_first() -> None:
+    assert best_lengths([1.0, 1.0], 2, DraftCosts(1.0, 1.1, 9.0, 0.0, 0.0)) == [2, 0]
+
+
+def test_drafts_behind_the_first_rejected_one_were_not_judged() -> None:
+    lengths, request = DraftLengths(5), make_request()
+    lengths.count(request, 5, 1)
+    assert lengths.known[request].rate == pytest.approx((0.9 * 1.0 + 1) / (0.9 * 1.5 + 2))
+
+
 def test_probes_of_all_requests_fall_into_the_same_steps() -> None:
     lengths, requests = DraftLengths(5), [make_request() for _ in range(20)]
     steps_with_drafts = 0
@@ -138,6 +148,8 @@ def test_no_draft_is_tried_where_right_ones_would_not_pay() -> None:
     assert not any(lengths.next_lengths(requests[:1])[0] for _ in range(300))
     assert any(lengths.next_lengths(requests)), "two requests share the cost"
     assert best_lengths([0.7], 3, BOUND_BY_LAUNCHES) == [0]
+    lengths.costs_of = lambda *_: costs[2]
+    assert any(lengths.next_lengths(requests[:1])), "the table was replaced"
 
 
 def test_lengths_follow_the_requests_context() -> None:

@@ -4,7 +4,7 @@ import json
 import random
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from shared.deployment.affinity import CHUNK, MOST_REPLICAS, PrefixTable, drawn, prefix_keys, ranked
@@ -61,6 +61,7 @@ def test_a_short_common_beginning_decides_nothing() -> None:
         assert (found[0] == ["a"]) is is_first, f"a has {num} of 8 keys, and half are wanted"
 
 
+@example("", "a" * CHUNK + "c" * CHUNK, "b" * CHUNK + "c" * CHUNK)  # the same chunk after another one
 @given(st.text(max_size=400), st.text(max_size=400), st.text(max_size=400))
 def test_prompts_share_as_many_keys_as_whole_chunks(common: str, one: str, other: str) -> None:
     first, second = prefix_keys(body(common + one)), prefix_keys(body(common + other))

@@ -1,5 +1,7 @@
 """Cells of packed tokens, the pool's counts, and the lengths at which requests are compressed."""
 
+from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,10 +15,15 @@ from shared.cache.compressing import compress, select
 from shared.cache.condensed import CondensedKVCachePool
 from shared.cache.condensed_layout import Cells, Holding, Packed
 from shared.cache.condensed_prefix import CondensedPrefixKVCachePool
+from shared.cache.condensed_view import CondensedView
 from shared.cache.paged_layout import PagedSizes
+from shared.compression.compressors import COMPRESSORS
 from shared.compression.masked import masked_attention
+from shared.compression.selection import Budget
+from shared.engine.batch import Batch
 from shared.engine.config import EngineConfig
 from shared.errors import CapacityError
+from shared.loading.config_json import read_config
 from shared.ops.attention import naive_attention
 from shared.scheduling.compressing import CompressingScheduler
 from shared.scheduling.schedule import Schedule
@@ -108,6 +115,38 @@ def test_tails_and_parts_of_compressed_requests() -> None:
     layout = pool.layout(step_of(dict.fromkeys(requests, 1)))
     assert [one is None for one in layout.packed] == [False, True]
     assert layout.part(slice(1, 2), slice(1, 2)).packed == (None,)
+
+
+def test_the_ring_has_the_last_queries_of_each_sequence_and_less_than_a_block_is_not_dropped(
+    tiny_checkpoints: dict[str, Path],
+) -> None:
+    config, generator = read_config(tiny_checkpoints["llama"]), torch.Generator().manual_seed(0)
+    about = COMPRESSORS["snapkv"](config.attention_scale), Budget(13, 13, num_sinks=1, num_recent=4), 4, True
+    view = CondensedView(config, PagedSizes(24, 4, 3, 48, 96), torch.float32, "cpu", None, *about)
+    pool, requests = CondensedKVCachePool(view.cells, 3, 48), [*map(make_request, "ab")]
+    Hq, Hkv = config.num_heads, config.num_kv_heads
+    seen: list[list[torch.Tensor]] = [[], []]
+    for new in ((13, 2), (1, 6)):
+        for request, count in zip(requests, new, strict=True):
+            assert pool.reserve(request, request.num_computed_tokens + count)
+        schedule = step_of(dict(zip(requests, new, strict=True)))
+        positions = view.load(Batch.of(schedule, pool)).tokens.positions
+        for layer in range(config.num_layers):
+            heads = torch.randn(sum(new), Hq + 2 * Hkv, config.head_dim, generator=generator)
+            q, k, v = heads.split((Hq, Hkv, Hkv), 1)
+            view.write(layer, q, k, v, positions, lambda q, k, positions: (q, k))
+        for known, queries in zip(seen, q.split(new), strict=True):
+            known += queries
+        commit(pool, schedule)
+    for request, known in zip(requests, seen, strict=True):
+        for position in range(len(known) - 4, len(known)):
+            found = view.ring[-1, pool.rows[request], position % 4]
+            assert torch.equal(found, known[position]), f"query {position} of request {request.request_id}"
+    placed: list[Packed] = []
+    for most, expected in ((13, []), (10, [10])):  # of 14 tokens; a block has 4 of each head
+        view.budget = replace(view.budget, least=most, most=most)
+        assert view.compress(view.sequences[0], lambda packed: placed.append(packed)) is None
+        assert sorted({count for packed in placed for count in packed.counts.flatten().tolist()}) == expected
 
 
 def test_the_audit_sees_a_packed_part_of_a_wrong_size() -> None:

@@ -23,9 +23,11 @@ from shared.engine.batch import Batch
 from shared.engine.buckets import Buckets
 from shared.engine.config import EngineConfig
 from shared.errors import ConfigError, ModelFolderError
+from shared.kernels.e4m3 import dequantized, quantized
 from shared.loading.config_json import read_config
 from shared.loading.loader import load_model
 from shared.models.causal_lm import CausalLM
+from shared.ops.attention import ATTENTION_BACKENDS
 from shared.parallel.shard import Shard
 from shared.text.tokenizer import Tokenizer
 from tests.mixed_requests import ALIKE, ARRIVALS, LONG, MIXED, Requests, serve, tokens
@@ -155,6 +157,23 @@ def test_scales_that_cannot_be(
     folder = with_scales(tmp_path / "scaled", source, named)
     with pytest.raises(ModelFolderError, match=message):
         make(folder, max_seq_len=64, **FP8)
+
+
+def test_what_a_layer_reads_was_stored_by_the_scales_of_its_keys_and_values(tiny_checkpoints: dict[str, Path]) -> None:
+    config, sizes = read_config(tiny_checkpoints["llama"]), PagedSizes(4, 4, 1, 16, 16)
+    generator = torch.Generator().manual_seed(0)
+    scales = 0.01 + 0.1 * torch.rand(2, config.num_layers, config.num_kv_heads, generator=generator)
+    view = Fp8View(config, sizes, torch.float32, "cpu", None, Buckets((), ()), scales)
+    pool, request = PlannedKVCachePool(sizes, None), make_request("a", range(9))
+    assert pool.reserve(request, 9)
+    view.load(Batch.of(step_of({request: 9}), pool))
+    for layer in range(config.num_layers):
+        heads = torch.randn(9, config.num_heads + 2 * config.num_kv_heads, config.head_dim, generator=generator)
+        q, k, v = heads.split((config.num_heads, config.num_kv_heads, config.num_kv_heads), 1)
+        view.write(layer, q, k, v, torch.arange(9), lambda q, k, positions: (q, k))
+        k, v = (dequantized(quantized(x, s), s, x.dtype) for x, s in zip((k, v), scales[:, layer], strict=True))
+        expected = ATTENTION_BACKENDS["naive"](q, k.transpose(0, 1), v.transpose(0, 1), scale=0.3)
+        torch.testing.assert_close(view.attend(layer, q, scale=0.3), expected)
 
 
 @pytest.mark.demo

@@ -153,6 +153,7 @@ def test_an_adapter_that_does_not_fit_is_refused_with_the_list(
 def test_a_captured_pass_of_the_head_is_the_pass(tiny_checkpoints: dict[str, Path]) -> None:
     """A capture that runs again what it has recorded, and writes over the result: what a CUDA graph does."""
     model = fuse(load_model(tiny_checkpoints["qwen3"]))
+    model.embedding.weight.mul_(100)  # so that a guess depends on the token before it
     adapter, sizes, replayed = random_adapter(model, num_candidates=300), [], []
 
     def capture(run: Callable[[], Computed]) -> CapturedStep:

@@ -1,15 +1,22 @@
 """Guesses of a model about itself: masks, positions, the group that counts, and what a step leaves behind."""
 
+from pathlib import Path
+
 import numpy as np
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from shared.cache.multi_token_view import MultiTokenView
 from shared.cache.paged import PagedKVCachePool
+from shared.cache.paged_layout import PagedSizes
+from shared.engine.buckets import Buckets
 from shared.engine.config import EngineConfig
 from shared.engine.multi_token_batch import MultiTokenBatch
 from shared.engine.request import Request
 from shared.engine.sampler import SampledTokens
+from shared.loading.config_json import read_config
 from shared.models.lora import FIRST_MASK
 from shared.ops.attention import naive_attention
 from shared.ops.multi_token import groups_and_ranks, masked_attention, positions, visible_with_masks
@@ -251,3 +258,40 @@ def test_a_request_without_its_guesses_loses_its_masks_and_no_other_does() -> No
     assert isinstance(settled, MultiTokenSchedule)
     assert dict(settled.masks) == {requests[1]: LENGTH}
     assert MultiTokenBatch.of(settled, scheduler.pool).num_tokens == 2 + 9
+
+
+@pytest.mark.parametrize("num_masks", [1, 2])
+def test_a_view_opens_the_gates_of_masks_and_each_sequence_has_a_mask_of_its_own(
+    tiny_checkpoints: dict[str, Path], num_masks: int
+) -> None:
+    scheduler = make_scheduler(spec_length=num_masks)
+    add(scheduler, "a")
+    scheduler.add(Request("b", [1, 2, 3, 4, 5], SamplingParams(max_new_tokens=20, ignore_eos=True), 0))
+    for _ in range(2):
+        step(scheduler)
+    scheduler.add(Request("c", [1, 2, 3], SamplingParams(), 0))
+    schedule = scheduler.schedule()
+    for entry in schedule.decoding:
+        entry.request.draft_ids = [70, 71][:num_masks]
+    batch = MultiTokenBatch.of(schedule, scheduler.pool)
+    config, sizes = read_config(tiny_checkpoints["llama"]), PagedSizes(60, BLOCK_SIZE, 4, MAX_SEQ_LEN, 60)
+    view = MultiTokenView(config, sizes, torch.float32, "cpu", None, Buckets((), ()))
+    generator, Hq, Hkv = torch.Generator().manual_seed(0), config.num_heads, config.num_kv_heads
+    for memory in (view.keys, view.values):
+        memory.normal_(generator=generator)
+    tokens = view.load(batch).tokens
+    assert tokens.gate is not None
+    assert tokens.gate.tolist() == (tokens.ids >= FIRST_MASK).tolist()
+    heads = torch.randn(len(tokens.ids), Hq + 2 * Hkv, config.head_dim, generator=generator)
+    q, k, v = heads.split((Hq, Hkv, Hkv), 1)
+    view.write(0, q, k, v, tokens.positions, lambda q, k, positions: (q, k))
+    for window in (None, 4):
+        found = view.attend(0, q, scale=0.3, window=window).split(view.num_new)
+        for number, entry in enumerate(schedule):
+            table = torch.from_numpy(scheduler.pool.table(entry.request)).long()[: entry.start + view.num_new[number]]
+            keys, values = (memory[0, table, 0].transpose(0, 1) for memory in (view.keys, view.values))
+            mask = visible_with_masks(entry.start, entry.num_tokens, int(batch.num_masks[number]), window)
+            expected = masked_attention(q.split(view.num_new)[number], keys, values, mask, scale=0.3)
+            what = f"attention of sequence {number} with window {window}"
+            assert_close(found[number], expected, what, ("token", "head", "dim"), rtol=1e-4, atol=1e-5)
+    assert view.load(batch.part(range(2, 3))).tokens.gate is None, "a step without masks has no gate"

@@ -265,6 +265,9 @@ def test_an_older_row_of_a_request_that_moved_is_not_believed() -> None:
     draw(0, [2, 4], 5)
     assert tables.counts is not None
     assert counts_of(tables.counts, 0) == ({1}, Counter([2, 4, 5]))
+    for _ in range(2):  # the first time the draw fails, so nothing is added
+        tables.enter([row(0, [1], [2, 4, 5, 6], frequency_penalty=1.0)], [0], VOCABULARY)
+    assert counts_of(tables.counts, 0) == ({1}, Counter([2, 4, 5, 6]))
 
 
 @pytest.mark.parametrize("num_accepted", [0, 1, 2])

@@ -2,18 +2,23 @@
 
 import struct
 import time
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
 import numpy as np
 import pytest
+import torch
 
-from shared.cache.paged_layout import PagedSizes
+from shared.cache.paged_layout import PagedLayout, PagedSizes
 from shared.cache.planned_layout import AttentionPlanner, StepPlans
 from shared.cache.prefix import PrefixKVCachePool
 from shared.cache.prefix_tree import PrefixTree
+from shared.cache.prefix_view import PrefixView
+from shared.engine.batch import Batch
 from shared.engine.request import Request, RequestStatus
 from shared.errors import BlockError, CapacityError
+from shared.loading.config_json import read_config
 from shared.sampling.params import SamplingParams
 from shared.scheduling.schedule import Schedule, Scheduled
 from tests.comparison import assert_equal
@@ -285,6 +290,21 @@ def test_a_part_of_a_batch_makes_its_own_copies(is_planned: bool) -> None:
     layout = pool.layout(Schedule(1, tuple(Scheduled(request, 7, 1) for request in requests[1:])))
     parts = [layout.part(slice(n, n + 1), slice(n, n + 1)).copies.tolist() for n in range(2)]
     assert_equal(parts, [[pair] for pair in layout.copies.tolist()], "copies of each part", ("part", "copy", "block"))
+
+
+def test_a_block_is_copied_in_all_layers_before_a_step_writes_into_it(tiny_checkpoints: dict[str, Path]) -> None:
+    pool, (first, second) = make_pool(), [make(name, "abcdefgh") for name in "12"]
+    run(pool, first)
+    start(pool, second)
+    batch = Batch.of(Schedule(1, (Scheduled(second, 7, 1),)), pool)
+    view = PrefixView(read_config(tiny_checkpoints["llama"]), PagedSizes(12, SIZE, 4, 64, 48), torch.float32)
+    memories = view.keys, view.values
+    for memory in memories:
+        memory.normal_(generator=torch.Generator().manual_seed(0))
+    view.load(batch)
+    ((source, target),) = cast(PagedLayout, batch.layout).copies.tolist()
+    for memory in memories:
+        assert_equal(memory[:, target].tolist(), memory[:, source].tolist(), "the copy of a block", ("layer", "slot"))
 
 
 def test_the_audit_finds_damage() -> None:

@@ -25,10 +25,12 @@ from shared.loading.checkpoint import Checkpoint
 from shared.loading.loader import load_model
 from shared.loading.quantized import quantizer
 from shared.models.causal_lm import CausalLM
+from shared.models.norm import RMSNorm
 from shared.models.projection import Projection
 from shared.models.quantized import QuantizedProjection
 from shared.models.tokens import Tokens
 from shared.ops import quantized as op
+from shared.ops.gated import swiglu
 from shared.quantization.formats.detect import detect_format
 from shared.quantization.rounding import METHODS, quantize
 from shared.quantization.weight import (
@@ -102,9 +104,10 @@ def test_nibbles(run: int) -> None:
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("num_rows", [1, 7])
 def test_the_product_is_that_of_the_dequantized_matrix(method: str, num_rows: int) -> None:
-    weight, x, bias = quantize(torch.randn(3000, K), method), torch.randn(num_rows, K), torch.randn(3000)
-    wanted = x.double() @ dequantize(weight).double().T + bias
-    assert_near(op.linear(x, weight, bias), wanted.float(), 2**-7 if method == "int8" else 1e-6)
+    for columns in (K, 33)[: 1 if method == "int4" else 2]:  # those of PyTorch's product, and others
+        weight, x = quantize(torch.randn(3000, columns), method), torch.randn(num_rows, columns)
+        wanted = x.double() @ dequantize(weight).double().T + (bias := torch.randn(3000))
+        assert_near(op.linear(x, weight, bias), wanted.float(), 2**-7 if method == "int8" else 1e-6)
 
 
 @pytest.mark.parametrize("rows", [(256, 128), (200, 56, 130)])
@@ -116,6 +119,24 @@ def test_blocks_of_merged_matrices_keep_their_scales(rows: tuple[int, ...]) -> N
     merged = concatenate(weights)
     assert torch.equal(dequantize(merged), torch.cat([dequantize(weight) for weight in weights]))
     assert merged.rows_per_scale == (128 if rows == (256, 128) else 1)
+
+
+@pytest.mark.parametrize(("methods", "num_parts"), [(("fp8", "fp8"), 0), (("fp8", "int8"), 2), ((None, "fp8"), 2)])
+def test_matrices_of_the_same_x_are_one_or_if_their_formats_differ_apart(
+    methods: tuple[str | None, ...], num_parts: int
+) -> None:
+    plain: list[torch.nn.Module] = []
+    for method in methods:
+        one = Projection(K, N, bias=True)
+        one.weight, one.bias = (torch.nn.Parameter(torch.randn(*size), requires_grad=False) for size in ((N, K), (N,)))
+        plain.append(one if method is None else QuantizedProjection(one, quantize(one.weight, method)))
+    x, residual, norm = torch.randn(3, K), torch.randn(3, N), RMSNorm(K, 1e-6)
+    norm.weight = torch.nn.Parameter(torch.rand(K), requires_grad=False)
+    found = QuantizedProjection.fused(plain)
+    assert len(found.parts) == num_parts
+    gate, up = (one(norm(x)) for one in plain)
+    assert_near(found(x, norm), torch.cat([gate, up], 1), 1e-5)
+    assert_near(found(x, norm, residual, swiglu), swiglu(gate, up) + residual, 1e-5)
 
 
 def test_zeros_of_merged_matrices_of_which_one_has_none() -> None:

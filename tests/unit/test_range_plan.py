@@ -1,5 +1,6 @@
 """A plan over ranges shows every query each of its visible keys once, and stays within its limits."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -104,6 +105,11 @@ def test_a_shared_chunk_is_read_once_for_all_if_that_saves_enough(
     read = (plan.piece_ends - plan.piece_begins)[plan.piece_tables >= 0].sum()
     assert read == (size if is_shared else num_sequences * size)
     assert len(set(plan.item_slots.tolist())) == num_sequences + is_shared
+    sizes = len(plan.slot_rows), len(plan.item_slots), len(plan.piece_tables), plan.num_states
+    exact = RangeLimits(num_sequences, *sizes)
+    assert exact.hold(plan)
+    for name, size in vars(exact).items():
+        assert not replace(exact, **{name: size - 1}).hold(plan), f"{name} are too few"
 
 
 def test_limits_of_two_kinds_of_plans() -> None:

@@ -6,11 +6,13 @@ import pytest
 import torch
 from scipy.stats import chisquare
 
+from shared.engine.rejection_sampler import RejectionSampler
 from shared.sampling.noise import Stream
 from shared.sampling.params import SamplingParams
 from shared.sampling.rejection import accept_or_replace
 from shared.sampling.sampler import SamplingBatch, SamplingRow, adjust_logits, filter_logits, sample
 from shared.scheduling.speculative import num_equal
+from shared.speculation.draft_sampler import DraftSampler
 from tests.comparison import assert_close, assert_equal
 
 VOCABULARY = 7
@@ -119,3 +121,42 @@ def test_equal_distributions_accept_every_draft() -> None:
     target = logits_of(7, 4)
     kept = answers(SamplingParams(), target, target[:3])
     assert_equal({len(tokens) for tokens in kept}, {4}, "tokens that steps with three drafts keep")
+
+
+def rows_of(count: int) -> list[SamplingRow]:
+    """Rows of as many requests, every third of them greedy, with the draft 2."""
+    options: list[dict[str, Any]] = [{"temperature": 0.0}, {"temperature": 0.6}, {"top_k": 3}]
+    return [
+        SamplingRow(SamplingParams(**options[n % 3]), n, 4 + n % 5, serial=100 + n, draft_id=2) for n in range(count)
+    ]
+
+
+def test_drafts_are_drawn_by_their_own_noise_and_their_distributions_are_kept() -> None:
+    rows, logits, kept = rows_of(30), logits_of(1, 30), dict[tuple[int, int], torch.Tensor]()
+    ids = DraftSampler(torch.device("cpu"), 30, distributions=kept).sample(logits, rows, range(30)).ids
+    batch = SamplingBatch.of(rows)
+    assert_equal(ids.tolist(), sample(logits, batch, stream=Stream.DRAFT).tolist(), "drafts", ("row",))
+    drawn = [row for row in rows if not row.params.is_greedy]
+    assert_equal(list(kept), [(row.serial, row.index) for row in drawn], "the drafts that have a distribution")
+    q = filter_logits(adjust_logits(logits, batch), batch, slice(None)).softmax(-1)
+    for number, row in enumerate(rows):
+        if row in drawn:
+            assert_close(kept[row.serial, row.index], q[number], f"distribution of row {number}", ("id",))
+
+
+def test_each_draft_is_judged_by_its_own_distribution() -> None:
+    """One without a distribution was certain, and one of a greedy row says nothing about its token."""
+    rows, logits, q = rows_of(60), logits_of(2, 60), logits_of(3, 60).softmax(-1)
+    known = [n for n, row in enumerate(rows) if not row.params.is_greedy and n % 2]
+    distributions = {(rows[n].serial, rows[n].index): q[n] for n in known}
+    distributions |= {(row.serial, row.index + 1): q[0] for row in rows}
+    ids = RejectionSampler(torch.device("cpu"), 60, distributions=distributions).sample(logits, rows, range(60)).ids
+    batch, judged = SamplingBatch.of(rows), [n for n in range(60) if n % 3]
+    certain = torch.nn.functional.one_hot(torch.tensor(2), VOCABULARY).float()
+    of_drafts = torch.stack([q[n] if n in known else certain for n in judged])
+    drafts = torch.full((len(judged),), 2)
+    expected = accept_or_replace(sample(logits, batch), logits, batch, torch.tensor(judged), drafts, of_drafts)
+    assert_equal(ids.tolist(), expected.tolist(), "tokens", ("row",))
+    alone = RejectionSampler(torch.device("cpu"), 20).sample(logits[::3], rows[::3], range(20)).ids
+    for greedy in (ids[::3], alone):
+        assert_equal(greedy.tolist(), logits[::3].argmax(-1).tolist(), "tokens of greedy rows", ("row",))

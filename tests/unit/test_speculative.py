@@ -144,6 +144,24 @@ def test_what_was_reserved_for_drafts_of_an_interrupted_step_is_given_back() -> 
     assert_equal(counts(scheduler, request)["free tokens"], (40 - 2) * BLOCK_SIZE, "free tokens beside 4")
 
 
+def test_a_request_aborted_while_its_drafts_are_verified_counts_none_and_the_others_keep_theirs() -> None:
+    scheduler = make_scheduler()
+    aborted, other = add(scheduler, "a"), add(scheduler, "b")
+    scheduler.add(Request("c", [1, 2, 3], SamplingParams(use_speculative_decoding=False), 0))
+    step(scheduler)
+    schedule = scheduler.schedule()
+    granted = {entry.request.request_id: entry.num_drafts for entry in schedule}
+    assert_equal(granted, {"a": LENGTH, "b": LENGTH, "c": 0}, "drafts, of which c wants none")
+    aborted.draft_ids = other.draft_ids = ANSWER[1 : 1 + LENGTH]
+    scheduler.abort("a")
+    drawn = [token_id for entry in schedule for token_id in ANSWER[1 : 1 + entry.num_logit_rows]]
+    scheduler.commit(schedule, SampledTokens(drawn, None, {}))
+    assert_equal(aborted.output_ids, ANSWER[:1], "outputs of the aborted request")
+    assert_equal(other.output_ids, ANSWER[: 2 + LENGTH], "outputs of the other")
+    assert_equal(scheduler.num_drafts_by_position, [1] * LENGTH, "verified drafts", ("position",))
+    assert_equal(scheduler.pool.free_tokens, (40 - 4 - 2) * BLOCK_SIZE, "free tokens beside 8 and 4")
+
+
 def test_a_logit_row_is_told_the_draft_that_it_verifies() -> None:
     request = add(make_scheduler(), "a")
     request.draft_ids = [31, 32, 33]
