@@ -12,13 +12,13 @@ from shared.grammar.limits import Budget, Limits
 from shared.grammar.plain import PLAIN_SEQUENCES
 
 UNTIMED = Limits(seconds=math.inf)
-"""The limits of a grammar without the one that depends on how fast the machine is."""
+"""The limits of a grammar without the one that depends on the clock."""
 
 CONTINUATION = range(0x80, 0xC0)
 
 
 def budget(states: int = UNTIMED.states) -> Budget:
-    """A compilation that may make so many states, and take any time."""
+    """A compilation that may make so many states, whatever the clock says."""
     return Budget(Limits(states=states, seconds=math.inf))
 
 

@@ -8,7 +8,6 @@ object that is written otherwise (other blanks, more members) is free text, and 
 
 import dataclasses
 import json
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -19,7 +18,7 @@ from shared.grammar.answer_graph import AnswerGraph, CallMode, CallSpelling
 from shared.grammar.automaton import Automaton
 from shared.grammar.joining import joined
 from shared.grammar.json_schema import compile_schema
-from shared.grammar.limits import Budget, GrammarError
+from shared.grammar.limits import Budget, GrammarError, WorkError
 from shared.grammar.spelling import spellable
 
 
@@ -62,7 +61,7 @@ def compile_calls(
     """The automaton of the answers; ``answer`` is that of ``description.answer``. Raises GrammarError."""
 
     def compiled(schema: Any, budget: Budget) -> Automaton:
-        found = spellable(compile_schema(schema, budget), usable_bytes)
+        found = spellable(compile_schema(schema, budget), usable_bytes, budget)
         budget.keep(found.num_states)
         return found
 
@@ -74,11 +73,18 @@ def compile_calls(
             try:
                 arguments[index] = compiled(_of_object(each.schema), budget)
             except GrammarError as error:
-                raise GrammarError(f"The arguments of {each.name}: {error}") from error
+                raise type(error)(f"The arguments of {each.name}: {error}") from error
     for index in free:
-        with suppress(GrammarError), budget.attempt() as part:
-            arguments[index] = compiled(_of_object(functions[index].schema), part)
+        try:
+            with budget.attempt() as part:
+                arguments[index] = compiled(_of_object(functions[index].schema), part)
+        except WorkError:
+            if not budget.limits.drops:
+                raise
+        except GrammarError:
+            pass  # arguments are some object
     names = [each.name for each in description.functions]
+    budget.spend(sum(32 * len(name) for name in names) + sum(each.num_bytes for each in arguments.values()) // 64)
     around = AnswerGraph(description.mode, description.spelling, names, has_format=answer is not None)
     ordered = [arguments[index] for index in range(len(functions))]
     return joined(around.graph, ordered, around.behind, answer, around.beginnings)

@@ -14,12 +14,11 @@ Invariant: every text that is accepted has an accepted value, and every state ca
 """
 
 import math
-from collections import OrderedDict
 from collections.abc import Iterator
 from fractions import Fraction
 from typing import NamedTuple
 
-from shared.grammar.limits import Budget
+from shared.grammar.limits import CELLS, Budget, Remembered
 from shared.grammar.machines import Machine, explore, spell_all
 from shared.grammar.shapes import Literal, Number
 
@@ -138,26 +137,22 @@ class State(NamedTuple):
     num_digits: int = 0  # behind the point, where they are limited
 
 
-_machines: OrderedDict[Number | Literal, Machine] = OrderedDict()
+_machines: Remembered[Machine] = Remembered(MOST_REMEMBERED)
 
 
 def machine(shape: Number | Literal, budget: Budget) -> Machine:
     """The automaton of a shape's texts; the last few hundred are remembered. Raises GrammarError as ``Budget`` does."""
-    found = _machines.get(shape)
-    if found is None:
-        found = _machines[shape] = _build(shape, budget)
-        while len(_machines) > MOST_REMEMBERED:
-            _machines.popitem(last=False)
-    return found
+    return _machines.get(shape, lambda: _build(shape, budget), budget)
 
 
 def _build(shape: Number | Literal, budget: Budget) -> Machine:
     if isinstance(shape, Literal):
-        return spell_all([shape.text])
+        return spell_all([shape.text], budget)
     if shape.values is not None:
-        return spell_all([text for value in sorted(shape.values) for text in _texts(value, shape.is_whole)])
-    reader = _Reader(shape)
-    return explore(State(), reader.steps, reader.is_end, budget)
+        budget.spend(8 * len(shape.values))
+        return spell_all([text for value in sorted(shape.values) for text in _texts(value, shape.is_whole)], budget)
+    reader = _Reader(shape, budget)
+    return explore(State(), reader.steps, reader.is_end, budget, reader.cost)
 
 
 def _texts(value: Fraction, is_whole: bool | None) -> Iterator[str]:
@@ -179,11 +174,15 @@ def _texts(value: Fraction, is_whole: bool | None) -> Iterator[str]:
 class _Reader:
     """The steps of the automaton of a shape."""
 
-    def __init__(self, shape: Number) -> None:
+    def __init__(self, shape: Number, budget: Budget) -> None:
+        listed = [value for bound in (shape.low, shape.high) if bound for value in bound[:1]]
+        budget.spend(sum(8 + value.denominator.bit_length() for value in (*listed, *shape.excluded)))
         if shape.is_whole is False:  # few enough digits for a float to keep the fraction
             shape = shape.at_most(WHOLE_PART, True).at_least(-WHOLE_PART, True)
         self.shape = shape
         self.bounds = {sign: self._bounds(sign) for sign in ("", "-")}
+        num_bounds = max(len(bounds or ()) for bounds in self.bounds.values())
+        self.cost = 3 + num_bounds // 2 + shape.multiple.bit_length() // CELLS
         limits = [bound.num_digits() for bounds in self.bounds.values() for bound in bounds or ()]
         self.most_digits = min(
             [ALWAYS_KEPT] * (shape.is_whole is False) + [n for n in limits if n is not None], default=None

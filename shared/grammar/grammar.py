@@ -128,9 +128,9 @@ def compile_grammar(grammar: Grammar, usable_bytes: NDArray[np.bool_], limits: L
 def _compile(kind: GrammarKind, text: str, usable_bytes: NDArray[np.bool_], budget: Budget) -> Automaton:
     match kind:
         case GrammarKind.JSON_SCHEMA:
-            return spellable(compile_schema(json.loads(text), budget), usable_bytes)
+            return spellable(compile_schema(json.loads(text), budget), usable_bytes, budget)
         case GrammarKind.JSON_OBJECT:
-            return spellable(compile_json(budget), usable_bytes)
+            return spellable(compile_json(budget), usable_bytes, budget)
         case GrammarKind.REGEX:
             return _of_dfa(compile_regex(text, budget), usable_bytes)
         case GrammarKind.CHOICE:
