@@ -131,7 +131,9 @@ class Values:
             return continuation.after(bits)
 
         def build() -> Entries:
-            entries = self._read(parts, continuation)
+            loop, counted = entry(Action.GOTO, state), entry(Action.BLANK, state)
+            found = self._read(parts, continuation)
+            entries = {byte: counted if value == loop else value for byte, value in found.items()}
             if bits:
                 following = continuation.after(bits)
                 entries |= self.assembler.entries_of(following)

@@ -135,19 +135,22 @@ def test_many_objects_that_need_a_key_each_are_refused_before_they_are_compared(
 SAMPLES = ("exactly one", "excluded texts", "nested alternatives", "two keys of each", "a counter")
 MEASURE = """
 import json
-from tests.unit.test_grammar_work import HOSTILE, SAMPLES, verdict
-print(json.dumps([verdict(HOSTILE[name][0]) for name in SAMPLES]))
+from shared.grammar.json_schema import compile_schema
+from tests.unit.test_grammar_work import HOSTILE, SAMPLES, UNTIMED, Budget, verdict
+number = compile_schema({"type": "integer"}, Budget(UNTIMED))
+print(json.dumps([[number.accepts(b"1" * 7), number.accepts(b"1" * 8)], [verdict(HOSTILE[name][0]) for name in SAMPLES]]))
 """
 
 
 def test_the_order_of_sets_changes_no_verdict() -> None:
-    """In processes whose texts hash differently, one after the other and with nothing compiled before."""
+    """In processes whose texts hash differently, with nothing compiled before, and with a setting of their own."""
     found = []
     for seed in ("1", "2"):
-        environment = {**os.environ, "PYTHONHASHSEED": seed}
+        environment = {**os.environ, "PYTHONHASHSEED": seed, "INFER_MAX_DIGITS": "6"}
         done = subprocess.run(
             [sys.executable, "-c", MEASURE], cwd=ROOT, env=environment, capture_output=True, text=True
         )
         assert done.returncode == 0, done.stderr
         found.append(json.loads(done.stdout))
     assert found[0] == found[1]
+    assert found[0][0] == [True, False]
