@@ -138,7 +138,8 @@ import json
 from shared.grammar.json_schema import compile_schema
 from tests.unit.test_grammar_work import HOSTILE, SAMPLES, UNTIMED, Budget, verdict
 number = compile_schema({"type": "integer"}, Budget(UNTIMED))
-print(json.dumps([[number.accepts(b"1" * 7), number.accepts(b"1" * 8)], [verdict(HOSTILE[name][0]) for name in SAMPLES]]))
+accepted = [number.accepts(b"1" * length) for length in (7, 8)]
+print(json.dumps([accepted, [verdict(HOSTILE[name][0]) for name in SAMPLES]]))
 """
 
 
