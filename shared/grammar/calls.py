@@ -39,6 +39,7 @@ class CallDescription:
     spelling: CallSpelling
     functions: tuple[CalledFunction, ...]
     answer: tuple[str, str] | None = None  # kind and text of the grammar of what is no call; None: free text
+    is_closed: bool = False  # as ``compile_schema`` has it, of arguments
 
     @property
     def text(self) -> str:
@@ -52,7 +53,7 @@ class CallDescription:
         spelling["thought"] = spelling["thought"] and tuple(spelling["thought"])
         functions = tuple(CalledFunction(**each) for each in fields["functions"])
         answer = fields["answer"] and tuple(fields["answer"])
-        return cls(CallMode(fields["mode"]), CallSpelling(**spelling), functions, answer)
+        return cls(CallMode(fields["mode"]), CallSpelling(**spelling), functions, answer, fields["is_closed"])
 
 
 def compile_calls(
@@ -61,7 +62,8 @@ def compile_calls(
     """The automaton of the answers; ``answer`` is that of ``description.answer``. Raises GrammarError."""
 
     def compiled(schema: Any, budget: Budget) -> Automaton:
-        found = spellable(compile_schema(schema, budget), usable_bytes, budget)
+        automaton = compile_schema(schema, budget, is_closed=description.is_closed)
+        found = spellable(automaton, usable_bytes, budget)
         budget.keep(found.num_states)
         return found
 

@@ -4,7 +4,7 @@ A part that nothing satisfies is left out: a property becomes a key that is forb
 The same search tells how many frames of the stack a value needs at least.
 """
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import replace
 
 import numpy as np
@@ -23,6 +23,9 @@ SUM_SHIFT = 48
 NUM_SUMS = 31
 """A prime, for the sums of the bytes of keys that are told apart."""
 
+OF_OTHERS = ("additionalProperties", "patternProperties")
+"""Keywords that speak of properties that have no name."""
+
 
 class Members:
     """The parts of arrays and objects of one document."""
@@ -38,6 +41,7 @@ class Members:
         self._groups: dict[Value, tuple[Shape, ...]] = {}
         self._numbers: dict[Shape, int] = {}
         self._patterns_of: dict[Object, list[str]] = {}
+        self._only: dict[Object, frozenset[str | None] | None] = {}
 
     def number(self, shape: Shape) -> int:
         """Of a shape, as they were met: an order that does not depend on hashes."""
@@ -152,6 +156,8 @@ class Members:
 
     def member(self, shape: Object, key: str | None, matched: frozenset[str]) -> Value:
         """The value of a key. None: of a key that has no name in the schema; it matches these patterns."""
+        if self.document.is_closed and key not in self._closed_names(shape, key):
+            return self.document.nothing
         self.document.budget.spend(2 + len(shape.members) // 8 + 2 * len(shape.nodes))
         literals = {literal for name, literal in shape.members if name == key}
         for node in shape.nodes:
@@ -168,6 +174,19 @@ class Members:
                 self.document.literal(inner, place) for inner, place in found if inner is not True and inner != {}
             }
         return frozenset(literals)
+
+    def _closed_names(self, shape: Object, key: str | None) -> Collection[str | None]:
+        """The keys of a closed object; of another one the key that is asked for.
+
+        All schemas that judge the object are looked at together, so those of ``allOf`` add up.
+        """
+        if shape not in self._only:
+            schemas = [self.document.schemas[node] for node in shape.nodes]
+            speaks = shape.outside or any(keyword in schema for schema in schemas for keyword in OF_OTHERS)
+            is_closed = not speaks and any("properties" in schema for schema in schemas)
+            self._only[shape] = frozenset(self.named(shape)) if is_closed else None
+        names = self._only[shape]
+        return (key,) if names is None else names
 
     def is_outside(self, node: int, key: str | None, matched: frozenset[str]) -> bool:
         """Whether a node describes neither a key nor a pattern that it matches."""

@@ -8,10 +8,12 @@ Invariant: a keyword that asserts something and is not supported is refused with
 
 import math
 from collections.abc import Iterable, Mapping
+from functools import cached_property
 from typing import Any
 
 from shared.grammar.limits import Budget, GrammarError
 from shared.grammar.schema_references import References
+from shared.grammar.shapes import Value
 
 REFUSED_KEYWORDS = (
     "contains",
@@ -32,12 +34,14 @@ TYPES = frozenset({"null", "boolean", "number", "string", "array", "object"})
 class SchemaDocument:
     """The nodes of one schema, numbered as they are met.
 
+    ``is_closed``: objects whose schema names properties, and does not speak of others, have no others.
+
     Raises:
         GrammarError: what is no schema, or is nested deeper than the limit.
     """
 
-    def __init__(self, root: Any, budget: Budget) -> None:
-        self.budget = budget
+    def __init__(self, root: Any, budget: Budget, *, is_closed: bool = False) -> None:
+        self.budget, self.is_closed = budget, is_closed
         self.schemas: list[Any] = []
         self.paths: list[str] = []
         self._numbers: dict[int, int] = {}
@@ -114,6 +118,11 @@ class SchemaDocument:
                 if isinstance(value, (dict, list))
             ]
         return self._constants[id(values)]
+
+    @cached_property
+    def nothing(self) -> Value:
+        """The value that nothing satisfies."""
+        return frozenset({self.literal(False, "#")})
 
     def resolve(self, schema: Any, path: str) -> int:
         """The literal to which the local ``$ref`` of a schema points.

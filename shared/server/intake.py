@@ -195,17 +195,20 @@ class Intake:
 
     def _described(self, body: SamplingFields) -> tuple[Grammar, str] | None:
         """The grammar that the body asks for, by its tools or otherwise, and the field that does. Raises ApiError."""
-        described = described_grammar(body)
+        described = described_grammar(body, is_closed=self.config.close_objects)
         if not (isinstance(body, ChatRequest) and self.tool_format and self.has_grammars):
             return described
         if described is None:
-            return (tool_grammar(body, self.tokenizer, self.tool_format), "tools") if body.tools else None
+            return (self._tool_grammar(body, self.tool_format), "tools") if body.tools else None
         may_call = bool(body.tools) and body.tool_choice != "none"
         thinks = body.chat_template_kwargs is not None and body.chat_template_kwargs.enable_thinking is True
         if not may_call and not (thinks and self.tool_format.thought):
             return described
         grammar, param = described
-        return tool_grammar(body, self.tokenizer, self.tool_format, grammar), param
+        return self._tool_grammar(body, self.tool_format, grammar), param
+
+    def _tool_grammar(self, body: ChatRequest, form: ToolFormat, answer: Grammar | None = None) -> Grammar:
+        return tool_grammar(body, self.tokenizer, form, answer, is_closed=self.config.close_objects)
 
     async def watched(self, params: SamplingParams, body: SamplingFields) -> TokenFSM | None:
         """The grammar over tokens, for what follows each answer, if the body asks for that.

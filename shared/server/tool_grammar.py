@@ -18,14 +18,21 @@ from shared.text.tool_format import ToolFormat
 NO_PARAMETERS = {"type": "object", "properties": {}, "additionalProperties": False}
 
 
-def tool_grammar(body: ChatRequest, tokenizer: Tokenizer, form: ToolFormat, answer: Grammar | None = None) -> Grammar:
+def tool_grammar(
+    body: ChatRequest,
+    tokenizer: Tokenizer,
+    form: ToolFormat,
+    answer: Grammar | None = None,
+    *,
+    is_closed: bool = False,
+) -> Grammar:
     """The grammar of an answer to a request with tools; what is no call is of the grammar ``answer``, or free text.
 
     The model may think first unless ``enable_thinking`` is false. Thoughts are content, so before a format, which a
     program reads, it may only if ``enable_thinking`` is true.
 
     The arguments of strict functions must follow their schemas, and those of all functions where there must be a call;
-    of the others, those whose schemas are supported do. Raises ApiError.
+    of the others, those whose schemas are supported do. ``is_closed``: as of ``Grammar.json_schema``. Raises ApiError.
     """
     choice, mode = body.tool_choice, _mode(body)
     name = choice["function"]["name"] if isinstance(choice, dict) else None
@@ -47,7 +54,7 @@ def tool_grammar(body: ChatRequest, tokenizer: Tokenizer, form: ToolFormat, answ
     )
     try:
         described = None if answer is None or mode is CallMode.REQUIRED else (answer.kind.value, answer.text)
-        return Grammar.calls(CallDescription(mode, spelling, called, described))
+        return Grammar.calls(CallDescription(mode, spelling, called, described, is_closed))
     except GrammarError as error:
         raise refusal(error, "tools") from None
 

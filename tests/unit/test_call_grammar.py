@@ -197,6 +197,18 @@ def test_a_costly_schema_that_need_not_be_followed_is_some_object(limits: Limits
             compile_calls(described, None, ALL_BYTES, Budget(replace(limits, drops=False)))
 
 
+def test_arguments_are_closed_objects_if_that_is_asked_for() -> None:
+    schema = {"properties": {"a": {"type": "integer"}}}
+    for is_closed in (False, True):
+        described = CallDescription(
+            CallMode.REQUIRED, HERMES, (CalledFunction("f", schema, True),), is_closed=is_closed
+        )
+        automaton = Grammar.calls(described).compiled(ALL_BYTES, UNTIMED).automaton
+        assert automaton is not None
+        assert automaton.accepts(hermes("f", '{"a": 1}').encode())
+        assert automaton.accepts(hermes("f", '{"b": 1}').encode()) != is_closed
+
+
 def vocabulary(*special: str) -> GrammarVocabulary:
     tokens = [bytes([byte]) for byte in range(255)] + [f"\xff{name}".encode("latin-1") for name in special]
     return GrammarVocabulary.of_tokens([*tokens, b"", b"<tool_", b'call>\n{"na', b'{"a": '], [len(tokens)])

@@ -522,6 +522,39 @@ def test_nesting_is_bounded() -> None:
     compile_schema(tree, budget())
 
 
+CLOSED: dict[str, tuple[Any, list[Any], list[Any]]] = {
+    "named properties": (
+        {"properties": {"a": {"properties": {"b": {}}}}, "required": ["c"]},
+        [{"c": 1}, {"a": {"b": 1}, "c": 1}, 1],
+        [{"c": 1, "d": 1}, {"a": {"d": 1}, "c": 1}],
+    ),
+    "no property is named": ({"type": "object", "required": ["a"]}, [{"a": 1, "b": 1}], [{}]),
+    "others are spoken of": (
+        {"type": "object", "properties": {"a": {}, "p": {"properties": {"a": {}}, "patternProperties": {"^x": {}}}}}
+        | {"additionalProperties": True},
+        [{"a": 1, "b": 1}, {"p": {"y": 1}}],
+        [],
+    ),
+    "schemas of the same object": (
+        {"allOf": [{"properties": {"a": {}}}, {"properties": {"b": {"type": "null"}}}], "type": "object"},
+        [{"a": 1, "b": None}],
+        [{"c": 1}, {"b": 1}],
+    ),
+    "alternatives": (
+        {"oneOf": [{"properties": {k: {}}, "required": [k], "type": "object"} for k in "ab"]},
+        [{"a": 1}, {"b": 1}],
+        [{"a": 1, "b": 1}, {"a": 1, "c": 1}],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CLOSED)
+def test_closed_objects(name: str) -> None:
+    schema, accepted, refused = CLOSED[name]
+    automaton = compile_schema(schema, budget(), is_closed=True)
+    assert_language(automaton, map(json.dumps, accepted), map(json.dumps, refused))
+
+
 NO_JSON = b'1E400 -1e999 01 1. .5 +1 --1 "\xc0\xaf" "\xed\xa0\x80" "\\ud800" "a {"a":1,} [1,] [,1] nul'.split()
 MANY = b"1" * (1 + MAX_DIGITS)
 TEXTS: dict[str, tuple[Any, list[bytes], list[bytes]]] = {
