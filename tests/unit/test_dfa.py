@@ -157,7 +157,7 @@ def test_the_clock_is_the_last_net() -> None:
 
 
 def test_what_is_remembered_costs_each_budget_once_what_it_cost_to_make() -> None:
-    remembered = Remembered[str](1)
+    remembered = Remembered[str](2)
     for paying in (Budget(Limits(states=10)), Budget(Limits(states=10))):
 
         def make(name: str, paying: Budget = paying) -> str:

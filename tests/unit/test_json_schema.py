@@ -14,6 +14,7 @@ from tests.grammars import assert_language, budget
 
 WRITINGS: list[dict[str, Any]] = [{}, {"indent": 2}, {"separators": (",", ":")}]
 
+PARTS = {"parts": {"a": {"items": {"$ref": "#/parts/b"}}, "b": {"type": "null"}}}
 SCOPES = {
     "$id": "http://a/",
     "$ref": "#/$defs/inner",
@@ -409,7 +410,7 @@ CASES: dict[str, tuple[Any, list[Any], list[Any]]] = {
         [[None]],
     ),
     "a reference into an unknown keyword": (
-        {"components": {"a": {"items": {"$ref": "#/components/b"}}, "b": {"type": "null"}}, "$ref": "#/components/a"},
+        {"$defs": {"n": PARTS | {"$id": "n", "$ref": "#/parts/a"}}, "$ref": "n"},
         [[None]],
         [[1]],
     ),
