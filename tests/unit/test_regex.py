@@ -137,7 +137,7 @@ def test_a_long_pattern_is_parsed_within_the_budget(part: str) -> None:
     Parser(pattern, budget()).parse()
     assert pattern.num_copied <= len(pattern)
     with pytest.raises(WorkError):
-        Parser(pattern, Budget(Limits(work=len(pattern)))).parse()
+        Parser(pattern, Budget(Limits(work=len(pattern) // 2))).parse()
 
 
 def test_bounds_are_of_each_repeat_and_each_nest_of_groups() -> None:
