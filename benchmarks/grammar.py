@@ -119,7 +119,7 @@ def configurations(fsm: TokenFSM, chance: random.Random, count: int) -> Iterator
 def measure_kernels(vocab_size: int, device: torch.device, seed: int, num_checks: int = 100) -> dict[str, Any]:
     """Microseconds of each launch, and how many masks were compared with the CPU's; raises if one differs."""
     chance, vocabulary = random.Random(seed), made_vocabulary(vocab_size, seed)
-    compiled = [grammar.compiled(vocabulary.usable_bytes, Limits(seconds=60)) for grammar in (*LONG, *SHORT)]
+    compiled = [grammar.compiled(vocabulary.usable_bytes, Limits()) for grammar in (*LONG, *SHORT)]
     fsms = [TokenFSM(grammar.automaton, vocabulary) for grammar in compiled if grammar.automaton is not None]
     pool = GrammarPool(64_000_000, device)
     bases = [pool.acquire(n, pack(fsm.automaton, vocabulary.usable_bytes)) for n, fsm in enumerate(fsms)]
@@ -235,7 +235,7 @@ def measure_grammars(
     blocks = num_requests * (longest // 16 + 2)
     config = setup.config(max_batch_size=num_requests, max_seq_len=longest, num_gpu_blocks=blocks)
     engines = {phase: find_lesson(phase).engine(config) for phase in ("11", "12")}
-    engines["12"].constraints.limits = Limits(seconds=60)  # on a busy machine too
+    engines["12"].constraints.limits = Limits()  # on a busy machine too
     results: dict[str, Any] = {"engine": measure_engine(engines, num_requests, num_steps, trials, seed)}
     if setup.is_gpu:
         results["kernels"] = measure_kernels(setup.shape.vocab_size, engines["12"].model.device, seed)

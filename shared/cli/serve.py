@@ -103,6 +103,13 @@ def serve(
     send_timeout: Annotated[
         float, _server("--send-timeout", text="Seconds after which a client that does not read is disconnected.")
     ] = 20.0,
+    close_objects: Annotated[
+        bool,
+        _server(
+            "--close-objects",
+            text="Objects of a JSON schema that names properties have no others, unless it speaks of them.",
+        ),
+    ] = False,
     max_body_bytes: Annotated[int, _server("--max-body-bytes", text="Bytes of the longest body.")] = 2 * 2**20,
     chat_template: options.ChatTemplate = None,
     log_format: Annotated[
@@ -140,6 +147,7 @@ def serve(
         max_connections=max_connections,
         grace=grace,
         send_timeout=send_timeout,
+        close_objects=close_objects,
         max_body_bytes=max_body_bytes,
         chat_template=options.checked_chat_template(chat_template),
     )

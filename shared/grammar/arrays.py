@@ -16,7 +16,7 @@ Alive = tuple[tuple[int, int, frozenset[Value]], ...]
 class ArrayRule(Rule):
     """The rule of some groups of arrays."""
 
-    def __init__(self, values: ValueSource, groups: tuple[frozenset[Array], ...]) -> None:
+    def __init__(self, values: ValueSource, groups: tuple[tuple[Array, ...], ...]) -> None:
         super().__init__(values.assembler)
         self.values = values
         self.alternatives = [(number, shape) for number, group in enumerate(groups) for shape in group]
@@ -25,6 +25,7 @@ class ArrayRule(Rule):
 
     def _state(self, part: str, alive: Alive) -> int:
         build = {"open": self._open, "item": self._item, "after": self._after}[part]
+        self.assembler.budget.spend(1 + len(alive))
         return self.assembler.state((id(self), part, alive), lambda: build(alive))
 
     def _open(self, alive: Alive) -> Entries:
@@ -32,6 +33,7 @@ class ArrayRule(Rule):
 
     def _item(self, alive: Alive, part: str = "item") -> Entries:
         """Before an item."""
+        self.assembler.budget.spend(sum(6 << len(some) for _, _, some in alive))
         wanted = []
         for number, count, some in alive:
             shape = self.alternatives[number][1]
@@ -39,8 +41,9 @@ class ArrayRule(Rule):
                 for found in map(frozenset, combinations(some, size)):
                     if max(count + 1, len(shape.first) if some - found else 0) + len(some - found) <= self.most[number]:
                         wanted.append((number, count, some - found, shape.item(count).union(*found)))
-        distinct = tuple(dict.fromkeys(value for *_, value in wanted))
-        followers = tuple((number, count, some, distinct.index(value)) for number, count, some, value in wanted)
+        groups: dict[Value, int] = {}
+        followers = tuple((n, count, some, groups.setdefault(value, len(groups))) for n, count, some, value in wanted)
+        distinct = tuple(groups)
         entries = self.values.entries(distinct, AfterItem(self, followers)) if distinct else {}
         return entries | dict.fromkeys(BLANKS, entry(Action.BLANK, self._state(part, alive)))
 
@@ -77,5 +80,6 @@ class AfterItem:
     followers: tuple[tuple[int, int, frozenset[Value], int], ...]
 
     def after(self, bits: int) -> int:
+        self.rule.assembler.budget.spend(1 + len(self.followers))
         found = [(n, self.rule.follow(n, count), some) for n, count, some, group in self.followers if bits >> group & 1]
         return self.rule.after(tuple(dict.fromkeys(found)))

@@ -15,11 +15,13 @@ from numpy.typing import NDArray
 
 from shared.grammar.automaton import ACTION_BITS, REFUSED, UNBOUNDED, Action, Automaton, entry
 from shared.grammar.endings import Endings
-from shared.grammar.limits import Budget, GrammarError
+from shared.grammar.limits import CELLS, ROW, Budget, GrammarError
 
 Entries = dict[int, int]
 """What a state does with a byte; bytes that are missing are refused."""
 MAX_CLASSES = 10
+PIECE = 4096
+"""Rows of a table that are widened at a time."""
 
 
 class Continuation(Protocol):
@@ -46,6 +48,7 @@ class Rule:
             if len(classes) > MAX_CLASSES:
                 raise GrammarError("The schema has too many objects alive at once that differ in their required keys.")
             size = 1 << len(classes)
+            self.assembler.budget.spend(size * (len(self.sites) + 1 + len(classes) // 4))
             base = -(-len(self.exits) // size) * size
             self.exits += [0] * (base - len(self.exits))
             self._blocks[block] = base
@@ -69,6 +72,7 @@ class Site:
 
     def learn(self) -> None:
         """Take in the exits of the rule that are new."""
+        self.rule.assembler.budget.spend(len(self.rule.exits) - len(self.returns))
         while len(self.returns) < len(self.rule.exits):
             bits = self.rule.exits[len(self.returns)]
             self.returns.append(REFUSED)
@@ -98,8 +102,7 @@ class Assembler:
             number = self._states[key] = len(self.entries)
             self.entries.append({})
             self._unbuilt[number] = build
-            if number % 256 == 0:
-                self.budget.check(number)
+            self.budget.check(number + 1)
         return number
 
     def add_rows(self, first: int, rows: NDArray[np.int32]) -> None:
@@ -111,23 +114,20 @@ class Assembler:
         build = self._unbuilt.pop(state, None)
         if build is not None:
             self.entries[state] = build()
+            self.budget.spend(1 + len(self.entries[state]))
         return self.entries[state]
 
     def build(self) -> None:
         """Build all states, those included that appear on the way."""
-        count = 0
         while self._unbuilt:
-            number, build = self._unbuilt.popitem()
-            self.entries[number] = build()
-            count += 1
-            if count % 64 == 0:
-                self.budget.check(len(self.entries))
+            self.entries_of(next(reversed(self._unbuilt)))
 
     # Entries
 
     def push(self, rule: Rule, continuation: Continuation, fewest: int = 0, most: int = UNBOUNDED) -> int:
         site = self._sites.get((id(rule), continuation))
         if site is None:
+            self.budget.spend(4)
             site = self._sites[id(rule), continuation] = Site(rule, continuation)
             rule.sites.append(site)
             site.learn()
@@ -153,9 +153,7 @@ class Assembler:
             GrammarError: it accepts nothing, or its tables are too large.
         """
         self.build()
-        self.budget.check(len(self.entries))
         columns, table = self._table()
-        self.budget.check(len(table))
         pushes, returns = self._calls()
         clause_rows: list[tuple[int, int, int, int]] = []
         spans: dict[tuple[tuple[int, int, int, int], ...], int] = {}
@@ -180,8 +178,8 @@ class Assembler:
             guards=np.array(list(self._guards), np.uint64).reshape(-1, 4),
         )
         sites = [(site.frame, len(site.returns)) for site, _, _ in self._pushes]
+        self.budget.spend((table != REFUSED).sum().item() // 4 + 2 * len(table) + table.size // CELLS)
         automaton = Endings(automaton, sites, [depth for _, _, depth in self._pops]).settle()
-        self.budget.check(len(table))
         if automaton.num_bytes > self.budget.limits.bytes:
             raise GrammarError(
                 f"The grammar's tables take {automaton.num_bytes} bytes, more than {self.budget.limits.bytes}."
@@ -191,14 +189,19 @@ class Assembler:
     def _table(self) -> tuple[NDArray[np.uint8], NDArray[np.int32]]:
         """The rows of all states, where bytes that no state tells apart share a column."""
         size = len(self.entries)
+        self.budget.spend(size * ROW)
         table = np.full((size, 256), REFUSED, np.int32)
         for first, rows in self.blocks:
             table[first : first + len(rows)] = rows
+        self.blocks.clear()
         states = np.repeat(np.arange(size), [len(entries) for entries in self.entries])
         places = [byte for entries in self.entries for byte in entries]
         table[states, places] = [value for entries in self.entries for value in entries.values()]
         factors = np.random.default_rng(0).integers(1, 2**63, size, np.uint64) * 2 + 1
-        names = (table.astype(np.uint64) * factors[:, None]).sum(axis=0, dtype=np.uint64)
+        names = np.zeros(256, np.uint64)
+        for first in range(0, size, PIECE):
+            piece = slice(first, first + PIECE)
+            names += (table[piece].astype(np.uint64) * factors[piece, None]).sum(axis=0, dtype=np.uint64)
         _, firsts, columns = np.unique(names, return_index=True, return_inverse=True)
         if len(firsts) == 256:
             return np.arange(256, dtype=np.uint8), table
@@ -210,6 +213,7 @@ class Assembler:
         pushes = []
         for site, fewest, most in self._pushes:
             key = tuple(site.returns)
+            self.budget.spend(2 + len(key) // 4)
             site.frame = frames.setdefault(key, len(returns))
             if site.frame == len(returns):
                 returns += key

@@ -7,12 +7,13 @@ the keys of an object are spelled out inside the rule. A regex or a choice pushe
 alone.
 
 Beside the stack, a few counters keep the tables small: a string counts its characters, an object's frame holds the set
-of the keys that it has seen, and whitespace is bounded by the length of its run.
+of the keys that it has seen, and whitespace and digits are bounded by the length of their run.
 
 Invariants: an automaton never changes; every state that can be reached can reach an end (the compilers prune); a
 configuration never needs a stack of more than ``MAX_DEPTH`` frames to come to its end.
 """
 
+import os
 from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import IntEnum
@@ -20,6 +21,8 @@ from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
+
+from shared.errors import ConfigError
 
 MAX_DEPTH = 64
 """Frames of the stack: how deep an output may nest."""
@@ -29,8 +32,16 @@ UNBOUNDED = 2**31 - 1
 """The most characters of a string without ``maxLength``."""
 SPACE_ENDED = MAX_BLANKS + 1
 """``Configuration.blanks`` behind a single space, which nothing blank may follow."""
+MAX_DIGITS = int(os.environ.get("INFER_MAX_DIGITS", "32"))
+"""Digits that may follow each other where a number could go on for ever, behind the first one or two of its whole part,
+and behind the first one of its fraction. At most 200, so that a float holds every number, whatever its exponent."""
+DIGITS_ENDED = SPACE_ENDED + MAX_DIGITS
+"""``Configuration.blanks`` behind so many digits: digits count from ``SPACE_ENDED`` on."""
 ACTION_BITS = 3
 REFUSED = -1
+
+if not 1 <= MAX_DIGITS <= 200:
+    raise ConfigError(f"INFER_MAX_DIGITS is {MAX_DIGITS}; it must be from 1 to 200.")
 
 
 class Action(IntEnum):
@@ -42,7 +53,8 @@ class Action(IntEnum):
     POP     closes a rule: the argument is a row of ``pops``
     KEY     ends a key of an object: the argument is a row of ``keys``; refused for a key that was seen
     GUARD   the argument is a row of ``guards``; refused where the object may have no further key
-    BLANK   whitespace between two parts of a document: the argument is the next state
+    BLANK   a byte of whitespace between two parts of a document, or of digits: the argument is the next state; refused
+            where the run is too long
     """
 
     GOTO = 0
@@ -210,8 +222,8 @@ class Configuration(NamedTuple):
     """Where a text has led: the state, its counters, and the stack.
 
     ``fewest`` and ``most`` are the characters that a string must and may still have, ``blanks`` the length of the run
-    of whitespace, ``seen`` the keys that the object has, as bits. A frame of the stack holds an index of ``returns``
-    and the ``seen`` of the object below.
+    of whitespace or digits, ``seen`` the keys that the object has, as bits. A frame of the stack holds an index of
+    ``returns`` and the ``seen`` of the object below.
     """
 
     state: int = 0
@@ -226,7 +238,13 @@ START = Configuration()
 
 
 def _blanks(run: int, byte: int) -> int | None:
-    """The length of a run of whitespace with one more byte: one space, or a line break and up to ``MAX_BLANKS``."""
-    if run == 0:
+    """The length of a run with one more byte.
+
+    A run is one space, or a line break and up to ``MAX_BLANKS`` blanks, or up to ``MAX_DIGITS`` digits.
+    """
+    if byte in b"0123456789":
+        run = max(run, SPACE_ENDED) + 1
+        return run if run <= DIGITS_ENDED else None
+    if run == 0 or run > SPACE_ENDED:  # behind digits too
         return {ord(" "): SPACE_ENDED, ord("\n"): 1}.get(byte)
     return run + 1 if run <= MAX_BLANKS and byte in b" \t" else None

@@ -8,7 +8,6 @@ object that is written otherwise (other blanks, more members) is free text, and 
 
 import dataclasses
 import json
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -19,7 +18,7 @@ from shared.grammar.answer_graph import AnswerGraph, CallMode, CallSpelling
 from shared.grammar.automaton import Automaton
 from shared.grammar.joining import joined
 from shared.grammar.json_schema import compile_schema
-from shared.grammar.limits import Budget, GrammarError
+from shared.grammar.limits import Budget, GrammarError, WorkError
 from shared.grammar.spelling import spellable
 
 
@@ -40,6 +39,7 @@ class CallDescription:
     spelling: CallSpelling
     functions: tuple[CalledFunction, ...]
     answer: tuple[str, str] | None = None  # kind and text of the grammar of what is no call; None: free text
+    is_closed: bool = False  # as ``compile_schema`` has it, of arguments
 
     @property
     def text(self) -> str:
@@ -53,7 +53,7 @@ class CallDescription:
         spelling["thought"] = spelling["thought"] and tuple(spelling["thought"])
         functions = tuple(CalledFunction(**each) for each in fields["functions"])
         answer = fields["answer"] and tuple(fields["answer"])
-        return cls(CallMode(fields["mode"]), CallSpelling(**spelling), functions, answer)
+        return cls(CallMode(fields["mode"]), CallSpelling(**spelling), functions, answer, fields["is_closed"])
 
 
 def compile_calls(
@@ -62,7 +62,8 @@ def compile_calls(
     """The automaton of the answers; ``answer`` is that of ``description.answer``. Raises GrammarError."""
 
     def compiled(schema: Any, budget: Budget) -> Automaton:
-        found = spellable(compile_schema(schema, budget), usable_bytes)
+        automaton = compile_schema(schema, budget, is_closed=description.is_closed)
+        found = spellable(automaton, usable_bytes, budget)
         budget.keep(found.num_states)
         return found
 
@@ -74,11 +75,18 @@ def compile_calls(
             try:
                 arguments[index] = compiled(_of_object(each.schema), budget)
             except GrammarError as error:
-                raise GrammarError(f"The arguments of {each.name}: {error}") from error
+                raise type(error)(f"The arguments of {each.name}: {error}") from error
     for index in free:
-        with suppress(GrammarError), budget.attempt() as part:
-            arguments[index] = compiled(_of_object(functions[index].schema), part)
+        try:
+            with budget.attempt() as part:
+                arguments[index] = compiled(_of_object(functions[index].schema), part)
+        except WorkError:
+            if not budget.limits.drops:
+                raise
+        except GrammarError:
+            pass  # arguments are some object
     names = [each.name for each in description.functions]
+    budget.spend(sum(32 * len(name) for name in names) + sum(each.num_bytes for each in arguments.values()) // 64)
     around = AnswerGraph(description.mode, description.spelling, names, has_format=answer is not None)
     ordered = [arguments[index] for index in range(len(functions))]
     return joined(around.graph, ordered, around.behind, answer, around.beginnings)

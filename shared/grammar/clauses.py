@@ -10,7 +10,7 @@ from itertools import combinations
 from math import comb
 
 from shared.grammar.automaton import UNBOUNDED
-from shared.grammar.limits import GrammarError
+from shared.grammar.limits import Budget, GrammarError
 from shared.grammar.members import NUM_SUMS, SUM_SHIFT, Members, with_sums
 from shared.grammar.shapes import NEVER, Object, Value
 
@@ -33,14 +33,16 @@ class Requirements:
 
     def __init__(self, members: Members, shapes: list[Object]) -> None:
         self.members, self.shapes = members, shapes
+        needs = [members.needed(shape) for shape in shapes]
+        if len(frozenset().union(*needs)) > REGISTER_BITS:
+            raise GrammarError(f"Objects that are alive at once need more than {REGISTER_BITS} named keys.")
         self.names = list(dict.fromkeys(key for shape in shapes for key in members.named(shape)))
         self.allowed = [members.allowed(shape, self.names) for shape in shapes]
         dfa, self.kinds = members.other_names(shapes)
-        needs = [members.needed(shape) for shape in shapes]
         self._is_counted = [shape.fewest > len(need) for shape, need in zip(shapes, needs, strict=True)]
         missing = max((s.fewest - len(n) for s, n in zip(shapes, needs, strict=True)), default=0)
         self.num_sums = NUM_SUMS if missing > 1 else 1
-        self.other_dfa = with_sums(dfa, self.num_sums)
+        self.other_dfa = with_sums(dfa, self.num_sums, members.document.budget)
         self._values: dict[tuple[int, int], Value | None] = {}
         classes = set(self.other_dfa.accepts.tolist()) - {0}
         self.others = [any(self.other_value(n, bits) is not None for bits in classes) for n in range(len(shapes))]
@@ -113,6 +115,7 @@ class Requirements:
                 mask |= bit
             yield 0, mask, shape.fewest
         for node in sorted(shape.outside):
+            self.members.document.budget.spend(2 * len(allowed))
             names = [k for k in allowed if self.members.is_outside(node, k, self.members.matches(shape, k))]
             mask = self._mask(names)
             for bits, bit in uses:
@@ -120,7 +123,7 @@ class Requirements:
             yield 0, mask, 1
 
 
-def any_of(choices: list[tuple[Clause, ...]]) -> tuple[Clause, ...]:
+def any_of(choices: list[tuple[Clause, ...]], budget: Budget) -> tuple[Clause, ...]:
     """The clauses of a group that ends if one of its alternatives can: their disjunction as a conjunction of clauses.
 
     Raises GrammarError if it is too large.
@@ -133,8 +136,9 @@ def any_of(choices: list[tuple[Clause, ...]]) -> tuple[Clause, ...]:
     found = {(0, 0)}  # (trigger, keys) of clauses that want one key
     for choice in distinct:
         singles = [single for clause in choice for single in _singles(clause)]
+        budget.spend(len(found) * len(singles))
         merged = {(trigger | t, keys | k) for trigger, keys in found for t, k in singles}
-        found = _without_implied({(t, k) for t, k in merged if not t & k})
+        found = _without_implied({(t, k) for t, k in merged if not t & k}, budget)
         if not found:
             return ()
     return tuple((trigger, keys, 1) for trigger, keys in sorted(found))
@@ -150,12 +154,13 @@ def _singles(clause: Clause) -> list[tuple[int, int]]:
     return [(trigger, sum(some)) for some in combinations(bits, size)]
 
 
-def _without_implied(found: set[tuple[int, int]]) -> set[tuple[int, int]]:
+def _without_implied(found: set[tuple[int, int]], budget: Budget) -> set[tuple[int, int]]:
     """Without clauses that a stronger one implies."""
     if len(found) > MAX_CLAUSES**2:
         raise GrammarError("The schema has too many objects alive at once that differ in their required keys.")
     kept: list[tuple[int, int]] = []
-    for trigger, keys in sorted(found, key=lambda one: one[0].bit_count() + one[1].bit_count()):
+    for trigger, keys in sorted(found, key=lambda one: (one[0].bit_count() + one[1].bit_count(), one)):
+        budget.spend(1 + len(kept) // 8)
         if not any(t & trigger == t and k & keys == k for t, k in kept):
             kept.append((trigger, keys))
         if len(kept) > MAX_CLAUSES:

@@ -20,7 +20,7 @@ def any_text() -> DFA:
     return compile_regex(r"[\s\S]*", Budget(), spelling=Spelling.JSON)
 
 
-def character_steps(dfa: DFA) -> dict[int, set[int]]:
+def character_steps(dfa: DFA, budget: Budget) -> dict[int, set[int]]:
     """Of each state that stands between two characters, those to which one character leads; state 0 is the first."""
     text = any_text()
     pairs = np.unique(np.stack([text.columns, dfa.columns]), axis=1).T.tolist()
@@ -35,6 +35,7 @@ def character_steps(dfa: DFA) -> dict[int, set[int]]:
         inside, seen = [(0, state)], set()
         while inside:
             place, here = inside.pop()
+            budget.spend(1 + len(pairs) // 8)
             for column, column_of_dfa in pairs:
                 there = following[place][column], other[here][column_of_dfa]
                 if DEAD in there or there in seen:
@@ -48,12 +49,13 @@ def character_steps(dfa: DFA) -> dict[int, set[int]]:
     return steps
 
 
-def is_free_to_count(dfa: DFA, fewest: int, most: int) -> bool:
+def is_free_to_count(dfa: DFA, fewest: int, most: int, budget: Budget) -> bool:
     """Whether strings of an automaton may be counted: from each state they can end at once, and go on if need be.
 
     The first characters, where no way leads back, may need some more to end, if these are within ``most``.
     """
-    steps = character_steps(dfa)
+    steps = character_steps(dfa, budget)
+    budget.spend(sum(1 + len(targets) for targets in steps.values()))
     if dfa.is_empty or (fewest and not all(steps.values())):
         return False
     missing = _missing(dfa, steps)

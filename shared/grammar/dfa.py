@@ -34,6 +34,10 @@ class DFA:
         return len(self.next)
 
     @property
+    def num_cells(self) -> int:
+        return self.next.size
+
+    @property
     def is_empty(self) -> bool:
         """Whether it accepts no text."""
         return not self.accepts.any()

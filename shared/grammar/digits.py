@@ -5,8 +5,9 @@ equal or greater so far, and then the digits of the fraction. Divisors keep a re
 
 A number is written with an exponent only where its size is then known: freely where its value does not matter, else as
 Python writes the shortest form of a float, below 1e-4 or from 1e16 on. A whole number has neither a fraction nor an
-exponent. Exponents stop at 307, and behind more than one digit at 99, so that no such number overflows the range of a
-float (``1E400`` is refused).
+exponent. Exponents stop at 307, and behind more than one digit at 99. The
+number of digits is bounded too: by ``MAX_DIGITS`` of the automaton, and for a multiple that has few remainders by
+``MULTIPLE_DIGITS``. So no number overflows the range of a float (``1E400`` is refused).
 
 Readers round a number to a float, so a fraction has no more digits than tell it from an excluded bound.
 
@@ -14,12 +15,11 @@ Invariant: every text that is accepted has an accepted value, and every state ca
 """
 
 import math
-from collections import OrderedDict
 from collections.abc import Iterator
 from fractions import Fraction
 from typing import NamedTuple
 
-from shared.grammar.limits import Budget
+from shared.grammar.limits import CELLS, Budget, Remembered
 from shared.grammar.machines import Machine, explore, spell_all
 from shared.grammar.shapes import Literal, Number
 
@@ -29,6 +29,9 @@ WHOLE_PART = Fraction(10**9)
 ALWAYS_KEPT = 6
 """Digits of a fraction that a float keeps behind a whole part below ``WHOLE_PART``."""
 MOST_DIGITS = 20
+MULTIPLE_DIGITS = 20
+MOST_REMAINDERS = 10
+"""Of a multiple whose digits are bounded: each remainder has states for each number of digits."""
 ALL = "0123456789"
 EXPONENTS = {
     "free": (("-", "minus"), ("+", "plus"), ("012", "two more"), ("3", "3"), ("456789", "one more")),
@@ -138,40 +141,36 @@ class State(NamedTuple):
     num_digits: int = 0  # behind the point, where they are limited
 
 
-_machines: OrderedDict[Number | Literal, Machine] = OrderedDict()
+_machines: Remembered[Machine] = Remembered(MOST_REMEMBERED)
 
 
 def machine(shape: Number | Literal, budget: Budget) -> Machine:
     """The automaton of a shape's texts; the last few hundred are remembered. Raises GrammarError as ``Budget`` does."""
-    found = _machines.get(shape)
-    if found is None:
-        found = _machines[shape] = _build(shape, budget)
-        while len(_machines) > MOST_REMEMBERED:
-            _machines.popitem(last=False)
-    return found
+    return _machines.get(shape, lambda: _build(shape, budget), budget)
 
 
 def _build(shape: Number | Literal, budget: Budget) -> Machine:
     if isinstance(shape, Literal):
-        return spell_all([shape.text])
+        return spell_all([shape.text], budget)
     if shape.values is not None:
-        return spell_all([text for value in sorted(shape.values) for text in _texts(value, shape.is_whole)])
-    reader = _Reader(shape)
-    return explore(State(), reader.steps, reader.is_end, budget)
+        budget.spend(8 * len(shape.values))
+        return spell_all([text for value in sorted(shape.values) for text in _texts(value, shape.is_whole)], budget)
+    reader = _Reader(shape, budget)
+    return explore(State(), reader.steps, reader.is_end, budget, reader.cost)
 
 
 def _texts(value: Fraction, is_whole: bool | None) -> Iterator[str]:
     """How Python and people write a number."""
+    try:
+        text = repr(float(value))
+    except OverflowError:  # readers have no such number
+        return
     if value.denominator == 1:
         yield str(value)
         if value == 0:
             yield "-0"
-        if is_whole:
+        if is_whole or value < HUGE:  # an integer, as its readers expect it
             return
-    try:
-        text = repr(float(value))
-    except OverflowError:
-        return
     if Fraction(text) == value:
         yield text
 
@@ -179,11 +178,18 @@ def _texts(value: Fraction, is_whole: bool | None) -> Iterator[str]:
 class _Reader:
     """The steps of the automaton of a shape."""
 
-    def __init__(self, shape: Number) -> None:
+    def __init__(self, shape: Number, budget: Budget) -> None:
+        listed = [value for bound in (shape.low, shape.high) if bound for value in bound[:1]]
+        budget.spend(sum(8 + value.denominator.bit_length() for value in (*listed, *shape.excluded)))
         if shape.is_whole is False:  # few enough digits for a float to keep the fraction
             shape = shape.at_most(WHOLE_PART, True).at_least(-WHOLE_PART, True)
+        if 1 < shape.multiple <= MOST_REMAINDERS:  # a run that may end anywhere could end where the remainder is not 0
+            most = Fraction(10**MULTIPLE_DIGITS)
+            shape = shape.at_most(most, True).at_least(-most, True)
         self.shape = shape
         self.bounds = {sign: self._bounds(sign) for sign in ("", "-")}
+        num_bounds = max(len(bounds or ()) for bounds in self.bounds.values())
+        self.cost = 3 + num_bounds // 2 + shape.multiple.bit_length() // CELLS
         limits = [bound.num_digits() for bounds in self.bounds.values() for bound in bounds or ()]
         self.most_digits = min(
             [ALWAYS_KEPT] * (shape.is_whole is False) + [n for n in limits if n is not None], default=None

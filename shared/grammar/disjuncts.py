@@ -45,11 +45,13 @@ class Disjuncts:
             if found is None:
                 raise Unresolved
             return found
+        self.document.budget.spend(10)
         self._shapes[value] = None
         shapes: dict[Shape, None] = {}
         try:
             branches = self._branches([((literal,),) for literal in sorted(value)], Facts(), frozenset())
             for count, facts in enumerate(branches):
+                self.document.budget.spend(4 + 2 * facts.size)
                 shapes.update(dict.fromkeys(facts.shapes()))
                 if count == MAX_BRANCHES:
                     path = self.document.paths[min(value) // 2]
@@ -62,7 +64,7 @@ class Disjuncts:
 
     def _branches(self, pending: list[Clause], facts: Facts, seen: frozenset[int]) -> Iterator[Facts]:
         """The facts of all branches in which every clause that is pending has an alternative that holds."""
-        self.document.budget.check(0)
+        self.document.budget.spend(2 + len(pending) + len(seen) // 8)
         choices: list[Clause] = []
         pending = pending[::-1]
         while pending:
@@ -70,14 +72,17 @@ class Disjuncts:
             if len(clause) != 1:
                 choices.append(clause)
                 continue
+            self.document.budget.spend(2)
             for item in clause[0]:
                 if isinstance(item, int):
                     if item ^ 1 in seen:
                         return
                     if item not in seen:
+                        self.document.budget.spend(2 + len(seen) // 8)
                         seen |= {item}
                         pending += reversed(self.clauses(item))
                 else:
+                    self.document.budget.spend(facts.size)
                     facts = item(facts)
                     if not facts.types:
                         return
@@ -93,6 +98,7 @@ class Disjuncts:
         if literal not in self._clauses:
             self._check_references(literal // 2)
             keywords = Keywords(self.document, literal // 2, self._is_disjoint)
+            self.document.budget.spend(8)
             self._clauses[literal] = denied(keywords) if literal % 2 else stated(keywords)
         return self._clauses[literal]
 
@@ -102,6 +108,7 @@ class Disjuncts:
             raise self.document.error(self.document.paths[node], "the schema refers to itself")
         if node not in self._checked:
             for other in Keywords(self.document, node, self._is_disjoint).parts():
+                self.document.budget.spend(2 + len(chain) // 8)
                 self._check_references(other // 2, (*chain, node))
             self._checked.add(node)
 

@@ -31,6 +31,7 @@ class GrammarKind(StrEnum):
     """The ways to describe a grammar."""
 
     JSON_SCHEMA = "json_schema"
+    CLOSED_JSON_SCHEMA = "closed_json_schema"
     JSON_OBJECT = "json_object"
     REGEX = "regex"
     CHOICE = "choice"
@@ -60,8 +61,12 @@ class Grammar(StructuredOutput):
             raise GrammarError(f"The grammar holds {half}, half of a surrogate pair; write whole characters.") from None
 
     @classmethod
-    def json_schema(cls, schema: object) -> Self:
-        """A text that is valid JSON for a schema: an object, true, or such as JSON text."""
+    def json_schema(cls, schema: object, *, is_closed: bool = False) -> Self:
+        """A text that is valid JSON for a schema: an object, true, or such as JSON text.
+
+        Args:
+            is_closed: objects whose schema names properties, and does not speak of others, have no others.
+        """
         if isinstance(schema, str):
             try:
                 schema = json.loads(schema)
@@ -73,7 +78,7 @@ class Grammar(StructuredOutput):
             text = json.dumps(schema, ensure_ascii=False)
         except (TypeError, ValueError, RecursionError) as error:
             raise GrammarError(f"The schema holds what JSON does not have: {error}.") from error
-        return cls(GrammarKind.JSON_SCHEMA, text)
+        return cls(GrammarKind.CLOSED_JSON_SCHEMA if is_closed else GrammarKind.JSON_SCHEMA, text)
 
     @classmethod
     def json_object(cls) -> Self:
@@ -127,10 +132,11 @@ def compile_grammar(grammar: Grammar, usable_bytes: NDArray[np.bool_], limits: L
 
 def _compile(kind: GrammarKind, text: str, usable_bytes: NDArray[np.bool_], budget: Budget) -> Automaton:
     match kind:
-        case GrammarKind.JSON_SCHEMA:
-            return spellable(compile_schema(json.loads(text), budget), usable_bytes)
+        case GrammarKind.JSON_SCHEMA | GrammarKind.CLOSED_JSON_SCHEMA:
+            is_closed = kind is GrammarKind.CLOSED_JSON_SCHEMA
+            return spellable(compile_schema(json.loads(text), budget, is_closed=is_closed), usable_bytes, budget)
         case GrammarKind.JSON_OBJECT:
-            return spellable(compile_json(budget), usable_bytes)
+            return spellable(compile_json(budget), usable_bytes, budget)
         case GrammarKind.REGEX:
             return _of_dfa(compile_regex(text, budget), usable_bytes)
         case GrammarKind.CHOICE:

@@ -16,14 +16,17 @@ from shared.grammar.shapes import Value
 from shared.grammar.values import Values
 
 
-def compile_schema(schema: object, budget: Budget) -> Automaton:
+def compile_schema(schema: object, budget: Budget, *, is_closed: bool = False) -> Automaton:
     """The automaton of the documents that are valid under a JSON Schema (drafts 4 to 2020-12).
+
+    Args:
+        is_closed: objects whose schema names properties, and does not speak of others, have no others.
 
     Raises:
         GrammarError: the schema is invalid, too large, accepts nothing, or uses what is not supported; the message
             names the keyword and where it stands.
     """
-    document = SchemaDocument(schema, budget)
+    document = SchemaDocument(schema, budget, is_closed=is_closed)
     try:
         return _compile(document, frozenset({document.literal(schema, "#")}), budget)
     except RecursionError:

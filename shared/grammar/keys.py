@@ -14,6 +14,7 @@ from shared.grammar.assembler import Assembler, Entries
 from shared.grammar.automaton import ACTION_BITS, REFUSED, Action, entry
 from shared.grammar.clauses import Requirements
 from shared.grammar.dfa import DEAD
+from shared.grammar.limits import CELLS, ROW, Budget
 from shared.grammar.shapes import Value
 from shared.grammar.texts import spell
 
@@ -29,10 +30,11 @@ Follower = tuple[int, int, Value]
 class Trie:
     """The names of a rule as they are spelled: children of each node by byte, and the name that ends there."""
 
-    def __init__(self, names: list[str]) -> None:
+    def __init__(self, names: list[str], budget: Budget) -> None:
         self.children: list[dict[int, int]] = [{}]
         self.ends: list[str | None] = [None]
         for name in names:
+            budget.spend(4 + 2 * len(name))
             node = 0
             for byte in spell(name) or b"":
                 if byte not in self.children[node]:
@@ -95,8 +97,10 @@ class KeyStates:
         """int32 ``[S, 256]``: the automaton of keys without a name, without states from which none is allowed."""
         dfa = self.requirements.other_dfa
         is_live = np.isin(dfa.accepts, list(self.others))
+        self.assembler.budget.spend(len(dfa) * ROW)
         targets = dfa.next[:, dfa.columns]
         while True:
+            self.assembler.budget.spend(8 + dfa.num_cells // CELLS)
             found = is_live | (is_live[dfa.next] & (dfa.next != DEAD)).any(axis=1)
             if (found == is_live).all():
                 break
@@ -107,6 +111,7 @@ class KeyStates:
         """Whether a key without a name can be spelled from a node of the trie and a state on."""
         if self._next is None or state == DEAD:
             return False
+        self.assembler.budget.spend(4 + len(self.trie.children[node]))
         children = self.trie.children[node]
         accepts = int(self.requirements.other_dfa.accepts[state])
         if self.trie.ends[node] is None and accepts in self.others:
@@ -118,6 +123,7 @@ class KeyStates:
 
     def _below(self, node: int) -> tuple[int, bool]:
         """The bits of the names at a node and below, and whether there are such without a bit."""
+        self.assembler.budget.spend(1)
         if node not in self._masks:
             mask, is_free = 0, False
             name = self.trie.ends[node]
@@ -179,6 +185,7 @@ class KeyStates:
         if self._first_other is None:
             targets = self._next
             assert targets is not None
+            self.assembler.budget.spend(len(targets) * ROW)
             accepts = self.requirements.other_dfa.accepts.tolist()
             self._first_other = len(self.assembler.entries)
             for state, bits in enumerate(accepts):

@@ -9,8 +9,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shared.grammar.dfa import DEAD, DFA, merge_columns
-from shared.grammar.limits import Budget
+from shared.grammar.limits import CELLS, Budget
 from shared.grammar.minimization import minimize
+
+PIECE = 1024
+"""States of a product that numpy handles at a time."""
 
 
 def combine(dfas: Sequence[DFA], budget: Budget, keep: Callable[[int], int] = lambda bits: bits) -> DFA:
@@ -31,23 +34,27 @@ def combine(dfas: Sequence[DFA], budget: Budget, keep: Callable[[int], int] = la
     sized = list(zip(tables, sizes.tolist(), strict=True))
     weights = np.append(1, sizes[:-1].cumprod())  # a combination of states as one number; DEAD is the last of each
     numbers: dict[int, int] = {0: 0}
-    combined = np.zeros((1, len(dfas)), np.int64)
+    waiting = [np.zeros((1, len(dfas)), np.int64)]
     blocks: list[NDArray[np.int32]] = []
     accepts: list[int] = []
-    while len(combined):
+    while waiting:
+        combined = waiting.pop(0)
+        budget.spend(80 + 4 * len(dfas) + len(combined) * (1 + len(dfas) * len(firsts) // CELLS))
         bits = np.stack([end[combined[:, i]].astype(np.int64) << i for i, end in enumerate(ends)]).sum(axis=0)
         accepts += [keep(each) for each in bits.tolist()]
         targets = np.stack([table[combined[:, i]] % size for i, (table, size) in enumerate(sized)])
         keys = np.tensordot(weights, targets, 1)  # [states, columns]
         dead = int((weights * (sizes - 1)).sum())
         new, places = np.unique(keys, return_index=True)
+        budget.spend(len(new))
         fresh = [i for i, key in enumerate(new.tolist()) if key != dead and key not in numbers]
         for i in fresh:
             numbers[int(new[i])] = len(numbers)
         budget.check(len(numbers))
         found = np.array([DEAD if key == dead else numbers[key] for key in new.tolist()], np.int32)
         blocks.append(found[np.searchsorted(new, keys)])
-        combined = targets.reshape(len(dfas), -1)[:, places[fresh]].T
+        following = targets.reshape(len(dfas), -1)[:, places[fresh]].T
+        waiting += [following[first : first + PIECE] for first in range(0, len(following), PIECE)]
     return minimize(DFA(columns, np.concatenate(blocks).astype(np.int32), np.array(accepts, np.int64)), budget)
 
 
@@ -75,6 +82,7 @@ def words(texts: Iterable[bytes], budget: Budget, bits: Iterable[int] | None = N
 
     Raises GrammarError as :class:`Budget` does.
     """
+    budget.spend(50)
     chosen = dict(zip(texts, bits, strict=True)) if bits is not None else dict.fromkeys(texts, 1)
     known: dict[tuple, int] = {}
     rows: list[dict[int, int]] = [{}]
@@ -88,6 +96,7 @@ def words(texts: Iterable[bytes], budget: Budget, bits: Iterable[int] | None = N
 
     previous = b""
     for text in sorted(chosen):
+        budget.spend(3 + 3 * len(text))  # a row for each byte
         common = 0
         while common < min(len(text), len(previous)) and text[common] == previous[common]:
             common += 1

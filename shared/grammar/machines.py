@@ -28,9 +28,17 @@ class Machine:
 
 
 def explore(
-    first: Hashable, steps: Callable[..., Iterator[tuple[str, Hashable]]], is_end: Callable[..., bool], budget: Budget
+    first: Hashable,
+    steps: Callable[..., Iterator[tuple[str, Hashable]]],
+    is_end: Callable[..., bool],
+    budget: Budget,
+    cost: int = 3,
 ) -> Machine:
-    """The automaton of a state and what follows from it, without states that cannot reach an end."""
+    """The automaton of a state and what follows from it, without states that cannot reach an end.
+
+    Args:
+        cost: units of work of a step.
+    """
     numbers = {first: 0}
     states = [first]
     rows: list[dict[int, int]] = []
@@ -41,6 +49,7 @@ def explore(
                 numbers[following] = len(states)
                 states.append(following)
             row[ord(text)] = numbers[following]
+        budget.spend(cost * (1 + len(row)))
         rows.append(row)
         budget.check(len(states))
     return _trim(rows, [is_end(state) for state in states])
@@ -63,8 +72,9 @@ def _trim(rows: list[dict[int, int]], ends: list[bool]) -> Machine:
     return Machine(kept, [ends[state] for state in numbers])
 
 
-def spell_all(texts: list[str]) -> Machine:
+def spell_all(texts: list[str], budget: Budget) -> Machine:
     """The automaton of some texts, as a trie."""
+    budget.spend(sum(2 + 2 * len(text) for text in texts))
     rows: list[dict[int, int]] = [{}]
     ends = [False]
     for text in texts:

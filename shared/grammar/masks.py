@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 
 from shared.grammar.automaton import (
     ACTION_BITS,
+    DIGITS_ENDED,
     MAX_BLANKS,
     MAX_DEPTH,
     REFUSED,
@@ -199,10 +200,14 @@ class _Walk:
             case Action.GOTO:
                 walks["state"] = argument
             case Action.BLANK:
-                run = walks["blanks"]
+                is_digit = (byte >= ord("0")) & (byte <= ord("9"))
+                digits = np.maximum(walks["blanks"], SPACE_ENDED) + 1
+                run = np.where(walks["blanks"] > SPACE_ENDED, 0, walks["blanks"])
                 opened = np.where(byte == SPACE, SPACE_ENDED, 1)
-                is_kept = np.where(run == 0, byte != TAB, (run <= MAX_BLANKS) & (byte != LINE_BREAK))
-                walks["state"], blanks = argument, np.where(run == 0, opened, run + 1)
+                is_blank = np.where(run == 0, byte != TAB, (run <= MAX_BLANKS) & (byte != LINE_BREAK))
+                is_kept = np.where(is_digit, digits <= DIGITS_ENDED, is_blank)
+                blanks = np.where(is_digit, digits, np.where(run == 0, opened, run + 1))
+                walks["state"] = argument
             case Action.COUNT:
                 is_kept = walks["most"] > 0
                 walks["state"] = argument

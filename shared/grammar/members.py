@@ -4,7 +4,7 @@ A part that nothing satisfies is left out: a property becomes a key that is forb
 The same search tells how many frames of the stack a value needs at least.
 """
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import replace
 
 import numpy as np
@@ -14,7 +14,7 @@ from shared.grammar.dfa import DEAD, DFA, trim
 from shared.grammar.digits import machine
 from shared.grammar.disjuncts import Disjuncts, Unresolved
 from shared.grammar.languages import combine, words
-from shared.grammar.limits import GrammarError
+from shared.grammar.limits import ROW, Budget, GrammarError
 from shared.grammar.schema_document import SchemaDocument, escape
 from shared.grammar.shapes import ANYTHING, NEVER, Array, Object, Shape, String, Value
 from shared.grammar.texts import Texts, spell
@@ -22,6 +22,9 @@ from shared.grammar.texts import Texts, spell
 SUM_SHIFT = 48
 NUM_SUMS = 31
 """A prime, for the sums of the bytes of keys that are told apart."""
+
+OF_OTHERS = ("additionalProperties", "patternProperties")
+"""Keywords that speak of properties that have no name."""
 
 
 class Members:
@@ -35,14 +38,22 @@ class Members:
         self._is_provisional = False
         self._num_guesses = 0
         self._name_dfas: dict[tuple[object, ...], DFA] = {}
-        self._groups: dict[Value, frozenset[Shape]] = {}
+        self._groups: dict[Value, tuple[Shape, ...]] = {}
+        self._numbers: dict[Shape, int] = {}
+        self._patterns_of: dict[Object, list[str]] = {}
+        self._only: dict[Object, frozenset[str | None] | None] = {}
 
-    def shapes(self, value: Value) -> frozenset[Shape]:
-        """The shapes of a value that something satisfies."""
+    def number(self, shape: Shape) -> int:
+        """Of a shape, as they were met: an order that does not depend on hashes."""
+        return self._numbers.setdefault(shape, len(self._numbers))
+
+    def shapes(self, value: Value) -> tuple[Shape, ...]:
+        """The shapes of a value that something satisfies, by their numbers."""
         if value in self._groups:
             return self._groups[value]
         num_guesses = self._num_guesses
-        found = frozenset(shape for shape in self.disjuncts.shapes(value) if self._shape_depth(shape) < NEVER)
+        possible = [shape for shape in self.disjuncts.shapes(value) if self._shape_depth(shape) < NEVER]
+        found = tuple(sorted(possible, key=self.number))
         if num_guesses == self._num_guesses:
             self._groups[value] = found
         return found
@@ -52,6 +63,7 @@ class Members:
 
         A value inside itself counts as ``NEVER``; what was found on that ground is kept only for the outermost value.
         """
+        self.document.budget.spend(1)
         if value in self._depths:
             return self._depths[value]
         if value in self._active:
@@ -74,6 +86,7 @@ class Members:
         return depth
 
     def _shape_depth(self, shape: Shape) -> int:
+        self.document.budget.spend(2)
         if isinstance(shape, String):
             return NEVER if self.texts.is_empty(shape) else 1
         if isinstance(shape, Array):
@@ -83,6 +96,7 @@ class Members:
         return NEVER if machine(shape, self.document.budget).is_empty else 0
 
     def _items_depth(self, shape: Array) -> int:
+        self.document.budget.spend(len(shape.first))
         depths = [self.depth(shape.item(number)) for number in range(min(shape.fewest, len(shape.first) + 1))]
         some = [self.depth(shape.rest | value) for value in shape.some]
         if NEVER in some and not shape.first:
@@ -94,6 +108,7 @@ class Members:
 
     def most_items(self, shape: Array) -> int:
         """The most items of an array: it ends before an item that nothing satisfies."""
+        self.document.budget.spend(1 + len(shape.first))
         for number in range(len(shape.first) + 1):
             if number >= shape.most or self.depth(shape.item(number)) == NEVER:
                 return min(number, shape.most)
@@ -102,7 +117,11 @@ class Members:
     # Objects
 
     def patterns(self, shape: Object) -> list[str]:
-        return [pattern for node in sorted(shape.nodes | shape.outside) for pattern in self._patterns(node)]
+        if shape not in self._patterns_of:
+            nodes = sorted(shape.nodes | shape.outside)
+            self._patterns_of[shape] = [pattern for node in nodes for pattern in self._patterns(node)]
+            self.document.budget.spend(2 * (len(nodes) + len(self._patterns_of[shape])))
+        return self._patterns_of[shape]
 
     def _patterns(self, node: int) -> Iterable[str]:
         found = self.document.schemas[node].get("patternProperties", ())
@@ -113,15 +132,14 @@ class Members:
 
     def named(self, shape: Object) -> list[str]:
         """The keys of which an object says something, in the order of the schema."""
-        found = dict.fromkeys(
-            key for node in sorted(shape.nodes) for key in self.document.schemas[node].get("properties", ())
-        )
+        nodes = sorted(shape.nodes), sorted(shape.outside)
+        members = [[self.document.schemas[node].get("properties", ()) for node in some] for some in nodes]
+        self.document.budget.spend(sum(1 + len(keys) for some in members for keys in some))
+        self.document.budget.spend(sum(map(len, (shape.members, shape.required, shape.forbidden))))
+        self.document.budget.spend(sum(2 + len(keys) for _, keys in shape.dependents))
+        found = dict.fromkeys(key for keys in members[0] for key in keys)
         found.update(dict.fromkeys(sorted(key for key, _ in shape.members)))
-        found.update(
-            dict.fromkeys(
-                key for node in sorted(shape.outside) for key in self.document.schemas[node].get("properties", ())
-            )
-        )
+        found.update(dict.fromkeys(key for keys in members[1] for key in keys))
         found.update(dict.fromkeys(sorted(shape.required | shape.forbidden)))
         for key, needed in sorted((key, sorted(keys)) for key, keys in shape.dependents):
             found.update(dict.fromkeys([key, *needed]))
@@ -129,18 +147,25 @@ class Members:
 
     def matches(self, shape: Object, key: str) -> frozenset[str]:
         """The patterns that a key matches."""
+        patterns = self.patterns(shape)
+        if not patterns:
+            return frozenset()
         text = spell(key) or b""
-        return frozenset(pattern for pattern in self.patterns(shape) if self.texts.pattern(pattern).run(text))
+        self.document.budget.spend(2 + len(patterns) * (1 + len(text) // 4))
+        return frozenset(pattern for pattern in patterns if self.texts.pattern(pattern).run(text))
 
     def member(self, shape: Object, key: str | None, matched: frozenset[str]) -> Value:
         """The value of a key. None: of a key that has no name in the schema; it matches these patterns."""
+        if self.document.is_closed and key not in self._closed_names(shape, key):
+            return self.document.nothing
+        self.document.budget.spend(2 + len(shape.members) // 8 + 2 * len(shape.nodes))
         literals = {literal for name, literal in shape.members if name == key}
         for node in shape.nodes:
             schema, path = self.document.schemas[node], self.document.paths[node]
             found = []
             if key is not None and key in schema.get("properties", ()):
                 found.append((schema["properties"][key], f"{path}/properties/{escape(key)}"))
-            for pattern, inner in schema.get("patternProperties", {}).items():
+            for pattern, inner in schema.get("patternProperties", {}).items() if matched else ():
                 if pattern in matched:
                     found.append((inner, f"{path}/patternProperties/{escape(pattern)}"))
             if not found and "additionalProperties" in schema:
@@ -149,6 +174,19 @@ class Members:
                 self.document.literal(inner, place) for inner, place in found if inner is not True and inner != {}
             }
         return frozenset(literals)
+
+    def _closed_names(self, shape: Object, key: str | None) -> Collection[str | None]:
+        """The keys of a closed object; of another one the key that is asked for.
+
+        All schemas that judge the object are looked at together, so those of ``allOf`` add up.
+        """
+        if shape not in self._only:
+            schemas = [self.document.schemas[node] for node in shape.nodes]
+            speaks = shape.outside or any(keyword in schema for schema in schemas for keyword in OF_OTHERS)
+            is_closed = not speaks and any("properties" in schema for schema in schemas)
+            self._only[shape] = frozenset(self.named(shape)) if is_closed else None
+        names = self._only[shape]
+        return (key,) if names is None else names
 
     def is_outside(self, node: int, key: str | None, matched: frozenset[str]) -> bool:
         """Whether a node describes neither a key nor a pattern that it matches."""
@@ -160,17 +198,21 @@ class Members:
         text = spell(key)
         if text is None or not shape.names:
             return text is not None
-        return any(isinstance(one, String) and self.texts.dfa(one).run(text) > 0 for one in self.shapes(shape.names))
+        shapes = self.shapes(shape.names)
+        self.document.budget.spend(2 + len(shapes) * (1 + len(text) // 4))
+        return any(isinstance(one, String) and self.texts.dfa(one).run(text) > 0 for one in shapes)
 
     def allowed(self, shape: Object, more: Iterable[str] = ()) -> dict[str, Value]:
         """The keys, of those that are named here and of ``more``, that an object may have, and their values."""
         found = {}
         for key in dict.fromkeys([*self.named(shape), *more]):
+            self.document.budget.spend(4 + len(key) // 8)
             value = self.member(shape, key, self.matches(shape, key))
             if key not in shape.forbidden and self.is_name(shape, key) and self.depth(value) < NEVER:
                 found[key] = value
         is_changed = True
         while is_changed:  # a key without those that must come with it may not come
+            self.document.budget.spend(sum(1 + len(keys) // 4 for _, keys in shape.dependents))
             dropped = [key for key, keys in shape.dependents if key in found and not keys <= found.keys()]
             for key in dropped:
                 found.pop(key, None)
@@ -179,12 +221,17 @@ class Members:
 
     def needed(self, shape: Object) -> frozenset[str]:
         """The keys that are required, and those that must come with them."""
+        self.document.budget.spend(len(shape.required) + sum(2 + len(keys) for _, keys in shape.dependents))
+        others: dict[str, list[str]] = {}
+        for key, keys in shape.dependents:
+            others.setdefault(key, []).extend(keys)
         found = set(shape.required)
-        size = -1
-        while size != len(found):
-            size = len(found)
-            for key, keys in shape.dependents:
-                found |= keys if key in found else set()
+        waiting = list(found)
+        while waiting:
+            for key in others.pop(waiting.pop(), ()):
+                if key not in found:
+                    found.add(key)
+                    waiting.append(key)
         return frozenset(found)
 
     def other_keys(self, shape: Object) -> list[tuple[frozenset[str], Value]]:
@@ -196,7 +243,7 @@ class Members:
             kept = combine([*parts, named], self.document.budget)
             dfa = replace(kept, accepts=np.where(kept.accepts >> len(bits) & 1, 0, kept.accepts))
         found = []
-        for accepted in set(with_sums(dfa, NUM_SUMS).accepts.tolist()) - {0}:
+        for accepted in set(with_sums(dfa, NUM_SUMS, self.document.budget).accepts.tolist()) - {0}:
             matched = frozenset(name for name, bit in bits.items() if isinstance(name, str) and accepted & bit)
             value = self.member(shape, None, matched)
             if accepted & bits[shape.names] and self.depth(value) < NEVER:
@@ -222,7 +269,7 @@ class Members:
         """The texts of the keys that ``propertyNames`` allows."""
         if not names:
             return any_text()
-        shapes = frozenset(one for one in self.shapes(names) if isinstance(one, String))
+        shapes = tuple(one for one in self.shapes(names) if isinstance(one, String))
         return self.texts.group(shapes) if shapes else words([], self.document.budget)
 
     def closing_depth(self, shape: Object) -> int:
@@ -230,7 +277,7 @@ class Members:
         needed, allowed = self.needed(shape), self.allowed(shape)
         if len(needed) > shape.most or not needed <= allowed.keys():
             return NEVER
-        depths = [self.depth(allowed[key]) for key in needed]
+        depths = [self.depth(allowed[key]) for key in sorted(needed)]
         others: list[tuple[frozenset[str], Value]] = []
         if shape.fewest > len(needed) or shape.outside:
             others = self.other_keys(shape)
@@ -243,6 +290,7 @@ class Members:
             return NEVER
         depths += sorted(spare)[:missing]
         for node in shape.outside:
+            self.document.budget.spend(2 * len(allowed))
             keys = [self.depth(allowed[key]) for key in allowed if self.is_outside(node, key, self.matches(shape, key))]
             keys += [self.depth(value) for matched, value in others if self.is_outside(node, None, matched)]
             depths.append(min(keys, default=NEVER))
@@ -252,13 +300,14 @@ class Members:
         """The frames that it may take to end an object, whatever keys it has: some come with others."""
         allowed = self.allowed(shape)
         others = {other for key, keys in shape.dependents if key in allowed for other in keys}
-        return max([self.closing_depth(shape), *(self.depth(allowed[key]) for key in others)])
+        return max([self.closing_depth(shape), *(self.depth(allowed[key]) for key in sorted(others))])
 
 
-def with_sums(dfa: DFA, count: int) -> DFA:
+def with_sums(dfa: DFA, count: int, budget: Budget) -> DFA:
     """The automaton with the sum of the bytes read, modulo ``count``, in the bits of its ends."""
     if count == 1:
         return dfa
+    budget.spend(len(dfa) * count * 2 * ROW)
     size = len(dfa)
     targets = dfa.next[:, dfa.columns]  # [S, 256]
     sums = (np.arange(count)[:, None] + np.arange(256)) % count  # [count, 256]

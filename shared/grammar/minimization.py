@@ -6,7 +6,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shared.grammar.dfa import DEAD, DFA, merge_columns, trim
-from shared.grammar.limits import Budget
+from shared.grammar.limits import CELLS, Budget
 
 
 def minimize(dfa: DFA, budget: Budget) -> DFA:
@@ -18,21 +18,21 @@ def minimize(dfa: DFA, budget: Budget) -> DFA:
 
     Raises GrammarError as :class:`Budget` does.
     """
+    budget.spend(200 + dfa.num_cells // 16 + len(dfa))
     dfa = trim(dfa)
     if dfa.is_empty:
         return DFA(np.zeros(256, np.uint8), np.full((1, 1), DEAD, np.int32), np.zeros(1, np.int64))
     size = len(dfa)
     before, _ = np.nonzero(dfa.next != DEAD)
     before, after = np.divmod(np.unique(before * size + dfa.next[dfa.next != DEAD]), size)
+    budget.spend(2 * len(before) + 4 * size + dfa.num_cells // CELLS)
     last = _ordered(after, before, size)
     first = _ordered(before, after, size)[::-1]  # so that successors come first here too
     classes = np.full(size + 1, DEAD, np.int64)  # the last place is that of DEAD
     known: dict[bytes, int] = {}
 
     def classify(states: Iterable[int]) -> None:
-        for number, state in enumerate(states):
-            if number % 256 == 0:
-                budget.check(len(known))
+        for state in states:
             key = classes[dfa.next[state]].tobytes() + dfa.accepts[state].tobytes()
             classes[state] = known.setdefault(key, len(known))
 
@@ -99,6 +99,7 @@ def _split(
     count = int(groups.max()) + 1
     while True:
         budget.check(known + count)
+        budget.spend(50 + len(middle) // 8 + len(middle) * dfa.next.shape[1] // CELLS)
         classes[middle] = known + groups
         names = chance.integers(0, 2**63, known + count + 1, np.uint64)  # the last is that of DEAD
         by_state = names[classes]

@@ -18,6 +18,8 @@ from shared.grammar.minimization import minimize
 class NFA:
     """An automaton under construction: edges by ranges of bytes, and edges that read nothing.
 
+    ``budget`` pays for closures.
+
     ``begins`` are edges that may be taken at the beginning of a text alone, ``ends`` at its end alone. ``absorbing`` is
     a state from which every text is accepted, if there is one. ``ranks`` gives states a group and a number: of two in a
     group, what the lower one accepts the higher one accepts too, so in a set with both the lower one is left out. A
@@ -31,6 +33,7 @@ class NFA:
     accepts: dict[int, int] = field(default_factory=dict)
     absorbing: int | None = None
     ranks: dict[int, tuple[int, int]] = field(default_factory=dict)
+    budget: Budget = field(default_factory=Budget)
 
     def state(self) -> int:
         """A new state."""
@@ -42,6 +45,7 @@ class NFA:
         """The states that are reached from these without reading a byte."""
         found = set(states)
         waiting = list(found)
+        work = len(found)
         while waiting:
             state = waiting.pop()
             more = self.free[state]
@@ -49,10 +53,12 @@ class NFA:
                 more = more + self.begins[state]
             if is_end and state in self.ends:
                 more = more + self.ends[state]
+            work += len(more)
             for other in more:
                 if other not in found:
                     found.add(other)
                     waiting.append(other)
+        self.budget.spend(work + len(found))
         if self.absorbing in found:
             return frozenset([self.absorbing])
         if self.ranks:
@@ -72,9 +78,12 @@ def determinize(nfa: NFA, budget: Budget) -> DFA:
 
     Raises GrammarError as :class:`Budget` does.
     """
+    budget.spend(len(nfa.edges) + sum(map(len, nfa.edges)))
     columns, firsts = _byte_classes(nfa)
     num_columns = len(firsts)
-    spans = [[(columns[low], columns[high], target) for low, high, target in edges] for edges in nfa.edges]
+    column_of = columns.tolist()
+    spans = [[(column_of[low], column_of[high], target) for low, high, target in edges] for edges in nfa.edges]
+    widths = [1 + sum(high - low + 1 for low, high, _ in edges) // 8 for edges in spans]
     closures: dict[frozenset[int], frozenset[int]] = {}
     start = nfa.closure([0], is_begin=True)
     numbers: dict[tuple[frozenset[int], bool], int] = {(start, True): 0}
@@ -83,6 +92,7 @@ def determinize(nfa: NFA, budget: Budget) -> DFA:
     accepts: list[int] = []
     for number, states in enumerate(sets):  # which grows
         budget.check(len(sets))
+        budget.spend(num_columns // 2 + sum(widths[state] for state in states))
         bits = 0
         for state in nfa.closure(states, is_begin=number == 0, is_end=True) if nfa.ends else states:
             bits |= nfa.accepts.get(state, 0)

@@ -13,7 +13,7 @@ from shared.grammar.automaton import UNBOUNDED, Action, entry
 from shared.grammar.clauses import Clause, Requirements, any_of
 from shared.grammar.keys import Alive, Follower, KeyStates, Trie
 from shared.grammar.rules import ValueSource
-from shared.grammar.shapes import Object
+from shared.grammar.shapes import Object, Value
 
 BLANKS = b" \n\t"
 UNLIMITED = -1
@@ -22,7 +22,7 @@ UNLIMITED = -1
 class ObjectRule(Rule):
     """The rule of some groups of objects."""
 
-    def __init__(self, values: ValueSource, groups: tuple[frozenset[Object], ...]) -> None:
+    def __init__(self, values: ValueSource, groups: tuple[tuple[Object, ...], ...]) -> None:
         super().__init__(values.assembler)
         self.values, self.members = values, values.members
         self.alternatives = [(number, shape) for number, group in enumerate(groups) for shape in group]
@@ -30,7 +30,7 @@ class ObjectRule(Rule):
         self.requirements = Requirements(self.members, shapes)
         self.allowed = self.requirements.allowed
         self.needed = [self.members.needed(shape) for shape in shapes]
-        self.trie = Trie(self.requirements.names)
+        self.trie = Trie(self.requirements.names, self.assembler.budget)
         self.closing = [self.members.ending_depth(shape) for shape in shapes]
         self._keys: dict[Alive, KeyStates] = {}
         self.first = self._state("open", tuple((number, self._limit(number)) for number in range(len(shapes))))
@@ -49,6 +49,7 @@ class ObjectRule(Rule):
 
     def _state(self, part: str, alive: Alive) -> int:
         build: Callable[[Alive], Entries] = {"open": self._open, "comma": self._comma, "after": self._after}[part]
+        self.assembler.budget.spend(1 + len(alive))
         return self.assembler.state((id(self), part, alive), lambda: build(alive))
 
     def _blank(self, state: int) -> Entries:
@@ -83,6 +84,7 @@ class ObjectRule(Rule):
 
     def _close(self, alive: Alive, *, is_new: bool = False) -> Entries:
         """The brace that closes: each group ends of which an alternative has what it needs."""
+        self.assembler.budget.spend(2 * len(alive))
         found: dict[int, list[tuple[Clause, ...]]] = {}
         depths: dict[int, list[int]] = {}
         for number, _ in alive:
@@ -97,7 +99,7 @@ class ObjectRule(Rule):
         always = 0
         classes: dict[tuple[Clause, ...], int] = {}
         for group, choices in found.items():
-            clauses = any_of(choices)
+            clauses = any_of(choices, self.assembler.budget)
             if clauses:
                 classes[clauses] = classes.get(clauses, 0) | 1 << group
             else:
@@ -118,6 +120,7 @@ class ObjectRule(Rule):
 
     def follow_name(self, alive: Alive, key: str) -> tuple[Follower, ...]:
         """What a named key leaves alive."""
+        self.assembler.budget.spend(1 + len(alive))
         found = []
         for number, left in alive:
             value = self.allowed[number].get(key)
@@ -128,6 +131,7 @@ class ObjectRule(Rule):
 
     def follow_other(self, alive: Alive, bits: int) -> tuple[Follower, ...]:
         """What a key without a name leaves alive; ``bits`` are those of its automaton."""
+        self.assembler.budget.spend(1 + 2 * len(alive))
         found = []
         for number, left in alive:
             value = self.requirements.other_value(number, bits)
@@ -138,6 +142,8 @@ class ObjectRule(Rule):
     def colon(self, followers: tuple[Follower, ...]) -> int:
         """The state behind a key."""
 
+        self.assembler.budget.spend(1 + len(followers))
+
         def build() -> Entries:
             return {ord(":"): entry(Action.GOTO, self._value(followers))} | self._blank(state)
 
@@ -146,8 +152,10 @@ class ObjectRule(Rule):
 
     def _value(self, followers: tuple[Follower, ...]) -> int:
         """The state behind a colon."""
-        wanted = tuple(dict.fromkeys(value for _, _, value in followers))
-        after = AfterMember(self, tuple((number, left, wanted.index(value)) for number, left, value in followers))
+        self.assembler.budget.spend(1 + len(followers))
+        groups: dict[Value, int] = {}
+        grouped = tuple((number, left, groups.setdefault(value, len(groups))) for number, left, value in followers)
+        wanted, after = tuple(groups), AfterMember(self, grouped)
 
         def build() -> Entries:
             return self.values.entries(wanted, after) | self._blank(state)
@@ -167,4 +175,5 @@ class AfterMember:
     followers: tuple[tuple[int, int, int], ...]
 
     def after(self, bits: int) -> int:
+        self.rule.assembler.budget.spend(1 + len(self.followers))
         return self.rule.after(tuple((n, left) for n, left, group in self.followers if bits >> group & 1))

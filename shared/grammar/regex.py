@@ -3,13 +3,11 @@
 The tree of a pattern becomes an NFA (Thompson, 1968), and the NFA a minimal DFA.
 """
 
-from functools import lru_cache
-
 from shared.grammar.automaton import Automaton
 from shared.grammar.characters import ANY, Characters, Range, Sequence, Spelling, spelled
 from shared.grammar.dfa import DFA
 from shared.grammar.languages import words
-from shared.grammar.limits import Budget, GrammarError
+from shared.grammar.limits import Budget, GrammarError, Remembered
 from shared.grammar.nfa import NFA, determinize
 from shared.grammar.pattern import Alternatives, Anchor, Concatenation, Members, Node, Parser, Repeat, shown
 
@@ -25,7 +23,7 @@ def compile_regex(pattern: str, budget: Budget, *, search: bool = False, spellin
         GrammarError: the pattern is invalid, unsupported, too large, or matches nothing.
     """
     tree = Parser(pattern, budget).parse()
-    nfa = NFA()
+    nfa = NFA(budget=budget)
     start, end = nfa.state(), nfa.state()
     builder = Builder(nfa, budget, spelling)
     if search:
@@ -67,11 +65,14 @@ class Builder:
         """Add paths from ``start`` to ``end`` that read what the node matches."""
         nfa = self.nfa
         self.num_nodes += 1
+        self.budget.spend(4)
         if self.num_nodes % 64 == 0:
             self.budget.check(len(nfa.edges) // 16)  # a DFA has fewer, and how many is known later
         match node:
             case Members(members):
-                fragment = _fragment(members, self.spelling)
+                key = members, self.spelling
+                fragment = _fragments.get(key, lambda: _fragment(*key, self.budget), self.budget)
+                self.budget.spend(len(members) // 16 + sum(map(len, fragment)))
                 states = [start, *(nfa.state() for _ in fragment[1:]), end]
                 for state, edges in zip(states, fragment, strict=False):
                     nfa.edges[state] += [(low, high, states[target]) for low, high, target in edges]
@@ -93,6 +94,7 @@ class Builder:
                     copy = len(nfa.edges)
                     self.add(part, start, start := nfa.state())
                     if most is None:  # what a copy accepts, a later one does too, since fewer must follow
+                        self.budget.spend(len(nfa.edges) - copy)
                         for state in range(copy, len(nfa.edges)):
                             nfa.ranks.setdefault(state, (first + state - copy, number))
                 if most is None:
@@ -110,12 +112,16 @@ class Builder:
                 (nfa.begins if is_begin else nfa.ends).setdefault(start, []).append(end)
 
 
-@lru_cache(256)
-def _fragment(members: Characters, spelling: Spelling) -> list[list[tuple[int, int, int]]]:
+Fragment = list[list[tuple[int, int, int]]]
+_fragments: Remembered[Fragment] = Remembered(256)
+
+
+def _fragment(members: Characters, spelling: Spelling, budget: Budget) -> Fragment:
     """The edges of each state of an automaton that reads one of the characters; its end is the state behind the last.
 
     Spellings share their beginnings and their endings, which matters where a character is repeated 500 times.
     """
+    budget.spend(4 * len(members))
     rests = [tuple(spelled(members, spelling))]  # of the spellings that have led to each state
     numbers: dict[tuple[Sequence, ...], int] = {}
     fragment: list[list[tuple[int, int, int]]] = []

@@ -8,10 +8,12 @@ Invariant: a keyword that asserts something and is not supported is refused with
 
 import math
 from collections.abc import Iterable, Mapping
+from functools import cached_property
 from typing import Any
-from urllib.parse import unquote
 
 from shared.grammar.limits import Budget, GrammarError
+from shared.grammar.schema_references import References
+from shared.grammar.shapes import Value
 
 REFUSED_KEYWORDS = (
     "contains",
@@ -32,12 +34,14 @@ TYPES = frozenset({"null", "boolean", "number", "string", "array", "object"})
 class SchemaDocument:
     """The nodes of one schema, numbered as they are met.
 
+    ``is_closed``: objects whose schema names properties, and does not speak of others, have no others.
+
     Raises:
         GrammarError: what is no schema, or is nested deeper than the limit.
     """
 
-    def __init__(self, root: Any, budget: Budget) -> None:
-        self.budget = budget
+    def __init__(self, root: Any, budget: Budget, *, is_closed: bool = False) -> None:
+        self.budget, self.is_closed = budget, is_closed
         self.schemas: list[Any] = []
         self.paths: list[str] = []
         self._numbers: dict[int, int] = {}
@@ -49,7 +53,7 @@ class SchemaDocument:
         self.root = root
         dialect = root.get("$schema", "") if isinstance(root, Mapping) else ""
         self.is_old = any(draft in str(dialect) for draft in OLD_DRAFTS)
-        self._anchors: dict[str, tuple[Any, str]] | None = None
+        self.references = References(root, budget, is_old=self.is_old)
 
     def _check_nesting(self, root: Any) -> None:
         """Bound the levels of schemas, and those of the text, which also has lists, maps of schemas and values."""
@@ -59,6 +63,7 @@ class SchemaDocument:
             depth += 1
             if depth > 2 * limit + 1 or any(schemas > limit for _, schemas in level):
                 raise GrammarError(f"The schema is nested deeper than {limit} levels.")
+            self.budget.spend(sum(2 + 2 * len(node) for node, _ in level if isinstance(node, (dict, list))))
             self._check_numbers(node for node, _ in level)
             level = [
                 (child, schemas + (isinstance(node, dict) and key not in MAPS))
@@ -77,6 +82,7 @@ class SchemaDocument:
 
     def literal(self, schema: Any, path: str, *, holds: bool = True) -> int:
         """The literal of a schema; the same object gives the same node."""
+        self.budget.spend(2 + len(path) // 128)
         number = self._numbers.get(id(schema)) if isinstance(schema, dict) else None
         if number is None:
             if not isinstance(schema, (dict, bool)):
@@ -105,6 +111,7 @@ class SchemaDocument:
     def constants(self, values: list[Any], path: str) -> list[int]:
         """Literals of the arrays and objects among the values of an ``enum``."""
         if id(values) not in self._constants:
+            self.budget.spend(len(values))
             self._constants[id(values)] = [
                 self.literal(_schema_of(value), f"{path}/{number}")
                 for number, value in enumerate(values)
@@ -112,51 +119,27 @@ class SchemaDocument:
             ]
         return self._constants[id(values)]
 
-    def resolve(self, reference: Any, path: str) -> int:
-        """The literal to which a local ``$ref`` points.
+    @cached_property
+    def nothing(self) -> Value:
+        """The value that nothing satisfies."""
+        return frozenset({self.literal(False, "#")})
+
+    def resolve(self, schema: Any, path: str) -> int:
+        """The literal to which the local ``$ref`` of a schema points.
 
         Raises:
             GrammarError: a remote reference, or one that leads nowhere.
         """
+        reference = schema["$ref"]
         if not isinstance(reference, str):
             raise self.error(path, f"a reference is a string, not {reference!r:.50}")
-        base, _, fragment = reference.partition("#")
-        identifier = self.root.get("$id", self.root.get("id")) if isinstance(self.root, dict) else None
-        if base and base != str(identifier).rstrip("#"):
-            found = self._find_anchor(reference if not fragment else base)
-            if found is None or fragment:
-                raise self.error(path, f"remote references are not supported: {reference!r}")
-            return self.literal(*found)
-        if fragment and not fragment.startswith("/"):
-            found = self._find_anchor("#" + fragment)
-            if found is None:
-                raise self.error(path, f"there is no anchor {reference!r}")
-            return self.literal(*found)
-        schema: Any = self.root
-        for part in fragment.split("/")[1:]:
-            part = unquote(part).replace("~1", "/").replace("~0", "~")
-            if isinstance(schema, dict) and part in schema:
-                schema = schema[part]
-            elif isinstance(schema, list) and part.isdecimal() and int(part) < len(schema):
-                schema = schema[int(part)]
-            else:
-                raise self.error(path, f"the reference {reference!r} leads nowhere")
-        return self.literal(schema, f"#{fragment}")
-
-    def _find_anchor(self, name: str) -> tuple[Any, str] | None:
-        if self._anchors is None:
-            self._anchors = {}
-            todo = [(self.root, "#")]
-            while todo:
-                node, path = todo.pop()
-                if isinstance(node, dict):
-                    for key, form in (("$id", "{}"), ("id", "{}"), ("$anchor", "#{}")):
-                        if isinstance(node.get(key), str):
-                            self._anchors.setdefault(form.format(node[key]), (node, path))
-                    todo += [(child, f"{path}/{key}") for key, child in node.items() if key not in ("enum", "const")]
-                elif isinstance(node, list):
-                    todo += [(child, f"{path}/{number}") for number, child in enumerate(node)]
-        return self._anchors.get(name)
+        try:
+            found = self.references.find(reference, schema)
+        except (LookupError, ValueError):
+            raise self.error(path, f"remote references are not supported: {reference!r:.200}") from None
+        if found is None:
+            raise self.error(path, f"the reference {reference!r:.200} leads nowhere")
+        return self.literal(*found)
 
     @staticmethod
     def error(path: str, reason: str) -> GrammarError:

@@ -26,6 +26,14 @@ class Facts:
     array: Array = field(default_factory=Array)
     object: Object = field(default_factory=Object)
 
+    @property
+    def size(self) -> int:
+        """Units of work to look at the facts, or to add one."""
+        number, text, shape = self.number, self.string, self.object
+        scalars = (number.values or (), number.excluded, text.values or (), text.excluded)
+        members = (shape.nodes, shape.members, shape.required, shape.forbidden, shape.dependents, shape.outside)
+        return 4 + (sum(map(len, scalars)) + len(self.array.first) + sum(map(len, members))) // 4
+
     def only(self, *types: str) -> "Facts":
         return replace(self, types=self.types & set(types))
 

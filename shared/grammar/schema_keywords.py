@@ -63,7 +63,9 @@ class Keywords:
         required, members = self.schema.get("required"), self.schema.get("properties")
         if not isinstance(required, list) or not isinstance(members, dict):
             return set()
-        return {key for key in members if key in required and self.value("properties", key)}
+        self.document.budget.spend(len(members) + len(required))
+        keys = {key for key in required if isinstance(key, str)}
+        return {key for key in members if key in keys and self.value("properties", key)}
 
     def parts(self) -> list[int]:
         """The schemas that judge the same value as this one."""
@@ -82,7 +84,7 @@ class Keywords:
         return found
 
     def reference(self) -> int:
-        return self.document.resolve(self.schema["$ref"], f"{self.document.paths[self.node]}/$ref")
+        return self.document.resolve(self.schema, f"{self.document.paths[self.node]}/$ref")
 
     def types(self) -> list[str]:
         found = self.schema["type"]
@@ -109,6 +111,7 @@ class Keywords:
 
 def possible_types(document: SchemaDocument, node: int, depth: int = 8) -> frozenset[str]:
     """Types among which are those of all values that satisfy a node, as far as its plainest keywords tell."""
+    document.budget.spend(2)
     keywords = Keywords(document, node, lambda one, other: False)
     schema, found = keywords.schema, TYPES
     if isinstance(schema, bool) or not depth:

@@ -62,6 +62,7 @@ def one_of(keywords: Keywords, keyword: str) -> list[Clause]:
     literals = keywords.literals(keyword)
     clause = []
     for number, one in enumerate(literals):
+        keywords.document.budget.spend(len(literals) // 4)
         others = literals[:number] + literals[number + 1 :]
         if one not in others:
             clause.append((one, *(other ^ 1 for other in others if not keywords.is_disjoint(one, other))))
@@ -70,6 +71,7 @@ def one_of(keywords: Keywords, keyword: str) -> list[Clause]:
 
 def not_one_of(keywords: Keywords, keyword: str) -> Clause:
     literals = keywords.literals(keyword)
+    keywords.document.budget.spend(len(literals) ** 2 // 2)
     pairs = [(one, other) for number, one in enumerate(literals) for other in literals[:number]]
     return (tuple(literal ^ 1 for literal in literals), *(pair for pair in pairs if not keywords.is_disjoint(*pair)))
 

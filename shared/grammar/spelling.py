@@ -11,13 +11,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shared.grammar.automaton import ACTION_BITS, REFUSED, Action, Automaton
-from shared.grammar.limits import GrammarError
+from shared.grammar.limits import Budget, GrammarError
 
 
-def spellable(automaton: Automaton, is_usable: NDArray[np.bool_]) -> Automaton:
+def spellable(automaton: Automaton, is_usable: NDArray[np.bool_], budget: Budget) -> Automaton:
     """The automaton of the texts that are made of usable bytes alone, bool ``[256]``.
 
-    Raises GrammarError if such a text could come to a place that has no end.
+    Raises GrammarError if such a text could come to a place that has no end, or as :class:`Budget` does.
     """
     dead = [
         byte
@@ -34,6 +34,7 @@ def spellable(automaton: Automaton, is_usable: NDArray[np.bool_]) -> Automaton:
     used = np.unique(columns)
     if len(used) <= num_columns:  # some columns had these bytes alone
         found = replace(found, columns=np.searchsorted(used, columns).astype(np.uint8), table=found.table[:, used])
+    budget.spend(found.num_states + 2 * int((found.table != REFUSED).sum()))
     if not _ends_everywhere(found):
         shown = " ".join(f"{byte:02X}" for byte in dead)
         raise GrammarError(

@@ -5,7 +5,6 @@ which patterns, formats, lengths and lists are combined.
 """
 
 import json
-from collections import OrderedDict
 from dataclasses import replace
 
 import numpy as np
@@ -16,7 +15,7 @@ from shared.grammar.counting import any_text, character_steps, is_free_to_count
 from shared.grammar.dfa import DEAD, DFA, trim
 from shared.grammar.formats import FORMATS
 from shared.grammar.languages import combine, difference, intersection, union, words
-from shared.grammar.limits import Budget, GrammarError
+from shared.grammar.limits import Budget, GrammarError, Remembered
 from shared.grammar.regex import compile_regex
 from shared.grammar.schema_document import SchemaDocument
 from shared.grammar.shapes import String
@@ -32,27 +31,26 @@ def spell(text: str) -> bytes | None:
         return None
 
 
-_patterns: OrderedDict[tuple[str, bool], DFA] = OrderedDict()
+_patterns: Remembered[DFA] = Remembered(MOST_REMEMBERED)
 
 
 def matching(pattern: str, budget: Budget, *, is_search: bool) -> DFA:
     """As :func:`compile_regex` for JSON strings; the last few hundred are remembered."""
-    key = pattern, is_search
-    dfa = _patterns.get(key)
-    if dfa is None:
-        dfa = _patterns[key] = compile_regex(pattern, budget, search=is_search, spelling=Spelling.JSON)
-        while len(_patterns) > MOST_REMEMBERED:
-            _patterns.popitem(last=False)
-    return dfa
+    return _patterns.get(
+        (pattern, is_search),
+        lambda: compile_regex(pattern, budget, search=is_search, spelling=Spelling.JSON),
+        budget,
+    )
 
 
 def of_length(dfa: DFA, fewest: int, most: int, budget: Budget) -> DFA:
     """The strings of an automaton that have so many characters: a copy of it for each character that is counted."""
     size, count = len(dfa), (fewest if most == UNBOUNDED else most) + 1
     budget.check(size * count)
+    budget.spend(size * count * dfa.next.shape[1] // 16)
     level = np.arange(count)[:, None, None]
     following = np.tile(level, (1, size, 1))
-    following[:, list(character_steps(dfa))] += 1  # where a character begins
+    following[:, list(character_steps(dfa, budget))] += 1  # where a character begins
     if most == UNBOUNDED:
         following = np.minimum(following, count - 1)
     is_dead = (dfa.next == DEAD) | (following >= count)
@@ -68,18 +66,17 @@ class Texts:
         self.document, self.budget = document, document.budget
         self._counted: dict[tuple[String, int, int], bool] = {}
         self._dfas: dict[String, DFA] = {}
-        self._groups: dict[tuple[frozenset[String], ...], DFA] = {}
+        self._groups: dict[tuple[tuple[String, ...], ...], DFA] = {}
 
     def pattern(self, pattern: str) -> DFA:
         """Of the strings in which a pattern matches. Raises GrammarError with the place of the pattern."""
         return self._located("pattern", pattern, pattern, is_search=True)
 
     def _located(self, keyword: str, text: str, pattern: str, *, is_search: bool) -> DFA:
-        self.budget.check(0)
         try:
             return matching(pattern, self.budget, is_search=is_search)
         except GrammarError as error:
-            raise GrammarError(
+            raise type(error)(
                 f"The schema cannot be compiled at {self.document.places.get((keyword, text), '#')}: {error}"
             ) from error
 
@@ -99,6 +96,8 @@ class Texts:
                 (parts if holds else denied).append(self._located("format", name, FORMATS[name], is_search=False))
             elif not holds:
                 return words([], self.budget)  # an unknown format says nothing, so its opposite accepts nothing
+        listed = shape.values if shape.values is not None else shape.excluded
+        self.budget.spend(sum((2 + len(value)) * (1 + len(parts) + len(denied)) for value in listed))
         if shape.values is not None:
             texts = [
                 text
@@ -126,13 +125,13 @@ class Texts:
             return False
         key = free, shape.fewest, shape.most
         if key not in self._counted:
-            self._counted[key] = is_free_to_count(self.dfa(free), shape.fewest, shape.most)
+            self._counted[key] = is_free_to_count(self.dfa(free), shape.fewest, shape.most, self.budget)
         return self._counted[key]
 
     def is_empty(self, shape: String) -> bool:
         return shape.fewest > shape.most or not (self.is_counted(shape) or not self.dfa(shape).is_empty)
 
-    def group(self, shapes: frozenset[String]) -> DFA:
+    def group(self, shapes: tuple[String, ...]) -> DFA:
         """Of the strings of any of these shapes."""
         if String() in shapes:
             return any_text()
@@ -146,9 +145,10 @@ class Texts:
     def _kept(self, shape: String) -> frozenset[str]:
         """The listed texts of a shape that its other facts leave."""
         dfa = self.dfa(shape)
+        self.budget.spend(sum(2 + len(value) for value in shape.values or ()))
         return frozenset(value for value in shape.values or () if dfa.run(spell(value) or b""))
 
-    def groups(self, groups: tuple[frozenset[String], ...]) -> DFA:
+    def groups(self, groups: tuple[tuple[String, ...], ...]) -> DFA:
         """Side by side: bit i accepts what the i-th group accepts."""
         if groups not in self._groups:
             dfas = [self.group(group) for group in groups]

@@ -19,7 +19,7 @@ from shared.grammar.members import Members
 from shared.grammar.objects import ObjectRule
 from shared.grammar.schema_document import SchemaDocument
 from shared.grammar.shapes import Array, Literal, Number, Object, Shape, String, Value
-from shared.grammar.strings import StringRule
+from shared.grammar.strings import Groups, StringRule
 from shared.grammar.texts import Texts
 
 Kind = TypeVar("Kind", Array, Object, String)
@@ -57,6 +57,7 @@ class Values:
     def entries(self, wanted: tuple[Value, ...], continuation: Continuation) -> Entries:
         """The bytes with which a value of any of the groups begins; the groups differ from each other."""
         groups = [self.members.shapes(value) for value in wanted]
+        self.budget.spend(4 + sum(2 + 2 * len(group) for group in groups))
         entries = self._scalars(groups, continuation)
         if found := self._select(groups, String):
             entries[ord('"')] = self._string(*found, continuation)
@@ -68,19 +69,19 @@ class Values:
 
     @staticmethod
     def _select(
-        groups: list[frozenset[Shape]], kind: type[Kind]
-    ) -> tuple[tuple[frozenset[Kind], ...], tuple[int, ...]] | None:
+        groups: list[tuple[Shape, ...]], kind: type[Kind]
+    ) -> tuple[tuple[tuple[Kind, ...], ...], tuple[int, ...]] | None:
         """The different groups of one kind, and for each, as bits, whose they are."""
-        masks: dict[frozenset[Kind], int] = {}
+        masks: dict[tuple[Kind, ...], int] = {}
         for number, group in enumerate(groups):
-            if chosen := frozenset(shape for shape in group if isinstance(shape, kind)):
+            if chosen := tuple(shape for shape in group if isinstance(shape, kind)):
                 masks[chosen] = masks.get(chosen, 0) | 1 << number
         return (tuple(masks), tuple(masks.values())) if masks else None
 
     def _push(
         self,
         kind: Callable[..., Rule],
-        groups: tuple[frozenset[Kind], ...],
+        groups: tuple[tuple[Kind, ...], ...],
         masks: tuple[int, ...],
         continuation: Continuation,
     ) -> int:
@@ -89,30 +90,31 @@ class Values:
             rule = self._rules[kind, groups] = kind(self, groups)
         return self.assembler.push(rule, Mapped(continuation, masks))
 
-    def _string(self, groups: tuple[frozenset[String], ...], masks: tuple[int, ...], continuation: Continuation) -> int:
+    def _string(self, groups: Groups, masks: tuple[int, ...], continuation: Continuation) -> int:
         (shape, *others), is_single = groups[0], len(groups) == 1
         if not is_single or others or not self.texts.is_counted(shape):
             return self._push(StringRule, groups, masks, continuation)
         free = replace(shape, fewest=0, most=UNBOUNDED)
         key = StringRule, free
         if key not in self._rules:
-            self._rules[key] = StringRule(self, (frozenset({free}),), is_counted=True)
+            self._rules[key] = StringRule(self, ((free,),), is_counted=True)
         return self.assembler.push(self._rules[key], Mapped(continuation, masks), shape.fewest, shape.most)
 
     # Numbers and literals
 
-    def _scalars(self, groups: list[frozenset[Shape]], continuation: Continuation) -> Entries:
+    def _scalars(self, groups: list[tuple[Shape, ...]], continuation: Continuation) -> Entries:
         masks: dict[Number | Literal, int] = {}
         for number, group in enumerate(groups):
             for shape in group:
                 if isinstance(shape, (Number, Literal)):
                     masks[shape] = masks.get(shape, 0) | 1 << number
-        ordered = sorted(masks.items(), key=repr)
+        ordered = sorted(masks.items(), key=lambda one: self.members.number(one[0]))
         parts = tuple((machine(shape, self.budget), mask, 0) for shape, mask in ordered)
         return self._read(parts, continuation)
 
     def _read(self, parts: tuple[tuple[Machine, int, int], ...], continuation: Continuation) -> Entries:
         """The bytes behind which some of the machines still run: (machine, its groups, its state)."""
+        self.budget.spend(sum(1 + len(each.rows[state]) for each, _, state in parts))
         targets: dict[int, list[tuple[Machine, int, int]]] = {}
         for each, mask, state in parts:
             for byte, following in each.rows[state].items():
@@ -121,6 +123,7 @@ class Values:
 
     def _scalar(self, parts: tuple[tuple[Machine, int, int], ...], continuation: Continuation) -> int:
         """The state inside a number or a literal."""
+        self.budget.spend(len(parts))
         bits = 0
         for each, mask, state in parts:
             bits |= mask if each.ends[state] else 0
@@ -128,7 +131,9 @@ class Values:
             return continuation.after(bits)
 
         def build() -> Entries:
-            entries = self._read(parts, continuation)
+            loop, counted = entry(Action.GOTO, state), entry(Action.BLANK, state)
+            found = self._read(parts, continuation)
+            entries = {byte: counted if value == loop else value for byte, value in found.items()}
             if bits:
                 following = continuation.after(bits)
                 entries |= self.assembler.entries_of(following)

@@ -8,7 +8,7 @@ Invariant: the walk reads and never writes the row, whose numbers :mod:`shared.g
 """
 
 from shared.grammar import device
-from shared.grammar.automaton import MAX_BLANKS, MAX_DEPTH, SPACE_ENDED, UNBOUNDED
+from shared.grammar.automaton import DIGITS_ENDED, MAX_BLANKS, MAX_DEPTH, SPACE_ENDED, UNBOUNDED
 from shared.grammar.pool import HEADER
 from shared.grammar.vocabulary import MAX_OPENED
 from shared.kernels.launch import tl, triton
@@ -21,6 +21,7 @@ KEPT, ROW = tl.constexpr(device.KEPT), tl.constexpr(device.ROW)
 DEPTH = tl.constexpr(MAX_DEPTH)
 MOST_BLANKS = tl.constexpr(MAX_BLANKS)
 ENDED = tl.constexpr(SPACE_ENDED)
+LAST_DIGIT = tl.constexpr(DIGITS_ENDED)
 ENDLESS = tl.constexpr(UNBOUNDED)
 COLUMNS = tl.constexpr(HEADER)
 assert MAX_OPENED == 4, "the walk has registers for four frames"
@@ -120,10 +121,15 @@ def walk(grammar, table, row, state, free, fewest, most, blanks, seen, below, te
         if reached > 2:
             # BLANK
             is_blank = is_live & (action == 6)
-            starts_run = (blanks == 0) & ((byte == 32) | (byte == 10))
-            extends = (blanks > 0) & (blanks <= MOST_BLANKS) & ((byte == 32) | (byte == 9))
-            is_live = is_live & ((is_blank == 0) | starts_run | extends)
-            blanks = tl.where(is_blank, tl.where(extends, blanks + 1, tl.where(byte == 32, ENDED, 1)), blanks)
+            is_digit = (byte >= 48) & (byte <= 57)
+            digits = tl.maximum(blanks, ENDED) + 1
+            run = tl.where(blanks > ENDED, 0, blanks)
+            starts_run = (run == 0) & ((byte == 32) | (byte == 10))
+            extends = (run > 0) & (run <= MOST_BLANKS) & ((byte == 32) | (byte == 9))
+            counts = is_digit & (digits <= LAST_DIGIT)
+            is_live = is_live & ((is_blank == 0) | starts_run | extends | counts)
+            following = tl.where(is_digit, digits, tl.where(extends, run + 1, tl.where(byte == 32, ENDED, 1)))
+            blanks = tl.where(is_blank, following, blanks)
             state = tl.where(is_blank, argument, state)
             free = tl.where(is_blank, 0, free)
             # PUSH

@@ -61,7 +61,7 @@ async def complete(request: Request, body: CompletionRequest) -> Response:
     if max_tokens is None:
         max_tokens = intake.within_room(intake.config.max_tokens, max(map(len, prompts)))
     params = body.sampling_params(max_tokens, body.logprobs, prompt_logprobs, intake.config.sampling_defaults)
-    params = await intake.with_grammar(params, described_grammar(body))
+    params = await intake.with_grammar(params, described_grammar(body, is_closed=intake.config.close_objects))
     watched = await intake.watched(params, body)
     answer = intake.submit(request, body, prompts, params, kind="cmpl")
     frames = CompletionFrames(

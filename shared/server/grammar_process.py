@@ -4,9 +4,9 @@ Compiling is Python, and the threads of a process take turns with Python's lock:
 server stop every stream whose engine is in the same process, for seconds. This process has a low priority, imports
 neither PyTorch nor the server, and has its own limit of memory.
 
-Each grammar is first tried with a fraction of a second. One that needs more is compiled again by a second thread, where
-the large ones wait for each other; so does one with calls of tools that may have dropped an optional schema for want of
-time. Small grammars wait for no large one.
+Each grammar is first tried with a small part of the work that it may need. One that needs more, if only for a schema of
+a tool that need not be followed, is compiled again by a second thread, where the large ones wait for each other. Small
+grammars wait for no large one. Work is counted, so which grammars are large does not depend on the machine.
 
 Invariants: one large grammar is compiled at a time; the process ends when the server does, in whatever way; if the
 process is lost, the grammars that it had are refused, and the next one starts it again.
@@ -18,7 +18,6 @@ import resource
 import signal
 import subprocess
 import sys
-import time
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from multiprocessing import Pipe
@@ -29,13 +28,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shared.child_process import start_child
-from shared.grammar.grammar import Grammar, GrammarKind
-from shared.grammar.limits import GrammarError, Limits
+from shared.grammar.grammar import Grammar
+from shared.grammar.limits import GrammarError, Limits, WorkError
 
 MOST_BYTES = 512_000_000
 """Of memory that the process may write to."""
-QUICK_SECONDS = 0.05
-"""Of a processor, for a grammar that is not large."""
+QUICK = replace(Limits(), work=Limits.work // 20, drops=False)
+"""For a grammar that is not large."""
 _PRIORITY = 10
 _START = "from shared.server.grammar_process import main; main()"
 
@@ -131,12 +130,8 @@ class _Compiler:
                 self.quick.submit(self._try, number, grammar, usable_bytes)
 
     def _try(self, number: int, grammar: Grammar, usable_bytes: NDArray[np.bool_]) -> None:
-        start = time.thread_time()
-        made = _made(grammar, usable_bytes, replace(Limits(), seconds=QUICK_SECONDS))
-        seconds = time.thread_time() - start
-        is_large = isinstance(made, MemoryError) or (seconds >= QUICK_SECONDS and not isinstance(made, Grammar))
-        may_be_cut = grammar.kind is GrammarKind.CALLS and seconds >= QUICK_SECONDS / 2  # see Budget.attempt
-        if is_large or may_be_cut:
+        made = _made(grammar, usable_bytes, QUICK)
+        if isinstance(made, (MemoryError, WorkError)):
             self.large.submit(lambda: self._send(number, _made(grammar, usable_bytes, Limits())))
         else:
             self._send(number, made)

@@ -47,6 +47,7 @@ class ServedChat:
         self._tokenizer = handle.tokenizer
         self._has_grammars = handle.has_grammars
         self._model_name = config.model_name
+        self._is_closed = config.close_objects
         self.format: ChatFormat | None = None
         try:
             self.format = chat_format(handle.tokenizer, handle.model_config.family, config.chat_template)
@@ -109,18 +110,20 @@ class ServedChat:
 
     def grammar(self, body: ChatRequest, prompt: ChatPrompt) -> tuple[Grammar, str] | None:
         """The grammar that a body asks for, by its tools or otherwise, and the field that does. Raises ApiError."""
-        described = described_grammar(body)
+        described = described_grammar(body, is_closed=self._is_closed)
         if not self._has_grammars:
             return described
         thought = self._thought(body, prompt, has_format=described is not None)
+        may_call = self.tool_format is not None and bool(body.tools)
         if described is None:
-            has_tools = self.tool_format is not None and body.tools
-            return (tool_grammar(body, self._tokenizer, self.tool_format, thought), "tools") if has_tools else None
-        may_call = bool(body.tools) and body.tool_choice != "none"
-        if not may_call and thought is None:
+            return (self._tool_grammar(body, thought), "tools") if may_call else None
+        if thought is None and (not may_call or body.tool_choice == "none"):
             return described
         grammar, param = described
-        return tool_grammar(body, self._tokenizer, self.tool_format, thought, grammar), param
+        return self._tool_grammar(body, thought, grammar), param
+
+    def _tool_grammar(self, body: ChatRequest, thought: Marks | None, answer: Grammar | None = None) -> Grammar:
+        return tool_grammar(body, self._tokenizer, self.tool_format, thought, answer, is_closed=self._is_closed)
 
     def _thought(self, body: ChatRequest, prompt: ChatPrompt, *, has_format: bool) -> Marks | None:
         own = self.tool_format.thought if self.tool_format else MARKS if self.has_thinking else None

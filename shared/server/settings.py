@@ -55,6 +55,7 @@ class ServerConfig:
     ``keep_alive``         seconds of silence after which a stream gets a comment, so that no proxy closes it.
     ``grace``              seconds after SIGTERM in which running requests may finish.
     ``retry_after``        the `Retry-After` of a 503, in seconds.
+    ``close_objects``      whether objects of JSON schemas have no keys but those that are named, where nothing says so.
     ``chat_template``      `builtin:NAME`, `checkpoint` or a file; None: ours that equals the checkpoint's.
     """
 
@@ -78,6 +79,7 @@ class ServerConfig:
     send_timeout: float = 20.0
     keep_alive: float = 15.0
     grace: float = 30.0
+    close_objects: bool = False
     retry_after: int = 1
     chat_template: str | None = None
 

@@ -42,13 +42,15 @@ def tool_grammar(
     form: ToolFormat | None,
     thought: Marks | None,
     answer: Grammar | None = None,
+    *,
+    is_closed: bool = False,
 ) -> Grammar:
     """The grammar of an answer that may begin with thoughts, and call the tools of the request.
 
     What is no call is of the grammar ``answer``, or free text. ``form`` is None if there are no tools.
 
     The arguments of strict functions must follow their schemas, and those of all functions where there must be a call;
-    of the others, those whose schemas are supported do. Raises ApiError.
+    of the others, those whose schemas are supported do. ``is_closed``: as of ``Grammar.json_schema``. Raises ApiError.
     """
     choice, mode = body.tool_choice, _mode(body)
     name = choice["function"]["name"] if isinstance(choice, dict) else None
@@ -70,7 +72,7 @@ def tool_grammar(
     )
     try:
         described = None if answer is None or mode is CallMode.REQUIRED else (answer.kind.value, answer.text)
-        return Grammar.calls(CallDescription(mode, spelling, called, described))
+        return Grammar.calls(CallDescription(mode, spelling, called, described, is_closed))
     except GrammarError as error:
         raise refusal(error, "tools") from None
 

@@ -69,6 +69,7 @@ class ForcedText:
         if state not in self._known:
             entries = self.automaton.table[state][self.automaton.columns]
             is_blank = (entries != REFUSED) & (entries & (1 << ACTION_BITS) - 1 == Action.BLANK)
+            is_blank[list(b"0123456789")] = False
             found = ((entries != REFUSED) & ~is_blank).nonzero()[0].tolist()
             self._known[state] = bytes(found if len(found) <= MOST_TRIED else ()), bool(is_blank.any())
         return self._known[state]

@@ -2,8 +2,9 @@
 
 import numpy as np
 
-from shared.grammar.automaton import MAX_DEPTH, REFUSED, START, UNBOUNDED, Action, Automaton, entry
-from tests.grammars import assert_language
+from shared.grammar.automaton import MAX_DEPTH, MAX_DIGITS, REFUSED, START, UNBOUNDED, Action, Automaton, entry
+from shared.grammar.json_schema import compile_schema
+from tests.grammars import assert_language, budget
 
 
 def nested() -> Automaton:
@@ -44,6 +45,12 @@ def test_brackets_nest_strings_count_and_blanks_end() -> None:
     accepted = (b"[]", b'"aa"', b'[["aaa"]]', b"[ ]", b"[\n\t  [ ]\n]", b"[\n" + b" " * 20 + b"]")
     refused = (b"", b"]", b"[", b'"a"', b'"aaaa"', b"[] ", b"[  ]", b"[\n\n]", b"[\n" + b" " * 21 + b"]", b"[][]")
     assert_language(automaton, accepted, refused)
+
+
+def test_digits_that_could_go_on_for_ever_end() -> None:
+    automaton = compile_schema({"type": "array", "items": {"type": "integer"}}, budget())
+    many = b"1" * (1 + MAX_DIGITS)
+    assert_language(automaton, [b"[%b , %b\n]" % (many, many)], [b"[1%b]" % many])
 
 
 def test_a_stack_is_never_too_deep_to_end() -> None:

@@ -1,6 +1,5 @@
 """Grammars of answers with calls: what each mode accepts, arguments by their schemas, special tokens by name alone."""
 
-import itertools
 import json
 import re
 from dataclasses import replace
@@ -16,7 +15,7 @@ from shared.grammar.automaton import START, Automaton
 from shared.grammar.calls import CallDescription, CalledFunction, compile_calls
 from shared.grammar.fsm import TokenFSM
 from shared.grammar.grammar import Grammar
-from shared.grammar.limits import Budget, GrammarError, Limits
+from shared.grammar.limits import Budget, GrammarError, Limits, WorkError
 from shared.grammar.vocabulary import GrammarVocabulary
 from shared.text.tool_format import TOOL_FORMATS
 from shared.text.tools import CallArguments, CallStart, ToolParser
@@ -229,17 +228,32 @@ def test_what_is_not_supported() -> None:
             compiled(CallMode.AUTO, QWEN, tuple(functions), form, replace(UNTIMED, states=limits))
 
 
-@pytest.mark.parametrize("limits", [Limits(4000, seconds=1e9), Limits(10**9)], ids=["states", "seconds"])
+@pytest.mark.parametrize("limits", [replace(UNTIMED, states=4000), UNTIMED], ids=["states", "work"])
 def test_a_costly_schema_that_need_not_be_followed_is_some_object(limits: Limits) -> None:
-    """Whatever it has spent, the functions beside it are followed. A second is 5000 looks at the clock."""
+    """Whatever it has spent, the functions beside it are followed. A first try does not drop it."""
     costly = [{"properties": {"a": {"pattern": f"^({x}|y)*{x}({x}|y){{12}}$"}}} for x in "ab"]
     free = [CalledFunction(f"f{number}", schema, False) for number, schema in enumerate(costly)]
     functions = (*free, replace(FUNCTIONS[1], is_strict=False), FUNCTIONS[0])
-    budget = Budget(limits, map((0.0002).__mul__, itertools.count()).__next__)
-    found = compile_calls(CallDescription(CallMode.REQUIRED, HERMES, functions), None, ALL_BYTES, budget)
+    described = CallDescription(CallMode.REQUIRED, HERMES, functions)
+    found = compile_calls(described, None, ALL_BYTES, Budget(limits))
     assert_language(
         found, [GOOD, TREES, *(hermes(each.name, '{"a": "z"}') for each in free)], [*BAD, hermes("f0", "1")]
     )
+    if limits == UNTIMED:
+        with pytest.raises(WorkError):
+            compile_calls(described, None, ALL_BYTES, Budget(replace(limits, drops=False)))
+
+
+def test_arguments_are_closed_objects_if_that_is_asked_for() -> None:
+    schema = {"properties": {"a": {"type": "integer"}}}
+    for is_closed in (False, True):
+        described = CallDescription(
+            CallMode.REQUIRED, HERMES, (CalledFunction("f", schema, True),), is_closed=is_closed
+        )
+        automaton = Grammar.calls(described).compiled(ALL_BYTES, UNTIMED).automaton
+        assert automaton is not None
+        assert automaton.accepts(hermes("f", '{"a": 1}').encode())
+        assert automaton.accepts(hermes("f", '{"b": 1}').encode()) != is_closed
 
 
 def vocabulary(*special: str) -> GrammarVocabulary:

@@ -2,6 +2,7 @@
 
 import itertools
 from collections.abc import Iterator
+from functools import partial
 
 import numpy as np
 import pytest
@@ -10,7 +11,7 @@ from hypothesis import strategies as st
 
 from shared.grammar.dfa import DEAD, DFA
 from shared.grammar.languages import combine, difference, intersection, union, words
-from shared.grammar.limits import Budget, GrammarError, Limits
+from shared.grammar.limits import LOOK, Budget, GrammarError, Limits, Remembered, WorkError
 from shared.grammar.minimization import minimize
 from shared.grammar.nfa import NFA, determinize
 from shared.grammar.regex import compile_regex
@@ -131,9 +132,8 @@ def test_a_budget_ends_what_is_too_large() -> None:
     nfa.accepts[states[-1]] = 1
     with pytest.raises(GrammarError, match="more than 1000 states"):
         determinize(nfa, budget(states=1000))
-    ticks = itertools.count()
-    with pytest.raises(GrammarError, match="more than 5 s to compile"):
-        determinize(nfa, Budget(Limits(seconds=5), clock=lambda: next(ticks)))
+    with pytest.raises(WorkError, match="more than 5,000 units of work"):
+        determinize(nfa, Budget(Limits(work=5000)))
 
 
 def test_finished_parts_count_too() -> None:
@@ -145,10 +145,31 @@ def test_finished_parts_count_too() -> None:
         kept.check(401)
 
 
-def test_a_machine_that_stands_still_for_a_while_refuses_no_grammar() -> None:
-    times = iter([0.0, 0.4, 60.0, 60.3, 60.7, 60.8])
+def test_the_clock_is_the_last_net() -> None:
+    """It is read now and then, and its error says that the machine is at fault."""
+    times = itertools.chain([0.0, 59.0], itertools.repeat(61.0))
     budget = Budget(clock=lambda: next(times))
-    for _ in range(4):
-        budget.check(0)
-    with pytest.raises(GrammarError, match="more than 1 s to compile"):
-        budget.check(0)
+    budget.spend(2 * LOOK)
+    budget.spend(LOOK - 1)
+    with pytest.raises(GrammarError, match="not compiled within 60 s of the clock, though") as error:
+        budget.spend(1)
+    assert not isinstance(error.value, WorkError)
+
+
+def test_what_is_remembered_costs_each_budget_once_what_it_cost_to_make() -> None:
+    remembered = Remembered[str](2)
+    for paying in (Budget(Limits(states=10)), Budget(Limits(states=10))):
+
+        def make(name: str, paying: Budget = paying) -> str:
+            paying.spend(30)
+            paying.check(9)
+            return name
+
+        for key in "abab":
+            assert remembered.get(key, partial(make, key), paying) == key
+        assert paying.work == 62
+        assert paying.most_states == 9
+    small = Budget(Limits(states=10))
+    small.keep(2)
+    with pytest.raises(GrammarError, match="more than 10 states"):
+        remembered.get("b", str, small)

@@ -7,13 +7,27 @@ from typing import Any
 import jsonschema_rs
 import pytest
 
-from shared.grammar.automaton import MAX_DEPTH, START
+from shared.grammar.automaton import MAX_DEPTH, MAX_DIGITS, START
 from shared.grammar.json_schema import compile_schema
 from shared.grammar.limits import GrammarError
 from tests.grammars import assert_language, budget
 
 WRITINGS: list[dict[str, Any]] = [{}, {"indent": 2}, {"separators": (",", ":")}]
 
+PARTS = {"parts": {"a": {"items": {"$ref": "#/parts/b"}}, "b": {"type": "null"}}}
+SCOPES = {
+    "$id": "http://a/",
+    "$ref": "#/$defs/inner",
+    "$defs": {
+        "x": {"type": "string"},
+        "inner": {
+            "$id": "http://a/inner",
+            "type": "object",
+            "$defs": {"x": {"type": "integer"}},
+            "properties": {"v": {"$ref": "#/$defs/x"}},
+        },
+    },
+}
 CASES: dict[str, tuple[Any, list[Any], list[Any]]] = {
     "anything": ({}, [1, None, True, [1, [{"a": "x"}]], "é\n\x7f😀", 1e-06, 1e20, -0.0, -1.5e300], []),
     "object": (
@@ -364,6 +378,61 @@ CASES: dict[str, tuple[Any, list[Any], list[Any]]] = {
         ["x", {"$anchor": "s"}],
         [1, {}],
     ),
+    "a reference inside a nested $id": (SCOPES, [{"v": 1}], [{"v": "s"}]),
+    "an anchor of a nested $id": (
+        {
+            "$anchor": "a",
+            "$defs": {"n": {"$id": "n", "items": {"$ref": "#a"}, "$defs": {"x": {"$anchor": "a", "type": "null"}}}},
+            "properties": {"v": {"$ref": "n"}},
+            "type": "object",
+        },
+        [{"v": [None]}],
+        [{"v": [{}]}],
+    ),
+    "a $id relative to another one": (
+        {
+            "$id": "http://a/b/c",
+            "$defs": {"n": {"$id": "d/e", "$defs": {"m": {"$id": "f", "type": "null"}}}},
+            "items": {"$ref": "http://a/b/d/f"},
+        },
+        [[None]],
+        [[1]],
+    ),
+    "a $id in an unknown keyword": (
+        {
+            "$defs": {
+                "u": {"not-known": {"$id": "http://a/x", "type": "null"}},
+                "x": {"$id": "http://a/x", "type": "integer"},
+            },
+            "items": {"$ref": "http://a/x"},
+        },
+        [[1]],
+        [[None]],
+    ),
+    "a reference into an unknown keyword": (
+        {"$defs": {"n": PARTS | {"$id": "n", "$ref": "#/parts/a"}}, "$ref": "n"},
+        [[None]],
+        [[1]],
+    ),
+    "an old $id beside a reference": (
+        {
+            "$schema": "http://json-schema.org/draft-07/schema#",
+            "$id": "http://a/",
+            "definitions": {"x": {"$id": "x", "type": "null"}, "b/x": {"$id": "b/x", "type": "integer"}},
+            "items": {"$id": "b/", "$ref": "x"},
+        },
+        [[None]],
+        [[1]],
+    ),
+    "an old $id that is an anchor": (
+        {
+            "$schema": "http://json-schema.org/draft-07/schema#",
+            "definitions": {"x": {"$id": "#n", "type": "null"}},
+            "items": {"$ref": "#n"},
+        },
+        [[None]],
+        [[1]],
+    ),
     "reference with neighbours": (
         {"$defs": {"n": {"type": "integer"}}, "items": {"$ref": "#/$defs/n", "minimum": 3}},
         [[3, 4]],
@@ -454,7 +523,41 @@ def test_nesting_is_bounded() -> None:
     compile_schema(tree, budget())
 
 
+CLOSED: dict[str, tuple[Any, list[Any], list[Any]]] = {
+    "named properties": (
+        {"properties": {"a": {"properties": {"b": {}}}}, "required": ["c"]},
+        [{"c": 1}, {"a": {"b": 1}, "c": 1}, 1],
+        [{"c": 1, "d": 1}, {"a": {"d": 1}, "c": 1}],
+    ),
+    "no property is named": ({"type": "object", "required": ["a"]}, [{"a": 1, "b": 1}], [{}]),
+    "others are spoken of": (
+        {"type": "object", "properties": {"a": {}, "p": {"properties": {"a": {}}, "patternProperties": {"^x": {}}}}}
+        | {"additionalProperties": True},
+        [{"a": 1, "b": 1}, {"p": {"y": 1}}],
+        [],
+    ),
+    "schemas of the same object": (
+        {"allOf": [{"properties": {"a": {}}}, {"properties": {"b": {"type": "null"}}}], "type": "object"},
+        [{"a": 1, "b": None}],
+        [{"c": 1}, {"b": 1}],
+    ),
+    "alternatives": (
+        {"oneOf": [{"properties": {k: {}}, "required": [k], "type": "object"} for k in "ab"]},
+        [{"a": 1}, {"b": 1}],
+        [{"a": 1, "b": 1}, {"a": 1, "c": 1}],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CLOSED)
+def test_closed_objects(name: str) -> None:
+    schema, accepted, refused = CLOSED[name]
+    automaton = compile_schema(schema, budget(), is_closed=True)
+    assert_language(automaton, map(json.dumps, accepted), map(json.dumps, refused))
+
+
 NO_JSON = b'1E400 -1e999 01 1. .5 +1 --1 "\xc0\xaf" "\xed\xa0\x80" "\\ud800" "a {"a":1,} [1,] [,1] nul'.split()
+MANY = b"1" * (1 + MAX_DIGITS)
 TEXTS: dict[str, tuple[Any, list[bytes], list[bytes]]] = {
     "texts that are no JSON": (
         {},
@@ -477,6 +580,20 @@ TEXTS: dict[str, tuple[Any, list[bytes], list[bytes]]] = {
         [b'{"x":1,"x":2,"y":3}'],
     ),
     "minus zero is an integer from 0 on": ({"type": "integer", "minimum": 0}, [b"-0"], [b"-1"]),
+    "digits end": (
+        {},
+        [MANY, b"-" + MANY, b"0." + MANY, MANY + b"." + MANY, MANY + b"e99", b"[" + MANY + b" ,\n " + MANY + b"\n]"],
+        [b"1" * 400, b"-" + b"1" * 400, b"0." + b"1" * 400, b"1" * 400 + b".5", b"1" * 300 + b"e99"],
+    ),
+    "digits of an integer end": ({"type": "integer", "minimum": 1}, [MANY], [b"1" * 400]),
+    "digits of a multiple end": ({"multipleOf": 6}, [b"12" * 10], [b"12" * 20]),
+    "a constant that overflows a float": ({"enum": [1, 10**400]}, [b"1"], [b"1" + b"0" * 400]),
+    "listed integers are written as integers": (
+        {"enum": [1, 2.0, {"a": 3}]},
+        [b"1", b"2", b'{"a": 3}'],
+        [b"1.0", b"2.0", b'{"a": 3.0}'],
+    ),
+    "so are those of a small range": ({"type": "integer", "minimum": 1, "maximum": 9}, [b"9"], [b"9.0", b"1.0"]),
     "exponents overflow no float": (
         {},
         [b"9e307", b"9e+307", b"12e99", b"12e-99", b"1e-307"],

@@ -20,15 +20,15 @@ def usable(*missing: int) -> np.ndarray:
 def test_texts_without_the_byte_are_left() -> None:
     """Without the first byte of characters from U+40000 on; without that of é."""
     for missing, wrong in ((0xF1, "\U00040000"), (0xC3, "é")):
-        automaton = spellable(compile_schema({"type": ["string", "object"]}, budget()), usable(missing))
+        automaton = spellable(compile_schema({"type": ["string", "object"]}, budget()), usable(missing), budget())
         for text in ('"a"', '"ü"', '{"a": "😀"}', f'"{wrong}"', f'{{"{wrong}": 1}}'):
             is_left = bytes([missing]) not in text.encode()
             assert automaton.accepts(text.encode()) == is_left, text
     for schema, missing in (({"type": "string"}, ()), ({"type": "integer"}, (0xA9,))):
         whole = compile_schema(schema, budget())
-        assert spellable(whole, usable(*missing)) is whole
+        assert spellable(whole, usable(*missing), budget()) is whole
     closed = {"type": "object", "properties": {"k": {"type": "string"}}, "additionalProperties": False}
-    assert spellable(compile_schema(closed, budget()), usable(0xF1)).accepts(b'{"k": "a"}')
+    assert spellable(compile_schema(closed, budget()), usable(0xF1), budget()).accepts(b'{"k": "a"}')
 
 
 def test_a_text_that_could_not_be_ended_is_refused() -> None:
@@ -36,8 +36,8 @@ def test_a_text_that_could_not_be_ended_is_refused() -> None:
     missing = 0xA9
     for schema in ({"const": "aé"}, {"properties": {"é": {}}, "required": ["é"], "additionalProperties": False}):
         with pytest.raises(GrammarError, match=r"cannot spell \(A9\)"):
-            spellable(compile_schema(schema, budget()), usable(missing))
-    automaton = spellable(compile_schema({"type": "string"}, budget()), usable(missing))
+            spellable(compile_schema(schema, budget()), usable(missing), budget())
+    automaton = spellable(compile_schema({"type": "string"}, budget()), usable(missing), budget())
     assert automaton.accepts('"ä"'.encode())
     assert not automaton.accepts('"é"'.encode())
 

@@ -12,13 +12,16 @@ from typing import Any
 import numpy as np
 import pytest
 
-from shared.grammar.grammar import Grammar, GrammarKind
-from shared.grammar.limits import GrammarError, Limits
+from shared.grammar.answer_graph import CallMode, CallSpelling
+from shared.grammar.calls import CallDescription, CalledFunction
+from shared.grammar.grammar import Grammar
+from shared.grammar.limits import GrammarError, Limits, WorkError
 from shared.server import grammar_process
-from shared.server.grammar_process import GrammarProcess
+from shared.server.grammar_process import QUICK, GrammarProcess
 from tests.waiting import PATIENCE
 
 EVERY_BYTE = np.ones(256, np.bool_)
+CALLS = CallSpelling(trigger="", head="", middle="(", closing=")")
 
 
 @pytest.fixture(scope="module")
@@ -57,16 +60,13 @@ def test_after_the_process_is_lost_its_grammars_are_refused_and_the_next_compile
 
 
 def test_large_grammars_wait_for_each_other_and_small_ones_for_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    """At the process's end of the pipe, on threads: a large grammar uses the time of its first try, and memory."""
-    may_end, begun, tries = Event(), Event(), list[tuple[str, float]]()
+    """At the process's end of the pipe, on threads: a large grammar uses the work of its first try, and memory."""
+    may_end, begun, tries = Event(), Event(), list[tuple[str, Limits]]()
 
     def compiled(grammar: Grammar, usable_bytes: object, limits: Limits) -> Grammar:
-        tries.append((grammar.text, limits.seconds))
-        if grammar.text.startswith("large") and limits.seconds < 1:
-            until = time.thread_time() + limits.seconds
-            while time.thread_time() < until:
-                pass
-            raise GrammarError("too slow")
+        tries.append((grammar.text, limits))
+        if grammar.text.startswith("large") and limits == QUICK:
+            raise WorkError("too large")
         if grammar.text.startswith("huge"):
             raise MemoryError
         if grammar.text.startswith("large"):
@@ -89,7 +89,7 @@ def test_large_grammars_wait_for_each_other_and_small_ones_for_none(monkeypatch:
     answers = dict(_received(ours) for _ in range(3))
     assert set(answers) == {3, 4, 5}, "what is small does not wait"
     assert [str(answers[number]) for number in (4, 5)] == ["wrong", "KeyError while a grammar was compiled: 'broken'"]
-    assert [text for text, seconds in tries if seconds == Limits().seconds] == ["large1"], "one large one at a time"
+    assert [text for text, limits in tries if limits == Limits()] == ["large1"], "one large one at a time"
     may_end.set()
     answers |= dict(_received(ours) for _ in range(3))
     assert [type(answers[number]) for number in range(4)] == [Grammar, Grammar, GrammarError, Grammar]
@@ -102,22 +102,13 @@ def _received(pipe: Any) -> tuple[int, Any]:
     return number, made
 
 
-@pytest.mark.parametrize(("spent", "limits"), [(0.4, [0.05]), (0.6, [0.05, 1.0])])
-def test_calls_that_may_have_given_up_a_schema_are_compiled_again(
-    spent: float, limits: list[float], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A schema that need not be followed takes half of the time, and is then some object, in the first try alone."""
-    tried: list[float] = []
-
-    def made(grammar: Grammar, usable_bytes: Any, allowed: Limits) -> Grammar:
-        tried.append(allowed.seconds)
-        return grammar
-
-    monkeypatch.setattr(grammar_process, "_made", made)
-    clock = iter((1.0, 1.0 + spent * grammar_process.QUICK_SECONDS))
-    monkeypatch.setattr(grammar_process.time, "thread_time", lambda: next(clock))
-    ours, theirs = Pipe()
-    compiler = grammar_process._Compiler(theirs)
-    compiler._try(1, Grammar(GrammarKind.CALLS, "{}"), EVERY_BYTE)
-    assert ours.poll(PATIENCE), "it is sent"
-    assert tried == limits
+def test_a_first_try_drops_no_schema(process: GrammarProcess) -> None:
+    """A schema that need not be followed, and needs more work than the first try has, is followed."""
+    schema = {"properties": {"a": {"pattern": "^(x|y)*x(x|y){7}$"}}, "additionalProperties": False, "required": ["a"]}
+    described = CallDescription(CallMode.REQUIRED, CALLS, (CalledFunction("f", schema, False),))
+    with pytest.raises(WorkError):
+        Grammar.calls(described).compiled(EVERY_BYTE, QUICK)
+    automaton = process.compile(Grammar.calls(described), EVERY_BYTE).automaton
+    assert automaton is not None
+    assert automaton.accepts(b'f({"a": "xyyyyyyy"})')
+    assert not automaton.accepts(b'f({"a": "z"})')

@@ -14,6 +14,9 @@ import pytest
 from phases.phase_12.engine import Engine
 from shared.engine.config import EngineConfig
 from shared.grammar import grammar
+from shared.grammar.grammar import Grammar
+from shared.server.protocol import CompletionRequest
+from shared.server.structured_output import described_grammar
 from tests.unit.server.echo import EchoEngine, serving
 from tests.unit.server.exchange import assert_refused, chat, completion, events
 
@@ -134,6 +137,11 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"structured_outputs": {"grammar": "a"}}, "structured_outputs", "structured_outputs is {'grammar': 'a'}"),
     ({"structured_outputs": {"json_object": False}}, "structured_outputs.json_object", "json_object is False; it must"),
     ({"structured_outputs": {"json_object": 1}}, "structured_outputs.json_object", "json_object is 1; it must"),
+    (
+        {"structured_outputs": {"json": {}, "disable_additional_properties": 1}},
+        "structured_outputs.disable_additional_properties",
+        "disable_additional_properties is 1; it must be a boolean",
+    ),
     ({"structured_outputs": {"json": "{"}}, "structured_outputs.json", "The schema is not JSON"),
     ({"guided_json": {"properties": {"a": {"uniqueItems": True}}}}, "guided_json", "#/properties/a/uniqueItems"),
     ({"guided_json": {"uniqueItems": {}}}, "guided_json", "#/uniqueItems"),
@@ -189,3 +197,37 @@ def test_a_slow_grammar_delays_no_other_request(client: httpx.Client, monkeypatc
         assert not all(answer.done() for answer in slow), "they are compiled one after the other"
     for answer in slow:
         assert_refused(answer.result(), "guided_regex", "The grammar ")
+
+
+CLOSED = {"disable_additional_properties": True}
+
+
+@pytest.mark.parametrize(
+    ("fields", "default", "expected"),
+    [
+        ({"structured_outputs": {"json": {}}}, False, False),
+        ({"structured_outputs": {"json": {}} | CLOSED}, False, True),
+        ({"structured_outputs": {"json": {}, "disable_additional_properties": None}}, True, True),
+        ({"structured_outputs": {"json": {}, "disable_additional_properties": False}}, True, False),
+        ({"guided_json": {}}, True, True),
+        ({"response_format": {"type": "json_schema", "schema": {}}}, True, True),
+    ],
+)
+def test_objects_are_closed_if_the_body_or_the_server_says_so(
+    fields: dict[str, Any], default: bool, expected: bool
+) -> None:
+    found = described_grammar(CompletionRequest(model="m", prompt="p", **fields), is_closed=default)
+    assert found is not None
+    assert found[0] == Grammar.json_schema({}, is_closed=expected)
+
+
+def test_a_server_that_closes_objects(folder: Path) -> None:
+    """A random model would invent keys."""
+    schema = {"type": "object", "properties": {"a": {"type": "null"}}, "required": ["a"]}
+    engine: Any = Engine(EngineConfig(model=str(folder), max_seq_len=512))
+    engine.may_step = threading.Event()
+    with serving(engine, close_objects=True) as running, running.client() as client:
+        client.headers["accept"] = "application/json"
+        for seed in range(3):
+            body = completion("Say", guided_json=schema, seed=seed, max_tokens=100)
+            assert json.loads(text_of(client.post("/v1/completions", json=body).json())) == {"a": None}

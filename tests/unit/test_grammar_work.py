@@ -1,0 +1,157 @@
+"""Hostile schemas, one of a kind: what each is refused for, after how much work, and that work is the same everywhere.
+
+No clock decides: the numbers are of work.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from shared.grammar.json_schema import compile_schema
+from shared.grammar.limits import Budget, GrammarError, Limits
+from tests.grammars import UNTIMED
+
+ROOT = Path(__file__).parents[2]
+
+
+def keyed(n: int, **more: Any) -> dict[str, Any]:
+    return {"type": "object", "properties": {f"k{n}": {"type": "integer"}}, "required": [f"k{n}"], **more}
+
+
+def nested(depth: int, wrap: Callable[[Any], Any]) -> Any:
+    inner: Any = {"type": "integer"}
+    for _ in range(depth):
+        inner = wrap(inner)
+    return inner
+
+
+def defined(n: int) -> dict[str, Any]:
+    inner = {"type": "object", "properties": {"a": {"$ref": f"#/$defs/d{n * 7 % 300}"}}}
+    return {"anyOf": [{"$ref": f"#/$defs/d{n + 1}"}, inner]}
+
+
+def condition(n: int) -> dict[str, Any]:
+    return {"if": {"properties": {"t": {"const": f"t{n}"}}, "required": ["t"]}, "then": {"required": [f"k{n}"]}}
+
+
+SMALL = replace(UNTIMED, work=200_000)
+"""A fifth of what a grammar may need, so that the tests take a fifth of the time."""
+WORK, STATES, KEYS, BRANCHES = "units of work", "more than 60000 states", "64 named keys", "2048 combined alternatives"
+HOSTILE: dict[str, tuple[Any, str | None]] = {
+    "a required key each": ({"anyOf": [keyed(n) for n in range(1000)]}, KEYS),
+    "closed objects": ({"anyOf": [keyed(n, additionalProperties=False) for n in range(1000)]}, KEYS),
+    "a property each": ({"anyOf": [{"type": "object", "properties": {f"k{n}": {}}} for n in range(1200)]}, WORK),
+    "exactly one": ({"oneOf": [keyed(n) for n in range(400)]}, WORK),
+    "all of many": ({"allOf": [{"properties": {f"k{n}": {"minimum": n}}} for n in range(5000)]}, WORK),
+    "all of many choices": ({"allOf": [{"anyOf": [{"minimum": n}, {"type": "string"}]} for n in range(400)]}, WORK),
+    "numbers of items": ({"anyOf": [{"items": {"enum": [f"e{n}"]}, "minItems": n} for n in range(400)]}, WORK),
+    "constants": ({"anyOf": [{"const": n * 7919} for n in range(5000)]}, BRANCHES),
+    "listed objects": ({"enum": [{f"k{n}": n} for n in range(3000)]}, BRANCHES),
+    "a listed text": ({"enum": ["a" * 90_000]}, WORK),
+    "listed numbers": ({"enum": [n * 1.5 for n in range(50_000)]}, WORK),
+    "excluded numbers": ({"type": "number", "not": {"enum": [n + 0.5 for n in range(5000)]}}, WORK),
+    "excluded texts": ({"type": "string", "not": {"enum": [f"t{n}" for n in range(4000)]}}, None),
+    "nested arrays": (nested(60, lambda inner: {"items": inner}), None),
+    "nested alternatives": (nested(11, lambda inner: {"anyOf": [inner, {"properties": {"a": inner}}]}), WORK),
+    "references": (
+        {"$defs": {f"d{n}": defined(n) for n in range(300)} | {"d300": {}}, "$ref": "#/$defs/d0"},
+        WORK,
+    ),
+    "conditions": ({"allOf": [condition(n) for n in range(200)]}, WORK),
+    "a counter": ({"pattern": "^[a-zé]{0,5000}x{0,5000}$"}, WORK),
+    "counters in counters": ({"pattern": "((a{0,99}){0,99}){0,99}"}, WORK),
+    "sets of states": ({"pattern": "(a|b)*a(a|b){17}"}, WORK),
+    "classes": ({"pattern": r"[\p{L}]{0,500}"}, WORK),
+    "a wide class": ({"pattern": "[" + "".join(chr(0x100 + 2 * n) for n in range(3000)) + "]{0,50}"}, None),
+    "a product of patterns": (
+        {"type": "string", "allOf": [{"pattern": f"{c}{{{n}}}"} for n, c in enumerate("abcdefgh", 9)]},
+        WORK,
+    ),
+    "patterns of keys": (
+        {
+            "type": "object",
+            "patternProperties": {f"{c}.{{3}}{c}": {"maximum": ord(c)} for c in "abcdefghijkl"},
+        },
+        WORK,
+    ),
+    "a format and a length": ({"type": "string", "format": "uri", "maxLength": 2000}, STATES),
+    "names by patterns": (
+        {"type": "object", "propertyNames": {"anyOf": [{"pattern": f"^k{n}[a-z]*$"} for n in range(300)]}},
+        WORK,
+    ),
+    "a chain of dependents": (
+        {"type": "object", "dependentRequired": {f"k{n}": [f"k{n + 1}"] for n in range(3000)}},
+        WORK,
+    ),
+    "a long name": ({"properties": {"x" * 300_000: {"properties": {f"k{n}": {} for n in range(5000)}}}}, WORK),
+    "properties": ({"properties": {f"key{n}": {"type": "integer"} for n in range(9000)}}, WORK),
+    "closed properties": (
+        {"properties": {f"key{n}": {"type": "string"} for n in range(600)}, "additionalProperties": False},
+        None,
+    ),
+    "counted keys": ({"minProperties": 30, "propertyNames": {"pattern": "^[a-z]{3,60}$"}}, WORK),
+    "divisors": ({"type": "integer", "allOf": [{"multipleOf": 10**400 + n} for n in range(60)]}, WORK),
+    "a divisor": ({"type": "integer", "multipleOf": 50_000}, WORK),
+    "items": ({"items": {"type": "integer"}, "minItems": 100_000}, WORK),
+    "two keys of each": ({"type": "object", "anyOf": [{"required": [f"a{n}", f"b{n}"]} for n in range(16)]}, "keys"),
+}
+
+
+def verdict(schema: Any, limits: Limits = SMALL) -> tuple[str | None, int]:
+    """The message of the refusal, and the work until then."""
+    budget = Budget(limits)
+    try:
+        compile_schema(schema, budget)
+    except GrammarError as error:
+        return str(error), budget.work
+    return None, budget.work
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_a_hostile_schema_ends_within_the_work(name: str) -> None:
+    """Again with what the first time left behind: the same."""
+    schema, expected = HOSTILE[name]
+    first = verdict(schema)
+    said, work = first
+    assert (said is None) == (expected is None), said
+    assert (expected or "") in (said or "")
+    assert (work > SMALL.work) == (expected == WORK)
+    assert verdict(schema) == first
+
+
+def test_many_objects_that_need_a_key_each_are_refused_before_they_are_compared() -> None:
+    said, work = verdict({"anyOf": [keyed(n) for n in range(2000)]}, UNTIMED)
+    assert KEYS in (said or "")
+    assert work < 150 * 2000
+
+
+SAMPLES = ("exactly one", "excluded texts", "nested alternatives", "two keys of each", "a counter")
+MEASURE = """
+import json
+from shared.grammar.json_schema import compile_schema
+from tests.unit.test_grammar_work import HOSTILE, SAMPLES, UNTIMED, Budget, verdict
+number = compile_schema({"type": "integer"}, Budget(UNTIMED))
+accepted = [number.accepts(b"1" * length) for length in (7, 8)]
+print(json.dumps([accepted, [verdict(HOSTILE[name][0]) for name in SAMPLES]]))
+"""
+
+
+def test_the_order_of_sets_changes_no_verdict() -> None:
+    """In processes whose texts hash differently, with nothing compiled before, and with a setting of their own."""
+    found = []
+    for seed in ("1", "2"):
+        environment = {**os.environ, "PYTHONHASHSEED": seed, "INFER_MAX_DIGITS": "6"}
+        done = subprocess.run(
+            [sys.executable, "-c", MEASURE], cwd=ROOT, env=environment, capture_output=True, text=True
+        )
+        assert done.returncode == 0, done.stderr
+        found.append(json.loads(done.stdout))
+    assert found[0] == found[1]
+    assert found[0][0] == [True, False]
