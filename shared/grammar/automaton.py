@@ -33,10 +33,10 @@ UNBOUNDED = 2**31 - 1
 SPACE_ENDED = MAX_BLANKS + 1
 """``Configuration.blanks`` behind a single space, which nothing blank may follow."""
 MAX_DIGITS = int(os.environ.get("INFER_MAX_DIGITS", "32"))
-"""Digits that may follow each other where a number could go on for ever, behind the first one or two of its whole part,
-and behind the first one of its fraction. At most 200, so that a float holds every number, whatever its exponent."""
+"""Digits that may follow each other where a number could go on for ever, after the first one or two of its whole part,
+and after the first one of its fraction. At most 200, so that a float holds every number, whatever its exponent."""
 DIGITS_ENDED = SPACE_ENDED + MAX_DIGITS
-"""``Configuration.blanks`` behind so many digits: digits count from ``SPACE_ENDED`` on."""
+"""``Configuration.blanks`` after so many digits: digits count from ``SPACE_ENDED`` on."""
 ACTION_BITS = 3
 REFUSED = -1
 
@@ -245,6 +245,6 @@ def _blanks(run: int, byte: int) -> int | None:
     if byte in b"0123456789":
         run = max(run, SPACE_ENDED) + 1
         return run if run <= DIGITS_ENDED else None
-    if run == 0 or run > SPACE_ENDED:  # behind digits too
+    if run == 0 or run > SPACE_ENDED:  # after digits too
         return {ord(" "): SPACE_ENDED, ord("\n"): 1}.get(byte)
     return run + 1 if run <= MAX_BLANKS and byte in b" \t" else None

@@ -5,9 +5,9 @@ equal or greater so far, and then the digits of the fraction. Divisors keep a re
 
 A number is written with an exponent only where its size is then known: freely where its value does not matter, else as
 Python writes the shortest form of a float, below 1e-4 or from 1e16 on. A whole number has neither a fraction nor an
-exponent. Exponents stop at 307, and behind more than one digit at 99. The
-number of digits is bounded too: by ``MAX_DIGITS`` of the automaton, and for a multiple that has few remainders by
-``MULTIPLE_DIGITS``. So no number overflows the range of a float (``1E400`` is refused).
+exponent. Exponents stop at 307, and after more than one digit at 99. The number of digits is bounded too: by
+``MAX_DIGITS`` of the automaton, and for a multiple that has few remainders by ``MULTIPLE_DIGITS``. So no number
+overflows the range of a float (``1E400`` is refused).
 
 Readers round a number to a float, so a fraction has no more digits than tell it from an excluded bound.
 
