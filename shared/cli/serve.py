@@ -107,7 +107,7 @@ def serve(
         bool,
         _server(
             "--close-objects",
-            text="Objects of a JSON schema that names properties have no others, unless it speaks of them.",
+            text="Close objects whose schema lists properties without additionalProperties or patternProperties.",
         ),
     ] = False,
     max_body_bytes: Annotated[int, _server("--max-body-bytes", text="Bytes of the longest body.")] = 2 * 2**20,

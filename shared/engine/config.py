@@ -177,7 +177,7 @@ class EngineConfig:
     drafter: str | None = setting(
         None,
         "11",
-        "Of speculative decoding: ngram (tokens that followed the same words before); default: model, the draft model.",
+        "Drafter of speculative decoding: ngram (tokens after the same words before); default: model, the draft model.",
         choices=("model", "ngram"),
     )
     draft_model: str | None = setting(

@@ -32,16 +32,16 @@ UNBOUNDED = 2**31 - 1
 """The most characters of a string without ``maxLength``."""
 SPACE_ENDED = MAX_BLANKS + 1
 """``Configuration.blanks`` behind a single space, which nothing blank may follow."""
-MAX_DIGITS = int(os.environ.get("INFER_MAX_DIGITS", "32"))
+_ASKED = os.environ.get("INFER_MAX_DIGITS", "32")
+if not (_ASKED.isascii() and _ASKED.isdecimal() and 1 <= int(_ASKED[:4]) <= 200):
+    raise ConfigError(f"INFER_MAX_DIGITS is {_ASKED!r}; it must be a whole number from 1 to 200.")
+MAX_DIGITS = int(_ASKED)
 """Digits that may follow each other where a number could go on for ever, after the first one or two of its whole part,
-and after the first one of its fraction. At most 200, so that a float holds every number, whatever its exponent."""
+and after the first one of its fraction. At most 200, so that a float holds such a number, whatever its exponent."""
 DIGITS_ENDED = SPACE_ENDED + MAX_DIGITS
 """``Configuration.blanks`` after so many digits: digits count from ``SPACE_ENDED`` on."""
 ACTION_BITS = 3
 REFUSED = -1
-
-if not 1 <= MAX_DIGITS <= 200:
-    raise ConfigError(f"INFER_MAX_DIGITS is {MAX_DIGITS}; it must be from 1 to 200.")
 
 
 class Action(IntEnum):

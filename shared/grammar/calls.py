@@ -69,23 +69,28 @@ def compile_calls(
 
     functions = description.functions if description.mode is not CallMode.NONE else ()
     free = [index for index, each in enumerate(functions) if not each.is_strict]
-    arguments = {index: compiled({"type": "object"}, budget) for index in free}  # before the budget is spent on others
+    names = [each.name for each in description.functions]
+    arguments = {}
+    if free:  # before the budget is spent on others
+        some_object = compiled({"type": "object"}, budget)
+        arguments = dict.fromkeys(free, some_object)
+        budget.keep(some_object.num_states * (len(free) - 1))
     for index, each in enumerate(functions):
         if each.is_strict:
             try:
                 arguments[index] = compiled(_of_object(each.schema), budget)
             except GrammarError as error:
                 raise type(error)(f"The arguments of {each.name}: {error}") from error
+    reserve = (budget.limits.work - budget.work) // 4  # for joining them, however many attempts fail
     for index in free:
         try:
-            with budget.attempt() as part:
+            with budget.attempt(reserve) as part:
                 arguments[index] = compiled(_of_object(functions[index].schema), part)
         except WorkError:
             if not budget.limits.drops:
                 raise
         except GrammarError:
             pass  # arguments are some object
-    names = [each.name for each in description.functions]
     budget.spend(sum(32 * len(name) for name in names) + sum(each.num_bytes for each in arguments.values()) // 64)
     around = AnswerGraph(description.mode, description.spelling, names, has_format=answer is not None)
     ordered = [arguments[index] for index in range(len(functions))]

@@ -6,8 +6,8 @@ equal or greater so far, and then the digits of the fraction. Divisors keep a re
 A number is written with an exponent only where its size is then known: freely where its value does not matter, else as
 Python writes the shortest form of a float, below 1e-4 or from 1e16 on. A whole number has neither a fraction nor an
 exponent. Exponents stop at 307, and after more than one digit at 99. The number of digits is bounded too: by
-``MAX_DIGITS`` of the automaton, and for a multiple that has few remainders by ``MULTIPLE_DIGITS``. So no number
-overflows the range of a float (``1E400`` is refused).
+``MAX_DIGITS`` of the automaton, for a multiple that has few remainders by ``MULTIPLE_DIGITS``, and beside a large bound
+by ``LARGEST``. So no number overflows the range of a float (``1E400`` is refused); multiples with many remainders do.
 
 Readers round a number to a float, so a fraction has no more digits than tell it from an excluded bound.
 
@@ -29,6 +29,8 @@ WHOLE_PART = Fraction(10**9)
 ALWAYS_KEPT = 6
 """Digits of a fraction that a float keeps behind a whole part below ``WHOLE_PART``."""
 MOST_DIGITS = 20
+LARGEST = Fraction(10**308)
+"""Below it every number is a float."""
 MULTIPLE_DIGITS = 20
 MOST_REMAINDERS = 10
 """Of a multiple whose digits are bounded: each remainder has states for each number of digits."""
@@ -111,7 +113,10 @@ class Bound(NamedTuple):
             return None
         if not self.value:
             return MOST_DIGITS
-        bound = float(self.value)
+        try:
+            bound = float(self.value)
+        except OverflowError:  # beyond every float
+            return 0
         spacing = math.ulp(bound if ">" in self.allowed else math.nextafter(bound, 0))
         is_exact = Fraction(bound) == self.value
         return min(max(math.ceil(-math.log10(spacing / 2 if is_exact else spacing)) - 1, 0), MOST_DIGITS)
@@ -169,10 +174,19 @@ def _texts(value: Fraction, is_whole: bool | None) -> Iterator[str]:
         yield str(value)
         if value == 0:
             yield "-0"
-        if is_whole or value < HUGE:  # an integer, as its readers expect it
+        if is_whole or abs(value) < HUGE:  # an integer, as its readers expect it
             return
     if Fraction(text) == value:
         yield text
+
+
+def _bounded(shape: Number, most: Fraction) -> Number:
+    """The numbers of a shape below ``most`` and above its opposite, unless it asks for larger ones."""
+    if shape.low is None or shape.low[0] < most:
+        shape = shape.at_most(most, True)
+    if shape.high is None or shape.high[0] > -most:
+        shape = shape.at_least(-most, True)
+    return shape
 
 
 class _Reader:
@@ -184,8 +198,9 @@ class _Reader:
         if shape.is_whole is False:  # few enough digits for a float to keep the fraction
             shape = shape.at_most(WHOLE_PART, True).at_least(-WHOLE_PART, True)
         if 1 < shape.multiple <= MOST_REMAINDERS:  # a run that may end anywhere could end where the remainder is not 0
-            most = Fraction(10**MULTIPLE_DIGITS)
-            shape = shape.at_most(most, True).at_least(-most, True)
+            shape = _bounded(shape, Fraction(10**MULTIPLE_DIGITS))
+        if any(bound and abs(bound[0]) >= HUGE for bound in (shape.low, shape.high)):
+            shape = _bounded(shape, LARGEST)
         self.shape = shape
         self.bounds = {sign: self._bounds(sign) for sign in ("", "-")}
         num_bounds = max(len(bounds or ()) for bounds in self.bounds.values())

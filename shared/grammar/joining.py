@@ -102,7 +102,10 @@ def joined(
     if last is not None:
         first, own = parts[-1].table[0], whole.table[beginnings]
         if ((first != REFUSED) & (own != REFUSED)).any():
-            raise GrammarError("The format of the answer can begin as a call or a thought does; leave out one of them.")
+            raise GrammarError(
+                "The format of the answer can begin as what may stand before it does: a call, thoughts, or a line "
+                "break after them. Let it begin with something else."
+            )
         whole.table[beginnings] = np.where(own == REFUSED, first, own)
         whole.is_final[beginnings] |= last.is_final[0]
     tables = {name: np.concatenate([getattr(part, name) for part in parts]) for name in counts if name != "columns"}

@@ -33,6 +33,8 @@ ROW = 8
 """Units of work for a row of 256 entries that is made and kept."""
 LOOK = 10_000
 """Units of work between two readings of the clock."""
+MOST_KEPT = 5_000_000
+"""Units of work of what one table remembers, some ten bytes each."""
 
 
 @dataclass(frozen=True)
@@ -62,7 +64,9 @@ class Budget:
     most_states: int = field(default=0, init=False)  # at once, under construction
     start: float | None = None
     next_look: int = field(default=LOOK, init=False)
-    made: dict[Hashable, object] = field(default_factory=dict, init=False, repr=False)  # what is remembered, and paid
+    made: dict[Hashable, "_Kept"] = field(default_factory=dict, init=False, repr=False)  # what is remembered, and paid
+    needed: dict[Hashable, "_Kept"] = field(default_factory=dict, init=False, repr=False)  # by what is being made
+    paid: int = field(default=0, init=False)  # of the work, for what is remembered
 
     def __post_init__(self) -> None:
         self.start = self.clock() if self.start is None else self.start
@@ -98,9 +102,13 @@ class Budget:
             )
 
     @contextmanager
-    def attempt(self) -> Iterator["Budget"]:
-        """Half of what is left, for a part of the grammar that may fail: its states then count no more."""
-        states, work = self.limits.states - self.num_states, self.limits.work - self.work
+    def attempt(self, reserve: int = 0) -> Iterator["Budget"]:
+        """Half of what is left, for a part of the grammar that may fail: its states then count no more.
+
+        Args:
+            reserve: units of work that are left to others.
+        """
+        states, work = self.limits.states - self.num_states, max(self.limits.work - self.work - reserve, 0)
         part = Budget(replace(self.limits, states=states // 2, work=work // 2), self.clock, self.start)
         try:
             yield part
@@ -117,31 +125,62 @@ class Budget:
 Made = TypeVar("Made")
 
 
+@dataclass(frozen=True)
+class _Kept:
+    """What was made, what it cost without what it needed, the states at once, and what it needed, by what was paid."""
+
+    made: object
+    work: int
+    states: int
+    needed: dict[Hashable, "_Kept"]
+
+
 class Remembered(Generic[Made]):
-    """The last results of a costly step. What is remembered costs a budget once what it cost to make, so that a
-    verdict does not depend on what was compiled before.
+    """The last results of a costly step, at most ``most`` of them, which cost no more than ``MOST_KEPT`` units.
+
+    What is remembered costs a budget once what it cost to make, so that a verdict does not depend on what was compiled
+    before. A step may need others that are remembered, in any such table; each is paid for by itself.
     """
 
     def __init__(self, most: int) -> None:
         self.most = most
-        self._kept: OrderedDict[Hashable, tuple[Made, int, int]] = OrderedDict()
+        self._kept: OrderedDict[Hashable, _Kept] = OrderedDict()
+        self._work = 0
 
     def get(self, key: Hashable, make: Callable[[], Made], budget: Budget) -> Made:
         """What ``make`` makes with the budget. Raises GrammarError as it does."""
         paid = id(self), key
-        if paid in budget.made:
-            return cast(Made, budget.made[paid])
-        found = self._kept.get(key)
-        if found is not None:
-            made, work, states = found
-            budget.check_states(states)
-            budget.spend(work)
-        else:
-            before, states, budget.most_states = budget.work, budget.most_states, 0
-            made = make()
-            self._kept[key] = made, budget.work - before, budget.most_states
-            budget.most_states = max(states, budget.most_states)
-            while len(self._kept) > self.most:
-                self._kept.popitem(last=False)
-        budget.made[paid] = made
-        return made
+        if paid not in budget.made:
+            found = self._kept.get(key)
+            budget.made[paid] = self._made(key, make, budget) if found is None else _pay(found, budget)
+        found = budget.made[paid]
+        budget.needed |= {paid: found, **found.needed}
+        return cast(Made, found.made)
+
+    def _made(self, key: Hashable, make: Callable[[], Made], budget: Budget) -> _Kept:
+        needed, states, others = budget.needed, budget.most_states, budget.paid
+        before, budget.needed, budget.most_states = budget.work, {}, 0
+        made = make()
+        work = budget.work - before - (budget.paid - others)
+        found = self._kept[key] = _Kept(made, work, budget.most_states, budget.needed)
+        budget.paid += work
+        budget.needed, budget.most_states = needed, max(states, budget.most_states)
+        self._work += work
+        while len(self._kept) > self.most or (self._work > MOST_KEPT and len(self._kept) > 1):
+            _, dropped = self._kept.popitem(last=False)
+            self._work -= dropped.work
+        return found
+
+
+def _pay(found: _Kept, budget: Budget) -> _Kept:
+    """Spend what it cost to make, and what it needed, if that is not paid yet."""
+    for paid, needed in found.needed.items():
+        if paid not in budget.made:
+            budget.made[paid] = needed
+            budget.check_states(needed.states)
+            budget.spend(needed.work)
+            budget.paid += needed.work
+    budget.check_states(found.states)
+    budget.spend(found.work)
+    budget.paid += found.work
+    return found

@@ -5,7 +5,7 @@ relative to its URI (RFC 3986). Only keywords that hold schemas are searched: a 
 keyword that is not known identifies nothing, unless a reference leads there.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 from urllib.parse import unquote, urljoin
@@ -42,8 +42,7 @@ class References:
 
     def __init__(self, root: Any, budget: Budget, *, is_old: bool) -> None:
         self.root, self.budget, self.is_old = root, budget, is_old
-        is_named = isinstance(root, Mapping) and "$schema" in root
-        self.names = ("$id", "id") if is_old or not is_named else ("$id",)
+        self.names = ("$id", "id") if is_old else ("$id",)
         self.resources: dict[str, Resource] = {}
         self.anchors: dict[tuple[str, str], Found] = {}
         self.scopes: dict[int, Resource] = {}  # by the id of a schema, which the root keeps alive
@@ -61,6 +60,7 @@ class References:
         base, _, fragment = reference.partition("#")
         scope = self.scopes.get(id(schema), self.resources[""])
         if base:
+            self.budget.spend((len(scope.uri) + len(base)) // 8)
             uri = urljoin(scope.uri, base)
             if uri not in self.resources:
                 raise LookupError(uri)
@@ -103,6 +103,7 @@ class References:
         identifier = next((schema[name] for name in self.names if isinstance(schema.get(name), str)), "")
         base, _, fragment = identifier.partition("#")
         if base:
+            self.budget.spend((len(scope.uri) + len(base)) // 8)
             scope = Resource(urljoin(scope.uri, base), schema, _path(link))
             self.resources.setdefault(scope.uri, scope)
         for anchor in (fragment, schema.get("$anchor"), schema.get("$dynamicAnchor")):
@@ -126,5 +127,5 @@ def _path(link: Link) -> str:
     keys: list[str] = []
     while link is not None:
         link, key = link
-        keys.append(key)
+        keys.append(key.replace("~", "~0").replace("/", "~1"))
     return "/".join(["#", *reversed(keys)])

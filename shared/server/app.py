@@ -22,7 +22,7 @@ from shared.server.intake import Intake
 from shared.server.logs import log_event
 from shared.server.metrics import ServerMetrics
 from shared.server.middleware import AllowedHosts, ApiKey, BodyLimit, RequestLog
-from shared.server.settings import ServerConfig
+from shared.server.settings import EXPOSED, ServerConfig
 
 _STATUSES = {
     400: "not JSON, a field is missing, or the host is not allowed",
@@ -86,7 +86,7 @@ def make_app(handle: EngineHandle, config: ServerConfig) -> FastAPI:
             allow_origins=config.allowed_origins,
             allow_methods=["GET", "POST", "DELETE"],
             allow_headers=["*"],
-            expose_headers=["X-Request-Id", "Retry-After"],
+            expose_headers=EXPOSED,
         )
     if config.allowed_hosts:
         app.add_middleware(AllowedHosts, hosts=config.allowed_hosts)

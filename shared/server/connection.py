@@ -19,7 +19,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResp
 from shared.server.errors import ApiError, overloaded
 from shared.server.logs import log_event
 from shared.server.metrics import ServerMetrics
-from shared.server.settings import ServerConfig
+from shared.server.settings import EXPOSED, ServerConfig
 
 
 class Connection(HttpToolsProtocol):
@@ -240,6 +240,7 @@ def _http(error: ApiError, request_id: str, origin: bytes | None) -> bytes:
     headers = [*response.raw_headers, (b"x-request-id", request_id.encode()), (b"connection", b"close")]
     if origin is not None:
         headers += [(b"access-control-allow-origin", origin), (b"vary", b"Origin")]
+        headers.append((b"access-control-expose-headers", ", ".join(EXPOSED).encode()))
     head = b"".join(b"%b: %b\r\n" % header for header in headers)
     reason = http.HTTPStatus(error.status_code).phrase.encode()
     return b"HTTP/1.1 %d %b\r\n%b\r\n%b" % (error.status_code, reason, head, error.body())

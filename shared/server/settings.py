@@ -11,6 +11,8 @@ from typing import Any
 
 from shared.errors import ConfigError
 
+EXPOSED = ["X-Request-Id", "Retry-After"]
+"""Headers that pages of allowed origins may read."""
 MAX_N = 16
 MAX_PROMPTS = 64
 """One completion has at most MAX_N times MAX_PROMPTS choices."""

@@ -4,8 +4,9 @@ A model that thinks writes ``<think>``, its thoughts, ``</think>``, and then its
 thoughts: some templates end with ``<think>``, and so may a message that goes on. The limits of thinking, the reader of
 calls and the grammar of an answer all take it from here.
 
-Invariant: nothing before the last special token counts, which is where the assistant's turn begins; and where a mark is
-a token, only that token counts, which no text of a user becomes.
+Invariant: nothing before the last special token counts, which is where the assistant's turn begins; where no special
+token begins a turn, only the prompt's end counts; and where a mark is a token, only that token counts, which no text of
+a user becomes.
 """
 
 from collections.abc import Sequence
@@ -34,4 +35,6 @@ def ends_in_thoughts(prompt_ids: Sequence[int], tokenizer: Tokenizer) -> bool:
         return next((token_id for token_id in reversed(prompt_ids) if token_id in control), None) == open_id
     begin = next((index for index in range(len(prompt_ids), 0, -1) if prompt_ids[index - 1] in special), 0)
     text = tokenizer.decode(list(prompt_ids[begin:]))
+    if begin <= 1:  # no special token begins a turn, so a mark in the middle may be a user's
+        return text.rstrip().endswith(OPEN)
     return text.rfind(OPEN) > text.rfind(CLOSE)

@@ -116,7 +116,7 @@ def test_a_format_may_be_empty_and_may_not_begin_as_a_call() -> None:
     empty = compiled(CallMode.AUTO, QWEN, form=Grammar.regex("[0-9]*"))
     assert_language(empty, ["", "12", THOUGHT, f"{THOUGHT}\n", GOOD], ["So", f"{GOOD}1"])
     for spelling, form in ((LLAMA, FORMATS['{"a": 5}']), (HERMES, Grammar.regex("<[a-z]+>"))):
-        with pytest.raises(GrammarError, match="can begin as a call or a thought does"):
+        with pytest.raises(GrammarError, match="can begin as what may stand before it does"):
             compiled(CallMode.AUTO, spelling, form=form)
 
 
@@ -242,6 +242,21 @@ def test_a_costly_schema_that_need_not_be_followed_is_some_object(limits: Limits
     if limits == UNTIMED:
         with pytest.raises(WorkError):
             compile_calls(described, None, ALL_BYTES, Budget(replace(limits, drops=False)))
+
+
+def test_many_functions_that_need_not_be_followed() -> None:
+    """However many there are, and however many of their schemas are dropped."""
+    small = {f"{name}{n}": {"type": kind} for n in range(2) for name, kind in (("a", "string"), ("b", "integer"))}
+    functions = [CalledFunction(f"f{number:03}", {"properties": small}, False) for number in range(128)]
+    found = compiled(CallMode.AUTO, HERMES, tuple(functions), None, Limits())
+    assert found.accepts(hermes("f127", '{"a0": "x"}').encode())
+    assert not found.accepts(hermes("f000", '{"a0": 1}').encode())
+    assert not found.accepts(hermes("f128", "{}").encode())
+    costly = {"properties": {"p": {"type": "string", "pattern": "(a|b)*a(a|b){17}"}}}
+    dropped = [CalledFunction(f"g{number}", costly, False) for number in range(12)]
+    found = compiled(CallMode.AUTO, HERMES, (*dropped, *FUNCTIONS), None, Limits())
+    assert found.accepts(hermes("g11", '{"p": 1}').encode())
+    assert not found.accepts(BAD[0].encode())
 
 
 def test_arguments_are_closed_objects_if_that_is_asked_for() -> None:

@@ -15,7 +15,9 @@ from typing import Any
 import pytest
 
 from shared.grammar.json_schema import compile_schema
-from shared.grammar.limits import Budget, GrammarError, Limits
+from shared.grammar.limits import MOST_KEPT, Budget, GrammarError, Limits, Remembered
+from shared.grammar.regex import _fragments
+from shared.grammar.texts import _patterns
 from tests.grammars import UNTIMED
 
 ROOT = Path(__file__).parents[2]
@@ -124,6 +126,35 @@ def test_a_hostile_schema_ends_within_the_work(name: str) -> None:
     assert (expected or "") in (said or "")
     assert (work > SMALL.work) == (expected == WORK)
     assert verdict(schema) == first
+
+
+def test_what_was_compiled_before_changes_no_count() -> None:
+    """Two patterns that need the same class of characters, in any order, and one that was dropped in between."""
+    one, other = {"pattern": r"^\p{L}x$"}, {"pattern": r"^\p{L}\w{3}$"}
+    both = {"properties": {"a": one, "b": other}}
+    found = set()
+    for order in ([one, other, both], [both, other, one], [other, both, one]):
+        for table in (_fragments, _patterns):
+            table._kept.clear()
+            table._work = 0
+        counts = {json.dumps(schema): verdict(schema)[1] for schema in order}
+        found.add(tuple(counts[json.dumps(schema)] for schema in (one, other, both)))
+        _fragments._kept.clear()
+        assert verdict(both)[1] == counts[json.dumps(both)]
+    assert len(found) == 1
+
+
+def test_a_table_remembers_no_more_than_its_units() -> None:
+    table: Remembered[str] = Remembered(100)
+    for number in range(20):
+        budget = Budget(UNTIMED)
+
+        def make(budget: Budget = budget) -> str:
+            budget.spend(MOST_KEPT // 10)
+            return "made"
+
+        assert table.get(number, make, budget) == "made"
+    assert list(table._kept) == list(range(10, 20))
 
 
 def test_many_objects_that_need_a_key_each_are_refused_before_they_are_compared() -> None:

@@ -587,6 +587,14 @@ TEXTS: dict[str, tuple[Any, list[bytes], list[bytes]]] = {
     ),
     "digits of an integer end": ({"type": "integer", "minimum": 1}, [MANY], [b"1" * 400]),
     "digits of a multiple end": ({"multipleOf": 6}, [b"12" * 10], [b"12" * 20]),
+    "unless its bound is beyond their end": (
+        {"multipleOf": 5, "minimum": 10**21},
+        [b"5" * 22],
+        [b"5" * 20, b"5" * 309],
+    ),
+    "a large bound": ({"minimum": 10**300}, [b"9" * 301], [b"9" * 300, b"9" * 309]),
+    "a bound that no float holds": ({"exclusiveMaximum": 10**400}, [b"1"], []),
+    "a large constant below 0": ({"const": -1e20}, [b"-1e+20", b"-1" + b"0" * 20], [b"1e+20"]),
     "a constant that overflows a float": ({"enum": [1, 10**400]}, [b"1"], [b"1" + b"0" * 400]),
     "listed integers are written as integers": (
         {"enum": [1, 2.0, {"a": 3}]},

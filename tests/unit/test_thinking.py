@@ -174,6 +174,14 @@ def test_marks_that_are_no_tokens_are_read_in_the_text_of_the_turn(
     assert ends_in_thoughts(tokenizer.encode(text, add_special_tokens=False), tokenizer) == is_open
 
 
+@pytest.mark.parametrize(("text", "is_open"), [("What is <think>?", False), ("[INST] x [/INST] <think>\n", True)])
+def test_where_no_special_token_begins_a_turn_a_mark_in_the_middle_may_be_a_user_s(
+    text: str, is_open: bool, tiny_checkpoints: dict[str, Path]
+) -> None:
+    tokenizer = Tokenizer.load(tiny_checkpoints["llama"])
+    assert ends_in_thoughts(tokenizer.encode(text), tokenizer) == is_open
+
+
 @pytest.mark.parametrize(("ids", "words"), [([5], (4, 5)), ([5, 6], (4,))])
 @pytest.mark.parametrize(("prompt", "first"), [([OPEN], 0), ([], 1)])
 def test_words_of_one_token_stand_by_their_index_in_the_output(

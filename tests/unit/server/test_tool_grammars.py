@@ -184,7 +184,7 @@ def test_a_call_behind_thinking(servers: dict[str, Running]) -> None:
         (
             {"tools": TOOLS, "response_format": {"type": "regex", "pattern": "<[a-z]+>"}},
             "response_format.pattern",
-            "can begin as a call or a thought does",
+            "can begin as what may stand before it does",
         ),
     ],
 )
