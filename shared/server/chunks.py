@@ -75,7 +75,7 @@ async def list_chunks(
     request: Request, limit: Annotated[int, Query(ge=1, le=1000)] = 100, after: str | None = None
 ) -> ChunkPage:
     """Up to `limit` chunks, those behind the chunk with the id `after`."""
-    infos, has_more = await _client(request, "after").inquire(Page(limit, after), "after")
+    infos, has_more = await _client(request, None).inquire(Page(limit, after), "after")
     data = [ChunkBody.of(info) for info in infos]
     return ChunkPage(data=data, last_id=data[-1].id if data else None, has_more=has_more)
 
@@ -119,11 +119,11 @@ async def context(
     return [blended]
 
 
-def _client(request: Request, param: str) -> EngineClient:
+def _client(request: Request, param: str | None) -> EngineClient:
     """The engine's client; raises ApiError if the engine has no chunks, or the server shuts down."""
     intake: Intake = request.app.state.intake
     if (stopping := intake.stopping()) is not None:
         raise stopping
     if intake.chunk_refusal is not None:
-        raise invalid(intake.chunk_refusal, param=None if request.method == "GET" else param, code="no_chunks")
+        raise invalid(intake.chunk_refusal, param=param, code="no_chunks")
     return cast(EngineClient, request.app.state.client)

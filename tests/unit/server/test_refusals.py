@@ -344,14 +344,14 @@ def test_an_api_key_guards_the_api_alone(folder: Path) -> None:
 
 def test_an_engine_without_chunks_says_which_phase_has_them(client: httpx.Client) -> None:
     chat = {"model": "echo", "messages": [{"role": "user", "content": "a"}]}
-    for response in (
-        client.post("/v1/chunks", json={"model": "echo", "content": "a"}),
-        client.get("/v1/chunks"),
-        client.post("/v1/chat/completions", json={**chat, "chunks": ["a"]}),
+    for response, param in (
+        (client.post("/v1/chunks", json={"model": "echo", "content": "a"}), "content"),
+        (client.get("/v1/chunks"), None),
+        (client.post("/v1/chat/completions", json={**chat, "chunks": ["a"]}), "chunks"),
     ):
         assert response.status_code == 422
         error = error_of(response)
-        assert error["code"] == "no_chunks"
+        assert (error["code"], error["param"]) == ("no_chunks", param)
         assert error["message"] == (
             "This server's engine has no chunks; serve phase 9.1 for them: infer serve --phase 09.1."
         )
