@@ -20,7 +20,7 @@ from shared.kernels.sampler import sample
 from shared.models.attention import NormAndRotate
 from shared.models.causal_lm import CausalLM
 from shared.models.config import ModelConfig
-from shared.models.fused import FusedBlock, fuse
+from shared.models.fused import fuse
 from shared.ops import rmsnorm as norm_op
 from shared.ops.attention import sdpa_attention
 from shared.ops.gated import GatedOp
@@ -50,16 +50,15 @@ class NormOf:
 
 
 class ModelShapes:
-    """The sizes of one model, read off its fused twin, and the dtype that its kernels compute in."""
+    """The sizes of one model, read off its fused version, and the dtype that its kernels compute in."""
 
     def __init__(self, config: ModelConfig, dtype: torch.dtype) -> None:
         self.config, self.dtype, self.vocab_size = config, dtype, config.vocab_size
         model = fuse(CausalLM(config, max_positions=1, device="meta"))
-        block = model.blocks[0]
-        assert isinstance(block, FusedBlock)
-        self.block = block
+        block: Any = model.blocks[0]
+        self.block, self.has_post_norms = block, hasattr(block, "post_mlp_norm")
         self.hidden_size, self.eps, self.offset = len(model.norm.weight), model.norm.eps, model.norm.offset
-        self.intermediate_size = block.down_proj.weight.shape[1]
+        self.intermediate_size = block.mlp.down_proj.weight.shape[1]
 
     def fill_norm(self, weights: torch.Tensor) -> None:
         """What the weights of a norm are drawn from: near the one that leaves a number as it is."""
@@ -80,12 +79,12 @@ def compiled(op: Call) -> Call:
 def projection_cases(shapes: ModelShapes, rows: int) -> list[Case]:
     """qkv, o, gate_up, down and head with the prologue and epilogue that the fused block gives each."""
     block, H, I = shapes.block, shapes.hidden_size, shapes.intermediate_size  # noqa: E741
-    is_added_at_once = block.post_attention_norm is None
+    is_added_at_once = not shapes.has_post_norms
     return [
-        projection_case(shapes, rows, "qkv", len(block.qkv.weight), H, has_norm=True),
-        projection_case(shapes, rows, "o", H, block.o_proj.weight.shape[1], has_residual=is_added_at_once),
-        projection_case(shapes, rows, "gate_up", I, H, has_norm=is_added_at_once, activation=block.gated),
-        projection_case(shapes, rows, "down", H, I, has_residual=block.post_mlp_norm is None),
+        projection_case(shapes, rows, "qkv", len(block.attention.qkv.matrix.weight), H, has_norm=True),
+        projection_case(shapes, rows, "o", H, block.attention.o_proj.weight.shape[1], has_residual=is_added_at_once),
+        projection_case(shapes, rows, "gate_up", I, H, has_norm=is_added_at_once, activation=block.mlp.gated),
+        projection_case(shapes, rows, "down", H, I, has_residual=is_added_at_once),
         projection_case(shapes, rows, "head", shapes.vocab_size, H, has_norm=True),
     ]
 
@@ -129,7 +128,7 @@ def projection_case(
 
 def norm_cases(shapes: ModelShapes, rows: int) -> list[Case]:
     """The norms behind attention and MLP, for a family that has them; elsewhere norms are prologues of products."""
-    if shapes.block.post_mlp_norm is None:
+    if not shapes.has_post_norms:
         return []
     n, eps, offset = shapes.hidden_size, shapes.eps, shapes.offset
 

@@ -8,7 +8,7 @@ from shared.loading.checkpoint import Checkpoint
 from shared.loading.config_json import read_config
 from shared.loading.placement import check_device, default_dtype
 from shared.loading.resolve import resolve_model
-from shared.loading.weights import fill, layer_tensors
+from shared.loading.weights import fill, layer_sources
 from shared.models.families import FAMILIES
 from shared.models.tokens import Tokens
 from shared.ops.rope import rope_table
@@ -40,7 +40,7 @@ class Engine:
         family = FAMILIES[self.config.family]
         rope, positions = self.config.layer_rope(layer), self.config.max_position_embeddings
         self.block = family.block(self.config, layer, rope_table(rope, self.config.head_dim, positions, self.device))
-        fill(self.block, layer_tensors(family, self.block, layer), Checkpoint(folder), self.dtype, self.device)
+        fill(self.block, layer_sources(family, self.block, layer), Checkpoint(folder), self.dtype, self.device)
 
     @torch.inference_mode()
     def forward(self, x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:

@@ -36,7 +36,7 @@ SUPPORTED = {
 
 
 class Engine:
-    """Serves one request at a time, with fused blocks and a KV cache that kernels read and write."""
+    """Serves one request at a time, with fused parts and a KV cache that kernels read and write."""
 
     def __init__(self, config: EngineConfig) -> None:
         config.check(SUPPORTED)

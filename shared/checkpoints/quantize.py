@@ -15,7 +15,7 @@ from shared.checkpoints.progress import Progress
 from shared.errors import ConfigError, InferError
 from shared.loading.checkpoint import Checkpoint
 from shared.loading.config_json import read_config
-from shared.loading.loader import is_tied, load_model, tensor_names
+from shared.loading.loader import is_tied, load_model, model_sources
 from shared.loading.resolve import resolve_model
 from shared.models.causal_lm import CausalLM
 from shared.models.projection import Projection
@@ -61,7 +61,12 @@ def quantize_checkpoint(
     if folder.exists() and any(folder.iterdir()):
         raise InferError(f"{folder} is not empty; name a new or an empty folder.")
     empty = CausalLM(config, 1)
-    of_parameter = tensor_names(empty)
+    of_parameter = {name: made_of.tensor or "" for name, made_of in model_sources(empty).items()}
+    if "" in of_parameter.values():
+        raise InferError(
+            f"{source} has several matrices in one tensor, or one in several; such a model is quantized while it loads "
+            "only: choose `quantization` there."
+        )
     matrices = {
         of_parameter[f"{name}.weight"]: module.weight.shape[1]
         for name, module in empty.named_modules()

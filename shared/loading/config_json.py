@@ -19,22 +19,6 @@ from shared.ops.gated import GATED_ACTIVATIONS
 DTYPES = ("float32", "bfloat16", "float16")
 WINDOW_RULES = {"gemma3_text": ("sliding_window_pattern",), "qwen3": ("use_sliding_window", "max_window_layers")}
 
-# transformers' defaults for a family's absent fields.
-FAMILY_DEFAULTS: dict[str, dict[str, Any]] = {
-    "llama": {"hidden_act": "silu", "rope_theta": 10_000.0, "tie_word_embeddings": False},
-    "qwen3": {"hidden_act": "silu", "rope_theta": 10_000.0, "tie_word_embeddings": False, "head_dim": 128},
-    "gemma3_text": {
-        "hidden_activation": "gelu_pytorch_tanh",
-        "rope_theta": 1_000_000.0,
-        "rope_local_base_freq": 10_000.0,
-        "tie_word_embeddings": True,
-        "head_dim": 256,
-        "query_pre_attn_scalar": 256,
-        "sliding_window": 4096,
-        "sliding_window_pattern": 6,
-    },
-}
-
 
 def read_config(folder: Path, can_quantize: bool = False) -> ModelConfig:
     """The model's shape from ``folder/config.json``; raises ModelFolderError on anything missing or unsupported.
@@ -64,7 +48,7 @@ def parse_config(values: Any, where: str = "config.json", can_quantize: bool = F
             f"{where}: model_type {family!r} is not supported; supported are {', '.join(FAMILIES)} "
             "(Llama 3 and its kin, Qwen 3, Gemma 3 text)."
         )
-    fields = Fields(values, FAMILY_DEFAULTS[family], where)
+    fields = Fields(values, FAMILIES[family].config_defaults, where)
     _refuse_unimplemented(fields, can_quantize)
 
     num_heads = fields.count("num_attention_heads")
@@ -104,6 +88,7 @@ def parse_config(values: Any, where: str = "config.json", can_quantize: bool = F
         attention_softcap=fields.optional_number("attn_logit_softcapping"),
         logit_softcap=fields.optional_number("final_logit_softcapping"),
         dtype=_dtype(fields),
+        own={name: fields.required(name) for name in FAMILIES[family].own_fields},
     )
 
 

@@ -5,6 +5,7 @@ agree or are refused.
 """
 
 import sys
+from collections.abc import Mapping
 from typing import Any
 
 from shared.errors import ModelFolderError
@@ -13,7 +14,7 @@ from shared.errors import ModelFolderError
 class Fields:
     """The values of one JSON object; ``where`` names it in errors, ``defaults`` are the values of absent fields."""
 
-    def __init__(self, values: dict[str, Any], defaults: dict[str, Any], where: str) -> None:
+    def __init__(self, values: dict[str, Any], defaults: Mapping[str, Any], where: str) -> None:
         self.values = values
         self.defaults = defaults
         self.where = where

@@ -15,7 +15,8 @@ from shared.loading.checkpoint import Checkpoint
 from shared.loading.config_json import read_config
 from shared.loading.placement import check_device, check_room, default_dtype
 from shared.loading.resolve import resolve_model
-from shared.loading.weights import fill, layer_tensors
+from shared.loading.sources import Source
+from shared.loading.weights import fill, layer_sources
 from shared.models.causal_lm import CausalLM
 from shared.models.config import ModelConfig
 from shared.models.families import FAMILIES
@@ -24,7 +25,7 @@ from shared.models.projection import Projection
 logger = logging.getLogger("infer.engine")
 
 # Replaces projections of an empty model by loaded ones; returns the names of the tensors that it read.
-Quantize = Callable[[CausalLM, dict[str, str], Checkpoint, torch.device], set[str]]
+Quantize = Callable[[CausalLM, dict[str, Source], Checkpoint, torch.device], set[str]]
 
 # Makes an empty model from the checkpoint's config, the number of positions, and the device.
 MakeModel = Callable[[ModelConfig, int, torch.device], CausalLM]
@@ -83,23 +84,23 @@ def load_model(
         raise ConfigError(f"max_positions is {max_positions}; this model takes from 1 to {limit} positions.")
 
     model = make_model(config, max_positions or limit, device)
-    tensor_of = tensor_names(model)
+    source_of = model_sources(model)
     # Old checkpoints contain RoPE's frequencies, which are computed here.
     unused = {name for name in checkpoint.names if not name.endswith((".rotary_emb.inv_freq", *KV_SCALES))}
-    unused -= set(tensor_of.values())
+    unused -= {name for source in source_of.values() for name in source.names}
     if config.tie_word_embeddings:
         source = HEAD if {EMBEDDING, HEAD} & checkpoint.names == {HEAD} else EMBEDDING
-        tensor_of |= dict.fromkeys(("embedding.weight", "head.weight"), source)
+        source_of |= dict.fromkeys(("embedding.weight", "head.weight"), Source.whole(source))
     if quantize is not None:
-        unused -= quantize(model, tensor_of, checkpoint, device)
-        tensor_of = {name: tensor_of[name] for name, _ in model.named_parameters()}
+        unused -= quantize(model, source_of, checkpoint, device)
+        source_of = {name: source_of[name] for name, _ in model.named_parameters()}
     shares_embedding = config.tie_word_embeddings and isinstance(model.head, Projection)
     if shares_embedding:
-        del tensor_of["head.weight"]
+        del source_of["head.weight"]
         model.head.weight = model.embedding.weight
     num_bytes = sum(parameter.numel() for parameter in model.parameters()) * dtype.itemsize
     check_room(num_bytes, device, f"The model in {str(dtype).removeprefix('torch.')}")
-    fill(model, tensor_of, checkpoint, dtype, device, unused)
+    fill(model, source_of, checkpoint, dtype, device, unused)
     if shares_embedding:
         model.head.weight = model.embedding.weight
     return model.eval()
@@ -120,10 +121,10 @@ def is_tied(config: ModelConfig, checkpoint: Checkpoint) -> bool:
     return embedding.dtype == head.dtype and torch.equal(embedding, head)
 
 
-def tensor_names(model: CausalLM) -> dict[str, str]:
-    """For each parameter of the model, the name of the checkpoint's tensor."""
-    names = dict(MODEL_TENSORS)
+def model_sources(model: CausalLM) -> dict[str, Source]:
+    """For each parameter of the model, the checkpoint's tensors that make it: one, but in a few families."""
+    found = {name: Source.whole(tensor) for name, tensor in MODEL_TENSORS.items()}
     for layer, block in enumerate(model.blocks):
-        of_block = layer_tensors(FAMILIES[model.config.family], block, layer)
-        names |= {f"blocks.{layer}.{name}": tensor for name, tensor in of_block.items()}
-    return names
+        of_block = layer_sources(FAMILIES[model.config.family], block, layer)
+        found |= {f"blocks.{layer}.{name}": source for name, source in of_block.items()}
+    return found

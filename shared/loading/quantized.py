@@ -10,10 +10,11 @@ from typing import Any, Protocol
 
 import torch
 
-from shared.errors import ConfigError
+from shared.errors import ConfigError, ModelFolderError
 from shared.loading.checkpoint import Checkpoint
 from shared.loading.loader import Quantize
 from shared.loading.placement import check_room
+from shared.loading.sources import Source
 from shared.loading.weights import WORKERS
 from shared.models.causal_lm import CausalLM
 from shared.models.projection import Projection
@@ -60,7 +61,7 @@ def quantizer(quantization: str | None = None, quantize_head: bool = False, cut:
 
 def place_quantized(
     model: CausalLM,
-    tensor_of: dict[str, str],
+    source_of: dict[str, Source],
     checkpoint: Checkpoint,
     device: torch.device,
     quantization: str | None,
@@ -69,7 +70,7 @@ def place_quantized(
 ) -> set[str]:
     """Replace the quantized projections of an empty model, and return the names of the tensors they were read from.
 
-    ``tensor_of``: the checkpoint's tensor for each parameter of the model; the others as of :func:`quantizer`.
+    ``source_of``: what makes each parameter of the model; the others as of :func:`quantizer`.
     """
     config = quantization_config(checkpoint)
     if config is None and quantization is None:
@@ -81,29 +82,37 @@ def place_quantized(
         )
     stored = None if config is None else detect_format(config, checkpoint)
     projections = {name: module for name, module in model.named_modules() if isinstance(module, Projection)}
-    source_of = {name: tensor_of[f"{name}.weight"].removesuffix(".weight") for name in projections}
+    tensors = {name: source_of[f"{name}.weight"].names for name in projections}
+    stored_as = {name: names[0].removesuffix(".weight") for name, names in tensors.items()}
     if stored is not None:
         plain = {"head"} if model.config.tie_word_embeddings else set()
-        chosen = [name for name in projections if name not in plain and stored.quantizes(source_of[name])]
+        chosen = [name for name in projections if name not in plain and stored.quantizes(stored_as[name])]
+        for name in chosen:
+            if source_of[f"{name}.weight"].tensor is None:
+                raise ModelFolderError(
+                    f"{checkpoint.folder} has {stored_as[name]} quantized, and {name} is not this tensor as a whole; "
+                    "use a checkpoint of 16 bits, which `quantization` rounds while it loads."
+                )
     else:
         chosen = [name for name in projections if name != "head" or quantize_head]
 
     def place(name: str) -> None:
-        projection, source = projections[name], source_of[name]
+        projection = projections[name]
         rows, columns = projection.weight.shape
         if stored is not None:
             shape = (rows, columns) if cut is None else cut.whole(name, (rows, columns))
-            weight = stored.read(source, shape).to(device)
+            weight = stored.read(stored_as[name], shape).to(device)
         else:
-            weight = quantize(checkpoint.tensor(f"{source}.weight").to(device), quantization or "")
+            weight = quantize(source_of[f"{name}.weight"].read(checkpoint).to(device), quantization or "")
         if cut is not None:
             weight = cut.part(name, weight).to(device)
         model.set_submodule(name, QuantizedProjection(projection, weight))
 
-    used = {f"{source_of[name]}.{part}" for name in chosen for part in PARTS} & checkpoint.names
     if stored is not None:
+        used = {f"{stored_as[name]}.{part}" for name in chosen for part in PARTS} & checkpoint.names
         num_bytes = sum(checkpoint.tensor(name).nbytes for name in used)  # mapped, not read
     else:
+        used = {tensor for name in chosen for tensor in tensors[name]}
         num_bytes = sum(projections[name].weight.numel() for name in chosen) * (4 if quantization == "int4" else 8) // 8
     check_room(num_bytes, device, "The quantized part of the model")
     with ThreadPoolExecutor(WORKERS) as pool:

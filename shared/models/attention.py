@@ -65,7 +65,9 @@ class Attention(nn.Module):
         residual: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """``residual + attention(norm(x))``: x ``[T, H]`` to ``[T, H]``; ``norm`` and ``residual`` may be absent."""
-        q, k, v = (y.view(len(x), -1, self.head_dim) for y in self.qkv(x, norm=norm))  # [T, Hq, D], [T, Hkv, D] twice
+        q, k, v = self.qkv.heads(x, self.head_dim, norm, tokens.gate)  # [T, Hq, D], [T, Hkv, D] twice
         q = kv.write(self.layer, q, k, v, tokens.positions, self.qk)
         out = kv.attend(self.layer, q, scale=self.scale, window=self.window, softcap=self.softcap)
-        return self.o_proj(out.flatten(1), residual=residual)
+        return self.o_proj(out.flatten(1), residual=residual, gate=tokens.gate)
+
+    __call__ = forward  # skips nn.Module's hooks, which cost as much as an operation

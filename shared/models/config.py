@@ -4,7 +4,9 @@ A ``ModelConfig`` holds only what the mathematics needs; ``shared.loading.config
 ``config.json``. Invariant: every field is explicit, so no layer guesses a default.
 """
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
 
 
 @dataclass(frozen=True)
@@ -48,6 +50,7 @@ class ModelConfig:
     attention_softcap: float | None = None  # scores become c·tanh(scores / c)
     logit_softcap: float | None = None
     dtype: str = "float32"  # as declared by the checkpoint: float32, bfloat16 or float16
+    own: Mapping[str, Any] = field(default_factory=dict, hash=False)  # fields that only this family's block reads
     first_kv_head: int = 0  # of the whole model's, where this is the shape of a rank's part (phase 12.1)
 
     def layer_rope(self, layer: int) -> RopeConfig:

@@ -19,6 +19,16 @@ LAYER_NAMES = qwen3.LAYER_NAMES | {
     "mlp_norm": "pre_feedforward_layernorm",
     "post_mlp_norm": "post_feedforward_layernorm",
 }
+CONFIG_DEFAULTS = {
+    "hidden_activation": "gelu_pytorch_tanh",
+    "rope_theta": 1_000_000.0,
+    "rope_local_base_freq": 10_000.0,
+    "tie_word_embeddings": True,
+    "head_dim": 256,
+    "query_pre_attn_scalar": 256,
+    "sliding_window": 4096,
+    "sliding_window_pattern": 6,
+}
 
 
 class Gemma3Block(nn.Module):
@@ -36,5 +46,6 @@ class Gemma3Block(nn.Module):
         self.post_mlp_norm = RMSNorm(H, eps, offset=1.0)
 
     def forward(self, x: torch.Tensor, tokens: Tokens, kv: KVView) -> torch.Tensor:
-        x = x + self.post_attention_norm(self.attention(x, tokens, kv, norm=self.attention_norm))
-        return x + self.post_mlp_norm(self.mlp(x, norm=self.mlp_norm))
+        y = self.attention(x, tokens, kv, norm=self.attention_norm)
+        h, x = self.mlp_norm.after(self.post_attention_norm, y, residual=x)  # x + post_attention_norm(y), and its norm
+        return self.post_mlp_norm(self.mlp(h, tokens), residual=x)

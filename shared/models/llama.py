@@ -24,6 +24,7 @@ LAYER_NAMES = {
     "mlp.gate_up.up_proj": "mlp.up_proj",
     "mlp.down_proj": "mlp.down_proj",
 }
+CONFIG_DEFAULTS = {"hidden_act": "silu", "rope_theta": 10_000.0, "tie_word_embeddings": False}
 
 
 class LlamaBlock(nn.Module):
@@ -38,4 +39,4 @@ class LlamaBlock(nn.Module):
 
     def forward(self, x: torch.Tensor, tokens: Tokens, kv: KVView) -> torch.Tensor:
         x = self.attention(x, tokens, kv, norm=self.attention_norm, residual=x)
-        return self.mlp(x, norm=self.mlp_norm, residual=x)
+        return self.mlp(x, tokens, norm=self.mlp_norm, residual=x)

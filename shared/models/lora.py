@@ -23,15 +23,19 @@ from torch import nn
 from shared.kernels import gemv
 from shared.kernels.launch import launches
 from shared.kernels.low_rank import add_low_rank
-from shared.kernels.rmsnorm import rms_norm
 from shared.models.causal_lm import CausalLM
 from shared.models.config import ModelConfig
 from shared.models.norm import RMSNorm
-from shared.models.tokens import KVView, Tokens
+from shared.models.parts import find_at_once
 from shared.ops.gated import GatedOp
 
-TARGETS = ("qkv", "o_proj", "gate_up", "down_proj")
-"""The matrices of a block that may have an addition; those of the same input are one."""
+TARGETS = {
+    "qkv": "attention.qkv.matrix",
+    "o_proj": "attention.o_proj",
+    "gate_up": "mlp.gate_up.matrix",
+    "down_proj": "mlp.down_proj",
+}
+"""The matrices of a block that may have an addition, and where they stand; those of the same input are one."""
 FIRST_MASK = 1 << 32
 """The id of the first mask token, above every vocabulary."""
 
@@ -68,84 +72,64 @@ class GatedLoRA(nn.Module):
         return torch.addmm(y, low, self.b.to(x.dtype).T, alpha=self.scale)
 
 
-class AdaptedBlock(nn.Module):
-    """A fused or packed block with additions to its matrices.
+class AdaptedProjection(nn.Module):
+    """A fused or packed matrix with an addition.
 
     Args:
-        base: a ``FusedBlock`` or ``PackedBlock``.
-        additions: by the names of ``TARGETS``; matrices without one stay as they are.
+        base: the matrix, of one projection or of several.
+        addition: None: it has none, and the gate is for others.
     """
 
-    def __init__(self, base: Any, additions: Mapping[str, GatedLoRA]) -> None:
+    def __init__(self, base: Any, addition: GatedLoRA | None) -> None:
         super().__init__()
-        self.base = base
-        self.additions = nn.ModuleDict(additions)
-        self.wholes = _with_rows_of_a(base, additions)
+        self.base, self.addition = base, addition
+        self.whole = None if addition is None else _with_rows_of_a(base, addition)
+        find_at_once(self)
 
-    def forward(self, x: torch.Tensor, tokens: Tokens, kv: KVView) -> torch.Tensor:
-        """x ``[T, H]`` to a new tensor ``[T, H]``."""
-        base, gate = self.base, tokens.gate
-        if gate is None:
-            return base(x, tokens, kv)
-        qkv = self._product("qkv", _normed(x, base.attention_norm), gate).view(len(x), -1, base.head_dim)
-        q, k, v = qkv.split_with_sizes(base.heads, dim=1)  # [T, Hq, D], [T, Hkv, D] twice
-        q = kv.write(base.layer, q, k, v, tokens.positions, base.qk)
-        out = kv.attend(base.layer, q, scale=base.scale, window=base.window, softcap=base.softcap)
-        x = self._added("o_proj", out.flatten(1), gate, x, base.post_attention_norm)
-        y = self._product("gate_up", _normed(x, base.mlp_norm), gate, activation=base.gated)
-        return self._added("down_proj", y, gate, x, base.post_mlp_norm)
-
-    def _added(self, name: str, y: torch.Tensor, gate: torch.Tensor, x: torch.Tensor, norm: Any) -> torch.Tensor:
-        """The product of y, behind it the norm if there is one, and x."""
-        if norm is None:
-            return self._product(name, y, gate, residual=x)
-        return x + _normed(self._product(name, y, gate), norm)
-
-    def _product(
+    def forward(
         self,
-        name: str,
         x: torch.Tensor,
-        gate: torch.Tensor,
+        norm: RMSNorm | None = None,
         residual: torch.Tensor | None = None,
+        gate: torch.Tensor | None = None,
         activation: GatedOp | None = None,
     ) -> torch.Tensor:
-        addition: Any = self.additions[name] if name in self.additions else None  # noqa: SIM401  # it has no get
-        if name in self.wholes:
-            y = gemv.linear(x, self.wholes[name])
-            return add_low_rank(y, addition.b, gate, addition.scale, residual, activation)
-        y = getattr(self.base, name)(x)
+        """As of the base; tokens with a gate have the addition too."""
+        if gate is None:
+            y: torch.Tensor = self.base(x, norm, residual, activation=activation)
+            return y
+        if norm is not None:
+            x = norm(x)
+        addition = self.addition
+        if self.whole is not None and addition is not None:
+            return add_low_rank(gemv.linear(x, self.whole), addition.b, gate, addition.scale, residual, activation)
+        y = self.base(x)
         y = y if addition is None else addition(y, x, gate.to(x.dtype))
         if activation is not None:
             gated = activation if torch.is_grad_enabled() else gemv.ACTIVATIONS[activation][1]
             y = gated(*y.chunk(2, dim=-1))
         return y if residual is None else residual + y
 
+    __call__ = forward  # skips nn.Module's hooks, as the base does
 
-def _with_rows_of_a(base: Any, additions: Mapping[str, GatedLoRA]) -> dict[str, torch.Tensor]:
-    """By name, W with the rows of A below it, for additions that are not trained any more, where kernels run.
+
+def _with_rows_of_a(base: Any, addition: GatedLoRA) -> torch.Tensor | None:
+    """W with the rows of A below it, for an addition that is not trained any more, where kernels run; else None.
 
     One product then gives both W x and A x. The weight of the base becomes a part of the new matrix.
     """
-    wholes: dict[str, torch.Tensor] = {}
-    for name, addition in additions.items():
-        projection = getattr(base, name)
-        weight = getattr(projection, "weight", None)
-        if not isinstance(weight, torch.Tensor) or not launches(weight) or projection.bias is not None:
-            continue
-        if addition.b.dtype == weight.dtype and not addition.a.requires_grad:
-            wholes[name] = torch.cat((weight.data, addition.a.data))
-            projection.weight = nn.Parameter(wholes[name][: len(weight)], requires_grad=False)
-            weight = None
-            if wholes[name].is_cuda:
-                torch.cuda.empty_cache()  # the freed matrix is too small for the next layer's
-    return wholes
-
-
-def _normed(x: torch.Tensor, norm: Any) -> torch.Tensor:
-    """The norm of x: a single launch, or with gradients the op."""
-    if isinstance(norm, RMSNorm) and not torch.is_grad_enabled():
-        return rms_norm(x, norm.weight, norm.eps, norm.offset)
-    return norm(x)
+    weight = getattr(base, "weight", None)
+    if not isinstance(weight, torch.Tensor) or not launches(weight) or base.bias is not None:
+        return None
+    if addition.b.dtype != weight.dtype or addition.a.requires_grad:
+        return None
+    whole = torch.cat((weight.data, addition.a.data))
+    base.weight = nn.Parameter(whole[: len(weight)], requires_grad=False)
+    find_at_once(base)
+    del weight
+    if whole.is_cuda:
+        torch.cuda.empty_cache()  # the freed matrix is too small for the next layer's
+    return whole
 
 
 class MaskEmbedding(nn.Module):
@@ -168,7 +152,9 @@ class MaskEmbedding(nn.Module):
 
 def adapt(model: CausalLM, additions: Sequence[Mapping[str, GatedLoRA]], masks: torch.Tensor) -> CausalLM:
     """Give a fused or packed model, in place, the additions of each layer and the vectors of mask tokens ``[k, H]``."""
-    for layer, of_layer in enumerate(additions):
-        model.blocks[layer] = AdaptedBlock(model.blocks[layer], of_layer)
+    for block, of_layer in zip(model.blocks, additions, strict=True):
+        for name, path in TARGETS.items():
+            block.set_submodule(path, AdaptedProjection(block.get_submodule(path), of_layer.get(name)))
+            find_at_once(block.get_submodule(path.rpartition(".")[0]))
     model.embedding = MaskEmbedding(model.embedding, masks, model.config.vocab_size)  # type: ignore[assignment]
     return model

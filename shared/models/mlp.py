@@ -6,6 +6,7 @@ from torch import nn
 from shared.models.config import ModelConfig
 from shared.models.norm import RMSNorm
 from shared.models.projection import Projection, ProjectionGroup
+from shared.models.tokens import Tokens
 from shared.ops.gated import GATED_ACTIVATIONS
 
 
@@ -20,8 +21,10 @@ class GatedMLP(nn.Module):
         self.gated = GATED_ACTIVATIONS[config.hidden_act]
 
     def forward(
-        self, x: torch.Tensor, norm: RMSNorm | None = None, residual: torch.Tensor | None = None
+        self, x: torch.Tensor, tokens: Tokens, norm: RMSNorm | None = None, residual: torch.Tensor | None = None
     ) -> torch.Tensor:
         """``residual + mlp(norm(x))``: x ``[T, H]`` to ``[T, H]``; ``norm`` and ``residual`` may be absent."""
-        gate, up = self.gate_up(x, norm=norm)
-        return self.down_proj(self.gated(gate, up), residual=residual)
+        h = self.gate_up.activated(x, self.gated, norm, tokens.gate)  # act(gate(x)) · up(x)
+        return self.down_proj(h, residual=residual, gate=tokens.gate)
+
+    __call__ = forward  # as Attention does

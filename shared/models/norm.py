@@ -16,7 +16,7 @@ def empty_parameter(*shape: int) -> nn.Parameter:
 
 
 class RMSNorm(nn.Module):
-    """:func:`shared.ops.rmsnorm.rms_norm` over the last dimension, of ``size``."""
+    """:func:`shared.ops.rmsnorm.rms_norm` over the last dimension, of ``size``. What replaces it has its methods."""
 
     def __init__(self, size: int, eps: float, offset: float = 0.0) -> None:
         super().__init__()
@@ -24,5 +24,12 @@ class RMSNorm(nn.Module):
         self.eps = eps
         self.offset = offset
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return rms_norm(x, self.weight, self.eps, self.offset)
+    def forward(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
+        """``norm(x) + residual``: both ``[..., size]``; ``residual`` may be absent."""
+        y = rms_norm(x, self.weight, self.eps, self.offset)
+        return y if residual is None else residual + y
+
+    def after(self, post_norm: "RMSNorm", y: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The sum ``s = residual + post_norm(y)`` and its norm, as ``(norm(s), s)``: ``[..., size]`` each."""
+        s = residual + post_norm(y)
+        return self(s), s

@@ -1,6 +1,6 @@
 """A projection whose weight has 8 or 4 bits, behind the common interface. Introduced in phase 10."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import nn
@@ -26,14 +26,12 @@ class QuantizedProjection(nn.Module):
         x: torch.Tensor,
         norm: RMSNorm | None = None,
         residual: torch.Tensor | None = None,
-        activation: Callable[[torch.Tensor], torch.Tensor] | None = None,
+        gate: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """x ``[T, in]`` to ``[T, out]``; ``residual`` has the shape of the result."""
         if norm is not None:
             x = norm(x)
         y = quantized_gemv.linear(x, self.weight, self.bias)
-        if activation is not None:
-            y = activation(y)
         return y if residual is None else residual + y
 
     @staticmethod
@@ -62,6 +60,7 @@ class FusedQuantizedProjection(nn.Module):
         x: torch.Tensor,
         norm: RMSNorm | None = None,
         residual: torch.Tensor | None = None,
+        gate: torch.Tensor | None = None,
         activation: GatedOp | None = None,
     ) -> torch.Tensor:
         """x ``[T, in]`` to ``[T, out]``; with an activation of concatenated gate and up, to ``[T, out / 2]``."""

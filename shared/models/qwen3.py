@@ -17,6 +17,7 @@ LAYER_NAMES = llama.LAYER_NAMES | {
     "attention.qk.q_norm": "self_attn.q_norm",
     "attention.qk.k_norm": "self_attn.k_norm",
 }
+CONFIG_DEFAULTS = llama.CONFIG_DEFAULTS | {"head_dim": 128}
 
 
 class Qwen3Block(nn.Module):
@@ -32,4 +33,4 @@ class Qwen3Block(nn.Module):
 
     def forward(self, x: torch.Tensor, tokens: Tokens, kv: KVView) -> torch.Tensor:
         x = self.attention(x, tokens, kv, norm=self.attention_norm, residual=x)
-        return self.mlp(x, norm=self.mlp_norm, residual=x)
+        return self.mlp(x, tokens, norm=self.mlp_norm, residual=x)

@@ -8,21 +8,23 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 
+from shared.errors import ConfigError
 from shared.loading.config_json import read_config
 from shared.loading.loader import load_model
 from shared.loading.quantized import quantizer
 from shared.models.causal_lm import CausalLM
 from shared.models.config import ModelConfig
+from shared.models.families import FAMILIES
 from shared.parallel.checkpoint import CutCheckpoint, WatchedCheckpoint
 from shared.parallel.collectives import Collectives
 from shared.parallel.cut import ModelCut
 from shared.parallel.projection import RowParallelProjection, VocabularyEmbedding
 from shared.parallel.shard import Shard
 
+ROW_PARALLEL = (".o_proj", ".down_proj")
 BLOCK = 128
 """Columns of the MLP at whose multiples a quantized model is cut: the largest block that has a scale."""
 
@@ -45,6 +47,11 @@ def load_part(
     Raises ConfigError for numbers of ranks that do not divide the model, and what ``load_model`` raises.
     """
     whole = read_config(folder, can_quantize=True)
+    if FAMILIES[whole.family].own_fields:
+        raise ConfigError(
+            f"tensor_parallel_size is {ranks.size}, and models of family {whole.family!r} have sizes of their own that "
+            "are not cut; leave it at 1."
+        )
     is_quantized = quantization is not None or _is_quantized(folder)
     cut = ModelCut(Shard(ranks.rank, ranks.size), whole, BLOCK if is_quantized else 1)
     place = quantizer(quantization, quantize_head, cut)
@@ -57,10 +64,9 @@ def load_part(
         open_checkpoint=partial(CutCheckpoint, cut=cut, check=check),
     )
     model.embedding = VocabularyEmbedding(model.embedding, cut.shard.part(whole.vocab_size), ranks)  # type: ignore[assignment]
-    block: Any
-    for block in model.blocks:
-        block.attention.o_proj = RowParallelProjection(block.attention.o_proj, ranks)
-        block.mlp.down_proj = RowParallelProjection(block.mlp.down_proj, ranks)
+    for name, projection in list(model.blocks.named_modules()):
+        if name.endswith(ROW_PARALLEL):
+            model.blocks.set_submodule(name, RowParallelProjection(projection, ranks))
     return model
 
 

@@ -14,6 +14,7 @@ from torch import nn
 from shared.models.causal_lm import Embedding
 from shared.models.fused import fused
 from shared.models.norm import RMSNorm
+from shared.models.parts import find_at_once
 from shared.parallel.collectives import Collectives
 
 
@@ -35,6 +36,7 @@ class RowParallelProjection(nn.Module):
         x: torch.Tensor,
         norm: RMSNorm | None = None,
         residual: torch.Tensor | None = None,
+        gate: torch.Tensor | None = None,
         activation: Callable[[torch.Tensor], torch.Tensor] | None = None,
     ) -> torch.Tensor:
         """This rank's x ``[T, in / N]`` to the whole ``[T, out]``."""
@@ -60,6 +62,7 @@ class RowParallelProjection(nn.Module):
         """The fused version of one."""
         (whole,) = projections
         whole.projection = fused([whole.projection])
+        find_at_once(whole)
         return whole
 
 

@@ -95,8 +95,8 @@ def points(family: str) -> tuple[Point, ...]:
         Point("mlp.gated", "mlp.down_proj", is_input=True),
     ]
     if sandwich:
-        found += [Point("mlp.down_proj", "post_mlp_norm", is_input=True), Point("post_mlp_norm", "post_mlp_norm")]
-    return (*found, Point("mlp residual" if sandwich else "mlp.down_proj", ""))  # the block's own output
+        found += [Point("mlp.down_proj", "post_mlp_norm", is_input=True)]
+    return (*found, Point("post_mlp_norm" if sandwich else "mlp.down_proj", ""))  # the block's own output
 
 
 def check_layers(layers: Sequence[int] | None, num_layers: int) -> Sequence[int]:

@@ -42,7 +42,7 @@ class AdapterConfig:
 
     rank: int = 16
     alpha: float = 32.0
-    target_modules: tuple[str, ...] = TARGETS
+    target_modules: tuple[str, ...] = tuple(TARGETS)
     num_masks: int = 3  # k: the most tokens that are guessed ahead
     num_candidates: int | None = None  # only the first ids of the vocabulary are guessed; None: all are
 

@@ -1,4 +1,4 @@
-"""Compiled blocks: the numbers of the others, with one compilation for all layers."""
+"""Compiled parts: the numbers of the others, with one compilation for all layers."""
 
 import shutil
 from pathlib import Path
@@ -11,7 +11,7 @@ from phases.phase_11_1.engine import Engine
 from shared.engine.config import EngineConfig
 from shared.errors import ConfigError
 from shared.loading.loader import load_model
-from shared.models.compiled import CompiledBlock, compile_model
+from shared.models.compiled import CompiledProjection, compile_model
 from shared.models.fused import fuse
 from tests.mixed_requests import MIXED, serve, tokens
 
@@ -22,7 +22,7 @@ def test_a_traced_model_has_the_hidden_states_of_the_fused_one(model_folder: Pat
     """All families, as TorchDynamo traces them, without code."""
     engine, other = (Engine(EngineConfig(str(model_folder), **ABOUT)) for _ in range(2))
     compile_model(other.model, backend="eager")
-    assert all(type(block) is CompiledBlock for block in other.model.blocks)
+    assert all(type(block.mlp.down_proj) is CompiledProjection for block in other.model.blocks)
     expected = serve(engine, MIXED)[0]
     for mine, theirs in zip(serve(other, MIXED)[0], expected, strict=True):
         assert tokens(mine) == tokens(theirs)
@@ -47,12 +47,12 @@ def test_what_cannot_be_compiled_is_refused(tiny_checkpoints: dict[str, Path], m
         ConfigError, match=r"^execution is 'compile' and quantization is 'int8'; .* leave one of them out"
     ):
         EngineConfig(str(folder), execution="compile", quantization="int8")
-    with pytest.raises(ConfigError, match="Layer 0 is a LlamaBlock, and only fused blocks"):
+    with pytest.raises(ConfigError, match="A part of the model is a RMSNorm, and only fused parts"):
         compile_model(load_model(folder))
 
     def none(*_: Any) -> Any:
         raise RuntimeError("no compiler\nand a long story")
 
-    monkeypatch.setattr("shared.models.compiled.compiled", lambda *_: (none, none))
+    monkeypatch.setattr("shared.models.compiled.compiled", lambda *_: none)
     with pytest.raises(ConfigError, match=r"cannot compile the model here \(no compiler\); install a C\+\+ compiler"):
         compile_model(fuse(load_model(folder)))

@@ -1,10 +1,11 @@
-"""Fused blocks on the CPU, where the launchers call the ops: the same model, in the memory of one."""
+"""Fused parts on the CPU, where the launchers call the ops: the same model, in the memory of one."""
 
 import dataclasses
 import weakref
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -17,7 +18,10 @@ from shared.loading.loader import load_model
 from shared.loading.placement import check_device
 from shared.models import fused
 from shared.models.causal_lm import CausalLM
-from shared.models.fused import FusedBlock, FusedProjection, fuse
+from shared.models.fused import FusedNorm, FusedProjection, fuse
+from shared.models.norm import RMSNorm
+from shared.models.parts import MergedGroup
+from shared.models.projection import Projection, ProjectionGroup
 from shared.models.tokens import Tokens
 from tests.comparison import assert_close
 
@@ -74,33 +78,38 @@ def test_every_matrix_is_kept_once(model_folder: Path) -> None:
     model = load_model(model_folder)
     numbers = sum(parameter.numel() for parameter in model.parameters())
     qkv = [projection.weight.clone() for projection in model.blocks[0].attention.qkv.children()]  # type: ignore
+    blocks = [type(block) for block in model.blocks]
     fuse(model)
-    assert {type(block) for block in model.blocks} == {FusedBlock}
+    assert [type(block) for block in model.blocks] == blocks, "the family's block runs"
+    for block in model.blocks:
+        parts = {type(part) for name, part in block.named_modules() if ".qk." not in name}
+        assert {MergedGroup, FusedProjection, FusedNorm} <= parts
+        assert not {Projection, ProjectionGroup, RMSNorm} & parts
     assert isinstance(model.head, FusedProjection)
     assert sum(parameter.numel() for parameter in model.parameters()) == numbers
-    assert torch.equal(model.blocks[0].qkv.weight, torch.cat(qkv))  # type: ignore[union-attr, arg-type]
+    assert torch.equal(model.blocks[0].attention.qkv.matrix.weight, torch.cat(qkv))  # type: ignore
     is_tied = model.head.weight.data_ptr() == model.embedding.weight.data_ptr()
     assert is_tied == model.config.tie_word_embeddings
 
 
 def test_a_layer_is_merged_when_the_one_before_it_is_free(model_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = load_model(model_folder)
-    blocks = [weakref.ref(block) for block in model.blocks]
     groups = [group for block in model.blocks for group in (block.attention.qkv, block.mlp.gate_up)]  # type: ignore
     weights = [weakref.ref(projection.weight) for group in groups for projection in group.children()]
+    num_layers, by_layer = len(model.blocks), len(weights) // len(model.blocks)
     del groups
     alive = []
+    replace = fused.replace_parts
 
-    class Watched(FusedBlock):
-        def __init__(self, block: object) -> None:
-            alive.append([ref() is not None for ref in blocks])
-            super().__init__(block)
+    def watched(module: torch.nn.Module, replaced: Any) -> None:
+        if module in list(model.blocks):
+            alive.append([weights[layer * by_layer]() is not None for layer in range(num_layers)])
+        replace(module, replaced)
 
-    monkeypatch.setattr(fused, "FusedBlock", Watched)
+    monkeypatch.setattr(fused, "replace_parts", watched)
     fuse(model)
-    num_layers = len(blocks)
     assert alive == [[layer >= current for layer in range(num_layers)] for current in range(num_layers)]
-    assert not any(ref() is not None for ref in [*blocks, *weights])
+    assert not any(ref() is not None for ref in weights)
 
 
 def passing_machine(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -154,7 +163,7 @@ def test_a_machine_that_cannot_run_the_kernels_is_refused_with_the_remedy(
     monkeypatch.setattr(CausalLM, "device", torch.device("cuda"))
     with pytest.raises(ConfigError, match=message):
         fuse(model)
-    assert not any(isinstance(module, FusedBlock | FusedProjection) for module in model.modules())
+    assert not any(isinstance(module, FusedNorm | FusedProjection) for module in model.modules())
 
 
 @pytest.mark.parametrize("machine", [None, "no gpu", "rocm", *MACHINES])

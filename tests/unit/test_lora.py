@@ -15,10 +15,14 @@ from shared.errors import ModelFolderError
 from shared.loading.loader import load_model
 from shared.loading.quantized import quantizer
 from shared.models.causal_lm import CausalLM
-from shared.models.fused import fuse
-from shared.models.lora import FIRST_MASK, TARGETS, GatedLoRA, adapt
-from shared.models.packed import SUPPORTED_ENGINES, pack
+from shared.models.fused import FusedProjection, fuse
+from shared.models.lora import FIRST_MASK, TARGETS, AdaptedProjection, GatedLoRA, adapt
+from shared.models.norm import RMSNorm
+from shared.models.packed import SUPPORTED_ENGINES, PackedProjection, pack
+from shared.models.projection import Projection
 from shared.models.tokens import Tokens
+from shared.ops.gated import swiglu
+from shared.ops.rmsnorm import rms_norm
 from shared.speculation.adapter import load_adapter, with_adapter
 from shared.speculation.captured_head import CapturedHead
 from tests.adapters import random_adapter
@@ -41,6 +45,22 @@ def test_the_addition_is_the_formula() -> None:
     assert torch.equal(lora(y, x, gate)[1], y[1])
 
 
+def test_an_adapted_matrix_adds_to_the_product_of_the_normed_x() -> None:
+    def parameter(*shape: int) -> torch.nn.Parameter:
+        return torch.nn.Parameter(torch.randn(shape), requires_grad=False)
+
+    torch.manual_seed(0)
+    plain, norm, addition = Projection(8, 12), RMSNorm(8, 1e-6), GatedLoRA(8, 12, rank=2, alpha=3.0)
+    plain.weight, norm.weight, addition.b = parameter(12, 8), parameter(8), parameter(12, 2)
+    adapted = AdaptedProjection(FusedProjection([plain]), addition)
+    x, gate, residual = torch.randn(5, 8), torch.tensor([0.0, 1.0, 1.0, 0.0, 1.0]), torch.randn(5, 6)
+    h = rms_norm(x, norm.weight, norm.eps)
+    whole = plain.weight + 1.5 * addition.b @ addition.a
+    gate_and_up = torch.where(gate[:, None] == 1, h @ whole.T, h @ plain.weight.T)
+    expected = swiglu(gate_and_up[:, :6], gate_and_up[:, 6:]) + residual
+    torch.testing.assert_close(adapted(x, norm, residual, gate, swiglu), expected)
+
+
 @pytest.mark.parametrize("form", ["fused", "packed", "int8"])
 def test_tokens_with_a_closed_gate_have_the_bits_of_the_base(model_folder: Path, form: str) -> None:
     if form == "packed" and "fbgemm" not in SUPPORTED_ENGINES:
@@ -51,7 +71,7 @@ def test_tokens_with_a_closed_gate_have_the_bits_of_the_base(model_folder: Path,
         return pack(model) if form == "packed" else fuse(model)
 
     base, model = make(), make()
-    if form == "packed" and type(base.blocks[0]).__name__ != "PackedBlock":
+    if form == "packed" and not isinstance(base.head, PackedProjection):
         fuse(base), fuse(model)
     adapter = random_adapter(base)
     adapt(model, adapter.additions(), adapter.masks)

@@ -11,9 +11,10 @@ from shared.checkpoints.make import make_checkpoint
 from shared.loading.loader import load_model
 from shared.models.causal_lm import CausalLM
 from shared.models.norm import RMSNorm
-from shared.models.packed import SUPPORTED_ENGINES, PackedBlock, PackedMatrix, PackedNorm, PackedProjection, pack
+from shared.models.packed import SUPPORTED_ENGINES, PackedNorm, PackedProjection, pack
 from shared.models.projection import Projection
 from shared.models.tokens import Tokens
+from shared.ops.gated import swiglu
 
 pytestmark = pytest.mark.skipif("fbgemm" not in SUPPORTED_ENGINES, reason="FBGEMM is there on x86 alone")
 
@@ -24,7 +25,7 @@ def stored_in_16_bits(request: pytest.FixtureRequest, tmp_path_factory: pytest.T
 
 
 def is_packed(model: CausalLM) -> bool:
-    return any(isinstance(module, PackedBlock | PackedProjection) for module in model.modules())
+    return any(isinstance(module, PackedProjection) for module in model.modules())
 
 
 @torch.inference_mode()
@@ -38,8 +39,7 @@ def test_a_packed_model_is_the_same_model(stored_in_16_bits: Path, num_tokens: i
     model = load_model(stored_in_16_bits)
     expected = logits(model, num_tokens)
     packed = pack(model)
-    assert {type(block) for block in packed.blocks} == {PackedBlock}
-    assert isinstance(packed.head, PackedProjection)
+    assert not any(isinstance(module, Projection) for module in packed.modules())
     torch.testing.assert_close(logits(packed, num_tokens), expected, rtol=0, atol=3e-5 * expected.abs().max().item())
 
 
@@ -55,7 +55,7 @@ def test_one_weight_that_does_not_fit_keeps_its_block_and_no_other(stored_in_16_
     model.blocks[0].attention.qkv.k_proj.weight[0, 0] = 1.0 + 2.0**-20  # type: ignore[union-attr, index, operator]
     expected = logits(model, 5)
     pack(model)
-    assert [isinstance(block, PackedBlock) for block in model.blocks][:2] == [False, True]
+    assert [isinstance(block.mlp.down_proj, PackedProjection) for block in model.blocks][:2] == [False, True]
     torch.testing.assert_close(logits(model, 5), expected, rtol=0, atol=3e-5 * expected.abs().max().item())
 
 
@@ -75,12 +75,13 @@ def test_biases_norm_activation_and_residual_are_applied() -> None:
     plain.weight = torch.nn.Parameter(random(10, 24), requires_grad=False)
     plain.bias = torch.nn.Parameter(random(10), requires_grad=False)
     other = copy.deepcopy(plain)
-    packed = PackedProjection(plain)
+    packed = PackedProjection([plain])
     x, residual = random(3, 24), random(3, 10)
-    settings = {"residual": residual, "activation": torch.tanh, "norm": lambda y: 2 * y}
+    settings = {"residual": residual, "norm": lambda y: 2 * y}
     torch.testing.assert_close(packed(x, **settings), plain(x, **settings))
-    side_by_side = PackedMatrix([plain, other])(x)
-    torch.testing.assert_close(side_by_side, torch.cat((plain(x), other(x)), dim=-1))
+    both = PackedProjection([plain, other])
+    torch.testing.assert_close(both(x), torch.cat((plain(x), other(x)), dim=-1))
+    torch.testing.assert_close(both(x, activation=swiglu), swiglu(plain(x), other(x)))
 
 
 @pytest.mark.parametrize("offset", [0.0, 1.0])

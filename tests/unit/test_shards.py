@@ -179,7 +179,9 @@ def test_the_row_parallel_sum(bias: bool, activation: str | None) -> None:
         projection.weight = Parameter(weight[:, part.start : part.stop], requires_grad=False)
         if bias:
             projection.bias = Parameter(b, requires_grad=False)
-        return RowParallelProjection(projection, ranks)(x[:, part.start : part.stop], None, residual, function)
+        return RowParallelProjection(projection, ranks)(
+            x[:, part.start : part.stop], residual=residual, activation=function
+        )
 
     y = x @ weight.T + (b if bias else 0)
     expected = residual + (y if function is None else function(y))

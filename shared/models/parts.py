@@ -1,0 +1,66 @@
+"""Replaces parts of a model's blocks by others with the same interface. Introduced in phase 3.
+
+A part is a norm, a projection, or a group of projections of the same input: what a block's own forward calls. Fused,
+packed, quantized, low-rank, compiled and sharded parts replace the plain ones. Invariant: the family's block stays, and
+its forward is the one that runs.
+"""
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import nn
+
+from shared.models.attention import NormAndRotate
+from shared.models.norm import RMSNorm
+from shared.models.projection import ProjectionGroup
+from shared.ops.gated import GatedOp
+
+
+def replace_parts(module: nn.Module, replaced: Callable[[nn.Module], nn.Module | None]) -> None:
+    """Put ``replaced(part)`` in the place of each part, in place; where it is None, look inside that part.
+
+    The norms of queries and keys are left: the KV view reads them.
+    """
+    for name, part in module.named_children():
+        if isinstance(part, NormAndRotate):
+            continue
+        other = replaced(part)
+        if other is None:
+            replace_parts(part, replaced)
+        else:
+            setattr(module, name, other)
+    find_at_once(module)
+
+
+def find_at_once(module: nn.Module) -> None:
+    """Make parts and parameters plain attributes too: ``nn.Module`` looks for each as long as a small operation takes.
+
+    Another part or parameter may be assigned later, as to any module.
+    """
+    vars(module).update(module.named_children())
+    vars(module).update(module.named_parameters(recurse=False))
+
+
+class MergedGroup(nn.Module):
+    """A :class:`ProjectionGroup` as one matrix, which ``merge`` makes of its projections."""
+
+    def __init__(self, group: ProjectionGroup, merge: Callable[[Iterable[nn.Module]], Any]) -> None:
+        super().__init__()
+        members: list[Any] = list(group.children())
+        self.sizes = [len(member.weight) for member in members]
+        self.matrix = merge(members)
+        find_at_once(self)
+
+    def heads(
+        self, x: torch.Tensor, size: int, norm: RMSNorm | None = None, gate: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, ...]:
+        """As of :class:`ProjectionGroup`."""
+        y = self.matrix(x, norm, None, gate).view(len(x), -1, size)
+        return y.split_with_sizes([columns // size for columns in self.sizes], dim=1)
+
+    def activated(
+        self, x: torch.Tensor, activation: GatedOp, norm: RMSNorm | None = None, gate: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """As of :class:`ProjectionGroup`."""
+        return self.matrix(x, norm, None, gate, activation)
