@@ -57,15 +57,10 @@ def not_bounded(keywords: Keywords, keyword: str) -> Clause:
     return ((lambda facts: facts.only("number").with_bound(other, value, not is_excluded),),)
 
 
-def _divisor(keywords: Keywords, keyword: str) -> int:
-    found = exact(keywords.expect(keyword, int, float))
-    if found.denominator != 1 or found <= 0:
-        raise keywords.error(keyword, f"only whole divisors are supported, not {float(found):g}")
-    return int(found)
-
-
 def multiple(keywords: Keywords, keyword: str) -> list[Clause]:
-    divisor = _divisor(keywords, keyword)
+    divisor = exact(keywords.expect(keyword, int, float))
+    if divisor <= 0:
+        raise keywords.error(keyword, f"a divisor is greater than 0, not {divisor!s:.50}")
     return say(lambda facts: facts.multiple_of(divisor))
 
 

@@ -12,7 +12,7 @@ from typing import TypeVar
 from shared.grammar.arrays import ArrayRule
 from shared.grammar.assembler import Assembler, Continuation, Entries, Rule
 from shared.grammar.automaton import UNBOUNDED, Action, entry
-from shared.grammar.digits import machine
+from shared.grammar.digits import machines
 from shared.grammar.limits import Budget
 from shared.grammar.machines import Machine
 from shared.grammar.members import Members
@@ -109,7 +109,8 @@ class Values:
                 if isinstance(shape, (Number, Literal)):
                     masks[shape] = masks.get(shape, 0) | 1 << number
         ordered = sorted(masks.items(), key=lambda one: self.members.number(one[0]))
-        parts = tuple((machine(shape, self.budget), mask, 0) for shape, mask in ordered)
+        found = machines([shape for shape, _ in ordered], self.budget)
+        parts = tuple((each, mask, 0) for each, (_, mask) in zip(found, ordered, strict=True))
         return self._read(parts, continuation)
 
     def _read(self, parts: tuple[tuple[Machine, int, int], ...], continuation: Continuation) -> Entries:

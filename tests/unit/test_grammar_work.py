@@ -100,7 +100,9 @@ HOSTILE: dict[str, tuple[Any, str | None]] = {
     ),
     "counted keys": ({"minProperties": 30, "propertyNames": {"pattern": "^[a-z]{3,60}$"}}, WORK),
     "divisors": ({"type": "integer", "allOf": [{"multipleOf": 10**400 + n} for n in range(60)]}, WORK),
-    "a divisor": ({"type": "integer", "multipleOf": 50_000}, WORK),
+    "a divisor": ({"type": "integer", "multipleOf": 50_001}, None),
+    "a divisor of many digits": ({"multipleOf": 10**200}, WORK),
+    "divisors of a part": ({"allOf": [{"multipleOf": (n * 7919 + 1) / 10**9} for n in range(200)]}, None),
     "items": ({"items": {"type": "integer"}, "minItems": 100_000}, WORK),
     "two keys of each": ({"type": "object", "anyOf": [{"required": [f"a{n}", f"b{n}"]} for n in range(16)]}, "keys"),
 }
