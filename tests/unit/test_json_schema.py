@@ -171,6 +171,16 @@ CASES: dict[str, tuple[Any, list[Any], list[Any]]] = {
         [{}, {"ab": 7}, {"a": 1, "b": 5.5, "c": None}, {"xb": 5}],
         [{"ab": 3}, {"ab": 10}, {"ab": 7.5}, {"c": 1}, {"acb": 4}],
     ),
+    "a lookahead in a pattern of keys": (
+        {"patternProperties": {"^(?!pattern$).*$": {"type": "integer"}}, "additionalProperties": {"type": "null"}},
+        [{"pattern": None}, {"patterns": 1, "a": 2, "": 3}],
+        [{"pattern": 1}, {"patterns": None}, {"": None}],
+    ),
+    "a lookahead at each character": (
+        {"allOf": [{"pattern": "^((?!mode)(?!Mode).)*$"}, {"pattern": "^(?=.*[0-9])(?=.*é)"}]},
+        ["mod1é", "é mo de 2"],
+        ["a1émode", "é", "1", "Mode1é"],
+    ),
     "names of keys": (
         {"propertyNames": {"pattern": "^[a-z]+$", "maxLength": 2}},
         [{}, {"a": 1, "bc": 2}],
@@ -491,7 +501,7 @@ REFUSED: dict[str, tuple[Any, str]] = {
         "refers to itself",
     ),
     "endless": ({"properties": {"a": {"$ref": "#"}}, "required": ["a"], "type": "object"}, "accepts nothing"),
-    "lookaround": ({"properties": {"a/b": {"pattern": "(?=x)"}}}, "#/properties/a~1b/pattern"),
+    "lookbehind": ({"properties": {"a/b": {"pattern": "(?<=x)"}}}, "#/properties/a~1b/pattern"),
     "nothing": ({"type": "string", "enum": [1]}, "accepts nothing"),
     "no keys": ({"type": "object", "required": ["a"], "properties": {"a": False}}, "accepts nothing"),
     "too few keys": ({"type": "object", "minProperties": 3, "propertyNames": {"enum": ["a", "b"]}}, "accepts nothing"),
