@@ -6,7 +6,7 @@ changes which match is found, and not what matches.
 """
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from shared.grammar.characters import Characters, complement
 from shared.grammar.escapes import LINE_ENDS, CharacterReader
@@ -40,6 +40,7 @@ class Repeat:
     part: "Node"
     least: int
     most: int | None
+    span: tuple[int, int] = field(default=(0, 0), compare=False)  # of its quantifier in the pattern
 
 
 @dataclass(frozen=True)
@@ -100,9 +101,10 @@ class Parser(CharacterReader):
         if max(least, most or 0) > MAX_REPEATS:
             raise self.error(f"repeats more than {MAX_REPEATS} times", place)
         self.take("?")  # lazy
+        end = self.place
         if self.quantifier() is not None:
             raise self.error("has a quantifier behind a quantifier", place)
-        return Repeat(node, least, most)
+        return Repeat(node, least, most, (place, end))
 
     def quantifier(self) -> tuple[int, int | None] | None:
         """The bounds of a quantifier, if one stands here."""

@@ -27,6 +27,8 @@ def compile_regex(pattern: str, budget: Budget, *, search: bool = False, spellin
         GrammarError: the pattern is invalid, unsupported, too large, or matches nothing.
     """
     tree = Parser(pattern, budget).parse()
+    if search:
+        tree = _without_needless_bounds(tree)
     dfa = _determinized(tree, Builder(budget, spelling), search=(search, search))
     if dfa.is_empty:
         raise GrammarError(f"The pattern {shown(pattern)} matches no text; give one that matches at least one.")
@@ -36,6 +38,16 @@ def compile_regex(pattern: str, budget: Budget, *, search: bool = False, spellin
 @cache
 def _any_text(spelling: Spelling) -> DFA:
     return compile_regex(r"[\s\S]*", Budget(), spelling=spelling)
+
+
+def _without_needless_bounds(tree: Node) -> Node:
+    """Without the most of a repeat of one character where any text may follow it or come before it."""
+    parts = list(tree.parts) if isinstance(tree, Concatenation) else [tree]
+    for index in (0, -1):
+        match parts[index : index + 1 or None]:
+            case [Repeat(Members() as members, least, int(most))] if least < most:
+                parts[index] = Repeat(members, least, None)
+    return Concatenation(tuple(parts))
 
 
 def _determinized(tree: Node, builder: "Builder", *, search: tuple[bool, bool]) -> DFA:

@@ -83,7 +83,12 @@ HOSTILE: dict[str, tuple[Any, str | None]] = {
         },
         WORK,
     ),
-    "a format and a length": ({"type": "string", "format": "uri", "maxLength": 2000}, STATES),
+    "a format and a length": ({"type": "string", "format": "uri", "maxLength": 2000}, None),
+    "a format and two lengths": ({"type": "string", "format": "uri", "minLength": 1000, "maxLength": 2000}, STATES),
+    "a choice of a format and a length": (
+        {"anyOf": [{"type": "string", "format": "uri", "maxLength": 2000}, {"const": "x"}]},
+        STATES,
+    ),
     "names by patterns": (
         {"type": "object", "propertyNames": {"anyOf": [{"pattern": f"^k{n}[a-z]*$"} for n in range(300)]}},
         WORK,

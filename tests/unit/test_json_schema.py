@@ -119,6 +119,21 @@ CASES: dict[str, tuple[Any, list[Any], list[Any]]] = {
     ),
     "pattern": ({"pattern": "^[a-c]+$|x"}, ["abc", "zxz", 3], ["", "abd", "y"]),
     "pattern and length": ({"type": "string", "pattern": "b", "maxLength": 3}, ["b", "abé"], ["", "aaab", "aa"]),
+    "a pattern that counts letters": (
+        {"type": "string", "pattern": "^[\\p{L} '-]{2,50}$"},
+        ["Zoë", "Ab" * 25, "é-"],
+        ["a", "Ab" * 25 + "c", "a1"],
+    ),
+    "a pattern that counts between others": (
+        {"type": "string", "pattern": "^(?=.*7)(AB|CD)[a-z7]{3,20}?(-|é)x{2}$", "maxLength": 12},
+        ["ABab7-xx", "CD7aaaaaaéxx"],
+        ["AB7a-xx", "ABabc-xx", "CD7aaaaaaaéxx"],
+    ),
+    "not a pattern that counts": (
+        {"type": "string", "not": {"pattern": "^a{2,20}$"}},
+        ["a", "a" * 21, "ab"],
+        ["aa", "a" * 20],
+    ),
     "not pattern": ({"type": "string", "not": {"pattern": "^a"}}, ["", "ba"], ["a", "ab"]),
     "format": (
         {"type": "string", "format": "date"},

@@ -169,6 +169,16 @@ def test_long_counted_repeats_compile(pattern: str) -> None:
     assert bool(dfa.run((text + "a").encode())) == (pattern == "[^x]{200,}")
 
 
+@pytest.mark.parametrize("pattern", ["[L '-]{1,50}", "[L]{2,500}x", "x[L]{2,500}", "([L]){1,90}", "x[L]{0,400}"])
+def test_a_search_needs_no_most_of_a_repeat(pattern: str) -> None:
+    counted = budget()
+    dfa = compile_regex(pattern.replace("L", r"\p{L}"), counted, search=True)
+    judge = re.compile(pattern.replace("L", "a-zé"))
+    assert counted.work < 300_000
+    for text in ("", "1", "é", "éx", "ééx", "xéé", "xé1", "1éé1x", "éé xéé", "1xééx1"):
+        assert bool(dfa.run(text.encode())) == bool(judge.search(text)), text
+
+
 def test_a_choice() -> None:
     automaton = automaton_of(compile_choice(["yes", "no", "no way", "naïve"], budget()))
     for text in ("yes", "no", "no way", "naïve"):
