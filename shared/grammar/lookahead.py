@@ -83,6 +83,7 @@ def determinize_runs(nfa: NFA, conditions: Sequence[Condition], budget: Budget) 
     tables = [each.dfa.next[:, each.dfa.columns[firsts]].tolist() for each in conditions]
     bytes_of = firsts.tolist()
     closures = _Closures(nfa, conditions, budget)
+    known: dict[frozenset[Run], frozenset[Run]] = {}
     start = closures.of([(0, frozenset())], is_begin=True)
     numbers: dict[tuple[frozenset[Run], bool], int] = {(start, True): 0}
     sets = [start]
@@ -106,7 +107,10 @@ def determinize_runs(nfa: NFA, conditions: Sequence[Condition], budget: Budget) 
                 if targets:
                     after = [(which, DEAD if place == DEAD else tables[which][place][column]) for which, place in held]
                     found.update((target, frozenset(after)) for target in targets)
-            reached = closures.of(found)
+            key = frozenset(found)
+            if key not in known:
+                known[key] = closures.of(key)
+            reached = known[key]
             if reached and (reached, False) not in numbers:
                 numbers[reached, False] = len(sets)
                 sets.append(reached)

@@ -70,7 +70,9 @@ HOSTILE: dict[str, tuple[Any, str | None]] = {
     "a counter": ({"pattern": "^[a-zé]{0,5000}x{0,5000}$"}, WORK),
     "counters in counters": ({"pattern": "((a{0,99}){0,99}){0,99}"}, WORK),
     "sets of states": ({"pattern": "(a|b)*a(a|b){17}"}, WORK),
-    "classes": ({"pattern": r"[\p{L}]{0,500}"}, WORK),
+    "classes": ({"pattern": r"^[\p{L}]{0,500}x?$"}, WORK),
+    "conditions of a pattern": ({"pattern": "^(" + "".join(f"(?!.*{c}.{{9}}{c})" for c in "abcdefgh") + ".)*$"}, WORK),
+    "conditions that are nested": ({"pattern": "(?!" * 30 + "a" + ")" * 30}, None),
     "a wide class": ({"pattern": "[" + "".join(chr(0x100 + 2 * n) for n in range(3000)) + "]{0,50}"}, None),
     "a product of patterns": (
         {"type": "string", "allOf": [{"pattern": f"{c}{{{n}}}"} for n, c in enumerate("abcdefgh", 9)]},
