@@ -1,137 +1,39 @@
 """Numbers by their value: automata over the digits of JSON numbers. Introduced in phase 12.
 
-A number is compared with a bound while its digits are read: how many digits the whole part has had, whether it is less,
-equal or greater so far, and then the digits of the fraction. Divisors keep a remainder.
+A number is compared with its bounds (:mod:`shared.grammar.number_bounds`) and divided by its divisor
+(:mod:`shared.grammar.multiples`) while its digits are read. A whole number has neither a fraction nor an exponent, a
+multiple of a fraction has no exponent and no digits that its divisor does not need.
 
-A number is written with an exponent only where its size is then known: freely where its value does not matter, else as
-Python writes the shortest form of a float, below 1e-4 or from 1e16 on. A whole number has neither a fraction nor an
-exponent. Exponents stop at 307, and after more than one digit at 99. The number of digits is bounded too: by
-``MAX_DIGITS`` of the automaton, for a multiple that has few remainders by ``MULTIPLE_DIGITS``, and beside a large bound
-by ``LARGEST``. So no number overflows the range of a float (``1E400`` is refused); multiples with many remainders do.
+The number of digits is bounded: by ``MAX_DIGITS`` of the automaton, for multiples by ``Multiples``, and beside a large
+bound or constant by ``LARGEST``. So no number overflows the range of a float. A divisor with very many remainders has
+its first multiples listed.
 
 Readers round a number to a float, so a fraction has no more digits than tell it from an excluded bound.
 
 Invariant: every text that is accepted has an accepted value, and every state can reach an end.
 """
 
-import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from fractions import Fraction
 from typing import NamedTuple
 
-from shared.grammar.limits import CELLS, Budget, Remembered
+from shared.grammar.automaton import MAX_DIGITS
+from shared.grammar.exponents import ALL, EXPONENT_ENDS, EXPONENTS
+from shared.grammar.limits import Budget, Remembered
 from shared.grammar.machines import Machine, explore, spell_all
+from shared.grammar.multiples import MOST_LISTED, WHOLE_DIGITS, Multiples
+from shared.grammar.number_bounds import HUGE, Bound
 from shared.grammar.shapes import Literal, Number
 
 MOST_REMEMBERED = 512
-TINY, HUGE = Fraction(1, 10_000), Fraction(10**16)
 WHOLE_PART = Fraction(10**9)
 ALWAYS_KEPT = 6
-"""Digits of a fraction that a float keeps behind a whole part below ``WHOLE_PART``."""
-MOST_DIGITS = 20
+"""Digits of a fraction that a float keeps after a whole part below ``WHOLE_PART``."""
 LARGEST = Fraction(10**308)
-"""Below it every number is a float."""
-MULTIPLE_DIGITS = 20
-MOST_REMAINDERS = 10
-"""Of a multiple whose digits are bounded: each remainder has states for each number of digits."""
-ALL = "0123456789"
-EXPONENTS = {
-    "free": (("-", "minus"), ("+", "plus"), ("012", "two more"), ("3", "3"), ("456789", "one more")),
-    "long": (("-", "minus"), ("+", "last but one"), (ALL, "one more")),
-    "minus": ((ALL, "two more"),),
-    "last but one": ((ALL, "one more"),),
-    "plus": (("012", "two more"), ("3", "3"), ("456789", "one more")),
-    "two more": ((ALL, "one more"),),
-    "one more": ((ALL, "no more"),),
-    "3": (("0", "30"), ("123456789", "no more")),
-    "30": (("01234567", "no more"),),
-    "either": (("-", "-"), ("+", "+")),
-    "tiny": (("-", "-"),),
-    "huge": (("+", "+"),),
-    "-": (("0", "-0"), ("12", "-1"), ("3", "+3"), ("456789", "last")),
-    "-0": (("56789", "no more"),),
-    "-1": ((ALL, "one more"),),
-    "+": (("1", "+1"), ("2", "+2"), ("3", "+3"), ("456789", "last")),
-    "+1": (("6789", "one more"), ("012345", "last")),
-    "+2": ((ALL, "one more"),),
-    "+3": (("0", "30"), ("123456789", "no more")),
-    "last": ((ALL, "no more"),),
-}
-EXPONENT_ENDS = ("two more", "one more", "no more", "3", "30")
-
-
-class Bound(NamedTuple):
-    """A comparison of a magnitude with a decimal number; ``allowed`` is a part of ``"<=>"``."""
-
-    whole: str
-    fraction: str
-    allowed: str
-    value: Fraction
-
-    @classmethod
-    def of(cls, value: Fraction, allowed: str) -> "Bound":
-        whole, rest = divmod(value, 1)
-        digits = ""
-        while rest:
-            digit, rest = divmod(rest * 10, 1)
-            digits += str(digit)
-        return cls(str(whole), digits, allowed, value)
-
-    def read_whole(self, state: tuple[int, str], digit: str) -> tuple[int, str]:
-        """``state``: the number of digits so far, and how they compare to as many digits of the bound."""
-        count, order = state
-        if count >= len(self.whole):
-            return len(self.whole) + 1, ">"
-        if order == "=":
-            order = _order(digit, self.whole[count])
-        return count + 1, order
-
-    def end_whole(self, state: tuple[int, str]) -> tuple[int, str]:
-        """The state before the first digit of the fraction."""
-        count, order = state
-        if count != len(self.whole):
-            order = "<" if count < len(self.whole) else ">"
-        return (0, order) if order == "=" else (-1, order)
-
-    def read_fraction(self, state: tuple[int, str], digit: str) -> tuple[int, str]:
-        count, order = state
-        if order != "=":
-            return state
-        order = _order(digit, self.fraction[count] if count < len(self.fraction) else "0")
-        return (min(count + 1, len(self.fraction)), "=") if order == "=" else (-1, order)
-
-    def allows(self, state: tuple[int, str]) -> bool:
-        """Whether a number may end here, in its fraction."""
-        count, order = state
-        if order == "=" and count < len(self.fraction):
-            order = "<"
-        return order in self.allowed
-
-    def num_digits(self) -> int | None:
-        """How many digits of a fraction a float surely tells from an excluded bound; None: it does not matter."""
-        if "=" in self.allowed:
-            return None
-        if not self.value:
-            return MOST_DIGITS
-        try:
-            bound = float(self.value)
-        except OverflowError:  # beyond every float
-            return 0
-        spacing = math.ulp(bound if ">" in self.allowed else math.nextafter(bound, 0))
-        is_exact = Fraction(bound) == self.value
-        return min(max(math.ceil(-math.log10(spacing / 2 if is_exact else spacing)) - 1, 0), MOST_DIGITS)
-
-    def allows_tiny(self) -> bool:
-        """Whether all numbers between 0 and ``TINY`` are allowed."""
-        return (">" if self.value == 0 else "<" if self.value >= TINY else "no") in self.allowed
-
-    def allows_huge(self) -> bool:
-        """Whether all numbers from ``HUGE`` on are allowed."""
-        return self.value < HUGE and ">" in self.allowed
-
-
-def _order(one: str, other: str) -> str:
-    return "=" if one == other else "<" if one < other else ">"
+"""A float holds it, and every smaller number."""
+LONG = Fraction(10 ** (206 - MAX_DIGITS))
+"""Digits that are only counted, and an exponent of 99, may follow those of a number below it: a float holds the sum."""
 
 
 class State(NamedTuple):
@@ -143,7 +45,8 @@ class State(NamedTuple):
     remainder: int = 0
     is_short: bool = False  # one digit that is not 0 before the point
     has_fraction: bool = False  # a digit that is not 0 behind the point
-    num_digits: int = 0  # behind the point, where they are limited
+    num_digits: int = 0  # of a multiple: of its whole part, then of its fraction
+    left: int | None = None  # digits that may follow in the fraction, where they are limited
 
 
 _machines: Remembered[Machine] = Remembered(MOST_REMEMBERED)
@@ -154,6 +57,30 @@ def machine(shape: Number | Literal, budget: Budget) -> Machine:
     return _machines.get(shape, lambda: _build(shape, budget), budget)
 
 
+def machines(shapes: Sequence[Number | Literal], budget: Budget) -> list[Machine]:
+    """Those of shapes that are read side by side, so that one may begin where another has read many digits."""
+    if len(shapes) > 1 and any(isinstance(shape, Number) and _is_long(shape) for shape in shapes):
+        shapes = [_bounded(shape) if isinstance(shape, Number) and _is_free(shape) else shape for shape in shapes]
+    return [machine(shape, budget) for shape in shapes]
+
+
+def _is_free(shape: Number) -> bool:
+    """Whether the digits of its numbers are only counted."""
+    return shape.values is None and shape.multiple is None
+
+
+def _is_long(shape: Number) -> bool:
+    """Whether its numbers may have more digits, none of them only counted, than ``LONG`` has."""
+    if shape.values is not None:
+        return any(abs(value) >= LONG for value in shape.values)
+    sides = [bound[0] for bound in (shape.low, shape.high) if bound]
+    if shape.multiple:
+        sides.append(Fraction(10**WHOLE_DIGITS))
+    elif len(sides) < 2 and any(abs(side) >= HUGE for side in sides):
+        sides.append(LARGEST)
+    return any(abs(side) >= LONG for side in sides)
+
+
 def _build(shape: Number | Literal, budget: Budget) -> Machine:
     if isinstance(shape, Literal):
         return spell_all([shape.text], budget)
@@ -161,6 +88,9 @@ def _build(shape: Number | Literal, budget: Budget) -> Machine:
         budget.spend(8 * len(shape.values))
         return spell_all([text for value in sorted(shape.values) for text in _texts(value, shape.is_whole)], budget)
     reader = _Reader(shape, budget)
+    if reader.multiples and not reader.multiples.num_digits:
+        found = replace(shape, values=_nearest(shape)).settled()
+        return _build(found, budget) if found else spell_all([], budget)
     return explore(State(), reader.steps, reader.is_end, budget, reader.cost)
 
 
@@ -180,12 +110,19 @@ def _texts(value: Fraction, is_whole: bool | None) -> Iterator[str]:
         yield text
 
 
-def _bounded(shape: Number, most: Fraction) -> Number:
-    """The numbers of a shape below ``most`` and above its opposite, unless it asks for larger ones."""
-    if shape.low is None or shape.low[0] < most:
-        shape = shape.at_most(most, True)
-    if shape.high is None or shape.high[0] > -most:
-        shape = shape.at_least(-most, True)
+def _nearest(shape: Number) -> frozenset[Fraction]:
+    """The multiples of a divisor that are nearest to 0, or to the bound that keeps the numbers from it."""
+    middle = max(0, int(shape.low[0] // shape.step)) if shape.low else 0
+    middle = min(middle, int(shape.high[0] // shape.step)) if shape.high else middle
+    return frozenset(shape.step * number for number in range(middle - MOST_LISTED, middle + MOST_LISTED + 1))
+
+
+def _bounded(shape: Number) -> Number:
+    """The numbers of a shape that a float holds, unless it asks for larger ones."""
+    if shape.low is None or shape.low[0] < LARGEST:
+        shape = shape.at_most(LARGEST, False)
+    if shape.high is None or shape.high[0] > -LARGEST:
+        shape = shape.at_least(-LARGEST, False)
     return shape
 
 
@@ -197,14 +134,15 @@ class _Reader:
         budget.spend(sum(8 + value.denominator.bit_length() for value in (*listed, *shape.excluded)))
         if shape.is_whole is False:  # few enough digits for a float to keep the fraction
             shape = shape.at_most(WHOLE_PART, True).at_least(-WHOLE_PART, True)
-        if 1 < shape.multiple <= MOST_REMAINDERS:  # a run that may end anywhere could end where the remainder is not 0
-            shape = _bounded(shape, Fraction(10**MULTIPLE_DIGITS))
-        if any(bound and abs(bound[0]) >= HUGE for bound in (shape.low, shape.high)):
-            shape = _bounded(shape, LARGEST)
+        if not shape.multiple and any(bound and abs(bound[0]) >= HUGE for bound in (shape.low, shape.high)):
+            shape = _bounded(shape)
+        least = max([Fraction(0), *(shape.low or ())[:1], *(-high for high in (shape.high or ())[:1])])
+        self.multiples = Multiples(shape.multiple, least, budget) if shape.multiple else None
+        self.has_exponent = shape.is_whole is not True and not self.multiples
         self.shape = shape
         self.bounds = {sign: self._bounds(sign) for sign in ("", "-")}
         num_bounds = max(len(bounds or ()) for bounds in self.bounds.values())
-        self.cost = 3 + num_bounds // 2 + shape.multiple.bit_length() // CELLS
+        self.cost = 3 + num_bounds // 2 + (1 + self.multiples.work // 8 if self.multiples else 0)
         limits = [bound.num_digits() for bounds in self.bounds.values() for bound in bounds or ()]
         self.most_digits = min(
             [ALWAYS_KEPT] * (shape.is_whole is False) + [n for n in limits if n is not None], default=None
@@ -237,32 +175,52 @@ class _Reader:
             return
         if part in ("start", "whole"):
             yield from self._read_whole(state, bounds)
-        if part in ("whole", "zero", "fraction") and self.shape.is_whole is not True:
+        if part in ("whole", "zero", "fraction") and self.has_exponent:
             yield from self._begin_exponent(state, bounds)
         if part in ("whole", "zero") and self.shape.is_whole is not True:
             orders = tuple(bound.end_whole(order) for bound, order in zip(bounds, state.orders, strict=True))
-            yield ".", state._replace(part="point", orders=orders)
-        if part in ("point", "fraction"):
-            if state.num_digits == self.most_digits:
-                return
-            num_digits = state.num_digits + (self.most_digits is not None)
-            for digit in ALL:
-                orders = tuple(b.read_fraction(order, digit) for b, order in zip(bounds, state.orders, strict=True))
-                has_fraction = self.shape.is_whole is False and (state.has_fraction or digit != "0")
-                yield digit, State("fraction", sign, orders, 0, state.is_short, has_fraction, num_digits)
+            yield ".", state._replace(part="point", orders=orders, num_digits=0, left=self._num_left(state))
+        if part in ("point", "fraction") and state.left != 0:
+            yield from self._read_fraction(state, bounds)
         for characters, following in EXPONENTS.get(part, ()):
             for character in characters:
                 yield character, State(following)
 
+    def _num_left(self, state: State) -> int | None:
+        """How many digits the fraction may have, after a whole part."""
+        if not self.multiples:
+            return self.most_digits
+        left = min(self.multiples.num_decimals, max(self.multiples.num_digits - state.num_digits, 0))
+        return left if self.most_digits is None else min(left, self.most_digits)
+
+    def _read_fraction(self, state: State, bounds: tuple[Bound, ...]) -> Iterator[tuple[str, State]]:
+        remainder, num_digits = 0, 0
+        left = None if state.left is None else state.left - 1
+        for number, digit in enumerate(ALL):
+            if self.multiples:
+                num_digits = state.num_digits + 1
+                remainder = self.multiples.read_fraction(state.remainder, number, num_digits)
+                if not self.multiples.can_end(remainder, num_digits):
+                    continue
+            orders = tuple(bound.read_fraction(order, digit) for bound, order in zip(bounds, state.orders, strict=True))
+            has_fraction = self.shape.is_whole is False and (state.has_fraction or number > 0)
+            following = State("fraction", state.sign, orders, remainder, state.is_short, has_fraction, num_digits, left)
+            yield digit, following
+
     def _read_whole(self, state: State, bounds: tuple[Bound, ...]) -> Iterator[tuple[str, State]]:
         is_first = state.part == "start"
         before = state.orders or ((0, "="),) * len(bounds)
+        remainder, num_digits = 0, 0
+        if self.multiples and state.num_digits == self.multiples.num_digits:
+            return
         for number, digit in enumerate(ALL):
             orders = tuple(bound.read_whole(order, digit) for bound, order in zip(bounds, before, strict=True))
-            remainder = (state.remainder * 10 + number) % self.shape.multiple
-            is_short = is_first and number > 0 and self.shape.is_whole is not True
             part = "zero" if is_first and number == 0 else "whole"
-            yield digit, State(part, state.sign, orders, remainder, is_short)
+            if self.multiples:
+                remainder = self.multiples.read_whole(state.remainder, number)
+                num_digits = state.num_digits + (part == "whole")
+            is_short = is_first and number > 0 and self.has_exponent
+            yield digit, State(part, state.sign, orders, remainder, is_short, num_digits=num_digits)
 
     def _begin_exponent(self, state: State, bounds: tuple[Bound, ...]) -> Iterator[tuple[str, State]]:
         is_free = not bounds and self.shape.is_whole is None
@@ -279,10 +237,8 @@ class _Reader:
         if state.part not in ("zero", "whole", "fraction"):
             return state.part in EXPONENT_ENDS
         orders, bounds = state.orders, self.bounds[state.sign] or ()
+        if state.remainder or (self.shape.is_whole is False and not state.has_fraction):
+            return False
         if state.part != "fraction":
             orders = tuple(bound.end_whole(order) for bound, order in zip(bounds, orders, strict=True))
-            if self.shape.is_whole is False or state.remainder:
-                return False
-        elif self.shape.is_whole is False and not state.has_fraction:
-            return False
         return all(bound.allows(order) for bound, order in zip(bounds, orders, strict=True))

@@ -4,6 +4,8 @@ Introduced in phase 12.
 """
 
 from collections.abc import Callable, Iterable, Sequence
+from itertools import accumulate
+from operator import mul
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,6 +16,8 @@ from shared.grammar.minimization import minimize
 
 PIECE = 1024
 """States of a product that numpy handles at a time."""
+MOST_NUMBERED = 2**63 - 1
+"""Combinations of states that numpy's integers can number."""
 
 
 def combine(dfas: Sequence[DFA], budget: Budget, keep: Callable[[int], int] = lambda bits: bits) -> DFA:
@@ -30,21 +34,24 @@ def combine(dfas: Sequence[DFA], budget: Budget, keep: Callable[[int], int] = la
     columns = inverse.reshape(-1).astype(np.uint8)
     tables = [np.append(dfa.next[:, dfa.columns[firsts]], np.full((1, len(firsts)), DEAD), axis=0) for dfa in dfas]
     ends = [np.append(dfa.accepts != 0, False) for dfa in dfas]
-    sizes = np.array([len(dfa) + 1 for dfa in dfas])
-    sized = list(zip(tables, sizes.tolist(), strict=True))
-    weights = np.append(1, sizes[:-1].cumprod())  # a combination of states as one number; DEAD is the last of each
+    sizes = [len(dfa) + 1 for dfa in dfas]
+    sized = list(zip(tables, sizes, strict=True))
+    products = [1, *accumulate(sizes, mul)]  # a combination of states as one number; DEAD is the last of each
+    is_large = products.pop() > MOST_NUMBERED  # then it is one of Python's
+    weights = np.array(products, object if is_large else np.int64)
+    dead = sum(weight * (size - 1) for weight, size in zip(products, sizes, strict=True))
     numbers: dict[int, int] = {0: 0}
     waiting = [np.zeros((1, len(dfas)), np.int64)]
     blocks: list[NDArray[np.int32]] = []
     accepts: list[int] = []
     while waiting:
         combined = waiting.pop(0)
-        budget.spend(80 + 4 * len(dfas) + len(combined) * (1 + len(dfas) * len(firsts) // CELLS))
+        cells = len(dfas) * len(firsts)
+        budget.spend(80 + 4 * len(dfas) + len(combined) * (1 + (cells // 8 if is_large else cells // CELLS)))
         bits = np.stack([end[combined[:, i]].astype(np.int64) << i for i, end in enumerate(ends)]).sum(axis=0)
         accepts += [keep(each) for each in bits.tolist()]
         targets = np.stack([table[combined[:, i]] % size for i, (table, size) in enumerate(sized)])
         keys = np.tensordot(weights, targets, 1)  # [states, columns]
-        dead = int((weights * (sizes - 1)).sum())
         new, places = np.unique(keys, return_index=True)
         budget.spend(len(new))
         fresh = [i for i, key in enumerate(new.tolist()) if key != dead and key not in numbers]

@@ -20,7 +20,9 @@ class NFA:
 
     ``budget`` pays for closures.
 
-    ``begins`` are edges that may be taken at the beginning of a text alone, ``ends`` at its end alone. ``absorbing`` is
+    ``begins`` are edges that may be taken at the beginning of a text alone, ``ends`` at its end alone. ``asks`` are
+    edges that may be taken if the rest of the text meets a condition (:mod:`shared.grammar.lookahead`), as (condition
+    at the beginning of a text, condition elsewhere, target). ``absorbing`` is
     a state from which every text is accepted, if there is one. ``ranks`` gives states a group and a number: of two in a
     group, what the lower one accepts the higher one accepts too, so in a set with both the lower one is left out. A
     search for ``c{500,}`` would otherwise have sets with up to 500 numbers of characters read.
@@ -31,6 +33,7 @@ class NFA:
     begins: dict[int, list[int]] = field(default_factory=dict)
     ends: dict[int, list[int]] = field(default_factory=dict)
     accepts: dict[int, int] = field(default_factory=dict)
+    asks: dict[int, list[tuple[int, int, int]]] = field(default_factory=dict)
     absorbing: int | None = None
     ranks: dict[int, tuple[int, int]] = field(default_factory=dict)
     budget: Budget = field(default_factory=Budget)
@@ -79,7 +82,7 @@ def determinize(nfa: NFA, budget: Budget) -> DFA:
     Raises GrammarError as :class:`Budget` does.
     """
     budget.spend(len(nfa.edges) + sum(map(len, nfa.edges)))
-    columns, firsts = _byte_classes(nfa)
+    columns, firsts = byte_classes(nfa)
     num_columns = len(firsts)
     column_of = columns.tolist()
     spans = [[(column_of[low], column_of[high], target) for low, high, target in edges] for edges in nfa.edges]
@@ -121,7 +124,7 @@ def determinize(nfa: NFA, budget: Budget) -> DFA:
     return minimize(DFA(columns, np.array(rows, np.int32), np.array(accepts, np.int64)), budget)
 
 
-def _byte_classes(nfa: NFA) -> tuple[NDArray[np.uint8], list[int]]:
+def byte_classes(nfa: NFA) -> tuple[NDArray[np.uint8], list[int]]:
     """The column of each byte, and the first byte of each column: they change where an edge begins or ends."""
     borders = {0}
     for edges in nfa.edges:

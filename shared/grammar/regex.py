@@ -3,13 +3,17 @@
 The tree of a pattern becomes an NFA (Thompson, 1968), and the NFA a minimal DFA.
 """
 
+from functools import cache
+
 from shared.grammar.automaton import Automaton
 from shared.grammar.characters import ANY, Characters, Range, Sequence, Spelling, spelled
 from shared.grammar.dfa import DFA
+from shared.grammar.escapes import shown
 from shared.grammar.languages import words
 from shared.grammar.limits import Budget, GrammarError, Remembered
+from shared.grammar.lookahead import Condition, determinize_runs, full_states
 from shared.grammar.nfa import NFA, determinize
-from shared.grammar.pattern import Alternatives, Anchor, Concatenation, Members, Node, Parser, Repeat, shown
+from shared.grammar.pattern import Alternatives, Anchor, Concatenation, Lookahead, Members, Node, Parser, Repeat
 
 
 def compile_regex(pattern: str, budget: Budget, *, search: bool = False, spelling: Spelling = Spelling.UTF8) -> DFA:
@@ -23,23 +27,44 @@ def compile_regex(pattern: str, budget: Budget, *, search: bool = False, spellin
         GrammarError: the pattern is invalid, unsupported, too large, or matches nothing.
     """
     tree = Parser(pattern, budget).parse()
-    nfa = NFA(budget=budget)
-    start, end = nfa.state(), nfa.state()
-    builder = Builder(nfa, budget, spelling)
     if search:
-        builder.add(Repeat(Members(ANY), 0, None), start, begin := nfa.state())
-        matched = nfa.state()
-        builder.add(tree, begin, matched)
-        nfa.free[matched].append(end)
-        builder.add(Members(ANY), end, end)
-        nfa.absorbing = end
-    else:
-        builder.add(tree, start, end)
-    nfa.accepts[end] = 1
-    dfa = determinize(nfa, budget)
+        tree = _without_needless_bounds(tree)
+    dfa = _determinized(tree, Builder(budget, spelling), search=(search, search))
     if dfa.is_empty:
         raise GrammarError(f"The pattern {shown(pattern)} matches no text; give one that matches at least one.")
     return dfa
+
+
+@cache
+def _any_text(spelling: Spelling) -> DFA:
+    return compile_regex(r"[\s\S]*", Budget(), spelling=spelling)
+
+
+def _without_needless_bounds(tree: Node) -> Node:
+    """Without the most of a repeat of one character where any text may follow it or come before it."""
+    parts = list(tree.parts) if isinstance(tree, Concatenation) else [tree]
+    for index in (0, -1):
+        match parts[index : index + 1 or None]:
+            case [Repeat(Members() as members, least, int(most))] if least < most:
+                parts[index] = Repeat(members, least, None)
+    return Concatenation(tuple(parts))
+
+
+def _determinized(tree: Node, builder: "Builder", *, search: tuple[bool, bool]) -> DFA:
+    """The DFA of a tree; ``search``: whether other text may stand before what matches, and after it."""
+    nfa, budget = builder.nfa, builder.budget
+    start, end = nfa.state(), nfa.state()
+    begin, matched = start, end
+    if search[0]:
+        builder.add(Repeat(Members(ANY), 0, None), start, begin := nfa.state())
+    if search[1]:
+        matched = nfa.state()
+        nfa.free[matched].append(end)
+        builder.add(Members(ANY), end, end)
+        nfa.absorbing = end
+    builder.add(tree, begin, matched)
+    nfa.accepts[end] = 1
+    return determinize_runs(nfa, builder.conditions, budget) if nfa.asks else determinize(nfa, budget)
 
 
 def compile_choice(texts: "list[str] | tuple[str, ...]", budget: Budget) -> DFA:
@@ -55,11 +80,26 @@ def automaton_of(dfa: DFA) -> Automaton:
 
 
 class Builder:
-    """Adds the parts of a pattern to an NFA."""
+    """Adds the parts of a pattern to an NFA.
 
-    def __init__(self, nfa: NFA, budget: Budget, spelling: Spelling) -> None:
-        self.nfa, self.budget, self.spelling = nfa, budget, spelling
+    Args:
+        is_inside: the texts begin inside others, so no ``^`` matches.
+        made: the conditions of lookaheads, by the node and ``is_inside``, which all builders of a pattern share.
+    """
+
+    def __init__(
+        self,
+        budget: Budget,
+        spelling: Spelling,
+        *,
+        is_inside: bool = False,
+        made: dict[tuple[int, bool], Condition] | None = None,
+    ) -> None:
+        self.nfa, self.budget, self.spelling, self.is_inside = NFA(budget=budget), budget, spelling, is_inside
         self.num_nodes = 0
+        self.conditions: list[Condition] = []
+        self._numbers: dict[tuple[int, bool], int] = {}
+        self._made: dict[tuple[int, bool], Condition] = {} if made is None else made
 
     def add(self, node: Node, start: int, end: int) -> None:
         """Add paths from ``start`` to ``end`` that read what the node matches."""
@@ -108,8 +148,25 @@ class Builder:
                         nfa.free[start].append(end)
                         self.add(part, start, start := nfa.state())
                     nfa.free[start].append(end)
-            case Anchor(is_begin):
+            case Lookahead():
+                inside = self._condition(node, is_inside=True)
+                at_begin = inside if self.is_inside else self._condition(node, is_inside=False)
+                nfa.asks.setdefault(start, []).append((at_begin, inside, end))
+            case Anchor(is_begin) if not (is_begin and self.is_inside):
                 (nfa.begins if is_begin else nfa.ends).setdefault(start, []).append(end)
+
+    def _condition(self, node: Lookahead, *, is_inside: bool) -> int:
+        """The number of the condition of a lookahead at the beginning of the text, or inside it."""
+        key = id(node), is_inside
+        if key not in self._made:
+            builder = Builder(self.budget, self.spelling, is_inside=is_inside, made=self._made)
+            dfa = _determinized(node.part, builder, search=(False, True))
+            full = full_states(dfa, _any_text(self.spelling), self.budget)
+            self._made[key] = Condition(dfa, node.holds, full)
+        if key not in self._numbers:
+            self._numbers[key] = len(self.conditions)
+            self.conditions.append(self._made[key])
+        return self._numbers[key]
 
 
 Fragment = list[list[tuple[int, int, int]]]

@@ -6,6 +6,7 @@ Invariant: clauses say exactly what the keyword says, for values of every type.
 from collections.abc import Callable
 from typing import Any
 
+from shared.grammar.long_repeats import as_length
 from shared.grammar.schema_facts import exact
 from shared.grammar.schema_keywords import Clause, Keywords, say
 
@@ -57,15 +58,10 @@ def not_bounded(keywords: Keywords, keyword: str) -> Clause:
     return ((lambda facts: facts.only("number").with_bound(other, value, not is_excluded),),)
 
 
-def _divisor(keywords: Keywords, keyword: str) -> int:
-    found = exact(keywords.expect(keyword, int, float))
-    if found.denominator != 1 or found <= 0:
-        raise keywords.error(keyword, f"only whole divisors are supported, not {float(found):g}")
-    return int(found)
-
-
 def multiple(keywords: Keywords, keyword: str) -> list[Clause]:
-    divisor = _divisor(keywords, keyword)
+    divisor = exact(keywords.expect(keyword, int, float))
+    if divisor <= 0:
+        raise keywords.error(keyword, f"a divisor is greater than 0, not {divisor!s:.50}")
     return say(lambda facts: facts.multiple_of(divisor))
 
 
@@ -89,6 +85,12 @@ def text(is_required: bool) -> Callable[[Keywords, str], Any]:
         found = frozenset({(text, is_required)})
         path = f"{keywords.document.paths[keywords.node]}/{keyword}"
         keywords.document.places.setdefault((keyword, text), path)
+        found_length = as_length(text, keywords.document.budget) if keyword == "pattern" and is_required else None
+        if found_length:
+            shorter, fewest, most = found_length
+            keywords.document.places.setdefault((keyword, shorter), path)
+            texts = frozenset({(shorter, True)})
+            return say(lambda facts: facts.with_texts(keyword, texts).with_lengths("string", fewest=fewest, most=most))
         if is_required:
             return say(lambda facts: facts.with_texts(keyword, found))
         return ((lambda facts: facts.only("string").with_texts(keyword, found),),)

@@ -86,9 +86,9 @@ class Facts:
         bounded = self.number.at_least if side == "low" else self.number.at_most
         return replace(self, number=bounded(value, is_excluded))
 
-    def multiple_of(self, divisor: int) -> "Facts":
-        """Numbers are whole, and multiples of a whole number."""
-        facts = self.whole(True)
+    def multiple_of(self, divisor: Fraction) -> "Facts":
+        """Numbers are multiples of a positive number."""
+        facts = self.whole(True) if divisor.denominator == 1 else self
         return replace(facts, number=facts.number.times(divisor))
 
     def with_texts(self, keyword: str, found: frozenset[tuple[str, bool]]) -> "Facts":

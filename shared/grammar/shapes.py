@@ -8,9 +8,9 @@ Invariant: shapes are hashable, and equal shapes accept the same values.
 
 from dataclasses import dataclass, replace
 from fractions import Fraction
-from math import lcm
 
 from shared.grammar.automaton import UNBOUNDED
+from shared.grammar.multiples import common_multiple
 
 Value = frozenset[int]
 """A conjunction of literals: 2 × a node of the document, + 1 if it is negated. The empty one is any value."""
@@ -33,7 +33,7 @@ class Number:
     is_whole: bool | None = None
     low: tuple[Fraction, bool] | None = None
     high: tuple[Fraction, bool] | None = None
-    multiple: int = 1
+    multiple: Fraction | None = None
     values: frozenset[Fraction] | None = None
     excluded: frozenset[Fraction] = frozenset()
 
@@ -50,7 +50,7 @@ class Number:
         """Whether a value satisfies all that is said, the listed values apart."""
         if self.is_whole is not None and self.is_whole != (value.denominator == 1):
             return False
-        if self.multiple > 1 and (value / self.multiple).denominator != 1:
+        if self.multiple is not None and (value / self.multiple).denominator != 1:
             return False
         if self.low and (value < self.low[0] or (value == self.low[0] and self.low[1])):
             return False
@@ -61,29 +61,40 @@ class Number:
     def among(self, values: frozenset[Fraction]) -> "Number":
         return replace(self, values=values if self.values is None else self.values & values)
 
-    def times(self, divisor: int) -> "Number":
-        return replace(self, is_whole=True, multiple=lcm(self.multiple, divisor))
+    def times(self, divisor: Fraction) -> "Number":
+        return replace(self, multiple=common_multiple(self.multiple, divisor) if self.multiple else divisor)
+
+    @property
+    def step(self) -> Fraction:
+        """The least positive number of which all others are multiples; 0 if there is none."""
+        if not self.is_whole:
+            return self.multiple or Fraction(0)
+        return common_multiple(self.multiple, Fraction(1)) if self.multiple else Fraction(1)
 
     def settled(self) -> "Number | None":
         """The shape in its shortest form; None if it is plainly empty."""
         if self.values is not None:
             values = frozenset(value for value in self.values if self.contains(value))
             return Number(values=values) if values else None
-        if self.is_whole:
+        if step := self.step:
+            is_whole = self.is_whole if step.denominator > 1 else True
+            if self.is_whole is False and is_whole:
+                return None
+            shape = replace(self, is_whole=is_whole, multiple=None if step == 1 else step)
             low, high = self.low, self.high
             if low:
-                first = -(-low[0].numerator // low[0].denominator)
-                low = Fraction(first + (low[1] and first == low[0])), False
+                first = int(-(-low[0] // step))
+                low = (first + (low[1] and first * step == low[0])) * step, False
             if high:
-                last = high[0].numerator // high[0].denominator
-                high = Fraction(last - (high[1] and last == high[0])), False
-            shape = replace(self, low=low, high=high)
+                last = int(high[0] // step)
+                high = (last - (high[1] and last * step == high[0])) * step, False
             if low and high:
-                first, last = (int(bound[0]) for bound in (low, high))
-                if last // self.multiple < -(-first // self.multiple):
+                first, last = int(low[0] / step), int(high[0] / step)
+                if last < first:
                     return None
-                if last - first <= 64:
-                    return replace(shape, values=frozenset(map(Fraction, range(first, last + 1)))).settled()
+                if is_whole and last - first <= 64:
+                    return shape.among(frozenset(step * number for number in range(first, last + 1))).settled()
+            shape = replace(shape, low=low, high=high)
             excluded = frozenset(
                 value for value in self.excluded if replace(shape, excluded=frozenset()).contains(value)
             )

@@ -7,7 +7,7 @@ from numpy.typing import NDArray
 
 from shared.grammar.assembler import Entries, Rule
 from shared.grammar.automaton import ACTION_BITS, REFUSED, Action
-from shared.grammar.counting import character_steps
+from shared.grammar.counted_strings import Counted
 from shared.grammar.dfa import DEAD, DFA
 from shared.grammar.limits import ROW, Budget
 from shared.grammar.rules import ValueSource
@@ -20,18 +20,18 @@ Groups = tuple[tuple[String, ...], ...]
 
 
 class StringRule(Rule):
-    """The rule of the strings of some groups; ``is_counted``: characters count, as the push says."""
+    """The rule of the strings of some groups, or of one whose length the counters of the push keep."""
 
-    def __init__(self, values: ValueSource, groups: Groups, *, is_counted: bool = False) -> None:
+    def __init__(self, values: ValueSource, groups: Groups, counted: Counted | None = None) -> None:
         super().__init__(values.assembler)
-        dfa = values.texts.groups(groups)
+        dfa = counted.dfa if counted else values.texts.groups(groups)
         self.assembler.budget.check(len(self.assembler.entries) + len(dfa))
         self.assembler.budget.spend(2 * len(dfa))
         first = len(self.assembler.entries)
         for state in range(len(dfa)):
             self.assembler.state((id(self), state), self._build(int(dfa.accepts[state])))
         self.first = first
-        self.assembler.add_rows(first, rows_of(dfa, first, self.assembler.budget, is_counted=is_counted))
+        self.assembler.add_rows(first, rows_of(dfa, first, self.assembler.budget, counted))
 
     def _build(self, bits: int) -> Callable[[], Entries]:
         def build() -> Entries:
@@ -40,11 +40,10 @@ class StringRule(Rule):
         return build
 
 
-def rows_of(dfa: DFA, first: int, budget: Budget, *, is_counted: bool) -> NDArray[np.int32]:
+def rows_of(dfa: DFA, first: int, budget: Budget, counted: Counted | None) -> NDArray[np.int32]:
     """int32 ``[S, 256]``: the entries of a DFA whose states are numbered from ``first`` on."""
     budget.spend(len(dfa) * ROW)
     targets = dfa.next[:, dfa.columns]
-    action = np.full((len(dfa), 1), Action.GOTO, np.int32)
-    if is_counted:
-        action[list(character_steps(dfa, budget))] = Action.COUNT
+    counts = counted.counts[:, dfa.columns] if counted else False
+    action = np.where(counts, Action.COUNT, Action.GOTO)
     return np.where(targets == DEAD, REFUSED, (targets + first) << ACTION_BITS | action).astype(np.int32)

@@ -5,12 +5,14 @@ which patterns, formats, lengths and lists are combined.
 """
 
 import json
+from collections.abc import Hashable
 from dataclasses import replace
 
 import numpy as np
 
 from shared.grammar.automaton import UNBOUNDED
 from shared.grammar.characters import Spelling
+from shared.grammar.counted_strings import Counted, in_blocks
 from shared.grammar.counting import any_text, character_steps, is_free_to_count
 from shared.grammar.dfa import DEAD, DFA, trim
 from shared.grammar.formats import FORMATS
@@ -64,7 +66,7 @@ class Texts:
 
     def __init__(self, document: SchemaDocument) -> None:
         self.document, self.budget = document, document.budget
-        self._counted: dict[tuple[String, int, int], bool] = {}
+        self._counted: dict[String, tuple[Hashable, Counted] | None] = {}
         self._dfas: dict[String, DFA] = {}
         self._groups: dict[tuple[tuple[String, ...], ...], DFA] = {}
 
@@ -116,20 +118,31 @@ class Texts:
             dfa = of_length(dfa, shape.fewest, shape.most, self.budget)
         return dfa
 
-    def is_counted(self, shape: String) -> bool:
-        """Whether the characters of a shape are counted by a counter, not by states."""
-        if shape.is_plain or shape.values is not None:
-            return shape.values is None
+    def counted(self, shape: String) -> tuple[Hashable, Counted] | None:
+        """The automaton of a shape whose length a counter keeps, and a key of it; None if its states do."""
+        if shape.values is not None or (not shape.is_plain and (shape.fewest, shape.most) == (0, UNBOUNDED)):
+            return None
+        if shape not in self._counted:
+            self._counted[shape] = self._count(shape)
+        return self._counted[shape]
+
+    def _count(self, shape: String) -> tuple[Hashable, Counted] | None:
         free = replace(shape, fewest=0, most=UNBOUNDED)
-        if shape == free:
-            return False
-        key = free, shape.fewest, shape.most
-        if key not in self._counted:
-            self._counted[key] = is_free_to_count(self.dfa(free), shape.fewest, shape.most, self.budget)
-        return self._counted[key]
+        dfa = self.dfa(free)
+        if shape.is_plain or is_free_to_count(dfa, shape.fewest, shape.most, self.budget):
+            counts = np.zeros(dfa.next.shape, np.bool_)
+            counts[list(character_steps(dfa, self.budget))] = True
+            return free, Counted(dfa, counts, shape.fewest, shape.most)
+        if shape.most == UNBOUNDED:
+            return None
+        found = in_blocks(self.dfa(replace(free, fewest=shape.fewest)), shape.most, self.budget)
+        if found is None:
+            return None
+        blocks, counts, most = found
+        return (free, shape.fewest, shape.most), Counted(blocks, counts, 0, most)
 
     def is_empty(self, shape: String) -> bool:
-        return shape.fewest > shape.most or not (self.is_counted(shape) or not self.dfa(shape).is_empty)
+        return shape.fewest > shape.most or (self.counted(shape) is None and self.dfa(shape).is_empty)
 
     def group(self, shapes: tuple[String, ...]) -> DFA:
         """Of the strings of any of these shapes."""

@@ -6,13 +6,13 @@ place, since only what follows them shows where they end.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TypeVar
 
 from shared.grammar.arrays import ArrayRule
 from shared.grammar.assembler import Assembler, Continuation, Entries, Rule
-from shared.grammar.automaton import UNBOUNDED, Action, entry
-from shared.grammar.digits import machine
+from shared.grammar.automaton import Action, entry
+from shared.grammar.digits import machines
 from shared.grammar.limits import Budget
 from shared.grammar.machines import Machine
 from shared.grammar.members import Members
@@ -92,13 +92,14 @@ class Values:
 
     def _string(self, groups: Groups, masks: tuple[int, ...], continuation: Continuation) -> int:
         (shape, *others), is_single = groups[0], len(groups) == 1
-        if not is_single or others or not self.texts.is_counted(shape):
+        found = self.texts.counted(shape) if is_single and not others else None
+        if found is None:
             return self._push(StringRule, groups, masks, continuation)
-        free = replace(shape, fewest=0, most=UNBOUNDED)
-        key = StringRule, free
-        if key not in self._rules:
-            self._rules[key] = StringRule(self, ((free,),), is_counted=True)
-        return self.assembler.push(self._rules[key], Mapped(continuation, masks), shape.fewest, shape.most)
+        key, counted = found
+        if (StringRule, key) not in self._rules:
+            self._rules[StringRule, key] = StringRule(self, groups, counted)
+        rule = self._rules[StringRule, key]
+        return self.assembler.push(rule, Mapped(continuation, masks), counted.fewest, counted.most)
 
     # Numbers and literals
 
@@ -109,7 +110,8 @@ class Values:
                 if isinstance(shape, (Number, Literal)):
                     masks[shape] = masks.get(shape, 0) | 1 << number
         ordered = sorted(masks.items(), key=lambda one: self.members.number(one[0]))
-        parts = tuple((machine(shape, self.budget), mask, 0) for shape, mask in ordered)
+        found = machines([shape for shape, _ in ordered], self.budget)
+        parts = tuple((each, mask, 0) for each, (_, mask) in zip(found, ordered, strict=True))
         return self._read(parts, continuation)
 
     def _read(self, parts: tuple[tuple[Machine, int, int], ...], continuation: Continuation) -> Entries:

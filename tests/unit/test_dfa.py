@@ -173,3 +173,15 @@ def test_what_is_remembered_costs_each_budget_once_what_it_cost_to_make() -> Non
     small.keep(2)
     with pytest.raises(GrammarError, match="more than 10 states"):
         remembered.get("b", str, small)
+
+
+@pytest.mark.parametrize("num_words", [31, 32, 40, 60])
+def test_more_combinations_than_an_integer_of_64_bits_can_number(num_words: int) -> None:
+    """Of automata of three states and the dead one, 32 have 2⁶⁴ combinations."""
+    texts = [bytes([ord("0") + number, ord("x")]) for number in range(num_words)]
+    combined = combine([words([text], budget()) for text in texts], budget())
+    for number, text in enumerate(texts):
+        assert combined.run(text) == 1 << number, f"{text!r} is accepted by {combined.run(text):b}"
+        assert not combined.run(text[:1])
+        assert not combined.run(text + b"x")
+    assert len(combined) == 1 + 2 * num_words

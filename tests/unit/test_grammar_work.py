@@ -70,7 +70,9 @@ HOSTILE: dict[str, tuple[Any, str | None]] = {
     "a counter": ({"pattern": "^[a-zé]{0,5000}x{0,5000}$"}, WORK),
     "counters in counters": ({"pattern": "((a{0,99}){0,99}){0,99}"}, WORK),
     "sets of states": ({"pattern": "(a|b)*a(a|b){17}"}, WORK),
-    "classes": ({"pattern": r"[\p{L}]{0,500}"}, WORK),
+    "classes": ({"pattern": r"^[\p{L}]{0,500}x?$"}, WORK),
+    "conditions of a pattern": ({"pattern": "^(" + "".join(f"(?!.*{c}.{{9}}{c})" for c in "abcdefgh") + ".)*$"}, WORK),
+    "conditions that are nested": ({"pattern": "(?!" * 30 + "a" + ")" * 30}, None),
     "a wide class": ({"pattern": "[" + "".join(chr(0x100 + 2 * n) for n in range(3000)) + "]{0,50}"}, None),
     "a product of patterns": (
         {"type": "string", "allOf": [{"pattern": f"{c}{{{n}}}"} for n, c in enumerate("abcdefgh", 9)]},
@@ -83,7 +85,12 @@ HOSTILE: dict[str, tuple[Any, str | None]] = {
         },
         WORK,
     ),
-    "a format and a length": ({"type": "string", "format": "uri", "maxLength": 2000}, STATES),
+    "a format and a length": ({"type": "string", "format": "uri", "maxLength": 2000}, None),
+    "a format and two lengths": ({"type": "string", "format": "uri", "minLength": 1000, "maxLength": 2000}, STATES),
+    "a choice of a format and a length": (
+        {"anyOf": [{"type": "string", "format": "uri", "maxLength": 2000}, {"const": "x"}]},
+        STATES,
+    ),
     "names by patterns": (
         {"type": "object", "propertyNames": {"anyOf": [{"pattern": f"^k{n}[a-z]*$"} for n in range(300)]}},
         WORK,
@@ -100,7 +107,9 @@ HOSTILE: dict[str, tuple[Any, str | None]] = {
     ),
     "counted keys": ({"minProperties": 30, "propertyNames": {"pattern": "^[a-z]{3,60}$"}}, WORK),
     "divisors": ({"type": "integer", "allOf": [{"multipleOf": 10**400 + n} for n in range(60)]}, WORK),
-    "a divisor": ({"type": "integer", "multipleOf": 50_000}, WORK),
+    "a divisor": ({"type": "integer", "multipleOf": 50_001}, None),
+    "a divisor of many digits": ({"multipleOf": 10**200}, WORK),
+    "divisors of a part": ({"allOf": [{"multipleOf": (n * 7919 + 1) / 10**9} for n in range(200)]}, None),
     "items": ({"items": {"type": "integer"}, "minItems": 100_000}, WORK),
     "two keys of each": ({"type": "object", "anyOf": [{"required": [f"a{n}", f"b{n}"]} for n in range(16)]}, "keys"),
 }

@@ -95,6 +95,18 @@ CASES: dict[str, tuple[Any, list[Any], list[Any]]] = {
     ),
     "large numbers": ({"minimum": 1000}, [1000, 1e22, 12345.5, 10**30], [999, 999.99, 1e-06, -1e22]),
     "multiples": ({"multipleOf": 6, "minimum": 10}, [12, 600, 18], [6, 13, 20, 12.5, -12]),
+    "multiples of a fraction": (
+        {"multipleOf": 0.01, "minimum": 0, "exclusiveMaximum": 20},
+        [19.99, 0, 0.07, 1.1, 12],
+        [19.995, 20, -0.01, 20.01, 0.001],
+    ),
+    "multiples of a fraction that are not whole": (
+        {"multipleOf": 2.5, "not": {"type": "integer"}, "type": "number"},
+        [2.5, -12.5],
+        [5, 1.5, 0],
+    ),
+    "multiples of two fractions": ({"allOf": [{"multipleOf": 0.4}, {"multipleOf": 0.06}]}, [1.2, 12, -2.4], [0.4, 0.6]),
+    "whole multiples of a fraction": ({"type": "integer", "multipleOf": 1.5}, [3, 900], [1, 1.5, 4.5]),
     "old bounds": (
         {"$schema": "http://json-schema.org/draft-04/schema#", "minimum": 1, "exclusiveMinimum": True},
         [2, 1.5],
@@ -107,6 +119,21 @@ CASES: dict[str, tuple[Any, list[Any], list[Any]]] = {
     ),
     "pattern": ({"pattern": "^[a-c]+$|x"}, ["abc", "zxz", 3], ["", "abd", "y"]),
     "pattern and length": ({"type": "string", "pattern": "b", "maxLength": 3}, ["b", "abé"], ["", "aaab", "aa"]),
+    "a pattern that counts letters": (
+        {"type": "string", "pattern": "^[\\p{L} '-]{2,50}$"},
+        ["Zoë", "Ab" * 25, "é-"],
+        ["a", "Ab" * 25 + "c", "a1"],
+    ),
+    "a pattern that counts between others": (
+        {"type": "string", "pattern": "^(?=.*7)(AB|CD)[a-z7]{3,20}?(-|é)x{2}$", "maxLength": 12},
+        ["ABab7-xx", "CD7aaaaaaéxx"],
+        ["AB7a-xx", "ABabc-xx", "CD7aaaaaaaéxx"],
+    ),
+    "not a pattern that counts": (
+        {"type": "string", "not": {"pattern": "^a{2,20}$"}},
+        ["a", "a" * 21, "ab"],
+        ["aa", "a" * 20],
+    ),
     "not pattern": ({"type": "string", "not": {"pattern": "^a"}}, ["", "ba"], ["a", "ab"]),
     "format": (
         {"type": "string", "format": "date"},
@@ -158,6 +185,16 @@ CASES: dict[str, tuple[Any, list[Any], list[Any]]] = {
         },
         [{}, {"ab": 7}, {"a": 1, "b": 5.5, "c": None}, {"xb": 5}],
         [{"ab": 3}, {"ab": 10}, {"ab": 7.5}, {"c": 1}, {"acb": 4}],
+    ),
+    "a lookahead in a pattern of keys": (
+        {"patternProperties": {"^(?!pattern$).*$": {"type": "integer"}}, "additionalProperties": {"type": "null"}},
+        [{"pattern": None}, {"patterns": 1, "a": 2, "": 3}],
+        [{"pattern": 1}, {"patterns": None}, {"": None}],
+    ),
+    "a lookahead at each character": (
+        {"allOf": [{"pattern": "^((?!mode)(?!Mode).)*$"}, {"pattern": "^(?=.*[0-9])(?=.*é)"}]},
+        ["mod1é", "é mo de 2"],
+        ["a1émode", "é", "1", "Mode1é"],
     ),
     "names of keys": (
         {"propertyNames": {"pattern": "^[a-z]+$", "maxLength": 2}},
@@ -479,11 +516,11 @@ REFUSED: dict[str, tuple[Any, str]] = {
         "refers to itself",
     ),
     "endless": ({"properties": {"a": {"$ref": "#"}}, "required": ["a"], "type": "object"}, "accepts nothing"),
-    "lookaround": ({"properties": {"a/b": {"pattern": "(?=x)"}}}, "#/properties/a~1b/pattern"),
+    "lookbehind": ({"properties": {"a/b": {"pattern": "(?<=x)"}}}, "#/properties/a~1b/pattern"),
     "nothing": ({"type": "string", "enum": [1]}, "accepts nothing"),
     "no keys": ({"type": "object", "required": ["a"], "properties": {"a": False}}, "accepts nothing"),
     "too few keys": ({"type": "object", "minProperties": 3, "propertyNames": {"enum": ["a", "b"]}}, "accepts nothing"),
-    "part of a divisor": ({"multipleOf": 0.01}, "#/multipleOf"),
+    "no multiple": ({"multipleOf": 0.3, "minimum": 0.31, "maximum": 0.59, "type": "number"}, "accepts nothing"),
     "not keys": ({"not": {"patternProperties": {"a": {"type": "null"}}}}, "#/not/patternProperties"),
     "a chain of references": (
         {"$defs": {str(n): {"$ref": f"#/$defs/{n + 1}"} for n in range(2000)}, "$ref": "#/$defs/0"},
@@ -587,12 +624,34 @@ TEXTS: dict[str, tuple[Any, list[bytes], list[bytes]]] = {
     ),
     "digits of an integer end": ({"type": "integer", "minimum": 1}, [MANY], [b"1" * 400]),
     "digits of a multiple end": ({"multipleOf": 6}, [b"12" * 10], [b"12" * 20]),
+    "digits of a multiple of more than 10 end": ({"multipleOf": 60}, [b"60" * 10], [b"60" * 20]),
+    "a multiple of a fraction is written as a decimal, with no more digits than a float keeps": (
+        {"multipleOf": 0.01},
+        [b"1", b"1.5", b"1.50", b"-0.0", b"1" * 13 + b".37", b"1" * 14 + b".3", b"1" * 15],
+        [b"1.500", b"1e2", b"1" * 14 + b".37", b"1" * 16, b"0.001", b"1."],
+    ),
+    "numbers beside a large constant end": (
+        {"anyOf": [{"type": "number"}, {"enum": [10**300]}]},
+        [b"1" + b"0" * 300, b"1" * 308, b"0.5"],
+        [b"1" * 309, b"1" + b"0" * 299 + b"e99"],
+    ),
+    "integers beside a large bound end": (
+        {"anyOf": [{"type": "number", "minimum": 10**17}, {"type": "integer"}]},
+        [b"1" * 308, b"7", b"1" * 20 + b".5"],
+        [b"1" * 309, b"1.5"],
+    ),
+    "numbers beside a multiple end": (
+        {"anyOf": [{"type": "string"}, {"multipleOf": 97}, {"type": "number", "maximum": 5}]},
+        [b"970", b"-" + b"1" * 33],
+        [b"98", b"1" * 400, b"-" + b"1" * 400],
+    ),
     "unless its bound is beyond their end": (
         {"multipleOf": 5, "minimum": 10**21},
         [b"5" * 22],
-        [b"5" * 20, b"5" * 309],
+        [b"5" * 20, b"5" * 24, b"5" * 309],
     ),
     "a large bound": ({"minimum": 10**300}, [b"9" * 301], [b"9" * 300, b"9" * 309]),
+    "a fraction beside a large bound": ({"type": "number", "maximum": 10**17}, [b"-0.5", b"-" + b"1" * 308], []),
     "a bound that no float holds": ({"exclusiveMaximum": 10**400}, [b"1"], []),
     "a large constant below 0": ({"const": -1e20}, [b"-1e+20", b"-1" + b"0" * 20], [b"1e+20"]),
     "a constant that overflows a float": ({"enum": [1, 10**400]}, [b"1"], [b"1" + b"0" * 400]),

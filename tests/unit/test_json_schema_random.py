@@ -17,7 +17,28 @@ from tests.grammar_walks import byte_classes, random_text
 from tests.grammars import budget
 
 KEYS = ["a", "b", "ab", "c\n"]
-SCALARS: list[Any] = [None, True, False, 0, 1, 2, -1, 3, 10, 1.5, -2.5, 0.1, 1e-06, "", "a", "ab", "abc", "é", "b\n"]
+SCALARS: list[Any] = [
+    None,
+    True,
+    False,
+    0,
+    1,
+    2,
+    -1,
+    3,
+    10,
+    1.5,
+    -2.5,
+    0.1,
+    0.02,
+    1e-06,
+    "",
+    "a",
+    "ab",
+    "abc",
+    "é",
+    "b\n",
+]
 
 documents = st.recursive(
     st.sampled_from(SCALARS),
@@ -53,7 +74,7 @@ def keywords(inner: st.SearchStrategy[Any]) -> st.SearchStrategy[dict[str, Any]]
         st.builds(lambda a, b, c: {"if": a, "then": b, "else": c}, inner, inner, inner),
         one("pattern", st.sampled_from(["a", "^a", "b$", "^[ab]*$", "é", "^.b"])),
         one("minimum maximum exclusiveMinimum exclusiveMaximum", st.sampled_from([0, 1, -1, 1.5, 10, 0.1, -2.5])),
-        one("multipleOf", st.sampled_from([1, 2, 3])),
+        one("multipleOf", st.sampled_from([1, 2, 3, 0.5, 0.02, 2.5])),
         st.just({"$ref": "#/$defs/x"}),
     )
 

@@ -1,18 +1,23 @@
 """Regular expressions as automata over bytes, compared with Python's."""
 
 import json
+import math
 import random
 import re
+import unicodedata
 from typing import Any
 
 import pytest
+import regex
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shared.grammar.characters import Spelling
+from shared.grammar.characters import MAX_CHARACTER, Spelling
 from shared.grammar.limits import Budget, GrammarError, Limits, WorkError
 from shared.grammar.pattern import Parser
+from shared.grammar.properties import property_members
 from shared.grammar.regex import automaton_of, compile_choice, compile_regex
+from shared.grammar.scripts import scripts
 from tests.grammars import budget
 
 ATOM = st.sampled_from(["a", "b", "é", ".", "[a-c]", "[^ab]", r"\d", r"\w", r"\s", r"\S", "-", "^", "$", "[é-ü1]"])
@@ -59,6 +64,9 @@ def test_as_in_python(pattern: str, texts: list[str], is_search: bool) -> None:
         (r"\u{1F600}|\ud83d\ude01", "\U0001f601", "\U0001f602"),
         (r"\cA[\b]", "\x01\x08", "A\x08"),
         (r"\p{Lu}\p{N}\P{L}", "É²-", "é²-"),
+        (r"\p{Uppercase_Letter}\p{gc=Number}\P{General_Category=Letter}", "É²-", "É²a"),
+        (r"\p{Script=Greek}[\p{sc=Cyrl}]\P{sc=Latin}", "λЖ4", "λЖa"),
+        (r"\p{Cased_Letter}\p{punct}\p{ASCII}\P{Any}?", "ǅ.a", "ǅ.é"),
         (r"[\]\-a^.]+", "]-a^.", "b"),
         (r"(?<year>\d{4})-(?P<month>\d\d)", "2026-11", "2026-1"),
         (r"\s", "\u2003", "x"),
@@ -82,9 +90,12 @@ def test_syntax(pattern: str, right: str, wrong: str) -> None:
         ("x[a", "an opening bracket without a closing one at position 1"),
         ("a**", "a quantifier behind a quantifier at position 1"),
         ("a|*", "nothing to repeat at position 2"),
-        ("^*", "repeats an anchor at position 1"),
-        ("a(?=b)", "a lookaround, which is not supported, at position 1"),
-        ("(?<!b)a", "a lookaround"),
+        ("^*", "repeats an anchor or a lookahead at position 1"),
+        ("a(?<=b)", "a lookbehind, which is not supported, at position 1"),
+        ("(?<!b)a", "a lookbehind"),
+        ("(?=a)*", "repeats an anchor or a lookahead at position 5"),
+        ("(?!a)a", "matches no text"),
+        ("a(?=b)$", "matches no text"),
         (r"(a)\1", "a backreference, which no automaton can follow, at position 3"),
         (r"a\b", r"the word border \\b"),
         ("a{3,2}", "the bounds 3 and 2 in the wrong order"),
@@ -97,7 +108,9 @@ def test_syntax(pattern: str, right: str, wrong: str) -> None:
         (r"\ud800", r"the surrogate U\+D800"),
         (r"\ud800\u0041", r"the surrogate U\+D800"),
         (r"\q", r"the unknown escape \\q"),
-        (r"\p{Klingon}", "not a general category"),
+        (r"\p{Klingon}", "'Klingon', which is no category and no known script, at position 0"),
+        (r"\p{Script=Lu}", "no known script"),
+        (r"\p{sc=}", "no known script"),
         ("(?i)a", "a group of an unknown kind at position 0"),
         (r"a[^\s\S]", "matches no text"),
         ("a^b", "matches no text"),
@@ -156,6 +169,16 @@ def test_long_counted_repeats_compile(pattern: str) -> None:
     assert bool(dfa.run((text + "a").encode())) == (pattern == "[^x]{200,}")
 
 
+@pytest.mark.parametrize("pattern", ["[L '-]{1,50}", "[L]{2,500}x", "x[L]{2,500}", "([L]){1,90}", "x[L]{0,400}"])
+def test_a_search_needs_no_most_of_a_repeat(pattern: str) -> None:
+    counted = budget()
+    dfa = compile_regex(pattern.replace("L", r"\p{L}"), counted, search=True)
+    judge = re.compile(pattern.replace("L", "a-zé"))
+    assert counted.work < 300_000
+    for text in ("", "1", "é", "éx", "ééx", "xéé", "xé1", "1éé1x", "éé xéé", "1xééx1"):
+        assert bool(dfa.run(text.encode())) == bool(judge.search(text)), text
+
+
 def test_a_choice() -> None:
     automaton = automaton_of(compile_choice(["yes", "no", "no way", "naïve"], budget()))
     for text in ("yes", "no", "no way", "naïve"):
@@ -200,3 +223,68 @@ def test_a_search_for_a_long_run_compiles() -> None:
     for text, is_found in (("é" * 499, False), ("é" * 500, True), ("a" * 300 + "x" + "b" * 499, False)):
         assert (dfa.run(text.encode()) != 0) == is_found
         assert dfa.run((text + "x" + "a" * 500).encode())
+
+
+WITH_LOOKAHEAD = st.recursive(
+    ATOM,
+    lambda inner: st.one_of(
+        st.lists(inner, min_size=1, max_size=3).map("".join),
+        st.lists(inner, min_size=2, max_size=3).map("|".join).map("(?:{})".format),
+        st.tuples(inner.map("({})".format), st.sampled_from(["*", "+", "?", "{2}"])).map("".join),
+        st.tuples(st.sampled_from(["(?=", "(?!"]), inner, st.just(")")).map("".join),
+        st.tuples(st.sampled_from(["(?=", "(?!"]), inner, st.just(")"), inner).map("".join),
+    ),
+    max_leaves=6,
+)
+
+
+@given(WITH_LOOKAHEAD, st.lists(TEXT, max_size=12), st.booleans())
+def test_lookahead_as_in_python(pattern: str, texts: list[str], is_search: bool) -> None:
+    test_as_in_python.hypothesis.inner_test(pattern, texts, is_search)
+
+
+@pytest.mark.parametrize(
+    ("pattern", "right", "wrong"),
+    [
+        ("^(?!pattern$).*$", ["", "patter", "patterns", "é"], ["pattern"]),
+        ("^((?!mode)(?!Mode).)*$", ["", "mod", "moMod", "é"], ["mode", "amodel", "Mode"]),
+        (r"^(?=.*\d)(?=.*[a-z])(?!.*\s).{4,8}$", ["a1é-", "1234567z"], ["a1é", "abcd", "a 1b", "a12345678"]),
+        ("^(?!^a)b|^(?!(?!c))", ["b", "c"], ["a", ""]),
+        (r"(?!^)(?=a$)", ["ba"], ["a", "ab"]),
+        ("^(?:(?!--)[a-z-])+$", ["a-b", "-"], ["a--b", ""]),
+        ("(a(?=b)|b(?=a))*", ["", "x"], []),
+        ("^(?=$|..).*$", ["", "ab", "éab"], ["a"]),
+        ("^(?=a|é).(?!é|b)", ["ac", "é"], ["ab", "éé", "c"]),
+    ],
+)
+def test_lookahead(pattern: str, right: list[str], wrong: list[str]) -> None:
+    dfa = compile_regex(pattern, budget(), search=True, spelling=Spelling.JSON)
+    for text in (*right, *wrong):
+        assert bool(re.search(pattern, text)) == (text in right)
+        assert bool(dfa.run(text.encode())) == (text in right), text
+
+
+def test_a_hostile_lookahead_ends_within_its_budget() -> None:
+    conditions = "".join(f"(?!.*{c}.{{9}}{c})" for c in "abcdefgh")
+    for pattern in (f"^{conditions}.*$", f"^({conditions}.)*$"):
+        with pytest.raises(WorkError):
+            compile_regex(pattern, Budget(Limits(work=100_000, seconds=math.inf)), search=True)
+    assert compile_regex("(?=" * 90 + "a" + ")" * 90, budget(), search=True).run(b"ba")
+
+
+def test_scripts_are_those_of_unicode() -> None:
+    """As another engine knows them, of the characters that Python knows."""
+    for name in (*scripts(), "Sinh"):
+        members = property_members(f"Script={name}")
+        assert members is not None
+        judge = regex.compile(rf"\p{{Script={name}}}")
+        chosen = [
+            code
+            for first, last in scripts()[name]
+            for code in (first - 1, first, last, last + 1)
+            if code <= MAX_CHARACTER
+        ]
+        for code in chosen:
+            is_known = unicodedata.category(chr(code)) not in ("Cn", "Cs")
+            expected = is_known and bool(judge.match(chr(code)))
+            assert expected == any(low <= code <= high for low, high in members), f"{name} {code:X}"

@@ -1,0 +1,106 @@
+"""Multiples of a divisor, found while the decimal digits of a number are read. Introduced in phase 12.
+
+The arithmetic is that of decimal numbers, so 19.99 is a multiple of 0.01. A number is kept as what remains of it after
+division, scaled by the power of ten that makes the divisor whole. Remainders that no further digits tell apart are one
+(Alexeev, 2004): of the 1,024 remainders of 1,024 that leaves 159, of the 1,000 of 1,000 four.
+
+Invariant: a remainder is 0 where the number that was read is a multiple, and only there.
+"""
+
+import math
+from fractions import Fraction
+
+from shared.grammar.limits import CELLS, Budget
+
+WHOLE_DIGITS = 20
+"""Digits of a whole multiple."""
+DECIMAL_DIGITS = 15
+"""Digits of a multiple of a fraction: a float keeps so many, so a reader finds the same number."""
+MOST_STATES = 1_000
+"""Of remainders times digits."""
+MOST_LISTED = 100
+"""Multiples that are listed instead, of a divisor that has more."""
+
+
+def common_multiple(one: Fraction, other: Fraction) -> Fraction:
+    """The least positive number that is a multiple of both."""
+    return Fraction(math.lcm(one.numerator, other.numerator), math.gcd(one.denominator, other.denominator))
+
+
+def num_decimals(value: Fraction) -> int:
+    """The digits of the fraction of a decimal number."""
+    rest, counts = value.denominator, []
+    for prime in (2, 5):
+        counts.append(0)
+        while rest % prime == 0:
+            rest //= prime
+            counts[-1] += 1
+    return max(counts)
+
+
+class Multiples:
+    """The remainders of one divisor, a decimal number.
+
+    Attributes:
+        num_decimals: digits that the fraction of a multiple needs at most.
+        num_digits: how many digits a multiple may have; 0 if its remainders are too many to be kept.
+        work: units of work for each remainder that is found.
+    """
+
+    def __init__(self, divisor: Fraction, least: Fraction, budget: Budget) -> None:
+        """``least``: the least size of a number that is asked for; there are multiples of that size."""
+        bits = divisor.denominator.bit_length() + divisor.numerator.bit_length()
+        budget.spend(bits * (1 + bits // CELLS) // 2)
+        self.num_decimals = num_decimals(divisor)
+        self.scale: int = 10**self.num_decimals
+        self.modulus = int(divisor * self.scale)
+        length = _length(int(divisor))
+        self.work = length * (1 + bits // CELLS) if self.num_decimals == 0 else 1
+        self._powers = [10**count for count in range(length + 1)] if self.num_decimals == 0 else []
+        self._kept: dict[int, int] = {}
+        self._firsts: dict[tuple[int, ...], int] = {}
+        self._budget = budget
+        num_remainders, fewest = self._num_remainders(), max(length, _length(math.ceil(least))) + 1
+        if self.num_decimals:
+            self.num_digits = max(DECIMAL_DIGITS, fewest)
+            in_fraction = min(self.modulus, num_remainders * (self.scale // self.modulus + 1))
+            if self.num_digits * num_remainders + self.num_decimals * in_fraction > MOST_STATES:
+                self.num_digits = 0
+        else:
+            most = min(max(WHOLE_DIGITS, fewest), MOST_STATES // num_remainders)
+            self.num_digits = most if most >= fewest else 0
+
+    def _num_remainders(self) -> int:
+        """How many remainders the whole part of a number has."""
+        if self.num_decimals:
+            return self.modulus // math.gcd(self.modulus, self.scale)
+        shares = [math.gcd(self.modulus, power) for power in self._powers]
+        sizes = [power // share for power, share in zip(self._powers, shares, strict=True)]
+        return min(self.modulus // share + sum(sizes[:count]) for count, share in enumerate(shares))
+
+    def read_whole(self, remainder: int, digit: int) -> int:
+        """The remainder after a further digit of the whole part."""
+        found = (remainder * 10 + digit * self.scale) % self.modulus
+        return found if self.num_decimals else self._class(found)
+
+    def read_fraction(self, remainder: int, digit: int, count: int) -> int:
+        """The remainder after a digit of the fraction, the one with this number; the first has the number 1."""
+        return (remainder + digit * 10 ** (self.num_decimals - count)) % self.modulus
+
+    def can_end(self, remainder: int, count: int) -> bool:
+        """Whether further digits of the fraction can make a multiple, after so many."""
+        return -remainder % self.modulus < 10 ** (self.num_decimals - count)
+
+    def _class(self, remainder: int) -> int:
+        """The first remainder that was found of those that the same further digits make multiples."""
+        if remainder not in self._kept:
+            self._budget.spend(self.work)
+            missing = [(-remainder * power % self.modulus, power) for power in self._powers]  # which digits would
+            signature = tuple(digits if digits < power else -1 for digits, power in missing)
+            self._kept[remainder] = self._firsts.setdefault(signature, remainder)
+        return self._kept[remainder]
+
+
+def _length(number: int) -> int:
+    """At least the digits of a number, without those that a long one takes long to find."""
+    return number.bit_length() * 30_103 // 100_000 + 1
