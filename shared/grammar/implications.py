@@ -18,8 +18,23 @@ from shared.grammar.schema_keywords import Clause, Conjunction
 from shared.grammar.shapes import NEVER, Object, Value
 
 PLAIN = frozenset(
-    "type enum const minimum maximum exclusiveMinimum exclusiveMaximum minLength maxLength "
-    "title description default examples example $comment".split()
+    [
+        "type",
+        "enum",
+        "const",
+        "minimum",
+        "maximum",
+        "exclusiveMinimum",
+        "exclusiveMaximum",
+        "minLength",
+        "maxLength",
+        "title",
+        "description",
+        "default",
+        "examples",
+        "example",
+        "$comment",
+    ]
 )
 """Keywords of schemas that hold no others, and are cheap to compare."""
 

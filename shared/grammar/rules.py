@@ -15,5 +15,8 @@ class ValueSource(Protocol):
     members: Members
     texts: Texts
 
-    def entries(self, wanted: tuple[Value, ...], continuation: Continuation) -> Entries:
+    def entries(self, wanted: tuple[Value, ...], continuation: Continuation, guards: tuple[int, ...] = ()) -> Entries:
         """The bytes with which a value of any of the groups begins."""
+
+    def is_listed(self, value: Value) -> bool:
+        """Whether a value is one of scalars and listed strings."""
