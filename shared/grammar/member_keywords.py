@@ -95,6 +95,19 @@ def not_members(keywords: Keywords, keyword: str) -> Clause:
     raise keywords.error(keyword, "the opposite of this keyword cannot be compiled")
 
 
+def not_tagged(keywords: Keywords, key: str) -> Conjunction:
+    """A key of ``properties`` is wrong, as the opposite of ``properties`` says."""
+    needed = frozenset({key}) - keywords.needed_members()
+    wrong = keywords.literal("properties", key, holds=False)
+    return (is_object(required=needed, members=frozenset({(key, wrong)})),)
+
+
+def tagged(keywords: Keywords, key: str) -> Fact:
+    """The opposite of ``not_tagged``, of an object."""
+    needed = frozenset({key}) & keywords.needed_members()
+    return say_of_object(required=needed, members=frozenset({(key, keywords.literal("properties", key))}))
+
+
 def required(keywords: Keywords, keyword: str) -> list[Clause]:
     if isinstance(keywords.schema[keyword], bool):
         return []  # draft 3
