@@ -12,30 +12,15 @@ from dataclasses import replace
 from typing import Protocol
 
 from shared.grammar.limits import GrammarError, WorkError
-from shared.grammar.schema_document import SchemaDocument
+from shared.grammar.schema_document import ANNOTATIONS, SchemaDocument
 from shared.grammar.schema_facts import Facts
 from shared.grammar.schema_keywords import Clause, Conjunction
 from shared.grammar.shapes import NEVER, Object, Value
 
-PLAIN = frozenset(
-    [
-        "type",
-        "enum",
-        "const",
-        "minimum",
-        "maximum",
-        "exclusiveMinimum",
-        "exclusiveMaximum",
-        "minLength",
-        "maxLength",
-        "title",
-        "description",
-        "default",
-        "examples",
-        "example",
-        "$comment",
-    ]
-)
+PLAIN = ANNOTATIONS | {
+    *("type", "enum", "const", "minLength", "maxLength"),
+    *("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"),
+}
 """Keywords of schemas that hold no others, and are cheap to compare."""
 
 

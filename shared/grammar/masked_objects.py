@@ -18,13 +18,13 @@ from shared.grammar.clauses import REGISTER_BITS, Requirements
 from shared.grammar.keys import Alive, Follower, KeyStates
 from shared.grammar.limits import GrammarError
 from shared.grammar.objects import UNLIMITED, Groups, ObjectRule
-from shared.grammar.rules import ValueSource
-from shared.grammar.shapes import Shape, String, Value
+from shared.grammar.rules import Guards, ValueSource
+from shared.grammar.shapes import Array, Object, Shape, String, Value
 
 FEWEST_MASKED, MOST_MASKED = 4, 48
 """Alternatives of a rule that keeps them in its frame; fewer ones have few sets."""
 MOST_CHOSEN = 3
-"""Values with parts of a key, beside which all their sets are told apart; of more, the first that is alive is wanted."""
+"""Parts of the values of a key of which all sets are told apart; of more, the first that is alive is wanted."""
 ALWAYS = (0, 0, 1)
 """Trigger, keys, least of a clause that is never satisfied."""
 
@@ -57,19 +57,30 @@ def _is_open(requirements: Requirements) -> bool:
     )
 
 
+Wanted = tuple[tuple[Value, int], ...]
+"""Values, and the bits of the alternatives that want them."""
+
+
 @dataclass(frozen=True)
 class Choice:
-    """What may be wanted behind a key: values and the bits of their alternatives, by how they are told apart.
+    """What may be wanted behind a key.
 
     Attributes:
-        top: accepts all that the others do.
-        listed: guarded byte by byte.
-        chosen: all others.
+        top: a value that accepts all that the others do.
+        others: all other values.
+        parts: of the others, what is opened by a byte that cannot be guarded, and the bits of its alternatives.
+        is_spelled: whether the strings of the others are spelled out in the object.
     """
 
-    top: tuple[tuple[Value, int], ...]
-    listed: tuple[tuple[Value, int], ...]
-    chosen: tuple[tuple[Value, int], ...]
+    top: Wanted
+    others: Wanted
+    parts: tuple[tuple[tuple[Shape, ...], int], ...]
+    is_spelled: bool
+
+    def guards(self, shapes: list[tuple[Shape, ...]], opened: list[tuple[Shape, ...]]) -> Guards:
+        """Of the others, with their shapes, where some parts are wanted."""
+        is_opened = tuple(_opened(some, self.is_spelled) in opened for some in shapes)
+        return Guards(tuple(mask for _, mask in self.others), is_opened, self.is_spelled)
 
 
 class MaskedRule(ObjectRule):
@@ -86,8 +97,8 @@ class MaskedRule(ObjectRule):
         """Whether the values of each key can be told apart, and exactly so for few alternatives."""
         followers = [self.follow_name(self.alive, name) for name in self.requirements.names]
         followers += [self.follow_other(self.alive, bits) for bits in sorted(self.requirements.classes)]
-        sizes = [len(choice.chosen) for found in followers if found and not (choice := self._choice(found)).top]
-        return max(sizes, default=0) <= (MOST_CHOSEN if len(self.dead) < 6 else MAX_CLASSES - 2)
+        most = max((len(self._choice(found).parts) for found in followers if found), default=0)
+        return most <= (MOST_CHOSEN if len(self.dead) < 6 else MAX_CLASSES - 2)
 
     def _state(self, part: str, alive: Alive) -> int:
         return super()._state(part, ()) if part == "comma" else super()._state(part, alive)
@@ -106,48 +117,47 @@ class MaskedRule(ObjectRule):
             masks[one] = masks.get(one, 0) | self.dead[number]
         common = frozenset.intersection(*masks)
         top = tuple(each for each in masks.items() if each[0] == common)
-        others = sorted((each for each in masks.items() if each[0] != common), key=lambda each: -each[1])
-        listed = [each for each in others if self.values.is_listed(each[0])]
-        chosen = [each for each in others if each not in listed]
-        if any(isinstance(shape, String) for value, _ in chosen for shape in self.members.shapes(value)):
-            texts = [v for v, _ in listed if any(isinstance(shape, String) for shape in self.members.shapes(v))]
-            chosen += [each for each in listed if each[0] in texts]
-            listed = [each for each in listed if each[0] not in texts]
-        return Choice(top, tuple(listed), tuple(chosen))
+        others = tuple(sorted((each for each in masks.items() if each[0] != common), key=lambda each: -each[1]))
+        shapes = [self.members.shapes(value) for value, _ in others]
+        texts = {tuple(shape for shape in some if isinstance(shape, String)) for some in shapes} - {()}
+        parts: dict[tuple[Shape, ...], int] = {}
+        for some, (_, mask) in zip(shapes, others, strict=True):
+            if opened := _opened(some, len(texts) > 1):
+                parts[opened] = parts.get(opened, 0) | mask
+        return Choice(top, others, tuple(parts.items()), len(texts) > 1)
 
     def end_key(self, followers: tuple[Follower, ...], bit: int, *, is_bounded: bool) -> int:
         choice = self._choice(followers)
-        every = sum(self.dead[number] for number in {number for number, *_ in followers})
-        kinds = [*choice.top, *choice.chosen]
-        if choice.listed:
-            kinds.append((frozenset(), sum(mask for _, mask in choice.listed)))
-        everything = (*choice.top, *choice.chosen, *choice.listed)
-        if len(kinds) == 1 and not choice.listed and every == self.all_dead:
-            colon = self._colon(everything, (), every)
+        every = sum(self.dead[number] for number, *_ in followers)
+        everything = choice.top + choice.others
+        if len(everything) == 1 and every == self.all_dead:
+            colon = self._colon(everything, None, every)
             return self.assembler.key(colon, bit, is_bounded=is_bounded) if bit else entry(Action.GOTO, colon)
-        size = 1 << len(kinds)
+        kinds = [mask for _, mask in choice.top + choice.parts]
+        size = 2 << len(kinds)  # the last bit stands for all values
         clauses: list[ClauseRow] = [(size - 1, bit, 0, 1, 0)] if bit and is_bounded else []
-        clauses += [(1 << number, mask, 0, 1, 0) for number, (_, mask) in enumerate(kinds)]
+        clauses += [(1 << number, mask, 0, 1, 0) for number, mask in enumerate([*kinds, every])]
         if more := bit | self.all_dead & ~every:
             clauses.append((0, *ALWAYS, more))
-        targets = [REFUSED]
-        for colour in range(1, size):
-            self.assembler.budget.spend(len(kinds))
+        shapes = [self.members.shapes(value) for value, _ in choice.others]
+        targets = [REFUSED] * (size // 2)
+        for colour in range(size // 2):
+            self.assembler.budget.spend(1 + len(kinds) + len(shapes))
+            opened = [each for number, (each, _) in enumerate(choice.parts) if colour >> len(choice.top) >> number & 1]
             if colour & len(choice.top):
-                targets.append(self._colon(everything, (), every))
-                continue
-            alive = [each for number, each in enumerate(choice.chosen) if colour >> number + len(choice.top) & 1]
-            alive = alive[: 1 if len(choice.chosen) > MOST_CHOSEN else None]
-            listed = choice.listed if choice.listed and colour >> len(kinds) - 1 else ()
-            guards = (*(0 for _ in alive), *(mask for _, mask in listed)) if listed else ()
-            targets.append(self._colon((*alive, *listed), guards, every))
+                targets.append(self._colon(everything, None, every))
+            elif choice.others:
+                few = opened[: 1 if len(choice.parts) > MOST_CHOSEN else None]
+                targets.append(self._colon(choice.others, choice.guards(shapes, few), every))
+            else:
+                targets.append(REFUSED)
         return self.assembler.choose(tuple(clauses), tuple(targets))
 
-    def _colon(self, wanted: tuple[tuple[Value, int], ...], guards: tuple[int, ...], every: int) -> int:
-        """The state behind a key of which some values are wanted; ``every`` are the bits of all its alternatives."""
+    def _colon(self, wanted: Wanted, guards: Guards | None, every: int) -> int:
+        """The state behind a key. ``every`` are the bits of all its alternatives."""
         after = AfterMasked(self, tuple(mask for _, mask in wanted), every)
         groups = tuple(value for value, _ in wanted)
-        self.assembler.budget.spend(1 + len(wanted))
+        self.assembler.budget.spend(1 + 2 * len(groups))
 
         def build_value() -> Entries:
             return self.values.entries(groups, after, guards) | self._blank(value)
@@ -194,6 +204,11 @@ class MaskedRule(ObjectRule):
             return {}
         colour = self.leave(0, tuple(1 << group for group in possible))
         return {ord("}"): self.assembler.pop(colour, tuple(rows), max(self.closing))}
+
+
+def _opened(shapes: tuple[Shape, ...], is_spelled: bool) -> tuple[Shape, ...]:
+    """Those that a rule of their own reads."""
+    return tuple(s for s in shapes if isinstance(s, (Array, Object) if is_spelled else (Array, Object, String)))
 
 
 @dataclass(frozen=True)

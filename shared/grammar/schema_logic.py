@@ -72,7 +72,9 @@ def tag(schema: Any) -> str | None:
     members = schema.get("properties") if isinstance(schema, dict) else None
     if not isinstance(members, dict):
         return None
-    return next((key for key, value in members.items() if isinstance(value, dict) and {"const", "enum"} & value.keys()), None)
+    return next(
+        (key for key, value in members.items() if isinstance(value, dict) and {"const", "enum"} & value.keys()), None
+    )
 
 
 def one_of(keywords: Keywords, keyword: str) -> list[Clause]:

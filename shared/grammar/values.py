@@ -7,21 +7,24 @@ place, since only what follows them shows where they end.
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TypeVar
 
 from shared.grammar.arrays import ArrayRule
 from shared.grammar.assembler import Assembler, Continuation, Entries, Rule
 from shared.grammar.automaton import UNBOUNDED, Action, entry
+from shared.grammar.dfa import DEAD
 from shared.grammar.digits import machine
 from shared.grammar.limits import Budget
-from shared.grammar.machines import Machine, spell_all
+from shared.grammar.machines import Machine
 from shared.grammar.masked_objects import object_rule
 from shared.grammar.members import Members
 from shared.grammar.plain import ACTION_MASK
+from shared.grammar.rules import Guards
 from shared.grammar.schema_document import SchemaDocument
 from shared.grammar.shapes import Array, Literal, Number, Object, Shape, String, Value
-from shared.grammar.strings import Groups, StringRule
-from shared.grammar.texts import Texts, spell
+from shared.grammar.strings import Groups, StringRule, ends_of, rows_of
+from shared.grammar.texts import Texts
 
 Kind = TypeVar("Kind", Array, Object, String)
 
@@ -54,21 +57,18 @@ class Values:
         self.texts = Texts(document)
         self.members = Members(document, self.texts)
         self._rules: dict[object, Rule] = {}
-        self._listed: dict[String, Machine] = {}
+        self._spelled_first: dict[object, int] = {}
 
-    def entries(self, wanted: tuple[Value, ...], continuation: Continuation, guards: tuple[int, ...] = ()) -> Entries:
-        """The bytes with which a value of any of the groups begins; the groups differ from each other.
-
-        Args:
-            guards: of each group keys of the object around it, all of which are seen when the group is not wanted; it
-                is one of scalars and listed strings, which are spelled out here. 0: the group is wanted.
-        """
+    def entries(self, wanted: tuple[Value, ...], continuation: Continuation, guards: Guards | None = None) -> Entries:
+        """The bytes with which a value of any of the groups begins; the groups differ from each other."""
         groups = [self.members.shapes(value) for value in wanted]
         self.budget.spend(4 + sum(2 + 2 * len(group) for group in groups))
         entries = self._scalars(groups, continuation, guards)
+        if guards and guards.is_spelled and (found := self._select(groups, String)):
+            entries[ord('"')] = self._spelled(*found, continuation, guards)
         if guards:
-            groups = [() if guard else group for group, guard in zip(groups, guards, strict=True)]
-        if found := self._select(groups, String):
+            groups = [group if is_opened else () for group, is_opened in zip(groups, guards.is_opened, strict=True)]
+        if not (guards and guards.is_spelled) and (found := self._select(groups, String)):
             entries[ord('"')] = self._string(*found, continuation)
         if arrays := self._select(groups, Array):
             entries[ord("[")] = self._push(ArrayRule, *arrays, continuation)
@@ -111,37 +111,21 @@ class Values:
 
     # Numbers and literals
 
-    def is_listed(self, value: Value) -> bool:
-        """Whether a value is spelled out where it stands: it is one of scalars and listed strings."""
-        shapes = self.members.shapes(value)
-        return all(isinstance(s, (Number, Literal)) or (isinstance(s, String) and s.values is not None) for s in shapes)
-
-    def _machine(self, shape: Number | Literal | String) -> Machine:
-        if not isinstance(shape, String):
-            return machine(shape, self.budget)
-        if shape not in self._listed:
-            dfa = self.texts.dfa(shape)
-            texts = [text for value in sorted(shape.values or ()) if (text := spell(value)) is not None]
-            found = [f'"{text.decode()}"' for text in texts if dfa.run(text)]
-            self._listed[shape] = spell_all(found, self.budget)
-        return self._listed[shape]
-
-    def _scalars(self, groups: list[tuple[Shape, ...]], continuation: Continuation, guards: tuple[int, ...]) -> Entries:
-        masks: dict[Number | Literal | String, int] = {}
+    def _scalars(self, groups: list[tuple[Shape, ...]], continuation: Continuation, guards: Guards | None) -> Entries:
+        masks: dict[Number | Literal, int] = {}
         for number, group in enumerate(groups):
             for shape in group:
-                is_guarded = bool(guards) and guards[number] > 0
-                if isinstance(shape, (Number, Literal)) or (is_guarded and isinstance(shape, String)):
+                if isinstance(shape, (Number, Literal)):
                     masks[shape] = masks.get(shape, 0) | 1 << number
         ordered = sorted(masks.items(), key=lambda one: self.members.number(one[0]))
-        parts = tuple((self._machine(shape), mask, 0) for shape, mask in ordered)
+        parts = tuple((machine(shape, self.budget), mask, 0) for shape, mask in ordered)
         return self._read(parts, continuation, guards, is_first=True)
 
     def _read(
         self,
         parts: tuple[tuple[Machine, int, int], ...],
         continuation: Continuation,
-        guards: tuple[int, ...],
+        guards: Guards | None,
         *,
         is_first: bool = False,
     ) -> Entries:
@@ -151,14 +135,49 @@ class Values:
         for each, mask, state in parts:
             for byte, following in each.rows[state].items():
                 targets.setdefault(byte, []).append((each, mask, following))
-        now, entries = 0 if is_first else _guard(parts, guards), {}
-        for byte, found in targets.items():
-            target, guard = self._scalar(tuple(found), continuation, guards), _guard(found, guards)
-            entries[byte] = self.assembler.guard(target, guard) if guard not in (0, now) else entry(Action.GOTO, target)
-        return entries
+        now = 0 if is_first else _guard(parts, guards)
+        return {
+            byte: self._step(self._scalar(tuple(found), continuation, guards), now, _guard(found, guards))
+            for byte, found in targets.items()
+        }
+
+    def _step(self, target: int, now: int, guard: int) -> int:
+        """Go on where fewer groups may be left: refused once all keys of the guard were seen."""
+        return entry(Action.GOTO, target) if guard in (0, now) else self.assembler.guard(target, guard)
+
+    def _spelled(
+        self,
+        groups: tuple[tuple[String, ...], ...],
+        masks: tuple[int, ...],
+        continuation: Continuation,
+        guards: Guards,
+    ) -> int:
+        """The quote that opens a string that is spelled out where it stands."""
+        dfa, key = self.texts.groups(groups), (groups, continuation, guards.dead)
+        left = [guards.guard(sum_bits(masks, bits)) for bits in ends_of(dfa, self.budget)]
+        if key not in self._spelled_first:
+            self.budget.check(len(self.assembler.entries) + len(dfa))
+            first = self._spelled_first[key] = len(self.assembler.entries)
+            targets = dfa.next[:, dfa.columns].tolist()
+
+            def build(state: int) -> Entries:
+                self.budget.spend(64)
+                entries = {
+                    byte: self.assembler.guard(first + target, left[target])
+                    for byte, target in enumerate(targets[state])
+                    if target != DEAD and left[target] != left[state]
+                }
+                if ends := sum_bits(masks, int(dfa.accepts[state])):
+                    entries[ord('"')] = self._step(continuation.after(ends), left[state], guards.guard(ends))
+                return entries
+
+            for state in range(len(dfa)):
+                self.assembler.state((key, state), partial(build, state))
+            self.assembler.add_rows(first, rows_of(dfa, first, self.budget, is_counted=False))
+        return self.assembler.guard(self._spelled_first[key], left[0])
 
     def _scalar(
-        self, parts: tuple[tuple[Machine, int, int], ...], continuation: Continuation, guards: tuple[int, ...]
+        self, parts: tuple[tuple[Machine, int, int], ...], continuation: Continuation, guards: Guards | None
     ) -> int:
         """The state inside a number or a literal."""
         self.budget.spend(len(parts))
@@ -175,7 +194,9 @@ class Values:
             if bits:
                 following = continuation.after(bits)
                 ends = self.assembler.entries_of(following)
-                if guards and bits != _groups(parts):  # what follows must ask whether one of these is wanted
+                if guards and guards.guard(bits) != _guard(
+                    parts, guards
+                ):  # what follows must ask whether one of these is wanted
                     ends = {byte: value for byte, value in ends.items() if value & ACTION_MASK != Action.BLANK}
                 entries |= ends
                 if following in self.assembler.final:
@@ -186,20 +207,9 @@ class Values:
         return state
 
 
-def _groups(parts: Iterable[tuple[Machine, int, int]]) -> int:
-    """The groups of some machines, as bits."""
-    found = 0
+def _guard(parts: Iterable[tuple[Machine, int, int]], guards: Guards | None) -> int:
+    """The keys all of which are seen when no group of these machines is wanted; 0 without guards."""
+    groups = 0
     for _, mask, _ in parts:
-        found |= mask
-    return found
-
-
-def _guard(parts: Iterable[tuple[Machine, int, int]], guards: tuple[int, ...]) -> int:
-    """The keys all of which are seen when no group of these machines is wanted; 0 if one is."""
-    masks, groups = 0, _groups(parts)
-    for number, guard in enumerate(guards):
-        if groups >> number & 1:
-            if not guard:
-                return 0
-            masks |= guard
-    return masks
+        groups |= mask
+    return guards.guard(groups) if guards else 0

@@ -102,7 +102,7 @@ HOSTILE: dict[str, tuple[Any, str | None]] = {
     "divisors": ({"type": "integer", "allOf": [{"multipleOf": 10**400 + n} for n in range(60)]}, WORK),
     "a divisor": ({"type": "integer", "multipleOf": 50_000}, WORK),
     "items": ({"items": {"type": "integer"}, "minItems": 100_000}, WORK),
-    "two keys of each": ({"type": "object", "anyOf": [{"required": [f"a{n}", f"b{n}"]} for n in range(16)]}, "keys"),
+    "two keys of each": ({"type": "object", "anyOf": [{"required": [f"a{n}", f"b{n}"]} for n in range(24)]}, "keys"),
 }
 
 
