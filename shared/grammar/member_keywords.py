@@ -41,6 +41,14 @@ def _array(keywords: Keywords) -> tuple[tuple[Value, ...], Value]:
     return first, keywords.value(others) if others in schema else ANYTHING
 
 
+def unique(keywords: Keywords, keyword: str) -> list[Clause]:
+    if not keywords.expect(keyword, bool):
+        return []
+    places, path = keywords.document.places, f"{keywords.document.paths[keywords.node]}/{keyword}"
+    places[keyword, ""] = path if places.get((keyword, ""), path) == path else "#"
+    return say(lambda facts: replace(facts, array=replace(facts.array, is_unique=True)))
+
+
 def not_items(keywords: Keywords, keyword: str) -> Clause:
     first, rest = _array(keywords)
     if keyword != ("items" if "items" in keywords.schema else "prefixItems"):

@@ -1,9 +1,11 @@
 """What the rules of arrays, objects and strings ask of the values inside them. Introduced in phase 12."""
 
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from typing import Protocol
 
 from shared.grammar.assembler import Assembler, Continuation, Entries
+from shared.grammar.dfa import DFA
 from shared.grammar.members import Members
 from shared.grammar.shapes import Value
 from shared.grammar.texts import Texts
@@ -40,3 +42,6 @@ class ValueSource(Protocol):
 
     def entries(self, wanted: tuple[Value, ...], continuation: Continuation, guards: Guards | None = None) -> Entries:
         """The bytes with which a value of any of the groups begins."""
+
+    def spelled(self, dfa: DFA, key: Hashable, guard: Callable[[int], int], after: Callable[[int], int]) -> int:
+        """The quote that opens a string that is spelled out where it stands."""

@@ -116,8 +116,6 @@ class SchemaDocument:
         for keyword in REFUSED_KEYWORDS:
             if keyword in schema:
                 raise self.error(f"{path}/{keyword}", "this keyword is not supported")
-        if schema.get("uniqueItems", False) is not False:
-            raise self.error(f"{path}/uniqueItems", "unique items are not supported; leave it out or false")
 
     def constant(self, schema: dict[str, Any]) -> list[Any]:
         """The value of ``const`` as a list, the same one at each call."""

@@ -22,6 +22,7 @@ from shared.grammar.member_keywords import (
     not_tagged,
     required,
     tagged,
+    unique,
 )
 from shared.grammar.scalar_keywords import (
     BOUNDS,
@@ -143,6 +144,7 @@ KEYWORDS: dict[str, tuple[Stated, Denied]] = {
     "format": (text(True), text(False)),
     "items": (items, not_items),
     "prefixItems": (items, not_items),
+    "uniqueItems": (unique, lambda keywords, keyword: refused(keywords, keyword) if keywords.schema[keyword] else ()),
     **dict.fromkeys(OBJECT_KEYWORDS, (members, not_members)),
     "required": (required, not_required),
     "dependencies": (dependents, not_dependents),

@@ -5,15 +5,14 @@ sees it differently. Objects, arrays and strings push the rule of their groups; 
 place, since only what follows them shows where they end.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TypeVar
 
-from shared.grammar.arrays import ArrayRule
 from shared.grammar.assembler import Assembler, Continuation, Entries, Rule
 from shared.grammar.automaton import UNBOUNDED, Action, entry
-from shared.grammar.dfa import DEAD
+from shared.grammar.dfa import DEAD, DFA
 from shared.grammar.digits import machine
 from shared.grammar.limits import Budget
 from shared.grammar.machines import Machine
@@ -25,6 +24,7 @@ from shared.grammar.schema_document import SchemaDocument
 from shared.grammar.shapes import Array, Literal, Number, Object, Shape, String, Value
 from shared.grammar.strings import Groups, StringRule, ends_of, rows_of
 from shared.grammar.texts import Texts
+from shared.grammar.unique_arrays import array_rule
 
 Kind = TypeVar("Kind", Array, Object, String)
 
@@ -57,7 +57,7 @@ class Values:
         self.texts = Texts(document)
         self.members = Members(document, self.texts)
         self._rules: dict[object, Rule] = {}
-        self._spelled_first: dict[object, int] = {}
+        self._spelled: dict[Hashable, int] = {}
 
     def entries(self, wanted: tuple[Value, ...], continuation: Continuation, guards: Guards | None = None) -> Entries:
         """The bytes with which a value of any of the groups begins; the groups differ from each other."""
@@ -65,13 +65,19 @@ class Values:
         self.budget.spend(4 + sum(2 + 2 * len(group) for group in groups))
         entries = self._scalars(groups, continuation, guards)
         if guards and guards.is_spelled and (found := self._select(groups, String)):
-            entries[ord('"')] = self._spelled(*found, continuation, guards)
+            texts, masks = found
+            entries[ord('"')] = self.spelled(
+                self.texts.groups(texts),
+                (texts, continuation, guards.dead),
+                lambda bits: guards.guard(sum_bits(masks, bits)),
+                lambda bits: continuation.after(sum_bits(masks, bits)),
+            )
         if guards:
             groups = [group if is_opened else () for group, is_opened in zip(groups, guards.is_opened, strict=True)]
         if not (guards and guards.is_spelled) and (found := self._select(groups, String)):
             entries[ord('"')] = self._string(*found, continuation)
         if arrays := self._select(groups, Array):
-            entries[ord("[")] = self._push(ArrayRule, *arrays, continuation)
+            entries[ord("[")] = self._push(array_rule, *arrays, continuation)
         if objects := self._select(groups, Object):
             entries[ord("{")] = self._push(object_rule, *objects, continuation)
         return entries
@@ -145,19 +151,17 @@ class Values:
         """Go on where fewer groups may be left: refused once all keys of the guard were seen."""
         return entry(Action.GOTO, target) if guard in (0, now) else self.assembler.guard(target, guard)
 
-    def _spelled(
-        self,
-        groups: tuple[tuple[String, ...], ...],
-        masks: tuple[int, ...],
-        continuation: Continuation,
-        guards: Guards,
-    ) -> int:
-        """The quote that opens a string that is spelled out where it stands."""
-        dfa, key = self.texts.groups(groups), (groups, continuation, guards.dead)
-        left = [guards.guard(sum_bits(masks, bits)) for bits in ends_of(dfa, self.budget)]
-        if key not in self._spelled_first:
+    def spelled(self, dfa: DFA, key: Hashable, guard: Callable[[int], int], after: Callable[[int], int]) -> int:
+        """The quote that opens a string that is spelled out where it stands.
+
+        Args:
+            guard: the keys all of which are seen when none of some ends of the automaton, as bits, is wanted.
+            after: the state behind an end.
+        """
+        left = [guard(bits) for bits in ends_of(dfa, self.budget)]
+        if key not in self._spelled:
             self.budget.check(len(self.assembler.entries) + len(dfa))
-            first = self._spelled_first[key] = len(self.assembler.entries)
+            first = self._spelled[key] = len(self.assembler.entries)
             targets = dfa.next[:, dfa.columns].tolist()
 
             def build(state: int) -> Entries:
@@ -167,14 +171,14 @@ class Values:
                     for byte, target in enumerate(targets[state])
                     if target != DEAD and left[target] != left[state]
                 }
-                if ends := sum_bits(masks, int(dfa.accepts[state])):
-                    entries[ord('"')] = self._step(continuation.after(ends), left[state], guards.guard(ends))
+                if ends := int(dfa.accepts[state]):
+                    entries[ord('"')] = self._step(after(ends), left[state], guard(ends))
                 return entries
 
             for state in range(len(dfa)):
                 self.assembler.state((key, state), partial(build, state))
             self.assembler.add_rows(first, rows_of(dfa, first, self.budget, is_counted=False))
-        return self.assembler.guard(self._spelled_first[key], left[0])
+        return self.assembler.guard(self._spelled[key], left[0])
 
     def _scalar(
         self, parts: tuple[tuple[Machine, int, int], ...], continuation: Continuation, guards: Guards | None
