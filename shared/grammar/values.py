@@ -198,10 +198,10 @@ class Values:
             if bits:
                 following = continuation.after(bits)
                 ends = self.assembler.entries_of(following)
-                if guards and guards.guard(bits) != _guard(
-                    parts, guards
-                ):  # what follows must ask whether one of these is wanted
+                if guards and (dead := guards.guard(bits)) != _guard(parts, guards):  # one that ends may be unwanted
+                    blank = self.assembler.guard(following, dead)
                     ends = {byte: value for byte, value in ends.items() if value & ACTION_MASK != Action.BLANK}
+                    ends |= dict.fromkeys(b" \n", blank)
                 entries |= ends
                 if following in self.assembler.final:
                     self.assembler.final.add(state)

@@ -33,7 +33,7 @@ SCOPES = {
 def tagged(number: int, *keywords: str) -> dict[str, Any]:
     """An open object with a tag and a key of its own."""
     members = {"kind": {"const": f"k{number}"}, f"p{number}": {"type": "integer"}}
-    return {"properties": members} | dict.fromkeys(keywords, list(members))
+    return {"properties": members} | {key: list(members) for key in keywords}
 
 
 CASES: dict[str, tuple[Any, list[Any], list[Any]]] = {
