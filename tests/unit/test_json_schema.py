@@ -516,6 +516,25 @@ CASES: dict[str, tuple[Any, list[Any], list[Any]]] = {
         [{}, {"kind": "k1", "p1": "x", "p2": 1}, {"p2": 1, "p19": "x", "kind": "k19"}, {"kind": "k20", "p1": 1}],
         [{"kind": "k1"}, {"p1": 1, "kind": "k1"}, {"kind": "k19", "p1": "x"}],
     ),
+    "a key that some of many may have": (
+        {
+            "type": "object",
+            "anyOf": [{"required": [f"p{n}"], "properties": {"x": n == 3}} for n in range(5)],
+        },
+        [{"p1": 1}, {"x": 1, "p3": 1}, {"p0": 1, "x": 1, "p3": 1}],
+        [{"p0": 1, "x": 1}, {"x": 1, "p4": 1}],
+    ),
+    "alternatives that exclude objects alone": (
+        {
+            "type": ["object", "array"],
+            "properties": {"a": {"const": 1}},
+            "required": ["a"],
+            "anyOf": [{"properties": {"a": {"const": 2}}}, {"type": "object", "minProperties": 3}],
+            "allOf": [{"anyOf": [{"maxItems": 1}, {"minItems": 3}]}],
+        },
+        [[], [1, 2, 3], {"a": 1, "b": 2, "c": 3}],
+        [[1, 2], {"a": 1}],
+    ),
     "objects that differ inside": (
         {
             "type": "object",
