@@ -46,7 +46,7 @@ def _advance(automaton: Automaton, now: Configuration, path: bytes) -> Configura
 def way_out(automaton: Automaton, now: Configuration, classes: list[list[int]]) -> bytes:
     """The way to the end of the innermost rule; else to a key that is needed; else into a rule. Empty: none."""
     needed = 0
-    for _, _, keys, _ in automaton.clauses.tolist():
+    for _, _, keys, _, _ in automaton.clauses.tolist():
         needed |= keys
     origins: dict[Configuration, tuple[Configuration, int] | None] = {now: None}
     waiting, towards_key, inwards = [now], None, None

@@ -96,6 +96,7 @@ def random_automaton(chance: random.Random) -> Automaton:
             bounds = chance.choice([(0, UNBOUNDED), (chance.randrange(3), chance.randrange(2, 6))])
             first = chance.choice(rules[chance.randrange(1, num_rules)])
             pushes.append((first, frame, *bounds, chance.choice([0, 1, 1, 2, 40])))
+    frames = [index * 4 for index in range(num_rules)]
     ranges = [sorted((chance.randrange(num_clauses + 1), chance.randrange(num_clauses + 1))) for _ in range(num_pops)]
     keys, guards = [], []
     free = {chance.choice(rules[1]): chance.choice([Action.GOTO, Action.COUNT])} if chance.random() < 0.6 else {}
@@ -122,6 +123,8 @@ def random_automaton(chance: random.Random) -> Automaton:
                     argument = chance.choice(of_rule[rule])
                 elif action is Action.POP:
                     argument = chance.randrange(num_pops)
+                elif action is Action.CHOOSE:  # behind those that pop, one for each rule, whose states it chooses from
+                    argument = num_pops + rule
                 elif action is Action.KEY:
                     keys.append((argument, bits(), chance.random() < 0.8))
                     argument = len(keys) - 1
@@ -137,9 +140,15 @@ def random_automaton(chance: random.Random) -> Automaton:
         depths=np.array([chance.choice([0, 0, 1, 30]) for _ in rows], np.int32),
         pushes=np.array(pushes, np.int32),
         returns=np.array(returns, np.int32),
-        pops=np.array([[chance.randrange(4), *bounds] for bounds in ranges], np.int32),
+        pops=np.array(
+            [
+                *([chance.randrange(4), *bounds, 0] for bounds in ranges),
+                *([chance.randrange(1, 4), *chance.choice(ranges), frame] for frame in frames),
+            ],
+            np.int32,
+        ),
         clauses=np.array(
-            [[chance.randrange(4), bits(), bits(), chance.randrange(3)] for _ in range(num_clauses)], np.uint64
+            [[chance.randrange(4), bits(), bits(), chance.randrange(3), bits()] for _ in range(num_clauses)], np.uint64
         ),
         keys=np.array(keys, np.uint64).reshape(-1, 3),
         guards=np.array(guards, np.uint64).reshape(-1, 4),

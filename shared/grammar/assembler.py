@@ -19,6 +19,8 @@ from shared.grammar.limits import CELLS, ROW, Budget, GrammarError
 
 Entries = dict[int, int]
 """What a state does with a byte; bytes that are missing are refused."""
+ClauseRow = tuple[int, int, int, int, int]
+"""A row of ``Automaton.clauses``."""
 MAX_CLASSES = 10
 PIECE = 4096
 """Rows of a table that are widened at a time."""
@@ -91,7 +93,7 @@ class Assembler:
         self._unbuilt: dict[int, Callable[[], Entries]] = {}
         self._sites: dict[tuple[int, Continuation], Site] = {}
         self._pushes: dict[tuple[Site, int, int], int] = {}
-        self._pops: dict[tuple[int, tuple[tuple[int, int, int, int], ...], int], int] = {}
+        self._pops: dict[tuple[int, tuple[ClauseRow, ...], int, tuple[int, ...]], int] = {}
         self._keys: dict[tuple[int, int, bool], int] = {}
         self._guards: dict[tuple[int, int, int, int], int] = {}
 
@@ -133,9 +135,15 @@ class Assembler:
             site.learn()
         return entry(Action.PUSH, self._pushes.setdefault((site, fewest, most), len(self._pushes)))
 
-    def pop(self, colour: int, clauses: tuple[tuple[int, int, int, int], ...] = (), depth: int = 0) -> int:
+    def pop(self, colour: int, clauses: tuple[ClauseRow, ...] = (), depth: int = 0) -> int:
         """``depth``: the frames that it may take to satisfy the clauses."""
-        return entry(Action.POP, self._pops.setdefault((colour, clauses, depth), len(self._pops)))
+        return entry(Action.POP, self._pops.setdefault((colour, clauses, depth, ()), len(self._pops)))
+
+    def choose(self, clauses: tuple[ClauseRow, ...], targets: tuple[int, ...]) -> int:
+        """Go to one of the states, by the colours that the clauses leave; 0 of them is ``REFUSED``."""
+        self.budget.spend(len(targets) + 2 * len(clauses))
+        key = (len(targets) - 1, clauses, 0, targets)
+        return entry(Action.CHOOSE, self._pops.setdefault(key, len(self._pops)))
 
     def key(self, state: int, keys: int, *, is_bounded: bool) -> int:
         return entry(Action.KEY, self._keys.setdefault((state, keys, is_bounded), len(self._keys)))
@@ -154,15 +162,15 @@ class Assembler:
         """
         self.build()
         columns, table = self._table()
-        pushes, returns = self._calls()
-        clause_rows: list[tuple[int, int, int, int]] = []
-        spans: dict[tuple[tuple[int, int, int, int], ...], int] = {}
+        pushes, returns, frames = self._calls()
+        clause_rows: list[ClauseRow] = []
+        spans: dict[tuple[ClauseRow, ...], int] = {}
         pops = []
-        for colour, clauses, _ in self._pops:
+        for colour, clauses, _, targets in self._pops:
             first = spans.setdefault(clauses, len(clause_rows))
             if first == len(clause_rows):
                 clause_rows += clauses
-            pops.append((colour, first, first + len(clauses)))
+            pops.append((colour, first, first + len(clauses), frames.get(targets, 0)))
         is_final = np.zeros(len(table), np.bool_)
         is_final[list(self.final)] = True
         automaton = Automaton(
@@ -172,14 +180,15 @@ class Assembler:
             depths=np.zeros(len(table), np.int32),
             pushes=pushes,
             returns=returns,
-            pops=np.array(pops, np.int32).reshape(-1, 3),
-            clauses=np.array(clause_rows, np.uint64).reshape(-1, 4),
+            pops=np.array(pops, np.int32).reshape(-1, 4),
+            clauses=np.array(clause_rows, np.uint64).reshape(-1, 5),
             keys=np.array(list(self._keys), np.uint64).reshape(-1, 3),
             guards=np.array(list(self._guards), np.uint64).reshape(-1, 4),
         )
         sites = [(site.frame, len(site.returns)) for site, _, _ in self._pushes]
         self.budget.spend((table != REFUSED).sum().item() // 4 + 2 * len(table) + table.size // CELLS)
-        automaton = Endings(automaton, sites, [depth for _, _, depth in self._pops]).settle()
+        pop_depths, choices = [depth for _, _, depth, _ in self._pops], [targets for *_, targets in self._pops]
+        automaton = Endings(automaton, sites, pop_depths, choices).settle()
         if automaton.num_bytes > self.budget.limits.bytes:
             raise GrammarError(
                 f"The grammar's tables take {automaton.num_bytes} bytes, more than {self.budget.limits.bytes}."
@@ -207,7 +216,8 @@ class Assembler:
             return np.arange(256, dtype=np.uint8), table
         return columns.astype(np.uint8), np.ascontiguousarray(table[:, firsts])
 
-    def _calls(self) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
+    def _calls(self) -> tuple[NDArray[np.int32], NDArray[np.int32], dict[tuple[int, ...], int]]:
+        """Pushes, returns, and where in these the states of a site or of a choice begin."""
         returns: list[int] = []
         frames: dict[tuple[int, ...], int] = {}
         pushes = []
@@ -218,7 +228,11 @@ class Assembler:
             if site.frame == len(returns):
                 returns += key
             pushes.append((site.rule.first, site.frame, fewest, most, 0))
-        return np.array(pushes, np.int32).reshape(-1, 5), np.array(returns, np.int32)
+        for *_, targets in self._pops:
+            self.budget.spend(1 + len(targets) // 4)
+            if targets and frames.setdefault(targets, len(returns)) == len(returns):
+                returns += targets
+        return np.array(pushes, np.int32).reshape(-1, 5), np.array(returns, np.int32), frames
 
 
 def argument(value: int) -> int:

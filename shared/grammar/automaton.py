@@ -55,6 +55,7 @@ class Action(IntEnum):
     GUARD   the argument is a row of ``guards``; refused where the object may have no further key
     BLANK   a byte of whitespace between two parts of a document, or of digits: the argument is the next state; refused
             where the run is too long
+    CHOOSE  goes on by what the object's set holds: the argument is a row of ``pops``; refused where nothing is left
     """
 
     GOTO = 0
@@ -64,6 +65,7 @@ class Action(IntEnum):
     KEY = 4
     GUARD = 5
     BLANK = 6
+    CHOOSE = 7
 
 
 def entry(action: Action, argument: int) -> int:
@@ -89,9 +91,11 @@ class Automaton:
             needs beside those below: the larger of 1 + ``depths`` of its first state and ``depths`` of all states to
             which it returns.
         returns: int32 ``[R]``, the state behind a rule: that of a frame and a colour stands at their sum.
-        pops: int32 ``[Q, 3]``: the colour, a set of alternatives as bits, and the range of ``clauses`` to check.
-        clauses: uint64 ``[L, 4]``: bits of the colour, trigger, keys, least. If the object has seen all keys of the
-            trigger, and fewer than ``least`` of ``keys``, the bits are removed from the colour.
+        pops: int32 ``[Q, 4]``: the colour, a set of alternatives as bits, the range of ``clauses`` to check, and of a
+            CHOOSE the frame; a POP takes its frame from the stack, and has 0.
+        clauses: uint64 ``[L, 5]``: bits of the colour, trigger, keys, least, more. One after the other: if the object
+            has seen all keys of the trigger, and fewer than ``least`` of ``keys``, the bits are removed from the
+            colour, and the keys ``more`` become seen.
         keys: uint64 ``[K, 3]``: next state, keys, whether they are bounded. The lowest key of these that was not seen
             becomes seen. If all were seen, a bounded one is refused.
         guards: uint64 ``[G, 4]``: next state, keys, preset, most. Refused if the object has seen at least ``most`` of
@@ -124,8 +128,8 @@ class Automaton:
             depths=np.zeros(len(table), np.int32),
             pushes=np.empty((0, 5), np.int32),
             returns=np.empty(0, np.int32),
-            pops=np.empty((0, 3), np.int32),
-            clauses=np.empty((0, 4), np.uint64),
+            pops=np.empty((0, 4), np.int32),
+            clauses=np.empty((0, 5), np.uint64),
             keys=np.empty((0, 3), np.uint64),
             guards=np.empty((0, 4), np.uint64),
         )
@@ -173,6 +177,10 @@ class Automaton:
                 state, keys, preset, most = (int(number) for number in self.guards[argument])
                 is_full = ((now.seen | preset) & keys).bit_count() >= most
                 return None if is_full else now._replace(state=state, blanks=0)
+            case Action.CHOOSE:
+                colour, seen = self._judge(argument, now.seen)
+                state = int(self.returns[self.pops[argument, 3] + colour])
+                return None if state == REFUSED else now._replace(state=state, seen=seen, blanks=0)
 
     def _push(self, now: "Configuration", argument: int) -> "Configuration | None":
         state, frame, fewest, most, depth = (int(number) for number in self.pushes[argument])
@@ -183,13 +191,18 @@ class Automaton:
     def _pop(self, now: "Configuration", argument: int) -> "Configuration | None":
         if now.fewest > 0:
             return None
-        colour, first, last = (int(number) for number in self.pops[argument])
-        for bits, trigger, keys, least in self.clauses[first:last].tolist():
-            if now.seen & trigger == trigger and (now.seen & keys).bit_count() < least:
-                colour &= ~bits
+        colour, _ = self._judge(argument, now.seen)
         frame, seen = now.stack[-1]
         state = int(self.returns[frame + colour])
         return None if state == REFUSED else Configuration(state, 0, UNBOUNDED, 0, seen, now.stack[:-1])
+
+    def _judge(self, argument: int, seen: int) -> tuple[int, int]:
+        """The colour of a row of ``pops`` and the keys that are seen, behind its clauses."""
+        colour, first, last, _ = (int(number) for number in self.pops[argument])
+        for bits, trigger, keys, least, more in self.clauses[first:last].tolist():
+            if seen & trigger == trigger and (seen & keys).bit_count() < least:
+                colour, seen = colour & ~bits, seen | more
+        return colour, seen
 
     def walk(self, now: "Configuration", text: Iterable[int]) -> "Configuration | None":
         """The configuration behind the bytes of one token; None if the grammar refuses one of them.

@@ -29,10 +29,12 @@ class Requirements:
         names: all keys that an alternative names.
         other_dfa: of the texts of keys, as ``Members.other_names`` has it, and from bit ``SUM_SHIFT`` on their sum.
         others: of each alternative, whether it may have keys without a name.
+        num_bits: how many bits the keys may take: ``reserved`` ones at the end of the register are left to the rule.
     """
 
-    def __init__(self, members: Members, shapes: list[Object]) -> None:
+    def __init__(self, members: Members, shapes: list[Object], reserved: int = 0) -> None:
         self.members, self.shapes = members, shapes
+        self.num_bits = REGISTER_BITS - reserved
         needs = [members.needed(shape) for shape in shapes]
         if len(frozenset().union(*needs)) > REGISTER_BITS:
             raise GrammarError(f"Objects that are alive at once need more than {REGISTER_BITS} named keys.")
@@ -44,7 +46,7 @@ class Requirements:
         self.num_sums = NUM_SUMS if missing > 1 else 1
         self.other_dfa = with_sums(dfa, self.num_sums, members.document.budget)
         self._values: dict[tuple[int, int], Value | None] = {}
-        classes = set(self.other_dfa.accepts.tolist()) - {0}
+        classes = self.classes = set(self.other_dfa.accepts.tolist()) - {0}
         self.others = [any(self.other_value(n, bits) is not None for bits in classes) for n in range(len(shapes))]
         self._other_bits: dict[tuple[frozenset[int], int], int] = {}
         self._assign(needs, classes)
@@ -64,9 +66,9 @@ class Requirements:
             if is_counted or shape.outside or shape.most != UNBOUNDED:
                 wanted.update(dict.fromkeys(self.names))
         start = len(self._other_bits)
-        if start + len(wanted) > REGISTER_BITS:
-            raise GrammarError(f"An object needs or counts more than {REGISTER_BITS - start} named keys.")
-        tracked = list(dict.fromkeys([*wanted, *self.names]))[: REGISTER_BITS - start]
+        if start + len(wanted) > self.num_bits:
+            raise GrammarError(f"An object needs or counts more than {self.num_bits - start} named keys.")
+        tracked = list(dict.fromkeys([*wanted, *self.names]))[: self.num_bits - start]
         self.bits = {key: 1 << start + number for number, key in enumerate(tracked)}
 
     def _use(self, bits: int) -> tuple[frozenset[int], int]:

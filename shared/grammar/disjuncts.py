@@ -4,16 +4,21 @@ Clause (``anyOf``, ``oneOf``, ``if``, the negation of a conjunction) branch, eve
 branch; what remains of a branch gives one shape for each type. ``oneOf`` takes each alternative without those others
 that it overlaps.
 
+Before a branch divides, alternatives that its facts exclude are dropped, and clauses of which they imply an alternative
+(``implications``), so that twenty tags give twenty branches and not a million.
+
 Invariant: the union of the shapes is exactly what the conjunction accepts.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from typing import Protocol
 
+from shared.grammar.implications import Implications
 from shared.grammar.schema_document import SchemaDocument
 from shared.grammar.schema_facts import Facts
 from shared.grammar.schema_keywords import Clause, Keywords, possible_types
 from shared.grammar.schema_logic import denied, stated
-from shared.grammar.shapes import NEVER, Shape, Value
+from shared.grammar.shapes import NEVER, Object, Shape, Value
 
 MAX_BRANCHES = 2048
 
@@ -22,14 +27,22 @@ class Unresolved(Exception):  # noqa: N818 (no error: the caller does without)
     """A value is asked for while it is being resolved."""
 
 
+class Parts(Protocol):
+    """What is known of the values inside of others; see :class:`shared.grammar.members.Members`."""
+
+    def known_depth(self, value: Value) -> int:
+        """How deep a value nests at least, ``NEVER`` if surely nothing satisfies it."""
+
+    def judged(self, shape: Object, key: str) -> Value:
+        """What the schemas of an object say of a key."""
+
+
 class Disjuncts:
-    """The shapes of the values of one document, found when they are asked for.
+    """The shapes of the values of one document, found when they are asked for."""
 
-    ``depth`` tells how deep a value nests at least, or ``NEVER``.
-    """
-
-    def __init__(self, document: SchemaDocument, depth: Callable[[Value], int]) -> None:
-        self.document, self.depth = document, depth
+    def __init__(self, document: SchemaDocument, parts: Parts) -> None:
+        self.document, self.parts = document, parts
+        self.implications = Implications(document, parts, self.clauses)
         self._shapes: dict[Value, tuple[Shape, ...] | None] = {}
         self._checked: set[int] = set()
         self._clauses: dict[int, list[Clause]] = {}
@@ -71,21 +84,25 @@ class Disjuncts:
             clause = pending.pop()
             if len(clause) != 1:
                 choices.append(clause)
-                continue
-            self.document.budget.spend(2)
-            for item in clause[0]:
-                if isinstance(item, int):
-                    if item ^ 1 in seen:
-                        return
-                    if item not in seen:
-                        self.document.budget.spend(2 + len(seen) // 8)
-                        seen |= {item}
-                        pending += reversed(self.clauses(item))
-                else:
-                    self.document.budget.spend(facts.size)
-                    facts = item(facts)
-                    if not facts.types:
-                        return
+            else:
+                self.document.budget.spend(2)
+                for item in clause[0]:
+                    if isinstance(item, int):
+                        if item ^ 1 in seen:
+                            return
+                        if item not in seen:
+                            self.document.budget.spend(2 + len(seen) // 8)
+                            seen |= {item}
+                            pending += reversed(self.clauses(item))
+                    else:
+                        self.document.budget.spend(facts.size)
+                        facts = item(facts)
+                        if not facts.types:
+                            return
+            if not pending and len(choices) > 1:
+                choices = [self.implications.narrowed(each, facts, seen) for each in choices]
+                pending = [each for each in choices if len(each) == 1]
+                choices = [each for each in choices if len(each) != 1]
         if not choices:
             yield facts
             return
@@ -115,4 +132,4 @@ class Disjuncts:
     def _is_disjoint(self, one: int, other: int) -> bool:
         """Whether nothing satisfies both literals, as far as is known."""
         types = [possible_types(self.document, literal // 2) for literal in (one, other)]
-        return not types[0] & types[1] or self.depth(frozenset({one, other})) >= NEVER
+        return not types[0] & types[1] or self.parts.known_depth(frozenset({one, other})) >= NEVER

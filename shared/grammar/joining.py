@@ -84,8 +84,8 @@ def joined(
         depths=np.zeros(size, np.int32),
         pushes=np.empty((0, 5), np.int32),
         returns=np.empty(0, np.int32),
-        pops=np.empty((0, 3), np.int32),
-        clauses=np.empty((0, 4), np.uint64),
+        pops=np.empty((0, 4), np.int32),
+        clauses=np.empty((0, 5), np.uint64),
         keys=np.empty((0, 3), np.uint64),
         guards=np.empty((0, 4), np.uint64),
     )
@@ -120,6 +120,7 @@ def _moved(part: Automaton, before: dict[str, int], columns: NDArray[np.uint8]) 
     for action, name in (
         (Action.PUSH, "pushes"),
         (Action.POP, "pops"),
+        (Action.CHOOSE, "pops"),
         (Action.KEY, "keys"),
         (Action.GUARD, "guards"),
     ):
@@ -133,7 +134,7 @@ def _moved(part: Automaton, before: dict[str, int], columns: NDArray[np.uint8]) 
         depths=part.depths,
         pushes=part.pushes + np.array([states, before["returns"], 0, 0, 0], np.int32),
         returns=np.where(part.returns == REFUSED, REFUSED, part.returns + states).astype(np.int32),
-        pops=part.pops + np.array([0, before["clauses"], before["clauses"]], np.int32),
+        pops=part.pops + np.array([0, before["clauses"], before["clauses"], before["returns"]], np.int32),
         clauses=part.clauses,
         keys=part.keys + np.array([states, 0, 0], np.uint64),
         guards=part.guards + np.array([states, 0, 0, 0], np.uint64),

@@ -59,8 +59,8 @@ class KeyOwner(Protocol):
     def follow_other(self, alive: Alive, bits: int) -> tuple[Follower, ...]:
         """What a key without a name leaves alive."""
 
-    def colon(self, followers: tuple[Follower, ...]) -> int:
-        """The state behind a key."""
+    def end_key(self, followers: tuple[Follower, ...], bit: int, *, is_bounded: bool) -> int:
+        """The quote that ends a key. A bounded one may not have been seen; ``bit`` may be 0."""
 
 
 class KeyStates:
@@ -167,8 +167,8 @@ class KeyStates:
             if state != DEAD:
                 entries[QUOTE] = REFUSED
             if name in self.names:
-                colon, bit = self.rule.colon(self.names[name]), self.requirements.bits.get(name, 0)
-                entries[QUOTE] = self.assembler.key(colon, bit, is_bounded=True) if bit else entry(Action.GOTO, colon)
+                bit = self.requirements.bits.get(name, 0)
+                entries[QUOTE] = self.rule.end_key(self.names[name], bit, is_bounded=True)
         return entries
 
     def _end_other(self, accepts: int) -> Entries:
@@ -176,9 +176,8 @@ class KeyStates:
         followers = self.others.get(accepts)
         if not followers:
             return {}
-        colon, bit = self.rule.colon(followers), self.requirements.other_bit(accepts)
         is_bounded = self.requirements.num_sums > 1 and any(left >= 0 for _, left, _ in followers)
-        return {QUOTE: self.assembler.key(colon, bit, is_bounded=is_bounded) if bit else entry(Action.GOTO, colon)}
+        return {QUOTE: self.rule.end_key(followers, self.requirements.other_bit(accepts), is_bounded=is_bounded)}
 
     def _rows(self) -> NDArray[np.int32]:
         """int32 ``[S, 256]``: the entries behind which a key has no name."""

@@ -228,6 +228,10 @@ class _Walk:
                 state, keys, preset, most = self.automaton.guards[argument].T
                 is_kept = np.bitwise_count((walks["seen"] | preset) & keys) < most
                 walks["state"] = state.astype(np.int64)
+            case Action.CHOOSE:
+                colour = self._judge(walks, argument)
+                walks["state"] = self.automaton.returns[self.automaton.pops[argument, 3] + colour].astype(np.int64)
+                is_kept = walks["state"] != REFUSED
         walks["blanks"] = blanks
         return walks if is_kept.all() else {name: values[is_kept] for name, values in walks.items()}
 
@@ -244,16 +248,7 @@ class _Walk:
         return is_kept
 
     def _pop(self, walks: dict[str, Array], argument: Array) -> NDArray[np.bool_]:
-        top, colour = walks["top"], self.automaton.pops[argument, 0].astype(np.int64)
-        for pop in np.unique(argument).tolist():
-            _, first, last = self.automaton.pops[pop].tolist()
-            chosen = argument == pop
-            if last > first:
-                self._examine_seen(top[chosen])
-            for bits, trigger, keys, least in self.automaton.clauses[first:last]:
-                seen = walks["seen"][chosen]
-                is_broken = (seen & trigger == trigger) & (np.bitwise_count(seen & keys) < least)
-                colour[chosen] &= np.where(is_broken, ~np.int64(bits), np.int64(-1))
+        top, colour = walks["top"], self._judge(walks, argument)
         own = top[top <= self.own]
         if len(own):
             self.examined |= {2 * (self.own - place) + 1 for place in np.unique(own).tolist()}
@@ -263,6 +258,22 @@ class _Walk:
         is_kept: NDArray[np.bool_] = (walks["fewest"] == 0) & (state != REFUSED)
         walks["fewest"], walks["most"] = np.zeros(len(top), np.int64), np.full(len(top), UNBOUNDED)
         return is_kept
+
+    def _judge(self, walks: dict[str, Array], argument: Array) -> Array:
+        """The colours of rows of ``pops`` behind their clauses, which may add to the seen keys."""
+        colour, seen = self.automaton.pops[argument, 0].astype(np.int64), walks["seen"].copy()
+        for pop in np.unique(argument).tolist():
+            _, first, last, _ = self.automaton.pops[pop].tolist()
+            chosen = argument == pop
+            if last > first:
+                self._examine_seen(walks["top"][chosen])
+            for bits, trigger, keys, least, more in self.automaton.clauses[first:last]:
+                now = seen[chosen]
+                is_broken = (now & trigger == trigger) & (np.bitwise_count(now & keys) < least)
+                colour[chosen] &= np.where(is_broken, ~np.int64(bits), np.int64(-1))
+                seen[chosen] |= np.where(is_broken, more, np.uint64(0))
+        walks["seen"] = seen
+        return colour
 
     def _examine_seen(self, top: Array) -> None:
         """Note that the sets of seen keys of these walks matter, if they are the configuration's own."""

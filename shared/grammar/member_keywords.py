@@ -41,6 +41,14 @@ def _array(keywords: Keywords) -> tuple[tuple[Value, ...], Value]:
     return first, keywords.value(others) if others in schema else ANYTHING
 
 
+def unique(keywords: Keywords, keyword: str) -> list[Clause]:
+    if not keywords.expect(keyword, bool):
+        return []
+    places, path = keywords.document.places, f"{keywords.document.paths[keywords.node]}/{keyword}"
+    places[keyword, ""] = path if places.get((keyword, ""), path) == path else "#"
+    return say(lambda facts: replace(facts, array=replace(facts.array, is_unique=True)))
+
+
 def not_items(keywords: Keywords, keyword: str) -> Clause:
     first, rest = _array(keywords)
     if keyword != ("items" if "items" in keywords.schema else "prefixItems"):
@@ -93,6 +101,19 @@ def not_members(keywords: Keywords, keyword: str) -> Clause:
     elif not keywords.expect(keyword, dict):
         return ()
     raise keywords.error(keyword, "the opposite of this keyword cannot be compiled")
+
+
+def not_tagged(keywords: Keywords, key: str) -> Conjunction:
+    """A key of ``properties`` is wrong, as the opposite of ``properties`` says."""
+    needed = frozenset({key}) - keywords.needed_members()
+    wrong = keywords.literal("properties", key, holds=False)
+    return (is_object(required=needed, members=frozenset({(key, wrong)})),)
+
+
+def tagged(keywords: Keywords, key: str) -> Fact:
+    """The opposite of ``not_tagged``, of an object."""
+    needed = frozenset({key}) & keywords.needed_members()
+    return say_of_object(required=needed, members=frozenset({(key, keywords.literal("properties", key))}))
 
 
 def required(keywords: Keywords, keyword: str) -> list[Clause]:

@@ -32,7 +32,7 @@ class Members:
 
     def __init__(self, document: SchemaDocument, texts: Texts) -> None:
         self.document, self.texts = document, texts
-        self.disjuncts = Disjuncts(document, self.depth)
+        self.disjuncts = Disjuncts(document, self)
         self._depths: dict[Value, int] = {}
         self._active: set[Value] = set()
         self._is_provisional = False
@@ -84,6 +84,15 @@ class Members:
         if is_outermost:
             self._is_provisional = False
         return depth
+
+    def known_depth(self, value: Value) -> int:
+        """As ``depth``, for a question of its own: what is being looked at counts as satisfied, not as ``NEVER``."""
+        others = self._active, self._is_provisional
+        self._active, self._is_provisional = set(), False
+        try:
+            return self.depth(value)
+        finally:
+            self._active, self._is_provisional = others
 
     def _shape_depth(self, shape: Shape) -> int:
         self.document.budget.spend(2)
@@ -158,6 +167,13 @@ class Members:
         """The value of a key. None: of a key that has no name in the schema; it matches these patterns."""
         if self.document.is_closed and key not in self._closed_names(shape, key):
             return self.document.nothing
+        return self._said(shape, key, matched)
+
+    def judged(self, shape: Object, key: str) -> Value:
+        """What the schemas of an object say of a key, which they may yet name if it is closed."""
+        return self._said(shape, key, self.matches(shape, key))
+
+    def _said(self, shape: Object, key: str | None, matched: frozenset[str]) -> Value:
         self.document.budget.spend(2 + len(shape.members) // 8 + 2 * len(shape.nodes))
         literals = {literal for name, literal in shape.members if name == key}
         for node in shape.nodes:

@@ -7,6 +7,7 @@ object closes, by clauses over the register.
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Self
 
 from shared.grammar.assembler import Entries, Rule
 from shared.grammar.automaton import UNBOUNDED, Action, entry
@@ -17,23 +18,28 @@ from shared.grammar.shapes import Object, Value
 
 BLANKS = b" \n\t"
 UNLIMITED = -1
+Groups = tuple[tuple[Object, ...], ...]
 
 
 class ObjectRule(Rule):
     """The rule of some groups of objects."""
 
-    def __init__(self, values: ValueSource, groups: tuple[tuple[Object, ...], ...]) -> None:
+    def __init__(self, values: ValueSource, groups: Groups, requirements: Requirements) -> None:
         super().__init__(values.assembler)
-        self.values, self.members = values, values.members
+        self.values, self.members, self.requirements = values, values.members, requirements
         self.alternatives = [(number, shape) for number, group in enumerate(groups) for shape in group]
         shapes = [shape for _, shape in self.alternatives]
-        self.requirements = Requirements(self.members, shapes)
         self.allowed = self.requirements.allowed
         self.needed = [self.members.needed(shape) for shape in shapes]
         self.trie = Trie(self.requirements.names, self.assembler.budget)
         self.closing = [self.members.ending_depth(shape) for shape in shapes]
         self._keys: dict[Alive, KeyStates] = {}
-        self.first = self._state("open", tuple((number, self._limit(number)) for number in range(len(shapes))))
+
+    def begun(self) -> Self:
+        """This rule, with its first state."""
+        limits = tuple((number, self._limit(number)) for number in range(len(self.alternatives)))
+        self.first = self._state("open", limits)
+        return self
 
     def _limit(self, number: int) -> int:
         """How many keys an alternative may have beside those that it needs."""
@@ -107,7 +113,7 @@ class ObjectRule(Rule):
         if not (always or classes):
             return {}
         colour = self.leave(always, tuple(classes.values()))
-        rows = tuple((1 << number, *clause) for number, clauses in enumerate(classes) for clause in clauses)
+        rows = tuple((1 << number, *clause, 0) for number, clauses in enumerate(classes) for clause in clauses)
         depth = 0 if always else min(min(each) for each in depths.values())
         return {ord("}"): self.assembler.pop(colour, rows, depth)}
 
@@ -139,9 +145,13 @@ class ObjectRule(Rule):
                 found.append((number, left if left == UNLIMITED else left - 1, value))
         return tuple(found)
 
+    def end_key(self, followers: tuple[Follower, ...], bit: int, *, is_bounded: bool) -> int:
+        """The quote that ends a key."""
+        colon = self.colon(followers)
+        return self.assembler.key(colon, bit, is_bounded=is_bounded) if bit else entry(Action.GOTO, colon)
+
     def colon(self, followers: tuple[Follower, ...]) -> int:
         """The state behind a key."""
-
         self.assembler.budget.spend(1 + len(followers))
 
         def build() -> Entries:

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping
 from functools import cached_property
 from typing import Any
 
-from shared.grammar.limits import Budget, GrammarError
+from shared.grammar.limits import Budget, GrammarError, WorkError
 from shared.grammar.schema_references import References
 from shared.grammar.shapes import Value
 
@@ -28,6 +28,10 @@ REFUSED_KEYWORDS = (
 MAPS = frozenset({"properties", "patternProperties", "$defs", "definitions", "dependencies"})
 """Keywords whose schemas stand one level of the text further in."""
 OLD_DRAFTS = ("draft-03", "draft-04", "draft-05", "draft-06", "draft-07")
+ANNOTATIONS = frozenset(
+    ["title", "description", "default", "examples", "example", "$comment", "deprecated", "readOnly", "writeOnly"]
+)
+"""Keywords that assert nothing, beside which a reference says no more than what it leads to."""
 TYPES = frozenset({"null", "boolean", "number", "string", "array", "object"})
 
 
@@ -81,7 +85,7 @@ class SchemaDocument:
                     raise GrammarError(f"The schema has a number that is none in JSON: {child}.")
 
     def literal(self, schema: Any, path: str, *, holds: bool = True) -> int:
-        """The literal of a schema; the same object gives the same node."""
+        """The literal of a schema; the same object gives the same node, and a mere reference that to which it leads."""
         self.budget.spend(2 + len(path) // 128)
         number = self._numbers.get(id(schema)) if isinstance(schema, dict) else None
         if number is None:
@@ -93,7 +97,18 @@ class SchemaDocument:
             if isinstance(schema, dict):
                 self._numbers[id(schema)] = number
                 self._refuse_keywords(schema, path)
+                if "$ref" in schema and (self.is_old or schema.keys() - ANNOTATIONS == {"$ref"}):
+                    self._numbers[id(schema)] = number = self._target(schema, path, number)
         return 2 * number + (not holds)
+
+    def _target(self, schema: dict[str, Any], path: str, number: int) -> int:
+        """The node to which a reference leads; its own while that is not known, or if it leads nowhere."""
+        try:
+            return self.resolve(schema, f"{path}/$ref") // 2
+        except WorkError:
+            raise
+        except GrammarError:  # an error if it is asked what the schema says
+            return number
 
     def _refuse_keywords(self, schema: dict[str, Any], path: str) -> None:
         if "$ref" in schema and self.is_old:
@@ -101,8 +116,6 @@ class SchemaDocument:
         for keyword in REFUSED_KEYWORDS:
             if keyword in schema:
                 raise self.error(f"{path}/{keyword}", "this keyword is not supported")
-        if schema.get("uniqueItems", False) is not False:
-            raise self.error(f"{path}/uniqueItems", "unique items are not supported; leave it out or false")
 
     def constant(self, schema: dict[str, Any]) -> list[Any]:
         """The value of ``const`` as a list, the same one at each call."""

@@ -1,11 +1,13 @@
 """What a schema says, and what its opposite says: the table of all keywords. Introduced in phase 12.
 
 The opposite of a schema is one clause, with the opposites of all its keywords as alternatives (De Morgan); it is
-refused where it meets a keyword whose opposite no shape can say. ``oneOf`` takes each alternative without those others
-that it overlaps.
+refused where it meets a keyword whose opposite no shape can say. Where an object has a tag, a key of listed values, the
+first alternative is that the tag is wrong, and in all others it is right: so the opposites of schemas with different
+tags do not multiply. ``oneOf`` takes each alternative without those others that it overlaps.
 """
 
 from collections.abc import Callable
+from typing import Any
 
 from shared.grammar.member_keywords import (
     OBJECT_KEYWORDS,
@@ -17,7 +19,10 @@ from shared.grammar.member_keywords import (
     not_items,
     not_members,
     not_required,
+    not_tagged,
     required,
+    tagged,
+    unique,
 )
 from shared.grammar.scalar_keywords import (
     BOUNDS,
@@ -55,7 +60,22 @@ def denied(keywords: Keywords) -> list[Clause]:
     if "$ref" in schema and keywords.document.is_old:
         return [((keywords.reference() ^ 1,),)]
     found = [KEYWORDS[keyword][1](keywords, keyword) for keyword in schema if keyword in KEYWORDS]
-    return [tuple(alternative for clause in found for alternative in clause)]
+    clause = tuple(alternative for clause in found for alternative in clause)
+    key = tag(schema)
+    if key is None:
+        return [clause]
+    wrong, right = not_tagged(keywords, key), tagged(keywords, key)
+    return [(wrong, *((*alternative, right) for alternative in clause))]
+
+
+def tag(schema: Any) -> str | None:
+    """The first key that a schema tells by a list of values."""
+    members = schema.get("properties") if isinstance(schema, dict) else None
+    if not isinstance(members, dict):
+        return None
+    return next(
+        (key for key, value in members.items() if isinstance(value, dict) and {"const", "enum"} & value.keys()), None
+    )
 
 
 def one_of(keywords: Keywords, keyword: str) -> list[Clause]:
@@ -124,6 +144,7 @@ KEYWORDS: dict[str, tuple[Stated, Denied]] = {
     "format": (text(True), text(False)),
     "items": (items, not_items),
     "prefixItems": (items, not_items),
+    "uniqueItems": (unique, lambda keywords, keyword: refused(keywords, keyword) if keywords.schema[keyword] else ()),
     **dict.fromkeys(OBJECT_KEYWORDS, (members, not_members)),
     "required": (required, not_required),
     "dependencies": (dependents, not_dependents),

@@ -123,13 +123,16 @@ class String:
 
 @dataclass(frozen=True)
 class Array:
-    """Arrays: the values of the first items, of all further ones, how many there are, and values that some item has."""
+    """Arrays: the values of the first items, of all further ones, how many there are, values that some item has, and
+    whether no two items are equal.
+    """
 
     first: tuple[Value, ...] = ()
     rest: Value = ANYTHING
     fewest: int = 0
     most: int = UNBOUNDED
     some: frozenset[Value] = frozenset()
+    is_unique: bool = False
 
     def item(self, index: int) -> Value:
         return self.first[index] if index < len(self.first) else self.rest

@@ -53,7 +53,7 @@ def _ends_everywhere(automaton: Automaton) -> bool:
     inside: list[list[int]] = [[] for _ in range(automaton.num_states)]  # where the rules that it opens begin
     is_ended = automaton.is_final.copy()
     is_ended[states[actions == Action.POP]] = True
-    frames = sorted({*automaton.pushes[:, 1].tolist(), len(automaton.returns)})
+    frames = sorted({*automaton.pushes[:, 1].tolist(), *automaton.pops[:, 3].tolist(), len(automaton.returns)})
     following = dict(itertools.pairwise(frames))
     for state, action, argument in zip(states.tolist(), actions.tolist(), arguments.tolist(), strict=True):
         match Action(action):
@@ -65,6 +65,9 @@ def _ends_everywhere(automaton: Automaton) -> bool:
                 after[state].append(int(automaton.keys[argument, 0]))
             case Action.GUARD:
                 after[state].append(int(automaton.guards[argument, 0]))
+            case Action.CHOOSE:
+                frame = int(automaton.pops[argument, 3])
+                after[state] += [to for to in automaton.returns[frame : following[frame]].tolist() if to != REFUSED]
             case Action.GOTO | Action.COUNT | Action.BLANK:
                 after[state].append(argument)
             case Action.POP:

@@ -9,7 +9,7 @@ from shared.grammar.assembler import Entries, Rule
 from shared.grammar.automaton import ACTION_BITS, REFUSED, Action
 from shared.grammar.counted_strings import Counted
 from shared.grammar.dfa import DEAD, DFA
-from shared.grammar.limits import ROW, Budget
+from shared.grammar.limits import CELLS, ROW, Budget
 from shared.grammar.rules import ValueSource
 from shared.grammar.shapes import String
 
@@ -47,3 +47,15 @@ def rows_of(dfa: DFA, first: int, budget: Budget, counted: Counted | None) -> ND
     counts = counted.counts[:, dfa.columns] if counted else False
     action = np.where(counts, Action.COUNT, Action.GOTO)
     return np.where(targets == DEAD, REFUSED, (targets + first) << ACTION_BITS | action).astype(np.int32)
+
+
+def ends_of(dfa: DFA, budget: Budget) -> list[int]:
+    """Of each state the bits with which some text from there on ends."""
+    found = dfa.accepts
+    while True:
+        budget.spend(8 + dfa.num_cells // CELLS)
+        steps = np.where(dfa.next == DEAD, 0, found[dfa.next])
+        more = found | np.bitwise_or.reduce(steps, axis=1)
+        if (more == found).all():
+            return found.tolist()
+        found = more

@@ -155,25 +155,27 @@ def walk(grammar, table, row, state, free, fewest, most, blanks, seen, below, te
                 free = tl.where(is_push, tl.load(push + 5, mask=is_push, other=0), free)
                 seen = tl.where(is_push, 0, seen)
                 blanks = tl.where(is_push, 0, blanks)
-            # POP
+            # POP and CHOOSE
             is_pop = is_live & (action == 3)
-            if any_of(is_pop):
+            is_choice = is_live & (action == 7)
+            if any_of(is_pop | is_choice):
                 is_pop = is_pop & (fewest == 0) & (below + own > 0)
-                is_live = is_live & ((action != 3) | is_pop)
-                pop = grammar + tl.load(grammar + 4) + 3 * argument
+                is_judged = is_pop | is_choice
+                pop = grammar + tl.load(grammar + 4) + 4 * argument
                 clauses = grammar + tl.load(grammar + 5)
-                colour = tl.load(pop, mask=is_pop, other=0)
-                first = tl.load(pop + 1, mask=is_pop, other=0)
-                last = tl.load(pop + 2, mask=is_pop, other=0)
+                colour = tl.load(pop, mask=is_judged, other=0)
+                first = tl.load(pop + 1, mask=is_judged, other=0)
+                last = tl.load(pop + 2, mask=is_judged, other=0)
                 for n in range(tl.max(last - first, 0)):
-                    is_clause = is_pop & (first + n < last)
-                    clause = clauses + 8 * (first + n)
+                    is_clause = is_judged & (first + n < last)
+                    clause = clauses + 10 * (first + n)
                     trigger = load_set(clause + 2, is_clause)
                     num_seen = count_bits(seen & load_set(clause + 4, is_clause))
                     least = tl.load(clause + 6, mask=is_clause, other=0)  # the high half is zero
                     is_broken = is_clause & ((seen & trigger) == trigger) & (num_seen < least)
                     bits = tl.load(clause, mask=is_broken, other=0)
                     colour = colour & ~bits
+                    seen = seen | load_set(clause + 8, is_broken)
                 is_own = own > 0
                 at = below - 1
                 from_row = is_pop & (is_own == 0)
@@ -182,23 +184,25 @@ def walk(grammar, table, row, state, free, fewest, most, blanks, seen, below, te
                 frame = tl.where(own == 2, frame1, frame)
                 frame = tl.where(own == 3, frame2, frame)
                 frame = tl.where(own == 4, frame3, frame)
+                frame = tl.where(is_choice, tl.load(pop + 3, mask=is_choice, other=0), frame)
                 restored = load_set(row + SEENS + 2 * at, from_row)
                 restored = tl.where(own == 1, seen0, restored)
                 restored = tl.where(own == 2, seen1, restored)
                 restored = tl.where(own == 3, seen2, restored)
                 restored = tl.where(own == 4, seen3, restored)
                 returns = grammar + tl.load(grammar + 3)
-                back = tl.load(returns + frame + colour, mask=is_pop, other=-1)
-                is_pop = is_pop & (back >= 0)
-                is_live = is_live & ((action != 3) | is_pop)
+                back = tl.load(returns + frame + colour, mask=is_judged, other=-1)
+                is_judged = is_judged & (back >= 0)
+                is_pop = is_pop & is_judged
+                is_live = is_live & (((action != 3) & (action != 7)) | is_judged)
                 below = below - (is_pop & (is_own == 0)).to(tl.int32)
                 own = own - (is_pop & is_own).to(tl.int32)
-                state = tl.where(is_pop, back >> 2, state)
-                free = tl.where(is_pop, back & 3, free)
+                state = tl.where(is_judged, back >> 2, state)
+                free = tl.where(is_judged, back & 3, free)
                 seen = tl.where(is_pop, restored, seen)
                 fewest = tl.where(is_pop, 0, fewest)
                 most = tl.where(is_pop, ENDLESS, most)
-                blanks = tl.where(is_pop, 0, blanks)
+                blanks = tl.where(is_judged, 0, blanks)
             # KEY and GUARD
             is_key = is_live & ((action == 4) | (action == 5))
             if any_of(is_key):

@@ -33,8 +33,8 @@ def nested() -> Automaton:
         depths=np.zeros(5, np.int32),
         pushes=np.array([[s, f, n, m, 1] for f in (0, 1) for s, n, m in ((2, 0, UNBOUNDED), (4, 2, 3))], np.int32),
         returns=np.array([1, 3], np.int32),
-        pops=np.zeros((1, 3), np.int32),
-        clauses=np.empty((0, 4), np.uint64),
+        pops=np.zeros((1, 4), np.int32),
+        clauses=np.empty((0, 5), np.uint64),
         keys=np.empty((0, 3), np.uint64),
         guards=np.empty((0, 4), np.uint64),
     )
@@ -86,8 +86,8 @@ def objects() -> Automaton:
         depths=np.zeros(5, np.int32),
         pushes=np.array([[2, 0, 0, UNBOUNDED, 1]], np.int32),
         returns=np.array([REFUSED, 1], np.int32),
-        pops=np.array([[1, 0, 2]], np.int32),
-        clauses=np.array([[1, 0, 0b001, 1], [1, 0b010, 0b100, 1]], np.uint64),
+        pops=np.array([[1, 0, 2, 0]], np.int32),
+        clauses=np.array([[1, 0, 0b001, 1, 0], [1, 0b010, 0b100, 1, 0]], np.uint64),
         keys=np.array([[4, 1 << number, True] for number in range(3)], np.uint64),
         guards=np.concatenate([empty, np.array([[3, 0b111, 0, 3]], np.uint64)]),
     )

@@ -111,7 +111,7 @@ HOSTILE: dict[str, tuple[Any, str | None]] = {
     "a divisor of many digits": ({"multipleOf": 10**200}, WORK),
     "divisors of a part": ({"allOf": [{"multipleOf": (n * 7919 + 1) / 10**9} for n in range(200)]}, None),
     "items": ({"items": {"type": "integer"}, "minItems": 100_000}, WORK),
-    "two keys of each": ({"type": "object", "anyOf": [{"required": [f"a{n}", f"b{n}"]} for n in range(16)]}, "keys"),
+    "two keys of each": ({"type": "object", "anyOf": [{"required": [f"a{n}", f"b{n}"]} for n in range(24)]}, "keys"),
 }
 
 

@@ -62,3 +62,16 @@ def test_the_comma(name: str) -> None:
         assert now is not None, f"{text} is refused"
         found = "".join(chr(byte) for byte in b",}" if automaton.step(now, byte) is not None)
         assert_equal(found, following, f"what may follow {text}")
+
+
+def test_no_value_is_begun_in_vain() -> None:
+    """Of alternatives that are bits of the frame, those that are dead want nothing."""
+    alternatives = [
+        {"properties": {"kind": {"const": f"k{number}"}, "p": {"const": number}, f"p{number}": {"type": "integer"}}}
+        for number in range(5)
+    ]
+    automaton = compile_schema({"type": "object", "anyOf": alternatives}, budget())
+    begun = ['"kind": "k1", "p1": 1', '"kind": "k1", "p": 1', '"p2": "x", "kind": "k1"', '"p": 1, "kind": "k1"']
+    refused = ['"kind": "k1", "p1": "', '"kind": "k1", "p": 2', '"p1": "x", "kind": "k1', '"p": 1, "kind": "k2']
+    for text in (*begun, *refused):
+        assert (automaton.walk(START, f"{{{text}".encode()) is not None) == (text in begun), text
