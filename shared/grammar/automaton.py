@@ -170,9 +170,8 @@ class Automaton:
                     return None
                 return now._replace(state=state, seen=now.seen | missing & -missing, blanks=0)
             case Action.GUARD:
-                state, keys, preset, most = (int(number) for number in self.guards[argument])
-                is_full = ((now.seen | preset) & keys).bit_count() >= most
-                return None if is_full else now._replace(state=state, blanks=0)
+                state = int(self.guards[argument, 0])
+                return None if self.is_full(argument, now.seen) else now._replace(state=state, blanks=0)
 
     def _push(self, now: "Configuration", argument: int) -> "Configuration | None":
         state, frame, fewest, most, depth = (int(number) for number in self.pushes[argument])
@@ -183,13 +182,22 @@ class Automaton:
     def _pop(self, now: "Configuration", argument: int) -> "Configuration | None":
         if now.fewest > 0:
             return None
-        colour, first, last = (int(number) for number in self.pops[argument])
-        for bits, trigger, keys, least in self.clauses[first:last].tolist():
-            if now.seen & trigger == trigger and (now.seen & keys).bit_count() < least:
-                colour &= ~bits
         frame, seen = now.stack[-1]
-        state = int(self.returns[frame + colour])
+        state = int(self.returns[frame + self.colour(argument, now.seen)])
         return None if state == REFUSED else Configuration(state, 0, UNBOUNDED, 0, seen, now.stack[:-1])
+
+    def colour(self, argument: int, seen: int) -> int:
+        """The alternatives that a POP leaves to an object with these keys."""
+        colour, first, last = self.pops[argument].tolist()
+        for bits, trigger, keys, least in self.clauses[first:last].tolist():
+            if seen & trigger == trigger and (seen & keys).bit_count() < least:
+                colour &= ~bits
+        return int(colour)
+
+    def is_full(self, argument: int, seen: int) -> bool:
+        """Whether a GUARD refuses an object with these keys."""
+        _, keys, preset, most = self.guards[argument].tolist()
+        return bool(((seen | preset) & keys).bit_count() >= most)
 
     def walk(self, now: "Configuration", text: Iterable[int]) -> "Configuration | None":
         """The configuration behind the bytes of one token; None if the grammar refuses one of them.
