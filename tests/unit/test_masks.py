@@ -124,7 +124,8 @@ def test_masks_of_schemas_and_regexes(seed: int, automata: list[Automaton]) -> N
     chance = random.Random(seed)
     words = ["".join(chance.choices(PIECES, k=chance.randint(2, 5))).encode() for _ in range(200)]
     cut = [word[: -chance.randint(1, 2)] for word in words[:60]]
-    tokens = vocabulary([*(bytes([byte]) for byte in range(256)), *words, *cut])
+    known = [b"a0", b"a0b", b'ab":0', b'b":"']
+    tokens = vocabulary([*(bytes([byte]) for byte in range(256)), *words, *cut, *known])
     for automaton in automata:
         masks = TokenMasks(automaton, tokens)
         for now in random_walk(automaton, chance, 10):
