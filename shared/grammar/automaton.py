@@ -174,9 +174,8 @@ class Automaton:
                     return None
                 return now._replace(state=state, seen=now.seen | missing & -missing, blanks=0)
             case Action.GUARD:
-                state, keys, preset, most = (int(number) for number in self.guards[argument])
-                is_full = ((now.seen | preset) & keys).bit_count() >= most
-                return None if is_full else now._replace(state=state, blanks=0)
+                state = int(self.guards[argument, 0])
+                return None if self.is_full(argument, now.seen) else now._replace(state=state, blanks=0)
             case Action.CHOOSE:
                 colour, seen = self._judge(argument, now.seen)
                 state = int(self.returns[self.pops[argument, 3] + colour])
@@ -191,18 +190,26 @@ class Automaton:
     def _pop(self, now: "Configuration", argument: int) -> "Configuration | None":
         if now.fewest > 0:
             return None
-        colour, _ = self._judge(argument, now.seen)
         frame, seen = now.stack[-1]
-        state = int(self.returns[frame + colour])
+        state = int(self.returns[frame + self.colour(argument, now.seen)])
         return None if state == REFUSED else Configuration(state, 0, UNBOUNDED, 0, seen, now.stack[:-1])
 
     def _judge(self, argument: int, seen: int) -> tuple[int, int]:
-        """The colour of a row of ``pops`` and the keys that are seen, behind its clauses."""
-        colour, first, last, _ = (int(number) for number in self.pops[argument])
+        """The colour of a row of ``pops`` and the keys that are seen, after its clauses."""
+        colour, first, last, _ = self.pops[argument].tolist()
         for bits, trigger, keys, least, more in self.clauses[first:last].tolist():
             if seen & trigger == trigger and (seen & keys).bit_count() < least:
                 colour, seen = colour & ~bits, seen | more
-        return colour, seen
+        return int(colour), int(seen)
+
+    def colour(self, argument: int, seen: int) -> int:
+        """The alternatives that a POP leaves to an object with these keys."""
+        return self._judge(argument, seen)[0]
+
+    def is_full(self, argument: int, seen: int) -> bool:
+        """Whether a GUARD refuses an object with these keys."""
+        _, keys, preset, most = self.guards[argument].tolist()
+        return bool(((seen | preset) & keys).bit_count() >= most)
 
     def walk(self, now: "Configuration", text: Iterable[int]) -> "Configuration | None":
         """The configuration behind the bytes of one token; None if the grammar refuses one of them.

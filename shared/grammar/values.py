@@ -6,12 +6,12 @@ place, since only what follows them shows where they end.
 """
 
 from collections.abc import Callable, Hashable, Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import TypeVar
 
 from shared.grammar.assembler import Assembler, Continuation, Entries, Rule
-from shared.grammar.automaton import UNBOUNDED, Action, entry
+from shared.grammar.automaton import Action, entry
 from shared.grammar.dfa import DEAD, DFA
 from shared.grammar.digits import machines
 from shared.grammar.limits import Budget

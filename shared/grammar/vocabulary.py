@@ -10,6 +10,7 @@ Invariants: tokens without bytes, and those that end an output, are in no trie; 
 the children of a node are adjacent.
 """
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -108,8 +109,18 @@ class GrammarVocabulary:
 
     @cached_property
     def plain(self) -> PlainTokens:
-        """What free states allow without a walk."""
+        """What states that letters lead back to allow without a walk."""
         return PlainTokens.of(self.tokens, self.usable_bytes, self.node_of, self.first_child, self.byte_of)
+
+    @cached_property
+    def text(self) -> bytes:
+        """``byte_of``, of which a part is searched faster."""
+        return self.byte_of.tobytes()
+
+    @cached_property
+    def longest_digits(self) -> int:
+        """The most digits that follow each other in a token."""
+        return max(map(len, re.findall(rb"[0-9]+", b" ".join(self.tokens))), default=0)
 
     def children(self, node: int) -> list[tuple[int, int]]:
         """The byte and the node of each child."""

@@ -6,15 +6,17 @@ from collections.abc import Sequence
 
 import numpy as np
 import pytest
-from hypothesis import given, reject, settings
+from hypothesis import HealthCheck, given, reject, settings
 from hypothesis import strategies as st
 
-from shared.grammar.automaton import MAX_DEPTH, START, UNBOUNDED, Automaton, Configuration
+from shared.grammar import token_walk
+from shared.grammar.automaton import MAX_DEPTH, MAX_DIGITS, START, UNBOUNDED, Automaton, Configuration
 from shared.grammar.fsm import TokenFSM
 from shared.grammar.json_schema import compile_schema
 from shared.grammar.limits import GrammarError
-from shared.grammar.masks import TokenMasks, _Walk
+from shared.grammar.masks import TokenMasks
 from shared.grammar.regex import automaton_of, compile_regex
+from shared.grammar.token_walk import TokenWalk
 from shared.grammar.vocabulary import GrammarVocabulary
 from tests.comparison import assert_equal
 from tests.grammars import any_json, budget, random_automaton, random_tokens, random_walk
@@ -55,7 +57,18 @@ def test_the_tokens_that_may_follow() -> None:
         )
 
 
-@settings(max_examples=25)
+WAYS = [(0, 0, 1, 1), (3, 1000, 1, 1), (48, 48, 20, 5)]
+
+
+@pytest.fixture(params=WAYS, ids=str)
+def thresholds(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Small vocabularies take all ways: as arrays or one by one, with masks that are taken over."""
+    for name, value in zip(("FEW", "MANY", "MIN_TAKEN", "MIN_MORE"), request.param, strict=True):
+        monkeypatch.setattr(token_walk, name, value)
+
+
+@pytest.mark.usefixtures("thresholds")
+@settings(max_examples=8, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.integers(0, 2**32), st.booleans())
 def test_any_automaton_and_free_strings(seed: int, is_json: bool) -> None:
     """Random rules of all actions, with states that all text leads back to, and stacks that are nearly full."""
@@ -78,19 +91,93 @@ def test_any_automaton_and_free_strings(seed: int, is_json: bool) -> None:
             assert np.flatnonzero(fsm.mask(now)).tolist() == expected, now
 
 
+OPEN = {
+    "type": "object",
+    "properties": {"ab": {"type": "string", "maxLength": 4}, "abc": {"type": "integer"}, "b": {"enum": ["ab", "é"]}},
+    "required": ["b"],
+    "maxProperties": 3,
+}
+SCHEMAS = [
+    OPEN,
+    OPEN | {"additionalProperties": {"$ref": "#"}, "propertyNames": {"maxLength": 3}},
+    OPEN | {"patternProperties": {"^a": {"type": "string"}}, "additionalProperties": False},
+    {"type": "string", "minLength": 2, "maxLength": 5},
+    {"type": "array", "items": {"type": "string", "pattern": "^[a-zé]*b"}},
+    {"type": "string", "pattern": "^\\S+$"},
+    {"type": "string", "pattern": "^(a0)?[a-z ]*$", "maxLength": 4},
+    {"anyOf": [{"type": "number"}, {"type": "string", "format": "date"}]},
+]
+REGEXES = ["[a-z ]*b[^a]*", "(a|é|b)[a-zé\u2028]{2,}", "[^<]*<b>.*", "([a-z]{0,20}[A-Z]*)*", "[0-9]+(a[0-9]*)*"]
+PIECES = [*'ab ,:{}[]"<>0A\n\\', "abc", "é", "\u2028", "\u00a0", "字", "\\u00e9", "\\n", '"ab"', '":"', "00", 'b"}']
+
+
+@pytest.fixture(scope="module")
+def automata() -> list[Automaton]:
+    found = [compile_schema(schema, budget()) for schema in SCHEMAS]
+    return found + [automaton_of(compile_regex(regex, budget())) for regex in REGEXES]
+
+
+@pytest.mark.usefixtures("thresholds")
+@pytest.mark.parametrize("seed", range(2))
+def test_masks_of_schemas_and_regexes(seed: int, automata: list[Automaton]) -> None:
+    """Keys that are known beside any others, counted strings, loops of some letters, parts of characters."""
+    chance = random.Random(seed)
+    words = ["".join(chance.choices(PIECES, k=chance.randint(2, 5))).encode() for _ in range(200)]
+    cut = [word[: -chance.randint(1, 2)] for word in words[:60]]
+    known = [b"a0", b"a0b", b'ab":0', b'b":"']
+    tokens = vocabulary([*(bytes([byte]) for byte in range(256)), *words, *cut, *known])
+    for automaton in automata:
+        masks = TokenMasks(automaton, tokens)
+        for now in random_walk(automaton, chance, 10):
+            assert np.flatnonzero(masks.mask(now)).tolist() == by_hand(automaton, tokens, now), now
+
+
 def test_a_string_is_left_without_a_walk(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of all beginnings of tokens only those are stepped that a token follows that is not plain."""
-    words = [b"abcdef", b"abcxyz", "né".encode(), b'ab"', "字".encode()[:2]]
+    """Of all tokens only those are stepped that are not plain, from their first byte that is not."""
+    words = [b"abcdef", b"abcxyz", "né".encode(), b'ab"', "字".encode()[:2], b'abc"d']
     tokens = vocabulary([*(bytes([byte]) for byte in range(256)), *words])
-    masks, stepped = TokenMasks(any_json(0, 5), tokens), []
-    read = _Walk._read
-    monkeypatch.setattr(_Walk, "_read", lambda walk: stepped.extend(walk.walks["node"].tolist()) or read(walk))
-    now = any_json(0, 5).walk(START, b'{"":"')
+    automaton, read, stepped = any_json(0, 5), TokenWalk._read, []
+
+    def counted(walk: TokenWalk) -> None:
+        stepped.extend(walk.node.tolist())
+        read(walk)
+
+    monkeypatch.setattr(TokenWalk, "_read", counted)
+    now = automaton.walk(START, b'{"":"')
     assert now is not None
-    mask = masks.mask(now)
-    assert [mask[tokens.tokens.index(word)] for word in words] == [False, False, True, True, True]
-    # One node for each byte that is not plain by itself, two for the tokens that are not, and their beginnings.
-    assert len(stepped) == 32 + 2 + 128 + len("ab") + 1 + 1
+    mask = TokenMasks(automaton, tokens).mask(now)
+    assert [mask[tokens.tokens.index(word)] for word in words] == [False, False, True, True, True, False]
+    # A backslash, three quotes, and 51 bytes that begin a character; then the d, and the second byte of 字.
+    assert len(stepped) == 1 + 3 + 51 + 2
+
+
+def made(masks: TokenMasks, now: Configuration, text: str) -> tuple[int, Configuration]:
+    """How many masks are made along a text, and where it leads."""
+    before = masks.num_walks
+    for byte in text.encode():
+        masks.mask(now)
+        after = masks.automaton.step(now, byte)
+        assert after is not None
+        now = after
+    return masks.num_walks - before, now
+
+
+def test_masks_are_made_for_what_tokens_can_tell_apart() -> None:
+    """Of a long string, a long number, and an object whose keys come one by one."""
+    names = [f"key{chr(ord('a') + number)}" for number in range(20)]
+    tokens = vocabulary([*(bytes([byte]) for byte in range(256)), b"000", b"aaaa", b'", "'])
+    value = {"type": ["number", "string"], "maxLength": 100}
+    properties = {"properties": dict.fromkeys(names, value), "additionalProperties": False}
+    masks = TokenMasks(compile_schema({"type": "object"} | properties, budget()), tokens)
+    _, now = made(masks, START, '{"keya":"')
+    assert made(masks, now, "a" * 100)[0] <= 6, "the longest token has four bytes"
+    _, now = made(masks, START, '{"keya":0.')
+    assert made(masks, now, "0" * (MAX_DIGITS + 1))[0] <= 6, "the longest token has three digits"
+    counts, now = [], START
+    for number, name in enumerate(names):
+        count, now = made(masks, now, f'{", " if number else "{"}"{name}": 0')
+        counts.append(count)
+    assert max(counts[2:]) <= 2, "of the keys before only the end of a key and of the object depend"
 
 
 def test_characters_are_counted_and_not_bytes() -> None:
