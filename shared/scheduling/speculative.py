@@ -45,8 +45,9 @@ class SpeculativeScheduler(OverlappedScheduler):
         """See :class:`OverlappedScheduler`."""
         if not self.is_speculating:
             return False
-        self.wanted = self._wanted(decoding)
-        return any(self.wanted.values())
+        wanted = self._wanted(decoding)
+        self.wanted = wanted if any(wanted.values()) else None  # without drafts, nothing else asks for this step
+        return self.wanted is not None
 
     def _wanted(self, decoding: Sequence[Request]) -> dict[Request, int]:
         """The drafts that requests are to have in the step that is planned; call it once, before tokens are granted."""

@@ -2,6 +2,7 @@
 
 import itertools
 from collections.abc import Sequence
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,21 +11,35 @@ import pytest
 import torch
 
 from phases.phase_09_2.engine import Engine
-from shared.cache import head_selection
+from shared.cache import head_selection, paged_view
+from shared.cache.compressing import select
+from shared.cache.condensed import CondensedKVCachePool
+from shared.cache.condensed_bucket_view import CondensedBucketView
 from shared.cache.condensed_layout import Cells, Holding, Packed
-from shared.cache.head_selection import CachedKeys, Room, Selected
+from shared.cache.condensed_prefix import CondensedPrefixKVCachePool
+from shared.cache.condensed_view import CondensedView
+from shared.cache.head_selection import HeadSelector
+from shared.cache.paged_layout import PagedSizes
+from shared.checkpoints.shapes import SHAPES
 from shared.compression.calibration import pack, top_n, top_p_count
-from shared.compression.compressors import COMPRESSORS, BatchedCompressor, window_attention
+from shared.compression.compressors import COMPRESSORS, window_attention
 from shared.compression.masked import masked_attention
-from shared.compression.selection import Budget, select
+from shared.compression.selection import Budget
+from shared.compression.selection import select as select_alone
+from shared.engine.batch import Batch
+from shared.engine.buckets import Buckets
 from shared.kernels.condensed_attention import KeptTokens, condensed_attention
 from shared.kernels.decode_attention import DecodeWorkspace
 from shared.kernels.kept_moves import move_kept
 from shared.kernels.key_selection import select_keys
 from shared.kernels.window_mass import CachedSequences, window_mass
+from shared.loading.config_json import parse_config
+from shared.models.attention import NormAndRotate
 from shared.sampling.params import SamplingParams
 from tests.kernels.engines import DEVICE, INTERPRETED, make_engine
+from tests.kernels.sequences import poisoned
 from tests.mixed_requests import serve
+from tests.steps import commit, make_request, put_in_flight, step_of
 
 pytestmark = pytest.mark.usefixtures("only_the_caches_kernels")
 LAYERS, BLOCK_SIZE, HKV = 2, 4, 2
@@ -73,17 +88,15 @@ def test_all_heads_at_once_keep_what_each_keeps_alone(randn, method, window):
             of_heads[-1].append(torch.from_numpy(np.concatenate([first, last])).to(DEVICE))
             memory.view(2, -1, D)[:, of_heads[-1][-1]] = randn(2, len(of_heads[-1][-1]), D)
     before = memory.clone().view(2, -1, D)
-    room = Room(len(holdings), 384, memory[0], ends)
-    room.enter(holdings)
-    cached = room.sequences
-    mass = window_mass(ring, memory[0], cached, w, 0.25)
-    attention, compressor = mass.mean(-2), COMPRESSORS[method](0.25)
-    measures = CachedKeys(ring, memory[0], cached, w, 0.25)
-    assert isinstance(compressor, BatchedCompressor)
-    attention /= attention.sum(-1, keepdim=True)
-    budget, p = Budget(40, 90, 0.6, num_recent=4), torch.tensor([0.6], dtype=torch.float64, device=DEVICE)
+    budget, compressor = Budget(40, 90, 0.6, num_recent=4), COMPRESSORS[method](0.25)
     windows = torch.tensor([0, window or 0], dtype=torch.int32, device=DEVICE)
-    chosen, found = select_keys(compressor.of_all(measures, mass), attention, cached, windows, budget, p)
+    selector = HeadSelector(ring, memory[0], ends, windows, compressor, budget, 0.25)
+    selected = selector.select(holdings, w)
+    selected.precede()
+    cached, chosen, found = selected.room.sequences, selected.room.chosen, selected.room.counts
+    mass = window_mass(ring, memory[0], cached, w, 0.25)
+    assert [selected.index(replace(one)) for one in holdings] == [0, 1]
+    assert selected.index(replace(holdings[0], length=holdings[0].length + 1)) is None, "it has new tokens"
     for i, (holding, of_head) in enumerate(zip(holdings, of_heads, strict=True)):
         newest = torch.arange(holding.num_tokens - w, holding.num_tokens, device=DEVICE) % 16
         queries, kept = ring[:, holding.row, newest], []
@@ -93,11 +106,12 @@ def test_all_heads_at_once_keep_what_each_keeps_alone(randn, method, window):
             expected = window_attention(of_queries, keys, 0.25).sum(2)[0]
             torch.testing.assert_close(mass[i, layer, head, :, : len(mine)], expected, atol=1e-5, rtol=1e-4)
             assert (mass[i, layer, head, :, len(mine) :] == 0).all()
-            alone = select(of_queries, keys, compressor, budget, 0.25)[0].nonzero().flatten()
+            alone = select_alone(of_queries, keys, compressor, budget, 0.25)[0].nonzero().flatten()
             if window and layer == 1:
                 alone = torch.arange(len(mine) - window, len(mine), device=DEVICE)
             assert chosen[i, layer, head, : found[i, layer, head]].tolist() == alone.tolist()
             kept.append(mine[alone])
+        assert (selected.wait(i) == found[i].cpu().numpy()).all()
         total, most, elsewhere = int(found[i].sum()), int(found[i].max()), holding.table[::-1].copy()
         assert len({int(count) for count in found[i].flatten()}) > 2, "heads differ"
         target = torch.from_numpy(elsewhere).to(DEVICE) if i else None
@@ -106,6 +120,8 @@ def test_all_heads_at_once_keep_what_each_keeps_alone(randn, method, window):
         assert torch.equal(memory.view(2, -1, D)[:, at], before[:, torch.cat(kept)])
         now = [0, *found[i].flatten().cumsum(0).tolist(), cells.slots_for(found[i].cpu().numpy())]
         assert ends[holding.row].tolist() == now, "the next step reads what was kept"
+    selected.room.leave()
+    assert selected.index(holdings[0]) is None, "its room serves a later choice"
 
 
 @pytest.mark.parametrize("size", [3, 36, 37, 5000])
@@ -204,6 +220,74 @@ def test_each_head_attends_to_its_own_tokens(randn, assert_near, is_masked, wind
     assert (workspace.counters == 0).all()
 
 
+STEPS: list[tuple[dict[str, int], str, str, str]] = [  # new tokens; of which is chosen; which are compressed, and end
+    ({"a": 22, "b": 22}, "ab", "ba", ""),  # the same tokens: b gets the blocks that a has in the tree
+    ({"a": 1, "b": 1}, "a", "", ""),
+    ({"b": 1, "a": 1, "c": 4}, "", "", ""),
+    ({"b": 1, "a": 7, "c": 2}, "a", "a", ""),
+    ({"a": 1, "b": 1, "c": 1}, "", "", "a"),
+    ({"b": 1, "d": 9}, "", "d", ""),  # in the row of a, which keeps all again: less than a block would go
+    ({"b": 1, "d": 1}, "", "", "c"),
+    ({"b": 1, "d": 14}, "d", "d", ""),
+    ({"b": 1, "d": 1}, "", "", ""),
+]
+
+
+@pytest.mark.parametrize("moves", [True, False])
+def test_after_each_step_both_views_attend_to_the_same(randn, monkeypatch, moves):
+    config = replace(parse_config(SHAPES["tiny-llama"]), num_layers=2, num_heads=4, num_kv_heads=2, windows=(None, 9))
+    sizes, D = PagedSizes(30, BLOCK_SIZE, 4, 44, 48), config.head_dim
+    about = COMPRESSORS["snapkv"](0.25), Budget(6, 12, 0.5, num_sinks=1, num_recent=3), 4, moves
+    view = poisoned(CondensedBucketView(config, sizes, torch.float32, DEVICE, Buckets.of(4, 44), *about))
+    monkeypatch.setattr(paged_view, "launches", lambda tensor: False)
+    plain = CondensedView(config, sizes, torch.float32, DEVICE, "sdpa", *about)
+    pool = CondensedKVCachePool(view.cells, 4, 48)
+    if moves:
+        pool = CondensedPrefixKVCachePool(view.cells, sizes, lambda request: request.num_prompt_tokens - 4)
+    qk = NormAndRotate(torch.tensor([1.0, 0.0], device=DEVICE).view(2, 1, 1).expand(48, 2, 1, D).contiguous())
+    requests = {name: make_request(name, range(n)) for name, n in (("a", 22), ("b", 22), ("c", 26))}
+    requests["d"] = make_request("d", range(40, 70))
+    of_ids = [[randn(80, heads, D) for heads in (4, 2, 2)] for _ in config.windows]  # equal tokens have equal keys
+    tables, dropped = list[Any](), []
+
+    def place(packed: Packed) -> Any:
+        tables.append(None if pool.compress(request, packed) is None else pool.holding(request).table)
+        return tables[-1]
+
+    for new, chosen, compressed, ended in STEPS:
+        for name, num_new in new.items():
+            request = requests[name]
+            if request not in pool.rows:
+                request.num_computed_tokens = request.num_scheduled_tokens = pool.admit(request)
+            while request.num_tokens < request.num_computed_tokens + num_new:
+                request.append(request.num_tokens)
+            assert pool.reserve(request, request.num_computed_tokens + num_new)
+        schedule, T = step_of({requests[name]: num_new for name, num_new in new.items()}), sum(new.values())
+        batch = Batch.of(schedule, pool)
+        positions, padded = plain.load(batch).tokens.positions, view.load(batch).tokens
+        for layer, window in enumerate(config.windows):
+            q, k, v = (rows[padded.ids] for rows in of_ids[layer])
+            expected = plain.write(layer, q[:T], k[:T], v[:T], positions, qk)
+            expected = plain.attend(layer, expected, scale=0.25, window=window)
+            found = view.attend(layer, view.write(layer, q, k, v, padded.positions, qk), scale=0.25, window=window)
+            torch.testing.assert_close(found[:T], expected, atol=1e-5, rtol=1e-4)
+        assert torch.equal(view.ring[:, :-1], plain.ring), "the last queries of each sequence"
+        put_in_flight(schedule)
+        select(pool, view, [requests[name] for name in chosen])
+        commit(pool, schedule)
+        for request in (requests[name] for name in compressed):
+            holding, tables[:] = pool.holding(request), []
+            kept = view.compress(holding, place)
+            again = plain.compress(holding, lambda packed: tables[0] if tables else None)
+            assert (kept is None) == (again is None)
+            assert kept is None or (kept.counts == again.counts).all()
+            dropped += [request.request_id] * (kept is not None)
+        for name in ended:
+            pool.release(requests[name])
+        assert pool.audit_blocks() == []
+    assert dropped == [*"baad"]
+
+
 @pytest.mark.parametrize(
     ("family", "fake"), [pytest.param("llama", False, marks=pytest.mark.gpu), ("llama", True), ("gemma3_text", False)]
 )
@@ -238,22 +322,6 @@ def test_recorded_choices_are_those_that_are_launched(tiny_checkpoints, monkeypa
     assert (num, capacity, others) == (2, 128, [])
     assert room.graph is not None
     assert room.num_choices == 2
-    holdings = [Holding(row, np.zeros(1, np.int32), 1, None) for row in range(2)]
-    selected = Selected(room, holdings)
-    assert [selected.index(holding) for holding in holdings] == [0, 1]
-    room.leave()
-    assert selected.index(holdings[0]) is None, "its room serves a later choice"
-
-
-def test_a_row_s_next_request_keeps_all_its_tokens(tiny_checkpoints):
-    engine = make_engine(tiny_checkpoints["llama"], Engine, **SMALL | {"max_batch_size": 1})
-    alone = make_engine(tiny_checkpoints["llama"], Engine, **SMALL | {"max_batch_size": 1})
-    short = ([5, 9, 3], {"temperature": 0.0, "max_new_tokens": 9, "ignore_eos": True})
-    (_, second), _ = serve(engine, [REQUESTS[1], short])
-    (only,), _ = serve(alone, [short])
-    assert engine.num_compressions > 0
-    assert [o.token_id for o in second] == [o.token_id for o in only]
-    assert INTERPRETED or engine.runner.num_replays > 0
 
 
 def test_an_abort_and_a_shared_prefix_change_no_token(tiny_checkpoints):
@@ -268,10 +336,10 @@ def test_an_abort_and_a_shared_prefix_change_no_token(tiny_checkpoints):
     engine = make_engine(
         tiny_checkpoints["llama"], Engine, **SMALL | {"use_prefix_caching": True}, overlap_scheduling=True
     )
-    select, chosen = engine.view.select, list[int]()
+    begin, chosen = engine.view.select, list[int]()
 
     def noted(sequences: Sequence[Holding]) -> None:
-        select(sequences)
+        begin(sequences)
         chosen.extend(one.row for one in sequences)
 
     engine.view.select = noted

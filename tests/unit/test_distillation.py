@@ -16,10 +16,11 @@ from shared.models.causal_lm import CausalLM
 from shared.models.fused import fuse
 from shared.models.lora import FIRST_MASK, adapt
 from shared.models.tokens import Tokens
+from shared.ops.attention import naive_attention
 from shared.speculation import training_run, training_step
 from shared.speculation.adapter import Adapter, AdapterConfig, load_adapter
 from shared.speculation.distillation import TrainingConfig, losses, measure, rate, train
-from shared.speculation.look_ahead import look_ahead, read
+from shared.speculation.look_ahead import batched_attention, look_ahead, read
 from shared.speculation.own_texts import Texts
 from shared.speculation.training_run import train_adapter
 from tests.adapters import random_adapter
@@ -32,6 +33,15 @@ def adapted(folder: Path, adapter: Adapter | None = None) -> tuple[CausalLM, Ada
     model = fuse(load_model(folder))
     adapter = adapter or random_adapter(model, num_masks=2)
     return adapt(model, adapter.additions(), adapter.masks), adapter
+
+
+@pytest.mark.parametrize("softcap", [None, 2.0])
+def test_attention_of_texts_is_that_of_each_alone(softcap: float | None) -> None:
+    q, k, v = (torch.randn(2, heads, 5, 8, generator=torch.Generator().manual_seed(heads)) for heads in (4, 2, 2))
+    found = batched_attention(q, k, v, torch.ones(5, 5).tril().bool(), 0.9, softcap)
+    for out, *one in zip(found, q.transpose(1, 2), k, v, strict=True):
+        expected = naive_attention(*one, scale=0.9, softcap=softcap)
+        torch.testing.assert_close(out.transpose(0, 1), expected)
 
 
 def some_texts(num_rows: int = 4, length: int = 24) -> Texts:

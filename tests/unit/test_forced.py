@@ -3,26 +3,29 @@
 import json
 import random
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from phases.phase_12.engine import Engine
 from shared.engine.config import EngineConfig
-from shared.engine.request import Request
+from shared.engine.request import Request, RequestStatus
 from shared.grammar.automaton import START, Automaton
 from shared.grammar.grammar import Grammar, compile_grammar
 from shared.sampling.params import SamplingParams
-from shared.scheduling.schedule import Schedule
+from shared.scheduling.schedule import Schedule, Scheduled
 from shared.speculation.adaptive import DraftLengths
-from shared.speculation.forced import MOST_BYTES, ForcedText
+from shared.speculation.forced import MOST_BYTES, ForcedText, ForcedTextDrafter
 from tests.drafts import num_refused
 from tests.grammar_walks import byte_classes, random_text
 from tests.grammars import UNTIMED
 from tests.mixed_requests import seen, serve
+from tests.unit.test_constraint import END, A, B, C, begin
 
 ALL_BYTES = np.ones(256, bool)
 KEYS = {
@@ -97,6 +100,38 @@ def test_texts_go_on_as_forced(number: int, seed: int) -> None:
         assert text[place:].startswith(follows[: len(text) - place])
         now = automaton.step(now, byte) or pytest.fail("the text is not one of the grammar")
     assert finder.after(now, text[-1]) == b""
+
+
+def test_what_is_forced_follows_the_drafts_that_the_grammar_allows() -> None:
+    """The other drafter proposes two wrong tokens; it is not asked where all drafts are forced."""
+    _, request = begin("[ab]ccc[ab]")
+    vars(request).update(status=RequestStatus.RUNNING, last_token_id=END, num_forced_drafts=0, num_pending_tokens=1)
+    asked: list[int] = []
+
+    def propose(schedule: Schedule) -> None:
+        for entry in schedule:
+            asked.append(entry.num_drafts)
+            if entry.num_drafts:
+                entry.request.draft_ids = [A, B, B] if entry.request.status is RequestStatus.RUNNING else []
+
+    inner: Any = SimpleNamespace(propose=propose, collect=lambda: None)
+    tokenizer: Any = SimpleNamespace(
+        token_bytes=(b"", b"a", b"b", b"c").__getitem__,
+        encode=lambda text, add_special_tokens: [" abc".index(letter) for letter in text],
+    )
+    drafter = ForcedTextDrafter(inner, tokenizer)
+    for outputs, status, num_drafts, others, drafts, num_forced, left in (
+        ([], RequestStatus.RUNNING, 3, 3, [A, C, C], 2, [0]),
+        ([A], RequestStatus.RUNNING, 3, 0, [C, C, C], 3, []),
+        ([A], RequestStatus.RUNNING, 0, 0, [], 0, []),
+        ([A], RequestStatus.FINISHED, 3, 3, [], 0, []),
+    ):
+        request.status, request.output_ids, request.draft_ids = status, outputs, []
+        inner.distributions = {(5, n): torch.ones(1) for n in range(others) if status is RequestStatus.RUNNING}
+        drafter.propose(Schedule(1, (Scheduled(request, 0, 1 + num_drafts, num_drafts, 1 + num_drafts),)))
+        assert (asked[-1], request.draft_ids, request.num_forced_drafts) == (others, drafts, num_forced)
+        assert [index for _, index in drafter.distributions] == left, "the drafts that were drawn"
+    assert drafter.num_certain(request) == 2, "three are forced, of which one is in flight"
 
 
 REQUESTS = [

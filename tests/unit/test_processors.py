@@ -161,9 +161,10 @@ def test_a_row_with_a_larger_k_than_was_searched_for_stays_as_it_is():
 def test_top_p_of_one_leaves_a_row_as_it_is_beside_others():
     """Rounded sums reach 1 before the tail of a large vocabulary, so p = 1 may not be left to the sum."""
     logits = random_logits(3, 5000) * 10
+    logits[1] /= 1000  # its nucleus is wider than the tokens that are searched first
     out = apply_top_p(logits, torch.tensor([1.0, 0.5, 1.0], dtype=torch.float64))
     assert_equal(out[[0, 2]], logits[[0, 2]], "logits of rows with p = 1", ("row", "token"))
-    assert (out[1] == -INF).any(), "p = 0.5 removed no token"
+    assert 2000 < (out[1] > -INF).sum() < 3000, "p = 0.5 keeps about half of what is equally likely"
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1e-45, 1e-6, 1.0, 3e38])

@@ -144,6 +144,26 @@ def test_what_was_reserved_for_drafts_of_an_interrupted_step_is_given_back() -> 
     assert_equal(counts(scheduler, request)["free tokens"], (40 - 2) * BLOCK_SIZE, "free tokens beside 4")
 
 
+@pytest.mark.parametrize("num_wanted", [0, 2])
+def test_each_step_asks_anew_how_many_drafts_to_plan(num_wanted: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After a step that had none, and after one that was interrupted while it was planned."""
+    scheduler = make_scheduler()
+    add(scheduler, "a")
+    step(scheduler)
+    with monkeypatch.context() as patch:
+        patch.setattr(scheduler.lengths, "next_lengths", lambda requests: [num_wanted] * len(requests))
+        if num_wanted:
+            patch.setattr(scheduler, "_grow", lambda decoding: 1 // 0)
+            with pytest.raises(ZeroDivisionError):
+                scheduler.schedule()
+            scheduler.drop_in_flight()
+        else:
+            step(scheduler)
+    add(scheduler, "b")
+    planned = [(entry.request.request_id, entry.num_drafts) for entry in scheduler.schedule()]
+    assert_equal(planned, [("a", LENGTH), ("b", 0)], "drafts beside a prompt")
+
+
 def test_a_request_aborted_while_its_drafts_are_verified_counts_none_and_the_others_keep_theirs() -> None:
     scheduler = make_scheduler()
     aborted, other = add(scheduler, "a"), add(scheduler, "b")

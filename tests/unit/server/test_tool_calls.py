@@ -4,6 +4,7 @@ import itertools
 import json
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -11,7 +12,9 @@ import pytest
 
 from shared.engine.output import StepOutput
 from shared.engine.request import Request, TokenLogprobs
+from shared.server.tool_answer import ToolReading, whole_message
 from shared.server.tool_fields import MAX_TOOLS
+from shared.text.tool_format import TOOL_FORMATS
 from tests.unit.server.echo import EchoEngine, Running, serving
 from tests.unit.server.exchange import assert_refused, chat, thinking_first
 
@@ -178,6 +181,16 @@ def test_a_call_that_its_length_ends_is_no_content_and_may_be_sent_back(
         assert f'{{"name": "{name}", "{key}": {arguments or "{}"}}}' in running.engine.prompts[-1]  # type: ignore[attr-defined]
 
 
+def test_special_tokens_around_thoughts_are_told_from_their_marks_written_out() -> None:
+    tokenizer: Any = SimpleNamespace(token_id={"<think>": 1, "</think>": 2}.get, special_ids={1, 2})
+    reading = ToolReading.of(tokenizer, TOOL_FORMATS["qwen3"], TOOLS, has_several=True)
+    thoughts = f"</think>{SECOND}"
+    parts = [(1, ""), (0, thoughts), (2, ""), (0, CALL)]
+    message = whole_message(reading, [StepOutput("a", token_id, text) for token_id, text in parts])
+    assert message["content"] == f"<think>{thoughts}</think>"
+    assert [call["function"]["name"] for call in message["tool_calls"]] == ["weather"]
+
+
 def test_log_probabilities_of_all_tokens(servers: dict[str, Running]) -> None:
     whole = ask(servers["qwen3"], CALL, logprobs=True).choices[0].logprobs.content
     chunks = ask(servers["qwen3"], CALL, logprobs=True, stream=True)
@@ -189,7 +202,7 @@ def test_one_call_and_none(servers: dict[str, Running]) -> None:
     running = servers["qwen3"]
     one = ask(running, f"{CALL}\n{SECOND}", parallel_tool_calls=False).choices[0]
     assert len(one.message.tool_calls) == 1
-    none = ask(running, CALL, tool_choice="none").choices[0]
+    none = ask(running, CALL, tool_choice="none", tools=[tool("weather", strict=True)]).choices[0]
     assert (none.message.content, none.message.tool_calls, none.finish_reason) == (CALL, None, "stop")
     assert '"name": "weather"' in running.engine.prompts[-1], "the tools are in the prompt all the same"
     assert ask(running, CALL, tools=[]).choices[0].message.content == CALL
@@ -205,12 +218,13 @@ def test_an_answer_goes_back_with_its_results_in_the_order_of_the_calls(servers:
         {"role": "tool", "tool_call_id": time, "content": "noon"},
         {"role": "tool", "tool_call_id": weather, "content": [{"type": "text", "text": "sun"}]},
     ]
-    turns = [{"role": "user", "content": "Hi"}, message, *results]
-    assert ask(running, "It is sunny.", messages=turns).choices[0].message.content == "It is sunny."
-    assert running.engine.prompts[-1].endswith(
-        f"<|im_start|>assistant\n{CALL}\n{SECOND}<|im_end|>\n<|im_start|>user\n<tool_response>\nsun\n</tool_response>\n"
-        "<tool_response>\nnoon\n</tool_response><|im_end|>\n<|im_start|>assistant\n"
-    )
+    for more, end in ([], ""), ([USER], "<|im_start|>user\nHi<|im_end|>\n"):
+        turns = [USER, message, *results, *more]
+        assert ask(running, "It is sunny.", messages=turns).choices[0].message.content == "It is sunny."
+        assert running.engine.prompts[-1].endswith(
+            f"assistant\n{CALL}\n{SECOND}<|im_end|>\n<|im_start|>user\n<tool_response>\nsun\n</tool_response>\n"
+            f"<tool_response>\nnoon\n</tool_response><|im_end|>\n{end}<|im_start|>assistant\n"
+        )
     call = ask(servers["llama"], LLAMA_CALL).choices[0].message
     turns = [turns[0], call, {"role": "tool", "tool_call_id": call.tool_calls[0].id, "content": "sun"}]
     ask(servers["llama"], "It is sunny.", messages=turns)
@@ -279,19 +293,25 @@ LABELLED: list[tuple[Any, Any]] = [
         {"role": "assistant", "tool_calls": [{"id": "a", "function": {**CALLED["function"], "parsed_arguments": {}}}]},
         {"role": "assistant", "tool_calls": [CALLED]},
     ),
+    (
+        {"role": "assistant", "tool_calls": [{**CALLED, "function": {"name": "time", "arguments": " "}}]},
+        {"role": "assistant", "tool_calls": [CALLED]},
+    ),
 ]
 
 
 @pytest.mark.parametrize(("labelled", "plain"), LABELLED)
 def test_labels_of_a_history_are_ignored(labelled: Any, plain: Any, servers: dict[str, Running]) -> None:
     running = servers["qwen3"]
-    result: Any = {"role": "tool", "tool_call_id": "a", "content": "noon"}
     for message in (labelled, plain):
-        results = [result | ({"name": "time"} if message is labelled else {})] if "tool_calls" in message else []
+        results = [RESULT | ({"name": "time"} if message is labelled else {})] if "tool_calls" in message else []
         with running.client() as client:
             response = client.post("/v1/chat/completions", json=chat() | {"messages": [USER, message, *results]})
         assert response.status_code == 200, response.text
     assert running.engine.prompts[-2] == running.engine.prompts[-1], "a label changes the prompt"
+
+
+RESULT: Any = {"role": "tool", "tool_call_id": "a", "content": "noon"}
 
 
 def called(**more: Any) -> Any:
@@ -328,6 +348,13 @@ def called(**more: Any) -> Any:
             {"messages": [USER, {"role": "tool", "content": "x", "tool_call_id": "b"}]},
             "messages.1.tool_call_id",
             "no call of the last assistant message has this id",
+        ),
+        *(
+            ({"messages": [{"role": "assistant", "tool_calls": [CALLED]}, RESULT, *between, RESULT]}, param, told)
+            for between, param, told in (
+                ([], "messages.2.tool_call_id", "'a'; it has a result"),
+                ([USER], "messages.3.tool_call_id", "no call of the last assistant message has this id"),
+            )
         ),
     ],
 )  # fmt: skip

@@ -22,6 +22,7 @@ from shared.server.protocol import ChatRequest
 from shared.server.served_chat import ChatPrompt, ServedChat
 from shared.server.settings import ServerConfig
 from shared.server.tool_answer import ToolReading, whole_message
+from shared.server.tool_grammar import thought_marks, tool_grammar, tool_reading
 from shared.text.thoughts import MARKS, OPENED, Marks
 from shared.text.tokenizer import Tokenizer
 from shared.text.tool_format import TOOL_FORMATS
@@ -262,6 +263,42 @@ def test_a_grammar_covers_what_follows_thoughts_that_the_prompt_has_opened(
         thoughts.add(thought)
     assert thoughts
     assert max(map(len, thoughts)) > 0
+
+
+@pytest.mark.parametrize(
+    ("family", "fields", "strict", "separator", "is_first"),
+    [
+        ("qwen3", {}, {"a": True, "b": False}, "\n", False),
+        ("qwen3", {"parallel_tool_calls": False}, {"a": True, "b": False}, None, False),
+        ("qwen3", {"response_format": {"type": "json_object"}}, {"a": True, "b": False}, "\n", True),
+        ("qwen3", {"tool_choice": "required"}, {"a": True, "b": True}, "\n", True),
+        ("qwen3", {"tool_choice": {"type": "function", "function": {"name": "b"}}}, {"b": True}, None, True),
+        ("llama3", {"tool_choice": "required"}, {"a": True, "b": True}, None, True),
+    ],
+)
+def test_what_a_request_asks_of_its_calls(
+    family: str,
+    fields: dict[str, Any],
+    strict: dict[str, bool],
+    separator: str | None,
+    is_first: bool,
+    tiny_checkpoints: dict[str, Path],
+) -> None:
+    """The grammar and the reading of the answer are made of the same facts."""
+    tokenizer, form = Tokenizer.load(tiny_checkpoints["qwen3"]), TOOL_FORMATS[family]
+    body = ChatRequest.model_validate(chat(tools=[tool("a", strict=True), tool("b")], **fields))
+    has_format, choice = "response_format" in fields, fields.get("tool_choice")
+    grammar = tool_grammar(body, tokenizer, form, None, Grammar.json_object())
+    found = CallDescription.of_text(grammar.text)
+    assert {function.name: function.is_strict for function in found.functions} == strict
+    assert found.spelling.separator == separator
+    assert (found.answer is None) == (choice is not None), "where there must be a call, nothing else is an answer"
+    reading = tool_reading(body, tokenizer, form, None, has_grammar=True, has_format=has_format)
+    assert reading is not None
+    assert (reading.is_first, reading.has_several) == (is_first, "parallel_tool_calls" not in fields)
+    for has_grammar in (False, True):
+        marks = thought_marks(body, MARKS, is_thinking=False, has_grammar=has_grammar, has_format=has_format)
+        assert marks == (None if has_grammar and has_format else MARKS)
 
 
 @pytest.mark.parametrize("has_tools", [True, False])

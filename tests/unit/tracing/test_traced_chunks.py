@@ -17,8 +17,8 @@ TWO = SamplingParams(temperature=0.0, max_new_tokens=2, ignore_eos=True)
 
 def test_each_chunk_is_computed_in_a_row_of_its_own_before_the_requests_that_use_it(folder: Path) -> None:
     for overlaps in (False, True):
-        config = EngineConfig(model=str(folder), max_batch_size=4, max_seq_len=64, overlap_scheduling=overlaps)
-        recorder = Recorder(find_lesson("09.1").engine(config))
+        settings = {"max_batch_size": 4, "max_seq_len": 64, "prefill_chunk_size": 3, "overlap_scheduling": overlaps}
+        recorder = Recorder(find_lesson("09.1").engine(EngineConfig(model=str(folder), **settings)))
         arrivals = [Arrival(0, "a", (1, 2), TWO, None, (A, B)), Arrival(9, "b", (3,), TWO, None, (B, A))]
         run(recorder, arrivals)
         trace = recorder.trace("chunks")
@@ -28,6 +28,7 @@ def test_each_chunk_is_computed_in_a_row_of_its_own_before_the_requests_that_use
         for chunk in chunks:
             assert (chunk.outcome, chunk.tokens) == (Outcome.FINISHED, ())
             assert trace.cells(chunk)[0].kind is CellKind.PREFILL
+            assert sum(num_tokens for *_, num_tokens in trace.chunks(chunk)) == chunk.num_prompt_tokens
             assert chunk.end_step <= trace.chunks(rows["a"])[0][0] + 1
         for name, own in (("a", 2), ("b", 1)):
             assert (rows[name].num_prompt_tokens, rows[name].num_cached_tokens) == (7 + own, 7)

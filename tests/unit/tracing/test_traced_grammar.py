@@ -14,7 +14,7 @@ from shared.tracing.focus import focus
 from shared.tracing.recorder import Recorder
 from shared.tracing.timeline_page import page
 from shared.tracing.trace import Trace
-from shared.tracing.workload import constrained
+from shared.tracing.workload import constrained, run
 from tests.unit.tracing.recording import arrivals, make_engine, recorded
 from tests.unit.tracing.written import check_events, embedded, table
 
@@ -49,6 +49,11 @@ def test_a_record_says_where_each_token_was_drawn(trace: Trace, folder: Path) ->
             state = fsm.next_state(state, token.token_id) or state
         assert len(json.loads("".join(token.text for token in request.tokens))) in (2, 3)
     assert len({token.position for token in constrained_requests[0].tokens}) > 3
+    recorder, (arrival,) = Recorder(engine), arrivals(2)
+    for params in (constrained(arrival.params, GRAMMAR), arrival.params):
+        run(recorder, [replace(arrival, step=len(recorder.steps), params=params)])
+    positions = [[token.position is None for token in request.tokens] for request in recorder.trace("x").requests]
+    assert positions == [[False] * 2, [True] * 2], "an id that is used again is another request"
 
 
 def test_a_progress_ends_with_its_grammar(folder: Path) -> None:

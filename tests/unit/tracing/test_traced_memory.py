@@ -3,11 +3,13 @@
 from pathlib import Path
 
 from shared.engine.config import EngineConfig
+from shared.engine.memory_map import Holding, HoldingState, MemoryMap
 from shared.engine.record import StepRecord
 from shared.lessons import find_lesson
 from shared.sampling.params import SamplingParams
 from shared.tracing.chrome import chrome_trace
 from shared.tracing.focus import focus
+from shared.tracing.holdings import memory_data
 from shared.tracing.timeline_page import page, totals_rows
 from shared.tracing.trace import Outcome, Trace, TracedRequest, TracedStep
 from shared.tracing.workload import Arrival
@@ -64,6 +66,21 @@ def test_a_region_is_held_from_the_first_token_to_the_last(traces: list[Trace]) 
     assert (memory["unit"], memory["block_tokens"], memory["num_blocks"]) == ("region", 128, 2)
     assert [told["blocks"] for told in memory["holdings"]] == [[[0, 0, 2]], [], [[0, 3, 6]], [[0, 9, 10]]]
     assert memory["holdings"][0]["written"] == [2, 3, 0]
+
+
+def test_blocks_that_are_exchanged_and_freed_and_the_last_that_is_drawn() -> None:
+    tables = [(3, 5), (5, 3), (5,), (5, 8), ()]
+    steps = []
+    for n, blocks in enumerate(tables):
+        holding = Holding("a", HoldingState.DECODE, 2, 4, len(blocks), 0, blocks)
+        memory = MemoryMap("block", 4, 64, 0, 0, (holding,) if blocks else (), ())
+        steps.append(TracedStep(StepRecord(n, (), ("a",), (), (), 0, 1, 0, 256), 10 * n, 10 * n + 9, memory))
+    found = memory_data(Trace("x", 1, tuple(steps), (TracedRequest("a", 2, 9, 0, 0),)))
+    assert found is not None
+    blocks = [[3, 0, 1], [5, 0, 1], [5, 1, 4], [3, 1, 2], [8, 3, 4]]
+    assert sorted(found["holdings"][0]["blocks"]) == sorted(blocks)
+    assert found["holdings"][0]["written"] == [2, 2, 1, 2, 0]
+    assert found["num_shown"] == 16, "block 8 is the ninth"
 
 
 def test_a_request_preempted_before_its_prompt_was_run_is_not_recomputed() -> None:

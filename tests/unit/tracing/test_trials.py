@@ -72,6 +72,11 @@ def test_a_page_says_where_to_look(crowded: Trace, traces: list[Trace], folder: 
     assert focus(continuous) == Focus(1, "no request waits; in step 1 the most memory is held.")
     few = recorded(make_engine(folder, max_batch_size=1), arrivals(3, 2))
     assert focus(few) == Focus(3, "request b waits until step 3, when a request that has finished makes room.")
+    recorder = Recorder(make_engine(folder, max_batch_size=1))
+    for arrival in arrivals(3, 2):
+        recorder.add_request(arrival.prompt_ids, arrival.params, arrival.request_id)
+    recorder.step()
+    assert focus(recorder.trace("b waits still")).step == 0
     stalled = make_engine(folder, max_batch_size=2, scheduler_policy="prefill_first")
     trace = recorded(stalled, arrivals(4, 2, steps=(0, 2)))
     assert focus(trace) == Focus(2, "from step 2 on request a stalls for 1 step while request b is prefilled.")
