@@ -40,7 +40,7 @@ class StringRule(Rule):
         return build
 
 
-def rows_of(dfa: DFA, first: int, budget: Budget, counted: Counted | None) -> NDArray[np.int32]:
+def rows_of(dfa: DFA, first: int, budget: Budget, counted: Counted | None = None) -> NDArray[np.int32]:
     """int32 ``[S, 256]``: the entries of a DFA whose states are numbered from ``first`` on."""
     budget.spend(len(dfa) * ROW)
     targets = dfa.next[:, dfa.columns]

@@ -179,7 +179,7 @@ class Values:
 
             for state in range(len(dfa)):
                 self.assembler.state((key, state), partial(build, state))
-            self.assembler.add_rows(first, rows_of(dfa, first, self.budget, is_counted=False))
+            self.assembler.add_rows(first, rows_of(dfa, first, self.budget))
         return self.assembler.guard(self._spelled[key], left[0])
 
     def _scalar(
