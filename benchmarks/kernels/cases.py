@@ -156,9 +156,10 @@ def norm_cases(shapes: ModelShapes, rows: int) -> list[Case]:
 
 def kv_write_case(shapes: ModelShapes, rows: int, device: torch.device) -> Case:
     """Norm, rotate and store ``rows`` tokens of one QKV result. Each set has a memory that they fill."""
-    heads, D = shapes.block.heads, shapes.block.head_dim
+    attention = shapes.block.attention
+    D, heads = attention.head_dim, [size // attention.head_dim for size in attention.qkv.sizes]
     Hq, Hkv, _ = heads
-    norm = shapes.block.qk.q_norm
+    norm = attention.qk.q_norm
     table = rope_table(shapes.config.rope, D, min(NUM_POSITIONS, shapes.config.max_position_embeddings), device)
 
     def transform(*weights: Any) -> NormAndRotate:
@@ -195,9 +196,9 @@ def kv_write_case(shapes: ModelShapes, rows: int, device: torch.device) -> Case:
 
 def attention_case(shapes: ModelShapes, context: int, window: int | None, device: torch.device) -> Case:
     """One sequence of ``context`` tokens; with a window the kernel reads the last ``window`` of them."""
-    block = shapes.block
-    Hq, Hkv, _ = block.heads
-    D, scale, softcap = block.head_dim, block.scale, block.softcap
+    attention = shapes.block.attention
+    D, scale, softcap = attention.head_dim, attention.scale, attention.softcap
+    Hq, Hkv, _ = (size // D for size in attention.qkv.sizes)
     seen = context if window is None else min(context, window)
     workspace = DecodeWorkspace.of(1, Hq, Hkv, D, context, device)
     regions = torch.zeros(1, dtype=torch.int32, device=device)
