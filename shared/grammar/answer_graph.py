@@ -1,7 +1,7 @@
 """The literal part of an answer that may, or must, call tools: thinking, free text, and what is around arguments.
 
 Free text is a few states that read all bytes and look for what opens a call, and thinking likewise for its end (Knuth,
-Morris and Pratt, SIAM J. Comput. 1977); behind the opening only the rest of a call can follow. So an answer with calls
+Morris and Pratt, SIAM J. Comput. 1977); after the opening only the rest of a call can follow. So an answer with calls
 is a grammar like any other, and masks, drafts and preemption need nothing for tools. Introduced in phase 12.
 
 Special tokens have no text. A grammar that names one, by ``SPECIAL_MARK`` before its name, allows it there and nowhere
@@ -54,8 +54,8 @@ class AnswerGraph:
     """The graph of an answer.
 
     Attributes:
-        graph: leads into document i behind the name of function i.
-        behind: the state behind arguments.
+        graph: leads into document i after the name of function i.
+        behind: the state after arguments.
         beginnings: the states from which the answer may also go on as a format has it.
 
     Args:
@@ -72,7 +72,7 @@ class AnswerGraph:
         start = graph.state()
         end = graph.state(is_final=True)
         self.behind = graph.state()
-        self.called = graph.state()  # behind the trigger
+        self.called = graph.state()  # after the trigger
         graph.word(self.behind, encoded(spelling.closing), end)
         if mode is not CallMode.NONE:
             self._heads(self.called)

@@ -48,7 +48,7 @@ class ArrayRule(Rule):
         return entries | dict.fromkeys(BLANKS, entry(Action.BLANK, self._state(part, alive)))
 
     def _after(self, alive: Alive) -> Entries:
-        """Behind an item."""
+        """After an item."""
         entries = self._close(alive) | dict.fromkeys(BLANKS, entry(Action.BLANK, self._state("after", alive)))
         growing = tuple(each for each in alive if each[1] < self.most[each[0]])
         if growing:
@@ -74,7 +74,7 @@ class ArrayRule(Rule):
 
 @dataclass(frozen=True)
 class AfterItem:
-    """Behind an item: (alternative, items before it, what some item must still be, the group of this item)."""
+    """After an item: (alternative, items before it, what some item must still be, the group of this item)."""
 
     rule: ArrayRule
     followers: tuple[tuple[int, int, frozenset[Value], int], ...]

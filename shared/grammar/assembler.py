@@ -27,10 +27,10 @@ PIECE = 4096
 
 
 class Continuation(Protocol):
-    """What follows behind a value."""
+    """What follows a value."""
 
     def after(self, bits: int) -> int:
-        """The state behind a value that these groups, as bits, accept; at least one."""
+        """The state after a value that these groups, as bits, accept; at least one."""
 
 
 class Rule:
@@ -65,7 +65,7 @@ class Rule:
 
 
 class Site:
-    """A place from which a rule is called: the states behind it, by colour."""
+    """A place from which a rule is called: the states after it, by colour."""
 
     def __init__(self, rule: Rule, continuation: Continuation) -> None:
         self.rule, self.continuation = rule, continuation

@@ -31,7 +31,7 @@ MAX_BLANKS = 20
 UNBOUNDED = 2**31 - 1
 """The most characters of a string without ``maxLength``."""
 SPACE_ENDED = MAX_BLANKS + 1
-"""``Configuration.blanks`` behind a single space, which nothing blank may follow."""
+"""``Configuration.blanks`` after a single space, which nothing blank may follow."""
 _ASKED = os.environ.get("INFER_MAX_DIGITS", "32")
 if not (_ASKED.isascii() and _ASKED.isdecimal() and 1 <= int(_ASKED[:4]) <= 200):
     raise ConfigError(f"INFER_MAX_DIGITS is {_ASKED!r}; it must be a whole number from 1 to 200.")
@@ -90,7 +90,7 @@ class Automaton:
             characters (0 and ``UNBOUNDED`` for what is not a string), and the frames that the rule, or what follows it,
             needs beside those below: the larger of 1 + ``depths`` of its first state and ``depths`` of all states to
             which it returns.
-        returns: int32 ``[R]``, the state behind a rule: that of a frame and a colour stands at their sum.
+        returns: int32 ``[R]``, the state after a rule: that of a frame and a colour stands at their sum.
         pops: int32 ``[Q, 4]``: the colour, a set of alternatives as bits, the range of ``clauses`` to check, and of a
             CHOOSE the frame; a POP takes its frame from the stack, and has 0.
         clauses: uint64 ``[L, 5]``: bits of the colour, trigger, keys, least, more. One after the other: if the object
@@ -144,7 +144,7 @@ class Automaton:
         return sum(array.nbytes for array in vars(self).values())
 
     def step(self, now: "Configuration", byte: int) -> "Configuration | None":
-        """The configuration behind one more byte; None if the grammar refuses it.
+        """The configuration after one more byte; None if the grammar refuses it.
 
         The specification of what kernels and numpy do for many tokens at a time.
         """
@@ -212,7 +212,7 @@ class Automaton:
         return bool(((seen | preset) & keys).bit_count() >= most)
 
     def walk(self, now: "Configuration", text: Iterable[int]) -> "Configuration | None":
-        """The configuration behind the bytes of one token; None if the grammar refuses one of them.
+        """The configuration after the bytes of one token; None if the grammar refuses one of them.
 
         It is also refused if its end would need too deep a stack.
         """

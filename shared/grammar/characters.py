@@ -66,7 +66,7 @@ def utf8(first: int, last: int) -> list[Sequence]:
     # hint: where the length of the encoding changes, cut: after 0x7F, 0x7FF and 0xFFFF, and solve each part by itself
     # hint: one character is one sequence: a range of one byte for each byte of chr(first).encode()
     # hint: the last bytes may be combined freely only if first ends in bytes 0x80 and last in bytes 0xBF
-    # hint: if they do not, cut at a multiple of 64 (64 ** 2, 64 ** 3): each byte behind the first holds 6 bits
+    # hint: if they do not, cut at a multiple of 64 (64 ** 2, 64 ** 3): each byte after the first holds 6 bits
     for border in (0x7F, 0x7FF, 0xFFFF):
         if first <= border < last:
             return utf8(first, border) + utf8(border + 1, last)

@@ -2,7 +2,7 @@
 
 On a GPU the device that samples finds the masks (:mod:`shared.engine.grammar_rows`). Without one, and for few requests
 elsewhere, they are made here: before a step samples, all earlier tokens are known on the host, so the state of a
-request follows its outputs, and its rows get the masks of their states: row j that behind the first j drafts. Behind a
+request follows its outputs, and its rows get the masks of their states: row j that after the first j drafts. After a
 draft that the grammar refuses no row matters, because the draft cannot be drawn, and acceptance ends there. Introduced
 in phase 12.
 
@@ -31,7 +31,7 @@ from shared.scheduling.schedule import Schedule
 
 @dataclass
 class Constraint:
-    """A request's grammar, and the state behind its first ``num_tokens`` outputs; None behind the end.
+    """A request's grammar, and the state after its first ``num_tokens`` outputs; None after the end.
 
     ``base`` is where its tables begin in the pool on the device, from the first sampling on; None: they are not there.
     """
@@ -44,7 +44,7 @@ class Constraint:
     base: int | None = None
 
     def follow(self, output_ids: Sequence[int]) -> None:
-        """Go to the state behind all outputs."""
+        """Go to the state after all outputs."""
         for token_id in output_ids[self.num_tokens :]:
             self.state = self.state and self.fsm.next_state(self.state, token_id)
         self.num_tokens = len(output_ids)
@@ -128,7 +128,7 @@ class Constraints:
     def _mask(
         self, rows: list[SamplingRow], first: int, constraint: Constraint, draft_ids: Sequence[int | None]
     ) -> None:
-        """Mask the rows from ``first`` on, each behind the drafts before it."""
+        """Mask the rows from ``first`` on, each after the drafts before it."""
         fsm, state = constraint.fsm, constraint.state
         for number, draft_id in enumerate(draft_ids, first):
             rows[number] = rows[number]._replace(constraint=None)

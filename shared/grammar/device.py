@@ -1,7 +1,7 @@
 """What kernels need of a vocabulary and of configurations, as numbers at fixed addresses. Introduced in phase 12.
 
 Tokens are sorted so that neighbours begin alike, and the threads of a program walk nearly the same way. First stand the
-few that hold a quote, a backslash, a control character or part of a character; in a free state all behind them are
+few that hold a quote, a backslash, a control character or part of a character; in a free state all after them are
 allowed without a walk.
 
 Invariant: a token's place never changes; a configuration packed and unpacked is the same.

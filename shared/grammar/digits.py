@@ -44,7 +44,7 @@ class State(NamedTuple):
     orders: tuple[tuple[int, str], ...] = ()
     remainder: int = 0
     is_short: bool = False  # one digit that is not 0 before the point
-    has_fraction: bool = False  # a digit that is not 0 behind the point
+    has_fraction: bool = False  # a digit that is not 0 after the point
     num_digits: int = 0  # of a multiple: of its whole part, then of its fraction
     left: int | None = None  # digits that may follow in the fraction, where they are limited
 

@@ -1,7 +1,7 @@
 """How each state comes to an end, and the removal of states that do not. Introduced in phase 12.
 
 The depths are a least fixpoint: a state needs no more frames than the best of its bytes; a byte that pushes needs one
-frame more than its rule, or what the states behind the rule need. States are settled in the order of their depths, each
+frame more than its rule, or what the states after the rule need. States are settled in the order of their depths, each
 level by a search backwards. A CHOOSE may lead to any of its states, so it needs what the worst of them needs.
 """
 
@@ -93,7 +93,7 @@ class Endings:
         return found
 
     def _resolve_cycle(self) -> bool:
-        """Settle the cheapest push of which some states behind it wait for this very push; whether there was one."""
+        """Settle the cheapest push of which some states after it wait for this very push; whether there was one."""
         waiting: dict[int, list[tuple[int, list[int]]]] = {}
         for push in self._open_pushes():
             known = [depth for depth in self._follower_depths(push) if depth < NEVER]

@@ -34,7 +34,7 @@ class TokenFSM:
         """
         # exercise 12x3: the tokens that may follow
         # hint: walk the trie from its root: children(0) gives (byte, node) of each child of node 0
-        # hint: automaton.step(now, byte) is the state behind a byte, or None: then no token goes on there
+        # hint: automaton.step(now, byte) is the state after a byte, or None: then no token goes on there
         # hint: ids_of.get(node, []) are the ids of the tokens that end at a node, if automaton.has_room(now)
         # hint: automaton.is_end(state) says whether the end ids are allowed
         allowed = list(self.vocabulary.end_ids) if self.automaton.is_end(state) else []
@@ -55,7 +55,7 @@ class TokenFSM:
         return self.masks.mask(state)
 
     def next_state(self, state: Configuration, token_id: int) -> Configuration | None:
-        """The state behind a token; None if the grammar refuses it. A token that ends the output leads nowhere."""
+        """The state after a token; None if the grammar refuses it. A token that ends the output leads nowhere."""
         token = self.vocabulary.tokens[token_id]
         return self.automaton.walk(state, token) if token else None
 

@@ -1,10 +1,10 @@
-"""Automata around automata: literal bytes before, between and behind documents, each of a schema of its own.
+"""Automata around automata: literal bytes before, between and after documents, each of a schema of its own.
 
 A call of a tool is such a text: its opening, one of several names, arguments that follow the schema of that function,
 its closing. The literal part is a graph of states without a stack, in which some edges lead into documents. Introduced
 in phase 12.
 
-Invariants: a document is entered and left with an empty stack, so its depths are what they were; only the state behind
+Invariants: a document is entered and left with an empty stack, so its depths are what they were; only the state after
 a whole document is replaced, by the state of the graph with which the text goes on.
 """
 
@@ -36,7 +36,7 @@ class Graph:
         return len(self.rows) - 1
 
     def word(self, state: int, text: bytes, end: int | None = None) -> int:
-        """The state behind a text, which shares its states with texts that begin alike; ``end``, if that is given."""
+        """The state after a text, which shares its states with texts that begin alike; ``end``, if that is given."""
         for place, byte in enumerate(text):
             if end is not None and place == len(text) - 1:
                 self.rows[state][byte] = end
@@ -58,7 +58,7 @@ def joined(
     last: Automaton | None = None,
     beginnings: Sequence[int] = (),
 ) -> Automaton:
-    """The automaton of a graph with documents, behind each of which the text goes on as from the state ``behind``.
+    """The automaton of a graph with documents, after each of which the text goes on as from the state ``behind``.
 
     Args:
         documents: texts whose end nothing can follow, such as those of objects.
@@ -113,7 +113,7 @@ def joined(
 
 
 def _moved(part: Automaton, before: dict[str, int], columns: NDArray[np.uint8]) -> Automaton:
-    """A document's tables behind others, of which there are so many rows ``before``."""
+    """A document's tables after others, of which there are so many rows ``before``."""
     states = before["table"]
     shifts = np.zeros(1 << ACTION_BITS, np.int32)
     shifts[[Action.GOTO, Action.COUNT, Action.BLANK]] = states

@@ -1,7 +1,7 @@
 """The states in which a key of an object is spelled. Introduced in phase 12.
 
 The named keys are a trie; a key that leaves it has no name, and is read by the automaton of such keys, if alternatives
-allow them. A byte behind which all names that are left were seen is refused by a guard, so no key is begun in vain.
+allow them. A byte after which all names that are left were seen is refused by a guard, so no key is begun in vain.
 """
 
 from functools import partial
@@ -137,7 +137,7 @@ class KeyStates:
         return self._masks[node]
 
     def first(self) -> int:
-        """The state behind the quote."""
+        """The state after the quote."""
         return self._named(0, 0 if self._next is not None else DEAD)
 
     def _named(self, node: int, state: int) -> int:
@@ -180,7 +180,7 @@ class KeyStates:
         return {QUOTE: self.rule.end_key(followers, self.requirements.other_bit(accepts), is_bounded=is_bounded)}
 
     def _rows(self) -> NDArray[np.int32]:
-        """int32 ``[S, 256]``: the entries behind which a key has no name."""
+        """int32 ``[S, 256]``: the entries after which a key has no name."""
         if self._first_other is None:
             targets = self._next
             assert targets is not None

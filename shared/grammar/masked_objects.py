@@ -6,7 +6,7 @@ value that an alternative does not want makes it dead with the next comma; a key
 that ends the key. That quote also chooses by the bits what is wanted as the value. At the brace, an alternative without
 what it needs dies too, and a group ends unless all its alternatives are dead.
 
-Invariant: behind every byte one alternative that is alive can still be ended. So a value is never wanted by dead
+Invariant: after every byte one alternative that is alive can still be ended. So a value is never wanted by dead
 alternatives alone: where single bytes of scalars decide between alternatives, they are guarded by the same bits.
 """
 
@@ -63,7 +63,7 @@ Wanted = tuple[tuple[Value, int], ...]
 
 @dataclass(frozen=True)
 class Choice:
-    """What may be wanted behind a key.
+    """What may be wanted after a key.
 
     Attributes:
         top: a value that accepts all that the others do.
@@ -154,7 +154,7 @@ class MaskedRule(ObjectRule):
         return self.assembler.choose(tuple(clauses), tuple(targets))
 
     def _colon(self, wanted: Wanted, guards: Guards | None, every: int) -> int:
-        """The state behind a key. ``every`` are the bits of all its alternatives."""
+        """The state after a key. ``every`` are the bits of all its alternatives."""
         after = AfterMasked(self, tuple(mask for _, mask in wanted), every)
         groups = tuple(value for value, _ in wanted)
         self.assembler.budget.spend(1 + 2 * len(groups))
@@ -172,7 +172,7 @@ class MaskedRule(ObjectRule):
     # What follows a value
 
     def after_value(self, dead: int) -> int:
-        """The state behind a value that some alternatives do not want."""
+        """The state after a value that some alternatives do not want."""
         return self.assembler.state((id(self), "after", dead), lambda: self._after_value(dead))
 
     def _after_value(self, dead: int) -> Entries:
@@ -213,7 +213,7 @@ def _opened(shapes: tuple[Shape, ...], is_spelled: bool) -> tuple[Shape, ...]:
 
 @dataclass(frozen=True)
 class AfterMasked:
-    """Behind a member: the bits of the alternatives of each group of its value, and those of all alternatives."""
+    """After a member: the bits of the alternatives of each group of its value, and those of all alternatives."""
 
     rule: MaskedRule
     masks: tuple[int, ...]

@@ -54,7 +54,7 @@ def minimize(dfa: DFA, budget: Budget) -> DFA:
 
 
 def _ordered(before: NDArray[np.int64], after: NDArray[np.int64], size: int) -> list[int]:
-    """The states that no cycle of these edges leads to, each behind those with an edge to it (Kahn, 1962)."""
+    """The states that no cycle of these edges leads to, each after those with an edge to it (Kahn, 1962)."""
     order = np.argsort(before, kind="stable")
     starts, targets = np.searchsorted(before[order], np.arange(size + 1)).tolist(), after[order].tolist()
     num_waiting = np.bincount(after, minlength=size).tolist()

@@ -62,18 +62,18 @@ class ObjectRule(Rule):
         return dict.fromkeys(BLANKS, entry(Action.BLANK, state))
 
     def _open(self, alive: Alive) -> Entries:
-        """Behind the brace that opens."""
+        """After the brace that opens."""
         keys = self.keys(alive)
         quote = {ord('"'): entry(Action.GOTO, keys.first())} if keys.is_possible else {}
         return self._blank(self._state("open", alive)) | quote | self._close(alive, is_new=True)
 
     def _comma(self, alive: Alive) -> Entries:
-        """Behind a comma."""
+        """After a comma."""
         quote = {ord('"'): entry(Action.GOTO, self.keys(alive).first())}
         return self._blank(self._state("comma", alive)) | quote
 
     def _after(self, alive: Alive) -> Entries:
-        """Behind a value."""
+        """After a value."""
         entries = self._blank(self._state("after", alive))
         # exercise 12x4: the comma
         # hint: self._close(alive) gives the brace that closes, if some alternative may end
@@ -151,7 +151,7 @@ class ObjectRule(Rule):
         return self.assembler.key(colon, bit, is_bounded=is_bounded) if bit else entry(Action.GOTO, colon)
 
     def colon(self, followers: tuple[Follower, ...]) -> int:
-        """The state behind a key."""
+        """The state after a key."""
         self.assembler.budget.spend(1 + len(followers))
 
         def build() -> Entries:
@@ -161,7 +161,7 @@ class ObjectRule(Rule):
         return state
 
     def _value(self, followers: tuple[Follower, ...]) -> int:
-        """The state behind a colon."""
+        """The state after a colon."""
         self.assembler.budget.spend(1 + len(followers))
         groups: dict[Value, int] = {}
         grouped = tuple((number, left, groups.setdefault(value, len(groups))) for number, left, value in followers)
@@ -179,7 +179,7 @@ class ObjectRule(Rule):
 
 @dataclass(frozen=True)
 class AfterMember:
-    """Behind a member: (alternative, what is left to it, the group of its value)."""
+    """After a member: (alternative, what is left to it, the group of its value)."""
 
     rule: ObjectRule
     followers: tuple[tuple[int, int, int], ...]

@@ -103,7 +103,7 @@ class Parser(CharacterReader):
         self.take("?")  # lazy
         end = self.place
         if self.quantifier() is not None:
-            raise self.error("has a quantifier behind a quantifier", place)
+            raise self.error("has a quantifier after a quantifier", place)
         return Repeat(node, least, most, (place, end))
 
     def quantifier(self) -> tuple[int, int | None] | None:

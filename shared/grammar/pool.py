@@ -81,8 +81,8 @@ class GrammarPool:
 
     Attributes:
         tables: int32 ``[size]`` on the device; its address never changes.
-        arrived: recorded behind the last upload; another stream waits for it before it reads the tables.
-        readers: each recorded behind the last launch on another stream that reads the tables; an upload waits for all.
+        arrived: recorded after the last upload; another stream waits for it before it reads the tables.
+        readers: each recorded after the last launch on another stream that reads the tables; an upload waits for all.
     """
 
     def __init__(self, num_bytes: int, device: torch.device | str) -> None:

@@ -34,7 +34,7 @@ class Progress:
         self.stack = ""
 
     def read(self, token_id: int) -> Position | None:
-        """Go on behind a token, and return the position before it; None behind the end of the grammar."""
+        """Go on after a token, and return the position before it; None after the end of the grammar."""
         if self.now is None:
             return None
         position = Position(self.now.state, self.stack, int(np.count_nonzero(self.fsm.mask(self.now))))

@@ -174,7 +174,7 @@ _fragments: Remembered[Fragment] = Remembered(256)
 
 
 def _fragment(members: Characters, spelling: Spelling, budget: Budget) -> Fragment:
-    """The edges of each state of an automaton that reads one of the characters; its end is the state behind the last.
+    """The edges of each state of an automaton that reads one of the characters; its end is the state after the last.
 
     Spellings share their beginnings and their endings, which matters where a character is repeated 500 times.
     """

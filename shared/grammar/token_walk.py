@@ -6,7 +6,7 @@ by one. A walk ends where the automaton refuses, so most masks need few steps. T
 
 - A state that letters lead back to, as inside a string, allows all tokens of such characters. The others walk from the
   first other character on (:mod:`shared.grammar.plain_tokens`).
-- A walk may come by letters to such a state, as behind the first letter of a key. Since letters lead back, the tokens
+- A walk may come by letters to such a state, as after the first letter of a key. Since letters lead back, the tokens
   that come there are those that this state allows itself: they are taken over from its mask.
 - Elsewhere, where a state is free, the tokens that are plain from there on are allowed.
 

@@ -138,7 +138,7 @@ class UniqueRule(Rule):
         return entries | dict.fromkeys(BLANKS, entry(Action.BLANK, self._state(part, bit)))
 
     def _after(self, bit: int) -> Entries:
-        """Behind an item, whose bit is not set yet."""
+        """After an item, whose bit is not set yet."""
         entries = self._close(bit) | dict.fromkeys(BLANKS, entry(Action.BLANK, self._state("after", bit)))
         rows = (*self._add(bit), (1, self.all, 0, 1, 0), (2, 0, self.all, self.most, 0))
         entries[ord(",")] = self.assembler.choose(rows, (REFUSED, self._state("item", 0), REFUSED, REFUSED))
@@ -160,7 +160,7 @@ class UniqueRule(Rule):
 
 @dataclass(frozen=True)
 class AfterUnique:
-    """Behind an item."""
+    """After an item."""
 
     rule: UniqueRule
 

@@ -137,7 +137,7 @@ class Values:
         *,
         is_first: bool = False,
     ) -> Entries:
-        """The bytes behind which some of the machines still run: (machine, its groups, its state)."""
+        """The bytes after which some of the machines still run: (machine, its groups, its state)."""
         self.budget.spend(sum(1 + len(each.rows[state]) for each, _, state in parts))
         targets: dict[int, list[tuple[Machine, int, int]]] = {}
         for each, mask, state in parts:
@@ -158,7 +158,7 @@ class Values:
 
         Args:
             guard: the keys all of which are seen when none of some ends of the automaton, as bits, is wanted.
-            after: the state behind an end.
+            after: the state after an end.
         """
         left = [guard(bits) for bits in ends_of(dfa, self.budget)]
         if key not in self._spelled:

@@ -27,7 +27,7 @@ SPECIAL_BYTE = 0xFF
 """The first byte of special tokens; other tokens with it are in no trie, as no text has it."""
 MAX_OPENED = 4
 """Frames that one token may push and leave open, since the kernel that walks tokens has registers for so many. Tokens
-with as many opening brackets, behind which a quote may open one more, are never allowed: shorter tokens spell them."""
+with as many opening brackets, after which a quote may open one more, are never allowed: shorter tokens spell them."""
 
 
 @dataclass(frozen=True, eq=False)

@@ -88,7 +88,7 @@ def test_syntax(pattern: str, right: str, wrong: str) -> None:
         ("(a", "an opening parenthesis without a closing one at position 0"),
         ("ab)", "a closing parenthesis without an opening one at position 2"),
         ("x[a", "an opening bracket without a closing one at position 1"),
-        ("a**", "a quantifier behind a quantifier at position 1"),
+        ("a**", "a quantifier after a quantifier at position 1"),
         ("a|*", "nothing to repeat at position 2"),
         ("^*", "repeats an anchor or a lookahead at position 1"),
         ("a(?<=b)", "a lookbehind, which is not supported, at position 1"),
