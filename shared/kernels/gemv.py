@@ -240,7 +240,7 @@ def linear(
         return _launch(x, weight, bias, norm, residual, activation, cut)
     if norm is not None:
         x = rms_norm(x, norm.weight, norm.eps, norm.offset)
-    if residual is not None and bias is None and launches(x):
+    if residual is not None and bias is None and activation is None and launches(x):
         return residual.addmm_(x, weight.t())  # one launch, where product and addition would be two
     y = F.linear(x, weight, bias)
     if activation is not None:

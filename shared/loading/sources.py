@@ -26,8 +26,8 @@ class Source:
     Args:
         tensors: names; the rows of several stand one below the other, those of several lists are stacked.
         is_stack: whether the lists are stacked.
-        entry: of a stack with so many: (number, how many).
-        rows: of a tensor with so many: (rows, how many).
+        entry: if each tensor is a stack: the number of the parameter's entry, and how many entries it has.
+        rows: if the tensor has further rows: those of the parameter, and how many it has.
     """
 
     tensors: tuple[tuple[str, ...], ...]
@@ -64,24 +64,22 @@ class Source:
 
     def mismatches(self, checkpoint: Checkpoint, shape: tuple[int, ...]) -> list[str]:
         """What is wrong with the tensors for a parameter of ``shape``: each with its shape and the one wanted."""
-        wanted = list(shape[self.is_stack :])
-        if self.rows is not None:
-            wanted[0] = self.rows[1]
-        if self.entry is not None:
-            wanted = [self.entry[1], *wanted]
+        rows, *columns = shape[self.is_stack :]
+        entries = [] if self.entry is None else [self.entry[1]]
+        wanted = [*entries, rows if self.rows is None else self.rows[1], *columns]
+        at = len(entries)  # the dimension of rows
         wrong = []
         for names in self.tensors:
             shapes = [list(checkpoint.shape(name)) for name in names]
-            found = shapes[0]
-            if len(names) > 1 and all(len(one) == len(wanted) for one in shapes):
-                found = [sum(one[0] for one in shapes), *found[1:]]
-            if found != wanted:
-                wrong.append(f"{' and '.join(names)} ({found}, not {wanted})")
+            fit = all(len(one) == len(wanted) and one[:at] + one[at + 1 :] == entries + columns for one in shapes)
+            if not fit or sum(one[at] for one in shapes) != wanted[at]:
+                found = " and ".join(map(str, shapes))
+                wrong.append(f"{' and '.join(names)} ({found}, not {wanted}{' together' * (len(names) > 1)})")
         return wrong
 
 
 @dataclass(frozen=True)
-class Parameter:
+class StoredParameter:
     """A parameter of ``size`` rows, and where the family says that it is stored.
 
     Args:
@@ -99,12 +97,12 @@ class Parameter:
     suffix: str
 
     @staticmethod
-    def of(name: str, size: int, names: Mapping[str, TensorNames]) -> "Parameter":
+    def of(name: str, size: int, names: Mapping[str, TensorNames]) -> "StoredParameter":
         owner, _, kind = name.rpartition(".")
         number, module = NUMBER.search(owner), NUMBER.sub(".*", owner)
         own = NUMBER.sub(".*", name)
         stored, suffix = (names[own], "") if own in names else (names[module], f".{kind}")
-        return Parameter(name, module, int(number[0][1:]) if number else None, kind, size, stored, suffix)
+        return StoredParameter(name, module, int(number[0][1:]) if number else None, kind, size, stored, suffix)
 
 
 def sources(module: nn.Module, names: Mapping[str, TensorNames], prefix: str) -> dict[str, Source]:
@@ -112,7 +110,7 @@ def sources(module: nn.Module, names: Mapping[str, TensorNames], prefix: str) ->
 
     Raises KeyError for a parameter whose module has no name.
     """
-    parameters = [Parameter.of(name, len(parameter), names) for name, parameter in module.named_parameters()]
+    parameters = [StoredParameter.of(name, len(parameter), names) for name, parameter in module.named_parameters()]
     how_many = Counter((parameter.module, parameter.kind) for parameter in parameters)
     sizes: dict[tuple[object, ...], dict[int, int]] = defaultdict(dict)  # rows of those in one tensor, by index
     for parameter in parameters:
@@ -128,6 +126,7 @@ def sources(module: nn.Module, names: Mapping[str, TensorNames], prefix: str) ->
         tensors = [f"{prefix}{part}{parameter.suffix}" for part in ([stored] if isinstance(stored, str) else stored)]
         is_numbered = "*" in tensors[0]
         is_stack = is_numbered and number is None
+        assert not (is_stack and rows), "the rows of a stack's entries are those of whole tensors"
         of_each = range(parameter.size) if is_stack else [number]
         found[parameter.name] = Source(
             tuple(tuple(tensor.replace("*", str(n)) for tensor in tensors) for n in of_each),

@@ -64,7 +64,7 @@ class Attention(nn.Module):
         norm: RMSNorm | None = None,
         residual: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """``residual + attention(norm(x))``: x ``[T, H]`` to ``[T, H]``; ``norm`` and ``residual`` may be absent."""
+        """``residual + attention(norm(x))``: ``[T, H]`` to ``[T, H]``; both may be absent, the residual overwritten."""
         q, k, v = self.qkv.heads(x, self.head_dim, norm, tokens.gate)  # [T, Hq, D], [T, Hkv, D] twice
         q = kv.write(self.layer, q, k, v, tokens.positions, self.qk)
         out = kv.attend(self.layer, q, scale=self.scale, window=self.window, softcap=self.softcap)

@@ -25,7 +25,7 @@ from shared.errors import ConfigError
 from shared.models.causal_lm import CausalLM
 from shared.models.fused import FusedNorm, FusedProjection
 from shared.models.norm import RMSNorm
-from shared.models.parts import replace_parts
+from shared.models.parts import find_at_once, replace_parts
 from shared.models.projection import Projection, ProjectionGroup
 from shared.models.tokens import Tokens
 from shared.ops.gated import GatedOp
@@ -87,6 +87,7 @@ class CompiledProjection(nn.Module):
         super().__init__()
         self.weight, self.bias = base.weight, base.bias
         self.multiply = compiled(multiply, tuple(base.weight.shape), backend)
+        find_at_once(self)
 
     def forward(
         self,
@@ -100,6 +101,8 @@ class CompiledProjection(nn.Module):
         y: torch.Tensor = self.multiply(x, self.weight, self.bias, weights, residual, activation)
         return y
 
+    __call__ = forward  # skips nn.Module's hooks, as FusedProjection does
+
 
 class CompiledNorm(RMSNorm):
     """The compiled version of a :class:`FusedNorm`."""
@@ -109,6 +112,7 @@ class CompiledNorm(RMSNorm):
         self.weight, self.eps, self.offset = base.weight, base.eps, base.offset
         shape = tuple(base.weight.shape)
         self.normed, self.normed_sum = compiled(normed, shape, backend), compiled(normed_sum, shape, backend)
+        find_at_once(self)
 
     def forward(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
         y: torch.Tensor = self.normed(x, _weights(self), residual)
@@ -117,6 +121,8 @@ class CompiledNorm(RMSNorm):
     def after(self, post_norm: RMSNorm, y: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         h, s = self.normed_sum(y, _weights(post_norm), residual, _weights(self))
         return h, s
+
+    __call__ = forward
 
 
 class Echo:

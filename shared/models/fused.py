@@ -13,7 +13,7 @@ Invariants: the family's block runs, with other parts; a fused model computes th
 rounds less often; on a CPU the launchers call the ops.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -24,7 +24,7 @@ from shared.kernels.launch import check_head_size, check_launchable
 from shared.kernels.rmsnorm import add_rms_norm, rms_norm
 from shared.models.causal_lm import CausalLM
 from shared.models.norm import RMSNorm
-from shared.models.parts import MergedGroup, find_at_once, replace_parts
+from shared.models.parts import MergedGroup, find_at_once, merged_biases, replace_parts
 from shared.models.projection import Projection, ProjectionGroup
 from shared.ops.gated import GatedOp
 
@@ -38,7 +38,7 @@ class FusedProjection(nn.Module):
     def __init__(self, projections: Iterable[nn.Module]) -> None:
         super().__init__()
         members = [projection for projection in projections if isinstance(projection, Projection)]
-        biases = [member.bias for member in members if member.bias is not None]
+        biases = merged_biases(members)
         self.weight = merged([member.weight for member in members])
         self.bias = merged(biases) if biases else None
         find_at_once(self)
@@ -103,9 +103,9 @@ def fused_part(part: nn.Module) -> nn.Module | None:
     # end exercise
 
 
-def merged(tensors: list[nn.Parameter]) -> nn.Parameter:
+def merged(tensors: Sequence[torch.Tensor]) -> nn.Parameter:
     """Concatenate the tensors along dimension 0; a single one is not copied."""
-    if len(tensors) == 1 and tensors[0].is_contiguous():
+    if len(tensors) == 1 and isinstance(tensors[0], nn.Parameter) and tensors[0].is_contiguous():
         return tensors[0]
     return nn.Parameter(torch.cat([tensor.data for tensor in tensors]), requires_grad=False)
 

@@ -20,11 +20,13 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from shared.errors import ConfigError
 from shared.kernels import gemv
 from shared.kernels.launch import launches
 from shared.kernels.low_rank import add_low_rank
 from shared.models.causal_lm import CausalLM
 from shared.models.config import ModelConfig
+from shared.models.families import FAMILIES
 from shared.models.norm import RMSNorm
 from shared.models.parts import find_at_once
 from shared.ops.gated import GatedOp
@@ -151,7 +153,15 @@ class MaskEmbedding(nn.Module):
 
 
 def adapt(model: CausalLM, additions: Sequence[Mapping[str, GatedLoRA]], masks: torch.Tensor) -> CausalLM:
-    """Give a fused or packed model, in place, the additions of each layer and the vectors of mask tokens ``[k, H]``."""
+    """Give a fused or packed model, in place, the additions of each layer and the vectors of mask tokens ``[k, H]``.
+
+    Raises ConfigError for a family whose blocks have other matrices.
+    """
+    if FAMILIES[model.config.family].own_fields:
+        raise ConfigError(
+            f"adapter is for blocks of attention and one MLP, and those of family {model.config.family!r} have parts "
+            "of their own; leave it out."
+        )
     for block, of_layer in zip(model.blocks, additions, strict=True):
         for name, path in TARGETS.items():
             block.set_submodule(path, AdaptedProjection(block.get_submodule(path), of_layer.get(name)))

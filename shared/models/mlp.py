@@ -23,7 +23,7 @@ class GatedMLP(nn.Module):
     def forward(
         self, x: torch.Tensor, tokens: Tokens, norm: RMSNorm | None = None, residual: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """``residual + mlp(norm(x))``: x ``[T, H]`` to ``[T, H]``; ``norm`` and ``residual`` may be absent."""
+        """``residual + mlp(norm(x))``: ``[T, H]`` to ``[T, H]``; both may be absent, the residual overwritten."""
         h = self.gate_up.activated(x, self.gated, norm, tokens.gate)  # act(gate(x)) · up(x)
         return self.down_proj(h, residual=residual, gate=tokens.gate)
 

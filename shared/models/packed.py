@@ -6,7 +6,7 @@ With a KV cache, a decode step reads every weight for one token: decoding is bou
 to be faster is to read fewer bytes. Checkpoints store 16-bit weights, which a CPU engine widens to fp32. FBGEMM (Khudia
 et al., arXiv 2101.05615), part of PyTorch on x86, has a product that reads fp16 weights and widens them in registers;
 inputs, sums and outputs are fp32. The remaining overhead is a few microseconds per operation, so packed parts merge
-matrices that read the same input and writes in place if possible.
+matrices that read the same input and write in place if possible.
 
 Invariant: a weight is packed only if fp16 represents it exactly, so a packed model is the same model at half the bytes;
 a block with any other weight is not packed.
@@ -21,7 +21,7 @@ from torch import nn
 
 from shared.models.causal_lm import CausalLM
 from shared.models.norm import RMSNorm
-from shared.models.parts import MergedGroup, replace_parts
+from shared.models.parts import MergedGroup, merged_biases, replace_parts
 from shared.models.projection import Projection, ProjectionGroup
 from shared.ops.gated import GatedOp
 
@@ -56,9 +56,9 @@ class PackedProjection(nn.Module):
     def __init__(self, projections: Iterable[nn.Module]) -> None:
         super().__init__()
         members = [projection for projection in projections if isinstance(projection, Projection)]
-        biases = [member.bias for member in members if member.bias is not None]
+        biases = merged_biases(members)
         weight = torch.cat([member.weight.data for member in members])
-        self.packed = torch.ops.quantized.linear_prepack_fp16(weight, torch.cat(biases) if biases else None)  # type: ignore[arg-type]
+        self.packed = torch.ops.quantized.linear_prepack_fp16(weight, torch.cat(biases) if biases else None)
 
     def forward(
         self,

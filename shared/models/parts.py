@@ -36,10 +36,19 @@ def replace_parts(module: nn.Module, replaced: Callable[[nn.Module], nn.Module |
 def find_at_once(module: nn.Module) -> None:
     """Make parts and parameters plain attributes too: ``nn.Module`` looks for each as long as a small operation takes.
 
-    Another part or parameter may be assigned later, as to any module.
+    Another part or parameter may be assigned later; a module must not be moved or cast any more, or have one deleted.
     """
     vars(module).update(module.named_children())
     vars(module).update(module.named_parameters(recurse=False))
+
+
+def merged_biases(members: Iterable[Any]) -> list[torch.Tensor]:
+    """The biases of projections that become one, with zeros for those that have none; empty if none has one."""
+    members = list(members)
+    if all(member.bias is None for member in members):
+        return []
+    like = next(member.bias for member in members if member.bias is not None)
+    return [like.new_zeros(len(member.weight)) if member.bias is None else member.bias for member in members]
 
 
 class MergedGroup(nn.Module):

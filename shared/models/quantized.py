@@ -8,6 +8,7 @@ from torch import nn
 from shared.kernels import quantized_gemv
 from shared.models.fused import fused, merged
 from shared.models.norm import RMSNorm
+from shared.models.parts import merged_biases
 from shared.models.projection import Projection
 from shared.ops.gated import GatedOp
 from shared.quantization.weight import QuantizedWeight, concatenate, mergeable
@@ -47,7 +48,7 @@ class FusedQuantizedProjection(nn.Module):
         super().__init__()
         members = [member for member in projections if isinstance(member, QuantizedProjection)]
         weights = [member.weight for member in members]
-        biases = [member.bias for member in members if member.bias is not None]
+        biases = merged_biases(members)
         self.parts: list[nn.Module] = []
         if len(members) == len(projections) and mergeable(weights):
             self.weight = concatenate(weights)

@@ -47,10 +47,11 @@ def load_part(
     Raises ConfigError for numbers of ranks that do not divide the model, and what ``load_model`` raises.
     """
     whole = read_config(folder, can_quantize=True)
-    if FAMILIES[whole.family].own_fields:
+    family = FAMILIES[whole.family]
+    if family.own_fields or not all(isinstance(name, str) for name in family.layer_names.values()):
         raise ConfigError(
-            f"tensor_parallel_size is {ranks.size}, and models of family {whole.family!r} have sizes of their own that "
-            "are not cut; leave it at 1."
+            f"tensor_parallel_size is {ranks.size}, and models of family {whole.family!r} have sizes or tensors of "
+            "their own that are not cut; leave it at 1."
         )
     is_quantized = quantization is not None or _is_quantized(folder)
     cut = ModelCut(Shard(ranks.rank, ranks.size), whole, BLOCK if is_quantized else 1)

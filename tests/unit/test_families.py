@@ -3,6 +3,7 @@
 Phi-3 stores queries, keys and values in one tensor, and gate and up in another. Qwen3-MoE has a number of experts.
 """
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -22,12 +23,13 @@ from shared.errors import ConfigError, InferError, ModelFolderError
 from shared.loading.checkpoint import Checkpoint
 from shared.loading.loader import load_model
 from shared.loading.quantized import quantizer
-from shared.loading.sources import sources
+from shared.loading.sources import Source, sources
 from shared.loading.weights import fill
 from shared.models import llama
 from shared.models.causal_lm import CausalLM
 from shared.models.families import FAMILIES, Family
 from shared.models.fused import fuse
+from shared.models.lora import adapt
 from shared.models.tensor_names import Rows
 from shared.models.tokens import Tokens
 from shared.parallel.model import load_part
@@ -92,8 +94,8 @@ def test_logits_are_those_of_transformers(folders: dict[str, Path], name: str) -
     with torch.inference_mode():
         expected = reference(torch.arange(7)[None] * 5 + 3).logits[0]
     model = load_model(folders[name])
-    for made in (model, fuse(model)):
-        torch.testing.assert_close(logits(made), expected, rtol=0, atol=2e-5 * expected.abs().max().item())
+    for form in (lambda plain: plain, fuse):
+        torch.testing.assert_close(logits(form(model)), expected, rtol=0, atol=2e-5 * expected.abs().max().item())
 
 
 @pytest.mark.parametrize("name", CONFIGS)
@@ -232,5 +234,35 @@ def test_a_tensor_that_does_not_fit_its_parameters_is_refused(
 def test_what_is_not_supported_for_them_is_said(folders: dict[str, Path], tmp_path: Path) -> None:
     with pytest.raises(InferError, match=r"several matrices in one tensor.*quantized while it loads"):
         quantize_checkpoint(str(folders["phi3"]), tmp_path / "quantized", "int8")
-    with pytest.raises(ConfigError, match="'qwen3_moe' have sizes of their own that are not cut"):
-        on_ranks(2, lambda ranks: load_part(folders["qwen3_moe"], ranks))
+    for name, folder in folders.items():
+        with pytest.raises(ConfigError, match=f"{name!r} have sizes or tensors of their own that are not cut"):
+            on_ranks(2, lambda ranks, folder=folder: load_part(folder, ranks))
+    with pytest.raises(ConfigError, match="'qwen3_moe' have parts of their own"):
+        adapt(fuse(load_model(folders["qwen3_moe"])), [], torch.zeros(1, 64))
+
+
+@pytest.mark.parametrize(
+    ("shapes", "message"),
+    [
+        ([(4, 8), (4, 6)], r"a and b \(\[4, 8\] and \[4, 6\], not \[8, 8\] together\)"),
+        ([(8, 8), (4,)], r"a and b \(\[8, 8\] and \[4\], not \[8, 8\] together\)"),
+        ([(4, 8), (5, 8)], r"a and b \(\[4, 8\] and \[5, 8\], not \[8, 8\] together\)"),
+        ([(3, 4, 8), (3, 4, 8)], None),
+        ([(3, 4, 8), (2, 4, 8)], r"not \[3, 8, 8\] together\)"),
+    ],
+)
+def test_rows_of_several_tensors_fit_together(
+    tmp_path: Path, shapes: list[tuple[int, ...]], message: str | None
+) -> None:
+    """Of whole tensors, and of the entries of stacks."""
+    save_file(
+        {name: torch.randn(shape) for name, shape in zip("ab", shapes, strict=True)}, tmp_path / "model.safetensors"
+    )
+    checkpoint, is_stack = Checkpoint(tmp_path), len(shapes[0]) == 3
+    source = Source((("a", "b"),), entry=(1, 3) if is_stack else None)
+    wrong = source.mismatches(checkpoint, (8, 8))
+    if message is None:
+        assert not wrong
+        assert torch.equal(source.read(checkpoint), torch.cat([checkpoint.tensor(name)[1] for name in "ab"]))
+    else:
+        assert re.search(message, *wrong)

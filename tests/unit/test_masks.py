@@ -3,6 +3,7 @@
 import itertools
 import random
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import pytest
@@ -106,6 +107,15 @@ SCHEMAS = [
     {"type": "string", "pattern": "^\\S+$"},
     {"type": "string", "pattern": "^(a0)?[a-z ]*$", "maxLength": 4},
     {"anyOf": [{"type": "number"}, {"type": "string", "format": "date"}]},
+    {"type": "array", "items": {"enum": ["a", "b", "ab", 0]}, "uniqueItems": True},
+    {
+        "anyOf": [
+            {"type": "object", "properties": {"a": {"const": n}, "b": wanted}}
+            for n, wanted in enumerate(
+                [{"type": "array"}, {"type": "array", "items": {"type": "null"}}, {"pattern": "^x"}, {"const": 1}]
+            )
+        ]
+    },
 ]
 REGEXES = ["[a-z ]*b[^a]*", "(a|é|b)[a-zé\u2028]{2,}", "[^<]*<b>.*", "([a-z]{0,20}[A-Z]*)*", "[0-9]+(a[0-9]*)*"]
 PIECES = [*'ab ,:{}[]"<>0A\n\\', "abc", "é", "\u2028", "\u00a0", "字", "\\u00e9", "\\n", '"ab"', '":"', "00", 'b"}']
@@ -124,12 +134,32 @@ def test_masks_of_schemas_and_regexes(seed: int, automata: list[Automaton]) -> N
     chance = random.Random(seed)
     words = ["".join(chance.choices(PIECES, k=chance.randint(2, 5))).encode() for _ in range(200)]
     cut = [word[: -chance.randint(1, 2)] for word in words[:60]]
-    known = [b"a0", b"a0b", b'ab":0', b'b":"']
+    known = [b"a0", b"a0b", b'ab":0', b'b":"', b'","', b'", "', b'"a", ']
     tokens = vocabulary([*(bytes([byte]) for byte in range(256)), *words, *cut, *known])
     for automaton in automata:
         masks = TokenMasks(automaton, tokens)
         for now in random_walk(automaton, chance, 10):
             assert np.flatnonzero(masks.mask(now)).tolist() == by_hand(automaton, tokens, now), now
+
+
+@pytest.mark.parametrize(
+    ("schema", "texts"),
+    [
+        (SCHEMAS[-2], ["[", '["a"', '["b"', '["ab"', '["a", "b"', '["b", 0', '["a", ']),
+        (SCHEMAS[-1], ["{", *(f'{{"a": {n}' for n in range(4)), '{"b": []', '{"b": [0]', '{"b": "x"', '{"c": 1']),
+    ],
+)
+def test_masks_of_choices_depend_on_what_was_seen(schema: dict[str, Any], texts: list[str]) -> None:
+    ends = [
+        f', "{text}' for text in ('a"', 'b"', 'ab"', 'a": 0', 'a": 1', 'b": [', 'b": [0', 'b": "', 'b": "y', 'b": 1')
+    ]
+    tokens = vocabulary([*(bytes([byte]) for byte in range(256)), *map(str.encode, [*ends, '", "', '"]'])])
+    automaton = compile_schema(schema, budget())
+    masks = TokenMasks(automaton, tokens)
+    for text in [*texts, *texts]:
+        now = automaton.walk(START, text.encode())
+        assert now is not None
+        assert np.flatnonzero(masks.mask(now)).tolist() == by_hand(automaton, tokens, now), text
 
 
 def test_a_string_is_left_without_a_walk(monkeypatch: pytest.MonkeyPatch) -> None:
