@@ -146,7 +146,7 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"guided_json": {"properties": {"a": {"uniqueItems": True}}}}, "guided_json", "#/properties/a/uniqueItems"),
     ({"guided_json": {"uniqueItems": {}}}, "guided_json", "#/uniqueItems"),
     ({"guided_regex": 5}, "guided_regex", "The pattern is 5; it must be a regular expression"),
-    ({"guided_regex": "a(?=b)"}, "guided_regex", "has a lookaround, which is not supported, at position 1"),
+    ({"guided_regex": "(?<=a)b"}, "guided_regex", "has a lookbehind, which is not supported, at position 0"),
     ({"guided_regex": HOSTILE}, "guided_regex", "more than"),
     ({"guided_choice": []}, "guided_choice", "a list of 1 to 10000 texts"),
     ({"guided_choice": ["a", ""]}, "guided_choice", "a list of 1 to 10000 texts"),
