@@ -136,7 +136,7 @@ def test_matrices_of_the_same_x_are_one_or_if_their_formats_differ_apart(
     assert len(found.parts) == num_parts
     gate, up = (one(norm(x)) for one in plain)
     assert_near(found(x, norm), torch.cat([gate, up], 1), 1e-5)
-    assert_near(found(x, norm, residual, swiglu), swiglu(gate, up) + residual, 1e-5)
+    assert_near(found(x, norm, residual, activation=swiglu), swiglu(gate, up) + residual, 1e-5)
 
 
 def test_zeros_of_merged_matrices_of_which_one_has_none() -> None:
