@@ -122,7 +122,7 @@ def is_tied(config: ModelConfig, checkpoint: Checkpoint) -> bool:
 
 
 def model_sources(model: CausalLM) -> dict[str, Source]:
-    """For each parameter of the model, the checkpoint's tensors that make it: one, but in a few families."""
+    """For each parameter of the model, the checkpoint's tensors that make it: one, except in a few families."""
     found = {name: Source.whole(tensor) for name, tensor in MODEL_TENSORS.items()}
     for layer, block in enumerate(model.blocks):
         of_block = layer_sources(FAMILIES[model.config.family], block, layer)

@@ -18,7 +18,7 @@ from shared.ops.gated import GatedOp
 
 
 def replace_parts(module: nn.Module, replaced: Callable[[nn.Module], nn.Module | None]) -> None:
-    """Put ``replaced(part)`` in the place of each part, in place; where it is None, look inside that part.
+    """Replace each part by ``replaced(part)``, in place; where that is None, look inside the part.
 
     The norms of queries and keys are left: the KV view reads them.
     """

@@ -1,7 +1,7 @@
 """Matrices and embeddings of which each rank has a part, behind the interfaces of the whole ones.
 
 Introduced in phase 12.1. A column-parallel matrix needs no class: a rank's rows give its columns of the output, and the
-row-parallel matrix behind takes them as its input. Invariant: what these modules return is the same on every rank.
+row-parallel matrix after it takes them as its input. Invariant: what these modules return is the same on every rank.
 """
 
 from collections.abc import Callable, Sequence

@@ -74,6 +74,16 @@ def test_biases_and_softcaps_are_kept(tiny_checkpoints: dict[str, Path], family:
     )
 
 
+def test_a_projection_without_a_bias_keeps_none_beside_one_that_has_one() -> None:
+    torch.manual_seed(0)
+    members = [Projection(4, 3, bias=has_bias) for has_bias in (False, True, False)]
+    for member in members:
+        for name, parameter in member.named_parameters():
+            setattr(member, name, torch.nn.Parameter(torch.randn(parameter.shape), requires_grad=False))
+    x = torch.randn(2, 4)
+    torch.testing.assert_close(FusedProjection(members)(x), torch.cat([member(x) for member in members], dim=1))
+
+
 def test_every_matrix_is_kept_once(model_folder: Path) -> None:
     model = load_model(model_folder)
     numbers = sum(parameter.numel() for parameter in model.parameters())
