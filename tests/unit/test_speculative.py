@@ -153,7 +153,10 @@ def test_each_step_asks_anew_how_many_drafts_to_plan(num_wanted: int, monkeypatc
     add(scheduler, "a")
     step(scheduler)
     with monkeypatch.context() as patch:
-        patch.setattr(scheduler.lengths, "next_lengths", lambda requests: [num_wanted] * len(requests))
+        asked: list[int] = []
+        patch.setattr(
+            scheduler.lengths, "next_lengths", lambda requests: asked.append(0) or [num_wanted] * len(requests)
+        )
         if num_wanted:
             patch.setattr(speculative, "grow", lambda owner, decoding: 1 // 0)
             with pytest.raises(ZeroDivisionError):
@@ -161,6 +164,7 @@ def test_each_step_asks_anew_how_many_drafts_to_plan(num_wanted: int, monkeypatc
             scheduler.drop_in_flight()
         else:
             step(scheduler)
+        assert_equal(len(asked), 1, "times that a step asks")
     add(scheduler, "b")
     planned = [(entry.request.request_id, entry.num_drafts) for entry in scheduler.schedule()]
     assert_equal(planned, [("a", LENGTH), ("b", 0)], "drafts beside a prompt")
