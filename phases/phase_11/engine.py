@@ -4,7 +4,6 @@ import itertools
 import random
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -15,14 +14,15 @@ from shared.cache.view import MakeMemory
 from shared.engine.batch import Batch
 from shared.engine.captured_runner import CapturedRunner
 from shared.engine.config import EngineConfig
+from shared.engine.drawing import plain
 from shared.engine.output import StepOutput
 from shared.engine.output_processor import OutputProcessor
 from shared.engine.overlapped_runner import OverlappedRunner
 from shared.engine.prompt import check_prompt
 from shared.engine.record import EngineLoad, StepRecord
-from shared.engine.rejection_sampler import RejectionSampler
+from shared.engine.rejection import Rejection
 from shared.engine.request import Request
-from shared.engine.sampler import SamplerOutput
+from shared.engine.sampler import Sampler, SamplerOutput
 from shared.kernels.launch import LAUNCHES
 from shared.loading.loader import load_model
 from shared.loading.quantized import quantizer
@@ -109,10 +109,12 @@ class Engine:
             self.pool = self.drafter.join(self.pool, make_memory, runner, self.max_seq_len)
         scheduler = SCHEDULERS[config.batching_mode or "continuous"]
         self.scheduler = scheduler(config, self.pool, self.max_seq_len)
-        sampling: dict[str, Any] = {"most_logit_rows": config.most_logit_rows}
-        if self.drafter is not None and config.acceptance_method == "rejection":
-            sampling["make_sampler"] = partial(RejectionSampler, distributions=self.drafter.distributions)
-        self.runner = runner(self.model, self.view, self.pool.max_sequences, **sampling)
+        is_rejecting = config.acceptance_method == "rejection"
+        draw = Rejection(self.drafter.distributions) if self.drafter is not None and is_rejecting else plain
+        most_rows = config.most_logit_rows  # of a sequence
+        sampler = Sampler(self.model.device, self.pool.max_sequences * most_rows, draw=draw)
+        about: dict[str, Any] = {"most_logit_rows": most_rows, "sampler": sampler}
+        self.runner = runner(self.model, self.view, self.pool.max_sequences, **about)
         if self.drafter is not None:
             weigh(self.scheduler, self.model, self.drafter)
             self.drafter.leave_drafts_in(PendingDrafts(self.runner.last_ids, self.pool.max_sequences))

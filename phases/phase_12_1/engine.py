@@ -14,14 +14,16 @@ from shared.cache.fp8_memory import fp8_memory
 from shared.cache.view import MakeMemory
 from shared.engine.captured_runner import CapturedRunner
 from shared.engine.config import EngineConfig
-from shared.engine.grammar_sampler import GrammarRejectionSampler, GrammarSampler
+from shared.engine.drawing import plain
+from shared.engine.grammar_masks import grammar_masks
 from shared.engine.output import StepOutput
 from shared.engine.output_processor import OutputProcessor
 from shared.engine.overlapped_runner import OverlappedRunner
 from shared.engine.prompt import check_prompt
 from shared.engine.record import EngineLoad, StepRecord
+from shared.engine.rejection import Rejection
 from shared.engine.request import Request
-from shared.engine.sampler import SamplerOutput
+from shared.engine.sampler import Sampler, SamplerOutput
 from shared.grammar.constraint import Constraints
 from shared.grammar.pool import GrammarPool
 from shared.grammar.vocabulary import GrammarVocabulary
@@ -38,9 +40,10 @@ from shared.scheduling.scheduler import Scheduler
 from shared.scheduling.speculative import SpeculativeScheduler, settle
 from shared.scheduling.static import StaticScheduler
 from shared.speculation.draft_costs import weigh
+from shared.speculation.draft_masks import draft_masks
+from shared.speculation.draft_model import DraftModel
 from shared.speculation.drafter import Drafter
 from shared.speculation.forced import ForcedTextDrafter
-from shared.speculation.masked_draft_model import MaskedDraftModel
 from shared.speculation.ngram import NGramDrafter
 from shared.text.tokenizer import Tokenizer
 
@@ -89,8 +92,8 @@ SUPPORTED = {
 MEMORY: dict[str, MakeMemory] = {"contiguous": contiguous_memory, "paged": fp8_memory}
 SCHEDULERS: dict[str, type[Scheduler]] = {"static": StaticScheduler, "continuous": SpeculativeScheduler}
 DRAFTERS: dict[str, Callable[..., Drafter]] = {
-    "ngram": lambda *about: ForcedTextDrafter(NGramDrafter(), about[2]),
-    "model": lambda ranks, *of: ForcedTextDrafter(MaskedDraftModel(*(ranks.config, *of, ranks.load_draft)), of[1]),
+    "ngram": lambda *of, pool, load: ForcedTextDrafter(NGramDrafter(), of[2]),
+    "model": lambda *of, pool, load: ForcedTextDrafter(DraftModel(*of, masks=draft_masks(pool), load=load), of[2]),
 }
 
 
@@ -111,17 +114,19 @@ class Engine:
         grammar_pool = GrammarPool.on(self.model.device, config.grammar_pool_bytes)
         self.drafter: Drafter | None = None
         if config.use_speculative_decoding:
-            self.drafter = DRAFTERS[config.drafter or "model"](self.group, self.model, self.tokenizer, grammar_pool)
+            more: dict[str, Any] = {"pool": grammar_pool, "load": self.group.load_draft}
+            self.drafter = DRAFTERS[config.drafter or "model"](config, self.model, self.tokenizer, **more)
         self.pool, self.view = self.group.memory(self.model, self.max_seq_len)
         if self.drafter is not None:
             self.pool = self.drafter.join(self.pool, make_memory, self.group.draft_runner, self.max_seq_len)
         scheduler = SCHEDULERS[config.batching_mode or "continuous"]
         self.scheduler = scheduler(config, self.pool, self.max_seq_len)
-        make_sampler: Callable[..., GrammarSampler] = partial(GrammarSampler, pool=grammar_pool)
-        if self.drafter is not None and config.acceptance_method == "rejection":
-            make_sampler = partial(GrammarRejectionSampler, pool=grammar_pool, distributions=self.drafter.distributions)
-        sampling: dict[str, Any] = {"most_logit_rows": config.most_logit_rows, "make_sampler": make_sampler}
-        self.runner = self.group.runner(self.model, self.view, self.pool.max_sequences, **sampling)
+        is_rejecting = config.acceptance_method == "rejection"
+        draw = Rejection(self.drafter.distributions) if self.drafter is not None and is_rejecting else plain
+        most_rows = self.pool.max_sequences * config.most_logit_rows
+        sampler = Sampler(self.model.device, most_rows, grammar_masks(most_rows, grammar_pool), draw)
+        about: dict[str, Any] = {"most_logit_rows": config.most_logit_rows, "sampler": sampler}
+        self.runner = self.group.runner(self.model, self.view, self.pool.max_sequences, **about)
         if self.drafter is not None:
             weigh(self.scheduler, self.model, self.drafter)
         make_vocabulary = partial(GrammarVocabulary.of, self.tokenizer, self.model.config.vocab_size)

@@ -44,7 +44,7 @@ class Runner:
 
     Args:
         most_logit_rows: maximum logit rows of a sequence; more than one with drafts (phase 11).
-        make_sampler: makes the sampler for a device and a maximum of rows.
+        sampler: of ``max_sequences * most_logit_rows`` rows; None: one without steps.
     """
 
     def __init__(
@@ -54,12 +54,12 @@ class Runner:
         max_sequences: int,
         *,
         most_logit_rows: int = 1,
-        make_sampler: Callable[[torch.device, int], Sampler] = Sampler,
+        sampler: Sampler | None = None,
     ) -> None:
         self.model = model
         self.view = view
         self.most_logit_rows = most_logit_rows
-        self.sampler = make_sampler(model.device, max_sequences * most_logit_rows)
+        self.sampler = sampler or Sampler(model.device, max_sequences * most_logit_rows)
         self.num_tokens_computed = 0
         self.num_forwards = 0
         self.num_replays = 0  # forwards that were replayed as a CUDA graph (phase 9)

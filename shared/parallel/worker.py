@@ -44,7 +44,7 @@ from shared.parallel.group import (
 from shared.parallel.model import load_part
 from shared.parallel.runner import rank_runner
 from shared.parallel.watch import Failed, reason_of
-from shared.speculation.draft_model import memory_settings
+from shared.speculation.draft_memory import memory_settings
 
 BEAT_SECONDS = 0.5
 LEAST_SECONDS = 0.005

@@ -25,6 +25,7 @@ import torch
 from shared.cache.pool import CachePoolProtocol
 from shared.cache.view import MakeMemory
 from shared.engine.config import EngineConfig
+from shared.engine.drawing import plain
 from shared.engine.graphs import CudaGraphCapture
 from shared.engine.multi_token_runner import MaskStates
 from shared.engine.request import Request, RequestStatus
@@ -38,7 +39,7 @@ from shared.scheduling.schedule import Schedule
 from shared.scheduling.step_costs import StepCosts, head_costs
 from shared.speculation.adapter import load_adapter
 from shared.speculation.captured_head import CapturedHead
-from shared.speculation.draft_sampler import DraftSampler
+from shared.speculation.draft_draw import DraftDraw
 from shared.speculation.drafter import PendingDrafts
 from shared.text.tokenizer import Tokenizer
 
@@ -87,8 +88,8 @@ class MultiTokenDrafter:
         self, pool: CachePoolProtocol, make_memory: MakeMemory, make_runner: MakeRunner, max_seq_len: int
     ) -> CachePoolProtocol:
         """See :class:`shared.speculation.drafter.Drafter`; makes the sampler of drafts."""
-        about = (self.model.device, pool.max_sequences)
-        self.sampler = Sampler(*about) if self.is_coupled else DraftSampler(*about, distributions=self.distributions)
+        draw = plain if self.is_coupled else DraftDraw(self.distributions)
+        self.sampler = Sampler(self.model.device, pool.max_sequences, draw=draw)
         if self.is_capturing:
             capture = CudaGraphCapture(self.model.device)
             self.logits = self.captured = CapturedHead(self.adapter, self.model, pool.max_sequences, capture)

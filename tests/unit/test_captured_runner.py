@@ -180,7 +180,7 @@ def test_draws_that_cannot_be_recorded_are_launched(monkeypatch: pytest.MonkeyPa
 
     def draw(places: set[int], **limits: Any) -> None:
         recorder.places = places
-        recorder(logits, SamplingBatch(1, **limits), lambda: launched.append(1) or rows, 0)
+        recorder(logits, SamplingBatch(1, **limits), lambda: launched.append(1) or rows, ())
 
     monkeypatch.setattr(graphs.RecordedDraw, "of", record)
     monkeypatch.setattr(graphs, "NUM_BEFORE", 3)
