@@ -1,9 +1,11 @@
 """The loop for many requests, with one forward a step, which verifies the tokens that a drafter proposes."""
 
 import itertools
+import math
 import random
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,16 +14,17 @@ from shared.cache.contiguous_memory import contiguous_memory
 from shared.cache.fp8_memory import fp8_memory
 from shared.cache.view import MakeMemory
 from shared.engine.batch import Batch
-from shared.engine.captured_runner import CapturedRunner
+from shared.engine.captured import Captured
 from shared.engine.config import EngineConfig
-from shared.engine.drawing import plain
+from shared.engine.executor import Eager
+from shared.engine.last_ids import LastIds
 from shared.engine.output import StepOutput
 from shared.engine.output_processor import OutputProcessor
-from shared.engine.overlapped_runner import OverlappedRunner
 from shared.engine.prompt import check_prompt
 from shared.engine.record import EngineLoad, StepRecord
-from shared.engine.rejection import Rejection
+from shared.engine.rejection import acceptance
 from shared.engine.request import Request
+from shared.engine.runner import Runner
 from shared.engine.sampler import Sampler, SamplerOutput
 from shared.kernels.launch import LAUNCHES
 from shared.loading.loader import load_model
@@ -102,22 +105,20 @@ class Engine:
         if config.use_speculative_decoding:
             self.drafter = DRAFTERS[config.drafter or "model"](config, self.model, self.tokenizer)
         is_capturing = config.is_on("use_cuda_graphs") and self.model.device.type == "cuda"
-        runner = CapturedRunner if is_capturing else OverlappedRunner
+        make_runner = partial(Runner, executor=Captured if is_capturing else Eager, last_ids=LastIds)
         make_memory = MEMORY[config.kv_cache_backend or "paged"]
         self.pool, self.view = make_memory(config, self.model, self.max_seq_len)
         if self.drafter is not None:
-            self.pool = self.drafter.join(self.pool, make_memory, runner, self.max_seq_len)
+            self.pool = self.drafter.join(self.pool, make_memory, make_runner, self.max_seq_len)
         scheduler = SCHEDULERS[config.batching_mode or "continuous"]
         self.scheduler = scheduler(config, self.pool, self.max_seq_len)
-        is_rejecting = config.acceptance_method == "rejection"
-        draw = Rejection(self.drafter.distributions) if self.drafter is not None and is_rejecting else plain
-        most_rows = config.most_logit_rows  # of a sequence
-        sampler = Sampler(self.model.device, self.pool.max_sequences * most_rows, draw=draw)
-        about: dict[str, Any] = {"most_logit_rows": most_rows, "sampler": sampler}
-        self.runner = runner(self.model, self.view, self.pool.max_sequences, **about)
+        draw = acceptance(config.acceptance_method, self.drafter and self.drafter.distributions)
+        sizes = self.pool.max_sequences, config.most_logit_rows
+        sampler = Sampler(self.model.device, math.prod(sizes), draw=draw)
+        self.runner = make_runner(self.model, self.view, *sizes, sampler=sampler)
         if self.drafter is not None:
             weigh(self.scheduler, self.model, self.drafter)
-            self.drafter.leave_drafts_in(PendingDrafts(self.runner.last_ids, self.pool.max_sequences))
+            self.drafter.leave_drafts_in(PendingDrafts(self.runner.last_ids.tensor, self.pool.max_sequences))
         self.overlaps = is_capturing if config.overlap_scheduling is None else config.overlap_scheduling
         self.in_flight: tuple[Schedule, SamplerOutput] | None = None
         self.output_processor = OutputProcessor(self.tokenizer, self.max_seq_len)

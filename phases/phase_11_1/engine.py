@@ -1,9 +1,11 @@
 """The loop for many requests, with one forward a step, which verifies guesses and makes the next ones."""
 
 import itertools
+import math
 import random
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,17 +13,18 @@ import torch
 from shared.cache.contiguous_memory import contiguous_memory
 from shared.cache.multi_token_memory import multi_token_memory
 from shared.cache.view import MakeMemory
+from shared.engine.captured import Captured
 from shared.engine.config import EngineConfig
-from shared.engine.drawing import plain
+from shared.engine.executor import Eager
 from shared.engine.multi_token_batch import MultiTokenBatch as Batch
-from shared.engine.multi_token_runner import CapturedMultiTokenRunner, MultiTokenRunner
 from shared.engine.output import StepOutput
 from shared.engine.output_processor import OutputProcessor
 from shared.engine.prompt import check_prompt
 from shared.engine.record import EngineLoad, StepRecord
 from shared.engine.redirects import redirects
-from shared.engine.rejection import Rejection
+from shared.engine.rejection import acceptance
 from shared.engine.request import Request
+from shared.engine.runner import Runner
 from shared.engine.sampler import Sampler, SamplerOutput
 from shared.kernels.launch import LAUNCHES
 from shared.loading.loader import load_model
@@ -41,7 +44,7 @@ from shared.speculation.adapter import with_adapter
 from shared.speculation.draft_costs import weigh
 from shared.speculation.draft_model import DraftModel
 from shared.speculation.drafter import Drafter, PendingDrafts
-from shared.speculation.multi_token import MultiTokenDrafter
+from shared.speculation.multi_token import MultiTokenDrafter, ids_of_guesses, observers_of
 from shared.speculation.ngram import NGramDrafter
 from shared.text.tokenizer import Tokenizer
 
@@ -110,25 +113,21 @@ class Engine:
             name = "adapter" if config.adapter else config.drafter or "model"
             self.drafter = DRAFTERS[name](config, self.model, self.tokenizer)
         is_capturing = config.is_on("use_cuda_graphs") and self.model.device.type == "cuda"
-        runner = CapturedMultiTokenRunner if is_capturing else MultiTokenRunner
+        make_runner = partial(Runner, executor=Captured if is_capturing else Eager, last_ids=ids_of_guesses)
         make_memory = MEMORY[config.kv_cache_backend or "paged"]
         self.pool, self.view = make_memory(config, self.model, self.max_seq_len)
         self.compile_seconds = compile_model(self.model) if config.execution == "compile" else 0.0
         if self.drafter is not None:
-            self.pool = self.drafter.join(self.pool, make_memory, runner, self.max_seq_len)
-        scheduler = SCHEDULERS[config.batching_mode or "continuous"]
-        self.scheduler = scheduler(config, self.pool, self.max_seq_len)
-        is_rejecting = config.acceptance_method == "rejection"
-        draw = Rejection(self.drafter.distributions) if self.drafter is not None and is_rejecting else plain
-        most_rows = config.most_logit_rows  # of a sequence
-        sampler = Sampler(self.model.device, self.pool.max_sequences * most_rows, [redirects], draw)
-        about: dict[str, Any] = {"most_logit_rows": most_rows, "sampler": sampler}
-        if isinstance(self.drafter, MultiTokenDrafter):
-            about |= {"states": self.drafter.states, "follow": self.drafter.follow}
-        self.runner = runner(self.model, self.view, self.pool.max_sequences, **about)
+            self.pool = self.drafter.join(self.pool, make_memory, make_runner, self.max_seq_len)
+        self.scheduler = SCHEDULERS[config.batching_mode or "continuous"](config, self.pool, self.max_seq_len)
+        draw = acceptance(config.acceptance_method, self.drafter and self.drafter.distributions)
+        sizes = self.pool.max_sequences, config.most_logit_rows
+        sampler = Sampler(self.model.device, math.prod(sizes), [redirects], draw)
+        observers = observers_of(self.drafter)
+        self.runner = make_runner(self.model, self.view, *sizes, sampler=sampler, observers=observers)
         if self.drafter is not None:
             weigh(self.scheduler, self.model, self.drafter)
-            self.drafter.leave_drafts_in(PendingDrafts(self.runner.last_ids, self.pool.max_sequences))
+            self.drafter.leave_drafts_in(PendingDrafts(self.runner.last_ids.tensor, self.pool.max_sequences))
         self.overlaps = is_capturing if config.overlap_scheduling is None else config.overlap_scheduling
         self.in_flight: tuple[Schedule, SamplerOutput] | None = None
         self.limits_thinking = thinks(self.tokenizer)

@@ -1,6 +1,7 @@
 """The loop for many requests, whose outputs may have a grammar: each token is drawn from those that it allows."""
 
 import itertools
+import math
 import random
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -13,17 +14,18 @@ from shared.cache.contiguous_memory import contiguous_memory
 from shared.cache.fp8_memory import fp8_memory
 from shared.cache.view import MakeMemory
 from shared.engine.batch import Batch
-from shared.engine.captured_runner import CapturedRunner
+from shared.engine.captured import Captured
 from shared.engine.config import EngineConfig
-from shared.engine.drawing import plain
+from shared.engine.executor import Eager
 from shared.engine.grammar_masks import grammar_masks
+from shared.engine.last_ids import LastIds
 from shared.engine.output import StepOutput
 from shared.engine.output_processor import OutputProcessor
-from shared.engine.overlapped_runner import OverlappedRunner
 from shared.engine.prompt import check_prompt
 from shared.engine.record import EngineLoad, StepRecord
-from shared.engine.rejection import Rejection
+from shared.engine.rejection import acceptance
 from shared.engine.request import Request
+from shared.engine.runner import Runner
 from shared.engine.sampler import Sampler, SamplerOutput
 from shared.grammar.constraint import Constraints
 from shared.grammar.pool import GrammarPool
@@ -40,8 +42,7 @@ from shared.scheduling.scheduler import Scheduler
 from shared.scheduling.speculative import SpeculativeScheduler, settle
 from shared.scheduling.static import StaticScheduler
 from shared.speculation.draft_costs import weigh
-from shared.speculation.draft_masks import draft_masks
-from shared.speculation.draft_model import DraftModel
+from shared.speculation.draft_masks import masked_draft_model
 from shared.speculation.drafter import Drafter, PendingDrafts
 from shared.speculation.forced import ForcedTextDrafter
 from shared.speculation.ngram import NGramDrafter
@@ -88,8 +89,8 @@ SUPPORTED = {
 MEMORY: dict[str, MakeMemory] = {"contiguous": contiguous_memory, "paged": fp8_memory}
 SCHEDULERS: dict[str, type[Scheduler]] = {"static": StaticScheduler, "continuous": SpeculativeScheduler}
 DRAFTERS: dict[str, Callable[..., Drafter]] = {
-    "ngram": lambda *of, pool: ForcedTextDrafter(NGramDrafter(), of[2]),
-    "model": lambda *of, pool: ForcedTextDrafter(DraftModel(*of, masks=draft_masks(pool)), of[2]),
+    "ngram": lambda *of: ForcedTextDrafter(NGramDrafter(), of[2]),
+    "model": lambda *of: ForcedTextDrafter(masked_draft_model(*of), of[2]),
 }
 
 
@@ -108,24 +109,21 @@ class Engine:
         grammar_pool = GrammarPool.on(self.model.device, config.grammar_pool_bytes)
         self.drafter: Drafter | None = None
         if config.use_speculative_decoding:
-            self.drafter = DRAFTERS[config.drafter or "model"](config, self.model, self.tokenizer, pool=grammar_pool)
+            self.drafter = DRAFTERS[config.drafter or "model"](config, self.model, self.tokenizer, grammar_pool)
         is_capturing = config.is_on("use_cuda_graphs") and self.model.device.type == "cuda"
-        runner = CapturedRunner if is_capturing else OverlappedRunner
+        make_runner = partial(Runner, executor=Captured if is_capturing else Eager, last_ids=LastIds)
         make_memory = MEMORY[config.kv_cache_backend or "paged"]
         self.pool, self.view = make_memory(config, self.model, self.max_seq_len)
         if self.drafter is not None:
-            self.pool = self.drafter.join(self.pool, make_memory, runner, self.max_seq_len)
-        scheduler = SCHEDULERS[config.batching_mode or "continuous"]
-        self.scheduler = scheduler(config, self.pool, self.max_seq_len)
-        is_rejecting = config.acceptance_method == "rejection"
-        draw = Rejection(self.drafter.distributions) if self.drafter is not None and is_rejecting else plain
-        most_rows = self.pool.max_sequences * config.most_logit_rows
-        sampler = Sampler(self.model.device, most_rows, grammar_masks(most_rows, grammar_pool), draw)
-        about: dict[str, Any] = {"most_logit_rows": config.most_logit_rows, "sampler": sampler}
-        self.runner = runner(self.model, self.view, self.pool.max_sequences, **about)
+            self.pool = self.drafter.join(self.pool, make_memory, make_runner, self.max_seq_len)
+        self.scheduler = SCHEDULERS[config.batching_mode or "continuous"](config, self.pool, self.max_seq_len)
+        draw = acceptance(config.acceptance_method, self.drafter and self.drafter.distributions)
+        sizes = self.pool.max_sequences, config.most_logit_rows
+        sampler = Sampler(self.model.device, math.prod(sizes), grammar_masks(math.prod(sizes), grammar_pool), draw)
+        self.runner = make_runner(self.model, self.view, *sizes, sampler=sampler)
         if self.drafter is not None:
             weigh(self.scheduler, self.model, self.drafter)
-            self.drafter.leave_drafts_in(PendingDrafts(self.runner.last_ids, self.pool.max_sequences))
+            self.drafter.leave_drafts_in(PendingDrafts(self.runner.last_ids.tensor, self.pool.max_sequences))
         make_vocabulary = partial(GrammarVocabulary.of, self.tokenizer, self.model.config.vocab_size)
         self.constraints = Constraints(make_vocabulary, pool=grammar_pool)
         self.overlaps = is_capturing if config.overlap_scheduling is None else config.overlap_scheduling

@@ -1,6 +1,7 @@
 """The loop for many requests, on a model that several processes share: the other ranks follow what this one plans."""
 
 import itertools
+import math
 import random
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -12,17 +13,18 @@ import torch
 from shared.cache.contiguous_memory import contiguous_memory
 from shared.cache.fp8_memory import fp8_memory
 from shared.cache.view import MakeMemory
-from shared.engine.captured_runner import CapturedRunner
+from shared.engine.captured import Captured
 from shared.engine.config import EngineConfig
-from shared.engine.drawing import plain
+from shared.engine.executor import Eager
 from shared.engine.grammar_masks import grammar_masks
+from shared.engine.last_ids import LastIds
 from shared.engine.output import StepOutput
 from shared.engine.output_processor import OutputProcessor
-from shared.engine.overlapped_runner import OverlappedRunner
 from shared.engine.prompt import check_prompt
 from shared.engine.record import EngineLoad, StepRecord
-from shared.engine.rejection import Rejection
+from shared.engine.rejection import acceptance
 from shared.engine.request import Request
+from shared.engine.runner import Runner
 from shared.engine.sampler import Sampler, SamplerOutput
 from shared.grammar.constraint import Constraints
 from shared.grammar.pool import GrammarPool
@@ -40,8 +42,7 @@ from shared.scheduling.scheduler import Scheduler
 from shared.scheduling.speculative import SpeculativeScheduler, settle
 from shared.scheduling.static import StaticScheduler
 from shared.speculation.draft_costs import weigh
-from shared.speculation.draft_masks import draft_masks
-from shared.speculation.draft_model import DraftModel
+from shared.speculation.draft_masks import masked_draft_model
 from shared.speculation.drafter import Drafter
 from shared.speculation.forced import ForcedTextDrafter
 from shared.speculation.ngram import NGramDrafter
@@ -92,8 +93,8 @@ SUPPORTED = {
 MEMORY: dict[str, MakeMemory] = {"contiguous": contiguous_memory, "paged": fp8_memory}
 SCHEDULERS: dict[str, type[Scheduler]] = {"static": StaticScheduler, "continuous": SpeculativeScheduler}
 DRAFTERS: dict[str, Callable[..., Drafter]] = {
-    "ngram": lambda *of, pool, load: ForcedTextDrafter(NGramDrafter(), of[2]),
-    "model": lambda *of, pool, load: ForcedTextDrafter(DraftModel(*of, masks=draft_masks(pool), load=load), of[2]),
+    "ngram": lambda *of: ForcedTextDrafter(NGramDrafter(), of[2]),
+    "model": lambda *of: ForcedTextDrafter(masked_draft_model(*of), of[2]),
 }
 
 
@@ -106,7 +107,8 @@ class Engine:
         self.config = config
         is_capturing = config.is_on("use_cuda_graphs") and check_device(config.device).type == "cuda"
         make_memory = MEMORY[config.kv_cache_backend or "paged"]
-        self.group = Group(config, folder, make_memory, CapturedRunner if is_capturing else OverlappedRunner)
+        make_runner = partial(Runner, executor=Captured if is_capturing else Eager, last_ids=LastIds)
+        self.group = Group(config, folder, make_memory, make_runner)
         self.model = self.group.load()
         (pack if config.pack_weights else fuse)(self.model)
         self.tokenizer = Tokenizer.load(folder)
@@ -114,19 +116,16 @@ class Engine:
         grammar_pool = GrammarPool.on(self.model.device, config.grammar_pool_bytes)
         self.drafter: Drafter | None = None
         if config.use_speculative_decoding:
-            more: dict[str, Any] = {"pool": grammar_pool, "load": self.group.load_draft}
-            self.drafter = DRAFTERS[config.drafter or "model"](config, self.model, self.tokenizer, **more)
+            own = (config, self.model, self.tokenizer, grammar_pool, self.group.load_draft)
+            self.drafter = DRAFTERS[config.drafter or "model"](*own)
         self.pool, self.view = self.group.memory(self.model, self.max_seq_len)
         if self.drafter is not None:
             self.pool = self.drafter.join(self.pool, make_memory, self.group.draft_runner, self.max_seq_len)
-        scheduler = SCHEDULERS[config.batching_mode or "continuous"]
-        self.scheduler = scheduler(config, self.pool, self.max_seq_len)
-        is_rejecting = config.acceptance_method == "rejection"
-        draw = Rejection(self.drafter.distributions) if self.drafter is not None and is_rejecting else plain
-        most_rows = self.pool.max_sequences * config.most_logit_rows
-        sampler = Sampler(self.model.device, most_rows, grammar_masks(most_rows, grammar_pool), draw)
-        about: dict[str, Any] = {"most_logit_rows": config.most_logit_rows, "sampler": sampler}
-        self.runner = self.group.runner(self.model, self.view, self.pool.max_sequences, **about)
+        self.scheduler = SCHEDULERS[config.batching_mode or "continuous"](config, self.pool, self.max_seq_len)
+        draw = acceptance(config.acceptance_method, self.drafter and self.drafter.distributions)
+        sizes = self.pool.max_sequences, config.most_logit_rows
+        sampler = Sampler(self.model.device, math.prod(sizes), grammar_masks(math.prod(sizes), grammar_pool), draw)
+        self.runner = self.group.runner(self.model, self.view, *sizes, sampler=sampler)
         if self.drafter is not None:
             weigh(self.scheduler, self.model, self.drafter)
         make_vocabulary = partial(GrammarVocabulary.of, self.tokenizer, self.model.config.vocab_size)

@@ -12,10 +12,15 @@ from dataclasses import dataclass, field
 
 import torch
 
-from shared.engine.drawing import Edited
+from shared.engine.drawing import Draw, Edited, plain
 from shared.engine.staging import upload
 from shared.sampling.rejection import accept_or_replace
 from shared.sampling.sampler import SamplingRow
+
+
+def acceptance(method: str, distributions: Mapping[tuple[int, int], torch.Tensor] | None) -> Draw:
+    """The draw that accepts drafts by ``coupled`` or ``rejection``; ``distributions``: None without drafts."""
+    return Rejection(distributions) if method == "rejection" and distributions is not None else plain
 
 
 @dataclass(frozen=True)

@@ -10,16 +10,20 @@ of a model with another number of logits, and on a GPU those of grammars whose t
 ``min_tokens`` forbids the end.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
+from shared.engine.config import EngineConfig
 from shared.engine.drawing import Step
 from shared.engine.grammar_masks import host_masks
 from shared.engine.grammar_rows import GrammarRows
 from shared.engine.request import Request
 from shared.grammar.constraint import Constraint
 from shared.grammar.pool import GrammarPool
+from shared.loading.loader import load_model
+from shared.models.causal_lm import CausalLM
 from shared.sampling.sampler import SamplingRow
-from shared.speculation.draft_model import Asking, DraftMasks, Drawn
+from shared.speculation.draft_model import Asking, DraftMasks, DraftModel, Drawn
+from shared.text.tokenizer import Tokenizer
 
 
 class DeviceMasks(DraftMasks):
@@ -79,6 +83,17 @@ class HostMasks(DraftMasks):
         return rows
 
 
-def draft_masks(pool: GrammarPool | None) -> DraftMasks:
-    """The masks of drafts; ``pool``: the tables of the grammars on the device, None: masks are made on the host."""
-    return HostMasks() if pool is None else DeviceMasks(pool)
+def masked_draft_model(
+    config: EngineConfig,
+    target: CausalLM,
+    tokenizer: Tokenizer,
+    pool: GrammarPool | None,
+    load: Callable[..., CausalLM] = load_model,
+) -> DraftModel:
+    """A draft model with masks.
+
+    Args:
+        pool: the tables of the grammars on the device; None: masks are made on the host.
+    """
+    masks = HostMasks() if pool is None else DeviceMasks(pool)
+    return DraftModel(config, target, tokenizer, masks=masks, load=load)

@@ -27,7 +27,8 @@ from shared.cache.view import MakeMemory
 from shared.engine.config import EngineConfig
 from shared.engine.drawing import plain
 from shared.engine.graphs import CudaGraphCapture
-from shared.engine.multi_token_runner import MaskStates
+from shared.engine.last_ids import LastIds
+from shared.engine.mask_states import MaskObserver, MaskStates
 from shared.engine.request import Request, RequestStatus
 from shared.engine.runner import Launched, MakeRunner
 from shared.engine.sampler import Draws, Sampler, SamplerOutput
@@ -40,7 +41,7 @@ from shared.scheduling.step_costs import StepCosts, head_costs
 from shared.speculation.adapter import load_adapter
 from shared.speculation.captured_head import CapturedHead
 from shared.speculation.draft_draw import DraftDraw
-from shared.speculation.drafter import PendingDrafts
+from shared.speculation.drafter import Drafter, PendingDrafts
 from shared.text.tokenizer import Tokenizer
 
 Asking = tuple[Request, torch.Tensor, int, int]
@@ -192,6 +193,16 @@ class MultiTokenDrafter:
                 request.draft_ids = []
         for requests, sampled in drawn:
             _append(requests, sampled.wait().token_ids)
+
+
+def observers_of(drafter: Drafter | None) -> list[MaskObserver]:
+    """What the runner's steps must be seen by for the drafter."""
+    return [MaskObserver(drafter.states, drafter.follow)] if isinstance(drafter, MultiTokenDrafter) else []
+
+
+def ids_of_guesses(max_sequences: int, most_logit_rows: int, device: torch.device) -> LastIds:
+    """The ids on the device, with guesses behind each logit row of a sequence."""
+    return LastIds(max_sequences, 1 + most_logit_rows * (most_logit_rows - 1), device)
 
 
 def _chosen(asking: Sequence[Asking], ahead: Ahead) -> list[Request | None]:

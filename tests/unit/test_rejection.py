@@ -5,15 +5,15 @@ from typing import Any
 import pytest
 import torch
 from scipy.stats import chisquare
+
 from shared.engine.rejection import Rejection
 from shared.engine.sampler import Sampler
-from shared.speculation.draft_draw import DraftDraw
-
 from shared.sampling.noise import Stream
 from shared.sampling.params import SamplingParams
 from shared.sampling.rejection import accept_or_replace
 from shared.sampling.sampler import SamplingBatch, SamplingRow, adjust_logits, filter_logits, sample
 from shared.scheduling.speculative import num_equal
+from shared.speculation.draft_draw import DraftDraw
 from tests.comparison import assert_close, assert_equal
 
 VOCABULARY = 7
