@@ -91,7 +91,7 @@ class Edited:
 
     def sample(self) -> torch.Tensor:
         """Launch or replay the edits, and a token for each row, int64 ``[n]``."""
-        sizes = tuple([edit.size for edit in self.edits])
+        sizes = tuple([edit.size for edit in self.edits]) if self.edits else ()
         if None in sizes:
             return self._sample()
         return self.recorder(self.logits, self.batch, self._sample, sizes)

@@ -168,17 +168,20 @@ class Runner:
             rows, sequences = list(compress(rows, is_left)), sequences[is_left]
 
         ends, places = self._rows_of(launched.batch, sequences)
+        num_left = len(ends) - 1
 
         def run(part: range) -> Draws:
-            chosen = slice(ends[part.start], ends[part.stop])
-            logits = cut(launched.logits, chosen)
+            logits, at, own, own_places = launched.logits, launched.sequence_rows, rows, places
+            if len(part) < num_left:  # slicing tensors takes the host microseconds
+                chosen = slice(ends[part.start], ends[part.stop])
+                logits, at, own, own_places = logits[chosen], at[chosen], rows[chosen], places[chosen]
             drawn = self.ranks.drawn(launched.batch, logits)
             if drawn is None:
-                drawn = self.sampler.sample(logits, rows[chosen], places[chosen].tolist())
-            self.last_ids.keep(cut(launched.sequence_rows, chosen), drawn.ids)
+                drawn = self.sampler.sample(logits, own, own_places.tolist())
+            self.last_ids.keep(at, drawn.ids)
             return drawn
 
-        for part, result in run_isolated(run, range(len(ends) - 1)):
+        for part, result in run_isolated(run, range(num_left)):
             if isinstance(result, Exception):
                 errors[int(sequences[ends[part.start]])] = result
             else:
@@ -213,11 +216,6 @@ class Runner:
             asking = dict(enumerate(prompts.num_top[piece].tolist()))
             scored.append(PromptDraws(prompts.sequences[piece], Draws(ids, logprobs, asking)))
         return scored
-
-
-def cut(tensor: torch.Tensor, rows: slice) -> torch.Tensor:
-    """``tensor[rows]``; the tensor itself if these are all, since slicing takes the host microseconds."""
-    return tensor if rows.stop - rows.start == tensor.shape[0] else tensor[rows]
 
 
 MakeRunner = Callable[..., Runner]
