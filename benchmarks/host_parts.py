@@ -73,7 +73,7 @@ def measure_steps(engine: Any, prompts: Sequence[list[int]], params: SamplingPar
         "parts_us": parts,
     }
     if getattr(engine.runner, "graphs", None):
-        graph = engine.runner.graphs[engine.view.bucket]
+        graph = engine.runner.executor.graphs[engine.view.bucket]
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         torch.cuda.synchronize()
         begin.record()

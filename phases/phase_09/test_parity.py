@@ -12,9 +12,9 @@ from phases.phase_08.engine import Engine as Waiting
 from phases.phase_09.engine import Engine
 from shared.engine.batch import Batch
 from shared.engine.config import EngineConfig
+from shared.engine.last_ids import LastIds
 from shared.engine.output import StepOutput
-from shared.engine.overlapped_runner import OverlappedRunner
-from shared.engine.runner import Launched
+from shared.engine.runner import Launched, Runner
 from shared.engine.sampler import SampledTokens, SamplerOutput
 from shared.errors import ConfigError
 from shared.sampling.params import SamplingParams
@@ -36,7 +36,7 @@ class LateOutput:
         return self.output.wait()
 
 
-class LateRunner(OverlappedRunner):
+class LateRunner(Runner):
     """Counts forwards, and how many batches began with an id that the host did not know."""
 
     num_launched = num_pending = 0
@@ -57,7 +57,7 @@ class Late(Engine):
 
     def __init__(self, config: EngineConfig) -> None:
         super().__init__(config)
-        self.runner: LateRunner = LateRunner(self.model, self.view, self.pool.max_sequences)
+        self.runner: LateRunner = LateRunner(self.model, self.view, self.pool.max_sequences, last_ids=LastIds)
         schedule = self.scheduler.schedule
 
         def scheduling() -> Any:

@@ -1,6 +1,7 @@
 """The loop for many requests, which may be made of chunks: context that was computed before, in any order."""
 
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 
@@ -10,12 +11,14 @@ from shared.chunks.registry import ChunkRegistry
 from shared.chunks.scheduler import ChunkScheduler
 from shared.engine import supported
 from shared.engine.batch import Batch
-from shared.engine.captured_runner import CapturedRunner
+from shared.engine.captured import Captured
 from shared.engine.config import EngineConfig
+from shared.engine.executor import Eager
+from shared.engine.last_ids import LastIds
 from shared.engine.output import StepOutput
 from shared.engine.output_processor import OutputProcessor
-from shared.engine.overlapped_runner import OverlappedRunner
 from shared.engine.prompt import check_prompt
+from shared.engine.runner import Runner
 from shared.engine.sampler import SamplerOutput
 from shared.engine.serving import ServingEngine
 from shared.errors import RequestError
@@ -82,8 +85,8 @@ class Engine(ServingEngine):
         if config.batching_mode != "static":
             self.scheduler = ChunkScheduler(config, self.pool, self.max_seq_len, self.chunks)
         is_capturing = config.is_on("use_cuda_graphs") and self.model.device.type == "cuda"
-        runner = CapturedRunner if is_capturing else OverlappedRunner
-        self.runner = runner(self.model, self.view, self.pool.max_sequences)
+        make_runner = partial(Runner, executor=Captured if is_capturing else Eager, last_ids=LastIds)
+        self.runner = make_runner(self.model, self.view, self.pool.max_sequences)
         self.overlaps = is_capturing if config.overlap_scheduling is None else config.overlap_scheduling
         self.output_processor = OutputProcessor(self.tokenizer, self.max_seq_len)
 

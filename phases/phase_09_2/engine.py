@@ -1,5 +1,7 @@
 """The loop for many requests, which compresses the KV cache of long ones between two steps."""
 
+from functools import partial
+
 import torch
 
 from shared.cache.compressing import compress, select
@@ -8,12 +10,14 @@ from shared.cache.contiguous_memory import contiguous_memory
 from shared.cache.view import MakeMemory
 from shared.engine import supported
 from shared.engine.batch import Batch
-from shared.engine.captured_runner import CapturedRunner
+from shared.engine.captured import Captured
 from shared.engine.config import EngineConfig
+from shared.engine.executor import Eager
+from shared.engine.last_ids import LastIds
 from shared.engine.output import StepOutput
 from shared.engine.output_processor import OutputProcessor
-from shared.engine.overlapped_runner import OverlappedRunner
 from shared.engine.request import Request
+from shared.engine.runner import Runner
 from shared.engine.sampler import SamplerOutput
 from shared.engine.serving import ServingEngine
 from shared.kernels.launch import LAUNCHES
@@ -105,8 +109,8 @@ class Engine(ServingEngine):
         scheduler = SCHEDULERS[config.batching_mode or "continuous"]
         self.scheduler = scheduler(config, self.pool, self.max_seq_len)
         is_capturing = config.is_on("use_cuda_graphs") and self.model.device.type == "cuda"
-        runner = CapturedRunner if is_capturing else OverlappedRunner
-        self.runner = runner(self.model, self.view, self.pool.max_sequences)
+        make_runner = partial(Runner, executor=Captured if is_capturing else Eager, last_ids=LastIds)
+        self.runner = make_runner(self.model, self.view, self.pool.max_sequences)
         self.overlaps = is_capturing if config.overlap_scheduling is None else config.overlap_scheduling
         self.output_processor = OutputProcessor(self.tokenizer, self.max_seq_len)
         self.num_compressions = self.num_freed_blocks = 0

@@ -1,5 +1,6 @@
 """The loop for many requests, with one forward a step, which verifies the tokens that a drafter proposes."""
 
+import math
 from functools import partial
 from typing import Any
 
@@ -10,13 +11,15 @@ from shared.cache.fp8_memory import fp8_memory
 from shared.cache.view import MakeMemory
 from shared.engine import supported
 from shared.engine.batch import Batch
-from shared.engine.captured_runner import CapturedRunner
+from shared.engine.captured import Captured
 from shared.engine.config import EngineConfig
+from shared.engine.executor import Eager
+from shared.engine.last_ids import LastIds
 from shared.engine.output import StepOutput
 from shared.engine.output_processor import OutputProcessor
-from shared.engine.overlapped_runner import OverlappedRunner
-from shared.engine.rejection_sampler import RejectionSampler
-from shared.engine.sampler import SamplerOutput
+from shared.engine.rejection import acceptance
+from shared.engine.runner import Runner
+from shared.engine.sampler import Sampler, SamplerOutput
 from shared.engine.serving import ServingEngine
 from shared.kernels.launch import LAUNCHES
 from shared.loading.loader import load_model
@@ -95,18 +98,18 @@ class Engine(ServingEngine):
         self.max_seq_len = config.sequence_limit(self.model.max_positions)
         self.drafter = make_drafter(config, self.model, self.tokenizer)
         is_capturing = config.is_on("use_cuda_graphs") and self.model.device.type == "cuda"
-        runner = CapturedRunner if is_capturing else OverlappedRunner
+        make_runner = partial(Runner, executor=Captured if is_capturing else Eager, last_ids=LastIds)
         make_memory = MEMORY[config.kv_cache_backend or "paged"]
         self.pool, self.view = make_memory(config, self.model, self.max_seq_len)
-        self.pool = self.drafter.join(self.pool, make_memory, runner, self.max_seq_len)
+        self.pool = self.drafter.join(self.pool, make_memory, make_runner, self.max_seq_len)
         scheduler = SCHEDULERS[config.batching_mode or "continuous"]
         self.scheduler = scheduler(config, self.pool, self.max_seq_len)
-        sampling: dict[str, Any] = {"most_logit_rows": config.most_logit_rows}
-        if config.acceptance_method == "rejection":
-            sampling["make_sampler"] = partial(RejectionSampler, distributions=self.drafter.distributions)
-        self.runner = runner(self.model, self.view, self.pool.max_sequences, **sampling)
+        draw = acceptance(config.acceptance_method, self.drafter.distributions)
+        sizes = self.pool.max_sequences, config.most_logit_rows
+        sampler = Sampler(self.model.device, math.prod(sizes), draw=draw)
+        self.runner = make_runner(self.model, self.view, *sizes, sampler=sampler)
         weigh(self.scheduler, self.model, self.drafter)
-        self.drafter.leave_drafts_in(PendingDrafts(self.runner.last_ids, self.pool.max_sequences))
+        self.drafter.leave_drafts_in(PendingDrafts(self.runner.last_ids.tensor, self.pool.max_sequences))
         self.overlaps = is_capturing if config.overlap_scheduling is None else config.overlap_scheduling
         self.output_processor = OutputProcessor(self.tokenizer, self.max_seq_len)
 

@@ -1,5 +1,6 @@
 """The loop for many requests, with one forward a step, which verifies guesses and makes the next ones."""
 
+import math
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
@@ -10,13 +11,16 @@ from shared.cache.contiguous_memory import contiguous_memory
 from shared.cache.multi_token_memory import multi_token_memory
 from shared.cache.view import MakeMemory
 from shared.engine import supported
+from shared.engine.captured import Captured
 from shared.engine.config import EngineConfig
+from shared.engine.executor import Eager
 from shared.engine.multi_token_batch import MultiTokenBatch as Batch
-from shared.engine.multi_token_runner import CapturedMultiTokenRunner, MultiTokenRunner
 from shared.engine.output import StepOutput
 from shared.engine.output_processor import OutputProcessor
-from shared.engine.redirecting_sampler import RedirectingRejectionSampler, RedirectingSampler
-from shared.engine.sampler import SamplerOutput
+from shared.engine.redirects import redirects
+from shared.engine.rejection import acceptance
+from shared.engine.runner import Runner
+from shared.engine.sampler import Sampler, SamplerOutput
 from shared.engine.serving import ServingEngine
 from shared.kernels.launch import LAUNCHES
 from shared.loading.loader import load_model
@@ -37,7 +41,7 @@ from shared.speculation.adapter import with_adapter
 from shared.speculation.draft_costs import weigh
 from shared.speculation.draft_model import DraftModel
 from shared.speculation.drafter import Drafter, NoDrafter, PendingDrafts
-from shared.speculation.multi_token import MultiTokenDrafter
+from shared.speculation.multi_token import MultiTokenDrafter, ids_of_guesses, observers_of
 from shared.speculation.ngram import NGramDrafter
 from shared.text.tokenizer import Tokenizer
 
@@ -101,21 +105,19 @@ class Engine(ServingEngine):
         self.max_seq_len = config.sequence_limit(self.model.max_positions)
         self.drafter = make_drafter(config, self.model, self.tokenizer)
         is_capturing = config.is_on("use_cuda_graphs") and self.model.device.type == "cuda"
-        runner = CapturedMultiTokenRunner if is_capturing else MultiTokenRunner
+        make_runner = partial(Runner, executor=Captured if is_capturing else Eager, last_ids=ids_of_guesses)
         make_memory = MEMORY[config.kv_cache_backend or "paged"]
         self.pool, self.view = make_memory(config, self.model, self.max_seq_len)
         self.compile_seconds = compile_model(self.model) if config.execution == "compile" else 0.0
-        self.pool = self.drafter.join(self.pool, make_memory, runner, self.max_seq_len)
+        self.pool = self.drafter.join(self.pool, make_memory, make_runner, self.max_seq_len)
         scheduler = SCHEDULERS[config.batching_mode or "continuous"]
         self.scheduler = scheduler(config, self.pool, self.max_seq_len)
-        sampling: dict[str, Any] = {"most_logit_rows": config.most_logit_rows, "make_sampler": RedirectingSampler}
-        if config.acceptance_method == "rejection":
-            sampling["make_sampler"] = partial(RedirectingRejectionSampler, distributions=self.drafter.distributions)
-        if isinstance(self.drafter, MultiTokenDrafter):
-            sampling |= {"states": self.drafter.states, "follow": self.drafter.follow}
-        self.runner = runner(self.model, self.view, self.pool.max_sequences, **sampling)
+        draw = acceptance(config.acceptance_method, self.drafter.distributions)
+        sizes = self.pool.max_sequences, config.most_logit_rows
+        sampler = Sampler(self.model.device, math.prod(sizes), [redirects], draw)
+        self.runner = make_runner(self.model, self.view, *sizes, sampler=sampler, observers=observers_of(self.drafter))
         weigh(self.scheduler, self.model, self.drafter)
-        self.drafter.leave_drafts_in(PendingDrafts(self.runner.last_ids, self.pool.max_sequences))
+        self.drafter.leave_drafts_in(PendingDrafts(self.runner.last_ids.tensor, self.pool.max_sequences))
         self.overlaps = is_capturing if config.overlap_scheduling is None else config.overlap_scheduling
         self.limits_thinking = thinks(self.tokenizer)
         self.output_processor = OutputProcessor(self.tokenizer, self.max_seq_len)

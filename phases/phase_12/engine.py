@@ -1,6 +1,7 @@
 """The loop for many requests, whose outputs may have a grammar: each token is drawn from those that it allows."""
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -11,13 +12,16 @@ from shared.cache.fp8_memory import fp8_memory
 from shared.cache.view import MakeMemory
 from shared.engine import supported
 from shared.engine.batch import Batch
-from shared.engine.captured_runner import CapturedRunner
+from shared.engine.captured import Captured
 from shared.engine.config import EngineConfig
-from shared.engine.grammar_sampler import GrammarRejectionSampler, GrammarSampler
+from shared.engine.executor import Eager
+from shared.engine.grammar_masks import grammar_masks
+from shared.engine.last_ids import LastIds
 from shared.engine.output import StepOutput
 from shared.engine.output_processor import OutputProcessor
-from shared.engine.overlapped_runner import OverlappedRunner
-from shared.engine.sampler import SamplerOutput
+from shared.engine.rejection import acceptance
+from shared.engine.runner import Runner
+from shared.engine.sampler import Sampler, SamplerOutput
 from shared.engine.serving import ServingEngine
 from shared.grammar.constraint import Constraints
 from shared.grammar.pool import GrammarPool
@@ -36,9 +40,9 @@ from shared.scheduling.scheduler import Scheduler
 from shared.scheduling.speculative import SpeculativeScheduler
 from shared.scheduling.static import StaticScheduler
 from shared.speculation.draft_costs import weigh
+from shared.speculation.draft_masks import masked_draft_model
 from shared.speculation.drafter import Drafter, NoDrafter, PendingDrafts
 from shared.speculation.forced import ForcedTextDrafter
-from shared.speculation.masked_draft_model import MaskedDraftModel
 from shared.speculation.ngram import NGramDrafter
 from shared.text.tokenizer import Tokenizer
 
@@ -103,19 +107,18 @@ class Engine(ServingEngine):
         grammar_pool = GrammarPool.on(self.model.device, config.grammar_pool_bytes)
         self.drafter = make_drafter(config, self.model, self.tokenizer, grammar_pool)
         is_capturing = config.is_on("use_cuda_graphs") and self.model.device.type == "cuda"
-        runner = CapturedRunner if is_capturing else OverlappedRunner
+        make_runner = partial(Runner, executor=Captured if is_capturing else Eager, last_ids=LastIds)
         make_memory = MEMORY[config.kv_cache_backend or "paged"]
         self.pool, self.view = make_memory(config, self.model, self.max_seq_len)
-        self.pool = self.drafter.join(self.pool, make_memory, runner, self.max_seq_len)
+        self.pool = self.drafter.join(self.pool, make_memory, make_runner, self.max_seq_len)
         scheduler = SCHEDULERS[config.batching_mode or "continuous"]
         self.scheduler = scheduler(config, self.pool, self.max_seq_len)
-        make_sampler: Callable[..., GrammarSampler] = partial(GrammarSampler, pool=grammar_pool)
-        if config.acceptance_method == "rejection":
-            make_sampler = partial(GrammarRejectionSampler, pool=grammar_pool, distributions=self.drafter.distributions)
-        sampling: dict[str, Any] = {"most_logit_rows": config.most_logit_rows, "make_sampler": make_sampler}
-        self.runner = runner(self.model, self.view, self.pool.max_sequences, **sampling)
+        draw = acceptance(config.acceptance_method, self.drafter.distributions)
+        sizes = self.pool.max_sequences, config.most_logit_rows
+        sampler = Sampler(self.model.device, math.prod(sizes), grammar_masks(math.prod(sizes), grammar_pool), draw)
+        self.runner = make_runner(self.model, self.view, *sizes, sampler=sampler)
         weigh(self.scheduler, self.model, self.drafter)
-        self.drafter.leave_drafts_in(PendingDrafts(self.runner.last_ids, self.pool.max_sequences))
+        self.drafter.leave_drafts_in(PendingDrafts(self.runner.last_ids.tensor, self.pool.max_sequences))
         make_vocabulary = partial(GrammarVocabulary.of, self.tokenizer, self.model.config.vocab_size)
         self.constraints = Constraints(make_vocabulary, pool=grammar_pool)
         self.overlaps = is_capturing if config.overlap_scheduling is None else config.overlap_scheduling
@@ -147,5 +150,5 @@ def make_drafter(config: EngineConfig, model: CausalLM, tokenizer: Tokenizer, po
     """The drafter that the settings name, after which stands what a grammar forces."""
     if not config.use_speculative_decoding:
         return NoDrafter()
-    drafter = NGramDrafter() if config.drafter == "ngram" else MaskedDraftModel(config, model, tokenizer, pool)
+    drafter = NGramDrafter() if config.drafter == "ngram" else masked_draft_model(config, model, tokenizer, pool)
     return ForcedTextDrafter(drafter, tokenizer)

@@ -1,6 +1,7 @@
 """The loop for many requests, on a model that several processes share: the other ranks follow what this one plans."""
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -10,13 +11,16 @@ from shared.cache.contiguous_memory import contiguous_memory
 from shared.cache.fp8_memory import fp8_memory
 from shared.cache.view import MakeMemory
 from shared.engine import supported
-from shared.engine.captured_runner import CapturedRunner
+from shared.engine.captured import Captured
 from shared.engine.config import EngineConfig
-from shared.engine.grammar_sampler import GrammarRejectionSampler, GrammarSampler
+from shared.engine.executor import Eager
+from shared.engine.grammar_masks import grammar_masks
+from shared.engine.last_ids import LastIds
 from shared.engine.output import StepOutput
 from shared.engine.output_processor import OutputProcessor
-from shared.engine.overlapped_runner import OverlappedRunner
-from shared.engine.sampler import SamplerOutput
+from shared.engine.rejection import acceptance
+from shared.engine.runner import Runner
+from shared.engine.sampler import Sampler, SamplerOutput
 from shared.engine.serving import ServingEngine
 from shared.grammar.constraint import Constraints
 from shared.grammar.pool import GrammarPool
@@ -36,9 +40,9 @@ from shared.scheduling.scheduler import Scheduler
 from shared.scheduling.speculative import SpeculativeScheduler
 from shared.scheduling.static import StaticScheduler
 from shared.speculation.draft_costs import weigh
+from shared.speculation.draft_masks import masked_draft_model
 from shared.speculation.drafter import Drafter, NoDrafter
 from shared.speculation.forced import ForcedTextDrafter
-from shared.speculation.masked_draft_model import MaskedDraftModel
 from shared.speculation.ngram import NGramDrafter
 from shared.text.tokenizer import Tokenizer
 
@@ -96,7 +100,8 @@ class Engine(ServingEngine):
         folder = resolve_model(config.model)
         is_capturing = config.is_on("use_cuda_graphs") and check_device(config.device).type == "cuda"
         make_memory = MEMORY[config.kv_cache_backend or "paged"]
-        self.group = Group(config, folder, make_memory, CapturedRunner if is_capturing else OverlappedRunner)
+        make_runner = partial(Runner, executor=Captured if is_capturing else Eager, last_ids=LastIds)
+        self.group = Group(config, folder, make_memory, make_runner)
         self.model = self.group.load()
         (pack if config.pack_weights else fuse)(self.model)
         self.tokenizer = Tokenizer.load(folder)
@@ -107,11 +112,10 @@ class Engine(ServingEngine):
         self.pool = self.drafter.join(self.pool, make_memory, self.group.draft_runner, self.max_seq_len)
         scheduler = SCHEDULERS[config.batching_mode or "continuous"]
         self.scheduler = scheduler(config, self.pool, self.max_seq_len)
-        make_sampler: Callable[..., GrammarSampler] = partial(GrammarSampler, pool=grammar_pool)
-        if config.acceptance_method == "rejection":
-            make_sampler = partial(GrammarRejectionSampler, pool=grammar_pool, distributions=self.drafter.distributions)
-        sampling: dict[str, Any] = {"most_logit_rows": config.most_logit_rows, "make_sampler": make_sampler}
-        self.runner = self.group.runner(self.model, self.view, self.pool.max_sequences, **sampling)
+        draw = acceptance(config.acceptance_method, self.drafter.distributions)
+        sizes = self.pool.max_sequences, config.most_logit_rows
+        sampler = Sampler(self.model.device, math.prod(sizes), grammar_masks(math.prod(sizes), grammar_pool), draw)
+        self.runner = self.group.runner(self.model, self.view, *sizes, sampler=sampler)
         weigh(self.scheduler, self.model, self.drafter)
         make_vocabulary = partial(GrammarVocabulary.of, self.tokenizer, self.model.config.vocab_size)
         self.constraints = Constraints(make_vocabulary, pool=grammar_pool)
@@ -147,5 +151,5 @@ def make_drafter(group: Group, model: CausalLM, tokenizer: Tokenizer, pool: Gram
         return NoDrafter()
     drafter: Drafter = NGramDrafter()
     if config.drafter != "ngram":
-        drafter = MaskedDraftModel(config, model, tokenizer, pool, group.load_draft)
+        drafter = masked_draft_model(config, model, tokenizer, pool, group.load_draft)
     return ForcedTextDrafter(drafter, tokenizer)

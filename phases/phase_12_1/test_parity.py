@@ -107,9 +107,9 @@ def test_log_probabilities_are_those_of_all_logits(engines: tuple[Engine, Whole]
 def test_only_greedy_steps_gather_no_logits(engines: tuple[Engine, Whole], monkeypatch: pytest.MonkeyPatch) -> None:
     group, _ = engines
     gathered: list[int] = []
-    gather = group.runner.vocabulary.gather
+    gather = group.runner.ranks.vocabulary.gather
     monkeypatch.setattr(
-        group.runner.vocabulary, "gather", lambda logits: gathered.append(len(logits)) or gather(logits)
+        group.runner.ranks.vocabulary, "gather", lambda logits: gathered.append(len(logits)) or gather(logits)
     )
     params = GREEDY | {"max_new_tokens": 4}
     serve(group, [("x", params), (STEM, params)])

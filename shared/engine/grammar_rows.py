@@ -20,12 +20,15 @@ the row is forgotten; the mask of a row in ``masked`` is that of its configurati
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from operator import attrgetter
 from typing import Any
 
 import numpy as np
 import torch
 
+from shared.engine.drawing import Edit
+from shared.engine.staging import upload
 from shared.grammar.automaton import Integers
 from shared.grammar.constraint import Constraint
 from shared.grammar.device import KEPT, ROW, GrammarTokens, pack_row
@@ -55,17 +58,15 @@ class Entered:
 
 
 class GrammarRows:
-    """The configurations of up to ``num_rows`` rows, and their masks.
+    """The configurations of up to ``num_rows`` rows, and their masks; a :data:`shared.engine.drawing.Step`.
 
     Args:
         grammar_pool: the tables of the grammars, on the device.
-        upload: copies a tensor to the device without waiting.
     """
 
-    def __init__(
-        self, num_rows: int, grammar_pool: GrammarPool, upload: Callable[[torch.Tensor], torch.Tensor]
-    ) -> None:
-        self.grammar_pool, self.upload = grammar_pool, upload
+    def __init__(self, num_rows: int, grammar_pool: GrammarPool) -> None:
+        self.grammar_pool = grammar_pool
+        self.upload = partial(upload, device=grammar_pool.tables.device)
         self.rows = torch.zeros(num_rows, ROW, dtype=torch.int32, device=grammar_pool.tables.device)
         self.entered: dict[int, tuple[int, int]] = {}  # by row: the request's serial and its number of outputs
         self.next: Keys | None = None  # if the same rows sample again
@@ -85,6 +86,14 @@ class GrammarRows:
         if is_cuda:
             self.read = torch.cuda.Event()
             grammar_pool.readers.append(self.read)
+
+    def __call__(self, rows: Sequence[SamplingRow], places: Sequence[int]) -> Edit | None:
+        """Mask the rows with a grammar, and move on by the tokens drawn for them."""
+        entered = self.enter(rows, places)
+        if entered is None:
+            return None
+        size = None if self.has_drafts else len(entered.slots)
+        return Edit(partial(self.remove_refused, entered), True, size, partial(self.advance, entered))
 
     def enter(self, rows: Sequence[SamplingRow], places: Sequence[int]) -> Entered | None:
         """Find the masks behind the outputs and drafts of the rows with a grammar; None if there are none.
@@ -132,10 +141,11 @@ class GrammarRows:
         self._meet()
         return self.last[1]
 
-    def remove_refused(self, entered: Entered, logits: torch.Tensor) -> None:
+    def remove_refused(self, entered: Entered, logits: torch.Tensor) -> torch.Tensor:
         """Set the logits ``[n, V]`` of the tokens to -inf that the grammars do not allow, in place."""
         assert self.tokens is not None
         remove_refused(self.words, entered.slots, entered.numbers, self.tokens, logits)
+        return logits
 
     def advance(self, entered: Entered, ids: torch.Tensor) -> None:
         """Move each row that was entered to behind the token drawn for it, and find the masks there, unless some stand

@@ -136,7 +136,7 @@ class RecordedDraw(NamedTuple):
 
 
 class DrawRecorder:
-    """Replays draws that come again; a ``Recorder`` of the sampler.
+    """Replays draws that come again; a :data:`shared.engine.drawing.Recorder`.
 
     A draw's parameters are at fixed addresses, and so are the logits of captured steps. A draw of the same kind and
     size that was launched ``NUM_BEFORE`` times for such logits is recorded. A draw with biases or penalties is not: its
@@ -153,7 +153,11 @@ class DrawRecorder:
         self.has_failed = False
 
     def __call__(
-        self, logits: torch.Tensor, batch: SamplingBatch, draw: Callable[[], torch.Tensor], num_grammars: int
+        self,
+        logits: torch.Tensor,
+        batch: SamplingBatch,
+        draw: Callable[[], torch.Tensor],
+        sizes: tuple[int | None, ...],
     ) -> torch.Tensor:
         """The ids, which no later draw overwrites."""
         place = logits.data_ptr()
@@ -161,7 +165,7 @@ class DrawRecorder:
         if not is_fixed or torch.cuda.is_current_stream_capturing():
             return draw()
         kind = (batch.temperature is None, batch.log_min_p is None, batch.top_k is None, batch.top_p is None)
-        key = (place, *logits.shape, num_grammars, *kind)
+        key = (place, *logits.shape, sizes, *kind)
         known = self.known.get(key, 0)
         if known == NUM_BEFORE:
             try:

@@ -1,23 +1,27 @@
 """Runs a batch on the device: the forward, then sampling. Introduced in phase 4.
 
 ``forward`` and ``sample`` are separate calls, so that the sampler's inputs (penalties, later grammar masks) are
-prepared while the forward runs. Neither waits for the device.
+prepared while the forward runs. Neither waits for the device. A runner is put together of an executor, which computes a
+loaded batch, the ranks that compute it, a sampler, and observers.
 
 Invariants: a request that raises fails alone (:mod:`shared.engine.isolation`); the runner changes no request's state,
 so a step can be run again.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import compress
+from typing import Protocol
 
 import numpy as np
 import torch
 
 from shared.cache.layout import Integers
-from shared.cache.view import BatchView, StepInputs
+from shared.cache.view import BatchView
 from shared.engine.batch import Batch, PromptRows
+from shared.engine.executor import Eager, Executor, Ids, KnownIds, no_logits
 from shared.engine.isolation import run_isolated
+from shared.engine.one_rank import OneRank, Ranks
 from shared.engine.sampler import Draws, PromptDraws, Sampler, SamplerOutput
 from shared.models.causal_lm import CausalLM
 from shared.sampling.logprobs import top_logprobs
@@ -39,12 +43,31 @@ class Launched:
     num_repeats: int = 0  # forwards of the same sequences behind that of the batch
 
 
+class Observer(Protocol):
+    """Sees what the runner computes, as soon as it is launched."""
+
+    def begin(self) -> None:
+        """A batch begins."""
+        ...
+
+    def computed(self, batch: Batch, hidden: torch.Tensor) -> None:
+        """The batch, or a part of it, has the hidden states ``[T, H]`` or more, which the next one overwrites."""
+        ...
+
+    def sampled(self, launched: Launched, rows: Sequence[SamplingRow], output: SamplerOutput) -> None:
+        """The tokens of all logit rows."""
+        ...
+
+
 class Runner:
     """Runs ``model`` on the KV cache behind ``view``, for up to ``max_sequences`` sequences at a time.
 
     Args:
         most_logit_rows: maximum logit rows of a sequence; more than one with drafts (phase 11).
-        make_sampler: makes the sampler for a device and a maximum of rows.
+        sampler: of ``max_sequences * most_logit_rows`` rows; None: one without steps.
+        executor: makes what computes a loaded batch.
+        last_ids: makes the table of ids that only the device knows, from the maximum of sequences and of ids of each.
+        ranks: those that compute each batch.
     """
 
     def __init__(
@@ -52,31 +75,46 @@ class Runner:
         model: CausalLM,
         view: BatchView,
         max_sequences: int,
-        *,
         most_logit_rows: int = 1,
-        make_sampler: Callable[[torch.device, int], Sampler] = Sampler,
+        *,
+        sampler: Sampler | None = None,
+        executor: Callable[[CausalLM, BatchView, Ids], Executor] = Eager,
+        last_ids: Callable[[int, int, torch.device], Ids] = KnownIds,
+        ranks: Ranks | None = None,
+        observers: Sequence[Observer] = (),
     ) -> None:
         self.model = model
         self.view = view
         self.most_logit_rows = most_logit_rows
-        self.sampler = make_sampler(model.device, max_sequences * most_logit_rows)
+        self.sampler = sampler or Sampler(model.device, max_sequences * most_logit_rows)
+        self.last_ids = last_ids(max_sequences, most_logit_rows, model.device)
+        self.executor = executor(model, view, self.last_ids)
+        self.sampler.recorder = self.executor.recorder
+        self.ranks = ranks or OneRank()
+        self.observers = observers
         self.num_tokens_computed = 0
         self.num_forwards = 0
-        self.num_replays = 0  # forwards that were replayed as a CUDA graph (phase 9)
+
+    @property
+    def num_replays(self) -> int:
+        """Forwards that were replayed as a CUDA graph (phase 9)."""
+        return self.executor.num_replays
 
     def forward(self, batch: Batch) -> Launched:
         """Run the batch, in parts if it raises; the written keys and values become valid when the step is committed."""
 
         def run(part: range) -> tuple[torch.Tensor, torch.Tensor, list[PromptDraws]]:
-            logits, rows, prompts = self._forward(batch.part(part))
+            logits, rows, prompts = self.compute(batch.part(part))
             if len(part) < len(batch):  # the next part overwrites buffers
                 logits, rows = logits.clone(), rows.clone()
             return logits, rows, prompts
 
+        for observer in self.observers:
+            observer.begin()
         done: list[tuple[torch.Tensor, torch.Tensor]] = []
         prompts: list[PromptDraws] = []
         errors: dict[int, Exception] = {}
-        for part, result in run_isolated(run, range(len(batch))):
+        for part, result in self.ranks.run(run, range(len(batch))):
             if isinstance(result, Exception):
                 errors[part.start] = result
             else:
@@ -84,7 +122,7 @@ class Runner:
                 done.append((logits, rows))
                 prompts += [PromptDraws(part.start + piece.sequences, piece.draws) for piece in scored]
         if len(done) != 1:
-            done.append((self._no_logits(), torch.empty(0, dtype=torch.int64, device=self.model.device)))
+            done.append((no_logits(self.model), torch.empty(0, dtype=torch.int64, device=self.model.device)))
             logits, rows = (torch.cat(tensors) for tensors in zip(*done, strict=True))
         return Launched(batch, logits, rows, errors, prompts)
 
@@ -93,7 +131,29 @@ class Runner:
 
         Returns None if the step cannot be moved on without the host; run a batch of its own then.
         """
-        return None
+        batch = launched.batch
+        is_whole = len(batch.logit_rows) == len(batch) and not launched.errors
+        if not is_whole or not self.ranks.can_repeat or launched.num_repeats == batch.layout.num_ahead:
+            return None
+        logits = self.executor.repeat(len(batch))
+        if logits is None:
+            return None
+        self.num_tokens_computed += len(batch)
+        self.num_forwards += 1
+        return replace(launched, logits=logits, num_repeats=launched.num_repeats + 1)
+
+    def compute(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor, list[PromptDraws]]:
+        """Logits ``[n, V]`` of the batch's logit rows, their sequences' rows, and the prompts' log-probabilities."""
+        inputs = self.view.load(batch)
+        self.ranks.begin(batch, self.last_ids.tensor)
+        hidden, logits = self.executor(batch, inputs)
+        for observer in self.observers:
+            observer.computed(batch, hidden)
+        logits = self.ranks.logits(batch, logits)
+        self.num_tokens_computed += batch.num_tokens
+        self.num_forwards += 1
+        prompts = [] if batch.prompt_rows is None else self._score(hidden, batch.prompt_rows)
+        return logits, inputs.sequence_rows, prompts
 
     def sample(self, launched: Launched, rows: Sequence[SamplingRow]) -> SamplerOutput:
         """Sample a token for each logit row of the forward.
@@ -101,24 +161,35 @@ class Runner:
         Args:
             rows: the sampling parameters of all logit rows of the batch, in order.
         """
-        errors, draws = dict(launched.errors), []
+        errors, draws, all_rows = dict(launched.errors), [], rows
         sequences = launched.batch.logit_sequences
         if errors:
             is_left = ~np.isin(sequences, list(errors))
             rows, sequences = list(compress(rows, is_left)), sequences[is_left]
 
         ends, places = self._rows_of(launched.batch, sequences)
+        num_left = len(ends) - 1
 
         def run(part: range) -> Draws:
-            chosen = slice(ends[part.start], ends[part.stop])
-            return self._draw(launched, chosen, rows[chosen], places[chosen])
+            logits, at, own, own_places = launched.logits, launched.sequence_rows, rows, places
+            if len(part) < num_left:  # slicing tensors takes the host microseconds
+                chosen = slice(ends[part.start], ends[part.stop])
+                logits, at, own, own_places = logits[chosen], at[chosen], rows[chosen], places[chosen]
+            drawn = self.ranks.drawn(launched.batch, logits)
+            if drawn is None:
+                drawn = self.sampler.sample(logits, own, own_places.tolist())
+            self.last_ids.keep(at, drawn.ids)
+            return drawn
 
-        for part, result in run_isolated(run, range(len(ends) - 1)):
+        for part, result in run_isolated(run, range(num_left)):
             if isinstance(result, Exception):
                 errors[int(sequences[ends[part.start]])] = result
             else:
                 draws.append(result)
-        return SamplerOutput(draws, errors, launched.prompts)
+        output = SamplerOutput(draws, errors, launched.prompts)
+        for observer in self.observers:
+            observer.sampled(launched, all_rows, output)
+        return output
 
     def _rows_of(self, batch: Batch, sequences: Integers) -> tuple[Sequence[int] | Integers, Integers]:
         """Where the logit rows of each sequence begin, with n at the end, and the place of each row ``[n]``."""
@@ -132,33 +203,6 @@ class Runner:
         numbers = np.arange(len(sequences)) - first_rows.repeat(starts[1:] - first_rows)  # within their sequences
         return starts, places + numbers
 
-    def _draw(self, launched: Launched, chosen: slice, rows: Sequence[SamplingRow], places: Integers) -> Draws:
-        """Sample for the ``chosen`` logit rows; ``places`` are their rows in the sampler's tables."""
-        return self.sampler.sample(cut(launched.logits, chosen), rows, places.tolist())
-
-    def _forward(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor, list[PromptDraws]]:
-        """Logits ``[n, V]`` of the batch's logit rows, their sequences' rows, and the prompts' log-probabilities."""
-        inputs = self.view.load(batch)
-        hidden, logits = self._compute(batch, inputs)
-        self.num_tokens_computed += batch.num_tokens
-        self.num_forwards += 1
-        prompts = [] if batch.prompt_rows is None else self._score(hidden, batch.prompt_rows)
-        return logits, inputs.sequence_rows, prompts
-
-    def _compute(self, batch: Batch, inputs: StepInputs) -> tuple[torch.Tensor, torch.Tensor]:
-        """Hidden states ``[T, H]`` or more, and logits ``[n, V]``, of a loaded batch."""
-        hidden = self.model(inputs.tokens, self.view)
-        return hidden, self._logits(batch, inputs, hidden)
-
-    def _logits(self, batch: Batch, inputs: StepInputs, hidden: torch.Tensor) -> torch.Tensor:
-        n = len(batch.logit_rows)
-        if n == 0:  # prompts that are not computed to their end, or that generate nothing
-            return self._no_logits()
-        return self.model.logits(hidden[:n] if n == batch.num_tokens else hidden[inputs.logit_rows])
-
-    def _no_logits(self) -> torch.Tensor:
-        return torch.empty(0, self.model.config.vocab_size, dtype=self.model.dtype, device=self.model.device)
-
     def _score(self, hidden: torch.Tensor, prompts: PromptRows) -> list[PromptDraws]:
         """Log-probabilities of prompt tokens; only ``MAX_PROMPT_LOGIT_ROWS`` rows of logits exist at a time."""
         scored = []
@@ -168,20 +212,11 @@ class Runner:
             rows, ids = (
                 self.sampler.upload(torch.from_numpy(array[piece])) for array in (prompts.rows, prompts.next_ids)
             )
-            logprobs = top_logprobs(self._prompt_logits(hidden[rows]), ids, most)
+            logprobs = top_logprobs(self.ranks.gather(self.model.logits(hidden[rows])), ids, most)
             asking = dict(enumerate(prompts.num_top[piece].tolist()))
             scored.append(PromptDraws(prompts.sequences[piece], Draws(ids, logprobs, asking)))
         return scored
 
-    def _prompt_logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Logits ``[n, V]`` of n rows of hidden states of prompts."""
-        return self.model.logits(hidden)
-
-
-def cut(tensor: torch.Tensor, rows: slice) -> torch.Tensor:
-    """``tensor[rows]``; the tensor itself if these are all, since slicing takes the host microseconds."""
-    return tensor if rows.stop - rows.start == tensor.shape[0] else tensor[rows]
-
 
 MakeRunner = Callable[..., Runner]
-"""A class of runners; the arguments are those of :class:`Runner`."""
+"""Makes a runner; the arguments are those of :class:`Runner`."""

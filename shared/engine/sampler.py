@@ -7,7 +7,7 @@ depend on its batch.
 """
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import repeat
@@ -16,10 +16,11 @@ import numpy as np
 import torch
 
 from shared.cache.layout import Integers
+from shared.engine.drawing import Draw, Edited, Recorder, Step, launch_draw, plain
 from shared.engine.penalty_tables import PenaltyTables
 from shared.engine.request import TokenLogprobs
-from shared.engine.staging import Staging, record
-from shared.kernels.sampler import make_counters, sample
+from shared.engine.staging import Staging, record, upload
+from shared.kernels.sampler import make_counters
 from shared.sampling.logprobs import top_logprobs
 from shared.sampling.params import SamplingParams
 from shared.sampling.sampler import SamplingBatch, SamplingRow
@@ -38,11 +39,6 @@ _PLACES = {
     "frequency_penalty": np.float32,
     "presence_penalty": np.float32,
 }
-
-
-Recorder = Callable[[torch.Tensor, SamplingBatch, Callable[[], torch.Tensor], int], torch.Tensor]
-"""Runs the launches of a draw, whose logits and parameters it gets too, and the number of rows that have a grammar; may
-replay them instead (phase 9)."""
 
 _Constant = tuple[SamplingParams, int, Sequence[int]]
 """What the arrays of a row are made of, apart from its index and its tokens: parameters, seed and masked ids."""
@@ -146,14 +142,20 @@ def _logprobs(draws: Draws) -> list[TokenLogprobs | None]:
 
 
 class Sampler:
-    """Samples tokens from logits on one device, for up to ``max_rows`` rows at a time."""
+    """Samples tokens from logits on one device, for up to ``max_rows`` rows at a time.
 
-    def __init__(self, device: torch.device, max_rows: int) -> None:
-        self.device = device
+    Args:
+        steps: edit the logits, in order, before the draw.
+        draw: takes the tokens of all rows.
+    """
+
+    def __init__(self, device: torch.device, max_rows: int, steps: Sequence[Step] = (), draw: Draw = plain) -> None:
+        self.steps, self.draw = steps, draw
+        self.upload = partial(upload, device=device)
         self.staging = Staging(device, {name: (max_rows, dtype) for name, dtype in _PLACES.items()})
         self.counters = make_counters(max_rows, device)
         self.penalties = PenaltyTables(max_rows, device, self.upload)
-        self.recorder: Recorder | None = None
+        self.recorder: Recorder = launch_draw
         self.last_rows: list[_Constant] = []
         self.last: tuple[SamplingBatch, dict[int, int]] | None = None  # their parameters; None: these change by token
 
@@ -164,7 +166,11 @@ class Sampler:
             places: a row of the tables below ``max_rows`` for each, which stays a request's while it runs.
         """
         batch, asking = self._parameters(rows, places, logits.shape[-1])
-        ids = self._draw(logits, rows, places, batch)
+        edits = [edit for step in self.steps if (edit := step(rows, places)) is not None]
+        drawn = logits.clone() if asking and any(edit.is_in_place for edit in edits) else logits
+        ids = self.draw(Edited(drawn, batch, edits, self.counters, self.recorder), rows)
+        for edit in edits:
+            edit.follow(ids)
         self.penalties.add(rows, places, batch, ids)
         if not asking:
             return Draws(ids)
@@ -173,13 +179,6 @@ class Sampler:
             numbers = self.upload(torch.tensor(list(asking)))
             logits, chosen = logits[numbers], ids[numbers]
         return Draws(ids, top_logprobs(logits, chosen, max(asking.values())), asking)
-
-    def _draw(
-        self, logits: torch.Tensor, rows: Sequence[SamplingRow], places: Sequence[int], batch: SamplingBatch
-    ) -> torch.Tensor:
-        """The tokens of all rows, int64 ``[n]``."""
-        draw = partial(sample, logits, batch, counters=self.counters)
-        return draw() if self.recorder is None else self.recorder(logits, batch, draw, 0)
 
     def _parameters(
         self, rows: Sequence[SamplingRow], places: Sequence[int], vocab_size: int
@@ -207,7 +206,3 @@ class Sampler:
         sent = self.staging.send({name: array.numpy() for name, array in arrays.items() if name in _PLACES})
         biases = {name: self.upload(array) for name, array in arrays.items() if name not in _PLACES}
         return dataclasses.replace(batch, **sent, **biases)  # type: ignore[arg-type]
-
-    def upload(self, array: torch.Tensor) -> torch.Tensor:
-        """Copy a tensor of any length to the device through pinned memory, without waiting."""
-        return array.pin_memory().to(self.device, non_blocking=True) if self.device.type == "cuda" else array

@@ -29,7 +29,7 @@ from shared.cache.pool import CachePoolProtocol
 from shared.cache.view import BatchView, MakeMemory
 from shared.child_process import start_child
 from shared.engine.config import EngineConfig
-from shared.engine.runner import Runner
+from shared.engine.runner import MakeRunner, Runner
 from shared.engine.sampler import SampledTokens, SamplerOutput
 from shared.errors import ConfigError, RankError
 from shared.loading.config_json import read_config
@@ -42,7 +42,7 @@ from shared.parallel.channel import Sender
 from shared.parallel.checkpoint import WatchedCheckpoint
 from shared.parallel.collectives import Collectives
 from shared.parallel.model import load_part
-from shared.parallel.runner import rank_runner
+from shared.parallel.several_ranks import SeveralRanks
 from shared.parallel.shard import Shard
 from shared.parallel.watch import Watch
 
@@ -61,7 +61,7 @@ class Assignment:
     port: int  # of the store where the ranks meet
     num_threads: int  # on a CPU
     make_memory: MakeMemory
-    runner: type[Runner]
+    make_runner: MakeRunner
 
 
 class Group:
@@ -69,14 +69,14 @@ class Group:
 
     Args:
         folder: the model's.
-        make_memory, runner: what each rank makes its memory and its runner with.
+        make_memory, make_runner: what each rank makes its memory and its runner with.
 
     Raises ConfigError if the model or the machine cannot be shared by ``config.tensor_parallel_size`` ranks.
     """
 
-    def __init__(self, config: EngineConfig, folder: Path, make_memory: MakeMemory, runner: type[Runner]) -> None:
+    def __init__(self, config: EngineConfig, folder: Path, make_memory: MakeMemory, make_runner: MakeRunner) -> None:
         self.config, self.folder, self.size = config, folder, config.tensor_parallel_size
-        self.make_memory, self.make_runner = make_memory, runner
+        self.make_memory, self.make_runner = make_memory, make_runner
         self.watch: Watch | None = None
         if self.size == 1:
             return
@@ -97,7 +97,8 @@ class Group:
             passed = (theirs.fileno(), self.board.fd, lifeline)
             processes.append(start_child(START, passed))
             theirs.close()
-            pipe.send((self.size, Assignment(rank, config, folder, store.port, num_threads, make_memory, runner)))
+            about = (rank, config, folder, store.port, num_threads, make_memory, make_runner)
+            pipe.send((self.size, Assignment(*about)))
             pipes.append(pipe)
         os.close(lifeline)
         os.close(self.board.fd)  # its memory stays
@@ -136,13 +137,13 @@ class Group:
         with self._starting():
             return agreed_memory(self.config, model, max_seq_len, self.make_memory, self.ranks)
 
-    def runner(self, model: CausalLM, view: BatchView, max_sequences: int, **sampling: Any) -> Runner:
+    def runner(self, model: CausalLM, *about: Any, **options: Any) -> Runner:
         """The runner; arguments as those of :class:`shared.engine.runner.Runner`."""
         if self.watch is None:
-            return self.make_runner(model, view, max_sequences, **sampling)
+            return self.make_runner(model, *about, **options)
         with self._starting():
-            make = partial(rank_runner(self.make_runner), ranks=self.ranks, sender=self.sender, watch=self.watch)
-            return make(model, view, max_sequences, **sampling)
+            ranks = SeveralRanks(model.config.vocab_size, self.ranks, self.sender, self.watch)
+            return self.make_runner(model, *about, **options, ranks=ranks)
 
     def load_draft(self, folder: Path, **about: Any) -> CausalLM:
         """A draft model, or rank 0's part of it; arguments as those of ``load_model``."""
@@ -156,15 +157,15 @@ class Group:
             self.watch.collectives.append(self.drafting)
             return load_part(folder, self.drafting, dtype=about["dtype"], check=self.watch.check)
 
-    def draft_runner(self, model: CausalLM, view: BatchView, max_sequences: int, **sampling: Any) -> Runner:
+    def draft_runner(self, model: CausalLM, *about: Any, **options: Any) -> Runner:
         """The runner of the draft model; arguments as those of :class:`shared.engine.runner.Runner`."""
         is_whole = self.config.draft_ranks == 1
         if self.watch is None or (is_whole and not self.config.draft_on_each_rank):
-            return self.make_runner(model, view, max_sequences, **sampling)
+            return self.make_runner(model, *about, **options)
         with self._starting():
-            ranks = self.ranks if is_whole else self.drafting
-            sampling |= {"ranks": ranks, "sender": self.sender, "watch": self.watch, "number": 1, "is_whole": is_whole}
-            return rank_runner(self.make_runner)(model, view, max_sequences, **sampling)
+            drafting = self.ranks if is_whole else self.drafting
+            sizes = (model.config.vocab_size, drafting, self.sender, self.watch)
+            return self.make_runner(model, *about, **options, ranks=SeveralRanks(*sizes, number=1, is_whole=is_whole))
 
     def wait(self, sampled: SamplerOutput) -> SampledTokens:
         """The sampled tokens; raises RankError if the group fails before they are there."""

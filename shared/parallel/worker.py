@@ -42,9 +42,9 @@ from shared.parallel.group import (
     rank_device,
 )
 from shared.parallel.model import load_part
-from shared.parallel.runner import rank_runner
+from shared.parallel.several_ranks import SeveralRanks
 from shared.parallel.watch import Failed, reason_of
-from shared.speculation.draft_model import memory_settings
+from shared.speculation.draft_memory import memory_settings
 
 BEAT_SECONDS = 0.5
 LEAST_SECONDS = 0.005
@@ -92,7 +92,7 @@ def serve(about: Assignment, size: int, board: Board, pipe: "Connection[Any, Any
     ranks = Collectives(store, rank, size, device, partial(count_call, board, rank), is_shared=is_shared)
     model = fuse(load_rank(config, about.folder, ranks))
     max_seq_len = config.sequence_limit(model.max_positions)
-    make_runner, drafting = rank_runner(about.runner), None
+    drafting = None
     if config.draft_on_each_rank:
         drafting = ranks
         whole: dict[str, Any] = {"dtype": model.dtype, "device": device, "quantize": quantizer(None, False)}
@@ -105,9 +105,10 @@ def serve(about: Assignment, size: int, board: Board, pipe: "Connection[Any, Any
     if drafting is not None:
         own, longest = memory_settings(config, pool), min(max_seq_len, draft.max_positions)
         draft_pool, draft_view = about.make_memory(own, draft, longest)
-        about_draft: dict[str, Any] = {"ranks": drafting, "number": 1, "is_whole": config.draft_on_each_rank}
-        runners[1] = make_runner(draft, draft_view, draft_pool.max_sequences, **about_draft)
-    runners[0] = make_runner(model, view, pool.max_sequences, ranks=ranks, most_logit_rows=config.most_logit_rows)
+        drafters = SeveralRanks(draft.config.vocab_size, drafting, number=1, is_whole=config.draft_on_each_rank)
+        runners[1] = about.make_runner(draft, draft_view, draft_pool.max_sequences, ranks=drafters)
+    own_ranks = SeveralRanks(model.config.vocab_size, ranks)
+    runners[0] = about.make_runner(model, view, pool.max_sequences, config.most_logit_rows, ranks=own_ranks)
     receiver = Receiver(board, pipe, rank)
     while True:
         idle.set()
@@ -115,7 +116,7 @@ def serve(about: Assignment, size: int, board: Board, pipe: "Connection[Any, Any
         idle.clear()
         if number in runners:
             began, place = time.perf_counter_ns(), (receiver.number - 1) % NUM_TIMED
-            runners[number].follow(batch)
+            runners[number].compute(batch)
             board.times[rank, place] = began, time.perf_counter_ns()
 
 

@@ -19,10 +19,8 @@ where they are, and are counted if the drafts are accepted. A failure of the dra
 """
 
 from collections.abc import Callable, Container, Iterator, Sequence
-from dataclasses import replace
-from functools import cached_property, partial
+from functools import cached_property
 from itertools import compress
-from typing import Any
 
 import torch
 
@@ -31,6 +29,7 @@ from shared.cache.pool import CachePoolProtocol
 from shared.cache.view import MakeMemory
 from shared.engine.batch import Batch
 from shared.engine.config import EngineConfig
+from shared.engine.drawing import Step, plain
 from shared.engine.request import Request
 from shared.engine.runner import Launched, MakeRunner, Runner
 from shared.engine.sampler import Sampler, SamplerOutput
@@ -44,28 +43,34 @@ from shared.sampling.sampler import SamplingRow
 from shared.scheduling.drafts import num_equal
 from shared.scheduling.schedule import Schedule, Scheduled
 from shared.scheduling.step_costs import StepCosts, step_costs
-from shared.speculation.draft_sampler import DraftSampler
+from shared.speculation.draft_draw import DraftDraw
+from shared.speculation.draft_memory import memory_settings
 from shared.speculation.drafter import PendingDrafts
 from shared.speculation.vocabulary import check_vocabulary
 from shared.text.tokenizer import Tokenizer
 
-OF_TARGET = (
-    "quantization",
-    "quantize_head",
-    "use_speculative_decoding",
-    "drafter",
-    "draft_model",
-    "spec_length",
-    "acceptance_method",
-    "adapt_spec_length",
-    "draft_ranks",
-    "draft_on_each_rank",
-)
-"""Settings that do not apply to the draft model, whose weights are as in its checkpoint."""
 Asking = tuple[Request, Request, int]
 """A request, its twin, and the number of drafts it may have."""
 Drawn = tuple[list[Asking], list[int], SamplerOutput]
 """The draws of one forward: for whom, the number of each in the batch, and their ids, which may be on the device."""
+
+
+class DraftMasks:
+    """The masks of drafts: none. Of requests with a grammar see :mod:`shared.speculation.draft_masks`."""
+
+    def steps(self, max_rows: int) -> list[Step]:
+        """The steps of the draft model's sampler."""
+        return []
+
+    def forget(self) -> None:
+        """Forget what stands behind drafts of the step before, which may have turned out wrong."""
+
+    def rows(self, rows: list[SamplingRow], asking: Sequence[Asking], drawn: Sequence[Drawn]) -> list[SamplingRow]:
+        """The rows of the draws behind those that are ``drawn`` in this step, with their masks."""
+        return rows
+
+
+NO_MASKS = DraftMasks()
 
 
 class DraftModel:
@@ -74,6 +79,7 @@ class DraftModel:
     Args:
         config: the engine's.
         target: the model that verifies; its ``tokenizer`` must have the draft model's tokens.
+        masks: of the drafts (phase 12).
         load: loads the draft model, or a part of it (phase 12.1); as ``load_model``.
 
     Raises ConfigError for another vocabulary, and what ``load_model`` raises.
@@ -85,7 +91,13 @@ class DraftModel:
     drawn: Sequence[Drawn] = ()  # the drafts of the step, until they are collected
 
     def __init__(
-        self, config: EngineConfig, target: CausalLM, tokenizer: Tokenizer, load: Callable[..., CausalLM] = load_model
+        self,
+        config: EngineConfig,
+        target: CausalLM,
+        tokenizer: Tokenizer,
+        *,
+        masks: DraftMasks = NO_MASKS,
+        load: Callable[..., CausalLM] = load_model,
     ) -> None:
         assert config.draft_model is not None
         folder = resolve_model(config.draft_model)
@@ -93,7 +105,8 @@ class DraftModel:
         self.model = load(folder, dtype=target.dtype, device=target.device, quantize=quantize)
         check_vocabulary(config.draft_model, (self.model, Tokenizer.load(folder)), (target, tokenizer))
         (pack if config.pack_weights else fuse)(self.model)
-        self.config = config
+        self.config, self.masks = config, masks
+        self.is_masked = self.model.config.vocab_size == target.config.vocab_size
         self.most_tokens = config.prefill_chunk_size if config.is_on("use_chunked_prefill") else None
         self.distributions: dict[tuple[int, int], torch.Tensor] = {}
 
@@ -104,13 +117,17 @@ class DraftModel:
         own, longest = memory_settings(self.config, pool), min(max_seq_len, self.model.max_positions)
         self.room = own.most_tokens_of_a_step(longest)
         self.pool, view = make_memory(own, self.model, longest)
-        self.runner = make_runner(self.model, view, self.pool.max_sequences, make_sampler=self._make_sampler())
+        draw = plain if self.config.acceptance_method == "coupled" else DraftDraw(self.distributions)
+        max_sequences = self.pool.max_sequences
+        sampler = Sampler(self.model.device, max_sequences, self.masks.steps(max_sequences), draw)
+        self.runner = make_runner(self.model, view, max_sequences, sampler=sampler)
         self.pair = PairedPool(pool, self.pool)
         return self.pair
 
     def propose(self, schedule: Schedule) -> None:
         """See :class:`shared.speculation.drafter.Drafter`."""
         self.distributions.clear()
+        self.masks.forget()
         entries, asking = self._missing(schedule)
         if not entries:
             return
@@ -124,7 +141,10 @@ class DraftModel:
                 entry.request.num_computed_tokens += entry.num_tokens
         numbers = [number for number, entry in enumerate(entries) if entry.num_logit_rows]
         while asking:
-            sampled = self.runner.sample(launched, self._rows(asking, drawn))
+            rows = [twin.sampling_row(len(drawn))._replace(num_drafts=0) for _, twin, _ in asking]
+            if self.is_masked:
+                rows = self.masks.rows(rows, asking, drawn)
+            sampled = self.runner.sample(launched, rows)
             drawn.append((asking, numbers, sampled))
             goes_on = [ask[2] > len(drawn) and n not in sampled.errors for ask, n in zip(asking, numbers, strict=True)]
             before = [entries[number] for number in compress(numbers, goes_on)]
@@ -164,14 +184,6 @@ class DraftModel:
     def num_tokens(self, num_drafts: int) -> int:
         """See :class:`shared.speculation.drafter.Drafter`."""
         return num_drafts + 1
-
-    def _make_sampler(self) -> Callable[..., Sampler]:
-        is_coupled = self.config.acceptance_method == "coupled"
-        return Sampler if is_coupled else partial(DraftSampler, distributions=self.distributions)
-
-    def _rows(self, asking: Sequence[Asking], drawn: Sequence[Drawn]) -> list[SamplingRow]:
-        """The rows of the draws behind those that are ``drawn`` in this step."""
-        return [twin.sampling_row(len(drawn))._replace(num_drafts=0) for _, twin, _ in asking]
 
     def _missing(self, schedule: Schedule) -> tuple[list[Scheduled], list[Asking]]:
         """The entries of the first forward, those of one token first, and the requests for which it draws."""
@@ -227,11 +239,3 @@ def _hand_out(
             if len(request.draft_ids) == position:
                 request.draft_ids.append(token_id)
                 twin.draft_ids = list(request.draft_ids)
-
-
-def memory_settings(config: EngineConfig, pool: CachePoolProtocol) -> EngineConfig:
-    """The settings of the draft model's memory: as many blocks as the model has."""
-    own: dict[str, Any] = {name: EngineConfig.__dataclass_fields__[name].default for name in OF_TARGET}
-    if config.kv_cache_backend != "contiguous":
-        own["num_gpu_blocks"] = pool.capacity_tokens // config.block_size
-    return replace(config, **own | {"model": config.draft_model})

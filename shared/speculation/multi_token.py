@@ -25,8 +25,10 @@ import torch
 from shared.cache.pool import CachePoolProtocol
 from shared.cache.view import MakeMemory
 from shared.engine.config import EngineConfig
+from shared.engine.drawing import plain
 from shared.engine.graphs import CudaGraphCapture
-from shared.engine.multi_token_runner import MaskStates
+from shared.engine.last_ids import LastIds
+from shared.engine.mask_states import MaskObserver, MaskStates
 from shared.engine.request import Request, RequestStatus
 from shared.engine.runner import Launched, MakeRunner
 from shared.engine.sampler import Draws, Sampler, SamplerOutput
@@ -38,8 +40,8 @@ from shared.scheduling.schedule import Schedule
 from shared.scheduling.step_costs import StepCosts, head_costs
 from shared.speculation.adapter import load_adapter
 from shared.speculation.captured_head import CapturedHead
-from shared.speculation.draft_sampler import DraftSampler
-from shared.speculation.drafter import PendingDrafts
+from shared.speculation.draft_draw import DraftDraw
+from shared.speculation.drafter import Drafter, PendingDrafts
 from shared.text.tokenizer import Tokenizer
 
 Asking = tuple[Request, torch.Tensor, int, int]
@@ -87,8 +89,8 @@ class MultiTokenDrafter:
         self, pool: CachePoolProtocol, make_memory: MakeMemory, make_runner: MakeRunner, max_seq_len: int
     ) -> CachePoolProtocol:
         """See :class:`shared.speculation.drafter.Drafter`; makes the sampler of drafts."""
-        about = (self.model.device, pool.max_sequences)
-        self.sampler = Sampler(*about) if self.is_coupled else DraftSampler(*about, distributions=self.distributions)
+        draw = plain if self.is_coupled else DraftDraw(self.distributions)
+        self.sampler = Sampler(self.model.device, pool.max_sequences, draw=draw)
         if self.is_capturing:
             capture = CudaGraphCapture(self.model.device)
             self.logits = self.captured = CapturedHead(self.adapter, self.model, pool.max_sequences, capture)
@@ -190,6 +192,16 @@ class MultiTokenDrafter:
                 request.draft_ids = []
         for requests, sampled in drawn:
             _append(requests, sampled.wait().token_ids)
+
+
+def observers_of(drafter: Drafter | None) -> list[MaskObserver]:
+    """What the runner's steps must be seen by for the drafter."""
+    return [MaskObserver(drafter.states, drafter.follow)] if isinstance(drafter, MultiTokenDrafter) else []
+
+
+def ids_of_guesses(max_sequences: int, most_logit_rows: int, device: torch.device) -> LastIds:
+    """The ids on the device, with guesses behind each logit row of a sequence."""
+    return LastIds(max_sequences, 1 + most_logit_rows * (most_logit_rows - 1), device)
 
 
 def _chosen(asking: Sequence[Asking], ahead: Ahead) -> list[Request | None]:

@@ -1,15 +1,18 @@
 """Engines of a layer or two whose captured steps run in Triton's interpreter too."""
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from phases.phase_09.engine import Engine
-from shared.engine.captured_runner import CapturedRunner
+from shared.engine.captured import Captured
 from shared.engine.config import EngineConfig
 from shared.engine.graphs import CapturedStep, Computed
+from shared.engine.last_ids import LastIds
+from shared.engine.runner import Runner
 from shared.kernels.launch import INTERPRETED
 from shared.speculation.drafter import PendingDrafts
 
@@ -54,17 +57,22 @@ def make_engine(folder: Path, phase: Any = Engine, **config: Any) -> Any:
     chosen = slice(1, 3) if engine.model.config.family == "gemma3_text" else slice(1)
     engine.model.blocks = engine.model.blocks[chosen]
     if engine.config.use_cuda_graphs is None:
-        capture = Repeat() if INTERPRETED else None
-        about = {"most_logit_rows": engine.config.most_logit_rows}
-        engine.runner = CapturedRunner(engine.model, engine.view, engine.pool.max_sequences, capture, **about)
-        assert engine.runner.graphs, "a capture that failed would be run eagerly"
+        sizes = engine.pool.max_sequences, engine.config.most_logit_rows
+        engine.runner = captured_runner(engine.model, engine.view, *sizes)
+        assert engine.runner.executor.graphs, "a capture that failed would be run eagerly"
         show_drafts(engine)
     for memory in (engine.view.keys, engine.view.values):  # type: ignore[attr-defined]
         memory.zero_()[chosen] = float("nan")
     return engine
 
 
+def captured_runner(model: Any, view: Any, *sizes: int, **about: Any) -> Runner:
+    """A runner whose steps are captured, also in the interpreter."""
+    executor = partial(Captured, capture=Repeat() if INTERPRETED else None)
+    return Runner(model, view, *sizes, **{"executor": executor, "last_ids": LastIds} | about)
+
+
 def show_drafts(engine: Any) -> None:
     """A drafter leaves its drafts where the engine's new runner looks for them."""
     if getattr(engine, "drafter", None) is not None:
-        engine.drafter.leave_drafts_in(PendingDrafts(engine.runner.last_ids, engine.pool.max_sequences))
+        engine.drafter.leave_drafts_in(PendingDrafts(engine.runner.last_ids.tensor, engine.pool.max_sequences))

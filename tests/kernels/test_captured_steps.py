@@ -12,9 +12,8 @@ from phases.phase_11_1.engine import Engine as MultiToken
 from shared.engine import graphs
 from shared.engine.batch import Batch
 from shared.engine.buckets import Bucket
-from shared.engine.captured_runner import CapturedRunner
 from shared.engine.graphs import Computed, CudaGraphCapture, DrawRecorder, RecordedDraw
-from shared.engine.multi_token_runner import CapturedMultiTokenRunner
+from shared.engine.mask_states import MaskObserver
 from shared.engine.sampler import Sampler
 from shared.kernels.kv_write import kv_write_kernel
 from shared.kernels.launch import INTERPRETED, LAUNCHES
@@ -24,8 +23,9 @@ from shared.sampling.params import SamplingParams
 from shared.sampling.sampler import SamplingRow
 from shared.scheduling.schedule import Schedule
 from shared.speculation.captured_head import CapturedHead
+from shared.speculation.multi_token import ids_of_guesses
 from tests.adapters import random_adapter_of
-from tests.kernels.engines import REQUESTS, Repeat, make_engine, show_drafts
+from tests.kernels.engines import REQUESTS, Repeat, captured_runner, make_engine, show_drafts
 from tests.mixed_requests import seen, serve
 
 pytestmark = pytest.mark.usefixtures("only_the_caches_kernels")
@@ -41,13 +41,13 @@ def test_replayed_steps_give_the_same_tokens(tiny_checkpoints, family):
     engine = make_engine(tiny_checkpoints[family], overlap_scheduling=True)
     got, _ = serve(engine, REQUESTS)
     assert [[o.token_id for o in answer] for answer in got] == [[o.token_id for o in answer] for answer in expected]
-    assert {bucket.is_decode for bucket in engine.runner.graphs} == {True, False}
+    assert {bucket.is_decode for bucket in engine.runner.executor.graphs} == {True, False}
     assert engine.runner.num_replays > 10
     assert engine.runner.num_forwards - engine.runner.num_replays <= 2, "two prompts that begin together"
     assert engine.scheduler.num_preemptions > 0
     if not INTERPRETED:
         eager = make_engine(tiny_checkpoints[family])
-        eager.runner.graphs.clear()
+        eager.runner.executor.graphs.clear()
         assert seen(serve(eager, REQUESTS)[0]) == seen(got), "the same launches in the same buckets, bit for bit"
 
 
@@ -61,7 +61,7 @@ def test_replayed_steps_verify_drafts(tiny_checkpoints, family):
     commit, steps = engine.scheduler.commit, []
 
     def watched(schedule: Schedule, sampled: Any) -> None:
-        steps.append((schedule.has_drafts, engine.view.bucket in engine.runner.graphs))
+        steps.append((schedule.has_drafts, engine.view.bucket in engine.runner.executor.graphs))
         before = sum(request.num_accepted_drafts for request in schedule.requests)
         commit(schedule, sampled)
         num_accepted.append(sum(request.num_accepted_drafts for request in schedule.requests) - before)
@@ -93,11 +93,10 @@ def test_replayed_steps_have_mask_tokens(tiny_checkpoints, family):
         engine = make_engine(folder, MultiToken, **about, use_cuda_graphs=None if captures else False)
         if captures:
             drafter, most_rows = engine.drafter, engine.pool.max_sequences
-            sampling = {"most_logit_rows": engine.config.most_logit_rows, "states": drafter.states}
-            sampling["follow"] = noted(drafter, num_ahead)
-            engine.runner = CapturedMultiTokenRunner(
-                engine.model, engine.view, most_rows, Repeat() if INTERPRETED else None, **sampling
-            )
+            observers = [MaskObserver(drafter.states, noted(drafter, num_ahead))]
+            sizes = most_rows, engine.config.most_logit_rows
+            options = {"last_ids": ids_of_guesses, "observers": observers}
+            engine.runner = captured_runner(engine.model, engine.view, *sizes, **options)
             if INTERPRETED:
                 drafter.logits = drafter.captured = CapturedHead(drafter.adapter, engine.model, most_rows, Repeat())
             show_drafts(engine)
@@ -138,9 +137,9 @@ def test_drafts_behind_each_other_are_moved_on_by_the_device(tiny_checkpoints, f
     expected, _ = serve(make_engine(folder, **PLAIN), REQUESTS[:2])
     drafting: dict[str, Any] = {"use_speculative_decoding": True, "draft_model": str(folder), "spec_length": 4}
     engine = make_engine(folder, Speculative, adapt_spec_length=False, num_gpu_blocks=24, **drafting)
-    drafter, capture = engine.drafter, Repeat() if INTERPRETED else None
+    drafter = engine.drafter
     drafter.model.blocks = engine.model.blocks if is_same else drafter.model.blocks[:2]
-    runner = drafter.runner = CapturedRunner(drafter.model, drafter.runner.view, drafter.pool.max_sequences, capture)
+    runner = drafter.runner = captured_runner(drafter.model, drafter.runner.view, drafter.pool.max_sequences)
     answers, repeat = [], runner.repeat
     runner.repeat = lambda launched: answers.append(repeat(launched)) or answers[-1]  # type: ignore[func-returns-value]
     for memory in (runner.view.keys, runner.view.values):  # type: ignore[attr-defined]
@@ -159,7 +158,7 @@ def test_a_replay_launches_what_the_largest_step_of_its_bucket_needs(tiny_checkp
     """The launches of a layer do not depend on how many of the sequences decode, nor on the lengths."""
     engine = make_engine(tiny_checkpoints["llama"])
     view = engine.view
-    assert list(engine.runner.graphs) == [Bucket(12, 3, False), *(Bucket(n, n, True) for n in (3, 2, 1))]
+    assert list(engine.runner.executor.graphs) == [Bucket(12, 3, False), *(Bucket(n, n, True) for n in (3, 2, 1))]
     counts = []
     for new in ([1, 1, 9], [4], [1, 7]):
         LAUNCHES.clear()
@@ -172,7 +171,7 @@ def test_a_replay_launches_what_the_largest_step_of_its_bucket_needs(tiny_checkp
 @pytest.mark.parametrize(("max_seq_len", "most"), [(12, 10), (8, 8)])  # a chunk has 9 tokens, a block 4
 def test_the_padding_of_a_chunk_takes_no_more_blocks_than_a_sequence(tiny_checkpoints, max_seq_len, most):
     engine = make_engine(tiny_checkpoints["llama"], max_seq_len=max_seq_len, max_batch_size=1)
-    assert list(engine.runner.graphs) == [Bucket(most, 1, False), Bucket(1, 1, True)]
+    assert list(engine.runner.executor.graphs) == [Bucket(most, 1, False), Bucket(1, 1, True)]
 
 
 def batch_of(engine: Engine, num_new: list[int]) -> Batch:

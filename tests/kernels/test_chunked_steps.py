@@ -153,13 +153,13 @@ def test_replayed_steps_give_what_an_explicit_mask_gives(tiny_checkpoints, famil
         engine = make_engine(tiny_checkpoints[family], Engine, **ROOM, overlap_scheduling=True)
         if not captures:
             engine.view.limits = type(engine.view.limits)(0, 0, 0, 0, 0)
-        buckets, compute = set(), engine.runner._compute
+        buckets, compute = set(), engine.runner.executor
 
         def watched(*about: Any, compute: Any = compute, view: Any = engine.view, found: Any = buckets) -> Any:
             found.add(view.bucket is not None and view.bucket.tile_rows > 0)
             return compute(*about)
 
-        engine.runner._compute = watched
+        engine.runner.executor = watched
         got = answers(engine, contexts, 4 if INTERPRETED else 12)
         model = engine.model
         for chunks, ids in zip(contexts, got, strict=True):

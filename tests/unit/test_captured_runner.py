@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -12,9 +13,11 @@ from shared.cache.view import StepInputs, step_arrays
 from shared.engine import graphs
 from shared.engine.batch import Batch
 from shared.engine.buckets import Bucket, Buckets
-from shared.engine.captured_runner import CapturedRunner
+from shared.engine.captured import Captured
 from shared.engine.graphs import CapturedStep, Computed, DrawRecorder
+from shared.engine.last_ids import LastIds
 from shared.engine.request import Request
+from shared.engine.runner import Runner
 from shared.errors import ConfigError
 from shared.sampling.params import SamplingParams
 from shared.sampling.sampler import SamplingBatch
@@ -89,13 +92,14 @@ class Recorded:
         return CapturedStep(replay, results)
 
 
-def make(capture: Recorded | None = None) -> CapturedRunner:
-    return CapturedRunner(Successor(), Fixed(), 4, capture or Recorded())  # type: ignore[arg-type]
+def make(capture: Recorded | None = None, view: Any = None) -> Any:
+    executor = partial(Captured, capture=capture or Recorded())
+    return Runner(Successor(), view or Fixed(), 4, executor=executor, last_ids=LastIds)  # type: ignore[arg-type]
 
 
 def test_every_bucket_is_captured_the_largest_first() -> None:
     runner = make()
-    assert list(runner.graphs) == [Bucket(12, 4, False), *(Bucket(n, n, True) for n in (4, 2, 1))]
+    assert list(runner.executor.graphs) == [Bucket(12, 4, False), *(Bucket(n, n, True) for n in (4, 2, 1))]
 
 
 @pytest.mark.parametrize("num_sequences", [1, 2, 3, 4])
@@ -105,7 +109,7 @@ def test_a_decode_step_is_one_replay_and_its_logits_are_those_of_its_sequences(n
     launched = runner.forward(batch)
     assert launched.logits.argmax(-1).tolist() == [10 * (n + 1) + 1 for n in range(num_sequences)]
     assert (runner.num_replays, runner.num_forwards) == (1, 1)
-    assert len(runner.model.seen[-1]) == BUCKETS.smallest(num_sequences, num_sequences).num_tokens  # type: ignore
+    assert len(runner.model.seen[-1]) == BUCKETS.smallest(num_sequences, num_sequences).num_tokens
 
 
 def test_a_mixed_step_has_logits_for_its_last_tokens_alone() -> None:
@@ -144,7 +148,7 @@ def test_a_capture_that_fails_leaves_a_runner_that_runs_eagerly(caplog: pytest.L
     runner = make(Recorded(fails_after=2))
     assert "steps run eagerly" in caplog.text
     assert "operation not permitted when stream is capturing" in caplog.text
-    assert runner.graphs == {}
+    assert runner.executor.graphs == {}
     assert runner.forward(batch_of({"a": [10], "b": [20]})).logits.argmax(-1).tolist() == [11, 21]
     assert runner.num_replays == 0
 
@@ -155,14 +159,14 @@ def test_graphs_that_are_asked_for_are_captured_or_refused() -> None:
         r"^use_cuda_graphs is True and CUDA graphs could not be captured \(operation not permitted .*\); leave it out"
     )
     with pytest.raises(ConfigError, match=says):
-        CapturedRunner(Successor(), view, 4, Recorded(fails_after=2))  # type: ignore[arg-type]
-    assert CapturedRunner(Successor(), view, 4, Recorded()).graphs  # type: ignore[arg-type]
+        make(Recorded(fails_after=2), view)
+    assert make(view=view).executor.graphs
 
 
 def test_a_failing_part_leaves_the_results_of_the_others() -> None:
     """The parts of a batch are replayed one after the other, and write to the same memory."""
     runner = make()
-    runner.model.failing = {30}  # type: ignore[attr-defined]
+    runner.model.failing = {30}
     launched = runner.forward(batch_of({"a": [10], "b": [20], "c": [30], "d": [40]}))
     assert launched.logits.argmax(-1).tolist() == [11, 21, 41]
     assert list(launched.errors) == [2]
@@ -180,7 +184,7 @@ def test_draws_that_cannot_be_recorded_are_launched(monkeypatch: pytest.MonkeyPa
 
     def draw(places: set[int], **limits: Any) -> None:
         recorder.places = places
-        recorder(logits, SamplingBatch(1, **limits), lambda: launched.append(1) or rows, 0)
+        recorder(logits, SamplingBatch(1, **limits), lambda: launched.append(1) or rows, ())
 
     monkeypatch.setattr(graphs.RecordedDraw, "of", record)
     monkeypatch.setattr(graphs, "NUM_BEFORE", 3)

@@ -107,7 +107,7 @@ def test_rows_behind_wrong_drafts_are_not_used_again(folder: Path) -> None:
 def test_the_tokens_are_on_the_device_before_the_first_request(tiny_checkpoints: dict[str, Path]) -> None:
     engine = make(tiny_checkpoints["llama"])
     warm_up(engine)
-    assert engine.runner.sampler.grammar_rows.tokens is not None
+    assert engine.runner.sampler.steps[-1].tokens is not None
     assert not engine.has_work()
 
 
@@ -124,8 +124,8 @@ def test_a_step_that_is_interrupted_behind_its_draw_is_repeated(folder: Path) ->
     params = SamplingParams(temperature=0, max_new_tokens=30, structured_output=Grammar.regex(r"\d{3}-[a-c]{4}"))
     expected = tokens(list(make(folder).generate([1, 2, 3], params)))
     engine = make(folder, overlap_scheduling=False)
-    sampler, found, number = engine.runner.sampler, [], 0
-    move = sampler.grammar_rows.advance
+    grammar_rows, found, number = engine.runner.sampler.steps[-1], [], 0
+    move = grammar_rows.advance
 
     def move_and_fail(*about: Any) -> None:
         nonlocal number
@@ -134,7 +134,7 @@ def test_a_step_that_is_interrupted_behind_its_draw_is_repeated(folder: Path) ->
         if number % 3 == 0:
             raise KeyboardInterrupt
 
-    sampler.grammar_rows.advance = move_and_fail
+    grammar_rows.advance = move_and_fail
     engine.add_request([1, 2, 3], params)
     while engine.has_work():
         try:

@@ -48,7 +48,7 @@ def make(folder: Path, **options: Any) -> Any:
         follow(launched, *sampled)
         engine.num_followed.append(len(drafter.ahead.first_rows) if drafter.ahead else 0)
 
-    engine.runner.follow = noting
+    engine.runner.observers[0].follow = noting
     return engine
 
 
@@ -94,14 +94,14 @@ def test_the_states_of_a_step_that_no_drafter_reads_go_with_the_step(
 def test_a_request_that_fails_takes_no_other_with_it(tiny_checkpoints: dict[str, Path], alone: Answers) -> None:
     """Its third token cannot be computed; the forward of the others is run again without it."""
     engine = make(tiny_checkpoints["qwen3"], max_batch_size=5)
-    forward = engine.runner._forward
+    forward = engine.runner.compute
 
     def failing(batch: Any) -> Any:
         if "1" in batch.request_ids and len(engine.scheduler.running["1"].output_ids) >= 3:
             raise RuntimeError("injected")
         return forward(batch)
 
-    engine.runner._forward = failing
+    engine.runner.compute = failing
     answers = serve(engine, REQUESTS)[0]
     assert answers[1][-1].finish_reason is FinishReason.ERROR
     for number, answer in enumerate(answers):

@@ -1,20 +1,24 @@
 """A step finds the ids that the host does not know yet where the step before it left them."""
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
 
-from shared.engine.overlapped_runner import OverlappedRunner
+from shared.engine.last_ids import LastIds
+from shared.engine.runner import Runner
 from shared.kernels.pending_ids import fill_pending
 from shared.sampling.sampler import SamplingRow
 from tests.comparison import assert_equal
 from tests.unit.test_runner import Step
 
+OVERLAPPED = partial(Runner, last_ids=LastIds)
+
 
 def test_three_steps_are_run_before_any_token_is_looked_at() -> None:
     """In changing company and order."""
-    step = Step(4, OverlappedRunner)
+    step = Step(4, OVERLAPPED)
     first = step.run([0, 1, 2])
     second = step.run([2, 0])
     third = step.run([1, 3, 2])  # 3 brings its prompt, and nothing of it is in flight
@@ -26,7 +30,7 @@ def test_three_steps_are_run_before_any_token_is_looked_at() -> None:
 
 
 def test_an_id_that_the_host_knows_is_taken_from_the_host() -> None:
-    step = Step(2, OverlappedRunner)
+    step = Step(2, OVERLAPPED)
     step.commit([0, 1], step.run([0, 1]))
     step.requests[0].output_ids[-1] = 17  # as a stop string or a draft may have changed it
     assert step.run([0, 1]).token_ids == [18, 22]
@@ -34,7 +38,7 @@ def test_an_id_that_the_host_knows_is_taken_from_the_host() -> None:
 
 
 def test_pending_ids_reach_the_right_sequences_after_a_failure_too() -> None:
-    step = Step(4, OverlappedRunner)
+    step = Step(4, OVERLAPPED)
     step.run([0, 1, 2, 3])
     step.model.failing = {31}
     sampled = step.run([3, 2, 1, 0])
@@ -44,7 +48,7 @@ def test_pending_ids_reach_the_right_sequences_after_a_failure_too() -> None:
 
 def test_pending_ids_survive_a_draw_that_was_made_in_parts() -> None:
     """A failing draw is halved down to the rows that fail; all its parts are one draw of the few that are kept."""
-    step = Step(8, OverlappedRunner)
+    step = Step(8, OVERLAPPED)
     sample = step.runner.sampler.sample
 
     def drawing(logits: torch.Tensor, rows: Sequence[SamplingRow], places: Any) -> Any:

@@ -11,6 +11,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
+import shared.engine.drawing as drawing_module
 import shared.engine.sampler as sampler_module
 from shared.cache.paged import PagedKVCachePool
 from shared.cache.view import StepInputs, step_arrays
@@ -36,7 +37,7 @@ PENALTIES: list[dict[str, float]] = [
     {"presence_penalty": -0.5, "frequency_penalty": 0.1},
 ]
 FAILURES = st.sampled_from([0, 0, 0, 1, 2])
-real_sample, real_top_logprobs = sampler_module.sample, sampler_module.top_logprobs
+real_sample, real_top_logprobs = drawing_module.sample, sampler_module.top_logprobs
 
 
 def counts_of(counts: TokenCounts, row: int) -> tuple[set[int], Counter[int]]:
@@ -83,11 +84,11 @@ class Machine(RuleBasedStateMachine):
         self.wrong = []
         self.num_checked: Counter[str] = Counter()
         self.fail_before = self.fail_after = 0  # calls that raise before the draw, and after the tokens are counted
-        sampler_module.sample = self.checked_sample  # type: ignore[assignment]
+        drawing_module.sample = self.checked_sample  # type: ignore[assignment]
         sampler_module.top_logprobs = self.failing_logprobs
 
     def teardown(self) -> None:
-        sampler_module.sample, sampler_module.top_logprobs = real_sample, real_top_logprobs
+        drawing_module.sample, sampler_module.top_logprobs = real_sample, real_top_logprobs
 
     def checked_sample(self, logits: torch.Tensor, batch: SamplingBatch, **more: Any) -> torch.Tensor:
         """What the processors read is counted from the ids of the request that holds the row."""

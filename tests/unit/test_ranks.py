@@ -17,9 +17,10 @@ import torch.distributed as dist
 
 from shared.cache.contiguous_pool import ContiguousKVCachePool
 from shared.engine.batch import Batch
-from shared.engine.captured_runner import CapturedRunner
+from shared.engine.captured import Captured
 from shared.engine.config import EngineConfig
-from shared.engine.overlapped_runner import OverlappedRunner
+from shared.engine.executor import Eager
+from shared.engine.last_ids import LastIds
 from shared.engine.request import Request
 from shared.engine.runner import Runner
 from shared.errors import RankError
@@ -31,7 +32,7 @@ from shared.parallel.board import BEATS, CALLS, Board
 from shared.parallel.channel import Receiver, Sender
 from shared.parallel.collectives import Collectives
 from shared.parallel.group import agreed_memory, draft_collectives, rank_device
-from shared.parallel.runner import rank_runner
+from shared.parallel.several_ranks import SeveralRanks
 from shared.parallel.shard import Shard
 from shared.parallel.watch import Failed, Watch
 from shared.sampling.params import SamplingParams
@@ -176,35 +177,36 @@ def tokens_of(runner: Runner, batches: Sequence[Batch]) -> list[list[int]]:
     return [output.wait().token_ids for output in sampled]
 
 
-@pytest.mark.parametrize("kind", [OverlappedRunner, CapturedRunner])
+@pytest.mark.parametrize("captures", [False, True])
 @pytest.mark.parametrize("size", [2, 3])
-def test_ranks_follow_the_steps_of_rank_0(kind: type[OverlappedRunner], size: int) -> None:
+def test_ranks_follow_the_steps_of_rank_0(captures: bool, size: int) -> None:
     """Their ids come from rank 0 alone; a captured step contains its sums."""
     batches, (sender, receivers) = steps(), channel(size)
-    about: dict[str, Any] = {"capture": Recorded()} if kind is CapturedRunner else {}
+    executor: Any = partial(Captured, capture=Recorded()) if captures else Eager
+    make = partial(Runner, executor=executor, last_ids=LastIds)
     seen: dict[int, list[list[int]]] = {}
 
     def run(ranks: Collectives) -> tuple[list[list[int]], int]:
         model = Part(ranks)
-        first = {"sender": sender, "watch": SimpleNamespace(check=lambda: None)} if ranks.rank == 0 else {}
-        runner = rank_runner(kind)(model, Fixed(), 4, ranks=ranks, **first, **about)  # type: ignore[arg-type]
+        first: list[Any] = [sender, SimpleNamespace(check=lambda: None)] if ranks.rank == 0 else []
+        group = SeveralRanks(VOCABULARY, ranks, *first)
+        runner = make(model, Fixed(), 4, ranks=group)  # type: ignore[arg-type]
         found = tokens_of(runner, batches) if ranks.rank == 0 else []
         if ranks.rank:
             for _ in batches:
                 number, batch = receivers[ranks.rank - 1].receive()
-                assert number == runner.number
-                runner.follow(batch)
+                assert number == group.number
+                runner.compute(batch)
         seen[ranks.rank] = model.seen
         return found, runner.num_replays
 
     with torch.inference_mode():
-        plain = kind(Successor(), Fixed(), 4, **about)  # type: ignore[arg-type]
+        plain = make(Successor(), Fixed(), 4)  # type: ignore[arg-type]
         expected = tokens_of(plain, batches)
     assert expected == [[11, 22, 33], [12, 23, 34], [13, 24, 35], [14, 25, 36], []]
-    about = {"capture": Recorded()} if kind is CapturedRunner else {}
     found = on_ranks(size, run)
     assert found == [(expected, plain.num_replays), *[([], plain.num_replays)] * (size - 1)]
-    assert (plain.num_replays > 0) is (kind is CapturedRunner)
+    assert (plain.num_replays > 0) is captures
     assert all(ids == seen[0] for ids in seen.values())
 
 

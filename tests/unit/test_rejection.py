@@ -6,13 +6,14 @@ import pytest
 import torch
 from scipy.stats import chisquare
 
-from shared.engine.rejection_sampler import RejectionSampler
+from shared.engine.rejection import Rejection
+from shared.engine.sampler import Sampler
 from shared.sampling.noise import Stream
 from shared.sampling.params import SamplingParams
 from shared.sampling.rejection import accept_or_replace
 from shared.sampling.sampler import SamplingBatch, SamplingRow, adjust_logits, filter_logits, sample
 from shared.scheduling.drafts import num_equal
-from shared.speculation.draft_sampler import DraftSampler
+from shared.speculation.draft_draw import DraftDraw
 from tests.comparison import assert_close, assert_equal
 
 VOCABULARY = 7
@@ -133,7 +134,7 @@ def rows_of(count: int) -> list[SamplingRow]:
 
 def test_drafts_are_drawn_by_their_own_noise_and_their_distributions_are_kept() -> None:
     rows, logits, kept = rows_of(30), logits_of(1, 30), dict[tuple[int, int], torch.Tensor]()
-    ids = DraftSampler(torch.device("cpu"), 30, distributions=kept).sample(logits, rows, range(30)).ids
+    ids = Sampler(torch.device("cpu"), 30, draw=DraftDraw(kept)).sample(logits, rows, range(30)).ids
     batch = SamplingBatch.of(rows)
     assert_equal(ids.tolist(), sample(logits, batch, stream=Stream.DRAFT).tolist(), "drafts", ("row",))
     drawn = [row for row in rows if not row.params.is_greedy]
@@ -150,13 +151,13 @@ def test_each_draft_is_judged_by_its_own_distribution() -> None:
     known = [n for n, row in enumerate(rows) if not row.params.is_greedy and n % 2]
     distributions = {(rows[n].serial, rows[n].index): q[n] for n in known}
     distributions |= {(row.serial, row.index + 1): q[0] for row in rows}
-    ids = RejectionSampler(torch.device("cpu"), 60, distributions=distributions).sample(logits, rows, range(60)).ids
+    ids = Sampler(torch.device("cpu"), 60, draw=Rejection(distributions)).sample(logits, rows, range(60)).ids
     batch, judged = SamplingBatch.of(rows), [n for n in range(60) if n % 3]
     certain = torch.nn.functional.one_hot(torch.tensor(2), VOCABULARY).float()
     of_drafts = torch.stack([q[n] if n in known else certain for n in judged])
     drafts = torch.full((len(judged),), 2)
     expected = accept_or_replace(sample(logits, batch), logits, batch, torch.tensor(judged), drafts, of_drafts)
     assert_equal(ids.tolist(), expected.tolist(), "tokens", ("row",))
-    alone = RejectionSampler(torch.device("cpu"), 20).sample(logits[::3], rows[::3], range(20)).ids
+    alone = Sampler(torch.device("cpu"), 20, draw=Rejection()).sample(logits[::3], rows[::3], range(20)).ids
     for greedy in (ids[::3], alone):
         assert_equal(greedy.tolist(), logits[::3].argmax(-1).tolist(), "tokens of greedy rows", ("row",))

@@ -11,7 +11,7 @@ from shared.cache.contiguous_pool import ContiguousKVCachePool
 from shared.cache.view import StepInputs, step_arrays
 from shared.engine.batch import Batch
 from shared.engine.request import Request
-from shared.engine.runner import Runner
+from shared.engine.runner import MakeRunner, Runner
 from shared.engine.sampler import SampledTokens
 from shared.models.tokens import Tokens
 from shared.sampling.params import SamplingParams
@@ -52,7 +52,7 @@ class View:
 class Step:
     """A runner over requests whose prompts end with 10, 20, … and have 1, 2, … tokens."""
 
-    def __init__(self, num_requests: int, runner: type[Runner] = Runner) -> None:
+    def __init__(self, num_requests: int, runner: MakeRunner = Runner) -> None:
         self.model = Successor()
         self.pool = ContiguousKVCachePool(8, 20)
         self.runner = runner(self.model, View(), 8)  # type: ignore[arg-type]

@@ -23,10 +23,8 @@ from shared.loading.quantized import quantizer
 from shared.models.causal_lm import CausalLM
 from shared.models.config import ModelConfig
 from shared.models.fused import fuse
-from shared.models.lora import GatedLoRA, target_sizes
 from shared.models.projection import Projection
 from shared.models.tokens import Tokens
-from shared.parallel.adapter import MEMBERS, cut_addition
 from shared.parallel.checkpoint import CutCheckpoint
 from shared.parallel.collectives import Collectives
 from shared.parallel.cut import COLUMNS, ROWS, Cut, ModelCut, cut_weight
@@ -227,35 +225,6 @@ def test_argmax_over_shards(size: int) -> None:
     for ids, gathered in on_ranks(size, run):
         assert_equal(ids.tolist(), logits.argmax(-1).tolist(), "ids", ("row",))
         assert_equal(gathered, logits, "gathered logits", ("row", "id"))
-
-
-@pytest.mark.parametrize("name", MEMBERS)
-def test_additions_are_cut_with_their_matrix(name: str) -> None:
-    """Beside a column-parallel matrix they are outputs of the rank, beside a row-parallel one terms of a sum."""
-    config = parse_config(SHAPES["tiny-llama-ranks"])
-    torch.manual_seed(0)
-    addition = GatedLoRA(*target_sizes(config)[name], rank=4, alpha=8.0)
-    addition.b.data = torch.randn_like(addition.b)
-    x, gate = torch.randn(5, addition.a.shape[1]), torch.tensor([1.0, 0.0, 1.0, 1.0, 0.0])
-    whole = addition(torch.zeros(5, len(addition.b)), x, gate)
-    parts = []
-    for rank in range(2):
-        cut = ModelCut(Shard(rank, 2), config)
-        own, of_matrix = cut_addition(name, addition, cut), cut.of(MEMBERS[name][0])
-        assert of_matrix is not None
-        if of_matrix.dim == COLUMNS:
-            term = own(torch.zeros(5, len(own.b)), x[:, of_matrix.part.start : of_matrix.part.stop], gate)
-            parts.append(term)
-            continue
-        found, first, done = own(torch.zeros(5, len(own.b)), x, gate), 0, 0
-        for member in MEMBERS[name]:
-            one = cut.of(member)
-            assert one is not None
-            expected = whole[:, first + one.part.start : first + one.part.stop]
-            assert_rows_close(found[:, done : done + len(one.part)], expected, 1e-5, member, ("token", "output"))
-            first, done = first + one.total, done + len(one.part)
-    if parts:
-        assert_rows_close(parts[0] + parts[1], whole, 1e-5, "the sum of the terms", ("token", "output"))
 
 
 def forward(model: CausalLM) -> torch.Tensor:

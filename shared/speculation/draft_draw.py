@@ -1,0 +1,42 @@
+"""The draw of drafts that rejection sampling accepts or replaces. Introduced in phase 11.
+
+Invariant: drafts are drawn with noise of their own, independent of the draws that accept and replace them.
+"""
+
+from collections.abc import MutableMapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from shared.engine.drawing import Edited
+from shared.engine.staging import upload
+from shared.sampling.noise import Stream, gumbel
+from shared.sampling.sampler import SamplingRow, adjust_logits, filter_logits
+
+
+@dataclass(frozen=True)
+class DraftDraw:
+    """A :data:`shared.engine.drawing.Draw` from ``Stream.DRAFT``.
+
+    Attributes:
+        distributions: gets the probabilities ``[V]`` of each draft that is not greedy, by its request's serial and its
+            index.
+    """
+
+    distributions: MutableMapping[tuple[int, int], torch.Tensor]
+
+    def __call__(self, edited: Edited, rows: Sequence[SamplingRow]) -> torch.Tensor:
+        """See :data:`shared.engine.drawing.Draw`; never replayed, since it keeps distributions."""
+        batch = edited.batch
+        logits = adjust_logits(edited.edit(), batch)
+        ids = logits.argmax(-1)
+        numbers = [number for number, row in enumerate(rows) if not row.params.is_greedy]
+        if not numbers:
+            return ids
+        assert batch.seeds is not None
+        assert batch.indices is not None
+        drawing = upload(torch.tensor(numbers), logits.device)
+        q = filter_logits(logits[drawing], batch, drawing).softmax(-1)
+        self.distributions.update(zip([(rows[n].serial, rows[n].index) for n in numbers], q, strict=True))
+        noise = gumbel(batch.seeds[drawing], batch.indices[drawing], Stream.DRAFT, q.shape[1])
+        return ids.index_copy(0, drawing, (q.log() + noise).argmax(-1))

@@ -1,0 +1,98 @@
+"""Masks of drafts: a draft model draws under the grammars of its requests. Introduced in phase 12.
+
+Without masks a draft model proposes what the grammar refuses, and the rest of its drafts is lost with that token. On a
+GPU its sampler finds the masks as the model's does, in rows of its own: they stand behind drafts, which may turn out
+wrong, so all are forgotten when the next step is drafted. On a CPU the drafts are known here, and masks are made from
+them.
+
+Invariant: a draft is drawn from the tokens that its grammar allows behind the drafts before it. Not masked are drafts
+of a model with another number of logits, and on a GPU those of grammars whose tables are not there, or while
+``min_tokens`` forbids the end.
+"""
+
+from collections.abc import Callable, Sequence
+
+from shared.engine.config import EngineConfig
+from shared.engine.drawing import Step
+from shared.engine.grammar_masks import host_masks
+from shared.engine.grammar_rows import GrammarRows
+from shared.engine.request import Request
+from shared.grammar.constraint import Constraint
+from shared.grammar.pool import GrammarPool
+from shared.loading.loader import load_model
+from shared.models.causal_lm import CausalLM
+from shared.sampling.sampler import SamplingRow
+from shared.speculation.draft_model import Asking, DraftMasks, DraftModel, Drawn
+from shared.text.tokenizer import Tokenizer
+
+
+class DeviceMasks(DraftMasks):
+    """The device finds the masks, from the tables of ``pool``."""
+
+    grammar_rows: GrammarRows
+
+    def __init__(self, pool: GrammarPool) -> None:
+        self.pool = pool
+
+    def steps(self, max_rows: int) -> list[Step]:
+        """See :class:`DraftMasks`."""
+        self.grammar_rows = GrammarRows(max_rows, self.pool)
+        return [self.grammar_rows]
+
+    def forget(self) -> None:
+        """See :class:`DraftMasks`."""
+        self.grammar_rows.forget()
+
+    def rows(self, rows: list[SamplingRow], asking: Sequence[Asking], drawn: Sequence[Drawn]) -> list[SamplingRow]:
+        """See :class:`DraftMasks`."""
+        for number, (request, _, _) in enumerate(asking):
+            constraint = request.constraint
+            if isinstance(constraint, Constraint) and constraint.base is not None and not rows[number].masked_ids:
+                rows[number] = rows[number]._replace(constraint=constraint)
+        return rows
+
+
+class HostMasks(DraftMasks):
+    """The host makes the masks, and waits for the drafts before."""
+
+    def steps(self, max_rows: int) -> list[Step]:
+        """See :class:`DraftMasks`."""
+        return [host_masks]
+
+    def rows(self, rows: list[SamplingRow], asking: Sequence[Asking], drawn: Sequence[Drawn]) -> list[SamplingRow]:
+        """See :class:`DraftMasks`."""
+        constraints = [request.constraint for request, _, _ in asking]
+        if not any(constraint is not None for constraint in constraints):
+            return rows
+        drafts: dict[Request, list[int]] = {}
+        for asked, numbers, sampled in drawn:
+            known = sampled.wait()
+            left = [request for (request, _, _), n in zip(asked, numbers, strict=True) if n not in known.errors]
+            for request, token_id in zip(left, known.token_ids, strict=True):
+                drafts.setdefault(request, []).append(token_id)
+        for number, (request, _, _) in enumerate(asking):
+            constraint = constraints[number]
+            if not isinstance(constraint, Constraint):
+                continue
+            state = constraint.after(request.output_ids)
+            for token_id in drafts.get(request, ()):
+                state = state and constraint.fsm.next_state(state, token_id)
+            if state is not None:
+                rows[number] = rows[number]._replace(allowed=constraint.fsm.mask(state))
+        return rows
+
+
+def masked_draft_model(
+    config: EngineConfig,
+    target: CausalLM,
+    tokenizer: Tokenizer,
+    pool: GrammarPool | None,
+    load: Callable[..., CausalLM] = load_model,
+) -> DraftModel:
+    """A draft model with masks.
+
+    Args:
+        pool: the tables of the grammars on the device; None: masks are made on the host.
+    """
+    masks = HostMasks() if pool is None else DeviceMasks(pool)
+    return DraftModel(config, target, tokenizer, masks=masks, load=load)
