@@ -13,8 +13,8 @@ import typer
 
 from shared.cli.bench_options import Device, Dtype, Model, Seed, Threads, measuring, present
 from shared.cli.options import DEFAULT_MODEL
-from shared.cli.terminal import examples
 from shared.engine.config import EngineConfig
+from shared.terminal import examples
 
 GENERATION_EPILOG = examples(
     "infer bench generation",
