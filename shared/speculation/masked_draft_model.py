@@ -80,8 +80,7 @@ class MaskedDraftModel(DraftModel):
             if not isinstance(constraint, Constraint) or not self.is_masked:
                 continue
             if self.grammar_pool is None:
-                constraint.follow(request.output_ids)
-                state = constraint.state
+                state = constraint.after(request.output_ids)
                 for token_id in drafts.get(request, ()):
                     state = state and constraint.fsm.next_state(state, token_id)
                 if state is not None:

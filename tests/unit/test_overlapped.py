@@ -14,7 +14,8 @@ from shared.engine.batch import Batch
 from shared.engine.config import EngineConfig
 from shared.engine.request import Request
 from shared.sampling.params import SamplingParams
-from shared.scheduling.overlapped import OverlappedScheduler
+from shared.scheduling.growth import preempt
+from shared.scheduling.overlapped import OverlappedScheduler, has_block_for_each, must_know_ends
 from shared.scheduling.prefix import PrefixScheduler
 from shared.scheduling.schedule import Schedule
 from shared.text.tokenizer import Tokenizer
@@ -82,25 +83,27 @@ def test_outputs_are_recomputed_to_the_end_beside_a_request_that_decodes(tokeniz
     for name in "ab":
         loop.add_new(name, 3, max_new_tokens=12, ignore_eos=True)
     loop.steps(7)
-    scheduler._preempt(scheduler.running["b"])
+    preempt(scheduler, scheduler.running["b"])
     assert_equal(loop.steps(4), ["|b|a", "|b|a", "|b|a", "||ab"], "steps: b has nine tokens")
 
 
 class ShortWay(OverlappedScheduler):
-    """Counts the steps that are planned by the short way."""
+    """Counts the steps that are planned by the short way, which makes the columns of a schedule before its entries."""
 
     num_short = 0
 
-    def _next_tokens(self, decoding: list[Request]) -> Schedule:
-        self.num_short += 1
-        return super()._next_tokens(decoding)
+    def schedule(self) -> Schedule:
+        schedule = super().schedule()
+        self.num_short += "columns" in vars(schedule)
+        return schedule
 
 
-class LongWay(OverlappedScheduler):
+class LongWay(PrefixScheduler):
     """Asks each request each question, also in steps that only decode, and commits them as any others."""
 
-    decodes_plainly = False
-    commit = PrefixScheduler.commit
+    def schedule(self) -> Schedule:
+        waits = not has_block_for_each(self) and must_know_ends(self)
+        return Schedule(self.num_steps) if waits else super().schedule()
 
 
 def arrays(part: Any) -> dict[str, Any]:

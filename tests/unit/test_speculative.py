@@ -11,8 +11,10 @@ from shared.engine.config import EngineConfig
 from shared.engine.request import Request
 from shared.engine.sampler import SampledTokens
 from shared.sampling.params import SamplingParams
+from shared.scheduling import speculative
+from shared.scheduling.drafts import num_equal, settle
 from shared.scheduling.schedule import Schedule, Scheduled
-from shared.scheduling.speculative import SpeculativeScheduler, num_equal, settle
+from shared.scheduling.speculative import SpeculativeScheduler
 from tests.comparison import assert_equal
 
 MAX_SEQ_LEN, BLOCK_SIZE, LENGTH = 32, 2, 4
@@ -153,7 +155,7 @@ def test_each_step_asks_anew_how_many_drafts_to_plan(num_wanted: int, monkeypatc
     with monkeypatch.context() as patch:
         patch.setattr(scheduler.lengths, "next_lengths", lambda requests: [num_wanted] * len(requests))
         if num_wanted:
-            patch.setattr(scheduler, "_grow", lambda decoding: 1 // 0)
+            patch.setattr(speculative, "grow", lambda owner, decoding: 1 // 0)
             with pytest.raises(ZeroDivisionError):
                 scheduler.schedule()
             scheduler.drop_in_flight()
