@@ -9,8 +9,8 @@ from shared.cache.bucket_view import BucketView
 from shared.cache.paged import PagedKVCachePool
 from shared.cache.paged_layout import PagedSizes
 from shared.cache.paged_memory import sizes_for
-from shared.cache.planned import PlannedKVCachePool
-from shared.cache.prefix import PrefixKVCachePool
+from shared.cache.planned_layout import planning
+from shared.cache.prefix import PrefixSharing
 from shared.cache.prefix_memory import prefix_memory
 from shared.cache.view import BatchView
 from shared.engine.buckets import Buckets
@@ -25,11 +25,11 @@ def bucket_memory(config: EngineConfig, model: CausalLM, max_seq_len: int) -> tu
     buckets = buckets_of(config, model, max_seq_len)
     if not buckets.decode:
         return prefix_memory(config, model, max_seq_len)
-    make_pool = PrefixKVCachePool if config.is_on("use_prefix_caching") else PlannedKVCachePool
 
     def make(sizes: PagedSizes) -> tuple[PagedKVCachePool, BatchView]:
         view = BucketView(model.config, sizes, model.dtype, model.device, config.attention_backend, buckets)
-        return make_pool(sizes, view.planner), view
+        sharing = PrefixSharing(sizes.block_size) if config.is_on("use_prefix_caching") else None
+        return PagedKVCachePool.of(sizes, sharing, planning(view.planner)), view
 
     return make(sizes_for(config, model, max_seq_len, make))
 

@@ -12,8 +12,8 @@ from shared.cache.fp8_view import Fp8View
 from shared.cache.paged import PagedKVCachePool
 from shared.cache.paged_layout import PagedSizes
 from shared.cache.paged_memory import sizes_for
-from shared.cache.planned import PlannedKVCachePool
-from shared.cache.prefix import PrefixKVCachePool
+from shared.cache.planned_layout import planning
+from shared.cache.prefix import PrefixSharing
 from shared.cache.view import BatchView
 from shared.engine.config import EngineConfig
 from shared.loading.checkpoint import Checkpoint
@@ -32,10 +32,10 @@ def fp8_memory(config: EngineConfig, model: CausalLM, max_seq_len: int) -> tuple
     scales = kv_scales(Checkpoint(folder), read_config(folder, can_quantize=True))
     if scales is not None:  # a rank has a part of the KV heads
         scales = scales.narrow(-1, model.config.first_kv_head, model.config.num_kv_heads)
-    make_pool = PrefixKVCachePool if config.is_on("use_prefix_caching") else PlannedKVCachePool
 
     def make(sizes: PagedSizes) -> tuple[PagedKVCachePool, BatchView]:
         view = Fp8View(model.config, sizes, model.dtype, model.device, config.attention_backend, buckets, scales)
-        return make_pool(sizes, view.planner), view
+        sharing = PrefixSharing(sizes.block_size) if config.is_on("use_prefix_caching") else None
+        return PagedKVCachePool.of(sizes, sharing, planning(view.planner)), view
 
     return make(sizes_for(config, model, max_seq_len, make))

@@ -8,8 +8,9 @@ Invariant: plans are made for the lengths of the layout, which the kernels read;
 (``num_ahead``) are planned too, and a split without keys is a state that changes nothing.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NamedTuple, Self
 
 import torch
@@ -17,6 +18,7 @@ import torch
 from shared.attention.descriptor import AttentionPlan
 from shared.attention.plan import plan_decode, plan_prefill
 from shared.cache.layout import Integers
+from shared.cache.paged import as_it_is
 from shared.cache.paged_layout import PagedLayout
 from shared.kernels.planned_tiling import DecodeTiling, PrefillTiling, decode_tiling, prefill_tiling
 from shared.models.config import ModelConfig
@@ -119,3 +121,8 @@ class PlannedLayout(PagedLayout):
     def part(self, sequences: slice, tokens: slice) -> Self:
         """See :class:`shared.cache.layout.Layout`; the part gets new plans."""
         return self.planned(PagedLayout.part(self, sequences, tokens), self.planner)
+
+
+def planning(planner: AttentionPlanner | None) -> Callable[[PagedLayout], PagedLayout]:
+    """Completes the layouts of a pool with plans, if there is a planner."""
+    return as_it_is if planner is None else partial(PlannedLayout.planned, planner=planner)

@@ -6,7 +6,7 @@ Invariant: the pool plans for the view's device, with the view's planner.
 from shared.cache.paged import PagedKVCachePool
 from shared.cache.paged_layout import PagedSizes
 from shared.cache.paged_memory import sizes_for
-from shared.cache.planned import PlannedKVCachePool
+from shared.cache.planned_layout import planning
 from shared.cache.planned_view import PlannedView
 from shared.cache.view import BatchView
 from shared.engine.config import EngineConfig
@@ -18,6 +18,6 @@ def planned_memory(config: EngineConfig, model: CausalLM, max_seq_len: int) -> t
 
     def make(sizes: PagedSizes) -> tuple[PagedKVCachePool, BatchView]:
         view = PlannedView(model.config, sizes, model.dtype, model.device, config.attention_backend)
-        return PlannedKVCachePool(sizes, view.planner), view
+        return PagedKVCachePool.of(sizes, None, planning(view.planner)), view
 
     return make(sizes_for(config, model, max_seq_len, make))

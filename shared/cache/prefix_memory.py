@@ -6,8 +6,9 @@ Invariant: that of :mod:`shared.cache.planned_memory`, which makes the memory if
 from shared.cache.paged import PagedKVCachePool
 from shared.cache.paged_layout import PagedSizes
 from shared.cache.paged_memory import sizes_for
+from shared.cache.planned_layout import planning
 from shared.cache.planned_memory import planned_memory
-from shared.cache.prefix import PrefixKVCachePool
+from shared.cache.prefix import PrefixSharing
 from shared.cache.prefix_view import PrefixView
 from shared.cache.view import BatchView
 from shared.engine.config import EngineConfig
@@ -21,6 +22,6 @@ def prefix_memory(config: EngineConfig, model: CausalLM, max_seq_len: int) -> tu
 
     def make(sizes: PagedSizes) -> tuple[PagedKVCachePool, BatchView]:
         view = PrefixView(model.config, sizes, model.dtype, model.device, config.attention_backend)
-        return PrefixKVCachePool(sizes, view.planner), view
+        return PagedKVCachePool.of(sizes, PrefixSharing(sizes.block_size), planning(view.planner)), view
 
     return make(sizes_for(config, model, max_seq_len, make))

@@ -132,7 +132,7 @@ def blend_chunks(
     """The chunk of these chunks, put together with a fraction recomputed; the known one if it is in the cache.
 
     Args:
-        view, pool: a ``ChunkView`` and a ``ChunkKVCachePool``.
+        view, pool: a ``ChunkView`` and a ``PagedKVCachePool``.
 
     Raises:
         RequestError: there is no chunk, one is not in the cache, ``fraction`` is not from 0 to 1, together they are too

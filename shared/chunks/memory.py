@@ -6,11 +6,14 @@ phase 9 and the registry refuses chunks. Invariant: that of :mod:`shared.cache.p
 
 from shared.cache.bucket_memory import bucket_memory, buckets_of
 from shared.cache.contiguous_memory import contiguous_memory
-from shared.cache.paged_layout import PagedSizes
+from shared.cache.paged import PagedKVCachePool
+from shared.cache.paged_layout import PagedLayout, PagedSizes
 from shared.cache.paged_memory import sizes_for
+from shared.cache.planned_layout import planning
 from shared.cache.pool import CachePoolProtocol
 from shared.cache.view import BatchView
-from shared.chunks.pool import ChunkKVCachePool
+from shared.chunks.layout import ChunkLayout
+from shared.chunks.pool import chunk_pool
 from shared.chunks.ranged_view import RangedView
 from shared.chunks.registry import ChunkRegistry
 from shared.chunks.view import ChunkView
@@ -37,9 +40,14 @@ def chunk_memory(
         return bucket_memory(config, model, max_seq_len)
     buckets = buckets_of(config, model, max_seq_len)
 
-    def make(sizes: PagedSizes) -> tuple[ChunkKVCachePool, BatchView]:
+    def make(sizes: PagedSizes) -> tuple[PagedKVCachePool, BatchView]:
         make_view = RangedView if is_launching else ChunkView
         view = make_view(model.config, sizes, model.dtype, model.device, config.attention_backend, buckets)
-        return ChunkKVCachePool(sizes, view.planner, registry, config.is_on("use_prefix_caching")), view
+        plan = planning(view.planner)
+
+        def lay_out(layout: PagedLayout) -> PagedLayout:  # attention over ranges is planned by the view
+            return layout if isinstance(layout, ChunkLayout) else plan(layout)
+
+        return chunk_pool(sizes, registry, config.is_on("use_prefix_caching"), lay_out), view
 
     return make(sizes_for(config, model, max_seq_len, make))

@@ -10,8 +10,9 @@ from shared.attention.descriptor import Grid
 from shared.attention.plan import plan_decode, plan_prefill
 from shared.cache.contiguous import ContiguousView
 from shared.cache.fp8_view import Fp8View
+from shared.cache.paged import PagedKVCachePool
 from shared.cache.paged_layout import PagedSizes
-from shared.cache.planned import PlannedKVCachePool
+from shared.cache.planned_layout import planning
 from shared.engine.buckets import Buckets
 from shared.kernels.decode_attention import DecodeWorkspace
 from shared.kernels.e4m3 import dequantized, quantized
@@ -185,7 +186,7 @@ def test_every_sequence_is_answered_as_if_alone(tiny_checkpoints, monkeypatch, n
     assert view.layer_keys[0].dtype == (torch.float8_e4m3fn if has_fp8 else torch.uint8)
     view.keys.fill_(UNREAD)
     view.values.fill_(UNREAD)
-    actual = run(model, PlannedKVCachePool(sizes, view.planner), view, STEPS, LEAVES_AFTER)
+    actual = run(model, PagedKVCachePool.of(sizes, lay_out=planning(view.planner)), view, STEPS, LEAVES_AFTER)
     monkeypatch.setattr(RoundedCache, "scales", scales, raising=False)
     expected = alone(model, STEPS, LEAVES_AFTER, RoundedCache)
     torch.testing.assert_close(actual, expected, rtol=2e-4, atol=2e-4)

@@ -8,8 +8,9 @@ import torch
 import shared.cache.planned_layout as planned_layout
 import shared.kernels.planned_tiling as tilings
 from shared.attention.descriptor import DevicePlan, Grid
+from shared.cache.paged import PagedKVCachePool
 from shared.cache.paged_layout import PagedSizes
-from shared.cache.planned import PlannedKVCachePool
+from shared.cache.planned_layout import planning
 from shared.cache.planned_view import PlannedView
 from shared.engine.batch import Batch
 from shared.engine.staging import Staging
@@ -88,7 +89,7 @@ def counted(monkeypatch):
 def make_memory(config, block_size, dtype=torch.float32, backend=None):
     sizes = PagedSizes(-(-120 // block_size), block_size, 4, 60, CAPACITY)
     view = poisoned(PlannedView(config, sizes, dtype, DEVICE, backend))
-    return PlannedKVCachePool(sizes, view.planner), view
+    return PagedKVCachePool.of(sizes, lay_out=planning(view.planner)), view
 
 
 @pytest.mark.parametrize(

@@ -16,8 +16,8 @@ from phases.phase_10.engine import Engine
 from shared.cache.contiguous import kv_bytes
 from shared.cache.fp8_memory import fp8_memory
 from shared.cache.fp8_view import Fp8View
+from shared.cache.paged import PagedKVCachePool
 from shared.cache.paged_layout import PagedSizes
-from shared.cache.planned import PlannedKVCachePool
 from shared.cache.prefix_view import PrefixView
 from shared.engine.batch import Batch
 from shared.engine.buckets import Buckets
@@ -164,7 +164,7 @@ def test_what_a_layer_reads_was_stored_by_the_scales_of_its_keys_and_values(tiny
     generator = torch.Generator().manual_seed(0)
     scales = 0.01 + 0.1 * torch.rand(2, config.num_layers, config.num_kv_heads, generator=generator)
     view = Fp8View(config, sizes, torch.float32, "cpu", None, Buckets((), ()), scales)
-    pool, request = PlannedKVCachePool(sizes, None), make_request("a", range(9))
+    pool, request = PagedKVCachePool.of(sizes), make_request("a", range(9))
     assert pool.reserve(request, 9)
     view.load(Batch.of(step_of({request: 9}), pool))
     for layer in range(config.num_layers):
@@ -187,7 +187,7 @@ def test_the_demo_model_says_nearly_the_same(demo_folder: Path) -> None:
         PrefixView(model.config, sizes, model.dtype),
         Fp8View(model.config, sizes, model.dtype, "cpu", None, Buckets((), ())),
     ):
-        pool, request = PlannedKVCachePool(sizes, None), make_request("a", token_ids)
+        pool, request = PagedKVCachePool.of(sizes), make_request("a", token_ids)
         assert pool.reserve(request, len(token_ids))
         batch = Batch.of(step_of({request: len(token_ids)}), pool)
         with torch.inference_mode():
