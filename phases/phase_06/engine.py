@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from shared.cache.contiguous_memory import contiguous_memory
-from shared.cache.paged_memory import paged_memory
+from shared.cache.paged_memory import PagedMemory
 from shared.cache.view import MakeMemory
 from shared.engine.batch import Batch
 from shared.engine.config import EngineConfig
@@ -52,7 +52,7 @@ SUPPORTED = {
     "block_size",
     "num_gpu_blocks",
 }
-MEMORY: dict[str, MakeMemory] = {"contiguous": contiguous_memory, "paged": paged_memory}
+MEMORY: dict[str, MakeMemory] = {"contiguous": contiguous_memory, "paged": PagedMemory()}
 SCHEDULERS: dict[str, type[Scheduler]] = {"static": StaticScheduler, "continuous": PreemptiveScheduler}
 
 

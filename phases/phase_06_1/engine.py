@@ -8,7 +8,8 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from shared.cache.contiguous_memory import contiguous_memory
-from shared.cache.planned_memory import planned_memory
+from shared.cache.paged_memory import PagedMemory
+from shared.cache.planned_attention import planned_attention
 from shared.cache.view import MakeMemory
 from shared.engine.batch import Batch
 from shared.engine.config import EngineConfig
@@ -53,7 +54,7 @@ SUPPORTED = {
     "block_size",
     "num_gpu_blocks",
 }
-MEMORY: dict[str, MakeMemory] = {"contiguous": contiguous_memory, "paged": planned_memory}
+MEMORY: dict[str, MakeMemory] = {"contiguous": contiguous_memory, "paged": PagedMemory(planned_attention)}
 SCHEDULERS: dict[str, type[Scheduler]] = {"static": StaticScheduler, "continuous": PreemptiveScheduler}
 
 

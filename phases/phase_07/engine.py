@@ -8,7 +8,8 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from shared.cache.contiguous_memory import contiguous_memory
-from shared.cache.planned_memory import planned_memory
+from shared.cache.paged_memory import PagedMemory
+from shared.cache.planned_attention import planned_attention
 from shared.cache.view import MakeMemory
 from shared.engine.batch import Batch
 from shared.engine.config import EngineConfig
@@ -56,7 +57,7 @@ SUPPORTED = {
     "prefill_chunk_size",
     "max_prefill_chunks_per_step",
 }
-MEMORY: dict[str, MakeMemory] = {"contiguous": contiguous_memory, "paged": planned_memory}
+MEMORY: dict[str, MakeMemory] = {"contiguous": contiguous_memory, "paged": PagedMemory(planned_attention)}
 SCHEDULERS: dict[str, type[Scheduler]] = {"static": StaticScheduler, "continuous": ChunkedScheduler}
 
 

@@ -8,7 +8,9 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from shared.cache.contiguous_memory import contiguous_memory
-from shared.cache.prefix_memory import prefix_memory
+from shared.cache.paged_memory import PagedMemory
+from shared.cache.planned_attention import planned_attention
+from shared.cache.prefix import prefix_sharing
 from shared.cache.view import MakeMemory
 from shared.engine.batch import Batch
 from shared.engine.config import EngineConfig
@@ -57,7 +59,10 @@ SUPPORTED = {
     "max_prefill_chunks_per_step",
     "use_prefix_caching",
 }
-MEMORY: dict[str, MakeMemory] = {"contiguous": contiguous_memory, "paged": prefix_memory}
+MEMORY: dict[str, MakeMemory] = {
+    "contiguous": contiguous_memory,
+    "paged": PagedMemory(planned_attention, prefix_sharing),
+}
 SCHEDULERS: dict[str, type[Scheduler]] = {"static": StaticScheduler, "continuous": PrefixScheduler}
 
 

@@ -7,8 +7,10 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from shared.cache.bucket_memory import bucket_memory
+from shared.cache.bucket_padding import bucket_attention
 from shared.cache.contiguous_memory import contiguous_memory
+from shared.cache.paged_memory import PagedMemory
+from shared.cache.prefix import prefix_sharing
 from shared.cache.view import MakeMemory
 from shared.engine.batch import Batch
 from shared.engine.captured_runner import CapturedRunner
@@ -60,7 +62,10 @@ SUPPORTED = {
     "use_cuda_graphs",
     "overlap_scheduling",
 }
-MEMORY: dict[str, MakeMemory] = {"contiguous": contiguous_memory, "paged": bucket_memory}
+MEMORY: dict[str, MakeMemory] = {
+    "contiguous": contiguous_memory,
+    "paged": PagedMemory(bucket_attention, prefix_sharing),
+}
 SCHEDULERS: dict[str, type[Scheduler]] = {"static": StaticScheduler, "continuous": OverlappedScheduler}
 
 

@@ -9,8 +9,11 @@ from typing import Any
 
 import torch
 
+from shared.cache.bucket_padding import bucket_attention
 from shared.cache.contiguous_memory import contiguous_memory
-from shared.cache.fp8_memory import fp8_memory
+from shared.cache.fp8_storage import STORAGES
+from shared.cache.paged_memory import PagedMemory
+from shared.cache.prefix import prefix_sharing
 from shared.cache.view import MakeMemory
 from shared.engine.batch import Batch
 from shared.engine.captured_runner import CapturedRunner
@@ -78,7 +81,10 @@ SUPPORTED = {
     "acceptance_method",
     "adapt_spec_length",
 }
-MEMORY: dict[str, MakeMemory] = {"contiguous": contiguous_memory, "paged": fp8_memory}
+MEMORY: dict[str, MakeMemory] = {
+    "contiguous": contiguous_memory,
+    "paged": PagedMemory(bucket_attention, prefix_sharing, STORAGES),
+}
 SCHEDULERS: dict[str, type[Scheduler]] = {"static": StaticScheduler, "continuous": SpeculativeScheduler}
 DRAFTERS: dict[str, Callable[[EngineConfig, CausalLM, Tokenizer], Drafter]] = {
     "ngram": lambda *_: NGramDrafter(),

@@ -10,7 +10,10 @@ from typing import Any
 import torch
 
 from shared.cache.contiguous_memory import contiguous_memory
-from shared.cache.multi_token_memory import multi_token_memory
+from shared.cache.fp8_storage import STORAGES
+from shared.cache.multi_token_attention import mask_token_attention
+from shared.cache.paged_memory import PagedMemory
+from shared.cache.prefix import prefix_sharing
 from shared.cache.view import MakeMemory
 from shared.engine.config import EngineConfig
 from shared.engine.multi_token_batch import MultiTokenBatch as Batch
@@ -83,7 +86,10 @@ SUPPORTED = {
     "adapter",
     "execution",
 }
-MEMORY: dict[str, MakeMemory] = {"contiguous": contiguous_memory, "paged": multi_token_memory}
+MEMORY: dict[str, MakeMemory] = {
+    "contiguous": contiguous_memory,
+    "paged": PagedMemory(mask_token_attention, prefix_sharing, STORAGES),
+}
 SCHEDULERS: dict[str, type[Scheduler]] = {"static": StaticScheduler, "continuous": MultiTokenScheduler}
 DRAFTERS: dict[str, Callable[[EngineConfig, CausalLM, Tokenizer], Drafter]] = {
     "ngram": lambda *_: NGramDrafter(),

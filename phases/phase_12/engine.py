@@ -9,8 +9,11 @@ from typing import Any
 
 import torch
 
+from shared.cache.bucket_padding import bucket_attention
 from shared.cache.contiguous_memory import contiguous_memory
-from shared.cache.fp8_memory import fp8_memory
+from shared.cache.fp8_storage import STORAGES
+from shared.cache.paged_memory import PagedMemory
+from shared.cache.prefix import prefix_sharing
 from shared.cache.view import MakeMemory
 from shared.engine.batch import Batch
 from shared.engine.captured_runner import CapturedRunner
@@ -83,7 +86,10 @@ SUPPORTED = {
     "adapt_spec_length",
     "grammar_pool_bytes",
 }
-MEMORY: dict[str, MakeMemory] = {"contiguous": contiguous_memory, "paged": fp8_memory}
+MEMORY: dict[str, MakeMemory] = {
+    "contiguous": contiguous_memory,
+    "paged": PagedMemory(bucket_attention, prefix_sharing, STORAGES),
+}
 SCHEDULERS: dict[str, type[Scheduler]] = {"static": StaticScheduler, "continuous": SpeculativeScheduler}
 DRAFTERS: dict[str, Callable[[EngineConfig, CausalLM, Tokenizer, GrammarPool | None], Drafter]] = {
     "ngram": lambda _, __, tokenizer, ___: ForcedTextDrafter(NGramDrafter(), tokenizer),

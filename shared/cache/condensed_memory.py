@@ -6,15 +6,15 @@ Invariant: that of :mod:`shared.cache.paged_memory`; without ``compress_method``
 from dataclasses import replace
 from functools import partial
 
-from shared.cache.bucket_memory import bucket_memory, buckets_of
+from shared.cache.bucket_padding import bucket_attention, buckets_of
 from shared.cache.condensed import CompressedRequests
 from shared.cache.condensed_bucket_view import CondensedBucketView
 from shared.cache.condensed_view import CondensedView
 from shared.cache.extension import NoExtension
 from shared.cache.paged import PagedKVCachePool
 from shared.cache.paged_layout import PagedSizes
-from shared.cache.paged_memory import sizes_for
-from shared.cache.prefix import PrefixSharing
+from shared.cache.paged_memory import PagedMemory, sizes_for
+from shared.cache.prefix import PrefixSharing, prefix_sharing
 from shared.cache.view import BatchView
 from shared.compression.compressors import COMPRESSORS
 from shared.compression.selection import Budget
@@ -24,11 +24,13 @@ from shared.engine.request import Request
 from shared.kernels.launch import launches
 from shared.models.causal_lm import CausalLM
 
+WITHOUT_COMPRESSION = PagedMemory(bucket_attention, prefix_sharing)
+
 
 def condensed_memory(config: EngineConfig, model: CausalLM, max_seq_len: int) -> tuple[PagedKVCachePool, BatchView]:
     """See ``MakeMemory``."""
     if config.compress_method is None:
-        return bucket_memory(config, model, max_seq_len)
+        return WITHOUT_COMPRESSION(config, model, max_seq_len)
     compressor = COMPRESSORS[config.compress_method](model.config.attention_scale)
     bounds = config.layer_budget, config.layer_upper_budget
     budget = Budget(*bounds, config.p_attn, reduction=config.attn_reduce_method)

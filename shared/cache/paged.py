@@ -21,18 +21,13 @@ import numpy as np
 from shared.cache.blocks import BlockAllocator, Blocks
 from shared.cache.extension import NoExtension, PoolExtension
 from shared.cache.layout import before_and_after
-from shared.cache.paged_layout import PagedLayout, PagedSizes
+from shared.cache.paged_layout import PagedLayout, PagedSizes, as_it_is
 from shared.engine.request import Request
 from shared.errors import CapacityError, ConfigError
 from shared.scheduling.schedule import Schedule
 
 WATERMARK = 0.01
 """Share of the blocks that admission leaves free for running requests to grow into, as in vLLM."""
-
-
-def as_it_is(layout: PagedLayout) -> PagedLayout:
-    """The layout of a step whose attention needs no plans."""
-    return layout
 
 
 class PagedKVCachePool:

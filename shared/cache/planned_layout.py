@@ -8,9 +8,8 @@ Invariant: plans are made for the lengths of the layout, which the kernels read;
 (``num_ahead``) are planned too, and a split without keys is a state that changes nothing.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any, NamedTuple, Self
 
 import torch
@@ -18,7 +17,6 @@ import torch
 from shared.attention.descriptor import AttentionPlan
 from shared.attention.plan import plan_decode, plan_prefill
 from shared.cache.layout import Integers
-from shared.cache.paged import as_it_is
 from shared.cache.paged_layout import PagedLayout
 from shared.kernels.planned_tiling import DecodeTiling, PrefillTiling, decode_tiling, prefill_tiling
 from shared.models.config import ModelConfig
@@ -29,6 +27,15 @@ class StepPlans(NamedTuple):
 
     decode: Mapping[int | None, AttentionPlan]
     prefill: Mapping[int | None, AttentionPlan]
+
+
+class StepLaunches(NamedTuple):
+    """The launches of each layer: the rows of queries that they get, and their tilings; None: there is no launch."""
+
+    num_decoding: int  # the first rows, of the sequences that decode
+    first_prompt: int  # the row from which those of the prompts are read
+    decode: DecodeTiling | None
+    prefill: PrefillTiling | None
 
 
 @dataclass(frozen=True)
@@ -72,6 +79,12 @@ class AttentionPlanner:
             self._plan_decode(lengths[:num_decoding]),
             self._plan_prefill(num_new[num_decoding:], lengths[num_decoding:]),
         )
+
+    def launches(self, num_tokens: int, num_sequences: int, num_decoding: int) -> StepLaunches:
+        """The launches of a step whose first ``num_decoding`` sequences have one new token each."""
+        T, B, n = num_tokens, num_sequences, num_decoding
+        decode = self.decode_tiling(n) if n else None
+        return StepLaunches(n, n, decode, self.prefill_tiling(T - n, B - n) if n < B else None)
 
     def _plan_decode(self, lengths: Integers, num_rows: int | None = None) -> dict[int | None, AttentionPlan]:
         """``num_rows``: of a captured launch, which needs a plan even if nothing decodes."""
@@ -121,8 +134,3 @@ class PlannedLayout(PagedLayout):
     def part(self, sequences: slice, tokens: slice) -> Self:
         """See :class:`shared.cache.layout.Layout`; the part gets new plans."""
         return self.planned(PagedLayout.part(self, sequences, tokens), self.planner)
-
-
-def planning(planner: AttentionPlanner | None) -> Callable[[PagedLayout], PagedLayout]:
-    """Completes the layouts of a pool with plans, if there is a planner."""
-    return as_it_is if planner is None else partial(PlannedLayout.planned, planner=planner)

@@ -24,8 +24,9 @@ import numpy as np
 
 from shared.cache.blocks import Blocks
 from shared.cache.extension import BlockTables
-from shared.cache.paged_layout import PagedLayout
+from shared.cache.paged_layout import PagedLayout, PagedSizes
 from shared.cache.prefix_tree import ID_BYTES, Node, PrefixTree
+from shared.engine.config import EngineConfig
 from shared.engine.request import Request
 from shared.errors import BlockError, CapacityError
 from shared.scheduling.schedule import Schedule
@@ -240,3 +241,8 @@ class PrefixSharing:
 
 def _salt(request: Request) -> bytes:
     return (request.params.cache_salt or "").encode("utf-8", "surrogatepass")
+
+
+def prefix_sharing(config: EngineConfig, sizes: PagedSizes) -> PrefixSharing | None:
+    """See :data:`shared.cache.paged_memory.MakeExtension`; None if prefix caching is off."""
+    return PrefixSharing(sizes.block_size) if config.is_on("use_prefix_caching") else None

@@ -15,8 +15,8 @@ from typing import Any
 
 from shared.cache.blocks import Blocks
 from shared.cache.extension import BlockTables
-from shared.cache.paged import PagedKVCachePool, as_it_is
-from shared.cache.paged_layout import PagedLayout, PagedSizes
+from shared.cache.paged import PagedKVCachePool
+from shared.cache.paged_layout import PagedLayout, PagedSizes, as_it_is
 from shared.cache.prefix import PrefixSharing
 from shared.chunks.layout import ChunkLayout, Range, ranges_of
 from shared.chunks.registry import Chunk, ChunkRegistry

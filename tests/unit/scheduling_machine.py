@@ -234,7 +234,7 @@ class SchedulingMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.registry is not None)
     @rule(count=st.integers(0, 9))
     def evict(self, count: int) -> None:
-        in_use = [chunk for request in self.target.users for chunk in self.registry.contexts[request]]
+        in_use = [chunk for request in self.extension.users for chunk in self.registry.contexts[request]]
         self.met["chunks evicted"] += self.registry.evict(count) > 0
         assert all(chunk.is_resident for chunk in in_use)
 

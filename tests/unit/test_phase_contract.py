@@ -88,7 +88,7 @@ def test_a_phase_folder_holds_the_same_files(lesson: Lesson) -> None:
 @pytest.mark.parametrize("lesson", LESSONS, ids=by_number)
 def test_an_engine_is_short_imports_no_phase_and_knows_no_number(lesson: Lesson) -> None:
     source = (lesson.folder / "engine.py").read_text(encoding="utf-8")
-    assert len(source.splitlines()) <= 248
+    assert len(source.splitlines()) <= 256
     tree = ast.parse(source)
     imported = [n.module or "" for n in ast.walk(tree) if isinstance(n, ast.ImportFrom)]
     imported += [a.name for n in ast.walk(tree) if isinstance(n, ast.Import) for a in n.names]

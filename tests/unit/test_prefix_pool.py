@@ -2,6 +2,7 @@
 
 import struct
 import time
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -12,10 +13,9 @@ import torch
 
 from shared.cache.paged import PagedKVCachePool
 from shared.cache.paged_layout import PagedLayout, PagedSizes
-from shared.cache.planned_layout import AttentionPlanner, StepPlans, planning
+from shared.cache.planned_layout import AttentionPlanner, PlannedLayout, StepPlans
 from shared.cache.prefix import PrefixSharing
 from shared.cache.prefix_tree import PrefixTree
-from shared.cache.prefix_view import PrefixView
 from shared.engine.batch import Batch
 from shared.engine.request import Request, RequestStatus
 from shared.errors import BlockError, CapacityError
@@ -23,6 +23,7 @@ from shared.loading.config_json import read_config
 from shared.sampling.params import SamplingParams
 from shared.scheduling.schedule import Schedule, Scheduled
 from tests.comparison import assert_equal
+from tests.views import paged_view
 
 SIZE = 4
 
@@ -285,7 +286,8 @@ def test_a_part_of_a_batch_makes_its_own_copies(is_planned: bool) -> None:
     """When a request fails, the others run by themselves."""
     pool, requests = make_pool(), [make(name, "abcdefgh") for name in "123"]
     if is_planned:
-        pool.lay_out = planning(cast(AttentionPlanner, SimpleNamespace(plan=lambda *about: StepPlans({}, {}))))
+        planner = cast(AttentionPlanner, SimpleNamespace(plan=lambda *about: StepPlans({}, {})))
+        pool.lay_out = partial(PlannedLayout.planned, planner=planner)
     run(pool, requests[0])
     for request in requests[1:]:
         start(pool, request)
@@ -299,7 +301,7 @@ def test_a_block_is_copied_in_all_layers_before_a_step_writes_into_it(tiny_check
     run(pool, first)
     start(pool, second)
     batch = Batch.of(Schedule(1, (Scheduled(second, 7, 1),)), pool)
-    view = PrefixView(read_config(tiny_checkpoints["llama"]), PagedSizes(12, SIZE, 4, 64, 48), torch.float32)
+    view = paged_view(read_config(tiny_checkpoints["llama"]), PagedSizes(12, SIZE, 4, 64, 48))
     memories = view.keys, view.values
     for memory in memories:
         memory.normal_(generator=torch.Generator().manual_seed(0))
