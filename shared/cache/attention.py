@@ -14,6 +14,8 @@ from shared.cache.paged_layout import PagedLayout
 from shared.engine.batch import Batch
 
 Arrays = dict[str, NDArray[Any]]
+Places = dict[str, tuple[int, DTypeLike]]
+Scores = dict[str, Any]  # the arguments scale, window and softcap of ``KVView.attend``
 
 
 class PagedAttentionProtocol(Protocol):
@@ -21,29 +23,20 @@ class PagedAttentionProtocol(Protocol):
 
     def lay_out(self, layout: PagedLayout) -> PagedLayout:
         """What the pool adds to the layout of a step, on the host: plans (phase 6.1)."""
-        ...
+        return layout
 
-    def staged(self, is_decode: bool, max_tokens: int) -> dict[str, tuple[int, DTypeLike]]:
+    def staged(self, is_decode: bool, max_tokens: int) -> Places:
         """Lengths and dtypes of the arrays of steps of up to ``max_tokens`` tokens."""
-        ...
+        return {}
 
     def arrays(self, batch: Batch, layout: PagedLayout) -> Arrays:
         """The arrays of a step."""
-        ...
+        return {}
 
     def receive(self, batch: Batch, layout: PagedLayout, sent: Mapping[str, torch.Tensor]) -> None:
         """Take the step's arrays on the device; all layers' attention is that of this step from now on."""
         ...
 
-    def attend(
-        self,
-        layer: int,
-        q: torch.Tensor,
-        *,
-        scale: float,
-        window: int | None,
-        softcap: float | None,
-        out: torch.Tensor | None,
-    ) -> torch.Tensor:
+    def attend(self, layer: int, q: torch.Tensor, about: Scores, out: torch.Tensor | None) -> torch.Tensor:
         """See :class:`shared.models.tokens.KVView`; ``out`` is the buffer of a decode step's results."""
         ...

@@ -21,7 +21,7 @@ import numpy as np
 
 from shared.cache.blocks import Blocks
 from shared.cache.condensed_layout import Cells, CondensedLayout, Holding, Packed
-from shared.cache.extension import BlockTables, NoExtension
+from shared.cache.extension import BlockTables, PoolExtension
 from shared.cache.paged_layout import PagedLayout
 from shared.cache.prefix import PrefixSharing
 from shared.engine.request import Request
@@ -36,9 +36,14 @@ class CompressedRequests:
         sharing: what requests share until they are compressed.
     """
 
-    def __init__(self, cells: Cells, sharing: NoExtension | PrefixSharing) -> None:
+    def __init__(self, cells: Cells, sharing: PoolExtension) -> None:
         self.cells, self.sharing = cells, sharing
         self.packed: dict[Request, Packed] = {}  # of the compressed requests
+        self.admit, self.must_wait, self.allocate = sharing.admit, sharing.must_wait, sharing.allocate
+        self.commit = sharing.commit  # a compressed request has left the tree
+        self.context_length, self.used_tokens = sharing.context_length, sharing.used_tokens
+        self.num_unused_blocks, self.unused_blocks = sharing.num_unused_blocks, sharing.unused_blocks
+        self.drop_unused, self.block_lists = sharing.drop_unused, sharing.block_lists
 
     def holding(self, pool: BlockTables, request: Request, num_in_flight: int = 0) -> Holding:
         """The committed tokens of a request, and those of the step in flight."""
@@ -92,22 +97,6 @@ class CompressedRequests:
         filled = num_packed + (holding.length - holding.num_packed_slots) * per_slot
         return filled, pool.num_held[holding.row] * self.cells.per_block
 
-    def admit(self, pool: BlockTables, request: Request) -> int:
-        """See ``PoolExtension``."""
-        return self.sharing.admit(pool, request)
-
-    def must_wait(self, request: Request) -> bool:
-        """See ``PoolExtension``."""
-        return self.sharing.must_wait(request)
-
-    def allocate(self, pool: BlockTables, count: int) -> Blocks | None:
-        """See ``PoolExtension``."""
-        return self.sharing.allocate(pool, count)
-
-    def commit(self, pool: BlockTables, request: Request, num_tokens: int) -> None:
-        """See ``PoolExtension``; a compressed request has left the tree."""
-        self.sharing.commit(pool, request, num_tokens)
-
     def check_truncation(self, request: Request, num_tokens: int) -> None:
         """See ``PoolExtension``; tokens that were compressed cannot be dropped one by one."""
         packed = self.packed.get(request)
@@ -123,31 +112,10 @@ class CompressedRequests:
         self.packed.pop(request, None)
         self.sharing.release(request)
 
-    def context_length(self, request: Request) -> int:
-        """See ``PoolExtension``."""
-        return 0
-
     def lay_out(self, pool: BlockTables, schedule: Schedule, layout: PagedLayout) -> CondensedLayout:
         """See ``PoolExtension``."""
         layout = self.sharing.lay_out(pool, schedule, layout)
         return CondensedLayout.of_paged(layout, [self.packed.get(request) for request in schedule.requests])
-
-    @property
-    def num_unused_blocks(self) -> int:
-        """See ``PoolExtension``."""
-        return self.sharing.num_unused_blocks
-
-    def used_tokens(self) -> int:
-        """See ``PoolExtension``."""
-        return self.sharing.used_tokens()
-
-    def unused_blocks(self) -> list[int]:
-        """See ``PoolExtension``."""
-        return self.sharing.unused_blocks()
-
-    def drop_unused(self, pool: BlockTables) -> None:
-        """See ``PoolExtension``."""
-        self.sharing.drop_unused(pool)
 
     def audit(self, pool: BlockTables) -> list[str]:
         """See ``PoolExtension``; the packed parts too, of which the tree has no block."""
@@ -167,7 +135,3 @@ class CompressedRequests:
                     f"Request {request.request_id} is compressed and its blocks {sorted(both)} are in the prefix tree."
                 )
         return found
-
-    def block_lists(self) -> list[Blocks]:
-        """See ``PoolExtension``."""
-        return self.sharing.block_lists()

@@ -16,9 +16,8 @@ from typing import Any, cast
 
 import numpy as np
 import torch
-from numpy.typing import DTypeLike
 
-from shared.cache.attention import Arrays, PagedAttentionProtocol
+from shared.cache.attention import Arrays, PagedAttentionProtocol, Places, Scores
 from shared.cache.bucket_padding import OF_TOKENS, BucketPadding
 from shared.cache.compressing import Place
 from shared.cache.condensed_layout import CondensedLayout, Holding, Packed
@@ -27,7 +26,7 @@ from shared.cache.head_selection import HeadSelector, Selected, before, num_tile
 from shared.cache.layout import Integers
 from shared.cache.padding import Padding
 from shared.cache.paged_attention import PagedAttention
-from shared.cache.paged_layout import PagedLayout, PagedSizes, as_it_is
+from shared.cache.paged_layout import PagedLayout, PagedSizes
 from shared.cache.view import StepInputs
 from shared.compression.compressors import BatchedCompressor
 from shared.engine.batch import Batch
@@ -39,7 +38,7 @@ from shared.models.config import ModelConfig
 from shared.models.tokens import QueryKeyTransform
 
 
-class CondensedAttention:
+class CondensedAttention(PagedAttentionProtocol):
     """Attention over what is kept; see :class:`shared.cache.attention.PagedAttentionProtocol`.
 
     Args:
@@ -52,9 +51,9 @@ class CondensedAttention:
         self, flash: PagedAttention, kept: KeptTokens, by_cells: Callable[..., torch.Tensor], num_queries: int
     ) -> None:
         self.flash, self.kept, self.by_cells, self.num_queries = flash, kept, by_cells, num_queries
-        self.lay_out, self.max_sequences = as_it_is, flash.sizes.max_sequences
+        self.max_sequences = flash.sizes.max_sequences
 
-    def staged(self, is_decode: bool, max_tokens: int) -> dict[str, tuple[int, DTypeLike]]:
+    def staged(self, is_decode: bool, max_tokens: int) -> Places:
         """See ``PagedAttentionProtocol``."""
         own = {"ring_places": (max_tokens, np.int64), "rows": (self.max_sequences, np.int32)}
         return own | self.flash.staged(is_decode, max_tokens)
@@ -82,18 +81,8 @@ class CondensedAttention:
             self.prompts, self.num_new = prompts, batch.num_new_tokens[layout.num_decoding :].tolist()
             self.is_compressed = any(one.packed is not None for one in prompts)
 
-    def attend(
-        self,
-        layer: int,
-        q: torch.Tensor,
-        *,
-        scale: float,
-        window: int | None,
-        softcap: float | None,
-        out: torch.Tensor | None,
-    ) -> torch.Tensor:
+    def attend(self, layer: int, q: torch.Tensor, about: Scores, out: torch.Tensor | None) -> torch.Tensor:
         """See ``PagedAttentionProtocol``."""
-        about: dict[str, Any] = {"scale": scale, "window": window, "softcap": softcap}
         if self.is_decode:
             return self._attend_decoding(layer, q, about, out)
         n, out = self.flash.num_decoding, torch.empty_like(q, memory_format=torch.contiguous_format)

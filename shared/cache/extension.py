@@ -7,6 +7,7 @@ Invariant: an extension holds a reference for each block that it keeps, and list
 """
 
 from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any, Protocol
 
 from shared.cache.blocks import BlockAllocator, Blocks
@@ -39,116 +40,62 @@ class BlockTables(Protocol):
 
 
 class PoolExtension(Protocol):
-    """Called by a pool, whose tables are the argument ``pool``."""
+    """Called by a pool, whose tables are the argument ``pool``; without methods of its own it does nothing."""
+
+    prefixes: Mapping[Request, Any] = MappingProxyType({})  # of requests that share one
 
     def admit(self, pool: BlockTables, request: Request) -> int:
         """See ``CachePoolProtocol``."""
-        ...
-
-    def must_wait(self, request: Request) -> bool:
-        """See ``CachePoolProtocol``."""
-        ...
-
-    def allocate(self, pool: BlockTables, count: int) -> Blocks | None:
-        """``count`` blocks, each with one reference, if need be those that no request uses; None if there are fewer."""
-        ...
-
-    def commit(self, pool: BlockTables, request: Request, num_tokens: int) -> None:
-        """After the pool has counted ``num_tokens`` tokens more."""
-        ...
-
-    def check_truncation(self, request: Request, num_tokens: int) -> None:
-        """Raises CapacityError if tokens after the first ``num_tokens`` cannot be dropped."""
-        ...
-
-    def release(self, request: Request) -> None:
-        """Before the pool frees the blocks of a request, if it holds any."""
-        ...
-
-    def context_length(self, request: Request) -> int:
-        """Tokens of an admitted request in blocks that are not in its table."""
-        ...
-
-    def lay_out(self, pool: BlockTables, schedule: Schedule, layout: PagedLayout) -> PagedLayout:
-        """The layout of a step with all that is not in the tables."""
-        ...
-
-    @property
-    def num_unused_blocks(self) -> int:
-        """Kept blocks that no request uses."""
-        ...
-
-    def used_tokens(self) -> int:
-        """Tokens in use that the pool's lengths lack."""
-        ...
-
-    def unused_blocks(self) -> list[int]:
-        """See ``CachePoolProtocol.cached_blocks``."""
-        ...
-
-    def drop_unused(self, pool: BlockTables) -> None:
-        """See ``CachePoolProtocol.drop_cached``."""
-        ...
-
-    def audit(self, pool: BlockTables) -> list[str]:
-        """One message per violated invariant."""
-        ...
-
-    def block_lists(self) -> list[Blocks]:
-        """The kept blocks."""
-        ...
-
-
-class NoExtension:
-    """Every block belongs to one request; see :class:`PoolExtension`."""
-
-    prefixes: Mapping[Request, Any] = {}  # no request has one
-    num_unused_blocks = 0
-
-    def admit(self, pool: BlockTables, request: Request) -> int:
-        """See :class:`PoolExtension`."""
         return 0
 
     def must_wait(self, request: Request) -> bool:
-        """See :class:`PoolExtension`."""
+        """See ``CachePoolProtocol``."""
         return False
 
     def allocate(self, pool: BlockTables, count: int) -> Blocks | None:
-        """See :class:`PoolExtension`."""
+        """``count`` blocks, each with one reference, if need be those that no request uses; None if there are fewer."""
         return pool.allocator.allocate(count)
 
     def commit(self, pool: BlockTables, request: Request, num_tokens: int) -> None:
-        """See :class:`PoolExtension`."""
+        """After the pool has counted ``num_tokens`` tokens more."""
 
     def check_truncation(self, request: Request, num_tokens: int) -> None:
-        """See :class:`PoolExtension`."""
+        """Raises CapacityError if tokens after the first ``num_tokens`` cannot be dropped."""
 
     def release(self, request: Request) -> None:
-        """See :class:`PoolExtension`."""
+        """Before the pool frees the blocks of a request, if it holds any."""
 
     def context_length(self, request: Request) -> int:
-        """See :class:`PoolExtension`."""
+        """Tokens of an admitted request in blocks that are not in its table."""
         return 0
 
     def lay_out(self, pool: BlockTables, schedule: Schedule, layout: PagedLayout) -> PagedLayout:
-        """See :class:`PoolExtension`."""
+        """The layout of a step with all that is not in the tables."""
         return layout
 
+    def num_unused_blocks(self) -> int:
+        """Kept blocks that no request uses."""
+        return 0
+
     def used_tokens(self) -> int:
-        """See :class:`PoolExtension`."""
+        """Tokens in use that the pool's lengths lack."""
         return 0
 
     def unused_blocks(self) -> list[int]:
-        """See :class:`PoolExtension`."""
+        """See ``CachePoolProtocol.cached_blocks``."""
         return []
 
     def drop_unused(self, pool: BlockTables) -> None:
-        """See :class:`PoolExtension`."""
+        """See ``CachePoolProtocol.drop_cached``."""
 
     def audit(self, pool: BlockTables) -> list[str]:
-        """See :class:`PoolExtension`."""
+        """One message per violated invariant."""
         return []
 
     def block_lists(self) -> list[Blocks]:
-        """See :class:`PoolExtension`."""
+        """The kept blocks."""
         return []
+
+
+class NoExtension(PoolExtension):
+    """Every block belongs to one request."""

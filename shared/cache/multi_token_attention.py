@@ -11,9 +11,8 @@ from collections.abc import Mapping
 
 import numpy as np
 import torch
-from numpy.typing import DTypeLike
 
-from shared.cache.attention import Arrays, PagedAttentionProtocol
+from shared.cache.attention import Arrays, PagedAttentionProtocol, Places, Scores
 from shared.cache.block_storage import BlockStorage
 from shared.cache.bucket_padding import (
     OF_SEQUENCES,
@@ -27,7 +26,7 @@ from shared.cache.bucket_padding import (
 from shared.cache.layout import Integers
 from shared.cache.operations_attention import OperationsAttention
 from shared.cache.padding import NoPadding, Padding
-from shared.cache.paged_layout import PagedLayout, PagedSizes, as_it_is
+from shared.cache.paged_layout import PagedLayout, PagedSizes
 from shared.cache.planned_attention import PlannedAttention, is_planned
 from shared.engine.batch import Batch
 from shared.engine.config import EngineConfig
@@ -46,7 +45,7 @@ class MaskTokenAttention:
         self.planned, self.padding = planned, padding
         self.lay_out, self.attend = planned.lay_out, planned.attend
 
-    def staged(self, is_decode: bool, max_tokens: int) -> dict[str, tuple[int, DTypeLike]]:
+    def staged(self, is_decode: bool, max_tokens: int) -> Places:
         """See ``PagedAttentionProtocol``."""
         own = {"num_masks": (self.planned.sizes.max_sequences, np.int32), "gate": (max_tokens, np.float32)}
         return own | self.planned.staged(is_decode, max_tokens)
@@ -68,13 +67,13 @@ class MaskTokenAttention:
             self.planned.prompt_arguments = {"num_masks": sent["num_masks"]}
 
 
-class MaskTokenOperations:
+class MaskTokenOperations(PagedAttentionProtocol):
     """PyTorch's operations with mask tokens; see :class:`shared.cache.attention.PagedAttentionProtocol`."""
 
     def __init__(self, operations: OperationsAttention) -> None:
-        self.operations, self.lay_out = operations, as_it_is
+        self.operations = operations
 
-    def staged(self, is_decode: bool, max_tokens: int) -> dict[str, tuple[int, DTypeLike]]:
+    def staged(self, is_decode: bool, max_tokens: int) -> Places:
         """See ``PagedAttentionProtocol``."""
         return {"gate": (max_tokens, np.float32)}
 
@@ -88,29 +87,21 @@ class MaskTokenOperations:
         self.num_masks = num_masks_of(batch).tolist()
         self.masks: dict[tuple[int | None, int], torch.Tensor] = {}  # by window and sequence
 
-    def attend(
-        self,
-        layer: int,
-        q: torch.Tensor,
-        *,
-        scale: float,
-        window: int | None,
-        softcap: float | None,
-        out: torch.Tensor | None,
-    ) -> torch.Tensor:
+    def attend(self, layer: int, q: torch.Tensor, about: Scores, out: torch.Tensor | None) -> torch.Tensor:
         """See ``PagedAttentionProtocol``."""
-        own, attended = self.operations, []
+        own, window, attended = self.operations, about["window"], []
         for n, (queries, piece) in enumerate(zip(q.split(own.num_new), own.pieces(window), strict=True)):
             k, v = (x.transpose(0, 1) for x in own.read(layer, piece))  # [Hkv, S, D]
             if self.num_masks[n] == 0:
-                attended.append(own.operation(queries, k, v, scale=scale, window=window, softcap=softcap))
+                attended.append(own.operation(queries, k, v, **about))
                 continue
             mask = self.masks.get((window, n))
             if mask is None:
                 num_real = len(queries) // (1 + self.num_masks[n])
-                about = (piece.end - piece.start - len(queries), num_real, self.num_masks[n], window, q.device)
-                mask = self.masks[window, n] = visible_with_masks(*about)
-            attended.append(masked_attention(queries, k, v, mask, scale=scale, softcap=softcap))
+                shape = (piece.end - piece.start - len(queries), num_real, self.num_masks[n], window, q.device)
+                mask = self.masks[window, n] = visible_with_masks(*shape)
+            scores = {"scale": about["scale"], "softcap": about["softcap"]}
+            attended.append(masked_attention(queries, k, v, mask, **scores))
         return torch.cat(attended)
 
 

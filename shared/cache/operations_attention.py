@@ -10,11 +10,10 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from numpy.typing import DTypeLike
 
-from shared.cache.attention import Arrays
+from shared.cache.attention import PagedAttentionProtocol, Scores
 from shared.cache.block_storage import BlockStorage, KeysAndValues
-from shared.cache.paged_layout import PagedLayout, as_it_is
+from shared.cache.paged_layout import PagedLayout
 from shared.engine.batch import Batch
 from shared.ops.attention import ATTENTION_BACKENDS
 
@@ -28,43 +27,25 @@ class Piece:
     end: int
 
 
-class OperationsAttention:
+class OperationsAttention(PagedAttentionProtocol):
     """One call for each sequence; see :class:`shared.cache.attention.PagedAttentionProtocol`."""
 
     def __init__(self, storage: BlockStorage, backend: str) -> None:
         self.storage, self.block_size = storage, storage.keys.shape[2]
         self.operation = ATTENTION_BACKENDS[backend]
-        self.lay_out = as_it_is
-
-    def staged(self, is_decode: bool, max_tokens: int) -> dict[str, tuple[int, DTypeLike]]:
-        """See ``PagedAttentionProtocol``."""
-        return {}
-
-    def arrays(self, batch: Batch, layout: PagedLayout) -> Arrays:
-        """See ``PagedAttentionProtocol``."""
-        return {}
 
     def receive(self, batch: Batch, layout: PagedLayout, sent: Mapping[str, torch.Tensor]) -> None:
         """See ``PagedAttentionProtocol``."""
         self.layout, self.num_new = layout, batch.num_new_tokens.tolist()
         self.known: dict[int | None, list[Piece]] = {}  # by window
 
-    def attend(
-        self,
-        layer: int,
-        q: torch.Tensor,
-        *,
-        scale: float,
-        window: int | None,
-        softcap: float | None,
-        out: torch.Tensor | None,
-    ) -> torch.Tensor:
+    def attend(self, layer: int, q: torch.Tensor, about: Scores, out: torch.Tensor | None) -> torch.Tensor:
         """See ``PagedAttentionProtocol``; a sliding-window layer reads only keys inside the window."""
         attended = []
-        for queries, piece in zip(q.split(self.num_new), self.pieces(window), strict=True):
+        for queries, piece in zip(q.split(self.num_new), self.pieces(about["window"]), strict=True):
             k, v = self.read(layer, piece)
             k, v = k.transpose(0, 1), v.transpose(0, 1)  # [Hkv, S, D]
-            attended.append(self.operation(queries, k, v, scale=scale, window=window, softcap=softcap))
+            attended.append(self.operation(queries, k, v, **about))
         return torch.cat(attended)
 
     def read(self, layer: int, piece: Piece) -> KeysAndValues:

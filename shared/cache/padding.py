@@ -13,35 +13,20 @@ from shared.engine.batch import Batch
 
 
 class Padding(Protocol):
-    """Pads the arrays of a step to the step's bucket, if there is one."""
+    """Pads the arrays of a step to the step's bucket; without methods of its own it leaves them as they are."""
 
-    buckets: Any  # see :class:`shared.engine.captured_runner.BucketedView`
-    paddings: Sequence[Batch]
-
-    def bucket_of(self, batch: Batch) -> Any:
-        """The bucket to which a step is padded; None: it is not padded."""
-        ...
-
-    def pad(self, arrays: Arrays, bucket: Any) -> None:
-        """Pad the arrays that depend on the number of tokens, or of sequences."""
-        ...
-
-    def advance(self, sent: Mapping[str, torch.Tensor]) -> None:
-        """Move the loaded decode step on by a token for each sequence."""
-        ...
-
-
-class NoPadding:
-    """Steps as they are; see :class:`Padding`."""
-
-    buckets: Any = None
+    buckets: Any = None  # see :class:`shared.engine.captured_runner.BucketedView`
     paddings: Sequence[Batch] = ()
 
     def bucket_of(self, batch: Batch) -> Any:
-        """See :class:`Padding`."""
+        """The bucket to which a step is padded; None: it is not padded."""
 
     def pad(self, arrays: Arrays, bucket: Any) -> None:
-        """See :class:`Padding`."""
+        """Pad the arrays that depend on the number of tokens, or of sequences."""
 
     def advance(self, sent: Mapping[str, torch.Tensor]) -> None:
-        """See :class:`Padding`; only a captured step is repeated."""
+        """Move the loaded decode step on by a token for each sequence; only a captured step is repeated."""
+
+
+class NoPadding(Padding):
+    """Steps as they are."""

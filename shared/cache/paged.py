@@ -224,7 +224,7 @@ class PagedKVCachePool:
     @property
     def free_tokens(self) -> int:
         """See ``CachePoolProtocol``; free slots in partially filled blocks do not count, blocks that are kept do."""
-        return (self.allocator.num_free + self.extension.num_unused_blocks) * self.block_size
+        return (self.allocator.num_free + self.extension.num_unused_blocks()) * self.block_size
 
     def layout(self, schedule: Schedule) -> PagedLayout:
         """See ``CachePoolProtocol``."""

@@ -9,13 +9,12 @@ from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import DTypeLike
 
-from shared.cache.attention import Arrays
+from shared.cache.attention import Arrays, PagedAttentionProtocol, Places, Scores
 from shared.cache.block_storage import BlockStorage
 from shared.cache.fused_contiguous import check_flash_head_size
 from shared.cache.operations_attention import OperationsAttention
-from shared.cache.paged_layout import PagedLayout, PagedSizes, as_it_is
+from shared.cache.paged_layout import PagedLayout, PagedSizes
 from shared.engine.batch import Batch
 from shared.kernels.decode_attention import DecodeWorkspace
 from shared.kernels.launch import launches
@@ -25,7 +24,7 @@ from shared.models.config import ModelConfig
 from shared.ops.attention import ATTENTION_BACKENDS
 
 
-class PagedAttention:
+class PagedAttention(PagedAttentionProtocol):
     """Two launches at most; see :class:`shared.cache.attention.PagedAttentionProtocol`.
 
     Raises ConfigError if there is no kernel for the model's head size.
@@ -34,13 +33,12 @@ class PagedAttention:
     def __init__(self, config: ModelConfig, sizes: PagedSizes, storage: BlockStorage) -> None:
         check_flash_head_size(config.head_dim)
         self.sizes, self.storage = sizes, storage
-        self.lay_out = as_it_is
         about = (config.num_heads, config.num_kv_heads, config.head_dim, sizes.max_seq_len, storage.keys.device)
         self.workspaces = [  # for 1, 2, 4, … sequences: the fewer sequences, the more programs per sequence
             DecodeWorkspace.of(1 << n, *about) for n in range((sizes.max_sequences - 1).bit_length() + 1)
         ]
 
-    def staged(self, is_decode: bool, max_tokens: int) -> dict[str, tuple[int, DTypeLike]]:
+    def staged(self, is_decode: bool, max_tokens: int) -> Places:
         """See ``PagedAttentionProtocol``."""
         return staged_tables(self.sizes)
 
@@ -55,18 +53,9 @@ class PagedAttention:
         if not self.is_decode:
             self.prompts = sent["tables"], sent["prompt_table_starts"], sent["prompt_lengths"], sent["query_starts"]
 
-    def attend(
-        self,
-        layer: int,
-        q: torch.Tensor,
-        *,
-        scale: float,
-        window: int | None,
-        softcap: float | None,
-        out: torch.Tensor | None,
-    ) -> torch.Tensor:
+    def attend(self, layer: int, q: torch.Tensor, about: Scores, out: torch.Tensor | None) -> torch.Tensor:
         """See ``PagedAttentionProtocol``."""
-        about: dict[str, Any] = {"scale": scale, "window": window, "softcap": softcap} | self.storage.arguments[layer]
+        about = about | self.storage.arguments[layer]
         memory, n = (self.storage.layer_keys[layer], self.storage.layer_values[layer]), self.num_decoding
         if self.is_decode:
             workspace = self.workspaces[(n - 1).bit_length()]
@@ -84,7 +73,7 @@ class PagedAttention:
         paged_prefill(q, *memory, *self.prompts, **about, out=out)
 
 
-def staged_tables(sizes: PagedSizes) -> dict[str, tuple[int, DTypeLike]]:
+def staged_tables(sizes: PagedSizes) -> Places:
     """Lengths and dtypes of the arrays of ``table_arrays``."""
     B = sizes.max_sequences
     return {

@@ -118,7 +118,8 @@ class PagedView:
         self, layer: int, q: torch.Tensor, *, scale: float, window: int | None = None, softcap: float | None = None
     ) -> torch.Tensor:
         """See :class:`shared.models.tokens.KVView`."""
-        return self.attention.attend(layer, q, scale=scale, window=window, softcap=softcap, out=self.step_attended)
+        about = {"scale": scale, "window": window, "softcap": softcap}
+        return self.attention.attend(layer, q, about, self.step_attended)
 
     def advance(self) -> None:
         """See :class:`shared.engine.captured_runner.BucketedView`."""

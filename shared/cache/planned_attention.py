@@ -16,7 +16,7 @@ import torch
 from numpy.typing import DTypeLike
 
 from shared.attention.descriptor import NUM_ARRAYS, DevicePlan
-from shared.cache.attention import Arrays, PagedAttentionProtocol
+from shared.cache.attention import Arrays, PagedAttentionProtocol, Places, Scores
 from shared.cache.block_storage import BlockStorage
 from shared.cache.fused_contiguous import check_flash_head_size
 from shared.cache.padding import NoPadding, Padding
@@ -55,7 +55,7 @@ class PlannedAttention:
         )
         self.prompt_arguments: dict[str, Any] = {}  # more arguments of the prompts' launch (phase 11.1)
 
-    def staged(self, is_decode: bool, max_tokens: int) -> dict[str, tuple[int, DTypeLike]]:
+    def staged(self, is_decode: bool, max_tokens: int) -> Places:
         """See ``PagedAttentionProtocol``."""
         counts = self.planner.most_numbers(max_tokens, self.sizes.max_sequences)
         places: dict[str, tuple[int, DTypeLike]] = {}
@@ -85,20 +85,11 @@ class PlannedAttention:
             for window, plan in plans.items()
         }
 
-    def attend(
-        self,
-        layer: int,
-        q: torch.Tensor,
-        *,
-        scale: float,
-        window: int | None,
-        softcap: float | None,
-        out: torch.Tensor | None,
-    ) -> torch.Tensor:
+    def attend(self, layer: int, q: torch.Tensor, about: Scores, out: torch.Tensor | None) -> torch.Tensor:
         """See ``PagedAttentionProtocol``."""
         memory = (self.storage.layer_keys[layer], self.storage.layer_values[layer])
-        about: dict[str, Any] = {"scale": scale, "window": window, "softcap": softcap, "workspace": self.workspace}
-        about |= self.storage.arguments[layer]
+        window = about["window"]
+        about = {**about, **self.storage.arguments[layer], "workspace": self.workspace}
         n, first, decode, prefill = self.launches
         if self.is_decode:
             return planned_decode(

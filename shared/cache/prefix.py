@@ -23,7 +23,7 @@ from weakref import WeakKeyDictionary
 import numpy as np
 
 from shared.cache.blocks import Blocks
-from shared.cache.extension import BlockTables
+from shared.cache.extension import BlockTables, PoolExtension
 from shared.cache.paged_layout import PagedLayout, PagedSizes
 from shared.cache.prefix_tree import ID_BYTES, Node, PrefixTree
 from shared.engine.config import EngineConfig
@@ -49,7 +49,7 @@ def all_tokens(request: Request) -> int:
     return request.num_tokens
 
 
-class PrefixSharing:
+class PrefixSharing(PoolExtension):
     """A prefix tree; see :class:`shared.cache.extension.PoolExtension`.
 
     Args:
@@ -163,10 +163,6 @@ class PrefixSharing:
             self._forget_computing(request, prefix)
             self.copying.discard(request)
 
-    def context_length(self, request: Request) -> int:
-        """See ``PoolExtension``."""
-        return 0
-
     def lay_out(self, pool: BlockTables, schedule: Schedule, layout: PagedLayout) -> PagedLayout:
         """See ``PoolExtension``. Raises BlockError if the step would write a shared block."""
         written = layout.slot_mapping // self.block_size
@@ -179,7 +175,6 @@ class PrefixSharing:
         copies = [self._copy(pool, request) for request in schedule.requests if request in self.copying]
         return replace(layout, copies=np.array(copies, np.int32)) if copies else layout
 
-    @property
     def num_unused_blocks(self) -> int:
         """See ``PoolExtension``."""
         return self.tree.num_unused_blocks

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from typing import Any
 
 from shared.cache.blocks import Blocks
-from shared.cache.extension import BlockTables
+from shared.cache.extension import BlockTables, PoolExtension
 from shared.cache.paged import PagedKVCachePool
 from shared.cache.paged_layout import PagedLayout, PagedSizes, as_it_is
 from shared.cache.prefix import PrefixSharing
@@ -36,7 +36,7 @@ def chunk_pool(
     return pool
 
 
-class ChunkSharing:
+class ChunkSharing(PoolExtension):
     """Chunks, and the prefix tree of other requests; see :class:`shared.cache.extension.PoolExtension`."""
 
     def __init__(self, registry: ChunkRegistry, sharing: PrefixSharing, is_sharing: bool) -> None:
@@ -66,7 +66,7 @@ class ChunkSharing:
 
     def allocate(self, pool: BlockTables, count: int) -> Blocks | None:
         """See ``PoolExtension``; evicts chunks if the tree cannot give enough."""
-        missing = count - pool.allocator.num_free - self.sharing.num_unused_blocks
+        missing = count - pool.allocator.num_free - self.sharing.num_unused_blocks()
         if 0 < missing <= len(self.registry.unused_blocks()):
             self.registry.evict(missing)
         return self.sharing.allocate(pool, count)
@@ -110,10 +110,9 @@ class ChunkSharing:
             self.known, self.ranges = known, ranges_of(contexts)
         return ChunkLayout.ranged(layout, self.ranges)
 
-    @property
     def num_unused_blocks(self) -> int:
         """See ``PoolExtension``; chunks that no request uses count."""
-        return self.sharing.num_unused_blocks + len(self.registry.unused_blocks())
+        return self.sharing.num_unused_blocks() + len(self.registry.unused_blocks())
 
     def used_tokens(self) -> int:
         """See ``PoolExtension``; a chunk counts once."""

@@ -16,12 +16,12 @@ from typing import Any, cast
 
 import numpy as np
 import torch
-from numpy.typing import DTypeLike, NDArray
+from numpy.typing import NDArray
 
 from shared.attention.descriptor import Int32s
 from shared.attention.range_plan import SLACK, RangeLimits, RangePlan, plan_ranges
 from shared.attention.range_tiles import LEAST_SAVED, Ranges, Tiles
-from shared.cache.attention import Arrays
+from shared.cache.attention import Arrays, Places, Scores
 from shared.cache.bucket_padding import BucketPadding
 from shared.cache.bucket_planner import BucketPlanner
 from shared.cache.layout import Integers
@@ -89,13 +89,13 @@ class RangedAttention:
     def _ranged(bucket: Bucket, tiling: RangeTiling) -> Bucket:
         return bucket._replace(tile_rows=tiling.rows)
 
-    def _range_places(self) -> dict[str, tuple[int, DTypeLike]]:
+    def _range_places(self) -> Places:
         """Lengths and dtypes of the staged plans, and of the chunks' tables."""
         limits = self.limits
         sizes = {"num_items": 1, "item_pieces": limits.items + 1, "output_indptr": limits.rows + 1}
         sizes |= {name: getattr(limits, f"{name.split('_')[0]}s") for name in _NAMES if name not in sizes}
         windows = dict.fromkeys(self.config.windows)
-        places: dict[str, tuple[int, DTypeLike]] = {
+        places: Places = {
             f"{name} of window {window}": (sizes[name], np.int32) for window in windows for name in _NAMES
         }
         return places | {"chunk_tables": (self.sizes.num_blocks, np.int32)}
@@ -104,9 +104,9 @@ class RangedAttention:
         """See ``PagedAttentionProtocol``; ranges are planned when the step is padded."""
         return layout if isinstance(layout, ChunkLayout) else self.planned.lay_out(layout)
 
-    def staged(self, is_decode: bool, max_tokens: int) -> dict[str, tuple[int, DTypeLike]]:
+    def staged(self, is_decode: bool, max_tokens: int) -> Places:
         """See ``PagedAttentionProtocol``."""
-        own: dict[str, tuple[int, DTypeLike]] = {"all_table_starts": (self.sizes.max_sequences, np.int32)}
+        own: Places = {"all_table_starts": (self.sizes.max_sequences, np.int32)}
         return own | self.planned.staged(is_decode, max_tokens)
 
     def bucket_of(self, batch: Batch) -> Bucket | None:
@@ -192,19 +192,10 @@ class RangedAttention:
         else:
             self.planned.receive(batch, layout, sent)
 
-    def attend(
-        self,
-        layer: int,
-        q: torch.Tensor,
-        *,
-        scale: float,
-        window: int | None,
-        softcap: float | None,
-        out: torch.Tensor | None,
-    ) -> torch.Tensor:
+    def attend(self, layer: int, q: torch.Tensor, about: Scores, out: torch.Tensor | None) -> torch.Tensor:
         """See ``PagedAttentionProtocol``."""
         if not self.is_ranged:
-            return self.planned.attend(layer, q, scale=scale, window=window, softcap=softcap, out=out)
+            return self.planned.attend(layer, q, about, out)
         return range_attention(
             q,
             self.storage.layer_keys[layer],
@@ -213,10 +204,8 @@ class RangedAttention:
             self.chunk_tables,
             self.circles[layer],
             self.step_turns[self.kinds[layer]],
-            self.range_plans[window],
-            scale=scale,
-            window=window,
-            softcap=softcap,
+            self.range_plans[about["window"]],
+            **about,
             tiling=self.range_tiling,
             workspace=self.step_workspace,
             out=torch.empty_like(q, memory_format=torch.contiguous_format) if out is None else out,
