@@ -1,5 +1,6 @@
 """The loop for many requests, with one forward a step, which verifies guesses and makes the next ones."""
 
+import math
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
@@ -112,11 +113,9 @@ class Engine(ServingEngine):
         self.pool = self.drafter.join(self.pool, make_memory, make_runner, self.max_seq_len)
         self.scheduler = SCHEDULERS[config.batching_mode or "continuous"](config, self.pool, self.max_seq_len)
         draw = acceptance(config.acceptance_method, self.drafter.distributions)
-        num_rows = self.pool.max_sequences * config.most_logit_rows
-        sampler = Sampler(self.model.device, num_rows, [redirects], draw)
-        self.runner = make_runner(
-            self.model, self.view, max_sequences, most_rows, sampler=sampler, observers=observers_of(self.drafter)
-        )
+        sizes = self.pool.max_sequences, config.most_logit_rows
+        sampler = Sampler(self.model.device, math.prod(sizes), [redirects], draw)
+        self.runner = make_runner(self.model, self.view, *sizes, sampler=sampler, observers=observers_of(self.drafter))
         weigh(self.scheduler, self.model, self.drafter)
         self.drafter.leave_drafts_in(PendingDrafts(self.runner.last_ids.tensor, self.pool.max_sequences))
         self.overlaps = is_capturing if config.overlap_scheduling is None else config.overlap_scheduling

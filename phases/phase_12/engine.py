@@ -1,5 +1,6 @@
 """The loop for many requests, whose outputs may have a grammar: each token is drawn from those that it allows."""
 
+import math
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
@@ -26,7 +27,6 @@ from shared.engine.sampler import Sampler, SamplerOutput
 from shared.engine.serving import ServingEngine
 from shared.grammar.constraint import Constraints
 from shared.grammar.pool import GrammarPool
-from shared.grammar.vocabulary import GrammarVocabulary
 from shared.kernels.launch import LAUNCHES
 from shared.loading.loader import load_model
 from shared.loading.quantized import quantizer
@@ -114,15 +114,13 @@ class Engine(ServingEngine):
         self.pool = self.drafter.join(self.pool, make_memory, make_runner, self.max_seq_len)
         self.scheduler = SCHEDULERS[config.batching_mode or "continuous"](config, self.pool, self.max_seq_len)
         draw = acceptance(config.acceptance_method, self.drafter.distributions)
-        num_rows = self.pool.max_sequences * config.most_logit_rows
+        sizes = self.pool.max_sequences, config.most_logit_rows
+        num_rows = math.prod(sizes)
         sampler = Sampler(self.model.device, num_rows, grammar_masks(num_rows, grammar_pool), draw)
-        self.runner = make_runner(
-            self.model, self.view, self.pool.max_sequences, config.most_logit_rows, sampler=sampler
-        )
+        self.runner = make_runner(self.model, self.view, *sizes, sampler=sampler)
         weigh(self.scheduler, self.model, self.drafter)
         self.drafter.leave_drafts_in(PendingDrafts(self.runner.last_ids.tensor, self.pool.max_sequences))
-        make_vocabulary = partial(GrammarVocabulary.of, self.tokenizer, self.model.config.vocab_size)
-        self.constraints = Constraints(make_vocabulary, pool=grammar_pool)
+        self.constraints = Constraints.with_tokenizer(self.tokenizer, self.model.config.vocab_size, grammar_pool)
         self.overlaps = is_capturing if config.overlap_scheduling is None else config.overlap_scheduling
 
     def add_request(self, prompt: str | Sequence[int], params: SamplingParams, request_id: str | None = None) -> str:

@@ -1,5 +1,6 @@
 """The loop for many requests, on a model that several processes share: the other ranks follow what this one plans."""
 
+import math
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
@@ -25,7 +26,6 @@ from shared.engine.sampler import Sampler, SamplerOutput
 from shared.engine.serving import ServingEngine
 from shared.grammar.constraint import Constraints
 from shared.grammar.pool import GrammarPool
-from shared.grammar.vocabulary import GrammarVocabulary
 from shared.kernels.launch import LAUNCHES
 from shared.loading.placement import check_device
 from shared.loading.resolve import resolve_model
@@ -113,14 +113,12 @@ class Engine(ServingEngine):
         self.pool = self.drafter.join(self.pool, make_memory, self.group.draft_runner, self.max_seq_len)
         self.scheduler = SCHEDULERS[config.batching_mode or "continuous"](config, self.pool, self.max_seq_len)
         draw = acceptance(config.acceptance_method, self.drafter.distributions)
-        num_rows = self.pool.max_sequences * config.most_logit_rows
+        sizes = self.pool.max_sequences, config.most_logit_rows
+        num_rows = math.prod(sizes)
         sampler = Sampler(self.model.device, num_rows, grammar_masks(num_rows, grammar_pool), draw)
-        self.runner = self.group.runner(
-            self.model, self.view, self.pool.max_sequences, config.most_logit_rows, sampler=sampler
-        )
+        self.runner = self.group.runner(self.model, self.view, *sizes, sampler=sampler)
         weigh(self.scheduler, self.model, self.drafter)
-        make_vocabulary = partial(GrammarVocabulary.of, self.tokenizer, self.model.config.vocab_size)
-        self.constraints = Constraints(make_vocabulary, pool=grammar_pool)
+        self.constraints = Constraints.with_tokenizer(self.tokenizer, self.model.config.vocab_size, grammar_pool)
         self.overlaps = is_capturing if config.overlap_scheduling is None else config.overlap_scheduling
 
     def add_request(self, prompt: str | Sequence[int], params: SamplingParams, request_id: str | None = None) -> str:
