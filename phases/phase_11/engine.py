@@ -112,7 +112,7 @@ class Engine:
             self.pool = self.drafter.join(self.pool, make_memory, make_runner, self.max_seq_len)
         scheduler = SCHEDULERS[config.batching_mode or "continuous"]
         self.scheduler = scheduler(config, self.pool, self.max_seq_len)
-        draw = acceptance(config.acceptance_method, self.drafter and self.drafter.distributions)
+        draw = acceptance(config.acceptance_method, None if self.drafter is None else self.drafter.distributions)
         sizes = self.pool.max_sequences, config.most_logit_rows
         sampler = Sampler(self.model.device, math.prod(sizes), draw=draw)
         self.runner = make_runner(self.model, self.view, *sizes, sampler=sampler)

@@ -117,7 +117,7 @@ class Engine:
         if self.drafter is not None:
             self.pool = self.drafter.join(self.pool, make_memory, make_runner, self.max_seq_len)
         self.scheduler = SCHEDULERS[config.batching_mode or "continuous"](config, self.pool, self.max_seq_len)
-        draw = acceptance(config.acceptance_method, self.drafter and self.drafter.distributions)
+        draw = acceptance(config.acceptance_method, None if self.drafter is None else self.drafter.distributions)
         sizes = self.pool.max_sequences, config.most_logit_rows
         sampler = Sampler(self.model.device, math.prod(sizes), grammar_masks(math.prod(sizes), grammar_pool), draw)
         self.runner = make_runner(self.model, self.view, *sizes, sampler=sampler)

@@ -68,7 +68,7 @@ class Eager:
 
     def __init__(self, model: CausalLM, view: BatchView, last_ids: Ids) -> None:
         self.model, self.view, self.last_ids = model, view, last_ids
-        self.recorder = launch_draw
+        self.recorder: Recorder = launch_draw
 
     def __call__(self, batch: Batch, inputs: StepInputs) -> tuple[torch.Tensor, torch.Tensor]:
         """See :class:`Executor`."""
