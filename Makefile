@@ -13,7 +13,7 @@ SECONDS_ON_GPU ?= 480
 MINUTES ?= 10
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all measure fuzz mutants test-gpu test-gpu-2 lint format env docs workshop clean
+.PHONY: help demo test test-all measure fuzz mutants test-gpu test-gpu-2 lint format env map docs workshop clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -57,6 +57,9 @@ lint: env ## check style, format and types
 format: env ## bring the code into format
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+
+map: env ## write docs/MAP.md anew, the list of all modules
+	$(BIN)/python -m tests.source_map
 
 docs: env ## build the site of the course into site/
 	@rm -rf site

@@ -2,7 +2,7 @@
 
 The distance is that of two distributions of the next token, at each token of a text that follows documents: chunked,
 with a fraction recomputed, and computed as one prompt. Answers are short ones to questions of known answers. The
-documents are pages of this repository. Decoding without chunks is timed too. Invariant: both engines compute the same
+documents are pages of this repository. Invariant: both engines compute the same
 ids, in one process, in turns; the chunks are in the cache before the clock starts.
 
     python -m benchmarks.chunks --out benchmarks/reports
@@ -11,14 +11,13 @@ ids, in one process, in turns; the chunks are in the cache before the clock star
 import statistics
 import time
 from collections.abc import Sequence
-from functools import partial
 from typing import Any
 
 import torch
 
 from benchmarks.chunk_questions import PAGES, QUESTIONS, short_answer
 from benchmarks.command import run
-from benchmarks.decoding import Decoding, decoding, drain, first_token
+from benchmarks.decoding import drain, first_token
 from benchmarks.report import Report, rounded
 from benchmarks.setup import Setup
 from benchmarks.timing import in_turns
@@ -167,19 +166,6 @@ def answers(plain: Any, chunked: Any, counts: tuple[int, ...]) -> dict[str, Any]
     return found
 
 
-def decode_ratio(engines: dict[str, Any], trials: int) -> float:
-    """Decode speed of phase 9.1 over that of phase 9, of four requests without chunks; the median of paired trials."""
-
-    def seconds(engine: Any) -> float:
-        together = Decoding(engine, [([7 + n] * 64, decoding(64)) for n in range(4)])
-        taken, _ = together.steps(40)
-        together.end()
-        return sum(taken)
-
-    found = in_turns({phase: partial(seconds, engine) for phase, engine in engines.items()}, trials, warm_ups=1)
-    return statistics.median(plain / chunked for plain, chunked in zip(found["09"], found["09.1"], strict=True))
-
-
 def measure(
     model: str = "smollm2-135m",
     trials: int = 3,
@@ -210,7 +196,6 @@ def measure(
         "distance": {str(n): distances(engines, pieces, n, half, [None])[None] for n in (1, 2, 4, 8, 16)},
         "recomputed": {f"{part:g}": row for part, row in distances(engines, pieces, 8, half, FRACTIONS).items()},
         "answers": answers(plain, chunked, (2, 4, 8, 16)),
-        "decode_ratio": rounded(decode_ratio(engines, max(trials, 5))),
     }
     flags: dict[str, Any] = {"trials": trials, "documents": num_documents, "length": length, "question": question}
     flags |= {"recomputed_documents": 8, "questions": len(QUESTIONS), "blended": BLENDED}
@@ -229,8 +214,7 @@ def view(report: Report) -> View:
         table_of("8 documents, a part recomputed", "fraction", found["recomputed"], agreement=percent, kl=three),
         table_of(answered, "documents", found["answers"], **shares),
     ]
-    said = f"Decoding without chunks: {found['decode_ratio']:.2f} × the speed of phase 9."
-    return View(f"Chunks: {report.model['name']}", [report.machine_title, said], tables)
+    return View(f"Chunks: {report.model['name']}", [report.machine_title], tables)
 
 
 if __name__ == "__main__":

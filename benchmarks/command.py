@@ -1,4 +1,4 @@
-"""A benchmark as a command: ``python -m benchmarks.NAME``, or a command of ``infer bench``. Introduced in phase 3.1.
+"""A benchmark as a command: a module that runs by itself, or a command of ``infer bench``. Introduced in phase 3.1.
 
 Invariant: the last line on standard output is one JSON line.
 """

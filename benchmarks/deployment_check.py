@@ -39,7 +39,7 @@ CASES = ((2, 6.0), (4, 12.0))
 WINDOW = 3.0
 """Seconds; those of even number are fitted, those of odd number compared."""
 PACE = (0.03, 0.0, 5e-4, 0.0, 2e-3, 0.0)
-"""The least seconds of a step, for each of ``COUNTS``; without a pace all are 0."""
+"""The least seconds of a step, for each of ``COUNTS``."""
 BATCH, BLOCKS = 8, 1024
 TARGET = 0.15
 ROUTER_SEEDS = 20
@@ -53,11 +53,9 @@ FIGURES = {
 QUERIES, HITS = "infer:prefix_cache_queries_total", "infer:prefix_cache_hits_total"
 
 
-def measure_check(model: str = "smollm2-135m", seconds: float = 36.0, pace: bool = True) -> Report:
-    """Each number of replicas: the coefficients, what was measured, what was simulated, and the errors; without a pace
-    steps take as long as the processors need.
-    """
-    setup, least = Setup(model, "cpu", None, 1), PACE if pace else ()
+def measure_check(model: str = "smollm2-135m", seconds: float = 36.0) -> Report:
+    """Each number of replicas: the coefficients, what was measured, what was simulated, and the errors."""
+    setup = Setup(model, "cpu", None, 1)
     settings = {"max_batch_size": BATCH, "max_seq_len": ABOUT.max_tokens, "num_gpu_blocks": BLOCKS}
     limits = EngineLimits(max_batch_size=BATCH, block_size=ABOUT.block_tokens, kv_tokens=BLOCKS * ABOUT.block_tokens)
     results: dict[str, Any] = {}
@@ -65,7 +63,7 @@ def measure_check(model: str = "smollm2-135m", seconds: float = 36.0, pace: bool
         for num, rate in CASES:
             trace = _trace(rate, seconds, setup.seed + num)
             with tempfile.TemporaryDirectory() as notes:
-                with served_by(setup.folder, num, settings, Path(notes), least) as (url, _):
+                with served_by(setup.folder, num, settings, Path(notes), PACE) as url:
                     start, run, hit_rate = _served(setup, url, trace)
                 steps = [(begun - start, counts, took) for begun, counts, took in noted_steps(Path(notes))]
             fitted = [(counts, took) for begun, counts, took in steps if not _is_compared(begun)]
@@ -92,7 +90,7 @@ def measure_check(model: str = "smollm2-135m", seconds: float = 36.0, pace: bool
                 "largest_error": max(map(abs, errors.values())),
             }
             print(json.dumps({num: results[str(num)]}), flush=True)
-        flags = {"seconds": seconds, "window": WINDOW, "pace": least, "conversations": asdict(ABOUT)}
+        flags = {"seconds": seconds, "window": WINDOW, "pace": PACE, "conversations": asdict(ABOUT)}
         flags |= {"router_seeds": ROUTER_SEEDS, "target": TARGET}
         return setup.report("deployment-check", {"deploy": setup.config(**settings)}, flags, results)
 

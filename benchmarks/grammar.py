@@ -71,7 +71,6 @@ DOCUMENT = (
 SCRIPTS = ((0x430, 0x44F), (0x4E00, 0x5FFF), (0x3041, 0x3096), (0xAC00, 0xB800), (0x621, 0x64A), (0x905, 0x939))
 MARKS = ('"', "'", ",", ":", "{", "}", "[", "]", "\\", "\n", "\t", " ", "  ", "(", ")", ";", "=", "<", ">", "/")
 BATCHES = {"one": 1, "mixed 64": 64, "worst 64": 64, "mixed 64 x 5": 320}
-TARGETS_US = {"one": 15, "mixed 64": 60, "worst 64": 80, "mixed 64 x 5": 200}
 CASES = {"free": 0.0, "half": 0.5, "all": 1.0}
 """Of the engine: the share of the requests that have a grammar."""
 CONTEXT = 64
@@ -186,7 +185,6 @@ def measure_kernels(vocab_size: int, device: torch.device, seed: int, num_checks
             "mask": rounded(1e6 * time_calls(mask, own_sets)),
             "remove": rounded(1e6 * time_calls(remove, own_sets)),
             "advance": rounded(1e6 * time_calls(advance, moved)),
-            "target_for_mask": TARGETS_US[name],
         }
     return result
 

@@ -32,15 +32,6 @@ class Measured:
         self.engine = find_lesson(phase).engine(EngineConfig(**about))
         self.steps: list[tuple[float, int, int]] = []  # seconds, tokens decoded, requests compressed
         self.num_requests = self.most_blocks = self.most_decoded = 0
-        self.attending: list[float] = []  # seconds of attention, by step; of a CPU alone, which runs what is called
-        self.attend, self.engine.view.attend = self.engine.view.attend, self.timed_attend
-
-    def timed_attend(self, *given: Any, **about: Any) -> Any:
-        """The view's ``attend``."""
-        started = time.perf_counter()
-        attended = self.attend(*given, **about)
-        self.attending[-1] += time.perf_counter() - started
-        return attended
 
     def add(self, prompts: list[list[int]], num_new: int) -> None:
         self.num_requests = len(prompts)
@@ -49,7 +40,6 @@ class Measured:
 
     def step(self) -> None:
         """One step; blocks count while all requests decode, after the prompts' compressions."""
-        self.attending.append(0.0)
         before, started = getattr(self.engine, "num_compressions", 0), time.perf_counter()
         self.engine.step()
         seconds = time.perf_counter() - started
@@ -61,12 +51,10 @@ class Measured:
             self.most_blocks = max(self.most_blocks, *self.engine.pool.num_held)  # at once: the GPU does not wait
 
     @property
-    def median_ms(self) -> dict[str, float]:
-        """Of the steps in which all requests decode, and on a CPU of the attention in them."""
-        pairs = zip(self.steps, self.attending, strict=True)
-        whole = [(seconds, attending) for (seconds, decoded, _), attending in pairs if decoded == self.num_requests]
-        step, attention = (rounded(1e3 * statistics.median(found)) for found in zip(*whole, strict=True))
-        return {"ms_per_step": step} | ({} if self.engine.model.device.type == "cuda" else {"attention_ms": attention})
+    def median_ms(self) -> float:
+        """Of the steps in which all requests decode."""
+        whole = [seconds for seconds, decoded, _ in self.steps if decoded == self.num_requests]
+        return rounded(1e3 * statistics.median(whole))
 
     def share(self, every: int) -> float:
         """The share of the time that compressions take, if each request is compressed ``every`` steps: what the tokens
@@ -102,11 +90,9 @@ def measure(
     from_length: int = SHORT,
     device: str = "cpu",
     dtype: str | None = None,
-    shares: bool = False,
 ) -> Report:
     """Both engines with ``requests`` requests of ``length`` tokens, of which ``new_tokens`` are decoded; then as
-    many with prompts of ``from_length`` tokens in the small pool, unless that is 0; with ``shares`` the time in
-    compressions of each method too."""
+    many with prompts of ``from_length`` tokens in the small pool, unless that is 0."""
     plain: dict[str, Any] = {
         "model": model,
         "device": device,
@@ -136,7 +122,9 @@ def measure(
     settings = {
         phase: engine_settings(one.engine.config, describe_model(model)["name"]) for phase, one in engines.items()
     }
-    results: dict[str, Any] = {phase: {"blocks": one.most_blocks} | one.median_ms for phase, one in engines.items()}
+    results: dict[str, Any] = {
+        phase: {"blocks": one.most_blocks, "ms_per_step": one.median_ms} for phase, one in engines.items()
+    }
     results[COMPRESSED]["share"] = rounded(engines[COMPRESSED].share(every))
     weights = sum(parameter.nbytes for parameter in engines[FULL].engine.model.parameters())
     results["bytes"] = {"weights": weights, "keys_and_values": engines[FULL].engine.view.num_bytes}
@@ -158,10 +146,6 @@ def measure(
             "compressions": measured.engine.num_compressions,
         }
         results["ratios"]["together"] = rounded(measured.most_decoded / HELD)
-    if device == "cpu":
-        results["ratios"]["attention"] = rounded(full["attention_ms"] / ours["attention_ms"])
-    if shares:
-        results["shares"] = time_shares(model, budget, every, requests, device)
     flags = {
         "from": from_length,
         "length": length,
@@ -171,31 +155,6 @@ def measure(
         "new_tokens": new_tokens,
     }
     return Report("long-answers", describe_model(model), settings, 0, flags, results, device)
-
-
-def time_shares(model: str, budget: int, every: int, num_requests: int, device: str) -> dict[str, float]:
-    """The share of the time that compressions of each method take, of requests with prompts longer than the budget."""
-    found: dict[str, float] = {}
-    num_new = 4 * every
-    for method in ("snapkv", "topp", "rkv"):
-        about: dict[str, Any] = {"model": model, "device": device, "max_seq_len": 2 * budget + num_new, "seed": 0}
-        about |= {"max_batch_size": num_requests, "num_gpu_blocks": num_requests * about["max_seq_len"] // BLOCK}
-        about |= {"compress_method": method, "layer_budget": budget // 2, "layer_upper_budget": budget}
-        about |= {"query_window_size": min(128, budget // 4), "steps_between_compressions": every}
-        one = Measured(COMPRESSED, about)
-        draw = SyntheticPrompts(one.engine.model.config.vocab_size, 0)
-        for _ in range(2):  # the first compiles
-            one.steps, one.attending = [], []
-            for _ in range(num_requests):  # their compressions are as far apart as they can be
-                one.add([draw.draw(budget + every)], num_new)
-                for _ in range(every // num_requests):
-                    one.step()
-            one.num_requests = num_requests
-            one.run()
-        found[method] = rounded(one.share(every))
-        del one
-        free_memory()
-    return found
 
 
 def view(report: Report) -> View:
@@ -218,9 +177,6 @@ def view(report: Report) -> View:
             f"with {ran['preemptions']} preemptions and {ran['compressions']} compressions."
         )
         notes.append(note)
-    if "shares" in report.results:
-        parts = ", ".join(f"{method} {share:.1%}" for method, share in report.results["shares"].items())
-        notes.append(f"Time in compressions of requests of {flags['budget'] + flags['every']} tokens or more: {parts}.")
     return View(f"Long answers: {report.model['name']}", about, [Table("", columns, rows)], notes)
 
 

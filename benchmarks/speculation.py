@@ -247,8 +247,7 @@ def imposed_view(report: Report) -> View:
     drafters_named = " and ".join(f"{kind} {name}" for kind, name in drafters.items() if name)
     drafters_named = drafters_named or "drafts by lookup alone"
     about = [f"{report.machine_title}, {drafters_named}"]
-    if "loop_ns" in report.results:
-        about += ["The host: {:.0f} and {:.0f} ns for an addition in a Python loop".format(*report.results["loop_ns"])]
+    about += ["The host: {:.0f} and {:.0f} ns for an addition in a Python loop".format(*report.results["loop_ns"])]
     about += ["Points: speed over phase 10, by drafts a step; dashed: the formula with the costs of the table"]
     return View(f"Speculative decoding: {report.model['name']}", about, [Table("", columns, rows)], panels=panels[:4])
 

@@ -1,10 +1,9 @@
-"""What several GPUs buy for one model, beside what they could: the sums, and engines of 1 and N ranks.
+"""What several GPUs buy for one model: engines of 1 and N ranks, beside what the memory would allow.
 
 Introduced in phase 12.1. Each part is a process of its own that writes its figures when they are made, so that one that
 hangs loses no other; ``report`` puts them together. Weights are random and made on the GPUs when they are read, whole
 tensor by whole tensor, so no checkpoint is written, and N ranks have parts of the weights that one rank has.
 
-    python -m benchmarks.tensor_parallel sums --ranks 2 --out DIR
     python -m benchmarks.tensor_parallel engine --shape qwen3-8b --ranks 1 --out DIR
     python -m benchmarks.tensor_parallel engine --shape qwen3-8b --ranks 2 --sums nccl --out DIR
     python -m benchmarks.tensor_parallel report --shape qwen3-8b --ranks 2 --out DIR
@@ -28,10 +27,8 @@ from benchmarks.command import present
 from benchmarks.decoding import WARM, Decoding, decoding, first_token
 from benchmarks.hardware import measure_ceilings
 from benchmarks.random_weights import make_weights_when_read, random_model
-from benchmarks.rank_sums import measure_sums
 from benchmarks.report import Report, engine_settings, rounded
 from benchmarks.roofline import DecodeWork, weight_bytes
-from benchmarks.shared_chunks import STEPS, step_ms
 from benchmarks.view import View, table_of
 from shared.checkpoints.shapes import SHAPES
 from shared.engine.config import EngineConfig
@@ -39,11 +36,16 @@ from shared.lessons import find_lesson
 from shared.loading.config_json import parse_config
 
 CASES = {"one": (1, 0.0), "many": (64, 0.0), "drawn": (64, 1.0)}  # requests, and their temperature
-PROMPT, CONTEXT, TRIALS = 8192, 128, 3
+PROMPT, CONTEXT, STEPS, TRIALS = 8192, 128, 40, 3
 
 
 def prompt_of(n: int, length: int) -> list[int]:
     return [(31 * n + 7 * k * k + k) % 400 + 20 for k in range(length)]
+
+
+def step_ms(together: Decoding) -> float:
+    """Milliseconds of a step, the mean of many."""
+    return 1e3 * statistics.mean(together.steps(STEPS)[0])
 
 
 def measure_engine(given: argparse.Namespace, save: Callable[[dict[str, Any]], None]) -> None:
@@ -77,7 +79,6 @@ def measure_engine(given: argparse.Namespace, save: Callable[[dict[str, Any]], N
         "kv_bytes": engine.view.num_bytes,
         "kv_tokens": engine.pool.capacity_tokens,
         "settings": engine_settings(config, given.shape),
-        "num_graphs": len(getattr(engine.runner, "graphs", ())),
     }
     if given.ranks > 1 and given.device == "cuda":
         peers = engine.group.ranks.peers
@@ -110,8 +111,7 @@ def make_report(folder: Path, shape: str, num_ranks: int) -> Report:
     work = DecodeWork(parse_config(dict(SHAPES[shape]), shape), getattr(torch, SHAPES[shape]["torch_dtype"]))
     reference = one["answer"]
     rate = one["ceilings"]["read_gb_per_second"] * 1e9
-    sums = {str(part["ranks"]): part for name, part in found.items() if name.startswith("part-sums-")}
-    results: dict[str, Any] = {"ceilings": one.pop("ceilings"), "sums": sums}
+    results: dict[str, Any] = {"ceilings": one.pop("ceilings")}
     engines = {}
     for name, figures in found.items():
         if name.startswith(f"part-engine-{shape}-"):
@@ -121,44 +121,31 @@ def make_report(folder: Path, shape: str, num_ranks: int) -> Report:
             as_one = [a == b for a, b in zip(answer, reference, strict=True)]
             figures["answer_as_one"] = [*as_one, False].index(False)  # tokens, up to the first that differs
             for case, (count, _) in CASES.items():
-                sum_us = 0.0
-                if ranks > 1:
-                    sums_us = results["sums"][str(ranks)]["rows"]["8KB" if count == 1 else "512KB"]
-                    sum_us = sums_us["nccl_us" if key.endswith("nccl") else "residual_us"]
                 limit = work.num_bytes(CONTEXT + 80, count) / ranks / rate
-                limit += 1e-6 * sum_us * (2 * SHAPES[shape]["num_hidden_layers"] + 1)
                 figures[f"{case}_gain"] = rounded(one[f"{case}_ms"] / figures[f"{case}_ms"])
                 figures[f"{case}_limit_ms"] = rounded(1e3 * limit)
             figures["prompt_gain"] = rounded(one["prompt_ms"] / figures["prompt_ms"])
             figures["weight_share"] = rounded(figures["weight_bytes"] * ranks / one["weight_bytes"])
             figures["kv_share"] = rounded(figures["kv_bytes"] * ranks / one["kv_bytes"])
             results[key] = figures
-        elif name.startswith("part-engine-"):
-            results.setdefault("others", {})[name.removeprefix("part-engine-")] = figures
     model = {"name": shape, "revision": None, "config": SHAPES[shape]}
     flags = {"context": CONTEXT, "prompt": PROMPT, "trials": TRIALS, "ranks": num_ranks, "weights": "random"}
     return Report("tensor-parallel", model, engines, 0, flags, results, "cuda")
 
 
 def view(report: Report) -> View:
-    """The engines, and the sums."""
+    """One table."""
     ends = "_ms", "_limit_ms", "_gain"
     rows = {
         key: {name: value for name, value in report.results[key].items() if name.endswith(ends)}
         for key in report.engines
     }
-    sums = {
-        f"{size}, {ranks} ranks": row
-        for ranks, found in report.results["sums"].items()
-        for size, row in found["rows"].items()
-    }
-    tables = [table_of("", "ranks, sums", rows), table_of("Sums in a graph", "a sum of", sums)]
-    return View(f"Tensor parallel: {report.model['name']}", [report.machine_title], tables)
+    return View(f"Tensor parallel: {report.model['name']}", [report.machine_title], [table_of("", "ranks, sums", rows)])
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("part", choices=("sums", "engine", "report"))
+    parser.add_argument("part", choices=("engine", "report"))
     parser.add_argument("--shape", default="qwen3-8b")
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--sums", default="peer", choices=("peer", "nccl"))
@@ -166,27 +153,21 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=64)
     parser.add_argument("--chunk", type=int, default=2048)
     parser.add_argument("--device", default="cuda")
-    parser.add_argument("--rank", type=int, default=0)
-    parser.add_argument("--port", type=int, default=0)
     parser.add_argument("--out", type=Path, required=True)
     given = parser.parse_args()
     kind = "" if given.ranks == 1 else f"-{given.sums}"
-    name = f"sums-{given.ranks}" if given.part == "sums" else f"engine-{given.shape}-{given.ranks}{kind}"
     given.out.mkdir(parents=True, exist_ok=True)
 
     def save(figures: dict[str, Any]) -> None:
-        if given.rank == 0:
-            (given.out / f"part-{name}.json").write_text(json.dumps(figures, indent=1), encoding="utf-8")
-            print(json.dumps({key: value for key, value in figures.items() if key != "settings"}), flush=True)
+        part = given.out / f"part-engine-{given.shape}-{given.ranks}{kind}.json"
+        part.write_text(json.dumps(figures, indent=1), encoding="utf-8")
+        print(json.dumps({key: value for key, value in figures.items() if key != "settings"}), flush=True)
 
     if given.part == "report":
         report = make_report(given.out, given.shape, given.ranks)
         present(report, view(report), given.out, Console())
         return
-    if given.part == "sums":
-        measure_sums(given.ranks, given.rank, given.port, given.out, save)
-    else:
-        measure_engine(given, save)
+    measure_engine(given, save)
     sys.stdout.flush()
     os._exit(0)  # communicators of ranks that have gone may keep a process
 

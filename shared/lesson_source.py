@@ -31,18 +31,27 @@ def phase_pair(older: str, newer: str) -> tuple[Lesson, Lesson]:
 
 
 def diff_lines(older: Lesson, newer: Lesson, *, with_tests: bool = False) -> Iterator[str]:
-    """The lines of a unified diff of the two folders."""
+    """The lines of a unified diff of the two folders, then of the parts of the engine that are replaced."""
     names = {path.name for lesson in (older, newer) for path in lesson.folder.iterdir() if path.suffix in SUFFIXES}
     chosen = (name for name in names if with_tests or not name.startswith("test_"))
     for name in sorted(chosen, key=lambda name: (name != ENGINE, name.startswith("test_"), name)):
         yield from file_diff(older, newer, name)
+    for old, new in replaced_parts(older, newer):
+        yield from _unified_diff(_module_file(old), _module_file(new))
+
+
+def replaced_parts(older: Lesson, newer: Lesson) -> list[tuple[str, str]]:
+    """The shared modules of the older engine in place of which the newer one has others, each with the other one."""
+    known, replaced = _way_to(older), dict[str, str]()
+    for old, new in (pair for lesson in _way_to(newer) if lesson not in known for pair in lesson.replaces):
+        first = next((name for name, latest in replaced.items() if latest == old), old)
+        replaced[first] = new
+    return list(replaced.items())
 
 
 def file_diff(older: Lesson, newer: Lesson, name: str) -> Iterator[str]:
     """The lines of a unified diff of one file that the two folders share."""
-    old, new = older.folder / name, newer.folder / name
-    labels = [f"{path.parent.parent.name}/{path.parent.name}/{name}" for path in (old, new)]
-    yield from difflib.unified_diff(_lines(old), _lines(new), labels[0], labels[1], lineterm="")
+    yield from _unified_diff(older.folder / name, newer.folder / name)
 
 
 def added_modules(older: Lesson, newer: Lesson) -> list[str]:
@@ -53,9 +62,7 @@ def added_modules(older: Lesson, newer: Lesson) -> list[str]:
 
 def first_line(module: str) -> str:
     """The first line of a shared module's docstring, read without importing it."""
-    base = Path(shared.__path__[0]).joinpath(*module.removeprefix("shared.").split("."))
-    source = base / "__init__.py" if base.is_dir() else base.with_suffix(".py")
-    docstring = ast.get_docstring(ast.parse(_text(source))) or ""
+    docstring = ast.get_docstring(ast.parse(_text(_module_file(module)))) or ""
     return docstring.partition("\n")[0]
 
 
@@ -90,6 +97,17 @@ def _way_to(lesson: Lesson) -> list[Lesson]:
     while (previous := way[0].previous) is not None:
         way.insert(0, find_lesson(previous))
     return way
+
+
+def _module_file(module: str) -> Path:
+    base = Path(shared.__path__[0]).joinpath(*module.removeprefix("shared.").split("."))
+    return base / "__init__.py" if base.is_dir() else base.with_suffix(".py")
+
+
+def _unified_diff(old: Path, new: Path) -> Iterator[str]:
+    """Labelled by the last three parts of the paths."""
+    before, after = ("/".join(path.parts[-3:]) for path in (old, new))
+    yield from difflib.unified_diff(_lines(old), _lines(new), before, after, lineterm="")
 
 
 def _lines(path: Path) -> list[str]:

@@ -32,7 +32,8 @@ class ExerciseEntry:
 class Lesson:
     """One phase: ``bought`` says in a sentence what its idea gains, and where; ``adds`` are its new shared modules,
     ``beside`` others of it that its engine does not load, with an exercise; ``changes`` the methods of Engine that
-    differ, ``removes`` the methods it drops. A side track branches off its ``previous`` phase, and no phase follows it.
+    differ, ``removes`` the methods it drops; ``replaces`` are pairs of shared modules, of which its engine has the
+    second in place of the first. A side track branches off its ``previous`` phase, and no phase follows it.
     """
 
     number: str
@@ -46,6 +47,7 @@ class Lesson:
     workload: str
     removes: tuple[str, ...] = ()
     beside: tuple[str, ...] = ()
+    replaces: tuple[tuple[str, str], ...] = ()
     is_side_track: bool = False
     exercises: tuple[ExerciseEntry, ...] = ()
 
@@ -131,6 +133,7 @@ def _read(folder: Path) -> Lesson:
         changes=tuple(values["changes"]),
         removes=tuple(values.get("removes", ())),
         beside=tuple(values.get("beside", ())),
+        replaces=tuple((old, new) for old, new in values.get("replaces", ())),
         workload=values["workload"],
         is_side_track=values.get("side_track", False),
         exercises=tuple(

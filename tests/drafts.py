@@ -10,10 +10,11 @@ from shared.engine.request import Request, RequestStatus
 from shared.grammar.constraint import Constraint
 from shared.sampling.params import SamplingParams
 from shared.scheduling.schedule import Schedule
+from shared.speculation.drafter import NoDrafter
 from tests.mixed_requests import Requests, seen, serve, tokens
 
 
-class Foresight:
+class Foresight(NoDrafter):
     """Proposes what the answers will be, with one token wrong in some of the proposals."""
 
     def __init__(self, answers: Sequence[Sequence[int]], error_rate: float, seed: int = 0) -> None:
@@ -29,17 +30,13 @@ class Foresight:
                     drafts[self.chance.randrange(len(drafts))] ^= 1
                 request.draft_ids = drafts
 
-    def collect(self) -> None:
-        """The host knows them."""
-
 
 def num_refused(request: Request) -> int:
     """How many drafts of a request its grammar refuses, up to its end: none or one."""
     constraint = request.constraint
     if not isinstance(constraint, Constraint):
         return 0
-    constraint.follow(request.output_ids)
-    state = constraint.state
+    state = constraint.after(request.output_ids)
     for token_id in request.draft_ids:
         if token_id in request.end_ids or state is None:
             break

@@ -4,16 +4,29 @@ import json
 from functools import cache, partial
 from hashlib import sha256
 from pathlib import Path
+from typing import Any
 
 import torch
 from filelock import FileLock
 
-from shared.parity.reference import greedy_tokens, load_reference
+from shared.parity.reference import load_reference
 
 
 def version(folder: Path) -> list[tuple[str, int, int]]:
     """What changes when a file of the checkpoint is written again."""
     return [(str(file), (s := file.stat()).st_size, s.st_mtime_ns) for file in sorted(folder.iterdir())]
+
+
+def greedy_tokens(reference: Any, prompt_ids: list[int], num_tokens: int) -> list[int]:
+    """The greedy continuation of a prompt by transformers' ``generate``, with its cache, past end-of-sequence ids."""
+    from transformers import GenerationConfig
+
+    reference.generation_config = GenerationConfig()  # the folder's config would restore its eos ids
+    ids = torch.tensor([prompt_ids], device=reference.device)
+    config = GenerationConfig(do_sample=False, max_new_tokens=num_tokens, pad_token_id=0)
+    with torch.inference_mode():
+        found = reference.generate(ids, attention_mask=torch.ones_like(ids), generation_config=config)
+    return found[0, len(prompt_ids) :].tolist()
 
 
 class ReferenceTokens:

@@ -1,96 +1,35 @@
-"""``infer deploy`` as a process of its own, for the benchmarks of replicas. Follows phase 11.
+"""Replicas that note their steps, for the check of the simulator. Follows phase 11.
 
 Invariant: Ray and all that it started are gone when the block ends.
 """
 
-import asyncio
 import json
 import os
 import re
-import signal
-import subprocess
-import sys
-import tempfile
 import time
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import httpx
-import torch
 
-from benchmarks.serving.http_load import MODEL, ROOT, START_SECONDS, stream
-from benchmarks.serving.results import ServedRequest
+from benchmarks.serving.http_load import MODEL, START_SECONDS, environment
 from benchmarks.step_times import StepCounts
 from shared.engine.config import EngineConfig
 from shared.engine.warm_up import warm_up
-from shared.errors import ConfigError
 from shared.lessons import newest_lesson
-
-INFER = (sys.executable, "-c", "from shared.cli import app; app(prog_name='infer')")
-
-
-@dataclass
-class Streams:
-    """What became of a continuing load; ``errors``: of those without a whole answer."""
-
-    requests: list[ServedRequest] = field(default_factory=list)
-    errors: list[str] = field(default_factory=list)
-
-
-@contextmanager
-def deployed(folder: Path, options: Sequence[str]) -> Iterator[str]:
-    """The URL of a model on replicas of the newest phase; ``options`` are those of ``infer deploy``.
-
-    Raises ConfigError if it does not become ready.
-    """
-    command = [*INFER, "deploy", str(folder), "--served-model-name", MODEL, "--port", "0", *options]
-    with tempfile.TemporaryDirectory() as scratch:
-        log = Path(scratch) / "log"
-        with log.open("wb") as stderr:  # in its own session: Ctrl-C is for the benchmark, which then ends Ray
-            null = subprocess.DEVNULL
-            process = subprocess.Popen(
-                command, env=environment(), stdout=null, stderr=stderr, cwd=ROOT, start_new_session=True
-            )
-        try:
-            yield _url(process, log)
-        finally:
-            process.send_signal(signal.SIGTERM)
-            process.wait(START_SECONDS)
-
-
-async def keep_busy(url: str, num_open: int, prompt: Sequence[int], new_tokens: int, until: Awaitable[Any]) -> Streams:
-    """Streams, so many open at a time, that are begun until ``until`` is done, and read to their ends.
-
-    Each prompt has one token more than ``prompt``, of its own.
-    """
-    work, streams, start = asyncio.ensure_future(until), Streams(), time.perf_counter()
-    options = {"model": MODEL, "max_tokens": new_tokens, "temperature": 0, "ignore_eos": True}
-
-    async def one_after_another() -> None:
-        while not work.done():
-            request = ServedRequest(time.perf_counter() - start, len(prompt) + 1)
-            streams.requests.append(request)
-            body = options | {"prompt": [*prompt, len(streams.requests) % 256]}
-            await stream(url, f"busy-{len(streams.requests)}", body, request, start)
-            streams.errors += [request.error] if request.error else []
-            await asyncio.sleep(0.1 if request.error else 0.0)
-
-    await asyncio.gather(work, *(one_after_another() for _ in range(num_open)))
-    return streams
 
 
 @contextmanager
 def served_by(
-    folder: Path, num_replicas: int, settings: dict[str, Any], notes: Path | None = None, pace: Sequence[float] = ()
-) -> Iterator[tuple[str, Callable[[], None]]]:
-    """The URL of a model on replicas, and a function that updates them, as ``infer deploy`` does when it runs again.
+    folder: Path, num_replicas: int, settings: dict[str, Any], notes: Path, pace: Sequence[float]
+) -> Iterator[str]:
+    """The URL of a model on replicas, as ``infer deploy`` starts them; Ray is this process's own.
 
-    Ray is this process's own. With ``notes``, engines note their steps in that folder, and a step takes at least as
-    long as ``pace`` says, as if a device computed it that the processors need not wait for.
+    Engines note their steps in the folder ``notes``, and a step takes at least as long as ``pace`` says, as if a device
+    computed it that the processors need not wait for.
     """
     from shared.deployment import application
     from shared.server.process import address_of, bind
@@ -114,29 +53,23 @@ def served_by(
         router="prefix",
     )
     config = EngineConfig(str(folder), **settings)
-    load = partial(load_noting, notes, pace, config) if notes else partial(load_warm, config)
-    update = partial(application.deploy, load, ServerConfig(MODEL), fleet, is_process=False)
     application.start()
     try:
         application.listen("127.0.0.1", port)
-        update()
-        yield url, update
+        application.deploy(partial(load_noting, notes, pace, config), ServerConfig(MODEL), fleet, is_process=False)
+        yield url
     finally:
         application.end()
 
 
-def load_warm(config: EngineConfig) -> Any:
-    """The newest phase's engine, warmed up."""
+def load_noting(notes: Path, pace: Sequence[float], config: EngineConfig) -> Any:
+    """The newest phase's engine, warmed up, which notes its steps.
+
+    It writes when each step began, its counts, and its seconds, up to the next step if there is one, into a file of its
+    process. ``pace``: the least seconds of a step, for each of its counts.
+    """
     engine = newest_lesson().engine(config)
     warm_up(engine)
-    return engine
-
-
-def load_noting(notes: Path, pace: Sequence[float], config: EngineConfig) -> Any:
-    """As ``load_warm``; the engine writes when each step began, its counts, and its seconds, up to the next step if
-    there is one, into a file of its process. ``pace``: the least seconds of a step, for each of its counts.
-    """
-    engine = load_warm(config)
     file = (notes / f"{os.getpid()}.jsonl").open("a", buffering=1)
     step, counts = engine.step, StepCounts()
     begun, counted = 0.0, list[float]()
@@ -165,24 +98,8 @@ def noted_steps(notes: Path) -> list[tuple[float, list[float], float]]:
     return [(begun, counts, seconds) for begun, counts, seconds in map(json.loads, lines)]
 
 
-def environment() -> dict[str, str]:
-    """Of a process that computes with as many threads as this one."""
-    paths = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
-    return {**os.environ, "OMP_NUM_THREADS": str(torch.get_num_threads()), "PYTHONPATH": paths}
-
-
 def samples(url: str, name: str) -> dict[str, float]:
     """The values of a metric, by replica."""
     text = httpx.get(f"{url}/metrics", trust_env=False, timeout=START_SECONDS).text
     found = re.findall(rf'^{name}{{.*replica="(\w+)".*}} (\S+)$', text, re.MULTILINE)
     return {replica: float(value) for replica, value in found}
-
-
-def _url(process: "subprocess.Popen[bytes]", log: Path) -> str:
-    deadline = time.monotonic() + START_SECONDS
-    while time.monotonic() < deadline and process.poll() is None:
-        if found := re.search(r"is served at (\S+)", log.read_text()):
-            return found[1]
-        time.sleep(0.1)
-    said = log.read_text().strip().splitlines()
-    raise ConfigError(f"infer deploy did not become ready: {said[-1] if said else 'it said nothing'}")

@@ -66,20 +66,24 @@ def served(lesson: Lesson, folder: Path, options: Sequence[str]) -> Iterator[Ser
     """
     command = [sys.executable, "-m", lesson.module_name, "serve", str(folder), "--log-format", "json"]
     command += ["--served-model-name", MODEL, "--port", "0", *options]
-    paths = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
-    environment = os.environ | {"OMP_NUM_THREADS": str(torch.get_num_threads()), "PYTHONPATH": paths}
     before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     with tempfile.TemporaryDirectory() as scratch:
         log = Path(scratch) / "log"
         with log.open("wb") as stderr:  # in its own session: Ctrl-C is for the benchmark, which then ends the server
             null = subprocess.DEVNULL
-            process = subprocess.Popen(command, env=environment, stdout=null, stderr=stderr, start_new_session=True)
+            process = subprocess.Popen(command, env=environment(), stdout=null, stderr=stderr, start_new_session=True)
         try:
             yield ServedProcess(process.pid, log, _url(process, log))
         finally:
             signal.signal(signal.SIGTERM, before)
             process.kill()
             process.wait()
+
+
+def environment() -> dict[str, str]:
+    """Of a process that computes with as many threads as this one."""
+    paths = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+    return os.environ | {"OMP_NUM_THREADS": str(torch.get_num_threads()), "PYTHONPATH": paths}
 
 
 def events(log: Path, name: str) -> list[dict[str, Any]]:

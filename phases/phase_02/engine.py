@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from shared.cache.uncached import UncachedView
+from shared.engine import supported
 from shared.engine.config import EngineConfig
 from shared.engine.output import OutputStream, StepOutput
 from shared.engine.prompt import check_prompt
@@ -18,22 +19,11 @@ from shared.sampling.params import SamplingParams
 from shared.sampling.sampler import SamplingBatch, sample
 from shared.text.tokenizer import Tokenizer
 
-SUPPORTED = {"model", "dtype", "device", "max_seq_len", "seed", "attention_backend"}
+SUPPORTED = supported.MODEL
 
 
 class Engine:
     """Serves one request at a time, without a KV cache."""
-
-    def __init__(self, config: EngineConfig) -> None:
-        config.check(SUPPORTED)
-        folder = resolve_model(config.model)
-        self.config = config
-        self.model = load_model(folder, dtype=config.torch_dtype, device=config.device)
-        self.tokenizer = Tokenizer.load(folder)
-        self.max_seq_len = config.sequence_limit(self.model.max_positions)
-        self.seeds = random.Random(config.seed)
-        self.request_ids = itertools.count()
-        self.num_tokens_computed = 0
 
     @torch.inference_mode()
     def generate(self, prompt: str | Sequence[int], params: SamplingParams) -> Iterator[StepOutput]:
@@ -73,6 +63,17 @@ class Engine:
         hidden = self.model(Tokens(ids, positions), view)
         self.num_tokens_computed += request.num_tokens
         return self.model.logits(hidden[-1:])
+
+    def __init__(self, config: EngineConfig) -> None:
+        config.check(SUPPORTED)
+        folder = resolve_model(config.model)
+        self.config = config
+        self.model = load_model(folder, dtype=config.torch_dtype, device=config.device)
+        self.tokenizer = Tokenizer.load(folder)
+        self.max_seq_len = config.sequence_limit(self.model.max_positions)
+        self.seeds = random.Random(config.seed)
+        self.request_ids = itertools.count()
+        self.num_tokens_computed = 0
 
     def stats(self) -> dict[str, int]:
         """Counters for ``infer generate --stats``."""

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from shared.cache.contiguous import ContiguousCache, ContiguousView
+from shared.engine import supported
 from shared.engine.config import EngineConfig
 from shared.engine.output import OutputStream, StepOutput
 from shared.engine.prompt import check_prompt
@@ -19,26 +20,11 @@ from shared.sampling.params import SamplingParams
 from shared.sampling.sampler import SamplingBatch, sample
 from shared.text.tokenizer import Tokenizer
 
-SUPPORTED = {"model", "dtype", "device", "max_seq_len", "seed", "attention_backend", "pack_weights"}
+SUPPORTED = supported.PACKED_WEIGHTS
 
 
 class Engine:
     """Serves one request at a time, with a KV cache."""
-
-    def __init__(self, config: EngineConfig) -> None:
-        config.check(SUPPORTED)
-        folder = resolve_model(config.model)
-        self.config = config
-        self.model = load_model(folder, dtype=config.torch_dtype, device=config.device)
-        if config.pack_weights:
-            pack(self.model)
-        self.tokenizer = Tokenizer.load(folder)
-        self.max_seq_len = config.sequence_limit(self.model.max_positions)
-        self.cache = ContiguousCache(self.model.config, self.max_seq_len, self.model.dtype, self.model.device)
-        self.view = ContiguousView(self.cache, config.attention_backend)
-        self.seeds = random.Random(config.seed)
-        self.request_ids = itertools.count()
-        self.num_tokens_computed = 0
 
     @torch.inference_mode()
     def generate(self, prompt: str | Sequence[int], params: SamplingParams) -> Iterator[StepOutput]:
@@ -83,6 +69,21 @@ class Engine:
         request.num_computed_tokens += len(new_ids)
         self.num_tokens_computed += len(new_ids)
         return self.model.logits(hidden[-1:])
+
+    def __init__(self, config: EngineConfig) -> None:
+        config.check(SUPPORTED)
+        folder = resolve_model(config.model)
+        self.config = config
+        self.model = load_model(folder, dtype=config.torch_dtype, device=config.device)
+        if config.pack_weights:
+            pack(self.model)
+        self.tokenizer = Tokenizer.load(folder)
+        self.max_seq_len = config.sequence_limit(self.model.max_positions)
+        self.cache = ContiguousCache(self.model.config, self.max_seq_len, self.model.dtype, self.model.device)
+        self.view = ContiguousView(self.cache, config.attention_backend)
+        self.seeds = random.Random(config.seed)
+        self.request_ids = itertools.count()
+        self.num_tokens_computed = 0
 
     def stats(self) -> dict[str, int]:
         """Counters for ``infer generate --stats``."""

@@ -8,6 +8,7 @@ import torch
 
 from shared.cache.contiguous import ContiguousCache
 from shared.cache.fused_contiguous import FusedContiguousView
+from shared.engine import supported
 from shared.engine.config import EngineConfig
 from shared.engine.output import OutputStream, StepOutput
 from shared.engine.prompt import check_prompt
@@ -23,34 +24,11 @@ from shared.sampling.params import SamplingParams
 from shared.sampling.sampler import SamplingBatch
 from shared.text.tokenizer import Tokenizer
 
-SUPPORTED = {
-    "model",
-    "dtype",
-    "device",
-    "max_seq_len",
-    "seed",
-    "attention_backend",
-    "attention_backend=flash",
-    "pack_weights",
-}
+SUPPORTED = supported.FUSED_KERNELS
 
 
 class Engine:
     """Serves one request at a time, with fused parts and a KV cache that kernels read and write."""
-
-    def __init__(self, config: EngineConfig) -> None:
-        config.check(SUPPORTED)
-        folder = resolve_model(config.model)
-        self.config = config
-        self.model = load_model(folder, dtype=config.torch_dtype, device=config.device)
-        (pack if config.pack_weights else fuse)(self.model)
-        self.tokenizer = Tokenizer.load(folder)
-        self.max_seq_len = config.sequence_limit(self.model.max_positions)
-        self.cache = ContiguousCache(self.model.config, self.max_seq_len, self.model.dtype, self.model.device)
-        self.view = FusedContiguousView(self.cache, self.model.config.num_heads, config.attention_backend)
-        self.seeds = random.Random(config.seed)
-        self.request_ids = itertools.count()
-        self.num_tokens_computed = 0
 
     @torch.inference_mode()
     def generate(self, prompt: str | Sequence[int], params: SamplingParams) -> Iterator[StepOutput]:
@@ -95,6 +73,20 @@ class Engine:
         request.num_computed_tokens += len(new_ids)
         self.num_tokens_computed += len(new_ids)
         return self.model.logits(hidden[-1:])
+
+    def __init__(self, config: EngineConfig) -> None:
+        config.check(SUPPORTED)
+        folder = resolve_model(config.model)
+        self.config = config
+        self.model = load_model(folder, dtype=config.torch_dtype, device=config.device)
+        (pack if config.pack_weights else fuse)(self.model)
+        self.tokenizer = Tokenizer.load(folder)
+        self.max_seq_len = config.sequence_limit(self.model.max_positions)
+        self.cache = ContiguousCache(self.model.config, self.max_seq_len, self.model.dtype, self.model.device)
+        self.view = FusedContiguousView(self.cache, self.model.config.num_heads, config.attention_backend)
+        self.seeds = random.Random(config.seed)
+        self.request_ids = itertools.count()
+        self.num_tokens_computed = 0
 
     def stats(self) -> dict[str, int]:
         """Counters for ``infer generate --stats``."""

@@ -1,9 +1,6 @@
 """The loop for many requests, which may be made of chunks: context that was computed before, in any order."""
 
-import itertools
-import random
-from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import partial
 
 import torch
@@ -12,6 +9,7 @@ from shared.chunks.blend import blend_chunks
 from shared.chunks.memory import chunk_memory
 from shared.chunks.registry import ChunkRegistry
 from shared.chunks.scheduler import ChunkScheduler
+from shared.engine import supported
 from shared.engine.batch import Batch
 from shared.engine.captured import Captured
 from shared.engine.config import EngineConfig
@@ -20,10 +18,9 @@ from shared.engine.last_ids import LastIds
 from shared.engine.output import StepOutput
 from shared.engine.output_processor import OutputProcessor
 from shared.engine.prompt import check_prompt
-from shared.engine.record import EngineLoad, StepRecord
-from shared.engine.request import Request
 from shared.engine.runner import Runner
 from shared.engine.sampler import SamplerOutput
+from shared.engine.serving import ServingEngine
 from shared.errors import RequestError
 from shared.kernels.launch import LAUNCHES
 from shared.loading.loader import load_model
@@ -36,96 +33,13 @@ from shared.scheduling.scheduler import Scheduler
 from shared.scheduling.static import StaticScheduler
 from shared.text.tokenizer import Tokenizer
 
-SUPPORTED = {
-    "model",
-    "dtype",
-    "device",
-    "max_seq_len",
-    "seed",
-    "attention_backend",
-    "attention_backend=flash",
-    "attention_backend=planned",
-    "pack_weights",
-    "max_batch_size",
-    "max_num_batched_tokens",
-    "max_waiting_requests",
-    "kv_cache_backend",
-    "kv_cache_backend=paged",
-    "batching_mode",
-    "batching_mode=continuous",
-    "scheduler_policy",
-    "max_decode_interval",
-    "block_size",
-    "num_gpu_blocks",
-    "use_chunked_prefill",
-    "prefill_chunk_size",
-    "max_prefill_chunks_per_step",
-    "use_prefix_caching",
-    "use_cuda_graphs",
-    "overlap_scheduling",
-}
+SUPPORTED = supported.OVERLAPPED_STEPS
 
 
-class Engine:
+class Engine(ServingEngine):
     """Serves many requests at a time; each may begin with chunks, which are computed once and kept by their content."""
 
-    def __init__(self, config: EngineConfig) -> None:
-        config.check(SUPPORTED)
-        folder = resolve_model(config.model)
-        self.config = config
-        self.model = load_model(folder, dtype=config.torch_dtype, device=config.device)
-        (pack if config.pack_weights else fuse)(self.model)
-        self.tokenizer = Tokenizer.load(folder)
-        self.max_seq_len = config.sequence_limit(self.model.max_positions)
-        self.chunks = ChunkRegistry()
-        self.pool, self.view = chunk_memory(config, self.model, self.max_seq_len, self.chunks)
-        self.scheduler: Scheduler = StaticScheduler(config, self.pool, self.max_seq_len)
-        if config.batching_mode != "static":
-            self.scheduler = ChunkScheduler(config, self.pool, self.max_seq_len, self.chunks)
-        is_capturing = config.is_on("use_cuda_graphs") and self.model.device.type == "cuda"
-        make_runner = partial(Runner, executor=Captured if is_capturing else Eager, last_ids=LastIds)
-        self.runner = make_runner(self.model, self.view, self.pool.max_sequences)
-        self.overlaps = is_capturing if config.overlap_scheduling is None else config.overlap_scheduling
-        self.in_flight: tuple[Schedule, SamplerOutput] | None = None
-        self.output_processor = OutputProcessor(self.tokenizer, self.max_seq_len)
-        self.seeds = random.Random(config.seed)
-        self.request_ids = itertools.count()
-        self.answers: dict[str, deque[StepOutput]] = {}  # outputs that `generate` has not yielded yet
-        self.last_step: StepRecord | None = None
-
-    def add_request(
-        self,
-        prompt: str | Sequence[int],
-        params: SamplingParams,
-        request_id: str | None = None,
-        chunk_ids: Sequence[str] = (),
-    ) -> str:
-        """Queue a request and return its id; raises RequestError or QueueFullError, and queues nothing.
-
-        Args:
-            chunk_ids: of registered chunks, which stand before the prompt in this order.
-        """
-        chunks = tuple(self.chunks.find(chunk_id) for chunk_id in chunk_ids)
-        prompt_ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
-        num_own = len(check_prompt(prompt_ids, self.model.config.vocab_size, self.max_seq_len))
-        prompt_ids = [token_id for chunk in chunks for token_id in chunk.token_ids] + list(prompt_ids)
-        prompt_ids = check_prompt(prompt_ids, self.model.config.vocab_size, self.max_seq_len)
-        end_ids = params.end_ids(self.tokenizer.eos_ids, self.model.config.vocab_size)
-        if request_id is None:
-            request_id = next(name for name in map(str, self.request_ids) if name not in self.scheduler)
-        params.refuse("structured_output", "12")
-        if chunks:
-            if params.prompt_logprobs is not None:
-                raise RequestError("prompt_logprobs is set, and chunks were computed without logits; leave it out.")
-            self.chunks.check(chunks, min(num_own + params.max_new_tokens, self.max_seq_len))
-        self.scheduler.check(request_id, len(prompt_ids), params)
-        seed = self.seeds.getrandbits(64) if params.seed is None else params.seed
-        request = Request(request_id, prompt_ids, params, seed, end_ids)
-        if chunks:
-            self.chunks.contexts[request] = chunks
-        self.scheduler.add(request)
-        self.output_processor.add(request)
-        return request_id
+    in_flight: tuple[Schedule, SamplerOutput] | None = None  # launched, and not committed yet
 
     @torch.inference_mode()
     def step(self) -> list[StepOutput]:
@@ -144,44 +58,9 @@ class Engine:
                 self.finish()
         except BaseException:
             self.in_flight = None
-            self.scheduler.drop_in_flight()
-            self.scheduler.finish(self.output_processor.catch_up())
+            self.recover()
             raise
-        outputs = self.output_processor.take()
-        self.last_step = StepRecord.of(self.scheduler, schedule, outputs)
-        return outputs
-
-    def abort(self, request_id: str) -> bool:
-        """Abort a request, which gives no further output; False if it is neither waiting nor running."""
-        request = self.scheduler.abort(request_id)
-        if request is not None:
-            self.output_processor.drop(request)
-        return request is not None
-
-    def has_work(self) -> bool:
-        """Whether a step has outputs to return or requests to run."""
-        return self.in_flight is not None or bool(self.output_processor.ready) or self.scheduler.has_work()
-
-    def generate(self, prompt: str | Sequence[int], params: SamplingParams) -> Iterator[StepOutput]:
-        """Yield one output per token until the request finishes; raises RequestError before anything is computed.
-
-        Each iterator steps the engine, so several may be used alternately, but no other caller may step meanwhile.
-        """
-        request_id = self.add_request(prompt, params)
-        mine = self.answers[request_id] = deque()
-        try:
-            while mine or request_id in self.scheduler:
-                if not mine:
-                    for output in self.step():
-                        self.answers.get(output.request_id, deque()).append(output)
-                    continue
-                output = mine.popleft()
-                if output.error is not None:
-                    raise RuntimeError(output.error)
-                yield output
-        finally:
-            del self.answers[request_id]
-            self.abort(request_id)
+        return self.report(schedule)
 
     def finish(self) -> None:
         """Wait for the tokens of the step in flight, commit them, and make their outputs."""
@@ -191,6 +70,51 @@ class Engine:
             # Those beyond the schedule too: requests that waited for a chunk that could not be computed.
             self.scheduler.finish(self.output_processor.catch_up())
             self.in_flight = None
+
+    def __init__(self, config: EngineConfig) -> None:
+        config.check(SUPPORTED)
+        super().__init__(config)
+        folder = resolve_model(config.model)
+        self.model = load_model(folder, dtype=config.torch_dtype, device=config.device)
+        (pack if config.pack_weights else fuse)(self.model)
+        self.tokenizer = Tokenizer.load(folder)
+        self.max_seq_len = config.sequence_limit(self.model.max_positions)
+        self.chunks = ChunkRegistry()
+        self.pool, self.view = chunk_memory(config, self.model, self.max_seq_len, self.chunks)
+        self.scheduler: Scheduler = StaticScheduler(config, self.pool, self.max_seq_len)
+        if config.batching_mode != "static":
+            self.scheduler = ChunkScheduler(config, self.pool, self.max_seq_len, self.chunks)
+        is_capturing = config.is_on("use_cuda_graphs") and self.model.device.type == "cuda"
+        make_runner = partial(Runner, executor=Captured if is_capturing else Eager, last_ids=LastIds)
+        self.runner = make_runner(self.model, self.view, self.pool.max_sequences)
+        self.overlaps = is_capturing if config.overlap_scheduling is None else config.overlap_scheduling
+        self.output_processor = OutputProcessor(self.tokenizer, self.max_seq_len)
+
+    def add_request(
+        self,
+        prompt: str | Sequence[int],
+        params: SamplingParams,
+        request_id: str | None = None,
+        chunk_ids: Sequence[str] = (),
+    ) -> str:
+        """Queue a request and return its id; raises RequestError or QueueFullError, and queues nothing.
+
+        Args:
+            chunk_ids: of registered chunks, which stand before the prompt in this order.
+        """
+        params.refuse("structured_output", "12")
+        chunks = tuple(self.chunks.find(chunk_id) for chunk_id in chunk_ids)
+        prompt_ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
+        num_own = len(check_prompt(prompt_ids, self.model.config.vocab_size, self.max_seq_len))
+        if chunks:
+            if params.prompt_logprobs is not None:
+                raise RequestError("prompt_logprobs is set, and chunks were computed without logits; leave it out.")
+            self.chunks.check(chunks, min(num_own + params.max_new_tokens, self.max_seq_len))
+            prompt_ids = [*(token_id for chunk in chunks for token_id in chunk.token_ids), *prompt_ids]
+        request = self.queue_request(self.check_request(prompt_ids, params, request_id))
+        if chunks:
+            self.chunks.contexts[request] = chunks
+        return request.request_id
 
     def stats(self) -> dict[str, int]:
         """Counters for ``infer generate --stats``."""
@@ -222,7 +146,3 @@ class Engine:
         """
         chunks = [self.chunks.find(chunk_id) for chunk_id in chunk_ids]
         return blend_chunks(self.model, self.view, self.pool, self.chunks, chunks, fraction).chunk_id
-
-    def load(self) -> EngineLoad:
-        """Running and waiting requests, and KV cache usage."""
-        return EngineLoad.of(self.scheduler)

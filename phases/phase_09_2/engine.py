@@ -1,9 +1,5 @@
 """The loop for many requests, which compresses the KV cache of long ones between two steps."""
 
-import itertools
-import random
-from collections import deque
-from collections.abc import Iterator, Sequence
 from functools import partial
 
 import torch
@@ -12,6 +8,7 @@ from shared.cache.compressing import compress, select
 from shared.cache.condensed_memory import condensed_memory
 from shared.cache.contiguous_memory import contiguous_memory
 from shared.cache.view import MakeMemory
+from shared.engine import supported
 from shared.engine.batch import Batch
 from shared.engine.captured import Captured
 from shared.engine.config import EngineConfig
@@ -19,106 +16,30 @@ from shared.engine.executor import Eager
 from shared.engine.last_ids import LastIds
 from shared.engine.output import StepOutput
 from shared.engine.output_processor import OutputProcessor
-from shared.engine.prompt import check_prompt
-from shared.engine.record import EngineLoad, StepRecord
 from shared.engine.request import Request
 from shared.engine.runner import Runner
 from shared.engine.sampler import SamplerOutput
+from shared.engine.serving import ServingEngine
 from shared.kernels.launch import LAUNCHES
 from shared.loading.loader import load_model
 from shared.loading.resolve import resolve_model
 from shared.models.fused import fuse
 from shared.models.packed import pack
-from shared.sampling.params import SamplingParams
 from shared.scheduling.compressing import CompressingScheduler
 from shared.scheduling.schedule import Schedule
 from shared.scheduling.scheduler import Scheduler
 from shared.scheduling.static import StaticScheduler
 from shared.text.tokenizer import Tokenizer
 
-SUPPORTED = {
-    "model",
-    "dtype",
-    "device",
-    "max_seq_len",
-    "seed",
-    "attention_backend",
-    "attention_backend=flash",
-    "attention_backend=planned",
-    "pack_weights",
-    "max_batch_size",
-    "max_num_batched_tokens",
-    "max_waiting_requests",
-    "kv_cache_backend",
-    "kv_cache_backend=paged",
-    "batching_mode",
-    "batching_mode=continuous",
-    "scheduler_policy",
-    "max_decode_interval",
-    "block_size",
-    "num_gpu_blocks",
-    "use_chunked_prefill",
-    "prefill_chunk_size",
-    "max_prefill_chunks_per_step",
-    "use_prefix_caching",
-    "use_cuda_graphs",
-    "overlap_scheduling",
-    "compress_method",
-    "if_fake_compress",
-    "if_log_compress",
-    "if_log_num_topp",
-    "layer_budget",
-    "layer_upper_budget",
-    "query_window_size",
-    "steps_between_compressions",
-    "p_attn",
-    "attn_reduce_method",
-}
+SUPPORTED = supported.COMPRESSION
 MEMORY: dict[str, MakeMemory] = {"contiguous": contiguous_memory, "paged": condensed_memory}
 SCHEDULERS: dict[str, type[Scheduler]] = {"static": StaticScheduler, "continuous": CompressingScheduler}
 
 
-class Engine:
+class Engine(ServingEngine):
     """Serves many requests at a time, each with a KV cache that its heads compress for themselves."""
 
-    def __init__(self, config: EngineConfig) -> None:
-        config.check(SUPPORTED)
-        folder = resolve_model(config.model)
-        self.config = config
-        self.model = load_model(folder, dtype=config.torch_dtype, device=config.device)
-        (pack if config.pack_weights else fuse)(self.model)
-        self.tokenizer = Tokenizer.load(folder)
-        self.max_seq_len = config.sequence_limit(self.model.max_positions)
-        make_memory = MEMORY[config.kv_cache_backend or "paged"]
-        self.pool, self.view = make_memory(config, self.model, self.max_seq_len)
-        scheduler = SCHEDULERS[config.batching_mode or "continuous"]
-        self.scheduler = scheduler(config, self.pool, self.max_seq_len)
-        is_capturing = config.is_on("use_cuda_graphs") and self.model.device.type == "cuda"
-        make_runner = partial(Runner, executor=Captured if is_capturing else Eager, last_ids=LastIds)
-        self.runner = make_runner(self.model, self.view, self.pool.max_sequences)
-        self.overlaps = is_capturing if config.overlap_scheduling is None else config.overlap_scheduling
-        self.in_flight: tuple[Schedule, SamplerOutput] | None = None
-        self.output_processor = OutputProcessor(self.tokenizer, self.max_seq_len)
-        self.seeds = random.Random(config.seed)
-        self.request_ids = itertools.count()
-        self.answers: dict[str, deque[StepOutput]] = {}  # outputs that `generate` has not yielded yet
-        self.last_step: StepRecord | None = None
-        self.num_compressions = self.num_freed_blocks = 0
-
-    def add_request(self, prompt: str | Sequence[int], params: SamplingParams, request_id: str | None = None) -> str:
-        """Queue a request and return its id; raises RequestError or QueueFullError, and queues nothing."""
-        prompt_ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
-        prompt_ids = check_prompt(prompt_ids, self.model.config.vocab_size, self.max_seq_len)
-        end_ids = params.end_ids(self.tokenizer.eos_ids, self.model.config.vocab_size)
-        if request_id is None:
-            request_id = next(name for name in map(str, self.request_ids) if name not in self.scheduler)
-        params.refuse("structured_output", "12")
-        self.scheduler.check(request_id, len(prompt_ids), params)
-        seed = self.seeds.getrandbits(64) if params.seed is None else params.seed
-        request = Request(request_id, prompt_ids, params, seed, end_ids)
-        self.scheduler.add(request)
-        self.output_processor.add(request)
-        return request_id
+    in_flight: tuple[Schedule, SamplerOutput] | None = None  # launched, and not committed yet
 
     @torch.inference_mode()
     def step(self) -> list[StepOutput]:
@@ -138,12 +59,9 @@ class Engine:
                 self.finish()
         except BaseException:
             self.in_flight = None
-            self.scheduler.drop_in_flight()
-            self.scheduler.finish(self.output_processor.catch_up())
+            self.recover()
             raise
-        outputs = self.output_processor.take()
-        self.last_step = StepRecord.of(self.scheduler, schedule, outputs)
-        return outputs
+        return self.report(schedule)
 
     def compress(self) -> None:
         """Compress the requests that are due; one that is interrupted is preempted, since its cache may be torn.
@@ -170,38 +88,6 @@ class Engine:
         assert isinstance(self.scheduler, CompressingScheduler)
         return self.scheduler.make_room(request)
 
-    def abort(self, request_id: str) -> bool:
-        """Abort a request, which gives no further output; False if it is neither waiting nor running."""
-        request = self.scheduler.abort(request_id)
-        if request is not None:
-            self.output_processor.drop(request)
-        return request is not None
-
-    def has_work(self) -> bool:
-        """Whether a step has outputs to return or requests to run."""
-        return self.in_flight is not None or bool(self.output_processor.ready) or self.scheduler.has_work()
-
-    def generate(self, prompt: str | Sequence[int], params: SamplingParams) -> Iterator[StepOutput]:
-        """Yield one output per token until the request finishes; raises RequestError before anything is computed.
-
-        Each iterator steps the engine, so several may be used alternately, but no other caller may step meanwhile.
-        """
-        request_id = self.add_request(prompt, params)
-        mine = self.answers[request_id] = deque()
-        try:
-            while mine or request_id in self.scheduler:
-                if not mine:
-                    for output in self.step():
-                        self.answers.get(output.request_id, deque()).append(output)
-                    continue
-                output = mine.popleft()
-                if output.error is not None:
-                    raise RuntimeError(output.error)
-                yield output
-        finally:
-            del self.answers[request_id]
-            self.abort(request_id)
-
     def finish(self) -> None:
         """Wait for the tokens of the step in flight, commit them, and make their outputs."""
         if self.in_flight is not None:
@@ -209,6 +95,25 @@ class Engine:
             self.scheduler.commit(schedule, sampled.wait())
             self.scheduler.finish(self.output_processor.process(schedule))
             self.in_flight = None
+
+    def __init__(self, config: EngineConfig) -> None:
+        config.check(SUPPORTED)
+        super().__init__(config)
+        folder = resolve_model(config.model)
+        self.model = load_model(folder, dtype=config.torch_dtype, device=config.device)
+        (pack if config.pack_weights else fuse)(self.model)
+        self.tokenizer = Tokenizer.load(folder)
+        self.max_seq_len = config.sequence_limit(self.model.max_positions)
+        make_memory = MEMORY[config.kv_cache_backend or "paged"]
+        self.pool, self.view = make_memory(config, self.model, self.max_seq_len)
+        scheduler = SCHEDULERS[config.batching_mode or "continuous"]
+        self.scheduler = scheduler(config, self.pool, self.max_seq_len)
+        is_capturing = config.is_on("use_cuda_graphs") and self.model.device.type == "cuda"
+        make_runner = partial(Runner, executor=Captured if is_capturing else Eager, last_ids=LastIds)
+        self.runner = make_runner(self.model, self.view, self.pool.max_sequences)
+        self.overlaps = is_capturing if config.overlap_scheduling is None else config.overlap_scheduling
+        self.output_processor = OutputProcessor(self.tokenizer, self.max_seq_len)
+        self.num_compressions = self.num_freed_blocks = 0
 
     def stats(self) -> dict[str, int]:
         """Counters for ``infer generate --stats``."""
@@ -224,7 +129,3 @@ class Engine:
             "compressions": self.num_compressions,
             "blocks freed by compressions": self.num_freed_blocks,
         }
-
-    def load(self) -> EngineLoad:
-        """Running and waiting requests, and KV cache usage."""
-        return EngineLoad.of(self.scheduler)

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from phases.phase_10.engine import Engine as Plain
 from phases.phase_11.engine import Engine
 from shared.engine.config import EngineConfig
+from shared.scheduling import speculative
 from shared.scheduling.schedule import Schedule
 from shared.speculation.adaptive import a_tenth
 from shared.text.stopping import FinishReason
@@ -234,7 +235,9 @@ def test_requests_with_and_without_drafts_share_a_batch(folder: Path, is_adaptiv
     assert any(any(n for _, n in step) and any(number % 2 for number, _ in step) for step in steps), "in one batch"
 
 
-def test_adaptive_lengths_change_no_token_and_useless_drafts_become_few(tiny_checkpoints: dict[str, Path]) -> None:
+def test_adaptive_lengths_change_no_token_and_useless_drafts_become_few(
+    tiny_checkpoints: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
     folder, options = tiny_checkpoints["qwen3"], {"max_seq_len": 128, "adapt_spec_length": None}
     requests: Requests = [([n, *range(9)], {"seed": n, "max_new_tokens": 100, "ignore_eos": True}) for n in range(4)]
     answers = serve(plain := make(folder, Plain, max_seq_len=128), requests)[0]
@@ -242,8 +245,10 @@ def test_adaptive_lengths_change_no_token_and_useless_drafts_become_few(tiny_che
     for engine in (good, useless):
         engine.scheduler.lengths.costs_of = a_tenth
     useless.drafter.answers = [[token_id ^ 1 for token_id in answer] for answer in useless.drafter.answers]
-    short, plan = [0], useless.scheduler._next_tokens
-    useless.scheduler._next_tokens = lambda decoding: short.append(len(decoding)) or plan(decoding)
+    short, plan = [0], speculative.grant_next_tokens
+    monkeypatch.setattr(
+        speculative, "grant_next_tokens", lambda owner, decoding: short.append(len(decoding)) or plan(owner, decoding)
+    )
     for engine in (good, useless):
         assert seen(serve(engine, requests)[0]) == seen(answers)
     assert good.runner.num_forwards < plain.runner.num_forwards / 2

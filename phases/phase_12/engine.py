@@ -1,10 +1,7 @@
 """The loop for many requests, whose outputs may have a grammar: each token is drawn from those that it allows."""
 
-import itertools
 import math
-import random
-from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -13,6 +10,7 @@ import torch
 from shared.cache.contiguous_memory import contiguous_memory
 from shared.cache.fp8_memory import fp8_memory
 from shared.cache.view import MakeMemory
+from shared.engine import supported
 from shared.engine.batch import Batch
 from shared.engine.captured import Captured
 from shared.engine.config import EngineConfig
@@ -21,12 +19,10 @@ from shared.engine.grammar_masks import grammar_masks
 from shared.engine.last_ids import LastIds
 from shared.engine.output import StepOutput
 from shared.engine.output_processor import OutputProcessor
-from shared.engine.prompt import check_prompt
-from shared.engine.record import EngineLoad, StepRecord
 from shared.engine.rejection import acceptance
-from shared.engine.request import Request
 from shared.engine.runner import Runner
 from shared.engine.sampler import Sampler, SamplerOutput
+from shared.engine.serving import ServingEngine
 from shared.grammar.constraint import Constraints
 from shared.grammar.pool import GrammarPool
 from shared.grammar.vocabulary import GrammarVocabulary
@@ -34,120 +30,31 @@ from shared.kernels.launch import LAUNCHES
 from shared.loading.loader import load_model
 from shared.loading.quantized import quantizer
 from shared.loading.resolve import resolve_model
+from shared.models.causal_lm import CausalLM
 from shared.models.fused import fuse
 from shared.models.packed import pack
 from shared.sampling.params import SamplingParams
+from shared.scheduling.drafts import draft_stats, settle
 from shared.scheduling.schedule import Schedule
 from shared.scheduling.scheduler import Scheduler
-from shared.scheduling.speculative import SpeculativeScheduler, settle
+from shared.scheduling.speculative import SpeculativeScheduler
 from shared.scheduling.static import StaticScheduler
 from shared.speculation.draft_costs import weigh
 from shared.speculation.draft_masks import masked_draft_model
-from shared.speculation.drafter import Drafter, PendingDrafts
+from shared.speculation.drafter import Drafter, NoDrafter, PendingDrafts
 from shared.speculation.forced import ForcedTextDrafter
 from shared.speculation.ngram import NGramDrafter
 from shared.text.tokenizer import Tokenizer
 
-SUPPORTED = {
-    "model",
-    "dtype",
-    "device",
-    "max_seq_len",
-    "seed",
-    "attention_backend",
-    "attention_backend=flash",
-    "attention_backend=planned",
-    "pack_weights",
-    "max_batch_size",
-    "max_num_batched_tokens",
-    "max_waiting_requests",
-    "kv_cache_backend",
-    "kv_cache_backend=paged",
-    "batching_mode",
-    "batching_mode=continuous",
-    "scheduler_policy",
-    "max_decode_interval",
-    "block_size",
-    "num_gpu_blocks",
-    "use_chunked_prefill",
-    "prefill_chunk_size",
-    "max_prefill_chunks_per_step",
-    "use_prefix_caching",
-    "use_cuda_graphs",
-    "overlap_scheduling",
-    "kv_cache_dtype",
-    "quantization",
-    "quantize_head",
-    "use_speculative_decoding",
-    "drafter",
-    "draft_model",
-    "spec_length",
-    "acceptance_method",
-    "adapt_spec_length",
-    "grammar_pool_bytes",
-}
+SUPPORTED = supported.GRAMMARS
 MEMORY: dict[str, MakeMemory] = {"contiguous": contiguous_memory, "paged": fp8_memory}
 SCHEDULERS: dict[str, type[Scheduler]] = {"static": StaticScheduler, "continuous": SpeculativeScheduler}
-DRAFTERS: dict[str, Callable[..., Drafter]] = {
-    "ngram": lambda *of: ForcedTextDrafter(NGramDrafter(), of[2]),
-    "model": lambda *of: ForcedTextDrafter(masked_draft_model(*of), of[2]),
-}
 
 
-class Engine:
+class Engine(ServingEngine):
     """Serves many requests at a time, each of which may have a grammar that its output follows."""
 
-    def __init__(self, config: EngineConfig) -> None:
-        config.check(SUPPORTED)
-        folder = resolve_model(config.model)
-        self.config = config
-        quantize = quantizer(config.quantization, config.quantize_head)
-        self.model = load_model(folder, dtype=config.torch_dtype, device=config.device, quantize=quantize)
-        (pack if config.pack_weights else fuse)(self.model)
-        self.tokenizer = Tokenizer.load(folder)
-        self.max_seq_len = config.sequence_limit(self.model.max_positions)
-        grammar_pool = GrammarPool.on(self.model.device, config.grammar_pool_bytes)
-        self.drafter: Drafter | None = None
-        if config.use_speculative_decoding:
-            self.drafter = DRAFTERS[config.drafter or "model"](config, self.model, self.tokenizer, grammar_pool)
-        is_capturing = config.is_on("use_cuda_graphs") and self.model.device.type == "cuda"
-        make_runner = partial(Runner, executor=Captured if is_capturing else Eager, last_ids=LastIds)
-        make_memory = MEMORY[config.kv_cache_backend or "paged"]
-        self.pool, self.view = make_memory(config, self.model, self.max_seq_len)
-        if self.drafter is not None:
-            self.pool = self.drafter.join(self.pool, make_memory, make_runner, self.max_seq_len)
-        self.scheduler = SCHEDULERS[config.batching_mode or "continuous"](config, self.pool, self.max_seq_len)
-        draw = acceptance(config.acceptance_method, None if self.drafter is None else self.drafter.distributions)
-        sizes = self.pool.max_sequences, config.most_logit_rows
-        sampler = Sampler(self.model.device, math.prod(sizes), grammar_masks(math.prod(sizes), grammar_pool), draw)
-        self.runner = make_runner(self.model, self.view, *sizes, sampler=sampler)
-        if self.drafter is not None:
-            weigh(self.scheduler, self.model, self.drafter)
-            self.drafter.leave_drafts_in(PendingDrafts(self.runner.last_ids.tensor, self.pool.max_sequences))
-        make_vocabulary = partial(GrammarVocabulary.of, self.tokenizer, self.model.config.vocab_size)
-        self.constraints = Constraints(make_vocabulary, pool=grammar_pool)
-        self.overlaps = is_capturing if config.overlap_scheduling is None else config.overlap_scheduling
-        self.in_flight: tuple[Schedule, SamplerOutput] | None = None
-        self.output_processor = OutputProcessor(self.tokenizer, self.max_seq_len)
-        self.seeds = random.Random(config.seed)
-        self.request_ids = itertools.count()
-        self.answers: dict[str, deque[StepOutput]] = {}  # outputs that `generate` has not yielded yet
-        self.last_step: StepRecord | None = None
-
-    def add_request(self, prompt: str | Sequence[int], params: SamplingParams, request_id: str | None = None) -> str:
-        """Queue a request and return its id; raises RequestError or QueueFullError, and queues nothing."""
-        prompt_ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
-        prompt_ids = check_prompt(prompt_ids, self.model.config.vocab_size, self.max_seq_len)
-        end_ids = params.end_ids(self.tokenizer.eos_ids, self.model.config.vocab_size)
-        if request_id is None:
-            request_id = next(name for name in map(str, self.request_ids) if name not in self.scheduler)
-        self.scheduler.check(request_id, len(prompt_ids), params)
-        constraint = self.constraints.of(params)
-        seed = self.seeds.getrandbits(64) if params.seed is None else params.seed
-        request = Request(request_id, prompt_ids, params, seed, end_ids, constraint=constraint)
-        self.scheduler.add(request)
-        self.output_processor.add(request)
-        return request_id
+    in_flight: tuple[Schedule, SamplerOutput] | None = None  # launched, and not committed yet
 
     @torch.inference_mode()
     def step(self) -> list[StepOutput]:
@@ -161,57 +68,19 @@ class Engine:
             launched = self.runner.forward(Batch.of(schedule, self.pool)) if schedule else None
             self.finish()
             if launched is not None:
-                if self.drafter is not None:
-                    self.drafter.collect()
+                self.drafter.collect()
                 rows = self.constraints.masked(schedule, schedule.sampling_rows())
                 self.in_flight = schedule, self.runner.sample(launched, rows)
             if not self.overlaps or schedule.has_drafts:
                 self.finish()
         except BaseException:
             self.in_flight = None
-            self.scheduler.drop_in_flight()
-            self.scheduler.finish(self.output_processor.catch_up())
+            self.recover()
             raise
-        outputs = self.output_processor.take()
-        self.last_step = StepRecord.of(self.scheduler, schedule, outputs)
-        return outputs
-
-    def abort(self, request_id: str) -> bool:
-        """Abort a request, which gives no further output; False if it is neither waiting nor running."""
-        request = self.scheduler.abort(request_id)
-        if request is not None:
-            self.output_processor.drop(request)
-        return request is not None
-
-    def has_work(self) -> bool:
-        """Whether a step has outputs to return or requests to run."""
-        return self.in_flight is not None or bool(self.output_processor.ready) or self.scheduler.has_work()
-
-    def generate(self, prompt: str | Sequence[int], params: SamplingParams) -> Iterator[StepOutput]:
-        """Yield one output per token until the request finishes; raises RequestError before anything is computed.
-
-        Each iterator steps the engine, so several may be used alternately, but no other caller may step meanwhile.
-        """
-        request_id = self.add_request(prompt, params)
-        mine = self.answers[request_id] = deque()
-        try:
-            while mine or request_id in self.scheduler:
-                if not mine:
-                    for output in self.step():
-                        self.answers.get(output.request_id, deque()).append(output)
-                    continue
-                output = mine.popleft()
-                if output.error is not None:
-                    raise RuntimeError(output.error)
-                yield output
-        finally:
-            del self.answers[request_id]
-            self.abort(request_id)
+        return self.report(schedule)
 
     def propose(self, schedule: Schedule) -> Schedule:
         """Let the drafter propose what the schedule has room for; first the tokens that drafts follow are awaited."""
-        if self.drafter is None:
-            return schedule
         if schedule.has_drafts:
             self.finish()
         self.drafter.propose(schedule)
@@ -222,8 +91,43 @@ class Engine:
         if self.in_flight is not None:
             schedule, sampled = self.in_flight
             self.scheduler.commit(schedule, sampled.wait())
+            self.drafter.observe(schedule)
             self.scheduler.finish(self.output_processor.process(schedule))
             self.in_flight = None
+
+    def __init__(self, config: EngineConfig) -> None:
+        config.check(SUPPORTED)
+        super().__init__(config)
+        folder = resolve_model(config.model)
+        quantize = quantizer(config.quantization, config.quantize_head)
+        self.model = load_model(folder, dtype=config.torch_dtype, device=config.device, quantize=quantize)
+        (pack if config.pack_weights else fuse)(self.model)
+        self.tokenizer = Tokenizer.load(folder)
+        self.max_seq_len = config.sequence_limit(self.model.max_positions)
+        grammar_pool = GrammarPool.on(self.model.device, config.grammar_pool_bytes)
+        self.drafter = make_drafter(config, self.model, self.tokenizer, grammar_pool)
+        is_capturing = config.is_on("use_cuda_graphs") and self.model.device.type == "cuda"
+        make_runner = partial(Runner, executor=Captured if is_capturing else Eager, last_ids=LastIds)
+        make_memory = MEMORY[config.kv_cache_backend or "paged"]
+        self.pool, self.view = make_memory(config, self.model, self.max_seq_len)
+        self.pool = self.drafter.join(self.pool, make_memory, make_runner, self.max_seq_len)
+        scheduler = SCHEDULERS[config.batching_mode or "continuous"]
+        self.scheduler = scheduler(config, self.pool, self.max_seq_len)
+        draw = acceptance(config.acceptance_method, self.drafter.distributions)
+        sizes = self.pool.max_sequences, config.most_logit_rows
+        sampler = Sampler(self.model.device, math.prod(sizes), grammar_masks(math.prod(sizes), grammar_pool), draw)
+        self.runner = make_runner(self.model, self.view, *sizes, sampler=sampler)
+        weigh(self.scheduler, self.model, self.drafter)
+        self.drafter.leave_drafts_in(PendingDrafts(self.runner.last_ids.tensor, self.pool.max_sequences))
+        make_vocabulary = partial(GrammarVocabulary.of, self.tokenizer, self.model.config.vocab_size)
+        self.constraints = Constraints(make_vocabulary, pool=grammar_pool)
+        self.overlaps = is_capturing if config.overlap_scheduling is None else config.overlap_scheduling
+        self.output_processor = OutputProcessor(self.tokenizer, self.max_seq_len)
+
+    def add_request(self, prompt: str | Sequence[int], params: SamplingParams, request_id: str | None = None) -> str:
+        """Queue a request and return its id; raises RequestError or QueueFullError, and queues nothing."""
+        arrival = self.check_request(prompt, params, request_id)
+        return self.queue_request(arrival, constraint=self.constraints.of(params)).request_id
 
     def stats(self) -> dict[str, Any]:
         """Counters for ``infer generate --stats``."""
@@ -235,15 +139,16 @@ class Engine:
             "cache bytes": self.view.num_bytes,
             "prefix cache queries (tokens)": self.scheduler.num_prefix_queries,
             "prefix cache hits (tokens)": self.scheduler.num_prefix_hits,
-            "step costs": self.scheduler.step_costs or "none",
-            "drafts accepted (tokens)": self.scheduler.num_accepted_drafts,
-            "drafts rejected (tokens)": self.scheduler.num_rejected_drafts,
+            **draft_stats(self.scheduler),
             "forced drafts accepted (tokens)": self.scheduler.num_accepted_forced_drafts,
-            **{f"accepted at position {n}": count for n, count in enumerate(self.scheduler.num_accepted_by_position)},
             **self.constraints.stats(),
             "kernels launched": LAUNCHES.total(),
         }
 
-    def load(self) -> EngineLoad:
-        """Running and waiting requests, and KV cache usage."""
-        return EngineLoad.of(self.scheduler)
+
+def make_drafter(config: EngineConfig, model: CausalLM, tokenizer: Tokenizer, pool: GrammarPool | None) -> Drafter:
+    """The drafter that the settings name, after which stands what a grammar forces."""
+    if not config.use_speculative_decoding:
+        return NoDrafter()
+    drafter = NGramDrafter() if config.drafter == "ngram" else masked_draft_model(config, model, tokenizer, pool)
+    return ForcedTextDrafter(drafter, tokenizer)

@@ -1,4 +1,6 @@
-"""The registry of chunks: which contents are known, which of them the KV cache holds, and who uses them. Host side.
+"""The registry of chunks: which contents are known, which the KV cache holds, and which requests use them.
+
+The host side.
 
 A chunk is a piece of context (a document, a system prompt) that is computed by itself, once, as if it were a prompt:
 its keys and values know the chunk's own tokens only, so they serve wherever the chunk stands. Its id is the SHA-256 of

@@ -12,7 +12,7 @@ if is_enabled():
 
 import typer
 
-from shared.cli import bench, chunks, deploy, models, phases, train, workshop
+from shared.cli import bench, chunks, deploy, models, phases, train
 from shared.cli.chat import EPILOG as CHAT_EPILOG
 from shared.cli.chat import chat
 from shared.cli.compare import EPILOG as COMPARE_EPILOG
@@ -28,9 +28,10 @@ from shared.cli.serve import EPILOG as SERVE_EPILOG
 from shared.cli.serve import serve
 from shared.cli.simulate import EPILOG as SIMULATE_EPILOG
 from shared.cli.simulate import simulate
-from shared.cli.terminal import GuardedGroup, examples
 from shared.cli.trace import EPILOG as TRACE_EPILOG
 from shared.cli.trace import trace
+from shared.terminal import GuardedGroup, examples
+from tutorial.screens import workshop
 
 app = typer.Typer(
     name="infer",

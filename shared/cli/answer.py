@@ -11,8 +11,8 @@ from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
-from shared.cli.terminal import printable, stderr_console
 from shared.lessons import Lesson
+from shared.terminal import printable, stderr_console
 
 if TYPE_CHECKING:
     from shared.sampling.params import SamplingParams

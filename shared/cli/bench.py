@@ -7,7 +7,7 @@ from shared.cli.bench_grammar import COMMANDS as GRAMMAR_COMMANDS
 from shared.cli.bench_hardware import COMMANDS as KERNEL_COMMANDS
 from shared.cli.bench_serving import COMMANDS as SERVING_COMMANDS
 from shared.cli.bench_speculation import COMMANDS as SPECULATION_COMMANDS
-from shared.cli.terminal import examples
+from shared.terminal import examples
 
 app = typer.Typer(
     help="Measure this machine, the kernels and the phases; limits are measured in the same run.",

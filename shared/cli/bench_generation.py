@@ -1,4 +1,4 @@
-"""``infer bench generation``, ``profile`` and ``sanity``: whole answers, measured. Introduced in phase 3.1.
+"""``infer bench generation`` and ``infer bench profile``: whole answers, measured. Introduced in phase 3.1.
 
 The commands read their options and print; ``benchmarks`` measures. Invariant: the last line on standard output is one
 JSON line; progress goes to standard error.
@@ -13,8 +13,8 @@ import typer
 
 from shared.cli.bench_options import Device, Dtype, Model, Seed, Threads, measuring, present
 from shared.cli.options import DEFAULT_MODEL
-from shared.cli.terminal import examples
 from shared.engine.config import EngineConfig
+from shared.terminal import examples
 
 GENERATION_EPILOG = examples(
     "infer bench generation",
@@ -26,11 +26,6 @@ PROFILE_EPILOG = examples(
     "infer bench profile",
     "infer bench profile --phase 03 --steps 8 --trace trace.json.gz",
     "infer bench profile --model ./llama-1b --device cuda --prompt-tokens 256 --out reports",
-)
-SANITY_EPILOG = examples(
-    "infer bench sanity",
-    "infer bench sanity --model ./my-model --phase 03",
-    "INFER_TEST_MODELS=./llama,./qwen infer bench sanity --device cuda",
 )
 
 
@@ -128,43 +123,7 @@ def profile(
     present(report, view(report, top), out, [trace] if trace is not None else [])
 
 
-def sanity(
-    model: Annotated[
-        list[str] | None,
-        typer.Option("--model", "-m", help="A model to check; repeat it. Default: every one at hand, and made shapes."),
-    ] = None,
-    phase: Annotated[
-        list[str] | None, typer.Option("--phase", "-p", help="A phase to check; repeat it. Default: all that generate.")
-    ] = None,
-    shape: Annotated[
-        list[str] | None,
-        typer.Option("--shape", help="A shape to make and check; repeat it. Default: tiny ones, on a GPU real ones."),
-    ] = None,
-    new_tokens: Annotated[int, typer.Option("--new-tokens", help="Tokens of each answer.")] = 12,
-    out: Annotated[Path | None, typer.Option("--out", help="Write JSON and Markdown into this folder.")] = None,
-    threads: Threads = None,
-    dtype: Dtype = None,
-    device: Device = "auto",
-    seed: Seed = 0,
-) -> None:
-    """Check that every model at hand loads, answers, and agrees with transformers in every phase; a table.
-
-    Models: those that were fetched, the folders that INFER_TEST_MODELS names, and shapes made here. The exit code is 1
-    if anything failed. The last line on standard output is the result as JSON.
-    """
-    from benchmarks.sanity_check import check_models, view
-
-    with measuring(device, dtype, threads, seed) as where:
-        report = check_models(
-            models=model or None, phases=phase or None, shapes=shape or None, new_tokens=new_tokens, **where
-        )
-    present(report, view(report), out)
-    if report.results["num_failed"]:
-        raise typer.Exit(1)
-
-
 COMMANDS: dict[str, tuple[Callable[..., Any], str]] = {
     "generation": (generation, GENERATION_EPILOG),
     "profile": (profile, PROFILE_EPILOG),
-    "sanity": (sanity, SANITY_EPILOG),
 }

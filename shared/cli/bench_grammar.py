@@ -11,7 +11,7 @@ from typing import Annotated
 import typer
 
 from shared.cli.bench_options import Device, Model, Seed, computing_device, present
-from shared.cli.terminal import examples, working
+from shared.terminal import examples, working
 
 
 def grammar(

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from shared.cli.bench_options import Device, computing_device, present, step_progress
-from shared.cli.terminal import examples, working
+from shared.terminal import examples, working
 
 if TYPE_CHECKING:
     from benchmarks.report import Report

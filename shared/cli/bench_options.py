@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from shared.cli.options import fetch_if_known
-from shared.cli.terminal import stderr_console, stdout_console
+from shared.terminal import fetch_if_known, stderr_console, stdout_console
 
 if TYPE_CHECKING:
     from benchmarks.report import Report

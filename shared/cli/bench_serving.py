@@ -13,7 +13,7 @@ import typer
 
 from shared.cli.bench_options import Device, Dtype, Model, Seed, Threads, measuring, present
 from shared.cli.options import DEFAULT_MODEL
-from shared.cli.terminal import examples
+from shared.terminal import examples
 
 SERVING_EPILOG = examples(
     "infer bench serving",

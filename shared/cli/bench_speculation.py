@@ -11,8 +11,8 @@ from typing import Annotated
 import typer
 
 from shared.cli.bench_options import Device, Dtype, Model, Threads, computing_device, present
-from shared.cli.terminal import examples, working
 from shared.errors import ConfigError
+from shared.terminal import examples, working
 
 
 def speculation(

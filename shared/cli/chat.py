@@ -13,8 +13,8 @@ import typer
 
 from shared.cli import options
 from shared.cli.answer import TerminalAnswer, show_summary
-from shared.cli.terminal import complain, examples
 from shared.errors import InferError
+from shared.terminal import complain, examples
 
 if TYPE_CHECKING:
     from shared.sampling.params import SamplingParams

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from shared.cli.terminal import examples, printable, stderr_console, stdout_console
 from shared.errors import ConfigError, RequestError
+from shared.terminal import examples, printable, stderr_console, stdout_console
 
 if TYPE_CHECKING:
     import httpx

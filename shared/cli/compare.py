@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from shared.cli.terminal import examples, stdout_console, working
 from shared.errors import ConfigError, InferError
+from shared.terminal import examples, fetch_if_known, stdout_console, working
 
 if TYPE_CHECKING:
     from shared.parity.compare import Comparison, ModuleDiff
@@ -89,7 +89,6 @@ def to_json(comparison: "Comparison") -> dict[str, Any]:
 
 
 def _compare(name: str, prompt: str, dtype_name: str, layers: str | None, attention_backend: str) -> "Comparison":
-    from shared.cli.options import fetch_if_known
     from shared.engine.config import EngineConfig
 
     config = EngineConfig(model=name, dtype=dtype_name, attention_backend=attention_backend)

@@ -15,9 +15,9 @@ from typer.core import TyperGroup
 
 from shared.cli import options
 from shared.cli.serve import Served, load_warm, model_name, serving_lesson
-from shared.cli.terminal import examples, stdout_console, working
 from shared.engine.config import EngineConfig
 from shared.errors import ConfigError
+from shared.terminal import examples, fetch_if_known, stdout_console, working
 
 EPILOG = examples(
     "infer deploy smollm2-135m --replicas 2",
@@ -158,7 +158,7 @@ def start(
         bound = bind(host, port)
         url, port = address_of(bound), bound.getsockname()[1]
         bound.close()
-    options.fetch_if_known(model)
+    fetch_if_known(model)
     resolve_model(model)
     load = partial(load_warm, lesson.number, model, "json", False, **settings)
     try:

@@ -7,8 +7,8 @@ from typing import Annotated
 
 import typer
 
-from shared.cli.terminal import examples, stdout_console
 from shared.lesson_source import added_modules, diff_lines, first_line, phase_pair
+from shared.terminal import examples, stdout_console
 
 EPILOG = examples("infer diff 01b 02", "infer diff 01b 02 --all", "infer diff 2 3 | less")
 _STYLES = (("+++", "bold"), ("---", "bold"), ("@@", "cyan"), ("+", "green"), ("-", "red"))

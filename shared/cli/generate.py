@@ -8,8 +8,8 @@ import typer
 
 from shared.cli import options
 from shared.cli.answer import TerminalAnswer, show_stats, show_summary
-from shared.cli.terminal import examples, printable
 from shared.errors import RequestError
+from shared.terminal import examples, printable
 
 EPILOG = examples(
     'infer generate --prompt "The capital of France is" --max-tokens 16',

@@ -11,8 +11,8 @@ import typer
 
 from shared.cli.bench_options import Device, Dtype, Model, Seed, Threads, measuring, present
 from shared.cli.options import DEFAULT_MODEL
-from shared.cli.terminal import examples
 from shared.errors import ConfigError
+from shared.terminal import examples
 
 EPILOG = examples(
     "infer ladder",

@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 
 from shared.cli.options import DEFAULT_MODEL
-from shared.cli.terminal import byte_progress, examples, stdout_console
+from shared.terminal import byte_progress, examples, stdout_console
 
 LIST_EPILOG = examples("infer model list")
 PULL_EPILOG = examples(

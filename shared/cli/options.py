@@ -16,10 +16,10 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar, get_args, get_type_hi
 
 import typer
 
-from shared.cli.terminal import byte_progress, working
 from shared.engine.config import EngineConfig, option_name
 from shared.errors import ConfigError, RequestError
 from shared.lessons import Lesson, find_lesson, lesson_of, lessons
+from shared.terminal import fetch_if_known, working
 
 if TYPE_CHECKING:
     from shared.grammar.grammar import Grammar
@@ -284,15 +284,3 @@ def load_engine(lesson: Lesson, model: str, *, is_alone: bool = False, **setting
         configure("text")
     with working(f"loading {model}"):
         return lesson.engine_alone(config) if is_alone else lesson.engine(config)
-
-
-def fetch_if_known(model: str) -> None:
-    """Fetch a model of the project's own list, with a progress bar, unless it is in the cache; ignore any other."""
-    if Path(model).expanduser().is_dir():
-        return
-    from shared.checkpoints.demo import KNOWN_MODELS, local_model_folder, pull_demo_model
-
-    if model not in KNOWN_MODELS or local_model_folder(model) is not None:
-        return
-    with byte_progress() as progress:
-        pull_demo_model(model, progress=progress)

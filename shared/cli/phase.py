@@ -19,10 +19,10 @@ from shared.cli.generate import generate
 from shared.cli.ladder import ladder
 from shared.cli.serve import EPILOG as SERVE_EPILOG
 from shared.cli.serve import serve, serves
-from shared.cli.terminal import GuardedGroup, examples, printable, stdout_console, working
 from shared.engine.config import EngineConfig
 from shared.errors import RequestError
 from shared.lessons import Lesson, find_lesson
+from shared.terminal import GuardedGroup, examples, fetch_if_known, printable, stdout_console, working
 
 Layer = Annotated[int, typer.Option("--layer", help="The layer, counted from 0.")]
 NumTokens = Annotated[int, typer.Option("--tokens", help="The number of tokens, with random hidden states.")]
@@ -128,7 +128,7 @@ def _forward_engine(number: str, model: str, settings: dict[str, Any], **more: A
     """The engine of a phase before generation; ``EngineConfig`` judges its settings, as everywhere."""
     config = EngineConfig(model=model, **settings)
     config.check({"model", *_FORWARD})
-    options.fetch_if_known(model)
+    fetch_if_known(model)
     with working(f"loading {model}"):
         return find_lesson(number).engine(
             model,

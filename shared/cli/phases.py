@@ -4,8 +4,8 @@ from typing import Annotated
 
 import typer
 
-from shared.cli.terminal import examples, stdout_console
 from shared.lessons import find_lesson, lessons
+from shared.terminal import examples, stdout_console
 
 EPILOG = examples("infer phases", "infer phases sync prefill --from 02")
 SYNC_EPILOG = examples("infer phases sync generate", "infer phases sync __init__ --from 02 --dry-run")

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from shared.cli.bench_options import Device, computing_device
-from shared.cli.terminal import examples, stdout_console, working
 from shared.errors import ConfigError, RequestError
+from shared.terminal import examples, stdout_console, working
 
 if TYPE_CHECKING:
     import torch

@@ -14,10 +14,10 @@ from typing import Annotated, Any
 import typer
 
 from shared.cli import options
-from shared.cli.terminal import examples
 from shared.engine.config import EngineConfig
 from shared.errors import ConfigError
 from shared.lessons import Lesson, lessons
+from shared.terminal import examples
 
 EPILOG = examples(
     "infer serve smollm2-135m --port 8000",

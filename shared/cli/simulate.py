@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from shared.cli.terminal import examples, stdout_console, working
 from shared.deployment.affinity import MAX_KEYS
 from shared.errors import ConfigError
+from shared.terminal import examples, stdout_console, working
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from shared.cli import options
-from shared.cli.terminal import examples, stdout_console, working
 from shared.engine.config import BATCHING_MODES, KV_CACHE_BACKENDS, SCHEDULER_POLICIES, EngineConfig
 from shared.errors import ConfigError
 from shared.lessons import Lesson, lessons
+from shared.terminal import examples, stdout_console, working
 
 if TYPE_CHECKING:
     from shared.grammar.grammar import Grammar

@@ -5,8 +5,8 @@ from typing import Annotated, Any
 
 import typer
 
-from shared.cli.terminal import examples
 from shared.errors import ConfigError
+from shared.terminal import examples
 
 TRAIN_EPILOG = examples(
     "infer train mtp smollm2-135m --out adapters/smollm2-135m --device cuda --minutes 9",

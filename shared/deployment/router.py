@@ -28,12 +28,10 @@ class ByIndex(RequestRouter):
     async def choose_replicas(
         self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
     ) -> Sequence[list[RunningReplica]]:
-        exchange = _exchange(pending_request)
-        if not candidate_replicas or exchange is None or exchange.index is None:
-            chosen: Sequence[list[RunningReplica]] = await super().choose_replicas(candidate_replicas, pending_request)
-            return chosen
-        in_order = sorted(candidate_replicas, key=lambda replica: replica.replica_id.unique_id)
-        return [[in_order[exchange.index % len(in_order)]]]
+        if asked_for := _asked_for(candidate_replicas, pending_request):
+            return asked_for
+        chosen: Sequence[list[RunningReplica]] = await super().choose_replicas(candidate_replicas, pending_request)
+        return chosen
 
 
 class TwoChoicesRouter(ByIndex, PowerOfTwoChoicesRequestRouter):
@@ -44,8 +42,9 @@ class TurnsRouter(ByIndex, RoundRobinRouter):
     """Ray Serve's own: one replica after the other."""
 
 
-class PrefixChoice(RequestRouter):
-    """Chooses by prefix, else by power of two choices. Ray Serve takes the least busy replica of the first group.
+class PrefixRouter(RequestRouter):
+    """The course's own: by prefix, else by power of two choices. Ray Serve takes the least busy replica of the first
+    group.
 
     Ray's ``FIFOMixin`` is left out: with it, a replica that was chosen for one request goes to the oldest that waits.
     """
@@ -59,6 +58,8 @@ class PrefixChoice(RequestRouter):
     async def choose_replicas(
         self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
     ) -> Sequence[list[RunningReplica]]:
+        if asked_for := _asked_for(candidate_replicas, pending_request):
+            return asked_for
         exchange = _exchange(pending_request)
         if pending_request is not None:
             pending_request.routing_context.should_backoff = True  # between two tries while every replica is full
@@ -81,8 +82,15 @@ class PrefixChoice(RequestRouter):
         self._table.keep({replica.replica_id for replica in replicas})
 
 
-class PrefixRouter(ByIndex, PrefixChoice):
-    """The course's own."""
+def _asked_for(
+    candidates: list[RunningReplica], pending_request: PendingRequest | None
+) -> Sequence[list[RunningReplica]]:
+    """The replica of a request whose ``index`` is set; empty for other requests."""
+    exchange = _exchange(pending_request)
+    if not candidates or exchange is None or exchange.index is None:
+        return []
+    in_order = sorted(candidates, key=lambda replica: replica.replica_id.unique_id)
+    return [[in_order[exchange.index % len(in_order)]]]
 
 
 def _exchange(pending: PendingRequest | None) -> Exchange | None:

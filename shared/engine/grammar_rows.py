@@ -121,11 +121,11 @@ class GrammarRows:
             if row.num_drafts == 0:
                 known = self._forget(place, row.serial).get(row.index)
                 if known is None:
-                    constraint.follow(row.output_ids)
-                    if constraint.state is None:  # behind the end: what is drawn here is dropped
+                    state = constraint.after(row.output_ids)
+                    if state is None:  # after the end: what is drawn here is dropped
                         continue
                     assert constraint.base is not None
-                    sent[place] = pack_row(constraint.base, constraint.state)
+                    sent[place] = pack_row(constraint.base, state)
                     self.grammars[constraint.base] = constraint.fsm
                 elif known != place:
                     moved[place] = known

@@ -67,6 +67,7 @@ class Request:
     num_pending_tokens: int = 0  # output tokens that steps in flight will sample; set by the scheduler
     draft_ids: list[int] = field(default_factory=list)  # the drafts of the step in flight; set by the drafter
     num_forced_drafts: int = 0  # the last of draft_ids, which a grammar forces (phase 12); set by the drafter
+    num_certain_drafts: int = 0  # what a grammar forces after its newest known token; set by the drafter
     num_accepted_drafts: int = 0  # of all steps; set by the scheduler, as is the next
     num_rejected_drafts: int = 0
     status: RequestStatus = RequestStatus.WAITING  # set by the scheduler

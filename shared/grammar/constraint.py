@@ -31,7 +31,7 @@ from shared.scheduling.schedule import Schedule
 
 @dataclass
 class Constraint:
-    """A request's grammar, and the state after its first ``num_tokens`` outputs; None after the end.
+    """A request's grammar, and the state after its first ``num_tokens`` outputs, which only :meth:`after` moves.
 
     ``base`` is where its tables begin in the pool on the device, from the first sampling on; None: they are not there.
     """
@@ -43,11 +43,14 @@ class Constraint:
     has_sampled: bool = False
     base: int | None = None
 
-    def follow(self, output_ids: Sequence[int]) -> None:
-        """Go to the state after all outputs."""
+    def after(self, output_ids: Sequence[int]) -> Configuration | None:
+        """The state after all outputs; None after the end. Found when it is asked for: a device that makes the masks
+        follows the outputs itself, and then the host mostly needs not.
+        """
         for token_id in output_ids[self.num_tokens :]:
             self.state = self.state and self.fsm.next_state(self.state, token_id)
         self.num_tokens = len(output_ids)
+        return self.state
 
 
 class Constraints:
@@ -117,8 +120,8 @@ class Constraints:
                     if self.pool is not None:
                         constraint.base = self.pool.hold(constraint.grammar, constraint.fsm, constraint)
                 if constraint.base is None or rows[first].masked_ids:
-                    constraint.follow(request.output_ids)
-                    self._mask(result, first, constraint, [*request.draft_ids[:num_drafts], None][:num_rows])
+                    state = constraint.after(request.output_ids)
+                    self._mask(result, first, constraint.fsm, state, [*request.draft_ids[:num_drafts], None][:num_rows])
                 is_steady &= constraint.base is not None and not request.params.min_tokens
                 self.num_masks += num_rows
             first += num_rows
@@ -126,10 +129,14 @@ class Constraints:
         return result
 
     def _mask(
-        self, rows: list[SamplingRow], first: int, constraint: Constraint, draft_ids: Sequence[int | None]
+        self,
+        rows: list[SamplingRow],
+        first: int,
+        fsm: TokenFSM,
+        state: Configuration | None,
+        draft_ids: Sequence[int | None],
     ) -> None:
-        """Mask the rows from ``first`` on, each after the drafts before it."""
-        fsm, state = constraint.fsm, constraint.state
+        """Mask the rows from ``first`` on, each after the drafts before it; the first is at ``state``."""
         for number, draft_id in enumerate(draft_ids, first):
             rows[number] = rows[number]._replace(constraint=None)
             if state is not None:

@@ -173,7 +173,7 @@ class MaskedRule(ObjectRule):
 
     def after_value(self, dead: int) -> int:
         """The state after a value that some alternatives do not want."""
-        return self.assembler.state((id(self), "after", dead), lambda: self._after_value(dead))
+        return self.assembler.state((id(self.rule), "after", dead), lambda: self._after_value(dead))
 
     def _after_value(self, dead: int) -> Entries:
         entries = self._blank(self.after_value(dead)) | self._end(dead)
@@ -202,7 +202,7 @@ class MaskedRule(ObjectRule):
         rows += [(1 << number, groups[group], 0, 1, 0) for number, group in enumerate(possible)]
         if not possible:
             return {}
-        colour = self.leave(0, tuple(1 << group for group in possible))
+        colour = self.rule.leave(0, tuple(1 << group for group in possible))
         return {ord("}"): self.assembler.pop(colour, tuple(rows), max(self.closing))}
 
 

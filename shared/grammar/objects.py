@@ -7,7 +7,6 @@ object closes, by clauses over the register.
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Self
 
 from shared.grammar.assembler import Entries, Rule
 from shared.grammar.automaton import UNBOUNDED, Action, entry
@@ -21,11 +20,11 @@ UNLIMITED = -1
 Groups = tuple[tuple[Object, ...], ...]
 
 
-class ObjectRule(Rule):
-    """The rule of some groups of objects."""
+class ObjectRule:
+    """Makes the rule of some groups of objects."""
 
     def __init__(self, values: ValueSource, groups: Groups, requirements: Requirements) -> None:
-        super().__init__(values.assembler)
+        self.assembler, self.rule = values.assembler, Rule(values.assembler)
         self.values, self.members, self.requirements = values, values.members, requirements
         self.alternatives = [(number, shape) for number, group in enumerate(groups) for shape in group]
         shapes = [shape for _, shape in self.alternatives]
@@ -35,11 +34,11 @@ class ObjectRule(Rule):
         self.closing = [self.members.ending_depth(shape) for shape in shapes]
         self._keys: dict[Alive, KeyStates] = {}
 
-    def begun(self) -> Self:
-        """This rule, with its first state."""
+    def begun(self) -> Rule:
+        """The rule, with its first state."""
         limits = tuple((number, self._limit(number)) for number in range(len(self.alternatives)))
-        self.first = self._state("open", limits)
-        return self
+        self.rule.first = self._state("open", limits)
+        return self.rule
 
     def _limit(self, number: int) -> int:
         """How many keys an alternative may have beside those that it needs."""
@@ -56,7 +55,7 @@ class ObjectRule(Rule):
     def _state(self, part: str, alive: Alive) -> int:
         build: Callable[[Alive], Entries] = {"open": self._open, "comma": self._comma, "after": self._after}[part]
         self.assembler.budget.spend(1 + len(alive))
-        return self.assembler.state((id(self), part, alive), lambda: build(alive))
+        return self.assembler.state((id(self.rule), part, alive), lambda: build(alive))
 
     def _blank(self, state: int) -> Entries:
         return dict.fromkeys(BLANKS, entry(Action.BLANK, state))
@@ -112,7 +111,7 @@ class ObjectRule(Rule):
                 always |= 1 << group
         if not (always or classes):
             return {}
-        colour = self.leave(always, tuple(classes.values()))
+        colour = self.rule.leave(always, tuple(classes.values()))
         rows = tuple((1 << number, *clause, 0) for number, clauses in enumerate(classes) for clause in clauses)
         depth = 0 if always else min(min(each) for each in depths.values())
         return {ord("}"): self.assembler.pop(colour, rows, depth)}
@@ -157,7 +156,7 @@ class ObjectRule(Rule):
         def build() -> Entries:
             return {ord(":"): entry(Action.GOTO, self._value(followers))} | self._blank(state)
 
-        state = self.assembler.state((id(self), "colon", followers), build)
+        state = self.assembler.state((id(self.rule), "colon", followers), build)
         return state
 
     def _value(self, followers: tuple[Follower, ...]) -> int:

@@ -91,15 +91,3 @@ class ReferenceLayer:
         by_type = (self.kind,) if self.config.model_type == "gemma3_text" else ()
         rotation = self.rotary(batch, positions[None], *by_type)
         return self.block(batch, attention_mask=mask, position_embeddings=rotation, position_ids=positions[None])[0]
-
-
-def greedy_tokens(reference: Any, prompt_ids: list[int], num_tokens: int) -> list[int]:
-    """The greedy continuation of a prompt by transformers' ``generate``, with its cache, past end-of-sequence ids."""
-    from transformers import GenerationConfig
-
-    reference.generation_config = GenerationConfig()  # the folder's config would restore its eos ids
-    ids = torch.tensor([prompt_ids], device=reference.device)
-    config = GenerationConfig(do_sample=False, max_new_tokens=num_tokens, pad_token_id=0)
-    with torch.inference_mode():
-        found = reference.generate(ids, attention_mask=torch.ones_like(ids), generation_config=config)
-    return found[0, len(prompt_ids) :].tolist()

@@ -8,39 +8,82 @@ cache: a chunk ends where a compression is due.
 A compression reads what the last step of its request writes, and frees blocks. So if a request reaches its length in
 the step in flight, the next step leaves it out; when that one is in flight, the request is compressed.
 
-Invariants: those of :class:`shared.scheduling.overlapped.OverlappedScheduler`; a token behind such a length is
+Invariants: those of :class:`shared.scheduling.overlapped.OverlappedScheduler`; a token after such a length is
 scheduled only after the compression there.
 """
 
 import logging
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator
 from weakref import WeakKeyDictionary
 
 from shared.cache.pool import CachePoolProtocol
 from shared.engine.config import EngineConfig
 from shared.engine.request import Request
-from shared.scheduling.overlapped import OverlappedScheduler
-from shared.scheduling.schedule import Schedule, Scheduled
+from shared.engine.sampler import SampledTokens
+from shared.scheduling.admission import admit
+from shared.scheduling.chunks import Chunks, prefill_of
+from shared.scheduling.growth import grow, known_tokens, preempt
+from shared.scheduling.next_tokens import commit_next_tokens, grant_next_tokens, only_decoding
+from shared.scheduling.overlapped import has_block_for_each, must_know_ends
+from shared.scheduling.policies import share
+from shared.scheduling.prefix import count_prefix_hits, without_waiting_for_blocks
+from shared.scheduling.schedule import Schedule
+from shared.scheduling.scheduler import Scheduler
 
 logger = logging.getLogger("infer.engine")
 
 
-class CompressingScheduler(OverlappedScheduler):
-    """As :class:`OverlappedScheduler`, with compressions if ``compress_method`` is set."""
+class CompressingScheduler(Scheduler):
+    """Schedules with at most one step in flight, and compressions between steps if ``compress_method`` is set."""
 
     def __init__(self, config: EngineConfig, pool: CachePoolProtocol, max_seq_len: int) -> None:
         super().__init__(config, pool, max_seq_len)
         self.is_compressing = config.compress_method is not None
+        self.prefill = Chunks(config, self.num_until_point) if self.is_compressing else prefill_of(config)
         self.interval = config.steps_between_compressions
         self.first = config.layer_budget + self.interval  # the first length of a request whose prompt is shorter
         self.compressed_at: WeakKeyDictionary[Request, int] = WeakKeyDictionary()  # the last length, since admission
         self.preempted: list[str] = []  # for a compression, since the last schedule
-        self.held: set[Request] = set()  # which the next step leaves out
+
+    def schedule(self) -> Schedule:
+        """See :class:`Scheduler`; without requests that reach a compression in flight, and empty if the step in flight
+        must be finished first.
+        """
+        held = set(self.arriving())
+        if has_block_for_each(self):
+            if not self.preempted and (decoding := only_decoding(self, without(held, self.running.values()))):
+                return grant_next_tokens(self, decoding)
+        elif held or must_know_ends(self):  # a request whose token is in flight must not be preempted
+            return Schedule(self.num_steps)
+        self.num_steps += 1
+        preempted = [*self.preempted, *grow(self, without(held, self.decoding()))]
+        self.preempted = []
+        if not preempted:
+            admitted = admit(self, without_waiting_for_blocks(self), known_tokens, self.pool.watermark_tokens)
+            count_prefix_hits(self, admitted)
+            for request in admitted:
+                self.compressed_at.pop(request, None)
+        prompts = self.prefill.prompts(without(held, self.running.values()))
+        decoding, prompts = share(self, without(held, self.decoding()), prompts)
+        entries = self.prefill.fill(decoding, prompts)
+        return Schedule(self.num_steps, entries, len(decoding), tuple(preempted))
+
+    def commit(self, schedule: Schedule, sampled: SampledTokens) -> None:
+        """See :class:`Scheduler`."""
+        if schedule.is_decode and not sampled.errors:
+            commit_next_tokens(self, schedule, sampled)
+        else:
+            super().commit(schedule, sampled)
 
     def next_point(self, request: Request, num_tokens: int) -> int:
         """The first length above ``num_tokens`` at which a request is compressed."""
         first = max(request.num_prompt_tokens, self.first)
         return first if num_tokens < first else num_tokens + self.interval - (num_tokens - first) % self.interval
+
+    def num_until_point(self, request: Request) -> int:
+        """The tokens that a request may compute next: those that it has, up to its next compression."""
+        start = request.num_scheduled_tokens
+        return min(request.num_unscheduled_tokens, self.next_point(request, start) - start)
 
     def due(self) -> Iterator[Request]:
         """The running requests to compress before the next step; to be compressed one by one."""
@@ -74,26 +117,10 @@ class CompressingScheduler(OverlappedScheduler):
         self.preempt(youngest)
         return youngest is not request
 
-    def schedule(self) -> Schedule:
-        """See :class:`shared.scheduling.scheduler.Scheduler`; without requests that reach a compression in flight."""
-        self.held = set(self.arriving())
-        has_room = self.pool.free_tokens >= len(self.running) * self.config.block_size
-        # A request whose token is in flight must not be preempted, so the step in flight is finished first.
-        return super().schedule() if has_room or not self.held else Schedule(self.num_steps)
-
-    @property
-    def decodes_plainly(self) -> bool:
-        """See :class:`OverlappedScheduler`; a schedule by the short way names no preempted requests."""
-        return not self.preempted
-
-    def _taking_part(self) -> Iterable[Request]:
-        return [request for request in self.running.values() if request not in self.held]
-
-    def _decoding(self) -> list[Request]:
-        return [request for request in super()._decoding() if request not in self.held]
-
-    def _prompts(self) -> list[Request]:
-        return [request for request in super()._prompts() if request not in self.held]
+    def preempt(self, request: Request) -> None:
+        """Drop what a running request has computed, for a compression or because one was interrupted."""
+        preempt(self, request)
+        self.preempted.append(request.request_id)
 
     def compressed(self, request: Request, kept: tuple[tuple[int, ...], ...] | None, num_freed: int) -> None:
         """Note and log what each KV head of each layer keeps of a request that was due, None for all, and how many
@@ -105,30 +132,17 @@ class CompressingScheduler(OverlappedScheduler):
         self.compressions.append((request.request_id, num_tokens, kept))
         about = {"request": request.request_id, "tokens": num_tokens}
         if self.config.if_log_compress:
-            share = sum(map(sum, kept)) / (sum(map(len, kept)) * num_tokens)
-            logger.info("compressed", extra={"fields": about | {"kept": round(share, 3), "freed_blocks": num_freed}})
+            share_kept = sum(map(sum, kept)) / (sum(map(len, kept)) * num_tokens)
+            fields = about | {"kept": round(share_kept, 3), "freed_blocks": num_freed}
+            logger.info("compressed", extra={"fields": fields})
         if self.config.if_log_num_topp:
             logger.info("kept by layer and KV head", extra={"fields": about | {"kept": kept}})
 
-    def preempt(self, request: Request) -> None:
-        """Drop what a running request has computed, for a compression or because one was interrupted."""
-        self._preempt(request)
-        self.preempted.append(request.request_id)
-
-    def _grow(self, decoding: Sequence[Request]) -> list[str]:
-        preempted, self.preempted = self.preempted, []
-        return preempted + super()._grow(decoding)
-
-    def _preempt(self, request: Request) -> None:
-        super()._preempt(request)
-        self.compressed_at.pop(request, None)
-
-    def _grant(self, request: Request, num_tokens: int) -> Scheduled:
-        if self.is_compressing:
-            start = request.num_scheduled_tokens
-            num_tokens = min(num_tokens, self.next_point(request, start) - start)
-        return super()._grant(request, num_tokens)
-
     def _is_point(self, request: Request, num_tokens: int) -> bool:
-        behind = num_tokens - max(request.num_prompt_tokens, self.first)
-        return behind >= 0 and behind % self.interval == 0
+        after = num_tokens - max(request.num_prompt_tokens, self.first)
+        return after >= 0 and after % self.interval == 0
+
+
+def without(held: Collection[Request], requests: Iterable[Request]) -> list[Request]:
+    """The requests that the step does not leave out."""
+    return [request for request in requests if request not in held]

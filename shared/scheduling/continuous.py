@@ -6,7 +6,11 @@ policy, see :mod:`shared.scheduling.policies`. Invariants: the head of the queue
 the KV cache has no room for it; a decoding request gets a token at least once in ``max_decode_interval`` steps.
 """
 
-from shared.scheduling.policies import POLICIES
+from shared.cache.pool import CachePoolProtocol
+from shared.engine.config import EngineConfig
+from shared.scheduling.admission import admit, queued
+from shared.scheduling.policies import share
+from shared.scheduling.prefill import WholePrompts
 from shared.scheduling.schedule import Schedule
 from shared.scheduling.scheduler import Scheduler
 
@@ -14,18 +18,13 @@ from shared.scheduling.scheduler import Scheduler
 class ContinuousScheduler(Scheduler):
     """Admits in every step; the policy decides how prefill and decode share the step."""
 
+    def __init__(self, config: EngineConfig, pool: CachePoolProtocol, max_seq_len: int) -> None:
+        super().__init__(config, pool, max_seq_len)
+        self.prefill = WholePrompts(config)
+
     def schedule(self) -> Schedule:
         """See :class:`Scheduler`."""
         self.num_steps += 1
-        # exercise 05x3: form a new batch in every step
-        # hint: admit in every step, not only when no request runs: _admit, reserving for the longest output (_longest)
-        # hint: _prompts returns the requests whose prompts fit this step, _decoding those that can get their next token
-        # hint: policy.share selects from both; it takes the steps since the last token of each decoding request:
-        # hint: num_steps minus last_step
-        self._admit(self._longest)
-        decoding = self._decoding()
-        policy = POLICIES[self.config.scheduler_policy]
-        steps_since = [self.num_steps - request.last_step for request in decoding]
-        shared = policy.share(self._prompts(), decoding, steps_since, self.config.max_decode_interval)
-        return self._plan(*shared)
-        # end exercise
+        admit(self, queued(self), self.longest)
+        decoding, prompts = share(self, self.decoding(), self.prefill.prompts(self.running.values()))
+        return Schedule(self.num_steps, self.prefill.fill(decoding, prompts), len(decoding))

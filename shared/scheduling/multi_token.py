@@ -7,19 +7,29 @@ it is not known which drafts will be right. Masks are granted last of all, after
 A guess that is there is verified, even if guesses do not seem worthwhile: one row costs little, and without it nothing
 would be learned about the request.
 
-Invariants: those of :mod:`shared.scheduling.speculative`; after the commit nothing is left of mask tokens.
+Invariants: those of :mod:`shared.scheduling.speculative` and :mod:`shared.scheduling.drafts`; after the commit nothing
+is left of mask tokens.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from shared.cache.pool import CachePoolProtocol
 from shared.engine.config import EngineConfig
 from shared.engine.request import Request, RequestStatus
 from shared.engine.sampler import SampledTokens
-from shared.scheduling import speculative
-from shared.scheduling.schedule import Schedule, Scheduled
-from shared.scheduling.speculative import SpeculativeScheduler
+from shared.scheduling import drafts
+from shared.scheduling.admission import admit
+from shared.scheduling.chunks import prefill_of
+from shared.scheduling.drafts import commit_drafts, give_back, grant_drafts
+from shared.scheduling.growth import grow, known_tokens
+from shared.scheduling.next_tokens import commit_next_tokens, grant_next_tokens, only_decoding
+from shared.scheduling.overlapped import has_block_for_each, must_know_ends
+from shared.scheduling.policies import share
+from shared.scheduling.prefix import count_prefix_hits, without_waiting_for_blocks
+from shared.scheduling.schedule import Schedule
+from shared.scheduling.scheduler import Scheduler
+from shared.speculation.adaptive import draft_lengths
 
 
 @dataclass(frozen=True)
@@ -34,72 +44,106 @@ class MultiTokenSchedule(Schedule):
         return bool(self.masks) or super().has_drafts
 
 
-class MultiTokenScheduler(SpeculativeScheduler):
-    """As :class:`SpeculativeScheduler`; if ``config.adapter`` is set, the drafts are guesses of the model itself."""
+class MultiTokenScheduler(Scheduler):
+    """Schedules as :class:`shared.scheduling.speculative.SpeculativeScheduler`; if ``config.adapter`` is set, the
+    drafts are guesses of the model itself, made of the mask tokens of the step before.
+    """
 
     def __init__(self, config: EngineConfig, pool: CachePoolProtocol, max_seq_len: int) -> None:
         super().__init__(config, pool, max_seq_len)
-        if config.adapter is not None:
+        self.prefill = prefill_of(config)
+        self.lengths = draft_lengths(config)
+        self.is_guessing = config.adapter is not None
+        if self.is_guessing:
             self.lengths.attempt_steps = 2
+        self.had_drafts = False  # in the last step that was planned; then the next one mostly has drafts too
         self.guesses: dict[Request, int] = {}  # made in the last step
-        self.masks_wanted: dict[Request, int] = {}  # in the step that is planned
+        self.num_drafts_by_position = [0] * self.lengths.longest
+        self.num_accepted_by_position = [0] * self.lengths.longest
 
-    def _wants_drafts(self, decoding: list[Request]) -> bool:
-        return super()._wants_drafts(decoding) or bool(self.guesses)
+    def schedule(self) -> Schedule:
+        """See :class:`Scheduler`; empty if the step in flight must be finished first."""
+        wanted = None
+        if has_block_for_each(self):
+            if not self.had_drafts and (decoding := only_decoding(self, self.running.values())):
+                wanted = self.lengths.wanted(decoding)
+                if not (self.guesses or any(wanted.values())):
+                    return grant_next_tokens(self, decoding)
+        elif must_know_ends(self):
+            return Schedule(self.num_steps)
+        self.num_steps += 1
+        decoding = self.decoding()
+        preempted = grow(self, decoding)
+        if not preempted:
+            admitted = admit(self, without_waiting_for_blocks(self), known_tokens, self.pool.watermark_tokens)
+            count_prefix_hits(self, admitted)
+        if preempted or admitted:
+            decoding = self.decoding()
+        decoding, prompts = share(self, decoding, self.prefill.prompts(self.running.values()))
+        if wanted is None:  # asked once a step
+            wanted = self.lengths.wanted(decoding)
+        entries = self.prefill.fill(decoding, prompts)
+        schedule = Schedule(self.num_steps, entries, len(decoding), tuple(preempted))
+        if not self.is_guessing:
+            schedule = grant_drafts(self, schedule, wanted)
+            self.had_drafts = schedule.has_drafts
+            return schedule
+        schedule = grant_drafts(self, schedule, self.verifiable(wanted))
+        self.had_drafts = schedule.has_drafts
+        return self.grant_masks(schedule, wanted)
 
-    def _plan(self, decoding: Sequence[Request], prompts: Sequence[Request], preempted: Iterable[str] = ()) -> Schedule:
-        """As :class:`SpeculativeScheduler` does, and mask tokens within the rest of the budget."""
-        self.masks_wanted = {}
-        schedule = super()._plan(decoding, prompts, preempted)
+    def verifiable(self, wanted: Mapping[Request, int]) -> dict[Request, int]:
+        """Of the guesses that are there, those to verify: as many as are wanted, and one in any case."""
+        return {request: min(max(wanted.get(request, 0), 1), count) for request, count in self.guesses.items()}
+
+    def grant_masks(self, schedule: Schedule, wanted: Mapping[Request, int]) -> Schedule:
+        """The schedule with mask tokens after each real token, within the rest of the budget and of the KV cache."""
         budget = self.config.max_num_batched_tokens - int(schedule.num_tokens.sum())
         masks: dict[Request, int] = {}
-        for entry in schedule.decoding:
-            count = self._grant_masks(entry, budget)
+        for request, start, n, *_ in schedule.decoding:
+            end, room = start + n, self.pool.request_capacity
+            useful = self.longest(request) - start - 3  # drafts that the next step could verify
+            count = min(wanted.get(request, 0), useful, self.max_seq_len - end, budget // n, (room - end) // n)
+            while count > 0 and not self.pool.reserve(request, end + n * count):
+                count -= 1
             if count > 0:
-                masks[entry.request] = count
-                budget -= count * entry.num_tokens
+                masks[request] = count
+                budget -= count * n
         return with_masks(schedule, masks) if masks else schedule
 
-    def _grant_drafts(self, entry: Scheduled, wanted: int, budget: int) -> Scheduled:
-        if self.config.adapter is None:
-            return super()._grant_drafts(entry, wanted, budget)
-        self.masks_wanted[entry.request] = wanted
-        return super()._grant_drafts(entry, min(max(wanted, 1), self.guesses.get(entry.request, 0)), budget)
-
-    def _grant_masks(self, entry: Scheduled, budget: int) -> int:
-        """The mask tokens behind each real token of an entry, for which KV cache is reserved."""
-        request, n = entry.request, entry.num_tokens
-        end, room = entry.start + n, self.pool.request_capacity
-        useful = self._longest(request) - entry.start - 3  # drafts that the next step could verify
-        count = min(self.masks_wanted.get(request, 0), useful, self.max_seq_len - end, budget // n, (room - end) // n)
-        while count > 0 and not self.pool.reserve(request, end + n * count):
-            count -= 1
-        return max(count, 0)
-
     def commit(self, schedule: Schedule, sampled: SampledTokens) -> None:
-        """See :class:`SpeculativeScheduler`; frees what stood for mask tokens."""
-        super().commit(schedule, sampled)
+        """See :class:`Scheduler`; of the drafts only the accepted ones are counted as tokens, and what was reserved for
+        mask tokens is freed.
+        """
+        if schedule.has_drafts:
+            commit_drafts(self, self.lengths, schedule, sampled)
+        elif schedule.is_decode and not sampled.errors:
+            commit_next_tokens(self, schedule, sampled)
+        else:
+            super().commit(schedule, sampled)
         self.guesses = {}
         if isinstance(schedule, MultiTokenSchedule):
             for request, num_masks in schedule.masks.items():
                 if request.status is RequestStatus.RUNNING:
                     # exercise 11.1x4: collate: keep the accepted tokens, and free the rest
                     # hint: the real tokens were laid down first, so what was accepted needs no copy
-                    # hint: super().commit counted it: num_computed_tokens; pool.shrink gives back what is behind
+                    # hint: it is counted: num_computed_tokens; pool.shrink gives back what comes after it
                     # hint: the request now has num_masks guesses, which the next step may verify: self.guesses
                     self.pool.shrink(request, request.num_computed_tokens)
                     self.guesses[request] = num_masks
                     # end exercise
 
     def drop_in_flight(self) -> None:
-        """See :class:`SpeculativeScheduler`."""
+        """See :class:`Scheduler`; what was reserved for drafts and masks is given back."""
         super().drop_in_flight()
         self.guesses = {}
+        if self.lengths.longest:
+            give_back(self)
 
 
 def settle(schedule: Schedule, pool: CachePoolProtocol) -> Schedule:
-    """See :func:`shared.scheduling.speculative.settle`; a request with fewer drafts than granted loses its masks."""
-    settled = speculative.settle(schedule, pool)
+    """See :func:`shared.scheduling.drafts.settle`; a request with fewer drafts than granted loses its masks."""
+    settled = drafts.settle(schedule, pool)
     if settled is schedule or not isinstance(schedule, MultiTokenSchedule):
         return settled
     granted = {entry.request: entry.num_drafts for entry in schedule}

@@ -20,6 +20,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
+from shared.engine.request import Request
+from shared.scheduling.scheduler import Scheduler
+
 Item = TypeVar("Item")
 
 
@@ -35,8 +38,8 @@ class Policy:
     turns: Callable[[Sequence[int], int], list[bool]]
 
     def share(
-        self, prompts: Sequence[Item], decoding: Sequence[Item], steps_since: Sequence[int], interval: int
-    ) -> tuple[Sequence[Item], Sequence[Item]]:
+        self, prompts: list[Item], decoding: list[Item], steps_since: Sequence[int], interval: int
+    ) -> tuple[list[Item], list[Item]]:
         """Select the decoding requests and the prompts that run in a step."""
         if not prompts:
             return decoding, prompts
@@ -77,3 +80,14 @@ POLICIES = {
     "decode_round_robin": Policy(1, in_turn),
 }
 """The policies by the values of ``EngineConfig.scheduler_policy``."""
+
+
+def share(scheduler: Scheduler, decoding: list[Request], prompts: list[Request]) -> tuple[list[Request], list[Request]]:
+    """The decoding requests and the prompts that run in the step of ``scheduler.num_steps``, by the policy."""
+    # exercise 05x3: let the policy choose
+    # hint: config.scheduler_policy names the policy; its share selects from both
+    # hint: it takes the steps since the last token of each decoding request: num_steps minus last_step
+    config = scheduler.config
+    steps_since = [scheduler.num_steps - request.last_step for request in decoding]
+    return POLICIES[config.scheduler_policy].share(prompts, decoding, steps_since, config.max_decode_interval)
+    # end exercise

@@ -8,31 +8,50 @@ Invariants: a request waits only for a running request, which progresses, so eve
 requests that wait for blocks, requests are admitted in order of arrival.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from shared.cache.pool import CachePoolProtocol
 from shared.engine.config import EngineConfig
-from shared.engine.request import Request, RequestStatus
-from shared.scheduling.chunked import ChunkedScheduler
+from shared.engine.request import Request
+from shared.scheduling.admission import admit, queued
+from shared.scheduling.chunks import prefill_of
+from shared.scheduling.growth import grow, known_tokens
+from shared.scheduling.policies import share
+from shared.scheduling.schedule import Schedule
+from shared.scheduling.scheduler import Scheduler
 
 
-class PrefixScheduler(ChunkedScheduler):
-    """Chunked prefill for requests that share prefixes, if the pool has a prefix tree."""
+class PrefixScheduler(Scheduler):
+    """Admits no request while another computes the blocks that both share, if the pool has a prefix tree."""
 
     def __init__(self, config: EngineConfig, pool: CachePoolProtocol, max_seq_len: int) -> None:
         super().__init__(config, pool, max_seq_len)
-        self.is_sharing = config.is_on("use_prefix_caching")
+        self.prefill = prefill_of(config)
 
-    def _candidates(self) -> Iterator[Request]:
-        """The waiting requests in order, without those that wait for blocks. Each is judged when its turn comes, since
-        a request that has just been admitted may be computing what the next one needs.
-        """
-        return (request for request in super()._candidates() if not self.pool.must_wait(request))
+    def schedule(self) -> Schedule:
+        """See :class:`Scheduler`."""
+        self.num_steps += 1
+        preempted = grow(self, self.decoding())
+        if not preempted:
+            admitted = admit(self, without_waiting_for_blocks(self), known_tokens, self.pool.watermark_tokens)
+            count_prefix_hits(self, admitted)
+        decoding, prompts = share(self, self.decoding(), self.prefill.prompts(self.running.values()))
+        entries = self.prefill.fill(decoding, prompts)
+        return Schedule(self.num_steps, entries, len(decoding), tuple(preempted))
 
-    def _start(self, request: Request, num_cached: int) -> None:
-        if self.is_sharing and not request.needs_prompt_logits:  # those look nothing up
-            self.num_prefix_queries += request.num_tokens
-            self.num_prefix_hits += num_cached
-        if request.status is RequestStatus.WAITING:
-            request.num_cached_tokens = num_cached
-        super()._start(request, num_cached)
+
+def without_waiting_for_blocks(scheduler: Scheduler) -> Iterator[Request]:
+    """The waiting requests in order, without those that wait for blocks.
+
+    Each is judged when its turn comes: a request that has just been admitted may be computing what the next one needs.
+    """
+    return (request for request in queued(scheduler) if not scheduler.pool.must_wait(request))
+
+
+def count_prefix_hits(scheduler: Scheduler, admitted: Iterable[Request]) -> None:
+    """Count the tokens of admitted requests that were looked up in the prefix tree, and found there."""
+    if scheduler.config.is_on("use_prefix_caching"):
+        for request in admitted:
+            if not request.needs_prompt_logits:  # those look nothing up
+                scheduler.num_prefix_queries += request.num_tokens
+                scheduler.num_prefix_hits += request.num_computed_tokens

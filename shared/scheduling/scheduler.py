@@ -1,12 +1,13 @@
-"""The base of all schedulers: the waiting queue, admission, and the token counts. Introduced in phase 4.
+"""What every scheduler does with requests: it queues, commits and retires them. Introduced in phase 4.
+
+Schedulers differ in one method, ``schedule``: which requests they admit, and which running requests take part in a
+step. Each is complete in its own file and reads from top to bottom, made of functions named for what they do:
+:mod:`shared.scheduling.admission`, :mod:`shared.scheduling.prefill`, and those of later phases.
 
 A scheduler touches neither tensors nor text. ``schedule`` reads counts and never token values, so a step can be
 scheduled while tokens of the previous step are in flight: tokens count as scheduled at once, and as computed when the
-step is committed. Schedulers differ in one method, ``schedule``: which requests they admit, and which running requests
-take part in a step.
+step is committed.
 
-A request is admitted only with KV cache for its prompt and its maximum output, so a running request never lacks room
-(:mod:`shared.scheduling.preemption` drops this rule).
 Invariants: FCFS: requests are admitted in order of arrival; at most ``max_batch_size`` run; a request's KV cache is
 released when the request finishes, or when the last step in flight that computes it is committed; an interrupted step
 is dropped and scheduled again.
@@ -15,7 +16,7 @@ is dropped and scheduled again.
 import logging
 from abc import ABC, abstractmethod
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable
 
 from shared.cache.pool import CachePoolProtocol
 from shared.engine.config import EngineConfig
@@ -24,7 +25,7 @@ from shared.engine.request import Request, RequestStatus
 from shared.engine.sampler import SampledTokens
 from shared.errors import RequestError
 from shared.sampling.params import SamplingParams
-from shared.scheduling.schedule import Schedule, Scheduled
+from shared.scheduling.schedule import Schedule
 
 Compression = tuple[str, int, tuple[tuple[int, ...], ...]]
 """A request, its tokens, and how many of them each KV head of each layer keeps."""
@@ -33,7 +34,7 @@ logger = logging.getLogger("infer.engine")
 
 
 class Scheduler(ABC):
-    """The waiting and the running requests."""
+    """The waiting and the running requests; the interface of all schedulers."""
 
     def __init__(self, config: EngineConfig, pool: CachePoolProtocol, max_seq_len: int) -> None:
         self.config = config
@@ -102,13 +103,13 @@ class Scheduler(ABC):
     def finish(self, requests: Iterable[Request]) -> None:
         """Retire requests whose outputs are complete."""
         for request in requests:
-            self._retire(request, RequestStatus.FINISHED)
+            self.retire(request, RequestStatus.FINISHED)
 
     def abort(self, request_id: str) -> Request | None:
         """Retire a request, which gives no further output; None if it is neither waiting nor running."""
         request = self.waiting.get(request_id) or self.running.get(request_id)
         if request is not None:
-            self._retire(request, RequestStatus.FINISHED)
+            self.retire(request, RequestStatus.FINISHED)
         return request
 
     def drop_in_flight(self) -> None:
@@ -120,107 +121,34 @@ class Scheduler(ABC):
         self.ending.clear()
 
     def has_work(self) -> bool:
-        """Whether any request is waiting or running."""
-        return bool(self.waiting or self.running)
+        """Whether any request is waiting, running, or computed by a step in flight."""
+        return bool(self.waiting or self.running or self.ending)
 
     def __contains__(self, request_id: str) -> bool:
         return request_id in self.waiting or request_id in self.running
 
-    def _admit(self, num_tokens: Callable[[Request], int], num_kept_free: int = 0) -> None:
-        """Admit requests from the head of the queue while the batch and the KV cache have room.
-
-        Args:
-            num_tokens: the number of tokens to reserve for a request.
-            num_kept_free: tokens that must stay free for running requests; ignored while none runs.
-        """
-        # exercise 04x4: admit from the head of the queue
-        # hint: take the requests from _candidates, in order, while fewer than max_batch_size run
-        # hint: pool.admit returns how many of its tokens are cached: they count as computed, and as scheduled
-        # hint: pool.reserve reserves its KV cache; if that fails, pool.release it and stop: no request overtakes
-        # hint: stop as well if fewer than num_kept_free tokens would stay free while other requests run
-        # hint: otherwise it runs: _start
-        for request in self._candidates():
-            if len(self.running) == self.config.max_batch_size:
-                return
-            num_cached, needed = self.pool.admit(request), num_tokens(request)
-            free = self.pool.free_tokens - (num_kept_free if self.running else 0)
-            if needed - num_cached > free or not self.pool.reserve(request, needed):
-                self.pool.release(request)
-                return
-            self._start(request, num_cached)
-        # end exercise
-
-    def _candidates(self) -> Iterator[Request]:
-        """The waiting requests in the order in which they may be admitted."""
-        return iter(list(self.waiting.values()))
-
-    def _start(self, request: Request, num_cached: int) -> None:
+    def start(self, request: Request, num_cached: int) -> None:
         """Move an admitted request from the queue to the running ones; its first ``num_cached`` tokens are computed."""
+        if request.status is RequestStatus.WAITING:
+            request.num_cached_tokens = num_cached
         request.num_computed_tokens = request.num_scheduled_tokens = num_cached
         request.status = RequestStatus.RUNNING
         del self.waiting[request.request_id]
         self.running[request.request_id] = request
 
-    def _prompts(self) -> list[Request]:
-        """The first request that needs a prefill, and the following ones within the token budget."""
-        chosen: list[Request] = []
-        num_tokens = 0
-        for request in self.running.values():
-            if not request.is_prefilling:
-                continue
-            num_tokens += request.num_unscheduled_tokens
-            if chosen and num_tokens > self.config.max_num_batched_tokens:
-                break
-            chosen.append(request)
-        return chosen
-
-    def _decoding(self) -> list[Request]:
-        """The requests that can get their next token, in order of admission."""
+    def decoding(self) -> list[Request]:
+        """The running requests that can get their next token, in order of admission."""
         return [
             request
             for request in self.running.values()
             if request.is_decoding and not (request.num_pending_tokens and self._is_complete(request))
         ]
 
-    def _plan(self, decoding: Sequence[Request], prompts: Sequence[Request], preempted: Iterable[str] = ()) -> Schedule:
-        """Schedule all unscheduled tokens of these requests."""
-        entries = [self._grant(request, request.num_unscheduled_tokens) for request in (*decoding, *prompts)]
-        return Schedule(self.num_steps, tuple(entries), len(decoding), tuple(preempted))
-
-    def _grant(self, request: Request, num_tokens: int) -> Scheduled:
-        """Schedule a request's next ``num_tokens`` tokens; a token is sampled if none is left and it generates any."""
-        start, params = request.num_scheduled_tokens, request.params
-        num_sampled = int(params.max_new_tokens > 0 and self._is_last(request, num_tokens))
-        num_prompt_logprobs = 0
-        if params.prompt_logprobs is not None and request.needs_prompt_logits:
-            num_prompt_logprobs = min(num_tokens, max(0, request.num_prompt_tokens - 1 - start))
-        request.num_scheduled_tokens += num_tokens
-        request.num_pending_tokens += num_sampled
-        return Scheduled(request, start, num_tokens, 0, num_sampled, num_prompt_logprobs)
-
-    def _is_last(self, request: Request, num_tokens: int) -> bool:
-        """Whether the next ``num_tokens`` tokens of a request are all that it has: always, if prompts are not cut."""
-        return True
-
-    def _is_complete(self, request: Request) -> bool:
-        """Whether the request has reached its maximum length, tokens in flight included."""
-        num_tokens = request.num_tokens + request.num_pending_tokens
-        return num_tokens >= self.max_seq_len or num_tokens - request.num_prompt_tokens >= request.params.max_new_tokens
-
-    def _longest(self, request: Request) -> int:
+    def longest(self, request: Request) -> int:
         """The request's maximum length in tokens, prompt included."""
         return min(request.num_prompt_tokens + request.params.max_new_tokens, self.max_seq_len)
 
-    def _fail(self, request: Request, error: Exception) -> None:
-        """Retire a request whose forward or sampling raised; log the exception with its traceback."""
-        logger.error("request %s failed", request.request_id, exc_info=error)
-        request.error = (
-            f"The engine could not compute this request ({type(error).__name__}); its log has the traceback. No other "
-            "request was affected."
-        )
-        self._retire(request, RequestStatus.FAILED)
-
-    def _retire(self, request: Request, status: RequestStatus) -> None:
+    def retire(self, request: Request, status: RequestStatus) -> None:
         """Remove a request from the scheduler; release its KV cache once no step in flight computes it."""
         is_in_flight = request.num_scheduled_tokens > request.num_computed_tokens
         request.status = status
@@ -230,3 +158,17 @@ class Scheduler(ABC):
             self.ending[request] = None
         else:
             self.pool.release(request)
+
+    def _is_complete(self, request: Request) -> bool:
+        """Whether the request has reached its maximum length, tokens in flight included."""
+        num_tokens = request.num_tokens + request.num_pending_tokens
+        return num_tokens >= self.max_seq_len or num_tokens - request.num_prompt_tokens >= request.params.max_new_tokens
+
+    def _fail(self, request: Request, error: Exception) -> None:
+        """Retire a request whose forward or sampling raised; log the exception with its traceback."""
+        logger.error("request %s failed", request.request_id, exc_info=error)
+        request.error = (
+            f"The engine could not compute this request ({type(error).__name__}); its log has the traceback. No other "
+            "request was affected."
+        )
+        self.retire(request, RequestStatus.FAILED)

@@ -26,6 +26,7 @@ from weakref import WeakKeyDictionary
 import numpy as np
 from numpy.typing import NDArray
 
+from shared.engine.config import EngineConfig
 from shared.engine.request import Request
 
 MEMORY = 0.9
@@ -92,14 +93,13 @@ class Stakes(NamedTuple):
 
 
 class DraftLengths:
-    """The number of drafts of each request, at most ``longest``; ``is_adaptive`` False gives each the longest.
+    """The number of drafts of each request, at most ``longest``, which 0 gives none; ``is_adaptive`` False gives each
+    the longest.
 
     Args:
         attempt_steps: the steps that cannot be prepared while another runs, for one draft: 2 if a step makes the draft
             and the next one verifies it (phase 11.1).
     """
-
-    num_certain: Callable[[Request], int] = staticmethod(lambda request: 0)  # drafts that need no estimate (phase 12)
 
     def __init__(
         self, longest: int, *, is_adaptive: bool = True, costs_of: CostsOf = a_tenth, attempt_steps: int = 1
@@ -111,12 +111,19 @@ class DraftLengths:
         self.known: WeakKeyDictionary[Request, Acceptance] = WeakKeyDictionary()
         self.num_steps = 0
 
+    def wanted(self, decoding: Sequence[Request]) -> dict[Request, int]:
+        """The numbers of drafts of those of the requests that want any; call it once a step, before it is granted."""
+        if self.longest == 0:
+            return {}
+        asking = [request for request in decoding if request.params.use_speculative_decoding]
+        return dict(zip(asking, self.next_lengths(asking), strict=True))
+
     def next_lengths(self, requests: Sequence[Request]) -> list[int]:
         """The numbers of drafts to try in the next step, which decodes these requests; call it once a step."""
         if not self.is_adaptive or not requests:
             return [self.longest] * len(requests)
         self.num_steps += 1
-        certain = [min(self.num_certain(request), self.longest) for request in requests]
+        certain = [min(max(r.num_certain_drafts - r.num_pending_tokens, 0), self.longest) for r in requests]
         stakes = self._stakes(len(requests), sum([request.num_tokens for request in requests]))
         if not stakes.can_pay:
             return certain
@@ -182,6 +189,12 @@ class DraftLengths:
         """Wait until a step whose number is a multiple of the wait."""
         wait = min(max(known.next_wait, stakes.first_wait), stakes.longest_wait)
         known.wait, known.next_wait = wait - self.num_steps % wait, 4 * wait
+
+
+def draft_lengths(config: EngineConfig) -> DraftLengths:
+    """By the settings; none without ``use_speculative_decoding``."""
+    longest = config.spec_length if config.use_speculative_decoding else 0
+    return DraftLengths(longest, is_adaptive=config.is_on("adapt_spec_length"))
 
 
 def _power_of_4(least: float) -> int:

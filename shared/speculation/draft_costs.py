@@ -4,10 +4,10 @@ Invariant: no clock is read, so the same counts give the same costs; see :mod:`s
 """
 
 from dataclasses import dataclass
+from typing import Any, cast
 
 from shared.models.causal_lm import CausalLM
 from shared.scheduling.scheduler import Scheduler
-from shared.scheduling.speculative import SpeculativeScheduler
 from shared.scheduling.step_costs import StepCosts, step_costs
 from shared.speculation.adaptive import DraftCosts
 from shared.speculation.drafter import Drafter
@@ -34,11 +34,12 @@ class TableCosts:
 
 
 def weigh(scheduler: Scheduler, model: CausalLM, drafter: Drafter) -> None:
-    """Let the scheduler choose the numbers of drafts by the tables of the model and the drafter.
+    """Let a scheduler that grants drafts choose their numbers by the tables of the model and the drafter.
 
     Raises what :func:`shared.scheduling.step_costs.step_costs` raises.
     """
-    if isinstance(scheduler, SpeculativeScheduler):
-        steps, drafting = step_costs(model), drafter.step_costs
-        scheduler.lengths.costs_of, scheduler.lengths.num_certain = TableCosts(steps, drafter), drafter.num_certain
-        scheduler.step_costs = steps.hash if drafting is None else f"{steps.hash}+{drafting.hash}"
+    if not scheduler.config.use_speculative_decoding:
+        return
+    steps, drafting = step_costs(model), drafter.step_costs
+    cast(Any, scheduler).lengths.costs_of = TableCosts(steps, drafter)  # only such schedulers speculate
+    scheduler.step_costs = steps.hash if drafting is None else f"{steps.hash}+{drafting.hash}"

@@ -74,8 +74,7 @@ class HostMasks(DraftMasks):
             constraint = constraints[number]
             if not isinstance(constraint, Constraint):
                 continue
-            constraint.follow(request.output_ids)
-            state = constraint.state
+            state = constraint.after(request.output_ids)
             for token_id in drafts.get(request, ()):
                 state = state and constraint.fsm.next_state(state, token_id)
             if state is not None:

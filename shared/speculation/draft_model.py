@@ -40,8 +40,8 @@ from shared.models.causal_lm import CausalLM
 from shared.models.fused import fuse
 from shared.models.packed import pack
 from shared.sampling.sampler import SamplingRow
+from shared.scheduling.drafts import num_equal
 from shared.scheduling.schedule import Schedule, Scheduled
-from shared.scheduling.speculative import num_equal
 from shared.scheduling.step_costs import StepCosts, step_costs
 from shared.speculation.draft_draw import DraftDraw
 from shared.speculation.draft_memory import memory_settings
@@ -173,9 +173,8 @@ class DraftModel:
         for asking, numbers, sampled in drawn:
             _hand_out(asking, numbers, sampled.errors, iter(sampled.wait().token_ids))
 
-    def num_certain(self, request: Request) -> int:
-        """See :class:`shared.speculation.drafter.Drafter`."""
-        return 0
+    def observe(self, schedule: Schedule) -> None:
+        """See :class:`shared.speculation.drafter.Drafter`: no guess is certain."""
 
     @cached_property
     def step_costs(self) -> StepCosts:

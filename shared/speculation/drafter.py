@@ -8,13 +8,13 @@ launches it meanwhile, and waits for the ids when it needs them: to sample, and 
 """
 
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Protocol
 
 import torch
 
 from shared.cache.pool import CachePoolProtocol
 from shared.cache.view import MakeMemory
-from shared.engine.request import Request
 from shared.engine.runner import MakeRunner
 from shared.scheduling.schedule import Schedule
 from shared.scheduling.step_costs import StepCosts
@@ -67,8 +67,10 @@ class Drafter(Protocol):
         """Wait for the drafts that ``propose`` has left on the device, and set ``draft_ids`` anew."""
         ...
 
-    def num_certain(self, request: Request) -> int:
-        """How many drafts of a request will be accepted, whatever its earlier ones were; 0 where that is not known."""
+    def observe(self, schedule: Schedule) -> None:
+        """Set ``num_certain_drafts`` of the requests of a step that was committed: how many drafts after their newest
+        token will be accepted, whatever the earlier ones were. The next schedules read the number.
+        """
         ...
 
     @property
@@ -79,3 +81,32 @@ class Drafter(Protocol):
     def num_tokens(self, num_drafts: int) -> int:
         """The tokens of a request in a step that verifies so many of its drafts."""
         ...
+
+
+class NoDrafter:
+    """Proposes nothing: the :class:`Drafter` of an engine that does not speculate."""
+
+    distributions: Mapping[tuple[int, int], torch.Tensor] = MappingProxyType({})
+    step_costs = None
+
+    def join(
+        self, pool: CachePoolProtocol, make_memory: MakeMemory, make_runner: MakeRunner, max_seq_len: int
+    ) -> CachePoolProtocol:
+        """The pool as it is."""
+        return pool
+
+    def propose(self, schedule: Schedule) -> None:
+        """No request has drafts."""
+
+    def leave_drafts_in(self, pending: PendingDrafts) -> None:
+        """There are none."""
+
+    def collect(self) -> None:
+        """There are none."""
+
+    def observe(self, schedule: Schedule) -> None:
+        """None is certain."""
+
+    def num_tokens(self, num_drafts: int) -> int:
+        """As many as without a drafter."""
+        return 1

@@ -23,7 +23,7 @@ import torch
 
 from shared.cache.pool import CachePoolProtocol
 from shared.cache.view import MakeMemory
-from shared.engine.request import Request, RequestStatus
+from shared.engine.request import RequestStatus
 from shared.engine.runner import MakeRunner
 from shared.grammar.automaton import ACTION_BITS, REFUSED, Action, Automaton, Configuration
 from shared.grammar.constraint import Constraint
@@ -98,8 +98,8 @@ class ForcedTextDrafter:
             request.num_forced_drafts = 0
             is_asking = entry.num_drafts and request.status is RequestStatus.RUNNING
             if is_asking and isinstance(constraint, Constraint):
-                constraint.follow(request.output_ids)
-                forced = self._forced(constraint.fsm, constraint.state, request.last_token_id)[: entry.num_drafts]
+                state = constraint.after(request.output_ids)
+                forced = self._forced(constraint.fsm, state, request.last_token_id)[: entry.num_drafts]
                 if len(forced) == entry.num_drafts:  # the other drafter need not guess
                     request.draft_ids, request.num_forced_drafts = list(forced), len(forced)
                     entries[number] = entry._replace(num_drafts=0)
@@ -113,7 +113,7 @@ class ForcedTextDrafter:
             constraint = request.constraint
             if not num_drafts or not isinstance(constraint, Constraint) or request.status is not RequestStatus.RUNNING:
                 continue
-            now, before, kept = constraint.state, request.last_token_id, 0
+            now, before, kept = constraint.after(request.output_ids), request.last_token_id, 0
             for token_id in request.draft_ids:
                 behind = now and constraint.fsm.next_state(now, token_id)
                 if behind is None:
@@ -133,14 +133,13 @@ class ForcedTextDrafter:
         """See :class:`shared.speculation.drafter.Drafter`."""
         self.drafter.collect()
 
-    def num_certain(self, request: Request) -> int:
-        """See :class:`shared.speculation.drafter.Drafter`: forced tokens, behind those in flight."""
-        constraint = request.constraint
-        if not isinstance(constraint, Constraint):
-            return self.drafter.num_certain(request)
-        constraint.follow(request.output_ids)
-        forced = self._forced(constraint.fsm, constraint.state, request.last_token_id)
-        return max(len(forced) - request.num_pending_tokens, 0)
+    def observe(self, schedule: Schedule) -> None:
+        """See :class:`shared.speculation.drafter.Drafter`: forced tokens are certain."""
+        for request in schedule.requests:
+            constraint = request.constraint
+            if isinstance(constraint, Constraint) and request.status is RequestStatus.RUNNING:
+                state = constraint.after(request.output_ids)
+                request.num_certain_drafts = len(self._forced(constraint.fsm, state, request.last_token_id))
 
     @property
     def step_costs(self) -> StepCosts | None:

@@ -140,9 +140,8 @@ class MultiTokenDrafter:
         guesses = captured.guess(previous, hidden)[:, :k].flatten()
         self.ahead = Ahead(k, first_rows, pending.put([guesses]), SamplerOutput([Draws(guesses)]))
 
-    def num_certain(self, request: Request) -> int:
-        """See :class:`shared.speculation.drafter.Drafter`."""
-        return 0
+    def observe(self, schedule: Schedule) -> None:
+        """See :class:`shared.speculation.drafter.Drafter`: no guess is certain."""
 
     @cached_property
     def step_costs(self) -> StepCosts:

@@ -112,9 +112,8 @@ class NGramDrafter:
     def collect(self) -> None:
         """See :class:`shared.speculation.drafter.Drafter`."""
 
-    def num_certain(self, request: Request) -> int:
-        """See :class:`shared.speculation.drafter.Drafter`."""
-        return 0
+    def observe(self, schedule: Schedule) -> None:
+        """See :class:`shared.speculation.drafter.Drafter`: no guess is certain."""
 
     def num_tokens(self, num_drafts: int) -> int:
         """See :class:`shared.speculation.drafter.Drafter`."""

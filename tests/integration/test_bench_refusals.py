@@ -45,7 +45,6 @@ def assert_refused(command: str, told: str) -> None:
         ("bench generation --peer vllm", "an installed vLLM"),
         ("bench generation --pack-weights --phase 02", "arrives in phase 03"),
         ("bench profile --trace nowhere/at/all.json.gz", "nowhere"),
-        ("bench sanity --new-tokens 65", "new_tokens is 65"),
         ("bench serving -e speed", "no experiment 'speed'"),
         ("bench serving --phase 04", "has no continuous batching"),
         ("bench serving --phase 05 -e capacity", "no experiment 'capacity'"),

@@ -1,4 +1,4 @@
-"""Ladder, generation, profile and sanity check on tiny models: real runs, and counts that hold on any machine."""
+"""Ladder, generation and profile on tiny models: real runs, and counts that hold on any machine."""
 
 import gzip
 import json
@@ -14,7 +14,7 @@ from torch.autograd import DeviceType
 from torch.autograd.profiler_util import EventList, FunctionEvent
 from typer.testing import CliRunner
 
-from benchmarks import bench_generation, ladder, options, profile_generation, sanity_check
+from benchmarks import bench_generation, ladder, options, profile_generation
 from benchmarks.bench_generation import GenerationSize, limit_bytes, measure_generation
 from benchmarks.contenders import load_engine, load_transformers
 from benchmarks.hardware import Ceilings
@@ -23,9 +23,6 @@ from benchmarks.roofline import DecodeWork
 from benchmarks.setup import Setup
 from benchmarks.step_trace import StepTrace, TraceWindow
 from benchmarks.timing import Run, timed
-from benchmarks.view import markdown
-from phases.phase_03.engine import Engine
-from shared.checkpoints.shapes import SHAPES
 from shared.cli import app
 from shared.lessons import find_lesson, lessons, newest_lesson
 from shared.loading.config_json import read_config
@@ -255,53 +252,3 @@ def test_on_a_gpu_kernels_are_seen(folder: Path) -> None:
     assert own[3] < 10 < own[2]
     assert profile["own_launches_per_token"] <= profile["host_launches_per_token"] < profile["kernels_per_token"]
     assert not any(row["name"].startswith("aten::") for row in profile["rows"])
-
-
-def test_sound_models_pass_in_every_phase(tiny_checkpoints: dict[str, Path]) -> None:
-    folders, phases = [*map(str, tiny_checkpoints.values())], ["02", "03"]
-    report = sanity_check.check_models(models=folders, phases=phases, new_tokens=8, dtype="bfloat16", threads=1)
-    rows = report.results["rows"]
-    names = [(folder.name, number) for folder in tiny_checkpoints.values() for number in phases]
-    assert [(row["model"], row["phase"]) for row in rows] == names
-    assert report.results["num_failed"] == 0, rows
-    assert all(row["num_tokens"] == 8 for row in rows)
-
-
-def test_a_broken_folder_is_a_row_beside_a_shape_that_is_made_and_removed(folder, tmp_path, monkeypatch) -> None:
-    cut, made = tmp_path / "[red]cut", tmp_path / "made"
-    made.mkdir()
-    shutil.copytree(folder, cut)
-    weights = cut / "model.safetensors"
-    weights.write_bytes(weights.read_bytes()[:5000])
-    (tmp_path / "empty").mkdir()
-    monkeypatch.setattr("tempfile.tempdir", str(made))
-    monkeypatch.setenv("INFER_TEST_MODELS", ",".join(map(str, (cut, tmp_path / "empty", tmp_path / "missing"))))
-    monkeypatch.setattr(sanity_check, "KNOWN_MODELS", {})
-    monkeypatch.setattr(sanity_check, "SHAPES", {"tiny-gemma3": SHAPES["tiny-gemma3"]})
-    result = infer("bench", "sanity", "--phase", "03", "--new-tokens", 3)
-    assert result.exit_code == 1, result.output
-    found = json.loads(result.stdout.splitlines()[-1])["results"]
-    assert (found["num_failed"], found["num_checked"]) == (3, 4)
-    problems = {row["model"]: row["problem"] for row in found["rows"]}
-    assert (problems["tiny-gemma3"], problems["[red]cut"] is None) == (None, False)
-    assert ("config.json" in problems["empty"], "missing" in problems["missing"]) == (True, True)
-    assert str(tmp_path) not in json.dumps(found)
-    assert "[red]cut" in result.stdout  # markup stays text
-    assert not list(made.glob("infer-sanity-*"))
-
-
-def test_a_wrong_answer_is_found_and_shown(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A phase whose third token is another than the model's likeliest."""
-    plain = Engine.decode
-
-    def other_token(self: Any, request: Any) -> torch.Tensor:
-        logits = plain(self, request)
-        return -logits if len(request.output_ids) == 2 else logits
-
-    monkeypatch.setattr(Engine, "decode", other_token)
-    report = sanity_check.check_models(models=[str(folder)], phases=["02", "03"], new_tokens=5, threads=1)
-    sound, wrong = report.results["rows"]
-    assert sound["problem"] is None
-    assert (wrong["flips"], wrong["shortfall"] > 1) == (1, True)
-    page = markdown(sanity_check.view(report))
-    assert ("below transformers' likeliest" in page, "1 of 2 failed." in page) == (True, True)

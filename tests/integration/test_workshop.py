@@ -81,7 +81,7 @@ class Learner:
 
     @property
     def cache(self) -> Path:
-        return self.workspace / "shared" / "cache" / "contiguous.py"
+        return self.workspace / "shared/cache/contiguous.py"
 
     def write(self, old: str, new: str, file: Path | None = None) -> None:
         file = file or self.cache
@@ -145,7 +145,7 @@ def test_broken_code_is_reported_and_never_passes(learner: Learner, code: str, m
 def test_a_function_that_comes_from_elsewhere_does_not_pass(learner: Learner) -> None:
     learner.workshop("start", "03", "--only", "03x1")
     learner.write(KV_BYTES_GAP, "return 0")
-    reference = ROOT / "shared" / "cache" / "contiguous.py"
+    reference = ROOT / "shared/cache/contiguous.py"
     learner.cache.write_text(f"exec(compile(open({str(reference)!r}).read(), {str(reference)!r}, 'exec'))\n")
     checked = learner.check()
     assert checked.returncode == 1
@@ -182,7 +182,7 @@ def test_the_learner_s_code_runs_inside_the_engine_and_the_reference_where_gaps_
 
 def test_the_learner_s_code_runs_in_the_engine_s_process(learner: Learner, tiny_checkpoints: dict[str, Path]) -> None:
     learner.workshop("start", "01a")
-    norm = learner.workspace / "shared" / "ops" / "rmsnorm.py"
+    norm = learner.workspace / "shared/ops/rmsnorm.py"
     norm.write_text(
         f"{norm.read_text()}\nimport multiprocessing\n"
         "if multiprocessing.current_process().name == 'engine':\n    raise RuntimeError('this is mine')\n"
@@ -220,7 +220,7 @@ def test_a_kernel_is_checked_through_the_interpreter(learner: Learner) -> None:
     started = learner.workshop("start", "03.1", "--only", "3.1x1")
     assert started.returncode == 0, started.stderr
     assert "  03.1x1  line" in started.stdout
-    kernel = learner.workspace / "shared" / "kernels" / "gated.py"
+    kernel = learner.workspace / "shared/kernels/gated.py"
     gap = 'raise NotImplementedError("exercise 03.1x1: both gated activations, GELU without a tanh")'
     sigmoid = "tl.sigmoid({}gate{})"
     code = 'return gate * up * ({} if ACTIVATION == "silu" else {})'.format(

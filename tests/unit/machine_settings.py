@@ -21,12 +21,14 @@ from shared.engine.request import Request, RequestStatus
 from shared.engine.sampler import SampledTokens
 from shared.sampling.sampler import SamplingRow
 from shared.scheduling.chunked import ChunkedScheduler
+from shared.scheduling.chunks import Chunks
 from shared.scheduling.continuous import ContinuousScheduler
-from shared.scheduling.preemption import PreemptiveScheduler
+from shared.scheduling.drafts import settle
+from shared.scheduling.preemptive import PreemptiveScheduler
 from shared.scheduling.prefix import PrefixScheduler
 from shared.scheduling.schedule import Schedule, Scheduled
 from shared.scheduling.scheduler import Scheduler
-from shared.scheduling.speculative import SpeculativeScheduler, settle
+from shared.scheduling.speculative import SpeculativeScheduler
 from shared.scheduling.static import StaticScheduler
 from shared.speculation.draft_model import DraftModel
 from tests.unit.scheduling_loop import NO_TOKEN
@@ -82,7 +84,7 @@ def prompts_are_run_in_the_order_they_came(machine: SchedulingMachine, planned: 
 def the_token_budget_is_kept(machine: SchedulingMachine, planned: Planned) -> None:
     schedule, config = planned.schedule, machine.config
     sizes = [entry.num_tokens for entry in schedule.prompts]
-    if not getattr(machine.scheduler, "is_chunked", False):
+    if not isinstance(machine.scheduler.prefill, Chunks):  # type: ignore[attr-defined]
         assert sum(sizes) <= config.max_num_batched_tokens or len(sizes) == 1
         return
     budget = max(config.max_num_batched_tokens - len(schedule.decoding), 1)

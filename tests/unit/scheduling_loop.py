@@ -9,7 +9,7 @@ from shared.engine.output_processor import OutputProcessor
 from shared.engine.request import Request
 from shared.engine.sampler import SampledTokens
 from shared.sampling.params import SamplingParams
-from shared.scheduling.chunked import ChunkedScheduler
+from shared.scheduling.chunks import Chunks
 from shared.scheduling.schedule import Schedule, Scheduled
 from shared.scheduling.scheduler import Scheduler
 from shared.text.tokenizer import Tokenizer
@@ -93,7 +93,8 @@ class Loop:
 
     def finish(self, schedule: Schedule, errors: Collection[Request] = ()) -> None:
         """As one batch where steps overlap or prompts are chunked; else prompts by themselves, then what decodes."""
-        is_one = self.num_in_flight or isinstance(self.scheduler, ChunkedScheduler)
+        is_chunked = isinstance(self.scheduler.prefill, Chunks)  # type: ignore[attr-defined]
+        is_one = self.num_in_flight or is_chunked
         for part in (schedule,) if is_one else (schedule.prompts, schedule.decoding):
             self.commit(part, errors)
             self.scheduler.finish(self.processor.process(part))

@@ -18,7 +18,7 @@ PARTS = sorted(
     path
     for folder in ("engine", "scheduling", "models")
     for path in (ROOT / "shared" / folder).glob("*.py")
-    if path.name not in ("__init__.py", "config.py", "config_rules.py") or folder == "models"
+    if path.name not in ("__init__.py", "config.py", "config_rules.py", "supported.py") or folder == "models"
 )
 BACKENDS = re.compile(r"\b(paged|contiguous|planned)", re.IGNORECASE)
 PROBES = {"isinstance", "issubclass", "hasattr", "getattr", "setattr", "delattr", "type", "vars", "dir"}

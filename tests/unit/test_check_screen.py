@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from shared.cli.check_screen import screen
 from shared.errors import ConfigError
+from tutorial.screens.check import screen
 from tutorial.workshop.exercises import find_exercise
 from tutorial.workshop.mistakes import Mistake, is_alike, recognise
 from tutorial.workshop.verdicts import Case, Outcome, Verdict, judge

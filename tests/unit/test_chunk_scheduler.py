@@ -66,7 +66,7 @@ def test_missing_chunks_stand_directly_before_the_request_that_lacks_them(schedu
     ask(scheduler, "2", b, d, a, b)
     ask(scheduler, "3", c)
     ask(scheduler, "4")
-    scheduler._put_missing_chunks_first()
+    scheduler.put_missing_chunks_first()
     assert_equal(queue(scheduler), ["1", "b", "a", "2", "3", "4"], "queue", ("place",))
     assert_equal(list(scheduler.registry.resident.values()), [e, d], "resident, the last used last", ("place",))
     schedule = scheduler.schedule()
@@ -83,10 +83,10 @@ def test_what_is_being_computed_is_not_asked_for_again(scheduler: ChunkScheduler
     assert a.is_resident, "chunk a was computed"
     assert not b.is_resident, "chunk b was computed before the request that lacks a"
     assert_equal(queue(scheduler), ["1", "2", "b"], "queue", ("place",))
-    scheduler._put_missing_chunks_first()
+    scheduler.put_missing_chunks_first()
     assert_equal(queue(scheduler), ["1", "b", "2"], "queue: what computes b has moved", ("place",))
     commit(scheduler, scheduler.schedule())
-    scheduler._put_missing_chunks_first()
+    scheduler.put_missing_chunks_first()
     assert_equal(queue(scheduler), ["2"], "queue", ("place",))
     assert b.is_resident, "chunk b was computed"
     commit(scheduler, scheduler.schedule())
@@ -98,7 +98,7 @@ def test_without_missing_chunks_the_queue_stays_as_it_is(scheduler: ChunkSchedul
     a = chunk(scheduler, "a", is_resident=True)
     ask(scheduler, "1")
     ask(scheduler, "2", a)
-    scheduler._put_missing_chunks_first()
+    scheduler.put_missing_chunks_first()
     assert_equal(queue(scheduler), ["1", "2"], "queue", ("place",))
     assert not scheduler.registry.computing, "a chunk is computed that no request lacks"
 

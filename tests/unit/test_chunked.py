@@ -6,6 +6,7 @@ from shared.cache.paged import PagedKVCachePool
 from shared.engine.config import EngineConfig
 from shared.engine.request import Request
 from shared.scheduling.chunked import ChunkedScheduler
+from shared.scheduling.chunks import Chunks
 from shared.scheduling.schedule import Schedule
 from shared.text.tokenizer import Tokenizer
 from tests.comparison import assert_equal
@@ -55,8 +56,7 @@ def test_the_sizes_of_chunks(
     tokenizer: Tokenizer, remaining: list[int], num_decoding: int, limits: dict[str, int], expected: list[int]
 ) -> None:
     """The token budget, the chunk size, the number of chunks; a prompt progresses whatever decodes."""
-    scheduler = make_loop(tokenizer, **limits).scheduler
-    found = scheduler._chunk_sizes(remaining, num_decoding)  # type: ignore[attr-defined]
+    found = Chunks(EngineConfig(**limits)).sizes(remaining, num_decoding)  # type: ignore[arg-type]
     assert_equal(found, expected, f"chunks of {remaining} tokens beside {num_decoding} decoding, {limits}", ("chunk",))
 
 

@@ -16,6 +16,7 @@ import typer
 from benchmarks.serving.experiments import EXPERIMENTS
 from shared.cli import app
 from shared.lessons import lessons
+from tests import source_map
 from tutorial.checker.chapter import read_chapter
 from tutorial.checker.citations import check_citations, cited_lines
 from tutorial.checker.references import CHECKS, unknown_commands
@@ -43,6 +44,10 @@ def test_what_a_page_names_exists_and_what_it_cites_stands_in_the_report(page: P
     found += unknown_commands(chapter, ROOT, typer.main.get_command(app))
     found += [problem for line in cited_lines(chapter) for problem in check_citations(chapter, line, ROOT)]
     assert not found, "\n".join(f"{page.name}:{problem.line}: {problem.message}" for problem in found)
+
+
+def test_the_map_lists_the_modules_as_they_are() -> None:
+    assert source_map.PAGE.read_text(encoding="utf-8") == source_map.page(), "run make map"
 
 
 @pytest.mark.parametrize("folder", SPOKEN)

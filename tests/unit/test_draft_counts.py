@@ -17,7 +17,8 @@ from shared.engine.sampler import SampledTokens
 from shared.loading.loader import load_model
 from shared.models.causal_lm import CausalLM
 from shared.sampling.params import SamplingParams
-from shared.scheduling.speculative import SpeculativeScheduler, settle
+from shared.scheduling.drafts import settle
+from shared.scheduling.speculative import SpeculativeScheduler
 
 LENGTH, WRONG = 3, 99
 

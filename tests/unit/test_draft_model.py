@@ -20,8 +20,8 @@ from shared.engine.request import Request, RequestStatus
 from shared.errors import ConfigError
 from shared.sampling.noise import Stream, gumbel, seed_pattern
 from shared.sampling.params import SamplingParams
+from shared.scheduling.drafts import num_equal
 from shared.scheduling.schedule import Schedule
-from shared.scheduling.speculative import num_equal
 from shared.speculation.adaptive import a_tenth
 from shared.speculation.vocabulary import check_vocabulary
 from shared.text.tokenizer import Tokenizer
@@ -268,13 +268,13 @@ class Verified(NamedTuple):
 
 def serve_noting(engine: Any, requests: Requests) -> list[Verified]:
     """Serve the requests, and return what was verified of them."""
-    noted, count = list[Verified](), engine.scheduler._count
+    noted, count = list[Verified](), engine.scheduler.lengths.count
 
     def counting(request: Request, num_drafts: int, num_accepted: int) -> None:
         noted.append(Verified(request, request.num_tokens, num_drafts, num_accepted))
         count(request, num_drafts, num_accepted)
 
-    engine.scheduler._count = counting
+    engine.scheduler.lengths.count = counting
     serve(engine, requests)
     return noted
 

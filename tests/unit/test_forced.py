@@ -128,10 +128,13 @@ def test_what_is_forced_follows_the_drafts_that_the_grammar_allows() -> None:
     ):
         request.status, request.output_ids, request.draft_ids = status, outputs, []
         inner.distributions = {(5, n): torch.ones(1) for n in range(others) if status is RequestStatus.RUNNING}
-        drafter.propose(Schedule(1, (Scheduled(request, 0, 1 + num_drafts, num_drafts, 1 + num_drafts),)))
+        schedule = Schedule(1, (Scheduled(request, 0, 1 + num_drafts, num_drafts, 1 + num_drafts),))
+        drafter.propose(schedule)
         assert (asked[-1], request.draft_ids, request.num_forced_drafts) == (others, drafts, num_forced)
         assert [index for _, index in drafter.distributions] == left, "the drafts that were drawn"
-    assert drafter.num_certain(request) == 2, "three are forced, of which one is in flight"
+    request.status = RequestStatus.RUNNING
+    drafter.observe(schedule)
+    assert request.num_certain_drafts == 3, "three are forced"
 
 
 REQUESTS = [
@@ -192,5 +195,5 @@ def test_forced_drafts_say_nothing_about_others() -> None:
     assert lengths.known[request].rate == lengths.known[other].rate > before
     for _ in range(30):
         lengths.count(request, 5, 0)
-    lengths.num_certain = lambda request: 4
+    request.num_certain_drafts, request.num_pending_tokens = 5, 1
     assert lengths.next_lengths([request]) == [4], "what is certain needs no estimate"

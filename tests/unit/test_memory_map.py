@@ -12,6 +12,7 @@ from shared.engine.config import EngineConfig
 from shared.engine.memory_map import HoldingState, MemoryMap
 from shared.lessons import find_lesson, lessons
 from shared.sampling.params import SamplingParams
+from shared.scheduling.growth import preempt
 from tests.steps import make_request
 
 BLOCK, BLOCKS = 4, 8
@@ -142,7 +143,7 @@ def test_a_request_that_is_recomputed_is_marked_while_it_waits_for_its_turn(fold
     assert states() == {"a": "prefill", "b": "prefill"}
     engine.step()
     add(engine, "c", 4, 9)
-    engine.scheduler._preempt(engine.scheduler.running["b"])
+    preempt(engine.scheduler, engine.scheduler.running["b"])
     assert states() == {"a": "decode", "b": "preempted"}
     engine.scheduler.schedule()
     engine.scheduler.drop_in_flight()  # a step that was broken off: b and c hold memory, and nothing is computed

@@ -207,6 +207,14 @@ def test_a_guess_is_verified_even_where_guesses_are_not_worthwhile() -> None:
     assert_equal(step(scheduler), (0, 0), "drafts and masks of the step after")
 
 
+def test_as_many_guesses_are_verified_as_are_wanted_of_those_that_are_there() -> None:
+    scheduler = make_scheduler()
+    requests = [add(scheduler, name) for name in "abc"]
+    scheduler.guesses = dict(zip(requests, (2, 2, 2), strict=True))
+    found = scheduler.verifiable(dict(zip(requests[:2], (1, 5), strict=True)))
+    assert_equal([found[request] for request in requests], [1, 2, 1], "guesses to verify", ("request",))
+
+
 def test_guesses_of_an_interrupted_step_are_forgotten() -> None:
     scheduler = make_scheduler()
     add(scheduler)

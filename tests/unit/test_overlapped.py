@@ -1,7 +1,8 @@
 """A step is planned while one is in flight: what is scheduled then, and what waits."""
 
+from collections.abc import Callable
 from dataclasses import fields
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -10,13 +11,20 @@ from hypothesis import strategies as st
 
 from shared.cache.paged_layout import PagedSizes
 from shared.cache.prefix import PrefixKVCachePool
+from shared.chunks.registry import ChunkRegistry
+from shared.chunks.scheduler import ChunkScheduler
 from shared.engine.batch import Batch
 from shared.engine.config import EngineConfig
 from shared.engine.request import Request
 from shared.sampling.params import SamplingParams
-from shared.scheduling.overlapped import OverlappedScheduler
+from shared.scheduling.compressing import CompressingScheduler
+from shared.scheduling.growth import preempt
+from shared.scheduling.multi_token import MultiTokenScheduler
+from shared.scheduling.overlapped import OverlappedScheduler, has_block_for_each, must_know_ends
 from shared.scheduling.prefix import PrefixScheduler
 from shared.scheduling.schedule import Schedule
+from shared.scheduling.scheduler import Scheduler
+from shared.scheduling.speculative import SpeculativeScheduler
 from shared.text.tokenizer import Tokenizer
 from tests.comparison import assert_equal
 from tests.unit.scheduling_loop import LETTER, Loop, TokenPool
@@ -27,10 +35,30 @@ Arrival = tuple[int, int, int, bool]
 """The step before which a request comes, the tokens of its prompt, the most of its output, whether it ends before."""
 
 
-def make(tokenizer: Tokenizer, capacity: int, num_in_flight: int = 1) -> Loop:
-    """Every token is a letter, and the second of a request that ends by a token is its end."""
-    scheduler = OverlappedScheduler(EngineConfig(), TokenPool(capacity), MAX_SEQ_LEN)
-    return Loop(scheduler, tokenizer, lambda request, index: LETTER + index, num_in_flight)
+class Make(NamedTuple):
+    """Makes loops of a scheduler that plans while a step is in flight, as each of the later phases has one."""
+
+    scheduler: Callable[..., Scheduler]
+    tokenizer: Tokenizer
+
+    def __call__(self, capacity: int, num_in_flight: int = 1, **config: Any) -> Loop:
+        """Every token is a letter, and the second of a request that ends by a token is its end."""
+        scheduler = self.scheduler(EngineConfig(**config), TokenPool(capacity), MAX_SEQ_LEN)
+        return Loop(scheduler, self.tokenizer, lambda request, index: LETTER + index, num_in_flight)
+
+
+SCHEDULERS: dict[str, Callable[..., Scheduler]] = {
+    "9": OverlappedScheduler,
+    "9.1": lambda *about: ChunkScheduler(*about, ChunkRegistry()),
+    "9.2": CompressingScheduler,
+    "11": SpeculativeScheduler,
+    "11.1": MultiTokenScheduler,
+}
+
+
+@pytest.fixture(params=SCHEDULERS.values(), ids=SCHEDULERS)
+def make(request: pytest.FixtureRequest, tokenizer: Tokenizer) -> Make:
+    return Make(request.param, tokenizer)
 
 
 def add(loop: Loop, name: str, num_prompt_tokens: int, *, ends: bool = False) -> Request:
@@ -39,9 +67,9 @@ def add(loop: Loop, name: str, num_prompt_tokens: int, *, ends: bool = False) ->
 
 
 @pytest.mark.parametrize("ends", [True, False])
-def test_nothing_is_scheduled_that_would_preempt_before_the_ends_are_known(tokenizer: Tokenizer, ends: bool) -> None:
+def test_nothing_is_scheduled_that_would_preempt_before_the_ends_are_known(make: Make, ends: bool) -> None:
     """Memory for nine tokens, three of each prompt and two of each output: the third needs a preemption, or an end."""
-    loop = make(tokenizer, 9)
+    loop = make(9)
     a, b = add(loop, "a", 3, ends=ends), add(loop, "b", 3)
     steps = loop.steps(6)
     assert_equal(steps[:3], ["|ab|", "||ab", "||"], "while tokens are in flight and the pool is full, nothing")
@@ -54,53 +82,66 @@ def test_nothing_is_scheduled_that_would_preempt_before_the_ends_are_known(token
     assert_equal(loop.scheduler.pool.audit(), [], "faults of the pool")
 
 
-def test_with_room_for_the_next_tokens_nothing_waits(tokenizer: Tokenizer) -> None:
-    loop = make(tokenizer, 16)
+def test_with_room_for_the_next_tokens_nothing_waits(make: Make) -> None:
+    loop = make(16)
     for name in "ab":
         add(loop, name, 3)
     assert_equal(loop.steps(6), ["|ab|", "||ab", "||ab", "||ab", "||ab", "||"], "steps, with room for all tokens")
 
 
-def test_a_request_that_has_reached_its_length_needs_no_room(tokenizer: Tokenizer) -> None:
+def test_a_request_that_has_reached_its_length_needs_no_room(make: Make) -> None:
     """a ends by its length, so its last token in flight asks for nothing, and b is scheduled alone."""
-    loop = make(tokenizer, 9)
+    loop = make(9)
     loop.add(Request("a", [5] * 3, SamplingParams(max_new_tokens=2, ignore_eos=True), 0))
     add(loop, "b", 3)
     assert_equal(loop.steps(3), ["|ab|", "||ab", "||b"], "steps")
 
 
-def test_without_a_step_in_flight_it_preempts_as_before(tokenizer: Tokenizer) -> None:
-    loop = make(tokenizer, 9, num_in_flight=0)
+def test_without_a_step_in_flight_it_preempts_as_before(make: Make) -> None:
+    loop = make(9, num_in_flight=0)
     for name in "ab":
         add(loop, name, 3)
     assert_equal(loop.steps(4), ["|ab|", "||ab", "b||a", "||a"], "steps")
 
 
-def test_outputs_are_recomputed_to_the_end_beside_a_request_that_decodes(tokenizer: Tokenizer) -> None:
-    scheduler = OverlappedScheduler(EngineConfig(prefill_chunk_size=4), TokenPool(60), MAX_SEQ_LEN)
-    loop = Loop(scheduler, tokenizer, lambda request, index: LETTER + index)
+def test_outputs_are_recomputed_to_the_end_beside_a_request_that_decodes(make: Make) -> None:
+    loop = make(60, num_in_flight=0, prefill_chunk_size=4)
     for name in "ab":
         loop.add_new(name, 3, max_new_tokens=12, ignore_eos=True)
     loop.steps(7)
-    scheduler._preempt(scheduler.running["b"])
+    preempt(loop.scheduler, loop.scheduler.running["b"])
     assert_equal(loop.steps(4), ["|b|a", "|b|a", "|b|a", "||ab"], "steps: b has nine tokens")
 
 
+def test_there_is_work_until_the_step_in_flight_of_an_ended_request_is_committed(make: Make) -> None:
+    loop = make(60)
+    add(loop, "a", 3)
+    loop.steps(2)
+    loop.abort("a")
+    assert loop.scheduler.has_work(), "its memory is still written to"
+    while loop.in_flight:
+        loop.finish(loop.in_flight.popleft())
+    assert not loop.scheduler.has_work(), "nothing of it is left"
+    assert_equal(loop.scheduler.pool.audit(), [], "faults of the pool")
+
+
 class ShortWay(OverlappedScheduler):
-    """Counts the steps that are planned by the short way."""
+    """Counts the steps that are planned by the short way, which makes the columns of a schedule before its entries."""
 
     num_short = 0
 
-    def _next_tokens(self, decoding: list[Request]) -> Schedule:
-        self.num_short += 1
-        return super()._next_tokens(decoding)
+    def schedule(self) -> Schedule:
+        schedule = super().schedule()
+        self.num_short += "columns" in vars(schedule)
+        return schedule
 
 
-class LongWay(OverlappedScheduler):
+class LongWay(PrefixScheduler):
     """Asks each request each question, also in steps that only decode, and commits them as any others."""
 
-    decodes_plainly = False
-    commit = PrefixScheduler.commit
+    def schedule(self) -> Schedule:
+        waits = not has_block_for_each(self) and must_know_ends(self)
+        return Schedule(self.num_steps) if waits else super().schedule()
 
 
 def arrays(part: Any) -> dict[str, Any]:

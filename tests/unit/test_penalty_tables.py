@@ -25,7 +25,7 @@ from shared.models.tokens import Tokens
 from shared.sampling.params import SamplingParams
 from shared.sampling.sampler import SamplingBatch, SamplingRow
 from shared.sampling.token_counts import TokenCounts
-from shared.scheduling.preemption import PreemptiveScheduler
+from shared.scheduling.preemptive import PreemptiveScheduler
 from shared.scheduling.schedule import Schedule
 
 VOCABULARY = 7

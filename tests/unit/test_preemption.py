@@ -4,7 +4,8 @@ from shared.engine.batch import Batch
 from shared.engine.config import EngineConfig
 from shared.engine.record import EngineLoad, StepRecord
 from shared.engine.request import Request, RequestStatus
-from shared.scheduling.preemption import PreemptiveScheduler
+from shared.scheduling.growth import preempt
+from shared.scheduling.preemptive import PreemptiveScheduler
 from shared.text.tokenizer import Tokenizer
 from tests.comparison import assert_equal
 from tests.unit.scheduling_loop import LETTER, Loop, TokenPool, shown
@@ -142,7 +143,7 @@ def test_a_result_from_before_a_preemption_is_dropped_after_the_readmission(toke
     a = add(loop, "a", 3)
     loop.steps(2)
     before = loop.scheduler.schedule()
-    loop.scheduler._preempt(a)
+    preempt(loop.scheduler, a)
     again = loop.scheduler.schedule()
     loop.finish(before)
     assert (a.output_ids, a.num_computed_tokens) == ([LETTER, LETTER + 1], 0)

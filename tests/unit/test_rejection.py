@@ -12,7 +12,7 @@ from shared.sampling.noise import Stream
 from shared.sampling.params import SamplingParams
 from shared.sampling.rejection import accept_or_replace
 from shared.sampling.sampler import SamplingBatch, SamplingRow, adjust_logits, filter_logits, sample
-from shared.scheduling.speculative import num_equal
+from shared.scheduling.drafts import num_equal
 from shared.speculation.draft_draw import DraftDraw
 from tests.comparison import assert_close, assert_equal
 

@@ -12,7 +12,7 @@ from shared.engine.config import EngineConfig
 from shared.errors import ConfigError
 from shared.sampling.params import SamplingParams
 from shared.scheduling.step_costs import StepCosts, identity, save
-from shared.tracing.replay import RecordedRun, RunRecorder, replay
+from tests.replay import RecordedRun, RunRecorder, replay
 
 WORDS = [5, 6, 7, 8] * 6
 LIKELY = dict.fromkeys((5, 6, 7, 8), 8.0)  # so that lookups find something, which is right at times

@@ -11,8 +11,10 @@ from shared.engine.config import EngineConfig
 from shared.engine.request import Request
 from shared.engine.sampler import SampledTokens
 from shared.sampling.params import SamplingParams
+from shared.scheduling import speculative
+from shared.scheduling.drafts import num_equal, settle
 from shared.scheduling.schedule import Schedule, Scheduled
-from shared.scheduling.speculative import SpeculativeScheduler, num_equal, settle
+from shared.scheduling.speculative import SpeculativeScheduler
 from tests.comparison import assert_equal
 
 MAX_SEQ_LEN, BLOCK_SIZE, LENGTH = 32, 2, 4
@@ -151,14 +153,18 @@ def test_each_step_asks_anew_how_many_drafts_to_plan(num_wanted: int, monkeypatc
     add(scheduler, "a")
     step(scheduler)
     with monkeypatch.context() as patch:
-        patch.setattr(scheduler.lengths, "next_lengths", lambda requests: [num_wanted] * len(requests))
+        asked: list[int] = []
+        patch.setattr(
+            scheduler.lengths, "next_lengths", lambda requests: asked.append(0) or [num_wanted] * len(requests)
+        )
         if num_wanted:
-            patch.setattr(scheduler, "_grow", lambda decoding: 1 // 0)
+            patch.setattr(speculative, "grow", lambda owner, decoding: 1 // 0)
             with pytest.raises(ZeroDivisionError):
                 scheduler.schedule()
             scheduler.drop_in_flight()
         else:
             step(scheduler)
+        assert_equal(len(asked), 1, "times that a step asks")
     add(scheduler, "b")
     planned = [(entry.request.request_id, entry.num_drafts) for entry in scheduler.schedule()]
     assert_equal(planned, [("a", LENGTH), ("b", 0)], "drafts beside a prompt")

@@ -69,7 +69,7 @@ def test_links_are_not_followed(tmp_path: Path) -> None:
     secret = tmp_path / "secret.py"
     secret.write_text("password = 1\n")
     folder = lay(tmp_path / "ada", NORM)
-    (folder / "shared/cache").mkdir()
+    (folder / CACHE).parent.mkdir(parents=True)
     (folder / CACHE).symlink_to(secret)
     found = read(folder)
     assert set(found.files) == {NORM}
@@ -95,7 +95,7 @@ def test_a_link_in_a_zip_file_is_not_taken(tmp_path: Path) -> None:
 
 def test_what_is_no_ordinary_file_or_too_large_is_not_read(tmp_path: Path) -> None:
     folder = lay(tmp_path / "ada", NORM)
-    (folder / "shared/cache").mkdir()
+    (folder / CACHE).parent.mkdir(parents=True)
     os.mkfifo(folder / CACHE)  # reading it would wait for ever
     (folder / NORM).write_bytes(b"#" * (MOST_BYTES + 1))
     problems = read(folder).problems

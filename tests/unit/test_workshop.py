@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shared.cli.classroom import wanted_exercises
 from shared.errors import ConfigError
 from shared.lessons import find_lesson
+from tutorial.screens.classroom import wanted_exercises
 from tutorial.workshop.exercises import (
     ROOT,
     exercises,

@@ -1,4 +1,4 @@
-"""What somebody hands in: the modules with exercises, read out of a folder or a zip file.
+"""What a learner hands in: the modules with exercises, read out of a folder or a zip file.
 
 Taken are only files at the paths of exercises, whole and as bytes; everything else in a submission is left where it is.
 Invariant: nothing is unpacked, no symbolic link is followed, and no more than ``MOST_BYTES`` of a file are read. A

@@ -29,47 +29,52 @@ OF_BOTH = frozenset(  # transformers writes AWQ's settings with all of GPTQ's
 AWQ_ORDER = torch.tensor([0, 4, 1, 5, 2, 6, 3, 7])  # which nibble of its int32 holds column i
 
 
-class PackedByColumn(Format):
-    """What GPTQ and AWQ have in common."""
-
-    def __init__(self, config: dict[str, Any], checkpoint: Checkpoint) -> None:
-        super().__init__(config, checkpoint)
-        if config.get("bits") != 4:
-            raise self.wrong("bits", config.get("bits"), "4")
-        if config.get("group_size") not in GROUP_SIZES:
-            raise self.wrong("group_size", config.get("group_size"), ", ".join(map(str, GROUP_SIZES)))
-        self.group: int = config["group_size"]
-
-    def layout(self, name: str, supported: tuple[str, ...]) -> str:
-        """How the numbers are packed, which tools write as ``name``, as ``format`` or as both; else the first."""
-        found = {spelling: self.config[spelling] for spelling in (name, "format") if self.config.get(spelling)}
-        for spelling, value in found.items():
-            if str(value).lower() not in supported:
-                raise self.wrong(spelling, value, " or ".join(map(repr, supported)))
-        values = [str(value).lower() for value in found.values()]
-        if values and values[0] != values[-1]:
-            raise self.wrong(f"{name} and format", list(found.values()), "the same in both")
-        return values[0] if values else supported[0]
-
-    def check_shape(self, module: str, shape: tuple[int, int]) -> None:
-        if shape[1] % self.group or shape[0] % 8:
-            raise self.wrong("group_size", self.group, f"{module} of {list(shape)}: rows by 8, columns by the group")
-
-    def weight(self, module: str, numbers: torch.Tensor, zeros: torch.Tensor | None) -> QuantizedWeight:
-        """The matrix of numbers ``[K, N]``, zeros ``[K / G, N]`` and the scales."""
-        K, N = numbers.shape
-        scales = self.scales(f"{module}.scales", (K // self.group, N)).t().contiguous()
-        if zeros is not None:
-            zeros = None if (zeros == 8).all() else zeros.t().contiguous()
-        return QuantizedWeight(pack_nibbles(numbers.t(), self.group), scales, zeros, self.group)
+def group_size(stored: Format) -> int:
+    """The columns of a group. Raises ModelFolderError for settings that are not read."""
+    bits, size = stored.config.get("bits"), stored.config.get("group_size")
+    if bits != 4:
+        raise stored.wrong("bits", bits, "4")
+    if size not in GROUP_SIZES:
+        raise stored.wrong("group_size", size, ", ".join(map(str, GROUP_SIZES)))
+    return int(size)
 
 
-class Gptq(PackedByColumn):
+def layout(stored: Format, name: str, supported: tuple[str, ...]) -> str:
+    """How the numbers are packed, which tools write as ``name``, as ``format`` or as both; else the first."""
+    found = {spelling: stored.config[spelling] for spelling in (name, "format") if stored.config.get(spelling)}
+    for spelling, value in found.items():
+        if str(value).lower() not in supported:
+            raise stored.wrong(spelling, value, " or ".join(map(repr, supported)))
+    values = [str(value).lower() for value in found.values()]
+    if values and values[0] != values[-1]:
+        raise stored.wrong(f"{name} and format", list(found.values()), "the same in both")
+    return values[0] if values else supported[0]
+
+
+def check_shape(stored: Format, module: str, shape: tuple[int, int], group: int) -> None:
+    """Raise ModelFolderError for a matrix whose rows or columns cannot be packed."""
+    if shape[1] % group or shape[0] % 8:
+        raise stored.wrong("group_size", group, f"{module} of {list(shape)}: rows by 8, columns by the group")
+
+
+def weight(
+    stored: Format, module: str, group: int, numbers: torch.Tensor, zeros: torch.Tensor | None
+) -> QuantizedWeight:
+    """The matrix of numbers ``[K, N]``, zeros ``[K / G, N]`` and the scales."""
+    K, N = numbers.shape
+    scales = stored.scales(f"{module}.scales", (K // group, N)).t().contiguous()
+    if zeros is not None:
+        zeros = None if (zeros == 8).all() else zeros.t().contiguous()
+    return QuantizedWeight(pack_nibbles(numbers.t(), group), scales, zeros, group)
+
+
+class Gptq(Format):
     settings = OF_BOTH | {"checkpoint_format", "dynamic", "lm_head"}
 
     def __init__(self, config: dict[str, Any], checkpoint: Checkpoint) -> None:
         super().__init__(config, checkpoint)
-        self.version = self.layout("checkpoint_format", ("gptq", "gptq_v2"))
+        self.group = group_size(self)
+        self.version = layout(self, "checkpoint_format", ("gptq", "gptq_v2"))
         if config.get("dynamic"):
             raise self.wrong("dynamic", config["dynamic"], "one setting for all modules")
 
@@ -77,7 +82,7 @@ class Gptq(PackedByColumn):
         return module != "lm_head" or bool(self.config.get("lm_head"))
 
     def read(self, module: str, shape: tuple[int, int]) -> QuantizedWeight:
-        self.check_shape(module, shape)
+        check_shape(self, module, shape, self.group)
         N, K = shape
         index = f"{module}.g_idx"
         if index in self.checkpoint.names:
@@ -90,29 +95,30 @@ class Gptq(PackedByColumn):
         numbers = unpack_int32(self.tensor(f"{module}.qweight", (torch.int32,), (K // 8, N)), 4, dim=0)
         packed = self.tensor(f"{module}.qzeros", (torch.int32,), (K // self.group, N // 8))
         zeros = unpack_int32(packed, 4, dim=1)
-        return self.weight(module, numbers, (zeros + 1) & 15 if self.version == "gptq" else zeros)
+        return weight(self, module, self.group, numbers, (zeros + 1) & 15 if self.version == "gptq" else zeros)
 
 
-class Awq(PackedByColumn):
+class Awq(Format):
     settings = OF_BOTH | {"version", "zero_point", "modules_to_not_convert", "modules_to_fuse"}
     settings |= {"do_fuse", "fuse_max_seq_len"}
 
     def __init__(self, config: dict[str, Any], checkpoint: Checkpoint) -> None:
         super().__init__(config, checkpoint)
-        self.layout("version", ("gemm",))
+        self.group = group_size(self)
+        layout(self, "version", ("gemm",))
         self.excluded = self.listed("modules_to_not_convert")
 
     def quantizes(self, module: str) -> bool:
         return module != "lm_head" and not any(name in module for name in self.excluded)
 
     def read(self, module: str, shape: tuple[int, int]) -> QuantizedWeight:
-        self.check_shape(module, shape)
+        check_shape(self, module, shape, self.group)
         N, K = shape
         numbers = self._columns(self.tensor(f"{module}.qweight", (torch.int32,), (K, N // 8)))
         zeros = None
         if self.config.get("zero_point", True):
             zeros = self._columns(self.tensor(f"{module}.qzeros", (torch.int32,), (K // self.group, N // 8)))
-        return self.weight(module, numbers, zeros)
+        return weight(self, module, self.group, numbers, zeros)
 
     def _columns(self, packed: torch.Tensor) -> torch.Tensor:
         """Numbers in the order of the columns, ``[.., N]``."""

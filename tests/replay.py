@@ -1,6 +1,6 @@
 """Keeps what an engine was asked, and before which step, so that a run can be repeated step by step.
 
-Introduced in phase 11. What a step does follows from the queue, the seed, the table of step costs, and the arrival step
+What a step does follows from the queue, the seed, the table of step costs, and the arrival step
 of each request and abort; no clock takes part. So a fresh engine with the same settings that is asked the same gives
 the same steps and tokens, adaptive lengths of drafts and rejection sampling included.
 

@@ -6,10 +6,10 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from shared.cli.check_screen import COLOURS, line_of, looks_like, screen, shown
-from shared.cli.classroom import COMMANDS, wanted_exercises
-from shared.cli.terminal import examples, stdout_console, working
 from shared.errors import ConfigError
+from shared.terminal import examples, stdout_console, working
+from tutorial.screens.check import COLOURS, line_of, looks_like, screen, shown
+from tutorial.screens.classroom import COMMANDS, wanted_exercises
 
 if TYPE_CHECKING:
     from tutorial.workshop.exercises import Exercise
@@ -95,7 +95,7 @@ def watch(
     only: OnlyOption = None,
 ) -> None:
     """Check each time you save, and go on to the next exercise when one passes; starts the phase if need be."""
-    from shared.cli.watch import watch_exercises
+    from tutorial.screens.watch import watch_exercises
 
     wanted = _wanted(_workspace(), phase, only)
     _workspace().start(wanted)

@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from shared.cli.check_screen import line_of, looks_like, screen, shown
-from shared.cli.terminal import working
 from shared.lessons import find_lesson
+from shared.terminal import working
+from tutorial.screens.check import line_of, looks_like, screen, shown
 
 if TYPE_CHECKING:
     from tutorial.workshop.check import CheckServer

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from shared.cli.terminal import printable
+from shared.terminal import printable
 
 if TYPE_CHECKING:
     from tutorial.workshop.exercises import Exercise

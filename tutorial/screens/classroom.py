@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from shared.cli.options import DEFAULT_MODEL, fetch_if_known
-from shared.cli.terminal import PLAIN_WIDTH, examples, printable, stderr_console, stdout_console, working
+from shared.engine.config import EngineConfig
 from shared.errors import ConfigError, InferError
 from shared.lessons import find_lesson
+from shared.terminal import PLAIN_WIDTH, examples, fetch_if_known, printable, stderr_console, stdout_console, working
 
 if TYPE_CHECKING:
     from tutorial.workshop.chart import PersonalLadder, Progress
@@ -36,7 +36,7 @@ def chart(
         typer.Option(
             "--model", "-m", help="A model folder, a known name, or a hub name owner/name.", envvar="INFER_MODEL"
         ),
-    ] = DEFAULT_MODEL,
+    ] = EngineConfig.model,
     quick: Annotated[bool, typer.Option("--quick", help="Shorter prompts and answers.")] = False,
 ) -> None:
     """Measure each phase with your code in it, beside the reference, and draw it: one request, and 16 at a time.
@@ -143,7 +143,7 @@ def prepare() -> None:
     from tutorial.workshop.preparation import look
 
     try:
-        fetch_if_known(DEFAULT_MODEL)
+        fetch_if_known(EngineConfig.model)
     except InferError as error:  # what is missing is said below, with everything else
         typer.echo(" ".join(str(error).split()), err=True)
     missing = 0

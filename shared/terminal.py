@@ -10,6 +10,7 @@ import sys
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import typer
@@ -121,6 +122,18 @@ def byte_progress() -> Iterator["Progress"]:
             typer.echo(f"{stage}: {total / 1e6:.0f} MB", err=True)
 
     yield announce
+
+
+def fetch_if_known(model: str) -> None:
+    """Fetch a model of the project's own list, with a progress bar, unless it is in the cache; ignore any other."""
+    if Path(model).expanduser().is_dir():
+        return
+    from shared.checkpoints.demo import KNOWN_MODELS, local_model_folder, pull_demo_model
+
+    if model not in KNOWN_MODELS or local_model_folder(model) is not None:
+        return
+    with byte_progress() as progress:
+        pull_demo_model(model, progress=progress)
 
 
 def examples(*commands: str) -> str:

@@ -1,0 +1,94 @@
+"""Prefill in chunks: a step is filled with decoding requests first, then with parts of prompts. Introduced in phase 7.
+
+A step is filled up to ``max_num_batched_tokens``: decoding requests first, then chunks of at most
+``prefill_chunk_size`` tokens, in the order of admission, at most ``max_prefill_chunks_per_step``. Small chunks bound
+the time between tokens, large ones bring the first token sooner.
+
+Invariants: a step computes at most ``max_num_batched_tokens``, or one more than its decoding requests, so a prompt
+progresses in each step; the oldest unfinished prompt has a chunk in every step with chunks.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from operator import attrgetter
+
+from shared.engine.config import EngineConfig
+from shared.engine.request import Request
+from shared.scheduling.prefill import WholePrompts, grant
+from shared.scheduling.schedule import Scheduled
+
+UNSCHEDULED: Callable[[Request], int] = attrgetter("num_unscheduled_tokens")
+
+
+class Chunks:
+    """Divides prompts into chunks; beside :class:`shared.scheduling.prefill.WholePrompts`.
+
+    Args:
+        remaining: the tokens that a request may compute next, at least 1; those that it has left.
+    """
+
+    def __init__(self, config: EngineConfig, remaining: Callable[[Request], int] = UNSCHEDULED) -> None:
+        self.config, self.remaining = config, remaining
+
+    def prompts(self, running: Iterable[Request]) -> list[Request]:
+        """The requests whose prompts, or recomputed tokens, are not scheduled to the end; in order of admission.
+
+        Args:
+            running: in order of admission.
+        """
+        # exercise 07x2: find the prompts that are not completely computed
+        # hint: see Request.is_prefilling; why is `num_computed_tokens < num_prompt_tokens` not enough?
+        # hint: the token budget is not applied here, but to the chunks
+        return [request for request in running if request.is_prefilling]
+        # end exercise
+
+    def fill(self, decoding: Sequence[Request], prompts: Sequence[Request]) -> tuple[Scheduled, ...]:
+        """The entries of a step: one token of each decoding request, then chunks of prompts within the token budget."""
+        # exercise 07x4: decoding requests first, then the chunks
+        # hint: grant makes an entry and counts its tokens; leave the entries, in the order of the batch, in `entries`
+        # hint: a decoding request is granted its one unscheduled token
+        # hint: self.sizes takes what remains of each prompt (self.remaining), and returns sizes for the first of them
+        # hint: a prompt without a chunk in this step has no entry; of the others only the last chunk samples (is_last)
+        entries = [grant(request, request.num_unscheduled_tokens) for request in decoding]
+        sizes = self.sizes([self.remaining(request) for request in prompts], len(decoding))
+        for request, size in zip(prompts, sizes, strict=False):
+            entries.append(grant(request, size, is_last=is_last(request, size)))
+        # end exercise
+        return tuple(entries)
+
+    def sizes(self, num_unscheduled: Sequence[int], num_decoding: int) -> list[int]:
+        """The tokens of each chunk of a step.
+
+        Args:
+            num_unscheduled: the tokens that remain of each prompt, in the order of admission.
+            num_decoding: decoding requests of the step; each computes one token.
+
+        Returns:
+            A size of at least 1 for as many of the prompts, from the first, as have a chunk in the step.
+        """
+        # exercise 07x1: fill the step with chunks
+        # hint: the budget is max_num_batched_tokens minus the decoding tokens, but at least 1: a prompt progresses
+        # hint: a chunk is at most prefill_chunk_size, the rest of its prompt, and the rest of the budget
+        # hint: stop when the budget is used up, or after max_prefill_chunks_per_step chunks (None: no limit)
+        budget = max(self.config.max_num_batched_tokens - num_decoding, 1)
+        sizes: list[int] = []
+        for remaining in num_unscheduled[: self.config.max_prefill_chunks_per_step]:
+            if budget == 0:
+                break
+            sizes.append(min(remaining, self.config.prefill_chunk_size, budget))
+            budget -= sizes[-1]
+        # end exercise
+        return sizes
+
+
+def is_last(request: Request, num_tokens: int) -> bool:
+    """Whether the next ``num_tokens`` tokens leave none of the request's tokens to compute; then it samples."""
+    # exercise 07x3: only the last chunk samples
+    # hint: num_unscheduled_tokens counts the tokens that no step has computed or is computing
+    # hint: the end of the prompt is not the measure: after a preemption outputs are recomputed too
+    return num_tokens == request.num_unscheduled_tokens
+    # end exercise
+
+
+def prefill_of(config: EngineConfig) -> Chunks | WholePrompts:
+    """How the settings want prompts computed."""
+    return Chunks(config) if config.is_on("use_chunked_prefill") else WholePrompts(config)

@@ -1,0 +1,67 @@
+"""Parts are composed, not stacked: no class of the course has more than one ancestor in it.
+
+An interface and its implementations. Protocols may extend protocols, and an error says with its ancestors who catches
+it.
+"""
+
+import ast
+from collections.abc import Mapping
+
+import pytest
+
+from tests.unit.test_imports import ROOT
+
+FOLDERS = ("shared", "phases", "benchmarks", "tutorial")
+
+
+def bases_of(source: str) -> dict[str, list[str]]:
+    """For each class of a source the names of its bases, without parameters of types and modules."""
+    found = {}
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.ClassDef):
+            bases = [base.value if isinstance(base, ast.Subscript) else base for base in node.bases]
+            found[node.name] = [ast.unparse(base).rpartition(".")[2] for base in bases]
+    return found
+
+
+def stacked(bases: Mapping[str, list[str]]) -> list[str]:
+    """The classes with more than one ancestor among them, each with its ancestors."""
+
+    def ancestors(name: str) -> list[str]:
+        """Those that are not among them too, but not their own ancestors; a class may be named as its base."""
+        own = [base for base in bases.get(name, []) if base != name]
+        return [above for base in own for above in (base, *ancestors(base))]
+
+    found = {name: ancestors(name) for name in bases}
+    return [
+        f"{name}: {', '.join(ours)}"
+        for name, above in found.items()
+        if len(ours := [one for one in above if one in bases]) > 1
+        and "Exception" not in above
+        and "Protocol" not in bases[name]
+    ]
+
+
+def test_no_class_has_more_than_one_ancestor() -> None:
+    bases: dict[str, list[str]] = {}
+    for folder in FOLDERS:
+        for path in sorted((ROOT / folder).rglob("*.py")):
+            if not path.name.startswith("test_"):
+                bases |= bases_of(path.read_text(encoding="utf-8"))
+    assert len(bases) > 500
+    assert stacked(bases) == []
+
+
+@pytest.mark.parametrize(
+    ("source", "expected"),
+    [
+        ("class A: ...\nclass B(A): ...", []),
+        ("class A: ...\nclass B(A): ...\nclass C(B): ...", ["C: B, A"]),
+        ("class A: ...\nclass B: ...\nclass C(A, B): ...", ["C: A, B"]),
+        ("class A(Protocol): ...\nclass B(A, Protocol): ...\nclass C(B, Protocol): ...", []),
+        ("class A(Exception): ...\nclass B(A): ...\nclass C(B): ...", []),
+        ("class A(Generic[T]): ...\nclass B(a.A[int]): ...\nclass C(B): ...", ["C: B, A"]),
+    ],
+)
+def test_what_is_stacked_is_found(source: str, expected: list[str]) -> None:
+    assert stacked(bases_of(source)) == expected
