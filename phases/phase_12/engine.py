@@ -1,6 +1,5 @@
 """The loop for many requests, whose outputs may have a grammar: each token is drawn from those that it allows."""
 
-import math
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
@@ -18,7 +17,6 @@ from shared.engine.executor import Eager
 from shared.engine.grammar_masks import grammar_masks
 from shared.engine.last_ids import LastIds
 from shared.engine.output import StepOutput
-from shared.engine.output_processor import OutputProcessor
 from shared.engine.rejection import acceptance
 from shared.engine.runner import Runner
 from shared.engine.sampler import Sampler, SamplerOutput
@@ -35,6 +33,7 @@ from shared.models.fused import fuse
 from shared.models.packed import pack
 from shared.sampling.params import SamplingParams
 from shared.scheduling.drafts import draft_stats, settle
+from shared.scheduling.prefix import prefix_stats
 from shared.scheduling.schedule import Schedule
 from shared.scheduling.scheduler import Scheduler
 from shared.scheduling.speculative import SpeculativeScheduler
@@ -60,8 +59,7 @@ class Engine(ServingEngine):
     def step(self) -> list[StepOutput]:
         """One iteration: schedule and launch a step, then finish the step before it, while this one runs.
 
-        Without ``overlap_scheduling``, or with drafts, the launched step itself is finished. A step that is interrupted
-        can be repeated: what was launched is dropped, and the next step also returns the outputs that were committed.
+        Without ``overlap_scheduling``, or with drafts, the launched step itself is finished.
         """
         try:
             schedule = self.propose(self.scheduler.schedule())
@@ -111,18 +109,17 @@ class Engine(ServingEngine):
         make_memory = MEMORY[config.kv_cache_backend or "paged"]
         self.pool, self.view = make_memory(config, self.model, self.max_seq_len)
         self.pool = self.drafter.join(self.pool, make_memory, make_runner, self.max_seq_len)
-        scheduler = SCHEDULERS[config.batching_mode or "continuous"]
-        self.scheduler = scheduler(config, self.pool, self.max_seq_len)
+        self.scheduler = SCHEDULERS[config.batching_mode or "continuous"](config, self.pool, self.max_seq_len)
         draw = acceptance(config.acceptance_method, self.drafter.distributions)
-        sizes = self.pool.max_sequences, config.most_logit_rows
-        sampler = Sampler(self.model.device, math.prod(sizes), grammar_masks(math.prod(sizes), grammar_pool), draw)
-        self.runner = make_runner(self.model, self.view, *sizes, sampler=sampler)
+        max_sequences, most_rows = self.pool.max_sequences, config.most_logit_rows
+        num_rows = max_sequences * most_rows
+        sampler = Sampler(self.model.device, num_rows, grammar_masks(num_rows, grammar_pool), draw)
+        self.runner = make_runner(self.model, self.view, max_sequences, most_rows, sampler=sampler)
         weigh(self.scheduler, self.model, self.drafter)
-        self.drafter.leave_drafts_in(PendingDrafts(self.runner.last_ids.tensor, self.pool.max_sequences))
+        self.drafter.leave_drafts_in(PendingDrafts(self.runner.last_ids.tensor, max_sequences))
         make_vocabulary = partial(GrammarVocabulary.of, self.tokenizer, self.model.config.vocab_size)
         self.constraints = Constraints(make_vocabulary, pool=grammar_pool)
         self.overlaps = is_capturing if config.overlap_scheduling is None else config.overlap_scheduling
-        self.output_processor = OutputProcessor(self.tokenizer, self.max_seq_len)
 
     def add_request(self, prompt: str | Sequence[int], params: SamplingParams, request_id: str | None = None) -> str:
         """Queue a request and return its id; raises RequestError or QueueFullError, and queues nothing."""
@@ -132,13 +129,11 @@ class Engine(ServingEngine):
     def stats(self) -> dict[str, Any]:
         """Counters for ``infer generate --stats``."""
         return {
-            "tokens computed": self.runner.num_tokens_computed,
-            "forward passes": self.runner.num_forwards,
+            **self.runner.stats(),
             "CUDA graph replays": self.runner.num_replays,
             "cache capacity (tokens)": self.pool.capacity_tokens,
             "cache bytes": self.view.num_bytes,
-            "prefix cache queries (tokens)": self.scheduler.num_prefix_queries,
-            "prefix cache hits (tokens)": self.scheduler.num_prefix_hits,
+            **prefix_stats(self.scheduler),
             **draft_stats(self.scheduler),
             "forced drafts accepted (tokens)": self.scheduler.num_accepted_forced_drafts,
             **self.constraints.stats(),

@@ -1,6 +1,5 @@
 """The loop for many requests, on a model that several processes share: the other ranks follow what this one plans."""
 
-import math
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
@@ -17,7 +16,6 @@ from shared.engine.executor import Eager
 from shared.engine.grammar_masks import grammar_masks
 from shared.engine.last_ids import LastIds
 from shared.engine.output import StepOutput
-from shared.engine.output_processor import OutputProcessor
 from shared.engine.rejection import acceptance
 from shared.engine.runner import Runner
 from shared.engine.sampler import Sampler, SamplerOutput
@@ -35,6 +33,7 @@ from shared.parallel.batch import RankBatch
 from shared.parallel.group import Group
 from shared.sampling.params import SamplingParams
 from shared.scheduling.drafts import draft_stats, settle
+from shared.scheduling.prefix import prefix_stats
 from shared.scheduling.schedule import Schedule
 from shared.scheduling.scheduler import Scheduler
 from shared.scheduling.speculative import SpeculativeScheduler
@@ -60,8 +59,7 @@ class Engine(ServingEngine):
     def step(self) -> list[StepOutput]:
         """One iteration: schedule and launch a step, then finish the step before it, while this one runs.
 
-        Without ``overlap_scheduling``, or with drafts, the launched step itself is finished. A step that is interrupted
-        can be repeated: what was launched is dropped, and the next step also returns the outputs that were committed.
+        Without ``overlap_scheduling``, or with drafts, the launched step itself is finished.
         """
         try:
             schedule = self.propose(self.scheduler.schedule())
@@ -110,17 +108,16 @@ class Engine(ServingEngine):
         self.drafter = make_drafter(self.group, self.model, self.tokenizer, grammar_pool)
         self.pool, self.view = self.group.memory(self.model, self.max_seq_len)
         self.pool = self.drafter.join(self.pool, make_memory, self.group.draft_runner, self.max_seq_len)
-        scheduler = SCHEDULERS[config.batching_mode or "continuous"]
-        self.scheduler = scheduler(config, self.pool, self.max_seq_len)
+        self.scheduler = SCHEDULERS[config.batching_mode or "continuous"](config, self.pool, self.max_seq_len)
         draw = acceptance(config.acceptance_method, self.drafter.distributions)
-        sizes = self.pool.max_sequences, config.most_logit_rows
-        sampler = Sampler(self.model.device, math.prod(sizes), grammar_masks(math.prod(sizes), grammar_pool), draw)
-        self.runner = self.group.runner(self.model, self.view, *sizes, sampler=sampler)
+        max_sequences, most_rows = self.pool.max_sequences, config.most_logit_rows
+        num_rows = max_sequences * most_rows
+        sampler = Sampler(self.model.device, num_rows, grammar_masks(num_rows, grammar_pool), draw)
+        self.runner = self.group.runner(self.model, self.view, max_sequences, most_rows, sampler=sampler)
         weigh(self.scheduler, self.model, self.drafter)
         make_vocabulary = partial(GrammarVocabulary.of, self.tokenizer, self.model.config.vocab_size)
         self.constraints = Constraints(make_vocabulary, pool=grammar_pool)
         self.overlaps = is_capturing if config.overlap_scheduling is None else config.overlap_scheduling
-        self.output_processor = OutputProcessor(self.tokenizer, self.max_seq_len)
 
     def add_request(self, prompt: str | Sequence[int], params: SamplingParams, request_id: str | None = None) -> str:
         """Queue a request and return its id; raises RequestError or QueueFullError, and queues nothing."""
@@ -130,13 +127,11 @@ class Engine(ServingEngine):
     def stats(self) -> dict[str, Any]:
         """Counters for ``infer generate --stats``."""
         return {
-            "tokens computed": self.runner.num_tokens_computed,
-            "forward passes": self.runner.num_forwards,
+            **self.runner.stats(),
             "CUDA graph replays": self.runner.num_replays,
             "cache capacity (tokens)": self.pool.capacity_tokens,
             "cache bytes": self.view.num_bytes,
-            "prefix cache queries (tokens)": self.scheduler.num_prefix_queries,
-            "prefix cache hits (tokens)": self.scheduler.num_prefix_hits,
+            **prefix_stats(self.scheduler),
             **draft_stats(self.scheduler),
             "forced drafts accepted (tokens)": self.scheduler.num_accepted_forced_drafts,
             **self.constraints.stats(),
@@ -149,7 +144,6 @@ def make_drafter(group: Group, model: CausalLM, tokenizer: Tokenizer, pool: Gram
     config = group.config
     if not config.use_speculative_decoding:
         return NoDrafter()
-    drafter: Drafter = NGramDrafter()
-    if config.drafter != "ngram":
-        drafter = masked_draft_model(config, model, tokenizer, pool, group.load_draft)
+    of = config, model, tokenizer, pool, group.load_draft
+    drafter = NGramDrafter() if config.drafter == "ngram" else masked_draft_model(*of)
     return ForcedTextDrafter(drafter, tokenizer)

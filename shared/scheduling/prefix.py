@@ -55,3 +55,11 @@ def count_prefix_hits(scheduler: Scheduler, admitted: Iterable[Request]) -> None
             if not request.needs_prompt_logits:  # those look nothing up
                 scheduler.num_prefix_queries += request.num_tokens
                 scheduler.num_prefix_hits += request.num_computed_tokens
+
+
+def prefix_stats(scheduler: Scheduler) -> dict[str, int]:
+    """What was looked up and found, for an engine's ``stats``."""
+    return {
+        "prefix cache queries (tokens)": scheduler.num_prefix_queries,
+        "prefix cache hits (tokens)": scheduler.num_prefix_hits,
+    }
