@@ -7,7 +7,7 @@ to; which slots are free is the pool's business.
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, Self
 
 import numpy as np
 import torch
@@ -59,17 +59,38 @@ class PlainStorage:
     def __init__(
         self, config: ModelConfig, sizes: PagedSizes, dtype: torch.dtype, device: torch.device | str = "cpu"
     ) -> None:
-        self.keys, self.values = empty_blocks(config, sizes, dtype, device)
-        self.num_bytes = self.keys.nbytes + self.values.nbytes
+        blocks = StoredBlocks(config, sizes, dtype, device)
+        self.keys, self.values, self.num_bytes = blocks.keys, blocks.values, blocks.num_bytes
         self.layer_keys, self.layer_values = self.keys.unbind(0), self.values.unbind(0)
         self.arguments: Sequence[dict[str, Any]] = [{}] * config.num_layers
-        self.rows = self.keys.flatten(1, 2).flatten(2).unbind(0), self.values.flatten(1, 2).flatten(2).unbind(0)
-        self.gathered = Gathered(self.keys, self.values, sizes.max_seq_len)
+        self.write, self.read, self.copy = blocks.write, blocks.read, blocks.copy
 
     @classmethod
-    def of(cls, config: EngineConfig, model: CausalLM, sizes: PagedSizes) -> "PlainStorage":
+    def of(cls, config: EngineConfig, model: CausalLM, sizes: PagedSizes) -> Self:
         """See ``MakeStorage``."""
         return cls(model.config, sizes, model.dtype, model.device)
+
+
+class StoredBlocks:
+    """The tensors of a storage, and what PyTorch's operations do with them, in the dtype in which they are stored.
+
+    The blocks of a sequence are read into a small buffer that all sequences and layers reuse: it stays in the
+    processor's caches, so this is faster than reading all sequences at once. The first read makes it.
+    """
+
+    def __init__(self, config: ModelConfig, sizes: PagedSizes, dtype: torch.dtype, device: torch.device | str) -> None:
+        device = torch.device(device)
+        self.num_bytes = kv_bytes(config, sizes.num_blocks * sizes.block_size, dtype)
+        if self.num_bytes > (free := free_bytes(device)):
+            raise ConfigError(
+                f"{sizes.num_blocks} blocks of {sizes.block_size} tokens take {self.num_bytes / 1e9:,.2f} GB and "
+                f"{device} has {free / 1e9:,.2f} GB free; lower num_gpu_blocks, or leave it out to use free memory."
+            )
+        shape = (config.num_layers, sizes.num_blocks, sizes.block_size, config.num_kv_heads, config.head_dim)
+        self.keys, self.values = (torch.empty(shape, dtype=dtype, device=device) for _ in range(2))
+        self.rows = [memory.flatten(1, 2).flatten(2).unbind(0) for memory in (self.keys, self.values)]
+        self.blocks = [memory.flatten(2).unbind(0) for memory in (self.keys, self.values)]
+        self.buffer_blocks, self.buffer = -(-sizes.max_seq_len // sizes.block_size), torch.empty(2, 0)
 
     def write(self, layer: int, k: torch.Tensor, v: torch.Tensor, slots: torch.Tensor) -> None:
         """See :class:`BlockStorage`."""
@@ -78,51 +99,16 @@ class PlainStorage:
 
     def read(self, layer: int, blocks: torch.Tensor) -> KeysAndValues:
         """See :class:`BlockStorage`."""
-        return self.gathered.read(layer, blocks)
-
-    def copy(self, copies: NDArray[np.int32]) -> None:
-        """See :class:`BlockStorage`."""
-        copy_blocks(self.keys, self.values, copies)
-
-
-def empty_blocks(
-    config: ModelConfig, sizes: PagedSizes, dtype: torch.dtype, device: torch.device | str
-) -> KeysAndValues:
-    """Allocate keys and values; raises ConfigError if the device has too little memory."""
-    device = torch.device(device)
-    num_bytes = kv_bytes(config, sizes.num_blocks * sizes.block_size, dtype)
-    if num_bytes > (free := free_bytes(device)):
-        raise ConfigError(
-            f"{sizes.num_blocks} blocks of {sizes.block_size} tokens take {num_bytes / 1e9:,.2f} GB and "
-            f"{device} has {free / 1e9:,.2f} GB free; lower num_gpu_blocks, or leave it out to use free memory."
-        )
-    shape = (config.num_layers, sizes.num_blocks, sizes.block_size, config.num_kv_heads, config.head_dim)
-    return torch.empty(shape, dtype=dtype, device=device), torch.empty(shape, dtype=dtype, device=device)
-
-
-def copy_blocks(keys: torch.Tensor, values: torch.Tensor, copies: NDArray[np.int32]) -> None:
-    """Copy blocks, in all layers, before a step writes into the copies (phase 8)."""
-    for source, target in copies.tolist():
-        keys[:, target] = keys[:, source]
-        values[:, target] = values[:, source]
-
-
-class Gathered:
-    """A small buffer for the blocks of one sequence, which all sequences and layers reuse: it stays in the processor's
-    caches, so this is faster than gathering all sequences at once. It is made when PyTorch's operations first need it.
-    """
-
-    def __init__(self, keys: torch.Tensor, values: torch.Tensor, max_seq_len: int) -> None:
-        self.layers = keys.flatten(2).unbind(0), values.flatten(2).unbind(0)  # [block, numbers of a block] each
-        self.shape, self.most = keys.shape[3:], -(-max_seq_len // keys.shape[2])
-        self.buffer: torch.Tensor | None = None
-
-    def read(self, layer: int, blocks: torch.Tensor) -> KeysAndValues:
-        """Keys and values of ``blocks``, laid end to end, ``[n · block_size, Hkv, D]``."""
-        keys, values = self.layers[0][layer], self.layers[1][layer]
-        if self.buffer is None:
-            self.buffer = keys.new_empty(2, self.most, keys.shape[1])
+        keys, values = self.blocks[0][layer], self.blocks[1][layer]
+        if not self.buffer.numel():
+            self.buffer = keys.new_empty(2, self.buffer_blocks, keys.shape[1])
         k, v = self.buffer[:, : len(blocks)]
         torch.index_select(keys, 0, blocks, out=k)
         torch.index_select(values, 0, blocks, out=v)
-        return k.view(-1, *self.shape), v.view(-1, *self.shape)
+        return k.view(-1, *self.keys.shape[3:]), v.view(-1, *self.keys.shape[3:])
+
+    def copy(self, copies: NDArray[np.int32]) -> None:
+        """See :class:`BlockStorage`."""
+        for source, target in copies.tolist():
+            self.keys[:, target] = self.keys[:, source]
+            self.values[:, target] = self.values[:, source]

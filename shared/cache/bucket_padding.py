@@ -85,17 +85,24 @@ def bucket_attention(
 
 
 def planned_in_buckets(
-    config: ModelConfig, sizes: PagedSizes, dtype: torch.dtype, storage: BlockStorage, buckets: Buckets, **padding: Any
+    config: ModelConfig,
+    sizes: PagedSizes,
+    dtype: torch.dtype,
+    storage: BlockStorage,
+    buckets: Buckets,
+    has_masks: bool = False,
+    *arrays: Any,
 ) -> tuple[PlannedAttention, BucketPadding]:
-    """Planned attention whose steps are padded; ``padding`` are the last arguments of :class:`BucketPadding`, and
-    whether new tokens may be mask tokens (``has_masks``).
+    """Planned attention whose steps are padded.
+
+    Args:
+        has_masks: whether new tokens may be mask tokens.
+        arrays: the last arguments of :class:`BucketPadding`.
     """
-    has_masks = padding.pop("has_masks", False)
     planner = BucketPlanner(**planner_arguments(config, dtype, storage), has_masks=has_masks, buckets=buckets)
     paddings = [planner.padding(bucket, sizes.block_size) for bucket in reversed(buckets.decode + buckets.mixed)]
-    stride = config.num_kv_heads * config.head_dim
-    about = buckets, paddings, sizes.block_size, stride
-    return PlannedAttention(planner, sizes, storage), BucketPadding(*about, **padding)
+    about = buckets, paddings, sizes.block_size, config.num_kv_heads * config.head_dim
+    return PlannedAttention(planner, sizes, storage), BucketPadding(*about, *arrays)
 
 
 def buckets_of(config: EngineConfig, model: CausalLM, max_seq_len: int) -> Buckets:

@@ -14,11 +14,11 @@ blocks of a head: a scale that followed the tokens would change what cached bloc
 the requests before it.
 """
 
-import numpy as np
-import torch
-from numpy.typing import NDArray
+from typing import Self
 
-from shared.cache.block_storage import Gathered, KeysAndValues, MakeStorage, PlainStorage, copy_blocks, empty_blocks
+import torch
+
+from shared.cache.block_storage import KeysAndValues, MakeStorage, PlainStorage, StoredBlocks
 from shared.cache.paged_layout import PagedSizes
 from shared.engine.config import EngineConfig
 from shared.kernels.e4m3 import dequantized, quantized
@@ -48,8 +48,9 @@ class Fp8Storage:
         scales: torch.Tensor | None = None,
     ) -> None:
         self.dtype = dtype
-        self.keys, self.values = empty_blocks(config, sizes, torch.uint8, device)
-        self.num_bytes = self.keys.nbytes + self.values.nbytes
+        self.blocks = StoredBlocks(config, sizes, torch.uint8, device)
+        self.keys, self.values, self.num_bytes = self.blocks.keys, self.blocks.values, self.blocks.num_bytes
+        self.copy = self.blocks.copy
         self.layer_keys, self.layer_values = self.keys.unbind(0), self.values.unbind(0)
         if launches(self.keys) and generation(self.keys.device).has_fp8:
             self.layer_keys, self.layer_values = (
@@ -59,11 +60,9 @@ class Fp8Storage:
             scales = torch.ones(2, config.num_layers, config.num_kv_heads)
         of_keys, of_values = scales.to(self.keys.device, torch.float32).unbind(0)
         self.arguments = [{"k_scales": k, "v_scales": v} for k, v in zip(of_keys, of_values, strict=True)]
-        self.rows = self.keys.flatten(1, 2).flatten(2).unbind(0), self.values.flatten(1, 2).flatten(2).unbind(0)
-        self.gathered = Gathered(self.keys, self.values, sizes.max_seq_len)
 
     @classmethod
-    def of(cls, config: EngineConfig, model: CausalLM, sizes: PagedSizes) -> "Fp8Storage":
+    def of(cls, config: EngineConfig, model: CausalLM, sizes: PagedSizes) -> Self:
         """See ``MakeStorage``."""
         folder = resolve_model(config.model)
         scales = kv_scales(Checkpoint(folder), read_config(folder, can_quantize=True))
@@ -73,18 +72,14 @@ class Fp8Storage:
 
     def write(self, layer: int, k: torch.Tensor, v: torch.Tensor, slots: torch.Tensor) -> None:
         """See ``BlockStorage``."""
-        for rows, new, scales in zip(self.rows, (k, v), self.arguments[layer].values(), strict=True):
-            rows[layer].index_copy_(0, slots, quantized(new, scales).flatten(1))
+        scales = self.arguments[layer]
+        self.blocks.write(layer, quantized(k, scales["k_scales"]), quantized(v, scales["v_scales"]), slots)
 
     def read(self, layer: int, blocks: torch.Tensor) -> KeysAndValues:
         """See ``BlockStorage``."""
-        k, v = self.gathered.read(layer, blocks)
+        k, v = self.blocks.read(layer, blocks)
         scales = self.arguments[layer]
         return dequantized(k, scales["k_scales"], self.dtype), dequantized(v, scales["v_scales"], self.dtype)
-
-    def copy(self, copies: NDArray[np.int32]) -> None:
-        """See ``BlockStorage``."""
-        copy_blocks(self.keys, self.values, copies)
 
 
 STORAGES: dict[str, MakeStorage] = {"auto": PlainStorage.of, "fp8": Fp8Storage.of}

@@ -122,10 +122,9 @@ def mask_token_attention(
         return bucket_attention(config, model, sizes, storage)
     if is_planned(storage, backend):
         buckets = buckets_of(config, model, sizes.max_seq_len)
-        arrays = {"of_tokens": {**OF_TOKENS, "gate": 0}, "of_sequences": (*OF_SEQUENCES, "num_masks")}
-        planned, padding = planned_in_buckets(
-            model.config, sizes, model.dtype, storage, buckets, has_masks=True, **arrays
-        )
+        about = model.config, sizes, model.dtype, storage, buckets
+        arrays = {**OF_TOKENS, "gate": 0}, (*OF_SEQUENCES, "num_masks")
+        planned, padding = planned_in_buckets(*about, True, *arrays)
         return MaskTokenAttention(planned, padding), padding
     if launches(storage.keys) and backend == "flash":
         raise ConfigError("attention_backend is 'flash', whose kernels have no mask tokens; choose 'planned'.")
