@@ -37,7 +37,7 @@ class CompressedRequests:
     """
 
     def __init__(self, cells: Cells, sharing: PoolExtension) -> None:
-        self.cells, self.sharing = cells, sharing
+        self.cells, self.sharing, self.prefixes = cells, sharing, sharing.prefixes
         self.packed: dict[Request, Packed] = {}  # of the compressed requests
         self.admit, self.must_wait, self.allocate = sharing.admit, sharing.must_wait, sharing.allocate
         self.commit = sharing.commit  # a compressed request has left the tree

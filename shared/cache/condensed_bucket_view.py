@@ -84,7 +84,7 @@ class CondensedAttention(PagedAttentionProtocol):
     def attend(self, layer: int, q: torch.Tensor, about: Scores, out: torch.Tensor | None) -> torch.Tensor:
         """See ``PagedAttentionProtocol``."""
         if self.is_decode:
-            return self._attend_decoding(layer, q, about, out)
+            return self._attend_decoding(layer, q, about, cast(torch.Tensor, out))
         n, out = self.flash.num_decoding, torch.empty_like(q, memory_format=torch.contiguous_format)
         if n:
             self._attend_decoding(layer, q[:n], about, out[:n])
@@ -96,9 +96,7 @@ class CondensedAttention(PagedAttentionProtocol):
             result.copy_(self.by_cells(layer, queries, sequence, about))
         return out
 
-    def _attend_decoding(
-        self, layer: int, q: torch.Tensor, about: dict[str, Any], out: torch.Tensor | None
-    ) -> torch.Tensor:
+    def _attend_decoding(self, layer: int, q: torch.Tensor, about: Scores, out: torch.Tensor) -> torch.Tensor:
         storage, workspace = self.flash.storage, self.flash.workspaces[(len(q) - 1).bit_length()]
         memory = (storage.keys, storage.values, *self.flash.decoding, self.rows, self.kept, layer)
         return condensed_attention(q, *memory, **about, workspace=workspace, out=out)

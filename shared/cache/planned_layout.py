@@ -34,8 +34,8 @@ class StepLaunches(NamedTuple):
 
     num_decoding: int  # the first rows, of the sequences that decode
     first_prompt: int  # the row from which those of the prompts are read
-    decode: DecodeTiling | None
-    prefill: PrefillTiling | None
+    decode: Any  # a DecodeTiling
+    prefill: Any  # a PrefillTiling
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ changes a chunk's keys; a plan that does not fit the captured arrays is uploaded
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
 from typing import Any, cast
 
@@ -79,7 +79,7 @@ class RangedAttention:
         self.planned_for: Any = None  # what the uploaded plans were made for
         self.tiled_for: Any = None  # what the tiles were made for, besides the ranges
         self.planned_ranges: tuple[Range, ...] = ()
-        self.paddings = [*padding.paddings, *map(self._ranged_padding, reversed(captured))]
+        self.paddings: Sequence[Batch] = [*padding.paddings, *map(self._ranged_padding, reversed(captured))]
 
     @staticmethod
     def _is_small(bucket: Bucket) -> bool:
