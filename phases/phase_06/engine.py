@@ -3,7 +3,7 @@
 import torch
 
 from shared.cache.contiguous_memory import contiguous_memory
-from shared.cache.paged_memory import paged_memory
+from shared.cache.paged_memory import PagedMemory
 from shared.cache.view import MakeMemory
 from shared.engine import supported
 from shared.engine.batch import Batch
@@ -24,7 +24,8 @@ from shared.scheduling.static import StaticScheduler
 from shared.text.tokenizer import Tokenizer
 
 SUPPORTED = supported.PAGED_MEMORY
-MEMORY: dict[str, MakeMemory] = {"contiguous": contiguous_memory, "paged": paged_memory}
+PAGED = PagedMemory()
+MEMORY: dict[str, MakeMemory] = {"contiguous": contiguous_memory, "paged": PAGED}
 SCHEDULERS: dict[str, type[Scheduler]] = {"static": StaticScheduler, "continuous": PreemptiveScheduler}
 
 

@@ -3,7 +3,8 @@
 import torch
 
 from shared.cache.contiguous_memory import contiguous_memory
-from shared.cache.planned_memory import planned_memory
+from shared.cache.paged_memory import PagedMemory
+from shared.cache.planned_attention import planned_attention
 from shared.cache.view import MakeMemory
 from shared.engine import supported
 from shared.engine.batch import Batch
@@ -24,7 +25,8 @@ from shared.scheduling.static import StaticScheduler
 from shared.text.tokenizer import Tokenizer
 
 SUPPORTED = supported.CHUNKED_PREFILL
-MEMORY: dict[str, MakeMemory] = {"contiguous": contiguous_memory, "paged": planned_memory}
+PAGED = PagedMemory(planned_attention)
+MEMORY: dict[str, MakeMemory] = {"contiguous": contiguous_memory, "paged": PAGED}
 SCHEDULERS: dict[str, type[Scheduler]] = {"static": StaticScheduler, "continuous": ChunkedScheduler}
 
 

@@ -3,7 +3,9 @@
 import torch
 
 from shared.cache.contiguous_memory import contiguous_memory
-from shared.cache.prefix_memory import prefix_memory
+from shared.cache.paged_memory import PagedMemory
+from shared.cache.planned_attention import planned_attention
+from shared.cache.prefix import prefix_sharing
 from shared.cache.view import MakeMemory
 from shared.engine import supported
 from shared.engine.batch import Batch
@@ -17,14 +19,15 @@ from shared.loading.loader import load_model
 from shared.loading.resolve import resolve_model
 from shared.models.fused import fuse
 from shared.models.packed import pack
-from shared.scheduling.prefix import PrefixScheduler, prefix_stats
+from shared.scheduling.prefix import PrefixScheduler
 from shared.scheduling.schedule import Schedule
 from shared.scheduling.scheduler import Scheduler
 from shared.scheduling.static import StaticScheduler
 from shared.text.tokenizer import Tokenizer
 
 SUPPORTED = supported.PREFIX_CACHING
-MEMORY: dict[str, MakeMemory] = {"contiguous": contiguous_memory, "paged": prefix_memory}
+PAGED = PagedMemory(planned_attention, prefix_sharing)
+MEMORY: dict[str, MakeMemory] = {"contiguous": contiguous_memory, "paged": PAGED}
 SCHEDULERS: dict[str, type[Scheduler]] = {"static": StaticScheduler, "continuous": PrefixScheduler}
 
 
@@ -74,6 +77,6 @@ class Engine(ServingEngine):
             **self.runner.stats(),
             "cache capacity (tokens)": self.pool.capacity_tokens,
             "cache bytes": self.view.num_bytes,
-            **prefix_stats(self.scheduler),
+            **self.scheduler.stats(),
             "kernels launched": LAUNCHES.total(),
         }

@@ -25,7 +25,6 @@ from shared.loading.resolve import resolve_model
 from shared.models.fused import fuse
 from shared.models.packed import pack
 from shared.scheduling.compressing import CompressingScheduler
-from shared.scheduling.prefix import prefix_stats
 from shared.scheduling.schedule import Schedule
 from shared.scheduling.scheduler import Scheduler
 from shared.scheduling.static import StaticScheduler
@@ -119,7 +118,7 @@ class Engine(ServingEngine):
             "CUDA graph replays": self.runner.num_replays,
             "cache capacity (tokens)": self.pool.capacity_tokens,
             "cache bytes": self.view.num_bytes,
-            **prefix_stats(self.scheduler),
+            **self.scheduler.stats(),
             "kernels launched": LAUNCHES.total(),
             "compressions": self.num_compressions,
             "blocks freed by compressions": self.num_freed_blocks,

@@ -4,8 +4,11 @@ from functools import partial
 
 import torch
 
+from shared.cache.bucket_padding import bucket_attention
 from shared.cache.contiguous_memory import contiguous_memory
-from shared.cache.fp8_memory import fp8_memory
+from shared.cache.fp8_storage import STORAGES
+from shared.cache.paged_memory import PagedMemory
+from shared.cache.prefix import prefix_sharing
 from shared.cache.view import MakeMemory
 from shared.engine import supported
 from shared.engine.batch import Batch
@@ -24,14 +27,14 @@ from shared.loading.resolve import resolve_model
 from shared.models.fused import fuse
 from shared.models.packed import pack
 from shared.scheduling.overlapped import OverlappedScheduler
-from shared.scheduling.prefix import prefix_stats
 from shared.scheduling.schedule import Schedule
 from shared.scheduling.scheduler import Scheduler
 from shared.scheduling.static import StaticScheduler
 from shared.text.tokenizer import Tokenizer
 
 SUPPORTED = supported.QUANTIZATION
-MEMORY: dict[str, MakeMemory] = {"contiguous": contiguous_memory, "paged": fp8_memory}
+PAGED = PagedMemory(bucket_attention, prefix_sharing, STORAGES)
+MEMORY: dict[str, MakeMemory] = {"contiguous": contiguous_memory, "paged": PAGED}
 SCHEDULERS: dict[str, type[Scheduler]] = {"static": StaticScheduler, "continuous": OverlappedScheduler}
 
 
@@ -92,6 +95,6 @@ class Engine(ServingEngine):
             "CUDA graph replays": self.runner.num_replays,
             "cache capacity (tokens)": self.pool.capacity_tokens,
             "cache bytes": self.view.num_bytes,
-            **prefix_stats(self.scheduler),
+            **self.scheduler.stats(),
             "kernels launched": LAUNCHES.total(),
         }

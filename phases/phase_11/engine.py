@@ -1,12 +1,16 @@
 """The loop for many requests, with one forward a step, which verifies the tokens that a drafter proposes."""
 
+import math
 from functools import partial
 from typing import Any
 
 import torch
 
+from shared.cache.bucket_padding import bucket_attention
 from shared.cache.contiguous_memory import contiguous_memory
-from shared.cache.fp8_memory import fp8_memory
+from shared.cache.fp8_storage import STORAGES
+from shared.cache.paged_memory import PagedMemory
+from shared.cache.prefix import prefix_sharing
 from shared.cache.view import MakeMemory
 from shared.engine import supported
 from shared.engine.batch import Batch
@@ -26,8 +30,7 @@ from shared.loading.resolve import resolve_model
 from shared.models.causal_lm import CausalLM
 from shared.models.fused import fuse
 from shared.models.packed import pack
-from shared.scheduling.drafts import draft_stats, settle
-from shared.scheduling.prefix import prefix_stats
+from shared.scheduling.drafts import settle
 from shared.scheduling.schedule import Schedule
 from shared.scheduling.scheduler import Scheduler
 from shared.scheduling.speculative import SpeculativeScheduler
@@ -39,7 +42,8 @@ from shared.speculation.ngram import NGramDrafter
 from shared.text.tokenizer import Tokenizer
 
 SUPPORTED = supported.SPECULATION
-MEMORY: dict[str, MakeMemory] = {"contiguous": contiguous_memory, "paged": fp8_memory}
+PAGED = PagedMemory(bucket_attention, prefix_sharing, STORAGES)
+MEMORY: dict[str, MakeMemory] = {"contiguous": contiguous_memory, "paged": PAGED}
 SCHEDULERS: dict[str, type[Scheduler]] = {"static": StaticScheduler, "continuous": SpeculativeScheduler}
 
 
@@ -102,11 +106,11 @@ class Engine(ServingEngine):
         self.pool = self.drafter.join(self.pool, make_memory, make_runner, self.max_seq_len)
         self.scheduler = SCHEDULERS[config.batching_mode or "continuous"](config, self.pool, self.max_seq_len)
         draw = acceptance(config.acceptance_method, self.drafter.distributions)
-        max_sequences, most_rows = self.pool.max_sequences, config.most_logit_rows
-        sampler = Sampler(self.model.device, max_sequences * most_rows, draw=draw)
-        self.runner = make_runner(self.model, self.view, max_sequences, most_rows, sampler=sampler)
+        sizes = self.pool.max_sequences, config.most_logit_rows
+        sampler = Sampler(self.model.device, math.prod(sizes), draw=draw)
+        self.runner = make_runner(self.model, self.view, *sizes, sampler=sampler)
         weigh(self.scheduler, self.model, self.drafter)
-        self.drafter.leave_drafts_in(PendingDrafts(self.runner.last_ids.tensor, max_sequences))
+        self.drafter.leave_drafts_in(PendingDrafts(self.runner.last_ids.tensor, self.pool.max_sequences))
         self.overlaps = is_capturing if config.overlap_scheduling is None else config.overlap_scheduling
 
     def stats(self) -> dict[str, Any]:
@@ -116,8 +120,7 @@ class Engine(ServingEngine):
             "CUDA graph replays": self.runner.num_replays,
             "cache capacity (tokens)": self.pool.capacity_tokens,
             "cache bytes": self.view.num_bytes,
-            **prefix_stats(self.scheduler),
-            **draft_stats(self.scheduler),
+            **self.scheduler.stats(),
             "kernels launched": LAUNCHES.total(),
         }
 

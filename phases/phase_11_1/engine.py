@@ -1,5 +1,6 @@
 """The loop for many requests, with one forward a step, which verifies guesses and makes the next ones."""
 
+import math
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
@@ -7,7 +8,10 @@ from typing import Any
 import torch
 
 from shared.cache.contiguous_memory import contiguous_memory
-from shared.cache.multi_token_memory import multi_token_memory
+from shared.cache.fp8_storage import STORAGES
+from shared.cache.multi_token_attention import mask_token_attention
+from shared.cache.paged_memory import PagedMemory
+from shared.cache.prefix import prefix_sharing
 from shared.cache.view import MakeMemory
 from shared.engine import supported
 from shared.engine.captured import Captured
@@ -30,9 +34,7 @@ from shared.models.fused import fuse
 from shared.models.packed import pack
 from shared.sampling.params import SamplingParams
 from shared.sampling.thinking import ThinkingLimits, thinks
-from shared.scheduling.drafts import draft_stats
 from shared.scheduling.multi_token import MultiTokenScheduler, settle
-from shared.scheduling.prefix import prefix_stats
 from shared.scheduling.schedule import Schedule
 from shared.scheduling.scheduler import Scheduler
 from shared.scheduling.static import StaticScheduler
@@ -45,7 +47,8 @@ from shared.speculation.ngram import NGramDrafter
 from shared.text.tokenizer import Tokenizer
 
 SUPPORTED = supported.MULTI_TOKEN
-MEMORY: dict[str, MakeMemory] = {"contiguous": contiguous_memory, "paged": multi_token_memory}
+PAGED = PagedMemory(mask_token_attention, prefix_sharing, STORAGES)
+MEMORY: dict[str, MakeMemory] = {"contiguous": contiguous_memory, "paged": PAGED}
 SCHEDULERS: dict[str, type[Scheduler]] = {"static": StaticScheduler, "continuous": MultiTokenScheduler}
 
 
@@ -110,13 +113,11 @@ class Engine(ServingEngine):
         self.pool = self.drafter.join(self.pool, make_memory, make_runner, self.max_seq_len)
         self.scheduler = SCHEDULERS[config.batching_mode or "continuous"](config, self.pool, self.max_seq_len)
         draw = acceptance(config.acceptance_method, self.drafter.distributions)
-        max_sequences, most_rows = self.pool.max_sequences, config.most_logit_rows
-        sampler = Sampler(self.model.device, max_sequences * most_rows, [redirects], draw)
-        self.runner = make_runner(
-            self.model, self.view, max_sequences, most_rows, sampler=sampler, observers=observers_of(self.drafter)
-        )
+        sizes = self.pool.max_sequences, config.most_logit_rows
+        sampler = Sampler(self.model.device, math.prod(sizes), [redirects], draw)
+        self.runner = make_runner(self.model, self.view, *sizes, sampler=sampler, observers=observers_of(self.drafter))
         weigh(self.scheduler, self.model, self.drafter)
-        self.drafter.leave_drafts_in(PendingDrafts(self.runner.last_ids.tensor, max_sequences))
+        self.drafter.leave_drafts_in(PendingDrafts(self.runner.last_ids.tensor, self.pool.max_sequences))
         self.overlaps = is_capturing if config.overlap_scheduling is None else config.overlap_scheduling
         self.limits_thinking = thinks(self.tokenizer)
 
@@ -134,8 +135,7 @@ class Engine(ServingEngine):
             "CUDA graph replays": self.runner.num_replays,
             "cache capacity (tokens)": self.pool.capacity_tokens,
             "cache bytes": self.view.num_bytes,
-            **prefix_stats(self.scheduler),
-            **draft_stats(self.scheduler),
+            **self.scheduler.stats(),
             "kernels launched": LAUNCHES.total(),
         }
 

@@ -1,13 +1,17 @@
 """The loop for many requests, whose outputs may have a grammar: each token is drawn from those that it allows."""
 
+import math
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
 import torch
 
+from shared.cache.bucket_padding import bucket_attention
 from shared.cache.contiguous_memory import contiguous_memory
-from shared.cache.fp8_memory import fp8_memory
+from shared.cache.fp8_storage import STORAGES
+from shared.cache.paged_memory import PagedMemory
+from shared.cache.prefix import prefix_sharing
 from shared.cache.view import MakeMemory
 from shared.engine import supported
 from shared.engine.batch import Batch
@@ -23,7 +27,6 @@ from shared.engine.sampler import Sampler, SamplerOutput
 from shared.engine.serving import ServingEngine
 from shared.grammar.constraint import Constraints
 from shared.grammar.pool import GrammarPool
-from shared.grammar.vocabulary import GrammarVocabulary
 from shared.kernels.launch import LAUNCHES
 from shared.loading.loader import load_model
 from shared.loading.quantized import quantizer
@@ -32,8 +35,7 @@ from shared.models.causal_lm import CausalLM
 from shared.models.fused import fuse
 from shared.models.packed import pack
 from shared.sampling.params import SamplingParams
-from shared.scheduling.drafts import draft_stats, settle
-from shared.scheduling.prefix import prefix_stats
+from shared.scheduling.drafts import settle
 from shared.scheduling.schedule import Schedule
 from shared.scheduling.scheduler import Scheduler
 from shared.scheduling.speculative import SpeculativeScheduler
@@ -46,7 +48,8 @@ from shared.speculation.ngram import NGramDrafter
 from shared.text.tokenizer import Tokenizer
 
 SUPPORTED = supported.GRAMMARS
-MEMORY: dict[str, MakeMemory] = {"contiguous": contiguous_memory, "paged": fp8_memory}
+PAGED = PagedMemory(bucket_attention, prefix_sharing, STORAGES)
+MEMORY: dict[str, MakeMemory] = {"contiguous": contiguous_memory, "paged": PAGED}
 SCHEDULERS: dict[str, type[Scheduler]] = {"static": StaticScheduler, "continuous": SpeculativeScheduler}
 
 
@@ -111,14 +114,13 @@ class Engine(ServingEngine):
         self.pool = self.drafter.join(self.pool, make_memory, make_runner, self.max_seq_len)
         self.scheduler = SCHEDULERS[config.batching_mode or "continuous"](config, self.pool, self.max_seq_len)
         draw = acceptance(config.acceptance_method, self.drafter.distributions)
-        max_sequences, most_rows = self.pool.max_sequences, config.most_logit_rows
-        num_rows = max_sequences * most_rows
+        sizes = self.pool.max_sequences, config.most_logit_rows
+        num_rows = math.prod(sizes)
         sampler = Sampler(self.model.device, num_rows, grammar_masks(num_rows, grammar_pool), draw)
-        self.runner = make_runner(self.model, self.view, max_sequences, most_rows, sampler=sampler)
+        self.runner = make_runner(self.model, self.view, *sizes, sampler=sampler)
         weigh(self.scheduler, self.model, self.drafter)
-        self.drafter.leave_drafts_in(PendingDrafts(self.runner.last_ids.tensor, max_sequences))
-        make_vocabulary = partial(GrammarVocabulary.of, self.tokenizer, self.model.config.vocab_size)
-        self.constraints = Constraints(make_vocabulary, pool=grammar_pool)
+        self.drafter.leave_drafts_in(PendingDrafts(self.runner.last_ids.tensor, self.pool.max_sequences))
+        self.constraints = Constraints.with_tokenizer(self.tokenizer, self.model.config.vocab_size, grammar_pool)
         self.overlaps = is_capturing if config.overlap_scheduling is None else config.overlap_scheduling
 
     def add_request(self, prompt: str | Sequence[int], params: SamplingParams, request_id: str | None = None) -> str:
@@ -133,8 +135,7 @@ class Engine(ServingEngine):
             "CUDA graph replays": self.runner.num_replays,
             "cache capacity (tokens)": self.pool.capacity_tokens,
             "cache bytes": self.view.num_bytes,
-            **prefix_stats(self.scheduler),
-            **draft_stats(self.scheduler),
+            **self.scheduler.stats(),
             "forced drafts accepted (tokens)": self.scheduler.num_accepted_forced_drafts,
             **self.constraints.stats(),
             "kernels launched": LAUNCHES.total(),

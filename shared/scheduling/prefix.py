@@ -9,6 +9,7 @@ requests that wait for blocks, requests are admitted in order of arrival.
 """
 
 from collections.abc import Iterable, Iterator
+from typing import Any
 
 from shared.cache.pool import CachePoolProtocol
 from shared.engine.config import EngineConfig
@@ -38,6 +39,10 @@ class PrefixScheduler(Scheduler):
         decoding, prompts = share(self, self.decoding(), self.prefill.prompts(self.running.values()))
         entries = self.prefill.fill(decoding, prompts)
         return Schedule(self.num_steps, entries, len(decoding), tuple(preempted))
+
+    def stats(self) -> dict[str, Any]:
+        """See :class:`Scheduler`."""
+        return prefix_stats(self)
 
 
 def without_waiting_for_blocks(scheduler: Scheduler) -> Iterator[Request]:
