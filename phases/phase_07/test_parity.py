@@ -66,7 +66,7 @@ def test_a_failure_in_the_middle_of_a_prompt_takes_that_request_alone(
 ) -> None:
     """A token outside the vocabulary, in the third chunk."""
     engine = make(folder, max_seq_len=128, prefill_chunk_size=8)
-    monkeypatch.setattr("phases.phase_07.engine.check_prompt", lambda ids, *options: list(ids))
+    monkeypatch.setattr("shared.engine.serving.check_prompt", lambda ids, *options: list(ids))
     expected = tokens(serve(make(folder, Planned, max_seq_len=128), MIXED[:1])[0][0])
     good, (failed,) = serve(engine, [MIXED[0], ([7] * 20 + [10**6] + [7] * 20, {"max_new_tokens": 4})])[0]
     assert tokens(good) == expected
