@@ -20,9 +20,11 @@ from benchmarks.command import run
 from benchmarks.report import Report, describe_model, rounded
 from benchmarks.view import Column, Lines, Row, Table, View, percent, text
 from benchmarks.workloads.retrieval import NUM_PAIRS, Case, needles, pairs
-from shared.cache.condensed import CondensedKVCachePool
+from shared.cache.condensed import CompressedRequests
 from shared.cache.condensed_layout import Packed
 from shared.cache.condensed_view import CondensedView
+from shared.cache.extension import NoExtension
+from shared.cache.paged import PagedKVCachePool
 from shared.cache.paged_layout import PagedSizes
 from shared.compression.compressors import COMPRESSORS
 from shared.compression.selection import Budget
@@ -77,7 +79,9 @@ class Scorer:
         about = COMPRESSORS["none"](1.0), Budget(FLOOR, FLOOR), WINDOW, False
         self.request = Request("0", [0], SamplingParams(), 0)
         self.view = CondensedView(model.config, sizes, model.dtype, model.device, "sdpa", *about)
-        self.pool = CondensedKVCachePool(self.view.cells, 1, num_tokens)
+        cells = self.view.cells
+        self.requests = CompressedRequests(cells, NoExtension())
+        self.pool = PagedKVCachePool(cells.num_blocks, cells.block_size, 1, num_tokens, self.requests)
 
     @torch.inference_mode()
     def read(self, ids: list[int], num_context: int) -> None:
@@ -92,18 +96,18 @@ class Scorer:
     @torch.inference_mode()
     def compress(self, method: str, budget: Budget) -> tuple[Packed | None, float]:
         """What a compression of the context keeps, None if all; and the share that a head keeps on average."""
-        self.pool.packed.clear()
+        self.requests.packed.clear()
         self.view.compressor, self.view.budget = COMPRESSORS[method](self.model.config.attention_scale), budget
-        holding = self.pool.holding(self.request)
+        holding = self.requests.holding(self.pool, self.request)
         packed = self.view.compress(holding, lambda packed: holding.table)
         return packed, 1.0 if packed is None else float(packed.counts.mean()) / self.num_context
 
     @torch.inference_mode()
     def follow(self, packed: Packed | None) -> torch.Tensor:
         """Log-probabilities fp64 ``[T, V]`` of the tokens behind the context, of which ``packed`` is kept."""
-        self.pool.packed.clear()
+        self.requests.packed.clear()
         if packed is not None:
-            self.pool.compress(self.request, packed)
+            self.requests.compress(self.pool, self.request, packed)
         hidden = self._forward(self.num_context, self.request.num_tokens)
         return self.model.logits(hidden).double().log_softmax(-1)
 

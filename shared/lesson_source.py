@@ -37,7 +37,7 @@ def diff_lines(older: Lesson, newer: Lesson, *, with_tests: bool = False) -> Ite
     for name in sorted(chosen, key=lambda name: (name != ENGINE, name.startswith("test_"), name)):
         yield from file_diff(older, newer, name)
     for old, new in replaced_parts(older, newer):
-        yield from _unified_diff(_module_file(old), _module_file(new))
+        yield from _unified_diff(module_file(old), module_file(new))
 
 
 def replaced_parts(older: Lesson, newer: Lesson) -> list[tuple[str, str]]:
@@ -62,7 +62,7 @@ def added_modules(older: Lesson, newer: Lesson) -> list[str]:
 
 def first_line(module: str) -> str:
     """The first line of a shared module's docstring, read without importing it."""
-    docstring = ast.get_docstring(ast.parse(_text(_module_file(module)))) or ""
+    docstring = ast.get_docstring(ast.parse(_text(module_file(module)))) or ""
     return docstring.partition("\n")[0]
 
 
@@ -99,7 +99,8 @@ def _way_to(lesson: Lesson) -> list[Lesson]:
     return way
 
 
-def _module_file(module: str) -> Path:
+def module_file(module: str) -> Path:
+    """The file of a shared module, such as ``shared.cache.paged``."""
     base = Path(shared.__path__[0]).joinpath(*module.removeprefix("shared.").split("."))
     return base / "__init__.py" if base.is_dir() else base.with_suffix(".py")
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from shared.cache.prefix import PrefixSharing
 from shared.engine.request import Request, RequestStatus
 from shared.grammar.constraint import Constraint
 from shared.sampling.params import SamplingParams
@@ -92,8 +93,9 @@ def states_of(engine: Any, requests: Requests) -> dict[int, tuple[list[int], tor
         tables = pool.holdings()[1]
         counts = [pool.length(request), pool.used_tokens, pool.free_tokens, len(tables[request])]
         counts += [request.num_computed_tokens, request.num_scheduled_tokens, request.num_pending_tokens]
-        if hasattr(pool, "tree"):
-            counts += [pool.tree.num_blocks, pool.tree.num_unused_blocks, pool.prefixes[request].num_blocks]
+        if isinstance(sharing := getattr(pool, "extension", None), PrefixSharing):
+            tree = sharing.tree
+            counts += [tree.num_blocks, tree.num_unused_blocks, sharing.prefixes[request].num_blocks]
         parts = [part[-1][tables[request]] for part in (engine.view.keys, engine.view.values)]  # of the last layer
         if engine.config.kv_cache_backend == "contiguous":
             parts = [part.transpose(1, 2) for part in parts]

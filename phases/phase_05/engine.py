@@ -8,7 +8,6 @@ from shared.engine import supported
 from shared.engine.batch import Batch
 from shared.engine.config import EngineConfig
 from shared.engine.output import StepOutput
-from shared.engine.output_processor import OutputProcessor
 from shared.engine.runner import Runner
 from shared.engine.sampler import SamplerOutput
 from shared.engine.serving import ServingEngine
@@ -33,10 +32,7 @@ class Engine(ServingEngine):
 
     @torch.inference_mode()
     def step(self) -> list[StepOutput]:
-        """One iteration: schedule, prefill the new prompts, run one token of each decoding request.
-
-        A step that is interrupted, or raises, can be repeated: the next one also returns the outputs it had committed.
-        """
+        """One iteration: schedule, prefill the new prompts, run one token of each decoding request."""
         try:
             schedule = self.scheduler.schedule()
             prompts, decoding = schedule.prompts, schedule.decoding
@@ -79,16 +75,13 @@ class Engine(ServingEngine):
         self.max_seq_len = config.sequence_limit(self.model.max_positions)
         make_memory = MEMORY[config.kv_cache_backend or "contiguous"]
         self.pool, self.view = make_memory(config, self.model, self.max_seq_len)
-        scheduler = SCHEDULERS[config.batching_mode or "continuous"]
-        self.scheduler = scheduler(config, self.pool, self.max_seq_len)
+        self.scheduler = SCHEDULERS[config.batching_mode or "continuous"](config, self.pool, self.max_seq_len)
         self.runner = Runner(self.model, self.view, self.pool.max_sequences)
-        self.output_processor = OutputProcessor(self.tokenizer, self.max_seq_len)
 
     def stats(self) -> dict[str, int]:
         """Counters for ``infer generate --stats``."""
         return {
-            "tokens computed": self.runner.num_tokens_computed,
-            "forward passes": self.runner.num_forwards,
+            **self.runner.stats(),
             "cache capacity (tokens)": self.pool.capacity_tokens,
             "cache bytes": self.view.num_bytes,
             "kernels launched": LAUNCHES.total(),

@@ -50,7 +50,7 @@ def test_on_a_cpu_nothing_is_planned_and_nothing_launched(folder: Path) -> None:
     before = LAUNCHES.copy()
     list(engine.generate("x", SamplingParams(**GREEDY, max_new_tokens=3)))
     assert before == LAUNCHES
-    assert engine.view.planner is None
+    assert not hasattr(engine.view.attention, "planner")
     assert not hasattr(engine.view, "workspace")
 
 
@@ -84,14 +84,14 @@ def test_the_planned_kernels_run_once_for_each_layer(model_folder: Path, dtype: 
         staging.send = lambda arrays, send=staging.send: (sends.append(1), send(arrays))[1]
 
     made = launched(engine)
-    merges = sum(engine.view.plans["prefill", window].is_split for window in windows)
+    merges = sum(engine.view.attention.plans["prefill", window].is_split for window in windows)
     assert merges == windows.count(None), "all layers but those of a window of 16"
     assert (made["planned_prefill_kernel"], made["merge_states_kernel"]) == (len(windows), merges)
     assert made["planned_decode_kernel"] == 0
     assert len(sends) == 1
 
     made = launched(engine)
-    assert engine.view.plans["decode", None].is_split
+    assert engine.view.attention.plans["decode", None].is_split
     assert (made["planned_decode_kernel"], made["merge_states_kernel"]) == (len(windows), 0)
     assert made["planned_prefill_kernel"] == 0
     assert len(sends) == 2

@@ -3,13 +3,14 @@
 import torch
 
 from shared.cache.contiguous_memory import contiguous_memory
-from shared.cache.prefix_memory import prefix_memory
+from shared.cache.paged_memory import PagedMemory
+from shared.cache.planned_attention import planned_attention
+from shared.cache.prefix import prefix_sharing
 from shared.cache.view import MakeMemory
 from shared.engine import supported
 from shared.engine.batch import Batch
 from shared.engine.config import EngineConfig
 from shared.engine.output import StepOutput
-from shared.engine.output_processor import OutputProcessor
 from shared.engine.runner import Runner
 from shared.engine.sampler import SamplerOutput
 from shared.engine.serving import ServingEngine
@@ -25,7 +26,8 @@ from shared.scheduling.static import StaticScheduler
 from shared.text.tokenizer import Tokenizer
 
 SUPPORTED = supported.PREFIX_CACHING
-MEMORY: dict[str, MakeMemory] = {"contiguous": contiguous_memory, "paged": prefix_memory}
+PAGED = PagedMemory(planned_attention, prefix_sharing)
+MEMORY: dict[str, MakeMemory] = {"contiguous": contiguous_memory, "paged": PAGED}
 SCHEDULERS: dict[str, type[Scheduler]] = {"static": StaticScheduler, "continuous": PrefixScheduler}
 
 
@@ -34,10 +36,7 @@ class Engine(ServingEngine):
 
     @torch.inference_mode()
     def step(self) -> list[StepOutput]:
-        """One iteration: schedule, run one token of each decoding request and chunks of prompts in one forward.
-
-        A step that is interrupted, or raises, can be repeated: the next one also returns the outputs it had committed.
-        """
+        """One iteration: schedule, run one token of each decoding request and chunks of prompts in one forward."""
         try:
             schedule = self.scheduler.schedule()
             sampled = self.forward(schedule)
@@ -69,19 +68,15 @@ class Engine(ServingEngine):
         self.max_seq_len = config.sequence_limit(self.model.max_positions)
         make_memory = MEMORY[config.kv_cache_backend or "paged"]
         self.pool, self.view = make_memory(config, self.model, self.max_seq_len)
-        scheduler = SCHEDULERS[config.batching_mode or "continuous"]
-        self.scheduler = scheduler(config, self.pool, self.max_seq_len)
+        self.scheduler = SCHEDULERS[config.batching_mode or "continuous"](config, self.pool, self.max_seq_len)
         self.runner = Runner(self.model, self.view, self.pool.max_sequences)
-        self.output_processor = OutputProcessor(self.tokenizer, self.max_seq_len)
 
     def stats(self) -> dict[str, int]:
         """Counters for ``infer generate --stats``."""
         return {
-            "tokens computed": self.runner.num_tokens_computed,
-            "forward passes": self.runner.num_forwards,
+            **self.runner.stats(),
             "cache capacity (tokens)": self.pool.capacity_tokens,
             "cache bytes": self.view.num_bytes,
-            "prefix cache queries (tokens)": self.scheduler.num_prefix_queries,
-            "prefix cache hits (tokens)": self.scheduler.num_prefix_hits,
+            **self.scheduler.stats(),
             "kernels launched": LAUNCHES.total(),
         }

@@ -16,7 +16,6 @@ from shared.engine.config import EngineConfig
 from shared.engine.executor import Eager
 from shared.engine.last_ids import LastIds
 from shared.engine.output import StepOutput
-from shared.engine.output_processor import OutputProcessor
 from shared.engine.prompt import check_prompt
 from shared.engine.runner import Runner
 from shared.engine.sampler import SamplerOutput
@@ -45,8 +44,7 @@ class Engine(ServingEngine):
     def step(self) -> list[StepOutput]:
         """One iteration: schedule and launch a step, then finish the step before it, while this one runs.
 
-        Without ``overlap_scheduling`` the launched step itself is finished. A step that is interrupted, or raises, can
-        be repeated: what was launched is dropped, and the next step also returns the outputs that were committed.
+        Without ``overlap_scheduling`` the launched step itself is finished.
         """
         try:
             schedule = self.scheduler.schedule()
@@ -88,7 +86,6 @@ class Engine(ServingEngine):
         make_runner = partial(Runner, executor=Captured if is_capturing else Eager, last_ids=LastIds)
         self.runner = make_runner(self.model, self.view, self.pool.max_sequences)
         self.overlaps = is_capturing if config.overlap_scheduling is None else config.overlap_scheduling
-        self.output_processor = OutputProcessor(self.tokenizer, self.max_seq_len)
 
     def add_request(
         self,
@@ -119,13 +116,11 @@ class Engine(ServingEngine):
     def stats(self) -> dict[str, int]:
         """Counters for ``infer generate --stats``."""
         return {
-            "tokens computed": self.runner.num_tokens_computed,
-            "forward passes": self.runner.num_forwards,
+            **self.runner.stats(),
             "CUDA graph replays": self.runner.num_replays,
             "cache capacity (tokens)": self.pool.capacity_tokens,
             "cache bytes": self.view.num_bytes,
-            "prefix cache queries (tokens)": self.scheduler.num_prefix_queries,
-            "prefix cache hits (tokens)": self.scheduler.num_prefix_hits,
+            **self.scheduler.stats(),
             "kernels launched": LAUNCHES.total(),
             "chunks in the cache": len(self.chunks.resident),
         }

@@ -13,7 +13,6 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from phases.phase_09.engine import Engine as Uncompressed
 from phases.phase_09_2.engine import Engine
-from shared.cache.condensed import CondensedKVCachePool
 from shared.engine.config import EngineConfig
 from shared.engine.request import Request
 from shared.sampling.params import SamplingParams
@@ -61,13 +60,13 @@ def test_masked_and_moved_tokens_give_the_same_outputs(tiny_checkpoints: dict[st
         for fake in (False, True):
             engine = make(tiny_checkpoints[family], **SNAP | {"compress_method": method}, if_fake_compress=fake)
             logits.append([])
-            compress, noted = engine.pool.compress, list[list[int]]()
+            compress, noted = engine.pool.extension.compress, list[list[int]]()
 
-            def note(request: Request, packed: Any, compress: Any = compress, noted: list[list[int]] = noted) -> int:
-                noted += packed.counts.tolist()
-                return compress(request, packed)
+            def note(*of: Any, compress: Any = compress, noted: list[list[int]] = noted) -> int:
+                noted += of[-1].counts.tolist()
+                return compress(*of)
 
-            engine.pool.compress = note
+            engine.pool.extension.compress = note
             with_logits(engine, logits[-1])
             serve(engine, LONG)
             assert engine.num_compressions > 10
@@ -99,7 +98,7 @@ def test_a_sliding_window_keeps_its_window(tiny_checkpoints: dict[str, Path]) ->
     engine.add_request(PROMPTS[2], SamplingParams(**GREEDY, max_new_tokens=50))
     while engine.num_compressions < 2:
         engine.step()
-    packed = engine.pool.packed[running(engine)[0]]
+    packed = engine.pool.extension.packed[running(engine)[0]]
     windows = engine.model.config.windows
     assert {window is None for window in windows} == {True, False}
     for counts, window in zip(packed.counts.tolist(), windows, strict=True):
@@ -234,12 +233,12 @@ class Machine(RuleBasedStateMachine):
         self.engine.abort(str(number))
 
     def hold(self) -> None:
-        pool: CondensedKVCachePool = self.engine.pool
+        pool: Any = self.engine.pool
         assert pool.audit_blocks() == []
         for request in running(self.engine):
-            filled, held = pool.fill(request)
+            filled, held = pool.extension.fill(pool, request)
             reserved = pool.granted[pool.rows[request]] - pool.lengths[pool.rows[request]]
-            assert held < filled + (reserved + 2 * pool.block_size) * pool.cells.per_block / pool.block_size
+            assert held < filled + (reserved + 2 * pool.block_size) * pool.extension.cells.per_block / pool.block_size
 
     @invariant()
     def what_was_said_is_right(self) -> None:

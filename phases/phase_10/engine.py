@@ -4,8 +4,11 @@ from functools import partial
 
 import torch
 
+from shared.cache.bucket_padding import bucket_attention
 from shared.cache.contiguous_memory import contiguous_memory
-from shared.cache.fp8_memory import fp8_memory
+from shared.cache.fp8_storage import STORAGES
+from shared.cache.paged_memory import PagedMemory
+from shared.cache.prefix import prefix_sharing
 from shared.cache.view import MakeMemory
 from shared.engine import supported
 from shared.engine.batch import Batch
@@ -14,7 +17,6 @@ from shared.engine.config import EngineConfig
 from shared.engine.executor import Eager
 from shared.engine.last_ids import LastIds
 from shared.engine.output import StepOutput
-from shared.engine.output_processor import OutputProcessor
 from shared.engine.runner import Runner
 from shared.engine.sampler import SamplerOutput
 from shared.engine.serving import ServingEngine
@@ -31,7 +33,8 @@ from shared.scheduling.static import StaticScheduler
 from shared.text.tokenizer import Tokenizer
 
 SUPPORTED = supported.QUANTIZATION
-MEMORY: dict[str, MakeMemory] = {"contiguous": contiguous_memory, "paged": fp8_memory}
+PAGED = PagedMemory(bucket_attention, prefix_sharing, STORAGES)
+MEMORY: dict[str, MakeMemory] = {"contiguous": contiguous_memory, "paged": PAGED}
 SCHEDULERS: dict[str, type[Scheduler]] = {"static": StaticScheduler, "continuous": OverlappedScheduler}
 
 
@@ -44,8 +47,7 @@ class Engine(ServingEngine):
     def step(self) -> list[StepOutput]:
         """One iteration: schedule and launch a step, then finish the step before it, while this one runs.
 
-        Without ``overlap_scheduling`` the launched step itself is finished. A step that is interrupted, or raises, can
-        be repeated: what was launched is dropped, and the next step also returns the outputs that were committed.
+        Without ``overlap_scheduling`` the launched step itself is finished.
         """
         try:
             schedule = self.scheduler.schedule()
@@ -80,23 +82,19 @@ class Engine(ServingEngine):
         self.max_seq_len = config.sequence_limit(self.model.max_positions)
         make_memory = MEMORY[config.kv_cache_backend or "paged"]
         self.pool, self.view = make_memory(config, self.model, self.max_seq_len)
-        scheduler = SCHEDULERS[config.batching_mode or "continuous"]
-        self.scheduler = scheduler(config, self.pool, self.max_seq_len)
+        self.scheduler = SCHEDULERS[config.batching_mode or "continuous"](config, self.pool, self.max_seq_len)
         is_capturing = config.is_on("use_cuda_graphs") and self.model.device.type == "cuda"
         make_runner = partial(Runner, executor=Captured if is_capturing else Eager, last_ids=LastIds)
         self.runner = make_runner(self.model, self.view, self.pool.max_sequences)
         self.overlaps = is_capturing if config.overlap_scheduling is None else config.overlap_scheduling
-        self.output_processor = OutputProcessor(self.tokenizer, self.max_seq_len)
 
     def stats(self) -> dict[str, int]:
         """Counters for ``infer generate --stats``."""
         return {
-            "tokens computed": self.runner.num_tokens_computed,
-            "forward passes": self.runner.num_forwards,
+            **self.runner.stats(),
             "CUDA graph replays": self.runner.num_replays,
             "cache capacity (tokens)": self.pool.capacity_tokens,
             "cache bytes": self.view.num_bytes,
-            "prefix cache queries (tokens)": self.scheduler.num_prefix_queries,
-            "prefix cache hits (tokens)": self.scheduler.num_prefix_hits,
+            **self.scheduler.stats(),
             "kernels launched": LAUNCHES.total(),
         }

@@ -6,8 +6,11 @@ from typing import Any
 
 import torch
 
+from shared.cache.bucket_padding import bucket_attention
 from shared.cache.contiguous_memory import contiguous_memory
-from shared.cache.fp8_memory import fp8_memory
+from shared.cache.fp8_storage import STORAGES
+from shared.cache.paged_memory import PagedMemory
+from shared.cache.prefix import prefix_sharing
 from shared.cache.view import MakeMemory
 from shared.engine import supported
 from shared.engine.batch import Batch
@@ -16,7 +19,6 @@ from shared.engine.config import EngineConfig
 from shared.engine.executor import Eager
 from shared.engine.last_ids import LastIds
 from shared.engine.output import StepOutput
-from shared.engine.output_processor import OutputProcessor
 from shared.engine.rejection import acceptance
 from shared.engine.runner import Runner
 from shared.engine.sampler import Sampler, SamplerOutput
@@ -28,7 +30,7 @@ from shared.loading.resolve import resolve_model
 from shared.models.causal_lm import CausalLM
 from shared.models.fused import fuse
 from shared.models.packed import pack
-from shared.scheduling.drafts import draft_stats, settle
+from shared.scheduling.drafts import settle
 from shared.scheduling.schedule import Schedule
 from shared.scheduling.scheduler import Scheduler
 from shared.scheduling.speculative import SpeculativeScheduler
@@ -40,7 +42,8 @@ from shared.speculation.ngram import NGramDrafter
 from shared.text.tokenizer import Tokenizer
 
 SUPPORTED = supported.SPECULATION
-MEMORY: dict[str, MakeMemory] = {"contiguous": contiguous_memory, "paged": fp8_memory}
+PAGED = PagedMemory(bucket_attention, prefix_sharing, STORAGES)
+MEMORY: dict[str, MakeMemory] = {"contiguous": contiguous_memory, "paged": PAGED}
 SCHEDULERS: dict[str, type[Scheduler]] = {"static": StaticScheduler, "continuous": SpeculativeScheduler}
 
 
@@ -53,8 +56,7 @@ class Engine(ServingEngine):
     def step(self) -> list[StepOutput]:
         """One iteration: schedule and launch a step, then finish the step before it, while this one runs.
 
-        Without ``overlap_scheduling``, or with drafts, the launched step itself is finished. A step that is interrupted
-        can be repeated: what was launched is dropped, and the next step also returns the outputs that were committed.
+        Without ``overlap_scheduling``, or with drafts, the launched step itself is finished.
         """
         try:
             schedule = self.propose(self.scheduler.schedule())
@@ -102,8 +104,7 @@ class Engine(ServingEngine):
         make_memory = MEMORY[config.kv_cache_backend or "paged"]
         self.pool, self.view = make_memory(config, self.model, self.max_seq_len)
         self.pool = self.drafter.join(self.pool, make_memory, make_runner, self.max_seq_len)
-        scheduler = SCHEDULERS[config.batching_mode or "continuous"]
-        self.scheduler = scheduler(config, self.pool, self.max_seq_len)
+        self.scheduler = SCHEDULERS[config.batching_mode or "continuous"](config, self.pool, self.max_seq_len)
         draw = acceptance(config.acceptance_method, self.drafter.distributions)
         sizes = self.pool.max_sequences, config.most_logit_rows
         sampler = Sampler(self.model.device, math.prod(sizes), draw=draw)
@@ -111,19 +112,15 @@ class Engine(ServingEngine):
         weigh(self.scheduler, self.model, self.drafter)
         self.drafter.leave_drafts_in(PendingDrafts(self.runner.last_ids.tensor, self.pool.max_sequences))
         self.overlaps = is_capturing if config.overlap_scheduling is None else config.overlap_scheduling
-        self.output_processor = OutputProcessor(self.tokenizer, self.max_seq_len)
 
     def stats(self) -> dict[str, Any]:
         """Counters for ``infer generate --stats``."""
         return {
-            "tokens computed": self.runner.num_tokens_computed,
-            "forward passes": self.runner.num_forwards,
+            **self.runner.stats(),
             "CUDA graph replays": self.runner.num_replays,
             "cache capacity (tokens)": self.pool.capacity_tokens,
             "cache bytes": self.view.num_bytes,
-            "prefix cache queries (tokens)": self.scheduler.num_prefix_queries,
-            "prefix cache hits (tokens)": self.scheduler.num_prefix_hits,
-            **draft_stats(self.scheduler),
+            **self.scheduler.stats(),
             "kernels launched": LAUNCHES.total(),
         }
 

@@ -150,7 +150,7 @@ def test_an_end_of_sequence_inside_a_run(folder: Path) -> None:
     assert seen(serve(engine, requests)[0]) == seen(expected)
     assert {answer[-1].finish_reason for answer in expected} >= {FinishReason.EOS}
     assert has_guessed(engine)
-    assert engine.pool.tree.num_blocks == plain.pool.tree.num_blocks
+    assert engine.pool.extension.tree.num_blocks == plain.pool.extension.tree.num_blocks
 
 
 @pytest.mark.parametrize("backend", ["paged", "contiguous"])

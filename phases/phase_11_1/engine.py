@@ -8,7 +8,10 @@ from typing import Any
 import torch
 
 from shared.cache.contiguous_memory import contiguous_memory
-from shared.cache.multi_token_memory import multi_token_memory
+from shared.cache.fp8_storage import STORAGES
+from shared.cache.multi_token_attention import mask_token_attention
+from shared.cache.paged_memory import PagedMemory
+from shared.cache.prefix import prefix_sharing
 from shared.cache.view import MakeMemory
 from shared.engine import supported
 from shared.engine.captured import Captured
@@ -16,7 +19,6 @@ from shared.engine.config import EngineConfig
 from shared.engine.executor import Eager
 from shared.engine.multi_token_batch import MultiTokenBatch as Batch
 from shared.engine.output import StepOutput
-from shared.engine.output_processor import OutputProcessor
 from shared.engine.redirects import redirects
 from shared.engine.rejection import acceptance
 from shared.engine.runner import Runner
@@ -32,7 +34,6 @@ from shared.models.fused import fuse
 from shared.models.packed import pack
 from shared.sampling.params import SamplingParams
 from shared.sampling.thinking import ThinkingLimits, thinks
-from shared.scheduling.drafts import draft_stats
 from shared.scheduling.multi_token import MultiTokenScheduler, settle
 from shared.scheduling.schedule import Schedule
 from shared.scheduling.scheduler import Scheduler
@@ -46,7 +47,8 @@ from shared.speculation.ngram import NGramDrafter
 from shared.text.tokenizer import Tokenizer
 
 SUPPORTED = supported.MULTI_TOKEN
-MEMORY: dict[str, MakeMemory] = {"contiguous": contiguous_memory, "paged": multi_token_memory}
+PAGED = PagedMemory(mask_token_attention, prefix_sharing, STORAGES)
+MEMORY: dict[str, MakeMemory] = {"contiguous": contiguous_memory, "paged": PAGED}
 SCHEDULERS: dict[str, type[Scheduler]] = {"static": StaticScheduler, "continuous": MultiTokenScheduler}
 
 
@@ -59,8 +61,7 @@ class Engine(ServingEngine):
     def step(self) -> list[StepOutput]:
         """One iteration: schedule and launch a step, then finish the step before it, while this one runs.
 
-        Without ``overlap_scheduling``, or with drafts, the launched step itself is finished. A step that is interrupted
-        can be repeated: what was launched is dropped, and the next step also returns the outputs that were committed.
+        Without ``overlap_scheduling``, or with drafts, the launched step itself is finished.
         """
         try:
             schedule = self.propose(self.scheduler.schedule())
@@ -110,8 +111,7 @@ class Engine(ServingEngine):
         self.pool, self.view = make_memory(config, self.model, self.max_seq_len)
         self.compile_seconds = compile_model(self.model) if config.execution == "compile" else 0.0
         self.pool = self.drafter.join(self.pool, make_memory, make_runner, self.max_seq_len)
-        scheduler = SCHEDULERS[config.batching_mode or "continuous"]
-        self.scheduler = scheduler(config, self.pool, self.max_seq_len)
+        self.scheduler = SCHEDULERS[config.batching_mode or "continuous"](config, self.pool, self.max_seq_len)
         draw = acceptance(config.acceptance_method, self.drafter.distributions)
         sizes = self.pool.max_sequences, config.most_logit_rows
         sampler = Sampler(self.model.device, math.prod(sizes), [redirects], draw)
@@ -120,7 +120,6 @@ class Engine(ServingEngine):
         self.drafter.leave_drafts_in(PendingDrafts(self.runner.last_ids.tensor, self.pool.max_sequences))
         self.overlaps = is_capturing if config.overlap_scheduling is None else config.overlap_scheduling
         self.limits_thinking = thinks(self.tokenizer)
-        self.output_processor = OutputProcessor(self.tokenizer, self.max_seq_len)
 
     def add_request(self, prompt: str | Sequence[int], params: SamplingParams, request_id: str | None = None) -> str:
         """Queue a request and return its id; raises RequestError or QueueFullError, and queues nothing."""
@@ -132,14 +131,11 @@ class Engine(ServingEngine):
     def stats(self) -> dict[str, Any]:
         """Counters for ``infer generate --stats``."""
         return {
-            "tokens computed": self.runner.num_tokens_computed,
-            "forward passes": self.runner.num_forwards,
+            **self.runner.stats(),
             "CUDA graph replays": self.runner.num_replays,
             "cache capacity (tokens)": self.pool.capacity_tokens,
             "cache bytes": self.view.num_bytes,
-            "prefix cache queries (tokens)": self.scheduler.num_prefix_queries,
-            "prefix cache hits (tokens)": self.scheduler.num_prefix_hits,
-            **draft_stats(self.scheduler),
+            **self.scheduler.stats(),
             "kernels launched": LAUNCHES.total(),
         }
 

@@ -22,7 +22,7 @@ from shared.attention.descriptor import AttentionPlan
 from shared.attention.plan import plan_prefill
 from shared.cache.layout import Integers
 from shared.cache.paged_layout import PagedLayout
-from shared.cache.planned_layout import AttentionPlanner, PlannedLayout, StepPlans
+from shared.cache.planned_layout import AttentionPlanner, PlannedLayout, StepLaunches, StepPlans
 from shared.engine.batch import Batch
 from shared.engine.buckets import Bucket, Buckets
 from shared.kernels.planned_tiling import PrefillTiling
@@ -77,6 +77,14 @@ class BucketPlanner(AttentionPlanner):
         self.last_prefill.clear()
         self.last_prefill[key] = plans
         return plans
+
+    def launches(self, num_tokens: int, num_sequences: int, num_decoding: int) -> StepLaunches:
+        """See :class:`AttentionPlanner`."""
+        bucket = self.buckets.smallest(num_sequences, num_tokens)
+        if bucket is None:
+            return super().launches(num_tokens, num_sequences, num_decoding)
+        prefill = None if bucket.is_decode else self.bucket_prefill_tiling(bucket)
+        return StepLaunches(bucket.num_sequences, 0, self.decode_tiling(bucket.num_sequences), prefill)
 
     def bucket_prefill_tiling(self, bucket: Bucket) -> PrefillTiling:
         """The tiling of the prompts of a mixed bucket: for one chunk that fills it."""

@@ -8,25 +8,15 @@ from collections.abc import Callable, Sequence
 from typing import Protocol, cast
 
 from shared.cache.blocks import Blocks
+from shared.cache.condensed import CompressedRequests
 from shared.cache.condensed_layout import Holding, Packed
+from shared.cache.paged import PagedKVCachePool
 from shared.cache.pool import CachePoolProtocol
 from shared.cache.view import BatchView
 from shared.engine.request import Request
 
 Place = Callable[[Packed], Blocks | None]
 """The block table for what is kept; None if there is no room."""
-
-
-class CompressingPool(CachePoolProtocol, Protocol):
-    """A pool whose requests may hold fewer slots than they have tokens."""
-
-    def holding(self, request: Request, num_in_flight: int = 0) -> Holding:
-        """The committed tokens of a request, and those of the step in flight."""
-        ...
-
-    def compress(self, request: Request, packed: Packed) -> int | None:
-        """Count what is kept of a request; returns the number of blocks that this frees, None if it has no room."""
-        ...
 
 
 class CompressingView(BatchView, Protocol):
@@ -54,23 +44,25 @@ def compress(
     Args:
         make_room: frees memory for a request; False if it cannot.
     """
-    own, num_freed = cast(CompressingPool, pool), 0
+    paged, num_freed = cast(PagedKVCachePool, pool), 0
+    own = cast(CompressedRequests, paged.extension)
 
     def place(packed: Packed) -> Blocks | None:
         nonlocal num_freed
-        while (freed := own.compress(request, packed)) is None:
+        while (freed := own.compress(paged, request, packed)) is None:
             if not make_room(request):
                 return None
         num_freed = freed
-        return own.holding(request).table
+        return own.holding(paged, request).table
 
-    packed = cast(CompressingView, view).compress(own.holding(request), place)
+    packed = cast(CompressingView, view).compress(own.holding(paged, request), place)
     return None if packed is None else tuple(map(tuple, packed.counts.tolist())), num_freed
 
 
 def select(pool: CachePoolProtocol, view: BatchView, requests: Sequence[Request]) -> None:
     """Begin the compressions of requests that reach their lengths in the step in flight."""
-    own = cast(CompressingPool, pool)
-    holdings = [own.holding(one, one.num_scheduled_tokens - one.num_computed_tokens) for one in requests]
+    paged = cast(PagedKVCachePool, pool)
+    own = cast(CompressedRequests, paged.extension)
+    holdings = [own.holding(paged, one, one.num_scheduled_tokens - one.num_computed_tokens) for one in requests]
     if holdings:
         cast(CompressingView, view).select(holdings)

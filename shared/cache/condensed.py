@@ -1,116 +1,137 @@
-"""A paged KV cache pool whose requests may be compressed. The host side. Introduced in phase 9.2.
+"""Compressed requests in a paged KV cache pool. The host side. Introduced in phase 9.2.
 
 A compressed request holds fewer slots than it has tokens. Scheduler and request count tokens from the first, whatever
-became of them; the pool subtracts what was saved. Blocks are whole blocks, as for every other request, so the allocator
-and requests that are not compressed are as in phase 6.
+became of them; the pool subtracts what was saved (``num_slotless``). Blocks are whole blocks, as for every other
+request, so the allocator and requests that are not compressed are as in phase 6.
 
-Invariants: those of :class:`shared.cache.paged.PagedKVCachePool`, with slots for tokens; a compressed request wastes
-less than one block of its packed part; compressing takes no block, and what was reserved and not written stays so.
+Until its first compression a request has the keys and values of all its tokens, so it shares its prefix (phase 8) if
+prefixes are shared. A compression reads the blocks of the tree and writes others: the tree keeps its own, as when a
+request ends. What the request computes from then on depends on what was dropped, so it never enters the tree. The
+queries of the last tokens before the first compression decide what is kept. They are not in the tree, so a request
+computes these tokens itself, whatever is cached: it keeps what it would keep alone.
+
+Invariants: those of pool and tree, with slots for tokens; a compressed request wastes less than one block of its packed
+part; compressing takes no block but the first time, where others hold those of the prefix; what was reserved and not
+written stays so; the tree has no block that is packed, and none that was computed after a compression.
 """
 
-from collections.abc import Iterable
+from typing import cast
+
+import numpy as np
 
 from shared.cache.blocks import Blocks
 from shared.cache.condensed_layout import Cells, CondensedLayout, Holding, Packed
-from shared.cache.paged import PagedKVCachePool
+from shared.cache.extension import BlockTables, PoolExtension
+from shared.cache.paged_layout import PagedLayout
+from shared.cache.prefix import PrefixSharing
 from shared.engine.request import Request
 from shared.errors import CapacityError
 from shared.scheduling.schedule import Schedule
 
 
-class CondensedKVCachePool(PagedKVCachePool):
-    """A paged pool with compressed requests; ``max_seq_len`` as ``request_capacity`` there."""
+class CompressedRequests:
+    """What compressed requests hold; see :class:`shared.cache.extension.PoolExtension`.
 
-    def __init__(self, cells: Cells, max_sequences: int, max_seq_len: int) -> None:
-        super().__init__(cells.num_blocks, cells.block_size, max_sequences, max_seq_len)
-        self.cells = cells
+    Args:
+        sharing: what requests share until they are compressed.
+    """
+
+    def __init__(self, cells: Cells, sharing: PoolExtension) -> None:
+        self.cells, self.sharing = cells, sharing
         self.packed: dict[Request, Packed] = {}  # of the compressed requests
+        self.admit, self.must_wait, self.allocate = sharing.admit, sharing.must_wait, sharing.allocate
+        self.commit = sharing.commit  # a compressed request has left the tree
+        self.context_length, self.used_tokens = sharing.context_length, sharing.used_tokens
+        self.num_unused_blocks, self.unused_blocks = sharing.num_unused_blocks, sharing.unused_blocks
+        self.drop_unused, self.block_lists = sharing.drop_unused, sharing.block_lists
 
-    def num_saved(self, request: Request) -> int:
-        """Slots that a request lacks for one to a token."""
-        packed = self.packed.get(request)
-        return 0 if packed is None or packed.num_slots == 0 else packed.num_tokens - packed.num_slots
+    def holding(self, pool: BlockTables, request: Request, num_in_flight: int = 0) -> Holding:
+        """The committed tokens of a request, and those of the step in flight."""
+        row = pool.rows[request]
+        length = pool.lengths[row] + num_in_flight
+        table: Blocks = pool.tables[row, : pool.blocks_for(length)].copy()
+        return Holding(row, table, length, self.packed.get(request))
 
-    def reserve(self, request: Request, num_tokens: int) -> bool:
-        """See ``CachePoolProtocol``."""
-        return super().reserve(request, num_tokens - self.num_saved(request))
+    def compress(self, pool: BlockTables, request: Request, packed: Packed) -> int | None:
+        """Count what is kept of a request; returns the number of blocks that this frees, None if it has no room.
 
-    def reserve_next(self, requests: Iterable[Request]) -> list[Request]:
-        """See ``CachePoolProtocol``; if a request is compressed, blocks are left to ``reserve``."""
-        if not self.packed:
-            return super().reserve_next(requests)
-        others: list[Request] = []
-        for request in requests:
-            row, num_tokens = self.rows[request], request.num_tokens + request.num_pending_tokens
-            num_slots = num_tokens - self.num_saved(request)
-            if num_slots > self.num_held[row] * self.block_size:
-                others.append(request)
-            elif num_slots > self.granted[row]:
-                self.granted[row] = num_slots
-        return others
+        It may be negative the first time, if other requests hold the blocks of the prefix.
+        """
+        row, before = pool.rows[request], pool.free_tokens
+        reserved = pool.granted[row] - pool.lengths[row]
+        if request in self.sharing.prefixes:
+            needed = pool.blocks_for(packed.num_slots + reserved)
+            if not self._leave_tree(cast(PrefixSharing, self.sharing), pool, request, needed):
+                return None
+        self.packed[request] = packed
+        if not packed.num_slots:
+            return 0
+        pool.num_slotless[request] = packed.num_tokens - packed.num_slots
+        pool.lengths[row], pool.granted[row] = packed.num_slots, packed.num_slots + reserved
+        held, needed = pool.num_held[row], pool.blocks_for(pool.granted[row])
+        pool.allocator.free(pool.tables[row, needed:held])
+        pool.num_held[row] = needed
+        return (pool.free_tokens - before) // pool.block_size
 
-    def shrink(self, request: Request, num_tokens: int) -> None:
-        """See ``CachePoolProtocol``."""
-        super().shrink(request, num_tokens - self.num_saved(request))
+    @staticmethod
+    def _leave_tree(sharing: PrefixSharing, pool: BlockTables, request: Request, needed: int) -> bool:
+        """Give a request ``needed`` blocks of its own or more; False, and no change, if there is no room."""
+        row, prefix = pool.rows[request], sharing.prefixes[request]
+        held = pool.tables[row, : pool.num_held[row]].copy()
+        shared, own = held[: prefix.num_shared], held[prefix.num_shared :]
+        if needed - len(own) > pool.free_tokens // pool.block_size + sharing.tree.num_alone(prefix.node):
+            return False
+        sharing.release(request)
+        pool.allocator.free(shared)  # whatever they hold can still be read: no step runs before it has been moved
+        more = sharing.allocate(pool, max(needed - len(own), 0))
+        assert more is not None, "counted above"
+        pool.tables[row, : len(own) + len(more)] = np.concatenate([own, more])
+        pool.num_held[row] = len(own) + len(more)
+        return True
 
-    def truncate(self, request: Request, num_tokens: int) -> None:
-        """See ``CachePoolProtocol``; raises CapacityError also for fewer tokens than were compressed."""
+    def fill(self, pool: BlockTables, request: Request) -> tuple[int, int]:
+        """The cells that a request's tokens fill, and those that it holds."""
+        holding, per_slot = self.holding(pool, request), self.cells.num_layers * self.cells.num_kv_heads
+        packed = holding.packed
+        num_packed = packed.total if packed is not None and packed.num_slots else 0
+        filled = num_packed + (holding.length - holding.num_packed_slots) * per_slot
+        return filled, pool.num_held[holding.row] * self.cells.per_block
+
+    def check_truncation(self, request: Request, num_tokens: int) -> None:
+        """See ``PoolExtension``; tokens that were compressed cannot be dropped one by one."""
         packed = self.packed.get(request)
         if packed is not None and num_tokens < packed.num_tokens:
             raise CapacityError(
                 f"Request {request.request_id} cannot be truncated to {num_tokens} tokens: of its first "
                 f"{packed.num_tokens} some were dropped."
             )
-        super().truncate(request, num_tokens - self.num_saved(request))
+        self.sharing.check_truncation(request, num_tokens)
 
     def release(self, request: Request) -> None:
-        """See ``CachePoolProtocol``."""
+        """See ``PoolExtension``."""
         self.packed.pop(request, None)
-        super().release(request)
+        self.sharing.release(request)
 
-    def layout(self, schedule: Schedule) -> CondensedLayout:
-        """See ``CachePoolProtocol``."""
-        return CondensedLayout.of_paged(super().layout(schedule), [self.packed.get(r) for r in schedule.requests])
+    def lay_out(self, pool: BlockTables, schedule: Schedule, layout: PagedLayout) -> CondensedLayout:
+        """See ``PoolExtension``."""
+        layout = self.sharing.lay_out(pool, schedule, layout)
+        return CondensedLayout.of_paged(layout, [self.packed.get(request) for request in schedule.requests])
 
-    def holding(self, request: Request, num_in_flight: int = 0) -> Holding:
-        """See :class:`shared.cache.compressing.CompressingPool`."""
-        row = self._row(request)
-        length = self.lengths[row] + num_in_flight
-        table: Blocks = self.tables[row, : self.blocks_for(length)].copy()
-        return Holding(row, table, length, self.packed.get(request))
-
-    def compress(self, request: Request, packed: Packed) -> int | None:
-        """See :class:`shared.cache.compressing.CompressingPool`."""
-        row = self._row(request)
-        self.packed[request] = packed
-        if not packed.num_slots:
-            return 0
-        reserved = self.granted[row] - self.lengths[row]
-        self.lengths[row], self.granted[row] = packed.num_slots, packed.num_slots + reserved
-        held, needed = self.num_held[row], self.blocks_for(self.granted[row])
-        self.allocator.free(self.tables[row, needed:held])
-        self.num_held[row] = needed
-        return held - needed
-
-    def fill(self, request: Request) -> tuple[int, int]:
-        """The cells that a request's tokens fill, and those that it holds."""
-        holding, per_slot = self.holding(request), self.cells.num_layers * self.cells.num_kv_heads
-        packed = holding.packed
-        num_packed = int(packed.counts.sum()) if packed is not None and packed.num_slots else 0
-        filled = num_packed + (holding.length - holding.num_packed_slots) * per_slot
-        return filled, self.num_held[holding.row] * self.cells.per_block
-
-    def audit_blocks(self) -> list[str]:
-        """See :class:`shared.cache.paged.PagedKVCachePool`; the packed parts too."""
-        found = [
-            f"Request {request.request_id} has a packed part of {packed.num_slots} slots and its "
-            f"{int(packed.counts.sum())} kept tokens fill {self.cells.slots_for(packed.counts)}."
-            for request, packed in self.packed.items()
-            if packed.num_slots not in (0, self.cells.slots_for(packed.counts))
-        ]
-        found += [
-            f"Request {request.request_id} is compressed and holds no blocks."
-            for request in self.packed
-            if request not in self.rows
-        ]
-        return found + super().audit_blocks()
+    def audit(self, pool: BlockTables) -> list[str]:
+        """See ``PoolExtension``; the packed parts too, of which the tree has no block."""
+        found, in_tree = self.sharing.audit(pool), {block for each in self.block_lists() for block in each.tolist()}
+        for request, packed in self.packed.items():
+            if request not in pool.rows:
+                found.append(f"Request {request.request_id} is compressed and holds no blocks.")
+                continue
+            if packed.num_slots not in (0, self.cells.slots_for(packed.counts)):
+                found.append(
+                    f"Request {request.request_id} has a packed part of {packed.num_slots} slots and its "
+                    f"{packed.total} kept tokens fill {self.cells.slots_for(packed.counts)}."
+                )
+            row = pool.rows[request]
+            if both := in_tree & {*pool.tables[row, : pool.num_held[row]].tolist()}:
+                found.append(
+                    f"Request {request.request_id} is compressed and its blocks {sorted(both)} are in the prefix tree."
+                )
+        return found

@@ -10,21 +10,23 @@ which keeps nothing.
 """
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, cast
 
 import numpy as np
 import torch
-from numpy.typing import DTypeLike, NDArray
 
-from shared.cache.bucket_view import OF_TOKENS, padded
+from shared.cache.attention import Arrays, PagedAttentionProtocol, Places, Scores
+from shared.cache.bucket_padding import OF_TOKENS, BucketPadding
 from shared.cache.compressing import Place
 from shared.cache.condensed_layout import CondensedLayout, Holding, Packed
 from shared.cache.condensed_view import CondensedView
 from shared.cache.head_selection import HeadSelector, Selected, before, num_tiles, sent
 from shared.cache.layout import Integers
+from shared.cache.padding import Padding
+from shared.cache.paged_attention import PagedAttention
 from shared.cache.paged_layout import PagedLayout, PagedSizes
-from shared.cache.paged_view import PagedView
 from shared.cache.view import StepInputs
 from shared.compression.compressors import BatchedCompressor
 from shared.engine.batch import Batch
@@ -36,6 +38,72 @@ from shared.models.config import ModelConfig
 from shared.models.tokens import QueryKeyTransform
 
 
+class CondensedAttention(PagedAttentionProtocol):
+    """Attention over what is kept; see :class:`shared.cache.attention.PagedAttentionProtocol`.
+
+    Args:
+        flash: phase 6's attention, of prompts that are not compressed.
+        by_cells: of the new tokens of one sequence; see ``CondensedView.attend_by_cells``.
+        num_queries: of a row of the ring.
+    """
+
+    def __init__(
+        self, flash: PagedAttention, kept: KeptTokens, by_cells: Callable[..., torch.Tensor], num_queries: int
+    ) -> None:
+        self.flash, self.kept, self.by_cells, self.num_queries = flash, kept, by_cells, num_queries
+        self.max_sequences = flash.sizes.max_sequences
+
+    def staged(self, is_decode: bool, max_tokens: int) -> Places:
+        """See ``PagedAttentionProtocol``."""
+        own = {"ring_places": (max_tokens, np.int64), "rows": (self.max_sequences, np.int32)}
+        return own | self.flash.staged(is_decode, max_tokens)
+
+    def arrays(self, batch: Batch, layout: PagedLayout) -> Arrays:
+        """See ``PagedAttentionProtocol``."""
+        own = {"ring_places": self._ring_places(batch, layout.rows), "rows": layout.rows[: layout.num_decoding]}
+        return self.flash.arrays(batch, layout) | own
+
+    def _ring_places(self, batch: Batch, rows: Integers) -> Integers:
+        """Where the query of each token is kept: in its row's ring, or in the padding row."""
+        w, num_new = self.num_queries, batch.num_new_tokens
+        places = rows.repeat(num_new) * w + batch.positions % w
+        if batch.is_decode:
+            return places
+        num_behind = num_new.cumsum().repeat(num_new) - np.arange(batch.num_tokens)
+        return np.where(num_behind <= w, places, self.max_sequences * w)
+
+    def receive(self, batch: Batch, layout: PagedLayout, sent: Mapping[str, torch.Tensor]) -> None:
+        """See ``PagedAttentionProtocol``."""
+        self.flash.receive(batch, layout, sent)
+        self.rows, self.is_decode = sent["rows"], batch.is_decode
+        if not self.is_decode:
+            prompts = cast(CondensedLayout, layout).holdings()[layout.num_decoding :]
+            self.prompts, self.num_new = prompts, batch.num_new_tokens[layout.num_decoding :].tolist()
+            self.is_compressed = any(one.packed is not None for one in prompts)
+
+    def attend(self, layer: int, q: torch.Tensor, about: Scores, out: torch.Tensor | None) -> torch.Tensor:
+        """See ``PagedAttentionProtocol``."""
+        if self.is_decode:
+            return self._attend_decoding(layer, q, about, out)
+        n, out = self.flash.num_decoding, torch.empty_like(q, memory_format=torch.contiguous_format)
+        if n:
+            self._attend_decoding(layer, q[:n], about, out[:n])
+        if not self.is_compressed:
+            self.flash.attend_prompts(layer, q[n:], about, out[n:])
+            return out
+        each = zip(q[n:].split(self.num_new), out[n:].split(self.num_new), self.prompts, strict=True)
+        for queries, result, sequence in each:
+            result.copy_(self.by_cells(layer, queries, sequence, about))
+        return out
+
+    def _attend_decoding(
+        self, layer: int, q: torch.Tensor, about: dict[str, Any], out: torch.Tensor | None
+    ) -> torch.Tensor:
+        storage, workspace = self.flash.storage, self.flash.workspaces[(len(q) - 1).bit_length()]
+        memory = (storage.keys, storage.values, *self.flash.decoding, self.rows, self.kept, layer)
+        return condensed_attention(q, *memory, **about, workspace=workspace, out=out)
+
+
 class CondensedBucketView(CondensedView):
     """Keys and values in blocks, of which compressed requests have kept a part; a ``BucketedView`` of the runner.
 
@@ -44,7 +112,6 @@ class CondensedBucketView(CondensedView):
         about: the last arguments of :class:`CondensedView`.
     """
 
-    bucket: Bucket | None = None
     num_padding_rows = 1
 
     def __init__(
@@ -56,13 +123,10 @@ class CondensedBucketView(CondensedView):
         buckets: Buckets,
         *about: Any,
     ) -> None:
-        super().__init__(config, sizes, dtype, device, "flash", *about)
-        self.buckets = buckets
-        self.paddings = [self._padding(bucket) for bucket in reversed(buckets.decode)]
-        heads = config.num_layers * config.num_kv_heads
-        ends = torch.zeros(sizes.max_sequences + 1, heads + 2, dtype=torch.int32, device=device)
-        bits = (sizes.max_sequences + 1, config.num_layers, config.num_kv_heads, -(-sizes.max_seq_len // 8))
-        self.kept = KeptTokens(ends, None if self.moves else torch.zeros(bits, dtype=torch.uint8, device=device))
+        self.buckets, self.bucket = replace(buckets, mixed=()), None
+        self.paddings = [padding_of(bucket, sizes.max_sequences) for bucket in reversed(buckets.decode)]
+        super().__init__(config, sizes, dtype, device, None, *about)
+        ends = self.kept.ends
         self.selector: HeadSelector | None = None
         if self.moves and self.budget.reduction in ("mean", "sum") and isinstance(self.compressor, BatchedCompressor):
             windows = torch.tensor([window or 0 for window in config.windows], dtype=torch.int32, device=device)
@@ -71,20 +135,34 @@ class CondensedBucketView(CondensedView):
         self.selected: dict[int, Selected] = {}  # by row, of sequences whose last step is in flight
         self.sent_rows: dict[int, Packed] = {}  # what each row of `kept` says; none: nothing is kept
 
-    def _places(self, is_decode: bool, max_tokens: int) -> dict[str, tuple[int, DTypeLike]]:
-        own = {"ring_places": (max_tokens, np.int64), "rows": (self.sizes.max_sequences, np.int32)}
-        return own | super()._places(is_decode, max_tokens)
+    def _attention(self, backend: str | None) -> tuple[PagedAttentionProtocol, Padding]:
+        config, sizes, device = self.config, self.sizes, self.keys.device
+        heads = config.num_layers * config.num_kv_heads
+        ends = torch.zeros(sizes.max_sequences + 1, heads + 2, dtype=torch.int32, device=device)
+        bits = (sizes.max_sequences + 1, config.num_layers, config.num_kv_heads, -(-sizes.max_seq_len // 8))
+        self.kept = KeptTokens(ends, None if self.moves else torch.zeros(bits, dtype=torch.uint8, device=device))
+        flash = PagedAttention(config, sizes, self.storage)
+        values = {"ring_places": sizes.max_sequences * self.num_queries, "rows": sizes.max_sequences}
+        padding = BucketPadding(
+            self.buckets,
+            self.paddings,
+            sizes.block_size,
+            config.num_kv_heads * config.head_dim,
+            {**OF_TOKENS, "lengths": 0, "table_starts": 0, **values},
+            (),
+        )
+        return CondensedAttention(flash, self.kept, self.attend_by_cells, self.num_queries), padding
 
     def load(self, batch: Batch) -> StepInputs:
         """See ``BatchView``."""
-        self.bucket = self.buckets.smallest(len(batch), batch.num_tokens) if batch.is_decode else None
         layout = cast(CondensedLayout, batch.layout)
         for row, packed in zip(layout.rows.tolist(), layout.packed, strict=True):
             if (selected := self.selected.pop(row, None)) is not None:  # what is loaded changes
                 selected.precede()
             self._send_kept(row, packed)
-        self.sequences, self.num_new = layout.holdings() if not batch.is_decode else [], batch.num_new_tokens.tolist()
-        return PagedView.load(self, batch)
+        inputs = self.paged.load(batch)
+        self.bucket, self.ring_places = self.paged.bucket, self.paged.sent["ring_places"]
+        return inputs
 
     def _send_kept(self, row: int, packed: Packed | None) -> None:
         """Tell the device what a row has kept, if that is news."""
@@ -100,32 +178,6 @@ class CondensedBucketView(CondensedView):
         else:
             self.sent_rows[row] = packed
 
-    def _arrays(self, batch: Batch, layout: PagedLayout) -> dict[str, NDArray[Any]]:
-        arrays = super()._arrays(batch, layout)
-        arrays["ring_places"] = self._ring_places(batch, layout.rows)
-        arrays["rows"] = layout.rows[: self.num_decoding]
-        if self.bucket is not None:
-            of_tokens = OF_TOKENS | {"ring_places": self.sizes.max_sequences * self.num_queries}
-            of_sequences = {"lengths": 0, "table_starts": 0, "rows": self.sizes.max_sequences}
-            for name, value in (of_tokens | of_sequences).items():
-                arrays[name] = padded(arrays[name], self.bucket.num_tokens, value)
-        return arrays
-
-    def _ring_places(self, batch: Batch, rows: Integers) -> Integers:
-        """Where the query of each token is kept: in its row's ring, or in the padding row."""
-        w, num_new = self.num_queries, batch.num_new_tokens
-        places = rows.repeat(num_new) * w + batch.positions % w
-        if batch.is_decode:
-            return places
-        num_behind = num_new.cumsum().repeat(num_new) - np.arange(batch.num_tokens)
-        return np.where(num_behind <= w, places, self.sizes.max_sequences * w)
-
-    def _receive(self, layout: PagedLayout, sent: Mapping[str, torch.Tensor]) -> None:
-        super()._receive(layout, sent)
-        self.ring_places, self.rows = sent["ring_places"], sent["rows"]
-        if self.bucket is not None:
-            self._take_buffers(self.bucket.num_tokens)
-
     def write(
         self,
         layer: int,
@@ -136,7 +188,7 @@ class CondensedBucketView(CondensedView):
         qk: QueryKeyTransform,
     ) -> torch.Tensor:
         """See :class:`shared.models.tokens.KVView`."""
-        q = PagedView.write(self, layer, q, k, v, positions, qk)
+        q = self.paged.write(layer, q, k, v, positions, qk)
         self.ring[layer].flatten(0, 1).index_copy_(0, self.ring_places, q)
         return q
 
@@ -144,21 +196,7 @@ class CondensedBucketView(CondensedView):
         self, layer: int, q: torch.Tensor, *, scale: float, window: int | None = None, softcap: float | None = None
     ) -> torch.Tensor:
         """See :class:`shared.models.tokens.KVView`."""
-        return PagedView.attend(self, layer, q, scale=scale, window=window, softcap=softcap)
-
-    def _attend_decoding(self, layer: int, q: torch.Tensor, out: torch.Tensor, about: dict[str, Any]) -> torch.Tensor:
-        workspace = self.workspaces[(len(q) - 1).bit_length()]
-        memory = (self.keys, self.values, *self.decoding, self.rows, self.kept, layer)
-        return condensed_attention(q, *memory, **about, workspace=workspace, out=out)
-
-    def _attend_prompts(self, layer: int, q: torch.Tensor, out: torch.Tensor, about: dict[str, Any]) -> None:
-        prompts = self.sequences[self.num_decoding :]
-        if all(sequence.packed is None for sequence in prompts):
-            super()._attend_prompts(layer, q, out, about)
-            return
-        num_new = self.num_new[self.num_decoding :]
-        for queries, result, sequence in zip(q.split(num_new), out.split(num_new), prompts, strict=True):
-            result.copy_(self.attend_by_cells(layer, queries, sequence, about))
+        return self.paged.attend(layer, q, scale=scale, window=window, softcap=softcap)
 
     def compress(self, sequence: Holding, place: Place) -> Packed | None:
         """See :class:`shared.cache.compressing.CompressingView`."""
@@ -209,18 +247,19 @@ class CondensedBucketView(CondensedView):
         self.sent_rows[sequence.row] = packed
         return packed
 
-    def _padding(self, bucket: Bucket) -> Batch:
-        """A batch for the capture of a bucket: new sequences that write to no slot."""
-        B, nothing = bucket.num_sequences, np.zeros(0, np.int64)
-        places = (np.full(B, self.sizes.max_sequences), np.zeros(B, np.int64), np.ones(B, np.int64), np.full(B, -1))
-        layout = PagedLayout(*places, tables=np.zeros(B, np.int32), table_starts=np.arange(B + 1))
-        return Batch(
-            request_ids=("padding",) * B,
-            token_ids=np.zeros(B, np.int64),
-            pending=nothing,
-            positions=np.zeros(B, np.int64),
-            num_new_tokens=np.ones(B, np.int64),
-            logit_rows=nothing,
-            logit_sequences=nothing,
-            layout=CondensedLayout.of_paged(layout, [None] * B),
-        )
+
+def padding_of(bucket: Bucket, max_sequences: int) -> Batch:
+    """A batch for the capture of a bucket: new sequences that write to no slot."""
+    B, nothing = bucket.num_sequences, np.zeros(0, np.int64)
+    places = (np.full(B, max_sequences), np.zeros(B, np.int64), np.ones(B, np.int64), np.full(B, -1))
+    layout = PagedLayout(*places, tables=np.zeros(B, np.int32), table_starts=np.arange(B + 1))
+    return Batch(
+        request_ids=("padding",) * B,
+        token_ids=np.zeros(B, np.int64),
+        pending=nothing,
+        positions=np.zeros(B, np.int64),
+        num_new_tokens=np.ones(B, np.int64),
+        logit_rows=nothing,
+        logit_sequences=nothing,
+        layout=CondensedLayout.of_paged(layout, [None] * B),
+    )

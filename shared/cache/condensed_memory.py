@@ -6,14 +6,15 @@ Invariant: that of :mod:`shared.cache.paged_memory`; without ``compress_method``
 from dataclasses import replace
 from functools import partial
 
-from shared.cache.bucket_memory import bucket_memory, buckets_of
-from shared.cache.condensed import CondensedKVCachePool
+from shared.cache.bucket_padding import bucket_attention, buckets_of
+from shared.cache.condensed import CompressedRequests
 from shared.cache.condensed_bucket_view import CondensedBucketView
-from shared.cache.condensed_prefix import CondensedPrefixKVCachePool
 from shared.cache.condensed_view import CondensedView
+from shared.cache.extension import NoExtension
 from shared.cache.paged import PagedKVCachePool
 from shared.cache.paged_layout import PagedSizes
-from shared.cache.paged_memory import sizes_for
+from shared.cache.paged_memory import PagedMemory, sizes_for
+from shared.cache.prefix import PrefixSharing, prefix_sharing
 from shared.cache.view import BatchView
 from shared.compression.compressors import COMPRESSORS
 from shared.compression.selection import Budget
@@ -23,11 +24,13 @@ from shared.engine.request import Request
 from shared.kernels.launch import launches
 from shared.models.causal_lm import CausalLM
 
+WITHOUT_COMPRESSION = PagedMemory(bucket_attention, prefix_sharing)
+
 
 def condensed_memory(config: EngineConfig, model: CausalLM, max_seq_len: int) -> tuple[PagedKVCachePool, BatchView]:
     """See ``MakeMemory``."""
     if config.compress_method is None:
-        return bucket_memory(config, model, max_seq_len)
+        return WITHOUT_COMPRESSION(config, model, max_seq_len)
     compressor = COMPRESSORS[config.compress_method](model.config.attention_scale)
     bounds = config.layer_budget, config.layer_upper_budget
     budget = Budget(*bounds, config.p_attn, reduction=config.attn_reduce_method)
@@ -41,17 +44,22 @@ def condensed_memory(config: EngineConfig, model: CausalLM, max_seq_len: int) ->
                 view.selector.is_recording &= config.is_on("use_cuda_graphs")
         else:
             view = CondensedView(*shape, config.attention_backend, *about)
+        sharing: NoExtension | PrefixSharing = NoExtension()
         if config.is_on("use_prefix_caching"):
-            return CondensedPrefixKVCachePool(view.cells, sizes, partial(num_shareable, config)), view
-        return CondensedKVCachePool(view.cells, sizes.max_sequences, sizes.max_seq_len), view
+            sharing = PrefixSharing(sizes.block_size, partial(num_shareable, config))
+        return PagedKVCachePool.of(sizes, CompressedRequests(view.cells, sharing)), view
 
     return make(sizes_for(config, model, max_seq_len, make))
 
 
 def num_shareable(config: EngineConfig, request: Request) -> int:
-    """The tokens of a request, from the first, before those whose queries its first compression may use."""
+    """The tokens of a request, from the first, before those whose queries its first compression may use.
+
+    They are fewer than all known tokens, so no block is copied.
+    """
     first = config.layer_budget + config.steps_between_compressions
-    return max(request.num_prompt_tokens, first) - config.query_window_size
+    last = max(request.num_prompt_tokens, first) - config.query_window_size
+    return max(0, min(last, request.num_tokens - 1))
 
 
 def decode_buckets(config: EngineConfig, model: CausalLM, max_seq_len: int) -> Buckets:

@@ -8,7 +8,9 @@ A layer with a sliding window keeps exactly its window, which loses nothing. The
 selects. Compressed sequences are attended with PyTorch's operations: in a decode step of such sequences together, else
 one at a time.
 
-Invariants: those of :class:`shared.cache.paged_view.PagedView`; a head's tokens are in time order, its tail included;
+A step is loaded, written and, without compressed sequences, attended by a :class:`shared.cache.paged_view.PagedView`.
+
+Invariants: those of that view; a head's tokens are in time order, its tail included;
 masks only lose bits; the queries of a token have one place in the ring, so a step can be run again.
 """
 
@@ -18,9 +20,13 @@ from typing import Any, cast
 import numpy as np
 import torch
 
+from shared.cache.attention import PagedAttentionProtocol
+from shared.cache.block_storage import PlainStorage
 from shared.cache.compressing import Place
 from shared.cache.condensed_layout import Cells, CondensedLayout, Holding, Packed
 from shared.cache.layout import ranges
+from shared.cache.padding import NoPadding, Padding
+from shared.cache.paged_attention import paged_or_operations
 from shared.cache.paged_layout import PagedSizes
 from shared.cache.paged_view import PagedView
 from shared.cache.view import StepInputs
@@ -33,7 +39,7 @@ from shared.models.config import ModelConfig
 from shared.models.tokens import QueryKeyTransform
 
 
-class CondensedView(PagedView):
+class CondensedView:
     """Keys and values in blocks, of which compressed requests have kept a part; see ``BatchView``.
 
     Args:
@@ -55,25 +61,32 @@ class CondensedView(PagedView):
         num_queries: int,
         moves: bool,
     ) -> None:
-        super().__init__(config, sizes, dtype, device, backend or "sdpa")
+        self.config, self.sizes = config, sizes
         self.compressor, self.budget, self.num_queries, self.moves = compressor, budget, num_queries, moves
+        self.storage = PlainStorage(config, sizes, dtype, device)
+        self.keys, self.values, self.num_bytes = self.storage.keys, self.storage.values, self.storage.num_bytes
         self.cells = Cells(config.num_layers, sizes.num_blocks, sizes.block_size, config.num_kv_heads)
-        self.key_cells, self.value_cells = self.keys.view(-1, self.head_dim), self.values.view(-1, self.head_dim)
+        self.key_cells, self.value_cells = (x.view(-1, config.head_dim) for x in (self.keys, self.values))
+        self.paged = PagedView(config, sizes, dtype, self.storage, *self._attention(backend))
         rows = sizes.max_sequences + self.num_padding_rows
         shape = (config.num_layers, rows, num_queries, config.num_heads, config.head_dim)
         self.ring = torch.zeros(shape, dtype=dtype, device=device)
         self.packed_cells: dict[int, tuple[Packed, np.ndarray, np.ndarray]] = {}  # by row
         self.masks: dict[int, torch.Tensor] = {}  # by row: uint8 [layers, Hkv, ceil(n / 8)], of the last compression
 
+    def _attention(self, backend: str | None) -> tuple[PagedAttentionProtocol, Padding]:
+        """Of steps without compressed sequences, and the padding of all."""
+        return paged_or_operations(self.config, self.sizes, self.storage, backend or "sdpa"), NoPadding()
+
     def load(self, batch: Batch) -> StepInputs:
         """See ``BatchView``."""
-        inputs = super().load(batch)
+        inputs = self.paged.load(batch)
         layout, w = cast(CondensedLayout, batch.layout), self.num_queries
         kept = np.minimum(batch.num_new_tokens, w)  # the queries of each sequence that stay in the ring
         tokens = ranges(batch.num_new_tokens.cumsum() - kept, kept)
         places = layout.rows.repeat(kept) * w + batch.positions[tokens] % w
         self.ring_tokens, self.ring_places = (torch.from_numpy(x).to(self.keys.device) for x in (tokens, places))
-        self.sequences = layout.holdings()
+        self.sequences, self.num_new = layout.holdings(), batch.num_new_tokens.tolist()
         self.is_compressed = any(one.packed is not None for one in self.sequences)
         self.is_together = batch.is_decode and all(one.num_packed_slots for one in self.sequences)
         self.together: tuple[torch.Tensor, torch.Tensor] | None = None
@@ -89,7 +102,7 @@ class CondensedView(PagedView):
         qk: QueryKeyTransform,
     ) -> torch.Tensor:
         """See :class:`shared.models.tokens.KVView`."""
-        q = super().write(layer, q, k, v, positions, qk)
+        q = self.paged.write(layer, q, k, v, positions, qk)
         self.ring[layer].flatten(0, 1).index_copy_(0, self.ring_places, q[self.ring_tokens])
         return q
 
@@ -98,7 +111,7 @@ class CondensedView(PagedView):
     ) -> torch.Tensor:
         """See :class:`shared.models.tokens.KVView`."""
         if not self.is_compressed:
-            return super().attend(layer, q, scale=scale, window=window, softcap=softcap)
+            return self.paged.attend(layer, q, scale=scale, window=window, softcap=softcap)
         about: dict[str, Any] = {"scale": scale, "window": window, "softcap": softcap}
         if self.is_together:  # (sequence, KV head) are heads of one token
             self.together = self.together or self._cells_together()
@@ -154,7 +167,7 @@ class CondensedView(PagedView):
             tail = self.cells.plain(layers, np.arange(one.num_packed_slots, one.length), one.table)
             parts.append((*self._packed_cells(one.row, one.table, one.packed), tail))
         S = max(first.shape[-1] + tail.shape[-1] for first, _, tail in parts)
-        cells = np.zeros((len(layers), len(parts), self.num_kv_heads, S), np.int64)
+        cells = np.zeros((len(layers), len(parts), self.cells.num_kv_heads, S), np.int64)
         kept = np.zeros(cells.shape, np.bool_)
         for b, (first, is_kept, tail) in enumerate(parts):
             end = S - tail.shape[-1]
@@ -197,7 +210,7 @@ class CondensedView(PagedView):
         w = min(self.num_queries, sequence.num_tail)
         places = torch.arange(-w, 0, device=self.keys.device).add(sequence.num_tokens) % self.num_queries
         queries = self.ring[layer, sequence.row, places]  # [w, Hq, D]
-        kept, group = torch.zeros_like(before), queries.shape[1] // self.num_kv_heads
+        kept, group = torch.zeros_like(before), queries.shape[1] // self.cells.num_kv_heads
         for head, columns in enumerate(before):  # heads have different lengths
             mine = self.key_cells[cells[head, columns]][:, None]  # [n, 1, D]
             of_head = queries[:, head * group : (head + 1) * group]

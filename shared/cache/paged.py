@@ -5,18 +5,23 @@ holds blocks, which need not be adjacent, and its block table maps tokens to blo
 ``t % block_size`` of block ``table[t // block_size]``. A request wastes less than one block
 (PagedAttention: Kwon et al., SOSP 2023, arXiv 2309.06180).
 
+What else becomes of blocks is in an *extension* (:mod:`shared.cache.extension`): a prefix tree (phase 8), chunks (9.1),
+compressed requests (9.2). What attention needs of a layout is added by the view's ``lay_out``.
+
 Invariants: a request holds exactly the blocks that its reserved tokens fill, and the allocator counts a reference for
 each table that lists a block; the first ``length`` slots of a table hold the request's tokens in order.
 """
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from typing import Self
 
 import numpy as np
 
 from shared.cache.blocks import BlockAllocator, Blocks
+from shared.cache.extension import NoExtension, PoolExtension
 from shared.cache.layout import before_and_after
-from shared.cache.paged_layout import PagedLayout
+from shared.cache.paged_layout import PagedLayout, PagedSizes, as_it_is
 from shared.engine.request import Request
 from shared.errors import CapacityError, ConfigError
 from shared.scheduling.schedule import Schedule
@@ -31,12 +36,19 @@ class PagedKVCachePool:
     Args:
         num_blocks: blocks of ``block_size`` tokens each.
         request_capacity: maximum tokens of one request; None: the whole pool, which is also the upper limit.
+        lay_out: completes the layout of a step, for the view's attention.
 
     Raises ConfigError if an argument is not positive.
     """
 
     def __init__(
-        self, num_blocks: int, block_size: int, max_sequences: int, request_capacity: int | None = None
+        self,
+        num_blocks: int,
+        block_size: int,
+        max_sequences: int,
+        request_capacity: int | None = None,
+        extension: PoolExtension | None = None,
+        lay_out: Callable[[PagedLayout], PagedLayout] = as_it_is,
     ) -> None:
         if min(num_blocks, block_size, max_sequences) < 1:
             raise ConfigError(
@@ -55,6 +67,20 @@ class PagedKVCachePool:
         self.num_held = [0] * max_sequences  # blocks: the valid entries of each row of the tables
         self.granted = [0] * max_sequences  # tokens
         self.lengths = [0] * max_sequences
+        self.num_slotless: dict[Request, int] = {}  # tokens without a slot in the request's table, if there are any
+        self.extension = extension or NoExtension()
+        self.lay_out = lay_out
+
+    @classmethod
+    def of(
+        cls,
+        sizes: PagedSizes,
+        extension: PoolExtension | None = None,
+        lay_out: Callable[[PagedLayout], PagedLayout] = as_it_is,
+    ) -> Self:
+        """A pool of the sizes of its view."""
+        shape = (sizes.num_blocks, sizes.block_size, sizes.max_sequences, sizes.max_seq_len)
+        return cls(*shape, extension, lay_out)
 
     def blocks_for(self, num_tokens: int) -> int:
         """Blocks that ``num_tokens`` tokens of one request fill."""
@@ -62,31 +88,33 @@ class PagedKVCachePool:
 
     def admit(self, request: Request) -> int:
         """See ``CachePoolProtocol``."""
-        return 0
+        return self.extension.admit(self, request)
 
     def must_wait(self, request: Request) -> bool:
         """See ``CachePoolProtocol``."""
-        return False
+        return self.extension.must_wait(request)
 
     def reserve(self, request: Request, num_tokens: int) -> bool:
         """See ``CachePoolProtocol``; allocates the missing blocks, all of them or none."""
-        if not 0 <= num_tokens <= self.request_capacity:
+        num_slotless = self.num_slotless.get(request, 0)
+        if not 0 <= num_tokens <= self.request_capacity + num_slotless:
             raise CapacityError(
                 f"Request {request.request_id} asks for {num_tokens} tokens and the pool has {self.request_capacity} "
                 "for one request; shorten the prompt, lower max_new_tokens, or raise max_seq_len or num_gpu_blocks."
             )
+        num_tokens = max(0, num_tokens - num_slotless)
         # exercise 06x2: grow a block table
         # hint: a request that holds blocks has a row of the tables; num_held counts the valid entries of the row
         # hint: a new request needs a row from free_rows; if none is free, return False and change nothing
         # hint: blocks_for returns how many blocks it needs in all: allocate those that are missing
-        # hint: _allocate returns None if it cannot provide all of them; take a row only after it has succeeded
+        # hint: allocate returns None if it cannot provide all of them; take a row only after it has succeeded
         # hint: append the new blocks to the table; granted never shrinks: a smaller num_tokens frees nothing
         row = self.rows.get(request)
         held = 0 if row is None else self.num_held[row]
         if row is None or num_tokens > held * self.block_size:
             if row is None and not self.free_rows:
                 return False
-            blocks = self._allocate(self.blocks_for(num_tokens) - held)
+            blocks = self.allocate(self.blocks_for(num_tokens) - held)
             if blocks is None:
                 return False
             if row is None:
@@ -97,9 +125,9 @@ class PagedKVCachePool:
         return True
         # end exercise
 
-    def _allocate(self, count: int) -> Blocks | None:
+    def allocate(self, count: int) -> Blocks | None:
         """``count`` blocks, each with one reference; None if there are fewer."""
-        return self.allocator.allocate(count)
+        return self.extension.allocate(self, count)
 
     def commit(self, request: Request, num_tokens: int) -> None:
         """See ``CachePoolProtocol``."""
@@ -111,20 +139,24 @@ class PagedKVCachePool:
                 f"cannot have {num_tokens} more; reserve them first."
             )
         self.lengths[row] = length
+        self.extension.commit(self, request, num_tokens)
 
     def reserve_next(self, requests: Iterable[Request]) -> list[Request]:
         """See ``CachePoolProtocol``; all blocks that the step lacks are allocated at once, or none of them."""
         rows, granted, num_held, size = self.rows, self.granted, self.num_held, self.block_size
+        slotless = self.num_slotless
         others: list[Request] = []
         for request in requests:
             row, num_tokens = rows[request], request.num_tokens + request.num_pending_tokens
+            if slotless:
+                num_tokens -= slotless.get(request, 0)
             if num_tokens > num_held[row] * size:
                 others.append(request)
             elif num_tokens > granted[row]:
                 granted[row] = num_tokens
         if not others:
             return []
-        blocks = self._allocate(len(others))
+        blocks = self.allocate(len(others))
         if blocks is None:
             return others
         growing = [rows[request] for request in others]
@@ -147,7 +179,9 @@ class PagedKVCachePool:
 
     def truncate(self, request: Request, num_tokens: int) -> None:
         """See ``CachePoolProtocol``."""
+        self.extension.check_truncation(request, num_tokens)
         row = self._row(request)
+        num_tokens -= self.num_slotless.get(request, 0)
         if not 0 <= num_tokens <= self.lengths[row]:
             raise CapacityError(
                 f"Request {request.request_id} has {self.lengths[row]} cached tokens and cannot be truncated to "
@@ -158,6 +192,7 @@ class PagedKVCachePool:
     def shrink(self, request: Request, num_tokens: int) -> None:
         """See ``CachePoolProtocol``; frees the blocks that are no longer needed."""
         row = self._row(request)
+        num_tokens -= self.num_slotless.get(request, 0)
         self.granted[row] = max(self.lengths[row], min(num_tokens, self.granted[row]))
         needed = self.blocks_for(self.granted[row])
         if needed < self.num_held[row]:
@@ -166,6 +201,8 @@ class PagedKVCachePool:
 
     def release(self, request: Request) -> None:
         """See ``CachePoolProtocol``."""
+        self.extension.release(request)
+        self.num_slotless.pop(request, None)
         row = self.rows.get(request)
         if row is None:
             return
@@ -177,17 +214,17 @@ class PagedKVCachePool:
     def length(self, request: Request) -> int:
         """See ``CachePoolProtocol``."""
         row = self.rows.get(request)
-        return 0 if row is None else self.lengths[row]
+        return self.extension.context_length(request) + (0 if row is None else self.lengths[row])
 
     @property
     def used_tokens(self) -> int:
-        """See ``CachePoolProtocol``."""
-        return sum(self.lengths)
+        """See ``CachePoolProtocol``; a token of a shared block counts once."""
+        return sum(self.lengths) + self.extension.used_tokens()
 
     @property
     def free_tokens(self) -> int:
-        """See ``CachePoolProtocol``; free slots in partially filled blocks do not count."""
-        return self.allocator.num_free * self.block_size
+        """See ``CachePoolProtocol``; free slots in partially filled blocks do not count, blocks that are kept do."""
+        return (self.allocator.num_free + self.extension.num_unused_blocks()) * self.block_size
 
     def layout(self, schedule: Schedule) -> PagedLayout:
         """See ``CachePoolProtocol``."""
@@ -199,7 +236,7 @@ class PagedKVCachePool:
         layout = PagedLayout.of(np.array(rows, np.int64), num_cached, lengths, self.tables, self.block_size)
         if schedule.num_ahead:
             layout = layout.reaching(schedule.num_ahead, self.tables, self.block_size)
-        return layout
+        return self.lay_out(self.extension.lay_out(self, schedule, layout))
 
     def holdings(self) -> tuple[int, dict[Request, list[int]]]:
         """See ``CachePoolProtocol``."""
@@ -207,10 +244,11 @@ class PagedKVCachePool:
 
     def cached_blocks(self) -> list[int]:
         """See ``CachePoolProtocol``."""
-        return []
+        return self.extension.unused_blocks()
 
     def drop_cached(self) -> None:
         """See ``CachePoolProtocol``."""
+        self.extension.drop_unused(self)
 
     def table(self, request: Request) -> Blocks:
         """The block table of a request; empty if it holds no blocks."""
@@ -248,11 +286,8 @@ class PagedKVCachePool:
             for request, row in self.rows.items()
             if self.num_held[row] != self.blocks_for(self.granted[row])
         ]
-        return found + self.allocator.audit(self._block_lists())
-
-    def _block_lists(self) -> list[Blocks]:
-        """The blocks of each holder."""
-        return [self.table(request) for request in self.rows]
+        holders = [*map(self.table, self.rows), *self.extension.block_lists()]
+        return found + self.allocator.audit(holders) + self.extension.audit(self)
 
     def _row(self, request: Request) -> int:
         row = self.rows.get(request)

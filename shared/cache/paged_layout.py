@@ -74,3 +74,8 @@ class PagedLayout(Layout):
             table_starts=starts - starts[0],
             copies=self.copies[np.isin(self.copies[:, 1], tables)],
         )
+
+
+def as_it_is(layout: PagedLayout) -> PagedLayout:
+    """The layout of a step whose attention needs no plans."""
+    return layout

@@ -1,9 +1,19 @@
-"""Makes a paged pool and its view from an engine's settings. Introduced in phase 6.
+"""Puts a paged pool and its view together from parts. Introduced in phase 6.
 
-Invariant: pool and view agree in every size, since both are made here.
+A phase names its parts: an attention (with the padding of its steps), an extension of the pool, and the storages by
+``EngineConfig.kv_cache_dtype``. Invariant: pool and view agree in every size, and the pool lays steps out as the view's
+attention needs them, since both are made here.
 """
 
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+from shared.cache.attention import PagedAttentionProtocol
+from shared.cache.block_storage import BlockStorage, MakeStorage, PlainStorage
+from shared.cache.extension import PoolExtension
+from shared.cache.padding import NoPadding, Padding
 from shared.cache.paged import PagedKVCachePool
+from shared.cache.paged_attention import paged_or_operations
 from shared.cache.paged_layout import PagedSizes
 from shared.cache.paged_view import PagedView
 from shared.cache.pool_size import MakePaged, num_blocks_that_fit
@@ -12,15 +22,41 @@ from shared.engine.config import EngineConfig
 from shared.errors import ConfigError
 from shared.models.causal_lm import CausalLM
 
+MakeAttention = Callable[
+    [EngineConfig, CausalLM, PagedSizes, BlockStorage], tuple[PagedAttentionProtocol, Padding | None]
+]
+MakeExtension = Callable[[EngineConfig, PagedSizes], PoolExtension | None]
 
-def paged_memory(config: EngineConfig, model: CausalLM, max_seq_len: int) -> tuple[PagedKVCachePool, BatchView]:
-    """See ``MakeMemory``."""
 
-    def make(sizes: PagedSizes) -> tuple[PagedKVCachePool, BatchView]:
-        view = PagedView(model.config, sizes, model.dtype, model.device, config.attention_backend)
-        return PagedKVCachePool(sizes.num_blocks, sizes.block_size, sizes.max_sequences, sizes.max_seq_len), view
+def unplanned_attention(
+    config: EngineConfig, model: CausalLM, sizes: PagedSizes, storage: BlockStorage
+) -> tuple[PagedAttentionProtocol, Padding]:
+    """Attention by phase 6's kernels, or by PyTorch's operations; see ``MakeAttention``."""
+    return paged_or_operations(model.config, sizes, storage, config.attention_backend), NoPadding()
 
-    return make(sizes_for(config, model, max_seq_len, make))
+
+def no_extension(config: EngineConfig, sizes: PagedSizes) -> None:
+    """Every block belongs to one request; see ``MakeExtension``."""
+
+
+@dataclass(frozen=True)
+class PagedMemory:
+    """Makes pool and view of these parts; see ``MakeMemory``."""
+
+    attention: MakeAttention = unplanned_attention
+    extension: MakeExtension = no_extension
+    storages: Mapping[str, MakeStorage] = field(default_factory=lambda: {"auto": PlainStorage.of})
+
+    def __call__(self, config: EngineConfig, model: CausalLM, max_seq_len: int) -> tuple[PagedKVCachePool, BatchView]:
+        """See ``MakeMemory``."""
+
+        def make(sizes: PagedSizes) -> tuple[PagedKVCachePool, BatchView]:
+            storage = self.storages[config.kv_cache_dtype](config, model, sizes)
+            attention, padding = self.attention(config, model, sizes, storage)
+            view = PagedView(model.config, sizes, model.dtype, storage, attention, padding)
+            return PagedKVCachePool.of(sizes, self.extension(config, sizes), attention.lay_out), view
+
+        return make(sizes_for(config, model, max_seq_len, make))
 
 
 def sizes_for(config: EngineConfig, model: CausalLM, max_seq_len: int, make: MakePaged) -> PagedSizes:

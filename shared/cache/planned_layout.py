@@ -29,6 +29,15 @@ class StepPlans(NamedTuple):
     prefill: Mapping[int | None, AttentionPlan]
 
 
+class StepLaunches(NamedTuple):
+    """The launches of each layer: the rows of queries that they get, and their tilings; None: there is no launch."""
+
+    num_decoding: int  # the first rows, of the sequences that decode
+    first_prompt: int  # the row from which those of the prompts are read
+    decode: DecodeTiling | None
+    prefill: PrefillTiling | None
+
+
 @dataclass(frozen=True)
 class AttentionPlanner:
     """Plans the attention of a model on a device; ``itemsize`` is the bytes per element of its keys."""
@@ -70,6 +79,12 @@ class AttentionPlanner:
             self._plan_decode(lengths[:num_decoding]),
             self._plan_prefill(num_new[num_decoding:], lengths[num_decoding:]),
         )
+
+    def launches(self, num_tokens: int, num_sequences: int, num_decoding: int) -> StepLaunches:
+        """The launches of a step whose first ``num_decoding`` sequences have one new token each."""
+        T, B, n = num_tokens, num_sequences, num_decoding
+        decode = self.decode_tiling(n) if n else None
+        return StepLaunches(n, n, decode, self.prefill_tiling(T - n, B - n) if n < B else None)
 
     def _plan_decode(self, lengths: Integers, num_rows: int | None = None) -> dict[int | None, AttentionPlan]:
         """``num_rows``: of a captured launch, which needs a plan even if nothing decodes."""

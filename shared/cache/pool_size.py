@@ -6,6 +6,7 @@ as in vLLM. On a GPU PyTorch's allocator records the peak. On a CPU it does not,
 of the forward while they are alive. Invariant: the measured peak excludes the model and the caches.
 """
 
+import math
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -41,12 +42,15 @@ def num_blocks_that_fit(config: EngineConfig, model: CausalLM, max_seq_len: int,
         make: makes the pool and the view of the measured step.
     """
     most = config.most_tokens_of_a_step(max_seq_len)
-    kv_dtype = torch.uint8 if config.kv_cache_dtype == "fp8" else model.dtype
     caches = [model.config]
     if config.draft_model is not None:  # whose blocks are as many
         caches.append(read_config(resolve_model(config.draft_model), can_quantize=True))
-    block_bytes = sum([kv_bytes(cache, config.block_size, kv_dtype) for cache in caches])
-    left = int(SHARE[model.device.type] * free_bytes(model.device)) - step_bytes(config, model, max_seq_len, most, make)
+    _, view = make(PagedSizes(1, config.block_size, 1, 1, max_seq_len))
+    bytes_per_number = view.num_bytes / kv_bytes(model.config, config.block_size, torch.uint8)
+    numbers = sum([kv_bytes(cache, config.block_size, torch.uint8) for cache in caches])
+    block_bytes = math.ceil(numbers * bytes_per_number)
+    free = int(SHARE[model.device.type] * free_bytes(model.device))
+    left = free - step_bytes(config, model, max_seq_len, most, make)
     useful = config.max_batch_size * -(-max_seq_len // config.block_size)
     return max(0, min(left // block_bytes, useful))
 

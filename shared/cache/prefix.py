@@ -1,4 +1,4 @@
-"""A paged KV cache pool that computes common prefixes once. The host side. Introduced in phase 8.
+"""Computes common prefixes once: a paged pool's prefix tree. The host side. Introduced in phase 8.
 
 An admitted request gets the blocks that already hold a prefix of its tokens, and computation begins behind them. Blocks
 are shared by reference count: one for each block table, and one for the tree (:mod:`shared.cache.prefix_tree`), which a
@@ -16,16 +16,17 @@ its prefix, and the first blocks of its table are the tree's; free, cached and h
 """
 
 import struct
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from weakref import WeakKeyDictionary
 
 import numpy as np
 
 from shared.cache.blocks import Blocks
+from shared.cache.extension import BlockTables, PoolExtension
 from shared.cache.paged_layout import PagedLayout, PagedSizes
-from shared.cache.planned import PlannedKVCachePool
-from shared.cache.planned_layout import AttentionPlanner
 from shared.cache.prefix_tree import ID_BYTES, Node, PrefixTree
+from shared.engine.config import EngineConfig
 from shared.engine.request import Request
 from shared.errors import BlockError, CapacityError
 from shared.scheduling.schedule import Schedule
@@ -43,20 +44,29 @@ class Prefix:
     computes: tuple[Node, bytes] | None = None  # the block behind the node, if it is still to be computed
 
 
-class PrefixKVCachePool(PlannedKVCachePool):
-    """A planned pool with a prefix tree; arguments as there."""
+def all_tokens(request: Request) -> int:
+    """Every known token of a request may be found in the tree."""
+    return request.num_tokens
 
-    def __init__(self, sizes: PagedSizes, planner: AttentionPlanner | None) -> None:
-        super().__init__(sizes, planner)
-        self.tree = PrefixTree(sizes.block_size)
+
+class PrefixSharing(PoolExtension):
+    """A prefix tree; see :class:`shared.cache.extension.PoolExtension`.
+
+    Args:
+        num_shareable: the tokens of a request, from the first, that it may find in the tree.
+    """
+
+    def __init__(self, block_size: int, num_shareable: Callable[[Request], int] = all_tokens) -> None:
+        self.block_size, self.num_shareable = block_size, num_shareable
+        self.tree = PrefixTree(block_size)
         self.prefixes: dict[Request, Prefix] = {}  # of the admitted requests
         self.copying: set[Request] = set()  # those whose next step copies a block
         self.computing: dict[tuple[Node, bytes], Request] = {}  # which request computes the block behind a node
         self.leaders: WeakKeyDictionary[Request, tuple[Request, int]] = WeakKeyDictionary()
         self.packed_ids: WeakKeyDictionary[Request, bytes] = WeakKeyDictionary()
 
-    def admit(self, request: Request) -> int:
-        """See ``CachePoolProtocol``; the request shares the blocks of its longest cached prefix."""
+    def admit(self, pool: BlockTables, request: Request) -> int:
+        """See ``PoolExtension``; the request shares the blocks of its longest cached prefix."""
         tokens, salt = self.shareable(request), _salt(request)
         node, blocks = self.tree.acquire(b"" if request.needs_prompt_logits else tokens, salt)
         # exercise 08x5: share the blocks, and leave a token to compute
@@ -66,17 +76,17 @@ class PrefixKVCachePool(PlannedKVCachePool):
         # hint: two blocks can be had (free_tokens), release the node, acquire all blocks but the last, and do not copy
         # hint: put the shared blocks into the request's table: take a row, count a reference for each (allocator.share)
         num_cached = min(len(blocks) * self.block_size, request.num_tokens - 1)
-        if num_cached < len(blocks) * self.block_size and self.free_tokens < 2 * self.block_size:
+        if num_cached < len(blocks) * self.block_size and pool.free_tokens < 2 * self.block_size:
             self.tree.release(node)
             node, blocks = self.tree.acquire(tokens[: -self.tree.block_bytes], salt)
             num_cached = len(blocks) * self.block_size
         num_shared = num_cached // self.block_size
-        if num_cached and self.free_rows:
-            row = self.rows[request] = self.free_rows.pop()
-            self.allocator.share(blocks[:num_shared])
-            self.tables[row, :num_shared] = blocks[:num_shared]
-            self.num_held[row], self.granted[row] = num_shared, num_shared * self.block_size
-            self.lengths[row] = num_cached
+        if num_cached and pool.free_rows:
+            row = pool.rows[request] = pool.free_rows.pop()
+            pool.allocator.share(blocks[:num_shared])
+            pool.tables[row, :num_shared] = blocks[:num_shared]
+            pool.num_held[row], pool.granted[row] = num_shared, num_shared * self.block_size
+            pool.lengths[row] = num_cached
         # end exercise
         self.prefixes[request] = Prefix(node, len(blocks), num_shared)
         if num_shared < len(blocks):
@@ -85,7 +95,7 @@ class PrefixKVCachePool(PlannedKVCachePool):
         return num_cached
 
     def must_wait(self, request: Request) -> bool:
-        """See ``CachePoolProtocol``."""
+        """See ``PoolExtension``."""
         if request.needs_prompt_logits:
             return False
         leader, num_common = self.leaders.get(request, (None, 0))
@@ -102,26 +112,25 @@ class PrefixKVCachePool(PlannedKVCachePool):
         self.leaders[request] = leader, self.tree.num_common(self._tokens(leader), tokens)
         return True
 
-    def _allocate(self, count: int) -> Blocks | None:
-        """See :class:`shared.cache.paged.PagedKVCachePool`; evicts cached blocks if too few are free."""
-        missing = count - self.allocator.num_free
+    def allocate(self, pool: BlockTables, count: int) -> Blocks | None:
+        """See ``PoolExtension``; evicts cached blocks if too few are free."""
+        missing = count - pool.allocator.num_free
         if not 0 < missing <= self.tree.num_unused_blocks:
-            return super()._allocate(count)
+            return pool.allocator.allocate(count)
         evicted = self.tree.evict(missing)  # the tree's reference becomes the table's
         if missing == count:
             return evicted
-        free = super()._allocate(count - missing)
+        free = pool.allocator.allocate(count - missing)
         assert free is not None
         return np.concatenate([free, evicted])
 
-    def commit(self, request: Request, num_tokens: int) -> None:
-        """See ``CachePoolProtocol``; the blocks that are full now enter the tree."""
-        super().commit(request, num_tokens)
-        row = self.rows[request]
-        if self.lengths[row] % self.block_size >= num_tokens:
-            return  # no block was filled
-        prefix, num_full = self.prefixes[request], self.lengths[row] // self.block_size
-        own = self.tables[row, prefix.num_shared : num_full]
+    def commit(self, pool: BlockTables, request: Request, num_tokens: int) -> None:
+        """See ``PoolExtension``; the blocks that are full now enter the tree."""
+        row, prefix = pool.rows[request], self.prefixes.get(request)
+        if prefix is None or pool.lengths[row] % self.block_size >= num_tokens:
+            return  # not for the tree, or no block was filled
+        num_full = pool.lengths[row] // self.block_size
+        own = pool.tables[row, prefix.num_shared : num_full]
         num_copied = prefix.num_blocks - prefix.num_shared
         of_tree = prefix.node.blocks[len(prefix.node.blocks) - num_copied :]
         if num_full > prefix.num_blocks:
@@ -129,77 +138,72 @@ class PrefixKVCachePool(PlannedKVCachePool):
             tokens = self._tokens(request)[start:end]
             prefix.node, found = self.tree.extend(prefix.node, tokens, own[num_copied:], _salt(request))
             of_tree = np.concatenate([of_tree, found]) if num_copied else found
-        self.allocator.share(of_tree)  # for the tree where the block is new, else for this table
+        pool.allocator.share(of_tree)  # for the tree where the block is new, else for this table
         if own.tolist() != of_tree.tolist():
-            self.allocator.free(own[own != of_tree])
-            self.tables[row, prefix.num_shared : num_full] = of_tree
+            pool.allocator.free(own[own != of_tree])
+            pool.tables[row, prefix.num_shared : num_full] = of_tree
         prefix.num_blocks = prefix.num_shared = num_full
         self.copying.discard(request)
         self._note_computing(request)
 
-    def truncate(self, request: Request, num_tokens: int) -> None:
-        """See ``CachePoolProtocol``; raises CapacityError also for tokens that the tree has, which others may read."""
+    def check_truncation(self, request: Request, num_tokens: int) -> None:
+        """See ``PoolExtension``; others may read the tokens that the tree has."""
         num_shared = self.prefixes[request].num_shared if request in self.prefixes else 0
         if num_tokens < num_shared * self.block_size:
             raise CapacityError(
                 f"Request {request.request_id} cannot be truncated to {num_tokens} tokens: its first "
                 f"{num_shared * self.block_size} are committed to the prefix tree."
             )
-        super().truncate(request, num_tokens)
 
     def release(self, request: Request) -> None:
-        """See ``CachePoolProtocol``; the request's full blocks stay cached."""
+        """See ``PoolExtension``; the request's full blocks stay cached."""
         prefix = self.prefixes.pop(request, None)
         if prefix is not None:
             self.tree.release(prefix.node)
             self._forget_computing(request, prefix)
             self.copying.discard(request)
-        super().release(request)
 
-    @property
-    def free_tokens(self) -> int:
-        """See ``CachePoolProtocol``; cached blocks that no request uses count as free."""
-        return super().free_tokens + self.tree.num_unused_blocks * self.block_size
-
-    @property
-    def used_tokens(self) -> int:
-        """See ``CachePoolProtocol``; a token of a shared block counts once."""
-        num_shared = sum([prefix.num_shared for prefix in self.prefixes.values()])
-        num_in_use = self.tree.num_blocks - self.tree.num_unused_blocks - num_shared
-        return super().used_tokens + num_in_use * self.block_size
-
-    def layout(self, schedule: Schedule) -> PagedLayout:
-        """See ``CachePoolProtocol``. Raises BlockError if the step would write a shared block."""
-        layout = super().layout(schedule)
+    def lay_out(self, pool: BlockTables, schedule: Schedule, layout: PagedLayout) -> PagedLayout:
+        """See ``PoolExtension``. Raises BlockError if the step would write a shared block."""
         written = layout.slot_mapping // self.block_size
-        is_shared = self.allocator.ref_counts[written] > 1
+        is_shared = pool.allocator.ref_counts[written] > 1
         if is_shared.any():
             block = written[is_shared][0]
             raise BlockError(f"The step would write block {block}, which is shared; only a copy may be written.")
         if not self.copying:
             return layout
-        copies = [self._copy(request) for request in schedule.requests if request in self.copying]
+        copies = [self._copy(pool, request) for request in schedule.requests if request in self.copying]
         return replace(layout, copies=np.array(copies, np.int32)) if copies else layout
 
-    def cached_blocks(self) -> list[int]:
-        """See ``CachePoolProtocol``."""
+    def num_unused_blocks(self) -> int:
+        """See ``PoolExtension``."""
+        return self.tree.num_unused_blocks
+
+    def used_tokens(self) -> int:
+        """See ``PoolExtension``; a token of a shared block counts once."""
+        num_shared = sum([prefix.num_shared for prefix in self.prefixes.values()])
+        return (self.tree.num_blocks - self.tree.num_unused_blocks - num_shared) * self.block_size
+
+    def unused_blocks(self) -> list[int]:
+        """See ``PoolExtension``."""
         return self.tree.unused_blocks().tolist()
 
-    def drop_cached(self) -> None:
-        """See ``CachePoolProtocol``; the next allocation gets the blocks of a path in their order."""
-        self.allocator.free(self.tree.evict(self.tree.num_unused_blocks)[::-1])
+    def drop_unused(self, pool: BlockTables) -> None:
+        """See ``PoolExtension``; the next allocation gets the blocks of a path in their order."""
+        pool.allocator.free(self.tree.evict(self.tree.num_unused_blocks)[::-1])
 
-    def audit_blocks(self) -> list[str]:
-        """See :class:`shared.cache.paged.PagedKVCachePool`; the tree too."""
-        return super().audit_blocks() + self.tree.audit([prefix.node for prefix in self.prefixes.values()])
+    def audit(self, pool: BlockTables) -> list[str]:
+        """See ``PoolExtension``."""
+        return self.tree.audit([prefix.node for prefix in self.prefixes.values()])
 
-    def _block_lists(self) -> list[Blocks]:
-        return [*super()._block_lists(), self.tree.blocks()]
+    def block_lists(self) -> list[Blocks]:
+        """See ``PoolExtension``."""
+        return [self.tree.blocks()]
 
-    def _copy(self, request: Request) -> tuple[int, int]:
+    def _copy(self, pool: BlockTables, request: Request) -> tuple[int, int]:
         """The block that a request's next step copies, and where to."""
         prefix = self.prefixes[request]
-        return int(prefix.node.blocks[-1]), int(self.tables[self._row(request), prefix.num_shared])
+        return int(prefix.node.blocks[-1]), int(pool.tables[pool.rows[request], prefix.num_shared])
 
     def _note_computing(self, request: Request) -> None:
         """Keep ``computing`` in step with the end of the request's prefix."""
@@ -217,7 +221,7 @@ class PrefixKVCachePool(PlannedKVCachePool):
 
     def shareable(self, request: Request) -> bytes:
         """The packed ids of the blocks that a request may find in the tree."""
-        return self._tokens(request)
+        return self._tokens(request)[: self.num_shareable(request) // self.block_size * self.tree.block_bytes]
 
     def _tokens(self, request: Request) -> bytes:
         """The packed ids of the whole blocks that a request's known tokens fill."""
@@ -232,3 +236,8 @@ class PrefixKVCachePool(PlannedKVCachePool):
 
 def _salt(request: Request) -> bytes:
     return (request.params.cache_salt or "").encode("utf-8", "surrogatepass")
+
+
+def prefix_sharing(config: EngineConfig, sizes: PagedSizes) -> PrefixSharing | None:
+    """See :data:`shared.cache.paged_memory.MakeExtension`; None if prefix caching is off."""
+    return PrefixSharing(sizes.block_size) if config.is_on("use_prefix_caching") else None

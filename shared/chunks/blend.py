@@ -25,7 +25,9 @@ from shared.chunks.relocation import relocate
 from shared.engine.prompt import check_prompt
 from shared.errors import RequestError
 from shared.models.causal_lm import CausalLM
+from shared.models.config import ModelConfig
 from shared.models.tokens import QueryKeyTransform, Tokens
+from shared.ops.rope import inverse_frequencies
 
 _ROWS = 256  # queries at a time, which bounds the scores
 
@@ -132,7 +134,7 @@ def blend_chunks(
     """The chunk of these chunks, put together with a fraction recomputed; the known one if it is in the cache.
 
     Args:
-        view, pool: a ``ChunkView`` and a ``ChunkKVCachePool``.
+        view, pool: a ``ChunkView`` and a ``PagedKVCachePool``.
 
     Raises:
         RequestError: there is no chunk, one is not in the cache, ``fraction`` is not from 0 to 1, together they are too
@@ -155,7 +157,7 @@ def blend_chunks(
         whole = registry.add(f"{fraction:g} recomputed of {' + '.join(map(str, lengths))}", token_ids)
         if whole.is_resident:
             return whole
-        keys, values = _concatenated(view, chunks)
+        keys, values = _concatenated(model.config, view, chunks)
         recompute(model, keys, values, token_ids, lengths, fraction)
         blocks = pool.allocate(pool.blocks_for(len(token_ids)))
         if blocks is None:
@@ -170,19 +172,20 @@ def blend_chunks(
         registry.release(chunks)
 
 
-def _concatenated(view: Any, chunks: Sequence[Chunk]) -> tuple[torch.Tensor, torch.Tensor]:
+def _concatenated(config: ModelConfig, view: Any, chunks: Sequence[Chunk]) -> tuple[torch.Tensor, torch.Tensor]:
     """Copies of the chunks' keys and values ``[layers, S, Hkv, D]``, keys moved to where each chunk stands."""
     slots = [_slots(view, chunk.blocks, len(chunk)) for chunk in chunks]
     keys, values = (part.flatten(1, 2)[:, torch.cat(slots)] for part in (view.keys, view.values))
     starts = torch.tensor(offsets_of(map(len, chunks)), device=keys.device)
     distances = starts.repeat_interleave(torch.tensor([len(chunk) for chunk in chunks], device=keys.device))
-    for layer, rope in enumerate(view.ropes):
-        keys[layer] = relocate(keys[layer], distances, view.frequencies[rope])
+    for layer in range(config.num_layers):
+        frequencies = inverse_frequencies(config.layer_rope(layer), config.head_dim).to(keys.device)
+        keys[layer] = relocate(keys[layer], distances, frequencies)
     return keys, values
 
 
 def _slots(view: Any, blocks: Any, num_tokens: int) -> torch.Tensor:
     """The slots of the first ``num_tokens`` tokens in ``blocks``."""
-    size, device = view.block_size, view.keys.device
+    size, device = view.keys.shape[2], view.keys.device
     first = torch.as_tensor(blocks, device=device).long() * size
     return (first[:, None] + torch.arange(size, device=device)).flatten()[:num_tokens]

@@ -1,22 +1,30 @@
 """Makes a pool and a view that hold chunks, from an engine's settings. Introduced in phase 9.1.
 
 Chunks need blocks, continuous batching, and on a GPU planned attention. Where they cannot be had, the memory is that of
-phase 9 and the registry refuses chunks. Invariant: that of :mod:`shared.cache.planned_memory`.
+phase 9 and the registry refuses chunks. Invariant: that of :mod:`shared.cache.paged_memory`.
 """
 
-from shared.cache.bucket_memory import bucket_memory, buckets_of
+from functools import partial
+
+from shared.cache.block_storage import PlainStorage
+from shared.cache.bucket_padding import bucket_attention, buckets_of, planned_in_buckets
 from shared.cache.contiguous_memory import contiguous_memory
+from shared.cache.paged import PagedKVCachePool
 from shared.cache.paged_layout import PagedSizes
-from shared.cache.paged_memory import sizes_for
+from shared.cache.paged_memory import PagedMemory, sizes_for
+from shared.cache.paged_view import PagedView
 from shared.cache.pool import CachePoolProtocol
+from shared.cache.prefix import prefix_sharing
 from shared.cache.view import BatchView
-from shared.chunks.pool import ChunkKVCachePool
-from shared.chunks.ranged_view import RangedView
+from shared.chunks.pool import chunk_pool
+from shared.chunks.ranged_attention import RangedAttention
 from shared.chunks.registry import ChunkRegistry
 from shared.chunks.view import ChunkView
 from shared.engine.config import EngineConfig
 from shared.kernels.launch import launches
 from shared.models.causal_lm import CausalLM
+
+WITHOUT_CHUNKS = PagedMemory(bucket_attention, prefix_sharing)
 
 
 def chunk_memory(
@@ -28,18 +36,21 @@ def chunk_memory(
         return contiguous_memory(config, model, max_seq_len)
     if config.batching_mode == "static":
         registry.refusal = "batching_mode is 'static', and chunks need continuous batching; leave batching_mode out."
-        return bucket_memory(config, model, max_seq_len)
+        return WITHOUT_CHUNKS(config, model, max_seq_len)
     is_launching = launches(model.norm.weight)
     if is_launching and config.attention_backend not in (None, "planned"):
         registry.refusal = (
             f"attention_backend is {config.attention_backend!r}, and on a GPU chunks need 'planned'; leave it out."
         )
-        return bucket_memory(config, model, max_seq_len)
+        return WITHOUT_CHUNKS(config, model, max_seq_len)
     buckets = buckets_of(config, model, max_seq_len)
 
-    def make(sizes: PagedSizes) -> tuple[ChunkKVCachePool, BatchView]:
-        make_view = RangedView if is_launching else ChunkView
-        view = make_view(model.config, sizes, model.dtype, model.device, config.attention_backend, buckets)
-        return ChunkKVCachePool(sizes, view.planner, registry, config.is_on("use_prefix_caching")), view
+    def make(sizes: PagedSizes) -> tuple[PagedKVCachePool, BatchView]:
+        storage, about = PlainStorage.of(config, model, sizes), (model.config, sizes, model.dtype)
+        make_pool = partial(chunk_pool, sizes, registry, config.is_on("use_prefix_caching"))
+        if not is_launching:
+            return make_pool(), ChunkView(*about, storage, "naive" if config.attention_backend == "naive" else "sdpa")
+        ranged = RangedAttention(*planned_in_buckets(*about, storage, buckets), model.dtype)
+        return make_pool(ranged.lay_out), PagedView(*about, storage, ranged, ranged)
 
     return make(sizes_for(config, model, max_seq_len, make))

@@ -1,41 +1,47 @@
-"""A paged KV cache pool that also holds chunks. The host side. Introduced in phase 9.1.
+"""Chunks in a paged KV cache pool. The host side. Introduced in phase 9.1.
 
 A request made of chunks holds blocks for its own tokens only; the chunks' blocks stay with the registry, which counts
 the request as their user from its admission to its release. Its tokens number from the first of its first chunk, so the
 chunks count as cached tokens, as a prefix would. A request that computes a chunk is a prompt like any other, whose
-blocks the registry keeps when it is complete. Neither kind looks into the prefix tree, or enters it: the keys behind a
+blocks the registry keeps when it is complete. Neither kind looks into the prefix tree, or enters it: the keys after a
 chunk know another past than their tokens say.
 
-Invariants: those of :class:`shared.cache.prefix.PrefixKVCachePool` for all other requests; free blocks, and those that
-the tree, the registry and requests hold, are all blocks.
+Invariants: those of :class:`shared.cache.prefix.PrefixSharing` for all other requests; free blocks, and those that the
+tree, the registry and requests hold, are all blocks.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable
 from typing import Any
 
 from shared.cache.blocks import Blocks
-from shared.cache.paged_layout import PagedLayout, PagedSizes
-from shared.cache.planned import PlannedKVCachePool
-from shared.cache.planned_layout import AttentionPlanner
-from shared.cache.prefix import PrefixKVCachePool
+from shared.cache.extension import BlockTables, PoolExtension
+from shared.cache.paged import PagedKVCachePool
+from shared.cache.paged_layout import PagedLayout, PagedSizes, as_it_is
+from shared.cache.prefix import PrefixSharing
 from shared.chunks.layout import ChunkLayout, Range, ranges_of
 from shared.chunks.registry import Chunk, ChunkRegistry
 from shared.engine.request import Request
 from shared.scheduling.schedule import Schedule
 
 
-class ChunkKVCachePool(PrefixKVCachePool):
+def chunk_pool(
+    sizes: PagedSizes,
+    registry: ChunkRegistry,
+    is_sharing: bool,
+    lay_out: Callable[[PagedLayout], PagedLayout] = as_it_is,
+) -> PagedKVCachePool:
     """A pool for chunks, for requests made of them, and for others; the last share prefixes if ``is_sharing``."""
+    pool = PagedKVCachePool.of(sizes, ChunkSharing(registry, PrefixSharing(sizes.block_size), is_sharing), lay_out)
+    registry.join(pool.allocator.free, sizes.num_blocks, sizes.block_size)
+    return pool
 
-    def __init__(
-        self, sizes: PagedSizes, planner: AttentionPlanner | None, registry: ChunkRegistry, is_sharing: bool
-    ) -> None:
-        super().__init__(sizes, planner)
-        self.registry = registry
-        registry.join(self.allocator.free, sizes.num_blocks, sizes.block_size)
-        self.is_sharing = is_sharing
+
+class ChunkSharing(PoolExtension):
+    """Chunks, and the prefix tree of other requests; see :class:`shared.cache.extension.PoolExtension`."""
+
+    def __init__(self, registry: ChunkRegistry, sharing: PrefixSharing, is_sharing: bool) -> None:
+        self.registry, self.sharing, self.is_sharing = registry, sharing, is_sharing
         self.users: dict[Request, int] = {}  # admitted requests that are made of chunks: the tokens of these
-        self.is_ranged = False  # whether the step that is laid out has chunks
         self.known: Any = None  # what the ranges were made of
         self.ranges: tuple[Range, ...] = ()
 
@@ -44,110 +50,87 @@ class ChunkKVCachePool(PrefixKVCachePool):
         registry = self.registry
         return self.is_sharing and request not in registry.computing and request not in registry.contexts
 
-    def admit(self, request: Request) -> int:
-        """See ``CachePoolProtocol``; a request made of chunks becomes their user."""
+    def admit(self, pool: BlockTables, request: Request) -> int:
+        """See ``PoolExtension``; a request made of chunks becomes their user, and reserves nothing for them."""
         if self._has_prefix(request):
-            return super().admit(request)
+            return self.sharing.admit(pool, request)
         chunks = self.registry.contexts.get(request, ())
         if chunks:
             self.registry.acquire(chunks)
-            self.users[request] = self.registry.context_length(request)
+            self.users[request] = pool.num_slotless[request] = self.registry.context_length(request)
         return self.users.get(request, 0)
 
     def must_wait(self, request: Request) -> bool:
-        """See ``CachePoolProtocol``; a request waits for the chunks that it is made of."""
-        return super().must_wait(request) if self._has_prefix(request) else bool(self.registry.missing(request))
+        """See ``PoolExtension``; a request waits for the chunks that it is made of."""
+        return self.sharing.must_wait(request) if self._has_prefix(request) else bool(self.registry.missing(request))
 
-    def reserve(self, request: Request, num_tokens: int) -> bool:
-        """See ``CachePoolProtocol``; chunks need no reservation."""
-        return super().reserve(request, max(0, num_tokens - self.users.get(request, 0)))
-
-    def reserve_next(self, requests: Iterable[Request]) -> list[Request]:
-        """See ``CachePoolProtocol``."""
-        return list(requests) if self.users else super().reserve_next(requests)
-
-    def _allocate(self, count: int) -> Blocks | None:
-        """See :class:`shared.cache.paged.PagedKVCachePool`; evicts chunks if the tree cannot give enough."""
-        missing = count - self.allocator.num_free - self.tree.num_unused_blocks
+    def allocate(self, pool: BlockTables, count: int) -> Blocks | None:
+        """See ``PoolExtension``; evicts chunks if the tree cannot give enough."""
+        missing = count - pool.allocator.num_free - self.sharing.num_unused_blocks()
         if 0 < missing <= len(self.registry.unused_blocks()):
             self.registry.evict(missing)
-        return super()._allocate(count)
+        return self.sharing.allocate(pool, count)
 
-    def allocate(self, count: int) -> Blocks | None:
-        """Blocks for a chunk that no request computes; None if there are too few."""
-        return self._allocate(count)
-
-    def commit(self, request: Request, num_tokens: int) -> None:
-        """See ``CachePoolProtocol``; the blocks of a chunk that is complete are the registry's too."""
-        chunk = self.registry.computing.get(request)
-        if self.is_sharing and chunk is None and request not in self.users:
-            super().commit(request, num_tokens)
-            return
-        PlannedKVCachePool.commit(self, request, num_tokens)
-        if chunk is not None and self.length(request) == len(chunk):
-            blocks = self.table(request)
-            self.allocator.share(blocks)
+    def commit(self, pool: BlockTables, request: Request, num_tokens: int) -> None:
+        """See ``PoolExtension``; the blocks of a chunk that is complete are the registry's too."""
+        self.sharing.commit(pool, request, num_tokens)
+        chunk, row = self.registry.computing.get(request), pool.rows[request]
+        if chunk is not None and pool.lengths[row] == len(chunk):
+            blocks = pool.tables[row, : pool.num_held[row]].copy()
+            pool.allocator.share(blocks)
             self.registry.store(chunk, blocks)
 
-    def truncate(self, request: Request, num_tokens: int) -> None:
-        """See ``CachePoolProtocol``."""
-        super().truncate(request, num_tokens - self.users.get(request, 0))
-
-    def shrink(self, request: Request, num_tokens: int) -> None:
-        """See ``CachePoolProtocol``."""
-        super().shrink(request, num_tokens - self.users.get(request, 0))
+    def check_truncation(self, request: Request, num_tokens: int) -> None:
+        """See ``PoolExtension``."""
+        self.sharing.check_truncation(request, num_tokens)
 
     def release(self, request: Request) -> None:
-        """See ``CachePoolProtocol``; the chunks stay."""
+        """See ``PoolExtension``; the chunks stay."""
         if request in self.users:
             del self.users[request]
             self.registry.release(self.registry.contexts[request])
-        super().release(request)
+        self.sharing.release(request)
 
-    def length(self, request: Request) -> int:
-        """See ``CachePoolProtocol``; the chunks of an admitted request count."""
-        return super().length(request) + self.users.get(request, 0)
+    def context_length(self, request: Request) -> int:
+        """See ``PoolExtension``."""
+        return self.users.get(request, 0)
 
-    @property
-    def free_tokens(self) -> int:
-        """See ``CachePoolProtocol``; chunks that no request uses count as free."""
-        return super().free_tokens + len(self.registry.unused_blocks()) * self.block_size
-
-    @property
-    def used_tokens(self) -> int:
-        """See ``CachePoolProtocol``; a chunk counts once."""
-        return super().used_tokens + self.registry.used_tokens()
-
-    def layout(self, schedule: Schedule) -> PagedLayout:
-        """See ``CachePoolProtocol``."""
-        contexts: tuple[tuple[Chunk, ...], ...] = ()
-        if self.users:
-            contexts = tuple([self.registry.contexts.get(request, ()) for request in schedule.requests])
-        self.is_ranged = any(contexts)
-        layout = super().layout(schedule)
-        if not self.is_ranged:
+    def lay_out(self, pool: BlockTables, schedule: Schedule, layout: PagedLayout) -> PagedLayout:
+        """See ``PoolExtension``."""
+        layout = self.sharing.lay_out(pool, schedule, layout)
+        if not self.users:
+            return layout
+        contexts: tuple[tuple[Chunk, ...], ...] = tuple(
+            [self.registry.contexts.get(request, ()) for request in schedule.requests]
+        )
+        if not any(contexts):
             return layout
         known = contexts, self.registry.num_evictions
         if known != self.known:  # the same ranges are the same object, so that views need not plan again
             self.known, self.ranges = known, ranges_of(contexts)
         return ChunkLayout.ranged(layout, self.ranges)
 
-    def _planner(self) -> AttentionPlanner | None:
-        """See ``PlannedKVCachePool``; attention over ranges is planned by the view."""
-        return None if self.is_ranged else super()._planner()
+    def num_unused_blocks(self) -> int:
+        """See ``PoolExtension``; chunks that no request uses count."""
+        return self.sharing.num_unused_blocks() + len(self.registry.unused_blocks())
 
-    def cached_blocks(self) -> list[int]:
-        """See ``CachePoolProtocol``."""
-        return [*super().cached_blocks(), *self.registry.unused_blocks().tolist()]
+    def used_tokens(self) -> int:
+        """See ``PoolExtension``; a chunk counts once."""
+        return self.sharing.used_tokens() + self.registry.used_tokens()
 
-    def drop_cached(self) -> None:
-        """See ``CachePoolProtocol``; the chunks stay known."""
-        super().drop_cached()
-        self.registry.evict(self.allocator.num_blocks)
+    def unused_blocks(self) -> list[int]:
+        """See ``PoolExtension``."""
+        return [*self.sharing.unused_blocks(), *self.registry.unused_blocks().tolist()]
 
-    def audit_blocks(self) -> list[str]:
-        """See :class:`shared.cache.paged.PagedKVCachePool`; the registry too."""
-        return super().audit_blocks() + self.registry.audit(self.users)
+    def drop_unused(self, pool: BlockTables) -> None:
+        """See ``PoolExtension``; the chunks stay known."""
+        self.sharing.drop_unused(pool)
+        self.registry.evict(pool.allocator.num_blocks)
 
-    def _block_lists(self) -> list[Blocks]:
-        return [*super()._block_lists(), self.registry.blocks()]
+    def audit(self, pool: BlockTables) -> list[str]:
+        """See ``PoolExtension``; the registry too."""
+        return self.sharing.audit(pool) + self.registry.audit(self.users)
+
+    def block_lists(self) -> list[Blocks]:
+        """See ``PoolExtension``."""
+        return [*self.sharing.block_lists(), self.registry.blocks()]

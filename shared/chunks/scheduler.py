@@ -10,6 +10,7 @@ requests wait for it; if computing it fails, the requests that wait for it fail 
 """
 
 from collections.abc import Iterator
+from typing import Any
 
 from shared.cache.pool import CachePoolProtocol
 from shared.chunks.registry import Chunk, ChunkRegistry
@@ -23,7 +24,7 @@ from shared.scheduling.growth import grow, known_tokens
 from shared.scheduling.next_tokens import commit_next_tokens, grant_next_tokens, only_decoding
 from shared.scheduling.overlapped import has_block_for_each, must_know_ends
 from shared.scheduling.policies import share
-from shared.scheduling.prefix import count_prefix_hits
+from shared.scheduling.prefix import count_prefix_hits, prefix_stats
 from shared.scheduling.schedule import Schedule
 from shared.scheduling.scheduler import Scheduler
 
@@ -59,6 +60,10 @@ class ChunkScheduler(Scheduler):
         decoding, prompts = share(self, self.decoding(), self.prefill.prompts(self.running.values()))
         entries = self.prefill.fill(decoding, prompts)
         return Schedule(self.num_steps, entries, len(decoding), tuple(preempted))
+
+    def stats(self) -> dict[str, Any]:
+        """See :class:`Scheduler`."""
+        return prefix_stats(self)
 
     def commit(self, schedule: Schedule, sampled: SampledTokens) -> None:
         """See :class:`shared.scheduling.scheduler.Scheduler`; requests that computed a chunk retire."""

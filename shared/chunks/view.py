@@ -9,9 +9,10 @@ when they are read, by the offset, and rounded again, which is the *differential
 the cache are kept unrotated, and rotated when they are read.
 
 A *group* is a chunk with all queries of the step that read it: its keys are gathered once, however many sequences stand
-behind the queries. Steps without chunks are those of :class:`shared.cache.bucket_view.BucketView`.
+stand
+after the queries. Steps without chunks are those of :class:`shared.cache.paged_view.PagedView`.
 
-Invariants: those of ``BucketView``; a step never changes a chunk's keys.
+Invariants: those of ``PagedView``; a step never changes a chunk's keys.
 """
 
 from dataclasses import dataclass
@@ -21,15 +22,15 @@ import numpy as np
 import torch
 
 from shared.attention.states import merge
-from shared.cache.bucket_view import BucketView
+from shared.cache.block_storage import BlockStorage
+from shared.cache.operations_attention import OperationsAttention, Piece
 from shared.cache.paged_layout import PagedLayout, PagedSizes
-from shared.cache.paged_view import Piece
+from shared.cache.paged_view import PagedView
 from shared.cache.view import StepInputs
 from shared.chunks.attention import range_state
 from shared.chunks.layout import ChunkLayout, Range
 from shared.chunks.relocation import relocate, turns
 from shared.engine.batch import Batch
-from shared.engine.buckets import Buckets
 from shared.models.config import ModelConfig, RopeConfig
 from shared.models.tokens import QueryKeyTransform
 from shared.ops.rope import inverse_frequencies, rotate
@@ -46,22 +47,18 @@ class Group:
     offset: int  # of the first query's sequence, and of all if keys are rotated
 
 
-class ChunkView(BucketView):
+class ChunkView:
     """Keys and values in blocks, of sequences and of chunks; see ``BatchView``."""
 
     rotation: Literal["queries", "keys", "unrotated keys"] = "queries"
     """What is rotated when a chunk is read; set it before the first step."""
 
     def __init__(
-        self,
-        config: ModelConfig,
-        sizes: PagedSizes,
-        dtype: torch.dtype,
-        device: torch.device | str,
-        backend: str | None,
-        buckets: Buckets,
+        self, config: ModelConfig, sizes: PagedSizes, dtype: torch.dtype, storage: BlockStorage, backend: str
     ) -> None:
-        super().__init__(config, sizes, dtype, device, backend, buckets)
+        self.operations = OperationsAttention(storage, backend)
+        self.paged = PagedView(config, sizes, dtype, storage, self.operations)
+        self.keys, self.values, self.num_bytes = storage.keys, storage.values, storage.num_bytes
         self.ropes = [config.layer_rope(layer) for layer in range(config.num_layers)]
         self.frequencies = {rope: inverse_frequencies(rope, config.head_dim) for rope in dict.fromkeys(self.ropes)}
         self.groups: list[Group] = []
@@ -71,7 +68,7 @@ class ChunkView(BucketView):
         layout = cast(PagedLayout, batch.layout)
         self.groups = self._groups(batch, layout.ranges) if isinstance(layout, ChunkLayout) else []
         self.positions = batch.positions.tolist()
-        return super().load(batch)
+        return self.paged.load(batch)
 
     def _groups(self, batch: Batch, ranges: tuple[Range, ...]) -> list[Group]:
         """The ranges of a step by chunk. A second place of a chunk in one sequence makes a group of its own."""
@@ -109,31 +106,29 @@ class ChunkView(BucketView):
     ) -> torch.Tensor:
         """See :class:`shared.models.tokens.KVView`."""
         if self.rotation != "unrotated keys":
-            return super().write(layer, q, k, v, positions, qk)
+            return self.paged.write(layer, q, k, v, positions, qk)
         both = qk(q, k, positions)[0], qk(q, k, torch.zeros_like(positions))[1]  # position 0 is no rotation
-        return super().write(layer, q, k, v, positions, lambda *_: both)
+        return self.paged.write(layer, q, k, v, positions, lambda *_: both)
 
     def _read(self, layer: int, piece: Piece, start: int, is_own: bool) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values of a range, [Hkv, S, D]; ``start`` is the position of the first, ``is_own`` no chunk's."""
-        (k, v), frequencies = self._gathered(layer, piece), self.frequencies[self.ropes[layer]]
+        (k, v), frequencies = self.operations.read(layer, piece), self.frequencies[self.ropes[layer]]
         if self.rotation == "unrotated keys":
             k = relocate(k.float(), start + torch.arange(len(k)), frequencies)
         elif self.rotation == "keys" and not is_own:
             k = relocate(k, torch.full((len(k),), start), frequencies)
         return k.transpose(0, 1), v.transpose(0, 1)
 
-    def _attend_gathered(
-        self, layer: int, q: torch.Tensor, scale: float, window: int | None, softcap: float | None
+    def attend(
+        self, layer: int, q: torch.Tensor, *, scale: float, window: int | None = None, softcap: float | None = None
     ) -> torch.Tensor:
+        """See :class:`shared.models.tokens.KVView`."""
         if not self.groups and self.rotation != "unrotated keys":
-            return super()._attend_gathered(layer, q, scale, window, softcap)
-        if window not in self.pieces:
-            self.pieces[window] = self._cut(window)
+            return self.paged.attend(layer, q, scale=scale, window=window, softcap=softcap)
+        num_new, pieces = self.operations.num_new, self.operations.pieces(window)
         about: dict[str, Any] = {"scale": scale, "window": window, "softcap": softcap}
         values, logs = torch.empty(q.shape), torch.empty(q.shape[:2])
-        for queries, rows, piece in zip(
-            q.split(self.num_new), torch.arange(len(q)).split(self.num_new), self.pieces[window], strict=True
-        ):
+        for queries, rows, piece in zip(q.split(num_new), torch.arange(len(q)).split(num_new), pieces, strict=True):
             size = piece.end - piece.start
             k, v = self._read(layer, piece, self.positions[int(rows[-1])] - size + 1, True)
             places = torch.arange(size - len(rows), size)

@@ -1,6 +1,7 @@
 """``infer diff``: the changes from one phase to another. Introduced in phase 1b.
 
-The lesson is the difference of two phase folders plus the shared modules that the newer phase adds.
+The lesson is the difference of two phase folders, that of the parts which the newer phase replaces, and the shared
+modules that it adds.
 """
 
 from typing import Annotated
@@ -19,7 +20,9 @@ def diff(
     newer: Annotated[str, typer.Argument(help="A later phase, such as 02.")],
     all_files: Annotated[bool, typer.Option("--all", help="Show the tests as well.")] = False,
 ) -> None:
-    """Show the difference of two phases, engine.py first, then the shared modules that the newer one adds."""
+    """Show the difference of two phases: engine.py first, then the parts that the newer one replaces, and those that it
+    adds.
+    """
     before, after = phase_pair(older, newer)
     console = stdout_console()
     for line in diff_lines(before, after, with_tests=all_files):

@@ -100,6 +100,10 @@ class Runner:
         """Forwards that were replayed as a CUDA graph (phase 9)."""
         return self.executor.num_replays
 
+    def stats(self) -> dict[str, int]:
+        """What was computed, for an engine's ``stats``."""
+        return {"tokens computed": self.num_tokens_computed, "forward passes": self.num_forwards}
+
     def forward(self, batch: Batch) -> Launched:
         """Run the batch, in parts if it raises; the written keys and values become valid when the step is committed."""
 

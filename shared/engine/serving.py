@@ -9,6 +9,7 @@ import random
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Iterator, Sequence
+from functools import cached_property
 from typing import Any, NamedTuple
 
 from shared.engine.config import EngineConfig
@@ -40,7 +41,6 @@ class ServingEngine(ABC):
     tokenizer: Tokenizer
     max_seq_len: int
     scheduler: Scheduler
-    output_processor: OutputProcessor
 
     def __init__(self, config: EngineConfig) -> None:
         self.config = config
@@ -48,6 +48,11 @@ class ServingEngine(ABC):
         self.request_ids = itertools.count()
         self.answers: dict[str, deque[StepOutput]] = {}  # outputs that `generate` has not yielded yet
         self.last_step: StepRecord | None = None
+
+    @cached_property
+    def output_processor(self) -> OutputProcessor:
+        """Makes the outputs of committed tokens."""
+        return OutputProcessor(self.tokenizer, self.max_seq_len)
 
     @abstractmethod
     def step(self) -> list[StepOutput]:

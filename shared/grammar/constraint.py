@@ -12,6 +12,8 @@ is known of a request goes when the request does.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
+from typing import Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,6 +29,7 @@ from shared.grammar.vocabulary import GrammarVocabulary
 from shared.sampling.params import SamplingParams
 from shared.sampling.sampler import SamplingRow
 from shared.scheduling.schedule import Schedule
+from shared.text.tokenizer import Tokenizer
 
 
 @dataclass
@@ -75,6 +78,11 @@ class Constraints:
         )
         self.num_masks = 0
         self.steady: tuple[list[int], int] = [], 0  # requests of a step whose masks the device found, and their number
+
+    @classmethod
+    def with_tokenizer(cls, tokenizer: Tokenizer, vocab_size: int, pool: GrammarPool | None) -> Self:
+        """Of a model with ``vocab_size`` logits; ``pool`` as above."""
+        return cls(partial(GrammarVocabulary.of, tokenizer, vocab_size), pool=pool)
 
     def prepare(self) -> GrammarVocabulary:
         """The vocabulary, made once; takes about 0.3 s for 128,000 tokens."""

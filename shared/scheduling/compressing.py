@@ -14,6 +14,7 @@ scheduled only after the compression there.
 
 import logging
 from collections.abc import Collection, Iterable, Iterator
+from typing import Any
 from weakref import WeakKeyDictionary
 
 from shared.cache.pool import CachePoolProtocol
@@ -26,7 +27,7 @@ from shared.scheduling.growth import grow, known_tokens, preempt
 from shared.scheduling.next_tokens import commit_next_tokens, grant_next_tokens, only_decoding
 from shared.scheduling.overlapped import has_block_for_each, must_know_ends
 from shared.scheduling.policies import share
-from shared.scheduling.prefix import count_prefix_hits, without_waiting_for_blocks
+from shared.scheduling.prefix import count_prefix_hits, prefix_stats, without_waiting_for_blocks
 from shared.scheduling.schedule import Schedule
 from shared.scheduling.scheduler import Scheduler
 
@@ -67,6 +68,10 @@ class CompressingScheduler(Scheduler):
         decoding, prompts = share(self, without(held, self.decoding()), prompts)
         entries = self.prefill.fill(decoding, prompts)
         return Schedule(self.num_steps, entries, len(decoding), tuple(preempted))
+
+    def stats(self) -> dict[str, Any]:
+        """See :class:`Scheduler`."""
+        return prefix_stats(self)
 
     def commit(self, schedule: Schedule, sampled: SampledTokens) -> None:
         """See :class:`Scheduler`."""

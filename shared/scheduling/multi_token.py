@@ -13,6 +13,7 @@ is left of mask tokens.
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from shared.cache.pool import CachePoolProtocol
 from shared.engine.config import EngineConfig
@@ -21,12 +22,12 @@ from shared.engine.sampler import SampledTokens
 from shared.scheduling import drafts
 from shared.scheduling.admission import admit
 from shared.scheduling.chunks import prefill_of
-from shared.scheduling.drafts import commit_drafts, give_back, grant_drafts
+from shared.scheduling.drafts import commit_drafts, draft_stats, give_back, grant_drafts
 from shared.scheduling.growth import grow, known_tokens
 from shared.scheduling.next_tokens import commit_next_tokens, grant_next_tokens, only_decoding
 from shared.scheduling.overlapped import has_block_for_each, must_know_ends
 from shared.scheduling.policies import share
-from shared.scheduling.prefix import count_prefix_hits, without_waiting_for_blocks
+from shared.scheduling.prefix import count_prefix_hits, prefix_stats, without_waiting_for_blocks
 from shared.scheduling.schedule import Schedule
 from shared.scheduling.scheduler import Scheduler
 from shared.speculation.adaptive import draft_lengths
@@ -110,6 +111,10 @@ class MultiTokenScheduler(Scheduler):
                 masks[request] = count
                 budget -= count * n
         return with_masks(schedule, masks) if masks else schedule
+
+    def stats(self) -> dict[str, Any]:
+        """See :class:`Scheduler`."""
+        return prefix_stats(self) | draft_stats(self)
 
     def commit(self, schedule: Schedule, sampled: SampledTokens) -> None:
         """See :class:`Scheduler`; of the drafts only the accepted ones are counted as tokens, and what was reserved for

@@ -9,6 +9,8 @@ step in flight, and the next one is planned with all tokens known, as in phase 8
 Invariant: a request is preempted only while no sampled token is in flight.
 """
 
+from typing import Any
+
 from shared.cache.pool import CachePoolProtocol
 from shared.engine.config import EngineConfig
 from shared.engine.sampler import SampledTokens
@@ -17,7 +19,7 @@ from shared.scheduling.chunks import prefill_of
 from shared.scheduling.growth import grow, known_tokens
 from shared.scheduling.next_tokens import commit_next_tokens, grant_next_tokens, only_decoding
 from shared.scheduling.policies import share
-from shared.scheduling.prefix import count_prefix_hits, without_waiting_for_blocks
+from shared.scheduling.prefix import count_prefix_hits, prefix_stats, without_waiting_for_blocks
 from shared.scheduling.schedule import Schedule
 from shared.scheduling.scheduler import Scheduler
 
@@ -44,6 +46,10 @@ class OverlappedScheduler(Scheduler):
         decoding, prompts = share(self, self.decoding(), self.prefill.prompts(self.running.values()))
         entries = self.prefill.fill(decoding, prompts)
         return Schedule(self.num_steps, entries, len(decoding), tuple(preempted))
+
+    def stats(self) -> dict[str, Any]:
+        """See :class:`Scheduler`."""
+        return prefix_stats(self)
 
     def commit(self, schedule: Schedule, sampled: SampledTokens) -> None:
         """See :class:`Scheduler`."""

@@ -38,7 +38,7 @@ class Policy:
     turns: Callable[[Sequence[int], int], list[bool]]
 
     def share(
-        self, prompts: list[Item], decoding: list[Item], steps_since: Sequence[int], interval: int
+        self, decoding: list[Item], prompts: list[Item], steps_since: Sequence[int], interval: int
     ) -> tuple[list[Item], list[Item]]:
         """Select the decoding requests and the prompts that run in a step."""
         if not prompts:
@@ -89,5 +89,5 @@ def share(scheduler: Scheduler, decoding: list[Request], prompts: list[Request])
     # hint: it takes the steps since the last token of each decoding request: num_steps minus last_step
     config = scheduler.config
     steps_since = [scheduler.num_steps - request.last_step for request in decoding]
-    return POLICIES[config.scheduler_policy].share(prompts, decoding, steps_since, config.max_decode_interval)
+    return POLICIES[config.scheduler_policy].share(decoding, prompts, steps_since, config.max_decode_interval)
     # end exercise

@@ -9,6 +9,7 @@ requests that wait for blocks, requests are admitted in order of arrival.
 """
 
 from collections.abc import Iterable, Iterator
+from typing import Any
 
 from shared.cache.pool import CachePoolProtocol
 from shared.engine.config import EngineConfig
@@ -39,6 +40,10 @@ class PrefixScheduler(Scheduler):
         entries = self.prefill.fill(decoding, prompts)
         return Schedule(self.num_steps, entries, len(decoding), tuple(preempted))
 
+    def stats(self) -> dict[str, Any]:
+        """See :class:`Scheduler`."""
+        return prefix_stats(self)
+
 
 def without_waiting_for_blocks(scheduler: Scheduler) -> Iterator[Request]:
     """The waiting requests in order, without those that wait for blocks.
@@ -55,3 +60,11 @@ def count_prefix_hits(scheduler: Scheduler, admitted: Iterable[Request]) -> None
             if not request.needs_prompt_logits:  # those look nothing up
                 scheduler.num_prefix_queries += request.num_tokens
                 scheduler.num_prefix_hits += request.num_computed_tokens
+
+
+def prefix_stats(scheduler: Scheduler) -> dict[str, int]:
+    """What was looked up and found, for an engine's ``stats``."""
+    return {
+        "prefix cache queries (tokens)": scheduler.num_prefix_queries,
+        "prefix cache hits (tokens)": scheduler.num_prefix_hits,
+    }

@@ -17,6 +17,7 @@ import logging
 from abc import ABC, abstractmethod
 from collections import OrderedDict
 from collections.abc import Iterable
+from typing import Any
 
 from shared.cache.pool import CachePoolProtocol
 from shared.engine.config import EngineConfig
@@ -123,6 +124,10 @@ class Scheduler(ABC):
     def has_work(self) -> bool:
         """Whether any request is waiting, running, or computed by a step in flight."""
         return bool(self.waiting or self.running or self.ending)
+
+    def stats(self) -> dict[str, Any]:
+        """Counters beside those of all engines, for ``infer generate --stats``."""
+        return {}
 
     def __contains__(self, request_id: str) -> bool:
         return request_id in self.waiting or request_id in self.running

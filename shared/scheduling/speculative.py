@@ -7,17 +7,19 @@ Invariants: those of :class:`shared.scheduling.overlapped.OverlappedScheduler`; 
 the next one is scheduled.
 """
 
+from typing import Any
+
 from shared.cache.pool import CachePoolProtocol
 from shared.engine.config import EngineConfig
 from shared.engine.sampler import SampledTokens
 from shared.scheduling.admission import admit
 from shared.scheduling.chunks import prefill_of
-from shared.scheduling.drafts import commit_drafts, give_back, grant_drafts
+from shared.scheduling.drafts import commit_drafts, draft_stats, give_back, grant_drafts
 from shared.scheduling.growth import grow, known_tokens
 from shared.scheduling.next_tokens import commit_next_tokens, grant_next_tokens, only_decoding
 from shared.scheduling.overlapped import has_block_for_each, must_know_ends
 from shared.scheduling.policies import share
-from shared.scheduling.prefix import count_prefix_hits, without_waiting_for_blocks
+from shared.scheduling.prefix import count_prefix_hits, prefix_stats, without_waiting_for_blocks
 from shared.scheduling.schedule import Schedule
 from shared.scheduling.scheduler import Scheduler
 from shared.speculation.adaptive import draft_lengths
@@ -60,6 +62,10 @@ class SpeculativeScheduler(Scheduler):
         schedule = grant_drafts(self, schedule, wanted)
         self.had_drafts = schedule.has_drafts
         return schedule
+
+    def stats(self) -> dict[str, Any]:
+        """See :class:`Scheduler`."""
+        return prefix_stats(self) | draft_stats(self)
 
     def commit(self, schedule: Schedule, sampled: SampledTokens) -> None:
         """See :class:`Scheduler`; of the drafts only the accepted ones are counted as tokens."""

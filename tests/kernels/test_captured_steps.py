@@ -232,7 +232,7 @@ def test_each_sequence_moves_on_by_a_token_and_padding_stays(device):
 
 
 def test_plans_of_prompts_are_kept_until_another_number_of_sequences_decodes(tiny_checkpoints):
-    planner = make_engine(tiny_checkpoints["llama"]).view.planner
+    planner = make_engine(tiny_checkpoints["llama"]).view.attention.planner
     plans = [planner.plan(np.array([1] * n + [9]), np.array([4] * n + [9]), n).prefill for n in (1, 1, 2)]
     assert plans[0] is plans[1]
     assert plans[1] is not plans[2]

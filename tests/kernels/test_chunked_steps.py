@@ -152,7 +152,7 @@ def test_replayed_steps_give_what_an_explicit_mask_gives(tiny_checkpoints, famil
     for captures in (True,) if INTERPRETED else (True, False):
         engine = make_engine(tiny_checkpoints[family], Engine, **ROOM, overlap_scheduling=True)
         if not captures:
-            engine.view.limits = type(engine.view.limits)(0, 0, 0, 0, 0)
+            engine.view.attention.limits = type(engine.view.attention.limits)(0, 0, 0, 0, 0)
         buckets, compute = set(), engine.runner.executor
 
         def watched(*about: Any, compute: Any = compute, view: Any = engine.view, found: Any = buckets) -> Any:
@@ -174,10 +174,10 @@ def test_a_long_answer_keeps_its_plan_until_it_needs_another(tiny_checkpoints):
     room = ROOM | {"max_seq_len": 640, "num_gpu_blocks": 200}
     engine = make_engine(tiny_checkpoints["llama"], Engine, **room, overlap_scheduling=True, use_cuda_graphs=False)
     sent: list[int] = []
-    send = engine.view._send
-    engine.view._send = lambda plans: (sent.append(1), send(plans))
+    send = engine.view.attention._send
+    engine.view.attention._send = lambda plans: (sent.append(1), send(plans))
     num_tokens = 12 if INTERPRETED else 300
-    engine.view.planned_for = None
+    engine.view.attention.planned_for = None
     (got,) = answers(engine, [[1, 2]], num_tokens)
     ids = [11, 12, 0, *got]
     logits = reference_logits(engine.model, [CHUNKS[1], CHUNKS[2]], ids[:-1])[2:]

@@ -13,13 +13,15 @@ import torch
 from phases.phase_09_2.engine import Engine
 from shared.cache import head_selection, paged_view
 from shared.cache.compressing import select
-from shared.cache.condensed import CondensedKVCachePool
+from shared.cache.condensed import CompressedRequests
 from shared.cache.condensed_bucket_view import CondensedBucketView
 from shared.cache.condensed_layout import Cells, Holding, Packed
-from shared.cache.condensed_prefix import CondensedPrefixKVCachePool
 from shared.cache.condensed_view import CondensedView
+from shared.cache.extension import NoExtension
 from shared.cache.head_selection import HeadSelector
+from shared.cache.paged import PagedKVCachePool
 from shared.cache.paged_layout import PagedSizes
+from shared.cache.prefix import PrefixSharing
 from shared.checkpoints.shapes import SHAPES
 from shared.compression.calibration import pack, top_n, top_p_count
 from shared.compression.compressors import COMPRESSORS, window_attention
@@ -241,9 +243,11 @@ def test_after_each_step_both_views_attend_to_the_same(randn, monkeypatch, moves
     view = poisoned(CondensedBucketView(config, sizes, torch.float32, DEVICE, Buckets.of(4, 44), *about))
     monkeypatch.setattr(paged_view, "launches", lambda tensor: False)
     plain = CondensedView(config, sizes, torch.float32, DEVICE, "sdpa", *about)
-    pool = CondensedKVCachePool(view.cells, 4, 48)
+    sharing = NoExtension()
     if moves:
-        pool = CondensedPrefixKVCachePool(view.cells, sizes, lambda request: request.num_prompt_tokens - 4)
+        sharing = PrefixSharing(BLOCK_SIZE, lambda request: request.num_prompt_tokens - 4)
+    pool = PagedKVCachePool.of(sizes, CompressedRequests(view.cells, sharing))
+    own = pool.extension
     qk = NormAndRotate(torch.tensor([1.0, 0.0], device=DEVICE).view(2, 1, 1).expand(48, 2, 1, D).contiguous())
     requests = {name: make_request(name, range(n)) for name, n in (("a", 22), ("b", 22), ("c", 26))}
     requests["d"] = make_request("d", range(40, 70))
@@ -251,7 +255,7 @@ def test_after_each_step_both_views_attend_to_the_same(randn, monkeypatch, moves
     tables, dropped = list[Any](), []
 
     def place(packed: Packed) -> Any:
-        tables.append(None if pool.compress(request, packed) is None else pool.holding(request).table)
+        tables.append(None if own.compress(pool, request, packed) is None else own.holding(pool, request).table)
         return tables[-1]
 
     for new, chosen, compressed, ended in STEPS:
@@ -276,7 +280,7 @@ def test_after_each_step_both_views_attend_to_the_same(randn, monkeypatch, moves
         select(pool, view, [requests[name] for name in chosen])
         commit(pool, schedule)
         for request in (requests[name] for name in compressed):
-            holding, tables[:] = pool.holding(request), []
+            holding, tables[:] = own.holding(pool, request), []
             kept = view.compress(holding, place)
             again = plain.compress(holding, lambda packed: tables[0] if tables else None)
             assert (kept is None) == (again is None)

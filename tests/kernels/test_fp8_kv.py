@@ -5,14 +5,13 @@ import math
 import pytest
 import torch
 
-import shared.cache.fp8_view as fp8_view
 from shared.attention.descriptor import Grid
 from shared.attention.plan import plan_decode, plan_prefill
+from shared.cache import fp8_storage
 from shared.cache.contiguous import ContiguousView
-from shared.cache.fp8_view import Fp8View
+from shared.cache.fp8_storage import Fp8Storage
+from shared.cache.paged import PagedKVCachePool
 from shared.cache.paged_layout import PagedSizes
-from shared.cache.planned import PlannedKVCachePool
-from shared.engine.buckets import Buckets
 from shared.kernels.decode_attention import DecodeWorkspace
 from shared.kernels.e4m3 import dequantized, quantized
 from shared.kernels.kv_write import kv_write, kv_write_kernel
@@ -27,6 +26,7 @@ from tests.kernels.test_kv_write import make_transform
 from tests.kernels.test_kv_write import reference as rotated
 from tests.kernels.test_planned_attention import SMALL, SMALL_PREFILL
 from tests.kernels.test_planned_view import LEAVES_AFTER, NUM_DECODE, NUM_PREFILL, STEPS
+from tests.views import planned_view
 
 BYTES = [torch.uint8, torch.float8_e4m3fn]  # as a GPU without FP8 reads them, and one with it
 UNREAD = 0x7E  # 448, which no masked key may contribute
@@ -175,17 +175,18 @@ class RoundedCache(ContiguousView):
 def test_every_sequence_is_answered_as_if_alone(tiny_checkpoints, monkeypatch, num_launches, family, backend, has_fp8):
     """On a GPU that converts FP8, and on one that does not; the launches are those of 16 bits."""
     capability = (8, 9) if has_fp8 else (8, 0)
-    monkeypatch.setattr(fp8_view, "generation", lambda device: GENERATIONS[capability])
+    monkeypatch.setattr(fp8_storage, "generation", lambda device: GENERATIONS[capability])
     model = load(tiny_checkpoints[family], family)
     config, sizes = model.config, PagedSizes(40, 3, 4, 60, CAPACITY)
     generator = torch.Generator().manual_seed(0)
     scales = (0.01 + 0.02 * torch.rand(2, config.num_layers, config.num_kv_heads, generator=generator)).to(DEVICE)
-    view = Fp8View(config, sizes, torch.float32, DEVICE, backend, Buckets((), ()), scales)
+    storage = Fp8Storage(config, sizes, torch.float32, DEVICE, scales)
+    view = planned_view(config, sizes, torch.float32, DEVICE, backend, storage)
     assert view.num_bytes == view.keys.nbytes + view.values.nbytes
-    assert view.layer_keys[0].dtype == (torch.float8_e4m3fn if has_fp8 else torch.uint8)
+    assert storage.layer_keys[0].dtype == (torch.float8_e4m3fn if has_fp8 else torch.uint8)
     view.keys.fill_(UNREAD)
     view.values.fill_(UNREAD)
-    actual = run(model, PlannedKVCachePool(sizes, view.planner), view, STEPS, LEAVES_AFTER)
+    actual = run(model, PagedKVCachePool.of(sizes, lay_out=view.attention.lay_out), view, STEPS, LEAVES_AFTER)
     monkeypatch.setattr(RoundedCache, "scales", scales, raising=False)
     expected = alone(model, STEPS, LEAVES_AFTER, RoundedCache)
     torch.testing.assert_close(actual, expected, rtol=2e-4, atol=2e-4)

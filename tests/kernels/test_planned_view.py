@@ -8,9 +8,8 @@ import torch
 import shared.cache.planned_layout as planned_layout
 import shared.kernels.planned_tiling as tilings
 from shared.attention.descriptor import DevicePlan, Grid
+from shared.cache.paged import PagedKVCachePool
 from shared.cache.paged_layout import PagedSizes
-from shared.cache.planned import PlannedKVCachePool
-from shared.cache.planned_view import PlannedView
 from shared.engine.batch import Batch
 from shared.engine.staging import Staging
 from shared.errors import ConfigError
@@ -33,6 +32,7 @@ from tests.kernels.sequences import (
     token_ids,
 )
 from tests.steps import commit, make_request, step_of
+from tests.views import planned_view
 
 STEPS = [  # tokens of each; past tiny-gemma3's window of 16, and past a split of 16
     {"a": 20, "b": 2},
@@ -87,8 +87,8 @@ def counted(monkeypatch):
 
 def make_memory(config, block_size, dtype=torch.float32, backend=None):
     sizes = PagedSizes(-(-120 // block_size), block_size, 4, 60, CAPACITY)
-    view = poisoned(PlannedView(config, sizes, dtype, DEVICE, backend))
-    return PlannedKVCachePool(sizes, view.planner), view
+    view = poisoned(planned_view(config, sizes, dtype, DEVICE, backend))
+    return PagedKVCachePool.of(sizes, lay_out=view.attention.lay_out), view
 
 
 @pytest.mark.parametrize(
@@ -117,7 +117,7 @@ def test_every_sequence_is_answered_as_if_alone(
     assert num_launches(merge_states_kernel) == merged * layers // windows, "here there is a layer for each window"
     assert num_launches() == (len(STEPS) + NUM_DECODE + NUM_PREFILL) * layers + merged * layers // windows
     assert counted["copies"] == len(STEPS), "everything that a step needs travels together"
-    assert (view.workspace.counters == 0).all()
+    assert (view.attention.workspace.counters == 0).all()
 
 
 def test_flash_turns_planning_off(tiny_checkpoints, num_launches, counted, is_arrival):
@@ -149,15 +149,15 @@ def test_batches_of_any_size_are_loaded_to_the_same_addresses(tiny_checkpoints, 
         arrays = []
         for kind, plans in batch.layout.plans._asdict().items():
             for window, plan in plans.items():
-                sent = vars(view.plans[kind, window])
+                sent = vars(view.attention.plans[kind, window])
                 assert all(sent[name].tolist() == getattr(plan, name).tolist() for name in ARRAYS)
                 arrays += [value for value in sent.values() if isinstance(value, torch.Tensor)]
-        sent = (tokens.ids, tokens.positions, logit_rows, view.places, view.decoding[0])
+        sent = (tokens.ids, tokens.positions, logit_rows, view.places, view.attention.decoding[0])
         kinds = "".join(kind[0] for kind, plans in batch.layout.plans._asdict().items() if plans)
         addresses.setdefault(kinds, set()).add(tuple(tensor.data_ptr() for tensor in (*arrays, *sent)))
-        if view.is_decode:
+        if batch.is_decode:
             shapes.setdefault(len(batch), set()).add(tuple(tensor.shape for tensor in arrays))
-            cuts.append(tuple(view.plans["decode", window].num_items.item() for window in (16, None)))
+            cuts.append(tuple(view.attention.plans["decode", window].num_items.item() for window in (16, None)))
         commit(pool, schedule)
 
     step(a=1, b=1)
@@ -201,8 +201,7 @@ def test_a_decode_forward_allocates_nothing_for_attention(tiny_checkpoints, rand
     view.load(Batch.of(step_of({a: 1}), pool))
     attended = view.attend(0, randn(1, config.num_heads, config.head_dim), scale=1.0)
     assert attended.data_ptr() == view.attended.data_ptr()
-    assert len(view.workspace.counters) == 4 * config.num_kv_heads
-    assert not hasattr(view, "workspaces"), "those of phase 6 are not made"
+    assert len(view.attention.workspace.counters) == 4 * config.num_kv_heads
 
 
 def test_a_head_size_without_a_kernel(tiny_checkpoints):

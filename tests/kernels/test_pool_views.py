@@ -9,13 +9,13 @@ from shared.cache.contiguous_pool import ContiguousKVCachePool
 from shared.cache.contiguous_pool_view import ContiguousPoolView
 from shared.cache.paged import PagedKVCachePool
 from shared.cache.paged_layout import PagedSizes
-from shared.cache.paged_view import PagedView
 from shared.errors import ConfigError
 from shared.kernels.decode_attention import decode_attention_kernel
 from shared.kernels.kv_write import kv_write_kernel
 from shared.kernels.paged_attention import paged_attention_kernel
 from shared.kernels.paged_prefill import paged_prefill_kernel
 from tests.kernels.sequences import CAPACITY, DEVICE, LAYERS, alone, load, poisoned, run
+from tests.views import paged_view
 
 STEPS = [  # past tiny-gemma3's window of 16; b leaves, and d gets its memory
     {"a": 15, "b": 2},
@@ -35,7 +35,7 @@ def regions(config, backend):
 
 def blocks(config, backend, block_size=16):
     sizes = PagedSizes(-(-100 // block_size), block_size, 4, 30, CAPACITY)
-    view = poisoned(PagedView(config, sizes, torch.float32, DEVICE, backend))
+    view = poisoned(paged_view(config, sizes, torch.float32, DEVICE, backend))
     return PagedKVCachePool(sizes.num_blocks, block_size, 4, CAPACITY), view
 
 

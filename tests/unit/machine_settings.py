@@ -11,8 +11,8 @@ from shared.cache.contiguous_pool import ContiguousKVCachePool
 from shared.cache.paged import PagedKVCachePool
 from shared.cache.paged_layout import PagedSizes
 from shared.cache.paired import PairedPool
-from shared.cache.prefix import PrefixKVCachePool
-from shared.chunks.pool import ChunkKVCachePool
+from shared.cache.prefix import PrefixSharing
+from shared.chunks.pool import chunk_pool
 from shared.chunks.registry import ChunkRegistry
 from shared.chunks.scheduler import ChunkScheduler
 from shared.engine.batch import Batch
@@ -142,7 +142,7 @@ def what_has_room_is_admitted(machine: SchedulingMachine, planned: Planned) -> N
         if ready:
             needed = ready[0].num_tokens
             if machine.tree is not None:  # what it has in the tree stops being free when it is admitted
-                of_tree = machine.tree.match(machine.target._tokens(ready[0]))[2]
+                of_tree = machine.tree.match(machine.sharing._tokens(ready[0]))[2]
                 needed += (of_tree + 1) * machine.target.block_size
             assert pool.free_tokens - (pool.watermark_tokens if running else 0) < needed, "what has room is admitted"
 
@@ -151,7 +151,7 @@ def no_block_is_computed_twice(machine: SchedulingMachine, planned: Planned) -> 
     """Except for the last of a request, which is computed again if there is no room for a copy."""
     size, begun = machine.target.block_size, set()
     for request, start, num_tokens, *_ in planned.schedule.prompts if machine.tree is not None else ():
-        if request not in machine.target.prefixes:
+        if request not in machine.sharing.prefixes:
             continue
         for end in range(start // size * size + size, min(start + num_tokens, request.num_tokens - size) + 1, size):
             block = tuple(request.token_ids[:end])
@@ -173,15 +173,15 @@ def blocks_are_free_cached_or_held(machine: SchedulingMachine) -> None:
         assert pool.audit_blocks() == []
         cached = {*pool.cached_blocks()}
         held = {block for request in pool.rows for block in pool.table(request).tolist()}
-        held |= {*pool.tree.blocks().tolist()} - cached if hasattr(pool, "tree") else set()
-        held |= {*pool.registry.blocks().tolist()} - cached if hasattr(pool, "registry") else set()
+        held |= {block for each in pool.extension.block_lists() for block in each.tolist()} - cached
         assert pool.allocator.num_free + len(cached) + len(held) == pool.allocator.num_blocks
         assert not held & cached
         assert pool.free_tokens == (pool.allocator.num_free + len(cached)) * pool.block_size
-        if hasattr(pool, "tree"):
-            assert set(pool.prefixes) <= set(pool.rows)
-            assert hasattr(pool, "registry") or set(pool.prefixes) == set(pool.rows)
-            assert set(pool.computing.values()) <= set(pool.prefixes)
+        if machine.tree is not None:
+            sharing = getattr(pool.extension, "sharing", pool.extension)
+            assert set(sharing.prefixes) <= set(pool.rows)
+            assert machine.registry is not None or set(sharing.prefixes) == set(pool.rows)
+            assert set(sharing.computing.values()) <= set(sharing.prefixes)
 
 
 def grants_cover_what_is_computed(machine: SchedulingMachine) -> None:
@@ -308,8 +308,8 @@ def paged(choice: Choice, config: EngineConfig) -> PagedKVCachePool:
     return PagedKVCachePool(choice.size, config.block_size, config.max_batch_size, MAX_SEQ_LEN)
 
 
-def shared(choice: Choice, config: EngineConfig) -> PrefixKVCachePool:
-    return PrefixKVCachePool(sizes_of(choice, config, MAX_SEQ_LEN), None)
+def shared(choice: Choice, config: EngineConfig) -> PagedKVCachePool:
+    return PagedKVCachePool.of(sizes_of(choice, config, MAX_SEQ_LEN), PrefixSharing(config.block_size))
 
 
 def shared_or_paged(choice: Choice, config: EngineConfig) -> PagedKVCachePool:
@@ -338,7 +338,7 @@ def making(scheduler: Any, make_pool: Callable[[Choice, EngineConfig], Any]) -> 
 
 def make_with_registry(choice: Choice) -> Scheduler:
     config, registry, longest = EngineConfig(**choice.config), ChunkRegistry(choice.max_bytes), 40
-    pool = ChunkKVCachePool(sizes_of(choice, config, longest), None, registry, bool(config.use_prefix_caching))
+    pool = chunk_pool(sizes_of(choice, config, longest), registry, bool(config.use_prefix_caching))
     return ChunkScheduler(config, pool, longest, registry)
 
 

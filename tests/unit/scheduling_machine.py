@@ -20,7 +20,6 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from shared.cache.paged import PagedKVCachePool
-from shared.cache.prefix import PrefixKVCachePool
 from shared.chunks.registry import Chunk, ChunkRegistry
 from shared.engine.output import StepOutput
 from shared.engine.record import StepRecord
@@ -98,8 +97,10 @@ class SchedulingMachine(RuleBasedStateMachine):
         self.scheduler = self.setting.make(choice)
         self.pool, self.config = self.scheduler.pool, self.scheduler.config
         self.target: Any = getattr(self.pool, "target", self.pool)  # that of the model, beside that of a draft model
-        self.tree = getattr(self.target, "tree", None)
-        self.registry = getattr(self.target, "registry", None)
+        self.extension: Any = getattr(self.target, "extension", None)
+        self.sharing: Any = getattr(self.extension, "sharing", self.extension)  # of the requests without chunks
+        self.tree = getattr(self.sharing, "tree", None)
+        self.registry = getattr(self.extension, "registry", None)
         self.chance, self.share_right, self.most_drafts = Random(choice.seed), 0.8, 6
         if isinstance(self.target, PagedKVCachePool):
             self.target.watermark_tokens = choice.watermark * self.target.block_size
@@ -139,7 +140,7 @@ class SchedulingMachine(RuleBasedStateMachine):
         """The tokens for which a request has memory."""
         if not isinstance(self.target, PagedKVCachePool):
             return self.target.granted[self.target.regions[request]]
-        return self.target.granted[self.target.rows[request]] + getattr(self.target, "users", {}).get(request, 0)
+        return self.target.granted[self.target.rows[request]] + self.target.num_slotless.get(request, 0)
 
     # Requests come and go.
 
@@ -233,7 +234,7 @@ class SchedulingMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.registry is not None)
     @rule(count=st.integers(0, 9))
     def evict(self, count: int) -> None:
-        in_use = [chunk for request in self.target.users for chunk in self.registry.contexts[request]]
+        in_use = [chunk for request in self.extension.users for chunk in self.registry.contexts[request]]
         self.met["chunks evicted"] += self.registry.evict(count) > 0
         assert all(chunk.is_resident for chunk in in_use)
 
@@ -446,7 +447,7 @@ class SchedulingMachine(RuleBasedStateMachine):
         num_tokens, full = 0, set[int]()
         for request, row in pool.rows.items():
             num_tokens += pool.lengths[row]
-            prefix = pool.prefixes.get(request) if isinstance(pool, PrefixKVCachePool) else None
+            prefix = self.sharing.prefixes.get(request)
             if prefix is not None:
                 num_tokens -= prefix.num_shared * pool.block_size
                 full |= {*pool.table(request)[: prefix.num_shared].tolist()}
@@ -473,12 +474,12 @@ class SchedulingMachine(RuleBasedStateMachine):
         assert {*self.told, *self.aborted} == {*self.requests}
         assert self.pool.audit() == []
         assert self.pool.free_tokens == self.pool.capacity_tokens
-        if isinstance(self.target, PrefixKVCachePool):
-            assert self.target.prefixes == self.target.computing == {}
+        if self.tree is not None:
+            assert self.sharing.prefixes == self.sharing.computing == {}
             self.met["hits"] = self.scheduler.num_prefix_hits
         if self.registry is not None:
             assert not self.registry.computing
-            assert not self.target.users
+            assert not self.extension.users
         self.pool.drop_cached()
         if isinstance(self.target, PagedKVCachePool):
             assert self.target.allocator.num_free == self.target.allocator.num_blocks

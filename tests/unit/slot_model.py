@@ -21,7 +21,7 @@ class SlotModel:
     def __init__(self, pool: CachePoolProtocol, token_at: TokenAt) -> None:
         self.pool, self.token_at = pool, token_at
         self.target = getattr(pool, "target", pool)
-        self.registry = getattr(self.target, "registry", None)
+        self.registry = getattr(getattr(self.target, "extension", None), "registry", None)
         self.chains: dict[tuple[int, int], int] = {}
         self.slots: dict[int, int] = {}
         self.num_shared = 0  # steps in which two sequences read the same chunk

@@ -8,6 +8,7 @@ from shared.engine.config import EngineConfig
 from shared.engine.request import Request, RequestStatus
 from shared.engine.sampler import SampledTokens
 from shared.sampling.params import SamplingParams
+from shared.scheduling.admission import admit, queued
 from shared.scheduling.scheduler import Scheduler
 from shared.scheduling.static import StaticScheduler
 from tests.comparison import assert_equal
@@ -105,6 +106,13 @@ def test_a_refused_request_waits_and_none_overtakes() -> None:
     step(scheduler)
     step(scheduler)
     check_queues(scheduler, ["c", "d"], [])
+
+
+def test_what_is_admitted_is_returned() -> None:
+    scheduler = static(2)
+    requests = [add(scheduler, name) for name in "abc"]
+    assert_equal(admit(scheduler, queued(scheduler), scheduler.longest), requests[:2], "admitted", ("request",))
+    assert_equal(admit(scheduler, queued(scheduler), scheduler.longest), [], "admitted when no region is free")
 
 
 @pytest.mark.parametrize(("max_new_tokens", "granted"), [(1, 4), (9, 12), (500, MAX_SEQ_LEN)])

@@ -1,6 +1,7 @@
 """A batch says what its schedule says, and a part of it is the batch of that part, for every kind of memory."""
 
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -13,8 +14,7 @@ from shared.attention.descriptor import AttentionPlan, Grid
 from shared.cache.contiguous_pool import ContiguousKVCachePool
 from shared.cache.paged import PagedKVCachePool
 from shared.cache.paged_layout import PagedSizes
-from shared.cache.planned import PlannedKVCachePool
-from shared.cache.planned_layout import AttentionPlanner, StepPlans
+from shared.cache.planned_layout import AttentionPlanner, PlannedLayout, StepPlans
 from shared.cache.pool import CachePoolProtocol
 from shared.checkpoints.shapes import SHAPES
 from shared.engine.batch import Batch
@@ -31,7 +31,7 @@ PLANNER = AttentionPlanner(SHAPE, tuple(dict.fromkeys(SHAPE.windows)), 4, torch.
 POOLS = {
     "contiguous": lambda: ContiguousKVCachePool(4, 40),
     "paged": lambda: PagedKVCachePool(60, 3, 4, 40),
-    "planned": lambda: PlannedKVCachePool(SIZES, PLANNER),
+    "planned": lambda: PagedKVCachePool.of(SIZES, lay_out=partial(PlannedLayout.planned, planner=PLANNER)),
 }
 
 

@@ -88,8 +88,8 @@ def test_the_memory_is_known_by_its_protocol_alone() -> None:
 CACHE = {path.stem for path in (ROOT / "shared/cache").glob("*.py") if path.stem != "__init__"}
 MODULES = {f"shared.cache.{name}" for name in CACHE}
 HOST = {name for name in CACHE if name.endswith("_layout")} | {
-    *("blocks", "bucket_planner", "condensed", "condensed_prefix", "contiguous_pool", "layout", "paged", "paired"),
-    *("planned", "pool", "prefix", "prefix_tree"),
+    *("blocks", "bucket_planner", "condensed", "contiguous_pool", "extension", "layout", "paged", "paired", "pool"),
+    *("prefix", "prefix_tree"),
 }
 # They make both sides, or join them.
 MAKERS = {name for name in CACHE if name.endswith("_memory")} | {"compressing", "pool_size"}
@@ -108,7 +108,7 @@ def test_neither_side_imports_the_other() -> None:
     assert {"shared.cache.layout", "shared.scheduling.schedule", "shared.engine.request"} <= reached
     for name in ("batch", "memory_map", "multi_token_batch", "record", "request"):
         assert not course_graph()[f"shared.engine.{name}"] & VIEWS, name
-    pools = ("contiguous_pool", "paged", "planned", "prefix", "prefix_tree", "blocks")
+    pools = ("contiguous_pool", "paged", "prefix", "prefix_tree", "blocks")
     for name in DEVICE:
         assert not course_graph()[f"shared.cache.{name}"] & {f"shared.cache.{pool}" for pool in pools}, name
 
@@ -121,7 +121,7 @@ def test_neither_side_imports_the_other() -> None:
         ("if config.kv_cache_backend == 'paged': pass", True),
         ("if type(scheduler.pool) is Pool: pass", True),
         ("getattr(self.view, 'tables', None)", True),
-        ("from shared.cache.paged_memory import paged_memory\nMEMORY: dict = {'paged': paged_memory}", False),
+        ("from shared.cache.paged_memory import PagedMemory\nMEMORY: dict = {'paged': PagedMemory()}", False),
         ("self.pool, self.view = MEMORY[config.kv_cache_backend or 'paged'](config, self.model, 8)", False),
         ("from shared.cache.view import BatchView\nview: BatchView", False),
         ("tokens, logit_rows = self.view.load(batch)", False),
@@ -137,4 +137,4 @@ def test_there_are_files_to_read() -> None:
     assert {"scheduler.py", "isolation.py", "llama.py", "batch.py"} <= {path.name for path in PARTS}
     assert {path.parent.name for path in ENGINES} >= {"phase_04", "phase_05", "phase_06"}
     assert CACHE >= HOST | MAKERS
-    assert {"view", "paged_view", "prefix_view", "contiguous_pool_view"} <= DEVICE
+    assert {"view", "paged_view", "planned_attention", "contiguous_pool_view"} <= DEVICE

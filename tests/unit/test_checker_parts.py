@@ -134,6 +134,13 @@ def test_a_diff_of_a_method_shows_all_of_it() -> None:
     assert all(line.startswith("+") for line in added)
 
 
+def test_a_diff_of_a_replaced_part_shows_the_method_in_both_files() -> None:
+    lines = phase_diff("04..06", "PreemptiveScheduler.schedule")
+    sides = [[line[1:] for line in lines if line[0] != sign] for sign in "+-"]
+    names = "static.py#StaticScheduler", "preemptive.py#PreemptiveScheduler"
+    assert sides == [quoted_source(ROOT, f"shared/scheduling/{name}.schedule", with_docstrings=False) for name in names]
+
+
 @pytest.mark.parametrize(
     ("phases", "target", "message"),
     [
@@ -141,6 +148,8 @@ def test_a_diff_of_a_method_shows_all_of_it() -> None:
         ("02", None, "cannot be read"),
         ("02..03", "Engine.run", r"has a method Engine\.run"),
         ("02..03", "Engine.generate", "no diff"),
+        ("02..03", "Engine", "write a class and its method"),
+        ("06..07", "PreemptiveScheduler.schedule", r"has a method PreemptiveScheduler\.schedule"),
     ],
 )
 def test_a_diff_that_cannot_be_shown_is_said(phases: str, target: str | None, message: str) -> None:

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from shared.cache.paged_layout import PagedSizes
-from shared.chunks.pool import ChunkKVCachePool
+from shared.chunks.pool import chunk_pool
 from shared.chunks.registry import Chunk, ChunkRegistry
 from shared.chunks.scheduler import ChunkScheduler
 from shared.engine.config import EngineConfig
@@ -21,7 +21,7 @@ SIZE = 4
 @pytest.fixture
 def scheduler() -> ChunkScheduler:
     registry = ChunkRegistry()
-    pool = ChunkKVCachePool(PagedSizes(24, SIZE, 4, 64, 80), None, registry, True)
+    pool = chunk_pool(PagedSizes(24, SIZE, 4, 64, 80), registry, True)
     return ChunkScheduler(EngineConfig(max_batch_size=4, prefill_chunk_size=4), pool, 80, registry)
 
 

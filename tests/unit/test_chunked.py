@@ -72,6 +72,14 @@ def test_a_step_is_filled_in_order(tokenizer: Tokenizer) -> None:
     assert_equal(found[:5], expected, "what each step computes", ("step",))
 
 
+def test_a_chunk_ends_where_no_more_may_be_computed(tokenizer: Tokenizer) -> None:
+    """As before a compression: what a request may compute next is not all that it has left."""
+    loop = make_loop(tokenizer)
+    loop.scheduler.prefill = Chunks(loop.scheduler.config, lambda request: 7 if request.num_scheduled_tokens < 7 else 3)
+    add(loop, "a", 10)
+    assert_equal(steps(loop, 3), ["a:0-7", "a:7-10!", "a+1!"], "what each step computes", ("step",))
+
+
 def test_only_the_last_chunk_samples(tokenizer: Tokenizer) -> None:
     loop = make_loop(tokenizer, prefill_chunk_size=4)
     a = add(loop, "a", 10)

@@ -12,11 +12,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shared.cache.compressing import compress, select
-from shared.cache.condensed import CondensedKVCachePool
+from shared.cache.condensed import CompressedRequests
 from shared.cache.condensed_layout import Cells, Holding, Packed
-from shared.cache.condensed_prefix import CondensedPrefixKVCachePool
 from shared.cache.condensed_view import CondensedView
+from shared.cache.extension import NoExtension
+from shared.cache.paged import PagedKVCachePool
 from shared.cache.paged_layout import PagedSizes
+from shared.cache.prefix import PrefixSharing
 from shared.compression.compressors import COMPRESSORS
 from shared.compression.masked import masked_attention
 from shared.compression.selection import Budget
@@ -69,8 +71,8 @@ def test_packed_tokens_fill_whole_blocks_once(layers: int, blocks: int, size: in
         assert torch.equal(torch.from_numpy(cells.plain(layer, slots, table)), expected)
 
 
-def pool_of(num_blocks: int = 12) -> CondensedKVCachePool:
-    return CondensedKVCachePool(Cells(2, num_blocks, 4, 2), 3, 48)
+def pool_of(num_blocks: int = 12) -> Any:
+    return PagedKVCachePool(num_blocks, 4, 3, 48, CompressedRequests(Cells(2, num_blocks, 4, 2), NoExtension()))
 
 
 def test_a_compression_frees_what_no_head_keeps() -> None:
@@ -78,20 +80,20 @@ def test_a_compression_frees_what_no_head_keeps() -> None:
     assert pool.reserve(request, 31)
     commit(pool, step_of({request: 30}))
     counts = np.array([[3, 9], [20, 1]])  # 33 of 120 cells; a block has 16
-    assert pool.compress(request, Packed(counts, 30, pool.cells.slots_for(counts))) == 4
-    assert (pool.length(request), pool.num_saved(request)) == (12, 18)
+    assert pool.extension.compress(pool, request, Packed(counts, 30, pool.extension.cells.slots_for(counts))) == 4
+    assert (pool.length(request), pool.num_slotless.get(request, 0)) == (12, 18)
     assert pool.table(request).tolist() == [0, 1, 2, 3], "three blocks are packed; token 31 has the fourth"
     assert pool.allocator.num_free == 8
-    assert pool.fill(request) == (33, 64)
+    assert pool.extension.fill(pool, request) == (33, 64)
     assert pool.audit_blocks() == []
     assert pool.layout(step_of({request: 1})).slot_mapping.tolist() == [12]
     assert pool.reserve(request, 34)
     assert pool.allocator.num_free == 8
     assert pool.reserve(request, 35)
     assert pool.allocator.num_free == 7, "counted from the first token, whatever became of it"
-    for num_tokens, others, free in ((38, [], 7), (39, [request], 7)):
+    for num_tokens, free in ((38, 7), (39, 6)):
         request.num_tokens = num_tokens
-        assert pool.reserve_next([request]) == others, "a slot for each token after the packed part"
+        assert pool.reserve_next([request]) == [], "a slot for each token after the packed part"
         assert pool.allocator.num_free == free
     pool.shrink(request, 34)
     assert pool.allocator.num_free == 8
@@ -99,19 +101,19 @@ def test_a_compression_frees_what_no_head_keeps() -> None:
         pool.truncate(request, 29)
     pool.release(request)
     assert pool.audit() == []
-    assert pool.num_saved(request) == 0
+    assert pool.num_slotless.get(request, 0) == 0
 
 
 def test_tails_and_parts_of_compressed_requests() -> None:
     """Slots of whole blocks; tokens that are masked stay where they are; a part of a batch has its own."""
-    assert [pool_of().cells.slots_for(np.array([count])) for count in (15, 16, 17)] == [4, 4, 8]
+    assert [pool_of().extension.cells.slots_for(np.array([count])) for count in (15, 16, 17)] == [4, 4, 8]
     masked = Holding(0, np.arange(5, dtype=np.int32), 20, Packed(np.ones((2, 2), np.int64), 14, 0))
     assert (masked.num_tail, masked.num_tokens, masked.num_packed_slots) == (6, 20, 0)
     pool, requests = pool_of(), [make_request(name) for name in "ab"]
     for request in requests:
         assert pool.reserve(request, 9)
         commit(pool, step_of({request: 8}))
-    pool.compress(requests[0], Packed(np.ones((2, 2), np.int64), 8, 4))
+    pool.extension.compress(pool, requests[0], Packed(np.ones((2, 2), np.int64), 8, 4))
     layout = pool.layout(step_of(dict.fromkeys(requests, 1)))
     assert [one is None for one in layout.packed] == [False, True]
     assert layout.part(slice(1, 2), slice(1, 2)).packed == (None,)
@@ -123,7 +125,8 @@ def test_the_ring_has_the_last_queries_of_each_sequence_and_less_than_a_block_is
     config, generator = read_config(tiny_checkpoints["llama"]), torch.Generator().manual_seed(0)
     about = COMPRESSORS["snapkv"](config.attention_scale), Budget(13, 13, num_sinks=1, num_recent=4), 4, True
     view = CondensedView(config, PagedSizes(24, 4, 3, 48, 96), torch.float32, "cpu", None, *about)
-    pool, requests = CondensedKVCachePool(view.cells, 3, 48), [*map(make_request, "ab")]
+    pool = PagedKVCachePool(24, 4, 3, 48, CompressedRequests(view.cells, NoExtension()))
+    requests = [*map(make_request, "ab")]
     Hq, Hkv = config.num_heads, config.num_kv_heads
     seen: list[list[torch.Tensor]] = [[], []]
     for new in ((13, 2), (1, 6)):
@@ -153,16 +156,17 @@ def test_the_audit_sees_a_packed_part_of_a_wrong_size() -> None:
     pool, request = pool_of(), make_request("a")
     pool.reserve(request, 30)
     commit(pool, step_of({request: 30}))
-    pool.compress(request, Packed(np.array([[3, 9], [20, 1]]), 30, 8))
+    pool.extension.compress(pool, request, Packed(np.array([[3, 9], [20, 1]]), 30, 8))
     assert "a packed part of 8 slots and its 33 kept tokens fill 12" in pool.audit_blocks()[0]
-    pool.packed[make_request("b")] = Packed(np.ones((2, 2), np.int64), 1, 4)
+    pool.extension.packed[make_request("b")] = Packed(np.ones((2, 2), np.int64), 1, 4)
     assert any("b is compressed and holds no blocks" in found for found in pool.audit_blocks())
 
 
-def sharing(num_blocks: int) -> CondensedPrefixKVCachePool:
+def sharing(num_blocks: int) -> Any:
     """Requests share all but their last 4 tokens; a block has 4 slots, of 2 layers and 2 heads."""
     cells, sizes = Cells(2, num_blocks, 4, 2), PagedSizes(num_blocks, 4, 3, 48, 48)
-    return CondensedPrefixKVCachePool(cells, sizes, lambda request: request.num_prompt_tokens - 4)
+    prefixes = PrefixSharing(4, lambda request: request.num_prompt_tokens - 4)
+    return PagedKVCachePool.of(sizes, CompressedRequests(cells, prefixes))
 
 
 def compute(pool: Any, name: str, length: int) -> Any:
@@ -182,7 +186,7 @@ def test_the_tree_keeps_the_blocks_that_a_compressed_request_leaves() -> None:
     first, num_cached = compute(pool, "a", 28)
     assert num_cached == 0
     assert pool.free_tokens == 4, "28 tokens and the next one: 8 blocks"
-    assert pool.compress(first, FEW) == 4
+    assert pool.extension.compress(pool, first, FEW) == 4
     table = pool.table(first).tolist()
     assert len(table) == 4
     assert len(pool.cached_blocks()) == 7 - 2, "one block was free, and two more were needed"
@@ -190,7 +194,7 @@ def test_the_tree_keeps_the_blocks_that_a_compressed_request_leaves() -> None:
     for num_tokens in range(29, 33):
         assert pool.reserve(first, num_tokens)
         commit(pool, step_of({first: 1}))
-    assert pool.tree.num_blocks == 5, "nothing behind a compression enters the tree"
+    assert pool.extension.sharing.tree.num_blocks == 5, "nothing behind a compression enters the tree"
     assert pool.length(first) == 16
     assert pool.audit_blocks() == []
 
@@ -205,7 +209,7 @@ def test_the_tree_keeps_the_blocks_that_a_compressed_request_leaves() -> None:
 def test_a_request_computes_the_tokens_whose_queries_decide() -> None:
     pool = sharing(24)
     pool.release(compute(pool, "a", 28)[0])
-    pool.num_shareable = lambda request: request.num_prompt_tokens - 6
+    pool.extension.sharing.num_shareable = lambda request: request.num_prompt_tokens - 6
     assert [pool.admit(make_request(str(n), range(n))) for n in (28, 20)] == [20, 12]
 
 
@@ -216,11 +220,11 @@ def test_blocks_of_others_are_not_taken() -> None:
     assert num_cached == 24
     assert pool.free_tokens == 4
     before = pool.table(first).tolist()
-    assert pool.compress(first, FEW) is None
+    assert pool.extension.compress(pool, first, FEW) is None
     assert pool.table(first).tolist() == before
     assert pool.audit_blocks() == []
     pool.release(second)
-    assert pool.compress(first, FEW) == 4
+    assert pool.extension.compress(pool, first, FEW) == 4
     assert pool.audit_blocks() == []
 
 
@@ -231,13 +235,13 @@ def test_the_youngest_makes_room_for_a_compression() -> None:
     scheduler.running |= {"a": first, "b": second}
     assert scheduler.make_room(first)
     assert list(scheduler.running) == ["a"]
-    assert pool.compress(first, FEW) == 4
+    assert pool.extension.compress(pool, first, FEW) == 4
     assert scheduler.schedule().preempted == ("b",)
     assert not scheduler.make_room(first)
     assert not scheduler.running
 
 
-def scheduler_of(pool: CondensedKVCachePool, **config: Any) -> CompressingScheduler:
+def scheduler_of(pool: Any, **config: Any) -> CompressingScheduler:
     about = {"layer_budget": 10, "layer_upper_budget": 12, "steps_between_compressions": 4}
     return CompressingScheduler(EngineConfig(compress_method="snapkv", block_size=4, **about | config), pool, 48)
 

@@ -4,7 +4,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from shared.cache import pool_size
 from shared.cache.paged import PagedKVCachePool
@@ -19,6 +18,7 @@ from shared.models.causal_lm import CausalLM
 from shared.sampling.params import SamplingParams
 from shared.scheduling.drafts import settle
 from shared.scheduling.speculative import SpeculativeScheduler
+from tests.views import paged_view
 
 LENGTH, WRONG = 3, 99
 
@@ -64,7 +64,7 @@ def test_an_engine_that_does_not_speculate_has_no_positions() -> None:
 
 def paged(model: CausalLM, sizes: PagedSizes) -> tuple[PagedKVCachePool, PagedView]:
     pool = PagedKVCachePool(sizes.num_blocks, sizes.block_size, sizes.max_sequences)
-    return pool, PagedView(model.config, sizes, torch.float32)
+    return pool, paged_view(model.config, sizes)
 
 
 @pytest.mark.parametrize(("spec_length", "max_seq_len", "rows"), [(3, 64, 4 * 8), (7, 64, 8 * 8), (7, 20, 20 + 8)])

@@ -14,13 +14,11 @@ import shared.cache.pool_size as pool_size
 from phases.phase_09.engine import SUPPORTED as SUPPORTED_BEFORE
 from phases.phase_10.engine import Engine
 from shared.cache.contiguous import kv_bytes
-from shared.cache.fp8_memory import fp8_memory
-from shared.cache.fp8_view import Fp8View
+from shared.cache.fp8_storage import STORAGES, Fp8Storage
+from shared.cache.paged import PagedKVCachePool
 from shared.cache.paged_layout import PagedSizes
-from shared.cache.planned import PlannedKVCachePool
-from shared.cache.prefix_view import PrefixView
+from shared.cache.paged_memory import PagedMemory
 from shared.engine.batch import Batch
-from shared.engine.buckets import Buckets
 from shared.engine.config import EngineConfig
 from shared.errors import ConfigError, ModelFolderError
 from shared.kernels.e4m3 import dequantized, quantized
@@ -32,6 +30,7 @@ from shared.parallel.shard import Shard
 from shared.text.tokenizer import Tokenizer
 from tests.mixed_requests import ALIKE, ARRIVALS, LONG, MIXED, Requests, serve, tokens
 from tests.steps import make_request, step_of
+from tests.views import paged_view
 
 FP8: dict[str, Any] = {"kv_cache_dtype": "fp8"}
 
@@ -112,7 +111,7 @@ def test_a_checkpoints_own_scales_are_used(tiny_checkpoints: dict[str, Path], tm
     others = FORMS[form].format(config.num_layers, "k"), "model.layers.0.self_attn.prob_scale"
     folder = with_scales(tmp_path / "scaled", source, scales | {name: torch.tensor(9.0) for name in others})
     view = make(folder, max_seq_len=64, **FP8).view
-    actual = [[by_layer[name] for by_layer in view.scales] for name in ("k_scales", "v_scales")]
+    actual = [[by_layer[name] for by_layer in view.storage.arguments] for name in ("k_scales", "v_scales")]
     assert torch.equal(torch.stack([torch.stack(layers) for layers in actual]), expected)
     assert tokens(serve(make(folder, max_seq_len=64), MIXED[:1], [0])[0][0]) == tokens(
         serve(make(source, max_seq_len=64), MIXED[:1], [0])[0][0]
@@ -129,9 +128,10 @@ def test_a_rank_has_the_scales_of_its_own_heads(tiny_checkpoints: dict[str, Path
     folder = with_scales(tmp_path / "scaled", source, {name: scale.clone() for name, scale in scales.items()})
     settings = EngineConfig(model=str(folder), max_batch_size=1, num_gpu_blocks=4, **FP8)
     for rank in range(size):
-        view: Any = fp8_memory(settings, CausalLM(Shard(rank, size).local(config), 64).to_empty(device="cpu"), 64)[1]
+        model = CausalLM(Shard(rank, size).local(config), 64).to_empty(device="cpu")
+        view: Any = PagedMemory(storages=STORAGES)(settings, model, 64)[1]
         heads = Shard(rank, size).part(config.num_kv_heads)
-        found = [torch.stack([scale[name] for scale in view.scales]) for name in ("k_scales", "v_scales")]
+        found = [torch.stack([scale[name] for scale in view.storage.arguments]) for name in ("k_scales", "v_scales")]
         assert torch.equal(torch.stack(found), expected[..., heads.start : heads.stop])
 
 
@@ -163,8 +163,8 @@ def test_what_a_layer_reads_was_stored_by_the_scales_of_its_keys_and_values(tiny
     config, sizes = read_config(tiny_checkpoints["llama"]), PagedSizes(4, 4, 1, 16, 16)
     generator = torch.Generator().manual_seed(0)
     scales = 0.01 + 0.1 * torch.rand(2, config.num_layers, config.num_kv_heads, generator=generator)
-    view = Fp8View(config, sizes, torch.float32, "cpu", None, Buckets((), ()), scales)
-    pool, request = PlannedKVCachePool(sizes, None), make_request("a", range(9))
+    view = paged_view(config, sizes, storage=Fp8Storage(config, sizes, torch.float32, scales=scales))
+    pool, request = PagedKVCachePool.of(sizes), make_request("a", range(9))
     assert pool.reserve(request, 9)
     view.load(Batch.of(step_of({request: 9}), pool))
     for layer in range(config.num_layers):
@@ -184,10 +184,10 @@ def test_the_demo_model_says_nearly_the_same(demo_folder: Path) -> None:
     sizes = PagedSizes(8, 16, 1, 128, 128)
     logits = []
     for view in (
-        PrefixView(model.config, sizes, model.dtype),
-        Fp8View(model.config, sizes, model.dtype, "cpu", None, Buckets((), ())),
+        paged_view(model.config, sizes, model.dtype),
+        paged_view(model.config, sizes, model.dtype, storage=Fp8Storage(model.config, sizes, model.dtype)),
     ):
-        pool, request = PlannedKVCachePool(sizes, None), make_request("a", token_ids)
+        pool, request = PagedKVCachePool.of(sizes), make_request("a", token_ids)
         assert pool.reserve(request, len(token_ids))
         batch = Batch.of(step_of({request: len(token_ids)}), pool)
         with torch.inference_mode():

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from shared.cache.prefix import PrefixKVCachePool
+from shared.cache.prefix import PrefixSharing
 from shared.engine.config import EngineConfig
 from shared.engine.memory_map import HoldingState, MemoryMap
 from shared.lessons import find_lesson, lessons
@@ -45,7 +45,7 @@ def check(engine: Any, memory: MemoryMap) -> None:
     entries = [entry for holding in memory.holdings for entry in enumerate(holding.blocks)]
     blocks = {block for _, block in entries}
     assert len(blocks) == len(set(entries)) == memory.num_held
-    assert len(blocks) == len(entries) or isinstance(engine.pool, PrefixKVCachePool)
+    assert len(blocks) == len(entries) or isinstance(getattr(engine.pool, "extension", None), PrefixSharing)
     assert blocks | set(memory.cached) <= set(range(memory.num_blocks))
     assert not blocks & set(memory.cached)
     assert memory.num_written == engine.pool.used_tokens

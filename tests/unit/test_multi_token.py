@@ -8,10 +8,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shared.cache.multi_token_view import MultiTokenView
+from shared.cache.block_storage import PlainStorage
+from shared.cache.multi_token_attention import MaskTokenOperations
+from shared.cache.operations_attention import OperationsAttention
 from shared.cache.paged import PagedKVCachePool
 from shared.cache.paged_layout import PagedSizes
-from shared.engine.buckets import Buckets
+from shared.cache.paged_view import PagedView
 from shared.engine.config import EngineConfig
 from shared.engine.multi_token_batch import MultiTokenBatch
 from shared.engine.request import Request
@@ -283,7 +285,9 @@ def test_a_view_opens_the_gates_of_masks_and_each_sequence_has_a_mask_of_its_own
         entry.request.draft_ids = [70, 71][:num_masks]
     batch = MultiTokenBatch.of(schedule, scheduler.pool)
     config, sizes = read_config(tiny_checkpoints["llama"]), PagedSizes(60, BLOCK_SIZE, 4, MAX_SEQ_LEN, 60)
-    view = MultiTokenView(config, sizes, torch.float32, "cpu", None, Buckets((), ()))
+    storage = PlainStorage(config, sizes, torch.float32)
+    attention = MaskTokenOperations(OperationsAttention(storage, "sdpa"))
+    view, num_new = PagedView(config, sizes, torch.float32, storage, attention), batch.num_new_tokens.tolist()
     generator, Hq, Hkv = torch.Generator().manual_seed(0), config.num_heads, config.num_kv_heads
     for memory in (view.keys, view.values):
         memory.normal_(generator=generator)
@@ -294,12 +298,12 @@ def test_a_view_opens_the_gates_of_masks_and_each_sequence_has_a_mask_of_its_own
     q, k, v = heads.split((Hq, Hkv, Hkv), 1)
     view.write(0, q, k, v, tokens.positions, lambda q, k, positions: (q, k))
     for window in (None, 4):
-        found = view.attend(0, q, scale=0.3, window=window).split(view.num_new)
+        found = view.attend(0, q, scale=0.3, window=window).split(num_new)
         for number, entry in enumerate(schedule):
-            table = torch.from_numpy(scheduler.pool.table(entry.request)).long()[: entry.start + view.num_new[number]]
+            table = torch.from_numpy(scheduler.pool.table(entry.request)).long()[: entry.start + num_new[number]]
             keys, values = (memory[0, table, 0].transpose(0, 1) for memory in (view.keys, view.values))
             mask = visible_with_masks(entry.start, entry.num_tokens, int(batch.num_masks[number]), window)
-            expected = masked_attention(q.split(view.num_new)[number], keys, values, mask, scale=0.3)
+            expected = masked_attention(q.split(num_new)[number], keys, values, mask, scale=0.3)
             what = f"attention of sequence {number} with window {window}"
             assert_close(found[number], expected, what, ("token", "head", "dim"), rtol=1e-4, atol=1e-5)
     assert view.load(batch.part(range(2, 3))).tokens.gate is None, "a step without masks has no gate"

@@ -9,8 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from shared.cache.paged import PagedKVCachePool
 from shared.cache.paged_layout import PagedSizes
-from shared.cache.prefix import PrefixKVCachePool
+from shared.cache.prefix import PrefixSharing
 from shared.chunks.registry import ChunkRegistry
 from shared.chunks.scheduler import ChunkScheduler
 from shared.engine.batch import Batch
@@ -180,7 +181,7 @@ def compare(
     loops: list[Any] = []
     config = EngineConfig(max_batch_size=3, block_size=4, prefill_chunk_size=5)
     for scheduler in (ShortWay, LongWay):
-        pool = PrefixKVCachePool(PagedSizes(num_blocks, 4, 3, 64, 16), None)
+        pool = PagedKVCachePool.of(PagedSizes(num_blocks, 4, 3, 64, 16), PrefixSharing(4))
         loops.append(Loop(scheduler(config, pool, 16), tokenizer, token_at, num_in_flight))
     to_come = sorted(enumerate(arrivals), key=lambda each: each[1][0])
     for step in range(150):

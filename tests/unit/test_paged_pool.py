@@ -18,7 +18,7 @@ from shared.cache import free_memory, pool_size
 from shared.cache.contiguous import kv_bytes
 from shared.cache.paged import PagedKVCachePool
 from shared.cache.paged_layout import PagedSizes
-from shared.cache.paged_memory import paged_memory
+from shared.cache.paged_memory import PagedMemory
 from shared.cache.paged_view import PagedView
 from shared.cache.view import BatchView
 from shared.checkpoints.shapes import SHAPES
@@ -32,6 +32,7 @@ from shared.models.config import ModelConfig
 from tests.comparison import assert_equal
 from tests.steps import commit, make_request, step_of
 from tests.unit.pool_machine import PoolMachine, check_a_step_made_again, check_beside_caches
+from tests.views import paged_view
 
 CONFIG = replace(
     parse_config(SHAPES["tiny-llama"]), num_layers=2, num_heads=4, num_kv_heads=2, head_dim=2, windows=(None, None)
@@ -44,7 +45,7 @@ def make_pool(num_blocks: int = 6, block_size: int = 4, max_sequences: int = 4, 
 
 def make_view(num_blocks: int = 6, block_size: int = 4, max_sequences: int = 4, max_tokens: int = 24) -> PagedView:
     sizes = PagedSizes(num_blocks, block_size, max_sequences, max_tokens, num_blocks * block_size)
-    return PagedView(CONFIG, sizes, torch.float32)
+    return paged_view(CONFIG, sizes)
 
 
 class Pool(PoolMachine):
@@ -195,7 +196,7 @@ def test_each_sequence_reads_what_a_cache_of_its_own_would_give(
     pool = PagedKVCachePool(sizes.num_blocks, block_size, 4, 32)
     random.Random(0).shuffle(free := pool.allocator.stack.tolist())
     pool.allocator.stack[:] = free
-    view = PagedView(model.config, sizes, torch.float32, backend=backend)
+    view = paged_view(model.config, sizes, backend=backend)
     check_beside_caches(model, pool, view, backend, lambda num_tokens: num_tokens, rtol=1e-5)
     assert_equal(pool.audit_blocks(), [], "audit of the blocks", ("line",))
 
@@ -228,7 +229,7 @@ def test_batches_of_different_sizes_are_loaded_to_the_same_addresses() -> None:
         tokens, logit_rows, _ = view.load(Batch.of(schedule, pool))
         assert tokens.positions.tolist() == tokens.ids.tolist()
         loaded = (tokens.ids, tokens.positions, logit_rows, view.places)
-        found[view.is_decode].add(tuple(tensor.data_ptr() for tensor in loaded))
+        found[not any(count > 1 for count in step.values())].add(tuple(tensor.data_ptr() for tensor in loaded))
         commit(pool, schedule)
     assert [len(addresses) for addresses in found.values()] == [1, 1]
 
@@ -236,7 +237,7 @@ def test_batches_of_different_sizes_are_loaded_to_the_same_addresses() -> None:
 def measured(folder: Path, **given: Any) -> tuple[PagedKVCachePool, BatchView, ModelConfig]:
     config = EngineConfig(model=str(folder), kv_cache_backend="paged", **given)
     model = load_model(folder)
-    return *paged_memory(config, model, config.sequence_limit(model.max_positions)), model.config
+    return *PagedMemory()(config, model, config.sequence_limit(model.max_positions)), model.config
 
 
 def test_a_pool_takes_what_can_be_used_and_no_more(tiny_checkpoints: dict[str, Path]) -> None:
@@ -260,7 +261,7 @@ def test_a_pool_takes_what_memory_is_left_beside_a_step(
 
     def make(sizes: PagedSizes) -> tuple[PagedKVCachePool, PagedView]:
         pool = PagedKVCachePool(sizes.num_blocks, sizes.block_size, sizes.max_sequences)
-        return pool, PagedView(model.config, sizes, torch.float32)
+        return pool, paged_view(model.config, sizes)
 
     most = config.most_tokens_of_a_step(512)
     assert most == 640 + config.max_batch_size, "prompts, and decoding requests beside them"
@@ -270,14 +271,14 @@ def test_a_pool_takes_what_memory_is_left_beside_a_step(
     block_bytes = kv_bytes(model.config, 16, torch.float32)
     for blocks in (40, 77):
         monkeypatch.setattr(pool_size, "free_bytes", lambda device, n=blocks: 2 * (step + n * block_bytes))
-        pool, view = paged_memory(config, model, 512)
+        pool, view = PagedMemory()(config, model, 512)
         assert pool.allocator.num_blocks == blocks
         assert view.num_bytes == blocks * block_bytes
     monkeypatch.setattr(pool_size, "free_bytes", lambda device: 2 * (step + 31 * block_bytes))
     with pytest.raises(
         ConfigError, match=r"num_gpu_blocks is 31, all that fit in free memory: 496 tokens .* 32 blocks"
     ):
-        paged_memory(config, model, 512)
+        PagedMemory()(config, model, 512)
 
 
 def test_the_peak_is_what_lives_at_a_time_and_not_what_was_there() -> None:
@@ -318,7 +319,7 @@ def test_a_container_that_has_less_than_its_machine(tmp_path: Path, monkeypatch:
 
 def test_configs_of_other_shapes_are_counted_right() -> None:
     shape = replace(CONFIG, num_layers=3, num_kv_heads=5, head_dim=8)
-    view = PagedView(shape, PagedSizes(7, 3, 2, 21, 21), torch.float16)
+    view = paged_view(shape, PagedSizes(7, 3, 2, 21, 21), torch.float16)
     assert view.keys.shape == view.values.shape == (3, 7, 3, 5, 8)
     assert view.num_bytes == view.keys.nbytes + view.values.nbytes
     pool = PagedKVCachePool(7, 3, 2)

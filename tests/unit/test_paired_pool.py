@@ -2,9 +2,10 @@
 
 from types import SimpleNamespace
 
+from shared.cache.paged import PagedKVCachePool
 from shared.cache.paged_layout import PagedSizes
 from shared.cache.paired import PairedPool
-from shared.cache.prefix import PrefixKVCachePool
+from shared.cache.prefix import PrefixSharing
 from shared.engine.config import EngineConfig
 from shared.engine.request import Request
 from shared.sampling.params import SamplingParams
@@ -13,7 +14,7 @@ from tests.unit.machine_settings import MAX_SEQ_LEN, Followed
 
 def test_drafts_of_an_interrupted_step_are_forgotten_with_their_blocks() -> None:
     sizes = PagedSizes(8, 2, 2, 64, MAX_SEQ_LEN)
-    pair = PairedPool(PrefixKVCachePool(sizes, None), PrefixKVCachePool(sizes, None))
+    pair = PairedPool(*(PagedKVCachePool.of(sizes, PrefixSharing(sizes.block_size)) for _ in range(2)))
     drafter = Followed(EngineConfig(), pair, SimpleNamespace())
     request = Request("a", [5, 6, 7], SamplingParams(max_new_tokens=12), 0)
     pair.admit(request)
@@ -32,7 +33,7 @@ def test_drafts_of_an_interrupted_step_are_forgotten_with_their_blocks() -> None
 
 def make_pair(num_draft_blocks: int = 8, draft_capacity: int = MAX_SEQ_LEN) -> PairedPool:
     target, draft = (
-        PrefixKVCachePool(PagedSizes(num, 2, 2, 64, longest), None)
+        PagedKVCachePool.of(PagedSizes(num, 2, 2, 64, longest), PrefixSharing(2))
         for num, longest in ((8, MAX_SEQ_LEN), (num_draft_blocks, draft_capacity))
     )
     return PairedPool(target, draft)

@@ -63,7 +63,7 @@ def test_a_request_that_is_due_decodes(steps_since: list[int], interval: int, po
 
 @pytest.mark.parametrize("policy", SCHEDULER_POLICIES)
 def test_without_prompts_all_decode(policy: str) -> None:
-    assert POLICIES[policy].share([], "abc", [1, 2, 1], 3) == ("abc", [])
+    assert POLICIES[policy].share("abc", [], [1, 2, 1], 3) == ("abc", [])
 
 
 @pytest.mark.parametrize(
@@ -71,4 +71,4 @@ def test_without_prompts_all_decode(policy: str) -> None:
     [("fcfs", (["a", "b", "c"], "xyz")), ("prefill_first", ([], "xyz")), ("decode_round_robin", (["b"], "x"))],
 )
 def test_beside_prompts_a_policy_says_what_takes_part(policy: str, shared: tuple[list[str], str]) -> None:
-    assert POLICIES[policy].share("xyz", "abc", [1, 2, 1], 3) == shared
+    assert POLICIES[policy].share("abc", "xyz", [1, 2, 1], 3) == shared

@@ -2,6 +2,7 @@
 
 import struct
 import time
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -10,11 +11,11 @@ import numpy as np
 import pytest
 import torch
 
+from shared.cache.paged import PagedKVCachePool
 from shared.cache.paged_layout import PagedLayout, PagedSizes
-from shared.cache.planned_layout import AttentionPlanner, StepPlans
-from shared.cache.prefix import PrefixKVCachePool
+from shared.cache.planned_layout import AttentionPlanner, PlannedLayout, StepPlans
+from shared.cache.prefix import PrefixSharing
 from shared.cache.prefix_tree import PrefixTree
-from shared.cache.prefix_view import PrefixView
 from shared.engine.batch import Batch
 from shared.engine.request import Request, RequestStatus
 from shared.errors import BlockError, CapacityError
@@ -22,12 +23,14 @@ from shared.loading.config_json import read_config
 from shared.sampling.params import SamplingParams
 from shared.scheduling.schedule import Schedule, Scheduled
 from tests.comparison import assert_equal
+from tests.views import paged_view
 
 SIZE = 4
 
 
-def make_pool(num_blocks: int = 12, block_size: int = SIZE, max_sequences: int = 4) -> PrefixKVCachePool:
-    return PrefixKVCachePool(PagedSizes(num_blocks, block_size, max_sequences, 64, num_blocks * block_size), None)
+def make_pool(num_blocks: int = 12, block_size: int = SIZE, max_sequences: int = 4) -> PagedKVCachePool:
+    sizes = PagedSizes(num_blocks, block_size, max_sequences, 64, num_blocks * block_size)
+    return PagedKVCachePool.of(sizes, PrefixSharing(block_size))
 
 
 def make(name: str, ids: str, **params: Any) -> Request:
@@ -35,7 +38,7 @@ def make(name: str, ids: str, **params: Any) -> Request:
     return Request(name, [ord(letter) for letter in ids], SamplingParams(**params), 0)
 
 
-def start(pool: PrefixKVCachePool, request: Request) -> int:
+def start(pool: PagedKVCachePool, request: Request) -> int:
     """Admit a request, as a scheduler does; returns its cached tokens."""
     num_cached = pool.admit(request)
     assert pool.reserve(request, request.num_tokens), "the request was refused"
@@ -44,7 +47,7 @@ def start(pool: PrefixKVCachePool, request: Request) -> int:
     return num_cached
 
 
-def compute(pool: PrefixKVCachePool, request: Request, num_tokens: int | None = None) -> None:
+def compute(pool: PagedKVCachePool, request: Request, num_tokens: int | None = None) -> None:
     """Compute the next tokens of a request: all, unless ``num_tokens`` says otherwise."""
     count = num_tokens if num_tokens is not None else request.num_tokens - request.num_computed_tokens
     pool.layout(Schedule(1, (Scheduled(request, request.num_computed_tokens, count),)))
@@ -52,7 +55,7 @@ def compute(pool: PrefixKVCachePool, request: Request, num_tokens: int | None = 
     request.num_computed_tokens += count
 
 
-def run(pool: PrefixKVCachePool, request: Request) -> int:
+def run(pool: PagedKVCachePool, request: Request) -> int:
     num_cached = start(pool, request)
     compute(pool, request)
     return num_cached
@@ -125,7 +128,7 @@ def test_blocks_enter_when_they_are_committed_and_answers_too() -> None:
     pool, first = make_pool(), make("1", "abcdef")
     start(pool, first)
     compute(pool, first, 5)
-    assert_equal(pool.tree.num_blocks, 1, "blocks in the tree after five tokens")
+    assert_equal(pool.extension.tree.num_blocks, 1, "blocks in the tree after five tokens")
     compute(pool, first, 1)
     for letter in "ghi":
         first.append(ord(letter))
@@ -197,8 +200,8 @@ def test_a_step_evicts_all_blocks_that_it_lacks_at_once_or_none(num_free: int, m
     for request in running:
         run(pool, request)
         request.append(ord("x"))
-    evict, evicted = pool.tree.evict, []
-    monkeypatch.setattr(pool.tree, "evict", lambda count: evicted.append(count) or evict(count))
+    evict, evicted = pool.extension.tree.evict, []
+    monkeypatch.setattr(pool.extension.tree, "evict", lambda count: evicted.append(count) or evict(count))
     assert_equal(pool.reserve_next(running), [], "requests for which there is no block")
     assert_equal(evicted, [3 - num_free], "blocks of each eviction")
     given = [int(pool.table(request)[1]) for request in running]
@@ -283,7 +286,8 @@ def test_a_part_of_a_batch_makes_its_own_copies(is_planned: bool) -> None:
     """When a request fails, the others run by themselves."""
     pool, requests = make_pool(), [make(name, "abcdefgh") for name in "123"]
     if is_planned:
-        pool.planner = cast(AttentionPlanner, SimpleNamespace(plan=lambda *about: StepPlans({}, {})))
+        planner = cast(AttentionPlanner, SimpleNamespace(plan=lambda *about: StepPlans({}, {})))
+        pool.lay_out = partial(PlannedLayout.planned, planner=planner)
     run(pool, requests[0])
     for request in requests[1:]:
         start(pool, request)
@@ -297,7 +301,7 @@ def test_a_block_is_copied_in_all_layers_before_a_step_writes_into_it(tiny_check
     run(pool, first)
     start(pool, second)
     batch = Batch.of(Schedule(1, (Scheduled(second, 7, 1),)), pool)
-    view = PrefixView(read_config(tiny_checkpoints["llama"]), PagedSizes(12, SIZE, 4, 64, 48), torch.float32)
+    view = paged_view(read_config(tiny_checkpoints["llama"]), PagedSizes(12, SIZE, 4, 64, 48))
     memories = view.keys, view.values
     for memory in memories:
         memory.normal_(generator=torch.Generator().manual_seed(0))
@@ -310,21 +314,21 @@ def test_a_block_is_copied_in_all_layers_before_a_step_writes_into_it(tiny_check
 def test_the_audit_finds_damage() -> None:
     pool, request = make_pool(), make("1", "abcdefghi")
     run(pool, request)
-    pool.tree.root.children[next(iter(pool.tree.root.children))].num_users = 2
+    pool.extension.tree.root.children[next(iter(pool.extension.tree.root.children))].num_users = 2
     assert any("counts 2 users and has 1" in line for line in pool.audit_blocks())
-    pool.allocator.free(pool.tree.blocks())
+    pool.allocator.free(pool.extension.tree.blocks())
     assert any("can be allocated while in use" in line for line in pool.audit_blocks())
 
 
-def long_prompt(pool: PrefixKVCachePool) -> list[int]:
+def long_prompt(pool: PagedKVCachePool) -> list[int]:
     """The ids of a prompt of 8193 tokens, all of whose blocks are in the tree."""
     ids = np.random.default_rng(0).integers(0, 128_000, 8193).tolist()
     run(pool, Request("1", ids, SamplingParams(), 0))
     return ids
 
 
-def big_pool() -> PrefixKVCachePool:
-    return PrefixKVCachePool(PagedSizes(600, 16, 4, 8192, 9000), None)
+def big_pool() -> PagedKVCachePool:
+    return PagedKVCachePool.of(PagedSizes(600, 16, 4, 8192, 9000), PrefixSharing(16))
 
 
 def test_a_long_prompt_is_found_with_one_look_at_one_node(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,8 +2,9 @@
 
 from typing import Any
 
+from shared.cache.paged import PagedKVCachePool
 from shared.cache.paged_layout import PagedSizes
-from shared.cache.prefix import PrefixKVCachePool
+from shared.cache.prefix import PrefixSharing
 from shared.engine.config import EngineConfig
 from shared.engine.request import Request
 from shared.sampling.params import SamplingParams
@@ -14,7 +15,7 @@ from tests.unit.scheduling_loop import LETTER, Loop
 
 def make(tokenizer: Tokenizer, num_blocks: int = 30, **config: Any) -> Loop:
     """Blocks of 4 tokens."""
-    pool = PrefixKVCachePool(PagedSizes(num_blocks, 4, 4, 64, 48), None)
+    pool = PagedKVCachePool.of(PagedSizes(num_blocks, 4, 4, 64, 48), PrefixSharing(4))
     scheduler = PrefixScheduler(EngineConfig(block_size=4, max_batch_size=4, **config), pool, 48)
     return Loop(scheduler, tokenizer, lambda request, index: LETTER + index)
 

@@ -170,6 +170,16 @@ def test_each_step_asks_anew_how_many_drafts_to_plan(num_wanted: int, monkeypatc
     assert_equal(planned, [("a", LENGTH), ("b", 0)], "drafts beside a prompt")
 
 
+def test_a_step_with_drafts_asks_once_how_many(monkeypatch: pytest.MonkeyPatch) -> None:
+    scheduler = make_scheduler()
+    add(scheduler, "a")
+    step(scheduler)
+    asked, next_lengths = list[int](), scheduler.lengths.next_lengths
+    monkeypatch.setattr(scheduler.lengths, "next_lengths", lambda some: asked.append(len(some)) or next_lengths(some))
+    assert scheduler.schedule().has_drafts
+    assert_equal(asked, [1], "requests of which the numbers are asked", ("time",))
+
+
 def test_a_request_aborted_while_its_drafts_are_verified_counts_none_and_the_others_keep_theirs() -> None:
     scheduler = make_scheduler()
     aborted, other = add(scheduler, "a"), add(scheduler, "b")

@@ -16,7 +16,7 @@ PLAIN_LANGUAGES = ("text", "toml", "json", "bash")
 _WITH_VALUE = frozenset({"source", "phases", "target", "file"})
 KNOWN_FENCES = (
     "`python run [demo] [file=NAME.py]`, `output`, `python source=PATH#NAME [nodoc]`, "
-    "`diff phases=A..B [target=Engine.NAME]`, `console [demo|norun]`, "
+    "`diff phases=A..B [target=CLASS.METHOD]`, `console [demo|norun]`, "
     f"{', '.join(f'`{language}`' for language in PLAIN_LANGUAGES)}"
 )
 

@@ -10,7 +10,8 @@ import textwrap
 from pathlib import Path
 
 from shared.errors import ConfigError
-from shared.lesson_source import ENGINE, file_diff, methods, phase_pair
+from shared.lesson_source import ENGINE, file_diff, methods, module_file, phase_pair, replaced_parts
+from shared.lessons import Lesson
 from tutorial.checker.chapter import Fence, Problem
 from tutorial.checker.report import changed
 from tutorial.workshop.exercises import regions
@@ -29,7 +30,7 @@ def check_quote(fence: Fence, root: Path) -> list[Problem]:
 
 
 def check_diff(fence: Fence) -> list[Problem]:
-    """Compare a ``diff phases=`` fence with the two engines."""
+    """Compare a ``diff phases=`` fence with the two engines, or with their parts."""
     phases, target = fence.attributes["phases"], fence.attributes.get("target")
     try:
         found = phase_diff(phases, target)
@@ -63,7 +64,7 @@ def phase_diff(phases: str, target: str | None) -> list[str]:
     """The unified diff of two phases' ``engine.py``, or of one method, which is then shown whole.
 
     Raises ConfigError for phases that do not exist or stand in the wrong order, for a target that is no method of
-    either engine, and where nothing differs.
+    either engine, nor of a part that the newer one replaces, and where nothing differs.
     """
     older, dots, newer = phases.partition("..")
     if not dots or not older or not newer:
@@ -72,9 +73,12 @@ def phase_diff(phases: str, target: str | None) -> list[str]:
     if target is None:
         return list(file_diff(before, after, ENGINE))
     owner, _, method = target.partition(".")
-    if owner != "Engine" or not method:
-        raise ConfigError(f"target={target} cannot be read; write a method of the engine, as in Engine.generate.")
-    old, new = (methods(lesson).get(method) for lesson in (before, after))
+    if not method:
+        raise ConfigError(f"target={target} cannot be read; write a class and its method, as in Engine.generate.")
+    if owner == "Engine":
+        old, new = (methods(lesson).get(method) for lesson in (before, after))
+    else:
+        old, new = _replaced_method(before, after, owner, method)
     if old is None and new is None:
         raise ConfigError(f"Neither phase {before.number} nor phase {after.number} has a method {target}.")
     if old == new:
@@ -82,6 +86,28 @@ def phase_diff(phases: str, target: str | None) -> list[str]:
     old_lines, new_lines = (textwrap.dedent(side or "").splitlines() for side in (old, new))
     _, _, _, *lines = difflib.unified_diff(old_lines, new_lines, n=_WHOLE, lineterm="")
     return lines
+
+
+def _replaced_method(before: Lesson, after: Lesson, owner: str, method: str) -> tuple[str | None, str | None]:
+    """A method of the class ``owner``, in a part that replaces another, and before it that of the replaced class; both
+    without docstrings.
+    """
+    for old, new in replaced_parts(before, after):
+        if owner in _names(_tree(new)):
+            former = next((name for name in _names(_tree(old)) if _find(_tree(old), [name, method])), None)
+            return _method(old, former, method), _method(new, owner, method)
+    return None, None
+
+
+def _method(module: str, owner: str | None, method: str) -> str | None:
+    if owner is None or _find(_tree(module), [owner, method]) is None:
+        return None
+    file = module_file(module)
+    return "\n".join(quoted_source(file.parent, f"{file.name}#{owner}.{method}", with_docstrings=False))
+
+
+def _tree(module: str) -> ast.Module:
+    return ast.parse(module_file(module).read_text(encoding="utf-8"))
 
 
 def _find(node: ast.AST, names: list[str]) -> ast.stmt | None:

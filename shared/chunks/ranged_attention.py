@@ -1,11 +1,11 @@
-"""The model's view on a GPU of a paged KV cache in which requests are made of chunks. Introduced in phase 9.1.
+"""Attention on a GPU over blocks of sequences and of chunks. Introduced in phase 9.1.
 
 A step with chunks has plans and a kernel of its own (:mod:`shared.attention.range_plan`,
 :mod:`shared.kernels.range_attention`), whether it decodes or has prompts. It is captured in buckets of its own, since
 its launches differ. The plan and the chunks' block tables are uploaded when they change, which in decode steps is
 seldom: when a request comes or goes, or a position leaves its interval of ``SLACK``.
 
-Invariants: those of :class:`shared.cache.bucket_view.BucketView`, whose steps are those without chunks; a step never
+Steps without chunks are those of :class:`shared.cache.planned_attention.PlannedAttention`. Invariants: a step never
 changes a chunk's keys; a plan that does not fit the captured arrays is uploaded to arrays of its own, and run eagerly.
 """
 
@@ -16,22 +16,24 @@ from typing import Any, cast
 
 import numpy as np
 import torch
-from numpy.typing import DTypeLike, NDArray
+from numpy.typing import NDArray
 
 from shared.attention.descriptor import Int32s
 from shared.attention.range_plan import SLACK, RangeLimits, RangePlan, plan_ranges
 from shared.attention.range_tiles import LEAST_SAVED, Ranges, Tiles
+from shared.cache.attention import Arrays, Places, Scores
+from shared.cache.bucket_padding import BucketPadding
 from shared.cache.bucket_planner import BucketPlanner
-from shared.cache.bucket_view import BucketView
 from shared.cache.layout import Integers
-from shared.cache.paged_layout import PagedLayout, PagedSizes
-from shared.cache.view import StepInputs
+from shared.cache.paged_attention import table_arrays
+from shared.cache.paged_layout import PagedLayout
+from shared.cache.planned_attention import PlannedAttention
 from shared.chunks.layout import ChunkLayout, Range
 from shared.engine.batch import Batch
-from shared.engine.buckets import Bucket, Buckets
+from shared.engine.buckets import Bucket
 from shared.engine.staging import Staging
 from shared.kernels.range_attention import RangeTiling, RangeWorkspace, range_attention, range_tiling, turn_rows
-from shared.models.config import ModelConfig, RopeConfig
+from shared.models.config import RopeConfig
 from shared.ops.rope import inverse_frequencies
 
 MOST_CAPTURED_TOKENS = 256
@@ -39,20 +41,19 @@ MOST_CAPTURED_TOKENS = 256
 HostPlans = dict[int | None, RangePlan[Int32s]]
 
 
-class RangedView(BucketView):
-    """Keys and values in blocks, of sequences and of chunks; see ``BatchView``."""
+class RangedAttention:
+    """Attention over ranges, and the padding of its steps: a ``PagedAttentionProtocol`` and a ``Padding``.
 
-    def __init__(
-        self,
-        config: ModelConfig,
-        sizes: PagedSizes,
-        dtype: torch.dtype,
-        device: torch.device | str,
-        backend: str | None,
-        buckets: Buckets,
-    ) -> None:
-        super().__init__(config, sizes, dtype, device, backend, buckets)
-        device, Hq, Hkv = self.keys.device, config.num_heads, config.num_kv_heads
+    Args:
+        planned, padding: those of steps without chunks.
+    """
+
+    def __init__(self, planned: PlannedAttention, padding: BucketPadding, dtype: torch.dtype) -> None:
+        self.planned, self.padding, self.buckets = planned, padding, padding.buckets
+        self.storage, self.sizes, self.config = planned.storage, planned.sizes, planned.planner.config
+        self.advance = padding.advance
+        config, sizes, buckets = self.config, self.sizes, self.buckets
+        device, Hq, Hkv = self.storage.keys.device, config.num_heads, config.num_kv_heads
         self.ropes = [config.layer_rope(layer) for layer in range(config.num_layers)]
         self.frequencies = {rope: inverse_frequencies(rope, config.head_dim).to(device) for rope in set(self.ropes)}
         circles = {rope: angles.double() / (2 * math.pi) for rope, angles in self.frequencies.items()}
@@ -78,7 +79,7 @@ class RangedView(BucketView):
         self.planned_for: Any = None  # what the uploaded plans were made for
         self.tiled_for: Any = None  # what the tiles were made for, besides the ranges
         self.planned_ranges: tuple[Range, ...] = ()
-        self.paddings = [*self.paddings, *map(self._ranged_padding, reversed(captured))]
+        self.paddings = [*padding.paddings, *map(self._ranged_padding, reversed(captured))]
 
     @staticmethod
     def _is_small(bucket: Bucket) -> bool:
@@ -88,33 +89,39 @@ class RangedView(BucketView):
     def _ranged(bucket: Bucket, tiling: RangeTiling) -> Bucket:
         return bucket._replace(tile_rows=tiling.rows)
 
-    def _range_places(self) -> dict[str, tuple[int, DTypeLike]]:
+    def _range_places(self) -> Places:
         """Lengths and dtypes of the staged plans, and of the chunks' tables."""
         limits = self.limits
         sizes = {"num_items": 1, "item_pieces": limits.items + 1, "output_indptr": limits.rows + 1}
         sizes |= {name: getattr(limits, f"{name.split('_')[0]}s") for name in _NAMES if name not in sizes}
         windows = dict.fromkeys(self.config.windows)
-        places: dict[str, tuple[int, DTypeLike]] = {
+        places: Places = {
             f"{name} of window {window}": (sizes[name], np.int32) for window in windows for name in _NAMES
         }
         return places | {"chunk_tables": (self.sizes.num_blocks, np.int32)}
 
-    def _places(self, is_decode: bool, max_tokens: int) -> dict[str, tuple[int, DTypeLike]]:
-        return {"all_table_starts": (self.sizes.max_sequences, np.int32)} | super()._places(is_decode, max_tokens)
+    def lay_out(self, layout: PagedLayout) -> PagedLayout:
+        """See ``PagedAttentionProtocol``; ranges are planned when the step is padded."""
+        return layout if isinstance(layout, ChunkLayout) else self.planned.lay_out(layout)
 
-    def load(self, batch: Batch) -> StepInputs:
-        """See ``BatchView``."""
-        self.is_ranged = isinstance(batch.layout, ChunkLayout)
-        return super().load(batch)
+    def staged(self, is_decode: bool, max_tokens: int) -> Places:
+        """See ``PagedAttentionProtocol``."""
+        own: Places = {"all_table_starts": (self.sizes.max_sequences, np.int32)}
+        return own | self.planned.staged(is_decode, max_tokens)
 
-    def _bucket_of(self, batch: Batch) -> Bucket | None:
-        if not self.is_ranged:
-            return super()._bucket_of(batch)
-        bucket = self.buckets.smallest(len(batch), batch.num_tokens)
+    def bucket_of(self, batch: Batch) -> Bucket | None:
+        """See ``Padding``; makes the plans of a step with chunks, which must fit its bucket."""
+        bucket = self.padding.bucket_of(batch)
+        if not isinstance(batch.layout, ChunkLayout):
+            return bucket
         if bucket is not None and not bucket.is_decode and not self._is_small(bucket):
             bucket = None
-        is_held = self._plan(batch, cast(ChunkLayout, batch.layout), bucket)
+        is_held = self._plan(batch, batch.layout, bucket)
         return self._ranged(bucket, self.range_tiling) if bucket is not None and is_held else None
+
+    def pad(self, arrays: Arrays, bucket: Bucket | None) -> None:
+        """See ``Padding``."""
+        self.padding.pad(arrays, bucket)
 
     def _plan(self, batch: Batch, layout: ChunkLayout, bucket: Bucket | None) -> bool:
         """Have the plans of a step on the device; returns whether they are where captured steps read them."""
@@ -130,7 +137,7 @@ class RangedView(BucketView):
             self.range_tiling = self.tilings[self.ranges.is_shared or not batch.is_decode]
             num_rows = bucket.num_tokens if bucket is not None else batch.num_tokens
             of_step = (self._tiles(batch.num_new_tokens), first, last)
-            grid = self.range_tiling.grid(self.num_kv_heads, self.keys.device)
+            grid = self.range_tiling.grid(self.config.num_kv_heads, self.storage.keys.device)
             plans = {
                 window: plan_ranges(*of_step, grid, num_rows=num_rows, window=window)
                 for window in dict.fromkeys(self.config.windows)
@@ -160,8 +167,8 @@ class RangedView(BucketView):
         staging, workspace = self.range_staging, self.range_workspace
         if not self.fits:
             config, most = self.config, max(plan.num_states for plan in plans.values())
-            staging = Staging.for_arrays(self.keys.device, arrays)
-            workspace = RangeWorkspace.of(max(1, most), config.num_heads, config.head_dim, self.keys.device)
+            staging = Staging.for_arrays(self.storage.keys.device, arrays)
+            workspace = RangeWorkspace.of(max(1, most), config.num_heads, config.head_dim, self.storage.keys.device)
         sent = staging.send(arrays)
         self.range_plans = {
             window: RangePlan(*(sent[f"{name} of window {window}"] for name in _NAMES)) for window in plans
@@ -171,36 +178,37 @@ class RangedView(BucketView):
             self.step_turns[kind] = rows[: len(found)].copy_(found) if self.fits else found
         self.chunk_tables, self.step_workspace = sent["chunk_tables"], workspace
 
-    def _arrays(self, batch: Batch, layout: PagedLayout) -> dict[str, NDArray[Any]]:
-        arrays = super()._arrays(batch, layout)
-        return arrays | {"all_table_starts": layout.table_starts[:-1]} if self.is_ranged else arrays
+    def arrays(self, batch: Batch, layout: PagedLayout) -> Arrays:
+        """See ``PagedAttentionProtocol``."""
+        if not isinstance(layout, ChunkLayout):
+            return self.planned.arrays(batch, layout)
+        return table_arrays(batch, layout) | {"all_table_starts": layout.table_starts[:-1]}
 
-    def _receive(self, layout: PagedLayout, sent: Mapping[str, torch.Tensor]) -> None:
-        super()._receive(layout, sent)
+    def receive(self, batch: Batch, layout: PagedLayout, sent: Mapping[str, torch.Tensor]) -> None:
+        """See ``PagedAttentionProtocol``."""
+        self.is_ranged = isinstance(layout, ChunkLayout)
         if self.is_ranged:
             self.of_sequences = sent["positions"], sent["tables"], sent["all_table_starts"]
+        else:
+            self.planned.receive(batch, layout, sent)
 
-    def attend(
-        self, layer: int, q: torch.Tensor, *, scale: float, window: int | None = None, softcap: float | None = None
-    ) -> torch.Tensor:
-        """See :class:`shared.models.tokens.KVView`."""
+    def attend(self, layer: int, q: torch.Tensor, about: Scores, out: torch.Tensor | None) -> torch.Tensor:
+        """See ``PagedAttentionProtocol``."""
         if not self.is_ranged:
-            return super().attend(layer, q, scale=scale, window=window, softcap=softcap)
+            return self.planned.attend(layer, q, about, out)
         return range_attention(
             q,
-            self.layer_keys[layer],
-            self.layer_values[layer],
+            self.storage.layer_keys[layer],
+            self.storage.layer_values[layer],
             *self.of_sequences,
             self.chunk_tables,
             self.circles[layer],
             self.step_turns[self.kinds[layer]],
-            self.range_plans[window],
-            scale=scale,
-            window=window,
-            softcap=softcap,
+            self.range_plans[about["window"]],
+            **about,
             tiling=self.range_tiling,
             workspace=self.step_workspace,
-            out=self.step_attended if self.is_decode else torch.empty_like(q, memory_format=torch.contiguous_format),
+            out=torch.empty_like(q, memory_format=torch.contiguous_format) if out is None else out,
         )
 
     def _ranged_padding(self, bucket: Bucket) -> Batch:
@@ -208,9 +216,9 @@ class RangedView(BucketView):
 
         What is captured runs once, so it reads these tables: a position stands where the table says that it does.
         """
-        batch = cast(BucketPlanner, self.planner).padding(bucket, self.block_size)
+        batch = cast(BucketPlanner, self.planned.planner).padding(bucket, self.sizes.block_size)
         length = LEAST_SAVED if bucket.tile_rows == self.tilings[1].rows else 1
-        chunk = Range(0, 0, length, np.zeros(-(-length // self.block_size), np.int32))
+        chunk = Range(0, 0, length, np.zeros(-(-length // self.sizes.block_size), np.int32))
         ranges = (chunk, chunk._replace(offset=length))
         layout = ChunkLayout.ranged(cast(PagedLayout, batch.layout), ranges)
         positions = np.arange(batch.num_tokens) < batch.num_new_tokens[0]
