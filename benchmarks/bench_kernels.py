@@ -29,7 +29,7 @@ from shared.attention.plan import plan_decode
 from shared.checkpoints.progress import Progress
 from shared.checkpoints.shapes import SHAPES
 from shared.errors import ConfigError
-from shared.kernels.tiling import MAX_ROWS
+from shared.kernels.products.tiling import MAX_ROWS
 from shared.loading.config_json import parse_config
 
 DEMO_SHAPES = {"llama-3.2-1b": "tiny-llama", "qwen3-1.7b": "tiny-qwen3", "gemma-3-1b": "tiny-gemma3"}

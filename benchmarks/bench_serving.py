@@ -15,7 +15,7 @@ from benchmarks.serving.experiments import EXPERIMENTS, Experiment, Runner
 from benchmarks.serving.http_load import ServedProcess, served
 from benchmarks.setup import Setup, check_least, check_positive
 from benchmarks.workloads.serving import BLOCK_SIZE, ServingSize, Trace, TraceRequest, default_size
-from shared.cache.contiguous import kv_bytes
+from shared.cache.view.contiguous import kv_bytes
 from shared.engine.warm_up import rounds, warm_up_prompt
 from shared.errors import ConfigError
 from shared.lessons import Lesson, find_lesson, newest_lesson

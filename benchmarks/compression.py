@@ -20,14 +20,9 @@ from benchmarks.command import run
 from benchmarks.report import Report, describe_model, rounded
 from benchmarks.view import Column, Lines, Row, Table, View, percent, text
 from benchmarks.workloads.retrieval import NUM_PAIRS, Case, needles, pairs
-from shared.cache.condensed import CompressedRequests
-from shared.cache.condensed_layout import Packed
-from shared.cache.condensed_view import CondensedView
-from shared.cache.extension import NoExtension
-from shared.cache.paged import PagedKVCachePool
-from shared.cache.paged_layout import PagedSizes
-from shared.compression.compressors import COMPRESSORS
-from shared.compression.selection import Budget
+from shared.cache.layout.paged import PagedSizes
+from shared.cache.pool.extension import NoExtension
+from shared.cache.pool.paged import PagedKVCachePool
 from shared.engine.batch import Batch
 from shared.engine.request import Request
 from shared.loading.loader import load_model
@@ -36,6 +31,11 @@ from shared.models.causal_lm import CausalLM
 from shared.sampling.params import SamplingParams
 from shared.scheduling.schedule import Schedule, Scheduled
 from shared.text.tokenizer import Tokenizer
+from shared.tracks.compression.compressors import COMPRESSORS
+from shared.tracks.compression.layout import Packed
+from shared.tracks.compression.pool import CompressedRequests
+from shared.tracks.compression.selection import Budget
+from shared.tracks.compression.view import CondensedView
 
 CHAPTERS = [Path(__file__).parents[1] / "tutorial" / f"phase_{name}.md" for name in ("01a", "03", "04", "06", "08")]
 NUM_SCORED, WINDOW, BLOCK = 256, 32, 16

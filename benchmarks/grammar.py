@@ -21,15 +21,15 @@ from benchmarks.setup import Setup
 from benchmarks.timing import SyntheticPrompts, cache_bytes, in_turns, num_input_sets, time_calls
 from benchmarks.view import View, table_of, times
 from shared.checkpoints.byte_tokenizer import pseudo_words
-from shared.grammar.automaton import Configuration
-from shared.grammar.device import GrammarTokens, pack_row
-from shared.grammar.fsm import TokenFSM
+from shared.grammar.automata.automaton import Configuration
 from shared.grammar.grammar import Grammar
 from shared.grammar.limits import Limits
-from shared.grammar.pool import GrammarPool, pack
-from shared.grammar.vocabulary import GrammarVocabulary
-from shared.kernels.grammar_advance import grammar_advance
-from shared.kernels.grammar_mask import grammar_mask, remove_refused
+from shared.grammar.tokens.device import GrammarTokens, pack_row
+from shared.grammar.tokens.fsm import TokenFSM
+from shared.grammar.tokens.pool import GrammarPool, pack
+from shared.grammar.tokens.vocabulary import GrammarVocabulary
+from shared.kernels.sampling.grammar_advance import grammar_advance
+from shared.kernels.sampling.grammar_mask import grammar_mask, remove_refused
 from shared.lessons import find_lesson
 
 NAMES = ("identifier", "description", "created_at", "coordinates", "recommendations", "unit", "is_available")

@@ -29,7 +29,7 @@ from shared.engine.warm_up import warm_up
 from shared.errors import ConfigError
 from shared.lessons import Lesson, find_lesson
 from shared.models.config import ModelConfig
-from shared.parallel.shard import possible_sizes
+from shared.tracks.ranks.shard import possible_sizes
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 import shared.loading.checkpoint
-import shared.parallel.group
+import shared.tracks.ranks.group
 from shared.checkpoints.byte_tokenizer import save_byte_tokenizer
 from shared.checkpoints.make import checkpoint_tensors, random_tensor
 from shared.checkpoints.shapes import SHAPES
@@ -53,12 +53,12 @@ class RandomSlice:
 def make_weights_when_read() -> None:
     """In this process, and in the ranks that it starts, checkpoints have random weights."""
     shared.loading.checkpoint.safe_open = RandomFile  # type: ignore[assignment, misc]
-    shared.parallel.group.START = "from benchmarks.random_weights import worker; worker()"
+    shared.tracks.ranks.group.START = "from benchmarks.random_weights import worker; worker()"
 
 
 def worker() -> None:
     """A rank other than 0."""
-    from shared.parallel.worker import main
+    from shared.tracks.ranks.worker import main
 
     make_weights_when_read()
     main()

@@ -135,7 +135,7 @@ def make_engines(setup: Setup, flags: dict[str, Any], length: int, **about: Any)
 
 def untrained_adapter(setup: Setup, num_masks: int, num_candidates: int | None) -> Path:
     """The folder of an adapter, which guesses at random; its speed is that of a trained one."""
-    from shared.speculation.adapter import Adapter, AdapterConfig
+    from shared.tracks.multi_token.adapter import Adapter, AdapterConfig
 
     folder = Path(tempfile.mkdtemp(prefix="adapter-"))
     config = AdapterConfig(num_masks=num_masks, num_candidates=num_candidates)

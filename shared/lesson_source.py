@@ -100,7 +100,7 @@ def _way_to(lesson: Lesson) -> list[Lesson]:
 
 
 def module_file(module: str) -> Path:
-    """The file of a shared module, such as ``shared.cache.paged``."""
+    """The file of a shared module, such as ``shared.cache.pool.paged``."""
     base = Path(shared.__path__[0]).joinpath(*module.removeprefix("shared.").split("."))
     return base / "__init__.py" if base.is_dir() else base.with_suffix(".py")
 

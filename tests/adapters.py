@@ -8,7 +8,7 @@ import torch
 
 from shared.loading.loader import load_model
 from shared.models.causal_lm import CausalLM
-from shared.speculation.adapter import Adapter, AdapterConfig
+from shared.tracks.multi_token.adapter import Adapter, AdapterConfig
 
 
 def random_adapter(model: CausalLM, seed: int = 0, **about: object) -> Adapter:

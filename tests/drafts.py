@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from shared.cache.prefix import PrefixSharing
+from shared.cache.pool.prefix import PrefixSharing
 from shared.engine.request import Request, RequestStatus
 from shared.grammar.constraint import Constraint
 from shared.sampling.params import SamplingParams

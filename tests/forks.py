@@ -11,7 +11,7 @@ FORKS.set_forkserver_preload(
         "shared.cli",
         "shared.server.app",
         "shared.server.process",
-        "shared.server.engine_process",
+        "shared.server.engine.process",
         "shared.engine.warm_up",
         "phases.phase_12.engine",
         "tests.unit.server.echo",

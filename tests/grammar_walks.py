@@ -2,7 +2,7 @@
 
 import random
 
-from shared.grammar.automaton import START, Automaton, Configuration
+from shared.grammar.automata.automaton import START, Automaton, Configuration
 
 MAX_SEARCH = 20_000
 

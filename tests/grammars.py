@@ -6,10 +6,10 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from shared.grammar.automaton import MAX_DEPTH, REFUSED, START, UNBOUNDED, Action, Automaton, entry
-from shared.grammar.json_schema import compile_schema
+from shared.grammar.automata.automaton import MAX_DEPTH, REFUSED, START, UNBOUNDED, Action, Automaton, entry
+from shared.grammar.automata.plain import PLAIN_SEQUENCES
+from shared.grammar.documents.json_schema import compile_schema
 from shared.grammar.limits import Budget, Limits
-from shared.grammar.plain import PLAIN_SEQUENCES
 
 UNTIMED = Limits(seconds=math.inf)
 """The limits of a grammar without the one that depends on the clock."""

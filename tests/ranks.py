@@ -12,7 +12,7 @@ from filelock import FileLock
 
 from shared.checkpoints.make import make_checkpoint
 from shared.engine.config import EngineConfig
-from shared.parallel.collectives import Collectives
+from shared.tracks.ranks.collectives import Collectives
 
 R = TypeVar("R")
 FAMILIES = ("llama", "qwen3", "gemma3")

@@ -16,7 +16,7 @@ AREAS = ("shared", "phases", "benchmarks", "tutorial")
 ORDER = (
     *("shared/cli", "shared/deployment", "shared/server", "shared/text", "phases", "shared/engine"),
     *("shared/scheduling", "shared/cache", "shared/speculation", "shared/models", "shared/ops", "shared/attention"),
-    *("shared/kernels", "shared/sampling", "shared/grammar", "shared/chunks", "shared/compression", "shared/parallel"),
+    *("shared/kernels", "shared/sampling", "shared/grammar", "shared/tracks"),
     *("shared/loading", "shared/quantization", "shared/checkpoints", "shared/tracing", "shared/parity"),
     *("shared/simulation", "shared", "benchmarks", "tutorial"),
 )

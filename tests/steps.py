@@ -4,8 +4,8 @@ from collections.abc import Iterable, Mapping
 
 import numpy as np
 
-from shared.cache.layout import Layout
-from shared.cache.pool import CachePoolProtocol
+from shared.cache.layout.slots import Layout
+from shared.cache.pool.interface import CachePoolProtocol
 from shared.engine.request import Request
 from shared.sampling.params import SamplingParams
 from shared.scheduling.schedule import Schedule, Scheduled

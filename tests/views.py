@@ -4,12 +4,12 @@ from typing import Any
 
 import torch
 
-from shared.cache.block_storage import BlockStorage, PlainStorage
-from shared.cache.paged_attention import paged_or_operations
-from shared.cache.paged_layout import PagedSizes
-from shared.cache.paged_view import PagedView
-from shared.cache.planned_attention import PlannedAttention, is_planned, planner_arguments
-from shared.cache.planned_layout import AttentionPlanner
+from shared.cache.layout.paged import PagedSizes
+from shared.cache.layout.planned import AttentionPlanner
+from shared.cache.view.block_storage import BlockStorage, PlainStorage
+from shared.cache.view.paged import PagedView
+from shared.cache.view.paged_attention import paged_or_operations
+from shared.cache.view.planned_attention import PlannedAttention, is_planned, planner_arguments
 from shared.models.config import ModelConfig
 
 

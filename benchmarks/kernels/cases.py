@@ -12,11 +12,11 @@ import torch
 import torch.nn.functional as F
 
 from benchmarks.kernels.case import Call, Case, Drawn, Peer
-from shared.kernels import gemv
-from shared.kernels.decode_attention import DecodeWorkspace, decode_attention
-from shared.kernels.kv_write import kv_write
-from shared.kernels.rmsnorm import add_rms_norm, rms_norm
-from shared.kernels.sampler import sample
+from shared.kernels.attention.decode_attention import DecodeWorkspace, decode_attention
+from shared.kernels.attention.kv_write import kv_write
+from shared.kernels.products import gemv
+from shared.kernels.products.rmsnorm import add_rms_norm, rms_norm
+from shared.kernels.sampling.sampler import sample
 from shared.models.attention import NormAndRotate
 from shared.models.causal_lm import CausalLM
 from shared.models.config import ModelConfig

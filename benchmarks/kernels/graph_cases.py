@@ -16,8 +16,8 @@ from benchmarks.kernels import paged_cases
 from benchmarks.kernels.case import Call, Case
 from benchmarks.kernels.paged_cases import AttentionShape, PagedSequences, planned_call
 from benchmarks.timing import cache_bytes, num_input_sets, time_calls
-from shared.kernels import planned_attention
-from shared.kernels.planned_tiling import DecodeTiling, decode_tiling, fitted
+from shared.kernels.attention import planned_attention
+from shared.kernels.attention.planned_tiling import DecodeTiling, decode_tiling, fitted
 
 LLAMA, DEMO = (32, 8, 64), (4, 2, 16)
 LENGTHS = {  # a name begins with the mistake; sequences of length 0 are padding

@@ -17,13 +17,13 @@ import torch.nn.functional as F
 from benchmarks.kernels.case import Call, Case, Drawn, Peer
 from shared.attention.descriptor import DevicePlan
 from shared.attention.plan import plan_decode
-from shared.engine.staging import Staging
+from shared.engine.executor.staging import Staging
 from shared.errors import ConfigError
-from shared.kernels.decode_attention import DecodeWorkspace
-from shared.kernels.paged_attention import paged_attention
-from shared.kernels.planned_attention import attend_by_sequence, planned_decode
-from shared.kernels.planned_tiling import DecodeTiling, decode_tiling
-from shared.kernels.planned_workspace import PlannedWorkspace
+from shared.kernels.attention.decode_attention import DecodeWorkspace
+from shared.kernels.attention.paged_attention import paged_attention
+from shared.kernels.attention.planned_attention import attend_by_sequence, planned_decode
+from shared.kernels.attention.planned_tiling import DecodeTiling, decode_tiling
+from shared.kernels.attention.planned_workspace import PlannedWorkspace
 
 BLOCK_SIZE = 16
 FLASHINFER_WORKSPACE = 256 << 20

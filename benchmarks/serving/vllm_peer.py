@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from benchmarks.setup import free_memory
-from shared.cache.contiguous import kv_bytes
+from shared.cache.view.contiguous import kv_bytes
 from shared.engine.output import StepOutput
 from shared.errors import ConfigError
 from shared.loading.config_json import read_config

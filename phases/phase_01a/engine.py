@@ -2,7 +2,7 @@
 
 import torch
 
-from shared.cache.uncached import UncachedView
+from shared.cache.view.uncached import UncachedView
 from shared.errors import ConfigError
 from shared.loading.checkpoint import Checkpoint
 from shared.loading.config_json import read_config

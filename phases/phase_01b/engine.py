@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import torch
 
-from shared.cache.uncached import UncachedView
+from shared.cache.view.uncached import UncachedView
 from shared.engine.prompt import check_prompt
 from shared.loading.loader import load_model
 from shared.loading.resolve import resolve_model

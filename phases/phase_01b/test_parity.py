@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import save_file
 
 from phases.phase_01b.engine import Engine
-from shared.cache.uncached import UncachedView
+from shared.cache.view.uncached import UncachedView
 from shared.checkpoints.byte_tokenizer import save_byte_tokenizer
 from shared.checkpoints.make import checkpoint_tensors, random_tensor
 from shared.checkpoints.shapes import SHAPES

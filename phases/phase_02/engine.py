@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from shared.cache.uncached import UncachedView
+from shared.cache.view.uncached import UncachedView
 from shared.engine import supported
 from shared.engine.config import EngineConfig
 from shared.engine.output import OutputStream, StepOutput

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from shared.cache.contiguous import ContiguousCache, ContiguousView
+from shared.cache.view.contiguous import ContiguousCache, ContiguousView
 from shared.engine import supported
 from shared.engine.config import EngineConfig
 from shared.engine.output import OutputStream, StepOutput

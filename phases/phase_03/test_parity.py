@@ -7,8 +7,8 @@ import torch
 
 from phases.phase_02.engine import Engine as Uncached
 from phases.phase_03.engine import Engine
-from shared.cache.contiguous import ContiguousCache, ContiguousView, kv_bytes
-from shared.cache.uncached import UncachedView
+from shared.cache.view.contiguous import ContiguousCache, ContiguousView, kv_bytes
+from shared.cache.view.uncached import UncachedView
 from shared.engine.config import EngineConfig
 from shared.errors import CapacityError, ConfigError, RequestError
 from shared.loading.loader import load_model

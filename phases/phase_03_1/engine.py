@@ -6,15 +6,15 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from shared.cache.contiguous import ContiguousCache
-from shared.cache.fused_contiguous import FusedContiguousView
+from shared.cache.view.contiguous import ContiguousCache
+from shared.cache.view.fused_contiguous import FusedContiguousView
 from shared.engine import supported
 from shared.engine.config import EngineConfig
 from shared.engine.output import OutputStream, StepOutput
 from shared.engine.prompt import check_prompt
 from shared.engine.request import Request
 from shared.kernels.launch import LAUNCHES
-from shared.kernels.sampler import sample
+from shared.kernels.sampling.sampler import sample
 from shared.loading.loader import load_model
 from shared.loading.resolve import resolve_model
 from shared.models.fused import fuse

@@ -9,8 +9,8 @@ import torch
 
 from phases.phase_03.engine import Engine as Unfused
 from phases.phase_03_1.engine import Engine
-from shared.cache.contiguous import ContiguousCache, ContiguousView
-from shared.cache.fused_contiguous import FusedContiguousView
+from shared.cache.view.contiguous import ContiguousCache, ContiguousView
+from shared.cache.view.fused_contiguous import FusedContiguousView
 from shared.checkpoints.make import make_checkpoint
 from shared.engine.config import EngineConfig
 from shared.errors import ConfigError

@@ -11,12 +11,12 @@ import torch
 
 from phases.phase_03_1.engine import Engine as Single
 from phases.phase_04.engine import Engine
-from shared.cache.contiguous_pool import ContiguousKVCachePool
+from shared.cache.pool.contiguous import ContiguousKVCachePool
 from shared.engine.batch import Batch
 from shared.engine.config import EngineConfig
 from shared.engine.output import StepOutput
 from shared.engine.request import Request
-from shared.engine.sampler import SamplerOutput
+from shared.engine.sampling.sampler import SamplerOutput
 from shared.errors import QueueFullError, RequestError
 from shared.kernels.launch import LAUNCHES
 from shared.parity.reference import load_reference

@@ -3,13 +3,13 @@
 import torch
 
 from shared.cache.contiguous_memory import contiguous_memory
-from shared.cache.view import MakeMemory
+from shared.cache.view.interface import MakeMemory
 from shared.engine import supported
 from shared.engine.batch import Batch
 from shared.engine.config import EngineConfig
 from shared.engine.output import StepOutput
 from shared.engine.runner import Runner
-from shared.engine.sampler import SamplerOutput
+from shared.engine.sampling.sampler import SamplerOutput
 from shared.engine.serving import ServingEngine
 from shared.kernels.launch import LAUNCHES
 from shared.loading.loader import load_model

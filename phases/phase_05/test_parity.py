@@ -10,7 +10,7 @@ from phases.phase_03_1.engine import Engine as Single
 from phases.phase_05.engine import Engine
 from shared.engine.config import SCHEDULER_POLICIES, EngineConfig
 from shared.engine.output import StepOutput
-from shared.engine.sampler import SamplerOutput
+from shared.engine.sampling.sampler import SamplerOutput
 from shared.kernels.launch import LAUNCHES
 from shared.sampling.params import SamplingParams
 from tests import mixed_requests

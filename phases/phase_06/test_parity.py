@@ -15,11 +15,11 @@ from phases.phase_06.engine import Engine
 from shared.engine.config import SCHEDULER_POLICIES, EngineConfig
 from shared.engine.output import StepOutput
 from shared.engine.record import StepRecord
-from shared.engine.sampler import SamplerOutput
+from shared.engine.sampling.sampler import SamplerOutput
 from shared.errors import ConfigError, RequestError
 from shared.sampling.params import SamplingParams
 from shared.server.app import make_app
-from shared.server.engine_thread import EngineThread
+from shared.server.engine.thread import EngineThread
 from shared.server.settings import ServerConfig
 from shared.text.stopping import FinishReason
 from tests import mixed_requests

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-import shared.kernels.planned_tiling as tilings
+import shared.kernels.attention.planned_tiling as tilings
 from benchmarks.bench_kernels import measure_attention
 from phases.phase_06.engine import Engine as Paged
 from phases.phase_06_1.engine import Engine
@@ -20,8 +20,8 @@ from shared.attention.descriptor import AttentionPlan, Grid
 from shared.attention.plan import plan_decode
 from shared.checkpoints.make import make_checkpoint
 from shared.engine.config import EngineConfig
-from shared.kernels.decode_attention import choose_splits
-from shared.kernels.planned_tiling import decode_tiling
+from shared.kernels.attention.decode_attention import choose_splits
+from shared.kernels.attention.planned_tiling import decode_tiling
 from shared.sampling.params import SamplingParams
 from tests.mixed_requests import GREEDY
 from tests.speed import ONE_ANSWER, counted_calls, speedup, time_one_answer

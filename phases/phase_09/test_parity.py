@@ -12,10 +12,10 @@ from phases.phase_08.engine import Engine as Waiting
 from phases.phase_09.engine import Engine
 from shared.engine.batch import Batch
 from shared.engine.config import EngineConfig
-from shared.engine.last_ids import LastIds
+from shared.engine.executor.last_ids import LastIds
 from shared.engine.output import StepOutput
 from shared.engine.runner import Launched, Runner
-from shared.engine.sampler import SampledTokens, SamplerOutput
+from shared.engine.sampling.sampler import SampledTokens, SamplerOutput
 from shared.errors import ConfigError
 from shared.sampling.params import SamplingParams
 from shared.text.stopping import FinishReason

@@ -5,20 +5,16 @@ from functools import partial
 
 import torch
 
-from shared.chunks.blend import blend_chunks
-from shared.chunks.memory import chunk_memory
-from shared.chunks.registry import ChunkRegistry
-from shared.chunks.scheduler import ChunkScheduler
 from shared.engine import supported
 from shared.engine.batch import Batch
-from shared.engine.captured import Captured
 from shared.engine.config import EngineConfig
-from shared.engine.executor import Eager
-from shared.engine.last_ids import LastIds
+from shared.engine.executor.captured import Captured
+from shared.engine.executor.eager import Eager
+from shared.engine.executor.last_ids import LastIds
 from shared.engine.output import StepOutput
 from shared.engine.prompt import check_prompt
 from shared.engine.runner import Runner
-from shared.engine.sampler import SamplerOutput
+from shared.engine.sampling.sampler import SamplerOutput
 from shared.engine.serving import ServingEngine
 from shared.errors import RequestError
 from shared.kernels.launch import LAUNCHES
@@ -31,6 +27,10 @@ from shared.scheduling.schedule import Schedule
 from shared.scheduling.scheduler import Scheduler
 from shared.scheduling.static import StaticScheduler
 from shared.text.tokenizer import Tokenizer
+from shared.tracks.segments.blend import blend_chunks
+from shared.tracks.segments.memory import chunk_memory
+from shared.tracks.segments.registry import ChunkRegistry
+from shared.tracks.segments.scheduler import ChunkScheduler
 
 SUPPORTED = supported.OVERLAPPED_STEPS
 

@@ -4,31 +4,31 @@ from functools import partial
 
 import torch
 
-from shared.cache.compressing import compress, select
-from shared.cache.condensed_memory import condensed_memory
 from shared.cache.contiguous_memory import contiguous_memory
-from shared.cache.view import MakeMemory
+from shared.cache.view.interface import MakeMemory
 from shared.engine import supported
 from shared.engine.batch import Batch
-from shared.engine.captured import Captured
 from shared.engine.config import EngineConfig
-from shared.engine.executor import Eager
-from shared.engine.last_ids import LastIds
+from shared.engine.executor.captured import Captured
+from shared.engine.executor.eager import Eager
+from shared.engine.executor.last_ids import LastIds
 from shared.engine.output import StepOutput
 from shared.engine.request import Request
 from shared.engine.runner import Runner
-from shared.engine.sampler import SamplerOutput
+from shared.engine.sampling.sampler import SamplerOutput
 from shared.engine.serving import ServingEngine
 from shared.kernels.launch import LAUNCHES
 from shared.loading.loader import load_model
 from shared.loading.resolve import resolve_model
 from shared.models.fused import fuse
 from shared.models.packed import pack
-from shared.scheduling.compressing import CompressingScheduler
 from shared.scheduling.schedule import Schedule
 from shared.scheduling.scheduler import Scheduler
 from shared.scheduling.static import StaticScheduler
 from shared.text.tokenizer import Tokenizer
+from shared.tracks.compression.interface import compress, select
+from shared.tracks.compression.memory import condensed_memory
+from shared.tracks.compression.scheduler import CompressingScheduler
 
 SUPPORTED = supported.COMPRESSION
 MEMORY: dict[str, MakeMemory] = {"contiguous": contiguous_memory, "paged": condensed_memory}

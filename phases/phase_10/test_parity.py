@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from phases.phase_09.engine import Engine as Plain
 from phases.phase_10.engine import Engine
-from shared.cache.uncached import UncachedView
+from shared.cache.view.uncached import UncachedView
 from shared.checkpoints.make import make_checkpoint
 from shared.checkpoints.quantize import quantize_checkpoint
 from shared.checkpoints.shapes import SHAPES

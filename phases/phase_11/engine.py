@@ -6,22 +6,22 @@ from typing import Any
 
 import torch
 
-from shared.cache.bucket_padding import bucket_attention
 from shared.cache.contiguous_memory import contiguous_memory
-from shared.cache.fp8_storage import STORAGES
 from shared.cache.paged_memory import PagedMemory
-from shared.cache.prefix import prefix_sharing
-from shared.cache.view import MakeMemory
+from shared.cache.pool.prefix import prefix_sharing
+from shared.cache.view.bucket_padding import bucket_attention
+from shared.cache.view.fp8_storage import STORAGES
+from shared.cache.view.interface import MakeMemory
 from shared.engine import supported
 from shared.engine.batch import Batch
-from shared.engine.captured import Captured
 from shared.engine.config import EngineConfig
-from shared.engine.executor import Eager
-from shared.engine.last_ids import LastIds
+from shared.engine.executor.captured import Captured
+from shared.engine.executor.eager import Eager
+from shared.engine.executor.last_ids import LastIds
 from shared.engine.output import StepOutput
-from shared.engine.rejection import acceptance
 from shared.engine.runner import Runner
-from shared.engine.sampler import Sampler, SamplerOutput
+from shared.engine.sampling.rejection import acceptance
+from shared.engine.sampling.sampler import Sampler, SamplerOutput
 from shared.engine.serving import ServingEngine
 from shared.kernels.launch import LAUNCHES
 from shared.loading.loader import load_model

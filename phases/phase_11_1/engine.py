@@ -8,21 +8,19 @@ from typing import Any
 import torch
 
 from shared.cache.contiguous_memory import contiguous_memory
-from shared.cache.fp8_storage import STORAGES
-from shared.cache.multi_token_attention import mask_token_attention
 from shared.cache.paged_memory import PagedMemory
-from shared.cache.prefix import prefix_sharing
-from shared.cache.view import MakeMemory
+from shared.cache.pool.prefix import prefix_sharing
+from shared.cache.view.fp8_storage import STORAGES
+from shared.cache.view.interface import MakeMemory
 from shared.engine import supported
-from shared.engine.captured import Captured
 from shared.engine.config import EngineConfig
-from shared.engine.executor import Eager
-from shared.engine.multi_token_batch import MultiTokenBatch as Batch
+from shared.engine.executor.captured import Captured
+from shared.engine.executor.eager import Eager
 from shared.engine.output import StepOutput
-from shared.engine.redirects import redirects
-from shared.engine.rejection import acceptance
 from shared.engine.runner import Runner
-from shared.engine.sampler import Sampler, SamplerOutput
+from shared.engine.sampling.redirects import redirects
+from shared.engine.sampling.rejection import acceptance
+from shared.engine.sampling.sampler import Sampler, SamplerOutput
 from shared.engine.serving import ServingEngine
 from shared.kernels.launch import LAUNCHES
 from shared.loading.loader import load_model
@@ -34,17 +32,19 @@ from shared.models.fused import fuse
 from shared.models.packed import pack
 from shared.sampling.params import SamplingParams
 from shared.sampling.thinking import ThinkingLimits, thinks
-from shared.scheduling.multi_token import MultiTokenScheduler, settle
 from shared.scheduling.schedule import Schedule
 from shared.scheduling.scheduler import Scheduler
 from shared.scheduling.static import StaticScheduler
-from shared.speculation.adapter import with_adapter
 from shared.speculation.draft_costs import weigh
 from shared.speculation.draft_model import DraftModel
 from shared.speculation.drafter import Drafter, NoDrafter, PendingDrafts
-from shared.speculation.multi_token import MultiTokenDrafter, ids_of_guesses, observers_of
 from shared.speculation.ngram import NGramDrafter
 from shared.text.tokenizer import Tokenizer
+from shared.tracks.multi_token.adapter import with_adapter
+from shared.tracks.multi_token.attention import mask_token_attention
+from shared.tracks.multi_token.batch import MultiTokenBatch as Batch
+from shared.tracks.multi_token.drafter import MultiTokenDrafter, ids_of_guesses, observers_of
+from shared.tracks.multi_token.scheduler import MultiTokenScheduler, settle
 
 SUPPORTED = supported.MULTI_TOKEN
 PAGED = PagedMemory(mask_token_attention, prefix_sharing, STORAGES)

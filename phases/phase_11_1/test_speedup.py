@@ -10,8 +10,8 @@ from phases.phase_11_1.engine import Engine
 from shared.engine.config import EngineConfig
 from shared.engine.llm import LLM
 from shared.sampling.params import SamplingParams
-from shared.speculation.own_texts import PROMPTS
 from shared.text.chat import ChatMessage, encode_chat
+from shared.tracks.multi_token.training.own_texts import PROMPTS
 from tests.adapters import random_adapter_of
 from tests.drafts import Foresight
 from tests.mixed_requests import GREEDY

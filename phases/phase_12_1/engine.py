@@ -7,33 +7,31 @@ from typing import Any
 
 import torch
 
-from shared.cache.bucket_padding import bucket_attention
 from shared.cache.contiguous_memory import contiguous_memory
-from shared.cache.fp8_storage import STORAGES
 from shared.cache.paged_memory import PagedMemory
-from shared.cache.prefix import prefix_sharing
-from shared.cache.view import MakeMemory
+from shared.cache.pool.prefix import prefix_sharing
+from shared.cache.view.bucket_padding import bucket_attention
+from shared.cache.view.fp8_storage import STORAGES
+from shared.cache.view.interface import MakeMemory
 from shared.engine import supported
-from shared.engine.captured import Captured
 from shared.engine.config import EngineConfig
-from shared.engine.executor import Eager
-from shared.engine.grammar_masks import grammar_masks
-from shared.engine.last_ids import LastIds
+from shared.engine.executor.captured import Captured
+from shared.engine.executor.eager import Eager
+from shared.engine.executor.last_ids import LastIds
 from shared.engine.output import StepOutput
-from shared.engine.rejection import acceptance
 from shared.engine.runner import Runner
-from shared.engine.sampler import Sampler, SamplerOutput
+from shared.engine.sampling.grammar_masks import grammar_masks
+from shared.engine.sampling.rejection import acceptance
+from shared.engine.sampling.sampler import Sampler, SamplerOutput
 from shared.engine.serving import ServingEngine
 from shared.grammar.constraint import Constraints
-from shared.grammar.pool import GrammarPool
+from shared.grammar.tokens.pool import GrammarPool
 from shared.kernels.launch import LAUNCHES
 from shared.loading.placement import check_device
 from shared.loading.resolve import resolve_model
 from shared.models.causal_lm import CausalLM
 from shared.models.fused import fuse
 from shared.models.packed import pack
-from shared.parallel.batch import RankBatch
-from shared.parallel.group import Group
 from shared.sampling.params import SamplingParams
 from shared.scheduling.drafts import settle
 from shared.scheduling.schedule import Schedule
@@ -46,6 +44,8 @@ from shared.speculation.drafter import Drafter, NoDrafter
 from shared.speculation.forced import ForcedTextDrafter
 from shared.speculation.ngram import NGramDrafter
 from shared.text.tokenizer import Tokenizer
+from shared.tracks.ranks.batch import RankBatch
+from shared.tracks.ranks.group import Group
 
 SUPPORTED = supported.RANKS
 PAGED = PagedMemory(bucket_attention, prefix_sharing, STORAGES)

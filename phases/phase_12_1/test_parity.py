@@ -16,18 +16,18 @@ import pytest
 import torch
 
 import shared.loading.weights
-import shared.parallel.collectives
-import shared.parallel.watch
+import shared.tracks.ranks.collectives
+import shared.tracks.ranks.watch
 from phases.phase_12.engine import Engine as Whole
 from phases.phase_12_1.engine import Engine
 from shared.engine.config import EngineConfig
 from shared.errors import ConfigError, RankError
 from shared.grammar.grammar import Grammar
-from shared.parallel.checkpoint import CutCheckpoint
 from shared.sampling.params import SamplingParams
 from shared.tracing.lanes import activity_lanes
 from shared.tracing.recorder import Recorder
 from shared.tracing.timeline_page import trace_data
+from shared.tracks.ranks.checkpoint import CutCheckpoint
 from tests.mixed_requests import (
     ALIKE,
     ARRIVALS,
@@ -274,7 +274,7 @@ def test_a_rank_that_fails_ends_the_group_and_is_named(
     engine.add_request("x", SamplingParams(**GREEDY, max_new_tokens=90))
     engine.step()
     if failure == "stop":
-        monkeypatch.setattr(shared.parallel.watch, "PATIENCE", 2.0)
+        monkeypatch.setattr(shared.tracks.ranks.watch, "PATIENCE", 2.0)
     fail(engine)
     for go_on in (lambda: drain(engine), engine.step):
         with pytest.raises(RankError, match=f"Rank 1 of 2 {sentence}"):
@@ -295,7 +295,7 @@ def test_a_rank_that_is_lost_at_the_start_is_named(
 ) -> None:
     """Rank 0 wants to read its third tensor only when the loss has been found, and then reads no more."""
     if "2 s" in sentence:
-        monkeypatch.setattr(shared.parallel.collectives, "MEETING", timedelta(seconds=3))
+        monkeypatch.setattr(shared.tracks.ranks.collectives, "MEETING", timedelta(seconds=3))
     monkeypatch.setattr(shared.loading.weights, "WORKERS", 1)
     read, num_read = CutCheckpoint.tensor, 0
 

@@ -13,8 +13,8 @@ from phases.phase_12.engine import Engine as Whole
 from phases.phase_12_1.engine import Engine
 from shared.checkpoints.make import make_checkpoint
 from shared.engine.config import EngineConfig
-from shared.parallel.board import CALLS, READ
 from shared.sampling.params import SamplingParams
+from shared.tracks.ranks.board import CALLS, READ
 from tests.mixed_requests import GREEDY
 from tests.ranks import checkpoint_for_ranks
 from tests.speed import ONE_ANSWER, time_one_answer

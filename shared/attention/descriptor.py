@@ -72,7 +72,9 @@ class AttentionPlan:
         return int(self.output_indptr[-1])
 
     def arrays(self) -> tuple[Int32s, ...]:
-        """The arrays to upload with :meth:`shared.engine.staging.Staging.send`, in one copy with the step's others."""
+        """The arrays to upload with :meth:`shared.engine.executor.staging.Staging.send`, in one copy with the step's
+        others.
+        """
         return (
             self.num_items,
             self.split_size,

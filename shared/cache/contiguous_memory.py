@@ -3,8 +3,8 @@
 Invariant: pool and view agree in every size, since both are made here.
 """
 
-from shared.cache.contiguous_pool import ContiguousKVCachePool
-from shared.cache.contiguous_pool_view import ContiguousPoolView
+from shared.cache.pool.contiguous import ContiguousKVCachePool
+from shared.cache.view.contiguous_pool import ContiguousPoolView
 from shared.engine.config import EngineConfig
 from shared.models.causal_lm import CausalLM
 

@@ -8,16 +8,16 @@ attention needs them, since both are made here.
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
-from shared.cache.attention import PagedAttentionProtocol
-from shared.cache.block_storage import BlockStorage, MakeStorage, PlainStorage
-from shared.cache.extension import PoolExtension
-from shared.cache.padding import NoPadding, Padding
-from shared.cache.paged import PagedKVCachePool
-from shared.cache.paged_attention import paged_or_operations
-from shared.cache.paged_layout import PagedSizes
-from shared.cache.paged_view import PagedView
+from shared.cache.layout.paged import PagedSizes
+from shared.cache.pool.extension import PoolExtension
+from shared.cache.pool.paged import PagedKVCachePool
 from shared.cache.pool_size import MakePaged, num_blocks_that_fit
-from shared.cache.view import BatchView
+from shared.cache.view.attention import PagedAttentionProtocol
+from shared.cache.view.block_storage import BlockStorage, MakeStorage, PlainStorage
+from shared.cache.view.interface import BatchView
+from shared.cache.view.padding import NoPadding, Padding
+from shared.cache.view.paged import PagedView
+from shared.cache.view.paged_attention import paged_or_operations
 from shared.engine.config import EngineConfig
 from shared.errors import ConfigError
 from shared.models.causal_lm import CausalLM

@@ -15,11 +15,11 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
-from shared.cache.contiguous import kv_bytes
 from shared.cache.free_memory import free_bytes
-from shared.cache.paged import PagedKVCachePool
-from shared.cache.paged_layout import PagedSizes
-from shared.cache.view import BatchView
+from shared.cache.layout.paged import PagedSizes
+from shared.cache.pool.paged import PagedKVCachePool
+from shared.cache.view.contiguous import kv_bytes
+from shared.cache.view.interface import BatchView
 from shared.engine.batch import Batch
 from shared.engine.config import EngineConfig
 from shared.engine.request import Request

@@ -12,18 +12,20 @@ if is_enabled():
 
 import typer
 
-from shared.cli import bench, chunks, deploy, models, phases, train
+from shared.cli import chunks, deploy, models, train
+from shared.cli.bench import command as bench
 from shared.cli.chat import EPILOG as CHAT_EPILOG
 from shared.cli.chat import chat
-from shared.cli.compare import EPILOG as COMPARE_EPILOG
-from shared.cli.compare import compare
-from shared.cli.diff import EPILOG as DIFF_EPILOG
-from shared.cli.diff import diff
+from shared.cli.course import phases
+from shared.cli.course.compare import EPILOG as COMPARE_EPILOG
+from shared.cli.course.compare import compare
+from shared.cli.course.diff import EPILOG as DIFF_EPILOG
+from shared.cli.course.diff import diff
+from shared.cli.course.ladder import EPILOG as LADDER_EPILOG
+from shared.cli.course.ladder import ladder
+from shared.cli.course.roofline import ROOFLINE_EPILOG, roofline
 from shared.cli.generate import EPILOG as GENERATE_EPILOG
 from shared.cli.generate import generate
-from shared.cli.ladder import EPILOG as LADDER_EPILOG
-from shared.cli.ladder import ladder
-from shared.cli.roofline import ROOFLINE_EPILOG, roofline
 from shared.cli.serve import EPILOG as SERVE_EPILOG
 from shared.cli.serve import serve
 from shared.cli.simulate import EPILOG as SIMULATE_EPILOG

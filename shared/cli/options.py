@@ -275,7 +275,7 @@ def load_engine(lesson: Lesson, model: str, *, is_alone: bool = False, **setting
         settings: fields of ``EngineConfig``.
     """
     from shared.loading.placement import check_device
-    from shared.server.logs import configure
+    from shared.server.http.logs import configure
 
     config = EngineConfig(model=model, **settings)
     config = dataclasses.replace(config, device=str(check_device(config.device)))

@@ -128,7 +128,7 @@ def serve(
     **settings: Any,
 ) -> None:
     """Serve a model over HTTP: OpenAI's completions and chat, streaming, metrics, and a page to try it on."""
-    from shared.server.logs import FORMATS, configure
+    from shared.server.http.logs import FORMATS, configure
     from shared.server.settings import ServerConfig
 
     style = log_format or ("text" if sys.stderr.isatty() else "json")
@@ -161,9 +161,9 @@ def serve(
     bound = bind(host, port)
     load = partial(load_warm, lesson.number, model, style, verbose, **settings)
     from shared.server.app import make_app
-    from shared.server.engine_loop import EngineHandle
-    from shared.server.engine_process import EngineProcess
-    from shared.server.engine_thread import EngineThread
+    from shared.server.engine.loop import EngineHandle
+    from shared.server.engine.process import EngineProcess
+    from shared.server.engine.thread import EngineThread
 
     is_process = device.startswith("cuda") if engine_process is None else engine_process
     handle: EngineHandle = EngineProcess(load) if is_process else EngineThread(load())
@@ -200,7 +200,7 @@ def _default_tokens(value: str | None) -> dict[str, Any]:
 def load_warm(number: str, model: str, log_format: str, verbose: bool, **settings: Any) -> Any:
     """Load and warm up a phase's engine; configures the log, since this may be a process of its own."""
     from shared.engine.warm_up import warm_up
-    from shared.server.logs import configure
+    from shared.server.http.logs import configure
 
     engine = options.load_engine(serving_lesson(number), model, **settings)
     warm_up(engine)

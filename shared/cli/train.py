@@ -55,10 +55,10 @@ def mtp(
 
     The texts and a checkpoint are kept in OUT.training, so that the same command continues a run that was cut.
     """
-    from shared.models.lora import TARGETS
-    from shared.speculation.adapter import AdapterConfig
-    from shared.speculation.distillation import TrainingConfig
-    from shared.speculation.training_run import train_adapter
+    from shared.tracks.multi_token.adapter import AdapterConfig
+    from shared.tracks.multi_token.lora import TARGETS
+    from shared.tracks.multi_token.training.distillation import TrainingConfig
+    from shared.tracks.multi_token.training.run import train_adapter
 
     try:
         shape = AdapterConfig(rank, alpha, tuple(target or TARGETS), masks)

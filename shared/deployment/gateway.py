@@ -25,10 +25,10 @@ from starlette.types import Message, Receive, Scope, Send
 from shared.deployment.affinity import prefix_keys
 from shared.deployment.exchange import APPLICATION, REPLICAS, Exchange
 from shared.server.errors import ApiError, install, overloaded
-from shared.server.metrics import ServerMetrics
-from shared.server.middleware import AllowedHosts, ApiKey, BodyLimit, RequestLog
+from shared.server.http.metrics import ServerMetrics
+from shared.server.http.middleware import AllowedHosts, ApiKey, BodyLimit, RequestLog
+from shared.server.http.sse import DONE, frame
 from shared.server.settings import ServerConfig
-from shared.server.sse import DONE, frame
 
 SESSION_HEADER = "x-session-id"
 METHODS = ["GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"]

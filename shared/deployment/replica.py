@@ -16,8 +16,8 @@ from starlette.types import Message
 
 from shared.deployment.exchange import Exchange
 from shared.server.app import make_app
-from shared.server.engine_process import EngineProcess
-from shared.server.engine_thread import EngineThread
+from shared.server.engine.process import EngineProcess
+from shared.server.engine.thread import EngineThread
 from shared.server.process import SWITCH_INTERVAL
 from shared.server.settings import ServerConfig
 
@@ -31,7 +31,7 @@ class Replica:
 
     Args:
         load: makes the engine, warmed up; picklable.
-        is_process: whether the engine runs in a process of its own (:mod:`shared.server.engine_process`).
+        is_process: whether the engine runs in a process of its own (:mod:`shared.server.engine.process`).
     """
 
     def __init__(self, load: Callable[[], Any], config: ServerConfig, is_process: bool) -> None:

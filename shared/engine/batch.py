@@ -11,8 +11,8 @@ from typing import Self
 
 import numpy as np
 
-from shared.cache.layout import Integers, Layout, ranges
-from shared.cache.pool import CachePoolProtocol
+from shared.cache.layout.slots import Integers, Layout, ranges
+from shared.cache.pool.interface import CachePoolProtocol
 from shared.scheduling.schedule import Schedule
 
 
@@ -111,7 +111,9 @@ class Batch:
 
     @property
     def has_pending(self) -> bool:
-        """Whether an id is still on the device, of a token or of a draft (:mod:`shared.kernels.pending_ids`)."""
+        """Whether an id is still on the device, of a token or of a draft
+        (:mod:`shared.kernels.sampling.pending_ids`).
+        """
         return len(self.pending) > 0 or bool((self.token_ids < 0).any())
 
     @property

@@ -4,8 +4,8 @@
 prepared while the forward runs. Neither waits for the device. A runner is put together of an executor, which computes a
 loaded batch, the ranks that compute it, a sampler, and observers.
 
-Invariants: a request that raises fails alone (:mod:`shared.engine.isolation`); the runner changes no request's state,
-so a step can be run again.
+Invariants: a request that raises fails alone (:mod:`shared.engine.executor.isolation`); the runner changes no
+request's state, so a step can be run again.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -16,13 +16,13 @@ from typing import Protocol
 import numpy as np
 import torch
 
-from shared.cache.layout import Integers
-from shared.cache.view import BatchView
+from shared.cache.layout.slots import Integers
+from shared.cache.view.interface import BatchView
 from shared.engine.batch import Batch, PromptRows
-from shared.engine.executor import Eager, Executor, Ids, no_logits
-from shared.engine.isolation import run_isolated
-from shared.engine.one_rank import Ranks
-from shared.engine.sampler import Draws, PromptDraws, Sampler, SamplerOutput
+from shared.engine.executor.eager import Eager, Executor, Ids, no_logits
+from shared.engine.executor.isolation import run_isolated
+from shared.engine.executor.one_rank import Ranks
+from shared.engine.sampling.sampler import Draws, PromptDraws, Sampler, SamplerOutput
 from shared.models.causal_lm import CausalLM
 from shared.sampling.logprobs import top_logprobs
 from shared.sampling.sampler import SamplingRow

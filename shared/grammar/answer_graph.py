@@ -12,8 +12,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
-from shared.grammar.joining import Graph, document
-from shared.grammar.vocabulary import SPECIAL_BYTE
+from shared.grammar.automata.joining import Graph, document
+from shared.grammar.tokens.vocabulary import SPECIAL_BYTE
 
 SPECIAL_MARK = "\uffff"
 """Stands for the byte with which special tokens begin; it is no character."""

@@ -15,11 +15,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shared.grammar.answer_graph import AnswerGraph, CallMode, CallSpelling
-from shared.grammar.automaton import Automaton
-from shared.grammar.joining import joined
-from shared.grammar.json_schema import compile_schema
+from shared.grammar.automata.automaton import Automaton
+from shared.grammar.automata.joining import joined
+from shared.grammar.automata.spelling import spellable
+from shared.grammar.documents.json_schema import compile_schema
 from shared.grammar.limits import Budget, GrammarError, WorkError
-from shared.grammar.spelling import spellable
 
 
 @dataclass(frozen=True)

@@ -1,10 +1,10 @@
 """The requests of an engine whose outputs have a grammar: where each stands, and what it may draw.
 
-On a GPU the device that samples finds the masks (:mod:`shared.engine.grammar_rows`). Without one, and for few requests
-elsewhere, they are made here: before a step samples, all earlier tokens are known on the host, so the state of a
-request follows its outputs, and its rows get the masks of their states: row j that after the first j drafts. After a
-draft that the grammar refuses no row matters, because the draft cannot be drawn, and acceptance ends there. Introduced
-in phase 12.
+On a GPU the device that samples finds the masks (:mod:`shared.engine.sampling.grammar_rows`). Without one, and for
+few requests elsewhere, they are made here: before a step samples, all earlier tokens are known on the host, so the
+state of a request follows its outputs, and its rows get the masks of their states: row j that after the first j
+drafts. After a draft that the grammar refuses no row matters, because the draft cannot be drawn, and acceptance ends
+there. Introduced in phase 12.
 
 A state is a function of the outputs alone. So preemption needs nothing here, a rejected draft leaves nothing, and what
 is known of a request goes when the request does.
@@ -19,13 +19,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shared.errors import RequestError
-from shared.grammar.automaton import Configuration
+from shared.grammar.automata.automaton import Configuration
 from shared.grammar.cache import GrammarCache
-from shared.grammar.fsm import FSMCompiler, TokenFSM
 from shared.grammar.grammar import Grammar
 from shared.grammar.limits import Limits
-from shared.grammar.pool import GrammarPool
-from shared.grammar.vocabulary import GrammarVocabulary
+from shared.grammar.tokens.fsm import FSMCompiler, TokenFSM
+from shared.grammar.tokens.pool import GrammarPool
+from shared.grammar.tokens.vocabulary import GrammarVocabulary
 from shared.sampling.params import SamplingParams
 from shared.sampling.sampler import SamplingRow
 from shared.scheduling.schedule import Schedule

@@ -13,13 +13,13 @@ from typing import Any, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from shared.grammar.automaton import Automaton
+from shared.grammar.automata.automaton import Automaton
+from shared.grammar.automata.dfa import DFA, restrict
+from shared.grammar.automata.spelling import spellable
 from shared.grammar.calls import CallDescription, compile_calls
-from shared.grammar.dfa import DFA, restrict
-from shared.grammar.json_schema import compile_json, compile_schema
+from shared.grammar.documents.json_schema import compile_json, compile_schema
 from shared.grammar.limits import Budget, GrammarError, Limits
-from shared.grammar.regex import automaton_of, compile_choice, compile_regex
-from shared.grammar.spelling import spellable
+from shared.grammar.patterns.regex import automaton_of, compile_choice, compile_regex
 from shared.sampling.params import StructuredOutput
 
 MAX_TEXT = 1_000_000

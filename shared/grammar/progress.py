@@ -10,8 +10,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from shared.grammar.automaton import Configuration
-from shared.grammar.fsm import TokenFSM
+from shared.grammar.automata.automaton import Configuration
+from shared.grammar.tokens.fsm import TokenFSM
 
 
 class Position(NamedTuple):

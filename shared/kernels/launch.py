@@ -21,7 +21,7 @@ what no kernel of the chain writes, and then wait. A kernel takes part if it has
 
 With these rules a chain of overlapping launches computes what the same launches in a row do. The kernels of PyTorch do
 not take part: they start when everything before them has ended. The launches of a draw, some of which load logits above
-their wait, call ``launch_dependents`` after it (:mod:`shared.kernels.sampler`).
+their wait, call ``launch_dependents`` after it (:mod:`shared.kernels.sampling.sampler`).
 """
 
 import functools

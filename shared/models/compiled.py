@@ -45,7 +45,7 @@ def multiply(
     residual: torch.Tensor | None,
     activation: GatedOp | None,
 ) -> torch.Tensor:
-    """``activation(norm(x) Wᵀ + b) + residual``, as :func:`shared.kernels.gemv.linear` has it."""
+    """``activation(norm(x) Wᵀ + b) + residual``, as :func:`shared.kernels.products.gemv.linear` has it."""
     y = F.linear(x if norm is None else rms_norm(x, *norm), weight, bias)
     if activation is not None:
         y = activation(*y.chunk(2, dim=-1))

@@ -3,7 +3,8 @@
 On a GPU a decode step is a sequence of launches, each with its overhead, most of them for vectors of a few kilobytes.
 With fused parts each line of a block is one launch: matrices that read the same input are merged (queries, keys and
 values; gate and up), a norm is the prologue of the next product, an activation or the residual addition the epilogue of
-the previous one. (In steps of several tokens the product launches the norm before it: see :mod:`shared.kernels.gemv`.)
+the previous one. (In steps of several tokens the product launches the norm before it: see
+:mod:`shared.kernels.products.gemv`.)
 
 A Gemma block norms the outputs of attention and MLP before adding them. That norm needs the whole row, which no single
 program of a product has, so it cannot be an epilogue; it is a kernel between two products, together with the addition,
@@ -19,9 +20,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from shared.kernels import gemv
 from shared.kernels.launch import check_head_size, check_launchable
-from shared.kernels.rmsnorm import add_rms_norm, rms_norm
+from shared.kernels.products import gemv
+from shared.kernels.products.rmsnorm import add_rms_norm, rms_norm
 from shared.models.causal_lm import CausalLM
 from shared.models.norm import RMSNorm
 from shared.models.parts import MergedGroup, find_at_once, merged_biases, replace_parts

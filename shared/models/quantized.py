@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
-from shared.kernels import quantized_gemv
+from shared.kernels.products import quantized_gemv
 from shared.models.fused import fused, merged
 from shared.models.norm import RMSNorm
 from shared.models.parts import merged_biases

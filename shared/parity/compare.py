@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from shared.cache.uncached import UncachedView
+from shared.cache.view.uncached import UncachedView
 from shared.errors import ConfigError
 from shared.models.causal_lm import CausalLM
 from shared.models.families import FAMILIES

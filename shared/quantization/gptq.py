@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import nn
 
-from shared.cache.uncached import UncachedView
+from shared.cache.view.uncached import UncachedView
 from shared.models.causal_lm import CausalLM
 from shared.models.projection import Projection
 from shared.models.tokens import Tokens

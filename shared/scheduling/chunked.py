@@ -9,7 +9,7 @@ those of the whole prompt; only the step that computes the last known token of a
 Invariant: the KV cache of a whole prompt is reserved at admission, so a chunk never lacks room.
 """
 
-from shared.cache.pool import CachePoolProtocol
+from shared.cache.pool.interface import CachePoolProtocol
 from shared.engine.config import EngineConfig
 from shared.scheduling.admission import admit, queued
 from shared.scheduling.chunks import prefill_of

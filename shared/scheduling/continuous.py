@@ -6,7 +6,7 @@ policy, see :mod:`shared.scheduling.policies`. Invariants: the head of the queue
 the KV cache has no room for it; a decoding request gets a token at least once in ``max_decode_interval`` steps.
 """
 
-from shared.cache.pool import CachePoolProtocol
+from shared.cache.pool.interface import CachePoolProtocol
 from shared.engine.config import EngineConfig
 from shared.scheduling.admission import admit, queued
 from shared.scheduling.policies import share

@@ -14,9 +14,9 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from shared.cache.pool import CachePoolProtocol
+from shared.cache.pool.interface import CachePoolProtocol
 from shared.engine.request import Request, RequestStatus
-from shared.engine.sampler import SampledTokens
+from shared.engine.sampling.sampler import SampledTokens
 from shared.scheduling.schedule import Schedule, Scheduled
 from shared.scheduling.scheduler import Scheduler
 from shared.speculation.adaptive import DraftLengths

@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from itertools import compress
 
 from shared.engine.request import Request, RequestStatus
-from shared.engine.sampler import SampledTokens
+from shared.engine.sampling.sampler import SampledTokens
 from shared.scheduling.schedule import Schedule
 from shared.scheduling.scheduler import Scheduler
 

@@ -11,9 +11,9 @@ Invariant: a request is preempted only while no sampled token is in flight.
 
 from typing import Any
 
-from shared.cache.pool import CachePoolProtocol
+from shared.cache.pool.interface import CachePoolProtocol
 from shared.engine.config import EngineConfig
-from shared.engine.sampler import SampledTokens
+from shared.engine.sampling.sampler import SampledTokens
 from shared.scheduling.admission import admit
 from shared.scheduling.chunks import prefill_of
 from shared.scheduling.growth import grow, known_tokens

@@ -12,7 +12,7 @@ has no watermark and never preempts.
 Invariant: a request must fit an empty pool to be queued, and the oldest is never preempted, so every request finishes.
 """
 
-from shared.cache.pool import CachePoolProtocol
+from shared.cache.pool.interface import CachePoolProtocol
 from shared.engine.config import EngineConfig
 from shared.scheduling.admission import admit, queued
 from shared.scheduling.growth import grow, known_tokens

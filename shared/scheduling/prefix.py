@@ -11,7 +11,7 @@ requests that wait for blocks, requests are admitted in order of arrival.
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from shared.cache.pool import CachePoolProtocol
+from shared.cache.pool.interface import CachePoolProtocol
 from shared.engine.config import EngineConfig
 from shared.engine.request import Request
 from shared.scheduling.admission import admit, queued

@@ -19,11 +19,11 @@ from collections import OrderedDict
 from collections.abc import Iterable
 from typing import Any
 
-from shared.cache.pool import CachePoolProtocol
+from shared.cache.pool.interface import CachePoolProtocol
 from shared.engine.config import EngineConfig
 from shared.engine.prompt import check_capacity, check_queue
 from shared.engine.request import Request, RequestStatus
-from shared.engine.sampler import SampledTokens
+from shared.engine.sampling.sampler import SampledTokens
 from shared.errors import RequestError
 from shared.sampling.params import SamplingParams
 from shared.scheduling.schedule import Schedule

@@ -9,9 +9,9 @@ the next one is scheduled.
 
 from typing import Any
 
-from shared.cache.pool import CachePoolProtocol
+from shared.cache.pool.interface import CachePoolProtocol
 from shared.engine.config import EngineConfig
-from shared.engine.sampler import SampledTokens
+from shared.engine.sampling.sampler import SampledTokens
 from shared.scheduling.admission import admit
 from shared.scheduling.chunks import prefill_of
 from shared.scheduling.drafts import commit_drafts, draft_stats, give_back, grant_drafts

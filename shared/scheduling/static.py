@@ -7,7 +7,7 @@ A request is admitted only with KV cache for its prompt and its maximum output, 
 Invariant: no request is admitted while any runs.
 """
 
-from shared.cache.pool import CachePoolProtocol
+from shared.cache.pool.interface import CachePoolProtocol
 from shared.engine.config import EngineConfig
 from shared.scheduling.admission import admit, queued
 from shared.scheduling.prefill import WholePrompts

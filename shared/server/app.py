@@ -13,15 +13,16 @@ from typing import Any
 from fastapi import FastAPI
 from starlette.middleware.cors import CORSMiddleware
 
-from shared.server import chat, chunks, completions, pages, status
-from shared.server.description import describe
-from shared.server.engine_client import EngineClient
-from shared.server.engine_loop import EngineHandle
+from shared.server import pages
+from shared.server.answers.intake import Intake
+from shared.server.engine.client import EngineClient
+from shared.server.engine.loop import EngineHandle
 from shared.server.errors import ErrorBody, install
-from shared.server.intake import Intake
-from shared.server.logs import log_event
-from shared.server.metrics import ServerMetrics
-from shared.server.middleware import AllowedHosts, ApiKey, BodyLimit, RequestLog
+from shared.server.http.description import describe
+from shared.server.http.logs import log_event
+from shared.server.http.metrics import ServerMetrics
+from shared.server.http.middleware import AllowedHosts, ApiKey, BodyLimit, RequestLog
+from shared.server.routes import chat, chunks, completions, status
 from shared.server.settings import EXPOSED, ServerConfig
 
 _STATUSES = {

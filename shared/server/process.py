@@ -25,9 +25,9 @@ import uvicorn
 from fastapi import FastAPI
 
 from shared.errors import ConfigError, RankError
-from shared.server.connection import Connection
 from shared.server.errors import overloaded
-from shared.server.logs import log_event
+from shared.server.http.connection import Connection
+from shared.server.http.logs import log_event
 from shared.server.settings import ServerConfig
 
 SEND_BUFFER_BYTES = 128 * 2**10

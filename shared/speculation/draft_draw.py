@@ -8,15 +8,15 @@ from dataclasses import dataclass
 
 import torch
 
-from shared.engine.drawing import Edited
-from shared.engine.staging import upload
+from shared.engine.executor.staging import upload
+from shared.engine.sampling.drawing import Edited
 from shared.sampling.noise import Stream, gumbel
 from shared.sampling.sampler import SamplingRow, adjust_logits, filter_logits
 
 
 @dataclass(frozen=True)
 class DraftDraw:
-    """A :data:`shared.engine.drawing.Draw` from ``Stream.DRAFT``.
+    """A :data:`shared.engine.sampling.drawing.Draw` from ``Stream.DRAFT``.
 
     Attributes:
         distributions: gets the probabilities ``[V]`` of each draft that is not greedy, by its request's serial and its
@@ -26,7 +26,7 @@ class DraftDraw:
     distributions: MutableMapping[tuple[int, int], torch.Tensor]
 
     def __call__(self, edited: Edited, rows: Sequence[SamplingRow]) -> torch.Tensor:
-        """See :data:`shared.engine.drawing.Draw`; never replayed, since it keeps distributions."""
+        """See :data:`shared.engine.sampling.drawing.Draw`; never replayed, since it keeps distributions."""
         batch = edited.batch
         logits = adjust_logits(edited.edit(), batch)
         ids = logits.argmax(-1)

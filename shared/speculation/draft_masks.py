@@ -13,12 +13,12 @@ of a model with another number of logits, and on a GPU those of grammars whose t
 from collections.abc import Callable, Sequence
 
 from shared.engine.config import EngineConfig
-from shared.engine.drawing import Step
-from shared.engine.grammar_masks import host_masks
-from shared.engine.grammar_rows import GrammarRows
 from shared.engine.request import Request
+from shared.engine.sampling.drawing import Step
+from shared.engine.sampling.grammar_masks import host_masks
+from shared.engine.sampling.grammar_rows import GrammarRows
 from shared.grammar.constraint import Constraint
-from shared.grammar.pool import GrammarPool
+from shared.grammar.tokens.pool import GrammarPool
 from shared.loading.loader import load_model
 from shared.models.causal_lm import CausalLM
 from shared.sampling.sampler import SamplingRow

@@ -3,7 +3,7 @@
 from dataclasses import replace
 from typing import Any
 
-from shared.cache.pool import CachePoolProtocol
+from shared.cache.pool.interface import CachePoolProtocol
 from shared.engine.config import EngineConfig
 
 OF_TARGET = (

@@ -1,10 +1,10 @@
 """Drafts from a smaller model with the same vocabulary. Introduced in phase 11.
 
 The draft model is served as any other: it has requests of its own (the *twins* of
-:class:`shared.cache.paired.PairedPool`), a KV cache, and a runner. Its first forward of a step computes what it lacks
-of each request, and draws the first draft; each further one computes the draft before, whose id never leaves the
-device, and draws the next. As long as all requests go on, the step is moved on there too, and the host only launches.
-It waits once, for all drafts, and not before the step that verifies them is launched.
+:class:`shared.cache.pool.paired.PairedPool`), a KV cache, and a runner. Its first forward of a step computes what it
+lacks of each request, and draws the first draft; each further one computes the draft before, whose id never leaves
+the device, and draws the next. As long as all requests go on, the step is moved on there too, and the host only
+launches. It waits once, for all drafts, and not before the step that verifies them is launched.
 
 A draft model draws with the seed, the index and the parameters of its request. With coupled acceptance it also draws
 with the same noise, which makes equal tokens likely. With rejection it draws from a stream of its own, and hands over
@@ -24,15 +24,15 @@ from itertools import compress
 
 import torch
 
-from shared.cache.paired import PairedPool
-from shared.cache.pool import CachePoolProtocol
-from shared.cache.view import MakeMemory
+from shared.cache.pool.interface import CachePoolProtocol
+from shared.cache.pool.paired import PairedPool
+from shared.cache.view.interface import MakeMemory
 from shared.engine.batch import Batch
 from shared.engine.config import EngineConfig
-from shared.engine.drawing import Step, plain
 from shared.engine.request import Request
 from shared.engine.runner import Launched, MakeRunner, Runner
-from shared.engine.sampler import Sampler, SamplerOutput
+from shared.engine.sampling.drawing import Step, plain
+from shared.engine.sampling.sampler import Sampler, SamplerOutput
 from shared.loading.loader import load_model
 from shared.loading.quantized import quantizer
 from shared.loading.resolve import resolve_model

@@ -13,8 +13,8 @@ from typing import Protocol
 
 import torch
 
-from shared.cache.pool import CachePoolProtocol
-from shared.cache.view import MakeMemory
+from shared.cache.pool.interface import CachePoolProtocol
+from shared.cache.view.interface import MakeMemory
 from shared.engine.runner import MakeRunner
 from shared.scheduling.schedule import Schedule
 from shared.scheduling.step_costs import StepCosts

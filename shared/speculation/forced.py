@@ -21,14 +21,14 @@ from weakref import WeakKeyDictionary
 
 import torch
 
-from shared.cache.pool import CachePoolProtocol
-from shared.cache.view import MakeMemory
+from shared.cache.pool.interface import CachePoolProtocol
+from shared.cache.view.interface import MakeMemory
 from shared.engine.request import RequestStatus
 from shared.engine.runner import MakeRunner
-from shared.grammar.automaton import ACTION_BITS, REFUSED, Action, Automaton, Configuration
+from shared.grammar.automata.automaton import ACTION_BITS, REFUSED, Action, Automaton, Configuration
 from shared.grammar.constraint import Constraint
-from shared.grammar.fsm import TokenFSM
-from shared.grammar.vocabulary import SPECIAL_BYTE
+from shared.grammar.tokens.fsm import TokenFSM
+from shared.grammar.tokens.vocabulary import SPECIAL_BYTE
 from shared.scheduling.schedule import Schedule
 from shared.scheduling.step_costs import StepCosts
 from shared.speculation.drafter import Drafter, PendingDrafts

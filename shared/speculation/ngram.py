@@ -20,8 +20,8 @@ from weakref import WeakKeyDictionary
 
 import torch
 
-from shared.cache.pool import CachePoolProtocol
-from shared.cache.view import MakeMemory
+from shared.cache.pool.interface import CachePoolProtocol
+from shared.cache.view.interface import MakeMemory
 from shared.engine.request import Request, RequestStatus
 from shared.engine.runner import MakeRunner
 from shared.scheduling.schedule import Schedule

@@ -17,8 +17,8 @@ from typing import Any
 
 import torch
 
-from shared.parallel.board import NUM_TIMED
 from shared.tracing.trace import Span
+from shared.tracks.ranks.board import NUM_TIMED
 
 Call = Callable[..., Any]
 CALLS = (

@@ -19,7 +19,7 @@ from shared.tracing.activity import ActivityRecorder, StepActivity
 from shared.tracing.trace import Outcome, Trace, TracedRequest, TracedStep, TracedToken
 
 CHUNK = "chunk "
-"""What the ids of requests that compute a chunk begin with (:mod:`shared.chunks.scheduler`)."""
+"""What the ids of requests that compute a chunk begin with (:mod:`shared.tracks.segments.scheduler`)."""
 
 
 class TraceableEngine(Protocol):

@@ -5,8 +5,8 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-from shared.server.engine_loop import Abort
-from shared.server.engine_thread import EngineThread
+from shared.server.engine.loop import Abort
+from shared.server.engine.thread import EngineThread
 
 
 class Steps:

@@ -8,10 +8,10 @@ import httpx
 import pytest
 from typer.testing import CliRunner
 
-from shared.chunks.llm import ChunkedLLM
 from shared.cli import app
 from shared.sampling.params import SamplingParams
 from shared.text.chat import ChatMessage, choose_template, encode_chat
+from shared.tracks.segments.llm import ChunkedLLM
 from tests.integration.server_process import MODEL, ServerProcess
 
 KEY = {"Authorization": "Bearer secret"}

@@ -218,7 +218,7 @@ def test_the_exported_skeleton_is_a_workspace_for_the_learner_s_commands(tmp_pat
 
     exported = workshop("export", "3", "--out", str(tmp_path / "hand.zip"))
     assert exported.exit_code == 0, exported.stderr
-    assert "infer-workshop-03/workspace/shared/cache/contiguous.py" in exported.stdout
+    assert "infer-workshop-03/workspace/shared/cache/view/contiguous.py" in exported.stdout
     with zipfile.ZipFile(tmp_path / "hand.zip") as archive:
         archive.extractall(tmp_path)
     checked = workshop("check")

@@ -17,9 +17,9 @@ from typer.testing import CliRunner
 
 from shared.cli import app
 from shared.cli.chat import chat
+from shared.cli.course.phase import phase_app
 from shared.cli.generate import generate
 from shared.cli.options import BATCHING, FIELDS
-from shared.cli.phase import phase_app
 from shared.cli.serve import serve
 from shared.cli.trace import trace
 from shared.engine.config import EngineConfig

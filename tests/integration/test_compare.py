@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
 from shared.cli import app
-from shared.cli.compare import parse_layers
+from shared.cli.course.compare import parse_layers
 from shared.errors import ConfigError
 from shared.loading.loader import load_model
 from shared.models.causal_lm import CausalLM

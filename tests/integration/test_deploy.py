@@ -117,7 +117,7 @@ def test_two_ranks_stand_in_one_placement_group_and_an_interrupt_ends_everything
     assert json.loads(found.stdout.splitlines()[-1]) == [["CREATED", "STRICT_PACK", {"0": {"CPU": 1.0}}]]
     (replica,) = running.replica_pids()
     started = psutil.Process(replica).children(recursive=True)
-    assert len([one for one in started if any("shared.parallel.worker" in part for part in one.cmdline())]) == 1
+    assert len([one for one in started if any("shared.tracks.ranks.worker" in part for part in one.cmdline())]) == 1
 
     with running.client() as client:
         answer = client.post("/v1/completions", json=completion("Once upon a time")).json()

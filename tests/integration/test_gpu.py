@@ -9,7 +9,7 @@ import torch
 from benchmarks.timing import run
 from phases.phase_02.engine import Engine as Uncached
 from phases.phase_03.engine import Engine
-from shared.cache.uncached import UncachedView
+from shared.cache.view.uncached import UncachedView
 from shared.checkpoints.make import make_checkpoint
 from shared.engine.config import EngineConfig
 from shared.loading.loader import load_model

@@ -11,7 +11,7 @@ from tests.integration.server_process import ServerProcess
 from tests.ranks import checkpoint_for_ranks
 from tests.waiting import PATIENCE
 
-WORKER = "shared.parallel.worker"
+WORKER = "shared.tracks.ranks.worker"
 
 
 def ranks_of(process: psutil.Process) -> list[psutil.Process]:

@@ -28,7 +28,7 @@ from benchmarks.setup import Setup
 from benchmarks.view import markdown
 from benchmarks.workloads.serving import ServingSize, Trace, TraceRequest, Workload, decoding, make_trace
 from phases.phase_05.engine import Engine as Continuous
-from shared.cache.contiguous import kv_bytes
+from shared.cache.view.contiguous import kv_bytes
 from shared.cli import app
 from shared.engine.config import EngineConfig
 from shared.errors import ConfigError

@@ -81,7 +81,7 @@ class Learner:
 
     @property
     def cache(self) -> Path:
-        return self.workspace / "shared/cache/contiguous.py"
+        return self.workspace / "shared/cache/view/contiguous.py"
 
     def write(self, old: str, new: str, file: Path | None = None) -> None:
         file = file or self.cache
@@ -100,7 +100,7 @@ def learner(tmp_path: Path, one_server: CheckServer, session_folder: Path, monke
 def test_from_start_to_passed(learner: Learner) -> None:
     started = learner.workshop("start", "3", "--only", "3x1")
     assert started.returncode == 0, started.stderr
-    assert "workspace/shared/cache/contiguous.py" in started.stdout
+    assert "workspace/shared/cache/view/contiguous.py" in started.stdout
     assert f"03x1  line {GAP_LINE:>4}" in started.stdout
     assert "infer workshop check 03 --only 03x1" in started.stdout
 
@@ -145,7 +145,7 @@ def test_broken_code_is_reported_and_never_passes(learner: Learner, code: str, m
 def test_a_function_that_comes_from_elsewhere_does_not_pass(learner: Learner) -> None:
     learner.workshop("start", "03", "--only", "03x1")
     learner.write(KV_BYTES_GAP, "return 0")
-    reference = ROOT / "shared/cache/contiguous.py"
+    reference = ROOT / "shared/cache/view/contiguous.py"
     learner.cache.write_text(f"exec(compile(open({str(reference)!r}).read(), {str(reference)!r}, 'exec'))\n")
     checked = learner.check()
     assert checked.returncode == 1
@@ -220,7 +220,7 @@ def test_a_kernel_is_checked_through_the_interpreter(learner: Learner) -> None:
     started = learner.workshop("start", "03.1", "--only", "3.1x1")
     assert started.returncode == 0, started.stderr
     assert "  03.1x1  line" in started.stdout
-    kernel = learner.workspace / "shared/kernels/gated.py"
+    kernel = learner.workspace / "shared/kernels/products/gated.py"
     gap = 'raise NotImplementedError("exercise 03.1x1: both gated activations, GELU without a tanh")'
     sigmoid = "tl.sigmoid({}gate{})"
     code = 'return gate * up * ({} if ACTIVATION == "silu" else {})'.format(
@@ -231,7 +231,7 @@ def test_a_kernel_is_checked_through_the_interpreter(learner: Learner) -> None:
     assert wrong.returncode == 1
     assert "AttributeError: module 'triton.language' has no attribute 'sigmod'" in wrong.stdout
     number = next(number for number, line in enumerate(kernel.read_text().splitlines(), 1) if "sigmod" in line)
-    assert f"shared/kernels/gated.py:{number}" in wrong.stdout
+    assert f"shared/kernels/products/gated.py:{number}" in wrong.stdout
     learner.write("tl.sigmod", "tl.sigmoid", kernel)
     right = learner.check()
     assert right.returncode == 0, right.stdout + right.stderr
@@ -249,7 +249,7 @@ def test_the_interpreter_runs_the_text_of_a_kernel_that_the_workspace_gives(lear
         "print(gated.gated_kernel.fn.__code__.co_filename)\n"
     )
     filled = learner.fork(code, is_interpreted=True)
-    assert f"True\n{learner.workspace / 'shared/kernels/gated.py'}\n" in filled
+    assert f"True\n{learner.workspace / 'shared/kernels/products/gated.py'}\n" in filled
     raising = learner.fork(code, is_interpreted=True, INFER_WORKSHOP_GAPS="raise")
     assert "NotImplementedError: exercise 03.1x1: both gated activations, GELU without a tanh" in raising
 

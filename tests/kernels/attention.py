@@ -6,10 +6,10 @@ from collections.abc import Callable, Sequence
 import torch
 
 from shared.attention.descriptor import DevicePlan
-from shared.engine.staging import Staging
-from shared.kernels.decode_attention import DecodeWorkspace
+from shared.engine.executor.staging import Staging
+from shared.kernels.attention.decode_attention import DecodeWorkspace
+from shared.kernels.attention.planned_workspace import PlannedWorkspace
 from shared.kernels.launch import INTERPRETED
-from shared.kernels.planned_workspace import PlannedWorkspace
 from shared.ops.attention import visible
 
 NAN = float("nan")

@@ -22,9 +22,8 @@ ROOT = Path(__file__).parents[2]
 
 
 def kernels_of(*modules: str) -> set[str]:
-    """The names of the kernels in modules of `shared.kernels`, by default in all."""
-    folder = ROOT / "shared" / "kernels"
-    files = [folder / f"{name}.py" for name in modules] or [*folder.glob("*.py")]
+    """The names of the kernels in modules of folders `kernels`, by default in all."""
+    files = [file for file in (ROOT / "shared").rglob("kernels/**/*.py") if not modules or file.stem in modules]
     texts = [file.read_text(encoding="utf-8") for file in files]
     return {name for text in texts for name in re.findall(r"^def (\w+_kernel)\(", text, re.MULTILINE)}
 

@@ -163,7 +163,8 @@ def num_launches() -> Callable[..., int]:
 @pytest.fixture
 def only_the_caches_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     """Products, norms and draws take the interpreter seconds a step, and know nothing of buckets."""
-    from shared.kernels import gemv, rmsnorm, sampler  # a conftest is read before the workshop replaces modules
+    from shared.kernels.products import gemv, rmsnorm
+    from shared.kernels.sampling import sampler
 
     if INTERPRETED:
         for module in (gemv, rmsnorm, sampler):

@@ -8,10 +8,10 @@ from typing import Any
 import torch
 
 from phases.phase_09.engine import Engine
-from shared.engine.captured import Captured
 from shared.engine.config import EngineConfig
-from shared.engine.graphs import CapturedStep, Computed
-from shared.engine.last_ids import LastIds
+from shared.engine.executor.captured import Captured
+from shared.engine.executor.graphs import CapturedStep, Computed
+from shared.engine.executor.last_ids import LastIds
 from shared.engine.runner import Runner
 from shared.kernels.launch import INTERPRETED
 from shared.speculation.drafter import PendingDrafts

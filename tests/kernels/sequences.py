@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from shared.cache.contiguous import ContiguousCache, ContiguousView
+from shared.cache.view.contiguous import ContiguousCache, ContiguousView
 from shared.engine.batch import Batch
 from shared.kernels.launch import INTERPRETED
 from shared.loading.loader import load_model

@@ -13,12 +13,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from shared.kernels import all_reduce as module
 from shared.kernels.launch import INTERPRETED
 from shared.models.norm import RMSNorm
 from shared.ops.rmsnorm import rms_norm
-from shared.parallel.collectives import Collectives
-from shared.parallel.group import local_store
+from shared.tracks.ranks.collectives import Collectives
+from shared.tracks.ranks.group import local_store
+from shared.tracks.ranks.kernels import all_reduce as module
 from tests.kernels.bounds import REACHABLE
 
 ROOT = Path(__file__).parents[2]

@@ -22,7 +22,7 @@ def test_attention_compiles(tmp_path):
 
 
 def compile_kv_write():
-    from shared.kernels import kv_write as module
+    from shared.kernels.attention import kv_write as module
 
     compiling(module)
     one = torch.zeros(1, dtype=torch.int64)
@@ -40,7 +40,7 @@ def compile_kv_write():
 
 
 def compile_decode_attention():
-    from shared.kernels import decode_attention as module
+    from shared.kernels.attention import decode_attention as module
 
     compiling(module)
     one = torch.zeros(1, dtype=torch.int32)
@@ -55,8 +55,9 @@ def compile_decode_attention():
 
 
 def compile_paged_attention():
-    from shared.kernels import condensed_attention, paged_attention, paged_prefill
-    from shared.kernels.decode_attention import DecodeWorkspace
+    from shared.kernels.attention import paged_attention, paged_prefill
+    from shared.kernels.attention.decode_attention import DecodeWorkspace
+    from shared.tracks.compression.kernels import condensed_attention
 
     for module in (condensed_attention, paged_attention, paged_prefill):
         compiling(module)
@@ -84,8 +85,8 @@ def compile_paged_attention():
 def compile_fp8_kv_cache():
     """Keys and values in 8 bits, for a GPU that converts FP8 and for one that does not."""
     from shared.attention.plan import plan_decode, plan_prefill
-    from shared.kernels import kv_write, planned_attention, planned_prefill, planned_tiling
-    from shared.kernels.planned_workspace import PlannedWorkspace
+    from shared.kernels.attention import kv_write, planned_attention, planned_prefill, planned_tiling
+    from shared.kernels.attention.planned_workspace import PlannedWorkspace
 
     planned_tiling.num_multiprocessors = lambda device: 132
     one = torch.ones(1, dtype=torch.int32)
@@ -121,9 +122,9 @@ def on_device(plan):
 def compile_planned_attention():
     from shared.attention.descriptor import Grid
     from shared.attention.plan import plan_decode, plan_prefill
-    from shared.kernels import merge_states, planned_attention, planned_prefill
-    from shared.kernels.planned_tiling import decode_tiling, prefill_tiling
-    from shared.kernels.planned_workspace import PlannedWorkspace
+    from shared.kernels.attention import merge_states, planned_attention, planned_prefill
+    from shared.kernels.attention.planned_tiling import decode_tiling, prefill_tiling
+    from shared.kernels.attention.planned_workspace import PlannedWorkspace
 
     compiling(planned_attention, planned_prefill, merge_states)
     lengths, tables = torch.tensor([700, 1], dtype=torch.int32), torch.zeros(128, dtype=torch.int32)
@@ -152,8 +153,9 @@ def compile_planned_attention():
 
 
 def compile_ranges():
-    from shared.attention.range_plan import RangePlan
-    from shared.kernels import merge_states, planned_tiling, range_attention
+    from shared.kernels.attention import merge_states, planned_tiling
+    from shared.tracks.segments.kernels import range_attention
+    from shared.tracks.segments.range_plan import RangePlan
 
     planned_tiling.num_multiprocessors = lambda device: 132
     one = torch.ones(1, dtype=torch.int32)

@@ -9,18 +9,18 @@ import pytest
 import torch
 
 from shared.engine.config import EngineConfig
-from shared.kernels import gemv
 from shared.kernels.launch import INTERPRETED, LAUNCHES
-from shared.kernels.tiling import MAX_FP32_ROWS, Tiling
+from shared.kernels.products import gemv
+from shared.kernels.products.tiling import MAX_FP32_ROWS, Tiling
 from shared.lessons import lessons
 from shared.loading.loader import load_model
 from shared.loading.quantized import quantizer
 from shared.models.causal_lm import CausalLM
 from shared.models.compiled import Echo
 from shared.models.fused import fuse
-from shared.models.lora import GatedLoRA, adapt, target_sizes
 from shared.models.tokens import Tokens
 from shared.sampling.params import SamplingParams
+from shared.tracks.multi_token.lora import GatedLoRA, adapt, target_sizes
 
 PHASES = [lesson.number for lesson in lessons() if lesson.number >= "03.1" and lesson.number != "12.1"]
 MANY = MAX_FP32_ROWS + 1

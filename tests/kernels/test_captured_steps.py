@@ -9,21 +9,21 @@ import torch
 from phases.phase_09.engine import Engine
 from phases.phase_11.engine import Engine as Speculative
 from phases.phase_11_1.engine import Engine as MultiToken
-from shared.engine import graphs
 from shared.engine.batch import Batch
-from shared.engine.buckets import Bucket
-from shared.engine.graphs import Computed, CudaGraphCapture, DrawRecorder, RecordedDraw
-from shared.engine.mask_states import MaskObserver
-from shared.engine.sampler import Sampler
-from shared.kernels.kv_write import kv_write_kernel
+from shared.engine.executor import graphs
+from shared.engine.executor.buckets import Bucket
+from shared.engine.executor.graphs import Computed, CudaGraphCapture, DrawRecorder, RecordedDraw
+from shared.engine.sampling.sampler import Sampler
+from shared.kernels.attention.kv_write import kv_write_kernel
 from shared.kernels.launch import INTERPRETED, LAUNCHES
-from shared.kernels.next_token import next_token
-from shared.kernels.pending_ids import fill_pending
+from shared.kernels.sampling.next_token import next_token
+from shared.kernels.sampling.pending_ids import fill_pending
 from shared.sampling.params import SamplingParams
 from shared.sampling.sampler import SamplingRow
 from shared.scheduling.schedule import Schedule
-from shared.speculation.captured_head import CapturedHead
-from shared.speculation.multi_token import ids_of_guesses
+from shared.tracks.multi_token.captured_head import CapturedHead
+from shared.tracks.multi_token.drafter import ids_of_guesses
+from shared.tracks.multi_token.mask_states import MaskObserver
 from tests.adapters import random_adapter_of
 from tests.kernels.engines import REQUESTS, Repeat, captured_runner, make_engine, show_drafts
 from tests.mixed_requests import seen, serve

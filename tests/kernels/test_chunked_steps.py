@@ -10,15 +10,15 @@ import torch
 
 from phases.phase_09_1.engine import Engine
 from shared.attention.descriptor import Grid
-from shared.attention.range_plan import RangePlan, plan_ranges
-from shared.attention.range_tiles import Ranges, Tiles
 from shared.attention.states import merge
-from shared.chunks.attention import range_state
-from shared.chunks.relocation import relocate
-from shared.kernels.range_attention import RangeWorkspace, range_attention, range_tiling, turn_rows
 from shared.models.config import RopeConfig
 from shared.ops.rope import inverse_frequencies
 from shared.sampling.params import SamplingParams
+from shared.tracks.segments.attention import range_state
+from shared.tracks.segments.kernels.range_attention import RangeWorkspace, range_attention, range_tiling, turn_rows
+from shared.tracks.segments.range_plan import RangePlan, plan_ranges
+from shared.tracks.segments.range_tiles import Ranges, Tiles
+from shared.tracks.segments.relocation import relocate
 from tests.block_diagonal import reference_logits
 from tests.kernels.engines import DEVICE, INTERPRETED, make_engine
 from tests.mixed_requests import GREEDY
@@ -147,7 +147,7 @@ def answers(engine: Any, contexts: list[list[int]], num_tokens: int) -> list[lis
 )
 def test_replayed_steps_give_what_an_explicit_mask_gives(tiny_checkpoints, family, monkeypatch):
     """Requests with shared and with own chunks beside one without; a plan that fits no captured arrays runs eagerly."""
-    monkeypatch.setattr("shared.attention.range_tiles.LEAST_SAVED", 30)
+    monkeypatch.setattr("shared.tracks.segments.range_tiles.LEAST_SAVED", 30)
     contexts = [[0, 1], [3, 0], [], [0, 2, 0]]
     for captures in (True,) if INTERPRETED else (True, False):
         engine = make_engine(tiny_checkpoints[family], Engine, **ROOM, overlap_scheduling=True)

@@ -11,33 +11,34 @@ import pytest
 import torch
 
 from phases.phase_09_2.engine import Engine
-from shared.cache import head_selection, paged_view
-from shared.cache.compressing import select
-from shared.cache.condensed import CompressedRequests
-from shared.cache.condensed_bucket_view import CondensedBucketView
-from shared.cache.condensed_layout import Cells, Holding, Packed
-from shared.cache.condensed_view import CondensedView
-from shared.cache.extension import NoExtension
-from shared.cache.head_selection import HeadSelector
-from shared.cache.paged import PagedKVCachePool
-from shared.cache.paged_layout import PagedSizes
-from shared.cache.prefix import PrefixSharing
+from shared.cache.layout.paged import PagedSizes
+from shared.cache.pool.extension import NoExtension
+from shared.cache.pool.paged import PagedKVCachePool
+from shared.cache.pool.prefix import PrefixSharing
+from shared.cache.view import paged as paged_view
 from shared.checkpoints.shapes import SHAPES
-from shared.compression.calibration import pack, top_n, top_p_count
-from shared.compression.compressors import COMPRESSORS, window_attention
-from shared.compression.masked import masked_attention
-from shared.compression.selection import Budget
-from shared.compression.selection import select as select_alone
 from shared.engine.batch import Batch
-from shared.engine.buckets import Buckets
-from shared.kernels.condensed_attention import KeptTokens, condensed_attention
-from shared.kernels.decode_attention import DecodeWorkspace
-from shared.kernels.kept_moves import move_kept
-from shared.kernels.key_selection import select_keys
-from shared.kernels.window_mass import CachedSequences, window_mass
+from shared.engine.executor.buckets import Buckets
+from shared.kernels.attention.decode_attention import DecodeWorkspace
 from shared.loading.config_json import parse_config
 from shared.models.attention import NormAndRotate
 from shared.sampling.params import SamplingParams
+from shared.tracks.compression import head_selection
+from shared.tracks.compression.bucket_view import CondensedBucketView
+from shared.tracks.compression.calibration import pack, top_n, top_p_count
+from shared.tracks.compression.compressors import COMPRESSORS, window_attention
+from shared.tracks.compression.head_selection import HeadSelector
+from shared.tracks.compression.interface import select
+from shared.tracks.compression.kernels.condensed_attention import KeptTokens, condensed_attention
+from shared.tracks.compression.kernels.kept_moves import move_kept
+from shared.tracks.compression.kernels.key_selection import select_keys
+from shared.tracks.compression.kernels.window_mass import CachedSequences, window_mass
+from shared.tracks.compression.layout import Cells, Holding, Packed
+from shared.tracks.compression.masked import masked_attention
+from shared.tracks.compression.pool import CompressedRequests
+from shared.tracks.compression.selection import Budget
+from shared.tracks.compression.selection import select as select_alone
+from shared.tracks.compression.view import CondensedView
 from tests.kernels.engines import DEVICE, INTERPRETED, make_engine
 from tests.kernels.sequences import poisoned
 from tests.mixed_requests import serve

@@ -5,8 +5,8 @@ import dataclasses
 import pytest
 import torch
 
-import shared.kernels.decode_attention as module
-from shared.kernels.decode_attention import (
+import shared.kernels.attention.decode_attention as module
+from shared.kernels.attention.decode_attention import (
     TILINGS,
     DecodeWorkspace,
     choose_splits,

@@ -7,19 +7,19 @@ import torch
 
 from shared.attention.descriptor import Grid
 from shared.attention.plan import plan_decode, plan_prefill
-from shared.cache import fp8_storage
-from shared.cache.contiguous import ContiguousView
-from shared.cache.fp8_storage import Fp8Storage
-from shared.cache.paged import PagedKVCachePool
-from shared.cache.paged_layout import PagedSizes
-from shared.kernels.decode_attention import DecodeWorkspace
+from shared.cache.layout.paged import PagedSizes
+from shared.cache.pool.paged import PagedKVCachePool
+from shared.cache.view import fp8_storage
+from shared.cache.view.contiguous import ContiguousView
+from shared.cache.view.fp8_storage import Fp8Storage
+from shared.kernels.attention.decode_attention import DecodeWorkspace
+from shared.kernels.attention.kv_write import kv_write, kv_write_kernel
+from shared.kernels.attention.paged_attention import paged_attention, paged_attention_kernel
+from shared.kernels.attention.paged_prefill import paged_prefill, paged_prefill_kernel
+from shared.kernels.attention.planned_attention import planned_decode, planned_decode_kernel
+from shared.kernels.attention.planned_prefill import planned_prefill, planned_prefill_kernel
 from shared.kernels.e4m3 import dequantized, quantized
-from shared.kernels.kv_write import kv_write, kv_write_kernel
 from shared.kernels.launch import GENERATIONS
-from shared.kernels.paged_attention import paged_attention, paged_attention_kernel
-from shared.kernels.paged_prefill import paged_prefill, paged_prefill_kernel
-from shared.kernels.planned_attention import planned_decode, planned_decode_kernel
-from shared.kernels.planned_prefill import planned_prefill, planned_prefill_kernel
 from tests.kernels.attention import DEVICE, PagedMemory, assert_attended, draw_tokens, planned_workspace, sent
 from tests.kernels.sequences import CAPACITY, LAYERS, alone, load, run
 from tests.kernels.test_kv_write import make_transform

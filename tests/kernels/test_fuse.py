@@ -7,13 +7,13 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from shared.cache.contiguous import ContiguousCache, ContiguousView
-from shared.kernels import gemv
-from shared.kernels.gated import gated_kernel
-from shared.kernels.gemv import gemv_kernel, skinny_kernel
+from shared.cache.view.contiguous import ContiguousCache, ContiguousView
 from shared.kernels.launch import INTERPRETED
-from shared.kernels.rmsnorm import rms_norm_kernel
-from shared.kernels.tiling import Tiling
+from shared.kernels.products import gemv
+from shared.kernels.products.gated import gated_kernel
+from shared.kernels.products.gemv import gemv_kernel, skinny_kernel
+from shared.kernels.products.rmsnorm import rms_norm_kernel
+from shared.kernels.products.tiling import Tiling
 from shared.loading.loader import load_model
 from shared.models.causal_lm import CausalLM
 from shared.models.compiled import Echo

@@ -5,13 +5,13 @@ from dataclasses import replace
 import pytest
 import torch
 
-import shared.cache.fused_contiguous as module
-from shared.cache.contiguous import ContiguousCache, ContiguousView
-from shared.cache.fused_contiguous import FusedContiguousView
+import shared.cache.view.fused_contiguous as module
+from shared.cache.view.contiguous import ContiguousCache, ContiguousView
+from shared.cache.view.fused_contiguous import FusedContiguousView
 from shared.checkpoints.shapes import SHAPES
 from shared.errors import ConfigError
-from shared.kernels.decode_attention import decode_attention_kernel
-from shared.kernels.kv_write import kv_write_kernel
+from shared.kernels.attention.decode_attention import decode_attention_kernel
+from shared.kernels.attention.kv_write import kv_write_kernel
 from shared.loading.config_json import parse_config
 from shared.models.fused import fuse
 from shared.models.tokens import Tokens

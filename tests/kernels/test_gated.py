@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from shared.kernels.gated import gated_kernel, geglu, swiglu
+from shared.kernels.products.gated import gated_kernel, geglu, swiglu
 from tests.comparison import assert_close, assert_equal
 
 

@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 import torch
 
-from shared.kernels.gemv import gemv_kernel, linear, skinny_kernel
 from shared.kernels.launch import GENERATIONS, next_power_of_two
-from shared.kernels.rmsnorm import rms_norm, rms_norm_kernel
-from shared.kernels.tiling import MAX_FP32_ROWS, MAX_ROWS, Tiling, dot_rows, tiling
+from shared.kernels.products.gemv import gemv_kernel, linear, skinny_kernel
+from shared.kernels.products.rmsnorm import rms_norm, rms_norm_kernel
+from shared.kernels.products.tiling import MAX_FP32_ROWS, MAX_ROWS, Tiling, dot_rows, tiling
 from shared.ops.gated import geglu, swiglu
 from tests.comparison import assert_equal
 from tests.kernels.products import assert_product, norm_of, normed, share_of_terms

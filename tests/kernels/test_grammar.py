@@ -8,17 +8,17 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import shared.kernels.grammar_advance as advance_module
-import shared.kernels.grammar_mask as mask_module
-from shared.grammar.automaton import START
-from shared.grammar.device import KEPT, ROW, GrammarTokens, pack_row, unpack_row
-from shared.grammar.fsm import TokenFSM
+import shared.kernels.sampling.grammar_advance as advance_module
+import shared.kernels.sampling.grammar_mask as mask_module
+from shared.grammar.automata.automaton import START
 from shared.grammar.limits import GrammarError
-from shared.grammar.pool import GrammarPool, pack
-from shared.grammar.vocabulary import GrammarVocabulary
-from shared.kernels.grammar_advance import grammar_advance
-from shared.kernels.grammar_mask import grammar_mask, remove_refused
+from shared.grammar.tokens.device import KEPT, ROW, GrammarTokens, pack_row, unpack_row
+from shared.grammar.tokens.fsm import TokenFSM
+from shared.grammar.tokens.pool import GrammarPool, pack
+from shared.grammar.tokens.vocabulary import GrammarVocabulary
 from shared.kernels.launch import INTERPRETED
+from shared.kernels.sampling.grammar_advance import grammar_advance
+from shared.kernels.sampling.grammar_mask import grammar_mask, remove_refused
 from shared.text.tokenizer import Tokenizer
 from tests.grammars import any_json, random_automaton, random_tokens, random_walk
 from tests.unit.test_automaton import nested, objects

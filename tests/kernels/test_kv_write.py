@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-import shared.kernels.kv_write as module
-from shared.kernels.kv_write import kv_write, kv_write_kernel
+import shared.kernels.attention.kv_write as module
+from shared.kernels.attention.kv_write import kv_write, kv_write_kernel
 from shared.models.attention import NormAndRotate
 from shared.models.config import RopeConfig
 from shared.models.norm import RMSNorm

@@ -3,15 +3,15 @@
 import pytest
 import torch
 
-from shared.cache.uncached import UncachedView
+from shared.cache.view.uncached import UncachedView
 from shared.kernels.launch import INTERPRETED
-from shared.kernels.low_rank import add_low_rank, low_rank_kernel
 from shared.loading.loader import load_model
 from shared.models.fused import fuse
-from shared.models.lora import AdaptedProjection, adapt
 from shared.models.tokens import Tokens
-from shared.ops import low_rank as op
 from shared.ops.gated import geglu, swiglu
+from shared.tracks.multi_token import low_rank as op
+from shared.tracks.multi_token.kernels.low_rank import add_low_rank, low_rank_kernel
+from shared.tracks.multi_token.lora import AdaptedProjection, adapt
 from tests.adapters import random_adapter
 
 DEVICE = torch.device("cpu" if INTERPRETED else "cuda")

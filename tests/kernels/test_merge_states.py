@@ -3,10 +3,10 @@
 import pytest
 import torch
 
-import shared.kernels.merge_states as module
+import shared.kernels.attention.merge_states as module
 from shared.attention.states import merge_rows
+from shared.kernels.attention.merge_states import merge_states, merge_states_kernel
 from shared.kernels.launch import INTERPRETED
-from shared.kernels.merge_states import merge_states, merge_states_kernel
 
 NAN = float("nan")
 DEVICE = torch.device("cpu" if INTERPRETED else "cuda")

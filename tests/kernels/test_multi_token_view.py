@@ -5,9 +5,9 @@ import torch
 
 from shared.attention.descriptor import Grid
 from shared.attention.plan import plan_prefill
-from shared.kernels.planned_prefill import planned_prefill
-from shared.kernels.planned_tiling import PrefillTiling
-from shared.ops.multi_token import masked_attention, visible_with_masks
+from shared.kernels.attention.planned_prefill import planned_prefill
+from shared.kernels.attention.planned_tiling import PrefillTiling
+from shared.tracks.multi_token.ops import masked_attention, visible_with_masks
 from tests.kernels.attention import DEVICE, PagedMemory, draw_tokens, ints, planned_workspace, sent
 
 HQ, HKV, D, BLOCK = 4, 2, 16, 4

@@ -10,23 +10,13 @@ import torch
 
 from shared.attention.descriptor import DevicePlan
 from shared.attention.plan import plan_decode
-from shared.kernels import (
-    cuts,
-    draw,
-    gated,
-    gemv,
-    kv_write,
-    launch,
-    merge_states,
-    peak,
-    planned_attention,
-    rmsnorm,
-    sampler,
-    search,
-)
+from shared.kernels import launch
+from shared.kernels.attention import kv_write, merge_states, planned_attention
+from shared.kernels.attention.planned_tiling import DecodeTiling
+from shared.kernels.attention.planned_workspace import PlannedWorkspace
 from shared.kernels.launch import INTERPRETED, generation
-from shared.kernels.planned_tiling import DecodeTiling
-from shared.kernels.planned_workspace import PlannedWorkspace
+from shared.kernels.products import gated, gemv, rmsnorm
+from shared.kernels.sampling import cuts, draw, peak, sampler, search
 from shared.ops.gated import swiglu
 from shared.sampling.params import SamplingParams
 from shared.sampling.sampler import SamplingBatch, SamplingRow

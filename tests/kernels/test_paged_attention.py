@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-import shared.kernels.paged_attention as module
-from shared.kernels.decode_attention import DecodeWorkspace, decode_attention
-from shared.kernels.paged_attention import TILINGS, paged_attention, paged_attention_kernel
+import shared.kernels.attention.paged_attention as module
+from shared.kernels.attention.decode_attention import DecodeWorkspace, decode_attention
+from shared.kernels.attention.paged_attention import TILINGS, paged_attention, paged_attention_kernel
 from tests.kernels.attention import (
     DEVICE,
     HEADS,

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-import shared.kernels.paged_prefill as module
-from shared.kernels.paged_prefill import PrefillTiling, paged_prefill, paged_prefill_kernel
+import shared.kernels.attention.paged_prefill as module
+from shared.kernels.attention.paged_prefill import PrefillTiling, paged_prefill, paged_prefill_kernel
 from tests.kernels.attention import DEVICE, HEADS, NAN, REAL, PagedMemory, assert_attended, draw_tokens, ints
 
 

@@ -6,16 +6,15 @@ from itertools import product
 import pytest
 import torch
 
-import shared.kernels.merge_states as merge_module
-import shared.kernels.planned_attention as decode_module
-import shared.kernels.planned_prefill as prefill_module
+import shared.kernels.attention.merge_states as merge_module
+import shared.kernels.attention.planned_attention as decode_module
+import shared.kernels.attention.planned_prefill as prefill_module
 from shared.attention.descriptor import Grid
 from shared.attention.plan import plan_decode, plan_prefill
-from shared.kernels.launch import HEAD_SIZES
-from shared.kernels.merge_states import merge_states_kernel
-from shared.kernels.planned_attention import planned_decode, planned_decode_kernel
-from shared.kernels.planned_prefill import planned_prefill, planned_prefill_kernel
-from shared.kernels.planned_tiling import (
+from shared.kernels.attention.merge_states import merge_states_kernel
+from shared.kernels.attention.planned_attention import planned_decode, planned_decode_kernel
+from shared.kernels.attention.planned_prefill import planned_prefill, planned_prefill_kernel
+from shared.kernels.attention.planned_tiling import (
     DECODE_TILINGS,
     DecodeTiling,
     PrefillTiling,
@@ -23,6 +22,7 @@ from shared.kernels.planned_tiling import (
     fitted,
     prefill_tiling,
 )
+from shared.kernels.launch import HEAD_SIZES
 from tests.kernels.attention import (
     DEVICE,
     HEADS,

@@ -5,21 +5,21 @@ import dataclasses
 import pytest
 import torch
 
-import shared.cache.planned_layout as planned_layout
-import shared.kernels.planned_tiling as tilings
+import shared.cache.layout.planned as planned_layout
+import shared.kernels.attention.planned_tiling as tilings
 from shared.attention.descriptor import DevicePlan, Grid
-from shared.cache.paged import PagedKVCachePool
-from shared.cache.paged_layout import PagedSizes
+from shared.cache.layout.paged import PagedSizes
+from shared.cache.pool.paged import PagedKVCachePool
 from shared.engine.batch import Batch
-from shared.engine.staging import Staging
+from shared.engine.executor.staging import Staging
 from shared.errors import ConfigError
-from shared.kernels.kv_write import kv_write_kernel
-from shared.kernels.merge_states import merge_states_kernel
-from shared.kernels.paged_attention import paged_attention_kernel
-from shared.kernels.paged_prefill import paged_prefill_kernel
-from shared.kernels.planned_attention import planned_decode_kernel
-from shared.kernels.planned_prefill import planned_prefill_kernel
-from shared.kernels.planned_tiling import DecodeTiling, PrefillTiling
+from shared.kernels.attention.kv_write import kv_write_kernel
+from shared.kernels.attention.merge_states import merge_states_kernel
+from shared.kernels.attention.paged_attention import paged_attention_kernel
+from shared.kernels.attention.paged_prefill import paged_prefill_kernel
+from shared.kernels.attention.planned_attention import planned_decode_kernel
+from shared.kernels.attention.planned_prefill import planned_prefill_kernel
+from shared.kernels.attention.planned_tiling import DecodeTiling, PrefillTiling
 from tests.kernels.sequences import (
     CAPACITY,
     DEVICE,

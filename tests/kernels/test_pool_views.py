@@ -5,15 +5,15 @@ import dataclasses
 import pytest
 import torch
 
-from shared.cache.contiguous_pool import ContiguousKVCachePool
-from shared.cache.contiguous_pool_view import ContiguousPoolView
-from shared.cache.paged import PagedKVCachePool
-from shared.cache.paged_layout import PagedSizes
+from shared.cache.layout.paged import PagedSizes
+from shared.cache.pool.contiguous import ContiguousKVCachePool
+from shared.cache.pool.paged import PagedKVCachePool
+from shared.cache.view.contiguous_pool import ContiguousPoolView
 from shared.errors import ConfigError
-from shared.kernels.decode_attention import decode_attention_kernel
-from shared.kernels.kv_write import kv_write_kernel
-from shared.kernels.paged_attention import paged_attention_kernel
-from shared.kernels.paged_prefill import paged_prefill_kernel
+from shared.kernels.attention.decode_attention import decode_attention_kernel
+from shared.kernels.attention.kv_write import kv_write_kernel
+from shared.kernels.attention.paged_attention import paged_attention_kernel
+from shared.kernels.attention.paged_prefill import paged_prefill_kernel
 from tests.kernels.sequences import CAPACITY, DEVICE, LAYERS, alone, load, poisoned, run
 from tests.views import paged_view
 

@@ -22,8 +22,9 @@ def test_products_compile(tmp_path):
 
 
 def compile_products():
-    from shared.kernels import gated, gemv, low_rank, rmsnorm
+    from shared.kernels.products import gated, gemv, rmsnorm
     from shared.ops.gated import geglu, swiglu
+    from shared.tracks.multi_token.kernels import low_rank
 
     for capability, dtype, N, K in [
         ((8, 6), torch.bfloat16, 3072, 2048),
@@ -47,7 +48,14 @@ def compile_products():
 
 
 def compile_quantized_products():
-    from shared.kernels import gated, quantized_gemm, quantized_gemv, quantized_prompts, quantized_rows, rmsnorm
+    from shared.kernels.products import (
+        gated,
+        quantized_gemm,
+        quantized_gemv,
+        quantized_prompts,
+        quantized_rows,
+        rmsnorm,
+    )
     from shared.ops.gated import swiglu
     from shared.quantization.weight import QuantizedWeight
 

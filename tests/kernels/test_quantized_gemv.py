@@ -8,19 +8,19 @@ from typing import Any
 import pytest
 import torch
 
-from shared.kernels import quantized_gemv, quantized_prompts
-from shared.kernels.gated import gated_kernel
 from shared.kernels.launch import GENERATIONS, INTERPRETED, next_power_of_two
-from shared.kernels.quantized_gemm import (
+from shared.kernels.products import quantized_gemv, quantized_prompts
+from shared.kernels.products.gated import gated_kernel
+from shared.kernels.products.quantized_gemm import (
     quantize_rows,
     quantize_rows_kernel,
     quantized_gemm_kernel,
 )
-from shared.kernels.quantized_gemv import linear
-from shared.kernels.quantized_prompts import dequantize_kernel
-from shared.kernels.quantized_tiling import MAX_BLOCKS_SPLIT, QuantizedTiling, quantized_tiling
-from shared.kernels.rmsnorm import rms_norm, rms_norm_kernel
-from shared.kernels.tiling import MAX_ROWS
+from shared.kernels.products.quantized_gemv import linear
+from shared.kernels.products.quantized_prompts import dequantize_kernel
+from shared.kernels.products.quantized_tiling import MAX_BLOCKS_SPLIT, QuantizedTiling, quantized_tiling
+from shared.kernels.products.rmsnorm import rms_norm, rms_norm_kernel
+from shared.kernels.products.tiling import MAX_ROWS
 from shared.ops.gated import geglu, swiglu
 from shared.quantization.weight import QuantizedWeight, dequantize, pack_nibbles
 from tests.comparison import assert_equal

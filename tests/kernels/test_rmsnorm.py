@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from shared.kernels.rmsnorm import add_rms_norm, rms_norm, rms_norm_kernel
+from shared.kernels.products.rmsnorm import add_rms_norm, rms_norm, rms_norm_kernel
 from shared.models.norm import RMSNorm
 from tests.comparison import assert_equal
 

@@ -13,12 +13,12 @@ import random
 import pytest
 import torch
 
-import shared.kernels.sampler as module
-from shared.kernels.cuts import WEIGHTLESS
-from shared.kernels.draw import REACH, bound_of, gumbel_of, load_uniform
-from shared.kernels.keys import UNITS
+import shared.kernels.sampling.sampler as module
 from shared.kernels.launch import INTERPRETED, launch, tl, triton
-from shared.kernels.sampler import sample
+from shared.kernels.sampling.cuts import WEIGHTLESS
+from shared.kernels.sampling.draw import REACH, bound_of, gumbel_of, load_uniform
+from shared.kernels.sampling.keys import UNITS
+from shared.kernels.sampling.sampler import sample
 from shared.sampling import sampler as op
 from shared.sampling.noise import Stream, gumbel, seed_pattern, uniform
 from shared.sampling.params import SamplingParams

@@ -27,8 +27,8 @@ def test_one_of_these_files_compiles_each_kernel():
 
 
 def compile_compression():
-    from shared.compression.selection import Budget
-    from shared.kernels import kept_moves, key_redundancy, key_selection, window_mass
+    from shared.tracks.compression.kernels import kept_moves, key_redundancy, key_selection, window_mass
+    from shared.tracks.compression.selection import Budget
 
     compiling(kept_moves, key_redundancy, key_selection, window_mass)
     for dtype, Hq, Hkv, D, length in [
@@ -47,7 +47,7 @@ def compile_compression():
 
 
 def compile_sampler():
-    from shared.kernels import sampler as module
+    from shared.kernels.sampling import sampler as module
     from shared.sampling.params import SamplingParams
     from shared.sampling.sampler import SamplingBatch, SamplingRow
 
@@ -58,9 +58,9 @@ def compile_sampler():
 
 
 def compile_grammar():
-    from shared.grammar.device import ROW, GrammarTokens
-    from shared.grammar.vocabulary import GrammarVocabulary
-    from shared.kernels import grammar_advance, grammar_mask
+    from shared.grammar.tokens.device import ROW, GrammarTokens
+    from shared.grammar.tokens.vocabulary import GrammarVocabulary
+    from shared.kernels.sampling import grammar_advance, grammar_mask
 
     compiling(grammar_advance, grammar_mask)
     tokens = GrammarTokens.of(GrammarVocabulary.of_tokens([b"a", b'"', b"</s>"], [2]), "cpu")
@@ -75,8 +75,8 @@ def compile_grammar():
 
 
 def compile_next_token():
-    from shared.kernels import next_token as module
-    from shared.kernels import pending_ids
+    from shared.kernels.sampling import next_token as module
+    from shared.kernels.sampling import pending_ids
 
     compiling(module, pending_ids)
     longs, ints = [torch.zeros(4, dtype=torch.int64)] * 3, [torch.zeros(4, dtype=torch.int32)] * 3
@@ -86,7 +86,7 @@ def compile_next_token():
 
 def compile_all_reduce():
     """Of one shot and of two; what is written to other GPUs, read from them and cleared is 16 bytes for each thread."""
-    from shared.kernels import all_reduce as module
+    from shared.tracks.ranks.kernels import all_reduce as module
 
     def launch(kernel, grid, *args, **options):
         ptx = compile_launch(kernel, grid, *args, **options)

@@ -2,10 +2,10 @@
 
     make mutants shared/grammar        # with the suite's settings: one order of sets, one thread a process
 
-``tests/mutants/shared/grammar/masks.patch`` holds the faults of ``shared/grammar/masks.py``: first a line with the
-tests that are to find them, then each fault: a line that begins with ``#`` and says which promise it breaks, and
-hunks of lines as in a unified diff, without line numbers. The lines of a hunk that begin with a space or ``-`` must
-stand in the module exactly once; an empty line ends a hunk.
+``tests/mutants/shared/grammar/tokens/masks.patch`` holds the faults of ``shared/grammar/tokens/masks.py``: first a
+line with the tests that are to find them, then each fault: a line that begins with ``#`` and says which promise it
+breaks, and hunks of lines as in a unified diff, without line numbers. The lines of a hunk that begin with a space or
+``-`` must stand in the module exactly once; an empty line ends a hunk.
 
 Each fault is put into a copy of the tree, and its tests run there until one fails. A test that does not end counts as
 having found it. Without any fault the same tests must pass. The exit status is 1 if a fault was not found, and 2 if a

@@ -7,18 +7,15 @@ from typing import Any
 import numpy as np
 from hypothesis import strategies as st
 
-from shared.cache.contiguous_pool import ContiguousKVCachePool
-from shared.cache.paged import PagedKVCachePool
-from shared.cache.paged_layout import PagedSizes
-from shared.cache.paired import PairedPool
-from shared.cache.prefix import PrefixSharing
-from shared.chunks.pool import chunk_pool
-from shared.chunks.registry import ChunkRegistry
-from shared.chunks.scheduler import ChunkScheduler
+from shared.cache.layout.paged import PagedSizes
+from shared.cache.pool.contiguous import ContiguousKVCachePool
+from shared.cache.pool.paged import PagedKVCachePool
+from shared.cache.pool.paired import PairedPool
+from shared.cache.pool.prefix import PrefixSharing
 from shared.engine.batch import Batch
 from shared.engine.config import SCHEDULER_POLICIES, EngineConfig
 from shared.engine.request import Request, RequestStatus
-from shared.engine.sampler import SampledTokens
+from shared.engine.sampling.sampler import SampledTokens
 from shared.sampling.sampler import SamplingRow
 from shared.scheduling.chunked import ChunkedScheduler
 from shared.scheduling.chunks import Chunks
@@ -31,6 +28,9 @@ from shared.scheduling.scheduler import Scheduler
 from shared.scheduling.speculative import SpeculativeScheduler
 from shared.scheduling.static import StaticScheduler
 from shared.speculation.draft_model import DraftModel
+from shared.tracks.segments.pool import chunk_pool
+from shared.tracks.segments.registry import ChunkRegistry
+from shared.tracks.segments.scheduler import ChunkScheduler
 from tests.unit.scheduling_loop import NO_TOKEN
 from tests.unit.scheduling_machine import LONGEST_INTERVAL, Choice, Planned, SchedulingMachine, Setting
 

@@ -9,9 +9,9 @@ import torch
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from shared.cache.contiguous import ContiguousCache, ContiguousView
-from shared.cache.layout import Layout
-from shared.cache.view import BatchView
+from shared.cache.layout.slots import Layout
+from shared.cache.view.contiguous import ContiguousCache, ContiguousView
+from shared.cache.view.interface import BatchView
 from shared.engine.batch import Batch
 from shared.engine.request import Request
 from shared.errors import CapacityError

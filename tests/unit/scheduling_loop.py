@@ -3,11 +3,11 @@
 from collections import deque
 from collections.abc import Callable, Collection
 
-from shared.cache.paged import PagedKVCachePool
+from shared.cache.pool.paged import PagedKVCachePool
 from shared.engine.output import StepOutput
 from shared.engine.output_processor import OutputProcessor
 from shared.engine.request import Request
-from shared.engine.sampler import SampledTokens
+from shared.engine.sampling.sampler import SampledTokens
 from shared.sampling.params import SamplingParams
 from shared.scheduling.chunks import Chunks
 from shared.scheduling.schedule import Schedule, Scheduled

@@ -19,8 +19,7 @@ import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from shared.cache.paged import PagedKVCachePool
-from shared.chunks.registry import Chunk, ChunkRegistry
+from shared.cache.pool.paged import PagedKVCachePool
 from shared.engine.output import StepOutput
 from shared.engine.record import StepRecord
 from shared.engine.request import Request, RequestStatus
@@ -30,6 +29,7 @@ from shared.scheduling.schedule import Schedule, Scheduled
 from shared.scheduling.scheduler import Scheduler
 from shared.text.stopping import FinishReason
 from shared.text.tokenizer import Tokenizer
+from shared.tracks.segments.registry import Chunk, ChunkRegistry
 from tests.unit.scheduling_loop import Loop, index_of
 from tests.unit.slot_model import SlotModel
 

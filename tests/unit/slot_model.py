@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 from itertools import accumulate
 
-from shared.cache.pool import CachePoolProtocol
+from shared.cache.pool.interface import CachePoolProtocol
 from shared.engine.request import Request
 from shared.scheduling.schedule import Schedule, Scheduled
 from tests.unit.scheduling_loop import TokenAt

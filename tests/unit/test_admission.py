@@ -2,11 +2,11 @@
 
 import pytest
 
-from shared.cache.contiguous_pool import ContiguousKVCachePool
-from shared.cache.paged import PagedKVCachePool
+from shared.cache.pool.contiguous import ContiguousKVCachePool
+from shared.cache.pool.paged import PagedKVCachePool
 from shared.engine.config import EngineConfig
 from shared.engine.request import Request, RequestStatus
-from shared.engine.sampler import SampledTokens
+from shared.engine.sampling.sampler import SampledTokens
 from shared.sampling.params import SamplingParams
 from shared.scheduling.admission import admit, queued
 from shared.scheduling.scheduler import Scheduler

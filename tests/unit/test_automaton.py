@@ -2,8 +2,8 @@
 
 import numpy as np
 
-from shared.grammar.automaton import MAX_DEPTH, MAX_DIGITS, REFUSED, START, UNBOUNDED, Action, Automaton, entry
-from shared.grammar.json_schema import compile_schema
+from shared.grammar.automata.automaton import MAX_DEPTH, MAX_DIGITS, REFUSED, START, UNBOUNDED, Action, Automaton, entry
+from shared.grammar.documents.json_schema import compile_schema
 from tests.grammars import assert_language, budget
 
 

@@ -11,15 +11,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shared.attention.descriptor import AttentionPlan, Grid
-from shared.cache.contiguous_pool import ContiguousKVCachePool
-from shared.cache.paged import PagedKVCachePool
-from shared.cache.paged_layout import PagedSizes
-from shared.cache.planned_layout import AttentionPlanner, LayoutPlans, StepPlans
-from shared.cache.pool import CachePoolProtocol
+from shared.cache.layout.paged import PagedSizes
+from shared.cache.layout.planned import AttentionPlanner, LayoutPlans, StepPlans
+from shared.cache.pool.contiguous import ContiguousKVCachePool
+from shared.cache.pool.interface import CachePoolProtocol
+from shared.cache.pool.paged import PagedKVCachePool
 from shared.checkpoints.shapes import SHAPES
 from shared.engine.batch import Batch
 from shared.engine.request import Request
-from shared.kernels.planned_tiling import DecodeTiling, PrefillTiling
+from shared.kernels.attention.planned_tiling import DecodeTiling, PrefillTiling
 from shared.loading.config_json import parse_config
 from shared.sampling.params import SamplingParams
 from shared.scheduling.schedule import Schedule, Scheduled

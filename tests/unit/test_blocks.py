@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from shared.cache.blocks import BlockAllocator
+from shared.cache.pool.blocks import BlockAllocator
 from shared.errors import BlockError, ConfigError
 from tests.comparison import assert_equal
 

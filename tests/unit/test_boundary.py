@@ -17,14 +17,15 @@ ENGINES = sorted(path for path in ROOT.glob("phases/*/engine.py") if path.parent
 PARTS = sorted(
     path
     for folder in ("engine", "scheduling", "models")
-    for path in (ROOT / "shared" / folder).glob("*.py")
+    for path in (ROOT / "shared" / folder).rglob("*.py")
     if path.name not in ("__init__.py", "config.py", "config_rules.py", "supported.py") or folder == "models"
 )
 BACKENDS = re.compile(r"\b(paged|contiguous|planned)", re.IGNORECASE)
 PROBES = {"isinstance", "issubclass", "hasattr", "getattr", "setattr", "delattr", "type", "vars", "dir"}
 TABLES = ("PAGED", "MEMORY", "SUPPORTED")
 # And what passes between the two sides.
-PROTOCOLS = {f"shared.cache.{name}" for name in ("pool", "view", "layout", "compressing")}
+PROTOCOLS = {f"shared.cache.{name}" for name in ("pool.interface", "view.interface", "layout.slots")}
+PROTOCOLS |= {"shared.tracks.compression.interface"}
 MEMORY = re.compile(r"\b(pool|view|kv)\b")
 """Names that the memory goes by."""
 
@@ -77,53 +78,57 @@ def test_the_memory_is_known_by_its_protocol_alone() -> None:
     """A scheduler imports the host's side alone, and a model neither."""
     for path in (*ENGINES, *PARTS):
         assert list(found_in(path.read_text(encoding="utf-8"))) == [], path
-    may = {"engine": PROTOCOLS, "scheduling": {"shared.cache.pool"}, "models": set()}
+    may = {"engine": PROTOCOLS, "scheduling": {"shared.cache.pool.interface"}, "models": set()}
     for path in PARTS:
-        found = course_graph()[f"shared.{path.parent.name}.{path.stem}".removesuffix(".__init__")]
-        assert found & MODULES <= may[path.parent.name], path
+        parts = path.relative_to(ROOT).with_suffix("").parts
+        found = course_graph()[".".join(parts).removesuffix(".__init__")]
+        assert found & MODULES <= may[parts[1]], path
 
 
 # The two sides of the memory.
 
-CACHE = {path.stem for path in (ROOT / "shared/cache").glob("*.py") if path.stem != "__init__"}
-MODULES = {f"shared.cache.{name}" for name in CACHE}
-HOST = {name for name in CACHE if name.endswith("_layout")} | {
-    *("blocks", "bucket_planner", "condensed", "contiguous_pool", "extension", "layout", "paged", "paired", "pool"),
-    *("prefix", "prefix_tree"),
+
+def modules(*folders: str) -> set[str]:
+    """The modules below these folders of shared."""
+    files = (file for folder in folders for file in (ROOT / "shared" / folder).rglob("*.py"))
+    return {".".join(file.relative_to(ROOT).with_suffix("").parts) for file in files if file.stem != "__init__"}
+
+
+MODULES = modules("cache")
+POOLS = modules("cache/pool")
+HOST = POOLS | modules("cache/layout") | {f"shared.tracks.compression.{name}" for name in ("layout", "pool")}
+DEVICE = modules("cache/view") | {
+    f"shared.tracks.{name}" for name in ("compression.bucket_view", "compression.view", "segments.view")
 }
-# They make both sides, or join them.
-MAKERS = {name for name in CACHE if name.endswith("_memory")} | {"compressing", "pool_size"}
-DEVICE = CACHE - HOST - MAKERS
-VIEWS = {f"shared.cache.{name}" for name in DEVICE | MAKERS}
+VIEWS = DEVICE | (MODULES - HOST)  # with those that make both sides
 
 
 def test_neither_side_imports_the_other() -> None:
     """The host's side not through other modules either: a pool can be used where no view can."""
-    reached, left = set(), [f"shared.cache.{name}" for name in HOST]
+    reached, left = set(), [*HOST]
     while left:
         module = left.pop()
         reached.add(module)
         left += course_graph()[module] - reached
-    assert not reached & (VIEWS | {"shared.engine.staging", "shared.engine.runner"})
-    assert {"shared.cache.layout", "shared.scheduling.schedule", "shared.engine.request"} <= reached
-    for name in ("batch", "memory_map", "multi_token_batch", "record", "request"):
-        assert not course_graph()[f"shared.engine.{name}"] & VIEWS, name
-    pools = ("contiguous_pool", "paged", "prefix", "prefix_tree", "blocks")
+    assert not reached & (VIEWS | {"shared.engine.executor.staging", "shared.engine.runner"})
+    assert {"shared.cache.layout.slots", "shared.scheduling.schedule", "shared.engine.request"} <= reached
+    for name in ("engine.batch", "engine.memory_map", "engine.record", "engine.request", "tracks.multi_token.batch"):
+        assert not course_graph()[f"shared.{name}"] & VIEWS, name
     for name in DEVICE:
-        assert not course_graph()[f"shared.cache.{name}"] & {f"shared.cache.{pool}" for pool in pools}, name
+        assert not course_graph()[name] & POOLS - {"shared.cache.pool.interface"}, name
 
 
 @pytest.mark.parametrize(
     ("source", "breaks"),
     [
-        ("import shared.cache.paged", True),
-        ("from shared.cache.paged import PagedKVCachePool\npool = PagedKVCachePool(model)", True),
+        ("import shared.cache.pool.paged", True),
+        ("from shared.cache.pool.paged import PagedKVCachePool\npool = PagedKVCachePool(model)", True),
         ("if config.kv_cache_backend == 'paged': pass", True),
         ("if type(scheduler.pool) is Pool: pass", True),
         ("getattr(self.view, 'tables', None)", True),
         ("from shared.cache.paged_memory import PagedMemory\nMEMORY: dict = {'paged': PagedMemory()}", False),
         ("self.pool, self.view = MEMORY[config.kv_cache_backend or 'paged'](config, self.model, 8)", False),
-        ("from shared.cache.view import BatchView\nview: BatchView", False),
+        ("from shared.cache.view.interface import BatchView\nview: BatchView", False),
         ("tokens, logit_rows = self.view.load(batch)", False),
         ("isinstance(prompt, str), keys.contiguous()", False),
         ('"""Paged memory."""', False),
@@ -136,5 +141,5 @@ def test_what_breaks_the_rule_is_found(source: str, breaks: bool) -> None:
 def test_there_are_files_to_read() -> None:
     assert {"scheduler.py", "isolation.py", "llama.py", "batch.py"} <= {path.name for path in PARTS}
     assert {path.parent.name for path in ENGINES} >= {"phase_04", "phase_05", "phase_06"}
-    assert CACHE >= HOST | MAKERS
-    assert {"view", "paged_view", "planned_attention", "contiguous_pool_view"} <= DEVICE
+    assert {"shared.cache.pool.blocks", "shared.cache.pool.interface"} <= POOLS
+    assert {"shared.cache.view.interface", "shared.cache.view.paged"} <= DEVICE

@@ -4,7 +4,7 @@ from itertools import pairwise
 
 import pytest
 
-from shared.engine.buckets import Bucket, Buckets
+from shared.engine.executor.buckets import Bucket, Buckets
 from tests.comparison import assert_equal
 
 

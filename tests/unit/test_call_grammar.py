@@ -11,12 +11,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shared.grammar.answer_graph import SPECIAL_MARK, CallMode, CallSpelling
-from shared.grammar.automaton import START, Automaton
+from shared.grammar.automata.automaton import START, Automaton
 from shared.grammar.calls import CallDescription, CalledFunction, compile_calls
-from shared.grammar.fsm import TokenFSM
 from shared.grammar.grammar import Grammar
 from shared.grammar.limits import Budget, GrammarError, Limits, WorkError
-from shared.grammar.vocabulary import GrammarVocabulary
+from shared.grammar.tokens.fsm import TokenFSM
+from shared.grammar.tokens.vocabulary import GrammarVocabulary
 from shared.text.tool_format import TOOL_FORMATS
 from shared.text.tools import CallArguments, CallStart, ToolParser
 from tests.grammars import UNTIMED, assert_language

@@ -8,14 +8,14 @@ from typing import Any
 import pytest
 import torch
 
-from shared.cache.contiguous_pool import ContiguousKVCachePool
-from shared.cache.view import StepInputs, step_arrays
-from shared.engine import graphs
+from shared.cache.pool.contiguous import ContiguousKVCachePool
+from shared.cache.view.interface import StepInputs, step_arrays
 from shared.engine.batch import Batch
-from shared.engine.buckets import Bucket, Buckets
-from shared.engine.captured import Captured
-from shared.engine.graphs import CapturedStep, Computed, DrawRecorder
-from shared.engine.last_ids import LastIds
+from shared.engine.executor import graphs
+from shared.engine.executor.buckets import Bucket, Buckets
+from shared.engine.executor.captured import Captured
+from shared.engine.executor.graphs import CapturedStep, Computed, DrawRecorder
+from shared.engine.executor.last_ids import LastIds
 from shared.engine.request import Request
 from shared.engine.runner import Runner
 from shared.errors import ConfigError

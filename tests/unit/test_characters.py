@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shared.grammar.characters import ANY, Sequence, Spelling, characters, complement, spelled, utf8
+from shared.grammar.patterns.characters import ANY, Sequence, Spelling, characters, complement, spelled, utf8
 from tests.comparison import assert_equal
 
 CHARACTER = st.characters(codec="utf-8").map(ord)

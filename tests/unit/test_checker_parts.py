@@ -251,13 +251,13 @@ def test_a_malformed_citation_is_refused(text: str, reports: Path) -> None:
 
 
 def test_references_can_fail() -> None:
-    assert resolves("shared.cache.contiguous.ContiguousCache.reserve", ROOT)
+    assert resolves("shared.cache.view.contiguous.ContiguousCache.reserve", ROOT)
     assert resolves("shared.engine.config.EngineConfig.model", ROOT)
     assert resolves("shared.ops.attention.ATTENTION_BACKENDS", ROOT)
-    assert not resolves("shared.cache.contiguous.ContiguousCache.append", ROOT)
+    assert not resolves("shared.cache.view.contiguous.ContiguousCache.append", ROOT)
     assert not resolves("shared.cache.teleported", ROOT)
     assert looks_like_a_path("shared/cache/teleported.py")
-    assert looks_like_a_path("workspace/shared/cache/contiguous.py")
+    assert looks_like_a_path("workspace/shared/cache/view/contiguous.py")
     assert not looks_like_a_path("text/plain")
 
 

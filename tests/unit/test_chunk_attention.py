@@ -6,13 +6,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shared.attention.states import attention_state, merge
-from shared.chunks.attention import range_state
-from shared.chunks.relocation import relocate, turns
 from shared.models.attention import NormAndRotate
 from shared.models.config import RopeConfig
 from shared.models.norm import RMSNorm
 from shared.ops.attention import naive_attention
 from shared.ops.rope import inverse_frequencies, rope_table, rotate
+from shared.tracks.segments.attention import range_state
+from shared.tracks.segments.relocation import relocate, turns
 from tests.comparison import assert_close, assert_equal
 
 D = 16

@@ -11,10 +11,10 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from benchmarks.chunk_questions import PAGES, QUESTIONS
-from shared.chunks.blend import most_changed
-from shared.chunks.llm import ChunkedLLM
 from shared.errors import RequestError
 from shared.sampling.params import SamplingParams
+from shared.tracks.segments.blend import most_changed
+from shared.tracks.segments.llm import ChunkedLLM
 from tests.comparison import assert_close, assert_equal
 
 GREEDY = SamplingParams(temperature=0.0, ignore_eos=True, max_new_tokens=6)

@@ -5,12 +5,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shared.cache.blocks import BlockAllocator
-from shared.chunks.layout import offsets_of
-from shared.chunks.registry import Chunk, ChunkRegistry, chunk_id
+from shared.cache.pool.blocks import BlockAllocator
 from shared.engine.request import Request, RequestStatus
 from shared.errors import ChunkInUseError, RequestError, UnknownChunkError
 from shared.sampling.params import SamplingParams
+from shared.tracks.segments.layout import offsets_of
+from shared.tracks.segments.registry import Chunk, ChunkRegistry, chunk_id
 from tests.comparison import assert_equal
 
 SIZE = 4

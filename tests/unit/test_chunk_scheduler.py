@@ -4,15 +4,15 @@ from typing import Any
 
 import pytest
 
-from shared.cache.paged_layout import PagedSizes
-from shared.chunks.pool import chunk_pool
-from shared.chunks.registry import Chunk, ChunkRegistry
-from shared.chunks.scheduler import ChunkScheduler
+from shared.cache.layout.paged import PagedSizes
 from shared.engine.config import EngineConfig
 from shared.engine.request import Request, RequestStatus
-from shared.engine.sampler import SampledTokens
+from shared.engine.sampling.sampler import SampledTokens
 from shared.sampling.params import SamplingParams
 from shared.scheduling.schedule import Schedule
+from shared.tracks.segments.pool import chunk_pool
+from shared.tracks.segments.registry import Chunk, ChunkRegistry
+from shared.tracks.segments.scheduler import ChunkScheduler
 from tests.comparison import assert_equal
 
 SIZE = 4

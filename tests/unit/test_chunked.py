@@ -2,7 +2,7 @@
 
 import pytest
 
-from shared.cache.paged import PagedKVCachePool
+from shared.cache.pool.paged import PagedKVCachePool
 from shared.engine.config import EngineConfig
 from shared.engine.request import Request
 from shared.scheduling.chunked import ChunkedScheduler

@@ -5,10 +5,10 @@ from typing import Any
 
 import pytest
 
-from shared.chunks.inquiry import Blend, Content, Page, Use
-from shared.chunks.llm import ChunkedLLM
 from shared.errors import QueueFullError, RequestError, UnknownChunkError
 from shared.sampling.params import SamplingParams
+from shared.tracks.segments.inquiry import Blend, Content, Page, Use
+from shared.tracks.segments.llm import ChunkedLLM
 
 PARAMS = SamplingParams(temperature=0.0, ignore_eos=True, max_new_tokens=6)
 TEXTS = ["The capital of France is Paris.", "Zwölf Boxkämpfer jagen Viktor."]

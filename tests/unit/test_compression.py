@@ -10,10 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from benchmarks.compression import WAYS, Scorer
-from shared.compression.calibration import pack, temperature, top_n, top_p_count, unpack
-from shared.compression.compressors import COMPRESSORS, RKV, SnapKV, StreamingLLM, VanillaTopP, window_attention
-from shared.compression.selection import REDUCTIONS, Budget, needed, select
 from shared.loading.loader import load_model
+from shared.tracks.compression.calibration import pack, temperature, top_n, top_p_count, unpack
+from shared.tracks.compression.compressors import COMPRESSORS, RKV, SnapKV, StreamingLLM, VanillaTopP, window_attention
+from shared.tracks.compression.selection import REDUCTIONS, Budget, needed, select
 from tests.comparison import assert_close, assert_equal
 
 

@@ -11,24 +11,24 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shared.cache.compressing import compress, select
-from shared.cache.condensed import CompressedRequests
-from shared.cache.condensed_layout import Cells, Holding, Packed
-from shared.cache.condensed_view import CondensedView
-from shared.cache.extension import NoExtension
-from shared.cache.paged import PagedKVCachePool
-from shared.cache.paged_layout import PagedSizes
-from shared.cache.prefix import PrefixSharing
-from shared.compression.compressors import COMPRESSORS
-from shared.compression.masked import masked_attention
-from shared.compression.selection import Budget
+from shared.cache.layout.paged import PagedSizes
+from shared.cache.pool.extension import NoExtension
+from shared.cache.pool.paged import PagedKVCachePool
+from shared.cache.pool.prefix import PrefixSharing
 from shared.engine.batch import Batch
 from shared.engine.config import EngineConfig
 from shared.errors import CapacityError
 from shared.loading.config_json import read_config
 from shared.ops.attention import naive_attention
-from shared.scheduling.compressing import CompressingScheduler
 from shared.scheduling.schedule import Schedule
+from shared.tracks.compression.compressors import COMPRESSORS
+from shared.tracks.compression.interface import compress, select
+from shared.tracks.compression.layout import Cells, Holding, Packed
+from shared.tracks.compression.masked import masked_attention
+from shared.tracks.compression.pool import CompressedRequests
+from shared.tracks.compression.scheduler import CompressingScheduler
+from shared.tracks.compression.selection import Budget
+from shared.tracks.compression.view import CondensedView
 from tests.comparison import assert_equal
 from tests.steps import commit, make_request, step_of
 

@@ -8,7 +8,7 @@ import pytest
 
 from shared.grammar.constraint import Constraints
 from shared.grammar.grammar import Grammar
-from shared.grammar.vocabulary import GrammarVocabulary
+from shared.grammar.tokens.vocabulary import GrammarVocabulary
 from shared.sampling.params import SamplingParams
 from shared.sampling.sampler import SamplingRow
 

@@ -9,8 +9,8 @@ import torch
 from hypothesis import settings
 from hypothesis.stateful import invariant
 
-from shared.cache.contiguous_pool import ContiguousKVCachePool
-from shared.cache.contiguous_pool_view import ContiguousPoolView
+from shared.cache.pool.contiguous import ContiguousKVCachePool
+from shared.cache.view.contiguous_pool import ContiguousPoolView
 from shared.checkpoints.shapes import SHAPES
 from shared.engine.batch import Batch
 from shared.engine.request import Request

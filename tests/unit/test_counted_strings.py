@@ -7,12 +7,12 @@ import re
 import numpy as np
 import pytest
 
-from shared.grammar.automaton import START, UNBOUNDED
-from shared.grammar.fsm import TokenFSM
-from shared.grammar.json_schema import compile_schema
+from shared.grammar.automata.automaton import START, UNBOUNDED
+from shared.grammar.documents.json_schema import compile_schema
 from shared.grammar.limits import GrammarError
-from shared.grammar.long_repeats import as_length
-from shared.grammar.vocabulary import GrammarVocabulary
+from shared.grammar.patterns.long_repeats import as_length
+from shared.grammar.tokens.fsm import TokenFSM
+from shared.grammar.tokens.vocabulary import GrammarVocabulary
 from tests.grammar_walks import byte_classes, random_text
 from tests.grammars import budget
 
@@ -31,7 +31,7 @@ LENGTHS = [(0, 1), (0, 2), (0, 4), (0, 5), (2, 6), (1, 7), (3, 3)]
 
 @pytest.fixture
 def _always_counted(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("shared.grammar.counted_strings.MOST_UNCOUNTED", 0)
+    monkeypatch.setattr("shared.grammar.documents.counted_strings.MOST_UNCOUNTED", 0)
 
 
 @pytest.mark.usefixtures("_always_counted")

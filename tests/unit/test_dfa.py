@@ -9,12 +9,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shared.grammar.dfa import DEAD, DFA
-from shared.grammar.languages import combine, difference, intersection, union, words
+from shared.grammar.automata.dfa import DEAD, DFA
+from shared.grammar.automata.languages import combine, difference, intersection, union, words
+from shared.grammar.automata.minimization import minimize
+from shared.grammar.automata.nfa import NFA, determinize
 from shared.grammar.limits import LOOK, Budget, GrammarError, Limits, Remembered, WorkError
-from shared.grammar.minimization import minimize
-from shared.grammar.nfa import NFA, determinize
-from shared.grammar.regex import compile_regex
+from shared.grammar.patterns.regex import compile_regex
 from tests.comparison import assert_equal
 from tests.grammars import budget
 

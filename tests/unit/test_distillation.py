@@ -8,21 +8,22 @@ from typing import Any
 import pytest
 import torch
 
-from shared.cache.uncached import UncachedView
+from shared.cache.view.uncached import UncachedView
 from shared.engine.llm import LLM
 from shared.errors import ConfigError
 from shared.loading.loader import load_model
 from shared.models.causal_lm import CausalLM
 from shared.models.fused import fuse
-from shared.models.lora import FIRST_MASK, adapt
 from shared.models.tokens import Tokens
 from shared.ops.attention import naive_attention
-from shared.speculation import training_run, training_step
-from shared.speculation.adapter import Adapter, AdapterConfig, load_adapter
-from shared.speculation.distillation import TrainingConfig, losses, measure, rate, train
-from shared.speculation.look_ahead import batched_attention, look_ahead, read
-from shared.speculation.own_texts import Texts
-from shared.speculation.training_run import train_adapter
+from shared.tracks.multi_token.adapter import Adapter, AdapterConfig, load_adapter
+from shared.tracks.multi_token.lora import FIRST_MASK, adapt
+from shared.tracks.multi_token.training import run as training_run
+from shared.tracks.multi_token.training import step as training_step
+from shared.tracks.multi_token.training.distillation import TrainingConfig, losses, measure, rate, train
+from shared.tracks.multi_token.training.look_ahead import batched_attention, look_ahead, read
+from shared.tracks.multi_token.training.own_texts import Texts
+from shared.tracks.multi_token.training.run import train_adapter
 from tests.adapters import random_adapter
 
 SHAPE = AdapterConfig(rank=4, num_masks=2)

@@ -6,13 +6,13 @@ from typing import Any
 import pytest
 
 from shared.cache import pool_size
-from shared.cache.paged import PagedKVCachePool
-from shared.cache.paged_layout import PagedSizes
-from shared.cache.paged_view import PagedView
+from shared.cache.layout.paged import PagedSizes
+from shared.cache.pool.paged import PagedKVCachePool
+from shared.cache.view.paged import PagedView
 from shared.engine.config import EngineConfig
 from shared.engine.record import EngineLoad, StepRecord
 from shared.engine.request import Request
-from shared.engine.sampler import SampledTokens
+from shared.engine.sampling.sampler import SampledTokens
 from shared.loading.loader import load_model
 from shared.models.causal_lm import CausalLM
 from shared.sampling.params import SamplingParams

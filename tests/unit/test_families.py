@@ -15,7 +15,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, Phi3Config, Qwen3MoeConfig
 
 from phases.phase_12.engine import Engine
-from shared.cache.uncached import UncachedView
+from shared.cache.view.uncached import UncachedView
 from shared.checkpoints.byte_tokenizer import save_byte_tokenizer
 from shared.checkpoints.quantize import quantize_checkpoint
 from shared.engine.config import EngineConfig
@@ -29,11 +29,11 @@ from shared.models import llama
 from shared.models.causal_lm import CausalLM
 from shared.models.families import FAMILIES, Family
 from shared.models.fused import fuse
-from shared.models.lora import adapt
 from shared.models.tensor_names import Rows
 from shared.models.tokens import Tokens
-from shared.parallel.model import load_part
 from shared.sampling.params import SamplingParams
+from shared.tracks.multi_token.lora import adapt
+from shared.tracks.ranks.model import load_part
 from tests import experts
 from tests.ranks import on_ranks
 

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shared.cache.fixed_pages import FixedPages
+from shared.cache.pool.fixed_pages import FixedPages
 from shared.errors import CapacityError
 from tests.comparison import assert_equal
 

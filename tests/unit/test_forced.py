@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from phases.phase_12.engine import Engine
 from shared.engine.config import EngineConfig
 from shared.engine.request import Request, RequestStatus
-from shared.grammar.automaton import START, Automaton
+from shared.grammar.automata.automaton import START, Automaton
 from shared.grammar.grammar import Grammar, compile_grammar
 from shared.sampling.params import SamplingParams
 from shared.scheduling.schedule import Schedule, Scheduled

@@ -5,8 +5,8 @@ import json
 import jsonschema_rs
 import pytest
 
-from shared.grammar.formats import FORMATS
-from shared.grammar.json_schema import compile_schema
+from shared.grammar.documents.json_schema import compile_schema
+from shared.grammar.patterns.formats import FORMATS
 from tests.grammars import budget
 
 EXAMPLES: dict[str, tuple[list[str], list[str]]] = {

@@ -13,11 +13,11 @@ from safetensors.torch import load_file, save_file
 import shared.cache.pool_size as pool_size
 from phases.phase_09.engine import SUPPORTED as SUPPORTED_BEFORE
 from phases.phase_10.engine import Engine
-from shared.cache.contiguous import kv_bytes
-from shared.cache.fp8_storage import STORAGES, Fp8Storage
-from shared.cache.paged import PagedKVCachePool
-from shared.cache.paged_layout import PagedSizes
+from shared.cache.layout.paged import PagedSizes
 from shared.cache.paged_memory import PagedMemory
+from shared.cache.pool.paged import PagedKVCachePool
+from shared.cache.view.contiguous import kv_bytes
+from shared.cache.view.fp8_storage import STORAGES, Fp8Storage
 from shared.engine.batch import Batch
 from shared.engine.config import EngineConfig
 from shared.errors import ConfigError, ModelFolderError
@@ -26,8 +26,8 @@ from shared.loading.config_json import read_config
 from shared.loading.loader import load_model
 from shared.models.causal_lm import CausalLM
 from shared.ops.attention import ATTENTION_BACKENDS
-from shared.parallel.shard import Shard
 from shared.text.tokenizer import Tokenizer
+from shared.tracks.ranks.shard import Shard
 from tests.mixed_requests import ALIKE, ARRIVALS, LONG, MIXED, Requests, serve, tokens
 from tests.steps import make_request, step_of
 from tests.views import paged_view

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from shared.cache.uncached import UncachedView
+from shared.cache.view.uncached import UncachedView
 from shared.errors import ConfigError
 from shared.kernels import launch
 from shared.loading.config_json import read_config

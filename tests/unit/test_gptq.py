@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.nn import Parameter
 
-from shared.cache.uncached import UncachedView
+from shared.cache.view.uncached import UncachedView
 from shared.checkpoints.quantize import quantize_checkpoint
 from shared.errors import ConfigError
 from shared.loading.loader import load_model

@@ -9,14 +9,14 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from shared.errors import ConfigError
-from shared.grammar.automaton import ACTION_BITS, REFUSED, Action, Configuration, entry
-from shared.grammar.device import AT_END, GROUP, LONGEST, NEVER, GrammarTokens, pack_row, unpack_row
-from shared.grammar.fsm import TokenFSM
-from shared.grammar.json_schema import compile_schema
-from shared.grammar.plain import free_loops, plain_from
-from shared.grammar.pool import HEADER, GrammarPool
-from shared.grammar.regex import automaton_of, compile_regex
-from shared.grammar.vocabulary import GrammarVocabulary
+from shared.grammar.automata.automaton import ACTION_BITS, REFUSED, Action, Configuration, entry
+from shared.grammar.automata.plain import free_loops, plain_from
+from shared.grammar.documents.json_schema import compile_schema
+from shared.grammar.patterns.regex import automaton_of, compile_regex
+from shared.grammar.tokens.device import AT_END, GROUP, LONGEST, NEVER, GrammarTokens, pack_row, unpack_row
+from shared.grammar.tokens.fsm import TokenFSM
+from shared.grammar.tokens.pool import HEADER, GrammarPool
+from shared.grammar.tokens.vocabulary import GrammarVocabulary
 from tests.grammars import budget, random_tokens
 
 SIZE = 20 * HEADER

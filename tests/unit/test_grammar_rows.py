@@ -14,14 +14,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import shared.engine.grammar_rows as grammar_rows
+import shared.engine.sampling.grammar_rows as grammar_rows
 from phases.phase_12.engine import Engine
 from shared.engine.config import EngineConfig
-from shared.engine.graphs import RecordedDraw
+from shared.engine.executor.graphs import RecordedDraw
 from shared.engine.output import StepOutput
 from shared.engine.warm_up import warm_up
 from shared.grammar.grammar import Grammar
-from shared.grammar.pool import GrammarPool
+from shared.grammar.tokens.pool import GrammarPool
 from shared.sampling.params import SamplingParams
 from shared.scheduling.schedule import Schedule
 from shared.text.stopping import FinishReason

@@ -14,10 +14,10 @@ from typing import Any
 
 import pytest
 
-from shared.grammar.json_schema import compile_schema
+from shared.grammar.documents.json_schema import compile_schema
+from shared.grammar.documents.texts import _patterns
 from shared.grammar.limits import MOST_KEPT, Budget, GrammarError, Limits, Remembered
-from shared.grammar.regex import _fragments
-from shared.grammar.texts import _patterns
+from shared.grammar.patterns.regex import _fragments
 from tests.grammars import UNTIMED
 
 ROOT = Path(__file__).parents[2]
@@ -175,7 +175,7 @@ def test_many_objects_that_need_a_key_each_are_refused_before_they_are_compared(
 SAMPLES = ("exactly one", "excluded texts", "nested alternatives", "two keys of each", "a counter")
 MEASURE = """
 import json
-from shared.grammar.json_schema import compile_schema
+from shared.grammar.documents.json_schema import compile_schema
 from tests.unit.test_grammar_work import HOSTILE, SAMPLES, UNTIMED, Budget, verdict
 number = compile_schema({"type": "integer"}, Budget(UNTIMED))
 accepted = [number.accepts(b"1" * length) for length in (7, 8)]

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shared.engine.isolation import run_isolated
+from shared.engine.executor.isolation import run_isolated
 from tests.comparison import assert_equal
 
 

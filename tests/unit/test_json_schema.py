@@ -7,7 +7,7 @@ from typing import Any
 import jsonschema_rs
 import pytest
 
-from shared.grammar.json_schema import compile_schema
+from shared.grammar.documents.json_schema import compile_schema
 from shared.grammar.limits import GrammarError
 from tests.grammars import assert_language, budget
 

@@ -11,8 +11,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from shared.grammar import masked_objects
-from shared.grammar.json_schema import compile_schema
+from shared.grammar.documents import masked_objects
+from shared.grammar.documents.json_schema import compile_schema
 from shared.grammar.limits import GrammarError
 from tests.grammar_walks import byte_classes, random_text
 from tests.grammars import budget

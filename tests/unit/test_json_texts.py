@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-from shared.grammar.automaton import MAX_DEPTH, MAX_DIGITS, START
-from shared.grammar.json_schema import compile_schema
+from shared.grammar.automata.automaton import MAX_DEPTH, MAX_DIGITS, START
+from shared.grammar.documents.json_schema import compile_schema
 from shared.grammar.limits import GrammarError
 from tests.grammars import assert_language, budget
 

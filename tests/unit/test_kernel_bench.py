@@ -22,7 +22,7 @@ from benchmarks.kernels.view import view
 from benchmarks.timing import cache_bytes, num_input_sets
 from benchmarks.view import markdown
 from shared.cli import app
-from shared.kernels import gemv
+from shared.kernels.products import gemv
 from shared.ops.attention import naive_attention
 
 CPU, BF16 = torch.device("cpu"), torch.bfloat16

@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
-from shared.cache.uncached import UncachedView
+from shared.cache.view.uncached import UncachedView
 from shared.checkpoints.make import make_checkpoint
 from shared.checkpoints.quantize import quantize_checkpoint
 from shared.checkpoints.shapes import SHAPES

@@ -8,23 +8,23 @@ from pathlib import Path
 import pytest
 import torch
 
-from shared.cache.uncached import UncachedView
+from shared.cache.view.uncached import UncachedView
 from shared.engine.config import EngineConfig
-from shared.engine.graphs import CapturedStep, Computed
+from shared.engine.executor.graphs import CapturedStep, Computed
 from shared.errors import ModelFolderError
 from shared.loading.loader import load_model
 from shared.loading.quantized import quantizer
 from shared.models.causal_lm import CausalLM
 from shared.models.fused import FusedProjection, fuse
-from shared.models.lora import FIRST_MASK, TARGETS, AdaptedProjection, GatedLoRA, adapt
 from shared.models.norm import RMSNorm
 from shared.models.packed import SUPPORTED_ENGINES, PackedProjection, pack
 from shared.models.projection import Projection
 from shared.models.tokens import Tokens
 from shared.ops.gated import swiglu
 from shared.ops.rmsnorm import rms_norm
-from shared.speculation.adapter import load_adapter, with_adapter
-from shared.speculation.captured_head import CapturedHead
+from shared.tracks.multi_token.adapter import load_adapter, with_adapter
+from shared.tracks.multi_token.captured_head import CapturedHead
+from shared.tracks.multi_token.lora import FIRST_MASK, TARGETS, AdaptedProjection, GatedLoRA, adapt
 from tests.adapters import random_adapter
 
 IDS = torch.arange(9) * 7 % 100

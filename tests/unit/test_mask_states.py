@@ -12,9 +12,9 @@ from hypothesis import given, settings
 from phases.phase_11.engine import Engine as Plain
 from phases.phase_11_1.engine import Engine
 from shared.engine.config import EngineConfig
-from shared.engine.graphs import CapturedStep, Computed
-from shared.speculation.captured_head import CapturedHead
+from shared.engine.executor.graphs import CapturedStep, Computed
 from shared.text.stopping import FinishReason
+from shared.tracks.multi_token.captured_head import CapturedHead
 from tests.adapters import random_adapter_of
 from tests.drafts import Foresight
 from tests.mixed_requests import ALIKE, GREEDY, Requests, serve, tokens

@@ -10,15 +10,15 @@ import pytest
 from hypothesis import HealthCheck, given, reject, settings
 from hypothesis import strategies as st
 
-from shared.grammar import token_walk
-from shared.grammar.automaton import MAX_DEPTH, MAX_DIGITS, START, UNBOUNDED, Automaton, Configuration
-from shared.grammar.fsm import TokenFSM
-from shared.grammar.json_schema import compile_schema
+from shared.grammar.automata.automaton import MAX_DEPTH, MAX_DIGITS, START, UNBOUNDED, Automaton, Configuration
+from shared.grammar.documents.json_schema import compile_schema
 from shared.grammar.limits import GrammarError
-from shared.grammar.masks import TokenMasks
-from shared.grammar.regex import automaton_of, compile_regex
-from shared.grammar.token_walk import TokenWalk
-from shared.grammar.vocabulary import GrammarVocabulary
+from shared.grammar.patterns.regex import automaton_of, compile_regex
+from shared.grammar.tokens import token_walk
+from shared.grammar.tokens.fsm import TokenFSM
+from shared.grammar.tokens.masks import TokenMasks
+from shared.grammar.tokens.token_walk import TokenWalk
+from shared.grammar.tokens.vocabulary import GrammarVocabulary
 from tests.comparison import assert_equal
 from tests.grammars import any_json, budget, random_automaton, random_tokens, random_walk
 from tests.unit.test_automaton import nested, objects

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from shared.cache.prefix import PrefixSharing
+from shared.cache.pool.prefix import PrefixSharing
 from shared.engine.config import EngineConfig
 from shared.engine.memory_map import HoldingState, MemoryMap
 from shared.lessons import find_lesson, lessons

@@ -8,23 +8,23 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shared.cache.block_storage import PlainStorage
-from shared.cache.multi_token_attention import MaskTokenOperations
-from shared.cache.operations_attention import OperationsAttention
-from shared.cache.paged import PagedKVCachePool
-from shared.cache.paged_layout import PagedSizes
-from shared.cache.paged_view import PagedView
+from shared.cache.layout.paged import PagedSizes
+from shared.cache.pool.paged import PagedKVCachePool
+from shared.cache.view.block_storage import PlainStorage
+from shared.cache.view.operations_attention import OperationsAttention
+from shared.cache.view.paged import PagedView
 from shared.engine.config import EngineConfig
-from shared.engine.multi_token_batch import MultiTokenBatch
 from shared.engine.request import Request
-from shared.engine.sampler import SampledTokens
+from shared.engine.sampling.sampler import SampledTokens
 from shared.loading.config_json import read_config
-from shared.models.lora import FIRST_MASK
 from shared.ops.attention import naive_attention
-from shared.ops.multi_token import groups_and_ranks, masked_attention, positions, visible_with_masks
 from shared.sampling.params import SamplingParams
-from shared.scheduling.multi_token import MultiTokenSchedule, MultiTokenScheduler, settle
-from shared.speculation.multi_token import group_of_next
+from shared.tracks.multi_token.attention import MaskTokenOperations
+from shared.tracks.multi_token.batch import MultiTokenBatch
+from shared.tracks.multi_token.drafter import group_of_next
+from shared.tracks.multi_token.lora import FIRST_MASK
+from shared.tracks.multi_token.ops import groups_and_ranks, masked_attention, positions, visible_with_masks
+from shared.tracks.multi_token.scheduler import MultiTokenSchedule, MultiTokenScheduler, settle
 from tests.comparison import assert_close, assert_equal
 
 MAX_SEQ_LEN, BLOCK_SIZE, LENGTH = 40, 1, 2

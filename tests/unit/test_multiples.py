@@ -5,9 +5,9 @@ from fractions import Fraction
 
 import pytest
 
-from shared.grammar.automaton import Automaton
-from shared.grammar.json_schema import compile_schema
-from shared.grammar.multiples import DECIMAL_DIGITS, MOST_STATES, Multiples, common_multiple, num_decimals
+from shared.grammar.automata.automaton import Automaton
+from shared.grammar.documents.json_schema import compile_schema
+from shared.grammar.numbers.multiples import DECIMAL_DIGITS, MOST_STATES, Multiples, common_multiple, num_decimals
 from tests.grammars import budget
 
 DIVISORS = [0.01, 0.05, 0.25, 0.5, 2.5, 0.1, 1.5, 12.34, 0.0078125, 1e-8, 0.3, 3, 7, 60, 997, 360, 1024, 86400, 49999]

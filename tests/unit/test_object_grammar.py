@@ -4,8 +4,8 @@ from typing import Any
 
 import pytest
 
-from shared.grammar.automaton import START
-from shared.grammar.json_schema import compile_schema
+from shared.grammar.automata.automaton import START
+from shared.grammar.documents.json_schema import compile_schema
 from tests.comparison import assert_equal
 from tests.grammars import budget
 

@@ -9,24 +9,24 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shared.cache.paged import PagedKVCachePool
-from shared.cache.paged_layout import PagedSizes
-from shared.cache.prefix import PrefixSharing
-from shared.chunks.registry import ChunkRegistry
-from shared.chunks.scheduler import ChunkScheduler
+from shared.cache.layout.paged import PagedSizes
+from shared.cache.pool.paged import PagedKVCachePool
+from shared.cache.pool.prefix import PrefixSharing
 from shared.engine.batch import Batch
 from shared.engine.config import EngineConfig
 from shared.engine.request import Request
 from shared.sampling.params import SamplingParams
-from shared.scheduling.compressing import CompressingScheduler
 from shared.scheduling.growth import preempt
-from shared.scheduling.multi_token import MultiTokenScheduler
 from shared.scheduling.overlapped import OverlappedScheduler, has_block_for_each, must_know_ends
 from shared.scheduling.prefix import PrefixScheduler
 from shared.scheduling.schedule import Schedule
 from shared.scheduling.scheduler import Scheduler
 from shared.scheduling.speculative import SpeculativeScheduler
 from shared.text.tokenizer import Tokenizer
+from shared.tracks.compression.scheduler import CompressingScheduler
+from shared.tracks.multi_token.scheduler import MultiTokenScheduler
+from shared.tracks.segments.registry import ChunkRegistry
+from shared.tracks.segments.scheduler import ChunkScheduler
 from tests.comparison import assert_equal
 from tests.unit.scheduling_loop import LETTER, Loop, TokenPool
 

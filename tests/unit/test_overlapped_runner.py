@@ -6,9 +6,9 @@ from typing import Any
 
 import torch
 
-from shared.engine.last_ids import LastIds
+from shared.engine.executor.last_ids import LastIds
 from shared.engine.runner import Runner
-from shared.kernels.pending_ids import fill_pending
+from shared.kernels.sampling.pending_ids import fill_pending
 from shared.sampling.sampler import SamplingRow
 from tests.comparison import assert_equal
 from tests.unit.test_runner import Step

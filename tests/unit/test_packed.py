@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from shared.cache.uncached import UncachedView
+from shared.cache.view.uncached import UncachedView
 from shared.checkpoints.make import make_checkpoint
 from shared.loading.loader import load_model
 from shared.models.causal_lm import CausalLM

@@ -15,12 +15,12 @@ from hypothesis import strategies as st
 from hypothesis.stateful import initialize, invariant
 
 from shared.cache import free_memory, pool_size
-from shared.cache.contiguous import kv_bytes
-from shared.cache.paged import PagedKVCachePool
-from shared.cache.paged_layout import PagedSizes
+from shared.cache.layout.paged import PagedSizes
 from shared.cache.paged_memory import PagedMemory
-from shared.cache.paged_view import PagedView
-from shared.cache.view import BatchView
+from shared.cache.pool.paged import PagedKVCachePool
+from shared.cache.view.contiguous import kv_bytes
+from shared.cache.view.interface import BatchView
+from shared.cache.view.paged import PagedView
 from shared.checkpoints.shapes import SHAPES
 from shared.engine.batch import Batch
 from shared.engine.config import EngineConfig

@@ -2,10 +2,10 @@
 
 from types import SimpleNamespace
 
-from shared.cache.paged import PagedKVCachePool
-from shared.cache.paged_layout import PagedSizes
-from shared.cache.paired import PairedPool
-from shared.cache.prefix import PrefixSharing
+from shared.cache.layout.paged import PagedSizes
+from shared.cache.pool.paged import PagedKVCachePool
+from shared.cache.pool.paired import PairedPool
+from shared.cache.pool.prefix import PrefixSharing
 from shared.engine.config import EngineConfig
 from shared.engine.request import Request
 from shared.sampling.params import SamplingParams

@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from shared.parallel import peers
+from shared.tracks.ranks import peers
 
 
 def on_each(size: int, run: Any) -> list[Any]:

@@ -11,16 +11,16 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-import shared.engine.drawing as drawing_module
-import shared.engine.sampler as sampler_module
-from shared.cache.paged import PagedKVCachePool
-from shared.cache.view import StepInputs, step_arrays
+import shared.engine.sampling.drawing as drawing_module
+import shared.engine.sampling.sampler as sampler_module
+from shared.cache.pool.paged import PagedKVCachePool
+from shared.cache.view.interface import StepInputs, step_arrays
 from shared.engine.batch import Batch
 from shared.engine.config import EngineConfig
-from shared.engine.penalty_tables import PenaltyTables
 from shared.engine.request import Request
 from shared.engine.runner import Launched, Runner
-from shared.engine.sampler import SamplerOutput
+from shared.engine.sampling.penalty_tables import PenaltyTables
+from shared.engine.sampling.sampler import SamplerOutput
 from shared.models.tokens import Tokens
 from shared.sampling.params import SamplingParams
 from shared.sampling.sampler import SamplingBatch, SamplingRow

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import shared.kernels.planned_tiling as tilings
+import shared.kernels.attention.planned_tiling as tilings
 from shared.attention.descriptor import DevicePlan, Grid
 from shared.attention.plan import (
     IMBALANCE,
@@ -21,8 +21,8 @@ from shared.attention.plan import (
     smallest_split,
     state_offsets,
 )
-from shared.cache.planned_layout import AttentionPlanner
-from shared.engine.staging import Staging
+from shared.cache.layout.planned import AttentionPlanner
+from shared.engine.executor.staging import Staging
 from tests.comparison import assert_equal
 
 GRIDS = st.builds(Grid, resident=st.integers(1, 40), unit=st.sampled_from([1, 16, 64]), least_split=st.just(128))

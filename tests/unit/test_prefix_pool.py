@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 import torch
 
-from shared.cache.paged import PagedKVCachePool
-from shared.cache.paged_layout import PagedLayout, PagedSizes
-from shared.cache.planned_layout import AttentionPlanner, LayoutPlans, StepPlans
-from shared.cache.prefix import PrefixSharing
-from shared.cache.prefix_tree import PrefixTree
+from shared.cache.layout.paged import PagedLayout, PagedSizes
+from shared.cache.layout.planned import AttentionPlanner, LayoutPlans, StepPlans
+from shared.cache.pool.paged import PagedKVCachePool
+from shared.cache.pool.prefix import PrefixSharing
+from shared.cache.pool.prefix_tree import PrefixTree
 from shared.engine.batch import Batch
 from shared.engine.request import Request, RequestStatus
 from shared.errors import BlockError, CapacityError

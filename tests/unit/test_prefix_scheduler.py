@@ -2,9 +2,9 @@
 
 from typing import Any
 
-from shared.cache.paged import PagedKVCachePool
-from shared.cache.paged_layout import PagedSizes
-from shared.cache.prefix import PrefixSharing
+from shared.cache.layout.paged import PagedSizes
+from shared.cache.pool.paged import PagedKVCachePool
+from shared.cache.pool.prefix import PrefixSharing
 from shared.engine.config import EngineConfig
 from shared.engine.request import Request
 from shared.sampling.params import SamplingParams

@@ -9,7 +9,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from shared.cache.prefix_tree import Node, PrefixTree
+from shared.cache.pool.prefix_tree import Node, PrefixTree
 from tests.comparison import assert_equal
 
 SIZE = 2  # tokens of a block

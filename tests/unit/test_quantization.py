@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import save_file
 from typer.testing import CliRunner
 
-from shared.cache.uncached import UncachedView
+from shared.cache.view.uncached import UncachedView
 from shared.checkpoints.make import make_checkpoint
 from shared.checkpoints.quantize import quantize_checkpoint
 from shared.checkpoints.shapes import SHAPES

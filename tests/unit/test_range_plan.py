@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shared.attention.descriptor import Grid
-from shared.attention.range_plan import RangeLimits, RangePlan, plan_ranges
-from shared.attention.range_tiles import LEAST_SAVED, Ranges, Tiles
+from shared.tracks.segments.range_plan import RangeLimits, RangePlan, plan_ranges
+from shared.tracks.segments.range_tiles import LEAST_SAVED, Ranges, Tiles
 
 
 def ranges_of(contexts: list[list[int]], sizes: list[int]) -> tuple[Ranges, list[int]]:

@@ -15,28 +15,28 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from shared.cache.contiguous_pool import ContiguousKVCachePool
+from shared.cache.pool.contiguous import ContiguousKVCachePool
 from shared.engine.batch import Batch
-from shared.engine.captured import Captured
 from shared.engine.config import EngineConfig
-from shared.engine.executor import Eager
-from shared.engine.last_ids import LastIds
+from shared.engine.executor.captured import Captured
+from shared.engine.executor.eager import Eager
+from shared.engine.executor.last_ids import LastIds
 from shared.engine.request import Request
 from shared.engine.runner import Runner
 from shared.errors import RankError
 from shared.grammar.grammar import Grammar
 from shared.models.tokens import Tokens
-from shared.parallel import worker
-from shared.parallel.batch import RankBatch, takes_plain_argmax
-from shared.parallel.board import BEATS, CALLS, Board
-from shared.parallel.channel import Receiver, Sender
-from shared.parallel.collectives import Collectives
-from shared.parallel.group import agreed_memory, draft_collectives, rank_device
-from shared.parallel.several_ranks import SeveralRanks
-from shared.parallel.shard import Shard
-from shared.parallel.watch import Failed, Watch
 from shared.sampling.params import SamplingParams
 from shared.scheduling.schedule import Schedule, Scheduled
+from shared.tracks.ranks import worker
+from shared.tracks.ranks.batch import RankBatch, takes_plain_argmax
+from shared.tracks.ranks.board import BEATS, CALLS, Board
+from shared.tracks.ranks.channel import Receiver, Sender
+from shared.tracks.ranks.collectives import Collectives
+from shared.tracks.ranks.group import agreed_memory, draft_collectives, rank_device
+from shared.tracks.ranks.several_ranks import SeveralRanks
+from shared.tracks.ranks.shard import Shard
+from shared.tracks.ranks.watch import Failed, Watch
 from tests.ranks import on_ranks
 from tests.unit.test_captured_runner import Fixed, Recorded
 from tests.unit.test_runner import VOCABULARY, Successor
@@ -54,7 +54,7 @@ def channel(size: int, check: Callable[[], None] = lambda: None) -> tuple[Sender
 @pytest.mark.parametrize("lag", [1, 4])
 def test_messages_arrive_whole_and_in_order(lag: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of sizes around that of a slot; rank 2 reads a message when rank 1 has read ``lag``."""
-    monkeypatch.setattr("shared.parallel.channel.SLOT_BYTES", 200)
+    monkeypatch.setattr("shared.tracks.ranks.channel.SLOT_BYTES", 200)
     sender, (first, second) = channel(3, pytest.fail)
     messages = [bytes([size]) * size for size in (*range(170, 206), *range(9))]
     found: dict[int, list[bytes]] = {1: [], 2: []}
@@ -211,7 +211,7 @@ def test_ranks_follow_the_steps_of_rank_0(captures: bool, size: int) -> None:
 
 
 def test_gpus_are_counted_from_the_one_that_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("shared.parallel.group.check_device", torch.device)
+    monkeypatch.setattr("shared.tracks.ranks.group.check_device", torch.device)
     for device, expected in (("cuda:2", "cuda:5"), ("cuda", "cuda:3"), ("cpu", "cpu")):
         assert rank_device(EngineConfig(device=device), 3) == torch.device(expected)
 
@@ -290,9 +290,9 @@ def test_a_rank_beats_while_it_computes_or_waits(monkeypatch: pytest.MonkeyPatch
     def leave(_: int) -> None:
         raise SystemExit
 
-    monkeypatch.setattr("shared.parallel.worker.select.select", select)
-    monkeypatch.setattr("shared.parallel.worker.time.process_time", lambda: now[0])
-    monkeypatch.setattr("shared.parallel.worker.os._exit", leave)
+    monkeypatch.setattr("shared.tracks.ranks.worker.select.select", select)
+    monkeypatch.setattr("shared.tracks.ranks.worker.time.process_time", lambda: now[0])
+    monkeypatch.setattr("shared.tracks.ranks.worker.os._exit", leave)
     with pytest.raises(SystemExit):
         worker.beat(board, 1, 7, idle)
     assert found == [0, 0, 1, 2, 3, 3, 4]

@@ -5,9 +5,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from shared.grammar.fsm import TokenFSM
 from shared.grammar.grammar import Grammar
-from shared.grammar.vocabulary import SPECIAL_BYTE, GrammarVocabulary
+from shared.grammar.tokens.fsm import TokenFSM
+from shared.grammar.tokens.vocabulary import SPECIAL_BYTE, GrammarVocabulary
 from shared.text.tokenizer import Tokenizer
 from tests.grammars import UNTIMED
 

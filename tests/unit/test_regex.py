@@ -12,12 +12,12 @@ import regex
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shared.grammar.characters import MAX_CHARACTER, Spelling
 from shared.grammar.limits import Budget, GrammarError, Limits, WorkError
-from shared.grammar.pattern import Parser
-from shared.grammar.properties import property_members
-from shared.grammar.regex import automaton_of, compile_choice, compile_regex
-from shared.grammar.scripts import scripts
+from shared.grammar.patterns.characters import MAX_CHARACTER, Spelling
+from shared.grammar.patterns.pattern import Parser
+from shared.grammar.patterns.properties import property_members
+from shared.grammar.patterns.regex import automaton_of, compile_choice, compile_regex
+from shared.grammar.patterns.scripts import scripts
 from tests.grammars import budget
 
 ATOM = st.sampled_from(["a", "b", "é", ".", "[a-c]", "[^ab]", r"\d", r"\w", r"\s", r"\S", "-", "^", "$", "[é-ü1]"])

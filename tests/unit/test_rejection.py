@@ -6,8 +6,8 @@ import pytest
 import torch
 from scipy.stats import chisquare
 
-from shared.engine.rejection import Rejection
-from shared.engine.sampler import Sampler
+from shared.engine.sampling.rejection import Rejection
+from shared.engine.sampling.sampler import Sampler
 from shared.sampling.noise import Stream
 from shared.sampling.params import SamplingParams
 from shared.sampling.rejection import accept_or_replace

@@ -7,12 +7,12 @@ from typing import Any
 import pytest
 import torch
 
-from shared.cache.contiguous_pool import ContiguousKVCachePool
-from shared.cache.view import StepInputs, step_arrays
+from shared.cache.pool.contiguous import ContiguousKVCachePool
+from shared.cache.view.interface import StepInputs, step_arrays
 from shared.engine.batch import Batch
 from shared.engine.request import Request
 from shared.engine.runner import MakeRunner, Runner
-from shared.engine.sampler import SampledTokens
+from shared.engine.sampling.sampler import SampledTokens
 from shared.models.tokens import Tokens
 from shared.sampling.params import SamplingParams
 from shared.scheduling.schedule import Schedule, Scheduled

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shared.engine.request import TokenLogprobs
-from shared.engine.sampler import SampledTokens, Sampler, SamplerOutput
+from shared.engine.sampling.sampler import SampledTokens, Sampler, SamplerOutput
 from shared.sampling.logprobs import top_logprobs
 from shared.sampling.params import SamplingParams
 from shared.sampling.sampler import SamplingRow

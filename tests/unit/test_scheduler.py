@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shared.cache.contiguous_pool import ContiguousKVCachePool
+from shared.cache.pool.contiguous import ContiguousKVCachePool
 from shared.engine.config import SCHEDULER_POLICIES, EngineConfig
 from shared.scheduling.continuous import ContinuousScheduler
 from shared.scheduling.static import StaticScheduler

@@ -36,7 +36,7 @@ from shared.engine.record import StepRecord
 from shared.errors import ConfigError, QueueFullError
 from shared.lessons import lessons
 from shared.sampling.params import SamplingParams
-from shared.server.sse import COMMENT, DONE, frame
+from shared.server.http.sse import COMMENT, DONE, frame
 
 MIXED = Workload("mixed", "Mixed", 40, 4, (8, 20), (3, 9))
 

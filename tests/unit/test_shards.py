@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn import Parameter
 
-from shared.cache.uncached import UncachedView
+from shared.cache.view.uncached import UncachedView
 from shared.checkpoints.quantize import quantize_checkpoint
 from shared.checkpoints.shapes import SHAPES
 from shared.errors import ConfigError
@@ -25,15 +25,15 @@ from shared.models.config import ModelConfig
 from shared.models.fused import fuse
 from shared.models.projection import Projection
 from shared.models.tokens import Tokens
-from shared.parallel.checkpoint import CutCheckpoint
-from shared.parallel.collectives import Collectives
-from shared.parallel.cut import COLUMNS, ROWS, Cut, ModelCut, cut_weight
-from shared.parallel.model import load_part
-from shared.parallel.projection import RowParallelProjection
-from shared.parallel.shard import Shard, possible_sizes
-from shared.parallel.vocabulary import Vocabulary
 from shared.quantization.rounding import quantize
 from shared.quantization.weight import QuantizedWeight, dequantize
+from shared.tracks.ranks.checkpoint import CutCheckpoint
+from shared.tracks.ranks.collectives import Collectives
+from shared.tracks.ranks.cut import COLUMNS, ROWS, Cut, ModelCut, cut_weight
+from shared.tracks.ranks.model import load_part
+from shared.tracks.ranks.projection import RowParallelProjection
+from shared.tracks.ranks.shard import Shard, possible_sizes
+from shared.tracks.ranks.vocabulary import Vocabulary
 from tests.comparison import assert_close, assert_equal, assert_rows_close
 from tests.ranks import FAMILIES, checkpoint_for_ranks, on_ranks
 

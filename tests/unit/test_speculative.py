@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from shared.cache.paged import PagedKVCachePool
+from shared.cache.pool.paged import PagedKVCachePool
 from shared.engine.config import EngineConfig
 from shared.engine.request import Request
-from shared.engine.sampler import SampledTokens
+from shared.engine.sampling.sampler import SampledTokens
 from shared.sampling.params import SamplingParams
 from shared.scheduling import speculative
 from shared.scheduling.drafts import num_equal, settle

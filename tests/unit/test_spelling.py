@@ -3,11 +3,11 @@
 import numpy as np
 import pytest
 
-from shared.grammar.automaton import START
+from shared.grammar.automata.automaton import START
+from shared.grammar.automata.spelling import spellable
+from shared.grammar.documents.json_schema import compile_schema
 from shared.grammar.grammar import Grammar, compile_grammar
-from shared.grammar.json_schema import compile_schema
 from shared.grammar.limits import GrammarError, Limits
-from shared.grammar.spelling import spellable
 from tests.grammars import UNTIMED, assert_language, budget
 
 

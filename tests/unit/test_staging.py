@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from shared.cache.pool_size import peak_bytes
-from shared.engine.staging import Staging
+from shared.engine.executor.staging import Staging
 
 CPU = torch.device("cpu")
 PLACES = {

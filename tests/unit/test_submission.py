@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from tutorial.workshop.submission import MOST_BYTES, Submission, read_submission
 
-CACHE = "shared/cache/contiguous.py"
+CACHE = "shared/cache/view/contiguous.py"
 NORM = "shared/ops/rmsnorm.py"
 CODE = b"x = 1\n"
 

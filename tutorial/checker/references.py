@@ -90,7 +90,9 @@ def looks_like_a_path(text: str) -> bool:
 
 
 def resolves(dotted: str, root: Path) -> bool:
-    """Whether a name such as ``shared.cache.contiguous.ContiguousCache.reserve`` is a module or an attribute of one."""
+    """Whether a name such as ``shared.cache.view.contiguous.ContiguousCache.reserve`` is a module or an attribute of
+    one.
+    """
     parts = dotted.split(".")
     for length in range(len(parts), 0, -1):
         base = root.joinpath(*parts[:length])

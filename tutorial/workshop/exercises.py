@@ -63,7 +63,7 @@ class Exercise:
     hints: tuple[str, ...]
     minutes: int
     tests: tuple[str, ...]  # pytest node ids, from the root
-    path: str  # of the module, from the root: shared/cache/contiguous.py
+    path: str  # of the module, from the root: shared/cache/view/contiguous.py
     target: str
 
     @property

@@ -68,8 +68,8 @@ def anchor(line: int) -> str:
 def find(name: str) -> tuple[str, int | None] | None:
     """Where a path or a dotted name leads: a path relative to the root, and the line of the definition if it is one.
 
-    ``shared/cache/``, ``shared/cache/contiguous.py``, ``shared.cache.contiguous`` and
-    ``shared.cache.contiguous.ContiguousCache.reserve`` are found; None for anything else.
+    ``shared/cache/``, ``shared/cache/view/contiguous.py``, ``shared.cache.view.contiguous`` and
+    ``shared.cache.view.contiguous.ContiguousCache.reserve`` are found; None for anything else.
     """
     path = PurePosixPath(name.rstrip("/"))
     if path.parts and page_name(path) is not None and ("/" in name or path in source_files()):

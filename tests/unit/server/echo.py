@@ -28,8 +28,8 @@ from shared.engine.request import Request, TokenLogprobs
 from shared.errors import QueueFullError, RequestError
 from shared.sampling.params import SamplingParams
 from shared.server.app import make_app
-from shared.server.engine_loop import EngineHandle
-from shared.server.engine_thread import EngineThread
+from shared.server.engine.loop import EngineHandle
+from shared.server.engine.thread import EngineThread
 from shared.server.process import Server, address_of, bind
 from shared.server.settings import ServerConfig
 from shared.text.stopping import FinishReason

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from shared.errors import QueueFullError
-from shared.server.intake import derived_seed
+from shared.server.answers.intake import derived_seed
 from tests.unit.server.echo import ENDLESS, LIMIT, POISON, EchoEngine, Running, endless, serving, unread
 from tests.unit.server.exchange import assert_refused, chat, completion, error_of, events
 from tests.waiting import wait_until

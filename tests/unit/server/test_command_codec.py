@@ -14,10 +14,10 @@ from shared.engine.record import EngineLoad
 from shared.grammar.grammar import Grammar
 from shared.grammar.limits import Limits
 from shared.sampling.params import SamplingParams
-from shared.server.command_codec import CommandCodec
-from shared.server.engine_client import EngineClient
-from shared.server.engine_loop import Abort, Add, Crashed, Event, NewRequest
-from shared.server.engine_process import EngineProcess
+from shared.server.engine.client import EngineClient
+from shared.server.engine.command_codec import CommandCodec
+from shared.server.engine.loop import Abort, Add, Crashed, Event, NewRequest
+from shared.server.engine.process import EngineProcess
 from tests.unit.server.echo import EchoEngine, serving, wait_until
 from tests.unit.server.exchange import completion
 

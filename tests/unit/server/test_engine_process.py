@@ -19,7 +19,7 @@ from shared.engine.output import StepOutput
 from shared.engine.request import TokenLogprobs
 from shared.errors import ConfigError
 from shared.sampling.params import SamplingParams
-from shared.server.engine_loop import (
+from shared.server.engine.loop import (
     Add,
     Answered,
     Ask,
@@ -32,8 +32,8 @@ from shared.server.engine_loop import (
     Stepped,
     Stop,
 )
-from shared.server.engine_process import EngineProcess
-from shared.server.engine_thread import EngineThread
+from shared.server.engine.process import EngineProcess
+from shared.server.engine.thread import EngineThread
 from shared.text.stopping import FinishReason
 from tests.forks import FORKS
 from tests.unit.server.echo import EchoEngine, serving

@@ -9,9 +9,9 @@ from typing import Any
 import httpx
 import pytest
 
-from shared.server.chunk_fields import RegisterRequest
-from shared.server.json_text import MAX_NESTING
-from shared.server.protocol import ChatRequest, CompletionRequest
+from shared.server.bodies.chunk_fields import RegisterRequest
+from shared.server.bodies.protocol import ChatRequest, CompletionRequest
+from shared.server.http.json_text import MAX_NESTING
 from tests.unit.server.echo import EchoEngine, serving
 from tests.unit.server.exchange import assert_refused, chat, completion, error_of
 

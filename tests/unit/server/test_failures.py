@@ -10,8 +10,8 @@ import openai
 import pytest
 
 from shared.engine.output import StepOutput
-from shared.server.answer_stream import AnswerStream
-from shared.server.completions import CompletionFrames
+from shared.server.answers.answer_stream import AnswerStream
+from shared.server.routes.completions import CompletionFrames
 from tests.unit.server.echo import ENDLESS, POISON, EchoEngine, endless, serving
 from tests.unit.server.exchange import completion, error_of, events
 from tests.waiting import wait_until

@@ -16,8 +16,8 @@ from shared.grammar.answer_graph import CallMode, CallSpelling
 from shared.grammar.calls import CallDescription, CalledFunction
 from shared.grammar.grammar import Grammar
 from shared.grammar.limits import GrammarError, Limits, WorkError
-from shared.server import grammar_process
-from shared.server.grammar_process import QUICK, GrammarProcess
+from shared.server.engine import grammar_process
+from shared.server.engine.grammar_process import QUICK, GrammarProcess
 from tests.waiting import PATIENCE
 
 EVERY_BYTE = np.ones(256, np.bool_)

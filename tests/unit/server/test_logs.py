@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from shared.server import logs
+from shared.server.http import logs
 from tests.unit.server.echo import EchoEngine, serving
 from tests.unit.server.exchange import completion
 

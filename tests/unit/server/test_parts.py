@@ -16,15 +16,15 @@ from shared.engine.output import StepOutput
 from shared.engine.request import TokenLogprobs
 from shared.errors import ConfigError
 from shared.server import process
-from shared.server.answer import Answer
-from shared.server.answer_stream import AnswerStream
-from shared.server.chat import ChatFrames
-from shared.server.completions import CompletionFrames
+from shared.server.answers.answer import Answer
+from shared.server.answers.answer_stream import AnswerStream
 from shared.server.errors import ApiError
-from shared.server.metrics import SHORT, ServerMetrics
+from shared.server.http.metrics import SHORT, ServerMetrics
+from shared.server.http.sse import frame, to_json
 from shared.server.process import bind, is_exposed
+from shared.server.routes.chat import ChatFrames
+from shared.server.routes.completions import CompletionFrames
 from shared.server.settings import ServerConfig
-from shared.server.sse import frame, to_json
 from shared.text.stopping import FinishReason
 
 

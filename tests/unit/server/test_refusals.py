@@ -131,7 +131,7 @@ def test_openais_statuses_if_they_are_asked_for(folder: Path) -> None:
 
 
 def test_every_code_is_described() -> None:
-    sources = "".join(path.read_text() for path in Path(errors.__file__).parent.glob("*.py"))
+    sources = "".join(path.read_text() for path in Path(errors.__file__).parent.rglob("*.py"))
     codes = set(re.findall(r'ApiError\(\s*\d+, "(\w+)"|code="(\w+)"', sources))
     described = (Path(errors.__file__).parents[2] / "docs/API.md").read_text()
     assert [code for found in codes for code in found if code and f"`{code}`" not in described] == []

@@ -135,7 +135,7 @@ def test_a_server_without_drafts_counts_none(client: httpx.Client) -> None:
 def test_a_slow_step_delays_no_health_check_and_ends_a_question_with_503(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("shared.server.status.DESCRIBE_TIMEOUT", 0.1)
+    monkeypatch.setattr("shared.server.routes.status.DESCRIBE_TIMEOUT", 0.1)
     engine = EchoEngine(folder)
     with serving(engine) as running, running.client() as client, running.client() as other:
         with ThreadPoolExecutor(1) as aside, engine.held():

@@ -15,8 +15,8 @@ from phases.phase_12.engine import Engine
 from shared.engine.config import EngineConfig
 from shared.grammar import grammar
 from shared.grammar.grammar import Grammar
-from shared.server.protocol import CompletionRequest
-from shared.server.structured_output import described_grammar
+from shared.server.bodies.protocol import CompletionRequest
+from shared.server.bodies.structured_output import described_grammar
 from tests.unit.server.echo import EchoEngine, serving
 from tests.unit.server.exchange import assert_refused, chat, completion, events
 

@@ -12,8 +12,8 @@ import pytest
 
 from shared.engine.output import StepOutput
 from shared.engine.request import Request, TokenLogprobs
-from shared.server.tool_answer import ToolReading, whole_message
-from shared.server.tool_fields import MAX_TOOLS
+from shared.server.answers.tool_answer import ToolReading, whole_message
+from shared.server.bodies.tool_fields import MAX_TOOLS
 from shared.text.tool_format import TOOL_FORMATS
 from tests.unit.server.echo import EchoEngine, Running, serving
 from tests.unit.server.exchange import assert_refused, chat, thinking_first

@@ -18,11 +18,11 @@ from shared.engine.config import EngineConfig
 from shared.engine.output import StepOutput
 from shared.grammar.calls import CallDescription
 from shared.grammar.grammar import Grammar
-from shared.server.protocol import ChatRequest
-from shared.server.served_chat import ChatPrompt, ServedChat
+from shared.server.answers.served_chat import ChatPrompt, ServedChat
+from shared.server.answers.tool_answer import ToolReading, whole_message
+from shared.server.answers.tool_grammar import thought_marks, tool_grammar, tool_reading
+from shared.server.bodies.protocol import ChatRequest
 from shared.server.settings import ServerConfig
-from shared.server.tool_answer import ToolReading, whole_message
-from shared.server.tool_grammar import thought_marks, tool_grammar, tool_reading
 from shared.text.thoughts import MARKS, OPENED, Marks
 from shared.text.tokenizer import Tokenizer
 from shared.text.tool_format import TOOL_FORMATS

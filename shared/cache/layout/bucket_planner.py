@@ -1,0 +1,110 @@
+"""Attention plans for captured steps. Introduced in phase 9.
+
+A captured launch has a fixed grid, tiling and number of rows; what a program computes it reads from the plan. So these
+plans are made for the step's bucket, not for the step: the tiling is the bucket's, the arrays are as long as the
+bucket's largest plan, padding has no items, and a merge is launched whether or not anything is split.
+
+In a mixed step the number of decoding sequences varies too, and a captured launch cannot begin at a row that varies.
+So both launches get all rows. The decoding sequences are the first, so a decode item's sequence is its row; the rows of
+the prompts begin after them, as their plan says.
+
+A step that verifies drafts (phase 11) has the same new tokens as the one before, and keys that seldom need a tile more,
+so its plan is kept too.
+
+Invariant: a step that fits no bucket is planned as in phase 6.1.
+"""
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from shared.attention.descriptor import AttentionPlan
+from shared.attention.plan import plan_prefill
+from shared.cache.layout.paged import PagedLayout
+from shared.cache.layout.planned import AttentionPlanner, LayoutPlans, StepLaunches, StepPlans
+from shared.cache.layout.slots import Integers
+from shared.engine.batch import Batch
+from shared.engine.executor.buckets import Bucket, Buckets
+from shared.kernels.attention.planned_tiling import PrefillTiling
+
+
+@dataclass(frozen=True)
+class BucketPlanner(AttentionPlanner):
+    """Plans the attention of captured steps."""
+
+    buckets: Buckets = field(kw_only=True)
+    last_prefill: dict[tuple[object, ...], dict[int | None, AttentionPlan]] = field(default_factory=dict, compare=False)
+    """The plans of the last prompts, by all that they depend on."""
+
+    def plan(self, num_new: Integers, lengths: Integers, num_decoding: int) -> StepPlans:
+        """See :class:`AttentionPlanner`."""
+        bucket = self.buckets.smallest(len(lengths), int(num_new.sum()))
+        if bucket is None:
+            return super().plan(num_new, lengths, num_decoding)
+        decode = self._plan_decode(lengths[:num_decoding], bucket.num_sequences)
+        if bucket.is_decode:
+            return StepPlans(decode, {})
+        return StepPlans(decode, self._plan_mixed(num_new[num_decoding:], lengths[num_decoding:], num_decoding, bucket))
+
+    def _plan_mixed(
+        self, num_new: Integers, lengths: Integers, num_decoding: int, bucket: Bucket
+    ) -> dict[int | None, AttentionPlan]:
+        tiling = self.bucket_prefill_tiling(bucket)
+        grid = tiling.grid(self.config.num_kv_heads, self.device)
+        tokens = tiling.tokens(self.config.num_heads // self.config.num_kv_heads)
+        is_exact = self.windows != (None,) or bool((num_new > tokens).any())  # the plan depends on each key
+        seen = lengths if is_exact else -(-lengths // grid.unit)
+        key = bucket, num_decoding, num_new.tobytes(), seen.tobytes()
+        plans = self.last_prefill.get(key)
+        if plans is not None:
+            return plans
+        plans = {
+            window: plan_prefill(
+                num_new,
+                lengths,
+                grid,
+                tokens_per_tile=tokens,
+                window=window,
+                has_masks=self.has_masks,
+                first_row=num_decoding,
+                num_rows=bucket.num_tokens,
+                num_requests=bucket.num_sequences,
+                capacity=grid.capacity(bucket.num_tokens // tokens + bucket.num_sequences),
+                is_captured=True,
+            )
+            for window in self.windows
+        }
+        self.last_prefill.clear()
+        self.last_prefill[key] = plans
+        return plans
+
+    def launches(self, num_tokens: int, num_sequences: int, num_decoding: int) -> StepLaunches:
+        """See :class:`AttentionPlanner`."""
+        bucket = self.buckets.smallest(num_sequences, num_tokens)
+        if bucket is None:
+            return super().launches(num_tokens, num_sequences, num_decoding)
+        prefill = None if bucket.is_decode else self.bucket_prefill_tiling(bucket)
+        return StepLaunches(bucket.num_sequences, 0, self.decode_tiling(bucket.num_sequences), prefill)
+
+    def bucket_prefill_tiling(self, bucket: Bucket) -> PrefillTiling:
+        """The tiling of the prompts of a mixed bucket: for one chunk that fills it."""
+        return self.prefill_tiling(bucket.num_tokens, 1)
+
+    def padding(self, bucket: Bucket, block_size: int) -> Batch:
+        """A full batch for the capture of a bucket, which writes to no slot: new sequences, or a single prompt."""
+        B, T = (bucket.num_tokens, bucket.num_tokens) if bucket.is_decode else (1, bucket.num_tokens)
+        rows, num_new, nothing = np.arange(B), np.full(B, T // B), np.zeros(0, np.int64)
+        places = (rows, np.zeros(B, np.int64), num_new, np.full(T, -1))
+        blocks = np.full(B, -(-T // B // block_size))  # of each sequence: block 0, whose content does not matter
+        starts = np.append(0, blocks.cumsum())
+        layout = PagedLayout(*places, tables=np.zeros(starts[-1], np.int32), table_starts=starts)
+        return Batch(
+            request_ids=("padding",) * B,
+            token_ids=np.zeros(T, np.int64),
+            pending=nothing,
+            positions=np.zeros(T, np.int64),
+            num_new_tokens=num_new,
+            logit_rows=nothing,
+            logit_sequences=nothing,
+            layout=LayoutPlans.planned(layout, self),
+        )

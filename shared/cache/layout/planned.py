@@ -1,0 +1,134 @@
+"""The slots and block tables of a batch, with attention plans. Introduced in phase 6.1.
+
+Attention is planned once a step, for all layers: :mod:`shared.attention.plan` cuts the keys of all sequences into
+splits of one size, and each layer's launch follows the plan. A plan depends on the layer only through its window, so a
+step has one plan for each distinct window of the model; a step that decodes beside prompts (phase 7) has two.
+
+Invariant: plans are made for the lengths of the layout, which the kernels read; the keys of tokens that may follow
+(``num_ahead``) are planned too, and a split without keys is a state that changes nothing.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
+
+import torch
+
+from shared.attention.descriptor import AttentionPlan
+from shared.attention.plan import plan_decode, plan_prefill
+from shared.cache.layout.paged import PagedLayout
+from shared.cache.layout.slots import Integers
+from shared.kernels.attention.planned_tiling import DecodeTiling, PrefillTiling, decode_tiling, prefill_tiling
+from shared.models.config import ModelConfig
+
+
+class StepPlans(NamedTuple):
+    """The plans of a step by window, for its decoding sequences and for its prompts; empty where it has none."""
+
+    decode: Mapping[int | None, AttentionPlan]
+    prefill: Mapping[int | None, AttentionPlan]
+
+
+class StepLaunches(NamedTuple):
+    """The launches of each layer: the rows of queries that they get, and their tilings; None: there is no launch."""
+
+    num_decoding: int  # the first rows, of the sequences that decode
+    first_prompt: int  # the row from which those of the prompts are read
+    decode: Any  # a DecodeTiling
+    prefill: Any  # a PrefillTiling
+
+
+@dataclass(frozen=True)
+class AttentionPlanner:
+    """Plans the attention of a model on a device; ``itemsize`` is the bytes per element of its keys."""
+
+    config: ModelConfig
+    windows: tuple[int | None, ...]  # the distinct windows of the layers
+    itemsize: int
+    device: torch.device
+    last_decode: dict[tuple[bytes, int | None], dict[int | None, AttentionPlan]] = field(
+        default_factory=dict, compare=False
+    )
+    """The plans of the last decoding sequences, by their lengths in whole tiles and the rows of the launch."""
+    has_masks: bool = False  # whether new tokens may be mask tokens (phase 11.1)
+
+    def decode_tiling(self, num_sequences: int) -> DecodeTiling:
+        """The tiling of a decode step of ``num_sequences`` sequences."""
+        return decode_tiling(num_sequences, self.config.num_kv_heads, self.config.head_dim, self.itemsize)
+
+    def prefill_tiling(self, num_tokens: int, num_sequences: int) -> PrefillTiling:
+        """The tiling of a prefill step of ``num_tokens`` new tokens."""
+        config = self.config
+        heads = (config.num_heads, config.num_kv_heads, config.head_dim)
+        return prefill_tiling(num_tokens, num_sequences, *heads, self.itemsize)
+
+    def most_numbers(self, num_tokens: int, num_sequences: int) -> tuple[int, ...]:
+        """Maximum length of each array of a plan, in the order of ``AttentionPlan.arrays``, for steps of this size."""
+        tilings = (
+            self.decode_tiling(1),
+            self.decode_tiling(num_sequences),
+            self.prefill_tiling(num_tokens, num_sequences),
+        )
+        resident = max(tiling.grid(self.config.num_kv_heads, self.device).resident for tiling in tilings)
+        capacity = resident + num_tokens  # a tile of queries has at least one token
+        return 1, 1, capacity, capacity, capacity, num_sequences + 1, num_tokens + 1
+
+    def plan(self, num_new: Integers, lengths: Integers, num_decoding: int) -> StepPlans:
+        """The plans of a step whose first ``num_decoding`` sequences have one new token each."""
+        return StepPlans(
+            self._plan_decode(lengths[:num_decoding]),
+            self._plan_prefill(num_new[num_decoding:], lengths[num_decoding:]),
+        )
+
+    def launches(self, num_tokens: int, num_sequences: int, num_decoding: int) -> StepLaunches:
+        """The launches of a step whose first ``num_decoding`` sequences have one new token each."""
+        T, B, n = num_tokens, num_sequences, num_decoding
+        decode = self.decode_tiling(n) if n else None
+        return StepLaunches(n, n, decode, self.prefill_tiling(T - n, B - n) if n < B else None)
+
+    def _plan_decode(self, lengths: Integers, num_rows: int | None = None) -> dict[int | None, AttentionPlan]:
+        """``num_rows``: of a captured launch, which needs a plan even if nothing decodes."""
+        is_captured = num_rows is not None
+        if not len(lengths) and not is_captured:
+            return {}
+        grid = self.decode_tiling(num_rows or len(lengths)).grid(self.config.num_kv_heads, self.device)
+        tiles = -(-lengths // grid.unit) * grid.unit  # a plan cuts no finer, so it serves until a sequence needs a tile
+        key = tiles.tobytes(), num_rows
+        plans = self.last_decode.get(key)
+        if plans is None:
+            about: dict[str, Any] = {"num_rows": num_rows, "is_captured": is_captured}
+            plans = {window: plan_decode(tiles, grid, window=window, **about) for window in self.windows}
+            self.last_decode.clear()
+            self.last_decode[key] = plans
+        return plans
+
+    def _plan_prefill(self, num_new: Integers, lengths: Integers) -> dict[int | None, AttentionPlan]:
+        if not len(lengths):
+            return {}
+        tiling = self.prefill_tiling(int(num_new.sum()), len(num_new))
+        grid = tiling.grid(self.config.num_kv_heads, self.device)
+        tokens = tiling.tokens(self.config.num_heads // self.config.num_kv_heads)
+        return {
+            window: plan_prefill(
+                num_new, lengths, grid, tokens_per_tile=tokens, window=window, has_masks=self.has_masks
+            )
+            for window in self.windows
+        }
+
+
+@dataclass(frozen=True)
+class LayoutPlans:
+    """The plans of a layout; see :class:`shared.cache.layout.paged.LayoutExtra`."""
+
+    planner: AttentionPlanner
+    plans: StepPlans
+
+    @classmethod
+    def planned(cls, layout: PagedLayout, planner: AttentionPlanner) -> PagedLayout:
+        """The layout with its plans."""
+        plans = planner.plan(layout.num_new, layout.lengths + layout.num_ahead, layout.num_decoding)
+        return replace(layout, extra=cls(planner, plans))
+
+    def part(self, layout: PagedLayout, sequences: slice) -> PagedLayout:
+        """See ``LayoutExtra``; the part gets new plans."""
+        return self.planned(layout, self.planner)

@@ -1,0 +1,1 @@
+"""The host side of KV caches: which blocks each request holds."""

@@ -1,0 +1,105 @@
+"""What a paged pool does with its blocks besides giving them to requests: the interface. Introduced in phase 6.
+
+An extension keeps blocks that outlive their requests, or that hold something else than a request's tokens in order.
+A pool has one, and calls it where requests come, grow and go; :class:`NoExtension` does nothing.
+
+Invariant: an extension holds a reference for each block that it keeps, and lists these in ``block_lists``.
+"""
+
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any, Protocol
+
+from shared.cache.layout.paged import PagedLayout
+from shared.cache.pool.blocks import BlockAllocator, Blocks
+from shared.engine.request import Request
+from shared.scheduling.schedule import Schedule
+
+
+class BlockTables(Protocol):
+    """What an extension reads and writes of its pool; see :class:`shared.cache.pool.paged.PagedKVCachePool`."""
+
+    block_size: int
+    allocator: BlockAllocator
+    rows: dict[Request, int]
+    free_rows: list[int]
+    tables: Blocks
+    num_held: list[int]
+    granted: list[int]
+    lengths: list[int]
+    num_slotless: dict[Request, int]
+
+    @property
+    def free_tokens(self) -> int:
+        """See ``CachePoolProtocol``."""
+        ...
+
+    def blocks_for(self, num_tokens: int) -> int:
+        """Blocks that ``num_tokens`` tokens of one request fill."""
+        ...
+
+
+class PoolExtension(Protocol):
+    """Called by a pool, whose tables are the argument ``pool``; without methods of its own it does nothing."""
+
+    prefixes: Mapping[Request, Any] = MappingProxyType({})  # of requests that share one
+
+    def admit(self, pool: BlockTables, request: Request) -> int:
+        """See ``CachePoolProtocol``."""
+        return 0
+
+    def must_wait(self, request: Request) -> bool:
+        """See ``CachePoolProtocol``."""
+        return False
+
+    def allocate(self, pool: BlockTables, count: int) -> Blocks | None:
+        """``count`` blocks, each with one reference, if need be those that no request uses; None if there are fewer."""
+        return pool.allocator.allocate(count)
+
+    def commit(self, pool: BlockTables, request: Request, num_tokens: int) -> None:
+        """After the pool has counted ``num_tokens`` tokens more."""
+        return None
+
+    def check_truncation(self, request: Request, num_tokens: int) -> None:
+        """Raises CapacityError if tokens after the first ``num_tokens`` cannot be dropped."""
+        return None
+
+    def release(self, request: Request) -> None:
+        """Before the pool frees the blocks of a request, if it holds any."""
+        return None
+
+    def context_length(self, request: Request) -> int:
+        """Tokens of an admitted request in blocks that are not in its table."""
+        return 0
+
+    def lay_out(self, pool: BlockTables, schedule: Schedule, layout: PagedLayout) -> PagedLayout:
+        """The layout of a step with all that is not in the tables."""
+        return layout
+
+    def num_unused_blocks(self) -> int:
+        """Kept blocks that no request uses."""
+        return 0
+
+    def used_tokens(self) -> int:
+        """Tokens in use that the pool's lengths lack."""
+        return 0
+
+    def unused_blocks(self) -> list[int]:
+        """See ``CachePoolProtocol.cached_blocks``."""
+        return []
+
+    def drop_unused(self, pool: BlockTables) -> None:
+        """See ``CachePoolProtocol.drop_cached``."""
+        return None
+
+    def audit(self, pool: BlockTables) -> list[str]:
+        """One message per violated invariant."""
+        return []
+
+    def block_lists(self) -> list[Blocks]:
+        """The kept blocks."""
+        return []
+
+
+class NoExtension(PoolExtension):
+    """Every block belongs to one request."""

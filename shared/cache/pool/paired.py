@@ -1,0 +1,127 @@
+"""The host side of two KV caches: the model's, and that of its draft model. Introduced in phase 11.
+
+The draft model reads the same text, so it needs keys and values of its own for it. For each request its pool holds a
+*twin*: a request with the same tokens, of which the draft model may have computed more or fewer. A request is admitted,
+and grows, only where both pools have room.
+
+Invariants: a request has a twin exactly while it holds space; both pools have reserved the same number of tokens, up to
+the draft model's maximum; this module commits tokens of the model alone, and the drafter those of the twins.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from shared.cache.layout.slots import Layout
+from shared.cache.pool.interface import CachePoolProtocol
+from shared.engine.request import Request
+from shared.scheduling.schedule import Schedule
+
+
+class PairedPool:
+    """Reserves in both pools; all else is that of the model's ``target``. See ``CachePoolProtocol``."""
+
+    def __init__(self, target: CachePoolProtocol, draft: CachePoolProtocol) -> None:
+        self.target, self.draft = target, draft
+        self.twins: dict[Request, Request] = {}
+        self.granted: dict[Request, int] = {}  # tokens
+        self.max_sequences = target.max_sequences
+        self.request_capacity = target.request_capacity
+        self.capacity_tokens = min(target.capacity_tokens, draft.capacity_tokens)
+        self.watermark_tokens = target.watermark_tokens
+
+    def admit(self, request: Request) -> int:
+        """See ``CachePoolProtocol``; what the draft model has of the request's prefix may be less, or more."""
+        unlimited: dict[str, Any] = {"thinking_budget": None, "min_thinking_tokens": 0}
+        params = replace(request.params, logprobs=None, prompt_logprobs=None, **unlimited)
+        about = (request.request_id, request.prompt_ids, params, request.seed, request.end_ids)
+        twin = self.twins[request] = Request(*about, output_ids=list(request.output_ids), serial=request.serial)
+        self.granted[request] = 0
+        self.draft.admit(twin)
+        return self.target.admit(request)
+
+    def must_wait(self, request: Request) -> bool:
+        """See ``CachePoolProtocol``."""
+        return self.target.must_wait(request)
+
+    def reserve(self, request: Request, num_tokens: int) -> bool:
+        """See ``CachePoolProtocol``; in both pools, or in none."""
+        twin, granted = self.twins[request], self.granted[request]
+        if not self.target.reserve(request, num_tokens):
+            return False
+        if not self.draft.reserve(twin, min(num_tokens, self.draft.request_capacity)):
+            self.target.shrink(request, granted)
+            return False
+        self.granted[request] = max(granted, num_tokens)
+        return True
+
+    def commit(self, request: Request, num_tokens: int) -> None:
+        """See ``CachePoolProtocol``; of the model alone."""
+        self.target.commit(request, num_tokens)
+
+    def reserve_next(self, requests: Iterable[Request]) -> list[Request]:
+        """See ``CachePoolProtocol``; ``reserve`` does this."""
+        return list(requests)
+
+    def commit_next(self, requests: Iterable[Request]) -> None:
+        """See ``CachePoolProtocol``."""
+        self.target.commit_next(requests)
+
+    def truncate(self, request: Request, num_tokens: int) -> None:
+        """See ``CachePoolProtocol``; of the model alone."""
+        self.target.truncate(request, num_tokens)
+
+    def shrink(self, request: Request, num_tokens: int) -> None:
+        """See ``CachePoolProtocol``; in both pools. Drafts whose keys lose their place are no longer remembered."""
+        twin = self.twins[request]
+        self.target.shrink(request, num_tokens)
+        self.draft.shrink(twin, num_tokens)
+        self.granted[request] = max(self.target.length(request), min(num_tokens, self.granted[request]))
+        num_written = max(num_tokens - self.draft.length(twin), 0)
+        twin.draft_ids = twin.draft_ids[: num_written + 1]  # the last one has no keys yet
+
+    def release(self, request: Request) -> None:
+        """See ``CachePoolProtocol``; in both pools."""
+        self.target.release(request)
+        twin = self.twins.pop(request, None)
+        if twin is not None:
+            self.draft.release(twin)
+            del self.granted[request]
+
+    def length(self, request: Request) -> int:
+        """See ``CachePoolProtocol``."""
+        return self.target.length(request)
+
+    @property
+    def used_tokens(self) -> int:
+        """See ``CachePoolProtocol``."""
+        return self.target.used_tokens
+
+    @property
+    def free_tokens(self) -> int:
+        """See ``CachePoolProtocol``; in the pool with less room."""
+        return min(self.target.free_tokens, self.draft.free_tokens)
+
+    def layout(self, schedule: Schedule) -> Layout:
+        """See ``CachePoolProtocol``."""
+        return self.target.layout(schedule)
+
+    def holdings(self) -> tuple[int, Mapping[Request, Sequence[int]]]:
+        """See ``CachePoolProtocol``."""
+        return self.target.holdings()
+
+    def cached_blocks(self) -> Sequence[int]:
+        """See ``CachePoolProtocol``."""
+        return self.target.cached_blocks()
+
+    def drop_cached(self) -> None:
+        """See ``CachePoolProtocol``; in both pools."""
+        self.target.drop_cached()
+        self.draft.drop_cached()
+
+    def audit(self) -> list[str]:
+        """See ``CachePoolProtocol``; of both pools."""
+        found = [*self.target.audit(), *(f"Draft model: {message}" for message in self.draft.audit())]
+        unknown = self.target.holdings()[1].keys() - self.twins.keys()
+        unknown |= self.draft.holdings()[1].keys() - set(self.twins.values())
+        return found + [f"Request {request.request_id} holds space and has no twin." for request in unknown]

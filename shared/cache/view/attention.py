@@ -1,0 +1,42 @@
+"""The attention of a paged view: the interface. Introduced in phase 6.
+
+An attention says which arrays of a step it needs on the device, and attends over the keys and values of a storage
+(:mod:`shared.cache.view.block_storage`). Invariant: it reads blocks and the step's arrays, and writes neither.
+"""
+
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+import torch
+from numpy.typing import DTypeLike, NDArray
+
+from shared.cache.layout.paged import PagedLayout
+from shared.engine.batch import Batch
+
+Arrays = dict[str, NDArray[Any]]
+Places = dict[str, tuple[int, DTypeLike]]
+Scores = dict[str, Any]  # the arguments scale, window and softcap of ``KVView.attend``
+
+
+class PagedAttentionProtocol(Protocol):
+    """Attends over blocks, in one of several ways."""
+
+    def lay_out(self, layout: PagedLayout) -> PagedLayout:
+        """What the pool adds to the layout of a step, on the host: plans (phase 6.1)."""
+        return layout
+
+    def staged(self, is_decode: bool, max_tokens: int) -> Places:
+        """Lengths and dtypes of the arrays of steps of up to ``max_tokens`` tokens."""
+        return {}
+
+    def arrays(self, batch: Batch, layout: PagedLayout) -> Arrays:
+        """The arrays of a step."""
+        return {}
+
+    def receive(self, batch: Batch, layout: PagedLayout, sent: Mapping[str, torch.Tensor]) -> None:
+        """Take the step's arrays on the device; all layers' attention is that of this step from now on."""
+        ...
+
+    def attend(self, layer: int, q: torch.Tensor, about: Scores, out: torch.Tensor | None) -> torch.Tensor:
+        """See :class:`shared.models.tokens.KVView`; ``out`` is the buffer of a decode step's results."""
+        ...

@@ -1,0 +1,126 @@
+"""Attention over blocks with kernels that follow a plan. Introduced in phase 6.1.
+
+The plans are uploaded in the step's one copy, before the block tables. The workspace for split sequences is allocated
+once: the maximum number of attention states depends on the GPU and the model's shape, not on the tokens of a step.
+Which rows of queries a launch gets, and its tiling, the planner says.
+
+Invariant: that of :class:`shared.cache.view.paged_attention.PagedAttention`.
+"""
+
+from collections.abc import Mapping
+from functools import partial
+from typing import Any, cast
+
+import numpy as np
+import torch
+from numpy.typing import DTypeLike
+
+from shared.attention.descriptor import NUM_ARRAYS, DevicePlan
+from shared.cache.layout.paged import PagedLayout, PagedSizes
+from shared.cache.layout.planned import AttentionPlanner, LayoutPlans, StepPlans
+from shared.cache.view.attention import Arrays, PagedAttentionProtocol, Places, Scores
+from shared.cache.view.block_storage import BlockStorage
+from shared.cache.view.fused_contiguous import check_flash_head_size
+from shared.cache.view.padding import NoPadding, Padding
+from shared.cache.view.paged_attention import paged_or_operations, staged_tables, table_arrays
+from shared.engine.batch import Batch
+from shared.engine.config import EngineConfig
+from shared.kernels.attention.planned_attention import planned_decode
+from shared.kernels.attention.planned_prefill import planned_prefill
+from shared.kernels.attention.planned_workspace import PlannedWorkspace
+from shared.kernels.launch import launches
+from shared.models.causal_lm import CausalLM
+from shared.models.config import ModelConfig
+
+
+class PlannedAttention:
+    """Two launches at most, and their merges; see :class:`shared.cache.view.attention.PagedAttentionProtocol`.
+
+    Raises ConfigError if there is no kernel for the model's head size.
+    """
+
+    def __init__(self, planner: AttentionPlanner, sizes: PagedSizes, storage: BlockStorage) -> None:
+        config = planner.config
+        check_flash_head_size(config.head_dim)
+        self.planner, self.sizes, self.storage = planner, sizes, storage
+        self.lay_out = partial(LayoutPlans.planned, planner=planner)
+        self.names = {  # of each plan's arrays in the staging
+            (kind, window): [f"{kind} plan {n} of window {window}" for n in range(NUM_ARRAYS)]
+            for kind in StepPlans._fields
+            for window in planner.windows
+        }
+        heads = (config.num_heads, config.num_kv_heads, config.head_dim)
+        self.workspace = PlannedWorkspace.for_batches(
+            sizes.max_sequences, *heads, planner.itemsize, storage.keys.device
+        )
+        self.prompt_arguments: dict[str, Any] = {}  # more arguments of the prompts' launch (phase 11.1)
+
+    def staged(self, is_decode: bool, max_tokens: int) -> Places:
+        """See ``PagedAttentionProtocol``."""
+        counts = self.planner.most_numbers(max_tokens, self.sizes.max_sequences)
+        places: dict[str, tuple[int, DTypeLike]] = {}
+        for (kind, _), names in self.names.items():
+            if kind == "decode" or not is_decode:
+                places |= {name: (count, np.int32) for name, count in zip(names, counts, strict=True)}
+        return places | staged_tables(self.sizes)
+
+    def arrays(self, batch: Batch, layout: PagedLayout) -> Arrays:
+        """See ``PagedAttentionProtocol``."""
+        arrays = table_arrays(batch, layout)
+        for kind, plans in cast(LayoutPlans, layout.extra).plans._asdict().items():
+            for window, plan in plans.items():
+                arrays |= zip(self.names[kind, window], plan.arrays(), strict=True)
+        return arrays
+
+    def receive(self, batch: Batch, layout: PagedLayout, sent: Mapping[str, torch.Tensor]) -> None:
+        """See ``PagedAttentionProtocol``."""
+        self.is_decode = batch.is_decode
+        self.decoding = sent["tables"], sent["table_starts"], sent["lengths"]
+        if not self.is_decode:
+            self.prompts = sent["tables"], sent["prompt_table_starts"], sent["prompt_lengths"]
+        self.launches = self.planner.launches(batch.num_tokens, len(batch), layout.num_decoding)
+        self.plans = {
+            (kind, window): DevicePlan.of(plan, [sent[name] for name in self.names[kind, window]])
+            for kind, plans in cast(LayoutPlans, layout.extra).plans._asdict().items()
+            for window, plan in plans.items()
+        }
+
+    def attend(self, layer: int, q: torch.Tensor, about: Scores, out: torch.Tensor | None) -> torch.Tensor:
+        """See ``PagedAttentionProtocol``."""
+        memory = (self.storage.layer_keys[layer], self.storage.layer_values[layer])
+        window = about["window"]
+        about = {**about, **self.storage.arguments[layer], "workspace": self.workspace}
+        n, first, decode, prefill = self.launches
+        if self.is_decode:
+            return planned_decode(
+                q, *memory, *self.decoding, self.plans["decode", window], **about, tiling=decode, out=out
+            )
+        out = torch.empty_like(q, memory_format=torch.contiguous_format)
+        if n:
+            plan = self.plans["decode", window]
+            planned_decode(q[:n], *memory, *self.decoding, plan, **about, tiling=decode, out=out[:n])
+        plan, about = self.plans["prefill", window], about | self.prompt_arguments
+        planned_prefill(q[first:], *memory, *self.prompts, plan, **about, tiling=prefill, out=out[first:])
+        return out
+
+
+def planned_attention(
+    config: EngineConfig, model: CausalLM, sizes: PagedSizes, storage: BlockStorage
+) -> tuple[PagedAttentionProtocol, Padding]:
+    """Planned attention where it is possible; see :data:`shared.cache.paged_memory.MakeAttention`."""
+    if not is_planned(storage, config.attention_backend):
+        return paged_or_operations(model.config, sizes, storage, config.attention_backend), NoPadding()
+    planner = AttentionPlanner(**planner_arguments(model.config, model.dtype, storage))
+    return PlannedAttention(planner, sizes, storage), NoPadding()
+
+
+def is_planned(storage: BlockStorage, backend: str | None) -> bool:
+    """Whether attention is planned: where kernels run, unless another backend is chosen."""
+    return backend in (None, "planned") and launches(storage.keys)
+
+
+def planner_arguments(config: ModelConfig, dtype: torch.dtype, storage: BlockStorage) -> dict[str, Any]:
+    """The arguments of a planner for a model of this dtype."""
+    itemsize = dtype.itemsize if dtype == torch.float32 else storage.keys.itemsize
+    about = {"config": config, "windows": tuple(dict.fromkeys(config.windows)), "itemsize": itemsize}
+    return about | {"device": storage.keys.device}

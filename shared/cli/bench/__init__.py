@@ -1,0 +1,1 @@
+"""``infer bench``: one module for each family of benchmarks."""

@@ -1,0 +1,1 @@
+"""Commands about the course: its phases, their differences, speeds and limits."""

@@ -1,0 +1,119 @@
+"""Computes batches by replaying captured steps. Introduced in phase 9.
+
+A decode step is one graph, from the ids to the logits. A mixed step's graph ends with the hidden states: which of them
+need logits differs from step to step, so those are computed by launches of their own, while the graph runs.
+
+Invariants: a step of a bucket that was not captured is run eagerly, with the same launches; nothing that is captured
+depends on the batch but through the view's buffers.
+"""
+
+import functools
+import logging
+import time
+from collections.abc import Sequence
+from typing import Any, Protocol, cast
+
+import torch
+from rich.console import Console
+from rich.progress import track
+
+from shared.cache.view.interface import BatchView, StepInputs
+from shared.engine.batch import Batch
+from shared.engine.executor.buckets import Bucket, Buckets
+from shared.engine.executor.eager import Eager, Ids, logits_of
+from shared.engine.executor.graphs import Capture, CapturedStep, Computed, CudaGraphCapture, DrawRecorder, uncollected
+from shared.engine.sampling.drawing import Recorder, launch_draw
+from shared.errors import ConfigError
+from shared.kernels.sampling.pending_ids import fill_pending
+from shared.models.causal_lm import CausalLM
+
+logger = logging.getLogger("infer.engine")
+
+
+class BucketedView(BatchView, Protocol):
+    """A view that pads steps to buckets, so that they can be captured."""
+
+    buckets: Buckets
+    bucket: Bucket | None  # of the loaded step; None: it is larger than all
+    paddings: Sequence[Batch]  # a full batch of padding for each bucket, the largest first
+
+    def advance(self) -> None:
+        """Move the loaded decode step on by a token for each sequence."""
+        ...
+
+
+class Captured:
+    """Captures the steps of its view's buckets, and replays them; a :class:`shared.engine.executor.eager.Executor`.
+
+    If a capture fails, the log says why, and every step is run eagerly. Raises ConfigError if the buckets are required.
+
+    Args:
+        view: a :class:`BucketedView`.
+        capture: records a step; None: as a CUDA graph.
+    """
+
+    def __init__(self, model: CausalLM, view: BatchView, last_ids: Ids, *, capture: Capture | None = None) -> None:
+        self.model, self.view, self.last_ids = model, cast(BucketedView, view), last_ids
+        self.eager = Eager(model, view, last_ids)  # for steps that are larger than all buckets
+        self.num_replays = 0
+        self.recorder: Recorder = launch_draw
+        self.graphs: dict[Bucket, CapturedStep] = {}
+        try:
+            with uncollected():
+                self._capture(capture or CudaGraphCapture(model.device))
+            if capture is None:
+                logits = [step.results.logits for step in self.graphs.values()]
+                self.recorder = DrawRecorder({each.data_ptr() for each in logits if each is not None})
+        except Exception as error:
+            self.graphs.clear()
+            if self.view.buckets.is_required:
+                raise ConfigError(
+                    f"use_cuda_graphs is True and CUDA graphs could not be captured ({error}); leave it out to run "
+                    "steps eagerly where they cannot."
+                ) from error
+            logger.warning("steps run eagerly, since CUDA graphs could not be captured: %s", error, exc_info=error)
+
+    def __call__(self, batch: Batch, inputs: StepInputs) -> tuple[torch.Tensor, torch.Tensor]:
+        """See :class:`shared.engine.executor.eager.Executor`."""
+        bucket = self.view.bucket
+        if bucket is None:
+            return self.eager(batch, inputs)
+        captured = self.graphs.get(bucket)
+        if captured is None:
+            hidden, logits = self._run(inputs, bucket)
+        else:
+            captured.replay()
+            hidden, logits = captured.results
+            self.num_replays += 1
+        if logits is None:
+            return hidden, logits_of(self.model, batch, inputs, hidden)
+        n = len(batch.logit_rows)
+        return hidden, logits[:n] if n == batch.num_tokens else logits[inputs.logit_rows]
+
+    def repeat(self, num_sequences: int) -> torch.Tensor | None:
+        """See :class:`shared.engine.executor.eager.Executor`."""
+        bucket = self.view.bucket
+        captured = self.graphs.get(bucket) if bucket is not None and bucket.is_decode else None
+        if captured is None:
+            return None
+        self.view.advance()
+        captured.replay()
+        self.num_replays += 1
+        return cast(torch.Tensor, captured.results.logits)[:num_sequences]
+
+    @torch.inference_mode()
+    def _capture(self, capture: Capture) -> None:
+        started, paddings = time.perf_counter(), self.view.paddings
+        console = Console(stderr=True)
+        about: dict[str, Any] = {"console": console, "transient": True, "disable": not console.is_terminal}
+        for batch in track(paddings, "Capturing CUDA graphs", **about):
+            inputs, bucket = self.view.load(batch), self.view.bucket
+            assert bucket is not None
+            self.graphs[bucket] = capture(functools.partial(self._run, inputs, bucket))
+        logger.info("captured %d steps in %.1f s", len(paddings), time.perf_counter() - started)
+
+    def _run(self, inputs: StepInputs, bucket: Bucket) -> Computed:
+        """The launches of a bucket."""
+        fill_pending(inputs.tokens.ids, self.last_ids.tensor)
+        hidden = self.model(inputs.tokens, self.view)
+        return Computed(hidden, self.model.logits(hidden) if bucket.is_decode else None)

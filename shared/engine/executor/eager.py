@@ -1,0 +1,84 @@
+"""What computes a loaded batch: one launch after the other. Introduced in phase 4.
+
+From phase 9 on an executor may replay captured steps instead (:mod:`shared.engine.executor.captured`), and a step
+may begin with ids that only the device knows (:mod:`shared.engine.executor.last_ids`). Here every id is known.
+
+Invariant: an executor changes neither the batch nor a request.
+"""
+
+from typing import Protocol
+
+import torch
+
+from shared.cache.view.interface import BatchView, StepInputs
+from shared.engine.batch import Batch
+from shared.engine.sampling.drawing import Recorder, launch_draw
+from shared.models.causal_lm import CausalLM
+
+
+class Ids:
+    """The ids of tokens that the host does not know yet: none, if a step begins when those of the one before are known.
+
+    Attributes:
+        tensor: int64, on the device; the first are those of sequences, by the pool's row.
+    """
+
+    def __init__(self, max_sequences: int, most_ids: int, device: torch.device) -> None:
+        self.tensor = torch.zeros(0, dtype=torch.int64, device=device)
+
+    def fill(self, batch: Batch, ids: torch.Tensor) -> None:
+        """Set the ids of a batch's tokens that the host does not know, in place."""
+
+    def keep(self, rows: torch.Tensor, ids: torch.Tensor) -> None:
+        """Keep the ids sampled for the sequences in these rows of the pool."""
+
+
+class Executor(Protocol):
+    """Computes batches that are loaded into its view."""
+
+    recorder: Recorder  # for the sampler of its logits
+    num_replays: int
+
+    def __call__(self, batch: Batch, inputs: StepInputs) -> tuple[torch.Tensor, torch.Tensor]:
+        """Hidden states ``[T, H]`` or more, and logits ``[n, V]``."""
+        ...
+
+    def repeat(self, num_sequences: int) -> torch.Tensor | None:
+        """Logits ``[n, V]`` of the tokens just sampled for the sequences of a decode step, the last that was computed.
+
+        None if the step cannot be moved on without the host.
+        """
+        ...
+
+
+class Eager:
+    """Launches each operation of a step."""
+
+    num_replays = 0
+
+    def __init__(self, model: CausalLM, view: BatchView, last_ids: Ids) -> None:
+        self.model, self.view, self.last_ids = model, view, last_ids
+        self.recorder: Recorder = launch_draw
+
+    def __call__(self, batch: Batch, inputs: StepInputs) -> tuple[torch.Tensor, torch.Tensor]:
+        """See :class:`Executor`."""
+        self.last_ids.fill(batch, inputs.tokens.ids)
+        hidden = self.model(inputs.tokens, self.view)
+        return hidden, logits_of(self.model, batch, inputs, hidden)
+
+    def repeat(self, num_sequences: int) -> torch.Tensor | None:
+        """See :class:`Executor`."""
+        return None
+
+
+def logits_of(model: CausalLM, batch: Batch, inputs: StepInputs, hidden: torch.Tensor) -> torch.Tensor:
+    """Logits ``[n, V]`` of the batch's logit rows, from the hidden states of its tokens."""
+    n = len(batch.logit_rows)
+    if n == 0:  # prompts that are not computed to their end, or that generate nothing
+        return no_logits(model)
+    return model.logits(hidden[:n] if n == batch.num_tokens else hidden[inputs.logit_rows])
+
+
+def no_logits(model: CausalLM) -> torch.Tensor:
+    """Logits ``[0, V]``."""
+    return torch.empty(0, model.config.vocab_size, dtype=model.dtype, device=model.device)

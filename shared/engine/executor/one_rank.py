@@ -1,0 +1,41 @@
+"""The ranks that compute a runner's batches: one alone. Introduced in phase 4.
+
+From phase 12.1 on several ranks may compute a batch together (:mod:`shared.tracks.ranks.several_ranks`): then what
+happens before a forward, to its logits, and after a failure differs, and that is all.
+"""
+
+from collections.abc import Callable, Iterator
+from typing import TypeVar
+
+import torch
+
+from shared.engine.batch import Batch
+from shared.engine.executor.isolation import run_isolated
+from shared.engine.sampling.sampler import Draws
+
+R = TypeVar("R")
+
+
+class Ranks:
+    """What a runner does for and with the ranks of its model; here there are no others."""
+
+    can_repeat = True  # whether a step can be moved on without a batch
+
+    def run(self, run: Callable[[range], R], sequences: range) -> Iterator[tuple[range, R | Exception]]:
+        """Run a forward of the sequences of a batch; see :func:`shared.engine.executor.isolation.run_isolated`."""
+        return run_isolated(run, sequences)
+
+    def begin(self, batch: Batch, last_ids: torch.Tensor) -> None:
+        """A batch is computed next, with ids of ``last_ids`` if it has pending ones."""
+
+    def logits(self, batch: Batch, logits: torch.Tensor) -> torch.Tensor:
+        """What is sampled from: logits ``[n, V]``, of this rank's."""
+        return logits
+
+    def gather(self, logits: torch.Tensor) -> torch.Tensor:
+        """All logits ``[n, V]``, of this rank's."""
+        return logits
+
+    def drawn(self, batch: Batch, logits: torch.Tensor) -> Draws | None:
+        """The tokens, if :meth:`logits` has found them already."""
+        return None

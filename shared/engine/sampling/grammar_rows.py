@@ -1,0 +1,261 @@
+"""Where the requests of a batch stand in their grammars, on the device that draws their tokens. Introduced in phase 12.
+
+A request's row is its row in the sampler's tables, as of the token counts
+(:mod:`shared.engine.sampling.penalty_tables`), and what a row holds is found out in the same way: it remembers the
+request and the number of outputs behind which it stands, and if these are not those of the request that samples
+next, the host walks the outputs and sends the configuration anew. So a new request, a preempted one, and a step that
+was interrupted and is repeated need no case of their own. Otherwise nothing is sent: the launch behind the draw
+moves the rows on.
+
+Neither moves nor masks depend on logits. So they are launched on a stream of their own right behind the draw, before
+anything is known of the next step, and run beside its forward, whose programs go first where both wait for a
+multiprocessor. A row's mask stands in a place of its own, so the next step needs others only for the rows that are new
+in it.
+
+A request with drafts has a row for each number of them. Behind the draw each of these stands behind the token drawn
+there, and the next step goes on from the one with the accepted drafts.
+
+Invariants: a row that is remembered stands behind exactly the first outputs of its request; while a draw changes a row,
+the row is forgotten; the mask of a row in ``masked`` is that of its configuration.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from operator import attrgetter
+from typing import Any
+
+import numpy as np
+import torch
+
+from shared.engine.executor.staging import upload
+from shared.engine.sampling.drawing import Edit
+from shared.grammar.automata.automaton import Integers
+from shared.grammar.constraint import Constraint
+from shared.grammar.tokens.device import KEPT, ROW, GrammarTokens, pack_row
+from shared.grammar.tokens.fsm import TokenFSM
+from shared.grammar.tokens.pool import GrammarPool
+from shared.kernels.sampling.grammar_advance import grammar_advance
+from shared.kernels.sampling.grammar_mask import grammar_mask, remove_refused
+from shared.sampling.sampler import SamplingRow
+
+Keys = tuple[list[int], tuple[int, ...], list[int], list[bool]]
+"""Of some rows: places, serials of their requests, numbers of outputs, and whether they have a grammar."""
+_KEY = attrgetter("serial", "index", "constraint")
+_NUM_DRAFTS = attrgetter("num_drafts")
+
+
+@dataclass(frozen=True)
+class Entered:
+    """The m rows of a batch that have a grammar.
+
+    Attributes:
+        numbers: int32 ``[m]``, which rows of the batch.
+        slots: int32 ``[m]``, the table row of each; the addresses depend on m alone.
+    """
+
+    numbers: torch.Tensor
+    slots: torch.Tensor
+
+
+class GrammarRows:
+    """The configurations of up to ``num_rows`` rows, and their masks; a :data:`shared.engine.sampling.drawing.Step`.
+
+    Args:
+        grammar_pool: the tables of the grammars, on the device.
+    """
+
+    def __init__(self, num_rows: int, grammar_pool: GrammarPool) -> None:
+        self.grammar_pool = grammar_pool
+        self.upload = partial(upload, device=grammar_pool.tables.device)
+        self.rows = torch.zeros(num_rows, ROW, dtype=torch.int32, device=grammar_pool.tables.device)
+        self.entered: dict[int, tuple[int, int]] = {}  # by row: the request's serial and its number of outputs
+        self.next: Keys | None = None  # if the same rows sample again
+        self.grammars: dict[int, TokenFSM] = {}  # by base; read only where no kernel runs
+        self.tokens: GrammarTokens | None = None  # of the first grammar's vocabulary, which is that of all
+        self.keys: Keys = [], (), [], []
+        self.has_drafts = False
+        self.words = torch.empty(0)  # int32 [num_rows, tokens.num_words], the bits of the tokens that each row allows
+        self.masked: set[int] = set()
+        self.chosen = self.rows.new_zeros(2 * num_rows)  # of the rows that were entered: numbers, then slots
+        nothing = torch.empty(0)
+        self.last: tuple[tuple[list[int], list[int]], Entered] = ([], []), Entered(nothing, nothing)
+        is_cuda = self.rows.is_cuda
+        self.stream: torch.cuda.Stream | None = torch.cuda.Stream() if is_cuda else None
+        self.drawn: torch.cuda.Event | None = torch.cuda.Event() if is_cuda else None
+        self.ids = nothing  # of the last draw: its memory is not used again before they are read
+        if is_cuda:
+            self.read = torch.cuda.Event()
+            grammar_pool.readers.append(self.read)
+
+    def __call__(self, rows: Sequence[SamplingRow], places: Sequence[int]) -> Edit | None:
+        """Mask the rows with a grammar, and move on by the tokens drawn for them."""
+        entered = self.enter(rows, places)
+        if entered is None:
+            return None
+        size = None if self.has_drafts else len(entered.slots)
+        return Edit(partial(self.remove_refused, entered), True, size, partial(self.advance, entered))
+
+    def enter(self, rows: Sequence[SamplingRow], places: Sequence[int]) -> Entered | None:
+        """Find the masks behind the outputs and drafts of the rows with a grammar; None if there are none.
+
+        Args:
+            places: the table row of each row; those of a request are adjacent.
+        """
+        self.keys = self._keys(rows, places)
+        places, expected, self.next = self.keys[0], self.next, None
+        if expected == self.keys and not any(map(_NUM_DRAFTS, rows)):  # each stands behind its own token
+            self._meet()
+            return self.last[1]
+        for place, serial, index, has_grammar in zip(*(expected or ((), (), (), ())), strict=True):
+            if has_grammar:
+                self.entered[place] = serial, index
+        if True not in self.keys[-1]:
+            return None
+        sent, moved, chains = dict[int, Integers](), dict[int, int](), dict[int, list[int]]()
+        numbers, slots = list[int](), list[int]()
+        for number, (row, place) in enumerate(zip(rows, places, strict=True)):
+            constraint = row.constraint
+            if not isinstance(constraint, Constraint):
+                self.entered.pop(place, None)
+                continue
+            if row.num_drafts == 0:
+                known = self._forget(place, row.serial).get(row.index)
+                if known is None:
+                    state = constraint.after(row.output_ids)
+                    if state is None:  # after the end: what is drawn here is dropped
+                        continue
+                    assert constraint.base is not None
+                    sent[place] = pack_row(constraint.base, state)
+                    self.grammars[constraint.base] = constraint.fsm
+                elif known != place:
+                    moved[place] = known
+                chains[place] = []
+            if place - row.num_drafts in chains:
+                numbers.append(number)
+                slots.append(place)
+                if row.draft_id is not None:
+                    chains[place - row.num_drafts].append(row.draft_id)
+        if not numbers:
+            return None
+        self._aside(self._find, sent, moved, chains, numbers, slots)
+        self._meet()
+        return self.last[1]
+
+    def remove_refused(self, entered: Entered, logits: torch.Tensor) -> torch.Tensor:
+        """Set the logits ``[n, V]`` of the tokens to -inf that the grammars do not allow, in place."""
+        assert self.tokens is not None
+        remove_refused(self.words, entered.slots, entered.numbers, self.tokens, logits)
+        return logits
+
+    def advance(self, entered: Entered, ids: torch.Tensor) -> None:
+        """Move each row that was entered to behind the token drawn for it, and find the masks there, unless some stand
+        behind drafts; of these few go on.
+
+        Args:
+            ids: int64 ``[n]``, of all rows; not changed afterwards.
+        """
+        (numbers, slots), _ = self.last
+        self.ids = ids
+        if self.drawn is not None:
+            self.drawn.record()
+        self._aside(self._move, entered, ids)
+        self.masked = set() if self.has_drafts else set(slots)
+        places, serials, indices, has_grammar = self.keys
+        if len(numbers) < has_grammar.count(True):
+            chosen = set(numbers)
+            has_grammar = [number in chosen for number in range(len(places))]
+        self.next = places, serials, [index + 1 for index in indices], has_grammar
+
+    def forget(self) -> None:
+        """Forget all rows: they stand behind drafts, of which some were not accepted."""
+        self.entered.clear()
+        self.masked.clear()
+        self.next = None
+
+    def _keys(self, rows: Sequence[SamplingRow], places: Sequence[int]) -> Keys:
+        serials, indices, constraints = zip(*map(_KEY, rows), strict=True)
+        return list(places), serials, list(indices), [constraint is not None for constraint in constraints]
+
+    def _forget(self, place: int, serial: int) -> dict[int, int]:
+        """Forget the rows of a request that samples at ``place``; by their numbers of outputs, where they were."""
+        found: dict[int, int] = {}
+        while self.entered.get(place, (None, 0))[0] == serial:
+            found[self.entered.pop(place)[1]] = place
+            place += 1
+        return found
+
+    def _aside(self, do: Callable[..., None], *about: Any) -> None:
+        """Call on the stream of its own, behind the last draw and upload."""
+        if self.stream is None:
+            do(*about)
+            return
+        assert self.drawn is not None
+        assert self.grammar_pool.arrived is not None
+        self.stream.wait_event(self.drawn)
+        self.stream.wait_event(self.grammar_pool.arrived)
+        with torch.cuda.stream(self.stream):
+            do(*about)
+            self.read.record()
+
+    def _meet(self) -> None:
+        """What is launched next waits for the stream of its own."""
+        if self.stream is not None:
+            torch.cuda.current_stream().wait_event(self.read)
+
+    def _find(
+        self,
+        sent: dict[int, Integers],
+        moved: dict[int, int],
+        chains: dict[int, list[int]],
+        numbers: list[int],
+        slots: list[int],
+    ) -> None:
+        """Set the rows: ``sent`` from the host, ``moved`` from other rows, those behind drafts by walking these."""
+        if self.tokens is None:
+            vocabulary = next(iter(self.grammars.values())).vocabulary
+            self.tokens = GrammarTokens.of(vocabulary, self.rows.device)
+            self.words = self.rows.new_zeros(len(self.rows), self.tokens.num_words)
+        if moved:
+            targets, sources = self.upload(torch.tensor([list(moved), list(moved.values())])).unbind()
+            self.rows[targets] = self.rows[sources]
+            self.rows[:, KEPT].index_fill_(0, targets, 0)  # the bits in their places are those of other rows
+        if sent:
+            configurations = self.upload(torch.from_numpy(np.stack(list(sent.values()))))
+            self.rows[self.upload(torch.tensor(list(sent)))] = configurations
+        chains = {place: drafts for place, drafts in chains.items() if drafts}
+        self.has_drafts = bool(chains)
+        self.masked.difference_update(sent, moved)
+        if chains:
+            self.masked.clear()
+            most = max(map(len, chains.values()))
+            ids = torch.tensor([[*drafts, *[0] * (most - len(drafts))] for drafts in chains.values()])
+            first = self.upload(torch.tensor(list(chains), dtype=torch.int32))
+            self._walk(first, first + 1, self.upload(ids))
+        if self.last[0] != (numbers, slots):
+            m = len(slots)
+            self.chosen[: 2 * m].copy_(self.upload(torch.tensor([*numbers, *slots], dtype=torch.int32)))
+            self.last = (numbers, slots), Entered(self.chosen[:m], self.chosen[m : 2 * m])
+        due = [slot for slot in slots if slot not in self.masked]
+        all_slots = self.last[1].slots
+        if due:
+            self._mask(all_slots if due == slots else self.upload(torch.tensor(due, dtype=torch.int32)))
+            self.masked.update(due)
+
+    def _move(self, entered: Entered, ids: torch.Tensor) -> None:
+        chosen = None if len(entered.slots) == len(ids) else entered.numbers
+        self._walk(entered.slots, entered.slots, ids, chosen)
+        if not self.has_drafts:
+            self._mask(entered.slots)
+
+    def _mask(self, slots: torch.Tensor) -> None:
+        """Find the masks of rows."""
+        assert self.tokens is not None
+        grammar_mask(self.grammar_pool.tables, self.tokens, self.rows, slots, self.words, self.grammars)
+
+    def _walk(
+        self, sources: torch.Tensor, targets: torch.Tensor, ids: torch.Tensor, chosen: torch.Tensor | None = None
+    ) -> None:
+        assert self.tokens is not None
+        about = (self.grammar_pool.tables, self.tokens, self.rows, sources, targets, ids, self.grammars)
+        grammar_advance(*about, chosen)

@@ -1,0 +1,208 @@
+"""Samples token ids on the device and copies them to the host. Introduced in phase 4.
+
+Sampling never synchronizes: the parameters of all rows are uploaded in one copy, or in none if every row is greedy.
+While the same rows decode on, only their indices are. Ids and log-probabilities are copied to pinned memory
+asynchronously, and an event marks the end of the copy; ``wait`` is a separate call. Invariant: a row's token does not
+depend on its batch.
+"""
+
+import dataclasses
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import repeat
+
+import numpy as np
+import torch
+
+from shared.cache.layout.slots import Integers
+from shared.engine.executor.staging import Staging, record, upload
+from shared.engine.request import TokenLogprobs
+from shared.engine.sampling.drawing import Draw, Edited, Recorder, Step, launch_draw, plain
+from shared.engine.sampling.penalty_tables import PenaltyTables
+from shared.kernels.sampling.sampler import make_counters
+from shared.sampling.logprobs import top_logprobs
+from shared.sampling.params import SamplingParams
+from shared.sampling.sampler import SamplingBatch, SamplingRow
+
+_PLACES = {
+    "indices": np.int64,  # first: they are also sent alone
+    "temperature": np.float32,
+    "drawing_rows": np.int64,
+    "seeds": np.int64,
+    "log_min_p": np.float32,
+    "top_k": np.int64,
+    "top_p": np.float64,
+    "penalised_rows": np.int64,
+    "count_rows": np.int64,
+    "repetition_penalty": np.float32,
+    "frequency_penalty": np.float32,
+    "presence_penalty": np.float32,
+}
+
+_Constant = tuple[SamplingParams, int, Sequence[int]]
+"""What the arrays of a row are made of, apart from its index and its tokens: parameters, seed and masked ids."""
+
+
+@dataclass(frozen=True)
+class SampledTokens:
+    """The token ids sampled for the n rows of a batch, on the host; rows of failed sequences are left out."""
+
+    token_ids: list[int]
+    logprobs: list[TokenLogprobs | None] | None = None  # of each row that requests them; None if none does
+    errors: Mapping[int, Exception] = field(default_factory=dict)  # by the index of the sequence in its batch
+    prompt_logprobs: Mapping[int, list[TokenLogprobs]] = field(default_factory=dict)  # by the same index
+
+    def __iter__(self) -> Iterator[tuple[int, TokenLogprobs | None]]:
+        if self.logprobs is None:
+            return zip(self.token_ids, repeat(None))
+        return zip(self.token_ids, self.logprobs, strict=True)
+
+
+@dataclass(frozen=True)
+class Draws:
+    """The ids sampled for some rows, on the device, int64 ``[n]``, and the log-probabilities that rows request.
+
+    ``asking`` maps the rows that request log-probabilities to the number of most likely tokens each wants;
+    ``logprobs`` is the result of ``top_logprobs`` for these rows.
+    """
+
+    ids: torch.Tensor
+    logprobs: Sequence[torch.Tensor] = ()
+    asking: Mapping[int, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class PromptDraws:
+    """Some prompt tokens as draws, with log-probabilities of all, and the index in the batch of each one's sequence."""
+
+    sequences: Integers
+    draws: Draws
+
+
+class SamplerOutput:
+    """The sampled tokens of a batch, being copied to the host.
+
+    Args:
+        draws: of the rows in order: in one piece, or in parts after a failure.
+        errors: of the failed sequences, by their index in the batch.
+        prompts: the scored prompt tokens, in order.
+    """
+
+    def __init__(
+        self,
+        draws: Sequence[Draws],
+        errors: Mapping[int, Exception] | None = None,
+        prompts: Sequence[PromptDraws] = (),
+    ) -> None:
+        self.errors = errors or {}
+        self.ids = [part.ids for part in draws]  # on the device
+        self._draws = [_copied(part) for part in draws]  # pinned memory; not valid before the event
+        self._prompts = [PromptDraws(part.sequences, _copied(part.draws)) for part in prompts]
+        devices = [part.ids.get_device() for part in [*draws, *(part.draws for part in prompts)] if part.ids.is_cuda]
+        self._arrived = torch.cuda.Event() if devices else None
+        if self._arrived is not None:
+            record(self._arrived, devices[0])
+
+    def wait(self) -> SampledTokens:
+        """Wait for the device and return the tokens on the host; may be called again."""
+        if self._arrived is not None:
+            self._arrived.synchronize()
+        ids = [token_id for part in self._draws for token_id in part.ids.tolist()]
+        logprobs = None
+        if any(part.asking for part in self._draws):
+            logprobs = [row for part in self._draws for row in _logprobs(part)]
+        prompts: dict[int, list[TokenLogprobs]] = {}
+        for part in self._prompts:
+            for sequence, row in zip(part.sequences.tolist(), _logprobs(part.draws), strict=True):
+                assert row is not None
+                prompts.setdefault(sequence, []).append(row)
+        return SampledTokens(ids, logprobs, self.errors, prompts)
+
+
+def _copied(draws: Draws) -> Draws:
+    """The draws, being copied to the host."""
+    logprobs = [tensor.to("cpu", non_blocking=True) for tensor in draws.logprobs]
+    return Draws(draws.ids.to("cpu", non_blocking=True), logprobs, draws.asking)
+
+
+def _logprobs(draws: Draws) -> list[TokenLogprobs | None]:
+    """The log-probabilities of each row; None for rows that request none."""
+    logprobs: list[TokenLogprobs | None] = [None] * len(draws.ids)
+    if not draws.asking:
+        return logprobs
+    ids = draws.ids.tolist()
+    chosen, top, top_ids = (tensor.tolist() for tensor in draws.logprobs)
+    for (row, count), logprob, values, likeliest in zip(draws.asking.items(), chosen, top, top_ids, strict=True):
+        shown = tuple(zip(likeliest[:count], values[:count], strict=True))
+        if count > 0 and ids[row] not in likeliest[:count]:
+            shown += ((ids[row], logprob),)
+        logprobs[row] = TokenLogprobs(logprob, shown)
+    return logprobs
+
+
+class Sampler:
+    """Samples tokens from logits on one device, for up to ``max_rows`` rows at a time.
+
+    Args:
+        steps: edit the logits, in order, before the draw.
+        draw: takes the tokens of all rows.
+    """
+
+    def __init__(self, device: torch.device, max_rows: int, steps: Sequence[Step] = (), draw: Draw = plain) -> None:
+        self.steps, self.draw = steps, draw
+        self.upload = partial(upload, device=device)
+        self.staging = Staging(device, {name: (max_rows, dtype) for name, dtype in _PLACES.items()})
+        self.counters = make_counters(max_rows, device)
+        self.penalties = PenaltyTables(max_rows, device, self.upload)
+        self.recorder: Recorder = launch_draw
+        self.last_rows: list[_Constant] = []
+        self.last: tuple[SamplingBatch, dict[int, int]] | None = None  # their parameters; None: these change by token
+
+    def sample(self, logits: torch.Tensor, rows: Sequence[SamplingRow], places: Sequence[int]) -> Draws:
+        """Sample a token for each row of logits ``[n, V]`` with the parameters of ``rows``; does not wait.
+
+        Args:
+            places: a row of the tables below ``max_rows`` for each, which stays a request's while it runs.
+        """
+        batch, asking = self._parameters(rows, places, logits.shape[-1])
+        edits = [edit for step in self.steps if (edit := step(rows, places)) is not None]
+        drawn = logits.clone() if asking and any(edit.is_in_place for edit in edits) else logits
+        ids = self.draw(Edited(drawn, batch, edits, self.counters, self.recorder), rows)
+        for edit in edits:
+            edit.follow(ids)
+        self.penalties.add(rows, places, batch, ids)
+        if not asking:
+            return Draws(ids)
+        chosen = ids
+        if len(asking) < len(rows):
+            numbers = self.upload(torch.tensor(list(asking)))
+            logits, chosen = logits[numbers], ids[numbers]
+        return Draws(ids, top_logprobs(logits, chosen, max(asking.values())), asking)
+
+    def _parameters(
+        self, rows: Sequence[SamplingRow], places: Sequence[int], vocab_size: int
+    ) -> tuple[SamplingBatch, dict[int, int]]:
+        """The parameters of the rows on the device, and ``Draws.asking``."""
+        constant = [(row.params, row.seed, row.masked_ids) for row in rows]
+        if self.last is not None and constant == self.last_rows:
+            batch, asking = self.last
+            if batch.indices is not None:
+                self.staging.send({"indices": np.array([row.index for row in rows], np.int64)})  # at the same address
+            return batch, asking
+        self.last = None  # whose arrays are overwritten now
+        self.penalties.enter(rows, places, vocab_size)
+        batch = self._send(SamplingBatch.of(rows, counts=self.penalties.counts, count_rows=places))
+        asking = {n: row.params.logprobs for n, row in enumerate(rows) if row.params.logprobs is not None}
+        if batch.counts is None:
+            self.last_rows, self.last = constant, (batch, asking)
+        return batch, asking
+
+    def _send(self, batch: SamplingBatch) -> SamplingBatch:
+        """The batch with its arrays on the device."""
+        arrays = {name: value for name, value in vars(batch).items() if isinstance(value, torch.Tensor)}
+        if not arrays:
+            return batch
+        sent = self.staging.send({name: array.numpy() for name, array in arrays.items() if name in _PLACES})
+        biases = {name: self.upload(array) for name, array in arrays.items() if name not in _PLACES}
+        return dataclasses.replace(batch, **sent, **biases)  # type: ignore[arg-type]

@@ -1,0 +1,1 @@
+"""Automata over bytes: how they are made, joined, bounded and minimized."""

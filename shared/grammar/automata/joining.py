@@ -1,0 +1,141 @@
+"""Automata around automata: literal bytes before, between and after documents, each of a schema of its own.
+
+A call of a tool is such a text: its opening, one of several names, arguments that follow the schema of that function,
+its closing. The literal part is a graph of states without a stack, in which some edges lead into documents. Introduced
+in phase 12.
+
+Invariants: a document is entered and left with an empty stack, so its depths are what they were; only the state after
+a whole document is replaced, by the state of the graph with which the text goes on.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from shared.grammar.automata.automaton import ACTION_BITS, REFUSED, Action, Automaton
+from shared.grammar.automata.plain import ACTION_MASK
+from shared.grammar.limits import GrammarError
+
+
+@dataclass
+class Graph:
+    """States, numbered from 0, the first; ``rows`` has the next state of each for each byte, ``final`` the ends.
+
+    A next state below 0 enters a document: -1 the first one, -2 the second one.
+    """
+
+    rows: list[dict[int, int]] = field(default_factory=list)
+    final: set[int] = field(default_factory=set)
+
+    def state(self, *, is_final: bool = False) -> int:
+        self.rows.append({})
+        if is_final:
+            self.final.add(len(self.rows) - 1)
+        return len(self.rows) - 1
+
+    def word(self, state: int, text: bytes, end: int | None = None) -> int:
+        """The state after a text, which shares its states with texts that begin alike; ``end``, if that is given."""
+        for place, byte in enumerate(text):
+            if end is not None and place == len(text) - 1:
+                self.rows[state][byte] = end
+            state = self.rows[state].setdefault(byte, len(self.rows))
+            if state == len(self.rows):
+                self.state()
+        return state
+
+
+def document(number: int) -> int:
+    """What stands in a row of a graph for the beginning of a document."""
+    return -1 - number
+
+
+def joined(
+    graph: Graph,
+    documents: Sequence[Automaton],
+    behind: int,
+    last: Automaton | None = None,
+    beginnings: Sequence[int] = (),
+) -> Automaton:
+    """The automaton of a graph with documents, after each of which the text goes on as from the state ``behind``.
+
+    Args:
+        documents: texts whose end nothing can follow, such as those of objects.
+        last: of texts with which the whole ends; they may begin in the states ``beginnings`` of the graph.
+
+    Raises GrammarError if ``last`` may begin with a byte with which the graph goes on there.
+    """
+    size = len(graph.rows)
+    starts = np.cumsum([size, *(part.num_states for part in documents)]).tolist()
+    literal = np.full((size, 256), REFUSED, np.int32)
+    for state, row in enumerate(graph.rows):
+        for byte, following in row.items():
+            target = following if following >= 0 else starts[-1 - following]
+            literal[state, byte] = target << ACTION_BITS | Action.GOTO
+    _, literal_columns = np.unique(literal, axis=1, return_inverse=True)
+    parts_of_all = [*documents, *([] if last is None else [last])]
+    names = np.stack([literal_columns.reshape(-1), *(part.columns for part in parts_of_all)])
+    _, firsts, columns = np.unique(names, axis=1, return_index=True, return_inverse=True)
+    whole = Automaton(
+        columns=columns.reshape(-1).astype(np.uint8),
+        table=literal[:, firsts],
+        is_final=np.isin(np.arange(size), list(graph.final)),
+        depths=np.zeros(size, np.int32),
+        pushes=np.empty((0, 5), np.int32),
+        returns=np.empty(0, np.int32),
+        pops=np.empty((0, 4), np.int32),
+        clauses=np.empty((0, 5), np.uint64),
+        keys=np.empty((0, 3), np.uint64),
+        guards=np.empty((0, 4), np.uint64),
+    )
+    parts = [whole]
+    counts = {name: len(getattr(whole, name)) for name in vars(whole)}
+    for each in parts_of_all:
+        part = _moved(each, counts, each.columns[firsts])
+        if each is not last:
+            assert (part.table[part.is_final] == REFUSED).all(), "the end of a document is the end of its text"
+            part.table[part.is_final] = whole.table[behind]
+            part = replace(part, is_final=part.is_final & whole.is_final[behind])
+        parts.append(part)
+        counts = {name: count + len(getattr(each, name)) for name, count in counts.items()}
+    if last is not None:
+        first, own = parts[-1].table[0], whole.table[beginnings]
+        if ((first != REFUSED) & (own != REFUSED)).any():
+            raise GrammarError(
+                "The format of the answer can begin as what may stand before it does: a call, thoughts, or a line "
+                "break after them. Let it begin with something else."
+            )
+        whole.table[beginnings] = np.where(own == REFUSED, first, own)
+        whole.is_final[beginnings] |= last.is_final[0]
+    tables = {name: np.concatenate([getattr(part, name) for part in parts]) for name in counts if name != "columns"}
+    return Automaton(columns=whole.columns, **tables)
+
+
+def _moved(part: Automaton, before: dict[str, int], columns: NDArray[np.uint8]) -> Automaton:
+    """A document's tables after others, of which there are so many rows ``before``."""
+    states = before["table"]
+    shifts = np.zeros(1 << ACTION_BITS, np.int32)
+    shifts[[Action.GOTO, Action.COUNT, Action.BLANK]] = states
+    for action, name in (
+        (Action.PUSH, "pushes"),
+        (Action.POP, "pops"),
+        (Action.CHOOSE, "pops"),
+        (Action.KEY, "keys"),
+        (Action.GUARD, "guards"),
+    ):
+        shifts[action] = before[name]
+    table = part.table[:, columns]
+    table = np.where(table == REFUSED, REFUSED, table + (shifts[table & ACTION_MASK] << ACTION_BITS))
+    return Automaton(
+        columns=part.columns,
+        table=table.astype(np.int32),
+        is_final=part.is_final,
+        depths=part.depths,
+        pushes=part.pushes + np.array([states, before["returns"], 0, 0, 0], np.int32),
+        returns=np.where(part.returns == REFUSED, REFUSED, part.returns + states).astype(np.int32),
+        pops=part.pops + np.array([0, before["clauses"], before["clauses"], before["returns"]], np.int32),
+        clauses=part.clauses,
+        keys=part.keys + np.array([states, 0, 0], np.uint64),
+        guards=part.guards + np.array([states, 0, 0, 0], np.uint64),
+    )

@@ -1,0 +1,1 @@
+"""From shapes to rules of an automaton: values, objects, arrays and strings of JSON."""

@@ -1,0 +1,57 @@
+"""From a JSON Schema to an automaton over the bytes of the documents that it describes. Introduced in phase 12.
+
+Schemas are read (``schema_document``), their logic is resolved into shapes (``disjuncts``), and shapes become rules
+(``values``) of an automaton with a stack. What is accepted is valid, and so is every way to write it that the automaton
+allows: keys in any order, a space or a line break with blanks between two parts, nothing around the document; strings
+with the escapes of ``json.dumps`` alone.
+"""
+
+from dataclasses import dataclass
+
+from shared.grammar.automata.assembler import Assembler
+from shared.grammar.automata.automaton import Automaton
+from shared.grammar.documents.values import Values
+from shared.grammar.limits import Budget
+from shared.grammar.schema.document import SchemaDocument
+from shared.grammar.schema.shapes import Value
+
+
+def compile_schema(schema: object, budget: Budget, *, is_closed: bool = False) -> Automaton:
+    """The automaton of the documents that are valid under a JSON Schema (drafts 4 to 2020-12).
+
+    Args:
+        is_closed: objects whose schema names properties, and does not speak of others, have no others.
+
+    Raises:
+        GrammarError: the schema is invalid, too large, accepts nothing, or uses what is not supported; the message
+            names the keyword and where it stands.
+    """
+    document = SchemaDocument(schema, budget, is_closed=is_closed)
+    try:
+        return _compile(document, frozenset({document.literal(schema, "#")}), budget)
+    except RecursionError:
+        raise document.error("#", "the schema refers to itself without end, or is nested too deeply") from None
+
+
+def compile_json(budget: Budget) -> Automaton:
+    """The automaton of all JSON objects."""
+    return compile_schema({"type": "object"}, budget)
+
+
+def _compile(document: SchemaDocument, root: Value, budget: Budget) -> Automaton:
+    values = Values(document, budget)
+    assembler = values.assembler
+    end = End(assembler)
+    assembler.state("root", lambda: values.entries((root,), end))
+    assembler.final.add(end.after(1))
+    return assembler.finish()
+
+
+@dataclass(frozen=True)
+class End:
+    """The end of the document."""
+
+    assembler: Assembler
+
+    def after(self, bits: int) -> int:
+        return self.assembler.state("end", dict)

@@ -1,0 +1,168 @@
+"""Rules of arrays in which no two items are equal. Introduced in phase 12.
+
+The register of the frame has a bit for each value that an item may have: an item sets its bit with the next comma, and
+is refused while it is spelled if no value is left that goes on so. Texts that are not listed, or are too many, share
+bits by the sum of their bytes: two texts of different sums surely differ. So a second text of the same sum is refused,
+although it may differ; one of 61 is. Strings have one spelling, so equal items have equal bits.
+
+Invariant: an item is begun only where a value that was not seen can be spelled.
+"""
+
+from dataclasses import dataclass
+from fractions import Fraction
+
+import numpy as np
+
+from shared.grammar.automata.assembler import ClauseRow, Entries, Rule
+from shared.grammar.automata.automaton import REFUSED, Action, entry
+from shared.grammar.automata.dfa import DFA
+from shared.grammar.documents.arrays import BLANKS, ArrayRule
+from shared.grammar.documents.rules import Guards, ValueSource
+from shared.grammar.documents.texts import spell
+from shared.grammar.schema.facts import exact
+from shared.grammar.schema.members import SUM_SHIFT, with_sums
+from shared.grammar.schema.shapes import Array, Literal, Number, String, Value
+
+MOST_VALUES = 62
+PRIMES = (61, 53, 43, 31, 23, 13, 7)
+"""Sums that are told apart: the most that bits are left for, and that make few enough states."""
+MOST_STATES = 3000
+LITERALS = {"null": None, "true": True, "false": False}
+ALWAYS = (0, 0, 1)
+"""Trigger, keys, least of a clause that is never satisfied."""
+
+
+def array_rule(values: ValueSource, groups: tuple[tuple[Array, ...], ...]) -> Rule:
+    """The rule of some groups of arrays. Raises GrammarError where unique items cannot be remembered.
+
+    Beside other arrays those with unique items are left out.
+    """
+    most = values.members.most_items
+    shapes = [shape for group in groups for shape in group]
+    if not any(shape.is_unique and most(shape) > 1 for shape in shapes):
+        return ArrayRule(values, groups)
+    if len(shapes) == 1:
+        return UniqueRule(values, shapes[0])
+    others = tuple(tuple(s for s in group if not s.is_unique or most(s) <= 1) for group in groups)
+    if not any(others):
+        raise _error(values, "two arrays with unique items are possible at once")
+    return ArrayRule(values, others)
+
+
+def _error(values: ValueSource, reason: str) -> Exception:
+    document = values.members.document
+    return document.error(document.places.get(("uniqueItems", ""), "#"), reason)
+
+
+class UniqueRule(Rule):
+    """The rule of one array."""
+
+    def __init__(self, values: ValueSource, shape: Array) -> None:
+        super().__init__(values.assembler)
+        if shape.first or shape.some:
+            raise _error(values, "unique items cannot be combined with prefixItems or a negated items")
+        self.values, self.shape, self.most = values, shape, values.members.most_items(shape)
+        shapes = values.members.shapes(shape.rest)
+        self.assembler.budget.spend(MOST_VALUES * (1 + len(shapes)))
+        texts = tuple(one for one in shapes if isinstance(one, String))
+        listed = {text for one in texts for text in one.values or ()}
+        is_listed = all(one.values is not None for one in texts) and len(listed) <= MOST_VALUES // 2
+        found: list[Value] = []
+        for one in shapes:
+            if isinstance(one, Literal):
+                found.append(self._constant(LITERALS[one.text]))
+            elif isinstance(one, Number) and one.values is not None:
+                found += [self._constant(self._number(value)) for value in sorted(one.values)]
+            elif not isinstance(one, String):
+                raise _error(values, "unique items must be strings, listed values, or whole numbers of a short range")
+        if is_listed:
+            known = [(text, spell(text)) for text in sorted(listed)]
+            dfas = [values.texts.dfa(one) for one in texts]
+            found += [
+                self._constant(text)
+                for text, spelled in known
+                if spelled is not None and any(dfa.run(spelled) for dfa in dfas)
+            ]
+        self.listed = tuple(dict.fromkeys(found))
+        if len(self.listed) > MOST_VALUES:
+            raise _error(values, f"unique items may have at most {MOST_VALUES} values, and strings")
+        self.all = (1 << len(self.listed)) - 1
+        self.dfa: DFA | None = None
+        if texts and not is_listed:
+            self.dfa = self._by_sum(values.texts.group(texts))
+            self.all |= int(np.bitwise_or.reduce(self.dfa.accepts)) << len(self.listed)
+        if shape.fewest > self.all.bit_count():
+            raise _error(values, f"only {self.all.bit_count()} unique items can be told apart; minItems wants more")
+        self.first = self._state("open", 0)
+
+    def _constant(self, value: object) -> Value:
+        document = self.values.members.document
+        return frozenset({document.literal({"const": value}, "#")})
+
+    def _number(self, value: Fraction) -> int | float:
+        number = float(value) if value.denominator > 1 else int(value)
+        if exact(number) != value:
+            raise _error(self.values, f"{number} cannot be compared exactly, so it is no unique item")
+        return number
+
+    def _by_sum(self, dfa: DFA) -> DFA:
+        """The automaton with one bit for each sum of bytes."""
+        possible = [prime for prime in PRIMES if prime <= MOST_VALUES - len(self.listed) + 1]
+        if not possible:
+            raise _error(self.values, f"unique items may have at most {MOST_VALUES - PRIMES[-1]} values beside strings")
+        count = next((prime for prime in possible if prime * len(dfa) <= MOST_STATES), possible[-1])
+        summed = with_sums(dfa, count, self.assembler.budget)
+        bits = np.left_shift(1, summed.accepts >> SUM_SHIFT, dtype=np.int64)
+        return DFA(summed.columns, summed.next, np.where(summed.accepts == 0, 0, bits))
+
+    def _state(self, part: str, bit: int) -> int:
+        build = {"open": self._open, "item": self._item, "after": self._after}[part]
+        return self.assembler.state((id(self), part, bit), lambda: build(bit))
+
+    def _open(self, bit: int) -> Entries:
+        return self._item(bit, "open") | self._close(0)
+
+    def _item(self, bit: int, part: str = "item") -> Entries:
+        """Before an item."""
+        entries: Entries = {}
+        after = AfterUnique(self)
+        if self.listed:
+            size = len(self.listed)
+            guards = Guards(tuple(1 << number for number in range(size)), (False,) * size, is_spelled=True)
+            entries |= self.values.entries(self.listed, after, guards)
+        if self.dfa is not None:
+            shift = len(self.listed)
+            entries[ord('"')] = self.values.spelled(
+                self.dfa, id(self), lambda bits: bits << shift, lambda bits: after.after(bits << shift)
+            )
+        return entries | dict.fromkeys(BLANKS, entry(Action.BLANK, self._state(part, bit)))
+
+    def _after(self, bit: int) -> Entries:
+        """After an item, whose bit is not set yet."""
+        entries = self._close(bit) | dict.fromkeys(BLANKS, entry(Action.BLANK, self._state("after", bit)))
+        rows = (*self._add(bit), (1, self.all, 0, 1, 0), (2, 0, self.all, self.most, 0))
+        entries[ord(",")] = self.assembler.choose(rows, (REFUSED, self._state("item", 0), REFUSED, REFUSED))
+        return entries
+
+    @staticmethod
+    def _add(bit: int) -> tuple[ClauseRow, ...]:
+        """Refuse a value that was seen: a number that could have gone on is; else it becomes seen."""
+        return ((1, bit, 0, 1, 0), (0, *ALWAYS, bit)) if bit else ()
+
+    def _close(self, bit: int) -> Entries:
+        colour = self.leave(0, (1,))
+        rows = (*self._add(bit), (1, 0, self.all, self.shape.fewest, 0))
+        return {ord("]"): self.assembler.pop(colour, rows)} if bit or not self.shape.fewest else {}
+
+    def after(self, bit: int) -> int:
+        return self._state("after", bit)
+
+
+@dataclass(frozen=True)
+class AfterUnique:
+    """After an item."""
+
+    rule: UniqueRule
+
+    def after(self, bits: int) -> int:
+        return self.rule.after(bits)

@@ -1,0 +1,1 @@
+"""Numbers of JSON by their value, digit by digit."""

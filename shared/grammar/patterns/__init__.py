@@ -1,0 +1,1 @@
+"""Regular expressions: syntax, classes of characters, and their automata."""

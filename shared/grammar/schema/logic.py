@@ -1,0 +1,153 @@
+"""What a schema says, and what its opposite says: the table of all keywords. Introduced in phase 12.
+
+The opposite of a schema is one clause, with the opposites of all its keywords as alternatives (De Morgan); it is
+refused where it meets a keyword whose opposite no shape can say. Where an object has a tag, a key of listed values, the
+first alternative is that the tag is wrong, and in all others it is right: so the opposites of schemas with different
+tags do not multiply. ``oneOf`` takes each alternative without those others that it overlaps.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+from shared.grammar.schema.keywords import Clause, Keywords, refused, say
+from shared.grammar.schema.member_keywords import (
+    OBJECT_KEYWORDS,
+    dependents,
+    items,
+    members,
+    names,
+    not_dependents,
+    not_items,
+    not_members,
+    not_required,
+    not_tagged,
+    required,
+    tagged,
+    unique,
+)
+from shared.grammar.schema.scalar_keywords import (
+    BOUNDS,
+    LENGTHS,
+    bounded,
+    enum,
+    length,
+    multiple,
+    not_bounded,
+    not_enum,
+    not_length,
+    text,
+)
+
+Stated = Callable[[Keywords, str], list[Clause]]
+Denied = Callable[[Keywords, str], Clause]
+
+
+def stated(keywords: Keywords) -> list[Clause]:
+    """What a node says."""
+    schema = keywords.schema
+    if isinstance(schema, bool):
+        return [] if schema else [()]
+    if "$ref" in schema and keywords.document.is_old:
+        return [((keywords.reference(),),)]
+    return [clause for keyword in schema if keyword in KEYWORDS for clause in KEYWORDS[keyword][0](keywords, keyword)]
+
+
+def denied(keywords: Keywords) -> list[Clause]:
+    """What the opposite of a node says."""
+    schema = keywords.schema
+    if isinstance(schema, bool):
+        return [()] if schema else []
+    if "$ref" in schema and keywords.document.is_old:
+        return [((keywords.reference() ^ 1,),)]
+    found = [KEYWORDS[keyword][1](keywords, keyword) for keyword in schema if keyword in KEYWORDS]
+    clause = tuple(alternative for clause in found for alternative in clause)
+    key = tag(schema)
+    if key is None:
+        return [clause]
+    wrong, right = not_tagged(keywords, key), tagged(keywords, key)
+    return [(wrong, *((*alternative, right) for alternative in clause))]
+
+
+def tag(schema: Any) -> str | None:
+    """The first key that a schema tells by a list of values."""
+    members = schema.get("properties") if isinstance(schema, dict) else None
+    if not isinstance(members, dict):
+        return None
+    return next(
+        (key for key, value in members.items() if isinstance(value, dict) and {"const", "enum"} & value.keys()), None
+    )
+
+
+def one_of(keywords: Keywords, keyword: str) -> list[Clause]:
+    literals = keywords.literals(keyword)
+    clause = []
+    for number, one in enumerate(literals):
+        keywords.document.budget.spend(len(literals) // 4)
+        others = literals[:number] + literals[number + 1 :]
+        if one not in others:
+            clause.append((one, *(other ^ 1 for other in others if not keywords.is_disjoint(one, other))))
+    return [tuple(clause)]
+
+
+def not_one_of(keywords: Keywords, keyword: str) -> Clause:
+    literals = keywords.literals(keyword)
+    keywords.document.budget.spend(len(literals) ** 2 // 2)
+    pairs = [(one, other) for number, one in enumerate(literals) for other in literals[:number]]
+    return (tuple(literal ^ 1 for literal in literals), *(pair for pair in pairs if not keywords.is_disjoint(*pair)))
+
+
+def condition(keywords: Keywords, keyword: str) -> list[Clause]:
+    schema, condition = keywords.schema, keywords.literal("if")
+    then = (keywords.literal("then"),) if "then" in schema else ()
+    other = (keywords.literal("else"),) if "else" in schema else ()
+    return [((condition, *then), (condition ^ 1, *other))] if then or other else []
+
+
+def not_if(keywords: Keywords, keyword: str) -> Clause:
+    condition = keywords.literal("if")
+    return tuple(
+        (literal, keywords.literal(branch, holds=False))
+        for literal, branch in ((condition, "then"), (condition ^ 1, "else"))
+        if branch in keywords.schema
+    )
+
+
+KEYWORDS: dict[str, tuple[Stated, Denied]] = {
+    "type": (
+        lambda keywords, _: say(lambda facts: facts.typed(keywords.types())),
+        lambda keywords, _: ((lambda facts: facts.not_typed(keywords.types()),),),
+    ),
+    "$ref": (
+        lambda keywords, _: [((keywords.reference(),),)],
+        lambda keywords, _: ((keywords.reference() ^ 1,),),
+    ),
+    "enum": (enum, not_enum),
+    "const": (enum, not_enum),
+    "allOf": (
+        lambda keywords, keyword: [((literal,),) for literal in keywords.literals(keyword)],
+        lambda keywords, keyword: tuple((literal,) for literal in keywords.literals(keyword, holds=False)),
+    ),
+    "anyOf": (
+        lambda keywords, keyword: [tuple((literal,) for literal in keywords.literals(keyword))],
+        lambda keywords, keyword: (tuple(keywords.literals(keyword, holds=False)),),
+    ),
+    "oneOf": (one_of, not_one_of),
+    "not": (
+        lambda keywords, keyword: [((keywords.literal(keyword, holds=False),),)],
+        lambda keywords, keyword: ((keywords.literal(keyword),),),
+    ),
+    "if": (condition, not_if),
+    **dict.fromkeys(BOUNDS, (bounded, not_bounded)),
+    "multipleOf": (multiple, refused),
+    **dict.fromkeys(LENGTHS, (length, not_length)),
+    "pattern": (text(True), text(False)),
+    "format": (text(True), text(False)),
+    "items": (items, not_items),
+    "prefixItems": (items, not_items),
+    "uniqueItems": (unique, lambda keywords, keyword: refused(keywords, keyword) if keywords.schema[keyword] else ()),
+    **dict.fromkeys(OBJECT_KEYWORDS, (members, not_members)),
+    "required": (required, not_required),
+    "dependencies": (dependents, not_dependents),
+    "dependentRequired": (dependents, not_dependents),
+    "propertyNames": (names, refused),
+}

@@ -1,0 +1,170 @@
+"""Shapes: what a value of one type may be, after the logic of its schema is resolved. Introduced in phase 12.
+
+A schema becomes a union of shapes, one type each. Where a shape contains further values (items, properties), it holds
+them as a ``Value``: the conjunction of schemas that the value must satisfy, not yet resolved, because schemas recurse.
+
+Invariant: shapes are hashable, and equal shapes accept the same values.
+"""
+
+from dataclasses import dataclass, replace
+from fractions import Fraction
+
+from shared.grammar.automata.automaton import UNBOUNDED
+from shared.grammar.numbers.multiples import common_multiple
+
+Value = frozenset[int]
+"""A conjunction of literals: 2 × a node of the document, + 1 if it is negated. The empty one is any value."""
+NEVER = 2**30
+"""The depth of what nothing satisfies."""
+ANYTHING: Value = frozenset()
+
+
+@dataclass(frozen=True)
+class Literal:
+    """``null``, ``true`` or ``false``, by its text."""
+
+    text: str
+
+
+@dataclass(frozen=True)
+class Number:
+    """Numbers by value: whole or not or either, bounds (a value, and whether it is excluded), a divisor, values."""
+
+    is_whole: bool | None = None
+    low: tuple[Fraction, bool] | None = None
+    high: tuple[Fraction, bool] | None = None
+    multiple: Fraction | None = None
+    values: frozenset[Fraction] | None = None
+    excluded: frozenset[Fraction] = frozenset()
+
+    def at_least(self, bound: Fraction, is_excluded: bool) -> "Number":
+        low = (bound, is_excluded)
+        return replace(self, low=low if self.low is None else max(self.low, low))
+
+    def at_most(self, bound: Fraction, is_excluded: bool) -> "Number":
+        if self.high is None or (bound, not is_excluded) < (self.high[0], not self.high[1]):
+            return replace(self, high=(bound, is_excluded))
+        return self
+
+    def contains(self, value: Fraction) -> bool:
+        """Whether a value satisfies all that is said, the listed values apart."""
+        if self.is_whole is not None and self.is_whole != (value.denominator == 1):
+            return False
+        if self.multiple is not None and (value / self.multiple).denominator != 1:
+            return False
+        if self.low and (value < self.low[0] or (value == self.low[0] and self.low[1])):
+            return False
+        if self.high and (value > self.high[0] or (value == self.high[0] and self.high[1])):
+            return False
+        return value not in self.excluded
+
+    def among(self, values: frozenset[Fraction]) -> "Number":
+        return replace(self, values=values if self.values is None else self.values & values)
+
+    def times(self, divisor: Fraction) -> "Number":
+        return replace(self, multiple=common_multiple(self.multiple, divisor) if self.multiple else divisor)
+
+    @property
+    def step(self) -> Fraction:
+        """The least positive number of which all others are multiples; 0 if there is none."""
+        if not self.is_whole:
+            return self.multiple or Fraction(0)
+        return common_multiple(self.multiple, Fraction(1)) if self.multiple else Fraction(1)
+
+    def settled(self) -> "Number | None":
+        """The shape in its shortest form; None if it is plainly empty."""
+        if self.values is not None:
+            values = frozenset(value for value in self.values if self.contains(value))
+            return Number(values=values) if values else None
+        if step := self.step:
+            is_whole = self.is_whole if step.denominator > 1 else True
+            if self.is_whole is False and is_whole:
+                return None
+            shape = replace(self, is_whole=is_whole, multiple=None if step == 1 else step)
+            low, high = self.low, self.high
+            if low:
+                first = int(-(-low[0] // step))
+                low = (first + (low[1] and first * step == low[0])) * step, False
+            if high:
+                last = int(high[0] // step)
+                high = (last - (high[1] and last * step == high[0])) * step, False
+            if low and high:
+                first, last = int(low[0] / step), int(high[0] / step)
+                if last < first:
+                    return None
+                if is_whole and last - first <= 64:
+                    return shape.among(frozenset(step * number for number in range(first, last + 1))).settled()
+            shape = replace(shape, low=low, high=high)
+            excluded = frozenset(
+                value for value in self.excluded if replace(shape, excluded=frozenset()).contains(value)
+            )
+            return replace(shape, excluded=excluded)
+        if self.low and self.high and (self.low[0] > self.high[0] or self.low[0] == self.high[0]):
+            return self.among(frozenset({self.low[0]})).settled() if self.low[0] == self.high[0] else None
+        return self
+
+
+@dataclass(frozen=True)
+class String:
+    """Strings: the number of their characters, patterns and formats (and whether they must match), listed texts."""
+
+    fewest: int = 0
+    most: int = UNBOUNDED
+    patterns: frozenset[tuple[str, bool]] = frozenset()
+    formats: frozenset[tuple[str, bool]] = frozenset()
+    values: frozenset[str] | None = None
+    excluded: frozenset[str] = frozenset()
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether a count of characters says everything."""
+        return not (self.patterns or self.formats or self.excluded) and self.values is None
+
+
+@dataclass(frozen=True)
+class Array:
+    """Arrays: the values of the first items, of all further ones, how many there are, values that some item has, and
+    whether no two items are equal.
+    """
+
+    first: tuple[Value, ...] = ()
+    rest: Value = ANYTHING
+    fewest: int = 0
+    most: int = UNBOUNDED
+    some: frozenset[Value] = frozenset()
+    is_unique: bool = False
+
+    def item(self, index: int) -> Value:
+        return self.first[index] if index < len(self.first) else self.rest
+
+    def also(self, first: tuple[Value, ...], rest: Value) -> "Array":
+        """The arrays that satisfy these items too."""
+        length = max(len(first), len(self.first))
+        other = Array(first, rest)
+        return replace(self, first=tuple(self.item(i) | other.item(i) for i in range(length)), rest=self.rest | rest)
+
+
+@dataclass(frozen=True)
+class Object:
+    """Objects: nodes of the document whose properties apply, and what concerns single keys.
+
+    Attributes:
+        nodes: schemas with ``properties``, ``patternProperties`` or ``additionalProperties``.
+        members: further (key, literal): the value of the key, if present, satisfies the literal.
+        names: literals that every key satisfies, as a string.
+        dependents: (key, keys): with the first key come the others.
+        outside: nodes of which at least one key is none of the properties that they describe.
+    """
+
+    nodes: frozenset[int] = frozenset()
+    members: frozenset[tuple[str, int]] = frozenset()
+    names: frozenset[int] = frozenset()
+    required: frozenset[str] = frozenset()
+    forbidden: frozenset[str] = frozenset()
+    dependents: frozenset[tuple[str, frozenset[str]]] = frozenset()
+    outside: frozenset[int] = frozenset()
+    fewest: int = 0
+    most: int = UNBOUNDED
+
+
+Shape = Literal | Number | String | Array | Object

@@ -1,0 +1,76 @@
+"""An automaton as the walks of tokens read it, byte by byte. Introduced in phase 12.
+
+A walk asks the same of a state again and again: which bytes it refuses, and whether letters lead on as from another
+state. Each is found when it is first asked for.
+"""
+
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from shared.grammar.automata.automaton import ACTION_BITS, REFUSED, Action, Automaton
+from shared.grammar.automata.plain import ACTION_MASK, Loops
+from shared.grammar.tokens.vocabulary import GrammarVocabulary
+
+PROBES = b"~qZ5"
+"""Where a state leads by one of these, it probably leads by most characters."""
+ALL_BYTES = np.arange(256, dtype=np.uint8)
+
+
+class Reading(NamedTuple):
+    """What a walk asks of a state.
+
+    Attributes:
+        refused: the bytes that it refuses.
+        is_free: whether all plain characters lead back to it.
+        model: a state with a loop that reads nearly all bytes alike; None: none was found, or the state has a loop.
+        alike: the bytes for which both have the same entry.
+        passed: the bytes that are refused, or alike.
+    """
+
+    refused: bytes
+    is_free: bool
+    model: int | None = None
+    alike: bytes = b""
+    passed: bytes = b""
+
+
+class ByteTable:
+    """An automaton as walks read it."""
+
+    def __init__(self, automaton: Automaton, vocabulary: GrammarVocabulary) -> None:
+        self.automaton = automaton
+        self.loops = Loops(automaton, vocabulary.usable_bytes)
+        self.columns = automaton.columns.astype(np.intp)
+        self.entries: Any = memoryview(automaton.table)  # type: ignore[arg-type]  # single numbers are read faster
+        self.columns_by_byte = automaton.columns.tolist()
+        self.depths = automaton.depths.tolist()
+        self.max_depth = max(self.depths)
+        self._readings: dict[int, Reading] = {}
+
+    def reading(self, state: int) -> Reading:
+        """Of a state; found when it is first asked for."""
+        found = self._readings.get(state)
+        if found is None:
+            row, model = self.automaton.table[state], self._model(state)
+            refused = self._bytes(row == REFUSED)
+            found = Reading(refused, self.loops.is_free(state))
+            if model is not None:
+                alike = self._bytes(row == self.automaton.table[model])
+                found = found._replace(model=model, alike=alike, passed=refused + alike)
+            self._readings[state] = found
+        return found
+
+    def _model(self, state: int) -> int | None:
+        if self.loops.can_loop[state]:
+            return None
+        for byte in PROBES:
+            value = self.entries[state, self.columns_by_byte[byte]]
+            if value != REFUSED and value & ACTION_MASK <= Action.COUNT and self.loops.can_loop[value >> ACTION_BITS]:
+                return int(value >> ACTION_BITS)
+        return None
+
+    def _bytes(self, chosen: NDArray[np.bool_]) -> bytes:
+        """The bytes of some columns."""
+        return ALL_BYTES[chosen[self.columns]].tobytes()

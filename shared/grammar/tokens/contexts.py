@@ -1,0 +1,145 @@
+"""What walks of tokens carry beside their state, by number; and what of it a mask depends on. Introduced in phase 12.
+
+A configuration has counters, keys and a stack. The tokens of a mask have few different ones, so walks name them by
+number, and each step that changes more than the state is made once for all of them.
+
+Invariant: :meth:`Contexts.examined` has all that the steps have depended on of the first configuration's frames.
+"""
+
+from typing import NamedTuple
+
+from shared.grammar.automata.automaton import ACTION_BITS, REFUSED, UNBOUNDED, Action, Automaton, Configuration
+from shared.grammar.automata.plain import ACTION_MASK
+from shared.grammar.tokens.byte_table import ByteTable
+
+ZERO, NINE = b"09"
+GOTO, COUNT, BLANK = int(Action.GOTO), int(Action.COUNT), int(Action.BLANK)
+ALL_KEYS = (1 << 64) - 1
+Context = tuple[int, int, int, int, tuple[tuple[int, int], ...]]
+"""A configuration without its state."""
+
+
+class Fact(NamedTuple):
+    """What a mask depends on: of the frame ``depth`` below, or of the keys that its object has seen.
+
+    KEY     which keys of the set ``argument`` were seen
+    GUARD   whether the guard ``argument`` is full, once the keys ``added`` were seen too
+    POP     the alternatives that the pop ``argument`` leaves, once the keys ``added`` were seen too
+    PUSH    the frame itself
+    """
+
+    action: int
+    depth: int
+    argument: int = 0
+    added: int = 0
+
+    def answer(self, automaton: Automaton, now: Configuration) -> int:
+        """Of a configuration; -1 if it has no such frame."""
+        place = len(now.stack) - self.depth
+        if self.action == Action.PUSH:
+            return now.stack[place - 1][0] if place > 0 else -1
+        if place < 0:
+            return -1
+        seen = (now.stack[place][1] if self.depth else now.seen) | self.added
+        if self.action == Action.KEY:
+            return seen & self.argument
+        ask = automaton.is_full if self.action == Action.GUARD else automaton.colour
+        return ask(self.argument, seen)
+
+
+class Contexts:
+    """The contexts of the walks from one configuration, whose own is number 0.
+
+    Attributes:
+        values: the contexts.
+        heights: of each, the frames of its stack.
+        unblanked: of each, the number of that without blanks.
+    """
+
+    def __init__(self, table: ByteTable, now: Configuration) -> None:
+        self.table, self.automaton, self.now = table, table.automaton, now
+        self.values: list[Context] = []
+        self.heights: list[int] = []
+        self.unblanked: list[int] = []
+        self._numbers: dict[Context, int] = {}
+        self._counted: list[int | None] = []  # of each, that with one more character; REFUSED if there may be none
+        self._steps: dict[tuple[int, int, int], tuple[int, int]] = {}
+        self._facts: set[Fact] = set()
+        self._keys: dict[int, int] = {}  # those that matter of the objects so many frames below
+        self.number(now[1:])
+
+    def number(self, context: Context) -> int:
+        number = self._numbers.get(context)
+        if number is None:
+            number = self._numbers[context] = len(self.values)
+            self.values.append(context)
+            self.heights.append(len(context[-1]))
+            self._counted.append(None)
+            self.unblanked.append(number)
+            if context[2]:
+                fewest, most, _, seen, stack = context
+                self.unblanked[number] = self.number((fewest, most, 0, seen, stack))
+        return number
+
+    def step(self, state: int, context: int, byte: int) -> tuple[int, int]:
+        """The state and the context after a byte; REFUSED if there are none."""
+        value = self.table.entries[state, self.table.columns_by_byte[byte]]
+        action = value & ACTION_MASK
+        if action == GOTO:
+            return value >> ACTION_BITS, self.unblanked[context]
+        if action == COUNT:
+            return value >> ACTION_BITS, self.count(context)
+        if action == BLANK:
+            key = value, context, ZERO if ZERO <= byte <= NINE else byte
+        else:
+            key = value, self.unblanked[context], 0
+        after = self._steps.get(key)
+        if after is None:
+            now = Configuration(state, *self.values[context])
+            if action != BLANK:
+                self._examine(now, value)
+            moved = self.automaton.step(now, byte)
+            after = self._steps[key] = (REFUSED, REFUSED) if moved is None else (moved.state, self.number(moved[1:]))
+        return after
+
+    def _examine(self, now: Configuration, value: int) -> None:
+        """Note what an entry depends on, if it is of the configuration from which all walk."""
+        height, own = len(now.stack), self.now.stack
+        seen = self.now.seen if height >= len(own) else own[height][1]
+        if now.stack != own[:height] or seen & ~now.seen:
+            return
+        action, argument, depth, added = value & ACTION_MASK, value >> ACTION_BITS, len(own) - height, now.seen & ~seen
+        if action == Action.KEY:
+            self.note(Fact(Action.KEY, depth, int(self.automaton.keys[argument, 1])))
+        elif action == Action.GUARD:
+            self.note(Fact(Action.GUARD, depth, argument, added))
+        elif action == Action.POP:
+            self.note(Fact(Action.PUSH, depth))
+            _, first, last, _ = self.automaton.pops[argument].tolist()
+            if last > first:
+                self.note(Fact(Action.POP, depth, argument, added))
+        elif action == Action.CHOOSE:  # it may add to the keys, of which others then ask
+            self.note(Fact(Action.KEY, depth, ALL_KEYS))
+
+    def note(self, fact: Fact) -> None:
+        if fact.action == Action.KEY:
+            self._keys[fact.depth] = self._keys.get(fact.depth, 0) | fact.argument
+        else:
+            self._facts.add(fact)
+
+    def examined(self) -> tuple[Fact, ...]:
+        """What the mask depends on beside the state, the counters and the room."""
+        return (*sorted(self._facts), *(Fact(Action.KEY, *each) for each in sorted(self._keys.items())))
+
+    def count(self, context: int) -> int:
+        """The context with one more character; REFUSED where there may be none."""
+        after = self._counted[context]
+        if after is None:
+            fewest, most, _, seen, stack = self.values[context]
+            after = self.number((max(fewest - 1, 0), less(most, 1), 0, seen, stack)) if most else REFUSED
+            self._counted[context] = after
+        return after
+
+
+def less(most: int, chars: int) -> int:
+    return most if most == UNBOUNDED else most - chars

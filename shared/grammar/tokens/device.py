@@ -1,0 +1,131 @@
+"""What kernels need of a vocabulary and of configurations, as numbers at fixed addresses. Introduced in phase 12.
+
+Tokens are sorted so that neighbours begin alike, and the threads of a program walk nearly the same way. First stand the
+few that hold a quote, a backslash, a control character or part of a character; in a free state all after them are
+allowed without a walk.
+
+Invariant: a token's place never changes; a configuration packed and unpacked is the same.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from shared.errors import ConfigError
+from shared.grammar.automata.automaton import MAX_DEPTH, Configuration, Integers
+from shared.grammar.automata.plain import plain_from
+from shared.grammar.tokens.vocabulary import GrammarVocabulary
+
+GROUP = 32  # places whose bits share a word; plain tokens begin at a multiple of it
+NUM_ALIKE = 1  # bytes by which tokens are sorted; then by length: 32 walk as long as the longest
+NEVER, AT_END = -1, -2  # in place of a rank
+LENGTH_BITS = 10
+LONGEST = (1 << LENGTH_BITS) - 1
+HALF = (1 << 32) - 1
+# Where the numbers of a row stand.
+BASE = 0  # where the tables of the row's grammar begin; -1 without one
+STATE, FEWEST, MOST, BLANKS = 1, 2, 3, 4
+HEIGHT = 5  # of the stack
+SEEN = 6  # two numbers, the low half first
+FRAMES = 8
+SEENS = FRAMES + MAX_DEPTH  # two numbers for each frame
+KEPT = SEENS + 2 * MAX_DEPTH  # 1 if the row moved where all tokens walk as before: the bits of its mask stay
+ROW = KEPT + 1
+
+
+@dataclass(frozen=True, eq=False)
+class GrammarTokens:
+    """The tokens of a vocabulary on a device, N places.
+
+    Attributes:
+        text: uint8, the bytes of all tokens, each followed by a zero, and some zeros that walks read beyond the last.
+        starts: int32 ``[N]``, where in it each token begins.
+        about: int32 ``[N]``: ``chars << 20 | plain_from << 10 | length``; 0 where there is no token.
+        ranks: int32 ``[V]``, the place of an id's token; ``NEVER`` or ``AT_END``.
+        ids: int32 ``[V, 2]``: where the bytes of each id begin, and how many it has.
+        firsts: int32 ``[N / GROUP]``, the byte with which all tokens of a group of places begin; -1 if they differ.
+        first_plain: from this place on all tokens are plain.
+        longest: bytes of the longest token.
+    """
+
+    text: torch.Tensor
+    starts: torch.Tensor
+    about: torch.Tensor
+    ranks: torch.Tensor
+    ids: torch.Tensor
+    firsts: torch.Tensor
+    first_plain: int
+    longest: int
+
+    @classmethod
+    def of(cls, vocabulary: GrammarVocabulary, device: torch.device | str) -> "GrammarTokens":
+        """Raises ConfigError for a token of more than ``LONGEST`` bytes."""
+        if vocabulary.longest > LONGEST:
+            raise ConfigError(
+                f"A token of the vocabulary has {vocabulary.longest} bytes; grammars on a GPU take up to {LONGEST}."
+            )
+        distinct = {token for token in vocabulary.tokens if token}
+        tokens = sorted(distinct, key=lambda token: (token[:NUM_ALIKE], len(token), token))
+        plain = plain_from(tokens, vocabulary.usable_bytes)
+        lengths = np.array([len(token) for token in tokens], np.int32)
+        text = np.frombuffer(b"\0".join(tokens) + bytes(4 + vocabulary.longest), np.uint8)
+        starts = (np.cumsum(lengths + 1) - lengths - 1).astype(np.int32)
+        begun = np.concatenate([[0], np.cumsum((text & 0xC0) != 0x80)])
+        chars = begun[starts + lengths] - begun[starts]
+        about = (chars << 2 * LENGTH_BITS | plain << LENGTH_BITS | lengths).astype(np.int32)
+        rest, plains = np.flatnonzero(plain > 0), np.flatnonzero(plain == 0)
+        first_plain = -(-len(rest) // GROUP) * GROUP
+        size = first_plain + -(-len(plains) // GROUP) * GROUP
+        places = np.zeros(len(tokens), np.int32)
+        places[rest], places[plains] = np.arange(len(rest)), first_plain + np.arange(len(plains))
+        starts_at, about_at = np.zeros(size, np.int32), np.zeros(size, np.int32)
+        starts_at[places], about_at[places] = starts, about
+        firsts = text[starts_at].reshape(-1, GROUP).astype(np.int32)
+        is_alike = ((firsts == firsts[:, :1]) | (about_at.reshape(-1, GROUP) == 0)).all(1)
+        number = {token: n for n, token in enumerate(tokens)}
+        numbers = np.array([number.get(token, -1) for token in vocabulary.tokens], np.int32)
+        ranks = np.where(numbers < 0, NEVER, places[numbers])
+        ranks[list(vocabulary.end_ids)] = AT_END
+        ids = np.where(numbers[:, None] < 0, 0, np.column_stack([starts, lengths])[numbers])
+
+        def upload(array: Integers) -> torch.Tensor:
+            return torch.from_numpy(array.astype(np.int32)).to(device)
+
+        return cls(
+            text=torch.from_numpy(text.copy()).to(device),
+            starts=upload(starts_at),
+            about=upload(about_at),
+            ranks=upload(ranks),
+            ids=upload(ids),
+            firsts=upload(np.where(is_alike, firsts[:, 0], -1)),
+            first_plain=first_plain,
+            longest=vocabulary.longest,
+        )
+
+    @property
+    def num_words(self) -> int:
+        """int32 words of a row's bits: one for every group of places, and one that says whether the text may end."""
+        return len(self.starts) // GROUP + 1
+
+
+def pack_row(base: int, now: Configuration) -> Integers:
+    """A row of the kernels: int32 ``[ROW]``; ``base`` is where the tables of its grammar begin."""
+    row = np.zeros(ROW, np.uint32)
+    row[:SEEN] = base, now.state, now.fewest, now.most, now.blanks, len(now.stack)
+    seen = [now.seen, *(seen for _, seen in now.stack)]
+    halves = np.array([(keys & HALF, keys >> 32) for keys in seen], np.uint32)
+    row[SEEN:FRAMES] = halves[0]
+    row[FRAMES:][: len(now.stack)] = [frame for frame, _ in now.stack]
+    row[SEENS:][: 2 * len(now.stack)] = halves[1:].reshape(-1)
+    return row.view(np.int32)
+
+
+def unpack_row(row: Integers) -> tuple[int, Configuration]:
+    """The base and the configuration of a row."""
+    base, state, fewest, most, blanks, height = row[:SEEN].tolist()
+    numbers = row.view(np.uint32)
+    seen = [int(low) | int(high) << 32 for low, high in numbers[SEENS:KEPT].reshape(-1, 2)[:height]]
+    low, high = numbers[SEEN:FRAMES].tolist()
+    frames = row[FRAMES:][:height].tolist()
+    return base, Configuration(state, fewest, most, blanks, low | high << 32, tuple(zip(frames, seen, strict=True)))

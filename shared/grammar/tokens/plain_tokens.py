@@ -1,0 +1,216 @@
+"""Which tokens consist of given characters, and where the others leave them. Introduced in phase 12.
+
+The walk over a trie visits every beginning of a token. In a state that certain characters lead back to, as inside a
+string, it need not: the tokens of these characters alone are allowed, and of the others only what follows the first
+other character matters. Tokens that begin alike are a range, so a mask that is known elsewhere is taken over by ranges.
+
+Invariant: nothing here depends on a grammar.
+"""
+
+import itertools
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from threading import Lock
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from shared.grammar.automata.plain import FIRST_SYMBOL, NOT_ASCII, ODD, PLAIN_SEQUENCES, plain_from
+
+MAX_SETS = 16
+HALF = (1 << 64) - 1
+Array = NDArray[Any]
+
+
+def ranges(first: Array, count: Array) -> Array:
+    """The numbers from each ``first`` on, ``count`` of each."""
+    return np.arange(count.sum()) + (first - count.cumsum() + count).repeat(count)
+
+
+@dataclass(frozen=True, eq=False)
+class TokensOfSet:
+    """The tokens of a set of characters.
+
+    Attributes:
+        is_within: bool ``[V]``: a token has no other characters.
+        exits: nodes whose byte is the first that leads out of the set, sorted by this byte.
+        starts: ``[257]``: those of byte b stand in ``exits`` from ``starts[b]`` on.
+    """
+
+    is_within: NDArray[np.bool_]
+    exits: Array
+    starts: Array
+
+
+@dataclass(frozen=True, eq=False)
+class PlainTokens:
+    """Of the N nodes of a vocabulary's trie, and the T tokens that have one.
+
+    Attributes:
+        order: ``[T]``, ids sorted by their bytes: the tokens below a node, its own included, stand side by side.
+        first, count, own: ``[N]``: those below a node stand from ``first`` on; ``own`` of these end at the node.
+        node_of, first_child: ``[V]`` and ``[N + 1]``, of the vocabulary.
+        parents, byte, depth: ``[N]``; the depth is the number of bytes.
+        chars: ``[N]``, the characters that begin in a node's bytes.
+        token_chars: ``[V]``, those of each token.
+        symbols: uint64 ``[2, N]``, the set of the whole characters of a node, as in
+        :mod:`shared.grammar.automata.plain`. is_whole: bool ``[N]``: a node's bytes end with a plain or ASCII
+        character. is_ragged: bool ``[N]``: bytes end inside a character, and some token goes on so that it never is
+        a plain one. plain_from: ``[V]``, from which byte on each token is plain. last_plain_from: ``[N]``, the
+        largest of those below a node.
+    """
+
+    order: Array
+    first: Array
+    count: Array
+    own: Array
+    node_of: Array
+    first_child: Array
+    parents: Array
+    byte: NDArray[np.uint8]
+    depth: Array
+    chars: Array
+    token_chars: Array
+    symbols: NDArray[np.uint64]
+    is_whole: NDArray[np.bool_]
+    is_ragged: NDArray[np.bool_]
+    plain_from: Array
+    last_plain_from: Array
+    _sets: OrderedDict[int, TokensOfSet] = field(default_factory=OrderedDict)
+    _lock: Any = field(default_factory=Lock)
+
+    @classmethod
+    def of(
+        cls,
+        tokens: Sequence[bytes],
+        usable_bytes: NDArray[np.bool_],
+        node_of: NDArray[np.int32],
+        first_child: NDArray[np.int32],
+        byte: NDArray[np.uint8],
+    ) -> "PlainTokens":
+        """Of a vocabulary's tokens and trie: see :class:`shared.grammar.tokens.vocabulary.GrammarVocabulary`."""
+        size = len(byte)
+        parents = np.append(0, np.arange(size, dtype=np.int32).repeat(np.diff(first_child)))
+        bounds = [1]
+        while bounds[-1] < size:
+            bounds.append(int(first_child[bounds[-1]]))
+        levels = [slice(*pair) for pair in itertools.pairwise(bounds)]
+        own = np.bincount(node_of, minlength=size).astype(np.int32)
+        own[0] = 0
+        plain = plain_from(tokens, usable_bytes)
+        latest = np.zeros(size, np.int32)
+        latest[node_of] = plain  # equal tokens share a node, and are plain from the same byte on
+        depth, chars, state = np.zeros(size, np.int32), np.zeros(size, np.int32), np.zeros(size, np.int8)
+        symbols, steps = np.zeros((2, size), np.uint64), _character_steps(usable_bytes)
+        for number, level in enumerate(levels, 1):
+            last, parent = byte[level], parents[level]
+            depth[level] = number
+            chars[level] = chars[parent] + ((last & 0xC0) != 0x80)
+            state[level] = steps[state[parent], last]
+            symbols[:, level] = symbols[:, parent] | _symbols(last, state[level])
+        count, is_ragged = own.copy(), (state != 0) & ((own > 0) | (state == _ODD_STATE))
+        for level in reversed(levels):
+            parent = parents[level]
+            np.add.at(count, parent, count[level])
+            np.maximum.at(latest, parent, latest[level])
+            above = parent[is_ragged[level]]
+            is_ragged[above[state[above] != 0]] = True
+        first = np.zeros(size, np.int32)
+        for level in levels:
+            parent, before = parents[level], count[level].cumsum() - count[level]
+            first[level] = first[parent] + own[parent] + before - before[first_child[parent] - level.start]
+        ids = np.flatnonzero(node_of)
+        order = ids[np.argsort(first[node_of[ids]], kind="stable")]
+        return cls(
+            *(order, first, count, own, node_of, first_child, parents, byte, depth, chars, chars[node_of]),
+            *(symbols, state == 0, is_ragged, plain, latest),
+        )
+
+    @cached_property
+    def views(self) -> tuple[Any, ...]:
+        """Arrays of which single numbers are read: ``first_child``, ``is_whole``, ``last_plain_from``, ``depth``,
+        ``is_ragged``, ``first``, ``count``, ``own`` and ``chars``."""
+        marks = self.first_child, self.is_whole, self.last_plain_from, self.depth, self.is_ragged
+        return tuple(map(memoryview, (*marks, self.first, self.count, self.own, self.chars)))  # type: ignore[arg-type]
+
+    def within(self, nodes: Array | slice, symbols: int, *, is_whole: bool = True) -> NDArray[np.bool_]:
+        """Whether the bytes of each node are characters of a set, of which the last is whole, or is not."""
+        others = ~np.array([symbols & HALF, symbols >> 64], np.uint64)
+        low, high = self.symbols
+        found: NDArray[np.bool_] = (low[nodes] & others[0] | high[nodes] & others[1]) == 0
+        return found & (self.is_whole[nodes] == is_whole)
+
+    def symbols_of(self, node: int) -> int:
+        """The set of the whole characters of one node."""
+        return int(self.symbols[0, node]) | int(self.symbols[1, node]) << 64
+
+    def of_set(self, symbols: int) -> TokensOfSet:
+        """The tokens of a set of characters; the sets that were asked for last are kept."""
+        with self._lock:
+            if symbols in self._sets:
+                self._sets.move_to_end(symbols)
+                return self._sets[symbols]
+        is_within = self.within(slice(None), symbols)
+        leaves = is_within[self.parents] & ~is_within
+        if symbols & NOT_ASCII:
+            leaves &= (self.byte < 0x80) | self.is_ragged
+        exits = np.flatnonzero(leaves).astype(np.int32)
+        byte = self.byte[exits]
+        starts = np.append(0, np.bincount(byte, minlength=256).cumsum())
+        found = TokensOfSet(
+            is_within[self.node_of] & (self.node_of != 0), exits[np.argsort(byte, kind="stable")], starts
+        )
+        with self._lock:
+            self._sets[symbols] = found
+            while len(self._sets) > MAX_SETS:
+                self._sets.popitem(last=False)
+        return found
+
+    def ending_at(self, nodes: Array) -> Array:
+        """The ids of the tokens that end at one of ``nodes``."""
+        return self.order[ranges(self.first[nodes], self.own[nodes])]
+
+    def below(self, nodes: Array, most: Array) -> Array:
+        """The ids of the tokens below ``nodes`` that are plain from there on.
+
+        Args:
+            most: ``[nodes]``, the characters that may follow each.
+        """
+        counts = self.count[nodes]
+        ids = self.order[ranges(self.first[nodes], counts)]
+        last = (self.chars[nodes] + np.minimum(most, len(self.chars))).repeat(counts)
+        return ids[(self.plain_from[ids] <= self.depth[nodes].repeat(counts)) & (self.token_chars[ids] <= last)]
+
+
+_ODD_STATE = 1
+
+
+def _character_steps(usable_bytes: NDArray[np.bool_]) -> NDArray[np.int8]:
+    """Reads UTF-8: ``[state, byte]``, the next state. 0: a character has ended; ``_ODD_STATE``: no plain one can."""
+    states: list[frozenset[Any]] = [frozenset([()]), frozenset()]
+    rows = []
+    for state in states:  # which grows
+        row = []
+        for byte in range(256):
+            begun = PLAIN_SEQUENCES if state == states[0] else state
+            if byte < 0x80:
+                following = state if state == states[0] else states[_ODD_STATE]
+            elif usable_bytes[byte]:
+                following = frozenset(each[1:] for each in begun if each[0][0] <= byte <= each[0][1])
+            else:
+                following = states[_ODD_STATE]
+            if following not in states:
+                states.append(following)
+            row.append(states.index(following))
+        rows.append(row)
+    return np.array(rows, np.int8)
+
+
+def _symbols(byte: NDArray[np.uint8], state: NDArray[np.int8]) -> NDArray[np.uint64]:
+    """The symbol that each byte ends, as sets of bits: uint64 ``[2, bytes]``."""
+    sets = [1 << byte if byte >= FIRST_SYMBOL else ODD for byte in range(128)] + [NOT_ASCII] * 128
+    of_byte = np.array([[bits & HALF for bits in sets], [bits >> 64 for bits in sets]], np.uint64)
+    return np.where(state == 0, of_byte[:, byte], np.uint64(0))

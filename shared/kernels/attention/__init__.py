@@ -1,0 +1,1 @@
+"""Kernels that write keys and values and attend to them."""

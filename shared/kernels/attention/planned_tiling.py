@@ -1,0 +1,123 @@
+"""The tilings of the planned kernels: plain tables. Introduced in phase 6.1.
+
+The fastest tiling depends on GPU and shape and can be measured only under a CUDA graph, so nothing is tuned at run
+time: a tiling follows from the shapes and from the largest batch that a captured launch serves. All tilings give the
+same results up to rounding. Invariant: the loads of a decode tiling in flight, ``num_stages`` tiles of keys and values,
+fit in ``PIPELINE_BYTES``; if the table's entry exceeds that, the pipeline is shortened, then the tile.
+"""
+
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import TypeVar
+
+import torch
+
+from shared.attention.descriptor import Grid
+from shared.kernels.attention import paged_prefill
+from shared.kernels.launch import next_power_of_two, num_multiprocessors
+
+PIPELINE_BYTES = 96 * 1024  # bytes of loads in flight per program, for the smallest GPUs too
+
+
+@dataclass(frozen=True)
+class DecodeTiling:
+    """The tiling of decode: keys per tile, loads in flight, and resident programs."""
+
+    tile: int
+    num_warps: int = 4
+    num_stages: int = 3
+    programs_per_multiprocessor: int = 2
+    least_split: int = 128  # tokens; a shorter split does not justify a program
+    is_arrival: bool = True  # whether the last program to arrive merges; else a second launch does
+    merged_numbers: int = 4096  # fp32 numbers of states that the merging program holds at a time
+
+    def grid(self, num_kv_heads: int, device: torch.device) -> Grid:
+        """The launch grid that a plan fills."""
+        programs = self.programs_per_multiprocessor * num_multiprocessors(device)
+        return Grid(max(1, programs // num_kv_heads), self.tile, max(self.least_split, self.tile))
+
+
+@dataclass(frozen=True)
+class PrefillTiling:
+    """The tiling of prefill: rows of queries (token × group) and keys per tile."""
+
+    rows: int
+    tile: int
+    num_warps: int
+    num_stages: int
+    programs_per_multiprocessor: int = 2
+    least_split: int = 128
+
+    def tokens(self, group: int) -> int:
+        """New tokens per tile: whole tokens, so that all heads of a token have the same splits."""
+        return self.rows // group
+
+    def grid(self, num_kv_heads: int, device: torch.device) -> Grid:
+        """The launch grid that a plan fills."""
+        programs = self.programs_per_multiprocessor * num_multiprocessors(device)
+        return Grid(max(1, programs // num_kv_heads), self.tile, max(self.least_split, self.tile))
+
+
+AnyTiling = TypeVar("AnyTiling", bound=DecodeTiling)
+FEW_PAIRS = 64
+"""Maximum (sequence, KV head) pairs of a batch for the first of two tilings: its splits are short, down to
+``least_split``, and a split of a single tile prefetches nothing."""
+DECODE_TILINGS: dict[int, tuple[DecodeTiling, DecodeTiling]] = {  # by head size: few pairs, many
+    16: (DecodeTiling(64), DecodeTiling(128)),
+    32: (DecodeTiling(64), DecodeTiling(128)),
+    64: (DecodeTiling(64, num_warps=2, least_split=64), DecodeTiling(64)),
+    128: (DecodeTiling(64), DecodeTiling(32)),
+    256: (DecodeTiling(32), DecodeTiling(32)),
+}
+
+FP8_TILINGS = {  # for many pairs: half the bytes come in half the time, so twice the programs hide the arithmetic
+    64: DecodeTiling(64, num_warps=2, programs_per_multiprocessor=4),
+    128: DecodeTiling(32, num_warps=2, num_stages=4, programs_per_multiprocessor=4),
+}
+
+
+def decode_tiling(num_sequences: int, num_kv_heads: int, head_dim: int, itemsize: int) -> DecodeTiling:
+    """The tiling for batches of up to ``num_sequences``; keys have ``itemsize`` bytes per element."""
+    few, many = DECODE_TILINGS[head_dim]
+    if itemsize == 1:
+        many = FP8_TILINGS.get(head_dim, many)
+    tiling = few if num_sequences * num_kv_heads <= FEW_PAIRS else many
+    return fitted(tiling, head_dim, itemsize)
+
+
+@cache  # asked for in every step
+def fitted(tiling: AnyTiling, head_dim: int, itemsize: int) -> AnyTiling:
+    """The tiling with its pipeline, and then its tile, reduced to fit in ``PIPELINE_BYTES``."""
+    tile, stages = tiling.tile, tiling.num_stages
+    token_bytes = 2 * head_dim * itemsize
+    while stages > 2 and stages * tile * token_bytes > PIPELINE_BYTES:
+        stages -= 1
+    while tile > 16 and stages * tile * token_bytes > PIPELINE_BYTES:
+        tile //= 2
+    return replace(tiling, tile=tile, num_stages=stages)
+
+
+def prefill_tiling(
+    num_new_tokens: int, num_sequences: int, num_heads: int, num_kv_heads: int, head_dim: int, itemsize: int
+) -> PrefillTiling:
+    """The tiling for a ragged batch with this total of new tokens: phase 6's tile, of whole tokens."""
+    group = num_heads // num_kv_heads
+    cut = paged_prefill.prefill_tiling(num_new_tokens * group, num_sequences, head_dim, itemsize)
+    return PrefillTiling(max(cut.rows, next_power_of_two(group)), cut.tile, cut.num_warps, cut.num_stages)
+
+
+def max_states(
+    num_sequences: int, num_heads: int, num_kv_heads: int, head_dim: int, itemsize: int, device: torch.device
+) -> int:
+    """Maximum number of states of any plan with these tables, for up to ``num_sequences`` sequences.
+
+    It does not grow with the tokens of a step: fewer tiles than programs are ever split (``Grid.max_states``).
+    """
+    about = (num_heads, num_kv_heads, head_dim, itemsize)
+    decode = [decode_tiling(count, *about[1:]) for count in (1, num_sequences)]
+    prefill = [prefill_tiling(1 << n, 1, *about) for n in range(11)]  # by the new tokens of a sequence
+    group = num_heads // num_kv_heads
+    return max(
+        *(tiling.grid(num_kv_heads, device).max_states() for tiling in decode),
+        *(tiling.grid(num_kv_heads, device).max_states(tiling.tokens(group)) for tiling in prefill),
+    )

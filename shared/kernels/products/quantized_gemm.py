@@ -1,0 +1,259 @@
+"""Products of several rows with a weight of 8 or 4 bits on the tensor cores. Introduced in phase 10.
+
+A program widens a tile of W in registers and multiplies it by rows of x: W is the first operand, which Hopper's tensor
+cores read from registers, so the widened tile is never written anywhere. The numbers of 8 and of 4 bits are exact in
+fp16 and bf16; what is scaled is their product with x, once for each group of columns, in fp32. For a few rows of x
+:mod:`shared.kernels.products.quantized_rows` is faster where it can be, for many
+:mod:`shared.kernels.products.quantized_prompts`.
+
+If both W and x are FP8, the tensor cores multiply them as they are, twice as fast: for prompts x is rounded to FP8,
+with a scale a row. If W's scales belong to rows too, ``torch._scaled_mm`` computes that; with scales of 128 columns the
+kernel here adds up 128 columns at a time, also for the sake of the sum, since Hopper's sums of FP8 keep 14 bits
+(DeepSeek-V3, arXiv 2412.19437, section 3.3.2).
+"""
+
+import torch
+
+from shared.kernels.launch import (
+    Generation,
+    launch,
+    launch_dependents,
+    next_power_of_two,
+    tl,
+    triton,
+    wait_for_previous,
+)
+from shared.kernels.products import gated
+from shared.kernels.products.gemv import ACTIVATIONS, load_weights, prefetch_weights
+from shared.kernels.products.quantized_tiles import columns, halves, widened
+from shared.kernels.products.quantized_tiling import QuantizedTiling
+from shared.ops import gated as gated_ops
+from shared.quantization.weight import QuantizedWeight
+
+BAND = tl.constexpr(16)  # blocks of rows of x whose programs follow each other, so that x stays in the L2 cache
+LARGEST_FP8 = tl.constexpr(448.0)
+
+
+@triton.jit
+def load_x(rows, is_row, k, K: tl.constexpr, BLOCK: tl.constexpr):
+    """Columns k of rows of x: ``[BLOCK_M, BLOCK]``."""
+    inside = is_row[:, None] if K % BLOCK == 0 else is_row[:, None] & (k < K)[None, :]
+    return tl.load(rows + k[None, :], mask=inside, other=0.0, eviction_policy="evict_last")
+
+
+@triton.jit
+def add_product(
+    y,
+    rows,
+    is_row,
+    low,
+    high,
+    scales,
+    zeros,
+    start,
+    WIDTH: tl.constexpr,
+    PER_GROUP: tl.constexpr,
+    BITS: tl.constexpr,
+    BLOCK_B: tl.constexpr,
+):
+    """``y + W xᵀ`` of a tile of W and columns of x; scaled, unless a scale belongs to a row. PER_GROUP: in bytes."""
+    tile = load_weights(rows, is_row, start + tl.arange(0, BLOCK_B), WIDTH, BLOCK_B)
+    group = start // PER_GROUP
+    total = y if PER_GROUP == WIDTH else tl.zeros(y.shape, tl.float32)
+    if BITS == 8:
+        total = tl.dot(widened(tile, low.dtype), low.T, total, input_precision="ieee")
+    else:
+        zero = 8.0 if zeros is None else tl.load(zeros + group, mask=is_row, other=0).to(tl.float32)[:, None]
+        low_tile, high_tile = halves(tile, zero, low.dtype)
+        total = tl.dot(low_tile, low.T, total, input_precision="ieee")
+        total = tl.dot(high_tile, high.T, total, input_precision="ieee")
+    if PER_GROUP == WIDTH:
+        return total
+    else:
+        return y + total * tl.load(scales + group, mask=is_row, other=0.0).to(tl.float32)[:, None]
+
+
+@triton.jit
+def quantized_gemm_kernel(
+    x,
+    x_scales,
+    values,
+    scales,
+    zeros,
+    bias,
+    residual,
+    out,
+    num_rows,
+    N,
+    x_stride,
+    residual_stride,
+    rows_per_scale,
+    K: tl.constexpr,
+    GROUP: tl.constexpr,
+    BITS: tl.constexpr,
+    RUN: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    PREFETCHED: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """A program computes ``out [num_rows, N]`` for BLOCK_M rows and BLOCK_N columns; the grid has one for each block.
+
+    x_scales: one for each row of x, if x is FP8. With an activation W is ``[2N, K]``, as in ``gemv_kernel``.
+    """
+    launch_dependents(PDL)
+    WIDTH: tl.constexpr = K * BITS // 8  # bytes of a row
+    BLOCK_B: tl.constexpr = BLOCK_K * BITS // 8
+    PER_GROUP: tl.constexpr = GROUP * BITS // 8
+    GROUPS: tl.constexpr = K // GROUP
+    blocks_n = tl.cdiv(N, BLOCK_N)
+    first_m = tl.program_id(0) // (BAND * blocks_n) * BAND
+    blocks_m = tl.minimum(tl.cdiv(num_rows, BLOCK_M) - first_m, BAND)
+    in_band = tl.program_id(0) % (BAND * blocks_n)
+    m = (first_m + in_band % blocks_m) * BLOCK_M + tl.arange(0, BLOCK_M)
+    n = in_band // blocks_m * BLOCK_N + tl.arange(0, BLOCK_N)
+    is_row, is_x_row = n < N, m < num_rows
+    rows = values + n.to(tl.int64)[:, None] * WIDTH
+    group_row = n // rows_per_scale * GROUPS
+    scale_rows = scales + group_row
+    zero_rows = None if zeros is None else zeros + group_row
+    if ACTIVATION is not None:
+        up_rows = values + (N + n).to(tl.int64)[:, None] * WIDTH
+        up_group_row = (N + n) // rows_per_scale * GROUPS
+        up_scale_rows = scales + up_group_row
+        up_zero_rows = None if zeros is None else zeros + up_group_row
+    prefetch_weights(values, tl.minimum(n, N - 1), WIDTH, BLOCK_B, PREFETCHED, PDL)
+    if ACTIVATION is not None:
+        prefetch_weights(values, N + tl.minimum(n, N - 1), WIDTH, BLOCK_B, PREFETCHED, PDL)
+    wait_for_previous(PDL)
+    x_rows = x + m.to(tl.int64)[:, None] * x_stride
+    y = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+    up = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+    for start in range(0, WIDTH, BLOCK_B):
+        k = columns(start + tl.arange(0, BLOCK_B), RUN, BITS)
+        low = load_x(x_rows, is_x_row, k, K, BLOCK_K)
+        high = low if BITS == 8 else load_x(x_rows, is_x_row, k + RUN // 2, K, BLOCK_K)
+        y = add_product(y, rows, is_row, low, high, scale_rows, zero_rows, start, WIDTH, PER_GROUP, BITS, BLOCK_B)
+        if ACTIVATION is not None:
+            up = add_product(
+                up, up_rows, is_row, low, high, up_scale_rows, up_zero_rows, start, WIDTH, PER_GROUP, BITS, BLOCK_B
+            )
+    if GROUPS == 1:
+        y *= tl.load(scale_rows, mask=is_row, other=0.0).to(tl.float32)[:, None]
+    if x_scales is not None:
+        y *= tl.load(x_scales + m, mask=is_x_row, other=0.0)[None, :]
+    if bias is not None:
+        y += tl.load(bias + n, mask=is_row, other=0.0).to(tl.float32)[:, None]
+    if ACTIVATION is not None:
+        if GROUPS == 1:
+            up *= tl.load(up_scale_rows, mask=is_row, other=0.0).to(tl.float32)[:, None]
+        if bias is not None:
+            up += tl.load(bias + N + n, mask=is_row, other=0.0).to(tl.float32)[:, None]
+        y = gated.gated_activation(y, up, ACTIVATION)
+    inside = is_row[:, None] & is_x_row[None, :]
+    if residual is not None:
+        residual_rows = residual + m.to(tl.int64)[None, :] * residual_stride
+        y += tl.load(residual_rows + n[:, None], mask=inside, other=0.0).to(tl.float32)
+    tl.store(out + m.to(tl.int64)[None, :] * N + n[:, None], y, mask=inside)
+
+
+@triton.jit
+def quantize_rows_kernel(x, values, scales, K, x_stride, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    """A row of x in FP8 and its scale, with which the row's largest number is FP8's largest."""
+    launch_dependents(PDL)
+    row = tl.program_id(0).to(tl.int64)
+    k = tl.arange(0, BLOCK)
+    wait_for_previous(PDL)
+    h = tl.load(x + row * x_stride + k, mask=k < K, other=0.0).to(tl.float32)
+    peak = tl.max(tl.abs(h))
+    scale = tl.where(peak > 0.0, tl.div_rn(peak, tl.full([], LARGEST_FP8, tl.float32)), 1.0)
+    tl.store(scales + row, scale)
+    tl.store(values + row * K + k, tl.div_rn(h, scale).to(tl.float8e4nv), mask=k < K)
+
+
+def stored(weight: QuantizedWeight, gpu: Generation) -> torch.Tensor:
+    """The values as the kernels take them on this GPU: FP8 as bytes where the GPU has no FP8."""
+    is_fp8 = weight.values.dtype == torch.float8_e4m3fn
+    return weight.values.view(torch.uint8) if is_fp8 and not gpu.has_fp8 else weight.values
+
+
+def quantize_rows(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """x ``[T, K]`` in FP8, and the scales of its rows ``[T]``, fp32."""
+    T, K = x.shape
+    values = torch.empty(T, K, dtype=torch.float8_e4m3fn, device=x.device)
+    scales = torch.empty(T, dtype=torch.float32, device=x.device)
+    block = next_power_of_two(K)
+    warps = min(16, max(4, block // 512))
+    launch(quantize_rows_kernel, (T,), x, values, scales, K, x.stride(0), BLOCK=block, num_warps=warps)
+    return values, scales
+
+
+def multiply_in_fp8(
+    x: torch.Tensor,
+    weight: QuantizedWeight,
+    bias: torch.Tensor | None,
+    residual: torch.Tensor | None,
+    activation: gated_ops.GatedOp | None,
+    cut: QuantizedTiling,
+    gpu: Generation,
+) -> torch.Tensor:
+    """As :func:`multiply`, with a W in FP8 and x rounded to FP8."""
+    N, K = weight.shape
+    values, x_scales = quantize_rows(x)
+    has_row_scales = weight.columns_per_scale == K and weight.rows_per_scale in (1, N)
+    if not (has_row_scales and x.dtype == torch.bfloat16 and N % 16 == K % 16 == 0):
+        return multiply(values, weight, bias, residual, activation, cut, gpu, x_scales, x.dtype)
+    scales = weight.scales.float().expand(N, 1).contiguous().t()
+    y = torch._scaled_mm(
+        values,
+        weight.values.t(),
+        x_scales[:, None],
+        scales,
+        bias=bias,
+        out_dtype=x.dtype,
+        use_fast_accum=True,
+    )
+    return y if residual is None else y.add_(residual)
+
+
+def multiply(
+    x: torch.Tensor,
+    weight: QuantizedWeight,
+    bias: torch.Tensor | None,
+    residual: torch.Tensor | None,
+    activation: gated_ops.GatedOp | None,
+    cut: QuantizedTiling,
+    gpu: Generation,
+    x_scales: torch.Tensor | None = None,
+    dtype: torch.dtype | None = None,
+) -> torch.Tensor:
+    """``activation(x Wᵀ + b) + residual`` of x ``[T, K]``, whose columns are contiguous: ``[T, N]``.
+
+    Args:
+        x_scales: of the rows of x, if x is FP8.
+        dtype: of the result; by default that of x.
+    """
+    T, K = x.shape
+    if K > weight.columns_per_scale < cut.block_k:
+        raise ValueError(f"a tiling of {cut.block_k} columns for {weight.columns_per_scale} that share a scale")
+    N = weight.shape[0] if activation is None else weight.shape[0] // 2
+    out = torch.empty(T, N, dtype=dtype or x.dtype, device=x.device)
+    shapes = (T, N, x.stride(0), 0 if residual is None else residual.stride(0), weight.rows_per_scale)
+    options = {
+        "K": K,
+        "GROUP": weight.columns_per_scale,
+        "BITS": weight.bits,
+        "RUN": weight.run,
+        "ACTIVATION": None if activation is None else ACTIVATIONS[activation][0],
+        "BLOCK_M": cut.block_m,
+        "BLOCK_N": cut.block_n,
+        "BLOCK_K": cut.block_k,
+    }
+    about = {"PREFETCHED": cut.prefetched, "num_warps": cut.num_warps, "num_stages": cut.num_stages}
+    of_w = (stored(weight, gpu), weight.scales, weight.zeros, bias, residual, out)
+    blocks_n = -(-N // cut.block_n)
+    blocks_m = -(-T // cut.block_m)
+    launch(quantized_gemm_kernel, (blocks_n * blocks_m,), x, x_scales, *of_w, *shapes, **options, **about)
+    return out

@@ -1,0 +1,226 @@
+"""Which tokens a grammar allows, computed on the GPU in every step, and the others' logits removed.
+
+Introduced in phase 12. Engines that compute masks on the CPU must wait for the token before they can begin, and send
+the mask. Here each thread walks the bytes of a token through the automaton of its row; nothing is sent, and a mask is
+found anew only if the row has moved to where tokens walk in another way. Two launches: the walk sets a bit for each
+token in the order of :class:`shared.grammar.tokens.device.GrammarTokens`, and needs no logits, so it can run while
+the model computes them; the second writes -inf, in the order of the ids.
+
+Invariants: a row without a grammar is neither read nor written; the bits are those of the scalar walk; the host reads
+nothing, and all addresses are fixed, so that a CUDA graph can hold both launches.
+"""
+
+import numpy as np
+import torch
+
+from shared.grammar.tokens.device import AT_END, GROUP, LENGTH_BITS, LONGEST, NEVER, GrammarTokens, unpack_row
+from shared.grammar.tokens.fsm import TokenFSM
+from shared.kernels.launch import launch, launches, next_power_of_two, tl, triton
+from shared.kernels.sampling.grammar_walk import BASE, COLUMNS, KEPT, ROW, load_configuration, walk
+
+NUM_GROUPS = 8  # of tokens, whose first bytes a program looks up at once; at most 16
+NUM_PROGRAMS = 8192  # of a launch, at least: a few rows get programs with fewer groups
+APPLY_BLOCK, APPLY_WARPS = 8192, 8
+BITS, LOWEST = tl.constexpr(LENGTH_BITS), tl.constexpr(LONGEST)
+GROUPED = tl.constexpr(GROUP)
+BANNED = tl.constexpr(NEVER)
+ENDS = tl.constexpr(AT_END)
+IS_END, WITHOUT = 1, 2  # in the last word of a row
+MAY_END, NO_GRAMMAR = tl.constexpr(IS_END), tl.constexpr(WITHOUT)
+
+
+@triton.jit
+def grammar_mask_kernel(
+    tables,
+    rows,
+    slots,
+    text,
+    starts,
+    about,
+    firsts,
+    words,
+    num_groups,
+    first_plain,
+    longest,
+    stride,
+    NUM_GROUPS: tl.constexpr,
+):
+    """Program (i, b) finds the bits of groups i, i + the grid's size, … of the b-th slot.
+
+    Most groups need no walk: all of their tokens are plain where these are free, or begin with a byte that the state
+    refuses. Groups that need one stand side by side, so adjacent groups go to different programs.
+    """
+    slot = tl.load(slots + tl.program_id(1)).to(tl.int64)
+    if slot >= 0:
+        row = rows + slot * ROW
+        words += slot * stride
+        base = tl.load(row + BASE)
+        if base < 0:
+            tl.store(words + stride - 1, NO_GRAMMAR)
+        elif tl.load(row + KEPT) == 0:
+            grammar = tables + base
+            table = grammar + tl.load(grammar + 1)
+            state, free, fewest, most, blanks, seen, height = load_configuration(grammar, row)
+            if tl.program_id(0) == 0:
+                may_end = (tl.load(table + state) & 1) * (height == 0).to(tl.int32)
+                tl.store(words + stride - 1, may_end)
+            is_open = (free == 1) | ((free == 2) & (most >= longest))
+            lane = tl.arange(0, NUM_GROUPS)
+            group = tl.program_id(0) + lane * tl.num_programs(0)
+            is_group = group < num_groups
+            byte = tl.load(firsts + group, mask=is_group, other=-1)
+            column = tl.load(grammar + COLUMNS + byte, mask=byte >= 0, other=0)
+            is_live = (byte < 0) | (tl.load(table + state + column, mask=byte >= 0, other=0) >= 0)
+            is_plain = is_open & (group * GROUPED >= first_plain)
+            is_due = (is_group & is_live & (is_plain == 0)).to(tl.int32)
+            tl.store(words + group, -is_plain.to(tl.int32), mask=is_group & (is_due == 0))
+            waiting = tl.sum(is_due << lane, 0)
+            walked = tl.program_id(0)
+            while waiting != 0:
+                if waiting & 1:
+                    token = walked * GROUPED + tl.arange(0, GROUPED)
+                    numbers = tl.load(about + token)
+                    is_allowed, _, _, _, _, _, _, _, _, _, _, _, _, _, _, _ = walk(
+                        grammar, table, row, state, free, fewest, most, blanks, seen, height,
+                        text, tl.load(starts + token), numbers & LOWEST, (numbers >> BITS) & LOWEST,
+                        (numbers >> BITS) >> BITS,
+                    )  # fmt: skip
+                    bits = is_allowed.to(tl.int32) << tl.arange(0, GROUPED)
+                    tl.store(words + walked, tl.sum(bits, 0))
+                waiting = waiting >> 1
+                walked += tl.num_programs(0)
+
+
+@triton.jit
+def remove_kernel(
+    words, slots, numbers, ranks, logits, vocabulary, stride, logit_stride, BLOCK: tl.constexpr, WORDS: tl.constexpr
+):
+    """Program (i, b) removes the i-th block of ids of the b-th row, and looks up their bits in shared memory."""
+    b = tl.program_id(1)
+    slot = tl.load(slots + b).to(tl.int64)
+    if slot >= 0:
+        words += slot * stride
+        about_row = tl.load(words + stride - 1)
+        if about_row != NO_GRAMMAR:
+            ids = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+            rank = tl.load(ranks + ids, mask=ids < vocabulary, other=BANNED)
+            place = tl.arange(0, WORDS)
+            row = tl.load(words + place, mask=place < stride, other=0)
+            word = tl.gather(row, tl.where(rank >= 0, rank // GROUPED, 0), 0)
+            is_allowed = (rank >= 0) & (((word >> (rank % GROUPED)) & 1) != 0)
+            is_allowed = is_allowed | ((rank == ENDS) & (about_row == MAY_END))
+            own = logits + tl.load(numbers + b).to(tl.int64) * logit_stride + ids
+            kept = tl.load(own, mask=ids < vocabulary, other=0.0)  # storing all is faster than storing some
+            tl.store(own, tl.where(is_allowed, kept.to(tl.float32), float("-inf")), mask=ids < vocabulary)
+
+
+def grammar_mask(
+    tables: torch.Tensor,
+    tokens: GrammarTokens,
+    rows: torch.Tensor,
+    slots: torch.Tensor,
+    words: torch.Tensor,
+    grammars: dict[int, TokenFSM],
+) -> None:
+    """Write the bits of the allowed tokens of each row of a batch, but for those whose bits stay.
+
+    Args:
+        tables: of :class:`shared.grammar.tokens.pool.GrammarPool`.
+        rows: int32 ``[slots, ROW]``, configurations.
+        slots: int32 ``[B]``, which configurations; -1 for a row without a grammar.
+        words: int32 ``[slots, tokens.num_words]``, contiguous; those of other slots are left as they are.
+        grammars: by their base in the tables; read only where no kernel runs.
+    """
+    B, stride = len(slots), words.shape[1]
+    if words.shape != (len(rows), tokens.num_words):
+        raise ValueError(
+            f"the bits have the shape {[*words.shape]}; {len(rows)} slots and the vocabulary take "
+            f"{[len(rows), tokens.num_words]}"
+        )
+    if B == 0:
+        return
+    if not launches(words):
+        _mask_by_numpy(tokens, rows, slots, words, grammars)
+        return
+    num_groups = len(tokens.firsts)
+    programs_of_row = min(num_groups, max(triton.cdiv(num_groups, NUM_GROUPS), NUM_PROGRAMS // B))
+    launch(
+        grammar_mask_kernel,
+        (programs_of_row, B),
+        tables,
+        rows,
+        slots,
+        tokens.text,
+        tokens.starts,
+        tokens.about,
+        tokens.firsts,
+        words,
+        num_groups,
+        tokens.first_plain,
+        tokens.longest,
+        stride,
+        NUM_GROUPS=NUM_GROUPS,
+        num_warps=1,
+    )
+
+
+def _mask_by_numpy(
+    tokens: GrammarTokens,
+    rows: torch.Tensor,
+    slots: torch.Tensor,
+    words: torch.Tensor,
+    grammars: dict[int, TokenFSM],
+) -> None:
+    ranks = tokens.ranks.numpy()
+    for slot in slots.tolist():
+        if slot < 0:
+            continue
+        base, now = unpack_row(rows[slot].numpy())
+        if base < 0:
+            words[slot, -1] = WITHOUT
+            continue
+        mask = grammars[base].mask(now)
+        bits = np.zeros(len(tokens.starts), np.uint8)
+        bits[ranks[mask & (ranks >= 0)]] = 1
+        words[slot, :-1] = torch.from_numpy(np.packbits(bits, bitorder="little").view(np.int32).copy())
+        words[slot, -1] = int(grammars[base].is_terminal(now))
+
+
+def remove_refused(
+    words: torch.Tensor, slots: torch.Tensor, numbers: torch.Tensor, tokens: GrammarTokens, logits: torch.Tensor
+) -> None:
+    """Set the logits of the tokens to -inf that the bits of :func:`grammar_mask` do not allow, in place.
+
+    Args:
+        words: int32 ``[slots, tokens.num_words]``.
+        slots: int32 ``[B]``, whose bits; -1 for a row without a grammar.
+        numbers: int32 ``[B]``, the row of the logits to which they belong; none twice.
+        logits: ``[n, V]``, with adjacent columns; other rows are left as they are.
+    """
+    B, V = len(slots), logits.shape[1]
+    if len(tokens.ranks) != V or logits.stride(1) != 1:
+        raise ValueError(f"the logits have {V} columns; the vocabulary has {len(tokens.ranks)}, side by side")
+    if B and launches(logits):
+        launch(
+            remove_kernel,
+            (triton.cdiv(V, APPLY_BLOCK), B),
+            words,
+            slots,
+            numbers,
+            tokens.ranks,
+            logits,
+            V,
+            words.shape[1],
+            logits.stride(0),
+            BLOCK=APPLY_BLOCK,
+            WORDS=next_power_of_two(words.shape[1]),
+            num_warps=APPLY_WARPS,
+        )
+        return
+    ranks, words = tokens.ranks.long(), words[slots.long().clamp(min=0)]
+    flags = words[:, -1:]
+    bits = (words[:, :-1][:, ranks.clamp(min=0) >> 5] >> (ranks.clamp(min=0) & 31)) & 1
+    is_allowed = ((ranks >= 0) & (bits != 0)) | ((ranks == AT_END) & (flags == IS_END))
+    is_constrained = (slots >= 0)[:, None] & (flags != WITHOUT)
+    rows = numbers.long()
+    logits[rows] = logits[rows].masked_fill(is_constrained & ~is_allowed, float("-inf"))

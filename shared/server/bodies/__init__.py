@@ -1,0 +1,1 @@
+"""What clients send: request bodies, read and checked."""

@@ -1,0 +1,153 @@
+"""Grammars compiled in a process of their own, so that a costly one delays no step. Introduced in phase 12.
+
+Compiling is Python, and the threads of a process take turns with Python's lock: a few costly grammars on threads of the
+server stop every stream whose engine is in the same process, for seconds. This process has a low priority, imports
+neither PyTorch nor the server, and has its own limit of memory.
+
+Each grammar is first tried with a small part of the work that it may need. One that needs more, if only for a schema of
+a tool that need not be followed, is compiled again by a second thread, where the large ones wait for each other. Small
+grammars wait for no large one. Work is counted, so which grammars are large does not depend on the machine.
+
+Invariants: one large grammar is compiled at a time; the process ends when the server does, in whatever way; if the
+process is lost, the grammars that it had are refused, and the next one starts it again.
+"""
+
+import contextlib
+import os
+import resource
+import signal
+import subprocess
+import sys
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
+from threading import Lock, Thread
+
+import numpy as np
+from numpy.typing import NDArray
+
+from shared.child_process import start_child
+from shared.grammar.grammar import Grammar
+from shared.grammar.limits import GrammarError, Limits, WorkError
+
+MOST_BYTES = 512_000_000
+"""Of memory that the process may write to."""
+QUICK = replace(Limits(), work=Limits.work // 20, drops=False)
+"""For a grammar that is not large."""
+_PRIORITY = 10
+_START = "from shared.server.engine.grammar_process import main; main()"
+
+
+class GrammarProcess:
+    """The server's end. Any thread may call it."""
+
+    def __init__(self) -> None:
+        self._lock = Lock()
+        self._process: subprocess.Popen[bytes] | None = None
+        self._pipe: Connection | None = None
+        self._running: dict[int, Future[Grammar]] = {}
+        self._num_sent = 0
+
+    def start(self) -> None:
+        """Start the process unless it runs; does not wait for its imports."""
+        with self._lock:
+            self._start()
+
+    def compile(self, grammar: Grammar, usable_bytes: NDArray[np.bool_]) -> Grammar:
+        """The grammar with its automaton; waits for it. ``usable_bytes`` as in :meth:`Grammar.compiled`.
+
+        Raises GrammarError.
+        """
+        future: Future[Grammar] = Future()
+        with self._lock:
+            pipe = self._start()
+            self._num_sent += 1
+            self._running[self._num_sent] = future
+            with contextlib.suppress(OSError):  # the thread that reads notices a lost process too
+                pipe.send((self._num_sent, grammar, usable_bytes))
+        return future.result()
+
+    def close(self) -> None:
+        """End the process, and refuse what it was compiling."""
+        with self._lock:
+            if self._process is not None:
+                self._process.kill()
+
+    def _start(self) -> Connection:
+        if self._process is None or self._pipe is None:
+            self._pipe, theirs = Pipe()
+            with theirs:
+                self._process = start_child(_START, (theirs.fileno(),), {"OPENBLAS_NUM_THREADS": "1"})
+            ends = self._process, self._pipe
+            Thread(target=self._read, args=ends, name="compiled grammars", daemon=True).start()
+        return self._pipe
+
+    def _read(self, process: "subprocess.Popen[bytes]", pipe: Connection) -> None:
+        """Hand out what the process made, until it ends."""
+        with pipe, contextlib.suppress(EOFError, OSError):
+            while True:
+                number, made = pipe.recv()
+                with self._lock:
+                    future = self._running.pop(number)
+                if isinstance(made, Grammar):
+                    future.set_result(made)
+                else:
+                    future.set_exception(made)
+        code = process.wait()
+        with self._lock:
+            self._process = self._pipe = None
+            lost, self._running = self._running, {}
+        for future in lost.values():
+            future.set_exception(
+                GrammarError(f"The process that compiled this grammar ended with exit code {code}; send it again.")
+            )
+
+
+def main() -> None:
+    """The process: reads grammars until its pipe closes."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the server's, which answers what it has accepted
+    os.nice(_PRIORITY)
+    with contextlib.suppress(ValueError):  # a lower limit that is set already
+        resource.setrlimit(resource.RLIMIT_DATA, (MOST_BYTES, MOST_BYTES))
+    _Compiler(Connection(int(sys.argv[1]))).run()
+    os._exit(0)  # without waiting for what is compiled
+
+
+class _Compiler:
+    """The process's end: a thread for each grammar's first try, another for large ones."""
+
+    def __init__(self, pipe: Connection) -> None:
+        self.pipe = pipe
+        self.lock = Lock()  # of writing
+        self.quick, self.large = ThreadPoolExecutor(1), ThreadPoolExecutor(1)
+
+    def run(self) -> None:
+        """Read grammars until the pipe closes."""
+        with contextlib.suppress(EOFError, OSError):
+            while True:
+                number, grammar, usable_bytes = self.pipe.recv()
+                self.quick.submit(self._try, number, grammar, usable_bytes)
+
+    def _try(self, number: int, grammar: Grammar, usable_bytes: NDArray[np.bool_]) -> None:
+        made = _made(grammar, usable_bytes, QUICK)
+        if isinstance(made, (MemoryError, WorkError)):
+            self.large.submit(lambda: self._send(number, _made(grammar, usable_bytes, Limits())))
+        else:
+            self._send(number, made)
+
+    def _send(self, number: int, made: Grammar | Exception) -> None:
+        if isinstance(made, MemoryError):
+            made = GrammarError(f"The grammar took more than {MOST_BYTES} bytes to compile; make it smaller.")
+        with self.lock, contextlib.suppress(OSError):
+            self.pipe.send((number, made))
+
+
+def _made(grammar: Grammar, usable_bytes: NDArray[np.bool_], limits: Limits) -> Grammar | Exception:
+    """The compiled grammar, or the error."""
+    try:
+        return grammar.compiled(usable_bytes, limits)
+    except (GrammarError, MemoryError) as error:
+        return error
+    except Exception as error:
+        return RuntimeError(f"{type(error).__name__} while a grammar was compiled: {error}")

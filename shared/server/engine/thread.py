@@ -1,0 +1,45 @@
+"""The engine on a thread of its own. Introduced in phase 4.
+
+A step may take long; on the event loop it would delay every response and every health check. Invariant: once the thread
+runs, no other thread uses the engine.
+"""
+
+import queue
+import threading
+
+from shared.server.engine.loop import Command, EngineLoop, Publish
+from shared.server.engine.served_engine import ServedEngine, chunk_refusal
+
+
+class EngineThread:
+    """An :class:`shared.server.engine.loop.EngineHandle`."""
+
+    def __init__(self, engine: ServedEngine) -> None:
+        self.config = engine.config
+        self.model_config = engine.model.config
+        self.tokenizer = engine.tokenizer
+        self.max_seq_len = engine.max_seq_len
+        self.request_capacity = engine.pool.request_capacity
+        self.load = engine.load()
+        self.has_grammars = hasattr(engine, "constraints")
+        self.limits_thinking = getattr(engine, "limits_thinking", False)
+        self.chunk_refusal = chunk_refusal(engine)
+        self._engine = engine
+        self._inbox: queue.SimpleQueue[Command] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+
+    def start(self, publish: Publish) -> None:
+        loop = EngineLoop(self._engine, self._inbox, publish)
+        self._thread = threading.Thread(target=loop.run, name="engine", daemon=True)
+        self._thread.start()
+
+    def send(self, command: Command) -> None:
+        self._inbox.put(command)
+
+    def join(self, timeout: float) -> None:
+        if self._thread is not None:
+            self._thread.join(timeout)
+
+    @property
+    def is_alive(self) -> bool:
+        return self._thread is not None and self._thread.is_alive()

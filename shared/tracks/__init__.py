@@ -1,0 +1,1 @@
+"""What belongs to one side track alone, together."""

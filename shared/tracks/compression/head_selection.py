@@ -1,0 +1,241 @@
+"""What all heads of cached sequences will keep, chosen on a GPU without waiting for it. Introduced in phase 9.2.
+
+:func:`shared.tracks.compression.selection.select` is the definition, for one head. Here all layers and heads of several
+sequences are chosen by a handful of launches. Only the heads' counts come to the host, for the pool's accounts, and
+they come by themselves. The launches have a stream of their own: choosing computes, and the step beside it waits for
+memory.
+
+A request that is compressed again and again has about as many tokens each time. So there are *rooms*, fixed buffers for
+a number of sequences of about one length, and the launches that choose in a room are recorded
+(:mod:`shared.engine.executor.graphs`).
+
+Invariant: nothing is written to the KV cache.
+"""
+
+import logging
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from shared.cache.layout.slots import Integers
+from shared.engine.executor.graphs import recorded
+from shared.engine.executor.staging import record
+from shared.tracks.compression.compressors import BatchedCompressor
+from shared.tracks.compression.kernels.key_redundancy import key_redundancy
+from shared.tracks.compression.kernels.key_selection import select_keys
+from shared.tracks.compression.kernels.window_mass import TABLE_START, TILE, CachedSequences, window_mass
+from shared.tracks.compression.layout import Holding
+from shared.tracks.compression.selection import Budget
+
+NUM_BEFORE, MOST_ROOMS = 2, 16
+"""How often the launches of a room run before they are recorded; and how many rooms are kept, all of which go if there
+are more."""
+logger = logging.getLogger("infer.engine")
+
+
+def sent(numbers: np.ndarray, device: torch.device) -> Tensor:
+    """Numbers on their way to the device."""
+    array = torch.from_numpy(numbers)
+    return array.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else array
+
+
+@contextmanager
+def beside(stream: torch.cuda.Stream | None) -> Iterator[None]:
+    """What is launched inside runs behind what was launched before, and beside what is launched later."""
+    if stream is None:
+        yield
+        return
+    stream.wait_stream(torch.cuda.current_stream(stream.device))
+    with torch.cuda.stream(stream):
+        yield
+
+
+@contextmanager
+def before(stream: torch.cuda.Stream | None) -> Iterator[None]:
+    """What is launched inside runs behind the work of ``stream``, beside what was launched before in the current one,
+    and before what is launched later.
+    """
+    if stream is None:
+        yield
+        return
+    try:
+        with torch.cuda.stream(stream):
+            yield
+    finally:
+        torch.cuda.current_stream(stream.device).wait_stream(stream)
+
+
+@dataclass(frozen=True)
+class CachedKeys:
+    """The measures of the sequences' keys; see :class:`shared.tracks.compression.compressors.KeyMeasures`.
+
+    Args:
+        ring, keys, scale: as for :func:`shared.tracks.compression.kernels.window_mass.window_mass`.
+        num_queries: of the window.
+    """
+
+    ring: Tensor
+    keys: Tensor
+    sequences: CachedSequences
+    num_queries: int
+    scale: float
+
+    def mass(self, num_queries: int) -> Tensor:
+        """See ``KeyMeasures``."""
+        return window_mass(self.ring, self.keys, self.sequences, min(num_queries, self.num_queries), self.scale)
+
+    def redundancy(self, threshold: float) -> Tensor:
+        """See ``KeyMeasures``."""
+        return key_redundancy(self.keys, self.sequences, threshold)
+
+
+def num_tiles(sequence: Holding) -> int:
+    """The tiles of ``window_mass`` that the head with the most tokens fills."""
+    return -(-(sequence.num_tail + (0 if sequence.packed is None else sequence.packed.most)) // TILE)
+
+
+class Room:
+    """Fixed buffers for ``num`` sequences, whose heads have at most ``capacity`` tokens each.
+
+    Args:
+        memory: keys or values, ``[L, blocks, block_size, Hkv, D]``.
+        ends: as in ``KeptTokens``.
+    """
+
+    def __init__(self, num: int, capacity: int, memory: Tensor, ends: Tensor) -> None:
+        L, _, block_size, Hkv, _ = memory.shape
+        width = TABLE_START + capacity // block_size + 2  # the packed part and the tail may each end within a block
+        shape, is_pinned = (num, -(-width // 4) * 4), ends.is_cuda  # rows are aligned
+        self.uploaded = torch.zeros(shape, dtype=torch.int32, pin_memory=is_pinned)
+        self.rows = self.uploaded.numpy()
+        numbers = torch.zeros(shape, dtype=torch.int32, device=ends.device) if is_pinned else self.uploaded
+        self.sequences = CachedSequences(numbers, ends, capacity)
+        self.chosen = torch.empty(num, L, Hkv, capacity, dtype=torch.int32, device=ends.device)
+        self.counts = torch.empty(num, L, Hkv, dtype=torch.int32, device=ends.device)
+        self.received = torch.empty(num, L, Hkv, dtype=torch.int32, pin_memory=is_pinned)  # the counts, on the host
+        self.arrived = torch.cuda.Event() if is_pinned else None
+        self.graph: torch.cuda.CUDAGraph | None = None  # of a choice
+        self.num_choices = 0
+
+    def enter(self, sequences: Sequence[Holding]) -> None:
+        """Send the sequences' places to the device; waits for the choice before, which is long made as a rule."""
+        if self.arrived is not None:
+            self.arrived.synchronize()
+        for row, one in zip(self.rows, sequences, strict=True):
+            row[:TABLE_START] = one.row, one.num_tokens, one.num_tail, one.num_packed_slots
+            row[TABLE_START : TABLE_START + len(one.table)] = one.table
+        if self.arrived is not None:
+            self.sequences.numbers.copy_(self.uploaded, non_blocking=True)
+
+    def leave(self) -> None:
+        """Send the counts to the host."""
+        self.num_choices += 1
+        self.received.copy_(self.counts, non_blocking=True)
+        if self.arrived is not None:
+            record(self.arrived, self.sequences.numbers.get_device())
+
+
+class Selected:
+    """What the heads of sequences will keep, until their room is used again."""
+
+    def __init__(self, room: Room, holdings: Sequence[Holding]) -> None:
+        self.room, self.holdings, self.number = room, holdings, room.num_choices
+
+    def index(self, holding: Holding) -> int | None:
+        """Which of the sequences has the tokens of ``holding``, wherever they are by now; None if none has."""
+        for i, one in enumerate(self.holdings if self.number == self.room.num_choices else ()):
+            if one.row == holding.row and one.packed is holding.packed and one.length == holding.length:
+                return i
+        return None
+
+    def precede(self) -> None:
+        """Let what is launched from now on run behind this choice."""
+        if self.room.arrived is not None:
+            torch.cuda.current_stream(self.room.sequences.numbers.device).wait_event(self.room.arrived)
+
+    def wait(self, i: int) -> Integers:
+        """Wait for the device and return how many tokens each head of sequence ``i`` keeps, [layers, Hkv]."""
+        if self.room.arrived is not None:
+            self.room.arrived.synchronize()
+        return self.room.received[i].numpy().astype(np.int64)
+
+
+class HeadSelector:
+    """Chooses what all heads keep.
+
+    Args:
+        ring, keys, scale: as for :func:`shared.tracks.compression.kernels.window_mass.window_mass`.
+        windows: as for :func:`shared.tracks.compression.kernels.key_selection.select_keys`.
+        ends: as in ``KeptTokens``.
+    """
+
+    def __init__(
+        self,
+        ring: Tensor,
+        keys: Tensor,
+        ends: Tensor,
+        windows: Tensor,
+        compressor: BatchedCompressor,
+        budget: Budget,
+        scale: float,
+    ) -> None:
+        self.ring, self.keys, self.ends, self.windows, self.scale = ring, keys, ends, windows, scale
+        self.compressor, self.budget = compressor, budget
+        self.p = torch.tensor([budget.p], dtype=torch.float64, device=keys.device)
+        self.stream = torch.cuda.Stream(keys.device) if keys.is_cuda else None
+        self.rooms: dict[tuple[int, int, int], Room] = {}  # by number of sequences, queries, capacity
+        self.is_recording = keys.is_cuda
+        self.graph_memory = torch.cuda.graph_pool_handle() if self.is_recording else None
+
+    def select(self, sequences: Sequence[Holding], w: int) -> Selected:
+        """Choose for all layers and heads of sequences at once, behind what the device does now, from the last ``w``
+        queries of each.
+        """
+        key = len(sequences), w, max(map(num_tiles, sequences)) * TILE
+        with beside(self.stream):
+            room = self._room(key, all(one.packed is not None for one in sequences))
+            room.enter(sequences)
+            if room.graph is None:
+                self.choose(room, w)
+            else:
+                room.graph.replay()
+            room.leave()
+            selected = Selected(room, sequences)
+            if self.is_recording and room.num_choices == NUM_BEFORE and key in self.rooms:
+                self._record(room, w)
+            return selected
+
+    def choose(self, room: Room, w: int) -> None:
+        """The launches of a choice."""
+        keys = CachedKeys(self.ring, self.keys, room.sequences, w, self.scale)
+        mass = keys.mass(w)
+        attention = mass.mean(-2)
+        attention /= attention.sum(-1, keepdim=True)
+        scores = self.compressor.of_all(keys, mass)
+        about = room.sequences, self.windows, self.budget, self.p
+        select_keys(scores, attention, *about, out=(room.chosen, room.counts))
+
+    def _room(self, key: tuple[int, int, int], is_kept: bool) -> Room:
+        """The room for a number of sequences, queries and tokens; one that is not kept serves once."""
+        room = self.rooms.get(key)
+        if room is None:
+            num, _, capacity = key
+            room = Room(num, capacity, self.keys, self.ends)
+            if is_kept and len(self.rooms) == MOST_ROOMS:
+                self.rooms.clear()
+                self.graph_memory = torch.cuda.graph_pool_handle() if self.is_recording else None
+            if is_kept:
+                self.rooms[key] = room
+        return room
+
+    def _record(self, room: Room, w: int) -> None:
+        """Record the launches of a room's next choices; if that fails, the log says why, and they stay launches."""
+        try:
+            room.graph, _ = recorded(lambda: self.choose(room, w), self.graph_memory, self.stream)
+        except Exception as error:
+            self.is_recording = False
+            logger.warning("compressions are launched, since they could not be recorded: %s", error, exc_info=error)

@@ -1,0 +1,68 @@
+"""Compression of a request's KV cache: what its two sides must offer, and in which order. Introduced in phase 9.2.
+
+The view alone sees keys and queries, so it decides what is kept. Then the pool counts it, gives it blocks and frees the
+others, and the view moves it. Invariant: no step is in flight that reads or writes the request.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Protocol, cast
+
+from shared.cache.pool.blocks import Blocks
+from shared.cache.pool.interface import CachePoolProtocol
+from shared.cache.pool.paged import PagedKVCachePool
+from shared.cache.view.interface import BatchView
+from shared.engine.request import Request
+from shared.tracks.compression.layout import Holding, Packed
+from shared.tracks.compression.pool import CompressedRequests
+
+Place = Callable[[Packed], Blocks | None]
+"""The block table for what is kept; None if there is no room."""
+
+
+class CompressingView(Protocol):
+    """A view that keeps a part of a sequence."""
+
+    def select(self, sequences: Sequence[Holding]) -> None:
+        """Begin to choose what :meth:`compress` will keep of sequences whose last tokens are in flight, if that can go
+        on while other sequences' steps are launched.
+        """
+        ...
+
+    def compress(self, sequence: Holding, place: Place) -> Packed | None:
+        """Keep the best tokens of a sequence in the blocks of ``place``, to which nothing may be written before they
+        are moved; None, and no change, if less than a block would go, or there is no room.
+        """
+        ...
+
+
+def compress(
+    pool: CachePoolProtocol, view: BatchView, request: Request, make_room: Callable[[Request], bool]
+) -> tuple[tuple[tuple[int, ...], ...] | None, int]:
+    """Compress a request in a memory that can; returns how many tokens each KV head of each layer keeps, None for all,
+    and the number of freed blocks.
+
+    Args:
+        make_room: frees memory for a request; False if it cannot.
+    """
+    paged, num_freed = cast(PagedKVCachePool, pool), 0
+    own = cast(CompressedRequests, paged.extension)
+
+    def place(packed: Packed) -> Blocks | None:
+        nonlocal num_freed
+        while (freed := own.compress(paged, request, packed)) is None:
+            if not make_room(request):
+                return None
+        num_freed = freed
+        return own.holding(paged, request).table
+
+    packed = cast(CompressingView, view).compress(own.holding(paged, request), place)
+    return None if packed is None else tuple(map(tuple, packed.counts.tolist())), num_freed
+
+
+def select(pool: CachePoolProtocol, view: BatchView, requests: Sequence[Request]) -> None:
+    """Begin the compressions of requests that reach their lengths in the step in flight."""
+    paged = cast(PagedKVCachePool, pool)
+    own = cast(CompressedRequests, paged.extension)
+    holdings = [own.holding(paged, one, one.num_scheduled_tokens - one.num_computed_tokens) for one in requests]
+    if holdings:
+        cast(CompressingView, view).select(holdings)

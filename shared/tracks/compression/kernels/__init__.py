@@ -1,0 +1,1 @@
+"""Kernels that choose, move and attend to the keys that heads keep."""

@@ -1,0 +1,175 @@
+"""Which keys each head keeps, for all layers and heads of several sequences in one launch. Introduced in phase 9.2.
+
+:func:`shared.tracks.compression.selection.select` sorts. A program here has a head, and finds the same cuts by
+bisection. The bits of a float sort like an integer (those of a negative one when all but the sign are inverted), so
+32 passes over a row find the value from which on the values have a given sum, or a given number. Rows stay in the
+cache of the multiprocessor. Of equal scores the older are kept, by a running count.
+
+Invariant: what is kept is what ``select`` keeps of each head alone; sums are in fp64 and in a fixed order.
+"""
+
+import torch
+
+from shared.kernels.launch import launch, tl, triton
+from shared.tracks.compression.kernels.window_mass import CachedSequences, head_tokens
+from shared.tracks.compression.selection import Budget
+
+TILE, NUM_WARPS = 4096, 8
+
+LOWEST, HIGHEST = tl.constexpr(-(2**31)), tl.constexpr(0x7F800001)  # below and above the order of every number
+
+
+@triton.jit
+def load_order(values, start, size, first, last, TILE: tl.constexpr):
+    """Values of a row as integers in the same order, ``LOWEST`` below the place ``first`` and from ``last`` on."""
+    place = start + tl.arange(0, TILE)
+    value = tl.load(values + place, mask=place < size, other=0.0) + 0.0  # -0 becomes 0
+    bits = value.to(tl.int32, bitcast=True)
+    order = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
+    return tl.where((place >= first) & (place < last), order, LOWEST), place
+
+
+@triton.jit
+def middle_of(low, high):
+    return ((low.to(tl.int64) + high.to(tl.int64)) >> 1).to(tl.int32)
+
+
+@triton.jit
+def find_mass_cut(values, size, limit, TILE: tl.constexpr):
+    """The largest cut of values that are not negative with a sum of at least ``limit`` from it on."""
+    low, high = tl.full([], 0, tl.int32), tl.full([], HIGHEST, tl.int32)
+    while high - low > 1:
+        middle = middle_of(low, high)
+        mass = tl.full([], 0, tl.float64)
+        for start in range(0, size, TILE):
+            bits, _ = load_order(values, start, size, 0, size, TILE)
+            mass += tl.sum(tl.where(bits >= middle, bits.to(tl.float32, bitcast=True), 0.0).to(tl.float64), 0)
+        is_reached = mass >= limit
+        low = tl.where(is_reached, middle, low)
+        high = tl.where(is_reached, high, middle)
+    return low
+
+
+@triton.jit
+def find_count_cut(values, size, first, last, wanted, TILE: tl.constexpr):
+    """A cut that at most ``wanted`` values exceed, and how many of those at the cut make up for the rest."""
+    low, high = tl.full([], LOWEST, tl.int32), tl.full([], HIGHEST, tl.int32)
+    above = tl.full([], 0, tl.int32)
+    while high > low + 1:
+        middle = middle_of(low, high)
+        count = tl.full([], 0, tl.int32)
+        for start in range(0, size, TILE):
+            bits, _ = load_order(values, start, size, first, last, TILE)
+            count += tl.sum((bits >= middle).to(tl.int32), 0)
+        is_reached = count > wanted
+        above = tl.where(is_reached, above, count)  # from `high` on
+        low = tl.where(is_reached, middle, low)
+        high = tl.where(is_reached, high, middle)
+        low = tl.where(count == wanted, high - 1, low)  # exactly those from `high` on
+    return low, wanted - above
+
+
+@triton.jit
+def num_needed(attention, size, p, TILE: tl.constexpr):
+    """The size of the smallest set of keys with the mass ``p``; see
+    ``shared.tracks.compression.calibration.top_p_count``.
+    """
+    cut = find_mass_cut(attention, size, p, TILE)
+    mass, above = tl.full([], 0, tl.float64), tl.full([], 0, tl.int32)
+    for start in range(0, size, TILE):
+        bits, _ = load_order(attention, start, size, 0, size, TILE)
+        mass += tl.sum(tl.where(bits > cut, bits.to(tl.float32, bitcast=True), 0.0).to(tl.float64), 0)
+        above += tl.sum((bits > cut).to(tl.int32), 0)
+    weight = tl.maximum(cut.to(tl.float32, bitcast=True), 1e-37).to(tl.float64)
+    more = tl.minimum((p - mass) / weight, 1e9)
+    whole = more.to(tl.int32)
+    return tl.minimum(above + tl.maximum(whole + (whole.to(tl.float64) < more).to(tl.int32), 1), size)
+
+
+@triton.jit(do_not_specialize=["width", "longest"])
+def key_selection_kernel(
+    scores,
+    attention,
+    numbers,
+    ends,
+    windows,
+    chosen,
+    counts,
+    p,
+    width,
+    longest,
+    least,
+    most,
+    num_sinks,
+    num_recent,
+    HEADS: tl.constexpr,
+    HKV: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    """Program (i, s) has KV head i % Hkv of layer i // Hkv of sequence s."""
+    head = tl.program_id(0)
+    _, _, size = head_tokens(numbers + tl.program_id(1) * width, ends, head, HEADS)
+    of_all = tl.program_id(1) * HEADS + head
+    row = of_all.to(tl.int64) * longest
+    scores, attention, chosen = scores + row, attention + row, chosen + row
+    window = tl.load(windows + head // HKV)
+    first = tl.minimum(num_sinks, size)  # of those that may go
+    last = tl.maximum(size - num_recent, first)
+    cut, ties = tl.full([], HIGHEST, tl.int32), tl.full([], 0, tl.int32)
+    if window > 0:
+        first, last = first * 0, tl.maximum(size - window, 0)
+    elif last > first:
+        cut, ties = find_count_cut(scores, size, 0, size, num_needed(attention, size, tl.load(p), TILE), TILE)
+        count, seen = size - last + first, tl.full([], 0, tl.int32)
+        for start in range(0, size, TILE):  # the best keys and those that are always kept
+            bits, place = load_order(scores, start, size, 0, size, TILE)
+            is_tie = (bits == cut).to(tl.int32)
+            is_best = (bits > cut) | ((bits == cut) & (seen + tl.cumsum(is_tie, 0) <= ties))
+            count += tl.sum((is_best & (place >= first) & (place < last)).to(tl.int32), 0)
+            seen += tl.sum(is_tie, 0)
+        more = tl.minimum(tl.minimum(tl.maximum(count, least), most), size) - (size - last + first)
+        cut, ties = tl.full([], HIGHEST, tl.int32), tl.full([], 0, tl.int32)
+        if more > 0:
+            cut, ties = find_count_cut(scores, size, first, last, more, TILE)
+    seen, num_kept = tl.full([], 0, tl.int32), tl.full([], 0, tl.int32)
+    for start in range(0, size, TILE):
+        bits, place = load_order(scores, start, size, first, last, TILE)
+        is_tie = (bits == cut).to(tl.int32)
+        is_best = (bits > cut) | ((bits == cut) & (seen + tl.cumsum(is_tie, 0) <= ties))
+        is_kept = (is_best | (place < first) | (place >= last)) & (place < size)
+        number = num_kept + tl.cumsum(is_kept.to(tl.int32), 0) - 1
+        tl.store(chosen + number, place, mask=is_kept)
+        seen += tl.sum(is_tie, 0)
+        num_kept += tl.sum(is_kept.to(tl.int32), 0)
+    tl.store(counts + of_all, num_kept)
+
+
+def select_keys(
+    scores: torch.Tensor,
+    attention: torch.Tensor,
+    sequences: CachedSequences,
+    windows: torch.Tensor,
+    budget: Budget,
+    p: torch.Tensor,
+    out: tuple[torch.Tensor, torch.Tensor] | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The keys that each head keeps.
+
+    Args:
+        scores: fp32 ``[n, L, Hkv, longest]``, finite, of each head's keys in time order; contiguous.
+        attention: likewise, not negative, with the sum 1.
+        windows: int32 ``[L]``, the window of a layer, all of which is kept and nothing else; 0: none.
+        p: fp64 ``[1]``, the budget's, on the device.
+        out: what is returned; None: new tensors.
+
+    Returns:
+        int32 ``[n, L, Hkv, longest]``, the places of the kept keys in time order, and int32 ``[n, L, Hkv]``, their
+        number.
+    """
+    n, L, Hkv, longest = scores.shape
+    chosen, counts = out or (torch.empty_like(scores, dtype=torch.int32), windows.new_empty(n, L, Hkv))
+    bounds = sequences.width, longest, budget.least, budget.most, budget.num_sinks, budget.num_recent
+    where = sequences.numbers, sequences.ends, windows
+    about = {"HEADS": L * Hkv, "HKV": Hkv, "TILE": TILE, "num_warps": NUM_WARPS, "num_stages": 1}
+    launch(key_selection_kernel, (L * Hkv, n), scores, attention, *where, chosen, counts, p, *bounds, **about)
+    return chosen, counts

@@ -1,0 +1,232 @@
+"""How much attention each cached key gets from the last queries: what compressors need. Introduced in phase 9.2.
+
+The attention of w queries to n keys is w · n numbers a head, of which compressors need the sums over the queries. Two
+launches compute them for all layers and heads without storing the rest: the first finds the logarithm of the sum of
+each query's softmax, the second adds up the columns. Keys are read where they are, packed or in the tail. Several
+sequences are one set of launches.
+
+Invariant: a sum depends neither on timing nor on other requests, so a request that is computed again is compressed to
+the same cache.
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+from shared.kernels.attention.online_softmax import LOG2_E
+from shared.kernels.launch import launch, next_power_of_two, tl, triton
+from shared.tracks.compression.kernels.condensed_attention import cell_rows
+
+TILE, NUM_WARPS = 128, 4  # keys at a time
+NARROW = 128  # bytes of a key; more stages of wider keys would leave no room for a second program
+STAGES = 5, 3  # of the launches for narrow keys. In the first a table entry is loaded, then the keys: two tiles each
+
+TABLE_START = 4  # of the block table in ``CachedSequences.numbers``
+TABLE = tl.constexpr(TABLE_START)
+
+
+@dataclass(frozen=True)
+class CachedSequences:
+    """The cached tokens of n sequences, for kernels that take all of their layers and heads.
+
+    ``numbers``: int32 ``[n, width]``, on the device: of each its row of the pool, its tokens, those of its tail, and
+    the slots of its packed part; from ``TABLE_START`` on its block table. ``ends``: as in ``KeptTokens``.
+    ``longest``: the most tokens that a head of any has.
+    """
+
+    numbers: torch.Tensor
+    ends: torch.Tensor
+    longest: int
+
+    def __len__(self) -> int:
+        return len(self.numbers)
+
+    @property
+    def width(self) -> int:
+        """Numbers of a sequence."""
+        return self.numbers.shape[1]
+
+
+@triton.jit
+def head_tokens(numbers, ends, head, HEADS: tl.constexpr):
+    """Of a head: the number of its first packed token, the number of these, and that of all its tokens."""
+    ends += tl.load(numbers).to(tl.int64) * (HEADS + 2) + head
+    first_number = tl.load(ends)
+    count = tl.load(ends + 1) - first_number
+    return first_number, count, count + tl.load(numbers + 2)
+
+
+@triton.jit
+def window_rows(numbers, layer, r, w, RING_ROWS, LENGTH: tl.constexpr, HQ: tl.constexpr, D: tl.constexpr):
+    """Offsets in the ring, int64, of the queries ``r`` of a layer's last w, of head 0."""
+    row, num_tokens = tl.load(numbers), tl.load(numbers + 1)
+    return ((layer * RING_ROWS + row).to(tl.int64) * LENGTH + (num_tokens - w + r) % LENGTH) * (HQ * D)
+
+
+@triton.jit
+def load_keys(
+    keys,
+    numbers,
+    place,
+    size,
+    first_number,
+    count,
+    layer,
+    kv_head,
+    num_blocks,
+    LAYERS: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    HKV: tl.constexpr,
+    D: tl.constexpr,
+):
+    """Keys, [TILE, D], of a head's tokens ``place``."""
+    packed_slots = tl.load(numbers + 3)
+    at = cell_rows(
+        numbers + TABLE,
+        place,
+        size,
+        count,
+        first_number,
+        packed_slots,
+        layer,
+        kv_head,
+        num_blocks,
+        LAYERS,
+        BLOCK_SIZE,
+        HKV,
+        D,
+    )
+    return tl.load(keys + at[:, None] + tl.arange(0, D)[None, :], mask=(place < size)[:, None], other=0.0)
+
+
+@triton.jit(do_not_specialize=["w", "width"])
+def window_sums_kernel(
+    ring,
+    keys,
+    numbers,
+    ends,
+    sums,
+    scale,
+    w,
+    width,
+    num_blocks,
+    RING_ROWS,
+    LENGTH: tl.constexpr,
+    LAYERS: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    HKV: tl.constexpr,
+    GROUP: tl.constexpr,
+    D: tl.constexpr,
+    ROWS: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    """Program (i, s) has query head i % Hq of layer i // Hq of sequence s; stores the logarithms (base 2) of its
+    queries' sums, negated."""
+    HQ: tl.constexpr = HKV * GROUP
+    program = tl.program_id(0)
+    layer, head = program // HQ, program % HQ
+    numbers += tl.program_id(1) * width
+    kv_head = head // GROUP
+    first_number, count, size = head_tokens(numbers, ends, layer * HKV + kv_head, LAYERS * HKV)
+    r, d = tl.arange(0, ROWS), tl.arange(0, D)
+    rows = window_rows(numbers, layer, r, w, RING_ROWS, LENGTH, HQ, D)
+    q = tl.load(ring + rows[:, None] + (head * D + d)[None, :], mask=r[:, None] < w, other=0.0)
+    maximum, total = tl.full([ROWS], float("-inf"), tl.float32), tl.zeros([ROWS], tl.float32)
+    for tile in tl.range(0, size, TILE):
+        place = tile + tl.arange(0, TILE)
+        k = load_keys(
+            keys, numbers, place, size, first_number, count, layer, kv_head, num_blocks, LAYERS, BLOCK_SIZE, HKV, D
+        )
+        scores = tl.dot(q, tl.trans(k), input_precision="ieee")
+        if tile + TILE > size - w:  # all queries see the tiles before
+            scores = tl.where(place[None, :] <= (size - w + r)[:, None], scores, float("-inf"))
+        new_maximum = tl.maximum(maximum, tl.max(scores, 1) * scale)  # the scale is positive
+        weights = tl.exp2(scores * scale - new_maximum[:, None])  # finite: all queries see the first key
+        total = total * tl.exp2(maximum - new_maximum) + tl.sum(weights, 1)
+        maximum = new_maximum
+    program += tl.program_id(1) * (LAYERS * HQ)
+    logarithm = tl.where(r < w, maximum + tl.log2(total), float("inf"))  # padding has no weight
+    tl.store(sums + program * ROWS + r, -logarithm)
+
+
+@triton.jit(do_not_specialize=["w", "width", "longest"])
+def window_mass_kernel(
+    ring,
+    keys,
+    numbers,
+    ends,
+    sums,
+    mass,
+    scale,
+    w,
+    width,
+    longest,
+    num_blocks,
+    RING_ROWS,
+    LENGTH: tl.constexpr,
+    LAYERS: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    HKV: tl.constexpr,
+    GROUP: tl.constexpr,
+    D: tl.constexpr,
+    ROWS: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    """Program (i, j, s) adds up the columns of tile j for the query heads of KV head i % Hkv of layer i // Hkv of
+    sequence s. Keys are loaded once for all of them."""
+    HQ: tl.constexpr = HKV * GROUP
+    program = tl.program_id(0)
+    layer, kv_head = program // HKV, program % HKV
+    numbers += tl.program_id(2) * width
+    first_number, count, size = head_tokens(numbers, ends, program, LAYERS * HKV)
+    head = (tl.program_id(2) * (LAYERS * HKV) + program) * GROUP  # the first of the group, of all sequences
+    r, d = tl.arange(0, ROWS), tl.arange(0, D)
+    tile = tl.program_id(1) * TILE
+    place = tile + tl.arange(0, TILE)
+    mass += head.to(tl.int64) * longest + place
+    if tile < size:
+        rows = window_rows(numbers, layer, r, w, RING_ROWS, LENGTH, HQ, D)
+        queries = ring + rows[:, None] + (kv_head * (GROUP * D) + d)[None, :]
+        k = load_keys(
+            keys, numbers, place, size, first_number, count, layer, kv_head, num_blocks, LAYERS, BLOCK_SIZE, HKV, D
+        )
+        for g in tl.range(GROUP):
+            q = tl.load(queries + g * D, mask=r[:, None] < w, other=0.0)
+            of_query = tl.load(sums + (head + g) * ROWS + r)
+            scores = tl.dot(k, tl.trans(q), input_precision="ieee") * scale + of_query[None, :]  # [TILE, ROWS]
+            if tile + TILE > size - w:
+                end = count + tl.load(numbers + 2)  # the size, loaded again, or registers would keep the mask
+                scores = tl.where(place[:, None] <= (end - w + r)[None, :], scores, float("-inf"))
+            tl.store(mass + g * longest, tl.sum(tl.exp2(scores), 1), mask=place < longest)
+    else:
+        for g in tl.range(GROUP):
+            tl.store(mass + g * longest, tl.zeros([TILE], tl.float32), mask=place < longest)
+
+
+def window_mass(
+    ring: torch.Tensor, keys: torch.Tensor, sequences: CachedSequences, w: int, scale: float
+) -> torch.Tensor:
+    """The attention of the last w queries, summed; see ``shared.tracks.compression.compressors.window_attention``.
+
+    Args:
+        ring: ``[L, rows, length, Hq, D]``: the query of token t is at ``t % length`` of the sequence's row; contiguous.
+        keys: ``[L, blocks, block_size, Hkv, D]``, contiguous.
+        w: at most as many as every head has tokens.
+
+    Returns:
+        fp32 ``[n, L, Hkv, Hq / Hkv, longest]`` of each head's tokens in time order, 0 behind them.
+    """
+    L, ring_rows, length, Hq, D = ring.shape
+    _, num_blocks, block_size, Hkv, _ = keys.shape
+    n, longest = len(sequences), sequences.longest
+    rows = max(16, next_power_of_two(length))
+    sums = torch.empty(n, L * Hq, rows, dtype=torch.float32, device=ring.device)
+    mass = torch.empty(n, L, Hkv, Hq // Hkv, longest, dtype=torch.float32, device=ring.device)
+    about = {"LENGTH": length, "LAYERS": L, "BLOCK_SIZE": block_size, "HKV": Hkv, "GROUP": Hq // Hkv, "D": D}
+    about |= {"ROWS": rows, "TILE": TILE, "num_warps": NUM_WARPS}
+    where, window = (ring, keys, sequences.numbers, sequences.ends, sums), (scale * LOG2_E, w, sequences.width)
+    stages = STAGES if D * keys.element_size() <= NARROW else (3 if keys.element_size() == 2 else 2, 2)
+    launch(window_sums_kernel, (L * Hq, n), *where, *window, num_blocks, ring_rows, **about, num_stages=stages[0])
+    grid, sizes = (L * Hkv, -(-longest // TILE), n), (longest, num_blocks, ring_rows)
+    launch(window_mass_kernel, grid, *where, mass, *window, *sizes, **about, num_stages=stages[1])
+    return mass

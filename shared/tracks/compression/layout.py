@@ -1,0 +1,128 @@
+"""Where the kept tokens of each head are: the layout of a compressed KV cache. Introduced in phase 9.2.
+
+Heads keep different numbers of tokens, so a slot that has room for one token in every layer and head fits no longer.
+A slot is therefore divided into *cells*, one for each layer and KV head, and the kept tokens of all layers and heads
+are laid end to end in the cells of the request's first blocks, head after head, in time order. Tokens that follow are
+written as before, one to a slot, in the blocks behind: the *tail*.
+
+Invariants: the packed part fills whole blocks, the last one perhaps partly, so the tail begins at a block of its own;
+lengths are physical (slots), positions stay the request's own.
+"""
+
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import pairwise
+from typing import cast
+
+import numpy as np
+
+from shared.cache.layout.paged import PagedLayout
+from shared.cache.layout.slots import Integers
+from shared.cache.pool.blocks import Blocks
+
+
+@dataclass(frozen=True)
+class Packed:
+    """What the last compression of a request kept of its first ``num_tokens`` tokens."""
+
+    counts: Integers  # [layers, Hkv], kept tokens
+    num_tokens: int
+    num_slots: int  # of the packed part, a multiple of the block size; 0 if tokens are masked and stay where they are
+
+    @cached_property
+    def total(self) -> int:
+        """The kept tokens of all heads."""
+        return int(self.counts.sum())
+
+    @cached_property
+    def most(self) -> int:
+        """The kept tokens of the head that keeps the most."""
+        return int(self.counts.max())
+
+
+@dataclass(frozen=True)
+class Holding:
+    """The tokens of one sequence: ``length`` slots of the blocks ``table``, of which the first may be packed."""
+
+    row: int
+    table: Blocks
+    length: int
+    packed: Packed | None
+
+    @property
+    def num_packed_slots(self) -> int:
+        """Slots of the packed part."""
+        return 0 if self.packed is None else self.packed.num_slots
+
+    @property
+    def num_tail(self) -> int:
+        """Tokens since the last compression, of which every head has all."""
+        if self.packed is None:
+            return self.length
+        return self.length - (self.packed.num_slots or self.packed.num_tokens)
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of the sequence, whatever became of them."""
+        return self.num_tail + (0 if self.packed is None else self.packed.num_tokens)
+
+
+@dataclass(frozen=True)
+class LayoutPacked:
+    """What is packed of a layout's sequences; see :class:`shared.cache.layout.paged.LayoutExtra`."""
+
+    packed: tuple[Packed | None, ...]  # [B]
+
+    def part(self, layout: PagedLayout, sequences: slice) -> PagedLayout:
+        """See ``LayoutExtra``."""
+        return replace(layout, extra=LayoutPacked(self.packed[sequences]))
+
+
+def packed_of(layout: PagedLayout) -> tuple[Packed | None, ...]:
+    """What is packed of each sequence of a layout of ``CompressedRequests``."""
+    return cast(LayoutPacked, layout.extra).packed
+
+
+def holdings_of(layout: PagedLayout) -> list[Holding]:
+    """The tokens of each sequence after the step."""
+    rows, lengths, starts = layout.rows.tolist(), layout.lengths.tolist(), layout.table_starts.tolist()
+    tables = [layout.tables[start:end] for start, end in pairwise(starts)]
+    return [Holding(*one) for one in zip(rows, tables, lengths, packed_of(layout), strict=True)]
+
+
+@dataclass(frozen=True)
+class Cells:
+    """The cells of a memory ``[layers, blocks, block_size, Hkv, D]``, numbered in that order."""
+
+    num_layers: int
+    num_blocks: int
+    block_size: int
+    num_kv_heads: int
+
+    @property
+    def per_block(self) -> int:
+        """Cells of a block, in all layers."""
+        return self.num_layers * self.block_size * self.num_kv_heads
+
+    def slots_for(self, counts: Integers) -> int:
+        """Slots of the whole blocks that ``counts`` [layers, Hkv] kept tokens fill."""
+        return -(-int(counts.sum()) // self.per_block) * self.block_size
+
+    def packed(self, numbers: Integers, table: Blocks) -> Integers:
+        """Cells of the packed tokens ``numbers``, counted from the first, in a request's blocks."""
+        # exercise 09.2x4: where a packed token is
+        # hint: a block has per_block cells: the first per_block packed tokens fill the request's first block, table[0]
+        # hint: inside a block they fill one layer's cells after another: block_size * num_kv_heads for each layer
+        # hint: cells are numbered by layer, then by block, then by place: (layer * num_blocks + block) * places + place
+        # hint: tables are int32; convert the blocks to int64 before you multiply
+        places = self.block_size * self.num_kv_heads
+        planes, place = np.divmod(numbers, places)
+        entries, layers = np.divmod(planes, self.num_layers)
+        return (layers * self.num_blocks + table[entries].astype(np.int64)) * places + place
+        # end exercise
+
+    def plain(self, layer: int | Integers, slots: Integers, table: Blocks) -> Integers:
+        """Cells [Hkv, n] of one token to a slot, for n slots of a request; of layers [L, 1, 1] all, [L, Hkv, n]."""
+        blocks = table[slots // self.block_size].astype(np.int64)
+        rows = (layer * self.num_blocks + blocks) * self.block_size + slots % self.block_size
+        return rows * self.num_kv_heads + np.arange(self.num_kv_heads)[:, None]

@@ -1,0 +1,61 @@
+"""Selection: which of its keys a KV head keeps, within a budget. Introduced in phase 9.2.
+
+The attention of the window says how many keys a head needs (:mod:`shared.tracks.compression.calibration`), the
+compressor's scores say which, and the budget bounds both. So heads keep different numbers: one that looks at a few
+keys keeps the least that the budget allows, one that looks everywhere the most.
+
+Invariant: the sinks and the recent keys are kept, whatever their scores; at most ``n`` keys are.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from shared.tracks.compression.calibration import top_n, top_p_count
+from shared.tracks.compression.compressors import Compressor, window_attention
+
+REDUCTIONS = ("raw", "mean", "sum", "max")
+
+
+@dataclass(frozen=True)
+class Budget:
+    """How many keys a head keeps: as many as its attention needs for the mass ``p``, between two bounds."""
+
+    least: int  # layer_budget; a head with fewer keys keeps all
+    most: int  # layer_upper_budget
+    p: float = 0.9
+    num_sinks: int = 4  # the first tokens, which take the attention that no other token gets (arXiv 2309.17453)
+    num_recent: int = 32
+    reduction: str = "mean"  # of the window's rows, one of REDUCTIONS
+
+
+def needed(attention: Tensor, p: float, reduction: str) -> Tensor:
+    """attention [Hkv, g, w, n] -> how many keys each head needs for the mass p, [Hkv].
+
+    ``raw`` takes the largest count of all rows. The others reduce the g w rows to one and divide it by its sum, so
+    ``sum`` is the same as ``mean``; it keeps its name because the original has it.
+    """
+    rows = attention.flatten(1, 2)
+    if reduction == "raw":
+        return top_p_count(rows, p).amax(-1)
+    reduced = rows.amax(1) if reduction == "max" else rows.mean(1)
+    return top_p_count(reduced / reduced.sum(-1, keepdim=True), p)
+
+
+def select(queries: Tensor, keys: Tensor, compressor: Compressor, budget: Budget, scale: float | None = None) -> Tensor:
+    """The keys that each head keeps, bool [Hkv, n]; arguments as for ``Compressor.scores``."""
+    scores, place = compressor.scores(queries, keys), torch.arange(len(keys), device=keys.device)
+    always = (place < budget.num_sinks) | (place >= len(keys) - budget.num_recent)
+    # exercise 09.2x3: as many as a head needs, within the budget
+    # hint: needed() says how many keys a head needs, from window_attention; top_n takes the best of each head
+    # hint: what is always kept comes on top: count the union of both sets
+    # hint: clamp the counts to budget.least and budget.most
+    # hint: take the top `count` of scores in which whatever is always kept is infinite (torch.inf)
+    # hint: last, a count is no smaller than the number of infinite scores, even above budget.most
+    most_needed = needed(window_attention(queries, keys, scale), budget.p, budget.reduction)
+    count = (top_n(scores, most_needed) | always).sum(-1).clamp(budget.least, budget.most)
+    scores = scores.masked_fill(always, torch.inf)
+    count = count.maximum(scores.isposinf().sum(-1))
+    return top_n(scores, count)
+    # end exercise

@@ -1,0 +1,131 @@
+"""Attention over blocks with mask tokens among the new ones. Introduced in phase 11.1.
+
+Mask tokens come after a request's real tokens, and see some of them and some of each other. The planned kernel derives
+what each token sees from k, one number for each sequence. PyTorch's operations get the mask of
+:func:`shared.tracks.multi_token.ops.visible_with_masks`, over the keys of one sequence.
+
+Invariants: a step without mask tokens has no gate, unless it is captured: then its gate is closed.
+"""
+
+from collections.abc import Mapping
+
+import numpy as np
+import torch
+
+from shared.cache.layout.paged import PagedLayout, PagedSizes
+from shared.cache.layout.slots import Integers
+from shared.cache.view.attention import Arrays, PagedAttentionProtocol, Places, Scores
+from shared.cache.view.block_storage import BlockStorage
+from shared.cache.view.bucket_padding import (
+    OF_SEQUENCES,
+    OF_TOKENS,
+    BucketPadding,
+    bucket_attention,
+    buckets_of,
+    padded,
+    planned_in_buckets,
+)
+from shared.cache.view.operations_attention import OperationsAttention
+from shared.cache.view.padding import NoPadding, Padding
+from shared.cache.view.planned_attention import PlannedAttention, is_planned
+from shared.engine.batch import Batch
+from shared.engine.config import EngineConfig
+from shared.errors import ConfigError
+from shared.kernels.launch import launches
+from shared.models.causal_lm import CausalLM
+from shared.tracks.multi_token.batch import MultiTokenBatch
+from shared.tracks.multi_token.lora import FIRST_MASK
+from shared.tracks.multi_token.ops import masked_attention, visible_with_masks
+
+
+class MaskTokenAttention:
+    """Planned attention with mask tokens; see :class:`shared.cache.view.attention.PagedAttentionProtocol`."""
+
+    def __init__(self, planned: PlannedAttention, padding: BucketPadding) -> None:
+        self.planned, self.padding = planned, padding
+        self.lay_out, self.attend = planned.lay_out, planned.attend
+
+    def staged(self, is_decode: bool, max_tokens: int) -> Places:
+        """See ``PagedAttentionProtocol``."""
+        own = {"num_masks": (self.planned.sizes.max_sequences, np.int32), "gate": (max_tokens, np.float32)}
+        return own | self.planned.staged(is_decode, max_tokens)
+
+    def arrays(self, batch: Batch, layout: PagedLayout) -> Arrays:
+        """See ``PagedAttentionProtocol``; mask tokens open the gate."""
+        arrays, num_masks = self.planned.arrays(batch, layout), num_masks_of(batch)
+        bucket = self.padding.bucket_of(batch)
+        if num_masks.any() or (bucket is not None and not bucket.is_decode):
+            arrays["gate"] = batch.token_ids >= FIRST_MASK
+        if not batch.is_decode:
+            arrays["num_masks"] = num_masks[layout.num_decoding :]
+        return arrays
+
+    def receive(self, batch: Batch, layout: PagedLayout, sent: Mapping[str, torch.Tensor]) -> None:
+        """See ``PagedAttentionProtocol``."""
+        self.planned.receive(batch, layout, sent)
+        if not batch.is_decode:
+            self.planned.prompt_arguments = {"num_masks": sent["num_masks"]}
+
+
+class MaskTokenOperations(PagedAttentionProtocol):
+    """PyTorch's operations with mask tokens; see :class:`shared.cache.view.attention.PagedAttentionProtocol`."""
+
+    def __init__(self, operations: OperationsAttention) -> None:
+        self.operations = operations
+
+    def staged(self, is_decode: bool, max_tokens: int) -> Places:
+        """See ``PagedAttentionProtocol``."""
+        return {"gate": (max_tokens, np.float32)}
+
+    def arrays(self, batch: Batch, layout: PagedLayout) -> Arrays:
+        """See ``PagedAttentionProtocol``; mask tokens open the gate."""
+        return {"gate": batch.token_ids >= FIRST_MASK} if num_masks_of(batch).any() else {}
+
+    def receive(self, batch: Batch, layout: PagedLayout, sent: Mapping[str, torch.Tensor]) -> None:
+        """See ``PagedAttentionProtocol``."""
+        self.operations.receive(batch, layout, sent)
+        self.num_masks = num_masks_of(batch).tolist()
+        self.masks: dict[tuple[int | None, int], torch.Tensor] = {}  # by window and sequence
+
+    def attend(self, layer: int, q: torch.Tensor, about: Scores, out: torch.Tensor | None) -> torch.Tensor:
+        """See ``PagedAttentionProtocol``."""
+        own, window, attended = self.operations, about["window"], []
+        for n, (queries, piece) in enumerate(zip(q.split(own.num_new), own.pieces(window), strict=True)):
+            k, v = (x.transpose(0, 1) for x in own.read(layer, piece))  # [Hkv, S, D]
+            if self.num_masks[n] == 0:
+                attended.append(own.operation(queries, k, v, **about))
+                continue
+            mask = self.masks.get((window, n))
+            if mask is None:
+                num_real = len(queries) // (1 + self.num_masks[n])
+                shape = (piece.end - piece.start - len(queries), num_real, self.num_masks[n], window, q.device)
+                mask = self.masks[window, n] = visible_with_masks(*shape)
+            scores = {"scale": about["scale"], "softcap": about["softcap"]}
+            attended.append(masked_attention(queries, k, v, mask, **scores))
+        return torch.cat(attended)
+
+
+def num_masks_of(batch: Batch) -> Integers:
+    """The mask tokens of each sequence, per real token."""
+    return padded(batch.num_masks if isinstance(batch, MultiTokenBatch) else np.zeros(0, np.int64), len(batch))
+
+
+def mask_token_attention(
+    config: EngineConfig, model: CausalLM, sizes: PagedSizes, storage: BlockStorage
+) -> tuple[PagedAttentionProtocol, Padding]:
+    """See :data:`shared.cache.paged_memory.MakeAttention`; that of phase 9 for an engine without an adapter.
+
+    Raises ConfigError for the backend ``flash`` on a GPU, whose kernels have no masks.
+    """
+    backend = config.attention_backend
+    if config.adapter is None:
+        return bucket_attention(config, model, sizes, storage)
+    if is_planned(storage, backend):
+        buckets = buckets_of(config, model, sizes.max_seq_len)
+        about = model.config, sizes, model.dtype, storage, buckets
+        arrays = {**OF_TOKENS, "gate": 0}, (*OF_SEQUENCES, "num_masks")
+        planned, padding = planned_in_buckets(*about, True, *arrays)
+        return MaskTokenAttention(planned, padding), padding
+    if launches(storage.keys) and backend == "flash":
+        raise ConfigError("attention_backend is 'flash', whose kernels have no mask tokens; choose 'planned'.")
+    return MaskTokenOperations(OperationsAttention(storage, backend if backend == "naive" else "sdpa")), NoPadding()

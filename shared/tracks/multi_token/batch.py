@@ -1,0 +1,108 @@
+"""The inputs of a forward with mask tokens. Introduced in phase 11.1.
+
+A request's part of the batch is its real tokens (its newest one, and guesses), then its groups of mask tokens
+(:mod:`shared.tracks.multi_token.ops`). Mask tokens have no logit row: the model's head is not applied to them. They are
+written to slots behind the real ones, which are given back when the step is committed.
+
+Invariant: those of :class:`shared.engine.batch.Batch`, but for the positions of mask tokens, which repeat.
+"""
+
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
+from typing import NamedTuple, Self, cast
+
+import numpy as np
+
+from shared.cache.layout.slots import Integers, Layout
+from shared.cache.pool.interface import CachePoolProtocol
+from shared.engine.batch import Batch
+from shared.scheduling.schedule import Schedule
+from shared.tracks.multi_token.lora import FIRST_MASK
+from shared.tracks.multi_token.ops import groups_and_ranks, positions
+from shared.tracks.multi_token.scheduler import MultiTokenSchedule
+
+
+@dataclass(frozen=True)
+class MultiTokenBatch(Batch):
+    """T new tokens of B sequences, some of them mask tokens."""
+
+    num_masks: Integers = field(default_factory=lambda: np.zeros(0, np.int64), kw_only=True)
+    """[B], k: mask tokens behind each real token of a sequence; empty if no sequence has any."""
+
+    @classmethod
+    def of(cls, schedule: Schedule, pool: CachePoolProtocol) -> Self:
+        """See :class:`Batch`; the ids of the mask tokens of a group count from ``FIRST_MASK``."""
+        if not isinstance(schedule, MultiTokenSchedule) or not schedule.masks:
+            return super().of(schedule, pool)
+        plain = super().of(schedule, cast(CachePoolProtocol, _WithMasks(schedule, pool)))
+        num_masks = np.array([schedule.masks.get(request, 0) for request in schedule.requests], np.int64)
+        shape = _shape(plain.num_new_tokens.tobytes(), num_masks.tobytes())
+        ids = shape.mask_ids.copy()
+        ids[shape.real_rows] = plain.token_ids
+        prompt_rows = plain.prompt_rows
+        if prompt_rows is not None:
+            prompt_rows = replace(prompt_rows, rows=prompt_rows.rows + shape.shifts[prompt_rows.sequences])
+        return replace(
+            plain,
+            token_ids=ids,
+            pending=plain.pending + shape.shifts[plain.pending_sequences],
+            positions=schedule.starts[shape.sequences] + shape.offsets,
+            num_new_tokens=shape.num_new_tokens,
+            logit_rows=plain.logit_rows + shape.shifts[plain.logit_sequences],
+            prompt_rows=prompt_rows,
+            num_masks=num_masks,
+        )
+
+    def mask_rows(self) -> dict[int, slice]:
+        """The rows of the mask tokens of each sequence that has some, by its index."""
+        ends = self.num_new_tokens.cumsum()
+        with_masks = np.flatnonzero(self.num_masks)
+        num_masks = self.num_new_tokens * self.num_masks // (1 + self.num_masks) if len(self.num_masks) else ends
+        return {int(n): slice(int(ends[n] - num_masks[n]), int(ends[n])) for n in with_masks}
+
+    def part(self, sequences: range) -> Self:
+        """See :class:`Batch`."""
+        part = super().part(sequences)
+        return part if part is self else replace(part, num_masks=self.num_masks[sequences.start : sequences.stop])
+
+
+class _Shape(NamedTuple):
+    """What a batch with masks takes from its numbers alone, which are mostly those of the step before."""
+
+    num_new_tokens: Integers  # [B], with masks
+    shifts: Integers  # [B], masks of the sequences before
+    real_rows: Integers  # of the real tokens
+    sequences: Integers  # [T], the index of each token's sequence
+    offsets: Integers  # [T], its distance from the sequence's first new token
+    mask_ids: Integers  # [T], 0 for real tokens
+
+
+@lru_cache(maxsize=16)
+def _shape(num_real: bytes, num_masks: bytes) -> _Shape:
+    """The shape of sequences with ``num_real`` tokens and ``num_masks`` masks behind each, int64 ``[B]``."""
+    counts, masks = np.frombuffer(num_real, np.int64), np.frombuffer(num_masks, np.int64)
+    about = list(zip(counts.tolist(), masks.tolist(), strict=True))
+    ranks = np.concatenate([groups_and_ranks(*each)[1] for each in about])
+    offsets = np.concatenate([positions(0, *each) for each in about])
+    added = counts * masks
+    sequences = np.arange(len(counts)).repeat(counts + added)
+    mask_ids = np.where(ranks > 0, FIRST_MASK + ranks - 1, 0)
+    return _Shape(counts + added, added.cumsum() - added, np.flatnonzero(ranks == 0), sequences, offsets, mask_ids)
+
+
+class _WithMasks:
+    """A pool whose layouts have room for the mask tokens of a schedule."""
+
+    def __init__(self, schedule: MultiTokenSchedule, pool: CachePoolProtocol) -> None:
+        self.schedule, self.pool = schedule, pool
+
+    def layout(self, schedule: Schedule) -> Layout:
+        """The layout of the schedule's tokens and mask tokens."""
+        masks = self.schedule.masks
+        entries = [
+            entry._replace(num_tokens=entry.num_tokens * (1 + masks[entry.request]))
+            if entry.request in masks
+            else entry
+            for entry in schedule
+        ]
+        return self.pool.layout(replace(schedule, entries=tuple(entries)))

@@ -1,0 +1,84 @@
+"""The passes of the sampler head as CUDA graphs. Introduced in phase 11.1.
+
+A guess takes some fifteen launches: embedding, two small blocks, the output head. The host needs about as long for them
+as the GPU, which has nothing else to do between two steps. So they are recorded, for 1, 2, 4, ... rows: one pass, and,
+for requests whose guesses are the likeliest tokens, all passes with the draws between them. These run right behind the
+forward, before it is known which of its tokens count, and guess behind each of them: the weights are read once for all.
+
+Invariant: the logits are those of :meth:`shared.tracks.multi_token.adapter.Adapter.logits`, and valid until the next
+replay, as are the guesses.
+"""
+
+from collections.abc import Sequence
+from functools import partial
+
+import torch
+
+from shared.engine.executor.graphs import Capture, CapturedStep, Computed
+from shared.kernels.sampling.sampler import make_counters, sample
+from shared.models.causal_lm import CausalLM
+from shared.sampling.sampler import SamplingBatch
+from shared.tracks.multi_token.adapter import Adapter
+
+
+class CapturedHead:
+    """Records passes for up to ``most_rows`` rows, and all passes behind the tokens of as many requests."""
+
+    @torch.inference_mode()
+    def __init__(self, adapter: Adapter, model: CausalLM, most_rows: int, capture: Capture) -> None:
+        k, device = adapter.config.num_masks, model.device
+        most_guessed = most_rows * (k + 1)  # k drafts, and the token before them
+        self.previous = torch.zeros(most_guessed, dtype=torch.int64, device=device)
+        shape = (k, most_guessed, model.config.hidden_size)
+        self.hidden = torch.zeros(shape, dtype=model.dtype, device=device)  # a single pass has that of the first
+        self.counters = make_counters(most_guessed, device)
+        self.passes: dict[int, CapturedStep] = {}
+        self.chains: dict[int, CapturedStep] = {}
+        sizes = [*(2**n for n in range((most_guessed - 1).bit_length())), most_guessed]
+        for size in reversed(sizes):  # the largest first: the others fit into its memory
+
+            def run(size: int) -> Computed:
+                return Computed(adapter.logits(model, self.previous[:size], self.hidden[0, :size]))
+
+            def run_all(size: int) -> Computed:
+                ids = [self.previous[:size]]
+                for hidden in self.hidden[:, :size]:
+                    logits = adapter.candidate_logits(model, ids[-1], hidden)
+                    ids.append(sample(logits, SamplingBatch(size), counters=self.counters))
+                return Computed(torch.stack(ids[1:], dim=1))
+
+            self.chains[size] = capture(partial(run_all, size))
+            if size < 2 * most_rows:
+                self.passes[size] = capture(partial(run, size))
+
+    def __call__(self, previous: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
+        """Logits ``[n, V]`` of ``previous [n]`` and ``hidden [n, H]``."""
+        n = len(previous)
+        self.previous[:n].copy_(previous)
+        self.hidden[0, :n].copy_(hidden)
+        return self._replayed(self.passes, n)
+
+    def guess(self, previous: Sequence[torch.Tensor], states: Sequence[torch.Tensor]) -> torch.Tensor:
+        """The likeliest guesses ``[n, k]`` behind n tokens, from the states of the masks behind each.
+
+        Args:
+            previous: the tokens of each request, int64 ``[groups]``, on the device.
+            states: hidden states ``[groups, masks, H]``, of at most k masks; guesses without a mask mean nothing.
+        """
+        n = sum(map(len, previous))
+        torch.cat(tuple(previous), out=self.previous[:n])
+        if len({of_request.shape[1] for of_request in states}) == 1:
+            torch.cat(
+                [of_request.transpose(0, 1) for of_request in states], 1, out=self.hidden[: states[0].shape[1], :n]
+            )
+        else:
+            first = 0
+            for of_request in states:
+                self.hidden[: of_request.shape[1], first : first + len(of_request)].copy_(of_request.transpose(0, 1))
+                first += len(of_request)
+        return self._replayed(self.chains, n)
+
+    def _replayed(self, graphs: dict[int, CapturedStep], n: int) -> torch.Tensor:
+        captured = graphs[min(size for size in graphs if size >= n)]
+        captured.replay()
+        return captured.results.hidden[:n]

@@ -1,0 +1,239 @@
+"""Drafts by the model itself: from the hidden states of mask tokens in the step before. Introduced in phase 11.1.
+
+No second model runs, and no second KV cache is kept. The runner keeps the hidden states of each group of mask tokens;
+once the step's tokens are known, the group behind the last accepted one is the right one. The sampler head of the
+adapter makes drafts of it, one after the other, since each depends on the draft before.
+
+Where the passes of the head are recorded and the drafts are the likeliest tokens, the GPU does not wait for the host to
+learn which group is the right one: it makes the drafts of all groups, right behind the step, and the host takes those
+that count.
+
+Drafts are drawn as those of a draft model: with the noise of the request, or, for rejection, from a stream of their own
+(:mod:`shared.speculation.draft_model`).
+
+Invariant: states are used in the step after the one that computed them, or never.
+"""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import cached_property, partial
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from shared.cache.pool.interface import CachePoolProtocol
+from shared.cache.view.interface import MakeMemory
+from shared.engine.config import EngineConfig
+from shared.engine.executor.graphs import CudaGraphCapture
+from shared.engine.executor.last_ids import LastIds
+from shared.engine.request import Request, RequestStatus
+from shared.engine.runner import Launched, MakeRunner
+from shared.engine.sampling.drawing import plain
+from shared.engine.sampling.sampler import Draws, Sampler, SamplerOutput
+from shared.models.causal_lm import CausalLM
+from shared.sampling.params import SamplingParams
+from shared.sampling.sampler import SamplingRow
+from shared.scheduling.schedule import Schedule
+from shared.scheduling.step_costs import StepCosts, head_costs
+from shared.speculation.draft_draw import DraftDraw
+from shared.speculation.drafter import Drafter, PendingDrafts
+from shared.text.tokenizer import Tokenizer
+from shared.tracks.multi_token.adapter import load_adapter
+from shared.tracks.multi_token.captured_head import CapturedHead
+from shared.tracks.multi_token.lora import adapt
+from shared.tracks.multi_token.mask_states import MaskObserver, MaskStates
+
+Asking = tuple[Request, torch.Tensor, int, int]
+"""A request, the hidden states ``[groups, k, H]`` of its masks, the group that counts, and the drafts it may have."""
+Drawn = tuple[Sequence[Request | None], SamplerOutput]
+"""Drafts in the order of their requests; None: of no request, or not to be verified."""
+
+
+class Ahead(NamedTuple):
+    """Drafts behind each token of a step, made before it is known which tokens count: ``k`` behind each row."""
+
+    k: int
+    first_rows: Mapping[str, int]  # by request id
+    ids: range  # where the drafts lie on the device
+    sampled: SamplerOutput
+
+
+class MultiTokenDrafter:
+    """The model as its own drafter; a :class:`shared.speculation.drafter.Drafter`.
+
+    Args:
+        config: the engine's, with an adapter.
+        model: is given the adapter's additions.
+
+    Raises what ``load_adapter`` raises.
+    """
+
+    sampler: Sampler
+    pending: PendingDrafts | None = None
+    drawn: Sequence[Drawn] = ()  # the drafts of the step, until they are collected
+    captured: CapturedHead | None = None
+    ahead: Ahead | None = None  # of the step before
+
+    def __init__(self, config: EngineConfig, model: CausalLM, tokenizer: Tokenizer) -> None:
+        assert config.adapter is not None
+        self.model, self.is_coupled = model, config.acceptance_method == "coupled"
+        self.is_capturing = config.is_on("use_cuda_graphs") and model.device.type == "cuda"
+        self.adapter = load_adapter(Path(config.adapter).expanduser(), model)
+        adapt(model, self.adapter.additions(), self.adapter.masks)
+        self.logits: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] = partial(self.adapter.logits, model)
+        self.distributions: dict[tuple[int, int], torch.Tensor] = {}
+        self.states: dict[str, MaskStates] = {}  # of the last step, by request id; the runner puts them there
+
+    def join(
+        self, pool: CachePoolProtocol, make_memory: MakeMemory, make_runner: MakeRunner, max_seq_len: int
+    ) -> CachePoolProtocol:
+        """See :class:`shared.speculation.drafter.Drafter`; makes the sampler of drafts."""
+        draw = plain if self.is_coupled else DraftDraw(self.distributions)
+        self.sampler = Sampler(self.model.device, pool.max_sequences, draw=draw)
+        if self.is_capturing:
+            capture = CudaGraphCapture(self.model.device)
+            self.logits = self.captured = CapturedHead(self.adapter, self.model, pool.max_sequences, capture)
+        return pool
+
+    def propose(self, schedule: Schedule) -> None:
+        """See :class:`shared.speculation.drafter.Drafter`."""
+        self.distributions.clear()
+        asking: list[Asking] = []
+        for request, *_, num_drafts, _, _ in schedule:
+            if num_drafts:
+                request.draft_ids = []
+                states = self.states.get(request.request_id)
+                group = None if states is None else group_of_next(request.num_tokens, states.start)
+                is_running = request.status is RequestStatus.RUNNING
+                if states is not None and group is not None and is_running and 0 <= group < len(states.hidden):
+                    asking.append((request, states.hidden, group, num_drafts))
+        ahead, self.ahead = self.ahead, None
+        self.states.clear()
+        if asking and ahead is not None:
+            self.drawn = [(_chosen(asking, ahead), ahead.sampled)]
+            _append(self.drawn[0][0], ahead.ids)
+        elif asking:
+            self.drawn = self._draw(asking)
+            self._hand_out()
+
+    def follow(self, launched: Launched, rows: Sequence[SamplingRow], sampled: SamplerOutput) -> None:
+        """Draw behind every token of the step just launched that masks follow, if the likeliest tokens will do.
+
+        Args:
+            rows: those of the step's logits.
+            sampled: what was drawn from them.
+        """
+        captured, pending, batch = self.captured, self.pending, launched.batch
+        if captured is None or pending is None or sampled.errors or len(sampled.ids) != 1:
+            return
+        first_rows, num_rows, previous = dict[str, int](), 0, []
+        for name, states in self.states.items():
+            count, sequence = len(states.hidden), batch.request_ids.index(name)
+            first = int(np.searchsorted(batch.logit_sequences, sequence))
+            if not _takes_likeliest(rows[first].params):
+                return
+            previous.append(sampled.ids[0][first : first + count])
+            first_rows[name], num_rows = num_rows, num_rows + count
+        hidden = [states.hidden for states in self.states.values()]
+        k = max(of_request.shape[1] for of_request in hidden)  # the adapter may have more masks than are in use
+        guesses = captured.guess(previous, hidden)[:, :k].flatten()
+        self.ahead = Ahead(k, first_rows, pending.put([guesses]), SamplerOutput([Draws(guesses)]))
+
+    def observe(self, schedule: Schedule) -> None:
+        """See :class:`shared.speculation.drafter.Drafter`: no guess is certain."""
+
+    @cached_property
+    def step_costs(self) -> StepCosts:
+        """See :class:`shared.speculation.drafter.Drafter`: of one pass of the sampler head, and the output head."""
+        return head_costs(self.model)
+
+    def num_tokens(self, num_drafts: int) -> int:
+        """See :class:`shared.speculation.drafter.Drafter`: so many masks follow each of the real tokens."""
+        return (num_drafts + 1) ** 2
+
+    def _draw(self, asking: Sequence[Asking]) -> list[Drawn]:
+        """Draw one draft after the other, all requests at a time."""
+        self.sampler.penalties.forget()  # they count the drafts of the step before
+        places = list(range(len(asking)))
+        previous = self.sampler.upload(torch.tensor([request.last_token_id for request, *_ in asking]))
+        drawn: list[Drawn] = []
+        for number in range(max(num_drafts for *_, num_drafts in asking)):
+            going_on = [place for place in places if asking[place][3] > number]
+            if len(going_on) < len(places):
+                previous = previous[self.sampler.upload(torch.tensor([places.index(place) for place in going_on]))]
+                places = going_on
+            hidden = torch.stack([asking[place][1][asking[place][2], number] for place in places])
+            logits = self.logits(previous, hidden)
+            rows = [asking[place][0].sampling_row(number)._replace(num_drafts=0) for place in places]
+            draws = self.sampler.sample(logits, rows, places)
+            previous = draws.ids
+            drawn.append(([asking[place][0] for place in places], SamplerOutput([draws])))
+        return drawn
+
+    def _hand_out(self) -> None:
+        """Give each request its drafts: where they lie on the device, or their ids."""
+        if self.pending is None:
+            self.collect()
+            return
+        ids = iter(self.pending.put([ids for _, sampled in self.drawn for ids in sampled.ids]))
+        for requests, _ in self.drawn:
+            _append(requests, ids)
+
+    def leave_drafts_in(self, pending: PendingDrafts) -> None:
+        """See :class:`shared.speculation.drafter.Drafter`."""
+        self.pending = pending
+
+    def collect(self) -> None:
+        """See :class:`shared.speculation.drafter.Drafter`."""
+        drawn, self.drawn = self.drawn, ()
+        for request in drawn[0][0] if drawn else ():
+            if request is not None:
+                request.draft_ids = []
+        for requests, sampled in drawn:
+            _append(requests, sampled.wait().token_ids)
+
+
+def observers_of(drafter: Drafter | None) -> list[MaskObserver]:
+    """What the runner's steps must be seen by for the drafter."""
+    return [MaskObserver(drafter.states, drafter.follow)] if isinstance(drafter, MultiTokenDrafter) else []
+
+
+def ids_of_guesses(max_sequences: int, most_logit_rows: int, device: torch.device) -> LastIds:
+    """The ids on the device, with guesses behind each logit row of a sequence."""
+    return LastIds(max_sequences, 1 + most_logit_rows * (most_logit_rows - 1), device)
+
+
+def _chosen(asking: Sequence[Asking], ahead: Ahead) -> list[Request | None]:
+    """The request of each draft, of those made ahead, that is to be verified."""
+    chosen: list[Request | None] = [None] * len(ahead.ids)
+    for request, _, group, num_drafts in asking:
+        first = ahead.k * (ahead.first_rows[request.request_id] + group)
+        chosen[first : first + num_drafts] = [request] * num_drafts
+    return chosen
+
+
+def _takes_likeliest(params: SamplingParams) -> bool:
+    """Whether the draws are the likeliest of all tokens, by the logits as they are."""
+    return params.is_greedy and not params.adjusts_logits and params.min_tokens == 0
+
+
+def _append(requests: Sequence[Request | None], ids: Iterable[int]) -> None:
+    """Append one of the ids to the drafts of each request."""
+    for request, token_id in zip(requests, ids, strict=False):
+        if request is not None:
+            request.draft_ids.append(token_id)
+
+
+def group_of_next(num_tokens: int, start: int) -> int:
+    """The group of masks behind the last accepted token of a step.
+
+    Args:
+        num_tokens: known tokens of the request: the step's accepted drafts and the token drawn behind them included.
+        start: the index of the step's first token of the request.
+    """
+    # exercise 11.1x3: which group of masks followed what was accepted
+    # hint: the step computed the token at `start`, and drafts; group 0 stood behind the first of these tokens
+    # hint: the newest known token was drawn in this step, behind the last accepted one: it was not computed
+    return num_tokens - 2 - start
+    # end exercise

@@ -1,0 +1,54 @@
+"""Keeps the hidden states of mask tokens for the drafter, and then tells it what was drawn. Introduced in phase 11.1.
+
+Invariants: the states are those of the last batch that was launched, and of no other; what is kept is a copy, so the
+next step may overwrite the buffers of a captured one.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from shared.engine.batch import Batch
+from shared.engine.runner import Launched
+from shared.engine.sampling.sampler import SamplerOutput
+from shared.sampling.sampler import SamplingRow
+from shared.tracks.multi_token.batch import MultiTokenBatch
+
+
+@dataclass(frozen=True)
+class MaskStates:
+    """The hidden states of a request's mask tokens in a step whose first token of the request has index ``start``."""
+
+    start: int
+    hidden: torch.Tensor  # [groups, k, H], before the final norm
+
+
+Follow = Callable[[Launched, Sequence[SamplingRow], SamplerOutput], None]
+"""Gets what a step has drawn, and from which rows, as soon as it is launched."""
+
+
+@dataclass
+class MaskObserver:
+    """Keeps the states of the last step in ``states``, by request id; a :class:`shared.engine.runner.Observer`."""
+
+    states: dict[str, MaskStates]
+    follow: Follow
+
+    def begin(self) -> None:
+        """See :class:`shared.engine.runner.Observer`."""
+        self.states.clear()
+
+    def computed(self, batch: Batch, hidden: torch.Tensor) -> None:
+        """See :class:`shared.engine.runner.Observer`."""
+        if not isinstance(batch, MultiTokenBatch):
+            return
+        starts = batch.num_new_tokens.cumsum() - batch.num_new_tokens
+        for n, rows in batch.mask_rows().items():
+            kept = hidden[rows].view(-1, int(batch.num_masks[n]), hidden.shape[1]).clone()
+            self.states[batch.request_ids[n]] = MaskStates(int(batch.positions[starts[n]]), kept)
+
+    def sampled(self, launched: Launched, rows: Sequence[SamplingRow], output: SamplerOutput) -> None:
+        """See :class:`shared.engine.runner.Observer`."""
+        if self.states:
+            self.follow(launched, rows, output)

@@ -1,0 +1,1 @@
+"""Training of an adapter on a model's own texts."""

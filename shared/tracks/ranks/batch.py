@@ -1,0 +1,34 @@
+"""A batch that says whether its rows need all logits. Introduced in phase 12.1.
+
+Ranks hold the logits in parts. If every row takes the arg-max of its logits as they are, two numbers of each rank are
+gathered in place of them all. The ranks must know it before they compute, and only the requests' parameters tell it.
+
+Invariant: ``takes_argmax`` changes no token.
+"""
+
+from dataclasses import dataclass, replace
+from typing import Self
+
+from shared.cache.pool.interface import CachePoolProtocol
+from shared.engine.batch import Batch
+from shared.sampling.params import SamplingParams
+from shared.scheduling.schedule import Schedule
+
+
+@dataclass(frozen=True)
+class RankBatch(Batch):
+    """As :class:`Batch`, for all ranks."""
+
+    takes_argmax: bool = False
+
+    @classmethod
+    def of(cls, schedule: Schedule, pool: CachePoolProtocol) -> Self:
+        """See :class:`Batch`."""
+        takes_argmax = all(takes_plain_argmax(request.params) for request in schedule.requests)
+        return replace(super().of(schedule, pool), takes_argmax=takes_argmax)
+
+
+def takes_plain_argmax(params: SamplingParams) -> bool:
+    """Whether a request's tokens are the arg-max of raw logits, of which nothing else is asked."""
+    changes = params.has_penalties or params.logit_bias or params.min_tokens or params.structured_output is not None
+    return params.is_greedy and not changes and params.logprobs is None

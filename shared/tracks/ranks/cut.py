@@ -1,0 +1,126 @@
+"""Which rows or columns of each tensor a rank has. Introduced in phase 12.1.
+
+Queries, keys and values are cut separately, each by its own heads; gate and up by the same columns of the MLP. A matrix
+in 8 or 4 bits is cut with the scales of its blocks, and the MLP at borders of blocks.
+
+Invariant: a matrix in 8 or 4 bits has the same numbers and scales as the whole one, in the rank's part.
+"""
+
+import math
+import re
+from dataclasses import dataclass, replace
+
+import torch
+
+from shared.errors import ConfigError
+from shared.models.config import ModelConfig
+from shared.quantization.weight import RUN, QuantizedWeight, pack_nibbles, unpack_nibbles
+from shared.tracks.ranks.shard import Shard
+
+ROWS, COLUMNS = 0, 1
+LEAST_BLOCK = 32  # the smallest that the kernels take
+
+
+@dataclass(frozen=True)
+class Cut:
+    """A rank's range along one dimension of a matrix that has ``total`` there."""
+
+    dim: int
+    part: range
+    total: int
+
+
+@dataclass(frozen=True)
+class ModelCut:
+    """The cuts of all tensors of a model.
+
+    Args:
+        config: the whole model's.
+        multiple: the MLP is cut at multiples of it.
+    """
+
+    shard: Shard
+    config: ModelConfig
+    multiple: int = 1
+
+    def of(self, name: str) -> Cut | None:
+        """The cut of a matrix by its name in the model or in the checkpoint; None if each rank has all of it."""
+        queries, keys = self.shard.heads(self.config)
+        D, config = self.config.head_dim, self.config
+        module = re.sub(r"\.(weight|bias)$", "", name).rpartition(".")[2]
+        if module == "q_proj":
+            return Cut(ROWS, _times(queries, D), config.num_heads * D)
+        if module in ("k_proj", "v_proj"):
+            return Cut(ROWS, _times(keys, D), config.num_kv_heads * D)
+        if module == "o_proj":
+            return Cut(COLUMNS, _times(queries, D), config.num_heads * D)
+        columns = self.shard.part(config.intermediate_size, self.multiple)
+        if module in ("gate_proj", "up_proj"):
+            return Cut(ROWS, columns, config.intermediate_size)
+        if module == "down_proj":
+            return Cut(COLUMNS, columns, config.intermediate_size)
+        if module in ("embed_tokens", "lm_head", "embedding", "head"):
+            return Cut(ROWS, self.shard.part(config.vocab_size), config.vocab_size)
+        return None
+
+    def whole(self, name: str, shape: tuple[int, int]) -> tuple[int, int]:
+        """The shape of the whole matrix of which a rank's part has ``shape``."""
+        cut = self.of(name)
+        if cut is None:
+            return shape
+        rows, columns = shape
+        return (cut.total, columns) if cut.dim == ROWS else (rows, cut.total)
+
+    def part(self, name: str, weight: QuantizedWeight) -> QuantizedWeight:
+        """The rank's part of a whole matrix."""
+        cut = self.of(name)
+        return weight if cut is None else cut_weight(weight, cut)
+
+
+def cut_weight(weight: QuantizedWeight, cut: Cut) -> QuantizedWeight:
+    """A range of rows or columns of a matrix in 8 or 4 bits, with its scales.
+
+    Rows that do not begin with a block get a scale each; a block of columns that is cut becomes several, with the same
+    scale. The part is a copy, so the whole may be freed. Raises ConfigError for columns that would need blocks of less
+    than ``LEAST_BLOCK``.
+    """
+    begin, end = cut.part.start, cut.part.stop
+    if cut.dim == ROWS:
+        part = (with_scales_by_row(weight) if begin % weight.rows_per_scale else weight).tile(begin, end)
+        zeros = None if part.zeros is None else part.zeros.clone()
+        return replace(part, values=part.values.clone(), scales=part.scales.clone(), zeros=zeros)
+    group, zeros = weight.columns_per_scale, weight.zeros
+    if group == weight.shape[1] and (weight.bits == 8 or (end - begin) % LEAST_BLOCK == 0):  # a scale a row
+        scales, own = weight.scales, end - begin
+    else:
+        own = math.gcd(group, begin, end)
+        if own < LEAST_BLOCK:
+            raise ConfigError(
+                f"A rank's part of a quantized matrix is columns {begin} to {end}, and each {group} columns have a "
+                f"scale; parts must begin and end at multiples of {LEAST_BLOCK}. Choose another tensor_parallel_size."
+            )
+        groups = slice(begin // own, end // own)
+        scales = weight.scales.repeat_interleave(group // own, 1)[:, groups].contiguous()
+        zeros = None if zeros is None else zeros.repeat_interleave(group // own, 1)[:, groups].contiguous()
+    if weight.bits == 8:
+        values = weight.values[:, begin:end].contiguous()
+    else:
+        values = pack_nibbles(unpack_nibbles(weight.values, weight.run)[:, begin:end], min(own, RUN))
+    return replace(weight, values=values, scales=scales, zeros=zeros, columns_per_scale=own)
+
+
+def with_scales_by_row(weight: QuantizedWeight) -> QuantizedWeight:
+    """The same matrix with a scale for each row of each block."""
+
+    def spread(of_groups: torch.Tensor | None) -> torch.Tensor | None:
+        if of_groups is None:
+            return None
+        return of_groups.repeat_interleave(weight.rows_per_scale, 0)[: len(weight)]
+
+    scales = spread(weight.scales)
+    assert scales is not None
+    return replace(weight, scales=scales, zeros=spread(weight.zeros), rows_per_scale=1)
+
+
+def _times(heads: range, size: int) -> range:
+    return range(heads.start * size, heads.stop * size)

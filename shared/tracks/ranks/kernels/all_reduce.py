@@ -1,0 +1,254 @@
+"""The sum of a small tensor over the ranks, through memory that their GPUs share. Introduced in phase 12.1.
+
+*One shot*: each rank writes its numbers into every other rank's memory, waits for theirs, and adds. *Two shots*, for
+larger tensors: rank p gets piece p from every rank, adds, and writes the result into every other rank's memory. That is
+a second trip over the wire, but of N ranks each writes 2 (N - 1) / N times the tensor, and not N - 1 times. What
+follows the sum is done before the result is written: the addition of the residual, and, with one shot, the norm.
+
+Nothing is sent but numbers, in words of 32 bits, which a GPU writes and reads at once. Memory begins with the word
+``UNSENT`` everywhere, which is a NaN. A rank reads its own memory until no word that it waits for is ``UNSENT``, and
+then makes them all ``UNSENT`` again. Who has to send just this word sends another NaN. This is the protocol of
+TensorRT-LLM's Lamport kernels, whose word is -0.0; FlashInfer has them too, with one shot and with two.
+
+A program sums a row, or a part of one, and has a *channel*: two slots for the words of each other rank, and a counter
+of its calls, whose parity chooses the slot. The counter is in memory, and not an argument, so a replayed CUDA graph
+counts on. In a slot a word stands where it stands among the program's words. Rank r has from rank s the words of piece
+r in the first shot, and those of piece s in the second.
+
+Why two slots are enough: rank B clears a slot in call n. It sends the words of call n + 1 after ``wait_for_previous``,
+when the kernel of call n has ended and its writes are done. Rank A writes to this slot again in call n + 2, so after
+the end of its call n + 1, which had to wait for those words of B. This needs a word from each rank to each other one
+in every call of a channel; so all programs of a call, and all pieces, have equally many words.
+
+Invariants: numbers are added in fp32 in the order of the ranks, so all ranks have the same bits, again in each run, and
+with one shot or two; every rank makes the same calls in the same order, with the same residual; ``stop`` ends the wait
+for a rank that has gone.
+"""
+
+from typing import Protocol
+
+import torch
+
+from shared.kernels.launch import launch, launch_dependents, next_power_of_two, tl, triton, wait_for_previous
+from shared.kernels.products.rmsnorm import Norm
+
+CHANNELS = 256  # programs at most
+CHANNEL_WORDS = 4096  # of 32 bits, in a slot: a row of 8,192 numbers in 16 bits
+LEAST_WORDS = 512  # of a part of a row
+WARP_WORDS = 128  # so a thread has 16 bytes; two with the same words would be one that clears what the other waits for
+TWO_SHOT_BYTES = 512 << 10  # of x, times the ranks beyond two: from here on two shots take less time
+DTYPES = {torch.bfloat16: "bfloat16", torch.float16: "float16", torch.float32: "float32"}  # their names in Triton
+UNSENT = tl.constexpr(-1)  # a NaN in 32 bits, and two in 16 bits
+OTHER_NAN = tl.constexpr(0x7FFFFFFF)  # the same, but for a sign
+
+
+class Peers(Protocol):
+    """Memory that all ranks reach: int32 ``[sender, slot, channel, word]`` at each of ``addresses``, first all -1."""
+
+    rank: int
+    size: int
+    addresses: torch.Tensor  # int64 [size]: of each rank's memory, as this GPU sees it; multiples of 16
+    counters: torch.Tensor  # int32 [CHANNELS]: calls so far
+    stop: torch.Tensor  # int32 [1]: 1 ends all waiting
+
+
+def num_words(size: int) -> int:
+    """Words of 32 bits of the memory of each of ``size`` ranks."""
+    return size * 2 * CHANNELS * CHANNEL_WORDS
+
+
+@triton.jit
+def first_number(words, DTYPE: tl.constexpr):
+    """The number in the lower bits of each word, or in all of it, in fp32."""
+    if tl.float32 == DTYPE:
+        return words.to(tl.float32, bitcast=True)
+    else:
+        return (words & 0xFFFF).to(tl.int16).to(DTYPE, bitcast=True).to(tl.float32)
+
+
+@triton.jit
+def second_number(words, DTYPE: tl.constexpr):
+    """The number in the upper bits of each word, in fp32; 0 if it has one number."""
+    if tl.float32 == DTYPE:
+        return tl.zeros(words.shape, tl.float32)
+    else:
+        return ((words >> 16) & 0xFFFF).to(tl.int16).to(DTYPE, bitcast=True).to(tl.float32)
+
+
+@triton.jit
+def as_words(first, second, DTYPE: tl.constexpr):
+    """Numbers in fp32, rounded, as words."""
+    if tl.float32 == DTYPE:
+        return first.to(tl.int32, bitcast=True)
+    else:
+        lower = first.to(DTYPE).to(tl.int16, bitcast=True).to(tl.int32) & 0xFFFF
+        return (second.to(DTYPE).to(tl.int16, bitcast=True).to(tl.int32) << 16) | lower
+
+
+@triton.jit
+def sendable(words):
+    """The words without ``UNSENT``, which is never sent."""
+    return tl.where(words == UNSENT, OTHER_NAN, words)
+
+
+@triton.jit
+def send(words, memories, place, stride, inside, RANK: tl.constexpr, SIZE: tl.constexpr):
+    """Write ``words[rank]`` at ``place + rank * stride`` of the memory of each other rank, the next one first."""
+    for step in tl.static_range(1, SIZE):
+        outbox = memories[(RANK + step) % SIZE] + place + (RANK + step) % SIZE * stride
+        tl.store(outbox, words[(RANK + step) % SIZE], mask=inside)
+
+
+@triton.jit
+def receive(own, inbox, stride, inside, stop, RANK: tl.constexpr, SIZE: tl.constexpr):
+    """The words of every rank: ``own``, and what each other one writes at ``inbox + rank * stride``.
+
+    All are read again until none is missing, and then cleared. Words that are not ``inside`` are not waited for.
+    """
+    words = (own,) * SIZE
+    num_missing = 1
+    while num_missing > 0:
+        missing = tl.zeros(own.shape, tl.int32)
+        words = ()
+        for rank in tl.static_range(SIZE):
+            if rank == RANK:
+                words += (own,)
+            else:
+                words += (tl.load(inbox + rank * stride, mask=inside, other=0, volatile=True),)
+            missing += (words[rank] == UNSENT).to(tl.int32)
+        num_missing = tl.sum(missing * (1 - tl.load(stop, volatile=True)))  # of all threads, so they leave together
+    for rank in tl.static_range(SIZE):
+        if rank != RANK:
+            tl.store(inbox + rank * stride, UNSENT, mask=inside)
+    return words
+
+
+@triton.jit
+def all_reduce_kernel(
+    x,
+    residual,
+    weight,
+    addresses,
+    counters,
+    stop,
+    summed,
+    normed,
+    num_words,
+    row_numbers,
+    eps,
+    DTYPE: tl.constexpr,
+    OFFSET: tl.constexpr,
+    RANK: tl.constexpr,
+    SIZE: tl.constexpr,
+    PIECES: tl.constexpr,
+    CHANNELS: tl.constexpr,
+    CHANNEL_WORDS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """A program has ``PIECES`` of ``num_words`` words: one with one shot, ``SIZE`` with two."""
+    launch_dependents(PDL)
+    channel = tl.program_id(0)
+    i = tl.arange(0, BLOCK)
+    inside = i < num_words
+    memories = ()  # type: tuple
+    for rank in tl.static_range(SIZE):
+        memories += (tl.multiple_of(tl.load(addresses + rank).to(tl.pointer_type(tl.int32)), 16),)
+    if weight is not None:
+        scales = tl.load(weight + i, mask=inside, other=0)
+    wait_for_previous(PDL)
+    call = tl.load(counters + channel) + 1
+    at = channel * PIECES * num_words + i
+    stride = num_words if PIECES > 1 else 0  # from a rank's piece to the next one's
+    mine = RANK * stride
+    pieces = ()  # type: tuple
+    for piece in tl.static_range(PIECES):
+        pieces += (sendable(tl.load(x + at + piece * num_words, mask=inside, other=0)),)
+    pieces = pieces * (SIZE // PIECES)
+    if residual is not None:
+        added = tl.load(residual + at + mine, mask=inside, other=0)
+    sender_words = 2 * CHANNELS * CHANNEL_WORDS
+    place = ((call & 1) * CHANNELS + channel) * CHANNEL_WORDS + i
+    outbox, inbox = RANK * sender_words + place, memories[RANK] + place
+    send(pieces, memories, outbox, stride, inside, RANK, SIZE)
+    terms = receive(pieces[RANK], inbox + mine, sender_words, inside, stop, RANK, SIZE)
+    first = first_number(terms[0], DTYPE)
+    second = second_number(terms[0], DTYPE)
+    for rank in tl.static_range(1, SIZE):
+        first += first_number(terms[rank], DTYPE)
+        second += second_number(terms[rank], DTYPE)
+    if residual is not None:
+        first += first_number(added, DTYPE)
+        second += second_number(added, DTYPE)
+    total = sendable(as_words(first, second, DTYPE))
+    if PIECES > 1:
+        send((total,) * SIZE, memories, outbox + mine, 0, inside, RANK, SIZE)
+        totals = receive(total, inbox, sender_words + stride, inside, stop, RANK, SIZE)
+        for rank in tl.static_range(SIZE):
+            tl.store(summed + at + rank * stride, totals[rank], mask=inside)
+    else:
+        tl.store(summed + at, total, mask=inside)
+    tl.store(counters + channel, call)
+    if weight is not None:
+        first = first_number(total, DTYPE)
+        second = second_number(total, DTYPE)
+        scale = tl.rsqrt((tl.sum(first * first) + tl.sum(second * second)) / row_numbers + eps)
+        first *= scale * (first_number(scales, DTYPE) + OFFSET)
+        second *= scale * (second_number(scales, DTYPE) + OFFSET)
+        tl.store(normed + at, as_words(first, second, DTYPE), mask=inside)
+
+
+def fits(x: torch.Tensor) -> bool:
+    """Whether :func:`all_reduce` takes x ``[T, n]``."""
+    num_words = x.shape[-1] * x.itemsize // 4
+    is_whole = x.shape[-1] * x.itemsize % 4 == 0
+    return x.dtype in DTYPES and is_whole and num_words <= CHANNEL_WORDS and x.shape[0] <= CHANNELS
+
+
+def all_reduce(
+    x: torch.Tensor, peers: Peers, residual: torch.Tensor | None = None, norm: Norm | None = None
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """The sum over the ranks of x ``[T, n]``, plus ``residual`` ``[T, n]``, rounded; and its norm if there is one.
+
+    x must fit, and ``residual`` be the same on all ranks. The results are ``[T, n]`` too, and of the dtype of x.
+    """
+    summed = torch.empty_like(x, memory_format=torch.contiguous_format)
+    normed = None if norm is None else torch.empty_like(summed)
+    if x.numel() == 0:
+        return summed, normed
+
+    def words(tensor: torch.Tensor | None) -> torch.Tensor | None:
+        return None if tensor is None else tensor.contiguous().view(torch.int32)
+
+    num_words, num_programs, num_pieces = x.shape[-1] * x.itemsize // 4, x.shape[0], 1
+    if norm is None:  # which needs a whole row; without, more programs share a row
+        while num_words % 2 == 0 and num_words // 2 >= LEAST_WORDS and 2 * num_programs <= CHANNELS:
+            num_words, num_programs = num_words // 2, 2 * num_programs
+        if x.nbytes * (peers.size - 2) >= TWO_SHOT_BYTES and num_words % peers.size == 0:
+            num_words, num_pieces = num_words // peers.size, peers.size
+    block = max(WARP_WORDS, next_power_of_two(num_words))
+    launch(
+        all_reduce_kernel,
+        (num_programs,),
+        words(x),
+        words(residual),
+        None if norm is None else words(norm.weight),
+        peers.addresses,
+        peers.counters,
+        peers.stop,
+        words(summed),
+        words(normed),
+        num_words,
+        x.shape[-1],
+        0.0 if norm is None else norm.eps,
+        DTYPE=getattr(tl, DTYPES[x.dtype]),
+        OFFSET=0.0 if norm is None else norm.offset,
+        RANK=peers.rank,
+        SIZE=peers.size,
+        PIECES=num_pieces,
+        CHANNELS=CHANNELS,
+        CHANNEL_WORDS=CHANNEL_WORDS,
+        BLOCK=block,
+        num_warps=min(16, block // WARP_WORDS),
+    )
+    return summed, normed

@@ -1,0 +1,105 @@
+"""Memory of each rank's GPU that the GPUs of all ranks write and read. Introduced in phase 12.1.
+
+Invariant: all ranks have it, or none: those of a machine on which one of the ways to share memory fails use another.
+"""
+
+import logging
+import pickle
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from shared.tracks.ranks.kernels.all_reduce import CHANNELS, num_words
+
+PATIENCE = timedelta(seconds=4)
+"""Within this all ranks, which have met before, must have answered; if one is lost, two answers are waited for."""
+_log = logging.getLogger("infer.engine")
+_groups: list[dist.ProcessGroup] = []  # PyTorch's registry does not keep them, and counts their meetings in a process
+
+
+class PeerMemory:
+    """The memory of rank ``rank`` of the ``size`` ranks that meet at ``store``; see
+    ``shared.tracks.ranks.kernels.all_reduce``.
+
+    Raises RuntimeError if the ranks cannot share memory.
+    """
+
+    def __init__(self, store: dist.Store, rank: int, size: int, device: torch.device) -> None:
+        self.rank, self.size, before = rank, size, getattr(store, "timeout", 6 * PATIENCE)
+        store.set_timeout(PATIENCE)
+        try:
+            self.way, self.memory, addresses, self.kept = shared_memory(store, rank, size, device)
+            self.addresses = torch.tensor(addresses, device=device)
+            self.counters = torch.zeros(CHANNELS, dtype=torch.int32, device=device)
+            self.stop = torch.zeros(1, dtype=torch.int32, device=device)
+            self._one = torch.ones(1, dtype=torch.int32).pin_memory()
+            self._stream = torch.cuda.Stream(device)
+            self.memory.fill_(-1)  # nothing has been sent
+            torch.cuda.synchronize(device)
+            all_agree(dist.PrefixStore("cleared memory", store), rank, size)
+        finally:
+            store.set_timeout(before)
+
+    def end(self) -> None:
+        """End what waits on this GPU for other ranks; the copy needs no multiprocessor, all of which may wait."""
+        with torch.cuda.stream(self._stream):
+            self.stop.copy_(self._one, non_blocking=True)
+
+
+def shared_memory(
+    store: dist.Store, rank: int, size: int, device: torch.device
+) -> tuple[str, torch.Tensor, list[int], list[object]]:
+    """The first way that works on all ranks, with what it gives."""
+    for way, share in WAYS.items():
+        try:
+            found = share(dist.PrefixStore(way, store), rank, size, device)
+        except Exception as error:
+            _log.info("rank %d has no %s memory: %s", rank, way, error, exc_info=error)
+            found = None
+        if all_agree(dist.PrefixStore(f"{way} memory", store), rank, size, int(found is not None)) and found:
+            return way, *found
+    raise RuntimeError("the GPUs of the ranks cannot share memory")
+
+
+def symmetric(
+    store: dist.Store, rank: int, size: int, device: torch.device
+) -> tuple[torch.Tensor, list[int], list[object]]:
+    """This rank's memory and the addresses of all, from PyTorch's symmetric memory, which needs a group by name."""
+    from torch._C._distributed_c10d import _register_process_group, _SymmetricMemory
+
+    if not all_agree(dist.PrefixStore("number", store), rank, size, len(_groups)):
+        raise RuntimeError("not all processes of the ranks have had as many groups, which PyTorch counts")
+    group = dist.ProcessGroup(store, rank, size)
+    name: Any = f"peers {len(_groups)}"
+    _register_process_group(name, group)
+    _groups.append(group)
+    _SymmetricMemory.set_group_info(name, rank, size, store)  # of which versions before 2.11 take the store
+    memory = _SymmetricMemory.empty_strided_p2p((num_words(size),), (1,), torch.int32, device, name)
+    handle = _SymmetricMemory.rendezvous(memory, name)
+    return memory, list(handle.buffer_ptrs), [handle]
+
+
+def mapped(
+    store: dist.Store, rank: int, size: int, device: torch.device
+) -> tuple[torch.Tensor, list[int], list[object]]:
+    """The same through CUDA's memory handles, of which a process opens those of the others on its own GPU."""
+    memory = torch.empty(num_words(size), dtype=torch.int32, device=device)
+    store.set(f"memory {rank}", pickle.dumps(memory.untyped_storage()._share_cuda_()).hex())
+    storages = [memory.untyped_storage()] * size
+    for peer in range(size):
+        if peer != rank:
+            _, *about = pickle.loads(bytes.fromhex(store.get(f"memory {peer}").decode()))
+            about[-1] = False  # there is no event to wait for: the memory is there
+            storages[peer] = torch.UntypedStorage._new_shared_cuda(device.index, *about)
+    return memory, [storage.data_ptr() for storage in storages], list(storages)
+
+
+WAYS = {"symmetric": symmetric, "mapped": mapped}
+
+
+def all_agree(store: dist.Store, rank: int, size: int, said: int = 1) -> bool:
+    """Whether all ranks say the same; waits for them."""
+    store.set(f"rank {rank}", str(said))
+    return len({store.get(f"rank {peer}") for peer in range(size)}) == 1

@@ -1,0 +1,113 @@
+"""The ranks that compute a runner's batches: several. Introduced in phase 12.1.
+
+Rank 0 sends each batch to the others before its own forward; all compute the same launches, and meet in the
+collectives. Sampling is rank 0's alone: the next step begins with a broadcast of the ids that only the devices know, so
+a step can be launched while the one before it runs.
+
+Invariants: every rank makes the same collectives in the same order, which a batch determines. A forward is not repeated
+in parts if it raises: other ranks are in the middle of it, so its failure is the group's.
+"""
+
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+import torch
+
+from shared.engine.batch import Batch
+from shared.engine.executor.one_rank import Ranks
+from shared.engine.sampling.sampler import Draws
+from shared.tracks.ranks.batch import RankBatch
+from shared.tracks.ranks.channel import Sender
+from shared.tracks.ranks.collectives import Collectives
+from shared.tracks.ranks.vocabulary import Vocabulary
+from shared.tracks.ranks.watch import Watch
+
+R = TypeVar("R")
+
+
+class SeveralRanks(Ranks):
+    """Those of a model.
+
+    Args:
+        vocab_size: of the whole model.
+        collectives: of its ranks.
+        sender, watch: those of rank 0; None on another rank, which computes the batches that it receives.
+        number: of the model, which messages name: 0, or 1 for a draft model.
+        is_whole: whether each rank has all of the model, so that there is nothing to gather.
+    """
+
+    can_repeat = False  # other ranks know of no step but by a batch
+
+    def __init__(
+        self,
+        vocab_size: int,
+        collectives: Collectives,
+        sender: Sender | None = None,
+        watch: Watch | None = None,
+        *,
+        number: int = 0,
+        is_whole: bool = False,
+    ) -> None:
+        self.collectives, self.sender, self.watch = collectives, sender, watch
+        self.number, self.is_whole = number, is_whole
+        self.vocabulary = Vocabulary(vocab_size, collectives)
+
+    def run(self, run: Callable[[range], R], sequences: range) -> Iterator[tuple[range, R | Exception]]:
+        """See :class:`Ranks`; raises RankError if a rank fails."""
+        assert self.watch is not None
+        self.watch.check()
+        with uninterrupted():
+            try:
+                result = run(sequences)
+            except Exception as error:
+                raise self.watch.failed(error) from error
+        yield sequences, result
+
+    def begin(self, batch: Batch, last_ids: torch.Tensor) -> None:
+        """See :class:`Ranks`."""
+        if self.sender is not None:
+            self.sender.send((self.number, batch))
+        if len(batch.pending):
+            self.collectives.broadcast(last_ids)
+
+    def logits(self, batch: Batch, logits: torch.Tensor) -> torch.Tensor:
+        """See :class:`Ranks`; ids ``[n, 1]`` if their arg-max is all that the batch needs."""
+        if self.is_whole:
+            return logits
+        if len(logits) == 0:
+            return logits.new_empty(0, self.vocabulary.size)
+        if takes_argmax(batch):
+            return self.vocabulary.argmax(logits)[:, None]
+        return self.vocabulary.gather(logits)
+
+    def gather(self, logits: torch.Tensor) -> torch.Tensor:
+        """See :class:`Ranks`."""
+        return self.vocabulary.gather(logits)
+
+    def drawn(self, batch: Batch, logits: torch.Tensor) -> Draws | None:
+        """See :class:`Ranks`."""
+        return Draws(logits[:, 0]) if takes_argmax(batch) else None
+
+
+@contextmanager
+def uninterrupted() -> Iterator[None]:
+    """Within, SIGINT is put off to the end: a step that all ranks have begun is computed by all."""
+    if threading.current_thread() is not threading.main_thread():  # which alone is interrupted
+        yield
+        return
+    received: list[tuple[int, Any]] = []
+    before = signal.signal(signal.SIGINT, lambda *about: received.append(about))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+    if received and callable(before):
+        before(*received[0])
+
+
+def takes_argmax(batch: Batch) -> bool:
+    """Whether the arg-max of each row is all that a batch needs."""
+    return isinstance(batch, RankBatch) and batch.takes_argmax

@@ -1,0 +1,191 @@
+"""Selective recomputation: chunks put together, with a part of their tokens computed again. Introduced in phase 9.1.
+
+From layer 1 on the keys and values of a later chunk never saw the chunks before it. CacheBlend (arXiv 2405.16444)
+computes a fraction of each chunk's tokens again, behind all that stands before them: those whose values in layer 1
+change most, since tokens that change much in one layer do so in the next. The others keep what they have.
+
+The result depends on the chunks before, so it serves this sequence of chunks only. It is kept as a chunk of its own,
+whose role names the fraction and the lengths: behind it stands a prompt, as behind any first chunk. Once evicted, it is
+computed like any chunk: as a whole, which is fraction 1.
+
+Invariants: with fraction 1 keys and values are those of the concatenated prompt, with 0 those of the chunks; the chunks
+are read and never changed; the first chunk is never computed again, as nothing stands before it.
+"""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from shared.engine.prompt import check_prompt
+from shared.errors import RequestError
+from shared.models.causal_lm import CausalLM
+from shared.models.config import ModelConfig
+from shared.models.tokens import QueryKeyTransform, Tokens
+from shared.ops.rope import inverse_frequencies
+from shared.tracks.segments.attention import range_state
+from shared.tracks.segments.layout import offsets_of
+from shared.tracks.segments.registry import Chunk, ChunkRegistry
+from shared.tracks.segments.relocation import relocate
+
+_ROWS = 256  # queries at a time, which bounds the scores
+
+
+def most_changed(change: torch.Tensor, lengths: Sequence[int], fraction: float) -> torch.Tensor:
+    """The tokens to compute again, int64, ascending: in each chunk the ``fraction`` that changes most, rounded up.
+
+    Args:
+        change: fp32 ``[T]``, of the tokens of chunks with these ``lengths``, which stand one behind the other.
+        fraction: from 0 to 1.
+    """
+    # exercise 09.1x5: choose the tokens to recompute
+    # hint: each chunk has its own share: ceil(fraction · length) of its tokens
+    # hint: change.split(lengths) gives the changes of each chunk, topk(count).indices its largest, counted from 0
+    # hint: add to them where the chunk begins (offsets_of), join with torch.cat, and sort: attention needs their order
+    chosen = [
+        part.topk(math.ceil(fraction * len(part))).indices + start
+        for start, part in zip(offsets_of(lengths), change.split(list(lengths)), strict=True)
+    ]
+    return torch.cat(chosen).sort().values
+    # end exercise
+
+
+class BlendView:
+    """Keys and values ``[layers, S, Hkv, D]`` of a whole context, which the model's tokens replace in part.
+
+    ``rows`` are the tokens of the context that a layer computes: all behind the first chunk in layers 0 and 1, then
+    those that layer 1 has chosen. In layer 1 only the chosen ones are stored, and attend.
+    """
+
+    def __init__(self, keys: torch.Tensor, values: torch.Tensor, lengths: Sequence[int], fraction: float) -> None:
+        self.keys, self.values = keys, values
+        self.lengths, self.fraction = lengths, fraction
+        self.rows = torch.arange(lengths[0], sum(lengths), device=keys.device)
+        self.chosen = torch.arange(len(self.rows), device=keys.device)  # of the rows
+
+    def write(
+        self,
+        layer: int,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        positions: torch.Tensor,
+        qk: QueryKeyTransform,
+    ) -> torch.Tensor:
+        """See :class:`shared.models.tokens.KVView`."""
+        q, k = qk(q, k, positions)
+        if layer == 1:
+            change = (v - self.values[layer, self.rows]).float().square().sum((1, 2))
+            self.chosen = most_changed(change, self.lengths[1:], self.fraction)
+        stored = self.rows[self.chosen]
+        self.keys[layer, stored], self.values[layer, stored] = k[self.chosen], v[self.chosen]
+        return q
+
+    def attend(
+        self, layer: int, q: torch.Tensor, *, scale: float, window: int | None = None, softcap: float | None = None
+    ) -> torch.Tensor:
+        """See :class:`shared.models.tokens.KVView`; zeros for tokens that are not chosen."""
+        out = torch.zeros_like(q, memory_format=torch.contiguous_format)
+        for some in self.chosen.split(_ROWS):
+            places = self.rows[some]
+            k, v = (x[layer, : int(places[-1]) + 1].transpose(0, 1) for x in (self.keys, self.values))
+            values, _ = range_state(q[some], k, v, places, scale=scale, window=window, softcap=softcap)
+            out[some] = values.to(q.dtype)
+        return out
+
+    def narrow(self, x: torch.Tensor) -> torch.Tensor:
+        """The hidden states of the chosen tokens, which are all tokens of the layers that follow."""
+        x, self.rows = x[self.chosen], self.rows[self.chosen]
+        self.chosen = torch.arange(len(self.rows), device=self.rows.device)
+        return x
+
+
+@torch.inference_mode()
+def recompute(
+    model: CausalLM,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    token_ids: Sequence[int],
+    lengths: Sequence[int],
+    fraction: float,
+) -> None:
+    """Compute a fraction of a context's tokens again, in place.
+
+    Args:
+        keys, values: ``[layers, S, Hkv, D]`` of S tokens, rotated for their positions from 0 on.
+        lengths: of the chunks; the sum is S.
+    """
+    if fraction == 0 or len(lengths) < 2:
+        return
+    view = BlendView(keys, values, lengths, fraction)
+    ids = torch.tensor(token_ids, device=keys.device)
+    x = model.embedding(ids[view.rows])
+    for layer, block in enumerate(model.blocks):
+        x = block(x, Tokens(ids[view.rows], view.rows), view)
+        if layer == 1:
+            x = view.narrow(x)
+
+
+@torch.inference_mode()
+def blend_chunks(
+    model: CausalLM, view: Any, pool: Any, registry: ChunkRegistry, chunks: Sequence[Chunk], fraction: float
+) -> Chunk:
+    """The chunk of these chunks, put together with a fraction recomputed; the known one if it is in the cache.
+
+    Args:
+        view, pool: a ``ChunkView`` and a ``PagedKVCachePool``.
+
+    Raises:
+        RequestError: there is no chunk, one is not in the cache, ``fraction`` is not from 0 to 1, together they are too
+            long, or the KV cache has no room.
+    """
+    if not 0 <= fraction <= 1:
+        raise RequestError(f"The fraction to recompute is {fraction}; it must be from 0 to 1.")
+    missing = [chunk.chunk_id for chunk in chunks if chunk.blocks is None]
+    if missing:
+        raise RequestError(f"Chunk {missing[0]} is not in the KV cache; have it computed first.")
+    lengths = [len(chunk) for chunk in chunks]
+    token_ids = check_prompt(
+        [token_id for chunk in chunks for token_id in chunk.token_ids],
+        model.config.vocab_size,
+        min(pool.request_capacity, model.max_positions),
+    )
+    registry.acquire(chunks)
+    try:
+        registry.check(chunks, len(token_ids))
+        whole = registry.add(f"{fraction:g} recomputed of {' + '.join(map(str, lengths))}", token_ids)
+        if whole.is_resident:
+            return whole
+        keys, values = _concatenated(model.config, view, chunks)
+        recompute(model, keys, values, token_ids, lengths, fraction)
+        blocks = pool.allocate(pool.blocks_for(len(token_ids)))
+        if blocks is None:
+            raise RequestError(
+                f"The KV cache has no room for {len(token_ids)} tokens now; try again when requests have finished."
+            )
+        slots = _slots(view, blocks, len(token_ids))
+        view.keys.flatten(1, 2)[:, slots], view.values.flatten(1, 2)[:, slots] = keys, values
+        registry.store(whole, blocks)
+        return whole
+    finally:
+        registry.release(chunks)
+
+
+def _concatenated(config: ModelConfig, view: Any, chunks: Sequence[Chunk]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Copies of the chunks' keys and values ``[layers, S, Hkv, D]``, keys moved to where each chunk stands."""
+    slots = [_slots(view, chunk.blocks, len(chunk)) for chunk in chunks]
+    keys, values = (part.flatten(1, 2)[:, torch.cat(slots)] for part in (view.keys, view.values))
+    starts = torch.tensor(offsets_of(map(len, chunks)), device=keys.device)
+    distances = starts.repeat_interleave(torch.tensor([len(chunk) for chunk in chunks], device=keys.device))
+    for layer in range(config.num_layers):
+        frequencies = inverse_frequencies(config.layer_rope(layer), config.head_dim).to(keys.device)
+        keys[layer] = relocate(keys[layer], distances, frequencies)
+    return keys, values
+
+
+def _slots(view: Any, blocks: Any, num_tokens: int) -> torch.Tensor:
+    """The slots of the first ``num_tokens`` tokens in ``blocks``."""
+    size, device = view.keys.shape[2], view.keys.device
+    first = torch.as_tensor(blocks, device=device).long() * size
+    return (first[:, None] + torch.arange(size, device=device)).flatten()[:num_tokens]

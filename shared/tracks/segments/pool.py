@@ -1,0 +1,137 @@
+"""Chunks in a paged KV cache pool. The host side. Introduced in phase 9.1.
+
+A request made of chunks holds blocks for its own tokens only; the chunks' blocks stay with the registry, which counts
+the request as their user from its admission to its release. Its tokens number from the first of its first chunk, so the
+chunks count as cached tokens, as a prefix would. A request that computes a chunk is a prompt like any other, whose
+blocks the registry keeps when it is complete. Neither kind looks into the prefix tree, or enters it: the keys after a
+chunk know another past than their tokens say.
+
+Invariants: those of :class:`shared.cache.pool.prefix.PrefixSharing` for all other requests; free blocks, and those
+that the tree, the registry and requests hold, are all blocks.
+"""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+from shared.cache.layout.paged import PagedLayout, PagedSizes, as_it_is
+from shared.cache.pool.blocks import Blocks
+from shared.cache.pool.extension import BlockTables, PoolExtension
+from shared.cache.pool.paged import PagedKVCachePool
+from shared.cache.pool.prefix import PrefixSharing
+from shared.engine.request import Request
+from shared.scheduling.schedule import Schedule
+from shared.tracks.segments.layout import LayoutRanges, Range, ranges_of
+from shared.tracks.segments.registry import Chunk, ChunkRegistry
+
+
+def chunk_pool(
+    sizes: PagedSizes,
+    registry: ChunkRegistry,
+    is_sharing: bool,
+    lay_out: Callable[[PagedLayout], PagedLayout] = as_it_is,
+) -> PagedKVCachePool:
+    """A pool for chunks, for requests made of them, and for others; the last share prefixes if ``is_sharing``."""
+    pool = PagedKVCachePool.of(sizes, ChunkSharing(registry, PrefixSharing(sizes.block_size), is_sharing), lay_out)
+    registry.join(pool.allocator.free, sizes.num_blocks, sizes.block_size)
+    return pool
+
+
+class ChunkSharing(PoolExtension):
+    """Chunks, and the prefix tree of other requests; see :class:`shared.cache.pool.extension.PoolExtension`."""
+
+    def __init__(self, registry: ChunkRegistry, sharing: PrefixSharing, is_sharing: bool) -> None:
+        self.registry, self.sharing, self.is_sharing = registry, sharing, is_sharing
+        self.users: dict[Request, int] = {}  # admitted requests that are made of chunks: the tokens of these
+        self.known: Any = None  # what the ranges were made of
+        self.ranges: tuple[Range, ...] = ()
+
+    def _has_prefix(self, request: Request) -> bool:
+        """Whether the prefix tree is for this request."""
+        registry = self.registry
+        return self.is_sharing and request not in registry.computing and request not in registry.contexts
+
+    def admit(self, pool: BlockTables, request: Request) -> int:
+        """See ``PoolExtension``; a request made of chunks becomes their user, and reserves nothing for them."""
+        if self._has_prefix(request):
+            return self.sharing.admit(pool, request)
+        chunks = self.registry.contexts.get(request, ())
+        if chunks:
+            self.registry.acquire(chunks)
+            self.users[request] = pool.num_slotless[request] = self.registry.context_length(request)
+        return self.users.get(request, 0)
+
+    def must_wait(self, request: Request) -> bool:
+        """See ``PoolExtension``; a request waits for the chunks that it is made of."""
+        return self.sharing.must_wait(request) if self._has_prefix(request) else bool(self.registry.missing(request))
+
+    def allocate(self, pool: BlockTables, count: int) -> Blocks | None:
+        """See ``PoolExtension``; evicts chunks if the tree cannot give enough."""
+        missing = count - pool.allocator.num_free - self.sharing.num_unused_blocks()
+        if 0 < missing <= len(self.registry.unused_blocks()):
+            self.registry.evict(missing)
+        return self.sharing.allocate(pool, count)
+
+    def commit(self, pool: BlockTables, request: Request, num_tokens: int) -> None:
+        """See ``PoolExtension``; the blocks of a chunk that is complete are the registry's too."""
+        self.sharing.commit(pool, request, num_tokens)
+        chunk, row = self.registry.computing.get(request), pool.rows[request]
+        if chunk is not None and pool.lengths[row] == len(chunk):
+            blocks = pool.tables[row, : pool.num_held[row]].copy()
+            pool.allocator.share(blocks)
+            self.registry.store(chunk, blocks)
+
+    def check_truncation(self, request: Request, num_tokens: int) -> None:
+        """See ``PoolExtension``."""
+        self.sharing.check_truncation(request, num_tokens)
+
+    def release(self, request: Request) -> None:
+        """See ``PoolExtension``; the chunks stay."""
+        if request in self.users:
+            del self.users[request]
+            self.registry.release(self.registry.contexts[request])
+        self.sharing.release(request)
+
+    def context_length(self, request: Request) -> int:
+        """See ``PoolExtension``."""
+        return self.users.get(request, 0)
+
+    def lay_out(self, pool: BlockTables, schedule: Schedule, layout: PagedLayout) -> PagedLayout:
+        """See ``PoolExtension``."""
+        layout = self.sharing.lay_out(pool, schedule, layout)
+        if not self.users:
+            return layout
+        contexts: tuple[tuple[Chunk, ...], ...] = tuple(
+            [self.registry.contexts.get(request, ()) for request in schedule.requests]
+        )
+        if not any(contexts):
+            return layout
+        known = contexts, self.registry.num_evictions
+        if known != self.known:  # the same ranges are the same object, so that views need not plan again
+            self.known, self.ranges = known, ranges_of(contexts)
+        return replace(layout, extra=LayoutRanges(self.ranges))
+
+    def num_unused_blocks(self) -> int:
+        """See ``PoolExtension``; chunks that no request uses count."""
+        return self.sharing.num_unused_blocks() + len(self.registry.unused_blocks())
+
+    def used_tokens(self) -> int:
+        """See ``PoolExtension``; a chunk counts once."""
+        return self.sharing.used_tokens() + self.registry.used_tokens()
+
+    def unused_blocks(self) -> list[int]:
+        """See ``PoolExtension``."""
+        return [*self.sharing.unused_blocks(), *self.registry.unused_blocks().tolist()]
+
+    def drop_unused(self, pool: BlockTables) -> None:
+        """See ``PoolExtension``; the chunks stay known."""
+        self.sharing.drop_unused(pool)
+        self.registry.evict(pool.allocator.num_blocks)
+
+    def audit(self, pool: BlockTables) -> list[str]:
+        """See ``PoolExtension``; the registry too."""
+        return self.sharing.audit(pool) + self.registry.audit(self.users)
+
+    def block_lists(self) -> list[Blocks]:
+        """See ``PoolExtension``."""
+        return [*self.sharing.block_lists(), self.registry.blocks()]

@@ -1,0 +1,131 @@
+"""Scheduling for requests made of chunks: missing chunks are computed first. Introduced in phase 9.1.
+
+A chunk is computed by a request of its own, whose one token is dropped: a prompt among others, in the same steps. The
+first waiting request that lacks chunks has them computed, directly before it in the queue; it and all after it wait.
+So requests are admitted in order of arrival, and the chunks of one never displace those of a request before it. Chunks
+that are registered without a request join the end of the queue.
+
+Invariants: a request is admitted only while all its chunks are resident; a chunk is computed once, however many
+requests wait for it; if computing it fails, the requests that wait for it fail too.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+from shared.cache.pool.interface import CachePoolProtocol
+from shared.engine.config import EngineConfig
+from shared.engine.request import Request, RequestStatus
+from shared.engine.sampling.sampler import SampledTokens
+from shared.sampling.params import SamplingParams
+from shared.scheduling.admission import admit
+from shared.scheduling.chunks import prefill_of
+from shared.scheduling.growth import grow, known_tokens
+from shared.scheduling.next_tokens import commit_next_tokens, grant_next_tokens, only_decoding
+from shared.scheduling.overlapped import has_block_for_each, must_know_ends
+from shared.scheduling.policies import share
+from shared.scheduling.prefix import count_prefix_hits, prefix_stats
+from shared.scheduling.schedule import Schedule
+from shared.scheduling.scheduler import Scheduler
+from shared.tracks.segments.registry import Chunk, ChunkRegistry
+
+ONE_TOKEN = SamplingParams(temperature=0.0, max_new_tokens=1)  # the fewest; nothing reads it
+
+
+class ChunkScheduler(Scheduler):
+    """Schedules with at most one step in flight, and the chunks of ``registry``."""
+
+    def __init__(
+        self, config: EngineConfig, pool: CachePoolProtocol, max_seq_len: int, registry: ChunkRegistry
+    ) -> None:
+        super().__init__(config, pool, max_seq_len)
+        self.prefill = prefill_of(config)
+        self.registry = registry
+
+    def schedule(self) -> Schedule:
+        """See :class:`shared.scheduling.scheduler.Scheduler`; empty if the step in flight must be finished first."""
+        for chunk in self.registry.wanted:
+            self.compute(chunk)
+        self.registry.wanted.clear()
+        self.put_missing_chunks_first()
+        if has_block_for_each(self):
+            if decoding := only_decoding(self, self.running.values()):
+                return grant_next_tokens(self, decoding)
+        elif must_know_ends(self):
+            return Schedule(self.num_steps)
+        self.num_steps += 1
+        preempted = grow(self, self.decoding())
+        if not preempted:
+            admitted = admit(self, self.candidates(), known_tokens, self.pool.watermark_tokens)
+            count_prefix_hits(self, admitted)
+        decoding, prompts = share(self, self.decoding(), self.prefill.prompts(self.running.values()))
+        entries = self.prefill.fill(decoding, prompts)
+        return Schedule(self.num_steps, entries, len(decoding), tuple(preempted))
+
+    def stats(self) -> dict[str, Any]:
+        """See :class:`Scheduler`."""
+        return prefix_stats(self)
+
+    def commit(self, schedule: Schedule, sampled: SampledTokens) -> None:
+        """See :class:`shared.scheduling.scheduler.Scheduler`; requests that computed a chunk retire."""
+        if schedule.is_decode and not sampled.errors:
+            commit_next_tokens(self, schedule, sampled)
+        else:
+            super().commit(schedule, sampled)
+        for request, chunk in list(self.registry.computing.items()):
+            if chunk.is_resident:
+                self.retire(request, RequestStatus.FINISHED)
+
+    def has_work(self) -> bool:
+        """See :class:`shared.scheduling.scheduler.Scheduler`."""
+        return bool(self.registry.wanted) or super().has_work()
+
+    def put_missing_chunks_first(self) -> None:
+        """Queue the missing chunks of the first waiting request that lacks any, directly before it."""
+        # exercise 09.1x4: the chunks of the first request that lacks any, directly before it
+        # hint: registry.missing names the missing chunks of a request; find the first waiting request that has any
+        # hint: touch what it has of its chunks (registry.contexts), so that computing the others does not evict it
+        # hint: self.compute returns the request that computes a chunk, which may be waiting already, or running
+        # hint: self.waiting is an OrderedDict: move to its end, in this order, the requests that compute and are
+        # hint: waiting, then the request, then those after it (move_to_end); those before it keep their place
+        queue = list(self.waiting.values())
+        for place, request in enumerate(queue):
+            missing = self.registry.missing(request)
+            if missing:
+                self.registry.touch(self.registry.contexts[request])
+                computing = [self.compute(chunk) for chunk in missing]
+                for one in (*computing, *(other for other in queue[place:] if other not in computing)):
+                    if one.request_id in self.waiting:
+                        self.waiting.move_to_end(one.request_id)
+                break
+        # end exercise
+
+    def candidates(self) -> Iterator[Request]:
+        """Those before the first request that lacks chunks, as they are when each one's turn comes."""
+        for request in list(self.waiting.values()):
+            if self.registry.missing(request):
+                return
+            if not self.pool.must_wait(request):
+                yield request
+
+    def compute(self, chunk: Chunk) -> Request:
+        """The request that computes a chunk; a new one at the end of the queue if there is none."""
+        for request, computed in self.registry.computing.items():
+            if computed is chunk:
+                return request
+        name = f"chunk {chunk.chunk_id}"
+        while name in self:  # as a client may have called a request
+            name += "+"
+        request = Request(name, list(chunk.token_ids), ONE_TOKEN, 0)
+        self.registry.computing[request] = chunk
+        self.add(request)
+        return request
+
+    def retire(self, request: Request, status: RequestStatus) -> None:
+        super().retire(request, status)
+        chunk = self.registry.computing.pop(request, None)
+        if chunk is not None and status is RequestStatus.FAILED:
+            chunk.error = request.error
+            for waiting in list(self.waiting.values()):
+                if chunk in self.registry.contexts.get(waiting, ()):
+                    waiting.error = request.error
+                    super().retire(waiting, status)
