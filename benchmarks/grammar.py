@@ -167,11 +167,6 @@ def measure_kernels(vocab_size: int, device: torch.device, seed: int, num_checks
     batches = {"one": [[place] for place in chosen], "worst 64": [[worst] * 64], "mixed 64 x 5": mixed}
     batches["mixed 64"] = [batch[:64] for batch in mixed]
     result: dict[str, Any] = {"compared": len(chosen), "grammars": len(fsms), "configurations": len(found), "us": {}}
-    result["alone_us"] = {
-        "median": rounded(statistics.median(alone)),
-        "p90": rounded(float(np.quantile(alone, 0.9))),
-        "max": rounded(max(alone)),
-    }
     for name in BATCHES:
         own_sets = sets(batches[name])
         for own_set in own_sets:

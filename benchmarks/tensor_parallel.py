@@ -15,7 +15,6 @@ import os
 import statistics
 import sys
 import tempfile
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -70,11 +69,9 @@ def measure_engine(given: argparse.Namespace, save: Callable[[dict[str, Any]], N
             tensor_parallel_size=given.ranks,
             all_reduce_backend=given.sums if given.ranks > 1 else None,
         )
-        started = time.perf_counter()
         engine = phase.engine(config)
     figures: dict[str, Any] = {
         "ranks": given.ranks,
-        "load_seconds": rounded(time.perf_counter() - started),
         "weight_bytes": weight_bytes(engine.model),
         "kv_bytes": engine.view.num_bytes,
         "kv_tokens": engine.pool.capacity_tokens,

@@ -2,6 +2,8 @@
 
 from collections.abc import Iterable, Mapping
 
+import numpy as np
+
 from shared.cache.layout import Layout
 from shared.cache.pool import CachePoolProtocol
 from shared.engine.request import Request
@@ -36,4 +38,4 @@ def commit(pool: CachePoolProtocol, schedule: Schedule) -> None:
 
 def arrays_of(layout: Layout) -> list[list[int]]:
     """The arrays of a layout as lists, in the order of its fields."""
-    return [value.tolist() for value in vars(layout).values() if not isinstance(value, int)]
+    return [value.tolist() for value in vars(layout).values() if isinstance(value, np.ndarray)]

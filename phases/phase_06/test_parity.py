@@ -308,7 +308,7 @@ def test_a_step_s_index_tensors_are_made_once_for_all_layers(tiny_checkpoints: d
     """Each forward uploads its arrays once; on a CPU blocks are listed once for each distinct window of the model."""
     engine = make(tiny_checkpoints["gemma3_text"])
     windows = set(engine.model.config.windows)
-    sends, cuts = counted_sends(engine), counted(engine.view, "_cut")
+    sends, cuts = counted_sends(engine), counted(engine.view.attention, "_cut")
     answers, _ = serve(engine, MIXED[3:6])
     assert len(answers) == 3
     assert sends == [1] * engine.runner.num_forwards

@@ -29,8 +29,8 @@ class BlockStorage(Protocol):
 
     keys: torch.Tensor  # as they are stored
     values: torch.Tensor
-    layer_keys: Sequence[torch.Tensor]  # of each layer, as kernels read them
-    layer_values: Sequence[torch.Tensor]
+    layer_keys: tuple[torch.Tensor, ...]  # of each layer, as kernels read them
+    layer_values: tuple[torch.Tensor, ...]
     arguments: Sequence[dict[str, Any]]  # of each layer's kernels, besides keys and values
     num_bytes: int
 

@@ -22,7 +22,7 @@ from shared.attention.descriptor import AttentionPlan
 from shared.attention.plan import plan_prefill
 from shared.cache.layout import Integers
 from shared.cache.paged_layout import PagedLayout
-from shared.cache.planned_layout import AttentionPlanner, PlannedLayout, StepLaunches, StepPlans
+from shared.cache.planned_layout import AttentionPlanner, LayoutPlans, StepLaunches, StepPlans
 from shared.engine.batch import Batch
 from shared.engine.buckets import Bucket, Buckets
 from shared.kernels.planned_tiling import PrefillTiling
@@ -106,5 +106,5 @@ class BucketPlanner(AttentionPlanner):
             num_new_tokens=num_new,
             logit_rows=nothing,
             logit_sequences=nothing,
-            layout=PlannedLayout.planned(layout, self),
+            layout=LayoutPlans.planned(layout, self),
         )

@@ -19,7 +19,7 @@ Place = Callable[[Packed], Blocks | None]
 """The block table for what is kept; None if there is no room."""
 
 
-class CompressingView(BatchView, Protocol):
+class CompressingView(Protocol):
     """A view that keeps a part of a sequence."""
 
     def select(self, sequences: Sequence[Holding]) -> None:

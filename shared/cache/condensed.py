@@ -15,12 +15,13 @@ part; compressing takes no block but the first time, where others hold those of 
 written stays so; the tree has no block that is packed, and none that was computed after a compression.
 """
 
+from dataclasses import replace
 from typing import cast
 
 import numpy as np
 
 from shared.cache.blocks import Blocks
-from shared.cache.condensed_layout import Cells, CondensedLayout, Holding, Packed
+from shared.cache.condensed_layout import Cells, Holding, LayoutPacked, Packed
 from shared.cache.extension import BlockTables, PoolExtension
 from shared.cache.paged_layout import PagedLayout
 from shared.cache.prefix import PrefixSharing
@@ -37,7 +38,7 @@ class CompressedRequests:
     """
 
     def __init__(self, cells: Cells, sharing: PoolExtension) -> None:
-        self.cells, self.sharing = cells, sharing
+        self.cells, self.sharing, self.prefixes = cells, sharing, sharing.prefixes
         self.packed: dict[Request, Packed] = {}  # of the compressed requests
         self.admit, self.must_wait, self.allocate = sharing.admit, sharing.must_wait, sharing.allocate
         self.commit = sharing.commit  # a compressed request has left the tree
@@ -112,10 +113,10 @@ class CompressedRequests:
         self.packed.pop(request, None)
         self.sharing.release(request)
 
-    def lay_out(self, pool: BlockTables, schedule: Schedule, layout: PagedLayout) -> CondensedLayout:
+    def lay_out(self, pool: BlockTables, schedule: Schedule, layout: PagedLayout) -> PagedLayout:
         """See ``PoolExtension``."""
         layout = self.sharing.lay_out(pool, schedule, layout)
-        return CondensedLayout.of_paged(layout, [self.packed.get(request) for request in schedule.requests])
+        return replace(layout, extra=LayoutPacked(tuple([self.packed.get(one) for one in schedule.requests])))
 
     def audit(self, pool: BlockTables) -> list[str]:
         """See ``PoolExtension``; the packed parts too, of which the tree has no block."""

@@ -20,7 +20,7 @@ import torch
 from shared.cache.attention import Arrays, PagedAttentionProtocol, Places, Scores
 from shared.cache.bucket_padding import OF_TOKENS, BucketPadding
 from shared.cache.compressing import Place
-from shared.cache.condensed_layout import CondensedLayout, Holding, Packed
+from shared.cache.condensed_layout import Holding, LayoutPacked, Packed, holdings_of, packed_of
 from shared.cache.condensed_view import CondensedView
 from shared.cache.head_selection import HeadSelector, Selected, before, num_tiles, sent
 from shared.cache.layout import Integers
@@ -77,14 +77,14 @@ class CondensedAttention(PagedAttentionProtocol):
         self.flash.receive(batch, layout, sent)
         self.rows, self.is_decode = sent["rows"], batch.is_decode
         if not self.is_decode:
-            prompts = cast(CondensedLayout, layout).holdings()[layout.num_decoding :]
+            prompts = holdings_of(layout)[layout.num_decoding :]
             self.prompts, self.num_new = prompts, batch.num_new_tokens[layout.num_decoding :].tolist()
             self.is_compressed = any(one.packed is not None for one in prompts)
 
     def attend(self, layer: int, q: torch.Tensor, about: Scores, out: torch.Tensor | None) -> torch.Tensor:
         """See ``PagedAttentionProtocol``."""
         if self.is_decode:
-            return self._attend_decoding(layer, q, about, out)
+            return self._attend_decoding(layer, q, about, cast(torch.Tensor, out))
         n, out = self.flash.num_decoding, torch.empty_like(q, memory_format=torch.contiguous_format)
         if n:
             self._attend_decoding(layer, q[:n], about, out[:n])
@@ -96,9 +96,7 @@ class CondensedAttention(PagedAttentionProtocol):
             result.copy_(self.by_cells(layer, queries, sequence, about))
         return out
 
-    def _attend_decoding(
-        self, layer: int, q: torch.Tensor, about: dict[str, Any], out: torch.Tensor | None
-    ) -> torch.Tensor:
+    def _attend_decoding(self, layer: int, q: torch.Tensor, about: Scores, out: torch.Tensor) -> torch.Tensor:
         storage, workspace = self.flash.storage, self.flash.workspaces[(len(q) - 1).bit_length()]
         memory = (storage.keys, storage.values, *self.flash.decoding, self.rows, self.kept, layer)
         return condensed_attention(q, *memory, **about, workspace=workspace, out=out)
@@ -155,8 +153,8 @@ class CondensedBucketView(CondensedView):
 
     def load(self, batch: Batch) -> StepInputs:
         """See ``BatchView``."""
-        layout = cast(CondensedLayout, batch.layout)
-        for row, packed in zip(layout.rows.tolist(), layout.packed, strict=True):
+        layout = cast(PagedLayout, batch.layout)
+        for row, packed in zip(layout.rows.tolist(), packed_of(layout), strict=True):
             if (selected := self.selected.pop(row, None)) is not None:  # what is loaded changes
                 selected.precede()
             self._send_kept(row, packed)
@@ -252,7 +250,7 @@ def padding_of(bucket: Bucket, max_sequences: int) -> Batch:
     """A batch for the capture of a bucket: new sequences that write to no slot."""
     B, nothing = bucket.num_sequences, np.zeros(0, np.int64)
     places = (np.full(B, max_sequences), np.zeros(B, np.int64), np.ones(B, np.int64), np.full(B, -1))
-    layout = PagedLayout(*places, tables=np.zeros(B, np.int32), table_starts=np.arange(B + 1))
+    layout = PagedLayout(*places, np.zeros(B, np.int32), np.arange(B + 1), extra=LayoutPacked((None,) * B))
     return Batch(
         request_ids=("padding",) * B,
         token_ids=np.zeros(B, np.int64),
@@ -261,5 +259,5 @@ def padding_of(bucket: Bucket, max_sequences: int) -> Batch:
         num_new_tokens=np.ones(B, np.int64),
         logit_rows=nothing,
         logit_sequences=nothing,
-        layout=CondensedLayout.of_paged(layout, [None] * B),
+        layout=layout,
     )

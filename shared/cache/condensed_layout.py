@@ -9,11 +9,10 @@ Invariants: the packed part fills whole blocks, the last one perhaps partly, so 
 lengths are physical (slots), positions stay the request's own.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
-from typing import Self
+from typing import cast
 
 import numpy as np
 
@@ -68,29 +67,27 @@ class Holding:
         return self.num_tail + (0 if self.packed is None else self.packed.num_tokens)
 
 
-_OF_PAGED = [field.name for field in fields(PagedLayout)]
-
-
 @dataclass(frozen=True)
-class CondensedLayout(PagedLayout):
-    """The layout of a batch of which some sequences are compressed."""
+class LayoutPacked:
+    """What is packed of a layout's sequences; see :class:`shared.cache.paged_layout.LayoutExtra`."""
 
     packed: tuple[Packed | None, ...]  # [B]
 
-    @classmethod
-    def of_paged(cls, layout: PagedLayout, packed: Sequence[Packed | None]) -> Self:
-        """A paged layout, and what is packed of each sequence."""
-        return cls(**{name: getattr(layout, name) for name in _OF_PAGED}, packed=tuple(packed))
+    def part(self, layout: PagedLayout, sequences: slice) -> PagedLayout:
+        """See ``LayoutExtra``."""
+        return replace(layout, extra=LayoutPacked(self.packed[sequences]))
 
-    def part(self, sequences: slice, tokens: slice) -> Self:
-        """See :class:`shared.cache.layout.Layout`."""
-        return replace(super().part(sequences, tokens), packed=self.packed[sequences])
 
-    def holdings(self) -> list[Holding]:
-        """The tokens of each sequence after the step."""
-        rows, lengths, starts = self.rows.tolist(), self.lengths.tolist(), self.table_starts.tolist()
-        tables = [self.tables[start:end] for start, end in pairwise(starts)]
-        return [Holding(*one) for one in zip(rows, tables, lengths, self.packed, strict=True)]
+def packed_of(layout: PagedLayout) -> tuple[Packed | None, ...]:
+    """What is packed of each sequence of a layout of ``CompressedRequests``."""
+    return cast(LayoutPacked, layout.extra).packed
+
+
+def holdings_of(layout: PagedLayout) -> list[Holding]:
+    """The tokens of each sequence after the step."""
+    rows, lengths, starts = layout.rows.tolist(), layout.lengths.tolist(), layout.table_starts.tolist()
+    tables = [layout.tables[start:end] for start, end in pairwise(starts)]
+    return [Holding(*one) for one in zip(rows, tables, lengths, packed_of(layout), strict=True)]
 
 
 @dataclass(frozen=True)

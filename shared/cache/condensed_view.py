@@ -23,11 +23,11 @@ import torch
 from shared.cache.attention import PagedAttentionProtocol
 from shared.cache.block_storage import PlainStorage
 from shared.cache.compressing import Place
-from shared.cache.condensed_layout import Cells, CondensedLayout, Holding, Packed
+from shared.cache.condensed_layout import Cells, Holding, Packed, holdings_of
 from shared.cache.layout import ranges
 from shared.cache.padding import NoPadding, Padding
 from shared.cache.paged_attention import paged_or_operations
-from shared.cache.paged_layout import PagedSizes
+from shared.cache.paged_layout import PagedLayout, PagedSizes
 from shared.cache.paged_view import PagedView
 from shared.cache.view import StepInputs
 from shared.compression.calibration import pack, unpack
@@ -81,12 +81,12 @@ class CondensedView:
     def load(self, batch: Batch) -> StepInputs:
         """See ``BatchView``."""
         inputs = self.paged.load(batch)
-        layout, w = cast(CondensedLayout, batch.layout), self.num_queries
+        layout, w = cast(PagedLayout, batch.layout), self.num_queries
         kept = np.minimum(batch.num_new_tokens, w)  # the queries of each sequence that stay in the ring
         tokens = ranges(batch.num_new_tokens.cumsum() - kept, kept)
         places = layout.rows.repeat(kept) * w + batch.positions[tokens] % w
         self.ring_tokens, self.ring_places = (torch.from_numpy(x).to(self.keys.device) for x in (tokens, places))
-        self.sequences, self.num_new = layout.holdings(), batch.num_new_tokens.tolist()
+        self.sequences, self.num_new = holdings_of(layout), batch.num_new_tokens.tolist()
         self.is_compressed = any(one.packed is not None for one in self.sequences)
         self.is_together = batch.is_decode and all(one.num_packed_slots for one in self.sequences)
         self.together: tuple[torch.Tensor, torch.Tensor] | None = None

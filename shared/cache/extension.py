@@ -58,12 +58,15 @@ class PoolExtension(Protocol):
 
     def commit(self, pool: BlockTables, request: Request, num_tokens: int) -> None:
         """After the pool has counted ``num_tokens`` tokens more."""
+        return None
 
     def check_truncation(self, request: Request, num_tokens: int) -> None:
         """Raises CapacityError if tokens after the first ``num_tokens`` cannot be dropped."""
+        return None
 
     def release(self, request: Request) -> None:
         """Before the pool frees the blocks of a request, if it holds any."""
+        return None
 
     def context_length(self, request: Request) -> int:
         """Tokens of an admitted request in blocks that are not in its table."""
@@ -87,6 +90,7 @@ class PoolExtension(Protocol):
 
     def drop_unused(self, pool: BlockTables) -> None:
         """See ``CachePoolProtocol.drop_cached``."""
+        return None
 
     def audit(self, pool: BlockTables) -> list[str]:
         """One message per violated invariant."""

@@ -14,7 +14,8 @@ blocks of a head: a scale that followed the tokens would change what cached bloc
 the requests before it.
 """
 
-from typing import Self
+from collections.abc import Sequence
+from typing import Any, Self
 
 import torch
 
@@ -59,7 +60,9 @@ class Fp8Storage:
         if scales is None:
             scales = torch.ones(2, config.num_layers, config.num_kv_heads)
         of_keys, of_values = scales.to(self.keys.device, torch.float32).unbind(0)
-        self.arguments = [{"k_scales": k, "v_scales": v} for k, v in zip(of_keys, of_values, strict=True)]
+        self.arguments: Sequence[dict[str, Any]] = [
+            {"k_scales": k, "v_scales": v} for k, v in zip(of_keys, of_values, strict=True)
+        ]
 
     @classmethod
     def of(cls, config: EngineConfig, model: CausalLM, sizes: PagedSizes) -> Self:

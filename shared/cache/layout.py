@@ -8,7 +8,6 @@ derived from the other. Invariant: the sequences are in the order of the schedul
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
-from typing import Self
 
 import numpy as np
 
@@ -37,9 +36,9 @@ class Layout:
         is_one = self.num_new == 1
         return len(is_one) if is_one.all() else int(is_one.argmin())
 
-    def part(self, sequences: slice, tokens: slice) -> Self:
+    def part(self, sequences: slice, tokens: slice) -> "Layout":
         """The layout of a contiguous range of sequences and their new tokens."""
-        return type(self)(
+        return Layout(
             self.rows[sequences], self.num_cached[sequences], self.lengths[sequences], self.slot_mapping[tokens]
         )
 

@@ -55,15 +55,17 @@ class OperationsAttention(PagedAttentionProtocol):
 
     def pieces(self, window: int | None) -> list[Piece]:
         """The keys that each sequence attends over, for all layers of this window."""
-        pieces = self.known.get(window)
-        if pieces is None:
-            layout, size, device = self.layout, self.block_size, self.storage.keys.device
-            pieces = self.known[window] = []
-            about = (layout.num_cached.tolist(), layout.lengths.tolist(), layout.table_starts.tolist()[:-1])
-            for num_cached, end, start in zip(*about, strict=True):
-                first = 0 if window is None else max(0, num_cached + 1 - window)  # that the first new token attends to
-                first_block = first // size
-                blocks = layout.tables[start + first_block : start - (-end // size)].astype(np.int64)
-                skipped = first_block * size
-                pieces.append(Piece(torch.from_numpy(blocks).to(device), first - skipped, end - skipped))
+        if window not in self.known:
+            self.known[window] = self._cut(window)
+        return self.known[window]
+
+    def _cut(self, window: int | None) -> list[Piece]:
+        layout, size, pieces = self.layout, self.block_size, []
+        about = (layout.num_cached.tolist(), layout.lengths.tolist(), layout.table_starts.tolist()[:-1])
+        for num_cached, end, start in zip(*about, strict=True):
+            first = 0 if window is None else max(0, num_cached + 1 - window)  # that the first new token attends to
+            first_block = first // size
+            blocks = layout.tables[start + first_block : start - (-end // size)].astype(np.int64)
+            skipped = first_block * size
+            pieces.append(Piece(torch.from_numpy(blocks).to(self.storage.keys.device), first - skipped, end - skipped))
         return pieces

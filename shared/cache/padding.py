@@ -20,12 +20,15 @@ class Padding(Protocol):
 
     def bucket_of(self, batch: Batch) -> Any:
         """The bucket to which a step is padded; None: it is not padded."""
+        return None
 
     def pad(self, arrays: Arrays, bucket: Any) -> None:
         """Pad the arrays that depend on the number of tokens, or of sequences."""
+        return None
 
     def advance(self, sent: Mapping[str, torch.Tensor]) -> None:
         """Move the loaded decode step on by a token for each sequence; only a captured step is repeated."""
+        return None
 
 
 class NoPadding(Padding):

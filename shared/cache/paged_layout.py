@@ -6,7 +6,7 @@ do not change with the pool.
 """
 
 from dataclasses import dataclass, field, replace
-from typing import Self
+from typing import Protocol, Self
 
 import numpy as np
 
@@ -25,6 +25,14 @@ class PagedSizes:
     max_seq_len: int
 
 
+class LayoutExtra(Protocol):
+    """What a later phase adds to the layout of a step: plans (6.1), ranges of chunks (9.1), packed parts (9.2)."""
+
+    def part(self, layout: "PagedLayout", sequences: slice) -> "PagedLayout":
+        """The layout of a range of sequences, with what is added for these."""
+        ...
+
+
 @dataclass(frozen=True)
 class PagedLayout(Layout):
     """The layout of a batch in a paged KV cache."""
@@ -33,6 +41,7 @@ class PagedLayout(Layout):
     table_starts: Integers  # [B + 1], offsets of the sequences in ``tables``, as in CSR
     copies: Blocks = field(default_factory=lambda: np.zeros((0, 2), np.int32), kw_only=True)
     """[c, 2], blocks that are copied before the step, each as (from, to); none without a prefix tree."""
+    extra: LayoutExtra | None = field(default=None, kw_only=True)
 
     @classmethod
     def of(cls, rows: Integers, num_cached: Integers, lengths: Integers, tables: Blocks, block_size: int) -> Self:
@@ -60,11 +69,11 @@ class PagedLayout(Layout):
         read = tables.reshape(-1)[ranges(self.rows * tables.shape[1], num_blocks)]
         return replace(self, tables=read, table_starts=np.append(0, num_blocks.cumsum()), num_ahead=num_ahead)
 
-    def part(self, sequences: slice, tokens: slice) -> Self:
+    def part(self, sequences: slice, tokens: slice) -> "PagedLayout":
         """See :class:`Layout`."""
         starts = self.table_starts[sequences.start : sequences.stop + 1]
         tables = self.tables[starts[0] : starts[-1]]
-        return replace(
+        part = replace(
             self,
             rows=self.rows[sequences],
             num_cached=self.num_cached[sequences],
@@ -73,7 +82,9 @@ class PagedLayout(Layout):
             tables=tables,
             table_starts=starts - starts[0],
             copies=self.copies[np.isin(self.copies[:, 1], tables)],
+            extra=None,
         )
+        return part if self.extra is None else self.extra.part(part, sequences)
 
 
 def as_it_is(layout: PagedLayout) -> PagedLayout:

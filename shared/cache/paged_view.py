@@ -72,7 +72,8 @@ class PagedView:
         self.padding.pad(arrays, self.bucket)
         self.sent = self.staging[batch.is_decode].send(arrays)
         self.places = self.sent["places"]
-        self.step_queries = self.step_attended = None
+        self.step_queries: torch.Tensor | None = None
+        self.step_attended: torch.Tensor | None = None
         if self.is_launching and batch.is_decode:  # buffers for the results of every layer
             self._take_buffers(len(self.places))
         self.attention.receive(batch, layout, self.sent)

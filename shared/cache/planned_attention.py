@@ -22,7 +22,7 @@ from shared.cache.fused_contiguous import check_flash_head_size
 from shared.cache.padding import NoPadding, Padding
 from shared.cache.paged_attention import paged_or_operations, staged_tables, table_arrays
 from shared.cache.paged_layout import PagedLayout, PagedSizes
-from shared.cache.planned_layout import AttentionPlanner, PlannedLayout, StepPlans
+from shared.cache.planned_layout import AttentionPlanner, LayoutPlans, StepPlans
 from shared.engine.batch import Batch
 from shared.engine.config import EngineConfig
 from shared.kernels.launch import launches
@@ -43,7 +43,7 @@ class PlannedAttention:
         config = planner.config
         check_flash_head_size(config.head_dim)
         self.planner, self.sizes, self.storage = planner, sizes, storage
-        self.lay_out = partial(PlannedLayout.planned, planner=planner)
+        self.lay_out = partial(LayoutPlans.planned, planner=planner)
         self.names = {  # of each plan's arrays in the staging
             (kind, window): [f"{kind} plan {n} of window {window}" for n in range(NUM_ARRAYS)]
             for kind in StepPlans._fields
@@ -67,7 +67,7 @@ class PlannedAttention:
     def arrays(self, batch: Batch, layout: PagedLayout) -> Arrays:
         """See ``PagedAttentionProtocol``."""
         arrays = table_arrays(batch, layout)
-        for kind, plans in cast(PlannedLayout, layout).plans._asdict().items():
+        for kind, plans in cast(LayoutPlans, layout.extra).plans._asdict().items():
             for window, plan in plans.items():
                 arrays |= zip(self.names[kind, window], plan.arrays(), strict=True)
         return arrays
@@ -81,7 +81,7 @@ class PlannedAttention:
         self.launches = self.planner.launches(batch.num_tokens, len(batch), layout.num_decoding)
         self.plans = {
             (kind, window): DevicePlan.of(plan, [sent[name] for name in self.names[kind, window]])
-            for kind, plans in cast(PlannedLayout, layout).plans._asdict().items()
+            for kind, plans in cast(LayoutPlans, layout.extra).plans._asdict().items()
             for window, plan in plans.items()
         }
 

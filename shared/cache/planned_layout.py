@@ -9,8 +9,8 @@ Invariant: plans are made for the lengths of the layout, which the kernels read;
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Self
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
 
 import torch
 
@@ -34,8 +34,8 @@ class StepLaunches(NamedTuple):
 
     num_decoding: int  # the first rows, of the sequences that decode
     first_prompt: int  # the row from which those of the prompts are read
-    decode: DecodeTiling | None
-    prefill: PrefillTiling | None
+    decode: Any  # a DecodeTiling
+    prefill: Any  # a PrefillTiling
 
 
 @dataclass(frozen=True)
@@ -117,20 +117,18 @@ class AttentionPlanner:
 
 
 @dataclass(frozen=True)
-class PlannedLayout(PagedLayout):
-    """The layout of a batch in a paged KV cache, with attention plans."""
+class LayoutPlans:
+    """The plans of a layout; see :class:`shared.cache.paged_layout.LayoutExtra`."""
 
     planner: AttentionPlanner
     plans: StepPlans
 
     @classmethod
-    def planned(cls, layout: PagedLayout, planner: AttentionPlanner) -> Self:
+    def planned(cls, layout: PagedLayout, planner: AttentionPlanner) -> PagedLayout:
         """The layout with its plans."""
-        places = (layout.rows, layout.num_cached, layout.lengths, layout.slot_mapping)
         plans = planner.plan(layout.num_new, layout.lengths + layout.num_ahead, layout.num_decoding)
-        about: dict[str, Any] = {"copies": layout.copies, "num_ahead": layout.num_ahead}
-        return cls(*places, layout.tables, layout.table_starts, planner, plans, **about)
+        return replace(layout, extra=cls(planner, plans))
 
-    def part(self, sequences: slice, tokens: slice) -> Self:
-        """See :class:`shared.cache.layout.Layout`; the part gets new plans."""
-        return self.planned(PagedLayout.part(self, sequences, tokens), self.planner)
+    def part(self, layout: PagedLayout, sequences: slice) -> PagedLayout:
+        """See ``LayoutExtra``; the part gets new plans."""
+        return self.planned(layout, self.planner)

@@ -6,16 +6,13 @@ Invariant: every range of a sequence ends before the sequence's own first token.
 """
 
 from collections.abc import Iterable
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from itertools import accumulate
-from typing import NamedTuple, Self
+from typing import NamedTuple
 
 from shared.cache.blocks import Blocks
 from shared.cache.paged_layout import PagedLayout
-from shared.cache.planned_layout import StepPlans
 from shared.chunks.registry import Chunk
-
-NO_PLANS = StepPlans({}, {})
 
 
 class Range(NamedTuple):
@@ -43,19 +40,13 @@ def offsets_of(lengths: Iterable[int]) -> list[int]:
 
 
 @dataclass(frozen=True)
-class ChunkLayout(PagedLayout):
-    """A :class:`PagedLayout` with the ranges of its sequences. Their attention is planned by the view."""
+class LayoutRanges:
+    """The ranges of a layout's sequences, whose attention is planned by the view; see ``LayoutExtra``."""
 
-    ranges: tuple[Range, ...] = ()
-    plans: StepPlans = NO_PLANS
+    ranges: tuple[Range, ...]
 
-    @classmethod
-    def ranged(cls, layout: PagedLayout, ranges: tuple[Range, ...]) -> Self:
-        """``layout`` with the ranges of its sequences."""
-        return cls(**{one.name: getattr(layout, one.name) for one in fields(PagedLayout)}, ranges=ranges)
-
-    def part(self, sequences: slice, tokens: slice) -> Self:
-        """See :class:`shared.cache.layout.Layout`."""
+    def part(self, layout: PagedLayout, sequences: slice) -> PagedLayout:
+        """See :class:`shared.cache.paged_layout.LayoutExtra`."""
         mine = [one for one in self.ranges if sequences.start <= one.sequence < sequences.stop]
         moved = tuple(one._replace(sequence=one.sequence - sequences.start) for one in mine)
-        return replace(super().part(sequences, tokens), ranges=moved)
+        return replace(layout, extra=LayoutRanges(moved))

@@ -11,6 +11,7 @@ tree, the registry and requests hold, are all blocks.
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from shared.cache.blocks import Blocks
@@ -18,7 +19,7 @@ from shared.cache.extension import BlockTables, PoolExtension
 from shared.cache.paged import PagedKVCachePool
 from shared.cache.paged_layout import PagedLayout, PagedSizes, as_it_is
 from shared.cache.prefix import PrefixSharing
-from shared.chunks.layout import ChunkLayout, Range, ranges_of
+from shared.chunks.layout import LayoutRanges, Range, ranges_of
 from shared.chunks.registry import Chunk, ChunkRegistry
 from shared.engine.request import Request
 from shared.scheduling.schedule import Schedule
@@ -108,7 +109,7 @@ class ChunkSharing(PoolExtension):
         known = contexts, self.registry.num_evictions
         if known != self.known:  # the same ranges are the same object, so that views need not plan again
             self.known, self.ranges = known, ranges_of(contexts)
-        return ChunkLayout.ranged(layout, self.ranges)
+        return replace(layout, extra=LayoutRanges(self.ranges))
 
     def num_unused_blocks(self) -> int:
         """See ``PoolExtension``; chunks that no request uses count."""

@@ -10,7 +10,7 @@ changes a chunk's keys; a plan that does not fit the captured arrays is uploaded
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
 from typing import Any, cast
 
@@ -28,7 +28,7 @@ from shared.cache.layout import Integers
 from shared.cache.paged_attention import table_arrays
 from shared.cache.paged_layout import PagedLayout
 from shared.cache.planned_attention import PlannedAttention
-from shared.chunks.layout import ChunkLayout, Range
+from shared.chunks.layout import LayoutRanges, Range
 from shared.engine.batch import Batch
 from shared.engine.buckets import Bucket
 from shared.engine.staging import Staging
@@ -79,7 +79,7 @@ class RangedAttention:
         self.planned_for: Any = None  # what the uploaded plans were made for
         self.tiled_for: Any = None  # what the tiles were made for, besides the ranges
         self.planned_ranges: tuple[Range, ...] = ()
-        self.paddings = [*padding.paddings, *map(self._ranged_padding, reversed(captured))]
+        self.paddings: Sequence[Batch] = [*padding.paddings, *map(self._ranged_padding, reversed(captured))]
 
     @staticmethod
     def _is_small(bucket: Bucket) -> bool:
@@ -102,7 +102,7 @@ class RangedAttention:
 
     def lay_out(self, layout: PagedLayout) -> PagedLayout:
         """See ``PagedAttentionProtocol``; ranges are planned when the step is padded."""
-        return layout if isinstance(layout, ChunkLayout) else self.planned.lay_out(layout)
+        return layout if isinstance(layout.extra, LayoutRanges) else self.planned.lay_out(layout)
 
     def staged(self, is_decode: bool, max_tokens: int) -> Places:
         """See ``PagedAttentionProtocol``."""
@@ -112,21 +112,23 @@ class RangedAttention:
     def bucket_of(self, batch: Batch) -> Bucket | None:
         """See ``Padding``; makes the plans of a step with chunks, which must fit its bucket."""
         bucket = self.padding.bucket_of(batch)
-        if not isinstance(batch.layout, ChunkLayout):
+        extra = cast(PagedLayout, batch.layout).extra
+        if not isinstance(extra, LayoutRanges):
             return bucket
         if bucket is not None and not bucket.is_decode and not self._is_small(bucket):
             bucket = None
-        is_held = self._plan(batch, batch.layout, bucket)
+        is_held = self._plan(batch, extra.ranges, bucket)
         return self._ranged(bucket, self.range_tiling) if bucket is not None and is_held else None
 
     def pad(self, arrays: Arrays, bucket: Bucket | None) -> None:
         """See ``Padding``."""
         self.padding.pad(arrays, bucket)
 
-    def _plan(self, batch: Batch, layout: ChunkLayout, bucket: Bucket | None) -> bool:
+    def _plan(self, batch: Batch, ranges: tuple[Range, ...], bucket: Bucket | None) -> bool:
         """Have the plans of a step on the device; returns whether they are where captured steps read them."""
-        if layout.ranges is not self.planned_ranges:
-            self.planned_ranges, self.ranges = layout.ranges, Ranges.of(layout.ranges)
+        layout = batch.layout
+        if ranges is not self.planned_ranges:
+            self.planned_ranges, self.ranges = ranges, Ranges.of(ranges)
             self.planned_for = self.tiled_for = None
         first, last = batch.positions, batch.positions + layout.num_ahead
         if batch.is_decode:
@@ -180,13 +182,13 @@ class RangedAttention:
 
     def arrays(self, batch: Batch, layout: PagedLayout) -> Arrays:
         """See ``PagedAttentionProtocol``."""
-        if not isinstance(layout, ChunkLayout):
+        if not isinstance(layout.extra, LayoutRanges):
             return self.planned.arrays(batch, layout)
         return table_arrays(batch, layout) | {"all_table_starts": layout.table_starts[:-1]}
 
     def receive(self, batch: Batch, layout: PagedLayout, sent: Mapping[str, torch.Tensor]) -> None:
         """See ``PagedAttentionProtocol``."""
-        self.is_ranged = isinstance(layout, ChunkLayout)
+        self.is_ranged = isinstance(layout.extra, LayoutRanges)
         if self.is_ranged:
             self.of_sequences = sent["positions"], sent["tables"], sent["all_table_starts"]
         else:
@@ -220,7 +222,7 @@ class RangedAttention:
         length = LEAST_SAVED if bucket.tile_rows == self.tilings[1].rows else 1
         chunk = Range(0, 0, length, np.zeros(-(-length // self.sizes.block_size), np.int32))
         ranges = (chunk, chunk._replace(offset=length))
-        layout = ChunkLayout.ranged(cast(PagedLayout, batch.layout), ranges)
+        layout = replace(cast(PagedLayout, batch.layout), extra=LayoutRanges(ranges))
         positions = np.arange(batch.num_tokens) < batch.num_new_tokens[0]
         return replace(batch, layout=layout, positions=2 * length * positions.astype(np.int64))
 

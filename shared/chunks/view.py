@@ -28,7 +28,7 @@ from shared.cache.paged_layout import PagedLayout, PagedSizes
 from shared.cache.paged_view import PagedView
 from shared.cache.view import StepInputs
 from shared.chunks.attention import range_state
-from shared.chunks.layout import ChunkLayout, Range
+from shared.chunks.layout import LayoutRanges, Range
 from shared.chunks.relocation import relocate, turns
 from shared.engine.batch import Batch
 from shared.models.config import ModelConfig, RopeConfig
@@ -66,7 +66,8 @@ class ChunkView:
     def load(self, batch: Batch) -> StepInputs:
         """See ``BatchView``."""
         layout = cast(PagedLayout, batch.layout)
-        self.groups = self._groups(batch, layout.ranges) if isinstance(layout, ChunkLayout) else []
+        extra = layout.extra
+        self.groups = self._groups(batch, extra.ranges) if isinstance(extra, LayoutRanges) else []
         self.positions = batch.positions.tolist()
         return self.paged.load(batch)
 

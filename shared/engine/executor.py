@@ -16,31 +16,21 @@ from shared.engine.drawing import Recorder, launch_draw
 from shared.models.causal_lm import CausalLM
 
 
-class Ids(Protocol):
-    """The ids of tokens that the host does not know yet."""
+class Ids:
+    """The ids of tokens that the host does not know yet: none, if a step begins when those of the one before are known.
 
-    tensor: torch.Tensor  # int64, on the device; the first are those of sequences, by the pool's row
+    Attributes:
+        tensor: int64, on the device; the first are those of sequences, by the pool's row.
+    """
+
+    def __init__(self, max_sequences: int, most_ids: int, device: torch.device) -> None:
+        self.tensor = torch.zeros(0, dtype=torch.int64, device=device)
 
     def fill(self, batch: Batch, ids: torch.Tensor) -> None:
         """Set the ids of a batch's tokens that the host does not know, in place."""
-        ...
 
     def keep(self, rows: torch.Tensor, ids: torch.Tensor) -> None:
         """Keep the ids sampled for the sequences in these rows of the pool."""
-        ...
-
-
-class KnownIds:
-    """No id is kept, since a step begins when the tokens of the one before are known."""
-
-    def __init__(self, max_sequences: int, most_logit_rows: int, device: torch.device) -> None:
-        self.tensor = torch.empty(0, dtype=torch.int64, device=device)
-
-    def fill(self, batch: Batch, ids: torch.Tensor) -> None:
-        """See :class:`Ids`."""
-
-    def keep(self, rows: torch.Tensor, ids: torch.Tensor) -> None:
-        """See :class:`Ids`."""
 
 
 class Executor(Protocol):

@@ -11,11 +11,12 @@ Invariant: one stream runs everything in the order in which it was launched, so 
 import torch
 
 from shared.engine.batch import Batch
+from shared.engine.executor import Ids
 from shared.kernels.pending_ids import fill_pending
 
 
-class LastIds:
-    """The last id of each sequence, and then its drafts; a :class:`shared.engine.executor.Ids`.
+class LastIds(Ids):
+    """The last id of each sequence, and then its drafts.
 
     Args:
         most_ids: of a sequence: the last one, and drafts.
@@ -25,10 +26,10 @@ class LastIds:
         self.tensor = torch.zeros(max_sequences * most_ids, dtype=torch.int64, device=device)
 
     def fill(self, batch: Batch, ids: torch.Tensor) -> None:
-        """See :class:`shared.engine.executor.Ids`."""
+        """See :class:`Ids`."""
         if batch.has_pending:
             fill_pending(ids, self.tensor)
 
     def keep(self, rows: torch.Tensor, ids: torch.Tensor) -> None:
-        """See :class:`shared.engine.executor.Ids`."""
+        """See :class:`Ids`."""
         self.tensor.scatter_(0, rows, ids)  # cheaper for the host than an assignment

@@ -18,9 +18,9 @@ from shared.sampling.rejection import accept_or_replace
 from shared.sampling.sampler import SamplingRow
 
 
-def acceptance(method: str, distributions: Mapping[tuple[int, int], torch.Tensor] | None) -> Draw:
-    """The draw that accepts drafts by ``coupled`` or ``rejection``; ``distributions``: None without drafts."""
-    return Rejection(distributions) if method == "rejection" and distributions is not None else plain
+def acceptance(method: str, distributions: Mapping[tuple[int, int], torch.Tensor]) -> Draw:
+    """The draw of ``EngineConfig.acceptance_method``."""
+    return Rejection(distributions) if method == "rejection" else plain
 
 
 @dataclass(frozen=True)

@@ -19,9 +19,9 @@ import torch
 from shared.cache.layout import Integers
 from shared.cache.view import BatchView
 from shared.engine.batch import Batch, PromptRows
-from shared.engine.executor import Eager, Executor, Ids, KnownIds, no_logits
+from shared.engine.executor import Eager, Executor, Ids, no_logits
 from shared.engine.isolation import run_isolated
-from shared.engine.one_rank import OneRank, Ranks
+from shared.engine.one_rank import Ranks
 from shared.engine.sampler import Draws, PromptDraws, Sampler, SamplerOutput
 from shared.models.causal_lm import CausalLM
 from shared.sampling.logprobs import top_logprobs
@@ -79,7 +79,7 @@ class Runner:
         *,
         sampler: Sampler | None = None,
         executor: Callable[[CausalLM, BatchView, Ids], Executor] = Eager,
-        last_ids: Callable[[int, int, torch.device], Ids] = KnownIds,
+        last_ids: Callable[[int, int, torch.device], Ids] = Ids,
         ranks: Ranks | None = None,
         observers: Sequence[Observer] = (),
     ) -> None:
@@ -90,7 +90,7 @@ class Runner:
         self.last_ids = last_ids(max_sequences, most_logit_rows, model.device)
         self.executor = executor(model, view, self.last_ids)
         self.sampler.recorder = self.executor.recorder
-        self.ranks = ranks or OneRank()
+        self.ranks = ranks or Ranks()
         self.observers = observers
         self.num_tokens_computed = 0
         self.num_forwards = 0

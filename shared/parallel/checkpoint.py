@@ -25,12 +25,12 @@ class WatchedCheckpoint(Checkpoint):
         return super().tensor(name)
 
 
-class CutCheckpoint(WatchedCheckpoint):
-    """As :class:`WatchedCheckpoint`, cut by ``cut``."""
+class CutCheckpoint(Checkpoint):
+    """As :class:`Checkpoint`, cut by ``cut``; ``check`` as in :class:`WatchedCheckpoint`."""
 
     def __init__(self, folder: Path, cut: ModelCut, check: Callable[[], None] = lambda: None) -> None:
-        super().__init__(folder, check)
-        self.cut = cut
+        super().__init__(folder)
+        self.cut, self.check = cut, check
 
     def shape(self, name: str) -> tuple[int, ...]:
         """See :class:`Checkpoint`; a tensor that is not as large as config.json says keeps its shape."""
@@ -41,10 +41,10 @@ class CutCheckpoint(WatchedCheckpoint):
 
     def tensor(self, name: str) -> torch.Tensor:
         """See :class:`Checkpoint`; a part of a tensor is not mapped but copied."""
+        self.check()
         cut = self._cut(name)
         if cut is None:
             return super().tensor(name)
-        self.check()
         whole, part = self._files[self._file_of[name]].get_slice(name), slice(cut.part.start, cut.part.stop)
         return whole[part] if cut.dim == ROWS else whole[:, part].contiguous()
 

@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 import torch
 
 from shared.engine.batch import Batch
+from shared.engine.one_rank import Ranks
 from shared.engine.sampler import Draws
 from shared.parallel.batch import RankBatch
 from shared.parallel.channel import Sender
@@ -27,8 +28,8 @@ from shared.parallel.watch import Watch
 R = TypeVar("R")
 
 
-class SeveralRanks:
-    """Those of a model; a :class:`shared.engine.one_rank.Ranks`.
+class SeveralRanks(Ranks):
+    """Those of a model.
 
     Args:
         vocab_size: of the whole model.
@@ -55,7 +56,7 @@ class SeveralRanks:
         self.vocabulary = Vocabulary(vocab_size, collectives)
 
     def run(self, run: Callable[[range], R], sequences: range) -> Iterator[tuple[range, R | Exception]]:
-        """See :class:`shared.engine.one_rank.Ranks`; raises RankError if a rank fails."""
+        """See :class:`Ranks`; raises RankError if a rank fails."""
         assert self.watch is not None
         self.watch.check()
         with uninterrupted():
@@ -66,14 +67,14 @@ class SeveralRanks:
         yield sequences, result
 
     def begin(self, batch: Batch, last_ids: torch.Tensor) -> None:
-        """See :class:`shared.engine.one_rank.Ranks`."""
+        """See :class:`Ranks`."""
         if self.sender is not None:
             self.sender.send((self.number, batch))
         if len(batch.pending):
             self.collectives.broadcast(last_ids)
 
     def logits(self, batch: Batch, logits: torch.Tensor) -> torch.Tensor:
-        """See :class:`shared.engine.one_rank.Ranks`; ids ``[n, 1]`` if their arg-max is all that the batch needs."""
+        """See :class:`Ranks`; ids ``[n, 1]`` if their arg-max is all that the batch needs."""
         if self.is_whole:
             return logits
         if len(logits) == 0:
@@ -83,11 +84,11 @@ class SeveralRanks:
         return self.vocabulary.gather(logits)
 
     def gather(self, logits: torch.Tensor) -> torch.Tensor:
-        """See :class:`shared.engine.one_rank.Ranks`."""
+        """See :class:`Ranks`."""
         return self.vocabulary.gather(logits)
 
     def drawn(self, batch: Batch, logits: torch.Tensor) -> Draws | None:
-        """See :class:`shared.engine.one_rank.Ranks`."""
+        """See :class:`Ranks`."""
         return Draws(logits[:, 0]) if takes_argmax(batch) else None
 
 

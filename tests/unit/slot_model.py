@@ -40,7 +40,7 @@ class SlotModel:
         for entry, chain in zip(schedule, chains, strict=True):
             for index in range(entry.start, entry.start + entry.num_tokens):
                 self.slots[next(slots)] = chain[index]
-        ranges = getattr(layout, "ranges", ())
+        ranges = getattr(getattr(layout, "extra", None), "ranges", ())
         for sequence, (entry, chain) in enumerate(zip(schedule, chains, strict=True)):
             first = self.read_chunks(entry.request, [one for one in ranges if one.sequence == sequence])
             places = self.places(entry.request, entry.start + entry.num_tokens - first)

@@ -5,12 +5,14 @@ it.
 """
 
 import ast
+import builtins
 from collections.abc import Mapping
 
 import pytest
 
 from tests.unit.test_imports import ROOT
 
+ERRORS = {name for name, value in vars(builtins).items() if isinstance(value, type) and issubclass(value, Exception)}
 FOLDERS = ("shared", "phases", "benchmarks", "tutorial")
 
 
@@ -28,7 +30,7 @@ def stacked(bases: Mapping[str, list[str]]) -> list[str]:
     """The classes with more than one ancestor among them, each with its ancestors."""
 
     def ancestors(name: str) -> list[str]:
-        """Those that are not among them too, but not their own ancestors; a class may be named as its base."""
+        """Those of other modules too, whose own are not known; a class may have the name of its base."""
         own = [base for base in bases.get(name, []) if base != name]
         return [above for base in own for above in (base, *ancestors(base))]
 
@@ -37,7 +39,7 @@ def stacked(bases: Mapping[str, list[str]]) -> list[str]:
         f"{name}: {', '.join(ours)}"
         for name, above in found.items()
         if len(ours := [one for one in above if one in bases]) > 1
-        and "Exception" not in above
+        and not any(one in ERRORS for one in above)
         and "Protocol" not in bases[name]
     ]
 

@@ -14,7 +14,7 @@ from shared.attention.descriptor import AttentionPlan, Grid
 from shared.cache.contiguous_pool import ContiguousKVCachePool
 from shared.cache.paged import PagedKVCachePool
 from shared.cache.paged_layout import PagedSizes
-from shared.cache.planned_layout import AttentionPlanner, PlannedLayout, StepPlans
+from shared.cache.planned_layout import AttentionPlanner, LayoutPlans, StepPlans
 from shared.cache.pool import CachePoolProtocol
 from shared.checkpoints.shapes import SHAPES
 from shared.engine.batch import Batch
@@ -31,7 +31,7 @@ PLANNER = AttentionPlanner(SHAPE, tuple(dict.fromkeys(SHAPE.windows)), 4, torch.
 POOLS = {
     "contiguous": lambda: ContiguousKVCachePool(4, 40),
     "paged": lambda: PagedKVCachePool(60, 3, 4, 40),
-    "planned": lambda: PagedKVCachePool.of(SIZES, lay_out=partial(PlannedLayout.planned, planner=PLANNER)),
+    "planned": lambda: PagedKVCachePool.of(SIZES, lay_out=partial(LayoutPlans.planned, planner=PLANNER)),
 }
 
 
@@ -52,7 +52,7 @@ def values(found: Any) -> Any:
         return {key: values(value) for key, value in found.items()}
     if isinstance(found, StepPlans):
         return values(found._asdict())
-    if hasattr(found, "layout") or hasattr(found, "lengths") or isinstance(found, AttentionPlan):
+    if isinstance(found, LayoutPlans | AttentionPlan) or hasattr(found, "layout") or hasattr(found, "lengths"):
         return type(found).__name__, {key: values(value) for key, value in vars(found).items()}
     return found
 

@@ -22,7 +22,7 @@ PARTS = sorted(
 )
 BACKENDS = re.compile(r"\b(paged|contiguous|planned)", re.IGNORECASE)
 PROBES = {"isinstance", "issubclass", "hasattr", "getattr", "setattr", "delattr", "type", "vars", "dir"}
-TABLES = ("MEMORY", "SUPPORTED")
+TABLES = ("PAGED", "MEMORY", "SUPPORTED")
 # And what passes between the two sides.
 PROTOCOLS = {f"shared.cache.{name}" for name in ("pool", "view", "layout", "compressing")}
 MEMORY = re.compile(r"\b(pool|view|kv)\b")

@@ -168,7 +168,7 @@ def test_the_ranges_of_a_chunk_that_was_computed_again_are_its_new_blocks(schedu
     for name in "12":
         ask(scheduler, name, a)
         layout: Any = pool.layout(scheduler.schedule())
-        assert layout.ranges[0].blocks is a.blocks
+        assert layout.extra.ranges[0].blocks is a.blocks
         scheduler.drop_in_flight()
         scheduler.abort(name)
         assert registry.evict(1) == 1
@@ -181,6 +181,13 @@ def test_a_part_of_a_batch_has_the_ranges_of_its_own_sequences(scheduler: ChunkS
     for name, chunks in (("1", [a, b]), ("2", []), ("3", [b, a, b]), ("4", [a])):
         ask(scheduler, name, *chunks)
     layout: Any = scheduler.pool.layout(scheduler.schedule())
-    assert [one[:3] for one in layout.ranges] == [(0, 0, 6), (0, 6, 3), (2, 0, 3), (2, 3, 6), (2, 9, 3), (3, 0, 6)]
+    assert [one[:3] for one in layout.extra.ranges] == [
+        (0, 0, 6),
+        (0, 6, 3),
+        (2, 0, 3),
+        (2, 3, 6),
+        (2, 9, 3),
+        (3, 0, 6),
+    ]
     part = layout.part(slice(1, 3), slice(1, 3))
-    assert [one[:3] for one in part.ranges] == [(1, 0, 3), (1, 3, 6), (1, 9, 3)]
+    assert [one[:3] for one in part.extra.ranges] == [(1, 0, 3), (1, 3, 6), (1, 9, 3)]

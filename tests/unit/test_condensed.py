@@ -115,8 +115,8 @@ def test_tails_and_parts_of_compressed_requests() -> None:
         commit(pool, step_of({request: 8}))
     pool.extension.compress(pool, requests[0], Packed(np.ones((2, 2), np.int64), 8, 4))
     layout = pool.layout(step_of(dict.fromkeys(requests, 1)))
-    assert [one is None for one in layout.packed] == [False, True]
-    assert layout.part(slice(1, 2), slice(1, 2)).packed == (None,)
+    assert [one is None for one in layout.extra.packed] == [False, True]
+    assert layout.part(slice(1, 2), slice(1, 2)).extra.packed == (None,)
 
 
 def test_the_ring_has_the_last_queries_of_each_sequence_and_less_than_a_block_is_not_dropped(

@@ -13,7 +13,7 @@ import torch
 
 from shared.cache.paged import PagedKVCachePool
 from shared.cache.paged_layout import PagedLayout, PagedSizes
-from shared.cache.planned_layout import AttentionPlanner, PlannedLayout, StepPlans
+from shared.cache.planned_layout import AttentionPlanner, LayoutPlans, StepPlans
 from shared.cache.prefix import PrefixSharing
 from shared.cache.prefix_tree import PrefixTree
 from shared.engine.batch import Batch
@@ -287,7 +287,7 @@ def test_a_part_of_a_batch_makes_its_own_copies(is_planned: bool) -> None:
     pool, requests = make_pool(), [make(name, "abcdefgh") for name in "123"]
     if is_planned:
         planner = cast(AttentionPlanner, SimpleNamespace(plan=lambda *about: StepPlans({}, {})))
-        pool.lay_out = partial(PlannedLayout.planned, planner=planner)
+        pool.lay_out = partial(LayoutPlans.planned, planner=planner)
     run(pool, requests[0])
     for request in requests[1:]:
         start(pool, request)
