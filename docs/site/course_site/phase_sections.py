@@ -79,7 +79,8 @@ def _item(name: str, told: str) -> nodes.list_item:
 
 
 def _file_html(env: BuildEnvironment, difference: FileDiff, *, is_first: bool) -> str:
-    name = escape(difference.newer.rpartition("/")[2])
+    names = dict.fromkeys(path.rpartition("/")[2] for path in (difference.older, difference.newer))
+    name = escape(" → ".join(names))  # two where a part replaces another
     uri = source_uri(env, difference.newer) if page_name(difference.newer) else None
     link = f'<a class="whole-file" href="{escape(uri)}">the whole file</a>' if uri else ""
     counts = f"<ins>+{difference.num_added}</ins> <del>−{difference.num_removed}</del>"
