@@ -102,12 +102,14 @@ class Engine(ServingEngine):
         params.refuse("structured_output", "12")
         chunks = tuple(self.chunks.find(chunk_id) for chunk_id in chunk_ids)
         prompt_ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
-        num_own = len(check_prompt(prompt_ids, self.model.config.vocab_size, self.max_seq_len))
+        limits = self.model.config.vocab_size, self.max_seq_len
+        num_own = len(check_prompt(prompt_ids, *limits))
+        prompt_ids = [*(token_id for chunk in chunks for token_id in chunk.token_ids), *prompt_ids]
         if chunks:
+            check_prompt(prompt_ids, *limits)
             if params.prompt_logprobs is not None:
                 raise RequestError("prompt_logprobs is set, and chunks were computed without logits; leave it out.")
             self.chunks.check(chunks, min(num_own + params.max_new_tokens, self.max_seq_len))
-            prompt_ids = [*(token_id for chunk in chunks for token_id in chunk.token_ids), *prompt_ids]
         request = self.queue_request(self.check_request(prompt_ids, params, request_id))
         if chunks:
             self.chunks.contexts[request] = chunks
