@@ -90,8 +90,8 @@ class Engine(ServingEngine):
         if self.in_flight is not None:
             schedule, sampled = self.in_flight
             self.scheduler.commit(schedule, sampled.wait())
-            self.drafter.observe(schedule)
             self.scheduler.finish(self.output_processor.process(schedule))
+            self.drafter.observe(schedule)
             self.in_flight = None
 
     def __init__(self, config: EngineConfig) -> None:

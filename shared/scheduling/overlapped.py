@@ -19,7 +19,7 @@ from shared.scheduling.chunks import prefill_of
 from shared.scheduling.growth import grow, known_tokens
 from shared.scheduling.next_tokens import commit_next_tokens, grant_next_tokens, only_decoding
 from shared.scheduling.policies import share
-from shared.scheduling.prefix import count_prefix_hits, prefix_stats, without_waiting_for_blocks
+from shared.scheduling.prefix import count_prefix_hits, not_waiting_for_blocks, prefix_stats
 from shared.scheduling.schedule import Schedule
 from shared.scheduling.scheduler import Scheduler
 
@@ -39,11 +39,14 @@ class OverlappedScheduler(Scheduler):
         elif must_know_ends(self):
             return Schedule(self.num_steps)
         self.num_steps += 1
-        preempted = grow(self, self.decoding())
-        if not preempted:
-            admitted = admit(self, without_waiting_for_blocks(self), known_tokens, self.pool.watermark_tokens)
-            count_prefix_hits(self, admitted)
-        decoding, prompts = share(self, self.decoding(), self.prefill.prompts(self.running.values()))
+        decoding = self.decoding()
+        preempted = grow(self, decoding)
+        ready = not_waiting_for_blocks(self)
+        admitted = [] if preempted else admit(self, ready, known_tokens, self.pool.watermark_tokens)
+        count_prefix_hits(self, admitted)
+        if preempted or admitted:
+            decoding = self.decoding()
+        decoding, prompts = share(self, decoding, self.prefill.prompts(self.running.values()))
         entries = self.prefill.fill(decoding, prompts)
         return Schedule(self.num_steps, entries, len(decoding), tuple(preempted))
 

@@ -32,9 +32,11 @@ class PreemptiveScheduler(Scheduler):
     def schedule(self) -> Schedule:
         """See :class:`Scheduler`."""
         self.num_steps += 1
-        preempted = grow(self, self.decoding())
-        if not preempted:
-            admit(self, queued(self), known_tokens, self.pool.watermark_tokens)
-        decoding, prompts = share(self, self.decoding(), self.prefill.prompts(self.running.values()))
+        decoding = self.decoding()
+        preempted = grow(self, decoding)
+        admitted = [] if preempted else admit(self, queued(self), known_tokens, self.pool.watermark_tokens)
+        if preempted or admitted:
+            decoding = self.decoding()
+        decoding, prompts = share(self, decoding, self.prefill.prompts(self.running.values()))
         entries = self.prefill.fill(decoding, prompts)
         return Schedule(self.num_steps, entries, len(decoding), tuple(preempted))

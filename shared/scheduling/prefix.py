@@ -32,11 +32,14 @@ class PrefixScheduler(Scheduler):
     def schedule(self) -> Schedule:
         """See :class:`Scheduler`."""
         self.num_steps += 1
-        preempted = grow(self, self.decoding())
-        if not preempted:
-            admitted = admit(self, without_waiting_for_blocks(self), known_tokens, self.pool.watermark_tokens)
-            count_prefix_hits(self, admitted)
-        decoding, prompts = share(self, self.decoding(), self.prefill.prompts(self.running.values()))
+        decoding = self.decoding()
+        preempted = grow(self, decoding)
+        ready = not_waiting_for_blocks(self)
+        admitted = [] if preempted else admit(self, ready, known_tokens, self.pool.watermark_tokens)
+        count_prefix_hits(self, admitted)
+        if preempted or admitted:
+            decoding = self.decoding()
+        decoding, prompts = share(self, decoding, self.prefill.prompts(self.running.values()))
         entries = self.prefill.fill(decoding, prompts)
         return Schedule(self.num_steps, entries, len(decoding), tuple(preempted))
 
@@ -45,7 +48,7 @@ class PrefixScheduler(Scheduler):
         return prefix_stats(self)
 
 
-def without_waiting_for_blocks(scheduler: Scheduler) -> Iterator[Request]:
+def not_waiting_for_blocks(scheduler: Scheduler) -> Iterator[Request]:
     """The waiting requests in order, without those that wait for blocks.
 
     Each is judged when its turn comes: a request that has just been admitted may be computing what the next one needs.

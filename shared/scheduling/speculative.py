@@ -19,7 +19,7 @@ from shared.scheduling.growth import grow, known_tokens
 from shared.scheduling.next_tokens import commit_next_tokens, grant_next_tokens, only_decoding
 from shared.scheduling.overlapped import has_block_for_each, must_know_ends
 from shared.scheduling.policies import share
-from shared.scheduling.prefix import count_prefix_hits, prefix_stats, without_waiting_for_blocks
+from shared.scheduling.prefix import count_prefix_hits, not_waiting_for_blocks, prefix_stats
 from shared.scheduling.schedule import Schedule
 from shared.scheduling.scheduler import Scheduler
 from shared.speculation.adaptive import draft_lengths
@@ -49,9 +49,9 @@ class SpeculativeScheduler(Scheduler):
         self.num_steps += 1
         decoding = self.decoding()
         preempted = grow(self, decoding)
-        if not preempted:
-            admitted = admit(self, without_waiting_for_blocks(self), known_tokens, self.pool.watermark_tokens)
-            count_prefix_hits(self, admitted)
+        ready = not_waiting_for_blocks(self)
+        admitted = [] if preempted else admit(self, ready, known_tokens, self.pool.watermark_tokens)
+        count_prefix_hits(self, admitted)
         if preempted or admitted:
             decoding = self.decoding()
         decoding, prompts = share(self, decoding, self.prefill.prompts(self.running.values()))

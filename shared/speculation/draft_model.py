@@ -63,10 +63,10 @@ class DraftMasks:
         return []
 
     def forget(self) -> None:
-        """Forget what stands behind drafts of the step before, which may have turned out wrong."""
+        """Forget what follows drafts of the step before, which may have turned out wrong."""
 
     def rows(self, rows: list[SamplingRow], asking: Sequence[Asking], drawn: Sequence[Drawn]) -> list[SamplingRow]:
-        """The rows of the draws behind those that are ``drawn`` in this step, with their masks."""
+        """The rows of the draws after those that are ``drawn`` in this step, with their masks."""
         return rows
 
 

@@ -23,7 +23,7 @@ import torch
 
 from shared.cache.pool.interface import CachePoolProtocol
 from shared.cache.view.interface import MakeMemory
-from shared.engine.request import RequestStatus
+from shared.engine.request import Request, RequestStatus
 from shared.engine.runner import MakeRunner
 from shared.grammar.automata.automaton import ACTION_BITS, REFUSED, Action, Automaton, Configuration
 from shared.grammar.constraint import Constraint
@@ -92,6 +92,8 @@ class ForcedTextDrafter:
 
     def propose(self, schedule: Schedule) -> None:
         """See :class:`shared.speculation.drafter.Drafter`."""
+        for request in schedule.prompts.requests:  # the next schedule may come before the prompt is committed
+            self._note(request)
         entries = list(schedule)
         for number, entry in enumerate(schedule):
             request, constraint = entry.request, entry.request.constraint
@@ -136,10 +138,8 @@ class ForcedTextDrafter:
     def observe(self, schedule: Schedule) -> None:
         """See :class:`shared.speculation.drafter.Drafter`: forced tokens are certain."""
         for request in schedule.requests:
-            constraint = request.constraint
-            if isinstance(constraint, Constraint) and request.status is RequestStatus.RUNNING:
-                state = constraint.after(request.output_ids)
-                request.num_certain_drafts = len(self._forced(constraint.fsm, state, request.last_token_id))
+            if request.output_ids and request.status is RequestStatus.RUNNING:
+                self._note(request)
 
     @property
     def step_costs(self) -> StepCosts | None:
@@ -149,6 +149,13 @@ class ForcedTextDrafter:
     def num_tokens(self, num_drafts: int) -> int:
         """See :class:`shared.speculation.drafter.Drafter`."""
         return self.drafter.num_tokens(num_drafts)
+
+    def _note(self, request: Request) -> None:
+        """Count the drafts that are forced after what a request has, if it wants drafts."""
+        constraint = request.constraint
+        if isinstance(constraint, Constraint) and request.params.use_speculative_decoding:
+            state = constraint.after(request.output_ids)
+            request.num_certain_drafts = len(self._forced(constraint.fsm, state, request.last_token_id))
 
     def _forced(self, fsm: TokenFSM, now: Configuration | None, before: int) -> tuple[int, ...]:
         """The tokens of what must follow; ``before`` is the token before them."""

@@ -132,9 +132,19 @@ def test_what_is_forced_follows_the_drafts_that_the_grammar_allows() -> None:
         drafter.propose(schedule)
         assert (asked[-1], request.draft_ids, request.num_forced_drafts) == (others, drafts, num_forced)
         assert [index for _, index in drafter.distributions] == left, "the drafts that were drawn"
-    request.status = RequestStatus.RUNNING
-    drafter.observe(schedule)
-    assert request.num_certain_drafts == 3, "three are forced"
+    for outputs, status, asks, count in (
+        ([A], RequestStatus.RUNNING, True, 3),
+        ([A], RequestStatus.FINISHED, True, 0),
+        ([A], RequestStatus.RUNNING, False, 0),
+        ([], RequestStatus.RUNNING, True, 0),
+    ):
+        params = SamplingParams(use_speculative_decoding=asks)
+        vars(request).update(status=status, output_ids=outputs, params=params, num_certain_drafts=0)
+        drafter.observe(schedule)
+        assert request.num_certain_drafts == count, "three are forced after the first token"
+    vars(request).update(output_ids=[A], params=SamplingParams())
+    drafter.propose(schedule)
+    assert request.num_certain_drafts == 3, "of a prompt they are known before it is committed"
 
 
 REQUESTS = [

@@ -1,1 +1,1 @@
-"""What ``infer workshop`` reads and shows: one module for exercises, one for the classroom. Introduced in phase 1b."""
+"""What ``infer workshop`` reads and shows: exercises, checks, and the classroom. Introduced in phase 1b."""

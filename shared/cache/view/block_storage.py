@@ -38,6 +38,10 @@ class BlockStorage(Protocol):
         """Store keys and values ``[T, Hkv, D]`` in ``slots``, int64 ``[T]``, with PyTorch's operations."""
         ...
 
+    def make_readable(self) -> None:
+        """Allocate what :meth:`read` needs; called once, before the first step."""
+        ...
+
     def read(self, layer: int, blocks: torch.Tensor) -> KeysAndValues:
         """Keys and values ``[n · block_size, Hkv, D]`` of int64 ``blocks [n]``, in the model's dtype, until the next
         call.
@@ -63,7 +67,8 @@ class PlainStorage:
         self.keys, self.values, self.num_bytes = blocks.keys, blocks.values, blocks.num_bytes
         self.layer_keys, self.layer_values = self.keys.unbind(0), self.values.unbind(0)
         self.arguments: Sequence[dict[str, Any]] = [{}] * config.num_layers
-        self.write, self.read, self.copy = blocks.write, blocks.read, blocks.copy
+        self.make_readable, self.read = blocks.make_readable, blocks.read
+        self.write, self.copy = blocks.write, blocks.copy
 
     @classmethod
     def of(cls, config: EngineConfig, model: CausalLM, sizes: PagedSizes) -> Self:
@@ -75,7 +80,7 @@ class StoredBlocks:
     """The tensors of a storage, and what PyTorch's operations do with them, in the dtype in which they are stored.
 
     The blocks of a sequence are read into a small buffer that all sequences and layers reuse: it stays in the
-    processor's caches, so this is faster than reading all sequences at once. The first read makes it.
+    processor's caches, so this is faster than reading all sequences at once.
     """
 
     def __init__(self, config: ModelConfig, sizes: PagedSizes, dtype: torch.dtype, device: torch.device | str) -> None:
@@ -90,18 +95,21 @@ class StoredBlocks:
         self.keys, self.values = (torch.empty(shape, dtype=dtype, device=device) for _ in range(2))
         self.rows = [memory.flatten(1, 2).flatten(2).unbind(0) for memory in (self.keys, self.values)]
         self.blocks = [memory.flatten(2).unbind(0) for memory in (self.keys, self.values)]
-        self.buffer_blocks, self.buffer = -(-sizes.max_seq_len // sizes.block_size), torch.empty(2, 0)
+        self.most_blocks = -(-sizes.max_seq_len // sizes.block_size)  # of a sequence
 
     def write(self, layer: int, k: torch.Tensor, v: torch.Tensor, slots: torch.Tensor) -> None:
         """See :class:`BlockStorage`."""
         for rows, new in zip(self.rows, (k, v), strict=True):
             rows[layer].index_copy_(0, slots, new.flatten(1))
 
+    def make_readable(self) -> None:
+        """See :class:`BlockStorage`."""
+        keys = self.blocks[0][0]
+        self.buffer = keys.new_empty(2, self.most_blocks, keys.shape[1])
+
     def read(self, layer: int, blocks: torch.Tensor) -> KeysAndValues:
         """See :class:`BlockStorage`."""
         keys, values = self.blocks[0][layer], self.blocks[1][layer]
-        if not self.buffer.numel():
-            self.buffer = keys.new_empty(2, self.buffer_blocks, keys.shape[1])
         k, v = self.buffer[:, : len(blocks)]
         torch.index_select(keys, 0, blocks, out=k)
         torch.index_select(values, 0, blocks, out=v)

@@ -51,7 +51,7 @@ class Fp8Storage:
         self.dtype = dtype
         self.blocks = StoredBlocks(config, sizes, torch.uint8, device)
         self.keys, self.values, self.num_bytes = self.blocks.keys, self.blocks.values, self.blocks.num_bytes
-        self.copy = self.blocks.copy
+        self.copy, self.make_readable = self.blocks.copy, self.blocks.make_readable
         self.layer_keys, self.layer_values = self.keys.unbind(0), self.values.unbind(0)
         if launches(self.keys) and generation(self.keys.device).has_fp8:
             self.layer_keys, self.layer_values = (

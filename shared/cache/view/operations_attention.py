@@ -33,6 +33,7 @@ class OperationsAttention(PagedAttentionProtocol):
     def __init__(self, storage: BlockStorage, backend: str) -> None:
         self.storage, self.block_size = storage, storage.keys.shape[2]
         self.operation = ATTENTION_BACKENDS[backend]
+        storage.make_readable()
 
     def receive(self, batch: Batch, layout: PagedLayout, sent: Mapping[str, torch.Tensor]) -> None:
         """See ``PagedAttentionProtocol``."""

@@ -15,7 +15,7 @@ from shared.engine.batch import Batch
 class Padding(Protocol):
     """Pads the arrays of a step to the step's bucket; without methods of its own it leaves them as they are."""
 
-    buckets: Any = None  # see :class:`shared.engine.captured_runner.BucketedView`
+    buckets: Any = None  # see :class:`shared.engine.executor.captured.BucketedView`
     paddings: Sequence[Batch] = ()
 
     def bucket_of(self, batch: Batch) -> Any:

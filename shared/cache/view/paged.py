@@ -123,5 +123,5 @@ class PagedView:
         return self.attention.attend(layer, q, about, self.step_attended)
 
     def advance(self) -> None:
-        """See :class:`shared.engine.captured_runner.BucketedView`."""
+        """See :class:`shared.engine.executor.captured.BucketedView`."""
         self.padding.advance(self.sent)

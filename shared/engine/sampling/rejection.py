@@ -2,7 +2,7 @@
 
 The plain draw takes the target's token in every row, and the scheduler keeps the drafts that equal it. This one draws
 only where no draft is left (:mod:`shared.sampling.rejection`): the answers are distributed as without drafts, but with
-the same seed they may be others. Greedy rows have one possible token, so they are sampled as ever.
+the same seed they may be others. Greedy rows have one possible token, so they are sampled as before.
 
 Invariant: a draft is accepted by the edited distribution, so one that a step refuses has the probability 0.
 """

@@ -27,7 +27,7 @@ from shared.scheduling.growth import grow, known_tokens, preempt
 from shared.scheduling.next_tokens import commit_next_tokens, grant_next_tokens, only_decoding
 from shared.scheduling.overlapped import has_block_for_each, must_know_ends
 from shared.scheduling.policies import share
-from shared.scheduling.prefix import count_prefix_hits, prefix_stats, without_waiting_for_blocks
+from shared.scheduling.prefix import count_prefix_hits, not_waiting_for_blocks, prefix_stats
 from shared.scheduling.schedule import Schedule
 from shared.scheduling.scheduler import Scheduler
 
@@ -57,15 +57,18 @@ class CompressingScheduler(Scheduler):
         elif held or must_know_ends(self):  # a request whose token is in flight must not be preempted
             return Schedule(self.num_steps)
         self.num_steps += 1
-        preempted = [*self.preempted, *grow(self, without(held, self.decoding()))]
+        decoding = without(held, self.decoding())
+        preempted = [*self.preempted, *grow(self, decoding)]
         self.preempted = []
-        if not preempted:
-            admitted = admit(self, without_waiting_for_blocks(self), known_tokens, self.pool.watermark_tokens)
-            count_prefix_hits(self, admitted)
-            for request in admitted:
-                self.compressed_at.pop(request, None)
+        ready = not_waiting_for_blocks(self)
+        admitted = [] if preempted else admit(self, ready, known_tokens, self.pool.watermark_tokens)
+        count_prefix_hits(self, admitted)
+        for request in admitted:
+            self.compressed_at.pop(request, None)
+        if preempted or admitted:
+            decoding = without(held, self.decoding())
         prompts = self.prefill.prompts(without(held, self.running.values()))
-        decoding, prompts = share(self, without(held, self.decoding()), prompts)
+        decoding, prompts = share(self, decoding, prompts)
         entries = self.prefill.fill(decoding, prompts)
         return Schedule(self.num_steps, entries, len(decoding), tuple(preempted))
 
@@ -86,7 +89,9 @@ class CompressingScheduler(Scheduler):
         return first if num_tokens < first else num_tokens + self.interval - (num_tokens - first) % self.interval
 
     def num_until_point(self, request: Request) -> int:
-        """The tokens that a request may compute next: those that it has, up to its next compression."""
+        """The tokens that a request may compute next: those that it has, up to its next compression. Other prompts get
+        the rest of the budget.
+        """
         start = request.num_scheduled_tokens
         return min(request.num_unscheduled_tokens, self.next_point(request, start) - start)
 

@@ -200,7 +200,7 @@ def observers_of(drafter: Drafter | None) -> list[MaskObserver]:
 
 
 def ids_of_guesses(max_sequences: int, most_logit_rows: int, device: torch.device) -> LastIds:
-    """The ids on the device, with guesses behind each logit row of a sequence."""
+    """The ids on the device, with guesses after each logit row of a sequence."""
     return LastIds(max_sequences, 1 + most_logit_rows * (most_logit_rows - 1), device)
 
 

@@ -53,11 +53,14 @@ class ChunkScheduler(Scheduler):
         elif must_know_ends(self):
             return Schedule(self.num_steps)
         self.num_steps += 1
-        preempted = grow(self, self.decoding())
-        if not preempted:
-            admitted = admit(self, self.candidates(), known_tokens, self.pool.watermark_tokens)
-            count_prefix_hits(self, admitted)
-        decoding, prompts = share(self, self.decoding(), self.prefill.prompts(self.running.values()))
+        decoding = self.decoding()
+        preempted = grow(self, decoding)
+        ready = self.candidates()
+        admitted = [] if preempted else admit(self, ready, known_tokens, self.pool.watermark_tokens)
+        count_prefix_hits(self, admitted)
+        if preempted or admitted:
+            decoding = self.decoding()
+        decoding, prompts = share(self, decoding, self.prefill.prompts(self.running.values()))
         entries = self.prefill.fill(decoding, prompts)
         return Schedule(self.num_steps, entries, len(decoding), tuple(preempted))
 
