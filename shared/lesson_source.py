@@ -106,9 +106,13 @@ def module_file(module: str) -> Path:
 
 
 def _unified_diff(old: Path, new: Path) -> Iterator[str]:
-    """Labelled by the last three parts of the paths."""
-    before, after = ("/".join(path.parts[-3:]) for path in (old, new))
-    yield from difflib.unified_diff(_lines(old), _lines(new), before, after, lineterm="")
+    """Labelled by the paths from ``phases`` or ``shared`` on."""
+    yield from difflib.unified_diff(_lines(old), _lines(new), _label(old), _label(new), lineterm="")
+
+
+def _label(path: Path) -> str:
+    begin = max(index for index, part in enumerate(path.parts) if part in ("phases", "shared"))
+    return "/".join(path.parts[begin:])
 
 
 def _lines(path: Path) -> list[str]:

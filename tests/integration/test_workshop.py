@@ -243,7 +243,7 @@ def test_the_interpreter_runs_the_text_of_a_kernel_that_the_workspace_gives(lear
     """The interpreter reads a kernel's source again: with its gaps filled it has to find the lines that ran."""
     learner.workshop("start", "03.1")
     code = (
-        "import shared.cli, torch; from shared.kernels import gated; from shared.ops.gated import swiglu\n"
+        "import shared.cli, torch; from shared.kernels.products import gated; from shared.ops.gated import swiglu\n"
         "gate, up = torch.randn(2, 33), torch.randn(2, 33)\n"
         "print(torch.allclose(gated.swiglu(gate, up), swiglu(gate, up), atol=1e-6))\n"
         "print(gated.gated_kernel.fn.__code__.co_filename)\n"
