@@ -27,7 +27,7 @@ from shared.scheduling.schedule import Schedule, Scheduled
 from shared.scheduling.scheduler import Scheduler
 from shared.scheduling.speculative import SpeculativeScheduler
 from shared.scheduling.static import StaticScheduler
-from shared.speculation.draft_model import DraftModel
+from shared.speculation.draft_model import NO_MASKS, DraftModel
 from shared.tracks.segments.pool import chunk_pool
 from shared.tracks.segments.registry import ChunkRegistry
 from shared.tracks.segments.scheduler import ChunkScheduler
@@ -234,6 +234,7 @@ class Followed(DraftModel):
     def __init__(self, config: EngineConfig, pair: PairedPool, runner: Any) -> None:
         self.config, self.pair, self.runner, self.distributions = config, pair, runner, {}
         self.pool: Any = pair.draft
+        self.masks, self.is_masked = NO_MASKS, False
         self.most_tokens, self.room = config.prefill_chunk_size, config.most_tokens_of_a_step(MAX_SEQ_LEN)
 
     def _run(self, schedule: Schedule, entries: Sequence[Scheduled], num_ahead: int) -> Any:
