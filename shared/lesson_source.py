@@ -106,13 +106,13 @@ def module_file(module: str) -> Path:
 
 
 def _unified_diff(old: Path, new: Path) -> Iterator[str]:
-    """Labelled by the paths from ``phases`` or ``shared`` on."""
+    """Labelled by the paths from ``phases`` or ``shared`` on, else by their last three parts."""
     yield from difflib.unified_diff(_lines(old), _lines(new), _label(old), _label(new), lineterm="")
 
 
 def _label(path: Path) -> str:
-    begin = max(index for index, part in enumerate(path.parts) if part in ("phases", "shared"))
-    return "/".join(path.parts[begin:])
+    begins = [index for index, part in enumerate(path.parts) if part in ("phases", "shared")]
+    return "/".join(path.parts[begins[-1] if begins else -3 :])
 
 
 def _lines(path: Path) -> list[str]:
