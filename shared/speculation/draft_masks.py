@@ -1,11 +1,11 @@
 """Masks of drafts: a draft model draws under the grammars of its requests. Introduced in phase 12.
 
 Without masks a draft model proposes what the grammar refuses, and the rest of its drafts is lost with that token. On a
-GPU its sampler finds the masks as the model's does, in rows of its own: they stand behind drafts, which may turn out
+GPU its sampler finds the masks as the model's does, in rows of its own: they follow drafts, which may turn out
 wrong, so all are forgotten when the next step is drafted. On a CPU the drafts are known here, and masks are made from
 them.
 
-Invariant: a draft is drawn from the tokens that its grammar allows behind the drafts before it. Not masked are drafts
+Invariant: a draft is drawn from the tokens that its grammar allows after the drafts before it. Not masked are drafts
 of a model with another number of logits, and on a GPU those of grammars whose tables are not there, or while
 ``min_tokens`` forbids the end.
 """

@@ -1,4 +1,4 @@
-"""Drafts that a grammar forces: the text behind which nothing else can stand. Introduced in phase 12.
+"""Drafts that a grammar forces: the text that must come next. Introduced in phase 12.
 
 Where a schema leaves one continuation, as behind the first letter of a long key, the text is known, and only its
 tokens are not: a model may spell it in several ways. So the text is tokenized, and its tokens are drafts as any other,

@@ -194,7 +194,7 @@ def test_the_tree_keeps_the_blocks_that_a_compressed_request_leaves() -> None:
     for num_tokens in range(29, 33):
         assert pool.reserve(first, num_tokens)
         commit(pool, step_of({first: 1}))
-    assert pool.extension.sharing.tree.num_blocks == 5, "nothing behind a compression enters the tree"
+    assert pool.extension.sharing.tree.num_blocks == 5, "nothing after a compression enters the tree"
     assert pool.length(first) == 16
     assert pool.audit_blocks() == []
 

@@ -1,22 +1,20 @@
 """Where the requests of a batch stand in their grammars, on the device that draws their tokens. Introduced in phase 12.
 
-A request's row is its row in the sampler's tables, as of the token counts
-(:mod:`shared.engine.sampling.penalty_tables`), and what a row holds is found out in the same way: it remembers the
-request and the number of outputs behind which it stands, and if these are not those of the request that samples
-next, the host walks the outputs and sends the configuration anew. So a new request, a preempted one, and a step that
-was interrupted and is repeated need no case of their own. Otherwise nothing is sent: the launch behind the draw
-moves the rows on.
+A request has the row that it has in the sampler's tables, as for the token counts
+(:mod:`shared.engine.sampling.penalty_tables`). Each row is tagged with its request and the number of its outputs. If
+the tag is not that of the request that samples next, the host replays the outputs and uploads the state. So a new
+request, a preempted one, and a step that was interrupted and is repeated need no case of their own. Otherwise nothing
+is sent: the launch after the draw advances the rows.
 
-Neither moves nor masks depend on logits. So they are launched on a stream of their own right behind the draw, before
+Neither advances nor masks depend on logits. So they are launched on a stream of their own right after the draw, before
 anything is known of the next step, and run beside its forward, whose programs go first where both wait for a
-multiprocessor. A row's mask stands in a place of its own, so the next step needs others only for the rows that are new
-in it.
+multiprocessor. Each row's mask has its own memory, so the next step computes others only for rows that are new in it.
 
-A request with drafts has a row for each number of them. Behind the draw each of these stands behind the token drawn
-there, and the next step goes on from the one with the accepted drafts.
+A request with drafts has a row for each number of them. The draw advances each by the token drawn there, and the next
+step continues from the row with the accepted drafts.
 
-Invariants: a row that is remembered stands behind exactly the first outputs of its request; while a draw changes a row,
-the row is forgotten; the mask of a row in ``masked`` is that of its configuration.
+Invariants: the state of a tagged row is that after exactly so many outputs of its request; while a draw changes a row,
+its tag is removed; the mask of a row in ``masked`` is that of its state.
 """
 
 from collections.abc import Callable, Sequence

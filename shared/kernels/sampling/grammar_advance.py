@@ -1,4 +1,4 @@
-"""The configuration behind a token, on the GPU that drew the token. Introduced in phase 12.
+"""The configuration after a token, on the GPU that drew the token. Introduced in phase 12.
 
 The next mask depends on the token that a step has just drawn, which the host sees a step later. So the configurations
 live on the device, and a launch behind the sampler moves them on. With drafts each position has a configuration: that
