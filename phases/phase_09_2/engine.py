@@ -102,11 +102,11 @@ class Engine(ServingEngine):
         (pack if config.pack_weights else fuse)(self.model)
         self.tokenizer = Tokenizer.load(folder)
         self.max_seq_len = config.sequence_limit(self.model.max_positions)
+        is_capturing = config.is_on("use_cuda_graphs") and self.model.device.type == "cuda"
+        make_runner = partial(Runner, executor=Captured if is_capturing else Eager, last_ids=LastIds)
         make_memory = MEMORY[config.kv_cache_backend or "paged"]
         self.pool, self.view = make_memory(config, self.model, self.max_seq_len)
         self.scheduler = SCHEDULERS[config.batching_mode or "continuous"](config, self.pool, self.max_seq_len)
-        is_capturing = config.is_on("use_cuda_graphs") and self.model.device.type == "cuda"
-        make_runner = partial(Runner, executor=Captured if is_capturing else Eager, last_ids=LastIds)
         self.runner = make_runner(self.model, self.view, self.pool.max_sequences)
         self.overlaps = is_capturing if config.overlap_scheduling is None else config.overlap_scheduling
         self.num_compressions = self.num_freed_blocks = 0
