@@ -43,7 +43,9 @@ from shared.kernels import NO_TRITON
 try:
     import triton
     import triton.language as tl
+    from triton.tools.tensor_descriptor import TensorDescriptor
 except ImportError:
+    TensorDescriptor = None
     triton = SimpleNamespace(__version__=None, jit=lambda kernel=None, **_: kernel or (lambda decorated: decorated))
     tl = SimpleNamespace(constexpr=lambda value: value)
 
@@ -61,6 +63,7 @@ class Generation:
     has_pdl: bool  # programmatic dependent launch
     shared_bytes: int  # the most shared memory of a program
     has_fp8: bool = False  # converts FP8 (e4m3) and multiplies it
+    copies_tiles: bool = False  # has an engine that copies tiles to shared memory, and memory for several large ones
 
 
 GENERATIONS = {  # by the compute capability from which on a GPU has this; Ampere is the first with bf16
@@ -68,8 +71,8 @@ GENERATIONS = {  # by the compute capability from which on a GPU has this; Amper
     (8, 6): Generation("Ampere", has_pdl=False, shared_bytes=99 * 1024),
     (8, 7): Generation("Ampere", has_pdl=False, shared_bytes=163 * 1024),
     (8, 9): Generation("Ada", has_pdl=False, shared_bytes=99 * 1024, has_fp8=True),
-    (9, 0): Generation("Hopper", has_pdl=True, shared_bytes=227 * 1024, has_fp8=True),
-    (10, 0): Generation("Blackwell", has_pdl=True, shared_bytes=227 * 1024, has_fp8=True),
+    (9, 0): Generation("Hopper", has_pdl=True, shared_bytes=227 * 1024, has_fp8=True, copies_tiles=True),
+    (10, 0): Generation("Blackwell", has_pdl=True, shared_bytes=227 * 1024, has_fp8=True, copies_tiles=True),
     (12, 0): Generation("Blackwell", has_pdl=True, shared_bytes=99 * 1024, has_fp8=True),
 }
 OLDEST_CAPABILITY = min(GENERATIONS)
@@ -161,6 +164,8 @@ def specializations(args: Iterable[Any]) -> list[Any]:
                 found.append((arg % 16 == 0, arg >= 2**63))
         elif kind in _BY_TYPE:
             found.append(kind)
+        elif kind is TensorDescriptor:
+            found.append((arg.base.dtype, *arg.block_shape))
         else:
             offset = arg.data_ptr() % 16
             found.append((arg.dtype, offset) if offset else arg.dtype)

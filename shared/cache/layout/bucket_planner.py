@@ -84,7 +84,9 @@ class BucketPlanner(AttentionPlanner):
         if bucket is None:
             return super().launches(num_tokens, num_sequences, num_decoding)
         prefill = None if bucket.is_decode else self.bucket_prefill_tiling(bucket)
-        return StepLaunches(bucket.num_sequences, 0, self.decode_tiling(bucket.num_sequences), prefill)
+        return StepLaunches(
+            bucket.num_sequences, 0, self.decode_tiling(bucket.num_sequences), prefill, is_captured=True
+        )
 
     def bucket_prefill_tiling(self, bucket: Bucket) -> PrefillTiling:
         """The tiling of the prompts of a mixed bucket: for one chunk that fills it."""

@@ -10,6 +10,7 @@ Invariant: plans are made for the lengths of the layout, which the kernels read;
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
@@ -18,7 +19,7 @@ from shared.attention.descriptor import AttentionPlan
 from shared.attention.plan import plan_decode, plan_prefill
 from shared.cache.layout.paged import PagedLayout
 from shared.cache.layout.slots import Integers
-from shared.kernels.attention.planned_tiling import DecodeTiling, PrefillTiling, decode_tiling, prefill_tiling
+from shared.kernels.attention.planned_tiling import DecodeTiling, PrefillTiling, can_copy, decode_tiling, prefill_tiling
 from shared.models.config import ModelConfig
 
 
@@ -36,6 +37,7 @@ class StepLaunches(NamedTuple):
     first_prompt: int  # the row from which those of the prompts are read
     decode: Any  # a DecodeTiling
     prefill: Any  # a PrefillTiling
+    is_captured: bool = False  # whether the launches serve other steps of these sizes too
 
 
 @dataclass(frozen=True)
@@ -52,6 +54,11 @@ class AttentionPlanner:
     """The plans of the last decoding sequences, by their lengths in whole tiles and the rows of the launch."""
     has_masks: bool = False  # whether new tokens may be mask tokens (phase 11.1)
 
+    @cached_property
+    def can_copy(self) -> bool:
+        """Whether the keys of prompts are copied; a model with mask tokens reads them from the blocks."""
+        return not self.has_masks and can_copy(self.itemsize, self.device)
+
     def decode_tiling(self, num_sequences: int) -> DecodeTiling:
         """The tiling of a decode step of ``num_sequences`` sequences."""
         return decode_tiling(num_sequences, self.config.num_kv_heads, self.config.head_dim, self.itemsize)
@@ -60,7 +67,7 @@ class AttentionPlanner:
         """The tiling of a prefill step of ``num_tokens`` new tokens."""
         config = self.config
         heads = (config.num_heads, config.num_kv_heads, config.head_dim)
-        return prefill_tiling(num_tokens, num_sequences, *heads, self.itemsize)
+        return prefill_tiling(num_tokens, num_sequences, *heads, self.itemsize, self.can_copy)
 
     def most_numbers(self, num_tokens: int, num_sequences: int) -> tuple[int, ...]:
         """Maximum length of each array of a plan, in the order of ``AttentionPlan.arrays``, for steps of this size."""

@@ -8,6 +8,7 @@ Invariant: that of :class:`shared.cache.view.paged_attention.PagedAttention`.
 """
 
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import partial
 from typing import Any, cast
 
@@ -28,9 +29,13 @@ from shared.engine.config import EngineConfig
 from shared.kernels.attention.planned_attention import planned_decode
 from shared.kernels.attention.planned_prefill import planned_prefill
 from shared.kernels.attention.planned_workspace import PlannedWorkspace
+from shared.kernels.attention.prompt_keys import PromptKeys
 from shared.kernels.launch import launches
 from shared.models.causal_lm import CausalLM
 from shared.models.config import ModelConfig
+
+ROWS_BETWEEN = 1024
+"""Rows of a copy of keys for the ends of sequences, beside those for the tokens of the longest."""
 
 
 class PlannedAttention:
@@ -53,6 +58,11 @@ class PlannedAttention:
         self.workspace = PlannedWorkspace.for_batches(
             sizes.max_sequences, *heads, planner.itemsize, storage.keys.device
         )
+        if planner.can_copy:
+            num_rows = max(sizes.max_tokens, sizes.max_seq_len) + ROWS_BETWEEN
+            keys = storage.keys
+            copied = PromptKeys.of(num_rows, config.num_kv_heads * config.head_dim, keys.dtype, keys.device)
+            self.workspace = replace(self.workspace, copied=copied)
         self.prompt_arguments: dict[str, Any] = {}  # more arguments of the prompts' launch (phase 11.1)
 
     def staged(self, is_decode: bool, max_tokens: int) -> Places:
@@ -79,18 +89,29 @@ class PlannedAttention:
         if not self.is_decode:
             self.prompts = sent["tables"], sent["prompt_table_starts"], sent["prompt_lengths"]
         self.launches = self.planner.launches(batch.num_tokens, len(batch), layout.num_decoding)
+        if self.workspace.copied is not None and self.launches.prefill is not None:
+            self.prompt_arguments["copies"] = self.copies(layout)
         self.plans = {
             (kind, window): DevicePlan.of(plan, [sent[name] for name in self.names[kind, window]])
             for kind, plans in cast(LayoutPlans, layout.extra).plans._asdict().items()
             for window, plan in plans.items()
         }
 
+    def copies(self, layout: PagedLayout) -> tuple[bool, bool]:
+        """Whether a step has prompts whose keys are copied, and others; a captured one may have both."""
+        tiling, copied, first = self.launches.prefill.copied, self.workspace.copied, layout.num_decoding
+        if tiling is None or copied is None:
+            return False, True
+        if self.launches.is_captured:
+            return True, True
+        return copied.copies(layout.num_new[first:], layout.lengths[first:], tiling.tile)
+
     def attend(self, layer: int, q: torch.Tensor, about: Scores, out: torch.Tensor | None) -> torch.Tensor:
         """See ``PagedAttentionProtocol``."""
         memory = (self.storage.layer_keys[layer], self.storage.layer_values[layer])
         window = about["window"]
         about = {**about, **self.storage.arguments[layer], "workspace": self.workspace}
-        n, first, decode, prefill = self.launches
+        n, first, decode, prefill, _ = self.launches
         if self.is_decode:
             return planned_decode(
                 q, *memory, *self.decoding, self.plans["decode", window], **about, tiling=decode, out=out

@@ -26,7 +26,7 @@ def add_tile(
     Args:
         queries: ``[ROWS, D]``.
         k, v: ``[TILE, D]``, finite also where they are masked.
-        is_visible: the attention mask; broadcasts to ``[ROWS, TILE]``.
+        is_visible: the attention mask; broadcasts to ``[ROWS, TILE]``. None: all keys are visible to all rows.
         maximum, total, weighted: ``[ROWS]`` of scores in base 2, ``[ROWS]``, ``[ROWS, D]``, relative to the maximum.
         scale, softcap: as :func:`in_base_2` gives them.
     """
@@ -43,9 +43,13 @@ def weigh(queries, k, is_visible, maximum, total, scale, softcap, HAS_SOFTCAP: t
     scores = tl.dot(queries, tl.trans(k), input_precision="ieee") * scale
     if HAS_SOFTCAP:  # cap · tanh(x), with exp(2x) = 2^scores by the launcher's choice of the scale
         scores = softcap * (1.0 - 2.0 / (tl.exp2(scores) + 1.0))
-    scores = tl.where(is_visible, scores, float("-inf"))
-    new_maximum = tl.maximum(maximum, tl.max(scores, 1))
-    base = tl.where(new_maximum == float("-inf"), 0.0, new_maximum)  # -inf - -inf is NaN
+    if is_visible is None:
+        new_maximum = tl.maximum(maximum, tl.max(scores, 1))
+        base = new_maximum
+    else:
+        scores = tl.where(is_visible, scores, float("-inf"))
+        new_maximum = tl.maximum(maximum, tl.max(scores, 1))
+        base = tl.where(new_maximum == float("-inf"), 0.0, new_maximum)  # -inf - -inf is NaN
     weights = tl.exp2(scores - base[:, None])
     kept = tl.exp2(maximum - base)
     return weights, kept, new_maximum, total * kept + tl.sum(weights, 1)

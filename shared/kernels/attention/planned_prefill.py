@@ -14,16 +14,18 @@ import torch
 
 from shared.attention.descriptor import DevicePlan
 from shared.kernels.attention.merge_states import merge_states
-from shared.kernels.attention.online_softmax import add_tile, in_base_2
-from shared.kernels.attention.paged_attention import NO_WINDOW, token_rows
+from shared.kernels.attention.online_softmax import in_base_2
+from shared.kernels.attention.paged_attention import NO_WINDOW
 from shared.kernels.attention.planned_attention import DOT_ROWS, attend_by_sequence
-from shared.kernels.attention.planned_tiling import PrefillTiling
+from shared.kernels.attention.planned_tiling import CopiedTiling, PrefillTiling
 from shared.kernels.attention.planned_workspace import PlannedWorkspace
-from shared.kernels.e4m3 import for_product, scale_of, widened
+from shared.kernels.attention.prompt_keys import LEAST_REQUESTS, PromptKeys, copy_keys, first_row_of
+from shared.kernels.attention.prompt_tiles import attend_to_keys
+from shared.kernels.e4m3 import for_product, scale_of
 from shared.kernels.launch import launch, launch_dependents, launches, next_power_of_two, tl, triton, wait_for_previous
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_requests"])
 def planned_prefill_kernel(
     q,
     keys,
@@ -34,6 +36,9 @@ def planned_prefill_kernel(
     k_scales,
     v_scales,
     num_masks,
+    copied,
+    num_requests,
+    num_rows,
     num_items,
     split_size,
     request_indices,
@@ -51,6 +56,8 @@ def planned_prefill_kernel(
     q_head_stride,
     HAS_SOFTCAP: tl.constexpr,
     HAS_MASKS: tl.constexpr,
+    HAS_COPIES: tl.constexpr,
+    IS_COPIED: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     HKV: tl.constexpr,
     GROUP: tl.constexpr,
@@ -58,15 +65,22 @@ def planned_prefill_kernel(
     D: tl.constexpr,
     ROWS: tl.constexpr,
     TILE: tl.constexpr,
+    COPIED_TILE: tl.constexpr,
+    REQUESTS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Program (i, j) computes item j for KV head i; the grid is (Hkv, capacity)."""
+    """Program (i, j) computes the j-th item from the last for KV head i; the grid is (Hkv, capacity). With HAS_COPIES
+    the items of requests whose keys are copied and those of the others are computed by two launches."""
     launch_dependents(PDL)
     wait_for_previous(PDL)
-    item = tl.program_id(1)
-    if item < tl.load(num_items):
+    item = tl.load(num_items) - 1 - tl.program_id(1)  # the last tiles of a prompt have the most keys: they begin first
+    request = tl.load(request_indices + item, mask=item >= 0, other=0)
+    is_computed = item >= 0
+    if HAS_COPIES:
+        key_row = first_row_of(request, lengths, query_indptr, num_requests, num_rows, COPIED_TILE, REQUESTS)
+        is_computed &= (key_row >= 0) == IS_COPIED
+    if is_computed:
         kv_head = tl.program_id(0)
-        request = tl.load(request_indices + item)
         query_tile = tl.load(query_tile_indices + item)
         kv_tile = tl.load(kv_tile_indices + item)
         size = tl.load(split_size)
@@ -82,46 +96,47 @@ def planned_prefill_kernel(
         row = (first_row + token).to(tl.int64)
         head = kv_head * GROUP + r % GROUP
         # The tile's keys: from the first token's first visible key to the last token's own.
-        first = tl.maximum(length - num_new + (0 if HAS_MASKS else first_token) + 1 - window, 0)
-        last = length - num_new + tl.minimum(first_token + TOKENS, num_new)
+        start = tl.maximum(length - num_new + (0 if HAS_MASKS else first_token) + 1 - window, 0) + kv_tile * size
+        end = tl.minimum(start + size, length - num_new + tl.minimum(first_token + TOKENS, num_new))
+        last, own = position, None
+        first = position - window + 1
         if HAS_MASKS:
-            # k mask tokens for each real one lie behind all real ones; a group sees its real token's keys, and its own.
+            # k mask tokens for each real one come after all real ones; a group sees its real token's keys, and its own.
             k_masks = tl.load(num_masks + request)
             num_real = num_new // (k_masks + 1)
-            behind = token - num_real
-            is_mask = behind >= 0
-            group = tl.where(is_mask, behind // tl.maximum(k_masks, 1), token)
-            last_real = length - num_new + group
-            first_own = tl.where(is_mask, length - num_new + num_real + group * k_masks, position + 1)
-            in_text = tl.where(is_mask, last_real + 1 + behind % tl.maximum(k_masks, 1), position)
-        start = first + kv_tile * size
-        end = tl.minimum(start + size, last)
-        tables += tl.load(table_starts + request)
+            after = token - num_real
+            is_mask = after >= 0
+            group = tl.where(is_mask, after // tl.maximum(k_masks, 1), token)
+            last = length - num_new + group
+            first = tl.where(is_mask, last + 1 + after % tl.maximum(k_masks, 1), position) - window + 1
+            own = (tl.where(is_mask, length - num_new + num_real + group * k_masks, position + 1), position)
         queries = tl.load(
             q + (row * q_row_stride + head * q_head_stride)[:, None] + d[None, :], mask=is_row[:, None], other=0.0
         )
         queries = for_product(queries, keys)
         scale *= scale_of(k_scales, kv_head, keys)
-        maximum = tl.full([ROWS], float("-inf"), tl.float32)
-        total = tl.zeros([ROWS], tl.float32)
-        weighted = tl.zeros([ROWS, D], tl.float32)
-        rows = token_rows(tables, start + tl.arange(0, TILE), end, kv_head, BLOCK_SIZE, HKV, D)
-        for tile in tl.range(start, end, TILE):
-            place = tile + tl.arange(0, TILE)
-            is_key = place < end
-            tokens = rows[:, None] + d[None, :]
-            rows = token_rows(tables, place + TILE, end, kv_head, BLOCK_SIZE, HKV, D)
-            k = widened(tl.load(keys + tokens, mask=is_key[:, None], other=0.0), queries.dtype)  # [TILE, D]
-            v = widened(tl.load(values + tokens, mask=is_key[:, None], other=0.0), queries.dtype)
-            if HAS_MASKS:
-                is_real = (place[None, :] <= last_real[:, None]) & (place[None, :] > in_text[:, None] - window)
-                is_own = (place[None, :] >= first_own[:, None]) & (place[None, :] <= position[:, None])
-                is_visible = is_real | is_own
-            else:
-                is_visible = (place[None, :] <= position[:, None]) & (place[None, :] > position[:, None] - window)
-            maximum, total, weighted = add_tile(
-                queries, k, v, is_visible & is_key[None, :], maximum, total, weighted, scale, softcap, HAS_SOFTCAP
-            )
+        if IS_COPIED:
+            source = (copied, key_row, num_rows + key_row, kv_head)
+        else:
+            source = (keys, values, tables + tl.load(table_starts + request), kv_head)
+        maximum, total, weighted = attend_to_keys(
+            queries,
+            source,
+            start,
+            end,
+            first,
+            last,
+            own,
+            scale,
+            softcap,
+            HAS_SOFTCAP,
+            IS_COPIED,
+            BLOCK_SIZE,
+            HKV,
+            ROWS,
+            D,
+            TILE,
+        )
         weighted *= scale_of(v_scales, kv_head, values)
         result = weighted / tl.where(total == 0.0, 1.0, total)[:, None]
 
@@ -150,6 +165,7 @@ def planned_prefill(
     v_scales: torch.Tensor | None = None,
     num_masks: torch.Tensor | None = None,
     tiling: PrefillTiling,
+    copies: tuple[bool, bool] = (True, True),
     workspace: PlannedWorkspace,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
@@ -164,6 +180,7 @@ def planned_prefill(
         num_masks: int32 ``[B]``, mask tokens for each real token of a sequence, fewer than the window; they lie behind
             its real ones (phase 11.1). The plan must have ``has_masks``. None: there are none. Kernels alone take it.
         tiling: from :func:`shared.kernels.attention.planned_tiling.prefill_tiling`.
+        copies: of a tiling that copies keys, whether there are requests whose keys are copied, and others.
         out: output buffer, ``[T, Hq, D]`` contiguous; None: allocated.
 
     Returns:
@@ -174,12 +191,13 @@ def planned_prefill(
     group = Hq // Hkv
     if out is None:
         out = torch.empty(T, Hq, D, dtype=q.dtype, device=q.device)
+    memory = (keys, values, tables, table_starts, lengths)
     if not launches(q):
         if num_masks is not None:
             raise ValueError("mask tokens need a GPU here; the op is shared.tracks.multi_token.ops.masked_attention")
-        memory = (keys, values, tables, table_starts.tolist(), lengths.tolist())
         num_new = plan.query_indptr.diff().tolist()
-        return attend_by_sequence(q, *memory, num_new, scale, window, softcap, out, k_scales, v_scales)
+        of_sequences = (*memory[:3], table_starts.tolist(), lengths.tolist(), num_new)
+        return attend_by_sequence(q, *of_sequences, scale, window, softcap, out, k_scales, v_scales)
     if T == 0:
         return out
     workspace.check(plan)
@@ -188,44 +206,57 @@ def planned_prefill(
             f"the plan is of {plan.num_rows} tokens in tiles of {plan.tokens_per_tile}, and there are {T} in tiles of "
             f"{tiling.tokens(group)}"
         )
-    launch(
-        planned_prefill_kernel,
-        (Hkv, plan.capacity),
-        q,
-        keys,
-        values,
-        tables,
-        table_starts,
-        lengths,
-        k_scales,
-        v_scales,
-        num_masks,
-        plan.num_items,
-        plan.split_size,
-        plan.request_indices,
-        plan.query_tile_indices,
-        plan.kv_tile_indices,
-        plan.query_indptr,
-        plan.output_indptr,
-        out,
-        workspace.partial,
-        workspace.partial_log,
-        *in_base_2(scale, softcap),
-        NO_WINDOW if window is None else window,
-        q.stride(0),
-        q.stride(1),
-        HAS_SOFTCAP=softcap is not None,
-        HAS_MASKS=num_masks is not None,
-        BLOCK_SIZE=block_size,
-        HKV=Hkv,
-        GROUP=group,
-        TOKENS=tiling.tokens(group),
-        D=D,
-        ROWS=max(DOT_ROWS, next_power_of_two(tiling.rows)),
-        TILE=tiling.tile,
-        num_warps=tiling.num_warps,
-        num_stages=tiling.num_stages,
-    )
+    window = NO_WINDOW if window is None else window
+    num_requests = len(plan.query_indptr) - 1
+    copied: PromptKeys | None = None
+    cuts: list[PrefillTiling | CopiedTiling] = [tiling]
+    if tiling.copied is not None and workspace.copied is not None and copies[0]:
+        copied, cuts = workspace.copied, [tiling.copied, tiling] if copies[1] else [tiling.copied]
+        copy_keys(*memory, plan.query_indptr, window, copied, tiling.copied.tile)
+    for cut in cuts:
+        is_copied = cut is not tiling
+        launch(
+            planned_prefill_kernel,
+            (Hkv, plan.capacity),
+            q,
+            *memory,
+            k_scales,
+            v_scales,
+            num_masks,
+            copied.tiles(cut.tile, D) if copied is not None and is_copied else None,
+            num_requests,
+            0 if copied is None else copied.num_rows,
+            plan.num_items,
+            plan.split_size,
+            plan.request_indices,
+            plan.query_tile_indices,
+            plan.kv_tile_indices,
+            plan.query_indptr,
+            plan.output_indptr,
+            out,
+            workspace.partial,
+            workspace.partial_log,
+            *in_base_2(scale, softcap),
+            window,
+            q.stride(0),
+            q.stride(1),
+            HAS_SOFTCAP=softcap is not None,
+            HAS_MASKS=num_masks is not None,
+            HAS_COPIES=copied is not None,
+            IS_COPIED=is_copied,
+            BLOCK_SIZE=block_size,
+            HKV=Hkv,
+            GROUP=group,
+            TOKENS=tiling.tokens(group),
+            D=D,
+            ROWS=max(DOT_ROWS, next_power_of_two(tiling.rows)),
+            TILE=cut.tile,
+            COPIED_TILE=cuts[0].tile,
+            REQUESTS=next_power_of_two(max(num_requests, LEAST_REQUESTS)),
+            num_warps=cut.num_warps,
+            num_stages=cut.num_stages,
+            **({"maxnreg": cut.maxnreg} if is_copied and cut.maxnreg else {}),
+        )
     if plan.is_split:
         merge_states(workspace.partial, workspace.partial_log, plan.output_indptr, out)
     return out

@@ -8,13 +8,13 @@ fit in ``PIPELINE_BYTES``; if the table's entry exceeds that, the pipeline is sh
 
 from dataclasses import dataclass, replace
 from functools import cache
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import torch
 
 from shared.attention.descriptor import Grid
 from shared.kernels.attention import paged_prefill
-from shared.kernels.launch import next_power_of_two, num_multiprocessors
+from shared.kernels.launch import generation, next_power_of_two, num_multiprocessors
 
 PIPELINE_BYTES = 96 * 1024  # bytes of loads in flight per program, for the smallest GPUs too
 
@@ -37,6 +37,15 @@ class DecodeTiling:
         return Grid(max(1, programs // num_kv_heads), self.tile, max(self.least_split, self.tile))
 
 
+class CopiedTiling(NamedTuple):
+    """The tiling of prefill where keys are copied in one piece (:mod:`shared.kernels.attention.prompt_keys`)."""
+
+    tile: int
+    num_warps: int
+    num_stages: int
+    maxnreg: int | None = None
+
+
 @dataclass(frozen=True)
 class PrefillTiling:
     """The tiling of prefill: rows of queries (token × group) and keys per tile."""
@@ -47,6 +56,7 @@ class PrefillTiling:
     num_stages: int
     programs_per_multiprocessor: int = 2
     least_split: int = 128
+    copied: CopiedTiling | None = None  # of keys that are copied first; None: they are read from the blocks
 
     def tokens(self, group: int) -> int:
         """New tokens per tile: whole tokens, so that all heads of a token have the same splits."""
@@ -76,6 +86,12 @@ FP8_TILINGS = {  # for many pairs: half the bytes come in half the time, so twic
 }
 
 
+LEAST_COPIED = 256
+"""New tokens of a step from which on the keys of prompts are copied; fewer are drafts to verify, or the end of a
+prompt."""
+COPIED_ROWS = 128
+
+
 def decode_tiling(num_sequences: int, num_kv_heads: int, head_dim: int, itemsize: int) -> DecodeTiling:
     """The tiling for batches of up to ``num_sequences``; keys have ``itemsize`` bytes per element."""
     few, many = DECODE_TILINGS[head_dim]
@@ -98,12 +114,31 @@ def fitted(tiling: AnyTiling, head_dim: int, itemsize: int) -> AnyTiling:
 
 
 def prefill_tiling(
-    num_new_tokens: int, num_sequences: int, num_heads: int, num_kv_heads: int, head_dim: int, itemsize: int
+    num_new_tokens: int,
+    num_sequences: int,
+    num_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    itemsize: int,
+    can_copy: bool = False,
 ) -> PrefillTiling:
-    """The tiling for a ragged batch with this total of new tokens: phase 6's tile, of whole tokens."""
+    """The tiling for a ragged batch with this total of new tokens: phase 6's tile, of whole tokens.
+
+    Args:
+        can_copy: whether keys may be copied first (:mod:`shared.kernels.attention.prompt_keys`).
+    """
     group = num_heads // num_kv_heads
     cut = paged_prefill.prefill_tiling(num_new_tokens * group, num_sequences, head_dim, itemsize)
-    return PrefillTiling(max(cut.rows, next_power_of_two(group)), cut.tile, cut.num_warps, cut.num_stages)
+    rows = max(cut.rows, next_power_of_two(group))
+    if can_copy and num_new_tokens >= LEAST_COPIED and num_new_tokens * group > 64 * num_sequences:
+        rows, copied = max(rows, COPIED_ROWS), CopiedTiling(64, 8, 2 if head_dim == 256 else 3, 128 if head_dim <= 64 else None)
+        return PrefillTiling(rows, cut.tile, 8 if head_dim >= 128 else 4, cut.num_stages, copied=copied)
+    return PrefillTiling(rows, cut.tile, cut.num_warps, cut.num_stages)
+
+
+def can_copy(itemsize: int, device: torch.device) -> bool:
+    """Whether copied keys are faster on a GPU: its copy engine and shared memory decide; fp32 uses no tensor cores."""
+    return itemsize <= 2 and device.type == "cuda" and generation(device).copies_tiles
 
 
 def max_states(

@@ -12,6 +12,7 @@ import torch
 
 from shared.attention.descriptor import DevicePlan
 from shared.kernels.attention.planned_tiling import max_states
+from shared.kernels.attention.prompt_keys import PromptKeys
 
 
 @dataclass(frozen=True)
@@ -21,6 +22,7 @@ class PlannedWorkspace:
     partial: torch.Tensor  # fp32 [states, Hq, D]
     partial_log: torch.Tensor  # fp32 [states, Hq], base 2
     counters: torch.Tensor  # int32 [B · Hkv], zero between launches
+    copied: PromptKeys | None = None  # prompts' keys in one piece; None: no tiling asks for them
 
     @classmethod
     def for_batches(

@@ -1,0 +1,201 @@
+"""Prompts' keys and values in one piece: copied out of the blocks once a layer. Introduced in phase 6.1.
+
+A program that attends to keys in blocks computes an address for each token and loads 16 bytes a thread. From Hopper on,
+a GPU has an engine that copies whole tiles of a matrix into shared memory while the tensor cores multiply (the *tensor
+memory accelerator*), but a tile of it is adjacent rows, and a block has too few. So the keys and values that prompts
+attend to are first copied into one matrix. Each of their tiles is then read by many programs, so the copy costs a few
+percent of what it saves (docs/PERFORMANCE.md).
+
+The matrix has ``num_rows`` rows for keys and as many for values, ``[2 · num_rows, Hkv · D]``. Each request with at
+least ``LEAST_NEW`` new tokens gets rows, in the order of the batch, as long as they last: one for each token of its
+sequence, up to whole tiles, and a tile of zeros, so that a tile that begins within a sequence never reaches the next.
+The keys of the others are read from the blocks, by a launch of their own. Copy and attention derive the rows from the
+lengths, so a captured step copies for any batch.
+
+Invariant: a row that is read is a token of the request itself, or zero.
+"""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from shared.kernels.attention.paged_attention import token_rows
+from shared.kernels.e4m3 import widened
+from shared.kernels.launch import (
+    TensorDescriptor,
+    launch,
+    launch_dependents,
+    next_power_of_two,
+    num_multiprocessors,
+    tl,
+    triton,
+    wait_for_previous,
+)
+
+LEAST_NEW = tl.constexpr(64)
+"""New tokens of a request for which its keys are copied: a copy reads and writes each once."""
+LEAST_REQUESTS = 64
+"""Requests that a program searches at once: one compiled kernel serves every smaller batch."""
+NUMBERS = 256
+"""Numbers of a token that a program of the copy moves at a time."""
+
+
+@dataclass(frozen=True)
+class PromptKeys:
+    """The matrix, on the device, in the dtype of the blocks, or in fp16 if they hold 8 bits."""
+
+    matrix: torch.Tensor  # [2 · num_rows, Hkv · D]; finite
+    descriptors: dict[tuple[int, int], Any] = field(default_factory=dict)  # by the tile and the head size
+
+    @classmethod
+    def of(cls, num_rows: int, num_numbers: int, dtype: torch.dtype, device: torch.device) -> "PromptKeys":
+        """For ``num_rows`` tokens of ``num_numbers`` = Hkv · D numbers, whose keys have ``dtype`` in the blocks."""
+        wide = dtype if dtype.itemsize > 1 else torch.float16
+        return cls(torch.zeros(2 * num_rows, num_numbers, dtype=wide, device=device))
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of keys; there are as many of values."""
+        return len(self.matrix) // 2
+
+    def copies(self, num_new: NDArray[np.int64], lengths: NDArray[np.int64], tile: int) -> tuple[bool, bool]:
+        """Whether there are requests whose keys are copied, and others.
+
+        Args:
+            num_new, lengths: ``[B]``, the new tokens and the tokens of each prompt's sequence.
+        """
+        counts = np.where(num_new >= LEAST_NEW.value, (-(-lengths // tile) + 1) * tile, 0)
+        is_copied = (counts > 0) & (counts.cumsum() <= self.num_rows)
+        return bool(is_copied.any()), not is_copied.all()
+
+    def tiles(self, tile: int, head_dim: int) -> Any:
+        """The descriptor by which kernels load tiles ``[tile, head_dim]``."""
+        found = self.descriptors.get((tile, head_dim))
+        if found is None:
+            found = self.descriptors[tile, head_dim] = TensorDescriptor.from_tensor(self.matrix, [tile, head_dim])
+        return found
+
+
+@triton.jit
+def num_rows_of(lengths, query_indptr, num_requests, TILE: tl.constexpr, REQUESTS: tl.constexpr):
+    """Rows of each of REQUESTS requests: 0 for those whose keys are not copied."""
+    b = tl.arange(0, REQUESTS)
+    is_request = b < num_requests
+    length = tl.load(lengths + b, mask=is_request, other=0)
+    num_new = tl.load(query_indptr + b + 1, mask=is_request, other=0)
+    num_new -= tl.load(query_indptr + b, mask=is_request, other=0)
+    return tl.where(num_new >= LEAST_NEW, (tl.cdiv(length, TILE) + 1) * TILE, 0)
+
+
+@triton.jit
+def first_row_of(
+    request,
+    lengths,
+    query_indptr,
+    num_requests,
+    num_rows,
+    TILE: tl.constexpr,
+    REQUESTS: tl.constexpr,
+):
+    """The row of a request's first token; -1 if its keys are not copied."""
+    counts = num_rows_of(lengths, query_indptr, num_requests, TILE, REQUESTS)
+    b = tl.arange(0, REQUESTS)
+    first = tl.sum(tl.where(b < request, counts, 0), 0)
+    count = tl.sum(tl.where(b == request, counts, 0), 0)
+    return tl.where((count > 0) & (first + count <= num_rows), first, -1)
+
+
+@triton.jit(do_not_specialize=["num_requests"])
+def copy_keys_kernel(
+    keys,
+    values,
+    tables,
+    table_starts,
+    lengths,
+    query_indptr,
+    matrix,
+    num_requests,
+    num_rows,
+    window,
+    BLOCK_SIZE: tl.constexpr,
+    HKV: tl.constexpr,
+    D: tl.constexpr,
+    TILE: tl.constexpr,
+    NUMBERS: tl.constexpr,
+    REQUESTS: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Program (i, j) copies every n-th tile of rows from the j-th on, columns i · NUMBERS to (i + 1) · NUMBERS."""
+    launch_dependents(PDL)
+    counts = num_rows_of(lengths, query_indptr, num_requests, TILE, REQUESTS)
+    ends = tl.cumsum(counts, 0)
+    b = tl.arange(0, REQUESTS)
+    column = tl.program_id(0) * NUMBERS + tl.arange(0, NUMBERS)
+    used = tl.max(tl.where(ends <= num_rows, ends, 0), 0)
+    wait_for_previous(PDL)
+    for row in tl.range(tl.program_id(1) * TILE, used, tl.num_programs(1) * TILE):
+        is_owner = (row < ends) & (row >= ends - counts)
+        request = tl.sum(tl.where(is_owner, b, 0), 0)
+        place = row - tl.sum(tl.where(is_owner, ends - counts, 0), 0) + tl.arange(0, TILE)
+        length = tl.load(lengths + request)
+        num_new = tl.load(query_indptr + request + 1) - tl.load(query_indptr + request)
+        first = tl.maximum(length - num_new + 1 - window, 0)  # the first key that a new token attends to
+        table = tables + tl.load(table_starts + request)
+        is_seen = (place >= first) & (place < length)
+        tokens = token_rows(table, place, length, 0, BLOCK_SIZE, HKV, D)[:, None] + column[None, :]
+        into = (row + tl.arange(0, TILE)).to(tl.int64)[:, None] * (HKV * D) + column[None, :]
+        dtype: tl.constexpr = matrix.dtype.element_ty
+        k = widened(tl.load(keys + tokens, mask=is_seen[:, None], other=0.0), dtype)
+        tl.store(matrix + into, k, mask=(place >= first)[:, None])
+        v = widened(tl.load(values + tokens, mask=is_seen[:, None], other=0.0), dtype)
+        tl.store(matrix + num_rows * (HKV * D) + into, v, mask=(place >= first)[:, None])
+
+
+def copy_keys(
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    tables: torch.Tensor,
+    table_starts: torch.Tensor,
+    lengths: torch.Tensor,
+    query_indptr: torch.Tensor,
+    window: int,
+    into: PromptKeys,
+    tile: int,
+) -> None:
+    """Copy the keys and values that prompts attend to, for tiles of ``tile`` tokens.
+
+    Args:
+        keys, values, tables, table_starts, lengths: as in
+            :func:`shared.kernels.attention.planned_prefill.planned_prefill`.
+        query_indptr: int32 ``[B + 1]``, where the new tokens of each request begin.
+        window: tokens that a new token attends to.
+    """
+    _, block_size, Hkv, D = keys.shape
+    num_numbers = D
+    while num_numbers * 2 <= NUMBERS and Hkv * D % (num_numbers * 2) == 0:
+        num_numbers *= 2
+    columns = Hkv * D // num_numbers
+    launch(
+        copy_keys_kernel,
+        (columns, max(1, 2 * num_multiprocessors(keys.device) // columns)),
+        keys,
+        values,
+        tables,
+        table_starts,
+        lengths,
+        query_indptr,
+        into.matrix,
+        len(query_indptr) - 1,
+        into.num_rows,
+        window,
+        BLOCK_SIZE=block_size,
+        HKV=Hkv,
+        D=D,
+        TILE=tile,
+        NUMBERS=num_numbers,
+        REQUESTS=next_power_of_two(max(len(query_indptr) - 1, LEAST_REQUESTS)),
+        num_warps=4,
+    )
