@@ -156,11 +156,7 @@ SHAPES: dict[str, dict[str, Any]] = {
         tie_word_embeddings=False,
     ),
     "tiny-gemma3": _gemma3(
-        **_sizes(72, 144, 8, 4),
-        **TINY,
-        num_key_value_heads=2,
-        query_pre_attn_scalar=24,
-        sliding_window=16,
+        **_sizes(72, 144, 8, 4), **TINY, num_key_value_heads=2, query_pre_attn_scalar=24, sliding_window=16
     ),
     # For several ranks: heads that 2 and 4 divide, KV heads replicated on 4, an odd vocabulary.
     "tiny-llama-ranks": _llama(

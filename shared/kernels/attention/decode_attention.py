@@ -200,13 +200,7 @@ class DecodeWorkspace:
 
     @classmethod
     def of(
-        cls,
-        num_sequences: int,
-        num_heads: int,
-        num_kv_heads: int,
-        head_dim: int,
-        capacity: int,
-        device: torch.device,
+        cls, num_sequences: int, num_heads: int, num_kv_heads: int, head_dim: int, capacity: int, device: torch.device
     ) -> Self:
         """A workspace for up to ``num_sequences`` sequences of up to ``capacity`` tokens each."""
         splits = choose_splits(num_sequences * num_kv_heads, capacity, head_dim, num_multiprocessors(device))

@@ -47,10 +47,7 @@ def merged_state(
         row = state.to(tl.int64)[:, None] * HQ + heads[None, :]  # [MERGED, ROWS]
         is_state = (state < end)[:, None] & is_head[None, :]
         parts = tl.load(
-            partial + row[:, :, None] * D + d[None, None, :],
-            mask=is_state[:, :, None],
-            other=0.0,
-            cache_modifier=".cg",
+            partial + row[:, :, None] * D + d[None, None, :], mask=is_state[:, :, None], other=0.0, cache_modifier=".cg"
         )  # [MERGED, ROWS, D]
         logs = tl.load(partial_log + row, mask=is_state, other=float("-inf"), cache_modifier=".cg")
         new_maximum = tl.maximum(maximum, logs)

@@ -9,18 +9,7 @@ from shared.kernels.launch import tl, triton
 
 
 @triton.jit
-def add_tile(
-    queries,
-    k,
-    v,
-    is_visible,
-    maximum,
-    total,
-    weighted,
-    scale,
-    softcap,
-    HAS_SOFTCAP: tl.constexpr,
-):
+def add_tile(queries, k, v, is_visible, maximum, total, weighted, scale, softcap, HAS_SOFTCAP: tl.constexpr):
     """Update the state of ROWS rows with TILE keys.
 
     Args:

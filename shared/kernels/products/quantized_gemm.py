@@ -207,13 +207,7 @@ def multiply_in_fp8(
         return multiply(values, weight, bias, residual, activation, cut, gpu, x_scales, x.dtype)
     scales = weight.scales.float().expand(N, 1).contiguous().t()
     y = torch._scaled_mm(
-        values,
-        weight.values.t(),
-        x_scales[:, None],
-        scales,
-        bias=bias,
-        out_dtype=x.dtype,
-        use_fast_accum=True,
+        values, weight.values.t(), x_scales[:, None], scales, bias=bias, out_dtype=x.dtype, use_fast_accum=True
     )
     return y if residual is None else y.add_(residual)
 

@@ -63,17 +63,7 @@ def bound_of(uniform):
 
 @triton.jit
 def load_score(
-    logits,
-    token_id,
-    vocabulary,
-    peak,
-    temperature,
-    farthest,
-    top_k_cut,
-    top_p_cut,
-    seed,
-    index,
-    STREAM: tl.constexpr,
+    logits, token_id, vocabulary, peak, temperature, farthest, top_k_cut, top_p_cut, seed, index, STREAM: tl.constexpr
 ):
     """The exact score of a token; -inf if it is removed."""
     i = tl.arange(0, 4)

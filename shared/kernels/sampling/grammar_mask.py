@@ -165,11 +165,7 @@ def grammar_mask(
 
 
 def _mask_by_numpy(
-    tokens: GrammarTokens,
-    rows: torch.Tensor,
-    slots: torch.Tensor,
-    words: torch.Tensor,
-    grammars: dict[int, TokenFSM],
+    tokens: GrammarTokens, rows: torch.Tensor, slots: torch.Tensor, words: torch.Tensor, grammars: dict[int, TokenFSM]
 ) -> None:
     ranks = tokens.ranks.numpy()
     for slot in slots.tolist():

@@ -50,11 +50,7 @@ def make_counters(num_rows: int, device: torch.device) -> torch.Tensor:
 
 
 def sample(
-    logits: torch.Tensor,
-    batch: SamplingBatch,
-    *,
-    stream: Stream = Stream.DRAW,
-    counters: torch.Tensor | None = None,
+    logits: torch.Tensor, batch: SamplingBatch, *, stream: Stream = Stream.DRAW, counters: torch.Tensor | None = None
 ) -> torch.Tensor:
     """:func:`shared.sampling.sampler.sample` with the same arguments, result and noise.
 
