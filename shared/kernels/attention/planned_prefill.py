@@ -13,13 +13,13 @@ state; an item past the plan's valid count returns at once.
 import torch
 
 from shared.attention.descriptor import DevicePlan
+from shared.kernels.attention.decode_attention import NO_WINDOW, in_base_2
 from shared.kernels.attention.merge_states import merge_states
-from shared.kernels.attention.online_softmax import add_tile, in_base_2
-from shared.kernels.attention.paged_attention import NO_WINDOW, token_rows
-from shared.kernels.attention.planned_attention import DOT_ROWS, attend_by_sequence
+from shared.kernels.attention.online_softmax import attend
+from shared.kernels.attention.paged_attention import attend_by_sequence, token_rows
+from shared.kernels.attention.planned_attention import DOT_ROWS
 from shared.kernels.attention.planned_tiling import PrefillTiling
 from shared.kernels.attention.planned_workspace import PlannedWorkspace
-from shared.kernels.e4m3 import for_product, scale_of, widened
 from shared.kernels.launch import launch, launch_dependents, launches, next_power_of_two, tl, triton, wait_for_previous
 
 
@@ -49,7 +49,6 @@ def planned_prefill_kernel(
     window,
     q_row_stride,
     q_head_stride,
-    HAS_SOFTCAP: tl.constexpr,
     HAS_MASKS: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     HKV: tl.constexpr,
@@ -84,6 +83,7 @@ def planned_prefill_kernel(
         # The tile's keys: from the first token's first visible key to the last token's own.
         first = tl.maximum(length - num_new + (0 if HAS_MASKS else first_token) + 1 - window, 0)
         last = length - num_new + tl.minimum(first_token + TOKENS, num_new)
+        seen, own = (position - window + 1, position), None
         if HAS_MASKS:
             # k mask tokens for each real one lie behind all real ones; a group sees its real token's keys, and its own.
             k_masks = tl.load(num_masks + request)
@@ -94,35 +94,28 @@ def planned_prefill_kernel(
             last_real = length - num_new + group
             first_own = tl.where(is_mask, length - num_new + num_real + group * k_masks, position + 1)
             in_text = tl.where(is_mask, last_real + 1 + behind % tl.maximum(k_masks, 1), position)
+            seen, own = (in_text - window + 1, last_real), (first_own, position)
         start = first + kv_tile * size
         end = tl.minimum(start + size, last)
         tables += tl.load(table_starts + request)
         queries = tl.load(
             q + (row * q_row_stride + head * q_head_stride)[:, None] + d[None, :], mask=is_row[:, None], other=0.0
         )
-        queries = for_product(queries, keys)
-        scale *= scale_of(k_scales, kv_head, keys)
-        maximum = tl.full([ROWS], float("-inf"), tl.float32)
-        total = tl.zeros([ROWS], tl.float32)
-        weighted = tl.zeros([ROWS, D], tl.float32)
-        rows = token_rows(tables, start + tl.arange(0, TILE), end, kv_head, BLOCK_SIZE, HKV, D)
-        for tile in tl.range(start, end, TILE):
-            place = tile + tl.arange(0, TILE)
-            is_key = place < end
-            tokens = rows[:, None] + d[None, :]
-            rows = token_rows(tables, place + TILE, end, kv_head, BLOCK_SIZE, HKV, D)
-            k = widened(tl.load(keys + tokens, mask=is_key[:, None], other=0.0), queries.dtype)  # [TILE, D]
-            v = widened(tl.load(values + tokens, mask=is_key[:, None], other=0.0), queries.dtype)
-            if HAS_MASKS:
-                is_real = (place[None, :] <= last_real[:, None]) & (place[None, :] > in_text[:, None] - window)
-                is_own = (place[None, :] >= first_own[:, None]) & (place[None, :] <= position[:, None])
-                is_visible = is_real | is_own
-            else:
-                is_visible = (place[None, :] <= position[:, None]) & (place[None, :] > position[:, None] - window)
-            maximum, total, weighted = add_tile(
-                queries, k, v, is_visible & is_key[None, :], maximum, total, weighted, scale, softcap, HAS_SOFTCAP
-            )
-        weighted *= scale_of(v_scales, kv_head, values)
+        cache = (keys, values, k_scales, v_scales)
+        maximum, total, weighted = attend(
+            queries,
+            cache,
+            kv_head,
+            start,
+            end,
+            token_rows,
+            (tables, kv_head, BLOCK_SIZE, HKV, D),
+            scale,
+            softcap,
+            TILE,
+            seen,
+            own,
+        )
         result = weighted / tl.where(total == 0.0, 1.0, total)[:, None]
 
         first_state = tl.load(output_indptr + row, mask=is_row, other=0)
@@ -191,30 +184,12 @@ def planned_prefill(
     launch(
         planned_prefill_kernel,
         (Hkv, plan.capacity),
-        q,
-        keys,
-        values,
-        tables,
-        table_starts,
-        lengths,
-        k_scales,
-        v_scales,
-        num_masks,
-        plan.num_items,
-        plan.split_size,
-        plan.request_indices,
-        plan.query_tile_indices,
-        plan.kv_tile_indices,
-        plan.query_indptr,
-        plan.output_indptr,
-        out,
-        workspace.partial,
-        workspace.partial_log,
+        *(q, keys, values, tables, table_starts, lengths, k_scales, v_scales, num_masks),
+        *(plan.num_items, plan.split_size, plan.request_indices, plan.query_tile_indices, plan.kv_tile_indices),
+        *(plan.query_indptr, plan.output_indptr, out, workspace.partial, workspace.partial_log),
         *in_base_2(scale, softcap),
         NO_WINDOW if window is None else window,
-        q.stride(0),
-        q.stride(1),
-        HAS_SOFTCAP=softcap is not None,
+        *(q.stride(0), q.stride(1)),
         HAS_MASKS=num_masks is not None,
         BLOCK_SIZE=block_size,
         HKV=Hkv,
