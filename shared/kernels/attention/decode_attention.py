@@ -58,31 +58,11 @@ PIPELINE_BYTES = 96 * 1024  # bytes of loads in flight per program, for the smal
 
 @triton.jit
 def decode_attention_kernel(
-    q,
-    keys,
-    values,
-    regions,
-    lengths,
-    out,
-    partial,
-    partial_max,
-    partial_sum,
-    counters,
-    scale,
-    softcap,
-    window,
-    q_row_stride,
-    q_head_stride,
-    region_stride,
-    head_stride,
-    HKV: tl.constexpr,
-    GROUP: tl.constexpr,
-    D: tl.constexpr,
-    ROWS: tl.constexpr,
-    TILE: tl.constexpr,
-    MERGED: tl.constexpr,
-    MERGED_ROWS: tl.constexpr,
-):
+    q, keys, values, regions, lengths, out, partial, partial_max, partial_sum, counters, scale, softcap, window,
+    q_row_stride, q_head_stride, region_stride, head_stride,
+    HKV: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr,
+    MERGED: tl.constexpr, MERGED_ROWS: tl.constexpr,
+):  # fmt: skip
     row = tl.program_id(0)  # one for each sequence and KV head
     sequence, kv_head = row // HKV, row % HKV
     start, end, num_used = keys_of_split(tl.load(lengths + sequence), window, TILE)
@@ -145,16 +125,9 @@ def load_queries(
 
 @triton.jit
 def store_split(
-    out,
-    states,
-    maximum,
-    total,
-    weighted,
-    num_used,
-    GROUP: tl.constexpr,
-    MERGED_ROWS: tl.constexpr,
-    MERGED: tl.constexpr,
-):
+    out, states, maximum, total, weighted, num_used,
+    GROUP: tl.constexpr, MERGED_ROWS: tl.constexpr, MERGED: tl.constexpr,
+):  # fmt: skip
     """Store the result of a KV head whose keys one program has read, or a state; the last of several merges these."""
     row, split, num_splits = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
     ROWS: tl.constexpr = weighted.shape[0]
@@ -179,17 +152,9 @@ def store_split(
 
 @triton.jit
 def merge(
-    partial,
-    partial_max,
-    partial_sum,
-    out,
-    states,
-    num_used,
-    GROUP: tl.constexpr,
-    D: tl.constexpr,
-    ROWS: tl.constexpr,
-    MERGED: tl.constexpr,
-):
+    partial, partial_max, partial_sum, out, states, num_used,
+    GROUP: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr, MERGED: tl.constexpr,
+):  # fmt: skip
     """Merge the states of one KV head, MERGED at a time, in order, and store the result."""
     g, d = tl.arange(0, ROWS), tl.arange(0, D)
     is_head = g < GROUP

@@ -12,20 +12,9 @@ from shared.kernels.launch import tl, triton
 
 @triton.jit
 def attend(
-    queries,
-    cache,
-    kv_head,
-    start,
-    end,
-    locate: tl.constexpr,
-    where,
-    scale,
-    softcap,
-    TILE: tl.constexpr,
-    seen=None,
-    own=None,
-    kept=None,
-):
+    queries, cache, kv_head, start, end,
+    locate: tl.constexpr, where, scale, softcap, TILE: tl.constexpr, seen=None, own=None, kept=None,
+):  # fmt: skip
     """Attend to the tokens ``start`` to ``end`` of a KV head: maximum, total and weighted values, as :func:`add_tile`.
 
     Args:

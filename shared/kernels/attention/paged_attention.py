@@ -50,33 +50,11 @@ def token_rows(place, end, table, kv_head, BLOCK_SIZE: tl.constexpr, HKV: tl.con
 
 @triton.jit
 def paged_attention_kernel(
-    q,
-    keys,
-    values,
-    tables,
-    table_starts,
-    lengths,
-    k_scales,
-    v_scales,
-    out,
-    partial,
-    partial_max,
-    partial_sum,
-    counters,
-    scale,
-    softcap,
-    window,
-    q_row_stride,
-    q_head_stride,
-    BLOCK_SIZE: tl.constexpr,
-    HKV: tl.constexpr,
-    GROUP: tl.constexpr,
-    D: tl.constexpr,
-    ROWS: tl.constexpr,
-    TILE: tl.constexpr,
-    MERGED: tl.constexpr,
-    MERGED_ROWS: tl.constexpr,
-):
+    q, keys, values, tables, table_starts, lengths, k_scales, v_scales, out, partial, partial_max, partial_sum,
+    counters, scale, softcap, window, q_row_stride, q_head_stride,
+    BLOCK_SIZE: tl.constexpr, HKV: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr,
+    TILE: tl.constexpr, MERGED: tl.constexpr, MERGED_ROWS: tl.constexpr,
+):  # fmt: skip
     row = tl.program_id(0)  # one for each sequence and KV head
     sequence, kv_head = row // HKV, row % HKV
     start, end, num_used = keys_of_split(tl.load(lengths + sequence), window, TILE)
@@ -138,16 +116,11 @@ def paged_attention(
         return out
     workspace.check(B)
     launch(
-        paged_attention_kernel,
-        (B * Hkv, workspace.num_splits),
-        *(q, keys, values, tables, table_starts, lengths, k_scales, v_scales, out),
-        *workspace.states,
-        *in_base_2(scale, softcap),
-        NO_WINDOW if window is None else window,
-        *(q.stride(0), q.stride(1)),
-        BLOCK_SIZE=block_size,
-        **split_options(TILINGS[D], Hq, Hkv, D, keys.element_size()),
-    )
+        paged_attention_kernel, (B * Hkv, workspace.num_splits),
+        q, keys, values, tables, table_starts, lengths, k_scales, v_scales, out, *workspace.states,
+        *in_base_2(scale, softcap), NO_WINDOW if window is None else window, q.stride(0), q.stride(1),
+        BLOCK_SIZE=block_size, **split_options(TILINGS[D], Hq, Hkv, D, keys.element_size()),
+    )  # fmt: skip
     return out
 
 

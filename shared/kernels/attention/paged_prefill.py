@@ -40,30 +40,11 @@ LEAST_SEQUENCES = 64
 
 @triton.jit(do_not_specialize=["num_sequences"])
 def paged_prefill_kernel(
-    q,
-    keys,
-    values,
-    tables,
-    table_starts,
-    lengths,
-    k_scales,
-    v_scales,
-    query_starts,
-    out,
-    num_sequences,
-    scale,
-    softcap,
-    window,
-    q_token_stride,
-    q_head_stride,
-    BLOCK_SIZE: tl.constexpr,
-    HKV: tl.constexpr,
-    GROUP: tl.constexpr,
-    D: tl.constexpr,
-    ROWS: tl.constexpr,
-    TILE: tl.constexpr,
-    SEQUENCES: tl.constexpr,
-):
+    q, keys, values, tables, table_starts, lengths, k_scales, v_scales, query_starts, out, num_sequences, scale,
+    softcap, window, q_token_stride, q_head_stride,
+    BLOCK_SIZE: tl.constexpr, HKV: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr,
+    TILE: tl.constexpr, SEQUENCES: tl.constexpr,
+):  # fmt: skip
     program, kv_head = tl.program_id(0), tl.program_id(1)
     b = tl.arange(0, SEQUENCES)
     first_tiles = tl.load(query_starts + b, mask=b < num_sequences, other=0) * GROUP // ROWS + b
@@ -89,18 +70,9 @@ def paged_prefill_kernel(
         end = tl.minimum(past + (first_row + ROWS - 1) // GROUP + 1, length)
         cache = (keys, values, k_scales, v_scales)
         _, total, weighted = attend(
-            queries,
-            cache,
-            kv_head,
-            start,
-            end,
-            token_rows,
-            (tables, kv_head, BLOCK_SIZE, HKV, D),
-            scale,
-            softcap,
-            TILE,
-            seen,
-        )
+            queries, cache, kv_head, start, end, token_rows, (tables, kv_head, BLOCK_SIZE, HKV, D), scale, softcap,
+            TILE, seen,
+        )  # fmt: skip
         outputs = (token_of_step * (HKV * GROUP) + head) * D
         tl.store(out + outputs[:, None] + d[None, :], weighted / total[:, None], mask=is_row[:, None])
 
@@ -166,20 +138,10 @@ def paged_prefill(
     group = Hq // Hkv
     tiling = prefill_tiling(T * group, B, D, q.element_size())
     launch(
-        paged_prefill_kernel,
-        (T * group // tiling.rows + B, Hkv),
-        *(q, keys, values, tables, table_starts, lengths, k_scales, v_scales, query_starts, out, B),
-        *in_base_2(scale, softcap),
-        NO_WINDOW if window is None else window,
-        *(q.stride(0), q.stride(1)),
-        BLOCK_SIZE=block_size,
-        HKV=Hkv,
-        GROUP=group,
-        D=D,
-        ROWS=tiling.rows,
-        TILE=tiling.tile,
-        SEQUENCES=next_power_of_two(max(B, LEAST_SEQUENCES)),
-        num_warps=tiling.num_warps,
-        num_stages=tiling.num_stages,
-    )
+        paged_prefill_kernel, (T * group // tiling.rows + B, Hkv),
+        q, keys, values, tables, table_starts, lengths, k_scales, v_scales, query_starts, out, B,
+        *in_base_2(scale, softcap), NO_WINDOW if window is None else window, q.stride(0), q.stride(1),
+        BLOCK_SIZE=block_size, HKV=Hkv, GROUP=group, D=D, ROWS=tiling.rows, TILE=tiling.tile,
+        SEQUENCES=next_power_of_two(max(B, LEAST_SEQUENCES)), num_warps=tiling.num_warps, num_stages=tiling.num_stages,
+    )  # fmt: skip
     return out

@@ -31,39 +31,12 @@ DOT_ROWS = 16  # rows of a tensor core's tile; fewer are padded
 
 @triton.jit
 def planned_decode_kernel(
-    q,
-    keys,
-    values,
-    tables,
-    table_starts,
-    lengths,
-    k_scales,
-    v_scales,
-    num_items,
-    split_size,
-    request_indices,
-    kv_tile_indices,
-    output_indptr,
-    out,
-    partial,
-    partial_log,
-    counters,
-    scale,
-    softcap,
-    window,
-    q_row_stride,
+    q, keys, values, tables, table_starts, lengths, k_scales, v_scales, num_items, split_size, request_indices,
+    kv_tile_indices, output_indptr, out, partial, partial_log, counters, scale, softcap, window, q_row_stride,
     q_head_stride,
-    BLOCK_SIZE: tl.constexpr,
-    HKV: tl.constexpr,
-    GROUP: tl.constexpr,
-    D: tl.constexpr,
-    ROWS: tl.constexpr,
-    TILE: tl.constexpr,
-    IS_ARRIVAL: tl.constexpr,
-    MERGED: tl.constexpr,
-    MERGED_ROWS: tl.constexpr,
-    PDL: tl.constexpr,
-):
+    BLOCK_SIZE: tl.constexpr, HKV: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr,
+    TILE: tl.constexpr, IS_ARRIVAL: tl.constexpr, MERGED: tl.constexpr, MERGED_ROWS: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     """Program (i, j) computes item j for KV head i; the grid is (Hkv, capacity)."""
     launch_dependents(PDL)
     kv_head, item = tl.program_id(0), tl.program_id(1)
@@ -167,26 +140,15 @@ def planned_decode(
     group = Hq // Hkv
     rows = next_power_of_two(group)
     launch(
-        planned_decode_kernel,
-        (Hkv, plan.capacity),
-        *(q, keys, values, tables, table_starts, lengths, k_scales, v_scales),
-        *(plan.num_items, plan.split_size, plan.request_indices, plan.kv_tile_indices, plan.output_indptr),
-        *(out, workspace.partial, workspace.partial_log, workspace.counters),
-        *in_base_2(scale, softcap),
-        NO_WINDOW if window is None else window,
-        *(q.stride(0), q.stride(1)),
-        BLOCK_SIZE=block_size,
-        HKV=Hkv,
-        GROUP=group,
-        D=D,
-        ROWS=max(DOT_ROWS, rows),
-        TILE=tiling.tile,
-        IS_ARRIVAL=tiling.is_arrival,
-        MERGED=max(1, tiling.merged_numbers // (rows * D)),
-        MERGED_ROWS=rows,
-        num_warps=tiling.num_warps,
-        num_stages=tiling.num_stages,
-    )
+        planned_decode_kernel, (Hkv, plan.capacity),
+        q, keys, values, tables, table_starts, lengths, k_scales, v_scales, plan.num_items, plan.split_size,
+        plan.request_indices, plan.kv_tile_indices, plan.output_indptr, out, workspace.partial, workspace.partial_log,
+        workspace.counters, *in_base_2(scale, softcap), NO_WINDOW if window is None else window, q.stride(0),
+        q.stride(1),
+        BLOCK_SIZE=block_size, HKV=Hkv, GROUP=group, D=D, ROWS=max(DOT_ROWS, rows), TILE=tiling.tile,
+        IS_ARRIVAL=tiling.is_arrival, MERGED=max(1, tiling.merged_numbers // (rows * D)), MERGED_ROWS=rows,
+        num_warps=tiling.num_warps, num_stages=tiling.num_stages,
+    )  # fmt: skip
     if not tiling.is_arrival and plan.is_split:
         merge_states(workspace.partial, workspace.partial_log, plan.output_indptr, out)
     return out

@@ -25,40 +25,12 @@ from shared.kernels.launch import launch, launch_dependents, launches, next_powe
 
 @triton.jit
 def planned_prefill_kernel(
-    q,
-    keys,
-    values,
-    tables,
-    table_starts,
-    lengths,
-    k_scales,
-    v_scales,
-    num_masks,
-    num_items,
-    split_size,
-    request_indices,
-    query_tile_indices,
-    kv_tile_indices,
-    query_indptr,
-    output_indptr,
-    out,
-    partial,
-    partial_log,
-    scale,
-    softcap,
-    window,
-    q_row_stride,
-    q_head_stride,
-    HAS_MASKS: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    HKV: tl.constexpr,
-    GROUP: tl.constexpr,
-    TOKENS: tl.constexpr,
-    D: tl.constexpr,
-    ROWS: tl.constexpr,
-    TILE: tl.constexpr,
-    PDL: tl.constexpr,
-):
+    q, keys, values, tables, table_starts, lengths, k_scales, v_scales, num_masks, num_items, split_size,
+    request_indices, query_tile_indices, kv_tile_indices, query_indptr, output_indptr, out, partial, partial_log, scale,
+    softcap, window, q_row_stride, q_head_stride,
+    HAS_MASKS: tl.constexpr, BLOCK_SIZE: tl.constexpr, HKV: tl.constexpr, GROUP: tl.constexpr, TOKENS: tl.constexpr,
+    D: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     """Program (i, j) computes item j for KV head i; the grid is (Hkv, capacity)."""
     launch_dependents(PDL)
     wait_for_previous(PDL)
@@ -103,19 +75,9 @@ def planned_prefill_kernel(
         )
         cache = (keys, values, k_scales, v_scales)
         maximum, total, weighted = attend(
-            queries,
-            cache,
-            kv_head,
-            start,
-            end,
-            token_rows,
-            (tables, kv_head, BLOCK_SIZE, HKV, D),
-            scale,
-            softcap,
-            TILE,
-            seen,
-            own,
-        )
+            queries, cache, kv_head, start, end, token_rows, (tables, kv_head, BLOCK_SIZE, HKV, D), scale, softcap,
+            TILE, seen, own,
+        )  # fmt: skip
         result = weighted / tl.where(total == 0.0, 1.0, total)[:, None]
 
         first_state = tl.load(output_indptr + row, mask=is_row, other=0)
@@ -182,25 +144,15 @@ def planned_prefill(
             f"{tiling.tokens(group)}"
         )
     launch(
-        planned_prefill_kernel,
-        (Hkv, plan.capacity),
-        *(q, keys, values, tables, table_starts, lengths, k_scales, v_scales, num_masks),
-        *(plan.num_items, plan.split_size, plan.request_indices, plan.query_tile_indices, plan.kv_tile_indices),
-        *(plan.query_indptr, plan.output_indptr, out, workspace.partial, workspace.partial_log),
-        *in_base_2(scale, softcap),
-        NO_WINDOW if window is None else window,
-        *(q.stride(0), q.stride(1)),
-        HAS_MASKS=num_masks is not None,
-        BLOCK_SIZE=block_size,
-        HKV=Hkv,
-        GROUP=group,
-        TOKENS=tiling.tokens(group),
-        D=D,
-        ROWS=max(DOT_ROWS, next_power_of_two(tiling.rows)),
-        TILE=tiling.tile,
-        num_warps=tiling.num_warps,
+        planned_prefill_kernel, (Hkv, plan.capacity),
+        q, keys, values, tables, table_starts, lengths, k_scales, v_scales, num_masks, plan.num_items, plan.split_size,
+        plan.request_indices, plan.query_tile_indices, plan.kv_tile_indices, plan.query_indptr, plan.output_indptr, out,
+        workspace.partial, workspace.partial_log, *in_base_2(scale, softcap), NO_WINDOW if window is None else window,
+        q.stride(0), q.stride(1),
+        HAS_MASKS=num_masks is not None, BLOCK_SIZE=block_size, HKV=Hkv, GROUP=group, TOKENS=tiling.tokens(group), D=D,
+        ROWS=max(DOT_ROWS, next_power_of_two(tiling.rows)), TILE=tiling.tile, num_warps=tiling.num_warps,
         num_stages=tiling.num_stages,
-    )
+    )  # fmt: skip
     if plan.is_split:
         merge_states(workspace.partial, workspace.partial_log, plan.output_indptr, out)
     return out

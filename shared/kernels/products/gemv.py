@@ -85,24 +85,10 @@ def load_x(x, m, k, num_rows, x_stride, K: tl.constexpr):
 
 @triton.jit
 def gemv_kernel(
-    x,
-    weight,
-    bias,
-    norm_weight,
-    residual,
-    out,
-    num_rows,
-    N,
-    x_stride,
-    residual_stride,
-    eps,
-    K: tl.constexpr,
-    OFFSET: tl.constexpr,
-    ACTIVATION: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
+    x, weight, bias, norm_weight, residual, out, num_rows, N, x_stride, residual_stride, eps,
+    K: tl.constexpr, OFFSET: tl.constexpr, ACTIVATION: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     PDL: tl.constexpr,
-):
+):  # fmt: skip
     """Program i computes columns i · BLOCK_N … of all rows of ``out [num_rows, N]``; the grid is ceil(N / BLOCK_N).
 
     With an activation W is ``[2N, K]``: row n gives the gate of column n, row N + n its up value.
@@ -163,23 +149,10 @@ def gemv_kernel(
 
 @triton.jit
 def skinny_kernel(
-    x,
-    weight,
-    bias,
-    residual,
-    out,
-    num_rows,
-    N,
-    x_stride,
-    residual_stride,
-    K: tl.constexpr,
-    ACTIVATION: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    ROWS: tl.constexpr,
-    PREFETCHED: tl.constexpr,
-    PDL: tl.constexpr,
-):
+    x, weight, bias, residual, out, num_rows, N, x_stride, residual_stride,
+    K: tl.constexpr, ACTIVATION: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, ROWS: tl.constexpr,
+    PREFETCHED: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     """As :func:`gemv_kernel`, for up to ROWS rows of x together, on the tensor cores (fp32: without them), no norm."""
     launch_dependents(PDL)
     m = tl.arange(0, ROWS)
@@ -287,19 +260,8 @@ def _launch(
     else:
         norm_weight, eps, offset = (None, 0.0, 0.0) if norm is None else (norm.weight, norm.eps, norm.offset)
         launch(
-            gemv_kernel,
-            grid,
-            x,
-            weight,
-            bias,
-            norm_weight,
-            residual,
-            out,
-            T,
-            N,
-            *strides,
-            eps,
-            **options,
-            OFFSET=offset,
-        )
+            gemv_kernel, grid,
+            x, weight, bias, norm_weight, residual, out, T, N, *strides, eps,
+            **options, OFFSET=offset,
+        )  # fmt: skip
     return out

@@ -43,19 +43,9 @@ def load_x(rows, is_row, k, K: tl.constexpr, BLOCK: tl.constexpr):
 
 @triton.jit
 def add_product(
-    y,
-    rows,
-    is_row,
-    low,
-    high,
-    scales,
-    zeros,
-    start,
-    WIDTH: tl.constexpr,
-    PER_GROUP: tl.constexpr,
-    BITS: tl.constexpr,
-    BLOCK_B: tl.constexpr,
-):
+    y, rows, is_row, low, high, scales, zeros, start,
+    WIDTH: tl.constexpr, PER_GROUP: tl.constexpr, BITS: tl.constexpr, BLOCK_B: tl.constexpr,
+):  # fmt: skip
     """``y + W xᵀ`` of a tile of W and columns of x; scaled, unless a scale belongs to a row. PER_GROUP: in bytes."""
     tile = load_weights(rows, is_row, start + tl.arange(0, BLOCK_B), WIDTH, BLOCK_B)
     group = start // PER_GROUP
@@ -75,30 +65,10 @@ def add_product(
 
 @triton.jit
 def quantized_gemm_kernel(
-    x,
-    x_scales,
-    values,
-    scales,
-    zeros,
-    bias,
-    residual,
-    out,
-    num_rows,
-    N,
-    x_stride,
-    residual_stride,
-    rows_per_scale,
-    K: tl.constexpr,
-    GROUP: tl.constexpr,
-    BITS: tl.constexpr,
-    RUN: tl.constexpr,
-    ACTIVATION: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    PREFETCHED: tl.constexpr,
-    PDL: tl.constexpr,
-):
+    x, x_scales, values, scales, zeros, bias, residual, out, num_rows, N, x_stride, residual_stride, rows_per_scale,
+    K: tl.constexpr, GROUP: tl.constexpr, BITS: tl.constexpr, RUN: tl.constexpr, ACTIVATION: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PREFETCHED: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     """A program computes ``out [num_rows, N]`` for BLOCK_M rows and BLOCK_N columns; the grid has one for each block.
 
     x_scales: one for each row of x, if x is FP8. With an activation W is ``[2N, K]``, as in ``gemv_kernel``.

@@ -124,27 +124,10 @@ def part_sums(tile, low, high, zeros, BITS: tl.constexpr, PARTS: tl.constexpr):
 
 @triton.jit
 def quantized_gemv_kernel(
-    x,
-    values,
-    scales,
-    zeros,
-    bias,
-    norm_weight,
-    residual,
-    out,
-    N,
-    rows_per_scale,
-    eps,
-    K: tl.constexpr,
-    GROUP: tl.constexpr,
-    BITS: tl.constexpr,
-    RUN: tl.constexpr,
-    OFFSET: tl.constexpr,
-    ACTIVATION: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    PDL: tl.constexpr,
-):
+    x, values, scales, zeros, bias, norm_weight, residual, out, N, rows_per_scale, eps,
+    K: tl.constexpr, GROUP: tl.constexpr, BITS: tl.constexpr, RUN: tl.constexpr, OFFSET: tl.constexpr,
+    ACTIVATION: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     """Program i computes columns i · BLOCK_N … of ``out [1, N]``; the grid is ceil(N / BLOCK_N).
 
     GROUP: columns that share a scale. With an activation W is ``[2N, K]``, as in ``gemv_kernel``.
@@ -327,28 +310,11 @@ def _launch(
     out = x.new_empty(1, N)
     norm_weight, eps, offset = (None, 0.0, 0.0) if norm is None else (norm.weight, norm.eps, norm.offset)
     launch(
-        quantized_gemv_kernel,
-        (-(-N // cut.block_n),),
-        x,
-        stored(weight, gpu) if weight.bits == 8 else weight.values.view(torch.int32),
-        weight.scales,
-        weight.zeros,
-        bias,
-        norm_weight,
-        residual,
-        out,
-        N,
-        weight.rows_per_scale,
-        eps,
-        K=K,
-        GROUP=weight.columns_per_scale,
-        BITS=weight.bits,
-        RUN=weight.run,
-        OFFSET=offset,
-        ACTIVATION=None if activation is None else ACTIVATIONS[activation][0],
-        BLOCK_N=cut.block_n,
-        BLOCK_K=cut.block_k,
-        num_warps=cut.num_warps,
-        num_stages=cut.num_stages,
-    )
+        quantized_gemv_kernel, (-(-N // cut.block_n),),
+        x, stored(weight, gpu) if weight.bits == 8 else weight.values.view(torch.int32), weight.scales, weight.zeros,
+        bias, norm_weight, residual, out, N, weight.rows_per_scale, eps,
+        K=K, GROUP=weight.columns_per_scale, BITS=weight.bits, RUN=weight.run, OFFSET=offset,
+        ACTIVATION=None if activation is None else ACTIVATIONS[activation][0], BLOCK_N=cut.block_n, BLOCK_K=cut.block_k,
+        num_warps=cut.num_warps, num_stages=cut.num_stages,
+    )  # fmt: skip
     return out

@@ -58,32 +58,12 @@ def add_step(y, tile, low, high, scale, zero, GROUPS: tl.constexpr, BITS: tl.con
 
 @triton.jit(do_not_specialize=["num_rows"])
 def quantized_rows_kernel(
-    x,
-    values,
-    scales,
-    zeros,
-    bias,
-    residual,
-    out,
-    partial,
-    counters,
-    num_rows,
-    N,
-    x_stride,
-    residual_stride,
+    x, values, scales, zeros, bias, residual, out, partial, counters, num_rows, N, x_stride, residual_stride,
     rows_per_scale,
-    K: tl.constexpr,
-    GROUP: tl.constexpr,
-    BITS: tl.constexpr,
-    ACTIVATION: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    SPLITS: tl.constexpr,
-    STEPS: tl.constexpr,
-    PREFETCHED: tl.constexpr,
-    WARPS: tl.constexpr,
+    K: tl.constexpr, GROUP: tl.constexpr, BITS: tl.constexpr, ACTIVATION: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr, SPLITS: tl.constexpr, STEPS: tl.constexpr, PREFETCHED: tl.constexpr, WARPS: tl.constexpr,
     PDL: tl.constexpr,
-):
+):  # fmt: skip
     """Program (i, j) computes columns i · BLOCK_N … of ``out [num_rows, N]`` for up to BLOCK_M rows, from part j of K.
 
     The bytes of W travel through shared memory as they are, many tiles ahead, and each thread takes from there what it
@@ -212,33 +192,12 @@ def multiply_rows(
         partial = torch.empty(kinds * cut.splits * blocks_n * cut.block_n * cut.block_m, device=x.device)
         counters = arrivals(x.device)
     launch(
-        quantized_rows_kernel,
-        (blocks_n, cut.splits),
-        x,
-        values,
-        weight.scales,
-        weight.zeros,
-        bias,
-        residual,
-        out,
-        partial,
-        counters,
-        T,
-        N,
-        x.stride(0),
-        0 if residual is None else residual.stride(0),
-        weight.rows_per_scale,
-        K=K,
-        GROUP=weight.columns_per_scale,
-        BITS=weight.bits,
-        ACTIVATION=None if activation is None else ACTIVATIONS[activation][0],
-        BLOCK_M=cut.block_m,
-        BLOCK_N=cut.block_n,
-        SPLITS=cut.splits,
-        STEPS=cut.block_k // STEP,
-        PREFETCHED=cut.prefetched,
-        WARPS=cut.num_warps,
-        num_warps=cut.num_warps,
-        num_stages=cut.num_stages,
-    )
+        quantized_rows_kernel, (blocks_n, cut.splits),
+        x, values, weight.scales, weight.zeros, bias, residual, out, partial, counters, T, N, x.stride(0),
+        0 if residual is None else residual.stride(0), weight.rows_per_scale,
+        K=K, GROUP=weight.columns_per_scale, BITS=weight.bits,
+        ACTIVATION=None if activation is None else ACTIVATIONS[activation][0], BLOCK_M=cut.block_m, BLOCK_N=cut.block_n,
+        SPLITS=cut.splits, STEPS=cut.block_k // STEP, PREFETCHED=cut.prefetched, WARPS=cut.num_warps,
+        num_warps=cut.num_warps, num_stages=cut.num_stages,
+    )  # fmt: skip
     return out

@@ -46,20 +46,9 @@ class KeptTokens:
 
 @triton.jit
 def cell_rows(
-    place,
-    end,
-    table,
-    count,
-    first_number,
-    packed_slots,
-    layer,
-    kv_head,
-    num_blocks,
-    LAYERS: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    HKV: tl.constexpr,
-    D: tl.constexpr,
-):
+    place, end, table, count, first_number, packed_slots, layer, kv_head, num_blocks,
+    LAYERS: tl.constexpr, BLOCK_SIZE: tl.constexpr, HKV: tl.constexpr, D: tl.constexpr,
+):  # fmt: skip
     """Offsets in the whole KV cache, int64, of a head's tokens ``place``, masked by ``end``; ``count`` are packed."""
     PLACES: tl.constexpr = BLOCK_SIZE * HKV
     number, slot = (first_number + place).to(tl.uint32), (packed_slots + place - count).to(tl.uint32)
@@ -74,38 +63,11 @@ def cell_rows(
 
 @triton.jit
 def condensed_attention_kernel(
-    q,
-    keys,
-    values,
-    tables,
-    table_starts,
-    lengths,
-    rows,
-    ends,
-    masks,
-    out,
-    partial,
-    partial_max,
-    partial_sum,
-    counters,
-    scale,
-    softcap,
-    window,
-    layer,
-    num_blocks,
-    mask_bytes,
-    q_row_stride,
-    q_head_stride,
-    LAYERS: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    HKV: tl.constexpr,
-    GROUP: tl.constexpr,
-    D: tl.constexpr,
-    ROWS: tl.constexpr,
-    TILE: tl.constexpr,
-    MERGED: tl.constexpr,
-    MERGED_ROWS: tl.constexpr,
-):
+    q, keys, values, tables, table_starts, lengths, rows, ends, masks, out, partial, partial_max, partial_sum, counters,
+    scale, softcap, window, layer, num_blocks, mask_bytes, q_row_stride, q_head_stride,
+    LAYERS: tl.constexpr, BLOCK_SIZE: tl.constexpr, HKV: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr,
+    ROWS: tl.constexpr, TILE: tl.constexpr, MERGED: tl.constexpr, MERGED_ROWS: tl.constexpr,
+):  # fmt: skip
     row = tl.program_id(0)  # one for each sequence and KV head
     sequence, kv_head = row // HKV, row % HKV
     of_pool = tl.load(rows + sequence).to(tl.int64)
@@ -125,18 +87,11 @@ def condensed_attention_kernel(
         kept = None if masks is None else (masks, covered)
         cache = (keys, values, None, None)
         maximum, total, weighted = attend(
-            queries,
-            cache,
-            kv_head,
-            start,
-            end,
-            cell_rows,
-            (table, count, first_number, packed_slots, layer, kv_head, num_blocks, LAYERS, BLOCK_SIZE, HKV, D),
-            scale,
-            softcap,
-            TILE,
+            queries, cache, kv_head, start, end, cell_rows,
+            (table, count, first_number, packed_slots, layer, kv_head, num_blocks, LAYERS, BLOCK_SIZE, HKV, D), scale,
+            softcap, TILE,
             kept=kept,
-        )
+        )  # fmt: skip
         states = (partial, partial_max, partial_sum, counters)
         store_split(out, states, maximum, total, weighted, num_used, GROUP, MERGED_ROWS, MERGED)
 
@@ -176,16 +131,10 @@ def condensed_attention(
     num_layers, num_blocks, block_size, Hkv, _ = keys.shape
     workspace.check(B)
     launch(
-        condensed_attention_kernel,
-        (B * Hkv, workspace.num_splits),
-        *(q, keys, values, tables, table_starts, lengths, rows, kept.ends, kept.masks, out),
-        *workspace.states,
-        *in_base_2(scale, softcap),
-        NO_WINDOW if window is None else window,
-        *(layer, num_blocks, 0 if kept.masks is None else kept.masks.shape[-1]),
-        *(q.stride(0), q.stride(1)),
-        LAYERS=num_layers,
-        BLOCK_SIZE=block_size,
-        **split_options(TILINGS[D], Hq, Hkv, D, keys.element_size()),
-    )
+        condensed_attention_kernel, (B * Hkv, workspace.num_splits),
+        q, keys, values, tables, table_starts, lengths, rows, kept.ends, kept.masks, out, *workspace.states,
+        *in_base_2(scale, softcap), NO_WINDOW if window is None else window, layer, num_blocks,
+        0 if kept.masks is None else kept.masks.shape[-1], q.stride(0), q.stride(1),
+        LAYERS=num_layers, BLOCK_SIZE=block_size, **split_options(TILINGS[D], Hq, Hkv, D, keys.element_size()),
+    )  # fmt: skip
     return out
