@@ -84,6 +84,25 @@ def load_x(x, m, k, num_rows, x_stride, K: tl.constexpr):
 
 
 @triton.jit
+def store_product(y, up, out, bias, residual, m, n, num_rows, N, residual_stride, ACTIVATION: tl.constexpr):
+    """Store ``activation(y + b) + residual`` in rows m and columns n of ``out [num_rows, N]``.
+
+    ``up``: of the same columns, if there is an activation. m and n broadcast to the shape of y.
+    """
+    is_column = n < N
+    if bias is not None:
+        y += tl.load(bias + n, mask=is_column, other=0.0).to(tl.float32)
+    if ACTIVATION is not None:
+        if bias is not None:
+            up += tl.load(bias + N + n, mask=is_column, other=0.0).to(tl.float32)
+        y = gated.gated_activation(y, up, ACTIVATION)
+    inside = (m < num_rows) & is_column
+    if residual is not None:
+        y += tl.load(residual + m * residual_stride + n, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out + m * N + n, y, mask=inside)
+
+
+@triton.jit
 def gemv_kernel(
     x, weight, bias, norm_weight, residual, out, num_rows, N, x_stride, residual_stride, eps,
     K: tl.constexpr, OFFSET: tl.constexpr, ACTIVATION: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
@@ -135,16 +154,8 @@ def gemv_kernel(
                 up_products += h[None, :] * load_weights(up_rows, is_row, start + k, K, BLOCK_K).to(tl.float32)
         # end exercise
         y = tl.sum(products, axis=1)
-        if bias is not None:
-            y += tl.load(bias + n, mask=is_row, other=0.0).to(tl.float32)
-        if ACTIVATION is not None:
-            up = tl.sum(up_products, axis=1)
-            if bias is not None:
-                up += tl.load(bias + N + n, mask=is_row, other=0.0).to(tl.float32)
-            y = gated.gated_activation(y, up, ACTIVATION)
-        if residual is not None:
-            y += tl.load(residual + m * residual_stride + n, mask=is_row, other=0.0).to(tl.float32)
-        tl.store(out + m * N + n, y, mask=is_row)
+        up = None if ACTIVATION is None else tl.sum(up_products, axis=1)
+        store_product(y, up, out, bias, residual, m, n, num_rows, N, residual_stride, ACTIVATION)
 
 
 @triton.jit
@@ -172,16 +183,8 @@ def skinny_kernel(
         y = tl.dot(h, load_weights(rows, is_row, k, K, BLOCK_K).T, y, input_precision="ieee")
         if ACTIVATION is not None:
             up = tl.dot(h, load_weights(up_rows, is_row, k, K, BLOCK_K).T, up, input_precision="ieee")
-    if bias is not None:
-        y += tl.load(bias + n, mask=is_row, other=0.0).to(tl.float32)[None, :]
-    if ACTIVATION is not None:
-        if bias is not None:
-            up += tl.load(bias + N + n, mask=is_row, other=0.0).to(tl.float32)[None, :]
-        y = gated.gated_activation(y, up, ACTIVATION)
-    inside = (m < num_rows)[:, None] & is_row[None, :]
-    if residual is not None:
-        y += tl.load(residual + m[:, None] * residual_stride + n[None, :], mask=inside, other=0.0).to(tl.float32)
-    tl.store(out + m[:, None] * N + n[None, :], y, mask=inside)
+    m, n = m[:, None], n[None, :]
+    store_product(y, up, out, bias, residual, m, n, num_rows, N, residual_stride, ACTIVATION)
 
 
 def linear(

@@ -23,8 +23,7 @@ from shared.kernels.launch import (
     triton,
     wait_for_previous,
 )
-from shared.kernels.products import gated
-from shared.kernels.products.gemv import ACTIVATIONS, load_weights, prefetch_weights
+from shared.kernels.products.gemv import ACTIVATIONS, load_weights, prefetch_weights, store_product
 from shared.kernels.products.quantized_tiles import columns, halves, widened
 from shared.kernels.products.quantized_tiling import QuantizedTiling
 from shared.ops import gated as gated_ops
@@ -114,19 +113,10 @@ def quantized_gemm_kernel(
         y *= tl.load(scale_rows, mask=is_row, other=0.0).to(tl.float32)[:, None]
     if x_scales is not None:
         y *= tl.load(x_scales + m, mask=is_x_row, other=0.0)[None, :]
-    if bias is not None:
-        y += tl.load(bias + n, mask=is_row, other=0.0).to(tl.float32)[:, None]
-    if ACTIVATION is not None:
-        if GROUPS == 1:
-            up *= tl.load(up_scale_rows, mask=is_row, other=0.0).to(tl.float32)[:, None]
-        if bias is not None:
-            up += tl.load(bias + N + n, mask=is_row, other=0.0).to(tl.float32)[:, None]
-        y = gated.gated_activation(y, up, ACTIVATION)
-    inside = is_row[:, None] & is_x_row[None, :]
-    if residual is not None:
-        residual_rows = residual + m.to(tl.int64)[None, :] * residual_stride
-        y += tl.load(residual_rows + n[:, None], mask=inside, other=0.0).to(tl.float32)
-    tl.store(out + m.to(tl.int64)[None, :] * N + n[:, None], y, mask=inside)
+    if ACTIVATION is not None and GROUPS == 1:
+        up *= tl.load(up_scale_rows, mask=is_row, other=0.0).to(tl.float32)[:, None]
+    m, n = m.to(tl.int64)[None, :], n[:, None]
+    store_product(y, up, out, bias, residual, m, n, num_rows, N, residual_stride, ACTIVATION)
 
 
 @triton.jit

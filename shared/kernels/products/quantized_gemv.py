@@ -25,8 +25,8 @@ from shared.kernels.launch import (
     triton,
     wait_for_previous,
 )
-from shared.kernels.products import gated, quantized_prompts
-from shared.kernels.products.gemv import ACTIVATIONS, load_vector, load_weights, normalized
+from shared.kernels.products import quantized_prompts
+from shared.kernels.products.gemv import ACTIVATIONS, load_vector, load_weights, normalized, store_product
 from shared.kernels.products.quantized_gemm import multiply, multiply_in_fp8, stored
 from shared.kernels.products.quantized_rows import multiply_rows
 from shared.kernels.products.quantized_tiles import columns, widened
@@ -189,18 +189,10 @@ def quantized_gemv_kernel(
     y = tl.sum(sums, axis=1)
     if GROUPS == 1:
         y *= tl.sum(scale, axis=1)  # of one number
-    if bias is not None:
-        y += tl.load(bias + n, mask=is_row, other=0.0).to(tl.float32)
-    if ACTIVATION is not None:
-        up = tl.sum(up_sums, axis=1)
-        if GROUPS == 1:
-            up *= tl.sum(up_scale, axis=1)
-        if bias is not None:
-            up += tl.load(bias + N + n, mask=is_row, other=0.0).to(tl.float32)
-        y = gated.gated_activation(y, up, ACTIVATION)
-    if residual is not None:
-        y += tl.load(residual + n, mask=is_row, other=0.0).to(tl.float32)
-    tl.store(out + n, y, mask=is_row)
+    up = tl.sum(up_sums, axis=1)
+    if ACTIVATION is not None and GROUPS == 1:
+        up *= tl.sum(up_scale, axis=1)
+    store_product(y, up, out, bias, residual, 0, n, 1, N, 0, ACTIVATION)
 
 
 def linear(

@@ -18,8 +18,7 @@ import torch
 
 from shared.kernels.arrival import is_last_arrival
 from shared.kernels.launch import launch, launch_dependents, tl, triton, wait_for_previous
-from shared.kernels.products import gated
-from shared.kernels.products.gemv import ACTIVATIONS, prefetch_weights
+from shared.kernels.products.gemv import ACTIVATIONS, prefetch_weights, store_product
 from shared.kernels.products.quantized_tiles import as_operand, halves, loaded_row, operand_column, widened
 from shared.kernels.products.quantized_tiling import MAX_BLOCKS_SPLIT, STEP, QuantizedTiling
 from shared.ops import gated as gated_ops
@@ -142,19 +141,10 @@ def quantized_rows_kernel(
     if is_storing:
         if GROUPS == 1:
             y *= load_scales(scale_rows, 0, 1.0)[:, None]
-        is_row = n < N
-        if bias is not None:
-            y += tl.load(bias + n, mask=is_row, other=0.0).to(tl.float32)[:, None]
-        if ACTIVATION is not None:
-            if GROUPS == 1:
-                up *= load_scales(up_scale_rows, 0, 1.0)[:, None]
-            if bias is not None:
-                up += tl.load(bias + N + n, mask=is_row, other=0.0).to(tl.float32)[:, None]
-            y = gated.gated_activation(y, up, ACTIVATION)
-        inside = is_row[:, None] & (m < num_rows)[None, :]
-        if residual is not None:
-            y += tl.load(residual + m[None, :] * residual_stride + n[:, None], mask=inside, other=0.0).to(tl.float32)
-        tl.store(out + m[None, :] * N + n[:, None], y, mask=inside)
+        if ACTIVATION is not None and GROUPS == 1:
+            up *= load_scales(up_scale_rows, 0, 1.0)[:, None]
+        columns, rows_of_x = n[:, None], m[None, :]
+        store_product(y, up, out, bias, residual, rows_of_x, columns, num_rows, N, residual_stride, ACTIVATION)
 
 
 @functools.cache
