@@ -15,7 +15,7 @@ from typing import Protocol
 
 import torch
 
-from shared.kernels.e4m3 import e4m3, quantized
+from shared.kernels.e4m3 import quantized, rounded
 from shared.kernels.launch import launch, launch_dependents, launches, next_power_of_two, tl, triton, wait_for_previous
 from shared.kernels.products.rmsnorm import Norm
 
@@ -80,7 +80,7 @@ def stored(x, scales, head, is_head, out):
         return x
     else:
         scale = tl.load(scales + head, mask=is_head, other=1.0)
-        return e4m3(x.to(tl.float32) / scale, out.dtype.element_ty)
+        return rounded(x.to(tl.float32) / scale, out.dtype.element_ty)
 
 
 @triton.jit

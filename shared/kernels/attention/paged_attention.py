@@ -7,11 +7,8 @@ block. A row's D elements are contiguous, 16 bytes per thread; rows of adjacent 
 by adjacent programs. A lookup costs 4 bytes for the 4 · D bytes of a key and a value in 16 bits, and hits the cache
 after the first head.
 
-Programs, splits and merge are those of the contiguous kernel: the grid depends on capacities, the loop on the length,
-and the last program of a head to arrive merges.
-
-Invariants: only the visible tokens of a sequence and their block table entries are read, so all others may be anything;
-states are merged in the order of the keys; a sequence of length 0 gives zeros; the counters are zero between launches.
+Programs, splits, merge and invariants are those of the contiguous kernel, the loop is
+:func:`shared.kernels.attention.online_softmax.attend`. Of block tables, too, only the visible tokens' entries are read.
 """
 
 import torch
@@ -88,7 +85,7 @@ def paged_attention(
     """:func:`shared.ops.attention.naive_attention` of one new token for each of B sequences.
 
     Args:
-        q: ``[B, Hq, D]``; heads may be strided, the elements of a head are contiguous.
+        q, window, softcap, workspace, out: as :func:`shared.kernels.attention.decode_attention.decode_attention`.
         keys, values: ``[blocks, block_size, Hkv, D]``, a layer's KV cache, contiguous.
         k_scales, v_scales: fp32 ``[Hkv]``, for keys and values in e4m3 (FP8, or uint8 where the GPU has no FP8); None:
             they are stored as they are.
@@ -97,10 +94,6 @@ def paged_attention(
         table_starts: int32 ``[B]``.
         lengths: int32 ``[B]``, each sequence's tokens, the new one included. All three are read on the device, so a
             captured launch can be replayed with other values.
-        window: attend only to the last ``window`` tokens, the token itself included.
-        softcap: scores become ``c · tanh(scores / c)``.
-        workspace: for at least B sequences.
-        out: output buffer, ``[B, Hq, D]`` contiguous; None: allocated.
 
     Returns:
         ``[B, Hq, D]`` in the dtype of q.

@@ -112,13 +112,11 @@ def paged_prefill(
 
     Args:
         q: ``[T, Hq, D]``; heads may be strided, the elements of a head are contiguous.
-        keys, values, tables, table_starts, k_scales, v_scales: as in
+        keys, values, tables, table_starts, k_scales, v_scales, window, softcap: as
             :func:`shared.kernels.attention.paged_attention.paged_attention`.
         lengths: int32 ``[B]``, each sequence's tokens, the new ones included.
         query_starts: int32 ``[B + 1]``, cumulative sum of the sequences' new tokens, which may be 0, starting at 0. The
             last entry may be less than T: further rows are padding and are not written.
-        window: attend only to the last ``window`` tokens, the token itself included.
-        softcap: scores become ``c · tanh(scores / c)``.
         out: output buffer, ``[T, Hq, D]`` contiguous; None: allocated.
 
     Returns:

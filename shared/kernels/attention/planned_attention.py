@@ -110,15 +110,11 @@ def planned_decode(
 
     Args:
         q: ``[B, Hq, D]``; heads may be strided, the elements of a head are contiguous.
-        keys, values, tables, table_starts, k_scales, v_scales: a paged KV cache, as in
-            :func:`shared.kernels.attention.paged_attention.paged_attention`: ``[blocks, block_size, Hkv, D]``,
-            concatenated int32 block tables and their offsets.
+        keys, values, tables, table_starts, k_scales, v_scales, window, softcap, out: as
+            :func:`shared.kernels.attention.paged_attention.paged_attention`.
         lengths: int32 ``[B]``, the tokens of each sequence, the new one included; must equal the planned lengths.
         plan: from :func:`shared.attention.plan.plan_decode`, with the same window.
-        window: attend only to the last ``window`` tokens, the token itself included.
-        softcap: scores become ``c · tanh(scores / c)``.
         tiling: from :func:`shared.kernels.attention.planned_tiling.decode_tiling`; constant for a captured graph.
-        out: output buffer, ``[B, Hq, D]`` contiguous; None: allocated.
 
     Returns:
         ``[B, Hq, D]`` in the dtype of q. Raises ValueError for a plan or workspace of too few rows or states.

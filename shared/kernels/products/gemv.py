@@ -210,32 +210,19 @@ def linear(
     Returns:
         ``[T, N]`` in the dtype of x.
     """
-    T, N = x.shape[0], weight.shape[0]
-    max_rows = MAX_FP32_ROWS if x.dtype == torch.float32 else MAX_ROWS
-    if launches(x) and max_rows >= T:
-        return _launch(x, weight, bias, norm, residual, activation, cut)
-    if norm is not None:
-        x = rms_norm(x, norm.weight, norm.eps, norm.offset)
-    if residual is not None and bias is None and activation is None and launches(x):
-        return residual.addmm_(x, weight.t())  # one launch, where product and addition would be two
-    y = F.linear(x, weight, bias)
-    if activation is not None:
-        _, gate_and_up = ACTIVATIONS[activation]
-        y = gate_and_up(y[:, : N // 2], y[:, N // 2 :])
-    return y if residual is None else y.add_(residual)
-
-
-def _launch(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    norm: Norm | None,
-    residual: torch.Tensor | None,
-    activation: gated_ops.GatedOp | None,
-    cut: Tiling | None,
-) -> torch.Tensor:
     T, K = x.shape
     N = weight.shape[0] if activation is None else weight.shape[0] // 2
+    name, gate_and_up = (None, None) if activation is None else ACTIVATIONS[activation]
+    max_rows = MAX_FP32_ROWS if x.dtype == torch.float32 else MAX_ROWS
+    if not launches(x) or max_rows < T:
+        if norm is not None:
+            x = rms_norm(x, norm.weight, norm.eps, norm.offset)
+        if residual is not None and bias is None and activation is None and launches(x):
+            return residual.addmm_(x, weight.t())  # one launch, where product and addition would be two
+        y = F.linear(x, weight, bias)
+        if gate_and_up is not None:
+            y = gate_and_up(y[:, :N], y[:, N:])
+        return y if residual is None else y.add_(residual)
     if weight.shape[1] != K or not weight.is_contiguous():
         raise ValueError(f"the weight must be contiguous [N, {K}]; its shape is {weight.shape}, {weight.stride()}")
     out = x.new_empty(T, N)
@@ -251,7 +238,7 @@ def _launch(
     strides = (x.stride(0), 0 if residual is None else residual.stride(0))
     options = {
         "K": K,
-        "ACTIVATION": None if activation is None else ACTIVATIONS[activation][0],
+        "ACTIVATION": name,
         "BLOCK_N": cut.block_n,
         "BLOCK_K": cut.block_k,
         "num_warps": cut.num_warps,
