@@ -20,8 +20,8 @@ from shared.attention.plan import plan_decode
 from shared.engine.executor.staging import Staging
 from shared.errors import ConfigError
 from shared.kernels.attention.decode_attention import DecodeWorkspace
-from shared.kernels.attention.paged_attention import paged_attention
-from shared.kernels.attention.planned_attention import attend_by_sequence, planned_decode
+from shared.kernels.attention.paged_attention import attend_by_sequence, paged_attention
+from shared.kernels.attention.planned_attention import planned_decode
 from shared.kernels.attention.planned_tiling import DecodeTiling, decode_tiling
 from shared.kernels.attention.planned_workspace import PlannedWorkspace
 

@@ -24,8 +24,8 @@ INTERPRETED = tl.constexpr(IS_INTERPRETED)  # the interpreter has no assembler
 
 
 @triton.jit
-def e4m3(x, dtype: tl.constexpr):
-    """fp32 rounded to the nearest e4m3, ties to even, in FP8 or uint8."""
+def rounded(x, dtype: tl.constexpr):
+    """fp32 as memory of FP8 or uint8 stores it: the nearest e4m3, ties to even."""
     bits = x.to(tl.uint32, bitcast=True)
     size = bits & 0x7FFFFFFF
     normal = ((size + 0x7FFFF + ((size >> 20) & 1)) >> 20) - (120 << 3)  # 3 bits of fraction; the bias falls by 120

@@ -38,10 +38,6 @@ FAMILIES = {
     "llama": Family(llama.LlamaBlock, llama.LAYER_NAMES, llama.CONFIG_DEFAULTS),
     "qwen3": Family(qwen3.Qwen3Block, qwen3.LAYER_NAMES, qwen3.CONFIG_DEFAULTS),
     "gemma3_text": Family(
-        gemma3.Gemma3Block,
-        gemma3.LAYER_NAMES,
-        gemma3.CONFIG_DEFAULTS,
-        scales_embeddings=True,
-        norm_offset=1.0,
+        gemma3.Gemma3Block, gemma3.LAYER_NAMES, gemma3.CONFIG_DEFAULTS, scales_embeddings=True, norm_offset=1.0
     ),
 }

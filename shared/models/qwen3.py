@@ -13,10 +13,7 @@ from shared.models.mlp import GatedMLP
 from shared.models.norm import RMSNorm
 from shared.models.tokens import KVView, Tokens
 
-LAYER_NAMES = llama.LAYER_NAMES | {
-    "attention.qk.q_norm": "self_attn.q_norm",
-    "attention.qk.k_norm": "self_attn.k_norm",
-}
+LAYER_NAMES = llama.LAYER_NAMES | {"attention.qk.q_norm": "self_attn.q_norm", "attention.qk.k_norm": "self_attn.k_norm"}
 CONFIG_DEFAULTS = llama.CONFIG_DEFAULTS | {"head_dim": 128}
 
 

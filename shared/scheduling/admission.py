@@ -11,10 +11,7 @@ from shared.scheduling.scheduler import Scheduler
 
 
 def admit(
-    scheduler: Scheduler,
-    candidates: Iterable[Request],
-    num_tokens: Callable[[Request], int],
-    num_kept_free: int = 0,
+    scheduler: Scheduler, candidates: Iterable[Request], num_tokens: Callable[[Request], int], num_kept_free: int = 0
 ) -> list[Request]:
     """Admit requests while the batch and the KV cache have room; return them.
 

@@ -49,10 +49,7 @@ class Rates(NamedTuple):
     exponent: int  # how reading and computing go together: 1 one after the other, more: at a time
 
 
-RATES = {
-    "H100": Rates(2.9e12, 6e14, 12e-6, 6e-4, 2),
-    "H200": Rates(3.5e12, 6e14, 12e-6, 6e-4, 2),
-}
+RATES = {"H100": Rates(2.9e12, 6e14, 12e-6, 6e-4, 2), "H200": Rates(3.5e12, 6e14, 12e-6, 6e-4, 2)}
 """By a part of the GPU's name."""
 OTHER_GPU = Rates(0.8e12, 1e14, 12e-6, 6e-4, 2)
 CPU = Rates(20e9, 2e11, 2e-4, 1e-4, 1)

@@ -90,10 +90,7 @@ class SamplerOutput:
     """
 
     def __init__(
-        self,
-        draws: Sequence[Draws],
-        errors: Mapping[int, Exception] | None = None,
-        prompts: Sequence[PromptDraws] = (),
+        self, draws: Sequence[Draws], errors: Mapping[int, Exception] | None = None, prompts: Sequence[PromptDraws] = ()
     ) -> None:
         self.errors = errors or {}
         self.ids = [part.ids for part in draws]  # on the device

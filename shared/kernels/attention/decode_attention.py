@@ -58,50 +58,18 @@ PIPELINE_BYTES = 96 * 1024  # bytes of loads in flight per program, for the smal
 
 @triton.jit
 def decode_attention_kernel(
-    q,
-    keys,
-    values,
-    regions,
-    lengths,
-    out,
-    partial,
-    partial_max,
-    partial_sum,
-    counters,
-    scale,
-    softcap,
-    window,
-    q_row_stride,
-    q_head_stride,
-    region_stride,
-    head_stride,
-    HAS_SOFTCAP: tl.constexpr,
-    HKV: tl.constexpr,
-    GROUP: tl.constexpr,
-    D: tl.constexpr,
-    ROWS: tl.constexpr,
-    TILE: tl.constexpr,
-    MERGED: tl.constexpr,
-    MERGED_ROWS: tl.constexpr,
-):
+    q, keys, values, regions, lengths, out, partial, partial_max, partial_sum, counters, scale, softcap, window,
+    q_row_stride, q_head_stride, region_stride, head_stride,
+    HKV: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr,
+    MERGED: tl.constexpr, MERGED_ROWS: tl.constexpr,
+):  # fmt: skip
     row = tl.program_id(0)  # one for each sequence and KV head
-    split, num_splits = tl.program_id(1), tl.num_programs(1)
     sequence, kv_head = row // HKV, row % HKV
-    length = tl.load(lengths + sequence)
-    first = tl.maximum(length - window, 0)  # of the visible keys
-    num_tiles = tl.cdiv(length - first, TILE)
-    split_size = tl.cdiv(num_tiles, num_splits) * TILE
-    num_used = tl.cdiv(length - first, tl.maximum(split_size, 1))
-
-    g, d = tl.arange(0, ROWS), tl.arange(0, D)
-    is_head = g < GROUP
-    out += row.to(tl.int64) * (GROUP * D)  # the heads of a group are adjacent
-    if split < num_used:
-        heads = sequence.to(tl.int64) * q_row_stride + (kv_head * GROUP + g)[:, None] * q_head_stride
-        queries = tl.load(q + heads + d[None, :], mask=is_head[:, None], other=0.0)  # [ROWS, D]
+    start, end, num_used = keys_of_split(tl.load(lengths + sequence), window, TILE)
+    if tl.program_id(1) < num_used:
+        queries = load_queries(q, sequence, kv_head, q_row_stride, q_head_stride, GROUP, D, ROWS)
         memory = tl.load(regions + sequence).to(tl.int64) * region_stride + kv_head.to(tl.int64) * head_stride
-        start = first + split * split_size
-        end = tl.minimum(start + split_size, length)
+        d = tl.arange(0, D)
         maximum = tl.full([ROWS], float("-inf"), tl.float32)
         total = tl.zeros([ROWS], tl.float32)
         weighted = tl.zeros([ROWS, D], tl.float32)
@@ -112,7 +80,7 @@ def decode_attention_kernel(
             k = tl.load(keys + tokens, mask=is_key[:, None], other=0.0)  # [TILE, D]
             v = tl.load(values + tokens, mask=is_key[:, None], other=0.0)
             scores = tl.dot(queries, tl.trans(k), input_precision="ieee") * scale  # [ROWS, TILE], of base 2
-            if HAS_SOFTCAP:  # cap · tanh(x), with exp(2x) = 2^scores by the launcher's choice of the scale
+            if softcap is not None:  # cap · tanh(x), with exp(2x) = 2^scores by the launcher's choice of the scale
                 scores = softcap * (1.0 - 2.0 / (tl.exp2(scores) + 1.0))
             scores = tl.where(is_key[None, :], scores, float("-inf"))
             # exercise 03.1x5: update the running maximum, sum and weighted values with a tile
@@ -128,33 +96,65 @@ def decode_attention_kernel(
             maximum = new_maximum
             # end exercise
 
-        if num_used == 1:
-            tl.store(out + g[:, None] * D + d[None, :], weighted / total[:, None], mask=is_head[:, None])
-        else:
-            states = row.to(tl.int64) * num_splits
-            state = (states + split) * GROUP + g
-            tl.store(partial + state[:, None] * D + d[None, :], weighted, mask=is_head[:, None])
-            tl.store(partial_max + state, maximum, mask=is_head)
-            tl.store(partial_sum + state, total, mask=is_head)
-            if is_last_arrival(counters + row, num_used):
-                merge(partial, partial_max, partial_sum, out, states, num_used, GROUP, D, MERGED_ROWS, MERGED)
-    elif split == 0:  # no visible key
-        tl.store(out + g[:, None] * D + d[None, :], tl.zeros([ROWS, D], tl.float32), mask=is_head[:, None])
+        states = (partial, partial_max, partial_sum, counters)
+        store_split(out, states, maximum, total, weighted, num_used, GROUP, MERGED_ROWS, MERGED)
+
+
+@triton.jit
+def keys_of_split(length, window, TILE: tl.constexpr):
+    """The keys of this program, ``start`` to ``end``, and how many programs of its KV head have some, but at least one.
+
+    The second axis of the grid has a program for each split; the window's keys are shared by whole tiles.
+    """
+    first = tl.maximum(length - window, 0)  # of the visible keys
+    split_size = tl.cdiv(tl.cdiv(length - first, TILE), tl.num_programs(1)) * TILE
+    num_used = tl.cdiv(length - first, tl.maximum(split_size, 1))
+    start = first + tl.program_id(1) * split_size
+    return start, tl.minimum(start + split_size, length), tl.maximum(num_used, 1)
+
+
+@triton.jit
+def load_queries(
+    q, sequence, kv_head, row_stride, head_stride, GROUP: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr
+):
+    """The query heads of a KV head, ``[ROWS, D]``, zeros from row GROUP on."""
+    g, d = tl.arange(0, ROWS), tl.arange(0, D)
+    heads = sequence.to(tl.int64) * row_stride + (kv_head * GROUP + g)[:, None] * head_stride
+    return tl.load(q + heads + d[None, :], mask=(g < GROUP)[:, None], other=0.0)
+
+
+@triton.jit
+def store_split(
+    out, states, maximum, total, weighted, num_used,
+    GROUP: tl.constexpr, MERGED_ROWS: tl.constexpr, MERGED: tl.constexpr,
+):  # fmt: skip
+    """Store the result of a KV head whose keys one program has read, or a state; the last of several merges these."""
+    row, split, num_splits = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
+    ROWS: tl.constexpr = weighted.shape[0]
+    D: tl.constexpr = weighted.shape[1]
+    g, d = tl.arange(0, ROWS), tl.arange(0, D)
+    is_head = g < GROUP
+    out += row.to(tl.int64) * (GROUP * D)  # the heads of a group are adjacent
+    if num_used == 1:
+        result = weighted / tl.where(total == 0.0, 1.0, total)[:, None]  # no visible key gives zeros
+        tl.store(out + g[:, None] * D + d[None, :], result, mask=is_head[:, None])
+    else:
+        partial, partial_max, partial_sum, counters = states
+        first_state = row.to(tl.int64) * num_splits
+        state = (first_state + split) * GROUP + g
+        tl.store(partial + state[:, None] * D + d[None, :], weighted, mask=is_head[:, None])
+        # A split without visible keys has no weight, whichever states it is merged with.
+        tl.store(partial_max + state, tl.maximum(maximum, -1e30), mask=is_head)
+        tl.store(partial_sum + state, total, mask=is_head)
+        if is_last_arrival(counters + row, num_used):
+            merge(partial, partial_max, partial_sum, out, first_state, num_used, GROUP, D, MERGED_ROWS, MERGED)
 
 
 @triton.jit
 def merge(
-    partial,
-    partial_max,
-    partial_sum,
-    out,
-    states,
-    num_used,
-    GROUP: tl.constexpr,
-    D: tl.constexpr,
-    ROWS: tl.constexpr,
-    MERGED: tl.constexpr,
-):
+    partial, partial_max, partial_sum, out, states, num_used,
+    GROUP: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr, MERGED: tl.constexpr,
+):  # fmt: skip
     """Merge the states of one KV head, MERGED at a time, in order, and store the result."""
     g, d = tl.arange(0, ROWS), tl.arange(0, D)
     is_head = g < GROUP
@@ -194,19 +194,18 @@ class DecodeWorkspace:
     counters: torch.Tensor  # int32 [B, Hkv], zero between launches
 
     @property
-    def num_sequences(self) -> int:
-        """Maximum number of sequences of a launch, B."""
-        return len(self.counters)
+    def states(self) -> tuple[torch.Tensor, ...]:
+        """The buffers, as the kernels take them."""
+        return self.partial, self.partial_max, self.partial_sum, self.counters
+
+    def check(self, num_sequences: int) -> None:
+        """Raise ValueError if a launch has more sequences than the workspace serves."""
+        if len(self.counters) < num_sequences:
+            raise ValueError(f"the workspace serves {len(self.counters)} sequences, not {num_sequences}")
 
     @classmethod
     def of(
-        cls,
-        num_sequences: int,
-        num_heads: int,
-        num_kv_heads: int,
-        head_dim: int,
-        capacity: int,
-        device: torch.device,
+        cls, num_sequences: int, num_heads: int, num_kv_heads: int, head_dim: int, capacity: int, device: torch.device
     ) -> Self:
         """A workspace for up to ``num_sequences`` sequences of up to ``capacity`` tokens each."""
         splits = choose_splits(num_sequences * num_kv_heads, capacity, head_dim, num_multiprocessors(device))
@@ -271,40 +270,40 @@ def decode_attention(
         return out
     if B == 0:
         return out
-    if workspace.num_sequences < B:
-        raise ValueError(f"the workspace serves {workspace.num_sequences} sequences, not {B}")
-    tiling = TILINGS[D]
-    group = Hq // Hkv
-    rows = next_power_of_two(group)
+    workspace.check(B)
     launch(
         decode_attention_kernel,
         (B * Hkv, workspace.num_splits),
-        q,
-        keys,
-        values,
-        regions,
-        lengths,
-        out,
-        workspace.partial,
-        workspace.partial_max,
-        workspace.partial_sum,
-        workspace.counters,
-        scale * LOG2_E if softcap is None else 2 * LOG2_E * scale / softcap,
-        0.0 if softcap is None else softcap * LOG2_E,
+        *(q, keys, values, regions, lengths, out),
+        *workspace.states,
+        *in_base_2(scale, softcap),
         NO_WINDOW if window is None else window,
-        q.stride(0),
-        q.stride(1),
-        keys.stride(0),
-        keys.stride(1),
-        HAS_SOFTCAP=softcap is not None,
-        HKV=Hkv,
-        GROUP=group,
-        D=D,
-        ROWS=max(16, rows),
-        TILE=tiling.tile,
-        MERGED=max(1, tiling.merge_numbers // (rows * D)),
-        MERGED_ROWS=rows,
-        num_warps=tiling.num_warps,
-        num_stages=min(tiling.num_stages, max(1, PIPELINE_BYTES // (2 * tiling.tile * D * keys.element_size()))),
+        *(q.stride(0), q.stride(1), keys.stride(0), keys.stride(1)),
+        **split_options(TILINGS[D], Hq, Hkv, D, keys.element_size()),
     )
     return out
+
+
+def in_base_2(scale: float, softcap: float | None) -> tuple[float, float | None]:
+    """The scale and softcap of a kernel, whose exponentials are powers of two."""
+    if softcap is None:
+        return scale * LOG2_E, None
+    return 2 * LOG2_E * scale / softcap, softcap * LOG2_E
+
+
+def split_options(tiling: Tiling, num_heads: int, num_kv_heads: int, head_dim: int, itemsize: int) -> dict[str, int]:
+    """The options of a launch whose programs share the keys of a KV head; keys have ``itemsize`` bytes per element."""
+    group = num_heads // num_kv_heads
+    rows = next_power_of_two(group)
+    stages = PIPELINE_BYTES // (2 * tiling.tile * head_dim * itemsize)
+    return {
+        "HKV": num_kv_heads,
+        "GROUP": group,
+        "D": head_dim,
+        "ROWS": max(16, rows),
+        "TILE": tiling.tile,
+        "MERGED": max(1, tiling.merge_numbers // (rows * head_dim)),
+        "MERGED_ROWS": rows,
+        "num_warps": tiling.num_warps,
+        "num_stages": min(tiling.num_stages, max(1, stages)),
+    }

@@ -15,7 +15,7 @@ from typing import Protocol
 
 import torch
 
-from shared.kernels.e4m3 import e4m3, quantized
+from shared.kernels.e4m3 import quantized, rounded
 from shared.kernels.launch import launch, launch_dependents, launches, next_power_of_two, tl, triton, wait_for_previous
 from shared.kernels.products.rmsnorm import Norm
 
@@ -42,22 +42,9 @@ class NormAndRotation(Protocol):
 
 @triton.jit
 def norm_and_rotate(
-    x,
-    out,
-    x_head_stride,
-    out_head_stride,
-    first_head,
-    turn,
-    weight,
-    eps,
-    scales,
-    OFFSET: tl.constexpr,
-    num_heads,
-    D: tl.constexpr,
-    HEADS: tl.constexpr,
-    HALF: tl.constexpr,
-    PDL: tl.constexpr,
-):
+    x, out, x_head_stride, out_head_stride, first_head, turn, weight, eps, scales,
+    OFFSET: tl.constexpr, num_heads, D: tl.constexpr, HEADS: tl.constexpr, HALF: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     """Norm (if there is a weight) and rotate HEADS heads, starting at ``first_head``; ``turn`` is the table's row.
 
     ``scales``: of the heads, if they are stored as e4m3.
@@ -93,42 +80,16 @@ def stored(x, scales, head, is_head, out):
         return x
     else:
         scale = tl.load(scales + head, mask=is_head, other=1.0)
-        return e4m3(x.to(tl.float32) / scale, out.dtype.element_ty)
+        return rounded(x.to(tl.float32) / scale, out.dtype.element_ty)
 
 
 @triton.jit
 def kv_write_kernel(
-    q,
-    k,
-    v,
-    q_out,
-    keys,
-    values,
-    positions,
-    offsets,
-    table,
-    q_weight,
-    k_weight,
-    q_token_stride,
-    q_head_stride,
-    k_token_stride,
-    k_head_stride,
-    v_token_stride,
-    v_head_stride,
-    memory_head_stride,
-    q_eps,
-    k_eps,
-    k_scales,
-    v_scales,
-    Q_OFFSET: tl.constexpr,
-    K_OFFSET: tl.constexpr,
-    HQ: tl.constexpr,
-    HKV: tl.constexpr,
-    D: tl.constexpr,
-    HEADS: tl.constexpr,
-    HALF: tl.constexpr,
-    PDL: tl.constexpr,
-):
+    q, k, v, q_out, keys, values, positions, offsets, table, q_weight, k_weight, q_token_stride, q_head_stride,
+    k_token_stride, k_head_stride, v_token_stride, v_head_stride, memory_head_stride, q_eps, k_eps, k_scales, v_scales,
+    Q_OFFSET: tl.constexpr, K_OFFSET: tl.constexpr, HQ: tl.constexpr, HKV: tl.constexpr, D: tl.constexpr,
+    HEADS: tl.constexpr, HALF: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     launch_dependents(PDL)
     token = tl.program_id(0).to(tl.int64)
     part = tl.program_id(1)  # first come the queries' programs, then the keys', then the values'
@@ -137,41 +98,16 @@ def kv_write_kernel(
     KV_PARTS: tl.constexpr = (HKV + HEADS - 1) // HEADS
     if part < Q_PARTS:
         norm_and_rotate(
-            q + token * q_token_stride,
-            q_out + token * (HQ * D),
-            q_head_stride,
-            D,
-            part * HEADS,
-            table + tl.load(positions + token) * (2 * D),
-            q_weight,
-            q_eps,
-            None,
-            Q_OFFSET,
-            HQ,
-            D,
-            HEADS,
-            HALF,
-            PDL,
-        )
+            q + token * q_token_stride, q_out + token * (HQ * D), q_head_stride, D, part * HEADS,
+            table + tl.load(positions + token) * (2 * D), q_weight, q_eps, None, Q_OFFSET, HQ, D, HEADS, HALF, PDL,
+        )  # fmt: skip
     elif part < Q_PARTS + KV_PARTS:
         start = tl.load(offsets + token)
         norm_and_rotate(
-            k + token * k_token_stride,
-            keys + tl.multiple_of(start, ALIGNMENT),
-            k_head_stride,
-            memory_head_stride,
-            (part - Q_PARTS) * HEADS,
-            table + tl.load(positions + token) * (2 * D),
-            k_weight,
-            k_eps,
-            k_scales,
-            K_OFFSET,
-            tl.where(start >= 0, HKV, 0),
-            D,
-            HEADS,
-            HALF,
-            PDL,
-        )
+            k + token * k_token_stride, keys + tl.multiple_of(start, ALIGNMENT), k_head_stride, memory_head_stride,
+            (part - Q_PARTS) * HEADS, table + tl.load(positions + token) * (2 * D), k_weight, k_eps, k_scales, K_OFFSET,
+            tl.where(start >= 0, HKV, 0), D, HEADS, HALF, PDL,
+        )  # fmt: skip
     else:
         head = (part - Q_PARTS - KV_PARTS) * HEADS + tl.arange(0, HEADS)[:, None]
         d = tl.arange(0, 2 * HALF)[None, :]
@@ -234,37 +170,13 @@ def kv_write(
     numbers = next(numbers for most_tokens, numbers in NUMBERS_PER_PROGRAM if most_tokens >= T)
     heads = max(1, numbers // next_power_of_two(D))
     launch(
-        kv_write_kernel,
-        (T, -(-Hq // heads) + 2 * -(-Hkv // heads)),
-        q,
-        k,
-        v,
-        out,
-        keys,
-        values,
-        positions,
-        offsets,
-        qk.table,
-        None if qk.q_norm is None else qk.q_norm.weight,
-        None if qk.k_norm is None else qk.k_norm.weight,
-        q.stride(0),
-        q.stride(1),
-        k.stride(0),
-        k.stride(1),
-        v.stride(0),
-        v.stride(1),
-        head_stride,
-        0.0 if qk.q_norm is None else qk.q_norm.eps,
-        0.0 if qk.k_norm is None else qk.k_norm.eps,
-        k_scales,
-        v_scales,
+        kv_write_kernel, (T, -(-Hq // heads) + 2 * -(-Hkv // heads)),
+        q, k, v, out, keys, values, positions, offsets, qk.table, None if qk.q_norm is None else qk.q_norm.weight,
+        None if qk.k_norm is None else qk.k_norm.weight, q.stride(0), q.stride(1), k.stride(0), k.stride(1),
+        v.stride(0), v.stride(1), head_stride, 0.0 if qk.q_norm is None else qk.q_norm.eps,
+        0.0 if qk.k_norm is None else qk.k_norm.eps, k_scales, v_scales,
         Q_OFFSET=0.0 if qk.q_norm is None else qk.q_norm.offset,
-        K_OFFSET=0.0 if qk.k_norm is None else qk.k_norm.offset,
-        HQ=Hq,
-        HKV=Hkv,
-        D=D,
-        HEADS=heads,
-        HALF=next_power_of_two(D // 2),
-        num_warps=NUM_WARPS,
-    )
+        K_OFFSET=0.0 if qk.k_norm is None else qk.k_norm.offset, HQ=Hq, HKV=Hkv, D=D, HEADS=heads,
+        HALF=next_power_of_two(D // 2), num_warps=NUM_WARPS,
+    )  # fmt: skip
     return out

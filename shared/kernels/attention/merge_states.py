@@ -22,17 +22,9 @@ NUM_WARPS = 4
 
 @triton.jit
 def merged_state(
-    partial,
-    partial_log,
-    begin,
-    end,
-    heads,
-    is_head,
-    HQ: tl.constexpr,
-    D: tl.constexpr,
-    ROWS: tl.constexpr,
-    MERGED: tl.constexpr,
-):
+    partial, partial_log, begin, end, heads, is_head,
+    HQ: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr, MERGED: tl.constexpr,
+):  # fmt: skip
     """States ``begin`` to ``end`` of ``heads [ROWS]``: ``[ROWS, D]``, zeros where no state has keys.
 
     MERGED lanes run in parallel, each over every MERGED-th state, and merge at the end. The loads bypass the L1 cache,
@@ -47,10 +39,7 @@ def merged_state(
         row = state.to(tl.int64)[:, None] * HQ + heads[None, :]  # [MERGED, ROWS]
         is_state = (state < end)[:, None] & is_head[None, :]
         parts = tl.load(
-            partial + row[:, :, None] * D + d[None, None, :],
-            mask=is_state[:, :, None],
-            other=0.0,
-            cache_modifier=".cg",
+            partial + row[:, :, None] * D + d[None, None, :], mask=is_state[:, :, None], other=0.0, cache_modifier=".cg"
         )  # [MERGED, ROWS, D]
         logs = tl.load(partial_log + row, mask=is_state, other=float("-inf"), cache_modifier=".cg")
         new_maximum = tl.maximum(maximum, logs)
@@ -69,16 +58,9 @@ def merged_state(
 
 @triton.jit
 def merge_states_kernel(
-    partial,
-    partial_log,
-    output_indptr,
-    out,
-    HQ: tl.constexpr,
-    D: tl.constexpr,
-    ROWS: tl.constexpr,
-    MERGED: tl.constexpr,
-    PDL: tl.constexpr,
-):
+    partial, partial_log, output_indptr, out,
+    HQ: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr, MERGED: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     """Program (i, j) merges heads j · ROWS … of row i; the grid is (rows, ceil(HQ / ROWS))."""
     launch_dependents(PDL)
     row = tl.program_id(0)
@@ -116,17 +98,8 @@ def merge_states(
         is_row = num_rows > MOST_ROWS
         rows = next_power_of_two(Hq) if is_row else 1
         launch(
-            merge_states_kernel,
-            (num_rows, -(-Hq // rows)),
-            partial,
-            partial_log,
-            output_indptr,
-            out,
-            HQ=Hq,
-            D=D,
-            ROWS=rows,
-            MERGED=max(1, MERGED_NUMBERS // (rows * D)),
-            num_warps=NUM_WARPS,
-            num_stages=1,
-        )
+            merge_states_kernel, (num_rows, -(-Hq // rows)),
+            partial, partial_log, output_indptr, out,
+            HQ=Hq, D=D, ROWS=rows, MERGED=max(1, MERGED_NUMBERS // (rows * D)), num_warps=NUM_WARPS, num_stages=1,
+        )  # fmt: skip
     return out

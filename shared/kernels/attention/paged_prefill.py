@@ -18,12 +18,10 @@ from dataclasses import dataclass
 
 import torch
 
-from shared.kernels.attention.decode_attention import NO_WINDOW
-from shared.kernels.attention.online_softmax import add_tile, in_base_2
-from shared.kernels.attention.paged_attention import gathered, token_rows
-from shared.kernels.e4m3 import for_product, scale_of, widened
+from shared.kernels.attention.decode_attention import NO_WINDOW, in_base_2
+from shared.kernels.attention.paged_attention import attend_by_sequence
+from shared.kernels.attention.prompt_tiles import attend_to_keys
 from shared.kernels.launch import launch, launches, next_power_of_two, tl, triton
-from shared.ops.attention import sdpa_attention
 
 
 @dataclass(frozen=True)
@@ -42,32 +40,15 @@ LEAST_SEQUENCES = 64
 
 @triton.jit(do_not_specialize=["num_sequences"])
 def paged_prefill_kernel(
-    q,
-    keys,
-    values,
-    tables,
-    table_starts,
-    lengths,
-    k_scales,
-    v_scales,
-    query_starts,
-    out,
-    num_sequences,
-    scale,
-    softcap,
-    window,
-    q_token_stride,
-    q_head_stride,
-    HAS_SOFTCAP: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    HKV: tl.constexpr,
-    GROUP: tl.constexpr,
-    D: tl.constexpr,
-    ROWS: tl.constexpr,
-    TILE: tl.constexpr,
-    SEQUENCES: tl.constexpr,
-):
-    program, kv_head = tl.program_id(0), tl.program_id(1)
+    q, keys, values, tables, table_starts, lengths, k_scales, v_scales, query_starts, out, num_sequences, scale,
+    softcap, window, q_token_stride, q_head_stride,
+    BLOCK_SIZE: tl.constexpr, HKV: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr,
+    TILE: tl.constexpr, SEQUENCES: tl.constexpr,
+):  # fmt: skip
+    program = (
+        tl.num_programs(0) - 1 - tl.program_id(0)
+    )  # the last tiles of a prompt have the most keys: they begin first
+    kv_head = tl.program_id(1)
     b = tl.arange(0, SEQUENCES)
     first_tiles = tl.load(query_starts + b, mask=b < num_sequences, other=0) * GROUP // ROWS + b
     is_begun = (first_tiles <= program) & (b < num_sequences)
@@ -87,28 +68,14 @@ def paged_prefill_kernel(
         queries = tl.load(q + heads[:, None] + d[None, :], mask=is_row[:, None], other=0.0)  # [ROWS, D]
 
         last_seen = past + token  # by each row
-        first_seen = last_seen - window + 1
+        seen = (last_seen - window + 1, last_seen)
         start = tl.maximum(past + first_row // GROUP - window + 1, 0)
         end = tl.minimum(past + (first_row + ROWS - 1) // GROUP + 1, length)
-        queries = for_product(queries, keys)
-        scale *= scale_of(k_scales, kv_head, keys)
-        maximum = tl.full([ROWS], float("-inf"), tl.float32)
-        total = tl.zeros([ROWS], tl.float32)
-        weighted = tl.zeros([ROWS, D], tl.float32)
-        # Block table entries are loaded a tile ahead, so that the loads of a tile do not wait for a lookup.
-        rows = token_rows(tables, start + tl.arange(0, TILE), end, kv_head, BLOCK_SIZE, HKV, D)
-        for tile in tl.range(start, end, TILE):
-            place = tile + tl.arange(0, TILE)
-            is_key = place < end
-            tokens = rows[:, None] + d[None, :]
-            rows = token_rows(tables, place + TILE, end, kv_head, BLOCK_SIZE, HKV, D)
-            k = widened(tl.load(keys + tokens, mask=is_key[:, None], other=0.0), queries.dtype)  # [TILE, D]
-            v = widened(tl.load(values + tokens, mask=is_key[:, None], other=0.0), queries.dtype)
-            is_visible = (place[None, :] <= last_seen[:, None]) & (place[None, :] >= first_seen[:, None])
-            maximum, total, weighted = add_tile(
-                queries, k, v, is_visible, maximum, total, weighted, scale, softcap, HAS_SOFTCAP
-            )
-        weighted *= scale_of(v_scales, kv_head, values)
+        cache = (keys, values, k_scales, v_scales)
+        where = (tables, kv_head, BLOCK_SIZE, HKV, D)
+        _, total, weighted = attend_to_keys(
+            queries, cache, None, where, kv_head, start, end, seen, None, scale, softcap, TILE
+        )
         outputs = (token_of_step * (HKV * GROUP) + head) * D
         tl.store(out + outputs[:, None] + d[None, :], weighted / total[:, None], mask=is_row[:, None])
 
@@ -148,13 +115,11 @@ def paged_prefill(
 
     Args:
         q: ``[T, Hq, D]``; heads may be strided, the elements of a head are contiguous.
-        keys, values, tables, table_starts, k_scales, v_scales: as in
+        keys, values, tables, table_starts, k_scales, v_scales, window, softcap: as
             :func:`shared.kernels.attention.paged_attention.paged_attention`.
         lengths: int32 ``[B]``, each sequence's tokens, the new ones included.
         query_starts: int32 ``[B + 1]``, cumulative sum of the sequences' new tokens, which may be 0, starting at 0. The
             last entry may be less than T: further rows are padding and are not written.
-        window: attend only to the last ``window`` tokens, the token itself included.
-        softcap: scores become ``c · tanh(scores / c)``.
         out: output buffer, ``[T, Hq, D]`` contiguous; None: allocated.
 
     Returns:
@@ -166,45 +131,18 @@ def paged_prefill(
     if out is None:
         out = torch.empty(T, Hq, D, dtype=q.dtype, device=q.device)
     if not launches(q):
-        rows = query_starts.tolist()
-        about = zip(rows, rows[1:], table_starts.tolist(), lengths.tolist(), strict=False)
-        for row, next_row, start, length in about:
-            if next_row > row:
-                first = 0 if window is None else max(0, length - (next_row - row) + 1 - window)
-                k, v = gathered(keys, values, tables, start, first, length, q.dtype, k_scales, v_scales)
-                out[row:next_row] = sdpa_attention(q[row:next_row], k, v, scale=scale, window=window, softcap=softcap)
-        return out
+        memory = (keys, values, tables, table_starts.tolist(), lengths.tolist())
+        num_new = query_starts.diff().tolist()
+        return attend_by_sequence(q, *memory, num_new, scale, window, softcap, out, k_scales, v_scales)
     if T == 0:
         return out
     group = Hq // Hkv
     tiling = prefill_tiling(T * group, B, D, q.element_size())
     launch(
-        paged_prefill_kernel,
-        (T * group // tiling.rows + B, Hkv),
-        q,
-        keys,
-        values,
-        tables,
-        table_starts,
-        lengths,
-        k_scales,
-        v_scales,
-        query_starts,
-        out,
-        B,
-        *in_base_2(scale, softcap),
-        NO_WINDOW if window is None else window,
-        q.stride(0),
-        q.stride(1),
-        HAS_SOFTCAP=softcap is not None,
-        BLOCK_SIZE=block_size,
-        HKV=Hkv,
-        GROUP=group,
-        D=D,
-        ROWS=tiling.rows,
-        TILE=tiling.tile,
-        SEQUENCES=next_power_of_two(max(B, LEAST_SEQUENCES)),
-        num_warps=tiling.num_warps,
-        num_stages=tiling.num_stages,
-    )
+        paged_prefill_kernel, (T * group // tiling.rows + B, Hkv),
+        q, keys, values, tables, table_starts, lengths, k_scales, v_scales, query_starts, out, B,
+        *in_base_2(scale, softcap), NO_WINDOW if window is None else window, q.stride(0), q.stride(1),
+        BLOCK_SIZE=block_size, HKV=Hkv, GROUP=group, D=D, ROWS=tiling.rows, TILE=tiling.tile,
+        SEQUENCES=next_power_of_two(max(B, LEAST_SEQUENCES)), num_warps=tiling.num_warps, num_stages=tiling.num_stages,
+    )  # fmt: skip
     return out

@@ -18,54 +18,25 @@ import torch
 
 from shared.attention.descriptor import DevicePlan
 from shared.kernels.arrival import is_last_arrival
+from shared.kernels.attention.decode_attention import NO_WINDOW, in_base_2
 from shared.kernels.attention.merge_states import merge_states, merged_state
-from shared.kernels.attention.online_softmax import add_tile, in_base_2, weigh
-from shared.kernels.attention.paged_attention import NO_WINDOW, gathered, token_rows
+from shared.kernels.attention.online_softmax import attend
+from shared.kernels.attention.paged_attention import attend_by_sequence, token_rows
 from shared.kernels.attention.planned_tiling import DecodeTiling
 from shared.kernels.attention.planned_workspace import PlannedWorkspace
-from shared.kernels.e4m3 import for_product, scale_of, widened, widened_pair
 from shared.kernels.launch import launch, launch_dependents, launches, next_power_of_two, tl, triton, wait_for_previous
-from shared.ops.attention import sdpa_attention
 
 DOT_ROWS = 16  # rows of a tensor core's tile; fewer are padded
 
 
 @triton.jit
 def planned_decode_kernel(
-    q,
-    keys,
-    values,
-    tables,
-    table_starts,
-    lengths,
-    k_scales,
-    v_scales,
-    num_items,
-    split_size,
-    request_indices,
-    kv_tile_indices,
-    output_indptr,
-    out,
-    partial,
-    partial_log,
-    counters,
-    scale,
-    softcap,
-    window,
-    q_row_stride,
+    q, keys, values, tables, table_starts, lengths, k_scales, v_scales, num_items, split_size, request_indices,
+    kv_tile_indices, output_indptr, out, partial, partial_log, counters, scale, softcap, window, q_row_stride,
     q_head_stride,
-    HAS_SOFTCAP: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    HKV: tl.constexpr,
-    GROUP: tl.constexpr,
-    D: tl.constexpr,
-    ROWS: tl.constexpr,
-    TILE: tl.constexpr,
-    IS_ARRIVAL: tl.constexpr,
-    MERGED: tl.constexpr,
-    MERGED_ROWS: tl.constexpr,
-    PDL: tl.constexpr,
-):
+    BLOCK_SIZE: tl.constexpr, HKV: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr,
+    TILE: tl.constexpr, IS_ARRIVAL: tl.constexpr, MERGED: tl.constexpr, MERGED_ROWS: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     """Program (i, j) computes item j for KV head i; the grid is (Hkv, capacity)."""
     launch_dependents(PDL)
     kv_head, item = tl.program_id(0), tl.program_id(1)
@@ -78,7 +49,6 @@ def planned_decode_kernel(
     num_states = tl.load(output_indptr + request + 1) - first_state
     tables += tl.load(table_starts + request)
     wait_for_previous(PDL)
-    PAIRED: tl.constexpr = values.dtype.element_ty.primitive_bitwidth == 8
     if is_item:
         g, d = tl.arange(0, ROWS), tl.arange(0, D)
         is_head = g < GROUP
@@ -93,63 +63,27 @@ def planned_decode_kernel(
         heads = request.to(tl.int64) * q_row_stride + (first_head + g)[:, None] * q_head_stride
         queries = tl.load(q + heads + d[None, :], mask=is_head[:, None], other=0.0)  # [ROWS, D]
         # end exercise
-        queries = for_product(queries, keys)
-        scale *= scale_of(k_scales, kv_head, keys)
-        maximum = tl.full([ROWS], float("-inf"), tl.float32)
-        total = tl.zeros([ROWS], tl.float32)
-        weighted = tl.zeros([ROWS, D], tl.float32)
-        if PAIRED:
-            pairs = values.to(tl.pointer_type(tl.uint16), bitcast=True)
-            even, odd = tl.zeros([ROWS, D // 2], tl.float32), tl.zeros([ROWS, D // 2], tl.float32)
-        # Block table entries are loaded a tile ahead, so that the loads of a tile do not wait for a lookup.
-        rows = token_rows(tables, start + tl.arange(0, TILE), end, kv_head, BLOCK_SIZE, HKV, D)
-        for tile in tl.range(start, end, TILE):
-            place = tile + tl.arange(0, TILE)
-            is_key = place < end
-            tokens = rows[:, None] + d[None, :]  # [TILE, D]
-            if PAIRED:
-                v = tl.load(pairs + (rows // 2)[:, None] + tl.arange(0, D // 2)[None, :], mask=is_key[:, None], other=0)
-            else:
-                v = tl.load(values + tokens, mask=is_key[:, None], other=0.0)
-            rows = token_rows(tables, place + TILE, end, kv_head, BLOCK_SIZE, HKV, D)
-            k = widened(tl.load(keys + tokens, mask=is_key[:, None], other=0.0), queries.dtype)
-            if PAIRED:
-                weights, kept, maximum, total = weigh(
-                    queries, k, is_key[None, :], maximum, total, scale, softcap, HAS_SOFTCAP
-                )
-                low, high = widened_pair(v, queries.dtype)
-                even = even * kept[:, None] + tl.dot(weights.to(low.dtype), low, input_precision="ieee")
-                odd = odd * kept[:, None] + tl.dot(weights.to(high.dtype), high, input_precision="ieee")
-            else:
-                maximum, total, weighted = add_tile(
-                    queries, k, v, is_key[None, :], maximum, total, weighted, scale, softcap, HAS_SOFTCAP
-                )
-        if PAIRED:
-            weighted = tl.reshape(tl.join(even, odd), [ROWS, D]) * (tl.load(v_scales + kv_head) * 256.0)
-        row = request.to(tl.int64) * (HKV * GROUP) + first_head  # of the output
+        cache = (keys, values, k_scales, v_scales)
+        maximum, total, weighted = attend(
+            queries, cache, kv_head, start, end, token_rows, (tables, kv_head, BLOCK_SIZE, HKV, D), scale, softcap, TILE
+        )
+        HQ: tl.constexpr = HKV * GROUP
+        row = request.to(tl.int64) * HQ + first_head  # of the output
         result = weighted / tl.where(total == 0.0, 1.0, total)[:, None]  # no visible key gives zeros
 
         if num_states == 0:  # the sequence has a single split
             tl.store(out + (row + g)[:, None] * D + d[None, :], result, mask=is_head[:, None])
         else:
-            state = (first_state + kv_tile).to(tl.int64) * (HKV * GROUP) + first_head + g
+            state = (first_state + kv_tile).to(tl.int64) * HQ + first_head + g
             tl.store(partial + state[:, None] * D + d[None, :], result, mask=is_head[:, None])
             tl.store(partial_log + state, maximum + tl.log2(total), mask=is_head)
             if IS_ARRIVAL:  # noqa: SIM102 - decided when compiling
                 if is_last_arrival(counters + request * HKV + kv_head, num_states):
                     m = tl.arange(0, MERGED_ROWS)
                     is_merged = m < GROUP
+                    of_group, end_state = first_head + m, first_state + num_states
                     merged = merged_state(
-                        partial,
-                        partial_log,
-                        first_state,
-                        first_state + num_states,
-                        first_head + m,
-                        is_merged,
-                        HKV * GROUP,
-                        D,
-                        MERGED_ROWS,
-                        MERGED,
+                        partial, partial_log, first_state, end_state, of_group, is_merged, HQ, D, MERGED_ROWS, MERGED
                     )
                     tl.store(out + (row + m)[:, None] * D + d[None, :], merged, mask=is_merged[:, None])
 
@@ -176,15 +110,11 @@ def planned_decode(
 
     Args:
         q: ``[B, Hq, D]``; heads may be strided, the elements of a head are contiguous.
-        keys, values, tables, table_starts, k_scales, v_scales: a paged KV cache, as in
-            :func:`shared.kernels.attention.paged_attention.paged_attention`: ``[blocks, block_size, Hkv, D]``,
-            concatenated int32 block tables and their offsets.
+        keys, values, tables, table_starts, k_scales, v_scales, window, softcap, out: as
+            :func:`shared.kernels.attention.paged_attention.paged_attention`.
         lengths: int32 ``[B]``, the tokens of each sequence, the new one included; must equal the planned lengths.
         plan: from :func:`shared.attention.plan.plan_decode`, with the same window.
-        window: attend only to the last ``window`` tokens, the token itself included.
-        softcap: scores become ``c · tanh(scores / c)``.
         tiling: from :func:`shared.kernels.attention.planned_tiling.decode_tiling`; constant for a captured graph.
-        out: output buffer, ``[B, Hq, D]`` contiguous; None: allocated.
 
     Returns:
         ``[B, Hq, D]`` in the dtype of q. Raises ValueError for a plan or workspace of too few rows or states.
@@ -206,71 +136,15 @@ def planned_decode(
     group = Hq // Hkv
     rows = next_power_of_two(group)
     launch(
-        planned_decode_kernel,
-        (Hkv, plan.capacity),
-        q,
-        keys,
-        values,
-        tables,
-        table_starts,
-        lengths,
-        k_scales,
-        v_scales,
-        plan.num_items,
-        plan.split_size,
-        plan.request_indices,
-        plan.kv_tile_indices,
-        plan.output_indptr,
-        out,
-        workspace.partial,
-        workspace.partial_log,
-        workspace.counters,
-        *in_base_2(scale, softcap),
-        NO_WINDOW if window is None else window,
-        q.stride(0),
+        planned_decode_kernel, (Hkv, plan.capacity),
+        q, keys, values, tables, table_starts, lengths, k_scales, v_scales, plan.num_items, plan.split_size,
+        plan.request_indices, plan.kv_tile_indices, plan.output_indptr, out, workspace.partial, workspace.partial_log,
+        workspace.counters, *in_base_2(scale, softcap), NO_WINDOW if window is None else window, q.stride(0),
         q.stride(1),
-        HAS_SOFTCAP=softcap is not None,
-        BLOCK_SIZE=block_size,
-        HKV=Hkv,
-        GROUP=group,
-        D=D,
-        ROWS=max(DOT_ROWS, rows),
-        TILE=tiling.tile,
-        IS_ARRIVAL=tiling.is_arrival,
-        MERGED=max(1, tiling.merged_numbers // (rows * D)),
-        MERGED_ROWS=rows,
-        num_warps=tiling.num_warps,
-        num_stages=tiling.num_stages,
-    )
+        BLOCK_SIZE=block_size, HKV=Hkv, GROUP=group, D=D, ROWS=max(DOT_ROWS, rows), TILE=tiling.tile,
+        IS_ARRIVAL=tiling.is_arrival, MERGED=max(1, tiling.merged_numbers // (rows * D)), MERGED_ROWS=rows,
+        num_warps=tiling.num_warps, num_stages=tiling.num_stages,
+    )  # fmt: skip
     if not tiling.is_arrival and plan.is_split:
         merge_states(workspace.partial, workspace.partial_log, plan.output_indptr, out)
-    return out
-
-
-def attend_by_sequence(
-    q: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    tables: torch.Tensor,
-    table_starts: list[int],
-    lengths: list[int],
-    num_new_tokens: list[int],
-    scale: float,
-    window: int | None,
-    softcap: float | None,
-    out: torch.Tensor,
-    k_scales: torch.Tensor | None = None,
-    v_scales: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """The op, sequence by sequence, for devices without kernels."""
-    row = 0
-    for start, length, num_new in zip(table_starts, lengths, num_new_tokens, strict=True):
-        new = slice(row, row + num_new)
-        if length == 0:
-            out[new] = 0.0
-        elif num_new:
-            first = 0 if window is None else max(0, length - num_new + 1 - window)  # first key of the first new token
-            k, v = gathered(keys, values, tables, start, first, length, q.dtype, k_scales, v_scales)
-            out[new] = sdpa_attention(q[new], k, v, scale=scale, window=window, softcap=softcap)
-        row += num_new
     return out

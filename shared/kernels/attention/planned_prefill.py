@@ -7,78 +7,44 @@ the plan for one KV head: a tile of rows and a split of the keys that the tile a
 
 Invariants: causality follows the order in the cache; a tile holds whole tokens, so all heads of a token have the same
 splits; only keys that a token of the tile attends to are read; a row without visible keys in its item stores an empty
-state; an item past the plan's valid count returns at once.
+state; a program without an item returns at once.
 """
 
 import torch
 
 from shared.attention.descriptor import DevicePlan
+from shared.kernels.attention.decode_attention import NO_WINDOW, in_base_2
 from shared.kernels.attention.merge_states import merge_states
-from shared.kernels.attention.online_softmax import in_base_2
-from shared.kernels.attention.paged_attention import NO_WINDOW
-from shared.kernels.attention.planned_attention import DOT_ROWS, attend_by_sequence
+from shared.kernels.attention.paged_attention import attend_by_sequence
+from shared.kernels.attention.planned_attention import DOT_ROWS
 from shared.kernels.attention.planned_tiling import CopiedTiling, PrefillTiling
 from shared.kernels.attention.planned_workspace import PlannedWorkspace
 from shared.kernels.attention.prompt_keys import LEAST_REQUESTS, PromptKeys, copy_keys, first_row_of
 from shared.kernels.attention.prompt_tiles import attend_to_keys
-from shared.kernels.e4m3 import for_product, scale_of
 from shared.kernels.launch import launch, launch_dependents, launches, next_power_of_two, tl, triton, wait_for_previous
 
 
 @triton.jit(do_not_specialize=["num_requests"])
 def planned_prefill_kernel(
-    q,
-    keys,
-    values,
-    tables,
-    table_starts,
-    lengths,
-    k_scales,
-    v_scales,
-    num_masks,
-    copied,
-    num_requests,
-    num_rows,
-    num_items,
-    split_size,
-    request_indices,
-    query_tile_indices,
-    kv_tile_indices,
-    query_indptr,
-    output_indptr,
-    out,
-    partial,
-    partial_log,
-    scale,
-    softcap,
-    window,
-    q_row_stride,
-    q_head_stride,
-    HAS_SOFTCAP: tl.constexpr,
-    HAS_MASKS: tl.constexpr,
-    HAS_COPIES: tl.constexpr,
-    IS_COPIED: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    HKV: tl.constexpr,
-    GROUP: tl.constexpr,
-    TOKENS: tl.constexpr,
-    D: tl.constexpr,
-    ROWS: tl.constexpr,
-    TILE: tl.constexpr,
-    COPIED_TILE: tl.constexpr,
-    REQUESTS: tl.constexpr,
-    PDL: tl.constexpr,
-):
-    """Program (i, j) computes the j-th item from the last for KV head i; the grid is (Hkv, capacity). With HAS_COPIES
-    the items of requests whose keys are copied and those of the others are computed by two launches."""
+    q, keys, values, tables, table_starts, lengths, k_scales, v_scales, num_masks, copied, num_copied, num_requests,
+    num_items, split_size, request_indices, query_tile_indices, kv_tile_indices, query_indptr, output_indptr, out,
+    partial, partial_log, scale, softcap, window, q_row_stride, q_head_stride,
+    HAS_MASKS: tl.constexpr, HAS_COPIES: tl.constexpr, BLOCK_SIZE: tl.constexpr, HKV: tl.constexpr, GROUP: tl.constexpr,
+    TOKENS: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr, COPIED_TILE: tl.constexpr,
+    REQUESTS: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Program (i, j) computes the j-th item from the last for KV head i; the grid is (Hkv, capacity).
+
+    With HAS_COPIES there are two launches: with ``copied``, of the requests whose keys are copied, and of the others.
+    """
     launch_dependents(PDL)
     wait_for_previous(PDL)
     item = tl.load(num_items) - 1 - tl.program_id(1)  # the last tiles of a prompt have the most keys: they begin first
     request = tl.load(request_indices + item, mask=item >= 0, other=0)
     is_computed = item >= 0
     if HAS_COPIES:
-        key_row = first_row_of(request, lengths, query_indptr, num_requests, num_rows, COPIED_TILE, REQUESTS)
-        is_computed &= (key_row >= 0) == IS_COPIED
+        key_row = first_row_of(request, lengths, query_indptr, num_requests, num_copied, COPIED_TILE, REQUESTS)
+        is_computed &= (key_row >= 0) == (copied is not None)
     if is_computed:
         kv_head = tl.program_id(0)
         query_tile = tl.load(query_tile_indices + item)
@@ -98,8 +64,7 @@ def planned_prefill_kernel(
         # The tile's keys: from the first token's first visible key to the last token's own.
         start = tl.maximum(length - num_new + (0 if HAS_MASKS else first_token) + 1 - window, 0) + kv_tile * size
         end = tl.minimum(start + size, length - num_new + tl.minimum(first_token + TOKENS, num_new))
-        last, own = position, None
-        first = position - window + 1
+        seen, own = (position - window + 1, position), None
         if HAS_MASKS:
             # k mask tokens for each real one come after all real ones; a group sees its real token's keys, and its own.
             k_masks = tl.load(num_masks + request)
@@ -107,37 +72,20 @@ def planned_prefill_kernel(
             after = token - num_real
             is_mask = after >= 0
             group = tl.where(is_mask, after // tl.maximum(k_masks, 1), token)
-            last = length - num_new + group
-            first = tl.where(is_mask, last + 1 + after % tl.maximum(k_masks, 1), position) - window + 1
-            own = (tl.where(is_mask, length - num_new + num_real + group * k_masks, position + 1), position)
+            last_real = length - num_new + group
+            first_own = tl.where(is_mask, length - num_new + num_real + group * k_masks, position + 1)
+            in_text = tl.where(is_mask, last_real + 1 + after % tl.maximum(k_masks, 1), position)
+            seen, own = (in_text - window + 1, last_real), (first_own, position)
         queries = tl.load(
             q + (row * q_row_stride + head * q_head_stride)[:, None] + d[None, :], mask=is_row[:, None], other=0.0
         )
-        queries = for_product(queries, keys)
-        scale *= scale_of(k_scales, kv_head, keys)
-        if IS_COPIED:
-            source = (copied, key_row, num_rows + key_row, kv_head)
-        else:
-            source = (keys, values, tables + tl.load(table_starts + request), kv_head)
+        cache = (keys, values, k_scales, v_scales)
+        where = (tables + tl.load(table_starts + request), kv_head, BLOCK_SIZE, HKV, D)
+        if copied is not None:
+            where = (key_row, num_copied + key_row, kv_head * D, HKV, D)
         maximum, total, weighted = attend_to_keys(
-            queries,
-            source,
-            start,
-            end,
-            first,
-            last,
-            own,
-            scale,
-            softcap,
-            HAS_SOFTCAP,
-            IS_COPIED,
-            BLOCK_SIZE,
-            HKV,
-            ROWS,
-            D,
-            TILE,
+            queries, cache, copied, where, kv_head, start, end, seen, own, scale, softcap, TILE
         )
-        weighted *= scale_of(v_scales, kv_head, values)
         result = weighted / tl.where(total == 0.0, 1.0, total)[:, None]
 
         first_state = tl.load(output_indptr + row, mask=is_row, other=0)
@@ -177,8 +125,9 @@ def planned_prefill(
             :func:`shared.kernels.attention.planned_attention.planned_decode`.
         lengths: int32 ``[B]``, the tokens of each sequence, the new ones included; must equal the planned lengths.
         plan: from :func:`shared.attention.plan.plan_prefill`, with the same window and the tiling's tokens per tile.
-        num_masks: int32 ``[B]``, mask tokens for each real token of a sequence, fewer than the window; they lie behind
-            its real ones (phase 11.1). The plan must have ``has_masks``. None: there are none. Kernels alone take it.
+        num_masks: int32 ``[B]``, mask tokens for each real token of a sequence, fewer than the window; they come
+            after its real ones (phase 11.1). The plan must have ``has_masks``. None: there are none. Only kernels take
+            it.
         tiling: from :func:`shared.kernels.attention.planned_tiling.prefill_tiling`.
         copies: of a tiling that copies keys, whether there are requests whose keys are copied, and others.
         out: output buffer, ``[T, Hq, D]`` contiguous; None: allocated.
@@ -214,49 +163,18 @@ def planned_prefill(
         copied, cuts = workspace.copied, [tiling.copied, tiling] if copies[1] else [tiling.copied]
         copy_keys(*memory, plan.query_indptr, window, copied, tiling.copied.tile)
     for cut in cuts:
-        is_copied = cut is not tiling
+        tiles = copied.tiles(cut.tile, D) if copied is not None and cut is not tiling else None
         launch(
-            planned_prefill_kernel,
-            (Hkv, plan.capacity),
-            q,
-            *memory,
-            k_scales,
-            v_scales,
-            num_masks,
-            copied.tiles(cut.tile, D) if copied is not None and is_copied else None,
-            num_requests,
-            0 if copied is None else copied.num_rows,
-            plan.num_items,
-            plan.split_size,
-            plan.request_indices,
-            plan.query_tile_indices,
-            plan.kv_tile_indices,
-            plan.query_indptr,
-            plan.output_indptr,
-            out,
-            workspace.partial,
-            workspace.partial_log,
-            *in_base_2(scale, softcap),
-            window,
-            q.stride(0),
-            q.stride(1),
-            HAS_SOFTCAP=softcap is not None,
-            HAS_MASKS=num_masks is not None,
-            HAS_COPIES=copied is not None,
-            IS_COPIED=is_copied,
-            BLOCK_SIZE=block_size,
-            HKV=Hkv,
-            GROUP=group,
-            TOKENS=tiling.tokens(group),
-            D=D,
-            ROWS=max(DOT_ROWS, next_power_of_two(tiling.rows)),
-            TILE=cut.tile,
-            COPIED_TILE=cuts[0].tile,
-            REQUESTS=next_power_of_two(max(num_requests, LEAST_REQUESTS)),
-            num_warps=cut.num_warps,
-            num_stages=cut.num_stages,
-            **({"maxnreg": cut.maxnreg} if is_copied and cut.maxnreg else {}),
-        )
+            planned_prefill_kernel, (Hkv, plan.capacity),
+            q, *memory, k_scales, v_scales, num_masks, tiles, 0 if copied is None else copied.num_rows, num_requests,
+            plan.num_items, plan.split_size, plan.request_indices, plan.query_tile_indices, plan.kv_tile_indices,
+            plan.query_indptr, plan.output_indptr, out, workspace.partial, workspace.partial_log,
+            *in_base_2(scale, softcap), window, q.stride(0), q.stride(1),
+            HAS_MASKS=num_masks is not None, HAS_COPIES=copied is not None, BLOCK_SIZE=block_size, HKV=Hkv, GROUP=group,
+            TOKENS=tiling.tokens(group), D=D, ROWS=max(DOT_ROWS, next_power_of_two(tiling.rows)), TILE=cut.tile,
+            COPIED_TILE=cuts[0].tile, REQUESTS=next_power_of_two(max(num_requests, LEAST_REQUESTS)),
+            num_warps=cut.num_warps, num_stages=cut.num_stages,
+        )  # fmt: skip
     if plan.is_split:
         merge_states(workspace.partial, workspace.partial_log, plan.output_indptr, out)
     return out

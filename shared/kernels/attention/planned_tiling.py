@@ -43,7 +43,6 @@ class CopiedTiling(NamedTuple):
     tile: int
     num_warps: int
     num_stages: int
-    maxnreg: int | None = None
 
 
 @dataclass(frozen=True)
@@ -130,10 +129,11 @@ def prefill_tiling(
     group = num_heads // num_kv_heads
     cut = paged_prefill.prefill_tiling(num_new_tokens * group, num_sequences, head_dim, itemsize)
     rows = max(cut.rows, next_power_of_two(group))
-    if can_copy and num_new_tokens >= LEAST_COPIED and num_new_tokens * group > 64 * num_sequences:
-        rows, copied = max(rows, COPIED_ROWS), CopiedTiling(64, 8, 2 if head_dim == 256 else 3, 128 if head_dim <= 64 else None)
-        return PrefillTiling(rows, cut.tile, 8 if head_dim >= 128 else 4, cut.num_stages, copied=copied)
-    return PrefillTiling(rows, cut.tile, cut.num_warps, cut.num_stages)
+    if not (can_copy and num_new_tokens >= LEAST_COPIED and num_new_tokens * group > 64 * num_sequences):
+        return PrefillTiling(rows, cut.tile, cut.num_warps, cut.num_stages)
+    num_warps = 8 if head_dim > 64 else 4
+    copied = CopiedTiling(64, num_warps, 2 if head_dim == 256 else 3)
+    return PrefillTiling(max(rows, COPIED_ROWS), cut.tile, num_warps, cut.num_stages, copied=copied)
 
 
 def can_copy(itemsize: int, device: torch.device) -> bool:

@@ -26,13 +26,7 @@ class PlannedWorkspace:
 
     @classmethod
     def for_batches(
-        cls,
-        num_sequences: int,
-        num_heads: int,
-        num_kv_heads: int,
-        head_dim: int,
-        itemsize: int,
-        device: torch.device,
+        cls, num_sequences: int, num_heads: int, num_kv_heads: int, head_dim: int, itemsize: int, device: torch.device
     ) -> Self:
         """A workspace for all plans with the tables of :mod:`shared.kernels.attention.planned_tiling`, decode or
         prefill, of up to this many sequences; keys have ``itemsize`` bytes per element.

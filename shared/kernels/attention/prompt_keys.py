@@ -145,7 +145,7 @@ def copy_keys_kernel(
         first = tl.maximum(length - num_new + 1 - window, 0)  # the first key that a new token attends to
         table = tables + tl.load(table_starts + request)
         is_seen = (place >= first) & (place < length)
-        tokens = token_rows(table, place, length, 0, BLOCK_SIZE, HKV, D)[:, None] + column[None, :]
+        tokens = token_rows(place, length, table, 0, BLOCK_SIZE, HKV, D)[:, None] + column[None, :]
         into = (row + tl.arange(0, TILE)).to(tl.int64)[:, None] * (HKV * D) + column[None, :]
         dtype: tl.constexpr = matrix.dtype.element_ty
         k = widened(tl.load(keys + tokens, mask=is_seen[:, None], other=0.0), dtype)

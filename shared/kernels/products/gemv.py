@@ -84,25 +84,30 @@ def load_x(x, m, k, num_rows, x_stride, K: tl.constexpr):
 
 
 @triton.jit
+def store_product(y, up, out, bias, residual, m, n, num_rows, N, residual_stride, ACTIVATION: tl.constexpr):
+    """Store ``activation(y + b) + residual`` in rows m and columns n of ``out [num_rows, N]``.
+
+    ``up``: of the same columns, if there is an activation. m and n broadcast to the shape of y.
+    """
+    is_column = n < N
+    if bias is not None:
+        y += tl.load(bias + n, mask=is_column, other=0.0).to(tl.float32)
+    if ACTIVATION is not None:
+        if bias is not None:
+            up += tl.load(bias + N + n, mask=is_column, other=0.0).to(tl.float32)
+        y = gated.gated_activation(y, up, ACTIVATION)
+    inside = (m < num_rows) & is_column
+    if residual is not None:
+        y += tl.load(residual + m * residual_stride + n, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out + m * N + n, y, mask=inside)
+
+
+@triton.jit
 def gemv_kernel(
-    x,
-    weight,
-    bias,
-    norm_weight,
-    residual,
-    out,
-    num_rows,
-    N,
-    x_stride,
-    residual_stride,
-    eps,
-    K: tl.constexpr,
-    OFFSET: tl.constexpr,
-    ACTIVATION: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
+    x, weight, bias, norm_weight, residual, out, num_rows, N, x_stride, residual_stride, eps,
+    K: tl.constexpr, OFFSET: tl.constexpr, ACTIVATION: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     PDL: tl.constexpr,
-):
+):  # fmt: skip
     """Program i computes columns i · BLOCK_N … of all rows of ``out [num_rows, N]``; the grid is ceil(N / BLOCK_N).
 
     With an activation W is ``[2N, K]``: row n gives the gate of column n, row N + n its up value.
@@ -149,37 +154,16 @@ def gemv_kernel(
                 up_products += h[None, :] * load_weights(up_rows, is_row, start + k, K, BLOCK_K).to(tl.float32)
         # end exercise
         y = tl.sum(products, axis=1)
-        if bias is not None:
-            y += tl.load(bias + n, mask=is_row, other=0.0).to(tl.float32)
-        if ACTIVATION is not None:
-            up = tl.sum(up_products, axis=1)
-            if bias is not None:
-                up += tl.load(bias + N + n, mask=is_row, other=0.0).to(tl.float32)
-            y = gated.gated_activation(y, up, ACTIVATION)
-        if residual is not None:
-            y += tl.load(residual + m * residual_stride + n, mask=is_row, other=0.0).to(tl.float32)
-        tl.store(out + m * N + n, y, mask=is_row)
+        up = None if ACTIVATION is None else tl.sum(up_products, axis=1)
+        store_product(y, up, out, bias, residual, m, n, num_rows, N, residual_stride, ACTIVATION)
 
 
 @triton.jit
 def skinny_kernel(
-    x,
-    weight,
-    bias,
-    residual,
-    out,
-    num_rows,
-    N,
-    x_stride,
-    residual_stride,
-    K: tl.constexpr,
-    ACTIVATION: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    ROWS: tl.constexpr,
-    PREFETCHED: tl.constexpr,
-    PDL: tl.constexpr,
-):
+    x, weight, bias, residual, out, num_rows, N, x_stride, residual_stride,
+    K: tl.constexpr, ACTIVATION: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, ROWS: tl.constexpr,
+    PREFETCHED: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     """As :func:`gemv_kernel`, for up to ROWS rows of x together, on the tensor cores (fp32: without them), no norm."""
     launch_dependents(PDL)
     m = tl.arange(0, ROWS)
@@ -199,16 +183,8 @@ def skinny_kernel(
         y = tl.dot(h, load_weights(rows, is_row, k, K, BLOCK_K).T, y, input_precision="ieee")
         if ACTIVATION is not None:
             up = tl.dot(h, load_weights(up_rows, is_row, k, K, BLOCK_K).T, up, input_precision="ieee")
-    if bias is not None:
-        y += tl.load(bias + n, mask=is_row, other=0.0).to(tl.float32)[None, :]
-    if ACTIVATION is not None:
-        if bias is not None:
-            up += tl.load(bias + N + n, mask=is_row, other=0.0).to(tl.float32)[None, :]
-        y = gated.gated_activation(y, up, ACTIVATION)
-    inside = (m < num_rows)[:, None] & is_row[None, :]
-    if residual is not None:
-        y += tl.load(residual + m[:, None] * residual_stride + n[None, :], mask=inside, other=0.0).to(tl.float32)
-    tl.store(out + m[:, None] * N + n[None, :], y, mask=inside)
+    m, n = m[:, None], n[None, :]
+    store_product(y, up, out, bias, residual, m, n, num_rows, N, residual_stride, ACTIVATION)
 
 
 def linear(
@@ -234,32 +210,19 @@ def linear(
     Returns:
         ``[T, N]`` in the dtype of x.
     """
-    T, N = x.shape[0], weight.shape[0]
-    max_rows = MAX_FP32_ROWS if x.dtype == torch.float32 else MAX_ROWS
-    if launches(x) and max_rows >= T:
-        return _launch(x, weight, bias, norm, residual, activation, cut)
-    if norm is not None:
-        x = rms_norm(x, norm.weight, norm.eps, norm.offset)
-    if residual is not None and bias is None and activation is None and launches(x):
-        return residual.addmm_(x, weight.t())  # one launch, where product and addition would be two
-    y = F.linear(x, weight, bias)
-    if activation is not None:
-        _, gate_and_up = ACTIVATIONS[activation]
-        y = gate_and_up(y[:, : N // 2], y[:, N // 2 :])
-    return y if residual is None else y.add_(residual)
-
-
-def _launch(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    norm: Norm | None,
-    residual: torch.Tensor | None,
-    activation: gated_ops.GatedOp | None,
-    cut: Tiling | None,
-) -> torch.Tensor:
     T, K = x.shape
     N = weight.shape[0] if activation is None else weight.shape[0] // 2
+    name, gate_and_up = (None, None) if activation is None else ACTIVATIONS[activation]
+    max_rows = MAX_FP32_ROWS if x.dtype == torch.float32 else MAX_ROWS
+    if not launches(x) or max_rows < T:
+        if norm is not None:
+            x = rms_norm(x, norm.weight, norm.eps, norm.offset)
+        if residual is not None and bias is None and activation is None and launches(x):
+            return residual.addmm_(x, weight.t())  # one launch, where product and addition would be two
+        y = F.linear(x, weight, bias)
+        if gate_and_up is not None:
+            y = gate_and_up(y[:, :N], y[:, N:])
+        return y if residual is None else y.add_(residual)
     if weight.shape[1] != K or not weight.is_contiguous():
         raise ValueError(f"the weight must be contiguous [N, {K}]; its shape is {weight.shape}, {weight.stride()}")
     out = x.new_empty(T, N)
@@ -275,7 +238,7 @@ def _launch(
     strides = (x.stride(0), 0 if residual is None else residual.stride(0))
     options = {
         "K": K,
-        "ACTIVATION": None if activation is None else ACTIVATIONS[activation][0],
+        "ACTIVATION": name,
         "BLOCK_N": cut.block_n,
         "BLOCK_K": cut.block_k,
         "num_warps": cut.num_warps,
@@ -287,19 +250,8 @@ def _launch(
     else:
         norm_weight, eps, offset = (None, 0.0, 0.0) if norm is None else (norm.weight, norm.eps, norm.offset)
         launch(
-            gemv_kernel,
-            grid,
-            x,
-            weight,
-            bias,
-            norm_weight,
-            residual,
-            out,
-            T,
-            N,
-            *strides,
-            eps,
-            **options,
-            OFFSET=offset,
-        )
+            gemv_kernel, grid,
+            x, weight, bias, norm_weight, residual, out, T, N, *strides, eps,
+            **options, OFFSET=offset,
+        )  # fmt: skip
     return out

@@ -23,8 +23,7 @@ from shared.kernels.launch import (
     triton,
     wait_for_previous,
 )
-from shared.kernels.products import gated
-from shared.kernels.products.gemv import ACTIVATIONS, load_weights, prefetch_weights
+from shared.kernels.products.gemv import ACTIVATIONS, load_weights, prefetch_weights, store_product
 from shared.kernels.products.quantized_tiles import columns, halves, widened
 from shared.kernels.products.quantized_tiling import QuantizedTiling
 from shared.ops import gated as gated_ops
@@ -43,19 +42,9 @@ def load_x(rows, is_row, k, K: tl.constexpr, BLOCK: tl.constexpr):
 
 @triton.jit
 def add_product(
-    y,
-    rows,
-    is_row,
-    low,
-    high,
-    scales,
-    zeros,
-    start,
-    WIDTH: tl.constexpr,
-    PER_GROUP: tl.constexpr,
-    BITS: tl.constexpr,
-    BLOCK_B: tl.constexpr,
-):
+    y, rows, is_row, low, high, scales, zeros, start,
+    WIDTH: tl.constexpr, PER_GROUP: tl.constexpr, BITS: tl.constexpr, BLOCK_B: tl.constexpr,
+):  # fmt: skip
     """``y + W xᵀ`` of a tile of W and columns of x; scaled, unless a scale belongs to a row. PER_GROUP: in bytes."""
     tile = load_weights(rows, is_row, start + tl.arange(0, BLOCK_B), WIDTH, BLOCK_B)
     group = start // PER_GROUP
@@ -75,30 +64,10 @@ def add_product(
 
 @triton.jit
 def quantized_gemm_kernel(
-    x,
-    x_scales,
-    values,
-    scales,
-    zeros,
-    bias,
-    residual,
-    out,
-    num_rows,
-    N,
-    x_stride,
-    residual_stride,
-    rows_per_scale,
-    K: tl.constexpr,
-    GROUP: tl.constexpr,
-    BITS: tl.constexpr,
-    RUN: tl.constexpr,
-    ACTIVATION: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    PREFETCHED: tl.constexpr,
-    PDL: tl.constexpr,
-):
+    x, x_scales, values, scales, zeros, bias, residual, out, num_rows, N, x_stride, residual_stride, rows_per_scale,
+    K: tl.constexpr, GROUP: tl.constexpr, BITS: tl.constexpr, RUN: tl.constexpr, ACTIVATION: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PREFETCHED: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     """A program computes ``out [num_rows, N]`` for BLOCK_M rows and BLOCK_N columns; the grid has one for each block.
 
     x_scales: one for each row of x, if x is FP8. With an activation W is ``[2N, K]``, as in ``gemv_kernel``.
@@ -144,19 +113,10 @@ def quantized_gemm_kernel(
         y *= tl.load(scale_rows, mask=is_row, other=0.0).to(tl.float32)[:, None]
     if x_scales is not None:
         y *= tl.load(x_scales + m, mask=is_x_row, other=0.0)[None, :]
-    if bias is not None:
-        y += tl.load(bias + n, mask=is_row, other=0.0).to(tl.float32)[:, None]
-    if ACTIVATION is not None:
-        if GROUPS == 1:
-            up *= tl.load(up_scale_rows, mask=is_row, other=0.0).to(tl.float32)[:, None]
-        if bias is not None:
-            up += tl.load(bias + N + n, mask=is_row, other=0.0).to(tl.float32)[:, None]
-        y = gated.gated_activation(y, up, ACTIVATION)
-    inside = is_row[:, None] & is_x_row[None, :]
-    if residual is not None:
-        residual_rows = residual + m.to(tl.int64)[None, :] * residual_stride
-        y += tl.load(residual_rows + n[:, None], mask=inside, other=0.0).to(tl.float32)
-    tl.store(out + m.to(tl.int64)[None, :] * N + n[:, None], y, mask=inside)
+    if ACTIVATION is not None and GROUPS == 1:
+        up *= tl.load(up_scale_rows, mask=is_row, other=0.0).to(tl.float32)[:, None]
+    m, n = m.to(tl.int64)[None, :], n[:, None]
+    store_product(y, up, out, bias, residual, m, n, num_rows, N, residual_stride, ACTIVATION)
 
 
 @triton.jit
@@ -207,13 +167,7 @@ def multiply_in_fp8(
         return multiply(values, weight, bias, residual, activation, cut, gpu, x_scales, x.dtype)
     scales = weight.scales.float().expand(N, 1).contiguous().t()
     y = torch._scaled_mm(
-        values,
-        weight.values.t(),
-        x_scales[:, None],
-        scales,
-        bias=bias,
-        out_dtype=x.dtype,
-        use_fast_accum=True,
+        values, weight.values.t(), x_scales[:, None], scales, bias=bias, out_dtype=x.dtype, use_fast_accum=True
     )
     return y if residual is None else y.add_(residual)
 

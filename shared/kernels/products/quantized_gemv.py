@@ -25,8 +25,8 @@ from shared.kernels.launch import (
     triton,
     wait_for_previous,
 )
-from shared.kernels.products import gated, quantized_prompts
-from shared.kernels.products.gemv import ACTIVATIONS, load_vector, load_weights, normalized
+from shared.kernels.products import quantized_prompts
+from shared.kernels.products.gemv import ACTIVATIONS, load_vector, load_weights, normalized, store_product
 from shared.kernels.products.quantized_gemm import multiply, multiply_in_fp8, stored
 from shared.kernels.products.quantized_rows import multiply_rows
 from shared.kernels.products.quantized_tiles import columns, widened
@@ -124,27 +124,10 @@ def part_sums(tile, low, high, zeros, BITS: tl.constexpr, PARTS: tl.constexpr):
 
 @triton.jit
 def quantized_gemv_kernel(
-    x,
-    values,
-    scales,
-    zeros,
-    bias,
-    norm_weight,
-    residual,
-    out,
-    N,
-    rows_per_scale,
-    eps,
-    K: tl.constexpr,
-    GROUP: tl.constexpr,
-    BITS: tl.constexpr,
-    RUN: tl.constexpr,
-    OFFSET: tl.constexpr,
-    ACTIVATION: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    PDL: tl.constexpr,
-):
+    x, values, scales, zeros, bias, norm_weight, residual, out, N, rows_per_scale, eps,
+    K: tl.constexpr, GROUP: tl.constexpr, BITS: tl.constexpr, RUN: tl.constexpr, OFFSET: tl.constexpr,
+    ACTIVATION: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     """Program i computes columns i · BLOCK_N … of ``out [1, N]``; the grid is ceil(N / BLOCK_N).
 
     GROUP: columns that share a scale. With an activation W is ``[2N, K]``, as in ``gemv_kernel``.
@@ -206,18 +189,10 @@ def quantized_gemv_kernel(
     y = tl.sum(sums, axis=1)
     if GROUPS == 1:
         y *= tl.sum(scale, axis=1)  # of one number
-    if bias is not None:
-        y += tl.load(bias + n, mask=is_row, other=0.0).to(tl.float32)
-    if ACTIVATION is not None:
-        up = tl.sum(up_sums, axis=1)
-        if GROUPS == 1:
-            up *= tl.sum(up_scale, axis=1)
-        if bias is not None:
-            up += tl.load(bias + N + n, mask=is_row, other=0.0).to(tl.float32)
-        y = gated.gated_activation(y, up, ACTIVATION)
-    if residual is not None:
-        y += tl.load(residual + n, mask=is_row, other=0.0).to(tl.float32)
-    tl.store(out + n, y, mask=is_row)
+    up = tl.sum(up_sums, axis=1)
+    if ACTIVATION is not None and GROUPS == 1:
+        up *= tl.sum(up_scale, axis=1)
+    store_product(y, up, out, bias, residual, 0, n, 1, N, 0, ACTIVATION)
 
 
 def linear(
@@ -327,28 +302,11 @@ def _launch(
     out = x.new_empty(1, N)
     norm_weight, eps, offset = (None, 0.0, 0.0) if norm is None else (norm.weight, norm.eps, norm.offset)
     launch(
-        quantized_gemv_kernel,
-        (-(-N // cut.block_n),),
-        x,
-        stored(weight, gpu) if weight.bits == 8 else weight.values.view(torch.int32),
-        weight.scales,
-        weight.zeros,
-        bias,
-        norm_weight,
-        residual,
-        out,
-        N,
-        weight.rows_per_scale,
-        eps,
-        K=K,
-        GROUP=weight.columns_per_scale,
-        BITS=weight.bits,
-        RUN=weight.run,
-        OFFSET=offset,
-        ACTIVATION=None if activation is None else ACTIVATIONS[activation][0],
-        BLOCK_N=cut.block_n,
-        BLOCK_K=cut.block_k,
-        num_warps=cut.num_warps,
-        num_stages=cut.num_stages,
-    )
+        quantized_gemv_kernel, (-(-N // cut.block_n),),
+        x, stored(weight, gpu) if weight.bits == 8 else weight.values.view(torch.int32), weight.scales, weight.zeros,
+        bias, norm_weight, residual, out, N, weight.rows_per_scale, eps,
+        K=K, GROUP=weight.columns_per_scale, BITS=weight.bits, RUN=weight.run, OFFSET=offset,
+        ACTIVATION=None if activation is None else ACTIVATIONS[activation][0], BLOCK_N=cut.block_n, BLOCK_K=cut.block_k,
+        num_warps=cut.num_warps, num_stages=cut.num_stages,
+    )  # fmt: skip
     return out

@@ -21,17 +21,9 @@ LEAST_ROWS = 256  # of x: with fewer, writing the tile takes longer than it save
 
 @triton.jit
 def dequantize_kernel(
-    values,
-    scales,
-    zeros,
-    out,
-    rows_per_scale,
-    K: tl.constexpr,
-    GROUP: tl.constexpr,
-    BITS: tl.constexpr,
-    RUN: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    values, scales, zeros, out, rows_per_scale,
+    K: tl.constexpr, GROUP: tl.constexpr, BITS: tl.constexpr, RUN: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     """Program (i, n) writes the columns of bytes i · BLOCK … of row n to ``out [N, K]``."""
     WIDTH: tl.constexpr = K * BITS // 8
     row = tl.program_id(1).to(tl.int64)
@@ -66,20 +58,10 @@ def multiply_by_tiles(
         stop = min(N, start + rows)
         part, tile = weight.tile(start, stop), buffer[: stop - start]
         launch(
-            dequantize_kernel,
-            (-(-values.shape[1] // BLOCK), stop - start),
-            values[start:stop],
-            part.scales,
-            part.zeros,
-            tile,
-            weight.rows_per_scale,
-            K=K,
-            GROUP=weight.columns_per_scale,
-            BITS=weight.bits,
-            RUN=weight.run,
-            BLOCK=BLOCK,
-            num_warps=4,
-        )
+            dequantize_kernel, (-(-values.shape[1] // BLOCK), stop - start),
+            values[start:stop], part.scales, part.zeros, tile, weight.rows_per_scale,
+            K=K, GROUP=weight.columns_per_scale, BITS=weight.bits, RUN=weight.run, BLOCK=BLOCK, num_warps=4,
+        )  # fmt: skip
         if residual is None:
             torch.mm(x, tile.t(), out=out[:, start:stop])
         else:

@@ -18,8 +18,7 @@ import torch
 
 from shared.kernels.arrival import is_last_arrival
 from shared.kernels.launch import launch, launch_dependents, tl, triton, wait_for_previous
-from shared.kernels.products import gated
-from shared.kernels.products.gemv import ACTIVATIONS, prefetch_weights
+from shared.kernels.products.gemv import ACTIVATIONS, prefetch_weights, store_product
 from shared.kernels.products.quantized_tiles import as_operand, halves, loaded_row, operand_column, widened
 from shared.kernels.products.quantized_tiling import MAX_BLOCKS_SPLIT, STEP, QuantizedTiling
 from shared.ops import gated as gated_ops
@@ -58,32 +57,12 @@ def add_step(y, tile, low, high, scale, zero, GROUPS: tl.constexpr, BITS: tl.con
 
 @triton.jit(do_not_specialize=["num_rows"])
 def quantized_rows_kernel(
-    x,
-    values,
-    scales,
-    zeros,
-    bias,
-    residual,
-    out,
-    partial,
-    counters,
-    num_rows,
-    N,
-    x_stride,
-    residual_stride,
+    x, values, scales, zeros, bias, residual, out, partial, counters, num_rows, N, x_stride, residual_stride,
     rows_per_scale,
-    K: tl.constexpr,
-    GROUP: tl.constexpr,
-    BITS: tl.constexpr,
-    ACTIVATION: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    SPLITS: tl.constexpr,
-    STEPS: tl.constexpr,
-    PREFETCHED: tl.constexpr,
-    WARPS: tl.constexpr,
+    K: tl.constexpr, GROUP: tl.constexpr, BITS: tl.constexpr, ACTIVATION: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr, SPLITS: tl.constexpr, STEPS: tl.constexpr, PREFETCHED: tl.constexpr, WARPS: tl.constexpr,
     PDL: tl.constexpr,
-):
+):  # fmt: skip
     """Program (i, j) computes columns i · BLOCK_N … of ``out [num_rows, N]`` for up to BLOCK_M rows, from part j of K.
 
     The bytes of W travel through shared memory as they are, many tiles ahead, and each thread takes from there what it
@@ -162,19 +141,10 @@ def quantized_rows_kernel(
     if is_storing:
         if GROUPS == 1:
             y *= load_scales(scale_rows, 0, 1.0)[:, None]
-        is_row = n < N
-        if bias is not None:
-            y += tl.load(bias + n, mask=is_row, other=0.0).to(tl.float32)[:, None]
-        if ACTIVATION is not None:
-            if GROUPS == 1:
-                up *= load_scales(up_scale_rows, 0, 1.0)[:, None]
-            if bias is not None:
-                up += tl.load(bias + N + n, mask=is_row, other=0.0).to(tl.float32)[:, None]
-            y = gated.gated_activation(y, up, ACTIVATION)
-        inside = is_row[:, None] & (m < num_rows)[None, :]
-        if residual is not None:
-            y += tl.load(residual + m[None, :] * residual_stride + n[:, None], mask=inside, other=0.0).to(tl.float32)
-        tl.store(out + m[None, :] * N + n[:, None], y, mask=inside)
+        if ACTIVATION is not None and GROUPS == 1:
+            up *= load_scales(up_scale_rows, 0, 1.0)[:, None]
+        columns, rows_of_x = n[:, None], m[None, :]
+        store_product(y, up, out, bias, residual, rows_of_x, columns, num_rows, N, residual_stride, ACTIVATION)
 
 
 @functools.cache
@@ -212,33 +182,12 @@ def multiply_rows(
         partial = torch.empty(kinds * cut.splits * blocks_n * cut.block_n * cut.block_m, device=x.device)
         counters = arrivals(x.device)
     launch(
-        quantized_rows_kernel,
-        (blocks_n, cut.splits),
-        x,
-        values,
-        weight.scales,
-        weight.zeros,
-        bias,
-        residual,
-        out,
-        partial,
-        counters,
-        T,
-        N,
-        x.stride(0),
-        0 if residual is None else residual.stride(0),
-        weight.rows_per_scale,
-        K=K,
-        GROUP=weight.columns_per_scale,
-        BITS=weight.bits,
-        ACTIVATION=None if activation is None else ACTIVATIONS[activation][0],
-        BLOCK_M=cut.block_m,
-        BLOCK_N=cut.block_n,
-        SPLITS=cut.splits,
-        STEPS=cut.block_k // STEP,
-        PREFETCHED=cut.prefetched,
-        WARPS=cut.num_warps,
-        num_warps=cut.num_warps,
-        num_stages=cut.num_stages,
-    )
+        quantized_rows_kernel, (blocks_n, cut.splits),
+        x, values, weight.scales, weight.zeros, bias, residual, out, partial, counters, T, N, x.stride(0),
+        0 if residual is None else residual.stride(0), weight.rows_per_scale,
+        K=K, GROUP=weight.columns_per_scale, BITS=weight.bits,
+        ACTIVATION=None if activation is None else ACTIVATIONS[activation][0], BLOCK_M=cut.block_m, BLOCK_N=cut.block_n,
+        SPLITS=cut.splits, STEPS=cut.block_k // STEP, PREFETCHED=cut.prefetched, WARPS=cut.num_warps,
+        num_warps=cut.num_warps, num_stages=cut.num_stages,
+    )  # fmt: skip
     return out

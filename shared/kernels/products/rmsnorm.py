@@ -43,22 +43,9 @@ def normalize(h, scale, n, eps):
 
 @triton.jit
 def rms_norm_kernel(
-    x,
-    post_weight,
-    residual,
-    weight,
-    summed,
-    normed,
-    n,
-    x_stride,
-    residual_stride,
-    post_eps,
-    eps,
-    POST_OFFSET: tl.constexpr,
-    OFFSET: tl.constexpr,
-    BLOCK: tl.constexpr,
-    PDL: tl.constexpr,
-):
+    x, post_weight, residual, weight, summed, normed, n, x_stride, residual_stride, post_eps, eps,
+    POST_OFFSET: tl.constexpr, OFFSET: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     launch_dependents(PDL)
     row = tl.program_id(0).to(tl.int64)
     i = tl.arange(0, BLOCK)
@@ -153,24 +140,11 @@ def _launch(
     post_weight, post_eps, post_offset = post or (None, 0.0, 0.0)
     block = next_power_of_two(n)
     launch(
-        rms_norm_kernel,
-        (x.shape[0],),
-        x,
-        post_weight,
-        residual,
-        weight,
-        summed,
-        normed,
-        n,
-        x.stride(0),
-        0 if residual is None else residual.stride(0),
-        post_eps,
-        eps,
-        POST_OFFSET=post_offset,
-        OFFSET=offset,
-        BLOCK=block,
-        num_warps=min(16, max(4, block // 512)),
-    )
+        rms_norm_kernel, (x.shape[0],),
+        x, post_weight, residual, weight, summed, normed, n, x.stride(0), 0 if residual is None else residual.stride(0),
+        post_eps, eps,
+        POST_OFFSET=post_offset, OFFSET=offset, BLOCK=block, num_warps=min(16, max(4, block // 512)),
+    )  # fmt: skip
 
 
 def _rows(x: torch.Tensor) -> torch.Tensor:

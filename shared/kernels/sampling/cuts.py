@@ -92,23 +92,10 @@ def bracket_top_p(sample, total, p, farthest, is_upper):
 
 @triton.jit
 def bracket_kernel(
-    peaks,
-    temperatures,
-    log_min_p,
-    top_k,
-    top_p,
-    maxima,
-    samples,
-    block_values,
-    block_sums,
-    brackets,
-    num_listed,
-    vocabulary,
-    num_blocks,
-    GROUPS: tl.constexpr,
-    BLOCKS: tl.constexpr,
-    PDL: tl.constexpr,
-):
+    peaks, temperatures, log_min_p, top_k, top_p, maxima, samples, block_values, block_sums, brackets, num_listed,
+    vocabulary, num_blocks,
+    GROUPS: tl.constexpr, BLOCKS: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     """Store one side of a row's bracket (low, high]: -1 is below all keys, and a row with top-k has this low.
 
     Branches on what the batch does not have are excluded at compile time: Triton 3.6 fails on loops and branches that
@@ -142,22 +129,10 @@ def bracket_kernel(
 
 @triton.jit
 def collect_kernel(
-    logits,
-    peaks,
-    temperatures,
-    log_min_p,
-    top_k,
-    top_p,
-    block_values,
-    brackets,
-    num_listed,
-    lists,
-    block_masses,
-    vocabulary,
-    row_stride,
-    BLOCK: tl.constexpr,
-    PDL: tl.constexpr,
-):
+    logits, peaks, temperatures, log_min_p, top_k, top_p, block_values, brackets, num_listed, lists, block_masses,
+    vocabulary, row_stride,
+    BLOCK: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     row = (tl.num_programs(1) - 1 - tl.program_id(1)).to(tl.int64)  # the cache still holds what was read last
     temperature, sharpness = tl.load(temperatures + row), load_sharpness(temperatures, row)
     k, p = load_limits(top_k, top_p, row, vocabulary)

@@ -63,17 +63,7 @@ def bound_of(uniform):
 
 @triton.jit
 def load_score(
-    logits,
-    token_id,
-    vocabulary,
-    peak,
-    temperature,
-    farthest,
-    top_k_cut,
-    top_p_cut,
-    seed,
-    index,
-    STREAM: tl.constexpr,
+    logits, token_id, vocabulary, peak, temperature, farthest, top_k_cut, top_p_cut, seed, index, STREAM: tl.constexpr
 ):
     """The exact score of a token; -inf if it is removed."""
     i = tl.arange(0, 4)
@@ -87,27 +77,10 @@ def load_score(
 
 @triton.jit
 def draw_kernel(
-    logits,
-    peaks,
-    temperatures,
-    seeds,
-    indices,
-    log_min_p,
-    top_k,
-    top_p,
-    cuts,
-    peak_values,
-    block_values,
-    block_ids,
-    ids_out,
-    counters,
-    vocabulary,
-    row_stride,
-    STREAM: tl.constexpr,
-    BLOCK: tl.constexpr,
-    BLOCKS: tl.constexpr,
-    PDL: tl.constexpr,
-):
+    logits, peaks, temperatures, seeds, indices, log_min_p, top_k, top_p, cuts, peak_values, block_values, block_ids,
+    ids_out, counters, vocabulary, row_stride,
+    STREAM: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     """``peak_values`` are the blocks' maxima, ``block_values`` will be the blocks' best scores."""
     row = tl.program_id(1).to(tl.int64)
     if cuts is None:

@@ -128,20 +128,10 @@ def grammar_advance(
     num_steps = 1 if token_ids.ndim == 1 else token_ids.shape[1]
     if launches(rows):
         launch(
-            grammar_advance_kernel,
-            (len(sources),),
-            tables,
-            rows,
-            sources,
-            targets,
-            chosen,
-            token_ids,
-            tokens.text,
-            tokens.ids,
-            tokens.longest,
-            num_steps,
+            grammar_advance_kernel, (len(sources),),
+            tables, rows, sources, targets, chosen, token_ids, tokens.text, tokens.ids, tokens.longest, num_steps,
             num_warps=1,
-        )
+        )  # fmt: skip
         return
     if chosen is not None:
         token_ids = token_ids[chosen]

@@ -31,20 +31,9 @@ MAY_END, NO_GRAMMAR = tl.constexpr(IS_END), tl.constexpr(WITHOUT)
 
 @triton.jit
 def grammar_mask_kernel(
-    tables,
-    rows,
-    slots,
-    text,
-    starts,
-    about,
-    firsts,
-    words,
-    num_groups,
-    first_plain,
-    longest,
-    stride,
+    tables, rows, slots, text, starts, about, firsts, words, num_groups, first_plain, longest, stride,
     NUM_GROUPS: tl.constexpr,
-):
+):  # fmt: skip
     """Program (i, b) finds the bits of groups i, i + the grid's size, … of the b-th slot.
 
     Most groups need no walk: all of their tokens are plain where these are free, or begin with a byte that the state
@@ -145,31 +134,15 @@ def grammar_mask(
     num_groups = len(tokens.firsts)
     programs_of_row = min(num_groups, max(triton.cdiv(num_groups, NUM_GROUPS), NUM_PROGRAMS // B))
     launch(
-        grammar_mask_kernel,
-        (programs_of_row, B),
-        tables,
-        rows,
-        slots,
-        tokens.text,
-        tokens.starts,
-        tokens.about,
-        tokens.firsts,
-        words,
-        num_groups,
-        tokens.first_plain,
-        tokens.longest,
-        stride,
-        NUM_GROUPS=NUM_GROUPS,
-        num_warps=1,
-    )
+        grammar_mask_kernel, (programs_of_row, B),
+        tables, rows, slots, tokens.text, tokens.starts, tokens.about, tokens.firsts, words, num_groups,
+        tokens.first_plain, tokens.longest, stride,
+        NUM_GROUPS=NUM_GROUPS, num_warps=1,
+    )  # fmt: skip
 
 
 def _mask_by_numpy(
-    tokens: GrammarTokens,
-    rows: torch.Tensor,
-    slots: torch.Tensor,
-    words: torch.Tensor,
-    grammars: dict[int, TokenFSM],
+    tokens: GrammarTokens, rows: torch.Tensor, slots: torch.Tensor, words: torch.Tensor, grammars: dict[int, TokenFSM]
 ) -> None:
     ranks = tokens.ranks.numpy()
     for slot in slots.tolist():
@@ -202,20 +175,10 @@ def remove_refused(
         raise ValueError(f"the logits have {V} columns; the vocabulary has {len(tokens.ranks)}, side by side")
     if B and launches(logits):
         launch(
-            remove_kernel,
-            (triton.cdiv(V, APPLY_BLOCK), B),
-            words,
-            slots,
-            numbers,
-            tokens.ranks,
-            logits,
-            V,
-            words.shape[1],
-            logits.stride(0),
-            BLOCK=APPLY_BLOCK,
-            WORDS=next_power_of_two(words.shape[1]),
-            num_warps=APPLY_WARPS,
-        )
+            remove_kernel, (triton.cdiv(V, APPLY_BLOCK), B),
+            words, slots, numbers, tokens.ranks, logits, V, words.shape[1], logits.stride(0),
+            BLOCK=APPLY_BLOCK, WORDS=next_power_of_two(words.shape[1]), num_warps=APPLY_WARPS,
+        )  # fmt: skip
         return
     ranks, words = tokens.ranks.long(), words[slots.long().clamp(min=0)]
     flags = words[:, -1:]

@@ -30,22 +30,10 @@ def store_best(best, best_id, row, block_values, block_ids, ids_out, counter, BL
 
 @triton.jit
 def peak_kernel(
-    logits,
-    temperatures,
-    block_values,
-    block_ids,
-    peaks,
-    ids_out,
-    maxima,
-    samples,
-    block_sums,
-    counters,
-    vocabulary,
+    logits, temperatures, block_values, block_ids, peaks, ids_out, maxima, samples, block_sums, counters, vocabulary,
     row_stride,
-    BLOCK: tl.constexpr,
-    BLOCKS: tl.constexpr,
-    PDL: tl.constexpr,
-):
+    BLOCK: tl.constexpr, BLOCKS: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     """``maxima``, ``samples`` and ``block_sums`` are None unless cuts will be sought: each group's maximum, its first
     value, and each block's sum of weights relative to the block's maximum."""
     wait_for_previous(PDL)

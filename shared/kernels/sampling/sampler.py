@@ -50,11 +50,7 @@ def make_counters(num_rows: int, device: torch.device) -> torch.Tensor:
 
 
 def sample(
-    logits: torch.Tensor,
-    batch: SamplingBatch,
-    *,
-    stream: Stream = Stream.DRAW,
-    counters: torch.Tensor | None = None,
+    logits: torch.Tensor, batch: SamplingBatch, *, stream: Stream = Stream.DRAW, counters: torch.Tensor | None = None
 ) -> torch.Tensor:
     """:func:`shared.sampling.sampler.sample` with the same arguments, result and noise.
 
@@ -96,22 +92,10 @@ def sample(
     samples = scratch(num_groups, dtype=torch.float32) if batch.top_p is not None else None
     block_sums = scratch(num_blocks, dtype=torch.float32) if has_cuts else None
     launch(
-        peak_kernel,
-        grid,
-        logits,
-        batch.temperature,
-        block_values,
-        block_ids,
-        peaks,
-        ids,
-        maxima,
-        samples,
-        block_sums,
-        counters,
-        *shape,
-        BLOCKS=blocks,
-        **by_block,
-    )
+        peak_kernel, grid,
+        logits, batch.temperature, block_values, block_ids, peaks, ids, maxima, samples, block_sums, counters, *shape,
+        BLOCKS=blocks, **by_block,
+    )  # fmt: skip
     if batch.temperature is None:
         return ids
     limits = (batch.log_min_p, batch.top_k, batch.top_p)
@@ -122,68 +106,24 @@ def sample(
         num_listed, cuts = scratch(), scratch(2)
         masses = scratch(num_blocks, 2, dtype=torch.int64)
         launch(
-            bracket_kernel,
-            (2, B),
-            *rows,
-            maxima,
-            samples,
-            block_values,
-            block_sums,
-            brackets,
-            num_listed,
-            V,
-            num_blocks,
-            GROUPS=next_power_of_two(num_groups),
-            BLOCKS=blocks,
-            num_warps=BRACKET_WARPS,
-        )
+            bracket_kernel, (2, B),
+            *rows, maxima, samples, block_values, block_sums, brackets, num_listed, V, num_blocks,
+            GROUPS=next_power_of_two(num_groups), BLOCKS=blocks, num_warps=BRACKET_WARPS,
+        )  # fmt: skip
         launch(
-            collect_kernel,
-            grid,
-            logits,
-            *rows,
-            block_values,
-            brackets,
-            num_listed,
-            lists,
-            masses,
-            *shape,
-            **by_block,
-            maxnreg=COLLECT_REGISTERS,
-        )
+            collect_kernel, grid,
+            logits, *rows, block_values, brackets, num_listed, lists, masses, *shape,
+            **by_block, maxnreg=COLLECT_REGISTERS,
+        )  # fmt: skip
         launch(
-            search_kernel,
-            (B,),
-            logits,
-            *rows,
-            num_listed,
-            lists,
-            masses,
-            cuts,
-            *shape,
-            num_blocks,
-            BLOCKS=blocks,
-            LIST_TILE=LIST_TILE,
-            num_warps=SEARCH_WARPS,
-        )
+            search_kernel, (B,),
+            logits, *rows, num_listed, lists, masses, cuts, *shape, num_blocks,
+            BLOCKS=blocks, LIST_TILE=LIST_TILE, num_warps=SEARCH_WARPS,
+        )  # fmt: skip
     launch(
-        draw_kernel,
-        grid,
-        logits,
-        peaks,
-        batch.temperature,
-        batch.seeds,
-        batch.indices,
-        *limits,
-        cuts,
-        block_values,
-        block_scores,
-        block_ids,
-        ids,
-        counters,
-        *shape,
-        STREAM=int(stream),
-        BLOCKS=blocks,
-        **by_block,
-    )
+        draw_kernel, grid,
+        logits, peaks, batch.temperature, batch.seeds, batch.indices, *limits, cuts, block_values, block_scores,
+        block_ids, ids, counters, *shape,
+        STREAM=int(stream), BLOCKS=blocks, **by_block,
+    )  # fmt: skip
     return ids

@@ -95,23 +95,10 @@ def find_cut(
 
 @triton.jit
 def search_kernel(
-    logits,
-    peaks,
-    temperatures,
-    log_min_p,
-    top_k,
-    top_p,
-    num_listed,
-    lists,
-    block_masses,
-    cuts,
-    vocabulary,
-    row_stride,
+    logits, peaks, temperatures, log_min_p, top_k, top_p, num_listed, lists, block_masses, cuts, vocabulary, row_stride,
     num_blocks,
-    BLOCKS: tl.constexpr,
-    LIST_TILE: tl.constexpr,
-    PDL: tl.constexpr,
-):
+    BLOCKS: tl.constexpr, LIST_TILE: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     """Store a row's cuts: the largest key that top-k keeps, and the largest that both keep."""
     row = tl.program_id(0).to(tl.int64)
     temperature, sharpness = tl.load(temperatures + row), load_sharpness(temperatures, row)

@@ -9,12 +9,7 @@ from shared.quantization.formats.fp8_blocks import Fp8Blocks
 from shared.quantization.formats.packed_by_column import Awq, Gptq
 from shared.quantization.formats.stored import Format
 
-FORMATS: dict[str, type[Format]] = {
-    "fp8": Fp8Blocks,
-    "compressed-tensors": CompressedTensors,
-    "gptq": Gptq,
-    "awq": Awq,
-}
+FORMATS: dict[str, type[Format]] = {"fp8": Fp8Blocks, "compressed-tensors": CompressedTensors, "gptq": Gptq, "awq": Awq}
 
 
 def detect_format(config: Any, checkpoint: Checkpoint) -> Format:

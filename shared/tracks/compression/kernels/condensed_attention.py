@@ -16,11 +16,18 @@ from dataclasses import dataclass
 
 import torch
 
-from shared.kernels.arrival import is_last_arrival
-from shared.kernels.attention.decode_attention import NO_WINDOW, PIPELINE_BYTES, DecodeWorkspace, merge
-from shared.kernels.attention.online_softmax import add_tile, in_base_2
+from shared.kernels.attention.decode_attention import (
+    NO_WINDOW,
+    DecodeWorkspace,
+    in_base_2,
+    keys_of_split,
+    load_queries,
+    split_options,
+    store_split,
+)
+from shared.kernels.attention.online_softmax import attend
 from shared.kernels.attention.paged_attention import TILINGS
-from shared.kernels.launch import launch, next_power_of_two, tl, triton
+from shared.kernels.launch import launch, tl, triton
 
 
 @dataclass(frozen=True)
@@ -39,20 +46,9 @@ class KeptTokens:
 
 @triton.jit
 def cell_rows(
-    table,
-    place,
-    end,
-    count,
-    first_number,
-    packed_slots,
-    layer,
-    kv_head,
-    num_blocks,
-    LAYERS: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    HKV: tl.constexpr,
-    D: tl.constexpr,
-):
+    place, end, table, count, first_number, packed_slots, layer, kv_head, num_blocks,
+    LAYERS: tl.constexpr, BLOCK_SIZE: tl.constexpr, HKV: tl.constexpr, D: tl.constexpr,
+):  # fmt: skip
     """Offsets in the whole KV cache, int64, of a head's tokens ``place``, masked by ``end``; ``count`` are packed."""
     PLACES: tl.constexpr = BLOCK_SIZE * HKV
     number, slot = (first_number + place).to(tl.uint32), (packed_slots + place - count).to(tl.uint32)
@@ -67,41 +63,12 @@ def cell_rows(
 
 @triton.jit
 def condensed_attention_kernel(
-    q,
-    keys,
-    values,
-    tables,
-    table_starts,
-    lengths,
-    rows,
-    ends,
-    masks,
-    out,
-    partial,
-    partial_max,
-    partial_sum,
-    counters,
-    scale,
-    softcap,
-    window,
-    layer,
-    num_blocks,
-    mask_bytes,
-    q_row_stride,
-    q_head_stride,
-    HAS_SOFTCAP: tl.constexpr,
-    LAYERS: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    HKV: tl.constexpr,
-    GROUP: tl.constexpr,
-    D: tl.constexpr,
-    ROWS: tl.constexpr,
-    TILE: tl.constexpr,
-    MERGED: tl.constexpr,
-    MERGED_ROWS: tl.constexpr,
-):
+    q, keys, values, tables, table_starts, lengths, rows, ends, masks, out, partial, partial_max, partial_sum, counters,
+    scale, softcap, window, layer, num_blocks, mask_bytes, q_row_stride, q_head_stride,
+    LAYERS: tl.constexpr, BLOCK_SIZE: tl.constexpr, HKV: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr,
+    ROWS: tl.constexpr, TILE: tl.constexpr, MERGED: tl.constexpr, MERGED_ROWS: tl.constexpr,
+):  # fmt: skip
     row = tl.program_id(0)  # one for each sequence and KV head
-    split, num_splits = tl.program_id(1), tl.num_programs(1)
     sequence, kv_head = row // HKV, row % HKV
     of_pool = tl.load(rows + sequence).to(tl.int64)
     ends += of_pool * (LAYERS * HKV + 2)
@@ -113,69 +80,20 @@ def condensed_attention_kernel(
         count, packed_slots = first_number * 0, covered * 0
         masks += (of_pool * (LAYERS * HKV) + head) * mask_bytes
     length = count + tl.load(lengths + sequence) - packed_slots
-    first = tl.maximum(length - window, 0)  # of the visible keys
-    num_tiles = tl.cdiv(length - first, TILE)
-    split_size = tl.cdiv(num_tiles, num_splits) * TILE
-    num_used = tl.cdiv(length - first, tl.maximum(split_size, 1))
-
-    g, d = tl.arange(0, ROWS), tl.arange(0, D)
-    is_head = g < GROUP
-    out += row.to(tl.int64) * (GROUP * D)  # the heads of a group are adjacent
-    if split < num_used:
-        heads = sequence.to(tl.int64) * q_row_stride + (kv_head * GROUP + g)[:, None] * q_head_stride
-        queries = tl.load(q + heads + d[None, :], mask=is_head[:, None], other=0.0)  # [ROWS, D]
-        tables += tl.load(table_starts + sequence)
-        start = first + split * split_size
-        end = tl.minimum(start + split_size, length)
-        maximum = tl.full([ROWS], float("-inf"), tl.float32)
-        total = tl.zeros([ROWS], tl.float32)
-        weighted = tl.zeros([ROWS, D], tl.float32)
-        place = start + tl.arange(0, TILE)
-        at = cell_rows(
-            tables,
-            place,
-            end,
-            count,
-            first_number,
-            packed_slots,
-            layer,
-            kv_head,
-            num_blocks,
-            LAYERS,
-            BLOCK_SIZE,
-            HKV,
-            D,
-        )
-        for tile in tl.range(start, end, TILE):
-            place = tile + tl.arange(0, TILE)
-            is_key = place < end
-            if masks is not None:
-                bits = tl.load(masks + place // 8, mask=place < covered, other=255)
-                is_key &= (bits >> (place % 8).to(tl.uint8)) & 1 == 1
-            tokens = at[:, None] + d[None, :]
-            at = cell_rows(
-                tables, place + TILE, end, count, first_number, packed_slots, layer, kv_head, num_blocks, LAYERS,
-                BLOCK_SIZE, HKV, D,
-            )  # fmt: skip
-            k = tl.load(keys + tokens, mask=is_key[:, None], other=0.0)  # [TILE, D]; nothing is read for masked tokens
-            v = tl.load(values + tokens, mask=is_key[:, None], other=0.0)
-            maximum, total, weighted = add_tile(
-                queries, k, v, is_key[None, :], maximum, total, weighted, scale, softcap, HAS_SOFTCAP
-            )
-
-        if num_used == 1:
-            tl.store(out + g[:, None] * D + d[None, :], weighted / total[:, None], mask=is_head[:, None])
-        else:
-            states = row.to(tl.int64) * num_splits
-            state = (states + split) * GROUP + g
-            tl.store(partial + state[:, None] * D + d[None, :], weighted, mask=is_head[:, None])
-            # A split without kept tokens has no weight, whichever states it is merged with.
-            tl.store(partial_max + state, tl.maximum(maximum, -1e30), mask=is_head)
-            tl.store(partial_sum + state, total, mask=is_head)
-            if is_last_arrival(counters + row, num_used):
-                merge(partial, partial_max, partial_sum, out, states, num_used, GROUP, D, MERGED_ROWS, MERGED)
-    elif split == 0:  # no visible key
-        tl.store(out + g[:, None] * D + d[None, :], tl.zeros([ROWS, D], tl.float32), mask=is_head[:, None])
+    start, end, num_used = keys_of_split(length, window, TILE)
+    if tl.program_id(1) < num_used:
+        queries = load_queries(q, sequence, kv_head, q_row_stride, q_head_stride, GROUP, D, ROWS)
+        table = tables + tl.load(table_starts + sequence)
+        kept = None if masks is None else (masks, covered)
+        cache = (keys, values, None, None)
+        maximum, total, weighted = attend(
+            queries, cache, kv_head, start, end, cell_rows,
+            (table, count, first_number, packed_slots, layer, kv_head, num_blocks, LAYERS, BLOCK_SIZE, HKV, D), scale,
+            softcap, TILE,
+            kept=kept,
+        )  # fmt: skip
+        states = (partial, partial_max, partial_sum, counters)
+        store_split(out, states, maximum, total, weighted, num_used, GROUP, MERGED_ROWS, MERGED)
 
 
 def condensed_attention(
@@ -211,46 +129,12 @@ def condensed_attention(
     """
     B, Hq, D = q.shape
     num_layers, num_blocks, block_size, Hkv, _ = keys.shape
-    if workspace.num_sequences < B:
-        raise ValueError(f"the workspace serves {workspace.num_sequences} sequences, not {B}")
-    tiling = TILINGS[D]
-    group = Hq // Hkv
-    num_rows = next_power_of_two(group)
+    workspace.check(B)
     launch(
-        condensed_attention_kernel,
-        (B * Hkv, workspace.num_splits),
-        q,
-        keys,
-        values,
-        tables,
-        table_starts,
-        lengths,
-        rows,
-        kept.ends,
-        kept.masks,
-        out,
-        workspace.partial,
-        workspace.partial_max,
-        workspace.partial_sum,
-        workspace.counters,
-        *in_base_2(scale, softcap),
-        NO_WINDOW if window is None else window,
-        layer,
-        num_blocks,
-        0 if kept.masks is None else kept.masks.shape[-1],
-        q.stride(0),
-        q.stride(1),
-        HAS_SOFTCAP=softcap is not None,
-        LAYERS=num_layers,
-        BLOCK_SIZE=block_size,
-        HKV=Hkv,
-        GROUP=group,
-        D=D,
-        ROWS=max(16, num_rows),
-        TILE=tiling.tile,
-        MERGED=max(1, tiling.merge_numbers // (num_rows * D)),
-        MERGED_ROWS=num_rows,
-        num_warps=tiling.num_warps,
-        num_stages=min(tiling.num_stages, max(1, PIPELINE_BYTES // (2 * tiling.tile * D * keys.element_size()))),
-    )
+        condensed_attention_kernel, (B * Hkv, workspace.num_splits),
+        q, keys, values, tables, table_starts, lengths, rows, kept.ends, kept.masks, out, *workspace.states,
+        *in_base_2(scale, softcap), NO_WINDOW if window is None else window, layer, num_blocks,
+        0 if kept.masks is None else kept.masks.shape[-1], q.stride(0), q.stride(1),
+        LAYERS=num_layers, BLOCK_SIZE=block_size, **split_options(TILINGS[D], Hq, Hkv, D, keys.element_size()),
+    )  # fmt: skip
     return out

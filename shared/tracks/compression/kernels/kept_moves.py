@@ -51,7 +51,7 @@ def gather_kept_kernel(
         row = (sequence * (LAYERS * HKV) + head).to(tl.int64) * longest
         place = tl.load(chosen + row + i, mask=i < kept, other=size)
         at = cell_rows(
-            numbers + TABLE, place, size, count, first_number, tl.load(numbers + 3), head // HKV, head % HKV,
+            place, size, numbers + TABLE, count, first_number, tl.load(numbers + 3), head // HKV, head % HKV,
             num_blocks, LAYERS, BLOCK_SIZE, HKV, D,
         )  # fmt: skip
         d, is_kept = tl.arange(0, D)[None, :], (i < kept)[:, None]
@@ -92,7 +92,7 @@ def scatter_kept_kernel(
         tl.store(ends + heads, tl.cumsum(kept, 0), mask=heads < HEADS)
         PER_BLOCK: tl.constexpr = HEADS * BLOCK_SIZE
         tl.store(ends + HEADS, (total + PER_BLOCK - 1) // PER_BLOCK * BLOCK_SIZE)
-    at = cell_rows(table + table_start, number, total, total, 0, 0, 0, 0, num_blocks, LAYERS, BLOCK_SIZE, HKV, D)
+    at = cell_rows(number, total, table + table_start, total, 0, 0, 0, 0, num_blocks, LAYERS, BLOCK_SIZE, HKV, D)
     d, is_kept = tl.arange(0, D)[None, :], (number < total)[:, None]
     source = number.to(tl.int64)[:, None] * D + d
     tl.store(keys + at[:, None] + d, tl.load(kept_keys + source, mask=is_kept), mask=is_kept)

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
-from shared.kernels.attention.online_softmax import LOG2_E
+from shared.kernels.attention.decode_attention import LOG2_E
 from shared.kernels.launch import launch, next_power_of_two, tl, triton
 from shared.tracks.compression.kernels.condensed_attention import cell_rows
 
@@ -82,9 +82,9 @@ def load_keys(
     """Keys, [TILE, D], of a head's tokens ``place``."""
     packed_slots = tl.load(numbers + 3)
     at = cell_rows(
-        numbers + TABLE,
         place,
         size,
+        numbers + TABLE,
         count,
         first_number,
         packed_slots,

@@ -23,9 +23,10 @@ from typing import Any
 
 import torch
 
+from shared.kernels.attention.decode_attention import NO_WINDOW, in_base_2
 from shared.kernels.attention.merge_states import merge_states
-from shared.kernels.attention.online_softmax import add_tile, in_base_2
-from shared.kernels.attention.paged_attention import NO_WINDOW, token_rows
+from shared.kernels.attention.online_softmax import add_tile
+from shared.kernels.attention.paged_attention import token_rows
 from shared.kernels.attention.planned_tiling import DecodeTiling, fitted
 from shared.kernels.launch import launch, launch_dependents, next_power_of_two, tl, triton, wait_for_previous
 from shared.tracks.segments.range_plan import RangePlan
@@ -98,7 +99,6 @@ def range_attention_kernel(
     window,
     q_row_stride,
     q_head_stride,
-    HAS_SOFTCAP: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     HKV: tl.constexpr,
     GROUP: tl.constexpr,
@@ -156,7 +156,7 @@ def range_attention_kernel(
                 tables = sequence_tables + tl.load(sequence_table_starts - 1 - table)
             else:
                 tables = chunk_tables + table
-            rows = token_rows(tables, start + tl.arange(0, TILE), end, kv_head, BLOCK_SIZE, HKV, D)
+            rows = token_rows(start + tl.arange(0, TILE), end, tables, kv_head, BLOCK_SIZE, HKV, D)
             if IS_EARLY:  # all before is the step's; a second wait is over at once
                 wait_for_previous(PDL)
                 queries = tl.load(at[:, None] + d[None, :], mask=is_row[:, None], other=0.0)
@@ -168,12 +168,12 @@ def range_attention_kernel(
                 number = tile + tl.arange(0, TILE)
                 is_key = number < end
                 tokens = rows[:, None] + d[None, :]  # [TILE, D]
-                rows = token_rows(tables, number + TILE, end, kv_head, BLOCK_SIZE, HKV, D)
+                rows = token_rows(number + TILE, end, tables, kv_head, BLOCK_SIZE, HKV, D)
                 k = tl.load(keys + tokens, mask=is_key[:, None], other=0.0)
                 v = tl.load(values + tokens, mask=is_key[:, None], other=0.0)
                 is_visible = (number[None, :] <= place[:, None]) & (number[None, :] > place[:, None] - window)
                 maximum, total, weighted = add_tile(
-                    queries, k, v, is_visible & is_key[None, :], maximum, total, weighted, scale, softcap, HAS_SOFTCAP
+                    queries, k, v, is_visible & is_key[None, :], maximum, total, weighted, scale, softcap
                 )
         result = weighted / tl.where(total == 0.0, 1.0, total)[:, None]
         first_state = tl.load(slot_states + slot, mask=is_row, other=0)
@@ -271,7 +271,6 @@ def range_attention(
         NO_WINDOW if window is None else window,
         q.stride(0),
         q.stride(1),
-        HAS_SOFTCAP=softcap is not None,
         BLOCK_SIZE=block_size,
         HKV=Hkv,
         GROUP=Hq // Hkv,
