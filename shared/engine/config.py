@@ -126,7 +126,12 @@ class EngineConfig:
     use_chunked_prefill: bool | None = setting(
         None, "07", "Prefill long prompts in chunks, mixed with decoding; default: the phase's own."
     )
-    prefill_chunk_size: int = setting(512, "07", "Maximum tokens in a prefill chunk.", at_least=1)
+    prefill_chunk_size: int | None = setting(
+        None,
+        "07",
+        "Maximum tokens in a prefill chunk; default: 512 beside decoding requests, about 4096 while none decodes.",
+        at_least=1,
+    )
     max_prefill_chunks_per_step: int | None = setting(
         None, "07", "Maximum prefill chunks in a step; default: as many as max_num_batched_tokens allows.", at_least=1
     )

@@ -16,6 +16,8 @@ def check_prompt(prompt_ids: Sequence[int], vocab_size: int, max_seq_len: int) -
     if len(prompt_ids) >= max_seq_len:
         raise _too_long(f"{len(prompt_ids)} tokens", max_seq_len, _shorter_than(max_seq_len))
     ids = list(prompt_ids)
+    if set(map(type, ids)) == {int} and min(ids) >= 0 and max(ids) < vocab_size:  # no loop in Python
+        return ids
     for token_id in ids:
         if isinstance(token_id, bool) or not isinstance(token_id, int) or not 0 <= token_id < vocab_size:
             raise RequestError(

@@ -2,7 +2,7 @@
 
 A step is filled up to ``max_num_batched_tokens``: decoding requests first, then chunks of at most
 ``prefill_chunk_size`` tokens, in the order of admission, at most ``max_prefill_chunks_per_step``. Small chunks bound
-the time between tokens, large ones bring the first token sooner.
+the time between tokens, large ones bring the first token sooner; so by default a chunk is large while nothing decodes.
 
 Invariants: a step computes at most ``max_num_batched_tokens``, or one more than its decoding requests, so a prompt
 progresses in each step; the oldest unfinished prompt has a chunk in every step with chunks.
@@ -16,6 +16,11 @@ from shared.engine.request import Request
 from shared.scheduling.prefill import WholePrompts, grant
 from shared.scheduling.schedule import Scheduled
 
+BESIDE_DECODING = 512
+"""Tokens of a chunk beside decoding requests, by default: about the largest for which these wait little longer than for
+the weights to be read."""
+ALONE = 4096
+"""Tokens of a chunk while nothing decodes, about: with more the first token comes no sooner (docs/PHASE_07.md)."""
 UNSCHEDULED: Callable[[Request], int] = attrgetter("num_unscheduled_tokens")
 
 
@@ -67,17 +72,33 @@ class Chunks:
         """
         # exercise 07x1: fill the step with chunks
         # hint: the budget is max_num_batched_tokens minus the decoding tokens, but at least 1: a prompt progresses
-        # hint: a chunk is at most prefill_chunk_size, the rest of its prompt, and the rest of the budget
+        # hint: a chunk is at most its chunk_size (below), the rest of its prompt, and the rest of the budget
         # hint: stop when the budget is used up, or after max_prefill_chunks_per_step chunks (None: no limit)
         budget = max(self.config.max_num_batched_tokens - num_decoding, 1)
         sizes: list[int] = []
         for remaining in num_unscheduled[: self.config.max_prefill_chunks_per_step]:
             if budget == 0:
                 break
-            sizes.append(min(remaining, self.config.prefill_chunk_size, budget))
+            sizes.append(min(remaining, chunk_size(self.config, remaining, num_decoding), budget))
             budget -= sizes[-1]
         # end exercise
         return sizes
+
+
+def chunk_size(config: EngineConfig, remaining: int, num_decoding: int) -> int:
+    """The tokens of a prompt's next chunk, if the budget has them: ``prefill_chunk_size``, or by default what the step
+    suggests. While nothing decodes, the rest of the prompt is divided evenly, so that no chunk of a few tokens is left.
+
+    Args:
+        remaining: tokens of the prompt that are not scheduled, at least 1.
+        num_decoding: decoding requests of the step.
+    """
+    if config.prefill_chunk_size is not None:
+        return config.prefill_chunk_size
+    if num_decoding:
+        return BESIDE_DECODING
+    num_chunks = max(1, round(remaining / ALONE), -(-remaining // config.max_num_batched_tokens))
+    return -(-remaining // num_chunks)
 
 
 def is_last(request: Request, num_tokens: int) -> bool:

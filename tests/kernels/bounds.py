@@ -65,13 +65,13 @@ def check_accesses() -> None:
 
     def begin_checked(self: Any, *args: Any) -> Any:
         on_host = begin(self, *args)
-        given = chain(on_host[0], on_host[1].values())
+        given = [getattr(each, "base", each) for each in chain(on_host[0], on_host[1].values())]  # of a descriptor
         bounds.enter(self.fn.__name__, [*REACHABLE, *(each for each in given if isinstance(each, torch.Tensor))])
         return on_host
 
-    def load_checked(self: Any, pointers: Any, mask: Any, *args: Any) -> Any:
+    def load_checked(self: Any, pointers: Any, mask: Any, *args: Any, **options: Any) -> Any:
         bounds.check("reads", pointers, mask)
-        return load(self, pointers, mask, *args)
+        return load(self, pointers, mask, *args, **options)
 
     def store_checked(self: Any, pointers: Any, value: Any, mask: Any, *args: Any) -> Any:
         bounds.check("writes", pointers, mask)

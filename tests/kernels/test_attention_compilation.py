@@ -11,7 +11,7 @@ from tests.kernels.compilation import compile_each, compiled_by, compiling, kern
 
 MODULES = [
     *("condensed_attention", "decode_attention", "kv_write", "merge_states", "paged_attention"),
-    *("paged_prefill", "planned_attention", "planned_prefill", "range_attention"),
+    *("paged_prefill", "planned_attention", "planned_prefill", "prompt_keys", "range_attention"),
 ]
 
 
@@ -122,11 +122,12 @@ def on_device(plan):
 def compile_planned_attention():
     from shared.attention.descriptor import Grid
     from shared.attention.plan import plan_decode, plan_prefill
-    from shared.kernels.attention import merge_states, planned_attention, planned_prefill
+    from shared.kernels.attention import merge_states, planned_attention, planned_prefill, prompt_keys
     from shared.kernels.attention.planned_tiling import decode_tiling, prefill_tiling
     from shared.kernels.attention.planned_workspace import PlannedWorkspace
+    from shared.kernels.attention.prompt_keys import PromptKeys
 
-    compiling(planned_attention, planned_prefill, merge_states)
+    compiling(planned_attention, planned_prefill, merge_states, prompt_keys)
     lengths, tables = torch.tensor([700, 1], dtype=torch.int32), torch.zeros(128, dtype=torch.int32)
 
     for dtype, Hq, Hkv, D, block_size, softcap, buckets in [
@@ -143,11 +144,13 @@ def compile_planned_attention():
             workspace = PlannedWorkspace.of(grid.max_states(), 2, Hq, Hkv, D, lengths.device)
             q = torch.zeros(2, Hq, D, dtype=dtype)
             planned_attention.planned_decode(q, *paged, plan, **about, tiling=tiling, workspace=workspace)
-        for new in ([1, 1], [40, 1]) if D == 64 else ([4, 1],):
-            tiling = prefill_tiling(sum(new), len(new), Hq, Hkv, D, dtype.itemsize)
+        for new in ([1, 1], [40, 1], [300, 1]) if D == 64 else ([4, 1],):
+            tiling = prefill_tiling(sum(new), len(new), Hq, Hkv, D, dtype.itemsize, can_copy=True)
             grid, per_tile = Grid(10, tiling.tile, tiling.tile), tiling.tokens(Hq // Hkv)
             plan = on_device(plan_prefill(new, lengths.tolist(), grid, tokens_per_tile=per_tile))
             workspace = PlannedWorkspace.of(grid.max_states(per_tile), 0, Hq, Hkv, D, lengths.device)
+            copied = PromptKeys.of(1024, Hkv * D, dtype, lengths.device)
+            workspace = dataclasses.replace(workspace, copied=copied)
             q = torch.zeros(sum(new), Hq, D, dtype=dtype)
             planned_prefill.planned_prefill(q, *paged, plan, **about, tiling=tiling, workspace=workspace)
 

@@ -3,6 +3,7 @@
 import dataclasses
 from itertools import product
 
+import numpy as np
 import pytest
 import torch
 
@@ -16,16 +17,19 @@ from shared.kernels.attention.planned_attention import planned_decode, planned_d
 from shared.kernels.attention.planned_prefill import planned_prefill, planned_prefill_kernel
 from shared.kernels.attention.planned_tiling import (
     DECODE_TILINGS,
+    CopiedTiling,
     DecodeTiling,
     PrefillTiling,
     decode_tiling,
     fitted,
     prefill_tiling,
 )
+from shared.kernels.attention.prompt_keys import PromptKeys, copy_keys_kernel
 from shared.kernels.launch import HEAD_SIZES
 from tests.kernels.attention import (
     DEVICE,
     HEADS,
+    NAN,
     PagedMemory,
     assert_attended,
     draw_tokens,
@@ -84,9 +88,10 @@ def check_prefill(
     tiling=SMALL_PREFILL,
     split_size=None,
     resident=6,
+    num_copied=None,
     **limits,
 ):
-    """``batch``: of each sequence its new tokens and those before."""
+    """``batch``: of each sequence its new tokens and those before. ``num_copied``: rows for keys in one piece."""
     new, lengths = [n for n, _ in batch], [n + past for n, past in batch]
     window, limits = limits.get("window"), {"scale": D**-0.5} | limits
     q = randn(sum(new), Hq + 2, D, dtype=dtype, scale=size)[:, :Hq]
@@ -97,10 +102,14 @@ def check_prefill(
         resident = sum(-(-n // per_tile) * -(-length // split_size) for n, length in zip(new, lengths, strict=True))
     grid = Grid(resident, tiling.tile, tiling.tile)
     plan = sent(plan_prefill(new, lengths, grid, tokens_per_tile=per_tile, window=window, split_size=split_size))
-    workspace = planned_workspace(plan.num_states, 0, Hq, Hkv, D)
-    out = planned_prefill(q, *memory.arrays, plan, **limits, tiling=tiling, workspace=workspace)
+    workspace, about = planned_workspace(plan.num_states, 0, Hq, Hkv, D), {}
+    if num_copied is not None:
+        copied = PromptKeys(torch.full((2 * num_copied, Hkv * D), NAN, dtype=dtype, device=DEVICE))
+        workspace = dataclasses.replace(workspace, copied=copied)
+        about["copies"] = copied.copies(np.array(new), np.array(lengths), tiling.copied.tile)
+    out = planned_prefill(q, *memory.arrays, plan, **limits, tiling=tiling, workspace=workspace, **about)
     assert_attended(assert_near, out, q, memory.tokens, new, **limits)
-    return out
+    return about.get("copies", out)
 
 
 # Decode.
@@ -257,6 +266,45 @@ def test_softcap_and_large_scores_of_prefill(randn, assert_near, dtype):
 def test_any_partition_of_prefill(randn, assert_near, batch, window, split_size, resident, softcap):
     settled = {"window": window, "split_size": split_size, "resident": resident, "softcap": softcap}
     check_prefill(randn, assert_near, batch, Hq=3, Hkv=1, **settled)
+
+
+COPYING = dataclasses.replace(SMALL_PREFILL, rows=32, copied=CopiedTiling(32, 4, 2))
+
+
+@pytest.mark.parametrize(
+    ("batch", "num_copied", "copies", "limits"),
+    [
+        ([(64, 0)], 96, (True, False), {}),  # its tokens in whole tiles, and a tile of zeros
+        ([(64, 0)], 95, (False, True), {}),
+        ([(63, 40)], 400, (False, True), {}),
+        ([(65, 30), (3, 50), (70, 1)], 400, (True, True), {}),
+        ([(64, 9), (70, 50), (64, 0)], 300, (True, True), {}),  # the last does not fit
+        ([(80, 70), (64, 3)], 400, (True, False), {"window": 20}),
+        ([(80, 70), (5, 9)], 400, (True, True), {"softcap": 2.0}),
+    ],
+)
+@pytest.mark.parametrize("split_size", [None, 48])
+def test_keys_in_one_piece(randn, assert_near, num_launches, batch, num_copied, copies, limits, split_size):
+    """Of requests with many new tokens, as long as there is room; the others' are read from the blocks."""
+    actual = check_prefill(
+        randn,
+        assert_near,
+        batch,
+        dtype=torch.float16,
+        tiling=COPYING,
+        num_copied=num_copied,
+        split_size=split_size,
+        **limits,
+    )
+    assert actual == copies, "requests whose keys are copied, and others"
+    assert num_launches(copy_keys_kernel) == copies[0]
+    assert num_launches(planned_prefill_kernel) == sum(copies)
+
+
+@pytest.mark.parametrize("D", [32, 128, 256])
+def test_head_sizes_of_keys_in_one_piece(randn, assert_near, D):
+    tiling = prefill_tiling(256, 1, 4, 2, D, 2, can_copy=True)
+    check_prefill(randn, assert_near, [(70, 30)], D=D, dtype=torch.float16, tiling=tiling, num_copied=300)
 
 
 # Both.

@@ -7,6 +7,7 @@ import torch
 
 import shared.cache.layout.planned as planned_layout
 import shared.kernels.attention.planned_tiling as tilings
+import shared.kernels.attention.prompt_keys as prompt_keys
 from shared.attention.descriptor import DevicePlan, Grid
 from shared.cache.layout.paged import PagedSizes
 from shared.cache.pool.paged import PagedKVCachePool
@@ -19,7 +20,8 @@ from shared.kernels.attention.paged_attention import paged_attention_kernel
 from shared.kernels.attention.paged_prefill import paged_prefill_kernel
 from shared.kernels.attention.planned_attention import planned_decode_kernel
 from shared.kernels.attention.planned_prefill import planned_prefill_kernel
-from shared.kernels.attention.planned_tiling import DecodeTiling, PrefillTiling
+from shared.kernels.attention.planned_tiling import CopiedTiling, DecodeTiling, PrefillTiling
+from shared.kernels.launch import INTERPRETED, tl
 from tests.kernels.sequences import (
     CAPACITY,
     DEVICE,
@@ -118,6 +120,20 @@ def test_every_sequence_is_answered_as_if_alone(
     assert num_launches() == (len(STEPS) + NUM_DECODE + NUM_PREFILL) * layers + merged * layers // windows
     assert counted["copies"] == len(STEPS), "everything that a step needs travels together"
     assert (view.attention.workspace.counters == 0).all()
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="a compiled kernel keeps the constant")
+@pytest.mark.parametrize("family", ["llama", "gemma3_text"])
+def test_keys_in_one_piece_give_the_same(tiny_checkpoints, num_launches, monkeypatch, is_arrival, family):
+    model, outputs = load(tiny_checkpoints[family], family), []
+    tiling = PrefillTiling(16, 16, 4, 1, copied=CopiedTiling(16, 4, 1))
+    monkeypatch.setattr(planned_layout, "prefill_tiling", lambda *about: tiling)
+    monkeypatch.setattr(prompt_keys, "LEAST_NEW", tl.constexpr(4))
+    for can_copy in (False, True):
+        monkeypatch.setattr(planned_layout, "can_copy", lambda *about, can_copy=can_copy: can_copy)
+        outputs.append(run(model, *make_memory(model.config, 16), STEPS, LEAVES_AFTER))
+        assert (num_launches(prompt_keys.copy_keys_kernel) > 0) == can_copy
+    torch.testing.assert_close(*outputs, rtol=2e-4, atol=2e-5)
 
 
 def test_flash_turns_planning_off(tiny_checkpoints, num_launches, counted, is_arrival):

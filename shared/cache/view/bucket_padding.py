@@ -34,6 +34,10 @@ OF_TOKENS: Mapping[str, int] = {"token_ids": 0, "positions": 0, "places": -1}
 OF_SEQUENCES = ("lengths", "table_starts", "prompt_lengths", "prompt_table_starts")
 """Padded with zeros: an empty array would have no address, which a capture would record."""
 
+CAPTURED_CHUNK = 2048
+"""Tokens of the largest captured chunk, unless ``prefill_chunk_size`` says otherwise: the GPU computes a larger one for
+longer than the host takes to launch it."""
+
 
 class BucketPadding:
     """Pads steps to ``buckets``; see :class:`shared.cache.view.padding.Padding`.
@@ -111,7 +115,8 @@ def buckets_of(config: EngineConfig, model: CausalLM, max_seq_len: int) -> Bucke
         raise ConfigError("use_cuda_graphs is True and the device is cpu; CUDA graphs need a GPU: leave it out.")
     if not config.is_on("use_cuda_graphs") or not launches(model.norm.weight):
         return Buckets((), ())
-    most_tokens = min(config.max_batch_size + config.prefill_chunk_size, config.most_tokens_of_a_step(max_seq_len))
+    chunk = CAPTURED_CHUNK if config.prefill_chunk_size is None else config.prefill_chunk_size
+    most_tokens = min(config.max_batch_size + chunk, config.most_tokens_of_a_step(max_seq_len))
     return replace(Buckets.of(config.max_batch_size, most_tokens), is_required=config.use_cuda_graphs is True)
 
 
