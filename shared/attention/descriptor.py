@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from typing import Self
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 Int32s = NDArray[np.int32]
 NUM_ARRAYS = 7
@@ -90,13 +90,13 @@ class AttentionPlan:
 class DevicePlan:
     """The arrays of an :class:`AttentionPlan` on the device."""
 
-    num_items: torch.Tensor
-    split_size: torch.Tensor
-    request_indices: torch.Tensor
-    query_tile_indices: torch.Tensor
-    kv_tile_indices: torch.Tensor
-    query_indptr: torch.Tensor
-    output_indptr: torch.Tensor
+    num_items: Tensor
+    split_size: Tensor
+    request_indices: Tensor
+    query_tile_indices: Tensor
+    kv_tile_indices: Tensor
+    query_indptr: Tensor
+    output_indptr: Tensor
     capacity: int
     num_rows: int
     num_states: int
@@ -104,7 +104,7 @@ class DevicePlan:
     is_split: bool
 
     @classmethod
-    def of(cls, plan: AttentionPlan, sent: Sequence[torch.Tensor]) -> Self:
+    def of(cls, plan: AttentionPlan, sent: Sequence[Tensor]) -> Self:
         """``sent`` holds the uploaded ``plan.arrays()``, in that order."""
         num_items, split_size, request_indices, query_tile_indices, kv_tile_indices, query_indptr, output_indptr = sent
         return cls(

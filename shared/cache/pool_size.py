@@ -12,6 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
@@ -74,7 +75,7 @@ def step_bytes(config: EngineConfig, model: CausalLM, max_seq_len: int, num_toke
     schedule = Schedule(0, tuple(Scheduled(request, 0, request.num_tokens) for request in requests))
     batch = Batch.of(schedule, pool)
 
-    def run() -> torch.Tensor:
+    def run() -> Tensor:
         return model(view.load(batch).tokens, view)
 
     try:
@@ -122,11 +123,11 @@ class LiveStorages(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         for given in tree_iter((args, kwargs)):
-            if isinstance(given, torch.Tensor):
+            if isinstance(given, Tensor):
                 self.known.add(given.untyped_storage())  # allocated before, or already counted
         made = func(*args, **(kwargs or {}))
         for tensor in tree_iter(made):
-            if isinstance(tensor, torch.Tensor):
+            if isinstance(tensor, Tensor):
                 storage = tensor.untyped_storage()
                 if storage not in self.known:
                     self.known.add(storage)

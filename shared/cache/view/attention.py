@@ -7,8 +7,8 @@ An attention says which arrays of a step it needs on the device, and attends ove
 from collections.abc import Mapping
 from typing import Any, Protocol
 
-import torch
 from numpy.typing import DTypeLike, NDArray
+from torch import Tensor
 
 from shared.cache.layout.paged import PagedLayout
 from shared.engine.batch import Batch
@@ -33,10 +33,10 @@ class PagedAttentionProtocol(Protocol):
         """The arrays of a step."""
         return {}
 
-    def receive(self, batch: Batch, layout: PagedLayout, sent: Mapping[str, torch.Tensor]) -> None:
+    def receive(self, batch: Batch, layout: PagedLayout, sent: Mapping[str, Tensor]) -> None:
         """Take the step's arrays on the device; all layers' attention is that of this step from now on."""
         ...
 
-    def attend(self, layer: int, q: torch.Tensor, about: Scores, out: torch.Tensor | None) -> torch.Tensor:
+    def attend(self, layer: int, q: Tensor, about: Scores, out: Tensor | None) -> Tensor:
         """See :class:`shared.models.tokens.KVView`; ``out`` is the buffer of a decode step's results."""
         ...

@@ -12,6 +12,7 @@ from typing import Any, Protocol, Self
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from shared.cache.free_memory import free_bytes
 from shared.cache.layout.paged import PagedSizes
@@ -21,20 +22,20 @@ from shared.errors import ConfigError
 from shared.models.causal_lm import CausalLM
 from shared.models.config import ModelConfig
 
-KeysAndValues = tuple[torch.Tensor, torch.Tensor]
+KeysAndValues = tuple[Tensor, Tensor]
 
 
 class BlockStorage(Protocol):
     """Keys and values in blocks."""
 
-    keys: torch.Tensor  # as they are stored
-    values: torch.Tensor
-    layer_keys: tuple[torch.Tensor, ...]  # of each layer, as kernels read them
-    layer_values: tuple[torch.Tensor, ...]
+    keys: Tensor  # as they are stored
+    values: Tensor
+    layer_keys: tuple[Tensor, ...]  # of each layer, as kernels read them
+    layer_values: tuple[Tensor, ...]
     arguments: Sequence[dict[str, Any]]  # of each layer's kernels, besides keys and values
     num_bytes: int
 
-    def write(self, layer: int, k: torch.Tensor, v: torch.Tensor, slots: torch.Tensor) -> None:
+    def write(self, layer: int, k: Tensor, v: Tensor, slots: Tensor) -> None:
         """Store keys and values ``[T, Hkv, D]`` in ``slots``, int64 ``[T]``, with PyTorch's operations."""
         ...
 
@@ -42,7 +43,7 @@ class BlockStorage(Protocol):
         """Allocate what :meth:`read` needs; called once, before the first step."""
         ...
 
-    def read(self, layer: int, blocks: torch.Tensor) -> KeysAndValues:
+    def read(self, layer: int, blocks: Tensor) -> KeysAndValues:
         """Keys and values ``[n · block_size, Hkv, D]`` of int64 ``blocks [n]``, in the model's dtype, until the next
         call.
         """
@@ -97,7 +98,7 @@ class StoredBlocks:
         self.blocks = [memory.flatten(2).unbind(0) for memory in (self.keys, self.values)]
         self.most_blocks = -(-sizes.max_seq_len // sizes.block_size)  # of a sequence
 
-    def write(self, layer: int, k: torch.Tensor, v: torch.Tensor, slots: torch.Tensor) -> None:
+    def write(self, layer: int, k: Tensor, v: Tensor, slots: Tensor) -> None:
         """See :class:`BlockStorage`."""
         for rows, new in zip(self.rows, (k, v), strict=True):
             rows[layer].index_copy_(0, slots, new.flatten(1))
@@ -107,7 +108,7 @@ class StoredBlocks:
         keys = self.blocks[0][0]
         self.buffer = keys.new_empty(2, self.most_blocks, keys.shape[1])
 
-    def read(self, layer: int, blocks: torch.Tensor) -> KeysAndValues:
+    def read(self, layer: int, blocks: Tensor) -> KeysAndValues:
         """See :class:`BlockStorage`."""
         keys, values = self.blocks[0][layer], self.blocks[1][layer]
         k, v = self.buffer[:, : len(blocks)]

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from shared.cache.layout.bucket_planner import BucketPlanner
 from shared.cache.layout.paged import PagedSizes
@@ -68,7 +69,7 @@ class BucketPadding:
             for name in arrays.keys() & self.of_sequences:
                 arrays[name] = padded(arrays[name], bucket.num_sequences)
 
-    def advance(self, sent: Mapping[str, torch.Tensor]) -> None:
+    def advance(self, sent: Mapping[str, Tensor]) -> None:
         """See ``Padding``; on the device: :func:`shared.kernels.sampling.next_token.next_token`."""
         names = ("token_ids", "positions", "places", "lengths", "table_starts", "tables", "sequence_rows")
         next_token(*(sent[name] for name in names), block_size=self.block_size, stride=self.stride)

@@ -15,6 +15,7 @@ from typing import cast
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from shared.cache.view.fused_contiguous import check_flash_head_size
 from shared.cache.view.interface import StepInputs, step_arrays, step_places
@@ -117,15 +118,7 @@ class ContiguousPoolView:
         self.sequence_keys = [self.keys[:, region, :, :end].unbind(0) for region, end in sequences]
         self.sequence_values = [self.values[:, region, :, :end].unbind(0) for region, end in sequences]
 
-    def write(
-        self,
-        layer: int,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        positions: torch.Tensor,
-        qk: QueryKeyTransform,
-    ) -> torch.Tensor:
+    def write(self, layer: int, q: Tensor, k: Tensor, v: Tensor, positions: Tensor, qk: QueryKeyTransform) -> Tensor:
         """See :class:`shared.models.tokens.KVView`."""
         if not self.is_launching:
             q, k = qk(q, k, positions)
@@ -146,8 +139,8 @@ class ContiguousPoolView:
         )
 
     def attend(
-        self, layer: int, q: torch.Tensor, *, scale: float, window: int | None = None, softcap: float | None = None
-    ) -> torch.Tensor:
+        self, layer: int, q: Tensor, *, scale: float, window: int | None = None, softcap: float | None = None
+    ) -> Tensor:
         """See :class:`shared.models.tokens.KVView`; a sliding-window layer reads only keys inside the window."""
         attended, n = [], self.num_launched
         if n:

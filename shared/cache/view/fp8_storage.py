@@ -18,6 +18,7 @@ from collections.abc import Sequence
 from typing import Any, Self
 
 import torch
+from torch import Tensor
 
 from shared.cache.layout.paged import PagedSizes
 from shared.cache.view.block_storage import KeysAndValues, MakeStorage, PlainStorage, StoredBlocks
@@ -46,7 +47,7 @@ class Fp8Storage:
         sizes: PagedSizes,
         dtype: torch.dtype,
         device: torch.device | str = "cpu",
-        scales: torch.Tensor | None = None,
+        scales: Tensor | None = None,
     ) -> None:
         self.dtype = dtype
         self.blocks = StoredBlocks(config, sizes, torch.uint8, device)
@@ -73,12 +74,12 @@ class Fp8Storage:
             scales = scales.narrow(-1, model.config.first_kv_head, model.config.num_kv_heads)
         return cls(model.config, sizes, model.dtype, model.device, scales)
 
-    def write(self, layer: int, k: torch.Tensor, v: torch.Tensor, slots: torch.Tensor) -> None:
+    def write(self, layer: int, k: Tensor, v: Tensor, slots: Tensor) -> None:
         """See ``BlockStorage``."""
         scales = self.arguments[layer]
         self.blocks.write(layer, quantized(k, scales["k_scales"]), quantized(v, scales["v_scales"]), slots)
 
-    def read(self, layer: int, blocks: torch.Tensor) -> KeysAndValues:
+    def read(self, layer: int, blocks: Tensor) -> KeysAndValues:
         """See ``BlockStorage``."""
         k, v = self.blocks.read(layer, blocks)
         scales = self.arguments[layer]

@@ -13,6 +13,7 @@ valid until the next layer's call.
 from typing import cast
 
 import torch
+from torch import Tensor
 
 from shared.cache.view.contiguous import ContiguousCache, ContiguousView
 from shared.errors import ConfigError
@@ -67,15 +68,7 @@ class FusedContiguousView(ContiguousView):
             torch.arange(start * D, end * D, D, out=self.new_offsets)
             self.lengths.fill_(end)
 
-    def write(
-        self,
-        layer: int,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        positions: torch.Tensor,
-        qk: QueryKeyTransform,
-    ) -> torch.Tensor:
+    def write(self, layer: int, q: Tensor, k: Tensor, v: Tensor, positions: Tensor, qk: QueryKeyTransform) -> Tensor:
         """See :class:`shared.models.tokens.KVView`."""
         if not self.is_launching:
             return super().write(layer, q, k, v, positions, qk)
@@ -93,8 +86,8 @@ class FusedContiguousView(ContiguousView):
         )
 
     def attend(
-        self, layer: int, q: torch.Tensor, *, scale: float, window: int | None = None, softcap: float | None = None
-    ) -> torch.Tensor:
+        self, layer: int, q: Tensor, *, scale: float, window: int | None = None, softcap: float | None = None
+    ) -> Tensor:
         """See :class:`shared.models.tokens.KVView`."""
         if not (self.is_flash and self.num_new == 1):
             return super().attend(layer, q, scale=scale, window=window, softcap=softcap)

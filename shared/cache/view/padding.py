@@ -6,7 +6,7 @@ Invariant: without buckets, as before phase 9, the arrays of a step are as long 
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
-import torch
+from torch import Tensor
 
 from shared.cache.view.attention import Arrays
 from shared.engine.batch import Batch
@@ -26,7 +26,7 @@ class Padding(Protocol):
         """Pad the arrays that depend on the number of tokens, or of sequences."""
         return None
 
-    def advance(self, sent: Mapping[str, torch.Tensor]) -> None:
+    def advance(self, sent: Mapping[str, Tensor]) -> None:
         """Move the loaded decode step on by a token for each sequence; only a captured step is repeated."""
         return None
 

@@ -11,6 +11,7 @@ from typing import cast
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from shared.cache.layout.paged import PagedLayout, PagedSizes
 from shared.cache.view.attention import PagedAttentionProtocol
@@ -52,12 +53,11 @@ class PagedView:
                 sizes.max_sequences, config.num_heads, config.head_dim, dtype=dtype, device=device
             )
             self.attended = torch.empty_like(self.queries)
-        self.buffers: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # their first rows, by number
+        self.buffers: dict[int, tuple[Tensor, Tensor]] = {}  # their first rows, by number
         # Decode steps are small: a separate staging buffer keeps the room for prompts out of their copy.
         self.staging = {
             is_decode: Staging(
-                device,
-                {**step_places(most), "places": (most, np.int64), **attention.staged(is_decode, most)},
+                device, {**step_places(most), "places": (most, np.int64), **attention.staged(is_decode, most)}
             )
             for is_decode, most in ((True, sizes.max_sequences), (False, sizes.max_tokens))
         }
@@ -72,8 +72,8 @@ class PagedView:
         self.padding.pad(arrays, self.bucket)
         self.sent = self.staging[batch.is_decode].send(arrays)
         self.places = self.sent["places"]
-        self.step_queries: torch.Tensor | None = None
-        self.step_attended: torch.Tensor | None = None
+        self.step_queries: Tensor | None = None
+        self.step_attended: Tensor | None = None
         if self.is_launching and batch.is_decode:  # buffers for the results of every layer
             self._take_buffers(len(self.places))
         self.attention.receive(batch, layout, self.sent)
@@ -86,15 +86,7 @@ class PagedView:
             known = self.buffers[num_rows] = self.queries[:num_rows], self.attended[:num_rows]
         self.step_queries, self.step_attended = known
 
-    def write(
-        self,
-        layer: int,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        positions: torch.Tensor,
-        qk: QueryKeyTransform,
-    ) -> torch.Tensor:
+    def write(self, layer: int, q: Tensor, k: Tensor, v: Tensor, positions: Tensor, qk: QueryKeyTransform) -> Tensor:
         """See :class:`shared.models.tokens.KVView`."""
         storage = self.storage
         if not self.is_launching:
@@ -116,8 +108,8 @@ class PagedView:
         )
 
     def attend(
-        self, layer: int, q: torch.Tensor, *, scale: float, window: int | None = None, softcap: float | None = None
-    ) -> torch.Tensor:
+        self, layer: int, q: Tensor, *, scale: float, window: int | None = None, softcap: float | None = None
+    ) -> Tensor:
         """See :class:`shared.models.tokens.KVView`."""
         about = {"scale": scale, "window": window, "softcap": softcap}
         return self.attention.attend(layer, q, about, self.step_attended)

@@ -14,6 +14,7 @@ from typing import Any, cast
 import numpy as np
 import torch
 from numpy.typing import DTypeLike
+from torch import Tensor
 
 from shared.attention.descriptor import NUM_ARRAYS, DevicePlan
 from shared.cache.layout.paged import PagedLayout, PagedSizes
@@ -72,7 +73,7 @@ class PlannedAttention:
                 arrays |= zip(self.names[kind, window], plan.arrays(), strict=True)
         return arrays
 
-    def receive(self, batch: Batch, layout: PagedLayout, sent: Mapping[str, torch.Tensor]) -> None:
+    def receive(self, batch: Batch, layout: PagedLayout, sent: Mapping[str, Tensor]) -> None:
         """See ``PagedAttentionProtocol``."""
         self.is_decode = batch.is_decode
         self.decoding = sent["tables"], sent["table_starts"], sent["lengths"]
@@ -85,7 +86,7 @@ class PlannedAttention:
             for window, plan in plans.items()
         }
 
-    def attend(self, layer: int, q: torch.Tensor, about: Scores, out: torch.Tensor | None) -> torch.Tensor:
+    def attend(self, layer: int, q: Tensor, about: Scores, out: Tensor | None) -> Tensor:
         """See ``PagedAttentionProtocol``."""
         memory = (self.storage.layer_keys[layer], self.storage.layer_values[layer])
         window = about["window"]

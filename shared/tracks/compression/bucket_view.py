@@ -17,6 +17,7 @@ from typing import Any, cast
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from shared.cache.layout.paged import PagedLayout, PagedSizes
 from shared.cache.layout.slots import Integers
@@ -49,7 +50,7 @@ class CondensedAttention(PagedAttentionProtocol):
     """
 
     def __init__(
-        self, flash: PagedAttention, kept: KeptTokens, by_cells: Callable[..., torch.Tensor], num_queries: int
+        self, flash: PagedAttention, kept: KeptTokens, by_cells: Callable[..., Tensor], num_queries: int
     ) -> None:
         self.flash, self.kept, self.by_cells, self.num_queries = flash, kept, by_cells, num_queries
         self.max_sequences = flash.sizes.max_sequences
@@ -73,7 +74,7 @@ class CondensedAttention(PagedAttentionProtocol):
         num_behind = num_new.cumsum().repeat(num_new) - np.arange(batch.num_tokens)
         return np.where(num_behind <= w, places, self.max_sequences * w)
 
-    def receive(self, batch: Batch, layout: PagedLayout, sent: Mapping[str, torch.Tensor]) -> None:
+    def receive(self, batch: Batch, layout: PagedLayout, sent: Mapping[str, Tensor]) -> None:
         """See ``PagedAttentionProtocol``."""
         self.flash.receive(batch, layout, sent)
         self.rows, self.is_decode = sent["rows"], batch.is_decode
@@ -82,10 +83,10 @@ class CondensedAttention(PagedAttentionProtocol):
             self.prompts, self.num_new = prompts, batch.num_new_tokens[layout.num_decoding :].tolist()
             self.is_compressed = any(one.packed is not None for one in prompts)
 
-    def attend(self, layer: int, q: torch.Tensor, about: Scores, out: torch.Tensor | None) -> torch.Tensor:
+    def attend(self, layer: int, q: Tensor, about: Scores, out: Tensor | None) -> Tensor:
         """See ``PagedAttentionProtocol``."""
         if self.is_decode:
-            return self._attend_decoding(layer, q, about, cast(torch.Tensor, out))
+            return self._attend_decoding(layer, q, about, cast(Tensor, out))
         n, out = self.flash.num_decoding, torch.empty_like(q, memory_format=torch.contiguous_format)
         if n:
             self._attend_decoding(layer, q[:n], about, out[:n])
@@ -97,7 +98,7 @@ class CondensedAttention(PagedAttentionProtocol):
             result.copy_(self.by_cells(layer, queries, sequence, about))
         return out
 
-    def _attend_decoding(self, layer: int, q: torch.Tensor, about: Scores, out: torch.Tensor) -> torch.Tensor:
+    def _attend_decoding(self, layer: int, q: Tensor, about: Scores, out: Tensor) -> Tensor:
         storage, workspace = self.flash.storage, self.flash.workspaces[(len(q) - 1).bit_length()]
         memory = (storage.keys, storage.values, *self.flash.decoding, self.rows, self.kept, layer)
         return condensed_attention(q, *memory, **about, workspace=workspace, out=out)
@@ -177,23 +178,15 @@ class CondensedBucketView(CondensedView):
         else:
             self.sent_rows[row] = packed
 
-    def write(
-        self,
-        layer: int,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        positions: torch.Tensor,
-        qk: QueryKeyTransform,
-    ) -> torch.Tensor:
+    def write(self, layer: int, q: Tensor, k: Tensor, v: Tensor, positions: Tensor, qk: QueryKeyTransform) -> Tensor:
         """See :class:`shared.models.tokens.KVView`."""
         q = self.paged.write(layer, q, k, v, positions, qk)
         self.ring[layer].flatten(0, 1).index_copy_(0, self.ring_places, q)
         return q
 
     def attend(
-        self, layer: int, q: torch.Tensor, *, scale: float, window: int | None = None, softcap: float | None = None
-    ) -> torch.Tensor:
+        self, layer: int, q: Tensor, *, scale: float, window: int | None = None, softcap: float | None = None
+    ) -> Tensor:
         """See :class:`shared.models.tokens.KVView`."""
         return self.paged.attend(layer, q, scale=scale, window=window, softcap=softcap)
 

@@ -4,20 +4,21 @@ Invariant: as in :mod:`shared.ops.attention`, causality follows the order in the
 """
 
 import torch
+from torch import Tensor
 
 from shared.ops.attention import visible
 
 
 def masked_attention(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    kept: torch.Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    kept: Tensor,
     *,
     scale: float,
     window: int | None = None,
     softcap: float | None = None,
-) -> torch.Tensor:
+) -> Tensor:
     """As :func:`shared.ops.attention.naive_attention`, over the keys that are ``kept``, bool ``[Hkv, S]``."""
     T, Hq, D = q.shape
     Hkv, S, _ = k.shape

@@ -19,6 +19,7 @@ from typing import Any, cast
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from shared.cache.layout.paged import PagedLayout, PagedSizes
 from shared.cache.layout.slots import ranges
@@ -72,7 +73,7 @@ class CondensedView:
         shape = (config.num_layers, rows, num_queries, config.num_heads, config.head_dim)
         self.ring = torch.zeros(shape, dtype=dtype, device=device)
         self.packed_cells: dict[int, tuple[Packed, np.ndarray, np.ndarray]] = {}  # by row
-        self.masks: dict[int, torch.Tensor] = {}  # by row: uint8 [layers, Hkv, ceil(n / 8)], of the last compression
+        self.masks: dict[int, Tensor] = {}  # by row: uint8 [layers, Hkv, ceil(n / 8)], of the last compression
 
     def _attention(self, backend: str | None) -> tuple[PagedAttentionProtocol, Padding]:
         """Of steps without compressed sequences, and the padding of all."""
@@ -89,26 +90,18 @@ class CondensedView:
         self.sequences, self.num_new = holdings_of(layout), batch.num_new_tokens.tolist()
         self.is_compressed = any(one.packed is not None for one in self.sequences)
         self.is_together = batch.is_decode and all(one.num_packed_slots for one in self.sequences)
-        self.together: tuple[torch.Tensor, torch.Tensor] | None = None
+        self.together: tuple[Tensor, Tensor] | None = None
         return inputs
 
-    def write(
-        self,
-        layer: int,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        positions: torch.Tensor,
-        qk: QueryKeyTransform,
-    ) -> torch.Tensor:
+    def write(self, layer: int, q: Tensor, k: Tensor, v: Tensor, positions: Tensor, qk: QueryKeyTransform) -> Tensor:
         """See :class:`shared.models.tokens.KVView`."""
         q = self.paged.write(layer, q, k, v, positions, qk)
         self.ring[layer].flatten(0, 1).index_copy_(0, self.ring_places, q[self.ring_tokens])
         return q
 
     def attend(
-        self, layer: int, q: torch.Tensor, *, scale: float, window: int | None = None, softcap: float | None = None
-    ) -> torch.Tensor:
+        self, layer: int, q: Tensor, *, scale: float, window: int | None = None, softcap: float | None = None
+    ) -> Tensor:
         """See :class:`shared.models.tokens.KVView`."""
         if not self.is_compressed:
             return self.paged.attend(layer, q, scale=scale, window=window, softcap=softcap)
@@ -123,14 +116,12 @@ class CondensedView:
         each = zip(q.split(self.num_new), self.sequences, strict=True)
         return torch.cat([self.attend_by_cells(layer, queries, sequence, about) for queries, sequence in each])
 
-    def attend_by_cells(
-        self, layer: int, queries: torch.Tensor, sequence: Holding, about: dict[str, Any]
-    ) -> torch.Tensor:
+    def attend_by_cells(self, layer: int, queries: Tensor, sequence: Holding, about: dict[str, Any]) -> Tensor:
         """Attention of the new tokens of one sequence; ``about`` holds scale, window and softcap."""
         cells, kept = self.cells_of(sequence, layer)
         return masked_attention(queries, self.key_cells[cells], self.value_cells[cells], kept, **about)
 
-    def cells_of(self, sequence: Holding, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def cells_of(self, sequence: Holding, layer: int) -> tuple[Tensor, Tensor]:
         """A layer's cells in time order, int64 [Hkv, S], and which of them are kept, bool [Hkv, S].
 
         Heads of a condensed part are aligned at their newest token, so padding comes first and is not kept.
@@ -159,7 +150,7 @@ class CondensedView:
             self.packed_cells[row] = known
         return known[1:]
 
-    def _cells_together(self) -> tuple[torch.Tensor, torch.Tensor]:
+    def _cells_together(self) -> tuple[Tensor, Tensor]:
         """As :meth:`cells_of`, [layers, B, Hkv, S], for the compressed sequences of a decode step."""
         layers, parts = np.arange(self.cells.num_layers)[:, None, None], []
         for one in self.sequences:
@@ -198,7 +189,7 @@ class CondensedView:
             cells[targets] = cells[sources]  # read as a whole before the first is written
         return packed
 
-    def _choose(self, sequence: Holding, layer: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def _choose(self, sequence: Holding, layer: int) -> tuple[Tensor, Tensor, Tensor]:
         """A layer's cells, which of them it keeps from now on, and which it kept so far, [Hkv, S] each."""
         cells, before = self.cells_of(sequence, layer)
         window = self.config.windows[layer]

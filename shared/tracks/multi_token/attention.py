@@ -11,6 +11,7 @@ from collections.abc import Mapping
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from shared.cache.layout.paged import PagedLayout, PagedSizes
 from shared.cache.layout.slots import Integers
@@ -60,7 +61,7 @@ class MaskTokenAttention:
             arrays["num_masks"] = num_masks[layout.num_decoding :]
         return arrays
 
-    def receive(self, batch: Batch, layout: PagedLayout, sent: Mapping[str, torch.Tensor]) -> None:
+    def receive(self, batch: Batch, layout: PagedLayout, sent: Mapping[str, Tensor]) -> None:
         """See ``PagedAttentionProtocol``."""
         self.planned.receive(batch, layout, sent)
         if not batch.is_decode:
@@ -81,13 +82,13 @@ class MaskTokenOperations(PagedAttentionProtocol):
         """See ``PagedAttentionProtocol``; mask tokens open the gate."""
         return {"gate": batch.token_ids >= FIRST_MASK} if num_masks_of(batch).any() else {}
 
-    def receive(self, batch: Batch, layout: PagedLayout, sent: Mapping[str, torch.Tensor]) -> None:
+    def receive(self, batch: Batch, layout: PagedLayout, sent: Mapping[str, Tensor]) -> None:
         """See ``PagedAttentionProtocol``."""
         self.operations.receive(batch, layout, sent)
         self.num_masks = num_masks_of(batch).tolist()
-        self.masks: dict[tuple[int | None, int], torch.Tensor] = {}  # by window and sequence
+        self.masks: dict[tuple[int | None, int], Tensor] = {}  # by window and sequence
 
-    def attend(self, layer: int, q: torch.Tensor, about: Scores, out: torch.Tensor | None) -> torch.Tensor:
+    def attend(self, layer: int, q: Tensor, about: Scores, out: Tensor | None) -> Tensor:
         """See ``PagedAttentionProtocol``."""
         own, window, attended = self.operations, about["window"], []
         for n, (queries, piece) in enumerate(zip(q.split(own.num_new), own.pieces(window), strict=True)):

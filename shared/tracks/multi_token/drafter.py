@@ -21,6 +21,7 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from shared.cache.pool.interface import CachePoolProtocol
 from shared.cache.view.interface import MakeMemory
@@ -44,7 +45,7 @@ from shared.tracks.multi_token.captured_head import CapturedHead
 from shared.tracks.multi_token.lora import adapt
 from shared.tracks.multi_token.mask_states import MaskObserver, MaskStates
 
-Asking = tuple[Request, torch.Tensor, int, int]
+Asking = tuple[Request, Tensor, int, int]
 """A request, the hidden states ``[groups, k, H]`` of its masks, the group that counts, and the drafts it may have."""
 Drawn = tuple[Sequence[Request | None], SamplerOutput]
 """Drafts in the order of their requests; None: of no request, or not to be verified."""
@@ -81,8 +82,8 @@ class MultiTokenDrafter:
         self.is_capturing = config.is_on("use_cuda_graphs") and model.device.type == "cuda"
         self.adapter = load_adapter(Path(config.adapter).expanduser(), model)
         adapt(model, self.adapter.additions(), self.adapter.masks)
-        self.logits: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] = partial(self.adapter.logits, model)
-        self.distributions: dict[tuple[int, int], torch.Tensor] = {}
+        self.logits: Callable[[Tensor, Tensor], Tensor] = partial(self.adapter.logits, model)
+        self.distributions: dict[tuple[int, int], Tensor] = {}
         self.states: dict[str, MaskStates] = {}  # of the last step, by request id; the runner puts them there
 
     def join(

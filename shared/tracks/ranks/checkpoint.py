@@ -6,7 +6,7 @@ Invariant: shapes and tensors are those of the rank's part; the rest of a matrix
 from collections.abc import Callable
 from pathlib import Path
 
-import torch
+from torch import Tensor
 
 from shared.loading.checkpoint import Checkpoint
 from shared.tracks.ranks.cut import ROWS, Cut, ModelCut
@@ -19,7 +19,7 @@ class WatchedCheckpoint(Checkpoint):
         super().__init__(folder)
         self.check = check
 
-    def tensor(self, name: str) -> torch.Tensor:
+    def tensor(self, name: str) -> Tensor:
         """See :class:`Checkpoint`."""
         self.check()
         return super().tensor(name)
@@ -39,7 +39,7 @@ class CutCheckpoint(Checkpoint):
             return shape
         return tuple(len(cut.part) if dim == cut.dim else size for dim, size in enumerate(shape))
 
-    def tensor(self, name: str) -> torch.Tensor:
+    def tensor(self, name: str) -> Tensor:
         """See :class:`Checkpoint`; a part of a tensor is not mapped but copied."""
         self.check()
         cut = self._cut(name)

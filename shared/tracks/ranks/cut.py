@@ -10,7 +10,7 @@ import math
 import re
 from dataclasses import dataclass, replace
 
-import torch
+from torch import Tensor
 
 from shared.errors import ConfigError
 from shared.models.config import ModelConfig
@@ -112,7 +112,7 @@ def cut_weight(weight: QuantizedWeight, cut: Cut) -> QuantizedWeight:
 def with_scales_by_row(weight: QuantizedWeight) -> QuantizedWeight:
     """The same matrix with a scale for each row of each block."""
 
-    def spread(of_groups: torch.Tensor | None) -> torch.Tensor | None:
+    def spread(of_groups: Tensor | None) -> Tensor | None:
         if of_groups is None:
             return None
         return of_groups.repeat_interleave(weight.rows_per_scale, 0)[: len(weight)]

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
-import torch
+from torch import Tensor
 
 from shared.engine.batch import Batch
 from shared.engine.executor.one_rank import Ranks
@@ -66,14 +66,14 @@ class SeveralRanks(Ranks):
                 raise self.watch.failed(error) from error
         yield sequences, result
 
-    def begin(self, batch: Batch, last_ids: torch.Tensor) -> None:
+    def begin(self, batch: Batch, last_ids: Tensor) -> None:
         """See :class:`Ranks`."""
         if self.sender is not None:
             self.sender.send((self.number, batch))
         if len(batch.pending):
             self.collectives.broadcast(last_ids)
 
-    def logits(self, batch: Batch, logits: torch.Tensor) -> torch.Tensor:
+    def logits(self, batch: Batch, logits: Tensor) -> Tensor:
         """See :class:`Ranks`; ids ``[n, 1]`` if their arg-max is all that the batch needs."""
         if self.is_whole:
             return logits
@@ -83,11 +83,11 @@ class SeveralRanks(Ranks):
             return self.vocabulary.argmax(logits)[:, None]
         return self.vocabulary.gather(logits)
 
-    def gather(self, logits: torch.Tensor) -> torch.Tensor:
+    def gather(self, logits: Tensor) -> Tensor:
         """See :class:`Ranks`."""
         return self.vocabulary.gather(logits)
 
-    def drawn(self, batch: Batch, logits: torch.Tensor) -> Draws | None:
+    def drawn(self, batch: Batch, logits: Tensor) -> Draws | None:
         """See :class:`Ranks`."""
         return Draws(logits[:, 0]) if takes_argmax(batch) else None
 

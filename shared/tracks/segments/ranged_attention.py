@@ -18,6 +18,7 @@ from typing import Any, cast
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from shared.attention.descriptor import Int32s
 from shared.cache.layout.bucket_planner import BucketPlanner
@@ -78,11 +79,11 @@ class RangedAttention:
         self.limits = alone | shared
         self.range_staging = Staging(device, self._range_places())
         self.range_workspace = RangeWorkspace.of(self.limits.states, Hq, config.head_dim, device)
-        self.range_plans: dict[int | None, RangePlan[torch.Tensor]] = {}
+        self.range_plans: dict[int | None, RangePlan[Tensor]] = {}
         self.kinds = list(zip(config.windows, self.ropes, strict=True))  # of the layers: window and RoPE
         shape = (self.limits.pieces, 2, config.head_dim // 2)
         self.turn_rows = {kind: torch.empty(shape, dtype=torch.float32, device=device) for kind in self.kinds}
-        self.step_turns: dict[tuple[int | None, RopeConfig], torch.Tensor] = {}
+        self.step_turns: dict[tuple[int | None, RopeConfig], Tensor] = {}
         self.planned_for: Any = None  # what the uploaded plans were made for
         self.tiled_for: Any = None  # what the tiles were made for, besides the ranges
         self.planned_ranges: tuple[Range, ...] = ()
@@ -193,7 +194,7 @@ class RangedAttention:
             return self.planned.arrays(batch, layout)
         return table_arrays(batch, layout) | {"all_table_starts": layout.table_starts[:-1]}
 
-    def receive(self, batch: Batch, layout: PagedLayout, sent: Mapping[str, torch.Tensor]) -> None:
+    def receive(self, batch: Batch, layout: PagedLayout, sent: Mapping[str, Tensor]) -> None:
         """See ``PagedAttentionProtocol``."""
         self.is_ranged = isinstance(layout.extra, LayoutRanges)
         if self.is_ranged:
@@ -201,7 +202,7 @@ class RangedAttention:
         else:
             self.planned.receive(batch, layout, sent)
 
-    def attend(self, layer: int, q: torch.Tensor, about: Scores, out: torch.Tensor | None) -> torch.Tensor:
+    def attend(self, layer: int, q: Tensor, about: Scores, out: Tensor | None) -> Tensor:
         """See ``PagedAttentionProtocol``."""
         if not self.is_ranged:
             return self.planned.attend(layer, q, about, out)

@@ -9,6 +9,7 @@ Invariant: kept tokens are in the order of :class:`shared.tracks.compression.lay
 """
 
 import torch
+from torch import Tensor
 
 from shared.kernels.launch import launch, next_power_of_two, tl, triton
 from shared.tracks.compression.kernels.condensed_attention import cell_rows
@@ -100,15 +101,15 @@ def scatter_kept_kernel(
 
 
 def move_kept(
-    keys: torch.Tensor,
-    values: torch.Tensor,
+    keys: Tensor,
+    values: Tensor,
     sequences: CachedSequences,
     i: int,
-    chosen: torch.Tensor,
-    counts: torch.Tensor,
+    chosen: Tensor,
+    counts: Tensor,
     most: int,
     total: int,
-    table: torch.Tensor | None = None,
+    table: Tensor | None = None,
 ) -> None:
     """Move the chosen tokens of each head of sequence ``i`` together, and tell ``sequences.ends`` of it.
 

@@ -8,6 +8,7 @@ Invariant: that of :mod:`shared.tracks.compression.kernels.window_mass`.
 """
 
 import torch
+from torch import Tensor
 
 from shared.kernels.launch import launch, tl, triton
 from shared.tracks.compression.kernels.window_mass import CachedSequences, head_tokens, load_keys
@@ -116,7 +117,7 @@ def key_redundancy_kernel(
     tl.store(redundancy + at + col, tl.where(col < size, total / size, float("-inf")), mask=col < longest)
 
 
-def key_redundancy(keys: torch.Tensor, sequences: CachedSequences, threshold: float) -> torch.Tensor:
+def key_redundancy(keys: Tensor, sequences: CachedSequences, threshold: float) -> Tensor:
     """The mean cosine of each key with the others of its head, where the newest near-duplicate of each row is spared;
     see :class:`shared.tracks.compression.compressors.RKV`.
 

@@ -9,6 +9,7 @@ Invariant: what is kept is what ``select`` keeps of each head alone; sums are in
 """
 
 import torch
+from torch import Tensor
 
 from shared.kernels.launch import launch, tl, triton
 from shared.tracks.compression.kernels.window_mass import CachedSequences, head_tokens
@@ -145,14 +146,14 @@ def key_selection_kernel(
 
 
 def select_keys(
-    scores: torch.Tensor,
-    attention: torch.Tensor,
+    scores: Tensor,
+    attention: Tensor,
     sequences: CachedSequences,
-    windows: torch.Tensor,
+    windows: Tensor,
     budget: Budget,
-    p: torch.Tensor,
-    out: tuple[torch.Tensor, torch.Tensor] | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
+    p: Tensor,
+    out: tuple[Tensor, Tensor] | None = None,
+) -> tuple[Tensor, Tensor]:
     """The keys that each head keeps.
 
     Args:

@@ -12,6 +12,7 @@ the same cache.
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from shared.kernels.attention.online_softmax import LOG2_E
 from shared.kernels.launch import launch, next_power_of_two, tl, triton
@@ -34,8 +35,8 @@ class CachedSequences:
     ``longest``: the most tokens that a head of any has.
     """
 
-    numbers: torch.Tensor
-    ends: torch.Tensor
+    numbers: Tensor
+    ends: Tensor
     longest: int
 
     def __len__(self) -> int:
@@ -203,9 +204,7 @@ def window_mass_kernel(
             tl.store(mass + g * longest, tl.zeros([TILE], tl.float32), mask=place < longest)
 
 
-def window_mass(
-    ring: torch.Tensor, keys: torch.Tensor, sequences: CachedSequences, w: int, scale: float
-) -> torch.Tensor:
+def window_mass(ring: Tensor, keys: Tensor, sequences: CachedSequences, w: int, scale: float) -> Tensor:
     """The attention of the last w queries, summed; see ``shared.tracks.compression.compressors.window_attention``.
 
     Args:

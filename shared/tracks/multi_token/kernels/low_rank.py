@@ -7,7 +7,7 @@ the activation or the residual.
 Invariant: sums are fp32 and rounded once; a token whose gate is closed gets the columns of W x, bit for bit.
 """
 
-import torch
+from torch import Tensor
 
 from shared.kernels.launch import launch, launch_dependents, launches, next_power_of_two, tl, triton, wait_for_previous
 from shared.kernels.products.gated import gated_activation
@@ -67,13 +67,8 @@ def low_rank_kernel(
 
 
 def add_low_rank(
-    y: torch.Tensor,
-    b: torch.Tensor,
-    gate: torch.Tensor,
-    scale: float,
-    residual: torch.Tensor | None = None,
-    activation: GatedOp | None = None,
-) -> torch.Tensor:
+    y: Tensor, b: Tensor, gate: Tensor, scale: float, residual: Tensor | None = None, activation: GatedOp | None = None
+) -> Tensor:
     """See :func:`shared.tracks.multi_token.low_rank.add_low_rank`; b has the dtype of y, and rows of y and residual
     are contiguous.
     """

@@ -22,6 +22,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from shared.kernels.attention.merge_states import merge_states
 from shared.kernels.attention.online_softmax import add_tile, in_base_2
@@ -188,7 +189,7 @@ def range_attention_kernel(
         wait_for_previous(PDL)  # a program without items too
 
 
-def turn_rows(turns: torch.Tensor, frequencies: torch.Tensor) -> torch.Tensor:
+def turn_rows(turns: Tensor, frequencies: Tensor) -> Tensor:
     """The cosines and sines of a plan's ``piece_turns``, fp32 ``[pieces, 2, D/2]``, once for all steps of the plan."""
     angles = (turns.double()[:, None] * frequencies).frac_() * (2 * math.pi)
     return torch.stack((angles.cos(), angles.sin()), 1).float()
@@ -198,8 +199,8 @@ def turn_rows(turns: torch.Tensor, frequencies: torch.Tensor) -> torch.Tensor:
 class RangeWorkspace:
     """The states of a step's items, which all layers share."""
 
-    partial: torch.Tensor  # fp32 [states, Hq, D]
-    partial_log: torch.Tensor  # fp32 [states, Hq], base 2
+    partial: Tensor  # fp32 [states, Hq, D]
+    partial_log: Tensor  # fp32 [states, Hq], base 2
 
     @classmethod
     def of(cls, num_states: int, num_heads: int, head_dim: int, device: torch.device) -> "RangeWorkspace":
@@ -209,24 +210,24 @@ class RangeWorkspace:
 
 
 def range_attention(
-    q: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    positions: torch.Tensor,
-    sequence_tables: torch.Tensor,
-    sequence_table_starts: torch.Tensor,
-    chunk_tables: torch.Tensor,
-    frequencies: torch.Tensor,
-    rows_of_turns: torch.Tensor,
-    plan: RangePlan[torch.Tensor],
+    q: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    positions: Tensor,
+    sequence_tables: Tensor,
+    sequence_table_starts: Tensor,
+    chunk_tables: Tensor,
+    frequencies: Tensor,
+    rows_of_turns: Tensor,
+    plan: RangePlan[Tensor],
     *,
     scale: float,
     window: int | None = None,
     softcap: float | None = None,
     tiling: RangeTiling,
     workspace: RangeWorkspace,
-    out: torch.Tensor,
-) -> torch.Tensor:
+    out: Tensor,
+) -> Tensor:
     """Attention of T new tokens over the ranges of their sequences. Kernels alone; on a CPU see ``ChunkView``.
 
     Args:
