@@ -39,20 +39,9 @@ class KeptTokens:
 
 @triton.jit
 def cell_rows(
-    table,
-    place,
-    end,
-    count,
-    first_number,
-    packed_slots,
-    layer,
-    kv_head,
-    num_blocks,
-    LAYERS: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    HKV: tl.constexpr,
-    D: tl.constexpr,
-):
+    table, place, end, count, first_number, packed_slots, layer, kv_head, num_blocks,
+    LAYERS: tl.constexpr, BLOCK_SIZE: tl.constexpr, HKV: tl.constexpr, D: tl.constexpr,
+):  # fmt: skip
     """Offsets in the whole KV cache, int64, of a head's tokens ``place``, masked by ``end``; ``count`` are packed."""
     PLACES: tl.constexpr = BLOCK_SIZE * HKV
     number, slot = (first_number + place).to(tl.uint32), (packed_slots + place - count).to(tl.uint32)
@@ -67,39 +56,11 @@ def cell_rows(
 
 @triton.jit
 def condensed_attention_kernel(
-    q,
-    keys,
-    values,
-    tables,
-    table_starts,
-    lengths,
-    rows,
-    ends,
-    masks,
-    out,
-    partial,
-    partial_max,
-    partial_sum,
-    counters,
-    scale,
-    softcap,
-    window,
-    layer,
-    num_blocks,
-    mask_bytes,
-    q_row_stride,
-    q_head_stride,
-    HAS_SOFTCAP: tl.constexpr,
-    LAYERS: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    HKV: tl.constexpr,
-    GROUP: tl.constexpr,
-    D: tl.constexpr,
-    ROWS: tl.constexpr,
-    TILE: tl.constexpr,
-    MERGED: tl.constexpr,
-    MERGED_ROWS: tl.constexpr,
-):
+    q, keys, values, tables, table_starts, lengths, rows, ends, masks, out, partial, partial_max, partial_sum,
+    counters, scale, softcap, window, layer, num_blocks, mask_bytes, q_row_stride, q_head_stride,
+    HAS_SOFTCAP: tl.constexpr, LAYERS: tl.constexpr, BLOCK_SIZE: tl.constexpr, HKV: tl.constexpr, GROUP: tl.constexpr,
+    D: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr, MERGED: tl.constexpr, MERGED_ROWS: tl.constexpr,
+):  # fmt: skip
     row = tl.program_id(0)  # one for each sequence and KV head
     split, num_splits = tl.program_id(1), tl.num_programs(1)
     sequence, kv_head = row // HKV, row % HKV
@@ -132,20 +93,9 @@ def condensed_attention_kernel(
         weighted = tl.zeros([ROWS, D], tl.float32)
         place = start + tl.arange(0, TILE)
         at = cell_rows(
-            tables,
-            place,
-            end,
-            count,
-            first_number,
-            packed_slots,
-            layer,
-            kv_head,
-            num_blocks,
-            LAYERS,
-            BLOCK_SIZE,
-            HKV,
-            D,
-        )
+            tables, place, end, count, first_number, packed_slots, layer, kv_head, num_blocks, LAYERS, BLOCK_SIZE,
+            HKV, D,
+        )  # fmt: skip
         for tile in tl.range(start, end, TILE):
             place = tile + tl.arange(0, TILE)
             is_key = place < end
@@ -217,40 +167,14 @@ def condensed_attention(
     group = Hq // Hkv
     num_rows = next_power_of_two(group)
     launch(
-        condensed_attention_kernel,
-        (B * Hkv, workspace.num_splits),
-        q,
-        keys,
-        values,
-        tables,
-        table_starts,
-        lengths,
-        rows,
-        kept.ends,
-        kept.masks,
-        out,
-        workspace.partial,
-        workspace.partial_max,
-        workspace.partial_sum,
-        workspace.counters,
-        *in_base_2(scale, softcap),
-        NO_WINDOW if window is None else window,
-        layer,
-        num_blocks,
-        0 if kept.masks is None else kept.masks.shape[-1],
-        q.stride(0),
-        q.stride(1),
-        HAS_SOFTCAP=softcap is not None,
-        LAYERS=num_layers,
-        BLOCK_SIZE=block_size,
-        HKV=Hkv,
-        GROUP=group,
-        D=D,
-        ROWS=max(16, num_rows),
-        TILE=tiling.tile,
-        MERGED=max(1, tiling.merge_numbers // (num_rows * D)),
-        MERGED_ROWS=num_rows,
-        num_warps=tiling.num_warps,
+        condensed_attention_kernel, (B * Hkv, workspace.num_splits),
+        q, keys, values, tables, table_starts, lengths, rows, kept.ends, kept.masks, out, workspace.partial,
+        workspace.partial_max, workspace.partial_sum, workspace.counters, *in_base_2(scale, softcap),
+        NO_WINDOW if window is None else window, layer, num_blocks, 0 if kept.masks is None else kept.masks.shape[-1],
+        q.stride(0), q.stride(1),
+        HAS_SOFTCAP=softcap is not None, LAYERS=num_layers, BLOCK_SIZE=block_size, HKV=Hkv, GROUP=group, D=D,
+        ROWS=max(16, num_rows), TILE=tiling.tile, MERGED=max(1, tiling.merge_numbers // (num_rows * D)),
+        MERGED_ROWS=num_rows, num_warps=tiling.num_warps,
         num_stages=min(tiling.num_stages, max(1, PIPELINE_BYTES // (2 * tiling.tile * D * keys.element_size()))),
-    )
+    )  # fmt: skip
     return out

@@ -89,24 +89,9 @@ def num_needed(attention, size, p, TILE: tl.constexpr):
 
 @triton.jit(do_not_specialize=["width", "longest"])
 def key_selection_kernel(
-    scores,
-    attention,
-    numbers,
-    ends,
-    windows,
-    chosen,
-    counts,
-    p,
-    width,
-    longest,
-    least,
-    most,
-    num_sinks,
-    num_recent,
-    HEADS: tl.constexpr,
-    HKV: tl.constexpr,
-    TILE: tl.constexpr,
-):
+    scores, attention, numbers, ends, windows, chosen, counts, p, width, longest, least, most, num_sinks, num_recent,
+    HEADS: tl.constexpr, HKV: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
     """Program (i, s) has KV head i % Hkv of layer i // Hkv of sequence s."""
     head = tl.program_id(0)
     _, _, size = head_tokens(numbers + tl.program_id(1) * width, ends, head, HEADS)

@@ -21,23 +21,10 @@ BLOCK = 64  # columns of a program
 
 @triton.jit
 def low_rank_kernel(
-    y,
-    b,
-    gate,
-    residual,
-    out,
-    num_rows,
-    N,
-    y_stride,
-    residual_stride,
-    scale,
-    RANK: tl.constexpr,
-    RANKS: tl.constexpr,
-    ACTIVATION: tl.constexpr,
-    ROWS: tl.constexpr,
-    BLOCK: tl.constexpr,
+    y, b, gate, residual, out, num_rows, N, y_stride, residual_stride, scale,
+    RANK: tl.constexpr, RANKS: tl.constexpr, ACTIVATION: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
     PDL: tl.constexpr,
-):
+):  # fmt: skip
     """N columns of the result; RANKS is RANK, or more, as the tensor cores need it."""
     launch_dependents(PDL)
     n = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
@@ -79,23 +66,9 @@ def add_low_rank(
     if T == 0:
         return out
     launch(
-        low_rank_kernel,
-        (-(-N // BLOCK), -(-T // ROWS)),
-        y,
-        b,
-        gate,
-        residual,
-        out,
-        T,
-        N,
-        y.stride(0),
-        0 if residual is None else residual.stride(0),
-        scale,
-        RANK=rank,
-        RANKS=max(16, next_power_of_two(rank)),
-        ACTIVATION=None if activation is None else ACTIVATIONS[activation][0],
-        ROWS=ROWS,
-        BLOCK=BLOCK,
-        num_warps=4,
-    )
+        low_rank_kernel, (-(-N // BLOCK), -(-T // ROWS)),
+        y, b, gate, residual, out, T, N, y.stride(0), 0 if residual is None else residual.stride(0), scale,
+        RANK=rank, RANKS=max(16, next_power_of_two(rank)),
+        ACTIVATION=None if activation is None else ACTIVATIONS[activation][0], ROWS=ROWS, BLOCK=BLOCK, num_warps=4,
+    )  # fmt: skip
     return out

@@ -126,27 +126,10 @@ def receive(own, inbox, stride, inside, stop, RANK: tl.constexpr, SIZE: tl.const
 
 @triton.jit
 def all_reduce_kernel(
-    x,
-    residual,
-    weight,
-    addresses,
-    counters,
-    stop,
-    summed,
-    normed,
-    num_words,
-    row_numbers,
-    eps,
-    DTYPE: tl.constexpr,
-    OFFSET: tl.constexpr,
-    RANK: tl.constexpr,
-    SIZE: tl.constexpr,
-    PIECES: tl.constexpr,
-    CHANNELS: tl.constexpr,
-    CHANNEL_WORDS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    PDL: tl.constexpr,
-):
+    x, residual, weight, addresses, counters, stop, summed, normed, num_words, row_numbers, eps,
+    DTYPE: tl.constexpr, OFFSET: tl.constexpr, RANK: tl.constexpr, SIZE: tl.constexpr, PIECES: tl.constexpr,
+    CHANNELS: tl.constexpr, CHANNEL_WORDS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     """A program has ``PIECES`` of ``num_words`` words: one with one shot, ``SIZE`` with two."""
     launch_dependents(PDL)
     channel = tl.program_id(0)
@@ -229,27 +212,11 @@ def all_reduce(
             num_words, num_pieces = num_words // peers.size, peers.size
     block = max(WARP_WORDS, next_power_of_two(num_words))
     launch(
-        all_reduce_kernel,
-        (num_programs,),
-        words(x),
-        words(residual),
-        None if norm is None else words(norm.weight),
-        peers.addresses,
-        peers.counters,
-        peers.stop,
-        words(summed),
-        words(normed),
-        num_words,
-        x.shape[-1],
-        0.0 if norm is None else norm.eps,
-        DTYPE=getattr(tl, DTYPES[x.dtype]),
-        OFFSET=0.0 if norm is None else norm.offset,
-        RANK=peers.rank,
-        SIZE=peers.size,
-        PIECES=num_pieces,
-        CHANNELS=CHANNELS,
-        CHANNEL_WORDS=CHANNEL_WORDS,
-        BLOCK=block,
+        all_reduce_kernel, (num_programs,),
+        words(x), words(residual), None if norm is None else words(norm.weight), peers.addresses, peers.counters,
+        peers.stop, words(summed), words(normed), num_words, x.shape[-1], 0.0 if norm is None else norm.eps,
+        DTYPE=getattr(tl, DTYPES[x.dtype]), OFFSET=0.0 if norm is None else norm.offset, RANK=peers.rank,
+        SIZE=peers.size, PIECES=num_pieces, CHANNELS=CHANNELS, CHANNEL_WORDS=CHANNEL_WORDS, BLOCK=block,
         num_warps=min(16, block // WARP_WORDS),
-    )
+    )  # fmt: skip
     return summed, normed
