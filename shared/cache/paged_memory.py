@@ -48,7 +48,6 @@ class PagedMemory:
     storages: Mapping[str, MakeStorage] = field(default_factory=lambda: {"auto": PlainStorage.of})
 
     def __call__(self, config: EngineConfig, model: CausalLM, max_seq_len: int) -> tuple[PagedKVCachePool, BatchView]:
-        """See ``MakeMemory``."""
 
         def make(sizes: PagedSizes) -> tuple[PagedKVCachePool, BatchView]:
             storage = self.storages[config.kv_cache_dtype](config, model, sizes)

@@ -37,7 +37,6 @@ class BucketPlanner(AttentionPlanner):
     """The plans of the last prompts, by all that they depend on."""
 
     def plan(self, num_new: Integers, lengths: Integers, num_decoding: int) -> StepPlans:
-        """See :class:`AttentionPlanner`."""
         bucket = self.buckets.smallest(len(lengths), int(num_new.sum()))
         if bucket is None:
             return super().plan(num_new, lengths, num_decoding)
@@ -79,7 +78,6 @@ class BucketPlanner(AttentionPlanner):
         return plans
 
     def launches(self, num_tokens: int, num_sequences: int, num_decoding: int) -> StepLaunches:
-        """See :class:`AttentionPlanner`."""
         bucket = self.buckets.smallest(num_sequences, num_tokens)
         if bucket is None:
             return super().launches(num_tokens, num_sequences, num_decoding)

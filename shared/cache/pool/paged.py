@@ -87,11 +87,9 @@ class PagedKVCachePool:
         return -(-num_tokens // self.block_size)
 
     def admit(self, request: Request) -> int:
-        """See ``CachePoolProtocol``."""
         return self.extension.admit(self, request)
 
     def must_wait(self, request: Request) -> bool:
-        """See ``CachePoolProtocol``."""
         return self.extension.must_wait(request)
 
     def reserve(self, request: Request, num_tokens: int) -> bool:
@@ -130,7 +128,6 @@ class PagedKVCachePool:
         return self.extension.allocate(self, count)
 
     def commit(self, request: Request, num_tokens: int) -> None:
-        """See ``CachePoolProtocol``."""
         row = self._row(request)
         length = self.lengths[row] + num_tokens
         if num_tokens < 0 or length > self.granted[row]:
@@ -178,7 +175,6 @@ class PagedKVCachePool:
                 self.commit(request, 1)
 
     def truncate(self, request: Request, num_tokens: int) -> None:
-        """See ``CachePoolProtocol``."""
         self.extension.check_truncation(request, num_tokens)
         row = self._row(request)
         num_tokens -= self.num_slotless.get(request, 0)
@@ -200,7 +196,6 @@ class PagedKVCachePool:
             self.num_held[row] = needed
 
     def release(self, request: Request) -> None:
-        """See ``CachePoolProtocol``."""
         self.extension.release(request)
         self.num_slotless.pop(request, None)
         row = self.rows.get(request)
@@ -212,7 +207,6 @@ class PagedKVCachePool:
         self.free_rows.append(row)
 
     def length(self, request: Request) -> int:
-        """See ``CachePoolProtocol``."""
         row = self.rows.get(request)
         return self.extension.context_length(request) + (0 if row is None else self.lengths[row])
 
@@ -227,7 +221,6 @@ class PagedKVCachePool:
         return (self.allocator.num_free + self.extension.num_unused_blocks()) * self.block_size
 
     def layout(self, schedule: Schedule) -> PagedLayout:
-        """See ``CachePoolProtocol``."""
         try:
             rows = [self.rows[request] for request in schedule.requests]
         except KeyError as error:
@@ -239,15 +232,12 @@ class PagedKVCachePool:
         return self.lay_out(self.extension.lay_out(self, schedule, layout))
 
     def holdings(self) -> tuple[int, dict[Request, list[int]]]:
-        """See ``CachePoolProtocol``."""
         return self.block_size, {request: self.table(request).tolist() for request in self.rows}
 
     def cached_blocks(self) -> list[int]:
-        """See ``CachePoolProtocol``."""
         return self.extension.unused_blocks()
 
     def drop_cached(self) -> None:
-        """See ``CachePoolProtocol``."""
         self.extension.drop_unused(self)
 
     def table(self, request: Request) -> Blocks:
@@ -256,7 +246,6 @@ class PagedKVCachePool:
         return self.tables[0, :0] if row is None else self.tables[row, : self.num_held[row]].copy()
 
     def audit(self) -> list[str]:
-        """See ``CachePoolProtocol``."""
         found = [
             f"Request {request.request_id} holds {self.num_held[row]} blocks with {self.lengths[row]} tokens of "
             f"{self.granted[row]} reserved."

@@ -41,7 +41,6 @@ class PairedPool:
         return self.target.admit(request)
 
     def must_wait(self, request: Request) -> bool:
-        """See ``CachePoolProtocol``."""
         return self.target.must_wait(request)
 
     def reserve(self, request: Request, num_tokens: int) -> bool:
@@ -64,7 +63,6 @@ class PairedPool:
         return list(requests)
 
     def commit_next(self, requests: Iterable[Request]) -> None:
-        """See ``CachePoolProtocol``."""
         self.target.commit_next(requests)
 
     def truncate(self, request: Request, num_tokens: int) -> None:
@@ -89,12 +87,10 @@ class PairedPool:
             del self.granted[request]
 
     def length(self, request: Request) -> int:
-        """See ``CachePoolProtocol``."""
         return self.target.length(request)
 
     @property
     def used_tokens(self) -> int:
-        """See ``CachePoolProtocol``."""
         return self.target.used_tokens
 
     @property
@@ -103,15 +99,12 @@ class PairedPool:
         return min(self.target.free_tokens, self.draft.free_tokens)
 
     def layout(self, schedule: Schedule) -> Layout:
-        """See ``CachePoolProtocol``."""
         return self.target.layout(schedule)
 
     def holdings(self) -> tuple[int, Mapping[Request, Sequence[int]]]:
-        """See ``CachePoolProtocol``."""
         return self.target.holdings()
 
     def cached_blocks(self) -> Sequence[int]:
-        """See ``CachePoolProtocol``."""
         return self.target.cached_blocks()
 
     def drop_cached(self) -> None:

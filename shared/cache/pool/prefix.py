@@ -95,7 +95,6 @@ class PrefixSharing(PoolExtension):
         return num_cached
 
     def must_wait(self, request: Request) -> bool:
-        """See ``PoolExtension``."""
         if request.needs_prompt_logits:
             return False
         leader, num_common = self.leaders.get(request, (None, 0))
@@ -176,7 +175,6 @@ class PrefixSharing(PoolExtension):
         return replace(layout, copies=np.array(copies, np.int32)) if copies else layout
 
     def num_unused_blocks(self) -> int:
-        """See ``PoolExtension``."""
         return self.tree.num_unused_blocks
 
     def used_tokens(self) -> int:
@@ -185,7 +183,6 @@ class PrefixSharing(PoolExtension):
         return (self.tree.num_blocks - self.tree.num_unused_blocks - num_shared) * self.block_size
 
     def unused_blocks(self) -> list[int]:
-        """See ``PoolExtension``."""
         return self.tree.unused_blocks().tolist()
 
     def drop_unused(self, pool: BlockTables) -> None:
@@ -193,11 +190,9 @@ class PrefixSharing(PoolExtension):
         pool.allocator.free(self.tree.evict(self.tree.num_unused_blocks)[::-1])
 
     def audit(self, pool: BlockTables) -> list[str]:
-        """See ``PoolExtension``."""
         return self.tree.audit([prefix.node for prefix in self.prefixes.values()])
 
     def block_lists(self) -> list[Blocks]:
-        """See ``PoolExtension``."""
         return [self.tree.blocks()]
 
     def _copy(self, pool: BlockTables, request: Request) -> tuple[int, int]:

@@ -58,11 +58,9 @@ class BucketPadding:
         self.of_tokens, self.of_sequences = of_tokens, {*of_sequences}
 
     def bucket_of(self, batch: Batch) -> Bucket | None:
-        """See ``Padding``."""
         return self.buckets.smallest(len(batch), batch.num_tokens)
 
     def pad(self, arrays: Arrays, bucket: Bucket | None) -> None:
-        """See ``Padding``."""
         if bucket is not None:
             for name in arrays.keys() & self.of_tokens.keys():
                 arrays[name] = padded(arrays[name], bucket.num_tokens, self.of_tokens[name])

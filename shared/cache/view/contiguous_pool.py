@@ -93,7 +93,6 @@ class ContiguousPoolView:
         )
 
     def load(self, batch: Batch) -> StepInputs:
-        """See ``BatchView``."""
         layout, D = batch.layout, self.head_dim
         self.is_decode = batch.is_decode
         region, place = np.divmod(layout.slot_mapping, self.capacity)
@@ -119,7 +118,6 @@ class ContiguousPoolView:
         self.sequence_values = [self.values[:, region, :, :end].unbind(0) for region, end in sequences]
 
     def write(self, layer: int, q: Tensor, k: Tensor, v: Tensor, positions: Tensor, qk: QueryKeyTransform) -> Tensor:
-        """See :class:`shared.models.tokens.KVView`."""
         if not self.is_launching:
             q, k = qk(q, k, positions)
             self.key_rows[layer].index_copy_(0, self.places, k.reshape(-1, self.head_dim))

@@ -75,12 +75,10 @@ class Fp8Storage:
         return cls(model.config, sizes, model.dtype, model.device, scales)
 
     def write(self, layer: int, k: Tensor, v: Tensor, slots: Tensor) -> None:
-        """See ``BlockStorage``."""
         scales = self.arguments[layer]
         self.blocks.write(layer, quantized(k, scales["k_scales"]), quantized(v, scales["v_scales"]), slots)
 
     def read(self, layer: int, blocks: Tensor) -> KeysAndValues:
-        """See ``BlockStorage``."""
         k, v = self.blocks.read(layer, blocks)
         scales = self.arguments[layer]
         return dequantized(k, scales["k_scales"], self.dtype), dequantized(v, scales["v_scales"], self.dtype)

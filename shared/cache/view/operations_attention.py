@@ -37,7 +37,6 @@ class OperationsAttention(PagedAttentionProtocol):
         storage.make_readable()
 
     def receive(self, batch: Batch, layout: PagedLayout, sent: Mapping[str, Tensor]) -> None:
-        """See ``PagedAttentionProtocol``."""
         self.layout, self.num_new = layout, batch.num_new_tokens.tolist()
         self.known: dict[int | None, list[Piece]] = {}  # by window
 

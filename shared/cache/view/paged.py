@@ -87,7 +87,6 @@ class PagedView:
         self.step_queries, self.step_attended = known
 
     def write(self, layer: int, q: Tensor, k: Tensor, v: Tensor, positions: Tensor, qk: QueryKeyTransform) -> Tensor:
-        """See :class:`shared.models.tokens.KVView`."""
         storage = self.storage
         if not self.is_launching:
             q, k = qk(q, k, positions)
@@ -110,10 +109,8 @@ class PagedView:
     def attend(
         self, layer: int, q: Tensor, *, scale: float, window: int | None = None, softcap: float | None = None
     ) -> Tensor:
-        """See :class:`shared.models.tokens.KVView`."""
         about = {"scale": scale, "window": window, "softcap": softcap}
         return self.attention.attend(layer, q, about, self.step_attended)
 
     def advance(self) -> None:
-        """See :class:`shared.engine.executor.captured.BucketedView`."""
         self.padding.advance(self.sent)

@@ -40,22 +40,18 @@ class PagedAttention(PagedAttentionProtocol):
         ]
 
     def staged(self, is_decode: bool, max_tokens: int) -> Places:
-        """See ``PagedAttentionProtocol``."""
         return staged_tables(self.sizes)
 
     def arrays(self, batch: Batch, layout: PagedLayout) -> Arrays:
-        """See ``PagedAttentionProtocol``."""
         return table_arrays(batch, layout)
 
     def receive(self, batch: Batch, layout: PagedLayout, sent: Mapping[str, Tensor]) -> None:
-        """See ``PagedAttentionProtocol``."""
         self.is_decode, self.num_decoding = batch.is_decode, layout.num_decoding
         self.decoding = sent["tables"], sent["table_starts"], sent["lengths"]
         if not self.is_decode:
             self.prompts = sent["tables"], sent["prompt_table_starts"], sent["prompt_lengths"], sent["query_starts"]
 
     def attend(self, layer: int, q: Tensor, about: Scores, out: Tensor | None) -> Tensor:
-        """See ``PagedAttentionProtocol``."""
         about = about | self.storage.arguments[layer]
         memory, n = (self.storage.layer_keys[layer], self.storage.layer_values[layer]), self.num_decoding
         if self.is_decode:

@@ -57,7 +57,6 @@ class PlannedAttention:
         self.prompt_arguments: dict[str, Any] = {}  # more arguments of the prompts' launch (phase 11.1)
 
     def staged(self, is_decode: bool, max_tokens: int) -> Places:
-        """See ``PagedAttentionProtocol``."""
         counts = self.planner.most_numbers(max_tokens, self.sizes.max_sequences)
         places: dict[str, tuple[int, DTypeLike]] = {}
         for (kind, _), names in self.names.items():
@@ -66,7 +65,6 @@ class PlannedAttention:
         return places | staged_tables(self.sizes)
 
     def arrays(self, batch: Batch, layout: PagedLayout) -> Arrays:
-        """See ``PagedAttentionProtocol``."""
         arrays = table_arrays(batch, layout)
         for kind, plans in cast(LayoutPlans, layout.extra).plans._asdict().items():
             for window, plan in plans.items():
@@ -74,7 +72,6 @@ class PlannedAttention:
         return arrays
 
     def receive(self, batch: Batch, layout: PagedLayout, sent: Mapping[str, Tensor]) -> None:
-        """See ``PagedAttentionProtocol``."""
         self.is_decode = batch.is_decode
         self.decoding = sent["tables"], sent["table_starts"], sent["lengths"]
         if not self.is_decode:
@@ -87,7 +84,6 @@ class PlannedAttention:
         }
 
     def attend(self, layer: int, q: Tensor, about: Scores, out: Tensor | None) -> Tensor:
-        """See ``PagedAttentionProtocol``."""
         memory = (self.storage.layer_keys[layer], self.storage.layer_values[layer])
         window = about["window"]
         about = {**about, **self.storage.arguments[layer], "workspace": self.workspace}

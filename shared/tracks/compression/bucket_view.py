@@ -56,12 +56,10 @@ class CondensedAttention(PagedAttentionProtocol):
         self.max_sequences = flash.sizes.max_sequences
 
     def staged(self, is_decode: bool, max_tokens: int) -> Places:
-        """See ``PagedAttentionProtocol``."""
         own = {"ring_places": (max_tokens, np.int64), "rows": (self.max_sequences, np.int32)}
         return own | self.flash.staged(is_decode, max_tokens)
 
     def arrays(self, batch: Batch, layout: PagedLayout) -> Arrays:
-        """See ``PagedAttentionProtocol``."""
         own = {"ring_places": self._ring_places(batch, layout.rows), "rows": layout.rows[: layout.num_decoding]}
         return self.flash.arrays(batch, layout) | own
 
@@ -75,7 +73,6 @@ class CondensedAttention(PagedAttentionProtocol):
         return np.where(num_behind <= w, places, self.max_sequences * w)
 
     def receive(self, batch: Batch, layout: PagedLayout, sent: Mapping[str, Tensor]) -> None:
-        """See ``PagedAttentionProtocol``."""
         self.flash.receive(batch, layout, sent)
         self.rows, self.is_decode = sent["rows"], batch.is_decode
         if not self.is_decode:
@@ -84,7 +81,6 @@ class CondensedAttention(PagedAttentionProtocol):
             self.is_compressed = any(one.packed is not None for one in prompts)
 
     def attend(self, layer: int, q: Tensor, about: Scores, out: Tensor | None) -> Tensor:
-        """See ``PagedAttentionProtocol``."""
         if self.is_decode:
             return self._attend_decoding(layer, q, about, cast(Tensor, out))
         n, out = self.flash.num_decoding, torch.empty_like(q, memory_format=torch.contiguous_format)

@@ -85,11 +85,9 @@ class CachedKeys:
     scale: float
 
     def mass(self, num_queries: int) -> Tensor:
-        """See ``KeyMeasures``."""
         return window_mass(self.ring, self.keys, self.sequences, min(num_queries, self.num_queries), self.scale)
 
     def redundancy(self, threshold: float) -> Tensor:
-        """See ``KeyMeasures``."""
         return key_redundancy(self.keys, self.sequences, threshold)
 
 

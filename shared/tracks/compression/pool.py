@@ -109,12 +109,10 @@ class CompressedRequests:
         self.sharing.check_truncation(request, num_tokens)
 
     def release(self, request: Request) -> None:
-        """See ``PoolExtension``."""
         self.packed.pop(request, None)
         self.sharing.release(request)
 
     def lay_out(self, pool: BlockTables, schedule: Schedule, layout: PagedLayout) -> PagedLayout:
-        """See ``PoolExtension``."""
         layout = self.sharing.lay_out(pool, schedule, layout)
         return replace(layout, extra=LayoutPacked(tuple([self.packed.get(one) for one in schedule.requests])))
 

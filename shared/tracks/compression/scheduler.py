@@ -73,11 +73,9 @@ class CompressingScheduler(Scheduler):
         return Schedule(self.num_steps, entries, len(decoding), tuple(preempted))
 
     def stats(self) -> dict[str, Any]:
-        """See :class:`Scheduler`."""
         return prefix_stats(self)
 
     def commit(self, schedule: Schedule, sampled: SampledTokens) -> None:
-        """See :class:`Scheduler`."""
         if schedule.is_decode and not sampled.errors:
             commit_next_tokens(self, schedule, sampled)
         else:

@@ -80,7 +80,6 @@ class CondensedView:
         return paged_or_operations(self.config, self.sizes, self.storage, backend or "sdpa"), NoPadding()
 
     def load(self, batch: Batch) -> StepInputs:
-        """See ``BatchView``."""
         inputs = self.paged.load(batch)
         layout, w = cast(PagedLayout, batch.layout), self.num_queries
         kept = np.minimum(batch.num_new_tokens, w)  # the queries of each sequence that stay in the ring
@@ -94,7 +93,6 @@ class CondensedView:
         return inputs
 
     def write(self, layer: int, q: Tensor, k: Tensor, v: Tensor, positions: Tensor, qk: QueryKeyTransform) -> Tensor:
-        """See :class:`shared.models.tokens.KVView`."""
         q = self.paged.write(layer, q, k, v, positions, qk)
         self.ring[layer].flatten(0, 1).index_copy_(0, self.ring_places, q[self.ring_tokens])
         return q
@@ -102,7 +100,6 @@ class CondensedView:
     def attend(
         self, layer: int, q: Tensor, *, scale: float, window: int | None = None, softcap: float | None = None
     ) -> Tensor:
-        """See :class:`shared.models.tokens.KVView`."""
         if not self.is_compressed:
             return self.paged.attend(layer, q, scale=scale, window=window, softcap=softcap)
         about: dict[str, Any] = {"scale": scale, "window": window, "softcap": softcap}

@@ -47,7 +47,6 @@ class MaskTokenAttention:
         self.lay_out, self.attend = planned.lay_out, planned.attend
 
     def staged(self, is_decode: bool, max_tokens: int) -> Places:
-        """See ``PagedAttentionProtocol``."""
         own = {"num_masks": (self.planned.sizes.max_sequences, np.int32), "gate": (max_tokens, np.float32)}
         return own | self.planned.staged(is_decode, max_tokens)
 
@@ -62,7 +61,6 @@ class MaskTokenAttention:
         return arrays
 
     def receive(self, batch: Batch, layout: PagedLayout, sent: Mapping[str, Tensor]) -> None:
-        """See ``PagedAttentionProtocol``."""
         self.planned.receive(batch, layout, sent)
         if not batch.is_decode:
             self.planned.prompt_arguments = {"num_masks": sent["num_masks"]}
@@ -75,7 +73,6 @@ class MaskTokenOperations(PagedAttentionProtocol):
         self.operations = operations
 
     def staged(self, is_decode: bool, max_tokens: int) -> Places:
-        """See ``PagedAttentionProtocol``."""
         return {"gate": (max_tokens, np.float32)}
 
     def arrays(self, batch: Batch, layout: PagedLayout) -> Arrays:
@@ -83,13 +80,11 @@ class MaskTokenOperations(PagedAttentionProtocol):
         return {"gate": batch.token_ids >= FIRST_MASK} if num_masks_of(batch).any() else {}
 
     def receive(self, batch: Batch, layout: PagedLayout, sent: Mapping[str, Tensor]) -> None:
-        """See ``PagedAttentionProtocol``."""
         self.operations.receive(batch, layout, sent)
         self.num_masks = num_masks_of(batch).tolist()
         self.masks: dict[tuple[int | None, int], Tensor] = {}  # by window and sequence
 
     def attend(self, layer: int, q: Tensor, about: Scores, out: Tensor | None) -> Tensor:
-        """See ``PagedAttentionProtocol``."""
         own, window, attended = self.operations, about["window"], []
         for n, (queries, piece) in enumerate(zip(q.split(own.num_new), own.pieces(window), strict=True)):
             k, v = (x.transpose(0, 1) for x in own.read(layer, piece))  # [Hkv, S, D]

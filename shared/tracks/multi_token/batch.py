@@ -61,7 +61,6 @@ class MultiTokenBatch(Batch):
         return {int(n): slice(int(ends[n] - num_masks[n]), int(ends[n])) for n in with_masks}
 
     def part(self, sequences: range) -> Self:
-        """See :class:`Batch`."""
         part = super().part(sequences)
         return part if part is self else replace(part, num_masks=self.num_masks[sequences.start : sequences.stop])
 

@@ -98,7 +98,6 @@ class MultiTokenDrafter:
         return pool
 
     def propose(self, schedule: Schedule) -> None:
-        """See :class:`shared.speculation.drafter.Drafter`."""
         self.distributions.clear()
         asking: list[Asking] = []
         for request, *_, num_drafts, _, _ in schedule:
@@ -182,11 +181,9 @@ class MultiTokenDrafter:
             _append(requests, ids)
 
     def leave_drafts_in(self, pending: PendingDrafts) -> None:
-        """See :class:`shared.speculation.drafter.Drafter`."""
         self.pending = pending
 
     def collect(self) -> None:
-        """See :class:`shared.speculation.drafter.Drafter`."""
         drawn, self.drawn = self.drawn, ()
         for request in drawn[0][0] if drawn else ():
             if request is not None:

@@ -36,11 +36,9 @@ class MaskObserver:
     follow: Follow
 
     def begin(self) -> None:
-        """See :class:`shared.engine.runner.Observer`."""
         self.states.clear()
 
     def computed(self, batch: Batch, hidden: Tensor) -> None:
-        """See :class:`shared.engine.runner.Observer`."""
         if not isinstance(batch, MultiTokenBatch):
             return
         starts = batch.num_new_tokens.cumsum() - batch.num_new_tokens
@@ -49,6 +47,5 @@ class MaskObserver:
             self.states[batch.request_ids[n]] = MaskStates(int(batch.positions[starts[n]]), kept)
 
     def sampled(self, launched: Launched, rows: Sequence[SamplingRow], output: SamplerOutput) -> None:
-        """See :class:`shared.engine.runner.Observer`."""
         if self.states:
             self.follow(launched, rows, output)

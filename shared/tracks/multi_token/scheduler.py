@@ -113,7 +113,6 @@ class MultiTokenScheduler(Scheduler):
         return with_masks(schedule, masks) if masks else schedule
 
     def stats(self) -> dict[str, Any]:
-        """See :class:`Scheduler`."""
         return prefix_stats(self) | draft_stats(self)
 
     def commit(self, schedule: Schedule, sampled: SampledTokens) -> None:

@@ -20,7 +20,6 @@ class WatchedCheckpoint(Checkpoint):
         self.check = check
 
     def tensor(self, name: str) -> Tensor:
-        """See :class:`Checkpoint`."""
         self.check()
         return super().tensor(name)
 

@@ -67,7 +67,6 @@ class SeveralRanks(Ranks):
         yield sequences, result
 
     def begin(self, batch: Batch, last_ids: Tensor) -> None:
-        """See :class:`Ranks`."""
         if self.sender is not None:
             self.sender.send((self.number, batch))
         if len(batch.pending):
@@ -84,11 +83,9 @@ class SeveralRanks(Ranks):
         return self.vocabulary.gather(logits)
 
     def gather(self, logits: Tensor) -> Tensor:
-        """See :class:`Ranks`."""
         return self.vocabulary.gather(logits)
 
     def drawn(self, batch: Batch, logits: Tensor) -> Draws | None:
-        """See :class:`Ranks`."""
         return Draws(logits[:, 0]) if takes_argmax(batch) else None
 
 

@@ -82,7 +82,6 @@ class ChunkSharing(PoolExtension):
             self.registry.store(chunk, blocks)
 
     def check_truncation(self, request: Request, num_tokens: int) -> None:
-        """See ``PoolExtension``."""
         self.sharing.check_truncation(request, num_tokens)
 
     def release(self, request: Request) -> None:
@@ -93,11 +92,9 @@ class ChunkSharing(PoolExtension):
         self.sharing.release(request)
 
     def context_length(self, request: Request) -> int:
-        """See ``PoolExtension``."""
         return self.users.get(request, 0)
 
     def lay_out(self, pool: BlockTables, schedule: Schedule, layout: PagedLayout) -> PagedLayout:
-        """See ``PoolExtension``."""
         layout = self.sharing.lay_out(pool, schedule, layout)
         if not self.users:
             return layout
@@ -120,7 +117,6 @@ class ChunkSharing(PoolExtension):
         return self.sharing.used_tokens() + self.registry.used_tokens()
 
     def unused_blocks(self) -> list[int]:
-        """See ``PoolExtension``."""
         return [*self.sharing.unused_blocks(), *self.registry.unused_blocks().tolist()]
 
     def drop_unused(self, pool: BlockTables) -> None:
@@ -133,5 +129,4 @@ class ChunkSharing(PoolExtension):
         return self.sharing.audit(pool) + self.registry.audit(self.users)
 
     def block_lists(self) -> list[Blocks]:
-        """See ``PoolExtension``."""
         return [*self.sharing.block_lists(), self.registry.blocks()]

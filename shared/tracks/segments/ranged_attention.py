@@ -113,7 +113,6 @@ class RangedAttention:
         return layout if isinstance(layout.extra, LayoutRanges) else self.planned.lay_out(layout)
 
     def staged(self, is_decode: bool, max_tokens: int) -> Places:
-        """See ``PagedAttentionProtocol``."""
         own: Places = {"all_table_starts": (self.sizes.max_sequences, np.int32)}
         return own | self.planned.staged(is_decode, max_tokens)
 
@@ -129,7 +128,6 @@ class RangedAttention:
         return self._ranged(bucket, self.range_tiling) if bucket is not None and is_held else None
 
     def pad(self, arrays: Arrays, bucket: Bucket | None) -> None:
-        """See ``Padding``."""
         self.padding.pad(arrays, bucket)
 
     def _plan(self, batch: Batch, ranges: tuple[Range, ...], bucket: Bucket | None) -> bool:
@@ -189,13 +187,11 @@ class RangedAttention:
         self.chunk_tables, self.step_workspace = sent["chunk_tables"], workspace
 
     def arrays(self, batch: Batch, layout: PagedLayout) -> Arrays:
-        """See ``PagedAttentionProtocol``."""
         if not isinstance(layout.extra, LayoutRanges):
             return self.planned.arrays(batch, layout)
         return table_arrays(batch, layout) | {"all_table_starts": layout.table_starts[:-1]}
 
     def receive(self, batch: Batch, layout: PagedLayout, sent: Mapping[str, Tensor]) -> None:
-        """See ``PagedAttentionProtocol``."""
         self.is_ranged = isinstance(layout.extra, LayoutRanges)
         if self.is_ranged:
             self.of_sequences = sent["positions"], sent["tables"], sent["all_table_starts"]
@@ -203,7 +199,6 @@ class RangedAttention:
             self.planned.receive(batch, layout, sent)
 
     def attend(self, layer: int, q: Tensor, about: Scores, out: Tensor | None) -> Tensor:
-        """See ``PagedAttentionProtocol``."""
         if not self.is_ranged:
             return self.planned.attend(layer, q, about, out)
         return range_attention(

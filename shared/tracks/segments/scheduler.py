@@ -65,7 +65,6 @@ class ChunkScheduler(Scheduler):
         return Schedule(self.num_steps, entries, len(decoding), tuple(preempted))
 
     def stats(self) -> dict[str, Any]:
-        """See :class:`Scheduler`."""
         return prefix_stats(self)
 
     def commit(self, schedule: Schedule, sampled: SampledTokens) -> None:
@@ -79,7 +78,6 @@ class ChunkScheduler(Scheduler):
                 self.retire(request, RequestStatus.FINISHED)
 
     def has_work(self) -> bool:
-        """See :class:`shared.scheduling.scheduler.Scheduler`."""
         return bool(self.registry.wanted) or super().has_work()
 
     def put_missing_chunks_first(self) -> None:

@@ -66,7 +66,6 @@ class ChunkView:
         self.groups: list[Group] = []
 
     def load(self, batch: Batch) -> StepInputs:
-        """See ``BatchView``."""
         layout = cast(PagedLayout, batch.layout)
         extra = layout.extra
         self.groups = self._groups(batch, extra.ranges) if isinstance(extra, LayoutRanges) else []
@@ -99,7 +98,6 @@ class ChunkView:
         return groups
 
     def write(self, layer: int, q: Tensor, k: Tensor, v: Tensor, positions: Tensor, qk: QueryKeyTransform) -> Tensor:
-        """See :class:`shared.models.tokens.KVView`."""
         if self.rotation != "unrotated keys":
             return self.paged.write(layer, q, k, v, positions, qk)
         both = qk(q, k, positions)[0], qk(q, k, torch.zeros_like(positions))[1]  # position 0 is no rotation
@@ -117,7 +115,6 @@ class ChunkView:
     def attend(
         self, layer: int, q: Tensor, *, scale: float, window: int | None = None, softcap: float | None = None
     ) -> Tensor:
-        """See :class:`shared.models.tokens.KVView`."""
         if not self.groups and self.rotation != "unrotated keys":
             return self.paged.attend(layer, q, scale=scale, window=window, softcap=softcap)
         num_new, pieces = self.operations.num_new, self.operations.pieces(window)
