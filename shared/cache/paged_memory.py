@@ -21,11 +21,12 @@ from shared.cache.view.paged_attention import paged_or_operations
 from shared.engine.config import EngineConfig
 from shared.errors import ConfigError
 from shared.models.causal_lm import CausalLM
+from shared.models.config import ModelConfig
 
 MakeAttention = Callable[
     [EngineConfig, CausalLM, PagedSizes, BlockStorage], tuple[PagedAttentionProtocol, Padding | None]
 ]
-MakeExtension = Callable[[EngineConfig, PagedSizes], PoolExtension | None]
+MakeExtension = Callable[[EngineConfig, ModelConfig, PagedSizes], PoolExtension | None]
 
 
 def unplanned_attention(
@@ -35,7 +36,7 @@ def unplanned_attention(
     return paged_or_operations(model.config, sizes, storage, config.attention_backend), NoPadding()
 
 
-def no_extension(config: EngineConfig, sizes: PagedSizes) -> None:
+def no_extension(config: EngineConfig, shape: ModelConfig, sizes: PagedSizes) -> None:
     """Every block belongs to one request; see ``MakeExtension``."""
 
 
@@ -53,7 +54,7 @@ class PagedMemory:
             storage = self.storages[config.kv_cache_dtype](config, model, sizes)
             attention, padding = self.attention(config, model, sizes, storage)
             view = PagedView(model.config, sizes, model.dtype, storage, attention, padding)
-            return PagedKVCachePool.of(sizes, self.extension(config, sizes), attention.lay_out), view
+            return PagedKVCachePool.of(sizes, self.extension(config, model.config, sizes), attention.lay_out), view
 
         return make(sizes_for(config, model, max_seq_len, make))
 

@@ -91,18 +91,15 @@ class BucketPlanner(AttentionPlanner):
     def padding(self, bucket: Bucket, block_size: int) -> Batch:
         """A full batch for the capture of a bucket, which writes to no slot: new sequences, or a single prompt."""
         B, T = (bucket.num_tokens, bucket.num_tokens) if bucket.is_decode else (1, bucket.num_tokens)
-        rows, num_new, nothing = np.arange(B), np.full(B, T // B), np.zeros(0, np.int64)
-        places = (rows, np.zeros(B, np.int64), num_new, np.full(T, -1))
+        places = (np.arange(B), np.zeros(B, np.int64), np.full(B, T // B), np.full(T, -1))
         blocks = np.full(B, -(-T // B // block_size))  # of each sequence: block 0, whose content does not matter
         starts = np.append(0, blocks.cumsum())
         layout = PagedLayout(*places, tables=np.zeros(starts[-1], np.int32), table_starts=starts)
-        return Batch(
-            request_ids=("padding",) * B,
-            token_ids=np.zeros(T, np.int64),
-            pending=nothing,
-            positions=np.zeros(T, np.int64),
-            num_new_tokens=num_new,
-            logit_rows=nothing,
-            logit_sequences=nothing,
-            layout=LayoutPlans.planned(layout, self),
-        )
+        return padding_batch(LayoutPlans.planned(layout, self))
+
+
+def padding_batch(layout: PagedLayout) -> Batch:
+    """The batch of new tokens that have this layout, without logits."""
+    zeros, nothing = np.zeros(len(layout.slot_mapping), np.int64), np.zeros(0, np.int64)
+    names = ("padding",) * len(layout.rows)
+    return Batch(names, zeros, nothing, zeros, layout.num_new, nothing, nothing, layout)

@@ -29,6 +29,7 @@ from shared.cache.pool.prefix_tree import ID_BYTES, Node, PrefixTree
 from shared.engine.config import EngineConfig
 from shared.engine.request import Request
 from shared.errors import BlockError, CapacityError
+from shared.models.config import ModelConfig
 from shared.scheduling.schedule import Schedule
 
 
@@ -233,6 +234,6 @@ def _salt(request: Request) -> bytes:
     return (request.params.cache_salt or "").encode("utf-8", "surrogatepass")
 
 
-def prefix_sharing(config: EngineConfig, sizes: PagedSizes) -> PrefixSharing | None:
+def prefix_sharing(config: EngineConfig, shape: ModelConfig, sizes: PagedSizes) -> PrefixSharing | None:
     """See :data:`shared.cache.paged_memory.MakeExtension`; None if prefix caching is off."""
     return PrefixSharing(sizes.block_size) if config.is_on("use_prefix_caching") else None

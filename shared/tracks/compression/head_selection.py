@@ -180,13 +180,14 @@ class HeadSelector:
         compressor: BatchedCompressor,
         budget: Budget,
         scale: float,
+        is_recording: bool = True,
     ) -> None:
         self.ring, self.keys, self.ends, self.windows, self.scale = ring, keys, ends, windows, scale
         self.compressor, self.budget = compressor, budget
         self.p = torch.tensor([budget.p], dtype=torch.float64, device=keys.device)
         self.stream = torch.cuda.Stream(keys.device) if keys.is_cuda else None
         self.rooms: dict[tuple[int, int, int], Room] = {}  # by number of sequences, queries, capacity
-        self.is_recording = keys.is_cuda
+        self.is_recording = is_recording and keys.is_cuda
         self.graph_memory = torch.cuda.graph_pool_handle() if self.is_recording else None
 
     def select(self, sequences: Sequence[Holding], w: int) -> Selected:
