@@ -75,15 +75,8 @@ class AttentionPlan:
         """The arrays to upload with :meth:`shared.engine.executor.staging.Staging.send`, in one copy with the step's
         others.
         """
-        return (
-            self.num_items,
-            self.split_size,
-            self.request_indices,
-            self.query_tile_indices,
-            self.kv_tile_indices,
-            self.query_indptr,
-            self.output_indptr,
-        )
+        of_items = self.request_indices, self.query_tile_indices, self.kv_tile_indices
+        return self.num_items, self.split_size, *of_items, self.query_indptr, self.output_indptr
 
 
 @dataclass(frozen=True)
@@ -106,18 +99,4 @@ class DevicePlan:
     @classmethod
     def of(cls, plan: AttentionPlan, sent: Sequence[Tensor]) -> Self:
         """``sent`` holds the uploaded ``plan.arrays()``, in that order."""
-        num_items, split_size, request_indices, query_tile_indices, kv_tile_indices, query_indptr, output_indptr = sent
-        return cls(
-            num_items,
-            split_size,
-            request_indices,
-            query_tile_indices,
-            kv_tile_indices,
-            query_indptr,
-            output_indptr,
-            plan.capacity,
-            plan.num_rows,
-            plan.num_states,
-            plan.tokens_per_tile,
-            plan.is_split,
-        )
+        return cls(*sent, plan.capacity, plan.num_rows, plan.num_states, plan.tokens_per_tile, plan.is_split)

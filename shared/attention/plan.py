@@ -14,6 +14,8 @@ Invariants: the items cover each tile's visible keys exactly once; a tile withou
 program stores zeros; the limits of :mod:`shared.attention.descriptor`. Counting uses int64, the arrays are int32.
 """
 
+from typing import Any
+
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
@@ -55,16 +57,9 @@ def plan_decode(
     if num_rows < B:
         raise ValueError(f"there are {B} sequences in a bucket of {num_rows}")
     seen = counts if window is None else np.minimum(counts, window)
-    return _plan(
-        grid,
-        seen,
-        np.arange(num_rows + 1, dtype=np.int32),
-        tokens_per_tile=1,
-        num_rows=num_rows,
-        capacity=grid.capacity(num_rows),
-        split_size=split_size,
-        is_captured=is_captured,
-    )
+    sizes: dict[str, Any] = {"tokens_per_tile": 1, "num_rows": num_rows, "capacity": grid.capacity(num_rows)}
+    query_indptr = np.arange(num_rows + 1, dtype=np.int32)
+    return _plan(grid, seen, query_indptr, **sizes, split_size=split_size, is_captured=is_captured)
 
 
 def plan_prefill(
@@ -237,14 +232,5 @@ def _plan(
         output_indptr = state_offsets(np.append(np.ones(first_row, np.int64), of_rows), num_rows)
     else:
         output_indptr = np.zeros(num_rows + 1, np.int32)
-    return AttentionPlan(
-        num_items=np.array([num_items], np.int32),
-        split_size=np.array([split * grid.unit], np.int32),
-        request_indices=indices[0],
-        query_tile_indices=indices[1],
-        kv_tile_indices=indices[2],
-        query_indptr=query_indptr,
-        output_indptr=output_indptr,
-        tokens_per_tile=tokens_per_tile,
-        is_split=is_captured or is_split,
-    )
+    counts = np.array([num_items], np.int32), np.array([split * grid.unit], np.int32)
+    return AttentionPlan(*counts, *indices, query_indptr, output_indptr, tokens_per_tile, is_captured or is_split)

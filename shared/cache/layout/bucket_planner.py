@@ -15,6 +15,7 @@ Invariant: a step that fits no bucket is planned as in phase 6.1.
 """
 
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
@@ -57,22 +58,10 @@ class BucketPlanner(AttentionPlanner):
         plans = self.last_prefill.get(key)
         if plans is not None:
             return plans
-        plans = {
-            window: plan_prefill(
-                num_new,
-                lengths,
-                grid,
-                tokens_per_tile=tokens,
-                window=window,
-                has_masks=self.has_masks,
-                first_row=num_decoding,
-                num_rows=bucket.num_tokens,
-                num_requests=bucket.num_sequences,
-                capacity=grid.capacity(bucket.num_tokens // tokens + bucket.num_sequences),
-                is_captured=True,
-            )
-            for window in self.windows
-        }
+        sizes: dict[str, Any] = {"num_rows": bucket.num_tokens, "num_requests": bucket.num_sequences}
+        sizes |= {"capacity": grid.capacity(bucket.num_tokens // tokens + bucket.num_sequences), "is_captured": True}
+        sizes |= {"tokens_per_tile": tokens, "first_row": num_decoding, "has_masks": self.has_masks}
+        plans = {window: plan_prefill(num_new, lengths, grid, window=window, **sizes) for window in self.windows}
         self.last_prefill.clear()
         self.last_prefill[key] = plans
         return plans

@@ -8,14 +8,12 @@ Invariants: a request has a twin exactly while it holds space; both pools have r
 the draft model's maximum; this module commits tokens of the model alone, and the drafter those of the twins.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
-from shared.cache.layout.slots import Layout
 from shared.cache.pool.interface import CachePoolProtocol
 from shared.engine.request import Request
-from shared.scheduling.schedule import Schedule
 
 
 class PairedPool:
@@ -29,6 +27,9 @@ class PairedPool:
         self.request_capacity = target.request_capacity
         self.capacity_tokens = min(target.capacity_tokens, draft.capacity_tokens)
         self.watermark_tokens = target.watermark_tokens
+        self.must_wait, self.length, self.layout = target.must_wait, target.length, target.layout
+        self.commit, self.commit_next, self.truncate = target.commit, target.commit_next, target.truncate
+        self.holdings, self.cached_blocks = target.holdings, target.cached_blocks
 
     def admit(self, request: Request) -> int:
         """See ``CachePoolProtocol``; what the draft model has of the request's prefix may be less, or more."""
@@ -39,9 +40,6 @@ class PairedPool:
         self.granted[request] = 0
         self.draft.admit(twin)
         return self.target.admit(request)
-
-    def must_wait(self, request: Request) -> bool:
-        return self.target.must_wait(request)
 
     def reserve(self, request: Request, num_tokens: int) -> bool:
         """See ``CachePoolProtocol``; in both pools, or in none."""
@@ -54,20 +52,9 @@ class PairedPool:
         self.granted[request] = max(granted, num_tokens)
         return True
 
-    def commit(self, request: Request, num_tokens: int) -> None:
-        """See ``CachePoolProtocol``; of the model alone."""
-        self.target.commit(request, num_tokens)
-
     def reserve_next(self, requests: Iterable[Request]) -> list[Request]:
         """See ``CachePoolProtocol``; ``reserve`` does this."""
         return list(requests)
-
-    def commit_next(self, requests: Iterable[Request]) -> None:
-        self.target.commit_next(requests)
-
-    def truncate(self, request: Request, num_tokens: int) -> None:
-        """See ``CachePoolProtocol``; of the model alone."""
-        self.target.truncate(request, num_tokens)
 
     def shrink(self, request: Request, num_tokens: int) -> None:
         """See ``CachePoolProtocol``; in both pools. Drafts whose keys lose their place are no longer remembered."""
@@ -86,9 +73,6 @@ class PairedPool:
             self.draft.release(twin)
             del self.granted[request]
 
-    def length(self, request: Request) -> int:
-        return self.target.length(request)
-
     @property
     def used_tokens(self) -> int:
         return self.target.used_tokens
@@ -97,15 +81,6 @@ class PairedPool:
     def free_tokens(self) -> int:
         """See ``CachePoolProtocol``; in the pool with less room."""
         return min(self.target.free_tokens, self.draft.free_tokens)
-
-    def layout(self, schedule: Schedule) -> Layout:
-        return self.target.layout(schedule)
-
-    def holdings(self) -> tuple[int, Mapping[Request, Sequence[int]]]:
-        return self.target.holdings()
-
-    def cached_blocks(self) -> Sequence[int]:
-        return self.target.cached_blocks()
 
     def drop_cached(self) -> None:
         """See ``CachePoolProtocol``; in both pools."""

@@ -10,7 +10,7 @@ Invariant: in a decode step the results of :meth:`FusedContiguousView.write` and
 valid until the next layer's call.
 """
 
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -72,37 +72,19 @@ class FusedContiguousView(ContiguousView):
         """See :class:`shared.models.tokens.KVView`."""
         if not self.is_launching:
             return super().write(layer, q, k, v, positions, qk)
-        return kv_write(
-            q,
-            k,
-            v,
-            positions,
-            cast(NormAndRotation, qk),
-            self.layer_keys[layer],
-            self.layer_values[layer],
-            self.new_offsets,
-            self.head_stride,
-            out=self.queries if self.num_new == 1 else None,
-        )
+        memory = self.layer_keys[layer], self.layer_values[layer], self.new_offsets, self.head_stride
+        out = self.queries if self.num_new == 1 else None
+        return kv_write(q, k, v, positions, cast(NormAndRotation, qk), *memory, out=out)
 
     def attend(
         self, layer: int, q: Tensor, *, scale: float, window: int | None = None, softcap: float | None = None
     ) -> Tensor:
         """See :class:`shared.models.tokens.KVView`."""
+        about: dict[str, Any] = {"scale": scale, "window": window, "softcap": softcap}
         if not (self.is_flash and self.num_new == 1):
-            return super().attend(layer, q, scale=scale, window=window, softcap=softcap)
-        return decode_attention(
-            q,
-            self.layer_keys[layer],
-            self.layer_values[layer],
-            self.regions,
-            self.lengths,
-            scale=scale,
-            window=window,
-            softcap=softcap,
-            workspace=self.workspace,
-            out=self.attended,
-        )
+            return super().attend(layer, q, **about)
+        memory = self.layer_keys[layer], self.layer_values[layer], self.regions, self.lengths
+        return decode_attention(q, *memory, **about, workspace=self.workspace, out=self.attended)
 
 
 def check_flash_head_size(head_dim: int) -> None:

@@ -49,9 +49,8 @@ class PagedView:
         self.is_launching, device = launches(self.keys), self.keys.device
         self.stride = config.num_kv_heads * config.head_dim if self.is_launching else 1  # of a slot, in ``places``
         if self.is_launching:
-            self.queries = torch.empty(
-                sizes.max_sequences, config.num_heads, config.head_dim, dtype=dtype, device=device
-            )
+            shape = sizes.max_sequences, config.num_heads, config.head_dim
+            self.queries = torch.empty(shape, dtype=dtype, device=device)
             self.attended = torch.empty_like(self.queries)
         self.buffers: dict[int, tuple[Tensor, Tensor]] = {}  # their first rows, by number
         # Decode steps are small: a separate staging buffer keeps the room for prompts out of their copy.
@@ -92,19 +91,9 @@ class PagedView:
             q, k = qk(q, k, positions)
             storage.write(layer, k, v, self.places)
             return q
-        return kv_write(
-            q,
-            k,
-            v,
-            positions,
-            cast(NormAndRotation, qk),
-            storage.layer_keys[layer],
-            storage.layer_values[layer],
-            self.places,
-            self.config.head_dim,
-            out=self.step_queries,
-            **storage.arguments[layer],
-        )
+        memory = storage.layer_keys[layer], storage.layer_values[layer], self.places, self.config.head_dim
+        about = storage.arguments[layer]
+        return kv_write(q, k, v, positions, cast(NormAndRotation, qk), *memory, out=self.step_queries, **about)
 
     def attend(
         self, layer: int, q: Tensor, *, scale: float, window: int | None = None, softcap: float | None = None

@@ -1,8 +1,8 @@
 """Calibration: how many keys a head needs, and the temperature that makes any score agree. Introduced in phase 9.2.
 
 n* is the size of the smallest set of keys whose attention has mass p. The temperature T at which the top-n* mass of
-softmax(score / T) is p makes a top-p choice by score keep n* keys. Without ties that is the top n* by score, which is
-the implementation; bisection for T is its reference (HARD-KV, arXiv 2606.28831).
+softmax(score / T) is p makes a top-p choice by score keep n* keys (HARD-KV, arXiv 2606.28831). Without ties that is the
+top n* by score, so no T is searched.
 
 Invariant: a count is at least 1 and at most n.
 """
@@ -27,22 +27,6 @@ def top_n(scores: Tensor, count: Tensor) -> Tensor:
     order = scores.argsort(dim=-1, descending=True, stable=True)
     is_high = torch.arange(scores.shape[-1], device=scores.device) < count[..., None]  # by rank
     return torch.empty_like(is_high).scatter_(-1, order, is_high)
-
-
-def temperature(scores: Tensor, count: int, p: float, steps: int = 200) -> float:
-    """The reference: bisection for the T at which the top-`count` mass of softmax(scores [n] / T) is p.
-
-    The mass falls from 1 (T near 0) to count / n (T large). Raises ValueError unless count / n < p < 1.
-    """
-    if not count / len(scores) < p < 1:
-        raise ValueError(f"no temperature gives the top {count} of {len(scores)} keys mass {p}: count / n < p < 1")
-    ordered = scores.double().sort(descending=True).values
-    low, high = 1e-6, 1e6
-    for _ in range(steps):
-        middle = (low * high) ** 0.5
-        enough = (ordered / middle).softmax(-1)[:count].sum() >= p
-        low, high = (middle, high) if enough else (low, middle)
-    return low
 
 
 def pack(kept: Tensor) -> Tensor:

@@ -110,15 +110,8 @@ class Group:
             torch.zeros(1, device=device)  # a GPU's context takes seconds
             self.sender = Sender(self.board, pipes, self.watch.check)
             self._meet(store)
-            self.ranks = Collectives(
-                store,
-                0,
-                self.size,
-                device,
-                partial(count_call, self.board, 0),
-                self.watch.waiting,
-                config.all_reduce_backend != "nccl",
-            )
+            count, is_shared = partial(count_call, self.board, 0), config.all_reduce_backend != "nccl"
+            self.ranks = Collectives(store, 0, self.size, device, count, self.watch.waiting, is_shared)
             self.watch.collectives.append(self.ranks)
 
     def load(self) -> CausalLM:
@@ -232,14 +225,8 @@ def load_rank(
     config: EngineConfig, folder: Path, ranks: Collectives, check: Callable[[], None] = lambda: None
 ) -> CausalLM:
     """A rank's part of the model; ``check`` as for ``load_part``."""
-    return load_part(
-        folder,
-        ranks,
-        dtype=config.torch_dtype,
-        quantization=config.quantization,
-        quantize_head=config.quantize_head,
-        check=check,
-    )
+    quantization: dict[str, Any] = {"quantization": config.quantization, "quantize_head": config.quantize_head}
+    return load_part(folder, ranks, dtype=config.torch_dtype, **quantization, check=check)
 
 
 def draft_collectives(config: EngineConfig, store: dist.Store, ranks: Collectives) -> Collectives:

@@ -134,11 +134,8 @@ def blend_chunks(
     if missing:
         raise RequestError(f"Chunk {missing[0]} is not in the KV cache; have it computed first.")
     lengths = [len(chunk) for chunk in chunks]
-    token_ids = check_prompt(
-        [token_id for chunk in chunks for token_id in chunk.token_ids],
-        model.config.vocab_size,
-        min(pool.request_capacity, model.max_positions),
-    )
+    together = [token_id for chunk in chunks for token_id in chunk.token_ids]
+    token_ids = check_prompt(together, model.config.vocab_size, min(pool.request_capacity, model.max_positions))
     registry.acquire(chunks)
     try:
         registry.check(chunks, len(token_ids))
