@@ -236,7 +236,10 @@ class Machine(RuleBasedStateMachine):
         pool: Any = self.engine.pool
         assert pool.audit_blocks() == []
         for request in running(self.engine):
-            filled, held = pool.extension.fill(pool, request)
+            one, cells = pool.extension.holding(pool, request), pool.extension.cells
+            num_packed = one.packed.total if one.num_packed_slots else 0
+            filled = num_packed + (one.length - one.num_packed_slots) * cells.per_block // cells.block_size
+            held = pool.num_held[one.row] * cells.per_block
             reserved = pool.granted[pool.rows[request]] - pool.lengths[pool.rows[request]]
             assert held < filled + (reserved + 2 * pool.block_size) * pool.extension.cells.per_block / pool.block_size
 

@@ -31,14 +31,13 @@ from shared.tracks.compression.calibration import pack, top_n, top_p_count
 from shared.tracks.compression.compressors import COMPRESSORS, window_attention
 from shared.tracks.compression.head_selection import HeadSelector
 from shared.tracks.compression.interface import select
-from shared.tracks.compression.kept_cells import KeptCells
+from shared.tracks.compression.kept_cells import KeptCells, masked_attention
 from shared.tracks.compression.kernel_attention import CondensedKernels, decode_padding
 from shared.tracks.compression.kernels.condensed_attention import KeptTokens, condensed_attention
 from shared.tracks.compression.kernels.kept_moves import move_kept
 from shared.tracks.compression.kernels.key_selection import select_keys
 from shared.tracks.compression.kernels.window_mass import CachedSequences, window_mass
 from shared.tracks.compression.layout import Cells, Holding, Packed
-from shared.tracks.compression.masked import masked_attention
 from shared.tracks.compression.operations_attention import CondensedOperations
 from shared.tracks.compression.pool import CompressedRequests
 from shared.tracks.compression.selection import Budget

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from shared.cache.layout.paged import PagedSizes
-from shared.cache.view.block_storage import KeysAndValues, MakeStorage, PlainStorage, StoredBlocks
+from shared.cache.view.block_storage import KeysAndValues, MakeStorage, PlainStorage
 from shared.engine.config import EngineConfig
 from shared.kernels.e4m3 import dequantized, quantized
 from shared.kernels.launch import generation, launches
@@ -50,10 +50,10 @@ class Fp8Storage:
         scales: Tensor | None = None,
     ) -> None:
         self.dtype = dtype
-        self.blocks = StoredBlocks(config, sizes, torch.uint8, device)
+        self.blocks = PlainStorage(config, sizes, torch.uint8, device)
         self.keys, self.values, self.num_bytes = self.blocks.keys, self.blocks.values, self.blocks.num_bytes
         self.copy, self.make_readable = self.blocks.copy, self.blocks.make_readable
-        self.layer_keys, self.layer_values = self.keys.unbind(0), self.values.unbind(0)
+        self.layer_keys, self.layer_values = self.blocks.layer_keys, self.blocks.layer_values
         if launches(self.keys) and generation(self.keys.device).has_fp8:
             self.layer_keys, self.layer_values = (
                 memory.view(torch.float8_e4m3fn).unbind(0) for memory in (self.keys, self.values)

@@ -18,11 +18,11 @@ from shared.cache.layout.paged import PagedSizes
 from shared.cache.view.attention import Scores
 from shared.cache.view.block_storage import BlockStorage
 from shared.models.config import ModelConfig
+from shared.ops.attention import visible
 from shared.tracks.compression.calibration import pack, unpack
 from shared.tracks.compression.compressors import Compressor
 from shared.tracks.compression.interface import Place
 from shared.tracks.compression.layout import Cells, Holding, Packed
-from shared.tracks.compression.masked import masked_attention
 from shared.tracks.compression.query_ring import QueryRing
 from shared.tracks.compression.selection import Budget, select
 
@@ -137,3 +137,24 @@ class KeptCells:
             of_head = queries[:, head * group : (head + 1) * group]
             kept[head, columns] = select(of_head, mine, self.compressor, self.budget, self.config.attention_scale)[0]
         return cells, kept, before
+
+
+def masked_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    kept: Tensor,
+    *,
+    scale: float,
+    window: int | None = None,
+    softcap: float | None = None,
+) -> Tensor:
+    """As :func:`shared.ops.attention.naive_attention`, over the keys that are ``kept``, bool ``[Hkv, S]``."""
+    T, Hq, D = q.shape
+    Hkv, S, _ = k.shape
+    scores = torch.einsum("thgd,hsd->hgts", q.view(T, Hkv, Hq // Hkv, D), k).float() * scale
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    seen = visible(T, S, window, q.device) & kept[:, None, None]
+    weights = scores.masked_fill(~seen, float("-inf")).softmax(dim=-1).to(q.dtype)
+    return torch.einsum("hgts,hsd->thgd", weights, v).reshape(T, Hq, D)

@@ -16,9 +16,8 @@ from shared.cache.layout.paged import PagedLayout
 from shared.cache.view.attention import Arrays, PagedAttentionProtocol, Places, Scores
 from shared.engine.batch import Batch
 from shared.tracks.compression.interface import Place
-from shared.tracks.compression.kept_cells import KeptCells
+from shared.tracks.compression.kept_cells import KeptCells, masked_attention
 from shared.tracks.compression.layout import Holding, Packed, holdings_of
-from shared.tracks.compression.masked import masked_attention
 
 
 class CondensedOperations(PagedAttentionProtocol):

@@ -90,14 +90,6 @@ class CompressedRequests:
         pool.num_held[row] = len(own) + len(more)
         return True
 
-    def fill(self, pool: BlockTables, request: Request) -> tuple[int, int]:
-        """The cells that a request's tokens fill, and those that it holds."""
-        holding, per_slot = self.holding(pool, request), self.cells.num_layers * self.cells.num_kv_heads
-        packed = holding.packed
-        num_packed = packed.total if packed is not None and packed.num_slots else 0
-        filled = num_packed + (holding.length - holding.num_packed_slots) * per_slot
-        return filled, pool.num_held[holding.row] * self.cells.per_block
-
     def check_truncation(self, request: Request, num_tokens: int) -> None:
         """See ``PoolExtension``; tokens that were compressed cannot be dropped one by one."""
         packed = self.packed.get(request)

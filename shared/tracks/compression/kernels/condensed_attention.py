@@ -145,7 +145,7 @@ def condensed_attention(
     workspace: DecodeWorkspace,
     out: Tensor,
 ) -> Tensor:
-    """:func:`shared.tracks.compression.masked.masked_attention` of one new token for each of B sequences, on a GPU.
+    """:func:`shared.tracks.compression.kept_cells.masked_attention` of one new token for each of B sequences, on a GPU.
 
     Args:
         q, tables, table_starts, scale, softcap, workspace: as in
