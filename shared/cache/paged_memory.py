@@ -12,10 +12,9 @@ from shared.cache.layout.paged import PagedSizes
 from shared.cache.pool.extension import PoolExtension
 from shared.cache.pool.paged import PagedKVCachePool
 from shared.cache.pool_size import MakePaged, num_blocks_that_fit
-from shared.cache.view.attention import PagedAttentionProtocol
+from shared.cache.view.attention import NoPadding, Padding, PagedAttentionProtocol
 from shared.cache.view.block_storage import BlockStorage, MakeStorage, PlainStorage
 from shared.cache.view.interface import BatchView
-from shared.cache.view.padding import NoPadding, Padding
 from shared.cache.view.paged import PagedView
 from shared.cache.view.paged_attention import paged_or_operations
 from shared.engine.config import EngineConfig

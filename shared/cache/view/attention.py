@@ -1,10 +1,11 @@
-"""The attention of a paged view: the interface. Introduced in phase 6.
+"""The attention of a paged view, and the padding of its steps: the interfaces. Introduced in phase 6.
 
 An attention says which arrays of a step it needs on the device, and attends over the keys and values of a storage
-(:mod:`shared.cache.view.block_storage`). Invariant: it reads blocks and the step's arrays, and writes neither.
+(:mod:`shared.cache.view.block_storage`). Invariants: it writes no block; without buckets, as before phase 9, the arrays
+of a step are as long as the step.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 from numpy.typing import DTypeLike, NDArray
@@ -40,3 +41,26 @@ class PagedAttentionProtocol(Protocol):
     def attend(self, layer: int, q: Tensor, about: Scores, out: Tensor | None) -> Tensor:
         """See :class:`shared.models.tokens.KVView`; ``out`` is the buffer of a decode step's results."""
         ...
+
+
+class Padding(Protocol):
+    """Pads the arrays of a step to the step's bucket; without methods of its own it leaves them as they are."""
+
+    buckets: Any = None  # see :class:`shared.engine.executor.captured.BucketedView`
+    paddings: Sequence[Batch] = ()
+
+    def bucket_of(self, batch: Batch) -> Any:
+        """The bucket to which a step is padded; None: it is not padded."""
+        return None
+
+    def pad(self, arrays: Arrays, bucket: Any) -> None:
+        """Pad the arrays that depend on the number of tokens, or of sequences."""
+        return None
+
+    def advance(self, sent: Mapping[str, Tensor]) -> None:
+        """Move the loaded decode step on by a token for each sequence; only a captured step is repeated."""
+        return None
+
+
+class NoPadding(Padding):
+    """Steps as they are."""

@@ -16,9 +16,8 @@ from torch import Tensor
 
 from shared.cache.layout.bucket_planner import BucketPlanner
 from shared.cache.layout.paged import PagedSizes
-from shared.cache.view.attention import Arrays, PagedAttentionProtocol
+from shared.cache.view.attention import Arrays, NoPadding, Padding, PagedAttentionProtocol
 from shared.cache.view.block_storage import BlockStorage
-from shared.cache.view.padding import NoPadding, Padding
 from shared.cache.view.paged_attention import paged_or_operations
 from shared.cache.view.planned_attention import PlannedAttention, is_planned, planner_arguments
 from shared.engine.batch import Batch
@@ -37,7 +36,7 @@ OF_SEQUENCES = ("lengths", "table_starts", "prompt_lengths", "prompt_table_start
 
 
 class BucketPadding:
-    """Pads steps to ``buckets``; see :class:`shared.cache.view.padding.Padding`.
+    """Pads steps to ``buckets``; see :class:`shared.cache.view.attention.Padding`.
 
     Args:
         paddings: a full batch of padding for each bucket, the largest first.

@@ -14,10 +14,9 @@ import torch
 from torch import Tensor
 
 from shared.cache.layout.paged import PagedLayout, PagedSizes
-from shared.cache.view.attention import PagedAttentionProtocol
+from shared.cache.view.attention import NoPadding, Padding, PagedAttentionProtocol
 from shared.cache.view.block_storage import BlockStorage
 from shared.cache.view.interface import StepInputs, step_arrays, step_places
-from shared.cache.view.padding import NoPadding, Padding
 from shared.engine.batch import Batch
 from shared.engine.executor.staging import Staging
 from shared.kernels.attention.kv_write import NormAndRotation, kv_write

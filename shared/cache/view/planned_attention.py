@@ -19,10 +19,9 @@ from torch import Tensor
 from shared.attention.descriptor import NUM_ARRAYS, DevicePlan
 from shared.cache.layout.paged import PagedLayout, PagedSizes
 from shared.cache.layout.planned import AttentionPlanner, LayoutPlans, StepPlans
-from shared.cache.view.attention import Arrays, PagedAttentionProtocol, Places, Scores
+from shared.cache.view.attention import Arrays, NoPadding, Padding, PagedAttentionProtocol, Places, Scores
 from shared.cache.view.block_storage import BlockStorage
 from shared.cache.view.fused_contiguous import check_flash_head_size
-from shared.cache.view.padding import NoPadding, Padding
 from shared.cache.view.paged_attention import paged_or_operations, staged_tables, table_arrays
 from shared.engine.batch import Batch
 from shared.engine.config import EngineConfig

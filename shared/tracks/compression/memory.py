@@ -10,11 +10,10 @@ from shared.cache.paged_memory import PagedMemory
 from shared.cache.pool.extension import NoExtension, PoolExtension
 from shared.cache.pool.paged import PagedKVCachePool
 from shared.cache.pool.prefix import PrefixSharing, prefix_sharing
-from shared.cache.view.attention import PagedAttentionProtocol
+from shared.cache.view.attention import NoPadding, Padding, PagedAttentionProtocol
 from shared.cache.view.block_storage import BlockStorage
 from shared.cache.view.bucket_padding import bucket_attention, buckets_of
 from shared.cache.view.interface import BatchView
-from shared.cache.view.padding import NoPadding, Padding
 from shared.cache.view.paged_attention import paged_or_operations
 from shared.engine.config import EngineConfig
 from shared.engine.request import Request

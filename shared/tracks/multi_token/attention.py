@@ -15,7 +15,7 @@ from torch import Tensor
 
 from shared.cache.layout.paged import PagedLayout, PagedSizes
 from shared.cache.layout.slots import Integers
-from shared.cache.view.attention import Arrays, PagedAttentionProtocol, Places, Scores
+from shared.cache.view.attention import Arrays, NoPadding, Padding, PagedAttentionProtocol, Places, Scores
 from shared.cache.view.block_storage import BlockStorage
 from shared.cache.view.bucket_padding import (
     OF_SEQUENCES,
@@ -27,7 +27,6 @@ from shared.cache.view.bucket_padding import (
     planned_in_buckets,
 )
 from shared.cache.view.operations_attention import OperationsAttention
-from shared.cache.view.padding import NoPadding, Padding
 from shared.cache.view.planned_attention import PlannedAttention, is_planned
 from shared.engine.batch import Batch
 from shared.engine.config import EngineConfig

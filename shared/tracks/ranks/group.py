@@ -37,8 +37,7 @@ from shared.loading.loader import load_model
 from shared.loading.placement import check_device
 from shared.loading.quantized import quantizer
 from shared.models.causal_lm import CausalLM
-from shared.tracks.ranks.board import CALLS, Board
-from shared.tracks.ranks.channel import Sender
+from shared.tracks.ranks.channel import CALLS, Board, Sender
 from shared.tracks.ranks.checkpoint import WatchedCheckpoint
 from shared.tracks.ranks.collectives import Collectives
 from shared.tracks.ranks.model import load_part
