@@ -1,7 +1,6 @@
 """Attention plans: their limits, their arrays on the host, and the same on the device. Introduced in phase 6.1.
 
-A plan is flat arrays, so that all arrays of a step are uploaded in one copy and a program looks up its request and its
-split of the keys by its program id. :mod:`shared.attention.plan` computes the numbers.
+A plan is flat arrays, uploaded in the step's one copy; a program finds its request and its split by its id.
 
 Invariants: there are at most ``Grid.capacity`` items and ``Grid.max_states`` states; arrays are as long as the
 capacity, whatever the step, so that a captured CUDA graph can be replayed with another plan; entries after
@@ -72,9 +71,7 @@ class AttentionPlan:
         return int(self.output_indptr[-1])
 
     def arrays(self) -> tuple[Int32s, ...]:
-        """The arrays to upload with :meth:`shared.engine.executor.staging.Staging.send`, in one copy with the step's
-        others.
-        """
+        """The arrays to upload, in one copy with the step's others."""
         of_items = self.request_indices, self.query_tile_indices, self.kv_tile_indices
         return self.num_items, self.split_size, *of_items, self.query_indptr, self.output_indptr
 

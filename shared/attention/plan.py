@@ -47,9 +47,8 @@ def plan_decode(
         is_captured: whether the launches are captured in a CUDA graph, so that later plans may split where this one
             does not.
 
-    Raises:
-        ValueError: more sequences than ``num_rows``; a split size that is not a multiple of the unit, or so small that
-            the items exceed the capacity.
+    Raises ValueError for more sequences than ``num_rows``, and for a split size that is not a multiple of the unit, or
+    so small that the items exceed the capacity.
     """
     counts = np.asarray(lengths, dtype=np.int64)
     B = len(counts)
@@ -141,9 +140,7 @@ def choose_split(units: Int64s, grid: Grid) -> int:
 
 
 def smallest_split(units: Int64s, budget: int, least: int) -> int:
-    """The smallest split from ``least`` units on with ``Σ ceil(units / split) <= budget``.
-
-    The budget is at least ``len(units)``.
+    """The smallest split from ``least`` units on with ``Σ ceil(units / split) <= budget``; a budget is >= ``len(units)``.
 
     FlashInfer's search. Rounding up adds less than 1 to each term, so ``total / (budget - len(units))`` is an upper
     bound, and the bisection takes few steps.

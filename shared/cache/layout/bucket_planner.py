@@ -6,10 +6,8 @@ bucket's largest plan, padding has no items, and a merge is launched whether or 
 
 In a mixed step the number of decoding sequences varies too, and a captured launch cannot begin at a row that varies.
 So both launches get all rows. The decoding sequences are the first, so a decode item's sequence is its row; the rows of
-the prompts begin after them, as their plan says.
-
-A step that verifies drafts (phase 11) has the same new tokens as the one before, and keys that seldom need a tile more,
-so its plan is kept too.
+the prompts begin after them, as their plan says. The last plan of prompts is kept: a step that verifies drafts (phase
+11) has the same new tokens as the one before.
 
 Invariant: a step that fits no bucket is planned as in phase 6.1.
 """

@@ -44,9 +44,7 @@ class BlockStorage(Protocol):
         ...
 
     def read(self, layer: int, blocks: Tensor) -> KeysAndValues:
-        """Keys and values ``[n · block_size, Hkv, D]`` of int64 ``blocks [n]``, in the model's dtype, until the next
-        call.
-        """
+        """Keys and values ``[n · block_size, Hkv, D]`` of int64 ``blocks [n]``; valid until the next call."""
         ...
 
     def copy(self, copies: NDArray[np.int32]) -> None:

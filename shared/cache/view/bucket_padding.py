@@ -91,12 +91,7 @@ def planned_in_buckets(
     has_masks: bool = False,
     *arrays: Any,
 ) -> tuple[PlannedAttention, BucketPadding]:
-    """Planned attention whose steps are padded.
-
-    Args:
-        has_masks: whether new tokens may be mask tokens.
-        arrays: the last arguments of :class:`BucketPadding`.
-    """
+    """Planned attention whose steps are padded; ``arrays``: the last arguments of :class:`BucketPadding`."""
     planner = BucketPlanner(**planner_arguments(config, dtype, storage), has_masks=has_masks, buckets=buckets)
     paddings = [planner.padding(bucket, sizes.block_size) for bucket in reversed(buckets.decode + buckets.mixed)]
     about = buckets, paddings, sizes.block_size, config.num_kv_heads * config.head_dim

@@ -38,8 +38,7 @@ class ContiguousPoolView:
         max_tokens: the maximum number of new tokens in a step.
         backend: a value of ``EngineConfig.attention_backend`` up to ``flash``, which is the default.
 
-    Raises:
-        ConfigError: the device has too little memory, or ``flash`` has no kernel for the model's head size.
+    Raises ConfigError if the device has too little memory, or ``flash`` has no kernel for the model's head size.
     """
 
     def __init__(

@@ -6,8 +6,7 @@ tables, plans, copies, captures. The storage is uint8, which PyTorch indexes and
 converts FP8 reads the same bytes as FP8.
 
 The scales are the checkpoint's, where it has them, and else 1, as in vLLM: e4m3 has an exponent of its own, so a scale
-only moves its range, and keys and values of most models lie inside. On the demo model scales made from the largest
-numbers of a text were no better than 1.
+only moves its range, and keys and values of most models lie inside.
 
 Invariant: scales are constants. Blocks outlive requests and are shared, and a captured launch reads one scale for all
 blocks of a head: a scale that followed the tokens would change what cached blocks mean, and an answer would depend on

@@ -1,10 +1,7 @@
 """The contiguous cache with kernels: one launch to write, one to attend. Introduced in phase 3.1.
 
-:class:`~shared.cache.view.contiguous.ContiguousView` slices the cache in every step, so each step passes different
-addresses and shapes to PyTorch. This view keeps the step's inputs (slots of the new tokens, sequence length) in
-device buffers that are filled once a step and read by the kernels. A decode step calls the same kernels with the
-same arguments each time, as a CUDA graph requires.
-
+The step's inputs (slots of the new tokens, sequence length) are in device buffers that are filled once a step and read
+by the kernels. So a decode step calls the same kernels with the same arguments each time, as a CUDA graph requires.
 ``flash`` is our kernel for decode steps; a prefill uses PyTorch's attention. On a CPU the parent class does everything.
 Invariant: in a decode step the results of :meth:`FusedContiguousView.write` and ``attend`` are buffers of the view,
 valid until the next layer's call.
@@ -30,8 +27,7 @@ class FusedContiguousView(ContiguousView):
         num_heads: the model's query heads, Hq.
         backend: ``naive``, ``sdpa`` or ``flash``, which is the default.
 
-    Raises:
-        ConfigError: ``flash`` has no kernel for the model's head size.
+    Raises ConfigError if ``flash`` has no kernel for the model's head size.
     """
 
     def __init__(self, cache: ContiguousCache, num_heads: int, backend: str | None = None) -> None:

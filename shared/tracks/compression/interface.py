@@ -24,9 +24,7 @@ class CompressingAttention(Protocol):
     """An attention that keeps a part of a sequence."""
 
     def select(self, sequences: Sequence[Holding]) -> None:
-        """Begin to choose what :meth:`compress` will keep of sequences whose last tokens are in flight, if that can go
-        on while other sequences' steps are launched.
-        """
+        """Begin to choose what :meth:`compress` will keep of sequences whose last tokens are in flight, if possible."""
         ...
 
     def compress(self, sequence: Holding, place: Place) -> Packed | None:

@@ -142,9 +142,7 @@ class CondensedKernels(PagedAttentionProtocol):
         return packed
 
     def _compress_all(self, selector: HeadSelector, sequence: Holding, place: Place) -> Packed | None:
-        """``compress`` for all layers and heads at once; what is kept moves beside the step in flight, and before the
-        next one.
-        """
+        """For all layers and heads at once; what is kept moves beside the step in flight, and before the next one."""
         selected = self.selected.pop(sequence.row, None)
         if selected is None or (i := selected.index(sequence)) is None:
             selected, i = self._select(selector, [sequence]), 0

@@ -46,9 +46,7 @@ class MultiTokenSchedule(Schedule):
 
 
 class MultiTokenScheduler(Scheduler):
-    """Schedules as :class:`shared.scheduling.speculative.SpeculativeScheduler`; if ``config.adapter`` is set, the
-    drafts are guesses of the model itself, made of the mask tokens of the step before.
-    """
+    """Schedules as ``SpeculativeScheduler``; if ``config.adapter`` is set, drafts are the model's own guesses."""
 
     def __init__(self, config: EngineConfig, pool: CachePoolProtocol, max_seq_len: int) -> None:
         super().__init__(config, pool, max_seq_len)
@@ -116,9 +114,7 @@ class MultiTokenScheduler(Scheduler):
         return prefix_stats(self) | draft_stats(self)
 
     def commit(self, schedule: Schedule, sampled: SampledTokens) -> None:
-        """See :class:`Scheduler`; of the drafts only the accepted ones are counted as tokens, and what was reserved for
-        mask tokens is freed.
-        """
+        """Of the drafts only the accepted ones are counted, and what was reserved for mask tokens is freed."""
         if schedule.has_drafts:
             commit_drafts(self, self.lengths, schedule, sampled)
         elif schedule.is_decode and not sampled.errors:

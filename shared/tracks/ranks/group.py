@@ -66,10 +66,6 @@ class Assignment:
 class Group:
     """Rank 0, and the processes of the other ranks.
 
-    Args:
-        folder: the model's.
-        make_memory, make_runner: what each rank makes its memory and its runner with.
-
     Raises ConfigError if the model or the machine cannot be shared by ``config.tensor_parallel_size`` ranks.
     """
 

@@ -16,12 +16,12 @@ from shared.tracks.segments.registry import Chunk, chunk_id
 
 @dataclass(frozen=True)
 class ChunkInfo:
-    """What is known of a chunk. ``num_bytes``: of its keys and values, 0 if they are not in the cache."""
+    """What is known of a chunk."""
 
     chunk_id: str
     role: str
     num_tokens: int
-    num_bytes: int
+    num_bytes: int  # of its keys and values, 0 if they are not in the cache
     num_users: int  # places in running requests
 
 

@@ -50,11 +50,7 @@ HostPlans = dict[int | None, RangePlan[Int32s]]
 
 
 class RangedAttention:
-    """Attention over ranges, and the padding of its steps: a ``PagedAttentionProtocol`` and a ``Padding``.
-
-    Args:
-        planned, padding: those of steps without chunks.
-    """
+    """A ``PagedAttentionProtocol`` and a ``Padding``; ``planned`` and ``padding`` are those of steps without chunks."""
 
     def __init__(self, planned: PlannedAttention, padding: BucketPadding, dtype: torch.dtype) -> None:
         self.planned, self.padding, self.buckets = planned, padding, padding.buckets

@@ -9,9 +9,8 @@ Two other ways to place a chunk are here to be compared with this one (``rotatio
 when they are read, by the offset, and rounded again, which is the *differential* rotation of Braidinfer; or all keys of
 the cache are kept unrotated, and rotated when they are read.
 
-A *group* is a chunk with all queries of the step that read it: its keys are gathered once, however many sequences stand
-stand
-after the queries. Steps without chunks are those of :class:`shared.cache.view.paged.PagedView`.
+A *group* is a chunk with all queries of the step that read it: its keys are gathered once for all of their sequences.
+Steps without chunks are those of :class:`shared.cache.view.paged.PagedView`.
 
 Invariants: those of ``PagedView``; a step never changes a chunk's keys.
 """

@@ -56,9 +56,7 @@ def low_rank_kernel(
 def add_low_rank(
     y: Tensor, b: Tensor, gate: Tensor, scale: float, residual: Tensor | None = None, activation: GatedOp | None = None
 ) -> Tensor:
-    """See :func:`shared.tracks.multi_token.low_rank.add_low_rank`; b has the dtype of y, and rows of y and residual
-    are contiguous.
-    """
+    """See ``shared.tracks.multi_token.low_rank``; b has the dtype of y, and rows of y and residual are contiguous."""
     if not launches(y):
         return op.add_low_rank(y, b, gate, scale, residual, activation)
     T, N, rank = len(y), len(b) // (1 if activation is None else 2), b.shape[1]

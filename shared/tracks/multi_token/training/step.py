@@ -29,12 +29,7 @@ class Losses(NamedTuple):
 
 
 class TrainingStep:
-    """Takes steps with AdamW.
-
-    Args:
-        losses: of texts at anchors.
-        parameters: what is trained, all on one device.
-    """
+    """Takes steps with AdamW; ``parameters`` are all on one device."""
 
     def __init__(
         self, losses: Callable[[Texts, Tensor], Losses], parameters: Iterable[torch.nn.Parameter], learning_rate: float
