@@ -140,7 +140,7 @@ def choose_split(units: Int64s, grid: Grid) -> int:
 
 
 def smallest_split(units: Int64s, budget: int, least: int) -> int:
-    """The smallest split from ``least`` units on with ``Σ ceil(units / split) <= budget``; a budget is >= ``len(units)``.
+    """The smallest split from ``least`` units on with ``Σ ceil(units / split) <= budget`` (at least one each).
 
     FlashInfer's search. Rounding up adds less than 1 to each term, so ``total / (budget - len(units))`` is an upper
     bound, and the bisection takes few steps.

@@ -121,5 +121,5 @@ class LayoutPlans:
         return replace(layout, extra=cls(planner, plans))
 
     def part(self, layout: PagedLayout, sequences: slice) -> PagedLayout:
-        """See ``LayoutExtra``; the part gets new plans."""
+        """The part gets new plans."""
         return self.planned(layout, self.planner)

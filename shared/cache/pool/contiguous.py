@@ -76,7 +76,7 @@ class ContiguousKVCachePool:
         self.used_tokens += num_tokens
 
     def reserve_next(self, requests: Iterable[Request]) -> list[Request]:
-        """See ``CachePoolProtocol``; ``reserve`` does this."""
+        """``reserve`` does this."""
         return list(requests)
 
     def commit_next(self, requests: Iterable[Request]) -> None:
@@ -94,7 +94,7 @@ class ContiguousKVCachePool:
         self.lengths[region] = num_tokens
 
     def shrink(self, request: Request, num_tokens: int) -> None:
-        """See ``CachePoolProtocol``; the region stays whole."""
+        """The region stays whole."""
         region = self._region(request)
         self.granted[region] = max(self.lengths[region], min(num_tokens, self.granted[region]))
 

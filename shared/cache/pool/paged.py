@@ -93,7 +93,7 @@ class PagedKVCachePool:
         return self.extension.must_wait(request)
 
     def reserve(self, request: Request, num_tokens: int) -> bool:
-        """See ``CachePoolProtocol``; allocates the missing blocks, all of them or none."""
+        """Allocates the missing blocks, all of them or none."""
         num_slotless = self.num_slotless.get(request, 0)
         if not 0 <= num_tokens <= self.request_capacity + num_slotless:
             raise CapacityError(
@@ -139,7 +139,7 @@ class PagedKVCachePool:
         self.extension.commit(self, request, num_tokens)
 
     def reserve_next(self, requests: Iterable[Request]) -> list[Request]:
-        """See ``CachePoolProtocol``; all blocks that the step lacks are allocated at once, or none of them."""
+        """All blocks that the step lacks are allocated at once, or none of them."""
         rows, granted, num_held, size = self.rows, self.granted, self.num_held, self.block_size
         slotless = self.num_slotless
         others: list[Request] = []
@@ -164,7 +164,7 @@ class PagedKVCachePool:
         return []
 
     def commit_next(self, requests: Iterable[Request]) -> None:
-        """See ``CachePoolProtocol``; what a block that is full entails, ``commit`` does."""
+        """What a block that is full entails, ``commit`` does."""
         rows, lengths, granted, size = self.rows, self.lengths, self.granted, self.block_size
         for request in requests:
             row = rows[request] if request in rows else self._row(request)
@@ -186,7 +186,7 @@ class PagedKVCachePool:
         self.lengths[row] = num_tokens
 
     def shrink(self, request: Request, num_tokens: int) -> None:
-        """See ``CachePoolProtocol``; frees the blocks that are no longer needed."""
+        """Frees the blocks that are no longer needed."""
         row = self._row(request)
         num_tokens -= self.num_slotless.get(request, 0)
         self.granted[row] = max(self.lengths[row], min(num_tokens, self.granted[row]))
@@ -212,12 +212,12 @@ class PagedKVCachePool:
 
     @property
     def used_tokens(self) -> int:
-        """See ``CachePoolProtocol``; a token of a shared block counts once."""
+        """A token of a shared block counts once."""
         return sum(self.lengths) + self.extension.used_tokens()
 
     @property
     def free_tokens(self) -> int:
-        """See ``CachePoolProtocol``; free slots in partially filled blocks do not count, blocks that are kept do."""
+        """Free slots in partially filled blocks do not count, blocks that are kept do."""
         return (self.allocator.num_free + self.extension.num_unused_blocks()) * self.block_size
 
     def layout(self, schedule: Schedule) -> PagedLayout:

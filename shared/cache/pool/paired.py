@@ -32,7 +32,7 @@ class PairedPool:
         self.holdings, self.cached_blocks = target.holdings, target.cached_blocks
 
     def admit(self, request: Request) -> int:
-        """See ``CachePoolProtocol``; what the draft model has of the request's prefix may be less, or more."""
+        """What the draft model has of the request's prefix may be less, or more."""
         unlimited: dict[str, Any] = {"thinking_budget": None, "min_thinking_tokens": 0}
         params = replace(request.params, logprobs=None, prompt_logprobs=None, **unlimited)
         about = (request.request_id, request.prompt_ids, params, request.seed, request.end_ids)
@@ -42,7 +42,6 @@ class PairedPool:
         return self.target.admit(request)
 
     def reserve(self, request: Request, num_tokens: int) -> bool:
-        """See ``CachePoolProtocol``; in both pools, or in none."""
         twin, granted = self.twins[request], self.granted[request]
         if not self.target.reserve(request, num_tokens):
             return False
@@ -53,11 +52,11 @@ class PairedPool:
         return True
 
     def reserve_next(self, requests: Iterable[Request]) -> list[Request]:
-        """See ``CachePoolProtocol``; ``reserve`` does this."""
+        """``reserve`` does this."""
         return list(requests)
 
     def shrink(self, request: Request, num_tokens: int) -> None:
-        """See ``CachePoolProtocol``; in both pools. Drafts whose keys lose their place are no longer remembered."""
+        """In both pools. Drafts whose keys lose their place are no longer remembered."""
         twin = self.twins[request]
         self.target.shrink(request, num_tokens)
         self.draft.shrink(twin, num_tokens)
@@ -66,7 +65,6 @@ class PairedPool:
         twin.draft_ids = twin.draft_ids[: num_written + 1]  # the last one has no keys yet
 
     def release(self, request: Request) -> None:
-        """See ``CachePoolProtocol``; in both pools."""
         self.target.release(request)
         twin = self.twins.pop(request, None)
         if twin is not None:
@@ -79,16 +77,14 @@ class PairedPool:
 
     @property
     def free_tokens(self) -> int:
-        """See ``CachePoolProtocol``; in the pool with less room."""
+        """In the pool with less room."""
         return min(self.target.free_tokens, self.draft.free_tokens)
 
     def drop_cached(self) -> None:
-        """See ``CachePoolProtocol``; in both pools."""
         self.target.drop_cached()
         self.draft.drop_cached()
 
     def audit(self) -> list[str]:
-        """See ``CachePoolProtocol``; of both pools."""
         found = [*self.target.audit(), *(f"Draft model: {message}" for message in self.draft.audit())]
         unknown = self.target.holdings()[1].keys() - self.twins.keys()
         unknown |= self.draft.holdings()[1].keys() - set(self.twins.values())

@@ -39,7 +39,7 @@ class PagedAttentionProtocol(Protocol):
         ...
 
     def attend(self, layer: int, q: Tensor, about: Scores, out: Tensor | None) -> Tensor:
-        """See :class:`shared.models.tokens.KVView`; ``out`` is the buffer of a decode step's results."""
+        """As ``KVView.attend``; ``out`` is the buffer of a decode step's results."""
         ...
 
 

@@ -67,7 +67,7 @@ class BucketPadding:
                 arrays[name] = padded(arrays[name], bucket.num_sequences)
 
     def advance(self, sent: Mapping[str, Tensor]) -> None:
-        """See ``Padding``; on the device: :func:`shared.kernels.sampling.next_token.next_token`."""
+        """On the device: :func:`shared.kernels.sampling.next_token.next_token`."""
         names = ("token_ids", "positions", "places", "lengths", "table_starts", "tables", "sequence_rows")
         next_token(*(sent[name] for name in names), block_size=self.block_size, stride=self.stride)
 

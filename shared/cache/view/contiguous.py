@@ -125,7 +125,7 @@ class ContiguousView:
     def attend(
         self, layer: int, q: Tensor, *, scale: float, window: int | None = None, softcap: float | None = None
     ) -> Tensor:
-        """See :class:`shared.models.tokens.KVView`; a sliding-window layer reads only keys inside the window."""
+        """A sliding-window layer reads only keys inside the window."""
         # exercise 03x4: attend over the cache, in a sliding-window layer over the window alone
         # hint: the step's first token has index num_past and attends to window tokens, itself included
         k, v = self.keys[layer], self.values[layer]

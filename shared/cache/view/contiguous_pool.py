@@ -123,7 +123,7 @@ class ContiguousPoolView:
     def attend(
         self, layer: int, q: Tensor, *, scale: float, window: int | None = None, softcap: float | None = None
     ) -> Tensor:
-        """See :class:`shared.models.tokens.KVView`; a sliding-window layer reads only keys inside the window."""
+        """A sliding-window layer reads only keys inside the window."""
         attended, n = [], self.num_launched
         about: dict[str, Any] = {"scale": scale, "window": window, "softcap": softcap}
         if n:

@@ -65,7 +65,6 @@ class FusedContiguousView(ContiguousView):
             self.lengths.fill_(end)
 
     def write(self, layer: int, q: Tensor, k: Tensor, v: Tensor, positions: Tensor, qk: QueryKeyTransform) -> Tensor:
-        """See :class:`shared.models.tokens.KVView`."""
         if not self.is_launching:
             return super().write(layer, q, k, v, positions, qk)
         memory = self.layer_keys[layer], self.layer_values[layer], self.new_offsets, self.head_stride
@@ -75,7 +74,6 @@ class FusedContiguousView(ContiguousView):
     def attend(
         self, layer: int, q: Tensor, *, scale: float, window: int | None = None, softcap: float | None = None
     ) -> Tensor:
-        """See :class:`shared.models.tokens.KVView`."""
         about: dict[str, Any] = {"scale": scale, "window": window, "softcap": softcap}
         if not (self.is_flash and self.num_new == 1):
             return super().attend(layer, q, **about)

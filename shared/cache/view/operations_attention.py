@@ -41,7 +41,7 @@ class OperationsAttention(PagedAttentionProtocol):
         self.known: dict[int | None, list[Piece]] = {}  # by window
 
     def attend(self, layer: int, q: Tensor, about: Scores, out: Tensor | None) -> Tensor:
-        """See ``PagedAttentionProtocol``; a sliding-window layer reads only keys inside the window."""
+        """A sliding-window layer reads only keys inside the window."""
         attended = []
         for queries, piece in zip(q.split(self.num_new), self.pieces(about["window"]), strict=True):
             k, v = self.read(layer, piece)

@@ -61,7 +61,7 @@ class PagedView:
         }
 
     def load(self, batch: Batch) -> StepInputs:
-        """See ``BatchView``; the tokens are padded to the step's bucket, if there is one."""
+        """The tokens are padded to the step's bucket, if there is one."""
         layout = cast(PagedLayout, batch.layout)
         self.storage.copy(layout.copies)
         self.bucket = self.padding.bucket_of(batch)

@@ -26,7 +26,6 @@ class UncachedView:
         self.attention = ATTENTION_BACKENDS[backend or "sdpa"]
 
     def write(self, layer: int, q: Tensor, k: Tensor, v: Tensor, positions: Tensor, qk: QueryKeyTransform) -> Tensor:
-        """See :class:`shared.models.tokens.KVView`."""
         q, k = qk(q, k, positions)
         self.k, self.v = k.transpose(0, 1), v.transpose(0, 1)  # [Hkv, T, D]
         return q
@@ -34,7 +33,6 @@ class UncachedView:
     def attend(
         self, layer: int, q: Tensor, *, scale: float, window: int | None = None, softcap: float | None = None
     ) -> Tensor:
-        """See :class:`shared.models.tokens.KVView`."""
         sequences = zip(
             q.split(self.lengths), self.k.split(self.lengths, 1), self.v.split(self.lengths, 1), strict=True
         )

@@ -90,7 +90,7 @@ class CompressedRequests:
         return True
 
     def check_truncation(self, request: Request, num_tokens: int) -> None:
-        """See ``PoolExtension``; tokens that were compressed cannot be dropped one by one."""
+        """Tokens that were compressed cannot be dropped one by one."""
         packed = self.packed.get(request)
         if packed is not None and num_tokens < packed.num_tokens:
             raise CapacityError(
@@ -108,7 +108,7 @@ class CompressedRequests:
         return replace(layout, extra=LayoutPacked(tuple([self.packed.get(one) for one in schedule.requests])))
 
     def audit(self, pool: BlockTables) -> list[str]:
-        """See ``PoolExtension``; the packed parts too, of which the tree has no block."""
+        """The packed parts too, of which the tree has no block."""
         found, in_tree = self.sharing.audit(pool), {block for each in self.block_lists() for block in each.tolist()}
         for request, packed in self.packed.items():
             if request not in pool.rows:

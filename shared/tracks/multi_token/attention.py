@@ -50,7 +50,7 @@ class MaskTokenAttention:
         return own | self.planned.staged(is_decode, max_tokens)
 
     def arrays(self, batch: Batch, layout: PagedLayout) -> Arrays:
-        """See ``PagedAttentionProtocol``; mask tokens open the gate."""
+        """Mask tokens open the gate."""
         arrays, num_masks = self.planned.arrays(batch, layout), num_masks_of(batch)
         bucket = self.padding.bucket_of(batch)
         if num_masks.any() or (bucket is not None and not bucket.is_decode):
@@ -75,7 +75,7 @@ class MaskTokenOperations(PagedAttentionProtocol):
         return {"gate": (max_tokens, np.float32)}
 
     def arrays(self, batch: Batch, layout: PagedLayout) -> Arrays:
-        """See ``PagedAttentionProtocol``; mask tokens open the gate."""
+        """Mask tokens open the gate."""
         return {"gate": batch.token_ids >= FIRST_MASK} if num_masks_of(batch).any() else {}
 
     def receive(self, batch: Batch, layout: PagedLayout, sent: Mapping[str, Tensor]) -> None:

@@ -31,7 +31,7 @@ class MultiTokenBatch(Batch):
 
     @classmethod
     def of(cls, schedule: Schedule, pool: CachePoolProtocol) -> Self:
-        """See :class:`Batch`; the ids of the mask tokens of a group count from ``FIRST_MASK``."""
+        """The ids of the mask tokens of a group count from ``FIRST_MASK``."""
         if not isinstance(schedule, MultiTokenSchedule) or not schedule.masks:
             return super().of(schedule, pool)
         plain = super().of(schedule, cast(CachePoolProtocol, _WithMasks(schedule, pool)))

@@ -89,7 +89,7 @@ class MultiTokenDrafter:
     def join(
         self, pool: CachePoolProtocol, make_memory: MakeMemory, make_runner: MakeRunner, max_seq_len: int
     ) -> CachePoolProtocol:
-        """See :class:`shared.speculation.drafter.Drafter`; makes the sampler of drafts."""
+        """Makes the sampler of drafts."""
         draw = plain if self.is_coupled else DraftDraw(self.distributions)
         self.sampler = Sampler(self.model.device, pool.max_sequences, draw=draw)
         if self.is_capturing:
@@ -140,11 +140,11 @@ class MultiTokenDrafter:
 
     @cached_property
     def step_costs(self) -> StepCosts:
-        """See :class:`shared.speculation.drafter.Drafter`: of one pass of the sampler head, and the output head."""
+        """Of one pass of the sampler head, and the output head."""
         return head_costs(self.model)
 
     def num_tokens(self, num_drafts: int) -> int:
-        """See :class:`shared.speculation.drafter.Drafter`: so many masks follow each of the real tokens."""
+        """So many masks follow each of the real tokens."""
         return (num_drafts + 1) ** 2
 
     def _draw(self, asking: Sequence[Asking]) -> list[Drawn]:

@@ -61,7 +61,7 @@ class MultiTokenScheduler(Scheduler):
         self.num_accepted_by_position = [0] * self.lengths.longest
 
     def schedule(self) -> Schedule:
-        """See :class:`Scheduler`; empty if the step in flight must be finished first."""
+        """Empty if the step in flight must be finished first."""
         wanted = None
         if has_block_for_each(self):
             if not self.had_drafts and (decoding := only_decoding(self, self.running.values())):
@@ -134,7 +134,7 @@ class MultiTokenScheduler(Scheduler):
                     # end exercise
 
     def drop_in_flight(self) -> None:
-        """See :class:`Scheduler`; what was reserved for drafts and masks is given back."""
+        """What was reserved for drafts and masks is given back."""
         super().drop_in_flight()
         self.guesses = {}
         if self.lengths.longest:

@@ -32,14 +32,14 @@ class CutCheckpoint(Checkpoint):
         self.cut, self.check = cut, check
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """See :class:`Checkpoint`; a tensor that is not as large as config.json says keeps its shape."""
+        """A tensor that is not as large as config.json says keeps its shape."""
         shape, cut = super().shape(name), self._cut(name)
         if cut is None:
             return shape
         return tuple(len(cut.part) if dim == cut.dim else size for dim, size in enumerate(shape))
 
     def tensor(self, name: str) -> Tensor:
-        """See :class:`Checkpoint`; a part of a tensor is not mapped but copied."""
+        """A part of a tensor is not mapped but copied."""
         self.check()
         cut = self._cut(name)
         if cut is None:

@@ -56,7 +56,7 @@ class SeveralRanks(Ranks):
         self.vocabulary = Vocabulary(vocab_size, collectives)
 
     def run(self, run: Callable[[range], R], sequences: range) -> Iterator[tuple[range, R | Exception]]:
-        """See :class:`Ranks`; raises RankError if a rank fails."""
+        """Raises RankError if a rank fails."""
         assert self.watch is not None
         self.watch.check()
         with uninterrupted():
@@ -73,7 +73,7 @@ class SeveralRanks(Ranks):
             self.collectives.broadcast(last_ids)
 
     def logits(self, batch: Batch, logits: Tensor) -> Tensor:
-        """See :class:`Ranks`; ids ``[n, 1]`` if their arg-max is all that the batch needs."""
+        """Ids ``[n, 1]`` if their arg-max is all that the batch needs."""
         if self.is_whole:
             return logits
         if len(logits) == 0:

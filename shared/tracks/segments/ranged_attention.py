@@ -105,7 +105,7 @@ class RangedAttention:
         return places | {"chunk_tables": (self.sizes.num_blocks, np.int32)}
 
     def lay_out(self, layout: PagedLayout) -> PagedLayout:
-        """See ``PagedAttentionProtocol``; ranges are planned when the step is padded."""
+        """Ranges are planned when the step is padded."""
         return layout if isinstance(layout.extra, LayoutRanges) else self.planned.lay_out(layout)
 
     def staged(self, is_decode: bool, max_tokens: int) -> Places:
@@ -113,7 +113,7 @@ class RangedAttention:
         return own | self.planned.staged(is_decode, max_tokens)
 
     def bucket_of(self, batch: Batch) -> Bucket | None:
-        """See ``Padding``; makes the plans of a step with chunks, which must fit its bucket."""
+        """Makes the plans of a step with chunks, which must fit its bucket."""
         bucket = self.padding.bucket_of(batch)
         extra = cast(PagedLayout, batch.layout).extra
         if not isinstance(extra, LayoutRanges):

@@ -42,7 +42,7 @@ class ChunkScheduler(Scheduler):
         self.registry = registry
 
     def schedule(self) -> Schedule:
-        """See :class:`shared.scheduling.scheduler.Scheduler`; empty if the step in flight must be finished first."""
+        """Empty if the step in flight must be finished first."""
         for chunk in self.registry.wanted:
             self.compute(chunk)
         self.registry.wanted.clear()
@@ -68,7 +68,7 @@ class ChunkScheduler(Scheduler):
         return prefix_stats(self)
 
     def commit(self, schedule: Schedule, sampled: SampledTokens) -> None:
-        """See :class:`shared.scheduling.scheduler.Scheduler`; requests that computed a chunk retire."""
+        """Requests that computed a chunk retire."""
         if schedule.is_decode and not sampled.errors:
             commit_next_tokens(self, schedule, sampled)
         else:

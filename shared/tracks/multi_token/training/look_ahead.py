@@ -26,13 +26,11 @@ class TextView:
         self.masks: dict[int | None, Tensor] = {}  # by window
 
     def write(self, layer: int, q: Tensor, k: Tensor, v: Tensor, positions: Tensor, qk: QueryKeyTransform) -> Tensor:
-        """See :class:`shared.models.tokens.KVView`."""
         q, k = qk(q, k, positions)
         self.keys[layer], self.values[layer] = self._by_text(k), self._by_text(v)
         return q
 
     def attend(self, layer: int, q: Tensor, *, scale: float, window: int | None, softcap: float | None) -> Tensor:
-        """See :class:`shared.models.tokens.KVView`."""
         k, v = self._seen(layer)
         if window not in self.masks:
             self.masks[window] = self._mask(k.shape[2], window, q.device)
