@@ -27,11 +27,10 @@ from shared.loading.config_json import parse_config
 from shared.models.attention import NormAndRotate
 from shared.sampling.params import SamplingParams
 from shared.tracks.compression import head_selection
-from shared.tracks.compression.calibration import pack, top_n, top_p_count
 from shared.tracks.compression.compressors import COMPRESSORS, window_attention
 from shared.tracks.compression.head_selection import HeadSelector
 from shared.tracks.compression.interface import select
-from shared.tracks.compression.kept_cells import KeptCells, masked_attention
+from shared.tracks.compression.kept_cells import KeptCells, masked_attention, pack
 from shared.tracks.compression.kernel_attention import CondensedKernels, decode_padding
 from shared.tracks.compression.kernels.condensed_attention import KeptTokens, condensed_attention
 from shared.tracks.compression.kernels.kept_moves import move_kept
@@ -40,7 +39,7 @@ from shared.tracks.compression.kernels.window_mass import CachedSequences, windo
 from shared.tracks.compression.layout import Cells, Holding, Packed
 from shared.tracks.compression.operations_attention import CondensedOperations
 from shared.tracks.compression.pool import CompressedRequests
-from shared.tracks.compression.selection import Budget
+from shared.tracks.compression.selection import Budget, top_n, top_p_count
 from shared.tracks.compression.selection import select as select_alone
 from tests.kernels.engines import DEVICE, INTERPRETED, make_engine
 from tests.kernels.sequences import poisoned

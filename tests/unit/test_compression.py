@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 
 from benchmarks.compression import WAYS, Scorer
 from shared.loading.loader import load_model
-from shared.tracks.compression.calibration import pack, top_n, top_p_count, unpack
 from shared.tracks.compression.compressors import COMPRESSORS, RKV, SnapKV, StreamingLLM, VanillaTopP, window_attention
-from shared.tracks.compression.selection import REDUCTIONS, Budget, needed, select
+from shared.tracks.compression.kept_cells import pack, unpack
+from shared.tracks.compression.selection import REDUCTIONS, Budget, needed, select, top_n, top_p_count
 from tests.comparison import assert_close, assert_equal
 
 

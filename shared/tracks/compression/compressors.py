@@ -1,7 +1,7 @@
 """Compressors: a score for each cached key of each KV head, from the last queries of a layer. Introduced in phase 9.2.
 
-A higher score means that the key is more worth keeping. A compressor only scores; calibration and selection
-(:mod:`shared.tracks.compression.selection`) decide how many keys a head keeps.
+A higher score means that the key is more worth keeping. A compressor only scores; selection
+(:mod:`shared.tracks.compression.selection`) decides how many keys a head keeps.
 
 Invariant: ``scores`` is a function of its arguments alone and returns fp32 (fp64 for fp64 inputs).
 """

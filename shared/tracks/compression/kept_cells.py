@@ -19,7 +19,6 @@ from shared.cache.view.attention import Scores
 from shared.cache.view.block_storage import BlockStorage
 from shared.models.config import ModelConfig
 from shared.ops.attention import visible
-from shared.tracks.compression.calibration import pack, unpack
 from shared.tracks.compression.compressors import Compressor
 from shared.tracks.compression.interface import Place
 from shared.tracks.compression.layout import Cells, Holding, Packed
@@ -158,3 +157,14 @@ def masked_attention(
     seen = visible(T, S, window, q.device) & kept[:, None, None]
     weights = scores.masked_fill(~seen, float("-inf")).softmax(dim=-1).to(q.dtype)
     return torch.einsum("hgts,hsd->thgd", weights, v).reshape(T, Hq, D)
+
+
+def pack(kept: Tensor) -> Tensor:
+    """bool [..., n] -> uint8 [..., ceil(n / 8)]; bit j of byte b is slot 8 b + j."""
+    padded = torch.nn.functional.pad(kept, (0, -kept.shape[-1] % 8)).unflatten(-1, (-1, 8))
+    return (padded << torch.arange(8, device=kept.device)).sum(-1).to(torch.uint8)
+
+
+def unpack(mask: Tensor, n: int) -> Tensor:
+    """uint8 [..., ceil(n / 8)] -> bool [..., n]."""
+    return (mask[..., None] >> torch.arange(8, device=mask.device) & 1).flatten(-2)[..., :n].bool()

@@ -38,8 +38,8 @@ from shared.loading.placement import check_device
 from shared.loading.quantized import quantizer
 from shared.models.causal_lm import CausalLM
 from shared.tracks.ranks.channel import CALLS, Board, Sender
-from shared.tracks.ranks.checkpoint import WatchedCheckpoint
 from shared.tracks.ranks.collectives import Collectives
+from shared.tracks.ranks.cut import WatchedCheckpoint
 from shared.tracks.ranks.model import load_part
 from shared.tracks.ranks.several_ranks import SeveralRanks
 from shared.tracks.ranks.shard import Shard

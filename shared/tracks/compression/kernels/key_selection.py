@@ -72,7 +72,7 @@ def find_count_cut(values, size, first, last, wanted, TILE: tl.constexpr):
 
 @triton.jit
 def num_needed(attention, size, p, TILE: tl.constexpr):
-    """The size of the smallest set of keys with the mass ``p``; see ``calibration.top_p_count``."""
+    """The size of the smallest set of keys with the mass ``p``; see ``selection.top_p_count``."""
     cut = find_mass_cut(attention, size, p, TILE)
     mass, above = tl.full([], 0, tl.float64), tl.full([], 0, tl.int32)
     for start in range(0, size, TILE):
