@@ -9,7 +9,7 @@ capacity, whatever the step, so that a captured CUDA graph can be replayed with 
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Self
+from typing import Any, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -96,4 +96,6 @@ class DevicePlan:
     @classmethod
     def of(cls, plan: AttentionPlan, sent: Sequence[Tensor]) -> Self:
         """``sent`` holds the uploaded ``plan.arrays()``, in that order."""
-        return cls(*sent, plan.capacity, plan.num_rows, plan.num_states, plan.tokens_per_tile, plan.is_split)
+        numbers = plan.capacity, plan.num_rows, plan.num_states, plan.tokens_per_tile, plan.is_split
+        values: list[Any] = [*sent, *numbers]
+        return cls(*values)

@@ -230,4 +230,5 @@ def _plan(
     else:
         output_indptr = np.zeros(num_rows + 1, np.int32)
     counts = np.array([num_items], np.int32), np.array([split * grid.unit], np.int32)
-    return AttentionPlan(*counts, *indices, query_indptr, output_indptr, tokens_per_tile, is_captured or is_split)
+    items = indices[0], indices[1], indices[2], query_indptr, output_indptr
+    return AttentionPlan(*counts, *items, tokens_per_tile, is_captured or is_split)
