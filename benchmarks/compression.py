@@ -23,6 +23,9 @@ from benchmarks.workloads.retrieval import NUM_PAIRS, Case, needles, pairs
 from shared.cache.layout.paged import PagedSizes
 from shared.cache.pool.extension import NoExtension
 from shared.cache.pool.paged import PagedKVCachePool
+from shared.cache.view.block_storage import PlainStorage
+from shared.cache.view.operations_attention import OperationsAttention
+from shared.cache.view.paged import PagedView
 from shared.engine.batch import Batch
 from shared.engine.request import Request
 from shared.loading.loader import load_model
@@ -32,10 +35,11 @@ from shared.sampling.params import SamplingParams
 from shared.scheduling.schedule import Schedule, Scheduled
 from shared.text.tokenizer import Tokenizer
 from shared.tracks.compression.compressors import COMPRESSORS
+from shared.tracks.compression.kept_cells import KeptCells
 from shared.tracks.compression.layout import Packed
+from shared.tracks.compression.operations_attention import CondensedOperations
 from shared.tracks.compression.pool import CompressedRequests
 from shared.tracks.compression.selection import Budget
-from shared.tracks.compression.view import CondensedView
 
 CHAPTERS = [Path(__file__).parents[1] / "tutorial" / f"phase_{name}.md" for name in ("01a", "03", "04", "06", "08")]
 NUM_SCORED, WINDOW, BLOCK = 256, 32, 16
@@ -78,8 +82,11 @@ class Scorer:
         sizes = PagedSizes(-(-num_tokens // BLOCK), BLOCK, 1, num_tokens, num_tokens)
         about = COMPRESSORS["none"](1.0), Budget(FLOOR, FLOOR), WINDOW, False
         self.request = Request("0", [0], SamplingParams(), 0)
-        self.view = CondensedView(model.config, sizes, model.dtype, model.device, "sdpa", *about)
-        cells = self.view.cells
+        storage = PlainStorage(model.config, sizes, model.dtype, model.device)
+        self.kept = KeptCells(model.config, sizes, storage, *about)
+        attention = CondensedOperations(OperationsAttention(storage, "sdpa"), self.kept)
+        self.view = PagedView(model.config, sizes, model.dtype, storage, attention)
+        cells = self.kept.cells
         self.requests = CompressedRequests(cells, NoExtension())
         self.pool = PagedKVCachePool(cells.num_blocks, cells.block_size, 1, num_tokens, self.requests)
 
@@ -97,9 +104,9 @@ class Scorer:
     def compress(self, method: str, budget: Budget) -> tuple[Packed | None, float]:
         """What a compression of the context keeps, None if all; and the share that a head keeps on average."""
         self.requests.packed.clear()
-        self.view.compressor, self.view.budget = COMPRESSORS[method](self.model.config.attention_scale), budget
+        self.kept.compressor, self.kept.budget = COMPRESSORS[method](self.model.config.attention_scale), budget
         holding = self.requests.holding(self.pool, self.request)
-        packed = self.view.compress(holding, lambda packed: holding.table)
+        packed = self.kept.compress(holding, lambda packed: holding.table)
         return packed, 1.0 if packed is None else float(packed.counts.mean()) / self.num_context
 
     @torch.inference_mode()

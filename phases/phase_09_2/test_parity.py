@@ -108,7 +108,7 @@ def test_a_sliding_window_keeps_its_window(tiny_checkpoints: dict[str, Path]) ->
 def test_an_interrupted_compression_is_repeated(folder: Path) -> None:
     expected = answers_of(make(folder, **SNAP))
     engine = make(folder, **SNAP)
-    compress, step, calls = engine.view.compress, engine.step, []
+    compress, step, calls = engine.view.attention.compress, engine.step, []
 
     def interrupted(sequence: Any, place: Any) -> Any:
         packed = compress(sequence, place)
@@ -123,7 +123,7 @@ def test_an_interrupted_compression_is_repeated(folder: Path) -> None:
         except KeyboardInterrupt:
             return step()
 
-    engine.view.compress, engine.step = interrupted, stepping
+    engine.view.attention.compress, engine.step = interrupted, stepping
     assert answers_of(engine) == expected
     assert engine.load().num_preemptions == 2
 
@@ -182,9 +182,9 @@ def caches_of(
     caches, compressed = {}, engine.scheduler.compressed
 
     def noted(request: Request, kept: Any, num_freed: int) -> None:
-        cells = engine.view.cells.packed(np.arange(sum(map(sum, kept))), engine.pool.table(request))
+        cells = engine.view.attention.kept.cells.packed(np.arange(sum(map(sum, kept))), engine.pool.table(request))
         name = request.request_id, request.num_computed_tokens
-        caches[name] = kept, engine.view.key_cells[torch.from_numpy(cells)].clone()
+        caches[name] = kept, engine.view.attention.kept.keys[torch.from_numpy(cells)].clone()
         compressed(request, kept, num_freed)
 
     engine.scheduler.compressed = noted
@@ -236,7 +236,10 @@ class Machine(RuleBasedStateMachine):
         pool: Any = self.engine.pool
         assert pool.audit_blocks() == []
         for request in running(self.engine):
-            filled, held = pool.extension.fill(pool, request)
+            one, cells = pool.extension.holding(pool, request), pool.extension.cells
+            num_packed = one.packed.total if one.num_packed_slots else 0
+            filled = num_packed + (one.length - one.num_packed_slots) * cells.per_block // cells.block_size
+            held = pool.num_held[one.row] * cells.per_block
             reserved = pool.granted[pool.rows[request]] - pool.lengths[pool.rows[request]]
             assert held < filled + (reserved + 2 * pool.block_size) * pool.extension.cells.per_block / pool.block_size
 

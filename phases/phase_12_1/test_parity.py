@@ -27,7 +27,7 @@ from shared.sampling.params import SamplingParams
 from shared.tracing.lanes import activity_lanes
 from shared.tracing.recorder import Recorder
 from shared.tracing.timeline_page import trace_data
-from shared.tracks.ranks.checkpoint import CutCheckpoint
+from shared.tracks.ranks.cut import CutCheckpoint
 from tests.mixed_requests import (
     ALIKE,
     ARRIVALS,

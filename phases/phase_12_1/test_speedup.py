@@ -14,7 +14,7 @@ from phases.phase_12_1.engine import Engine
 from shared.checkpoints.make import make_checkpoint
 from shared.engine.config import EngineConfig
 from shared.sampling.params import SamplingParams
-from shared.tracks.ranks.board import CALLS, READ
+from shared.tracks.ranks.channel import CALLS, READ
 from tests.mixed_requests import GREEDY
 from tests.ranks import checkpoint_for_ranks
 from tests.speed import ONE_ANSWER, time_one_answer

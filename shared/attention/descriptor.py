@@ -1,7 +1,6 @@
 """Attention plans: their limits, their arrays on the host, and the same on the device. Introduced in phase 6.1.
 
-A plan is flat arrays, so that all arrays of a step are uploaded in one copy and a program looks up its request and its
-split of the keys by its program id. :mod:`shared.attention.plan` computes the numbers.
+A plan is flat arrays, uploaded in the step's one copy; a program finds its request and its split by its id.
 
 Invariants: there are at most ``Grid.capacity`` items and ``Grid.max_states`` states; arrays are as long as the
 capacity, whatever the step, so that a captured CUDA graph can be replayed with another plan; entries after
@@ -10,11 +9,11 @@ capacity, whatever the step, so that a captured CUDA graph can be replayed with 
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Self
+from typing import Any, Self
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 Int32s = NDArray[np.int32]
 NUM_ARRAYS = 7
@@ -72,31 +71,22 @@ class AttentionPlan:
         return int(self.output_indptr[-1])
 
     def arrays(self) -> tuple[Int32s, ...]:
-        """The arrays to upload with :meth:`shared.engine.executor.staging.Staging.send`, in one copy with the step's
-        others.
-        """
-        return (
-            self.num_items,
-            self.split_size,
-            self.request_indices,
-            self.query_tile_indices,
-            self.kv_tile_indices,
-            self.query_indptr,
-            self.output_indptr,
-        )
+        """The arrays to upload, in one copy with the step's others."""
+        of_items = self.request_indices, self.query_tile_indices, self.kv_tile_indices
+        return self.num_items, self.split_size, *of_items, self.query_indptr, self.output_indptr
 
 
 @dataclass(frozen=True)
 class DevicePlan:
     """The arrays of an :class:`AttentionPlan` on the device."""
 
-    num_items: torch.Tensor
-    split_size: torch.Tensor
-    request_indices: torch.Tensor
-    query_tile_indices: torch.Tensor
-    kv_tile_indices: torch.Tensor
-    query_indptr: torch.Tensor
-    output_indptr: torch.Tensor
+    num_items: Tensor
+    split_size: Tensor
+    request_indices: Tensor
+    query_tile_indices: Tensor
+    kv_tile_indices: Tensor
+    query_indptr: Tensor
+    output_indptr: Tensor
     capacity: int
     num_rows: int
     num_states: int
@@ -104,20 +94,8 @@ class DevicePlan:
     is_split: bool
 
     @classmethod
-    def of(cls, plan: AttentionPlan, sent: Sequence[torch.Tensor]) -> Self:
+    def of(cls, plan: AttentionPlan, sent: Sequence[Tensor]) -> Self:
         """``sent`` holds the uploaded ``plan.arrays()``, in that order."""
-        num_items, split_size, request_indices, query_tile_indices, kv_tile_indices, query_indptr, output_indptr = sent
-        return cls(
-            num_items,
-            split_size,
-            request_indices,
-            query_tile_indices,
-            kv_tile_indices,
-            query_indptr,
-            output_indptr,
-            plan.capacity,
-            plan.num_rows,
-            plan.num_states,
-            plan.tokens_per_tile,
-            plan.is_split,
-        )
+        numbers = plan.capacity, plan.num_rows, plan.num_states, plan.tokens_per_tile, plan.is_split
+        values: list[Any] = [*sent, *numbers]
+        return cls(*values)

@@ -14,6 +14,8 @@ Invariants: the items cover each tile's visible keys exactly once; a tile withou
 program stores zeros; the limits of :mod:`shared.attention.descriptor`. Counting uses int64, the arrays are int32.
 """
 
+from typing import Any
+
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
@@ -45,9 +47,8 @@ def plan_decode(
         is_captured: whether the launches are captured in a CUDA graph, so that later plans may split where this one
             does not.
 
-    Raises:
-        ValueError: more sequences than ``num_rows``; a split size that is not a multiple of the unit, or so small that
-            the items exceed the capacity.
+    Raises ValueError for more sequences than ``num_rows``, and for a split size that is not a multiple of the unit, or
+    so small that the items exceed the capacity.
     """
     counts = np.asarray(lengths, dtype=np.int64)
     B = len(counts)
@@ -55,16 +56,9 @@ def plan_decode(
     if num_rows < B:
         raise ValueError(f"there are {B} sequences in a bucket of {num_rows}")
     seen = counts if window is None else np.minimum(counts, window)
-    return _plan(
-        grid,
-        seen,
-        np.arange(num_rows + 1, dtype=np.int32),
-        tokens_per_tile=1,
-        num_rows=num_rows,
-        capacity=grid.capacity(num_rows),
-        split_size=split_size,
-        is_captured=is_captured,
-    )
+    sizes: dict[str, Any] = {"tokens_per_tile": 1, "num_rows": num_rows, "capacity": grid.capacity(num_rows)}
+    query_indptr = np.arange(num_rows + 1, dtype=np.int32)
+    return _plan(grid, seen, query_indptr, **sizes, split_size=split_size, is_captured=is_captured)
 
 
 def plan_prefill(
@@ -146,9 +140,7 @@ def choose_split(units: Int64s, grid: Grid) -> int:
 
 
 def smallest_split(units: Int64s, budget: int, least: int) -> int:
-    """The smallest split from ``least`` units on with ``Σ ceil(units / split) <= budget``.
-
-    The budget is at least ``len(units)``.
+    """The smallest split from ``least`` units on with ``Σ ceil(units / split) <= budget`` (at least one each).
 
     FlashInfer's search. Rounding up adds less than 1 to each term, so ``total / (budget - len(units))`` is an upper
     bound, and the bisection takes few steps.
@@ -237,14 +229,6 @@ def _plan(
         output_indptr = state_offsets(np.append(np.ones(first_row, np.int64), of_rows), num_rows)
     else:
         output_indptr = np.zeros(num_rows + 1, np.int32)
-    return AttentionPlan(
-        num_items=np.array([num_items], np.int32),
-        split_size=np.array([split * grid.unit], np.int32),
-        request_indices=indices[0],
-        query_tile_indices=indices[1],
-        kv_tile_indices=indices[2],
-        query_indptr=query_indptr,
-        output_indptr=output_indptr,
-        tokens_per_tile=tokens_per_tile,
-        is_split=is_captured or is_split,
-    )
+    counts = np.array([num_items], np.int32), np.array([split * grid.unit], np.int32)
+    items = indices[0], indices[1], indices[2], query_indptr, output_indptr
+    return AttentionPlan(*counts, *items, tokens_per_tile, is_captured or is_split)

@@ -14,13 +14,12 @@ result, up to rounding. Invariant: the state of no keys is (0, -inf), the neutra
 from itertools import pairwise
 
 import torch
+from torch import Tensor
 
-State = tuple[torch.Tensor, torch.Tensor]  # values [..., D] and logarithms [...]
+State = tuple[Tensor, Tensor]  # values [..., D] and logarithms [...]
 
 
-def attention_state(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, scale: float, softcap: float | None = None
-) -> State:
+def attention_state(q: Tensor, k: Tensor, v: Tensor, *, scale: float, softcap: float | None = None) -> State:
     """The state of one new token over some of its keys, computed by the formula.
 
     Args:
@@ -57,9 +56,7 @@ def merge(a: State, b: State) -> State:
     # end exercise
 
 
-def merge_rows(
-    partial: torch.Tensor, partial_log: torch.Tensor, output_indptr: torch.Tensor, out: torch.Tensor
-) -> torch.Tensor:
+def merge_rows(partial: Tensor, partial_log: Tensor, output_indptr: Tensor, out: Tensor) -> Tensor:
     """:func:`merge` the states ``output_indptr[i]`` to ``output_indptr[i + 1]`` of each row i into ``out[i]``.
 
     A row without states keeps its values in ``out [rows, Hq, D]``, which is returned.

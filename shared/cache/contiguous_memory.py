@@ -13,13 +13,6 @@ def contiguous_memory(
     config: EngineConfig, model: CausalLM, max_seq_len: int
 ) -> tuple[ContiguousKVCachePool, ContiguousPoolView]:
     """See ``MakeMemory``: a region of ``max_seq_len`` tokens for each of ``max_batch_size`` requests."""
-    view = ContiguousPoolView(
-        model.config,
-        config.max_batch_size,
-        max_seq_len,
-        config.most_tokens_of_a_step(max_seq_len),
-        model.dtype,
-        model.device,
-        config.attention_backend,
-    )
+    sizes = config.max_batch_size, max_seq_len, config.most_tokens_of_a_step(max_seq_len)
+    view = ContiguousPoolView(model.config, *sizes, model.dtype, model.device, config.attention_backend)
     return ContiguousKVCachePool(config.max_batch_size, max_seq_len), view

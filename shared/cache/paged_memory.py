@@ -12,20 +12,20 @@ from shared.cache.layout.paged import PagedSizes
 from shared.cache.pool.extension import PoolExtension
 from shared.cache.pool.paged import PagedKVCachePool
 from shared.cache.pool_size import MakePaged, num_blocks_that_fit
-from shared.cache.view.attention import PagedAttentionProtocol
+from shared.cache.view.attention import NoPadding, Padding, PagedAttentionProtocol
 from shared.cache.view.block_storage import BlockStorage, MakeStorage, PlainStorage
 from shared.cache.view.interface import BatchView
-from shared.cache.view.padding import NoPadding, Padding
 from shared.cache.view.paged import PagedView
 from shared.cache.view.paged_attention import paged_or_operations
 from shared.engine.config import EngineConfig
 from shared.errors import ConfigError
 from shared.models.causal_lm import CausalLM
+from shared.models.config import ModelConfig
 
 MakeAttention = Callable[
     [EngineConfig, CausalLM, PagedSizes, BlockStorage], tuple[PagedAttentionProtocol, Padding | None]
 ]
-MakeExtension = Callable[[EngineConfig, PagedSizes], PoolExtension | None]
+MakeExtension = Callable[[EngineConfig, ModelConfig, PagedSizes], PoolExtension | None]
 
 
 def unplanned_attention(
@@ -35,7 +35,7 @@ def unplanned_attention(
     return paged_or_operations(model.config, sizes, storage, config.attention_backend), NoPadding()
 
 
-def no_extension(config: EngineConfig, sizes: PagedSizes) -> None:
+def no_extension(config: EngineConfig, shape: ModelConfig, sizes: PagedSizes) -> None:
     """Every block belongs to one request; see ``MakeExtension``."""
 
 
@@ -48,13 +48,12 @@ class PagedMemory:
     storages: Mapping[str, MakeStorage] = field(default_factory=lambda: {"auto": PlainStorage.of})
 
     def __call__(self, config: EngineConfig, model: CausalLM, max_seq_len: int) -> tuple[PagedKVCachePool, BatchView]:
-        """See ``MakeMemory``."""
 
         def make(sizes: PagedSizes) -> tuple[PagedKVCachePool, BatchView]:
             storage = self.storages[config.kv_cache_dtype](config, model, sizes)
             attention, padding = self.attention(config, model, sizes, storage)
             view = PagedView(model.config, sizes, model.dtype, storage, attention, padding)
-            return PagedKVCachePool.of(sizes, self.extension(config, sizes), attention.lay_out), view
+            return PagedKVCachePool.of(sizes, self.extension(config, model.config, sizes), attention.lay_out), view
 
         return make(sizes_for(config, model, max_seq_len, make))
 

@@ -6,12 +6,12 @@ as in vLLM. On a GPU PyTorch's allocator records the peak. On a CPU it does not,
 of the forward while they are alive. Invariant: the measured peak excludes the model and the caches.
 """
 
-import math
 import weakref
 from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
@@ -41,28 +41,23 @@ def num_blocks_that_fit(config: EngineConfig, model: CausalLM, max_seq_len: int,
     Args:
         make: makes the pool and the view of the measured step.
     """
-    most = config.most_tokens_of_a_step(max_seq_len)
+    free = int(SHARE[model.device.type] * free_bytes(model.device))
+    num_tokens = config.most_tokens_of_a_step(max_seq_len)
+    pool, view, requests = measured_memory(config, model, max_seq_len, num_tokens, make)
     caches = [model.config]
     if config.draft_model is not None:  # whose blocks are as many
         caches.append(read_config(resolve_model(config.draft_model), can_quantize=True))
-    _, view = make(PagedSizes(1, config.block_size, 1, 1, max_seq_len))
-    bytes_per_number = view.num_bytes / kv_bytes(model.config, config.block_size, torch.uint8)
     numbers = sum([kv_bytes(cache, config.block_size, torch.uint8) for cache in caches])
-    block_bytes = math.ceil(numbers * bytes_per_number)
-    free = int(SHARE[model.device.type] * free_bytes(model.device))
-    left = free - step_bytes(config, model, max_seq_len, most, make)
+    block_bytes = -(-view.num_bytes * numbers // kv_bytes(model.config, pool.capacity_tokens, torch.uint8))
+    left = free - step_bytes(config, model, num_tokens, pool, view, requests)
     useful = config.max_batch_size * -(-max_seq_len // config.block_size)
     return max(0, min(left // block_bytes, useful))
 
 
-def step_bytes(config: EngineConfig, model: CausalLM, max_seq_len: int, num_tokens: int, make: MakePaged) -> int:
-    """Peak bytes of a step of ``num_tokens`` prompt tokens, and of the logits of a full batch, without model and pool.
-
-    With drafts each sequence of the batch has as many logit rows as ``config`` grants it, one for each token.
-
-    On a CPU, where such a step is slow, the peak is extrapolated linearly from a few tokens; the scores of ``naive``,
-    which grow faster, are underestimated. Raises ConfigError if a GPU has no room for the step.
-    """
+def measured_memory(
+    config: EngineConfig, model: CausalLM, max_seq_len: int, num_tokens: int, make: MakePaged
+) -> tuple[PagedKVCachePool, BatchView, list[Request]]:
+    """A pool and a view for the step that is measured, and its prompts: ``num_tokens`` in all, fewer on a CPU."""
     run_tokens = num_tokens if model.device.type == "cuda" else min(num_tokens, MOST_ON_CPU)
     lengths = [min(max_seq_len, run_tokens - start) for start in range(0, run_tokens, max_seq_len)]
     num_blocks = sum(-(-length // config.block_size) for length in lengths)
@@ -71,10 +66,28 @@ def step_bytes(config: EngineConfig, model: CausalLM, max_seq_len: int, num_toke
     for request in requests:
         pool.admit(request)
         pool.reserve(request, request.num_tokens)
+    return pool, view, requests
+
+
+def step_bytes(
+    config: EngineConfig,
+    model: CausalLM,
+    num_tokens: int,
+    pool: PagedKVCachePool,
+    view: BatchView,
+    requests: list[Request],
+) -> int:
+    """Peak bytes of a step of ``num_tokens`` prompt tokens, and of the logits of a full batch, without model and pool.
+
+    With drafts each sequence of the batch has as many logit rows as ``config`` grants it, one for each token.
+
+    On a CPU, where such a step is slow, the peak is extrapolated linearly from a few tokens; the scores of ``naive``,
+    which grow faster, are underestimated. Raises ConfigError if a GPU has no room for the step.
+    """
     schedule = Schedule(0, tuple(Scheduled(request, 0, request.num_tokens) for request in requests))
     batch = Batch.of(schedule, pool)
 
-    def run() -> torch.Tensor:
+    def run() -> Tensor:
         return model(view.load(batch).tokens, view)
 
     try:
@@ -87,9 +100,9 @@ def step_bytes(config: EngineConfig, model: CausalLM, max_seq_len: int, num_toke
         raise ConfigError(
             f"A step of {num_tokens} tokens, the largest possible, does not fit into the memory that the model leaves "
             f"on {torch.cuda.get_device_name(model.device)}; lower max_num_batched_tokens = "
-            f"{config.max_num_batched_tokens} or max_seq_len = {max_seq_len}."
+            f"{config.max_num_batched_tokens} or max_seq_len = {config.sequence_limit(model.max_positions)}."
         ) from None
-    return in_blocks * num_tokens // run_tokens + in_head
+    return in_blocks * num_tokens // batch.num_tokens + in_head
 
 
 def peak_bytes(run: Callable[[], object], device: torch.device) -> int:
@@ -122,11 +135,11 @@ class LiveStorages(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         for given in tree_iter((args, kwargs)):
-            if isinstance(given, torch.Tensor):
+            if isinstance(given, Tensor):
                 self.known.add(given.untyped_storage())  # allocated before, or already counted
         made = func(*args, **(kwargs or {}))
         for tensor in tree_iter(made):
-            if isinstance(tensor, torch.Tensor):
+            if isinstance(tensor, Tensor):
                 storage = tensor.untyped_storage()
                 if storage not in self.known:
                     self.known.add(storage)

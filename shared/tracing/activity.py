@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from shared.tracing.trace import Span
-from shared.tracks.ranks.board import NUM_TIMED
+from shared.tracks.ranks.channel import NUM_TIMED
 
 Call = Callable[..., Any]
 CALLS = (

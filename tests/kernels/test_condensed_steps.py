@@ -16,6 +16,9 @@ from shared.cache.pool.extension import NoExtension
 from shared.cache.pool.paged import PagedKVCachePool
 from shared.cache.pool.prefix import PrefixSharing
 from shared.cache.view import paged as paged_view
+from shared.cache.view.block_storage import PlainStorage
+from shared.cache.view.operations_attention import OperationsAttention
+from shared.cache.view.paged import PagedView
 from shared.checkpoints.shapes import SHAPES
 from shared.engine.batch import Batch
 from shared.engine.executor.buckets import Buckets
@@ -24,21 +27,20 @@ from shared.loading.config_json import parse_config
 from shared.models.attention import NormAndRotate
 from shared.sampling.params import SamplingParams
 from shared.tracks.compression import head_selection
-from shared.tracks.compression.bucket_view import CondensedBucketView
-from shared.tracks.compression.calibration import pack, top_n, top_p_count
 from shared.tracks.compression.compressors import COMPRESSORS, window_attention
 from shared.tracks.compression.head_selection import HeadSelector
 from shared.tracks.compression.interface import select
+from shared.tracks.compression.kept_cells import KeptCells, masked_attention, pack
+from shared.tracks.compression.kernel_attention import CondensedKernels, decode_padding
 from shared.tracks.compression.kernels.condensed_attention import KeptTokens, condensed_attention
 from shared.tracks.compression.kernels.kept_moves import move_kept
 from shared.tracks.compression.kernels.key_selection import select_keys
 from shared.tracks.compression.kernels.window_mass import CachedSequences, window_mass
 from shared.tracks.compression.layout import Cells, Holding, Packed
-from shared.tracks.compression.masked import masked_attention
+from shared.tracks.compression.operations_attention import CondensedOperations
 from shared.tracks.compression.pool import CompressedRequests
-from shared.tracks.compression.selection import Budget
+from shared.tracks.compression.selection import Budget, top_n, top_p_count
 from shared.tracks.compression.selection import select as select_alone
-from shared.tracks.compression.view import CondensedView
 from tests.kernels.engines import DEVICE, INTERPRETED, make_engine
 from tests.kernels.sequences import poisoned
 from tests.mixed_requests import serve
@@ -241,13 +243,18 @@ def test_after_each_step_both_views_attend_to_the_same(randn, monkeypatch, moves
     config = replace(parse_config(SHAPES["tiny-llama"]), num_layers=2, num_heads=4, num_kv_heads=2, windows=(None, 9))
     sizes, D = PagedSizes(30, BLOCK_SIZE, 4, 44, 48), config.head_dim
     about = COMPRESSORS["snapkv"](0.25), Budget(6, 12, 0.5, num_sinks=1, num_recent=3), 4, moves
-    view = poisoned(CondensedBucketView(config, sizes, torch.float32, DEVICE, Buckets.of(4, 44), *about))
+    storages = [PlainStorage(config, sizes, torch.float32, DEVICE) for _ in range(2)]
+    ours, theirs = (KeptCells(config, sizes, storage, *about) for storage in storages)
+    attention = CondensedKernels(config, sizes, storages[0], ours, is_recording=True)
+    padding = decode_padding(config, sizes, Buckets.of(4, 44), ours)
+    view = poisoned(PagedView(config, sizes, torch.float32, storages[0], attention, padding))
     monkeypatch.setattr(paged_view, "launches", lambda tensor: False)
-    plain = CondensedView(config, sizes, torch.float32, DEVICE, "sdpa", *about)
+    expected_attention = CondensedOperations(OperationsAttention(storages[1], "sdpa"), theirs)
+    plain = PagedView(config, sizes, torch.float32, storages[1], expected_attention)
     sharing = NoExtension()
     if moves:
         sharing = PrefixSharing(BLOCK_SIZE, lambda request: request.num_prompt_tokens - 4)
-    pool = PagedKVCachePool.of(sizes, CompressedRequests(view.cells, sharing))
+    pool = PagedKVCachePool.of(sizes, CompressedRequests(ours.cells, sharing))
     own = pool.extension
     qk = NormAndRotate(torch.tensor([1.0, 0.0], device=DEVICE).view(2, 1, 1).expand(48, 2, 1, D).contiguous())
     requests = {name: make_request(name, range(n)) for name, n in (("a", 22), ("b", 22), ("c", 26))}
@@ -276,14 +283,14 @@ def test_after_each_step_both_views_attend_to_the_same(randn, monkeypatch, moves
             expected = plain.attend(layer, expected, scale=0.25, window=window)
             found = view.attend(layer, view.write(layer, q, k, v, padded.positions, qk), scale=0.25, window=window)
             torch.testing.assert_close(found[:T], expected, atol=1e-5, rtol=1e-4)
-        assert torch.equal(view.ring[:, :-1], plain.ring), "the last queries of each sequence"
+        assert torch.equal(ours.ring.queries[:, :-1], theirs.ring.queries[:, :-1]), "the last queries of each sequence"
         put_in_flight(schedule)
         select(pool, view, [requests[name] for name in chosen])
         commit(pool, schedule)
         for request in (requests[name] for name in compressed):
             holding, tables[:] = own.holding(pool, request), []
-            kept = view.compress(holding, place)
-            again = plain.compress(holding, lambda packed: tables[0] if tables else None)
+            kept = attention.compress(holding, place)
+            again = expected_attention.compress(holding, lambda packed: tables[0] if tables else None)
             assert (kept is None) == (again is None)
             assert kept is None or (kept.counts == again.counts).all()
             dropped += [request.request_id] * (kept is not None)
@@ -319,11 +326,11 @@ def test_recorded_choices_are_those_that_are_launched(tiny_checkpoints, monkeypa
     plain = make_engine(tiny_checkpoints["llama"], Engine, **about, use_cuda_graphs=False, attention_backend="sdpa")
     expected, _ = serve(plain, requests)
     engine = make_engine(tiny_checkpoints["llama"], Engine, **about, overlap_scheduling=True)
-    engine.view.selector.is_recording = True
+    engine.view.attention.selector.is_recording = True
     got, _ = serve(engine, requests)
     assert [[o.token_id for o in answer] for answer in got] == [[o.token_id for o in answer] for answer in expected]
     assert engine.num_compressions == plain.num_compressions == 6
-    ((num, _, capacity), room), *others = engine.view.selector.rooms.items()
+    ((num, _, capacity), room), *others = engine.view.attention.selector.rooms.items()
     assert (num, capacity, others) == (2, 128, [])
     assert room.graph is not None
     assert room.num_choices == 2
@@ -341,13 +348,13 @@ def test_an_abort_and_a_shared_prefix_change_no_token(tiny_checkpoints):
     engine = make_engine(
         tiny_checkpoints["llama"], Engine, **SMALL | {"use_prefix_caching": True}, overlap_scheduling=True
     )
-    begin, chosen = engine.view.select, list[int]()
+    begin, chosen = engine.view.attention.select, list[int]()
 
     def noted(sequences: Sequence[Holding]) -> None:
         begin(sequences)
         chosen.extend(one.row for one in sequences)
 
-    engine.view.select = noted
+    engine.view.attention.select = noted
     engine.add_request(requests[2][0], SamplingParams(**requests[2][1]), "aborted")
     while not chosen:
         engine.step()

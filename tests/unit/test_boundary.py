@@ -97,8 +97,10 @@ def modules(*folders: str) -> set[str]:
 MODULES = modules("cache")
 POOLS = modules("cache/pool")
 HOST = POOLS | modules("cache/layout") | {f"shared.tracks.compression.{name}" for name in ("layout", "pool")}
-DEVICE = modules("cache/view") | {
-    f"shared.tracks.{name}" for name in ("compression.bucket_view", "compression.view", "segments.view")
+DEVICE = modules("cache/view") | {"shared.tracks.segments.view"}
+DEVICE |= {
+    f"shared.tracks.compression.{name}"
+    for name in ("kept_cells", "kernel_attention", "operations_attention", "query_ring")
 }
 VIEWS = DEVICE | (MODULES - HOST)  # with those that make both sides
 

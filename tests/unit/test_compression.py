@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 
 from benchmarks.compression import WAYS, Scorer
 from shared.loading.loader import load_model
-from shared.tracks.compression.calibration import pack, temperature, top_n, top_p_count, unpack
 from shared.tracks.compression.compressors import COMPRESSORS, RKV, SnapKV, StreamingLLM, VanillaTopP, window_attention
-from shared.tracks.compression.selection import REDUCTIONS, Budget, needed, select
+from shared.tracks.compression.kept_cells import pack, unpack
+from shared.tracks.compression.selection import REDUCTIONS, Budget, needed, select, top_n, top_p_count
 from tests.comparison import assert_close, assert_equal
 
 
@@ -70,6 +70,20 @@ def test_how_many_keys_a_mass_needs(p: float, count: int) -> None:
 def test_rounding_needs_no_key_that_is_not_there() -> None:
     rows = torch.tensor([[0.25, 0.25, 0.25, 0.2499]])
     assert_equal(top_p_count(rows, 1.0), torch.tensor([4]), "keys for the mass 1", ("row",))
+
+
+def temperature(scores: torch.Tensor, count: int, p: float) -> float:
+    """Bisection for the T at which the top-``count`` mass of softmax(scores [n] / T) is p.
+
+    The mass falls from 1 (T near 0) to count / n (T large), so count / n < p < 1.
+    """
+    ordered = scores.sort(descending=True).values
+    low, high = 1e-6, 1e6
+    for _ in range(200):
+        middle = (low * high) ** 0.5
+        enough = (ordered / middle).softmax(-1)[:count].sum() >= p
+        low, high = (middle, high) if enough else (low, middle)
+    return low
 
 
 @settings(max_examples=60)

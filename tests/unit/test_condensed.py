@@ -15,6 +15,9 @@ from shared.cache.layout.paged import PagedSizes
 from shared.cache.pool.extension import NoExtension
 from shared.cache.pool.paged import PagedKVCachePool
 from shared.cache.pool.prefix import PrefixSharing
+from shared.cache.view.block_storage import PlainStorage
+from shared.cache.view.operations_attention import OperationsAttention
+from shared.cache.view.paged import PagedView
 from shared.engine.batch import Batch
 from shared.engine.config import EngineConfig
 from shared.errors import CapacityError
@@ -23,12 +26,12 @@ from shared.ops.attention import naive_attention
 from shared.scheduling.schedule import Schedule
 from shared.tracks.compression.compressors import COMPRESSORS
 from shared.tracks.compression.interface import compress, select
+from shared.tracks.compression.kept_cells import KeptCells, masked_attention
 from shared.tracks.compression.layout import Cells, Holding, Packed
-from shared.tracks.compression.masked import masked_attention
+from shared.tracks.compression.operations_attention import CondensedOperations
 from shared.tracks.compression.pool import CompressedRequests
 from shared.tracks.compression.scheduler import CompressingScheduler
 from shared.tracks.compression.selection import Budget
-from shared.tracks.compression.view import CondensedView
 from tests.comparison import assert_equal
 from tests.steps import commit, make_request, step_of
 
@@ -84,7 +87,6 @@ def test_a_compression_frees_what_no_head_keeps() -> None:
     assert (pool.length(request), pool.num_slotless.get(request, 0)) == (12, 18)
     assert pool.table(request).tolist() == [0, 1, 2, 3], "three blocks are packed; token 31 has the fourth"
     assert pool.allocator.num_free == 8
-    assert pool.extension.fill(pool, request) == (33, 64)
     assert pool.audit_blocks() == []
     assert pool.layout(step_of({request: 1})).slot_mapping.tolist() == [12]
     assert pool.reserve(request, 34)
@@ -124,8 +126,12 @@ def test_the_ring_has_the_last_queries_of_each_sequence_and_less_than_a_block_is
 ) -> None:
     config, generator = read_config(tiny_checkpoints["llama"]), torch.Generator().manual_seed(0)
     about = COMPRESSORS["snapkv"](config.attention_scale), Budget(13, 13, num_sinks=1, num_recent=4), 4, True
-    view = CondensedView(config, PagedSizes(24, 4, 3, 48, 96), torch.float32, "cpu", None, *about)
-    pool = PagedKVCachePool(24, 4, 3, 48, CompressedRequests(view.cells, NoExtension()))
+    sizes = PagedSizes(24, 4, 3, 48, 96)
+    storage = PlainStorage(config, sizes, torch.float32)
+    kept = KeptCells(config, sizes, storage, *about)
+    attention = CondensedOperations(OperationsAttention(storage, "sdpa"), kept)
+    view = PagedView(config, sizes, torch.float32, storage, attention)
+    pool = PagedKVCachePool(24, 4, 3, 48, CompressedRequests(kept.cells, NoExtension()))
     requests = [*map(make_request, "ab")]
     Hq, Hkv = config.num_heads, config.num_kv_heads
     seen: list[list[torch.Tensor]] = [[], []]
@@ -137,18 +143,18 @@ def test_the_ring_has_the_last_queries_of_each_sequence_and_less_than_a_block_is
         for layer in range(config.num_layers):
             heads = torch.randn(sum(new), Hq + 2 * Hkv, config.head_dim, generator=generator)
             q, k, v = heads.split((Hq, Hkv, Hkv), 1)
-            view.write(layer, q, k, v, positions, lambda q, k, positions: (q, k))
+            view.attend(layer, view.write(layer, q, k, v, positions, lambda q, k, positions: (q, k)), scale=1.0)
         for known, queries in zip(seen, q.split(new), strict=True):
             known += queries
         commit(pool, schedule)
     for request, known in zip(requests, seen, strict=True):
         for position in range(len(known) - 4, len(known)):
-            found = view.ring[-1, pool.rows[request], position % 4]
+            found = kept.ring.queries[-1, pool.rows[request], position % 4]
             assert torch.equal(found, known[position]), f"query {position} of request {request.request_id}"
     placed: list[Packed] = []
     for most, expected in ((13, []), (10, [10])):  # of 14 tokens; a block has 4 of each head
-        view.budget = replace(view.budget, least=most, most=most)
-        assert view.compress(view.sequences[0], lambda packed: placed.append(packed)) is None
+        kept.budget = replace(kept.budget, least=most, most=most)
+        assert attention.compress(attention.sequences[0], lambda packed: placed.append(packed)) is None
         assert sorted({count for packed in placed for count in packed.counts.flatten().tolist()}) == expected
 
 
@@ -321,7 +327,8 @@ def test_a_compression_is_tried_again_while_room_can_be_made(has_room: bool) -> 
         pool.release(second)
         return has_room
 
-    view: Any = SimpleNamespace(compress=lambda sequence, place: None if place(FEW) is None else FEW)
+    attention = SimpleNamespace(compress=lambda sequence, place: None if place(FEW) is None else FEW)
+    view: Any = SimpleNamespace(attention=attention)
     kept = ((3, 9), (20, 1)) if has_room else None
     assert compress(pool, view, first, make_room) == (kept, 4 if has_room else 0)
     assert asked == [first]
@@ -331,7 +338,7 @@ def test_a_choice_that_begins_early_knows_the_tokens_in_flight() -> None:
     pool, request, found = pool_of(), make_request("a", range(14)), []
     assert pool.reserve(request, 14)
     request.num_scheduled_tokens = 14
-    view: Any = SimpleNamespace(select=found.extend)
+    view: Any = SimpleNamespace(attention=SimpleNamespace(select=found.extend))
     select(pool, view, [request])
     assert [(one.length, one.table.tolist()) for one in found] == [(14, [0, 1, 2, 3])]
 

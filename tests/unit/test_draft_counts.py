@@ -81,7 +81,8 @@ def test_the_pool_leaves_room_for_the_logits_of_all_drafts(
     for more in ({}, drafts):
         config = EngineConfig(str(tiny_checkpoints["llama"]), **about, **more)
         num_tokens = config.most_tokens_of_a_step(max_seq_len)
-        sizes.append(pool_size.step_bytes(config, model, max_seq_len, num_tokens, lambda sizes: paged(model, sizes)))
+        memory = pool_size.measured_memory(config, model, max_seq_len, num_tokens, lambda sizes: paged(model, sizes))
+        sizes.append(pool_size.step_bytes(config, model, num_tokens, *memory))
     assert seen == [8, rows]
     logit_bytes = 4 * model.config.vocab_size
     assert sizes[1] - sizes[0] >= (rows - 8) * logit_bytes

@@ -265,10 +265,13 @@ def test_a_pool_takes_what_memory_is_left_beside_a_step(
 
     most = config.most_tokens_of_a_step(512)
     assert most == 640 + config.max_batch_size, "prompts, and decoding requests beside them"
-    step = pool_size.step_bytes(config, model, 512, most, make)
+    step, same = (
+        pool_size.step_bytes(config, model, most, *pool_size.measured_memory(config, model, longest, most, make))
+        for longest in (512, 64 * 512)
+    )
     hidden = most * model.config.hidden_size * 4
     assert 3 * hidden < step < 100 * hidden
-    assert pool_size.step_bytes(config, model, 64 * 512, most, make) == step, "the buffer of reads is no part of it"
+    assert same == step, "the buffer of reads is no part of it"
     block_bytes = kv_bytes(model.config, 16, torch.float32)
     for blocks in (40, 77):
         monkeypatch.setattr(pool_size, "free_bytes", lambda device, n=blocks: 2 * (step + n * block_bytes))

@@ -30,8 +30,7 @@ from shared.sampling.params import SamplingParams
 from shared.scheduling.schedule import Schedule, Scheduled
 from shared.tracks.ranks import worker
 from shared.tracks.ranks.batch import RankBatch, takes_plain_argmax
-from shared.tracks.ranks.board import BEATS, CALLS, Board
-from shared.tracks.ranks.channel import Receiver, Sender
+from shared.tracks.ranks.channel import BEATS, CALLS, Board, Receiver, Sender
 from shared.tracks.ranks.collectives import Collectives
 from shared.tracks.ranks.group import agreed_memory, draft_collectives, rank_device
 from shared.tracks.ranks.several_ranks import SeveralRanks

@@ -27,9 +27,8 @@ from shared.models.projection import Projection
 from shared.models.tokens import Tokens
 from shared.quantization.rounding import quantize
 from shared.quantization.weight import QuantizedWeight, dequantize
-from shared.tracks.ranks.checkpoint import CutCheckpoint
 from shared.tracks.ranks.collectives import Collectives
-from shared.tracks.ranks.cut import COLUMNS, ROWS, Cut, ModelCut, cut_weight
+from shared.tracks.ranks.cut import COLUMNS, ROWS, Cut, CutCheckpoint, ModelCut, cut_weight
 from shared.tracks.ranks.model import load_part
 from shared.tracks.ranks.projection import RowParallelProjection
 from shared.tracks.ranks.shard import Shard, possible_sizes

@@ -6,15 +6,14 @@ bucket's largest plan, padding has no items, and a merge is launched whether or 
 
 In a mixed step the number of decoding sequences varies too, and a captured launch cannot begin at a row that varies.
 So both launches get all rows. The decoding sequences are the first, so a decode item's sequence is its row; the rows of
-the prompts begin after them, as their plan says.
-
-A step that verifies drafts (phase 11) has the same new tokens as the one before, and keys that seldom need a tile more,
-so its plan is kept too.
+the prompts begin after them, as their plan says. The last plan of prompts is kept: a step that verifies drafts (phase
+11) has the same new tokens as the one before.
 
 Invariant: a step that fits no bucket is planned as in phase 6.1.
 """
 
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
@@ -37,7 +36,6 @@ class BucketPlanner(AttentionPlanner):
     """The plans of the last prompts, by all that they depend on."""
 
     def plan(self, num_new: Integers, lengths: Integers, num_decoding: int) -> StepPlans:
-        """See :class:`AttentionPlanner`."""
         bucket = self.buckets.smallest(len(lengths), int(num_new.sum()))
         if bucket is None:
             return super().plan(num_new, lengths, num_decoding)
@@ -58,28 +56,15 @@ class BucketPlanner(AttentionPlanner):
         plans = self.last_prefill.get(key)
         if plans is not None:
             return plans
-        plans = {
-            window: plan_prefill(
-                num_new,
-                lengths,
-                grid,
-                tokens_per_tile=tokens,
-                window=window,
-                has_masks=self.has_masks,
-                first_row=num_decoding,
-                num_rows=bucket.num_tokens,
-                num_requests=bucket.num_sequences,
-                capacity=grid.capacity(bucket.num_tokens // tokens + bucket.num_sequences),
-                is_captured=True,
-            )
-            for window in self.windows
-        }
+        sizes: dict[str, Any] = {"num_rows": bucket.num_tokens, "num_requests": bucket.num_sequences}
+        sizes |= {"capacity": grid.capacity(bucket.num_tokens // tokens + bucket.num_sequences), "is_captured": True}
+        sizes |= {"tokens_per_tile": tokens, "first_row": num_decoding, "has_masks": self.has_masks}
+        plans = {window: plan_prefill(num_new, lengths, grid, window=window, **sizes) for window in self.windows}
         self.last_prefill.clear()
         self.last_prefill[key] = plans
         return plans
 
     def launches(self, num_tokens: int, num_sequences: int, num_decoding: int) -> StepLaunches:
-        """See :class:`AttentionPlanner`."""
         bucket = self.buckets.smallest(num_sequences, num_tokens)
         if bucket is None:
             return super().launches(num_tokens, num_sequences, num_decoding)
@@ -95,18 +80,15 @@ class BucketPlanner(AttentionPlanner):
     def padding(self, bucket: Bucket, block_size: int) -> Batch:
         """A full batch for the capture of a bucket, which writes to no slot: new sequences, or a single prompt."""
         B, T = (bucket.num_tokens, bucket.num_tokens) if bucket.is_decode else (1, bucket.num_tokens)
-        rows, num_new, nothing = np.arange(B), np.full(B, T // B), np.zeros(0, np.int64)
-        places = (rows, np.zeros(B, np.int64), num_new, np.full(T, -1))
+        places = (np.arange(B), np.zeros(B, np.int64), np.full(B, T // B), np.full(T, -1))
         blocks = np.full(B, -(-T // B // block_size))  # of each sequence: block 0, whose content does not matter
         starts = np.append(0, blocks.cumsum())
         layout = PagedLayout(*places, tables=np.zeros(starts[-1], np.int32), table_starts=starts)
-        return Batch(
-            request_ids=("padding",) * B,
-            token_ids=np.zeros(T, np.int64),
-            pending=nothing,
-            positions=np.zeros(T, np.int64),
-            num_new_tokens=num_new,
-            logit_rows=nothing,
-            logit_sequences=nothing,
-            layout=LayoutPlans.planned(layout, self),
-        )
+        return padding_batch(LayoutPlans.planned(layout, self))
+
+
+def padding_batch(layout: PagedLayout) -> Batch:
+    """The batch of new tokens that have this layout, without logits."""
+    zeros, nothing = np.zeros(len(layout.slot_mapping), np.int64), np.zeros(0, np.int64)
+    names = ("padding",) * len(layout.rows)
+    return Batch(names, zeros, nothing, zeros, layout.num_new, nothing, nothing, layout)

@@ -70,7 +70,6 @@ class PagedLayout(Layout):
         return replace(self, tables=read, table_starts=np.append(0, num_blocks.cumsum()), num_ahead=num_ahead)
 
     def part(self, sequences: slice, tokens: slice) -> "PagedLayout":
-        """See :class:`Layout`."""
         starts = self.table_starts[sequences.start : sequences.stop + 1]
         tables = self.tables[starts[0] : starts[-1]]
         part = replace(

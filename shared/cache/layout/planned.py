@@ -71,21 +71,16 @@ class AttentionPlanner:
 
     def most_numbers(self, num_tokens: int, num_sequences: int) -> tuple[int, ...]:
         """Maximum length of each array of a plan, in the order of ``AttentionPlan.arrays``, for steps of this size."""
-        tilings = (
-            self.decode_tiling(1),
-            self.decode_tiling(num_sequences),
-            self.prefill_tiling(num_tokens, num_sequences),
-        )
+        B = num_sequences
+        tilings = self.decode_tiling(1), self.decode_tiling(B), self.prefill_tiling(num_tokens, B)
         resident = max(tiling.grid(self.config.num_kv_heads, self.device).resident for tiling in tilings)
         capacity = resident + num_tokens  # a tile of queries has at least one token
         return 1, 1, capacity, capacity, capacity, num_sequences + 1, num_tokens + 1
 
     def plan(self, num_new: Integers, lengths: Integers, num_decoding: int) -> StepPlans:
         """The plans of a step whose first ``num_decoding`` sequences have one new token each."""
-        return StepPlans(
-            self._plan_decode(lengths[:num_decoding]),
-            self._plan_prefill(num_new[num_decoding:], lengths[num_decoding:]),
-        )
+        n = num_decoding
+        return StepPlans(self._plan_decode(lengths[:n]), self._plan_prefill(num_new[n:], lengths[n:]))
 
     def launches(self, num_tokens: int, num_sequences: int, num_decoding: int) -> StepLaunches:
         """The launches of a step whose first ``num_decoding`` sequences have one new token each."""
@@ -115,12 +110,8 @@ class AttentionPlanner:
         tiling = self.prefill_tiling(int(num_new.sum()), len(num_new))
         grid = tiling.grid(self.config.num_kv_heads, self.device)
         tokens = tiling.tokens(self.config.num_heads // self.config.num_kv_heads)
-        return {
-            window: plan_prefill(
-                num_new, lengths, grid, tokens_per_tile=tokens, window=window, has_masks=self.has_masks
-            )
-            for window in self.windows
-        }
+        about: dict[str, Any] = {"tokens_per_tile": tokens, "has_masks": self.has_masks}
+        return {window: plan_prefill(num_new, lengths, grid, window=window, **about) for window in self.windows}
 
 
 @dataclass(frozen=True)
@@ -137,5 +128,5 @@ class LayoutPlans:
         return replace(layout, extra=cls(planner, plans))
 
     def part(self, layout: PagedLayout, sequences: slice) -> PagedLayout:
-        """See ``LayoutExtra``; the part gets new plans."""
+        """The part gets new plans."""
         return self.planned(layout, self.planner)

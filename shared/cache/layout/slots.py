@@ -65,11 +65,7 @@ def before_and_after(
 ) -> tuple[Integers, Integers]:
     """The tokens of each sequence in the cache before and after the step, ``[B]`` each.
 
-    Args:
-        rows: the row of each request.
-        lengths, granted: committed and reserved tokens of each row.
-
-    Raises CapacityError if the step would write tokens that were not reserved.
+    ``lengths``, ``granted``: committed and reserved tokens of each row. Raises CapacityError if too few are reserved.
     """
     committed = np.array([lengths[row] for row in rows], np.int64)
     num_computed = np.array([request.num_computed_tokens for request in schedule.requests], np.int64)

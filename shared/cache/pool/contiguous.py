@@ -41,15 +41,12 @@ class ContiguousKVCachePool:
         self.used_tokens = 0
 
     def admit(self, request: Request) -> int:
-        """See ``CachePoolProtocol``."""
         return 0
 
     def must_wait(self, request: Request) -> bool:
-        """See ``CachePoolProtocol``."""
         return False
 
     def reserve(self, request: Request, num_tokens: int) -> bool:
-        """See ``CachePoolProtocol``."""
         if not 0 <= num_tokens <= self.request_capacity:
             raise CapacityError(
                 f"Request {request.request_id} asks for {num_tokens} tokens and a region has {self.request_capacity}; "
@@ -69,7 +66,6 @@ class ContiguousKVCachePool:
         # end exercise
 
     def commit(self, request: Request, num_tokens: int) -> None:
-        """See ``CachePoolProtocol``."""
         region = self._region(request)
         if num_tokens < 0 or self.lengths[region] + num_tokens > self.granted[region]:
             raise CapacityError(
@@ -80,16 +76,14 @@ class ContiguousKVCachePool:
         self.used_tokens += num_tokens
 
     def reserve_next(self, requests: Iterable[Request]) -> list[Request]:
-        """See ``CachePoolProtocol``; ``reserve`` does this."""
+        """``reserve`` does this."""
         return list(requests)
 
     def commit_next(self, requests: Iterable[Request]) -> None:
-        """See ``CachePoolProtocol``."""
         for request in requests:
             self.commit(request, 1)
 
     def truncate(self, request: Request, num_tokens: int) -> None:
-        """See ``CachePoolProtocol``."""
         region = self._region(request)
         if not 0 <= num_tokens <= self.lengths[region]:
             raise CapacityError(
@@ -100,12 +94,11 @@ class ContiguousKVCachePool:
         self.lengths[region] = num_tokens
 
     def shrink(self, request: Request, num_tokens: int) -> None:
-        """See ``CachePoolProtocol``; the region stays whole."""
+        """The region stays whole."""
         region = self._region(request)
         self.granted[region] = max(self.lengths[region], min(num_tokens, self.granted[region]))
 
     def release(self, request: Request) -> None:
-        """See ``CachePoolProtocol``."""
         region = self.regions.pop(request, None)
         if region is not None:
             self.used_tokens -= self.lengths[region]
@@ -113,17 +106,14 @@ class ContiguousKVCachePool:
             self.free_regions.append(region)
 
     def length(self, request: Request) -> int:
-        """See ``CachePoolProtocol``."""
         region = self.regions.get(request)
         return 0 if region is None else self.lengths[region]
 
     @property
     def free_tokens(self) -> int:
-        """See ``CachePoolProtocol``."""
         return len(self.free_regions) * self.request_capacity
 
     def layout(self, schedule: Schedule) -> Layout:
-        """See ``CachePoolProtocol``."""
         regions = [self._region(request) for request in schedule.requests]
         num_cached, lengths = before_and_after(schedule, regions, self.lengths, self.granted)
         rows = np.array(regions, np.int64)
@@ -136,18 +126,15 @@ class ContiguousKVCachePool:
         return Layout(rows, num_cached, lengths, slot_mapping)
 
     def holdings(self) -> tuple[int, dict[Request, list[int]]]:
-        """See ``CachePoolProtocol``."""
         return self.request_capacity, {request: [region] for request, region in self.regions.items()}
 
     def cached_blocks(self) -> list[int]:
-        """See ``CachePoolProtocol``."""
         return []
 
     def drop_cached(self) -> None:
         """See ``CachePoolProtocol``."""
 
     def audit(self) -> list[str]:
-        """See ``CachePoolProtocol``."""
         found = [
             f"Request {request.request_id} holds region {region} with {self.lengths[region]} tokens of "
             f"{self.granted[region]} reserved."

@@ -5,10 +5,8 @@ found by arithmetic, and what a kernel needs of a step, in the form of a sparse 
 FlashInfer reads it), is a cumulative sum over the counts. A request grows and shrinks at its tail only, and has one
 page at least, since a row of the matrix must not be empty.
 
-It is here for comparison: no engine uses it. The whole of ``num_requests * max_pages`` pages exists from the beginning,
-so memory bounds the number of requests by the longest one possible; no page can be shared; and the pages of a short
-request are of no use to a long one. The pool of :mod:`shared.cache.pool.blocks` costs one array lookup, and none of
-this.
+It is here for comparison: no engine uses it. All ``num_requests * max_pages`` pages exist from the beginning, so memory
+bounds the number of requests by the longest one possible; no page can be shared, or serve a longer request.
 
 Invariants: no page belongs to two requests; a request has as many pages as its tokens fill, and at least one.
 """
@@ -24,15 +22,11 @@ Integers = NDArray[np.int64]
 
 
 class PageTables(NamedTuple):
-    """The pages of R requests as compressed sparse rows.
+    """The pages of R requests as compressed sparse rows."""
 
-    ``indptr``, ``[R + 1]``: the pages of request r are ``indices[indptr[r]:indptr[r + 1]]``, in the order of its text.
-    ``last_page_lengths``, ``[R]``: tokens in each request's last page, 0 only if it has none.
-    """
-
-    indptr: Integers
-    indices: Integers
-    last_page_lengths: Integers
+    indptr: Integers  # [R + 1]
+    indices: Integers  # the pages of request r, in the order of its text, are indices[indptr[r]:indptr[r + 1]]
+    last_page_lengths: Integers  # [R], tokens in each request's last page, 0 only if it has none
 
 
 class FixedPages:

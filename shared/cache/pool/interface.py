@@ -60,9 +60,7 @@ class CachePoolProtocol(Protocol):
         ...
 
     def shrink(self, request: Request, num_tokens: int) -> None:
-        """Give back what is reserved beyond a request's first ``num_tokens`` tokens, and was not written; drafts that
-        were not accepted had reserved it (phase 11).
-        """
+        """Give back what is reserved beyond a request's first ``num_tokens`` tokens, and was not written."""
         ...
 
     def release(self, request: Request) -> None:

@@ -87,15 +87,13 @@ class PagedKVCachePool:
         return -(-num_tokens // self.block_size)
 
     def admit(self, request: Request) -> int:
-        """See ``CachePoolProtocol``."""
         return self.extension.admit(self, request)
 
     def must_wait(self, request: Request) -> bool:
-        """See ``CachePoolProtocol``."""
         return self.extension.must_wait(request)
 
     def reserve(self, request: Request, num_tokens: int) -> bool:
-        """See ``CachePoolProtocol``; allocates the missing blocks, all of them or none."""
+        """Allocates the missing blocks, all of them or none."""
         num_slotless = self.num_slotless.get(request, 0)
         if not 0 <= num_tokens <= self.request_capacity + num_slotless:
             raise CapacityError(
@@ -130,7 +128,6 @@ class PagedKVCachePool:
         return self.extension.allocate(self, count)
 
     def commit(self, request: Request, num_tokens: int) -> None:
-        """See ``CachePoolProtocol``."""
         row = self._row(request)
         length = self.lengths[row] + num_tokens
         if num_tokens < 0 or length > self.granted[row]:
@@ -142,7 +139,7 @@ class PagedKVCachePool:
         self.extension.commit(self, request, num_tokens)
 
     def reserve_next(self, requests: Iterable[Request]) -> list[Request]:
-        """See ``CachePoolProtocol``; all blocks that the step lacks are allocated at once, or none of them."""
+        """All blocks that the step lacks are allocated at once, or none of them."""
         rows, granted, num_held, size = self.rows, self.granted, self.num_held, self.block_size
         slotless = self.num_slotless
         others: list[Request] = []
@@ -167,7 +164,7 @@ class PagedKVCachePool:
         return []
 
     def commit_next(self, requests: Iterable[Request]) -> None:
-        """See ``CachePoolProtocol``; what a block that is full entails, ``commit`` does."""
+        """What a block that is full entails, ``commit`` does."""
         rows, lengths, granted, size = self.rows, self.lengths, self.granted, self.block_size
         for request in requests:
             row = rows[request] if request in rows else self._row(request)
@@ -178,7 +175,6 @@ class PagedKVCachePool:
                 self.commit(request, 1)
 
     def truncate(self, request: Request, num_tokens: int) -> None:
-        """See ``CachePoolProtocol``."""
         self.extension.check_truncation(request, num_tokens)
         row = self._row(request)
         num_tokens -= self.num_slotless.get(request, 0)
@@ -190,7 +186,7 @@ class PagedKVCachePool:
         self.lengths[row] = num_tokens
 
     def shrink(self, request: Request, num_tokens: int) -> None:
-        """See ``CachePoolProtocol``; frees the blocks that are no longer needed."""
+        """Frees the blocks that are no longer needed."""
         row = self._row(request)
         num_tokens -= self.num_slotless.get(request, 0)
         self.granted[row] = max(self.lengths[row], min(num_tokens, self.granted[row]))
@@ -200,7 +196,6 @@ class PagedKVCachePool:
             self.num_held[row] = needed
 
     def release(self, request: Request) -> None:
-        """See ``CachePoolProtocol``."""
         self.extension.release(request)
         self.num_slotless.pop(request, None)
         row = self.rows.get(request)
@@ -212,22 +207,20 @@ class PagedKVCachePool:
         self.free_rows.append(row)
 
     def length(self, request: Request) -> int:
-        """See ``CachePoolProtocol``."""
         row = self.rows.get(request)
         return self.extension.context_length(request) + (0 if row is None else self.lengths[row])
 
     @property
     def used_tokens(self) -> int:
-        """See ``CachePoolProtocol``; a token of a shared block counts once."""
+        """A token of a shared block counts once."""
         return sum(self.lengths) + self.extension.used_tokens()
 
     @property
     def free_tokens(self) -> int:
-        """See ``CachePoolProtocol``; free slots in partially filled blocks do not count, blocks that are kept do."""
+        """Free slots in partially filled blocks do not count, blocks that are kept do."""
         return (self.allocator.num_free + self.extension.num_unused_blocks()) * self.block_size
 
     def layout(self, schedule: Schedule) -> PagedLayout:
-        """See ``CachePoolProtocol``."""
         try:
             rows = [self.rows[request] for request in schedule.requests]
         except KeyError as error:
@@ -239,15 +232,12 @@ class PagedKVCachePool:
         return self.lay_out(self.extension.lay_out(self, schedule, layout))
 
     def holdings(self) -> tuple[int, dict[Request, list[int]]]:
-        """See ``CachePoolProtocol``."""
         return self.block_size, {request: self.table(request).tolist() for request in self.rows}
 
     def cached_blocks(self) -> list[int]:
-        """See ``CachePoolProtocol``."""
         return self.extension.unused_blocks()
 
     def drop_cached(self) -> None:
-        """See ``CachePoolProtocol``."""
         self.extension.drop_unused(self)
 
     def table(self, request: Request) -> Blocks:
@@ -256,7 +246,6 @@ class PagedKVCachePool:
         return self.tables[0, :0] if row is None else self.tables[row, : self.num_held[row]].copy()
 
     def audit(self) -> list[str]:
-        """See ``CachePoolProtocol``."""
         found = [
             f"Request {request.request_id} holds {self.num_held[row]} blocks with {self.lengths[row]} tokens of "
             f"{self.granted[row]} reserved."

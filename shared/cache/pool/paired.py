@@ -8,14 +8,12 @@ Invariants: a request has a twin exactly while it holds space; both pools have r
 the draft model's maximum; this module commits tokens of the model alone, and the drafter those of the twins.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
-from shared.cache.layout.slots import Layout
 from shared.cache.pool.interface import CachePoolProtocol
 from shared.engine.request import Request
-from shared.scheduling.schedule import Schedule
 
 
 class PairedPool:
@@ -29,9 +27,12 @@ class PairedPool:
         self.request_capacity = target.request_capacity
         self.capacity_tokens = min(target.capacity_tokens, draft.capacity_tokens)
         self.watermark_tokens = target.watermark_tokens
+        self.must_wait, self.length, self.layout = target.must_wait, target.length, target.layout
+        self.commit, self.commit_next, self.truncate = target.commit, target.commit_next, target.truncate
+        self.holdings, self.cached_blocks = target.holdings, target.cached_blocks
 
     def admit(self, request: Request) -> int:
-        """See ``CachePoolProtocol``; what the draft model has of the request's prefix may be less, or more."""
+        """What the draft model has of the request's prefix may be less, or more."""
         unlimited: dict[str, Any] = {"thinking_budget": None, "min_thinking_tokens": 0}
         params = replace(request.params, logprobs=None, prompt_logprobs=None, **unlimited)
         about = (request.request_id, request.prompt_ids, params, request.seed, request.end_ids)
@@ -40,12 +41,7 @@ class PairedPool:
         self.draft.admit(twin)
         return self.target.admit(request)
 
-    def must_wait(self, request: Request) -> bool:
-        """See ``CachePoolProtocol``."""
-        return self.target.must_wait(request)
-
     def reserve(self, request: Request, num_tokens: int) -> bool:
-        """See ``CachePoolProtocol``; in both pools, or in none."""
         twin, granted = self.twins[request], self.granted[request]
         if not self.target.reserve(request, num_tokens):
             return False
@@ -55,24 +51,12 @@ class PairedPool:
         self.granted[request] = max(granted, num_tokens)
         return True
 
-    def commit(self, request: Request, num_tokens: int) -> None:
-        """See ``CachePoolProtocol``; of the model alone."""
-        self.target.commit(request, num_tokens)
-
     def reserve_next(self, requests: Iterable[Request]) -> list[Request]:
-        """See ``CachePoolProtocol``; ``reserve`` does this."""
+        """``reserve`` does this."""
         return list(requests)
 
-    def commit_next(self, requests: Iterable[Request]) -> None:
-        """See ``CachePoolProtocol``."""
-        self.target.commit_next(requests)
-
-    def truncate(self, request: Request, num_tokens: int) -> None:
-        """See ``CachePoolProtocol``; of the model alone."""
-        self.target.truncate(request, num_tokens)
-
     def shrink(self, request: Request, num_tokens: int) -> None:
-        """See ``CachePoolProtocol``; in both pools. Drafts whose keys lose their place are no longer remembered."""
+        """In both pools. Drafts whose keys lose their place are no longer remembered."""
         twin = self.twins[request]
         self.target.shrink(request, num_tokens)
         self.draft.shrink(twin, num_tokens)
@@ -81,46 +65,26 @@ class PairedPool:
         twin.draft_ids = twin.draft_ids[: num_written + 1]  # the last one has no keys yet
 
     def release(self, request: Request) -> None:
-        """See ``CachePoolProtocol``; in both pools."""
         self.target.release(request)
         twin = self.twins.pop(request, None)
         if twin is not None:
             self.draft.release(twin)
             del self.granted[request]
 
-    def length(self, request: Request) -> int:
-        """See ``CachePoolProtocol``."""
-        return self.target.length(request)
-
     @property
     def used_tokens(self) -> int:
-        """See ``CachePoolProtocol``."""
         return self.target.used_tokens
 
     @property
     def free_tokens(self) -> int:
-        """See ``CachePoolProtocol``; in the pool with less room."""
+        """In the pool with less room."""
         return min(self.target.free_tokens, self.draft.free_tokens)
 
-    def layout(self, schedule: Schedule) -> Layout:
-        """See ``CachePoolProtocol``."""
-        return self.target.layout(schedule)
-
-    def holdings(self) -> tuple[int, Mapping[Request, Sequence[int]]]:
-        """See ``CachePoolProtocol``."""
-        return self.target.holdings()
-
-    def cached_blocks(self) -> Sequence[int]:
-        """See ``CachePoolProtocol``."""
-        return self.target.cached_blocks()
-
     def drop_cached(self) -> None:
-        """See ``CachePoolProtocol``; in both pools."""
         self.target.drop_cached()
         self.draft.drop_cached()
 
     def audit(self) -> list[str]:
-        """See ``CachePoolProtocol``; of both pools."""
         found = [*self.target.audit(), *(f"Draft model: {message}" for message in self.draft.audit())]
         unknown = self.target.holdings()[1].keys() - self.twins.keys()
         unknown |= self.draft.holdings()[1].keys() - set(self.twins.values())

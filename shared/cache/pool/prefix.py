@@ -29,6 +29,7 @@ from shared.cache.pool.prefix_tree import ID_BYTES, Node, PrefixTree
 from shared.engine.config import EngineConfig
 from shared.engine.request import Request
 from shared.errors import BlockError, CapacityError
+from shared.models.config import ModelConfig
 from shared.scheduling.schedule import Schedule
 
 
@@ -66,7 +67,7 @@ class PrefixSharing(PoolExtension):
         self.packed_ids: WeakKeyDictionary[Request, bytes] = WeakKeyDictionary()
 
     def admit(self, pool: BlockTables, request: Request) -> int:
-        """See ``PoolExtension``; the request shares the blocks of its longest cached prefix."""
+        """The request shares the blocks of its longest cached prefix."""
         tokens, salt = self.shareable(request), _salt(request)
         node, blocks = self.tree.acquire(b"" if request.needs_prompt_logits else tokens, salt)
         # exercise 08x5: share the blocks, and leave a token to compute
@@ -95,7 +96,6 @@ class PrefixSharing(PoolExtension):
         return num_cached
 
     def must_wait(self, request: Request) -> bool:
-        """See ``PoolExtension``."""
         if request.needs_prompt_logits:
             return False
         leader, num_common = self.leaders.get(request, (None, 0))
@@ -113,7 +113,7 @@ class PrefixSharing(PoolExtension):
         return True
 
     def allocate(self, pool: BlockTables, count: int) -> Blocks | None:
-        """See ``PoolExtension``; evicts cached blocks if too few are free."""
+        """Evicts cached blocks if too few are free."""
         missing = count - pool.allocator.num_free
         if not 0 < missing <= self.tree.num_unused_blocks:
             return pool.allocator.allocate(count)
@@ -125,7 +125,7 @@ class PrefixSharing(PoolExtension):
         return np.concatenate([free, evicted])
 
     def commit(self, pool: BlockTables, request: Request, num_tokens: int) -> None:
-        """See ``PoolExtension``; the blocks that are full now enter the tree."""
+        """The blocks that are full now enter the tree."""
         row, prefix = pool.rows[request], self.prefixes.get(request)
         if prefix is None or pool.lengths[row] % self.block_size >= num_tokens:
             return  # not for the tree, or no block was filled
@@ -147,7 +147,7 @@ class PrefixSharing(PoolExtension):
         self._note_computing(request)
 
     def check_truncation(self, request: Request, num_tokens: int) -> None:
-        """See ``PoolExtension``; others may read the tokens that the tree has."""
+        """Others may read the tokens that the tree has."""
         num_shared = self.prefixes[request].num_shared if request in self.prefixes else 0
         if num_tokens < num_shared * self.block_size:
             raise CapacityError(
@@ -156,7 +156,7 @@ class PrefixSharing(PoolExtension):
             )
 
     def release(self, request: Request) -> None:
-        """See ``PoolExtension``; the request's full blocks stay cached."""
+        """The request's full blocks stay cached."""
         prefix = self.prefixes.pop(request, None)
         if prefix is not None:
             self.tree.release(prefix.node)
@@ -164,7 +164,7 @@ class PrefixSharing(PoolExtension):
             self.copying.discard(request)
 
     def lay_out(self, pool: BlockTables, schedule: Schedule, layout: PagedLayout) -> PagedLayout:
-        """See ``PoolExtension``. Raises BlockError if the step would write a shared block."""
+        """Raises BlockError if the step would write a shared block."""
         written = layout.slot_mapping // self.block_size
         is_shared = pool.allocator.ref_counts[written] > 1
         if is_shared.any():
@@ -176,28 +176,24 @@ class PrefixSharing(PoolExtension):
         return replace(layout, copies=np.array(copies, np.int32)) if copies else layout
 
     def num_unused_blocks(self) -> int:
-        """See ``PoolExtension``."""
         return self.tree.num_unused_blocks
 
     def used_tokens(self) -> int:
-        """See ``PoolExtension``; a token of a shared block counts once."""
+        """A token of a shared block counts once."""
         num_shared = sum([prefix.num_shared for prefix in self.prefixes.values()])
         return (self.tree.num_blocks - self.tree.num_unused_blocks - num_shared) * self.block_size
 
     def unused_blocks(self) -> list[int]:
-        """See ``PoolExtension``."""
         return self.tree.unused_blocks().tolist()
 
     def drop_unused(self, pool: BlockTables) -> None:
-        """See ``PoolExtension``; the next allocation gets the blocks of a path in their order."""
+        """The next allocation gets the blocks of a path in their order."""
         pool.allocator.free(self.tree.evict(self.tree.num_unused_blocks)[::-1])
 
     def audit(self, pool: BlockTables) -> list[str]:
-        """See ``PoolExtension``."""
         return self.tree.audit([prefix.node for prefix in self.prefixes.values()])
 
     def block_lists(self) -> list[Blocks]:
-        """See ``PoolExtension``."""
         return [self.tree.blocks()]
 
     def _copy(self, pool: BlockTables, request: Request) -> tuple[int, int]:
@@ -238,6 +234,6 @@ def _salt(request: Request) -> bytes:
     return (request.params.cache_salt or "").encode("utf-8", "surrogatepass")
 
 
-def prefix_sharing(config: EngineConfig, sizes: PagedSizes) -> PrefixSharing | None:
+def prefix_sharing(config: EngineConfig, shape: ModelConfig, sizes: PagedSizes) -> PrefixSharing | None:
     """See :data:`shared.cache.paged_memory.MakeExtension`; None if prefix caching is off."""
     return PrefixSharing(sizes.block_size) if config.is_on("use_prefix_caching") else None

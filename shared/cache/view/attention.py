@@ -1,14 +1,15 @@
-"""The attention of a paged view: the interface. Introduced in phase 6.
+"""The attention of a paged view, and the padding of its steps: the interfaces. Introduced in phase 6.
 
 An attention says which arrays of a step it needs on the device, and attends over the keys and values of a storage
-(:mod:`shared.cache.view.block_storage`). Invariant: it reads blocks and the step's arrays, and writes neither.
+(:mod:`shared.cache.view.block_storage`). Invariants: it writes no block; without buckets, as before phase 9, the arrays
+of a step are as long as the step.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
-import torch
 from numpy.typing import DTypeLike, NDArray
+from torch import Tensor
 
 from shared.cache.layout.paged import PagedLayout
 from shared.engine.batch import Batch
@@ -33,10 +34,33 @@ class PagedAttentionProtocol(Protocol):
         """The arrays of a step."""
         return {}
 
-    def receive(self, batch: Batch, layout: PagedLayout, sent: Mapping[str, torch.Tensor]) -> None:
+    def receive(self, batch: Batch, layout: PagedLayout, sent: Mapping[str, Tensor]) -> None:
         """Take the step's arrays on the device; all layers' attention is that of this step from now on."""
         ...
 
-    def attend(self, layer: int, q: torch.Tensor, about: Scores, out: torch.Tensor | None) -> torch.Tensor:
-        """See :class:`shared.models.tokens.KVView`; ``out`` is the buffer of a decode step's results."""
+    def attend(self, layer: int, q: Tensor, about: Scores, out: Tensor | None) -> Tensor:
+        """As ``KVView.attend``; ``out`` is the buffer of a decode step's results."""
         ...
+
+
+class Padding(Protocol):
+    """Pads the arrays of a step to the step's bucket; without methods of its own it leaves them as they are."""
+
+    buckets: Any = None  # see :class:`shared.engine.executor.captured.BucketedView`
+    paddings: Sequence[Batch] = ()
+
+    def bucket_of(self, batch: Batch) -> Any:
+        """The bucket to which a step is padded; None: it is not padded."""
+        return None
+
+    def pad(self, arrays: Arrays, bucket: Any) -> None:
+        """Pad the arrays that depend on the number of tokens, or of sequences."""
+        return None
+
+    def advance(self, sent: Mapping[str, Tensor]) -> None:
+        """Move the loaded decode step on by a token for each sequence; only a captured step is repeated."""
+        return None
+
+
+class NoPadding(Padding):
+    """Steps as they are."""

@@ -12,6 +12,7 @@ from typing import Any, Protocol, Self
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from shared.cache.free_memory import free_bytes
 from shared.cache.layout.paged import PagedSizes
@@ -21,20 +22,20 @@ from shared.errors import ConfigError
 from shared.models.causal_lm import CausalLM
 from shared.models.config import ModelConfig
 
-KeysAndValues = tuple[torch.Tensor, torch.Tensor]
+KeysAndValues = tuple[Tensor, Tensor]
 
 
 class BlockStorage(Protocol):
     """Keys and values in blocks."""
 
-    keys: torch.Tensor  # as they are stored
-    values: torch.Tensor
-    layer_keys: tuple[torch.Tensor, ...]  # of each layer, as kernels read them
-    layer_values: tuple[torch.Tensor, ...]
+    keys: Tensor  # as they are stored
+    values: Tensor
+    layer_keys: tuple[Tensor, ...]  # of each layer, as kernels read them
+    layer_values: tuple[Tensor, ...]
     arguments: Sequence[dict[str, Any]]  # of each layer's kernels, besides keys and values
     num_bytes: int
 
-    def write(self, layer: int, k: torch.Tensor, v: torch.Tensor, slots: torch.Tensor) -> None:
+    def write(self, layer: int, k: Tensor, v: Tensor, slots: Tensor) -> None:
         """Store keys and values ``[T, Hkv, D]`` in ``slots``, int64 ``[T]``, with PyTorch's operations."""
         ...
 
@@ -42,10 +43,8 @@ class BlockStorage(Protocol):
         """Allocate what :meth:`read` needs; called once, before the first step."""
         ...
 
-    def read(self, layer: int, blocks: torch.Tensor) -> KeysAndValues:
-        """Keys and values ``[n · block_size, Hkv, D]`` of int64 ``blocks [n]``, in the model's dtype, until the next
-        call.
-        """
+    def read(self, layer: int, blocks: Tensor) -> KeysAndValues:
+        """Keys and values ``[n · block_size, Hkv, D]`` of int64 ``blocks [n]``; valid until the next call."""
         ...
 
     def copy(self, copies: NDArray[np.int32]) -> None:
@@ -58,32 +57,15 @@ MakeStorage = Callable[[EngineConfig, CausalLM, PagedSizes], BlockStorage]
 
 
 class PlainStorage:
-    """Keys and values in the model's dtype; see :class:`BlockStorage`."""
-
-    def __init__(
-        self, config: ModelConfig, sizes: PagedSizes, dtype: torch.dtype, device: torch.device | str = "cpu"
-    ) -> None:
-        blocks = StoredBlocks(config, sizes, dtype, device)
-        self.keys, self.values, self.num_bytes = blocks.keys, blocks.values, blocks.num_bytes
-        self.layer_keys, self.layer_values = self.keys.unbind(0), self.values.unbind(0)
-        self.arguments: Sequence[dict[str, Any]] = [{}] * config.num_layers
-        self.make_readable, self.read = blocks.make_readable, blocks.read
-        self.write, self.copy = blocks.write, blocks.copy
-
-    @classmethod
-    def of(cls, config: EngineConfig, model: CausalLM, sizes: PagedSizes) -> Self:
-        """See ``MakeStorage``."""
-        return cls(model.config, sizes, model.dtype, model.device)
-
-
-class StoredBlocks:
-    """The tensors of a storage, and what PyTorch's operations do with them, in the dtype in which they are stored.
+    """Keys and values in one dtype, mostly the model's; see :class:`BlockStorage`.
 
     The blocks of a sequence are read into a small buffer that all sequences and layers reuse: it stays in the
     processor's caches, so this is faster than reading all sequences at once.
     """
 
-    def __init__(self, config: ModelConfig, sizes: PagedSizes, dtype: torch.dtype, device: torch.device | str) -> None:
+    def __init__(
+        self, config: ModelConfig, sizes: PagedSizes, dtype: torch.dtype, device: torch.device | str = "cpu"
+    ) -> None:
         device = torch.device(device)
         self.num_bytes = kv_bytes(config, sizes.num_blocks * sizes.block_size, dtype)
         if self.num_bytes > (free := free_bytes(device)):
@@ -96,19 +78,23 @@ class StoredBlocks:
         self.rows = [memory.flatten(1, 2).flatten(2).unbind(0) for memory in (self.keys, self.values)]
         self.blocks = [memory.flatten(2).unbind(0) for memory in (self.keys, self.values)]
         self.most_blocks = -(-sizes.max_seq_len // sizes.block_size)  # of a sequence
+        self.layer_keys, self.layer_values = self.keys.unbind(0), self.values.unbind(0)
+        self.arguments: Sequence[dict[str, Any]] = [{}] * config.num_layers
 
-    def write(self, layer: int, k: torch.Tensor, v: torch.Tensor, slots: torch.Tensor) -> None:
-        """See :class:`BlockStorage`."""
+    @classmethod
+    def of(cls, config: EngineConfig, model: CausalLM, sizes: PagedSizes) -> Self:
+        """See ``MakeStorage``."""
+        return cls(model.config, sizes, model.dtype, model.device)
+
+    def write(self, layer: int, k: Tensor, v: Tensor, slots: Tensor) -> None:
         for rows, new in zip(self.rows, (k, v), strict=True):
             rows[layer].index_copy_(0, slots, new.flatten(1))
 
     def make_readable(self) -> None:
-        """See :class:`BlockStorage`."""
         keys = self.blocks[0][0]
         self.buffer = keys.new_empty(2, self.most_blocks, keys.shape[1])
 
-    def read(self, layer: int, blocks: torch.Tensor) -> KeysAndValues:
-        """See :class:`BlockStorage`."""
+    def read(self, layer: int, blocks: Tensor) -> KeysAndValues:
         keys, values = self.blocks[0][layer], self.blocks[1][layer]
         k, v = self.buffer[:, : len(blocks)]
         torch.index_select(keys, 0, blocks, out=k)
@@ -116,7 +102,6 @@ class StoredBlocks:
         return k.view(-1, *self.keys.shape[3:]), v.view(-1, *self.keys.shape[3:])
 
     def copy(self, copies: NDArray[np.int32]) -> None:
-        """See :class:`BlockStorage`."""
         for source, target in copies.tolist():
             self.keys[:, target] = self.keys[:, source]
             self.values[:, target] = self.values[:, source]

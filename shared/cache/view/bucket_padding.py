@@ -12,12 +12,12 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from shared.cache.layout.bucket_planner import BucketPlanner
 from shared.cache.layout.paged import PagedSizes
-from shared.cache.view.attention import Arrays, PagedAttentionProtocol
+from shared.cache.view.attention import Arrays, NoPadding, Padding, PagedAttentionProtocol
 from shared.cache.view.block_storage import BlockStorage
-from shared.cache.view.padding import NoPadding, Padding
 from shared.cache.view.paged_attention import paged_or_operations
 from shared.cache.view.planned_attention import PlannedAttention, is_planned, planner_arguments
 from shared.engine.batch import Batch
@@ -40,7 +40,7 @@ longer than the host takes to launch it."""
 
 
 class BucketPadding:
-    """Pads steps to ``buckets``; see :class:`shared.cache.view.padding.Padding`.
+    """Pads steps to ``buckets``; see :class:`shared.cache.view.attention.Padding`.
 
     Args:
         paddings: a full batch of padding for each bucket, the largest first.
@@ -61,19 +61,17 @@ class BucketPadding:
         self.of_tokens, self.of_sequences = of_tokens, {*of_sequences}
 
     def bucket_of(self, batch: Batch) -> Bucket | None:
-        """See ``Padding``."""
         return self.buckets.smallest(len(batch), batch.num_tokens)
 
     def pad(self, arrays: Arrays, bucket: Bucket | None) -> None:
-        """See ``Padding``."""
         if bucket is not None:
             for name in arrays.keys() & self.of_tokens.keys():
                 arrays[name] = padded(arrays[name], bucket.num_tokens, self.of_tokens[name])
             for name in arrays.keys() & self.of_sequences:
                 arrays[name] = padded(arrays[name], bucket.num_sequences)
 
-    def advance(self, sent: Mapping[str, torch.Tensor]) -> None:
-        """See ``Padding``; on the device: :func:`shared.kernels.sampling.next_token.next_token`."""
+    def advance(self, sent: Mapping[str, Tensor]) -> None:
+        """On the device: :func:`shared.kernels.sampling.next_token.next_token`."""
         names = ("token_ids", "positions", "places", "lengths", "table_starts", "tables", "sequence_rows")
         next_token(*(sent[name] for name in names), block_size=self.block_size, stride=self.stride)
 
@@ -97,12 +95,7 @@ def planned_in_buckets(
     has_masks: bool = False,
     *arrays: Any,
 ) -> tuple[PlannedAttention, BucketPadding]:
-    """Planned attention whose steps are padded.
-
-    Args:
-        has_masks: whether new tokens may be mask tokens.
-        arrays: the last arguments of :class:`BucketPadding`.
-    """
+    """Planned attention whose steps are padded; ``arrays``: the last arguments of :class:`BucketPadding`."""
     planner = BucketPlanner(**planner_arguments(config, dtype, storage), has_masks=has_masks, buckets=buckets)
     paddings = [planner.padding(bucket, sizes.block_size) for bucket in reversed(buckets.decode + buckets.mixed)]
     about = buckets, paddings, sizes.block_size, config.num_kv_heads * config.head_dim

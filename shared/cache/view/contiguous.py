@@ -9,6 +9,7 @@ cache's own count and is never derived from positions (logical), which belong to
 import math
 
 import torch
+from torch import Tensor
 
 from shared.errors import CapacityError, ConfigError
 from shared.loading.placement import check_room
@@ -111,15 +112,7 @@ class ContiguousView:
         self.new_values = values[:, :, start:].transpose(1, 2).unbind(0)
         # end exercise
 
-    def write(
-        self,
-        layer: int,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        positions: torch.Tensor,
-        qk: QueryKeyTransform,
-    ) -> torch.Tensor:
+    def write(self, layer: int, q: Tensor, k: Tensor, v: Tensor, positions: Tensor, qk: QueryKeyTransform) -> Tensor:
         """See :class:`shared.models.tokens.KVView`."""
         # exercise 03x3: norm and rotate, store k and v, return the queries
         # hint: new_keys[layer] is a view of the cache: copy_ into it
@@ -130,9 +123,9 @@ class ContiguousView:
         # end exercise
 
     def attend(
-        self, layer: int, q: torch.Tensor, *, scale: float, window: int | None = None, softcap: float | None = None
-    ) -> torch.Tensor:
-        """See :class:`shared.models.tokens.KVView`; a sliding-window layer reads only keys inside the window."""
+        self, layer: int, q: Tensor, *, scale: float, window: int | None = None, softcap: float | None = None
+    ) -> Tensor:
+        """A sliding-window layer reads only keys inside the window."""
         # exercise 03x4: attend over the cache, in a sliding-window layer over the window alone
         # hint: the step's first token has index num_past and attends to window tokens, itself included
         k, v = self.keys[layer], self.values[layer]

@@ -11,10 +11,12 @@ valid until the next layer's call, at the same addresses for the same number of 
 """
 
 import math
-from typing import cast
+from typing import Any, cast
 
 import numpy as np
 import torch
+from numpy.typing import DTypeLike
+from torch import Tensor
 
 from shared.cache.view.fused_contiguous import check_flash_head_size
 from shared.cache.view.interface import StepInputs, step_arrays, step_places
@@ -36,8 +38,7 @@ class ContiguousPoolView:
         max_tokens: the maximum number of new tokens in a step.
         backend: a value of ``EngineConfig.attention_backend`` up to ``flash``, which is the default.
 
-    Raises:
-        ConfigError: the device has too little memory, or ``flash`` has no kernel for the model's head size.
+    Raises ConfigError if the device has too little memory, or ``flash`` has no kernel for the model's head size.
     """
 
     def __init__(
@@ -81,18 +82,10 @@ class ContiguousPoolView:
                 DecodeWorkspace.of(1 << n, *about) for n in range((num_regions - 1).bit_length() + 1)
             ]
         num_places = max_tokens if self.is_launching else max_tokens * config.num_kv_heads
-        self.staging = Staging(
-            device,
-            {
-                "regions": (num_regions, np.int32),
-                "lengths": (num_regions, np.int32),
-                **step_places(max_tokens),
-                "places": (num_places, np.int64),
-            },
-        )
+        of_regions: dict[str, tuple[int, DTypeLike]] = dict.fromkeys(("regions", "lengths"), (num_regions, np.int32))
+        self.staging = Staging(device, {**of_regions, **step_places(max_tokens), "places": (num_places, np.int64)})
 
     def load(self, batch: Batch) -> StepInputs:
-        """See ``BatchView``."""
         layout, D = batch.layout, self.head_dim
         self.is_decode = batch.is_decode
         region, place = np.divmod(layout.slot_mapping, self.capacity)
@@ -117,58 +110,32 @@ class ContiguousPoolView:
         self.sequence_keys = [self.keys[:, region, :, :end].unbind(0) for region, end in sequences]
         self.sequence_values = [self.values[:, region, :, :end].unbind(0) for region, end in sequences]
 
-    def write(
-        self,
-        layer: int,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        positions: torch.Tensor,
-        qk: QueryKeyTransform,
-    ) -> torch.Tensor:
-        """See :class:`shared.models.tokens.KVView`."""
+    def write(self, layer: int, q: Tensor, k: Tensor, v: Tensor, positions: Tensor, qk: QueryKeyTransform) -> Tensor:
         if not self.is_launching:
             q, k = qk(q, k, positions)
             self.key_rows[layer].index_copy_(0, self.places, k.reshape(-1, self.head_dim))
             self.value_rows[layer].index_copy_(0, self.places, v.reshape(-1, self.head_dim))
             return q
-        return kv_write(
-            q,
-            k,
-            v,
-            positions,
-            cast(NormAndRotation, qk),
-            self.layer_keys[layer],
-            self.layer_values[layer],
-            self.places,
-            self.head_stride,
-            out=self.step_queries if self.is_decode else None,
-        )
+        memory = self.layer_keys[layer], self.layer_values[layer], self.places, self.head_stride
+        out = self.step_queries if self.is_decode else None
+        return kv_write(q, k, v, positions, cast(NormAndRotation, qk), *memory, out=out)
 
     def attend(
-        self, layer: int, q: torch.Tensor, *, scale: float, window: int | None = None, softcap: float | None = None
-    ) -> torch.Tensor:
-        """See :class:`shared.models.tokens.KVView`; a sliding-window layer reads only keys inside the window."""
+        self, layer: int, q: Tensor, *, scale: float, window: int | None = None, softcap: float | None = None
+    ) -> Tensor:
+        """A sliding-window layer reads only keys inside the window."""
         attended, n = [], self.num_launched
+        about: dict[str, Any] = {"scale": scale, "window": window, "softcap": softcap}
         if n:
-            decoded = decode_attention(
-                q if self.is_decode else q[:n],
-                self.layer_keys[layer],
-                self.layer_values[layer],
-                *self.decoding,
-                scale=scale,
-                window=window,
-                softcap=softcap,
-                workspace=self.workspaces[(n - 1).bit_length()],
-                out=self.step_attended if self.is_decode else None,
-            )
+            memory = self.layer_keys[layer], self.layer_values[layer], *self.decoding
+            workspace = self.workspaces[(n - 1).bit_length()]
             if self.is_decode:
-                return decoded
-            attended.append(decoded)
+                return decode_attention(q, *memory, **about, workspace=workspace, out=self.step_attended)
+            attended.append(decode_attention(q[:n], *memory, **about, workspace=workspace, out=None))
         for b, queries in enumerate(q[n:].split(self.num_new)):
             k, v = self.sequence_keys[b][layer], self.sequence_values[b][layer]
             if window is not None and self.num_cached[b] >= window:
                 first = self.num_cached[b] + 1 - window
                 k, v = k[:, first:], v[:, first:]
-            attended.append(self.attention(queries, k, v, scale=scale, window=window, softcap=softcap))
+            attended.append(self.attention(queries, k, v, **about))
         return torch.cat(attended)

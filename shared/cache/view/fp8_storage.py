@@ -6,8 +6,7 @@ tables, plans, copies, captures. The storage is uint8, which PyTorch indexes and
 converts FP8 reads the same bytes as FP8.
 
 The scales are the checkpoint's, where it has them, and else 1, as in vLLM: e4m3 has an exponent of its own, so a scale
-only moves its range, and keys and values of most models lie inside. On the demo model scales made from the largest
-numbers of a text were no better than 1.
+only moves its range, and keys and values of most models lie inside.
 
 Invariant: scales are constants. Blocks outlive requests and are shared, and a captured launch reads one scale for all
 blocks of a head: a scale that followed the tokens would change what cached blocks mean, and an answer would depend on
@@ -18,9 +17,10 @@ from collections.abc import Sequence
 from typing import Any, Self
 
 import torch
+from torch import Tensor
 
 from shared.cache.layout.paged import PagedSizes
-from shared.cache.view.block_storage import KeysAndValues, MakeStorage, PlainStorage, StoredBlocks
+from shared.cache.view.block_storage import KeysAndValues, MakeStorage, PlainStorage
 from shared.engine.config import EngineConfig
 from shared.kernels.e4m3 import dequantized, quantized
 from shared.kernels.launch import generation, launches
@@ -46,13 +46,13 @@ class Fp8Storage:
         sizes: PagedSizes,
         dtype: torch.dtype,
         device: torch.device | str = "cpu",
-        scales: torch.Tensor | None = None,
+        scales: Tensor | None = None,
     ) -> None:
         self.dtype = dtype
-        self.blocks = StoredBlocks(config, sizes, torch.uint8, device)
+        self.blocks = PlainStorage(config, sizes, torch.uint8, device)
         self.keys, self.values, self.num_bytes = self.blocks.keys, self.blocks.values, self.blocks.num_bytes
         self.copy, self.make_readable = self.blocks.copy, self.blocks.make_readable
-        self.layer_keys, self.layer_values = self.keys.unbind(0), self.values.unbind(0)
+        self.layer_keys, self.layer_values = self.blocks.layer_keys, self.blocks.layer_values
         if launches(self.keys) and generation(self.keys.device).has_fp8:
             self.layer_keys, self.layer_values = (
                 memory.view(torch.float8_e4m3fn).unbind(0) for memory in (self.keys, self.values)
@@ -73,13 +73,11 @@ class Fp8Storage:
             scales = scales.narrow(-1, model.config.first_kv_head, model.config.num_kv_heads)
         return cls(model.config, sizes, model.dtype, model.device, scales)
 
-    def write(self, layer: int, k: torch.Tensor, v: torch.Tensor, slots: torch.Tensor) -> None:
-        """See ``BlockStorage``."""
+    def write(self, layer: int, k: Tensor, v: Tensor, slots: Tensor) -> None:
         scales = self.arguments[layer]
         self.blocks.write(layer, quantized(k, scales["k_scales"]), quantized(v, scales["v_scales"]), slots)
 
-    def read(self, layer: int, blocks: torch.Tensor) -> KeysAndValues:
-        """See ``BlockStorage``."""
+    def read(self, layer: int, blocks: Tensor) -> KeysAndValues:
         k, v = self.blocks.read(layer, blocks)
         scales = self.arguments[layer]
         return dequantized(k, scales["k_scales"], self.dtype), dequantized(v, scales["v_scales"], self.dtype)

@@ -1,18 +1,16 @@
 """The contiguous cache with kernels: one launch to write, one to attend. Introduced in phase 3.1.
 
-:class:`~shared.cache.view.contiguous.ContiguousView` slices the cache in every step, so each step passes different
-addresses and shapes to PyTorch. This view keeps the step's inputs (slots of the new tokens, sequence length) in
-device buffers that are filled once a step and read by the kernels. A decode step calls the same kernels with the
-same arguments each time, as a CUDA graph requires.
-
+The step's inputs (slots of the new tokens, sequence length) are in device buffers that are filled once a step and read
+by the kernels. So a decode step calls the same kernels with the same arguments each time, as a CUDA graph requires.
 ``flash`` is our kernel for decode steps; a prefill uses PyTorch's attention. On a CPU the parent class does everything.
 Invariant: in a decode step the results of :meth:`FusedContiguousView.write` and ``attend`` are buffers of the view,
 valid until the next layer's call.
 """
 
-from typing import cast
+from typing import Any, cast
 
 import torch
+from torch import Tensor
 
 from shared.cache.view.contiguous import ContiguousCache, ContiguousView
 from shared.errors import ConfigError
@@ -29,8 +27,7 @@ class FusedContiguousView(ContiguousView):
         num_heads: the model's query heads, Hq.
         backend: ``naive``, ``sdpa`` or ``flash``, which is the default.
 
-    Raises:
-        ConfigError: ``flash`` has no kernel for the model's head size.
+    Raises ConfigError if ``flash`` has no kernel for the model's head size.
     """
 
     def __init__(self, cache: ContiguousCache, num_heads: int, backend: str | None = None) -> None:
@@ -67,49 +64,21 @@ class FusedContiguousView(ContiguousView):
             torch.arange(start * D, end * D, D, out=self.new_offsets)
             self.lengths.fill_(end)
 
-    def write(
-        self,
-        layer: int,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        positions: torch.Tensor,
-        qk: QueryKeyTransform,
-    ) -> torch.Tensor:
-        """See :class:`shared.models.tokens.KVView`."""
+    def write(self, layer: int, q: Tensor, k: Tensor, v: Tensor, positions: Tensor, qk: QueryKeyTransform) -> Tensor:
         if not self.is_launching:
             return super().write(layer, q, k, v, positions, qk)
-        return kv_write(
-            q,
-            k,
-            v,
-            positions,
-            cast(NormAndRotation, qk),
-            self.layer_keys[layer],
-            self.layer_values[layer],
-            self.new_offsets,
-            self.head_stride,
-            out=self.queries if self.num_new == 1 else None,
-        )
+        memory = self.layer_keys[layer], self.layer_values[layer], self.new_offsets, self.head_stride
+        out = self.queries if self.num_new == 1 else None
+        return kv_write(q, k, v, positions, cast(NormAndRotation, qk), *memory, out=out)
 
     def attend(
-        self, layer: int, q: torch.Tensor, *, scale: float, window: int | None = None, softcap: float | None = None
-    ) -> torch.Tensor:
-        """See :class:`shared.models.tokens.KVView`."""
+        self, layer: int, q: Tensor, *, scale: float, window: int | None = None, softcap: float | None = None
+    ) -> Tensor:
+        about: dict[str, Any] = {"scale": scale, "window": window, "softcap": softcap}
         if not (self.is_flash and self.num_new == 1):
-            return super().attend(layer, q, scale=scale, window=window, softcap=softcap)
-        return decode_attention(
-            q,
-            self.layer_keys[layer],
-            self.layer_values[layer],
-            self.regions,
-            self.lengths,
-            scale=scale,
-            window=window,
-            softcap=softcap,
-            workspace=self.workspace,
-            out=self.attended,
-        )
+            return super().attend(layer, q, **about)
+        memory = self.layer_keys[layer], self.layer_values[layer], self.regions, self.lengths
+        return decode_attention(q, *memory, **about, workspace=self.workspace, out=self.attended)
 
 
 def check_flash_head_size(head_dim: int) -> None:

@@ -9,8 +9,8 @@ from collections.abc import Callable, Mapping
 from typing import NamedTuple, Protocol, Self
 
 import numpy as np
-import torch
 from numpy.typing import DTypeLike, NDArray
+from torch import Tensor
 
 from shared.cache.pool.interface import CachePoolProtocol
 from shared.engine.batch import Batch
@@ -23,11 +23,11 @@ class StepInputs(NamedTuple):
     """The arrays of a batch on the device."""
 
     tokens: Tokens  # the id of a pending token is -1 - r: the last id sampled for the sequence in row r of the pool
-    logit_rows: torch.Tensor  # int64 [n]
-    sequence_rows: torch.Tensor  # int64 [n], the pool's row of the sequence of each logit row
+    logit_rows: Tensor  # int64 [n]
+    sequence_rows: Tensor  # int64 [n], the pool's row of the sequence of each logit row
 
     @classmethod
-    def of(cls, sent: Mapping[str, torch.Tensor]) -> Self:
+    def of(cls, sent: Mapping[str, Tensor]) -> Self:
         """From the uploaded arrays of ``step_arrays``."""
         return cls(
             Tokens(sent["token_ids"], sent["positions"], sent.get("gate")), sent["logit_rows"], sent["sequence_rows"]

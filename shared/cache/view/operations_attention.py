@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from shared.cache.layout.paged import PagedLayout
 from shared.cache.view.attention import PagedAttentionProtocol, Scores
@@ -22,7 +23,7 @@ from shared.ops.attention import ATTENTION_BACKENDS
 class Piece:
     """The keys that a sequence attends over: tokens ``start`` to ``end`` of the gathered ``blocks``."""
 
-    blocks: torch.Tensor  # int64
+    blocks: Tensor  # int64
     start: int
     end: int
 
@@ -35,13 +36,12 @@ class OperationsAttention(PagedAttentionProtocol):
         self.operation = ATTENTION_BACKENDS[backend]
         storage.make_readable()
 
-    def receive(self, batch: Batch, layout: PagedLayout, sent: Mapping[str, torch.Tensor]) -> None:
-        """See ``PagedAttentionProtocol``."""
+    def receive(self, batch: Batch, layout: PagedLayout, sent: Mapping[str, Tensor]) -> None:
         self.layout, self.num_new = layout, batch.num_new_tokens.tolist()
         self.known: dict[int | None, list[Piece]] = {}  # by window
 
-    def attend(self, layer: int, q: torch.Tensor, about: Scores, out: torch.Tensor | None) -> torch.Tensor:
-        """See ``PagedAttentionProtocol``; a sliding-window layer reads only keys inside the window."""
+    def attend(self, layer: int, q: Tensor, about: Scores, out: Tensor | None) -> Tensor:
+        """A sliding-window layer reads only keys inside the window."""
         attended = []
         for queries, piece in zip(q.split(self.num_new), self.pieces(about["window"]), strict=True):
             k, v = self.read(layer, piece)

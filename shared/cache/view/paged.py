@@ -11,12 +11,12 @@ from typing import cast
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from shared.cache.layout.paged import PagedLayout, PagedSizes
-from shared.cache.view.attention import PagedAttentionProtocol
+from shared.cache.view.attention import NoPadding, Padding, PagedAttentionProtocol
 from shared.cache.view.block_storage import BlockStorage
 from shared.cache.view.interface import StepInputs, step_arrays, step_places
-from shared.cache.view.padding import NoPadding, Padding
 from shared.engine.batch import Batch
 from shared.engine.executor.staging import Staging
 from shared.kernels.attention.kv_write import NormAndRotation, kv_write
@@ -48,22 +48,20 @@ class PagedView:
         self.is_launching, device = launches(self.keys), self.keys.device
         self.stride = config.num_kv_heads * config.head_dim if self.is_launching else 1  # of a slot, in ``places``
         if self.is_launching:
-            self.queries = torch.empty(
-                sizes.max_sequences, config.num_heads, config.head_dim, dtype=dtype, device=device
-            )
+            shape = sizes.max_sequences, config.num_heads, config.head_dim
+            self.queries = torch.empty(shape, dtype=dtype, device=device)
             self.attended = torch.empty_like(self.queries)
-        self.buffers: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # their first rows, by number
+        self.buffers: dict[int, tuple[Tensor, Tensor]] = {}  # their first rows, by number
         # Decode steps are small: a separate staging buffer keeps the room for prompts out of their copy.
         self.staging = {
             is_decode: Staging(
-                device,
-                {**step_places(most), "places": (most, np.int64), **attention.staged(is_decode, most)},
+                device, {**step_places(most), "places": (most, np.int64), **attention.staged(is_decode, most)}
             )
             for is_decode, most in ((True, sizes.max_sequences), (False, sizes.max_tokens))
         }
 
     def load(self, batch: Batch) -> StepInputs:
-        """See ``BatchView``; the tokens are padded to the step's bucket, if there is one."""
+        """The tokens are padded to the step's bucket, if there is one."""
         layout = cast(PagedLayout, batch.layout)
         self.storage.copy(layout.copies)
         self.bucket = self.padding.bucket_of(batch)
@@ -72,8 +70,8 @@ class PagedView:
         self.padding.pad(arrays, self.bucket)
         self.sent = self.staging[batch.is_decode].send(arrays)
         self.places = self.sent["places"]
-        self.step_queries: torch.Tensor | None = None
-        self.step_attended: torch.Tensor | None = None
+        self.step_queries: Tensor | None = None
+        self.step_attended: Tensor | None = None
         if self.is_launching and batch.is_decode:  # buffers for the results of every layer
             self._take_buffers(len(self.places))
         self.attention.receive(batch, layout, self.sent)
@@ -86,42 +84,21 @@ class PagedView:
             known = self.buffers[num_rows] = self.queries[:num_rows], self.attended[:num_rows]
         self.step_queries, self.step_attended = known
 
-    def write(
-        self,
-        layer: int,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        positions: torch.Tensor,
-        qk: QueryKeyTransform,
-    ) -> torch.Tensor:
-        """See :class:`shared.models.tokens.KVView`."""
+    def write(self, layer: int, q: Tensor, k: Tensor, v: Tensor, positions: Tensor, qk: QueryKeyTransform) -> Tensor:
         storage = self.storage
         if not self.is_launching:
             q, k = qk(q, k, positions)
             storage.write(layer, k, v, self.places)
             return q
-        return kv_write(
-            q,
-            k,
-            v,
-            positions,
-            cast(NormAndRotation, qk),
-            storage.layer_keys[layer],
-            storage.layer_values[layer],
-            self.places,
-            self.config.head_dim,
-            out=self.step_queries,
-            **storage.arguments[layer],
-        )
+        memory = storage.layer_keys[layer], storage.layer_values[layer], self.places, self.config.head_dim
+        about = storage.arguments[layer]
+        return kv_write(q, k, v, positions, cast(NormAndRotation, qk), *memory, out=self.step_queries, **about)
 
     def attend(
-        self, layer: int, q: torch.Tensor, *, scale: float, window: int | None = None, softcap: float | None = None
-    ) -> torch.Tensor:
-        """See :class:`shared.models.tokens.KVView`."""
+        self, layer: int, q: Tensor, *, scale: float, window: int | None = None, softcap: float | None = None
+    ) -> Tensor:
         about = {"scale": scale, "window": window, "softcap": softcap}
         return self.attention.attend(layer, q, about, self.step_attended)
 
     def advance(self) -> None:
-        """See :class:`shared.engine.executor.captured.BucketedView`."""
         self.padding.advance(self.sent)

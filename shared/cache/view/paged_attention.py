@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from shared.cache.layout.paged import PagedLayout, PagedSizes
 from shared.cache.view.attention import Arrays, PagedAttentionProtocol, Places, Scores
@@ -39,22 +40,18 @@ class PagedAttention(PagedAttentionProtocol):
         ]
 
     def staged(self, is_decode: bool, max_tokens: int) -> Places:
-        """See ``PagedAttentionProtocol``."""
         return staged_tables(self.sizes)
 
     def arrays(self, batch: Batch, layout: PagedLayout) -> Arrays:
-        """See ``PagedAttentionProtocol``."""
         return table_arrays(batch, layout)
 
-    def receive(self, batch: Batch, layout: PagedLayout, sent: Mapping[str, torch.Tensor]) -> None:
-        """See ``PagedAttentionProtocol``."""
+    def receive(self, batch: Batch, layout: PagedLayout, sent: Mapping[str, Tensor]) -> None:
         self.is_decode, self.num_decoding = batch.is_decode, layout.num_decoding
         self.decoding = sent["tables"], sent["table_starts"], sent["lengths"]
         if not self.is_decode:
             self.prompts = sent["tables"], sent["prompt_table_starts"], sent["prompt_lengths"], sent["query_starts"]
 
-    def attend(self, layer: int, q: torch.Tensor, about: Scores, out: torch.Tensor | None) -> torch.Tensor:
-        """See ``PagedAttentionProtocol``."""
+    def attend(self, layer: int, q: Tensor, about: Scores, out: Tensor | None) -> Tensor:
         about = about | self.storage.arguments[layer]
         memory, n = (self.storage.layer_keys[layer], self.storage.layer_values[layer]), self.num_decoding
         if self.is_decode:
@@ -67,7 +64,7 @@ class PagedAttention(PagedAttentionProtocol):
         self.attend_prompts(layer, q[n:], about, out[n:])
         return out
 
-    def attend_prompts(self, layer: int, q: torch.Tensor, about: dict[str, Any], out: torch.Tensor) -> None:
+    def attend_prompts(self, layer: int, q: Tensor, about: dict[str, Any], out: Tensor) -> None:
         """Attention of the sequences that do not decode; ``about`` are the kernel's arguments by name."""
         memory = (self.storage.layer_keys[layer], self.storage.layer_values[layer])
         paged_prefill(q, *memory, *self.prompts, **about, out=out)

@@ -15,14 +15,14 @@ from typing import Any, cast
 import numpy as np
 import torch
 from numpy.typing import DTypeLike
+from torch import Tensor
 
 from shared.attention.descriptor import NUM_ARRAYS, DevicePlan
 from shared.cache.layout.paged import PagedLayout, PagedSizes
 from shared.cache.layout.planned import AttentionPlanner, LayoutPlans, StepPlans
-from shared.cache.view.attention import Arrays, PagedAttentionProtocol, Places, Scores
+from shared.cache.view.attention import Arrays, NoPadding, Padding, PagedAttentionProtocol, Places, Scores
 from shared.cache.view.block_storage import BlockStorage
 from shared.cache.view.fused_contiguous import check_flash_head_size
-from shared.cache.view.padding import NoPadding, Padding
 from shared.cache.view.paged_attention import paged_or_operations, staged_tables, table_arrays
 from shared.engine.batch import Batch
 from shared.engine.config import EngineConfig
@@ -66,7 +66,6 @@ class PlannedAttention:
         self.prompt_arguments: dict[str, Any] = {}  # more arguments of the prompts' launch (phase 11.1)
 
     def staged(self, is_decode: bool, max_tokens: int) -> Places:
-        """See ``PagedAttentionProtocol``."""
         counts = self.planner.most_numbers(max_tokens, self.sizes.max_sequences)
         places: dict[str, tuple[int, DTypeLike]] = {}
         for (kind, _), names in self.names.items():
@@ -75,15 +74,13 @@ class PlannedAttention:
         return places | staged_tables(self.sizes)
 
     def arrays(self, batch: Batch, layout: PagedLayout) -> Arrays:
-        """See ``PagedAttentionProtocol``."""
         arrays = table_arrays(batch, layout)
         for kind, plans in cast(LayoutPlans, layout.extra).plans._asdict().items():
             for window, plan in plans.items():
                 arrays |= zip(self.names[kind, window], plan.arrays(), strict=True)
         return arrays
 
-    def receive(self, batch: Batch, layout: PagedLayout, sent: Mapping[str, torch.Tensor]) -> None:
-        """See ``PagedAttentionProtocol``."""
+    def receive(self, batch: Batch, layout: PagedLayout, sent: Mapping[str, Tensor]) -> None:
         self.is_decode = batch.is_decode
         self.decoding = sent["tables"], sent["table_starts"], sent["lengths"]
         if not self.is_decode:
@@ -106,8 +103,7 @@ class PlannedAttention:
             return True, True
         return copied.copies(layout.num_new[first:], layout.lengths[first:], tiling.tile)
 
-    def attend(self, layer: int, q: torch.Tensor, about: Scores, out: torch.Tensor | None) -> torch.Tensor:
-        """See ``PagedAttentionProtocol``."""
+    def attend(self, layer: int, q: Tensor, about: Scores, out: Tensor | None) -> Tensor:
         memory = (self.storage.layer_keys[layer], self.storage.layer_values[layer])
         window = about["window"]
         about = {**about, **self.storage.arguments[layer], "workspace": self.workspace}

@@ -7,6 +7,7 @@ keys and values of one layer, until the next layer writes.
 from collections.abc import Sequence
 
 import torch
+from torch import Tensor
 
 from shared.models.tokens import QueryKeyTransform
 from shared.ops.attention import ATTENTION_BACKENDS
@@ -24,24 +25,14 @@ class UncachedView:
         self.lengths = list(lengths)
         self.attention = ATTENTION_BACKENDS[backend or "sdpa"]
 
-    def write(
-        self,
-        layer: int,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        positions: torch.Tensor,
-        qk: QueryKeyTransform,
-    ) -> torch.Tensor:
-        """See :class:`shared.models.tokens.KVView`."""
+    def write(self, layer: int, q: Tensor, k: Tensor, v: Tensor, positions: Tensor, qk: QueryKeyTransform) -> Tensor:
         q, k = qk(q, k, positions)
         self.k, self.v = k.transpose(0, 1), v.transpose(0, 1)  # [Hkv, T, D]
         return q
 
     def attend(
-        self, layer: int, q: torch.Tensor, *, scale: float, window: int | None = None, softcap: float | None = None
-    ) -> torch.Tensor:
-        """See :class:`shared.models.tokens.KVView`."""
+        self, layer: int, q: Tensor, *, scale: float, window: int | None = None, softcap: float | None = None
+    ) -> Tensor:
         sequences = zip(
             q.split(self.lengths), self.k.split(self.lengths, 1), self.v.split(self.lengths, 1), strict=True
         )

@@ -1,7 +1,7 @@
 """Compressors: a score for each cached key of each KV head, from the last queries of a layer. Introduced in phase 9.2.
 
-A higher score means that the key is more worth keeping. A compressor only scores; calibration and selection
-(:mod:`shared.tracks.compression.selection`) decide how many keys a head keeps.
+A higher score means that the key is more worth keeping. A compressor only scores; selection
+(:mod:`shared.tracks.compression.selection`) decides how many keys a head keeps.
 
 Invariant: ``scores`` is a function of its arguments alone and returns fp32 (fp64 for fp64 inputs).
 """
@@ -73,7 +73,6 @@ class SnapKV:
     scale: float | None = None  # of the attention; None means D ** -0.5
 
     def scores(self, queries: Tensor, keys: Tensor) -> Tensor:
-        """See :class:`Compressor`."""
         # exercise 09.2x1: what the window looks at, and what stands beside it
         # hint: window_attention gives [Hkv, g, w, n]: g query heads share a KV head, w queries are in the window
         # hint: sum over the queries; then a key gets the largest score of the `kernel` keys around it
@@ -84,7 +83,6 @@ class SnapKV:
         # end exercise
 
     def of_all(self, keys: KeyMeasures, mass: Tensor) -> Tensor:
-        """See :class:`BatchedCompressor`."""
         rows = mass.amax(-2)  # the order of two maxima is free: this one first leaves less to the other
         return F.max_pool1d(rows.flatten(0, -2), self.kernel, stride=1, padding=self.kernel // 2).view_as(rows)
 
@@ -105,7 +103,6 @@ class RKV:
     scale: float | None = None
 
     def scores(self, queries: Tensor, keys: Tensor) -> Tensor:
-        """See :class:`Compressor`."""
         window = queries[-self.window :]
         importance = SnapKV(self.kernel, self.scale).scores(window, keys) / len(window)
         unit = F.normalize(keys.to(importance.dtype).transpose(0, 1), dim=-1)  # [Hkv, n, D]
@@ -117,7 +114,6 @@ class RKV:
         return self.mix * importance - (1 - self.mix) * redundancy
 
     def of_all(self, keys: KeyMeasures, mass: Tensor) -> Tensor:
-        """See :class:`BatchedCompressor`."""
         importance = SnapKV(self.kernel).of_all(keys, keys.mass(self.window)) / min(self.window, keys.num_queries)
         redundancy = keys.redundancy(self.threshold).softmax(-1)
         return self.mix * importance - (1 - self.mix) * redundancy
@@ -130,11 +126,9 @@ class VanillaTopP:
     scale: float | None = None
 
     def scores(self, queries: Tensor, keys: Tensor) -> Tensor:
-        """See :class:`Compressor`."""
         return window_attention(queries, keys, self.scale).mean((1, 2))
 
     def of_all(self, keys: KeyMeasures, mass: Tensor) -> Tensor:
-        """See :class:`BatchedCompressor`."""
         return mass.mean(-2)
 
 
@@ -142,10 +136,7 @@ class VanillaTopP:
 class StreamingLLM:
     """The newest keys, whatever they are: with the sinks, a sliding window (arXiv 2309.17453); the baseline."""
 
-    scale: float | None = None
-
     def scores(self, queries: Tensor, keys: Tensor) -> Tensor:
-        """See :class:`Compressor`."""
         order = torch.arange(keys.shape[0], device=keys.device, dtype=torch.promote_types(keys.dtype, torch.float32))
         return order.expand(keys.shape[1], -1)
 
@@ -154,10 +145,7 @@ class StreamingLLM:
 class NoCompression:
     """Every key must be kept: an infinite score is above any budget."""
 
-    scale: float | None = None
-
     def scores(self, queries: Tensor, keys: Tensor) -> Tensor:
-        """See :class:`Compressor`."""
         return torch.full(keys.shape[1::-1], torch.inf, device=keys.device)
 
 
@@ -165,7 +153,7 @@ COMPRESSORS: dict[str, Callable[[float], Compressor]] = {
     "snapkv": lambda scale: SnapKV(scale=scale),
     "rkv": lambda scale: RKV(scale=scale),
     "topp": lambda scale: VanillaTopP(scale),
-    "streaming": lambda scale: StreamingLLM(scale),
-    "none": lambda scale: NoCompression(scale),
+    "streaming": lambda scale: StreamingLLM(),
+    "none": lambda scale: NoCompression(),
 }
 """The values of ``EngineConfig.compress_method``; the argument is the model's attention scale."""

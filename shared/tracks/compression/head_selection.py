@@ -45,7 +45,7 @@ def sent(numbers: np.ndarray, device: torch.device) -> Tensor:
 
 @contextmanager
 def beside(stream: torch.cuda.Stream | None) -> Iterator[None]:
-    """What is launched inside runs behind what was launched before, and beside what is launched later."""
+    """What is launched inside runs after what was launched before, and beside what is launched later."""
     if stream is None:
         yield
         return
@@ -56,9 +56,7 @@ def beside(stream: torch.cuda.Stream | None) -> Iterator[None]:
 
 @contextmanager
 def before(stream: torch.cuda.Stream | None) -> Iterator[None]:
-    """What is launched inside runs behind the work of ``stream``, beside what was launched before in the current one,
-    and before what is launched later.
-    """
+    """What is launched inside runs after the work of ``stream``, and before what the current one gets later."""
     if stream is None:
         yield
         return
@@ -71,12 +69,7 @@ def before(stream: torch.cuda.Stream | None) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class CachedKeys:
-    """The measures of the sequences' keys; see :class:`shared.tracks.compression.compressors.KeyMeasures`.
-
-    Args:
-        ring, keys, scale: as for :func:`shared.tracks.compression.kernels.window_mass.window_mass`.
-        num_queries: of the window.
-    """
+    """The measures of the sequences' keys, a ``KeyMeasures``; fields as the arguments of ``window_mass``."""
 
     ring: Tensor
     keys: Tensor
@@ -85,11 +78,9 @@ class CachedKeys:
     scale: float
 
     def mass(self, num_queries: int) -> Tensor:
-        """See ``KeyMeasures``."""
         return window_mass(self.ring, self.keys, self.sequences, min(num_queries, self.num_queries), self.scale)
 
     def redundancy(self, threshold: float) -> Tensor:
-        """See ``KeyMeasures``."""
         return key_redundancy(self.keys, self.sequences, threshold)
 
 
@@ -182,19 +173,18 @@ class HeadSelector:
         compressor: BatchedCompressor,
         budget: Budget,
         scale: float,
+        is_recording: bool = True,
     ) -> None:
         self.ring, self.keys, self.ends, self.windows, self.scale = ring, keys, ends, windows, scale
         self.compressor, self.budget = compressor, budget
         self.p = torch.tensor([budget.p], dtype=torch.float64, device=keys.device)
         self.stream = torch.cuda.Stream(keys.device) if keys.is_cuda else None
         self.rooms: dict[tuple[int, int, int], Room] = {}  # by number of sequences, queries, capacity
-        self.is_recording = keys.is_cuda
+        self.is_recording = is_recording and keys.is_cuda
         self.graph_memory = torch.cuda.graph_pool_handle() if self.is_recording else None
 
     def select(self, sequences: Sequence[Holding], w: int) -> Selected:
-        """Choose for all layers and heads of sequences at once, behind what the device does now, from the last ``w``
-        queries of each.
-        """
+        """Choose for all layers and heads at once, after what the device does now, by the last w queries."""
         key = len(sequences), w, max(map(num_tiles, sequences)) * TILE
         with beside(self.stream):
             room = self._room(key, all(one.packed is not None for one in sequences))

@@ -11,6 +11,7 @@ from shared.cache.pool.blocks import Blocks
 from shared.cache.pool.interface import CachePoolProtocol
 from shared.cache.pool.paged import PagedKVCachePool
 from shared.cache.view.interface import BatchView
+from shared.cache.view.paged import PagedView
 from shared.engine.request import Request
 from shared.tracks.compression.layout import Holding, Packed
 from shared.tracks.compression.pool import CompressedRequests
@@ -19,13 +20,11 @@ Place = Callable[[Packed], Blocks | None]
 """The block table for what is kept; None if there is no room."""
 
 
-class CompressingView(Protocol):
-    """A view that keeps a part of a sequence."""
+class CompressingAttention(Protocol):
+    """An attention that keeps a part of a sequence."""
 
     def select(self, sequences: Sequence[Holding]) -> None:
-        """Begin to choose what :meth:`compress` will keep of sequences whose last tokens are in flight, if that can go
-        on while other sequences' steps are launched.
-        """
+        """Begin to choose what :meth:`compress` will keep of sequences whose last tokens are in flight, if possible."""
         ...
 
     def compress(self, sequence: Holding, place: Place) -> Packed | None:
@@ -33,6 +32,11 @@ class CompressingView(Protocol):
         are moved; None, and no change, if less than a block would go, or there is no room.
         """
         ...
+
+
+def attention_of(view: BatchView) -> CompressingAttention:
+    """That of a view that compresses."""
+    return cast(CompressingAttention, cast(PagedView, view).attention)
 
 
 def compress(
@@ -55,7 +59,7 @@ def compress(
         num_freed = freed
         return own.holding(paged, request).table
 
-    packed = cast(CompressingView, view).compress(own.holding(paged, request), place)
+    packed = attention_of(view).compress(own.holding(paged, request), place)
     return None if packed is None else tuple(map(tuple, packed.counts.tolist())), num_freed
 
 
@@ -65,4 +69,4 @@ def select(pool: CachePoolProtocol, view: BatchView, requests: Sequence[Request]
     own = cast(CompressedRequests, paged.extension)
     holdings = [own.holding(paged, one, one.num_scheduled_tokens - one.num_computed_tokens) for one in requests]
     if holdings:
-        cast(CompressingView, view).select(holdings)
+        attention_of(view).select(holdings)

@@ -74,7 +74,6 @@ class LayoutPacked:
     packed: tuple[Packed | None, ...]  # [B]
 
     def part(self, layout: PagedLayout, sequences: slice) -> PagedLayout:
-        """See ``LayoutExtra``."""
         return replace(layout, extra=LayoutPacked(self.packed[sequences]))
 
 

@@ -1,8 +1,7 @@
 """Compressed requests in a paged KV cache pool. The host side. Introduced in phase 9.2.
 
 A compressed request holds fewer slots than it has tokens. Scheduler and request count tokens from the first, whatever
-became of them; the pool subtracts what was saved (``num_slotless``). Blocks are whole blocks, as for every other
-request, so the allocator and requests that are not compressed are as in phase 6.
+became of them; the pool subtracts what was saved (``num_slotless``). Its blocks are whole blocks, as of any request.
 
 Until its first compression a request has the keys and values of all its tokens, so it shares its prefix (phase 8) if
 prefixes are shared. A compression reads the blocks of the tree and writes others: the tree keeps its own, as when a
@@ -90,16 +89,8 @@ class CompressedRequests:
         pool.num_held[row] = len(own) + len(more)
         return True
 
-    def fill(self, pool: BlockTables, request: Request) -> tuple[int, int]:
-        """The cells that a request's tokens fill, and those that it holds."""
-        holding, per_slot = self.holding(pool, request), self.cells.num_layers * self.cells.num_kv_heads
-        packed = holding.packed
-        num_packed = packed.total if packed is not None and packed.num_slots else 0
-        filled = num_packed + (holding.length - holding.num_packed_slots) * per_slot
-        return filled, pool.num_held[holding.row] * self.cells.per_block
-
     def check_truncation(self, request: Request, num_tokens: int) -> None:
-        """See ``PoolExtension``; tokens that were compressed cannot be dropped one by one."""
+        """Tokens that were compressed cannot be dropped one by one."""
         packed = self.packed.get(request)
         if packed is not None and num_tokens < packed.num_tokens:
             raise CapacityError(
@@ -109,17 +100,15 @@ class CompressedRequests:
         self.sharing.check_truncation(request, num_tokens)
 
     def release(self, request: Request) -> None:
-        """See ``PoolExtension``."""
         self.packed.pop(request, None)
         self.sharing.release(request)
 
     def lay_out(self, pool: BlockTables, schedule: Schedule, layout: PagedLayout) -> PagedLayout:
-        """See ``PoolExtension``."""
         layout = self.sharing.lay_out(pool, schedule, layout)
         return replace(layout, extra=LayoutPacked(tuple([self.packed.get(one) for one in schedule.requests])))
 
     def audit(self, pool: BlockTables) -> list[str]:
-        """See ``PoolExtension``; the packed parts too, of which the tree has no block."""
+        """The packed parts too, of which the tree has no block."""
         found, in_tree = self.sharing.audit(pool), {block for each in self.block_lists() for block in each.tolist()}
         for request, packed in self.packed.items():
             if request not in pool.rows:

@@ -47,9 +47,7 @@ class CompressingScheduler(Scheduler):
         self.preempted: list[str] = []  # for a compression, since the last schedule
 
     def schedule(self) -> Schedule:
-        """See :class:`Scheduler`; without requests that reach a compression in flight, and empty if the step in flight
-        must be finished first.
-        """
+        """Without requests that reach a compression in flight; empty if the step in flight must be finished first."""
         held = set(self.arriving())
         if has_block_for_each(self):
             if not self.preempted and (decoding := only_decoding(self, without(held, self.running.values()))):
@@ -73,11 +71,9 @@ class CompressingScheduler(Scheduler):
         return Schedule(self.num_steps, entries, len(decoding), tuple(preempted))
 
     def stats(self) -> dict[str, Any]:
-        """See :class:`Scheduler`."""
         return prefix_stats(self)
 
     def commit(self, schedule: Schedule, sampled: SampledTokens) -> None:
-        """See :class:`Scheduler`."""
         if schedule.is_decode and not sampled.errors:
             commit_next_tokens(self, schedule, sampled)
         else:
@@ -89,9 +85,7 @@ class CompressingScheduler(Scheduler):
         return first if num_tokens < first else num_tokens + self.interval - (num_tokens - first) % self.interval
 
     def num_until_point(self, request: Request) -> int:
-        """The tokens that a request may compute next: those that it has, up to its next compression. Other prompts get
-        the rest of the budget.
-        """
+        """The tokens that a request may compute next: those that it has, up to its next compression."""
         start = request.num_scheduled_tokens
         return min(request.num_unscheduled_tokens, self.next_point(request, start) - start)
 
@@ -120,9 +114,7 @@ class CompressingScheduler(Scheduler):
         ]
 
     def make_room(self, request: Request) -> bool:
-        """Preempt the youngest running request for the compression of one, while no step is in flight; False if it is
-        that one.
-        """
+        """Preempt the youngest running request, while no step is in flight; False if it is the one to compress."""
         youngest = next(reversed(self.running.values()))
         self.preempt(youngest)
         return youngest is not request
@@ -133,9 +125,7 @@ class CompressingScheduler(Scheduler):
         self.preempted.append(request.request_id)
 
     def compressed(self, request: Request, kept: tuple[tuple[int, ...], ...] | None, num_freed: int) -> None:
-        """Note and log what each KV head of each layer keeps of a request that was due, None for all, and how many
-        blocks this has freed.
-        """
+        """Note and log what each KV head of each layer keeps of a request that was due, None for all."""
         num_tokens = self.compressed_at[request] = request.num_computed_tokens
         if kept is None:
             return

@@ -1,8 +1,10 @@
 """Selection: which of its keys a KV head keeps, within a budget. Introduced in phase 9.2.
 
-The attention of the window says how many keys a head needs (:mod:`shared.tracks.compression.calibration`), the
-compressor's scores say which, and the budget bounds both. So heads keep different numbers: one that looks at a few
-keys keeps the least that the budget allows, one that looks everywhere the most.
+The attention of the window says how many keys a head needs: n*, the size of the smallest set of keys whose attention
+has mass p. HARD-KV (arXiv 2606.28831) searches the temperature T at which a top-p choice by softmax(score / T) keeps n*
+keys; without ties that is the top n* by score, so no T is searched. The compressor's scores say which keys, and the
+budget bounds their number. So heads keep different numbers: one that looks at a few keys keeps the least that the
+budget allows, one that looks everywhere the most.
 
 Invariant: the sinks and the recent keys are kept, whatever their scores; at most ``n`` keys are.
 """
@@ -12,7 +14,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from shared.tracks.compression.calibration import top_n, top_p_count
 from shared.tracks.compression.compressors import Compressor, window_attention
 
 REDUCTIONS = ("raw", "mean", "sum", "max")
@@ -28,6 +29,24 @@ class Budget:
     num_sinks: int = 4  # the first tokens, which take the attention that no other token gets (arXiv 2309.17453)
     num_recent: int = 32
     reduction: str = "mean"  # of the window's rows, one of REDUCTIONS
+
+
+def top_p_count(attention: Tensor, p: float) -> Tensor:
+    """attention [..., n], rows that sum to 1 -> the size n* of the smallest set with mass at least p, [...]."""
+    # exercise 09.2x2: how many keys does a head need
+    # hint: the smallest set takes the heaviest keys first: sort, then add up (cumsum, with dtype=torch.float64)
+    # hint: count the sums that are below p; one key more reaches it
+    # hint: rounding may leave the whole sum below p: never more than n keys
+    mass = attention.sort(-1, descending=True).values.cumsum(-1, dtype=torch.float64)
+    return ((mass < p).sum(-1) + 1).clamp(max=attention.shape[-1])
+    # end exercise
+
+
+def top_n(scores: Tensor, count: Tensor) -> Tensor:
+    """scores [..., n], count [...] -> bool [..., n], the `count` highest of each row; of equal ones the older."""
+    order = scores.argsort(dim=-1, descending=True, stable=True)
+    is_high = torch.arange(scores.shape[-1], device=scores.device) < count[..., None]  # by rank
+    return torch.empty_like(is_high).scatter_(-1, order, is_high)
 
 
 def needed(attention: Tensor, p: float, reduction: str) -> Tensor:

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from safetensors import SafetensorError, safe_open
-from torch import nn
+from torch import Tensor, nn
 
 from shared.engine.config import EngineConfig
 from shared.errors import ModelFolderError
@@ -70,7 +70,7 @@ class SamplerHead(nn.Module):
         self.first_norm = nn.Parameter(torch.ones(H))
         self.second_norm = nn.Parameter(torch.zeros(H))
 
-    def forward(self, previous: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
+    def forward(self, previous: Tensor, hidden: Tensor) -> Tensor:
         """``[n, H]``, from the embeddings of the tokens before and the hidden states after the final norm."""
         x = torch.cat((previous, hidden), dim=-1)
         is_training = torch.is_grad_enabled()
@@ -105,7 +105,7 @@ class Adapter(nn.Module):
         mean = embedding.weight.float().mean(0) * (getattr(embedding, "scale", None) or 1.0)  # type: ignore[operator]
         self.masks.copy_(mean.expand_as(self.masks))
 
-    def logits(self, model: CausalLM, previous: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
+    def logits(self, model: CausalLM, previous: Tensor, hidden: Tensor) -> Tensor:
         """Logits ``[n, V]`` behind the tokens ``previous [n]``, from the mask tokens' hidden states ``[n, H]``.
 
         With ``num_candidates`` the logits behind them are -inf.
@@ -113,12 +113,12 @@ class Adapter(nn.Module):
         logits = self.candidate_logits(model, previous, hidden)
         return F.pad(logits, (0, self.shape.vocab_size - logits.shape[1]), value=-torch.inf)
 
-    def candidate_logits(self, model: CausalLM, previous: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
+    def candidate_logits(self, model: CausalLM, previous: Tensor, hidden: Tensor) -> Tensor:
         """The same of the first ``num_candidates`` ids alone; the other rows of an unquantized head are not read."""
         embedding = model.embedding.base if isinstance(model.embedding, MaskEmbedding) else model.embedding
         x, weight = self.head(embedding(previous), model.norm(hidden)), getattr(model.head, "weight", None)
         most = self.config.num_candidates
-        if most is not None and isinstance(weight, torch.Tensor):
+        if most is not None and isinstance(weight, Tensor):
             logits = gemv.linear(x, weight[:most], None if model.head.bias is None else model.head.bias[:most])
         else:
             logits = model.head(x)[:, :most]

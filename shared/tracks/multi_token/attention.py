@@ -11,10 +11,11 @@ from collections.abc import Mapping
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from shared.cache.layout.paged import PagedLayout, PagedSizes
 from shared.cache.layout.slots import Integers
-from shared.cache.view.attention import Arrays, PagedAttentionProtocol, Places, Scores
+from shared.cache.view.attention import Arrays, NoPadding, Padding, PagedAttentionProtocol, Places, Scores
 from shared.cache.view.block_storage import BlockStorage
 from shared.cache.view.bucket_padding import (
     OF_SEQUENCES,
@@ -26,7 +27,6 @@ from shared.cache.view.bucket_padding import (
     planned_in_buckets,
 )
 from shared.cache.view.operations_attention import OperationsAttention
-from shared.cache.view.padding import NoPadding, Padding
 from shared.cache.view.planned_attention import PlannedAttention, is_planned
 from shared.engine.batch import Batch
 from shared.engine.config import EngineConfig
@@ -46,12 +46,11 @@ class MaskTokenAttention:
         self.lay_out, self.attend = planned.lay_out, planned.attend
 
     def staged(self, is_decode: bool, max_tokens: int) -> Places:
-        """See ``PagedAttentionProtocol``."""
         own = {"num_masks": (self.planned.sizes.max_sequences, np.int32), "gate": (max_tokens, np.float32)}
         return own | self.planned.staged(is_decode, max_tokens)
 
     def arrays(self, batch: Batch, layout: PagedLayout) -> Arrays:
-        """See ``PagedAttentionProtocol``; mask tokens open the gate."""
+        """Mask tokens open the gate."""
         arrays, num_masks = self.planned.arrays(batch, layout), num_masks_of(batch)
         bucket = self.padding.bucket_of(batch)
         if num_masks.any() or (bucket is not None and not bucket.is_decode):
@@ -60,8 +59,7 @@ class MaskTokenAttention:
             arrays["num_masks"] = num_masks[layout.num_decoding :]
         return arrays
 
-    def receive(self, batch: Batch, layout: PagedLayout, sent: Mapping[str, torch.Tensor]) -> None:
-        """See ``PagedAttentionProtocol``."""
+    def receive(self, batch: Batch, layout: PagedLayout, sent: Mapping[str, Tensor]) -> None:
         self.planned.receive(batch, layout, sent)
         if not batch.is_decode:
             self.planned.prompt_arguments = {"num_masks": sent["num_masks"]}
@@ -74,21 +72,18 @@ class MaskTokenOperations(PagedAttentionProtocol):
         self.operations = operations
 
     def staged(self, is_decode: bool, max_tokens: int) -> Places:
-        """See ``PagedAttentionProtocol``."""
         return {"gate": (max_tokens, np.float32)}
 
     def arrays(self, batch: Batch, layout: PagedLayout) -> Arrays:
-        """See ``PagedAttentionProtocol``; mask tokens open the gate."""
+        """Mask tokens open the gate."""
         return {"gate": batch.token_ids >= FIRST_MASK} if num_masks_of(batch).any() else {}
 
-    def receive(self, batch: Batch, layout: PagedLayout, sent: Mapping[str, torch.Tensor]) -> None:
-        """See ``PagedAttentionProtocol``."""
+    def receive(self, batch: Batch, layout: PagedLayout, sent: Mapping[str, Tensor]) -> None:
         self.operations.receive(batch, layout, sent)
         self.num_masks = num_masks_of(batch).tolist()
-        self.masks: dict[tuple[int | None, int], torch.Tensor] = {}  # by window and sequence
+        self.masks: dict[tuple[int | None, int], Tensor] = {}  # by window and sequence
 
-    def attend(self, layer: int, q: torch.Tensor, about: Scores, out: torch.Tensor | None) -> torch.Tensor:
-        """See ``PagedAttentionProtocol``."""
+    def attend(self, layer: int, q: Tensor, about: Scores, out: Tensor | None) -> Tensor:
         own, window, attended = self.operations, about["window"], []
         for n, (queries, piece) in enumerate(zip(q.split(own.num_new), own.pieces(window), strict=True)):
             k, v = (x.transpose(0, 1) for x in own.read(layer, piece))  # [Hkv, S, D]

@@ -31,7 +31,7 @@ class MultiTokenBatch(Batch):
 
     @classmethod
     def of(cls, schedule: Schedule, pool: CachePoolProtocol) -> Self:
-        """See :class:`Batch`; the ids of the mask tokens of a group count from ``FIRST_MASK``."""
+        """The ids of the mask tokens of a group count from ``FIRST_MASK``."""
         if not isinstance(schedule, MultiTokenSchedule) or not schedule.masks:
             return super().of(schedule, pool)
         plain = super().of(schedule, cast(CachePoolProtocol, _WithMasks(schedule, pool)))
@@ -61,7 +61,6 @@ class MultiTokenBatch(Batch):
         return {int(n): slice(int(ends[n] - num_masks[n]), int(ends[n])) for n in with_masks}
 
     def part(self, sequences: range) -> Self:
-        """See :class:`Batch`."""
         part = super().part(sequences)
         return part if part is self else replace(part, num_masks=self.num_masks[sequences.start : sequences.stop])
 

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from functools import partial
 
 import torch
+from torch import Tensor
 
 from shared.engine.executor.graphs import Capture, CapturedStep, Computed
 from shared.kernels.sampling.sampler import make_counters, sample
@@ -51,14 +52,14 @@ class CapturedHead:
             if size < 2 * most_rows:
                 self.passes[size] = capture(partial(run, size))
 
-    def __call__(self, previous: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
+    def __call__(self, previous: Tensor, hidden: Tensor) -> Tensor:
         """Logits ``[n, V]`` of ``previous [n]`` and ``hidden [n, H]``."""
         n = len(previous)
         self.previous[:n].copy_(previous)
         self.hidden[0, :n].copy_(hidden)
         return self._replayed(self.passes, n)
 
-    def guess(self, previous: Sequence[torch.Tensor], states: Sequence[torch.Tensor]) -> torch.Tensor:
+    def guess(self, previous: Sequence[Tensor], states: Sequence[Tensor]) -> Tensor:
         """The likeliest guesses ``[n, k]`` behind n tokens, from the states of the masks behind each.
 
         Args:
@@ -78,7 +79,7 @@ class CapturedHead:
                 first += len(of_request)
         return self._replayed(self.chains, n)
 
-    def _replayed(self, graphs: dict[int, CapturedStep], n: int) -> torch.Tensor:
+    def _replayed(self, graphs: dict[int, CapturedStep], n: int) -> Tensor:
         captured = graphs[min(size for size in graphs if size >= n)]
         captured.replay()
         return captured.results.hidden[:n]

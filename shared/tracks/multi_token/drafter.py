@@ -21,6 +21,7 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from shared.cache.pool.interface import CachePoolProtocol
 from shared.cache.view.interface import MakeMemory
@@ -44,7 +45,7 @@ from shared.tracks.multi_token.captured_head import CapturedHead
 from shared.tracks.multi_token.lora import adapt
 from shared.tracks.multi_token.mask_states import MaskObserver, MaskStates
 
-Asking = tuple[Request, torch.Tensor, int, int]
+Asking = tuple[Request, Tensor, int, int]
 """A request, the hidden states ``[groups, k, H]`` of its masks, the group that counts, and the drafts it may have."""
 Drawn = tuple[Sequence[Request | None], SamplerOutput]
 """Drafts in the order of their requests; None: of no request, or not to be verified."""
@@ -81,14 +82,14 @@ class MultiTokenDrafter:
         self.is_capturing = config.is_on("use_cuda_graphs") and model.device.type == "cuda"
         self.adapter = load_adapter(Path(config.adapter).expanduser(), model)
         adapt(model, self.adapter.additions(), self.adapter.masks)
-        self.logits: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] = partial(self.adapter.logits, model)
-        self.distributions: dict[tuple[int, int], torch.Tensor] = {}
+        self.logits: Callable[[Tensor, Tensor], Tensor] = partial(self.adapter.logits, model)
+        self.distributions: dict[tuple[int, int], Tensor] = {}
         self.states: dict[str, MaskStates] = {}  # of the last step, by request id; the runner puts them there
 
     def join(
         self, pool: CachePoolProtocol, make_memory: MakeMemory, make_runner: MakeRunner, max_seq_len: int
     ) -> CachePoolProtocol:
-        """See :class:`shared.speculation.drafter.Drafter`; makes the sampler of drafts."""
+        """Makes the sampler of drafts."""
         draw = plain if self.is_coupled else DraftDraw(self.distributions)
         self.sampler = Sampler(self.model.device, pool.max_sequences, draw=draw)
         if self.is_capturing:
@@ -97,7 +98,6 @@ class MultiTokenDrafter:
         return pool
 
     def propose(self, schedule: Schedule) -> None:
-        """See :class:`shared.speculation.drafter.Drafter`."""
         self.distributions.clear()
         asking: list[Asking] = []
         for request, *_, num_drafts, _, _ in schedule:
@@ -118,12 +118,7 @@ class MultiTokenDrafter:
             self._hand_out()
 
     def follow(self, launched: Launched, rows: Sequence[SamplingRow], sampled: SamplerOutput) -> None:
-        """Draw behind every token of the step just launched that masks follow, if the likeliest tokens will do.
-
-        Args:
-            rows: those of the step's logits.
-            sampled: what was drawn from them.
-        """
+        """Draw after every token of the step just launched that masks follow, if the likeliest tokens will do."""
         captured, pending, batch = self.captured, self.pending, launched.batch
         if captured is None or pending is None or sampled.errors or len(sampled.ids) != 1:
             return
@@ -145,11 +140,11 @@ class MultiTokenDrafter:
 
     @cached_property
     def step_costs(self) -> StepCosts:
-        """See :class:`shared.speculation.drafter.Drafter`: of one pass of the sampler head, and the output head."""
+        """Of one pass of the sampler head, and the output head."""
         return head_costs(self.model)
 
     def num_tokens(self, num_drafts: int) -> int:
-        """See :class:`shared.speculation.drafter.Drafter`: so many masks follow each of the real tokens."""
+        """So many masks follow each of the real tokens."""
         return (num_drafts + 1) ** 2
 
     def _draw(self, asking: Sequence[Asking]) -> list[Drawn]:
@@ -181,11 +176,9 @@ class MultiTokenDrafter:
             _append(requests, ids)
 
     def leave_drafts_in(self, pending: PendingDrafts) -> None:
-        """See :class:`shared.speculation.drafter.Drafter`."""
         self.pending = pending
 
     def collect(self) -> None:
-        """See :class:`shared.speculation.drafter.Drafter`."""
         drawn, self.drawn = self.drawn, ()
         for request in drawn[0][0] if drawn else ():
             if request is not None:

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 
 from shared.errors import ConfigError
 from shared.kernels.launch import launches
@@ -68,7 +68,7 @@ class GatedLoRA(nn.Module):
         self.b = nn.Parameter(torch.zeros(out_features, rank))
         self.scale = alpha / rank
 
-    def forward(self, y: torch.Tensor, x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
+    def forward(self, y: Tensor, x: Tensor, gate: Tensor) -> Tensor:
         """``y + (α / r) · gate · B(Ax)``: y ``[T, out]``, the base's output for x ``[T, in]``; gate ``[T]``."""
         low = F.linear(x, self.a.to(x.dtype)) * gate[:, None]  # [T, r]
         return torch.addmm(y, low, self.b.to(x.dtype).T, alpha=self.scale)
@@ -90,15 +90,15 @@ class AdaptedProjection(nn.Module):
 
     def forward(
         self,
-        x: torch.Tensor,
+        x: Tensor,
         norm: RMSNorm | None = None,
-        residual: torch.Tensor | None = None,
-        gate: torch.Tensor | None = None,
+        residual: Tensor | None = None,
+        gate: Tensor | None = None,
         activation: GatedOp | None = None,
-    ) -> torch.Tensor:
+    ) -> Tensor:
         """As of the base; tokens with a gate have the addition too."""
         if gate is None:
-            y: torch.Tensor = self.base(x, norm, residual, activation=activation)
+            y: Tensor = self.base(x, norm, residual, activation=activation)
             return y
         if norm is not None:
             x = norm(x)
@@ -115,13 +115,13 @@ class AdaptedProjection(nn.Module):
     __call__ = forward  # skips nn.Module's hooks, as the base does
 
 
-def _with_rows_of_a(base: Any, addition: GatedLoRA) -> torch.Tensor | None:
+def _with_rows_of_a(base: Any, addition: GatedLoRA) -> Tensor | None:
     """W with the rows of A below it, for an addition that is not trained any more, where kernels run; else None.
 
     One product then gives both W x and A x. The weight of the base becomes a part of the new matrix.
     """
     weight = getattr(base, "weight", None)
-    if not isinstance(weight, torch.Tensor) or not launches(weight) or base.bias is not None:
+    if not isinstance(weight, Tensor) or not launches(weight) or base.bias is not None:
         return None
     if addition.b.dtype != weight.dtype or addition.a.requires_grad:
         return None
@@ -140,11 +140,11 @@ class MaskEmbedding(nn.Module):
     The vectors stand for embeddings as blocks receive them: a family's factor is not applied.
     """
 
-    def __init__(self, base: nn.Module, masks: torch.Tensor, vocab_size: int) -> None:
+    def __init__(self, base: nn.Module, masks: Tensor, vocab_size: int) -> None:
         super().__init__()
         self.base, self.masks, self.vocab_size = base, masks, vocab_size  # masks [k, H]
 
-    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+    def forward(self, ids: Tensor) -> Tensor:
         """Ids ``[T]`` to vectors ``[T, H]``."""
         x = self.base(ids.clamp(max=self.vocab_size - 1))
         number = ids - FIRST_MASK
@@ -152,7 +152,7 @@ class MaskEmbedding(nn.Module):
         return torch.where((number >= 0)[:, None], masks, x)
 
 
-def adapt(model: CausalLM, additions: Sequence[Mapping[str, GatedLoRA]], masks: torch.Tensor) -> CausalLM:
+def adapt(model: CausalLM, additions: Sequence[Mapping[str, GatedLoRA]], masks: Tensor) -> CausalLM:
     """Give a fused or packed model, in place, the additions of each layer and the vectors of mask tokens ``[k, H]``.
 
     Raises ConfigError for a family whose blocks have other matrices.

@@ -1,18 +1,14 @@
 """The second product of a gated low-rank addition, and what follows it. Introduced in phase 11.1."""
 
 import torch
+from torch import Tensor
 
 from shared.ops.gated import GatedOp
 
 
 def add_low_rank(
-    y: torch.Tensor,
-    b: torch.Tensor,
-    gate: torch.Tensor,
-    scale: float,
-    residual: torch.Tensor | None = None,
-    activation: GatedOp | None = None,
-) -> torch.Tensor:
+    y: Tensor, b: Tensor, gate: Tensor, scale: float, residual: Tensor | None = None, activation: GatedOp | None = None
+) -> Tensor:
     """``y + scale · gate · low Bᵀ``, where the last r columns of y are ``low = A x``, the others ``W x``.
 
     Args:

@@ -7,7 +7,7 @@ next step may overwrite the buffers of a captured one.
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-import torch
+from torch import Tensor
 
 from shared.engine.batch import Batch
 from shared.engine.runner import Launched
@@ -21,7 +21,7 @@ class MaskStates:
     """The hidden states of a request's mask tokens in a step whose first token of the request has index ``start``."""
 
     start: int
-    hidden: torch.Tensor  # [groups, k, H], before the final norm
+    hidden: Tensor  # [groups, k, H], before the final norm
 
 
 Follow = Callable[[Launched, Sequence[SamplingRow], SamplerOutput], None]
@@ -36,11 +36,9 @@ class MaskObserver:
     follow: Follow
 
     def begin(self) -> None:
-        """See :class:`shared.engine.runner.Observer`."""
         self.states.clear()
 
-    def computed(self, batch: Batch, hidden: torch.Tensor) -> None:
-        """See :class:`shared.engine.runner.Observer`."""
+    def computed(self, batch: Batch, hidden: Tensor) -> None:
         if not isinstance(batch, MultiTokenBatch):
             return
         starts = batch.num_new_tokens.cumsum() - batch.num_new_tokens
@@ -49,6 +47,5 @@ class MaskObserver:
             self.states[batch.request_ids[n]] = MaskStates(int(batch.positions[starts[n]]), kept)
 
     def sampled(self, launched: Launched, rows: Sequence[SamplingRow], output: SamplerOutput) -> None:
-        """See :class:`shared.engine.runner.Observer`."""
         if self.states:
             self.follow(launched, rows, output)

@@ -15,6 +15,7 @@ itself.
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 Integers = NDArray[np.int64]
 
@@ -38,7 +39,7 @@ def positions(start: int, num_real: int, num_masks: int) -> Integers:
 
 def visible_with_masks(
     num_cached: int, num_real: int, num_masks: int, window: int | None = None, device: torch.device | None = None
-) -> torch.Tensor:
+) -> Tensor:
     """The attention mask: which keys each new token attends to, bool ``[T, num_cached + T]``.
 
     Args:
@@ -65,14 +66,8 @@ def visible_with_masks(
 
 
 def masked_attention(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    mask: torch.Tensor,
-    *,
-    scale: float,
-    softcap: float | None = None,
-) -> torch.Tensor:
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor, *, scale: float, softcap: float | None = None
+) -> Tensor:
     """As :func:`shared.ops.attention.naive_attention`, with a mask bool ``[T, S]`` in place of causality."""
     T, Hq, D = q.shape
     Hkv = k.shape[0]

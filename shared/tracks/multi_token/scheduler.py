@@ -46,9 +46,7 @@ class MultiTokenSchedule(Schedule):
 
 
 class MultiTokenScheduler(Scheduler):
-    """Schedules as :class:`shared.scheduling.speculative.SpeculativeScheduler`; if ``config.adapter`` is set, the
-    drafts are guesses of the model itself, made of the mask tokens of the step before.
-    """
+    """Schedules as ``SpeculativeScheduler``; if ``config.adapter`` is set, drafts are the model's own guesses."""
 
     def __init__(self, config: EngineConfig, pool: CachePoolProtocol, max_seq_len: int) -> None:
         super().__init__(config, pool, max_seq_len)
@@ -63,7 +61,7 @@ class MultiTokenScheduler(Scheduler):
         self.num_accepted_by_position = [0] * self.lengths.longest
 
     def schedule(self) -> Schedule:
-        """See :class:`Scheduler`; empty if the step in flight must be finished first."""
+        """Empty if the step in flight must be finished first."""
         wanted = None
         if has_block_for_each(self):
             if not self.had_drafts and (decoding := only_decoding(self, self.running.values())):
@@ -113,13 +111,10 @@ class MultiTokenScheduler(Scheduler):
         return with_masks(schedule, masks) if masks else schedule
 
     def stats(self) -> dict[str, Any]:
-        """See :class:`Scheduler`."""
         return prefix_stats(self) | draft_stats(self)
 
     def commit(self, schedule: Schedule, sampled: SampledTokens) -> None:
-        """See :class:`Scheduler`; of the drafts only the accepted ones are counted as tokens, and what was reserved for
-        mask tokens is freed.
-        """
+        """Of the drafts only the accepted ones are counted, and what was reserved for mask tokens is freed."""
         if schedule.has_drafts:
             commit_drafts(self, self.lengths, schedule, sampled)
         elif schedule.is_decode and not sampled.errors:
@@ -139,7 +134,7 @@ class MultiTokenScheduler(Scheduler):
                     # end exercise
 
     def drop_in_flight(self) -> None:
-        """See :class:`Scheduler`; what was reserved for drafts and masks is given back."""
+        """What was reserved for drafts and masks is given back."""
         super().drop_in_flight()
         self.guesses = {}
         if self.lengths.longest:

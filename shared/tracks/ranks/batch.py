@@ -23,7 +23,6 @@ class RankBatch(Batch):
 
     @classmethod
     def of(cls, schedule: Schedule, pool: CachePoolProtocol) -> Self:
-        """See :class:`Batch`."""
         takes_argmax = all(takes_plain_argmax(request.params) for request in schedule.requests)
         return replace(super().of(schedule, pool), takes_argmax=takes_argmax)
 

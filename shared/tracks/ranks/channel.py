@@ -1,18 +1,67 @@
-"""One message a step from rank 0 to each other rank. Introduced in phase 12.1.
+"""One message a step from rank 0 to each other rank, and how far each rank is. Introduced in phase 12.1.
 
-Invariant: messages are numbered, and a rank that gets another number than the next one raises, so the ranks cannot
-compute different steps together.
+Rank 0 pickles a batch once and writes it into one of a few slots of memory that the ranks share; a pipe to each rank
+says that it is there, with its sequence number and its length. A batch that is larger than a slot goes through the
+pipes. Each rank counts on a row of its own: the messages that it has read, the begins and ends of its collectives (the
+count is odd within one), and its heartbeats. It also notes when it began and ended to compute each of the last
+messages.
+
+Invariants: a slot is written when each rank has read what was in it; only its own rank writes a row of counters; a rank
+that gets another number than the next one raises, so the ranks cannot compute different steps together. The memory has
+no name, so nothing is left of it when the processes end.
 """
 
+import mmap
+import os
 import pickle
 import struct
+import tempfile
+import time
 from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
-from shared.tracks.ranks.board import READ, SLOT_BYTES, Board
+import numpy as np
 
+NUM_SLOTS, SLOT_BYTES = 4, 1 << 20
+READ, CALLS, BEATS = range(3)  # messages read, begins and ends of collectives, heartbeats
+COUNTERS = 3
+NUM_TIMED = 4096  # messages whose times are kept
+SHARED = Path("/dev/shm")
 HEADER = struct.Struct("<qq")  # the message's number, and its length in bytes
+
+
+class Board:
+    """The shared memory of ``size`` ranks, behind the file descriptor ``fd``; ``None`` makes it."""
+
+    def __init__(self, size: int, fd: int | None = None) -> None:
+        counter_bytes = 8 * (COUNTERS + 2 * NUM_TIMED) * size
+        if fd is None:
+            with tempfile.TemporaryFile(dir=SHARED if SHARED.is_dir() else None) as file:
+                fd = os.dup(file.fileno())
+            os.ftruncate(fd, counter_bytes + NUM_SLOTS * SLOT_BYTES)
+        self.fd = fd
+        self.memory = mmap.mmap(fd, counter_bytes + NUM_SLOTS * SLOT_BYTES)
+        self.counters = np.frombuffer(self.memory, np.int64, COUNTERS * size).reshape(size, COUNTERS)
+        times = np.frombuffer(self.memory, np.int64, 2 * NUM_TIMED * size, 8 * COUNTERS * size)
+        self.times = times.reshape(size, NUM_TIMED, 2)  # of message n at n % NUM_TIMED, in ns of the monotonic clock
+        self.first = counter_bytes
+
+    def write(self, number: int, message: bytes, check: Callable[[], None]) -> None:
+        """Write message ``number``, counted from 0; ``check`` is called while a rank has not read its slot's last."""
+        while (self.counters[1:, READ] <= number - NUM_SLOTS).any():
+            check()
+            time.sleep(0.0001)
+        begin = self.first + number % NUM_SLOTS * SLOT_BYTES
+        self.memory[begin : begin + len(message)] = message
+
+    def read(self, rank: int, number: int, length: int) -> bytes:
+        """Message ``number``, of ``length`` bytes; its slot may be written again afterwards."""
+        begin = self.first + number % NUM_SLOTS * SLOT_BYTES
+        message = self.memory[begin : begin + length]
+        self.counters[rank, READ] = number + 1
+        return message
 
 
 class Sender:

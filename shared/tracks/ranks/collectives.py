@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch._C._distributed_c10d import AllgatherOptions
 
 from shared.tracks.ranks.kernels.all_reduce import all_reduce, fits
@@ -95,7 +96,7 @@ class Collectives:
             self.count()
             self.group._set_default_timeout(NEVER)
 
-    def all_sum(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
+    def all_sum(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
         """The sum over the ranks of ``x`` ``[T, n]``, and ``residual``, on every rank; ``x`` may be overwritten."""
         if self.peers is not None and x.nbytes * self.size <= MOST_BYTES and fits(x):
             self.count()
@@ -112,7 +113,7 @@ class Collectives:
         total = total.to(x.dtype)
         return total if residual is None else residual + total
 
-    def gathered(self, x: torch.Tensor) -> torch.Tensor:
+    def gathered(self, x: Tensor) -> Tensor:
         """``x`` of every rank, ``[size, *x.shape]``, on every rank; the shapes must be equal."""
         x = x.contiguous()
         parts = torch.empty(self.size, *x.shape, dtype=x.dtype, device=x.device)
@@ -123,7 +124,7 @@ class Collectives:
             self._run(self.group.allgather, [pieces], [x.view(-1).view(torch.uint8)])
         return parts
 
-    def broadcast(self, x: torch.Tensor) -> None:
+    def broadcast(self, x: Tensor) -> None:
         """Overwrite ``x`` with that of rank 0."""
         self._run(self.group.broadcast, [x], *self.options[2:])
 

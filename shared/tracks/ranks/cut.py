@@ -1,4 +1,4 @@
-"""Which rows or columns of each tensor a rank has. Introduced in phase 12.1.
+"""Which rows or columns of each tensor a rank has, and a checkpoint that reads these alone. Introduced in phase 12.1.
 
 Queries, keys and values are cut separately, each by its own heads; gate and up by the same columns of the MLP. A matrix
 in 8 or 4 bits is cut with the scales of its blocks, and the MLP at borders of blocks.
@@ -8,11 +8,14 @@ Invariant: a matrix in 8 or 4 bits has the same numbers and scales as the whole 
 
 import math
 import re
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from pathlib import Path
 
-import torch
+from torch import Tensor
 
 from shared.errors import ConfigError
+from shared.loading.checkpoint import Checkpoint
 from shared.models.config import ModelConfig
 from shared.quantization.weight import RUN, QuantizedWeight, pack_nibbles, unpack_nibbles
 from shared.tracks.ranks.shard import Shard
@@ -77,6 +80,48 @@ class ModelCut:
         return weight if cut is None else cut_weight(weight, cut)
 
 
+class WatchedCheckpoint(Checkpoint):
+    """As :class:`Checkpoint`; ``check`` is called before each tensor is read, and raises if another rank is lost."""
+
+    def __init__(self, folder: Path, check: Callable[[], None]) -> None:
+        super().__init__(folder)
+        self.check = check
+
+    def tensor(self, name: str) -> Tensor:
+        self.check()
+        return super().tensor(name)
+
+
+class CutCheckpoint(Checkpoint):
+    """As :class:`Checkpoint`, cut by ``cut``; ``check`` as in :class:`WatchedCheckpoint`."""
+
+    def __init__(self, folder: Path, cut: ModelCut, check: Callable[[], None] = lambda: None) -> None:
+        super().__init__(folder)
+        self.cut, self.check = cut, check
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """A tensor that is not as large as config.json says keeps its shape."""
+        shape, cut = super().shape(name), self._cut(name)
+        if cut is None:
+            return shape
+        return tuple(len(cut.part) if dim == cut.dim else size for dim, size in enumerate(shape))
+
+    def tensor(self, name: str) -> Tensor:
+        """A part of a tensor is not mapped but copied."""
+        self.check()
+        cut = self._cut(name)
+        if cut is None:
+            return super().tensor(name)
+        whole, part = self._files[self._file_of[name]].get_slice(name), slice(cut.part.start, cut.part.stop)
+        return whole[part] if cut.dim == ROWS else whole[:, part].contiguous()
+
+    def _cut(self, name: str) -> Cut | None:
+        """The cut of a tensor; None for the bias of a row-parallel matrix, of which each rank has all."""
+        cut, shape = self.cut.of(name), super().shape(name)
+        is_there = cut is not None and cut.dim < len(shape) and shape[cut.dim] == cut.total
+        return cut if is_there and name.endswith((".weight", ".bias")) else None
+
+
 def cut_weight(weight: QuantizedWeight, cut: Cut) -> QuantizedWeight:
     """A range of rows or columns of a matrix in 8 or 4 bits, with its scales.
 
@@ -112,7 +157,7 @@ def cut_weight(weight: QuantizedWeight, cut: Cut) -> QuantizedWeight:
 def with_scales_by_row(weight: QuantizedWeight) -> QuantizedWeight:
     """The same matrix with a scale for each row of each block."""
 
-    def spread(of_groups: torch.Tensor | None) -> torch.Tensor | None:
+    def spread(of_groups: Tensor | None) -> Tensor | None:
         if of_groups is None:
             return None
         return of_groups.repeat_interleave(weight.rows_per_scale, 0)[: len(weight)]

@@ -37,10 +37,9 @@ from shared.loading.loader import load_model
 from shared.loading.placement import check_device
 from shared.loading.quantized import quantizer
 from shared.models.causal_lm import CausalLM
-from shared.tracks.ranks.board import CALLS, Board
-from shared.tracks.ranks.channel import Sender
-from shared.tracks.ranks.checkpoint import WatchedCheckpoint
+from shared.tracks.ranks.channel import CALLS, Board, Sender
 from shared.tracks.ranks.collectives import Collectives
+from shared.tracks.ranks.cut import WatchedCheckpoint
 from shared.tracks.ranks.model import load_part
 from shared.tracks.ranks.several_ranks import SeveralRanks
 from shared.tracks.ranks.shard import Shard
@@ -66,10 +65,6 @@ class Assignment:
 
 class Group:
     """Rank 0, and the processes of the other ranks.
-
-    Args:
-        folder: the model's.
-        make_memory, make_runner: what each rank makes its memory and its runner with.
 
     Raises ConfigError if the model or the machine cannot be shared by ``config.tensor_parallel_size`` ranks.
     """
@@ -110,15 +105,8 @@ class Group:
             torch.zeros(1, device=device)  # a GPU's context takes seconds
             self.sender = Sender(self.board, pipes, self.watch.check)
             self._meet(store)
-            self.ranks = Collectives(
-                store,
-                0,
-                self.size,
-                device,
-                partial(count_call, self.board, 0),
-                self.watch.waiting,
-                config.all_reduce_backend != "nccl",
-            )
+            count, is_shared = partial(count_call, self.board, 0), config.all_reduce_backend != "nccl"
+            self.ranks = Collectives(store, 0, self.size, device, count, self.watch.waiting, is_shared)
             self.watch.collectives.append(self.ranks)
 
     def load(self) -> CausalLM:
@@ -232,14 +220,8 @@ def load_rank(
     config: EngineConfig, folder: Path, ranks: Collectives, check: Callable[[], None] = lambda: None
 ) -> CausalLM:
     """A rank's part of the model; ``check`` as for ``load_part``."""
-    return load_part(
-        folder,
-        ranks,
-        dtype=config.torch_dtype,
-        quantization=config.quantization,
-        quantize_head=config.quantize_head,
-        check=check,
-    )
+    quantization: dict[str, Any] = {"quantization": config.quantization, "quantize_head": config.quantize_head}
+    return load_part(folder, ranks, dtype=config.torch_dtype, **quantization, check=check)
 
 
 def draft_collectives(config: EngineConfig, store: dist.Store, ranks: Collectives) -> Collectives:

@@ -18,9 +18,8 @@ from shared.loading.quantized import quantizer
 from shared.models.causal_lm import CausalLM
 from shared.models.config import ModelConfig
 from shared.models.families import FAMILIES
-from shared.tracks.ranks.checkpoint import CutCheckpoint, WatchedCheckpoint
 from shared.tracks.ranks.collectives import Collectives
-from shared.tracks.ranks.cut import ModelCut
+from shared.tracks.ranks.cut import CutCheckpoint, ModelCut, WatchedCheckpoint
 from shared.tracks.ranks.projection import RowParallelProjection, VocabularyEmbedding
 from shared.tracks.ranks.shard import Shard
 

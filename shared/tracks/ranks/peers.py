@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from shared.tracks.ranks.kernels.all_reduce import CHANNELS, num_words
 
@@ -50,7 +51,7 @@ class PeerMemory:
 
 def shared_memory(
     store: dist.Store, rank: int, size: int, device: torch.device
-) -> tuple[str, torch.Tensor, list[int], list[object]]:
+) -> tuple[str, Tensor, list[int], list[object]]:
     """The first way that works on all ranks, with what it gives."""
     for way, share in WAYS.items():
         try:
@@ -63,9 +64,7 @@ def shared_memory(
     raise RuntimeError("the GPUs of the ranks cannot share memory")
 
 
-def symmetric(
-    store: dist.Store, rank: int, size: int, device: torch.device
-) -> tuple[torch.Tensor, list[int], list[object]]:
+def symmetric(store: dist.Store, rank: int, size: int, device: torch.device) -> tuple[Tensor, list[int], list[object]]:
     """This rank's memory and the addresses of all, from PyTorch's symmetric memory, which needs a group by name."""
     from torch._C._distributed_c10d import _register_process_group, _SymmetricMemory
 
@@ -81,9 +80,7 @@ def symmetric(
     return memory, list(handle.buffer_ptrs), [handle]
 
 
-def mapped(
-    store: dist.Store, rank: int, size: int, device: torch.device
-) -> tuple[torch.Tensor, list[int], list[object]]:
+def mapped(store: dist.Store, rank: int, size: int, device: torch.device) -> tuple[Tensor, list[int], list[object]]:
     """The same through CUDA's memory handles, of which a process opens those of the others on its own GPU."""
     memory = torch.empty(num_words(size), dtype=torch.int32, device=device)
     store.set(f"memory {rank}", pickle.dumps(memory.untyped_storage()._share_cuda_()).hex())

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 
 from shared.models.causal_lm import Embedding
 from shared.models.fused import fused
@@ -33,12 +33,12 @@ class RowParallelProjection(nn.Module):
 
     def forward(
         self,
-        x: torch.Tensor,
+        x: Tensor,
         norm: RMSNorm | None = None,
-        residual: torch.Tensor | None = None,
-        gate: torch.Tensor | None = None,
-        activation: Callable[[torch.Tensor], torch.Tensor] | None = None,
-    ) -> torch.Tensor:
+        residual: Tensor | None = None,
+        gate: Tensor | None = None,
+        activation: Callable[[Tensor], Tensor] | None = None,
+    ) -> Tensor:
         """This rank's x ``[T, in / N]`` to the whole ``[T, out]``."""
         assert norm is None, "a norm needs the whole row"
         if self.ranks.peers is not None and self.bias is None and activation is None:
@@ -74,7 +74,7 @@ class VocabularyEmbedding(nn.Module):
         self.weight, self.scale = embedding.weight, embedding.scale
         self.part, self.ranks = part, ranks
 
-    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+    def forward(self, ids: Tensor) -> Tensor:
         own = ids - self.part.start
         is_here = (own >= 0) & (own < len(self.part))
         x = F.embedding(own.clamp(0, len(self.part) - 1), self.weight) * is_here[:, None]

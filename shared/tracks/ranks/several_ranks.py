@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
-import torch
+from torch import Tensor
 
 from shared.engine.batch import Batch
 from shared.engine.executor.one_rank import Ranks
@@ -56,7 +56,7 @@ class SeveralRanks(Ranks):
         self.vocabulary = Vocabulary(vocab_size, collectives)
 
     def run(self, run: Callable[[range], R], sequences: range) -> Iterator[tuple[range, R | Exception]]:
-        """See :class:`Ranks`; raises RankError if a rank fails."""
+        """Raises RankError if a rank fails."""
         assert self.watch is not None
         self.watch.check()
         with uninterrupted():
@@ -66,15 +66,14 @@ class SeveralRanks(Ranks):
                 raise self.watch.failed(error) from error
         yield sequences, result
 
-    def begin(self, batch: Batch, last_ids: torch.Tensor) -> None:
-        """See :class:`Ranks`."""
+    def begin(self, batch: Batch, last_ids: Tensor) -> None:
         if self.sender is not None:
             self.sender.send((self.number, batch))
         if len(batch.pending):
             self.collectives.broadcast(last_ids)
 
-    def logits(self, batch: Batch, logits: torch.Tensor) -> torch.Tensor:
-        """See :class:`Ranks`; ids ``[n, 1]`` if their arg-max is all that the batch needs."""
+    def logits(self, batch: Batch, logits: Tensor) -> Tensor:
+        """Ids ``[n, 1]`` if their arg-max is all that the batch needs."""
         if self.is_whole:
             return logits
         if len(logits) == 0:
@@ -83,12 +82,10 @@ class SeveralRanks(Ranks):
             return self.vocabulary.argmax(logits)[:, None]
         return self.vocabulary.gather(logits)
 
-    def gather(self, logits: torch.Tensor) -> torch.Tensor:
-        """See :class:`Ranks`."""
+    def gather(self, logits: Tensor) -> Tensor:
         return self.vocabulary.gather(logits)
 
-    def drawn(self, batch: Batch, logits: torch.Tensor) -> Draws | None:
-        """See :class:`Ranks`."""
+    def drawn(self, batch: Batch, logits: Tensor) -> Draws | None:
         return Draws(logits[:, 0]) if takes_argmax(batch) else None
 
 

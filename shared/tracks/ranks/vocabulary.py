@@ -8,6 +8,7 @@ Invariant: ties go to the smallest id, as in ``torch.argmax`` of all logits.
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from shared.kernels.launch import launches
 from shared.kernels.sampling.sampler import sample
@@ -24,7 +25,7 @@ class Vocabulary:
         self.parts = [Shard(rank, ranks.size).part(size) for rank in range(ranks.size)]
         self.width = len(self.parts[0])  # the first part is the largest
 
-    def gather(self, logits: torch.Tensor) -> torch.Tensor:
+    def gather(self, logits: Tensor) -> Tensor:
         """This rank's logits ``[n, part]`` to all ``[n, V]``; smaller parts are padded on the way."""
         padded = F.pad(logits, (0, self.width - logits.shape[1]))
         gathered = self.ranks.gathered(padded)  # [N, n, width]
@@ -32,7 +33,7 @@ class Vocabulary:
             return gathered.transpose(0, 1).flatten(1)
         return torch.cat([piece[:, : len(part)] for piece, part in zip(gathered, self.parts, strict=True)], dim=1)
 
-    def argmax(self, logits: torch.Tensor) -> torch.Tensor:
+    def argmax(self, logits: Tensor) -> Tensor:
         """The ids of the largest of all logits: this rank's ``[n, part]`` to int64 ``[n]``."""
         # exercise 12.1x3: the arg-max over shards
         # hint: largest(logits) gives value and index of each row in this rank's part; its ids begin at part.start
@@ -47,7 +48,7 @@ class Vocabulary:
         # end exercise
 
 
-def largest(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def largest(logits: Tensor) -> tuple[Tensor, Tensor]:
     """The largest of each row of ``[n, V]``, and the first column that has it; on a GPU by the sampler's kernel."""
     if not launches(logits):
         values, columns = logits.max(-1)

@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 
 from shared.errors import RankError
-from shared.tracks.ranks.board import BEATS, CALLS, Board
+from shared.tracks.ranks.channel import BEATS, CALLS, Board
 from shared.tracks.ranks.collectives import Collectives
 
 PATIENCE = 7.0

@@ -29,8 +29,7 @@ from shared.loading.quantized import quantizer
 from shared.loading.resolve import resolve_model
 from shared.models.fused import fuse
 from shared.speculation.draft_memory import memory_settings
-from shared.tracks.ranks.board import BEATS, CALLS, NUM_TIMED, Board
-from shared.tracks.ranks.channel import Receiver
+from shared.tracks.ranks.channel import BEATS, CALLS, NUM_TIMED, Board, Receiver
 from shared.tracks.ranks.collectives import Collectives, PeerError
 from shared.tracks.ranks.group import (
     START_SECONDS,

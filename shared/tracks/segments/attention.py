@@ -11,6 +11,7 @@ whose keys all precede the query, it is the distance that a window counts.
 """
 
 import torch
+from torch import Tensor
 
 from shared.attention.states import State
 
@@ -18,10 +19,10 @@ LOG2_E = 1.4426950408889634
 
 
 def range_state(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    places: torch.Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    places: Tensor,
     *,
     scale: float,
     window: int | None = None,

@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from shared.engine.prompt import check_prompt
 from shared.errors import RequestError
@@ -32,7 +33,7 @@ from shared.tracks.segments.relocation import relocate
 _ROWS = 256  # queries at a time, which bounds the scores
 
 
-def most_changed(change: torch.Tensor, lengths: Sequence[int], fraction: float) -> torch.Tensor:
+def most_changed(change: Tensor, lengths: Sequence[int], fraction: float) -> Tensor:
     """The tokens to compute again, int64, ascending: in each chunk the ``fraction`` that changes most, rounded up.
 
     Args:
@@ -58,21 +59,13 @@ class BlendView:
     those that layer 1 has chosen. In layer 1 only the chosen ones are stored, and attend.
     """
 
-    def __init__(self, keys: torch.Tensor, values: torch.Tensor, lengths: Sequence[int], fraction: float) -> None:
+    def __init__(self, keys: Tensor, values: Tensor, lengths: Sequence[int], fraction: float) -> None:
         self.keys, self.values = keys, values
         self.lengths, self.fraction = lengths, fraction
         self.rows = torch.arange(lengths[0], sum(lengths), device=keys.device)
         self.chosen = torch.arange(len(self.rows), device=keys.device)  # of the rows
 
-    def write(
-        self,
-        layer: int,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        positions: torch.Tensor,
-        qk: QueryKeyTransform,
-    ) -> torch.Tensor:
+    def write(self, layer: int, q: Tensor, k: Tensor, v: Tensor, positions: Tensor, qk: QueryKeyTransform) -> Tensor:
         """See :class:`shared.models.tokens.KVView`."""
         q, k = qk(q, k, positions)
         if layer == 1:
@@ -83,8 +76,8 @@ class BlendView:
         return q
 
     def attend(
-        self, layer: int, q: torch.Tensor, *, scale: float, window: int | None = None, softcap: float | None = None
-    ) -> torch.Tensor:
+        self, layer: int, q: Tensor, *, scale: float, window: int | None = None, softcap: float | None = None
+    ) -> Tensor:
         """See :class:`shared.models.tokens.KVView`; zeros for tokens that are not chosen."""
         out = torch.zeros_like(q, memory_format=torch.contiguous_format)
         for some in self.chosen.split(_ROWS):
@@ -94,7 +87,7 @@ class BlendView:
             out[some] = values.to(q.dtype)
         return out
 
-    def narrow(self, x: torch.Tensor) -> torch.Tensor:
+    def narrow(self, x: Tensor) -> Tensor:
         """The hidden states of the chosen tokens, which are all tokens of the layers that follow."""
         x, self.rows = x[self.chosen], self.rows[self.chosen]
         self.chosen = torch.arange(len(self.rows), device=self.rows.device)
@@ -103,12 +96,7 @@ class BlendView:
 
 @torch.inference_mode()
 def recompute(
-    model: CausalLM,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    token_ids: Sequence[int],
-    lengths: Sequence[int],
-    fraction: float,
+    model: CausalLM, keys: Tensor, values: Tensor, token_ids: Sequence[int], lengths: Sequence[int], fraction: float
 ) -> None:
     """Compute a fraction of a context's tokens again, in place.
 
@@ -146,11 +134,8 @@ def blend_chunks(
     if missing:
         raise RequestError(f"Chunk {missing[0]} is not in the KV cache; have it computed first.")
     lengths = [len(chunk) for chunk in chunks]
-    token_ids = check_prompt(
-        [token_id for chunk in chunks for token_id in chunk.token_ids],
-        model.config.vocab_size,
-        min(pool.request_capacity, model.max_positions),
-    )
+    together = [token_id for chunk in chunks for token_id in chunk.token_ids]
+    token_ids = check_prompt(together, model.config.vocab_size, min(pool.request_capacity, model.max_positions))
     registry.acquire(chunks)
     try:
         registry.check(chunks, len(token_ids))
@@ -172,7 +157,7 @@ def blend_chunks(
         registry.release(chunks)
 
 
-def _concatenated(config: ModelConfig, view: Any, chunks: Sequence[Chunk]) -> tuple[torch.Tensor, torch.Tensor]:
+def _concatenated(config: ModelConfig, view: Any, chunks: Sequence[Chunk]) -> tuple[Tensor, Tensor]:
     """Copies of the chunks' keys and values ``[layers, S, Hkv, D]``, keys moved to where each chunk stands."""
     slots = [_slots(view, chunk.blocks, len(chunk)) for chunk in chunks]
     keys, values = (part.flatten(1, 2)[:, torch.cat(slots)] for part in (view.keys, view.values))
@@ -184,7 +169,7 @@ def _concatenated(config: ModelConfig, view: Any, chunks: Sequence[Chunk]) -> tu
     return keys, values
 
 
-def _slots(view: Any, blocks: Any, num_tokens: int) -> torch.Tensor:
+def _slots(view: Any, blocks: Any, num_tokens: int) -> Tensor:
     """The slots of the first ``num_tokens`` tokens in ``blocks``."""
     size, device = view.keys.shape[2], view.keys.device
     first = torch.as_tensor(blocks, device=device).long() * size

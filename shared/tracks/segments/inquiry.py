@@ -16,12 +16,12 @@ from shared.tracks.segments.registry import Chunk, chunk_id
 
 @dataclass(frozen=True)
 class ChunkInfo:
-    """What is known of a chunk. ``num_bytes``: of its keys and values, 0 if they are not in the cache."""
+    """What is known of a chunk."""
 
     chunk_id: str
     role: str
     num_tokens: int
-    num_bytes: int
+    num_bytes: int  # of its keys and values, 0 if they are not in the cache
     num_users: int  # places in running requests
 
 
@@ -57,9 +57,8 @@ class Use:
             check_prompt(one.token_ids, engine.model.config.vocab_size, engine.max_seq_len)
         num_new = sum(chunk_id(one.role, one.token_ids) not in registry.resident for one in contents)
         if num_new:
-            check_queue(
-                len(engine.scheduler.waiting) + len(registry.wanted), engine.config.max_waiting_requests, num_new
-            )
+            num_waiting = len(engine.scheduler.waiting) + len(registry.wanted)
+            check_queue(num_waiting, engine.config.max_waiting_requests, num_new)
         found = [one if isinstance(one, str) else engine.register(one.token_ids, one.role) for one in self.chunks]
         return described(engine, map(registry.find, found))
 
@@ -136,13 +135,9 @@ class Forget:
 def described(engine: Any, chunks: Iterable[Chunk]) -> list[ChunkInfo]:
     """What is known of these chunks of an engine that has chunks."""
     block_bytes = engine.view.num_bytes // engine.chunks.num_blocks
-    return [
-        ChunkInfo(
-            chunk.chunk_id,
-            chunk.role,
-            len(chunk),
-            0 if chunk.blocks is None else len(chunk.blocks) * block_bytes,
-            chunk.num_users,
-        )
-        for chunk in chunks
-    ]
+
+    def info(chunk: Chunk) -> ChunkInfo:
+        num_bytes = 0 if chunk.blocks is None else len(chunk.blocks) * block_bytes
+        return ChunkInfo(chunk.chunk_id, chunk.role, len(chunk), num_bytes, chunk.num_users)
+
+    return list(map(info, chunks))

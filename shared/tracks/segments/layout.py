@@ -46,7 +46,6 @@ class LayoutRanges:
     ranges: tuple[Range, ...]
 
     def part(self, layout: PagedLayout, sequences: slice) -> PagedLayout:
-        """See :class:`shared.cache.layout.paged.LayoutExtra`."""
         mine = [one for one in self.ranges if sequences.start <= one.sequence < sequences.stop]
         moved = tuple(one._replace(sequence=one.sequence - sequences.start) for one in mine)
         return replace(layout, extra=LayoutRanges(moved))

@@ -52,7 +52,7 @@ class ChunkSharing(PoolExtension):
         return self.is_sharing and request not in registry.computing and request not in registry.contexts
 
     def admit(self, pool: BlockTables, request: Request) -> int:
-        """See ``PoolExtension``; a request made of chunks becomes their user, and reserves nothing for them."""
+        """A request made of chunks becomes their user, and reserves nothing for them."""
         if self._has_prefix(request):
             return self.sharing.admit(pool, request)
         chunks = self.registry.contexts.get(request, ())
@@ -62,18 +62,18 @@ class ChunkSharing(PoolExtension):
         return self.users.get(request, 0)
 
     def must_wait(self, request: Request) -> bool:
-        """See ``PoolExtension``; a request waits for the chunks that it is made of."""
+        """A request waits for the chunks that it is made of."""
         return self.sharing.must_wait(request) if self._has_prefix(request) else bool(self.registry.missing(request))
 
     def allocate(self, pool: BlockTables, count: int) -> Blocks | None:
-        """See ``PoolExtension``; evicts chunks if the tree cannot give enough."""
+        """Evicts chunks if the tree cannot give enough."""
         missing = count - pool.allocator.num_free - self.sharing.num_unused_blocks()
         if 0 < missing <= len(self.registry.unused_blocks()):
             self.registry.evict(missing)
         return self.sharing.allocate(pool, count)
 
     def commit(self, pool: BlockTables, request: Request, num_tokens: int) -> None:
-        """See ``PoolExtension``; the blocks of a chunk that is complete are the registry's too."""
+        """The blocks of a chunk that is complete are the registry's too."""
         self.sharing.commit(pool, request, num_tokens)
         chunk, row = self.registry.computing.get(request), pool.rows[request]
         if chunk is not None and pool.lengths[row] == len(chunk):
@@ -82,22 +82,19 @@ class ChunkSharing(PoolExtension):
             self.registry.store(chunk, blocks)
 
     def check_truncation(self, request: Request, num_tokens: int) -> None:
-        """See ``PoolExtension``."""
         self.sharing.check_truncation(request, num_tokens)
 
     def release(self, request: Request) -> None:
-        """See ``PoolExtension``; the chunks stay."""
+        """The chunks stay."""
         if request in self.users:
             del self.users[request]
             self.registry.release(self.registry.contexts[request])
         self.sharing.release(request)
 
     def context_length(self, request: Request) -> int:
-        """See ``PoolExtension``."""
         return self.users.get(request, 0)
 
     def lay_out(self, pool: BlockTables, schedule: Schedule, layout: PagedLayout) -> PagedLayout:
-        """See ``PoolExtension``."""
         layout = self.sharing.lay_out(pool, schedule, layout)
         if not self.users:
             return layout
@@ -112,26 +109,24 @@ class ChunkSharing(PoolExtension):
         return replace(layout, extra=LayoutRanges(self.ranges))
 
     def num_unused_blocks(self) -> int:
-        """See ``PoolExtension``; chunks that no request uses count."""
+        """Chunks that no request uses count."""
         return self.sharing.num_unused_blocks() + len(self.registry.unused_blocks())
 
     def used_tokens(self) -> int:
-        """See ``PoolExtension``; a chunk counts once."""
+        """A chunk counts once."""
         return self.sharing.used_tokens() + self.registry.used_tokens()
 
     def unused_blocks(self) -> list[int]:
-        """See ``PoolExtension``."""
         return [*self.sharing.unused_blocks(), *self.registry.unused_blocks().tolist()]
 
     def drop_unused(self, pool: BlockTables) -> None:
-        """See ``PoolExtension``; the chunks stay known."""
+        """The chunks stay known."""
         self.sharing.drop_unused(pool)
         self.registry.evict(pool.allocator.num_blocks)
 
     def audit(self, pool: BlockTables) -> list[str]:
-        """See ``PoolExtension``; the registry too."""
+        """Of the tree and the registry."""
         return self.sharing.audit(pool) + self.registry.audit(self.users)
 
     def block_lists(self) -> list[Blocks]:
-        """See ``PoolExtension``."""
         return [*self.sharing.block_lists(), self.registry.blocks()]

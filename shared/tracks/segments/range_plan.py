@@ -12,13 +12,13 @@ from dataclasses import astuple, dataclass, fields
 from typing import Generic, Self, TypeVar
 
 import numpy as np
-import torch
+from torch import Tensor
 
 from shared.attention.descriptor import Grid, Int32s
 from shared.attention.plan import choose_split, items_of, state_offsets
 from shared.tracks.segments.range_tiles import Int64s, Tiles
 
-Array = TypeVar("Array", Int32s, torch.Tensor)
+Array = TypeVar("Array", Int32s, Tensor)
 SLACK = 256  # positions
 
 

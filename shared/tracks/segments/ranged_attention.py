@@ -18,6 +18,7 @@ from typing import Any, cast
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from shared.attention.descriptor import Int32s
 from shared.cache.layout.bucket_planner import BucketPlanner
@@ -49,11 +50,7 @@ HostPlans = dict[int | None, RangePlan[Int32s]]
 
 
 class RangedAttention:
-    """Attention over ranges, and the padding of its steps: a ``PagedAttentionProtocol`` and a ``Padding``.
-
-    Args:
-        planned, padding: those of steps without chunks.
-    """
+    """A ``PagedAttentionProtocol`` and a ``Padding``; ``planned`` and ``padding`` are those of steps without chunks."""
 
     def __init__(self, planned: PlannedAttention, padding: BucketPadding, dtype: torch.dtype) -> None:
         self.planned, self.padding, self.buckets = planned, padding, padding.buckets
@@ -78,11 +75,11 @@ class RangedAttention:
         self.limits = alone | shared
         self.range_staging = Staging(device, self._range_places())
         self.range_workspace = RangeWorkspace.of(self.limits.states, Hq, config.head_dim, device)
-        self.range_plans: dict[int | None, RangePlan[torch.Tensor]] = {}
+        self.range_plans: dict[int | None, RangePlan[Tensor]] = {}
         self.kinds = list(zip(config.windows, self.ropes, strict=True))  # of the layers: window and RoPE
         shape = (self.limits.pieces, 2, config.head_dim // 2)
         self.turn_rows = {kind: torch.empty(shape, dtype=torch.float32, device=device) for kind in self.kinds}
-        self.step_turns: dict[tuple[int | None, RopeConfig], torch.Tensor] = {}
+        self.step_turns: dict[tuple[int | None, RopeConfig], Tensor] = {}
         self.planned_for: Any = None  # what the uploaded plans were made for
         self.tiled_for: Any = None  # what the tiles were made for, besides the ranges
         self.planned_ranges: tuple[Range, ...] = ()
@@ -108,16 +105,15 @@ class RangedAttention:
         return places | {"chunk_tables": (self.sizes.num_blocks, np.int32)}
 
     def lay_out(self, layout: PagedLayout) -> PagedLayout:
-        """See ``PagedAttentionProtocol``; ranges are planned when the step is padded."""
+        """Ranges are planned when the step is padded."""
         return layout if isinstance(layout.extra, LayoutRanges) else self.planned.lay_out(layout)
 
     def staged(self, is_decode: bool, max_tokens: int) -> Places:
-        """See ``PagedAttentionProtocol``."""
         own: Places = {"all_table_starts": (self.sizes.max_sequences, np.int32)}
         return own | self.planned.staged(is_decode, max_tokens)
 
     def bucket_of(self, batch: Batch) -> Bucket | None:
-        """See ``Padding``; makes the plans of a step with chunks, which must fit its bucket."""
+        """Makes the plans of a step with chunks, which must fit its bucket."""
         bucket = self.padding.bucket_of(batch)
         extra = cast(PagedLayout, batch.layout).extra
         if not isinstance(extra, LayoutRanges):
@@ -128,7 +124,6 @@ class RangedAttention:
         return self._ranged(bucket, self.range_tiling) if bucket is not None and is_held else None
 
     def pad(self, arrays: Arrays, bucket: Bucket | None) -> None:
-        """See ``Padding``."""
         self.padding.pad(arrays, bucket)
 
     def _plan(self, batch: Batch, ranges: tuple[Range, ...], bucket: Bucket | None) -> bool:
@@ -188,37 +183,26 @@ class RangedAttention:
         self.chunk_tables, self.step_workspace = sent["chunk_tables"], workspace
 
     def arrays(self, batch: Batch, layout: PagedLayout) -> Arrays:
-        """See ``PagedAttentionProtocol``."""
         if not isinstance(layout.extra, LayoutRanges):
             return self.planned.arrays(batch, layout)
         return table_arrays(batch, layout) | {"all_table_starts": layout.table_starts[:-1]}
 
-    def receive(self, batch: Batch, layout: PagedLayout, sent: Mapping[str, torch.Tensor]) -> None:
-        """See ``PagedAttentionProtocol``."""
+    def receive(self, batch: Batch, layout: PagedLayout, sent: Mapping[str, Tensor]) -> None:
         self.is_ranged = isinstance(layout.extra, LayoutRanges)
         if self.is_ranged:
             self.of_sequences = sent["positions"], sent["tables"], sent["all_table_starts"]
         else:
             self.planned.receive(batch, layout, sent)
 
-    def attend(self, layer: int, q: torch.Tensor, about: Scores, out: torch.Tensor | None) -> torch.Tensor:
-        """See ``PagedAttentionProtocol``."""
+    def attend(self, layer: int, q: Tensor, about: Scores, out: Tensor | None) -> Tensor:
         if not self.is_ranged:
             return self.planned.attend(layer, q, about, out)
-        return range_attention(
-            q,
-            self.storage.layer_keys[layer],
-            self.storage.layer_values[layer],
-            *self.of_sequences,
-            self.chunk_tables,
-            self.circles[layer],
-            self.step_turns[self.kinds[layer]],
-            self.range_plans[about["window"]],
-            **about,
-            tiling=self.range_tiling,
-            workspace=self.step_workspace,
-            out=torch.empty_like(q, memory_format=torch.contiguous_format) if out is None else out,
-        )
+        if out is None:
+            out = torch.empty_like(q, memory_format=torch.contiguous_format)
+        memory = self.storage.layer_keys[layer], self.storage.layer_values[layer], *self.of_sequences
+        turns = self.chunk_tables, self.circles[layer], self.step_turns[self.kinds[layer]]
+        about = {**about, "tiling": self.range_tiling, "workspace": self.step_workspace}
+        return range_attention(q, *memory, *turns, self.range_plans[about["window"]], **about, out=out)
 
     def _ranged_padding(self, bucket: Bucket) -> Batch:
         """A batch for the capture of a bucket with chunks: as without, its first sequence after a chunk, twice.

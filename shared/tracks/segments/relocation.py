@@ -12,11 +12,12 @@ of any distance; no table is indexed, so a negative distance is no special case.
 """
 
 import torch
+from torch import Tensor
 
 from shared.ops.rope import rotate
 
 
-def turns(distances: torch.Tensor, frequencies: torch.Tensor) -> torch.Tensor:
+def turns(distances: Tensor, frequencies: Tensor) -> Tensor:
     """Rows as of :func:`shared.ops.rope.rope_table`, for any distances.
 
     Args:
@@ -38,6 +39,6 @@ def turns(distances: torch.Tensor, frequencies: torch.Tensor) -> torch.Tensor:
     # end exercise
 
 
-def relocate(x: torch.Tensor, distances: torch.Tensor, frequencies: torch.Tensor) -> torch.Tensor:
+def relocate(x: Tensor, distances: Tensor, frequencies: Tensor) -> Tensor:
     """Rotated keys or queries ``[T, heads, D]``, moved by ``distances`` positions; in the dtype of ``x``."""
     return rotate(x, turns(distances, frequencies))

@@ -42,7 +42,7 @@ class ChunkScheduler(Scheduler):
         self.registry = registry
 
     def schedule(self) -> Schedule:
-        """See :class:`shared.scheduling.scheduler.Scheduler`; empty if the step in flight must be finished first."""
+        """Empty if the step in flight must be finished first."""
         for chunk in self.registry.wanted:
             self.compute(chunk)
         self.registry.wanted.clear()
@@ -65,11 +65,10 @@ class ChunkScheduler(Scheduler):
         return Schedule(self.num_steps, entries, len(decoding), tuple(preempted))
 
     def stats(self) -> dict[str, Any]:
-        """See :class:`Scheduler`."""
         return prefix_stats(self)
 
     def commit(self, schedule: Schedule, sampled: SampledTokens) -> None:
-        """See :class:`shared.scheduling.scheduler.Scheduler`; requests that computed a chunk retire."""
+        """Requests that computed a chunk retire."""
         if schedule.is_decode and not sampled.errors:
             commit_next_tokens(self, schedule, sampled)
         else:
@@ -79,7 +78,6 @@ class ChunkScheduler(Scheduler):
                 self.retire(request, RequestStatus.FINISHED)
 
     def has_work(self) -> bool:
-        """See :class:`shared.scheduling.scheduler.Scheduler`."""
         return bool(self.registry.wanted) or super().has_work()
 
     def put_missing_chunks_first(self) -> None:

@@ -9,9 +9,8 @@ Two other ways to place a chunk are here to be compared with this one (``rotatio
 when they are read, by the offset, and rounded again, which is the *differential* rotation of Braidinfer; or all keys of
 the cache are kept unrotated, and rotated when they are read.
 
-A *group* is a chunk with all queries of the step that read it: its keys are gathered once, however many sequences stand
-stand
-after the queries. Steps without chunks are those of :class:`shared.cache.view.paged.PagedView`.
+A *group* is a chunk with all queries of the step that read it: its keys are gathered once for all of their sequences.
+Steps without chunks are those of :class:`shared.cache.view.paged.PagedView`.
 
 Invariants: those of ``PagedView``; a step never changes a chunk's keys.
 """
@@ -21,6 +20,7 @@ from typing import Any, Literal, cast
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from shared.attention.states import merge
 from shared.cache.layout.paged import PagedLayout, PagedSizes
@@ -42,9 +42,9 @@ class Group:
     """A chunk, and the tokens of the step that attend to it."""
 
     piece: Piece
-    rows: torch.Tensor  # int64 [n], of the step's tokens; each at most once
-    places: torch.Tensor  # int64 [n], their positions on the chunk's scale
-    turns: dict[RopeConfig, torch.Tensor]  # fp32 [n, 2, 1, D], which move the queries back by the chunk's offset
+    rows: Tensor  # int64 [n], of the step's tokens; each at most once
+    places: Tensor  # int64 [n], their positions on the chunk's scale
+    turns: dict[RopeConfig, Tensor]  # fp32 [n, 2, 1, D], which move the queries back by the chunk's offset
     offset: int  # of the first query's sequence, and of all if keys are rotated
 
 
@@ -65,7 +65,6 @@ class ChunkView:
         self.groups: list[Group] = []
 
     def load(self, batch: Batch) -> StepInputs:
-        """See ``BatchView``."""
         layout = cast(PagedLayout, batch.layout)
         extra = layout.extra
         self.groups = self._groups(batch, extra.ranges) if isinstance(extra, LayoutRanges) else []
@@ -97,22 +96,13 @@ class ChunkView:
             )
         return groups
 
-    def write(
-        self,
-        layer: int,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        positions: torch.Tensor,
-        qk: QueryKeyTransform,
-    ) -> torch.Tensor:
-        """See :class:`shared.models.tokens.KVView`."""
+    def write(self, layer: int, q: Tensor, k: Tensor, v: Tensor, positions: Tensor, qk: QueryKeyTransform) -> Tensor:
         if self.rotation != "unrotated keys":
             return self.paged.write(layer, q, k, v, positions, qk)
         both = qk(q, k, positions)[0], qk(q, k, torch.zeros_like(positions))[1]  # position 0 is no rotation
         return self.paged.write(layer, q, k, v, positions, lambda *_: both)
 
-    def _read(self, layer: int, piece: Piece, start: int, is_own: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    def _read(self, layer: int, piece: Piece, start: int, is_own: bool) -> tuple[Tensor, Tensor]:
         """Keys and values of a range, [Hkv, S, D]; ``start`` is the position of the first, ``is_own`` no chunk's."""
         (k, v), frequencies = self.operations.read(layer, piece), self.frequencies[self.ropes[layer]]
         if self.rotation == "unrotated keys":
@@ -122,9 +112,8 @@ class ChunkView:
         return k.transpose(0, 1), v.transpose(0, 1)
 
     def attend(
-        self, layer: int, q: torch.Tensor, *, scale: float, window: int | None = None, softcap: float | None = None
-    ) -> torch.Tensor:
-        """See :class:`shared.models.tokens.KVView`."""
+        self, layer: int, q: Tensor, *, scale: float, window: int | None = None, softcap: float | None = None
+    ) -> Tensor:
         if not self.groups and self.rotation != "unrotated keys":
             return self.paged.attend(layer, q, scale=scale, window=window, softcap=softcap)
         num_new, pieces = self.operations.num_new, self.operations.pieces(window)

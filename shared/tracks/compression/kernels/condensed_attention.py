@@ -14,7 +14,7 @@ empty packed part.
 
 from dataclasses import dataclass
 
-import torch
+from torch import Tensor
 
 from shared.kernels.attention.decode_attention import (
     NO_WINDOW,
@@ -40,8 +40,8 @@ class KeptTokens:
     bytes]``, little-endian.
     """
 
-    ends: torch.Tensor
-    masks: torch.Tensor | None = None
+    ends: Tensor
+    masks: Tensor | None = None
 
 
 @triton.jit
@@ -97,13 +97,13 @@ def condensed_attention_kernel(
 
 
 def condensed_attention(
-    q: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    tables: torch.Tensor,
-    table_starts: torch.Tensor,
-    lengths: torch.Tensor,
-    rows: torch.Tensor,
+    q: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    tables: Tensor,
+    table_starts: Tensor,
+    lengths: Tensor,
+    rows: Tensor,
     kept: KeptTokens,
     layer: int,
     *,
@@ -111,9 +111,9 @@ def condensed_attention(
     window: int | None = None,
     softcap: float | None = None,
     workspace: DecodeWorkspace,
-    out: torch.Tensor,
-) -> torch.Tensor:
-    """:func:`shared.tracks.compression.masked.masked_attention` of one new token for each of B sequences, on a GPU.
+    out: Tensor,
+) -> Tensor:
+    """:func:`shared.tracks.compression.kept_cells.masked_attention` of one new token for each of B sequences, on a GPU.
 
     Args:
         q, tables, table_starts, scale, softcap, workspace: as in

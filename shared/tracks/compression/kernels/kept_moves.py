@@ -9,6 +9,7 @@ Invariant: kept tokens are in the order of :class:`shared.tracks.compression.lay
 """
 
 import torch
+from torch import Tensor
 
 from shared.kernels.launch import launch, next_power_of_two, tl, triton
 from shared.tracks.compression.kernels.condensed_attention import cell_rows
@@ -19,25 +20,10 @@ ROWS = 64
 
 @triton.jit(do_not_specialize=["sequence", "width", "longest"])
 def gather_kept_kernel(
-    keys,
-    values,
-    numbers,
-    ends,
-    chosen,
-    counts,
-    kept_keys,
-    kept_values,
-    sequence,
-    width,
-    longest,
-    num_blocks,
-    LAYERS: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    HKV: tl.constexpr,
-    D: tl.constexpr,
-    HEADS_ABOVE: tl.constexpr,
+    keys, values, numbers, ends, chosen, counts, kept_keys, kept_values, sequence, width, longest, num_blocks,
+    LAYERS: tl.constexpr, BLOCK_SIZE: tl.constexpr, HKV: tl.constexpr, D: tl.constexpr, HEADS_ABOVE: tl.constexpr,
     ROWS: tl.constexpr,
-):
+):  # fmt: skip
     """Program (i, j) copies tile j of KV head i % Hkv of layer i // Hkv."""
     head = tl.program_id(0)
     numbers += sequence * width
@@ -62,26 +48,11 @@ def gather_kept_kernel(
 
 @triton.jit(do_not_specialize=["sequence", "width", "total", "table_start"])
 def scatter_kept_kernel(
-    keys,
-    values,
-    numbers,
-    ends,
-    counts,
-    table,
-    kept_keys,
-    kept_values,
-    sequence,
-    width,
-    table_start,
-    total,
+    keys, values, numbers, ends, counts, table, kept_keys, kept_values, sequence, width, table_start, total,
     num_blocks,
-    LAYERS: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    HKV: tl.constexpr,
-    D: tl.constexpr,
-    HEADS_ABOVE: tl.constexpr,
+    LAYERS: tl.constexpr, BLOCK_SIZE: tl.constexpr, HKV: tl.constexpr, D: tl.constexpr, HEADS_ABOVE: tl.constexpr,
     ROWS: tl.constexpr,
-):
+):  # fmt: skip
     """Program i copies tile i; the first also writes the sequence's row of ``ends``."""
     number = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     HEADS: tl.constexpr = LAYERS * HKV
@@ -100,15 +71,15 @@ def scatter_kept_kernel(
 
 
 def move_kept(
-    keys: torch.Tensor,
-    values: torch.Tensor,
+    keys: Tensor,
+    values: Tensor,
     sequences: CachedSequences,
     i: int,
-    chosen: torch.Tensor,
-    counts: torch.Tensor,
+    chosen: Tensor,
+    counts: Tensor,
     most: int,
     total: int,
-    table: torch.Tensor | None = None,
+    table: Tensor | None = None,
 ) -> None:
     """Move the chosen tokens of each head of sequence ``i`` together, and tell ``sequences.ends`` of it.
 

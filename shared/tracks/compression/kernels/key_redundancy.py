@@ -8,6 +8,7 @@ Invariant: that of :mod:`shared.tracks.compression.kernels.window_mass`.
 """
 
 import torch
+from torch import Tensor
 
 from shared.kernels.launch import launch, tl, triton
 from shared.tracks.compression.kernels.window_mass import CachedSequences, head_tokens, load_keys
@@ -17,20 +18,9 @@ TILE, NUM_WARPS = 64, 4
 
 @triton.jit
 def load_units(
-    keys,
-    numbers,
-    place,
-    size,
-    first_number,
-    count,
-    layer,
-    kv_head,
-    num_blocks,
-    LAYERS: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    HKV: tl.constexpr,
-    D: tl.constexpr,
-):
+    keys, numbers, place, size, first_number, count, layer, kv_head, num_blocks,
+    LAYERS: tl.constexpr, BLOCK_SIZE: tl.constexpr, HKV: tl.constexpr, D: tl.constexpr,
+):  # fmt: skip
     """Keys, [TILE, D], and the inverses of their lengths."""
     k = load_keys(
         keys, numbers, place, size, first_number, count, layer, kv_head, num_blocks, LAYERS, BLOCK_SIZE, HKV, D
@@ -41,20 +31,9 @@ def load_units(
 
 @triton.jit(do_not_specialize=["width", "longest"])
 def newest_duplicate_kernel(
-    keys,
-    numbers,
-    ends,
-    newest,
-    threshold,
-    width,
-    longest,
-    num_blocks,
-    LAYERS: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    HKV: tl.constexpr,
-    D: tl.constexpr,
-    TILE: tl.constexpr,
-):
+    keys, numbers, ends, newest, threshold, width, longest, num_blocks,
+    LAYERS: tl.constexpr, BLOCK_SIZE: tl.constexpr, HKV: tl.constexpr, D: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
     """Program (i, j, s) has tile j of KV head i % Hkv of layer i // Hkv of sequence s; stores -1 for none."""
     head = tl.program_id(0)
     layer, kv_head = head // HKV, head % HKV
@@ -79,20 +58,9 @@ def newest_duplicate_kernel(
 
 @triton.jit(do_not_specialize=["width", "longest"])
 def key_redundancy_kernel(
-    keys,
-    numbers,
-    ends,
-    newest,
-    redundancy,
-    width,
-    longest,
-    num_blocks,
-    LAYERS: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    HKV: tl.constexpr,
-    D: tl.constexpr,
-    TILE: tl.constexpr,
-):
+    keys, numbers, ends, newest, redundancy, width, longest, num_blocks,
+    LAYERS: tl.constexpr, BLOCK_SIZE: tl.constexpr, HKV: tl.constexpr, D: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
     """Program (i, j, s) adds up the columns of tile j of KV head i % Hkv of layer i // Hkv of sequence s."""
     head = tl.program_id(0)
     layer, kv_head = head // HKV, head % HKV
@@ -116,7 +84,7 @@ def key_redundancy_kernel(
     tl.store(redundancy + at + col, tl.where(col < size, total / size, float("-inf")), mask=col < longest)
 
 
-def key_redundancy(keys: torch.Tensor, sequences: CachedSequences, threshold: float) -> torch.Tensor:
+def key_redundancy(keys: Tensor, sequences: CachedSequences, threshold: float) -> Tensor:
     """The mean cosine of each key with the others of its head, where the newest near-duplicate of each row is spared;
     see :class:`shared.tracks.compression.compressors.RKV`.
 

@@ -9,6 +9,7 @@ Invariant: what is kept is what ``select`` keeps of each head alone; sums are in
 """
 
 import torch
+from torch import Tensor
 
 from shared.kernels.launch import launch, tl, triton
 from shared.tracks.compression.kernels.window_mass import CachedSequences, head_tokens
@@ -71,9 +72,7 @@ def find_count_cut(values, size, first, last, wanted, TILE: tl.constexpr):
 
 @triton.jit
 def num_needed(attention, size, p, TILE: tl.constexpr):
-    """The size of the smallest set of keys with the mass ``p``; see
-    ``shared.tracks.compression.calibration.top_p_count``.
-    """
+    """The size of the smallest set of keys with the mass ``p``; see ``selection.top_p_count``."""
     cut = find_mass_cut(attention, size, p, TILE)
     mass, above = tl.full([], 0, tl.float64), tl.full([], 0, tl.int32)
     for start in range(0, size, TILE):
@@ -88,24 +87,9 @@ def num_needed(attention, size, p, TILE: tl.constexpr):
 
 @triton.jit(do_not_specialize=["width", "longest"])
 def key_selection_kernel(
-    scores,
-    attention,
-    numbers,
-    ends,
-    windows,
-    chosen,
-    counts,
-    p,
-    width,
-    longest,
-    least,
-    most,
-    num_sinks,
-    num_recent,
-    HEADS: tl.constexpr,
-    HKV: tl.constexpr,
-    TILE: tl.constexpr,
-):
+    scores, attention, numbers, ends, windows, chosen, counts, p, width, longest, least, most, num_sinks, num_recent,
+    HEADS: tl.constexpr, HKV: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
     """Program (i, s) has KV head i % Hkv of layer i // Hkv of sequence s."""
     head = tl.program_id(0)
     _, _, size = head_tokens(numbers + tl.program_id(1) * width, ends, head, HEADS)
@@ -145,14 +129,14 @@ def key_selection_kernel(
 
 
 def select_keys(
-    scores: torch.Tensor,
-    attention: torch.Tensor,
+    scores: Tensor,
+    attention: Tensor,
     sequences: CachedSequences,
-    windows: torch.Tensor,
+    windows: Tensor,
     budget: Budget,
-    p: torch.Tensor,
-    out: tuple[torch.Tensor, torch.Tensor] | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
+    p: Tensor,
+    out: tuple[Tensor, Tensor] | None = None,
+) -> tuple[Tensor, Tensor]:
     """The keys that each head keeps.
 
     Args:

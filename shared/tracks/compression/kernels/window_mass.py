@@ -12,6 +12,7 @@ the same cache.
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from shared.kernels.attention.decode_attention import LOG2_E
 from shared.kernels.launch import launch, next_power_of_two, tl, triton
@@ -34,8 +35,8 @@ class CachedSequences:
     ``longest``: the most tokens that a head of any has.
     """
 
-    numbers: torch.Tensor
-    ends: torch.Tensor
+    numbers: Tensor
+    ends: Tensor
     longest: int
 
     def __len__(self) -> int:
@@ -65,61 +66,24 @@ def window_rows(numbers, layer, r, w, RING_ROWS, LENGTH: tl.constexpr, HQ: tl.co
 
 @triton.jit
 def load_keys(
-    keys,
-    numbers,
-    place,
-    size,
-    first_number,
-    count,
-    layer,
-    kv_head,
-    num_blocks,
-    LAYERS: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    HKV: tl.constexpr,
-    D: tl.constexpr,
-):
+    keys, numbers, place, size, first_number, count, layer, kv_head, num_blocks,
+    LAYERS: tl.constexpr, BLOCK_SIZE: tl.constexpr, HKV: tl.constexpr, D: tl.constexpr,
+):  # fmt: skip
     """Keys, [TILE, D], of a head's tokens ``place``."""
     packed_slots = tl.load(numbers + 3)
     at = cell_rows(
-        place,
-        size,
-        numbers + TABLE,
-        count,
-        first_number,
-        packed_slots,
-        layer,
-        kv_head,
-        num_blocks,
-        LAYERS,
-        BLOCK_SIZE,
-        HKV,
-        D,
-    )
+        place, size, numbers + TABLE, count, first_number, packed_slots, layer, kv_head, num_blocks, LAYERS,
+        BLOCK_SIZE, HKV, D,
+    )  # fmt: skip
     return tl.load(keys + at[:, None] + tl.arange(0, D)[None, :], mask=(place < size)[:, None], other=0.0)
 
 
 @triton.jit(do_not_specialize=["w", "width"])
 def window_sums_kernel(
-    ring,
-    keys,
-    numbers,
-    ends,
-    sums,
-    scale,
-    w,
-    width,
-    num_blocks,
-    RING_ROWS,
-    LENGTH: tl.constexpr,
-    LAYERS: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    HKV: tl.constexpr,
-    GROUP: tl.constexpr,
-    D: tl.constexpr,
-    ROWS: tl.constexpr,
-    TILE: tl.constexpr,
-):
+    ring, keys, numbers, ends, sums, scale, w, width, num_blocks, RING_ROWS,
+    LENGTH: tl.constexpr, LAYERS: tl.constexpr, BLOCK_SIZE: tl.constexpr, HKV: tl.constexpr, GROUP: tl.constexpr,
+    D: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
     """Program (i, s) has query head i % Hq of layer i // Hq of sequence s; stores the logarithms (base 2) of its
     queries' sums, negated."""
     HQ: tl.constexpr = HKV * GROUP
@@ -151,27 +115,10 @@ def window_sums_kernel(
 
 @triton.jit(do_not_specialize=["w", "width", "longest"])
 def window_mass_kernel(
-    ring,
-    keys,
-    numbers,
-    ends,
-    sums,
-    mass,
-    scale,
-    w,
-    width,
-    longest,
-    num_blocks,
-    RING_ROWS,
-    LENGTH: tl.constexpr,
-    LAYERS: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    HKV: tl.constexpr,
-    GROUP: tl.constexpr,
-    D: tl.constexpr,
-    ROWS: tl.constexpr,
-    TILE: tl.constexpr,
-):
+    ring, keys, numbers, ends, sums, mass, scale, w, width, longest, num_blocks, RING_ROWS,
+    LENGTH: tl.constexpr, LAYERS: tl.constexpr, BLOCK_SIZE: tl.constexpr, HKV: tl.constexpr, GROUP: tl.constexpr,
+    D: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
     """Program (i, j, s) adds up the columns of tile j for the query heads of KV head i % Hkv of layer i // Hkv of
     sequence s. Keys are loaded once for all of them."""
     HQ: tl.constexpr = HKV * GROUP
@@ -203,9 +150,7 @@ def window_mass_kernel(
             tl.store(mass + g * longest, tl.zeros([TILE], tl.float32), mask=place < longest)
 
 
-def window_mass(
-    ring: torch.Tensor, keys: torch.Tensor, sequences: CachedSequences, w: int, scale: float
-) -> torch.Tensor:
+def window_mass(ring: Tensor, keys: Tensor, sequences: CachedSequences, w: int, scale: float) -> Tensor:
     """The attention of the last w queries, summed; see ``shared.tracks.compression.compressors.window_attention``.
 
     Args:

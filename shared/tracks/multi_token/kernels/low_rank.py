@@ -7,7 +7,7 @@ the activation or the residual.
 Invariant: sums are fp32 and rounded once; a token whose gate is closed gets the columns of W x, bit for bit.
 """
 
-import torch
+from torch import Tensor
 
 from shared.kernels.launch import launch, launch_dependents, launches, next_power_of_two, tl, triton, wait_for_previous
 from shared.kernels.products.gated import gated_activation
@@ -21,23 +21,10 @@ BLOCK = 64  # columns of a program
 
 @triton.jit
 def low_rank_kernel(
-    y,
-    b,
-    gate,
-    residual,
-    out,
-    num_rows,
-    N,
-    y_stride,
-    residual_stride,
-    scale,
-    RANK: tl.constexpr,
-    RANKS: tl.constexpr,
-    ACTIVATION: tl.constexpr,
-    ROWS: tl.constexpr,
-    BLOCK: tl.constexpr,
+    y, b, gate, residual, out, num_rows, N, y_stride, residual_stride, scale,
+    RANK: tl.constexpr, RANKS: tl.constexpr, ACTIVATION: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
     PDL: tl.constexpr,
-):
+):  # fmt: skip
     """N columns of the result; RANKS is RANK, or more, as the tensor cores need it."""
     launch_dependents(PDL)
     n = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
@@ -67,16 +54,9 @@ def low_rank_kernel(
 
 
 def add_low_rank(
-    y: torch.Tensor,
-    b: torch.Tensor,
-    gate: torch.Tensor,
-    scale: float,
-    residual: torch.Tensor | None = None,
-    activation: GatedOp | None = None,
-) -> torch.Tensor:
-    """See :func:`shared.tracks.multi_token.low_rank.add_low_rank`; b has the dtype of y, and rows of y and residual
-    are contiguous.
-    """
+    y: Tensor, b: Tensor, gate: Tensor, scale: float, residual: Tensor | None = None, activation: GatedOp | None = None
+) -> Tensor:
+    """See ``shared.tracks.multi_token.low_rank``; b has the dtype of y, and rows of y and residual are contiguous."""
     if not launches(y):
         return op.add_low_rank(y, b, gate, scale, residual, activation)
     T, N, rank = len(y), len(b) // (1 if activation is None else 2), b.shape[1]
@@ -84,23 +64,9 @@ def add_low_rank(
     if T == 0:
         return out
     launch(
-        low_rank_kernel,
-        (-(-N // BLOCK), -(-T // ROWS)),
-        y,
-        b,
-        gate,
-        residual,
-        out,
-        T,
-        N,
-        y.stride(0),
-        0 if residual is None else residual.stride(0),
-        scale,
-        RANK=rank,
-        RANKS=max(16, next_power_of_two(rank)),
-        ACTIVATION=None if activation is None else ACTIVATIONS[activation][0],
-        ROWS=ROWS,
-        BLOCK=BLOCK,
-        num_warps=4,
-    )
+        low_rank_kernel, (-(-N // BLOCK), -(-T // ROWS)),
+        y, b, gate, residual, out, T, N, y.stride(0), 0 if residual is None else residual.stride(0), scale,
+        RANK=rank, RANKS=max(16, next_power_of_two(rank)),
+        ACTIVATION=None if activation is None else ACTIVATIONS[activation][0], ROWS=ROWS, BLOCK=BLOCK, num_warps=4,
+    )  # fmt: skip
     return out

@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from shared.errors import ConfigError
 from shared.kernels.products.tiling import MAX_ROWS
@@ -64,7 +65,7 @@ class Measured(NamedTuple):
         return 1 + sum(self.accepted)
 
 
-def losses(model: CausalLM, adapter: Adapter, texts: Texts, anchors: torch.Tensor) -> Losses:
+def losses(model: CausalLM, adapter: Adapter, texts: Texts, anchors: Tensor) -> Losses:
     """The losses at the anchors of all texts, over the places whose next token the model wrote."""
     return _losses(model, adapter, _predict(model, adapter, texts, anchors))
 
@@ -178,13 +179,13 @@ class _Progress:
 class _Predicted(NamedTuple):
     """Of n masks."""
 
-    hidden: torch.Tensor  # [n, H], after the final norm
-    teacher: torch.Tensor  # [n, H], of the masked tokens
-    logits: torch.Tensor  # fp32 [n, V], of the sampler head
-    weights: torch.Tensor  # [n], 1 where the model wrote the token behind the masked one
+    hidden: Tensor  # [n, H], after the final norm
+    teacher: Tensor  # [n, H], of the masked tokens
+    logits: Tensor  # fp32 [n, V], of the sampler head
+    weights: Tensor  # [n], 1 where the model wrote the token behind the masked one
 
 
-def _predict(model: CausalLM, adapter: Adapter, texts: Texts, anchors: torch.Tensor) -> _Predicted:
+def _predict(model: CausalLM, adapter: Adapter, texts: Texts, anchors: Tensor) -> _Predicted:
     k = adapter.config.num_masks
     of_text, view = read(model, texts.ids)
     hidden = look_ahead(model, view, anchors, k).flatten(0, 2)
@@ -206,13 +207,13 @@ def _losses(model: CausalLM, adapter: Adapter, predicted: _Predicted) -> Losses:
     return Losses(cross[0], cross[1], (distance * weights).sum() / total)
 
 
-def _head(model: CausalLM) -> torch.Tensor:
+def _head(model: CausalLM) -> Tensor:
     weight = model.head.weight
-    assert isinstance(weight, torch.Tensor)
+    assert isinstance(weight, Tensor)
     return weight
 
 
-def _capped(logits: torch.Tensor, adapter: Adapter) -> torch.Tensor:
+def _capped(logits: Tensor, adapter: Adapter) -> Tensor:
     cap = adapter.shape.logit_softcap
     return logits if cap is None else cap * torch.tanh(logits / cap)
 

@@ -8,6 +8,7 @@ Invariant: the hidden states of an anchor's masks are those of a step in which t
 """
 
 import torch
+from torch import Tensor
 
 from shared.models.causal_lm import CausalLM
 from shared.models.tokens import QueryKeyTransform, Tokens
@@ -20,45 +21,33 @@ class TextView:
 
     def __init__(self, num_texts: int) -> None:
         self.num_texts = num_texts
-        self.keys: dict[int, torch.Tensor] = {}
-        self.values: dict[int, torch.Tensor] = {}
-        self.masks: dict[int | None, torch.Tensor] = {}  # by window
+        self.keys: dict[int, Tensor] = {}
+        self.values: dict[int, Tensor] = {}
+        self.masks: dict[int | None, Tensor] = {}  # by window
 
-    def write(
-        self,
-        layer: int,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        positions: torch.Tensor,
-        qk: QueryKeyTransform,
-    ) -> torch.Tensor:
-        """See :class:`shared.models.tokens.KVView`."""
+    def write(self, layer: int, q: Tensor, k: Tensor, v: Tensor, positions: Tensor, qk: QueryKeyTransform) -> Tensor:
         q, k = qk(q, k, positions)
         self.keys[layer], self.values[layer] = self._by_text(k), self._by_text(v)
         return q
 
-    def attend(
-        self, layer: int, q: torch.Tensor, *, scale: float, window: int | None, softcap: float | None
-    ) -> torch.Tensor:
-        """See :class:`shared.models.tokens.KVView`."""
+    def attend(self, layer: int, q: Tensor, *, scale: float, window: int | None, softcap: float | None) -> Tensor:
         k, v = self._seen(layer)
         if window not in self.masks:
             self.masks[window] = self._mask(k.shape[2], window, q.device)
         out = batched_attention(self._by_text(q), k, v, self.masks[window], scale, softcap)
         return out.transpose(1, 2).flatten(0, 1)
 
-    def _seen(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def _seen(self, layer: int) -> tuple[Tensor, Tensor]:
         """Keys and values ``[N, Hkv, S, D]`` that the tokens may see."""
         return self.keys[layer], self.values[layer]
 
-    def _mask(self, num_keys: int, window: int | None, device: torch.device) -> torch.Tensor:
+    def _mask(self, num_keys: int, window: int | None, device: torch.device) -> Tensor:
         """Which of the keys each token sees, bool ``[T, num_keys]``."""
         places = torch.arange(num_keys, device=device)
         distance = places[:, None] - places[None, :]
         return (distance >= 0) & (distance < (window or num_keys))
 
-    def _by_text(self, x: torch.Tensor) -> torch.Tensor:
+    def _by_text(self, x: Tensor) -> Tensor:
         return x.unflatten(0, (self.num_texts, -1)).transpose(1, 2)
 
 
@@ -71,17 +60,17 @@ class MaskView(TextView):
         num_masks: k, mask tokens behind each.
     """
 
-    def __init__(self, texts: TextView, anchors: torch.Tensor, num_masks: int) -> None:
+    def __init__(self, texts: TextView, anchors: Tensor, num_masks: int) -> None:
         super().__init__(texts.num_texts)
         self.texts, self.num_masks = texts, num_masks
         self.anchors = anchors.repeat_interleave(num_masks)  # [A · k]
         self.positions = self.anchors + 1 + torch.arange(num_masks, device=anchors.device).repeat(len(anchors))
 
-    def _seen(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def _seen(self, layer: int) -> tuple[Tensor, Tensor]:
         (k, v), (own_k, own_v) = self.texts._seen(layer), super()._seen(layer)
         return torch.cat((k, own_k), dim=2), torch.cat((v, own_v), dim=2)
 
-    def _mask(self, num_keys: int, window: int | None, device: torch.device) -> torch.Tensor:
+    def _mask(self, num_keys: int, window: int | None, device: torch.device) -> Tensor:
         places = torch.arange(num_keys - len(self.anchors), device=device)
         of_text = places[None, :] <= self.anchors[:, None]
         if window is not None:
@@ -90,9 +79,7 @@ class MaskView(TextView):
         return torch.cat((of_text, of_group & (self.positions[None, :] <= self.positions[:, None])), dim=1)
 
 
-def batched_attention(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor, scale: float, softcap: float | None
-) -> torch.Tensor:
+def batched_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float, softcap: float | None) -> Tensor:
     """Attention of q ``[N, Hq, T, D]`` over k and v ``[N, Hkv, S, D]`` with a mask bool ``[T, S]``."""
     groups = q.shape[1] // k.shape[1]
     k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
@@ -103,7 +90,7 @@ def batched_attention(
 
 
 @torch.no_grad()
-def read(model: CausalLM, ids: torch.Tensor) -> tuple[torch.Tensor, TextView]:
+def read(model: CausalLM, ids: Tensor) -> tuple[Tensor, TextView]:
     """Hidden states ``[N, S, H]`` of texts ``[N, S]`` after the final norm, and their keys and values."""
     N, S = ids.shape
     view = TextView(N)
@@ -112,7 +99,7 @@ def read(model: CausalLM, ids: torch.Tensor) -> tuple[torch.Tensor, TextView]:
     return model.norm(hidden).view(N, S, -1), view
 
 
-def look_ahead(model: CausalLM, texts: TextView, anchors: torch.Tensor, num_masks: int) -> torch.Tensor:
+def look_ahead(model: CausalLM, texts: TextView, anchors: Tensor, num_masks: int) -> Tensor:
     """Hidden states ``[N, A, k, H]`` after the final norm of masks behind the anchors ``[A]``; ``model`` is adapted."""
     view = MaskView(texts, anchors, num_masks)
     N, A = texts.num_texts, len(anchors)

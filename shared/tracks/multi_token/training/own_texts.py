@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from shared.engine.llm import LLM
 from shared.errors import ConfigError, ModelFolderError
@@ -36,8 +37,8 @@ AT_A_TIME = 1024
 class Texts:
     """Conversations laid end to end and cut into N rows of S tokens."""
 
-    ids: torch.Tensor  # int64 [N, S]
-    is_answer: torch.Tensor  # bool [N, S]
+    ids: Tensor  # int64 [N, S]
+    is_answer: Tensor  # bool [N, S]
 
     @classmethod
     def of(cls, prompts: Sequence[Sequence[int]], answers: Sequence[Sequence[int]], length: int) -> "Texts":
@@ -67,8 +68,6 @@ def write_texts(
 
     Args:
         length: tokens of a row.
-        max_new_tokens: of an answer.
-        seed: of the choice of prompts, and of the answers.
         report: gets a line of progress from time to time.
         config: settings of the engine that writes, such as its device and the size of its batches.
     """

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
+from torch import Tensor
 
 from shared.loading.loader import load_model
 from shared.loading.placement import check_device
@@ -109,7 +110,7 @@ def _texts(
         gc.collect()  # the engine and its KV cache
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
-        tensors: dict[str, torch.Tensor] = {}
+        tensors: dict[str, Tensor] = {}
         for part, texts in zip(("train", "held_out"), written, strict=True):
             tensors |= {f"{part}.ids": texts.ids.to(torch.int32), f"{part}.is_answer": texts.is_answer}
         save_file({key: tensor.contiguous() for key, tensor in tensors.items()}, path)

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from shared.tracks.multi_token.training.own_texts import Texts
 
@@ -22,24 +23,16 @@ NUM_EAGER = 3
 class Losses(NamedTuple):
     """The losses of a step, each a scalar."""
 
-    base: torch.Tensor
-    sampler: torch.Tensor
-    latent: torch.Tensor
+    base: Tensor
+    sampler: Tensor
+    latent: Tensor
 
 
 class TrainingStep:
-    """Takes steps with AdamW.
-
-    Args:
-        losses: of texts at anchors.
-        parameters: what is trained, all on one device.
-    """
+    """Takes steps with AdamW; ``parameters`` are all on one device."""
 
     def __init__(
-        self,
-        losses: Callable[[Texts, torch.Tensor], Losses],
-        parameters: Iterable[torch.nn.Parameter],
-        learning_rate: float,
+        self, losses: Callable[[Texts, Tensor], Losses], parameters: Iterable[torch.nn.Parameter], learning_rate: float
     ) -> None:
         self.losses, self.parameters = losses, list(parameters)
         self.device = self.parameters[0].device
@@ -54,7 +47,7 @@ class TrainingStep:
         self.num_steps = 0
         self.graph: torch.cuda.CUDAGraph | None = None
 
-    def __call__(self, texts: Texts, anchors: torch.Tensor, learning_rate: float) -> Losses:
+    def __call__(self, texts: Texts, anchors: Tensor, learning_rate: float) -> Losses:
         """Take a step; texts and anchors have the shapes of the first ones. The losses are valid until the next."""
         for group in self.optimizer.param_groups:
             if self.is_recording:
@@ -85,7 +78,7 @@ class TrainingStep:
         self.graph.replay()
         return self.found
 
-    def _run(self, texts: Texts, anchors: torch.Tensor) -> Losses:
+    def _run(self, texts: Texts, anchors: Tensor) -> Losses:
         found = self.losses(texts, anchors)
         self.optimizer.zero_grad(set_to_none=True)
         sum(found).backward()  # type: ignore[union-attr]

@@ -28,6 +28,7 @@ for a rank that has gone.
 from typing import Protocol
 
 import torch
+from torch import Tensor
 
 from shared.kernels.launch import launch, launch_dependents, next_power_of_two, tl, triton, wait_for_previous
 from shared.kernels.products.rmsnorm import Norm
@@ -47,9 +48,9 @@ class Peers(Protocol):
 
     rank: int
     size: int
-    addresses: torch.Tensor  # int64 [size]: of each rank's memory, as this GPU sees it; multiples of 16
-    counters: torch.Tensor  # int32 [CHANNELS]: calls so far
-    stop: torch.Tensor  # int32 [1]: 1 ends all waiting
+    addresses: Tensor  # int64 [size]: of each rank's memory, as this GPU sees it; multiples of 16
+    counters: Tensor  # int32 [CHANNELS]: calls so far
+    stop: Tensor  # int32 [1]: 1 ends all waiting
 
 
 def num_words(size: int) -> int:
@@ -125,27 +126,10 @@ def receive(own, inbox, stride, inside, stop, RANK: tl.constexpr, SIZE: tl.const
 
 @triton.jit
 def all_reduce_kernel(
-    x,
-    residual,
-    weight,
-    addresses,
-    counters,
-    stop,
-    summed,
-    normed,
-    num_words,
-    row_numbers,
-    eps,
-    DTYPE: tl.constexpr,
-    OFFSET: tl.constexpr,
-    RANK: tl.constexpr,
-    SIZE: tl.constexpr,
-    PIECES: tl.constexpr,
-    CHANNELS: tl.constexpr,
-    CHANNEL_WORDS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    PDL: tl.constexpr,
-):
+    x, residual, weight, addresses, counters, stop, summed, normed, num_words, row_numbers, eps,
+    DTYPE: tl.constexpr, OFFSET: tl.constexpr, RANK: tl.constexpr, SIZE: tl.constexpr, PIECES: tl.constexpr,
+    CHANNELS: tl.constexpr, CHANNEL_WORDS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     """A program has ``PIECES`` of ``num_words`` words: one with one shot, ``SIZE`` with two."""
     launch_dependents(PDL)
     channel = tl.program_id(0)
@@ -198,7 +182,7 @@ def all_reduce_kernel(
         tl.store(normed + at, as_words(first, second, DTYPE), mask=inside)
 
 
-def fits(x: torch.Tensor) -> bool:
+def fits(x: Tensor) -> bool:
     """Whether :func:`all_reduce` takes x ``[T, n]``."""
     num_words = x.shape[-1] * x.itemsize // 4
     is_whole = x.shape[-1] * x.itemsize % 4 == 0
@@ -206,8 +190,8 @@ def fits(x: torch.Tensor) -> bool:
 
 
 def all_reduce(
-    x: torch.Tensor, peers: Peers, residual: torch.Tensor | None = None, norm: Norm | None = None
-) -> tuple[torch.Tensor, torch.Tensor | None]:
+    x: Tensor, peers: Peers, residual: Tensor | None = None, norm: Norm | None = None
+) -> tuple[Tensor, Tensor | None]:
     """The sum over the ranks of x ``[T, n]``, plus ``residual`` ``[T, n]``, rounded; and its norm if there is one.
 
     x must fit, and ``residual`` be the same on all ranks. The results are ``[T, n]`` too, and of the dtype of x.
@@ -217,7 +201,7 @@ def all_reduce(
     if x.numel() == 0:
         return summed, normed
 
-    def words(tensor: torch.Tensor | None) -> torch.Tensor | None:
+    def words(tensor: Tensor | None) -> Tensor | None:
         return None if tensor is None else tensor.contiguous().view(torch.int32)
 
     num_words, num_programs, num_pieces = x.shape[-1] * x.itemsize // 4, x.shape[0], 1
@@ -228,27 +212,11 @@ def all_reduce(
             num_words, num_pieces = num_words // peers.size, peers.size
     block = max(WARP_WORDS, next_power_of_two(num_words))
     launch(
-        all_reduce_kernel,
-        (num_programs,),
-        words(x),
-        words(residual),
-        None if norm is None else words(norm.weight),
-        peers.addresses,
-        peers.counters,
-        peers.stop,
-        words(summed),
-        words(normed),
-        num_words,
-        x.shape[-1],
-        0.0 if norm is None else norm.eps,
-        DTYPE=getattr(tl, DTYPES[x.dtype]),
-        OFFSET=0.0 if norm is None else norm.offset,
-        RANK=peers.rank,
-        SIZE=peers.size,
-        PIECES=num_pieces,
-        CHANNELS=CHANNELS,
-        CHANNEL_WORDS=CHANNEL_WORDS,
-        BLOCK=block,
+        all_reduce_kernel, (num_programs,),
+        words(x), words(residual), None if norm is None else words(norm.weight), peers.addresses, peers.counters,
+        peers.stop, words(summed), words(normed), num_words, x.shape[-1], 0.0 if norm is None else norm.eps,
+        DTYPE=getattr(tl, DTYPES[x.dtype]), OFFSET=0.0 if norm is None else norm.offset, RANK=peers.rank,
+        SIZE=peers.size, PIECES=num_pieces, CHANNELS=CHANNELS, CHANNEL_WORDS=CHANNEL_WORDS, BLOCK=block,
         num_warps=min(16, block // WARP_WORDS),
-    )
+    )  # fmt: skip
     return summed, normed

@@ -22,6 +22,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from shared.kernels.attention.decode_attention import NO_WINDOW, in_base_2
 from shared.kernels.attention.merge_states import merge_states
@@ -69,45 +70,13 @@ def angles(distance, frequency):
 
 @triton.jit
 def range_attention_kernel(
-    q,
-    keys,
-    values,
-    positions,
-    sequence_tables,
-    sequence_table_starts,
-    chunk_tables,
-    frequencies,
-    turn_rows,
-    num_items,
-    item_slots,
-    item_counts,
-    item_splits,
-    item_pieces,
-    piece_tables,
-    piece_turns,
-    piece_bases,
-    piece_begins,
-    piece_ends,
-    slot_rows,
-    slot_offsets,
-    slot_states,
-    out,
-    partial,
-    partial_log,
-    scale,
-    softcap,
-    window,
-    q_row_stride,
-    q_head_stride,
-    BLOCK_SIZE: tl.constexpr,
-    HKV: tl.constexpr,
-    GROUP: tl.constexpr,
-    D: tl.constexpr,
-    ROWS: tl.constexpr,
-    TILE: tl.constexpr,
-    IS_EARLY: tl.constexpr,
-    PDL: tl.constexpr,
-):
+    q, keys, values, positions, sequence_tables, sequence_table_starts, chunk_tables, frequencies, turn_rows,
+    num_items, item_slots, item_counts, item_splits, item_pieces, piece_tables, piece_turns, piece_bases,
+    piece_begins, piece_ends, slot_rows, slot_offsets, slot_states, out, partial, partial_log, scale, softcap, window,
+    q_row_stride, q_head_stride,
+    BLOCK_SIZE: tl.constexpr, HKV: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr,
+    ROWS: tl.constexpr, TILE: tl.constexpr, IS_EARLY: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     """Program (i, j) computes every item j + n · programs for KV head i; the grid is (Hkv, programs).
 
     IS_EARLY: it looks up its first keys before it waits for the kernel before, and loads queries behind that. Its slots
@@ -188,7 +157,7 @@ def range_attention_kernel(
         wait_for_previous(PDL)  # a program without items too
 
 
-def turn_rows(turns: torch.Tensor, frequencies: torch.Tensor) -> torch.Tensor:
+def turn_rows(turns: Tensor, frequencies: Tensor) -> Tensor:
     """The cosines and sines of a plan's ``piece_turns``, fp32 ``[pieces, 2, D/2]``, once for all steps of the plan."""
     angles = (turns.double()[:, None] * frequencies).frac_() * (2 * math.pi)
     return torch.stack((angles.cos(), angles.sin()), 1).float()
@@ -198,8 +167,8 @@ def turn_rows(turns: torch.Tensor, frequencies: torch.Tensor) -> torch.Tensor:
 class RangeWorkspace:
     """The states of a step's items, which all layers share."""
 
-    partial: torch.Tensor  # fp32 [states, Hq, D]
-    partial_log: torch.Tensor  # fp32 [states, Hq], base 2
+    partial: Tensor  # fp32 [states, Hq, D]
+    partial_log: Tensor  # fp32 [states, Hq], base 2
 
     @classmethod
     def of(cls, num_states: int, num_heads: int, head_dim: int, device: torch.device) -> "RangeWorkspace":
@@ -209,24 +178,24 @@ class RangeWorkspace:
 
 
 def range_attention(
-    q: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    positions: torch.Tensor,
-    sequence_tables: torch.Tensor,
-    sequence_table_starts: torch.Tensor,
-    chunk_tables: torch.Tensor,
-    frequencies: torch.Tensor,
-    rows_of_turns: torch.Tensor,
-    plan: RangePlan[torch.Tensor],
+    q: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    positions: Tensor,
+    sequence_tables: Tensor,
+    sequence_table_starts: Tensor,
+    chunk_tables: Tensor,
+    frequencies: Tensor,
+    rows_of_turns: Tensor,
+    plan: RangePlan[Tensor],
     *,
     scale: float,
     window: int | None = None,
     softcap: float | None = None,
     tiling: RangeTiling,
     workspace: RangeWorkspace,
-    out: torch.Tensor,
-) -> torch.Tensor:
+    out: Tensor,
+) -> Tensor:
     """Attention of T new tokens over the ranges of their sequences. Kernels alone; on a CPU see ``ChunkView``.
 
     Args:
@@ -252,33 +221,11 @@ def range_attention(
     if len(plan.output_indptr) != T + 1:
         raise ValueError(f"the plan has {len(plan.output_indptr) - 1} rows and the step has {T}")
     launch(
-        range_attention_kernel,
-        (Hkv, tiling.grid(Hkv, q.device).resident),
-        q,
-        keys,
-        values,
-        positions,
-        sequence_tables,
-        sequence_table_starts,
-        chunk_tables,
-        frequencies,
-        rows_of_turns,
-        *list(plan.arrays().values())[:-1],
-        out,
-        workspace.partial,
-        workspace.partial_log,
-        *in_base_2(scale, softcap),
-        NO_WINDOW if window is None else window,
-        q.stride(0),
-        q.stride(1),
-        BLOCK_SIZE=block_size,
-        HKV=Hkv,
-        GROUP=Hq // Hkv,
-        D=D,
-        ROWS=tiling.rows,
-        TILE=tiling.tile,
-        IS_EARLY=tiling.is_early,
-        num_warps=tiling.num_warps,
-        num_stages=tiling.num_stages,
-    )
+        range_attention_kernel, (Hkv, tiling.grid(Hkv, q.device).resident),
+        q, keys, values, positions, sequence_tables, sequence_table_starts, chunk_tables, frequencies, rows_of_turns,
+        *list(plan.arrays().values())[:-1], out, workspace.partial, workspace.partial_log, *in_base_2(scale, softcap),
+        NO_WINDOW if window is None else window, q.stride(0), q.stride(1),
+        BLOCK_SIZE=block_size, HKV=Hkv, GROUP=Hq // Hkv, D=D, ROWS=tiling.rows,
+        TILE=tiling.tile, IS_EARLY=tiling.is_early, num_warps=tiling.num_warps, num_stages=tiling.num_stages,
+    )  # fmt: skip
     return merge_states(workspace.partial, workspace.partial_log, plan.output_indptr, out)

@@ -1,0 +1,64 @@
+"""Attention over a KV cache of which parts were dropped, with PyTorch's operations. Introduced in phase 9.2.
+
+Steps without compressed sequences are those of another attention. Compressed sequences are attended by their cells: in
+a decode step of such sequences together, else one at a time.
+
+Invariants: those of :mod:`shared.tracks.compression.kept_cells`; the queries of a step are in the ring before it ends.
+"""
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from shared.cache.layout.paged import PagedLayout
+from shared.cache.view.attention import Arrays, PagedAttentionProtocol, Places, Scores
+from shared.engine.batch import Batch
+from shared.tracks.compression.interface import Place
+from shared.tracks.compression.kept_cells import KeptCells, masked_attention
+from shared.tracks.compression.layout import Holding, Packed, holdings_of
+
+
+class CondensedOperations(PagedAttentionProtocol):
+    """A ``PagedAttentionProtocol``, and a ``CompressingAttention``.
+
+    Args:
+        plain: of steps without compressed sequences.
+    """
+
+    def __init__(self, plain: PagedAttentionProtocol, kept: KeptCells) -> None:
+        self.plain, self.kept = plain, kept
+
+    def staged(self, is_decode: bool, max_tokens: int) -> Places:
+        return {"ring_places": (max_tokens, np.int64), **self.plain.staged(is_decode, max_tokens)}
+
+    def arrays(self, batch: Batch, layout: PagedLayout) -> Arrays:
+        return {"ring_places": self.kept.ring.places(batch), **self.plain.arrays(batch, layout)}
+
+    def receive(self, batch: Batch, layout: PagedLayout, sent: Mapping[str, Tensor]) -> None:
+        self.plain.receive(batch, layout, sent)
+        self.ring_places = sent["ring_places"]
+        self.sequences, self.num_new = holdings_of(layout), batch.num_new_tokens.tolist()
+        self.is_compressed = any(one.packed is not None for one in self.sequences)
+        self.is_together = batch.is_decode and all(one.num_packed_slots for one in self.sequences)
+        self.together: tuple[Tensor, Tensor] | None = None
+
+    def attend(self, layer: int, q: Tensor, about: Scores, out: Tensor | None) -> Tensor:
+        kept = self.kept
+        kept.ring.keep(layer, q, self.ring_places)
+        if not self.is_compressed:
+            return self.plain.attend(layer, q, about, out)
+        if self.is_together:  # (sequence, KV head) are heads of one token
+            self.together = self.together or kept.cells_together(self.sequences)
+            cells, is_kept = (of_all[layer].flatten(0, 1) for of_all in self.together)
+            k, v = (x.index_select(0, cells.flatten()).view(*cells.shape, -1) for x in (kept.keys, kept.values))
+            return masked_attention(q.reshape(1, -1, q.shape[-1]), k, v, is_kept, **about).view_as(q)
+        each = zip(q.split(self.num_new), self.sequences, strict=True)
+        return torch.cat([kept.attend(layer, queries, sequence, about) for queries, sequence in each])
+
+    def select(self, sequences: Sequence[Holding]) -> None:
+        """``compress`` does everything."""
+
+    def compress(self, sequence: Holding, place: Place) -> Packed | None:
+        return self.kept.compress(sequence, place)

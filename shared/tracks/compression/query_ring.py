@@ -1,0 +1,42 @@
+"""The last queries of each sequence, which say which of its keys matter. Introduced in phase 9.2.
+
+Invariant: the query of a token has one place in the ring, so a step can be run again.
+"""
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from shared.cache.layout.slots import Integers
+from shared.engine.batch import Batch
+from shared.models.config import ModelConfig
+
+
+class QueryRing:
+    """``queries``, ``[L, max_sequences + 1, length, Hq, D]``: token t has ``t % length`` of its sequence's row.
+
+    The last row is of queries that are not kept: of padding, and of tokens before the last ``length`` of a sequence.
+    """
+
+    def __init__(self, config: ModelConfig, max_sequences: int, length: int, keys: Tensor) -> None:
+        shape = (config.num_layers, max_sequences + 1, length, config.num_heads, config.head_dim)
+        self.queries = torch.zeros(shape, dtype=keys.dtype, device=keys.device)
+        self.length, self.not_kept = length, max_sequences * length
+
+    def places(self, batch: Batch) -> Integers:
+        """The index of each new token's query in a layer, ``[T]``."""
+        num_new = batch.num_new_tokens
+        places = batch.layout.rows.repeat(num_new) * self.length + batch.positions % self.length
+        if batch.is_decode:
+            return places
+        num_behind = num_new.cumsum().repeat(num_new) - np.arange(batch.num_tokens)
+        return np.where(num_behind <= self.length, places, self.not_kept)
+
+    def keep(self, layer: int, q: Tensor, places: Tensor) -> None:
+        """Keep the queries ``q [T, Hq, D]`` of a step."""
+        self.queries[layer].flatten(0, 1).index_copy_(0, places, q)
+
+    def last(self, layer: int, row: int, num_tokens: int, w: int) -> Tensor:
+        """The queries ``[w, Hq, D]`` of the last w of a sequence's tokens."""
+        tokens = torch.arange(num_tokens - w, num_tokens, device=self.queries.device)
+        return self.queries[layer, row, tokens % self.length]
