@@ -14,6 +14,7 @@ from shared.kernels.launch import tl, triton
 def attend(
     queries, cache, kv_head, start, end,
     locate: tl.constexpr, where, scale, softcap, TILE: tl.constexpr, seen=None, own=None, kept=None,
+    KEYS_FIRST: tl.constexpr = False,
 ):  # fmt: skip
     """Attend to the tokens ``start`` to ``end`` of a KV head: maximum, total and weighted values, as :func:`add_tile`.
 
@@ -26,6 +27,7 @@ def attend(
         own: as ``seen``, for tokens that a row sees as well; None: none.
         kept: a bit for each token that says whether it is seen, uint8, and the number of tokens that have one; later
             tokens are seen. None: there are no bits.
+        KEYS_FIRST: whether a tile's keys are loaded before its values, which is faster in the longest loops.
     """
     keys, values, k_scales, v_scales = cache
     ROWS: tl.constexpr = queries.shape[0]
@@ -54,10 +56,12 @@ def attend(
         at = rows[:, None] + d[None, :]  # [TILE, D]
         if PAIRED:
             v = tl.load(pairs + (rows // 2)[:, None] + tl.arange(0, D // 2)[None, :], mask=is_key[:, None], other=0)
-        else:
+        elif not KEYS_FIRST:
             v = widened(tl.load(values + at, mask=is_key[:, None], other=0.0), queries.dtype)
         rows = locate(token + TILE, end, *where)
         k = widened(tl.load(keys + at, mask=is_key[:, None], other=0.0), queries.dtype)
+        if KEYS_FIRST and not PAIRED:
+            v = widened(tl.load(values + at, mask=is_key[:, None], other=0.0), queries.dtype)
         is_visible = is_key[None, :]
         if seen is not None:
             first, last = seen
