@@ -65,11 +65,16 @@ def decode_attention_kernel(
 ):  # fmt: skip
     row = tl.program_id(0)  # one for each sequence and KV head
     sequence, kv_head = row // HKV, row % HKV
-    start, end, num_used = keys_of_split(tl.load(lengths + sequence), window, TILE)
+    length = tl.load(lengths + sequence)
+    first, split_size, num_used = keys_of_split(length, window, TILE)
+    g, d = tl.arange(0, ROWS), tl.arange(0, D)
+    is_head = g < GROUP
+    out += row.to(tl.int64) * (GROUP * D)  # the heads of a group are adjacent
     if tl.program_id(1) < num_used:
-        queries = load_queries(q, sequence, kv_head, q_row_stride, q_head_stride, GROUP, D, ROWS)
+        queries = load_queries(q, sequence, kv_head, q_row_stride, q_head_stride, g, d, is_head, GROUP)
         memory = tl.load(regions + sequence).to(tl.int64) * region_stride + kv_head.to(tl.int64) * head_stride
-        d = tl.arange(0, D)
+        start = first + tl.program_id(1) * split_size
+        end = tl.minimum(start + split_size, length)
         maximum = tl.full([ROWS], float("-inf"), tl.float32)
         total = tl.zeros([ROWS], tl.float32)
         weighted = tl.zeros([ROWS, D], tl.float32)
@@ -97,54 +102,44 @@ def decode_attention_kernel(
             # end exercise
 
         states = (partial, partial_max, partial_sum, counters)
-        store_split(out, states, maximum, total, weighted, num_used, GROUP, MERGED_ROWS, MERGED)
+        store_split(out, states, maximum, total, weighted, num_used, g, d, is_head, GROUP, D, MERGED_ROWS, MERGED)
+    elif tl.program_id(1) == 0:  # no visible key
+        tl.store(out + g[:, None] * D + d[None, :], tl.zeros([ROWS, D], tl.float32), mask=is_head[:, None])
 
 
 @triton.jit
 def keys_of_split(length, window, TILE: tl.constexpr):
-    """The keys of this program, ``start`` to ``end``, and how many programs of its KV head have some, but at least one.
+    """The first visible key, the keys of a split, and how many splits have some.
 
     The second axis of the grid has a program for each split; the window's keys are shared by whole tiles.
     """
     first = tl.maximum(length - window, 0)  # of the visible keys
     split_size = tl.cdiv(tl.cdiv(length - first, TILE), tl.num_programs(1)) * TILE
-    num_used = tl.cdiv(length - first, tl.maximum(split_size, 1))
-    start = first + tl.program_id(1) * split_size
-    return start, tl.minimum(start + split_size, length), tl.maximum(num_used, 1)
+    return first, split_size, tl.cdiv(length - first, tl.maximum(split_size, 1))
 
 
 @triton.jit
-def load_queries(
-    q, sequence, kv_head, row_stride, head_stride, GROUP: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr
-):
+def load_queries(q, sequence, kv_head, row_stride, head_stride, g, d, is_head, GROUP: tl.constexpr):
     """The query heads of a KV head, ``[ROWS, D]``, zeros from row GROUP on."""
-    g, d = tl.arange(0, ROWS), tl.arange(0, D)
     heads = sequence.to(tl.int64) * row_stride + (kv_head * GROUP + g)[:, None] * head_stride
-    return tl.load(q + heads + d[None, :], mask=(g < GROUP)[:, None], other=0.0)
+    return tl.load(q + heads + d[None, :], mask=is_head[:, None], other=0.0)
 
 
 @triton.jit
 def store_split(
-    out, states, maximum, total, weighted, num_used,
-    GROUP: tl.constexpr, MERGED_ROWS: tl.constexpr, MERGED: tl.constexpr,
+    out, states, maximum, total, weighted, num_used, g, d, is_head,
+    GROUP: tl.constexpr, D: tl.constexpr, MERGED_ROWS: tl.constexpr, MERGED: tl.constexpr,
 ):  # fmt: skip
     """Store the result of a KV head whose keys one program has read, or a state; the last of several merges these."""
-    row, split, num_splits = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
-    ROWS: tl.constexpr = weighted.shape[0]
-    D: tl.constexpr = weighted.shape[1]
-    g, d = tl.arange(0, ROWS), tl.arange(0, D)
-    is_head = g < GROUP
-    out += row.to(tl.int64) * (GROUP * D)  # the heads of a group are adjacent
     if num_used == 1:
-        result = weighted / tl.where(total == 0.0, 1.0, total)[:, None]  # no visible key gives zeros
-        tl.store(out + g[:, None] * D + d[None, :], result, mask=is_head[:, None])
+        tl.store(out + g[:, None] * D + d[None, :], weighted / total[:, None], mask=is_head[:, None])
     else:
         partial, partial_max, partial_sum, counters = states
+        row, num_splits = tl.program_id(0), tl.num_programs(1)
         first_state = row.to(tl.int64) * num_splits
-        state = (first_state + split) * GROUP + g
+        state = (first_state + tl.program_id(1)) * GROUP + g
         tl.store(partial + state[:, None] * D + d[None, :], weighted, mask=is_head[:, None])
-        # A split without visible keys has no weight, whichever states it is merged with.
-        tl.store(partial_max + state, tl.maximum(maximum, -1e30), mask=is_head)
+        tl.store(partial_max + state, maximum, mask=is_head)
         tl.store(partial_sum + state, total, mask=is_head)
         if is_last_arrival(counters + row, num_used):
             merge(partial, partial_max, partial_sum, out, first_state, num_used, GROUP, D, MERGED_ROWS, MERGED)

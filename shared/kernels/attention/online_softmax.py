@@ -14,7 +14,7 @@ from shared.kernels.launch import tl, triton
 @triton.jit
 def attend(
     queries, cache, kv_head, start, end,
-    locate: tl.constexpr, where, scale, softcap, TILE: tl.constexpr, kept=None,
+    locate: tl.constexpr, where, scale, softcap, TILE: tl.constexpr, kept=None, KEYS_FIRST: tl.constexpr = False,
 ):  # fmt: skip
     """Attend to the tokens ``start`` to ``end`` of a KV head: maximum, total and weighted values, as :func:`add_tile`.
 
@@ -25,6 +25,7 @@ def attend(
         scale, softcap: as :func:`shared.kernels.attention.decode_attention.in_base_2` gives them.
         kept: a bit for each token that says whether it is seen, uint8, and the number of tokens that have one; later
             tokens are seen. None: there are no bits.
+        KEYS_FIRST: whether a tile's keys are loaded before its values, which is faster in the longest loops.
     """
     keys, values, k_scales, v_scales = cache
     ROWS: tl.constexpr = queries.shape[0]
@@ -52,10 +53,12 @@ def attend(
         at = rows[:, None] + d[None, :]  # [TILE, D]
         if PAIRED:
             v = tl.load(pairs + (rows // 2)[:, None] + tl.arange(0, D // 2)[None, :], mask=is_key[:, None], other=0)
-        else:
+        elif not KEYS_FIRST:
             v = widened(tl.load(values + at, mask=is_key[:, None], other=0.0), queries.dtype)
         rows = locate(token + TILE, end, *where)
         k = widened(tl.load(keys + at, mask=is_key[:, None], other=0.0), queries.dtype)
+        if KEYS_FIRST and not PAIRED:
+            v = widened(tl.load(values + at, mask=is_key[:, None], other=0.0), queries.dtype)
         if PAIRED:
             weights, kept_part, maximum, total = weigh(queries, k, is_key[None, :], maximum, total, scale, softcap)
             low, high = widened_pair(v, queries.dtype)

@@ -54,16 +54,26 @@ def paged_attention_kernel(
 ):  # fmt: skip
     row = tl.program_id(0)  # one for each sequence and KV head
     sequence, kv_head = row // HKV, row % HKV
-    start, end, num_used = keys_of_split(tl.load(lengths + sequence), window, TILE)
+    length = tl.load(lengths + sequence)
+    first, split_size, num_used = keys_of_split(length, window, TILE)
+    g, d = tl.arange(0, ROWS), tl.arange(0, D)
+    is_head = g < GROUP
+    out += row.to(tl.int64) * (GROUP * D)  # the heads of a group are adjacent
     if tl.program_id(1) < num_used:
-        queries = load_queries(q, sequence, kv_head, q_row_stride, q_head_stride, GROUP, D, ROWS)
+        queries = load_queries(q, sequence, kv_head, q_row_stride, q_head_stride, g, d, is_head, GROUP)
         tables += tl.load(table_starts + sequence)
+        start = first + tl.program_id(1) * split_size
+        end = tl.minimum(start + split_size, length)
         cache = (keys, values, k_scales, v_scales)
         maximum, total, weighted = attend(
-            queries, cache, kv_head, start, end, token_rows, (tables, kv_head, BLOCK_SIZE, HKV, D), scale, softcap, TILE
-        )
+            queries, cache, kv_head, start, end, token_rows, (tables, kv_head, BLOCK_SIZE, HKV, D), scale, softcap,
+            TILE,
+            KEYS_FIRST=True,
+        )  # fmt: skip
         states = (partial, partial_max, partial_sum, counters)
-        store_split(out, states, maximum, total, weighted, num_used, GROUP, MERGED_ROWS, MERGED)
+        store_split(out, states, maximum, total, weighted, num_used, g, d, is_head, GROUP, D, MERGED_ROWS, MERGED)
+    elif tl.program_id(1) == 0:  # no visible key
+        tl.store(out + g[:, None] * D + d[None, :], tl.zeros([ROWS, D], tl.float32), mask=is_head[:, None])
 
 
 def paged_attention(

@@ -80,20 +80,27 @@ def condensed_attention_kernel(
         count, packed_slots = first_number * 0, covered * 0
         masks += (of_pool * (LAYERS * HKV) + head) * mask_bytes
     length = count + tl.load(lengths + sequence) - packed_slots
-    start, end, num_used = keys_of_split(length, window, TILE)
+    first, split_size, num_used = keys_of_split(length, window, TILE)
+    g, d = tl.arange(0, ROWS), tl.arange(0, D)
+    is_head = g < GROUP
+    out += row.to(tl.int64) * (GROUP * D)  # the heads of a group are adjacent
     if tl.program_id(1) < num_used:
-        queries = load_queries(q, sequence, kv_head, q_row_stride, q_head_stride, GROUP, D, ROWS)
+        queries = load_queries(q, sequence, kv_head, q_row_stride, q_head_stride, g, d, is_head, GROUP)
         table = tables + tl.load(table_starts + sequence)
+        start = first + tl.program_id(1) * split_size
+        end = tl.minimum(start + split_size, length)
         kept = None if masks is None else (masks, covered)
         cache = (keys, values, None, None)
         maximum, total, weighted = attend(
             queries, cache, kv_head, start, end, cell_rows,
-            (table, count, first_number, packed_slots, layer, kv_head, num_blocks, LAYERS, BLOCK_SIZE, HKV, D), scale,
-            softcap, TILE,
-            kept=kept,
+            (table, count, first_number, packed_slots, layer, kv_head, num_blocks, LAYERS, BLOCK_SIZE, HKV, D),
+            scale, softcap, TILE, kept=kept,
         )  # fmt: skip
+        maximum = tl.maximum(maximum, -1e30)  # a split without kept tokens has no weight in any merge
         states = (partial, partial_max, partial_sum, counters)
-        store_split(out, states, maximum, total, weighted, num_used, GROUP, MERGED_ROWS, MERGED)
+        store_split(out, states, maximum, total, weighted, num_used, g, d, is_head, GROUP, D, MERGED_ROWS, MERGED)
+    elif tl.program_id(1) == 0:  # no visible key
+        tl.store(out + g[:, None] * D + d[None, :], tl.zeros([ROWS, D], tl.float32), mask=is_head[:, None])
 
 
 def condensed_attention(
