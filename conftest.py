@@ -1,6 +1,7 @@
 """Fixtures for every test of the repository: small checkpoints as a user would find them, the demo model, and the
 tokens of transformers that answers are compared with."""
 
+import gc
 import json
 import os
 import random
@@ -17,6 +18,10 @@ from hypothesis import HealthCheck, Phase, settings
 from hypothesis.database import DirectoryBasedExampleDatabase
 
 from tests.reference_tokens import ReferenceTokens
+
+# What is imported and collected stays to the end: a collection of garbage visits what tests allocate, and not each of
+# half a million objects.
+gc.disable()
 
 TINY_SHAPES = {"llama": "tiny-llama", "qwen3": "tiny-qwen3", "gemma3_text": "tiny-gemma3"}
 FEWER_LAYERS = {"gemma3_text": {"num_hidden_layers": 4, "sliding_window_pattern": 3}}  # still of both kinds
@@ -120,6 +125,12 @@ def keep_one_skip_a_function(config: pytest.Config, items: list[pytest.Item]) ->
     if dropped:
         config.hook.pytest_deselected(items=dropped)
         items[:] = kept
+
+
+def pytest_collection_finish() -> None:
+    gc.collect()
+    gc.freeze()
+    gc.enable()
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

@@ -7,12 +7,16 @@ are the same on the site as in the checkout. What Markdown cannot say (the diffe
 files, the way through the course) is made by the extension beside this file, `course_site`.
 """
 
+import gc
 import sys
 from pathlib import Path
 
 sys.path[:0] = [str(Path(__file__).parents[2]), str(Path(__file__).parent)]
 
 from course_site.repository import DOCUMENTS  # noqa: E402
+
+# The trees of all pages stay to the end: going through them again and again in search of garbage is half of the work.
+gc.disable()
 
 project = "infer"
 html_title = "infer"

@@ -10,7 +10,7 @@ from html import unescape
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
-from urllib.parse import unquote, urldefrag, urljoin
+from urllib.parse import unquote, urljoin
 
 from tests.integration.tabs import complaints_of, opened
 
@@ -58,9 +58,13 @@ def crawl(browser: Any, folder: Path, origin: str) -> dict[str, Visit]:
 
 def read(url: str, html: str) -> Visit:
     """A page's anchors and links, without a browser."""
-    links = map(unescape, re.findall(r'<a\b[^>]*\bhref="([^"]*)"', html))
-    resolved = [url + link if link.startswith("#") else urljoin(url, link) for link in links]
+    links = map(unescape, dict.fromkeys(re.findall(r'<a\b[^>]*\bhref="([^"]*)"', html)))
+    folder = url[: url.rindex("/") + 1]
+    resolved = [url + link if link.startswith("#") else _joined(folder, link) for link in links]
     return Visit(ids=re.findall(r'\bid="([^"]*)"', html), links=resolved)
+
+
+_joined = functools.cache(urljoin)  # the links beside a page are those of its neighbours
 
 
 def make_of(name: str) -> str:
@@ -73,7 +77,9 @@ def make_of(name: str) -> str:
 
 def targets(visit: Visit, origin: str) -> set[str]:
     """The pages of the site that a page leads to."""
-    pages = {unquote(urldefrag(link).url.removeprefix(f"{origin}/")) for link in visit.links if link.startswith(origin)}
+    pages = {
+        unquote(link.partition("#")[0].removeprefix(f"{origin}/")) for link in visit.links if link.startswith(origin)
+    }
     return {page for page in pages if page.endswith(".html")}
 
 
@@ -87,7 +93,7 @@ def broken_links(visits: dict[str, Visit], folder: Path, origin: str) -> list[st
     def leads_somewhere(link: str) -> bool:
         if not link.startswith(origin):
             return re.match(r"https?:|mailto:", link) is not None
-        url, anchor = urldefrag(link)
+        url, _, anchor = link.partition("#")
         target = unquote(url.removeprefix(f"{origin}/"))
         return target in files and (not anchor or target not in anchors or unquote(anchor) in anchors[target])
 

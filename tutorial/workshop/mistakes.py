@@ -72,28 +72,29 @@ def mistakes_of(exercise: Exercise) -> tuple[Mistake, ...]:
 
 def run_mistakes(
     server: CheckServer,
-    exercise: Exercise,
+    wanted: Sequence[Exercise],
     kept: Path | None = None,
     watch: Callable[[int, Path], None] | None = None,
-) -> dict[Mistake, Verdict]:
-    """What the tests say of each known mistake of an exercise.
+) -> dict[Exercise, dict[Mistake, Verdict]]:
+    """What the tests say of each known mistake of some exercises.
 
     Args:
         kept: a folder in which the results are kept, and found again as long as nothing of the course has changed.
         watch: as in `CheckServer.run`; results of runs that it ends are not kept.
     """
-    mistakes = mistakes_of(exercise)
-    file = None if kept is None else kept / f"{exercise.number}.json"
-    state = "" if file is None else _state_of_the_course()
-    if file is not None and (found := _read(file, state, exercise)) is not None:
-        return dict(zip(mistakes, found, strict=True))
-    runs = run_versions(server, [(exercise, mistake.text(exercise)) for mistake in mistakes], watch)
-    verdicts = [run.verdicts[0] for run in runs]
-    if file is not None and all(verdict.outcome is Outcome.FAILED for verdict in verdicts):
-        file.parent.mkdir(parents=True, exist_ok=True)
-        cases = [[verdict.outcome, [asdict(case) for case in verdict.cases]] for verdict in verdicts]
-        file.write_text(json.dumps({"state": state, "verdicts": cases}), encoding="utf-8")
-    return dict(zip(mistakes, verdicts, strict=True))
+    files = {} if kept is None else {exercise: kept / f"{exercise.number}.json" for exercise in wanted}
+    state = _state_of_the_course() if files else ""
+    found = {exercise: _read(files[exercise], state, exercise) if files else None for exercise in wanted}
+    left = [(exercise, mistake) for exercise in wanted if found[exercise] is None for mistake in mistakes_of(exercise)]
+    runs = run_versions(server, [(exercise, mistake.text(exercise)) for exercise, mistake in left], watch)
+    for exercise in [exercise for exercise in wanted if found[exercise] is None]:
+        verdicts = [run.verdicts[0] for (of, _), run in zip(left, runs, strict=True) if of == exercise]
+        found[exercise] = verdicts
+        if files and all(verdict.outcome is Outcome.FAILED for verdict in verdicts):
+            files[exercise].parent.mkdir(parents=True, exist_ok=True)
+            cases = [[verdict.outcome, [asdict(case) for case in verdict.cases]] for verdict in verdicts]
+            files[exercise].write_text(json.dumps({"state": state, "verdicts": cases}), encoding="utf-8")
+    return {exercise: dict(zip(mistakes_of(exercise), found[exercise] or (), strict=True)) for exercise in wanted}
 
 
 def recognise(verdict: Verdict, known: Mapping[Mistake, Verdict]) -> Mistake | None:

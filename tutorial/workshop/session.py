@@ -49,7 +49,7 @@ class Session:
 
     def known(self, exercise: Exercise, watch: Callable[[int, Path], None] | None = None) -> dict[Mistake, Verdict]:
         """What the known mistakes of an exercise do; ``watch`` as in `CheckServer.run`."""
-        return run_mistakes(self.server, exercise, self.workspace.root / KEPT, watch)
+        return run_mistakes(self.server, [exercise], self.workspace.root / KEPT, watch)[exercise]
 
     def _before(self, exercise: Exercise) -> Verdict | None:
         """The verdict on an exercise whose tests need not run; None if they must."""

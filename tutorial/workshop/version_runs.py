@@ -1,8 +1,8 @@
 """Runs of many versions of exercises: known mistakes, or gaps, each judged by the tests of its exercise alone.
 
 Versions share one run of pytest (`tutorial.workshop.versions`), wherever the function can be replaced after its module
-was imported. Where it cannot (without forks; a kernel, whose text Triton reads again), each version is a run of its
-own, in a workspace that holds its module.
+was imported; those whose tests are of kernels share one that is interpreted. Where it cannot (without forks; tests of
+both sorts), each version is a run of its own, in a workspace that holds its module.
 """
 
 import json
@@ -12,6 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from pathlib import Path
 
+from shared.kernels import NO_TRITON
 from tutorial.workshop import check
 from tutorial.workshop.check import KERNEL_TESTS, CheckServer, Run, RunEndedError
 from tutorial.workshop.exercises import Exercise, reference
@@ -34,9 +35,16 @@ def run_versions(
             module = folder / str(number) / exercise.path
             module.parent.mkdir(parents=True)
             module.write_text(text, encoding="utf-8")
-        together = {number: each for number, (each, text) in enumerate(versions) if _can_share(server, each, text)}
-        found = _run_together(server, together, folder, watch) if together else {}
-        others = [number for number in range(len(versions)) if number not in together]
+        found: dict[int, Run] = {}
+        for is_interpreted in (False, True):
+            together = {
+                number: exercise
+                for number, (exercise, text) in enumerate(versions)
+                if _can_share(server, exercise, text, is_interpreted)
+            }
+            if together:
+                found |= _run_together(server, together, folder, is_interpreted, watch)
+        others = [number for number in range(len(versions)) if number not in found]
         found |= zip(
             others,
             pool.map(lambda n: server.run(folder / str(n), [versions[n][0]], gaps_raise=True, watch=watch), others),
@@ -45,13 +53,14 @@ def run_versions(
     return [found[number] for number in range(len(versions))]
 
 
-def _can_share(server: CheckServer, exercise: Exercise, text: str) -> bool:
-    is_kernel = any(test.startswith(KERNEL_TESTS) for test in exercise.tests)
-    return server.forks and not is_kernel and can_replace(text, reference(exercise)[0], exercise.target)
+def _can_share(server: CheckServer, exercise: Exercise, text: str, is_interpreted: bool) -> bool:
+    sorts = {test.startswith(KERNEL_TESTS) for test in exercise.tests}
+    can_run = server.forks and not (is_interpreted and NO_TRITON)
+    return can_run and sorts == {is_interpreted} and can_replace(text, reference(exercise)[0], exercise.target)
 
 
 def _run_together(
-    server: CheckServer, versions: Mapping[int, Exercise], folder: Path, watch: Watch | None
+    server: CheckServer, versions: Mapping[int, Exercise], folder: Path, is_interpreted: bool, watch: Watch | None
 ) -> dict[int, Run]:
     """The runs, by number, of versions whose modules lie in folders of that number."""
     listed = [
@@ -59,7 +68,7 @@ def _run_together(
         for n, e in versions.items()
     ]
     (folder / "versions.json").write_text(json.dumps([asdict(version) for version in listed]), encoding="utf-8")
-    record = folder / "record.jsonl"
+    record = folder / f"record-{is_interpreted}.jsonl"
     functions = {exercise.number: (exercise.module, exercise.target) for exercise in versions.values()}
     variables = {
         **check.variables_of(folder / "workspace", gaps_raise=True),
@@ -72,7 +81,7 @@ def _run_together(
     seconds, output = check.most_seconds(list(versions.values())), ""
     try:
         code, output = server.run_pytest(
-            [*options, *tests], variables, False, seconds, None, check.look_at(record, watch)
+            [*options, *tests], variables, is_interpreted, seconds, None, check.look_at(record, watch)
         )
         ended = check.how_it_ended(code, seconds)
     except RunEndedError as reason:
