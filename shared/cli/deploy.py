@@ -82,8 +82,7 @@ def start(
     ] = 300.0,
     router: Annotated[str, _fleet("--router", text="prefix, two-choices or round-robin.")] = "prefix",
     cpus: Annotated[
-        float | None,
-        _fleet("--cpus", text="Processors that Ray reserves for a replica; default: one for each rank."),
+        float | None, _fleet("--cpus", text="Processors that Ray reserves for a replica; default: one for each rank.")
     ] = None,
     gpus: Annotated[
         float | None,

@@ -56,8 +56,7 @@ def serve(
         str | None, _server("--api-key", text="The API key that requests must send.", envvar="INFER_API_KEY")
     ] = None,
     named_events: Annotated[
-        bool,
-        _server("--named-events", text="Always stream /v1/completions as the events token, done and error."),
+        bool, _server("--named-events", text="Always stream /v1/completions as the events token, done and error.")
     ] = False,
     allowed_hosts: Annotated[
         str | None,

@@ -53,8 +53,7 @@ def trace(
         int | None, _work("--requests", text="Requests of a mixed workload of random tokens; default: 12.")
     ] = None,
     shared_prefix: Annotated[
-        int | None,
-        _work("--shared-prefix", text="Tokens with which each of these prompts begins; default: none."),
+        int | None, _work("--shared-prefix", text="Tokens with which each of these prompts begins; default: none.")
     ] = None,
     documents: Annotated[
         int | None,

@@ -33,11 +33,7 @@ from shared.deployment.router import PrefixRouter, TurnsRouter, TwoChoicesRouter
 from shared.errors import ConfigError
 from shared.server.settings import ServerConfig
 
-ROUTERS = {
-    "prefix": PrefixRouter,
-    "two-choices": TwoChoicesRouter,
-    "round-robin": TurnsRouter,
-}
+ROUTERS = {"prefix": PrefixRouter, "two-choices": TwoChoicesRouter, "round-robin": TurnsRouter}
 LOOK_BACK = 12.0
 """Seconds over which ongoing requests are averaged to scale."""
 HEALTH_PERIOD = 2.0

@@ -95,10 +95,7 @@ def totals_rows(traces: Sequence[Trace]) -> list[tuple[str, list[str]]]:
         ("most requests in a step", [str(each.most_served) for each in totals]),
         ("mean queue wait", [known(each.mean_queue_steps, "{:.1f} steps") for each in totals]),
         ("longest queue wait", [known(each.longest_queue_steps, "{} steps") for each in totals]),
-        (
-            "mean queue wait, time",
-            [known(each.mean_queue_seconds, "{:.3f} s") for each in totals],
-        ),
+        ("mean queue wait, time", [known(each.mean_queue_seconds, "{:.3f} s") for each in totals]),
         ("written share of held KV cache", [known(each.written_share, "{:.1%}", "none held") for each in totals]),
         ("generated tokens", [str(each.num_tokens) for each in totals]),
         ("preemptions", [str(each.num_preemptions) for each in totals]),

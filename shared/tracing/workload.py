@@ -49,13 +49,7 @@ def chosen_documents(count: int, num_requests: int, *, vocab_size: int, seed: in
 
 
 def mixed_requests(
-    num_requests: int,
-    *,
-    vocab_size: int,
-    max_seq_len: int,
-    max_new_tokens: int,
-    seed: int,
-    shared_prefix: int = 0,
+    num_requests: int, *, vocab_size: int, max_seq_len: int, max_new_tokens: int, seed: int, shared_prefix: int = 0
 ) -> list[tuple[tuple[int, ...], SamplingParams]]:
     """Prompts of random ids and outputs of fixed lengths, both log-uniform, so short ones are more frequent.
 

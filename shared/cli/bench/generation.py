@@ -54,12 +54,10 @@ def generation(
     ] = None,
     no_peers: Annotated[bool, typer.Option("--no-peers", help="Measure phases alone.")] = False,
     pack_weights: Annotated[
-        bool,
-        typer.Option("--pack-weights", help=EngineConfig.__dataclass_fields__["pack_weights"].metadata["help"]),
+        bool, typer.Option("--pack-weights", help=EngineConfig.__dataclass_fields__["pack_weights"].metadata["help"])
     ] = False,
     max_seconds: Annotated[
-        float,
-        typer.Option("--max-seconds", help="Break an answer off after so much decoding; never transformers'."),
+        float, typer.Option("--max-seconds", help="Break an answer off after so much decoding; never transformers'.")
     ] = 15.0,
     out: Annotated[
         Path | None, typer.Option("--out", help="Write JSON, Markdown and PNG, named by machine, into this folder.")

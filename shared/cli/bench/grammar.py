@@ -36,5 +36,5 @@ def grammar(
 
 
 COMMANDS: dict[str, tuple[Callable[..., None], str]] = {
-    "grammar": (grammar, examples("infer bench grammar --requests 4 --steps 20")),
+    "grammar": (grammar, examples("infer bench grammar --requests 4 --steps 20"))
 }

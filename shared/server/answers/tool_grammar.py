@@ -55,10 +55,7 @@ def tool_grammar(
     choice, mode = body.tool_choice, _mode(body)
     name = choice["function"]["name"] if isinstance(choice, dict) else None
     spelling = _spelling(
-        tokenizer,
-        form or _NO_CALLS,
-        thought,
-        has_several=body.parallel_tool_calls is not False and name is None,
+        tokenizer, form or _NO_CALLS, thought, has_several=body.parallel_tool_calls is not False and name is None
     )
     functions = [tool["function"] for tool in body.definitions]
     called = tuple(
