@@ -189,9 +189,9 @@ def ask(
     question: Annotated[str, typer.Argument(help="The question, which follows the documents.")],
     over: Annotated[list[str], typer.Argument(help="Text files, folders of them, and ids of chunks, in this order.")],
     max_tokens: Annotated[int, typer.Option("--max-tokens", "-n", min=1, help="Maximum tokens of the answer.")] = 128,
-    temperature: Annotated[float, typer.Option("--temperature", min=0, help="0 takes the most likely token.")] = 0.0,
+    temperature: Annotated[float, typer.Option(min=0, help="0 takes the most likely token.")] = 0.0,
     recompute: Annotated[
-        float | None, typer.Option("--recompute", min=0, max=1, help="Fraction of the chunks to compute again.")
+        float | None, typer.Option(min=0, max=1, help="Fraction of the chunks to compute again.")
     ] = None,
     role: Role = "user",
     url: Url = _URL,

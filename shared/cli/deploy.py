@@ -67,51 +67,38 @@ Address = Annotated[
 def start(
     model: Served = options.DEFAULT_MODEL,
     replicas: Annotated[int, _fleet("--replicas", "-r", text="The replicas; the fewest if they scale.")] = 1,
-    max_replicas: Annotated[
-        int | None, _fleet("--max-replicas", text="Scale up to this many by load; default: never scale.")
-    ] = None,
+    max_replicas: Annotated[int | None, _fleet(text="Scale up to this many by load; default: never scale.")] = None,
     target_ongoing_requests: Annotated[
-        int | None,
-        _fleet("--target-ongoing-requests", text="Requests per replica to scale for; default: --max-batch-size."),
+        int | None, _fleet(text="Requests per replica to scale for; default: --max-batch-size.")
     ] = None,
-    upscale_delay: Annotated[
-        float, _fleet("--upscale-delay", text="Seconds of more load before replicas are added.")
-    ] = 10.0,
-    downscale_delay: Annotated[
-        float, _fleet("--downscale-delay", text="Seconds of less load before replicas are removed.")
-    ] = 300.0,
-    router: Annotated[str, _fleet("--router", text="prefix, two-choices or round-robin.")] = "prefix",
+    upscale_delay: Annotated[float, _fleet(text="Seconds of more load before replicas are added.")] = 10.0,
+    downscale_delay: Annotated[float, _fleet(text="Seconds of less load before replicas are removed.")] = 300.0,
+    router: Annotated[str, _fleet(text="prefix, two-choices or round-robin.")] = "prefix",
     cpus: Annotated[
-        float | None, _fleet("--cpus", text="Processors that Ray reserves for a replica; default: one for each rank.")
+        float | None, _fleet(text="Processors that Ray reserves for a replica; default: one for each rank.")
     ] = None,
     gpus: Annotated[
         float | None,
-        _fleet(
-            "--gpus", text="GPUs that Ray reserves for each replica; default: one for each rank if --device is one."
-        ),
+        _fleet(text="GPUs that Ray reserves for each replica; default: one for each rank if --device is one."),
     ] = None,
     address: Address = None,
-    host: Annotated[str, _server("--host", text="The address to listen on; 0.0.0.0 for every interface.")] = (
-        "127.0.0.1"
-    ),
-    port: Annotated[int, _server("--port", text="The port; 0 for a free one.", min=0, max=65535)] = 8000,
+    host: Annotated[str, _server(text="The address to listen on; 0.0.0.0 for every interface.")] = ("127.0.0.1"),
+    port: Annotated[int, _server(text="The port; 0 for a free one.", min=0, max=65535)] = 8000,
     served_model_name: Annotated[
-        str | None, _server("--served-model-name", text="The model's name in requests; default: as infer serve.")
+        str | None, _server(text="The model's name in requests; default: as infer serve.")
     ] = None,
-    api_key: Annotated[
-        str | None, _server("--api-key", text="The API key that requests must send.", envvar="INFER_API_KEY")
-    ] = None,
+    api_key: Annotated[str | None, _server(text="The API key that requests must send.", envvar="INFER_API_KEY")] = None,
     named_events: Annotated[
         bool, _server("--named-events", text="Always stream /v1/completions as the events token, done and error.")
     ] = False,
     allowed_hosts: Annotated[
-        str | None, _server("--allowed-hosts", text="Hosts, with commas, that requests may name in the header Host.")
+        str | None, _server(text="Hosts, with commas, that requests may name in the header Host.")
     ] = None,
     grace: Annotated[
-        float, _server("--grace", text="Seconds in which the requests of a replica may finish before it ends.")
+        float, _server(text="Seconds in which the requests of a replica may finish before it ends.")
     ] = 30.0,
     chat_template: options.ChatTemplate = None,
-    max_body_bytes: Annotated[int, _server("--max-body-bytes", text="Bytes of the longest body.")] = 2 * 2**20,
+    max_body_bytes: Annotated[int, _server(text="Bytes of the longest body.")] = 2 * 2**20,
     phase: options.Phase = None,
     **settings: Any,
 ) -> None:

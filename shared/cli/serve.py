@@ -41,28 +41,19 @@ Served = Annotated[
 @options.engine_options()
 def serve(
     model: Served = options.DEFAULT_MODEL,
-    host: Annotated[str, _server("--host", text="The address to listen on; 0.0.0.0 for every interface.")] = (
-        "127.0.0.1"
-    ),
-    port: Annotated[int, _server("--port", text="The port; 0 for a free one.", min=0, max=65535)] = 8000,
+    host: Annotated[str, _server(text="The address to listen on; 0.0.0.0 for every interface.")] = ("127.0.0.1"),
+    port: Annotated[int, _server(text="The port; 0 for a free one.", min=0, max=65535)] = 8000,
     served_model_name: Annotated[
-        str | None,
-        _server(
-            "--served-model-name",
-            text="The model's name in requests; default: the folder's name, or the name as given.",
-        ),
+        str | None, _server(text="The model's name in requests; default: the folder's name, or the name as given.")
     ] = None,
-    api_key: Annotated[
-        str | None, _server("--api-key", text="The API key that requests must send.", envvar="INFER_API_KEY")
-    ] = None,
+    api_key: Annotated[str | None, _server(text="The API key that requests must send.", envvar="INFER_API_KEY")] = None,
     named_events: Annotated[
         bool, _server("--named-events", text="Always stream /v1/completions as the events token, done and error.")
     ] = False,
     allowed_hosts: Annotated[
         str | None,
         _server(
-            "--allowed-hosts",
-            text="Hosts, with commas, that requests may name in the header Host; *.example.com is every subdomain.",
+            text="Hosts, with commas, that requests may name in the header Host; *.example.com is every subdomain."
         ),
     ] = None,
     openai_statuses: Annotated[
@@ -72,18 +63,14 @@ def serve(
     allowed_origins: Annotated[
         str | None,
         _server(
-            "--allowed-origins",
-            text="Sites, with commas, whose pages may send requests, such as https://example.com; * is every site.",
+            text="Sites, with commas, whose pages may send requests, such as https://example.com; * is every site."
         ),
     ] = None,
-    root_path: Annotated[
-        str, _server("--root-path", text="The base path under which a proxy serves this server, such as /llm.")
-    ] = "",
+    root_path: Annotated[str, _server(text="The base path under which a proxy serves this server, such as /llm.")] = "",
     default_max_tokens: Annotated[
         str | None,
         _server(
-            "--default-max-tokens",
-            text="Tokens of an answer whose request names no limit; context: all that fit; default: 128, chat 512.",
+            text="Tokens of an answer whose request names no limit; context: all that fit; default: 128, chat 512."
         ),
     ] = None,
     generation_config: Annotated[
@@ -93,14 +80,10 @@ def serve(
             text="Take sampling settings that a request leaves out from the model's generation_config.json.",
         ),
     ] = True,
-    max_connections: Annotated[
-        int, _server("--max-connections", text="Open connections; one more is refused with 503.")
-    ] = 2048,
-    grace: Annotated[
-        float, _server("--grace", text="Seconds after SIGTERM in which running requests may finish.")
-    ] = 30.0,
+    max_connections: Annotated[int, _server(text="Open connections; one more is refused with 503.")] = 2048,
+    grace: Annotated[float, _server(text="Seconds after SIGTERM in which running requests may finish.")] = 30.0,
     send_timeout: Annotated[
-        float, _server("--send-timeout", text="Seconds after which a client that does not read is disconnected.")
+        float, _server(text="Seconds after which a client that does not read is disconnected.")
     ] = 20.0,
     close_objects: Annotated[
         bool,
@@ -109,11 +92,9 @@ def serve(
             text="Close objects whose schema lists properties without additionalProperties or patternProperties.",
         ),
     ] = False,
-    max_body_bytes: Annotated[int, _server("--max-body-bytes", text="Bytes of the longest body.")] = 2 * 2**20,
+    max_body_bytes: Annotated[int, _server(text="Bytes of the longest body.")] = 2 * 2**20,
     chat_template: options.ChatTemplate = None,
-    log_format: Annotated[
-        str | None, _server("--log-format", text="json or text; default: text on a terminal, else json.")
-    ] = None,
+    log_format: Annotated[str | None, _server(text="json or text; default: text on a terminal, else json.")] = None,
     verbose: Annotated[bool, _server("--verbose", text="Log requests for health, metrics and pages too.")] = False,
     phase: options.Phase = None,
     engine_process: Annotated[

@@ -49,37 +49,29 @@ def _work(*names: str, text: str, **more: Any) -> Any:
 def trace(
     model: options.Model = options.DEFAULT_MODEL,
     phase: options.Phase = None,
-    requests: Annotated[
-        int | None, _work("--requests", text="Requests of a mixed workload of random tokens; default: 12.")
-    ] = None,
+    requests: Annotated[int | None, _work(text="Requests of a mixed workload of random tokens; default: 12.")] = None,
     shared_prefix: Annotated[
-        int | None, _work("--shared-prefix", text="Tokens with which each of these prompts begins; default: none.")
+        int | None, _work(text="Tokens with which each of these prompts begins; default: none.")
     ] = None,
     documents: Annotated[
-        int | None,
-        _work("--documents", min=1, text="Documents of 48 tokens, two of which precede each prompt as chunks (09.1)."),
+        int | None, _work(min=1, text="Documents of 48 tokens, two of which precede each prompt as chunks (09.1).")
     ] = None,
-    prompts: Annotated[
-        Path | None, _work("--prompts", text="Prompts to run instead, one on each line of this file.")
-    ] = None,
+    prompts: Annotated[Path | None, _work(text="Prompts to run instead, one on each line of this file.")] = None,
     max_tokens: Annotated[int, _work("--max-tokens", "-n", text="Maximum tokens of an answer.")] = 24,
-    every: Annotated[int | None, _work("--every", text="Steps between two arrivals; default: 0, all at once.")] = None,
-    rate: Annotated[
-        float | None, _work("--rate", text="Instead: the mean number of arrivals in a step (Poisson).")
-    ] = None,
-    seed: Annotated[int, _work("--seed", text="Seed of the workload, the arrivals and the engine.")] = 0,
+    every: Annotated[int | None, _work(text="Steps between two arrivals; default: 0, all at once.")] = None,
+    rate: Annotated[float | None, _work(text="Instead: the mean number of arrivals in a step (Poisson).")] = None,
+    seed: Annotated[int, _work(text="Seed of the workload, the arrivals and the engine.")] = 0,
     json_schema: options.JsonSchema = None,
     regex: options.Regex = None,
     choice: options.Choice = None,
     compare: Annotated[
         str | None,
         _work(
-            "--compare",
             text="Run the workload, in turns, under several batching modes, policies, KV caches of equally many bytes "
-            "or loops, such as static,continuous or waiting,overlapped.",
+            "or loops, such as static,continuous or waiting,overlapped."
         ),
     ] = None,
-    out: Annotated[Path, typer.Option("--out", help="The folder for trace.html and trace.json.")] = Path("trace"),
+    out: Annotated[Path, typer.Option(help="The folder for trace.html and trace.json.")] = Path("trace"),
     **settings: Any,
 ) -> None:
     """Run a few requests and write a timeline: which wait, prefill and decode in each step, and their KV cache blocks.

@@ -24,14 +24,10 @@ EPILOG = examples(
 
 def ladder(
     model: Model = DEFAULT_MODEL,
-    prompt_tokens: Annotated[
-        int | None, typer.Option("--prompt-tokens", help="Tokens of each prompt; 64, or 32 with --quick.")
-    ] = None,
-    new_tokens: Annotated[
-        int | None, typer.Option("--new-tokens", help="Tokens of each answer; 16, or 12 with --quick.")
-    ] = None,
+    prompt_tokens: Annotated[int | None, typer.Option(help="Tokens of each prompt; 64, or 32 with --quick.")] = None,
+    new_tokens: Annotated[int | None, typer.Option(help="Tokens of each answer; 16, or 12 with --quick.")] = None,
     trials: Annotated[
-        int | None, typer.Option("--trials", help="Answers of each phase, whose median counts; 3, or 1 with --quick.")
+        int | None, typer.Option(help="Answers of each phase, whose median counts; 3, or 1 with --quick.")
     ] = None,
     phase: Annotated[
         list[str] | None, typer.Option("--phase", "-p", help="A phase to measure; repeat it. Default: every phase.")
@@ -39,12 +35,11 @@ def ladder(
     contexts: Annotated[
         str | None,
         typer.Option(
-            "--contexts",
-            help="Context lengths of the cost curve, with commas. Default: 16,32,64,128,256,512; none with --quick.",
+            help="Context lengths of the cost curve, with commas. Default: 16,32,64,128,256,512; none with --quick."
         ),
     ] = None,
     out: Annotated[
-        Path | None, typer.Option("--out", help="Write JSON, Markdown and PNG, named by machine, into this folder.")
+        Path | None, typer.Option(help="Write JSON, Markdown and PNG, named by machine, into this folder.")
     ] = None,
     threads: Threads = None,
     dtype: Dtype = None,

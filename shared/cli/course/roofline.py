@@ -45,24 +45,21 @@ class Ceilings:
 def roofline(
     model: Annotated[str, typer.Argument(help="A model folder, a known name, a hub name, or a shape: llama-3.2-1b.")],
     context: Annotated[
-        int | None, typer.Option("--context", help="Tokens that the new one sees; 512, or what the model can hold.")
+        int | None, typer.Option(help="Tokens that the new one sees; 512, or what the model can hold.")
     ] = None,
     batch: Annotated[
-        str | None, typer.Option("--batch", help="Batch sizes of the table, with commas. Default: 1 to 1,024.")
+        str | None, typer.Option(help="Batch sizes of the table, with commas. Default: 1 to 1,024.")
     ] = None,
     dtype: Annotated[
-        str | None,
-        typer.Option("--dtype", help="Of weights, keys and values. Default: float32 on a CPU, else the model's."),
+        str | None, typer.Option(help="Of weights, keys and values. Default: float32 on a CPU, else the model's.")
     ] = None,
     gpu: Annotated[
-        str | None, typer.Option("--gpu", help="A GPU's data sheet: h100, h200, a100, l40s, l4, rtx-4090, ...")
+        str | None, typer.Option(help="A GPU's data sheet: h100, h200, a100, l40s, l4, rtx-4090, ...")
     ] = None,
     bandwidth: Annotated[
-        float | None, typer.Option("--bandwidth", help="GB/s that the memory can be read at, instead of measuring.")
+        float | None, typer.Option(help="GB/s that the memory can be read at, instead of measuring.")
     ] = None,
-    flops: Annotated[
-        float | None, typer.Option("--flops", help="TFLOP/s of matrix products, instead of measuring.")
-    ] = None,
+    flops: Annotated[float | None, typer.Option(help="TFLOP/s of matrix products, instead of measuring.")] = None,
     device: Device = "auto",
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of tables.")] = False,
 ) -> None:
