@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from shared.cli.options import listed
 from shared.deployment.affinity import MAX_KEYS
 from shared.errors import ConfigError
 from shared.terminal import examples, stdout_console, working
@@ -104,7 +105,7 @@ def simulate(
 
     extra: dict[str, Any] = {"gateways": gateways, "table_keys": table_keys, "report_seconds": report_seconds}
     extra |= {"update_at": update_at, "update_together": update_together}
-    plans = [FleetPlan(num, name, **extra) for num in _numbers(replicas) for name in _names(router)]
+    plans = [FleetPlan(num, name, **extra) for num in _numbers(replicas) for name in listed(router)]
     since = 0.0 if is_file else WARM_UP * seconds
     found = []
     for plan in plans:
@@ -131,11 +132,7 @@ def _times(path: Path | None) -> "tuple[StepTimes, str]":
 
 
 def _numbers(text: str) -> list[int]:
-    parts = _names(text)
+    parts = listed(text)
     if not all(part.isdecimal() and 1 <= int(part) <= 10**5 for part in parts):
         raise ConfigError(f"--replicas is {text!r}; write whole numbers from 1 to 100000 with commas, such as 10,1000.")
     return [int(part) for part in parts]
-
-
-def _names(text: str) -> list[str]:
-    return [part.strip() for part in text.split(",") if part.strip()]

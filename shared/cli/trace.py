@@ -6,6 +6,7 @@ or, if they depend on the model, before the first step; the same options give th
 
 import os
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -14,7 +15,7 @@ import typer
 from shared.cli import options
 from shared.engine.config import BATCHING_MODES, KV_CACHE_BACKENDS, SCHEDULER_POLICIES, EngineConfig
 from shared.errors import ConfigError
-from shared.lessons import Lesson, lessons
+from shared.lessons import Lesson
 from shared.terminal import examples, stdout_console, working
 
 if TYPE_CHECKING:
@@ -38,36 +39,30 @@ COMPARED = "Times are those of the median of three trials: after a round to warm
 FILES = ("trace.html", "trace.json")
 LOOPS = ("waiting", "overlapped")
 """Of phase 9: each step launched and finished before the next, or planned while the one before runs, with graphs."""
-_WORK = "Workload"
-
-
-def _work(*names: str, text: str, **more: Any) -> Any:
-    return typer.Option(*names, help=text, rich_help_panel=_WORK, **more)
+_work = partial(typer.Option, rich_help_panel="Workload")
 
 
 @options.engine_options("max_waiting_requests", max_batch_size=4, max_seq_len=512)
+@options.sampling_options(*options.GRAMMARS)
 def trace(
     model: options.Model = options.DEFAULT_MODEL,
     phase: options.Phase = None,
-    requests: Annotated[int | None, _work(text="Requests of a mixed workload of random tokens; default: 12.")] = None,
+    requests: Annotated[int | None, _work(help="Requests of a mixed workload of random tokens; default: 12.")] = None,
     shared_prefix: Annotated[
-        int | None, _work(text="Tokens with which each of these prompts begins; default: none.")
+        int | None, _work(help="Tokens with which each of these prompts begins; default: none.")
     ] = None,
     documents: Annotated[
-        int | None, _work(min=1, text="Documents of 48 tokens, two of which precede each prompt as chunks (09.1).")
+        int | None, _work(min=1, help="Documents of 48 tokens, two of which precede each prompt as chunks (09.1).")
     ] = None,
-    prompts: Annotated[Path | None, _work(text="Prompts to run instead, one on each line of this file.")] = None,
-    max_tokens: Annotated[int, _work("--max-tokens", "-n", text="Maximum tokens of an answer.")] = 24,
-    every: Annotated[int | None, _work(text="Steps between two arrivals; default: 0, all at once.")] = None,
-    rate: Annotated[float | None, _work(text="Instead: the mean number of arrivals in a step (Poisson).")] = None,
-    seed: Annotated[int, _work(text="Seed of the workload, the arrivals and the engine.")] = 0,
-    json_schema: options.JsonSchema = None,
-    regex: options.Regex = None,
-    choice: options.Choice = None,
+    prompts: Annotated[Path | None, _work(help="Prompts to run instead, one on each line of this file.")] = None,
+    max_tokens: Annotated[int, _work("--max-tokens", "-n", help="Maximum tokens of an answer.")] = 24,
+    every: Annotated[int | None, _work(help="Steps between two arrivals; default: 0, all at once.")] = None,
+    rate: Annotated[float | None, _work(help="Instead: the mean number of arrivals in a step (Poisson).")] = None,
+    seed: Annotated[int, _work(help="Seed of the workload, the arrivals and the engine.")] = 0,
     compare: Annotated[
         str | None,
         _work(
-            text="Run the workload, in turns, under several batching modes, policies, KV caches of equally many bytes "
+            help="Run the workload, in turns, under several batching modes, policies, KV caches of equally many bytes "
             "or loops, such as static,continuous or waiting,overlapped."
         ),
     ] = None,
@@ -84,7 +79,8 @@ def trace(
     from shared.tracing.trials import TracedRun, record
     from shared.tracing.workload import arrival_steps, read_prompts
 
-    lesson = _tracing_lesson(phase, settings)
+    lack = "runs one request at a time, so there is no timeline of many;"
+    lesson = options.lesson_with("step", lack, phase, settings)
     texts = read_prompts(prompts) if prompts is not None else None
     number = _number(requests, texts, prompts)
     if texts is not None and shared_prefix is not None:
@@ -101,7 +97,7 @@ def trace(
         raise ConfigError(f"--every is {every} and --rate is {rate}; both set the arrivals: give one of them.")
     steps = arrival_steps(number, every=every or 0, rate=rate, seed=seed)
     SamplingParams(max_new_tokens=max_tokens)
-    grammar = options.described_grammar(json_schema, regex, choice or None)
+    grammar = options.take_grammar(settings)
     variants = _variants(compare, {**settings, "seed": seed, "max_waiting_requests": number}, number)
     for _, variant in variants:
         EngineConfig(model=model, **variant).check(lesson.load("engine").SUPPORTED)
@@ -118,22 +114,6 @@ def trace(
         traces = record(runs)
     note = COMPARED if compare else ""
     _write(traces, out, f"infer trace · {model_name(model)}", note)
-
-
-def _tracing_lesson(number: str | None, settings: dict[str, Any]) -> Lesson:
-    """The phase with this number, or that of the settings; raises ConfigError if it runs one request at a time."""
-    lesson = options.answering_lesson(number, settings)
-    if not _has_steps(lesson):
-        able = ", ".join(other.number for other in lessons() if _has_steps(other))
-        raise ConfigError(
-            f"Phase {lesson.number} ({lesson.title}) runs one request at a time, so there is no timeline of many; "
-            f"choose one of these with --phase: {able}."
-        )
-    return lesson
-
-
-def _has_steps(lesson: Lesson) -> bool:
-    return hasattr(lesson.engine, "step")
 
 
 def _variants(compare: str | None, settings: dict[str, Any], number: int) -> list[tuple[str | None, dict[str, Any]]]:

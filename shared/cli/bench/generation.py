@@ -11,7 +11,7 @@ from typing import Annotated, Any
 
 import typer
 
-from shared.cli.bench.options import Device, Dtype, Model, Seed, Threads, measuring, present
+from shared.cli.bench.options import Device, Dtype, Model, Out, Seed, Threads, measuring, present
 from shared.cli.options import DEFAULT_MODEL
 from shared.engine.config import EngineConfig
 from shared.terminal import examples
@@ -54,9 +54,7 @@ def generation(
     max_seconds: Annotated[
         float, typer.Option(help="Break an answer off after so much decoding; never transformers'.")
     ] = 15.0,
-    out: Annotated[
-        Path | None, typer.Option(help="Write JSON, Markdown and PNG, named by machine, into this folder.")
-    ] = None,
+    out: Out = None,
     threads: Threads = None,
     dtype: Dtype = None,
     device: Device = "auto",

@@ -6,12 +6,11 @@ JSON line; progress goes to standard error.
 
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from shared.cli.bench.options import Device, Dtype, Model, Seed, Threads, measuring, present
+from shared.cli.bench.options import Device, Dtype, Model, Out, Seed, Threads, measuring, present
 from shared.cli.options import DEFAULT_MODEL
 from shared.terminal import examples
 
@@ -28,9 +27,6 @@ MATRIX_EPILOG = examples(
     "infer bench matrix --phase 03.1 --phase 04 --phase 05",
     "infer bench matrix --model ./llama-1b --device cuda --max-seconds 10 --out reports",
 )
-Out = Annotated[
-    Path | None, typer.Option("--out", help="Write JSON, Markdown and PNG, named by machine, into this folder.")
-]
 
 
 def serving(

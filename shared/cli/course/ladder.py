@@ -4,13 +4,12 @@ The command only reads its options and prints; `benchmarks.ladder` measures. Inv
 is one JSON line; progress goes to standard error.
 """
 
-from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from shared.cli.bench.options import Device, Dtype, Model, Seed, Threads, measuring, present
-from shared.cli.options import DEFAULT_MODEL
+from shared.cli.bench.options import Device, Dtype, Model, Out, Seed, Threads, measuring, present
+from shared.cli.options import DEFAULT_MODEL, listed
 from shared.errors import ConfigError
 from shared.terminal import examples
 
@@ -38,9 +37,7 @@ def ladder(
             help="Context lengths of the cost curve, with commas. Default: 16,32,64,128,256,512; none with --quick."
         ),
     ] = None,
-    out: Annotated[
-        Path | None, typer.Option(help="Write JSON, Markdown and PNG, named by machine, into this folder.")
-    ] = None,
+    out: Out = None,
     threads: Threads = None,
     dtype: Dtype = None,
     device: Device = "auto",
@@ -69,7 +66,7 @@ def ladder(
 
 def _lengths(text: str) -> list[int]:
     try:
-        return [int(part) for part in text.split(",") if part.strip()]
+        return list(map(int, listed(text)))
     except ValueError:
         raise ConfigError(
             f"--contexts is {text!r}; it must be whole numbers with commas between them, such as 64,512."

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
+from shared.cli import options
 from shared.cli.bench.options import Device, computing_device
 from shared.errors import ConfigError, RequestError
 from shared.terminal import examples, stdout_console, working
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
 
     from benchmarks.roofline import DecodeWork, Floor
 
-ROOFLINE_EPILOG = examples(
+EPILOG = examples(
     "infer roofline smollm2-135m",
     "infer roofline llama-3.2-1b --gpu h100",
     "infer roofline qwen3-1.7b --bandwidth 900 --flops 70 --dtype bfloat16 --context 4096",
@@ -139,7 +140,7 @@ def _dtype(asked: str | None, declared: str, ceilings: Ceilings) -> "torch.dtype
 def _batches(text: str | None) -> tuple[int, ...]:
     if text is None:
         return BATCHES
-    parts = [part.strip() for part in text.split(",") if part.strip()]
+    parts = options.listed(text)
     if not parts or not all(part.isdecimal() and 1 <= int(part) <= 1 << 20 for part in parts):
         raise ConfigError(f"--batch is {text!r}; write whole numbers from 1 on with commas between them, such as 1,8.")
     return tuple(sorted({int(part) for part in parts}))
