@@ -6,7 +6,8 @@ retried. Invariant: every error has this body, those of FastAPI included.
 
 import http
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -137,8 +138,7 @@ def validation_error(errors: Sequence[Mapping[str, Any]]) -> ApiError:
     if isinstance(cause, ValueError):
         return (unsupported if isinstance(cause, UnsupportedValueError) else invalid)(str(cause), param=param)
     value = first.get("input")
-    value = value[:_SHOWN] if isinstance(value, str | list) else value
-    shown = repr(value)
+    shown = repr(value[:_SHOWN] if isinstance(value, str | list) else value)
     shown = shown if len(shown) <= _SHOWN else shown[:_SHOWN] + "..."
     said = first["msg"][:1].lower() + first["msg"][1:]
     return invalid(f"{param} is {shown}; {said}.", param=param)
@@ -146,38 +146,33 @@ def validation_error(errors: Sequence[Mapping[str, Any]]) -> ApiError:
 
 def install(app: FastAPI) -> None:
     """Register handlers that give every error of the application, FastAPI's included, this body."""
+    makers: dict[type[Exception], Callable[[Request, Any], ApiError]] = {
+        ApiError: lambda request, error: error,
+        RequestValidationError: lambda request, error: validation_error(error.errors()),
+        HTTPException: _http_error,
+        InferError: lambda request, error: invalid(str(error), param=None),
+        Exception: lambda request, error: ApiError(
+            500, "internal_error", "The server failed to process this request; see its log."
+        ),
+    }
 
-    async def on_api_error(request: Request, error: Exception) -> Response:
-        assert isinstance(error, ApiError)
-        return error.response(request.app.state.config)
+    async def respond(make: Callable[[Request, Any], ApiError], request: Request, error: Exception) -> Response:
+        return make(request, error).response(getattr(request.app.state, "config", None))
 
-    async def on_validation_error(request: Request, error: Exception) -> Response:
-        assert isinstance(error, RequestValidationError)
-        return validation_error(error.errors()).response(request.app.state.config)
+    for kind, make in makers.items():
+        app.add_exception_handler(kind, partial(respond, make))
 
-    async def on_http_error(request: Request, error: Exception) -> Response:
-        assert isinstance(error, HTTPException)
-        status = error.status_code
-        said = {
-            400: "The body cannot be read as JSON.",
-            404: f"There is no route {request.url.path}; docs/API.md lists the routes.",
-            405: f"{request.url.path} does not allow {request.method}; see the header Allow.",
-            413: "The body is longer than this server allows.",
-        }.get(status, f"{status} {http.HTTPStatus(status).phrase}.")
-        headers = _allowed(request) if status == 405 else error.headers
-        return ApiError(status, _CODES.get(status, "http_error"), said, headers=headers).response()
 
-    async def on_refusal(request: Request, error: Exception) -> Response:
-        return invalid(str(error), param=None).response(request.app.state.config)
-
-    async def on_bug(request: Request, error: Exception) -> Response:
-        return ApiError(500, "internal_error", "The server failed to process this request; see its log.").response()
-
-    app.add_exception_handler(ApiError, on_api_error)
-    app.add_exception_handler(RequestValidationError, on_validation_error)
-    app.add_exception_handler(HTTPException, on_http_error)
-    app.add_exception_handler(InferError, on_refusal)
-    app.add_exception_handler(Exception, on_bug)
+def _http_error(request: Request, error: HTTPException) -> ApiError:
+    status = error.status_code
+    said = {
+        400: "The body cannot be read as JSON.",
+        404: f"There is no route {request.url.path}; docs/API.md lists the routes.",
+        405: f"{request.url.path} does not allow {request.method}; see the header Allow.",
+        413: "The body is longer than this server allows.",
+    }.get(status, f"{status} {http.HTTPStatus(status).phrase}.")
+    headers = _allowed(request) if status == 405 else error.headers
+    return ApiError(status, _CODES.get(status, "http_error"), said, headers=headers)
 
 
 def _allowed(request: Request) -> dict[str, str]:

@@ -6,6 +6,7 @@ ignored. Any other field is refused by name. Invariants: ``SamplingParams`` vali
 value gives the same message here, on the command line and in Python; a field's JSON schema allows what is accepted.
 """
 
+import dataclasses
 from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Annotated, Any, ClassVar, Literal, cast
@@ -48,23 +49,9 @@ from shared.server.settings import MAX_N
 from shared.text.chat_ending import Ending
 
 _MAX_FLOAT = 1.7976931348623157e308  # a larger number in JSON is infinite
-_SAMPLING = (
-    "temperature",
-    "top_p",
-    "top_k",
-    "min_p",
-    "repetition_penalty",
-    "presence_penalty",
-    "frequency_penalty",
-    "logit_bias",
-    "stop_token_ids",
-    "seed",
-    "ignore_eos",
-    "cache_salt",
-    "use_speculative_decoding",
-    "thinking_budget",
-    "min_thinking_tokens",
-)
+_OTHER = ("max_new_tokens", "min_tokens", "stop", "logprobs", "prompt_logprobs", "prediction_ids", "structured_output")
+_SAMPLING = tuple(field.name for field in dataclasses.fields(SamplingParams) if field.name not in _OTHER)
+"""The fields that a body has as they are."""
 
 
 class StreamOptions(BaseModel):

@@ -22,7 +22,7 @@ from shared.engine.output import StepOutput, make_output
 from shared.engine.record import EngineLoad
 from shared.errors import InferError, RankError
 from shared.sampling.params import SamplingParams
-from shared.server.engine.served_engine import ServedEngine
+from shared.server.engine.served_engine import EngineFacts, ServedEngine
 from shared.tracks.segments.inquiry import Inquiry
 
 _log = logging.getLogger("infer.engine")
@@ -144,17 +144,10 @@ class Inbox(Protocol):
 
 
 class EngineHandle(Protocol):
-    """The loop as seen from the server, wherever it runs, and the constants of its engine."""
+    """The loop as seen from the server, wherever it runs."""
 
-    config: Any
-    model_config: Any
+    facts: EngineFacts
     tokenizer: Any
-    max_seq_len: int
-    request_capacity: int  # tokens that the KV cache can hold for one request
-    load: EngineLoad  # before the loop started
-    has_grammars: bool  # from phase 12 on
-    limits_thinking: bool  # in phase 11.1, if the model thinks
-    chunk_refusal: str | None  # why the engine has no chunks; None: it has (phase 9.1)
 
     def start(self, publish: Publish) -> None:
         """Start the loop; called on the event loop. Its events are given to ``publish``, on any thread."""

@@ -124,6 +124,6 @@ def _client(request: Request, param: str | None) -> EngineClient:
     intake: Intake = request.app.state.intake
     if (stopping := intake.stopping()) is not None:
         raise stopping
-    if intake.chunk_refusal is not None:
-        raise invalid(intake.chunk_refusal, param=param, code="no_chunks")
+    if intake.facts.chunk_refusal is not None:
+        raise invalid(intake.facts.chunk_refusal, param=param, code="no_chunks")
     return cast(EngineClient, request.app.state.client)

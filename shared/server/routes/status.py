@@ -161,7 +161,7 @@ def _model(request: Request) -> Model:
     return Model(
         id=state.config.model_name,
         created=int(state.started),
-        max_model_len=intake.max_seq_len,
+        max_model_len=intake.facts.max_seq_len,
         chat_template=intake.chat.format.name if intake.chat.format else None,
     )
 
