@@ -33,6 +33,7 @@ from shared.server.bodies.fields import (
     STOP_IDS_SCHEMA,
     STOP_SCHEMA,
     Only,
+    Strict,
     Whole,
     content_text,
     optional,
@@ -54,11 +55,9 @@ _SAMPLING = tuple(field.name for field in dataclasses.fields(SamplingParams) if 
 """The fields that a body has as they are."""
 
 
-class StreamOptions(BaseModel):
+class StreamOptions(Strict):
     """``include_usage`` adds a chunk with the usage at the end of a stream, and with ``continuous_usage_stats`` the
     usage so far to every chunk."""
-
-    model_config = ConfigDict(extra="forbid", strict=True)
 
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
@@ -184,18 +183,14 @@ class CompletionRequest(SamplingFields):
         return value
 
 
-class TemplateOptions(BaseModel):
+class TemplateOptions(Strict):
     """``enable_thinking``: whether the model may think first (Qwen 3)."""
-
-    model_config = ConfigDict(extra="forbid", strict=True)
 
     enable_thinking: bool | None = None
 
 
-class Prediction(BaseModel):
+class Prediction(Strict):
     """A text that the answer may repeat in part, in which drafts are looked up."""
-
-    model_config = ConfigDict(extra="forbid", strict=True)
 
     type: Literal["content"]
     content: Annotated[Any, AfterValidator(content_text), WithJsonSchema(CONTENT_SCHEMA)]
