@@ -1,8 +1,8 @@
 """Turns a validated body into a request in the engine. Introduced in phase 4.
 
-Tokenization runs on two threads, because a long prompt would block the event loop; one is for short texts, so that they
-do not wait for long ones. A text that no sequence can hold is refused before it is tokenized. Invariant: every refusal
-of the engine or the tokenizer becomes a 422 or a 503 that names the field.
+Tokenization runs on two threads, since a long prompt would block the event loop, and short texts do not wait for long
+ones. A text that no sequence can hold is refused before it is tokenized. Invariant: every refusal of the engine or the
+tokenizer becomes a 422 or a 503 that names the field.
 """
 
 import asyncio
@@ -100,11 +100,13 @@ class Intake:
             return ()
         text: str = prediction.content
 
+        most = self.facts.max_seq_len - 1
+
         def check(least_tokens: int) -> None:
-            if least_tokens >= self.facts.max_seq_len:
+            if least_tokens > most:
                 raise RequestError(
-                    f"prediction.content has at least {least_tokens} tokens; it may have at most "
-                    f"{self.facts.max_seq_len - 1}, since no answer of this server is longer: shorten it."
+                    f"prediction.content has at least {least_tokens} tokens; it may have at most {most}, since no "
+                    "answer of this server is longer: shorten it."
                 )
 
         def encode() -> list[int]:
@@ -179,9 +181,7 @@ class Intake:
         kind: str,
         chunks: Sequence[ChunkInfo] = (),
     ) -> Answer:
-        """Submit ``n`` requests for each prompt, all or none. ``kind`` is the prefix of the id.
-
-        ``chunks`` stand before each prompt.
+        """Submit ``n`` requests for each prompt, after its ``chunks``, all or none; ``kind`` is the prefix of the id.
 
         The first answer to a prompt has the seed of the request, the others have seeds derived from it.
         """
@@ -219,11 +219,8 @@ class Intake:
         if (stopping := self.stopping()) is not None:
             raise stopping
         if name != self.config.model_name:
-            raise invalid(
-                f"model is {name[:80]!r}; this server serves {self.config.model_name!r}.",
-                param="model",
-                code="model_not_found",
-            )
+            said = f"model is {name[:80]!r}; this server serves {self.config.model_name!r}."
+            raise invalid(said, param="model", code="model_not_found")
 
     def stopping(self) -> ApiError | None:
         """The error for every new request while the server shuts down."""

@@ -1,8 +1,8 @@
 """The client of the engine loop: submits requests and routes their outputs to streams. Introduced in phase 4.
 
-It runs on the event loop and never blocks; the engine runs elsewhere (:mod:`shared.server.engine.loop`). A request that
-the engine would refuse is refused here, from the engine's limits and its load as of the last event, so the engine
-itself refuses only after a race. Invariant: a submitted request ends exactly once, even if the engine crashes.
+It runs on the event loop and never blocks. A request that the engine would refuse is refused here, from the engine's
+limits and its load as of the last event, so the engine itself refuses only after a race. Invariant: a submitted request
+ends exactly once, even if the engine crashes.
 """
 
 import asyncio
@@ -128,10 +128,7 @@ class EngineClient:
             raise self._error_of(refusal, param) from None
 
     async def _ask(self, question: Question | Inquiry) -> Any:
-        """Ask the engine loop, which answers between two steps.
-
-        Raises ApiError if it has stopped, and the InferError with which the engine refuses.
-        """
+        """The answer of the engine loop. Raises ApiError if it has stopped, and the engine's refusal, an InferError."""
         if not self.is_alive:
             raise _stopped()
         number = next(self._numbers)

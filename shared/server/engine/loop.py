@@ -1,10 +1,8 @@
 """The loop that owns an engine: drain commands, run a step, publish outputs. Introduced in phase 4.
 
-The loop runs on a thread or in a process of its own (:mod:`shared.server.engine.thread`,
-:mod:`shared.server.engine.process`); commands and events are small picklable messages, so both run the same loop. The
-server checks a request before it sends it, so an Add that succeeds publishes no event. Invariants: a command takes
-effect between two steps, and an event with the load follows it; nothing else calls the engine; if a step raises, the
-last event is Crashed.
+Commands and events are small picklable messages, so a thread and a process run the same loop. The server checks a
+request before it sends it, so an Add that succeeds publishes no event. Invariants: a command takes effect between two
+steps, and an event with the load follows; nothing else calls the engine; if a step raises, the last event is Crashed.
 """
 
 import dataclasses
@@ -80,8 +78,7 @@ Command = Add | Abort | Ask | Stop
 class Refused:
     """The engine refused a request with ``refusal``, or raised an unexpected exception (None).
 
-    Rare: a preempted request took the queue's last place meanwhile, chunks and prompt together are too long, or there
-    is a bug.
+    That is rare: a preempted request took the queue's last place meanwhile, or chunks and prompt are too long.
     """
 
     request_id: str

@@ -69,8 +69,8 @@ class EngineProcess:
         self._num_added = 0
 
     def start(self, publish: Publish) -> None:
-        """Publish on the event loop that calls this. A thread would compete with it for Python's lock and get it for
-        one event at a time, so a server that is behind would still write the tokens of each step by themselves.
+        """Publish on the event loop that calls this. A thread would get Python's lock for one event at a time, so a
+        server that is behind would still write the tokens of each step by themselves.
         """
         asyncio.get_running_loop().add_reader(self._pipe.fileno(), self._read, publish)
         threading.Thread(target=self._write, name="engine pipe", daemon=True).start()
@@ -123,7 +123,6 @@ class PipeInbox:
         self._has_more = readiness(pipe)
 
     def get(self, block: bool = True) -> Command:
-        """See :class:`shared.server.engine.loop.Inbox`."""
         if not block and not self._has_more(0):
             raise queue.Empty
         try:

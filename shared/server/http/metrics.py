@@ -144,7 +144,7 @@ class ServerMetrics:
         self._prefix_hits.inc(num_hits)
 
     def on_drafts(self, num_drafts: Sequence[int], num_accepted: Sequence[int]) -> None:
-        """Both count tokens by position; every request that has drafts has one at position 0."""
+        """Both count tokens by position; each request with drafts has one at position 0."""
         self._drafts.inc(num_drafts[0] if num_drafts else 0)
         self._draft_tokens.inc(sum(num_drafts))
         self._accepted_tokens.inc(sum(num_accepted))
@@ -164,7 +164,7 @@ class ServerMetrics:
         self._http.labels(handler if handler in HANDLERS else "other", str(status)).inc()
 
     def exposition(self) -> bytes:
-        """The metrics in Prometheus' text format."""
+        """In Prometheus' text format."""
         return generate_latest(self.registry)
 
     def _counter(self, name: str, text: str) -> Counter:
