@@ -7,7 +7,6 @@ import signal
 import time
 from functools import partial
 from importlib.util import find_spec
-from types import FrameType
 from typing import Annotated, Any
 
 import typer
@@ -155,7 +154,7 @@ def start(
         else:
             application.check_proxies()
         application.listen(host, port)
-        signal.signal(signal.SIGTERM, _interrupt)  # Ray has a handler of its own, which prints a stack
+        signal.signal(signal.SIGTERM, signal.default_int_handler)  # Ray has a handler of its own, which prints a stack
         with working(f"deploying {model} on {replicas} replicas"):
             application.deploy(load, config, fleet, is_process=is_gpu)
         typer.echo(f"{config.model_name} is served at {url} by {replicas} replicas of phase {lesson.number}", err=True)
@@ -203,7 +202,3 @@ def _join(address: str | None) -> None:
 
     if not application.join(address):
         raise ConfigError("No Ray cluster runs on this machine; start one with infer deploy MODEL, or name --address.")
-
-
-def _interrupt(sig: int, frame: FrameType | None) -> None:
-    raise KeyboardInterrupt

@@ -5,7 +5,6 @@ or, if they depend on the model, before the first step; the same options give th
 """
 
 import os
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -178,12 +177,11 @@ def _prepare(out: Path) -> None:
     """Make the folder and check that the files can be written."""
     try:
         out.mkdir(parents=True, exist_ok=True)
-        wrong = [out, *(out / name for name in FILES)]
-        wrong = [path for path in wrong if path.exists() and not os.access(path, os.W_OK)]
+        paths = [out, *(out / name for name in FILES)]
+        wrong = [path for path in paths if path.exists() and not os.access(path, os.W_OK)]
     except OSError as error:
-        raise ConfigError(
-            f"--out is {str(out)!r}, which cannot be a folder ({error.strerror}); name another."
-        ) from None
+        said = f"--out is {str(out)!r}, which cannot be a folder ({error.strerror}); name another."
+        raise ConfigError(said) from None
     if wrong:
         raise ConfigError(f"--out is {str(out)!r}, and {wrong[0].name} cannot be written there; name another folder.")
 
@@ -247,10 +245,6 @@ def _write(traces: "list[Trace]", out: Path, title: str, note: str) -> None:
     from shared.tracing.focus import focus
     from shared.tracing.timeline_page import page, totals_rows
 
-    makers: dict[str, Callable[[], str]] = {
-        "trace.html": lambda: page(traces, title, note),
-        "trace.json": lambda: chrome_text(traces),
-    }
     table = Table("", *(trace.title for trace in traces), box=None, pad_edge=False)
     for name, values in totals_rows(traces):
         table.add_row(name, *values)
@@ -260,6 +254,6 @@ def _write(traces: "list[Trace]", out: Path, title: str, note: str) -> None:
     for trace in traces:
         console.print(f"{trace.title}: {focus(trace).text}", highlight=False, markup=False)
     console.print(f"{note}\n" if note else "")
-    for name in FILES:
-        (out / name).write_text(makers[name](), encoding="utf-8")
+    for name, text in zip(FILES, (page(traces, title, note), chrome_text(traces)), strict=True):
+        (out / name).write_text(text, encoding="utf-8")
         console.print(f"wrote {out / name}", style="bright_black", highlight=False, soft_wrap=True, markup=False)

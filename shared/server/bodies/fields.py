@@ -31,7 +31,7 @@ class Strict(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True)
 
 
-def nullable(schema: dict[str, Any]) -> dict[str, Any]:
+def nullable(schema: Any) -> dict[str, Any]:
     return {"anyOf": [schema, {"type": "null"}]}
 
 

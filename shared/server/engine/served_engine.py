@@ -51,6 +51,7 @@ class EngineFacts:
     @classmethod
     def of(cls, engine: ServedEngine) -> Self:
         registry = getattr(engine, "chunks", None)
+        refusal: str | None
         if registry is None:
             refusal = "This server's engine has no chunks; serve phase 9.1 for them: infer serve --phase 09.1."
         else:
