@@ -10,28 +10,13 @@ from tutorial.workshop.overlay import install, is_enabled
 if is_enabled():
     install()
 
+from typing import Any
+
 import typer
 
-from shared.cli import chunks, deploy, models, train
+from shared.cli import chat, chunks, deploy, generate, models, serve, simulate, trace, train
 from shared.cli.bench import command as bench
-from shared.cli.chat import EPILOG as CHAT_EPILOG
-from shared.cli.chat import chat
-from shared.cli.course import phases
-from shared.cli.course.compare import EPILOG as COMPARE_EPILOG
-from shared.cli.course.compare import compare
-from shared.cli.course.diff import EPILOG as DIFF_EPILOG
-from shared.cli.course.diff import diff
-from shared.cli.course.ladder import EPILOG as LADDER_EPILOG
-from shared.cli.course.ladder import ladder
-from shared.cli.course.roofline import ROOFLINE_EPILOG, roofline
-from shared.cli.generate import EPILOG as GENERATE_EPILOG
-from shared.cli.generate import generate
-from shared.cli.serve import EPILOG as SERVE_EPILOG
-from shared.cli.serve import serve
-from shared.cli.simulate import EPILOG as SIMULATE_EPILOG
-from shared.cli.simulate import simulate
-from shared.cli.trace import EPILOG as TRACE_EPILOG
-from shared.cli.trace import trace
+from shared.cli.course import compare, diff, ladder, phases, roofline
 from shared.terminal import GuardedGroup, examples
 from tutorial.screens import workshop
 
@@ -56,19 +41,26 @@ app = typer.Typer(
     ),
     add_completion=False,
 )
-app.command("generate", epilog=GENERATE_EPILOG)(generate)
-app.command("chat", epilog=CHAT_EPILOG)(chat)
-app.command("serve", epilog=SERVE_EPILOG)(serve)
-app.add_typer(deploy.app, name="deploy")
-app.command("simulate", epilog=SIMULATE_EPILOG)(simulate)
-app.add_typer(chunks.app, name="chunks")
-app.add_typer(phases.app, name="phases")
-app.command("diff", epilog=DIFF_EPILOG)(diff)
-app.command("ladder", epilog=LADDER_EPILOG)(ladder)
-app.command("trace", epilog=TRACE_EPILOG)(trace)
-app.add_typer(bench.app, name="bench")
-app.command("roofline", epilog=ROOFLINE_EPILOG)(roofline)
-app.command("compare", epilog=COMPARE_EPILOG)(compare)
-app.add_typer(models.app, name="model")
-app.add_typer(train.app, name="train")
-app.add_typer(workshop.app, name="workshop")
+_MODULES: dict[str, Any] = {
+    "generate": generate,
+    "chat": chat,
+    "serve": serve,
+    "deploy": deploy,
+    "simulate": simulate,
+    "chunks": chunks,
+    "phases": phases,
+    "diff": diff,
+    "ladder": ladder,
+    "trace": trace,
+    "bench": bench,
+    "roofline": roofline,
+    "compare": compare,
+    "model": models,
+    "train": train,
+    "workshop": workshop,
+}
+for _name, _module in _MODULES.items():  # of one command, or of a group with an app of its own
+    if hasattr(_module, "app"):
+        app.add_typer(_module.app, name=_name)
+    else:
+        app.command(_name, epilog=_module.EPILOG)(getattr(_module, _name))

@@ -97,9 +97,7 @@ def show_stats(
         "tokens computed": engine.stats()["tokens computed"],
         "seed": "none needed: greedy" if seed is None else str(seed),
     }
-    if hasattr(engine, "stats"):
-        rows |= engine.stats()
-    rows |= profile
+    rows |= {**engine.stats(), **profile}
     table = Table("what", "value", title="run", title_justify="left")
     for name, value in rows.items():
         table.add_row(

@@ -85,9 +85,6 @@ class Conversation:
         self._encode = lambda messages: chosen.encode(messages, thinking=thinking)
         self._encode([ChatMessage("user", "?")])  # an invalid `thinking` is refused now
 
-    def reset(self) -> None:
-        self.turns.clear()
-
     def prompt_ids(self, text: str) -> list[int]:
         """The conversation with ``text`` as its next message."""
         system = [self._message("system", self.system)] if self.system else []
@@ -132,7 +129,7 @@ def _turn(conversation: Conversation, text: str, quiet: bool) -> None:
 def _command(conversation: Conversation, line: str) -> None:
     name, _, rest = line.partition(" ")
     if name == "/reset":
-        conversation.reset()
+        conversation.turns.clear()
         _say("The conversation is empty now.")
     elif name == "/system":
         conversation.system = rest.strip()

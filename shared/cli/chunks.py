@@ -9,8 +9,9 @@ import json
 import sys
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 
@@ -63,10 +64,9 @@ class ChunkClient:
         """The server's chunk with this document's text."""
         try:
             body = {"model": self.model, "content": document.text, "role": role}
-            registered: dict[str, Any] = self.call("POST", "/v1/chunks", body)
+            return cast("dict[str, Any]", self.call("POST", "/v1/chunks", body))
         except RequestError as error:
             raise RequestError(f"{document.path}: {error}") from None
-        return registered
 
     def answer(self, body: dict[str, Any]) -> Iterator[dict[str, Any]]:
         """The frames of a streamed chat."""
@@ -80,44 +80,30 @@ class ChunkClient:
                         raise RequestError(frame["error"]["message"])
                     yield frame
 
-    def _open(self, method: str, path: str, body: Any, **params: Any) -> "_Response":
-        return _Response(self, self.http.build_request(method, path, json=body, params=params))
-
-
-class _Response:
-    """A response while it is read, with the errors of this command."""
-
-    def __init__(self, client: ChunkClient, request: "httpx.Request") -> None:
-        self._client, self._request = client, request
-
-    def __enter__(self) -> "httpx.Response":
+    @contextmanager
+    def _open(self, method: str, path: str, body: Any, **params: Any) -> "Iterator[httpx.Response]":
+        """A response while it is read, with the errors of this command."""
         import httpx
 
         try:
-            self._response = self._client.http.send(self._request, stream=True)
-            if self._response.status_code >= 400:
-                self._response.read()
+            with self.http.stream(method, path, json=body, params=params) as response:
+                if response.status_code >= 400:
+                    response.read()
+                    raise self._refusal(response)
+                yield response
         except httpx.HTTPError as error:
             raise self._unreachable(error) from None
-        if self._response.status_code >= 400:
-            try:
-                said = self._response.json()["error"]["message"]
-            except (ValueError, KeyError, TypeError):
-                raise self._unreachable(f"it answers {self._response.status_code}") from None
-            raise RequestError(said)
-        return self._response
 
-    def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
-        import httpx
-
-        self._response.close()
-        if isinstance(error, httpx.HTTPError):
-            raise self._unreachable(error) from None
+    def _refusal(self, response: "httpx.Response") -> Exception:
+        try:
+            return RequestError(response.json()["error"]["message"])
+        except (ValueError, KeyError, TypeError):
+            return self._unreachable(f"it answers {response.status_code}")
 
     def _unreachable(self, cause: Any) -> ConfigError:
         return ConfigError(
-            f"There is no server of this project at {self._client.url} ({cause}); start one with "
-            "`infer serve --phase 09.1`, or give its address with --url."
+            f"There is no server of this project at {self.url} ({cause}); start one with `infer serve --phase 09.1`, "
+            "or give its address with --url."
         )
 
 
@@ -189,9 +175,9 @@ def ask(
     question: Annotated[str, typer.Argument(help="The question, which follows the documents.")],
     over: Annotated[list[str], typer.Argument(help="Text files, folders of them, and ids of chunks, in this order.")],
     max_tokens: Annotated[int, typer.Option("--max-tokens", "-n", min=1, help="Maximum tokens of the answer.")] = 128,
-    temperature: Annotated[float, typer.Option("--temperature", min=0, help="0 takes the most likely token.")] = 0.0,
+    temperature: Annotated[float, typer.Option(min=0, help="0 takes the most likely token.")] = 0.0,
     recompute: Annotated[
-        float | None, typer.Option("--recompute", min=0, max=1, help="Fraction of the chunks to compute again.")
+        float | None, typer.Option(min=0, max=1, help="Fraction of the chunks to compute again.")
     ] = None,
     role: Role = "user",
     url: Url = _URL,

@@ -7,14 +7,23 @@ import signal
 import time
 from functools import partial
 from importlib.util import find_spec
-from types import FrameType
 from typing import Annotated, Any
 
 import typer
 from typer.core import TyperGroup
 
 from shared.cli import options
-from shared.cli.serve import Served, load_warm, model_name, serving_lesson
+from shared.cli.serve import (
+    ApiKey,
+    Host,
+    MaxBodyBytes,
+    NamedEvents,
+    Port,
+    Served,
+    load_warm,
+    model_name,
+    serving_lesson,
+)
 from shared.engine.config import EngineConfig
 from shared.errors import ConfigError
 from shared.terminal import examples, fetch_if_known, stdout_console, working
@@ -25,7 +34,8 @@ EPILOG = examples(
     "infer deploy status",
     "infer deploy down",
 )
-_FLEET, _SERVER = "Replicas", "Server"
+_fleet = partial(typer.Option, rich_help_panel="Replicas")
+_server = partial(typer.Option, rich_help_panel="Server")
 
 
 class _ModelFirst(TyperGroup):
@@ -48,14 +58,6 @@ app = typer.Typer(
 )
 
 
-def _fleet(*names: str, text: str, **more: Any) -> Any:
-    return typer.Option(*names, help=text, rich_help_panel=_FLEET, **more)
-
-
-def _server(*names: str, text: str, **more: Any) -> Any:
-    return typer.Option(*names, help=text, rich_help_panel=_SERVER, **more)
-
-
 Address = Annotated[
     str | None,
     typer.Option("--address", help="The Ray cluster to join; default: the one on this machine.", envvar="RAY_ADDRESS"),
@@ -66,53 +68,37 @@ Address = Annotated[
 @options.engine_options()
 def start(
     model: Served = options.DEFAULT_MODEL,
-    replicas: Annotated[int, _fleet("--replicas", "-r", text="The replicas; the fewest if they scale.")] = 1,
-    max_replicas: Annotated[
-        int | None, _fleet("--max-replicas", text="Scale up to this many by load; default: never scale.")
-    ] = None,
+    replicas: Annotated[int, _fleet("--replicas", "-r", help="The replicas; the fewest if they scale.")] = 1,
+    max_replicas: Annotated[int | None, _fleet(help="Scale up to this many by load; default: never scale.")] = None,
     target_ongoing_requests: Annotated[
-        int | None,
-        _fleet("--target-ongoing-requests", text="Requests per replica to scale for; default: --max-batch-size."),
+        int | None, _fleet(help="Requests per replica to scale for; default: --max-batch-size.")
     ] = None,
-    upscale_delay: Annotated[
-        float, _fleet("--upscale-delay", text="Seconds of more load before replicas are added.")
-    ] = 10.0,
-    downscale_delay: Annotated[
-        float, _fleet("--downscale-delay", text="Seconds of less load before replicas are removed.")
-    ] = 300.0,
-    router: Annotated[str, _fleet("--router", text="prefix, two-choices or round-robin.")] = "prefix",
+    upscale_delay: Annotated[float, _fleet(help="Seconds of more load before replicas are added.")] = 10.0,
+    downscale_delay: Annotated[float, _fleet(help="Seconds of less load before replicas are removed.")] = 300.0,
+    router: Annotated[str, _fleet(help="prefix, two-choices or round-robin.")] = "prefix",
     cpus: Annotated[
-        float | None,
-        _fleet("--cpus", text="Processors that Ray reserves for a replica; default: one for each rank."),
+        float | None, _fleet(help="Processors that Ray reserves for a replica; default: one for each rank.")
     ] = None,
     gpus: Annotated[
         float | None,
-        _fleet(
-            "--gpus", text="GPUs that Ray reserves for each replica; default: one for each rank if --device is one."
-        ),
+        _fleet(help="GPUs that Ray reserves for each replica; default: one for each rank if --device is one."),
     ] = None,
     address: Address = None,
-    host: Annotated[str, _server("--host", text="The address to listen on; 0.0.0.0 for every interface.")] = (
-        "127.0.0.1"
-    ),
-    port: Annotated[int, _server("--port", text="The port; 0 for a free one.", min=0, max=65535)] = 8000,
+    host: Host = "127.0.0.1",
+    port: Port = 8000,
     served_model_name: Annotated[
-        str | None, _server("--served-model-name", text="The model's name in requests; default: as infer serve.")
+        str | None, _server(help="The model's name in requests; default: as infer serve.")
     ] = None,
-    api_key: Annotated[
-        str | None, _server("--api-key", text="The API key that requests must send.", envvar="INFER_API_KEY")
-    ] = None,
-    named_events: Annotated[
-        bool, _server("--named-events", text="Always stream /v1/completions as the events token, done and error.")
-    ] = False,
+    api_key: ApiKey = None,
+    named_events: NamedEvents = False,
     allowed_hosts: Annotated[
-        str | None, _server("--allowed-hosts", text="Hosts, with commas, that requests may name in the header Host.")
+        str | None, _server(help="Hosts, with commas, that requests may name in the header Host.")
     ] = None,
     grace: Annotated[
-        float, _server("--grace", text="Seconds in which the requests of a replica may finish before it ends.")
+        float, _server(help="Seconds in which the requests of a replica may finish before it ends.")
     ] = 30.0,
     chat_template: options.ChatTemplate = None,
-    max_body_bytes: Annotated[int, _server("--max-body-bytes", text="Bytes of the longest body.")] = 2 * 2**20,
+    max_body_bytes: MaxBodyBytes = 2 * 2**20,
     phase: options.Phase = None,
     **settings: Any,
 ) -> None:
@@ -129,7 +115,7 @@ def start(
         model_name=served_model_name or model_name(model),
         api_key=api_key,
         named_events=named_events,
-        allowed_hosts=tuple(name.strip() for name in (allowed_hosts or "").split(",") if name.strip()),
+        allowed_hosts=options.listed(allowed_hosts),
         grace=grace,
         max_body_bytes=max_body_bytes,
         chat_template=options.checked_chat_template(chat_template),
@@ -168,7 +154,7 @@ def start(
         else:
             application.check_proxies()
         application.listen(host, port)
-        signal.signal(signal.SIGTERM, _interrupt)  # Ray has a handler of its own, which prints a stack
+        signal.signal(signal.SIGTERM, signal.default_int_handler)  # Ray has a handler of its own, which prints a stack
         with working(f"deploying {model} on {replicas} replicas"):
             application.deploy(load, config, fleet, is_process=is_gpu)
         typer.echo(f"{config.model_name} is served at {url} by {replicas} replicas of phase {lesson.number}", err=True)
@@ -216,7 +202,3 @@ def _join(address: str | None) -> None:
 
     if not application.join(address):
         raise ConfigError("No Ray cluster runs on this machine; start one with infer deploy MODEL, or name --address.")
-
-
-def _interrupt(sig: int, frame: FrameType | None) -> None:
-    raise KeyboardInterrupt

@@ -68,12 +68,10 @@ def pull(
 @app.command("make", epilog=MAKE_EPILOG)
 def make(
     folder: Annotated[Path, typer.Argument(metavar="DIR", help="A new or empty folder.")],
-    shape: Annotated[str, typer.Option("--shape", help="A shape from `infer model list`.")],
-    seed: Annotated[int, typer.Option("--seed", help="The same seed makes the same weights.")] = 0,
-    dtype: Annotated[
-        str | None, typer.Option("--dtype", help="float32, bfloat16 or float16; default: the shape's.")
-    ] = None,
-    device: Annotated[str, typer.Option("--device", help="The device that generates the values: cpu or cuda.")] = "cpu",
+    shape: Annotated[str, typer.Option(help="A shape from `infer model list`.")],
+    seed: Annotated[int, typer.Option(help="The same seed makes the same weights.")] = 0,
+    dtype: Annotated[str | None, typer.Option(help="float32, bfloat16 or float16; default: the shape's.")] = None,
+    device: Annotated[str, typer.Option(help="The device that generates the values: cpu or cuda.")] = "cpu",
 ) -> None:
     """Write a random checkpoint of a given shape, with config and tokenizer, and print its folder."""
     from shared.checkpoints.make import make_checkpoint
@@ -87,11 +85,10 @@ def make(
 def quantize(
     model: Annotated[str, typer.Argument(help="A model folder, a known name, or a hub name owner/name.")],
     folder: Annotated[Path, typer.Argument(metavar="DIR", help="A new or empty folder.")],
-    method: Annotated[str, typer.Option("--method", help="fp8, int8, int4, or gptq: INT4, corrected.")] = "int8",
+    method: Annotated[str, typer.Option(help="fp8, int8, int4, or gptq: INT4, corrected.")] = "int8",
     quantize_head: Annotated[bool, typer.Option("--quantize-head", help="Quantize the output head too.")] = False,
     text: Annotated[
-        Path | None,
-        typer.Option("--text", exists=True, dir_okay=False, help="For gptq: a text on which errors are corrected."),
+        Path | None, typer.Option(exists=True, dir_okay=False, help="For gptq: a text on which errors are corrected.")
     ] = None,
 ) -> None:
     """Round a model's matrices to 8 or 4 bits, write a compressed-tensors checkpoint, and print its folder."""

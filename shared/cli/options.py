@@ -11,7 +11,6 @@ import os
 from collections.abc import Callable, Iterable, Mapping
 from inspect import Parameter
 from pathlib import Path
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar, get_args, get_type_hints
 
 import typer
@@ -38,12 +37,7 @@ BATCHING = (
 )
 """The fields that have no effect on one request at a time."""
 OPTIMIZATIONS = "Optimizations"  # a panel of its own: flags with a negative would make any other too wide
-_ENGINE, _SAMPLING, _SHOWN = "Engine", "Sampling", "Output"
-
-
-def _sampling(*names: str, text: str, **more: Any) -> Any:
-    return typer.Option(*names, help=text, rich_help_panel=_SAMPLING, **more)
-
+_ENGINE, _SHOWN = "Engine", "Output"
 
 Model = Annotated[
     str,
@@ -52,55 +46,21 @@ Model = Annotated[
 Phase = Annotated[
     str | None,
     typer.Option(
-        "--phase",
-        help="The phase whose engine runs, such as 02; default: the newest of the main line.",
-        rich_help_panel=_ENGINE,
+        help="The phase whose engine runs, such as 02; default: the newest of the main line.", rich_help_panel=_ENGINE
     ),
 ]
-MaxTokens = Annotated[int, _sampling("--max-tokens", "-n", text="Maximum tokens of an answer.")]
-Temperature = Annotated[float, _sampling("--temperature", "-t", text="0 takes the likeliest token every time.")]
-TopP = Annotated[float, _sampling("--top-p", text="Keep the likeliest tokens up to this total probability.")]
-TopK = Annotated[int | None, _sampling("--top-k", text="Keep this many of the likeliest tokens; default: all.")]
-MinP = Annotated[float, _sampling("--min-p", text="Keep tokens at least this times as likely as the likeliest.")]
-RepetitionPenalty = Annotated[
-    float, _sampling("--repetition-penalty", text="Above 1 makes tokens less likely that have occurred.")
-]
-PresencePenalty = Annotated[
-    float, _sampling("--presence-penalty", text="Subtract this from the logits of tokens that the answer has.")
-]
-FrequencyPenalty = Annotated[
-    float, _sampling("--frequency-penalty", text="Subtract this for each time that the answer has a token.")
-]
-LogitBias = Annotated[
-    list[str] | None,
-    _sampling("--logit-bias", text="Add a number to a token's logit; may be repeated.", metavar="ID=BIAS"),
-]
-MinTokens = Annotated[int, _sampling("--min-tokens", text="Do not end the answer before this many tokens.")]
-ThinkingBudget = Annotated[
-    int | None, _sampling("--thinking-budget", text="Close the thinking behind this many tokens (phase 11.1).")
-]
-MinThinkingTokens = Annotated[
-    int, _sampling("--min-thinking-tokens", text="Do not let the thinking end before (phase 11.1).")
-]
-StopTokenId = Annotated[
-    list[int] | None, _sampling("--stop-token-id", text="End the answer at this token; may be repeated.")
-]
-Seed = Annotated[int | None, _sampling("--seed", text="The same seed gives the same answer; default: a random one.")]
-Stop = Annotated[list[str] | None, _sampling("--stop", text="End the answer before this text; may be repeated.")]
-IgnoreEos = Annotated[bool, _sampling("--ignore-eos", text="Continue after an end-of-sequence token.")]
-JsonSchema = Annotated[
-    Path | None, _sampling("--json-schema", text="The answer is JSON that is valid for the schema in this file.")
-]
-Regex = Annotated[str | None, _sampling("--regex", text="The answer matches this regular expression as a whole.")]
-Choice = Annotated[list[str] | None, _sampling("--choice", text="The answer is one of these texts; repeat it.")]
 Thinking = Annotated[
     bool | None,
-    _sampling("--thinking/--no-thinking", text="Let a model that can do so think first (Qwen 3).", show_default=False),
+    typer.Option(
+        "--thinking/--no-thinking",
+        help="Let a model that can do so think first (Qwen 3).",
+        rich_help_panel="Sampling",
+        show_default=False,
+    ),
 ]
 ChatTemplate = Annotated[
     str | None,
     typer.Option(
-        "--chat-template",
         help="builtin:NAME, checkpoint, or a file; default: the built-in one that equals the checkpoint's.",
         rich_help_panel=_ENGINE,
     ),
@@ -113,55 +73,57 @@ Quiet = Annotated[
 ]
 
 
-def sampling_params(
-    *,
-    max_tokens: MaxTokens = 128,
-    temperature: Temperature = 0.0,
-    top_p: TopP = 1.0,
-    top_k: TopK = None,
-    min_p: MinP = 0.0,
-    repetition_penalty: RepetitionPenalty = 1.0,
-    presence_penalty: PresencePenalty = 0.0,
-    frequency_penalty: FrequencyPenalty = 0.0,
-    logit_bias: LogitBias = None,
-    min_tokens: MinTokens = 0,
-    thinking_budget: ThinkingBudget = None,
-    min_thinking_tokens: MinThinkingTokens = 0,
-    seed: Seed = None,
-    stop: Stop = None,
-    stop_token_id: StopTokenId = None,
-    ignore_eos: IgnoreEos = False,
-    json_schema: JsonSchema = None,
-    regex: Regex = None,
-    choice: Choice = None,
-) -> "SamplingParams":
+def _sampling(name: str, kind: Any, default: Any, text: str, *short: str, **more: Any) -> Parameter:
+    option = typer.Option(option_name(name), *short, help=text, rich_help_panel="Sampling", **more)
+    return Parameter(name, Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[kind, option])
+
+
+_TOKENS, _TEXTS = list[int] | None, list[str] | None
+SAMPLING = (
+    _sampling("max_tokens", int, 128, "Maximum tokens of an answer.", "-n"),
+    _sampling("temperature", float, 0.0, "0 takes the likeliest token every time.", "-t"),
+    _sampling("top_p", float, 1.0, "Keep the likeliest tokens up to this total probability."),
+    _sampling("top_k", int | None, None, "Keep this many of the likeliest tokens; default: all."),
+    _sampling("min_p", float, 0.0, "Keep tokens at least this times as likely as the likeliest."),
+    _sampling("repetition_penalty", float, 1.0, "Above 1 makes tokens less likely that have occurred."),
+    _sampling("presence_penalty", float, 0.0, "Subtract this from the logits of tokens that the answer has."),
+    _sampling("frequency_penalty", float, 0.0, "Subtract this for each time that the answer has a token."),
+    _sampling("logit_bias", _TEXTS, None, "Add a number to a token's logit; may be repeated.", metavar="ID=BIAS"),
+    _sampling("min_tokens", int, 0, "Do not end the answer before this many tokens."),
+    _sampling("thinking_budget", int | None, None, "Close the thinking behind this many tokens (phase 11.1)."),
+    _sampling("min_thinking_tokens", int, 0, "Do not let the thinking end before (phase 11.1)."),
+    _sampling("seed", int | None, None, "The same seed gives the same answer; default: a random one."),
+    _sampling("stop", _TEXTS, None, "End the answer before this text; may be repeated."),
+    _sampling("stop_token_id", _TOKENS, None, "End the answer at this token; may be repeated."),
+    _sampling("ignore_eos", bool, False, "Continue after an end-of-sequence token."),
+    _sampling("json_schema", Path | None, None, "The answer is JSON that is valid for the schema in this file."),
+    _sampling("regex", str | None, None, "The answer matches this regular expression as a whole."),
+    _sampling("choice", _TEXTS, None, "The answer is one of these texts; repeat it."),
+)
+GRAMMARS = ("json_schema", "regex", "choice")
+
+
+def sampling_params(**given: Any) -> "SamplingParams":
     """The parameters of the options above; raises RequestError. Without a seed, one is drawn here, to be shown."""
     from shared.sampling.params import SamplingParams
 
+    values = {option.name: option.default for option in SAMPLING} | given
+    seed = values.pop("seed")
     return SamplingParams(
-        temperature=temperature,
-        top_p=top_p,
-        top_k=top_k,
-        min_p=min_p,
-        repetition_penalty=repetition_penalty,
-        presence_penalty=presence_penalty,
-        frequency_penalty=frequency_penalty,
-        logit_bias=dict(map(_bias, logit_bias or ())),
-        max_new_tokens=max_tokens,
-        min_tokens=min_tokens,
-        thinking_budget=thinking_budget,
-        min_thinking_tokens=min_thinking_tokens,
-        stop=tuple(stop or ()),
-        stop_token_ids=tuple(stop_token_id or ()),
+        max_new_tokens=values.pop("max_tokens"),
+        logit_bias=dict(map(_bias, values.pop("logit_bias") or ())),
+        stop=tuple(values.pop("stop") or ()),
+        stop_token_ids=tuple(values.pop("stop_token_id") or ()),
         seed=int.from_bytes(os.urandom(4), "little") if seed is None else seed,
-        ignore_eos=ignore_eos,
-        structured_output=described_grammar(json_schema, regex, choice or None),
+        structured_output=take_grammar(values),
+        **values,
     )
 
 
-def described_grammar(json_schema: Path | None, regex: str | None, choice: list[str] | None) -> "Grammar | None":
-    """The grammar of three options, of which one may be given; raises RequestError."""
-    if json_schema is None and regex is None and choice is None:
+def take_grammar(settings: dict[str, Any]) -> "Grammar | None":
+    """Make the grammar of three options of a command, of which one may be given; raises RequestError."""
+    json_schema, regex, choice = (settings.pop(name) for name in GRAMMARS)
+    if json_schema is None and regex is None and not choice:
         return None
     from shared.grammar.grammar import grammar_of
 
@@ -169,7 +131,7 @@ def described_grammar(json_schema: Path | None, regex: str | None, choice: list[
         schema = None if json_schema is None else json_schema.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise RequestError(f"The schema in {json_schema} cannot be read: {error}.") from None
-    return grammar_of(json_schema=schema, regex=regex, choice=choice)
+    return grammar_of(json_schema=schema, regex=regex, choice=choice or None)
 
 
 def _bias(text: str) -> tuple[int, float]:
@@ -212,21 +174,19 @@ def engine_options(*omitted: str, **defaults: Any) -> Callable[[Command], Comman
     )
 
 
-def sampling_options(**defaults: Any) -> Callable[[Command], Command]:
-    """Give a command the options of :func:`sampling_params`; the values arrive in its ``**settings``."""
-    return _with_parameters(
-        parameter.replace(default=defaults.get(name, parameter.default))
-        for name, parameter in inspect.signature(sampling_params).parameters.items()
-    )
+def sampling_options(*names: str, **defaults: Any) -> Callable[[Command], Command]:
+    """Give a command the options of ``SAMPLING``, or those with ``names``; the values arrive in its ``**settings``."""
+    chosen = [option for option in SAMPLING if not names or option.name in names]
+    return _with_parameters(option.replace(default=defaults.get(option.name, option.default)) for option in chosen)
 
 
 def take_sampling_params(settings: dict[str, Any]) -> "SamplingParams":
     """Make sampling parameters of a command's settings, of which the engine's remain; raises RequestError."""
-    return sampling_params(**{name: settings.pop(name) for name in inspect.signature(sampling_params).parameters})
+    return sampling_params(**{option.name: settings.pop(option.name) for option in SAMPLING})
 
 
 def _option_of(field: "dataclasses.Field[Any]", kind: Any) -> Any:
-    """The option of a field, without its ``use_``. Help shows it as soon as the phase exists that brings the field."""
+    """The option of a field. Help shows it as soon as the phase exists that brings the field."""
     name = option_name(field.name)
     is_flag = bool in (kind, *get_args(kind))
     has_negative = is_flag and field.default is not False  # what is off by default is only turned on
@@ -253,7 +213,7 @@ def _with_parameters(added: Iterable[Parameter]) -> Callable[[Command], Command]
     return decorate
 
 
-def answering_lesson(number: str | None, settings: Mapping[str, Any] = MappingProxyType({})) -> Lesson:
+def answering_lesson(number: str | None, settings: Mapping[str, Any]) -> Lesson:
     """The phase with this number, or that of the settings; raises ConfigError if it does not generate."""
     if number is None:
         return lesson_of(settings)
@@ -265,6 +225,20 @@ def answering_lesson(number: str | None, settings: Mapping[str, Any] = MappingPr
             f"{lesson.module_name} forward`, or choose phase {first} or a later one with --phase."
         )
     return lesson
+
+
+def lesson_with(method: str, lack: str, number: str | None, settings: Mapping[str, Any]) -> Lesson:
+    """The same of phases whose engine has the method; others are refused as what they ``lack``."""
+    lesson = answering_lesson(number, settings)
+    if not hasattr(lesson.engine, method):
+        able = ", ".join(other.number for other in lessons() if hasattr(other.engine, method))
+        raise ConfigError(f"Phase {lesson.number} ({lesson.title}) {lack} choose one of these with --phase: {able}.")
+    return lesson
+
+
+def listed(text: str | None) -> tuple[str, ...]:
+    """The parts of a text between commas."""
+    return tuple(part.strip() for part in (text or "").split(",") if part.strip())
 
 
 def load_engine(lesson: Lesson, model: str, *, is_alone: bool = False, **settings: Any) -> Any:

@@ -16,7 +16,7 @@ import typer
 from shared.cli import options
 from shared.engine.config import EngineConfig
 from shared.errors import ConfigError
-from shared.lessons import Lesson, lessons
+from shared.lessons import Lesson
 from shared.terminal import examples
 
 EPILOG = examples(
@@ -26,13 +26,15 @@ EPILOG = examples(
     "curl localhost:8000/v1/completions -H 'Content-Type: application/json' "
     """-d '{"model": "smollm2-135m", "prompt": "Once upon a time"}'""",
 )
-_SERVER = "Server"
+_server = partial(typer.Option, rich_help_panel="Server")
 
-
-def _server(*names: str, text: str, **more: Any) -> Any:
-    return typer.Option(*names, help=text, rich_help_panel=_SERVER, **more)
-
-
+Host = Annotated[str, _server(help="The address to listen on; 0.0.0.0 for every interface.")]
+Port = Annotated[int, _server(help="The port; 0 for a free one.", min=0, max=65535)]
+ApiKey = Annotated[str | None, _server(help="The API key that requests must send.", envvar="INFER_API_KEY")]
+NamedEvents = Annotated[
+    bool, _server("--named-events", help="Always stream /v1/completions as the events token, done and error.")
+]
+MaxBodyBytes = Annotated[int, _server(help="Bytes of the longest body.")]
 Served = Annotated[
     str, typer.Argument(metavar="MODEL", help="A model folder, a known name, or a hub name.", envvar="INFER_MODEL")
 ]
@@ -41,81 +43,59 @@ Served = Annotated[
 @options.engine_options()
 def serve(
     model: Served = options.DEFAULT_MODEL,
-    host: Annotated[str, _server("--host", text="The address to listen on; 0.0.0.0 for every interface.")] = (
-        "127.0.0.1"
-    ),
-    port: Annotated[int, _server("--port", text="The port; 0 for a free one.", min=0, max=65535)] = 8000,
+    host: Host = "127.0.0.1",
+    port: Port = 8000,
     served_model_name: Annotated[
-        str | None,
-        _server(
-            "--served-model-name",
-            text="The model's name in requests; default: the folder's name, or the name as given.",
-        ),
+        str | None, _server(help="The model's name in requests; default: the folder's name, or the name as given.")
     ] = None,
-    api_key: Annotated[
-        str | None, _server("--api-key", text="The API key that requests must send.", envvar="INFER_API_KEY")
-    ] = None,
-    named_events: Annotated[
-        bool,
-        _server("--named-events", text="Always stream /v1/completions as the events token, done and error."),
-    ] = False,
+    api_key: ApiKey = None,
+    named_events: NamedEvents = False,
     allowed_hosts: Annotated[
         str | None,
         _server(
-            "--allowed-hosts",
-            text="Hosts, with commas, that requests may name in the header Host; *.example.com is every subdomain.",
+            help="Hosts, with commas, that requests may name in the header Host; *.example.com is every subdomain."
         ),
     ] = None,
     openai_statuses: Annotated[
         bool,
-        _server("--openai-statuses", text="Refuse with OpenAI's statuses: 400 for 422, 404 for another model's name."),
+        _server("--openai-statuses", help="Refuse with OpenAI's statuses: 400 for 422, 404 for another model's name."),
     ] = False,
     allowed_origins: Annotated[
         str | None,
         _server(
-            "--allowed-origins",
-            text="Sites, with commas, whose pages may send requests, such as https://example.com; * is every site.",
+            help="Sites, with commas, whose pages may send requests, such as https://example.com; * is every site."
         ),
     ] = None,
-    root_path: Annotated[
-        str, _server("--root-path", text="The base path under which a proxy serves this server, such as /llm.")
-    ] = "",
+    root_path: Annotated[str, _server(help="The base path under which a proxy serves this server, such as /llm.")] = "",
     default_max_tokens: Annotated[
         str | None,
         _server(
-            "--default-max-tokens",
-            text="Tokens of an answer whose request names no limit; context: all that fit; default: 128, chat 512.",
+            help="Tokens of an answer whose request names no limit; context: all that fit; default: 128, chat 512."
         ),
     ] = None,
     generation_config: Annotated[
         bool,
         _server(
             "--generation-config/--no-generation-config",
-            text="Take sampling settings that a request leaves out from the model's generation_config.json.",
+            help="Take sampling settings that a request leaves out from the model's generation_config.json.",
         ),
     ] = True,
-    max_connections: Annotated[
-        int, _server("--max-connections", text="Open connections; one more is refused with 503.")
-    ] = 2048,
-    grace: Annotated[
-        float, _server("--grace", text="Seconds after SIGTERM in which running requests may finish.")
-    ] = 30.0,
+    max_connections: Annotated[int, _server(help="Open connections; one more is refused with 503.")] = 2048,
+    grace: Annotated[float, _server(help="Seconds after SIGTERM in which running requests may finish.")] = 30.0,
     send_timeout: Annotated[
-        float, _server("--send-timeout", text="Seconds after which a client that does not read is disconnected.")
+        float, _server(help="Seconds after which a client that does not read is disconnected.")
     ] = 20.0,
     close_objects: Annotated[
         bool,
         _server(
             "--close-objects",
-            text="Close objects whose schema lists properties without additionalProperties or patternProperties.",
+            help="Close objects whose schema lists properties without additionalProperties or patternProperties.",
         ),
     ] = False,
-    max_body_bytes: Annotated[int, _server("--max-body-bytes", text="Bytes of the longest body.")] = 2 * 2**20,
+    max_body_bytes: MaxBodyBytes = 2 * 2**20,
     chat_template: options.ChatTemplate = None,
-    log_format: Annotated[
-        str | None, _server("--log-format", text="json or text; default: text on a terminal, else json.")
-    ] = None,
-    verbose: Annotated[bool, _server("--verbose", text="Log requests for health, metrics and pages too.")] = False,
+    log_format: Annotated[str | None, _server(help="json or text; default: text on a terminal, else json.")] = None,
+    verbose: Annotated[bool, _server("--verbose", help="Log requests for health, metrics and pages too.")] = False,
     phase: options.Phase = None,
     engine_process: Annotated[
         bool | None,
@@ -139,8 +119,8 @@ def serve(
         model_name=served_model_name or model_name(model),
         api_key=api_key,
         named_events=named_events,
-        allowed_hosts=_list(allowed_hosts),
-        allowed_origins=_list(allowed_origins),
+        allowed_hosts=options.listed(allowed_hosts),
+        allowed_origins=options.listed(allowed_origins),
         root_path=root_path,
         **_default_tokens(default_max_tokens),
         openai_statuses=openai_statuses,
@@ -183,10 +163,6 @@ def serve(
     )
 
 
-def _list(text: str | None) -> tuple[str, ...]:
-    return tuple(part.strip() for part in (text or "").split(",") if part.strip())
-
-
 def _default_tokens(value: str | None) -> dict[str, Any]:
     """The settings of ``--default-max-tokens``; raises ConfigError."""
     if value is None:
@@ -210,19 +186,7 @@ def load_warm(number: str, model: str, log_format: str, verbose: bool, **setting
 
 def serving_lesson(number: str | None, settings: Mapping[str, Any] = MappingProxyType({})) -> Lesson:
     """The phase with this number, or that of the settings; raises ConfigError if it cannot be served."""
-    lesson = options.answering_lesson(number, settings)
-    if not serves(lesson):
-        able = ", ".join(other.number for other in lessons() if serves(other))
-        raise ConfigError(
-            f"Phase {lesson.number} ({lesson.title}) runs one request at a time and cannot be served; choose one of "
-            f"these with --phase: {able}."
-        )
-    return lesson
-
-
-def serves(lesson: Lesson) -> bool:
-    """Whether the phase's engine runs many requests, so that it can be served."""
-    return hasattr(lesson.engine, "add_request")
+    return options.lesson_with("add_request", "runs one request at a time and cannot be served;", number, settings)
 
 
 def model_name(model: str) -> str:

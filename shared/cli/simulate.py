@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from shared.cli.options import listed
 from shared.deployment.affinity import MAX_KEYS
 from shared.errors import ConfigError
 from shared.terminal import examples, stdout_console, working
@@ -37,56 +38,45 @@ def simulate(
         str, typer.Option("--replicas", "-r", help="Numbers of replicas, with commas.")
     ] = "10,100,1000",
     router: Annotated[
-        str, typer.Option("--router", help="prefix, two-choices, least-busy and round-robin, with commas.")
+        str, typer.Option(help="prefix, two-choices, least-busy and round-robin, with commas.")
     ] = "prefix,two-choices,least-busy,round-robin",
     trace: Annotated[
         str,
-        typer.Option(
-            "--trace", help="How requests come: steady, poisson, bursts, day, or a file of recorded ones (JSON lines)."
-        ),
+        typer.Option(help="How requests come: steady, poisson, bursts, day, or a file of recorded ones (JSON lines)."),
     ] = "poisson",
     rate: Annotated[
         float | None,
-        typer.Option("--rate", help="Requests a second of each replica; default: 10, and a recorded trace as it is."),
+        typer.Option(help="Requests a second of each replica; default: 10, and a recorded trace as it is."),
     ] = None,
-    seconds: Annotated[
-        float, typer.Option("--seconds", help="How long requests come; not of a recorded trace.")
-    ] = 60.0,
-    turns: Annotated[float, typer.Option("--turns", help="Mean turns of a conversation.")] = 4.0,
-    pause: Annotated[float, typer.Option("--pause", help="Mean seconds from a turn to the next one.")] = 15.0,
-    systems: Annotated[int, typer.Option("--systems", help="System prompts, with which conversations begin.")] = 64,
-    system_tokens: Annotated[int, typer.Option("--system-tokens", help="Tokens of a system prompt.")] = 384,
-    turn_tokens: Annotated[
-        int, typer.Option("--turn-tokens", help="Mean tokens that a turn adds to the prompt.")
-    ] = 128,
-    new_tokens: Annotated[int, typer.Option("--new-tokens", help="Mean tokens of an answer.")] = 192,
-    gateways: Annotated[int, typer.Option("--gateways", help="Routers; each knows only what it sent itself.")] = 1,
+    seconds: Annotated[float, typer.Option(help="How long requests come; not of a recorded trace.")] = 60.0,
+    turns: Annotated[float, typer.Option(help="Mean turns of a conversation.")] = 4.0,
+    pause: Annotated[float, typer.Option(help="Mean seconds from a turn to the next one.")] = 15.0,
+    systems: Annotated[int, typer.Option(help="System prompts, with which conversations begin.")] = 64,
+    system_tokens: Annotated[int, typer.Option(help="Tokens of a system prompt.")] = 384,
+    turn_tokens: Annotated[int, typer.Option(help="Mean tokens that a turn adds to the prompt.")] = 128,
+    new_tokens: Annotated[int, typer.Option(help="Mean tokens of an answer.")] = 192,
+    gateways: Annotated[int, typer.Option(help="Routers; each knows only what it sent itself.")] = 1,
     table_keys: Annotated[
-        int, typer.Option("--table-keys", help="Keys of prefixes that a router knows; default: as infer deploy.")
+        int, typer.Option(help="Keys of prefixes that a router knows; default: as infer deploy.")
     ] = MAX_KEYS,
     report_seconds: Annotated[
-        float, typer.Option("--report-seconds", help="Routers learn the loads so often; 0: they always know them.")
+        float, typer.Option(help="Routers learn the loads so often; 0: they always know them.")
     ] = 0.0,
     update_at: Annotated[
-        float | None, typer.Option("--update-at", help="From this second on every replica drains and is replaced.")
+        float | None, typer.Option(help="From this second on every replica drains and is replaced.")
     ] = None,
-    update_together: Annotated[
-        int, typer.Option("--update-together", help="Replicas that are replaced at a time.")
-    ] = 1,
+    update_together: Annotated[int, typer.Option(help="Replicas that are replaced at a time.")] = 1,
     step_times: Annotated[
         Path | None,
         typer.Option(
-            "--step-times",
-            help="A report of `python -m benchmarks.step_times`; default: Llama 3.2 1B on an H100, from our reports.",
+            help="A report of `python -m benchmarks.step_times`; default: Llama 3.2 1B on an H100, from our reports."
         ),
     ] = None,
-    max_batch_size: Annotated[int, typer.Option("--max-batch-size", help="Running requests of a replica.")] = 64,
-    kv_tokens: Annotated[int, typer.Option("--kv-tokens", help="Tokens that a replica's KV cache holds.")] = 2**18,
-    block_tokens: Annotated[
-        int, typer.Option("--block-tokens", help="Tokens of a block; of a file those it names.")
-    ] = 16,
-    price: Annotated[float, typer.Option("--price", help="Of a replica for an hour.")] = 2.0,
-    seed: Annotated[int, typer.Option("--seed", help="Of the requests and of the routers.")] = 0,
+    max_batch_size: Annotated[int, typer.Option(help="Running requests of a replica.")] = 64,
+    kv_tokens: Annotated[int, typer.Option(help="Tokens that a replica's KV cache holds.")] = 2**18,
+    block_tokens: Annotated[int, typer.Option(help="Tokens of a block; of a file those it names.")] = 16,
+    price: Annotated[float, typer.Option(help="Of a replica for an hour.")] = 2.0,
+    seed: Annotated[int, typer.Option(help="Of the requests and of the routers.")] = 0,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of a table.")] = False,
 ) -> None:
     """Simulate many replicas behind a router: waits, first tokens, cache hits, balance and cost, from step times that
@@ -115,7 +105,7 @@ def simulate(
 
     extra: dict[str, Any] = {"gateways": gateways, "table_keys": table_keys, "report_seconds": report_seconds}
     extra |= {"update_at": update_at, "update_together": update_together}
-    plans = [FleetPlan(num, name, **extra) for num in _numbers(replicas) for name in _names(router)]
+    plans = [FleetPlan(num, name, **extra) for num in _numbers(replicas) for name in listed(router)]
     since = 0.0 if is_file else WARM_UP * seconds
     found = []
     for plan in plans:
@@ -142,11 +132,7 @@ def _times(path: Path | None) -> "tuple[StepTimes, str]":
 
 
 def _numbers(text: str) -> list[int]:
-    parts = _names(text)
+    parts = listed(text)
     if not all(part.isdecimal() and 1 <= int(part) <= 10**5 for part in parts):
         raise ConfigError(f"--replicas is {text!r}; write whole numbers from 1 to 100000 with commas, such as 10,1000.")
     return [int(part) for part in parts]
-
-
-def _names(text: str) -> list[str]:
-    return [part.strip() for part in text.split(",") if part.strip()]

@@ -5,7 +5,7 @@ or, if they depend on the model, before the first step; the same options give th
 """
 
 import os
-from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -14,7 +14,7 @@ import typer
 from shared.cli import options
 from shared.engine.config import BATCHING_MODES, KV_CACHE_BACKENDS, SCHEDULER_POLICIES, EngineConfig
 from shared.errors import ConfigError
-from shared.lessons import Lesson, lessons
+from shared.lessons import Lesson
 from shared.terminal import examples, stdout_console, working
 
 if TYPE_CHECKING:
@@ -38,49 +38,34 @@ COMPARED = "Times are those of the median of three trials: after a round to warm
 FILES = ("trace.html", "trace.json")
 LOOPS = ("waiting", "overlapped")
 """Of phase 9: each step launched and finished before the next, or planned while the one before runs, with graphs."""
-_WORK = "Workload"
-
-
-def _work(*names: str, text: str, **more: Any) -> Any:
-    return typer.Option(*names, help=text, rich_help_panel=_WORK, **more)
+_work = partial(typer.Option, rich_help_panel="Workload")
 
 
 @options.engine_options("max_waiting_requests", max_batch_size=4, max_seq_len=512)
+@options.sampling_options(*options.GRAMMARS)
 def trace(
     model: options.Model = options.DEFAULT_MODEL,
     phase: options.Phase = None,
-    requests: Annotated[
-        int | None, _work("--requests", text="Requests of a mixed workload of random tokens; default: 12.")
-    ] = None,
+    requests: Annotated[int | None, _work(help="Requests of a mixed workload of random tokens; default: 12.")] = None,
     shared_prefix: Annotated[
-        int | None,
-        _work("--shared-prefix", text="Tokens with which each of these prompts begins; default: none."),
+        int | None, _work(help="Tokens with which each of these prompts begins; default: none.")
     ] = None,
     documents: Annotated[
-        int | None,
-        _work("--documents", min=1, text="Documents of 48 tokens, two of which precede each prompt as chunks (09.1)."),
+        int | None, _work(min=1, help="Documents of 48 tokens, two of which precede each prompt as chunks (09.1).")
     ] = None,
-    prompts: Annotated[
-        Path | None, _work("--prompts", text="Prompts to run instead, one on each line of this file.")
-    ] = None,
-    max_tokens: Annotated[int, _work("--max-tokens", "-n", text="Maximum tokens of an answer.")] = 24,
-    every: Annotated[int | None, _work("--every", text="Steps between two arrivals; default: 0, all at once.")] = None,
-    rate: Annotated[
-        float | None, _work("--rate", text="Instead: the mean number of arrivals in a step (Poisson).")
-    ] = None,
-    seed: Annotated[int, _work("--seed", text="Seed of the workload, the arrivals and the engine.")] = 0,
-    json_schema: options.JsonSchema = None,
-    regex: options.Regex = None,
-    choice: options.Choice = None,
+    prompts: Annotated[Path | None, _work(help="Prompts to run instead, one on each line of this file.")] = None,
+    max_tokens: Annotated[int, _work("--max-tokens", "-n", help="Maximum tokens of an answer.")] = 24,
+    every: Annotated[int | None, _work(help="Steps between two arrivals; default: 0, all at once.")] = None,
+    rate: Annotated[float | None, _work(help="Instead: the mean number of arrivals in a step (Poisson).")] = None,
+    seed: Annotated[int, _work(help="Seed of the workload, the arrivals and the engine.")] = 0,
     compare: Annotated[
         str | None,
         _work(
-            "--compare",
-            text="Run the workload, in turns, under several batching modes, policies, KV caches of equally many bytes "
-            "or loops, such as static,continuous or waiting,overlapped.",
+            help="Run the workload, in turns, under several batching modes, policies, KV caches of equally many bytes "
+            "or loops, such as static,continuous or waiting,overlapped."
         ),
     ] = None,
-    out: Annotated[Path, typer.Option("--out", help="The folder for trace.html and trace.json.")] = Path("trace"),
+    out: Annotated[Path, typer.Option(help="The folder for trace.html and trace.json.")] = Path("trace"),
     **settings: Any,
 ) -> None:
     """Run a few requests and write a timeline: which wait, prefill and decode in each step, and their KV cache blocks.
@@ -93,7 +78,8 @@ def trace(
     from shared.tracing.trials import TracedRun, record
     from shared.tracing.workload import arrival_steps, read_prompts
 
-    lesson = _tracing_lesson(phase, settings)
+    lack = "runs one request at a time, so there is no timeline of many;"
+    lesson = options.lesson_with("step", lack, phase, settings)
     texts = read_prompts(prompts) if prompts is not None else None
     number = _number(requests, texts, prompts)
     if texts is not None and shared_prefix is not None:
@@ -110,7 +96,7 @@ def trace(
         raise ConfigError(f"--every is {every} and --rate is {rate}; both set the arrivals: give one of them.")
     steps = arrival_steps(number, every=every or 0, rate=rate, seed=seed)
     SamplingParams(max_new_tokens=max_tokens)
-    grammar = options.described_grammar(json_schema, regex, choice or None)
+    grammar = options.take_grammar(settings)
     variants = _variants(compare, {**settings, "seed": seed, "max_waiting_requests": number}, number)
     for _, variant in variants:
         EngineConfig(model=model, **variant).check(lesson.load("engine").SUPPORTED)
@@ -127,22 +113,6 @@ def trace(
         traces = record(runs)
     note = COMPARED if compare else ""
     _write(traces, out, f"infer trace · {model_name(model)}", note)
-
-
-def _tracing_lesson(number: str | None, settings: dict[str, Any]) -> Lesson:
-    """The phase with this number, or that of the settings; raises ConfigError if it runs one request at a time."""
-    lesson = options.answering_lesson(number, settings)
-    if not _has_steps(lesson):
-        able = ", ".join(other.number for other in lessons() if _has_steps(other))
-        raise ConfigError(
-            f"Phase {lesson.number} ({lesson.title}) runs one request at a time, so there is no timeline of many; "
-            f"choose one of these with --phase: {able}."
-        )
-    return lesson
-
-
-def _has_steps(lesson: Lesson) -> bool:
-    return hasattr(lesson.engine, "step")
 
 
 def _variants(compare: str | None, settings: dict[str, Any], number: int) -> list[tuple[str | None, dict[str, Any]]]:
@@ -207,12 +177,11 @@ def _prepare(out: Path) -> None:
     """Make the folder and check that the files can be written."""
     try:
         out.mkdir(parents=True, exist_ok=True)
-        wrong = [out, *(out / name for name in FILES)]
-        wrong = [path for path in wrong if path.exists() and not os.access(path, os.W_OK)]
+        paths = [out, *(out / name for name in FILES)]
+        wrong = [path for path in paths if path.exists() and not os.access(path, os.W_OK)]
     except OSError as error:
-        raise ConfigError(
-            f"--out is {str(out)!r}, which cannot be a folder ({error.strerror}); name another."
-        ) from None
+        said = f"--out is {str(out)!r}, which cannot be a folder ({error.strerror}); name another."
+        raise ConfigError(said) from None
     if wrong:
         raise ConfigError(f"--out is {str(out)!r}, and {wrong[0].name} cannot be written there; name another folder.")
 
@@ -276,10 +245,6 @@ def _write(traces: "list[Trace]", out: Path, title: str, note: str) -> None:
     from shared.tracing.focus import focus
     from shared.tracing.timeline_page import page, totals_rows
 
-    makers: dict[str, Callable[[], str]] = {
-        "trace.html": lambda: page(traces, title, note),
-        "trace.json": lambda: chrome_text(traces),
-    }
     table = Table("", *(trace.title for trace in traces), box=None, pad_edge=False)
     for name, values in totals_rows(traces):
         table.add_row(name, *values)
@@ -289,6 +254,6 @@ def _write(traces: "list[Trace]", out: Path, title: str, note: str) -> None:
     for trace in traces:
         console.print(f"{trace.title}: {focus(trace).text}", highlight=False, markup=False)
     console.print(f"{note}\n" if note else "")
-    for name in FILES:
-        (out / name).write_text(makers[name](), encoding="utf-8")
+    for name, text in zip(FILES, (page(traces, title, note), chrome_text(traces)), strict=True):
+        (out / name).write_text(text, encoding="utf-8")
         console.print(f"wrote {out / name}", style="bright_black", highlight=False, soft_wrap=True, markup=False)

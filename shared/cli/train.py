@@ -24,32 +24,27 @@ def _group() -> None:
 @app.command("mtp", epilog=TRAIN_EPILOG)
 def mtp(
     model: Annotated[str, typer.Argument(help="A model folder, a known name, or a hub name owner/name.")],
-    out: Annotated[Path, typer.Option("--out", help="The folder of the adapter.")],
-    masks: Annotated[int, typer.Option("--masks", min=1, help="Tokens that are guessed ahead.")] = 3,
-    rank: Annotated[int, typer.Option("--rank", min=1, help="Of the additions to the matrices.")] = 16,
-    alpha: Annotated[float, typer.Option("--alpha", help="The additions are scaled by alpha / rank.")] = 32.0,
-    target: Annotated[
-        list[str] | None, typer.Option("--target", help="A matrix that gets an addition; default: all four.")
-    ] = None,
-    steps: Annotated[int, typer.Option("--steps", min=1, help="Maximum steps.")] = 10_000,
-    minutes: Annotated[
-        float | None, typer.Option("--minutes", help="Maximum minutes of training, texts not counted.")
-    ] = None,
+    out: Annotated[Path, typer.Option(help="The folder of the adapter.")],
+    masks: Annotated[int, typer.Option(min=1, help="Tokens that are guessed ahead.")] = 3,
+    rank: Annotated[int, typer.Option(min=1, help="Of the additions to the matrices.")] = 16,
+    alpha: Annotated[float, typer.Option(help="The additions are scaled by alpha / rank.")] = 32.0,
+    target: Annotated[list[str] | None, typer.Option(help="A matrix that gets an addition; default: all four.")] = None,
+    steps: Annotated[int, typer.Option(min=1, help="Maximum steps.")] = 10_000,
+    minutes: Annotated[float | None, typer.Option(help="Maximum minutes of training, texts not counted.")] = None,
     pause_after: Annotated[
-        float | None,
-        typer.Option("--pause-after", help="Minutes after which the run pauses; the same command goes on."),
+        float | None, typer.Option(help="Minutes after which the run pauses; the same command goes on.")
     ] = None,
-    prompts: Annotated[int, typer.Option("--prompts", min=1, help="Prompts that the model answers.")] = 6000,
-    max_tokens: Annotated[int, typer.Option("--max-tokens", min=1, help="Of an answer.")] = 224,
-    length: Annotated[int, typer.Option("--length", min=8, help="Tokens of a row of texts.")] = 256,
-    batch: Annotated[int, typer.Option("--batch", min=1, help="Answers that are written at a time.")] = 256,
-    rows: Annotated[int, typer.Option("--rows", min=1, help="Rows in a training step.")] = 32,
-    anchors: Annotated[int, typer.Option("--anchors", min=1, help="Places in a row where masks stand.")] = 32,
-    learning_rate: Annotated[float, typer.Option("--learning-rate", help="Of AdamW, at its highest.")] = 1e-3,
-    measure_every: Annotated[int, typer.Option("--measure-every", min=1, help="Steps; a checkpoint each time.")] = 500,
-    dtype: Annotated[str | None, typer.Option("--dtype", help="Of the model: float32 or bfloat16.")] = None,
-    device: Annotated[str, typer.Option("--device", help="cpu, cuda or auto.")] = "cpu",
-    seed: Annotated[int, typer.Option("--seed", help="Of texts, adapter and steps.")] = 0,
+    prompts: Annotated[int, typer.Option(min=1, help="Prompts that the model answers.")] = 6000,
+    max_tokens: Annotated[int, typer.Option(min=1, help="Of an answer.")] = 224,
+    length: Annotated[int, typer.Option(min=8, help="Tokens of a row of texts.")] = 256,
+    batch: Annotated[int, typer.Option(min=1, help="Answers that are written at a time.")] = 256,
+    rows: Annotated[int, typer.Option(min=1, help="Rows in a training step.")] = 32,
+    anchors: Annotated[int, typer.Option(min=1, help="Places in a row where masks stand.")] = 32,
+    learning_rate: Annotated[float, typer.Option(help="Of AdamW, at its highest.")] = 1e-3,
+    measure_every: Annotated[int, typer.Option(min=1, help="Steps; a checkpoint each time.")] = 500,
+    dtype: Annotated[str | None, typer.Option(help="Of the model: float32 or bfloat16.")] = None,
+    device: Annotated[str, typer.Option(help="cpu, cuda or auto.")] = "cpu",
+    seed: Annotated[int, typer.Option(help="Of texts, adapter and steps.")] = 0,
 ) -> None:
     """Train an adapter with which a model drafts for itself, on texts that the model writes; print its folder.
 

@@ -33,11 +33,7 @@ from shared.deployment.router import PrefixRouter, TurnsRouter, TwoChoicesRouter
 from shared.errors import ConfigError
 from shared.server.settings import ServerConfig
 
-ROUTERS = {
-    "prefix": PrefixRouter,
-    "two-choices": TwoChoicesRouter,
-    "round-robin": TurnsRouter,
-}
+ROUTERS = {"prefix": PrefixRouter, "two-choices": TwoChoicesRouter, "round-robin": TurnsRouter}
 LOOK_BACK = 12.0
 """Seconds over which ongoing requests are averaged to scale."""
 HEALTH_PERIOD = 2.0
@@ -52,9 +48,8 @@ class Fleet:
     """How many replicas run, on what, and how requests reach them.
 
     ``max_replicas`` above ``replicas`` scales between the two, so that each has ``target_ongoing_requests``, when that
-    was so for the seconds of ``upscale_delay`` or ``downscale_delay``. Of more
-    than ``max_ongoing_requests`` a replica, as many wait in each gateway, and the rest is refused. The ``ranks`` of a
-    replica run on one machine, which has its ``cpus`` and ``gpus``.
+    was so for the seconds of ``upscale_delay`` or ``downscale_delay``. Of more than ``max_ongoing_requests`` a replica,
+    as many wait in each gateway, and the rest is refused. The ``ranks`` of a replica run on one machine.
     """
 
     replicas: int
@@ -91,10 +86,9 @@ def join(address: str | None) -> bool:
     try:
         ray.init(address=address or "auto", **_INIT)
     except (ConnectionError, RuntimeError, ValueError) as error:
-        if address is not None:
-            reason = str(error).splitlines()[0]
-            raise ConfigError(f"No Ray cluster answers at {address} ({reason}).") from None
-        return False
+        if address is None:
+            return False
+        raise ConfigError(f"No Ray cluster answers at {address} ({str(error).splitlines()[0]}).") from None
     return True
 
 

@@ -25,6 +25,7 @@ from starlette.types import Message, Receive, Scope, Send
 from shared.deployment.affinity import prefix_keys
 from shared.deployment.exchange import APPLICATION, REPLICAS, Exchange
 from shared.server.errors import ApiError, install, overloaded
+from shared.server.http.event_stream import disconnection
 from shared.server.http.metrics import ServerMetrics
 from shared.server.http.middleware import AllowedHosts, ApiKey, BodyLimit, RequestLog
 from shared.server.http.sse import DONE, frame
@@ -41,7 +42,7 @@ _log = logging.getLogger("infer.server")
 
 
 class Gateway:
-    """An ASGI application before all replicas. It has the settings of the server from a replica."""
+    """An ASGI application before all replicas, from one of which it has the settings of the server."""
 
     def __init__(self) -> None:
         handle = serve.get_deployment_handle(REPLICAS, APPLICATION, _check_exists=False)
@@ -170,7 +171,7 @@ class Relay(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         relaying = asyncio.create_task(self._relay(scope, receive, send))
-        leaving = asyncio.create_task(_disconnection(receive))
+        leaving = asyncio.create_task(disconnection(receive))
         try:
             await asyncio.wait((relaying, leaving), return_when=asyncio.FIRST_COMPLETED)
             if relaying.done():
@@ -228,8 +229,3 @@ def _exchange(request: Request, body: bytes, prefix: tuple[bytes, ...], index: i
         prefix,
         index,
     )
-
-
-async def _disconnection(receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass

@@ -9,6 +9,7 @@ import gc
 import logging
 import sys
 from collections.abc import AsyncIterator, Callable
+from types import SimpleNamespace
 from typing import Any
 
 from ray import serve
@@ -46,15 +47,14 @@ class Replica:
     async def exchange(self, request: Exchange) -> AsyncIterator[Message]:
         await self._started()
         messages: asyncio.Queue[Message | None] = asyncio.Queue()
-        connection = _Connection()
-        is_read = False
+        closed, is_read = asyncio.Event(), False
 
         async def receive() -> Message:
             nonlocal is_read
             if not is_read:
                 is_read = True
                 return {"type": "http.request", "body": request.body, "more_body": False}
-            await connection.closed.wait()
+            await closed.wait()
             return {"type": "http.disconnect"}
 
         async def send(message: Message) -> None:
@@ -65,7 +65,7 @@ class Replica:
 
         async def run() -> None:
             try:
-                await self._app(_scope(request, connection), receive, send)
+                await self._app(_scope(request, closed), receive, send)
             except Exception:
                 _log.exception("a request failed")  # its response has been sent, with status 500
             finally:
@@ -76,7 +76,7 @@ class Replica:
             while (message := await messages.get()) is not None:
                 yield message
         finally:
-            connection.abort()
+            closed.set()
             await asyncio.shield(task)
 
     async def settings(self) -> ServerConfig:
@@ -105,17 +105,8 @@ class Replica:
                 gc.freeze()  # as `infer serve` does: a collection then visits what requests allocated
 
 
-class _Connection:
-    """What a response finds in place of its client's transport."""
-
-    def __init__(self) -> None:
-        self.closed = asyncio.Event()
-
-    def abort(self) -> None:
-        self.closed.set()
-
-
-def _scope(request: Exchange, connection: _Connection) -> dict[str, Any]:
+def _scope(request: Exchange, closed: asyncio.Event) -> dict[str, Any]:
+    """``closed`` is set by what a response finds in place of its client's transport."""
     return {
         "type": "http",
         "asgi": {"version": "3.0", "spec_version": "2.3"},
@@ -129,5 +120,5 @@ def _scope(request: Exchange, connection: _Connection) -> dict[str, Any]:
         "headers": request.headers,
         "client": request.client,
         "server": None,
-        "state": {"transport": connection},
+        "state": {"transport": SimpleNamespace(abort=closed.set)},
     }

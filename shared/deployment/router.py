@@ -10,13 +10,7 @@ from typing import Any
 
 from ray.serve._private.request_router import PowerOfTwoChoicesRequestRouter
 from ray.serve.experimental.round_robin_router import RoundRobinRouter
-from ray.serve.request_router import (
-    PendingRequest,
-    ReplicaID,
-    ReplicaResult,
-    RequestRouter,
-    RunningReplica,
-)
+from ray.serve.request_router import PendingRequest, ReplicaID, ReplicaResult, RequestRouter, RunningReplica
 
 from shared.deployment.affinity import PrefixTable, drawn, ranked
 from shared.deployment.exchange import Exchange

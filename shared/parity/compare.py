@@ -11,6 +11,7 @@ Invariant: neither model is changed; hooks are always removed.
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -180,8 +181,7 @@ def _run_reference(
     with _captured(modules) as captured:
         logits = reference(ids[None], use_cache=False).logits[0]
     found = {}
-    for (layer, point), batch in captured.items():
-        activation = batch[0]
+    for (layer, point), (activation,) in captured.items():
         if point.module.startswith("attention.qk.") and family in HEADS_FIRST:
             activation = activation.transpose(0, 1)
         found[layer, point.name] = activation
@@ -194,25 +194,19 @@ def _captured(modules: dict[Any, nn.Module]) -> Iterator[dict[Any, torch.Tensor]
     captured: dict[Any, torch.Tensor] = {}
     handles = []
 
-    def keep_input(key: Any) -> Any:
-        def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            captured[key] = args[0] if args else kwargs["hidden_states"]
+    def keep_input(key: Any, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        captured[key] = args[0] if args else kwargs["hidden_states"]
 
-        return hook
-
-    def keep_output(key: Any) -> Any:
-        def hook(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-            captured[key] = output
-
-        return hook
+    def keep_output(key: Any, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        captured[key] = output
 
     try:
         for key, module in modules.items():
             point = key[1] if isinstance(key, tuple) else key
             if isinstance(point, Point) and point.is_input:
-                handles.append(module.register_forward_pre_hook(keep_input(key), with_kwargs=True))
+                handles.append(module.register_forward_pre_hook(partial(keep_input, key), with_kwargs=True))
             else:
-                handles.append(module.register_forward_hook(keep_output(key)))
+                handles.append(module.register_forward_hook(partial(keep_output, key)))
         yield captured
     finally:
         for handle in handles:

@@ -72,10 +72,10 @@ def make_app(handle: EngineHandle, config: ServerConfig) -> FastAPI:
     app.state.started = time.time()
     install(app)
     describe(app, intake)
-    parts = (completions, chat, chunks, status, pages)
-    for part in parts:
-        app.include_router(part.router)
-    app.state.routes = [route for part in parts for route in part.router.routes]
+    routers = [part.router for part in (completions, chat, chunks, status, pages)]
+    for router in routers:
+        app.include_router(router)
+    app.state.routes = [route for router in routers for route in router.routes]
     app.add_middleware(
         BodyLimit, max_bytes=config.max_body_bytes, seconds=config.body_timeout, stopping=intake.stopping
     )

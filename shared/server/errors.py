@@ -6,7 +6,8 @@ retried. Invariant: every error has this body, those of FastAPI included.
 
 import http
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -21,6 +22,11 @@ from shared.server.settings import ServerConfig
 
 _TYPES = {401: "authentication_error", 500: "server_error", 503: "overloaded_error"}
 _CODES = {400: "invalid_request", 404: "not_found", 405: "method_not_allowed", 413: "body_too_large"}
+_REFUSALS: dict[type[InferError], tuple[int, str]] = {
+    ContextLengthError: (422, "context_length_exceeded"),
+    UnknownChunkError: (404, "chunk_not_found"),
+    ChunkInUseError: (409, "chunk_in_use"),
+}
 _SHOWN = 60  # most characters of an invalid value in a message
 
 
@@ -47,18 +53,10 @@ class ApiError(HTTPException):
     """An error response. It is an HTTPException so that it can be raised anywhere below FastAPI."""
 
     def __init__(
-        self,
-        status: int,
-        code: str,
-        message: str,
-        *,
-        param: str | None = None,
-        headers: Mapping[str, str] | None = None,
+        self, status: int, code: str, message: str, param: str | None = None, headers: Mapping[str, str] | None = None
     ) -> None:
         super().__init__(status, message, dict(headers or {}))
-        self.code = code
-        self.message = message
-        self.param = param
+        self.code, self.message, self.param = code, message, param
 
     def body(self) -> bytes:
         """ASCII JSON, because a message may quote text of the client that has no UTF-8 encoding."""
@@ -80,7 +78,7 @@ class ApiError(HTTPException):
 
 
 def unsupported(message: str, *, param: str | None) -> ApiError:
-    """422: a field that this model, or the engine of this phase, does not have."""
+    """422: a field that the model, or the engine of this phase, does not have."""
     return invalid(message, param=param, code="unsupported")
 
 
@@ -103,13 +101,8 @@ def refusal_error(refusal: InferError, *, param: str, retry_after: int) -> ApiEr
     """The error for a request that the engine refuses: 503 if the queue is full; of chunks 404 and 409; else 422."""
     if isinstance(refusal, QueueFullError):
         return overloaded(str(refusal), retry_after, code="queue_full")
-    if isinstance(refusal, ContextLengthError):
-        return invalid(str(refusal), param=param, code="context_length_exceeded")
-    if isinstance(refusal, UnknownChunkError):
-        return ApiError(404, "chunk_not_found", str(refusal), param=param)
-    if isinstance(refusal, ChunkInUseError):
-        return ApiError(409, "chunk_in_use", str(refusal), param=param)
-    return invalid(str(refusal), param=param)
+    status, code = _REFUSALS.get(type(refusal), (422, "invalid_value"))
+    return ApiError(status, code, str(refusal), param)
 
 
 def validation_error(errors: Sequence[Mapping[str, Any]]) -> ApiError:
@@ -122,62 +115,51 @@ def validation_error(errors: Sequence[Mapping[str, Any]]) -> ApiError:
         reason = first.get("ctx", {}).get("error", "it cannot be parsed")
         return ApiError(400, "invalid_json", f"The body is not valid JSON ({reason}, at character {param}).")
     if param is None:
-        return ApiError(
-            400, "invalid_json", "The body must be a JSON object, sent with the header Content-Type: application/json."
-        )
+        said = "The body must be a JSON object, sent with the header Content-Type: application/json."
+        return ApiError(400, "invalid_json", said)
     if kind == "missing":
         return ApiError(400, "missing_field", f"The field {param} is missing.", param=param)
     if kind == "extra_forbidden":
-        return invalid(
-            f"The field {param} is unknown; leave it out. docs/API.md lists the fields.",
-            param=param,
-            code="unknown_field",
-        )
+        said = f"The field {param} is unknown; leave it out. docs/API.md lists the fields."
+        return invalid(said, param=param, code="unknown_field")
     cause = first.get("ctx", {}).get("error")
     if isinstance(cause, ValueError):
         return (unsupported if isinstance(cause, UnsupportedValueError) else invalid)(str(cause), param=param)
     value = first.get("input")
-    value = value[:_SHOWN] if isinstance(value, str | list) else value
-    shown = repr(value)
+    shown = repr(value[:_SHOWN] if isinstance(value, str | list) else value)
     shown = shown if len(shown) <= _SHOWN else shown[:_SHOWN] + "..."
-    said = first["msg"][:1].lower() + first["msg"][1:]
-    return invalid(f"{param} is {shown}; {said}.", param=param)
+    return invalid(f"{param} is {shown}; {first['msg'][:1].lower()}{first['msg'][1:]}.", param=param)
 
 
 def install(app: FastAPI) -> None:
     """Register handlers that give every error of the application, FastAPI's included, this body."""
+    makers: dict[type[Exception], Callable[[Request, Any], ApiError]] = {
+        ApiError: lambda request, error: error,
+        RequestValidationError: lambda request, error: validation_error(error.errors()),
+        HTTPException: _http_error,
+        InferError: lambda request, error: invalid(str(error), param=None),
+        Exception: lambda request, error: ApiError(
+            500, "internal_error", "The server failed to process this request; see its log."
+        ),
+    }
 
-    async def on_api_error(request: Request, error: Exception) -> Response:
-        assert isinstance(error, ApiError)
-        return error.response(request.app.state.config)
+    async def respond(make: Callable[[Request, Any], ApiError], request: Request, error: Exception) -> Response:
+        return make(request, error).response(getattr(request.app.state, "config", None))
 
-    async def on_validation_error(request: Request, error: Exception) -> Response:
-        assert isinstance(error, RequestValidationError)
-        return validation_error(error.errors()).response(request.app.state.config)
+    for kind, make in makers.items():
+        app.add_exception_handler(kind, partial(respond, make))
 
-    async def on_http_error(request: Request, error: Exception) -> Response:
-        assert isinstance(error, HTTPException)
-        status = error.status_code
-        said = {
-            400: "The body cannot be read as JSON.",
-            404: f"There is no route {request.url.path}; docs/API.md lists the routes.",
-            405: f"{request.url.path} does not allow {request.method}; see the header Allow.",
-            413: "The body is longer than this server allows.",
-        }.get(status, f"{status} {http.HTTPStatus(status).phrase}.")
-        headers = _allowed(request) if status == 405 else error.headers
-        return ApiError(status, _CODES.get(status, "http_error"), said, headers=headers).response()
 
-    async def on_refusal(request: Request, error: Exception) -> Response:
-        return invalid(str(error), param=None).response(request.app.state.config)
-
-    async def on_bug(request: Request, error: Exception) -> Response:
-        return ApiError(500, "internal_error", "The server failed to process this request; see its log.").response()
-
-    app.add_exception_handler(ApiError, on_api_error)
-    app.add_exception_handler(RequestValidationError, on_validation_error)
-    app.add_exception_handler(HTTPException, on_http_error)
-    app.add_exception_handler(InferError, on_refusal)
-    app.add_exception_handler(Exception, on_bug)
+def _http_error(request: Request, error: HTTPException) -> ApiError:
+    status = error.status_code
+    said = {
+        400: "The body cannot be read as JSON.",
+        404: f"There is no route {request.url.path}; docs/API.md lists the routes.",
+        405: f"{request.url.path} does not allow {request.method}; see the header Allow.",
+        413: "The body is longer than this server allows.",
+    }.get(status, f"{status} {http.HTTPStatus(status).phrase}.")
+    headers = _allowed(request) if status == 405 else error.headers
+    return ApiError(status, _CODES.get(status, "http_error"), said, headers=headers)
 
 
 def _allowed(request: Request) -> dict[str, str]:

@@ -25,7 +25,6 @@ import uvicorn
 from fastapi import FastAPI
 
 from shared.errors import ConfigError, RankError
-from shared.server.errors import overloaded
 from shared.server.http.connection import Connection
 from shared.server.http.logs import log_event
 from shared.server.settings import ServerConfig
@@ -57,9 +56,7 @@ class Server(uvicorn.Server):
                 timeout_graceful_shutdown=config.grace,  # type: ignore[arg-type]  # seconds, whole or not
             )
         )
-        self._application = app
-        self._grace = config.grace
-        self._retry_after = config.retry_after
+        self._application, self._settings = app, config
         self._event_loop: asyncio.AbstractEventLoop | None = None
         self.has_lost_engine = False
         app.state.client.end_server = self._lose_engine
@@ -78,14 +75,12 @@ class Server(uvicorn.Server):
 
     def _drain(self) -> None:
         """Refuse new requests, and end running ones shortly before the grace time is over."""
-        intake = self._application.state.intake
+        intake, client = self._application.state.intake, self._application.state.client
         if intake.is_draining:
             return
-        intake.is_draining = True
-        client = self._application.state.client
-        log_event(logging.INFO, "shutting down", open_requests=client.num_open_requests, grace_s=self._grace)
-        error = overloaded("The server is shutting down.", self._retry_after, code="shutting_down")
-        asyncio.get_running_loop().call_later(max(0.8 * self._grace, self._grace - 1), client.end_all, error)
+        intake.is_draining, grace = True, self._settings.grace
+        log_event(logging.INFO, "shutting down", open_requests=client.num_open_requests, grace_s=grace)
+        asyncio.get_running_loop().call_later(max(0.8 * grace, grace - 1), client.end_all, intake.stopping())
 
 
 def bind(host: str, port: int) -> socket.socket:

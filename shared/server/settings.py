@@ -21,15 +21,9 @@ MAX_ROLE_CHARACTERS = 64
 MAX_STOP_STRINGS = 16
 MAX_STOP_CHARACTERS = 256
 _COUNTS = (
-    "max_tokens",
-    "max_chat_tokens",
-    "max_body_bytes",
-    "max_connections",
-    "max_head_bytes",
-    "max_url_bytes",
-    "max_unread_bytes",
-    "retry_after",
-)
+    "max_tokens", "max_chat_tokens", "max_body_bytes", "max_connections", "max_head_bytes",
+    "max_url_bytes", "max_unread_bytes", "retry_after",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)

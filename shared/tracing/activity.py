@@ -58,8 +58,8 @@ class ActivityRecorder:
     def __init__(self, engine: Any, now: Callable[[], int]) -> None:
         self.engine = engine
         self.now = now
-        group = getattr(engine, "group", None)
-        self.group: Any = group if group is not None and group.size > 1 else None
+        group: Any = getattr(engine, "group", None)
+        self.group = group if group is not None and group.size > 1 else None
         self.offset_ns = now() - time.perf_counter_ns() if self.group else 0
         self.zero: tuple[torch.cuda.Event, int] | None = None  # a moment by both clocks, of the GPU and of the trace
         if engine.model.device.type == "cuda":
@@ -73,10 +73,10 @@ class ActivityRecorder:
         """Time the step that is run in this context."""
         activity = StepActivity(self.now, 0)
         first = self.group.sender.number if self.group else 0
-        with ExitStack() as restore:
+        with ExitStack() as undo:
             for part, method, on_call, on_return in CALLS:
                 owner = getattr(self.engine, part)
-                restore.callback(_restore, owner, method, vars(owner).get(method))
+                undo.callback(restore, owner, method, vars(owner).get(method))
                 call = getattr(owner, method)
                 if part == "runner" and self.zero is not None:
                     call = _launching(activity, method, call)
@@ -139,7 +139,7 @@ def _recorded_event() -> torch.cuda.Event:
     return event
 
 
-def _restore(owner: Any, method: str, own: Any) -> None:
+def restore(owner: Any, method: str, own: Any) -> None:
     """Give the object back the method that it had: one of its own, or with None that of its class."""
     if own is None:
         delattr(owner, method)

@@ -24,10 +24,6 @@ def _kv_capacity(trace: Trace) -> int | None:
     return trace.steps[0].record.kv_capacity_tokens if trace.steps else None
 
 
-def _num_held(step: TracedStep) -> int:
-    return step.memory.num_held if step.memory is not None else 0
-
-
 def _num_blocks(trace: Trace) -> int | None:
     memory = trace.steps[0].memory if trace.steps else None
     return memory.num_blocks if memory is not None else None
@@ -38,7 +34,12 @@ LANES = (
     Lane("running", "after the step", lambda step: step.record.num_running, lambda trace: trace.max_batch_size),
     Lane("waiting", "after the step", lambda step: step.record.num_waiting, lambda trace: None),
     Lane("KV tokens", "in the KV cache after the step", lambda step: step.record.kv_used_tokens, _kv_capacity),
-    Lane("KV blocks", "held after the step; a region is one large block", _num_held, _num_blocks),
+    Lane(
+        "KV blocks",
+        "held after the step; a region is one large block",
+        lambda step: step.memory.num_held if step.memory else 0,
+        _num_blocks,
+    ),
 )
 
 

@@ -11,12 +11,11 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from statistics import fmean, median
-from types import TracebackType
 from typing import Any, Self
 
 from shared.engine.output import StepOutput
 from shared.engine.record import StepRecord
-from shared.tracing.activity import ActivityRecorder, StepActivity
+from shared.tracing.activity import ActivityRecorder, StepActivity, restore
 
 
 @dataclass(frozen=True)
@@ -33,11 +32,7 @@ class ProfiledStep:
 
 
 class Profiler:
-    """Profiles an engine of phase 4 or later, from ``with`` to the end of its block.
-
-    Args:
-        clock: monotonic, in nanoseconds.
-    """
+    """Profiles an engine of phase 4 or later, from ``with`` to the end of its block; ``clock`` is in nanoseconds."""
 
     def __init__(self, engine: Any, *, clock: Callable[[], int] = time.perf_counter_ns) -> None:
         self.engine = engine
@@ -52,13 +47,8 @@ class Profiler:
         self.engine.step = self._profiled
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, value: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        if self._own is None:
-            del self.engine.step
-        else:
-            self.engine.step = self._own
+    def __exit__(self, *raised: object) -> None:
+        restore(self.engine, "step", self._own)
         pairs = zip(self._counts(), self._before, strict=True)
         changes = [(accepted - old_accepted, all_ - old) for (accepted, all_), (old_accepted, old) in pairs]
         self.acceptance = tuple(accepted / all_ if all_ else 0.0 for accepted, all_ in changes)
@@ -77,12 +67,11 @@ class Profiler:
         if not steps:
             return {}
         decoding = [step for step in steps if step.record.decoded and not step.record.prefilled]
-        shares = {f"acceptance at position {place}": share for place, share in enumerate(self.acceptance)}
         return {
             "tokens of a decode step": fmean(step.num_tokens for step in decoding or steps),
             "forward, median ms": 1e3 * median(step.forward_seconds for step in decoding or steps),
             "longest sequence (tokens)": max(max(step.lengths, default=0) for step in steps),
-            **shares,
+            **{f"acceptance at position {place}": share for place, share in enumerate(self.acceptance)},
         }
 
     def _profiled(self) -> list[StepOutput]:

@@ -7,7 +7,7 @@ aborted through the recorder, which forwards every call. Invariant: recording do
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Any
 
 from shared.engine.memory_map import MemoryMap
 from shared.engine.output import StepOutput
@@ -22,38 +22,14 @@ CHUNK = "chunk "
 """What the ids of requests that compute a chunk begin with (:mod:`shared.tracks.segments.scheduler`)."""
 
 
-class TraceableEngine(Protocol):
-    """The interface of an engine that the recorder uses."""
-
-    config: Any
-    model: Any
-    tokenizer: Any
-    scheduler: Any
-    runner: Any
-    constraints: Any  # from phase 12 on
-    chunks: Any  # of phase 9.1
-    register: Any
-    last_step: StepRecord | None
-
-    def add_request(
-        self, prompt: Sequence[int], params: SamplingParams, request_id: str | None = None, **context: Any
-    ) -> str: ...
-    def step(self) -> list[StepOutput]: ...
-    def abort(self, request_id: str) -> bool: ...
-    def has_work(self) -> bool: ...
-
-
 class Recorder:
-    """Wraps an engine's ``add_request``, ``step`` and ``abort``.
-
-    Args:
-        clock: monotonic, in nanoseconds.
+    """Wraps ``add_request``, ``step`` and ``abort`` of an engine of phase 4 or later; ``clock`` is in nanoseconds.
 
     Raises:
         ValueError: the engine has requests already, whose arrivals would be missing.
     """
 
-    def __init__(self, engine: TraceableEngine, *, clock: Callable[[], int] = time.perf_counter_ns) -> None:
+    def __init__(self, engine: Any, *, clock: Callable[[], int] = time.perf_counter_ns) -> None:
         if engine.has_work():
             raise ValueError("The engine has requests already; start recording while it has none.")
         self.engine = engine
@@ -83,7 +59,7 @@ class Recorder:
         prompt_ids = self.engine.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
         arrived_ns = self._now()
         context = {"chunk_ids": [self.engine.register(chunk) for chunk in chunks]} if chunks else {}
-        request_id = self.engine.add_request(prompt_ids, params, request_id, **context)
+        request_id = str(self.engine.add_request(prompt_ids, params, request_id, **context))
         self.progress.pop(request_id, None)
         if isinstance(params.structured_output, Grammar):
             self.progress[request_id] = Progress(self.engine.constraints.grammars.get(params.structured_output))
@@ -105,15 +81,12 @@ class Recorder:
         """The engine's ``step``."""
         with self.activity.watch() as activity:
             started_ns = activity.last_ns
-            outputs = self.engine.step()
+            outputs: list[StepOutput] = self.engine.step()
             ended_ns = self._now()
-        record = self.engine.last_step
-        assert record is not None
-        index = len(self.steps)
+        record, index = self.engine.last_step, len(self.steps)
         memory = MemoryMap.of(self.engine.scheduler, record)
-        host = tuple(activity.host)
         self.activities.append(activity)
-        self.steps.append(TracedStep(replace(record, step=index), started_ns, ended_ns, memory, host))
+        self.steps.append(TracedStep(replace(record, step=index), started_ns, ended_ns, memory, tuple(activity.host)))
         for output in outputs:
             self._note(output, index, ended_ns)
         if self.computes_chunks:
@@ -122,7 +95,7 @@ class Recorder:
 
     def abort(self, request_id: str) -> bool:
         """The engine's ``abort``."""
-        was_here = self.engine.abort(request_id)
+        was_here: bool = self.engine.abort(request_id)
         if was_here:
             self._set(request_id, outcome=Outcome.ABORTED, end_step=len(self.steps), ended_ns=self._now())
         return was_here

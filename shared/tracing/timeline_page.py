@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 from shared.engine.record import StepRecord
-from shared.grammar.progress import Position
 from shared.tracing.focus import focus
 from shared.tracing.holdings import memory_data
 from shared.tracing.lanes import LANES, activity_lanes
@@ -36,13 +35,14 @@ def page(traces: Sequence[Trace], title: str, note: str = "") -> str:
     style = "\n\n".join(map(_part, ("timeline.css", "pool.css")))
     script = "\n\n".join(map(_part, SCRIPTS))
     policy = f"default-src 'none'; style-src {_hash(style)}; script-src {_hash(script)}; img-src data:"
+    titles = ["", *(trace.title for trace in traces)]
     regions = {
         "title": escape(title),
         "policy": f"{policy}; base-uri 'none'; form-action 'none'",
         "style": style,
         "script": script,
         "data": _embedded({"traces": [trace_data(trace) for trace in traces]}),
-        "totals": _totals_table(traces),
+        "totals": _table("Totals", titles, [[name, *values] for name, values in totals_rows(traces)], name="totals"),
         "note": escape(note),
         "tables": "\n".join(_tables(trace) for trace in traces),
     }
@@ -95,10 +95,7 @@ def totals_rows(traces: Sequence[Trace]) -> list[tuple[str, list[str]]]:
         ("most requests in a step", [str(each.most_served) for each in totals]),
         ("mean queue wait", [known(each.mean_queue_steps, "{:.1f} steps") for each in totals]),
         ("longest queue wait", [known(each.longest_queue_steps, "{} steps") for each in totals]),
-        (
-            "mean queue wait, time",
-            [known(each.mean_queue_seconds, "{:.3f} s") for each in totals],
-        ),
+        ("mean queue wait, time", [known(each.mean_queue_seconds, "{:.3f} s") for each in totals]),
         ("written share of held KV cache", [known(each.written_share, "{:.1%}", "none held") for each in totals]),
         ("generated tokens", [str(each.num_tokens) for each in totals]),
         ("preemptions", [str(each.num_preemptions) for each in totals]),
@@ -111,24 +108,12 @@ def totals_rows(traces: Sequence[Trace]) -> list[tuple[str, list[str]]]:
 
 
 def _request_data(trace: Trace, request: TracedRequest) -> dict[str, Any]:
-    values = dataclasses.asdict(request)
-    values["tokens"] = [
+    tokens = [
         [token.step, token.token_id, token.text, *([token.position] if token.position is not None else [])]
         for token in request.tokens
     ]
-    values["runs"] = trace.runs(request)
-    values["chunks"] = trace.chunks(request)
-    values["preemptions"] = trace.preemptions(request)
-    return values
-
-
-def _totals_table(traces: Sequence[Trace]) -> str:
-    return _table(
-        "Totals",
-        ["", *(trace.title for trace in traces)],
-        [[name, *values] for name, values in totals_rows(traces)],
-        name="totals",
-    )
+    runs, chunks, preemptions = trace.runs(request), trace.chunks(request), trace.preemptions(request)
+    return dataclasses.asdict(request) | {"tokens": tokens, "runs": runs, "chunks": chunks, "preemptions": preemptions}
 
 
 def _tables(trace: Trace) -> str:
@@ -178,10 +163,11 @@ def _tables(trace: Trace) -> str:
 def _positions(trace: Trace) -> Iterator[str]:
     """The places in the grammar in which tokens were drawn, as a table, if there are any."""
     found = [
-        (f"{request.request_id}, token {number}", token.step, repr(token.text), *_grammar_cells(token.position))
+        (name, token.step, repr(token.text), position.state, position.stack or "–", position.num_allowed)
         for request in trace.requests
         for number, token in enumerate(request.tokens, start=1)
-        if token.position is not None
+        for name, position in [(f"{request.request_id}, token {number}", token.position)]
+        if position is not None
     ]
     if found:
         head = ["request", "step", "text", "state", "open", "allowed tokens"]
@@ -198,10 +184,6 @@ def _compressions(trace: Trace) -> Iterator[str]:
     if found:
         head = ["request", "tokens", "least of a KV head", "most of a KV head", "of all layers and heads"]
         yield _table(f"Kept tokens, {trace.title}", head, found)
-
-
-def _grammar_cells(position: Position) -> tuple[object, ...]:
-    return position.state, position.stack or "–", position.num_allowed
 
 
 def _verified(record: StepRecord) -> str:

@@ -178,11 +178,8 @@ class Trace:
 
     def runs(self, request: TracedRequest) -> list[tuple[CellKind, int, int]]:
         """The runs of consecutive cells of one kind: the kind, its first step, and the step after its last."""
-        joined = []
-        for kind, group in groupby(self.cells(request), key=lambda cell: cell.kind):
-            cells = list(group)
-            joined.append((kind, cells[0].step, cells[-1].step + 1))
-        return joined
+        groups = [(kind, [*cells]) for kind, cells in groupby(self.cells(request), key=lambda cell: cell.kind)]
+        return [(kind, cells[0].step, cells[-1].step + 1) for kind, cells in groups]
 
     def chunks(self, request: TracedRequest) -> list[tuple[int, int, int]]:
         """The parts of its prompt, or after a preemption of prompt and outputs, as (step, first token, tokens)."""

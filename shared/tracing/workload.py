@@ -6,8 +6,10 @@ compared on the same requests. Invariant: a seed gives the same requests everywh
 
 import math
 import random
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from pathlib import Path
 
 from shared.engine.prompt import check_prompt
@@ -28,10 +30,7 @@ SHORTEST_SHARE = 8
 
 @dataclass(frozen=True)
 class Arrival:
-    """One request, which arrives before step ``step``.
-
-    ``text`` is the prompt, if given as text; ``chunks`` precede it.
-    """
+    """One request, which arrives before step ``step``; ``text`` is its prompt, if given so; ``chunks`` precede it."""
 
     step: int
     request_id: str
@@ -49,13 +48,7 @@ def chosen_documents(count: int, num_requests: int, *, vocab_size: int, seed: in
 
 
 def mixed_requests(
-    num_requests: int,
-    *,
-    vocab_size: int,
-    max_seq_len: int,
-    max_new_tokens: int,
-    seed: int,
-    shared_prefix: int = 0,
+    num_requests: int, *, vocab_size: int, max_seq_len: int, max_new_tokens: int, seed: int, shared_prefix: int = 0
 ) -> list[tuple[tuple[int, ...], SamplingParams]]:
     """Prompts of random ids and outputs of fixed lengths, both log-uniform, so short ones are more frequent.
 
@@ -137,9 +130,7 @@ def arrival_steps(num_requests: int, *, every: int = 0, rate: float | None = Non
         raise ConfigError(f"The rate is {rate}; it must be above 0, the mean number of arrivals per step.")
     rng = random.Random(f"arrivals {seed}")
     gaps = [float(every) if rate is None else rng.expovariate(rate) for _ in range(num_requests - 1)]
-    moments = [0.0]
-    for gap in gaps:
-        moments.append(moments[-1] + gap)
+    moments = [*accumulate(gaps, initial=0.0)]
     if moments[-1] > MAX_STEPS:
         raise ConfigError(
             f"The last request would arrive before step {moments[-1]:.0f}; a timeline has room for {MAX_STEPS} steps: "
@@ -162,14 +153,11 @@ def run(recorder: Recorder, arrivals: Sequence[Arrival]) -> None:
             f"{len(arrivals)} requests would take at least {least} steps with {places} at a time; a timeline has room "
             f"for {MAX_STEPS}: use shorter outputs or fewer requests."
         )
-    coming = iter(arrivals)
-    following = next(coming, None)
-    while following is not None or recorder.engine.has_work():
-        while following is not None and following.step <= len(recorder.steps):
-            recorder.add_request(
-                following.prompt_ids, following.params, following.request_id, following.text, following.chunks
-            )
-            following = next(coming, None)
+    coming = deque(arrivals)
+    while coming or recorder.engine.has_work():
+        while coming and coming[0].step <= len(recorder.steps):
+            each = coming.popleft()
+            recorder.add_request(each.prompt_ids, each.params, each.request_id, each.text, each.chunks)
         recorder.step()
 
 

@@ -11,7 +11,7 @@ from typing import Annotated, Any
 
 import typer
 
-from shared.cli.bench.options import Device, Dtype, Model, Seed, Threads, measuring, present
+from shared.cli.bench.options import Device, Dtype, Model, Out, Seed, Threads, measuring, present
 from shared.cli.options import DEFAULT_MODEL
 from shared.engine.config import EngineConfig
 from shared.terminal import examples
@@ -35,17 +35,12 @@ def generation(
         list[str] | None,
         typer.Option("--phase", "-p", help="A phase to measure; repeat it. Default: 02, 03 and the newest."),
     ] = None,
-    prompt_tokens: Annotated[
-        int | None, typer.Option("--prompt-tokens", help="Tokens of each prompt; 256, without a GPU 32.")
-    ] = None,
-    new_tokens: Annotated[
-        int | None, typer.Option("--new-tokens", help="Tokens of each answer; 256, without a GPU 16.")
-    ] = None,
-    trials: Annotated[int | None, typer.Option("--trials", help="Answers of each, whose median counts; 3.")] = None,
+    prompt_tokens: Annotated[int | None, typer.Option(help="Tokens of each prompt; 256, without a GPU 32.")] = None,
+    new_tokens: Annotated[int | None, typer.Option(help="Tokens of each answer; 256, without a GPU 16.")] = None,
+    trials: Annotated[int | None, typer.Option(help="Answers of each, whose median counts; 3.")] = None,
     peer: Annotated[
         list[str] | None,
         typer.Option(
-            "--peer",
             help="A peer to measure: transformers_eager, transformers_compiled, vllm, compile (phase 11.1 with "
             "torch.compile for our kernels); repeat it. Default: all that can run here, on a CPU without compile. The "
             "middle two need a GPU, and vllm must be installed.",
@@ -54,16 +49,12 @@ def generation(
     ] = None,
     no_peers: Annotated[bool, typer.Option("--no-peers", help="Measure phases alone.")] = False,
     pack_weights: Annotated[
-        bool,
-        typer.Option("--pack-weights", help=EngineConfig.__dataclass_fields__["pack_weights"].metadata["help"]),
+        bool, typer.Option("--pack-weights", help=EngineConfig.__dataclass_fields__["pack_weights"].metadata["help"])
     ] = False,
     max_seconds: Annotated[
-        float,
-        typer.Option("--max-seconds", help="Break an answer off after so much decoding; never transformers'."),
+        float, typer.Option(help="Break an answer off after so much decoding; never transformers'.")
     ] = 15.0,
-    out: Annotated[
-        Path | None, typer.Option("--out", help="Write JSON, Markdown and PNG, named by machine, into this folder.")
-    ] = None,
+    out: Out = None,
     threads: Threads = None,
     dtype: Dtype = None,
     device: Device = "auto",
@@ -96,17 +87,15 @@ def profile(
         str | None, typer.Option("--phase", "-p", help="The phase to profile. Default: the newest of the main line.")
     ] = None,
     prompt_tokens: Annotated[
-        int | None, typer.Option("--prompt-tokens", help="Tokens before the profiled steps; 256, without a GPU 32.")
+        int | None, typer.Option(help="Tokens before the profiled steps; 256, without a GPU 32.")
     ] = None,
-    steps: Annotated[int | None, typer.Option("--steps", help="Decode steps to profile; 16, without a GPU 4.")] = None,
-    top: Annotated[int, typer.Option("--top", help="Rows of the table.")] = 20,
+    steps: Annotated[int | None, typer.Option(help="Decode steps to profile; 16, without a GPU 4.")] = None,
+    top: Annotated[int, typer.Option(help="Rows of the table.")] = 20,
     trace: Annotated[
         Path | None,
-        typer.Option(
-            "--trace", help="Write a Chrome trace, for chrome://tracing or ui.perfetto.dev; best as .json.gz."
-        ),
+        typer.Option(help="Write a Chrome trace, for chrome://tracing or ui.perfetto.dev; best as .json.gz."),
     ] = None,
-    out: Annotated[Path | None, typer.Option("--out", help="Write JSON and Markdown into this folder.")] = None,
+    out: Annotated[Path | None, typer.Option(help="Write JSON and Markdown into this folder.")] = None,
     threads: Threads = None,
     dtype: Dtype = None,
     device: Device = "auto",

@@ -16,12 +16,12 @@ from shared.terminal import examples, working
 
 def grammar(
     model: Model = "smollm2-135m",
-    requests: Annotated[int, typer.Option("--requests", help="Requests at a time.", min=1)] = 64,
-    steps: Annotated[int, typer.Option("--steps", help="Steps that are timed.", min=1)] = 150,
-    trials: Annotated[int, typer.Option("--trials", help="Of each case; the median counts.", min=1)] = 5,
+    requests: Annotated[int, typer.Option(help="Requests at a time.", min=1)] = 64,
+    steps: Annotated[int, typer.Option(help="Steps that are timed.", min=1)] = 150,
+    trials: Annotated[int, typer.Option(help="Of each case; the median counts.", min=1)] = 5,
     seed: Seed = 0,
     device: Device = "auto",
-    out: Annotated[Path | None, typer.Option("--out", help="Write the report into this folder.")] = None,
+    out: Annotated[Path | None, typer.Option(help="Write the report into this folder.")] = None,
 ) -> None:
     """Time requests with and without a grammar, and on a GPU the launches that find masks.
 
@@ -36,5 +36,5 @@ def grammar(
 
 
 COMMANDS: dict[str, tuple[Callable[..., None], str]] = {
-    "grammar": (grammar, examples("infer bench grammar --requests 4 --steps 20")),
+    "grammar": (grammar, examples("infer bench grammar --requests 4 --steps 20"))
 }

@@ -43,8 +43,7 @@ def kernels(
         list[str] | None, typer.Option("--kernel", "-k", help="A kernel to measure; repeat it. Default: every kernel.")
     ] = None,
     rows: Annotated[
-        list[int] | None,
-        typer.Option("--rows", help="Rows of a call, 1 to 64; repeat it. Default: 1, 4, 8 and 16."),
+        list[int] | None, typer.Option(help="Rows of a call, 1 to 64; repeat it. Default: 1, 4, 8 and 16.")
     ] = None,
     compile: Annotated[
         bool | None,

@@ -30,6 +30,9 @@ Device = Annotated[
 ]
 Dtype = Annotated[str | None, typer.Option("--dtype", help="float32, bfloat16 or float16. Default: by device.")]
 Threads = Annotated[int | None, typer.Option("--threads", help="CPU threads of PyTorch. Default: as it chooses.")]
+Out = Annotated[
+    Path | None, typer.Option("--out", help="Write JSON, Markdown and PNG, named by machine, into this folder.")
+]
 Seed = Annotated[int, typer.Option("--seed", help="Of the synthetic prompts.")]
 
 

@@ -6,12 +6,11 @@ JSON line; progress goes to standard error.
 
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from shared.cli.bench.options import Device, Dtype, Model, Seed, Threads, measuring, present
+from shared.cli.bench.options import Device, Dtype, Model, Out, Seed, Threads, measuring, present
 from shared.cli.options import DEFAULT_MODEL
 from shared.terminal import examples
 
@@ -28,9 +27,6 @@ MATRIX_EPILOG = examples(
     "infer bench matrix --phase 03.1 --phase 04 --phase 05",
     "infer bench matrix --model ./llama-1b --device cuda --max-seconds 10 --out reports",
 )
-Out = Annotated[
-    Path | None, typer.Option("--out", help="Write JSON, Markdown and PNG, named by machine, into this folder.")
-]
 
 
 def serving(
@@ -60,16 +56,12 @@ def serving(
     ] = None,
     rate: Annotated[
         float | None,
-        typer.Option("--rate", help="Poisson arrivals of the workloads, so many a second, instead of a closed loop."),
+        typer.Option(help="Poisson arrivals of the workloads, so many a second, instead of a closed loop."),
     ] = None,
-    tail_requests: Annotated[
-        int | None, typer.Option("--tail-requests", help="Requests of the tail; 512, without a GPU 24.")
-    ] = None,
-    trials: Annotated[
-        int | None, typer.Option("--trials", help="Of what is measured in turns: the median counts; 3.")
-    ] = None,
+    tail_requests: Annotated[int | None, typer.Option(help="Requests of the tail; 512, without a GPU 24.")] = None,
+    trials: Annotated[int | None, typer.Option(help="Of what is measured in turns: the median counts; 3.")] = None,
     max_seconds: Annotated[
-        float | None, typer.Option("--max-seconds", help="Break a trace off after so long, where there is no HTTP.")
+        float | None, typer.Option(help="Break a trace off after so long, where there is no HTTP.")
     ] = None,
     out: Out = None,
     threads: Threads = None,
@@ -111,7 +103,7 @@ def matrix(
         list[str] | None,
         typer.Option("--phase", "-p", help="A phase to measure; repeat it. Default: every phase of the main line."),
     ] = None,
-    max_seconds: Annotated[float, typer.Option("--max-seconds", help="Break a cell off after so long.")] = 20.0,
+    max_seconds: Annotated[float, typer.Option(help="Break a cell off after so long.")] = 20.0,
     out: Out = None,
     threads: Threads = None,
     dtype: Dtype = None,

@@ -17,30 +17,27 @@ from shared.terminal import examples, working
 
 def speculation(
     model: Model = "smollm2-135m",
-    draft: Annotated[str | None, typer.Option("--draft", help="A draft model, beside lookup.")] = None,
+    draft: Annotated[str | None, typer.Option(help="A draft model, beside lookup.")] = None,
     adapter: Annotated[
-        str | None,
-        typer.Option("--adapter", help="An adapter of phase 11.1, beside lookup; random: one that is not trained."),
+        str | None, typer.Option(help="An adapter of phase 11.1, beside lookup; random: one that is not trained.")
     ] = None,
     lookup: Annotated[bool, typer.Option(help="Measure drafts by lookup too.")] = True,
     candidates: Annotated[
-        int | None, typer.Option("--candidates", help="An untrained adapter guesses the first ids only.", min=1)
+        int | None, typer.Option(help="An untrained adapter guesses the first ids only.", min=1)
     ] = None,
     texts: Annotated[
         bool, typer.Option("--texts", help="Instead, let a chat model answer, with its true acceptance.")
     ] = False,
     length: Annotated[
-        list[int] | None, typer.Option("--length", help="Drafts of a step; repeat it. Default: 1, 3, 5 and 8.")
+        list[int] | None, typer.Option(help="Drafts of a step; repeat it. Default: 1, 3, 5 and 8.")
     ] = None,
     acceptance: Annotated[
-        list[float] | None, typer.Option("--acceptance", help="Of a draft; repeat it. Default: 0.6, 0.8 and 0.95.")
+        list[float] | None, typer.Option(help="Of a draft; repeat it. Default: 0.6, 0.8 and 0.95.")
     ] = None,
-    batch: Annotated[
-        list[int] | None, typer.Option("--batch", help="Requests at a time; repeat it. Default: 1 and 16.")
-    ] = None,
-    trials: Annotated[int, typer.Option("--trials", help="Of each case; the median counts.", min=1)] = 3,
+    batch: Annotated[list[int] | None, typer.Option(help="Requests at a time; repeat it. Default: 1 and 16.")] = None,
+    trials: Annotated[int, typer.Option(help="Of each case; the median counts.", min=1)] = 3,
     device: Device = "auto",
-    out: Annotated[Path | None, typer.Option("--out", help="Write the report into this folder.")] = None,
+    out: Annotated[Path | None, typer.Option(help="Write the report into this folder.")] = None,
 ) -> None:
     """Time drafting and verification at an acceptance decided by lot, beside phase 10, or on texts.
 
@@ -74,11 +71,11 @@ def speculation(
 
 def step_costs(
     model: Model = "smollm2-135m",
-    trials: Annotated[int, typer.Option("--trials", help="Of each step; the median counts.", min=1)] = 5,
+    trials: Annotated[int, typer.Option(help="Of each step; the median counts.", min=1)] = 5,
     device: Device = "auto",
     dtype: Dtype = None,
     threads: Threads = None,
-    out: Annotated[Path | None, typer.Option("--out", help="Write the report into this folder too.")] = None,
+    out: Annotated[Path | None, typer.Option(help="Write the report into this folder too.")] = None,
 ) -> None:
     """Measure what steps cost by their tokens, context and drafts, and keep the table for engines of this model.
 

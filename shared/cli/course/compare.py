@@ -30,13 +30,9 @@ FREE_RUN = "own states"  # the heading of the drift: the error when our model ru
 def compare(
     model: Annotated[str, typer.Argument(help="A model folder, a known name, or a hub name owner/name.")],
     prompt: Annotated[str, typer.Option("--prompt", "-p", help="The prompt of both models.")] = DEFAULT_PROMPT,
-    dtype: Annotated[str, typer.Option("--dtype", help="float32, bfloat16 or float16, for both.")] = "float32",
-    layers: Annotated[
-        str | None, typer.Option("--layers", help="Such as 0,3 or 8-11; default: all.", show_default=False)
-    ] = None,
-    attention_backend: Annotated[
-        str, typer.Option("--attention-backend", help="naive (the formula) or sdpa (PyTorch), for both.")
-    ] = "sdpa",
+    dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16, for both.")] = "float32",
+    layers: Annotated[str | None, typer.Option(help="Such as 0,3 or 8-11; default: all.", show_default=False)] = None,
+    attention_backend: Annotated[str, typer.Option(help="naive (the formula) or sdpa (PyTorch), for both.")] = "sdpa",
     full: Annotated[bool, typer.Option("--full", help="A row for each module instead of each layer.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of a table.")] = False,
 ) -> None:

@@ -4,13 +4,12 @@ The command only reads its options and prints; `benchmarks.ladder` measures. Inv
 is one JSON line; progress goes to standard error.
 """
 
-from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from shared.cli.bench.options import Device, Dtype, Model, Seed, Threads, measuring, present
-from shared.cli.options import DEFAULT_MODEL
+from shared.cli.bench.options import Device, Dtype, Model, Out, Seed, Threads, measuring, present
+from shared.cli.options import DEFAULT_MODEL, listed
 from shared.errors import ConfigError
 from shared.terminal import examples
 
@@ -24,14 +23,10 @@ EPILOG = examples(
 
 def ladder(
     model: Model = DEFAULT_MODEL,
-    prompt_tokens: Annotated[
-        int | None, typer.Option("--prompt-tokens", help="Tokens of each prompt; 64, or 32 with --quick.")
-    ] = None,
-    new_tokens: Annotated[
-        int | None, typer.Option("--new-tokens", help="Tokens of each answer; 16, or 12 with --quick.")
-    ] = None,
+    prompt_tokens: Annotated[int | None, typer.Option(help="Tokens of each prompt; 64, or 32 with --quick.")] = None,
+    new_tokens: Annotated[int | None, typer.Option(help="Tokens of each answer; 16, or 12 with --quick.")] = None,
     trials: Annotated[
-        int | None, typer.Option("--trials", help="Answers of each phase, whose median counts; 3, or 1 with --quick.")
+        int | None, typer.Option(help="Answers of each phase, whose median counts; 3, or 1 with --quick.")
     ] = None,
     phase: Annotated[
         list[str] | None, typer.Option("--phase", "-p", help="A phase to measure; repeat it. Default: every phase.")
@@ -39,13 +34,10 @@ def ladder(
     contexts: Annotated[
         str | None,
         typer.Option(
-            "--contexts",
-            help="Context lengths of the cost curve, with commas. Default: 16,32,64,128,256,512; none with --quick.",
+            help="Context lengths of the cost curve, with commas. Default: 16,32,64,128,256,512; none with --quick."
         ),
     ] = None,
-    out: Annotated[
-        Path | None, typer.Option("--out", help="Write JSON, Markdown and PNG, named by machine, into this folder.")
-    ] = None,
+    out: Out = None,
     threads: Threads = None,
     dtype: Dtype = None,
     device: Device = "auto",
@@ -74,7 +66,7 @@ def ladder(
 
 def _lengths(text: str) -> list[int]:
     try:
-        return [int(part) for part in text.split(",") if part.strip()]
+        return list(map(int, listed(text)))
     except ValueError:
         raise ConfigError(
             f"--contexts is {text!r}; it must be whole numbers with commas between them, such as 64,512."

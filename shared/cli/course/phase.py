@@ -11,24 +11,13 @@ from typing import Annotated, Any
 
 import typer
 
-from shared.cli import options
-from shared.cli.chat import EPILOG as CHAT_EPILOG
-from shared.cli.chat import chat
+from shared.cli import chat, generate, options, serve
 from shared.cli.course.ladder import ladder
-from shared.cli.generate import EPILOG as GENERATE_EPILOG
-from shared.cli.generate import generate
-from shared.cli.serve import EPILOG as SERVE_EPILOG
-from shared.cli.serve import serve, serves
 from shared.engine.config import EngineConfig
 from shared.errors import RequestError
 from shared.lessons import Lesson, find_lesson
 from shared.terminal import GuardedGroup, examples, fetch_if_known, printable, stdout_console, working
 
-Layer = Annotated[int, typer.Option("--layer", help="The layer, counted from 0.")]
-NumTokens = Annotated[int, typer.Option("--tokens", help="The number of tokens, with random hidden states.")]
-Seed = Annotated[int, typer.Option("--seed", help="Seed of the random hidden states.")]
-Count = Annotated[int, typer.Option("--top", help="The number of likeliest next tokens to show.")]
-Prompt = Annotated[str, typer.Option("--prompt", "-p", help="The text whose next token is predicted.")]
 REPEATS = 5
 _FORWARD = ("dtype", "device", "attention_backend")
 _forward_options = options.engine_options(*(name for name in options.FIELDS if name not in _FORWARD))
@@ -60,10 +49,11 @@ def phase_app(lesson: Lesson) -> typer.Typer:
     if forward is not None:
         app.command("forward", epilog=examples(f"{command} forward", f"{command} forward --dtype bfloat16"))(forward)
     else:
-        app.command("generate", epilog=GENERATE_EPILOG.replace("infer generate", f"{command} generate"))(generate)
-        app.command("chat", epilog=CHAT_EPILOG.replace("infer chat", f"{command} chat"))(chat)
-        if serves(lesson):
-            app.command("serve", epilog=SERVE_EPILOG.replace("infer serve", f"{command} serve"))(serve)
+        commands = {"generate": generate, "chat": chat} | (
+            {"serve": serve} if hasattr(lesson.engine, "add_request") else {}
+        )
+        for name, module in commands.items():
+            app.command(name, epilog=module.EPILOG.replace(f"infer {name}", f"{command} {name}"))(getattr(module, name))
         app.command("bench", epilog=examples(f"{command} bench"))(ladder)
     return app
 
@@ -71,9 +61,9 @@ def phase_app(lesson: Lesson) -> typer.Typer:
 @_forward_options
 def forward_layer(
     model: options.Model = options.DEFAULT_MODEL,
-    layer: Layer = 0,
-    tokens: NumTokens = 16,
-    seed: Seed = 0,
+    layer: Annotated[int, typer.Option(help="The layer, counted from 0.")] = 0,
+    tokens: Annotated[int, typer.Option(help="The number of tokens, with random hidden states.")] = 16,
+    seed: Annotated[int, typer.Option(help="Seed of the random hidden states.")] = 0,
     **settings: Any,
 ) -> None:
     """Run one layer on random hidden states; print shapes, root mean squares and the time of a pass."""
@@ -104,8 +94,10 @@ def forward_layer(
 
 @_forward_options
 def forward_model(
-    prompt: Prompt = "The capital of France is",
-    top: Count = 5,
+    prompt: Annotated[
+        str, typer.Option("--prompt", "-p", help="The text whose next token is predicted.")
+    ] = "The capital of France is",
+    top: Annotated[int, typer.Option(help="The number of likeliest next tokens to show.")] = 5,
     model: options.Model = options.DEFAULT_MODEL,
     **settings: Any,
 ) -> None:

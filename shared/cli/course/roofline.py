@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
+from shared.cli import options
 from shared.cli.bench.options import Device, computing_device
 from shared.errors import ConfigError, RequestError
 from shared.terminal import examples, stdout_console, working
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
 
     from benchmarks.roofline import DecodeWork, Floor
 
-ROOFLINE_EPILOG = examples(
+EPILOG = examples(
     "infer roofline smollm2-135m",
     "infer roofline llama-3.2-1b --gpu h100",
     "infer roofline qwen3-1.7b --bandwidth 900 --flops 70 --dtype bfloat16 --context 4096",
@@ -45,24 +46,21 @@ class Ceilings:
 def roofline(
     model: Annotated[str, typer.Argument(help="A model folder, a known name, a hub name, or a shape: llama-3.2-1b.")],
     context: Annotated[
-        int | None, typer.Option("--context", help="Tokens that the new one sees; 512, or what the model can hold.")
+        int | None, typer.Option(help="Tokens that the new one sees; 512, or what the model can hold.")
     ] = None,
     batch: Annotated[
-        str | None, typer.Option("--batch", help="Batch sizes of the table, with commas. Default: 1 to 1,024.")
+        str | None, typer.Option(help="Batch sizes of the table, with commas. Default: 1 to 1,024.")
     ] = None,
     dtype: Annotated[
-        str | None,
-        typer.Option("--dtype", help="Of weights, keys and values. Default: float32 on a CPU, else the model's."),
+        str | None, typer.Option(help="Of weights, keys and values. Default: float32 on a CPU, else the model's.")
     ] = None,
     gpu: Annotated[
-        str | None, typer.Option("--gpu", help="A GPU's data sheet: h100, h200, a100, l40s, l4, rtx-4090, ...")
+        str | None, typer.Option(help="A GPU's data sheet: h100, h200, a100, l40s, l4, rtx-4090, ...")
     ] = None,
     bandwidth: Annotated[
-        float | None, typer.Option("--bandwidth", help="GB/s that the memory can be read at, instead of measuring.")
+        float | None, typer.Option(help="GB/s that the memory can be read at, instead of measuring.")
     ] = None,
-    flops: Annotated[
-        float | None, typer.Option("--flops", help="TFLOP/s of matrix products, instead of measuring.")
-    ] = None,
+    flops: Annotated[float | None, typer.Option(help="TFLOP/s of matrix products, instead of measuring.")] = None,
     device: Device = "auto",
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of tables.")] = False,
 ) -> None:
@@ -142,7 +140,7 @@ def _dtype(asked: str | None, declared: str, ceilings: Ceilings) -> "torch.dtype
 def _batches(text: str | None) -> tuple[int, ...]:
     if text is None:
         return BATCHES
-    parts = [part.strip() for part in text.split(",") if part.strip()]
+    parts = options.listed(text)
     if not parts or not all(part.isdecimal() and 1 <= int(part) <= 1 << 20 for part in parts):
         raise ConfigError(f"--batch is {text!r}; write whole numbers from 1 on with commas between them, such as 1,8.")
     return tuple(sorted({int(part) for part in parts}))

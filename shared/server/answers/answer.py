@@ -12,15 +12,13 @@ from typing import Any
 from shared.engine.output import StepOutput
 from shared.server.answers.answer_stream import AnswerStream
 from shared.server.errors import ApiError
-from shared.text.stopping import FinishReason
 
 
 class Answer:
     """The choices of one answer, in the order of their indices: ``n`` for the first prompt, then for the next.
 
-    ``error`` and ``cause`` are those of the choice that failed or was cancelled first. ``write`` is called while
-    ``take`` waits, with an open choice that has outputs: it returns True if it has taken them, and ``take`` goes on
-    waiting.
+    ``error`` and ``cause`` are those of the choice that failed or was cancelled first. ``write`` is called with an open
+    choice that has outputs while ``take`` waits, which goes on waiting if it returns True: it has taken them.
     """
 
     def __init__(self, request_id: str, choices: Sequence[AnswerStream], n: int = 1) -> None:
@@ -89,23 +87,9 @@ class Answer:
             "prompt_tokens_details": {"cached_tokens": sum(choice.num_cached_tokens for choice in self._first_choices)},
         }
 
-    @property
-    def finish_reason(self) -> FinishReason | None:
-        """That of the first choice; for the log."""
-        return self.choices[0].finish_reason
-
-    @property
-    def arrived(self) -> float:
-        return self.choices[0].arrived
-
-    @property
-    def scheduled(self) -> float | None:
-        """When the first choice was scheduled; ``time.perf_counter``, as all times here."""
-        return min((at for choice in self.choices if (at := choice.scheduled) is not None), default=None)
-
-    @property
-    def first_token(self) -> float | None:
-        return min((at for choice in self.choices if (at := choice.first_token) is not None), default=None)
+    def earliest(self, moment: str) -> float | None:
+        """When the first choice had ``scheduled`` or ``first_token``."""
+        return min((at for choice in self.choices if (at := getattr(choice, moment)) is not None), default=None)
 
     def _on_change(self, choice: AnswerStream) -> None:
         is_waited_for = self._waiter is not None and not self._waiter.done()

@@ -45,11 +45,9 @@ class AnswerStream:
         abandon: Callable[[str], None],
         num_chunk_tokens: int = 0,
     ) -> None:
-        self.request_id = request_id
+        self.request_id, self.index, self.param = request_id, index, param
         self.prompt_ids = prompt_ids
         self.num_prompt_tokens = num_chunk_tokens + len(prompt_ids)
-        self.index = index
-        self.param = param
         self.num_tokens = 0
         self.num_cached_tokens = 0  # of the prompt, known with the first output
         self.num_accepted_drafts = self.num_rejected_drafts = 0  # known with the last output

@@ -11,16 +11,10 @@ from shared.text.tokenizer import Tokenizer
 
 
 class Echo:
-    """The prompts as the client sent them.
-
-    Args:
-        has_logprobs: the log-probabilities of the prompts' tokens are asked for.
-    """
+    """The prompts as the client sent them; ``has_logprobs``: the log-probabilities of their tokens are asked for."""
 
     def __init__(self, tokenizer: Tokenizer, prompts: list[str | list[int]], *, has_logprobs: bool) -> None:
-        self._tokenizer = tokenizer
-        self._prompts = prompts
-        self._has_logprobs = has_logprobs
+        self._tokenizer, self._prompts, self._has_logprobs = tokenizer, prompts, has_logprobs
 
     def of(self, choice: AnswerStream, num_choices: int) -> tuple[str, list[Scored]]:
         """The prompt of one of ``num_choices`` choices, and its tokens, if log-probabilities are asked for."""

@@ -1,8 +1,8 @@
 """Turns a validated body into a request in the engine. Introduced in phase 4.
 
-Tokenization runs on two threads, because a long prompt would block the event loop; one is for short texts, so that they
-do not wait for long ones. A text that no sequence can hold is refused before it is tokenized. Invariant: every refusal
-of the engine or the tokenizer becomes a 422 or a 503 that names the field.
+Tokenization runs on two threads, since a long prompt would block the event loop, and short texts do not wait for long
+ones. A text that no sequence can hold is refused before it is tokenized. Invariant: every refusal of the engine or the
+tokenizer becomes a 422 or a 503 that names the field.
 """
 
 import asyncio
@@ -47,12 +47,8 @@ class Intake:
 
     def __init__(self, handle: EngineHandle, client: EngineClient, config: ServerConfig) -> None:
         self.tokenizer = handle.tokenizer
-        self.max_seq_len = handle.max_seq_len
-        self.request_capacity = handle.request_capacity
-        self.vocab_size: int = handle.model_config.vocab_size
-        self.has_grammars = handle.has_grammars
-        self.limits_thinking = handle.limits_thinking
-        self.chunk_refusal = handle.chunk_refusal
+        self.facts = handle.facts
+        self.vocab_size: int = handle.facts.model_config.vocab_size
         self.config = config
         self.is_draining = False
         self._client = client
@@ -69,7 +65,7 @@ class Intake:
 
     def start(self) -> None:
         """Start what takes a moment, before the first request needs it."""
-        if self.has_grammars:
+        if self.facts.has_grammars:
             self._compiler.start()
             self._waiting.submit(self._words)
 
@@ -80,7 +76,7 @@ class Intake:
             return prompt
 
         def encode() -> list[int]:
-            check_length(self._bound.least_tokens(prompt), self.max_seq_len)
+            check_length(self._bound.least_tokens(prompt), self.facts.max_seq_len)
             return self.tokenizer.encode(prompt, add_special_tokens=add_special_tokens)
 
         return await self._encode(param, len(prompt), encode)
@@ -91,7 +87,7 @@ class Intake:
 
         def encode() -> ChatPrompt:
             return self.chat.prompt(
-                body, turns, lambda text: check_length(self._bound.least_tokens(text), self.max_seq_len)
+                body, turns, lambda text: check_length(self._bound.least_tokens(text), self.facts.max_seq_len)
             )
 
         arguments = (call.arguments for turn in turns for call in turn.tool_calls)
@@ -104,11 +100,13 @@ class Intake:
             return ()
         text: str = prediction.content
 
+        most = self.facts.max_seq_len - 1
+
         def check(least_tokens: int) -> None:
-            if least_tokens >= self.max_seq_len:
+            if least_tokens > most:
                 raise RequestError(
-                    f"prediction.content has at least {least_tokens} tokens; it may have at most "
-                    f"{self.max_seq_len - 1}, since no answer of this server is longer: shorten it."
+                    f"prediction.content has at least {least_tokens} tokens; it may have at most {most}, since no "
+                    "answer of this server is longer: shorten it."
                 )
 
         def encode() -> list[int]:
@@ -124,7 +122,7 @@ class Intake:
         if described is None:
             return params
         grammar, param = described
-        if not self.has_grammars:
+        if not self.facts.has_grammars:
             said = f"{param} asks for a grammar, and phase 12 is the first whose engine has them: leave it out."
             raise unsupported(said, param=param)
         try:
@@ -162,17 +160,15 @@ class Intake:
 
     def within_limit(self, field: str, max_tokens: int | None) -> int | None:
         """The value of a field that bounds the answer; raises ApiError if no sequence can be so long."""
-        if max_tokens is not None and max_tokens > self.max_seq_len:
-            raise invalid(
-                f"{field} is {max_tokens}; this server allows at most {self.max_seq_len} tokens for prompt and answer "
-                "together.",
-                param=field,
-            )
+        most = self.facts.max_seq_len
+        if max_tokens is not None and max_tokens > most:
+            said = f"{field} is {max_tokens}; this server allows at most {most} tokens for prompt and answer together."
+            raise invalid(said, param=field)
         return max_tokens
 
     def within_room(self, most: int | None, num_prompt_tokens: int) -> int:
         """The tokens of an answer whose request names no limit: ``most``, or all that fit after the prompt."""
-        room = max(1, min(self.max_seq_len, self.request_capacity) - num_prompt_tokens)
+        room = max(1, min(self.facts.max_seq_len, self.facts.request_capacity) - num_prompt_tokens)
         return room if most is None else min(most, room)
 
     def submit(
@@ -185,9 +181,7 @@ class Intake:
         kind: str,
         chunks: Sequence[ChunkInfo] = (),
     ) -> Answer:
-        """Submit ``n`` requests for each prompt, all or none. ``kind`` is the prefix of the id.
-
-        ``chunks`` stand before each prompt.
+        """Submit ``n`` requests for each prompt, after its ``chunks``, all or none; ``kind`` is the prefix of the id.
 
         The first answer to a prompt has the seed of the request, the others have seeds derived from it.
         """
@@ -216,7 +210,7 @@ class Intake:
         self.check_model(body.model)
         limits = {"thinking_budget": body.thinking_budget, "min_thinking_tokens": body.min_thinking_tokens or None}
         for field, value in limits.items():
-            if value is not None and not self.limits_thinking:
+            if value is not None and not self.facts.limits_thinking:
                 said = "leave it out: phase 11.1 limits thinking, of models whose tokenizer has </think>."
                 raise unsupported(f"{field} is {value}; {said}", param=field)
 
@@ -225,11 +219,8 @@ class Intake:
         if (stopping := self.stopping()) is not None:
             raise stopping
         if name != self.config.model_name:
-            raise invalid(
-                f"model is {name[:80]!r}; this server serves {self.config.model_name!r}.",
-                param="model",
-                code="model_not_found",
-            )
+            said = f"model is {name[:80]!r}; this server serves {self.config.model_name!r}."
+            raise invalid(said, param="model", code="model_not_found")
 
     def stopping(self) -> ApiError | None:
         """The error for every new request while the server shuts down."""

@@ -45,12 +45,12 @@ class ServedChat:
 
     def __init__(self, handle: EngineHandle, config: ServerConfig) -> None:
         self._tokenizer = handle.tokenizer
-        self._has_grammars = handle.has_grammars
+        self._has_grammars = handle.facts.has_grammars
         self._model_name = config.model_name
         self._is_closed = config.close_objects
         self.format: ChatFormat | None = None
         try:
-            self.format = chat_format(handle.tokenizer, handle.model_config.family, config.chat_template)
+            self.format = chat_format(handle.tokenizer, handle.facts.model_config.family, config.chat_template)
         except ModelFolderError:  # then there is no chat, unless a template was asked for
             if config.chat_template:
                 raise

@@ -45,20 +45,16 @@ def tool_grammar(
     *,
     is_closed: bool = False,
 ) -> Grammar:
-    """The grammar of an answer that may begin with thoughts, and call the tools of the request.
+    """The grammar of an answer that may begin with thoughts, and call the tools of the request. Raises ApiError.
 
-    What is no call is of the grammar ``answer``, or free text. ``form`` is None if there are no tools.
-
-    The arguments of strict functions must follow their schemas, and those of all functions where there must be a call;
-    of the others, those whose schemas are supported do. ``is_closed``: as of ``Grammar.json_schema``. Raises ApiError.
+    What is no call is of the grammar ``answer``, or free text. ``form`` is None if there are no tools. The arguments of
+    strict functions must follow their schemas, and those of all functions where there must be a call; of the others,
+    those whose schemas are supported do. ``is_closed``: as of ``Grammar.json_schema``.
     """
     choice, mode = body.tool_choice, _mode(body)
     name = choice["function"]["name"] if isinstance(choice, dict) else None
     spelling = _spelling(
-        tokenizer,
-        form or _NO_CALLS,
-        thought,
-        has_several=body.parallel_tool_calls is not False and name is None,
+        tokenizer, form or _NO_CALLS, thought, has_several=body.parallel_tool_calls is not False and name is None
     )
     functions = [tool["function"] for tool in body.definitions]
     called = tuple(

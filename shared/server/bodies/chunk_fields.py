@@ -7,21 +7,14 @@ from typing import Annotated, Any
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, StrictStr, ValidationError, WithJsonSchema
 
-from shared.server.bodies.fields import CHUNK_CONTENT_SCHEMA, one_prompt, short, wholes
+from shared.server.bodies.fields import CHUNK_CONTENT_SCHEMA, closed, nullable, one_prompt, short, wholes
 from shared.server.settings import MAX_CHUNKS, MAX_ROLE_CHARACTERS
 
 _ROLE: dict[str, Any] = {"type": "string", "minLength": 1, "maxLength": MAX_ROLE_CHARACTERS}
-_CONTENT = {
-    "type": "object",
-    "properties": {"content": CHUNK_CONTENT_SCHEMA, "role": _ROLE},
-    "required": ["content"],
-    "additionalProperties": False,
-}
+_CONTENT = closed(["content"], content=CHUNK_CONTENT_SCHEMA, role=_ROLE)
 _MAX_ID = 80  # characters; our ids have 32
 _ID = {"type": "string", "minLength": 1, "maxLength": _MAX_ID}
-CHUNKS_SCHEMA = {
-    "anyOf": [{"type": "array", "items": {"anyOf": [_ID, _CONTENT]}, "maxItems": MAX_CHUNKS}, {"type": "null"}]
-}
+CHUNKS_SCHEMA = nullable({"type": "array", "items": {"anyOf": [_ID, _CONTENT]}, "maxItems": MAX_CHUNKS})
 
 
 class ChunkContent(BaseModel):

@@ -6,14 +6,40 @@ validator returns one canonical form, however the client wrote the value.
 
 import json
 import re
+from collections.abc import Iterable
 from typing import Annotated, Any, cast
 
-from pydantic import BeforeValidator, GetCoreSchemaHandler, GetJsonSchemaHandler, ValidationInfo, WithJsonSchema
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    GetCoreSchemaHandler,
+    GetJsonSchemaHandler,
+    ValidationInfo,
+    WithJsonSchema,
+)
 from pydantic_core import CoreSchema, core_schema
 
 from shared.sampling.params import MAX_CACHE_SALT, MAX_LOGIT_BIAS, MAX_LOGIT_BIASES, MAX_STOP_TOKEN_IDS, SamplingParams
 from shared.server.errors import UnsupportedValueError
 from shared.server.settings import MAX_PROMPTS, MAX_STOP_CHARACTERS, MAX_STOP_STRINGS
+
+
+class Strict(BaseModel):
+    """A part of a body without other fields."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+
+def nullable(schema: Any) -> dict[str, Any]:
+    return {"anyOf": [schema, {"type": "null"}]}
+
+
+def closed(required: Iterable[str] | None = None, **properties: Any) -> dict[str, Any]:
+    """The JSON schema of an object that has these fields alone, by default each of them."""
+    needed = list(properties if required is None else required)
+    return {"type": "object", "properties": properties, "required": needed, "additionalProperties": False}
+
 
 TOKEN_ID_PATTERN = "^(0|[1-9][0-9]*)$"
 """A token id as a key of a JSON object."""
@@ -23,27 +49,22 @@ TOKEN_ID_SCHEMA: dict[str, Any] = {"title": "Token id", "type": "integer", "mini
 _IDS = {"type": "array", "items": TOKEN_ID_SCHEMA, "minItems": 1}
 _SEVERAL = {"type": "array", "minItems": 1, "maxItems": MAX_PROMPTS}
 PROMPTS_SCHEMA = {"anyOf": [_TEXT, _IDS, {**_SEVERAL, "items": _TEXT}, {**_SEVERAL, "items": _IDS}]}
-STOP_IDS_SCHEMA = {
-    "anyOf": [{"type": "array", "items": TOKEN_ID_SCHEMA, "maxItems": MAX_STOP_TOKEN_IDS}, {"type": "null"}]
-}
+STOP_IDS_SCHEMA = nullable({"type": "array", "items": TOKEN_ID_SCHEMA, "maxItems": MAX_STOP_TOKEN_IDS})
 CHUNK_CONTENT_SCHEMA: dict[str, Any] = {"anyOf": [_TEXT, _IDS]}
 _BIAS = {"type": "number", "minimum": -MAX_LOGIT_BIAS, "maximum": MAX_LOGIT_BIAS}
-LOGIT_BIAS_SCHEMA = {
-    "anyOf": [
-        {
-            "type": "object",
-            "patternProperties": {TOKEN_ID_PATTERN: _BIAS},
-            "additionalProperties": False,
-            "maxProperties": MAX_LOGIT_BIASES,
-        },
-        {"type": "null"},
-    ]
-}
+LOGIT_BIAS_SCHEMA = nullable(
+    {
+        "type": "object",
+        "patternProperties": {TOKEN_ID_PATTERN: _BIAS},
+        "additionalProperties": False,
+        "maxProperties": MAX_LOGIT_BIASES,
+    }
+)
 _STOP_TEXT = {**_TEXT, "maxLength": MAX_STOP_CHARACTERS}
 STOP_SCHEMA = {
     "anyOf": [_STOP_TEXT, {"type": "array", "items": _STOP_TEXT, "maxItems": MAX_STOP_STRINGS}, {"type": "null"}]
 }
-CACHE_SALT_SCHEMA = {"anyOf": [{**_TEXT, "maxLength": MAX_CACHE_SALT}, {"type": "null"}]}
+CACHE_SALT_SCHEMA = nullable({**_TEXT, "maxLength": MAX_CACHE_SALT})
 _PARTS: tuple[dict[str, Any], ...] = tuple(
     {"type": "object", "properties": {"type": {"const": kind}, kind: {"type": "string"}}, "required": ["type", kind]}
     for kind in ("text", "refusal")
@@ -74,7 +95,7 @@ class Only:
 
 def optional(kind: str, **limits: float) -> WithJsonSchema:
     """The JSON schema of a number that may be null; the field's validator checks its limits."""
-    return WithJsonSchema({"anyOf": [{"type": kind, **limits}, {"type": "null"}]})
+    return WithJsonSchema(nullable({"type": kind, **limits}))
 
 
 def whole(value: Any) -> Any:
@@ -99,8 +120,7 @@ def short(value: Any) -> str:
 
 def stop_texts(value: Any) -> tuple[str, ...]:
     """Stop strings from one text or a list of texts, within the limits."""
-    texts = tuple([value] if isinstance(value, str) else value if isinstance(value, list) else [value])
-    texts = () if value is None else texts
+    texts = () if value is None else tuple(value) if isinstance(value, list) else (value,)
     if len(texts) > MAX_STOP_STRINGS:
         raise ValueError(f"stop holds {len(texts)} strings; it may hold at most {MAX_STOP_STRINGS}.")
     if any(isinstance(text, str) and len(text) > MAX_STOP_CHARACTERS for text in texts):

@@ -23,10 +23,7 @@ _ROLES: list[dict[str, Any]] = [
         },
         "required": ["content"],
     },
-    {
-        "properties": {"role": {"const": "assistant"}, "tool_call_id": {"type": "null"}},
-        "required": ["content"],
-    },
+    {"properties": {"role": {"const": "assistant"}, "tool_call_id": {"type": "null"}}, "required": ["content"]},
     {
         "properties": {"role": {"const": "assistant"}, "tool_calls": _SOME_CALLS, "tool_call_id": {"type": "null"}},
         "required": ["tool_calls"],

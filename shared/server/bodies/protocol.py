@@ -6,6 +6,7 @@ ignored. Any other field is refused by name. Invariants: ``SamplingParams`` vali
 value gives the same message here, on the command line and in Python; a field's JSON schema allows what is accepted.
 """
 
+import dataclasses
 from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Annotated, Any, ClassVar, Literal, cast
@@ -32,6 +33,7 @@ from shared.server.bodies.fields import (
     STOP_IDS_SCHEMA,
     STOP_SCHEMA,
     Only,
+    Strict,
     Whole,
     content_text,
     optional,
@@ -48,30 +50,14 @@ from shared.server.settings import MAX_N
 from shared.text.chat_ending import Ending
 
 _MAX_FLOAT = 1.7976931348623157e308  # a larger number in JSON is infinite
-_SAMPLING = (
-    "temperature",
-    "top_p",
-    "top_k",
-    "min_p",
-    "repetition_penalty",
-    "presence_penalty",
-    "frequency_penalty",
-    "logit_bias",
-    "stop_token_ids",
-    "seed",
-    "ignore_eos",
-    "cache_salt",
-    "use_speculative_decoding",
-    "thinking_budget",
-    "min_thinking_tokens",
-)
+_OTHER = ("max_new_tokens", "min_tokens", "stop", "logprobs", "prompt_logprobs", "prediction_ids", "structured_output")
+_SAMPLING = tuple(field.name for field in dataclasses.fields(SamplingParams) if field.name not in _OTHER)
+"""The fields that a body has as they are."""
 
 
-class StreamOptions(BaseModel):
+class StreamOptions(Strict):
     """``include_usage`` adds a chunk with the usage at the end of a stream, and with ``continuous_usage_stats`` the
     usage so far to every chunk."""
-
-    model_config = ConfigDict(extra="forbid", strict=True)
 
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
@@ -197,18 +183,14 @@ class CompletionRequest(SamplingFields):
         return value
 
 
-class TemplateOptions(BaseModel):
+class TemplateOptions(Strict):
     """``enable_thinking``: whether the model may think first (Qwen 3)."""
-
-    model_config = ConfigDict(extra="forbid", strict=True)
 
     enable_thinking: bool | None = None
 
 
-class Prediction(BaseModel):
+class Prediction(Strict):
     """A text that the answer may repeat in part, in which drafts are looked up."""
-
-    model_config = ConfigDict(extra="forbid", strict=True)
 
     type: Literal["content"]
     content: Annotated[Any, AfterValidator(content_text), WithJsonSchema(CONTENT_SCHEMA)]

@@ -4,36 +4,27 @@ Introduced in phase 12. Invariants: one grammar at most, whichever field gives i
 """
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, cast
 
 from shared.grammar.grammar import Grammar
 from shared.grammar.limits import GrammarError
-from shared.server.bodies.fields import short
+from shared.server.bodies.fields import closed, nullable, short
 from shared.server.errors import ApiError, invalid
 
 _TEXT = {"type": "string", "minLength": 1}
 _SCHEMA = {"type": "object"}
 _CHOICE = {"type": "array", "items": _TEXT, "minItems": 1}
-_NAMED = {
-    "type": "object",
-    "properties": {
-        "name": {"type": "string"},
-        "description": {"anyOf": [{"type": "string"}, {"type": "null"}]},
-        "schema": _SCHEMA,
-        "strict": {"anyOf": [{"type": "boolean"}, {"type": "null"}]},
-    },
-    "required": ["schema"],
-    "additionalProperties": False,
-}
+_NAMED = closed(
+    ["schema"],
+    name={"type": "string"},
+    description=nullable({"type": "string"}),
+    schema=_SCHEMA,
+    strict=nullable({"type": "boolean"}),
+)
 
 
 def _format(kind: str, **properties: Any) -> dict[str, Any]:
-    return {
-        "type": "object",
-        "properties": {"type": {"const": kind}, **properties},
-        "required": ["type", *properties],
-        "additionalProperties": False,
-    }
+    return closed(type={"const": kind}, **properties)
 
 
 RESPONSE_FORMAT_SCHEMA: dict[str, Any] = {
@@ -50,19 +41,18 @@ _FORMATS: dict[str, set[str]] = {"text": set(), "json_object": set(), "json_sche
 _KINDS = {"json": "json_schema", "regex": "regex", "choice": "choice"}
 _JSON = {"anyOf": [_SCHEMA, _TEXT]}
 _CLOSED = "disable_additional_properties"
-_OPTIONS = {_CLOSED: {"anyOf": [{"type": "boolean"}, {"type": "null"}]}}
+_OPTIONS = {_CLOSED: nullable({"type": "boolean"})}
 STRUCTURED_OUTPUTS_SCHEMA: dict[str, Any] = {
     "anyOf": [
         {"type": "null"},
         *(
-            {"type": "object", "properties": {name: kind} | _OPTIONS, "required": [name], "additionalProperties": False}
+            closed([name], **{name: kind}, **_OPTIONS)
             for name, kind in {"json": _JSON, "regex": _TEXT, "choice": _CHOICE, "json_object": {"const": True}}.items()
         ),
     ]
 }
 GUIDED_SCHEMAS: dict[str, dict[str, Any]] = {
-    f"guided_{name}": {"anyOf": [kind, {"type": "null"}]}
-    for name, kind in {"json": _JSON, "regex": _TEXT, "choice": _CHOICE}.items()
+    f"guided_{name}": nullable(kind) for name, kind in {"json": _JSON, "regex": _TEXT, "choice": _CHOICE}.items()
 }
 
 
@@ -94,11 +84,8 @@ def _of_response_format(value: Any, is_closed: bool) -> Iterator[tuple[Grammar, 
     param = "response_format"
     kind = value.get("type") if isinstance(value, dict) else None
     if not (isinstance(kind, str) and kind in _FORMATS):
-        raise invalid(
-            f"response_format is {short(value)}; it must be an object whose type is text, json_object, json_schema or "
-            "regex.",
-            param=param,
-        )
+        said = "it must be an object whose type is text, json_object, json_schema or regex."
+        raise invalid(f"response_format is {short(value)}; {said}", param=param)
     rest = {name: field for name, field in value.items() if name != "type"}
     if kind == "json_schema" and rest.keys() == {"json_schema"}:
         param, rest = f"{param}.json_schema", rest["json_schema"]
@@ -119,21 +106,14 @@ def _of_structured_outputs(value: Any, is_closed: bool) -> tuple[Grammar, str]:
     param = "structured_outputs"
     if isinstance(value, dict) and value.get(_CLOSED) is not None:
         if not isinstance(value[_CLOSED], bool):
-            raise invalid(
-                f"{param}.{_CLOSED} is {short(value[_CLOSED])}; it must be a boolean.", param=f"{param}.{_CLOSED}"
-            )
+            field = f"{param}.{_CLOSED}"
+            raise invalid(f"{field} is {short(value[_CLOSED])}; it must be a boolean.", param=field)
         is_closed = value[_CLOSED]
-    given = (
-        {name for name, field in value.items() if field is not None and name != _CLOSED}
-        if isinstance(value, dict)
-        else set()
-    )
+    fields = value if isinstance(value, dict) else {}
+    given = {name for name, field in fields.items() if field is not None and name != _CLOSED}
     if len(given) != 1 or not given <= {*_KINDS, "json_object"}:
-        raise invalid(
-            f"structured_outputs is {short(value)}; it must be an object with one of json, regex, choice and "
-            "json_object.",
-            param=param,
-        )
+        said = "it must be an object with one of json, regex, choice and json_object."
+        raise invalid(f"structured_outputs is {short(value)}; {said}", param=param)
     name = given.pop()
     if name == "json_object":
         if value[name] is not True:
@@ -157,10 +137,9 @@ def _made(kind: str, value: Any, param: str, is_closed: bool = False) -> Grammar
     try:
         if kind == "json_schema":
             return Grammar.json_schema(value, is_closed=is_closed)
-        found: Grammar = getattr(Grammar, kind)(value)
+        return cast(Grammar, getattr(Grammar, kind)(value))
     except GrammarError as error:
         raise refusal(error, param) from None
-    return found
 
 
 def refusal(error: GrammarError, param: str) -> ApiError:

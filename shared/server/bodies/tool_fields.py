@@ -9,34 +9,17 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, WrapValidator
 from pydantic.functional_validators import ModelWrapValidatorHandler
 
-from shared.server.bodies.fields import short
+from shared.server.bodies.fields import Strict, closed, short
 from shared.server.errors import ApiError, invalid
 
 MAX_TOOLS = 128
 _NAME = "^[a-zA-Z0-9_-]{1,64}$"
 Name = Annotated[str, Field(pattern=_NAME)]
-NAMED_CHOICE = {
-    "type": "object",
-    "properties": {
-        "type": {"const": "function"},
-        "function": {
-            "type": "object",
-            "properties": {"name": {"type": "string"}},
-            "required": ["name"],
-            "additionalProperties": False,
-        },
-    },
-    "required": ["type", "function"],
-    "additionalProperties": False,
-}
+NAMED_CHOICE = closed(type={"const": "function"}, function=closed(name={"type": "string"}))
 TOOL_CHOICE_SCHEMA: dict[str, Any] = {"anyOf": [{"enum": ["none", "auto", "required", None]}, NAMED_CHOICE]}
 
 
-class _Strict(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True)
-
-
-class FunctionDefinition(_Strict):
+class FunctionDefinition(Strict):
     """A function that may be called; ``parameters`` is the JSON schema of its arguments."""
 
     name: Name
@@ -45,7 +28,7 @@ class FunctionDefinition(_Strict):
     strict: bool | None = None
 
 
-class ToolDefinition(_Strict):
+class ToolDefinition(Strict):
     """A tool; only functions are tools here."""
 
     type: Literal["function"]

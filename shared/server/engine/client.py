@@ -1,8 +1,8 @@
 """The client of the engine loop: submits requests and routes their outputs to streams. Introduced in phase 4.
 
-It runs on the event loop and never blocks; the engine runs elsewhere (:mod:`shared.server.engine.loop`). A request that
-the engine would refuse is refused here, from the engine's limits and its load as of the last event, so the engine
-itself refuses only after a race. Invariant: a submitted request ends exactly once, even if the engine crashes.
+It runs on the event loop and never blocks. A request that the engine would refuse is refused here, from the engine's
+limits and its load as of the last event, so the engine itself refuses only after a race. Invariant: a submitted request
+ends exactly once, even if the engine crashes.
 """
 
 import asyncio
@@ -11,7 +11,7 @@ import itertools
 import logging
 from collections.abc import Callable, Sequence
 from operator import sub
-from typing import Any
+from typing import Any, cast
 
 from shared.engine.memory_map import MemoryMap
 from shared.engine.prompt import check_capacity, check_prompt, check_queue
@@ -19,23 +19,10 @@ from shared.engine.record import EngineLoad
 from shared.errors import InferError
 from shared.server.answers.answer import Answer
 from shared.server.answers.answer_stream import AnswerStream
-from shared.server.engine.loop import (
-    Abort,
-    Add,
-    Answered,
-    Ask,
-    Crashed,
-    EngineHandle,
-    Event,
-    Idle,
-    NewRequest,
-    Question,
-    Refused,
-    Stepped,
-    Stop,
-)
-from shared.server.engine.served_engine import Observer
+from shared.server.engine import loop as engine_loop
+from shared.server.engine.loop import EngineHandle, Event, NewRequest, Question, Stepped
 from shared.server.errors import ApiError, engine_failure, refusal_error
+from shared.server.http.metrics import ServerMetrics
 from shared.server.settings import ServerConfig
 from shared.tracks.segments.inquiry import Inquiry
 
@@ -51,9 +38,9 @@ class EngineClient:
     is the reason if the engine loop has crashed, and ``end_server`` is called if the server should end with it.
     """
 
-    def __init__(self, handle: EngineHandle, observer: Observer, config: ServerConfig) -> None:
+    def __init__(self, handle: EngineHandle, metrics: ServerMetrics, config: ServerConfig) -> None:
         self._handle = handle
-        self._observer = observer
+        self._metrics = metrics
         self._config = config
         self._loop: asyncio.AbstractEventLoop | None = None
         self._streams: dict[str, AnswerStream] = {}
@@ -62,7 +49,7 @@ class EngineClient:
         self._questions: dict[int, asyncio.Future[Any]] = {}
         self._numbers = itertools.count()
         self._is_stopped = False
-        self.load = handle.load
+        self.load = handle.facts.load
         self.crash: str | None = None
         self.end_server: Callable[[], None] = lambda: None
 
@@ -74,7 +61,7 @@ class EngineClient:
         """End every open request with an error, and the engine loop after its current step."""
         self._is_stopped = True
         self.end_all(_stopped())
-        self._handle.send(Stop())
+        self._handle.send(engine_loop.Stop())
         await asyncio.to_thread(self._handle.join, STOP_TIMEOUT)
 
     @property
@@ -93,14 +80,13 @@ class EngineClient:
         """
         if not self.is_alive:
             raise _stopped()
-        handle = self._handle
+        facts = self._handle.facts
         try:
             for new in requests[::n]:
-                check_prompt(new.prompt_ids, handle.model_config.vocab_size, handle.max_seq_len)
-                num_new_tokens = new.params.max_new_tokens
+                check_prompt(new.prompt_ids, facts.model_config.vocab_size, facts.max_seq_len)
                 num_prompt_tokens = new.num_chunk_tokens + len(new.prompt_ids)
-                check_capacity(num_prompt_tokens, num_new_tokens, handle.max_seq_len, handle.request_capacity)
-            check_queue(self.load.num_waiting, handle.config.max_waiting_requests, len(requests))
+                check_capacity(num_prompt_tokens, new.params.max_new_tokens, facts.max_seq_len, facts.request_capacity)
+            check_queue(self.load.num_waiting, facts.config.max_waiting_requests, len(requests))
         except InferError as refusal:
             raise self._error_of(refusal, param) from None
         choices = [
@@ -118,7 +104,7 @@ class EngineClient:
         self._streams |= {choice.request_id: choice for choice in choices}
         self._num_submitted += len(choices)
         self.load = dataclasses.replace(self.load, num_waiting=self.load.num_waiting + len(choices))
-        handle.send(Add(tuple(requests)))
+        self._handle.send(engine_loop.Add(tuple(requests)))
         return Answer(answer_id, choices, n)
 
     def end_all(self, error: ApiError) -> None:
@@ -128,13 +114,11 @@ class EngineClient:
 
     async def describe(self) -> dict[str, Any]:
         """The engine's load, statistics and last step; ``audit`` lists leaks and faults of the KV cache."""
-        description: dict[str, Any] = await self._ask(Question.DESCRIPTION)
-        return description
+        return cast("dict[str, Any]", await self._ask(Question.DESCRIPTION))
 
     async def memory(self) -> MemoryMap:
         """Which request owns which KV cache block, between two steps."""
-        found: MemoryMap = await self._ask(Question.MEMORY)
-        return found
+        return cast(MemoryMap, await self._ask(Question.MEMORY))
 
     async def inquire(self, inquiry: Inquiry, param: str) -> Any:
         """The answer to a message about chunks; raises ApiError if it is refused, and ``param`` is then at fault."""
@@ -144,15 +128,12 @@ class EngineClient:
             raise self._error_of(refusal, param) from None
 
     async def _ask(self, question: Question | Inquiry) -> Any:
-        """Ask the engine loop, which answers between two steps.
-
-        Raises ApiError if it has stopped, and the InferError with which the engine refuses.
-        """
+        """The answer of the engine loop. Raises ApiError if it has stopped, and the engine's refusal, an InferError."""
         if not self.is_alive:
             raise _stopped()
         number = next(self._numbers)
         answer = self._questions[number] = asyncio.get_running_loop().create_future()
-        self._handle.send(Ask(number, question))
+        self._handle.send(engine_loop.Ask(number, question))
         try:
             return await answer
         finally:
@@ -162,8 +143,8 @@ class EngineClient:
         """Abort a request whose stream was cancelled."""
         stream = self._streams.pop(request_id, None)
         if stream is not None:
-            self._observer.on_end(stream)
-            self._handle.send(Abort(request_id))
+            self._metrics.on_end(stream)
+            self._handle.send(engine_loop.Abort(request_id))
 
     def _receive(self, event: Event, load: EngineLoad, num_added: int) -> None:
         """Pass an event to the event loop; called on any thread."""
@@ -177,39 +158,39 @@ class EngineClient:
         num_unseen = self._num_submitted - num_added
         before = self.load
         num_queries = load.num_prefix_queries - before.num_prefix_queries
-        self._observer.on_prefix_lookups(num_queries, load.num_prefix_hits - before.num_prefix_hits)
+        self._metrics.on_prefix_lookups(num_queries, load.num_prefix_hits - before.num_prefix_hits)
         if load.num_drafts_by_position != before.num_drafts_by_position:
             num_drafts = map(sub, load.num_drafts_by_position, before.num_drafts_by_position)
             num_accepted = map(sub, load.num_accepted_by_position, before.num_accepted_by_position)
-            self._observer.on_drafts(list(num_drafts), list(num_accepted))
+            self._metrics.on_drafts(list(num_drafts), list(num_accepted))
         self.load = dataclasses.replace(load, num_waiting=load.num_waiting + num_unseen)
         match event:
             case Stepped():
                 if not self._unflushed:  # behind the other events that have come: a stream is then written once
                     asyncio.get_running_loop().call_soon(self._flush)
                 self._deliver(event)
-            case Refused(request_id, refusal):
+            case engine_loop.Refused(request_id, refusal):
                 stream = self._streams.pop(request_id, None)
                 if stream is not None:
                     stream.refuse(engine_failure(None) if refusal is None else self._error_of(refusal, stream.param))
-            case Answered(number, answer, failure, refusal):
+            case engine_loop.Answered(number, answer, failure, refusal):
                 asked = self._questions.get(number)
                 if asked is not None and not asked.done():  # else the HTTP request that asked has ended
                     error = refusal or (None if failure is None else engine_failure(failure))
                     asked.set_result(answer) if error is None else asked.set_exception(error)
-            case Crashed(cause, ends_server):
+            case engine_loop.Crashed(cause, ends_server):
                 if not self._is_stopped:
                     self._crashed(cause)
                     if ends_server:
                         self.end_server()
-            case Idle():
+            case engine_loop.Idle():
                 pass
 
     def _error_of(self, refusal: InferError, param: str) -> ApiError:
         return refusal_error(refusal, param=param, retry_after=self._config.retry_after)
 
     def _deliver(self, step: Stepped) -> None:
-        self._observer.on_preemptions(step.num_preempted)
+        self._metrics.on_preemptions(step.num_preempted)
         for request_id in step.prefilled:
             stream = self._streams.get(request_id)
             if stream is not None and stream.scheduled is None:  # else it is prefilled again after a preemption
@@ -223,15 +204,15 @@ class EngineClient:
             stream.push(output, step.ended)
             if output.token_id is not None:
                 if before is None:
-                    self._observer.on_first_token(stream)
+                    self._metrics.on_first_token(stream)
                 else:
                     gap = step.ended - before
                     gaps[gap] = gaps.get(gap, 0) + 1
             if stream.is_open:
                 self._unflushed[stream] = None
             elif self._streams.pop(output.request_id, None) is not None:
-                self._observer.on_end(stream)
-        self._observer.on_gaps(gaps)
+                self._metrics.on_end(stream)
+        self._metrics.on_gaps(gaps)
 
     def _flush(self) -> None:
         unflushed, self._unflushed = self._unflushed, {}
@@ -246,7 +227,7 @@ class EngineClient:
         streams, self._streams = self._streams, {}
         for stream in streams.values():
             stream.refuse(error)
-            self._observer.on_end(stream)
+            self._metrics.on_end(stream)
         for asked in self._questions.values():
             if not asked.done():
                 asked.set_exception(error)

@@ -4,9 +4,9 @@ Compiling is Python, and the threads of a process take turns with Python's lock:
 server stop every stream whose engine is in the same process, for seconds. This process has a low priority, imports
 neither PyTorch nor the server, and has its own limit of memory.
 
-Each grammar is first tried with a small part of the work that it may need. One that needs more, if only for a schema of
-a tool that need not be followed, is compiled again by a second thread, where the large ones wait for each other. Small
-grammars wait for no large one. Work is counted, so which grammars are large does not depend on the machine.
+Each grammar is first tried with a small part of the work that it may need. One that needs more is compiled again by a
+second thread, so small grammars wait for no large one. Work is counted, so which are large does not depend on the
+machine.
 
 Invariants: one large grammar is compiled at a time; the process ends when the server does, in whatever way; if the
 process is lost, the grammars that it had are refused, and the next one starts it again.

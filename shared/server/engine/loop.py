@@ -1,10 +1,8 @@
 """The loop that owns an engine: drain commands, run a step, publish outputs. Introduced in phase 4.
 
-The loop runs on a thread or in a process of its own (:mod:`shared.server.engine.thread`,
-:mod:`shared.server.engine.process`); commands and events are small picklable messages, so both run the same loop. The
-server checks a request before it sends it, so an Add that succeeds publishes no event. Invariants: a command takes
-effect between two steps, and an event with the load follows it; nothing else calls the engine; if a step raises, the
-last event is Crashed.
+Commands and events are small picklable messages, so a thread and a process run the same loop. The server checks a
+request before it sends it, so an Add that succeeds publishes no event. Invariants: a command takes effect between two
+steps, and an event with the load follows; nothing else calls the engine; if a step raises, the last event is Crashed.
 """
 
 import dataclasses
@@ -22,7 +20,7 @@ from shared.engine.output import StepOutput, make_output
 from shared.engine.record import EngineLoad
 from shared.errors import InferError, RankError
 from shared.sampling.params import SamplingParams
-from shared.server.engine.served_engine import ServedEngine
+from shared.server.engine.served_engine import EngineFacts, ServedEngine
 from shared.tracks.segments.inquiry import Inquiry
 
 _log = logging.getLogger("infer.engine")
@@ -80,8 +78,7 @@ Command = Add | Abort | Ask | Stop
 class Refused:
     """The engine refused a request with ``refusal``, or raised an unexpected exception (None).
 
-    Rare: a preempted request took the queue's last place meanwhile, chunks and prompt together are too long, or there
-    is a bug.
+    That is rare: a preempted request took the queue's last place meanwhile, or chunks and prompt are too long.
     """
 
     request_id: str
@@ -144,17 +141,10 @@ class Inbox(Protocol):
 
 
 class EngineHandle(Protocol):
-    """The loop as seen from the server, wherever it runs, and the constants of its engine."""
+    """The loop as seen from the server, wherever it runs."""
 
-    config: Any
-    model_config: Any
+    facts: EngineFacts
     tokenizer: Any
-    max_seq_len: int
-    request_capacity: int  # tokens that the KV cache can hold for one request
-    load: EngineLoad  # before the loop started
-    has_grammars: bool  # from phase 12 on
-    limits_thinking: bool  # in phase 11.1, if the model thinks
-    chunk_refusal: str | None  # why the engine has no chunks; None: it has (phase 9.1)
 
     def start(self, publish: Publish) -> None:
         """Start the loop; called on the event loop. Its events are given to ``publish``, on any thread."""

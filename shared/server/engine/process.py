@@ -19,35 +19,19 @@ import select
 import signal
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
-from shared.engine.record import EngineLoad
 from shared.errors import InferError
 from shared.loading.resolve import resolve_model
 from shared.server.engine.command_codec import CommandCodec
 from shared.server.engine.loop import Command, Crashed, EngineLoop, Publish, Stop
-from shared.server.engine.served_engine import ServedEngine, chunk_refusal
+from shared.server.engine.served_engine import EngineFacts, ServedEngine
 from shared.text.tokenizer import Tokenizer
 
 MAX_EVENTS = 16
 END_SECONDS = 60.0  # for the exit code of a process that has closed its pipe
 _log = logging.getLogger("infer.engine")
-
-
-@dataclass(frozen=True)
-class About:
-    """The constants of the engine, sent once when it is loaded."""
-
-    config: Any
-    model_config: Any
-    max_seq_len: int
-    request_capacity: int
-    load: EngineLoad
-    has_grammars: bool
-    limits_thinking: bool
-    chunk_refusal: str | None
 
 
 class EngineProcess:
@@ -69,27 +53,24 @@ class EngineProcess:
         theirs.close()
         atexit.register(self._process.kill)  # runs before multiprocessing joins it
         try:
-            about = self._pipe.recv()
+            facts = self._pipe.recv()
         except EOFError:
             self._process.join()
             raise RuntimeError(
                 f"The engine's process ended with exit code {self._process.exitcode} while it loaded the model."
             ) from None
-        if isinstance(about, InferError):
-            raise about
-        self.config, self.model_config, self.max_seq_len = about.config, about.model_config, about.max_seq_len
-        self.request_capacity, self.load = about.request_capacity, about.load
-        self.has_grammars = about.has_grammars
-        self.limits_thinking = about.limits_thinking
-        self.chunk_refusal = about.chunk_refusal
-        self.tokenizer = Tokenizer.load(resolve_model(self.config.model))
+        if isinstance(facts, InferError):
+            raise facts
+        self.facts: EngineFacts = facts
+        self.tokenizer = Tokenizer.load(resolve_model(facts.config.model))
+        self._load = facts.load
         self._commands: queue.SimpleQueue[Command] = queue.SimpleQueue()
         self._has_more = readiness(self._pipe)
         self._num_added = 0
 
     def start(self, publish: Publish) -> None:
-        """Publish on the event loop that calls this. A thread would compete with it for Python's lock and get it for
-        one event at a time, so a server that is behind would still write the tokens of each step by themselves.
+        """Publish on the event loop that calls this. A thread would get Python's lock for one event at a time, so a
+        server that is behind would still write the tokens of each step by themselves.
         """
         asyncio.get_running_loop().add_reader(self._pipe.fileno(), self._read, publish)
         threading.Thread(target=self._write, name="engine pipe", daemon=True).start()
@@ -118,8 +99,8 @@ class EngineProcess:
         """Publish the events that have come: several, if the event loop is behind."""
         try:
             for _ in range(MAX_EVENTS):
-                event, self.load, self._num_added = self._pipe.recv()
-                publish(event, self.load, self._num_added)
+                event, self._load, self._num_added = self._pipe.recv()
+                publish(event, self._load, self._num_added)
                 if not self._has_more(0):
                     return
         except (EOFError, OSError):
@@ -130,7 +111,7 @@ class EngineProcess:
         self._process.join(END_SECONDS)
         cause = f"the engine's process ended with exit code {self._process.exitcode}"
         _log.critical(cause) if self._process.exitcode else _log.debug(cause)
-        publish(Crashed(cause), self.load, self._num_added)
+        publish(Crashed(cause), self._load, self._num_added)
 
 
 class PipeInbox:
@@ -142,7 +123,6 @@ class PipeInbox:
         self._has_more = readiness(pipe)
 
     def get(self, block: bool = True) -> Command:
-        """See :class:`shared.server.engine.loop.Inbox`."""
         if not block and not self._has_more(0):
             raise queue.Empty
         try:
@@ -173,8 +153,5 @@ def _run(pipe: "Connection[Any, Any]", make: Callable[[], ServedEngine]) -> None
     except InferError as refusal:
         send(refusal)
         return
-    sizes = engine.max_seq_len, engine.pool.request_capacity
-    abilities = hasattr(engine, "constraints"), getattr(engine, "limits_thinking", False)
-    about = About(engine.config, engine.model.config, *sizes, engine.load(), *abilities, chunk_refusal(engine))
-    send(about)
+    send(EngineFacts.of(engine))
     EngineLoop(engine, PipeInbox(pipe), lambda *event_and_load: send(event_and_load)).run()

@@ -1,19 +1,17 @@
-"""The protocols between the server and its engine, and between the server and its metrics. Introduced in phase 4.
+"""The engine as the server uses it, and what stays the same about one. Introduced in phase 4.
 
 Invariant: the server uses only these members of an engine, so every phase that has them can be served.
 """
 
-from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from dataclasses import dataclass
+from typing import Any, Protocol, Self
 
 from shared.engine.output import StepOutput
+from shared.engine.record import EngineLoad
 from shared.sampling.params import SamplingParams
-from shared.server.answers.answer_stream import AnswerStream
 
 
 class ServedEngine(Protocol):
-    """The members of an engine that the server uses; every phase from 4 on has them."""
-
     config: Any
     model: Any
     tokenizer: Any
@@ -37,26 +35,34 @@ class ServedEngine(Protocol):
     def load(self) -> Any: ...
 
 
-def chunk_refusal(engine: ServedEngine) -> str | None:
-    """Why the engine has no chunks (phase 9.1); None: it has."""
-    registry = getattr(engine, "chunks", None)
-    if registry is None:
-        return "This server's engine has no chunks; serve phase 9.1 for them: infer serve --phase 09.1."
-    return None if registry.free is not None else str(registry.refusal)
+@dataclass(frozen=True)
+class EngineFacts:
+    """The constants of an engine, and its load before the loop started."""
 
+    config: Any
+    model_config: Any
+    max_seq_len: int
+    request_capacity: int  # tokens that the KV cache can hold for one request
+    load: EngineLoad
+    has_grammars: bool  # from phase 12 on
+    limits_thinking: bool  # in phase 11.1, if the model thinks
+    chunk_refusal: str | None  # why the engine has no chunks; None: it has (phase 9.1)
 
-class Observer(Protocol):
-    """Receives the progress of requests, on the event loop."""
-
-    def on_first_token(self, stream: AnswerStream) -> None: ...
-
-    def on_gaps(self, gaps: Mapping[float, int]) -> None:
-        """A step's tokens that followed others: how many of them by the seconds since."""
-
-    def on_preemptions(self, count: int) -> None: ...
-
-    def on_prefix_lookups(self, num_queries: int, num_hits: int) -> None: ...
-
-    def on_drafts(self, num_drafts: Sequence[int], num_accepted: Sequence[int]) -> None: ...
-
-    def on_end(self, stream: AnswerStream) -> None: ...
+    @classmethod
+    def of(cls, engine: ServedEngine) -> Self:
+        registry = getattr(engine, "chunks", None)
+        refusal: str | None
+        if registry is None:
+            refusal = "This server's engine has no chunks; serve phase 9.1 for them: infer serve --phase 09.1."
+        else:
+            refusal = None if registry.free is not None else str(registry.refusal)
+        return cls(
+            engine.config,
+            engine.model.config,
+            engine.max_seq_len,
+            engine.pool.request_capacity,
+            engine.load(),
+            has_grammars=hasattr(engine, "constraints"),
+            limits_thinking=getattr(engine, "limits_thinking", False),
+            chunk_refusal=refusal,
+        )

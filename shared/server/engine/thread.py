@@ -8,22 +8,15 @@ import queue
 import threading
 
 from shared.server.engine.loop import Command, EngineLoop, Publish
-from shared.server.engine.served_engine import ServedEngine, chunk_refusal
+from shared.server.engine.served_engine import EngineFacts, ServedEngine
 
 
 class EngineThread:
     """An :class:`shared.server.engine.loop.EngineHandle`."""
 
     def __init__(self, engine: ServedEngine) -> None:
-        self.config = engine.config
-        self.model_config = engine.model.config
+        self.facts = EngineFacts.of(engine)
         self.tokenizer = engine.tokenizer
-        self.max_seq_len = engine.max_seq_len
-        self.request_capacity = engine.pool.request_capacity
-        self.load = engine.load()
-        self.has_grammars = hasattr(engine, "constraints")
-        self.limits_thinking = getattr(engine, "limits_thinking", False)
-        self.chunk_refusal = chunk_refusal(engine)
         self._engine = engine
         self._inbox: queue.SimpleQueue[Command] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None

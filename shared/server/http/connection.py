@@ -25,8 +25,8 @@ from shared.server.settings import EXPOSED, ServerConfig
 class Connection(HttpToolsProtocol):
     """One connection. The head of a request is its request line and its headers.
 
-    The transport is passed to the responses in the scope's state, so that they can abort it: ASGI has no message for
-    that. So is the connection, for the parts of a stream.
+    The scope's state has the transport, which a response may have to abort, and the connection, which writes the parts
+    of a stream: ASGI has no message for either.
     """
 
     def __init__(self, *, limits: ServerConfig, metrics: ServerMetrics, **settings: Any) -> None:
@@ -107,9 +107,8 @@ class Connection(HttpToolsProtocol):
         super().on_url(url)
         most = self._limits.max_url_bytes
         if len(self.url) > most:
-            self._reject(
-                ApiError(414, "url_too_long", f"The URL is longer than {most} bytes, the limit of this server.")
-            )
+            said = f"The URL is longer than {most} bytes, the limit of this server."
+            self._reject(ApiError(414, "url_too_long", said))
         self._count_head(len(url))
 
     def on_header(self, name: bytes, value: bytes) -> None:
@@ -148,10 +147,8 @@ class Connection(HttpToolsProtocol):
         raise error
 
     def _head_too_large(self) -> ApiError:
-        most = self._limits.max_head_bytes
-        return ApiError(
-            431, "headers_too_large", f"The headers are longer than {most} bytes, the limit of this server."
-        )
+        said = f"The headers are longer than {self._limits.max_head_bytes} bytes, the limit of this server."
+        return ApiError(431, "headers_too_large", said)
 
     def _start_timer(self) -> None:
         self._stop_timer()

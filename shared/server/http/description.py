@@ -55,9 +55,9 @@ def describe(app: FastAPI, intake: Intake) -> None:
             schemas["RegisterRequest"]["properties"]["model"] = {"const": intake.config.model_name}
             if intake.chat.tool_format is None:
                 schemas["ChatRequest"]["properties"]["tools"] = {"enum": [[], None]}
-            if not intake.has_grammars:
+            if not intake.facts.has_grammars:
                 schemas["ChatRequest"]["properties"]["tool_choice"] = {"enum": ["none", "auto", None]}
-            if intake.chunk_refusal is not None:
+            if intake.facts.chunk_refusal is not None:
                 schemas["ChatRequest"]["properties"]["chunks"] = {"enum": [[], None]}
             if not intake.chat.has_thinking:
                 values = [None] if "thinking" in intake.chat.refusals else [False, None]
@@ -77,13 +77,13 @@ def _limit(schema: dict[str, Any], intake: Intake) -> None:
             node["maximum"] = intake.vocab_size - 1
         if TOKEN_ID_PATTERN in node:
             node[_pattern_below(intake.vocab_size)] = node.pop(TOKEN_ID_PATTERN)
-    if not intake.limits_thinking:
+    if not intake.facts.limits_thinking:
         fields["thinking_budget"] = {"const": None}
         fields["min_thinking_tokens"] = {"enum": [0, None]}
     fields["seed"]["anyOf"][0]["maximum"] = MAX_SEED  # FastAPI makes it a float, which is one more
     for name in ("max_tokens", "max_completion_tokens"):
         if name in fields:
-            fields[name]["anyOf"][0]["maximum"] = intake.max_seq_len
+            fields[name]["anyOf"][0]["maximum"] = intake.facts.max_seq_len
 
 
 def _nodes(node: Any) -> Iterator[dict[str, Any]]:

@@ -49,10 +49,8 @@ class Frames(Protocol):
 
 
 class AnswerResponse(Response, ABC):
-    """The base of both responses: runs ``respond`` and watches the client.
-
-    A periodic check finds a client that does not read and a stream that has been silent: a timer around every frame
-    would cost more than the frame.
+    """The base of both responses: runs ``respond`` and watches the client, by a periodic check: a timer around every
+    frame would cost more than the frame.
     """
 
     def __init__(self, answer: Answer, config: ServerConfig) -> None:
@@ -73,7 +71,7 @@ class AnswerResponse(Response, ABC):
             self._is_sending = False
 
         tasks = [asyncio.create_task(self.respond(scope, receive, send_watched))]
-        tasks.append(asyncio.create_task(_disconnection(receive)))
+        tasks.append(asyncio.create_task(disconnection(receive)))
         period = min(self.config.send_timeout, self.config.keep_alive) / 4
         cause = "disconnected"
         try:
@@ -100,8 +98,7 @@ class EventStreamResponse(AnswerResponse):
     """Sends the outputs of each step as server-sent events, in one part of the body.
 
     The task sends the first outputs and the end, and waits for a client that does not read; all else is written as it
-    comes. The headers wait for the first outputs, the end, or the first keep-alive comment. An answer that ends with
-    an error before that has the status of the error.
+    comes. The headers wait for the first outputs or comment, so an error before that has its own status.
     """
 
     def __init__(self, answer: Answer, config: ServerConfig, frames: Frames) -> None:
@@ -133,8 +130,8 @@ class EventStreamResponse(AnswerResponse):
                 self.answer.write = partial(self._write, scope["state"]["connection"], is_chunked)
 
     def _write(self, connection: Connection, is_chunked: bool, choice: AnswerStream) -> bool:
-        """Write the outputs of an open choice if the client reads: a turn of the task, and ``send`` with all that wraps
-        it, would take as long as everything else that a token costs. See :class:`Answer`.
+        """Write the outputs of an open choice if the client reads: a turn of the task and its ``send`` would take as
+        long as everything else that a token costs. See :class:`Answer`.
         """
         if not connection.is_writable:
             return False
@@ -162,11 +159,7 @@ class EventStreamResponse(AnswerResponse):
 
 
 class WholeResponse(AnswerResponse):
-    """One JSON body, sent when the answer is complete.
-
-    Args:
-        body: makes the body of the outputs of all choices.
-    """
+    """One JSON body, which ``body`` makes of the outputs of all choices when the answer is complete."""
 
     def __init__(self, answer: Answer, config: ServerConfig, body: Callable[[list[list[StepOutput]]], bytes]) -> None:
         super().__init__(answer, config)
@@ -179,12 +172,10 @@ class WholeResponse(AnswerResponse):
             for choice, added in await self.answer.take():
                 outputs[choice.index] += added
             is_open = self.answer.is_open
-        error = self.answer.error
-        response = (
-            Response(self.make_body(outputs), media_type="application/json")
-            if error is None
-            else error.response(self.config)
-        )
+        if (error := self.answer.error) is not None:
+            response = error.response(self.config)
+        else:
+            response = Response(self.make_body(outputs), media_type="application/json")
         await response(scope, receive, send)
 
 
@@ -193,6 +184,6 @@ def _failure(bug: Exception) -> ApiError:
     return ApiError(500, "internal_error", "The server failed; see its log.")
 
 
-async def _disconnection(receive: Receive) -> None:
+async def disconnection(receive: Receive) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass

@@ -28,61 +28,17 @@ from shared.server.answers.answer_stream import AnswerStream
 from shared.text.stopping import FinishReason
 
 SHORT = (
-    0.0005,
-    0.001,
-    0.0025,
-    0.005,
-    0.0075,
-    0.01,
-    0.015,
-    0.02,
-    0.03,
-    0.05,
-    0.075,
-    0.1,
-    0.15,
-    0.25,
-    0.5,
-    1.0,
-    2.5,
-    10.0,
-)
+    0.0005, 0.001, 0.0025, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1.0, 2.5, 10.0,
+)  # fmt: skip
 """Buckets for the seconds between two tokens."""
 LONG = (
-    0.005,
-    0.01,
-    0.025,
-    0.05,
-    0.1,
-    0.25,
-    0.5,
-    0.75,
-    1.0,
-    1.5,
-    2.5,
-    5.0,
-    7.5,
-    10.0,
-    15.0,
-    20.0,
-    30.0,
-    60.0,
-    120.0,
-    300.0,
-)
+    0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 0.75, 1.0, 1.5,
+    2.5, 5.0, 7.5, 10.0, 15.0, 20.0, 30.0, 60.0, 120.0, 300.0,
+)  # fmt: skip
 """Buckets for the seconds of a request."""
 HANDLERS = (
-    "completions",
-    "chat_completions",
-    "models",
-    "chunks",
-    "health",
-    "metrics",
-    "page",
-    "memory",
-    "debug",
-    "other",
-)
+    "completions", "chat_completions", "models", "chunks", "health", "metrics", "page", "memory", "debug", "other",
+)  # fmt: skip
 disable_created_metrics()  # the samples ..._created, which would double the number of series
 
 
@@ -174,6 +130,7 @@ class ServerMetrics:
             self._prefill.observe(stream.first_token - stream.scheduled)
 
     def on_gaps(self, gaps: Mapping[float, int]) -> None:
+        """A step's tokens that followed others: how many of them by the seconds since."""
         self._generation_tokens.inc(sum(gaps.values()))
         for seconds, count in gaps.items():
             self._gaps.observe(seconds, count)
@@ -187,7 +144,7 @@ class ServerMetrics:
         self._prefix_hits.inc(num_hits)
 
     def on_drafts(self, num_drafts: Sequence[int], num_accepted: Sequence[int]) -> None:
-        """Both count tokens by position; every request that has drafts has one at position 0."""
+        """Both count tokens by position; each request with drafts has one at position 0."""
         self._drafts.inc(num_drafts[0] if num_drafts else 0)
         self._draft_tokens.inc(sum(num_drafts))
         self._accepted_tokens.inc(sum(num_accepted))
@@ -207,7 +164,7 @@ class ServerMetrics:
         self._http.labels(handler if handler in HANDLERS else "other", str(status)).inc()
 
     def exposition(self) -> bytes:
-        """The metrics in Prometheus' text format."""
+        """In Prometheus' text format."""
         return generate_latest(self.registry)
 
     def _counter(self, name: str, text: str) -> Counter:

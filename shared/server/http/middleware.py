@@ -70,9 +70,7 @@ class RequestLog:
     """
 
     def __init__(self, app: ASGIApp, metrics: ServerMetrics, root_path: str = "") -> None:
-        self.app = app
-        self.metrics = metrics
-        self.root_path = root_path
+        self.app, self.metrics, self.root_path = app, metrics, root_path
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -124,16 +122,14 @@ class ApiKey:
     """Refuses requests below ``/v1`` and ``/debug`` without the key; compares keys in constant time."""
 
     def __init__(self, app: ASGIApp, key: str) -> None:
-        self.app = app
-        self.key = key.encode()
+        self.app, self.key = app, key.encode()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and record_of(scope).path.startswith(_GUARDED):
             scheme, _, given = dict(scope["headers"]).get(b"authorization", b"").partition(b" ")
             if scheme.lower() != b"bearer" or not hmac.compare_digest(given.strip(), self.key):
-                message = "The API key is missing or wrong; send it as the header Authorization: Bearer KEY."
-                headers = {"WWW-Authenticate": "Bearer"}
-                error = ApiError(401, "invalid_api_key", message, headers=headers)
+                said = "The API key is missing or wrong; send it as the header Authorization: Bearer KEY."
+                error = ApiError(401, "invalid_api_key", said, headers={"WWW-Authenticate": "Bearer"})
                 await error.response()(scope, receive, send)
                 return
         await self.app(scope, receive, send)
@@ -142,8 +138,8 @@ class ApiKey:
 class AllowedHosts:
     """Refuses requests whose header ``Host`` names none of ``hosts``; ``*.example.com`` names every subdomain.
 
-    A page of another site can reach a server on this machine under a name of its own that it resolves to 127.0.0.1;
-    the header then tells. Starlette's TrustedHostMiddleware refuses with plain text.
+    A page of another site can reach a server on this machine under a name of its own that it resolves to 127.0.0.1.
+    Starlette's TrustedHostMiddleware refuses with plain text.
     """
 
     def __init__(self, app: ASGIApp, hosts: Sequence[str]) -> None:
@@ -167,17 +163,12 @@ class AllowedHosts:
 class BodyLimit:
     """Refuses a body that is too long, too complex, or does not arrive in time.
 
-    Starlette's own limit answers in plain text where the length is announced, not with the body of an API error.
-
     Parsing and validating a body holds Python's lock. A body of more than ``_BIG`` bytes waits for a turn of the event
     loop of its own, so that other clients get theirs between two such bodies.
     """
 
     def __init__(self, app: ASGIApp, max_bytes: int, seconds: float, stopping: Callable[[], ApiError | None]) -> None:
-        self.app = app
-        self.max_bytes = max_bytes
-        self.seconds = seconds
-        self.stopping = stopping
+        self.app, self.max_bytes, self.seconds, self.stopping = app, max_bytes, seconds, stopping
         self._turn = asyncio.Lock()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -230,11 +221,11 @@ def _log_request(scope: Scope, record: RequestRecord, handler: str, seconds: flo
         fields |= {
             "prompt_tokens": answer.num_prompt_tokens,
             "completion_tokens": answer.num_tokens,
-            "finish_reason": answer.finish_reason,
+            "finish_reason": answer.choices[0].finish_reason,
             "cause": answer.cause,
             "error": answer.error.code if answer.error is not None else None,
-            "queue_s": _between(answer.arrived, answer.scheduled),
-            "ttft_s": _between(answer.arrived, answer.first_token),
+            "queue_s": _between(answer.choices[0].arrived, answer.earliest("scheduled")),
+            "ttft_s": _between(answer.choices[0].arrived, answer.earliest("first_token")),
         }
     client = scope.get("client")
     log_event(

@@ -74,8 +74,8 @@ class ChatFrames:
     """Formats one answer, as frames of a stream or as one body.
 
     Args:
-        wants_usage: add a last chunk with the usage and no choices; the others then hold ``"usage": null``.
-        wants_usage_so_far: they hold the usage so far.
+        wants_usage: add a last chunk with the usage and no choices; the others then hold ``"usage": null``, or with
+            ``wants_usage_so_far`` that so far.
         num_top_logprobs: the most likely tokens of each position that are shown, if log-probabilities are asked for.
         reading: how calls of tools are read; None: all text is content.
         watched: the grammar, whose state each token's frame then holds, and each token has one.
@@ -106,7 +106,9 @@ class ChatFrames:
         self._parts = [self._prepared(choice.index) for choice in answer.choices]
 
     def start(self) -> bytes:
-        return b"".join(self._frame(choice.index, {"role": "assistant", "content": ""}) for choice in self._choices)
+        return b"".join(
+            self._frame(choice.index, {"role": "assistant", "content": ""}) for choice in self._answer.choices
+        )
 
     def tokens(self, choice: AnswerStream, outputs: Sequence[StepOutput]) -> bytes:
         frames, reader = b"", self._readers[choice.index]
@@ -140,7 +142,11 @@ class ChatFrames:
 
     def whole(self, outputs: Sequence[Sequence[StepOutput]]) -> bytes:
         """The body of an answer that is not streamed."""
-        messages = [self._message(own) for own in outputs]
+        reading = self._reading
+        messages = [
+            {"content": "".join(output.text for output in own)} if reading is None else whole_message(reading, own)
+            for own in outputs
+        ]
         choices = [
             {
                 "index": choice.index,
@@ -148,18 +154,9 @@ class ChatFrames:
                 "logprobs": self._logprobs(own),
                 **_end_of(choice, has_calls="tool_calls" in message),
             }
-            for choice, own, message in zip(self._choices, outputs, messages, strict=True)
+            for choice, own, message in zip(self._answer.choices, outputs, messages, strict=True)
         ]
         return to_json({**self._head, "object": "chat.completion", "choices": choices, "usage": self._answer.usage})
-
-    def _message(self, outputs: Sequence[StepOutput]) -> dict[str, Any]:
-        if self._reading is None:
-            return {"content": "".join(output.text for output in outputs)}
-        return whole_message(self._reading, outputs)
-
-    @property
-    def _choices(self) -> Sequence[AnswerStream]:
-        return self._answer.choices
 
     def _chunk(self) -> dict[str, Any]:
         return {**self._head, "object": "chat.completion.chunk"}

@@ -36,13 +36,7 @@ class ChunkBody(BaseModel):
 
     @classmethod
     def of(cls, info: ChunkInfo) -> "ChunkBody":
-        return cls(
-            id=info.chunk_id,
-            role=info.role,
-            num_tokens=info.num_tokens,
-            num_bytes=info.num_bytes,
-            num_users=info.num_users,
-        )
+        return cls(id=info.chunk_id, **{name: value for name, value in vars(info).items() if name != "chunk_id"})
 
 
 class ChunkPage(BaseModel):
@@ -102,13 +96,10 @@ async def context(
     if not chunks:
         return []
     client, intake = _client(request, param), cast(Intake, request.app.state.intake)
-    named: list[str | Content] = []
-    for one in chunks:
-        if isinstance(one, ChunkContent):
-            ids = await intake.text_ids(one.content, param=param)
-            named.append(Content(one.role, tuple(ids)))
-        else:
-            named.append(one)
+    named = [
+        one if isinstance(one, str) else Content(one.role, tuple(await intake.text_ids(one.content, param=param)))
+        for one in chunks
+    ]
     found = cast("list[ChunkInfo]", await client.inquire(Use(tuple(named)), param))
     if recompute is None or len(found) == 1:
         return found
@@ -124,6 +115,6 @@ def _client(request: Request, param: str | None) -> EngineClient:
     intake: Intake = request.app.state.intake
     if (stopping := intake.stopping()) is not None:
         raise stopping
-    if intake.chunk_refusal is not None:
-        raise invalid(intake.chunk_refusal, param=param, code="no_chunks")
+    if intake.facts.chunk_refusal is not None:
+        raise invalid(intake.facts.chunk_refusal, param=param, code="no_chunks")
     return cast(EngineClient, request.app.state.client)

@@ -150,28 +150,25 @@ async def _between_steps(answer: Awaitable[T]) -> T:
         async with asyncio.timeout(DESCRIBE_TIMEOUT):
             return await answer
     except TimeoutError:
-        raise overloaded(
-            f"The current step takes more than {DESCRIBE_TIMEOUT:g} s; try again.", 10, code="engine_busy"
-        ) from None
+        said = f"The current step takes more than {DESCRIBE_TIMEOUT:g} s; try again."
+        raise overloaded(said, 10, code="engine_busy") from None
 
 
 def _model(request: Request) -> Model:
-    state = request.app.state
-    intake: Intake = state.intake
+    intake: Intake = request.app.state.intake
     return Model(
-        id=state.config.model_name,
-        created=int(state.started),
-        max_model_len=intake.max_seq_len,
+        id=intake.config.model_name,
+        created=int(request.app.state.started),
+        max_model_len=intake.facts.max_seq_len,
         chat_template=intake.chat.format.name if intake.chat.format else None,
     )
 
 
 def _health(request: Request) -> Health:
     client: EngineClient = request.app.state.client
-    intake: Intake = request.app.state.intake
-    load = client.load
-    is_ready = client.is_alive and not intake.is_draining
-    status = "ok" if is_ready else "shutting down" if intake.is_draining else "the engine has stopped"
+    load, is_draining = client.load, request.app.state.intake.is_draining
+    is_ready = client.is_alive and not is_draining
+    status = "ok" if is_ready else "shutting down" if is_draining else "the engine has stopped"
     return Health(
         status=status,
         message=None if client.crash is None else f"The engine has stopped ({client.crash}); restart the server.",

@@ -103,7 +103,7 @@ def answer(running: Any, prompt: str) -> list[str]:
 def test_a_process_answers_as_a_thread_does(folder: Path, handle: EngineProcess) -> None:
     engine = EchoEngine(folder)
     assert handle._process.pid is not None
-    assert handle.request_capacity == EngineThread(engine).request_capacity
+    assert handle.facts.request_capacity == EngineThread(engine).facts.request_capacity
     with serving(engine) as there, serving(engine, handle) as here:
         for number in (signal.SIGINT, signal.SIGTERM):
             os.kill(handle._process.pid, number)  # which are the server's affair

@@ -311,8 +311,7 @@ def test_a_format_begins_where_thoughts_end_of_a_model_without_tools_too(
 ) -> None:
     handle: Any = SimpleNamespace(
         tokenizer=Tokenizer.load(tiny_checkpoints["qwen3"]),
-        has_grammars=True,
-        model_config=SimpleNamespace(family="qwen3"),
+        facts=SimpleNamespace(has_grammars=True, model_config=SimpleNamespace(family="qwen3")),
     )
     served = ServedChat(handle, ServerConfig(model_name="echo"))
     if not has_tools:
