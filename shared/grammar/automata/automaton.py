@@ -15,7 +15,7 @@ configuration never needs a stack of more than ``MAX_DEPTH`` frames to come to i
 
 import os
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import NamedTuple
 
@@ -106,33 +106,18 @@ class Automaton:
     table: Integers
     is_final: NDArray[np.bool_]
     depths: Integers
-    pushes: Integers
-    returns: Integers
-    pops: Integers
-    clauses: Masks
-    keys: Masks
-    guards: Masks
+    pushes: Integers = field(default_factory=lambda: np.empty((0, 5), np.int32))
+    returns: Integers = field(default_factory=lambda: np.empty(0, np.int32))
+    pops: Integers = field(default_factory=lambda: np.empty((0, 4), np.int32))
+    clauses: Masks = field(default_factory=lambda: np.empty((0, 5), np.uint64))
+    keys: Masks = field(default_factory=lambda: np.empty((0, 3), np.uint64))
+    guards: Masks = field(default_factory=lambda: np.empty((0, 4), np.uint64))
 
     @classmethod
     def of_states(cls, columns: NDArray[np.uint8], next_states: Integers, is_final: NDArray[np.bool_]) -> "Automaton":
-        """An automaton without a stack.
-
-        Args:
-            next_states: int32 ``[S, C]``, ``REFUSED`` where there is none.
-        """
+        """An automaton without a stack; ``next_states`` is int32 ``[S, C]``, ``REFUSED`` where there is none."""
         table = np.where(next_states == REFUSED, REFUSED, next_states << ACTION_BITS | Action.GOTO).astype(np.int32)
-        return cls(
-            columns=columns,
-            table=table,
-            is_final=is_final,
-            depths=np.zeros(len(table), np.int32),
-            pushes=np.empty((0, 5), np.int32),
-            returns=np.empty(0, np.int32),
-            pops=np.empty((0, 4), np.int32),
-            clauses=np.empty((0, 5), np.uint64),
-            keys=np.empty((0, 3), np.uint64),
-            guards=np.empty((0, 4), np.uint64),
-        )
+        return cls(columns, table, is_final, depths=np.zeros(len(table), np.int32))
 
     @property
     def num_states(self) -> int:

@@ -10,7 +10,7 @@ from operator import mul
 import numpy as np
 from numpy.typing import NDArray
 
-from shared.grammar.automata.dfa import DEAD, DFA, merge_columns
+from shared.grammar.automata.dfa import DEAD, DFA, merge_columns, shared_columns
 from shared.grammar.automata.minimization import minimize
 from shared.grammar.limits import CELLS, Budget
 
@@ -28,10 +28,7 @@ def combine(dfas: Sequence[DFA], budget: Budget, keep: Callable[[int], int] = la
 
     Raises GrammarError as :class:`Budget` does.
     """
-    _, firsts, inverse = np.unique(
-        np.stack([dfa.columns for dfa in dfas]), axis=1, return_index=True, return_inverse=True
-    )
-    columns = inverse.reshape(-1).astype(np.uint8)
+    columns, firsts = shared_columns([dfa.columns for dfa in dfas])
     tables = [np.append(dfa.next[:, dfa.columns[firsts]], np.full((1, len(firsts)), DEAD), axis=0) for dfa in dfas]
     ends = [np.append(dfa.accepts != 0, False) for dfa in dfas]
     sizes = [len(dfa) + 1 for dfa in dfas]

@@ -16,6 +16,8 @@ from shared.grammar.schema.shapes import NEVER, Object, Value
 
 REGISTER_BITS = 64
 MAX_CLAUSES = 256
+ALWAYS = (0, 0, 1)
+"""Trigger, keys, least of a clause that is never satisfied."""
 Clause = tuple[int, int, int]
 """(trigger, keys, least), as in ``Automaton.clauses``."""
 

@@ -7,6 +7,7 @@ which patterns, formats, lengths and lists are combined.
 import json
 from collections.abc import Hashable
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 
@@ -38,11 +39,8 @@ _patterns: Remembered[DFA] = Remembered(MOST_REMEMBERED)
 
 def matching(pattern: str, budget: Budget, *, is_search: bool) -> DFA:
     """As :func:`compile_regex` for JSON strings; the last few hundred are remembered."""
-    return _patterns.get(
-        (pattern, is_search),
-        lambda: compile_regex(pattern, budget, search=is_search, spelling=Spelling.JSON),
-        budget,
-    )
+    make = partial(compile_regex, pattern, budget, search=is_search, spelling=Spelling.JSON)
+    return _patterns.get((pattern, is_search), make, budget)
 
 
 def of_length(dfa: DFA, fewest: int, most: int, budget: Budget) -> DFA:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TypeVar
 
-from shared.grammar.automata.assembler import Assembler, Continuation, Entries, Rule
+from shared.grammar.automata.assembler import Assembler, Continuation, Entries, Rule, sum_bits
 from shared.grammar.automata.automaton import Action, entry
 from shared.grammar.automata.dfa import DEAD, DFA
 from shared.grammar.automata.machines import Machine
@@ -38,14 +38,6 @@ class Mapped:
 
     def after(self, bits: int) -> int:
         return self.continuation.after(sum_bits(self.masks, bits))
-
-
-def sum_bits(masks: tuple[int, ...], bits: int) -> int:
-    """The union of the masks that are chosen by bits."""
-    found = 0
-    for number, mask in enumerate(masks):
-        found |= mask if bits >> number & 1 else 0
-    return found
 
 
 class Values:
