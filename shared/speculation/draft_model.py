@@ -197,7 +197,6 @@ class DraftModel(Drafter):
 
     def _follow(self, twin: Request, request: Request) -> int:
         """Append the tokens that are known by now, and count the drafts that turned out right, whose keys are there.
-
         Returns the number of tokens in the draft model's cache.
         """
         for token_id in request.output_ids[len(twin.output_ids) :]:

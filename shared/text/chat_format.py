@@ -59,9 +59,8 @@ class ChatFormat:
         tools: Sequence[Mapping[str, Any]] = (),
         **options: Any,
     ) -> list[str]:
-        """The prompt's text in parts to tokenize one by one; `shared.text.chat.chat_parts` has the options.
-
-        Raises RequestError for a conversation that takes a capability that is refused.
+        """The prompt's text in parts to tokenize one by one; `shared.text.chat.chat_parts` has the options. Raises
+        RequestError for a conversation that takes a capability that is refused.
         """
         has_calls = bool(tools) or any(message.tool_calls or message.role == "tool" for message in messages)
         answers = [message for message in messages if message.role == "assistant"]

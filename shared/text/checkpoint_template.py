@@ -23,10 +23,8 @@ _MARKS = tuple(f"<{slash}{name}>" for name in ("think", "tool_call", "tool_respo
 
 
 class CheckpointTemplate:
-    """Renders conversations as transformers does, in the child process.
-
-    Args:
-        sources: by name; "tool_use" is for conversations with tools, "default" for all others.
+    """Renders conversations as transformers does, in the child process. Of the ``sources``, "tool_use" is for
+    conversations with tools, "default" for all others.
     """
 
     def __init__(self, tokenizer: Tokenizer, sources: Mapping[str, str], process: TemplateProcess) -> None:
@@ -48,9 +46,8 @@ class CheckpointTemplate:
         today: datetime.date | None = None,
         tools: Sequence[Mapping[str, Any]] = (),
     ) -> list[str]:
-        """The prompt's text in parts to tokenize one by one, as `shared.text.chat.chat_parts` gives it.
-
-        Raises RequestError for a conversation that the template refuses, or whose texts cannot be kept apart.
+        """The prompt's text in parts to tokenize one by one, as `shared.text.chat.chat_parts` gives it. Raises
+        RequestError for a conversation that the template refuses, or whose texts cannot be kept apart.
         """
         now = datetime.datetime.combine(today, datetime.time()) if today else datetime.datetime.now()
         options: dict[str, Any] = {"add_generation_prompt": add_generation_prompt, "thinking": thinking, "now": now}

@@ -21,9 +21,8 @@ SUPPORTED_DECODERS = (
 
 
 def _byte_alphabet() -> dict[str, int]:
-    """GPT-2's alphabet: each byte as one printable character (openai/gpt-2, ``bytes_to_unicode``).
-
-    Printable Latin-1 bytes map to themselves; the others to the code points from 256 on, in order.
+    """GPT-2's alphabet (openai/gpt-2, ``bytes_to_unicode``): each byte as one printable character. Printable Latin-1
+    bytes map to themselves, the others to the code points from 256 on, in order.
     """
     printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     others = [byte for byte in range(256) if byte not in printable]

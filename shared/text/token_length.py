@@ -21,7 +21,6 @@ _KEEPING = ("ByteLevel", "Digits", "Metaspace")
 @dataclass(frozen=True)
 class TextBound:
     """``bytes_per_token``: the most UTF-8 bytes of a text that one token stands for; None if there is no limit.
-
     ``uncounted``: bytes that the vocabulary lacks; a byte-level tokenizer drops them.
     """
 

@@ -151,10 +151,8 @@ class Assembler:
     # Tables
 
     def finish(self) -> Automaton:
-        """The automaton; the states are all built.
-
-        Raises:
-            GrammarError: it accepts nothing, or its tables are too large.
+        """The automaton; the states are all built. Raises GrammarError if it accepts nothing, or its tables are too
+        large.
         """
         self.build()
         columns, table = self._table()

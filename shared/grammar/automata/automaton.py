@@ -129,9 +129,8 @@ class Automaton:
         return sum(array.nbytes for array in vars(self).values())
 
     def step(self, now: "Configuration", byte: int) -> "Configuration | None":
-        """The configuration after one more byte; None if the grammar refuses it.
-
-        The specification of what kernels and numpy do for many tokens at a time.
+        """The configuration after one more byte; None if the grammar refuses it. The specification of what kernels and
+        numpy do for many tokens at a time.
         """
         value = int(self.table[now.state, self.columns[byte]])
         if value == REFUSED:
@@ -197,9 +196,8 @@ class Automaton:
         return bool(((seen | preset) & keys).bit_count() >= most)
 
     def walk(self, now: "Configuration", text: Iterable[int]) -> "Configuration | None":
-        """The configuration after the bytes of one token; None if the grammar refuses one of them.
-
-        It is also refused if its end would need too deep a stack.
+        """The configuration after the bytes of one token; None if the grammar refuses one of them, or its end would
+        need too deep a stack.
         """
         configuration: Configuration | None = now
         for byte in text:
@@ -243,9 +241,8 @@ START = Configuration()
 
 
 def _blanks(run: int, byte: int) -> int | None:
-    """The length of a run with one more byte.
-
-    A run is one space, or a line break and up to ``MAX_BLANKS`` blanks, or up to ``MAX_DIGITS`` digits.
+    """The length of a run with one more byte: one space, or a line break and up to ``MAX_BLANKS`` blanks, or up to
+    ``MAX_DIGITS`` digits.
     """
     if byte in b"0123456789":
         run = max(run, SPACE_ENDED) + 1

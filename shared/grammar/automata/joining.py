@@ -22,9 +22,8 @@ from shared.grammar.limits import GrammarError
 
 @dataclass
 class Graph:
-    """States, numbered from 0, the first; ``rows`` has the next state of each for each byte, ``final`` the ends.
-
-    A next state below 0 enters a document: -1 the first one, -2 the second one.
+    """States, numbered from 0, the first; ``rows`` has the next state of each for each byte, ``final`` the ends. A next
+    state below 0 enters a document: -1 the first one, -2 the second one.
     """
 
     rows: list[dict[int, int]] = field(default_factory=list)
@@ -59,13 +58,11 @@ def joined(
     last: Automaton | None = None,
     beginnings: Sequence[int] = (),
 ) -> Automaton:
-    """The automaton of a graph with documents, after each of which the text goes on as from the state ``behind``.
+    """The automaton of a graph with documents, whose end nothing can follow, such as objects; after each the text goes
+    on as from the state ``behind``.
 
-    Args:
-        documents: texts whose end nothing can follow, such as those of objects.
-        last: of texts with which the whole ends; they may begin in the states ``beginnings`` of the graph.
-
-    Raises GrammarError if ``last`` may begin with a byte with which the graph goes on there.
+    ``last`` is of texts with which the whole ends; they may begin in the states ``beginnings`` of the graph. Raises
+    GrammarError if one may begin with a byte with which the graph goes on there.
     """
     size = len(graph.rows)
     starts = np.cumsum([size, *(part.num_states for part in documents)]).tolist()

@@ -18,12 +18,9 @@ from shared.grammar.schema.document import SchemaDocument
 def compile_schema(schema: object, budget: Budget, *, is_closed: bool = False) -> Automaton:
     """The automaton of the documents that are valid under a JSON Schema (drafts 4 to 2020-12).
 
-    Args:
-        is_closed: objects whose schema names properties, and does not speak of others, have no others.
-
-    Raises:
-        GrammarError: the schema is invalid, too large, accepts nothing, or uses what is not supported; the message
-            names the keyword and where it stands.
+    ``is_closed``: objects whose schema names properties, and does not speak of others, have no others. Raises
+    GrammarError, with the keyword and where it stands, for a schema that is invalid, too large, accepts nothing, or
+    uses what is not supported.
     """
     document = SchemaDocument(schema, budget, is_closed=is_closed)
     try:

@@ -26,8 +26,7 @@ class ObjectRule:
         self.assembler, self.rule = values.assembler, Rule(values.assembler)
         self.values, self.members, self.requirements = values, values.members, requirements
         self.alternatives = [(number, shape) for number, group in enumerate(groups) for shape in group]
-        shapes = [shape for _, shape in self.alternatives]
-        self.allowed = self.requirements.allowed
+        shapes, self.allowed = self.requirements.shapes, self.requirements.allowed
         self.needed = [self.members.needed(shape) for shape in shapes]
         self.trie = Trie(self.requirements.names, self.assembler.budget)
         self.closing = [self.members.ending_depth(shape) for shape in shapes]
@@ -120,7 +119,6 @@ class ObjectRule:
         return self._keys[alive]
 
     def follow_name(self, alive: Alive, key: str) -> tuple[Follower, ...]:
-        """What a named key leaves alive."""
         self.assembler.budget.spend(1 + len(alive))
         found = []
         for number, left in alive:
@@ -131,7 +129,6 @@ class ObjectRule:
         return tuple(found)
 
     def follow_other(self, alive: Alive, bits: int) -> tuple[Follower, ...]:
-        """What a key without a name leaves alive; ``bits`` are those of its automaton."""
         self.assembler.budget.spend(1 + 2 * len(alive))
         found = []
         for number, left in alive:
@@ -141,7 +138,6 @@ class ObjectRule:
         return tuple(found)
 
     def end_key(self, followers: tuple[Follower, ...], bit: int, *, is_bounded: bool) -> int:
-        """The quote that ends a key."""
         colon = self.colon(followers)
         return self.assembler.key(colon, bit, is_bounded=is_bounded) if bit else entry(Action.GOTO, colon)
 

@@ -31,9 +31,8 @@ LITERALS = {"null": None, "true": True, "false": False}
 
 
 def array_rule(values: ValueSource, groups: tuple[tuple[Array, ...], ...]) -> Rule:
-    """The rule of some groups of arrays. Raises GrammarError where unique items cannot be remembered.
-
-    Beside other arrays those with unique items are left out.
+    """The rule of some groups of arrays. Raises GrammarError where unique items cannot be remembered. Beside other
+    arrays those with unique items are left out.
     """
     most = values.members.most_items
     shapes = [shape for group in groups for shape in group]

@@ -146,11 +146,8 @@ class Values:
         return entry(Action.GOTO, target) if guard in (0, now) else self.assembler.guard(target, guard)
 
     def spelled(self, dfa: DFA, key: Hashable, guard: Callable[[int], int], after: Callable[[int], int]) -> int:
-        """The quote that opens a string that is spelled out where it stands.
-
-        Args:
-            guard: the keys all of which are seen when none of some ends of the automaton, as bits, is wanted.
-            after: the state after an end.
+        """The quote that opens a string that is spelled out where it stands. ``guard`` gives the keys all of which are
+        seen when none of some ends of the automaton, as bits, is wanted; ``after`` the state after an end.
         """
         left = [guard(bits) for bits in ends_of(dfa, self.budget)]
         if key not in self._spelled:

@@ -37,10 +37,8 @@ class Disjuncts:
         self._clauses: dict[int, list[Clause]] = {}
 
     def shapes(self, value: Value) -> tuple[Shape, ...]:
-        """The shapes of a value: none if nothing satisfies it, as far as single facts tell.
-
-        Raises:
-            Unresolved: the value is a part of its own logic, and is just being resolved.
+        """The shapes of a value: none if nothing satisfies it, as far as single facts tell. Raises Unresolved if the
+        value is a part of its own logic, and is just being resolved.
         """
         if value in self._shapes:
             found = self._shapes[value]

@@ -20,10 +20,7 @@ IMPOSSIBLE = 2**31 - 1
 
 @dataclass(frozen=True)
 class Keywords:
-    """The keywords of one node of a document.
-
-    ``is_disjoint`` tells of two literals whether nothing satisfies both.
-    """
+    """The keywords of one node of a document; ``is_disjoint`` tells of two literals whether nothing satisfies both."""
 
     document: SchemaDocument
     node: int
