@@ -152,7 +152,8 @@ def _mapped(value: Any, change: Callable[..., str]) -> Any:
 
 
 def _strings(value: Any) -> list[str]:
-    """All strings in a value of JSON."""
-    found: list[str] = []
-    _mapped(value, lambda text: found.append(text) or text)
-    return found
+    """All strings in a value of JSON, keys too."""
+    if isinstance(value, str):
+        return [value]
+    parts = [*value, *value.values()] if isinstance(value, Mapping) else value if isinstance(value, list) else ()
+    return [text for part in parts for text in _strings(part)]
