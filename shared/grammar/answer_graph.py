@@ -51,15 +51,12 @@ class CallSpelling:
 
 
 class AnswerGraph:
-    """The graph of an answer.
+    """The graph of an answer; ``has_format``: what is no call follows a grammar, instead of being free text.
 
     Attributes:
         graph: leads into document i after the name of function i.
         behind: the state after arguments.
         beginnings: the states from which the answer may also go on as a format has it.
-
-    Args:
-        has_format: whether what is no call follows a grammar, instead of being free text.
     """
 
     def __init__(

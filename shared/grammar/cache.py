@@ -20,12 +20,7 @@ Compiled = TypeVar("Compiled")
 
 
 class GrammarCache(Generic[Compiled]):
-    """Keeps what ``compile_grammar`` made of the grammars that were used last.
-
-    Args:
-        compile_grammar: raises GrammarError.
-        num_bytes: of what it made.
-    """
+    """Keeps what ``compile_grammar``, which raises GrammarError, made of the grammars that were used last."""
 
     def __init__(
         self,

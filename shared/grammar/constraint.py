@@ -48,7 +48,7 @@ class Constraint:
 
     def after(self, output_ids: Sequence[int]) -> Configuration | None:
         """The state after all outputs; None after the end. Found when it is asked for: a device that makes the masks
-        follows the outputs itself, and then the host mostly needs not.
+        follows the outputs itself.
         """
         for token_id in output_ids[self.num_tokens :]:
             self.state = self.state and self.fsm.next_state(self.state, token_id)
@@ -59,9 +59,8 @@ class Constraint:
 class Constraints:
     """Compiles grammars for one vocabulary, and masks the rows of the requests that have one.
 
-    Args:
-        make_vocabulary: called by ``prepare``, or when the first grammar comes.
-        pool: for the tables of the grammars on the device that samples; None: masks are made here.
+    ``make_vocabulary`` is called by ``prepare``, or when the first grammar comes. ``pool`` is for the tables of the
+    grammars on the device that samples; None: masks are made here.
     """
 
     def __init__(
@@ -96,7 +95,6 @@ class Constraints:
 
     def of(self, params: SamplingParams) -> Constraint | None:
         """Where an output stands before its first token; None without a grammar, which is compiled unless it is known.
-
         Raises GrammarError, and RequestError if the output could not end.
         """
         grammar = params.structured_output

@@ -62,10 +62,8 @@ class Grammar(StructuredOutput):
 
     @classmethod
     def json_schema(cls, schema: object, *, is_closed: bool = False) -> Self:
-        """A text that is valid JSON for a schema: an object, true, or such as JSON text.
-
-        Args:
-            is_closed: objects whose schema names properties, and does not speak of others, have no others.
+        """A text that is valid JSON for a schema: an object, true, or such as JSON text. ``is_closed``: objects whose
+        schema names properties, and does not speak of others, have no others.
         """
         if isinstance(schema, str):
             try:
@@ -110,12 +108,8 @@ class Grammar(StructuredOutput):
         return cls(GrammarKind.CALLS, text)
 
     def compiled(self, usable_bytes: NDArray[np.bool_], limits: Limits) -> Self:
-        """The grammar with its automaton.
-
-        Args:
-            usable_bytes: bool ``[256]``, the bytes that the vocabulary can spell.
-
-        Raises GrammarError.
+        """The grammar with its automaton, of the bytes that the vocabulary can spell, bool ``[256]``. Raises
+        GrammarError.
         """
         if self.automaton is not None:
             return self
@@ -160,7 +154,6 @@ def _of_dfa(dfa: DFA, usable_bytes: NDArray[np.bool_]) -> Automaton:
 
 def grammar_of(**described: Any) -> Grammar | None:
     """The grammar of the argument that is not None, each named as the class method that takes it; None without one.
-
     Raises GrammarError if several are given, or as the method does.
     """
     given = {name: value for name, value in described.items() if value is not None}

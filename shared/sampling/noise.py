@@ -47,14 +47,10 @@ def seed_pattern(seed: int) -> int:
 
 
 def philox(counter: Words, key: tuple[torch.Tensor, torch.Tensor]) -> Words:
-    """Philox4x32-10: four 32-bit words for each counter.
+    """Philox4x32-10: four 32-bit words for each counter, equal to those of Random123 and of ``tl.philox``.
 
-    Args:
-        counter: four int64 tensors with values 0 to 2^32 - 1, which broadcast against each other and ``key``.
-        key: two such tensors, the low and the high word.
-
-    Returns:
-        Four int64 tensors of the broadcast shape, values 0 to 2^32 - 1; equal to Random123 and to ``tl.philox``.
+    The four words of the counter, the two of the key (low, high) and the results are int64 tensors with values 0 to
+    2^32 - 1; counter and key broadcast against each other.
     """
     c0, c1, c2, c3 = counter
     keys = list(zip(*(_round_keys(word, step) for word, step in zip(key, _KEY_STEPS, strict=True)), strict=True))
@@ -83,16 +79,10 @@ def _round_keys(key: torch.Tensor, step: int) -> tuple[torch.Tensor, ...]:
 
 
 def uniform(seeds: torch.Tensor, indices: torch.Tensor, stream: Stream, size: int) -> torch.Tensor:
-    """Uniform numbers for B rows.
+    """Uniform numbers for B rows: float32 [B, size], in steps of 2^-23 from 2^-24 to 1 - 2^-24, so neither 0 nor 1.
 
-    Args:
-        seeds: int64 [B], each the bits of a 64-bit seed (``seed_pattern``).
-        indices: integer [B], the index of the token within its request; only its low 32 bits are used.
-        stream: the purpose of the draw.
-        size: numbers per row, usually the vocabulary's size.
-
-    Returns:
-        float32 [B, size] on the device of ``seeds``, in steps of 2^-23 from 2^-24 to 1 - 2^-24: neither 0 nor 1.
+    ``seeds`` is int64 [B], each the bits of a 64-bit seed (``seed_pattern``). Of ``indices``, integers [B] that count
+    the tokens of a request, the low 32 bits are used.
     """
     seeds, indices = seeds[:, None], indices.long()[:, None]  # [B, 1]
     groups = torch.arange((size + 3) // 4, device=seeds.device)[None]  # [1, ceil(size / 4)]

@@ -6,7 +6,7 @@ Python values, so no later stage validates again.
 
 import math
 import numbers
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from reprlib import repr as short_repr
@@ -87,49 +87,30 @@ class SamplingParams:
     structured_output: StructuredOutput | None = None
 
     def __post_init__(self) -> None:
-        temperature = _real(
-            "temperature", self.temperature, "a number of at least 0, where 0 means the most likely token"
-        )
-        _require(
-            math.isfinite(temperature) and temperature >= 0,
-            "temperature",
-            self.temperature,
-            "a finite number of at least 0; 0 takes the most likely token, 0.7 to 1.0 is usual",
-        )
-        top_p = _real("top_p", self.top_p, "a number above 0 and at most 1")
-        _require(0 < top_p <= 1, "top_p", self.top_p, "above 0 and at most 1; 1 keeps every token")
-        min_p = _real("min_p", self.min_p, "a number from 0 to 1")
-        _require(0 <= min_p <= 1, "min_p", self.min_p, "from 0 to 1; 0 keeps every token")
-        penalty = _real("repetition_penalty", self.repetition_penalty, "a number above 0")
-        _require(
-            math.isfinite(penalty) and penalty > 0,
-            "repetition_penalty",
-            self.repetition_penalty,
-            "a finite number above 0; 1 means no penalty, 1.1 discourages repeats",
-        )
-        top_k = None
-        if self.top_k is not None:
-            top_k = _integer("top_k", self.top_k, "an integer of at least 1, or left out for no limit")
-            _require(top_k >= 1, "top_k", self.top_k, "at least 1; leave it out for no limit")
-        prompt_logprobs = _num_logprobs("prompt_logprobs", self.prompt_logprobs)
-        max_new_tokens = _integer("max_new_tokens", self.max_new_tokens, "an integer of at least 1")
-        remedy = "at least 1, or 0 together with prompt_logprobs"
-        _require(max_new_tokens >= (prompt_logprobs is None), "max_new_tokens", self.max_new_tokens, remedy)
-        min_tokens = _integer("min_tokens", self.min_tokens, "an integer of at least 0")
-        remedy = f"from 0 to max_new_tokens, which is {max_new_tokens}"
-        _require(0 <= min_tokens <= max_new_tokens, "min_tokens", self.min_tokens, remedy)
-        min_thinking_tokens = _integer("min_thinking_tokens", self.min_thinking_tokens, "an integer of at least 0")
-        _require(min_thinking_tokens >= 0, "min_thinking_tokens", self.min_thinking_tokens, "at least 0")
-        thinking_budget = None
-        if self.thinking_budget is not None:
-            remedy = "an integer of at least 0, or left out for no limit"
-            thinking_budget = _integer("thinking_budget", self.thinking_budget, remedy)
-            remedy = f"at least min_thinking_tokens, which is {min_thinking_tokens}; leave it out for no limit"
-            _require(thinking_budget >= min_thinking_tokens, "thinking_budget", self.thinking_budget, remedy)
-        seed = None
-        if self.seed is not None:
-            seed = _integer("seed", self.seed, "an integer from 0 to 2**64 - 1, or left out for a random one")
-            _require(0 <= seed <= MAX_SEED, "seed", self.seed, "from 0 to 2**64 - 1; leave it out for a random one")
+        real, whole = numbers.Real, numbers.Integral
+        remedy = "a finite number of at least 0; 0 takes the most likely token, 0.7 to 1.0 is usual"
+        self._settle("temperature", real, lambda number: 0 <= number < math.inf, remedy)
+        self._settle("top_p", real, lambda p: 0 < p <= 1, "a number above 0 and at most 1; 1 keeps every token")
+        self._settle("min_p", real, lambda p: 0 <= p <= 1, "a number from 0 to 1; 0 keeps every token")
+        remedy = "a finite number above 0; 1 means no penalty, 1.1 discourages repeats"
+        self._settle("repetition_penalty", real, lambda penalty: 0 < penalty < math.inf, remedy)
+        for field in ("presence_penalty", "frequency_penalty"):
+            remedy = f"a number from -{MAX_PENALTY:g} to {MAX_PENALTY:g}, where 0 means no penalty"
+            self._settle(field, real, lambda penalty: abs(penalty) <= MAX_PENALTY, remedy)
+        self._settle("top_k", whole, lambda k: k >= 1, "an integer of at least 1; leave it out for no limit")
+        for field in ("logprobs", "prompt_logprobs"):
+            remedy = f"an integer from 0 to {MAX_LOGPROBS}, the most likely tokens to report; leave it out for none"
+            self._settle(field, whole, lambda count: 0 <= count <= MAX_LOGPROBS, remedy)
+        remedy = "an integer of at least 1, or 0 together with prompt_logprobs"
+        self._settle("max_new_tokens", whole, lambda count: count >= (self.prompt_logprobs is None), remedy)
+        remedy = f"an integer from 0 to max_new_tokens, which is {self.max_new_tokens}"
+        self._settle("min_tokens", whole, lambda count: 0 <= count <= self.max_new_tokens, remedy)
+        self._settle("min_thinking_tokens", whole, lambda count: count >= 0, "an integer of at least 0")
+        least = self.min_thinking_tokens
+        remedy = f"an integer of at least min_thinking_tokens, which is {least}; leave it out for no limit"
+        self._settle("thinking_budget", whole, lambda count: count >= least, remedy)
+        remedy = "an integer from 0 to 2**64 - 1; leave it out for a random one"
+        self._settle("seed", whole, lambda seed: 0 <= seed <= MAX_SEED, remedy)
         for flag in ("ignore_eos", "use_speculative_decoding"):
             _require(isinstance(getattr(self, flag), bool), flag, getattr(self, flag), "True or False")
         if self.cache_salt is not None:
@@ -137,29 +118,35 @@ class SamplingParams:
             is_valid = isinstance(self.cache_salt, str) and 1 <= len(self.cache_salt) <= MAX_CACHE_SALT
             _require(is_valid, "cache_salt", self.cache_salt, remedy)
         if self.structured_output is not None:
-            _check_grammar(self.structured_output, self.ignore_eos)
-        values = {
-            "temperature": temperature,
-            "top_p": top_p,
-            "top_k": top_k,
-            "min_p": min_p,
-            "repetition_penalty": penalty,
-            "presence_penalty": _additive_penalty("presence_penalty", self.presence_penalty),
-            "frequency_penalty": _additive_penalty("frequency_penalty", self.frequency_penalty),
-            "logit_bias": _logit_bias(self.logit_bias),
-            "max_new_tokens": max_new_tokens,
-            "min_tokens": min_tokens,
-            "stop": _stop_strings(self.stop),
-            "stop_token_ids": _token_ids("stop_token_ids", self.stop_token_ids, MAX_STOP_TOKEN_IDS),
-            "prediction_ids": _token_ids("prediction_ids", self.prediction_ids),
-            "thinking_budget": thinking_budget,
-            "min_thinking_tokens": min_thinking_tokens,
-            "seed": seed,
-            "logprobs": _num_logprobs("logprobs", self.logprobs),
-            "prompt_logprobs": prompt_logprobs,
-        }
-        for name, value in values.items():
-            object.__setattr__(self, name, value)  # converted to plain int, float and tuple
+            remedy = "a Grammar, such as Grammar.regex('[0-9]+'), or left out"
+            _require(
+                isinstance(self.structured_output, StructuredOutput),
+                "structured_output",
+                self.structured_output,
+                remedy,
+            )
+            remedy = "False with structured_output, because the end of a grammar is an end-of-sequence id"
+            _require(not self.ignore_eos, "ignore_eos", self.ignore_eos, remedy)
+        self._set("logit_bias", _logit_bias(self.logit_bias))
+        self._set("stop", _stop_strings(self.stop))
+        self._set("stop_token_ids", _token_ids("stop_token_ids", self.stop_token_ids, MAX_STOP_TOKEN_IDS))
+        self._set("prediction_ids", _token_ids("prediction_ids", self.prediction_ids))
+
+    def _set(self, field: str, value: object) -> None:
+        object.__setattr__(self, field, value)
+
+    def _settle(self, field: str, kind: type, is_valid: Callable[[Any], bool], remedy: str) -> None:
+        """Convert a number to a plain float or int, and check it; None stays where it is the default."""
+        value = getattr(self, field)
+        if value is None and self.__dataclass_fields__[field].default is None:
+            return
+        _require(_is(kind, value), field, value, remedy)
+        try:
+            number = int(value) if kind is numbers.Integral else float(value)
+        except OverflowError:  # an integer beyond the range of floats
+            number = math.inf
+        _require(is_valid(number), field, value, remedy)
+        self._set(field, number)
 
     @property
     def is_greedy(self) -> bool:
@@ -209,13 +196,6 @@ class SamplingParams:
             _require(largest < vocab_size, field, largest, remedy)
 
 
-def _check_grammar(grammar: object, ignore_eos: bool) -> None:
-    remedy = "a Grammar, such as Grammar.regex('[0-9]+'), or left out"
-    _require(isinstance(grammar, StructuredOutput), "structured_output", grammar, remedy)
-    remedy = "False with structured_output, because the end of a grammar is an end-of-sequence id"
-    _require(not ignore_eos, "ignore_eos", ignore_eos, remedy)
-
-
 def _require(is_valid: bool, field: str, value: object, remedy: str) -> None:
     if not is_valid:
         raise RequestError(f"{field} is {short_repr(value)}; it must be {remedy}.")
@@ -223,35 +203,6 @@ def _require(is_valid: bool, field: str, value: object, remedy: str) -> None:
 
 def _is(kind: type, value: object) -> bool:
     return isinstance(value, kind) and not isinstance(value, bool)
-
-
-def _real(field: str, value: object, remedy: str) -> float:
-    _require(_is(numbers.Real, value), field, value, remedy)
-    try:
-        return float(value)  # type: ignore[arg-type]
-    except OverflowError:  # an integer beyond the range of floats
-        return math.inf
-
-
-def _integer(field: str, value: object, remedy: str) -> int:
-    _require(_is(numbers.Integral, value), field, value, remedy)
-    return int(value)  # type: ignore[call-overload]
-
-
-def _additive_penalty(field: str, value: object) -> float:
-    remedy = f"a number from -{MAX_PENALTY:g} to {MAX_PENALTY:g}, where 0 means no penalty"
-    penalty = _real(field, value, remedy)
-    _require(-MAX_PENALTY <= penalty <= MAX_PENALTY, field, value, remedy)
-    return penalty
-
-
-def _num_logprobs(field: str, value: object) -> int | None:
-    if value is None:
-        return None
-    number = _integer(field, value, f"an integer from 0 to {MAX_LOGPROBS}, or left out")
-    remedy = f"from 0 to {MAX_LOGPROBS}, the number of most likely tokens to report; leave it out for none"
-    _require(0 <= number <= MAX_LOGPROBS, field, value, remedy)
-    return number
 
 
 def _logit_bias(value: object) -> tuple[tuple[int, float], ...]:

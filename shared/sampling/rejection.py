@@ -26,18 +26,13 @@ def accept_or_replace(
     drafts: torch.Tensor,
     draft_probabilities: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """The tokens of all rows: those of the rows that draw and have a draft are the draft or its replacement.
+    """The tokens of all rows, int64 [B]: those of the rows that draw and have a draft are the draft or its replacement.
 
     Args:
         ids: int64 [B], the tokens of the other rows, as ``sample`` returns them.
         logits: [B, V] in any float dtype; not mutated.
-        batch: the parameters of the B rows, on the same device.
-        rows: int64 [n], the rows with a draft; each of them draws.
-        drafts: int64 [n].
+        rows, drafts: int64 [n], the rows with a draft, each of which draws, and the drafts.
         draft_probabilities: float32 [n, V], q of each draft; None: every draft was certain.
-
-    Returns:
-        int64 [B].
     """
     assert batch.seeds is not None
     assert batch.indices is not None

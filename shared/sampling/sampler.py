@@ -87,11 +87,8 @@ class SamplingBatch:
         count_rows: Sequence[int] = (),
         device: torch.device | str | None = None,
     ) -> Self:
-        """The arrays for ``rows``, in their order, on ``device`` (None: the CPU).
-
-        Args:
-            counts: tables that hold the tokens of the rows with a penalty; None makes tables of their ids.
-            count_rows: the row of ``counts`` for each row.
+        """The arrays for ``rows``, in their order, on ``device`` (None: the CPU). ``counts`` are tables that hold the
+        tokens of the rows with a penalty, with the row there of each row; None makes tables of their ids.
         """
         params = [row.params for row in rows]
         batch: dict[str, torch.Tensor | TokenCounts | int | None] = {}
@@ -164,21 +161,11 @@ def _float32(values: Sequence[float], smallest: float, device: torch.device | st
 
 
 def sample(logits: torch.Tensor, batch: SamplingBatch, *, stream: Stream = Stream.DRAW) -> torch.Tensor:
-    """Sample a token for every row.
+    """Sample a token for every row, int64 [B], from logits [B, V] in any float dtype, which are not mutated.
 
     Greedy rows take the exact arg-max of the logits that ``adjust_logits`` returns, the lowest id among equals. Other
-    rows draw from the softmax of these logits, scaled by the temperature and filtered, by the Gumbel-max trick.
-
-    Args:
-        logits: [B, V] in any float dtype; not mutated.
-        batch: the parameters of the B rows, on the same device.
-        stream: the random stream to draw from.
-
-    Returns:
-        int64 [B].
-
-    Raises:
-        ValueError: ``logits`` and ``batch`` differ in rows.
+    rows draw from the softmax of these logits, scaled by the temperature and filtered, by the Gumbel-max trick. Raises
+    ValueError if ``logits`` and ``batch`` differ in rows.
     """
     if logits.shape[0] != batch.num_rows:
         raise ValueError(f"logits have {logits.shape[0]} rows, the sampling batch has {batch.num_rows}")
@@ -193,16 +180,11 @@ def sample(logits: torch.Tensor, batch: SamplingBatch, *, stream: Stream = Strea
 
 
 def adjust_logits(logits: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:
-    """Apply logit biases, masks and penalties: what greedy rows obey too.
+    """Apply logit biases, masks and penalties, what greedy rows obey too, to logits [B, V] in any float dtype.
 
-    Args:
-        logits: [B, V] in any float dtype; not mutated.
-        batch: the parameters of the B rows, on the same device.
-
-    Returns:
-        float32 [B, V]; ``logits`` itself if no row has any of these.
+    Returns float32 [B, V]; ``logits`` itself if no row has any of these.
     """
-    if batch.biases is None and batch.counts is None:
+    if batch.is_simple:
         return logits
     logits = logits.to(torch.float32, copy=True)
     if batch.biases is not None:
@@ -237,12 +219,8 @@ def _draw(logits: torch.Tensor, batch: SamplingBatch, rows: torch.Tensor | slice
 def filter_logits(logits: torch.Tensor, batch: SamplingBatch, rows: torch.Tensor | slice) -> torch.Tensor:
     """The logits whose softmax the rows draw from: scaled by the temperature, -inf where a limit excludes the token.
 
-    Args:
-        logits: [n, V], as ``adjust_logits`` returns them, of ``rows`` alone; not mutated.
-        rows: of the batch; each draws.
-
-    Returns:
-        float32 [n, V], a copy.
+    ``logits`` are those of ``rows`` alone, [n, V], as ``adjust_logits`` returns them; each row draws. Returns a float32
+    copy.
     """
     assert batch.temperature is not None
     scores = apply_temperature(logits.float(), batch.temperature[rows])

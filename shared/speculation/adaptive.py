@@ -146,9 +146,8 @@ class DraftLengths:
         return [max(pair) for pair in zip(lengths, certain, strict=True)]
 
     def count(self, request: Request, num_drafts: int, num_accepted: int) -> None:
-        """Count the drafts of a step: at least one, of which the first ``num_accepted`` were accepted.
-
-        Those that a grammar forces say nothing about others.
+        """Count the drafts of a step: at least one, of which the first ``num_accepted`` were accepted. Those that a
+        grammar forces say nothing about others.
         """
         num_drafts -= request.num_forced_drafts
         num_accepted = min(num_accepted, num_drafts)

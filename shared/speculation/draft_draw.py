@@ -16,11 +16,8 @@ from shared.sampling.sampler import SamplingRow, adjust_logits, filter_logits
 
 @dataclass(frozen=True)
 class DraftDraw:
-    """A :data:`shared.engine.sampling.drawing.Draw` from ``Stream.DRAFT``.
-
-    Attributes:
-        distributions: gets the probabilities ``[V]`` of each draft that is not greedy, by its request's serial and its
-            index.
+    """A :data:`shared.engine.sampling.drawing.Draw` from ``Stream.DRAFT``. ``distributions`` gets the probabilities
+    ``[V]`` of each draft that is not greedy, by its request's serial and its index.
     """
 
     distributions: MutableMapping[tuple[int, int], torch.Tensor]

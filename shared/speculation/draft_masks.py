@@ -35,16 +35,13 @@ class DeviceMasks(DraftMasks):
         self.pool = pool
 
     def steps(self, max_rows: int) -> list[Step]:
-        """See :class:`DraftMasks`."""
         self.grammar_rows = GrammarRows(max_rows, self.pool)
         return [self.grammar_rows]
 
     def forget(self) -> None:
-        """See :class:`DraftMasks`."""
         self.grammar_rows.forget()
 
     def rows(self, rows: list[SamplingRow], asking: Sequence[Asking], drawn: Sequence[Drawn]) -> list[SamplingRow]:
-        """See :class:`DraftMasks`."""
         for number, (request, _, _) in enumerate(asking):
             constraint = request.constraint
             if isinstance(constraint, Constraint) and constraint.base is not None and not rows[number].masked_ids:
@@ -56,11 +53,9 @@ class HostMasks(DraftMasks):
     """The host makes the masks, and waits for the drafts before."""
 
     def steps(self, max_rows: int) -> list[Step]:
-        """See :class:`DraftMasks`."""
         return [host_masks]
 
     def rows(self, rows: list[SamplingRow], asking: Sequence[Asking], drawn: Sequence[Drawn]) -> list[SamplingRow]:
-        """See :class:`DraftMasks`."""
         constraints = [request.constraint for request, _, _ in asking]
         if not any(constraint is not None for constraint in constraints):
             return rows
@@ -89,10 +84,6 @@ def masked_draft_model(
     pool: GrammarPool | None,
     load: Callable[..., CausalLM] = load_model,
 ) -> DraftModel:
-    """A draft model with masks.
-
-    Args:
-        pool: the tables of the grammars on the device; None: masks are made on the host.
-    """
+    """A draft model with masks, by the tables ``pool`` on the device; None: masks are made on the host."""
     masks = HostMasks() if pool is None else DeviceMasks(pool)
     return DraftModel(config, target, tokenizer, masks=masks, load=load)

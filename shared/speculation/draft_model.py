@@ -45,7 +45,7 @@ from shared.scheduling.schedule import Schedule, Scheduled
 from shared.scheduling.step_costs import StepCosts, step_costs
 from shared.speculation.draft_draw import DraftDraw
 from shared.speculation.draft_memory import memory_settings
-from shared.speculation.drafter import PendingDrafts
+from shared.speculation.drafter import Drafter, PendingDrafts
 from shared.speculation.vocabulary import check_vocabulary
 from shared.text.tokenizer import Tokenizer
 
@@ -73,8 +73,8 @@ class DraftMasks:
 NO_MASKS = DraftMasks()
 
 
-class DraftModel:
-    """A model that drafts; a :class:`shared.speculation.drafter.Drafter`.
+class DraftModel(Drafter):
+    """A model that drafts.
 
     Args:
         config: the engine's.
@@ -113,7 +113,7 @@ class DraftModel:
     def join(
         self, pool: CachePoolProtocol, make_memory: MakeMemory, make_runner: MakeRunner, max_seq_len: int
     ) -> CachePoolProtocol:
-        """See :class:`shared.speculation.drafter.Drafter`; makes a pool with as many blocks, and the runner."""
+        """Makes a pool with as many blocks, and the runner."""
         own, longest = memory_settings(self.config, pool), min(max_seq_len, self.model.max_positions)
         self.room = own.most_tokens_of_a_step(longest)
         self.pool, view = make_memory(own, self.model, longest)
@@ -125,7 +125,6 @@ class DraftModel:
         return self.pair
 
     def propose(self, schedule: Schedule) -> None:
-        """See :class:`shared.speculation.drafter.Drafter`."""
         self.distributions.clear()
         self.masks.forget()
         entries, asking = self._missing(schedule)
@@ -162,28 +161,18 @@ class DraftModel:
             _hand_out(asking, numbers, sampled.errors, ids)
 
     def leave_drafts_in(self, pending: PendingDrafts) -> None:
-        """See :class:`shared.speculation.drafter.Drafter`."""
         self.pending = pending
 
     def collect(self) -> None:
-        """See :class:`shared.speculation.drafter.Drafter`."""
         drawn, self.drawn = self.drawn, ()
         for request, _, _ in drawn[0][0] if drawn else ():
             request.draft_ids = []
         for asking, numbers, sampled in drawn:
             _hand_out(asking, numbers, sampled.errors, iter(sampled.wait().token_ids))
 
-    def observe(self, schedule: Schedule) -> None:
-        """See :class:`shared.speculation.drafter.Drafter`: no guess is certain."""
-
     @cached_property
     def step_costs(self) -> StepCosts:
-        """See :class:`shared.speculation.drafter.Drafter`."""
         return step_costs(self.model)
-
-    def num_tokens(self, num_drafts: int) -> int:
-        """See :class:`shared.speculation.drafter.Drafter`."""
-        return num_drafts + 1
 
     def _missing(self, schedule: Schedule) -> tuple[list[Scheduled], list[Asking]]:
         """The entries of the first forward, those of one token first, and the requests for which it draws."""
@@ -208,7 +197,6 @@ class DraftModel:
 
     def _follow(self, twin: Request, request: Request) -> int:
         """Append the tokens that are known by now, and count the drafts that turned out right, whose keys are there.
-
         Returns the number of tokens in the draft model's cache.
         """
         for token_id in request.output_ids[len(twin.output_ids) :]:

@@ -9,7 +9,6 @@ launches it meanwhile, and waits for the ids when it needs them: to sample, and 
 
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
-from typing import Protocol
 
 import torch
 
@@ -35,78 +34,47 @@ class PendingDrafts:
         return range(-1 - self.num_rows, -1 - self.num_rows - count, -1)
 
 
-class Drafter(Protocol):
-    """Proposes tokens."""
+class Drafter:
+    """Proposes tokens; without an override, none.
 
-    @property
-    def distributions(self) -> Mapping[tuple[int, int], torch.Tensor]:
-        """The probabilities ``[V]`` from which a draft was drawn, by its request's serial and the index of the output.
+    ``distributions`` has the probabilities ``[V]`` from which a draft was drawn, by its request's serial and the index
+    of the output. Drafts that are not in it were certain. Rejection sampling needs them; it is one object, and changes.
+    """
 
-        Drafts that are not in it were certain. Rejection sampling needs them; it is one object, and changes.
-        """
-        ...
+    distributions: Mapping[tuple[int, int], torch.Tensor] = MappingProxyType({})
 
     def join(
         self, pool: CachePoolProtocol, make_memory: MakeMemory, make_runner: MakeRunner, max_seq_len: int
     ) -> CachePoolProtocol:
         """The pool that the scheduler uses: ``pool``, the model's, or one that also reserves what the drafter needs."""
-        ...
+        return pool
 
     def propose(self, schedule: Schedule) -> None:
         """Set ``draft_ids`` of each request of the schedule that has drafts; fewer than granted, or none, will do.
 
         It is called in every step. A schedule without drafts may have tokens in flight; its prompts are known.
         """
-        ...
 
-    def leave_drafts_in(self, pending: "PendingDrafts") -> None:
+    def leave_drafts_in(self, pending: PendingDrafts) -> None:
         """From now on ``propose`` may leave drafts there, and does not wait for them."""
-        ...
 
     def collect(self) -> None:
         """Wait for the drafts that ``propose`` has left on the device, and set ``draft_ids`` anew."""
-        ...
 
     def observe(self, schedule: Schedule) -> None:
         """Set ``num_certain_drafts`` of the requests of a step that was committed: how many drafts after their newest
         token will be accepted, whatever the earlier ones were. The next schedules read the number.
         """
-        ...
 
     @property
     def step_costs(self) -> StepCosts | None:
         """What forwards cost that make drafts, each one for each of its requests; None: drafts cost none."""
-        ...
+        return None
 
     def num_tokens(self, num_drafts: int) -> int:
         """The tokens of a request in a step that verifies so many of its drafts."""
-        ...
+        return num_drafts + 1
 
 
-class NoDrafter:
-    """Proposes nothing: the :class:`Drafter` of an engine that does not speculate."""
-
-    distributions: Mapping[tuple[int, int], torch.Tensor] = MappingProxyType({})
-    step_costs = None
-
-    def join(
-        self, pool: CachePoolProtocol, make_memory: MakeMemory, make_runner: MakeRunner, max_seq_len: int
-    ) -> CachePoolProtocol:
-        """The pool as it is."""
-        return pool
-
-    def propose(self, schedule: Schedule) -> None:
-        """No request has drafts."""
-
-    def leave_drafts_in(self, pending: PendingDrafts) -> None:
-        """There are none."""
-
-    def collect(self) -> None:
-        """There are none."""
-
-    def observe(self, schedule: Schedule) -> None:
-        """None is certain."""
-
-    def num_tokens(self, num_drafts: int) -> int:
-        """As many as without a drafter."""
-        return 1
+class NoDrafter(Drafter):
+    """The drafter of an engine that does not speculate."""

@@ -75,8 +75,8 @@ class ForcedText:
         return self._known[state]
 
 
-class ForcedTextDrafter:
-    """Adds forced text to the drafts of another drafter; a :class:`Drafter`."""
+class ForcedTextDrafter(Drafter):
+    """Adds forced text to the drafts of another drafter."""
 
     def __init__(self, drafter: Drafter, tokenizer: Tokenizer) -> None:
         self.drafter, self.tokenizer = drafter, tokenizer
@@ -87,11 +87,9 @@ class ForcedTextDrafter:
     def join(
         self, pool: CachePoolProtocol, make_memory: MakeMemory, make_runner: MakeRunner, max_seq_len: int
     ) -> CachePoolProtocol:
-        """See :class:`shared.speculation.drafter.Drafter`."""
         return self.drafter.join(pool, make_memory, make_runner, max_seq_len)
 
     def propose(self, schedule: Schedule) -> None:
-        """See :class:`shared.speculation.drafter.Drafter`."""
         for request in schedule.prompts.requests:  # the next schedule may come before the prompt is committed
             self._note(request)
         entries = list(schedule)
@@ -128,26 +126,22 @@ class ForcedTextDrafter:
             request.num_forced_drafts = len(forced)
 
     def leave_drafts_in(self, pending: PendingDrafts) -> None:
-        """See :class:`shared.speculation.drafter.Drafter`."""
         self.drafter.leave_drafts_in(pending)
 
     def collect(self) -> None:
-        """See :class:`shared.speculation.drafter.Drafter`."""
         self.drafter.collect()
 
     def observe(self, schedule: Schedule) -> None:
-        """See :class:`shared.speculation.drafter.Drafter`: forced tokens are certain."""
+        """Forced tokens are certain."""
         for request in schedule.requests:
             if request.output_ids and request.status is RequestStatus.RUNNING:
                 self._note(request)
 
     @property
     def step_costs(self) -> StepCosts | None:
-        """See :class:`shared.speculation.drafter.Drafter`."""
         return self.drafter.step_costs
 
     def num_tokens(self, num_drafts: int) -> int:
-        """See :class:`shared.speculation.drafter.Drafter`."""
         return self.drafter.num_tokens(num_drafts)
 
     def _note(self, request: Request) -> None:

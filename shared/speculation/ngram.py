@@ -18,14 +18,9 @@ Invariant: the index has every pair of known tokens but the newest, which is loo
 from collections.abc import Sequence
 from weakref import WeakKeyDictionary
 
-import torch
-
-from shared.cache.pool.interface import CachePoolProtocol
-from shared.cache.view.interface import MakeMemory
 from shared.engine.request import Request, RequestStatus
-from shared.engine.runner import MakeRunner
 from shared.scheduling.schedule import Schedule
-from shared.speculation.drafter import PendingDrafts
+from shared.speculation.drafter import Drafter
 
 MOST_VISITED = 32
 """Places that a search compares, from the latest."""
@@ -84,40 +79,17 @@ class NGramIndex:
         # end exercise
 
 
-class NGramDrafter:
-    """Looks up the newest tokens of each request in its own text; a :class:`Drafter`."""
-
-    step_costs = None  # a lookup costs no forward
+class NGramDrafter(Drafter):
+    """Looks up the newest tokens of each request in its own text: its drafts are certain, and cost no forward."""
 
     def __init__(self) -> None:
         self.indices: WeakKeyDictionary[Request, NGramIndex] = WeakKeyDictionary()
-        self.distributions: dict[tuple[int, int], torch.Tensor] = {}  # none: a draft that is looked up is certain
-
-    def join(
-        self, pool: CachePoolProtocol, make_memory: MakeMemory, make_runner: MakeRunner, max_seq_len: int
-    ) -> CachePoolProtocol:
-        """See :class:`shared.speculation.drafter.Drafter`; a lookup needs no keys and values."""
-        return pool
 
     def propose(self, schedule: Schedule) -> None:
-        """See :class:`shared.speculation.drafter.Drafter`."""
         for request, *_, num_drafts, _, _ in schedule:
             if num_drafts:
                 is_running = request.status is RequestStatus.RUNNING
                 request.draft_ids = self._index(request).following(num_drafts) if is_running else []
-
-    def leave_drafts_in(self, pending: PendingDrafts) -> None:
-        """See :class:`shared.speculation.drafter.Drafter`."""
-
-    def collect(self) -> None:
-        """See :class:`shared.speculation.drafter.Drafter`."""
-
-    def observe(self, schedule: Schedule) -> None:
-        """See :class:`shared.speculation.drafter.Drafter`: no guess is certain."""
-
-    def num_tokens(self, num_drafts: int) -> int:
-        """See :class:`shared.speculation.drafter.Drafter`."""
-        return num_drafts + 1
 
     def _index(self, request: Request) -> NGramIndex:
         """The index of all known tokens of a request."""

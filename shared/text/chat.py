@@ -75,10 +75,8 @@ class ChatMessage:
 
 
 def choose_template(family: str, tokenizer: Tokenizer) -> str:
-    """The name of our template for a model family ("llama", "qwen3", "gemma3_text") and its tokenizer.
-
-    A family may use several formats: SmolLM2 is a Llama model with ChatML's tokens. Raises ModelFolderError if no
-    template fits.
+    """The name of our template for a model family ("llama", "qwen3", "gemma3_text") and its tokenizer: SmolLM2 is a
+    Llama model with ChatML's tokens. Raises ModelFolderError if no template fits.
     """
     for row_family, token, template in TEMPLATE_CHOICES:
         if row_family == family and tokenizer.token_id(token) is not None:
@@ -95,9 +93,8 @@ def choose_template(family: str, tokenizer: Tokenizer) -> str:
 
 def has_tools(template: str, tokenizer: Tokenizer) -> bool:
     """Whether a template has tools for this checkpoint: the first Llama 3 has none, 3.1 and later have."""
-    return template in TOOL_INDENTS and (
-        template != "llama3" or llama_date(tokenizer, datetime.date.today()) is not None
-    )
+    has_date = template != "llama3" or llama_date(tokenizer, datetime.date.today()) is not None
+    return template in TOOL_INDENTS and has_date
 
 
 def render_chat(
@@ -117,8 +114,7 @@ def render_chat(
     bos_token              prepended for the families that begin with one (Llama 3, Gemma 3)
     add_generation_prompt  end with the header of the assistant's next turn
     thinking               Qwen 3: False inserts an empty thinking block; None and True leave it to the model
-    date                   Llama 3.1 and later: today's date in the system turn; None is the original Llama 3 format,
-                           plain header blocks without a system turn of its own
+    date                   Llama 3.1 and later: today's date in the system turn; None: the first Llama 3, without one
     default_system         ChatML: SmolLM2's own system message when the conversation has none
     tools                  the functions that may be called, each as JSON (phase 12)
 
@@ -140,41 +136,14 @@ def render_chat(
     if template in _ALTERNATING:
         _check_alternation(messages)
     _check_tools(messages, template, tools, has_date=date is not None)
-    return (
-        _environment()
-        .get_template(f"{template}.jinja")
-        .render(
-            messages=list(messages),
-            bos_token=bos_token,
-            add_generation_prompt=add_generation_prompt,
-            thinking=thinking,
-            date=date,
-            default_system=default_system,
-            tools=list(tools),
-        )
-    )
+    written = {"messages": list(messages), "bos_token": bos_token, "add_generation_prompt": add_generation_prompt}
+    options = {"thinking": thinking, "date": date, "default_system": default_system, "tools": list(tools)}
+    return _environment().get_template(f"{template}.jinja").render(written | options)
 
 
-def encode_chat(
-    tokenizer: Tokenizer,
-    messages: Sequence[ChatMessage],
-    *,
-    template: str,
-    add_generation_prompt: bool = True,
-    thinking: bool | None = None,
-    today: datetime.date | None = None,
-    tools: Sequence[Mapping[str, Any]] = (),
-) -> list[int]:
-    """Token ids of a conversation: those of `chat_parts`, without special tokens added."""
-    parts = chat_parts(
-        tokenizer,
-        messages,
-        template=template,
-        add_generation_prompt=add_generation_prompt,
-        thinking=thinking,
-        today=today,
-        tools=tools,
-    )
+def encode_chat(tokenizer: Tokenizer, messages: Sequence[ChatMessage], **options: Any) -> list[int]:
+    """Token ids of a conversation: those of `chat_parts`, without special tokens added; it has the options."""
+    parts = chat_parts(tokenizer, messages, **options)
     return [index for part in parts for index in tokenizer.encode(part, add_special_tokens=False)]
 
 
@@ -251,11 +220,9 @@ def _environment() -> "jinja2.Environment":
     import jinja2
     import jinja2.sandbox
 
+    loader = jinja2.FileSystemLoader(TEMPLATE_FOLDER)
     environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
-        loader=jinja2.FileSystemLoader(TEMPLATE_FOLDER),
-        trim_blocks=True,
-        lstrip_blocks=True,
-        undefined=jinja2.StrictUndefined,
+        loader=loader, trim_blocks=True, lstrip_blocks=True, undefined=jinja2.StrictUndefined
     )
     environment.filters["tojson"] = partial(json.dumps, ensure_ascii=False)  # Jinja's own escapes for HTML
     return environment

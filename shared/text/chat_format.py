@@ -59,18 +59,13 @@ class ChatFormat:
         tools: Sequence[Mapping[str, Any]] = (),
         **options: Any,
     ) -> list[str]:
-        """The prompt's text in parts to tokenize one by one; `shared.text.chat.chat_parts` has the options.
-
-        Raises RequestError for a conversation that takes a capability that is refused.
+        """The prompt's text in parts to tokenize one by one; `shared.text.chat.chat_parts` has the options. Raises
+        RequestError for a conversation that takes a capability that is refused.
         """
         has_calls = bool(tools) or any(message.tool_calls or message.role == "tool" for message in messages)
         answers = [message for message in messages if message.role == "assistant"]
         has_thought = any(message.reasoning or "</think>" in message.content for message in answers)
-        needed: dict[Capability, bool] = {
-            "chat": True,
-            "tools": has_calls,
-            "thinking": thinking is not None or has_thought,
-        }
+        needed = {"chat": True, "tools": has_calls, "thinking": thinking is not None or has_thought}
         for capability, reason in self.refusals.items():
             if needed[capability]:
                 raise RequestError(reason)
@@ -94,9 +89,8 @@ def checked_setting(setting: str) -> str:
         return setting
     path = Path(setting).expanduser().resolve()
     if not path.is_file():
-        raise ConfigError(
-            f"--chat-template is {setting!r}, which is no file; it must be a file, {CHECKPOINT}, or {BUILTIN}NAME."
-        )
+        known = f"a file, {CHECKPOINT}, or {BUILTIN}NAME"
+        raise ConfigError(f"--chat-template is {setting!r}, which is no file; it must be {known}.")
     return str(path)
 
 

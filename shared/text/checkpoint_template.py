@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from shared.errors import RequestError
-from shared.text.chat import ChatMessage, unused_character
+from shared.text.chat import ChatMessage, ToolCall, unused_character
 from shared.text.template_process import TemplateProcess
 from shared.text.tokenizer import Tokenizer
 
@@ -23,10 +23,8 @@ _MARKS = tuple(f"<{slash}{name}>" for name in ("think", "tool_call", "tool_respo
 
 
 class CheckpointTemplate:
-    """Renders conversations as transformers does, in the child process.
-
-    Args:
-        sources: by name; "tool_use" is for conversations with tools, "default" for all others.
+    """Renders conversations as transformers does, in the child process. Of the ``sources``, "tool_use" is for
+    conversations with tools, "default" for all others.
     """
 
     def __init__(self, tokenizer: Tokenizer, sources: Mapping[str, str], process: TemplateProcess) -> None:
@@ -48,9 +46,8 @@ class CheckpointTemplate:
         today: datetime.date | None = None,
         tools: Sequence[Mapping[str, Any]] = (),
     ) -> list[str]:
-        """The prompt's text in parts to tokenize one by one, as `shared.text.chat.chat_parts` gives it.
-
-        Raises RequestError for a conversation that the template refuses, or whose texts cannot be kept apart.
+        """The prompt's text in parts to tokenize one by one, as `shared.text.chat.chat_parts` gives it. Raises
+        RequestError for a conversation that the template refuses, or whose texts cannot be kept apart.
         """
         now = datetime.datetime.combine(today, datetime.time()) if today else datetime.datetime.now()
         options: dict[str, Any] = {"add_generation_prompt": add_generation_prompt, "thinking": thinking, "now": now}
@@ -128,25 +125,22 @@ def _plain(messages: Sequence[ChatMessage], mark: Callable[..., str] | None = No
             ids = [f"call{num_calls + index:05}" for index in range(len(message.tool_calls))]
             num_calls += len(ids)
             open_calls = [(each, call.name) for each, call in zip(ids, message.tool_calls, strict=True)]
-            functions = [
-                {"name": call.name, "arguments": _arguments(call.arguments, mark)} for call in message.tool_calls
-            ]
-            if functions:
+            if ids:
                 turn["tool_calls"] = [
-                    {"id": each, "type": "function", "function": function}
-                    for each, function in zip(ids, functions, strict=True)
+                    {"id": each, "type": "function", "function": _function(call, mark)}
+                    for each, call in zip(ids, message.tool_calls, strict=True)
                 ]
         turns.append(turn)
     return turns
 
 
-def _arguments(text: str, mark: Callable[..., str]) -> Any:
-    """The arguments as the object that templates expect; those that were cut short as their text."""
+def _function(call: ToolCall, mark: Callable[..., str]) -> dict[str, Any]:
+    """A call with the arguments as the object that templates expect; those that were cut short as their text."""
     try:
-        value = json.loads(text)
+        value = json.loads(call.arguments)
     except (ValueError, RecursionError):
-        return mark(text, True)
-    return _mapped(value, lambda each: mark(each, True))
+        value = call.arguments
+    return {"name": call.name, "arguments": _mapped(value, lambda each: mark(each, True))}
 
 
 def _mapped(value: Any, change: Callable[..., str]) -> Any:
@@ -158,12 +152,8 @@ def _mapped(value: Any, change: Callable[..., str]) -> Any:
 
 
 def _strings(value: Any) -> list[str]:
-    """All strings in a value of JSON."""
-    found: list[str] = []
-
-    def noted(text: str) -> str:
-        found.append(text)
-        return text
-
-    _mapped(value, noted)
-    return found
+    """All strings in a value of JSON, keys too."""
+    if isinstance(value, str):
+        return [value]
+    parts = [*value, *value.values()] if isinstance(value, Mapping) else value if isinstance(value, list) else ()
+    return [text for part in parts for text in _strings(part)]

@@ -14,9 +14,8 @@ from shared.errors import RequestError
 
 
 class FinishReason(StrEnum):
-    """EOS: the model sampled an end-of-sequence id. STOP: a stop string matched. LENGTH: the token limit was reached.
-
-    ABORT: the client cancelled the request. ERROR: the request failed.
+    """EOS: an end-of-sequence id was sampled. STOP: a stop string matched. LENGTH: the token limit was reached. ABORT:
+    the client cancelled the request. ERROR: it failed.
     """
 
     EOS = "eos"

@@ -127,9 +127,8 @@ class ProbedTemplate:
         return None
 
     def differences(self, tokenizer: Tokenizer, template: str) -> dict[Capability, str]:
-        """Where it and ours of this name first differ, by capability.
-
-        One without tools does not say how they are written, so ours stand.
+        """Where it and ours of this name first differ, by capability. One without tools does not say how they are
+        written, so ours stand.
         """
         left_out: set[Probe] = set() if template in THINKING_TEMPLATES else {_THINKING_ON}
         if template in TOOL_FORMATS and not TOOL_FORMATS[template].has_several:

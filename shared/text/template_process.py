@@ -44,9 +44,8 @@ class TemplateProcess:
         self._child: subprocess.Popen[bytes] | None = None
 
     def render(self, source: str, variables: Mapping[str, Any], now: datetime) -> str:
-        """The text of a template. ``variables`` are values of JSON; ``now`` is what ``strftime_now`` reads.
-
-        Raises RequestError if the template fails or refuses the conversation, or exceeds a bound.
+        """The text of a template. ``variables`` are values of JSON; ``now`` is what ``strftime_now`` reads. Raises
+        RequestError if the template fails or refuses the conversation, or exceeds a bound.
         """
         line = json.dumps({"source": source, "variables": dict(variables), "now": now.isoformat()}).encode() + b"\n"
         with self._lock:

@@ -9,7 +9,6 @@ decoder works on; the caller handles bytes that are not UTF-8, and `stripped_pre
 """
 
 import json
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,9 +21,8 @@ SUPPORTED_DECODERS = (
 
 
 def _byte_alphabet() -> dict[str, int]:
-    """GPT-2's alphabet: each byte as one printable character (openai/gpt-2, ``bytes_to_unicode``).
-
-    Printable Latin-1 bytes map to themselves; the others to the code points from 256 on, in order.
+    """GPT-2's alphabet (openai/gpt-2, ``bytes_to_unicode``): each byte as one printable character. Printable Latin-1
+    bytes map to themselves, the others to the code points from 256 on, in order.
     """
     printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     others = [byte for byte in range(256) if byte not in printable]
@@ -52,7 +50,8 @@ class TokenDecoder:
     @classmethod
     def from_json(cls, text: str | bytes | None) -> "TokenDecoder":
         """Read the ``decoder`` part of a ``tokenizer.json``; raises ModelFolderError for an unsupported kind."""
-        steps = _flatten(json.loads(text) if text else None)
+        decoder = json.loads(text or "null")
+        steps = flattened(decoder, "decoders") if decoder else []
         kinds = [step.get("type") for step in steps]
         if kinds == ["ByteLevel"]:
             return cls(is_byte_level=True)
@@ -102,13 +101,10 @@ class TokenDecoder:
             return None
 
 
-def _flatten(decoder: Mapping[str, Any] | None) -> list[Mapping[str, Any]]:
-    if decoder is None:
-        return []
-    if decoder.get("type") == "Sequence":
-        return [step for part in decoder["decoders"] for step in _flatten(part)]
-    return [decoder]
+def flattened(part: dict[str, Any], name: str) -> list[dict[str, Any]]:
+    """The steps of a part of a tokenizer; a sequence holds its own in the field ``name``."""
+    return [step for inner in part[name] for step in flattened(inner, name)] if part["type"] == "Sequence" else [part]
 
 
-def _take(steps: list[Mapping[str, Any]], kind: str) -> Mapping[str, Any] | None:
+def _take(steps: list[dict[str, Any]], kind: str) -> dict[str, Any] | None:
     return steps.pop(0) if steps and steps[0].get("type") == kind else None

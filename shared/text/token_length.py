@@ -9,7 +9,7 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-from shared.text.token_decoder import BYTE_ALPHABET
+from shared.text.token_decoder import BYTE_ALPHABET, flattened
 from shared.text.tokenizer import Tokenizer
 
 NFC_SHRINKS = 4
@@ -21,7 +21,6 @@ _KEEPING = ("ByteLevel", "Digits", "Metaspace")
 @dataclass(frozen=True)
 class TextBound:
     """``bytes_per_token``: the most UTF-8 bytes of a text that one token stands for; None if there is no limit.
-
     ``uncounted``: bytes that the vocabulary lacks; a byte-level tokenizer drops them.
     """
 
@@ -65,11 +64,7 @@ class TextBound:
 
 def _steps(part: Any, name: str) -> list[dict[str, Any]]:
     """The steps of a normalizer or pre-tokenizer, as JSON; a sequence holds its own in the field ``name``."""
-    return _flat(json.loads(part.__getstate__()), name) if part is not None else []
-
-
-def _flat(step: dict[str, Any], name: str) -> list[dict[str, Any]]:
-    return [inner for one in step[name] for inner in _flat(one, name)] if step["type"] == "Sequence" else [step]
+    return flattened(json.loads(part.__getstate__()), name) if part is not None else []
 
 
 def _shrinks(step: dict[str, Any]) -> int:

@@ -65,9 +65,8 @@ class Tokenizer:
 
     @classmethod
     def load(cls, folder: Path) -> "Tokenizer":
-        """Load from a local model folder, without downloads and without running code from the folder.
-
-        Raises ModelFolderError if files are missing or damaged, or the kind of decoder is unsupported.
+        """Load from a local model folder, without downloads and without running code from it. Raises ModelFolderError
+        if files are missing or damaged, or the kind of decoder is unsupported.
         """
         folder = Path(folder)
         if not folder.is_dir():
@@ -88,10 +87,10 @@ class Tokenizer:
         return cls(fast, eos_ids, TokenDecoder.from_json(decoder.__getstate__() if decoder is not None else None))
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of `text`; `add_special_tokens` adds the model's special tokens (mostly one BOS at the start).
+        """Token ids of `text`, with the model's special tokens (mostly one BOS at the start) if wanted.
 
-        A special token written out in `text` becomes that token (`shared.text.chat.encode_chat` prevents this for
-        messages). Raises RequestError for a string that is not valid Unicode (an unpaired surrogate).
+        A special token written out in `text` becomes that token (`encode_chat` prevents this for messages). Raises
+        RequestError for a string that is not valid Unicode (an unpaired surrogate).
         """
         try:
             # Unlike encode, this releases Python's lock: a long text delays no other thread.
@@ -129,10 +128,7 @@ class Tokenizer:
 
 
 class TokenTexts(dict[int, str | None]):
-    """By id the text of a token of whole characters, as most are, "" for a special token; None for any other token.
-
-    A text is made when it is first looked up.
-    """
+    """By id the text of a token of whole characters, as most are, "" for a special token; None for any other token."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self.tokenizer = tokenizer
@@ -150,10 +146,9 @@ class TokenTexts(dict[int, str | None]):
 def _load_fast(folder: Path, tokenizer_class: Any, model_type: Any) -> Any:
     """The transformers tokenizer of a folder, by the cheapest import with the same result as AutoTokenizer.
 
-    A folder that declares a generic class needs no AutoTokenizer (measured: 1.1 s less). For any other declared class,
-    AutoTokenizer reads only `model_type` of the model's configuration: passing just that avoids the import of the
-    model's configuration class, and with it torch.distributed and sympy (2 s). transformers is imported only here, so
-    that commands without a tokenizer do not import it.
+    A folder that declares a generic class needs no AutoTokenizer (1.1 s less). For any other class AutoTokenizer reads
+    only `model_type`: passing just that avoids importing the model's configuration class, torch.distributed and sympy
+    (2 s).
     """
     options: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
     try:

@@ -59,13 +59,15 @@ def test_logit_bias_is_kept_as_pairs_in_the_order_of_the_ids():
 
 def test_nothing_is_generated_only_to_get_prompt_logprobs():
     assert SamplingParams(max_new_tokens=0, prompt_logprobs=0).max_new_tokens == 0
-    with pytest.raises(RequestError, match=r"max_new_tokens is 0; it must be at least 1, or 0 together with prompt_lo"):
+    with pytest.raises(RequestError, match=r"max_new_tokens is 0; it must be an integer of at least 1, or 0 together"):
         SamplingParams(max_new_tokens=0)
 
 
 @pytest.mark.parametrize("given", [{"min_tokens": 4, "max_new_tokens": 3}, {"min_tokens": 129}])
 def test_min_tokens_does_not_exceed_the_longest_output(given):
-    with pytest.raises(RequestError, match=r"min_tokens is \d+; it must be from 0 to max_new_tokens, which is \d+\."):
+    with pytest.raises(
+        RequestError, match=r"min_tokens is \d+; it must be an integer from 0 to max_new_tokens, which is \d+\."
+    ):
         SamplingParams(**given)
 
 

@@ -13,7 +13,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from shared.grammar.automata.automaton import ACTION_BITS, REFUSED, UNBOUNDED, Action, Automaton, entry
+from shared.grammar.automata.automaton import REFUSED, UNBOUNDED, Action, Automaton, entry
 from shared.grammar.automata.endings import Endings
 from shared.grammar.limits import CELLS, ROW, Budget, GrammarError
 
@@ -54,11 +54,7 @@ class Rule:
             base = -(-len(self.exits) // size) * size
             self.exits += [0] * (base - len(self.exits))
             self._blocks[block] = base
-            for subset in range(size):
-                bits = always
-                for number, groups in enumerate(classes):
-                    bits |= groups if subset >> number & 1 else 0
-                self.exits.append(bits)
+            self.exits += [always | sum_bits(classes, subset) for subset in range(size)]
             for site in self.sites:
                 site.learn()
         return self._blocks[block] + (1 << len(classes)) - 1
@@ -155,10 +151,8 @@ class Assembler:
     # Tables
 
     def finish(self) -> Automaton:
-        """The automaton; the states are all built.
-
-        Raises:
-            GrammarError: it accepts nothing, or its tables are too large.
+        """The automaton; the states are all built. Raises GrammarError if it accepts nothing, or its tables are too
+        large.
         """
         self.build()
         columns, table = self._table()
@@ -189,10 +183,8 @@ class Assembler:
         self.budget.spend((table != REFUSED).sum().item() // 4 + 2 * len(table) + table.size // CELLS)
         pop_depths, choices = [depth for _, _, depth, _ in self._pops], [targets for *_, targets in self._pops]
         automaton = Endings(automaton, sites, pop_depths, choices).settle()
-        if automaton.num_bytes > self.budget.limits.bytes:
-            raise GrammarError(
-                f"The grammar's tables take {automaton.num_bytes} bytes, more than {self.budget.limits.bytes}."
-            )
+        if automaton.num_bytes > (most := self.budget.limits.bytes):
+            raise GrammarError(f"The grammar's tables take {automaton.num_bytes} bytes, more than {most}.")
         return automaton
 
     def _table(self) -> tuple[NDArray[np.uint8], NDArray[np.int32]]:
@@ -235,6 +227,9 @@ class Assembler:
         return np.array(pushes, np.int32).reshape(-1, 5), np.array(returns, np.int32), frames
 
 
-def argument(value: int) -> int:
-    """Of an entry."""
-    return value >> ACTION_BITS
+def sum_bits(masks: tuple[int, ...], bits: int) -> int:
+    """The union of the masks that are chosen by bits."""
+    found = 0
+    for number, mask in enumerate(masks):
+        found |= mask if bits >> number & 1 else 0
+    return found

@@ -15,7 +15,7 @@ configuration never needs a stack of more than ``MAX_DEPTH`` frames to come to i
 
 import os
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import NamedTuple
 
@@ -106,33 +106,18 @@ class Automaton:
     table: Integers
     is_final: NDArray[np.bool_]
     depths: Integers
-    pushes: Integers
-    returns: Integers
-    pops: Integers
-    clauses: Masks
-    keys: Masks
-    guards: Masks
+    pushes: Integers = field(default_factory=lambda: np.empty((0, 5), np.int32))
+    returns: Integers = field(default_factory=lambda: np.empty(0, np.int32))
+    pops: Integers = field(default_factory=lambda: np.empty((0, 4), np.int32))
+    clauses: Masks = field(default_factory=lambda: np.empty((0, 5), np.uint64))
+    keys: Masks = field(default_factory=lambda: np.empty((0, 3), np.uint64))
+    guards: Masks = field(default_factory=lambda: np.empty((0, 4), np.uint64))
 
     @classmethod
     def of_states(cls, columns: NDArray[np.uint8], next_states: Integers, is_final: NDArray[np.bool_]) -> "Automaton":
-        """An automaton without a stack.
-
-        Args:
-            next_states: int32 ``[S, C]``, ``REFUSED`` where there is none.
-        """
+        """An automaton without a stack; ``next_states`` is int32 ``[S, C]``, ``REFUSED`` where there is none."""
         table = np.where(next_states == REFUSED, REFUSED, next_states << ACTION_BITS | Action.GOTO).astype(np.int32)
-        return cls(
-            columns=columns,
-            table=table,
-            is_final=is_final,
-            depths=np.zeros(len(table), np.int32),
-            pushes=np.empty((0, 5), np.int32),
-            returns=np.empty(0, np.int32),
-            pops=np.empty((0, 4), np.int32),
-            clauses=np.empty((0, 5), np.uint64),
-            keys=np.empty((0, 3), np.uint64),
-            guards=np.empty((0, 4), np.uint64),
-        )
+        return cls(columns, table, is_final, depths=np.zeros(len(table), np.int32))
 
     @property
     def num_states(self) -> int:
@@ -144,9 +129,8 @@ class Automaton:
         return sum(array.nbytes for array in vars(self).values())
 
     def step(self, now: "Configuration", byte: int) -> "Configuration | None":
-        """The configuration after one more byte; None if the grammar refuses it.
-
-        The specification of what kernels and numpy do for many tokens at a time.
+        """The configuration after one more byte; None if the grammar refuses it. The specification of what kernels and
+        numpy do for many tokens at a time.
         """
         value = int(self.table[now.state, self.columns[byte]])
         if value == REFUSED:
@@ -212,9 +196,8 @@ class Automaton:
         return bool(((seen | preset) & keys).bit_count() >= most)
 
     def walk(self, now: "Configuration", text: Iterable[int]) -> "Configuration | None":
-        """The configuration after the bytes of one token; None if the grammar refuses one of them.
-
-        It is also refused if its end would need too deep a stack.
+        """The configuration after the bytes of one token; None if the grammar refuses one of them, or its end would
+        need too deep a stack.
         """
         configuration: Configuration | None = now
         for byte in text:
@@ -258,9 +241,8 @@ START = Configuration()
 
 
 def _blanks(run: int, byte: int) -> int | None:
-    """The length of a run with one more byte.
-
-    A run is one space, or a line break and up to ``MAX_BLANKS`` blanks, or up to ``MAX_DIGITS`` digits.
+    """The length of a run with one more byte: one space, or a line break and up to ``MAX_BLANKS`` blanks, or up to
+    ``MAX_DIGITS`` digits.
     """
     if byte in b"0123456789":
         run = max(run, SPACE_ENDED) + 1

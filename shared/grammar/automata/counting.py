@@ -50,9 +50,8 @@ def character_steps(dfa: DFA, budget: Budget) -> dict[int, set[int]]:
 
 
 def is_free_to_count(dfa: DFA, fewest: int, most: int, budget: Budget) -> bool:
-    """Whether strings of an automaton may be counted: from each state they can end at once, and go on if need be.
-
-    The first characters, where no way leads back, may need some more to end, if these are within ``most``.
+    """Whether strings of an automaton may be counted: from each state they can end at once, and go on if need be. The
+    first characters, where no way leads back, may need some more to end, if these are within ``most``.
     """
     steps = character_steps(dfa, budget)
     budget.spend(sum(1 + len(targets) for targets in steps.values()))

@@ -8,7 +8,9 @@ Invariants: state 0 is the first; every state can be reached, and can reach an e
 does not accept); bytes that no state tells apart share a column.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -50,6 +52,12 @@ class DFA:
             if state == DEAD:
                 return 0
         return int(self.accepts[state])
+
+
+def shared_columns(columns: Sequence[NDArray[Any]]) -> tuple[NDArray[np.uint8], NDArray[np.intp]]:
+    """The columns of bytes for several automata side by side, ``[256]`` each, and the first byte of each column."""
+    _, firsts, inverse = np.unique(np.stack(columns), axis=1, return_index=True, return_inverse=True)
+    return inverse.reshape(-1).astype(np.uint8), firsts
 
 
 def trim(dfa: DFA) -> DFA:

@@ -15,15 +15,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shared.grammar.automata.automaton import ACTION_BITS, REFUSED, Action, Automaton
+from shared.grammar.automata.dfa import shared_columns
 from shared.grammar.automata.plain import ACTION_MASK
 from shared.grammar.limits import GrammarError
 
 
 @dataclass
 class Graph:
-    """States, numbered from 0, the first; ``rows`` has the next state of each for each byte, ``final`` the ends.
-
-    A next state below 0 enters a document: -1 the first one, -2 the second one.
+    """States, numbered from 0, the first; ``rows`` has the next state of each for each byte, ``final`` the ends. A next
+    state below 0 enters a document: -1 the first one, -2 the second one.
     """
 
     rows: list[dict[int, int]] = field(default_factory=list)
@@ -58,13 +58,11 @@ def joined(
     last: Automaton | None = None,
     beginnings: Sequence[int] = (),
 ) -> Automaton:
-    """The automaton of a graph with documents, after each of which the text goes on as from the state ``behind``.
+    """The automaton of a graph with documents, whose end nothing can follow, such as objects; after each the text goes
+    on as from the state ``behind``.
 
-    Args:
-        documents: texts whose end nothing can follow, such as those of objects.
-        last: of texts with which the whole ends; they may begin in the states ``beginnings`` of the graph.
-
-    Raises GrammarError if ``last`` may begin with a byte with which the graph goes on there.
+    ``last`` is of texts with which the whole ends; they may begin in the states ``beginnings`` of the graph. Raises
+    GrammarError if one may begin with a byte with which the graph goes on there.
     """
     size = len(graph.rows)
     starts = np.cumsum([size, *(part.num_states for part in documents)]).tolist()
@@ -75,20 +73,9 @@ def joined(
             literal[state, byte] = target << ACTION_BITS | Action.GOTO
     _, literal_columns = np.unique(literal, axis=1, return_inverse=True)
     parts_of_all = [*documents, *([] if last is None else [last])]
-    names = np.stack([literal_columns.reshape(-1), *(part.columns for part in parts_of_all)])
-    _, firsts, columns = np.unique(names, axis=1, return_index=True, return_inverse=True)
-    whole = Automaton(
-        columns=columns.reshape(-1).astype(np.uint8),
-        table=literal[:, firsts],
-        is_final=np.isin(np.arange(size), list(graph.final)),
-        depths=np.zeros(size, np.int32),
-        pushes=np.empty((0, 5), np.int32),
-        returns=np.empty(0, np.int32),
-        pops=np.empty((0, 4), np.int32),
-        clauses=np.empty((0, 5), np.uint64),
-        keys=np.empty((0, 3), np.uint64),
-        guards=np.empty((0, 4), np.uint64),
-    )
+    columns, firsts = shared_columns([literal_columns.reshape(-1), *(part.columns for part in parts_of_all)])
+    is_final = np.isin(np.arange(size), list(graph.final))
+    whole = Automaton(columns, literal[:, firsts], is_final, depths=np.zeros(size, np.int32))
     parts = [whole]
     counts = {name: len(getattr(whole, name)) for name in vars(whole)}
     for each in parts_of_all:
@@ -117,14 +104,8 @@ def _moved(part: Automaton, before: dict[str, int], columns: NDArray[np.uint8]) 
     states = before["table"]
     shifts = np.zeros(1 << ACTION_BITS, np.int32)
     shifts[[Action.GOTO, Action.COUNT, Action.BLANK]] = states
-    for action, name in (
-        (Action.PUSH, "pushes"),
-        (Action.POP, "pops"),
-        (Action.CHOOSE, "pops"),
-        (Action.KEY, "keys"),
-        (Action.GUARD, "guards"),
-    ):
-        shifts[action] = before[name]
+    shifts[[Action.POP, Action.CHOOSE]] = before["pops"]
+    shifts[[Action.PUSH, Action.KEY, Action.GUARD]] = before["pushes"], before["keys"], before["guards"]
     table = part.table[:, columns]
     table = np.where(table == REFUSED, REFUSED, table + (shifts[table & ACTION_MASK] << ACTION_BITS))
     return Automaton(

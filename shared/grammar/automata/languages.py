@@ -10,7 +10,7 @@ from operator import mul
 import numpy as np
 from numpy.typing import NDArray
 
-from shared.grammar.automata.dfa import DEAD, DFA, merge_columns
+from shared.grammar.automata.dfa import DEAD, DFA, merge_columns, shared_columns
 from shared.grammar.automata.minimization import minimize
 from shared.grammar.limits import CELLS, Budget
 
@@ -23,15 +23,10 @@ MOST_NUMBERED = 2**63 - 1
 def combine(dfas: Sequence[DFA], budget: Budget, keep: Callable[[int], int] = lambda bits: bits) -> DFA:
     """All of them run side by side: bit i accepts where the i-th accepts (with any bit).
 
-    Args:
-        keep: the bits of the result for those; ``lambda bits: bits == 3`` is the intersection of two.
-
-    Raises GrammarError as :class:`Budget` does.
+    ``keep`` gives the bits of the result for those; ``lambda bits: bits == 3`` is the intersection of two. Raises
+    GrammarError as :class:`Budget` does.
     """
-    _, firsts, inverse = np.unique(
-        np.stack([dfa.columns for dfa in dfas]), axis=1, return_index=True, return_inverse=True
-    )
-    columns = inverse.reshape(-1).astype(np.uint8)
+    columns, firsts = shared_columns([dfa.columns for dfa in dfas])
     tables = [np.append(dfa.next[:, dfa.columns[firsts]], np.full((1, len(firsts)), DEAD), axis=0) for dfa in dfas]
     ends = [np.append(dfa.accepts != 0, False) for dfa in dfas]
     sizes = [len(dfa) + 1 for dfa in dfas]
@@ -82,12 +77,8 @@ def difference(dfa: DFA, others: Sequence[DFA], budget: Budget) -> DFA:
 
 
 def words(texts: Iterable[bytes], budget: Budget, bits: Iterable[int] | None = None) -> DFA:
-    """The smallest DFA of some texts, made from their sorted list word by word (Daciuk and others, 2000).
-
-    Args:
-        bits: with which each is accepted; None: all with bit 0.
-
-    Raises GrammarError as :class:`Budget` does.
+    """The smallest DFA of some texts, made from their sorted list word by word (Daciuk and others, 2000), with the bits
+    with which each is accepted; None: all with bit 0. Raises GrammarError as :class:`Budget` does.
     """
     budget.spend(50)
     chosen = dict(zip(texts, bits, strict=True)) if bits is not None else dict.fromkeys(texts, 1)

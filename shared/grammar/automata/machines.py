@@ -34,10 +34,8 @@ def explore(
     budget: Budget,
     cost: int = 3,
 ) -> Machine:
-    """The automaton of a state and what follows from it, without states that cannot reach an end.
-
-    Args:
-        cost: units of work of a step.
+    """The automaton of a state and what follows from it, without states that cannot reach an end; ``cost`` is the units
+    of work of a step.
     """
     numbers = {first: 0}
     states = [first]

@@ -68,17 +68,15 @@ class NFA:
             highest: dict[int, int] = {}
             for group, rank in map(self.ranks.get, found & self.ranks.keys()):  # type: ignore[misc]
                 highest[group] = max(rank, highest.get(group, rank))
-            found = {state for state in found if state not in self.ranks or self._is_highest(state, highest)}
+            lower = {
+                state for state in found & self.ranks.keys() if highest[self.ranks[state][0]] > self.ranks[state][1]
+            }
+            found -= lower
         return frozenset(found)
-
-    def _is_highest(self, state: int, highest: dict[int, int]) -> bool:
-        group, rank = self.ranks[state]
-        return highest[group] == rank
 
 
 def determinize(nfa: NFA, budget: Budget) -> DFA:
     """The DFA of an NFA whose first state is 0: a state of it is a set of states of the NFA (Rabin and Scott, 1959).
-
     Raises GrammarError as :class:`Budget` does.
     """
     budget.spend(len(nfa.edges) + sum(map(len, nfa.edges)))

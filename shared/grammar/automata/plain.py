@@ -51,10 +51,8 @@ _PLAIN_END = _pattern()  # finds where the plain end of a token begins
 
 
 def plain_from(tokens: Sequence[bytes], usable_bytes: NDArray[np.bool_]) -> Integers:
-    """From which byte on each token is plain: int32 ``[V]``, the length of the token if its end is not.
-
-    Args:
-        usable_bytes: bool ``[256]``. A token with another byte counts as plain nowhere.
+    """From which byte on each token is plain: int32 ``[V]``, the length of the token if its end is not, or if it has a
+    byte that is not usable, bool ``[256]``.
     """
     unusable = bytes(np.flatnonzero(~usable_bytes).tolist())
     return np.array(
@@ -67,9 +65,8 @@ def plain_from(tokens: Sequence[bytes], usable_bytes: NDArray[np.bool_]) -> Inte
 
 
 class Loop(NamedTuple):
-    """How a state leads back to itself: by each character of the set ``symbols``, with one action for all.
-
-    With a COUNT every character counts once, at any of its bytes; with a GOTO none does.
+    """How a state leads back to itself: by each character of the set ``symbols``, with one action for all. With a COUNT
+    every character counts once, at any of its bytes; with a GOTO none does.
     """
 
     action: Action
@@ -77,10 +74,8 @@ class Loop(NamedTuple):
 
 
 class Loops:
-    """The loops of an automaton's states, each found when it is first asked for.
-
-    Args:
-        usable_bytes: bool ``[256]``; characters beyond ASCII with another byte are not asked.
+    """The loops of an automaton's states, each found when it is first asked for; characters beyond ASCII with a byte
+    that is not usable, bool ``[256]``, are not asked.
     """
 
     def __init__(self, automaton: Automaton, usable_bytes: NDArray[np.bool_]) -> None:
@@ -89,14 +84,11 @@ class Loops:
         self.plain = NOT_ASCII | sum(1 << byte for byte in ascii_plain if usable_bytes[byte])
         table, columns = automaton.table, automaton.columns
         column_of, is_usable = columns.tolist(), usable_bytes.tolist()
-        self._sequences = [
-            [
-                sorted({column_of[byte] for byte in range(first, last + 1) if is_usable[byte]})
-                for first, last in sequence
-            ]
-            for sequence in PLAIN_SEQUENCES
-            if len(sequence) > 1
-        ]
+
+        def used(first: int, last: int) -> list[int]:
+            return sorted({column_of[byte] for byte in range(first, last + 1) if is_usable[byte]})
+
+        self._sequences = [[used(*span) for span in sequence] for sequence in PLAIN_SEQUENCES if len(sequence) > 1]
         sizes = np.bincount(columns[FIRST_SYMBOL:128], minlength=table.shape[1])
         leads_back = table >> ACTION_BITS == np.arange(len(table))[:, None]
         actions = np.where(leads_back, table & ACTION_MASK, -1)

@@ -15,9 +15,8 @@ from shared.grammar.limits import Budget, GrammarError
 
 
 def spellable(automaton: Automaton, is_usable: NDArray[np.bool_], budget: Budget) -> Automaton:
-    """The automaton of the texts that are made of usable bytes alone, bool ``[256]``.
-
-    Raises GrammarError if such a text could come to a place that has no end, or as :class:`Budget` does.
+    """The automaton of the texts that are made of usable bytes alone, bool ``[256]``. Raises GrammarError if such a
+    text could come to a place that has no end, or as :class:`Budget` does.
     """
     dead = [
         byte

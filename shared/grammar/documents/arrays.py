@@ -5,10 +5,9 @@ from itertools import combinations
 
 from shared.grammar.automata.assembler import Entries, Rule
 from shared.grammar.automata.automaton import UNBOUNDED, Action, entry
-from shared.grammar.documents.rules import ValueSource
+from shared.grammar.documents.rules import ValueSource, blanks
 from shared.grammar.schema.shapes import Array, Value
 
-BLANKS = b" \n\t"
 Alive = tuple[tuple[int, int, frozenset[Value]], ...]
 """(alternative, its number of items as far as it matters, what some item must still be)."""
 
@@ -45,11 +44,11 @@ class ArrayRule(Rule):
         followers = tuple((n, count, some, groups.setdefault(value, len(groups))) for n, count, some, value in wanted)
         distinct = tuple(groups)
         entries = self.values.entries(distinct, AfterItem(self, followers)) if distinct else {}
-        return entries | dict.fromkeys(BLANKS, entry(Action.BLANK, self._state(part, alive)))
+        return entries | blanks(self._state(part, alive))
 
     def _after(self, alive: Alive) -> Entries:
         """After an item."""
-        entries = self._close(alive) | dict.fromkeys(BLANKS, entry(Action.BLANK, self._state("after", alive)))
+        entries = self._close(alive) | blanks(self._state("after", alive))
         growing = tuple(each for each in alive if each[1] < self.most[each[0]])
         if growing:
             entries[ord(",")] = entry(Action.GOTO, self._state("item", growing))

@@ -16,6 +16,8 @@ from shared.grammar.schema.shapes import NEVER, Object, Value
 
 REGISTER_BITS = 64
 MAX_CLAUSES = 256
+ALWAYS = (0, 0, 1)
+"""Trigger, keys, least of a clause that is never satisfied."""
 Clause = tuple[int, int, int]
 """(trigger, keys, least), as in ``Automaton.clauses``."""
 
@@ -106,11 +108,7 @@ class Requirements:
             missing = set(keys) - needed
             if key in allowed and key not in needed and missing:
                 yield self.bits[key], self._mask(missing), len(missing)
-        uses = [
-            (bits, self.other_bit(bits))
-            for bits in set(self.other_dfa.accepts.tolist()) - {0}
-            if self.other_value(number, bits) is not None
-        ]
+        uses = [(bits, self.other_bit(bits)) for bits in self.classes if self.other_value(number, bits) is not None]
         if self._is_counted[number]:
             mask = self._mask(allowed)
             for _, bit in uses:
@@ -127,7 +125,6 @@ class Requirements:
 
 def any_of(choices: list[tuple[Clause, ...]], budget: Budget) -> tuple[Clause, ...]:
     """The clauses of a group that ends if one of its alternatives can: their disjunction as a conjunction of clauses.
-
     Raises GrammarError if it is too large.
     """
     distinct = list(dict.fromkeys(choices))

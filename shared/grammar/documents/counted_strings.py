@@ -39,9 +39,8 @@ class Counted:
 
 
 def in_blocks(dfa: DFA, most: int, budget: Budget) -> tuple[DFA, NDArray[np.bool_], int] | None:
-    """The strings of at most ``most`` characters: an automaton, what it counts, and up to how much.
-
-    None if the automaton has no string so short, or if states alone count the characters as well.
+    """The strings of at most ``most`` characters: an automaton, what it counts, and up to how much; None if the
+    automaton has no string so short, or if states alone count the characters as well.
     """
     size, (before, columns) = len(dfa), np.nonzero(dfa.next != DEAD)
     if size * (most + 1) <= MOST_UNCOUNTED or dfa.is_empty:

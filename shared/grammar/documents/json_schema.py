@@ -13,22 +13,23 @@ from shared.grammar.automata.automaton import Automaton
 from shared.grammar.documents.values import Values
 from shared.grammar.limits import Budget
 from shared.grammar.schema.document import SchemaDocument
-from shared.grammar.schema.shapes import Value
 
 
 def compile_schema(schema: object, budget: Budget, *, is_closed: bool = False) -> Automaton:
     """The automaton of the documents that are valid under a JSON Schema (drafts 4 to 2020-12).
 
-    Args:
-        is_closed: objects whose schema names properties, and does not speak of others, have no others.
-
-    Raises:
-        GrammarError: the schema is invalid, too large, accepts nothing, or uses what is not supported; the message
-            names the keyword and where it stands.
+    ``is_closed``: objects whose schema names properties, and does not speak of others, have no others. Raises
+    GrammarError, with the keyword and where it stands, for a schema that is invalid, too large, accepts nothing, or
+    uses what is not supported.
     """
     document = SchemaDocument(schema, budget, is_closed=is_closed)
     try:
-        return _compile(document, frozenset({document.literal(schema, "#")}), budget)
+        root = frozenset({document.literal(schema, "#")})
+        values = Values(document, budget)
+        end = End(values.assembler)
+        values.assembler.state("root", lambda: values.entries((root,), end))
+        values.assembler.final.add(end.after(1))
+        return values.assembler.finish()
     except RecursionError:
         raise document.error("#", "the schema refers to itself without end, or is nested too deeply") from None
 
@@ -36,15 +37,6 @@ def compile_schema(schema: object, budget: Budget, *, is_closed: bool = False) -
 def compile_json(budget: Budget) -> Automaton:
     """The automaton of all JSON objects."""
     return compile_schema({"type": "object"}, budget)
-
-
-def _compile(document: SchemaDocument, root: Value, budget: Budget) -> Automaton:
-    values = Values(document, budget)
-    assembler = values.assembler
-    end = End(assembler)
-    assembler.state("root", lambda: values.entries((root,), end))
-    assembler.final.add(end.after(1))
-    return assembler.finish()
 
 
 @dataclass(frozen=True)

@@ -19,8 +19,6 @@ from shared.grammar.limits import CELLS, ROW, Budget
 from shared.grammar.schema.shapes import Value
 
 QUOTE = ord('"')
-
-
 Alive = tuple[tuple[int, int], ...]
 """(alternative, how many keys that it does not need it may still have), sorted."""
 Follower = tuple[int, int, Value]
@@ -57,7 +55,7 @@ class KeyOwner(Protocol):
         """What a named key leaves alive."""
 
     def follow_other(self, alive: Alive, bits: int) -> tuple[Follower, ...]:
-        """What a key without a name leaves alive."""
+        """What a key without a name leaves alive; ``bits`` are those of its automaton."""
 
     def end_key(self, followers: tuple[Follower, ...], bit: int, *, is_bounded: bool) -> int:
         """The quote that ends a key. A bounded one may not have been seen; ``bit`` may be 0."""
@@ -75,15 +73,10 @@ class KeyStates:
     def __init__(self, rule: KeyOwner, alive: Alive) -> None:
         self.rule, self.alive, self.assembler = rule, alive, rule.assembler
         self.requirements = rule.requirements
-        self.names: dict[str, tuple[Follower, ...]] = {}
-        for name in self.requirements.names:
-            if followers := rule.follow_name(alive, name):
-                self.names[name] = followers
-        dfa = self.requirements.other_dfa
-        self.others: dict[int, tuple[Follower, ...]] = {}
-        for bits in set(dfa.accepts.tolist()) - {0}:
-            if followers := rule.follow_other(alive, bits):
-                self.others[bits] = followers
+        named = {name: rule.follow_name(alive, name) for name in self.requirements.names}
+        self.names = {name: followers for name, followers in named.items() if followers}
+        unnamed = {bits: rule.follow_other(alive, bits) for bits in self.requirements.classes}
+        self.others = {bits: followers for bits, followers in unnamed.items() if followers}
         bits = self.requirements.bits
         self.mask = sum(bits.get(name, 0) for name in self.names)
         self.trie = rule.trie

@@ -12,12 +12,12 @@ alternatives alone: where single bytes of scalars decide between alternatives, t
 
 from dataclasses import dataclass
 
-from shared.grammar.automata.assembler import MAX_CLASSES, ClauseRow, Entries, Rule
+from shared.grammar.automata.assembler import MAX_CLASSES, ClauseRow, Entries, Rule, sum_bits
 from shared.grammar.automata.automaton import REFUSED, UNBOUNDED, Action, entry
-from shared.grammar.documents.clauses import REGISTER_BITS, Requirements
+from shared.grammar.documents.clauses import ALWAYS, REGISTER_BITS, Requirements
 from shared.grammar.documents.keys import Alive, Follower, KeyStates
 from shared.grammar.documents.objects import UNLIMITED, Groups, ObjectRule
-from shared.grammar.documents.rules import Guards, ValueSource
+from shared.grammar.documents.rules import Guards, ValueSource, blanks
 from shared.grammar.limits import GrammarError
 from shared.grammar.schema.shapes import Array, Object, Shape, String, Value
 
@@ -25,8 +25,6 @@ FEWEST_MASKED, MOST_MASKED = 4, 48
 """Alternatives of a rule that keeps them in its frame; fewer ones have few sets."""
 MOST_CHOSEN = 3
 """Parts of the values of a key of which all sets are told apart; of more, the first that is alive is wanted."""
-ALWAYS = (0, 0, 1)
-"""Trigger, keys, least of a clause that is never satisfied."""
 
 
 def object_rule(values: ValueSource, groups: Groups) -> Rule:
@@ -159,14 +157,11 @@ class MaskedRule(ObjectRule):
         groups = tuple(value for value, _ in wanted)
         self.assembler.budget.spend(1 + 2 * len(groups))
 
-        def build_value() -> Entries:
-            return self.values.entries(groups, after, guards) | self._blank(value)
-
-        def build() -> Entries:
-            return {ord(":"): entry(Action.GOTO, value)} | self._blank(colon)
-
-        value = self.assembler.state((groups, guards, after), build_value)
-        colon = self.assembler.state((groups, guards, after, "colon"), build)
+        key = groups, guards, after
+        value: int = self.assembler.state(key, lambda: self.values.entries(groups, after, guards) | blanks(value))
+        colon: int = self.assembler.state(
+            (*key, "colon"), lambda: {ord(":"): entry(Action.GOTO, value)} | blanks(colon)
+        )
         return colon
 
     # What follows a value
@@ -176,7 +171,7 @@ class MaskedRule(ObjectRule):
         return self.assembler.state((id(self.rule), "after", dead), lambda: self._after_value(dead))
 
     def _after_value(self, dead: int) -> Entries:
-        entries = self._blank(self.after_value(dead)) | self._end(dead)
+        entries = blanks(self.after_value(dead)) | self._end(dead)
         comma = self._state("comma", self.alive)
         entries[ord(",")] = entry(Action.GOTO, comma)
         if dead:
@@ -221,7 +216,5 @@ class AfterMasked:
 
     def after(self, bits: int) -> int:
         self.rule.assembler.budget.spend(1 + len(self.masks))
-        alive = 0
-        for number, mask in enumerate(self.masks):
-            alive |= mask if bits >> number & 1 else 0
+        alive = sum_bits(self.masks, bits)
         return self.rule.after_value(self.every & ~alive)

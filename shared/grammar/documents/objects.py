@@ -12,10 +12,9 @@ from shared.grammar.automata.assembler import Entries, Rule
 from shared.grammar.automata.automaton import UNBOUNDED, Action, entry
 from shared.grammar.documents.clauses import Clause, Requirements, any_of
 from shared.grammar.documents.keys import Alive, Follower, KeyStates, Trie
-from shared.grammar.documents.rules import ValueSource
+from shared.grammar.documents.rules import ValueSource, blanks
 from shared.grammar.schema.shapes import Object, Value
 
-BLANKS = b" \n\t"
 UNLIMITED = -1
 Groups = tuple[tuple[Object, ...], ...]
 
@@ -27,8 +26,7 @@ class ObjectRule:
         self.assembler, self.rule = values.assembler, Rule(values.assembler)
         self.values, self.members, self.requirements = values, values.members, requirements
         self.alternatives = [(number, shape) for number, group in enumerate(groups) for shape in group]
-        shapes = [shape for _, shape in self.alternatives]
-        self.allowed = self.requirements.allowed
+        shapes, self.allowed = self.requirements.shapes, self.requirements.allowed
         self.needed = [self.members.needed(shape) for shape in shapes]
         self.trie = Trie(self.requirements.names, self.assembler.budget)
         self.closing = [self.members.ending_depth(shape) for shape in shapes]
@@ -57,23 +55,20 @@ class ObjectRule:
         self.assembler.budget.spend(1 + len(alive))
         return self.assembler.state((id(self.rule), part, alive), lambda: build(alive))
 
-    def _blank(self, state: int) -> Entries:
-        return dict.fromkeys(BLANKS, entry(Action.BLANK, state))
-
     def _open(self, alive: Alive) -> Entries:
         """After the brace that opens."""
         keys = self.keys(alive)
         quote = {ord('"'): entry(Action.GOTO, keys.first())} if keys.is_possible else {}
-        return self._blank(self._state("open", alive)) | quote | self._close(alive, is_new=True)
+        return blanks(self._state("open", alive)) | quote | self._close(alive, is_new=True)
 
     def _comma(self, alive: Alive) -> Entries:
         """After a comma."""
         quote = {ord('"'): entry(Action.GOTO, self.keys(alive).first())}
-        return self._blank(self._state("comma", alive)) | quote
+        return blanks(self._state("comma", alive)) | quote
 
     def _after(self, alive: Alive) -> Entries:
         """After a value."""
-        entries = self._blank(self._state("after", alive))
+        entries = blanks(self._state("after", alive))
         # exercise 12x4: the comma
         # hint: self._close(alive) gives the brace that closes, if some alternative may end
         # hint: no comma without a key that may follow: keys.is_possible
@@ -124,7 +119,6 @@ class ObjectRule:
         return self._keys[alive]
 
     def follow_name(self, alive: Alive, key: str) -> tuple[Follower, ...]:
-        """What a named key leaves alive."""
         self.assembler.budget.spend(1 + len(alive))
         found = []
         for number, left in alive:
@@ -135,7 +129,6 @@ class ObjectRule:
         return tuple(found)
 
     def follow_other(self, alive: Alive, bits: int) -> tuple[Follower, ...]:
-        """What a key without a name leaves alive; ``bits`` are those of its automaton."""
         self.assembler.budget.spend(1 + 2 * len(alive))
         found = []
         for number, left in alive:
@@ -145,18 +138,16 @@ class ObjectRule:
         return tuple(found)
 
     def end_key(self, followers: tuple[Follower, ...], bit: int, *, is_bounded: bool) -> int:
-        """The quote that ends a key."""
         colon = self.colon(followers)
         return self.assembler.key(colon, bit, is_bounded=is_bounded) if bit else entry(Action.GOTO, colon)
 
     def colon(self, followers: tuple[Follower, ...]) -> int:
         """The state after a key."""
         self.assembler.budget.spend(1 + len(followers))
-
-        def build() -> Entries:
-            return {ord(":"): entry(Action.GOTO, self._value(followers))} | self._blank(state)
-
-        state = self.assembler.state((id(self.rule), "colon", followers), build)
+        state: int = self.assembler.state(
+            (id(self.rule), "colon", followers),
+            lambda: {ord(":"): entry(Action.GOTO, self._value(followers))} | blanks(state),
+        )
         return state
 
     def _value(self, followers: tuple[Follower, ...]) -> int:
@@ -165,11 +156,7 @@ class ObjectRule:
         groups: dict[Value, int] = {}
         grouped = tuple((number, left, groups.setdefault(value, len(groups))) for number, left, value in followers)
         wanted, after = tuple(groups), AfterMember(self, grouped)
-
-        def build() -> Entries:
-            return self.values.entries(wanted, after) | self._blank(state)
-
-        state = self.assembler.state((wanted, after), build)
+        state: int = self.assembler.state((wanted, after), lambda: self.values.entries(wanted, after) | blanks(state))
         return state
 
     def after(self, alive: Alive) -> int:

@@ -4,7 +4,8 @@ from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from typing import Protocol
 
-from shared.grammar.automata.assembler import Assembler, Continuation, Entries
+from shared.grammar.automata.assembler import Assembler, Continuation, Entries, sum_bits
+from shared.grammar.automata.automaton import Action, entry
 from shared.grammar.automata.dfa import DFA
 from shared.grammar.documents.texts import Texts
 from shared.grammar.schema.members import Members
@@ -27,10 +28,12 @@ class Guards:
 
     def guard(self, groups: int) -> int:
         """The keys all of which are seen when none of some values, as bits, is wanted."""
-        found = 0
-        for number, dead in enumerate(self.dead):
-            found |= dead if groups >> number & 1 else 0
-        return found
+        return sum_bits(self.dead, groups)
+
+
+def blanks(state: int) -> Entries:
+    """The blanks between two parts of a document, which lead to a state."""
+    return dict.fromkeys(b" \n\t", entry(Action.BLANK, state))
 
 
 class ValueSource(Protocol):

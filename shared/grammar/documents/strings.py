@@ -1,6 +1,6 @@
 """Rules of strings: the bytes between the quotes, and the quote that ends them. Introduced in phase 12."""
 
-from collections.abc import Callable
+from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,8 +14,6 @@ from shared.grammar.limits import CELLS, ROW, Budget
 from shared.grammar.schema.shapes import String
 
 QUOTE = ord('"')
-
-
 Groups = tuple[tuple[String, ...], ...]
 
 
@@ -29,15 +27,12 @@ class StringRule(Rule):
         self.assembler.budget.spend(2 * len(dfa))
         first = len(self.assembler.entries)
         for state in range(len(dfa)):
-            self.assembler.state((id(self), state), self._build(int(dfa.accepts[state])))
+            self.assembler.state((id(self), state), partial(self._build, int(dfa.accepts[state])))
         self.first = first
         self.assembler.add_rows(first, rows_of(dfa, first, self.assembler.budget, counted))
 
-    def _build(self, bits: int) -> Callable[[], Entries]:
-        def build() -> Entries:
-            return {QUOTE: self.assembler.pop(self.leave(bits))} if bits else {}
-
-        return build
+    def _build(self, bits: int) -> Entries:
+        return {QUOTE: self.assembler.pop(self.leave(bits))} if bits else {}
 
 
 def rows_of(dfa: DFA, first: int, budget: Budget, counted: Counted | None = None) -> NDArray[np.int32]:

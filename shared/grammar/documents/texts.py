@@ -7,6 +7,7 @@ which patterns, formats, lengths and lists are combined.
 import json
 from collections.abc import Hashable
 from dataclasses import replace
+from functools import cache, partial
 
 import numpy as np
 
@@ -38,11 +39,8 @@ _patterns: Remembered[DFA] = Remembered(MOST_REMEMBERED)
 
 def matching(pattern: str, budget: Budget, *, is_search: bool) -> DFA:
     """As :func:`compile_regex` for JSON strings; the last few hundred are remembered."""
-    return _patterns.get(
-        (pattern, is_search),
-        lambda: compile_regex(pattern, budget, search=is_search, spelling=Spelling.JSON),
-        budget,
-    )
+    make = partial(compile_regex, pattern, budget, search=is_search, spelling=Spelling.JSON)
+    return _patterns.get((pattern, is_search), make, budget)
 
 
 def of_length(dfa: DFA, fewest: int, most: int, budget: Budget) -> DFA:
@@ -67,8 +65,7 @@ class Texts:
     def __init__(self, document: SchemaDocument) -> None:
         self.document, self.budget = document, document.budget
         self._counted: dict[String, tuple[Hashable, Counted] | None] = {}
-        self._dfas: dict[String, DFA] = {}
-        self._groups: dict[tuple[tuple[String, ...], ...], DFA] = {}
+        self.dfa, self.groups = cache(self._dfa), cache(self._groups)
 
     def pattern(self, pattern: str) -> DFA:
         """Of the strings in which a pattern matches. Raises GrammarError with the place of the pattern."""
@@ -82,13 +79,8 @@ class Texts:
                 f"The schema cannot be compiled at {self.document.places.get((keyword, text), '#')}: {error}"
             ) from error
 
-    def dfa(self, shape: String) -> DFA:
+    def _dfa(self, shape: String) -> DFA:
         """Of the strings of a shape; it may be empty."""
-        if shape not in self._dfas:
-            self._dfas[shape] = self._build(shape)
-        return self._dfas[shape]
-
-    def _build(self, shape: String) -> DFA:
         parts: list[DFA] = []
         denied: list[DFA] = []
         for pattern, holds in sorted(shape.patterns):
@@ -161,9 +153,7 @@ class Texts:
         self.budget.spend(sum(2 + len(value) for value in shape.values or ()))
         return frozenset(value for value in shape.values or () if dfa.run(spell(value) or b""))
 
-    def groups(self, groups: tuple[tuple[String, ...], ...]) -> DFA:
+    def _groups(self, groups: tuple[tuple[String, ...], ...]) -> DFA:
         """Side by side: bit i accepts what the i-th group accepts."""
-        if groups not in self._groups:
-            dfas = [self.group(group) for group in groups]
-            self._groups[groups] = dfas[0] if len(dfas) == 1 else combine(dfas, self.budget)
-        return self._groups[groups]
+        dfas = [self.group(group) for group in groups]
+        return dfas[0] if len(dfas) == 1 else combine(dfas, self.budget)

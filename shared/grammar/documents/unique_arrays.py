@@ -8,16 +8,16 @@ although it may differ; one of 61 is. Strings have one spelling, so equal items 
 Invariant: an item is begun only where a value that was not seen can be spelled.
 """
 
-from dataclasses import dataclass
 from fractions import Fraction
 
 import numpy as np
 
 from shared.grammar.automata.assembler import ClauseRow, Entries, Rule
-from shared.grammar.automata.automaton import REFUSED, Action, entry
+from shared.grammar.automata.automaton import REFUSED
 from shared.grammar.automata.dfa import DFA
-from shared.grammar.documents.arrays import BLANKS, ArrayRule
-from shared.grammar.documents.rules import Guards, ValueSource
+from shared.grammar.documents.arrays import ArrayRule
+from shared.grammar.documents.clauses import ALWAYS
+from shared.grammar.documents.rules import Guards, ValueSource, blanks
 from shared.grammar.documents.texts import spell
 from shared.grammar.schema.facts import exact
 from shared.grammar.schema.members import SUM_SHIFT, with_sums
@@ -28,14 +28,11 @@ PRIMES = (61, 53, 43, 31, 23, 13, 7)
 """Sums that are told apart: the most that bits are left for, and that make few enough states."""
 MOST_STATES = 3000
 LITERALS = {"null": None, "true": True, "false": False}
-ALWAYS = (0, 0, 1)
-"""Trigger, keys, least of a clause that is never satisfied."""
 
 
 def array_rule(values: ValueSource, groups: tuple[tuple[Array, ...], ...]) -> Rule:
-    """The rule of some groups of arrays. Raises GrammarError where unique items cannot be remembered.
-
-    Beside other arrays those with unique items are left out.
+    """The rule of some groups of arrays. Raises GrammarError where unique items cannot be remembered. Beside other
+    arrays those with unique items are left out.
     """
     most = values.members.most_items
     shapes = [shape for group in groups for shape in group]
@@ -125,21 +122,20 @@ class UniqueRule(Rule):
     def _item(self, bit: int, part: str = "item") -> Entries:
         """Before an item."""
         entries: Entries = {}
-        after = AfterUnique(self)
         if self.listed:
             size = len(self.listed)
             guards = Guards(tuple(1 << number for number in range(size)), (False,) * size, is_spelled=True)
-            entries |= self.values.entries(self.listed, after, guards)
+            entries |= self.values.entries(self.listed, self, guards)
         if self.dfa is not None:
             shift = len(self.listed)
             entries[ord('"')] = self.values.spelled(
-                self.dfa, id(self), lambda bits: bits << shift, lambda bits: after.after(bits << shift)
+                self.dfa, id(self), lambda bits: bits << shift, lambda bits: self.after(bits << shift)
             )
-        return entries | dict.fromkeys(BLANKS, entry(Action.BLANK, self._state(part, bit)))
+        return entries | blanks(self._state(part, bit))
 
     def _after(self, bit: int) -> Entries:
         """After an item, whose bit is not set yet."""
-        entries = self._close(bit) | dict.fromkeys(BLANKS, entry(Action.BLANK, self._state("after", bit)))
+        entries = self._close(bit) | blanks(self._state("after", bit))
         rows = (*self._add(bit), (1, self.all, 0, 1, 0), (2, 0, self.all, self.most, 0))
         entries[ord(",")] = self.assembler.choose(rows, (REFUSED, self._state("item", 0), REFUSED, REFUSED))
         return entries
@@ -154,15 +150,6 @@ class UniqueRule(Rule):
         rows = (*self._add(bit), (1, 0, self.all, self.shape.fewest, 0))
         return {ord("]"): self.assembler.pop(colour, rows)} if bit or not self.shape.fewest else {}
 
-    def after(self, bit: int) -> int:
-        return self._state("after", bit)
-
-
-@dataclass(frozen=True)
-class AfterUnique:
-    """After an item."""
-
-    rule: UniqueRule
-
     def after(self, bits: int) -> int:
-        return self.rule.after(bits)
+        """The state after an item: the rule is its own continuation."""
+        return self._state("after", bits)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TypeVar
 
-from shared.grammar.automata.assembler import Assembler, Continuation, Entries, Rule
+from shared.grammar.automata.assembler import Assembler, Continuation, Entries, Rule, sum_bits
 from shared.grammar.automata.automaton import Action, entry
 from shared.grammar.automata.dfa import DEAD, DFA
 from shared.grammar.automata.machines import Machine
@@ -38,14 +38,6 @@ class Mapped:
 
     def after(self, bits: int) -> int:
         return self.continuation.after(sum_bits(self.masks, bits))
-
-
-def sum_bits(masks: tuple[int, ...], bits: int) -> int:
-    """The union of the masks that are chosen by bits."""
-    found = 0
-    for number, mask in enumerate(masks):
-        found |= mask if bits >> number & 1 else 0
-    return found
 
 
 class Values:
@@ -154,11 +146,8 @@ class Values:
         return entry(Action.GOTO, target) if guard in (0, now) else self.assembler.guard(target, guard)
 
     def spelled(self, dfa: DFA, key: Hashable, guard: Callable[[int], int], after: Callable[[int], int]) -> int:
-        """The quote that opens a string that is spelled out where it stands.
-
-        Args:
-            guard: the keys all of which are seen when none of some ends of the automaton, as bits, is wanted.
-            after: the state after an end.
+        """The quote that opens a string that is spelled out where it stands. ``guard`` gives the keys all of which are
+        seen when none of some ends of the automaton, as bits, is wanted; ``after`` the state after an end.
         """
         left = [guard(bits) for bits in ends_of(dfa, self.budget)]
         if key not in self._spelled:

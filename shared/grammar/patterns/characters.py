@@ -89,10 +89,8 @@ ESCAPED = characters([(0, 0x1F), (ord('"'), ord('"')), (ord("\\"), ord("\\"))])
 
 
 def spelled(members: Characters, spelling: Spelling) -> list[Sequence]:
-    """The bytes of the members of a set, as sequences of byte ranges.
-
-    In JSON each character has one spelling, that of ``json.dumps(text, ensure_ascii=False)``: a key or a value that is
-    compared byte by byte has no second form.
+    """The bytes of the members of a set, as sequences of byte ranges. In JSON each character has one spelling, that of
+    ``json.dumps(text, ensure_ascii=False)``: a key or a value that is compared byte by byte has no second form.
     """
     plain = members
     sequences: list[Sequence] = []

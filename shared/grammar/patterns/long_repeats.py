@@ -22,9 +22,8 @@ FEWEST = 16
 
 
 def as_length(pattern: str, budget: Budget) -> tuple[str, int, int] | None:
-    """The pattern without the bounds of its long repeat, and the fewest and the most characters of a text.
-
-    None if it has no such repeat, or is none.
+    """The pattern without the bounds of its long repeat, and the fewest and the most characters of a text; None if it
+    has no such repeat, or is none.
     """
     try:
         tree = Parser(pattern, budget).parse()

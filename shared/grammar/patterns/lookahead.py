@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from shared.grammar.automata.dfa import DEAD, DFA
+from shared.grammar.automata.dfa import DEAD, DFA, shared_columns
 from shared.grammar.automata.minimization import minimize
 from shared.grammar.automata.nfa import NFA, byte_classes
 from shared.grammar.limits import CELLS, Budget
@@ -72,13 +72,7 @@ def full_states(dfa: DFA, text: DFA, budget: Budget) -> frozenset[int]:
 
 def determinize_runs(nfa: NFA, conditions: Sequence[Condition], budget: Budget) -> DFA:
     """As :func:`determinize`, of an NFA with conditions. Raises GrammarError as :class:`Budget` does."""
-    _, firsts, inverse = np.unique(
-        np.stack([byte_classes(nfa)[0], *(each.dfa.columns for each in conditions)]),
-        axis=1,
-        return_index=True,
-        return_inverse=True,
-    )
-    columns = inverse.reshape(-1).astype(np.uint8)
+    columns, firsts = shared_columns([byte_classes(nfa)[0], *(each.dfa.columns for each in conditions)])
     budget.spend(sum(map(len, nfa.edges)) + sum(len(each.dfa) * len(firsts) for each in conditions) // CELLS)
     tables = [each.dfa.next[:, each.dfa.columns[firsts]].tolist() for each in conditions]
     bytes_of = firsts.tolist()

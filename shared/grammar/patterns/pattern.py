@@ -8,7 +8,6 @@ changes which match is found, and not what matches.
 import re
 from dataclasses import dataclass, field
 
-from shared.grammar.limits import Budget
 from shared.grammar.patterns.characters import Characters, complement
 from shared.grammar.patterns.escapes import LINE_ENDS, CharacterReader
 
@@ -64,9 +63,7 @@ Node = Members | Concatenation | Alternatives | Repeat | Anchor | Lookahead
 class Parser(CharacterReader):
     """Reads the parts of a pattern."""
 
-    def __init__(self, pattern: str, budget: Budget) -> None:
-        super().__init__(pattern, budget)
-        self.depth = 0
+    depth = 0  # of groups
 
     def parse(self) -> Node:
         """The tree of the whole pattern. Raises GrammarError."""

@@ -11,49 +11,16 @@ from itertools import groupby
 from shared.grammar.patterns.characters import ANY, Characters, Range, characters, complement
 from shared.grammar.patterns.scripts import scripts
 
-LONG_NAMES = {
-    "Cased_Letter": "LC",
-    "Close_Punctuation": "Pe",
-    "Combining_Mark": "M",
-    "Connector_Punctuation": "Pc",
-    "Control": "Cc",
-    "Currency_Symbol": "Sc",
-    "Dash_Punctuation": "Pd",
-    "Decimal_Number": "Nd",
-    "Enclosing_Mark": "Me",
-    "Final_Punctuation": "Pf",
-    "Format": "Cf",
-    "Initial_Punctuation": "Pi",
-    "Letter": "L",
-    "Letter_Number": "Nl",
-    "Line_Separator": "Zl",
-    "Lowercase_Letter": "Ll",
-    "Mark": "M",
-    "Math_Symbol": "Sm",
-    "Modifier_Letter": "Lm",
-    "Modifier_Symbol": "Sk",
-    "Nonspacing_Mark": "Mn",
-    "Number": "N",
-    "Open_Punctuation": "Ps",
-    "Other": "C",
-    "Other_Letter": "Lo",
-    "Other_Number": "No",
-    "Other_Punctuation": "Po",
-    "Other_Symbol": "So",
-    "Paragraph_Separator": "Zp",
-    "Private_Use": "Co",
-    "Punctuation": "P",
-    "Separator": "Z",
-    "Space_Separator": "Zs",
-    "Spacing_Mark": "Mc",
-    "Symbol": "S",
-    "Titlecase_Letter": "Lt",
-    "Unassigned": "Cn",
-    "Uppercase_Letter": "Lu",
-    "cntrl": "Cc",
-    "digit": "Nd",
-    "punct": "P",
-}
+_LONG_NAMES = """
+Cased_Letter=LC Close_Punctuation=Pe Combining_Mark=M Connector_Punctuation=Pc Control=Cc Currency_Symbol=Sc
+Dash_Punctuation=Pd Decimal_Number=Nd Enclosing_Mark=Me Final_Punctuation=Pf Format=Cf Initial_Punctuation=Pi
+Letter=L Letter_Number=Nl Line_Separator=Zl Lowercase_Letter=Ll Mark=M Math_Symbol=Sm Modifier_Letter=Lm
+Modifier_Symbol=Sk Nonspacing_Mark=Mn Number=N Open_Punctuation=Ps Other=C Other_Letter=Lo Other_Number=No
+Other_Punctuation=Po Other_Symbol=So Paragraph_Separator=Zp Private_Use=Co Punctuation=P Separator=Z
+Space_Separator=Zs Spacing_Mark=Mc Symbol=S Titlecase_Letter=Lt Unassigned=Cn Uppercase_Letter=Lu cntrl=Cc digit=Nd
+punct=P
+"""
+LONG_NAMES = dict(pair.split("=") for pair in _LONG_NAMES.split())
 
 
 @lru_cache(512)

@@ -26,14 +26,10 @@ from shared.grammar.patterns.pattern import (
 
 
 def compile_regex(pattern: str, budget: Budget, *, search: bool = False, spelling: Spelling = Spelling.UTF8) -> DFA:
-    """The DFA of the texts that match a pattern, in bytes.
+    """The DFA of the texts that match a pattern, in bytes, as they are written; in JSON without the quotes.
 
-    Args:
-        search: the pattern may match anywhere in the text, as in JSON Schema; otherwise it matches the whole text.
-        spelling: how texts are written; in JSON without the quotes.
-
-    Raises:
-        GrammarError: the pattern is invalid, unsupported, too large, or matches nothing.
+    With ``search`` the pattern may match anywhere in the text, as in JSON Schema; otherwise it matches the whole text.
+    Raises GrammarError if the pattern is invalid, unsupported, too large, or matches nothing.
     """
     tree = Parser(pattern, budget).parse()
     if search:
@@ -89,11 +85,8 @@ def automaton_of(dfa: DFA) -> Automaton:
 
 
 class Builder:
-    """Adds the parts of a pattern to an NFA.
-
-    Args:
-        is_inside: the texts begin inside others, so no ``^`` matches.
-        made: the conditions of lookaheads, by the node and ``is_inside``, which all builders of a pattern share.
+    """Adds the parts of a pattern to an NFA. ``is_inside``: the texts begin inside others, so no ``^`` matches.
+    ``made`` has the conditions of lookaheads, by the node and ``is_inside``, which all builders of a pattern share.
     """
 
     def __init__(
@@ -184,8 +177,7 @@ _fragments: Remembered[Fragment] = Remembered(256)
 
 def _fragment(members: Characters, spelling: Spelling, budget: Budget) -> Fragment:
     """The edges of each state of an automaton that reads one of the characters; its end is the state after the last.
-
-    Spellings share their beginnings and their endings, which matters where a character is repeated 500 times.
+    Spellings share beginnings and endings, which matters where a character is repeated 500 times.
     """
     budget.spend(4 * len(members))
     rests = [tuple(spelled(members, spelling))]  # of the spellings that have led to each state

@@ -11,14 +11,13 @@ Invariant: the union of the shapes is exactly what the conjunction accepts.
 """
 
 from collections.abc import Iterator
-from typing import Protocol
 
 from shared.grammar.schema.document import SchemaDocument
 from shared.grammar.schema.facts import Facts
-from shared.grammar.schema.implications import Implications
+from shared.grammar.schema.implications import Implications, Known
 from shared.grammar.schema.keywords import Clause, Keywords, possible_types
 from shared.grammar.schema.logic import denied, stated
-from shared.grammar.schema.shapes import NEVER, Object, Shape, Value
+from shared.grammar.schema.shapes import NEVER, Shape, Value
 
 MAX_BRANCHES = 2048
 
@@ -27,20 +26,10 @@ class Unresolved(Exception):  # noqa: N818 (no error: the caller does without)
     """A value is asked for while it is being resolved."""
 
 
-class Parts(Protocol):
-    """What is known of the values inside of others; see :class:`shared.grammar.schema.members.Members`."""
-
-    def known_depth(self, value: Value) -> int:
-        """How deep a value nests at least, ``NEVER`` if surely nothing satisfies it."""
-
-    def judged(self, shape: Object, key: str) -> Value:
-        """What the schemas of an object say of a key."""
-
-
 class Disjuncts:
     """The shapes of the values of one document, found when they are asked for."""
 
-    def __init__(self, document: SchemaDocument, parts: Parts) -> None:
+    def __init__(self, document: SchemaDocument, parts: Known) -> None:
         self.document, self.parts = document, parts
         self.implications = Implications(document, parts, self.clauses)
         self._shapes: dict[Value, tuple[Shape, ...] | None] = {}
@@ -48,10 +37,8 @@ class Disjuncts:
         self._clauses: dict[int, list[Clause]] = {}
 
     def shapes(self, value: Value) -> tuple[Shape, ...]:
-        """The shapes of a value: none if nothing satisfies it, as far as single facts tell.
-
-        Raises:
-            Unresolved: the value is a part of its own logic, and is just being resolved.
+        """The shapes of a value: none if nothing satisfies it, as far as single facts tell. Raises Unresolved if the
+        value is a part of its own logic, and is just being resolved.
         """
         if value in self._shapes:
             found = self._shapes[value]

@@ -36,12 +36,8 @@ TYPES = frozenset({"null", "boolean", "number", "string", "array", "object"})
 
 
 class SchemaDocument:
-    """The nodes of one schema, numbered as they are met.
-
-    ``is_closed``: objects whose schema names properties, and does not speak of others, have no others.
-
-    Raises:
-        GrammarError: what is no schema, or is nested deeper than the limit.
+    """The nodes of one schema, numbered as they are met. ``is_closed``: objects whose schema names properties, and does
+    not speak of others, have no others. Raises GrammarError for what is no schema, or is nested deeper than the limit.
     """
 
     def __init__(self, root: Any, budget: Budget, *, is_closed: bool = False) -> None:
@@ -138,10 +134,8 @@ class SchemaDocument:
         return frozenset({self.literal(False, "#")})
 
     def resolve(self, schema: Any, path: str) -> int:
-        """The literal to which the local ``$ref`` of a schema points.
-
-        Raises:
-            GrammarError: a remote reference, or one that leads nowhere.
+        """The literal to which the local ``$ref`` of a schema points. Raises GrammarError for a remote reference, or
+        one that leads nowhere.
         """
         reference = schema["$ref"]
         if not isinstance(reference, str):

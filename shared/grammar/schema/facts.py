@@ -54,10 +54,8 @@ class Facts:
     def among(self, values: list[Any]) -> "Facts":
         """The value is one of the scalars of the list."""
         booleans, numbers, texts, has_null = _sorted(values)
-        types = {"boolean"} if booleans else set()
-        types |= (
-            ({"number"} if numbers else set()) | ({"string"} if texts else set()) | ({"null"} if has_null else set())
-        )
+        kinds = {"boolean": booleans, "number": numbers, "string": texts, "null": has_null}
+        types = [name for name, found in kinds.items() if found]
         return replace(
             self.only(*types),
             booleans=self.booleans & booleans,

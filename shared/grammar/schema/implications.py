@@ -39,7 +39,6 @@ class Implications:
 
     def __init__(self, document: SchemaDocument, known: Known, clauses: Callable[[int], list[Clause]]) -> None:
         self.document, self.known, self.clauses = document, known, clauses
-        self._is_plain: dict[int, bool] = {}
 
     def narrowed(self, clause: Clause, facts: Facts, seen: frozenset[int]) -> Clause:
         """The alternatives of a clause that the facts do not exclude; one that says nothing, if they imply one."""
@@ -112,7 +111,5 @@ class Implications:
         return bool(plain) and self.known.known_depth(plain) >= NEVER
 
     def _plain(self, node: int) -> bool:
-        if node not in self._is_plain:
-            schema = self.document.schemas[node]
-            self._is_plain[node] = isinstance(schema, bool) or schema.keys() <= PLAIN
-        return self._is_plain[node]
+        schema = self.document.schemas[node]
+        return isinstance(schema, bool) or schema.keys() <= PLAIN

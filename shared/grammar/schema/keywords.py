@@ -20,10 +20,7 @@ IMPOSSIBLE = 2**31 - 1
 
 @dataclass(frozen=True)
 class Keywords:
-    """The keywords of one node of a document.
-
-    ``is_disjoint`` tells of two literals whether nothing satisfies both.
-    """
+    """The keywords of one node of a document; ``is_disjoint`` tells of two literals whether nothing satisfies both."""
 
     document: SchemaDocument
     node: int
@@ -55,8 +52,11 @@ class Keywords:
             raise self.error(keyword, f"{found!r:.50} has the wrong type")
         return found
 
+    def path(self, keyword: str) -> str:
+        return f"{self.document.paths[self.node]}/{keyword}"
+
     def error(self, keyword: str, reason: str) -> Exception:
-        return self.document.error(f"{self.document.paths[self.node]}/{keyword}", reason)
+        return self.document.error(self.path(keyword), reason)
 
     def needed_members(self) -> set[str]:
         """The keys that are required and whose values a schema judges."""
@@ -84,7 +84,7 @@ class Keywords:
         return found
 
     def reference(self) -> int:
-        return self.document.resolve(self.schema, f"{self.document.paths[self.node]}/$ref")
+        return self.document.resolve(self.schema, self.path("$ref"))
 
     def types(self) -> list[str]:
         found = self.schema["type"]

@@ -9,34 +9,9 @@ tags do not multiply. ``oneOf`` takes each alternative without those others that
 from collections.abc import Callable
 from typing import Any
 
+from shared.grammar.schema import member_keywords as of_members
+from shared.grammar.schema import scalar_keywords as of_scalars
 from shared.grammar.schema.keywords import Clause, Keywords, refused, say
-from shared.grammar.schema.member_keywords import (
-    OBJECT_KEYWORDS,
-    dependents,
-    items,
-    members,
-    names,
-    not_dependents,
-    not_items,
-    not_members,
-    not_required,
-    not_tagged,
-    required,
-    tagged,
-    unique,
-)
-from shared.grammar.schema.scalar_keywords import (
-    BOUNDS,
-    LENGTHS,
-    bounded,
-    enum,
-    length,
-    multiple,
-    not_bounded,
-    not_enum,
-    not_length,
-    text,
-)
 
 Stated = Callable[[Keywords, str], list[Clause]]
 Denied = Callable[[Keywords, str], Clause]
@@ -64,7 +39,7 @@ def denied(keywords: Keywords) -> list[Clause]:
     key = tag(schema)
     if key is None:
         return [clause]
-    wrong, right = not_tagged(keywords, key), tagged(keywords, key)
+    wrong, right = of_members.not_tagged(keywords, key), of_members.tagged(keywords, key)
     return [(wrong, *((*alternative, right) for alternative in clause))]
 
 
@@ -117,12 +92,9 @@ KEYWORDS: dict[str, tuple[Stated, Denied]] = {
         lambda keywords, _: say(lambda facts: facts.typed(keywords.types())),
         lambda keywords, _: ((lambda facts: facts.not_typed(keywords.types()),),),
     ),
-    "$ref": (
-        lambda keywords, _: [((keywords.reference(),),)],
-        lambda keywords, _: ((keywords.reference() ^ 1,),),
-    ),
-    "enum": (enum, not_enum),
-    "const": (enum, not_enum),
+    "$ref": (lambda keywords, _: [((keywords.reference(),),)], lambda keywords, _: ((keywords.reference() ^ 1,),)),
+    "enum": (of_scalars.enum, of_scalars.not_enum),
+    "const": (of_scalars.enum, of_scalars.not_enum),
     "allOf": (
         lambda keywords, keyword: [((literal,),) for literal in keywords.literals(keyword)],
         lambda keywords, keyword: tuple((literal,) for literal in keywords.literals(keyword, holds=False)),
@@ -137,17 +109,20 @@ KEYWORDS: dict[str, tuple[Stated, Denied]] = {
         lambda keywords, keyword: ((keywords.literal(keyword),),),
     ),
     "if": (condition, not_if),
-    **dict.fromkeys(BOUNDS, (bounded, not_bounded)),
-    "multipleOf": (multiple, refused),
-    **dict.fromkeys(LENGTHS, (length, not_length)),
-    "pattern": (text(True), text(False)),
-    "format": (text(True), text(False)),
-    "items": (items, not_items),
-    "prefixItems": (items, not_items),
-    "uniqueItems": (unique, lambda keywords, keyword: refused(keywords, keyword) if keywords.schema[keyword] else ()),
-    **dict.fromkeys(OBJECT_KEYWORDS, (members, not_members)),
-    "required": (required, not_required),
-    "dependencies": (dependents, not_dependents),
-    "dependentRequired": (dependents, not_dependents),
-    "propertyNames": (names, refused),
+    **dict.fromkeys(of_scalars.BOUNDS, (of_scalars.bounded, of_scalars.not_bounded)),
+    "multipleOf": (of_scalars.multiple, refused),
+    **dict.fromkeys(of_scalars.LENGTHS, (of_scalars.length, of_scalars.not_length)),
+    "pattern": (of_scalars.text(True), of_scalars.text(False)),
+    "format": (of_scalars.text(True), of_scalars.text(False)),
+    "items": (of_members.items, of_members.not_items),
+    "prefixItems": (of_members.items, of_members.not_items),
+    "uniqueItems": (
+        of_members.unique,
+        lambda keywords, keyword: refused(keywords, keyword) if keywords.schema[keyword] else (),
+    ),
+    **dict.fromkeys(of_members.OBJECT_KEYWORDS, (of_members.members, of_members.not_members)),
+    "required": (of_members.required, of_members.not_required),
+    "dependencies": (of_members.dependents, of_members.not_dependents),
+    "dependentRequired": (of_members.dependents, of_members.not_dependents),
+    "propertyNames": (of_members.names, refused),
 }

@@ -44,7 +44,7 @@ def _array(keywords: Keywords) -> tuple[tuple[Value, ...], Value]:
 def unique(keywords: Keywords, keyword: str) -> list[Clause]:
     if not keywords.expect(keyword, bool):
         return []
-    places, path = keywords.document.places, f"{keywords.document.paths[keywords.node]}/{keyword}"
+    places, path = keywords.document.places, keywords.path(keyword)
     places[keyword, ""] = path if places.get((keyword, ""), path) == path else "#"
     return say(lambda facts: replace(facts, array=replace(facts.array, is_unique=True)))
 

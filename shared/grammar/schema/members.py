@@ -22,7 +22,6 @@ from shared.grammar.schema.shapes import ANYTHING, NEVER, Array, Object, Shape, 
 SUM_SHIFT = 48
 NUM_SUMS = 31
 """A prime, for the sums of the bytes of keys that are told apart."""
-
 OF_OTHERS = ("additionalProperties", "patternProperties")
 """Keywords that speak of properties that have no name."""
 
@@ -59,9 +58,8 @@ class Members:
         return found
 
     def depth(self, value: Value) -> int:
-        """The frames that a value needs; ``NEVER`` if nothing satisfies it.
-
-        A value inside itself counts as ``NEVER``; what was found on that ground is kept only for the outermost value.
+        """The frames that a value needs; ``NEVER`` if nothing satisfies it. A value inside itself counts as ``NEVER``;
+        what was found on that ground is kept only for the outermost value.
         """
         self.document.budget.spend(1)
         if value in self._depths:
@@ -192,9 +190,8 @@ class Members:
         return frozenset(literals)
 
     def _closed_names(self, shape: Object, key: str | None) -> Collection[str | None]:
-        """The keys of a closed object; of another one the key that is asked for.
-
-        All schemas that judge the object are looked at together, so those of ``allOf`` add up.
+        """The keys of a closed object, by all schemas that judge it together, so those of ``allOf`` add up; of another
+        one the key that is asked for.
         """
         if shape not in self._only:
             schemas = [self.document.schemas[node] for node in shape.nodes]
@@ -268,7 +265,6 @@ class Members:
 
     def other_names(self, shapes: list[Object]) -> tuple[DFA, dict[str | Value, int]]:
         """The texts of keys, with a bit for each pattern that matches, and each ``names`` of a shape that allows it.
-
         Raises GrammarError if there are more patterns than bits.
         """
         patterns = [pattern for shape in shapes for pattern in self.patterns(shape)]

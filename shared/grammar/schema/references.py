@@ -34,10 +34,8 @@ class Resource:
 
 
 class References:
-    """The resources and anchors of one document, found when the first reference is resolved.
-
-    Args:
-        is_old: drafts before 2019-09, in which nothing stands beside ``$ref``.
+    """The resources and anchors of one document, found when the first reference is resolved. ``is_old``: drafts before
+    2019-09, in which nothing stands beside ``$ref``.
     """
 
     def __init__(self, root: Any, budget: Budget, *, is_old: bool) -> None:
@@ -48,10 +46,8 @@ class References:
         self.scopes: dict[int, Resource] = {}  # by the id of a schema, which the root keeps alive
 
     def find(self, reference: str, schema: Any) -> Found | None:
-        """The schema to which a reference points that stands in another one; None if it leads nowhere.
-
-        Raises:
-            LookupError: the reference is to another document.
+        """The schema to which a reference points that stands in another one; None if it leads nowhere. Raises
+        LookupError if it is to another document.
         """
         if not self.scopes:
             whole = Resource("", self.root, "#")

@@ -23,14 +23,14 @@ BOUNDS = {"minimum": "low", "exclusiveMinimum": "low", "maximum": "high", "exclu
 
 def enum(keywords: Keywords, keyword: str) -> list[Clause]:
     values = keywords.values(keyword)
-    constants = keywords.document.constants(values, f"{keywords.document.paths[keywords.node]}/{keyword}")
+    constants = keywords.document.constants(values, keywords.path(keyword))
     clause: Clause = tuple((literal,) for literal in constants)
     return [((lambda facts: facts.among(values),), *clause) if len(constants) < len(values) else clause]
 
 
 def not_enum(keywords: Keywords, keyword: str) -> Clause:
     values = keywords.values(keyword)
-    constants = keywords.document.constants(values, f"{keywords.document.paths[keywords.node]}/{keyword}")
+    constants = keywords.document.constants(values, keywords.path(keyword))
     return ((lambda facts: facts.not_among(values), *(literal ^ 1 for literal in constants)),)
 
 
@@ -83,7 +83,7 @@ def text(is_required: bool) -> Callable[[Keywords, str], Any]:
     def read(keywords: Keywords, keyword: str) -> Any:
         text = keywords.expect(keyword, str)
         found = frozenset({(text, is_required)})
-        path = f"{keywords.document.paths[keywords.node]}/{keyword}"
+        path = keywords.path(keyword)
         keywords.document.places.setdefault((keyword, text), path)
         found_length = as_length(text, keywords.document.budget) if keyword == "pattern" and is_required else None
         if found_length:

@@ -60,8 +60,8 @@ class Ahead(NamedTuple):
     sampled: SamplerOutput
 
 
-class MultiTokenDrafter:
-    """The model as its own drafter; a :class:`shared.speculation.drafter.Drafter`.
+class MultiTokenDrafter(Drafter):
+    """The model as its own drafter.
 
     Args:
         config: the engine's, with an adapter.
@@ -134,9 +134,6 @@ class MultiTokenDrafter:
         k = max(of_request.shape[1] for of_request in hidden)  # the adapter may have more masks than are in use
         guesses = captured.guess(previous, hidden)[:, :k].flatten()
         self.ahead = Ahead(k, first_rows, pending.put([guesses]), SamplerOutput([Draws(guesses)]))
-
-    def observe(self, schedule: Schedule) -> None:
-        """See :class:`shared.speculation.drafter.Drafter`: no guess is certain."""
 
     @cached_property
     def step_costs(self) -> StepCosts:
