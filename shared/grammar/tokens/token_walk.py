@@ -128,33 +128,38 @@ class TokenWalk:
         """Step walks one by one, level by level, until there are none, or many."""
         table, vocabulary, tokens = self.table, self.vocabulary, self.tokens
         first_child, is_whole, latest, depth, is_ragged = tokens.views[:5]
-        text, reading, step, heights = vocabulary.text, table.reading, self.contexts.step, self.contexts.heights
+        count, entries, columns, depths = tokens.views[6], table.entries, table.columns_by_byte, table.depths
+        text, is_free, step, heights = vocabulary.text, table.is_free, self.contexts.step, self.contexts.heights
         walks = list(zip(self.node.tolist(), self.state.tolist(), self.context.tolist(), strict=True))
-        begun: list[tuple[int, int, int, int]] = []
+        begun: list[tuple[int, int, int, int, int]] = []
         while walks:
             begun = []
             for node, state, context in walks:
                 first, last = first_child[node], first_child[node + 1]
-                children, about = text[first:last], reading(state)
-                is_taken = about.model is not None and self.loop is None and self._take(about, node, context, children)
-                kept = children.translate(None, about.passed if is_taken else about.refused)
-                if kept:
-                    is_free, is_inside = about.is_free and is_whole[node], self._is_inside(node)
-                    for byte in kept:
-                        child = first + children.index(byte)
-                        if not ((is_free and latest[child] < depth[child]) or (is_inside and not is_ragged[child])):
-                            begun.append((child, state, context, byte))
+                if first == last:
+                    continue
+                children = kept = text[first:last]
+                if count[node] >= MIN_MORE:
+                    about = table.reading(state)
+                    is_taken = about.model is not None and not self.loop and self._take(about, node, context, children)
+                    kept = children.translate(None, about.passed if is_taken else about.refused)
+                is_plain, is_inside = is_free(state) and is_whole[node], self._is_inside(node)
+                for byte in kept:
+                    value, child = entries[state, columns[byte]], first + children.index(byte)
+                    is_known = (is_plain and latest[child] < depth[child]) or (is_inside and not is_ragged[child])
+                    if value != REFUSED and not is_known:
+                        begun.append((child, state, context, byte, value))
             if len(begun) > FEW:
                 break
             walks = []
-            for node, state, context, byte in begun:
-                state, context = step(state, context, byte)
+            for node, *walk in begun:
+                state, context = step(*walk)
                 if context == REFUSED:
                     continue
                 walks.append((node, state, context))
-                if heights[context] + table.depths[state] <= MAX_DEPTH:
+                if heights[context] + depths[state] <= MAX_DEPTH:
                     self.few.append(node)
-                    if reading(state).is_free and is_whole[node]:
+                    if is_free(state) and is_whole[node]:
                         self._allow_plain(node, state, context)
         self.node, self.state, self.context = np.array([walk[:3] for walk in begun], np.intp).reshape(-1, 3).T
         if begun:
@@ -168,7 +173,7 @@ class TokenWalk:
     def _take(self, about: Reading, node: int, context: int, children: bytes) -> bool:
         """Take over the children of a node that a state and its model read alike, if they are many."""
         first_child, is_whole, _, _, _, first, count, own, chars = self.tokens.views
-        if count[node] < MIN_MORE or not is_whole[node]:
+        if not is_whole[node]:
             return False
         loop = self.table.loops.of(about.model)  # type: ignore[arg-type]
         assert about.model is not None
@@ -287,9 +292,8 @@ class TokenWalk:
             else:
                 _, firsts, same = np.unique(keys, return_index=True, return_inverse=True)
             asked = others[firsts]
-            after = list(
-                map(self.contexts.step, states[asked].tolist(), contexts[asked].tolist(), byte[asked].tolist())
-            )
+            walks = (part[asked].tolist() for part in (states, contexts, byte, entries))
+            after = list(map(self.contexts.step, *walks))
             self.state[others], self.context[others] = np.array(after)[same].T
         if len(counting) or len(others):
             self._keep(self.context >= 0)
