@@ -10,8 +10,15 @@ from typing import NamedTuple
 
 import numpy as np
 
-from shared.grammar.automata.automaton import ACTION_BITS, REFUSED, UNBOUNDED, Action, Automaton, Configuration
-from shared.grammar.automata.automaton import blanks_after
+from shared.grammar.automata.automaton import (
+    ACTION_BITS,
+    REFUSED,
+    UNBOUNDED,
+    Action,
+    Automaton,
+    Configuration,
+    blanks_after,
+)
 from shared.grammar.automata.plain import ACTION_MASK
 from shared.grammar.tokens.byte_table import ByteTable
 
