@@ -14,7 +14,7 @@ from shared.grammar.automata.automaton import MAX_DEPTH, MAX_DIGITS, START, UNBO
 from shared.grammar.documents.json_schema import compile_schema
 from shared.grammar.limits import GrammarError
 from shared.grammar.patterns.regex import automaton_of, compile_regex
-from shared.grammar.tokens import token_walk
+from shared.grammar.tokens import taken_tokens, token_walk
 from shared.grammar.tokens.fsm import TokenFSM
 from shared.grammar.tokens.masks import TokenMasks
 from shared.grammar.tokens.token_walk import TokenWalk
@@ -64,8 +64,9 @@ WAYS = [(0, 0, 1, 1), (3, 1000, 1, 1), (48, 48, 20, 5)]
 @pytest.fixture(params=WAYS, ids=str)
 def thresholds(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Small vocabularies take all ways: as arrays or one by one, with masks that are taken over."""
-    for name, value in zip(("FEW", "MANY", "MIN_TAKEN", "MIN_MORE"), request.param, strict=True):
-        monkeypatch.setattr(token_walk, name, value)
+    names = (token_walk, "FEW"), (token_walk, "MANY"), (taken_tokens, "MIN_TAKEN"), (token_walk, "MIN_MORE")
+    for (module, name), value in zip(names, request.param, strict=True):
+        monkeypatch.setattr(module, name, value)
 
 
 @pytest.mark.usefixtures("thresholds")
@@ -277,6 +278,44 @@ def test_a_kept_mask_serves_no_state_that_differs_in_what_it_depends_on(
         masks = TokenMasks(automaton, tokens)
         for now in reached:
             assert np.flatnonzero(masks.mask(now)).tolist() == by_hand(automaton, tokens, now), (token, now)
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_a_kept_mask_serves_no_other_keys(seed: int) -> None:
+    """The keys of an object are changed, and each mask is asked for by one token, as others may depend on more."""
+    chance = random.Random(seed)
+    automaton = random_automaton(chance)
+    reached = random_walk(automaton, chance, 12)
+    for token in random_tokens(chance)[:12]:
+        tokens = vocabulary([token])
+        masks = TokenMasks(automaton, tokens)
+        for now, seen in itertools.product(reached, range(8)):
+            asked = now._replace(seen=seen)
+            assert np.flatnonzero(masks.mask(asked)).tolist() == by_hand(automaton, tokens, asked), (token, asked)
+
+
+@pytest.mark.usefixtures("thresholds")
+@pytest.mark.parametrize(
+    ("letter", "schema", "texts"),
+    [
+        ("b", {"type": "string", "pattern": "^b[a-z ]*$", "minLength": 3, "maxLength": 6}, ['"']),
+        (
+            "x",
+            {"required": ["b"], "type": "object", "additionalProperties": {"type": "integer"}},
+            ['{"b":0,"', '{"c":0,"', '{"b":0,"'],
+        ),
+    ],
+    ids=["counted characters", "required keys"],
+)
+def test_masks_of_which_parts_are_taken_over(letter: str, schema: dict[str, Any], texts: list[str]) -> None:
+    words = [f"{letter}{'a' * count}{end}".encode() for count in range(8) for end in ("", '"', '":0}')]
+    tokens = vocabulary([*(bytes([byte]) for byte in range(256)), *words])
+    automaton = compile_schema(schema, budget())
+    masks = TokenMasks(automaton, tokens)
+    for text in texts:
+        now = automaton.walk(START, text.encode())
+        assert now is not None
+        assert np.flatnonzero(masks.mask(now)).tolist() == by_hand(automaton, tokens, now), text
 
 
 def test_a_grammar_that_no_token_begins_is_refused() -> None:

@@ -136,11 +136,11 @@ class Automaton:
         if value == REFUSED:
             return None
         argument = value >> ACTION_BITS
-        match Action(value & (1 << ACTION_BITS) - 1):
+        match value & (1 << ACTION_BITS) - 1:
             case Action.GOTO:
                 return now._replace(state=argument, blanks=0)
             case Action.BLANK:
-                blanks = _blanks(now.blanks, byte)
+                blanks = blanks_after(now.blanks, byte)
                 return None if blanks is None else now._replace(state=argument, blanks=blanks)
             case Action.COUNT:
                 if now.most == 0:
@@ -152,7 +152,7 @@ class Automaton:
             case Action.POP:
                 return self._pop(now, argument)
             case Action.KEY:
-                state, keys, is_bounded = (int(number) for number in self.keys[argument])
+                state, keys, is_bounded = self.keys[argument].tolist()
                 missing = keys & ~now.seen
                 if not missing and is_bounded:
                     return None
@@ -160,13 +160,13 @@ class Automaton:
             case Action.GUARD:
                 state = int(self.guards[argument, 0])
                 return None if self.is_full(argument, now.seen) else now._replace(state=state, blanks=0)
-            case Action.CHOOSE:
+            case _:  # Action.CHOOSE
                 colour, seen = self._judge(argument, now.seen)
                 state = int(self.returns[self.pops[argument, 3] + colour])
                 return None if state == REFUSED else now._replace(state=state, seen=seen, blanks=0)
 
     def _push(self, now: "Configuration", argument: int) -> "Configuration | None":
-        state, frame, fewest, most, depth = (int(number) for number in self.pushes[argument])
+        state, frame, fewest, most, depth = self.pushes[argument].tolist()
         if len(now.stack) + depth > MAX_DEPTH:
             return None
         return Configuration(state, fewest, most, 0, 0, (*now.stack, (frame, now.seen)))
@@ -240,9 +240,10 @@ class Configuration(NamedTuple):
 START = Configuration()
 
 
-def _blanks(run: int, byte: int) -> int | None:
-    """The length of a run with one more byte: one space, or a line break and up to ``MAX_BLANKS`` blanks, or up to
-    ``MAX_DIGITS`` digits.
+def blanks_after(run: int, byte: int) -> int | None:
+    """The length of a run with one more byte.
+
+    A run is one space, or a line break and up to ``MAX_BLANKS`` blanks, or up to ``MAX_DIGITS`` digits.
     """
     if byte in b"0123456789":
         run = max(run, SPACE_ENDED) + 1

@@ -23,14 +23,12 @@ class Reading(NamedTuple):
 
     Attributes:
         refused: the bytes that it refuses.
-        is_free: whether all plain characters lead back to it.
         model: a state with a loop that reads nearly all bytes alike; None: none was found, or the state has a loop.
         alike: the bytes for which both have the same entry.
         passed: the bytes that are refused, or alike.
     """
 
     refused: bytes
-    is_free: bool
     model: int | None = None
     alike: bytes = b""
     passed: bytes = b""
@@ -42,6 +40,7 @@ class ByteTable:
     def __init__(self, automaton: Automaton, vocabulary: GrammarVocabulary) -> None:
         self.automaton = automaton
         self.loops = Loops(automaton, vocabulary.usable_bytes)
+        self.can_loop: Any = memoryview(self.loops.can_loop)  # type: ignore[arg-type]
         self.columns = automaton.columns.astype(np.intp)
         self.entries: Any = memoryview(automaton.table)  # type: ignore[arg-type]  # single numbers are read faster
         self.columns_by_byte = automaton.columns.tolist()
@@ -55,19 +54,23 @@ class ByteTable:
         if found is None:
             row, model = self.automaton.table[state], self._model(state)
             refused = self._bytes(row == REFUSED)
-            found = Reading(refused, self.loops.is_free(state))
+            found = Reading(refused)
             if model is not None:
                 alike = self._bytes(row == self.automaton.table[model])
                 found = found._replace(model=model, alike=alike, passed=refused + alike)
             self._readings[state] = found
         return found
 
+    def is_free(self, state: int) -> bool:
+        """Whether all plain characters lead from a state back to it."""
+        return self.can_loop[state] and self.loops.is_free(state)
+
     def _model(self, state: int) -> int | None:
-        if self.loops.can_loop[state]:
+        if self.can_loop[state]:
             return None
         for byte in PROBES:
             value = self.entries[state, self.columns_by_byte[byte]]
-            if value != REFUSED and value & ACTION_MASK <= Action.COUNT and self.loops.can_loop[value >> ACTION_BITS]:
+            if value != REFUSED and value & ACTION_MASK <= Action.COUNT and self.can_loop[value >> ACTION_BITS]:
                 return int(value >> ACTION_BITS)
         return None
 

@@ -8,13 +8,22 @@ Invariant: :meth:`Contexts.examined` has all that the steps have depended on of 
 
 from typing import NamedTuple
 
-from shared.grammar.automata.automaton import ACTION_BITS, REFUSED, UNBOUNDED, Action, Automaton, Configuration
+import numpy as np
+
+from shared.grammar.automata.automaton import (
+    ACTION_BITS,
+    REFUSED,
+    UNBOUNDED,
+    Action,
+    Automaton,
+    Configuration,
+    blanks_after,
+)
 from shared.grammar.automata.plain import ACTION_MASK
 from shared.grammar.tokens.byte_table import ByteTable
 
 ZERO, NINE = b"09"
 GOTO, COUNT, BLANK = int(Action.GOTO), int(Action.COUNT), int(Action.BLANK)
-ALL_KEYS = (1 << 64) - 1
 Context = tuple[int, int, int, int, tuple[tuple[int, int], ...]]
 """A configuration without its state."""
 
@@ -63,7 +72,8 @@ class Contexts:
         self.unblanked: list[int] = []
         self._numbers: dict[Context, int] = {}
         self._counted: list[int | None] = []  # of each, that with one more character; REFUSED if there may be none
-        self._steps: dict[tuple[int, int, int], tuple[int, int]] = {}
+        self._blanked: dict[tuple[int, int], int] = {}  # the same with one more blank or digit
+        self._steps: dict[tuple[int, int], tuple[int, int]] = {}
         self._facts: set[Fact] = set()
         self._keys: dict[int, int] = {}  # those that matter of the objects so many frames below
         self.number(now[1:])
@@ -81,23 +91,21 @@ class Contexts:
                 self.unblanked[number] = self.number((fewest, most, 0, seen, stack))
         return number
 
-    def step(self, state: int, context: int, byte: int) -> tuple[int, int]:
-        """The state and the context after a byte; REFUSED if there are none."""
-        value = self.table.entries[state, self.table.columns_by_byte[byte]]
+    def step(self, state: int, context: int, byte: int, value: int) -> tuple[int, int]:
+        """The state and the context after a byte, of which ``value`` is the entry; the context is REFUSED if there is
+        none."""
         action = value & ACTION_MASK
         if action == GOTO:
             return value >> ACTION_BITS, self.unblanked[context]
         if action == COUNT:
             return value >> ACTION_BITS, self.count(context)
         if action == BLANK:
-            key = value, context, ZERO if ZERO <= byte <= NINE else byte
-        else:
-            key = value, self.unblanked[context], 0
+            return value >> ACTION_BITS, self.blank(context, byte)
+        key = value, self.unblanked[context]
         after = self._steps.get(key)
         if after is None:
             now = Configuration(state, *self.values[context])
-            if action != BLANK:
-                self._examine(now, value)
+            self._examine(now, value)
             moved = self.automaton.step(now, byte)
             after = self._steps[key] = (REFUSED, REFUSED) if moved is None else (moved.state, self.number(moved[1:]))
         return after
@@ -119,7 +127,9 @@ class Contexts:
             if last > first:
                 self.note(Fact(Action.POP, depth, argument, added))
         elif action == Action.CHOOSE:  # it may add to the keys, of which others then ask
-            self.note(Fact(Action.KEY, depth, ALL_KEYS))
+            _, first, last, _ = self.automaton.pops[argument].tolist()
+            asked = self.automaton.clauses[first:last, [1, 2, 4]]
+            self.note(Fact(Action.KEY, depth, int(np.bitwise_or.reduce(asked, axis=None))))
 
     def note(self, fact: Fact) -> None:
         if fact.action == Action.KEY:
@@ -138,6 +148,17 @@ class Contexts:
             fewest, most, _, seen, stack = self.values[context]
             after = self.number((max(fewest - 1, 0), less(most, 1), 0, seen, stack)) if most else REFUSED
             self._counted[context] = after
+        return after
+
+    def blank(self, context: int, byte: int) -> int:
+        """The context with one more blank or digit; REFUSED where the run may not go on."""
+        key = context, ZERO if ZERO <= byte <= NINE else byte
+        after = self._blanked.get(key)
+        if after is None:
+            fewest, most, run, seen, stack = self.values[context]
+            longer = blanks_after(run, byte)
+            after = REFUSED if longer is None else self.number((fewest, most, longer, seen, stack))
+            self._blanked[key] = after
         return after
 
 

@@ -20,7 +20,8 @@ from shared.grammar.automata.automaton import (
 )
 from shared.grammar.tokens.byte_table import ByteTable
 from shared.grammar.tokens.contexts import Fact
-from shared.grammar.tokens.token_walk import Mask, TokenWalk
+from shared.grammar.tokens.taken_tokens import Mask
+from shared.grammar.tokens.token_walk import TokenWalk
 from shared.grammar.tokens.vocabulary import GrammarVocabulary
 
 CACHE_BYTES = 8_000_000

@@ -7,7 +7,8 @@ by one. A walk ends where the automaton refuses, so most masks need few steps. T
 - A state that letters lead back to, as inside a string, allows all tokens of such characters. The others walk from the
   first other character on (:mod:`shared.grammar.tokens.plain_tokens`).
 - A walk may come by letters to such a state, as after the first letter of a key. Since letters lead back, the tokens
-  that come there are those that this state allows itself: they are taken over from its mask.
+  that come there are those that this state allows itself: they are taken over from its mask
+  (:mod:`shared.grammar.tokens.taken_tokens`).
 - Elsewhere, where a state is free, the tokens that are plain from there on are allowed.
 
 Invariant: the mask is that of :meth:`shared.grammar.tokens.fsm.TokenFSM.allowed_tokens`.
@@ -21,20 +22,22 @@ from numpy.typing import NDArray
 
 from shared.grammar.automata.automaton import ACTION_BITS, MAX_DEPTH, REFUSED, UNBOUNDED, Action, Configuration
 from shared.grammar.automata.plain import ACTION_MASK, NOT_ASCII, Loop
-from shared.grammar.tokens.byte_table import ByteTable, Reading
-from shared.grammar.tokens.contexts import BLANK, NINE, ZERO, Contexts, Fact, less
+from shared.grammar.tokens.byte_table import ByteTable
+from shared.grammar.tokens.contexts import COUNT, NINE, ZERO, Contexts, less
 from shared.grammar.tokens.plain_tokens import ranges
+from shared.grammar.tokens.taken_tokens import Mask, TakenTokens
 from shared.grammar.tokens.vocabulary import GrammarVocabulary
 
 FEW = 48
 """Walks that are stepped one by one: so many take as long as a level of arrays."""
 MANY = 1000
 """The same, where most of what they lead to is taken over."""
-MIN_TAKEN, MIN_MORE = 256, 16
-"""Tokens for which another mask is made, so that they are taken over; and, once it is, for which more are taken."""
+MIN_MORE = 16
+"""Tokens below a node for which it is asked which bytes a state refuses, and which tokens are taken over."""
+KINDS = np.arange(256)
+KINDS[ZERO : NINE + 1] = ZERO
+"""Of each byte that counts in a run, a byte that counts alike."""
 Array = NDArray[Any]
-Mask = tuple[NDArray[np.bool_], tuple[Fact, ...]]
-"""A mask, and what it depends on beside the state, the counters and the room."""
 
 
 class TokenWalk:
@@ -52,17 +55,17 @@ class TokenWalk:
         other: Callable[[Configuration], Mask],
     ) -> None:
         self.table, self.vocabulary, self.tokens = table, vocabulary, vocabulary.plain
-        self.automaton, self.now, self.other = table.automaton, now, other
+        self.automaton, self.now = table.automaton, now
         self.loop = None if now.blanks else table.loops.of(now.state)
         self.known_symbols = self.loop.symbols if self.loop and self.loop.symbols & NOT_ASCII else 0
         self.alive: list[Array] = []  # nodes at which a token may end
         self.few: list[int] = []  # the same, one by one
         self.plain: list[tuple[Array | int, Array | int]] = []  # nodes from which plain tokens go on, and their most
-        self.taken: dict[Configuration, list[tuple[int, int]]] = {}  # from which mask which ranges of tokens are taken
         self.node: Array = np.zeros(1, np.int32)
         self.state: Array = np.full(1, now.state, np.int32)
         self.context: Array = np.zeros(1, np.intp)
         self.contexts = Contexts(table, now)
+        self.taken = TakenTokens(table, self.tokens, self.contexts, other)
 
     def run(self) -> NDArray[np.bool_]:
         """bool ``[V]``, without the end ids."""
@@ -77,8 +80,7 @@ class TokenWalk:
             else:
                 self._expand()
                 self._read()
-        for base, taken in self.taken.items():
-            self._take_over(found, base, taken)
+        self.taken.allow(found)
         if self.plain:
             nodes, most = (
                 np.concatenate([np.atleast_1d(part) for part in parts]) for parts in zip(*self.plain, strict=True)
@@ -110,52 +112,44 @@ class TokenWalk:
             return np.zeros(len(self.vocabulary), np.bool_)
         return of_set.is_within & (self.tokens.token_chars <= now.most) if is_counted else of_set.is_within.copy()
 
-    def _take_over(self, found: NDArray[np.bool_], base: Configuration, taken: list[tuple[int, int]]) -> None:
-        """Allow what the mask of ``base`` allows of some ranges of the sorted tokens."""
-        other, examined = self.other(base)
-        for fact in examined:
-            self.contexts.note(fact)
-        order, (first, last) = self.tokens.order, np.array(sorted(taken)).T
-        if 2 * (last - first).sum() > len(order):  # the rest are fewer
-            ends = np.append(0, last)
-            other[order[ranges(ends, np.append(first, len(order)) - ends)]] = False
-            found |= other
-        else:
-            ids = order[ranges(first, last - first)]
-            found[ids] |= other[ids]
-
     def _step_few(self) -> None:
         """Step walks one by one, level by level, until there are none, or many."""
         table, vocabulary, tokens = self.table, self.vocabulary, self.tokens
         first_child, is_whole, latest, depth, is_ragged = tokens.views[:5]
-        text, reading, step, heights = vocabulary.text, table.reading, self.contexts.step, self.contexts.heights
+        count, entries, columns, depths = tokens.views[6], table.entries, table.columns_by_byte, table.depths
+        text, is_free, step, heights = vocabulary.text, table.is_free, self.contexts.step, self.contexts.heights
         walks = list(zip(self.node.tolist(), self.state.tolist(), self.context.tolist(), strict=True))
-        begun: list[tuple[int, int, int, int]] = []
+        begun: list[tuple[int, int, int, int, int]] = []
         while walks:
             begun = []
             for node, state, context in walks:
                 first, last = first_child[node], first_child[node + 1]
-                children, about = text[first:last], reading(state)
-                is_taken = about.model is not None and self.loop is None and self._take(about, node, context, children)
-                kept = children.translate(None, about.passed if is_taken else about.refused)
-                if kept:
-                    is_free, is_inside = about.is_free and is_whole[node], self._is_inside(node)
-                    for byte in kept:
-                        child = first + children.index(byte)
-                        if not ((is_free and latest[child] < depth[child]) or (is_inside and not is_ragged[child])):
-                            begun.append((child, state, context, byte))
+                if first == last:
+                    continue
+                children = kept = text[first:last]
+                if count[node] >= MIN_MORE:
+                    about = table.reading(state)
+                    is_taken = not self.loop and self.taken.take_children(about, node, context, children)
+                    kept = children.translate(None, about.passed if is_taken else about.refused)
+                is_plain, is_inside = is_free(state) and is_whole[node], self._is_inside(node)
+                for byte in kept:
+                    value, child = entries[state, columns[byte]], first + children.index(byte)
+                    is_known = (is_plain and latest[child] < depth[child]) or (is_inside and not is_ragged[child])
+                    if value != REFUSED and not is_known:
+                        begun.append((child, state, context, byte, value))
             if len(begun) > FEW:
                 break
             walks = []
-            for node, state, context, byte in begun:
-                state, context = step(state, context, byte)
+            for node, *walk in begun:
+                state, context = step(*walk)
                 if context == REFUSED:
                     continue
                 walks.append((node, state, context))
-                if heights[context] + table.depths[state] <= MAX_DEPTH:
+                if heights[context] + depths[state] <= MAX_DEPTH:
                     self.few.append(node)
-                    if reading(state).is_free and is_whole[node]:
-                        self._allow_plain(node, state, context)
+                    if is_free(state) and is_whole[node]:
+                        counts = table.loops.of(state).action is Action.COUNT  # type: ignore[union-attr]
+                        self.plain.append((node, self.contexts.values[context][1] if counts else UNBOUNDED))
         self.node, self.state, self.context = np.array([walk[:3] for walk in begun], np.intp).reshape(-1, 3).T
         if begun:
             self._read()
@@ -164,31 +158,6 @@ class TokenWalk:
         """Whether a node stands inside a character of the loop that tokens leave: the whole characters are known."""
         symbols, tokens = self.known_symbols, self.tokens
         return bool(symbols) and not tokens.is_whole[node] and not tokens.symbols_of(node) & ~symbols
-
-    def _take(self, about: Reading, node: int, context: int, children: bytes) -> bool:
-        """Take over the children of a node that a state and its model read alike, if they are many."""
-        first_child, is_whole, _, _, _, first, count, own, chars = self.tokens.views
-        if count[node] < MIN_MORE or not is_whole[node]:
-            return False
-        loop = self.table.loops.of(about.model)  # type: ignore[arg-type]
-        assert about.model is not None
-        assert loop is not None
-        is_inside = not self.tokens.symbols_of(node) & ~loop.symbols
-        base = self._base(about.model, loop, context, chars[node]) if is_inside else None
-        if base is None or (base not in self.taken and count[node] < MIN_TAKEN):
-            return False
-        taken, start = self.taken.setdefault(base, []), first[node] + own[node]
-        for byte in children.translate(None, about.alike):
-            child = first_child[node] + children.index(byte)
-            taken.append((start, first[child]))
-            start = first[child] + count[child]
-        taken.append((start, first[node] + count[node]))
-        return True
-
-    def _allow_plain(self, node: int, state: int, context: int) -> None:
-        """Allow the plain tokens below a node in a free state."""
-        counts = self.table.loops.of(state).action is Action.COUNT  # type: ignore[union-attr]
-        self.plain.append((node, self.contexts.values[context][1] if counts else UNBOUNDED))
 
     def _leave(self) -> None:
         """End the walks whose tokens are known from elsewhere, and allow plain tokens where states are free."""
@@ -202,7 +171,7 @@ class TokenWalk:
             chosen = np.flatnonzero(self.state == state)
             if self.loop is None:
                 inside = chosen[self.tokens.within(self.node[chosen], loop.symbols)]
-                is_known[self._known(state, loop, inside)] = True
+                is_known[inside] = self.taken.take_walks(state, loop, self.node[inside], self.context[inside])
             if loops.is_free(state):
                 free = chosen[self.tokens.is_whole[self.node[chosen]] & ~is_known[chosen] & self._rooms(chosen)]
                 most = np.array([context[1] for context in self.contexts.values])[self.context[free]]
@@ -210,29 +179,6 @@ class TokenWalk:
                     (self.node[free], most if loop.action is Action.COUNT else np.full_like(most, UNBOUNDED))
                 )
         self._keep(~is_known)
-
-    def _known(self, state: int, loop: Loop, inside: Array) -> Array:
-        """Of walks that came to ``state`` by characters of its loop, those that are taken over from its mask."""
-        known = [inside[:0]]
-        for number in distinct(self.context[inside]):
-            walks = inside[self.context[inside] == number]
-            chars = self.tokens.chars[self.node[walks]]
-            for read in distinct(chars):
-                base, same = self._base(state, loop, number, read), walks[chars == read]
-                first, count = self.tokens.first[self.node[same]], self.tokens.count[self.node[same]]
-                if base is not None and (base in self.taken or count.sum() >= MIN_TAKEN):
-                    self.taken.setdefault(base, []).extend(zip(first.tolist(), (first + count).tolist(), strict=True))
-                    known.append(same)
-        return np.concatenate(known)
-
-    def _base(self, state: int, loop: Loop, context: int, chars: int) -> Configuration | None:
-        """From where a walk comes to its state by so many characters of the loop; None if not with the same frames."""
-        fewest, most, blanks, seen, stack = self.contexts.values[context]
-        if blanks or seen != self.now.seen or stack != self.now.stack:
-            return None
-        if loop.action is Action.COUNT:
-            fewest, most = fewest + chars if fewest else 0, less(most, -chars)
-        return Configuration(state, fewest, most, 0, seen, stack)
 
     def _rooms(self, chosen: Array | slice) -> NDArray[np.bool_]:
         """Of some walks, whether the stack is deep enough for an end."""
@@ -260,7 +206,8 @@ class TokenWalk:
 
     def _keep(self, kept: NDArray[np.bool_]) -> None:
         if not kept.all():
-            self.node, self.state, self.context = self.node[kept], self.state[kept], self.context[kept]
+            chosen = np.flatnonzero(kept)
+            self.node, self.state, self.context = self.node[chosen], self.state[chosen], self.context[chosen]
 
     def _read(self) -> None:
         """Read the byte of each node, and keep the walks that the automaton does not refuse."""
@@ -268,29 +215,24 @@ class TokenWalk:
         entries = self.automaton.table[self.state, self.table.columns[byte]]
         is_read = entries != REFUSED
         self._keep(is_read)
-        entries, byte, states, contexts = entries[is_read], byte[is_read], self.state, self.context
+        entries, states, contexts = entries[is_read], self.state, self.context
         actions, self.state = entries & ACTION_MASK, entries >> ACTION_BITS
         if len(self.contexts.values) > 1:
             self.context = np.array(self.contexts.unblanked, np.intp)[contexts]
-        counting, others = np.flatnonzero(actions == Action.COUNT), np.flatnonzero(actions > Action.COUNT)
+        counting, others = np.flatnonzero(actions == COUNT), np.flatnonzero(actions > COUNT)
         if len(counting):
             numbers = distinct(contexts[counting])
             after_each = np.zeros(numbers[-1] + 1, np.intp)
             after_each[numbers] = [self.contexts.count(number) for number in numbers]
             self.context[counting] = after_each[contexts[counting]]
         if len(others):
-            keys = contexts[others] << 40 | entries[others].astype(np.int64) << 8
-            kinds = np.where((byte[others] >= ZERO) & (byte[others] <= NINE), ZERO, byte[others])
-            keys |= np.where(actions[others] == BLANK, kinds, 0)
-            if (keys == keys[0]).all():  # as for digits, and for a quote after any text
-                firsts, same = np.zeros(1, np.intp), np.zeros(len(keys), np.intp)
-            else:
-                _, firsts, same = np.unique(keys, return_index=True, return_inverse=True)
+            byte = byte[is_read][others]
+            keys = contexts[others] << 40 | entries[others].astype(np.int64) << 8 | KINDS[byte]
+            _, firsts, same = np.unique(keys, return_index=True, return_inverse=True)
             asked = others[firsts]
-            after = list(
-                map(self.contexts.step, states[asked].tolist(), contexts[asked].tolist(), byte[asked].tolist())
-            )
-            self.state[others], self.context[others] = np.array(after)[same].T
+            walks = (part.tolist() for part in (states[asked], contexts[asked], byte[firsts], entries[asked]))
+            after = np.array(list(map(self.contexts.step, *walks)))
+            self.state[others], self.context[others] = after[same].T
         if len(counting) or len(others):
             self._keep(self.context >= 0)
         if len(self.node):
