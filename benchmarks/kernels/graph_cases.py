@@ -1,6 +1,6 @@
 """Mistakes that make captured decode attention slow, each beside the kernel without it. Introduced in phase 9.
 
-A mistake is one replaced line of the planned kernel, or its tiling. Results stay right, so no test of results finds
+A mistake is one replaced line of the planned kernel or its loop, or its tiling. Results stay right, so no test of results finds
 it. Invariant: that of :mod:`benchmarks.kernels.case`.
 """
 
@@ -16,7 +16,7 @@ from benchmarks.kernels import paged_cases
 from benchmarks.kernels.case import Call, Case
 from benchmarks.kernels.paged_cases import AttentionShape, PagedSequences, planned_call
 from benchmarks.timing import cache_bytes, num_input_sets, time_calls
-from shared.kernels.attention import planned_attention
+from shared.kernels.attention import online_softmax, planned_attention
 from shared.kernels.attention.planned_tiling import DecodeTiling, decode_tiling, fitted
 
 LLAMA, DEMO = (32, 8, 64), (4, 2, 16)
@@ -36,15 +36,20 @@ CANDIDATES = (32, 64, 128), (2, 4, 8), (2, 3, 4)  # of tuning: keys per tile, wa
 
 
 def mistaken(right: str, wrong: str) -> Call:
-    """``planned_decode``, with one line of its kernel replaced."""
-    source = inspect.getsource(planned_attention)
-    if source.count(right) != 1:
-        raise ValueError(f"the source of the planned kernel has {source.count(right)} times {right!r}, and not once")
-    source, name = source.replace(right, wrong), f"<planned attention, {wrong}>"
-    linecache.cache[name] = len(source), None, source.splitlines(keepends=True), name  # where Triton reads it
-    module: dict[str, Any] = {"__name__": name}
-    exec(compile(source, name, "exec"), module)
-    decode: Call = module["planned_decode"]
+    """``planned_decode``, with one line of its kernel replaced, or of the loop that the kernel calls."""
+    sources = [inspect.getsource(module) for module in (online_softmax, planned_attention)]
+    count = sum(source.count(right) for source in sources)
+    if count != 1:
+        raise ValueError(f"the source of the planned kernel has {count} times {right!r}, and not once")
+    modules: list[dict[str, Any]] = []
+    for source in (source.replace(right, wrong) for source in sources):
+        name = f"<planned attention {len(modules)}, {wrong}>"
+        linecache.cache[name] = len(source), None, source.splitlines(keepends=True), name  # where Triton reads it
+        modules.append({"__name__": name})
+        exec(compile(source, name, "exec"), modules[-1])
+    loop, planned = modules
+    planned["attend"] = loop["attend"]
+    decode: Call = planned["planned_decode"]
     return decode
 
 
