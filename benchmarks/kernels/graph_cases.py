@@ -1,7 +1,7 @@
 """Mistakes that make captured decode attention slow, each beside the kernel without it. Introduced in phase 9.
 
-A mistake is one replaced line of the planned kernel or its loop, or its tiling. Results stay right, so no test of results finds
-it. Invariant: that of :mod:`benchmarks.kernels.case`.
+A mistake is one replaced line of the planned kernel or its loop, or its tiling. Results stay right, so no test of
+results finds it. Invariant: that of :mod:`benchmarks.kernels.case`.
 """
 
 import inspect
