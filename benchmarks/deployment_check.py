@@ -56,8 +56,9 @@ QUERIES, HITS = "infer:prefix_cache_queries_total", "infer:prefix_cache_hits_tot
 def measure_check(model: str = "smollm2-135m", seconds: float = 36.0) -> Report:
     """Each number of replicas: the coefficients, what was measured, what was simulated, and the errors."""
     setup = Setup(model, "cpu", None, 1)
-    settings = {"max_batch_size": BATCH, "max_seq_len": ABOUT.max_tokens, "num_gpu_blocks": BLOCKS}
     limits = EngineLimits(max_batch_size=BATCH, block_size=ABOUT.block_tokens, kv_tokens=BLOCKS * ABOUT.block_tokens)
+    settings = {"max_batch_size": BATCH, "max_seq_len": ABOUT.max_tokens, "num_gpu_blocks": BLOCKS}
+    settings["prefill_chunk_size"] = limits.prefill_chunk_size
     results: dict[str, Any] = {}
     with setup.running(1):
         for num, rate in CASES:

@@ -35,11 +35,7 @@ STEPS = {"cuda": 4, "cpu": 1}
 
 
 def measure(
-    model: str,
-    device: str = "cpu",
-    dtype: str | None = None,
-    threads: int | None = None,
-    trials: int = 5,
+    model: str, device: str = "cpu", dtype: str | None = None, threads: int | None = None, trials: int = 5
 ) -> tuple[Report, StepCosts]:
     """The table, and a report with what is derived beside it."""
     setup = Setup(model, device, dtype, threads)

@@ -38,8 +38,7 @@ CANDIDATES = (32, 64, 128), (2, 4, 8), (2, 3, 4)  # of tuning: keys per tile, wa
 def mistaken(right: str, wrong: str) -> Call:
     """``planned_decode``, with one line of its kernel replaced, or of the loop that the kernel calls."""
     sources = [inspect.getsource(module) for module in (online_softmax, planned_attention)]
-    count = sum(source.count(right) for source in sources)
-    if count != 1:
+    if (count := sum(source.count(right) for source in sources)) != 1:
         raise ValueError(f"the source of the planned kernel has {count} times {right!r}, and not once")
     modules: list[dict[str, Any]] = []
     for source in (source.replace(right, wrong) for source in sources):
@@ -47,9 +46,8 @@ def mistaken(right: str, wrong: str) -> Call:
         linecache.cache[name] = len(source), None, source.splitlines(keepends=True), name  # where Triton reads it
         modules.append({"__name__": name})
         exec(compile(source, name, "exec"), modules[-1])
-    loop, planned = modules
-    planned["attend"] = loop["attend"]
-    decode: Call = planned["planned_decode"]
+    modules[1]["attend"] = modules[0]["attend"]
+    decode: Call = modules[1]["planned_decode"]
     return decode
 
 

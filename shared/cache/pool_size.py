@@ -42,16 +42,23 @@ def num_blocks_that_fit(config: EngineConfig, model: CausalLM, max_seq_len: int,
         make: makes the pool and the view of the measured step.
     """
     free = int(SHARE[model.device.type] * free_bytes(model.device))
+    before = allocated_bytes(model.device)
     num_tokens = config.most_tokens_of_a_step(max_seq_len)
     pool, view, requests = measured_memory(config, model, max_seq_len, num_tokens, make)
+    workspace = max(0, allocated_bytes(model.device) - before - view.num_bytes)  # the engine's view allocates it too
     caches = [model.config]
     if config.draft_model is not None:  # whose blocks are as many
         caches.append(read_config(resolve_model(config.draft_model), can_quantize=True))
     numbers = sum([kv_bytes(cache, config.block_size, torch.uint8) for cache in caches])
     block_bytes = -(-view.num_bytes * numbers // kv_bytes(model.config, pool.capacity_tokens, torch.uint8))
-    left = free - step_bytes(config, model, num_tokens, pool, view, requests)
+    left = free - workspace - step_bytes(config, model, num_tokens, pool, view, requests)
     useful = config.max_batch_size * -(-max_seq_len // config.block_size)
     return max(0, min(left // block_bytes, useful))
+
+
+def allocated_bytes(device: torch.device) -> int:
+    """Bytes of tensors on a GPU; 0 on a CPU, which does not count them."""
+    return torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
 
 
 def measured_memory(

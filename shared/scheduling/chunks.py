@@ -20,7 +20,7 @@ BESIDE_DECODING = 512
 """Tokens of a chunk beside decoding requests, by default: about the largest for which these wait little longer than for
 the weights to be read."""
 ALONE = 4096
-"""Tokens of a chunk while nothing decodes, about: with more the first token comes no sooner (docs/PHASE_07.md)."""
+"""About as many tokens as a chunk has while nothing decodes: with more the first token comes no sooner."""
 UNSCHEDULED: Callable[[Request], int] = attrgetter("num_unscheduled_tokens")
 
 

@@ -20,7 +20,10 @@ from shared.simulation.step_times import StepTimes
 
 @dataclass(frozen=True)
 class EngineLimits:
-    """Settings of each engine, named as in :class:`shared.engine.config.EngineConfig`; ``kv_tokens``: in all blocks."""
+    """Settings of each engine, named as in :class:`shared.engine.config.EngineConfig`; ``kv_tokens``: in all blocks.
+
+    A chunk has at most ``prefill_chunk_size`` tokens, also while nothing decodes.
+    """
 
     max_batch_size: int = 64
     max_num_batched_tokens: int = 8192

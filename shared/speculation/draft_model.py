@@ -40,6 +40,7 @@ from shared.models.causal_lm import CausalLM
 from shared.models.fused import fuse
 from shared.models.packed import pack
 from shared.sampling.sampler import SamplingRow
+from shared.scheduling.chunks import chunk_size
 from shared.scheduling.drafts import num_equal
 from shared.scheduling.schedule import Schedule, Scheduled
 from shared.scheduling.step_costs import StepCosts, step_costs
@@ -107,7 +108,6 @@ class DraftModel(Drafter):
         (pack if config.pack_weights else fuse)(self.model)
         self.config, self.masks = config, masks
         self.is_masked = self.model.config.vocab_size == target.config.vocab_size
-        self.most_tokens = config.prefill_chunk_size if config.is_on("use_chunked_prefill") else None
         self.distributions: dict[tuple[int, int], torch.Tensor] = {}
 
     def join(
@@ -187,7 +187,9 @@ class DraftModel(Drafter):
                 continue
             end = request.num_tokens if num_drafts else min(start + num_tokens, request.num_tokens)
             begin = self._follow(twin, request)
-            size = min(end - begin, self.most_tokens or room, room)
+            size = min(end - begin, room)
+            if size > 0 and self.config.is_on("use_chunked_prefill"):
+                size = min(size, chunk_size(self.config, size, schedule.num_decoding))
             if size > 0 and end + num_drafts <= self.pool.request_capacity:
                 room -= size
                 draws = bool(num_drafts) and begin + size == end

@@ -235,7 +235,7 @@ class Followed(DraftModel):
         self.config, self.pair, self.runner, self.distributions = config, pair, runner, {}
         self.pool: Any = pair.draft
         self.masks, self.is_masked = NO_MASKS, False
-        self.most_tokens, self.room = config.prefill_chunk_size, config.most_tokens_of_a_step(MAX_SEQ_LEN)
+        self.room = config.most_tokens_of_a_step(MAX_SEQ_LEN)
 
     def _run(self, schedule: Schedule, entries: Sequence[Scheduled], num_ahead: int) -> Any:
         requests = {twin: request for request, twin in self.pair.twins.items()}

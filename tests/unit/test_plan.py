@@ -7,7 +7,7 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 import shared.kernels.attention.planned_tiling as tilings
@@ -109,11 +109,15 @@ def test_a_prefill_plan_covers_what_each_tile_sees_once(batch, grid, window, tok
 @settings(max_examples=80, deadline=None)
 @given(
     batch=st.lists(st.tuples(st.integers(1, 40) | st.integers(1, 3000), st.integers(0, 9000)), min_size=1, max_size=40),
-    shape=st.sampled_from([(32, 8, 64, 2), (32, 8, 64, 4), (4, 1, 256, 2), (9, 3, 16, 4), (40, 40, 128, 2)]),
+    shape=st.sampled_from(
+        [(32, 8, 64, 2), (32, 8, 64, 4), (4, 1, 256, 2), (16, 8, 256, 2), (9, 3, 16, 4), (40, 40, 128, 2)]
+    ),
     multiprocessors=st.sampled_from([4, 132]),
     window=WINDOWS,
+    can_copy=st.booleans(),
 )
-def test_scratch_of_one_size_serves_whatever_a_step_brings(batch, shape, multiprocessors, window):
+@example(batch=[(125, 1182), (975, 29818)], shape=(16, 8, 256, 2), multiprocessors=132, window=None, can_copy=True)
+def test_scratch_of_one_size_serves_whatever_a_step_brings(batch, shape, multiprocessors, window, can_copy):
     """Decoded or prefilled, by the tables of tilings: heads of queries and keys, their size, bytes a number."""
     num_heads, num_kv_heads, _, _ = shape
     new, lengths = [one for one, _ in batch], [one + before for one, before in batch]
@@ -122,7 +126,7 @@ def test_scratch_of_one_size_serves_whatever_a_step_brings(batch, shape, multipr
         tiling = tilings.decode_tiling(len(batch), *shape[1:])
         grid = tiling.grid(num_kv_heads, torch.device("cpu"))
         assert plan_decode(lengths, grid, window=window).num_states <= room
-        tiling = tilings.prefill_tiling(sum(new), len(new), *shape)
+        tiling = tilings.prefill_tiling(sum(new), len(new), *shape, can_copy)
         grid, tokens = tiling.grid(num_kv_heads, torch.device("cpu")), tiling.tokens(num_heads // num_kv_heads)
         assert tokens >= 1
         assert plan_prefill(new, lengths, grid, tokens_per_tile=tokens, window=window).num_states <= room

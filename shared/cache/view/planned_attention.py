@@ -63,7 +63,7 @@ class PlannedAttention:
             keys = storage.keys
             copied = PromptKeys.of(num_rows, config.num_kv_heads * config.head_dim, keys.dtype, keys.device)
             self.workspace = replace(self.workspace, copied=copied)
-        self.prompt_arguments: dict[str, Any] = {}  # more arguments of the prompts' launch (phase 11.1)
+        self.prompt_arguments: dict[str, Any] = {}  # `copies`, or mask tokens (phase 11.1), which are never copied
 
     def staged(self, is_decode: bool, max_tokens: int) -> Places:
         counts = self.planner.most_numbers(max_tokens, self.sizes.max_sequences)

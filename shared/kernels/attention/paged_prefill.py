@@ -45,9 +45,8 @@ def paged_prefill_kernel(
     BLOCK_SIZE: tl.constexpr, HKV: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr,
     TILE: tl.constexpr, SEQUENCES: tl.constexpr,
 ):  # fmt: skip
-    program = (
-        tl.num_programs(0) - 1 - tl.program_id(0)
-    )  # the last tiles of a prompt have the most keys: they begin first
+    # The last tiles of a prompt have the most keys: they begin first.
+    program = tl.num_programs(0) - 1 - tl.program_id(0)
     kv_head = tl.program_id(1)
     b = tl.arange(0, SEQUENCES)
     first_tiles = tl.load(query_starts + b, mask=b < num_sequences, other=0) * GROUP // ROWS + b

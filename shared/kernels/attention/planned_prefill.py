@@ -19,7 +19,7 @@ from shared.kernels.attention.paged_attention import attend_by_sequence
 from shared.kernels.attention.planned_attention import DOT_ROWS
 from shared.kernels.attention.planned_tiling import CopiedTiling, PrefillTiling
 from shared.kernels.attention.planned_workspace import PlannedWorkspace
-from shared.kernels.attention.prompt_keys import LEAST_REQUESTS, PromptKeys, copy_keys, first_row_of
+from shared.kernels.attention.prompt_keys import LEAST_REQUESTS, copy_keys, first_row_of
 from shared.kernels.attention.prompt_tiles import attend_to_keys
 from shared.kernels.launch import launch, launch_dependents, launches, next_power_of_two, tl, triton, wait_for_previous
 
@@ -157,13 +157,15 @@ def planned_prefill(
         )
     window = NO_WINDOW if window is None else window
     num_requests = len(plan.query_indptr) - 1
-    copied: PromptKeys | None = None
     cuts: list[PrefillTiling | CopiedTiling] = [tiling]
-    if tiling.copied is not None and workspace.copied is not None and copies[0]:
-        copied, cuts = workspace.copied, [tiling.copied, tiling] if copies[1] else [tiling.copied]
-        copy_keys(*memory, plan.query_indptr, window, copied, tiling.copied.tile)
+    copied, copied_tile = None, 0
+    if tiling.copied is not None and workspace.copied is not None:
+        copied, copied_tile = workspace.copied, tiling.copied.tile
+        cuts = [tiling.copied] * copies[0] + [tiling] * copies[1]
+        if copies[0]:
+            copy_keys(*memory, plan.query_indptr, window, copied, copied_tile)
     for cut in cuts:
-        tiles = copied.tiles(cut.tile, D) if copied is not None and cut is not tiling else None
+        tiles = None if copied is None or cut is tiling else copied.tiles(cut.tile, D)
         launch(
             planned_prefill_kernel, (Hkv, plan.capacity),
             q, *memory, k_scales, v_scales, num_masks, tiles, 0 if copied is None else copied.num_rows, num_requests,
@@ -172,7 +174,7 @@ def planned_prefill(
             *in_base_2(scale, softcap), window, q.stride(0), q.stride(1),
             HAS_MASKS=num_masks is not None, HAS_COPIES=copied is not None, BLOCK_SIZE=block_size, HKV=Hkv, GROUP=group,
             TOKENS=tiling.tokens(group), D=D, ROWS=max(DOT_ROWS, next_power_of_two(tiling.rows)), TILE=cut.tile,
-            COPIED_TILE=cuts[0].tile, REQUESTS=next_power_of_two(max(num_requests, LEAST_REQUESTS)),
+            COPIED_TILE=copied_tile, REQUESTS=next_power_of_two(max(num_requests, LEAST_REQUESTS)),
             num_warps=cut.num_warps, num_stages=cut.num_stages,
         )  # fmt: skip
     if plan.is_split:

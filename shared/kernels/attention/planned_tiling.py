@@ -84,11 +84,18 @@ FP8_TILINGS = {  # for many pairs: half the bytes come in half the time, so twic
     128: DecodeTiling(32, num_warps=2, num_stages=4, programs_per_multiprocessor=4),
 }
 
-
 LEAST_COPIED = 256
 """New tokens of a step from which on the keys of prompts are copied; fewer are drafts to verify, or the end of a
 prompt."""
+LEAST_ROWS = 64
+"""Rows of an average sequence above which the keys of a step are copied: tiles of fewer rows read them too seldom."""
 COPIED_ROWS = 128
+"""Rows of queries in a tile of a step whose keys are copied, for every head size."""
+COPIED_TILINGS = {  # by head size, the largest that an entry serves
+    64: CopiedTiling(64, 4, 3),
+    128: CopiedTiling(64, 8, 3),
+    256: CopiedTiling(64, 8, 2),
+}
 
 
 def decode_tiling(num_sequences: int, num_kv_heads: int, head_dim: int, itemsize: int) -> DecodeTiling:
@@ -129,11 +136,10 @@ def prefill_tiling(
     group = num_heads // num_kv_heads
     cut = paged_prefill.prefill_tiling(num_new_tokens * group, num_sequences, head_dim, itemsize)
     rows = max(cut.rows, next_power_of_two(group))
-    if not (can_copy and num_new_tokens >= LEAST_COPIED and num_new_tokens * group > 64 * num_sequences):
+    if not can_copy or num_new_tokens < LEAST_COPIED or num_new_tokens * group <= LEAST_ROWS * num_sequences:
         return PrefillTiling(rows, cut.tile, cut.num_warps, cut.num_stages)
-    num_warps = 8 if head_dim > 64 else 4
-    copied = CopiedTiling(64, num_warps, 2 if head_dim == 256 else 3)
-    return PrefillTiling(max(rows, COPIED_ROWS), cut.tile, num_warps, cut.num_stages, copied=copied)
+    copied = COPIED_TILINGS[max(64, head_dim)]
+    return PrefillTiling(max(rows, COPIED_ROWS), cut.tile, copied.num_warps, cut.num_stages, copied=copied)
 
 
 def can_copy(itemsize: int, device: torch.device) -> bool:
@@ -150,7 +156,7 @@ def max_states(
     """
     about = (num_heads, num_kv_heads, head_dim, itemsize)
     decode = [decode_tiling(count, *about[1:]) for count in (1, num_sequences)]
-    prefill = [prefill_tiling(1 << n, 1, *about) for n in range(11)]  # by the new tokens of a sequence
+    prefill = [prefill_tiling(1 << n, 1, *about, can_copy) for n in range(11) for can_copy in (False, True)]
     group = num_heads // num_kv_heads
     return max(
         *(tiling.grid(num_kv_heads, device).max_states() for tiling in decode),

@@ -2,7 +2,8 @@
 
 A query whose keys are split has a state for each split. The maximum number of states depends on the programs that run
 at once, not on the tokens of a step, so the workspace is allocated once, and captured launches find it at the same
-address whatever the plan. Invariant: only zeroed counters persist between launches, so all layers share one workspace.
+address whatever the plan. Invariant: only zeroed counters persist between layers, and copied keys from a layer's copy
+to its attention, so all layers share one workspace.
 """
 
 from dataclasses import dataclass

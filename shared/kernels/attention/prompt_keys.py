@@ -92,14 +92,8 @@ def num_rows_of(lengths, query_indptr, num_requests, TILE: tl.constexpr, REQUEST
 
 @triton.jit
 def first_row_of(
-    request,
-    lengths,
-    query_indptr,
-    num_requests,
-    num_rows,
-    TILE: tl.constexpr,
-    REQUESTS: tl.constexpr,
-):
+    request, lengths, query_indptr, num_requests, num_rows, TILE: tl.constexpr, REQUESTS: tl.constexpr
+):  # fmt: skip
     """The row of a request's first token; -1 if its keys are not copied."""
     counts = num_rows_of(lengths, query_indptr, num_requests, TILE, REQUESTS)
     b = tl.arange(0, REQUESTS)
@@ -110,24 +104,10 @@ def first_row_of(
 
 @triton.jit(do_not_specialize=["num_requests"])
 def copy_keys_kernel(
-    keys,
-    values,
-    tables,
-    table_starts,
-    lengths,
-    query_indptr,
-    matrix,
-    num_requests,
-    num_rows,
-    window,
-    BLOCK_SIZE: tl.constexpr,
-    HKV: tl.constexpr,
-    D: tl.constexpr,
-    TILE: tl.constexpr,
-    NUMBERS: tl.constexpr,
-    REQUESTS: tl.constexpr,
-    PDL: tl.constexpr,
-):
+    keys, values, tables, table_starts, lengths, query_indptr, matrix, num_requests, num_rows, window,
+    BLOCK_SIZE: tl.constexpr, HKV: tl.constexpr, D: tl.constexpr, TILE: tl.constexpr, NUMBERS: tl.constexpr,
+    REQUESTS: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     """Program (i, j) copies every n-th tile of rows from the j-th on, columns i · NUMBERS to (i + 1) · NUMBERS."""
     launch_dependents(PDL)
     counts = num_rows_of(lengths, query_indptr, num_requests, TILE, REQUESTS)
@@ -178,24 +158,10 @@ def copy_keys(
     while num_numbers * 2 <= NUMBERS and Hkv * D % (num_numbers * 2) == 0:
         num_numbers *= 2
     columns = Hkv * D // num_numbers
+    num_requests = len(query_indptr) - 1
     launch(
-        copy_keys_kernel,
-        (columns, max(1, 2 * num_multiprocessors(keys.device) // columns)),
-        keys,
-        values,
-        tables,
-        table_starts,
-        lengths,
-        query_indptr,
-        into.matrix,
-        len(query_indptr) - 1,
-        into.num_rows,
-        window,
-        BLOCK_SIZE=block_size,
-        HKV=Hkv,
-        D=D,
-        TILE=tile,
-        NUMBERS=num_numbers,
-        REQUESTS=next_power_of_two(max(len(query_indptr) - 1, LEAST_REQUESTS)),
-        num_warps=4,
-    )
+        copy_keys_kernel, (columns, max(1, 2 * num_multiprocessors(keys.device) // columns)),
+        keys, values, tables, table_starts, lengths, query_indptr, into.matrix, num_requests, into.num_rows, window,
+        BLOCK_SIZE=block_size, HKV=Hkv, D=D, TILE=tile, NUMBERS=num_numbers,
+        REQUESTS=next_power_of_two(max(num_requests, LEAST_REQUESTS)), num_warps=4,
+    )  # fmt: skip

@@ -1,8 +1,8 @@
 """The loops over the keys that a tile of prompt tokens attends to. Introduced in phase 6.
 
 Most tiles of keys are visible to every token of a tile of queries and need no mask; only those at the two ends do. A
-score without a mask takes half the instructions of one with, and instructions and exponentials are what keeps the
-tensor cores waiting (FlashAttention-2, arXiv 2307.08691). Softmax does not depend on the order of its keys, so the
+score without a mask takes half the instructions of one with, and instructions and exponentials keep the tensor cores
+waiting (FlashAttention-2, arXiv 2307.08691). Softmax does not depend on the order of its keys, so the
 tiles without masks come first, in a loop of their own.
 
 Invariant: keys outside ``start`` to ``end`` have no weight; from blocks they are loaded as zeros.
