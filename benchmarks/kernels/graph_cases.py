@@ -1,14 +1,14 @@
 """Mistakes that make captured decode attention slow, each beside the kernel without it. Introduced in phase 9.
 
-A mistake is one replaced line of the planned kernel or its loop, or its tiling. Results stay right, so no test of
-results finds it. Invariant: that of :mod:`benchmarks.kernels.case`.
+A mistake is one replaced line of the planned kernel or its loop, or its tiling; results stay right. Invariant: that of
+:mod:`benchmarks.kernels.case`.
 """
 
 import inspect
 import linecache
 from dataclasses import replace
 from itertools import product
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -41,14 +41,13 @@ def mistaken(right: str, wrong: str) -> Call:
     if (count := sum(source.count(right) for source in sources)) != 1:
         raise ValueError(f"the source of the planned kernel has {count} times {right!r}, and not once")
     modules: list[dict[str, Any]] = []
-    for source in (source.replace(right, wrong) for source in sources):
+    for source in (each.replace(right, wrong) for each in sources):
         name = f"<planned attention {len(modules)}, {wrong}>"
         linecache.cache[name] = len(source), None, source.splitlines(keepends=True), name  # where Triton reads it
         modules.append({"__name__": name})
         exec(compile(source, name, "exec"), modules[-1])
     modules[1]["attend"] = modules[0]["attend"]
-    decode: Call = modules[1]["planned_decode"]
-    return decode
+    return cast(Call, modules[1]["planned_decode"])
 
 
 def paged_case(sequences: PagedSequences, dtype: torch.dtype) -> Case:
