@@ -19,8 +19,8 @@ from hypothesis.database import DirectoryBasedExampleDatabase
 
 from tests.reference_tokens import ReferenceTokens
 
-# What is imported and collected stays to the end: a collection of garbage visits what tests allocate, and not each of
-# half a million objects.
+# Imported modules and test items live until the end. Freeze them, so that garbage collection visits only what tests
+# allocate.
 gc.disable()
 
 TINY_SHAPES = {"llama": "tiny-llama", "qwen3": "tiny-qwen3", "gemma3_text": "tiny-gemma3"}
@@ -130,7 +130,11 @@ def keep_one_skip_a_function(config: pytest.Config, items: list[pytest.Item]) ->
 def pytest_collection_finish() -> None:
     gc.collect()
     gc.freeze()
-    gc.enable()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtestloop() -> None:
+    gc.enable()  # here, as xdist's controller collects no tests
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

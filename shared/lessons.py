@@ -89,6 +89,11 @@ class Lesson:
         """Whether the phase generates text; 1a and 1b only run a layer and a forward pass."""
         return hasattr(self.engine, "generate")
 
+    @property
+    def batches(self) -> bool:
+        """Whether the engine runs many requests together, and so can be served; the first phases run one at a time."""
+        return hasattr(self.engine, "add_request")
+
 
 @cache
 def lessons() -> tuple[Lesson, ...]:

@@ -15,7 +15,7 @@ sys.path[:0] = [str(Path(__file__).parents[2]), str(Path(__file__).parent)]
 
 from course_site.repository import DOCUMENTS  # noqa: E402
 
-# The trees of all pages stay to the end: going through them again and again in search of garbage is half of the work.
+# The trees of all pages live until the end; visiting them in each garbage collection takes half of the build.
 gc.disable()
 
 project = "infer"

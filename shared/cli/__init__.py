@@ -10,7 +10,7 @@ from tutorial.workshop.overlay import install, is_enabled
 if is_enabled():
     install()
 
-from typing import Any
+from collections.abc import Callable
 
 import typer
 
@@ -41,26 +41,27 @@ app = typer.Typer(
     ),
     add_completion=False,
 )
-_MODULES: dict[str, Any] = {
-    "generate": generate,
-    "chat": chat,
-    "serve": serve,
-    "deploy": deploy,
-    "simulate": simulate,
-    "chunks": chunks,
-    "phases": phases,
-    "diff": diff,
-    "ladder": ladder,
-    "trace": trace,
-    "bench": bench,
-    "roofline": roofline,
-    "compare": compare,
-    "model": models,
-    "train": train,
-    "workshop": workshop,
+GROUPS: dict[str, typer.Typer] = {
+    "deploy": deploy.app,
+    "chunks": chunks.app,
+    "phases": phases.app,
+    "bench": bench.app,
+    "model": models.app,
+    "train": train.app,
+    "workshop": workshop.app,
 }
-for _name, _module in _MODULES.items():  # of one command, or of a group with an app of its own
-    if hasattr(_module, "app"):
-        app.add_typer(_module.app, name=_name)
-    else:
-        app.command(_name, epilog=_module.EPILOG)(getattr(_module, _name))
+COMMANDS: dict[str, tuple[Callable[..., None], str]] = {
+    "generate": (generate.generate, generate.EPILOG),
+    "chat": (chat.chat, chat.EPILOG),
+    "serve": (serve.serve, serve.EPILOG),
+    "simulate": (simulate.simulate, simulate.EPILOG),
+    "diff": (diff.diff, diff.EPILOG),
+    "ladder": (ladder.ladder, ladder.EPILOG),
+    "trace": (trace.trace, trace.EPILOG),
+    "roofline": (roofline.roofline, roofline.EPILOG),
+    "compare": (compare.compare, compare.EPILOG),
+}
+for _name, _group in GROUPS.items():
+    app.add_typer(_group, name=_name)
+for _name, (_function, _epilog) in COMMANDS.items():
+    app.command(_name, epilog=_epilog)(_function)

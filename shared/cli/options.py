@@ -103,11 +103,14 @@ SAMPLING = (
 GRAMMARS = ("json_schema", "regex", "choice")
 
 
-def sampling_params(**given: Any) -> "SamplingParams":
-    """The parameters of the options above; raises RequestError. Without a seed, one is drawn here, to be shown."""
+def take_sampling_params(settings: dict[str, Any]) -> "SamplingParams":
+    """Make sampling parameters of a command's settings, of which the engine's remain; raises RequestError.
+
+    Without a seed, one is drawn here, to be shown.
+    """
     from shared.sampling.params import SamplingParams
 
-    values = {option.name: option.default for option in SAMPLING} | given
+    values = {option.name: settings.pop(option.name) for option in SAMPLING}
     seed = values.pop("seed")
     return SamplingParams(
         max_new_tokens=values.pop("max_tokens"),
@@ -180,11 +183,6 @@ def sampling_options(*names: str, **defaults: Any) -> Callable[[Command], Comman
     return _with_parameters(option.replace(default=defaults.get(option.name, option.default)) for option in chosen)
 
 
-def take_sampling_params(settings: dict[str, Any]) -> "SamplingParams":
-    """Make sampling parameters of a command's settings, of which the engine's remain; raises RequestError."""
-    return sampling_params(**{option.name: settings.pop(option.name) for option in SAMPLING})
-
-
 def _option_of(field: "dataclasses.Field[Any]", kind: Any) -> Any:
     """The option of a field. Help shows it as soon as the phase exists that brings the field."""
     name = option_name(field.name)
@@ -227,12 +225,13 @@ def answering_lesson(number: str | None, settings: Mapping[str, Any]) -> Lesson:
     return lesson
 
 
-def lesson_with(method: str, lack: str, number: str | None, settings: Mapping[str, Any]) -> Lesson:
-    """The same of phases whose engine has the method; others are refused as what they ``lack``."""
+def batching_lesson(reason: str, number: str | None, settings: Mapping[str, Any]) -> Lesson:
+    """The lesson of `answering_lesson`, whose engine must run requests together. Raises ConfigError, with ``reason``,
+    if it does not."""
     lesson = answering_lesson(number, settings)
-    if not hasattr(lesson.engine, method):
-        able = ", ".join(other.number for other in lessons() if hasattr(other.engine, method))
-        raise ConfigError(f"Phase {lesson.number} ({lesson.title}) {lack} choose one of these with --phase: {able}.")
+    if not lesson.batches:
+        able = ", ".join(other.number for other in lessons() if other.batches)
+        raise ConfigError(f"Phase {lesson.number} ({lesson.title}) {reason}; choose one of these with --phase: {able}.")
     return lesson
 
 

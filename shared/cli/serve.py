@@ -186,7 +186,7 @@ def load_warm(number: str, model: str, log_format: str, verbose: bool, **setting
 
 def serving_lesson(number: str | None, settings: Mapping[str, Any] = MappingProxyType({})) -> Lesson:
     """The phase with this number, or that of the settings; raises ConfigError if it cannot be served."""
-    return options.lesson_with("add_request", "runs one request at a time and cannot be served;", number, settings)
+    return options.batching_lesson("runs one request at a time and cannot be served", number, settings)
 
 
 def model_name(model: str) -> str:

@@ -78,8 +78,8 @@ def trace(
     from shared.tracing.trials import TracedRun, record
     from shared.tracing.workload import arrival_steps, read_prompts
 
-    lack = "runs one request at a time, so there is no timeline of many;"
-    lesson = options.lesson_with("step", lack, phase, settings)
+    reason = "runs one request at a time, so there is no timeline of many"
+    lesson = options.batching_lesson(reason, phase, settings)
     texts = read_prompts(prompts) if prompts is not None else None
     number = _number(requests, texts, prompts)
     if texts is not None and shared_prefix is not None:

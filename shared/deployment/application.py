@@ -49,7 +49,8 @@ class Fleet:
 
     ``max_replicas`` above ``replicas`` scales between the two, so that each has ``target_ongoing_requests``, when that
     was so for the seconds of ``upscale_delay`` or ``downscale_delay``. Of more than ``max_ongoing_requests`` a replica,
-    as many wait in each gateway, and the rest is refused. The ``ranks`` of a replica run on one machine.
+    as many wait in each gateway, and the rest is refused. The ``ranks`` of a replica run on one machine,
+    which has its ``cpus`` and ``gpus``.
     """
 
     replicas: int

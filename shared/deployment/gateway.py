@@ -26,9 +26,9 @@ from shared.deployment.affinity import prefix_keys
 from shared.deployment.exchange import APPLICATION, REPLICAS, Exchange
 from shared.server.errors import ApiError, install, overloaded
 from shared.server.http.event_stream import disconnection
-from shared.server.http.metrics import ServerMetrics
 from shared.server.http.middleware import AllowedHosts, ApiKey, BodyLimit, RequestLog
 from shared.server.http.sse import DONE, frame
+from shared.server.metrics import ServerMetrics
 from shared.server.settings import ServerConfig
 
 SESSION_HEADER = "x-session-id"

@@ -106,7 +106,7 @@ class Replica:
 
 
 def _scope(request: Exchange, closed: asyncio.Event) -> dict[str, Any]:
-    """``closed`` is set by what a response finds in place of its client's transport."""
+    """Aborting the transport sets ``closed``."""
     return {
         "type": "http",
         "asgi": {"version": "3.0", "spec_version": "2.3"},

@@ -8,10 +8,10 @@ import torch
 
 
 def top_logprobs(logits: torch.Tensor, ids: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Log-probabilities of chosen tokens ``ids``, int64 ``[n]``, and of the k most likely (at most V), by logits ``[n,
-    V]``.
+    """Log-probabilities of chosen tokens ``ids``, int64 ``[n]``, and of the k most likely (at least 0, at most V).
 
-    Returns float32 ``[n]`` of the chosen tokens; float32 and int64 ``[n, k]`` of the most likely, in descending order.
+    ``logits`` are ``[n, V]`` in any float dtype, and not mutated. Returns float32 ``[n]`` of the chosen tokens;
+    float32 and int64 ``[n, k]`` of the most likely, in descending order.
     """
     logprobs = logits.log_softmax(-1, dtype=torch.float32)
     chosen = logprobs.gather(-1, ids[:, None]).squeeze(-1)

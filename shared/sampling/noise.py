@@ -82,7 +82,8 @@ def uniform(seeds: torch.Tensor, indices: torch.Tensor, stream: Stream, size: in
     """Uniform numbers for B rows: float32 [B, size], in steps of 2^-23 from 2^-24 to 1 - 2^-24, so neither 0 nor 1.
 
     ``seeds`` is int64 [B], each the bits of a 64-bit seed (``seed_pattern``). Of ``indices``, integers [B] that count
-    the tokens of a request, the low 32 bits are used.
+    the tokens of a request, the low 32 bits are used. ``stream`` is the purpose of the draw. The numbers are on the
+    device of ``seeds``.
     """
     seeds, indices = seeds[:, None], indices.long()[:, None]  # [B, 1]
     groups = torch.arange((size + 3) // 4, device=seeds.device)[None]  # [1, ceil(size / 4)]

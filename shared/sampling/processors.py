@@ -16,10 +16,10 @@ _NUCLEUS_GUESS = 1024  # tokens; most nuclei are smaller, and such a top-k is fa
 
 def apply_repetition_penalty(logits: torch.Tensor, seen: torch.Tensor, penalty: torch.Tensor) -> torch.Tensor:
     """Make tokens of the prompt and the output so far, ``seen`` (bool [B, V]), less likely (CTRL, arXiv 1909.05858,
-    4.1).
+    section 4.1).
 
-    A seen token's logit is divided by the penalty if positive and multiplied if negative, as in transformers; above 1 a
-    penalty discourages repeats, 1 leaves the row unchanged.
+    A seen token's logit is divided by the penalty if positive and multiplied if negative, as in transformers.
+    ``penalty`` is float32 [B]; above 1 discourages repeats, 1 leaves the row unchanged.
     """
     penalty = penalty[:, None]
     return torch.where(seen, torch.where(logits > 0, logits / penalty, logits * penalty), logits)
@@ -30,8 +30,8 @@ def apply_output_penalties(
 ) -> torch.Tensor:
     """Make tokens of the output so far less likely, as OpenAI and vLLM do; the prompt does not count.
 
-    ``counts`` is int32 [B, V], how often each id occurs in the row's output. ``frequency`` is subtracted for each
-    occurrence, ``presence`` once from an id that occurs.
+    ``counts`` is int32 [B, V], how often each id occurs in the row's output. ``frequency`` and ``presence`` are
+    float32 [B]: the first is subtracted for each occurrence, the second once from an id that occurs.
     """
     return logits - frequency[:, None] * counts - presence[:, None] * (counts > 0)
 
@@ -53,7 +53,8 @@ def apply_temperature(logits: torch.Tensor, temperature: torch.Tensor) -> torch.
 def apply_min_p(logits: torch.Tensor, log_min_p: torch.Tensor) -> torch.Tensor:
     """Keep a token if it is at least ``min_p`` times as likely as the most likely token (arXiv 2407.01082).
 
-    The logits have a maximum of 0, as ``apply_temperature`` leaves them; a logarithm of -inf leaves the row unchanged.
+    The logits have a maximum of 0, as ``apply_temperature`` leaves them. ``log_min_p`` is float32 [B], the logarithm of
+    min_p; -inf leaves the row unchanged.
     """
     return logits.masked_fill(logits < log_min_p[:, None], -torch.inf)
 
@@ -77,8 +78,9 @@ def apply_top_k(logits: torch.Tensor, top_k: torch.Tensor, largest: int | None =
 def apply_top_p(logits: torch.Tensor, top_p: torch.Tensor) -> torch.Tensor:
     """Keep a token if the strictly more likely tokens sum to less than p (nucleus sampling, arXiv 1904.09751).
 
-    The token that crosses p is kept, as are its ties; p = 1 leaves a row unchanged. Probabilities are float32, of
-    logits without +inf, and are summed in float64 in descending order, so a row's cutoff is the same in every batch.
+    ``top_p`` is float64 [B], above 0 and at most 1. The token that crosses p is kept, as are its ties; p = 1 leaves a
+    row unchanged. Probabilities are float32, of logits without +inf, and are summed in float64 in
+    descending order, so a row's cutoff is the same in every batch.
     """
     # exercise 02x3: keep the most likely tokens until they sum to p
     # hint: cumsum in float64 in descending order; token i is kept if the i tokens before it sum to less than p

@@ -164,8 +164,8 @@ def sample(logits: torch.Tensor, batch: SamplingBatch, *, stream: Stream = Strea
     """Sample a token for every row, int64 [B], from logits [B, V] in any float dtype, which are not mutated.
 
     Greedy rows take the exact arg-max of the logits that ``adjust_logits`` returns, the lowest id among equals. Other
-    rows draw from the softmax of these logits, scaled by the temperature and filtered, by the Gumbel-max trick. Raises
-    ValueError if ``logits`` and ``batch`` differ in rows.
+    rows draw from the softmax of these logits, scaled by the temperature and filtered, by the Gumbel-max trick with
+    random numbers of ``stream``. Raises ValueError if ``logits`` and ``batch`` differ in rows.
     """
     if logits.shape[0] != batch.num_rows:
         raise ValueError(f"logits have {logits.shape[0]} rows, the sampling batch has {batch.num_rows}")
@@ -182,7 +182,8 @@ def sample(logits: torch.Tensor, batch: SamplingBatch, *, stream: Stream = Strea
 def adjust_logits(logits: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:
     """Apply logit biases, masks and penalties, what greedy rows obey too, to logits [B, V] in any float dtype.
 
-    Returns float32 [B, V]; ``logits`` itself if no row has any of these.
+    ``batch`` has the parameters of the B rows, on the same device. ``logits`` are not mutated. Returns float32 [B, V];
+    ``logits`` itself if no row has any of these.
     """
     if batch.is_simple:
         return logits

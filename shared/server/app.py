@@ -20,8 +20,8 @@ from shared.server.engine.loop import EngineHandle
 from shared.server.errors import ErrorBody, install
 from shared.server.http.description import describe
 from shared.server.http.logs import log_event
-from shared.server.http.metrics import ServerMetrics
 from shared.server.http.middleware import AllowedHosts, ApiKey, BodyLimit, RequestLog
+from shared.server.metrics import ServerMetrics
 from shared.server.routes import chat, chunks, completions, status
 from shared.server.settings import EXPOSED, ServerConfig
 

@@ -141,9 +141,9 @@ def render_chat(
     return _environment().get_template(f"{template}.jinja").render(written | options)
 
 
-def encode_chat(tokenizer: Tokenizer, messages: Sequence[ChatMessage], **options: Any) -> list[int]:
+def encode_chat(tokenizer: Tokenizer, messages: Sequence[ChatMessage], *, template: str, **options: Any) -> list[int]:
     """Token ids of a conversation: those of `chat_parts`, without special tokens added; it has the options."""
-    parts = chat_parts(tokenizer, messages, **options)
+    parts = chat_parts(tokenizer, messages, template=template, **options)
     return [index for part in parts for index in tokenizer.encode(part, add_special_tokens=False)]
 
 

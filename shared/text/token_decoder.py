@@ -103,7 +103,9 @@ class TokenDecoder:
 
 def flattened(part: dict[str, Any], name: str) -> list[dict[str, Any]]:
     """The steps of a part of a tokenizer; a sequence holds its own in the field ``name``."""
-    return [step for inner in part[name] for step in flattened(inner, name)] if part["type"] == "Sequence" else [part]
+    if part.get("type") != "Sequence":
+        return [part]
+    return [step for inner in part[name] for step in flattened(inner, name)]
 
 
 def _take(steps: list[dict[str, Any]], kind: str) -> dict[str, Any] | None:

@@ -60,7 +60,7 @@ def read(url: str, html: str) -> Visit:
     """A page's anchors and links, without a browser."""
     links = map(unescape, dict.fromkeys(re.findall(r'<a\b[^>]*\bhref="([^"]*)"', html)))
     folder = url[: url.rindex("/") + 1]
-    resolved = [url + link if link.startswith("#") else _joined(folder, link) for link in links]
+    resolved = [url + link if not link or link[0] in "#?" else _joined(folder, link) for link in links]
     return Visit(ids=re.findall(r'\bid="([^"]*)"', html), links=resolved)
 
 

@@ -1,7 +1,6 @@
 """Every known mistake proved: applied, it fails, and is recognised as itself and as no other."""
 
 from collections.abc import Callable
-from functools import cache
 from pathlib import Path
 
 import pytest
@@ -18,13 +17,24 @@ Known = dict[Exercise, dict[Mistake, Verdict]]
 
 
 @pytest.fixture(scope="module")
-def known(check_server: CheckServer, session_folder: Path) -> Callable[[str], Known]:
-    """By exercise of a phase, what its known mistakes do; kept where `test_workshop` finds them."""
+def known(request: pytest.FixtureRequest, check_server: CheckServer, session_folder: Path) -> Callable[[str], Known]:
+    """By collected exercise of a phase, what its known mistakes do; kept where `test_workshop` finds them. Each phase
+    runs once, even if that raises."""
+    own = [item for item in request.session.items if item.path == request.path]
+    collected = [item.callspec.params["exercise"] for item in own]
+    results: dict[str, Known | Exception] = {}
 
-    @cache
     def of(phase: str) -> Known:
-        wanted = [exercise for exercise in exercises() if exercise.phase == phase and can_be_checked(exercise)]
-        return run_mistakes(check_server, wanted, session_folder / "mistakes")
+        if phase not in results:
+            wanted = [each for each in collected if each.phase == phase and can_be_checked(each)]
+            try:
+                results[phase] = run_mistakes(check_server, wanted, session_folder / "mistakes")
+            except Exception as error:
+                results[phase] = error
+        result = results[phase]
+        if isinstance(result, Exception):
+            raise result
+        return result
 
     return of
 

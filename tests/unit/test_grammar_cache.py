@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import shared.grammar.cache as cache_module
-from shared.cli.options import sampling_params
+from shared.cli.options import SAMPLING, take_sampling_params
 from shared.errors import RequestError
 from shared.grammar.cache import GrammarCache
 from shared.grammar.grammar import Grammar, grammar_of
@@ -136,11 +136,14 @@ def test_descriptions() -> None:
 def test_the_options_of_the_command_line(tmp_path: Path) -> None:
     schema = tmp_path / "schema.json"
     schema.write_text('{"type": "integer"}', encoding="utf-8")
-    assert sampling_params().structured_output is None
-    assert sampling_params(regex="a+").structured_output == Grammar.regex("a+")
-    assert sampling_params(choice=["a", "b"]).structured_output == Grammar.choice(["a", "b"])
-    assert sampling_params(json_schema=schema).structured_output == Grammar.json_schema({"type": "integer"})
+    settings = {option.name: option.default for option in SAMPLING}
+    assert take_sampling_params(dict(settings)).structured_output is None
+    assert take_sampling_params(settings | {"regex": "a+"}).structured_output == Grammar.regex("a+")
+    assert take_sampling_params(settings | {"choice": ["a", "b"]}).structured_output == Grammar.choice(["a", "b"])
+    assert take_sampling_params(settings | {"json_schema": schema}).structured_output == Grammar.json_schema(
+        {"type": "integer"}
+    )
     with pytest.raises(GrammarError, match="regex and choice are given"):
-        sampling_params(regex="a", choice=["a"])
+        take_sampling_params(settings | {"regex": "a", "choice": ["a"]})
     with pytest.raises(RequestError, match=r"The schema in .*missing\.json cannot be read"):
-        sampling_params(json_schema=tmp_path / "missing.json")
+        take_sampling_params(settings | {"json_schema": tmp_path / "missing.json"})

@@ -122,6 +122,8 @@ def test_added_tokens_outside_the_byte_alphabet_stand_for_themselves():
         '{"type": "WordPiece", "prefix": "##", "cleanup": true}',
         '{"type": "Metaspace", "replacement": "▁", "prepend_scheme": "always", "split": true}',
         '{"type": "Sequence", "decoders": []}',
+        '{"foo": 1}',
+        '{"type": "Sequence", "decoders": [{"x": 1}]}',
         '{"type": "Sequence", "decoders": [{"type": "Fuse"}, {"type": "ByteFallback"}]}',
         '{"type": "Sequence", "decoders": [{"type":"Fuse"}, {"type": "Strip", "content": "x", "start": 0, "stop": 1}]}',
         '{"type": "Sequence", "decoders": [{"type": "Replace", "pattern": {"Regex": "a+"}, "content": "b"}]}',

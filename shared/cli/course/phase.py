@@ -49,9 +49,7 @@ def phase_app(lesson: Lesson) -> typer.Typer:
     if forward is not None:
         app.command("forward", epilog=examples(f"{command} forward", f"{command} forward --dtype bfloat16"))(forward)
     else:
-        commands = {"generate": generate, "chat": chat} | (
-            {"serve": serve} if hasattr(lesson.engine, "add_request") else {}
-        )
+        commands = {"generate": generate, "chat": chat} | ({"serve": serve} if lesson.batches else {})
         for name, module in commands.items():
             app.command(name, epilog=module.EPILOG.replace(f"infer {name}", f"{command} {name}"))(getattr(module, name))
         app.command("bench", epilog=examples(f"{command} bench"))(ladder)

@@ -7,7 +7,7 @@ cancelled answer leaves no request in the engine.
 
 import asyncio
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Literal
 
 from shared.engine.output import StepOutput
 from shared.server.answers.answer_stream import AnswerStream
@@ -17,8 +17,9 @@ from shared.server.errors import ApiError
 class Answer:
     """The choices of one answer, in the order of their indices: ``n`` for the first prompt, then for the next.
 
-    ``error`` and ``cause`` are those of the choice that failed or was cancelled first. ``write`` is called with an open
-    choice that has outputs while ``take`` waits, which goes on waiting if it returns True: it has taken them.
+    ``error`` and ``cause`` are those of the choice that failed or was cancelled first. ``write`` is called while
+    ``take`` waits, with an open choice that has outputs. If it returns True, it has taken them and ``take`` goes on
+    waiting.
     """
 
     def __init__(self, request_id: str, choices: Sequence[AnswerStream], n: int = 1) -> None:
@@ -87,8 +88,8 @@ class Answer:
             "prompt_tokens_details": {"cached_tokens": sum(choice.num_cached_tokens for choice in self._first_choices)},
         }
 
-    def earliest(self, moment: str) -> float | None:
-        """When the first choice had ``scheduled`` or ``first_token``."""
+    def earliest(self, moment: Literal["scheduled", "first_token"]) -> float | None:
+        """When the first choice was scheduled or had its first token, by ``time.perf_counter``; None: not yet."""
         return min((at for choice in self.choices if (at := getattr(choice, moment)) is not None), default=None)
 
     def _on_change(self, choice: AnswerStream) -> None:

@@ -26,7 +26,7 @@ from shared.server.settings import MAX_PROMPTS, MAX_STOP_CHARACTERS, MAX_STOP_ST
 
 
 class Strict(BaseModel):
-    """A part of a body without other fields."""
+    """A part of a body; unknown fields and values of another type are refused."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
 

@@ -50,8 +50,17 @@ from shared.server.settings import MAX_N
 from shared.text.chat_ending import Ending
 
 _MAX_FLOAT = 1.7976931348623157e308  # a larger number in JSON is infinite
-_OTHER = ("max_new_tokens", "min_tokens", "stop", "logprobs", "prompt_logprobs", "prediction_ids", "structured_output")
-_SAMPLING = tuple(field.name for field in dataclasses.fields(SamplingParams) if field.name not in _OTHER)
+_SET_OTHERWISE = (
+    "max_new_tokens",
+    "min_tokens",
+    "stop",
+    "logprobs",
+    "prompt_logprobs",
+    "prediction_ids",
+    "structured_output",
+)
+"""Fields that a body has under another name or form, or not at all."""
+_SAMPLING = tuple(field.name for field in dataclasses.fields(SamplingParams) if field.name not in _SET_OTHERWISE)
 """The fields that a body has as they are."""
 
 

@@ -22,7 +22,7 @@ from shared.server.answers.answer_stream import AnswerStream
 from shared.server.engine import loop as engine_loop
 from shared.server.engine.loop import EngineHandle, Event, NewRequest, Question, Stepped
 from shared.server.errors import ApiError, engine_failure, refusal_error
-from shared.server.http.metrics import ServerMetrics
+from shared.server.metrics import ServerMetrics
 from shared.server.settings import ServerConfig
 from shared.tracks.segments.inquiry import Inquiry
 

@@ -78,7 +78,8 @@ Command = Add | Abort | Ask | Stop
 class Refused:
     """The engine refused a request with ``refusal``, or raised an unexpected exception (None).
 
-    That is rare: a preempted request took the queue's last place meanwhile, or chunks and prompt are too long.
+    That is rare: a preempted request took the queue's last place meanwhile, chunks and prompt are too long, or there is
+    a bug.
     """
 
     request_id: str

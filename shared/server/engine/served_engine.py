@@ -1,4 +1,4 @@
-"""The engine as the server uses it, and what stays the same about one. Introduced in phase 4.
+"""The engine as the server uses it, and the constants of an engine. Introduced in phase 4.
 
 Invariant: the server uses only these members of an engine, so every phase that has them can be served.
 """

@@ -1,1 +1,1 @@
-"""HTTP around the routes: connections, middleware, streams of events, the log and the metrics."""
+"""HTTP around the routes: connections, middleware, streams of events, and the log."""

@@ -18,7 +18,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResp
 
 from shared.server.errors import ApiError, overloaded
 from shared.server.http.logs import log_event
-from shared.server.http.metrics import ServerMetrics
+from shared.server.metrics import ServerMetrics
 from shared.server.settings import EXPOSED, ServerConfig
 
 

@@ -20,7 +20,7 @@ from shared.server.answers.answer import Answer
 from shared.server.errors import ApiError
 from shared.server.http.json_text import check_json
 from shared.server.http.logs import log_event
-from shared.server.http.metrics import ServerMetrics
+from shared.server.metrics import ServerMetrics
 
 REQUEST_ID = re.compile(rb"[\w.:-]{1,128}")
 """A valid `X-Request-Id` of a client; any other is replaced."""
@@ -138,8 +138,8 @@ class ApiKey:
 class AllowedHosts:
     """Refuses requests whose header ``Host`` names none of ``hosts``; ``*.example.com`` names every subdomain.
 
-    A page of another site can reach a server on this machine under a name of its own that it resolves to 127.0.0.1.
-    Starlette's TrustedHostMiddleware refuses with plain text.
+    A page of another site can reach a server on this machine under a name of its own that it resolves to 127.0.0.1;
+    the header then shows that name. Starlette's TrustedHostMiddleware refuses with plain text.
     """
 
     def __init__(self, app: ASGIApp, hosts: Sequence[str]) -> None:
@@ -162,6 +162,8 @@ class AllowedHosts:
 
 class BodyLimit:
     """Refuses a body that is too long, too complex, or does not arrive in time.
+
+    Starlette's own limit answers in plain text where the length is announced, not with the body of an API error.
 
     Parsing and validating a body holds Python's lock. A body of more than ``_BIG`` bytes waits for a turn of the event
     loop of its own, so that other clients get theirs between two such bodies.

@@ -74,8 +74,8 @@ class ChatFrames:
     """Formats one answer, as frames of a stream or as one body.
 
     Args:
-        wants_usage: add a last chunk with the usage and no choices; the others then hold ``"usage": null``, or with
-            ``wants_usage_so_far`` that so far.
+        wants_usage: add a last chunk with the usage and no choices; the others then hold ``"usage": null``.
+        wants_usage_so_far: with ``wants_usage``, the others hold the usage so far.
         num_top_logprobs: the most likely tokens of each position that are shown, if log-probabilities are asked for.
         reading: how calls of tools are read; None: all text is content.
         watched: the grammar, whose state each token's frame then holds, and each token has one.

@@ -97,9 +97,11 @@ class CompletionFrames:
     """Formats one answer, as frames of a stream or as one body.
 
     Args:
-        is_named: frames are named events, else OpenAI's.
-        wants_usage: add a last chunk with the usage and no choices; the others then hold ``"usage": null``, or with
-            ``wants_usage_so_far`` that so far. Without effect on named events.
+        is_named: frames are the events ``token``, ``done`` (with the usage) and ``error``; else OpenAI's, which have no
+            names and end with ``[DONE]``.
+        wants_usage: add a last chunk with the usage and no choices; the others then hold ``"usage": null``. Without
+            effect on named events.
+        wants_usage_so_far: with ``wants_usage``, the others hold the usage so far.
         watched: the grammar, whose state each token's frame then holds.
         echo: the prompts, which then begin the text of their choices.
     """

@@ -19,8 +19,8 @@ from shared.server import process
 from shared.server.answers.answer import Answer
 from shared.server.answers.answer_stream import AnswerStream
 from shared.server.errors import ApiError
-from shared.server.http.metrics import SHORT, ServerMetrics
 from shared.server.http.sse import frame, to_json
+from shared.server.metrics import SHORT, ServerMetrics
 from shared.server.process import bind, is_exposed
 from shared.server.routes.chat import ChatFrames
 from shared.server.routes.completions import CompletionFrames
