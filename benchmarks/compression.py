@@ -83,7 +83,7 @@ class Scorer:
         about = COMPRESSORS["none"](1.0), Budget(FLOOR, FLOOR), WINDOW, False
         self.request = Request("0", [0], SamplingParams(), 0)
         storage = PlainStorage(model.config, sizes, model.dtype, model.device)
-        self.kept = KeptCells(model.config, sizes, storage, *about)
+        self.kept = KeptCells(model.config, sizes, model.dtype, storage, *about)
         attention = CondensedOperations(OperationsAttention(storage, "sdpa"), self.kept)
         self.view = PagedView(model.config, sizes, model.dtype, storage, attention)
         cells = self.kept.cells

@@ -20,7 +20,9 @@ Compiled = TypeVar("Compiled")
 
 
 class GrammarCache(Generic[Compiled]):
-    """Keeps what ``compile_grammar``, which raises GrammarError, made of the grammars that were used last."""
+    """Keeps what ``compile_grammar``, which raises GrammarError, made of the grammars that were used last.
+    ``num_bytes`` gives the size of what it made.
+    """
 
     def __init__(
         self,

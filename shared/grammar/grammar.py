@@ -108,8 +108,8 @@ class Grammar(StructuredOutput):
         return cls(GrammarKind.CALLS, text)
 
     def compiled(self, usable_bytes: NDArray[np.bool_], limits: Limits) -> Self:
-        """The grammar with its automaton, of the bytes that the vocabulary can spell, bool ``[256]``. Raises
-        GrammarError.
+        """The grammar with its automaton. ``usable_bytes``: bool ``[256]``, the bytes that the vocabulary can spell.
+        Raises GrammarError.
         """
         if self.automaton is not None:
             return self

@@ -103,8 +103,8 @@ class Budget:
 
     @contextmanager
     def attempt(self, reserve: int = 0) -> Iterator["Budget"]:
-        """Half of what is left but for ``reserve``, for a part of the grammar that may fail: its states then count no
-        more.
+        """Half of what is left, for a part of the grammar that may fail: its states then count no more. ``reserve``
+        units of work are left to others.
         """
         states, work = self.limits.states - self.num_states, max(self.limits.work - self.work - reserve, 0)
         part = Budget(replace(self.limits, states=states // 2, work=work // 2), self.clock, self.start)

@@ -4,12 +4,12 @@ Invariant: no clock is read, so the same counts give the same costs; see :mod:`s
 """
 
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from typing import Any, cast
 
 from shared.models.causal_lm import CausalLM
 from shared.scheduling.scheduler import Scheduler
 from shared.scheduling.step_costs import StepCosts, step_costs
-from shared.speculation.adaptive import DraftCosts, DraftLengths
+from shared.speculation.adaptive import DraftCosts
 from shared.speculation.drafter import Drafter
 
 
@@ -33,19 +33,12 @@ class TableCosts:
         )
 
 
-@runtime_checkable
-class GrantsDrafts(Protocol):
-    """A scheduler that grants drafts."""
-
-    lengths: DraftLengths
-
-
 def weigh(scheduler: Scheduler, model: CausalLM, drafter: Drafter) -> None:
     """Let a scheduler that grants drafts choose their numbers by the tables of the model and the drafter. Raises what
     :func:`shared.scheduling.step_costs.step_costs` raises.
     """
-    if not scheduler.config.use_speculative_decoding or not isinstance(scheduler, GrantsDrafts):
+    if not scheduler.config.use_speculative_decoding:
         return
     steps, drafting = step_costs(model), drafter.step_costs
-    scheduler.lengths.costs_of = TableCosts(steps, drafter)
+    cast(Any, scheduler).lengths.costs_of = TableCosts(steps, drafter)  # only such schedulers speculate
     scheduler.step_costs = steps.hash if drafting is None else f"{steps.hash}+{drafting.hash}"

@@ -84,6 +84,6 @@ def masked_draft_model(
     pool: GrammarPool | None,
     load: Callable[..., CausalLM] = load_model,
 ) -> DraftModel:
-    """A draft model with masks, by the tables ``pool`` on the device; None: masks are made on the host."""
+    """A draft model whose masks come from the tables in ``pool``, on the device; None: masks are made on the host."""
     masks = HostMasks() if pool is None else DeviceMasks(pool)
     return DraftModel(config, target, tokenizer, masks=masks, load=load)

@@ -7,6 +7,7 @@ A model draws its drafts on the device. There the step that verifies them can fi
 launches it meanwhile, and waits for the ids when it needs them: to sample, and to accept.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 
@@ -34,8 +35,8 @@ class PendingDrafts:
         return range(-1 - self.num_rows, -1 - self.num_rows - count, -1)
 
 
-class Drafter:
-    """Proposes tokens; without an override, none.
+class Drafter(ABC):
+    """Proposes tokens. The defaults suit a drafter on the host that reserves nothing and draws nothing.
 
     ``distributions`` has the probabilities ``[V]`` from which a draft was drawn, by its request's serial and the index
     of the output. Drafts that are not in it were certain. Rejection sampling needs them; it is one object, and changes.
@@ -49,6 +50,7 @@ class Drafter:
         """The pool that the scheduler uses: ``pool``, the model's, or one that also reserves what the drafter needs."""
         return pool
 
+    @abstractmethod
     def propose(self, schedule: Schedule) -> None:
         """Set ``draft_ids`` of each request of the schedule that has drafts; fewer than granted, or none, will do.
 
@@ -78,3 +80,10 @@ class Drafter:
 
 class NoDrafter(Drafter):
     """The drafter of an engine that does not speculate."""
+
+    def propose(self, schedule: Schedule) -> None:
+        """No request has drafts."""
+
+    def num_tokens(self, num_drafts: int) -> int:
+        """As many as without a drafter."""
+        return 1

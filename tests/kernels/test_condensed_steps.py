@@ -244,7 +244,7 @@ def test_after_each_step_both_views_attend_to_the_same(randn, monkeypatch, moves
     sizes, D = PagedSizes(30, BLOCK_SIZE, 4, 44, 48), config.head_dim
     about = COMPRESSORS["snapkv"](0.25), Budget(6, 12, 0.5, num_sinks=1, num_recent=3), 4, moves
     storages = [PlainStorage(config, sizes, torch.float32, DEVICE) for _ in range(2)]
-    ours, theirs = (KeptCells(config, sizes, storage, *about) for storage in storages)
+    ours, theirs = (KeptCells(config, sizes, torch.float32, storage, *about) for storage in storages)
     attention = CondensedKernels(config, sizes, storages[0], ours, is_recording=True)
     padding = decode_padding(config, sizes, Buckets.of(4, 44), ours)
     view = poisoned(PagedView(config, sizes, torch.float32, storages[0], attention, padding))

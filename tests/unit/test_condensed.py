@@ -128,7 +128,7 @@ def test_the_ring_has_the_last_queries_of_each_sequence_and_less_than_a_block_is
     about = COMPRESSORS["snapkv"](config.attention_scale), Budget(13, 13, num_sinks=1, num_recent=4), 4, True
     sizes = PagedSizes(24, 4, 3, 48, 96)
     storage = PlainStorage(config, sizes, torch.float32)
-    kept = KeptCells(config, sizes, storage, *about)
+    kept = KeptCells(config, sizes, torch.float32, storage, *about)
     attention = CondensedOperations(OperationsAttention(storage, "sdpa"), kept)
     view = PagedView(config, sizes, torch.float32, storage, attention)
     pool = PagedKVCachePool(24, 4, 3, 48, CompressedRequests(kept.cells, NoExtension()))

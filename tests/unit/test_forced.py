@@ -20,6 +20,7 @@ from shared.grammar.grammar import Grammar, compile_grammar
 from shared.sampling.params import SamplingParams
 from shared.scheduling.schedule import Schedule, Scheduled
 from shared.speculation.adaptive import DraftLengths
+from shared.speculation.drafter import Drafter
 from shared.speculation.forced import MOST_BYTES, ForcedText, ForcedTextDrafter
 from tests.drafts import num_refused
 from tests.grammar_walks import byte_classes, random_text
@@ -207,3 +208,9 @@ def test_forced_drafts_say_nothing_about_others() -> None:
         lengths.count(request, 5, 0)
     request.num_certain_drafts, request.num_pending_tokens = 5, 1
     assert lengths.next_lengths([request]) == [4], "what is certain needs no estimate"
+
+
+def test_a_drafter_proposes_and_forced_text_forwards_all_that_a_drafter_does() -> None:
+    assert Drafter.__abstractmethods__ == {"propose"}
+    names = {name for name, member in vars(Drafter).items() if callable(member) or isinstance(member, property)}
+    assert {name for name in names if not name.startswith("_")} <= vars(ForcedTextDrafter).keys()

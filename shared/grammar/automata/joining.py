@@ -58,11 +58,11 @@ def joined(
     last: Automaton | None = None,
     beginnings: Sequence[int] = (),
 ) -> Automaton:
-    """The automaton of a graph with documents, whose end nothing can follow, such as objects; after each the text goes
-    on as from the state ``behind``.
+    """The automaton of a graph with documents, after each of which the text goes on as from the state ``behind``.
 
-    ``last`` is of texts with which the whole ends; they may begin in the states ``beginnings`` of the graph. Raises
-    GrammarError if one may begin with a byte with which the graph goes on there.
+    ``documents``: texts that nothing can extend, such as objects. ``last``: the automaton of texts that end the whole.
+    These may begin in the states ``beginnings`` of the graph; raises GrammarError if one may begin with a byte with
+    which the graph goes on there.
     """
     size = len(graph.rows)
     starts = np.cumsum([size, *(part.num_states for part in documents)]).tolist()

@@ -77,7 +77,7 @@ def difference(dfa: DFA, others: Sequence[DFA], budget: Budget) -> DFA:
 
 
 def words(texts: Iterable[bytes], budget: Budget, bits: Iterable[int] | None = None) -> DFA:
-    """The smallest DFA of some texts, made from their sorted list word by word (Daciuk and others, 2000), with the bits
+    """The smallest DFA of some texts, made from their sorted list word by word (Daciuk and others, 2000). ``bits``:
     with which each is accepted; None: all with bit 0. Raises GrammarError as :class:`Budget` does.
     """
     budget.spend(50)

@@ -51,8 +51,8 @@ _PLAIN_END = _pattern()  # finds where the plain end of a token begins
 
 
 def plain_from(tokens: Sequence[bytes], usable_bytes: NDArray[np.bool_]) -> Integers:
-    """From which byte on each token is plain: int32 ``[V]``, the length of the token if its end is not, or if it has a
-    byte that is not usable, bool ``[256]``.
+    """From which byte on each token is plain: int32 ``[V]``, the length of the token if its end is not.
+    ``usable_bytes``: bool ``[256]``; a token with another byte counts as plain nowhere.
     """
     unusable = bytes(np.flatnonzero(~usable_bytes).tolist())
     return np.array(
@@ -74,8 +74,8 @@ class Loop(NamedTuple):
 
 
 class Loops:
-    """The loops of an automaton's states, each found when it is first asked for; characters beyond ASCII with a byte
-    that is not usable, bool ``[256]``, are not asked.
+    """The loops of an automaton's states, each found when it is first asked for. ``usable_bytes``: bool ``[256]``;
+    characters beyond ASCII with another byte are not asked.
     """
 
     def __init__(self, automaton: Automaton, usable_bytes: NDArray[np.bool_]) -> None:

@@ -7,7 +7,7 @@ which patterns, formats, lengths and lists are combined.
 import json
 from collections.abc import Hashable
 from dataclasses import replace
-from functools import cache, partial
+from functools import partial
 
 import numpy as np
 
@@ -65,7 +65,8 @@ class Texts:
     def __init__(self, document: SchemaDocument) -> None:
         self.document, self.budget = document, document.budget
         self._counted: dict[String, tuple[Hashable, Counted] | None] = {}
-        self.dfa, self.groups = cache(self._dfa), cache(self._groups)
+        self._dfas: dict[String, DFA] = {}
+        self._groups: dict[tuple[tuple[String, ...], ...], DFA] = {}
 
     def pattern(self, pattern: str) -> DFA:
         """Of the strings in which a pattern matches. Raises GrammarError with the place of the pattern."""
@@ -79,8 +80,13 @@ class Texts:
                 f"The schema cannot be compiled at {self.document.places.get((keyword, text), '#')}: {error}"
             ) from error
 
-    def _dfa(self, shape: String) -> DFA:
+    def dfa(self, shape: String) -> DFA:
         """Of the strings of a shape; it may be empty."""
+        if shape not in self._dfas:
+            self._dfas[shape] = self._build(shape)
+        return self._dfas[shape]
+
+    def _build(self, shape: String) -> DFA:
         parts: list[DFA] = []
         denied: list[DFA] = []
         for pattern, holds in sorted(shape.patterns):
@@ -153,7 +159,9 @@ class Texts:
         self.budget.spend(sum(2 + len(value) for value in shape.values or ()))
         return frozenset(value for value in shape.values or () if dfa.run(spell(value) or b""))
 
-    def _groups(self, groups: tuple[tuple[String, ...], ...]) -> DFA:
+    def groups(self, groups: tuple[tuple[String, ...], ...]) -> DFA:
         """Side by side: bit i accepts what the i-th group accepts."""
-        dfas = [self.group(group) for group in groups]
-        return dfas[0] if len(dfas) == 1 else combine(dfas, self.budget)
+        if groups not in self._groups:
+            dfas = [self.group(group) for group in groups]
+            self._groups[groups] = dfas[0] if len(dfas) == 1 else combine(dfas, self.budget)
+        return self._groups[groups]

@@ -60,11 +60,13 @@ def machine(shape: Number | Literal, budget: Budget) -> Machine:
 def machines(shapes: Sequence[Number | Literal], budget: Budget) -> list[Machine]:
     """Those of shapes that are read side by side, so that one may begin where another has read many digits."""
     if len(shapes) > 1 and any(isinstance(shape, Number) and _is_long(shape) for shape in shapes):
-        shapes = [
-            _bounded(shape) if isinstance(shape, Number) and shape.values is None and shape.multiple is None else shape
-            for shape in shapes
-        ]  # without a list or a divisor digits are only counted
+        shapes = [_bounded(shape) if isinstance(shape, Number) and _is_free(shape) else shape for shape in shapes]
     return [machine(shape, budget) for shape in shapes]
+
+
+def _is_free(shape: Number) -> bool:
+    """Whether the digits of its numbers are only counted."""
+    return shape.values is None and shape.multiple is None
 
 
 def _is_long(shape: Number) -> bool:

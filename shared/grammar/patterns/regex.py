@@ -26,7 +26,8 @@ from shared.grammar.patterns.pattern import (
 
 
 def compile_regex(pattern: str, budget: Budget, *, search: bool = False, spelling: Spelling = Spelling.UTF8) -> DFA:
-    """The DFA of the texts that match a pattern, in bytes, as they are written; in JSON without the quotes.
+    """The DFA of the texts that match a pattern, in bytes; ``spelling`` says how they are written, in JSON without the
+    quotes.
 
     With ``search`` the pattern may match anywhere in the text, as in JSON Schema; otherwise it matches the whole text.
     Raises GrammarError if the pattern is invalid, unsupported, too large, or matches nothing.

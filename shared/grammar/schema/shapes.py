@@ -124,7 +124,7 @@ class String:
 @dataclass(frozen=True)
 class Array:
     """Arrays: the values of the first items, of all further ones, how many there are, values that some item has, and
-    uniqueness.
+    whether no two items are equal.
     """
 
     first: tuple[Value, ...] = ()

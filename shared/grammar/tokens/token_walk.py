@@ -33,10 +33,10 @@ FEW = 48
 MANY = 1000
 """The same, where most of what they lead to is taken over."""
 MIN_MORE = 16
-"""Tokens below a node for which it is asked which bytes a state refuses, and which tokens are taken over."""
+"""The fewest tokens below a node that make it worth asking what a state refuses and what can be taken over."""
 KINDS = np.arange(256)
 KINDS[ZERO : NINE + 1] = ZERO
-"""Of each byte that counts in a run, a byte that counts alike."""
+"""Maps each digit to '0', since all digits count alike in a run; other bytes map to themselves."""
 Array = NDArray[Any]
 
 

@@ -56,7 +56,9 @@ def beside(stream: torch.cuda.Stream | None) -> Iterator[None]:
 
 @contextmanager
 def before(stream: torch.cuda.Stream | None) -> Iterator[None]:
-    """What is launched inside runs after the work of ``stream``, and before what the current one gets later."""
+    """What is launched inside runs after the work of ``stream``, beside what was launched before in the current one,
+    and before what is launched later.
+    """
     if stream is None:
         yield
         return
@@ -69,7 +71,9 @@ def before(stream: torch.cuda.Stream | None) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class CachedKeys:
-    """The measures of the sequences' keys, a ``KeyMeasures``; fields as the arguments of ``window_mass``."""
+    """The measures of the sequences' keys, a ``KeyMeasures``; fields as the arguments of ``window_mass``, and
+    ``num_queries`` of the window.
+    """
 
     ring: Tensor
     keys: Tensor
@@ -162,6 +166,7 @@ class HeadSelector:
         ring, keys, scale: as for :func:`shared.tracks.compression.kernels.window_mass.window_mass`.
         windows: as for :func:`shared.tracks.compression.kernels.key_selection.select_keys`.
         ends: as in ``KeptTokens``.
+        is_recording: whether the launches may be recorded.
     """
 
     def __init__(

@@ -24,7 +24,9 @@ class CompressingAttention(Protocol):
     """An attention that keeps a part of a sequence."""
 
     def select(self, sequences: Sequence[Holding]) -> None:
-        """Begin to choose what :meth:`compress` will keep of sequences whose last tokens are in flight, if possible."""
+        """Begin to choose what :meth:`compress` will keep of sequences whose last tokens are in flight, if that can go
+        on while other sequences' steps are launched.
+        """
         ...
 
     def compress(self, sequence: Holding, place: Place) -> Packed | None:
@@ -35,7 +37,7 @@ class CompressingAttention(Protocol):
 
 
 def attention_of(view: BatchView) -> CompressingAttention:
-    """That of a view that compresses."""
+    """The attention of a view that compresses."""
     return cast(CompressingAttention, cast(PagedView, view).attention)
 
 

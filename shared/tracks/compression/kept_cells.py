@@ -30,6 +30,7 @@ class KeptCells:
     """Keys and values by cells.
 
     Args:
+        dtype: the model's.
         num_queries: the last queries of a sequence that compressors see, ``query_window_size``.
         moves: whether kept tokens move together; otherwise they are masked.
     """
@@ -38,6 +39,7 @@ class KeptCells:
         self,
         config: ModelConfig,
         sizes: PagedSizes,
+        dtype: torch.dtype,
         storage: BlockStorage,
         compressor: Compressor,
         budget: Budget,
@@ -46,8 +48,8 @@ class KeptCells:
     ) -> None:
         self.config, self.compressor, self.budget, self.moves = config, compressor, budget, moves
         self.keys, self.values = (x.view(-1, config.head_dim) for x in (storage.keys, storage.values))
-        self.cells = Cells(config.num_layers, sizes.num_blocks, sizes.block_size, config.num_kv_heads)
-        self.ring = QueryRing(config, sizes.max_sequences, num_queries, storage.keys)
+        self.cells = Cells.of(config, sizes)
+        self.ring = QueryRing(config, sizes.max_sequences, num_queries, dtype, storage.keys.device)
         self.packed_cells: dict[int, tuple[Packed, np.ndarray, np.ndarray]] = {}  # by row
         self.masks: dict[int, Tensor] = {}  # by row: uint8 [layers, Hkv, ceil(n / 8)], of the last compression
 
@@ -79,7 +81,7 @@ class KeptCells:
         assert packed is not None
         if known is None or known[0] is not packed:
             counts = packed.counts[:, :, None]
-            ends = packed.counts.cumsum().reshape(counts.shape)  # behind the last of each head
+            ends = packed.counts.cumsum().reshape(counts.shape)  # after the last of each head
             back = np.arange(counts.max(), 0, -1)  # how far from the end
             known = packed, self.cells.packed(np.maximum(ends - back, 0), sequence.table), back <= counts
             self.packed_cells[sequence.row] = known

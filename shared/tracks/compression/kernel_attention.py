@@ -39,9 +39,11 @@ from shared.tracks.compression.layout import Holding, LayoutPacked, Packed, hold
 
 
 class CondensedKernels(PagedAttentionProtocol):
-    """A ``PagedAttentionProtocol``, and a ``CompressingAttention``.
+    """Attention over kept keys by kernels; a ``PagedAttentionProtocol``, and a ``CompressingAttention``. ``flash``,
+    phase 6's attention, is of prompts that are not compressed.
 
     Args:
+        by_cells: of compressed prompts, and of compressions that the kernels cannot choose.
         is_recording: whether the launches of choices may be recorded.
     """
 
@@ -168,9 +170,10 @@ def decode_padding(config: ModelConfig, sizes: PagedSizes, buckets: Buckets, by_
     row = sizes.max_sequences  # of no request
     paddings = []
     for bucket in reversed(buckets.decode):  # new sequences, which write to no slot
-        nothing, B = np.zeros(bucket.num_sequences, np.int64), bucket.num_sequences
+        B = bucket.num_sequences
+        zeros = np.zeros(B, np.int64)
         tables = np.zeros(B, np.int32), np.arange(B + 1)
-        layout = PagedLayout(nothing + row, nothing, nothing + 1, nothing - 1, *tables, extra=LayoutPacked((None,) * B))
+        layout = PagedLayout(np.full(B, row), zeros, zeros + 1, zeros - 1, *tables, extra=LayoutPacked((None,) * B))
         paddings.append(padding_batch(layout))
     own = {"lengths": 0, "table_starts": 0, "ring_places": by_cells.ring.not_kept, "rows": row}
     stride = config.num_kv_heads * config.head_dim

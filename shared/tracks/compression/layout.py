@@ -12,13 +12,14 @@ lengths are physical (slots), positions stay the request's own.
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
-from typing import cast
+from typing import Self, cast
 
 import numpy as np
 
-from shared.cache.layout.paged import PagedLayout
+from shared.cache.layout.paged import PagedLayout, PagedSizes
 from shared.cache.layout.slots import Integers
 from shared.cache.pool.blocks import Blocks
+from shared.models.config import ModelConfig
 
 
 @dataclass(frozen=True)
@@ -97,6 +98,11 @@ class Cells:
     num_blocks: int
     block_size: int
     num_kv_heads: int
+
+    @classmethod
+    def of(cls, config: ModelConfig, sizes: PagedSizes) -> Self:
+        """The cells of a model's KV cache."""
+        return cls(config.num_layers, sizes.num_blocks, sizes.block_size, config.num_kv_heads)
 
     @property
     def per_block(self) -> int:

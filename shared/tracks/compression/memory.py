@@ -38,7 +38,7 @@ def condensed_attention(
     bounds = config.layer_budget, config.layer_upper_budget
     budget = Budget(*bounds, config.p_attn, reduction=config.attn_reduce_method)
     about = compressor, budget, config.query_window_size, not config.if_fake_compress
-    kept = KeptCells(model.config, sizes, storage, *about)
+    kept = KeptCells(model.config, sizes, model.dtype, storage, *about)
     if config.attention_backend is None and launches(storage.keys):
         buckets = buckets_of(config, model, sizes.max_seq_len)
         attention = CondensedKernels(model.config, sizes, storage, kept, config.is_on("use_cuda_graphs"))
@@ -52,7 +52,7 @@ def compressed_requests(config: EngineConfig, shape: ModelConfig, sizes: PagedSi
     sharing: PoolExtension = NoExtension()
     if config.is_on("use_prefix_caching"):
         sharing = PrefixSharing(sizes.block_size, partial(num_shareable, config))
-    return CompressedRequests(Cells(shape.num_layers, sizes.num_blocks, sizes.block_size, shape.num_kv_heads), sharing)
+    return CompressedRequests(Cells.of(shape, sizes), sharing)
 
 
 def num_shareable(config: EngineConfig, request: Request) -> int:

@@ -1,7 +1,7 @@
 """Compressed requests in a paged KV cache pool. The host side. Introduced in phase 9.2.
 
 A compressed request holds fewer slots than it has tokens. Scheduler and request count tokens from the first, whatever
-became of them; the pool subtracts what was saved (``num_slotless``). Its blocks are whole blocks, as of any request.
+became of them; the pool subtracts what was saved (``num_slotless``). Its blocks are whole blocks, as for any request.
 
 Until its first compression a request has the keys and values of all its tokens, so it shares its prefix (phase 8) if
 prefixes are shared. A compression reads the blocks of the tree and writes others: the tree keeps its own, as when a

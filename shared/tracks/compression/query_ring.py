@@ -18,9 +18,11 @@ class QueryRing:
     The last row is of queries that are not kept: of padding, and of tokens before the last ``length`` of a sequence.
     """
 
-    def __init__(self, config: ModelConfig, max_sequences: int, length: int, keys: Tensor) -> None:
+    def __init__(
+        self, config: ModelConfig, max_sequences: int, length: int, dtype: torch.dtype, device: torch.device
+    ) -> None:
         shape = (config.num_layers, max_sequences + 1, length, config.num_heads, config.head_dim)
-        self.queries = torch.zeros(shape, dtype=keys.dtype, device=keys.device)
+        self.queries = torch.zeros(shape, dtype=dtype, device=device)
         self.length, self.not_kept = length, max_sequences * length
 
     def places(self, batch: Batch) -> Integers:
@@ -29,8 +31,8 @@ class QueryRing:
         places = batch.layout.rows.repeat(num_new) * self.length + batch.positions % self.length
         if batch.is_decode:
             return places
-        num_behind = num_new.cumsum().repeat(num_new) - np.arange(batch.num_tokens)
-        return np.where(num_behind <= self.length, places, self.not_kept)
+        num_after = num_new.cumsum().repeat(num_new) - np.arange(batch.num_tokens)
+        return np.where(num_after <= self.length, places, self.not_kept)
 
     def keep(self, layer: int, q: Tensor, places: Tensor) -> None:
         """Keep the queries ``q [T, Hq, D]`` of a step."""

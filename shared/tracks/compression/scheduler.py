@@ -125,7 +125,9 @@ class CompressingScheduler(Scheduler):
         self.preempted.append(request.request_id)
 
     def compressed(self, request: Request, kept: tuple[tuple[int, ...], ...] | None, num_freed: int) -> None:
-        """Note and log what each KV head of each layer keeps of a request that was due, None for all."""
+        """Note and log what each KV head of each layer keeps of a request that was due, None for all, and how many
+        blocks this has freed.
+        """
         num_tokens = self.compressed_at[request] = request.num_computed_tokens
         if kept is None:
             return

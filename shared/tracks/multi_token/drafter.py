@@ -118,7 +118,12 @@ class MultiTokenDrafter(Drafter):
             self._hand_out()
 
     def follow(self, launched: Launched, rows: Sequence[SamplingRow], sampled: SamplerOutput) -> None:
-        """Draw after every token of the step just launched that masks follow, if the likeliest tokens will do."""
+        """Draw after every token of the step just launched that masks follow, if the likeliest tokens will do.
+
+        Args:
+            rows: those of the step's logits.
+            sampled: what was drawn from them.
+        """
         captured, pending, batch = self.captured, self.pending, launched.batch
         if captured is None or pending is None or sampled.errors or len(sampled.ids) != 1:
             return

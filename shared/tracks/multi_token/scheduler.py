@@ -46,7 +46,9 @@ class MultiTokenSchedule(Schedule):
 
 
 class MultiTokenScheduler(Scheduler):
-    """Schedules as ``SpeculativeScheduler``; if ``config.adapter`` is set, drafts are the model's own guesses."""
+    """Schedules as :class:`shared.scheduling.speculative.SpeculativeScheduler`; if ``config.adapter`` is set, the
+    drafts are guesses of the model itself, made of the mask tokens of the step before.
+    """
 
     def __init__(self, config: EngineConfig, pool: CachePoolProtocol, max_seq_len: int) -> None:
         super().__init__(config, pool, max_seq_len)

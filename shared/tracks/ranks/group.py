@@ -220,8 +220,10 @@ def load_rank(
     config: EngineConfig, folder: Path, ranks: Collectives, check: Callable[[], None] = lambda: None
 ) -> CausalLM:
     """A rank's part of the model; ``check`` as for ``load_part``."""
-    quantization: dict[str, Any] = {"quantization": config.quantization, "quantize_head": config.quantize_head}
-    return load_part(folder, ranks, dtype=config.torch_dtype, **quantization, check=check)
+    return load_part(
+        folder, ranks, dtype=config.torch_dtype, quantization=config.quantization,
+        quantize_head=config.quantize_head, check=check,
+    )  # fmt: skip
 
 
 def draft_collectives(config: EngineConfig, store: dist.Store, ranks: Collectives) -> Collectives:

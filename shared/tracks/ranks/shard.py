@@ -9,7 +9,6 @@ are fewer than ranks: those are replicated. Query heads stand with the KV head t
 """
 
 from dataclasses import dataclass, replace
-from typing import Any
 
 from shared.errors import ConfigError
 from shared.models.config import ModelConfig
@@ -68,8 +67,10 @@ class Shard:
                     f"tensor_parallel_size is {self.size} and the model has {total} {name}, which are cut at multiples "
                     f"of {multiple}: rank {self.rank} would have none. Choose a smaller tensor_parallel_size."
                 )
-        heads: dict[str, Any] = {"num_heads": len(queries), "num_kv_heads": len(keys), "first_kv_head": keys.start}
-        return replace(config, **heads, intermediate_size=len(columns), vocab_size=len(vocabulary))
+        return replace(
+            config, num_heads=len(queries), num_kv_heads=len(keys), first_kv_head=keys.start,
+            intermediate_size=len(columns), vocab_size=len(vocabulary),
+        )  # fmt: skip
 
 
 def possible_sizes(config: ModelConfig) -> list[int]:

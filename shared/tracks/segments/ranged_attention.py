@@ -199,10 +199,12 @@ class RangedAttention:
             return self.planned.attend(layer, q, about, out)
         if out is None:
             out = torch.empty_like(q, memory_format=torch.contiguous_format)
-        memory = self.storage.layer_keys[layer], self.storage.layer_values[layer], *self.of_sequences
-        turns = self.chunk_tables, self.circles[layer], self.step_turns[self.kinds[layer]]
-        about = {**about, "tiling": self.range_tiling, "workspace": self.step_workspace}
-        return range_attention(q, *memory, *turns, self.range_plans[about["window"]], **about, out=out)
+        return range_attention(
+            q, self.storage.layer_keys[layer], self.storage.layer_values[layer], *self.of_sequences,
+            self.chunk_tables, self.circles[layer], self.step_turns[self.kinds[layer]],
+            self.range_plans[about["window"]], **about,
+            tiling=self.range_tiling, workspace=self.step_workspace, out=out,
+        )  # fmt: skip
 
     def _ranged_padding(self, bucket: Bucket) -> Batch:
         """A batch for the capture of a bucket with chunks: as without, its first sequence after a chunk, twice.

@@ -68,6 +68,8 @@ def write_texts(
 
     Args:
         length: tokens of a row.
+        max_new_tokens: of an answer.
+        seed: of the choice of prompts, and of the answers.
         report: gets a line of progress from time to time.
         config: settings of the engine that writes, such as its device and the size of its batches.
     """
