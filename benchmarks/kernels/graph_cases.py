@@ -1,7 +1,6 @@
 """Mistakes that make captured decode attention slow, each beside the kernel without it. Introduced in phase 9.
 
-A mistake is one replaced line of the planned kernel or its loop, or its tiling; results stay right. Invariant: that of
-:mod:`benchmarks.kernels.case`.
+Each replaces a line of the planned kernel or its loop, or its tiling. Invariant as in :mod:`benchmarks.kernels.case`.
 """
 
 import inspect
