@@ -102,14 +102,14 @@ def check_prefill(
         resident = sum(-(-n // per_tile) * -(-length // split_size) for n, length in zip(new, lengths, strict=True))
     grid = Grid(resident, tiling.tile, tiling.tile)
     plan = sent(plan_prefill(new, lengths, grid, tokens_per_tile=per_tile, window=window, split_size=split_size))
-    workspace, about = planned_workspace(plan.num_states, 0, Hq, Hkv, D), {}
+    workspace, copying = planned_workspace(plan.num_states, 0, Hq, Hkv, D), {}
     if num_copied is not None:
         copied = PromptKeys(torch.full((2 * num_copied, Hkv * D), NAN, dtype=dtype, device=DEVICE))
         workspace = dataclasses.replace(workspace, copied=copied)
-        about["copies"] = copied.copies(np.array(new), np.array(lengths), tiling.copied.tile)
-    out = planned_prefill(q, *memory.arrays, plan, **limits, tiling=tiling, workspace=workspace, **about)
+        copying["copies"] = copied.copies(np.array(new), np.array(lengths), tiling.copied.tile)
+    out = planned_prefill(q, *memory.arrays, plan, **limits, tiling=tiling, workspace=workspace, **copying)
     assert_attended(assert_near, out, q, memory.tokens, new, **limits)
-    return about.get("copies", out)
+    return copying.get("copies", out)
 
 
 # Decode.

@@ -110,8 +110,8 @@ class AttentionPlanner:
         tiling = self.prefill_tiling(int(num_new.sum()), len(num_new))
         grid = tiling.grid(self.config.num_kv_heads, self.device)
         tokens = tiling.tokens(self.config.num_heads // self.config.num_kv_heads)
-        about: dict[str, Any] = {"tokens_per_tile": tokens, "has_masks": self.has_masks}
-        return {window: plan_prefill(num_new, lengths, grid, window=window, **about) for window in self.windows}
+        tiles: dict[str, Any] = {"tokens_per_tile": tokens, "has_masks": self.has_masks}
+        return {window: plan_prefill(num_new, lengths, grid, window=window, **tiles) for window in self.windows}
 
 
 @dataclass(frozen=True)

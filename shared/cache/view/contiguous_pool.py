@@ -125,17 +125,17 @@ class ContiguousPoolView:
     ) -> Tensor:
         """A sliding-window layer reads only keys inside the window."""
         attended, n = [], self.num_launched
-        about: dict[str, Any] = {"scale": scale, "window": window, "softcap": softcap}
+        limits: dict[str, Any] = {"scale": scale, "window": window, "softcap": softcap}
         if n:
             memory = self.layer_keys[layer], self.layer_values[layer], *self.decoding
             workspace = self.workspaces[(n - 1).bit_length()]
             if self.is_decode:
-                return decode_attention(q, *memory, **about, workspace=workspace, out=self.step_attended)
-            attended.append(decode_attention(q[:n], *memory, **about, workspace=workspace, out=None))
+                return decode_attention(q, *memory, **limits, workspace=workspace, out=self.step_attended)
+            attended.append(decode_attention(q[:n], *memory, **limits, workspace=workspace, out=None))
         for b, queries in enumerate(q[n:].split(self.num_new)):
             k, v = self.sequence_keys[b][layer], self.sequence_values[b][layer]
             if window is not None and self.num_cached[b] >= window:
                 first = self.num_cached[b] + 1 - window
                 k, v = k[:, first:], v[:, first:]
-            attended.append(self.attention(queries, k, v, **about))
+            attended.append(self.attention(queries, k, v, **limits))
         return torch.cat(attended)

@@ -74,11 +74,11 @@ class FusedContiguousView(ContiguousView):
     def attend(
         self, layer: int, q: Tensor, *, scale: float, window: int | None = None, softcap: float | None = None
     ) -> Tensor:
-        about: dict[str, Any] = {"scale": scale, "window": window, "softcap": softcap}
+        limits: dict[str, Any] = {"scale": scale, "window": window, "softcap": softcap}
         if not (self.is_flash and self.num_new == 1):
-            return super().attend(layer, q, **about)
+            return super().attend(layer, q, **limits)
         memory = self.layer_keys[layer], self.layer_values[layer], self.regions, self.lengths
-        return decode_attention(q, *memory, **about, workspace=self.workspace, out=self.attended)
+        return decode_attention(q, *memory, **limits, workspace=self.workspace, out=self.attended)
 
 
 def check_flash_head_size(head_dim: int) -> None:

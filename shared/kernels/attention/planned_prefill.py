@@ -80,9 +80,10 @@ def planned_prefill_kernel(
             q + (row * q_row_stride + head * q_head_stride)[:, None] + d[None, :], mask=is_row[:, None], other=0.0
         )
         cache = (keys, values, k_scales, v_scales)
-        where = (tables + tl.load(table_starts + request), kv_head, BLOCK_SIZE, HKV, D)
-        if copied is not None:
-            where = (key_row, num_copied + key_row, kv_head * D, HKV, D)
+        if copied is None:
+            where = (tables + tl.load(table_starts + request), kv_head, BLOCK_SIZE, HKV, D)
+        else:
+            where = (key_row, num_copied + key_row, kv_head * D)  # type: ignore[assignment]
         maximum, total, weighted = attend_to_keys(
             queries, cache, copied, where, kv_head, start, end, seen, own, scale, softcap, TILE
         )

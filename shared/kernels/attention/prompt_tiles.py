@@ -2,8 +2,8 @@
 
 Most tiles of keys are visible to every token of a tile of queries and need no mask; only those at the two ends do. A
 score without a mask takes half the instructions of one with, and instructions and exponentials keep the tensor cores
-waiting (FlashAttention-2, arXiv 2307.08691). Softmax does not depend on the order of its keys, so the
-tiles without masks come first, in a loop of their own.
+waiting (FlashAttention-2, arXiv 2307.08691). Softmax does not depend on the order of its keys, so the tiles without
+masks come first, in a loop of their own.
 
 Invariant: keys outside ``start`` to ``end`` have no weight; from blocks they are loaded as zeros.
 """
@@ -25,8 +25,8 @@ def attend_to_keys(
         queries: ``[ROWS, D]``.
         cache: keys, values, and their scales, as :func:`shared.kernels.attention.online_softmax.attend` takes them.
         copied: the descriptor of a copy of them (:mod:`shared.kernels.attention.prompt_keys`); None: there is none.
-        where: without a copy what :func:`token_rows` takes; else the rows of the first key and of its value, and the
-            column.
+        where: without a copy the last arguments of :func:`token_rows`; else the rows of the first key and of its value,
+            and the column.
         seen: the first and the last key that each query attends to, ``[ROWS]``, both ascending.
         own: as ``seen``, for keys that a query attends to as well; no tile is then without a mask. None: none.
     """

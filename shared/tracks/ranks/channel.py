@@ -33,7 +33,7 @@ HEADER = struct.Struct("<qq")  # the message's number, and its length in bytes
 
 
 class Board:
-    """The shared memory of ``size`` ranks, behind the file descriptor ``fd``; ``None`` makes it."""
+    """The shared memory of ``size`` ranks, of the file descriptor ``fd``; ``None`` makes it."""
 
     def __init__(self, size: int, fd: int | None = None) -> None:
         counter_bytes = 8 * (COUNTERS + 2 * NUM_TIMED) * size

@@ -182,7 +182,7 @@ class _Predicted(NamedTuple):
     hidden: Tensor  # [n, H], after the final norm
     teacher: Tensor  # [n, H], of the masked tokens
     logits: Tensor  # fp32 [n, V], of the sampler head
-    weights: Tensor  # [n], 1 where the model wrote the token behind the masked one
+    weights: Tensor  # [n], 1 where the model wrote the token after the masked one
 
 
 def _predict(model: CausalLM, adapter: Adapter, texts: Texts, anchors: Tensor) -> _Predicted:
