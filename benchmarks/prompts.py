@@ -175,7 +175,7 @@ def attention_row(model: ModelConfig, count: int, length: int, rate: float, devi
     copies = can_copy(dtype.itemsize, where)
     tiling = prefill_tiling(len(q), count, *heads, dtype.itemsize, copies)
     grid, tokens = tiling.grid(Hkv, where), tiling.tokens(Hq // Hkv)
-    plan = plan_prefill([length] * count, [length] * count, grid, tokens_per_tile=tokens, is_captured=True)
+    plan = plan_prefill([length] * count, [length] * count, grid, tokens_per_tile=tokens)
     order = np.random.default_rng(0).permutation(count * num_blocks).astype(np.int32)
     arrays = {str(n): array for n, array in enumerate(plan.arrays())} | {
         "tables": order,
