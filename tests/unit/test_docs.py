@@ -4,11 +4,8 @@ Numbers that are cited from a report are the report's. The rules are those of th
 (``tutorial/checker/references.py``, ``citations.py``), where the same tests run page by page.
 """
 
-import importlib
 import re
-from functools import cache
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -28,14 +25,6 @@ PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 # Requests are not people: words that no file of these folders uses.
 PEOPLE = re.compile(r"who(ever)|(no|some|any|every)body", re.IGNORECASE)  # in identifiers too
 SPOKEN = ("shared", "phases", "benchmarks", "docs", "tests")
-
-
-@cache
-def recorder() -> ModuleType:
-    """docs/images/record_demo.py, which belongs to no package and imports a module beside it."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(ROOT / "docs/images")
-        return importlib.import_module("record_demo")
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
@@ -90,9 +79,3 @@ def test_the_readme_shows_exactly_the_phases_that_exist() -> None:
         (lesson.number, lesson.title, lesson.question) for lesson in lessons()
     ]
     assert [page for _, page, _, _ in rows] == [number.upper().replace(".", "_") for number, _, _, _ in rows]
-
-
-def test_the_picture_records_the_demo_of_the_makefile() -> None:
-    commands = recorder().demo_commands("my-model")
-    assert [command[:2] for command in commands] == [["infer", "generate"], ["infer", "ladder"]]
-    assert all("my-model" in command for command in commands)
