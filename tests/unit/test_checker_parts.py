@@ -15,6 +15,7 @@ from shared.lesson_source import diff_lines
 from shared.lessons import find_lesson
 from tutorial.checker.chapter import parse
 from tutorial.checker.citations import agrees, check_citations, cited_lines, evaluate, rounded_like
+from tutorial.checker.folds import unfolded
 from tutorial.checker.quotes import phase_diff, quoted_source
 from tutorial.checker.references import COMMAND, command_error, dead_links, looks_like_a_path, resolves
 from tutorial.checker.surroundings import Surroundings
@@ -79,11 +80,13 @@ def module(tmp_path: Path) -> Path:
         (
             "Box.fill",
             False,
-            'def fill(self) -> int:\n    "short"; x = 1\n\n    # what stays\n    y = x + 1\n    return y',
+            'def fill(self) -> int:\n    "short"; x = 1\n\n    …  # exercise 03x1\n    return y',
         ),
     ],
 )
-def test_a_name_is_quoted_without_markers(name: str, with_docstrings: bool, expected: str, module: Path) -> None:
+def test_a_name_is_quoted_with_its_exercises_folded(
+    name: str, with_docstrings: bool, expected: str, module: Path
+) -> None:
     quoted = quoted_source(module, f"shared/box.py#{name}", with_docstrings=with_docstrings)
     assert "\n".join(quoted) == expected
 
@@ -94,9 +97,14 @@ def test_classes_and_files_are_quoted_whole(module: Path) -> None:
     without = "\n".join(quoted_source(module, "shared/box.py#Box", with_docstrings=False))
     assert without.startswith("class Box:\n    limit = 2\n\n    async def open")
     whole = "\n".join(quoted_source(module, "shared/box.py"))
-    markers = ("# exercise", "# hint: one", "# hint: in", "# end exercise")
-    expected = [line for line in SOURCE.splitlines() if not line.strip().startswith(markers)]
-    assert whole == "\n".join(expected)
+    before, _, exercise = SOURCE.partition("        # exercise 03x1: add\n")
+    assert whole + "\n" == before + "        …  # exercise 03x1\n" + exercise.partition("# end exercise\n")[2]
+
+
+def test_what_is_no_fold_hides_nothing_and_a_fold_names_an_exercise_that_exists() -> None:
+    assert [unfolded(line) for line in ("... # exercise 01ax2", "x = 1  # exercise 01ax2", "…", "")] == [None] * 4
+    with pytest.raises(ConfigError, match="no exercise '01ax99'"):
+        unfolded("…  # exercise 01ax99")
 
 
 @pytest.mark.parametrize(
