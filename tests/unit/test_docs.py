@@ -9,6 +9,7 @@ import re
 from functools import cache
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 import typer
@@ -44,6 +45,19 @@ def test_what_a_page_names_exists_and_what_it_cites_stands_in_the_report(page: P
     found += unknown_commands(chapter, ROOT, typer.main.get_command(app))
     found += [problem for line in cited_lines(chapter) for problem in check_citations(chapter, line, ROOT)]
     assert not found, "\n".join(f"{page.name}:{problem.line}: {problem.message}" for problem in found)
+
+
+def test_options_and_metrics_that_stand_beside_vllms_exist() -> None:
+    page = (ROOT / "docs/FROM_VLLM.md").read_text(encoding="utf-8")
+    serve: Any = typer.main.get_command(app)
+    options = {name for option in serve.commands["serve"].params for name in (*option.opts, *option.secondary_opts)}
+    rows = [line.split("|")[2] for line in page.splitlines() if line.startswith("| `--")]
+    named = set(re.findall(r"--[a-z-]+", "".join(rows)))
+    assert named, "no option is named"
+    assert named - options == set()
+    metrics = set(re.findall(r"`([a-z0-9_]+)`", page.split("## Metrics")[1].split("## What differs")[0]))
+    source = (ROOT / "shared/server/metrics.py").read_text(encoding="utf-8")
+    assert {name for name in metrics if f'"infer:{name}"' not in source} == set()
 
 
 def test_the_map_lists_the_modules_as_they_are() -> None:
