@@ -184,7 +184,9 @@ def test_a_rounded_number_agrees_and_the_next_one_does_not(
 def reports(tmp_path: Path) -> Path:
     folder = tmp_path / "benchmarks/reports"
     folder.mkdir(parents=True)
-    (folder / "a.json").write_text(json.dumps({"x": {"03.1": 12.5}, "y": [4, 0], "name": "n", "yes": True}))
+    (folder / "a.json").write_text(
+        json.dumps({"x": {"03.1": 12.5, "12 free": 8}, "y": [4, 0], "name": "n", "yes": True})
+    )
     (folder / "b-2.5ghz.json").write_text(json.dumps({"x": 3}))
     return folder
 
@@ -196,6 +198,7 @@ def reports(tmp_path: Path) -> Path:
         ("a.json#x.03.1 / #y.0", "3.125"),
         ("a.json#y.0 * 100 / b-2.5ghz.json#x * 3", "400"),
         ("100 * a.json#y.0", "400"),
+        ("a.json#x.12 free / #y.0", "2"),
     ],
 )
 def test_sources_are_values_products_and_ratios(source: str, value: str, reports: Path) -> None:
@@ -208,7 +211,7 @@ def test_sources_are_values_products_and_ratios(source: str, value: str, reports
         ("a.json", "neither"),
         ("#y.0", "names no report"),
         ("a.json#y.0 /", "cannot be read"),
-        ("a.json#y.0 - #y.1", "cannot be read"),
+        ("a.json#y.0 - #y.1", "neither"),
         ("a.json#y.0/#y.1", "has no key|is a list"),
         ("a.json#y.0 / #y.1", "divides by #y.1, which is 0"),
         ("a.json#name", "is 'n', no number"),
