@@ -2,20 +2,22 @@
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
 
 from shared.errors import ConfigError
 from tests.waiting import PATIENCE, wait_until
-from tutorial.workshop import warm_server
-from tutorial.workshop.fork_server import IS_SUPPORTED, ForkServer
+from tutorial.workshop import fork_server, warm_server
+from tutorial.workshop.fork_server import IS_SUPPORTED, LEAST_MEMORY, ForkServer
 
 pytestmark = pytest.mark.skipif(not IS_SUPPORTED, reason="needs Linux")
 ROOT = Path(__file__).parents[2]
@@ -91,6 +93,17 @@ def test_a_server_that_is_not_asked_ends(server_of: Callable[..., int]) -> None:
     first = server_of(idle_seconds=0.2)
     wait_until(lambda: not psutil.pid_exists(first) or psutil.Process(first).status() == psutil.STATUS_ZOMBIE)
     assert server_of() != first
+
+
+def test_a_server_ends_when_the_machine_has_little_memory_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And not while a client waits."""
+    monkeypatch.setattr(fork_server, "_SECONDS_PER_LOOK", 0.001)
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        assert fork_server._is_wanted(listener, 0.01) is False, "no client came"
+        monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=LEAST_MEMORY - 1))
+        assert fork_server._is_wanted(listener, 1000 * PATIENCE) is False
+        with socket.create_connection(listener.getsockname()):
+            assert fork_server._is_wanted(listener, 1000 * PATIENCE) is True
 
 
 def test_a_client_that_sends_nothing_holds_up_no_other(server_of: Callable[..., int], environment: dict) -> None:
