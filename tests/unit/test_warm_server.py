@@ -137,6 +137,16 @@ def test_a_folder_that_others_can_enter_is_refused(environment: dict[str, str]) 
         warm_server.connect(["psutil"], environment, no_start)
 
 
+@pytest.mark.parametrize("runtime", ["missing", "", "x" * 60])
+def test_without_a_runtime_folder_of_the_user_s_the_socket_is_among_temporary_files(
+    environment: dict[str, str], runtime: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / ("x" * 60)).mkdir()
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path / runtime) if runtime else "")
+    monkeypatch.setattr(tempfile, "tempdir", environment["HF_HOME"])
+    assert warm_server._folder() == Path(environment["HF_HOME"]) / f"infer-workshop-{os.getuid()}"
+
+
 @pytest.mark.parametrize(("text", "seconds"), [("", 600.0), ("0", 0.0), ("30", 30.0)])
 def test_how_long_a_server_stays_is_a_variable(text: str, seconds: float, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(warm_server.IDLE, text)

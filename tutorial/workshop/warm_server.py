@@ -25,6 +25,8 @@ IDLE_SECONDS = 600.0
 _READ_AT_IMPORT = ("CUDA", "HF_", "KMP_", "LD_", "MKL_", "OMP_", "PYTHON", "PYTORCH", "TORCH", "TRANSFORMERS", "TRITON")
 """Beginnings of the names of variables that may decide what an import does."""
 _QUEUE = 64
+_LONGEST = 60
+"""Letters of a folder's path; a socket's may have 107 altogether."""
 
 
 def idle_seconds() -> float:
@@ -79,7 +81,9 @@ def _address(packages: Sequence[str], environment: Mapping[str, str]) -> Path:
 
 def _folder() -> Path:
     """A folder that nobody but the user can enter; ConfigError if somebody else made it."""
-    own = os.environ.get("XDG_RUNTIME_DIR") or tempfile.gettempdir()
+    own = os.environ.get("XDG_RUNTIME_DIR", "")
+    if not os.access(own, os.W_OK) or len(own) > _LONGEST:  # as after `su`
+        own = tempfile.gettempdir()
     folder = Path(own) / f"infer-workshop-{os.getuid()}"
     folder.mkdir(mode=0o700, exist_ok=True)
     state = folder.lstat()
