@@ -262,7 +262,7 @@ def test_prompts_are_multiplied_in_fp8(activation, columns_per_scale, as_hopper,
     """Against fp64 of x as it is rounded to FP8, which the check does once more."""
     rows, columns = MAX_ROWS + 8, 64 if activation is None else 32
     weight = quantized("fp8", 64, 256, columns_per_scale)
-    norm = norm_of(randn(256), 0.0)
+    norm = norm_of(1 + randn(256) / 8, 0.0)
     check(randn(rows, 256), weight, norm=norm, residual=randn(rows, columns), activation=activation)
     assert num_launches(quantize_rows_kernel) == 2
     assert num_launches(quantized_gemm_kernel) == 1
