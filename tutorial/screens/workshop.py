@@ -1,4 +1,4 @@
-"""``infer workshop``: exercises handed out, checked, solved, reset, merged, graded. Introduced in phase 1b."""
+"""``infer workshop``: exercises handed out, checked, solved, reset, merged, graded; bugs. Introduced in phase 1b."""
 
 import difflib
 from contextlib import nullcontext
@@ -10,6 +10,7 @@ from shared.errors import ConfigError
 from shared.terminal import examples, stdout_console, working
 from tutorial.screens.check import COLOURS, line_of, looks_like, screen, shown, what_it_bought, what_to_write
 from tutorial.screens.classroom import COMMANDS, wanted_exercises
+from tutorial.screens.hunts import EPILOG, bug
 
 if TYPE_CHECKING:
     from tutorial.workshop.exercises import Exercise
@@ -209,6 +210,7 @@ def update() -> None:
         raise typer.Exit(1)
 
 
+app.command(epilog=EPILOG)(bug)
 for command, epilog in COMMANDS.items():
     app.command(epilog=epilog)(command)
 

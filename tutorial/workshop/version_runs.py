@@ -15,7 +15,7 @@ from pathlib import Path
 from shared.kernels import NO_TRITON
 from tutorial.workshop import check
 from tutorial.workshop.check import KERNEL_TESTS, CheckServer, Run, RunEndedError
-from tutorial.workshop.exercises import Exercise, reference
+from tutorial.workshop.exercises import Exercise, source_of
 from tutorial.workshop.versions import AT_ONCE, VERSIONS, Version, can_replace
 
 Watch = Callable[[int, Path], None]
@@ -55,7 +55,7 @@ def run_versions(
 def _can_share(server: CheckServer, exercise: Exercise, text: str, is_interpreted: bool) -> bool:
     sorts = {test.startswith(KERNEL_TESTS) for test in exercise.tests}
     can_run = server.forks and not (is_interpreted and NO_TRITON)
-    return can_run and sorts == {is_interpreted} and can_replace(text, reference(exercise)[0], exercise.target)
+    return can_run and sorts == {is_interpreted} and can_replace(text, source_of(exercise), exercise.target)
 
 
 def _run_together(
