@@ -28,9 +28,9 @@ from shared.scheduling.scheduler import Scheduler
 from shared.scheduling.speculative import SpeculativeScheduler
 from shared.scheduling.static import StaticScheduler
 from shared.speculation.draft_model import NO_MASKS, DraftModel
-from shared.tracks.segments.pool import chunk_pool
-from shared.tracks.segments.registry import ChunkRegistry
-from shared.tracks.segments.scheduler import ChunkScheduler
+from shared.tracks.segments.pool import segment_pool
+from shared.tracks.segments.registry import SegmentRegistry
+from shared.tracks.segments.scheduler import SegmentScheduler
 from tests.unit.scheduling_loop import NO_TOKEN
 from tests.unit.scheduling_machine import LONGEST_INTERVAL, Choice, Planned, SchedulingMachine, Setting
 
@@ -338,9 +338,9 @@ def making(scheduler: Any, make_pool: Callable[[Choice, EngineConfig], Any]) -> 
 
 
 def make_with_registry(choice: Choice) -> Scheduler:
-    config, registry, longest = EngineConfig(**choice.config), ChunkRegistry(choice.max_bytes), 40
-    pool = chunk_pool(sizes_of(choice, config, longest), registry, bool(config.use_prefix_caching))
-    return ChunkScheduler(config, pool, longest, registry)
+    config, registry, longest = EngineConfig(**choice.config), SegmentRegistry(choice.max_bytes), 40
+    pool = segment_pool(sizes_of(choice, config, longest), registry, bool(config.use_prefix_caching))
+    return SegmentScheduler(config, pool, longest, registry)
 
 
 # The settings.
@@ -415,7 +415,7 @@ SETTINGS: dict[str, Setting] = {
         step_checks=STEP_CHECKS,
         state_checks=(*CHECKS["state_checks"], the_draft_models_memory_follows_the_text),
     ),
-    "chunks of 9.1": Setting(
+    "segments of 9.1": Setting(
         choices(
             4,
             16,

@@ -67,7 +67,7 @@ class RangeLimits:
 
     @classmethod
     def of(cls, rows: int, grid: Grid, tokens_per_tile: int) -> Self:
-        """For steps of ``rows`` new tokens: three shared chunks for each, on average, and eight pieces a tile."""
+        """For steps of ``rows`` new tokens: three shared segments for each, on average, and eight pieces a tile."""
         slots = 4 * rows + 64
         return cls(
             rows, slots, grid.resident + slots, 8 * (grid.resident + slots), max_states(slots, grid, tokens_per_tile)

@@ -1,4 +1,4 @@
-"""Questions with known answers over pages of this repository, for ``benchmarks.chunks``. Introduced in phase 9.1.
+"""Questions with known answers over pages of this repository, for ``benchmarks.segments``. Introduced in phase 9.1.
 
 Invariant: the page of a question holds its ``anchor`` exactly once, and the anchor holds the answer.
 """
@@ -25,7 +25,7 @@ class Question:
         before, found, behind = text.partition(self.anchor)
         if not found or self.anchor in behind:
             raise ValueError(
-                f"{self.page} must hold {self.anchor!r} exactly once; correct benchmarks/chunk_questions.py."
+                f"{self.page} must hold {self.anchor!r} exactly once; correct benchmarks/segment_questions.py."
             )
         ids: list[int] = tokenizer.encode(text)
         middle = len(tokenizer.encode(before + found)) - length // 4
