@@ -116,8 +116,8 @@ def measure(
     """The parts of decode steps of so many sequences, greedy, and answers through ``LLM.generate``."""
     longest = prompt_tokens + max(new_tokens, WARM + STEPS + WATCHED + 8)
     blocks = max(sizes) * -(-longest // 16)
-    about = {"device": device, "max_batch_size": max(sizes), "max_seq_len": longest, "num_gpu_blocks": blocks}
-    llm = LLM(model, phase, overlap_scheduling=True, seed=0, **about)
+    options = {"device": device, "max_batch_size": max(sizes), "max_seq_len": longest, "num_gpu_blocks": blocks}
+    llm = LLM(model, phase, overlap_scheduling=True, seed=0, **options)
     engine, results = llm.engine, dict[str, Any]()
     draw = SyntheticPrompts(engine.model.config.vocab_size, 0)
     params = SamplingParams(temperature=0.0, max_new_tokens=longest - prompt_tokens, ignore_eos=True)
@@ -149,12 +149,12 @@ def view(report: Report) -> View:
     ]
     parts = [text("sequences", "sequences"), *(Column(f"{name}, µs", name) for name in PARTS)]
     rows = [{"sequences": size} | found | found["parts_us"] for size, found in report.results.items()]
-    about = [
+    options = [
         f"phase {report.flags['phase']}, greedy, prompts of {report.flags['prompt_tokens']} tokens",
         f"{report.machine_title}; {report.date[:10]}",
     ]
     title = f"The host in a decode step: {report.model['name']}"
-    return View(title, about, [Table("steps", steps, rows), Table("parts of the host's work", parts, rows)], [])
+    return View(title, options, [Table("steps", steps, rows), Table("parts of the host's work", parts, rows)], [])
 
 
 if __name__ == "__main__":

@@ -104,8 +104,8 @@ def _measured(setup: Setup, lesson: Lesson, option: Option) -> dict[str, float]:
     """
     limit = min(MAX_SEQ_LEN, setup.shape.max_position_embeddings)
     engine = lesson.engine_alone(setup.config(max_seq_len=limit, **option.settings))
-    about: dict[str, Any] = {"structured_output": option.grammar, "ignore_eos": not option.is_read}
-    params = SamplingParams(temperature=0.0, max_new_tokens=option.max_tokens, **about)
+    arguments: dict[str, Any] = {"structured_output": option.grammar, "ignore_eos": not option.is_read}
+    params = SamplingParams(temperature=0.0, max_new_tokens=option.max_tokens, **arguments)
     prompts = [_prompt(engine, text)[-(limit - option.max_tokens) :] for text in option.questions]
     for _ in engine.generate(prompts[0], replace(params, max_new_tokens=WARM_UP_TOKENS)):
         pass

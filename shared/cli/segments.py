@@ -72,8 +72,8 @@ class SegmentClient:
 
     def answer(self, body: dict[str, Any]) -> Iterator[dict[str, Any]]:
         """The frames of a streamed chat."""
-        about = {"model": self.model, "stream": True, "stream_options": {"include_usage": True}}
-        with self._open("POST", "/v1/chat/completions", about | body) as response:
+        settings = {"model": self.model, "stream": True, "stream_options": {"include_usage": True}}
+        with self._open("POST", "/v1/chat/completions", settings | body) as response:
             for line in response.iter_lines():
                 data = line.removeprefix("data: ")
                 if line.startswith("data: ") and data != "[DONE]":

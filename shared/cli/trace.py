@@ -106,9 +106,9 @@ def trace(
         engine = options.load_engine(lesson, model, **variant)
         arrivals = _arrivals(engine, steps, texts, max_tokens, seed, shared_prefix or 0, grammar, documents or 0)
         warm_up(engine)
-        about = _settings(engine, lesson, model_name(model), every=every, rate=rate, seed=seed)
-        title = title or ", ".join(str(about[name]) for name in ("batching mode", "policy") if name in about)
-        runs.append(TracedRun(title, engine, arrivals, about))
+        details = _settings(engine, lesson, model_name(model), every=every, rate=rate, seed=seed)
+        title = title or ", ".join(str(details[name]) for name in ("batching mode", "policy") if name in details)
+        runs.append(TracedRun(title, engine, arrivals, details))
     with working(f"running {number} requests: {', '.join(run.title for run in runs)}"):
         traces = record(runs)
     note = COMPARED if compare else ""

@@ -150,6 +150,6 @@ class Request:
         masked_ids = self.end_ids if index < params.min_tokens else ()
         if num_drafts and (params.has_penalties or self.steer is not None):
             output_ids = output_ids + self.draft_ids[:num_drafts]
-        about = (params, self.seed, index, self.prompt_ids, output_ids, masked_ids, self.serial, num_drafts, draft_id)
-        row = _row((*about, None, None, self.constraint))
+        fields = (params, self.seed, index, self.prompt_ids, output_ids, masked_ids, self.serial, num_drafts, draft_id)
+        row = _row((*fields, None, None, self.constraint))
         return row if self.steer is None else self.steer(row)

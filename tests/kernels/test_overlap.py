@@ -111,8 +111,8 @@ class Step:
             q, k, v = qkv.split_with_sizes(self.heads, 1)
             memory = layer.keys, layer.values
             q = kv_write.kv_write(q, k, v, self.positions, layer.qk, *memory, self.offsets, self.D)
-            about: dict[str, Any] = {"scale": self.scale, "tiling": self.tiling, "workspace": self.workspace}
-            out = planned_attention.planned_decode(q, *memory, *self.paged, self.device_plan, **about).flatten(1)
+            arguments: dict[str, Any] = {"scale": self.scale, "tiling": self.tiling, "workspace": self.workspace}
+            out = planned_attention.planned_decode(q, *memory, *self.paged, self.device_plan, **arguments).flatten(1)
             if post_norm is None:
                 x = gemv.linear(out, layer.o, residual=x)
                 h = gemv.linear(x, layer.gate_up, norm=norm, activation=swiglu)

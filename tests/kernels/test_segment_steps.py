@@ -69,8 +69,8 @@ def test_ranges_that_some_share_at_other_offsets(randn, dtype, D, Hq, Hkv, windo
     for sequence, segments in enumerate(contexts):
         lengths.append(0)
         for segment in segments:
-            about = {"sequence": sequence, "offset": lengths[-1], "length": size[segment], "blocks": blocks[segment]}
-            found.append(SimpleNamespace(**about))
+            options = {"sequence": sequence, "offset": lengths[-1], "length": size[segment], "blocks": blocks[segment]}
+            found.append(SimpleNamespace(**options))
             lengths[-1] += size[segment]
     ranges, T = Ranges.of(found), int(num_new.sum())
     sequences = np.arange(4).repeat(num_new)
@@ -88,7 +88,7 @@ def test_ranges_that_some_share_at_other_offsets(randn, dtype, D, Hq, Hkv, windo
     q, out = randn(T + 2, Hq, D).to(dtype), torch.full((T + 2, Hq, D), 7.0, device=DEVICE, dtype=dtype)
     starts = np.append(0, np.cumsum([len(table) for table in blocks[3:]]))[:-1]
     int32: dict[str, Any] = {"dtype": torch.int32, "device": DEVICE}
-    about = {"scale": D**-0.5, "window": window, "softcap": softcap}
+    options = {"scale": D**-0.5, "window": window, "softcap": softcap}
     range_attention(
         q,
         keys,
@@ -100,7 +100,7 @@ def test_ranges_that_some_share_at_other_offsets(randn, dtype, D, Hq, Hkv, windo
         frequencies.double() / (2 * np.pi),
         turn_rows(on_device.piece_turns, frequencies.double() / (2 * np.pi)),
         on_device,
-        **about,
+        **options,
         tiling=tiling,
         workspace=RangeWorkspace.of(plan.num_states, Hq, D, DEVICE),
         out=out,
@@ -114,7 +114,7 @@ def test_ranges_that_some_share_at_other_offsets(randn, dtype, D, Hq, Hkv, windo
             at = torch.from_numpy(table.astype(np.int64)).to(DEVICE)
             k, v = (memory[at].flatten(0, 1)[:count].transpose(0, 1) for memory in (keys, values))
             moved = relocate(query, torch.tensor([-turn], device=DEVICE), frequencies)
-            new = range_state(moved, k, v, torch.tensor([position - base], device=DEVICE), **about)
+            new = range_state(moved, k, v, torch.tensor([position - base], device=DEVICE), **options)
             state = new if state is None else merge(state, new)
         assert state is not None
         expected[row] = state[0][0]
@@ -155,9 +155,9 @@ def test_replayed_steps_give_what_an_explicit_mask_gives(tiny_checkpoints, famil
             engine.view.attention.limits = type(engine.view.attention.limits)(0, 0, 0, 0, 0)
         buckets, compute = set(), engine.runner.executor
 
-        def watched(*about: Any, compute: Any = compute, view: Any = engine.view, found: Any = buckets) -> Any:
+        def watched(*options: Any, compute: Any = compute, view: Any = engine.view, found: Any = buckets) -> Any:
             found.add(view.bucket is not None and view.bucket.tile_rows > 0)
-            return compute(*about)
+            return compute(*options)
 
         engine.runner.executor = watched
         got = answers(engine, contexts, 4 if INTERPRETED else 12)

@@ -70,8 +70,8 @@ class Checked(Engine):
 
 
 def make(folder: Path, draft: Path, **config: Any) -> Any:
-    about = {"use_speculative_decoding": True, "adapt_spec_length": False, "max_seq_len": 128}
-    return Checked(EngineConfig(model=str(folder), draft_model=str(draft), **about | config))
+    arguments = {"use_speculative_decoding": True, "adapt_spec_length": False, "max_seq_len": 128}
+    return Checked(EngineConfig(model=str(folder), draft_model=str(draft), **arguments | config))
 
 
 def has_guessed(engine: Any) -> bool:
@@ -84,11 +84,11 @@ def test_outputs_are_those_without_drafts(
     tiny_checkpoints: dict[str, Path], drafts: dict[str, Path], family: str, overlaps: bool
 ) -> None:
     """Greedy and drawn, with penalties, chunks, shared prefixes and preemptions."""
-    about = SMALL | {"prefill_chunk_size": 30}
+    arguments = SMALL | {"prefill_chunk_size": 30}
     requests, arrivals = [*ALIKE, *MIXED], [*ARRIVE, *ARRIVALS]
-    plain = Plain(EngineConfig(model=str(tiny_checkpoints[family]), **about))
+    plain = Plain(EngineConfig(model=str(tiny_checkpoints[family]), **arguments))
     answers = serve(plain, requests, arrivals)[0]
-    engine = make(tiny_checkpoints[family], drafts[family], overlap_scheduling=overlaps, **about)
+    engine = make(tiny_checkpoints[family], drafts[family], overlap_scheduling=overlaps, **arguments)
     assert seen(serve(engine, requests, arrivals)[0]) == seen(answers)
     assert has_guessed(engine)
     assert engine.pool.draft.free_tokens == engine.pool.draft.capacity_tokens
@@ -117,12 +117,12 @@ def test_every_memory_gives_the_same_outputs(
 
 
 @settings(max_examples=6)
-@given(about=sizes(spec_length=st.integers(1, 8), overlap_scheduling=st.booleans()), load=loads())
+@given(arguments=sizes(spec_length=st.integers(1, 8), overlap_scheduling=st.booleans()), load=loads())
 def test_whatever_the_sizes_arrivals_and_aborts(
-    tiny_checkpoints: dict[str, Path], drafts: dict[str, Path], about: dict[str, Any], load: Load
+    tiny_checkpoints: dict[str, Path], drafts: dict[str, Path], arguments: dict[str, Any], load: Load
 ) -> None:
     folder = tiny_checkpoints["gemma3_text"]
-    assert_as_alone(make(folder, drafts["gemma3_text"], **about), load, answers_alone(Plain, folder))
+    assert_as_alone(make(folder, drafts["gemma3_text"], **arguments), load, answers_alone(Plain, folder))
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3_text"])
@@ -321,11 +321,11 @@ def test_tokens_on_the_gpu_equal_those_of_the_cpu(
 ) -> None:
     """Captured, overlapped, and with lengths that adapt."""
     folder, requests, arrivals = tiny_checkpoints[family], [*ALIKE, *MIXED], [*ARRIVE, *ARRIVALS]
-    about: dict[str, Any] = {"max_seq_len": 128, "max_batch_size": 8, "prefill_chunk_size": 30, "dtype": "float32"}
-    expected = serve(Plain(EngineConfig(model=str(folder), **about)), requests, arrivals)[0]
+    arguments: dict[str, Any] = {"max_seq_len": 128, "max_batch_size": 8, "prefill_chunk_size": 30, "dtype": "float32"}
+    expected = serve(Plain(EngineConfig(model=str(folder), **arguments)), requests, arrivals)[0]
     guesses = {"drafter": "ngram"} if drafter == "ngram" else {"draft_model": str(drafts[family])}
     for adapts in (False, None):
-        settings = {"use_speculative_decoding": True, "adapt_spec_length": adapts, **guesses, **about}
+        settings = {"use_speculative_decoding": True, "adapt_spec_length": adapts, **guesses, **arguments}
         engine = Engine(EngineConfig(model=str(folder), device="cuda", **settings))
         engine.scheduler.lengths.costs_of = a_tenth  # by the table no draft pays for so small a model
         for _ in range(2):

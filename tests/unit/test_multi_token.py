@@ -123,8 +123,8 @@ def test_a_step_that_was_not_committed_has_no_group() -> None:
 
 
 def make_scheduler(**config: object) -> MultiTokenScheduler:
-    about = {"use_speculative_decoding": True, "adapter": "a", "adapt_spec_length": False}
-    config = about | {"spec_length": LENGTH, "max_batch_size": 4} | config
+    options = {"use_speculative_decoding": True, "adapter": "a", "adapt_spec_length": False}
+    config = options | {"spec_length": LENGTH, "max_batch_size": 4} | config
     return MultiTokenScheduler(
         EngineConfig(**config),  # type: ignore[arg-type]
         PagedKVCachePool(60, BLOCK_SIZE, 4, MAX_SEQ_LEN),

@@ -50,7 +50,7 @@ class Make(NamedTuple):
 
 SCHEDULERS: dict[str, Callable[..., Scheduler]] = {
     "9": OverlappedScheduler,
-    "9.1": lambda *about: SegmentScheduler(*about, SegmentRegistry()),
+    "9.1": lambda *options: SegmentScheduler(*options, SegmentRegistry()),
     "9.2": CompressingScheduler,
     "11": SpeculativeScheduler,
     "11.1": MultiTokenScheduler,

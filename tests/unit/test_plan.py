@@ -234,9 +234,9 @@ def test_every_token_of_a_tile_has_states_of_its_own():
 
 def test_where_masks_may_stand_every_tile_sees_the_window_of_the_first_token():
     """One key more, or one less, would be another split."""
-    grid, about = Grid(resident=132, unit=1, least_split=1), {"tokens_per_tile": 4, "window": 8, "split_size": 1}
+    grid, options = Grid(resident=132, unit=1, least_split=1), {"tokens_per_tile": 4, "window": 8, "split_size": 1}
     for has_masks, expected in ((False, [11, 9]), (True, [11, 13])):
-        plan = plan_prefill([6], [106], grid, has_masks=has_masks, **about)
+        plan = plan_prefill([6], [106], grid, has_masks=has_masks, **options)
         assert [len(splits) for splits in splits_of(plan).values()] == expected
 
 

@@ -83,8 +83,8 @@ def test_pages_of_segments_go_from_the_least_recently_used_to_the_last(llm: Segm
     a, b, c, d = (engine.register([n, n]) for n in range(4))
     engine.segments.touch([engine.segments.find(a)])
 
-    def page(*about: Any) -> tuple[list[str], bool]:
-        found, has_more = Page(*about).answer(engine)
+    def page(*options: Any) -> tuple[list[str], bool]:
+        found, has_more = Page(*options).answer(engine)
         return [one.segment_id for one in found], has_more
 
     assert page(2) == ([b, c], True)

@@ -41,8 +41,8 @@ BORDERS = tuple(product((1, 2, 3), (-1, 0, 1)))  # ids around those at which the
 
 
 def config_of(num_heads: int, num_kv_heads: int) -> ModelConfig:
-    about = {"num_attention_heads": num_heads, "num_key_value_heads": num_kv_heads, "head_dim": 4}
-    return parse_config(SHAPES["tiny-llama"] | about)
+    options = {"num_attention_heads": num_heads, "num_key_value_heads": num_kv_heads, "head_dim": 4}
+    return parse_config(SHAPES["tiny-llama"] | options)
 
 
 @pytest.fixture(params=FAMILIES)

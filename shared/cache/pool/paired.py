@@ -35,8 +35,8 @@ class PairedPool:
         """What the draft model has of the request's prefix may be less, or more."""
         unlimited: dict[str, Any] = {"thinking_budget": None, "min_thinking_tokens": 0}
         params = replace(request.params, logprobs=None, prompt_logprobs=None, **unlimited)
-        about = (request.request_id, request.prompt_ids, params, request.seed, request.end_ids)
-        twin = self.twins[request] = Request(*about, output_ids=list(request.output_ids), serial=request.serial)
+        arguments = (request.request_id, request.prompt_ids, params, request.seed, request.end_ids)
+        twin = self.twins[request] = Request(*arguments, output_ids=list(request.output_ids), serial=request.serial)
         self.granted[request] = 0
         self.draft.admit(twin)
         return self.target.admit(request)

@@ -105,8 +105,8 @@ class Captured:
     def _capture(self, capture: Capture) -> None:
         started, paddings = time.perf_counter(), self.view.paddings
         console = Console(stderr=True)
-        about: dict[str, Any] = {"console": console, "transient": True, "disable": not console.is_terminal}
-        for batch in track(paddings, "Capturing CUDA graphs", **about):
+        options: dict[str, Any] = {"console": console, "transient": True, "disable": not console.is_terminal}
+        for batch in track(paddings, "Capturing CUDA graphs", **options):
             inputs, bucket = self.view.load(batch), self.view.bucket
             assert bucket is not None
             self.graphs[bucket] = capture(functools.partial(self._run, inputs, bucket))

@@ -183,17 +183,17 @@ class GrammarRows:
             place += 1
         return found
 
-    def _aside(self, do: Callable[..., None], *about: Any) -> None:
+    def _aside(self, do: Callable[..., None], *arguments: Any) -> None:
         """Call on the stream of its own, behind the last draw and upload."""
         if self.stream is None:
-            do(*about)
+            do(*arguments)
             return
         assert self.drawn is not None
         assert self.grammar_pool.arrived is not None
         self.stream.wait_event(self.drawn)
         self.stream.wait_event(self.grammar_pool.arrived)
         with torch.cuda.stream(self.stream):
-            do(*about)
+            do(*arguments)
             self.read.record()
 
     def _meet(self) -> None:
@@ -255,5 +255,5 @@ class GrammarRows:
         self, sources: torch.Tensor, targets: torch.Tensor, ids: torch.Tensor, chosen: torch.Tensor | None = None
     ) -> None:
         assert self.tokens is not None
-        about = (self.grammar_pool.tables, self.tokens, self.rows, sources, targets, ids, self.grammars)
-        grammar_advance(*about, chosen)
+        arguments = (self.grammar_pool.tables, self.tokens, self.rows, sources, targets, ids, self.grammars)
+        grammar_advance(*arguments, chosen)

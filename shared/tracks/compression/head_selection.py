@@ -211,8 +211,8 @@ class HeadSelector:
         attention = mass.mean(-2)
         attention /= attention.sum(-1, keepdim=True)
         scores = self.compressor.of_all(keys, mass)
-        about = room.sequences, self.windows, self.budget, self.p
-        select_keys(scores, attention, *about, out=(room.chosen, room.counts))
+        arguments = room.sequences, self.windows, self.budget, self.p
+        select_keys(scores, attention, *arguments, out=(room.chosen, room.counts))
 
     def _room(self, key: tuple[int, int, int], is_kept: bool) -> Room:
         """The room for a number of sequences, queries and tokens; one that is not kept serves once."""

@@ -98,25 +98,25 @@ class CondensedKernels(PagedAttentionProtocol):
             numbers[1:-1] = packed.counts.cumsum() if packed.num_slots else 0
         self.kept.ends[row].copy_(sent(numbers, self.kept.ends.device))
 
-    def attend(self, layer: int, q: Tensor, about: Scores, out: Tensor | None) -> Tensor:
+    def attend(self, layer: int, q: Tensor, options: Scores, out: Tensor | None) -> Tensor:
         self.ring.keep(layer, q, self.ring_places)
         if self.is_decode:
-            return self._attend_decoding(layer, q, about, cast(Tensor, out))
+            return self._attend_decoding(layer, q, options, cast(Tensor, out))
         n, out = self.flash.num_decoding, torch.empty_like(q, memory_format=torch.contiguous_format)
         if n:
-            self._attend_decoding(layer, q[:n], about, out[:n])
+            self._attend_decoding(layer, q[:n], options, out[:n])
         if not self.is_compressed:
-            self.flash.attend_prompts(layer, q[n:], about, out[n:])
+            self.flash.attend_prompts(layer, q[n:], options, out[n:])
             return out
         each = zip(q[n:].split(self.num_new), out[n:].split(self.num_new), self.prompts, strict=True)
         for queries, result, sequence in each:
-            result.copy_(self.by_cells.attend(layer, queries, sequence, about))
+            result.copy_(self.by_cells.attend(layer, queries, sequence, options))
         return out
 
-    def _attend_decoding(self, layer: int, q: Tensor, about: Scores, out: Tensor) -> Tensor:
+    def _attend_decoding(self, layer: int, q: Tensor, options: Scores, out: Tensor) -> Tensor:
         storage, workspace = self.storage, self.flash.workspaces[(len(q) - 1).bit_length()]
         memory = (storage.keys, storage.values, *self.flash.decoding, self.rows, self.kept, layer)
-        return condensed_attention(q, *memory, **about, workspace=workspace, out=out)
+        return condensed_attention(q, *memory, **options, workspace=workspace, out=out)
 
     def select(self, sequences: Sequence[Holding]) -> None:
         """Those of about one length are one set of launches."""

@@ -80,9 +80,9 @@ class _Shape(NamedTuple):
 def _shape(num_real: bytes, num_masks: bytes) -> _Shape:
     """The shape of sequences with ``num_real`` tokens and ``num_masks`` masks behind each, int64 ``[B]``."""
     counts, masks = np.frombuffer(num_real, np.int64), np.frombuffer(num_masks, np.int64)
-    about = list(zip(counts.tolist(), masks.tolist(), strict=True))
-    ranks = np.concatenate([groups_and_ranks(*each)[1] for each in about])
-    offsets = np.concatenate([positions(0, *each) for each in about])
+    sizes = list(zip(counts.tolist(), masks.tolist(), strict=True))
+    ranks = np.concatenate([groups_and_ranks(*each)[1] for each in sizes])
+    offsets = np.concatenate([positions(0, *each) for each in sizes])
     added = counts * masks
     sequences = np.arange(len(counts)).repeat(counts + added)
     mask_ids = np.where(ranks > 0, FIRST_MASK + ranks - 1, 0)

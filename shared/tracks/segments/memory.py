@@ -46,11 +46,13 @@ def segment_memory(
     buckets = buckets_of(config, model, max_seq_len)
 
     def make(sizes: PagedSizes) -> tuple[PagedKVCachePool, BatchView]:
-        storage, about = PlainStorage.of(config, model, sizes), (model.config, sizes, model.dtype)
+        storage, shapes = PlainStorage.of(config, model, sizes), (model.config, sizes, model.dtype)
         make_pool = partial(segment_pool, sizes, registry, config.is_on("use_prefix_caching"))
         if not is_launching:
-            return make_pool(), SegmentView(*about, storage, "naive" if config.attention_backend == "naive" else "sdpa")
-        ranged = RangedAttention(*planned_in_buckets(*about, storage, buckets), model.dtype)
-        return make_pool(ranged.lay_out), PagedView(*about, storage, ranged, ranged)
+            return make_pool(), SegmentView(
+                *shapes, storage, "naive" if config.attention_backend == "naive" else "sdpa"
+            )
+        ranged = RangedAttention(*planned_in_buckets(*shapes, storage, buckets), model.dtype)
+        return make_pool(ranged.lay_out), PagedView(*shapes, storage, ranged, ranged)
 
     return make(sizes_for(config, model, max_seq_len, make))

@@ -194,15 +194,15 @@ class RangedAttention:
         else:
             self.planned.receive(batch, layout, sent)
 
-    def attend(self, layer: int, q: Tensor, about: Scores, out: Tensor | None) -> Tensor:
+    def attend(self, layer: int, q: Tensor, options: Scores, out: Tensor | None) -> Tensor:
         if not self.is_ranged:
-            return self.planned.attend(layer, q, about, out)
+            return self.planned.attend(layer, q, options, out)
         if out is None:
             out = torch.empty_like(q, memory_format=torch.contiguous_format)
         return range_attention(
             q, self.storage.layer_keys[layer], self.storage.layer_values[layer], *self.of_sequences,
             self.segment_tables, self.circles[layer], self.step_turns[self.kinds[layer]],
-            self.range_plans[about["window"]], **about,
+            self.range_plans[options["window"]], **options,
             tiling=self.range_tiling, workspace=self.step_workspace, out=out,
         )  # fmt: skip
 

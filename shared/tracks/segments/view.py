@@ -117,19 +117,19 @@ class SegmentView:
         if not self.groups and self.rotation != "unrotated keys":
             return self.paged.attend(layer, q, scale=scale, window=window, softcap=softcap)
         num_new, pieces = self.operations.num_new, self.operations.pieces(window)
-        about: dict[str, Any] = {"scale": scale, "window": window, "softcap": softcap}
+        options: dict[str, Any] = {"scale": scale, "window": window, "softcap": softcap}
         values, logs = torch.empty(q.shape), torch.empty(q.shape[:2])
         for queries, rows, piece in zip(q.split(num_new), torch.arange(len(q)).split(num_new), pieces, strict=True):
             size = piece.end - piece.start
             k, v = self._read(layer, piece, self.positions[int(rows[-1])] - size + 1, True)
             places = torch.arange(size - len(rows), size)
-            values[rows], logs[rows] = range_state(queries, k, v, places, **about)
+            values[rows], logs[rows] = range_state(queries, k, v, places, **options)
         for group in self.groups:
             k, v = self._read(layer, group.piece, group.offset, False)
             queries = q[group.rows]
             if self.rotation == "queries":
                 queries = rotate(queries.float(), group.turns[self.ropes[layer]])
-            state = range_state(queries, k, v, group.places, **about)
+            state = range_state(queries, k, v, group.places, **options)
             rows = group.rows
             values[rows], logs[rows] = merge((values[rows], logs[rows]), state)
         return values.to(q.dtype)

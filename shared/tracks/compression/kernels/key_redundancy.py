@@ -99,10 +99,10 @@ def key_redundancy(keys: Tensor, sequences: CachedSequences, threshold: float) -
     n, longest = len(sequences), sequences.longest
     redundancy = torch.empty(n, L, Hkv, longest, dtype=torch.float32, device=keys.device)
     newest = torch.empty_like(redundancy, dtype=torch.int32)
-    about = {"LAYERS": L, "BLOCK_SIZE": block_size, "HKV": Hkv, "D": D, "TILE": TILE, "num_warps": NUM_WARPS}
-    about["num_stages"] = 3 if keys.element_size() == 2 else 2
+    options = {"LAYERS": L, "BLOCK_SIZE": block_size, "HKV": Hkv, "D": D, "TILE": TILE, "num_warps": NUM_WARPS}
+    options["num_stages"] = 3 if keys.element_size() == 2 else 2
     grid, sizes = (L * Hkv, -(-longest // TILE), n), (sequences.width, longest, num_blocks)
     where = keys, sequences.numbers, sequences.ends, newest
-    launch(newest_duplicate_kernel, grid, *where, threshold, *sizes, **about)
-    launch(key_redundancy_kernel, grid, *where, redundancy, *sizes, **about)
+    launch(newest_duplicate_kernel, grid, *where, threshold, *sizes, **options)
+    launch(key_redundancy_kernel, grid, *where, redundancy, *sizes, **options)
     return redundancy

@@ -153,8 +153,8 @@ def train(
         generator = torch.Generator().manual_seed(config.seed * 1_000_003 + state.step)
         rows = torch.randint(len(texts.ids), (config.rows,), generator=generator).to(model.device)
         anchors = torch.randperm(length - 1 - k, generator=generator)[: config.anchors].sort().values.to(model.device)
-        about = Texts(texts.ids[rows], texts.is_answer[rows]), anchors
-        found = step(*about, config.learning_rate * rate(share))
+        batch = Texts(texts.ids[rows], texts.is_answer[rows]), anchors
+        found = step(*batch, config.learning_rate * rate(share))
         state.step += 1
         if state.step % 20 == 0 or state.step == 1:  # it waits for the device
             state.recent = {name: round(float(value), 4) for name, value in found._asdict().items()}

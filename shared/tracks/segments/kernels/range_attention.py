@@ -173,8 +173,9 @@ class RangeWorkspace:
     @classmethod
     def of(cls, num_states: int, num_heads: int, head_dim: int, device: torch.device) -> "RangeWorkspace":
         """A workspace for plans of up to this many states."""
-        about: dict[str, Any] = {"dtype": torch.float32, "device": device}
-        return cls(torch.empty(num_states, num_heads, head_dim, **about), torch.empty(num_states, num_heads, **about))
+        options: dict[str, Any] = {"dtype": torch.float32, "device": device}
+        shape = num_states, num_heads
+        return cls(torch.empty(*shape, head_dim, **options), torch.empty(*shape, **options))
 
 
 def range_attention(
