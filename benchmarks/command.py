@@ -27,7 +27,7 @@ def run(measure: Callable[..., Report], view: Callable[[Report], View], descript
     """Measure what the command line asks for, and present it.
 
     The options are ``--out`` and the arguments of ``measure``, by name and default: an option has the type of its
-    default, a text where that is None; several values stand behind an option whose default is a tuple. Help shows
+    default, a text where that is None; several values stand after an option whose default is a tuple. Help shows
     ``description``, and what ``measure`` says of them.
     """
     about_options = f"{description}\n{inspect.getdoc(measure)}"

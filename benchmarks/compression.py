@@ -111,7 +111,7 @@ class Scorer:
 
     @torch.inference_mode()
     def follow(self, packed: Packed | None) -> torch.Tensor:
-        """Log-probabilities fp64 ``[T, V]`` of the tokens behind the context, of which ``packed`` is kept."""
+        """Log-probabilities fp64 ``[T, V]`` of the tokens after the context, of which ``packed`` is kept."""
         self.requests.packed.clear()
         if packed is not None:
             self.requests.compress(self.pool, self.request, packed)

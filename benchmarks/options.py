@@ -99,7 +99,7 @@ def measure_options(setup: Setup, lessons: Sequence[Lesson], trials: int, steps:
 
 
 def _measured(setup: Setup, lesson: Lesson, option: Option) -> dict[str, float]:
-    """Tokens a second behind the first of each answer, tokens a forward pass, KV blocks held at most in the first half
+    """Tokens a second after the first of each answer, tokens a forward pass, KV blocks held at most in the first half
     of all tokens and at all, bytes of weights, valid answers.
     """
     limit = min(MAX_SEQ_LEN, setup.shape.max_position_embeddings)

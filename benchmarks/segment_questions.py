@@ -22,8 +22,8 @@ class Question:
     def piece(self, tokenizer: Any, length: int) -> list[int]:
         """``length`` tokens of the page around the anchor. Raises ValueError if the page holds it other than once."""
         text = (PAGES / self.page).read_text(encoding="utf-8")
-        before, found, behind = text.partition(self.anchor)
-        if not found or self.anchor in behind:
+        before, found, after = text.partition(self.anchor)
+        if not found or self.anchor in after:
             raise ValueError(
                 f"{self.page} must hold {self.anchor!r} exactly once; correct benchmarks/segment_questions.py."
             )

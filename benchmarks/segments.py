@@ -104,7 +104,7 @@ def summary(parts: list[dict[str, torch.Tensor]]) -> dict[str, Any]:
 def distances(
     engines: dict[str, Any], pieces: list[list[int]], count: int, half: int, fractions: Sequence[float | None]
 ) -> dict[float | None, dict[str, Any]]:
-    """Behind ``count`` documents of ``half`` tokens, for each fraction that is recomputed (None: segments as they are):
+    """After ``count`` documents of ``half`` tokens, for each fraction that is recomputed (None: segments as they are):
     the distance from concatenation, and the seconds that recomputing takes. The text continues the last document.
     """
     plain, reusing = engines["09"], engines["09.1"]

@@ -79,7 +79,7 @@ class Lot:
                 request.draft_ids += [FILLER] * (num_drafts - len(request.draft_ids))
 
     def decide(self, schedule: Any, sampled: Any) -> None:
-        """Commit the drafts that are drawn by lot, and another token behind them."""
+        """Commit the drafts that are drawn by lot, and another token after them."""
         ids, first = list(sampled.token_ids), 0
         for request, _, _, num_drafts, num_rows, _ in schedule:
             drafts = request.draft_ids[:num_drafts]

@@ -114,7 +114,7 @@ def table_of(heading: str, what: str, rows: Mapping[str, Row], **forms: Callable
 
 @dataclass(frozen=True)
 class Bar:
-    """A horizontal bar: ``text`` is written behind its end, ``colour`` is a name of `benchmarks.figure.COLOURS`."""
+    """A horizontal bar: ``text`` is written after its end, ``colour`` is a name of `benchmarks.figure.COLOURS`."""
 
     label: str
     length: float

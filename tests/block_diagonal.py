@@ -41,7 +41,7 @@ class Masked:
 
 
 def block_diagonal(lengths: list[int], num_own: int) -> torch.Tensor:
-    """Each token attends to its own segment up to itself; those behind the segments to all before them."""
+    """Each token attends to its own segment up to itself; those after the segments to all before them."""
     T = sum(lengths) + num_own
     mask = torch.ones(T, T, dtype=torch.bool).tril()
     for start, end in zip([0, *accumulate(lengths)][:-1], accumulate(lengths), strict=True):
@@ -51,7 +51,7 @@ def block_diagonal(lengths: list[int], num_own: int) -> torch.Tensor:
 
 @torch.inference_mode()
 def reference_logits(model: CausalLM, segments: list[list[int]], own: list[int]) -> torch.Tensor:
-    """Logits ``[len(own), V]`` of the tokens behind the segments."""
+    """Logits ``[len(own), V]`` of the tokens after the segments."""
     ids = [token_id for segment in segments for token_id in segment] + own
     device = model.norm.weight.device
     view = Masked(block_diagonal([*map(len, segments)], len(own)).to(device))

@@ -129,7 +129,7 @@ def projection_case(
 
 
 def norm_cases(shapes: ModelShapes, rows: int) -> list[Case]:
-    """The norms behind attention and MLP, for a family that has them; elsewhere norms are prologues of products."""
+    """The norms after attention and MLP, for a family that has them; elsewhere norms are prologues of products."""
     if not shapes.has_post_norms:
         return []
     n, eps, offset = shapes.hidden_size, shapes.eps, shapes.offset

@@ -69,7 +69,7 @@ DEMO_SHAPES = (
 
 
 class PagedSequences:
-    """The index arrays of a shape: blocks in random order; without a seed one behind the other."""
+    """The index arrays of a shape: blocks in random order; without a seed one after the other."""
 
     def __init__(self, shape: AttentionShape, device: torch.device, seed: int | None) -> None:
         counts = -(-np.array(shape.lengths) // BLOCK_SIZE)

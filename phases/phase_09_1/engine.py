@@ -137,7 +137,7 @@ class Engine(ServingEngine):
         return self.segments.register(role, token_ids)
 
     def blend(self, segment_ids: Sequence[str], fraction: float) -> str:
-        """Put segments together, compute a fraction of their tokens again behind those before, and return the new id.
+        """Put segments together, recompute a fraction of their tokens with the whole context, and return the new id.
 
         Raises RequestError if a segment is unknown or not computed yet, or the whole is too long. Call it between
         steps.

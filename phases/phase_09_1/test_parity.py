@@ -1,4 +1,4 @@
-"""Phase 9.1: segments equal a block-diagonal prefill with full attention behind it; without segments it is phase 9."""
+"""Phase 9.1: segments equal a block-diagonal prefill with full attention after it; without segments it is phase 9."""
 
 import random
 from pathlib import Path
@@ -38,7 +38,7 @@ def make(folder: Path, phase: Any = Engine, **config: Any) -> Any:
 def answer(
     engine: Any, segments: list[list[int]], own: list[int], num_tokens: int = 12
 ) -> tuple[list[int], torch.Tensor]:
-    """The greedy tokens behind the segments, and the logits that each was drawn from."""
+    """The greedy tokens after the segments, and the logits that each was drawn from."""
     logits: list[torch.Tensor] = []
     sample = engine.runner.sample
     names = [engine.register(segment) for segment in segments]

@@ -9,7 +9,7 @@ A replacement never equals its draft, since the residual is 0 where p < q. So th
 comparing the tokens with the drafts, as with coupled sampling.
 
 Invariants: the draws of drafts, acceptances and residuals come from streams of noise of their own, so they are
-independent; noise of rows behind the first rejection decides nothing, so it may be used again.
+independent; noise of rows after the first rejection decides nothing, so it may be used again.
 """
 
 import torch

@@ -5,7 +5,7 @@ A model that thinks writes ``<think>``, its thoughts, ``</think>``, and then its
 
 - before ``min_thinking_tokens`` the end of thinking is not drawn: a word that makes the model go on stands in its
   place, chosen by the request's own noise, and no id ends the output;
-- behind ``thinking_budget`` tokens, ``</think>`` follows.
+- after ``thinking_budget`` tokens, ``</think>`` follows.
 
 Invariant: what a row may draw depends on the request and on the tokens in front of that row, and nothing is remembered,
 so guesses that turn out wrong leave no trace.
@@ -37,7 +37,7 @@ class ThinkingLimits:
         open_id, close_id: the tokens around the thoughts.
         is_open: the prompt ends within thoughts of its last turn.
         least: tokens of thoughts before which ``close_id`` is not drawn.
-        most: tokens of thoughts behind which it is; None: no limit.
+        most: tokens of thoughts after which it is; None: no limit.
         end_ids: not drawn before ``least``.
         replacements: what stands in the place of ``close_id``, by the number of tokens of thoughts before it; empty if
             the tokenizer has none of ``WORDS``: then it is masked.

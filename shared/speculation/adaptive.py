@@ -70,7 +70,7 @@ class Acceptance:
     """What is known about a request's drafts; at first as if one draft had been accepted, of one and a half."""
 
     num_accepted: float = 1.0
-    num_judged: float = 1.5  # accepted drafts, and the first rejected one of a step: those behind it were not judged
+    num_judged: float = 1.5  # accepted drafts, and the first rejected one of a step: those after it were not judged
     wait: int = 0  # steps without drafts before the next attempt
     next_wait: int = 1
     is_due: bool = True  # for an attempt, though drafts do not seem worthwhile
@@ -79,7 +79,7 @@ class Acceptance:
 
     @property
     def rate(self) -> float:
-        """The probability that a draft behind accepted ones is accepted."""
+        """The probability that a draft after accepted ones is accepted."""
         return self.num_accepted / self.num_judged
 
 

@@ -21,7 +21,7 @@ from shared.scheduling.step_costs import StepCosts
 
 
 class PendingDrafts:
-    """A runner's table of ids behind its first ``num_rows``; a draft in it has the id ``-1 - place``."""
+    """A runner's table of ids after its first ``num_rows``; a draft in it has the id ``-1 - place``."""
 
     def __init__(self, last_ids: torch.Tensor, num_rows: int) -> None:
         self.drafts, self.num_rows = last_ids[num_rows:], num_rows

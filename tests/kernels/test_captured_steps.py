@@ -79,7 +79,7 @@ def test_replayed_steps_verify_drafts(tiny_checkpoints, family):
 def test_replayed_steps_have_mask_tokens(tiny_checkpoints, family):
     """Nine tokens verify two guesses and make the next ones; the guesses are those of steps that are not captured.
 
-    Of greedy requests they are made behind every token of a step, right behind it; with one that is drawn, as ever.
+    Of greedy requests they are made after every token of a step, right after it; with one that is drawn, as ever.
     """
     greedy, drawn = REQUESTS[0][1], {"seed": 2, "max_new_tokens": 4, "ignore_eos": True}
     short = greedy | {"max_new_tokens": 8}
@@ -115,11 +115,11 @@ def test_replayed_steps_have_mask_tokens(tiny_checkpoints, family):
         assert (engine.runner.num_replays > 8) == captures
     assert sum(map(len, guessed[0])) > 12
     assert guessed[0] == guessed[1]
-    assert {0, 3, 6} <= set(num_ahead), "none beside the request that is drawn; behind the tokens of one, and of two"
+    assert {0, 3, 6} <= set(num_ahead), "none beside the request that is drawn; after the tokens of one, and of two"
 
 
 def noted(drafter: Any, num_ahead: list[int]) -> Any:
-    """``follow`` of a drafter; notes the rows behind which drafts are made ahead."""
+    """``follow`` of a drafter; notes the rows after which drafts are made ahead."""
 
     def follow(*settings: Any) -> None:
         drafter.follow(*settings)

@@ -82,13 +82,13 @@ def test_all_heads_at_once_keep_what_each_keeps_alone(randn, method, window):
     for row, counts, tail, num_tokens in ((1, [[7, 130], [64, 300]], 21, 777), (0, [[40, 101], [90, 222]], 33, 400)):
         packed = Packed(np.array(counts), num_tokens - tail, cells.slots_for(np.array(counts)))
         table, free = np.split(free, [-(-(packed.num_slots + tail) // BLOCK_SIZE)])
-        behind = np.append(0, packed.counts.cumsum())
-        ends[row] = torch.tensor([*behind, packed.num_slots])
+        after = np.append(0, packed.counts.cumsum())
+        ends[row] = torch.tensor([*after, packed.num_slots])
         holdings.append(Holding(row, table, packed.num_slots + tail, packed))
         of_heads.append([])
         for layer, head in itertools.product(range(LAYERS), range(HKV)):
             one = layer * HKV + head
-            first = cells.packed(np.arange(behind[one], behind[one + 1]), table)
+            first = cells.packed(np.arange(after[one], after[one + 1]), table)
             last = cells.plain(layer, np.arange(packed.num_slots, packed.num_slots + tail), table)[head]
             of_heads[-1].append(torch.from_numpy(np.concatenate([first, last])).to(DEVICE))
             memory.view(2, -1, D)[:, of_heads[-1][-1]] = randn(2, len(of_heads[-1][-1]), D)

@@ -1,4 +1,4 @@
-"""The grammar kernels equal the scalar walk of the automaton, bit for bit: masks of rows, and rows behind tokens."""
+"""The grammar kernels equal the scalar walk of the automaton, bit for bit: masks of rows, and rows after tokens."""
 
 import random
 
@@ -133,7 +133,7 @@ def test_masks_stay_only_where_they_would_be_found_again():
     for number, texts, num_kept in (
         (0, '" a a a', 0),  # the characters that may follow become fewer
         (0, "[ [ [ ] ]", 0),  # the same state, and other frames
-        (1, "{ a , b, c", 0),  # the same state, and other keys behind it
+        (1, "{ a , b, c", 0),  # the same state, and other keys after it
         (2, '{" a a ": " a a a a a a a', 3),  # of a key, and of a string that may have eight
         (3, '{" aaa ": " a aaa aa " , \n', 3),
     ):

@@ -297,7 +297,7 @@ def test_a_draw_uses_nothing_of_the_previous_launch_before_the_wait(settings, ra
 @pytest.mark.parametrize("settings", DRAWS, ids=str)
 @pytest.mark.parametrize("rows", [1, 64])
 def test_thousands_of_replayed_draws_equal_the_kernels_one_by_one(rows, settings, randn, device, monkeypatch):
-    """A graph of draws from different logits, one behind the other; before each replay a copy writes the indices."""
+    """A graph of draws from different logits, one after the other; before each replay a copy writes the indices."""
     if not generation(device).has_pdl:
         pytest.skip("GPUs before Hopper have no programmatic dependent launch")
     torch._C._set_deterministic_algorithms(False)  # its fills would stand between the kernels

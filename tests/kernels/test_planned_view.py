@@ -1,4 +1,4 @@
-"""Blocks behind planned kernels: what a plain cache for each sequence gives, by one plan a step and window."""
+"""Blocks after planned kernels: what a plain cache for each sequence gives, by one plan a step and window."""
 
 import dataclasses
 
@@ -41,9 +41,9 @@ STEPS = [  # tokens of each; past tiny-gemma3's window of 16, and past a split o
     {"b": 1, "a": 1},
     {"a": 1, "d": 4, "b": 2},  # a is preempted, and its blocks go to the requests that grow
     {"d": 1, "b": 1},
-    {"d": 13, "a": 22},  # a piece of a prompt, behind what is there; prompt and answer so far, computed anew
+    {"d": 13, "a": 22},  # a piece of a prompt, after what is there; prompt and answer so far, computed anew
     {"b": 1, "d": 1, "a": 1},
-    {"d": 1, "a": 2},  # a short piece behind a long history is split
+    {"d": 1, "a": 2},  # a short piece after a long history is split
 ]
 LEAVES_AFTER = {2: "a"}
 ARRAYS = [field.name for field in dataclasses.fields(DevicePlan) if "Tensor" in str(field.type)]

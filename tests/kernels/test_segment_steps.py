@@ -125,7 +125,7 @@ def test_ranges_that_some_share_at_other_offsets(randn, dtype, D, Hq, Hkv, windo
 
 
 def answers(engine: Any, contexts: list[list[int]], num_tokens: int) -> list[list[int]]:
-    """The greedy tokens of requests that are made of these segments, behind a token that tells them apart."""
+    """The greedy tokens of requests that are made of these segments, after a token that tells them apart."""
     names = [engine.register(segment) for segment in SEGMENTS]
     while engine.has_work():
         engine.step()

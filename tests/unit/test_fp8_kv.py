@@ -1,4 +1,4 @@
-"""A KV cache in 8 bits behind an engine: the same answers however requests are scheduled, and twice the tokens."""
+"""A KV cache in 8 bits under an engine: the same answers however requests are scheduled, and twice the tokens."""
 
 import math
 import shutil

@@ -52,7 +52,7 @@ def drafting(folder: Path, pool: int | None, method: str, *, is_masked: bool = T
 def test_a_model_that_drafts_for_itself_is_right(
     tiny_checkpoints: dict[str, Path], family: str, pool: int | None
 ) -> None:
-    """With the same noise and the same masks all drafts are accepted, but for those behind an output's end."""
+    """With the same noise and the same masks all drafts are accepted, but for those after an output's end."""
     model_folder = tiny_checkpoints[family]
     answers = serve(make(model_folder, pool, **ABOUT), REQUESTS)[0]
     masked = drafting(model_folder, pool, "coupled")

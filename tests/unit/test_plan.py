@@ -59,7 +59,7 @@ def check_plan(plan, grid, seen, tokens):
     assert plan.num_items[0] <= plan.capacity, f"{plan.num_items[0]} items exceed the capacity of {plan.capacity}"
     for array in (plan.request_indices, plan.query_tile_indices, plan.kv_tile_indices):
         assert_equal(len(array), plan.capacity, "entries")
-        assert not array[plan.num_items[0] :].any(), "an entry behind the items is not 0"
+        assert not array[plan.num_items[0] :].any(), "an entry after the items is not 0"
     assert_equal({array.dtype for array in plan.arrays()}, {np.dtype(np.int32)}, "dtypes")
     assert split_size % grid.unit == 0, f"the split size {split_size} is no multiple of {grid.unit}"
     assert plan.is_split or num_states == 0, "there are states, and no sequence is called split"

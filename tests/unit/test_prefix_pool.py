@@ -243,7 +243,7 @@ def test_a_request_waits_while_any_request_computes_its_block() -> None:
 
 
 def test_a_request_that_leaves_a_prefix_earlier_does_not_wait() -> None:
-    """Its next block has the tokens that a running request computes, but behind another prefix."""
+    """Its next block has the tokens that a running request computes, but after another prefix."""
     pool, leader = make_pool(), make("1", "abcdefghijkl")
     start(pool, leader)
     compute(pool, leader, 8)

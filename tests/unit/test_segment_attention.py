@@ -86,7 +86,7 @@ def state_by_hand(
 def test_the_state_of_a_range_is_that_of_the_keys_that_each_query_sees(
     places: list[int], S: int, heads: tuple[int, int], window: int | None, softcap: float | None
 ) -> None:
-    """Queries far behind a range see its last keys in the window, or none."""
+    """Queries far after a range see its last keys in the window, or none."""
     q, k, v = torch.randn(len(places), heads[0], D), torch.randn(heads[1], S, D), torch.randn(heads[1], S, D)
     values, logs = range_state(q, k, v, torch.tensor(places), scale=0.3, window=window, softcap=softcap)
     expected = state_by_hand(q, k, v, places, window, softcap)

@@ -76,7 +76,7 @@ def test_a_fraction_of_one_is_the_concatenated_prompt_in_all_layers(llm: Segment
 
 
 def test_a_fraction_changes_so_many_tokens_and_no_others(llm: SegmentLLM) -> None:
-    """With 0 the answer is that of the segments; each segment behind the first has its share from layer 1 on."""
+    """With 0 the answer is that of the segments; each segment after the first has its share from layer 1 on."""
     names = [llm.register(segment) for segment in SEGMENTS]
     before = [kept(llm, name) for name in names]
     none, some, every = (llm.blend(names, fraction) for fraction in (0, 0.25, 1))

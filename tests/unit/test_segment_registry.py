@@ -66,7 +66,7 @@ def test_a_segment_in_use_is_never_evicted() -> None:
     registry.acquire([a, a])  # one request, two places
     registry.release([a])
     c = resident(registry, allocator, "cccc")
-    assert_equal(registry.evict(12), 2, "freed blocks: before the segment in use and behind it")
+    assert_equal(registry.evict(12), 2, "freed blocks: before the segment in use and after it")
     assert_equal([segment.is_resident for segment in (a, b, c)], [True, False, False], "resident", ("segment",))
     with pytest.raises(RequestError, match="is used in 1 places"):
         registry.drop(a)

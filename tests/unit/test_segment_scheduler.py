@@ -79,7 +79,7 @@ def test_what_is_being_computed_is_not_asked_for_again(scheduler: SegmentSchedul
     scheduler.registry.want(b)
     ask(scheduler, "1", a)
     ask(scheduler, "2", a, b)
-    commit(scheduler, scheduler.schedule())  # b was wanted and joined the end of the queue, behind what waits
+    commit(scheduler, scheduler.schedule())  # b was wanted and joined the end of the queue, after what waits
     assert a.is_resident, "segment a was computed"
     assert not b.is_resident, "segment b was computed before the request that lacks a"
     assert_equal(queue(scheduler), ["1", "2", "b"], "queue", ("place",))

@@ -145,7 +145,7 @@ def quantized(method: str, rows: int = 300, columns: int = 384) -> QuantizedWeig
 @settings(max_examples=30)
 @given(begin=st.integers(0, 8), length=st.integers(1, 12))
 def test_a_quantized_matrix_is_cut_with_its_scales(method: str, begin: int, length: int) -> None:
-    """Wherever the part begins and ends: at a border of blocks, within a block, or behind several."""
+    """Wherever the part begins and ends: at a border of blocks, within a block, or after several."""
     whole = quantized(method)
     for dim in (ROWS, COLUMNS):
         part = range(32 * begin, min(32 * (begin + length), whole.shape[dim]))

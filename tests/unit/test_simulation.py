@@ -26,7 +26,7 @@ BLOCK = 4
 
 @st.composite
 def traces(draw: st.DrawFn) -> list[Request]:
-    """Requests that come together, one behind the other or far apart, some with the same beginning."""
+    """Requests that come together, one after the other or far apart, some with the same beginning."""
     now, found = 0.0, []
     for name in range(draw(st.integers(1, 25))):
         now += draw(st.sampled_from([0.0, 0.004, 0.05, 1.0]))

@@ -35,7 +35,7 @@ def add(scheduler: SpeculativeScheduler, name: str) -> Request:
 
 
 def step(scheduler: SpeculativeScheduler, drafts: Sequence[Sequence[int]] = (), failing: int = -1) -> None:
-    """Each request proposes its own drafts, or none, and draws what a model does whose answer is ``ANSWER``: behind a
+    """Each request proposes its own drafts, or none, and draws what a model does whose answer is ``ANSWER``: after a
     wrong draft any token. The request at ``failing`` cannot be computed."""
     schedule = scheduler.schedule()
     for entry, ids in zip(schedule, drafts, strict=False):

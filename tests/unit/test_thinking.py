@@ -69,7 +69,7 @@ def limits(**options: Any) -> ThinkingLimits:
 
 
 def rows_of(kept: ThinkingLimits, output_ids: list[int]) -> list[tuple[tuple[int, ...], tuple[int, int | None] | None]]:
-    """What the limits ask of each row up to the one behind these outputs."""
+    """What the limits ask of each row up to the one after these outputs."""
     found = []
     for index in range(len(output_ids) + 1):
         made = kept(SamplingRow(SamplingParams(), 0, index, output_ids=output_ids[:index]))

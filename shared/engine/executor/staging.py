@@ -3,7 +3,7 @@
 A step's inputs (ids, positions, slot mapping) are numpy arrays on the host. Copying each array by itself would cost a
 synchronous copy each. Instead every array has a fixed range, sized for its maximum length, in a pinned host buffer and
 in a device buffer of the same layout. Two pinned buffers alternate, so the host can write a step while the copy of the
-previous one waits on the stream behind a forward. On a CPU the host and the device buffer are the same.
+previous one waits on the stream after a forward. On a CPU the host and the device buffer are the same.
 
 Invariants: an array has the same device address in every step, whatever its length, as CUDA graphs require; nothing is
 allocated after construction; a pinned buffer is not written while its copy is pending.

@@ -95,14 +95,14 @@ class GrammarRows:
         return Edit(partial(self.remove_refused, entered), True, size, partial(self.advance, entered))
 
     def enter(self, rows: Sequence[SamplingRow], places: Sequence[int]) -> Entered | None:
-        """Find the masks behind the outputs and drafts of the rows with a grammar; None if there are none.
+        """Find the masks after the outputs and drafts of the rows with a grammar; None if there are none.
 
         Args:
             places: the table row of each row; those of a request are adjacent.
         """
         self.keys = self._keys(rows, places)
         places, expected, self.next = self.keys[0], self.next, None
-        if expected == self.keys and not any(map(_NUM_DRAFTS, rows)):  # each stands behind its own token
+        if expected == self.keys and not any(map(_NUM_DRAFTS, rows)):  # each stands after its own token
             self._meet()
             return self.last[1]
         for place, serial, index, has_grammar in zip(*(expected or ((), (), (), ())), strict=True):
@@ -147,8 +147,8 @@ class GrammarRows:
         return logits
 
     def advance(self, entered: Entered, ids: torch.Tensor) -> None:
-        """Move each row that was entered to behind the token drawn for it, and find the masks there, unless some stand
-        behind drafts; of these few go on.
+        """Move each row that was entered to after the token drawn for it, and find the masks there, unless some stand
+        after drafts; of these few go on.
 
         Args:
             ids: int64 ``[n]``, of all rows; not changed afterwards.
@@ -166,7 +166,7 @@ class GrammarRows:
         self.next = places, serials, [index + 1 for index in indices], has_grammar
 
     def forget(self) -> None:
-        """Forget all rows: they stand behind drafts, of which some were not accepted."""
+        """Forget all rows: they stand after drafts, of which some were not accepted."""
         self.entered.clear()
         self.masked.clear()
         self.next = None
@@ -184,7 +184,7 @@ class GrammarRows:
         return found
 
     def _aside(self, do: Callable[..., None], *arguments: Any) -> None:
-        """Call on the stream of its own, behind the last draw and upload."""
+        """Call on the stream of its own, after the last draw and upload."""
         if self.stream is None:
             do(*arguments)
             return
@@ -209,7 +209,7 @@ class GrammarRows:
         numbers: list[int],
         slots: list[int],
     ) -> None:
-        """Set the rows: ``sent`` from the host, ``moved`` from other rows, those behind drafts by walking these."""
+        """Set the rows: ``sent`` from the host, ``moved`` from other rows, those after drafts by walking these."""
         if self.tokens is None:
             vocabulary = next(iter(self.grammars.values())).vocabulary
             self.tokens = GrammarTokens.of(vocabulary, self.rows.device)

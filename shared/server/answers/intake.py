@@ -139,7 +139,7 @@ class Intake:
     async def watched(self, params: SamplingParams, body: SamplingFields) -> TokenFSM | None:
         """The grammar over tokens, for what follows each answer, if the body asks for that.
 
-        Call it behind ``with_grammar``. Each token is then read on the event loop: 0.01 ms, or 3 where no mask is kept.
+        Call it after ``with_grammar``. Each token is then read on the event loop: 0.01 ms, or 3 where no mask is kept.
         """
         grammar = params.structured_output
         if not body.grammar_progress or not isinstance(grammar, Grammar):

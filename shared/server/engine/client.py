@@ -166,7 +166,7 @@ class EngineClient:
         self.load = dataclasses.replace(load, num_waiting=load.num_waiting + num_unseen)
         match event:
             case Stepped():
-                if not self._unflushed:  # behind the other events that have come: a stream is then written once
+                if not self._unflushed:  # after the other events that have come: a stream is then written once
                     asyncio.get_running_loop().call_soon(self._flush)
                 self._deliver(event)
             case engine_loop.Refused(request_id, refusal):

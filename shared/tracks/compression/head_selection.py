@@ -148,7 +148,7 @@ class Selected:
         return None
 
     def precede(self) -> None:
-        """Let what is launched from now on run behind this choice."""
+        """Let what is launched from now on run after this choice."""
         if self.room.arrived is not None:
             torch.cuda.current_stream(self.room.sequences.numbers.device).wait_event(self.room.arrived)
 

@@ -106,9 +106,9 @@ class Adapter(nn.Module):
         self.masks.copy_(mean.expand_as(self.masks))
 
     def logits(self, model: CausalLM, previous: Tensor, hidden: Tensor) -> Tensor:
-        """Logits ``[n, V]`` behind the tokens ``previous [n]``, from the mask tokens' hidden states ``[n, H]``.
+        """Logits ``[n, V]`` after the tokens ``previous [n]``, from the mask tokens' hidden states ``[n, H]``.
 
-        With ``num_candidates`` the logits behind them are -inf.
+        With ``num_candidates`` the logits after them are -inf.
         """
         logits = self.candidate_logits(model, previous, hidden)
         return F.pad(logits, (0, self.shape.vocab_size - logits.shape[1]), value=-torch.inf)

@@ -1,15 +1,15 @@
-"""Selective recomputation: segments put together, with a part of their tokens computed again. Introduced in phase 9.1.
+"""Selective recomputation: concatenates segments and recomputes part of their tokens. Introduced in phase 9.1.
 
 From layer 1 on the keys and values of a later segment never saw the segments before it. CacheBlend (arXiv 2405.16444)
-computes a fraction of each segment's tokens again, behind all that stands before them: those whose values in layer 1
-change most, since tokens that change much in one layer do so in the next. The others keep what they have.
+recomputes a fraction of each segment's tokens with the whole context before them: those whose values in layer 1 change
+most, since tokens that change much in one layer change much in the next. The others keep their keys and values.
 
 The result depends on the segments before, so it serves this sequence of segments only. It is kept as a segment of its
-own, whose role names the fraction and the lengths: behind it stands a prompt, as behind any first segment. Once
-evicted, it is computed like any segment: as a whole, which is fraction 1.
+own, whose role names the fraction and the lengths; a prompt follows it, as it follows any segment. Once evicted, it is
+recomputed like any segment: as a whole, which is fraction 1.
 
 Invariants: with fraction 1 keys and values are those of the concatenated prompt, with 0 those of the segments; the
-segments are read and never changed; the first segment is never computed again, as nothing stands before it.
+segments are read and never changed; the first segment is never computed again, as nothing precedes it.
 """
 
 import math
@@ -37,7 +37,7 @@ def most_changed(change: Tensor, lengths: Sequence[int], fraction: float) -> Ten
     """The tokens to compute again, int64, ascending: in each segment the ``fraction`` that changes most, rounded up.
 
     Args:
-        change: fp32 ``[T]``, of the tokens of segments with these ``lengths``, which stand one behind the other.
+        change: fp32 ``[T]``, of the tokens of segments with these ``lengths``, in order.
         fraction: from 0 to 1.
     """
     # exercise 09.1x5: choose the tokens to recompute
@@ -55,8 +55,8 @@ def most_changed(change: Tensor, lengths: Sequence[int], fraction: float) -> Ten
 class BlendView:
     """Keys and values ``[layers, S, Hkv, D]`` of a whole context, which the model's tokens replace in part.
 
-    ``rows`` are the tokens of the context that a layer computes: all behind the first segment in layers 0 and 1, then
-    those that layer 1 has chosen. In layer 1 only the chosen ones are stored, and attend.
+    ``rows`` are the tokens of the context that a layer computes: all after the first segment in layers 0 and 1, then
+    those that layer 1 chose. In layer 1 only the chosen ones are stored, and attend.
     """
 
     def __init__(self, keys: Tensor, values: Tensor, lengths: Sequence[int], fraction: float) -> None:
@@ -81,9 +81,9 @@ class BlendView:
         """See :class:`shared.models.tokens.KVView`; zeros for tokens that are not chosen."""
         out = torch.zeros_like(q, memory_format=torch.contiguous_format)
         for some in self.chosen.split(_ROWS):
-            places = self.rows[some]
-            k, v = (x[layer, : int(places[-1]) + 1].transpose(0, 1) for x in (self.keys, self.values))
-            values, _ = range_state(q[some], k, v, places, scale=scale, window=window, softcap=softcap)
+            positions = self.rows[some]
+            k, v = (x[layer, : int(positions[-1]) + 1].transpose(0, 1) for x in (self.keys, self.values))
+            values, _ = range_state(q[some], k, v, positions, scale=scale, window=window, softcap=softcap)
             out[some] = values.to(q.dtype)
         return out
 
@@ -158,7 +158,7 @@ def blend_segments(
 
 
 def _concatenated(config: ModelConfig, view: Any, segments: Sequence[Segment]) -> tuple[Tensor, Tensor]:
-    """Copies of the segments' keys and values ``[layers, S, Hkv, D]``, keys moved to where each segment stands."""
+    """Copies of the segments' keys and values ``[layers, S, Hkv, D]``, keys moved to each segment's position."""
     slots = [_slots(view, segment.blocks, len(segment)) for segment in segments]
     keys, values = (part.flatten(1, 2)[:, torch.cat(slots)] for part in (view.keys, view.values))
     starts = torch.tensor(offsets_of(map(len, segments)), device=keys.device)

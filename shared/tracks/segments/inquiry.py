@@ -95,7 +95,7 @@ class Blend:
 
 @dataclass(frozen=True)
 class Page:
-    """Up to ``limit`` segments, the least recently used first, behind the one with the id ``after``."""
+    """Up to ``limit`` segments, the least recently used first, from the one after the id ``after``."""
 
     limit: int
     after: str | None = None

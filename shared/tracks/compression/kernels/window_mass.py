@@ -159,7 +159,7 @@ def window_mass(ring: Tensor, keys: Tensor, sequences: CachedSequences, w: int, 
         w: at most as many as every head has tokens.
 
     Returns:
-        fp32 ``[n, L, Hkv, Hq / Hkv, longest]`` of each head's tokens in time order, 0 behind them.
+        fp32 ``[n, L, Hkv, Hq / Hkv, longest]`` of each head's tokens in time order, 0 after them.
     """
     L, ring_rows, length, Hq, D = ring.shape
     _, num_blocks, block_size, Hkv, _ = keys.shape

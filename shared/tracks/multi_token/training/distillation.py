@@ -1,6 +1,6 @@
 """Trains an adapter on a model's own texts. Introduced in phase 11.1.
 
-At an anchor, a token of a text, mask j stands for the j-th token behind it, and must predict the token after that. The
+At an anchor, a token of a text, mask j stands for the j-th token after it, and must predict the token after that. The
 teacher is the model itself: its logits at the masked token, which it computes when it reads the text. The losses, after
 Samragh et al. (arXiv 2507.11851):
 

@@ -79,7 +79,7 @@ def range_attention_kernel(
 ):  # fmt: skip
     """Program (i, j) computes every item j + n · programs for KV head i; the grid is (Hkv, programs).
 
-    IS_EARLY: it looks up its first keys before it waits for the kernel before, and loads queries behind that. Its slots
+    IS_EARLY: it looks up its first keys before it waits for the kernel before, and loads queries after that. Its slots
     have no offsets. Large tiles are slower so.
     """
     launch_dependents(PDL)
