@@ -232,15 +232,25 @@ def test_rows_in_fp8(as_hopper, device, randn):
     assert_equal(numbers, rounded, "numbers", ("row", "column"))
 
 
+@pytest.mark.parametrize("offset", [0.0, 1.0])
+def test_rows_of_a_norm_in_fp8_are_those_of_the_norm_as_it_is_written(offset, as_hopper, randn):
+    x, norm = randn(20, 300, dtype=torch.float16)[:, 50:250], norm_of(randn(200, dtype=torch.float16), offset)
+    values, scales = quantize_rows(x, norm)
+    expected, of_rows = quantize_rows(rms_norm(x, norm.weight, norm.eps, norm.offset))
+    assert_equal(scales, of_rows, "scales", ("row",))
+    assert_equal(values.float(), expected.float(), "numbers", ("row", "column"))
+
+
 @pytest.mark.parametrize("columns_per_scale", [128, None])
 @pytest.mark.parametrize("activation", [None, swiglu])
 def test_prompts_are_multiplied_in_fp8(activation, columns_per_scale, as_hopper, quantized, randn, check, num_launches):
     """Against fp64 of x as it is rounded to FP8, which the check does once more."""
     rows, columns = MAX_ROWS + 8, 64 if activation is None else 32
     weight = quantized("fp8", 64, 256, columns_per_scale)
-    check(randn(rows, 256), weight, residual=randn(rows, columns), activation=activation)
+    norm = norm_of(randn(256), 0.0)
+    check(randn(rows, 256), weight, norm=norm, residual=randn(rows, columns), activation=activation)
     assert num_launches(quantize_rows_kernel) == 2
-    assert num_launches(quantized_gemm_kernel) == 1
+    assert num_launches(quantized_gemm_kernel) == num_launches(rms_norm_kernel) == 1  # the norm: of the check alone
 
 
 @pytest.mark.parametrize("rows_per_scale", [1, 64])
