@@ -135,7 +135,7 @@ def grammar_mask(
     programs_of_row = min(num_groups, max(triton.cdiv(num_groups, NUM_GROUPS), NUM_PROGRAMS // B))
     launch(
         grammar_mask_kernel, (programs_of_row, B),
-        tables, rows, slots, tokens.text, tokens.starts, tokens.about, tokens.firsts, words, num_groups,
+        tables, rows, slots, tokens.text, tokens.starts, tokens.packed, tokens.firsts, words, num_groups,
         tokens.first_plain, tokens.longest, stride,
         NUM_GROUPS=NUM_GROUPS, num_warps=1,
     )  # fmt: skip
