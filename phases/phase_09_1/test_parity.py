@@ -38,7 +38,7 @@ def make(folder: Path, phase: Any = Engine, **config: Any) -> Any:
 def answer(
     engine: Any, segments: list[list[int]], own: list[int], num_tokens: int = 12
 ) -> tuple[list[int], torch.Tensor]:
-    """The greedy tokens after the segments, and the logits that each was drawn from."""
+    """The greedy tokens after the segments, and the logits that each was sampled from."""
     logits: list[torch.Tensor] = []
     sample = engine.runner.sample
     names = [engine.register(segment) for segment in segments]

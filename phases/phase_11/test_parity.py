@@ -55,7 +55,7 @@ def has_guessed(engine: Speculative) -> bool:
 def test_outputs_are_those_of_phase_9(
     tiny_checkpoints: dict[str, Path], family: str, sizes: tuple[int, int], overlaps: bool
 ) -> None:
-    """Greedy and drawn, with penalties, chunks, shared prefixes and preemptions; found by lookup, and foreseen."""
+    """Greedy and sampled, with penalties, chunks, shared prefixes and preemptions; found by lookup, and foreseen."""
     options = SMALL | {"prefill_chunk_size": 30} | dict(zip(("block_size", "num_gpu_blocks"), sizes, strict=True))
     requests, arrivals = [*ALIKE, *MIXED], [*ARRIVE, *ARRIVALS]
     folder = tiny_checkpoints[family]

@@ -55,7 +55,7 @@ class SamplingParams:
         thinking_budget: the most tokens of thinking, of a model that thinks (Qwen 3); after them its thinking is
             closed. Phase 11.1 keeps this limit and the next.
         min_thinking_tokens: the tokens of thinking before which it does not end: a word such as "Wait" stands in the
-            place of its end, and neither end-of-sequence ids nor ``stop_token_ids`` are drawn.
+            place of its end, and neither end-of-sequence ids nor ``stop_token_ids`` are sampled.
         structured_output: the grammar of the output (phase 12), which ends with an end-of-sequence id where the grammar
             is at its end. It comes before ``min_tokens``; if ``max_new_tokens`` ends the output, it is a beginning.
 

@@ -98,7 +98,7 @@ def test_all_heads_at_once_keep_what_each_keeps_alone(randn, method, window):
     selector = HeadSelector(ring, memory[0], ends, windows, compressor, budget, 0.25)
     selected = selector.select(holdings, w)
     selected.precede()
-    cached, chosen, found = selected.room.sequences, selected.room.chosen, selected.room.counts
+    cached, chosen, found = selected.workspace.sequences, selected.workspace.chosen, selected.workspace.counts
     mass = window_mass(ring, memory[0], cached, w, 0.25)
     assert [selected.index(replace(one)) for one in holdings] == [0, 1]
     assert selected.index(replace(holdings[0], length=holdings[0].length + 1)) is None, "it has new tokens"
@@ -125,8 +125,8 @@ def test_all_heads_at_once_keep_what_each_keeps_alone(randn, method, window):
         assert torch.equal(memory.view(2, -1, D)[:, at], before[:, torch.cat(kept)])
         now = [0, *found[i].flatten().cumsum(0).tolist(), cells.slots_for(found[i].cpu().numpy())]
         assert ends[holding.row].tolist() == now, "the next step reads what was kept"
-    selected.room.leave()
-    assert selected.index(holdings[0]) is None, "its room serves a later choice"
+    selected.workspace.leave()
+    assert selected.index(holdings[0]) is None, "its workspace serves a later choice"
 
 
 @pytest.mark.parametrize("size", [3, 36, 37, 5000])
@@ -330,10 +330,10 @@ def test_recorded_choices_are_those_that_are_launched(tiny_checkpoints, monkeypa
     got, _ = serve(engine, requests)
     assert [[o.token_id for o in answer] for answer in got] == [[o.token_id for o in answer] for answer in expected]
     assert engine.num_compressions == plain.num_compressions == 6
-    ((num, _, capacity), room), *others = engine.view.attention.selector.rooms.items()
+    ((num, _, capacity), workspace), *others = engine.view.attention.selector.workspaces.items()
     assert (num, capacity, others) == (2, 128, [])
-    assert room.graph is not None
-    assert room.num_choices == 2
+    assert workspace.graph is not None
+    assert workspace.num_choices == 2
 
 
 def test_an_abort_and_a_shared_prefix_change_no_token(tiny_checkpoints):

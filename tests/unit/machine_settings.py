@@ -194,14 +194,14 @@ def grants_cover_what_is_computed(machine: SchedulingMachine) -> None:
 
 def the_draft_models_memory_follows_the_text(machine: SchedulingMachine) -> None:
     pair: Any = machine.pool
-    assert pair.twins.keys() == set(pair.target.holdings()[1])
-    assert set(pair.draft.holdings()[1]) == set(pair.twins.values())
-    for request, twin in pair.twins.items():
-        assert request.token_ids[: twin.num_tokens] == twin.token_ids
-        assert pair.draft.length(twin) <= request.num_tokens
+    assert pair.draft_requests.keys() == set(pair.target.holdings()[1])
+    assert set(pair.draft.holdings()[1]) == set(pair.draft_requests.values())
+    for request, draft_request in pair.draft_requests.items():
+        assert request.token_ids[: draft_request.num_tokens] == draft_request.token_ids
+        assert pair.draft.length(draft_request) <= request.num_tokens
         if request.status is RequestStatus.RUNNING:
             granted = pair.target.granted[pair.target.rows[request]]
-            assert granted == pair.draft.granted[pair.draft.rows[twin]], "both pools reserve, or none"
+            assert granted == pair.draft.granted[pair.draft.rows[draft_request]], "both pools reserve, or none"
 
 
 # Drafts.
@@ -238,7 +238,7 @@ class Followed(DraftModel):
         self.room = config.most_tokens_of_a_step(MAX_SEQ_LEN)
 
     def _run(self, schedule: Schedule, entries: Sequence[Scheduled], num_ahead: int) -> Any:
-        requests = {twin: request for request, twin in self.pair.twins.items()}
+        requests = {draft_request: request for request, draft_request in self.pair.draft_requests.items()}
         self.runner.requests = [requests[entry.request] for entry in entries]  # type: ignore[attr-defined]
         return super()._run(schedule, entries, num_ahead)
 

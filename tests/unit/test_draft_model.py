@@ -48,7 +48,7 @@ def drafts(tiny_checkpoints: dict[str, Path], tmp_path_factory: pytest.TempPathF
 
 
 class Checked(Engine):
-    """After each step a twin has the tokens of its request, and the pools hold what it says."""
+    """After each step a draft request has the tokens of its request, and the pools hold what it says."""
 
     def __init__(self, config: EngineConfig) -> None:
         super().__init__(config)
@@ -57,13 +57,13 @@ class Checked(Engine):
         def checking(schedule: Schedule, sampled: Any) -> None:
             commit(schedule, sampled)
             pool: Any = self.pool
-            assert pool.twins.keys() == set(self.scheduler.running.values()) | self.scheduler.ending.keys()
-            for request, twin in pool.twins.items():
-                assert request.token_ids[: twin.num_tokens] == twin.token_ids
-                assert pool.draft.length(twin) <= request.num_tokens
+            assert pool.draft_requests.keys() == set(self.scheduler.running.values()) | self.scheduler.ending.keys()
+            for request, draft_request in pool.draft_requests.items():
+                assert request.token_ids[: draft_request.num_tokens] == draft_request.token_ids
+                assert pool.draft.length(draft_request) <= request.num_tokens
                 if request.status is RequestStatus.RUNNING:
                     assert pool.length(request) == request.num_computed_tokens
-            for side, held in ((pool.target, pool.twins), (pool.draft, pool.twins.values())):
+            for side, held in ((pool.target, pool.draft_requests), (pool.draft, pool.draft_requests.values())):
                 assert len(side.audit()) == len(side.holdings()[1]) <= len(held)
 
         self.scheduler.commit = checking  # type: ignore[method-assign]
@@ -129,7 +129,7 @@ def test_whatever_the_sizes_arrivals_and_aborts(
 def test_the_draft_models_cache_holds_the_text(
     tiny_checkpoints: dict[str, Path], drafts: dict[str, Path], family: str
 ) -> None:
-    """After rejected drafts too: keys and values of a twin are those that the draft model computes from the text."""
+    """After rejected drafts too: a draft request's keys and values are those of its text."""
     engine = make(tiny_checkpoints[family], drafts[family], block_size=3)
     plain = Plain(EngineConfig(model=str(drafts[family]), max_seq_len=128, block_size=3))
     engine.add_request(list(range(30)), SamplingParams(**GREEDY, max_new_tokens=60))
@@ -137,9 +137,9 @@ def test_the_draft_models_cache_holds_the_text(
         engine.step()
         if not engine.scheduler.running or engine.stats()["tokens computed"] % 4:
             continue
-        ((request, twin),) = engine.pool.twins.items()
-        text = request.token_ids[: engine.pool.draft.length(twin)]
-        found = kept(engine.pool.draft, engine.drafter.runner.view, twin)
+        ((request, draft_request),) = engine.pool.draft_requests.items()
+        text = request.token_ids[: engine.pool.draft.length(draft_request)]
+        found = kept(engine.pool.draft, engine.drafter.runner.view, draft_request)
         name = plain.add_request([*text, 0], SamplingParams(max_new_tokens=2, ignore_eos=True))
         plain.step()
         torch.testing.assert_close(found, kept(plain.pool, plain.view, plain.scheduler.running[name])[:, : len(text)])

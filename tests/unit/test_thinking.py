@@ -100,7 +100,9 @@ def test_thinking_is_closed_behind_its_budget() -> None:
 
 
 def test_each_row_sees_the_drafts_in_front_of_it_and_none_is_remembered() -> None:
-    request = Request("r", [1], SamplingParams(thinking_budget=3), 0, (END,), [5], steer=limits(most=3, is_open=True))
+    request = Request(
+        "r", [1], SamplingParams(thinking_budget=3), 0, (END,), [5], limit_row=limits(most=3, is_open=True)
+    )
     for drafts, expected in (([6, CLOSE], None), ([6, 7], (CLOSE, None)), ([CLOSE, 7], None), ([8, 9], (CLOSE, None))):
         request.draft_ids = drafts
         assert [request.sampling_row(number).redirect for number in range(3)] == [None, None, expected]

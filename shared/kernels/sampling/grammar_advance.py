@@ -1,6 +1,6 @@
-"""The configuration after a token, on the GPU that drew the token. Introduced in phase 12.
+"""The configuration after a token, on the GPU that sampled the token. Introduced in phase 12.
 
-The next mask depends on the token that a step has just drawn, which the host sees a step later. So the configurations
+The next mask depends on the token that a step has just sampled, which the host sees a step later. So the configurations
 live on the device, and a launch after the sampler moves them on. With drafts each position has a configuration: that
 of the next position is that after a draft, so one launch walks them in a chain.
 

@@ -148,7 +148,7 @@ class CondensedKernels(PagedAttentionProtocol):
         selected = self.selected.pop(sequence.row, None)
         if selected is None or (i := selected.index(sequence)) is None:
             selected, i = self._select(selector, [sequence]), 0
-        counts, room = selected.wait(i), selected.room
+        counts, workspace = selected.wait(i), selected.workspace
         packed = Packed(counts, sequence.num_tokens, self.cells.slots_for(counts))
         num_before = counts.size * sequence.num_tail + (0 if sequence.packed is None else sequence.packed.total)
         if num_before - packed.total < self.cells.per_block or (table := place(packed)) is None:
@@ -157,10 +157,10 @@ class CondensedKernels(PagedAttentionProtocol):
         with before(selector.stream):
             if not np.array_equal(source, known):  # the prefix tree had the same blocks
                 where = slice(TABLE_START, TABLE_START + len(source))
-                room.sequences.numbers[i, where] = sent(source, storage.keys.device)
+                workspace.sequences.numbers[i, where] = sent(source, storage.keys.device)
             target = None if np.array_equal(table, source[: len(table)]) else sent(table, storage.keys.device)
-            kept = room.chosen, room.counts, packed.most, packed.total
-            move_kept(storage.keys, storage.values, room.sequences, i, *kept, target)
+            kept = workspace.chosen, workspace.counts, packed.most, packed.total
+            move_kept(storage.keys, storage.values, workspace.sequences, i, *kept, target)
         self.sent_rows[sequence.row] = packed
         return packed
 

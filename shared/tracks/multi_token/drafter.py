@@ -8,8 +8,8 @@ Where the passes of the head are recorded and the drafts are the likeliest token
 learn which group is the right one: it makes the drafts of all groups, right after the step, and the host takes those
 that count.
 
-Drafts are drawn as those of a draft model: with the noise of the request, or, for rejection, from a stream of their own
-(:mod:`shared.speculation.draft_model`).
+Drafts are sampled as those of a draft model: with the noise of the request, or, for rejection, from a stream of their
+own (:mod:`shared.speculation.draft_model`).
 
 Invariant: states are used in the step after the one that computed them, or never.
 """
@@ -122,7 +122,7 @@ class MultiTokenDrafter(Drafter):
 
         Args:
             rows: those of the step's logits.
-            sampled: what was drawn from them.
+            sampled: what was sampled from them.
         """
         captured, pending, batch = self.captured, self.pending, launched.batch
         if captured is None or pending is None or sampled.errors or len(sampled.ids) != 1:
@@ -224,11 +224,11 @@ def group_of_next(num_tokens: int, start: int) -> int:
     """The group of masks after the last accepted token of a step.
 
     Args:
-        num_tokens: known tokens of the request: the step's accepted drafts and the token drawn after them included.
+        num_tokens: known tokens of the request: the step's accepted drafts and the token sampled after them included.
         start: the index of the step's first token of the request.
     """
     # exercise 11.1x3: which group of masks followed what was accepted
     # hint: the step computed the token at `start`, and drafts; group 0 stood after the first of these tokens
-    # hint: the newest known token was drawn in this step, after the last accepted one: it was not computed
+    # hint: the newest known token was sampled in this step, after the last accepted one: it was not computed
     return num_tokens - 2 - start
     # end exercise

@@ -61,7 +61,7 @@ class Measured(NamedTuple):
 
     @property
     def tokens_per_step(self) -> float:
-        """Expected tokens of a step: the accepted guesses and one that is drawn."""
+        """Expected tokens of a step: the accepted guesses and one that is sampled."""
         return 1 + sum(self.accepted)
 
 
