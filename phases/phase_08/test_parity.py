@@ -8,10 +8,11 @@ from hypothesis import given, settings
 
 from phases.phase_07.engine import Engine as Chunked
 from phases.phase_08.engine import Engine
+from shared.cache.pool.contiguous import ContiguousKVCachePool
 from shared.engine.config import EngineConfig
 from tests.as_transformers import assert_served
 from tests.mixed_requests import ALIKE, ARRIVALS, ARRIVE, GREEDY, LONG, MIXED, SMALL, STEM, seen, serve, tokens
-from tests.random_loads import Load, answers_alone, assert_as_alone, loads, sizes
+from tests.random_loads import Load, answers_alone, assert_as_alone, interrupt, loads, sizes
 from tests.reference_tokens import ReferenceTokens
 
 
@@ -59,8 +60,10 @@ def test_without_it_the_steps_are_those_of_phase_7(tiny_checkpoints: dict[str, P
     folder, options = tiny_checkpoints["qwen3"], {"max_seq_len": 128, "max_batch_size": 3}
     only = {} if "use_prefix_caching" in settings else settings
     expected, steps = serve(make(folder, Chunked, **options, **only), ALIKE)
-    answers, records = serve(make(folder, **options, **settings), ALIKE)
+    engine = make(folder, **options, **settings)
+    answers, records = serve(engine, ALIKE)
     assert (seen(answers), records) == (seen(expected), steps)
+    assert isinstance(engine.pool, ContiguousKVCachePool) == ("kv_cache_backend" in settings)
 
 
 @settings(max_examples=8, deadline=None)
@@ -70,6 +73,19 @@ def test_whatever_the_sizes_arrivals_and_aborts(
 ) -> None:
     folder = tiny_checkpoints["gemma3_text"]
     assert_as_alone(make(folder, **options), load, answers_alone(Chunked, folder))
+
+
+@pytest.mark.parametrize("broken", ["runner.forward", "scheduler.commit"])
+def test_an_interrupted_step_is_repeated_and_loses_nothing(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, broken: str
+) -> None:
+    options = {"max_seq_len": 128, "max_batch_size": 3}
+    expected = seen(serve(make(folder, **options), ALIKE, ARRIVE)[0])
+    engine = make(folder, **options)
+    interrupts = interrupt(engine, broken, monkeypatch)
+    assert seen(serve(engine, ALIKE, ARRIVE)[0]) == expected
+    assert len(interrupts) > 5
+    assert engine.stats().items() >= engine.scheduler.stats().items()
 
 
 def test_the_turns_of_a_conversation_find_the_earlier_ones(
