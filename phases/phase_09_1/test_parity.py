@@ -213,7 +213,7 @@ def test_what_cannot_be_is_refused(folder: Path) -> None:
     name = engine.register([1, 2, 3])
     for chunk_ids, params, message in (
         (["ab"], {}, "no chunk 'ab'"),
-        ([name], {"prompt_logprobs": 1}, "chunks were computed without logits"),
+        ([name], {"prompt_logprobs": 0}, "chunks were computed without logits"),
         ([engine.register([n] * 100) for n in range(2)], {"max_new_tokens": 40}, "needs 17 blocks"),
         ([name] * 100, {}, "length is 256 tokens. However, you requested 301 tokens"),
     ):
@@ -221,6 +221,12 @@ def test_what_cannot_be_is_refused(folder: Path) -> None:
             engine.add_request([1], SamplingParams(**{"max_new_tokens": 9} | params), chunk_ids=chunk_ids)
     with pytest.raises(RequestError, match="The prompt is empty"):
         engine.register([])
+    with pytest.raises(RequestError, match=r"length is 256 tokens. However, you requested 257"):
+        engine.register([1] * 257)
+    assert engine.register([1, 2, 3], "system") != name, "a chunk has a role"
+    asked = engine.add_request([9], SamplingParams(max_new_tokens=2), chunk_ids=[engine.register([4]), name])
+    assert next(iter(engine.chunks.contexts)).prompt_ids == [4, 1, 2, 3, 9], "chunks stand before the prompt, in order"
+    assert engine.abort(asked)
     assert [output.token_id for output in outputs(engine)] == []
     for config, said in (
         ({"kv_cache_backend": "contiguous"}, "chunks are kept in blocks"),
