@@ -14,7 +14,7 @@ from course_site import phase_sections, reports
 from shared.lessons import Lesson, lessons
 
 HOME, MEASURED = "README", "docs/PERFORMANCE"
-REFERENCE = ("adapters/README", "docs/API", "docs/DEPLOY", "docs/GLOSSARY", MEASURED)
+REFERENCE = ("adapters/README", "docs/API", "docs/DEPLOY", "docs/GLOSSARY", "docs/EXPERIMENTS", MEASURED)
 BEGINNING, LAST, TEACHING = "tutorial/start", "tutorial/beyond_one_machine", "tutorial/teachers"
 CODE_ENDS = "\n## Run it\n"
 
