@@ -12,7 +12,7 @@ from tests.grammars import assert_language, budget
 def nested() -> Automaton:
     """``value = "[" value? "]" | '"' of two or three letters a '"'``, with blanks inside the brackets.
 
-    States: 0 the value, 1 the end, 2 behind a bracket that opens, 3 behind its value, 4 inside a string.
+    States: 0 the value, 1 the end, 2 after a bracket that opens, 3 after its value, 4 inside a string.
     """
     letters = b'[]"a \n\t'
     columns = np.full(256, len(letters), np.uint8)
@@ -65,7 +65,7 @@ def test_a_stack_is_never_too_deep_to_end() -> None:
 def objects() -> Automaton:
     """An object of keys a, b and c without values, each at most once: a is required, and b needs c.
 
-    States: 0 the object, 1 the end, 2 behind the brace, 3 behind a comma, 4 behind a key.
+    States: 0 the object, 1 the end, 2 after the brace, 3 after a comma, 4 after a key.
     """
     letters = b"{},abc"
     columns = np.full(256, len(letters), np.uint8)
@@ -106,4 +106,4 @@ def test_keys_in_any_order() -> None:
     accepted = (b"{a}", b"{a,c}", b"{c,a}", b"{b,c,a}", b"{a,b,c}")
     refused = (b"{}", b"{c}", b"{a,b}", b"{a,a}", b"{a,}", b"{b,c}")
     assert_language(automaton, accepted, refused)
-    assert automaton.walk(START, b"{a,b,c,") is None, "behind all keys no comma, since no key could follow"
+    assert automaton.walk(START, b"{a,b,c,") is None, "after all keys no comma, since no key could follow"

@@ -56,7 +56,7 @@ def inference() -> Iterator[None]:
 
 
 def batch_of(tokens: dict[str, list[int]], pool: ContiguousKVCachePool | None = None, samples: bool = True) -> Batch:
-    """A batch of new requests, each with a logit row behind its last token; the last id may be None: in flight."""
+    """A batch of new requests, each with a logit row after its last token; the last id may be None: in flight."""
     pool = pool or ContiguousKVCachePool(4, 20)
     entries = []
     for name, ids in tokens.items():

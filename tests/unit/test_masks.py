@@ -63,7 +63,7 @@ def test_the_tokens_that_may_follow() -> None:
         assert now is not None, f"the automaton refuses {text!r}"
         shown = ["</s>" if n == END else tokens.tokens[n].decode() for n in fsm.allowed_tokens(now)]
         assert_equal(
-            shown, (["</s>"] if "</s>" in expected else []) + [w for w in WORDS if w in expected], f"behind {text!r}"
+            shown, (["</s>"] if "</s>" in expected else []) + [w for w in WORDS if w in expected], f"after {text!r}"
         )
 
 
