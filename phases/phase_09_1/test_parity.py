@@ -227,7 +227,9 @@ def test_what_cannot_be_is_refused(folder: Path) -> None:
         engine.register([1] * 257)
     assert engine.register([1, 2, 3], "system") != name, "a segment has a role"
     asked = engine.add_request([9], SamplingParams(max_new_tokens=2), segment_ids=[engine.register([4]), name])
-    assert next(iter(engine.segments.contexts)).prompt_ids == [4, 1, 2, 3, 9], "segments stand before the prompt, in order"
+    assert next(iter(engine.segments.contexts)).prompt_ids == [4, 1, 2, 3, 9], (
+        "segments stand before the prompt, in order"
+    )
     assert engine.abort(asked)
     assert [output.token_id for output in outputs(engine)] == []
     for config, said in (
