@@ -76,7 +76,7 @@ class Engine(ServingEngine):
         self.model = load_model(folder, dtype=config.torch_dtype, device=config.device)
         (pack if config.pack_weights else fuse)(self.model)
         self.tokenizer = Tokenizer.load(folder)
-        self.max_seq_len = config.sequence_limit(self.model.max_positions)
+        config = self.fitted(config)
         self.chunks = ChunkRegistry()
         self.pool, self.view = chunk_memory(config, self.model, self.max_seq_len, self.chunks)
         self.scheduler: Scheduler = StaticScheduler(config, self.pool, self.max_seq_len)

@@ -49,6 +49,15 @@ class ServingEngine(ABC):
         self.answers: dict[str, deque[StepOutput]] = {}  # outputs that `generate` has not yielded yet
         self.last_step: StepRecord | None = None
 
+    def fitted(self, config: EngineConfig) -> EngineConfig:
+        """Find ``max_seq_len``, and return the settings as they hold for the loaded model."""
+        self.max_seq_len = config.sequence_limit(self.model.max_positions)
+        if config.prefill_wait_ms is not None:
+            from shared.scheduling.chunks import within_wait  # which phase 7 introduces
+
+            self.config = config = within_wait(config, self.model)
+        return config
+
     @cached_property
     def output_processor(self) -> OutputProcessor:
         """Makes the outputs of committed tokens."""
