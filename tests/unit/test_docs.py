@@ -26,6 +26,9 @@ PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 PEOPLE = re.compile(r"who(ever)|(no|some|any|every)body", re.IGNORECASE)  # in identifiers too
 SPOKEN = ("shared", "phases", "benchmarks", "docs", "tests")
 
+# Phrases of the sources that have no honest use: say after it, and name an argument for what it is.
+PHRASES = re.compile(r"\bbehind (it|them|each|that|those|which)\b|\*\*about\b|\babout=")
+
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_what_a_page_names_exists_and_what_it_cites_stands_in_the_report(page: Path) -> None:
@@ -53,16 +56,27 @@ def test_the_map_lists_the_modules_as_they_are() -> None:
     assert source_map.PAGE.read_text(encoding="utf-8") == source_map.page(), "run make map"
 
 
-@pytest.mark.parametrize("folder", SPOKEN)
-def test_requests_are_not_spoken_of_as_people(folder: str) -> None:
-    files = [path for path in sorted((ROOT / folder).rglob("*")) if path.suffix in (".py", ".md")]
-    found = [
+def lines_with(words: re.Pattern[str], folder: str, suffixes: tuple[str, ...]) -> list[str]:
+    """The lines of a folder's files that hold one of the words."""
+    files = [path for path in sorted((ROOT / folder).rglob("*")) if path.suffix in suffixes]
+    assert files, f"{folder} has no files"
+    return [
         f"{path.relative_to(ROOT)}:{number}: {line.strip()}"
         for path in files
         for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1)
-        if PEOPLE.search(line)
+        if words.search(line)
     ]
-    assert files, f"{folder} has no files"
+
+
+@pytest.mark.parametrize("folder", SPOKEN)
+def test_requests_are_not_spoken_of_as_people(folder: str) -> None:
+    found = lines_with(PEOPLE, folder, (".py", ".md"))
+    assert not found, "\n".join(found)
+
+
+@pytest.mark.parametrize("folder", ["shared", "phases", "benchmarks"])
+def test_sources_say_after_and_name_their_arguments(folder: str) -> None:
+    found = lines_with(PHRASES, folder, (".py",))
     assert not found, "\n".join(found)
 
 

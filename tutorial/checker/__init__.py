@@ -5,7 +5,7 @@ anew. A page is Markdown with these fences (``chapter.py`` reads them):
 
 ==========================================  ========================================================================
 ```` ```python run ````                     runs, after the run fences before it, in one namespace a page (``runs.py``)
-```` ```output ````                         directly behind a run fence: what that fence printed (``matching.py``)
+```` ```output ````                         directly after a run fence: what that fence printed (``matching.py``)
 ```` ```python source=PATH#NAME ````        equals that function, method, class or constant (``quotes.py``)
 ```` ```diff phases=02..03 ````             equals the difference of the two ``engine.py`` files
 ```` ```console ````                        ``$`` lines are run at the repository's root, the rest is what they print

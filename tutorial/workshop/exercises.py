@@ -16,7 +16,7 @@ import ast
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, lru_cache
 from pathlib import Path
 
 import shared
@@ -65,6 +65,7 @@ class Exercise:
     tests: tuple[str, ...]  # pytest node ids, from the root
     path: str  # of the module, from the root: shared/cache/view/contiguous.py
     target: str
+    processor_seconds: float = 5.0  # that a part of one test may take
 
     @property
     def message(self) -> str:
@@ -75,7 +76,8 @@ class Exercise:
         return self.path.removesuffix(".py").replace("/", ".")
 
 
-def regions(source: str, where: str = "the source") -> list[Region]:
+@lru_cache(maxsize=256)  # of more modules than hold exercises
+def regions(source: str, where: str = "the source") -> tuple[Region, ...]:
     """The exercises marked in a source, in order; ConfigError for a malformed marker and for markers that do not fit
     together."""
     found: list[Region] = []
@@ -110,7 +112,7 @@ def regions(source: str, where: str = "the source") -> list[Region]:
         begin = None
     if begin is not None:
         raise ConfigError(f"{where}:{start + 1}: exercise {begin[2]} has no `# end exercise`.")
-    return found
+    return tuple(found)
 
 
 @cache
@@ -141,6 +143,7 @@ def exercises() -> tuple[Exercise, ...]:
                     entry.tests,
                     path,
                     region.target,
+                    entry.processor_seconds,
                 )
             )
     return tuple(found)

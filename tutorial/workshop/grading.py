@@ -226,6 +226,7 @@ def _run_texts(
                 environment=environment,
                 before=partial(limits.apply, len(wanted)),
                 watch=Watch(limits, stop, GRACE if is_alone else 0.0),
+                time_factor=None,
             )
             verdicts = run.verdicts
         except _NO_RECORD as error:

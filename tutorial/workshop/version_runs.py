@@ -16,7 +16,6 @@ from shared.kernels import NO_TRITON
 from tutorial.workshop import check
 from tutorial.workshop.check import KERNEL_TESTS, CheckServer, Run, RunEndedError
 from tutorial.workshop.exercises import Exercise, source_of
-from tutorial.workshop.recorder import RECORD
 from tutorial.workshop.versions import AT_ONCE, VERSIONS, Version, can_replace
 
 Watch = Callable[[int, Path], None]
@@ -69,10 +68,9 @@ def _run_together(
     ]
     (folder / "versions.json").write_text(json.dumps([asdict(version) for version in listed]), encoding="utf-8")
     record = folder / f"record-{is_interpreted}.jsonl"
-    functions = {exercise.number: (exercise.module, exercise.target) for exercise in versions.values()}
     variables = {
         **check.variables_of(folder / "workspace", gaps_raise=True),
-        RECORD: json.dumps({"file": str(record), "functions": functions}),
+        **check.recording(record, list(versions.values())),
         VERSIONS: str(folder / "versions.json"),
     }
     # The files by which pytest captures descriptors would be shared by all forks.
@@ -86,10 +84,11 @@ def _run_together(
         ended = check.how_it_ended(code, seconds)
     except RunEndedError as reason:
         ended = str(reason)
+    of_all = check.entries_of(record, folder, gaps_raise=True)
     return {
         number: check.judged(
             [exercise],
-            check.entries_of(record) + check.entries_of(folder / f"{number}.jsonl"),
+            [*of_all, *check.entries_of(folder / f"{number}.jsonl", folder / str(number), gaps_raise=True)],
             folder / str(number),
             dict.fromkeys(exercise.tests, ended),
             output,

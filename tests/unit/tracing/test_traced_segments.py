@@ -1,4 +1,4 @@
-"""A trace of requests that are made of chunks: a row for each chunk that is computed, and what was found."""
+"""A trace of requests that are made of segments: a row for each segment that is computed, and what was found."""
 
 from pathlib import Path
 
@@ -15,33 +15,33 @@ A, B = (5, 6, 7, 8), (9, 10, 11)
 TWO = SamplingParams(temperature=0.0, max_new_tokens=2, ignore_eos=True)
 
 
-def test_each_chunk_is_computed_in_a_row_of_its_own_before_the_requests_that_use_it(folder: Path) -> None:
+def test_each_segment_is_computed_in_a_row_of_its_own_before_the_requests_that_use_it(folder: Path) -> None:
     for overlaps in (False, True):
         settings = {"max_batch_size": 4, "max_seq_len": 64, "prefill_chunk_size": 3, "overlap_scheduling": overlaps}
         recorder = Recorder(find_lesson("09.1").engine(EngineConfig(model=str(folder), **settings)))
         arrivals = [Arrival(0, "a", (1, 2), TWO, None, (A, B)), Arrival(9, "b", (3,), TWO, None, (B, A))]
         run(recorder, arrivals)
-        trace = recorder.trace("chunks")
+        trace = recorder.trace("segments")
         rows = {request.request_id: request for request in trace.requests}
-        chunks = [request for name, request in rows.items() if name.startswith("chunk ")]
-        assert sorted(chunk.num_prompt_tokens for chunk in chunks) == [3, 4], "each once"
-        for chunk in chunks:
-            assert (chunk.outcome, chunk.tokens) == (Outcome.FINISHED, ())
-            assert trace.cells(chunk)[0].kind is CellKind.PREFILL
-            assert sum(num_tokens for *_, num_tokens in trace.chunks(chunk)) == chunk.num_prompt_tokens
-            assert chunk.end_step <= trace.chunks(rows["a"])[0][0] + 1
+        segments = [request for name, request in rows.items() if name.startswith("segment ")]
+        assert sorted(segment.num_prompt_tokens for segment in segments) == [3, 4], "each once"
+        for segment in segments:
+            assert (segment.outcome, segment.tokens) == (Outcome.FINISHED, ())
+            assert trace.cells(segment)[0].kind is CellKind.PREFILL
+            assert sum(num_tokens for *_, num_tokens in trace.chunks(segment)) == segment.num_prompt_tokens
+            assert segment.end_step <= trace.chunks(rows["a"])[0][0] + 1
         for name, own in (("a", 2), ("b", 1)):
             assert (rows[name].num_prompt_tokens, rows[name].num_cached_tokens) == (7 + own, 7)
             assert [part[1:] for part in trace.chunks(rows[name])] == [(7, own)]
-        assert chunks[0].request_id in page([trace], "chunks")
-        assert embedded(page([trace], "chunks"))
+        assert segments[0].request_id in page([trace], "segments")
+        assert embedded(page([trace], "segments"))
 
 
-def test_a_chunk_that_was_evicted_has_another_row(folder: Path) -> None:
+def test_a_segment_that_was_evicted_has_another_row(folder: Path) -> None:
     engine = find_lesson("09.1").engine(EngineConfig(model=str(folder), max_batch_size=4, max_seq_len=64))
     recorder = Recorder(engine)
     for name in ("a", "b"):
-        recorder.add_request([1], TWO, name, chunks=[A])
+        recorder.add_request([1], TWO, name, segments=[A])
         while engine.has_work():
             recorder.step()
         engine.pool.drop_cached()

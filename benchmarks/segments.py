@@ -1,11 +1,11 @@
-"""What chunks buy and cost: time to the first token, distance to full concatenation, answers. Introduced in phase 9.1.
+"""What segments buy and cost: time to the first token, distance to concatenation, answers. Introduced in phase 9.1.
 
-The distance is that of two distributions of the next token, at each token of a text that follows documents: chunked,
-with a fraction recomputed, and computed as one prompt. Answers are short ones to questions of known answers. The
-documents are pages of this repository. Invariant: both engines compute the same
-ids, in one process, in turns; the chunks are in the cache before the clock starts.
+The distance is that of two distributions of the next token, at each token of a text that follows documents: from
+segments, with a fraction recomputed, and computed as one prompt. Answers are short ones to questions of known answers.
+The documents are pages of this repository. Invariant: both engines compute the same ids, in one process, in turns; the
+segments are in the cache before the clock starts.
 
-    python -m benchmarks.chunks --out benchmarks/reports
+    python -m benchmarks.segments --out benchmarks/reports
 """
 
 import statistics
@@ -15,10 +15,10 @@ from typing import Any
 
 import torch
 
-from benchmarks.chunk_questions import PAGES, QUESTIONS, short_answer
 from benchmarks.command import run
 from benchmarks.decoding import drain, first_token
 from benchmarks.report import Report, rounded
+from benchmarks.segment_questions import PAGES, QUESTIONS, short_answer
 from benchmarks.setup import Setup
 from benchmarks.timing import in_turns
 from benchmarks.view import View, percent, table_of
@@ -75,11 +75,11 @@ def last_logits(engine: Any, count: int) -> torch.Tensor:
     return logits.float().log_softmax(-1)
 
 
-def register(engine: Any, chunks: list[list[int]]) -> list[str]:
-    """Compute the chunks, and return their ids."""
-    chunk_ids = [engine.register(chunk) for chunk in chunks]
+def register(engine: Any, segments: list[list[int]]) -> list[str]:
+    """Compute the segments, and return their ids."""
+    segment_ids = [engine.register(segment) for segment in segments]
     drain(engine)
-    return chunk_ids
+    return segment_ids
 
 
 def distance(expected: torch.Tensor, found: torch.Tensor, own: list[int]) -> dict[str, torch.Tensor]:
@@ -89,7 +89,7 @@ def distance(expected: torch.Tensor, found: torch.Tensor, own: list[int]) -> dic
         "kl": (expected.exp() * (expected - found)).sum(-1),
         "agreement": (expected.argmax(-1) == found.argmax(-1)).float(),
         "loss_plain": -expected[:-1].gather(1, following),
-        "loss_chunked": -found[:-1].gather(1, following),
+        "loss_segments": -found[:-1].gather(1, following),
     }
 
 
@@ -104,26 +104,26 @@ def summary(parts: list[dict[str, torch.Tensor]]) -> dict[str, Any]:
 def distances(
     engines: dict[str, Any], pieces: list[list[int]], count: int, half: int, fractions: Sequence[float | None]
 ) -> dict[float | None, dict[str, Any]]:
-    """Behind ``count`` documents of ``half`` tokens, for each fraction that is recomputed (None: chunks as they are):
+    """After ``count`` documents of ``half`` tokens, for each fraction that is recomputed (None: segments as they are):
     the distance from concatenation, and the seconds that recomputing takes. The text continues the last document.
     """
-    plain, chunked = engines["09"], engines["09.1"]
+    plain, reusing = engines["09"], engines["09.1"]
     texts: dict[float | None, list[dict[str, torch.Tensor]]] = {fraction: [] for fraction in fractions}
     seconds: dict[float | None, list[float]] = {fraction: [] for fraction in fractions}
     for last in range(0, 16, 4):
         chosen = [pieces[(last + 1 + n) % 16] for n in range(count)]
         own = chosen[-1][half:]
-        names = register(chunked, [piece[:half] for piece in chosen])
+        names = register(reusing, [piece[:half] for piece in chosen])
         first_token(plain, [token_id for piece in chosen for token_id in piece[:half]] + own)
         expected = last_logits(plain, len(own))
         for fraction in fractions:
             started = time.perf_counter()
-            used = names if fraction is None else [chunked.blend(names, fraction)]
+            used = names if fraction is None else [reusing.blend(names, fraction)]
             seconds[fraction].append(time.perf_counter() - started)
-            first_token(chunked, own, None, used)
-            texts[fraction].append(distance(expected, last_logits(chunked, len(own)), own))
+            first_token(reusing, own, None, used)
+            texts[fraction].append(distance(expected, last_logits(reusing, len(own)), own))
             if fraction is not None:
-                chunked.chunks.forget(chunked.chunks.find(used[0]))
+                reusing.segments.forget(reusing.segments.find(used[0]))
     return {
         fraction: ({} if fraction is None else {"seconds": rounded(statistics.median(seconds[fraction]))})
         | summary(texts[fraction])
@@ -140,7 +140,7 @@ def answer(engine: Any, prompt: list[int], **more: Any) -> str:
     return short_answer(text)
 
 
-def answers(plain: Any, chunked: Any, counts: tuple[int, ...]) -> dict[str, Any]:
+def answers(plain: Any, reusing: Any, counts: tuple[int, ...]) -> dict[str, Any]:
     """For each number of documents: exact matches with concatenation, and correct answers; the fact's place changes."""
     pieces = [question.piece(plain.tokenizer, ANSWER_LENGTH) for question in QUESTIONS]
     fillers = documents(plain.tokenizer, max(counts), ANSWER_LENGTH)
@@ -151,14 +151,14 @@ def answers(plain: Any, chunked: Any, counts: tuple[int, ...]) -> dict[str, Any]
             chosen = fillers[: count - 1]
             chosen.insert(number % count, pieces[number])
             own = question.prompt(plain.tokenizer)
-            names = register(chunked, chosen)
-            blended = chunked.blend(names, BLENDED)
+            names = register(reusing, chosen)
+            blended = reusing.blend(names, BLENDED)
             texts = (
                 answer(plain, [token_id for piece in chosen for token_id in piece] + own),
-                answer(chunked, own, chunk_ids=names),
-                answer(chunked, own, chunk_ids=[blended]),
+                answer(reusing, own, segment_ids=names),
+                answer(reusing, own, segment_ids=[blended]),
             )
-            chunked.chunks.forget(chunked.chunks.find(blended))
+            reusing.segments.forget(reusing.segments.find(blended))
             right = map(question.is_answered, texts)
             row = (texts[1] == texts[0], texts[2] == texts[0], *right)
             score = {name: score[name] + one for name, one in zip(score, row, strict=True)}
@@ -177,30 +177,30 @@ def measure(
     """Times for ``num_documents`` of ``length`` tokens, and distances for 1 to 16 documents of half that length."""
     setup = Setup(model)
     engines = make_engines(setup, num_documents * length + 256)
-    plain, chunked = engines["09"], engines["09.1"]
+    plain, reusing = engines["09"], engines["09.1"]
     pieces = documents(plain.tokenizer, num_documents + 1, length)
-    chunks, own = pieces[:num_documents], pieces[-1][:question]
+    segments, own = pieces[:num_documents], pieces[-1][:question]
     started = time.perf_counter()
-    names = register(chunked, chunks)
+    names = register(reusing, segments)
     seconds = {"register": [time.perf_counter() - started]}
     calls = {
-        "plain": lambda: first_token(plain, [token_id for chunk in chunks for token_id in chunk] + own),
-        "chunked": lambda: first_token(chunked, own, None, names),
+        "plain": lambda: first_token(plain, [token_id for segment in segments for token_id in segment] + own),
+        "segments": lambda: first_token(reusing, own, None, names),
     }
     times = {name: statistics.median(all_of) for name, all_of in (seconds | in_turns(calls, trials)).items()}
     half = length // 2
     pieces = documents(plain.tokenizer, 16, half + continuation)
     results = {
         "seconds": {name: rounded(value) for name, value in times.items()},
-        "times": rounded(times["plain"] / times["chunked"]),
+        "times": rounded(times["plain"] / times["segments"]),
         "distance": {str(n): distances(engines, pieces, n, half, [None])[None] for n in (1, 2, 4, 8, 16)},
         "recomputed": {f"{part:g}": row for part, row in distances(engines, pieces, 8, half, FRACTIONS).items()},
-        "answers": answers(plain, chunked, (2, 4, 8, 16)),
+        "answers": answers(plain, reusing, (2, 4, 8, 16)),
     }
     flags: dict[str, Any] = {"trials": trials, "documents": num_documents, "length": length, "question": question}
     flags |= {"recomputed_documents": 8, "questions": len(QUESTIONS), "blended": BLENDED}
     flags |= {"answer_length": ANSWER_LENGTH}
-    return setup.report("chunks", {phase: engine.config for phase, engine in engines.items()}, flags, results)
+    return setup.report("segments", {phase: engine.config for phase, engine in engines.items()}, flags, results)
 
 
 def view(report: Report) -> View:
@@ -214,7 +214,7 @@ def view(report: Report) -> View:
         table_of("8 documents, a part recomputed", "fraction", found["recomputed"], agreement=percent, kl=three),
         table_of(answered, "documents", found["answers"], **shares),
     ]
-    return View(f"Chunks: {report.model['name']}", [report.machine_title], tables)
+    return View(f"Segments: {report.model['name']}", [report.machine_title], tables)
 
 
 if __name__ == "__main__":

@@ -39,11 +39,11 @@ def test_a_moved_key_is_the_key_of_the_other_position(rope: RopeConfig, start: i
 def test_turns_by_a_distance_are_the_rows_of_the_table_and_may_be_negative() -> None:
     frequencies = inverse_frequencies(ROPES[0], D)
     table = rope_table(ROPES[0], D, 64)
-    about = ("distance", "cosine or sine", "head", "dim")
-    assert_close(turns(torch.arange(64), frequencies), table, "turns", about, atol=1e-5)
+    options = ("distance", "cosine or sine", "head", "dim")
+    assert_close(turns(torch.arange(64), frequencies), table, "turns", options, atol=1e-5)
     back = table.clone()
     back[:, 1] *= -1
-    assert_close(turns(-torch.arange(64), frequencies), back, "turns by negative distances", about, atol=1e-5)
+    assert_close(turns(-torch.arange(64), frequencies), back, "turns by negative distances", options, atol=1e-5)
 
 
 def test_a_turn_far_along_the_sequence_is_exact() -> None:
@@ -86,7 +86,7 @@ def state_by_hand(
 def test_the_state_of_a_range_is_that_of_the_keys_that_each_query_sees(
     places: list[int], S: int, heads: tuple[int, int], window: int | None, softcap: float | None
 ) -> None:
-    """Queries far behind a range see its last keys in the window, or none."""
+    """Queries far after a range see its last keys in the window, or none."""
     q, k, v = torch.randn(len(places), heads[0], D), torch.randn(heads[1], S, D), torch.randn(heads[1], S, D)
     values, logs = range_state(q, k, v, torch.tensor(places), scale=0.3, window=window, softcap=softcap)
     expected = state_by_hand(q, k, v, places, window, softcap)
@@ -108,7 +108,7 @@ def test_the_states_of_ranges_merge_to_the_attention_over_all_keys() -> None:
     for window in (None, 9, 22):
         state = range_state(q, k[:, 12:], v[:, 12:], places - 12, scale=0.3, window=window)
         for first, last in ((0, 7), (7, 12)):
-            about = {"scale": 0.3, "window": window}
-            state = merge(state, range_state(q, k[:, first:last], v[:, first:last], places - first, **about))
+            options = {"scale": 0.3, "window": window}
+            state = merge(state, range_state(q, k[:, first:last], v[:, first:last], places - first, **options))
         expected = naive_attention(q, k, v, scale=0.3, window=window)
         assert_close(state[0], expected, f"attention, window {window}", ("token", "head", "dim"), rtol=1e-4, atol=1e-5)

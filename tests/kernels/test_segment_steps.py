@@ -1,4 +1,4 @@
-"""On a GPU requests made of chunks get what an explicit mask gives, in captured steps too."""
+"""On a GPU requests made of segments get what an explicit mask gives, in captured steps too."""
 
 import itertools
 from types import SimpleNamespace
@@ -25,7 +25,7 @@ from tests.mixed_requests import GREEDY
 
 pytestmark = pytest.mark.usefixtures("only_the_caches_kernels")
 ROOM: dict[str, Any] = {"max_seq_len": 160, "num_gpu_blocks": 90, "prefill_chunk_size": 14, "max_batch_size": 2}
-CHUNKS = [[(7 * n) % 250 for n in range(37)], [(5 * n + 3) % 250 for n in range(16)], [9], [3, 1, 4, 1, 5] * 9]
+SEGMENTS = [[(7 * n) % 250 for n in range(37)], [(5 * n + 3) % 250 for n in range(16)], [9], [3, 1, 4, 1, 5] * 9]
 
 
 ON_GPU = [
@@ -49,9 +49,9 @@ ON_GPU = [
 )
 @pytest.mark.parametrize("is_shared", [True, False])
 def test_ranges_that_some_share_at_other_offsets(randn, dtype, D, Hq, Hkv, window, softcap, is_shared):
-    """Four sequences with one to six new tokens; a chunk of 300 tokens in two of them, twice in one; unread is NaN.
+    """Four sequences with one to six new tokens; a segment of 300 tokens in two of them, twice in one; unread is NaN.
 
-    Or each with one new token, and each reads its chunks by itself.
+    Or each with one new token, and each reads its segments by itself.
     """
     size, block_size = [300, 20, 1], 4
     contexts, own, num_new = [[1, 0], [0, 2, 0], [], [2, 0]], np.array([6, 9, 30, 1]), np.array([1, 6, 2, 1])
@@ -66,12 +66,12 @@ def test_ranges_that_some_share_at_other_offsets(randn, dtype, D, Hq, Hkv, windo
             slots = (slots + torch.arange(count) % block_size).to(DEVICE)
             memory.flatten(0, 1)[slots] = randn(count, Hkv, D).to(dtype)
     found, lengths = [], []
-    for sequence, chunks in enumerate(contexts):
+    for sequence, segments in enumerate(contexts):
         lengths.append(0)
-        for chunk in chunks:
-            about = {"sequence": sequence, "offset": lengths[-1], "length": size[chunk], "blocks": blocks[chunk]}
-            found.append(SimpleNamespace(**about))
-            lengths[-1] += size[chunk]
+        for segment in segments:
+            options = {"sequence": sequence, "offset": lengths[-1], "length": size[segment], "blocks": blocks[segment]}
+            found.append(SimpleNamespace(**options))
+            lengths[-1] += size[segment]
     ranges, T = Ranges.of(found), int(num_new.sum())
     sequences = np.arange(4).repeat(num_new)
     before = np.concatenate([np.arange(n - new, n) for n, new in zip(own, num_new, strict=True)])
@@ -88,7 +88,7 @@ def test_ranges_that_some_share_at_other_offsets(randn, dtype, D, Hq, Hkv, windo
     q, out = randn(T + 2, Hq, D).to(dtype), torch.full((T + 2, Hq, D), 7.0, device=DEVICE, dtype=dtype)
     starts = np.append(0, np.cumsum([len(table) for table in blocks[3:]]))[:-1]
     int32: dict[str, Any] = {"dtype": torch.int32, "device": DEVICE}
-    about = {"scale": D**-0.5, "window": window, "softcap": softcap}
+    options = {"scale": D**-0.5, "window": window, "softcap": softcap}
     range_attention(
         q,
         keys,
@@ -100,7 +100,7 @@ def test_ranges_that_some_share_at_other_offsets(randn, dtype, D, Hq, Hkv, windo
         frequencies.double() / (2 * np.pi),
         turn_rows(on_device.piece_turns, frequencies.double() / (2 * np.pi)),
         on_device,
-        **about,
+        **options,
         tiling=tiling,
         workspace=RangeWorkspace.of(plan.num_states, Hq, D, DEVICE),
         out=out,
@@ -114,7 +114,7 @@ def test_ranges_that_some_share_at_other_offsets(randn, dtype, D, Hq, Hkv, windo
             at = torch.from_numpy(table.astype(np.int64)).to(DEVICE)
             k, v = (memory[at].flatten(0, 1)[:count].transpose(0, 1) for memory in (keys, values))
             moved = relocate(query, torch.tensor([-turn], device=DEVICE), frequencies)
-            new = range_state(moved, k, v, torch.tensor([position - base], device=DEVICE), **about)
+            new = range_state(moved, k, v, torch.tensor([position - base], device=DEVICE), **options)
             state = new if state is None else merge(state, new)
         assert state is not None
         expected[row] = state[0][0]
@@ -125,14 +125,14 @@ def test_ranges_that_some_share_at_other_offsets(randn, dtype, D, Hq, Hkv, windo
 
 
 def answers(engine: Any, contexts: list[list[int]], num_tokens: int) -> list[list[int]]:
-    """The greedy tokens of requests that are made of these chunks, behind a token that tells them apart."""
-    names = [engine.register(chunk) for chunk in CHUNKS]
+    """The greedy tokens of requests that are made of these segments, after a token that tells them apart."""
+    names = [engine.register(segment) for segment in SEGMENTS]
     while engine.has_work():
         engine.step()
     params = SamplingParams(**GREEDY, max_new_tokens=num_tokens)
     requests = [
-        engine.add_request([11, 12, n], params, chunk_ids=[names[chunk] for chunk in chunks])
-        for n, chunks in enumerate(contexts)
+        engine.add_request([11, 12, n], params, segment_ids=[names[segment] for segment in segments])
+        for n, segments in enumerate(contexts)
     ]
     found: dict[str, list[int]] = {name: [] for name in requests}
     while engine.has_work():
@@ -146,7 +146,7 @@ def answers(engine: Any, contexts: list[list[int]], num_tokens: int) -> list[lis
     "family", [*(pytest.param(name, marks=pytest.mark.gpu) for name in ("llama", "qwen3")), "gemma3_text"]
 )
 def test_replayed_steps_give_what_an_explicit_mask_gives(tiny_checkpoints, family, monkeypatch):
-    """Requests with shared and with own chunks beside one without; a plan that fits no captured arrays runs eagerly."""
+    """Requests with shared and own segments beside one without; a plan that fits no captured arrays runs eagerly."""
     monkeypatch.setattr("shared.tracks.segments.range_tiles.LEAST_SAVED", 30)
     contexts = [[0, 1], [3, 0], [], [0, 2, 0]]
     for captures in (True,) if INTERPRETED else (True, False):
@@ -155,18 +155,18 @@ def test_replayed_steps_give_what_an_explicit_mask_gives(tiny_checkpoints, famil
             engine.view.attention.limits = type(engine.view.attention.limits)(0, 0, 0, 0, 0)
         buckets, compute = set(), engine.runner.executor
 
-        def watched(*about: Any, compute: Any = compute, view: Any = engine.view, found: Any = buckets) -> Any:
+        def watched(*options: Any, compute: Any = compute, view: Any = engine.view, found: Any = buckets) -> Any:
             found.add(view.bucket is not None and view.bucket.tile_rows > 0)
-            return compute(*about)
+            return compute(*options)
 
         engine.runner.executor = watched
         got = answers(engine, contexts, 4 if INTERPRETED else 12)
         model = engine.model
-        for chunks, ids in zip(contexts, got, strict=True):
-            own = [11, 12, contexts.index(chunks)]
-            logits = reference_logits(model, [CHUNKS[n] for n in chunks], own + ids[:-1])[2:]
-            assert ids == logits.argmax(-1).tolist(), f"{family}, chunks {chunks}"
-        assert buckets == ({True, False} if captures else {False}), "steps with chunks have buckets of their own"
+        for segments, ids in zip(contexts, got, strict=True):
+            own = [11, 12, contexts.index(segments)]
+            logits = reference_logits(model, [SEGMENTS[n] for n in segments], own + ids[:-1])[2:]
+            assert ids == logits.argmax(-1).tolist(), f"{family}, segments {segments}"
+        assert buckets == ({True, False} if captures else {False}), "steps with segments have buckets of their own"
 
 
 def test_a_long_answer_keeps_its_plan_until_it_needs_another(tiny_checkpoints):
@@ -180,6 +180,6 @@ def test_a_long_answer_keeps_its_plan_until_it_needs_another(tiny_checkpoints):
     engine.view.attention.planned_for = None
     (got,) = answers(engine, [[1, 2]], num_tokens)
     ids = [11, 12, 0, *got]
-    logits = reference_logits(engine.model, [CHUNKS[1], CHUNKS[2]], ids[:-1])[2:]
+    logits = reference_logits(engine.model, [SEGMENTS[1], SEGMENTS[2]], ids[:-1])[2:]
     assert got == logits.argmax(-1).tolist()
     assert len(sent) <= 4, "once for the question, once for each interval"

@@ -1,6 +1,6 @@
-"""``infer chunks``: questions over documents that a server keeps as chunks. Introduced in phase 9.1.
+"""``infer segments``: questions over documents that a server keeps as segments. Introduced in phase 9.1.
 
-The server holds the chunks (``infer serve --phase 09.1``); these commands are its clients. An id follows from the
+The server holds the segments (``infer serve --phase 09.1``); these commands are its clients. An id follows from the
 content, so a file that is named again is neither computed nor kept twice, and no list of ids is kept here. Invariant:
 documents stand before the question in the order in which they are given, those of a folder by name.
 """
@@ -24,25 +24,27 @@ if TYPE_CHECKING:
 SUFFIXES = (".txt", ".md")
 _URL = "http://127.0.0.1:8000"
 _TIMEOUT = 600.0  # seconds without a byte: documents may be computed first
-REGISTER_EPILOG = examples("infer chunks register manuals/", "infer chunks register house-rules.txt --role system")
-LIST_EPILOG = examples("infer chunks list", "infer chunks list --url http://127.0.0.1:8001")
+REGISTER_EPILOG = examples("infer segments register manuals/", "infer segments register house-rules.txt --role system")
+LIST_EPILOG = examples("infer segments list", "infer segments list --url http://127.0.0.1:8001")
 ASK_EPILOG = examples(
-    'infer chunks ask "When is the lamp lit?" manuals/',
-    'infer chunks ask "When is the lamp lit?" manuals/lamp.txt 9b0c24aa00b1fe7f3a3c1d51e7d19b72 --max-tokens 64',
+    'infer segments ask "When is the lamp lit?" manuals/',
+    'infer segments ask "When is the lamp lit?" manuals/lamp.txt 9b0c24aa00b1fe7f3a3c1d51e7d19b72 --max-tokens 64',
 )
 
 app = typer.Typer(
-    help="Keep documents as chunks on a server of phase 9.1, and ask questions over them.",
+    help="Keep documents as segments on a server of phase 9.1, and ask questions over them.",
     no_args_is_help=True,
-    epilog=examples("infer serve --phase 09.1", "infer chunks register manuals/", 'infer chunks ask "When?" manuals/'),
+    epilog=examples(
+        "infer serve --phase 09.1", "infer segments register manuals/", 'infer segments ask "When?" manuals/'
+    ),
 )
 Url = Annotated[str, typer.Option("--url", help="The server's address.")]
 ApiKey = Annotated[str | None, typer.Option("--api-key", help="The server's API key.", envvar="INFER_API_KEY")]
 Role = Annotated[str, typer.Option("--role", help="A part of the ids; it changes nothing else.")]
 
 
-class ChunkClient:
-    """The server's chunks; errors of the server are raised as RequestError, others as ConfigError."""
+class SegmentClient:
+    """The server's segments; errors of the server are raised as RequestError, others as ConfigError."""
 
     def __init__(self, url: str, api_key: str | None) -> None:
         import httpx
@@ -61,17 +63,17 @@ class ChunkClient:
             return json.loads(response.read())
 
     def register(self, document: "Document", role: str) -> dict[str, Any]:
-        """The server's chunk with this document's text."""
+        """The server's segment with this document's text."""
         try:
             body = {"model": self.model, "content": document.text, "role": role}
-            return cast("dict[str, Any]", self.call("POST", "/v1/chunks", body))
+            return cast("dict[str, Any]", self.call("POST", "/v1/segments", body))
         except RequestError as error:
             raise RequestError(f"{document.path}: {error}") from None
 
     def answer(self, body: dict[str, Any]) -> Iterator[dict[str, Any]]:
         """The frames of a streamed chat."""
-        about = {"model": self.model, "stream": True, "stream_options": {"include_usage": True}}
-        with self._open("POST", "/v1/chat/completions", about | body) as response:
+        settings = {"model": self.model, "stream": True, "stream_options": {"include_usage": True}}
+        with self._open("POST", "/v1/chat/completions", settings | body) as response:
             for line in response.iter_lines():
                 data = line.removeprefix("data: ")
                 if line.startswith("data: ") and data != "[DONE]":
@@ -137,21 +139,21 @@ def register(
     url: Url = _URL,
     api_key: ApiKey = None,
 ) -> None:
-    """Have text files computed, each as a chunk, and print their ids."""
+    """Have text files computed, each as a segment, and print their ids."""
     found = [document for path in paths for document in documents(path)]
-    client = ChunkClient(url, api_key)
+    client = SegmentClient(url, api_key)
     for document in found:
-        chunk = client.register(document, role)
-        typer.echo(f"{chunk['id']}  {chunk['num_tokens']:6,} tokens  {printable(str(document.path))}")
+        segment = client.register(document, role)
+        typer.echo(f"{segment['id']}  {segment['num_tokens']:6,} tokens  {printable(str(document.path))}")
 
 
 @app.command("list", epilog=LIST_EPILOG)
-def list_chunks(url: Url = _URL, api_key: ApiKey = None) -> None:
-    """List the server's chunks, the least recently used first."""
+def list_segments(url: Url = _URL, api_key: ApiKey = None) -> None:
+    """List the server's segments, the least recently used first."""
     from rich import box
     from rich.table import Table
 
-    client = ChunkClient(url, api_key)
+    client = SegmentClient(url, api_key)
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     for name in ("id", "role"):
         table.add_column(name, no_wrap=True)
@@ -159,11 +161,11 @@ def list_chunks(url: Url = _URL, api_key: ApiKey = None) -> None:
         table.add_column(name, justify="right", no_wrap=True)
     params: dict[str, Any] = {"limit": 1000}
     while True:
-        page = client.call("GET", "/v1/chunks", **params)
-        for chunk in page["data"]:
-            size = f"{chunk['num_bytes'] / 1e6:,.1f} MB" if chunk["num_bytes"] else "no"
-            row = (f"{chunk['num_tokens']:,}", size, str(chunk["num_users"]))
-            table.add_row(chunk["id"], printable(chunk["role"]), *row)
+        page = client.call("GET", "/v1/segments", **params)
+        for segment in page["data"]:
+            size = f"{segment['num_bytes'] / 1e6:,.1f} MB" if segment["num_bytes"] else "no"
+            row = (f"{segment['num_tokens']:,}", size, str(segment["num_users"]))
+            table.add_row(segment["id"], printable(segment["role"]), *row)
         if not page["has_more"]:
             break
         params["after"] = page["last_id"]
@@ -173,11 +175,11 @@ def list_chunks(url: Url = _URL, api_key: ApiKey = None) -> None:
 @app.command("ask", epilog=ASK_EPILOG)
 def ask(
     question: Annotated[str, typer.Argument(help="The question, which follows the documents.")],
-    over: Annotated[list[str], typer.Argument(help="Text files, folders of them, and ids of chunks, in this order.")],
+    over: Annotated[list[str], typer.Argument(help="Text files, folders of them, and ids of segments, in this order.")],
     max_tokens: Annotated[int, typer.Option("--max-tokens", "-n", min=1, help="Maximum tokens of the answer.")] = 128,
     temperature: Annotated[float, typer.Option(min=0, help="0 takes the most likely token.")] = 0.0,
     recompute: Annotated[
-        float | None, typer.Option(min=0, max=1, help="Fraction of the chunks to compute again.")
+        float | None, typer.Option(min=0, max=1, help="Fraction of the segments to compute again.")
     ] = None,
     role: Role = "user",
     url: Url = _URL,
@@ -187,18 +189,18 @@ def ask(
     given: list[str | Document] = []
     for one in over:
         given += documents(Path(one)) if Path(one).exists() else [one]
-    client = ChunkClient(url, api_key)
+    client = SegmentClient(url, api_key)
     ids = [one if isinstance(one, str) else client.register(one, role)["id"] for one in given]
     _show(client, ids, question, {"max_tokens": max_tokens, "temperature": temperature, "recompute": recompute})
 
 
-def _show(client: ChunkClient, ids: Sequence[str], question: str, settings: dict[str, Any]) -> None:
+def _show(client: SegmentClient, ids: Sequence[str], question: str, settings: dict[str, Any]) -> None:
     """Stream the answer to standard output, then a line of counts to standard error."""
     started, first = time.perf_counter(), 0.0
     usage: dict[str, Any] = {}
     messages = [{"role": "user", "content": question}]
     show = printable if sys.stdout.isatty() else str
-    for frame in client.answer({"messages": messages, "chunks": ids, **settings}):
+    for frame in client.answer({"messages": messages, "segments": ids, **settings}):
         for choice in frame["choices"]:
             text = choice["delta"].get("content") or ""
             first = first or (time.perf_counter() - started if text else 0.0)
@@ -209,7 +211,7 @@ def _show(client: ChunkClient, ids: Sequence[str], question: str, settings: dict
     sys.stdout.flush()
     cached = usage["prompt_tokens_details"]["cached_tokens"]
     said = (
-        f"first token {first:.3f} s · {usage['prompt_tokens']:,} tokens before the answer, {cached:,} of them chunks · "
-        f"{usage['completion_tokens']} tokens"
+        f"first token {first:.3f} s · {usage['prompt_tokens']:,} tokens before the answer, "
+        f"{cached:,} of them segments · {usage['completion_tokens']} tokens"
     )
     stderr_console().print(said, style="dim", soft_wrap=True, markup=False)

@@ -1,4 +1,4 @@
-"""Questions with known answers over pages of this repository, for ``benchmarks.chunks``. Introduced in phase 9.1.
+"""Questions with known answers over pages of this repository, for ``benchmarks.segments``. Introduced in phase 9.1.
 
 Invariant: the page of a question holds its ``anchor`` exactly once, and the anchor holds the answer.
 """
@@ -22,10 +22,10 @@ class Question:
     def piece(self, tokenizer: Any, length: int) -> list[int]:
         """``length`` tokens of the page around the anchor. Raises ValueError if the page holds it other than once."""
         text = (PAGES / self.page).read_text(encoding="utf-8")
-        before, found, behind = text.partition(self.anchor)
-        if not found or self.anchor in behind:
+        before, found, after = text.partition(self.anchor)
+        if not found or self.anchor in after:
             raise ValueError(
-                f"{self.page} must hold {self.anchor!r} exactly once; correct benchmarks/chunk_questions.py."
+                f"{self.page} must hold {self.anchor!r} exactly once; correct benchmarks/segment_questions.py."
             )
         ids: list[int] = tokenizer.encode(text)
         middle = len(tokenizer.encode(before + found)) - length // 4
