@@ -5,7 +5,8 @@
 ``tests/mutants/shared/grammar/tokens/masks.patch`` holds the faults of ``shared/grammar/tokens/masks.py``; how they are
 written, `tutorial.workshop.faults` says.
 
-Each fault is put into a copy of the tree, and its tests run there until one fails. A test that does not end counts as
+Each fault is put into a copy of the tree, and its tests run there until one fails, those of kernels in a process of
+their own. A test that does not end counts as
 having found it. Without any fault the same tests must pass. The exit status is 1 if a fault was not found, and 2 if a
 patch does not apply or tests fail without a fault.
 Invariant: the process that forks for each run has imported no module of the course, which a fault may stand in.
@@ -75,7 +76,7 @@ def test(copy: Path, tests: tuple[str, ...], log: Path, answer) -> None:  # type
     os.chdir(copy)
     sys.path[0] = os.environ["PYTHONPATH"] = str(copy)
     os.environ["PYTHONDONTWRITEBYTECODE"] = "1"
-    if any(each.startswith("tests/kernels") for each in tests):
+    if tests[0].startswith("tests/kernels"):
         os.environ["TRITON_INTERPRET"] = "1"
     for name in [name for name in sys.modules if name.partition(".")[0] in ("tests", "tutorial")]:
         del sys.modules[name]
@@ -107,6 +108,12 @@ def run(copy: Path, tests: tuple[str, ...], log: Path) -> tuple[int, str]:
             process.kill()
         process.join()
         shutil.rmtree(f"{log}.d", ignore_errors=True)
+
+
+def processes(tests: tuple[str, ...]) -> list[tuple[str, ...]]:
+    """The tests that run in one process: those of kernels, which Triton's interpreter runs, after the others."""
+    kernels = tuple(each for each in tests if each.startswith("tests/kernels"))
+    return [part for part in (tuple(each for each in tests if each not in kernels), kernels) if part]
 
 
 def copies(folder: Path, count: int) -> Iterator[Path]:
@@ -149,7 +156,11 @@ def main() -> int:
             copy, since = free.get(), time.monotonic()
             try:
                 (copy / module).write_text(text, encoding="utf-8")
-                return *run(copy, tests, Path(name) / f"{number}.log"), time.monotonic() - since
+                for part in processes(tests):
+                    status, by = run(copy, part, Path(name) / f"{number}.log")
+                    if status != pytest.ExitCode.OK:
+                        break
+                return status, by, time.monotonic() - since
             finally:
                 (copy / module).write_text(texts[module], encoding="utf-8")
                 free.put(copy)
