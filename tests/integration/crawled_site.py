@@ -58,10 +58,10 @@ def crawl(browser: Any, folder: Path, origin: str) -> dict[str, Visit]:
 
 def read(url: str, html: str) -> Visit:
     """A page's anchors and links, without a browser."""
-    links = map(unescape, dict.fromkeys(re.findall(r'<a\b[^>]*\bhref="([^"]*)"', html)))
+    links = map(unescape, dict.fromkeys(re.findall(r'<a\b[^>]*\bhref="?((?<=")[^"]*|[^"\s>]*)', html)))
     folder = url[: url.rindex("/") + 1]
     resolved = [url + link if not link or link[0] in "#?" else _joined(folder, link) for link in links]
-    return Visit(ids=re.findall(r'\bid="([^"]*)"', html), links=resolved)
+    return Visit(ids=re.findall(r'<\w[^<>]*?\bid="?((?<=")[^"]*|[^"\s>]*)', html), links=resolved)
 
 
 _joined = functools.cache(urljoin)  # the links beside a page are those of its neighbours

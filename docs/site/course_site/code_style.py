@@ -8,7 +8,7 @@ lines in `static/course.css`.
 from typing import ClassVar
 
 from pygments.style import Style
-from pygments.token import Comment, Error, Generic, Keyword, Name, Number, Operator, Punctuation, String, Token
+from pygments.token import Comment, Error, Generic, Keyword, Name, Number, Operator, String, Token
 
 
 class Light(Style):
@@ -28,7 +28,6 @@ class Light(Style):
         String.Doc: "#4d5a4f",
         String.Interpol: "#8a4a00",
         Number: "#8a4a00",
-        Punctuation: "#3d444d",
         Generic.Prompt: "bold #0b6a63",
         Generic.Output: "#4b525b",
         Error: "",
@@ -52,7 +51,6 @@ class Dark(Style):
         String.Doc: "#a9b8ab",
         String.Interpol: "#eebb82",
         Number: "#eebb82",
-        Punctuation: "#b8c1cc",
         Generic.Prompt: "bold #6fd0c5",
         Generic.Output: "#b0bac6",
         Error: "",

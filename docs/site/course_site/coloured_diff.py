@@ -8,16 +8,11 @@ diff; only hunk headers are told in words.
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
-from functools import cache
 from html import escape
-
-from pygments import highlight
-from pygments.formatters import HtmlFormatter
-from pygments.lexers import get_lexer_for_filename
-from pygments.util import ClassNotFound
 
 from course_site.folds import Line, exercise_lines, joined, with_hidden
 from course_site.repository import ROOT, enclosing, read
+from course_site.source_code import coloured
 
 _HUNK = re.compile(r"@@ -(\d+)(?:,\d+)? \+(\d+)(?:,\d+)? @@")
 _TAGS = {"+": "ins", "-": "del", " ": "span"}
@@ -84,7 +79,7 @@ class _Side:
     def __init__(self, path: str, lines: list[str], signs: str) -> None:
         whole = (ROOT / path).is_file()
         self._is_whole = whole
-        self._lines = coloured_lines(
+        self._lines = coloured(
             read(path) if whole else "\n".join(line[1:] for line in lines if (line[:1] or " ") in signs), path
         )
         self._exercises = exercise_lines(path) if whole else {}
@@ -99,16 +94,6 @@ class _Side:
         exercise = self._exercises.get(self._index)
         self._index += 1
         return line, exercise
-
-
-@cache
-def coloured_lines(text: str, path: str) -> tuple[str, ...]:
-    """A file's lines as HTML, coloured by what its name says that it is."""
-    try:
-        lexer = get_lexer_for_filename(path, stripnl=False, ensurenl=False)
-    except ClassNotFound:
-        return tuple(escape(line) for line in text.splitlines())
-    return tuple(highlight(text, lexer, HtmlFormatter(nowrap=True)).split("\n"))
 
 
 def _sign(sign: str) -> str:

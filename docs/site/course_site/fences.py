@@ -17,10 +17,11 @@ from sphinx.environment import BuildEnvironment
 from sphinx.util.docutils import SphinxDirective
 
 from course_site.code_lines import in_columns
-from course_site.coloured_diff import FRAGMENT, coloured_lines, split_files
+from course_site.coloured_diff import FRAGMENT, split_files
 from course_site.folds import Line, joined, with_hidden
 from course_site.links import source_uri
 from course_site.repository import line_of
+from course_site.source_code import coloured
 from shared.lessons import find_lesson
 
 _LEFT_OUT = re.compile(r"(?<!\S)\.\.\.(?!\S)")
@@ -66,8 +67,8 @@ class PythonFence(Fence):
         lines = with_hidden(self.content)
         if not any(exercise for _, exercise in lines):
             return super().code()
-        coloured = coloured_lines("\n".join(text for text, _ in lines), FRAGMENT)
-        body = joined(Line(html, exercise) for html, (_, exercise) in zip(coloured, lines, strict=False))
+        texts = coloured("\n".join(text for text, _ in lines), FRAGMENT)
+        body = joined(Line(html, exercise) for html, (_, exercise) in zip(texts, lines, strict=False))
         html = f'<div class="highlight-python notranslate"><div class="highlight"><pre>{body}</pre></div></div>'
         return nodes.raw("", html, format="html")
 

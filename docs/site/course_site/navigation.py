@@ -93,25 +93,15 @@ def _entry(name: str) -> str:
     return f"/{name}\n"
 
 
-class SharedTree:
-    """One navigation tree for all pages of source files at one depth; none of them stands in it."""
-
-    def __init__(self) -> None:
-        self._trees: dict[int, str] = {}
-
-    def share(self, app: Sphinx, pagename: str, templatename: str, context: dict[str, Any], doctree: object) -> None:
-        """Making the tree for each of hundreds of pages would be most of the time of a build."""
-        make, depth = context["toctree"], pagename.count("/")
-
-        def toctree(**options: Any) -> str:
-            if depth not in self._trees:
-                self._trees[depth] = make(**options)
-            return self._trees[depth]
-
-        if pagename.startswith("source/"):
-            context["toctree"] = toctree
+def shorten_tree(app: Sphinx, pagename: str, templatename: str, context: dict[str, Any], doctree: object) -> None:
+    """Reports, more than half of the tree, stand in it on the page above them alone."""
+    make = context["toctree"]
+    if templatename == "source.html":
+        del context["toctree"]  # which the theme would make for each of a thousand pages
+    elif pagename != MEASURED:
+        context["toctree"] = lambda **options: make(**options | {"maxdepth": 1})
 
 
 def register(app: Sphinx) -> None:
     app.connect("source-read", extend)
-    app.connect("html-page-context", SharedTree().share, priority=400)  # before the theme asks for the tree
+    app.connect("html-page-context", shorten_tree, priority=400)  # before the theme asks for the tree

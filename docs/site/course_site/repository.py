@@ -1,8 +1,8 @@
 """What of the repository the site shows, on which page, and where names lead. Introduced in phase 3.
 
 Some Markdown files are documents, the site's own pages. Every other text file of the folders below has a page that
-shows it, and every folder a list of its files. Invariant: pages are named here alone, so a link and the page that it
-leads to cannot differ.
+shows it, and every folder a list of its files; pictures and the data of reports are linked as the files that they are.
+Invariant: pages are named here alone, so a link and the page that it leads to cannot differ.
 """
 
 import ast
@@ -15,9 +15,10 @@ from sphinx.util.osutil import relative_uri
 
 ROOT = Path(__file__).resolve().parents[3]
 DOCUMENTS = ("README.md", "adapters/*.md", "docs/*.md", "tutorial/*.md", "benchmarks/reports/*.md")
+DATA = "benchmarks/reports/*.json"
 FOLDERS = ("adapters", "phases", "shared", "tests", "benchmarks", "tutorial", "docs", "constraints")
 TOP_FILES = ("README.md", "Makefile", "LICENSE", "pyproject.toml", "conftest.py")
-SUFFIXES = (".py", ".toml", ".jinja", ".json", ".md", ".txt", ".css", ".js", ".svg")
+SUFFIXES = (".py", ".toml", ".jinja", ".json", ".md", ".txt", ".css", ".js")
 _DOTTED = re.compile(rf"(?:{'|'.join(FOLDERS)})(?:\.\w+)+")
 
 Definition = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
@@ -29,6 +30,7 @@ def source_files() -> KeysView[PurePosixPath]:
     found = [path for folder in FOLDERS for path in (ROOT / folder).rglob("*") if path.suffix in SUFFIXES]
     paths = [PurePosixPath(path.relative_to(ROOT)) for path in found if path.is_file()]
     shown = [path for path in paths if not any(part.startswith((".", "__pycache__")) for part in path.parts)]
+    shown = [path for path in shown if not path.match(DATA)]
     top = [PurePosixPath(name) for name in TOP_FILES if (ROOT / name).exists()]
     return dict.fromkeys(sorted([*shown, *top])).keys()  # asked for each name of each page, so found by hash
 

@@ -13,9 +13,9 @@ from typing import Any
 
 from sphinx.application import Sphinx
 
-from course_site.coloured_diff import coloured_lines
-from course_site.folds import Line, exercise_lines, joined
-from course_site.repository import anchor, is_document, page_name, read, relative, source_files, source_folders, summary
+from course_site.folds import exercise_lines, joined
+from course_site.repository import is_document, page_name, read, relative, source_files, source_folders, summary
+from course_site.source_code import BLANK, coloured, numbered, plain
 
 PROJECT = "infer"
 Page = tuple[str, dict[str, Any], str]
@@ -32,7 +32,7 @@ def pages(app: Sphinx) -> Iterator[Page]:
 
 def _page(path: PurePosixPath, body: str) -> Page:
     title = str(path) if path.parts else PROJECT
-    return _name(path), {"title": title, "body": f"<section>{_heading(path)}{body}</section>"}, "page.html"
+    return _name(path), {"title": title, "body": f"<section>{_heading(path)}{body}</section>"}, "source.html"
 
 
 def _heading(path: PurePosixPath) -> str:
@@ -45,13 +45,10 @@ def _heading(path: PurePosixPath) -> str:
 
 
 def _listed_lines(path: PurePosixPath, *, is_coloured: bool) -> str:
-    rows, text, exercises = [], read(path).removesuffix("\n"), exercise_lines(str(path))
-    lines = coloured_lines(text, str(path)) if is_coloured else map(escape, text.split("\n"))
-    for number, line in enumerate(lines, start=1):
-        place = f'<a class="linenos" href="#{anchor(number)}">{number}</a>'
-        rows.append(Line(line, exercises.get(number - 1), place, attributes=f' id="{anchor(number)}"'))
-    blank = '<a class="linenos"></a>'
-    return f'<div class="highlight source notranslate"><pre>{joined(rows, blank)}</pre></div>'
+    text, exercises = read(path).removesuffix("\n"), exercise_lines(str(path))
+    lines = coloured(text, str(path)) if is_coloured else plain(text)
+    rows = [numbered(number, line, exercises.get(number - 1)) for number, line in enumerate(lines, start=1)]
+    return f'<div class="highlight source notranslate"><pre>{joined(rows, BLANK)}</pre></div>'
 
 
 def _listing(folder: PurePosixPath) -> str:
