@@ -42,7 +42,8 @@ from shared.lessons import find_lesson
 from shared.loading.config_json import read_config
 from shared.models.config import ModelConfig
 
-TRIALS, BLOCK_SIZE, STEPS, CONTEXT = 3, 16, 20, 256
+TRIALS, BLOCK_SIZE, STEPS = 3, 16, 20
+MOST_NEW = 512  # tokens that are decoded while all requests of a batch begin
 ATTENTION = {"one of 8,192": (1, 8192), "one of 32,768": (1, 32768), "four of 2,048": (4, 2048)}
 TINY_ATTENTION = {"two of 32": (2, 32)}
 
@@ -52,6 +53,7 @@ def measure(
     lengths: tuple[int, ...] = (1024, 2048, 4096, 8224, 16384, 32768, 65536, 131000),
     batches: tuple[int, ...] = (1, 8, 64, 256, 512),
     sizes: tuple[int, ...] = (0, 512, 1024),
+    context: int = 256,
     beside: int = 16,
     long: int = 8192,
     quantization: str | None = None,
@@ -60,8 +62,8 @@ def measure(
 ) -> Report:
     """Measure one model.
 
-    Lengths beyond the model's positions are left out. ``beside`` requests decode beside prompts of ``long`` tokens,
-    with chunks of each of ``sizes``; 0 leaves the size to the engine.
+    Lengths beyond the model's positions are left out. Steps decode at ``context`` tokens. ``beside`` requests decode
+    beside prompts of ``long`` tokens, with chunks of each of ``sizes``; 0 leaves the size to the engine.
     """
     make_weights_when_read()
     ceilings = measure_ceilings(device)
@@ -80,11 +82,12 @@ def measure(
         prompts = SyntheticPrompts(model.vocab_size, 0)
         fitting = [length for length in lengths if length < model.max_position_embeddings]
         results["first_token"] = first_tokens(config, prompts, work, fitting, rate)
-        results["decoding"] = decode_steps(config, prompts, work, batches, ceilings)
+        results["decoding"] = decode_steps(config, prompts, work, batches, context, ceilings)
         results["beside"] = {
-            f"{size:,}" if size else "by default": beside_row(config, prompts, beside, long, size) for size in sizes
+            f"{size:,}" if size else "default": beside_row(config, prompts, (context, beside, long), size)
+            for size in sizes
         }
-        flags = {"beside": beside, "long": long, "context": CONTEXT, "quantization": quantization}
+        flags = {"beside": beside, "long": long, "context": context, "quantization": quantization}
         about = describe_model(str(folder))
         about["name"] = "-".join(filter(None, (shape, quantization)))
         return Report("prompts", about, {"12": engine_settings(config, shape)}, 0, flags, results, device)
@@ -119,16 +122,21 @@ def first_tokens(
 
 
 def decode_steps(
-    config: EngineConfig, prompts: SyntheticPrompts, work: DecodeWork, batches: Sequence[int], ceilings: Ceilings
+    config: EngineConfig,
+    prompts: SyntheticPrompts,
+    work: DecodeWork,
+    batches: Sequence[int],
+    context: int,
+    ceilings: Ceilings,
 ) -> dict[str, dict[str, Any]]:
-    """For each batch a step at a context of CONTEXT tokens, the median, beside the floor."""
-    engine, rows = engine_of(config, max_batch_size=max(batches), max_seq_len=4 * CONTEXT), {}
+    """For each batch a step at ``context`` tokens of context, the median, beside the floor."""
+    engine, rows = engine_of(config, max_batch_size=max(batches), max_seq_len=context + 2 * MOST_NEW), {}
     rates = ceilings.read_bytes_per_second, ceilings.matmul_flops_per_second
     for batch in batches:
-        together = Decoding(engine, [(prompts.draw(CONTEXT), decoding(2 * CONTEXT)) for _ in range(batch)])
+        together = Decoding(engine, [(prompts.draw(context), decoding(MOST_NEW)) for _ in range(batch)])
         seconds = statistics.median(together.steps(STEPS)[0])
         together.end()
-        floor = work.floor(CONTEXT + STEPS, *rates, batch=batch).seconds
+        floor = work.floor(context + STEPS, *rates, batch=batch).seconds
         rows[f"{batch:,}"] = {
             "step_ms": rounded(1e3 * seconds),
             "tokens_per_second": rounded(batch / seconds),
@@ -138,13 +146,18 @@ def decode_steps(
     return rows
 
 
-def beside_row(config: EngineConfig, prompts: SyntheticPrompts, beside: int, long: int, size: int) -> dict[str, Any]:
-    """The time between tokens of ``beside`` requests while TRIALS prompts of ``long`` tokens are computed, one after
-    the other, in chunks of ``size`` tokens; 0: of what the engine chooses.
+def beside_row(
+    config: EngineConfig, prompts: SyntheticPrompts, load: tuple[int, int, int], size: int
+) -> dict[str, Any]:
+    """The time between tokens of decoding requests while TRIALS prompts are computed, one after the other.
+
+    ``load``: the context of the requests, how many they are, and the prompts' length. ``size``: tokens of a chunk; 0:
+    what the engine chooses.
     """
-    settings = {"prefill_chunk_size": size or None, "max_batch_size": beside + 1, "max_seq_len": 2 * long}
+    context, beside, long = load
+    settings = {"prefill_chunk_size": size or None, "max_batch_size": beside + 1, "max_seq_len": context + 2 * long}
     engine = engine_of(config, **settings)
-    together = Decoding(engine, [(prompts.draw(CONTEXT), decoding(long)) for _ in range(beside)])
+    together = Decoding(engine, [(prompts.draw(context), decoding(long)) for _ in range(beside)])
     together.steps(STEPS)
     waits, firsts, num_chunks = [], [], 0
     for _ in range(TRIALS):

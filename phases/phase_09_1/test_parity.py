@@ -215,7 +215,7 @@ def test_what_cannot_be_is_refused(folder: Path) -> None:
     name = engine.register([1, 2, 3])
     for segment_ids, params, message in (
         (["ab"], {}, "no segment 'ab'"),
-        ([name], {"prompt_logprobs": 1}, "segments were computed without logits"),
+        ([name], {"prompt_logprobs": 0}, "segments were computed without logits"),
         ([engine.register([n] * 100) for n in range(2)], {"max_new_tokens": 40}, "needs 17 blocks"),
         ([name] * 100, {}, "length is 256 tokens. However, you requested 301 tokens"),
     ):
@@ -223,6 +223,14 @@ def test_what_cannot_be_is_refused(folder: Path) -> None:
             engine.add_request([1], SamplingParams(**{"max_new_tokens": 9} | params), segment_ids=segment_ids)
     with pytest.raises(RequestError, match="The prompt is empty"):
         engine.register([])
+    with pytest.raises(RequestError, match=r"length is 256 tokens. However, you requested 257"):
+        engine.register([1] * 257)
+    assert engine.register([1, 2, 3], "system") != name, "a segment has a role"
+    asked = engine.add_request([9], SamplingParams(max_new_tokens=2), segment_ids=[engine.register([4]), name])
+    assert next(iter(engine.segments.contexts)).prompt_ids == [4, 1, 2, 3, 9], (
+        "segments stand before the prompt, in order"
+    )
+    assert engine.abort(asked)
     assert [output.token_id for output in outputs(engine)] == []
     for config, said in (
         ({"kv_cache_backend": "contiguous"}, "segments are kept in blocks"),

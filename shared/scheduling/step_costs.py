@@ -10,7 +10,7 @@ Derived: a step launches the work of each layer, reads every weight once, and re
 each new token costs two operations for each weight. A CPU reads and computes one after the other, so both times are
 added. A GPU does both at a time, never quite: there the step takes the root of the sum of their squares. A step with
 drafts cannot be prepared while the step before it runs, so it also costs the host's work between two steps. The rates
-are those that steps reach by our reports (docs/PERFORMANCE.md).
+are those that steps reach by our reports (docs/EXPERIMENTS.md).
 
 Invariants: no cost falls when a count grows; a table is immutable, and its ``hash`` names its whole content.
 """

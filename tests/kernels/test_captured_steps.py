@@ -166,6 +166,8 @@ def test_a_replay_launches_what_the_largest_step_of_its_bucket_needs(tiny_checkp
         counts.append(dict(LAUNCHES))
         assert LAUNCHES[kv_write_kernel.__name__] == len(engine.model.blocks)
     assert counts[0] == counts[1] == counts[2]
+    asked = make_engine(tiny_checkpoints["llama"], use_cuda_graphs=True)
+    assert (view.buckets.is_required, asked.view.buckets.is_required) == (False, True)
 
 
 @pytest.mark.parametrize(("max_seq_len", "most"), [(12, 10), (8, 8)])  # a chunk has 9 tokens, a block 4

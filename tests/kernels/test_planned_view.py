@@ -41,7 +41,7 @@ STEPS = [  # tokens of each; past tiny-gemma3's window of 16, and past a split o
     {"b": 1, "a": 1},
     {"a": 1, "d": 4, "b": 2},  # a is preempted, and its blocks go to the requests that grow
     {"d": 1, "b": 1},
-    {"d": 13, "a": 22},  # a piece of a prompt, after what is there; prompt and answer so far, computed anew
+    {"b": 1, "d": 13, "a": 22},  # a piece of a prompt, after what is there; prompt and answer so far, computed anew
     {"b": 1, "d": 1, "a": 1},
     {"d": 1, "a": 2},  # a short piece after a long history is split
 ]

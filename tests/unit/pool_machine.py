@@ -200,7 +200,11 @@ def check_beside_caches(
             attention = block.attention
             q = torch.randn(T, shape.num_heads, shape.head_dim, generator=generator)
             k, v = torch.randn(2, T, shape.num_kv_heads, shape.head_dim, generator=generator)
-            options = {"scale": attention.scale, "window": attention.window, "softcap": attention.softcap}
+            options = {
+                "scale": attention.scale,
+                "window": attention.window,
+                "softcap": (attention.softcap, 0.5)[layer % 2],
+            }
             ours = view.attend(layer, view.write(layer, q, k, v, tokens.positions, attention.qk), **options)
             theirs, start = [], 0
             for name, new in step.items():

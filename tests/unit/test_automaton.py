@@ -1,5 +1,7 @@
 """The automaton of a grammar, byte by byte: a small document language written as tables by hand."""
 
+from dataclasses import replace
+
 import numpy as np
 
 from shared.grammar.automata.automaton import MAX_DEPTH, MAX_DIGITS, REFUSED, START, UNBOUNDED, Action, Automaton, entry
@@ -42,7 +44,7 @@ def nested() -> Automaton:
 
 def test_brackets_nest_strings_count_and_blanks_end() -> None:
     automaton = nested()
-    accepted = (b"[]", b'"aa"', b'[["aaa"]]', b"[ ]", b"[\n\t  [ ]\n]", b"[\n" + b" " * 20 + b"]")
+    accepted = (b"[]", b'"aa"', b'[["aaa"]]', b"[ ]", b"[ [ ]]", b"[\n\t  [ ]\n]", b"[\n" + b" " * 20 + b"]")
     refused = (b"", b"]", b"[", b'"a"', b'"aaaa"', b"[] ", b"[  ]", b"[\n\n]", b"[\n" + b" " * 21 + b"]", b"[][]")
     assert_language(automaton, accepted, refused)
 
@@ -91,6 +93,12 @@ def objects() -> Automaton:
         keys=np.array([[4, 1 << number, True] for number in range(3)], np.uint64),
         guards=np.concatenate([empty, np.array([[3, 0b111, 0, 3]], np.uint64)]),
     )
+
+
+def test_a_key_of_several_becomes_seen_one_by_one() -> None:
+    """An ``a`` is the first key, and a second one the key that needs a ``c``."""
+    keys = np.array([[4, 0b011, True], [4, 0b010, True], [4, 0b100, True]], np.uint64)
+    assert_language(replace(objects(), keys=keys), [b"{a}", b"{a,a,c}"], [b"{a,a}", b"{a,a,a,c}", b"{a,b}"])
 
 
 def test_keys_in_any_order() -> None:

@@ -4,11 +4,9 @@ Numbers that are cited from a report are the report's. The rules are those of th
 (``tutorial/checker/references.py``, ``citations.py``), where the same tests run page by page.
 """
 
-import importlib
 import re
-from functools import cache
 from pathlib import Path
-from types import ModuleType
+from typing import Any
 
 import pytest
 import typer
@@ -32,14 +30,6 @@ SPOKEN = ("shared", "phases", "benchmarks", "docs", "tests")
 PHRASES = re.compile(r"\bbehind (it|them|each|that|those|which)\b|\*\*about\b|\babout=")
 
 
-@cache
-def recorder() -> ModuleType:
-    """docs/images/record_demo.py, which belongs to no package and imports a module beside it."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(ROOT / "docs/images")
-        return importlib.import_module("record_demo")
-
-
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_what_a_page_names_exists_and_what_it_cites_stands_in_the_report(page: Path) -> None:
     chapter = read_chapter(page)
@@ -47,6 +37,19 @@ def test_what_a_page_names_exists_and_what_it_cites_stands_in_the_report(page: P
     found += unknown_commands(chapter, ROOT, typer.main.get_command(app))
     found += [problem for line in cited_lines(chapter) for problem in check_citations(chapter, line, ROOT)]
     assert not found, "\n".join(f"{page.name}:{problem.line}: {problem.message}" for problem in found)
+
+
+def test_options_and_metrics_that_stand_beside_vllms_exist() -> None:
+    page = (ROOT / "docs/FROM_VLLM.md").read_text(encoding="utf-8")
+    serve: Any = typer.main.get_command(app)
+    options = {name for option in serve.commands["serve"].params for name in (*option.opts, *option.secondary_opts)}
+    rows = [line.split("|")[2] for line in page.splitlines() if line.startswith("| `--")]
+    named = set(re.findall(r"--[a-z-]+", "".join(rows)))
+    assert named, "no option is named"
+    assert named - options == set()
+    metrics = set(re.findall(r"`([a-z0-9_]+)`", page.split("## Metrics")[1].split("## What differs")[0]))
+    source = (ROOT / "shared/server/metrics.py").read_text(encoding="utf-8")
+    assert {name for name in metrics if f'"infer:{name}"' not in source} == set()
 
 
 def test_the_map_lists_the_modules_as_they_are() -> None:
@@ -90,9 +93,3 @@ def test_the_readme_shows_exactly_the_phases_that_exist() -> None:
         (lesson.number, lesson.title, lesson.question) for lesson in lessons()
     ]
     assert [page for _, page, _, _ in rows] == [number.upper().replace(".", "_") for number, _, _, _ in rows]
-
-
-def test_the_picture_records_the_demo_of_the_makefile() -> None:
-    commands = recorder().demo_commands("my-model")
-    assert [command[:2] for command in commands] == [["infer", "generate"], ["infer", "ladder"]]
-    assert all("my-model" in command for command in commands)

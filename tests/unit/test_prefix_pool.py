@@ -305,10 +305,11 @@ def test_a_block_is_copied_in_all_layers_before_a_step_writes_into_it(tiny_check
     memories = view.keys, view.values
     for memory in memories:
         memory.normal_(generator=torch.Generator().manual_seed(0))
+    before = [memory.clone() for memory in memories]
     view.load(batch)
     ((source, target),) = cast(PagedLayout, batch.layout).copies.tolist()
-    for memory in memories:
-        assert_equal(memory[:, target].tolist(), memory[:, source].tolist(), "the copy of a block", ("layer", "slot"))
+    for memory, was in zip(memories, before, strict=True):
+        assert_equal(memory[:, target].tolist(), was[:, source].tolist(), "the copy of a block", ("layer", "slot"))
 
 
 def test_the_audit_finds_damage() -> None:

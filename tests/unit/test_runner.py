@@ -37,6 +37,7 @@ class Successor:
         return tokens.ids
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        assert len(hidden), "logits of no rows are not computed"
         return torch.nn.functional.one_hot(hidden + 1, VOCABULARY).float()
 
 

@@ -32,6 +32,8 @@ from shared.quantization.weight import QuantizedWeight
 
 BAND = tl.constexpr(16)  # blocks of rows of x whose programs follow each other, so that x stays in the L2 cache
 LARGEST_FP8 = tl.constexpr(448.0)
+FP8_ROWS = 32
+"""Rows of x above which x is rounded to FP8 where PyTorch multiplies: up to them, W is widened in as little time."""
 
 
 @triton.jit
@@ -160,6 +162,13 @@ def quantize_rows(x: torch.Tensor, norm: Norm | None = None) -> tuple[torch.Tens
     return values, scales
 
 
+def is_pytorchs(x: torch.Tensor, weight: QuantizedWeight) -> bool:
+    """Whether ``torch._scaled_mm`` multiplies x, rounded to FP8, with a W in FP8."""
+    N, K = weight.shape
+    has_row_scales = weight.columns_per_scale == K and weight.rows_per_scale in (1, N)
+    return has_row_scales and x.dtype == torch.bfloat16 and N % 16 == K % 16 == 0
+
+
 def multiply_in_fp8(
     x: torch.Tensor,
     weight: QuantizedWeight,
@@ -170,12 +179,10 @@ def multiply_in_fp8(
     gpu: Generation,
 ) -> torch.Tensor:
     """``norm(x) Wᵀ + b + residual``, with a W in FP8 and ``norm(x)`` rounded to FP8; as :func:`multiply`."""
-    N, K = weight.shape
     values, x_scales = quantize_rows(x, norm)
-    has_row_scales = weight.columns_per_scale == K and weight.rows_per_scale in (1, N)
-    if not (has_row_scales and x.dtype == torch.bfloat16 and N % 16 == K % 16 == 0):
+    if not is_pytorchs(x, weight):
         return multiply(values, weight, bias, residual, None, cut, gpu, x_scales, x.dtype)
-    scales = weight.scales.float().expand(N, 1).contiguous().t()
+    scales = weight.scales.float().expand(len(weight), 1).contiguous().t()
     y = torch._scaled_mm(
         values, weight.values.t(), x_scales[:, None], scales, bias=bias, out_dtype=x.dtype, use_fast_accum=True
     )
