@@ -26,6 +26,7 @@ class ExerciseEntry:
     number: str
     minutes: int
     tests: tuple[str, ...]
+    processor_seconds: float = 5.0  # that a part of one test may take, at least ten times what right code takes
 
 
 @dataclass(frozen=True)
@@ -142,7 +143,6 @@ def _read(folder: Path) -> Lesson:
         workload=values["workload"],
         is_side_track=values.get("side_track", False),
         exercises=tuple(
-            ExerciseEntry(entry["number"], entry["minutes"], tuple(entry["tests"]))
-            for entry in values.get("exercises", ())
+            ExerciseEntry(**entry | {"tests": tuple(entry["tests"])}) for entry in values.get("exercises", ())
         ),
     )

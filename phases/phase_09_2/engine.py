@@ -64,7 +64,7 @@ class Engine(ServingEngine):
     def compress(self) -> None:
         """Compress the requests that are due; one that is interrupted is preempted, since its cache may be torn.
 
-        For those that will be due when the step in flight is finished, the device begins behind that step.
+        For those that will be due when the step in flight is finished, the device begins after that step.
         """
         scheduler = self.scheduler
         if not isinstance(scheduler, CompressingScheduler):

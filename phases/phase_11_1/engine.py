@@ -126,7 +126,7 @@ class Engine(ServingEngine):
         params.refuse("structured_output", "12")
         arrival, seed = self.check_request(prompt, params, request_id), self.seed_of(params)
         limits = ThinkingLimits.of(params, arrival.prompt_ids, seed, arrival.end_ids, self.tokenizer)
-        return self.queue_request(arrival, seed, steer=limits).request_id
+        return self.queue_request(arrival, seed, limit_row=limits).request_id
 
     def stats(self) -> dict[str, Any]:
         """Counters for ``infer generate --stats``."""

@@ -1,4 +1,4 @@
-"""The loop for many requests, whose outputs may have a grammar: each token is drawn from those that it allows."""
+"""The loop for many requests, whose outputs may have a grammar: each token is sampled from those that it allows."""
 
 import math
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""What every engine with batches does beside its step: it takes requests in, gives answers out, and drops requests.
+"""What every engine with batches does besides its step: it queues requests, returns outputs, and aborts requests.
 Introduced in phase 4.
 
 A phase's engine has one ancestor, this one. Its own file tells what is new: what a step does, and which parts do it.

@@ -70,7 +70,7 @@ def test_a_model_behind_either_view(models, num_launches, family, backend):
 
 @pytest.mark.parametrize("family", ["qwen3", pytest.param("gemma3_text", marks=pytest.mark.gpu)])
 def test_key_norms_near_one_hundred_lose_no_more_than_the_plain_model_does(tiny_checkpoints, family):
-    """Qwen 3 has such weights: what is rounded before them is a hundred times as large behind them."""
+    """Qwen 3 has such weights: what is rounded before them is a hundred times as large after them."""
 
     def logits(dtype, is_fused):
         model = load(tiny_checkpoints[family], family, torch.float16)

@@ -360,23 +360,23 @@ def test_the_table_keeps_its_rules():
             if K % group:
                 continue
             cut = quantized_tiling(rows, N, K, bits, group, is_gated, itemsize, gpu.shared_bytes)
-            about = f"{rows, N, K, bits, group, is_gated, itemsize, gpu.shared_bytes} {cut}"
+            options = f"{rows, N, K, bits, group, is_gated, itemsize, gpu.shared_bytes} {cut}"
             sizes_of_block = (cut.block_m, cut.block_n, cut.block_k)
-            assert all(size == next_power_of_two(size) for size in sizes_of_block), about
-            assert cut.block_k * bits // 8 >= 16, about
-            assert cut.dot == (rows > 1), about
+            assert all(size == next_power_of_two(size) for size in sizes_of_block), options
+            assert cut.block_k * bits // 8 >= 16, options
+            assert cut.dot == (rows > 1), options
             if not cut.dot:
-                assert quantized_gemv.MOST_TILES * cut.block_k >= K, about
+                assert quantized_gemv.MOST_TILES * cut.block_k >= K, options
             else:
                 of_w = cut.block_n * (2 if is_gated else 1) * cut.block_k * bits // 8
                 stage = of_w + cut.block_m * cut.block_k * itemsize
-                assert cut.num_stages * stage <= gpu.shared_bytes, about
-                assert cut.num_stages >= 2, about
-                assert min(cut.block_m, cut.block_n) >= 16, about
-                assert cut.block_k <= group or group == K or cut.splits, about
+                assert cut.num_stages * stage <= gpu.shared_bytes, options
+                assert cut.num_stages >= 2, options
+                assert min(cut.block_m, cut.block_n) >= 16, options
+                assert cut.block_k <= group or group == K or cut.splits, options
                 if cut.splits:
-                    assert (itemsize, group in (128, K), K % (cut.splits * cut.block_k)) == (2, True, 0), about
-                    assert cut.splits == 1 or -(-N // cut.block_n) <= MAX_BLOCKS_SPLIT, about
+                    assert (itemsize, group in (128, K), K % (cut.splits * cut.block_k)) == (2, True, 0), options
+                    assert cut.splits == 1 or -(-N // cut.block_n) <= MAX_BLOCKS_SPLIT, options
 
 
 REAL = [  # each number of rows in the dtype that models have; the others where their tilings differ

@@ -141,7 +141,7 @@ class PoolMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.granted)
     @rule(data=st.data())
     def lay_out(self, data: st.DataObject) -> None:
-        """New tokens behind those that steps in flight compute; positions (``start``) say nothing of lengths."""
+        """New tokens after those that steps in flight compute; positions (``start``) say nothing of lengths."""
         chosen = data.draw(st.lists(st.sampled_from(list(self.granted)), unique=True))
         entries, places = [], []
         for request in chosen:

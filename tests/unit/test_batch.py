@@ -41,7 +41,7 @@ def small_splits() -> Any:
     """So that plans of tiny sequences have something to say."""
     with pytest.MonkeyPatch.context() as patch:
         for tiling in (DecodeTiling, PrefillTiling):
-            patch.setattr(tiling, "grid", lambda *about: Grid(resident=6, unit=16, least_split=16))
+            patch.setattr(tiling, "grid", lambda *options: Grid(resident=6, unit=16, least_split=16))
         yield
 
 

@@ -60,7 +60,8 @@ def inference() -> Iterator[None]:
 
 
 def batch_of(tokens: dict[str, list[int]], pool: ContiguousKVCachePool | None = None, samples: int = 1) -> Batch:
-    """A batch of new requests, each with logit rows for its last ``samples`` tokens."""
+    """A batch of new requests, each with logit rows for its last ``samples`` tokens; the last id may be None: in
+    flight."""
     pool = pool or ContiguousKVCachePool(4, 20)
     entries = []
     for name, ids in tokens.items():

@@ -1,4 +1,4 @@
-"""A KV cache in 8 bits behind an engine: the same answers however requests are scheduled, and twice the tokens."""
+"""A KV cache in 8 bits under an engine: the same answers however requests are scheduled, and twice the tokens."""
 
 import math
 import shutil
@@ -56,11 +56,11 @@ def test_earlier_phases_refuse_it_and_name_the_phase() -> None:
 )
 def test_answers_depend_on_no_other_request(tiny_checkpoints: dict[str, Path], family: str, requests: Requests) -> None:
     """Not on chunks, shared prefixes, preemption, overlap, or the order of arrival."""
-    folder, about = tiny_checkpoints[family], FP8 | {"max_seq_len": 640 if requests is LONG else 128}
-    alone = make(folder, use_prefix_caching=False, use_chunked_prefill=False, max_batch_size=1, **about)
+    folder, options = tiny_checkpoints[family], FP8 | {"max_seq_len": 640 if requests is LONG else 128}
+    alone = make(folder, use_prefix_caching=False, use_chunked_prefill=False, max_batch_size=1, **options)
     expected = [tokens(serve(alone, [request], [0])[0][0]) for request in requests]
     small = {"num_gpu_blocks": 220 if requests is LONG else 43, "block_size": 3, "prefill_chunk_size": 16}
-    engine = make(folder, overlap_scheduling=True, **small, **about)
+    engine = make(folder, overlap_scheduling=True, **small, **options)
     arrivals = (ARRIVALS * 3)[: len(requests)]
     for _ in range(2):  # the second time with prefixes in the cache
         assert [tokens(outputs) for outputs in serve(engine, requests, arrivals)[0]] == expected
@@ -74,10 +74,10 @@ def test_the_same_bytes_hold_more_tokens(
     tiny_checkpoints: dict[str, Path], monkeypatch: pytest.MonkeyPatch, dtype: str, times: int
 ) -> None:
     config = read_config(tiny_checkpoints["llama"])
-    monkeypatch.setattr(pool_size, "step_bytes", lambda *about: 0)
+    monkeypatch.setattr(pool_size, "step_bytes", lambda *options: 0)
     monkeypatch.setattr(pool_size, "free_bytes", lambda device: 200 * kv_bytes(config, 16, torch.float32))
-    about: dict[str, Any] = {"dtype": dtype, "max_seq_len": 512, "max_batch_size": 1000}
-    engines = [make(tiny_checkpoints["llama"], **about, **settings) for settings in ({}, FP8)]
+    options: dict[str, Any] = {"dtype": dtype, "max_seq_len": 512, "max_batch_size": 1000}
+    engines = [make(tiny_checkpoints["llama"], **options, **settings) for settings in ({}, FP8)]
     wide, narrow = (engine.stats() for engine in engines)
     assert narrow["cache capacity (tokens)"] == wide["cache capacity (tokens)"] * times
     assert narrow["cache bytes"] == wide["cache bytes"] == engines[1].view.keys.nbytes * 2

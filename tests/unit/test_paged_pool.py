@@ -43,8 +43,8 @@ CONFIG = replace(
 )
 
 
-def make_pool(num_blocks: int = 6, block_size: int = 4, max_sequences: int = 4, **about: Any) -> PagedKVCachePool:
-    return PagedKVCachePool(num_blocks, block_size, max_sequences, **about)
+def make_pool(num_blocks: int = 6, block_size: int = 4, max_sequences: int = 4, **options: Any) -> PagedKVCachePool:
+    return PagedKVCachePool(num_blocks, block_size, max_sequences, **options)
 
 
 def make_view(num_blocks: int = 6, block_size: int = 4, max_sequences: int = 4, max_tokens: int = 24) -> PagedView:

@@ -68,7 +68,7 @@ def check_plan(plan, grid, seen, tokens, is_prefill=True):
     assert plan.num_items[0] <= plan.capacity, f"{plan.num_items[0]} items exceed the capacity of {plan.capacity}"
     for array in (plan.request_indices, plan.query_tile_indices, plan.kv_tile_indices):
         assert_equal(len(array), plan.capacity, "entries")
-        assert not array[plan.num_items[0] :].any(), "an entry behind the items is not 0"
+        assert not array[plan.num_items[0] :].any(), "an entry after the items is not 0"
     assert_equal({array.dtype for array in plan.arrays()}, {np.dtype(np.int32)}, "dtypes")
     assert split_size % grid.unit == 0, f"the split size {split_size} is no multiple of {grid.unit}"
     assert plan.is_split or num_states == 0, "there are states, and no sequence is called split"
@@ -243,9 +243,9 @@ def test_every_token_of_a_tile_has_states_of_its_own():
 
 def test_where_masks_may_stand_every_tile_sees_the_window_of_the_first_token():
     """One key more, or one less, would be another split."""
-    grid, about = Grid(resident=132, unit=1, least_split=1), {"tokens_per_tile": 4, "window": 8, "split_size": 1}
+    grid, options = Grid(resident=132, unit=1, least_split=1), {"tokens_per_tile": 4, "window": 8, "split_size": 1}
     for has_masks, expected in ((False, [11, 9]), (True, [11, 13])):
-        plan = plan_prefill([6], [106], grid, has_masks=has_masks, **about)
+        plan = plan_prefill([6], [106], grid, has_masks=has_masks, **options)
         assert [len(splits) for splits in splits_of(plan).values()] == expected
 
 

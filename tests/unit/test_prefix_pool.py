@@ -243,7 +243,7 @@ def test_a_request_waits_while_any_request_computes_its_block() -> None:
 
 
 def test_a_request_that_leaves_a_prefix_earlier_does_not_wait() -> None:
-    """Its next block has the tokens that a running request computes, but behind another prefix."""
+    """Its next block has the tokens that a running request computes, but after another prefix."""
     pool, leader = make_pool(), make("1", "abcdefghijkl")
     start(pool, leader)
     compute(pool, leader, 8)
@@ -286,7 +286,7 @@ def test_a_part_of_a_batch_makes_its_own_copies(is_planned: bool) -> None:
     """When a request fails, the others run by themselves."""
     pool, requests = make_pool(), [make(name, "abcdefgh") for name in "123"]
     if is_planned:
-        planner = cast(AttentionPlanner, SimpleNamespace(plan=lambda *about: StepPlans({}, {})))
+        planner = cast(AttentionPlanner, SimpleNamespace(plan=lambda *options: StepPlans({}, {})))
         pool.lay_out = partial(LayoutPlans.planned, planner=planner)
     run(pool, requests[0])
     for request in requests[1:]:

@@ -21,7 +21,7 @@ VOCABULARY = 100
 
 
 class Successor:
-    """A model whose likeliest token is the one behind its last: the logits of id i are highest at i + 1."""
+    """A model whose likeliest token is the one after its last: the logits of id i are highest at i + 1."""
 
     device, dtype = torch.device("cpu"), torch.float32
     config = SimpleNamespace(vocab_size=VOCABULARY)

@@ -222,9 +222,9 @@ def multiply(
         "BLOCK_N": cut.block_n,
         "BLOCK_K": cut.block_k,
     }
-    about = {"PREFETCHED": cut.prefetched, "num_warps": cut.num_warps, "num_stages": cut.num_stages}
+    constants = {"PREFETCHED": cut.prefetched, "num_warps": cut.num_warps, "num_stages": cut.num_stages}
     of_w = (stored(weight, gpu), weight.scales, weight.zeros, bias, residual, out)
     blocks_n = -(-N // cut.block_n)
     blocks_m = -(-T // cut.block_m)
-    launch(quantized_gemm_kernel, (blocks_n * blocks_m,), x, x_scales, *of_w, *shapes, **options, **about)
+    launch(quantized_gemm_kernel, (blocks_n * blocks_m,), x, x_scales, *of_w, *shapes, **options, **constants)
     return out
