@@ -7,6 +7,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import psutil
 import pytest
 import torch
@@ -15,7 +16,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import initialize, invariant
 
 from shared.cache import free_memory, pool_size
-from shared.cache.layout.paged import PagedSizes
+from shared.cache.layout.paged import PagedLayout, PagedSizes
 from shared.cache.paged_memory import PagedMemory
 from shared.cache.pool.paged import PagedKVCachePool
 from shared.cache.view.contiguous import kv_bytes
@@ -199,6 +200,15 @@ def test_each_sequence_reads_what_a_cache_of_its_own_would_give(
     view = paged_view(model.config, sizes, backend=backend)
     check_beside_caches(model, pool, view, backend, lambda num_tokens: num_tokens, rtol=1e-5)
     assert_equal(pool.audit_blocks(), [], "audit of the blocks", ("line",))
+
+
+def test_a_slot_may_exceed_an_int32() -> None:
+    tables = np.array([[7, 200_000_000]], np.int32)
+    layout = PagedLayout.of(np.array([0]), np.array([15]), np.array([18]), tables, 16)
+    expected = [7 * 16 + 15, 200_000_000 * 16, 200_000_000 * 16 + 1]
+    assert_equal(
+        layout.slot_mapping.tolist(), expected, "slots of three tokens in blocks 7 and 200,000,000", ("token",)
+    )
 
 
 def test_a_step_that_is_not_counted_is_forgotten() -> None:

@@ -90,7 +90,7 @@ def test_what_is_cut_when_late_gives_the_minutes_that_are_missing() -> None:
         assert int(late) == given
 
 
-def test_the_answer_sheet_has_the_known_mistakes_of_the_day_s_exercises() -> None:
+def test_the_answer_sheet_has_usual_mistakes_of_the_day_s_exercises_as_the_check_says_them() -> None:
     (timetable,) = tables(DAY, "| from | minutes |")
     on_the_day = re.findall(rf"\*\*({NUMBER})\*\*", " ".join(row[2] for row in timetable))
     parts = re.split(r"^## ", ANSWERS, flags=re.MULTILINE)
@@ -99,7 +99,9 @@ def test_the_answer_sheet_has_the_known_mistakes_of_the_day_s_exercises() -> Non
     for exercise in exercises():
         if exercise.number in on_the_day:
             said = [row[0] for row in sheets[exercise.number][0]]
-            assert said == list(dict.fromkeys(mistake.says for mistake in mistakes_of(exercise)))
+            known = dict.fromkeys(mistake.says for mistake in mistakes_of(exercise))
+            assert len(said) >= 3
+            assert said == [sentence for sentence in known if sentence in said]
     early = re.findall(NUMBER, " ".join(row[1] for row in tables(DAY, "| after |")[0]))
     assert sorted(early) == sorted(re.findall(rf"^({NUMBER}): ", ANSWERS, re.MULTILINE))
 

@@ -11,7 +11,7 @@ from tempfile import TemporaryDirectory
 
 from tutorial.workshop.check import CheckServer
 from tutorial.workshop.exercises import Exercise, exercises, reference
-from tutorial.workshop.mistakes import Mistake, recognise, run_mistakes
+from tutorial.workshop.mistakes import Mistake, recognise, returns_nothing, run_mistakes
 from tutorial.workshop.skeleton import corresponding_line, with_gap
 from tutorial.workshop.verdicts import Outcome, Verdict
 from tutorial.workshop.workspace import State, Workspace
@@ -43,9 +43,14 @@ class Session:
             self.workspace.note_check(exercise, passed=verdict.outcome is Outcome.PASSED)
         return [verdict for verdict in verdicts.values() if verdict is not None]
 
-    def look(self, verdict: Verdict) -> Mistake | None:
-        """The known mistake that fails in the same way. The mistakes run now, unless what they do is kept."""
-        return recognise(verdict, self.known(verdict.exercise)) if verdict.outcome is Outcome.FAILED else None
+    def look(self, verdict: Verdict) -> tuple[Mistake, ...]:
+        """The known mistakes that fail in the same way. They run now, unless what they do is kept."""
+        exercise = verdict.exercise
+        if verdict.outcome is not Outcome.FAILED:
+            return ()
+        if returns_nothing(exercise, self.workspace.file(exercise).read_text(encoding="utf-8", errors="replace")):
+            return (Mistake(exercise.number, "nothing is returned: `return` is missing", ()),)
+        return recognise(verdict, self.known(exercise))
 
     def known(self, exercise: Exercise, watch: Callable[[int, Path], None] | None = None) -> dict[Mistake, Verdict]:
         """What the known mistakes of an exercise do; ``watch`` as in `CheckServer.run`."""
