@@ -109,7 +109,7 @@ def test_a_request_without_a_token_in_flight_needs_its_room_too(
         scheduler.start(request, 0)
         request.append(LETTER)
         request.num_pending_tokens, request.num_scheduled_tokens = num_pending, 3 + num_pending
-        assert scheduler.pool.reserve(request, 4 if name == "a" else 3)
+        assert scheduler.pool.reserve(request, 4 if name == "a" else 3), "the first tokens were refused"
     what = f"a has {num_pending_of_a} tokens in flight and b none, {num_free} slots are free"
     assert_equal(must_know_ends(scheduler), expected, f"{what}: whether the ends must be known")
 
@@ -119,7 +119,7 @@ def test_a_token_may_have_room_in_a_block_that_is_held_already(tokenizer: Tokeni
     request = Request("a", [5] * 5, SamplingParams(), 0)
     scheduler.add(request)
     scheduler.start(request, 0)
-    assert scheduler.pool.reserve(request, 5)
+    assert scheduler.pool.reserve(request, 5), "the first tokens were refused"
     request.num_pending_tokens, request.num_scheduled_tokens = 1, 5
     assert_equal(must_know_ends(scheduler), False, "no block is free, and two tokens of a's fit: whether it must wait")
 

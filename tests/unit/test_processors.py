@@ -130,7 +130,7 @@ def test_the_token_that_crosses_p_stays():
 def test_tokens_that_hold_p_exactly_are_enough():
     """Probabilities that are sums of powers of two have no rounding: the next token is kept only above p."""
     logits = torch.tensor([[4.0, 2.0, 1.0, 1.0]]).div(8).log()
-    assert logits.softmax(-1).tolist() == [[0.5, 0.25, 0.125, 0.125]]
+    assert_equal(logits.softmax(-1).tolist(), [[0.5, 0.25, 0.125, 0.125]], "probabilities", ("row", "token"))
     for p, expected in [(0.5, 1), (math.nextafter(0.5, 1), 2), (0.75, 2), (math.nextafter(0.75, 1), 4)]:
         found = sum(kept(apply_top_p(logits, torch.tensor([p], dtype=torch.float64))))
         assert_equal(found, expected, f"tokens that p = {p!r} keeps of (0.5, 0.25, 0.125, 0.125)")

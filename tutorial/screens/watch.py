@@ -17,6 +17,7 @@ import typer
 from shared.lessons import find_lesson
 from shared.terminal import working
 from tutorial.screens.check import line_of, looks_like, screen, shown
+from tutorial.screens.later import say_later
 
 if TYPE_CHECKING:
     from tutorial.workshop.check import CheckServer
@@ -33,8 +34,11 @@ _FIRST_WITH_TEXT = "02"
 def watch_exercises(open_workspace: "Callable[[], Workspace]", wanted: "Sequence[Exercise]") -> None:
     """Until all of these have passed. ``open_workspace`` is called anew for each check, since hints are noted too."""
     from tutorial.workshop.check import CheckServer
+    from tutorial.workshop.later import is_finished
     from tutorial.workshop.workspace import State
 
+    phases = dict.fromkeys(exercise.phase for exercise in wanted)
+    unfinished = [phase for phase in phases if not is_finished(open_workspace(), phase)]
     with CheckServer() as server, ThreadPoolExecutor(1) as background:
         runs: dict[Exercise, Future] = {}
         is_over = Event()
@@ -44,6 +48,7 @@ def watch_exercises(open_workspace: "Callable[[], Workspace]", wanted: "Sequence
                 workspace = open_workspace()
                 left = [exercise for exercise in wanted if not workspace.has_passed(exercise)]
                 if not left:
+                    say_later(workspace, server, unfinished)
                     break
                 before = _state(workspace, wanted)
                 written = (exercise for exercise in left if workspace.state(exercise) is State.WRITTEN)
