@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from shared.lessons import lessons
 from tutorial.workshop.exercises import exercises
 from tutorial.workshop.mistakes import mistakes_of
 
@@ -121,3 +122,13 @@ def test_the_slides_follow_the_timetable_and_the_chapters() -> None:
     lines = [line for fence in re.findall(r"```text\n(.*?)```", SLIDES, re.DOTALL) for line in fence.splitlines()]
     assert len(lines) > 10
     assert not [line for line in lines if line not in chapters]
+
+
+def test_the_plan_of_ten_evenings_has_two_or_three_exercises_of_each_phase_of_the_main_line_in_order() -> None:
+    evenings = []
+    for lesson in lessons():
+        chosen = [exercise.evening for exercise in lesson.exercises if exercise.evening is not None]
+        assert len(chosen) == 0 if lesson.is_side_track else 2 <= len(chosen) <= 3, lesson.number
+        evenings += chosen
+    assert evenings == sorted(evenings)
+    assert set(evenings) == set(range(1, 11))
