@@ -65,6 +65,8 @@ IS_WORKSHOP = os.environ.get("INFER_WORKSHOP", "0") not in ("", "0")
 settings.load_profile("workshop" if IS_WORKSHOP else "fuzz" if FUZZ_UNTIL else "repository")
 
 
+# No server of checks stays when the tests have ended.
+os.environ["INFER_WORKSHOP_IDLE"] = "0"
 # Commands choose a GPU where there is one; what tests compare them with is computed on the CPU.
 os.environ.setdefault("INFER_DEVICE", "cpu")
 # Lengths of drafts follow the costs derived from a model's shape, whatever was measured on this machine.

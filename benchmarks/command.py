@@ -27,7 +27,7 @@ def run(measure: Callable[..., Report], view: Callable[[Report], View], descript
     """Measure what the command line asks for, and present it.
 
     The options are ``--out`` and the arguments of ``measure``, by name and default: an option has the type of its
-    default, a text where that is None; several values stand behind an option whose default is a tuple. Help shows
+    default, a text where that is None; several values stand after an option whose default is a tuple. Help shows
     ``description``, and what ``measure`` says of them.
     """
     about_options = f"{description}\n{inspect.getdoc(measure)}"
@@ -40,8 +40,8 @@ def run(measure: Callable[..., Report], view: Callable[[Report], View], descript
             parser.add_argument(option, action=argparse.BooleanOptionalAction, default=default)
         else:
             one = default[0] if isinstance(default, tuple) else default
-            about: dict[str, Any] = {"nargs": "+"} if isinstance(default, tuple) else {}
-            parser.add_argument(option, type=str if one is None else type(one), default=default, **about)
+            options: dict[str, Any] = {"nargs": "+"} if isinstance(default, tuple) else {}
+            parser.add_argument(option, type=str if one is None else type(one), default=default, **options)
     parser.add_argument("--out", type=Path, help="write JSON, Markdown and PNG, named by machine, into this folder")
     given = vars(parser.parse_args())
     out = given.pop("out")

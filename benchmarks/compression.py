@@ -80,10 +80,10 @@ class Scorer:
     def __init__(self, model: CausalLM, num_tokens: int) -> None:
         self.model = model
         sizes = PagedSizes(-(-num_tokens // BLOCK), BLOCK, 1, num_tokens, num_tokens)
-        about = COMPRESSORS["none"](1.0), Budget(FLOOR, FLOOR), WINDOW, False
+        options = COMPRESSORS["none"](1.0), Budget(FLOOR, FLOOR), WINDOW, False
         self.request = Request("0", [0], SamplingParams(), 0)
         storage = PlainStorage(model.config, sizes, model.dtype, model.device)
-        self.kept = KeptCells(model.config, sizes, model.dtype, storage, *about)
+        self.kept = KeptCells(model.config, sizes, model.dtype, storage, *options)
         attention = CondensedOperations(OperationsAttention(storage, "sdpa"), self.kept)
         self.view = PagedView(model.config, sizes, model.dtype, storage, attention)
         cells = self.kept.cells
@@ -111,7 +111,7 @@ class Scorer:
 
     @torch.inference_mode()
     def follow(self, packed: Packed | None) -> torch.Tensor:
-        """Log-probabilities fp64 ``[T, V]`` of the tokens behind the context, of which ``packed`` is kept."""
+        """Log-probabilities fp64 ``[T, V]`` of the tokens after the context, of which ``packed`` is kept."""
         self.requests.packed.clear()
         if packed is not None:
             self.requests.compress(self.pool, self.request, packed)
@@ -155,8 +155,8 @@ def texts(scorer: Scorer, tokenizer: Tokenizer, num_context: int) -> dict[str, A
         ways[way] = {}
         for percentage, rows in by_share.items():
             loss, kl, kept = torch.tensor(rows).mean(0).tolist()
-            about = {"perplexity": torch.tensor(loss).exp().item(), "kl": max(kl, 0.0), "kept": kept}
-            ways[way][percentage] = {key: rounded(value) for key, value in about.items()}
+            options = {"perplexity": torch.tensor(loss).exp().item(), "kl": max(kl, 0.0), "kept": kept}
+            ways[way][percentage] = {key: rounded(value) for key, value in options.items()}
     return {"full_perplexity": rounded(torch.tensor(full).mean().exp().item()), "ways": ways}
 
 
@@ -223,9 +223,11 @@ def view(report: Report) -> View:
             heading = f"{title}: found of {counts['cases']} (full cache: {counts['full']}), question {when} compression"
             columns = [Column(f"{name(share)} %", name(share), str) for share in RETRIEVED]
             tables.append(Table(heading, [which, *columns], rows))
-    about = f"context {report.flags['context']}, {len(CHAPTERS)} texts of {NUM_SCORED} tokens, fp32; {report.date[:10]}"
+    options = (
+        f"context {report.flags['context']}, {len(CHAPTERS)} texts of {NUM_SCORED} tokens, fp32; {report.date[:10]}"
+    )
     full = f"perplexity with the full cache: {found['full_perplexity']}"
-    return View(f"Compression: {report.model['name']}", [about, full], tables, panels=panels)
+    return View(f"Compression: {report.model['name']}", [options, full], tables, panels=panels)
 
 
 def _get(share: str, key: str, row: Row) -> float:

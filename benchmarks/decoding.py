@@ -25,7 +25,7 @@ def drain(engine: Any) -> None:
 
 
 def first_token(engine: Any, prompt: list[int], *more: Any) -> float:
-    """Seconds to the first token of a prompt; ``more``: further arguments of ``add_request``, behind the parameters."""
+    """Seconds to the first token of a prompt; ``more``: further arguments of ``add_request``, after the parameters."""
     started = time.perf_counter()
     engine.add_request(prompt, decoding(1), *more)
     drain(engine)

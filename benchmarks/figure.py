@@ -45,7 +45,7 @@ def draw(view: View) -> Figure:
             _draw_lines(axes, panel)
         axes.set_title(panel.title, loc="left", color=INK, fontsize=11.5, pad=10)
     page.text(SIDE / width, 1 - 0.3 / height, view.title, c=INK, fontsize=15, fontweight="bold", va="top")
-    for index, line in enumerate(view.about[:2]):
+    for index, line in enumerate(view.subtitles[:2]):
         page.text(SIDE / width, 1 - (0.62 + 0.2 * index) / height, line, c=QUIET, fontsize=9.5, va="top")
     return page
 

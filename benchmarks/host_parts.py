@@ -1,6 +1,6 @@
 """What the host does in a decode step, part by part, and whether it sets the pace. Introduced in phase 9.
 
-A step's host work should hide behind the GPU's: then a step takes as long as its captured graph and the draw. For each
+A step's host work should hide after the GPU's: then a step takes as long as its captured graph and the draw. For each
 number of sequences this measures steps as they come, then the parts of more steps with a clock between them (the parts
 of a trace, :mod:`shared.tracing.activity`), then the step's graph alone. A host's speed varies from machine to machine
 and with what else runs, so a loop of a million additions in Python is timed too. Last, the same number of requests is
@@ -116,8 +116,8 @@ def measure(
     """The parts of decode steps of so many sequences, greedy, and answers through ``LLM.generate``."""
     longest = prompt_tokens + max(new_tokens, WARM + STEPS + WATCHED + 8)
     blocks = max(sizes) * -(-longest // 16)
-    about = {"device": device, "max_batch_size": max(sizes), "max_seq_len": longest, "num_gpu_blocks": blocks}
-    llm = LLM(model, phase, overlap_scheduling=True, seed=0, **about)
+    options = {"device": device, "max_batch_size": max(sizes), "max_seq_len": longest, "num_gpu_blocks": blocks}
+    llm = LLM(model, phase, overlap_scheduling=True, seed=0, **options)
     engine, results = llm.engine, dict[str, Any]()
     draw = SyntheticPrompts(engine.model.config.vocab_size, 0)
     params = SamplingParams(temperature=0.0, max_new_tokens=longest - prompt_tokens, ignore_eos=True)
@@ -149,12 +149,12 @@ def view(report: Report) -> View:
     ]
     parts = [text("sequences", "sequences"), *(Column(f"{name}, µs", name) for name in PARTS)]
     rows = [{"sequences": size} | found | found["parts_us"] for size, found in report.results.items()]
-    about = [
+    options = [
         f"phase {report.flags['phase']}, greedy, prompts of {report.flags['prompt_tokens']} tokens",
         f"{report.machine_title}; {report.date[:10]}",
     ]
     title = f"The host in a decode step: {report.model['name']}"
-    return View(title, about, [Table("steps", steps, rows), Table("parts of the host's work", parts, rows)], [])
+    return View(title, options, [Table("steps", steps, rows), Table("parts of the host's work", parts, rows)], [])
 
 
 if __name__ == "__main__":

@@ -244,7 +244,7 @@ def view(report: Report) -> View:
             f"One request: {size}; {report.date[:10]}",
             f"{TOGETHER.title}: {flags['together']}; the same bytes of KV cache",
             f"Waits: between two tokens of 3 requests while prompts of {BESIDE.prompt_tokens[1]} tokens arrive, in "
-            f"chunks of {CHUNK} where there are chunks; for the first token behind a conversation of 106 tokens",
+            f"chunks of {CHUNK} where there are chunks; for the first token after a conversation of 106 tokens",
         ],
         tables,
         warnings=[f"Phase {', '.join(different)}: other tokens than the first phase's."] if different else [],

@@ -28,8 +28,8 @@ HELD, SHORT = 2, 64  # requests that the small pool holds without compression; t
 class Measured:
     """A phase's engine, and what its requests hold at most after their prompts."""
 
-    def __init__(self, phase: str, about: dict[str, Any]) -> None:
-        self.engine = find_lesson(phase).engine(EngineConfig(**about))
+    def __init__(self, phase: str, options: dict[str, Any]) -> None:
+        self.engine = find_lesson(phase).engine(EngineConfig(**options))
         self.steps: list[tuple[float, int, int]] = []  # seconds, tokens decoded, requests compressed
         self.num_requests = self.most_blocks = self.most_decoded = 0
 
@@ -168,7 +168,7 @@ def view(report: Report) -> View:
     flags, rows = report.flags, [{"phase": phase} | report.results[phase] for phase in (FULL, COMPRESSED)]
     said = f"{flags['requests']} requests of {flags['length']} tokens, the last {flags['new_tokens']} decoded"
     kept = f"SnapKV, at most {flags['budget']} keys a head, every {flags['every']} tokens"
-    about = [f"{said}; {kept}", f"{report.machine_title}; {report.date[:10]}"]
+    options = [f"{said}; {kept}", f"{report.machine_title}; {report.date[:10]}"]
     notes = []
     if ran := report.results.get("together"):
         lengths = f"from {flags['from']} tokens to {flags['length']}"
@@ -177,7 +177,7 @@ def view(report: Report) -> View:
             f"with {ran['preemptions']} preemptions and {ran['compressions']} compressions."
         )
         notes.append(note)
-    return View(f"Long answers: {report.model['name']}", about, [Table("", columns, rows)], notes)
+    return View(f"Long answers: {report.model['name']}", options, [Table("", columns, rows)], notes)
 
 
 if __name__ == "__main__":

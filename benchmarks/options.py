@@ -99,13 +99,13 @@ def measure_options(setup: Setup, lessons: Sequence[Lesson], trials: int, steps:
 
 
 def _measured(setup: Setup, lesson: Lesson, option: Option) -> dict[str, float]:
-    """Tokens a second behind the first of each answer, tokens a forward pass, KV blocks held at most in the first half
+    """Tokens a second after the first of each answer, tokens a forward pass, KV blocks held at most in the first half
     of all tokens and at all, bytes of weights, valid answers.
     """
     limit = min(MAX_SEQ_LEN, setup.shape.max_position_embeddings)
     engine = lesson.engine_alone(setup.config(max_seq_len=limit, **option.settings))
-    about: dict[str, Any] = {"structured_output": option.grammar, "ignore_eos": not option.is_read}
-    params = SamplingParams(temperature=0.0, max_new_tokens=option.max_tokens, **about)
+    arguments: dict[str, Any] = {"structured_output": option.grammar, "ignore_eos": not option.is_read}
+    params = SamplingParams(temperature=0.0, max_new_tokens=option.max_tokens, **arguments)
     prompts = [_prompt(engine, text)[-(limit - option.max_tokens) :] for text in option.questions]
     for _ in engine.generate(prompts[0], replace(params, max_new_tokens=WARM_UP_TOKENS)):
         pass

@@ -33,7 +33,7 @@ def measure_profile(
     trace: Path | None = None,
     **where: Any,
 ) -> Report:
-    """Profile ``steps`` decode steps behind ``prompt_tokens``, by default of the newest phase; ``trace`` names a file
+    """Profile ``steps`` decode steps after ``prompt_tokens``, by default of the newest phase; ``trace`` names a file
     for the Chrome trace. Raises ConfigError, RequestError or ModelFolderError before anything is computed.
     """
     setup = Setup(model, **where)
@@ -109,7 +109,7 @@ def view(report: Report, top: int = 40) -> View:
     ]
     rows, left = result["rows"][:top], result["rows"][top:]
     rest = f"{len(left)} more rows, {number(sum(row['us_per_token'] for row in left))} µs a token together."
-    size = f"{flags['steps']} decode steps behind {flags['prompt_tokens']} tokens, batch 1, {flags['dtype']}"
+    size = f"{flags['steps']} decode steps after {flags['prompt_tokens']} tokens, batch 1, {flags['dtype']}"
     demo = ", demo size (no GPU)" if flags["is_demo_size"] else ""
     return View(
         f"Profile: phase {flags['phase']} ({result['title']}), {report.model['name']} on {report.machine_title}",

@@ -11,7 +11,7 @@ def view(name: str, work: DecodeWork, context: int, ceilings: Any, floors: Seque
     """``ceilings``: machine, source, read_bytes_per_second, matmul_flops_per_second; ``floors``: a row each."""
     config, itemsize = work.config, work.dtype.itemsize
     bandwidth, rate = ceilings.read_bytes_per_second, ceilings.matmul_flops_per_second
-    about = [
+    options = [
         f"{config.family}, {config.num_layers} layers, {str(work.dtype)[6:]}: {itemsize} bytes a number",
         f"{ceilings.machine} · {ceilings.source}",
         f"reads {quantity(bandwidth, 'B/s')}, {quantity(rate, 'FLOP/s')} in matrix products: {rate / bandwidth:.1f} "
@@ -42,7 +42,7 @@ def view(name: str, work: DecodeWork, context: int, ceilings: Any, floors: Seque
         ],
         [vars(floor) | {"tokens_per_second": floor.tokens_per_second, "bound": _bound(floor)} for floor in floors],
     )
-    return View(f"Roofline: {name}", about, [weights, steps, batches], [_turning(work, context, bandwidth, rate)])
+    return View(f"Roofline: {name}", options, [weights, steps, batches], [_turning(work, context, bandwidth, rate)])
 
 
 def _weights(work: DecodeWork) -> list[dict[str, Any]]:

@@ -79,7 +79,7 @@ class Lot:
                 request.draft_ids += [FILLER] * (num_drafts - len(request.draft_ids))
 
     def decide(self, schedule: Any, sampled: Any) -> None:
-        """Commit the drafts that are drawn by lot, and another token behind them."""
+        """Commit the drafts that are drawn by lot, and another token after them."""
         ids, first = list(sampled.token_ids), 0
         for request, _, _, num_drafts, num_rows, _ in schedule:
             drafts = request.draft_ids[:num_drafts]
@@ -116,7 +116,7 @@ def by_formula(costs: DraftCosts, longest: int, acceptance: float, length: int) 
     return expected_tokens(acceptance, length) * plain / (verification + first + (length - 1) * more)
 
 
-def make_engines(setup: Setup, flags: dict[str, Any], length: int, **about: Any) -> dict[str, Any]:
+def make_engines(setup: Setup, flags: dict[str, Any], length: int, **options: Any) -> dict[str, Any]:
     """Phase 10's engine, and those of the drafters that ``flags`` names: phase 11's by lookup and with a draft model,
     phase 11.1's with an adapter, or an untrained one.
     """
@@ -129,8 +129,8 @@ def make_engines(setup: Setup, flags: dict[str, Any], length: int, **about: Any)
     if (adapter := flags["adapter"]) is not None:
         folder = untrained_adapter(setup, length, flags.get("candidates")) if adapter == RANDOM else adapter
         settings["adapter"] = "11.1", ours | {"adapter": str(folder)}
-    about |= {"use_prefix_caching": False}
-    return {name: find_lesson(n).engine(setup.config(**about, **more)) for name, (n, more) in settings.items()}
+    options |= {"use_prefix_caching": False}
+    return {name: find_lesson(n).engine(setup.config(**options, **more)) for name, (n, more) in settings.items()}
 
 
 def untrained_adapter(setup: Setup, num_masks: int, num_candidates: int | None) -> Path:
@@ -178,8 +178,8 @@ def measure_imposed(
     chosen, rates, sizes, longest = list(lengths), list(acceptances), list(batches), max(lengths)
     max_seq_len = CONTEXT + (longest + 1) * (steps + WARM + 2 + (longest + 1 if adapter else 0)) + 16
     setup, blocks = Setup(target, device), max(sizes) * (max_seq_len // 16 + 1)
-    about = {"max_batch_size": max(sizes), "max_seq_len": max_seq_len, "num_gpu_blocks": blocks}
-    engines = make_engines(setup, flags, longest, **about)
+    options = {"max_batch_size": max(sizes), "max_seq_len": max_seq_len, "num_gpu_blocks": blocks}
+    engines = make_engines(setup, flags, longest, **options)
     freeze_memory()
     lots = {name: Lot(engine) for name, engine in engines.items() if name != PLAIN}
     cases = [(size, PLAIN, 0, 0.0) for size in sizes] + [(size, "off", 0, 0.0) for size in sizes]
@@ -246,10 +246,10 @@ def imposed_view(report: Report) -> View:
     drafters = {"draft model": report.flags["draft"], "adapter": report.flags.get("adapter")}
     drafters_named = " and ".join(f"{kind} {name}" for kind, name in drafters.items() if name)
     drafters_named = drafters_named or "drafts by lookup alone"
-    about = [f"{report.machine_title}, {drafters_named}"]
-    about += ["The host: {:.0f} and {:.0f} ns for an addition in a Python loop".format(*report.results["loop_ns"])]
-    about += ["Points: speed over phase 10, by drafts a step; dashed: the formula with the costs of the table"]
-    return View(f"Speculative decoding: {report.model['name']}", about, [Table("", columns, rows)], panels=panels[:4])
+    options = [f"{report.machine_title}, {drafters_named}"]
+    options += ["The host: {:.0f} and {:.0f} ns for an addition in a Python loop".format(*report.results["loop_ns"])]
+    options += ["Points: speed over phase 10, by drafts a step; dashed: the formula with the costs of the table"]
+    return View(f"Speculative decoding: {report.model['name']}", options, [Table("", columns, rows)], panels=panels[:4])
 
 
 def answer(engine: Any, prompt: str, max_new_tokens: int) -> tuple[list[int], float]:

@@ -187,8 +187,8 @@ def view(report: Report) -> View:
         f"Of {off['steps']} steps that took no part in the fit, half are within {percent(off['median_error'])} of the "
         f"formula and 95 % within {percent(off['p95_error'])}; their sum is within {percent(off['error_of_the_sum'])}."
     )
-    about = [f"{report.machine_title}; phase {report.flags['phase']}; {report.date[:10]}"]
-    return View(f"Step times: {report.model['name']}", about, [Table("", columns, rows)], [note])
+    options = [f"{report.machine_title}; phase {report.flags['phase']}; {report.date[:10]}"]
+    return View(f"Step times: {report.model['name']}", options, [Table("", columns, rows)], [note])
 
 
 if __name__ == "__main__":

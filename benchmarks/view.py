@@ -114,7 +114,7 @@ def table_of(heading: str, what: str, rows: Mapping[str, Row], **forms: Callable
 
 @dataclass(frozen=True)
 class Bar:
-    """A horizontal bar: ``text`` is written behind its end, ``colour`` is a name of `benchmarks.figure.COLOURS`."""
+    """A horizontal bar: ``text`` is written after its end, ``colour`` is a name of `benchmarks.figure.COLOURS`."""
 
     label: str
     length: float
@@ -149,7 +149,7 @@ class View:
     """A report for reading. ``title`` is the benchmark's name, a colon, and what was measured."""
 
     title: str
-    about: Sequence[str]
+    subtitles: Sequence[str]
     tables: Sequence[Table]
     notes: Sequence[str] = ()
     warnings: Sequence[str] = ()
@@ -160,7 +160,7 @@ def show(view: View, console: Console) -> None:
     """Print a view in a terminal."""
     name, _, rest = view.title.partition(": ")
     console.print(Text.assemble((name, "bold"), f" · {rest}" if rest else ""))
-    for line in view.about:
+    for line in view.subtitles:
         console.print(Text(line, style="bright_black"))
     for table in view.tables:
         console.print()
@@ -174,7 +174,7 @@ def show(view: View, console: Console) -> None:
 
 def markdown(view: View) -> str:
     """The same as Markdown."""
-    lines = [f"# {view.title}", "", *(f"{line}  " for line in view.about)]
+    lines = [f"# {view.title}", "", *(f"{line}  " for line in view.subtitles)]
     for table in view.tables:
         columns = [column for column in table.columns if not column.is_bar]
         lines += ["", f"## {table.heading}"] if table.heading else []

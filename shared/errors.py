@@ -25,12 +25,12 @@ class ContextLengthError(RequestError):
     """A prompt, or a prompt with its output, has more tokens than a sequence may have, or than the KV cache holds."""
 
 
-class UnknownChunkError(RequestError):
-    """A chunk's id was never registered, or the chunk has been forgotten (phase 9.1)."""
+class UnknownSegmentError(RequestError):
+    """A segment's id was never registered, or the segment has been forgotten (phase 9.1)."""
 
 
-class ChunkInUseError(RequestError):
-    """A chunk cannot be evicted or deleted, because a request uses it (phase 9.1)."""
+class SegmentInUseError(RequestError):
+    """A segment cannot be evicted or deleted, because a request uses it (phase 9.1)."""
 
 
 class CapacityError(InferError):

@@ -29,6 +29,7 @@ class ExerciseEntry:
     number: str
     minutes: int
     tests: tuple[str, ...]
+    processor_seconds: float = 5.0  # that a part of one test may take, at least ten times what right code takes
     evening: int | None = None
 
 
@@ -149,7 +150,6 @@ def _read(folder: Path) -> Lesson:
         is_side_track=values.get("side_track", False),
         whole=values.get("whole"),
         exercises=tuple(
-            ExerciseEntry(entry["number"], entry["minutes"], tuple(entry["tests"]), entry.get("evening"))
-            for entry in values.get("exercises", ())
+            ExerciseEntry(**entry | {"tests": tuple(entry["tests"])}) for entry in values.get("exercises", ())
         ),
     )

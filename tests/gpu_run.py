@@ -131,15 +131,15 @@ class GpuRun:
         met = {*outcomes, *running}
         not_reached = [test for test in self.collected if test not in met]
         counts = Counter(outcomes.values())
-        about = describe_machine()
+        options = describe_machine()
         return {
             "name": "gpu suite",
             "model": {},
             "engines": {},
             "machine_title": machine_title("cuda" if torch.cuda.is_available() else "cpu"),
             "commit": commit(),
-            "versions": about.pop("versions"),
-            "machine": about,
+            "versions": options.pop("versions"),
+            "machine": options,
             "seconds": round(time.monotonic() - self.started, 1),
             "limit_seconds": self.config.option.seconds,
             "selection": self.config.option.markexpr,

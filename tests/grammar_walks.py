@@ -27,13 +27,13 @@ def random_text(automaton: Automaton, chance: random.Random, classes: list[list[
             candidates = [bytes([chance.choice(members)]) for members in classes]
             chance.shuffle(candidates)
             path = next((each for each in candidates if automaton.walk(now, each) is not None), b"")
-            assert path or automaton.is_end(now), f"dead end behind {bytes(text)!r}"
+            assert path or automaton.is_end(now), f"dead end after {bytes(text)!r}"
         now, text = _advance(automaton, now, path), text + path
     while not automaton.is_end(now):
         path = way_out(automaton, now, classes)
-        assert path, f"dead end behind {bytes(text)!r}"
+        assert path, f"dead end after {bytes(text)!r}"
         now, text = _advance(automaton, now, path), text + path
-        assert len(text) < 20_000, f"no end behind {bytes(text)!r}"
+        assert len(text) < 20_000, f"no end after {bytes(text)!r}"
     return bytes(text)
 
 

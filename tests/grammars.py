@@ -123,7 +123,7 @@ def random_automaton(chance: random.Random) -> Automaton:
                     argument = chance.choice(of_rule[rule])
                 elif action is Action.POP:
                     argument = chance.randrange(num_pops)
-                elif action is Action.CHOOSE:  # behind those that pop, one for each rule, whose states it chooses from
+                elif action is Action.CHOOSE:  # after those that pop, one for each rule, whose states it chooses from
                     argument = num_pops + rule
                 elif action is Action.KEY:
                     keys.append((argument, bits(), chance.random() < 0.8))

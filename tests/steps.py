@@ -17,7 +17,7 @@ def make_request(name: str, token_ids: Iterable[int] = range(64)) -> Request:
 
 
 def step_of(step: Mapping[Request, int]) -> Schedule:
-    """A step that computes so many tokens of each request, behind those that are scheduled; it counts nothing."""
+    """A step that computes so many tokens of each request, after those that are scheduled; it counts nothing."""
     return Schedule(1, tuple(Scheduled(request, request.num_scheduled_tokens, new) for request, new in step.items()))
 
 

@@ -61,7 +61,7 @@ class Case:
     drawn: tuple[Drawn | None, ...]
     dtype: torch.dtype
     peers: Mapping[str, Peer] = field(default_factory=dict)
-    about: Mapping[str, dict[str, Any]] = field(default_factory=dict)  # what else the report says of ``ours``
+    details: Mapping[str, dict[str, Any]] = field(default_factory=dict)  # what else the report says of ``ours``
 
     @property
     def set_bytes(self) -> int:
@@ -72,8 +72,8 @@ class Case:
         """Fresh sets of inputs, from the device's default generator."""
 
         def column(one: Drawn | None) -> Sequence[Any]:
-            about = one and (one.shape, one.dtype or self.dtype, device, one.fill)
-            return rotated_tensors(num_sets, *about) if about else [None] * num_sets
+            described = one and (one.shape, one.dtype or self.dtype, device, one.fill)
+            return rotated_tensors(num_sets, *described) if described else [None] * num_sets
 
         return list(zip(*map(column, self.drawn), strict=True))
 
@@ -118,7 +118,7 @@ def measure_case(case: Case, device: torch.device, ceilings: Ceilings, peers: Se
             "share_of_ceiling": rounded(floor / seconds),
         }
 
-    ours = {name: measured(call, case.op) | case.about.get(name, {}) for name, call in case.ours.items()}
+    ours = {name: measured(call, case.op) | case.details.get(name, {}) for name, call in case.ours.items()}
     own_us = next(iter(ours.values()))["time_us"]
     others: dict[str, dict[str, Any]] = {}
     for name in peers:
@@ -128,8 +128,8 @@ def measure_case(case: Case, device: torch.device, ceilings: Ceilings, peers: Se
             said = next((line for line in str(error).splitlines() if line.strip()), "no message")
             row = {"error": None, "time_us": None, "missing": f"{type(error).__name__}: {said.strip()[:200]}"}
         others[name] = row | {"ours_over_peer": ratio(own_us, row["time_us"])}
-    about = {"shape": case.shape, "bytes": case.num_bytes, "ceiling": case.ceiling, "floor_us": rounded(1e6 * floor)}
-    return about | {"variants": ours, "peers": others}
+    common = {"shape": case.shape, "bytes": case.num_bytes, "ceiling": case.ceiling, "floor_us": rounded(1e6 * floor)}
+    return common | {"variants": ours, "peers": others}
 
 
 def compare(call: Call, inputs: Inputs, expected: Sequence[torch.Tensor], dtype: torch.dtype) -> dict[str, Any]:

@@ -64,10 +64,12 @@ class ModelShapes:
         """What the weights of a norm are drawn from: near the one that leaves a number as it is."""
         weights.normal_(1.0 - self.offset, 0.1)
 
-    def case(self, name: str, size: int, about: str, moved: Moved, ours: Call, op: Call, *drawn: Drawn | None) -> Case:
+    def case(
+        self, name: str, size: int, options: str, moved: Moved, ours: Call, op: Call, *drawn: Drawn | None
+    ) -> Case:
         """A kernel beside its op, eager and compiled; ``size`` counts rows, for attention tokens of context."""
         peers = {"eager": Peer(lambda: op), "compiled": Peer(lambda: compiled(op))}
-        return Case(name, str(size), about, *moved, {"ours": ours}, op, drawn, self.dtype, peers)
+        return Case(name, str(size), options, *moved, {"ours": ours}, op, drawn, self.dtype, peers)
 
 
 def compiled(op: Call) -> Call:
@@ -127,7 +129,7 @@ def projection_case(
 
 
 def norm_cases(shapes: ModelShapes, rows: int) -> list[Case]:
-    """The norms behind attention and MLP, for a family that has them; elsewhere norms are prologues of products."""
+    """The norms after attention and MLP, for a family that has them; elsewhere norms are prologues of products."""
     if not shapes.has_post_norms:
         return []
     n, eps, offset = shapes.hidden_size, shapes.eps, shapes.offset
@@ -205,8 +207,8 @@ def attention_case(shapes: ModelShapes, context: int, window: int | None, device
     lengths = torch.full((1,), context, dtype=torch.int32, device=device)
 
     def ours(q: Any, keys: Any, values: Any) -> torch.Tensor:
-        about: dict[str, Any] = {"scale": scale, "window": window, "softcap": softcap}
-        return decode_attention(q, keys, values, regions, lengths, **about, workspace=workspace)
+        options: dict[str, Any] = {"scale": scale, "window": window, "softcap": softcap}
+        return decode_attention(q, keys, values, regions, lengths, **options, workspace=workspace)
 
     def op(q: Any, keys: Any, values: Any) -> torch.Tensor:
         k, v = keys[0, :, context - seen :], values[0, :, context - seen :]

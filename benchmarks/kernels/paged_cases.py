@@ -69,7 +69,7 @@ DEMO_SHAPES = (
 
 
 class PagedSequences:
-    """The index arrays of a shape: blocks in random order; without a seed one behind the other."""
+    """The index arrays of a shape: blocks in random order; without a seed one after the other."""
 
     def __init__(self, shape: AttentionShape, device: torch.device, seed: int | None) -> None:
         counts = -(-np.array(shape.lengths) // BLOCK_SIZE)
@@ -100,15 +100,15 @@ def planned_call(
     shape, device = sequences.shape, sequences.lengths.device
     grid = tiling.grid(shape.heads[1], device)
     whole, used = -(-max(shape.lengths) // grid.unit) * grid.unit, sequences.num_used
-    about: dict[str, Any] = {"num_rows": shape.num_sequences, "is_captured": used < shape.num_sequences}
-    plan = plan_decode(shape.lengths[:used], grid, split_size=None if is_split else whole, **about)
+    options: dict[str, Any] = {"num_rows": shape.num_sequences, "is_captured": used < shape.num_sequences}
+    plan = plan_decode(shape.lengths[:used], grid, split_size=None if is_split else whole, **options)
     arrays = {str(n): array for n, array in enumerate(plan.arrays())}
     sent = DevicePlan.of(plan, list(Staging.for_arrays(device, arrays).send(arrays).values()))
     workspace = PlannedWorkspace.of(plan.num_states, shape.num_sequences, *shape.heads, device)
 
     def call(q: Any, keys: Any, values: Any) -> torch.Tensor:
-        about: dict[str, Any] = {"scale": shape.scale, "tiling": tiling, "workspace": workspace}
-        result: torch.Tensor = (decode or planned_decode)(q, keys, values, *sequences.arrays, sent, **about)
+        options: dict[str, Any] = {"scale": shape.scale, "tiling": tiling, "workspace": workspace}
+        result: torch.Tensor = (decode or planned_decode)(q, keys, values, *sequences.arrays, sent, **options)
         return result[:used]
 
     return call, asdict(tiling) | {"chunk_tokens": int(plan.split_size[0]), "num_items": int(plan.num_items[0])}
@@ -148,7 +148,7 @@ def paged_case(sequences: PagedSequences, dtype: torch.dtype, ours: Mapping[str,
         drawn=(Drawn((shape.num_sequences, Hq, D)), memory, memory),
         dtype=dtype,
         peers=paged_peers(sequences, dtype),
-        about={name: {"settings": settings} for name, (_, settings) in calls.items()},
+        details={name: {"settings": settings} for name, (_, settings) in calls.items()},
     )
 
 

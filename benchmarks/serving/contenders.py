@@ -139,8 +139,8 @@ class Servers:
     def get(self, contender: Contender, max_batch_size: int, max_seq_len: int) -> Server:
         """A contender's server, with the batch size if it serves many; its own settings take precedence."""
         # A phase of one request at a time knows no setting of a queue.
-        about = {"max_batch_size": max_batch_size} if contender.serves_many else {"max_waiting_requests": 1024}
-        config = EngineConfig(**{**vars(self.base), **about, "max_seq_len": max_seq_len, **contender.settings})
+        options = {"max_batch_size": max_batch_size} if contender.serves_many else {"max_waiting_requests": 1024}
+        config = EngineConfig(**{**vars(self.base), **options, "max_seq_len": max_seq_len, **contender.settings})
         key = contender.engine, config
         if key not in self.made:
             server = self.made[key] = Server(contender, config)

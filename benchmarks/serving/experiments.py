@@ -142,9 +142,9 @@ EXPERIMENTS = (
     Experiment(
         "capacity", ("capacity",), (), ("held", "costs"),
         tuple(
-            Ratio(*about)
+            Ratio(*options)
             for slots in ("wide_slots", "tight_slots")
-            for about in (
+            for options in (
                 (slots, "_peak", "peak_concurrent", "requests at a time, at the peak"),
                 (slots, "_throughput", SATURATED, WAITING)
             )
@@ -180,8 +180,8 @@ EXPERIMENTS = (
         "prefixes", ("w4", "one_prefix", "conversation", "agents"), ("uncached", "newest"),
         ("latencies", "speeds", "turns"),
         tuple(
-            Ratio("uncached", *about)
-            for about in (
+            Ratio("uncached", *options)
+            for options in (
                 ("_first_token", "time_to_first_token_ms.p50", "P50 of the first token"),
                 ("_requests", "requests_per_second", "requests a second"),
             )

@@ -179,7 +179,7 @@ def tokens_recomputed(steps: list[TimedStep]) -> int:
             most = computed.get(name, 0)
             found += max(0, min(most, start + num_tokens) - start)
             computed[name] = max(most, start + num_tokens)
-        for name in step.record.decoded:  # behind all that it had
+        for name in step.record.decoded:  # after all that it had
             computed[name] = computed.get(name, 0) + 1
     return found
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from shared.text.tokenizer import Tokenizer
 
 Case = tuple[list[int], list[int], list[int]]
-"""Token ids of a context, of the question behind it, and of the answer behind that."""
+"""Token ids of a context, of the question after it, and of the answer after that."""
 
 NEEDLE, NEEDLE_QUESTION = "\n\nThe secret number of {} is {}.\n\n", "\n\nThe secret number of {} is"
 PLACES = ("Lisbon", "the harbour", "Anna", "the red house", "Oslo", "the old library", "Peter", "the bakery")
@@ -47,6 +47,6 @@ def pairs(tokenizer: Tokenizer, num_context: int) -> Iterator[Case]:
 
 
 def asked(tokenizer: Tokenizer, question: str, answer: str) -> tuple[list[int], list[int]]:
-    """The ids of a question, and of the answer behind it."""
+    """The ids of a question, and of the answer after it."""
     ids = tokenizer.encode(question)
     return ids, tokenizer.encode(f"{question} {answer}")[len(ids) :]

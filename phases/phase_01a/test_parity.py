@@ -158,7 +158,7 @@ def test_fp32(cases: MakeCase, name: str, backend: str) -> None:
         case.ours(torch.float32, backend),
         case.reference(torch.float32, backend),
         THRESHOLDS[torch.float32].layer,
-        "hidden states behind the layer",
+        "hidden states after the layer",
         ("token", "dim"),
     )
 

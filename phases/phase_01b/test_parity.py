@@ -177,7 +177,7 @@ def test_a_prompt_reads_no_later_token(model_folder: Path) -> None:
         part,
         whole[:20],
         THRESHOLDS[torch.float32].logits,
-        "logits without the 28 tokens behind them",
+        "logits without the 28 tokens after them",
         ("token", "vocabulary"),
     )
 

@@ -75,7 +75,7 @@ class Engine(ServingEngine):
         self.model = load_model(folder, dtype=config.torch_dtype, device=config.device)
         (pack if config.pack_weights else fuse)(self.model)
         self.tokenizer = Tokenizer.load(folder)
-        self.max_seq_len = config.sequence_limit(self.model.max_positions)
+        config = self.fitted(config)
         make_memory = MEMORY[config.kv_cache_backend or "paged"]
         self.pool, self.view = make_memory(config, self.model, self.max_seq_len)
         self.scheduler = SCHEDULERS[config.batching_mode or "continuous"](config, self.pool, self.max_seq_len)

@@ -11,6 +11,7 @@ from shared.engine.config import EngineConfig
 from shared.sampling.params import SamplingParams
 from tests.launches import launched
 from tests.mixed_requests import ARRIVALS, GREEDY, LONG, MIXED, SMALL, seen, serve, tokens
+from tests.random_loads import interrupt
 
 CHUNKS: list[dict[str, Any]] = [
     {"prefill_chunk_size": 1},
@@ -50,7 +51,22 @@ def test_every_memory_and_backend_gives_the_same_outputs(
 ) -> None:
     folder, options = tiny_checkpoints["gemma3_text"], {"max_seq_len": 128, "max_batch_size": 3}
     expected = seen(serve(make(folder, Planned, **options), MIXED, ARRIVALS)[0])
-    assert seen(serve(make(folder, **options, **memory, **chunks), MIXED, ARRIVALS)[0]) == expected
+    engine = make(folder, **options, **memory, **chunks)
+    assert seen(serve(engine, MIXED, ARRIVALS)[0]) == expected
+    num_forwards = engine.runner.num_forwards
+    assert (engine.step(), engine.runner.num_forwards) == ([], num_forwards), "without requests nothing is launched"
+
+
+@pytest.mark.parametrize("broken", ["runner.forward", "scheduler.commit", "output_processor.process"])
+def test_an_interrupted_step_is_repeated_and_loses_nothing(
+    tiny_checkpoints: dict[str, Path], monkeypatch: pytest.MonkeyPatch, broken: str
+) -> None:
+    folder, options = tiny_checkpoints["qwen3"], {"max_seq_len": 128, "max_batch_size": 3, "prefill_chunk_size": 5}
+    expected = seen(serve(make(folder, **options), MIXED, ARRIVALS)[0])
+    engine = make(folder, **options)
+    interrupts = interrupt(engine, broken, monkeypatch)
+    assert seen(serve(engine, MIXED, ARRIVALS)[0]) == expected
+    assert len(interrupts) > 5
 
 
 def test_static_batches_prefill_whole_prompts(tiny_checkpoints: dict[str, Path]) -> None:

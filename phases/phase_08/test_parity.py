@@ -11,7 +11,7 @@ from phases.phase_08.engine import Engine
 from shared.engine.config import EngineConfig
 from tests.as_transformers import assert_served
 from tests.mixed_requests import ALIKE, ARRIVALS, ARRIVE, GREEDY, LONG, MIXED, SMALL, STEM, seen, serve, tokens
-from tests.random_loads import Load, answers_alone, assert_as_alone, loads, sizes
+from tests.random_loads import Load, answers_alone, assert_as_alone, interrupt, loads, sizes
 from tests.reference_tokens import ReferenceTokens
 
 
@@ -70,6 +70,19 @@ def test_whatever_the_sizes_arrivals_and_aborts(
 ) -> None:
     folder = tiny_checkpoints["gemma3_text"]
     assert_as_alone(make(folder, **options), load, answers_alone(Chunked, folder))
+
+
+@pytest.mark.parametrize("broken", ["runner.forward", "scheduler.commit"])
+def test_an_interrupted_step_is_repeated_and_loses_nothing(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, broken: str
+) -> None:
+    options = {"max_seq_len": 128, "max_batch_size": 3}
+    expected = seen(serve(make(folder, **options), ALIKE, ARRIVE)[0])
+    engine = make(folder, **options)
+    interrupts = interrupt(engine, broken, monkeypatch)
+    assert seen(serve(engine, ALIKE, ARRIVE)[0]) == expected
+    assert len(interrupts) > 5
+    assert engine.stats().items() >= engine.scheduler.stats().items()
 
 
 def test_the_turns_of_a_conversation_find_the_earlier_ones(

@@ -76,7 +76,7 @@ class Engine(ServingEngine):
         self.model = load_model(folder, dtype=config.torch_dtype, device=config.device)
         (pack if config.pack_weights else fuse)(self.model)
         self.tokenizer = Tokenizer.load(folder)
-        self.max_seq_len = config.sequence_limit(self.model.max_positions)
+        config = self.fitted(config)
         is_capturing = config.is_on("use_cuda_graphs") and self.model.device.type == "cuda"
         make_runner = partial(Runner, executor=Captured if is_capturing else Eager, last_ids=LastIds)
         make_memory = MEMORY[config.kv_cache_backend or "paged"]

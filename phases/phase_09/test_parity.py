@@ -90,7 +90,7 @@ def test_outputs_are_those_of_phase_8(model_folder: Path, sizes: tuple[int, int]
 
 
 def crowd(seed: int) -> Requests:
-    """Greedy and drawn, short, long and empty, with penalties, stop strings and log-probabilities; many begin alike."""
+    """Greedy and sampled, short, long and empty, with penalties, stop strings and logprobs; many share prefixes."""
     chance = random.Random(seed)
     stem = [chance.randrange(20, 500) for _ in range(16)]
     lengths = [0 if n % 8 == 7 else chance.randrange(1, 14) for n in range(24)]

@@ -1,4 +1,4 @@
-"""The loop for many requests, which may be made of chunks: context that was computed before, in any order."""
+"""The loop for many requests, which may be made of segments: context that was computed before, in any order."""
 
 from collections.abc import Sequence
 from functools import partial
@@ -27,16 +27,16 @@ from shared.scheduling.schedule import Schedule
 from shared.scheduling.scheduler import Scheduler
 from shared.scheduling.static import StaticScheduler
 from shared.text.tokenizer import Tokenizer
-from shared.tracks.segments.blend import blend_chunks
-from shared.tracks.segments.memory import chunk_memory
-from shared.tracks.segments.registry import ChunkRegistry
-from shared.tracks.segments.scheduler import ChunkScheduler
+from shared.tracks.segments.blend import blend_segments
+from shared.tracks.segments.memory import segment_memory
+from shared.tracks.segments.registry import SegmentRegistry
+from shared.tracks.segments.scheduler import SegmentScheduler
 
 SUPPORTED = supported.OVERLAPPED_STEPS
 
 
 class Engine(ServingEngine):
-    """Serves many requests at a time; each may begin with chunks, which are computed once and kept by their content."""
+    """Serves many requests at a time; each may begin with segments, which are computed once and kept by content."""
 
     in_flight: tuple[Schedule, SamplerOutput] | None = None  # launched, and not committed yet
 
@@ -65,7 +65,7 @@ class Engine(ServingEngine):
         if self.in_flight is not None:
             schedule, sampled = self.in_flight
             self.scheduler.commit(schedule, sampled.wait())
-            # Those beyond the schedule too: requests that waited for a chunk that could not be computed.
+            # Those beyond the schedule too: requests that waited for a segment that could not be computed.
             self.scheduler.finish(self.output_processor.catch_up())
             self.in_flight = None
 
@@ -76,12 +76,12 @@ class Engine(ServingEngine):
         self.model = load_model(folder, dtype=config.torch_dtype, device=config.device)
         (pack if config.pack_weights else fuse)(self.model)
         self.tokenizer = Tokenizer.load(folder)
-        self.max_seq_len = config.sequence_limit(self.model.max_positions)
-        self.chunks = ChunkRegistry()
-        self.pool, self.view = chunk_memory(config, self.model, self.max_seq_len, self.chunks)
+        config = self.fitted(config)
+        self.segments = SegmentRegistry()
+        self.pool, self.view = segment_memory(config, self.model, self.max_seq_len, self.segments)
         self.scheduler: Scheduler = StaticScheduler(config, self.pool, self.max_seq_len)
         if config.batching_mode != "static":
-            self.scheduler = ChunkScheduler(config, self.pool, self.max_seq_len, self.chunks)
+            self.scheduler = SegmentScheduler(config, self.pool, self.max_seq_len, self.segments)
         is_capturing = config.is_on("use_cuda_graphs") and self.model.device.type == "cuda"
         make_runner = partial(Runner, executor=Captured if is_capturing else Eager, last_ids=LastIds)
         self.runner = make_runner(self.model, self.view, self.pool.max_sequences)
@@ -92,27 +92,27 @@ class Engine(ServingEngine):
         prompt: str | Sequence[int],
         params: SamplingParams,
         request_id: str | None = None,
-        chunk_ids: Sequence[str] = (),
+        segment_ids: Sequence[str] = (),
     ) -> str:
         """Queue a request and return its id; raises RequestError or QueueFullError, and queues nothing.
 
         Args:
-            chunk_ids: of registered chunks, which stand before the prompt in this order.
+            segment_ids: of registered segments, which stand before the prompt in this order.
         """
         params.refuse("structured_output", "12")
-        chunks = tuple(self.chunks.find(chunk_id) for chunk_id in chunk_ids)
+        segments = tuple(self.segments.find(segment_id) for segment_id in segment_ids)
         prompt_ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
         limits = self.model.config.vocab_size, self.max_seq_len
         num_own = len(check_prompt(prompt_ids, *limits))
-        prompt_ids = [*(token_id for chunk in chunks for token_id in chunk.token_ids), *prompt_ids]
-        if chunks:
+        prompt_ids = [*(token_id for segment in segments for token_id in segment.token_ids), *prompt_ids]
+        if segments:
             check_prompt(prompt_ids, *limits)
             if params.prompt_logprobs is not None:
-                raise RequestError("prompt_logprobs is set, and chunks were computed without logits; leave it out.")
-            self.chunks.check(chunks, min(num_own + params.max_new_tokens, self.max_seq_len))
+                raise RequestError("prompt_logprobs is set, and segments were computed without logits; leave it out.")
+            self.segments.check(segments, min(num_own + params.max_new_tokens, self.max_seq_len))
         request = self.queue_request(self.check_request(prompt_ids, params, request_id))
-        if chunks:
-            self.chunks.contexts[request] = chunks
+        if segments:
+            self.segments.contexts[request] = segments
         return request.request_id
 
     def stats(self) -> dict[str, int]:
@@ -124,22 +124,23 @@ class Engine(ServingEngine):
             "cache bytes": self.view.num_bytes,
             **self.scheduler.stats(),
             "kernels launched": LAUNCHES.total(),
-            "chunks in the cache": len(self.chunks.resident),
+            "segments in the cache": len(self.segments.resident),
         }
 
     def register(self, content: str | Sequence[int], role: str = "user") -> str:
-        """Register a chunk, to be computed in the next steps, and return its id; the same content has the same id.
+        """Register a segment, to be computed in the next steps, and return its id; the same content has the same id.
 
-        Raises RequestError if it is empty, too long for the model or the KV cache, or if there can be no chunks.
+        Raises RequestError if it is empty, too long for the model or the KV cache, or if there can be no segments.
         """
         token_ids = self.tokenizer.encode(content) if isinstance(content, str) else content
         token_ids = check_prompt(token_ids, self.model.config.vocab_size, self.max_seq_len)
-        return self.chunks.register(role, token_ids)
+        return self.segments.register(role, token_ids)
 
-    def blend(self, chunk_ids: Sequence[str], fraction: float) -> str:
-        """Put chunks together, compute a fraction of their tokens again behind those before, and return the new id.
+    def blend(self, segment_ids: Sequence[str], fraction: float) -> str:
+        """Put segments together, recompute a fraction of their tokens with the whole context, and return the new id.
 
-        Raises RequestError if a chunk is unknown or not computed yet, or the whole is too long. Call it between steps.
+        Raises RequestError if a segment is unknown or not computed yet, or the whole is too long. Call it between
+        steps.
         """
-        chunks = [self.chunks.find(chunk_id) for chunk_id in chunk_ids]
-        return blend_chunks(self.model, self.view, self.pool, self.chunks, chunks, fraction).chunk_id
+        segments = [self.segments.find(segment_id) for segment_id in segment_ids]
+        return blend_segments(self.model, self.view, self.pool, self.segments, segments, fraction).segment_id

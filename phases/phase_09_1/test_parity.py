@@ -1,4 +1,4 @@
-"""Phase 9.1: chunks equal a block-diagonal prefill with full attention behind it; without chunks it is phase 9."""
+"""Phase 9.1: segments equal a block-diagonal prefill with full attention after it; without segments it is phase 9."""
 
 import random
 from pathlib import Path
@@ -22,7 +22,7 @@ from tests.comparison import assert_close
 from tests.mixed_requests import ALIKE, ARRIVALS, ARRIVE, GREEDY, MIXED, SMALL, seen, serve
 
 ROOM: dict[str, Any] = {"max_seq_len": 256, "max_batch_size": 4}
-CHUNKS = [
+SEGMENTS = [
     [(7 * n) % 250 for n in range(37)],
     [(5 * n + 3) % 250 for n in range(16)],
     [9],
@@ -36,13 +36,13 @@ def make(folder: Path, phase: Any = Engine, **config: Any) -> Any:
 
 
 def answer(
-    engine: Any, chunks: list[list[int]], own: list[int], num_tokens: int = 12
+    engine: Any, segments: list[list[int]], own: list[int], num_tokens: int = 12
 ) -> tuple[list[int], torch.Tensor]:
-    """The greedy tokens behind the chunks, and the logits that each was drawn from."""
+    """The greedy tokens after the segments, and the logits that each was sampled from."""
     logits: list[torch.Tensor] = []
     sample = engine.runner.sample
-    names = [engine.register(chunk) for chunk in chunks]
-    name = engine.add_request(own, SamplingParams(**GREEDY, max_new_tokens=num_tokens), chunk_ids=names)
+    names = [engine.register(segment) for segment in segments]
+    name = engine.add_request(own, SamplingParams(**GREEDY, max_new_tokens=num_tokens), segment_ids=names)
 
     def recorded(launched: Any, rows: Any) -> Any:
         sampled = [launched.batch.request_ids[n] for n in launched.batch.logit_sequences]
@@ -59,15 +59,15 @@ def answer(
 def assert_answers_as_reference(
     engine: Any,
     model: CausalLM,
-    chunks: list[list[int]],
+    segments: list[list[int]],
     own: list[int] = QUESTION,
     num_tokens: int = 12,
     tolerance: float = 1e-4,
 ) -> None:
-    """The logits of each token after the chunks are those of one forward with a block-diagonal mask."""
-    ids, logits = answer(engine, chunks, own, num_tokens)
-    expected = reference_logits(model, chunks, own + ids[:-1])[len(own) - 1 :]
-    lengths = [*map(len, chunks)]
+    """The logits of each token after the segments are those of one forward with a block-diagonal mask."""
+    ids, logits = answer(engine, segments, own, num_tokens)
+    expected = reference_logits(model, segments, own + ids[:-1])[len(own) - 1 :]
+    lengths = [*map(len, segments)]
     assert_close(logits, expected, f"logits after {lengths}", ("token", "id"), rtol=tolerance, atol=tolerance)
     chosen = expected[range(len(ids)), ids]
     assert (expected.amax(-1) - chosen).max() <= 2 * tolerance * (1 + expected.abs().max()), "the most likely tokens"
@@ -81,22 +81,24 @@ def outputs(engine: Any) -> list[StepOutput]:
 
 
 @pytest.mark.parametrize("block_size", [1, 7, 16])
-def test_chunks_are_a_block_diagonal_prefill_and_full_attention_behind_it(model_folder: Path, block_size: int) -> None:
+def test_segments_are_a_block_diagonal_prefill_and_full_attention_behind_it(
+    model_folder: Path, block_size: int
+) -> None:
     engine = make(model_folder, block_size=block_size)
     model = load_model(model_folder)
     for chosen in ([0, 1, 2, 3], [3, 0], [1, 1, 0, 1], [2]):
-        assert_answers_as_reference(engine, model, [CHUNKS[n] for n in chosen])
-    assert len(engine.chunks.resident) == 4, "each is computed once"
+        assert_answers_as_reference(engine, model, [SEGMENTS[n] for n in chosen])
+    assert len(engine.segments.resident) == 4, "each is computed once"
 
 
 @pytest.mark.parametrize("rotation", ["keys", "unrotated keys"])
 def test_keys_that_are_rotated_when_they_are_read_give_the_same(model_folder: Path, rotation: str) -> None:
-    """At several offsets of one chunk, in a step with a request without chunks."""
+    """At several offsets of one segment, in a step with a request without segments."""
     engine, model = make(model_folder), load_model(model_folder)
     engine.view.rotation = rotation
     engine.add_request([5, 6, 7], SamplingParams(**GREEDY, max_new_tokens=60))
     for chosen in ([0, 3], [3, 1, 0, 1]):
-        assert_answers_as_reference(engine, model, [CHUNKS[n] for n in chosen], num_tokens=4)
+        assert_answers_as_reference(engine, model, [SEGMENTS[n] for n in chosen], num_tokens=4)
 
 
 @pytest.mark.parametrize("family", ["qwen3", "gemma3_text"])
@@ -108,37 +110,37 @@ def test_with_key_norms_near_one_hundred_too(tiny_checkpoints: dict[str, Path], 
     for name, module in (*engine.model.named_modules(), *model.named_modules()):
         if name.endswith("k_norm"):
             module.weight.add_(99)
-    assert_answers_as_reference(engine, model, CHUNKS, tolerance=1e-2)
+    assert_answers_as_reference(engine, model, SEGMENTS, tolerance=1e-2)
 
 
 def keys_of(engine: Any, name: str) -> torch.Tensor:
-    """A chunk's keys and values in all layers, ``[2, layers, tokens, Hkv, D]``."""
-    chunk = engine.chunks.find(name)
-    blocks = torch.from_numpy(chunk.blocks).long()
-    return torch.stack([x[:, blocks].flatten(1, 2)[:, : len(chunk)] for x in (engine.view.keys, engine.view.values)])
+    """A segment's keys and values in all layers, ``[2, layers, tokens, Hkv, D]``."""
+    segment = engine.segments.find(name)
+    blocks = torch.from_numpy(segment.blocks).long()
+    return torch.stack([x[:, blocks].flatten(1, 2)[:, : len(segment)] for x in (engine.view.keys, engine.view.values)])
 
 
-def test_a_chunk_is_kept_as_a_prompt_alone_has_it_wherever_it_stands(model_folder: Path) -> None:
-    """In all layers; so the first chunk of a request is what a plain prompt has there."""
+def test_a_segment_is_kept_as_a_prompt_alone_has_it_wherever_it_stands(model_folder: Path) -> None:
+    """In all layers; so the first segment of a request is what a plain prompt has there."""
     engine, plain = make(model_folder), make(model_folder, Plain, use_prefix_caching=False)
-    names = [engine.register(chunk) for chunk in CHUNKS]
+    names = [engine.register(segment) for segment in SEGMENTS]
     outputs(engine)
     before = [keys_of(engine, name) for name in names]
-    for chunk, name in zip(CHUNKS, names, strict=True):
-        request_id = plain.add_request(chunk, SamplingParams(**GREEDY, max_new_tokens=2))
+    for segment, name in zip(SEGMENTS, names, strict=True):
+        request_id = plain.add_request(segment, SamplingParams(**GREEDY, max_new_tokens=2))
         plain.step()
         table = torch.from_numpy(plain.pool.table(plain.scheduler.running[request_id])).long()
         for ours, theirs in zip(keys_of(engine, name), (plain.view.keys, plain.view.values), strict=True):
-            expected = theirs[:, table].flatten(1, 2)[:, : len(chunk)]
+            expected = theirs[:, table].flatten(1, 2)[:, : len(segment)]
             assert_close(ours, expected, "keys or values", ("layer", "token", "head", "dim"), rtol=1e-5, atol=1e-5)
         plain.abort(request_id)
     for order in ([0, 1], [1, 0], [2, 2, 3]):
-        engine.add_request(QUESTION, SamplingParams(**GREEDY, max_new_tokens=3), chunk_ids=[names[n] for n in order])
+        engine.add_request(QUESTION, SamplingParams(**GREEDY, max_new_tokens=3), segment_ids=[names[n] for n in order])
     outputs(engine)
     assert all(torch.equal(keys_of(engine, name), keys) for name, keys in zip(names, before, strict=True))
 
 
-def test_without_chunks_outputs_are_those_of_phase_9(tiny_checkpoints: dict[str, Path]) -> None:
+def test_without_segments_outputs_are_those_of_phase_9(tiny_checkpoints: dict[str, Path]) -> None:
     requests, arrivals = [*ALIKE, *MIXED], [*ARRIVE, *ARRIVALS]
     for config in (
         {},
@@ -154,7 +156,7 @@ def test_without_chunks_outputs_are_those_of_phase_9(tiny_checkpoints: dict[str,
         assert records == steps, config
 
 
-SHARED: list[tuple[list[int], list[int], int]] = [  # chunks, question, tokens of the answer
+SHARED: list[tuple[list[int], list[int], int]] = [  # segments, question, tokens of the answer
     ([0, 1], [1, 2, 3], 9),
     ([1, 0], [1, 2, 3], 14),
     ([], [7] * 30, 12),
@@ -168,18 +170,18 @@ SHARED: list[tuple[list[int], list[int], int]] = [  # chunks, question, tokens o
 
 @pytest.mark.parametrize("family", ["llama", "gemma3_text"])
 @pytest.mark.parametrize("overlaps", [False, True])
-def test_requests_that_share_chunks_answer_as_each_alone(
+def test_requests_that_share_segments_answer_as_each_alone(
     tiny_checkpoints: dict[str, Path], family: str, overlaps: bool
 ) -> None:
-    """In a pool where chunks are evicted, computed again, and requests preempted."""
+    """In a pool where segments are evicted, computed again, and requests preempted."""
     folder = tiny_checkpoints[family]
-    expected = [answer(make(folder), [CHUNKS[n] for n in chosen], own, count)[0] for chosen, own, count in SHARED]
+    expected = [answer(make(folder), [SEGMENTS[n] for n in chosen], own, count)[0] for chosen, own, count in SHARED]
     for num_blocks in (200, 44):
         engine = make(folder, block_size=3, num_gpu_blocks=num_blocks, max_seq_len=132, overlap_scheduling=overlaps)
-        names = [engine.register(chunk) for chunk in CHUNKS]
+        names = [engine.register(segment) for segment in SEGMENTS]
         asked = [
             engine.add_request(
-                own, SamplingParams(**GREEDY, max_new_tokens=count), chunk_ids=[names[n] for n in chosen]
+                own, SamplingParams(**GREEDY, max_new_tokens=count), segment_ids=[names[n] for n in chosen]
             )
             for chosen, own, count in SHARED
         ]
@@ -190,41 +192,49 @@ def test_requests_that_share_chunks_answer_as_each_alone(
         assert engine.pool.audit() == []
         num_own = sum(len(own) + count - 1 for _, own, count in SHARED)
         if num_blocks == 200:
-            assert engine.runner.num_tokens_computed <= sum(map(len, CHUNKS)) + num_own + len(SHARED), "chunks once"
+            assert engine.runner.num_tokens_computed <= sum(map(len, SEGMENTS)) + num_own + len(SHARED), "segments once"
         else:
             assert engine.load().num_preemptions > 0
-            assert engine.runner.num_tokens_computed > sum(map(len, CHUNKS)) + num_own, "some again"
+            assert engine.runner.num_tokens_computed > sum(map(len, SEGMENTS)) + num_own, "some again"
 
 
 @settings(max_examples=8, deadline=None)
 @given(data=st.data())
-def test_any_chunks_in_blocks_of_any_size(tiny_checkpoints: dict[str, Path], data: st.DataObject) -> None:
+def test_any_segments_in_blocks_of_any_size(tiny_checkpoints: dict[str, Path], data: st.DataObject) -> None:
     folder = tiny_checkpoints[data.draw(st.sampled_from(sorted(tiny_checkpoints)))]
     chance = random.Random(data.draw(st.integers(0, 99)))
     lengths = data.draw(st.lists(st.integers(1, 40), min_size=1, max_size=5))
-    chunks = [[chance.randrange(250) for _ in range(length)] for length in lengths]
+    segments = [[chance.randrange(250) for _ in range(length)] for length in lengths]
     own = [chance.randrange(250) for _ in range(data.draw(st.integers(1, 20)))]
     options = {"block_size": data.draw(st.integers(1, 20)), "prefill_chunk_size": data.draw(st.sampled_from([3, 512]))}
-    assert_answers_as_reference(make(folder, **options), load_model(folder), chunks, own, num_tokens=3)
+    assert_answers_as_reference(make(folder, **options), load_model(folder), segments, own, num_tokens=3)
 
 
 def test_what_cannot_be_is_refused(folder: Path) -> None:
     engine = make(folder, num_gpu_blocks=16, block_size=16)
     name = engine.register([1, 2, 3])
-    for chunk_ids, params, message in (
-        (["ab"], {}, "no chunk 'ab'"),
-        ([name], {"prompt_logprobs": 1}, "chunks were computed without logits"),
+    for segment_ids, params, message in (
+        (["ab"], {}, "no segment 'ab'"),
+        ([name], {"prompt_logprobs": 0}, "segments were computed without logits"),
         ([engine.register([n] * 100) for n in range(2)], {"max_new_tokens": 40}, "needs 17 blocks"),
         ([name] * 100, {}, "length is 256 tokens. However, you requested 301 tokens"),
     ):
         with pytest.raises(RequestError, match=message):
-            engine.add_request([1], SamplingParams(**{"max_new_tokens": 9} | params), chunk_ids=chunk_ids)
+            engine.add_request([1], SamplingParams(**{"max_new_tokens": 9} | params), segment_ids=segment_ids)
     with pytest.raises(RequestError, match="The prompt is empty"):
         engine.register([])
+    with pytest.raises(RequestError, match=r"length is 256 tokens. However, you requested 257"):
+        engine.register([1] * 257)
+    assert engine.register([1, 2, 3], "system") != name, "a segment has a role"
+    asked = engine.add_request([9], SamplingParams(max_new_tokens=2), segment_ids=[engine.register([4]), name])
+    assert next(iter(engine.segments.contexts)).prompt_ids == [4, 1, 2, 3, 9], (
+        "segments stand before the prompt, in order"
+    )
+    assert engine.abort(asked)
     assert [output.token_id for output in outputs(engine)] == []
     for config, said in (
-        ({"kv_cache_backend": "contiguous"}, "chunks are kept in blocks"),
-        ({"batching_mode": "static"}, "chunks need continuous batching"),
+        ({"kv_cache_backend": "contiguous"}, "segments are kept in blocks"),
+        ({"batching_mode": "static"}, "segments need continuous batching"),
     ):
         with pytest.raises(RequestError, match=said):
             make(folder, **config).register([1])

@@ -1,4 +1,4 @@
-"""The gain from chunks: the documents of a prompt are not computed again; without chunks nothing is lost."""
+"""The gain from segments: the documents of a prompt are not computed again; without segments nothing is lost."""
 
 import time
 from pathlib import Path
@@ -21,10 +21,10 @@ def test_generate(folder: Path, benchmark) -> None:
     time_one_answer(benchmark, Engine(EngineConfig(model=str(folder), max_batch_size=8)))
 
 
-def ask(engine: Engine, chunk_ids: list[str], prompt: list[int]) -> tuple[int, float]:
+def ask(engine: Engine, segment_ids: list[str], prompt: list[int]) -> tuple[int, float]:
     """Computed tokens and seconds until the first token of an answer."""
     before, started = engine.runner.num_tokens_computed, time.perf_counter()
-    engine.add_request(prompt, SamplingParams(**GREEDY, max_new_tokens=1), chunk_ids=chunk_ids)
+    engine.add_request(prompt, SamplingParams(**GREEDY, max_new_tokens=1), segment_ids=segment_ids)
     while engine.has_work():
         engine.step()
     return engine.runner.num_tokens_computed - before, time.perf_counter() - started
@@ -36,7 +36,7 @@ def test_only_the_question_is_computed_whatever_the_order(folder: Path) -> None:
     assert ask(engine, names, QUESTION)[0] == 4 * 256 + 32
     for order in ([3, 1, 2, 0], [2], [0, 0, 0, 0]):
         assert ask(engine, [names[n] for n in order], QUESTION)[0] == 32
-    assert engine.stats()["chunks in the cache"] == 4
+    assert engine.stats()["segments in the cache"] == 4
 
 
 @pytest.mark.measured
@@ -47,6 +47,6 @@ def test_the_first_token_of_the_demo_model_comes_many_times_sooner(demo_folder: 
     engine = Engine(config)
     names = [engine.register(document) for document in DOCUMENTS]
     ask(engine, names, QUESTION)
-    chunked = min(ask(engine, names, QUESTION)[1] for _ in range(2))
+    reused = min(ask(engine, names, QUESTION)[1] for _ in range(2))
     _, plain = ask(engine, [], [token_id for document in DOCUMENTS for token_id in document] + QUESTION)
-    assert plain >= 6 * chunked, (plain, chunked)
+    assert plain >= 6 * reused, (plain, reused)

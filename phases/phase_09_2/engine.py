@@ -64,7 +64,7 @@ class Engine(ServingEngine):
     def compress(self) -> None:
         """Compress the requests that are due; one that is interrupted is preempted, since its cache may be torn.
 
-        For those that will be due when the step in flight is finished, the device begins behind that step.
+        For those that will be due when the step in flight is finished, the device begins after that step.
         """
         scheduler = self.scheduler
         if not isinstance(scheduler, CompressingScheduler):
@@ -101,7 +101,7 @@ class Engine(ServingEngine):
         self.model = load_model(folder, dtype=config.torch_dtype, device=config.device)
         (pack if config.pack_weights else fuse)(self.model)
         self.tokenizer = Tokenizer.load(folder)
-        self.max_seq_len = config.sequence_limit(self.model.max_positions)
+        config = self.fitted(config)
         is_capturing = config.is_on("use_cuda_graphs") and self.model.device.type == "cuda"
         make_runner = partial(Runner, executor=Captured if is_capturing else Eager, last_ids=LastIds)
         make_memory = MEMORY[config.kv_cache_backend or "paged"]

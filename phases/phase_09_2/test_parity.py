@@ -123,8 +123,16 @@ def test_an_interrupted_compression_is_repeated(folder: Path) -> None:
         except KeyboardInterrupt:
             return step()
 
+    compressed, counted = engine.scheduler.compressed, list[tuple[bool, int]]()
+
+    def counting(request: Request, kept: Any, num_freed: int) -> None:
+        counted.append((kept is not None, num_freed))
+        compressed(request, kept, num_freed)
+
+    engine.scheduler.compressed = counting
     engine.view.attention.compress, engine.step = interrupted, stepping
     assert answers_of(engine) == expected
+    assert (engine.num_compressions, engine.num_freed_blocks) == tuple(map(sum, zip(*counted, strict=True)))
     assert engine.load().num_preemptions == 2
 
 

@@ -97,7 +97,7 @@ class Engine(ServingEngine):
         self.model = load_model(folder, dtype=config.torch_dtype, device=config.device, quantize=quantize)
         (pack if config.pack_weights else fuse)(self.model)
         self.tokenizer = Tokenizer.load(folder)
-        self.max_seq_len = config.sequence_limit(self.model.max_positions)
+        config = self.fitted(config)
         self.drafter = make_drafter(config, self.model, self.tokenizer)
         is_capturing = config.is_on("use_cuda_graphs") and self.model.device.type == "cuda"
         make_runner = partial(Runner, executor=Captured if is_capturing else Eager, last_ids=LastIds)

@@ -103,7 +103,7 @@ class Engine(ServingEngine):
         self.model = load_model(folder, dtype=config.torch_dtype, device=config.device, quantize=quantize)
         (pack if config.pack_weights else fuse)(self.model)
         self.tokenizer = Tokenizer.load(folder)
-        self.max_seq_len = config.sequence_limit(self.model.max_positions)
+        config = self.fitted(config)
         self.drafter = make_drafter(config, self.model, self.tokenizer)
         is_capturing = config.is_on("use_cuda_graphs") and self.model.device.type == "cuda"
         make_runner = partial(Runner, executor=Captured if is_capturing else Eager, last_ids=ids_of_guesses)
@@ -126,7 +126,7 @@ class Engine(ServingEngine):
         params.refuse("structured_output", "12")
         arrival, seed = self.check_request(prompt, params, request_id), self.seed_of(params)
         limits = ThinkingLimits.of(params, arrival.prompt_ids, seed, arrival.end_ids, self.tokenizer)
-        return self.queue_request(arrival, seed, steer=limits).request_id
+        return self.queue_request(arrival, seed, limit_row=limits).request_id
 
     def stats(self) -> dict[str, Any]:
         """Counters for ``infer generate --stats``."""

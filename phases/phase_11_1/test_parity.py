@@ -51,7 +51,7 @@ def guessing(folder: Path, answers: Any = None, error_rate: float = 0.5, **confi
 def test_outputs_are_those_of_plain_decoding(
     tiny_checkpoints: dict[str, Path], family: str, sizes: tuple[int, int], overlaps: bool
 ) -> None:
-    """Greedy and drawn, with penalties, chunks, shared prefixes, preemptions; guesses of an adapter, and imposed."""
+    """Greedy and sampled, with penalties, chunks, shared prefixes, preemptions; guesses of an adapter, and imposed."""
     options = SMALL | {"prefill_chunk_size": 30} | dict(zip(("block_size", "num_gpu_blocks"), sizes, strict=True))
     requests, arrivals = [*ALIKE, *MIXED], [*ARRIVE, *ARRIVALS]
     folder = tiny_checkpoints[family]

@@ -1,4 +1,4 @@
-"""The loop for many requests, whose outputs may have a grammar: each token is drawn from those that it allows."""
+"""The loop for many requests, whose outputs may have a grammar: each token is sampled from those that it allows."""
 
 import math
 from collections.abc import Sequence
@@ -104,7 +104,7 @@ class Engine(ServingEngine):
         self.model = load_model(folder, dtype=config.torch_dtype, device=config.device, quantize=quantize)
         (pack if config.pack_weights else fuse)(self.model)
         self.tokenizer = Tokenizer.load(folder)
-        self.max_seq_len = config.sequence_limit(self.model.max_positions)
+        config = self.fitted(config)
         grammar_pool = GrammarPool.on(self.model.device, config.grammar_pool_bytes)
         self.drafter = make_drafter(config, self.model, self.tokenizer, grammar_pool)
         is_capturing = config.is_on("use_cuda_graphs") and self.model.device.type == "cuda"

@@ -77,7 +77,7 @@ def engines(request: pytest.FixtureRequest, session_folder: Path) -> Iterator[tu
 
 
 def test_answers_are_those_of_one_process(engines: tuple[Engine, Whole]) -> None:
-    """With chunks, prefixes, preemptions, drafts and grammars; greedy and drawn."""
+    """With chunks, prefixes, preemptions, drafts and grammars; greedy and sampled."""
     group, whole = engines
     for requests, arrivals in ((MIXED, ARRIVALS), (ALIKE, ARRIVE), (GRAMMAR, [0, 1])):
         answers, records = serve(group, requests, arrivals)

@@ -8,7 +8,8 @@ the kernels only follow them (FlashInfer, arXiv 2501.01005).
 
 The split size is the smallest with which all items are resident together, so that every program is busy and no item
 waits. If there is no such size, because there are more tiles than programs, or if it leaves a program more than
-``IMBALANCE`` times its share of the keys, the split size is that share: items then queue, but each is short.
+``IMBALANCE`` times its share of the keys, the split size is that share: items then queue, but each is short. Where
+items of prompts queue, those with the most keys come first, so that no long one begins when the others end.
 
 Invariants: the items cover each tile's visible keys exactly once; a tile without visible keys has one item, whose
 program stores zeros; the limits of :mod:`shared.attention.descriptor`. Counting uses int64, the arrays are int32.
@@ -218,6 +219,9 @@ def _plan(
     if num_items > capacity:
         raise ValueError(f"splits of {split * grid.unit} tokens make {num_items} items; the capacity is {capacity}")
     tiles, kv_tiles = items_of(num_splits)
+    if query_tiles is not None and num_items > grid.resident:
+        order = np.argsort(-np.minimum(units[tiles] - kv_tiles * split, split), kind="stable")
+        tiles, kv_tiles = tiles[order], kv_tiles[order]
     indices = np.zeros((3, capacity), np.int32)
     indices[0, :num_items] = tiles if requests is None else requests[tiles]
     if query_tiles is not None:

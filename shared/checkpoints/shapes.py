@@ -23,8 +23,8 @@ OF_ALL = {
 
 
 def _llama3_rope(factor: float, original: int = 8192) -> dict[str, Any]:
-    about = {"original_max_position_embeddings": original, "rope_type": "llama3"}
-    return {"factor": factor, "high_freq_factor": 4.0, "low_freq_factor": 1.0} | about
+    scaling = {"original_max_position_embeddings": original, "rope_type": "llama3"}
+    return {"factor": factor, "high_freq_factor": 4.0, "low_freq_factor": 1.0} | scaling
 
 
 def _llama(**sizes: Any) -> dict[str, Any]:

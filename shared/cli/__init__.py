@@ -14,7 +14,7 @@ from collections.abc import Callable
 
 import typer
 
-from shared.cli import chat, chunks, deploy, generate, models, serve, simulate, trace, train
+from shared.cli import chat, deploy, generate, models, segments, serve, simulate, trace, train
 from shared.cli.bench import command as bench
 from shared.cli.course import compare, diff, ladder, phases, roofline
 from shared.terminal import GuardedGroup, examples
@@ -43,7 +43,7 @@ app = typer.Typer(
 )
 GROUPS: dict[str, typer.Typer] = {
     "deploy": deploy.app,
-    "chunks": chunks.app,
+    "segments": segments.app,
     "phases": phases.app,
     "bench": bench.app,
     "model": models.app,
@@ -63,5 +63,6 @@ COMMANDS: dict[str, tuple[Callable[..., None], str]] = {
 }
 for _name, _group in GROUPS.items():
     app.add_typer(_group, name=_name)
+app.add_typer(segments.app, name="chunks", hidden=True)  # the former name
 for _name, (_function, _epilog) in COMMANDS.items():
     app.command(_name, epilog=_epilog)(_function)

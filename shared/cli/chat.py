@@ -29,7 +29,7 @@ HELP = """\
 /reset        forget the conversation (the system message stays)
 /system TEXT  set the system message; without TEXT, remove it
 /help         show this
-/exit         leave, as at the end of input
+/exit, /quit  leave, as at the end of input
 Ctrl-C        stop an answer; at the prompt, leave"""
 
 
@@ -61,7 +61,7 @@ def chat(
             line = input("you> " if is_terminal else "").strip()
         except EOFError:
             return
-        if line == "/exit":
+        if line in ("/exit", "/quit"):
             return
         if line.startswith("/"):
             _command(conversation, line)

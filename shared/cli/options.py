@@ -90,7 +90,7 @@ SAMPLING = (
     _sampling("frequency_penalty", float, 0.0, "Subtract this for each time that the answer has a token."),
     _sampling("logit_bias", _TEXTS, None, "Add a number to a token's logit; may be repeated.", metavar="ID=BIAS"),
     _sampling("min_tokens", int, 0, "Do not end the answer before this many tokens."),
-    _sampling("thinking_budget", int | None, None, "Close the thinking behind this many tokens (phase 11.1)."),
+    _sampling("thinking_budget", int | None, None, "Close the thinking after this many tokens (phase 11.1)."),
     _sampling("min_thinking_tokens", int, 0, "Do not let the thinking end before (phase 11.1)."),
     _sampling("seed", int | None, None, "The same seed gives the same answer; default: a random one."),
     _sampling("stop", _TEXTS, None, "End the answer before this text; may be repeated."),

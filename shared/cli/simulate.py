@@ -91,7 +91,7 @@ def simulate(
 
     times, source = _times(step_times)
     limits = EngineLimits(max_batch_size=max_batch_size, block_size=block_tokens, kv_tokens=kv_tokens)
-    about = Conversations(systems, system_tokens, turn_tokens, new_tokens, turns, pause, block_tokens=block_tokens)
+    settings = Conversations(systems, system_tokens, turn_tokens, new_tokens, turns, pause, block_tokens=block_tokens)
     if price < 0:
         raise ConfigError(f"--price is {price:g}; it cannot be negative.")
     is_file = trace not in SHAPES
@@ -101,7 +101,7 @@ def simulate(
     def requests(num_replicas: int) -> "Iterator[Request]":
         if is_file:
             return recorded(Path(trace), block_tokens, None if rate is None else rate * num_replicas)
-        return conversations(arrival_times(trace, (rate or 10.0) * num_replicas, seconds, seed), about, seed)
+        return conversations(arrival_times(trace, (rate or 10.0) * num_replicas, seconds, seed), settings, seed)
 
     extra: dict[str, Any] = {"gateways": gateways, "table_keys": table_keys, "report_seconds": report_seconds}
     extra |= {"update_at": update_at, "update_together": update_together}

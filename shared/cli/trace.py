@@ -51,7 +51,7 @@ def trace(
         int | None, _work(help="Tokens with which each of these prompts begins; default: none.")
     ] = None,
     documents: Annotated[
-        int | None, _work(min=1, help="Documents of 48 tokens, two of which precede each prompt as chunks (09.1).")
+        int | None, _work(min=1, help="Documents of 48 tokens, two of which precede each prompt as segments (09.1).")
     ] = None,
     prompts: Annotated[Path | None, _work(help="Prompts to run instead, one on each line of this file.")] = None,
     max_tokens: Annotated[int, _work("--max-tokens", "-n", help="Maximum tokens of an answer.")] = 24,
@@ -89,7 +89,7 @@ def trace(
         )
     if documents is not None and not hasattr(lesson.engine, "blend"):
         raise ConfigError(
-            f"--documents is {documents} and phase {lesson.number} ({lesson.title}) has no chunks; add --phase 09.1, "
+            f"--documents is {documents} and phase {lesson.number} ({lesson.title}) has no segments; add --phase 09.1, "
             "or leave --documents out."
         )
     if every is not None and rate is not None:
@@ -106,9 +106,9 @@ def trace(
         engine = options.load_engine(lesson, model, **variant)
         arrivals = _arrivals(engine, steps, texts, max_tokens, seed, shared_prefix or 0, grammar, documents or 0)
         warm_up(engine)
-        about = _settings(engine, lesson, model_name(model), every=every, rate=rate, seed=seed)
-        title = title or ", ".join(str(about[name]) for name in ("batching mode", "policy") if name in about)
-        runs.append(TracedRun(title, engine, arrivals, about))
+        details = _settings(engine, lesson, model_name(model), every=every, rate=rate, seed=seed)
+        title = title or ", ".join(str(details[name]) for name in ("batching mode", "policy") if name in details)
+        runs.append(TracedRun(title, engine, arrivals, details))
     with working(f"running {number} requests: {', '.join(run.title for run in runs)}"):
         traces = record(runs)
     note = COMPARED if compare else ""
@@ -207,10 +207,10 @@ def _arrivals(
     else:
         requests = text_requests(texts, tokenizer=engine.tokenizer, **sizes)
         names = [*texts]
-    chunks = chosen_documents(num_documents, len(steps), vocab_size=vocab_size, seed=seed)
+    segments = chosen_documents(num_documents, len(steps), vocab_size=vocab_size, seed=seed)
     return [
         Arrival(step, str(number), ids, constrained(params, grammar), text, before)
-        for step, (number, text), (ids, params), before in zip(steps, names, requests, chunks, strict=True)
+        for step, (number, text), (ids, params), before in zip(steps, names, requests, segments, strict=True)
     ]
 
 

@@ -132,6 +132,16 @@ class EngineConfig:
         "Maximum tokens in a prefill chunk; default: 512 beside decoding requests, about 4096 while none decodes.",
         at_least=1,
     )
+    chunk_beside_decoding: int | None = setting(
+        None, "07", "Maximum tokens in a prefill chunk beside decoding requests; default: 512.", at_least=1
+    )
+    prefill_wait_ms: int | None = setting(
+        None,
+        "07",
+        "Milliseconds that a step with one chunk may keep decoding requests waiting, by the table of step costs, in "
+        "place of chunk_beside_decoding.",
+        at_least=1,
+    )
     max_prefill_chunks_per_step: int | None = setting(
         None, "07", "Maximum prefill chunks in a step; default: as many as max_num_batched_tokens allows.", at_least=1
     )

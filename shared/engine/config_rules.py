@@ -14,6 +14,8 @@ NEEDS: dict[str, tuple[tuple[str, Any], ...]] = {
     "block_size": (("kv_cache_backend", "paged"),),
     "num_gpu_blocks": (("kv_cache_backend", "paged"),),
     "prefill_chunk_size": (("use_chunked_prefill", True),),
+    "chunk_beside_decoding": (("use_chunked_prefill", True),),
+    "prefill_wait_ms": (("use_chunked_prefill", True),),
     "max_prefill_chunks_per_step": (("use_chunked_prefill", True),),
     "use_chunked_prefill": (("batching_mode", "continuous"),),
     "use_prefix_caching": (("kv_cache_backend", "paged"), ("use_chunked_prefill", True)),
@@ -69,6 +71,9 @@ EXCLUSIVE = (
         ("contiguous",),
         "leave attention_backend out, or choose kv_cache_backend 'paged'",
     ),
+    Exclusive("prefill_chunk_size", "chunk_beside_decoding", "prefill_chunk_size holds beside decoding requests too"),
+    Exclusive("prefill_chunk_size", "prefill_wait_ms", "prefill_chunk_size holds beside decoding requests too"),
+    Exclusive("chunk_beside_decoding", "prefill_wait_ms", "either decides how large a chunk is"),
     Exclusive("use_prefix_caching", "if_fake_compress", "a block with masked tokens cannot be shared", (True,)),
     Exclusive(
         "attention_backend",

@@ -5,8 +5,8 @@ written, and which requests were preempted and are recomputed; and the blocks th
 for requests with the same prefix (phase 8). It is made on demand from the scheduler's and the pool's host state and
 reads no tensor. A contiguous region is shown as one large block, so both kinds of pool are drawn the same way.
 
-Invariants: a block that is in several block tables is at the same place in each, and written; a map keeps no reference
-to the scheduler or the pool, so it can be drawn while the engine runs.
+Invariants: a block in several block tables has the same index in each, and is written; a map keeps no reference to the
+scheduler or the pool, so it can be drawn while the engine runs.
 """
 
 from collections.abc import Sequence

@@ -25,7 +25,7 @@ class StepOutput(NamedTuple):
     either: ``finish_reason`` is ERROR and ``error`` is a message for the client.
 
     The last output of a request that has not failed says how many drafts are part of its output, and how many were
-    computed in vain (phase 11): rejected, or accepted behind the stop string that ended it.
+    computed in vain (phase 11): rejected, or accepted after the stop string that ended it.
     """
 
     request_id: str

@@ -1,6 +1,6 @@
 """Validation of prompts and of queue limits. Introduced in phase 1b.
 
-Engine and server apply the same checks, so each rule and its message stand here once. Invariant: every prompt that
+Engine and server apply the same checks, so each rule and its message are here once. Invariant: every prompt that
 reaches a model has passed ``check_prompt``, so an invalid id raises RequestError and never IndexError.
 """
 

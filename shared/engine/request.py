@@ -38,8 +38,8 @@ class TokenLogprobs(NamedTuple):
     top: tuple[tuple[int, float], ...]
 
 
-Steer = Callable[[SamplingRow], SamplingRow]
-"""Changes what a request's row may draw, by its index and by the tokens in front of it (phase 11.1)."""
+RowLimit = Callable[[SamplingRow], SamplingRow]
+"""Changes what a request's row may sample, by its index and by the tokens in front of it (phase 11.1)."""
 _serials = itertools.count()
 _row: Callable[[tuple[Any, ...]], SamplingRow] = partial(tuple.__new__, SamplingRow)  # of all fields, in C
 
@@ -50,7 +50,7 @@ class Request:
 
     Requests compare by identity, since an id may be reused. ``end_ids`` are the ids that may end its output, of its
     parameters and of the model (``SamplingParams.end_ids``). Raises RequestError for parameters that limit its thinking
-    without ``steer``.
+    without ``limit_row``.
     """
 
     request_id: str
@@ -74,13 +74,13 @@ class Request:
     last_step: int = 0  # the step that computed its last token; set by the scheduler
     error: str | None = None  # why it failed, as a message for the client
     constraint: object = None  # its grammar, and where its output stands in it (phase 12); set by the engine
-    steer: Steer | None = None  # keeps the limits of its thinking
+    limit_row: RowLimit | None = None  # keeps the limits of its thinking
     serial: int = field(default_factory=lambda: next(_serials))  # its number in this process, never reused
     num_prompt_tokens: int = field(init=False)
     num_tokens: int = field(init=False)  # prompt and output tokens whose ids are known
 
     def __post_init__(self) -> None:
-        if self.steer is None:
+        if self.limit_row is None:
             self.params.refuse_limits_of_thinking("11.1")
         self.num_prompt_tokens = len(self.prompt_ids)
         self.num_tokens = self.num_prompt_tokens + len(self.output_ids)
@@ -148,8 +148,8 @@ class Request:
         params, output_ids = self.params, self.output_ids
         index = len(output_ids) + num_drafts
         masked_ids = self.end_ids if index < params.min_tokens else ()
-        if num_drafts and (params.has_penalties or self.steer is not None):
+        if num_drafts and (params.has_penalties or self.limit_row is not None):
             output_ids = output_ids + self.draft_ids[:num_drafts]
-        about = (params, self.seed, index, self.prompt_ids, output_ids, masked_ids, self.serial, num_drafts, draft_id)
-        row = _row((*about, None, None, self.constraint))
-        return row if self.steer is None else self.steer(row)
+        fields = (params, self.seed, index, self.prompt_ids, output_ids, masked_ids, self.serial, num_drafts, draft_id)
+        row = _row((*fields, None, None, self.constraint))
+        return row if self.limit_row is None else self.limit_row(row)

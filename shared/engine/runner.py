@@ -40,7 +40,7 @@ class Launched:
     sequence_rows: torch.Tensor  # int64 [n], the pool's row of the sequence of each logit row
     errors: Mapping[int, Exception]  # by the index of the sequence in the batch
     prompts: Sequence[PromptDraws] = ()
-    num_repeats: int = 0  # forwards of the same sequences behind that of the batch
+    num_repeats: int = 0  # forwards of the same sequences after that of the batch
 
 
 class Observer(Protocol):

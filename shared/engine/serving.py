@@ -1,4 +1,4 @@
-"""What every engine with batches does beside its step: it takes requests in, gives answers out, and drops requests.
+"""What every engine with batches does besides its step: it queues requests, returns outputs, and aborts requests.
 Introduced in phase 4.
 
 A phase's engine has one ancestor, this one. Its own file tells what is new: what a step does, and which parts do it.
@@ -48,6 +48,15 @@ class ServingEngine(ABC):
         self.request_ids = itertools.count()
         self.answers: dict[str, deque[StepOutput]] = {}  # outputs that `generate` has not yielded yet
         self.last_step: StepRecord | None = None
+
+    def fitted(self, config: EngineConfig) -> EngineConfig:
+        """Find ``max_seq_len``, and return the settings as they hold for the loaded model."""
+        self.max_seq_len = config.sequence_limit(self.model.max_positions)
+        if config.prefill_wait_ms is not None:
+            from shared.scheduling.chunks import within_wait  # which phase 7 introduces
+
+            self.config = config = within_wait(config, self.model)
+        return config
 
     @cached_property
     def output_processor(self) -> OutputProcessor:

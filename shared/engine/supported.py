@@ -14,7 +14,10 @@ BATCHES = FUSED_KERNELS | {
 CONTINUOUS_BATCHING = BATCHES | {"batching_mode=continuous", "scheduler_policy", "max_decode_interval"}
 PAGED_MEMORY = CONTINUOUS_BATCHING | {"kv_cache_backend=paged", "block_size", "num_gpu_blocks"}
 PLANNED_ATTENTION = PAGED_MEMORY | {"attention_backend=planned"}
-CHUNKED_PREFILL = PLANNED_ATTENTION | {"use_chunked_prefill", "prefill_chunk_size", "max_prefill_chunks_per_step"}
+CHUNKED_PREFILL = PLANNED_ATTENTION | {
+    *("use_chunked_prefill", "prefill_chunk_size", "chunk_beside_decoding", "prefill_wait_ms"),
+    "max_prefill_chunks_per_step",
+}
 PREFIX_CACHING = CHUNKED_PREFILL | {"use_prefix_caching"}
 OVERLAPPED_STEPS = PREFIX_CACHING | {"use_cuda_graphs", "overlap_scheduling"}
 QUANTIZATION = OVERLAPPED_STEPS | {"kv_cache_dtype", "quantization", "quantize_head"}

@@ -48,8 +48,8 @@ def serve_rounds(engine: Steps, requests: Iterable[Sequence[tuple[int, int]]]) -
     """Run the rounds of ``rounds`` one after the other; every second request of a round is greedy."""
     for number, together in enumerate(requests):
         for n, (num_prompt, num_new) in enumerate(together):
-            about: dict[str, Any] = {"temperature": 0.7 if n % 2 == 0 else 0.0, "seed": n, "ignore_eos": True}
-            params = SamplingParams(max_new_tokens=num_new, cache_salt=f"warm-up {number}, {n}", **about)
+            options: dict[str, Any] = {"temperature": 0.7 if n % 2 == 0 else 0.0, "seed": n, "ignore_eos": True}
+            params = SamplingParams(max_new_tokens=num_new, cache_salt=f"warm-up {number}, {n}", **options)
             add(engine, warm_up_prompt(n, num_prompt), params, f"warm-up-{n}")
         while engine.has_work():
             engine.step()

@@ -132,12 +132,12 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> No
         compiled = kernel[grid](*args, **options)
         constexprs = [options[name] for name in kernel.arg_names[len(args) :]]
         current_stream = triton.runtime.driver.active.get_current_stream
-        about = (compiled.function, compiled.packed_metadata, None, None, None)
-        _COMPILED[kind] = compiled.run, current_stream, about, constexprs
+        metadata = (compiled.function, compiled.packed_metadata, None, None, None)
+        _COMPILED[kind] = compiled.run, current_stream, metadata, constexprs
         return
-    run, current_stream, about, constexprs = known
+    run, current_stream, metadata, constexprs = known
     x, y, z = (*grid, 1, 1)[:3]
-    run(x, y, z, current_stream(device), *about, *args, *constexprs)
+    run(x, y, z, current_stream(device), *metadata, *args, *constexprs)
 
 
 _COMPILED: dict[tuple[Any, ...], tuple[Any, Any, tuple[Any, ...], list[Any]]] = {}

@@ -26,8 +26,8 @@ def linear(x: torch.Tensor, weight: QuantizedWeight, bias: torch.Tensor | None =
     if is_on_cpu and is_int8_by_row and is_aligned:
         y = torch._weight_int8pack_mm(x.bfloat16().contiguous(), weight.values, weight.cpu_scales).to(x.dtype)
     elif is_on_cpu and is_grouped_int4:
-        about = weight.cpu_values, weight.columns_per_scale, weight.cpu_scales
-        y = torch.ops.aten._weight_int4pack_mm_for_cpu(x.bfloat16().contiguous(), *about).to(x.dtype)
+        packed = weight.cpu_values, weight.columns_per_scale, weight.cpu_scales
+        y = torch.ops.aten._weight_int4pack_mm_for_cpu(x.bfloat16().contiguous(), *packed).to(x.dtype)
     else:
         rows = max(TILE_ROWS, weight.rows_per_scale)
         tiles = (weight.tile(start, start + rows) for start in range(0, len(weight), rows))

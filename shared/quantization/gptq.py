@@ -1,9 +1,9 @@
 """Rounds matrices to 4 bits so that the products with a text's activations change least. Introduced in phase 10.
 
-GPTQ (Frantar et al., arXiv 2210.17323): columns are rounded one after the other, and what a column's rounding does to
-the products, the columns after it make up for, as far as their inputs are alike. For that the inputs' second moments
-are needed, ``H = XᵀX``, so the model reads a text. Columns with large inputs are rounded first, while many others can
-still make up for them. Invariant: a block's inputs are those that the blocks before it give with rounded weights.
+GPTQ (Frantar et al., arXiv 2210.17323): columns are rounded one after the other, and later columns compensate each
+column's rounding error as far as their inputs correlate. This requires the inputs' second moments, ``H = XᵀX``, so the
+model reads a text. Columns with large inputs are rounded first, while many columns are left to compensate. Invariant: a
+block's inputs are the outputs of the blocks before it with rounded weights.
 """
 
 from collections.abc import Callable, Iterator

@@ -99,7 +99,7 @@ def gumbel(seeds: torch.Tensor, indices: torch.Tensor, stream: Stream, size: int
     """Standard Gumbel noise, float32 [B, size], made of ``uniform`` with the same arguments.
 
     ``argmax(logits + gumbel)`` is a draw from ``softmax(logits)`` (the Gumbel-max trick). Values lie between -2.9 and
-    16.7, so a token about 19.4 nats (a factor of 3e8) below the most likely one is never drawn.
+    16.7, so a token about 19.4 nats (a factor of 3e8) below the most likely one is never sampled.
     """
     # exercise 02x4: uniform numbers to Gumbel noise
     # hint: the inverse of the cumulative distribution function exp(-exp(-x))

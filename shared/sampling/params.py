@@ -52,10 +52,10 @@ class SamplingParams:
         use_speculative_decoding: False keeps an engine that speculates (phase 11) from drafting for this request.
         prediction_ids: what the output may be, where much of it is known before. An engine that looks drafts up in the
             text looks here too; others ignore it. No token depends on it with coupled acceptance.
-        thinking_budget: the most tokens of thinking, of a model that thinks (Qwen 3); behind them its thinking is
+        thinking_budget: the most tokens of thinking, of a model that thinks (Qwen 3); after them its thinking is
             closed. Phase 11.1 keeps this limit and the next.
         min_thinking_tokens: the tokens of thinking before which it does not end: a word such as "Wait" stands in the
-            place of its end, and neither end-of-sequence ids nor ``stop_token_ids`` are drawn.
+            place of its end, and neither end-of-sequence ids nor ``stop_token_ids`` are sampled.
         structured_output: the grammar of the output (phase 12), which ends with an end-of-sequence id where the grammar
             is at its end. It comes before ``min_tokens``; if ``max_new_tokens`` ends the output, it is a beginning.
 

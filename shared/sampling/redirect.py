@@ -1,9 +1,9 @@
 """A logits processor that moves probability from one token to another. Introduced in phase 11.1.
 
-Budget forcing puts a word such as "Wait" in the place of the token that would end a model's thinking, and that token in
-the place of all others once the budget is spent (Muennighoff et al., arXiv 2501.19393). Done to the logits, and not to
-the token drawn, it holds for plain decoding, for guesses verified by equality, and for rejection sampling, which needs
-the distribution.
+Budget forcing replaces the token that would end a model's thinking with a word such as "Wait", and, once the budget is
+spent, every token with that end (Muennighoff et al., arXiv 2501.19393). Editing the logits instead of the sampled token
+makes this work for plain decoding, for drafts verified by equality, and for rejection sampling, which needs the
+distribution.
 
 Invariant: a row's other tokens keep their logits, and the moved probability is exact: a draw from the result is
 distributed as a draw from the logits in which one token was replaced by the other.
@@ -25,8 +25,8 @@ class RedirectProcessor:
     """What becomes of some rows of logits ``[B, V]``; the other rows are not touched.
 
     Attributes:
-        forced: int64 ``[2, f]``, rows and the one token that each may draw.
-        moved: int64 ``[3, m]``, rows, tokens that are not drawn, and those that get their probability.
+        forced: int64 ``[2, f]``, rows and the one token that each may sample.
+        moved: int64 ``[3, m]``, rows, tokens that are not sampled, and those that get their probability.
         temperatures: float32 ``[m]``, of the rows of ``moved``.
     """
 

@@ -1,15 +1,15 @@
 """Rejection sampling of drafts: the target's distribution, with more drafts accepted. Introduced in phase 11.
 
-A draft x was drawn from a distribution q, and the target's distribution in its place is p. The draft is accepted with
+A draft x was sampled from a distribution q; the target's distribution at its position is p. The draft is accepted with
 probability min(1, p(x) / q(x)), and replaced by a draw from the normalised max(p - q, 0) otherwise; the result is
-distributed as p (Leviathan et al., arXiv 2211.17192; Chen et al., arXiv 2302.01318). A draft found by lookup has
-q(x) = 1, so it is accepted with probability p(x), and the residual is p without x.
+distributed as p (Leviathan et al., arXiv 2211.17192; Chen et al., arXiv 2302.01318). A draft found by lookup has q(x) =
+1, so it is accepted with probability p(x), and the residual is p without x.
 
 A replacement never equals its draft, since the residual is 0 where p < q. So the number of accepted drafts is found by
 comparing the tokens with the drafts, as with coupled sampling.
 
-Invariants: the draws of drafts, acceptances and residuals come from streams of noise of their own, so they are
-independent; noise of rows behind the first rejection decides nothing, so it may be used again.
+Invariants: drafts, acceptances and residuals use separate noise streams, so they are independent; noise of rows after
+the first rejection decides nothing, so it may be reused.
 """
 
 import torch
@@ -26,12 +26,12 @@ def accept_or_replace(
     drafts: torch.Tensor,
     draft_probabilities: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """The tokens of all rows, int64 [B]: those of the rows that draw and have a draft are the draft or its replacement.
+    """The tokens of all rows, int64 [B]; of sampling rows with a draft, the draft or its replacement.
 
     Args:
         ids: int64 [B], the tokens of the other rows, as ``sample`` returns them.
         logits: [B, V] in any float dtype; not mutated.
-        rows, drafts: int64 [n], the rows with a draft, each of which draws, and the drafts.
+        rows, drafts: int64 [n], the rows with a draft, each of which samples, and the drafts.
         draft_probabilities: float32 [n, V], q of each draft; None: every draft was certain.
     """
     assert batch.seeds is not None

@@ -41,7 +41,7 @@ class SamplingRow(NamedTuple):
     index: int  # type: ignore[assignment]  # a tuple's method of this name is not needed
     prompt_ids: Sequence[int] = ()
     output_ids: Sequence[int] = ()
-    masked_ids: Sequence[int] = ()  # must not be drawn: what ends the output before min_tokens
+    masked_ids: Sequence[int] = ()  # must not be sampled: what ends the output before min_tokens
     serial: int = 0  # of the request
     num_drafts: int = 0  # the last of output_ids, which may turn out wrong (phase 11); the row before has one fewer
     draft_id: int | None = None  # the draft for this row's token
@@ -56,7 +56,7 @@ class SamplingBatch:
 
     num_rows: int
     temperature: torch.Tensor | None = None  # float32 [B], 0 for a greedy row; None: all rows are greedy
-    drawing_rows: torch.Tensor | None = None  # int64 [n], the rows that draw; None: all of them, or none
+    drawing_rows: torch.Tensor | None = None  # int64 [n], the rows that sample; None: all of them, or none
     seeds: torch.Tensor | None = None  # int64 [B]; set with temperature, as is indices
     indices: torch.Tensor | None = None  # int64 [B]
     log_min_p: torch.Tensor | None = None  # float32 [B], -inf for a row without min_p
@@ -164,7 +164,7 @@ def sample(logits: torch.Tensor, batch: SamplingBatch, *, stream: Stream = Strea
     """Sample a token for every row, int64 [B], from logits [B, V] in any float dtype, which are not mutated.
 
     Greedy rows take the exact arg-max of the logits that ``adjust_logits`` returns, the lowest id among equals. Other
-    rows draw from the softmax of these logits, scaled by the temperature and filtered, by the Gumbel-max trick with
+    rows sample from the softmax of these logits, scaled by the temperature and filtered, by the Gumbel-max trick with
     random numbers of ``stream``. Raises ValueError if ``logits`` and ``batch`` differ in rows.
     """
     if logits.shape[0] != batch.num_rows:
@@ -218,10 +218,10 @@ def _draw(logits: torch.Tensor, batch: SamplingBatch, rows: torch.Tensor | slice
 
 
 def filter_logits(logits: torch.Tensor, batch: SamplingBatch, rows: torch.Tensor | slice) -> torch.Tensor:
-    """The logits whose softmax the rows draw from: scaled by the temperature, -inf where a limit excludes the token.
+    """The logits whose softmax the rows sample from: scaled by the temperature, -inf where a limit excludes the token.
 
-    ``logits`` are those of ``rows`` alone, [n, V], as ``adjust_logits`` returns them; each row draws. Returns a float32
-    copy.
+    ``logits`` are those of ``rows`` alone, [n, V], as ``adjust_logits`` returns them; each row samples. Returns a
+    float32 copy.
     """
     assert batch.temperature is not None
     scores = apply_temperature(logits.float(), batch.temperature[rows])

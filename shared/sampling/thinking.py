@@ -1,14 +1,14 @@
 """Limits of how long a model thinks before it answers: budget forcing. Introduced in phase 11.1.
 
-A model that thinks writes ``<think>``, its thoughts, ``</think>``, and then its answer. Two limits steer that
+A model that thinks writes ``<think>``, its thoughts, ``</think>``, and then its answer. Two limits control that
 (Muennighoff et al., *s1: Simple test-time scaling*, arXiv 2501.19393):
 
-- before ``min_thinking_tokens`` the end of thinking is not drawn: a word that makes the model go on stands in its
-  place, chosen by the request's own noise, and no id ends the output;
-- behind ``thinking_budget`` tokens, ``</think>`` follows.
+- before ``min_thinking_tokens`` the end of thinking is replaced by a word that makes the model continue, chosen by the
+  request's own noise, and no id ends the output;
+- after ``thinking_budget`` tokens, ``</think>`` follows.
 
-Invariant: what a row may draw depends on the request and on the tokens in front of that row, and nothing is remembered,
-so guesses that turn out wrong leave no trace.
+Invariant: a row's limits depend only on the request and the tokens before that row; nothing is stored, so rejected
+drafts leave no trace.
 """
 
 from collections.abc import Sequence
@@ -31,14 +31,14 @@ WORDS = ("Wait", "Alternatively")
 
 @dataclass(frozen=True)
 class ThinkingLimits:
-    """The limits of one request; a :data:`shared.engine.request.Steer`.
+    """The limits of one request; a :data:`shared.engine.request.RowLimit`.
 
     Attributes:
         open_id, close_id: the tokens around the thoughts.
         is_open: the prompt ends within thoughts of its last turn.
-        least: tokens of thoughts before which ``close_id`` is not drawn.
-        most: tokens of thoughts behind which it is; None: no limit.
-        end_ids: not drawn before ``least``.
+        least: tokens of thoughts before which ``close_id`` is not sampled.
+        most: tokens of thoughts after which it is; None: no limit.
+        end_ids: not sampled before ``least``.
         replacements: what stands in the place of ``close_id``, by the number of tokens of thoughts before it; empty if
             the tokenizer has none of ``WORDS``: then it is masked.
     """

@@ -1,7 +1,7 @@
 """Admission: which waiting requests begin to run. Introduced in phase 4.
 
-Invariant: a request runs with KV cache for what its scheduler reserves for it, and none overtakes one that waits for
-memory.
+Invariant: a request runs with the KV cache that its scheduler reserves for it, and no request overtakes one that waits
+for memory.
 """
 
 from collections.abc import Callable, Iterable

@@ -88,14 +88,14 @@ def commit_drafts(scheduler: Scheduler, lengths: DraftLengths, schedule: Schedul
 
 
 def num_equal(drawn: Sequence[int], drafts: Sequence[int], end_ids: Collection[int] = ()) -> int:
-    """The number of drafts, from the first, that equal the tokens drawn for their positions.
+    """The number of drafts, from the first, that equal the tokens sampled for their positions.
 
-    A draft in ``end_ids``, which may end the output, is not counted, nor are those after it: the token is drawn, and
+    A draft in ``end_ids``, which may end the output, is not counted, nor are those after it: the token is sampled, and
     has no successor.
     """
     # exercise 11x2: accept while they are equal
-    # hint: drawn has one token more than there are drafts; drawn[0] is drawn for the position of drafts[0]
-    # hint: stop at the first that differs: what was drawn after it followed a wrong token
+    # hint: drawn has one token more than there are drafts; drawn[0] was sampled for the position of drafts[0]
+    # hint: stop at the first that differs: what was sampled after it followed a wrong token
     # hint: stop before a token of end_ids too
     count = 0
     while count < len(drafts) and drawn[count] == drafts[count] and drawn[count] not in end_ids:

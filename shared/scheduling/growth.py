@@ -1,4 +1,4 @@
-"""Growth: KV cache for the next token of each request, and preemption when there is none. Introduced in phase 6.
+"""Growth: reserves each request's next token, and preempts when the pool is exhausted. Introduced in phase 6.
 
 When the pool is exhausted, the request that was admitted last is *preempted*: its KV cache is freed, and it moves to
 the head of the queue. Readmission recomputes its keys and values, prompt and outputs in one forward (recomputation, as

@@ -1,8 +1,8 @@
 """The common step, in which each running request gets its next token, in one pass over the requests. Introduced in
 phase 9.
 
-Most steps admit nothing and prefill nothing. Planned and committed here, with one pass in place of one for each
-question, such a step has the schedule and the counts of the long way.
+Most steps admit nothing and prefill nothing. This module plans and commits such a step in one pass, with the same
+schedule and counts as the general path.
 """
 
 from collections.abc import Iterable

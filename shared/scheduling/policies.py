@@ -1,7 +1,7 @@
 """How prefill and decode share a step. Introduced in phase 5.
 
-A prefill takes as long as many decode steps, and requests that decode in the same step are delayed by it. Skipping
-their decode makes the step shorter, so the next prefill starts sooner; policies differ in how much they skip. With N =
+A prefill takes as long as many decode steps, and it delays the requests that decode in the same step. Skipping their
+decode makes the step shorter, so the next prefill starts sooner; policies differ in how much they skip. With N =
 ``max_decode_interval``:
 
     policy              prefills in a step                 decodes in a step with prefills          optimizes for

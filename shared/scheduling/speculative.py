@@ -1,7 +1,7 @@
 """Scheduling with drafts: tokens that are computed before it is known whether they are right. Introduced in phase 11.
 
-How many drafts each request is to have is decided from counts alone (:mod:`shared.speculation.adaptive`), and granted
-last of all (:mod:`shared.scheduling.drafts`). A grant is an upper bound: the drafter may propose fewer.
+The number of drafts of each request follows from counts (:mod:`shared.speculation.adaptive`), and drafts are granted
+last (:mod:`shared.scheduling.drafts`). A grant is an upper bound: the drafter may propose fewer.
 
 Invariants: those of :class:`shared.scheduling.overlapped.OverlappedScheduler`; a step with drafts is committed before
 the next one is scheduled.

@@ -1,15 +1,16 @@
-"""What a step costs, as a table of counts: new tokens, context and drafts. Introduced in phase 11.
+"""What a step costs, as a table of counts: new tokens, context and drafts. Introduced in phase 7; drafts in phase 11.
 
-Decisions that weigh one step against another, such as how many drafts are worth their rows, follow this table and read
-no clock. So the same queue, seed, table, and arrival steps of requests and aborts give the same schedules. A table
-belongs to a model's shape, a dtype, a device and the versions of what computes. It is derived from bytes and
-operations, or measured by ``infer bench step-costs``, which keeps it in the cache folder; an engine measures nothing.
+Decisions that weigh one step against another, such as how many drafts are worth their rows or how many tokens a chunk
+may have, follow this table and read no clock. So the same queue, seed, table, and arrival steps of requests and aborts
+give the same schedules. A table belongs to a model's shape, a dtype, a device and the versions of what computes. It is
+derived from bytes and operations, or measured by ``infer bench step-costs``, which keeps it in the cache folder; an
+engine measures nothing.
 
 Derived: a step launches the work of each layer, reads every weight once, and reads the keys and values of its context;
 each new token costs two operations for each weight. A CPU reads and computes one after the other, so both times are
 added. A GPU does both at a time, never quite: there the step takes the root of the sum of their squares. A step with
 drafts cannot be prepared while the step before it runs, so it also costs the host's work between two steps. The rates
-are those that steps reach by our reports (docs/PERFORMANCE.md).
+are those that steps reach by our reports (docs/EXPERIMENTS.md).
 
 Invariants: no cost falls when a count grows; a table is immutable, and its ``hash`` names its whole content.
 """

@@ -22,7 +22,7 @@ from shared.server.http.description import describe
 from shared.server.http.logs import log_event
 from shared.server.http.middleware import AllowedHosts, ApiKey, BodyLimit, RequestLog
 from shared.server.metrics import ServerMetrics
-from shared.server.routes import chat, chunks, completions, status
+from shared.server.routes import chat, chunks, completions, segments, status
 from shared.server.settings import EXPOSED, ServerConfig
 
 _STATUSES = {
@@ -72,7 +72,7 @@ def make_app(handle: EngineHandle, config: ServerConfig) -> FastAPI:
     app.state.started = time.time()
     install(app)
     describe(app, intake)
-    routers = [part.router for part in (completions, chat, chunks, status, pages)]
+    routers = [part.router for part in (completions, chat, segments, chunks, status, pages)]
     for router in routers:
         app.include_router(router)
     app.state.routes = [route for router in routers for route in router.routes]

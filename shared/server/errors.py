@@ -17,15 +17,15 @@ from starlette.exceptions import HTTPException
 from starlette.responses import Response
 from starlette.routing import Match
 
-from shared.errors import ChunkInUseError, ContextLengthError, InferError, QueueFullError, UnknownChunkError
+from shared.errors import ContextLengthError, InferError, QueueFullError, SegmentInUseError, UnknownSegmentError
 from shared.server.settings import ServerConfig
 
 _TYPES = {401: "authentication_error", 500: "server_error", 503: "overloaded_error"}
 _CODES = {400: "invalid_request", 404: "not_found", 405: "method_not_allowed", 413: "body_too_large"}
 _REFUSALS: dict[type[InferError], tuple[int, str]] = {
     ContextLengthError: (422, "context_length_exceeded"),
-    UnknownChunkError: (404, "chunk_not_found"),
-    ChunkInUseError: (409, "chunk_in_use"),
+    UnknownSegmentError: (404, "segment_not_found"),
+    SegmentInUseError: (409, "segment_in_use"),
 }
 _SHOWN = 60  # most characters of an invalid value in a message
 
@@ -98,7 +98,7 @@ def engine_failure(message: str | None) -> ApiError:
 
 
 def refusal_error(refusal: InferError, *, param: str, retry_after: int) -> ApiError:
-    """The error for a request that the engine refuses: 503 if the queue is full; of chunks 404 and 409; else 422."""
+    """The error for a request that the engine refuses: 503 if the queue is full; of segments 404 and 409; else 422."""
     if isinstance(refusal, QueueFullError):
         return overloaded(str(refusal), retry_after, code="queue_full")
     status, code = _REFUSALS.get(type(refusal), (422, "invalid_value"))

@@ -37,7 +37,8 @@ LONG = (
 )  # fmt: skip
 """Buckets for the seconds of a request."""
 HANDLERS = (
-    "completions", "chat_completions", "models", "chunks", "health", "metrics", "page", "memory", "debug", "other",
+    "completions", "chat_completions", "models", "segments", "chunks", "health", "metrics", "page", "memory", "debug",
+    "other",
 )  # fmt: skip
 disable_created_metrics()  # the samples ..._created, which would double the number of series
 

@@ -16,7 +16,7 @@ EXPOSED = ["X-Request-Id", "Retry-After"]
 MAX_N = 16
 MAX_PROMPTS = 64
 """One completion has at most MAX_N times MAX_PROMPTS choices."""
-MAX_CHUNKS = 256
+MAX_SEGMENTS = 256
 MAX_ROLE_CHARACTERS = 64
 MAX_STOP_STRINGS = 16
 MAX_STOP_CHARACTERS = 256

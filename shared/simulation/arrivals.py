@@ -109,28 +109,29 @@ def arrival_times(shape: str, rate: float, seconds: float, seed: int) -> Iterato
         now += draw.expovariate(rate * most)
 
 
-def conversations(times: Iterator[float], about: Conversations, seed: int) -> Iterator[Request]:
+def conversations(times: Iterator[float], settings: Conversations, seed: int) -> Iterator[Request]:
     """A request at each of these times: the next turn of the conversation that is due first, else a new one."""
     draw, names = random.Random(f"{seed} conversations"), count()
-    weights = list(accumulate(1 / n for n in range(1, about.systems + 1)))
+    weights = list(accumulate(1 / n for n in range(1, settings.systems + 1)))
     due: list[tuple[float, int, _Conversation]] = []
-    size = about.block_tokens
+    size = settings.block_tokens
     for now in times:
         if due and due[0][0] <= now:
             turn = heapq.heappop(due)[2]
         else:
-            system = draw.choices(range(about.systems), cum_weights=weights)[0]
-            turn = _Conversation(system, next(names), about.system_tokens, _turns(draw, about.turns))
-        prompt, new = turn.num_tokens + _tokens(draw, about.turn_tokens), _tokens(draw, about.new_tokens)
-        if prompt + new > about.max_tokens:  # it would not fit, so it is the first turn of another
-            turn = _Conversation(turn.system, next(names), about.system_tokens, turn.turns_left)
-            prompt, new = turn.num_tokens + about.turn_tokens, about.new_tokens
-        num_shared, base = about.system_tokens // size, (turn.name + about.systems) << 16
+            system = draw.choices(range(settings.systems), cum_weights=weights)[0]
+            turn = _Conversation(system, next(names), settings.system_tokens, _turns(draw, settings.turns))
+        prompt, new = turn.num_tokens + _tokens(draw, settings.turn_tokens), _tokens(draw, settings.new_tokens)
+        if prompt + new > settings.max_tokens:  # it would not fit, so it is the first turn of another
+            turn = _Conversation(turn.system, next(names), settings.system_tokens, turn.turns_left)
+            prompt, new = turn.num_tokens + settings.turn_tokens, settings.new_tokens
+        num_shared, base = settings.system_tokens // size, (turn.name + settings.systems) << 16
         shared = range(turn.system << 16, (turn.system << 16) + num_shared)
         yield Request(now, prompt, new, (*shared, *range(base + num_shared, base + (prompt + new) // size)))
         turn.num_tokens, turn.turns_left = prompt + new, turn.turns_left - 1
         if turn.turns_left > 0:
-            heapq.heappush(due, (now + draw.expovariate(1 / about.pause) if about.pause else now, turn.name, turn))
+            pause = draw.expovariate(1 / settings.pause) if settings.pause else 0.0
+            heapq.heappush(due, (now + pause, turn.name, turn))
 
 
 def _tokens(draw: random.Random, mean: float) -> int:

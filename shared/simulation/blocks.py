@@ -21,7 +21,7 @@ class SimulatedBlocks:
         return -(-(request.prompt_tokens + request.new_tokens) // self.block_size)
 
     def admit(self, request: Request) -> bool:
-        """Reserve blocks for prompt and answer, behind those that are cached; false if there is no room."""
+        """Reserve blocks for prompt and answer, after those that are cached; false if there is no room."""
         shared = []
         for block in request.blocks[: request.prompt_tokens // self.block_size]:
             if block not in self.used and block not in self.cached:

@@ -1,21 +1,21 @@
-"""How many drafts each request gets: as many as their acceptance is worth at their cost. Introduced in phase 11.
+"""Chooses how many drafts each request gets, from their acceptance and their cost. Introduced in phase 11.
 
-If a request's drafts are accepted with probability a each, its j-th draft of a step gives a token with probability a^j,
-since all before it must be accepted too. Verifying costs time: little where a step waits for weights, much in a large
-batch, whose rows are computed one as slowly as the other. So the drafts of all requests of a step are sorted by their
-probability, and the first n are computed, with n such that the step gives most tokens per second. What steps cost
-comes from a table (:mod:`shared.scheduling.step_costs`), never from a clock.
+If each of a request's drafts is accepted with probability a, its j-th draft of a step yields a token with probability
+a^j, since all earlier drafts must be accepted too. Verification costs little while a step is bound by reading weights,
+and much in a large batch, which is bound by computation. So the drafts of all requests of a step are sorted by their
+probability, and the first n are computed, with the n that maximizes tokens per second. The cost of a step comes from a
+table (:mod:`shared.scheduling.step_costs`), never from a clock.
 
-The best n may be 0 for a request, or for all; then a single draft is tried from time to time, since a text that could
-not be guessed may turn into one that can. The intervals grow fourfold, and end in the same steps for all requests: a
-step with drafts cannot be prepared while the one before it runs. They are longer where an attempt costs more, so that
-useless drafts take at most 3 % of the time of a long answer. A drafter that repeatedly finds nothing is asked at such
-intervals too. Where even drafts that are always right would take more time than they save, none is tried. And drafts of
-which hardly any is right are given up whatever they cost, so that a wrong table does little harm.
+The best n may be 0 for a request, or for all. Then a single draft is tried from time to time, since a text may become
+predictable. The intervals grow fourfold and end in the same steps for all requests, because a step with drafts cannot
+be prepared while the previous step runs. They are longer if an attempt costs more, so that useless drafts take at most
+3 % of the time of a long answer. A drafter that repeatedly finds nothing is asked at such intervals too. If even
+perfect drafts would cost more time than they save, none is tried. Drafts that are almost never accepted are abandoned
+whatever they cost, so that a wrong table does little harm.
 
-Invariants: the estimate of a request depends on its own drafts alone; lengths follow counts and the table, so they are
-the same in each run. Coupled acceptance gives the same tokens whatever the lengths are. With rejection sampling the
-lengths decide which draws count, so there the tokens are the same only because the lengths are.
+Invariants: a request's estimate depends only on its own drafts; lengths depend only on counts and the table, so they
+are the same in each run. Coupled acceptance gives the same tokens for any lengths. With rejection sampling the tokens
+depend on the lengths, so they are reproducible because the lengths are.
 """
 
 from collections.abc import Callable, Sequence
@@ -70,7 +70,7 @@ class Acceptance:
     """What is known about a request's drafts; at first as if one draft had been accepted, of one and a half."""
 
     num_accepted: float = 1.0
-    num_judged: float = 1.5  # accepted drafts, and the first rejected one of a step: those behind it were not judged
+    num_judged: float = 1.5  # accepted drafts, and the first rejected one of a step: those after it were not judged
     wait: int = 0  # steps without drafts before the next attempt
     next_wait: int = 1
     is_due: bool = True  # for an attempt, though drafts do not seem worthwhile
@@ -79,7 +79,7 @@ class Acceptance:
 
     @property
     def rate(self) -> float:
-        """The probability that a draft behind accepted ones is accepted."""
+        """The probability that a draft after accepted ones is accepted."""
         return self.num_accepted / self.num_judged
 
 

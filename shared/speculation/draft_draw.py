@@ -1,6 +1,6 @@
 """The draw of drafts that rejection sampling accepts or replaces. Introduced in phase 11.
 
-Invariant: drafts are drawn with noise of their own, independent of the draws that accept and replace them.
+Invariant: drafts are sampled with noise of their own, independent of the draws that accept and replace them.
 """
 
 from collections.abc import MutableMapping, Sequence

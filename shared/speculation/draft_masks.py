@@ -1,13 +1,13 @@
-"""Masks of drafts: a draft model draws under the grammars of its requests. Introduced in phase 12.
+"""Masks of drafts: a draft model samples under the grammars of its requests. Introduced in phase 12.
 
-Without masks a draft model proposes what the grammar refuses, and the rest of its drafts is lost with that token. On a
-GPU its sampler finds the masks as the model's does, in rows of its own: they follow drafts, which may turn out
-wrong, so all are forgotten when the next step is drafted. On a CPU the drafts are known here, and masks are made from
+Without masks a draft model proposes tokens that the grammar refuses, and all later drafts are lost with such a token.
+On a GPU its sampler computes masks as the model's sampler does, in its own rows. These rows follow drafts that may be
+rejected, so they are cleared before the next step's drafts. On a CPU the host knows the drafts and makes the masks from
 them.
 
-Invariant: a draft is drawn from the tokens that its grammar allows after the drafts before it. Not masked are drafts
-of a model with another number of logits, and on a GPU those of grammars whose tables are not there, or while
-``min_tokens`` forbids the end.
+Invariant: a draft is sampled from the tokens that its grammar allows after the drafts before it. Exceptions, which stay
+unmasked: drafts of a model with a different number of logits, and on a GPU those of grammars whose tables are not
+loaded or whose end ``min_tokens`` forbids.
 """
 
 from collections.abc import Callable, Sequence

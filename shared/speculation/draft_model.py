@@ -1,21 +1,21 @@
 """Drafts from a smaller model with the same vocabulary. Introduced in phase 11.
 
-The draft model is served as any other: it has requests of its own (the *twins* of
-:class:`shared.cache.pool.paired.PairedPool`), a KV cache, and a runner. Its first forward of a step computes what it
-lacks of each request, and draws the first draft; each further one computes the draft before, whose id never leaves
-the device, and draws the next. As long as all requests go on, the step is moved on there too, and the host only
-launches. It waits once, for all drafts, and not before the step that verifies them is launched.
+The draft model has its own requests (the *draft requests* of :class:`shared.cache.pool.paired.PairedPool`), KV cache
+and runner. In each step its first forward computes the tokens that it lacks of each request and samples the first
+draft. Each later forward computes the previous draft, whose id never leaves the device, and samples the next. While all
+requests continue, the device also advances the step, and the host only launches. The host waits once, for all drafts,
+after it has launched the step that verifies them.
 
-A draft model draws with the seed, the index and the parameters of its request. With coupled acceptance it also draws
-with the same noise, which makes equal tokens likely. With rejection it draws from a stream of its own, and hands over
-the distribution of each draft.
+A draft model samples with the seed, index and parameters of its request. With coupled acceptance it also uses the
+request's noise, which makes equal tokens likely. With rejection it uses a noise stream of its own and returns the
+distribution of each draft.
 
-Prompts are followed in the chunks in which the model computes them. What the draft model lacks beyond that (its prefix
-tree may have less, and it computes nothing while a request gets no drafts) it computes in chunks too, and a request
-has no drafts until that is done.
+The draft model computes a prompt in the same chunks as the model. It may lack more: its prefix tree may hold less, and
+it computes nothing while a request gets no drafts. It computes these tokens in chunks too, and the request has no
+drafts until it has caught up.
 
-Invariants: the pool counts a twin's tokens as computed only if they are the request's own: the keys of drafts stay
-where they are, and are counted if the drafts are accepted. A failure of the draft model costs drafts, and nothing else.
+Invariants: the pool counts only the request's own tokens as computed: the keys of drafts stay in their slots and count
+once the drafts are accepted. A failure of the draft model costs drafts and nothing else.
 """
 
 from collections.abc import Callable, Container, Iterator, Sequence
@@ -51,7 +51,7 @@ from shared.speculation.vocabulary import check_vocabulary
 from shared.text.tokenizer import Tokenizer
 
 Asking = tuple[Request, Request, int]
-"""A request, its twin, and the number of drafts it may have."""
+"""A request, its draft request, and the number of drafts it may have."""
 Drawn = tuple[list[Asking], list[int], SamplerOutput]
 """The draws of one forward: for whom, the number of each in the batch, and their ids, which may be on the device."""
 
@@ -140,7 +140,7 @@ class DraftModel(Drafter):
                 entry.request.num_computed_tokens += entry.num_tokens
         numbers = [number for number, entry in enumerate(entries) if entry.num_logit_rows]
         while asking:
-            rows = [twin.sampling_row(len(drawn))._replace(num_drafts=0) for _, twin, _ in asking]
+            rows = [draft_request.sampling_row(len(drawn))._replace(num_drafts=0) for _, draft_request, _ in asking]
             if self.is_masked:
                 rows = self.masks.rows(rows, asking, drawn)
             sampled = self.runner.sample(launched, rows)
@@ -175,42 +175,44 @@ class DraftModel(Drafter):
         return step_costs(self.model)
 
     def _missing(self, schedule: Schedule) -> tuple[list[Scheduled], list[Asking]]:
-        """The entries of the first forward, those of one token first, and the requests for which it draws."""
+        """The entries of the first forward, those of one token first, and the requests for which it samples."""
         found: list[tuple[Scheduled, Asking]] = []
         room = self.room
         for number, (request, start, num_tokens, num_drafts, _, _) in enumerate(schedule):
             if num_drafts:
                 request.draft_ids = []
-            twin = self.pair.twins.get(request)  # None: it has ended in the step that was in flight
+            draft_request = self.pair.draft_requests.get(request)  # None: it has ended in the step that was in flight
             is_following = number >= schedule.num_decoding and request.params.use_speculative_decoding
-            if twin is None or not (num_drafts or is_following):
+            if draft_request is None or not (num_drafts or is_following):
                 continue
             end = request.num_tokens if num_drafts else min(start + num_tokens, request.num_tokens)
-            begin = self._follow(twin, request)
+            begin = self._follow(draft_request, request)
             size = min(end - begin, room)
             if size > 0 and self.config.is_on("use_chunked_prefill"):
                 size = min(size, chunk_size(self.config, size, schedule.num_decoding))
             if size > 0 and end + num_drafts <= self.pool.request_capacity:
                 room -= size
                 draws = bool(num_drafts) and begin + size == end
-                found.append((Scheduled(twin, begin, size, 0, int(draws)), (request, twin, num_drafts)))
+                found.append(
+                    (Scheduled(draft_request, begin, size, 0, int(draws)), (request, draft_request, num_drafts))
+                )
         found.sort(key=lambda pair: pair[0].num_tokens > 1)  # those of one token have a kernel of their own
         return [entry for entry, _ in found], [asking for entry, asking in found if entry.num_logit_rows]
 
-    def _follow(self, twin: Request, request: Request) -> int:
+    def _follow(self, draft_request: Request, request: Request) -> int:
         """Append the tokens that are known by now, and count the drafts that turned out right, whose keys are there.
         Returns the number of tokens in the draft model's cache.
         """
-        for token_id in request.output_ids[len(twin.output_ids) :]:
-            twin.append(token_id)
-        length = self.pool.length(twin)
-        written = twin.draft_ids[:-1]  # the last draft was not computed
+        for token_id in request.output_ids[len(draft_request.output_ids) :]:
+            draft_request.append(token_id)
+        length = self.pool.length(draft_request)
+        written = draft_request.draft_ids[:-1]  # the last draft was not computed
         known = request.ids(length, length + len(written))  # fewer than drafts if their step was interrupted
         num_right = num_equal(known, written[: len(known)])
-        self.pool.commit(twin, num_right)
-        twin.draft_ids = []
-        twin.num_computed_tokens = length + num_right
-        return twin.num_computed_tokens
+        self.pool.commit(draft_request, num_right)
+        draft_request.draft_ids = []
+        draft_request.num_computed_tokens = length + num_right
+        return draft_request.num_computed_tokens
 
     def _run(self, schedule: Schedule, entries: Sequence[Scheduled], num_ahead: int) -> Launched:
         num_single = sum([entry.num_tokens == 1 for entry in entries])
@@ -223,9 +225,9 @@ def _hand_out(
 ) -> None:
     """Append a draft to each request, unless the draft model failed at it, or at the one before."""
     position = max(len(request.draft_ids) for request, _, _ in asking)
-    for (request, twin, _), number in zip(asking, numbers, strict=True):
+    for (request, draft_request, _), number in zip(asking, numbers, strict=True):
         if number not in errors:
             token_id = next(token_ids)
             if len(request.draft_ids) == position:
                 request.draft_ids.append(token_id)
-                twin.draft_ids = list(request.draft_ids)
+                draft_request.draft_ids = list(request.draft_ids)

@@ -1,10 +1,10 @@
-"""What proposes tokens for the model to verify: the interface of a drafter. Introduced in phase 11.
+"""The interface of a drafter, which proposes tokens for the model to verify. Introduced in phase 11.
 
 The scheduler grants drafts as counts; a drafter fills them with token ids. Invariants: a request has at most as many
 drafts as its entry of the schedule grants; drafts follow the request's known tokens, so no token of it is in flight.
 
-A model draws its drafts on the device. There the step that verifies them can find them, so the host prepares and
-launches it meanwhile, and waits for the ids when it needs them: to sample, and to accept.
+A draft model's drafts stay on the device, where the verifying step reads them. So the host prepares and launches that
+step meanwhile, and waits for the ids only to sample and to accept.
 """
 
 from abc import ABC, abstractmethod
@@ -21,7 +21,7 @@ from shared.scheduling.step_costs import StepCosts
 
 
 class PendingDrafts:
-    """A runner's table of ids behind its first ``num_rows``; a draft in it has the id ``-1 - place``."""
+    """A runner's table of ids after its first ``num_rows``; a draft in it has the id ``-1 - place``."""
 
     def __init__(self, last_ids: torch.Tensor, num_rows: int) -> None:
         self.drafts, self.num_rows = last_ids[num_rows:], num_rows
@@ -36,10 +36,11 @@ class PendingDrafts:
 
 
 class Drafter(ABC):
-    """Proposes tokens. The defaults suit a drafter on the host that reserves nothing and draws nothing.
+    """Proposes tokens. The defaults suit a drafter on the host that reserves nothing and samples nothing.
 
-    ``distributions`` has the probabilities ``[V]`` from which a draft was drawn, by its request's serial and the index
-    of the output. Drafts that are not in it were certain. Rejection sampling needs them; it is one object, and changes.
+    ``distributions`` has the probabilities ``[V]`` from which a draft was sampled, by its request's serial and the
+    index of the output. Drafts that are not in it were certain. Rejection sampling needs them; it is one object, and
+    changes.
     """
 
     distributions: Mapping[tuple[int, int], torch.Tensor] = MappingProxyType({})

@@ -1,18 +1,18 @@
 """Drafts that a grammar forces: the text that must come next. Introduced in phase 12.
 
-Where a schema leaves one continuation, as behind the first letter of a long key, the text is known, and only its
-tokens are not: a model may spell it in several ways. So the text is tokenized, and its tokens are drafts as any other,
-which the model draws, or replaces. Feeding them as outputs would impose a spelling on the model that it may not know.
+If a schema leaves a single continuation, as after the first letter of a long key, the text is known, but its tokens are
+not: a model may tokenize it in several ways. So the jump-forward text is tokenized, and its tokens are ordinary drafts,
+which the model accepts or replaces. Appending them as outputs could impose a tokenization that the model never uses.
 
-The other drafter comes first: its drafts are kept as far as the grammar allows them, and behind them stands what is
-forced there. What is certain needs no estimate, so a request gets as many drafts as its text is long, whatever was
-accepted before.
+The other drafter proposes first: its drafts are kept as far as the grammar allows them, and the text that the grammar
+forces there follows them. Forced text needs no estimate, so a request gets drafts for all of it, whatever was accepted
+before.
 
-Whitespace between the parts of a document is optional, so nothing would be forced there. It is assumed that none stands
-before a colon or a comma, and one space behind a colon, as ``json.dumps`` and most models write; elsewhere what is
-forced ends where a blank may follow.
+Whitespace between the parts of a document is optional, so strictly nothing is forced there. This module assumes no
+space before a colon or a comma and one space after a colon, as ``json.dumps`` and most models write. Elsewhere the
+forced text ends where whitespace may follow.
 
-Invariant: all drafts of a request are allowed by its grammar, each behind those before it.
+Invariant: all drafts of a request are allowed by its grammar, each after those before it.
 """
 
 from dataclasses import replace
@@ -57,7 +57,7 @@ class ForcedText:
             if has_blank and configuration.blanks == 0 and (text[-1] if text else before) == COLON:
                 found = b" "
             following = {byte: self.automaton.walk(configuration, (byte,)) for byte in found}
-            possible = [byte for byte, behind in following.items() if behind is not None]
+            possible = [byte for byte, after in following.items() if after is not None]
             if len(possible) != 1 or (has_blank and possible[0] not in b" :,"):
                 break
             text += bytes(possible)
@@ -115,10 +115,10 @@ class ForcedTextDrafter(Drafter):
                 continue
             now, before, kept = constraint.after(request.output_ids), request.last_token_id, 0
             for token_id in request.draft_ids:
-                behind = now and constraint.fsm.next_state(now, token_id)
-                if behind is None:
+                after = now and constraint.fsm.next_state(now, token_id)
+                if after is None:
                     break
-                now, before, kept = behind, token_id, kept + 1
+                now, before, kept = after, token_id, kept + 1
             forced = self._forced(constraint.fsm, now, before)[: num_drafts - kept]
             for index in range(kept, len(request.draft_ids)):
                 self.distributions.pop((request.serial, len(request.output_ids) + index), None)

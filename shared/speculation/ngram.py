@@ -2,17 +2,16 @@
 
 An answer often repeats parts of its prompt, or of itself: names, quotations, code. So the last tokens are looked up in
 the text before them, and the tokens that followed there are proposed (prompt lookup decoding: Saxena 2023; LLMA: Yang
-et al., arXiv 2304.04487). The place is the one with the longest common suffix, the latest of equals.
+et al., arXiv 2304.04487). The match is the position with the longest common suffix, the latest of equals.
 
-The search is that of LZ77 in zlib: a table has the last place of each pair of tokens, and a link leads from each place
-to the one before with the same pair. A new token costs one entry, and a search visits at most ``MOST_VISITED`` places,
-so neither grows with the text.
+The search is zlib's LZ77: a table holds the last position of each pair of tokens, and each position links to the
+previous one with the same pair. A new token costs one entry, and a search visits at most ``MOST_VISITED`` positions, so
+neither cost grows with the text.
 
-A request may bring a prediction of its answer (``SamplingParams.prediction_ids``). Then its text is looked up as if the
-prompt had been answered with the prediction before, and its last token came again: the prediction's first token follows
-that token there, so the prediction is found once the first token of the answer is known.
+A request may bring a prediction of its answer (``SamplingParams.prediction_ids``). The index then treats the prediction
+as an earlier answer to the same prompt, so a lookup finds it once the first token of the answer is known.
 
-Invariant: the index has every pair of known tokens but the newest, which is looked up.
+Invariant: the index has every pair of known tokens except the newest, which is looked up.
 """
 
 from collections.abc import Sequence

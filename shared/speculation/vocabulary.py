@@ -7,7 +7,7 @@ from shared.text.tokenizer import Tokenizer
 
 def check_vocabulary(name: str, draft: tuple[CausalLM, Tokenizer], target: tuple[CausalLM, Tokenizer]) -> None:
     """Raise ConfigError with the first token in which the draft model ``name`` differs from the target. Embeddings may
-    be padded differently, as long as the draft model cannot draw an id that the target does not have.
+    be padded differently, as long as the draft model cannot sample an id that the target does not have.
     """
     (draft_model, drafts), (model, targets) = draft, target
     theirs, ours = ({n: token for token, n in t.backend.get_vocab(True).items()} for t in (drafts, targets))

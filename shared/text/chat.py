@@ -58,7 +58,7 @@ class ChatMessage:
     """One turn. Raises RequestError for another role or non-string content.
 
     role        system, user, assistant, or tool: the result of a call of the assistant's last turn
-    tool_calls  of an assistant, behind the content (Llama 3 has one call and no content)
+    tool_calls  of an assistant, after the content (Llama 3 has one call and no content)
     reasoning   of an assistant: its thoughts, where they are not in the content; for formats without thinking nothing
     """
 

@@ -49,7 +49,7 @@ class _Mode(Enum):
     FIRST = auto()  # a call may begin here, and nowhere later
     FREE = auto()
     CALL = auto()
-    BEHIND = auto()  # behind the object of a call, before its closing
+    AFTER = auto()  # after the object of a call, before its closing
     PLAIN = auto()  # no call can follow
 
 
@@ -113,20 +113,20 @@ class ToolParser:
                 self._begin(is_end)
             case _Mode.THINKING:
                 assert self.form.thought is not None
-                thought, end, behind = self._text.partition(self.form.thought[1])
+                thought, end, after = self._text.partition(self.form.thought[1])
                 if end:
                     self._mode = _Mode.FIRST if self._is_first else _Mode.FREE
-                    self._text, self._blanks = behind, self._blanks or "\n"
+                    self._text, self._blanks = after, self._blanks or "\n"
                     yield Content(thought + end)
                 else:
                     yield from self._content(_overlap(self._text, self.form.thought[1]), is_end)
             case _Mode.FIRST:
                 self._first(is_end)
             case _Mode.FREE:
-                before, opening, behind = self._text.partition(self.form.opening)
+                before, opening, after = self._text.partition(self.form.opening)
                 if opening:
                     content = before.rstrip()
-                    self._open(before[len(content) :] + opening, behind)
+                    self._open(before[len(content) :] + opening, after)
                     yield from [Content(content)] if content else []
                 else:
                     num_undecided = _overlap(self._text, self.form.opening)
@@ -135,7 +135,7 @@ class ToolParser:
                         self._text = ""
             case _Mode.CALL:
                 yield from self._call(is_end)
-            case _Mode.BEHIND:
+            case _Mode.AFTER:
                 self._behind(is_end)
             case _Mode.PLAIN:
                 yield from self._content(0, is_end)
@@ -160,9 +160,9 @@ class ToolParser:
             self._mode = _Mode.PLAIN
             self._text = "" if text and calls is None and self._is_cut else self._text
 
-    def _open(self, opened: str, behind: str) -> None:
+    def _open(self, opened: str, after: str) -> None:
         self._mode, self._reader = _Mode.CALL, CallReader(self.names, self._spelling)
-        self._opened, self._read, self._text = opened, "", behind
+        self._opened, self._read, self._text = opened, "", after
 
     def _call(self, is_end: bool) -> Iterator[Delta]:
         """Let the reader read; what it has read of a call that turns out to be none is read again, as content."""
@@ -194,7 +194,7 @@ class ToolParser:
         if arguments := reader.take():
             yield CallArguments(self.num_calls - 1, arguments)
         if is_over:
-            self._mode = _Mode.BEHIND if self.form.closing else self._after_call
+            self._mode = _Mode.AFTER if self.form.closing else self._after_call
 
     def _behind(self, is_end: bool) -> None:
         text = self._text.lstrip()
@@ -206,7 +206,7 @@ class ToolParser:
         self._mode = self._after_call
 
     def _content(self, num_undecided: int, is_end: bool) -> Iterator[Delta]:
-        """Release the text, but for its end: whitespace, which is dropped before and behind a call, and a trigger's."""
+        """Release the text, but for its end: whitespace, which is dropped before and after a call, and a trigger's."""
         decided = self._text if is_end else self._text[: len(self._text) - num_undecided].rstrip()
         self._text = self._text[len(decided) :]
         if decided.strip() or (decided and not self.num_calls):

@@ -121,7 +121,7 @@ def _timed(activity: StepActivity, call: Call, on_call: str | None, on_return: s
 
 
 def _launching(activity: StepActivity, name: str, call: Call) -> Call:
-    """The call with an event before and behind what it queues."""
+    """The call with an event before and after what it queues."""
 
     def launching(*args: Any) -> Any:
         first = _recorded_event()
@@ -133,7 +133,7 @@ def _launching(activity: StepActivity, name: str, call: Call) -> Call:
 
 
 def _recorded_event() -> torch.cuda.Event:
-    """An event behind what the current stream has been given so far."""
+    """An event after what the current stream has been given so far."""
     event = torch.cuda.Event(enable_timing=True)
     event.record()
     return event

@@ -51,8 +51,8 @@ def _events(trace: Trace, pid: int) -> Iterator[Event]:
         yield _name("thread_sort_index", pid, tid, sort_index=tid)
         for step, parts in zip(trace.steps, spans, strict=True):
             for part in parts:
-                about = {"step": step.record.step}
-                yield _span(part.name, name, pid, tid, part.started_ns, part.ended_ns, about)
+                details = {"step": step.record.step}
+                yield _span(part.name, name, pid, tid, part.started_ns, part.ended_ns, details)
     for tid, request in enumerate(trace.requests, start=STEPS_THREAD + 1 + len(activity)):
         yield _name("thread_name", pid, tid, name=f"request {request.request_id}")
         yield _name("thread_sort_index", pid, tid, sort_index=tid)
@@ -64,8 +64,8 @@ def _request_events(trace: Trace, request: TracedRequest, pid: int, tid: int) ->
     cells = [cell for cell in trace.cells(request) if cell.kind not in IDLE]
     first_ns = trace.steps[cells[0].step].started_ns if cells else request.ended_ns
     queue_ns = first_ns if first_ns is not None else (trace.steps[-1].ended_ns if trace.steps else request.arrived_ns)
-    about = {"prompt tokens": request.num_prompt_tokens, "max new tokens": request.max_new_tokens}
-    yield _span("queue", "queue", pid, tid, request.arrived_ns, queue_ns, about)
+    details = {"prompt tokens": request.num_prompt_tokens, "max new tokens": request.max_new_tokens}
+    yield _span("queue", "queue", pid, tid, request.arrived_ns, queue_ns, details)
     tokens: dict[int, list[TracedToken]] = {}
     for token in request.tokens:
         tokens.setdefault(token.step, []).append(token)

@@ -13,7 +13,7 @@ from typing import Any
 from shared.tracing.trace import Trace, TracedRequest
 
 SHOWN = 8
-"""Blocks behind the last that was ever held are not drawn; the picture ends at a multiple of this."""
+"""Blocks after the last that was ever held are not drawn; the picture ends at a multiple of this."""
 
 
 def memory_data(trace: Trace) -> dict[str, Any] | None:

@@ -18,8 +18,8 @@ from shared.sampling.params import SamplingParams
 from shared.tracing.activity import ActivityRecorder, StepActivity
 from shared.tracing.trace import Outcome, Trace, TracedRequest, TracedStep, TracedToken
 
-CHUNK = "chunk "
-"""What the ids of requests that compute a chunk begin with (:mod:`shared.tracks.segments.scheduler`)."""
+SEGMENT = "segment "
+"""What the ids of requests that compute a segment begin with (:mod:`shared.tracks.segments.scheduler`)."""
 
 
 class Recorder:
@@ -35,7 +35,7 @@ class Recorder:
         self.engine = engine
         self.clock = clock
         self.zero_ns = clock()
-        self.computes_chunks = hasattr(engine, "chunks")
+        self.computes_segments = hasattr(engine, "segments")
         self.activity = ActivityRecorder(engine, self._now)
         self.steps: list[TracedStep] = []  # without the GPU's times
         self.activities: list[StepActivity] = []  # of each step
@@ -50,15 +50,15 @@ class Recorder:
         params: SamplingParams,
         request_id: str | None = None,
         text: str | None = None,
-        chunks: Sequence[Sequence[int]] = (),
+        segments: Sequence[Sequence[int]] = (),
     ) -> str:
         """The engine's ``add_request``; ``text`` is shown for a prompt given as ids.
 
-        ``chunks`` are registered, and stand before the prompt (phase 9.1).
+        ``segments`` are registered, and stand before the prompt (phase 9.1).
         """
         prompt_ids = self.engine.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
         arrived_ns = self._now()
-        context = {"chunk_ids": [self.engine.register(chunk) for chunk in chunks]} if chunks else {}
+        context = {"segment_ids": [self.engine.register(segment) for segment in segments]} if segments else {}
         request_id = str(self.engine.add_request(prompt_ids, params, request_id, **context))
         self.progress.pop(request_id, None)
         if isinstance(params.structured_output, Grammar):
@@ -68,7 +68,7 @@ class Recorder:
         self.requests.append(
             TracedRequest(
                 request_id,
-                num_prompt_tokens=sum(map(len, chunks)) + len(prompt_ids),
+                num_prompt_tokens=sum(map(len, segments)) + len(prompt_ids),
                 max_new_tokens=params.max_new_tokens,
                 arrival_step=len(self.steps),
                 arrived_ns=arrived_ns,
@@ -89,8 +89,8 @@ class Recorder:
         self.steps.append(TracedStep(replace(record, step=index), started_ns, ended_ns, memory, tuple(activity.host)))
         for output in outputs:
             self._note(output, index, ended_ns)
-        if self.computes_chunks:
-            self._note_chunks(record, index, started_ns, ended_ns)
+        if self.computes_segments:
+            self._note_segments(record, index, started_ns, ended_ns)
         return outputs
 
     def abort(self, request_id: str) -> bool:
@@ -129,17 +129,17 @@ class Recorder:
                 ended_ns=now_ns,
             )
 
-    def _note_chunks(self, record: StepRecord, index: int, started_ns: int, ended_ns: int) -> None:
-        """A row for each request that computes a chunk, which the engine adds by itself, and its end."""
-        computing = {request.request_id for request in self.engine.chunks.computing}
+    def _note_segments(self, record: StepRecord, index: int, started_ns: int, ended_ns: int) -> None:
+        """A row for each request that computes a segment, which the engine adds by itself, and its end."""
+        computing = {request.request_id for request in self.engine.segments.computing}
         for request_id, start in zip((name for name, _ in record.prefilled), record.prefill_starts, strict=True):
-            if start == 0 and request_id.startswith(CHUNK) and self._is_ended(request_id):
-                length = len(self.engine.chunks.find(request_id.removeprefix(CHUNK).rstrip("+")))
+            if start == 0 and request_id.startswith(SEGMENT) and self._is_ended(request_id):
+                length = len(self.engine.segments.find(request_id.removeprefix(SEGMENT).rstrip("+")))
                 self.places[request_id] = len(self.requests)
                 self.tokens.append([])
-                self.requests.append(TracedRequest(request_id, length, 0, index, started_ns, "a chunk"))
+                self.requests.append(TracedRequest(request_id, length, 0, index, started_ns, "a segment"))
         for request_id in self.places:
-            if request_id.startswith(CHUNK) and request_id not in computing and not self._is_ended(request_id):
+            if request_id.startswith(SEGMENT) and request_id not in computing and not self._is_ended(request_id):
                 self._set(request_id, outcome=Outcome.FINISHED, end_step=index + 1, ended_ns=ended_ns)
 
     def _is_ended(self, request_id: str) -> bool:

@@ -30,14 +30,14 @@ SHORTEST_SHARE = 8
 
 @dataclass(frozen=True)
 class Arrival:
-    """One request, which arrives before step ``step``; ``text`` is its prompt, if given so; ``chunks`` precede it."""
+    """One request, which arrives before step ``step``; ``text`` is its prompt, if given so; ``segments`` precede it."""
 
     step: int
     request_id: str
     prompt_ids: tuple[int, ...]
     params: SamplingParams
     text: str | None = None
-    chunks: tuple[tuple[int, ...], ...] = ()
+    segments: tuple[tuple[int, ...], ...] = ()
 
 
 def chosen_documents(count: int, num_requests: int, *, vocab_size: int, seed: int) -> list[tuple[tuple[int, ...], ...]]:
@@ -157,7 +157,7 @@ def run(recorder: Recorder, arrivals: Sequence[Arrival]) -> None:
     while coming or recorder.engine.has_work():
         while coming and coming[0].step <= len(recorder.steps):
             each = coming.popleft()
-            recorder.add_request(each.prompt_ids, each.params, each.request_id, each.text, each.chunks)
+            recorder.add_request(each.prompt_ids, each.params, each.request_id, each.text, each.segments)
         recorder.step()
 
 

@@ -49,7 +49,7 @@ def one_server(check_server: CheckServer, monkeypatch: pytest.MonkeyPatch) -> Ch
     """Commands that would start a server use that of the worker; variables that they give it reach each run."""
 
     class Borrowed(CheckServer):
-        def __init__(self, environment: dict[str, str] | None = None, *, forks: bool = True) -> None:
+        def __init__(self, environment: dict[str, str] | None = None, **_: object) -> None:
             super().__init__({**check_server.environment, **(environment or {})})
             self._servers = check_server._servers
 

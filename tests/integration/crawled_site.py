@@ -22,7 +22,7 @@ LOOK = """() => {
         complaints: [...document.images].filter(image => !image.naturalWidth).map(image => `picture: ${image.src}`),
         headings: all('h2', heading => heading.firstChild.textContent),
         modules: all('h2 ~ ul a.name, section > ul a.name', link => link.textContent),
-        changes: all('.file-diff pre > :not(.hunk)', line => line.textContent),
+        changes: all('.file-diff pre .line:not(summary)', line => line.textContent),
         course: [...document.querySelector('.sidebar-tree ul')?.querySelectorAll('a') ?? []].map(link => link.href),
         measured: all('#measured a', link => link.getAttribute('href')),
         charts: all('article img', image => image.src.split('/').pop()),

@@ -239,6 +239,22 @@ def test_a_known_model_is_fetched_when_it_is_not_here(tiny: str, monkeypatch: py
     assert len(fetched) == 1
 
 
+def test_at_a_terminal_a_download_is_asked_for(tmp_path: Path) -> None:
+    """``infer ladder --quick`` is what a learner types first; here the answer is no."""
+    ours, theirs = os.openpty()
+    command = [sys.executable, "-c", "from shared.terminal import fetch_if_known as f; f('smollm2-135m')"]
+    environment = {**os.environ, "INFER_CACHE": str(tmp_path), "NO_COLOR": "1"}
+    os.write(ours, b"n\n")
+    done = subprocess.run(command, cwd=ROOT, env=environment, stdin=theirs, stderr=theirs, timeout=PATIENCE)
+    os.close(theirs)
+    said = os.read(ours, 1 << 16).decode()
+    os.close(ours)
+    assert done.returncode == 1
+    assert "Download smollm2-135m (93 MB, once)? [Y/n]:" in said
+    assert "ModelFolderError: smollm2-135m is not on this machine" in said
+    assert not list(tmp_path.iterdir())
+
+
 def test_chat_answers_from_the_whole_conversation(tiny_checkpoints: dict[str, Path]) -> None:
     from shared.text.chat import ChatMessage, encode_chat
     from shared.text.tokenizer import Tokenizer
@@ -250,7 +266,7 @@ def test_chat_answers_from_the_whole_conversation(tiny_checkpoints: dict[str, Pa
         ids = encode_chat(tokenizer, [ChatMessage(*message) for message in messages], template="llama3")
         return generated(str(folder), ids, temperature=0, max_new_tokens=5, ignore_eos=True)
 
-    typed = "Hello\nAnd then?\n/reset\n/system Be brief.\n\nHello\n/help\n/frobnicate\n/exit\nnever read\n"
+    typed = "Hello\nAnd then?\n/reset\n/system Be brief.\n\nHello\n/help\n/frobnicate\n/quit\nnever read\n"
     result = infer("chat", "--model", folder, "--max-tokens", "5", "--ignore-eos", "--quiet", stdin=typed)
     assert result.exit_code == 0
     first = answer(("user", "Hello"))

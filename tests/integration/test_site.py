@@ -19,8 +19,10 @@ import pytest
 
 from shared.lesson_source import added_modules, diff_lines
 from shared.lessons import Lesson, find_lesson, lessons
+from tests.exercise_lines import given_away
 from tests.integration.crawled_site import Visit, broken_links, crawl, make_of, read, serving, targets
 from tests.integration.tabs import PHONE, expect, opened
+from tutorial.workshop.exercises import exercises
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 
@@ -88,6 +90,11 @@ def teaching_page(site: Path, lesson: Lesson) -> str:
     return next(name for name in pages if (site / name).exists())
 
 
+def without_hidden(html: str) -> str:
+    """A page as it is before a reader opens the fold of an exercise."""
+    return re.sub(r'(<details class="fold"><summary.*?</summary>).*?(?=</details>)', r"\1", html, flags=re.DOTALL)
+
+
 def text_of(html: str) -> str:
     return unescape(re.sub(r"<[^>]*>", "", html))
 
@@ -145,12 +152,8 @@ def test_the_landing_page_leads_into_the_course(origin: str, browser: Any) -> No
 def test_the_way_through_the_course(site: Path, origin: str, visits: dict[str, Visit]) -> None:
     visit = visits["tutorial/start.html"]
     course = [unquote(link.removeprefix(f"{origin}/").removesuffix("#")) for link in visit.course]
-    chapters = [teaching_page(site, lesson) for lesson in lessons()]
-    pages = [page for chapter in chapters for page in (chapter.replace(".html", "_from_empty.html"), chapter)]
-    whole = ("tutorial/start.html", *pages, "tutorial/beyond_one_machine.html")
-    existing = [name for name in whole if (site / name).exists()]
-    assert set(chapters) <= set(existing)
-    assert course == existing
+    chapters = [teaching_page(site, lesson) for lesson in lessons() if not lesson.is_side_track]
+    assert course == ["tutorial/start.html", *chapters, "tutorial/beyond_one_machine.html"]
 
 
 @pytest.mark.parametrize("lesson", lessons(), ids=lambda lesson: lesson.number)
@@ -196,7 +199,7 @@ def test_fences_show_what_stands_in_the_chapter(documents: dict[str, str]) -> No
     fence = re.compile(r"^( *)```\w+[^\n]*\n(.*?)^\1```$", re.MULTILINE | re.DOTALL)
     for chapter in (ROOT / "tutorial").glob("*.md"):
         html = documents[f"tutorial/{chapter.stem}.html"]
-        shown = map(text_of, re.findall(r'<div class="highlight"><pre>(.*?)</pre>', html, re.DOTALL))
+        shown = map(text_of, re.findall(r'<div class="highlight"><pre>(.*?)</pre>', without_hidden(html), re.DOTALL))
         blocks = iter([[line.rstrip() for line in text.strip("\n").rstrip().split("\n")] for text in shown])
         for indent, body in fence.findall(chapter.read_text(encoding="utf-8")):
             lines = [line.removeprefix(indent).rstrip() for line in body.strip("\n").rstrip().split("\n")]
@@ -205,6 +208,38 @@ def test_fences_show_what_stands_in_the_chapter(documents: dict[str, str]) -> No
             if not lines[0].startswith(("+", "-", "line ")):  # what the checker skips is left out for the reader
                 lines = ["⋮" if line.strip() == "..." else re.sub(r"(?<!\S)\.{3}(?!\S)", "…", line) for line in lines]
             assert lines in blocks, f"{chapter.name}: {body}"
+
+
+def test_no_page_shows_a_line_of_an_exercise_before_its_fold_is_opened(site: Path, documents: dict[str, str]) -> None:
+    paths = {exercise.path for exercise in exercises()}
+    sources = {path: (site / f"source/{path}.html").read_text(encoding="utf-8") for path in sorted(paths)}
+    sources = {path: re.sub(r'<a class="linenos".*?</a>', "", html) for path, html in sources.items()}
+    for name, html in (documents | sources).items():
+        assert given_away(text_of(without_hidden(html))) == [], name
+    for path, html in sources.items():
+        assert given_away(text_of(html)), path  # all lines are there
+    for table in (ROOT / "tutorial/mistakes").glob("*.toml"):  # they hold changes to the reference's lines
+        html = (site / f"source/tutorial/mistakes/{table.name}.html").read_text(encoding="utf-8")
+        assert "changes = " in text_of(html)
+        assert "changes = " not in text_of(without_hidden(html))
+
+
+def test_a_fold_opens_with_a_click_or_a_key_without_a_script(site: Path, browser: Any) -> None:
+    line = "if not any(request.num_pending_tokens for request in decoding):"
+    address, blocks = site.as_uri(), ("tutorial/phase_09.html .fence-source", "tutorial/phase_09.html .file-diff")
+    for place in (*blocks, "source/shared/scheduling/overlapped.py.html .highlight"):
+        page_name, block = place.split()
+        with opened(browser, f"{address}/{page_name}", origin=f"{address}/", java_script_enabled=False) as page:
+            if block == ".file-diff":
+                page.locator(".file-diff > summary", has_text="overlapped.py").click()
+            fold = page.locator(f"{block} .fold", has_text="# exercise 09x3")
+            hidden, summary = fold.get_by_text(line), fold.locator("summary")
+            expect(summary).to_contain_text("…  # exercise 09x3")
+            expect(hidden).to_be_hidden()
+            summary.click()
+            expect(hidden).to_be_visible()
+            summary.press("Enter")
+            expect(hidden).to_be_hidden()
 
 
 def test_each_measured_figure_leads_to_its_report(documents: dict[str, str]) -> None:

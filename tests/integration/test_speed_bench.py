@@ -14,18 +14,21 @@ from torch.autograd import DeviceType
 from torch.autograd.profiler_util import EventList, FunctionEvent
 from typer.testing import CliRunner
 
-from benchmarks import bench_generation, ladder, options, profile_generation
+from benchmarks import bench_generation, ladder, options, profile_generation, prompts
 from benchmarks.bench_generation import GenerationSize, limit_bytes, measure_generation
 from benchmarks.contenders import load_engine, load_transformers
 from benchmarks.hardware import Ceilings
-from benchmarks.report import Report, read_value
+from benchmarks.report import Report, read_value, write_report
 from benchmarks.roofline import DecodeWork
 from benchmarks.setup import Setup
 from benchmarks.step_trace import StepTrace, TraceWindow
 from benchmarks.timing import Run, timed
+from shared.checkpoints.shapes import SHAPES
 from shared.cli import app
 from shared.lessons import find_lesson, lessons, newest_lesson
-from shared.loading.config_json import read_config
+from shared.loading import checkpoint
+from shared.loading.config_json import parse_config, read_config
+from shared.tracks.ranks import group
 from tests.waiting import PATIENCE
 
 SIZE = GenerationSize(prompt_tokens=7, new_tokens=6, trials=2)
@@ -235,6 +238,34 @@ def test_a_command_writes_what_it_shows(command, name, cited, folder, tmp_path, 
         assert f"{len(rows) - 3} more rows, " in result.stdout
         with gzip.open("trace.json.gz", "rt", encoding="utf-8") as file:
             assert any(event.get("name") == "aten::embedding" for event in json.load(file)["traceEvents"])
+
+
+def test_prompts_of_every_length_and_batch_are_measured_beside_their_floor(tmp_path, monkeypatch) -> None:
+    """Weights are made when they are read, for this test alone. A chunk's size is counted from the steps that ran."""
+    monkeypatch.setattr(checkpoint, "safe_open", checkpoint.safe_open)
+    monkeypatch.setattr(group, "START", group.START)
+    monkeypatch.setattr(prompts, "measure_ceilings", lambda device: CEILINGS)
+    sizes: dict[str, Any] = {
+        "lengths": (8, 16, 4096),
+        "batches": (1, 3),
+        "sizes": (0, 8),
+        "context": 8,
+        "beside": 2,
+        "long": 32,
+    }
+    report = prompts.measure("tiny-llama", device="cpu", **sizes)
+    results = report.results
+    assert [*results["first_token"]] == ["8", "16"], "a length that the model does not hold is left out"
+    assert [*results["decoding"]] == ["1", "3"]
+    assert {name: row["tokens_of_a_chunk"] for name, row in results["beside"].items()} == {"default": 32, "8": 8}
+    shape = parse_config(SHAPES["tiny-llama"], "tiny-llama")
+    H, L = shape.hidden_size, shape.num_layers
+    weights = L * H * (2 * (shape.num_heads + shape.num_kv_heads) * shape.head_dim + 3 * shape.intermediate_size)
+    causal = 4 * shape.num_heads * shape.head_dim * L * sum(range(1, 9))
+    floor = (2 * 8 * weights + 2 * shape.vocab_size * H + causal) / CEILINGS.matmul_flops_per_second
+    assert results["first_token"]["8"]["floor_ms"] == pytest.approx(1e3 * floor, rel=1e-3)
+    paths = write_report(report, tmp_path, view=prompts.view(report))
+    assert "16" in paths[1].read_text(encoding="utf-8")
 
 
 @pytest.mark.gpu

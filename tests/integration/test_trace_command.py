@@ -131,7 +131,7 @@ def test_the_phase_before_has_its_own_way_to_batch(model: str, tmp_path: Path) -
         (["--prompts", "good.txt", "--shared-prefix", "8"], "leave --shared-prefix out"),
         (["--shared-prefix", "-1"], "The shared prefix has -1 tokens; it must have 0 to 510"),
         (["--shared-prefix", "63", "--max-seq-len", "64"], "must have 0 to 62"),
-        (["--documents", "3"], "has no chunks; add --phase 09.1"),
+        (["--documents", "3"], "has no segments; add --phase 09.1"),
         (["--prompts", "many.txt"], "--prompts holds 257 prompts"),
         (["--prompts", "good.txt", "--max-seq-len", "4"], "Line 2: This model's maximum context length is 4"),
         (["--out", "good.txt"], "cannot be a folder"),
@@ -159,11 +159,11 @@ def test_what_cannot_be_traced_is_refused_in_one_paragraph(
     assert set(tmp_path.iterdir()) - set(before) <= {tmp_path / "trace"}
 
 
-def test_documents_are_chunks_with_rows_of_their_own(model: str, tmp_path: Path) -> None:
+def test_documents_are_segments_with_rows_of_their_own(model: str, tmp_path: Path) -> None:
     arguments = ["trace", "--model", model, "--phase", "09.1", "--documents", "3", "--requests", "4"]
     done = CliRunner().invoke(app, [*arguments, "--max-tokens", "3", "--out", str(tmp_path)])
     assert done.exit_code == 0, done.output
     (trace,) = page_data(tmp_path / "trace.html")
-    computed = {name for step in trace["steps"] for name, _ in step["prefilled"] if name.startswith("chunk ")}
+    computed = {name for step in trace["steps"] for name, _ in step["prefilled"] if name.startswith("segment ")}
     assert 2 <= len(computed) <= 3, "each document that is chosen, once"
     assert re.search(r"prompt tokens from the cache +384 of ", done.stdout), "two documents of 48 for each of four"

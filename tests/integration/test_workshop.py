@@ -2,6 +2,7 @@
 more than the command itself counts; other commands run in this one, with a server of checks that all of them share."""
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -102,9 +103,9 @@ def test_from_start_to_passed(learner: Learner) -> None:
     assert started.returncode == 0, started.stderr
     assert "workspace/shared/cache/view/contiguous.py" in started.stdout
     assert f"03x1  line {GAP_LINE:>4}" in started.stdout
-    assert "infer workshop check 03 --only 03x1" in started.stdout
+    assert "infer workshop check 03x1" in started.stdout
 
-    todo = learner.check("03", "--only", "03x1")
+    todo = learner.check("03x1")
     assert todo.returncode == 1
     assert "to do" in todo.stdout
     assert "0 of 1 passed" in todo.stdout
@@ -120,7 +121,15 @@ def test_from_start_to_passed(learner: Learner) -> None:
     right = learner.check("--only", "03x1")
     assert right.returncode == 0, right.stdout + right.stderr
     assert "6 tests, run on kv_bytes of" in right.stdout
-    assert "passed" in learner.workshop("status").stdout
+    assert "on your lines: INFER_WORKSHOP=1 infer generate --phase 03 " in right.stdout
+    assert f"next: 03x2 {find_exercise('03x2').title}" in right.stdout
+    assert "start it: infer workshop start 03x2" in right.stdout
+    status = learner.workshop("status").stdout
+    assert re.search(r"03x1 +passed", status)
+    assert re.search(r"03x4 +not started", status)
+    assert "04x1" not in status
+    assert f"1 of {len(exercises())} passed; --all shows every exercise" in status
+    assert all(exercise.number in learner.workshop("status", "--all").stdout for exercise in exercises())
 
     learner.write("return 2 *", "return 1 + 1 *")
     assert f"0 of {len(exercises())} passed" in learner.workshop("status").stdout, "a check holds for the file it saw"
@@ -130,7 +139,11 @@ def test_from_start_to_passed(learner: Learner) -> None:
     ("code", "message"),
     [
         ("return config.num_layerz", f"contiguous.py:{GAP_LINE}"),
-        ("return 2 *", f"line {GAP_LINE}: invalid syntax"),
+        (
+            "x = 2\n    return x + )",
+            f"contiguous.py:{GAP_LINE + 1}\n{' ':12}return x + )\n{' ':12}           ^\n",
+        ),
+        ("\0", "null bytes"),
     ],
 )
 def test_broken_code_is_reported_and_never_passes(learner: Learner, code: str, message: str) -> None:
@@ -140,6 +153,66 @@ def test_broken_code_is_reported_and_never_passes(learner: Learner, code: str, m
     assert checked.returncode == 1
     assert message in checked.stdout
     assert "0 of 1 passed" in checked.stdout
+
+
+def test_what_has_not_changed_is_answered_from_the_record(learner: Learner, monkeypatch: pytest.MonkeyPatch) -> None:
+    wrong = KV_BYTES.replace("num_kv_heads", "num_heads")
+    learner.workshop("start", "03")
+    learner.write(KV_BYTES_GAP, wrong)
+    failed = learner.check("03x1")
+    learner.write(wrong, KV_BYTES)
+    passed = learner.check("03x1")
+    with monkeypatch.context() as patch:
+        patch.setattr(CheckServer, "run", lambda *_, **__: pytest.fail("it ran again"))
+        gap = f'raise NotImplementedError("{find_exercise("03x2").message}")'
+        learner.write(gap, "return (")
+        assert "SyntaxError: '(' was never closed" in learner.check("03x2").stdout, "it is not run either"
+        learner.write("return (", "self.num_past = 7")
+        again = learner.check("03x1")
+        assert again.returncode == 0
+        assert "; nothing has changed since" in again.stdout, "the lines of 03x2 do not count"
+        assert passed.stdout.startswith(again.stdout.partition("; nothing has changed since")[0])
+    learner.write("self.num_past = 7", gap)
+    learner.workshop("reset", "03x1")
+    learner.write(KV_BYTES_GAP, KV_BYTES)
+    assert "nothing has changed since" in learner.check("03x1").stdout
+    assert f"1 of {len(exercises())} passed" in learner.workshop("status").stdout, "what is answered is noted too"
+    learner.write(KV_BYTES, wrong)
+    assert learner.check("03x1").stdout == failed.stdout, "a change of its own lines is run"
+
+
+LOOPS = {
+    "in Python": "while True:\n        try:\n            int('x')\n        except BaseException:\n            pass",
+    "in C": "import collections, itertools; collections.deque(itertools.repeat(1), maxlen=0)",
+}
+
+
+@pytest.mark.parametrize("code", LOOPS.values(), ids=LOOPS)
+def test_an_endless_loop_is_ended_and_the_line_that_was_running_named(learner: Learner, code: str) -> None:
+    """Here after half a second of processor time. What follows in the same check does not run."""
+    learner.workshop("start", "03")
+    learner.write(KV_BYTES_GAP, code)
+    learner.write(f'raise NotImplementedError("{find_exercise("03x3").message}")', "return q")
+    wanted = [find_exercise("03x1"), find_exercise("03x3")]
+    run = learner.server.run(learner.workspace, wanted, time_factor=0.1)
+    late, other = run.verdicts
+    assert late.outcome is Outcome.FAILED
+    assert late.first_failure is not None
+    assert late.first_failure.error.startswith("TimeoutError: not at its end after 0.5 s of processor time")
+    path, _, number = (late.where or "").rpartition(":")
+    assert path == str(learner.cache)
+    assert GAP_LINE <= int(number) <= GAP_LINE + code.count("\n")
+    assert other.outcome is Outcome.NOT_RUN
+    assert other.reason == f"the check stopped at {late.first_failure.test}, which ran out of time"
+
+
+def test_a_loop_that_uses_no_processor_time_is_ended_too(learner: Learner, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tutorial.workshop.check.SECONDS_PER_TEST", 1.0)
+    learner.workshop("start", "03x1")
+    learner.write(KV_BYTES_GAP, "import time; time.sleep(600)")
+    checked = learner.check("03x1")
+    assert "TimeoutError: not at its end after 1 s; right code takes a tenth at most" in checked.stdout
+    assert f"contiguous.py:{GAP_LINE}\n            import time; time.sleep(600)\n" in checked.stdout
 
 
 def test_a_function_that_comes_from_elsewhere_does_not_pass(learner: Learner) -> None:
@@ -346,12 +419,13 @@ def test_watch_checks_each_save_and_goes_on_to_the_next(learner: Learner) -> Non
     watch = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=pipe, text=True, preexec_fn=heed_interrupts)
     assert watch.stdout is not None
 
-    def until(text: str) -> None:
-        """Read lines until one holds the text."""
+    def until(text: str, never: str = "\0") -> None:
+        """Read lines until one holds the text; none before it may hold the other."""
         assert watch.stdout is not None
         seen = []
         for line in watch.stdout:
             seen.append(line)
+            assert never not in line, "".join(seen)
             if text in line:
                 return
         pytest.fail(f"{text!r} is not in {''.join(seen)}")
@@ -359,8 +433,14 @@ def test_watch_checks_each_save_and_goes_on_to_the_next(learner: Learner) -> Non
     try:
         until("1 of 4: 03x1 what one token costs")
         until("each time you save")
-        learner.write(KV_BYTES_GAP, KV_BYTES.replace("num_kv_heads", "num_heads"))
-        until("This looks like: query heads are counted where KV heads are stored")
+        learner.write(KV_BYTES_GAP, "import time; time.sleep(600)")
+        until("checking 03x1")
+        learner.write("import time; time.sleep(600)", KV_BYTES.replace("num_kv_heads", "num_heads"))
+        until("This looks like: query heads are counted where KV heads are stored", never="TimeoutError")
+        other = learner.workspace / "shared/ops/rmsnorm.py"
+        other.parent.mkdir()
+        other.write_text((ROOT / "shared/ops/rmsnorm.py").read_text())
+        until(f"saved: {other}; but what is checked is 03x1, in {learner.cache}")
         learner.write("num_heads", "num_kv_heads")
         until("03x1  passed")
         until("2 of 4: 03x2 slice the cache")

@@ -66,10 +66,10 @@ def make_engine(folder: Path, phase: Any = Engine, **config: Any) -> Any:
     return engine
 
 
-def captured_runner(model: Any, view: Any, *sizes: int, **about: Any) -> Runner:
+def captured_runner(model: Any, view: Any, *sizes: int, **options: Any) -> Runner:
     """A runner whose steps are captured, also in the interpreter."""
     executor = partial(Captured, capture=Repeat() if INTERPRETED else None)
-    return Runner(model, view, *sizes, **{"executor": executor, "last_ids": LastIds} | about)
+    return Runner(model, view, *sizes, **{"executor": executor, "last_ids": LastIds} | options)
 
 
 def show_drafts(engine: Any) -> None:

@@ -217,7 +217,7 @@ def race(rank: int, size: int, port: int) -> None:
         replay.add_(1)
         calls = [terms_of(call, *shape) for call, shape in enumerate(5 * SHAPES)]
         totals = []
-        for call, terms in enumerate(calls):  # launches overlap, but for those behind a sleep
+        for call, terms in enumerate(calls):  # launches overlap, but for those after a sleep
             module.TWO_SHOT_BYTES = SHOTS[1 + call // 3 % 2]
             if (call + 3 * rank) % 7 == 0:
                 torch.cuda._sleep(5000 * (1 + (call + rank) % 5))

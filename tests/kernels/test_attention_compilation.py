@@ -70,16 +70,16 @@ def compile_paged_attention():
     ]:
         workspace = DecodeWorkspace.of(1, Hq, Hkv, D, 4096, one.device)
         memory = torch.zeros(2, block_size, Hkv, D, dtype=dtype)
-        about = (memory, memory, one, one, one)
+        settings = (memory, memory, one, one, one)
         q = torch.zeros(T, Hq, D, dtype=dtype)
-        paged_attention.paged_attention(q[:1], *about, scale=0.125, softcap=softcap, workspace=workspace)
+        paged_attention.paged_attention(q[:1], *settings, scale=0.125, softcap=softcap, workspace=workspace)
         kept = condensed_attention.KeptTokens(torch.zeros(1, 3 * Hkv + 2, dtype=torch.int32), of_heads)
         where = (memory.expand(3, *memory.shape), memory, one, one, one, one, kept, 2)
         condensed_attention.condensed_attention(
             q[:1], *where, scale=0.125, softcap=softcap, workspace=workspace, out=q[:1]
         )
         starts = torch.zeros(2, dtype=torch.int32)
-        paged_prefill.paged_prefill(q, *about, starts, scale=0.125, softcap=softcap)
+        paged_prefill.paged_prefill(q, *settings, starts, scale=0.125, softcap=softcap)
 
 
 def compile_fp8_kv_cache():
@@ -102,15 +102,15 @@ def compile_fp8_kv_cache():
         qk = SimpleNamespace(table=torch.zeros(8, 2, 1, D), q_norm=None, k_norm=None)
         kv_write.kv_write(q, k, v, one.long(), qk, memory, memory, one.long(), D, **scales)
         workspace = PlannedWorkspace.for_batches(1, Hq, Hkv, D, dtype.itemsize, one.device)
-        about = {"scale": 0.1, "workspace": workspace, **scales}
+        settings = {"scale": 0.1, "workspace": workspace, **scales}
         tiling = planned_tiling.decode_tiling(1, Hkv, D, dtype.itemsize)
         plan = plan_decode([1], tiling.grid(Hkv, one.device), window=None)
-        planned_attention.planned_decode(q, memory, memory, one, one, one, on_device(plan), tiling=tiling, **about)
+        planned_attention.planned_decode(q, memory, memory, one, one, one, on_device(plan), tiling=tiling, **settings)
         tiling = planned_tiling.prefill_tiling(1, 1, Hq, Hkv, D, dtype.itemsize)
         grid, tokens = tiling.grid(Hkv, one.device), tiling.tokens(Hq // Hkv)
         plan = plan_prefill([1], [1], grid, tokens_per_tile=tokens, window=None)
-        about |= {"num_masks": num_masks, "tiling": tiling}
-        planned_prefill.planned_prefill(q, memory, memory, one, one, one, on_device(plan), **about)
+        settings |= {"num_masks": num_masks, "tiling": tiling}
+        planned_prefill.planned_prefill(q, memory, memory, one, one, one, on_device(plan), **settings)
 
 
 def on_device(plan):
@@ -136,14 +136,14 @@ def compile_planned_attention():
         (torch.float32, 9, 3, 16, 24, None, ((True, 64),)),
     ]:
         memory = torch.zeros(50, block_size, Hkv, D, dtype=dtype)
-        paged, about = (memory, memory, tables, lengths, lengths), {"scale": 0.125, "softcap": softcap}
+        paged, settings = (memory, memory, tables, lengths, lengths), {"scale": 0.125, "softcap": softcap}
         for is_arrival, bucket in buckets:
             tiling = dataclasses.replace(decode_tiling(bucket, Hkv, D, dtype.itemsize), is_arrival=is_arrival)
             grid = Grid(10, tiling.tile, tiling.tile)
             plan = on_device(plan_decode(lengths.tolist(), grid))
             workspace = PlannedWorkspace.of(grid.max_states(), 2, Hq, Hkv, D, lengths.device)
             q = torch.zeros(2, Hq, D, dtype=dtype)
-            planned_attention.planned_decode(q, *paged, plan, **about, tiling=tiling, workspace=workspace)
+            planned_attention.planned_decode(q, *paged, plan, **settings, tiling=tiling, workspace=workspace)
         for new in ([1, 1], [40, 1], [300, 1]) if D == 64 else ([4, 1],):
             tiling = prefill_tiling(sum(new), len(new), Hq, Hkv, D, dtype.itemsize, can_copy=True)
             grid, per_tile = Grid(10, tiling.tile, tiling.tile), tiling.tokens(Hq // Hkv)
@@ -152,7 +152,7 @@ def compile_planned_attention():
             copied = PromptKeys.of(1024, Hkv * D, dtype, lengths.device)
             workspace = dataclasses.replace(workspace, copied=copied)
             q = torch.zeros(sum(new), Hq, D, dtype=dtype)
-            planned_prefill.planned_prefill(q, *paged, plan, **about, tiling=tiling, workspace=workspace)
+            planned_prefill.planned_prefill(q, *paged, plan, **settings, tiling=tiling, workspace=workspace)
 
 
 def compile_ranges():
@@ -164,19 +164,19 @@ def compile_ranges():
     one = torch.ones(1, dtype=torch.int32)
     plan = RangePlan(*[one] * 13, torch.zeros(2, dtype=torch.int32))
     merge_states.launches = lambda tensor: True
-    merge_states.launch = lambda *about, **options: None
+    merge_states.launch = lambda *settings, **options: None
     for capability, dtype, Hq, Hkv, D, softcap in [
         ((8, 6), torch.float32, 4, 1, 256, 50.0),  # the largest tiles of the GPU with the least memory
         ((9, 0), torch.bfloat16, 32, 8, 64, None),
     ]:
         compiling(range_attention, capability=capability)
         q, memory = torch.zeros(1, Hq, D, dtype=dtype), torch.zeros(2, 16, Hkv, D, dtype=dtype)
-        about = {"workspace": range_attention.RangeWorkspace.of(1, Hq, D, one.device), "out": torch.empty_like(q)}
-        about |= {"scale": 0.1, "softcap": softcap}
+        settings = {"workspace": range_attention.RangeWorkspace.of(1, Hq, D, one.device), "out": torch.empty_like(q)}
+        settings |= {"scale": 0.1, "softcap": softcap}
         where = (one.long(), one, one, one, torch.ones(D // 2, dtype=torch.float64), torch.ones(1, 2, D // 2))
         for is_shared in (False, True):
-            about["tiling"] = range_attention.range_tiling(is_shared, Hq // Hkv, D, dtype.itemsize)
-            range_attention.range_attention(q, memory, memory, *where, plan, **about)
+            settings["tiling"] = range_attention.range_tiling(is_shared, Hq // Hkv, D, dtype.itemsize)
+            range_attention.range_attention(q, memory, memory, *where, plan, **settings)
 
 
 if __name__ == "__main__":

@@ -70,8 +70,8 @@ def attention(phase: str, rows: int) -> dict[str, int]:
 @pytest.mark.parametrize("phase", PHASES)
 def test_the_launches_of_a_block_in_each_phase(phase, model_folder, device):
     engine_class = importlib.import_module(f"phases.phase_{phase.replace('.', '_')}.engine").Engine
-    about = {"num_gpu_blocks": 8, "block_size": 16} if phase >= "06" else {}
-    config = EngineConfig(str(model_folder), max_seq_len=64, dtype="float32", device=device.type, **about)
+    options = {"num_gpu_blocks": 8, "block_size": 16} if phase >= "06" else {}
+    config = EngineConfig(str(model_folder), max_seq_len=64, dtype="float32", device=device.type, **options)
     engine = engine_class(config)
     block = engine.model.blocks[0]
     engine.model.blocks = engine.model.blocks[:1]

@@ -79,18 +79,18 @@ def test_replayed_steps_verify_drafts(tiny_checkpoints, family):
 def test_replayed_steps_have_mask_tokens(tiny_checkpoints, family):
     """Nine tokens verify two guesses and make the next ones; the guesses are those of steps that are not captured.
 
-    Of greedy requests they are made behind every token of a step, right behind it; with one that is drawn, as ever.
+    Of greedy requests they are made after every token of a step, right after it; with one that is drawn, as ever.
     """
     greedy, drawn = REQUESTS[0][1], {"seed": 2, "max_new_tokens": 4, "ignore_eos": True}
     short = greedy | {"max_new_tokens": 8}
     folder, requests = tiny_checkpoints[family], [([5, 9] * 3, greedy), ([7], short), ([3] * 6, drawn)]
     expected, _ = serve(make_engine(folder, **PLAIN), requests)
-    about: dict[str, Any] = {"use_speculative_decoding": True, "adapter": str(random_adapter_of(folder))}
-    about |= {"adapt_spec_length": False, "spec_length": 2, "prefill_chunk_size": 18}
+    settings: dict[str, Any] = {"use_speculative_decoding": True, "adapter": str(random_adapter_of(folder))}
+    settings |= {"adapt_spec_length": False, "spec_length": 2, "prefill_chunk_size": 18}
     guessed: list[list[list[int]]] = []
     num_ahead: list[int] = []
     for captures in (False, True):
-        engine = make_engine(folder, MultiToken, **about, use_cuda_graphs=None if captures else False)
+        engine = make_engine(folder, MultiToken, **settings, use_cuda_graphs=None if captures else False)
         if captures:
             drafter, most_rows = engine.drafter, engine.pool.max_sequences
             observers = [MaskObserver(drafter.states, noted(drafter, num_ahead))]
@@ -115,14 +115,14 @@ def test_replayed_steps_have_mask_tokens(tiny_checkpoints, family):
         assert (engine.runner.num_replays > 8) == captures
     assert sum(map(len, guessed[0])) > 12
     assert guessed[0] == guessed[1]
-    assert {0, 3, 6} <= set(num_ahead), "none beside the request that is drawn; behind the tokens of one, and of two"
+    assert {0, 3, 6} <= set(num_ahead), "none beside the request that is drawn; after the tokens of one, and of two"
 
 
 def noted(drafter: Any, num_ahead: list[int]) -> Any:
-    """``follow`` of a drafter; notes the rows behind which drafts are made ahead."""
+    """``follow`` of a drafter; notes the rows after which drafts are made ahead."""
 
-    def follow(*about: Any) -> None:
-        drafter.follow(*about)
+    def follow(*settings: Any) -> None:
+        drafter.follow(*settings)
         num_ahead.append(0 if drafter.ahead is None else len(drafter.ahead.ids) // drafter.ahead.k)
 
     return follow
@@ -166,6 +166,8 @@ def test_a_replay_launches_what_the_largest_step_of_its_bucket_needs(tiny_checkp
         counts.append(dict(LAUNCHES))
         assert LAUNCHES[kv_write_kernel.__name__] == len(engine.model.blocks)
     assert counts[0] == counts[1] == counts[2]
+    asked = make_engine(tiny_checkpoints["llama"], use_cuda_graphs=True)
+    assert (view.buckets.is_required, asked.view.buckets.is_required) == (False, True)
 
 
 @pytest.mark.parametrize(("max_seq_len", "most"), [(12, 10), (8, 8)])  # a chunk has 9 tokens, a block 4
@@ -263,8 +265,8 @@ def test_recorded_draws_are_those_that_are_launched(device, limits, monkeypatch)
     for step in range(40):
         logits.copy_(torch.randn(logits.shape, device=device))
         num_rows = 3 if step >= 30 else 8 if step % 3 else 5
-        about = {"temperature": 0.5 + step // 10} | limits
-        rows = [SamplingRow(SamplingParams(**about), seed=n, index=step) for n in range(num_rows)]
+        settings = {"temperature": 0.5 + step // 10} | limits
+        rows = [SamplingRow(SamplingParams(**settings), seed=n, index=step) for n in range(num_rows)]
         drawn = [each.sample(logits[:num_rows], rows, range(num_rows)).ids for each in (plain, recording)]
         assert torch.equal(*drawn)
         ids.append((drawn[1], drawn[1].clone()))

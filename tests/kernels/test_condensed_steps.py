@@ -82,13 +82,13 @@ def test_all_heads_at_once_keep_what_each_keeps_alone(randn, method, window):
     for row, counts, tail, num_tokens in ((1, [[7, 130], [64, 300]], 21, 777), (0, [[40, 101], [90, 222]], 33, 400)):
         packed = Packed(np.array(counts), num_tokens - tail, cells.slots_for(np.array(counts)))
         table, free = np.split(free, [-(-(packed.num_slots + tail) // BLOCK_SIZE)])
-        behind = np.append(0, packed.counts.cumsum())
-        ends[row] = torch.tensor([*behind, packed.num_slots])
+        after = np.append(0, packed.counts.cumsum())
+        ends[row] = torch.tensor([*after, packed.num_slots])
         holdings.append(Holding(row, table, packed.num_slots + tail, packed))
         of_heads.append([])
         for layer, head in itertools.product(range(LAYERS), range(HKV)):
             one = layer * HKV + head
-            first = cells.packed(np.arange(behind[one], behind[one + 1]), table)
+            first = cells.packed(np.arange(after[one], after[one + 1]), table)
             last = cells.plain(layer, np.arange(packed.num_slots, packed.num_slots + tail), table)[head]
             of_heads[-1].append(torch.from_numpy(np.concatenate([first, last])).to(DEVICE))
             memory.view(2, -1, D)[:, of_heads[-1][-1]] = randn(2, len(of_heads[-1][-1]), D)
@@ -98,7 +98,7 @@ def test_all_heads_at_once_keep_what_each_keeps_alone(randn, method, window):
     selector = HeadSelector(ring, memory[0], ends, windows, compressor, budget, 0.25)
     selected = selector.select(holdings, w)
     selected.precede()
-    cached, chosen, found = selected.room.sequences, selected.room.chosen, selected.room.counts
+    cached, chosen, found = selected.workspace.sequences, selected.workspace.chosen, selected.workspace.counts
     mass = window_mass(ring, memory[0], cached, w, 0.25)
     assert [selected.index(replace(one)) for one in holdings] == [0, 1]
     assert selected.index(replace(holdings[0], length=holdings[0].length + 1)) is None, "it has new tokens"
@@ -125,8 +125,8 @@ def test_all_heads_at_once_keep_what_each_keeps_alone(randn, method, window):
         assert torch.equal(memory.view(2, -1, D)[:, at], before[:, torch.cat(kept)])
         now = [0, *found[i].flatten().cumsum(0).tolist(), cells.slots_for(found[i].cpu().numpy())]
         assert ends[holding.row].tolist() == now, "the next step reads what was kept"
-    selected.room.leave()
-    assert selected.index(holdings[0]) is None, "its room serves a later choice"
+    selected.workspace.leave()
+    assert selected.index(holdings[0]) is None, "its workspace serves a later choice"
 
 
 @pytest.mark.parametrize("size", [3, 36, 37, 5000])
@@ -204,8 +204,8 @@ def test_each_head_attends_to_its_own_tokens(randn, assert_near, is_masked, wind
                 k, v = (x.view(-1, D) for x in memory)
                 k[mine[is_kept[0]]], v[mine[is_kept[0]]] = randn(int(is_kept.sum()), D), randn(int(is_kept.sum()), D)
                 one = slice(head * group, (head + 1) * group)
-                about = (k[mine].nan_to_num()[None], v[mine].nan_to_num()[None], is_kept)
-                found[one] = masked_attention(q[b : b + 1, one], *about, scale=0.25, window=window)[0]
+                options = (k[mine].nan_to_num()[None], v[mine].nan_to_num()[None], is_kept)
+                found[one] = masked_attention(q[b : b + 1, one], *options, scale=0.25, window=window)[0]
             expected.append(found)
         out = condensed_attention(
             q,
@@ -242,9 +242,9 @@ STEPS: list[tuple[dict[str, int], str, str, str]] = [  # new tokens; of which is
 def test_after_each_step_both_views_attend_to_the_same(randn, monkeypatch, moves):
     config = replace(parse_config(SHAPES["tiny-llama"]), num_layers=2, num_heads=4, num_kv_heads=2, windows=(None, 9))
     sizes, D = PagedSizes(30, BLOCK_SIZE, 4, 44, 48), config.head_dim
-    about = COMPRESSORS["snapkv"](0.25), Budget(6, 12, 0.5, num_sinks=1, num_recent=3), 4, moves
+    options = COMPRESSORS["snapkv"](0.25), Budget(6, 12, 0.5, num_sinks=1, num_recent=3), 4, moves
     storages = [PlainStorage(config, sizes, torch.float32, DEVICE) for _ in range(2)]
-    ours, theirs = (KeptCells(config, sizes, torch.float32, storage, *about) for storage in storages)
+    ours, theirs = (KeptCells(config, sizes, torch.float32, storage, *options) for storage in storages)
     attention = CondensedKernels(config, sizes, storages[0], ours, is_recording=True)
     padding = decode_padding(config, sizes, Buckets.of(4, 44), ours)
     view = poisoned(PagedView(config, sizes, torch.float32, storages[0], attention, padding))
@@ -304,10 +304,10 @@ def test_after_each_step_both_views_attend_to_the_same(randn, monkeypatch, moves
     ("family", "fake"), [pytest.param("llama", False, marks=pytest.mark.gpu), ("llama", True), ("gemma3_text", False)]
 )
 def test_captured_steps_give_the_tokens_of_pytorch_s_operations(tiny_checkpoints, family, fake):
-    about = SMALL | {"if_fake_compress": fake}
-    plain = make_engine(tiny_checkpoints[family], Engine, **about, use_cuda_graphs=False, attention_backend="sdpa")
+    options = SMALL | {"if_fake_compress": fake}
+    plain = make_engine(tiny_checkpoints[family], Engine, **options, use_cuda_graphs=False, attention_backend="sdpa")
     expected, _ = serve(plain, REQUESTS)
-    engine = make_engine(tiny_checkpoints[family], Engine, **about, overlap_scheduling=True)
+    engine = make_engine(tiny_checkpoints[family], Engine, **options, overlap_scheduling=True)
     got, _ = serve(engine, REQUESTS)
     assert [[o.token_id for o in answer] for answer in got] == [[o.token_id for o in answer] for answer in expected]
     assert engine.num_compressions == plain.num_compressions >= 3
@@ -320,20 +320,20 @@ def test_recorded_choices_are_those_that_are_launched(tiny_checkpoints, monkeypa
     if INTERPRETED:
         monkeypatch.setattr(head_selection, "recorded", lambda launch, *_: (SimpleNamespace(replay=launch), None))
     monkeypatch.setattr(head_selection, "NUM_BEFORE", 1)
-    about = SMALL | {"layer_budget": 38, "layer_upper_budget": 38, "steps_between_compressions": 4}
+    options = SMALL | {"layer_budget": 38, "layer_upper_budget": 38, "steps_between_compressions": 4}
     prompts = [[(n * m) % 250 for n in range(42)] for m in (31, 37)]
     requests = [(prompt, {"temperature": 0.0, "max_new_tokens": 12, "ignore_eos": True}) for prompt in prompts]
-    plain = make_engine(tiny_checkpoints["llama"], Engine, **about, use_cuda_graphs=False, attention_backend="sdpa")
+    plain = make_engine(tiny_checkpoints["llama"], Engine, **options, use_cuda_graphs=False, attention_backend="sdpa")
     expected, _ = serve(plain, requests)
-    engine = make_engine(tiny_checkpoints["llama"], Engine, **about, overlap_scheduling=True)
+    engine = make_engine(tiny_checkpoints["llama"], Engine, **options, overlap_scheduling=True)
     engine.view.attention.selector.is_recording = True
     got, _ = serve(engine, requests)
     assert [[o.token_id for o in answer] for answer in got] == [[o.token_id for o in answer] for answer in expected]
     assert engine.num_compressions == plain.num_compressions == 6
-    ((num, _, capacity), room), *others = engine.view.attention.selector.rooms.items()
+    ((num, _, capacity), workspace), *others = engine.view.attention.selector.workspaces.items()
     assert (num, capacity, others) == (2, 128, [])
-    assert room.graph is not None
-    assert room.num_choices == 2
+    assert workspace.graph is not None
+    assert workspace.num_choices == 2
 
 
 def test_an_abort_and_a_shared_prefix_change_no_token(tiny_checkpoints):

@@ -51,7 +51,8 @@ def test_a_model_behind_either_view(models, num_launches, family, backend):
     model = models[family]
     plain, fused = make_cache(model.config), make_cache(model.config)
     expected = run(model, plain, ContiguousView(plain, "naive"))
-    actual = run(model, fused, FusedContiguousView(fused, model.config.num_heads, backend))
+    view = FusedContiguousView(fused, model.config.num_heads, backend)
+    actual = run(model, fused, view)
     torch.testing.assert_close(actual, expected, rtol=2e-4, atol=2e-5)
     layers, filled = list(LAYERS[family]), sum(STEPS)
     for ours, theirs in ((fused.keys, plain.keys), (fused.values, plain.values)):
@@ -60,11 +61,16 @@ def test_a_model_behind_either_view(models, num_launches, family, backend):
     assert num_launches(kv_write_kernel) == len(STEPS) * len(layers)
     decode_steps = STEPS.count(1) if backend == "flash" else 0
     assert num_launches(decode_attention_kernel) == decode_steps * len(layers)
+    view.prepare(1)
+    heads = torch.zeros(1, model.config.num_heads, model.config.head_dim, device=DEVICE)
+    kv, qk = heads[:, : model.config.num_kv_heads], model.blocks[0].attention.qk
+    queries = [view.write(0, heads, kv, kv, torch.tensor([filled], device=DEVICE), qk) for _ in range(2)]
+    assert queries[0].data_ptr() == queries[1].data_ptr(), "a buffer of the view"
 
 
 @pytest.mark.parametrize("family", ["qwen3", pytest.param("gemma3_text", marks=pytest.mark.gpu)])
 def test_key_norms_near_one_hundred_lose_no_more_than_the_plain_model_does(tiny_checkpoints, family):
-    """Qwen 3 has such weights: what is rounded before them is a hundred times as large behind them."""
+    """Qwen 3 has such weights: what is rounded before them is a hundred times as large after them."""
 
     def logits(dtype, is_fused):
         model = load(tiny_checkpoints[family], family, torch.float16)

@@ -1,4 +1,4 @@
-"""The grammar kernels equal the scalar walk of the automaton, bit for bit: masks of rows, and rows behind tokens."""
+"""The grammar kernels equal the scalar walk of the automaton, bit for bit: masks of rows, and rows after tokens."""
 
 import random
 
@@ -79,8 +79,8 @@ class Machine:
         ids = torch.tensor(chains, device=DEVICE)
         if in_place:
             for step in range(3):
-                about = (self.pool.tables, self.tokens, rows, sources, sources)
-                grammar_advance(*about, ids[:, step].contiguous(), self.grammars)
+                options = (self.pool.tables, self.tokens, rows, sources, sources)
+                grammar_advance(*options, ids[:, step].contiguous(), self.grammars)
             found, expected = rows[1:], expected[2::3]
         else:
             rows = torch.cat([rows, torch.full((3 * count, ROW), 9, dtype=torch.int32, device=DEVICE)])
@@ -129,24 +129,24 @@ def test_masks_stay_only_where_they_would_be_found_again():
     letters = [bytes([byte]) for byte in (10, *range(32, 127))]
     vocabulary = GrammarVocabulary.of_tokens([b"</s>", *letters, *words], [0])
     machine = Machine(vocabulary, [nested(), objects(), any_json(1, 8), any_json()])
-    about, slot = (machine.pool.tables, machine.tokens), torch.ones(1, dtype=torch.int32, device=DEVICE)
+    options, slot = (machine.pool.tables, machine.tokens), torch.ones(1, dtype=torch.int32, device=DEVICE)
     for number, texts, num_kept in (
         (0, '" a a a', 0),  # the characters that may follow become fewer
         (0, "[ [ [ ] ]", 0),  # the same state, and other frames
-        (1, "{ a , b, c", 0),  # the same state, and other keys behind it
+        (1, "{ a , b, c", 0),  # the same state, and other keys after it
         (2, '{" a a ": " a a a a a a a', 3),  # of a key, and of a string that may have eight
         (3, '{" aaa ": " a aaa aa " , \n', 3),
     ):
         rows, found = machine.rows([(number, START)]), 0
         kept = torch.zeros(len(rows), machine.tokens.num_words, dtype=torch.int32, device=DEVICE)
         for text in texts.split(" "):
-            grammar_mask(*about, rows, slot, kept, machine.grammars)
+            grammar_mask(*options, rows, slot, kept, machine.grammars)
             again, fresh = rows.clone(), torch.zeros_like(kept)
             again[:, KEPT] = 0
-            grammar_mask(*about, again, slot, fresh, machine.grammars)
+            grammar_mask(*options, again, slot, fresh, machine.grammars)
             assert torch.equal(kept, fresh), (number, text)
             token_id = vocabulary.tokens.index(text.encode())
-            grammar_advance(*about, rows, slot, slot, torch.tensor([token_id], device=DEVICE), machine.grammars)
+            grammar_advance(*options, rows, slot, slot, torch.tensor([token_id], device=DEVICE), machine.grammars)
             assert (rows[1, 0] >= 0).item(), (number, text)
             found += int(rows[1, KEPT])
         assert found == num_kept, (number, texts)
@@ -170,11 +170,11 @@ def test_a_row_that_lost_its_grammar_is_free():
     machine = Machine(vocabulary, [any_json()])
     rows = machine.rows([(0, START)])
     slots = torch.ones(1, dtype=torch.int32, device=DEVICE)
-    about = (machine.pool.tables, machine.tokens, rows)
+    options = (machine.pool.tables, machine.tokens, rows)
     bracket = torch.tensor([vocabulary.tokens.index(b"]")], device=DEVICE)
-    grammar_advance(*about, slots, slots, bracket, machine.grammars)
+    grammar_advance(*options, slots, slots, bracket, machine.grammars)
     words = torch.zeros(len(rows), machine.tokens.num_words, dtype=torch.int32, device=DEVICE)
-    grammar_mask(*about, slots, words, machine.grammars)
+    grammar_mask(*options, slots, words, machine.grammars)
     logits = torch.zeros(1, len(machine.tokens.ranks), device=DEVICE)
     remove_refused(words, slots, slots - 1, machine.tokens, logits)
     assert (logits == 0).all()

@@ -39,7 +39,7 @@ def test_the_sum_of_both_products(T, N, rank, has_residual, activation, dtype, r
 
 @torch.inference_mode()
 def test_a_block_whose_matrices_hold_the_rows_of_a_computes_the_same(tiny_checkpoints):
-    """Plain and adapted steps, with norms behind the products and without."""
+    """Plain and adapted steps, with norms after the products and without."""
     for family in ("llama", "gemma3_text"):
         hidden = []
         for is_trained in (False, True):

@@ -111,8 +111,8 @@ class Step:
             q, k, v = qkv.split_with_sizes(self.heads, 1)
             memory = layer.keys, layer.values
             q = kv_write.kv_write(q, k, v, self.positions, layer.qk, *memory, self.offsets, self.D)
-            about: dict[str, Any] = {"scale": self.scale, "tiling": self.tiling, "workspace": self.workspace}
-            out = planned_attention.planned_decode(q, *memory, *self.paged, self.device_plan, **about).flatten(1)
+            arguments: dict[str, Any] = {"scale": self.scale, "tiling": self.tiling, "workspace": self.workspace}
+            out = planned_attention.planned_decode(q, *memory, *self.paged, self.device_plan, **arguments).flatten(1)
             if post_norm is None:
                 x = gemv.linear(out, layer.o, residual=x)
                 h = gemv.linear(x, layer.gate_up, norm=norm, activation=swiglu)
@@ -297,7 +297,7 @@ def test_a_draw_uses_nothing_of_the_previous_launch_before_the_wait(settings, ra
 @pytest.mark.parametrize("settings", DRAWS, ids=str)
 @pytest.mark.parametrize("rows", [1, 64])
 def test_thousands_of_replayed_draws_equal_the_kernels_one_by_one(rows, settings, randn, device, monkeypatch):
-    """A graph of draws from different logits, one behind the other; before each replay a copy writes the indices."""
+    """A graph of draws from different logits, one after the other; before each replay a copy writes the indices."""
     if not generation(device).has_pdl:
         pytest.skip("GPUs before Hopper have no programmatic dependent launch")
     torch._C._set_deterministic_algorithms(False)  # its fills would stand between the kernels

@@ -1,4 +1,4 @@
-"""Blocks behind planned kernels: what a plain cache for each sequence gives, by one plan a step and window."""
+"""Blocks after planned kernels: what a plain cache for each sequence gives, by one plan a step and window."""
 
 import dataclasses
 
@@ -41,9 +41,9 @@ STEPS = [  # tokens of each; past tiny-gemma3's window of 16, and past a split o
     {"b": 1, "a": 1},
     {"a": 1, "d": 4, "b": 2},  # a is preempted, and its blocks go to the requests that grow
     {"d": 1, "b": 1},
-    {"d": 13, "a": 22},  # a piece of a prompt, behind what is there; prompt and answer so far, computed anew
+    {"b": 1, "d": 13, "a": 22},  # a piece of a prompt, after what is there; prompt and answer so far, computed anew
     {"b": 1, "d": 1, "a": 1},
-    {"d": 1, "a": 2},  # a short piece behind a long history is split
+    {"d": 1, "a": 2},  # a short piece after a long history is split
 ]
 LEAVES_AFTER = {2: "a"}
 ARRAYS = [field.name for field in dataclasses.fields(DevicePlan) if "Tensor" in str(field.type)]
@@ -58,9 +58,9 @@ def is_arrival(request, monkeypatch):
     decode, prefill = DecodeTiling(16, is_arrival=merges_itself), PrefillTiling(16, 16, 4, 1)
     monkeypatch.setitem(tilings.DECODE_TILINGS, 16, (decode, decode))
     for one in (tilings, planned_layout):
-        monkeypatch.setattr(one, "prefill_tiling", lambda *about: prefill)
+        monkeypatch.setattr(one, "prefill_tiling", lambda *options: prefill)
     for tiling in (DecodeTiling, PrefillTiling):
-        monkeypatch.setattr(tiling, "grid", lambda *about: Grid(resident=6, unit=16, least_split=16))
+        monkeypatch.setattr(tiling, "grid", lambda *options: Grid(resident=6, unit=16, least_split=16))
     return merges_itself
 
 
@@ -75,8 +75,8 @@ def counted(monkeypatch):
         return send(self, arrays)
 
     def counting(kind, plan):
-        def call(*about, **named):
-            calls[kind].append(plan(*about, **named))
+        def call(*options, **named):
+            calls[kind].append(plan(*options, **named))
             return calls[kind][-1]
 
         return call
@@ -127,10 +127,10 @@ def test_every_sequence_is_answered_as_if_alone(
 def test_keys_in_one_piece_give_the_same(tiny_checkpoints, num_launches, monkeypatch, is_arrival, family):
     model, outputs = load(tiny_checkpoints[family], family), []
     tiling = PrefillTiling(16, 16, 4, 1, copied=CopiedTiling(16, 4, 1))
-    monkeypatch.setattr(planned_layout, "prefill_tiling", lambda *about: tiling)
+    monkeypatch.setattr(planned_layout, "prefill_tiling", lambda *options: tiling)
     monkeypatch.setattr(prompt_keys, "LEAST_NEW", tl.constexpr(4))
     for can_copy in (False, True):
-        monkeypatch.setattr(planned_layout, "can_copy", lambda *about, can_copy=can_copy: can_copy)
+        monkeypatch.setattr(planned_layout, "can_copy", lambda *options, can_copy=can_copy: can_copy)
         outputs.append(run(model, *make_memory(model.config, 16), STEPS, LEAVES_AFTER))
         assert (num_launches(prompt_keys.copy_keys_kernel) > 0) == can_copy
     torch.testing.assert_close(*outputs, rtol=2e-4, atol=2e-5)

@@ -12,6 +12,7 @@ from shared.kernels.launch import GENERATIONS, INTERPRETED, next_power_of_two
 from shared.kernels.products import quantized_gemv, quantized_prompts
 from shared.kernels.products.gated import gated_kernel
 from shared.kernels.products.quantized_gemm import (
+    FP8_ROWS,
     quantize_rows,
     quantize_rows_kernel,
     quantized_gemm_kernel,
@@ -83,12 +84,12 @@ def check(assert_near: Callable) -> Callable[..., None]:
             size = dequantize(ones).double() - 2 * dequantize(nothing).double()  # (15 - z) s + 2 z s
         is_fp8 = weight.values.dtype == torch.float8_e4m3fn
         if is_fp8 and len(x) > MAX_ROWS and quantized_gemv.generation(x.device).has_fp8:
-            values, scales = quantize_rows(x if norm is None else rms_norm(x, norm.weight, norm.eps, norm.offset))
+            values, scales = quantize_rows(x, norm)
             h = values.double() * scales.double()[:, None]
             share += FP8_SUMS / torch.finfo(x.dtype).eps
         if len(x) > MAX_ROWS:
             share += 1.0  # product, activation and sum are rounded one after the other
-        if len(x) >= quantized_prompts.LEAST_ROWS and x.element_size() == 2:
+        if len(x) > MAX_ROWS and quantized_prompts.is_faster(len(x), len(weight), x):
             share += 0.5  # and so is a scaled weight
         assert_product(assert_near, out, h, w, size, share, bias, before, activation)
 
@@ -178,12 +179,24 @@ def test_prompts_are_multiplied_by_tiles_of_rows(kind, group, quantized, randn, 
     monkeypatch.setattr(quantized_gemv, "generation", lambda device: GENERATIONS[8, 0])
     rows, weight = MAX_ROWS + 2, quantized(kind, 38, 128, group)
     monkeypatch.setattr(quantized_prompts, "TILE_ROWS", 16)
-    monkeypatch.setattr(quantized_prompts, "LEAST_ROWS", rows)
     x, residual = randn(rows, 128, dtype=torch.float16), randn(rows, 38, dtype=torch.float16)
     check(x, weight, randn(38, dtype=torch.float16), norm_of(randn(128, dtype=torch.float16), 0.0), residual)
     assert num_launches(dequantize_kernel) == 3
     check(x, weight, residual=residual[:, :19], activation=swiglu)
     assert num_launches(quantized_gemm_kernel) == 0
+
+
+@pytest.mark.parametrize(
+    ("rows", "N", "is_by_tiles"), [(65, 256, True), (65, 257, False), (255, 384, False), (256, 384, True)]
+)
+def test_tiles_serve_many_rows_and_matrices_that_would_leave_multiprocessors_idle(
+    rows, N, is_by_tiles, quantized, randn, num_launches, monkeypatch
+):
+    """On a GPU of three multiprocessors; a program of the other product has 128 rows of W."""
+    monkeypatch.setattr(quantized_prompts, "num_multiprocessors", lambda device: 3)
+    linear(randn(rows, 32, dtype=torch.float16), quantized("int8", N, 32))
+    assert num_launches(dequantize_kernel) == is_by_tiles
+    assert num_launches(quantized_gemm_kernel) == (not is_by_tiles)
 
 
 @pytest.mark.parametrize("kind", ["fp8", "int8"])
@@ -232,21 +245,37 @@ def test_rows_in_fp8(as_hopper, device, randn):
     assert_equal(numbers, rounded, "numbers", ("row", "column"))
 
 
+@pytest.mark.parametrize("offset", [0.0, 1.0])
+def test_rows_of_a_norm_in_fp8_are_those_of_the_norm_as_it_is_written(offset, as_hopper, randn):
+    """Up to how a GPU adds up the squares: a few numbers may be neighbours in FP8."""
+    x, norm = randn(20, 300, dtype=torch.float16)[:, 50:250], norm_of(randn(200, dtype=torch.float16), offset)
+    values, scales = quantize_rows(x, norm)
+    expected, of_rows = quantize_rows(rms_norm(x, norm.weight, norm.eps, norm.offset))
+    torch.testing.assert_close(scales, of_rows, rtol=2**-10, atol=0)
+    torch.testing.assert_close(values.float(), expected.float(), rtol=2**-3, atol=2**-9)
+    assert (values.float() != expected.float()).float().mean() < 0.02
+
+
 @pytest.mark.parametrize("columns_per_scale", [128, None])
 @pytest.mark.parametrize("activation", [None, swiglu])
 def test_prompts_are_multiplied_in_fp8(activation, columns_per_scale, as_hopper, quantized, randn, check, num_launches):
     """Against fp64 of x as it is rounded to FP8, which the check does once more."""
     rows, columns = MAX_ROWS + 8, 64 if activation is None else 32
     weight = quantized("fp8", 64, 256, columns_per_scale)
-    check(randn(rows, 256), weight, residual=randn(rows, columns), activation=activation)
+    norm = norm_of(1 + randn(256) / 8, 0.0)
+    check(randn(rows, 256), weight, norm=norm, residual=randn(rows, columns), activation=activation)
     assert num_launches(quantize_rows_kernel) == 2
     assert num_launches(quantized_gemm_kernel) == 1
+    assert num_launches(rms_norm_kernel) == 0
 
 
+@pytest.mark.parametrize("rows", [FP8_ROWS + 1, MAX_ROWS + 8])
 @pytest.mark.parametrize("rows_per_scale", [1, 64])
-def test_prompts_in_bf16_with_scales_of_rows_are_pytorchs(rows_per_scale, as_hopper, quantized, randn, num_launches):
-    weight, x = quantized("fp8", 64, 256, None, rows_per_scale), randn(MAX_ROWS + 8, 256, dtype=torch.bfloat16)
-    residual, bias = randn(MAX_ROWS + 8, 64, dtype=torch.bfloat16), randn(64, dtype=torch.bfloat16)
+def test_many_rows_in_bf16_with_scales_of_rows_are_pytorchs(
+    rows_per_scale, rows, as_hopper, quantized, randn, num_launches
+):
+    weight, x = quantized("fp8", 64, 256, None, rows_per_scale), randn(rows, 256, dtype=torch.bfloat16)
+    residual, bias = randn(rows, 64, dtype=torch.bfloat16), randn(64, dtype=torch.bfloat16)
     values, scales = quantize_rows(x)
     h, w = values.double() * scales.double()[:, None], dequantize(weight).double()
     expected = h @ w.t() + residual.double() + bias.double()
@@ -331,23 +360,23 @@ def test_the_table_keeps_its_rules():
             if K % group:
                 continue
             cut = quantized_tiling(rows, N, K, bits, group, is_gated, itemsize, gpu.shared_bytes)
-            about = f"{rows, N, K, bits, group, is_gated, itemsize, gpu.shared_bytes} {cut}"
+            options = f"{rows, N, K, bits, group, is_gated, itemsize, gpu.shared_bytes} {cut}"
             sizes_of_block = (cut.block_m, cut.block_n, cut.block_k)
-            assert all(size == next_power_of_two(size) for size in sizes_of_block), about
-            assert cut.block_k * bits // 8 >= 16, about
-            assert cut.dot == (rows > 1), about
+            assert all(size == next_power_of_two(size) for size in sizes_of_block), options
+            assert cut.block_k * bits // 8 >= 16, options
+            assert cut.dot == (rows > 1), options
             if not cut.dot:
-                assert quantized_gemv.MOST_TILES * cut.block_k >= K, about
+                assert quantized_gemv.MOST_TILES * cut.block_k >= K, options
             else:
                 of_w = cut.block_n * (2 if is_gated else 1) * cut.block_k * bits // 8
                 stage = of_w + cut.block_m * cut.block_k * itemsize
-                assert cut.num_stages * stage <= gpu.shared_bytes, about
-                assert cut.num_stages >= 2, about
-                assert min(cut.block_m, cut.block_n) >= 16, about
-                assert cut.block_k <= group or group == K or cut.splits, about
+                assert cut.num_stages * stage <= gpu.shared_bytes, options
+                assert cut.num_stages >= 2, options
+                assert min(cut.block_m, cut.block_n) >= 16, options
+                assert cut.block_k <= group or group == K or cut.splits, options
                 if cut.splits:
-                    assert (itemsize, group in (128, K), K % (cut.splits * cut.block_k)) == (2, True, 0), about
-                    assert cut.splits == 1 or -(-N // cut.block_n) <= MAX_BLOCKS_SPLIT, about
+                    assert (itemsize, group in (128, K), K % (cut.splits * cut.block_k)) == (2, True, 0), options
+                    assert cut.splits == 1 or -(-N // cut.block_n) <= MAX_BLOCKS_SPLIT, options
 
 
 REAL = [  # each number of rows in the dtype that models have; the others where their tilings differ

@@ -2,12 +2,11 @@
 
     make mutants shared/grammar        # with the suite's settings: one order of sets, one thread a process
 
-``tests/mutants/shared/grammar/tokens/masks.patch`` holds the faults of ``shared/grammar/tokens/masks.py``: first a
-line with the tests that are to find them, then each fault: a line that begins with ``#`` and says which promise it
-breaks, and hunks of lines as in a unified diff, without line numbers. The lines of a hunk that begin with a space or
-``-`` must stand in the module exactly once; an empty line ends a hunk.
+``tests/mutants/shared/grammar/tokens/masks.patch`` holds the faults of ``shared/grammar/tokens/masks.py``; how they are
+written, `tutorial.workshop.faults` says.
 
-Each fault is put into a copy of the tree, and its tests run there until one fails. A test that does not end counts as
+Each fault is put into a copy of the tree, and its tests run there until one fails, those of kernels in a process of
+their own. A test that does not end counts as
 having found it. Without any fault the same tests must pass. The exit status is 1 if a fault was not found, and 2 if a
 patch does not apply or tests fail without a fault.
 Invariant: the process that forks for each run has imported no module of the course, which a fault may stand in.
@@ -17,7 +16,6 @@ import argparse
 import importlib
 import multiprocessing
 import os
-import re
 import shutil
 import signal
 import subprocess
@@ -26,77 +24,15 @@ import tempfile
 import time
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
 from queue import SimpleQueue
 
-ROOT = Path(__file__).resolve().parents[2]
-PATCHES = ROOT / "tests" / "mutants"
+from tutorial.workshop.faults import PATCHES, ROOT, Faults, read_faults
+
 MOST_SECONDS = 120  # of one run, in which a fault is to be found; twice a minute, as two run at once
 FORKS = multiprocessing.get_context("fork")
 LARGE = ("torch", "transformers", "scipy.stats", "hypothesis.stateful", "tokenizers", "typer", "rich.progress")
 """Libraries that are imported once, for all forks."""
-
-
-@dataclass(frozen=True)
-class Fault:
-    """One fault of one module, whose path is relative to the root."""
-
-    module: Path
-    promise: str
-    hunks: tuple[tuple[str, str], ...]  # what stands in the module, and what stands there instead
-
-    def applied(self, text: str) -> str:
-        """The module's text with this fault.
-
-        Raises:
-            ValueError: a hunk does not stand in the module exactly once.
-        """
-        for before, after in self.hunks:
-            if (count := text.count(before)) != 1:
-                raise ValueError(f"{self}: this stands there {count} times, not once:\n{before}")
-            text = text.replace(before, after)
-        return text
-
-    def __str__(self) -> str:
-        return f"{self.module}: {self.promise}"
-
-
-@dataclass(frozen=True)
-class Faults:
-    """The faults of one module, and the tests that are to find them."""
-
-    module: Path
-    tests: tuple[str, ...]
-    faults: tuple[Fault, ...]
-
-
-def read(patch: Path) -> Faults:
-    """What one file holds.
-
-    Raises:
-        ValueError: there is no such module or test, or a line that is none of a patch's.
-    """
-    module = patch.relative_to(PATCHES).with_suffix(".py")
-    first, _, rest = patch.read_text(encoding="utf-8").partition("\n")
-    tests = tuple(first.split())
-    for path in (str(module), *(test.partition("::")[0] for test in tests)):
-        if not (ROOT / path).exists():
-            raise ValueError(f"{patch.relative_to(ROOT)}: there is no {path}")
-    faults = []
-    for entry in re.split(r"^# ", rest, flags=re.MULTILINE)[1:]:
-        promise, _, body = entry.partition("\n")
-        hunks = [hunk.splitlines() for hunk in re.split(r"\n{2,}", body.strip("\n"))]
-        if wrong := [line for hunk in hunks for line in hunk if line[0] not in " -+"]:
-            raise ValueError(f"{patch.relative_to(ROOT)}: no line of a patch: {wrong[0]!r}")
-        faults.append(Fault(module, promise, tuple((lines(hunk, " -"), lines(hunk, " +")) for hunk in hunks)))
-    if not tests or not faults:
-        raise ValueError(f"{patch.relative_to(ROOT)}: a first line with tests and at least one fault are wanted")
-    return Faults(module, tests, tuple(faults))
-
-
-def lines(hunk: list[str], signs: str) -> str:
-    return "".join(f"{line[1:]}\n" for line in hunk if line[0] in signs)
 
 
 def find(paths: Iterable[str]) -> list[Faults]:
@@ -107,7 +43,7 @@ def find(paths: Iterable[str]) -> list[Faults]:
         patches = [at.with_suffix(".patch")] if at.suffix == ".py" else sorted(at.rglob("*.patch"))
         if not patches or not patches[0].exists():
             raise ValueError(f"there are no faults of {path} in {PATCHES.relative_to(ROOT)}")
-        found += [read(patch) for patch in patches]
+        found += [read_faults(patch) for patch in patches]
     return found
 
 
@@ -140,9 +76,9 @@ def test(copy: Path, tests: tuple[str, ...], log: Path, answer) -> None:  # type
     os.chdir(copy)
     sys.path[0] = os.environ["PYTHONPATH"] = str(copy)
     os.environ["PYTHONDONTWRITEBYTECODE"] = "1"
-    if any(each.startswith("tests/kernels") for each in tests):
+    if tests[0].startswith("tests/kernels"):
         os.environ["TRITON_INTERPRET"] = "1"
-    for name in [name for name in sys.modules if name.partition(".")[0] == "tests"]:
+    for name in [name for name in sys.modules if name.partition(".")[0] in ("tests", "tutorial")]:
         del sys.modules[name]
     import pytest
 
@@ -172,6 +108,12 @@ def run(copy: Path, tests: tuple[str, ...], log: Path) -> tuple[int, str]:
             process.kill()
         process.join()
         shutil.rmtree(f"{log}.d", ignore_errors=True)
+
+
+def processes(tests: tuple[str, ...]) -> list[tuple[str, ...]]:
+    """The tests that run in one process: those of kernels, which Triton's interpreter runs, after the others."""
+    kernels = tuple(each for each in tests if each.startswith("tests/kernels"))
+    return [part for part in (tuple(each for each in tests if each not in kernels), kernels) if part]
 
 
 def copies(folder: Path, count: int) -> Iterator[Path]:
@@ -214,7 +156,11 @@ def main() -> int:
             copy, since = free.get(), time.monotonic()
             try:
                 (copy / module).write_text(text, encoding="utf-8")
-                return *run(copy, tests, Path(name) / f"{number}.log"), time.monotonic() - since
+                for part in processes(tests):
+                    status, by = run(copy, part, Path(name) / f"{number}.log")
+                    if status != pytest.ExitCode.OK:
+                        break
+                return status, by, time.monotonic() - since
             finally:
                 (copy / module).write_text(texts[module], encoding="utf-8")
                 free.put(copy)

@@ -28,9 +28,9 @@ from shared.scheduling.scheduler import Scheduler
 from shared.scheduling.speculative import SpeculativeScheduler
 from shared.scheduling.static import StaticScheduler
 from shared.speculation.draft_model import NO_MASKS, DraftModel
-from shared.tracks.segments.pool import chunk_pool
-from shared.tracks.segments.registry import ChunkRegistry
-from shared.tracks.segments.scheduler import ChunkScheduler
+from shared.tracks.segments.pool import segment_pool
+from shared.tracks.segments.registry import SegmentRegistry
+from shared.tracks.segments.scheduler import SegmentScheduler
 from tests.unit.scheduling_loop import NO_TOKEN
 from tests.unit.scheduling_machine import LONGEST_INTERVAL, Choice, Planned, SchedulingMachine, Setting
 
@@ -194,14 +194,14 @@ def grants_cover_what_is_computed(machine: SchedulingMachine) -> None:
 
 def the_draft_models_memory_follows_the_text(machine: SchedulingMachine) -> None:
     pair: Any = machine.pool
-    assert pair.twins.keys() == set(pair.target.holdings()[1])
-    assert set(pair.draft.holdings()[1]) == set(pair.twins.values())
-    for request, twin in pair.twins.items():
-        assert request.token_ids[: twin.num_tokens] == twin.token_ids
-        assert pair.draft.length(twin) <= request.num_tokens
+    assert pair.draft_requests.keys() == set(pair.target.holdings()[1])
+    assert set(pair.draft.holdings()[1]) == set(pair.draft_requests.values())
+    for request, draft_request in pair.draft_requests.items():
+        assert request.token_ids[: draft_request.num_tokens] == draft_request.token_ids
+        assert pair.draft.length(draft_request) <= request.num_tokens
         if request.status is RequestStatus.RUNNING:
             granted = pair.target.granted[pair.target.rows[request]]
-            assert granted == pair.draft.granted[pair.draft.rows[twin]], "both pools reserve, or none"
+            assert granted == pair.draft.granted[pair.draft.rows[draft_request]], "both pools reserve, or none"
 
 
 # Drafts.
@@ -238,7 +238,7 @@ class Followed(DraftModel):
         self.room = config.most_tokens_of_a_step(MAX_SEQ_LEN)
 
     def _run(self, schedule: Schedule, entries: Sequence[Scheduled], num_ahead: int) -> Any:
-        requests = {twin: request for request, twin in self.pair.twins.items()}
+        requests = {draft_request: request for request, draft_request in self.pair.draft_requests.items()}
         self.runner.requests = [requests[entry.request] for entry in entries]  # type: ignore[attr-defined]
         return super()._run(schedule, entries, num_ahead)
 
@@ -338,9 +338,9 @@ def making(scheduler: Any, make_pool: Callable[[Choice, EngineConfig], Any]) -> 
 
 
 def make_with_registry(choice: Choice) -> Scheduler:
-    config, registry, longest = EngineConfig(**choice.config), ChunkRegistry(choice.max_bytes), 40
-    pool = chunk_pool(sizes_of(choice, config, longest), registry, bool(config.use_prefix_caching))
-    return ChunkScheduler(config, pool, longest, registry)
+    config, registry, longest = EngineConfig(**choice.config), SegmentRegistry(choice.max_bytes), 40
+    pool = segment_pool(sizes_of(choice, config, longest), registry, bool(config.use_prefix_caching))
+    return SegmentScheduler(config, pool, longest, registry)
 
 
 # The settings.
@@ -415,7 +415,7 @@ SETTINGS: dict[str, Setting] = {
         step_checks=STEP_CHECKS,
         state_checks=(*CHECKS["state_checks"], the_draft_models_memory_follows_the_text),
     ),
-    "chunks of 9.1": Setting(
+    "segments of 9.1": Setting(
         choices(
             4,
             16,

@@ -141,7 +141,7 @@ class PoolMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.granted)
     @rule(data=st.data())
     def lay_out(self, data: st.DataObject) -> None:
-        """New tokens behind those that steps in flight compute; positions (``start``) say nothing of lengths."""
+        """New tokens after those that steps in flight compute; positions (``start``) say nothing of lengths."""
         chosen = data.draw(st.lists(st.sampled_from(list(self.granted)), unique=True))
         entries, places = [], []
         for request in chosen:
@@ -200,7 +200,11 @@ def check_beside_caches(
             attention = block.attention
             q = torch.randn(T, shape.num_heads, shape.head_dim, generator=generator)
             k, v = torch.randn(2, T, shape.num_kv_heads, shape.head_dim, generator=generator)
-            options = {"scale": attention.scale, "window": attention.window, "softcap": attention.softcap}
+            options = {
+                "scale": attention.scale,
+                "window": attention.window,
+                "softcap": (attention.softcap, 0.5)[layer % 2],
+            }
             ours = view.attend(layer, view.write(layer, q, k, v, tokens.positions, attention.qk), **options)
             theirs, start = [], 0
             for name, new in step.items():

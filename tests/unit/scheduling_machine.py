@@ -29,7 +29,7 @@ from shared.scheduling.schedule import Schedule, Scheduled
 from shared.scheduling.scheduler import Scheduler
 from shared.text.stopping import FinishReason
 from shared.text.tokenizer import Tokenizer
-from shared.tracks.segments.registry import Chunk, ChunkRegistry
+from shared.tracks.segments.registry import Segment, SegmentRegistry
 from tests.unit.scheduling_loop import Loop, index_of
 from tests.unit.slot_model import SlotModel
 
@@ -45,7 +45,7 @@ class Choice:
     size: int  # regions or blocks of the pool
     num_in_flight: int = 0
     watermark: int = 0  # blocks
-    max_bytes: int = 6000  # of the registry of chunks
+    max_bytes: int = 6000  # of the registry of segments
     seed: int = 0  # of the order of free blocks, and of the drafts
 
 
@@ -88,8 +88,8 @@ class SchedulingMachine(RuleBasedStateMachine):
         self.aborted: set[Request] = set()
         self.num_heard: dict[Request, int] = {}
         self.ends: dict[Request, int] = {}  # the index of the end-of-sequence token
-        self.num_computed: Counter[Chunk] = Counter()  # how often each chunk was computed
-        self.registry: ChunkRegistry | None = None
+        self.num_computed: Counter[Segment] = Counter()  # how often each segment was computed
+        self.registry: SegmentRegistry | None = None
         self.loop: Loop | None = None
 
     @initialize(choice=st.runner().flatmap(lambda machine: machine.setting.choices))
@@ -98,7 +98,7 @@ class SchedulingMachine(RuleBasedStateMachine):
         self.pool, self.config = self.scheduler.pool, self.scheduler.config
         self.target: Any = getattr(self.pool, "target", self.pool)  # that of the model, beside that of a draft model
         self.extension: Any = getattr(self.target, "extension", None)
-        self.sharing: Any = getattr(self.extension, "sharing", self.extension)  # of the requests without chunks
+        self.sharing: Any = getattr(self.extension, "sharing", self.extension)  # of the requests without segments
         self.tree = getattr(self.sharing, "tree", None)
         self.registry = getattr(self.extension, "registry", None)
         self.chance, self.share_right, self.most_drafts = Random(choice.seed), 0.8, 6
@@ -116,7 +116,7 @@ class SchedulingMachine(RuleBasedStateMachine):
         if self.ends.get(request) == index:
             return min(self.tokenizer.eos_ids)
         if request not in self.numbers:
-            return 7  # it computes a chunk, and nothing reads what it samples
+            return 7  # it computes a segment, and nothing reads what it samples
         return 1000 + 100 * self.numbers[request] + index
 
     def longest(self, request: Request) -> int:
@@ -127,7 +127,7 @@ class SchedulingMachine(RuleBasedStateMachine):
         return not request.is_prefilling and is_open
 
     def own(self, requests: Any) -> list[Request]:
-        """Without requests that compute a chunk, which the scheduler made."""
+        """Without requests that compute a segment, which the scheduler made."""
         return [request for request in requests if self.registry is None or request not in self.registry.computing]
 
     def live(self) -> list[Request]:
@@ -145,7 +145,7 @@ class SchedulingMachine(RuleBasedStateMachine):
     # Requests come and go.
 
     def add_request(
-        self, name: str, prompt: list[int], max_new_tokens: int, chunks: list[Chunk] = (), end: int | None = None
+        self, name: str, prompt: list[int], max_new_tokens: int, segments: list[Segment] = (), end: int | None = None
     ) -> None:
         params, scheduler = SamplingParams(max_new_tokens=max_new_tokens), self.scheduler
         length = min(len(prompt) + max_new_tokens, scheduler.max_seq_len)
@@ -161,9 +161,9 @@ class SchedulingMachine(RuleBasedStateMachine):
             return
         scheduler.check(name, len(prompt), params)
         request = Request(name, prompt, params, 0, (min(self.tokenizer.eos_ids),))
-        if chunks:
+        if segments:
             assert self.registry is not None
-            self.registry.contexts[request] = tuple(chunks)
+            self.registry.contexts[request] = tuple(segments)
         self.numbers[request] = len(self.requests)
         self.requests.append(request)
         if end is not None:
@@ -199,44 +199,44 @@ class SchedulingMachine(RuleBasedStateMachine):
             if is_id_reused:
                 self.add_request(name, [5] * 2, 3)
 
-    # Chunks, where there is a registry of them.
+    # Segments, where there is a registry of them.
 
     @precondition(lambda self: self.registry is not None)
     @rule(role=st.sampled_from("ab"), count=st.integers(1, 9), is_wanted=st.booleans())
     def register(self, role: str, count: int, is_wanted: bool = False) -> None:
-        before = set(self.registry.chunks)
+        before = set(self.registry.segments)
         try:
-            chunk = self.registry.add(role, [ord(role) + n for n in range(count)])
+            segment = self.registry.add(role, [ord(role) + n for n in range(count)])
         except RequestError:
             self.met["full"] += 1
             return
-        self.met["forgotten"] += not before <= set(self.registry.chunks)
+        self.met["forgotten"] += not before <= set(self.registry.segments)
         try:
-            self.registry.check([chunk], 1)
+            self.registry.check([segment], 1)
         except RequestError:
             return
         if is_wanted:
-            self.registry.want(chunk)
+            self.registry.want(segment)
 
-    @precondition(lambda self: self.registry is not None and self.registry.chunks)
+    @precondition(lambda self: self.registry is not None and self.registry.segments)
     @rule(numbers=st.lists(st.integers(0, 30), max_size=4), own=st.integers(1, 5), answer=st.integers(1, 6))
     def ask(self, numbers: list[int], own: int, answer: int) -> None:
-        """A request that is made of chunks."""
-        known = list(self.registry.chunks.values())
-        chunks = [known[number % len(known)] for number in numbers]
-        prompt = [token_id for chunk in chunks for token_id in chunk.token_ids] + [7 + n for n in range(own)]
+        """A request that is made of segments."""
+        known = list(self.registry.segments.values())
+        segments = [known[number % len(known)] for number in numbers]
+        prompt = [token_id for segment in segments for token_id in segment.token_ids] + [7 + n for n in range(own)]
         try:
-            self.registry.check(chunks, own + answer)
+            self.registry.check(segments, own + answer)
         except RequestError:
             return
-        self.add_request(str(len(self.requests)), prompt, answer, chunks)
+        self.add_request(str(len(self.requests)), prompt, answer, segments)
 
     @precondition(lambda self: self.registry is not None)
     @rule(count=st.integers(0, 9))
     def evict(self, count: int) -> None:
-        in_use = [chunk for request in self.extension.users for chunk in self.registry.contexts[request]]
-        self.met["chunks evicted"] += self.registry.evict(count) > 0
-        assert all(chunk.is_resident for chunk in in_use)
+        in_use = [segment for request in self.extension.users for segment in self.registry.contexts[request]]
+        self.met["segments evicted"] += self.registry.evict(count) > 0
+        assert all(segment.is_resident for segment in in_use)
 
     # Steps.
 
@@ -291,7 +291,7 @@ class SchedulingMachine(RuleBasedStateMachine):
         self.met["preempted"] += len(schedule.preempted)
         self.met["preempted in flight"] += len(flying & lost)
         self.met["evicted"] += max(0, num_blocks - self.num_cached_blocks())
-        self.met["chunks evicted"] += not resident <= self.resident()
+        self.met["segments evicted"] += not resident <= self.resident()
         self.met["waits"] += sum(map(self.pool.must_wait, scheduler.waiting.values()))
         if schedule.has_drafts:
             self.finish_all()
@@ -335,18 +335,18 @@ class SchedulingMachine(RuleBasedStateMachine):
         sampled = [entry for entry in computed if entry.request not in failing]
         if 0 <= end < len(sampled):
             self.ends.setdefault(sampled[end].request, index_of(sampled[end]) - sampled[end].num_drafts)
-        absent = [] if self.registry is None else [c for c in self.registry.chunks.values() if not c.is_resident]
+        absent = [] if self.registry is None else [c for c in self.registry.segments.values() if not c.is_resident]
         counted = self.scheduler.num_accepted_drafts, self.scheduler.num_rejected_drafts
         self.loop.finish(schedule, failing)
-        if self.registry is not None:  # requests that wait for a chunk fail with it, and are in no step
+        if self.registry is not None:  # requests that wait for a segment fail with it, and are in no step
             self.scheduler.finish(self.loop.processor.catch_up())
         outputs = self.loop.processor.take()
         self.met["accepted"] += self.scheduler.num_accepted_drafts - counted[0]
         self.met["rejected"] += self.scheduler.num_rejected_drafts - counted[1]
-        for chunk in absent:
-            self.num_computed[chunk] += chunk.is_resident
-            self.met["computed"] += chunk.is_resident
-            self.met["recomputed"] += chunk.is_resident and self.num_computed[chunk] > 1
+        for segment in absent:
+            self.num_computed[segment] += segment.is_resident
+            self.met["computed"] += segment.is_resident
+            self.met["recomputed"] += segment.is_resident and self.num_computed[segment] > 1
         self.check_outputs(schedule, computed, outputs)
         self.hear(outputs)
 
@@ -461,7 +461,7 @@ class SchedulingMachine(RuleBasedStateMachine):
         ends a request, so that the longest answers do not take most of the time."""
         if self.loop is None:
             return
-        num_requests = 1 + len(self.requests) + (0 if self.registry is None else len(self.registry.chunks))
+        num_requests = 1 + len(self.requests) + (0 if self.registry is None else len(self.registry.segments))
         interval = min(self.config.max_decode_interval, LONGEST_INTERVAL)
         for number in range(4 + 2 * num_requests * (self.scheduler.max_seq_len + 1) * interval):
             if not self.loop.has_work():

@@ -8,8 +8,8 @@ from shared.engine.request import Request
 from shared.scheduling.schedule import Schedule, Scheduled
 from tests.unit.scheduling_loop import TokenAt
 
-AFTER_CHUNKS = -1
-"""Stands before the tokens of a request that is made of chunks: its keys know another past than its tokens say."""
+AFTER_SEGMENTS = -1
+"""Stands before the tokens of a request that is made of segments: its keys know another past than its tokens say."""
 
 
 class SlotModel:
@@ -24,7 +24,7 @@ class SlotModel:
         self.registry = getattr(getattr(self.target, "extension", None), "registry", None)
         self.chains: dict[tuple[int, int], int] = {}
         self.slots: dict[int, int] = {}
-        self.num_shared = 0  # steps in which two sequences read the same chunk
+        self.num_shared = 0  # steps in which two sequences read the same segment
 
     def run(self, schedule: Schedule) -> int:
         """Returns the number of blocks that were copied."""
@@ -42,7 +42,7 @@ class SlotModel:
                 self.slots[next(slots)] = chain[index]
         ranges = getattr(getattr(layout, "extra", None), "ranges", ())
         for sequence, (entry, chain) in enumerate(zip(schedule, chains, strict=True)):
-            first = self.read_chunks(entry.request, [one for one in ranges if one.sequence == sequence])
+            first = self.read_segments(entry.request, [one for one in ranges if one.sequence == sequence])
             places = self.places(entry.request, entry.start + entry.num_tokens - first)
             read = [self.slots.get(place) for place in places]
             name = entry.request.request_id
@@ -57,8 +57,8 @@ class SlotModel:
         more = [self.token_at(request, known + n) for n in range(request.num_pending_tokens + 1)]
         if entry.num_drafts:
             more = request.draft_ids[: entry.num_drafts]
-        has_chunks = self.registry is not None and request in self.registry.contexts
-        return self.chain([*request.token_ids, *more], AFTER_CHUNKS if has_chunks else 0)
+        has_segments = self.registry is not None and request in self.registry.contexts
+        return self.chain([*request.token_ids, *more], AFTER_SEGMENTS if has_segments else 0)
 
     def chain(self, token_ids: Iterable[int], before: int = 0) -> list[int]:
         number = self.chains.setdefault
@@ -74,15 +74,15 @@ class SlotModel:
         size, table = self.target.block_size, self.target.table(request).tolist()
         return [table[index // size] * size + index % size for index in range(count)]
 
-    def read_chunks(self, request: Request, ranges: list) -> int:
-        """Returns the number of the request's tokens that are chunks."""
+    def read_segments(self, request: Request, ranges: list) -> int:
+        """Returns the number of the request's tokens that are segments."""
         if self.registry is None:
             return 0
         assert not self.registry.missing(request)
         size, end = self.target.block_size, 0
-        for chunk, one in zip(self.registry.contexts.get(request, ()), ranges, strict=True):
-            assert (one.offset, one.length) == (end, len(chunk))
-            end += len(chunk)
+        for segment, one in zip(self.registry.contexts.get(request, ()), ranges, strict=True):
+            assert (one.offset, one.length) == (end, len(segment))
+            end += len(segment)
             read = [self.slots.get(int(one.blocks[j // size]) * size + j % size) for j in range(one.length)]
-            assert read == self.chain(chunk.token_ids), f"request {request.request_id} reads another chunk"
+            assert read == self.chain(segment.token_ids), f"request {request.request_id} reads another segment"
         return end

@@ -17,7 +17,7 @@ def make_request() -> Request:
 
 
 def run(lengths: DraftLengths, request: Request, rate: float, num_steps: int, seed: int = 0) -> tuple[int, int]:
-    """Drafts and tokens of steps in which each draft behind accepted ones is accepted with chance ``rate``."""
+    """Drafts and tokens of steps in which each draft after accepted ones is accepted with chance ``rate``."""
     chance, num_drafts, num_tokens = Random(seed), 0, 0
     for _ in range(num_steps):
         length = lengths.next_lengths([request])[0]

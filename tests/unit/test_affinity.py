@@ -42,7 +42,7 @@ def test_the_replica_with_the_longest_prefix_comes_first() -> None:
         return [sorted(group) for group in ranked(list(loads), loads, matches, 8)]
 
     two = [["a", "b"]]
-    assert groups({"a": 3, "b": 3}, {"a": 8}) == [["a"], *two], "a has all keys, and the two stand behind it"
+    assert groups({"a": 3, "b": 3}, {"a": 8}) == [["a"], *two], "a has all keys, and the two stand after it"
     assert groups({"a": 3, "b": 3}, {"a": 6, "b": 7}) == [["b"], *two], "b has the longer prefix"
     assert groups({"a": 3, "b": 2}, {"a": 7, "b": 7}) == [["b"], *two], "both have the prefix, and b is less busy"
     assert groups({"a": 3, "b": 2}, {"c": 8}) == two, "c is no replica any more"

@@ -1,5 +1,7 @@
 """The automaton of a grammar, byte by byte: a small document language written as tables by hand."""
 
+from dataclasses import replace
+
 import numpy as np
 
 from shared.grammar.automata.automaton import MAX_DEPTH, MAX_DIGITS, REFUSED, START, UNBOUNDED, Action, Automaton, entry
@@ -10,7 +12,7 @@ from tests.grammars import assert_language, budget
 def nested() -> Automaton:
     """``value = "[" value? "]" | '"' of two or three letters a '"'``, with blanks inside the brackets.
 
-    States: 0 the value, 1 the end, 2 behind a bracket that opens, 3 behind its value, 4 inside a string.
+    States: 0 the value, 1 the end, 2 after a bracket that opens, 3 after its value, 4 inside a string.
     """
     letters = b'[]"a \n\t'
     columns = np.full(256, len(letters), np.uint8)
@@ -42,7 +44,7 @@ def nested() -> Automaton:
 
 def test_brackets_nest_strings_count_and_blanks_end() -> None:
     automaton = nested()
-    accepted = (b"[]", b'"aa"', b'[["aaa"]]', b"[ ]", b"[\n\t  [ ]\n]", b"[\n" + b" " * 20 + b"]")
+    accepted = (b"[]", b'"aa"', b'[["aaa"]]', b"[ ]", b"[ [ ]]", b"[\n\t  [ ]\n]", b"[\n" + b" " * 20 + b"]")
     refused = (b"", b"]", b"[", b'"a"', b'"aaaa"', b"[] ", b"[  ]", b"[\n\n]", b"[\n" + b" " * 21 + b"]", b"[][]")
     assert_language(automaton, accepted, refused)
 
@@ -63,7 +65,7 @@ def test_a_stack_is_never_too_deep_to_end() -> None:
 def objects() -> Automaton:
     """An object of keys a, b and c without values, each at most once: a is required, and b needs c.
 
-    States: 0 the object, 1 the end, 2 behind the brace, 3 behind a comma, 4 behind a key.
+    States: 0 the object, 1 the end, 2 after the brace, 3 after a comma, 4 after a key.
     """
     letters = b"{},abc"
     columns = np.full(256, len(letters), np.uint8)
@@ -93,9 +95,15 @@ def objects() -> Automaton:
     )
 
 
+def test_a_key_of_several_becomes_seen_one_by_one() -> None:
+    """An ``a`` is the first key, and a second one the key that needs a ``c``."""
+    keys = np.array([[4, 0b011, True], [4, 0b010, True], [4, 0b100, True]], np.uint64)
+    assert_language(replace(objects(), keys=keys), [b"{a}", b"{a,a,c}"], [b"{a,a}", b"{a,a,a,c}", b"{a,b}"])
+
+
 def test_keys_in_any_order() -> None:
     automaton = objects()
     accepted = (b"{a}", b"{a,c}", b"{c,a}", b"{b,c,a}", b"{a,b,c}")
     refused = (b"{}", b"{c}", b"{a,b}", b"{a,a}", b"{a,}", b"{b,c}")
     assert_language(automaton, accepted, refused)
-    assert automaton.walk(START, b"{a,b,c,") is None, "behind all keys no comma, since no key could follow"
+    assert automaton.walk(START, b"{a,b,c,") is None, "after all keys no comma, since no key could follow"

@@ -16,6 +16,7 @@ from shared.cache.layout.planned import AttentionPlanner, LayoutPlans, StepPlans
 from shared.cache.pool.contiguous import ContiguousKVCachePool
 from shared.cache.pool.interface import CachePoolProtocol
 from shared.cache.pool.paged import PagedKVCachePool
+from shared.cache.view.interface import step_arrays
 from shared.checkpoints.shapes import SHAPES
 from shared.engine.batch import Batch
 from shared.engine.request import Request
@@ -40,7 +41,7 @@ def small_splits() -> Any:
     """So that plans of tiny sequences have something to say."""
     with pytest.MonkeyPatch.context() as patch:
         for tiling in (DecodeTiling, PrefillTiling):
-            patch.setattr(tiling, "grid", lambda *about: Grid(resident=6, unit=16, least_split=16))
+            patch.setattr(tiling, "grid", lambda *options: Grid(resident=6, unit=16, least_split=16))
         yield
 
 
@@ -75,11 +76,23 @@ def test_a_token_in_flight_is_pending_in_its_place() -> None:
     batch = Batch.of(step_of({a: 1, b: 1, c: 3}), pool)
     assert (batch.token_ids.tolist(), batch.positions.tolist()) == ([0, 0, 5, 6, 7], [3, 3, 0, 1, 2])
     assert batch.pending.tolist() == [0, 1]
+    late = Batch.of(step_of({b: 1, a: 1}), pool)
+    rows, before = late.layout.rows.tolist(), late.token_ids.tolist()
+    assert step_arrays(late)["token_ids"].tolist() == [-1 - row for row in rows]
+    assert late.token_ids.tolist() == before, "a batch is left as it is"
     assert Batch.of(step_of({a: 1, b: 1}), pool).pending.tolist() == [0, 1]
     assert Batch.of(step_of({a: 1, c: 3, b: 1}), pool).layout.num_decoding == 1, "those that lead"
     a.append(99)
     batch = Batch.of(step_of({a: 1, b: 1}), pool)
     assert (batch.token_ids.tolist(), batch.pending.tolist()) == ([99, 0], [1]), "a's has arrived"
+
+
+def test_the_keys_of_further_tokens_are_planned() -> None:
+    pool, a = POOLS["planned"](), make_request("a", range(20))
+    pool.reserve(a, 20)
+    commit(pool, step_of({a: 15}))
+    plans = [pool.layout(replace(step_of({a: 1}), num_ahead=n)).extra.plans.decode for n in (0, 1)]
+    assert [of[None].num_items.tolist() for of in plans] == [[1], [2]], "splits of 16 keys"
 
 
 def test_several_logit_rows_of_a_sequence_are_those_of_its_last_tokens() -> None:
@@ -93,6 +106,7 @@ def test_several_logit_rows_of_a_sequence_are_those_of_its_last_tokens() -> None
     batch = Batch.of(Schedule(1, entries), pool)
     assert batch.logit_rows.tolist() == [0, 1, 2]
     assert batch.logit_sequences.tolist() == [0, 0, 0]
+    assert step_arrays(batch)["sequence_rows"].tolist() == [batch.layout.rows[0]] * 3
     assert batch.token_ids.tolist() == [a.last_token_id, 77, 78, *b.prompt_ids[:2]]
     assert batch.positions.tolist() == [size - 1, size, size + 1, 0, 1]
     assert batch.pending.tolist() == []

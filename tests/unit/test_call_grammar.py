@@ -97,7 +97,7 @@ FORMATS = {
 @pytest.mark.parametrize("text", FORMATS)
 @pytest.mark.parametrize("mode", [CallMode.AUTO, CallMode.NONE])
 def test_calls_or_a_format(text: str, mode: CallMode) -> None:
-    """Either calls, or one text of the format, which ends as it does by itself; behind thoughts too."""
+    """Either calls, or one text of the format, which ends as it does by itself; after thoughts too."""
     form = FORMATS[text]
     description = CallDescription(mode, QWEN, FUNCTIONS, (form.kind.value, form.text))
     automaton = compiled(mode, QWEN, form=form)

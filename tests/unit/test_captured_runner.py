@@ -1,8 +1,12 @@
 """Steps that are replayed: what is captured, what a step reads from it, and what runs eagerly instead."""
 
+import contextlib
+import gc
+import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,7 +26,7 @@ from shared.errors import ConfigError
 from shared.sampling.params import SamplingParams
 from shared.sampling.sampler import SamplingBatch
 from shared.scheduling.schedule import Schedule, Scheduled
-from tests.unit.test_runner import Successor
+from tests.unit.test_runner import Step, Successor
 
 BUCKETS = Buckets.of(4, 12)
 
@@ -55,21 +59,22 @@ def inference() -> Iterator[None]:
         yield
 
 
-def batch_of(tokens: dict[str, list[int]], pool: ContiguousKVCachePool | None = None, samples: bool = True) -> Batch:
-    """A batch of new requests, each with a logit row behind its last token; the last id may be None: in flight."""
+def batch_of(tokens: dict[str, list[int]], pool: ContiguousKVCachePool | None = None, samples: int = 1) -> Batch:
+    """A batch of new requests, each with logit rows for its last ``samples`` tokens; the last id may be None: in
+    flight."""
     pool = pool or ContiguousKVCachePool(4, 20)
     entries = []
     for name, ids in tokens.items():
         request = Request(name, ids, SamplingParams(temperature=0.0), 0)
         assert pool.reserve(request, 20)
-        entries.append(Scheduled(request, 0, len(ids), 0, int(samples)))
+        entries.append(Scheduled(request, 0, len(ids), 0, samples))
     return Batch.of(Schedule(1, tuple(entries)), pool)
 
 
 def padding(bucket: Bucket) -> Batch:
     if bucket.is_decode:
-        return batch_of({str(n): [0] for n in range(bucket.num_tokens)}, samples=False)
-    return batch_of({"0": [0] * bucket.num_tokens}, samples=False)
+        return batch_of({str(n): [0] for n in range(bucket.num_tokens)}, samples=0)
+    return batch_of({"0": [0] * bucket.num_tokens}, samples=0)
 
 
 class Recorded:
@@ -92,9 +97,9 @@ class Recorded:
         return CapturedStep(replay, results)
 
 
-def make(capture: Recorded | None = None, view: Any = None) -> Any:
+def make(capture: Recorded | None = None, view: Any = None, model: Any = None) -> Any:
     executor = partial(Captured, capture=capture or Recorded())
-    return Runner(Successor(), view or Fixed(), 4, executor=executor, last_ids=LastIds)  # type: ignore[arg-type]
+    return Runner(model or Successor(), view or Fixed(), 4, executor=executor, last_ids=LastIds)  # type: ignore[arg-type]
 
 
 def test_every_bucket_is_captured_the_largest_first() -> None:
@@ -117,7 +122,10 @@ def test_a_mixed_step_has_logits_for_its_last_tokens_alone() -> None:
     launched = runner.forward(batch_of({"a": [10], "b": [20, 21, 22], "c": [30, 31]}))
     assert launched.logits.argmax(-1).tolist() == [11, 23, 32]
     assert runner.num_replays == 1
-    assert runner.forward(batch_of({"a": [1, 2, 3]}, samples=False)).logits.shape[0] == 0
+    for samples, expected in ((0, []), (3, [2, 3, 4])):
+        launched = runner.forward(batch_of({"a": [1, 2, 3]}, samples=samples))
+        assert not launched.errors
+        assert (launched.logits.argmax(-1).tolist(), launched.logits.dtype) == (expected, torch.float32)
 
 
 def test_a_decode_step_of_which_some_sequences_sample_nothing() -> None:
@@ -136,6 +144,14 @@ def test_a_decode_step_is_repeated_within_the_tokens_that_it_was_laid_out_for() 
     assert runner.repeat(launched) is None
     assert (runner.num_replays, runner.num_forwards, runner.num_tokens_computed) == (3, 3, 9)
     assert runner.repeat(runner.forward(batch)) is None, "no further token was laid out"
+    mixed = batch_of({"a": [10, 11]})
+    assert runner.repeat(runner.forward(replace(mixed, layout=replace(mixed.layout, num_ahead=2)))) is None
+
+
+def test_a_replayed_step_begins_with_the_ids_in_flight() -> None:
+    step = Step(3, lambda model, *_: make(model=model))
+    step.run([0, 1, 2])
+    assert (step.run([2, 0]).token_ids, step.runner.num_replays) == ([32, 12], 2)
 
 
 def test_a_step_larger_than_every_bucket_runs_eagerly_and_is_counted() -> None:
@@ -202,3 +218,51 @@ def test_draws_that_cannot_be_recorded_are_launched(monkeypatch: pytest.MonkeyPa
     for _ in range(6):
         draw(fixed)
     assert (len(launched), attempts) == (21, [18]), "a failure to record is the last attempt"
+
+
+def test_a_recorded_draw_is_repeated_for_its_kind_and_size_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ids that were given stay as they are, and all recordings are dropped when there are more than are kept."""
+    logits, rows = torch.zeros(2, 8), torch.zeros(1)
+    kinds = [dict[str, Any](), {"temperature": rows}, {"log_min_p": rows}, {"top_k": rows}, {"top_p": rows}]
+    draws = [(logits, kind, (None,)) for kind in kinds] + [(logits[:1], {}, (None,)), (logits, {}, (5,))]
+    recorded = list[str]()
+
+    def record(launch: Callable[[], torch.Tensor], pool: str) -> Any:
+        ids = launch().clone()
+        recorded.append(pool)
+        return SimpleNamespace(replay=lambda: ids.copy_(launch())), ids
+
+    pools = iter("ab")
+    monkeypatch.setattr(graphs, "recorded", record)
+    monkeypatch.setattr(graphs, "NUM_BEFORE", 1)
+    monkeypatch.setattr(graphs, "MOST_RECORDED", len(draws) - 1)
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: next(pools))
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    recorder, given = DrawRecorder({logits.data_ptr()}), list[torch.Tensor]()
+    for number, (each, kind, sizes) in enumerate(draws):
+        draw = partial(torch.full, (1,), number)
+        for shift in range(4):
+            batch = SamplingBatch(len(each), **kind)
+            given.append(recorder(each, batch, lambda draw=draw, shift=shift: draw() + 10 * shift, sizes))
+        known = [one for one in recorder.known.values() if isinstance(one, graphs.RecordedDraw)]
+        assert known[-1].ids.data_ptr() not in {ids.data_ptr() for ids in given}
+        assert known[-1].replay().item() == number + 10, "the launches that were recorded are run"
+    assert [ids.item() for ids in given[::4]] == [*range(len(draws))]
+    assert [ids.item() for ids in given[3::4]] == [number + 10 for number in range(len(draws))]
+    assert (recorded, len(recorder.known)) == (["a"] * (len(draws) - 1) + ["b"], 1)
+
+
+@pytest.mark.parametrize("was_collecting", [True, False])
+def test_no_garbage_is_collected_during_a_capture(was_collecting: bool) -> None:
+    garbage = Recorded()
+    freed, garbage.own = weakref.ref(garbage), garbage  # type: ignore[attr-defined]
+    del garbage
+    (gc.enable if was_collecting else gc.disable)()
+    try:
+        with contextlib.suppress(RuntimeError), graphs.uncollected():
+            assert freed() is None, "garbage of an earlier engine is freed before"
+            assert not gc.isenabled()
+            raise RuntimeError
+        assert gc.isenabled() == was_collecting
+    finally:
+        gc.enable()

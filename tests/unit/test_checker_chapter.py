@@ -107,9 +107,9 @@ def test_a_fence_that_is_not_known_is_refused_on_its_line(info: str, message: st
     [
         ("a\n\n```text\nb\n", 3, "never closed"),
         ("> ```text\n> b\n> ```\n", 1, "block quote"),
-        ("```output\n1\n```\n", 1, "directly behind"),
-        ("```python run\n```\nBut first:\n```output\n1\n```\n", 4, "directly behind"),
-        ("```console\n$ a\n```\n```output\n1\n```\n", 4, "directly behind"),
+        ("```output\n1\n```\n", 1, "directly after"),
+        ("```python run\n```\nBut first:\n```output\n1\n```\n", 4, "directly after"),
+        ("```console\n$ a\n```\n```output\n1\n```\n", 4, "directly after"),
     ],
 )
 def test_a_fence_in_the_wrong_place_is_refused_on_its_line(page: str, line: int, message: str) -> None:

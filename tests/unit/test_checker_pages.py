@@ -69,12 +69,12 @@ sum 3
 ```python source=shared/cache.py#Cache.reserve
 def reserve(self, n: int) -> bool:
     \"\"\"Whether there is room.\"\"\"
-    return n <= LIMIT
+    …  # exercise 03x1
 ```
 
 ```python source=shared/cache.py#Cache.reserve nodoc
 def reserve(self, n: int) -> bool:
-    return n <= LIMIT
+    …  # exercise 03x1
 ```
 
 ```diff phases=02..03 target=Engine.prefill
@@ -154,7 +154,11 @@ def test_a_good_page_passes_and_each_test_is_named_by_kind_and_line(check) -> No
 FIXABLE = {
     "output": ("sum 3\n", "sum 4\n", "the output shown is not what the code above prints"),
     "output in a list": ("   2 took 0.5 s\n", "   3 took 0.5 s\n", "the output shown"),
-    "source": ("    return n <= LIMIT\n```\n\n```python source", "    return n < 9\n```\n\n```python source", "code"),
+    "source": (
+        "    …  # exercise 03x1\n```\n\n```python source",
+        "    return n <= LIMIT\n```\n\n```python source",
+        "code",
+    ),
     "source without docstring": ("reserve nodoc\n", "reserve nodoc\n# an old comment\n", "the code is not that of"),
     "diff": ("+    self.cache.release()\n", "", "the diff is not that of phases 02..03"),
     "console": ("one\ntwo\n", "one\n", "not what was printed by: echo one"),

@@ -15,6 +15,7 @@ from shared.lesson_source import diff_lines
 from shared.lessons import find_lesson
 from tutorial.checker.chapter import parse
 from tutorial.checker.citations import agrees, check_citations, cited_lines, evaluate, rounded_like
+from tutorial.checker.folds import unfolded
 from tutorial.checker.quotes import phase_diff, quoted_source
 from tutorial.checker.references import COMMAND, command_error, dead_links, looks_like_a_path, resolves
 from tutorial.checker.surroundings import Surroundings
@@ -79,11 +80,13 @@ def module(tmp_path: Path) -> Path:
         (
             "Box.fill",
             False,
-            'def fill(self) -> int:\n    "short"; x = 1\n\n    # what stays\n    y = x + 1\n    return y',
+            'def fill(self) -> int:\n    "short"; x = 1\n\n    …  # exercise 03x1\n    return y',
         ),
     ],
 )
-def test_a_name_is_quoted_without_markers(name: str, with_docstrings: bool, expected: str, module: Path) -> None:
+def test_a_name_is_quoted_with_its_exercises_folded(
+    name: str, with_docstrings: bool, expected: str, module: Path
+) -> None:
     quoted = quoted_source(module, f"shared/box.py#{name}", with_docstrings=with_docstrings)
     assert "\n".join(quoted) == expected
 
@@ -94,9 +97,14 @@ def test_classes_and_files_are_quoted_whole(module: Path) -> None:
     without = "\n".join(quoted_source(module, "shared/box.py#Box", with_docstrings=False))
     assert without.startswith("class Box:\n    limit = 2\n\n    async def open")
     whole = "\n".join(quoted_source(module, "shared/box.py"))
-    markers = ("# exercise", "# hint: one", "# hint: in", "# end exercise")
-    expected = [line for line in SOURCE.splitlines() if not line.strip().startswith(markers)]
-    assert whole == "\n".join(expected)
+    before, _, exercise = SOURCE.partition("        # exercise 03x1: add\n")
+    assert whole + "\n" == before + "        …  # exercise 03x1\n" + exercise.partition("# end exercise\n")[2]
+
+
+def test_what_is_no_fold_hides_nothing_and_a_fold_names_an_exercise_that_exists() -> None:
+    assert [unfolded(line) for line in ("... # exercise 01ax2", "x = 1  # exercise 01ax2", "…", "")] == [None] * 4
+    with pytest.raises(ConfigError, match="no exercise '01ax99'"):
+        unfolded("…  # exercise 01ax99")
 
 
 @pytest.mark.parametrize(
@@ -176,7 +184,9 @@ def test_a_rounded_number_agrees_and_the_next_one_does_not(
 def reports(tmp_path: Path) -> Path:
     folder = tmp_path / "benchmarks/reports"
     folder.mkdir(parents=True)
-    (folder / "a.json").write_text(json.dumps({"x": {"03.1": 12.5}, "y": [4, 0], "name": "n", "yes": True}))
+    (folder / "a.json").write_text(
+        json.dumps({"x": {"03.1": 12.5, "12 free": 8}, "y": [4, 0], "name": "n", "yes": True})
+    )
     (folder / "b-2.5ghz.json").write_text(json.dumps({"x": 3}))
     return folder
 
@@ -188,6 +198,7 @@ def reports(tmp_path: Path) -> Path:
         ("a.json#x.03.1 / #y.0", "3.125"),
         ("a.json#y.0 * 100 / b-2.5ghz.json#x * 3", "400"),
         ("100 * a.json#y.0", "400"),
+        ("a.json#x.12 free / #y.0", "2"),
     ],
 )
 def test_sources_are_values_products_and_ratios(source: str, value: str, reports: Path) -> None:
@@ -200,7 +211,7 @@ def test_sources_are_values_products_and_ratios(source: str, value: str, reports
         ("a.json", "neither"),
         ("#y.0", "names no report"),
         ("a.json#y.0 /", "cannot be read"),
-        ("a.json#y.0 - #y.1", "cannot be read"),
+        ("a.json#y.0 - #y.1", "neither"),
         ("a.json#y.0/#y.1", "has no key|is a list"),
         ("a.json#y.0 / #y.1", "divides by #y.1, which is 0"),
         ("a.json#name", "is 'n', no number"),

@@ -1,14 +1,19 @@
 """Chunked prefill: which tokens of which prompts a step computes, and who samples."""
 
+from pathlib import Path
+
 import pytest
 
 from shared.cache.pool.paged import PagedKVCachePool
 from shared.engine.config import EngineConfig
 from shared.engine.request import Request
+from shared.lessons import find_lesson, lessons
+from shared.loading.loader import load_model
 from shared.sampling.params import SamplingParams
 from shared.scheduling.chunked import ChunkedScheduler
-from shared.scheduling.chunks import Chunks, is_last
+from shared.scheduling.chunks import Chunks, chunk_size, is_last, within_wait
 from shared.scheduling.schedule import Schedule
+from shared.scheduling.step_costs import StepCosts, identity, save
 from shared.text.tokenizer import Tokenizer
 from tests.comparison import assert_equal
 from tests.unit.scheduling_loop import Loop
@@ -56,6 +61,8 @@ def named(value: list[int] | int | dict[str, int]) -> str:
         ([10, 3, 9], 2, {"prefill_chunk_size": 8, "max_num_batched_tokens": 12}, [8, 2]),
         ([10, 3, 9], 2, {"prefill_chunk_size": 8, "max_num_batched_tokens": 10}, [8]),
         ([8224], 2, {}, [512]),
+        ([8224, 8224], 2, {"chunk_beside_decoding": 100}, [100, 100]),
+        ([8224], 0, {"chunk_beside_decoding": 100}, [4112]),
         ([8224], 0, {}, [4112]),
         ([6143], 0, {}, [6143]),
         ([600, 8000], 0, {}, [600, 4000]),
@@ -74,6 +81,28 @@ def test_the_sizes_of_chunks(
     """The token budget, the chunk size, the number of chunks; a prompt progresses whatever decodes."""
     found = Chunks(EngineConfig(**limits)).sizes(remaining, num_decoding)  # type: ignore[arg-type]
     assert_equal(found, expected, f"chunks of {remaining} tokens beside {num_decoding} decoding, {limits}", ("chunk",))
+
+
+@pytest.mark.parametrize(("wait", "expected"), [(1, 64), (9, 256), (10, 320), (1000, 4096)])
+def test_a_wait_becomes_a_size_by_the_table_of_step_costs(
+    tiny_checkpoints: dict[str, Path], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, wait: int, expected: int
+) -> None:
+    """The largest step of 64, 128 … tokens that takes no longer: here 2 ms for 64 tokens, 2 ms more for each 64."""
+    monkeypatch.setenv("INFER_STEP_COSTS", str(tmp_path))
+    model = load_model(tiny_checkpoints["llama"])
+    save(StepCosts((64, 1024), (0.002, 0.032), source="measured", of=identity(model)))
+    config = EngineConfig(max_batch_size=3, prefill_wait_ms=wait)
+    assert within_wait(config, model) == EngineConfig(max_batch_size=3, chunk_beside_decoding=expected)
+    assert within_wait(EngineConfig(), model) == EngineConfig()
+
+
+@pytest.mark.parametrize("number", [lesson.number for lesson in lessons() if lesson.number >= "07"])
+def test_every_engine_with_chunks_heeds_the_wait(number: str, tiny_checkpoints: dict[str, Path]) -> None:
+    folder = str(tiny_checkpoints["qwen3"])
+    engine = find_lesson(number).engine(
+        EngineConfig(model=folder, max_batch_size=2, max_seq_len=64, prefill_wait_ms=60_000)
+    )
+    assert chunk_size(engine.scheduler.config, 9000, 1) == 4096
 
 
 def test_a_step_is_filled_in_order(tokenizer: Tokenizer) -> None:

@@ -125,10 +125,10 @@ def test_the_ring_has_the_last_queries_of_each_sequence_and_less_than_a_block_is
     tiny_checkpoints: dict[str, Path],
 ) -> None:
     config, generator = read_config(tiny_checkpoints["llama"]), torch.Generator().manual_seed(0)
-    about = COMPRESSORS["snapkv"](config.attention_scale), Budget(13, 13, num_sinks=1, num_recent=4), 4, True
+    options = COMPRESSORS["snapkv"](config.attention_scale), Budget(13, 13, num_sinks=1, num_recent=4), 4, True
     sizes = PagedSizes(24, 4, 3, 48, 96)
     storage = PlainStorage(config, sizes, torch.float32)
-    kept = KeptCells(config, sizes, torch.float32, storage, *about)
+    kept = KeptCells(config, sizes, torch.float32, storage, *options)
     attention = CondensedOperations(OperationsAttention(storage, "sdpa"), kept)
     view = PagedView(config, sizes, torch.float32, storage, attention)
     pool = PagedKVCachePool(24, 4, 3, 48, CompressedRequests(kept.cells, NoExtension()))
@@ -248,8 +248,8 @@ def test_the_youngest_makes_room_for_a_compression() -> None:
 
 
 def scheduler_of(pool: Any, **config: Any) -> CompressingScheduler:
-    about = {"layer_budget": 10, "layer_upper_budget": 12, "steps_between_compressions": 4}
-    return CompressingScheduler(EngineConfig(compress_method="snapkv", block_size=4, **about | config), pool, 48)
+    options = {"layer_budget": 10, "layer_upper_budget": 12, "steps_between_compressions": 4}
+    return CompressingScheduler(EngineConfig(compress_method="snapkv", block_size=4, **options | config), pool, 48)
 
 
 @pytest.mark.parametrize(
@@ -355,6 +355,6 @@ def test_masked_attention_is_attention_of_what_is_kept(window: int | None, softc
     out = masked_attention(q, k, v, kept, scale=0.3, window=window, softcap=softcap)
     for head in range(2):
         mine = slice(2 * head, 2 * head + 2)
-        about: dict[str, Any] = {"scale": 0.3, "window": window, "softcap": softcap}
-        alone = naive_attention(q[:, mine], k[head : head + 1, kept[head]], v[head : head + 1, kept[head]], **about)
+        options: dict[str, Any] = {"scale": 0.3, "window": window, "softcap": softcap}
+        alone = naive_attention(q[:, mine], k[head : head + 1, kept[head]], v[head : head + 1, kept[head]], **options)
         torch.testing.assert_close(out[:, mine], alone)

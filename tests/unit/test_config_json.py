@@ -131,6 +131,7 @@ WRONG: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     (LLAMA, {"rms_norm_eps": -1e-5}, "rms_norm_eps is -1e-05"),
     (LLAMA, {"rms_norm_eps": float("nan")}, "finite"),
     (LLAMA, {"rms_norm_eps": True}, "finite"),
+    (LLAMA, {"rms_norm_eps": 10**400}, "finite"),
     (LLAMA, {"hidden_act": "relu"}, "hidden_act is 'relu'; it must be one of silu, gelu_pytorch_tanh"),
     (GEMMA3, {"hidden_activation": "gelu"}, "hidden_activation is 'gelu'"),
     (LLAMA, {"tie_word_embeddings": "yes"}, "tie_word_embeddings is 'yes'; it must be true or false"),
@@ -195,7 +196,14 @@ SPELLED_TWICE: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     (LLAMA, {"dtype": "bfloat16"}, "dtype is 'bfloat16' and torch_dtype is 'float32'"),
     (GEMMA3, {"layer_types": KINDS * 4}, r"layer_types is .* what \{'sliding_window_pattern': 6\} says"),
     (QWEN3, {"layer_types": KINDS * 2, "sliding_window": 8}, "layer_types is .* what {'use_sliding_window': False"),
+    (GEMMA3, {"layer_types": [KINDS[layer % 6 != 0] for layer in range(8)][::-1]}, "layer_types is .* says"),
+    (
+        LLAMA,
+        {"rope_parameters": {"rope_theta": 1e4}, "rope_scaling": LLAMA["rope_scaling"] | {"rope_theta": 9.0}},
+        "rope_theta is 10000.0 and rope_scaling.rope_theta is 9",
+    ),
     (LLAMA, {"text_config": {"hidden_size": 64}}, "text_config.hidden_size is 64 and hidden_size is 96"),
+    (LLAMA, {"text_config": {"sliding_window": 64}}, "text_config.sliding_window is 64 and sliding_window is None"),
 ]
 
 

@@ -15,10 +15,10 @@ from shared.sampling.sampler import SamplingRow
 END, A, B, C = range(4)
 
 
-def begin(pattern: str, **about: Any) -> tuple[Constraints, Any]:
+def begin(pattern: str, **options: Any) -> tuple[Constraints, Any]:
     """A request whose outputs match a pattern of a, b and c."""
     constraints = Constraints(lambda: GrammarVocabulary.of_tokens([b"</s>", b"a", b"b", b"c"], [END]))
-    params = SamplingParams(structured_output=Grammar.regex(pattern), **about)
+    params = SamplingParams(structured_output=Grammar.regex(pattern), **options)
     return constraints, SimpleNamespace(
         constraint=constraints.of(params), params=params, output_ids=[], draft_ids=[], serial=5
     )

@@ -116,7 +116,7 @@ def test_a_step_that_is_not_counted_is_forgotten() -> None:
 
 
 def test_the_view_writes_nothing_that_was_not_granted() -> None:
-    """The pool refuses to say where, also behind tokens in flight."""
+    """The pool refuses to say where, also after tokens in flight."""
     pool, a, b = make_pool(), make_request("a"), make_request("b")
     pool.reserve(a, 4)
     Batch.of(step_of({a: 4}), pool)

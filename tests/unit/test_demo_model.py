@@ -13,6 +13,7 @@ import time
 import zipfile
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import gguf
 import numpy as np
@@ -159,6 +160,7 @@ def test_values_are_those_of_the_gguf_package_and_of_the_source(tiny):
     values = {name: tensor.numpy() for (name, _), tensor in zip(hub_layout(reader), hub_tensors(reader), strict=True)}
     assert all(values[name].shape == shape for name, shape in hub_layout(reader))
     assert len(values) == len(weights) == 20
+    assert hub_name("blk.10.attn_q.weight") == "model.layers.10.self_attn.q_proj.weight"
     with pytest.raises(KeyError):
         hub_name("rope_freqs.weight")
     for tensor in reader.tensors:
@@ -170,11 +172,16 @@ def test_values_are_those_of_the_gguf_package_and_of_the_source(tiny):
 
 
 def test_config_is_read_from_the_metadata(tiny):
-    config = hub_config(open_gguf(tiny[0]))
+    reader = open_gguf(tiny[0])
+    config = hub_config(reader)
     assert config["rms_norm_eps"] == 1e-5  # not 9.99999974e-06
     assert config["rope_theta"] == 100000.0
     assert (config["num_attention_heads"], config["num_key_value_heads"], config["head_dim"]) == (9, 3, 32)
     assert config["tie_word_embeddings"]
+    untied = SimpleNamespace(
+        get_field=reader.get_field, tensors=[*reader.tensors, SimpleNamespace(name="output.weight")]
+    )
+    assert not hub_config(untied)["tie_word_embeddings"]
     assert config["vocab_size"] == len(TOKENS)
 
 

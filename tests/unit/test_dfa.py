@@ -28,11 +28,11 @@ def accepted(dfa: DFA) -> list[bytes]:
 
 
 def ends_with_ab() -> NFA:
-    """Texts of a and b that end with "ab": states 0 (any), 1 behind an a, 2 the end."""
+    """Texts of a and b that end with "ab": states 0 (any), 1 after an a, 2 the end."""
     nfa = NFA()
-    any_, behind, end = nfa.state(), nfa.state(), nfa.state()
-    nfa.edges[any_] += [(ord("a"), ord("b"), any_), (ord("a"), ord("a"), behind)]
-    nfa.edges[behind].append((ord("b"), ord("b"), end))
+    any_, after, end = nfa.state(), nfa.state(), nfa.state()
+    nfa.edges[any_] += [(ord("a"), ord("b"), any_), (ord("a"), ord("a"), after)]
+    nfa.edges[after].append((ord("b"), ord("b"), end))
     nfa.accepts[end] = 1
     return nfa
 

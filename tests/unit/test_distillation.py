@@ -106,8 +106,8 @@ def test_a_recorded_step_is_a_step(tiny_checkpoints: dict[str, Path], monkeypatc
         step = training_step.TrainingStep(partial(losses, model, adapter), adapter.parameters(), 1e-3)
         found = []
         for n in range(8):
-            about = Texts(texts.ids.roll(n, 1), texts.is_answer), torch.arange(n, n + 20, device="cuda")
-            found.append([float(loss) for loss in step(*about, 1e-4 * (n + 1))])
+            options = Texts(texts.ids.roll(n, 1), texts.is_answer), torch.arange(n, n + 20, device="cuda")
+            found.append([float(loss) for loss in step(*options, 1e-4 * (n + 1))])
         trained.append(found)
         assert (step.graph is not None) == (num_eager == 3)
     torch.testing.assert_close(torch.tensor(trained[0]), torch.tensor(trained[1]), rtol=1e-3, atol=1e-4)
@@ -131,10 +131,10 @@ def test_texts_are_laid_end_to_end_and_cut_into_rows() -> None:
 
 def test_texts_are_written_anew_for_other_settings_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[Any] = []
-    write = lambda *_, **about: calls.append(about) or (some_texts(), some_texts(2))  # noqa: E731
+    write = lambda *_, **options: calls.append(options) or (some_texts(), some_texts(2))  # noqa: E731
     monkeypatch.setattr(training_run, "write_texts", write)
-    for about, expected in ((WRITING, 1), (WRITING, 1), (WRITING | {"seed": 1}, 2)):
-        found = training_run._texts("a", tmp_path, about, 8, None, "cpu", lambda _: None)
+    for options, expected in ((WRITING, 1), (WRITING, 1), (WRITING | {"seed": 1}, 2)):
+        found = training_run._texts("a", tmp_path, options, 8, None, "cpu", lambda _: None)
         assert len(calls) == expected
         assert [len(texts.ids) for texts in found] == [4, 2]
 
@@ -191,12 +191,12 @@ def test_a_run_from_a_name_to_an_adapter(
 
     monkeypatch.setattr(LLM, "generate", noting)
     config = TrainingConfig(steps=40, rows=8, anchors=8, learning_rate=3e-3, measure_every=20)
-    about = (str(folder), tmp_path / "a", SHAPE, config, WRITING, 8)
-    assert not train_adapter(*about, pause_after=0, report=lines.append)
+    options = (str(folder), tmp_path / "a", SHAPE, config, WRITING, 8)
+    assert not train_adapter(*options, pause_after=0, report=lines.append)
     assert "paused" in lines[-1]
     texts = (tmp_path / "a.training" / "texts.safetensors").stat().st_mtime_ns
     assert temperatures == [{0.7}, {0.0}], "held-out answers are greedy"
-    assert train_adapter(*about, report=lines.append)
+    assert train_adapter(*options, report=lines.append)
     assert (tmp_path / "a.training" / "texts.safetensors").stat().st_mtime_ns == texts, "texts are written once"
     card = json.loads((tmp_path / "a" / "training.json").read_text())
     assert [entry["step"] for entry in card["curve"]] == [0, 20, 40]

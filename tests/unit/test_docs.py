@@ -4,11 +4,9 @@ Numbers that are cited from a report are the report's. The rules are those of th
 (``tutorial/checker/references.py``, ``citations.py``), where the same tests run page by page.
 """
 
-import importlib
 import re
-from functools import cache
 from pathlib import Path
-from types import ModuleType
+from typing import Any
 
 import pytest
 import typer
@@ -28,13 +26,8 @@ PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 PEOPLE = re.compile(r"who(ever)|(no|some|any|every)body", re.IGNORECASE)  # in identifiers too
 SPOKEN = ("shared", "phases", "benchmarks", "docs", "tests")
 
-
-@cache
-def recorder() -> ModuleType:
-    """docs/images/record_demo.py, which belongs to no package and imports a module beside it."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(ROOT / "docs/images")
-        return importlib.import_module("record_demo")
+# Phrases of the sources that have no honest use: say after it, and name an argument for what it is.
+PHRASES = re.compile(r"\bbehind (it|them|each|that|those|which)\b|\*\*about\b|\babout=")
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
@@ -46,20 +39,44 @@ def test_what_a_page_names_exists_and_what_it_cites_stands_in_the_report(page: P
     assert not found, "\n".join(f"{page.name}:{problem.line}: {problem.message}" for problem in found)
 
 
+def test_options_and_metrics_that_stand_beside_vllms_exist() -> None:
+    page = (ROOT / "docs/FROM_VLLM.md").read_text(encoding="utf-8")
+    serve: Any = typer.main.get_command(app)
+    options = {name for option in serve.commands["serve"].params for name in (*option.opts, *option.secondary_opts)}
+    rows = [line.split("|")[2] for line in page.splitlines() if line.startswith("| `--")]
+    named = set(re.findall(r"--[a-z-]+", "".join(rows)))
+    assert named, "no option is named"
+    assert named - options == set()
+    metrics = set(re.findall(r"`([a-z0-9_]+)`", page.split("## Metrics")[1].split("## What differs")[0]))
+    source = (ROOT / "shared/server/metrics.py").read_text(encoding="utf-8")
+    assert {name for name in metrics if f'"infer:{name}"' not in source} == set()
+
+
 def test_the_map_lists_the_modules_as_they_are() -> None:
     assert source_map.PAGE.read_text(encoding="utf-8") == source_map.page(), "run make map"
 
 
-@pytest.mark.parametrize("folder", SPOKEN)
-def test_requests_are_not_spoken_of_as_people(folder: str) -> None:
-    files = [path for path in sorted((ROOT / folder).rglob("*")) if path.suffix in (".py", ".md")]
-    found = [
+def lines_with(words: re.Pattern[str], folder: str, suffixes: tuple[str, ...]) -> list[str]:
+    """The lines of a folder's files that hold one of the words."""
+    files = [path for path in sorted((ROOT / folder).rglob("*")) if path.suffix in suffixes]
+    assert files, f"{folder} has no files"
+    return [
         f"{path.relative_to(ROOT)}:{number}: {line.strip()}"
         for path in files
         for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1)
-        if PEOPLE.search(line)
+        if words.search(line)
     ]
-    assert files, f"{folder} has no files"
+
+
+@pytest.mark.parametrize("folder", SPOKEN)
+def test_requests_are_not_spoken_of_as_people(folder: str) -> None:
+    found = lines_with(PEOPLE, folder, (".py", ".md"))
+    assert not found, "\n".join(found)
+
+
+@pytest.mark.parametrize("folder", ["shared", "phases", "benchmarks"])
+def test_sources_say_after_and_name_their_arguments(folder: str) -> None:
+    found = lines_with(PHRASES, folder, (".py",))
     assert not found, "\n".join(found)
 
 
@@ -76,9 +93,3 @@ def test_the_readme_shows_exactly_the_phases_that_exist() -> None:
         (lesson.number, lesson.title, lesson.question) for lesson in lessons()
     ]
     assert [page for _, page, _, _ in rows] == [number.upper().replace(".", "_") for number, _, _, _ in rows]
-
-
-def test_the_picture_records_the_demo_of_the_makefile() -> None:
-    commands = recorder().demo_commands("my-model")
-    assert [command[:2] for command in commands] == [["infer", "generate"], ["infer", "ladder"]]
-    assert all("my-model" in command for command in commands)

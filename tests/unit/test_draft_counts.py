@@ -75,11 +75,11 @@ def test_the_pool_leaves_room_for_the_logits_of_all_drafts(
     model, seen = load_model(tiny_checkpoints["llama"]), list[int]()
     logits = CausalLM.logits
     monkeypatch.setattr(CausalLM, "logits", lambda self, hidden: seen.append(len(hidden)) or logits(self, hidden))
-    about: dict[str, Any] = {"max_batch_size": 8, "max_num_batched_tokens": 12}
+    options: dict[str, Any] = {"max_batch_size": 8, "max_num_batched_tokens": 12}
     drafts = {"use_speculative_decoding": True, "drafter": "ngram", "spec_length": spec_length}
     sizes = []
     for more in ({}, drafts):
-        config = EngineConfig(str(tiny_checkpoints["llama"]), **about, **more)
+        config = EngineConfig(str(tiny_checkpoints["llama"]), **options, **more)
         num_tokens = config.most_tokens_of_a_step(max_seq_len)
         memory = pool_size.measured_memory(config, model, max_seq_len, num_tokens, lambda sizes: paged(model, sizes))
         sizes.append(pool_size.step_bytes(config, model, num_tokens, *memory))

@@ -48,7 +48,7 @@ def drafts(tiny_checkpoints: dict[str, Path], tmp_path_factory: pytest.TempPathF
 
 
 class Checked(Engine):
-    """After each step a twin has the tokens of its request, and the pools hold what it says."""
+    """After each step a draft request has the tokens of its request, and the pools hold what it says."""
 
     def __init__(self, config: EngineConfig) -> None:
         super().__init__(config)
@@ -57,21 +57,21 @@ class Checked(Engine):
         def checking(schedule: Schedule, sampled: Any) -> None:
             commit(schedule, sampled)
             pool: Any = self.pool
-            assert pool.twins.keys() == set(self.scheduler.running.values()) | self.scheduler.ending.keys()
-            for request, twin in pool.twins.items():
-                assert request.token_ids[: twin.num_tokens] == twin.token_ids
-                assert pool.draft.length(twin) <= request.num_tokens
+            assert pool.draft_requests.keys() == set(self.scheduler.running.values()) | self.scheduler.ending.keys()
+            for request, draft_request in pool.draft_requests.items():
+                assert request.token_ids[: draft_request.num_tokens] == draft_request.token_ids
+                assert pool.draft.length(draft_request) <= request.num_tokens
                 if request.status is RequestStatus.RUNNING:
                     assert pool.length(request) == request.num_computed_tokens
-            for side, held in ((pool.target, pool.twins), (pool.draft, pool.twins.values())):
+            for side, held in ((pool.target, pool.draft_requests), (pool.draft, pool.draft_requests.values())):
                 assert len(side.audit()) == len(side.holdings()[1]) <= len(held)
 
         self.scheduler.commit = checking  # type: ignore[method-assign]
 
 
 def make(folder: Path, draft: Path, **config: Any) -> Any:
-    about = {"use_speculative_decoding": True, "adapt_spec_length": False, "max_seq_len": 128}
-    return Checked(EngineConfig(model=str(folder), draft_model=str(draft), **about | config))
+    arguments = {"use_speculative_decoding": True, "adapt_spec_length": False, "max_seq_len": 128}
+    return Checked(EngineConfig(model=str(folder), draft_model=str(draft), **arguments | config))
 
 
 def has_guessed(engine: Any) -> bool:
@@ -84,11 +84,11 @@ def test_outputs_are_those_without_drafts(
     tiny_checkpoints: dict[str, Path], drafts: dict[str, Path], family: str, overlaps: bool
 ) -> None:
     """Greedy and drawn, with penalties, chunks, shared prefixes and preemptions."""
-    about = SMALL | {"prefill_chunk_size": 30}
+    arguments = SMALL | {"prefill_chunk_size": 30}
     requests, arrivals = [*ALIKE, *MIXED], [*ARRIVE, *ARRIVALS]
-    plain = Plain(EngineConfig(model=str(tiny_checkpoints[family]), **about))
+    plain = Plain(EngineConfig(model=str(tiny_checkpoints[family]), **arguments))
     answers = serve(plain, requests, arrivals)[0]
-    engine = make(tiny_checkpoints[family], drafts[family], overlap_scheduling=overlaps, **about)
+    engine = make(tiny_checkpoints[family], drafts[family], overlap_scheduling=overlaps, **arguments)
     assert seen(serve(engine, requests, arrivals)[0]) == seen(answers)
     assert has_guessed(engine)
     assert engine.pool.draft.free_tokens == engine.pool.draft.capacity_tokens
@@ -117,19 +117,19 @@ def test_every_memory_gives_the_same_outputs(
 
 
 @settings(max_examples=6)
-@given(about=sizes(spec_length=st.integers(1, 8), overlap_scheduling=st.booleans()), load=loads())
+@given(arguments=sizes(spec_length=st.integers(1, 8), overlap_scheduling=st.booleans()), load=loads())
 def test_whatever_the_sizes_arrivals_and_aborts(
-    tiny_checkpoints: dict[str, Path], drafts: dict[str, Path], about: dict[str, Any], load: Load
+    tiny_checkpoints: dict[str, Path], drafts: dict[str, Path], arguments: dict[str, Any], load: Load
 ) -> None:
     folder = tiny_checkpoints["gemma3_text"]
-    assert_as_alone(make(folder, drafts["gemma3_text"], **about), load, answers_alone(Plain, folder))
+    assert_as_alone(make(folder, drafts["gemma3_text"], **arguments), load, answers_alone(Plain, folder))
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3_text"])
 def test_the_draft_models_cache_holds_the_text(
     tiny_checkpoints: dict[str, Path], drafts: dict[str, Path], family: str
 ) -> None:
-    """After rejected drafts too: keys and values of a twin are those that the draft model computes from the text."""
+    """After rejected drafts too: a draft request's keys and values are those of its text."""
     engine = make(tiny_checkpoints[family], drafts[family], block_size=3)
     plain = Plain(EngineConfig(model=str(drafts[family]), max_seq_len=128, block_size=3))
     engine.add_request(list(range(30)), SamplingParams(**GREEDY, max_new_tokens=60))
@@ -137,9 +137,9 @@ def test_the_draft_models_cache_holds_the_text(
         engine.step()
         if not engine.scheduler.running or engine.stats()["tokens computed"] % 4:
             continue
-        ((request, twin),) = engine.pool.twins.items()
-        text = request.token_ids[: engine.pool.draft.length(twin)]
-        found = kept(engine.pool.draft, engine.drafter.runner.view, twin)
+        ((request, draft_request),) = engine.pool.draft_requests.items()
+        text = request.token_ids[: engine.pool.draft.length(draft_request)]
+        found = kept(engine.pool.draft, engine.drafter.runner.view, draft_request)
         name = plain.add_request([*text, 0], SamplingParams(max_new_tokens=2, ignore_eos=True))
         plain.step()
         torch.testing.assert_close(found, kept(plain.pool, plain.view, plain.scheduler.running[name])[:, : len(text)])
@@ -321,11 +321,11 @@ def test_tokens_on_the_gpu_equal_those_of_the_cpu(
 ) -> None:
     """Captured, overlapped, and with lengths that adapt."""
     folder, requests, arrivals = tiny_checkpoints[family], [*ALIKE, *MIXED], [*ARRIVE, *ARRIVALS]
-    about: dict[str, Any] = {"max_seq_len": 128, "max_batch_size": 8, "prefill_chunk_size": 30, "dtype": "float32"}
-    expected = serve(Plain(EngineConfig(model=str(folder), **about)), requests, arrivals)[0]
+    arguments: dict[str, Any] = {"max_seq_len": 128, "max_batch_size": 8, "prefill_chunk_size": 30, "dtype": "float32"}
+    expected = serve(Plain(EngineConfig(model=str(folder), **arguments)), requests, arrivals)[0]
     guesses = {"drafter": "ngram"} if drafter == "ngram" else {"draft_model": str(drafts[family])}
     for adapts in (False, None):
-        settings = {"use_speculative_decoding": True, "adapt_spec_length": adapts, **guesses, **about}
+        settings = {"use_speculative_decoding": True, "adapt_spec_length": adapts, **guesses, **arguments}
         engine = Engine(EngineConfig(model=str(folder), device="cuda", **settings))
         engine.scheduler.lengths.costs_of = a_tenth  # by the table no draft pays for so small a model
         for _ in range(2):

@@ -170,6 +170,10 @@ def test_several_tensors_make_one_parameter(folders: dict[str, Path]) -> None:
     checkpoint = Checkpoint(folders["qwen3_moe"])
     source_of = sources(module, names, "model.layers.1.")
     fill(module, source_of, checkpoint, torch.float32, "cpu")
+    module.down = nn.Parameter(torch.empty(12, 1, 1, device="meta"))
+    stack = sources(module, names, "model.layers.1.")["down"]
+    assert stack.names == [f"model.layers.1.mlp.experts.{n}.down_proj.weight" for n in range(12)]
+    module.down = nn.Parameter(source_of["down"].read(checkpoint))
     first = {name: checkpoint.tensor(f"model.layers.1.{name}.weight") for name in projections}
     assert torch.equal(module.qkv.weight, torch.cat(list(first.values())))
     for n in range(4):

@@ -83,7 +83,7 @@ def test_what_other_grammars_force() -> None:
 @settings(max_examples=40)
 @given(number=st.integers(0, 3), seed=st.integers(0, 10_000))
 def test_texts_go_on_as_forced(number: int, seed: int) -> None:
-    """In a text without blanks, but for the space behind a colon, each forced text stands where it was forced."""
+    """In a text without blanks, but for the space after a colon, each forced text stands where it was forced."""
     grammar = (
         Grammar.json_schema(KEYS),
         Grammar.regex(r"(ab|cd)+xyz|(ef)*z"),
@@ -149,8 +149,8 @@ def test_what_is_forced_follows_the_drafts_that_the_grammar_allows() -> None:
 
 
 REQUESTS = [
-    ([3 + n, 5, 9], about | {"structured_output": Grammar.json_schema(KEYS), "max_new_tokens": 90})
-    for n, about in enumerate(
+    ([3 + n, 5, 9], options | {"structured_output": Grammar.json_schema(KEYS), "max_new_tokens": 90})
+    for n, options in enumerate(
         ({"temperature": 0.0}, {"seed": 3}, {"seed": 4, "temperature": 2.0}, {"top_p": 0.8, "seed": 5})
     )
 ]
@@ -165,10 +165,10 @@ def test_forced_drafts_change_no_token_and_save_steps(
 ) -> None:
     """These vocabularies spell letters one by one, so that all forced drafts are right."""
     model_folder = tiny_checkpoints[family]
-    about: dict[str, Any] = {"max_seq_len": 256, "max_batch_size": 4}
-    plain = Engine(EngineConfig(str(model_folder), **about))
+    options: dict[str, Any] = {"max_seq_len": 256, "max_batch_size": 4}
+    plain = Engine(EngineConfig(str(model_folder), **options))
     answers = serve(plain, REQUESTS)[0]
-    engine: Any = Engine(EngineConfig(str(model_folder), **about, **SPECULATION, **more, spec_length=8))
+    engine: Any = Engine(EngineConfig(str(model_folder), **options, **SPECULATION, **more, spec_length=8))
     refused, propose = list[int](), engine.drafter.propose
 
     def noting(schedule: Schedule) -> None:

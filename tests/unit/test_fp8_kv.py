@@ -1,7 +1,8 @@
-"""A KV cache in 8 bits behind an engine: the same answers however requests are scheduled, and twice the tokens."""
+"""A KV cache in 8 bits under an engine: the same answers however requests are scheduled, and twice the tokens."""
 
 import math
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,9 @@ from shared.engine.batch import Batch
 from shared.engine.config import EngineConfig
 from shared.errors import ConfigError, ModelFolderError
 from shared.kernels.e4m3 import dequantized, quantized
+from shared.loading.checkpoint import Checkpoint
 from shared.loading.config_json import read_config
+from shared.loading.kv_scales import kv_scales
 from shared.loading.loader import load_model
 from shared.models.causal_lm import CausalLM
 from shared.ops.attention import ATTENTION_BACKENDS
@@ -53,11 +56,11 @@ def test_earlier_phases_refuse_it_and_name_the_phase() -> None:
 )
 def test_answers_depend_on_no_other_request(tiny_checkpoints: dict[str, Path], family: str, requests: Requests) -> None:
     """Not on chunks, shared prefixes, preemption, overlap, or the order of arrival."""
-    folder, about = tiny_checkpoints[family], FP8 | {"max_seq_len": 640 if requests is LONG else 128}
-    alone = make(folder, use_prefix_caching=False, use_chunked_prefill=False, max_batch_size=1, **about)
+    folder, options = tiny_checkpoints[family], FP8 | {"max_seq_len": 640 if requests is LONG else 128}
+    alone = make(folder, use_prefix_caching=False, use_chunked_prefill=False, max_batch_size=1, **options)
     expected = [tokens(serve(alone, [request], [0])[0][0]) for request in requests]
     small = {"num_gpu_blocks": 220 if requests is LONG else 43, "block_size": 3, "prefill_chunk_size": 16}
-    engine = make(folder, overlap_scheduling=True, **small, **about)
+    engine = make(folder, overlap_scheduling=True, **small, **options)
     arrivals = (ARRIVALS * 3)[: len(requests)]
     for _ in range(2):  # the second time with prefixes in the cache
         assert [tokens(outputs) for outputs in serve(engine, requests, arrivals)[0]] == expected
@@ -71,10 +74,10 @@ def test_the_same_bytes_hold_more_tokens(
     tiny_checkpoints: dict[str, Path], monkeypatch: pytest.MonkeyPatch, dtype: str, times: int
 ) -> None:
     config = read_config(tiny_checkpoints["llama"])
-    monkeypatch.setattr(pool_size, "step_bytes", lambda *about: 0)
+    monkeypatch.setattr(pool_size, "step_bytes", lambda *options: 0)
     monkeypatch.setattr(pool_size, "free_bytes", lambda device: 200 * kv_bytes(config, 16, torch.float32))
-    about: dict[str, Any] = {"dtype": dtype, "max_seq_len": 512, "max_batch_size": 1000}
-    engines = [make(tiny_checkpoints["llama"], **about, **settings) for settings in ({}, FP8)]
+    options: dict[str, Any] = {"dtype": dtype, "max_seq_len": 512, "max_batch_size": 1000}
+    engines = [make(tiny_checkpoints["llama"], **options, **settings) for settings in ({}, FP8)]
     wide, narrow = (engine.stats() for engine in engines)
     assert narrow["cache capacity (tokens)"] == wide["cache capacity (tokens)"] * times
     assert narrow["cache bytes"] == wide["cache bytes"] == engines[1].view.keys.nbytes * 2
@@ -118,6 +121,17 @@ def test_a_checkpoints_own_scales_are_used(tiny_checkpoints: dict[str, Path], tm
     ), "a KV cache of the weights' dtype ignores them"
 
 
+def test_each_layer_of_many_has_its_own_scales(tiny_checkpoints: dict[str, Path], tmp_path: Path) -> None:
+    config = replace(read_config(tiny_checkpoints["llama"]), num_layers=12)
+    form, numbers = FORMS["modelopt"], torch.arange(1.0, 25).view(2, 12)
+    named = {form.format(n, kind): numbers["kv".index(kind), n].clone() for n in range(12) for kind in "kv"}
+    save_file(named, tmp_path / "model.safetensors")
+    scales = kv_scales(Checkpoint(tmp_path), config)
+    assert scales is not None
+    assert torch.equal(scales[..., -1], numbers)
+    assert kv_scales(Checkpoint(tiny_checkpoints["llama"]), config) is None
+
+
 @pytest.mark.parametrize("size", [1, 3])
 def test_a_rank_has_the_scales_of_its_own_heads(tiny_checkpoints: dict[str, Path], tmp_path: Path, size: int) -> None:
     source = tiny_checkpoints["llama"]
@@ -142,7 +156,7 @@ def test_a_rank_has_the_scales_of_its_own_heads(tiny_checkpoints: dict[str, Path
         ({"k": torch.tensor(0.0)}, r"layers.0.self_attn.k_scale in .* is \[0.0\]; .* must be positive and finite"),
         ({"k": torch.tensor(-1.0)}, r"layers.0.self_attn.k_scale in .* is \[-1.0\]"),
         ({"v": torch.tensor(math.nan)}, r"layers.0.self_attn.v_scale in .* is \[nan\]"),
-        ({"k": torch.ones(7)}, r"layers.0.self_attn.k_scale in .* has 7 numbers; .* one for each of 3 KV heads"),
+        ({"k": torch.ones(2)}, r"layers.0.self_attn.k_scale in .* has 2 numbers; .* one for each of 3 KV heads"),
     ],
     ids=["missing", "zero", "negative", "nan", "shape"],
 )
@@ -159,11 +173,17 @@ def test_scales_that_cannot_be(
         make(folder, max_seq_len=64, **FP8)
 
 
-def test_what_a_layer_reads_was_stored_by_the_scales_of_its_keys_and_values(tiny_checkpoints: dict[str, Path]) -> None:
+@pytest.mark.parametrize("has_scales", [True, False])
+def test_what_a_layer_reads_was_stored_by_the_scales_of_its_keys_and_values(
+    tiny_checkpoints: dict[str, Path], has_scales: bool
+) -> None:
+    """Without scales they are 1."""
     config, sizes = read_config(tiny_checkpoints["llama"]), PagedSizes(4, 4, 1, 16, 16)
     generator = torch.Generator().manual_seed(0)
     scales = 0.01 + 0.1 * torch.rand(2, config.num_layers, config.num_kv_heads, generator=generator)
-    view = paged_view(config, sizes, storage=Fp8Storage(config, sizes, torch.float32, scales=scales))
+    scales = scales if has_scales else torch.ones_like(scales)
+    storage = Fp8Storage(config, sizes, torch.float32, scales=scales if has_scales else None)
+    view = paged_view(config, sizes, storage=storage)
     pool, request = PagedKVCachePool.of(sizes), make_request("a", range(9))
     assert pool.reserve(request, 9)
     view.load(Batch.of(step_of({request: 9}), pool))

@@ -18,6 +18,7 @@ QWEN = {"do_sample": True, "temperature": 0.6, "top_k": 20, "top_p": 0.95, "eos_
         ({"eos_token_id": 1}, {}),
         (QWEN, {"temperature": 0.6, "top_k": 20, "top_p": 0.95}),
         ({"top_k": 0, "repetition_penalty": 1.1, "min_p": None}, {"repetition_penalty": 1.1}),
+        ({"min_p": 0.1}, {"min_p": 0.1}),
     ],
 )
 def test_the_sampling_settings_of_a_checkpoint(content: object, found: dict[str, float], tmp_path: Path) -> None:

@@ -130,7 +130,7 @@ def test_every_token_has_a_place_on_the_device() -> None:
         assert text[start:][: length + 1] == token + b"\0"
         assert found.starts[rank] == start
         num_characters = sum(byte & 0xC0 != 0x80 for byte in token)
-        assert found.about[rank] == num_characters << 20 | int(plain[token_id]) << 10 | length
+        assert found.packed[rank] == num_characters << 20 | int(plain[token_id]) << 10 | length
         assert (rank >= found.first_plain) == (plain[token_id] == 0)
         firsts[rank // GROUP].add(token[0])
     assert [some.pop() if len(some) == 1 else -1 for some in firsts] == found.firsts.tolist()

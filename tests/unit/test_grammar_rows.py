@@ -54,10 +54,10 @@ def test_tokens_are_those_of_masks_from_the_host(
     tiny_checkpoints: dict[str, Path], family: str, overlaps: bool, num_sent: list[int]
 ) -> None:
     model_folder = tiny_checkpoints[family]
-    about = SMALL | {"prefill_chunk_size": 30, "overlap_scheduling": overlaps}
-    expected = serve(make(model_folder, None, **about), REQUESTS, COME)[0]
+    options = SMALL | {"prefill_chunk_size": 30, "overlap_scheduling": overlaps}
+    expected = serve(make(model_folder, None, **options), REQUESTS, COME)[0]
     assert not num_sent
-    engine = make(model_folder, **about)
+    engine = make(model_folder, **options)
     assert seen(serve(engine, REQUESTS, COME)[0]) == seen(expected)
     num_preempted = engine.load().num_preemptions
     assert num_preempted > 0
@@ -70,11 +70,11 @@ def test_tokens_are_those_of_masks_from_the_host(
 
 
 def test_drafts_go_on_from_the_row_behind_the_accepted_ones(folder: Path, num_sent: list[int]) -> None:
-    requests, about = [*constrained(ALIKE, max_new_tokens=40), *DRAWN], {"max_seq_len": 160}
-    expected = serve(make(folder, None, **about), requests)[0]
+    requests, options = [*constrained(ALIKE, max_new_tokens=40), *DRAWN], {"max_seq_len": 160}
+    expected = serve(make(folder, None, **options), requests)[0]
     for drafter in (None, Foresight(list(map(tokens, expected)), 0.5)):
         num_sent.clear()
-        engine = make(folder, **about | NGRAM)
+        engine = make(folder, **options | NGRAM)
         engine.drafter = drafter or engine.drafter
         assert seen(serve(engine, requests)[0]) == seen(expected)
         stats = engine.stats()
@@ -127,10 +127,10 @@ def test_a_step_that_is_interrupted_behind_its_draw_is_repeated(folder: Path) ->
     grammar_rows, found, number = engine.runner.sampler.steps[-1], [], 0
     move = grammar_rows.advance
 
-    def move_and_fail(*about: Any) -> None:
+    def move_and_fail(*options: Any) -> None:
         nonlocal number
         number += 1
-        move(*about)
+        move(*options)
         if number % 3 == 0:
             raise KeyboardInterrupt
 
@@ -156,11 +156,11 @@ def test_a_step_that_is_interrupted_behind_its_draw_is_repeated(folder: Path) ->
 def test_any_mixture_in_a_pool_of_any_size(
     tiny_checkpoints: dict[str, Path], chosen: list[int], aborted: set[int], length: int, overlaps: bool, num_bytes: int
 ) -> None:
-    about: dict[str, Any] = SMALL | {"overlap_scheduling": overlaps}
-    about |= NGRAM | {"spec_length": length} if length else {}
+    options: dict[str, Any] = SMALL | {"overlap_scheduling": overlaps}
+    options |= NGRAM | {"spec_length": length} if length else {}
     results = []
     for pool in (None, num_bytes):
-        engine = make(tiny_checkpoints["llama"], pool, **about)
+        engine = make(tiny_checkpoints["llama"], pool, **options)
         for n, number in enumerate(chosen):
             params = SamplingParams(seed=n, max_new_tokens=30, structured_output=(*GRAMMARS, None)[number])
             engine.add_request(STEM[: 5 + 9 * n], params, request_id=str(n))
@@ -182,10 +182,10 @@ def test_any_mixture_in_a_pool_of_any_size(
 @pytest.mark.gpu
 @pytest.mark.parametrize("drafting", [{}, NGRAM])
 def test_tokens_on_the_gpu_are_those_of_the_cpu(tiny_checkpoints: dict[str, Path], drafting: dict[str, Any]) -> None:
-    about: dict[str, Any] = {"max_seq_len": 160, "max_batch_size": 8, "dtype": "float32"}
+    options: dict[str, Any] = {"max_seq_len": 160, "max_batch_size": 8, "dtype": "float32"}
     for folder in tiny_checkpoints.values():
-        expected = serve(make(folder, None, **about), REQUESTS, COME)[0]
-        engine = Engine(EngineConfig(model=str(folder), device="cuda", **about | drafting))
+        expected = serve(make(folder, None, **options), REQUESTS, COME)[0]
+        engine = Engine(EngineConfig(model=str(folder), device="cuda", **options | drafting))
         assert engine.constraints.pool is not None
         assert seen(serve(engine, REQUESTS, COME)[0]) == seen(expected)
 
@@ -193,7 +193,7 @@ def test_tokens_on_the_gpu_are_those_of_the_cpu(tiny_checkpoints: dict[str, Path
 @pytest.mark.gpu
 def test_a_draw_that_comes_again_is_recorded(tiny_checkpoints: dict[str, Path]) -> None:
     grammar = Grammar.regex(r"(\d{3}-[a-c]{4}; ){6}")
-    about: dict[str, Any] = {"max_seq_len": 160, "dtype": "float32"}
+    options: dict[str, Any] = {"max_seq_len": 160, "dtype": "float32"}
     params: list[dict[str, Any]] = [{}, {"temperature": 0.9, "seed": 3}, {"temperature": 0.9, "top_p": 0.8, "seed": 4}]
     requests = [
         (f"{n}-{stem}", {"temperature": 0.0, "max_new_tokens": 70, "structured_output": grammar} | more)
@@ -201,7 +201,7 @@ def test_a_draw_that_comes_again_is_recorded(tiny_checkpoints: dict[str, Path]) 
         for stem in ("a", "bb")
     ]
     folder = tiny_checkpoints["llama"]
-    engine = Engine(EngineConfig(model=str(folder), device="cuda", **about))
-    assert seen(serve(engine, requests)[0]) == seen(serve(make(folder, None, **about), requests)[0])
+    engine = Engine(EngineConfig(model=str(folder), device="cuda", **options))
+    assert seen(serve(engine, requests)[0]) == seen(serve(make(folder, None, **options), requests)[0])
     recorder: Any = engine.runner.sampler.recorder
     assert any(isinstance(draw, RecordedDraw) for draw in recorder.known.values())

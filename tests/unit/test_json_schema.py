@@ -7,6 +7,7 @@ from typing import Any
 import jsonschema_rs
 import pytest
 
+from shared.grammar.automata.automaton import MAX_DEPTH, START
 from shared.grammar.documents.json_schema import compile_schema
 from shared.grammar.limits import GrammarError
 from tests.grammars import assert_language, budget
@@ -501,6 +502,65 @@ CASES: dict[str, tuple[Any, list[Any], list[Any]]] = {
         [["pear", "apple", True, "x", ""], [False, True]],
         [["pear", "x", "pear"], [True, True], ["", ""], []],
     ),
+    "unique items of which nothing is remembered": (
+        {
+            "type": "array",
+            "items": {"type": ["object", "number", "string", "null"]},
+            "uniqueItems": True,
+            "minItems": 2,
+        },
+        [["a", "b"], ["a", {"a": [1, 1]}], [{}, None, 1.5, "x"], [1, {}], [{"a": {}}, "x", "y"]],
+        [
+            ["a", "a"],
+            [{}],
+            [{}, {}],
+            [1, 1],
+            [{"a": 1, "b": 2}, {"b": 2, "a": 1}],
+            [1, 1.0],
+            [None, {}, None],
+            [{}, []],
+        ],
+    ),
+    "at most so many unique items": (
+        {"items": {"type": ["object", "array", "string"]}, "uniqueItems": True, "maxItems": 2},
+        [[], [{}, []], [[1, 1], "a"], ["a", "b"]],
+        [[{}, [], "a"], ["a", "b", "c"], ["a", "a"], [[], []], [1]],
+    ),
+    "some key that is not described is wrong": (
+        {"properties": {"a": {"type": "string"}}, "not": {"additionalProperties": {"type": "integer"}}},
+        [{"b": "x"}, {"a": "x", "b": 1, "c": None}, {"c": [1], "a": "x"}, {"b": "x", "c": "y"}, {"a": "x"}],
+        [{}, {"b": 1}, {"b": 1, "c": 2}, {"a": 1, "b": "x"}, 3],
+    ),
+    "all that is not described is right": (
+        {
+            "type": "object",
+            "properties": {"a": True},
+            "not": {"properties": {"a": True}, "additionalProperties": False},
+        },
+        [{"b": 1}, {"a": 1, "c": 1}],
+        [{}, {"a": 1}, 3],
+    ),
+    "some key of a pattern is wrong": (
+        {"properties": {"x-a": True}, "not": {"patternProperties": {"^x-": {"type": "integer"}, "y$": False}}},
+        [{"x-a": "x"}, {"x-a": "x", "x-b": 1}, {"x-b": 1, "a": 2, "x-c": None}, {"y": 1}, {"x-a": 1, "ay": 1}],
+        [{}, {"x-a": 1}, {"a": "x"}, {"x-b": 2, "x-c": 3}, "x"],
+    ),
+    "exactly one map": (
+        {"oneOf": [{"additionalProperties": {"type": "integer"}}, {"additionalProperties": {"type": "string"}}]}
+        | {"type": "object"},
+        [{"a": 1}, {"a": "x", "b": "y"}],
+        [{}, {"a": None}, {"a": 1, "b": "x"}, {"a": "x", "b": 1}],
+    ),
+    "a map inside itself": (
+        {
+            "$defs": {"t": {"type": ["string", "object"], "additionalProperties": {"$ref": "#/$defs/t"}}},
+            "if": {"$ref": "#/$defs/t"},
+            "then": {"type": "string"},
+            "else": {"type": "object"},
+        },
+        ["x", {"a": 1}, {"a": {"b": {"c": 1}}}, {"a": "x", "b": {"c": None}}],
+        [{}, {"a": "x"}, {"a": {"b": {}}}, 3, [1]],
+    ),
     "unique items beside any": (
         {"anyOf": [{"type": "array", "items": {"enum": [1, 2]}, "uniqueItems": True}, {"maxItems": 1}]},
         [[3], [1]],
@@ -601,9 +661,34 @@ def test_accepts_what_is_valid_and_nothing_else(name: str) -> None:
     assert_language(automaton, *([text for each in some for text in writings(each)] for some in (valid, invalid)))
 
 
+@pytest.mark.parametrize("text", ['{"b":"x","b":1}', '{"b":"x","c":"x","b":1}', '{"x-a":"x","b":"x","b":1}'])
+def test_a_key_without_a_name_that_comes_again_does_not_take_back_its_wrong_value(text: str) -> None:
+    """The last of equal keys counts."""
+    schema = {
+        "properties": {"x-a": True},
+        "not": {"properties": {"x-a": True}, "additionalProperties": {"type": "integer"}},
+    }
+    automaton = compile_schema(schema | {"type": "object"}, budget())
+    assert not automaton.accepts(text.encode())
+    assert automaton.accepts(b'{"b":1,"b":"x"}')
+
+
+def test_an_array_that_still_needs_an_object_has_room_for_it() -> None:
+    items = {"anyOf": [{"type": "object", "maxProperties": 0}, {"const": "x"}]}
+    unique = {"type": "array", "items": items, "uniqueItems": True, "minItems": 2}
+    nested = {"type": "object", "properties": {"a": {"$ref": "#/$defs/n"}}, "required": ["a"]}
+    automaton = compile_schema({"$defs": {"n": {"anyOf": [nested, unique]}}, "$ref": "#/$defs/n"}, budget())
+    depth = MAX_DEPTH - 2
+    assert automaton.accepts(b'{"a":' * depth + b'["x",{}]' + b"}" * depth)
+    assert automaton.walk(START, b'{"a":' * (depth + 1)) is None
+
+
 REFUSED: dict[str, tuple[Any, str]] = {
-    "unique items": ({"properties": {"a": {"uniqueItems": True}}}, "#/properties/a/uniqueItems"),
-    "unique objects": ({"items": {"type": "object"}, "uniqueItems": True}, "#/uniqueItems"),
+    "unique objects": ({"items": {"type": "object"}, "uniqueItems": True, "minItems": 2}, "#/uniqueItems"),
+    "unique listed numbers and others": (
+        {"properties": {"a": {"items": {"anyOf": [{"const": 1}, {"exclusiveMinimum": 3}]}, "uniqueItems": True}}},
+        "#/properties/a/uniqueItems",
+    ),
     "more items than differ": ({"items": {"enum": [1, 2]}, "uniqueItems": True, "minItems": 3}, "#/uniqueItems"),
     "unique first items": ({"prefixItems": [{"const": 1}], "uniqueItems": True}, "#/uniqueItems"),
     "not unique items": ({"not": {"uniqueItems": True}}, "#/not/uniqueItems"),
@@ -624,7 +709,22 @@ REFUSED: dict[str, tuple[Any, str]] = {
     "no keys": ({"type": "object", "required": ["a"], "properties": {"a": False}}, "accepts nothing"),
     "too few keys": ({"type": "object", "minProperties": 3, "propertyNames": {"enum": ["a", "b"]}}, "accepts nothing"),
     "no multiple": ({"multipleOf": 0.3, "minimum": 0.31, "maximum": 0.59, "type": "number"}, "accepts nothing"),
-    "not keys": ({"not": {"patternProperties": {"a": {"type": "null"}}}}, "#/not/patternProperties"),
+    "not keys, of few": (
+        {"maxProperties": 3, "not": {"patternProperties": {"a": {"type": "null"}}}},
+        "#/not/patternProperties",
+    ),
+    "not two kinds of keys": (
+        {"allOf": [{"not": {"additionalProperties": {"type": kind}}} for kind in ("null", "string")]},
+        "/not/additionalProperties",
+    ),
+    "not keys that have names": (
+        {
+            "properties": {"a": True},
+            "additionalProperties": False,
+            "not": {"patternProperties": {"^a$": {"type": "null"}}},
+        },
+        "#/not/patternProperties",
+    ),
     "a chain of references": (
         {"$defs": {str(n): {"$ref": f"#/$defs/{n + 1}"} for n in range(2000)}, "$ref": "#/$defs/0"},
         "refers to itself without end",

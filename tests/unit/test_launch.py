@@ -16,7 +16,7 @@ MEMORY = torch.zeros(64, dtype=torch.uint8)
 
 
 def tensor(dtype: torch.dtype, offset: int) -> torch.Tensor:
-    """A tensor that begins ``offset`` numbers behind an aligned address."""
+    """A tensor that begins ``offset`` numbers after an aligned address."""
     start = -MEMORY.data_ptr() % 16
     return MEMORY[start : start + 32].view(dtype)[offset:]
 

@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 import textwrap
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -22,9 +23,13 @@ from shared.checkpoints.quantize import quantize_checkpoint
 from shared.checkpoints.shapes import SHAPES
 from shared.errors import ConfigError, InferError, ModelFolderError
 from shared.loading.checkpoint import Checkpoint
+from shared.loading.config_json import read_config
 from shared.loading.loader import load_model
+from shared.loading.placement import default_dtype
 from shared.loading.quantized import quantizer
 from shared.loading.resolve import resolve_model
+from shared.loading.sources import Source
+from shared.loading.weights import fill
 from shared.models.tokens import Tokens
 from shared.parity.reference import load_reference
 from shared.quantization.rounding import quantize
@@ -69,8 +74,11 @@ def test_shards_load_as_the_single_file_does(tiny_checkpoints: dict[str, Path], 
     for (name, a), (_, b) in zip(whole.named_parameters(), parts.named_parameters(), strict=True):
         assert torch.equal(a, b), name
     assert {p.dtype for p in whole.parameters()} == {torch.float32}
+    assert default_dtype(replace(read_config(sharded), dtype="bfloat16"), torch.device("cpu")) == torch.float32
     assert {p.dtype for p in load_model(sharded, dtype=torch.bfloat16).parameters()} == {torch.bfloat16}
     checkpoint = Checkpoint(sharded)
+    save_file({"whole": torch.zeros(1)}, sharded / WEIGHTS)
+    assert Checkpoint(sharded).names == {"whole"}, "a single file comes before an index"
     assert all(checkpoint.shape(name) == tuple(checkpoint.tensor(name).shape) for name in checkpoint.names)
 
 
@@ -133,6 +141,17 @@ def test_missing_unexpected_and_misshaped_tensors_are_one_error(folder: Path) ->
     assert "2 missing: model.layers.0.mlp.up_proj.weight, model.layers.1.mlp.up_proj.weight" in message
     assert f"model.norm.weight ([{len(norm) - 1}], not [{len(norm)}])" in message
     assert "1 unexpected: model.layers.0.mlp.extra.weight" in message
+
+
+def test_unexpected_tensors_alone_are_refused_and_twelve_are_listed(tiny_checkpoints: dict[str, Path]) -> None:
+    checkpoint, norm = Checkpoint(tiny_checkpoints["llama"]), torch.nn.Linear(1, 1, bias=False)
+    source_of = {"weight": Source.whole("model.norm.weight")}
+    norm.weight = torch.nn.Parameter(checkpoint.tensor("model.norm.weight"))
+    for count in (1, 12, 13):
+        others = [f"t{number:02}" for number in range(count)]
+        listed = ", ".join(others[:12]) + ", …" * (count > 12)
+        with pytest.raises(ModelFolderError, match=rf"config.json: {count} unexpected: {listed}\. Fetch"):
+            fill(norm, source_of, checkpoint, torch.float32, "cpu", others)
 
 
 OUTSIDE = r"names the shard .* which leads out of the folder"
@@ -222,15 +241,22 @@ def test_a_truncated_file_is_refused_at_every_length(folder: Path) -> None:
         ("a/b/c", "neither a folder nor a known model"),
         ("pyproject.toml", "is a file"),
         ("some-owner/some-model", "could not be downloaded from the hub"),
+        ("smollm2-135m", "has not been fetched yet; run `infer model pull smollm2-135m` once"),
     ],
 )
-def test_a_wrong_name_says_what_a_name_may_be(name: str, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wrong_name_says_what_a_name_may_be(
+    name: str, message: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("INFER_CACHE", str(tmp_path))
     monkeypatch.chdir(Path(__file__).parents[2])
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     with pytest.raises(ModelFolderError, match=message):
         resolve_model(name)
     monkeypatch.setenv("HOME", str(Path.cwd()))
     assert resolve_model("~/tests") == Path.cwd() / "tests"
+    (tmp_path / "smollm2-135m").mkdir()
+    monkeypatch.chdir(tmp_path)
+    assert resolve_model("smollm2-135m") == Path("smollm2-135m"), "a folder comes before a known name"
 
 
 def test_a_device_that_is_not_there_and_positions_out_of_range_are_refused(tiny_checkpoints: dict[str, Path]) -> None:

@@ -120,8 +120,8 @@ def test_a_saved_adapter_is_read_back(tiny_checkpoints: dict[str, Path], tmp_pat
     adapter.save(tmp_path / "a")
     assert load_adapter(tmp_path / "a", model).masks.dtype == torch.float32
     for length, expected in ((5, 2), (1, 1)):
-        about = EngineConfig(adapter=str(tmp_path / "a"), use_speculative_decoding=True, spec_length=length)
-        assert with_adapter(about).spec_length == expected, "at most as many drafts as masks"
+        options = EngineConfig(adapter=str(tmp_path / "a"), use_speculative_decoding=True, spec_length=length)
+        assert with_adapter(options).spec_length == expected, "at most as many drafts as masks"
     half = (tmp_path / "a" / "adapter.safetensors").stat().st_size
     assert half < 2 * sum(tensor.numel() for tensor in adapter.state_dict().values()) + 4096
 

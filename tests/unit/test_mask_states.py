@@ -35,8 +35,8 @@ def repeat(run: Callable[[], Computed]) -> CapturedStep:
 
 def make(folder: Path, **options: Any) -> Any:
     """An engine whose guesses are made ahead, and which notes for how many sequences they were."""
-    about = {"max_seq_len": 96, "use_speculative_decoding": True, "adapt_spec_length": False, "spec_length": 2}
-    engine = Engine(EngineConfig(str(folder), adapter=str(random_adapter_of(folder)), **about | options))
+    arguments = {"max_seq_len": 96, "use_speculative_decoding": True, "adapt_spec_length": False, "spec_length": 2}
+    engine = Engine(EngineConfig(str(folder), adapter=str(random_adapter_of(folder)), **arguments | options))
     drafter: Any = engine.drafter
     drafter.logits = drafter.captured = CapturedHead(drafter.adapter, engine.model, engine.pool.max_sequences, repeat)
     follow, engine.num_followed = drafter.follow, []

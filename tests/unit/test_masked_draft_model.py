@@ -19,8 +19,8 @@ GRAMMARS = [
 ]
 ABOUT: dict[str, Any] = {"max_seq_len": 160, "max_batch_size": 4}
 REQUESTS = [
-    ([3 + n, 5, 9], {"max_new_tokens": 50} | about | {"structured_output": GRAMMARS[n % 2]})
-    for n, about in enumerate(
+    ([3 + n, 5, 9], {"max_new_tokens": 50} | options | {"structured_output": GRAMMARS[n % 2]})
+    for n, options in enumerate(
         ({"temperature": 0.0}, {"temperature": 0.0, "max_new_tokens": 7}, {"seed": 3}, {"seed": 4})
     )
 ] + [([7, 7], {"max_new_tokens": 20, "seed": 5})]
@@ -28,8 +28,13 @@ REQUESTS = [
 
 def drafting(folder: Path, pool: int | None, method: str, *, is_masked: bool = True) -> Any:
     """An engine whose draft model is the model itself; notes the drafts that the grammar refuses."""
-    about = {"use_speculative_decoding": True, "draft_model": str(folder), "adapt_spec_length": False, "spec_length": 4}
-    engine = make(folder, pool, **ABOUT, **about, acceptance_method=method)
+    options = {
+        "use_speculative_decoding": True,
+        "draft_model": str(folder),
+        "adapt_spec_length": False,
+        "spec_length": 4,
+    }
+    engine = make(folder, pool, **ABOUT, **options, acceptance_method=method)
     inner = engine.drafter.drafter
     inner.is_masked = is_masked
     propose, engine.num_refused = inner.propose, 0
@@ -47,7 +52,7 @@ def drafting(folder: Path, pool: int | None, method: str, *, is_masked: bool = T
 def test_a_model_that_drafts_for_itself_is_right(
     tiny_checkpoints: dict[str, Path], family: str, pool: int | None
 ) -> None:
-    """With the same noise and the same masks all drafts are accepted, but for those behind an output's end."""
+    """With the same noise and the same masks all drafts are accepted, but for those after an output's end."""
     model_folder = tiny_checkpoints[family]
     answers = serve(make(model_folder, pool, **ABOUT), REQUESTS)[0]
     masked = drafting(model_folder, pool, "coupled")

@@ -10,17 +10,26 @@ import pytest
 from hypothesis import HealthCheck, given, reject, settings
 from hypothesis import strategies as st
 
-from shared.grammar.automata.automaton import MAX_DEPTH, MAX_DIGITS, START, UNBOUNDED, Automaton, Configuration
+from shared.grammar.automata.automaton import (
+    MAX_DEPTH,
+    MAX_DIGITS,
+    START,
+    UNBOUNDED,
+    Action,
+    Automaton,
+    Configuration,
+)
 from shared.grammar.documents.json_schema import compile_schema
 from shared.grammar.limits import GrammarError
 from shared.grammar.patterns.regex import automaton_of, compile_regex
 from shared.grammar.tokens import taken_tokens, token_walk
+from shared.grammar.tokens.contexts import Contexts
 from shared.grammar.tokens.fsm import TokenFSM
 from shared.grammar.tokens.masks import TokenMasks
 from shared.grammar.tokens.token_walk import TokenWalk
 from shared.grammar.tokens.vocabulary import GrammarVocabulary
 from tests.comparison import assert_equal
-from tests.grammars import any_json, budget, random_automaton, random_tokens, random_walk
+from tests.grammars import Table, any_json, budget, random_automaton, random_tokens, random_walk
 from tests.unit.test_automaton import nested, objects
 
 END = 0
@@ -54,7 +63,7 @@ def test_the_tokens_that_may_follow() -> None:
         assert now is not None, f"the automaton refuses {text!r}"
         shown = ["</s>" if n == END else tokens.tokens[n].decode() for n in fsm.allowed_tokens(now)]
         assert_equal(
-            shown, (["</s>"] if "</s>" in expected else []) + [w for w in WORDS if w in expected], f"behind {text!r}"
+            shown, (["</s>"] if "</s>" in expected else []) + [w for w in WORDS if w in expected], f"after {text!r}"
         )
 
 
@@ -189,8 +198,61 @@ def test_a_string_is_left_without_a_walk(monkeypatch: pytest.MonkeyPatch) -> Non
     assert now is not None
     mask = TokenMasks(automaton, tokens).mask(now)
     assert [mask[tokens.tokens.index(word)] for word in words] == [False, False, True, True, True, False]
-    # A backslash, three quotes, and 51 bytes that begin a character; then the d, and the second byte of 字.
-    assert len(stepped) == 1 + 3 + 51 + 2
+    assert len(stepped) == 1 + 3, "a backslash and three quotes; the d after one of them is stepped by itself"
+
+
+def in_a_character(counts_last: bool) -> Automaton:
+    """One state that all plain characters lead back to; inside them two more frames are needed."""
+    table = Table()
+    table.characters(table.state(), Action.COUNT, counts_last=counts_last)
+    size = len(table.rows)
+    depths = np.array([0] + [2] * (size - 1), np.int32)
+    return Automaton(np.arange(256, dtype=np.uint8), np.array(table.rows, np.int32), np.zeros(size, np.bool_), depths)
+
+
+@pytest.mark.usefixtures("thresholds")
+@pytest.mark.parametrize("counts_last", [False, True])
+def test_tokens_that_end_inside_a_character(counts_last: bool) -> None:
+    """The last character counts at any of its bytes, and its state may need frames that the stack has no room for."""
+    parts = "字".encode()[:1], "字".encode()[:2], "\u2028".encode(), "\u2028".encode()[:2], "字a".encode(), b"\xe5a"
+    words = [b"a" * count + part for part in parts for count in range(4)]
+    tokens = vocabulary([*(bytes([byte]) for byte in range(256)), *words])
+    automaton = in_a_character(counts_last)
+    masks = TokenMasks(automaton, tokens)
+    for most, height in itertools.product([*range(5), UNBOUNDED], range(MAX_DEPTH - 3, MAX_DEPTH + 1)):
+        now = Configuration(0, 0, most, stack=((0, 0),) * height)
+        assert np.flatnonzero(masks.mask(now)).tolist() == by_hand(automaton, tokens, now), (most, height)
+
+
+def test_tokens_that_go_on_alike_walk_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of nine digits one walks, and of the digits behind it one; others end at another node, or in another state."""
+    numbers = [str(number).encode() for number in range(1000)]
+    tokens = vocabulary([*(bytes([byte]) for byte in range(256)), *numbers, b"7a", b"77]"])
+    automaton, step, stepped = compile_schema({"items": {"type": "integer", "minimum": 0}}, budget()), Contexts.step, []
+
+    def counted(contexts: Contexts, *walk: int) -> tuple[int, int]:
+        stepped.append(walk)
+        return step(contexts, *walk)
+
+    monkeypatch.setattr(Contexts, "step", counted)
+    masks = TokenMasks(automaton, tokens)
+    for text in ("[", "[1", "[0", "[12, "):
+        now = automaton.walk(START, text.encode())
+        assert now is not None
+        stepped.clear()
+        assert np.flatnonzero(masks.mask(now)).tolist() == by_hand(automaton, tokens, now), text
+        assert len(stepped) < 80, "of 1,110 beginnings of numbers"
+
+
+def test_a_second_line_break_ends_a_run_of_blanks() -> None:
+    blanks = ["\n \n", "\n\t\t\n", "\n  ", "\n \t]", " \n", "  ", "\n \n]", "1\n", "1\n\n", "1 ", "\n\n", "\n]"]
+    tokens = vocabulary([*(bytes([byte]) for byte in range(256)), *map(str.encode, blanks)])
+    automaton = compile_schema({"items": {"type": "integer"}}, budget())
+    masks = TokenMasks(automaton, tokens)
+    for text in ("[", "[ ", "[\n", "[\n ", "[1", "[1,", '["'):
+        now = automaton.walk(START, text.encode())
+        if now is not None:
+            assert np.flatnonzero(masks.mask(now)).tolist() == by_hand(automaton, tokens, now), text
 
 
 def made(masks: TokenMasks, now: Configuration, text: str) -> tuple[int, Configuration]:

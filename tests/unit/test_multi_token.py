@@ -37,12 +37,12 @@ def drawn(mask: torch.Tensor) -> list[str]:
 
 
 def test_the_mask_of_the_first_draft() -> None:
-    """One real token and three masks, behind two cached tokens: causal."""
+    """One real token and three masks, after two cached tokens: causal."""
     assert_equal(drawn(visible_with_masks(2, 1, 3)), ["###...", "####..", "#####.", "######"], "the mask")
 
 
 def test_the_mask_of_a_step_that_verifies_and_drafts() -> None:
-    """Three real tokens, and two masks behind each: nine tokens, the real ones first."""
+    """Three real tokens, and two masks after each: nine tokens, the real ones first."""
     assert_equal(
         drawn(visible_with_masks(1, 3, 2)),
         [
@@ -75,13 +75,13 @@ def test_a_mask_token_sees_the_masks_of_its_own_group() -> None:
 def test_positions_of_a_step() -> None:
     assert_equal(positions(10, 1, 3).tolist(), [10, 11, 12, 13], "a real token and its masks")
     assert_equal(
-        positions(10, 3, 2).tolist(), [10, 11, 12, 11, 12, 12, 13, 13, 14], "three real tokens, two masks behind each"
+        positions(10, 3, 2).tolist(), [10, 11, 12, 11, 12, 12, 13, 13, 14], "three real tokens, two masks after each"
     )
     assert_equal(positions(7, 3, 0).tolist(), [7, 8, 9], "real tokens alone")
 
 
 def test_a_group_stands_where_the_tokens_that_it_stands_for_will_stand() -> None:
-    """Mask j of group g is in the place of the token j places behind real token g."""
+    """Mask j of group g is in the place of the token j places after real token g."""
     for num_real in range(1, 5):
         group, rank = groups_and_ranks(num_real, 3)
         expected = [100 + g + r for g, r in zip(group, rank, strict=True)]
@@ -92,7 +92,7 @@ def test_a_group_stands_where_the_tokens_that_it_stands_for_will_stand() -> None
 def test_a_group_is_computed_as_if_its_masks_followed_its_real_token(
     cached: int, real: int, masks: int, window: int
 ) -> None:
-    """The page's definition, by brute force: each group alone behind the text up to its real token."""
+    """The page's definition, by brute force: each group alone after the text up to its real token."""
     torch.manual_seed(0)
     T = real * (1 + masks)
     q, k, v = torch.randn(T, 2, 4), torch.randn(1, cached + T, 4), torch.randn(1, cached + T, 4)
@@ -107,7 +107,7 @@ def test_a_group_is_computed_as_if_its_masks_followed_its_real_token(
 
 
 def test_the_group_behind_the_last_accepted_token_counts() -> None:
-    """A step computed the token at index 10 and three drafts; the token drawn behind the accepted ones was appended."""
+    """A step computed the token at index 10 and three drafts; the token drawn after the accepted ones was appended."""
     for num_accepted in range(4):
         num_tokens = 11 + num_accepted + 1
         assert_equal(group_of_next(num_tokens, 10), num_accepted, f"the group, with {num_accepted} drafts accepted")
@@ -123,8 +123,8 @@ def test_a_step_that_was_not_committed_has_no_group() -> None:
 
 
 def make_scheduler(**config: object) -> MultiTokenScheduler:
-    about = {"use_speculative_decoding": True, "adapter": "a", "adapt_spec_length": False}
-    config = about | {"spec_length": LENGTH, "max_batch_size": 4} | config
+    options = {"use_speculative_decoding": True, "adapter": "a", "adapt_spec_length": False}
+    config = options | {"spec_length": LENGTH, "max_batch_size": 4} | config
     return MultiTokenScheduler(
         EngineConfig(**config),  # type: ignore[arg-type]
         PagedKVCachePool(60, BLOCK_SIZE, 4, MAX_SEQ_LEN),

@@ -4,7 +4,8 @@ import ast
 
 import pytest
 
-from tests.mutants.run import ROOT, Fault, find
+from tests.mutants.run import find
+from tutorial.workshop.faults import ROOT, Fault
 
 
 @pytest.mark.parametrize("faults", find([]), ids=lambda faults: str(faults.module))

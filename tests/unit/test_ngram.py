@@ -128,7 +128,7 @@ def test_only_what_was_granted_is_proposed_and_nothing_for_a_request_that_has_en
 
 
 def proposals(prompt: list[int], prediction: list[int], output: list[int]) -> list[int]:
-    """Four tokens that are proposed behind an output, of which each token comes in a step of its own."""
+    """Four tokens that are proposed after an output, of which each token comes in a step of its own."""
     params = SamplingParams(prediction_ids=tuple(prediction))
     request = Request("a", prompt, params, 0, status=RequestStatus.RUNNING)
     drafter = NGramDrafter()

@@ -25,8 +25,8 @@ from shared.scheduling.speculative import SpeculativeScheduler
 from shared.text.tokenizer import Tokenizer
 from shared.tracks.compression.scheduler import CompressingScheduler
 from shared.tracks.multi_token.scheduler import MultiTokenScheduler
-from shared.tracks.segments.registry import ChunkRegistry
-from shared.tracks.segments.scheduler import ChunkScheduler
+from shared.tracks.segments.registry import SegmentRegistry
+from shared.tracks.segments.scheduler import SegmentScheduler
 from tests.comparison import assert_equal
 from tests.unit.scheduling_loop import LETTER, Loop, TokenPool
 
@@ -50,7 +50,7 @@ class Make(NamedTuple):
 
 SCHEDULERS: dict[str, Callable[..., Scheduler]] = {
     "9": OverlappedScheduler,
-    "9.1": lambda *about: ChunkScheduler(*about, ChunkRegistry()),
+    "9.1": lambda *options: SegmentScheduler(*options, SegmentRegistry()),
     "9.2": CompressingScheduler,
     "11": SpeculativeScheduler,
     "11.1": MultiTokenScheduler,

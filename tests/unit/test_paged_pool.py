@@ -5,7 +5,7 @@ import re
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import psutil
@@ -19,9 +19,12 @@ from shared.cache import free_memory, pool_size
 from shared.cache.layout.paged import PagedLayout, PagedSizes
 from shared.cache.paged_memory import PagedMemory
 from shared.cache.pool.paged import PagedKVCachePool
+from shared.cache.view.block_storage import PlainStorage
 from shared.cache.view.contiguous import kv_bytes
 from shared.cache.view.interface import BatchView
+from shared.cache.view.operations_attention import OperationsAttention
 from shared.cache.view.paged import PagedView
+from shared.cache.view.paged_attention import staged_tables
 from shared.checkpoints.shapes import SHAPES
 from shared.engine.batch import Batch
 from shared.engine.config import EngineConfig
@@ -30,6 +33,7 @@ from shared.errors import CapacityError, ConfigError
 from shared.loading.config_json import parse_config
 from shared.loading.loader import load_model
 from shared.models.config import ModelConfig
+from shared.ops.attention import ATTENTION_BACKENDS
 from tests.comparison import assert_equal
 from tests.steps import commit, make_request, step_of
 from tests.unit.pool_machine import PoolMachine, check_a_step_made_again, check_beside_caches
@@ -40,8 +44,8 @@ CONFIG = replace(
 )
 
 
-def make_pool(num_blocks: int = 6, block_size: int = 4, max_sequences: int = 4, **about: Any) -> PagedKVCachePool:
-    return PagedKVCachePool(num_blocks, block_size, max_sequences, **about)
+def make_pool(num_blocks: int = 6, block_size: int = 4, max_sequences: int = 4, **options: Any) -> PagedKVCachePool:
+    return PagedKVCachePool(num_blocks, block_size, max_sequences, **options)
 
 
 def make_view(num_blocks: int = 6, block_size: int = 4, max_sequences: int = 4, max_tokens: int = 24) -> PagedView:
@@ -198,7 +202,13 @@ def test_each_sequence_reads_what_a_cache_of_its_own_would_give(
     random.Random(0).shuffle(free := pool.allocator.stack.tolist())
     pool.allocator.stack[:] = free
     view = paged_view(model.config, sizes, backend=backend)
+    attention = cast(OperationsAttention, view.attention)
+    assert attention.operation is ATTENTION_BACKENDS[backend if backend in ATTENTION_BACKENDS else "sdpa"]
     check_beside_caches(model, pool, view, backend, lambda num_tokens: num_tokens, rtol=1e-5)
+    most_blocks = -(-32 // block_size)
+    assert cast(PlainStorage, view.storage).buffer.shape[1] == most_blocks, "a sequence of the maximum length is read"
+    assert staged_tables(sizes)["tables"][0] == 4 * most_blocks, "and all sequences of that length have room"
+    assert all(len(piece.blocks) <= 1 + -(-5 // block_size) for piece in attention.pieces(2)), "the window's blocks"
     assert_equal(pool.audit_blocks(), [], "audit of the blocks", ("line",))
 
 
@@ -229,7 +239,7 @@ def test_the_view_writes_nothing_that_was_not_granted() -> None:
 
 def test_batches_of_different_sizes_are_loaded_to_the_same_addresses() -> None:
     """Those of decode steps, and those of prompts."""
-    pool, view, requests = make_pool(), make_view(), [make_request(name) for name in "abc"]
+    pool, view, requests = make_pool(), make_view(max_tokens=64), [make_request(name) for name in "abc"]
     for request in requests:
         pool.reserve(request, 8)
     found: dict[bool, set[tuple[int, ...]]] = {False: set(), True: set()}
@@ -242,6 +252,7 @@ def test_batches_of_different_sizes_are_loaded_to_the_same_addresses() -> None:
         found[not any(count > 1 for count in step.values())].add(tuple(tensor.data_ptr() for tensor in loaded))
         commit(pool, schedule)
     assert [len(addresses) for addresses in found.values()] == [1, 1]
+    assert view.staging[True].arrived.nbytes < view.staging[False].arrived.nbytes, "decode steps copy less"
 
 
 def measured(folder: Path, **given: Any) -> tuple[PagedKVCachePool, BatchView, ModelConfig]:
@@ -322,13 +333,15 @@ def test_a_container_that_has_less_than_its_machine(tmp_path: Path, monkeypatch:
         (tmp_path / "memory.current").write_text("3000\n")
         (tmp_path / "memory.stat").write_text("anon 10\ninactive_file 700\n")
         assert free_memory.container_bytes(tmp_path) == expected
-    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=1234, total=9999))
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=1 << 30, total=1 << 33))
     monkeypatch.setattr(free_memory, "container_bytes", lambda: 2**63)
-    assert free_memory.free_bytes(torch.device("cpu")) == 1234
+    assert free_memory.free_bytes(torch.device("cpu")) == 1 << 30
     monkeypatch.setattr(free_memory, "container_bytes", lambda: 1000)
     assert free_memory.free_bytes(torch.device("cpu")) == 1000
-    with pytest.raises(ConfigError, match=r"100 blocks of 64 tokens take .* cpu has 0.00 GB free"):
-        make_view(100, 64)
+    monkeypatch.setattr(free_memory, "container_bytes", lambda: 2 * 2 * 2 * 2 * 6400 * 4)  # of 100 blocks of 64
+    make_view(100, 64)
+    with pytest.raises(ConfigError, match=r"101 blocks of 64 tokens take .* cpu has 0.00 GB free"):
+        make_view(101, 64)
 
 
 def test_configs_of_other_shapes_are_counted_right() -> None:

@@ -19,16 +19,16 @@ def test_drafts_of_an_interrupted_step_are_forgotten_with_their_blocks() -> None
     request = Request("a", [5, 6, 7], SamplingParams(max_new_tokens=12), 0)
     pair.admit(request)
     assert pair.reserve(request, 7)
-    twin = pair.twins[request]
-    drafter.pool.commit(twin, 3)
-    twin.draft_ids = [10, 11, 12, 13]  # the keys of the first three are written
+    draft_request = pair.draft_requests[request]
+    drafter.pool.commit(draft_request, 3)
+    draft_request.draft_ids = [10, 11, 12, 13]  # the keys of the first three are written
     pair.shrink(request, 5)
-    assert twin.draft_ids == [10, 11, 12]
+    assert draft_request.draft_ids == [10, 11, 12]
     pair.shrink(request, request.num_tokens)  # as after an interruption
     for token_id in (10, 11, 12):
         request.append(token_id)
     assert pair.reserve(request, 7)  # in other blocks, perhaps
-    assert drafter._follow(twin, request) == 3
+    assert drafter._follow(draft_request, request) == 3
 
 
 def make_pair(num_draft_blocks: int = 8, draft_capacity: int = MAX_SEQ_LEN) -> PairedPool:
@@ -48,7 +48,7 @@ def admit(pair: PairedPool, outputs: tuple[int, ...] = ()) -> Request:
 def test_both_pools_reserve_or_none() -> None:
     pair = make_pair(num_draft_blocks=3)
     request = admit(pair, (8, 9))
-    assert pair.twins[request].token_ids == [5, 6, 7, 8, 9], "a preempted request's twin knows its outputs"
+    assert pair.draft_requests[request].token_ids == [5, 6, 7, 8, 9], "a preempted request's outputs are known"
     assert pair.reserve(request, 4)
     assert (pair.target.free_tokens, pair.draft.free_tokens, pair.free_tokens) == (12, 2, 2)
     other = admit(pair)
@@ -56,7 +56,7 @@ def test_both_pools_reserve_or_none() -> None:
     assert (pair.target.free_tokens, pair.draft.free_tokens) == (12, 2)
     for each in (request, other):
         pair.release(each)
-    assert (pair.twins, pair.granted, pair.audit()) == ({}, {}, [])
+    assert (pair.draft_requests, pair.granted, pair.audit()) == ({}, {}, [])
     assert pair.free_tokens == 6
 
 
@@ -72,7 +72,7 @@ def test_cached_blocks_are_dropped_in_both_pools() -> None:
     request = admit(pair)
     assert pair.reserve(request, 3)
     pair.commit(request, 3)
-    pair.draft.commit(pair.twins[request], 3)
+    pair.draft.commit(pair.draft_requests[request], 3)
     pair.release(request)
     assert (len(pair.target.cached_blocks()), len(pair.draft.cached_blocks())) == (1, 1)
     pair.drop_cached()

@@ -2,17 +2,24 @@
 
 import ast
 import difflib
+import random
 import subprocess
 import sys
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from shared.cache.pool.contiguous import ContiguousKVCachePool
 from shared.engine.config import SIDE_TRACKS, EngineConfig
+from shared.engine.sampling.rejection import Rejection
 from shared.errors import ConfigError
 from shared.lesson_source import methods
 from shared.lessons import Lesson, lessons
+from shared.sampling.params import SamplingParams
+from shared.scheduling.static import StaticScheduler
+from shared.speculation.draft_costs import TableCosts
 from tests.speed import one_answer
 
 FILES = {"__init__.py", "__main__.py", "engine.py", "lesson.toml", "test_parity.py", "test_speedup.py"}
@@ -188,3 +195,50 @@ def test_an_engine_computes_each_token_once_or_finds_it_in_a_cache(lesson: Lesso
         computed.append(engine.stats()["tokens computed"] - before)
     of_the_prompt = 1 if lesson.number >= "08" else 32
     assert computed == ([sum(range(32, 48))] * 2 if lesson.number == "02" else [32 + 15, of_the_prompt + 15])
+
+
+@pytest.mark.parametrize("lesson", [lesson for lesson in LESSONS if lesson.number >= "09"], ids=by_number)
+def test_a_step_in_flight_is_finished_by_the_next_or_dropped_with_it(
+    lesson: Lesson, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without ``overlap_scheduling`` a step is finished when it returns."""
+    answers = []
+    for overlaps, is_broken in ((None, False), (False, False), (True, False), (True, True)):
+        options: dict[str, Any] = {"max_seq_len": 64, "max_batch_size": 2, "overlap_scheduling": overlaps}
+        engine, seeds = lesson.engine(EngineConfig(model=str(folder), seed=7, **options)), random.Random(7)
+        engine.add_request([5, 6, 7], SamplingParams(temperature=0, max_new_tokens=6, ignore_eos=True))
+        outputs = engine.step()
+        assert (engine.in_flight is not None) == bool(overlaps)
+        if is_broken:
+            with monkeypatch.context() as patch:
+                patch.setattr(engine.scheduler, "schedule", raise_injected)
+                with pytest.raises(RuntimeError, match="injected"):
+                    engine.step()
+            assert engine.in_flight is None
+        while engine.has_work():
+            outputs += engine.step()
+        answers.append([output.token_id for output in outputs])
+        unseeded = engine.scheduler.abort(engine.add_request([1], SamplingParams()))
+        assert unseeded.seed == [seeds.getrandbits(64) for _ in range(2)][1], "a request takes one seed of its engine's"
+    assert len(answers[0]) == 6
+    assert answers == answers[:1] * 4
+
+
+def raise_injected() -> None:
+    raise RuntimeError("injected")
+
+
+@pytest.mark.parametrize("lesson", [lesson for lesson in LESSONS if lesson.number >= "07"], ids=by_number)
+def test_settings_choose_the_parts(lesson: Lesson, folder: Path) -> None:
+    options: dict[str, Any] = {"max_seq_len": 64, "max_batch_size": 2}
+    for contiguous in ({}, {"kv_cache_backend": "contiguous"}):
+        for static in ({}, {"batching_mode": "static"}):
+            engine = lesson.engine(EngineConfig(model=str(folder), **options, **contiguous, **static))
+            assert isinstance(engine.pool, ContiguousKVCachePool) == bool(contiguous)
+            assert isinstance(engine.scheduler, StaticScheduler) == bool(static)
+    if lesson.number >= "11":
+        options |= {"use_speculative_decoding": True, "drafter": "ngram"}
+        for method in ("coupled", "rejection"):
+            engine = lesson.engine(EngineConfig(model=str(folder), **options, acceptance_method=method))
+            assert isinstance(engine.runner.sampler.draw, Rejection) == (method == "rejection")
+            assert isinstance(engine.scheduler.lengths.costs_of, TableCosts)

@@ -31,24 +31,33 @@ WINDOWS = st.none() | st.integers(1, 5000)
 NEW = st.lists(st.tuples(st.integers(0, 200), st.integers(0, 3000)), max_size=12)  # new tokens, past ones
 
 
+def read_items(plan):
+    """((request, tile of new tokens), split) of each item, in order."""
+    columns = plan.request_indices, plan.query_tile_indices, plan.kv_tile_indices
+    rows = zip(*(column[: int(plan.num_items[0])].tolist() for column in columns), strict=True)
+    return [((request, query_tile), kv_tile) for request, query_tile, kv_tile in rows]
+
+
 def splits_of(plan):
     """By (request, tile of new tokens): the splits that items read."""
-    items = slice(0, int(plan.num_items[0]))
     found = {}
-    columns = plan.request_indices, plan.query_tile_indices, plan.kv_tile_indices
-    for request, query_tile, kv_tile in zip(*(column[items].tolist() for column in columns), strict=True):
-        found.setdefault((request, query_tile), []).append(kv_tile)
+    for tile, kv_tile in read_items(plan):
+        found.setdefault(tile, []).append(kv_tile)
     return found
 
 
-def check_plan(plan, grid, seen, tokens):
+def check_plan(plan, grid, seen, tokens, is_prefill=True):
     """``seen`` and ``tokens``: by (request, tile), the keys that it sees and its new tokens, in order."""
     split_size, found = int(plan.split_size[0]), splits_of(plan)
-    assert_equal(list(found), list(seen), "request and tile of the items", ("tile",))
+    items = [(tile, n) for tile, num_seen in seen.items() for n in range(-(-max(num_seen, 1) // split_size))]
+    if is_prefill and len(items) > grid.resident:  # they queue: most keys first
+        units = {tile: -(-max(num_seen, 1) // grid.unit) for tile, num_seen in seen.items()}
+        split = split_size // grid.unit
+        items.sort(key=lambda item: -min(split, units[item[0]] - item[1] * split))
+    assert_equal(read_items(plan), items, "request and tile, and split, of the items", ("item",))
     states, num_states = [], 0
     for tile, num_seen in seen.items():
         starts = range(0, max(num_seen, 1), split_size)
-        assert_equal(found[tile], list(range(len(starts))), f"splits of (request, tile) {tile}", ("item",))
         for _ in range(tokens[tile]):
             states.append(num_states)
             num_states += len(starts) if len(starts) > 1 else 0
@@ -59,7 +68,7 @@ def check_plan(plan, grid, seen, tokens):
     assert plan.num_items[0] <= plan.capacity, f"{plan.num_items[0]} items exceed the capacity of {plan.capacity}"
     for array in (plan.request_indices, plan.query_tile_indices, plan.kv_tile_indices):
         assert_equal(len(array), plan.capacity, "entries")
-        assert not array[plan.num_items[0] :].any(), "an entry behind the items is not 0"
+        assert not array[plan.num_items[0] :].any(), "an entry after the items is not 0"
     assert_equal({array.dtype for array in plan.arrays()}, {np.dtype(np.int32)}, "dtypes")
     assert split_size % grid.unit == 0, f"the split size {split_size} is no multiple of {grid.unit}"
     assert plan.is_split or num_states == 0, "there are states, and no sequence is called split"
@@ -70,7 +79,7 @@ def check_plan(plan, grid, seen, tokens):
 def test_a_decode_plan_covers_each_sequence_once_and_stays_in_its_capacity(lengths, grid, window, padding):
     plan = plan_decode(lengths, grid, window=window, num_rows=len(lengths) + padding)
     seen = {(b, 0): length if window is None else min(length, window) for b, length in enumerate(lengths)}
-    check_plan(plan, grid, seen, dict.fromkeys(seen, 1))
+    check_plan(plan, grid, seen, dict.fromkeys(seen, 1), is_prefill=False)
     assert_equal(plan.capacity, grid.capacity(len(lengths) + padding), "capacity")
     assert plan.num_states <= grid.max_states(), "more states than the grid allows"
     assert_equal(plan.query_indptr.tolist(), list(range(len(lengths) + padding + 1)), "query_indptr", ("row",))
@@ -234,9 +243,9 @@ def test_every_token_of_a_tile_has_states_of_its_own():
 
 def test_where_masks_may_stand_every_tile_sees_the_window_of_the_first_token():
     """One key more, or one less, would be another split."""
-    grid, about = Grid(resident=132, unit=1, least_split=1), {"tokens_per_tile": 4, "window": 8, "split_size": 1}
+    grid, options = Grid(resident=132, unit=1, least_split=1), {"tokens_per_tile": 4, "window": 8, "split_size": 1}
     for has_masks, expected in ((False, [11, 9]), (True, [11, 13])):
-        plan = plan_prefill([6], [106], grid, has_masks=has_masks, **about)
+        plan = plan_prefill([6], [106], grid, has_masks=has_masks, **options)
         assert [len(splits) for splits in splits_of(plan).values()] == expected
 
 

@@ -14,7 +14,7 @@ MAX_SEQ_LEN = 48
 
 
 def make(tokenizer: Tokenizer, capacity: int, num_in_flight: int = 0, watermark: int = 0, **config: object) -> Loop:
-    """Every request's token is the letter behind its last one, so an answer shows a token that is lost."""
+    """Every request's token is the letter after its last one, so an answer shows a token that is lost."""
     scheduler = PreemptiveScheduler(EngineConfig(**config), TokenPool(capacity, watermark), MAX_SEQ_LEN)
     return Loop(scheduler, tokenizer, lambda request, index: LETTER + index, num_in_flight)
 

@@ -250,7 +250,7 @@ def test_a_request_waits_while_any_request_computes_its_block() -> None:
 
 
 def test_a_request_that_leaves_a_prefix_earlier_does_not_wait() -> None:
-    """Its next block has the tokens that a running request computes, but behind another prefix."""
+    """Its next block has the tokens that a running request computes, but after another prefix."""
     pool, leader = make_pool(), make("1", "abcdefghijkl")
     start(pool, leader)
     compute(pool, leader, 8)
@@ -293,7 +293,7 @@ def test_a_part_of_a_batch_makes_its_own_copies(is_planned: bool) -> None:
     """When a request fails, the others run by themselves."""
     pool, requests = make_pool(), [make(name, "abcdefgh") for name in "123"]
     if is_planned:
-        planner = cast(AttentionPlanner, SimpleNamespace(plan=lambda *about: StepPlans({}, {})))
+        planner = cast(AttentionPlanner, SimpleNamespace(plan=lambda *options: StepPlans({}, {})))
         pool.lay_out = partial(LayoutPlans.planned, planner=planner)
     run(pool, requests[0])
     for request in requests[1:]:
@@ -312,10 +312,11 @@ def test_a_block_is_copied_in_all_layers_before_a_step_writes_into_it(tiny_check
     memories = view.keys, view.values
     for memory in memories:
         memory.normal_(generator=torch.Generator().manual_seed(0))
+    before = [memory.clone() for memory in memories]
     view.load(batch)
     ((source, target),) = cast(PagedLayout, batch.layout).copies.tolist()
-    for memory in memories:
-        assert_equal(memory[:, target].tolist(), memory[:, source].tolist(), "the copy of a block", ("layer", "slot"))
+    for memory, was in zip(memories, before, strict=True):
+        assert_equal(memory[:, target].tolist(), was[:, source].tolist(), "the copy of a block", ("layer", "slot"))
 
 
 def test_the_audit_finds_damage() -> None:

@@ -27,14 +27,14 @@ def blocks(*numbers: int) -> np.ndarray:
 def insert(tree: PrefixTree, ids: str, *numbers: int, salt: bytes = b"") -> Node:
     """As a request does that holds what it finds, and then computes the rest; it keeps holding the end."""
     node, found = tree.acquire(pack(ids), salt)
-    behind = len(found)
-    if behind < len(numbers):
-        node, _ = tree.extend(node, pack(ids[behind * SIZE :]), blocks(*numbers[behind:]), salt)
+    after = len(found)
+    if after < len(numbers):
+        node, _ = tree.extend(node, pack(ids[after * SIZE :]), blocks(*numbers[after:]), salt)
     return node
 
 
 def make_tree() -> tuple[PrefixTree, list[Node]]:
-    """Blocks 0 to 2 hold `aabbcc`, and 3 `dd` behind `aabb`; what their requests hold."""
+    """Blocks 0 to 2 hold `aabbcc`, and 3 `dd` after `aabb`; what their requests hold."""
     tree = PrefixTree(SIZE)
     return tree, [insert(tree, "aabbcc", 0, 1, 2), insert(tree, "aabbdd", 0, 1, 3)]
 

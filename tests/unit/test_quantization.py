@@ -346,8 +346,8 @@ def test_rows_that_do_not_fill_an_int32(tmp_path: Path) -> None:
         (scheme(num_bits=8, type="int", strategy="tensor"), "a", 0.5 * (torch.from_numpy(bytes_[:, :6]).float() - 128)),
         (ASYMMETRIC, "b", in_groups(ZEROS)[:12, :G]),
     ):
-        about = {"format": "pack-quantized", "config_groups": config}
-        weight = detect_format(CT | about, Checkpoint(tmp_path)).read(name, tuple(expected.shape))
+        options = {"format": "pack-quantized", "config_groups": config}
+        weight = detect_format(CT | options, Checkpoint(tmp_path)).read(name, tuple(expected.shape))
         torch.testing.assert_close(dequantize(weight), expected.float())
         assert weight.zeros is None or weight.zeros.shape == weight.scales.shape
 

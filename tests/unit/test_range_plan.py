@@ -14,15 +14,15 @@ from shared.tracks.segments.range_tiles import LEAST_SAVED, Ranges, Tiles
 
 
 def ranges_of(contexts: list[list[int]], sizes: list[int]) -> tuple[Ranges, list[int]]:
-    """Sequences made of chunks of these sizes, 4 tokens a block; and how long each sequence's chunks are."""
+    """Sequences made of segments of these sizes, 4 tokens a block; and how long each sequence's segments are."""
     first_blocks = np.cumsum([0, *sizes])
     found, lengths = [], []
-    for sequence, chunks in enumerate(contexts):
+    for sequence, segments in enumerate(contexts):
         offset = 0
-        for chunk in chunks:
-            blocks = first_blocks[chunk] + np.arange(-(-sizes[chunk] // 4), dtype=np.int32)
-            found.append(SimpleNamespace(sequence=sequence, offset=offset, length=sizes[chunk], blocks=blocks))
-            offset += sizes[chunk]
+        for segment in segments:
+            blocks = first_blocks[segment] + np.arange(-(-sizes[segment] // 4), dtype=np.int32)
+            found.append(SimpleNamespace(sequence=sequence, offset=offset, length=sizes[segment], blocks=blocks))
+            offset += sizes[segment]
         lengths.append(offset)
     return Ranges.of(found), lengths
 
@@ -78,7 +78,7 @@ def test_each_visible_key_is_in_one_item(data: st.DataObject) -> None:
         first = 0 if window is None else max(0, position - window + 1)
         expected = []
         for n in np.flatnonzero(ranges.sequences == sequence):
-            table, offset = int(ranges.table_starts[ranges.chunks[n]]), ranges.offsets[n]
+            table, offset = int(ranges.table_starts[ranges.segments[n]]), ranges.offsets[n]
             expected += [(table, j) for j in range(ranges.lengths[n]) if offset + j >= first]
         own = lengths[sequence]
         expected += [(-1 - int(sequence), j - own) for j in range(max(own, first), position + 1)]
@@ -94,7 +94,7 @@ def test_each_visible_key_is_in_one_item(data: st.DataObject) -> None:
     ("num_sequences", "size", "most", "is_shared"),
     [(8, 1000, 8, True), (8, 1000, 7, False), (8, LEAST_SAVED // 8, 8, False), (5, 64, 100, True), (5, 63, 100, False)],
 )
-def test_a_shared_chunk_is_read_once_for_all_if_that_saves_enough(
+def test_a_shared_segment_is_read_once_for_all_if_that_saves_enough(
     num_sequences: int, size: int, most: int, is_shared: bool
 ) -> None:
     """And has slots for all its queries; a short one is read for each sequence."""

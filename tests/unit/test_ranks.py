@@ -119,8 +119,8 @@ def test_ranks_agree_on_blocks_for_all(session_folder: Path) -> None:
         made[rank].append(config.num_gpu_blocks)
         return SimpleNamespace(capacity_tokens=16 * (config.num_gpu_blocks or found)), None
 
-    def agree(found: tuple[int, int], **about: Any) -> list[int]:
-        own = replace(config, **about)
+    def agree(found: tuple[int, int], **options: Any) -> list[int]:
+        own = replace(config, **options)
         return on_ranks(
             2, lambda r: agreed_memory(own, None, 64, partial(make, r.rank, found[r.rank]), r)[0].capacity_tokens // 16
         )  # type: ignore[arg-type]
@@ -160,9 +160,9 @@ def steps() -> list[Batch]:
 
     def batch(step: int, samples: bool = True) -> Batch:
         lengths = [request.num_prompt_tokens for request in requests]
-        about = [(0, length) if step == 0 else (length + step - 1, 1) for length in lengths]
+        options = [(0, length) if step == 0 else (length + step - 1, 1) for length in lengths]
         entries = [
-            Scheduled(request, *range_, 0, int(samples)) for request, range_ in zip(requests, about, strict=True)
+            Scheduled(request, *range_, 0, int(samples)) for request, range_ in zip(requests, options, strict=True)
         ]
         return RankBatch.of(Schedule(step + 1, tuple(entries)), pool)
 

@@ -21,7 +21,7 @@ VOCABULARY = 100
 
 
 class Successor:
-    """A model whose likeliest token is the one behind its last: the logits of id i are highest at i + 1."""
+    """A model whose likeliest token is the one after its last: the logits of id i are highest at i + 1."""
 
     device, dtype = torch.device("cpu"), torch.float32
     config = SimpleNamespace(vocab_size=VOCABULARY)
@@ -37,6 +37,7 @@ class Successor:
         return tokens.ids
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        assert len(hidden), "logits of no rows are not computed"
         return torch.nn.functional.one_hot(hidden + 1, VOCABULARY).float()
 
 

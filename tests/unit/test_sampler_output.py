@@ -99,10 +99,10 @@ def test_rows_that_decode_on_upload_their_indices_alone_and_draw_the_same(monkey
     masked = SamplingParams(temperature=0.8, min_tokens=3)
     penalised = SamplingParams(temperature=0.8, presence_penalty=1.5)
 
-    def rows(index: int, *about: tuple[SamplingParams, int]) -> list[SamplingRow]:
+    def rows(index: int, *options: tuple[SamplingParams, int]) -> list[SamplingRow]:
         return [
             SamplingRow(params, seed, index, (1, 2), (), (0, 7) * (index < params.min_tokens), serial=seed)
-            for params, seed in about
+            for params, seed in options
         ]
 
     some = (plain, 1), (filtered, 2), (SamplingParams(temperature=0), 3)
@@ -113,9 +113,9 @@ def test_rows_that_decode_on_upload_their_indices_alone_and_draw_the_same(monkey
     sampler, sent = Sampler(CPU, 8), []
     send = sampler.staging.send
     monkeypatch.setattr(sampler.staging, "send", lambda arrays: [sent.append(set(arrays)), send(arrays)][1])
-    for number, (index, about) in enumerate(calls):
-        logits = torch.randn(len(about), 40, generator=torch.Generator().manual_seed(number))
-        step = rows(index, *about)
+    for number, (index, options) in enumerate(calls):
+        logits = torch.randn(len(options), 40, generator=torch.Generator().manual_seed(number))
+        step = rows(index, *options)
         ours = SamplerOutput([sampler.sample(logits, step, range(len(step)))]).wait()
         fresh = sample(logits, step)
         assert (ours.token_ids, ours.logprobs) == (fresh.token_ids, fresh.logprobs), f"call {number}"

@@ -29,7 +29,7 @@ SMALL = {
     "prefix": Choice(BLOCKS_OF_TWO, 11),
     "drafts": Choice(SPECULATIVE | {"drafter": "ngram", "use_prefix_caching": True}, 8),
     "draft model": Choice(SPECULATIVE | {"draft_model": "a draft model"}, 8),
-    "chunks of 9.1": Choice(BLOCKS_OF_TWO | {"max_decode_interval": NO_INTERVAL, "use_prefix_caching": True}, 10),
+    "segments of 9.1": Choice(BLOCKS_OF_TWO | {"max_decode_interval": NO_INTERVAL, "use_prefix_caching": True}, 10),
 }
 STORM: Calls = [("add_a_crowd", 1, {"prompts": [3, 2, 1, 4]}), ("step", 12, {})]
 PREFIXES: Calls = [
@@ -48,7 +48,7 @@ DRAFTS: Calls = [
     ("step", 12, {"share_right": 1}),
     *STORM,
 ]
-CHUNKS: Calls = [
+SEGMENTS: Calls = [
     ("register", 1, {"role": "a", "count": 5, "is_wanted": True}),
     ("register", 1, {"role": "b", "count": 3}),
     ("ask", 2, {"numbers": [0, 1, 0], "own": 2, "answer": 3}),
@@ -58,7 +58,7 @@ CHUNKS: Calls = [
     ("step", 4, {}),
     ("evict", 1, {"count": 9}),
     ("ask", 2, {"numbers": [1], "own": 1, "answer": 2}),
-    ("step", 2, {"fails": {0}}),  # the chunk, and with it those that wait for it
+    ("step", 2, {"fails": {0}}),  # the segment, and with it those that wait for it
     ("step", 2, {}),
     *[("register", 1, {"role": "a", "count": count}) for count in range(1, 6)],  # more than are remembered
     *[("register", 1, {"role": "b", "count": count}) for count in (1, 2, 3)],
@@ -118,7 +118,11 @@ def test_any_order_of_calls(tokenizer: Tokenizer, name: str) -> None:
         ("prefix", ENDS + PREFIXES, "failed, preempted, hits, copies, waits, evicted"),
         ("drafts", DRAFTS, "preempted, hits, evicted, accepted, rejected, short"),
         ("draft model", DRAFTS, "preempted, hits, evicted, accepted, rejected"),
-        ("chunks of 9.1", CHUNKS, "preempted, computed, recomputed, chunks evicted, shared, failed, forgotten, full"),
+        (
+            "segments of 9.1",
+            SEGMENTS,
+            "preempted, computed, recomputed, segments evicted, shared, failed, forgotten, full",
+        ),
     ],
     ids=list(SMALL),
 )
@@ -126,6 +130,8 @@ def test_what_is_rare_is_met(tokenizer: Tokenizer, name: str, calls: Calls, expe
     met = ByHand(name, tokenizer, replace(SMALL[name], num_in_flight=num_in_flight, max_bytes=2000)).run(calls)
     assert all(met[what] for what in expected.split(", ")), met
     if num_in_flight:
-        assert met["ending"] or calls in (DRAFTS, CHUNKS), "a step was dropped that computed a request which had ended"
+        assert met["ending"] or calls in (DRAFTS, SEGMENTS), (
+            "a step was dropped that computed a request which had ended"
+        )
         # Later schedulers wait for the ends before they preempt.
         assert met["preempted in flight"] or name not in ("preemptive", "chunked", "prefix")

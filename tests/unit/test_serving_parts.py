@@ -143,7 +143,7 @@ def test_a_closed_loop_keeps_so_many_open_and_answers_all() -> None:
     assert [r.token_ids for r in run.requests] == [list(range(r.new_tokens)) for r in trace.requests]
     assert all(r.arrived <= r.scheduled < r.token_times[0] <= r.token_times[-1] == r.ended for r in run.requests)
     assert run.num_forwards == len(run.steps) == engine.num_steps
-    # Behind the first four, each comes in the moment in which another ended.
+    # After the first four, each comes in the moment in which another ended.
     ends = sorted(r.ended for r in run.requests)
     assert [r.arrived for r in run.requests] == [0.0] * 4 + ends[: len(run.requests) - 4]
 

@@ -41,8 +41,8 @@ BORDERS = tuple(product((1, 2, 3), (-1, 0, 1)))  # ids around those at which the
 
 
 def config_of(num_heads: int, num_kv_heads: int) -> ModelConfig:
-    about = {"num_attention_heads": num_heads, "num_key_value_heads": num_kv_heads, "head_dim": 4}
-    return parse_config(SHAPES["tiny-llama"] | about)
+    options = {"num_attention_heads": num_heads, "num_key_value_heads": num_kv_heads, "head_dim": 4}
+    return parse_config(SHAPES["tiny-llama"] | options)
 
 
 @pytest.fixture(params=FAMILIES)
@@ -145,7 +145,7 @@ def quantized(method: str, rows: int = 300, columns: int = 384) -> QuantizedWeig
 @settings(max_examples=30)
 @given(begin=st.integers(0, 8), length=st.integers(1, 12))
 def test_a_quantized_matrix_is_cut_with_its_scales(method: str, begin: int, length: int) -> None:
-    """Wherever the part begins and ends: at a border of blocks, within a block, or behind several."""
+    """Wherever the part begins and ends: at a border of blocks, within a block, or after several."""
     whole = quantized(method)
     for dim in (ROWS, COLUMNS):
         part = range(32 * begin, min(32 * (begin + length), whole.shape[dim]))

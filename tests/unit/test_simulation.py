@@ -26,7 +26,7 @@ BLOCK = 4
 
 @st.composite
 def traces(draw: st.DrawFn) -> list[Request]:
-    """Requests that come together, one behind the other or far apart, some with the same beginning."""
+    """Requests that come together, one after the other or far apart, some with the same beginning."""
     now, found = 0.0, []
     for name in range(draw(st.integers(1, 25))):
         now += draw(st.sampled_from([0.0, 0.004, 0.05, 1.0]))
@@ -181,8 +181,8 @@ def test_arrivals_keep_their_rate_and_a_seed_repeats_them(shape: str) -> None:
 
 
 def test_the_turns_of_a_conversation_begin_with_the_blocks_of_the_turn_before() -> None:
-    about = Conversations(systems=4, system_tokens=64, turn_tokens=32, new_tokens=48, turns=3.0, pause=2.0)
-    found = list(conversations(arrival_times("poisson", 20.0, 100.0, 0), about, 0))
+    options = Conversations(systems=4, system_tokens=64, turn_tokens=32, new_tokens=48, turns=3.0, pause=2.0)
+    found = list(conversations(arrival_times("poisson", 20.0, 100.0, 0), options, 0))
     whole = {request.blocks: request for request in found}
     assert len(whole) > 0.99 * len(found), "requests have the same text"
     starts = {request.blocks[:n] for request in found for n in range(1, len(request.blocks) + 1)}
@@ -190,7 +190,7 @@ def test_the_turns_of_a_conversation_begin_with_the_blocks_of_the_turn_before() 
     assert len({request.blocks[0] for request in found}) == 4, "each prompt begins with a system prompt"
     assert sum(len([1 for other in found if other.blocks[: len(one.blocks)] == one.blocks]) > 1 for one in found) > 300
     assert continued == len(found)
-    assert all(request.prompt_tokens + request.new_tokens <= about.max_tokens for request in found)
+    assert all(request.prompt_tokens + request.new_tokens <= options.max_tokens for request in found)
 
 
 def test_cached_blocks_go_from_the_end_of_an_answer_and_a_prefix_has_no_hole() -> None:
@@ -213,8 +213,8 @@ def test_routers_know_the_loads_of_the_last_report() -> None:
 
 
 def test_a_turn_that_would_not_fit_begins_another_conversation() -> None:
-    about = Conversations(1, system_tokens=16, turn_tokens=32, new_tokens=48, turns=9.0, pause=0.1, max_tokens=200)
-    found = list(conversations(arrival_times("steady", 20.0, 10.0, 0), about, 0))
+    options = Conversations(1, system_tokens=16, turn_tokens=32, new_tokens=48, turns=9.0, pause=0.1, max_tokens=200)
+    found = list(conversations(arrival_times("steady", 20.0, 10.0, 0), options, 0))
     assert max(request.prompt_tokens + request.new_tokens for request in found) <= 200
     assert max(request.prompt_tokens for request in found) > 100, "conversations have several turns"
 
@@ -226,11 +226,11 @@ def test_a_prefix_that_is_cached_is_not_computed_again() -> None:
 
 
 def test_routers_by_prefix_keep_a_conversation_at_its_replica_and_round_robin_does_not() -> None:
-    about = Conversations(systems=1, system_tokens=0, turn_tokens=64, new_tokens=32, turns=6.0, pause=1.0)
+    options = Conversations(systems=1, system_tokens=0, turn_tokens=64, new_tokens=32, turns=6.0, pause=1.0)
     shares = {}
     for router in ROUTERS:
         fleet = Fleet(FleetPlan(4, router), TIMES, EngineLimits())
-        done = list(fleet.run(conversations(arrival_times("poisson", 4.0, 200.0, 0), about, 0)))
+        done = list(fleet.run(conversations(arrival_times("poisson", 4.0, 200.0, 0), options, 0)))
         shares[router] = sum(one.num_cached for one in done) / sum(one.prompt_tokens for one in done)
     assert shares["prefix"] > 1.3 * shares["round-robin"], shares
 

@@ -22,9 +22,9 @@ ANSWER = [30, 31, 32, 33, 34, 35, 36, 37]
 WRONG = 99
 
 
-def make_scheduler(**about: Any) -> SpeculativeScheduler:
-    about |= {"use_speculative_decoding": True, "drafter": "ngram", "adapt_spec_length": False}
-    config = EngineConfig(spec_length=LENGTH, max_batch_size=4, **about)
+def make_scheduler(**options: Any) -> SpeculativeScheduler:
+    options |= {"use_speculative_decoding": True, "drafter": "ngram", "adapt_spec_length": False}
+    config = EngineConfig(spec_length=LENGTH, max_batch_size=4, **options)
     return SpeculativeScheduler(config, PagedKVCachePool(40, BLOCK_SIZE, 4, MAX_SEQ_LEN), MAX_SEQ_LEN)
 
 
@@ -35,7 +35,7 @@ def add(scheduler: SpeculativeScheduler, name: str) -> Request:
 
 
 def step(scheduler: SpeculativeScheduler, drafts: Sequence[Sequence[int]] = (), failing: int = -1) -> None:
-    """Each request proposes its own drafts, or none, and draws what a model does whose answer is ``ANSWER``: behind a
+    """Each request proposes its own drafts, or none, and draws what a model does whose answer is ``ANSWER``: after a
     wrong draft any token. The request at ``failing`` cannot be computed."""
     schedule = scheduler.schedule()
     for entry, ids in zip(schedule, drafts, strict=False):

@@ -32,7 +32,7 @@ def test_texts_without_the_byte_are_left() -> None:
 
 
 def test_a_text_that_could_not_be_ended_is_refused() -> None:
-    """The last byte of é is missing, behind a first byte that is not."""
+    """The last byte of é is missing, after a first byte that is not."""
     missing = 0xA9
     for schema in ({"const": "aé"}, {"properties": {"é": {}}, "required": ["é"], "additionalProperties": False}):
         with pytest.raises(GrammarError, match=r"cannot spell \(A9\)"):

@@ -58,7 +58,7 @@ def test_an_array_arrives_in_the_dtype_of_its_place() -> None:
 @pytest.mark.parametrize("name", PLACES)
 def test_an_array_that_is_too_long_is_refused(name: str) -> None:
     staging, room = Staging(CPU, PLACES), PLACES[name][0]
-    message = f"{name} has {room + 1} numbers, and there is room for {room}"
+    message = f"{name} has {room + 1} numbers, and there is space for {room}"
     with pytest.raises(ValueError, match=message):
         staging.send(arrays_of({name: room + 1}))
     for follower in PLACES:

@@ -113,6 +113,16 @@ def test_a_submission_without_a_workspace_or_with_several_says_so(tmp_path: Path
     assert "neither a folder nor a zip" in read(lay(tmp_path, "thesis.pdf") / "thesis.pdf").refused
 
 
+@pytest.mark.parametrize("around", ["", "workspace/", "ada/workspace/"])
+@pytest.mark.parametrize("has_exercises", [True, False])
+def test_bug_hunts_are_a_part_of_the_workspace_also_alone(around: str, has_exercises: bool, tmp_path: Path) -> None:
+    hunts = [f"bugs/08b1/{CACHE}", f"bugs/03.1b2/{NORM}"]
+    wanted = [*hunts, *[CACHE] * has_exercises]
+    names = [around + name for name in wanted]
+    for path in (lay(tmp_path / "folder", *names), pack(tmp_path / "ada.zip", *names)):
+        assert read_submission(path, "ada", (*hunts, CACHE)) == Submission("ada", dict.fromkeys(wanted, CODE))
+
+
 def test_a_missing_file_is_no_problem_and_an_encrypted_one_is(tmp_path: Path) -> None:
     assert read(lay(tmp_path / "ada", f"workspace/{NORM}")) == Submission("ada", {NORM: CODE})
     file = pack(tmp_path / "ada.zip", NORM)

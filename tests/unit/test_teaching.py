@@ -16,6 +16,7 @@ TEACHERS, DAY, SLIDES, ANSWERS = (
     for name in ("teachers", "serving_day", "serving_day_slides", "serving_day_answers")
 )
 PAGES = sorted(TUTORIAL.glob("*.md"))
+CHAPTERS = [page for page in PAGES if re.fullmatch(r"phase_\d\d[a-z]?(_\d)?", page.stem)]
 MINUTES = {exercise.number: exercise.minutes for exercise in exercises()}
 NUMBER = r"\d\d[a-z]?(?:\.\d)?x\d"
 
@@ -56,8 +57,16 @@ def test_minutes_on_a_page_are_those_of_the_lesson(page: Path) -> None:
         rf"\*\*({NUMBER}) [^*]+\*\* \((\d+) minutes\)|\b({NUMBER})(?:\*\*)? \((\d+)(?: minutes)?\)", text
     )
     said = [(title or name, int(minutes or bare)) for title, minutes, name, bare in found]
-    assert said or not re.fullmatch(r"phase_\d\d[a-z]?(_\d)?", page.stem)
+    assert said or page not in CHAPTERS
     assert said == [(number, MINUTES[number]) for number, _ in said]
+
+
+@pytest.mark.parametrize("page", CHAPTERS, ids=lambda page: page.name)
+def test_a_chapter_says_at_its_top_how_long_its_exercises_take(page: Path) -> None:
+    top, _, rest = page.read_text(encoding="utf-8").partition("\n## ")
+    said = re.findall(r"(\d+)\sminutes\sfor\s(?:its|the)\sexercises", top)
+    minutes = [MINUTES[number] for number in re.findall(rf"^\*\*({NUMBER}) ", rest, re.MULTILINE)]
+    assert [int(number) for number in said] == [sum(minutes)]
 
 
 def test_the_list_of_exercises_by_minutes_is_complete() -> None:

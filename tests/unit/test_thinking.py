@@ -64,12 +64,12 @@ def test_the_most_likely_token_is_replaced() -> None:
     assert RedirectProcessor.of([row(0, None)]) is None
 
 
-def limits(**about: Any) -> ThinkingLimits:
-    return ThinkingLimits(**{"open_id": OPEN, "close_id": CLOSE, "is_open": False, "least": 0, "most": None} | about)
+def limits(**options: Any) -> ThinkingLimits:
+    return ThinkingLimits(**{"open_id": OPEN, "close_id": CLOSE, "is_open": False, "least": 0, "most": None} | options)
 
 
 def rows_of(kept: ThinkingLimits, output_ids: list[int]) -> list[tuple[tuple[int, ...], tuple[int, int | None] | None]]:
-    """What the limits ask of each row up to the one behind these outputs."""
+    """What the limits ask of each row up to the one after these outputs."""
     found = []
     for index in range(len(output_ids) + 1):
         made = kept(SamplingRow(SamplingParams(), 0, index, output_ids=output_ids[:index]))
@@ -100,7 +100,9 @@ def test_thinking_is_closed_behind_its_budget() -> None:
 
 
 def test_each_row_sees_the_drafts_in_front_of_it_and_none_is_remembered() -> None:
-    request = Request("r", [1], SamplingParams(thinking_budget=3), 0, (END,), [5], steer=limits(most=3, is_open=True))
+    request = Request(
+        "r", [1], SamplingParams(thinking_budget=3), 0, (END,), [5], limit_row=limits(most=3, is_open=True)
+    )
     for drafts, expected in (([6, CLOSE], None), ([6, 7], (CLOSE, None)), ([CLOSE, 7], None), ([8, 9], (CLOSE, None))):
         request.draft_ids = drafts
         assert [request.sampling_row(number).redirect for number in range(3)] == [None, None, expected]
@@ -267,9 +269,9 @@ def folder(tiny_checkpoints: dict[str, Path], close_id: int, monkeypatch: pytest
 
 def test_a_greedy_answer_is_the_plain_one_with_replacements(folder: Path, close_id: int) -> None:
     """The definition, token by token: draw without limits, and replace."""
-    (prompt, about), *_ = REQUESTS
+    (prompt, options), *_ = REQUESTS
     engine = Engine(EngineConfig(str(folder), **ABOUT))
-    answer = tokens(serve(engine, [(prompt, about)])[0][0])
+    answer = tokens(serve(engine, [(prompt, options)])[0][0])
     words, expected, num_replaced = chosen([40, 41], 7, 0, 14), [], 0
     for index in range(len(answer)):
         params = SamplingParams(temperature=0, max_new_tokens=1, ignore_eos=True)
@@ -292,15 +294,15 @@ def test_limits_hold_whatever_is_guessed(folder: Path, close_id: int, overlaps: 
     where = few | {"device": device, "dtype": "float32", "overlap_scheduling": overlaps, **ABOUT}
     answers = serve(Engine(EngineConfig(str(folder), **where)), REQUESTS)[0]
     ids = [tokens(answer) for answer in answers]
-    for (_, about), answer in zip(REQUESTS, ids, strict=True):
-        assert close_id not in answer[: about["min_thinking_tokens"]]
+    for (_, options), answer in zip(REQUESTS, ids, strict=True):
+        assert close_id not in answer[: options["min_thinking_tokens"]]
         assert close_id in answer[:22]
     assert any(token_id in (40, 41) for answer in ids for token_id in answer[:14])
-    about = where | {"use_speculative_decoding": True, "adapt_spec_length": False}
+    options = where | {"use_speculative_decoding": True, "adapt_spec_length": False}
     for method in ("coupled", "rejection"):
         for foreseen in (None, answers):
             config = EngineConfig(
-                str(folder), adapter=str(random_adapter_of(folder)), acceptance_method=method, **about
+                str(folder), adapter=str(random_adapter_of(folder)), acceptance_method=method, **options
             )
             engine = Engine(config)
             if foreseen is not None:

@@ -102,7 +102,7 @@ def test_every_token_has_the_bytes_that_decode_shows_after_a_letter(pairs, kind)
         assert_equal(
             "a" + ours.token_bytes(index).decode(errors="replace"),
             ours.decode([letter, index]),
-            f"token {index} behind a letter",
+            f"token {index} after a letter",
         )
 
 

@@ -47,12 +47,12 @@ def test_nothing_is_left_behind(
 ) -> None:
     import shared.engine.warm_up as module
 
-    monkeypatch.setattr(module, "rounds", lambda *sizes, **about: rounds(*sizes, **about | {"is_gpu": is_gpu}))
+    monkeypatch.setattr(module, "rounds", lambda *sizes, **options: rounds(*sizes, **options | {"is_gpu": is_gpu}))
     sizes = {"max_seq_len": 64, "max_batch_size": 3, "max_waiting_requests": 1}  # with a full queue requests wait
     sizes |= {"block_size": 4} if make is Prefixes else {}
     engine = make(EngineConfig(model=str(tiny_checkpoints["llama"]), **sizes))
     add, added = engine.add_request, []
-    monkeypatch.setattr(engine, "add_request", lambda *about: added.append(add(*about)))
+    monkeypatch.setattr(engine, "add_request", lambda *options: added.append(add(*options)))
     warm_up(engine)
     assert len(added) == (9 if is_gpu else 1), "six alone and three together, each when the queue has room"
     assert engine.load().num_prefix_hits == 0, "every prompt is computed"

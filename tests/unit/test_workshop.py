@@ -1,6 +1,9 @@
 """Exercises as text: markers, gaps, the way back; and a workspace's files, without running any of them."""
 
 import json
+import subprocess
+import sys
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -171,6 +174,7 @@ def test_an_exercise_and_a_phase_have_numbers_that_cannot_be_mistaken() -> None:
     assert find_exercise("03.1x1").phase == find_lesson("3.1").number == "03.1"
     assert [exercise.number for exercise in wanted_exercises("03.1", None)][:2] == ["03.1x1", "03.1x2"]
     assert wanted_exercises(None, "03x1") == wanted_exercises("03", "3x1") == [find_exercise("03x1")]
+    assert wanted_exercises("03x1", None) == wanted_exercises("3X1", None) == [find_exercise("03x1")]
     assert wanted_exercises("03_1", "03.1x1") == [find_exercise("03.1x1")]
     for phase, only in (("03.1", "03x1"), ("03", "03.1x1")):
         with pytest.raises(ConfigError, match=rf"belongs to phase .*, not to phase {phase}, whose exercises are"):
@@ -275,6 +279,43 @@ def moved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(of_learner, "ROOT", tmp_path / "reference")
     monkeypatch.setattr(of_course, "ROOT", tmp_path / "reference")
     return tmp_path / "reference"
+
+
+NOTES = """
+import sys
+from pathlib import Path
+from tutorial.workshop.exercises import exercises
+from tutorial.workshop.workspace import Workspace
+workspace = Workspace(Path(sys.argv[1]))
+print("open", flush=True)
+sys.stdin.readline()
+for exercise in exercises()[int(sys.argv[2]) :: 2]:
+    workspace.note_check(exercise, passed=True, digest=exercise.number)
+"""
+
+
+def test_two_processes_that_note_checks_at_once_lose_none(workspace: Workspace) -> None:
+    """Both have read the progress before the other writes, and both write again and again."""
+    workspace.start(PHASE_3)
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True, "cwd": ROOT}
+    command = [sys.executable, "-c", NOTES, str(workspace.root)]
+    with ExitStack() as stack:
+        both = [stack.enter_context(subprocess.Popen([*command, n], **pipes)) for n in "01"]
+        for process in both:
+            assert process.stdout.readline() == "open\n"
+        for process in both:
+            process.stdin.write("go\n")
+            process.stdin.flush()
+    assert [process.returncode for process in both] == [0, 0]
+    progress = json.loads((workspace.root / ".progress.json").read_text())
+    assert {number: entry["passed"] for number, entry in progress.items()} == {e.number: e.number for e in exercises()}
+    assert progress["03x1"]["is_started"]
+
+
+def test_a_workspace_that_is_a_file_is_refused_and_nothing_is_to_be_deleted(tmp_path: Path) -> None:
+    (tmp_path / "hostname").write_text("mine")
+    with pytest.raises(ConfigError, match=r"hostname is a file; choose a folder with INFER_WORKSPACE=DIR\.$"):
+        Workspace(tmp_path / "hostname")
 
 
 def test_a_damaged_progress_file_is_one_paragraph(workspace: Workspace) -> None:

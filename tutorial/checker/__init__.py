@@ -5,7 +5,7 @@ anew. A page is Markdown with these fences (``chapter.py`` reads them):
 
 ==========================================  ========================================================================
 ```` ```python run ````                     runs, after the run fences before it, in one namespace a page (``runs.py``)
-```` ```output ````                         directly behind a run fence: what that fence printed (``matching.py``)
+```` ```output ````                         directly after a run fence: what that fence printed (``matching.py``)
 ```` ```python source=PATH#NAME ````        equals that function, method, class or constant (``quotes.py``)
 ```` ```diff phases=02..03 ````             equals the difference of the two ``engine.py`` files
 ```` ```console ````                        ``$`` lines are run at the repository's root, the rest is what they print
@@ -17,7 +17,7 @@ After ``run`` and ``console`` may stand ``demo``: needs the demo model, and is s
 checked. After ``run``, ``file=NAME.py``: the code is also written into that file, which later pages of the folder can
 import (``files.py``). After ``source=``, ``nodoc``: without docstrings. After ``phases=``, ``target=Engine.NAME``: one
 method instead of the file; or ``target=CLASS.NAME``, one of a part that replaces another, without its docstring. Any
-other fence or attribute is an error.
+other fence or attribute is an error. Quotes and diffs have one line in place of an exercise's lines (``folds.py``).
 
 Numbers in the text that were measured are followed by their source, ``15.3<!-- {{report:FILE#KEY}} -->``
 (``citations.py``). Links, paths, dotted names and commands in the text must exist (``references.py``).

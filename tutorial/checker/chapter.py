@@ -211,5 +211,5 @@ def _pair_outputs(fences: list[Fence], lines: list[str], problems: list[Problem]
         if before is not None and before.kind == "run" and not any(line.strip() for line in between):
             outputs[before.line] = fence
         else:
-            problems.append(Problem(fence.line, "an output fence must stand directly behind a `python run` fence"))
+            problems.append(Problem(fence.line, "an output fence must stand directly after a `python run` fence"))
     return outputs

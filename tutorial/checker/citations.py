@@ -5,10 +5,10 @@ Behind the number, in a comment that a renderer does not show, stands its source
     15.3<!-- {{report:FILE#KEY}} --> times        1,144<!-- {{report:FILE#results.02.tokens_computed}} -->
     3.5×<!-- {{report:FILE#A / FILE#B}} -->       12 %<!-- {{report:FILE#A * 100}} -->
 
-FILE lies in ``benchmarks/reports``, KEY is as in `benchmarks.report.read_value`; a FILE left out is the one before it.
-``*`` and ``/``, with spaces around, combine values and plain numbers from left to right. The number shown must be the
-value, rounded to the digits it shows. Commas between thousands do not count, nor do ``×``, ``%``, ``*`` or ``_`` behind
-the number.
+FILE lies in ``benchmarks/reports``, KEY is as in `benchmarks.report.read_value` and may hold spaces; a FILE left out
+is the one before it. ``*`` and ``/``, with spaces around, combine values and plain numbers from left to right. The
+number shown must be the value, rounded to the digits it shows. Commas between thousands do not count, nor do ``×``,
+``%``, ``*`` or ``_`` after the number.
 """
 
 import re
@@ -25,7 +25,7 @@ _CITATION = re.compile(
     rf"(?P<number>(?<![\w.,]){_NUMBER})(?P<behind>(?:\s?[×%]|[*_]+)*)<!-- \{{\{{report:(?P<source>[^{{}}]+)\}}\}} -->"
 )
 _ANY = re.compile(r"\{\{\s*report\b")
-_OPERAND = re.compile(r"(?P<file>[\w.-]*)#(?P<key>\S+)|(?P<number>\d+(?:\.\d+)?)")
+_OPERAND = re.compile(r"(?P<file>[\w.-]*)#(?P<key>\S+(?: [\w.]+)*)|(?P<number>\d+(?:\.\d+)?)")
 _CODE_SPAN = re.compile(r"(`+)(?!`).*?(?<!`)\1(?!`)")
 HOW = "write it as NUMBER<!-- {{report:FILE#KEY}} -->, with nothing between the number and the comment"
 
@@ -63,8 +63,8 @@ def check_citations(chapter: Chapter, line_number: int, root: Path) -> list[Prob
 
 def evaluate(source: str, folder: Path) -> Decimal:
     """The value of ``FILE#KEY``, or of several combined; raises ConfigError with what is wrong."""
-    words = source.split()
-    if len(words) % 2 == 0 or any(word not in ("*", "/") for word in words[1::2]):
+    words = re.split(r" ([*/])(?: |$)", source)  # keys may hold spaces
+    if "" in words:
         raise ConfigError(f"{source!r} cannot be read; a source is FILE#KEY, or several with ` / ` or ` * ` between.")
     result, file = Decimal(1), ""
     for operator, word in zip(["*", *words[1::2]], words[::2], strict=True):

@@ -1,6 +1,6 @@
 """Takes from the repository what a page quotes: the source of a name, and the difference of two phases.
 
-A quoted name is shown without the markers of exercises, moved to the left margin; with ``nodoc`` also without its
+A quoted name is moved to the left margin, each exercise in it folded into one line; with ``nodoc`` it is without its
 docstrings. Everything else is the source to the letter, so a reader can search for any line of it.
 """
 
@@ -13,6 +13,7 @@ from shared.errors import ConfigError
 from shared.lesson_source import ENGINE, file_diff, methods, module_file, phase_pair, replaced_parts
 from shared.lessons import Lesson
 from tutorial.checker.chapter import Fence, Problem
+from tutorial.checker.folds import fold
 from tutorial.checker.report import changed
 from tutorial.workshop.exercises import regions
 
@@ -53,9 +54,10 @@ def quoted_source(root: Path, target: str, *, with_docstrings: bool = True) -> l
         raise ConfigError(f"{path} has no {name!r}; at its top level it has {there or 'no name'}.")
     lines = text.splitlines()
     first, last = _extent(node, lines)
-    dropped = {i for region in regions(text, path) for i in _marker_lines(region.begin, region.end, lines)}
-    if not with_docstrings:
-        dropped |= _docstring_lines(node, lines)
+    dropped = set() if with_docstrings else _docstring_lines(node, lines)
+    for region in regions(text, path):
+        lines[region.begin] = fold(region.number, region.indent)
+        dropped |= set(range(region.begin + 1, region.end + 1))
     kept = [lines[i] for i in range(first, last) if i not in dropped]
     return textwrap.dedent("\n".join(kept)).rstrip("\n").split("\n")
 
@@ -140,12 +142,6 @@ def _extent(node: ast.stmt | ast.Module, lines: list[str]) -> tuple[int, int]:
         return 0, len(lines)
     decorators = [decorator.lineno for decorator in getattr(node, "decorator_list", [])]
     return min([node.lineno, *decorators]) - 1, node.end_lineno or node.lineno
-
-
-def _marker_lines(begin: int, end: int, lines: list[str]) -> list[int]:
-    """Of an exercise's lines those that only speak of the exercise."""
-    hints = [i for i in range(begin + 1, end) if lines[i].lstrip().startswith("# hint: ")]
-    return [begin, *hints, end]
 
 
 def _docstring_lines(node: ast.AST, lines: list[str]) -> set[int]:

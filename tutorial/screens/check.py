@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 import typer
 
+from shared.lessons import find_lesson
 from shared.terminal import printable
 
 if TYPE_CHECKING:
@@ -20,6 +21,8 @@ if TYPE_CHECKING:
 COLOURS = {"passed": "green", "failed": "red", "not run": "red", "to do": "yellow", "written": "cyan"}
 _MARKS = {"passed": ("✓", "green"), "failed": ("✗", "red")}
 _INDENT = " " * 8
+_FIRST_WITH_TEXT = "02"
+"""The first phase that generates; earlier ones compute logits."""
 _MOST_ROWS = 10
 _MOST_COLUMNS = 8
 _MOST_LETTERS = 300
@@ -35,13 +38,16 @@ def screen(workspace: "Workspace", verdict: "Verdict") -> list[str]:
     """What the terminal shows of one exercise."""
     exercise, said = verdict.exercise, str(verdict.outcome)
     if said == "passed":
-        about = [f"{verdict.num_passed} tests, run on {exercise.target} of {shown(workspace.file(exercise))}"]
+        again = "; nothing has changed since" if verdict.is_kept else ""
+        about = [f"{verdict.num_passed} tests, run on {exercise.target} of {shown(workspace.file(exercise))}{again}"]
     elif said == "to do":
         about = [f"{shown(workspace.file(exercise))}:{line_of(workspace, exercise)}"]
     elif said == "not started":
         about = [f"infer workshop start {exercise.phase} --only {exercise.number}"]
     elif said == "not run":
-        about = [verdict.reason, *([f"in {verdict.test}"] if verdict.test else [])]
+        reason, *lines = verdict.reason.splitlines()
+        about = [reason, *_place(verdict), *(f"    {printable(line)}" for line in lines)]
+        about += [f"in {verdict.test}"] if verdict.test else []
     else:
         about = _failure(verdict)
     return [headline(verdict), *(_INDENT + line if line else "" for line in about)]
@@ -52,6 +58,22 @@ def looks_like(found: "Sequence[Mistake]") -> list[str]:
     beginnings = ["This looks like:", *["or:"] * len(found)]
     lines = [f"{begin} {mistake.says}." for begin, mistake in zip(beginnings, found, strict=False)]
     return ["", *(_INDENT + typer.style(line, fg="yellow", bold=True) for line in lines)] if lines else []
+
+
+def what_it_bought(exercise: "Exercise") -> list[str]:
+    """What an exercise that passed is for, and a command that runs the learner's lines."""
+    phase = max(exercise.phase, _FIRST_WITH_TEXT)
+    command = f'INFER_WORKSHOP=1 infer generate --phase {phase} --prompt "The capital of France is" --stats'
+    return [f"  a step towards: {find_lesson(exercise.phase).question}", f"  on your lines: {command}"]
+
+
+def what_to_write(workspace: "Workspace", exercise: "Exercise") -> list[str]:
+    """Where an exercise is written, or how it is started, and where its hints are."""
+    if str(workspace.state(exercise)) != "not started":
+        lines = [f"  write it at {shown(workspace.file(exercise))}:{line_of(workspace, exercise)}"]
+    else:
+        lines = [f"  start it: infer workshop start {exercise.number}"]
+    return lines + ([f"  a hint: infer workshop hint {exercise.number}"] if exercise.hints else [])
 
 
 def line_of(workspace: "Workspace", exercise: "Exercise") -> int:
@@ -72,6 +94,20 @@ def shown(path: Path) -> str:
     return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else str(path)
 
 
+def _place(verdict: "Verdict") -> list[str]:
+    """The learner's line at which it happened, and the exercise that it belongs to if that is another."""
+    from tutorial.workshop.skeleton import exercise_around
+
+    if not verdict.where:
+        return []
+    path, _, number = verdict.where.rpartition(":")
+    text = Path(path).read_text(encoding="utf-8", errors="replace")
+    other = exercise_around(text, int(number))
+    told = f" (in exercise {other})" if other not in (None, verdict.exercise.number) else ""
+    source = text.split("\n")[int(number) - 1 :][:1]
+    return [f"  at {shown(Path(path))}:{number}{told}", *(f"    {printable(line.strip())}" for line in source)]
+
+
 def _failure(verdict: "Verdict") -> list[str]:
     lines = []
     for name in dict.fromkeys(case.name for case in verdict.cases if case.outcome in _MARKS):
@@ -82,9 +118,8 @@ def _failure(verdict: "Verdict") -> list[str]:
     lines += ["", f"the smallest failing case: {case.name}{brackets}"]
     error = case.error.removeprefix("AssertionError: ")
     lines += [f"  {printable(line)[:_MOST_LETTERS]}" for line in (error, *case.details)]
-    if verdict.where:
-        lines.append(f"  at {shown(Path(verdict.where))}")
-    elif "::" in case.test and not case.error.startswith("AssertionError"):
+    lines += _place(verdict)
+    if not verdict.where and "::" in case.test and not case.error.startswith("AssertionError") and not case.is_time_out:
         lines.append("  raised in lines that are not yours, by what they got from yours")
     lines.append(f"in {case.test}")
     return lines + [printable(line) for line in case.traceback.splitlines()]

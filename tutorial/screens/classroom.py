@@ -143,7 +143,7 @@ def prepare() -> None:
     from tutorial.workshop.preparation import look
 
     try:
-        fetch_if_known(EngineConfig.model)
+        fetch_if_known(EngineConfig.model, asks=False)
     except InferError as error:  # what is missing is said below, with everything else
         typer.echo(" ".join(str(error).split()), err=True)
     missing = 0
@@ -170,9 +170,11 @@ COMMANDS: dict[Callable[..., None], str] = {
 
 
 def wanted_exercises(phase: str | None, only: str | None) -> list["Exercise"]:
-    """The exercises that a command's arguments name; ConfigError if they do not fit together."""
+    """The exercises that a command's arguments name: a phase's, or one. ConfigError if they do not fit together."""
     from tutorial.workshop.exercises import exercises_of, find_exercise
 
+    if only is None and phase is not None and "x" in phase.lower():
+        phase, only = None, phase
     if only is None:
         assert phase is not None
         return list(exercises_of(find_lesson(phase)))

@@ -1,4 +1,4 @@
-"""``infer workshop``: exercises handed out, checked, solved, reset, merged, graded. Introduced in phase 1b."""
+"""``infer workshop``: exercises handed out, checked, solved, reset, merged, graded; bugs. Introduced in phase 1b."""
 
 import difflib
 from contextlib import nullcontext
@@ -8,12 +8,13 @@ import typer
 
 from shared.errors import ConfigError
 from shared.terminal import examples, stdout_console, working
-from tutorial.screens.check import COLOURS, line_of, looks_like, screen, shown
+from tutorial.screens.check import COLOURS, line_of, looks_like, screen, shown, what_it_bought, what_to_write
 from tutorial.screens.classroom import COMMANDS, wanted_exercises
+from tutorial.screens.hunts import EPILOG, bug
 
 if TYPE_CHECKING:
     from tutorial.workshop.exercises import Exercise
-    from tutorial.workshop.workspace import Workspace
+    from tutorial.workshop.workspace import State, Workspace
 
 app = typer.Typer(
     help="Exercises: the lines of a phase that matter, taken out for you to write.",
@@ -26,7 +27,7 @@ app = typer.Typer(
     ),
 )
 
-PhaseArgument = Annotated[str, typer.Argument(help="A phase, such as 03.", metavar="PHASE")]
+PhaseArgument = Annotated[str, typer.Argument(help="A phase, such as 03, or an exercise.", metavar="PHASE")]
 OnlyOption = Annotated[str | None, typer.Option("--only", help="One exercise of it, such as 03x2.", metavar="EXERCISE")]
 ExerciseArgument = Annotated[str, typer.Argument(help="An exercise, such as 03x2.", metavar="EXERCISE")]
 
@@ -49,14 +50,14 @@ def start(phase: PhaseArgument, only: OnlyOption = None) -> None:
         typer.echo(f"  {exercise.number}  {place}  {exercise.title}")
     if unchecked := [exercise.number for exercise in wanted if not can_be_checked(exercise)]:
         typer.echo(f"\nTo check {', '.join(unchecked)} {NO_TRITON}.")
-    again = f"check {wanted[0].phase}" + (f" --only {wanted[0].number}" if only else "")
-    typer.echo(f"\nWrite your lines where the file raises NotImplementedError, then run: infer workshop {again}")
+    again = f"infer workshop check {wanted[0].phase if len(wanted) > 1 else wanted[0].number}"
+    typer.echo(f"\nWrite your lines where the file raises NotImplementedError, then run: {again}")
 
 
-@app.command(epilog=examples("infer workshop check", "infer workshop check 03 --only 03x2 --verbose"))
+@app.command(epilog=examples("infer workshop check", "infer workshop check 03", "infer workshop check 03x2 --verbose"))
 def check(
     phase: Annotated[
-        str | None, typer.Argument(help="A phase; by default everything started.", metavar="PHASE")
+        str | None, typer.Argument(help="A phase or an exercise; by default everything started.", metavar="PHASE")
     ] = None,
     only: OnlyOption = None,
     verbose: Annotated[bool, typer.Option("--verbose", help="Show the traceback of the case that is shown.")] = False,
@@ -67,13 +68,14 @@ def check(
     from tutorial.workshop.later import is_finished
     from tutorial.workshop.session import Session
     from tutorial.workshop.verdicts import Outcome
+    from tutorial.workshop.warm_server import idle_seconds
     from tutorial.workshop.workspace import State
 
     workspace = _workspace()
     wanted = _wanted(workspace, phase, only)
     written = [exercise for exercise in wanted if workspace.state(exercise) is State.WRITTEN]
     unfinished = [p for p in dict.fromkeys(e.phase for e in wanted) if not is_finished(workspace, p)]
-    with CheckServer() as server:
+    with CheckServer(idle_seconds=idle_seconds()) as server:
         session = Session(workspace, server)
         what = f"running the tests of {', '.join(exercise.number for exercise in written)}" if written else ""
         with working(what) if what else nullcontext():
@@ -85,16 +87,20 @@ def check(
                     found = session.look(verdict)
                 typer.echo("".join(f"{line}\n" for line in looks_like(found)), nl=False)
         say_later(workspace, server, unfinished)
-    num_passed = sum(verdict.outcome is Outcome.PASSED for verdict in verdicts)
-    typer.echo(f"{num_passed} of {len(wanted)} passed")
-    if num_passed < len(wanted):
+    passed = [verdict.exercise for verdict in verdicts if verdict.outcome is Outcome.PASSED]
+    typer.echo(f"{len(passed)} of {len(wanted)} passed")
+    if passed:
+        typer.echo("\n".join(what_it_bought(passed[-1])))
+    if all(verdict.outcome in (Outcome.PASSED, Outcome.GAP, Outcome.NEW) for verdict in verdicts):
+        _say_what_is_next(workspace, wanted[0])
+    if len(passed) < len(wanted):
         raise typer.Exit(1)
 
 
 @app.command(epilog=examples("infer workshop watch 03", "infer workshop watch 03 --only 03x2"))
 def watch(
     phase: Annotated[
-        str | None, typer.Argument(help="A phase; by default everything started.", metavar="PHASE")
+        str | None, typer.Argument(help="A phase or an exercise; by default everything started.", metavar="PHASE")
     ] = None,
     only: OnlyOption = None,
 ) -> None:
@@ -153,28 +159,31 @@ def solution(
         typer.echo(f"Your {found.target} is the reference's, to the letter.")
 
 
-@app.command(epilog=examples("infer workshop status"))
-def status() -> None:
-    """Show every exercise of the course and how far you are."""
+@app.command(epilog=examples("infer workshop status", "infer workshop status --all"))
+def status(
+    show_all: Annotated[bool, typer.Option("--all", help="Show every exercise of the course.")] = False,
+) -> None:
+    """Show how far you are: the exercises of the phase at hand, and how many of the course have passed."""
     from rich import box
     from rich.table import Table
 
     workspace = _workspace()
     states = workspace.states()
+    passed = {exercise for exercise in states if workspace.has_passed(exercise)}
+    phase = _phase_at_hand(states, passed)
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     for name in ("exercise", "state", "minutes", "what", "where"):
         table.add_column(name, justify="right" if name == "minutes" else "left", no_wrap=name in ("exercise", "state"))
-    num_passed = 0
     for exercise, state in states.items():
-        passed = workspace.has_passed(exercise)
-        num_passed += passed
-        said = "passed" if passed else str(state)
+        if not show_all and exercise.phase != phase:
+            continue
+        said = "passed" if exercise in passed else str(state)
         place = shown(workspace.file(exercise)) if str(state) != "not started" else exercise.path
         table.add_row(
             exercise.number, f"[{COLOURS.get(said, 'dim')}]{said}[/]", str(exercise.minutes), exercise.title, place
         )
     stdout_console().print(table)
-    typer.echo(f"{num_passed} of {len(states)} passed")
+    typer.echo(f"{len(passed)} of {len(states)} passed" + ("" if show_all else "; --all shows every exercise"))
 
 
 @app.command(epilog=examples("infer workshop reset 03", "infer workshop reset 03 --only 03x2"))
@@ -205,6 +214,7 @@ def update() -> None:
         raise typer.Exit(1)
 
 
+app.command(epilog=EPILOG)(bug)
 for command, epilog in COMMANDS.items():
     app.command(epilog=epilog)(command)
 
@@ -219,6 +229,24 @@ def _wanted(workspace: "Workspace", phase: str | None, only: str | None) -> "tup
     if not started:
         raise ConfigError(f"Nothing has been started in {workspace.root}; begin with `infer workshop start 01a`.")
     return started
+
+
+def _say_what_is_next(workspace: "Workspace", first: "Exercise") -> None:
+    """The next exercise that has not passed, from ``first`` on, and where it is."""
+    from tutorial.workshop.exercises import exercises
+
+    later = exercises()[exercises().index(first) :]
+    if found := next((exercise for exercise in later if not workspace.has_passed(exercise)), None):
+        typer.echo(f"next: {found.number} {found.title} (about {found.minutes} min)")
+        typer.echo("\n".join(what_to_write(workspace, found)))
+
+
+def _phase_at_hand(states: "dict[Exercise, State]", passed: "set[Exercise]") -> str:
+    """The last phase of which something was started and something has not passed; otherwise the first that has not
+    passed, or the last of all."""
+    left = [exercise.phase for exercise in states if exercise not in passed]
+    started = {exercise.phase for exercise, state in states.items() if str(state) != "not started"}
+    return [list(states)[-1].phase, *left[:1], *(phase for phase in left if phase in started)][-1]
 
 
 def _workspace() -> "Workspace":

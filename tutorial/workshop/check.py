@@ -24,13 +24,15 @@ from shared.kernels import NO_TRITON
 from tutorial.workshop.exercises import ROOT, Exercise
 from tutorial.workshop.fork_server import IS_SUPPORTED, ForkedProcess, ForkServer
 from tutorial.workshop.overlay import ENABLED, FOLDER, GAPS, SAID
-from tutorial.workshop.recorder import RECORD
-from tutorial.workshop.verdicts import Case, Verdict, judge
+from tutorial.workshop.time_outs import time_out
+from tutorial.workshop.verdicts import RECORD, Case, Verdict, judge
 
 KERNEL_TESTS = "tests/kernels/"
 INTERPRET = "TRITON_INTERPRET"
-SECONDS_PER_TEST = 120
-"""Meant for endless loops: right code takes a tenth at most, also where a kernel is interpreted."""
+SECONDS_PER_TEST = 60.0
+"""Of wall time. Processor time, which does not depend on the machine's other work, ends an endless loop sooner."""
+IMPORTS_FACTOR = 5.0
+"""How much more time a test has in a process that imports what it needs in the middle of it."""
 SECONDS_TO_START = 120
 """For importing PyTorch, transformers and the tests from a slow disk."""
 SECONDS_PER_LOOK = 0.1
@@ -42,7 +44,7 @@ _PACKAGES = (
 _PACKAGES_OF_KERNELS = ("torch", "torch._dynamo", "psutil", "triton")
 _OPTIONS = (
     *("--workshop", "-p", "tutorial.workshop.recorder", "-p", "no:cacheprovider", "--benchmark-disable"),
-    *("-q", "--no-header", "-o", f"timeout={SECONDS_PER_TEST}"),
+    *("-q", "--no-header", "-o", "timeout=0"),  # the limits are a `TimeLimit`'s, or of who grades
 )
 MOST_OUTPUT = 1 << 20
 """Bytes of what a run printed that are kept, its last ones."""
@@ -85,11 +87,19 @@ class CheckServer:
         environment: further variables of all runs. Those that a package reads when it is imported must be here.
         forks: otherwise each run is a process that imports what it needs: where forks are not supported, or where a
             single run follows, for which the imports of a server would be too many.
+        idle_seconds: how long the servers stay after the last run, for any process of this user; 0: they end with this.
     """
 
-    def __init__(self, environment: Mapping[str, str] | None = None, *, forks: bool = IS_SUPPORTED) -> None:
+    def __init__(
+        self,
+        environment: Mapping[str, str] | None = None,
+        *,
+        forks: bool = IS_SUPPORTED,
+        idle_seconds: float = 0.0,
+    ) -> None:
         self.environment = {"PYTHONDONTWRITEBYTECODE": "1", **(environment or {})}
         self.forks = forks
+        self.idle_seconds = idle_seconds
         self._servers: dict[bool, ForkServer] = {}  # by whether kernels are interpreted
         self._lock = threading.Lock()
 
@@ -115,6 +125,7 @@ class CheckServer:
         environment: Mapping[str, str] | None = None,
         before: Callable[[], None] | None = None,
         watch: Callable[[int, Path], None] | None = None,
+        time_factor: float | None = 1.0,
     ) -> Run:
         """Run the tests mapped to ``wanted`` on the code in ``workspace``.
 
@@ -127,14 +138,17 @@ class CheckServer:
             before: called in the new process before it runs anything (to set limits); must be picklable.
             watch: called again and again with the process's id and the recorder's file; ends the run by
                 `RunEndedError`.
+            time_factor: how much of what one test may take it has; the first that takes more ends the run. None: the
+                caller has limits of its own.
         """
         tests = list(dict.fromkeys(test for exercise in wanted for test in exercise.tests))
         if not (ROOT / "tests").is_dir():
             raise ConfigError(
                 f"The tests of the exercises are not in {ROOT}; run this in a checkout of the repository."
             )
-        functions = {exercise.number: (exercise.module, exercise.target) for exercise in wanted}
         seconds = most_seconds(wanted) if seconds is None else seconds
+        if time_factor is not None and not self.forks:
+            time_factor *= IMPORTS_FACTOR
         last = time.monotonic() + seconds
         entries: list[dict] = []
         printed: list[str] = []
@@ -152,7 +166,7 @@ class CheckServer:
                 try:
                     code, output = self.run_pytest(
                         ["--tb=short" if tracebacks else "--tb=no", *part],
-                        variables | {RECORD: json.dumps({"file": str(record), "functions": functions})},
+                        variables | recording(record, wanted, time_factor),
                         is_interpreted,
                         last - time.monotonic(),
                         before,
@@ -162,7 +176,9 @@ class CheckServer:
                     ended |= dict.fromkeys(part, how_it_ended(code, seconds))
                 except RunEndedError as reason:
                     ended |= {test: str(reason) for test in tests if test not in ended}
-                entries += entries_of(record)
+                entries += entries_of(record, workspace, gaps_raise=gaps_raise)
+                if late := next((entry["test"] for entry in entries if entry.get("is_time_out")), None):
+                    ended = dict.fromkeys(tests, f"the check stopped at {late}, which ran out of time")
                 if len(ended) == len(tests):
                     break
         return judged(wanted, entries, workspace, ended, "\n".join(printed))
@@ -203,7 +219,7 @@ class CheckServer:
         with self._lock:
             if is_interpreted not in self._servers:
                 packages = _PACKAGES_OF_KERNELS if is_interpreted else _PACKAGES
-                self._servers[is_interpreted] = ForkServer(packages, common)
+                self._servers[is_interpreted] = ForkServer(packages, common, self.idle_seconds)
             server = self._servers[is_interpreted]
         return server.start(arguments, common | variables, output, before)
 
@@ -250,10 +266,27 @@ def how_it_ended(code: int | None, seconds: float) -> str:
     return f"the run ended before this, with exit code {code}"
 
 
-def entries_of(record: Path) -> list[dict]:
-    """What the recorder wrote; of a line that was cut nothing."""
+def recording(record: Path, wanted: Sequence[Exercise], time_factor: float | None = 1.0) -> dict[str, str]:
+    """The variables by which a run has a record, and limits on its tests."""
+    settings: dict[str, object] = {
+        "file": str(record),
+        "functions": {exercise.number: (exercise.module, exercise.target) for exercise in wanted},
+    }
+    if time_factor is not None:
+        own = ((test, exercise.processor_seconds) for exercise in wanted for test in exercise.tests)
+        processor: dict[str, float] = {}
+        for test, seconds in own:
+            processor[test] = max(processor.get(test, 0.0), seconds * time_factor)
+        settings["limits"] = {"processor": processor, "wall": SECONDS_PER_TEST * time_factor}
+    return {RECORD: json.dumps(settings)}
+
+
+def entries_of(record: Path, workspace: Path, *, gaps_raise: bool) -> list[dict]:
+    """What the recorder wrote (of a line that was cut nothing), and the test that ran out of time, if one did."""
     lines = record.read_text(encoding="utf-8").splitlines() if record.exists() else []
-    return [json.loads(line) for line in lines if line.endswith("}")]
+    entries = [json.loads(line) for line in lines if line.endswith("}")]
+    late = time_out(record, entries, workspace, gaps_raise=gaps_raise)
+    return entries if late is None else [*entries, late]
 
 
 def variables_of(workspace: Path, gaps_raise: bool) -> dict[str, str]:

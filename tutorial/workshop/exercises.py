@@ -16,7 +16,7 @@ import ast
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, lru_cache
 from pathlib import Path
 
 import shared
@@ -65,6 +65,7 @@ class Exercise:
     tests: tuple[str, ...]  # pytest node ids, from the root
     path: str  # of the module, from the root: shared/cache/view/contiguous.py
     target: str
+    processor_seconds: float = 5.0  # that a part of one test may take
 
     @property
     def message(self) -> str:
@@ -75,7 +76,8 @@ class Exercise:
         return self.path.removesuffix(".py").replace("/", ".")
 
 
-def regions(source: str, where: str = "the source") -> list[Region]:
+@lru_cache(maxsize=256)  # of more modules than hold exercises
+def regions(source: str, where: str = "the source") -> tuple[Region, ...]:
     """The exercises marked in a source, in order; ConfigError for a malformed marker and for markers that do not fit
     together."""
     found: list[Region] = []
@@ -110,7 +112,7 @@ def regions(source: str, where: str = "the source") -> list[Region]:
         begin = None
     if begin is not None:
         raise ConfigError(f"{where}:{start + 1}: exercise {begin[2]} has no `# end exercise`.")
-    return found
+    return tuple(found)
 
 
 @cache
@@ -118,7 +120,7 @@ def exercises() -> tuple[Exercise, ...]:
     """Every exercise of every phase, in order; ConfigError where markers and ``lesson.toml`` disagree."""
     found: list[Exercise] = []
     for lesson in lessons():
-        marked = {region.number: (path, region) for path in _modules(lesson) for region in regions(_read(path), path)}
+        marked = {region.number: (path, region) for path in modules_of(lesson) for region in regions(_read(path), path)}
         listed = [entry.number for entry in lesson.exercises]
         if sorted(marked) != sorted(listed):
             raise ConfigError(
@@ -141,6 +143,7 @@ def exercises() -> tuple[Exercise, ...]:
                     entry.tests,
                     path,
                     region.target,
+                    entry.processor_seconds,
                 )
             )
     return tuple(found)
@@ -174,9 +177,14 @@ def order(number: str) -> tuple[str, int]:
     return phase, int(count)
 
 
+def source_of(exercise: Exercise) -> str:
+    """The source of the module that holds the exercise."""
+    return _read(exercise.path)
+
+
 def reference(exercise: Exercise) -> tuple[str, Region]:
     """The source of the module that holds the exercise, and its region there."""
-    source = _read(exercise.path)
+    source = source_of(exercise)
     return source, next(region for region in regions(source, exercise.path) if region.number == exercise.number)
 
 
@@ -190,7 +198,15 @@ def function_lines(source: str, target: str) -> list[str]:
     return [line for line in found if not any(form.fullmatch(line) for form in (_BEGIN, _HINT, _END))]
 
 
-def _modules(lesson: Lesson) -> list[str]:
+def enclosing_function(source: str, line: int, where: str = "the source") -> str:
+    """The dotted name of the innermost function around a line, which counts from 0; ConfigError if there is none."""
+    around = [name for first, last, name in _functions(source, where) if first <= line <= last]
+    if not around:
+        raise ConfigError(f"{where}:{line + 1} stands in no function.")
+    return around[-1]
+
+
+def modules_of(lesson: Lesson) -> list[str]:
     """Paths of the modules of a phase; a package's own file holds no exercises."""
     paths = (module.replace(".", "/") + ".py" for module in (*lesson.adds, *lesson.beside))
     return [path for path in paths if (ROOT / path).is_file()]

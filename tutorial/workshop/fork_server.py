@@ -7,6 +7,9 @@ workspace may replace. The server computes nothing either, so that it has one th
     client ─ requests ─ server ─ forks ─ supervisor ─ forks ─ run
        └────────── one socket for each run ──┘
 
+A server belongs to the process that started it and ends with it, or it listens at an address, where the runs of any
+process of the same user reach it (`tutorial.workshop.warm_server`).
+
 A supervisor waits for one run, and ends it when the client says so or is gone. It is a subreaper: each process of the
 run that loses its parent becomes the supervisor's child, also if it left the process group. Invariant: when
 `ForkedProcess.wait` has returned, no process that the run started is left, unless it ended its supervisor on purpose.
@@ -28,15 +31,19 @@ import struct
 import subprocess
 import sys
 import threading
+import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from importlib.metadata import entry_points
 from pathlib import Path
 
 IS_SUPPORTED = sys.platform == "linux"
+LEAST_MEMORY = 1 << 30
+"""Bytes that must be available on the machine; with fewer, a server that stays and is idle ends."""
 
 _ROOT = Path(__file__).resolve().parents[2]
 _NUMBER = struct.Struct("!q")
+_SECONDS_PER_LOOK = 5.0
 _SUBREAPER = 36  # PR_SET_CHILD_SUBREAPER
 
 
@@ -47,15 +54,18 @@ class ForkServer:
         packages: modules to import, none of this project; one that is missing is passed over.
         environment: all variables of the server. Those that a package reads when it is imported, such as
             ``TRITON_INTERPRET``, must be here; a run's own environment comes too late for them.
+        idle_seconds: 0: the server ends with this process. More: it stays for other processes of the user until no run
+            has begun for so long.
     """
 
-    def __init__(self, packages: Sequence[str], environment: Mapping[str, str]) -> None:
+    def __init__(self, packages: Sequence[str], environment: Mapping[str, str], idle_seconds: float = 0.0) -> None:
         self.packages = tuple(packages)
         self.environment = {
             **environment,
             "OMP_NUM_THREADS": "1",  # no pool of threads that a fork would lack
             "PYTORCH_NVML_BASED_CUDA_CHECK": "1",  # looking for a GPU must not initialise CUDA before the fork
         }
+        self.idle_seconds = idle_seconds
         self._lock = threading.Lock()
         self._process: subprocess.Popen[bytes] | None = None
         self._control: socket.socket | None = None
@@ -73,25 +83,42 @@ class ForkServer:
             output: the file that takes its standard output and error.
             before: called in the fork first (to set limits); must be picklable.
 
-        Raises ChildProcessError if the server ends before the run begins.
+        A server that ends before the run begins is started again, once; then this raises ChildProcessError.
         """
-        ours, theirs = socket.socketpair()
         request = pickle.dumps((tuple(arguments), dict(environment), before))
-        with self._lock, theirs, contextlib.suppress(BrokenPipeError):  # the end of file below says so too
+        for _ in range(2):
+            ours = self._ask(output)
+            with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # the end of file below says so too
+                ours.sendall(_NUMBER.pack(len(request)) + request)
+            pid = _read_number(ours)
+            if pid is not None:
+                return ForkedProcess(pid, ours)
+            ours.close()
+        raise ChildProcessError("the server of the tests ended before the run began")
+
+    def _ask(self, output: int) -> socket.socket:
+        """Ask the server, which is started if need be, for a run with this output; the run's socket."""
+        if self.idle_seconds:
+            from tutorial.workshop import warm_server
+
+            def start(listener: socket.socket) -> None:
+                # A terminal or a pipe that the server held open would not close with the command that started it.
+                launch(listener, self.packages, self.environment, self.idle_seconds, stderr=subprocess.DEVNULL)
+
+            ours = warm_server.connect(self.packages, self.environment, start)
+            with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+                socket.send_fds(ours, [b"r"], [output])
+            return ours
+        ours, theirs = socket.socketpair()
+        with self._lock, theirs, contextlib.suppress(BrokenPipeError):
             if self._process is None or self._process.poll() is not None:
                 self._launch()
             assert self._control is not None
             socket.send_fds(self._control, [b"r"], [theirs.fileno(), output])
-        with contextlib.suppress(BrokenPipeError, ConnectionResetError):
-            ours.sendall(_NUMBER.pack(len(request)) + request)
-        pid = _read_number(ours)
-        if pid is None:
-            ours.close()
-            raise ChildProcessError("the server of the tests ended before the run began")
-        return ForkedProcess(pid, ours)
+        return ours
 
     def close(self) -> None:
-        """End the server; runs that go on are ended by their supervisors when their client is."""
+        """End the server, unless it stays; runs that go on are ended by their supervisors when their client is."""
         if self._control is not None:
             self._control.close()
         if self._process is not None:
@@ -103,15 +130,28 @@ class ForkServer:
         self.close()
         self._control, theirs = socket.socketpair()
         with theirs:
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", "tutorial.workshop.fork_server", str(theirs.fileno()), *self.packages],
-                cwd=_ROOT,
-                env=self.environment,
-                pass_fds=[theirs.fileno()],
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                start_new_session=True,  # an interruption reaches the client alone, which then ends this
-            )
+            self._process = launch(theirs, self.packages, self.environment)
+
+
+def launch(
+    control: socket.socket,
+    packages: Sequence[str],
+    environment: Mapping[str, str],
+    idle_seconds: float = 0.0,
+    *,
+    stderr: int | None = None,
+) -> "subprocess.Popen[bytes]":
+    """Start a server that takes requests from this socket, which is connected to a client or listens."""
+    return subprocess.Popen(
+        [sys.executable, "-m", "tutorial.workshop.fork_server", str(control.fileno()), str(idle_seconds), *packages],
+        cwd=_ROOT,
+        env=environment,
+        pass_fds=[control.fileno()],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        stderr=stderr,
+        start_new_session=True,  # an interruption reaches the client alone
+    )
 
 
 class ForkedProcess:
@@ -156,7 +196,7 @@ def _read(channel: socket.socket, num_bytes: int) -> bytes | None:
     return data if len(data) == num_bytes else None
 
 
-def _serve(control: socket.socket, packages: Sequence[str]) -> bytes:
+def _serve(control: socket.socket, idle_seconds: float, packages: Sequence[str]) -> bytes:
     """The server: import, then fork for each request. Returns the request, in a fork that is a run."""
     for name in packages:
         with contextlib.suppress(ImportError):  # the tests that need it will say so
@@ -168,14 +208,37 @@ def _serve(control: socket.socket, packages: Sequence[str]) -> bytes:
     gc.freeze()  # a collection in a fork would write to every page, and so copy it
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel reaps supervisors
     while True:
-        _, descriptors, _, _ = socket.recv_fds(control, 1, 2)
-        if not descriptors:
-            os._exit(0)  # the client is gone
+        if idle_seconds:
+            if not _is_wanted(control, idle_seconds):
+                os._exit(0)
+            client, output = control.accept()[0], None
+        else:
+            _, descriptors, _, _ = socket.recv_fds(control, 1, 2)
+            if not descriptors:
+                os._exit(0)  # the client is gone
+            client, output = socket.socket(fileno=descriptors[0]), descriptors[1]
         if os.fork() == 0:
             control.close()
-            return _supervise(socket.socket(fileno=descriptors[0]), descriptors[1])
-        for descriptor in descriptors:
-            os.close(descriptor)
+            if output is None:  # received here, so that a client that sends nothing holds up no other
+                _, descriptors, _, _ = socket.recv_fds(client, 1, 1)
+                output = descriptors[0] if descriptors else os._exit(1)
+            return _supervise(client, output)
+        client.close()
+        if output is not None:
+            os.close(output)
+
+
+def _is_wanted(listener: socket.socket, idle_seconds: float) -> bool:
+    """Wait for a client; False if the server is to end."""
+    import psutil
+
+    last = time.monotonic() + idle_seconds
+    while (left := last - time.monotonic()) > 0:
+        if select.select([listener], [], [], min(left, _SECONDS_PER_LOOK))[0]:
+            return True
+        if psutil.virtual_memory().available < LEAST_MEMORY:
+            return False
+    return False
 
 
 def _supervise(client: socket.socket, output: int) -> bytes:
@@ -234,7 +297,7 @@ def _run_pytest(request: bytes) -> int:
 
 
 def _main() -> None:
-    request = _serve(socket.socket(fileno=int(sys.argv[1])), sys.argv[2:])
+    request = _serve(socket.socket(fileno=int(sys.argv[1])), float(sys.argv[2]), sys.argv[3:])
     code = 1
     try:
         code = _run_pytest(request)

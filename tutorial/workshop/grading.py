@@ -2,8 +2,8 @@
 
 All exercises of a submission run together first. One that did not pass runs once more, alone: all other exercises, in
 its file and elsewhere, are the reference's then, so that a mistake, an endless loop or a crash in one costs no other
-its result. Before all submissions the reference runs under the same limits; if it does not pass, no row would mean
-anything.
+its result. Bug hunts that were handed in run one by one, by every test of their phase's exercises. Before all
+submissions the reference runs under the same limits; if it does not pass, no row would mean anything.
 
 A submission cannot pass by accident: the recorder's file lies in a folder that it is not told of, and what is missing
 there has not passed. It can still forge its result on purpose, and read or delete what its user may, since its tests
@@ -26,6 +26,7 @@ from pathlib import Path
 from shared.errors import ConfigError
 from tutorial.workshop.check import CheckServer
 from tutorial.workshop.exercises import ROOT, Exercise, exercises, find_exercise, reference
+from tutorial.workshop.hunts import Hunt, hunts
 from tutorial.workshop.limits import GRACE, Limits, Watch, end_processes
 from tutorial.workshop.overlay import FOLDER
 from tutorial.workshop.skeleton import has_gap, with_gap
@@ -63,7 +64,8 @@ def grade(
 
     Args:
         paths: folders and zip files.
-        wanted: exercises to judge; by default those whose file is in at least one of the submissions, or all.
+        wanted: exercises to judge; by default those whose file is in at least one of the submissions, and the bug hunts
+            that are in one; all exercises if there is nothing of either.
         jobs: how many submissions run at the same time.
         progress: called with each row when it is done.
 
@@ -78,15 +80,20 @@ def grade(
         if not path.exists():
             raise ConfigError(f"There is no submission {path}; name folders or zip files that exist.")
     everything = list(dict.fromkeys(exercise.path for exercise in wanted or exercises()))
+    hunted: list[Hunt] = []
+    if wanted is None:
+        everything += [hunt.handed_in(path) for hunt in hunts() for path in hunt.paths]
     names = _names(paths)
     submissions = [read_submission(path, name, everything) for path, name in zip(paths, names, strict=True)]
     if wanted is None:
         found = {path for submission in submissions for path in (*submission.files, *submission.problems)}
-        wanted = [exercise for exercise in exercises() if exercise.path in found] or exercises()
+        hunted = [hunt for hunt in hunts() if not found.isdisjoint(map(hunt.handed_in, hunt.paths))]
+        wanted = [exercise for exercise in exercises() if exercise.path in found]
+        wanted = wanted if wanted or hunted else exercises()
     stop = threading.Event()
     with CheckServer(_ENVIRONMENT) as server, ThreadPoolExecutor(jobs) as pool:
-        judge = partial(_judge, wanted=wanted, limits=limits, server=server, stop=stop)
-        _check_reference(judge, wanted)
+        judge = partial(_judge, wanted=wanted, hunted=hunted, limits=limits, server=server, stop=stop)
+        _check_reference(judge, wanted, hunted)
         futures: list[Future[Row]] = [pool.submit(judge, submission) for submission in submissions]
         try:
             for future in futures:
@@ -115,8 +122,9 @@ def write_csv(rows: Sequence[Row], file: Path) -> None:
         raise ConfigError(f"{file} cannot be written ({error.strerror}); name another file with --csv.") from None
 
 
-def _check_reference(judge: Callable[[Submission], Row], wanted: Sequence[Exercise]) -> None:
+def _check_reference(judge: Callable[[Submission], Row], wanted: Sequence[Exercise], hunted: Sequence[Hunt]) -> None:
     files = {exercise.path: (ROOT / exercise.path).read_bytes() for exercise in wanted}
+    files |= {hunt.handed_in(path): (ROOT / path).read_bytes() for hunt in hunted for path in hunt.paths}
     for verdict in judge(Submission("the reference", files)).verdicts:
         if verdict.outcome is not Outcome.PASSED:
             raise ConfigError(
@@ -126,7 +134,13 @@ def _check_reference(judge: Callable[[Submission], Row], wanted: Sequence[Exerci
 
 
 def _judge(
-    submission: Submission, *, wanted: Sequence[Exercise], limits: Limits, server: CheckServer, stop: threading.Event
+    submission: Submission,
+    *,
+    wanted: Sequence[Exercise],
+    hunted: Sequence[Hunt],
+    limits: Limits,
+    server: CheckServer,
+    stop: threading.Event,
 ) -> Row:
     verdicts = {exercise: _before(submission, exercise) for exercise in wanted}
     written = [exercise for exercise, verdict in verdicts.items() if verdict is None]
@@ -136,7 +150,27 @@ def _judge(
         verdict = verdicts[exercise]
         if verdict is None or verdict.outcome is not Outcome.PASSED:
             verdicts |= _run(submission, [exercise], limits, server, stop)
-    return Row(submission.name, tuple(verdict for verdict in verdicts.values() if verdict is not None))
+    judged = [verdict for verdict in verdicts.values() if verdict is not None]
+    return Row(submission.name, (*judged, *(_judge_hunt(submission, hunt, limits, server, stop) for hunt in hunted)))
+
+
+def _judge_hunt(
+    submission: Submission, hunt: Hunt, limits: Limits, server: CheckServer, stop: threading.Event
+) -> Verdict:
+    """The verdict on a bug hunt, whose modules run together; those that were not handed in are the reference's."""
+    as_exercise, texts = hunt.judged(hunt.tests_of_phase), dict[str, str]()
+    for path in hunt.paths:
+        problem = submission.refused or submission.problems.get(hunt.handed_in(path))
+        try:
+            content = submission.files.get(hunt.handed_in(path))
+            texts |= {} if content is None else {path: content.decode()}
+        except UnicodeDecodeError as error:
+            problem = f"is no UTF-8 text ({error.reason})"
+        if problem:
+            return Verdict(as_exercise, Outcome.NOT_RUN, reason=problem if submission.refused else f"{path} {problem}")
+    if hunt.module not in texts:
+        return Verdict(as_exercise, Outcome.NEW, reason=f"{hunt.handed_in(hunt.module)} is not in it")
+    return _run_texts(texts, [as_exercise], limits, server, stop)[as_exercise]
 
 
 def _before(submission: Submission, exercise: Exercise) -> Verdict | None:
@@ -159,14 +193,23 @@ def _run(
     submission: Submission, wanted: Sequence[Exercise], limits: Limits, server: CheckServer, stop: threading.Event
 ) -> Mapping[Exercise, Verdict]:
     """The verdicts on exercises that run together; all others are the reference's."""
+    texts = {}
+    for path in {exercise.path for exercise in wanted}:
+        others = {exercise.number for exercise in exercises() if exercise.path == path} - {e.number for e in wanted}
+        texts[path] = _without(others, submission.files[path].decode())
+    return _run_texts(texts, wanted, limits, server, stop)
+
+
+def _run_texts(
+    texts: Mapping[str, str], wanted: Sequence[Exercise], limits: Limits, server: CheckServer, stop: threading.Event
+) -> Mapping[Exercise, Verdict]:
+    """The verdicts on exercises that run together in a workspace of these modules."""
     is_alone = len(wanted) == 1
     with tempfile.TemporaryDirectory(prefix="grading-", ignore_cleanup_errors=True) as folder:
         workspace, scratch = Path(folder).resolve() / "workspace", Path(folder).resolve() / "scratch"
         scratch.mkdir()
-        for path in {exercise.path for exercise in wanted}:
+        for path, text in texts.items():
             (workspace / path).parent.mkdir(parents=True, exist_ok=True)
-            others = {exercise.number for exercise in exercises() if exercise.path == path} - {e.number for e in wanted}
-            text = _without(others, submission.files[path].decode())
             (workspace / path).write_text(text, encoding="utf-8", newline="")
         environment = {
             "TMPDIR": str(scratch),
@@ -183,6 +226,7 @@ def _run(
                 environment=environment,
                 before=partial(limits.apply, len(wanted)),
                 watch=Watch(limits, stop, GRACE if is_alone else 0.0),
+                time_factor=None,
             )
             verdicts = run.verdicts
         except _NO_RECORD as error:

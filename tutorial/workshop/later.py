@@ -15,6 +15,9 @@ from tutorial.workshop.exercises import exercises_of
 from tutorial.workshop.verdicts import Verdict
 from tutorial.workshop.workspace import Workspace
 
+PROCESSOR_SECONDS = 60.0
+"""Of one phase; right code takes 5 at most."""
+
 
 def is_finished(workspace: Workspace, phase: str) -> bool:
     """Whether every exercise of a phase has passed."""
@@ -30,7 +33,13 @@ def run_later(server: CheckServer, root: Path, phase: str) -> dict[Lesson, Verdi
     """A verdict on the lines of a workspace in each later phase; gaps run the reference's lines."""
     last = exercises_of(find_lesson(phase))[-1]
     found = later_phases(phase)
-    run = server.run(root, [replace(last, tests=(lesson.whole or "",)) for lesson in found]) if found else None
+    run = (
+        server.run(
+            root, [replace(last, tests=(lesson.whole or "",), processor_seconds=PROCESSOR_SECONDS) for lesson in found]
+        )
+        if found
+        else None
+    )
     return dict(zip(found, run.verdicts if run else (), strict=True))
 
 

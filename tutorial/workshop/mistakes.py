@@ -14,7 +14,6 @@ values. What the mistakes do is found out by running them, in forks of the serve
 """
 
 import ast
-import hashlib
 import json
 import math
 import re
@@ -28,7 +27,8 @@ from pathlib import Path
 
 from shared.errors import ConfigError
 from tutorial.workshop.check import CheckServer
-from tutorial.workshop.exercises import ROOT, Exercise, function_lines, reference
+from tutorial.workshop.course_state import state_of_the_course
+from tutorial.workshop.exercises import Exercise, function_lines, reference
 from tutorial.workshop.verdicts import Case, Outcome, Verdict
 from tutorial.workshop.version_runs import run_versions
 
@@ -87,7 +87,7 @@ def run_mistakes(
         watch: as in `CheckServer.run`; results of runs that it ends are not kept.
     """
     files = {} if kept is None else {exercise: kept / f"{exercise.number}.json" for exercise in wanted}
-    state = _state_of_the_course() if files else ""
+    state = state_of_the_course() if files else ""
     found = {exercise: _read(files[exercise], state, exercise) if files else None for exercise in wanted}
     left = [(exercise, mistake) for exercise in wanted if found[exercise] is None for mistake in mistakes_of(exercise)]
     runs = run_versions(server, [(exercise, mistake.text(exercise)) for exercise, mistake in left], watch)
@@ -165,14 +165,3 @@ def _read(file: Path, state: str, exercise: Exercise) -> list[Verdict] | None:
         ]
     except (OSError, ValueError, KeyError, TypeError):
         return None
-
-
-@cache
-def _state_of_the_course() -> str:
-    """A digest of all that decides what a test says of a mistake."""
-    digest = hashlib.sha256()
-    folders = [ROOT / name for name in ("shared", "phases", "tests", "tutorial/mistakes", "tutorial/workshop")]
-    files = [ROOT / "conftest.py", *(file for folder in folders for file in folder.rglob("*"))]
-    for file in sorted(file for file in files if file.suffix in (".py", ".toml")):
-        digest.update(file.read_bytes())
-    return digest.hexdigest()

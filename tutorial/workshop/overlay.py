@@ -90,6 +90,8 @@ class WorkspaceFinder(MetaPathFinder):
         yours = [exercise.number for exercise, state in states.items() if state is State.WRITTEN]
         gaps = [exercise.number for exercise, state in states.items() if state is State.GAP]
         if not yours and not gaps:
+            if modules := self.modules():  # of a bug hunt, say
+                return f"{len(modules)} modules of {self.workspace}, no exercise has been started there"
             return "no exercise has been started, everything is the reference's"
         left = f"; {', '.join(gaps)} still to do{'' if self.raises else ' (the reference runs there)'}" if gaps else ""
         return f"your code for {', '.join(yours) or 'no exercise yet'}{left}"

@@ -1,10 +1,10 @@
 """A pytest plugin that writes down what became of each test, and whose code the exercises' functions were.
 
-Loaded with ``-p tutorial.workshop.recorder``; ``INFER_WORKSHOP_RECORD`` holds JSON: the file to write, and of each
-exercise, by number, its module and the function in it. The file has one JSON object a line, written as soon as it is
-known: a program that ends in the middle leaves what it had proved, and what is missing counts as not passed. Only the
-process that began writes, a copy of it made by ``fork`` does not, and the variable is gone before any code of the
-learner's runs: nothing finds the file by accident.
+Loaded with ``-p tutorial.workshop.recorder``; ``INFER_WORKSHOP_RECORD`` holds JSON: the file to write, of each
+exercise, by number, its module and the function in it, and perhaps the limits of a `TimeLimit`. The file has one JSON
+object a line, written as soon as it is known: a program that ends in the middle leaves what it had proved, and what is
+missing counts as not passed. Only the process that began writes, a copy of it made by ``fork`` does not, and the
+variable is gone before any code of the learner's runs: nothing finds the file by accident.
 """
 
 import inspect
@@ -20,15 +20,17 @@ from typing import Any
 
 import pytest
 
-RECORD = "INFER_WORKSHOP_RECORD"
+from tutorial.workshop.time_limit import TimeLimit
+from tutorial.workshop.verdicts import RECORD
+
 MOST_LETTERS = 500
 MOST_DETAILS = 12
 INTERPRETERS_OWN = "InterpreterError"  # what Triton's interpreter wraps around an error, once for each function
 
 
 class Recorder:
-    """Writes lines: first ``collected``, the number of tests; then what became of each, as the fields of a `Case`; and
-    last ``files``, whose code each exercise's function was."""
+    """Writes lines: first ``collected``, the number of tests; then what became of each, as the fields of a `Case` (and
+    with limits, before it, that it ``began``); and last ``files``, whose code each exercise's function was."""
 
     def __init__(self, file: str, functions: Mapping[str, tuple[str, str]]) -> None:
         self.path, self.functions = Path(file), functions
@@ -39,10 +41,10 @@ class Recorder:
         """Of a test's three parts the call counts, and of the others a failure."""
         if call.excinfo is None:
             if call.when == "call":
-                self._write(test=item.nodeid, outcome="passed")
+                self.write(test=item.nodeid, outcome="passed")
             return
         if call.excinfo.errisinstance(pytest.skip.Exception):
-            self._write(test=item.nodeid, outcome="skipped", error=str(call.excinfo.value))
+            self.write(test=item.nodeid, outcome="skipped", error=str(call.excinfo.value))
             return
         errors = list(_chain(call.excinfo.value))
         where = self._hide_the_reference(errors)
@@ -50,7 +52,7 @@ class Recorder:
         errors = [e for e in errors if type(e).__name__ != INTERPRETERS_OWN] or errors
         error = next((e for e in errors if isinstance(e, NotImplementedError)), errors[0])
         text = _lines(error)
-        self._write(
+        self.write(
             test=item.nodeid,
             outcome="failed",
             error=f"{type(error).__name__}: {text[0]}"[:MOST_LETTERS] if text else type(error).__name__,
@@ -62,14 +64,14 @@ class Recorder:
     def pytest_collectreport(self, report: pytest.CollectReport) -> None:
         if report.failed:
             lines = str(report.longrepr).strip().splitlines() or ["cannot be collected"]
-            self._write(test=report.nodeid, outcome="failed", error=lines[-1].removeprefix("E").strip()[:MOST_LETTERS])
+            self.write(test=report.nodeid, outcome="failed", error=lines[-1].removeprefix("E").strip()[:MOST_LETTERS])
 
     def pytest_collection_finish(self, session: pytest.Session) -> None:
-        self._write(collected=len(session.items))
+        self.write(collected=len(session.items))
 
     def pytest_sessionfinish(self) -> None:
         loaded = {number: each for number, each in self.functions.items() if each[0] in sys.modules}
-        self._write(files={number: _file(sys.modules[module], name) for number, (module, name) in loaded.items()})
+        self.write(files={number: _file(sys.modules[module], name) for number, (module, name) in loaded.items()})
 
     def _hide_the_reference(self, errors: Sequence[BaseException]) -> str | None:
         """Take the reference's lines, which ran in gaps, out of the tracebacks; the last line of the learner's left."""
@@ -100,7 +102,8 @@ class Recorder:
             self.places[file, line] = corresponding_line(ran, own, line) or 0
         return self.places[file, line]
 
-    def _write(self, **values: Any) -> None:
+    def write(self, **values: Any) -> None:
+        """Write one line, unless this process is a copy of the one that began."""
         if os.getpid() != self.process:
             return
         with self.path.open("a", encoding="utf-8") as out:
@@ -109,7 +112,12 @@ class Recorder:
 
 def pytest_configure(config: pytest.Config) -> None:
     if RECORD in os.environ:
-        config.pluginmanager.register(Recorder(**json.loads(os.environ.pop(RECORD))))
+        settings = json.loads(os.environ.pop(RECORD))
+        limits = settings.pop("limits", None)
+        recorder = Recorder(**settings)
+        config.pluginmanager.register(recorder)
+        if limits is not None:
+            config.pluginmanager.register(TimeLimit(recorder, **limits))
 
 
 def _chain(error: BaseException | None) -> Any:

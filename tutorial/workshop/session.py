@@ -1,21 +1,28 @@
 """One learner's checks: run what is written, look again at what failed by itself, and say what the failure looks like.
 
-All exercises that are written run together first. Where several are and one fails, it runs once more with the
-reference's lines in the place of all others, so that a mistake in one costs no other its result.
+What cannot be compiled does not run, and what has not changed since an earlier check is answered from its record. All
+other exercises that are written run together first. Where several are and one fails, it runs once more with the
+reference's lines in the place of all others, so that a mistake in one costs no other its result. The first test that
+runs out of time ends the check.
 """
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING
 
 from tutorial.workshop.check import CheckServer
 from tutorial.workshop.exercises import Exercise, exercises, reference
-from tutorial.workshop.mistakes import Mistake, recognise, returns_nothing, run_mistakes
+from tutorial.workshop.kept_verdicts import KeptVerdicts
 from tutorial.workshop.skeleton import corresponding_line, with_gap
 from tutorial.workshop.verdicts import Outcome, Verdict
 from tutorial.workshop.workspace import State, Workspace
 
+if TYPE_CHECKING:  # they import pytest, which a check that runs nothing need not wait for
+    from tutorial.workshop.mistakes import Mistake
+
+Watch = Callable[[int, Path], None]
 KEPT = ".mistakes"
 """The folder of the workspace that keeps what the known mistakes do."""
 
@@ -26,43 +33,70 @@ class Session:
     def __init__(self, workspace: Workspace, server: CheckServer) -> None:
         self.workspace = workspace
         self.server = server
+        self.kept = KeptVerdicts(workspace.root)
 
-    def check(self, wanted: Sequence[Exercise], *, tracebacks: bool = False) -> list[Verdict]:
-        """A verdict on each exercise, in order; the workspace remembers which passed."""
-        verdicts = {exercise: self._before(exercise) for exercise in wanted}
-        written = [exercise for exercise, verdict in verdicts.items() if verdict is None]
-        if written:
-            run = self.server.run(self.workspace.root, written, tracebacks=tracebacks)
+    def check(
+        self, wanted: Sequence[Exercise], *, tracebacks: bool = False, watch: Watch | None = None
+    ) -> list[Verdict]:
+        """A verdict on each exercise, in order; the workspace remembers which passed.
+
+        ``watch`` is called as in `CheckServer.run`; an error of another class ends the check, and nothing is noted.
+        """
+        written = [exercise for exercise in wanted if self.workspace.state(exercise) is State.WRITTEN]
+        digests = {exercise: self.workspace.digest(exercise) for exercise in written}
+        keys = self.kept.keys(written)
+        verdicts = {exercise: self._before(exercise, None if tracebacks else keys.get(exercise)) for exercise in wanted}
+        left = [exercise for exercise in wanted if verdicts[exercise] is None]
+        is_late = False  # a test ran out of time
+        if left:
+            run = self.server.run(self.workspace.root, left, tracebacks=tracebacks, watch=watch)
             verdicts |= {verdict.exercise: verdict for verdict in run.verdicts}
-        beside = [e for e, state in self.workspace.states().items() if state is State.WRITTEN]
-        for exercise in written:
+            num_written = sum(state is State.WRITTEN for state in self.workspace.states().values())
+            is_late = any(case.is_time_out for case in run.cases)
+            for failed in (each for each in run.verdicts if each.outcome is not Outcome.PASSED):
+                if num_written == 1 or is_late:
+                    break
+                alone = self._alone(failed.exercise, tracebacks, watch) or failed
+                is_late = any(case.is_time_out for case in alone.cases)
+                verdicts[failed.exercise] = alone
+        for exercise, key in self.kept.keys(written).items():
             verdict = verdicts[exercise]
-            if len(beside) > 1 and verdict is not None and verdict.outcome is not Outcome.PASSED:
-                verdicts[exercise] = verdict = self._alone(exercise, tracebacks) or verdict
-            assert verdict is not None
-            self.workspace.note_check(exercise, passed=verdict.outcome is Outcome.PASSED)
+            if verdict is None or key != keys[exercise]:  # saved meanwhile: either text may have run
+                continue
+            self.workspace.note_check(exercise, passed=verdict.outcome is Outcome.PASSED, digest=digests[exercise])
+            if exercise in left and not (is_late and verdict.outcome is Outcome.FAILED):  # perhaps by other lines
+                self.kept.keep(verdict, key)
         return [verdict for verdict in verdicts.values() if verdict is not None]
 
-    def look(self, verdict: Verdict) -> tuple[Mistake, ...]:
+    def look(self, verdict: Verdict, watch: Watch | None = None) -> "tuple[Mistake, ...]":
         """The known mistakes that fail in the same way. They run now, unless what they do is kept."""
+        from tutorial.workshop.mistakes import Mistake, recognise, returns_nothing
+
         exercise = verdict.exercise
         if verdict.outcome is not Outcome.FAILED:
             return ()
         if returns_nothing(exercise, self.workspace.file(exercise).read_text(encoding="utf-8", errors="replace")):
             return (Mistake(exercise.number, "nothing is returned: `return` is missing", ()),)
-        return recognise(verdict, self.known(exercise))
+        return recognise(verdict, self.known(exercise, watch))
 
-    def known(self, exercise: Exercise, watch: Callable[[int, Path], None] | None = None) -> dict[Mistake, Verdict]:
+    def known(self, exercise: Exercise, watch: Watch | None = None) -> "dict[Mistake, Verdict]":
         """What the known mistakes of an exercise do; ``watch`` as in `CheckServer.run`."""
+        from tutorial.workshop.mistakes import run_mistakes
+
         return run_mistakes(self.server, [exercise], self.workspace.root / KEPT, watch)[exercise]
 
-    def _before(self, exercise: Exercise) -> Verdict | None:
-        """The verdict on an exercise whose tests need not run; None if they must."""
+    def _before(self, exercise: Exercise, key: str | None) -> Verdict | None:
+        """The verdict on an exercise whose tests need not run; None if they must. ``key``: of a kept verdict, if one
+        will do."""
         outcomes = {State.NEW: Outcome.NEW, State.GAP: Outcome.GAP}
         outcome = outcomes.get(self.workspace.state(exercise))
-        return None if outcome is None else Verdict(exercise, outcome)
+        if outcome is not None:
+            return Verdict(exercise, outcome)
+        if (broken := _compiled(exercise, self.workspace.file(exercise))) is not None:
+            return broken
+        return None if key is None else self.kept.find(exercise, key)
 
-    def _alone(self, exercise: Exercise, tracebacks: bool) -> Verdict | None:
+    def _alone(self, exercise: Exercise, tracebacks: bool, watch: Watch | None) -> Verdict | None:
         """The verdict with the reference in all other exercises; None if the markers are no longer there."""
         own = self.workspace.file(exercise)
         text = whole = own.read_text(encoding="utf-8", errors="replace")
@@ -76,7 +110,7 @@ class Session:
             file = Path(folder).resolve() / exercise.path
             file.parent.mkdir(parents=True)
             file.write_text(text, encoding="utf-8")
-            run = self.server.run(Path(folder).resolve(), [exercise], tracebacks=tracebacks)
+            run = self.server.run(Path(folder).resolve(), [exercise], tracebacks=tracebacks, watch=watch)
         (verdict,) = run.verdicts
         where = verdict.where
         if where is not None:
@@ -84,3 +118,20 @@ class Session:
             line = corresponding_line(text, whole, int(number)) if path == str(file) else None
             where = f"{own}:{line}" if line else None
         return replace(verdict, where=where, file=None if verdict.file is None else str(own))
+
+
+def _compiled(exercise: Exercise, file: Path) -> Verdict | None:
+    """The verdict on an exercise whose file cannot be compiled: the error, where it is, and a caret for below the line
+    there; None if it can."""
+    try:
+        compile(file.read_bytes(), str(file), "exec", dont_inherit=True)
+    except SyntaxError as error:
+        text = (error.text or "").rstrip()
+        begin = len(text) - len(text.lstrip())
+        caret = " " * max(0, (error.offset or 1) - 1 - begin) + "^"
+        reason = [f"{type(error).__name__}: {error.msg}", *([caret] if text else ())]
+        where = f"{file}:{error.lineno}" if error.lineno else None  # none for a null byte
+        return Verdict(exercise, Outcome.NOT_RUN, reason="\n".join(reason), where=where)
+    except ValueError as error:  # a null byte, before Python 3.12
+        return Verdict(exercise, Outcome.NOT_RUN, reason=f"{file} cannot be compiled: {error}")
+    return None

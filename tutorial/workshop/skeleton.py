@@ -4,10 +4,13 @@ Invariant: a gap is as long as the lines it replaces, so a skeleton and its refe
 filled gap moves nothing behind it. A traceback therefore points at the right line whichever of the two ran.
 """
 
+import re
 from collections.abc import Collection
 from difflib import SequenceMatcher
 
 from tutorial.workshop.exercises import Region, regions
+
+_MARKER = re.compile(r"\s*# exercise (\S+): ")
 
 
 def gap(region: Region) -> list[str]:
@@ -80,6 +83,16 @@ def corresponding_line(text: str, other: str, line: int) -> int | None:
     for start, start_of_other, size in matcher.get_matching_blocks():
         if start < line <= start + size:
             return start_of_other + line - start
+    return None
+
+
+def exercise_around(text: str, line: int) -> str | None:
+    """The number of the exercise whose markers stand around a line of a text, counted from 1; None outside of any."""
+    for before in reversed(text.split("\n")[:line]):
+        if before.strip() == "# end exercise":
+            return None
+        if found := _MARKER.match(before):
+            return found[1]
     return None
 
 

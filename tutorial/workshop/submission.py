@@ -1,6 +1,7 @@
-"""What a learner hands in: the modules with exercises, read out of a folder or a zip file.
+"""What a learner hands in: the modules with exercises and those of bug hunts, read out of a folder or a zip file.
 
-Taken are only files at the paths of exercises, whole and as bytes; everything else in a submission is left where it is.
+Taken are only files at the paths that are asked for, whole and as bytes; everything else in a submission is left where
+it is. A hunt's folder is a workspace inside the workspace, which may hold nothing else.
 Invariant: nothing is unpacked, no symbolic link is followed, and no more than ``MOST_BYTES`` of a file are read. A
 submission that is damaged or means harm becomes one with a reason in ``refused`` or ``problems``; reading it raises
 nothing.
@@ -8,6 +9,7 @@ nothing.
 
 import contextlib
 import os
+import re
 import stat
 import zipfile
 import zlib
@@ -18,7 +20,11 @@ from pathlib import Path, PurePosixPath
 MOST_BYTES = 1 << 20
 MOST_LEVELS = 3
 """Folders that may lie around the one that holds ``shared``."""
+HUNTS = "bugs"
+"""The folder of a workspace that holds the bug hunts, each in a folder named by its number."""
+_LEVELS_OF_HUNTS = 2
 _HOME = "shared"
+_HUNT = re.compile(r"\d\d(\.\d+)?b\d+")
 _UNREADABLE = (zipfile.BadZipFile, zlib.error, OSError, EOFError, RuntimeError, NotImplementedError, ValueError)
 
 
@@ -47,7 +53,7 @@ def read_submission(path: Path, name: str, wanted: Collection[str]) -> Submissio
 
 
 def _from_folder(root: Path, name: str, wanted: Collection[str]) -> Submission:
-    home = _only(_homes_below(root))
+    home = _only(map(_around_hunts, _homes_below(root)))
     files, problems = {}, {}
     for path in wanted:
         try:
@@ -63,7 +69,7 @@ def _from_folder(root: Path, name: str, wanted: Collection[str]) -> Submission:
 def _homes_below(root: Path) -> Iterable[PurePosixPath]:
     """Folders, as paths from ``root``, that hold a folder ``shared``; hidden ones and links are passed over."""
     level = [PurePosixPath()]
-    for _ in range(MOST_LEVELS + 1):
+    for _ in range(MOST_LEVELS + _LEVELS_OF_HUNTS + 1):
         below = []
         for folder in level:
             names: list[str] = []
@@ -73,6 +79,12 @@ def _homes_below(root: Path) -> Iterable[PurePosixPath]:
                 yield folder
             below += [folder / inner for inner in names if inner != _HOME and not inner.startswith(".")]
         level = below
+
+
+def _around_hunts(home: PurePosixPath) -> PurePosixPath:
+    """The workspace around a hunt's folder, such as ``workspace/bugs/08b1``; any other folder itself."""
+    is_hunt = home.parent.name == HUNTS and _HUNT.fullmatch(home.name)
+    return home.parent.parent if is_hunt else home
 
 
 def _read_file(home: Path, path: PurePosixPath) -> bytes | None:
@@ -99,7 +111,9 @@ def _from_zip(file: Path, name: str, wanted: Collection[str]) -> Submission:
     with zipfile.ZipFile(file) as archive:
         members = {_member_path(info): info for info in archive.infolist()}
         homes = {PurePosixPath(*p.parts[:i]) for p in members for i, part in enumerate(p.parts) if part == _HOME}
-        home = _only(home for home in homes if not any(part.startswith((".", "__")) for part in home.parts))
+        home = _only(
+            home for home in map(_around_hunts, homes) if not any(part.startswith((".", "__")) for part in home.parts)
+        )
         for path in wanted:
             info = members.get(home / path)
             if info is None:

@@ -14,6 +14,9 @@ from pathlib import Path
 
 from tutorial.workshop.exercises import Exercise
 
+RECORD = "INFER_WORKSHOP_RECORD"
+"""The variable by which a run is told what to record, and where (`tutorial.workshop.recorder`)."""
+
 
 class Outcome(StrEnum):
     """What became of one exercise."""
@@ -35,6 +38,7 @@ class Case:
     details: tuple[str, ...] = ()  # further lines of its message
     where: str | None = None  # the last line of the learner's that the error went through, file:line
     traceback: str = ""  # if tracebacks were asked for
+    is_time_out: bool = False  # it failed because its time was over, which ended the run
 
     @property
     def name(self) -> str:
@@ -65,12 +69,16 @@ class Verdict:
     where: str | None = None  # the last line of the learner's that its error went through
     file: str | None = None  # that the exercise's function was compiled from
     cases: tuple[Case, ...] = ()
+    is_kept: bool = False  # of an earlier check, since when nothing has changed
 
     @property
     def first_failure(self) -> Case | None:
-        """The smallest failing case of the first test that fails, in the order of the exercise's tests."""
+        """The case that ran out of time; else the smallest failing case of the first test that fails, in the order of
+        the exercise's tests."""
         failed = [case for case in self.cases if case.outcome == "failed"]
-        return min((case for case in failed if case.name == failed[0].name), key=lambda case: case.size, default=None)
+        late = [case for case in failed if case.is_time_out]
+        first = late or [case for case in failed if case.name == failed[0].name]
+        return min(first, key=lambda case: case.size, default=None)
 
 
 def judge(
@@ -87,7 +95,7 @@ def judge(
         files: by exercise, the file that its function was compiled from.
         ended: by test, what is to be said of one that did not come to its end.
     """
-    cases = tuple(case for test in exercise.tests for case in results if _covers(test, case.test))
+    cases = tuple(case for test in exercise.tests for case in results if covers(test, case.test))
     cases = tuple(dict.fromkeys(cases))
     mine = [case for case in cases if case.outcome != "skipped"]  # a case that needs a GPU, say
     passed = [case for case in mine if case.outcome == "passed"]
@@ -100,7 +108,7 @@ def judge(
     if first is not None:
         where = first.where if first.where and first.where.startswith(f"{workspace}{os.sep}") else None
         return verdict(Outcome.FAILED, first.error, first.test, where)
-    missing = [test for test in exercise.tests if not any(_covers(test, case.test) for case in passed)]
+    missing = [test for test in exercise.tests if not any(covers(test, case.test) for case in passed)]
     if missing:
         skipped = [case.error for case in cases if case.outcome == "skipped"]
         return verdict(Outcome.NOT_RUN, skipped[0] if skipped else ended[missing[0]], missing[0])
@@ -113,6 +121,6 @@ def judge(
     return verdict(Outcome.PASSED)
 
 
-def _covers(named: str, test: str) -> bool:
+def covers(named: str, test: str) -> bool:
     """Whether a node id in ``lesson.toml`` means this test: itself, one of its parameters, or its file's collection."""
     return test == named or test.startswith((f"{named}[", f"{named}::")) or test == named.partition("::")[0]

@@ -15,8 +15,7 @@ from pathlib import Path
 from shared.kernels import NO_TRITON
 from tutorial.workshop import check
 from tutorial.workshop.check import KERNEL_TESTS, CheckServer, Run, RunEndedError
-from tutorial.workshop.exercises import Exercise, reference
-from tutorial.workshop.recorder import RECORD
+from tutorial.workshop.exercises import Exercise, source_of
 from tutorial.workshop.versions import AT_ONCE, VERSIONS, Version, can_replace
 
 Watch = Callable[[int, Path], None]
@@ -56,7 +55,7 @@ def run_versions(
 def _can_share(server: CheckServer, exercise: Exercise, text: str, is_interpreted: bool) -> bool:
     sorts = {test.startswith(KERNEL_TESTS) for test in exercise.tests}
     can_run = server.forks and not (is_interpreted and NO_TRITON)
-    return can_run and sorts == {is_interpreted} and can_replace(text, reference(exercise)[0], exercise.target)
+    return can_run and sorts == {is_interpreted} and can_replace(text, source_of(exercise), exercise.target)
 
 
 def _run_together(
@@ -69,10 +68,9 @@ def _run_together(
     ]
     (folder / "versions.json").write_text(json.dumps([asdict(version) for version in listed]), encoding="utf-8")
     record = folder / f"record-{is_interpreted}.jsonl"
-    functions = {exercise.number: (exercise.module, exercise.target) for exercise in versions.values()}
     variables = {
         **check.variables_of(folder / "workspace", gaps_raise=True),
-        RECORD: json.dumps({"file": str(record), "functions": functions}),
+        **check.recording(record, list(versions.values())),
         VERSIONS: str(folder / "versions.json"),
     }
     # The files by which pytest captures descriptors would be shared by all forks.
@@ -86,10 +84,11 @@ def _run_together(
         ended = check.how_it_ended(code, seconds)
     except RunEndedError as reason:
         ended = str(reason)
+    of_all = check.entries_of(record, folder, gaps_raise=True)
     return {
         number: check.judged(
             [exercise],
-            check.entries_of(record) + check.entries_of(folder / f"{number}.jsonl"),
+            [*of_all, *check.entries_of(folder / f"{number}.jsonl", folder / str(number), gaps_raise=True)],
             folder / str(number),
             dict.fromkeys(exercise.tests, ended),
             output,

@@ -90,7 +90,7 @@ def _become(version: Version, session: pytest.Session) -> None:
     found = inspect.getattr_static(module, version.target.partition(".")[0])
     for name in version.target.split(".")[1:]:
         found = inspect.getattr_static(found, name)
-    function = getattr(found, "__func__", found)
+    function = getattr(found, "fget", None) or getattr(found, "__func__", found)
     while hasattr(function, "fn"):  # a kernel; Triton reads its text when it first runs, where its code says it stands
         function = function.fn
     code = code_of(Path(version.file).read_text(encoding="utf-8"), version.target, version.file)

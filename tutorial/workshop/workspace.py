@@ -5,13 +5,18 @@
     workspace/.backups/...   what ``reset`` and ``update`` replaced, by time
     workspace/.progress.json which exercises were started, which hints shown, what the last check said
 
-Invariant: no file of the learner's is replaced before its copy lies in the backups.
+Several commands may use a workspace at once (`watch` in one terminal, `check` in another): each changes the progress
+under a lock, in what the file says then. Invariants: no file of the learner's is replaced before its copy lies in the
+backups; no command loses what another noted.
 """
 
+import fcntl
 import hashlib
 import json
+import os
 import shutil
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import datetime
 from enum import StrEnum
@@ -63,11 +68,16 @@ class Workspace:
     progress: dict[str, Progress] = field(init=False)
 
     def __post_init__(self) -> None:
+        if self.root.exists() and not self.root.is_dir():
+            raise ConfigError(f"The workspace {self.root} is a file; choose a folder with INFER_WORKSPACE=DIR.")
+        self.progress = self._read_progress()
+
+    def _read_progress(self) -> dict[str, Progress]:
         try:
             values = json.loads((self.root / _PROGRESS).read_text(encoding="utf-8"))
-            self.progress = {number: Progress(**entry) for number, entry in values.items()}
+            return {number: Progress(**entry) for number, entry in values.items()}
         except FileNotFoundError:
-            self.progress = {}
+            return {}
         except (OSError, ValueError, TypeError, AttributeError) as error:
             raise ConfigError(
                 f"{self.root / _PROGRESS} cannot be read ({error}); delete it and start the exercises again; the "
@@ -91,18 +101,19 @@ class Workspace:
     def has_passed(self, exercise: Exercise) -> bool:
         """Whether the tests passed with the exercise's lines as they are now."""
         digest = self._progress(exercise).passed
-        return digest is not None and self.file(exercise).is_file() and digest == self._digest(exercise)
+        return digest is not None and self.file(exercise).is_file() and digest == self.digest(exercise)
 
-    def note_check(self, exercise: Exercise, *, passed: bool) -> None:
-        """Remember what a check said of the lines as they are now."""
-        self.progress[exercise.number].passed = self._digest(exercise) if passed else None
-        self._save()
+    def note_check(self, exercise: Exercise, *, passed: bool, digest: str | None = None) -> None:
+        """Remember what a check said of the lines with this `digest`, by default as they are now."""
+        digest = digest or self.digest(exercise)
+        with self._changing():
+            self.progress.setdefault(exercise.number, Progress(True)).passed = digest if passed else None
 
     def next_hint(self, exercise: Exercise) -> int:
         """Count one more hint as shown; how many have been shown now, at most all."""
-        entry = self.progress[exercise.number] = self._progress(exercise)
-        entry.hints = min(entry.hints + 1, len(exercise.hints))
-        self._save()
+        with self._changing():
+            entry = self.progress[exercise.number] = self._progress(exercise)
+            entry.hints = min(entry.hints + 1, len(exercise.hints))
         return entry.hints
 
     def start(self, wanted: Sequence[Exercise]) -> list[Path]:
@@ -124,12 +135,12 @@ class Workspace:
                     "so no gap was made there; `infer workshop reset` hands the file out anew and keeps a backup."
                 )
             texts[exercise.path] = text
-        for exercise in new:
-            self.progress[exercise.number] = Progress(True, self._progress(exercise).hints)
+        with self._changing():
+            for exercise in new:
+                self.progress[exercise.number] = Progress(True, self._progress(exercise).hints)
         for path, text in texts.items():
             self._write(self.root / path, text)
             self._hand_out(path)
-        self._save()
         return [self.root / path for path in texts]
 
     def reset(self, wanted: Sequence[Exercise]) -> tuple[list[Path], Path | None]:
@@ -152,9 +163,9 @@ class Workspace:
         backup = self._back_up(texts)
         for path, text in texts.items():
             self._write(self.root / path, text)
-        for exercise in chosen:
-            self._progress(exercise).passed = None
-        self._save()
+        with self._changing():
+            for exercise in chosen:
+                self._progress(exercise).passed = None
         return [self.root / path for path in texts], backup
 
     def update(self) -> list[Update]:
@@ -181,8 +192,8 @@ class Workspace:
             results.append(Update(path, merged != "".join(theirs), conflicts, backup))
         return results
 
-    def _digest(self, exercise: Exercise) -> str:
-        """Of the lines between the exercise's markers, or of the file if the markers are gone."""
+    def digest(self, exercise: Exercise) -> str:
+        """A digest of the lines between the exercise's markers, or of the file if the markers are gone."""
         text = self.file(exercise).read_text(encoding="utf-8", errors="replace")
         lines = written_lines(text, reference(exercise)[1])
         return hashlib.sha256((text if lines is None else lines).encode()).hexdigest()
@@ -240,6 +251,23 @@ class Workspace:
                 f"{file} cannot be written ({error.strerror}); choose another folder with INFER_WORKSPACE=DIR."
             ) from None
 
-    def _save(self) -> None:
-        entries = {number: vars(entry) for number, entry in sorted(self.progress.items())}
-        self._write(self.root / _PROGRESS, json.dumps(entries, indent=2) + "\n")
+    @contextmanager
+    def _changing(self) -> Iterator[None]:
+        """Read the progress again, let the block change it, and write it, while no other process does so."""
+        try:
+            self.root.mkdir(parents=True, exist_ok=True)
+            lock = os.open(self.root, os.O_RDONLY)
+        except OSError as error:
+            raise ConfigError(
+                f"{self.root} cannot be written ({error.strerror}); choose another folder with INFER_WORKSPACE=DIR."
+            ) from None
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            self.progress = self._read_progress()
+            yield
+            entries = {number: vars(entry) for number, entry in sorted(self.progress.items())}
+            unfinished = self.root / f"{_PROGRESS}.new"
+            self._write(unfinished, json.dumps(entries, indent=2) + "\n")
+            unfinished.replace(self.root / _PROGRESS)
+        finally:
+            os.close(lock)

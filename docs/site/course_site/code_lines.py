@@ -21,11 +21,15 @@ def in_columns(text: str) -> bool:
     return _COLUMNS.search(text) is not None
 
 
+def indent(html: str) -> int:
+    """How many columns the line whose HTML this is stands to the right; 0 for a blank one."""
+    text = _text(html)
+    return len(text) - len(text.lstrip(" ")) if text.strip() else 0
+
+
 def hanging(html: str) -> str:
     """The style of a line whose HTML this is: how many columns it is indented."""
-    text = _text(html)
-    indent = len(text) - len(text.lstrip(" "))
-    return f' style="--indent: {indent}"' if indent and text.strip() else ""
+    return f' style="--indent: {columns}"' if (columns := indent(html)) else ""
 
 
 class LineFormatter(HtmlFormatter[str]):

@@ -16,7 +16,7 @@ from pygments.formatters import HtmlFormatter
 from pygments.lexers import get_lexer_for_filename
 from pygments.util import ClassNotFound
 
-from course_site.code_lines import hanging
+from course_site.folds import Line, exercise_lines, joined, with_hidden
 from course_site.repository import ROOT, enclosing, read
 
 _HUNK = re.compile(r"@@ -(\d+)(?:,\d+)? \+(\d+)(?:,\d+)? @@")
@@ -41,22 +41,24 @@ class FileDiff:
         return sum(line.startswith("-") for line in self.lines)
 
     def html(self) -> str:
-        """The lines as a highlighted block."""
-        before, after = _Side(self.older, self.lines, " -"), _Side(self.newer, self.lines, " +")
+        """The lines as a highlighted block, those of exercises folded."""
+        lines = with_hidden(self.lines, num_signs=1)
+        texts = [line for line, _ in lines]
+        before, after = _Side(self.older, texts, " -"), _Side(self.newer, texts, " +")
         rows = []
-        for line in self.lines:
+        for line, exercise in lines:
             if hunk := _HUNK.match(line):
                 before.go_to(int(hunk[1]))
                 after.go_to(int(hunk[2]))
-                rows.append(f'<span class="hunk">{escape(_place(self.newer, int(hunk[2])))}\n</span>')
+                rows.append(Line(escape(_place(self.newer, int(hunk[2]))), kind="hunk"))
                 continue
             sign = line[:1] or " "
-            old = before.next() if sign in " -" else ""
-            new = after.next() if sign in " +" else ""
+            old, of_old = before.next() if sign in " -" else ("", None)
+            new, of_new = after.next() if sign in " +" else ("", None)
             tag = _TAGS.get(sign, "span")
-            code = new or old
-            rows.append(f'<{tag} class="line"{hanging(code)}><span class="sign">{escape(sign)}</span>{code}\n</{tag}>')
-        return f'<div class="highlight-diff notranslate"><div class="highlight"><pre>{"".join(rows)}</pre></div></div>'
+            rows.append(Line(new or old, exercise or of_new or of_old, _sign(sign), tag))
+        body = joined(rows, _sign(" "))
+        return f'<div class="highlight-diff notranslate"><div class="highlight"><pre>{body}</pre></div></div>'
 
 
 def split_files(lines: Iterable[str]) -> list[FileDiff]:
@@ -77,24 +79,26 @@ def split_files(lines: Iterable[str]) -> list[FileDiff]:
 
 
 class _Side:
-    """One of the two texts, coloured line by line; reads on from where it is."""
+    """One of the two texts, coloured line by line, with the exercises of its lines; reads on from where it is."""
 
-    def __init__(self, path: str, lines: tuple[str, ...], signs: str) -> None:
+    def __init__(self, path: str, lines: list[str], signs: str) -> None:
         whole = (ROOT / path).is_file()
         self._is_whole = whole
         self._lines = coloured_lines(
             read(path) if whole else "\n".join(line[1:] for line in lines if (line[:1] or " ") in signs), path
         )
+        self._exercises = exercise_lines(path) if whole else {}
         self._index = 0
 
     def go_to(self, line: int) -> None:
         if self._is_whole:
             self._index = max(line - 1, 0)
 
-    def next(self) -> str:
+    def next(self) -> tuple[str, str | None]:
         line = self._lines[self._index] if self._index < len(self._lines) else ""
+        exercise = self._exercises.get(self._index)
         self._index += 1
-        return line
+        return line, exercise
 
 
 @cache
@@ -105,6 +109,10 @@ def coloured_lines(text: str, path: str) -> tuple[str, ...]:
     except ClassNotFound:
         return tuple(escape(line) for line in text.splitlines())
     return tuple(highlight(text, lexer, HtmlFormatter(nowrap=True)).split("\n"))
+
+
+def _sign(sign: str) -> str:
+    return f'<span class="sign">{escape(sign)}</span>'
 
 
 def _place(path: str, line: int) -> str:

@@ -17,7 +17,8 @@ from sphinx.environment import BuildEnvironment
 from sphinx.util.docutils import SphinxDirective
 
 from course_site.code_lines import in_columns
-from course_site.coloured_diff import split_files
+from course_site.coloured_diff import FRAGMENT, coloured_lines, split_files
+from course_site.folds import Line, joined, with_hidden
 from course_site.links import source_uri
 from course_site.repository import line_of
 from shared.lessons import find_lesson
@@ -60,6 +61,15 @@ class Fence(SphinxDirective):
 
 class PythonFence(Fence):
     language = "python"
+
+    def code(self) -> nodes.Element:
+        lines = with_hidden(self.content)
+        if not any(exercise for _, exercise in lines):
+            return super().code()
+        coloured = coloured_lines("\n".join(text for text, _ in lines), FRAGMENT)
+        body = joined(Line(html, exercise) for html, (_, exercise) in zip(coloured, lines, strict=False))
+        html = f'<div class="highlight-python notranslate"><div class="highlight"><pre>{body}</pre></div></div>'
+        return nodes.raw("", html, format="html")
 
     def caption(self, values: dict[str, str]) -> list[nodes.Node]:
         if "file" in values:

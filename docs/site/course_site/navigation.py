@@ -14,7 +14,17 @@ from course_site import phase_sections, reports
 from shared.lessons import Lesson, lessons
 
 HOME, MEASURED = "README", "docs/PERFORMANCE"
-REFERENCE = ("adapters/README", "docs/API", "docs/DEPLOY", "docs/GLOSSARY", MEASURED)
+REFERENCE = (
+    "docs/USING",
+    "docs/INSTALL",
+    "adapters/README",
+    "docs/API",
+    "docs/DEPLOY",
+    "docs/FROM_VLLM",
+    "docs/GLOSSARY",
+    "docs/EXPERIMENTS",
+    MEASURED,
+)
 BEGINNING, LAST, TEACHING = "tutorial/start", "tutorial/beyond_one_machine", "tutorial/teachers"
 CODE_ENDS = "\n## Run it\n"
 
@@ -37,12 +47,16 @@ def phase_page(lesson: Lesson, documents: Iterable[str]) -> str | None:
 
 
 def sections(documents: set[str]) -> dict[str, list[str]]:
-    """The documents by section, each in order."""
-    pages = [page for lesson in lessons() for page in (from_empty(lesson), phase_page(lesson, documents))]
-    course = [BEGINNING, *(page for page in pages if page in documents), LAST]
-    others = sorted(name for name in documents if name.startswith("tutorial/") and name not in (*course, TEACHING))
-    design = sorted(name for name in documents if name.startswith("docs/") and name not in (*course, *REFERENCE))
-    found = {"The course": course, "Teaching": [TEACHING, *others], "The design": design, "Reference": list(REFERENCE)}
+    """The documents by section, each in order, so that "Next" follows the main line."""
+    main, side = ([lesson for lesson in lessons() if lesson.is_side_track == is_side] for is_side in (False, True))
+    course = [BEGINNING, *(page for lesson in main if (page := phase_page(lesson, documents))), LAST]
+    tracks = [page for lesson in side if (page := phase_page(lesson, documents))]
+    empty = [from_empty(lesson) for lesson in main]
+    known = (*course, *tracks, *empty)
+    others = sorted(name for name in documents if name.startswith("tutorial/") and name not in (*known, TEACHING))
+    design = sorted(name for name in documents if name.startswith("docs/") and name not in (*known, *REFERENCE))
+    found = {"The course": course, "Side tracks": tracks, "From an empty file": empty}
+    found |= {"Teaching": [TEACHING, *others], "The design": design, "Reference": list(REFERENCE)}
     return {title: [name for name in names if name in documents] for title, names in found.items()}
 
 

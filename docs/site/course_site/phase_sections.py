@@ -14,7 +14,7 @@ from sphinx.util.docutils import SphinxDirective
 from course_site.coloured_diff import FileDiff, split_files
 from course_site.links import source_uri
 from course_site.reports import reports
-from course_site.repository import page_name, source_files, summary
+from course_site.repository import ROOT, page_name, source_files, summary
 from shared.lesson_source import added_modules, diff_lines, first_line
 from shared.lessons import Lesson, find_lesson
 
@@ -26,8 +26,11 @@ def changes(lesson: Lesson) -> str:
 
 
 def measured(lesson: Lesson) -> str:
-    """The charts of the reports in which an engine of this phase was measured, then the reports without one."""
-    found = [report for report in reports() if lesson.number in report.phases]
+    """The charts of the reports that the phase's chapter or design page cites, then the reports without one."""
+    number = lesson.number.upper().replace(".", "_")
+    pages = [ROOT / f"tutorial/{lesson.folder.name}.md", ROOT / f"docs/PHASE_{number}.md"]
+    cited = "".join(page.read_text(encoding="utf-8") for page in pages if page.exists())
+    found = [report for report in reports() if f"{report.docname.rpartition('/')[2]}." in cited]
     charts = [f"{report.image()}\n\n{report.link()}\n" for report in found if report.chart]
     others = "".join(f"- {report.link()}\n" for report in found if not report.chart)
     if charts and others:

@@ -16,11 +16,10 @@ FOLDER = "benchmarks/reports"
 
 @dataclass(frozen=True)
 class Reported:
-    """One report: its document, what was measured on what, and the phases that were."""
+    """One report: its document, and what was measured on what."""
 
     docname: str
     title: str
-    phases: tuple[str, ...]
 
     @property
     def data(self) -> Path:
@@ -64,5 +63,4 @@ def _read(path: Path) -> Reported:
     return Reported(
         docname=f"{FOLDER}/{path.name.removesuffix('.json')}",
         title=f"{name}: {model} on {values['machine_title']}" if model else f"{name} on {values['machine_title']}",
-        phases=tuple(values["engines"]),
     )

@@ -13,8 +13,8 @@ from typing import Any
 
 from sphinx.application import Sphinx
 
-from course_site.code_lines import hanging
 from course_site.coloured_diff import coloured_lines
+from course_site.folds import Line, exercise_lines, joined
 from course_site.repository import anchor, is_document, page_name, read, relative, source_files, source_folders, summary
 
 PROJECT = "infer"
@@ -45,12 +45,13 @@ def _heading(path: PurePosixPath) -> str:
 
 
 def _listed_lines(path: PurePosixPath, *, is_coloured: bool) -> str:
-    rows, text = [], read(path).removesuffix("\n")
+    rows, text, exercises = [], read(path).removesuffix("\n"), exercise_lines(str(path))
     lines = coloured_lines(text, str(path)) if is_coloured else map(escape, text.split("\n"))
     for number, line in enumerate(lines, start=1):
         place = f'<a class="linenos" href="#{anchor(number)}">{number}</a>'
-        rows.append(f'<span class="line" id="{anchor(number)}"{hanging(line)}>{place}{line}\n</span>')
-    return f'<div class="highlight source notranslate"><pre>{"".join(rows)}</pre></div>'
+        rows.append(Line(line, exercises.get(number - 1), place, attributes=f' id="{anchor(number)}"'))
+    blank = '<a class="linenos"></a>'
+    return f'<div class="highlight source notranslate"><pre>{joined(rows, blank)}</pre></div>'
 
 
 def _listing(folder: PurePosixPath) -> str:

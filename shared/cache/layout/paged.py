@@ -26,7 +26,7 @@ class PagedSizes:
 
 
 class LayoutExtra(Protocol):
-    """What a later phase adds to the layout of a step: plans (6.1), ranges of chunks (9.1), packed parts (9.2)."""
+    """What a later phase adds to the layout of a step: plans (6.1), ranges of segments (9.1), packed parts (9.2)."""
 
     def part(self, layout: "PagedLayout", sequences: slice) -> "PagedLayout":
         """The layout of a range of sequences, with what is added for these."""

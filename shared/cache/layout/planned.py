@@ -98,8 +98,8 @@ class AttentionPlanner:
         key = tiles.tobytes(), num_rows
         plans = self.last_decode.get(key)
         if plans is None:
-            about: dict[str, Any] = {"num_rows": num_rows, "is_captured": is_captured}
-            plans = {window: plan_decode(tiles, grid, window=window, **about) for window in self.windows}
+            options: dict[str, Any] = {"num_rows": num_rows, "is_captured": is_captured}
+            plans = {window: plan_decode(tiles, grid, window=window, **options) for window in self.windows}
             self.last_decode.clear()
             self.last_decode[key] = plans
         return plans

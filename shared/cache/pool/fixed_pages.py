@@ -59,7 +59,7 @@ class FixedPages:
         # exercise 11.1x5: the page tables, from the lengths alone
         # hint: a request has as many pages as its tokens fill, rounded up, and at least one
         # hint: indptr is a zero and the cumulative sum of these counts
-        # hint: the offset of an entry of indices is its place behind indptr of its request; np.repeat says whose it is
+        # hint: the offset of an entry of indices is its place after indptr of its request; np.repeat says whose it is
         # hint: a full last page has page_size tokens, not 0
         counts = np.maximum(1, -(-self.num_tokens // self.page_size))
         indptr = np.append(0, counts.cumsum())

@@ -6,7 +6,7 @@ holds blocks, which need not be adjacent, and its block table maps tokens to blo
 (PagedAttention: Kwon et al., SOSP 2023, arXiv 2309.06180).
 
 What else becomes of blocks is in an *extension* (:mod:`shared.cache.pool.extension`): a prefix tree (phase 8),
-chunks (9.1), compressed requests (9.2). What attention needs of a layout is added by the view's ``lay_out``.
+segments (9.1), compressed requests (9.2). What attention needs of a layout is added by the view's ``lay_out``.
 
 Invariants: a request holds exactly the blocks that its reserved tokens fill, and the allocator counts a reference for
 each table that lists a block; the first ``length`` slots of a table hold the request's tokens in order.

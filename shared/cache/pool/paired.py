@@ -1,11 +1,12 @@
 """The host side of two KV caches: the model's, and that of its draft model. Introduced in phase 11.
 
-The draft model reads the same text, so it needs keys and values of its own for it. For each request its pool holds a
-*twin*: a request with the same tokens, of which the draft model may have computed more or fewer. A request is admitted,
-and grows, only where both pools have room.
+The draft model reads the same text, so it needs its own keys and values. For each request its pool holds a *draft
+request*: the same tokens, of which the draft model may have computed more or fewer. A request is admitted, and grows,
+only if both pools have space.
 
-Invariants: a request has a twin exactly while it holds space; both pools have reserved the same number of tokens, up to
-the draft model's maximum; this module commits tokens of the model alone, and the drafter those of the twins.
+Invariants: a request has a draft request exactly while it holds space; both pools have reserved the same number of
+tokens, up to the draft model's maximum; this module commits the model's tokens only, and the drafter those of draft
+requests.
 """
 
 from collections.abc import Iterable
@@ -21,7 +22,7 @@ class PairedPool:
 
     def __init__(self, target: CachePoolProtocol, draft: CachePoolProtocol) -> None:
         self.target, self.draft = target, draft
-        self.twins: dict[Request, Request] = {}
+        self.draft_requests: dict[Request, Request] = {}
         self.granted: dict[Request, int] = {}  # tokens
         self.max_sequences = target.max_sequences
         self.request_capacity = target.request_capacity
@@ -35,17 +36,19 @@ class PairedPool:
         """What the draft model has of the request's prefix may be less, or more."""
         unlimited: dict[str, Any] = {"thinking_budget": None, "min_thinking_tokens": 0}
         params = replace(request.params, logprobs=None, prompt_logprobs=None, **unlimited)
-        about = (request.request_id, request.prompt_ids, params, request.seed, request.end_ids)
-        twin = self.twins[request] = Request(*about, output_ids=list(request.output_ids), serial=request.serial)
+        arguments = (request.request_id, request.prompt_ids, params, request.seed, request.end_ids)
+        draft_request = self.draft_requests[request] = Request(
+            *arguments, output_ids=list(request.output_ids), serial=request.serial
+        )
         self.granted[request] = 0
-        self.draft.admit(twin)
+        self.draft.admit(draft_request)
         return self.target.admit(request)
 
     def reserve(self, request: Request, num_tokens: int) -> bool:
-        twin, granted = self.twins[request], self.granted[request]
+        draft_request, granted = self.draft_requests[request], self.granted[request]
         if not self.target.reserve(request, num_tokens):
             return False
-        if not self.draft.reserve(twin, min(num_tokens, self.draft.request_capacity)):
+        if not self.draft.reserve(draft_request, min(num_tokens, self.draft.request_capacity)):
             self.target.shrink(request, granted)
             return False
         self.granted[request] = max(granted, num_tokens)
@@ -57,18 +60,18 @@ class PairedPool:
 
     def shrink(self, request: Request, num_tokens: int) -> None:
         """In both pools. Drafts whose keys lose their place are no longer remembered."""
-        twin = self.twins[request]
+        draft_request = self.draft_requests[request]
         self.target.shrink(request, num_tokens)
-        self.draft.shrink(twin, num_tokens)
+        self.draft.shrink(draft_request, num_tokens)
         self.granted[request] = max(self.target.length(request), min(num_tokens, self.granted[request]))
-        num_written = max(num_tokens - self.draft.length(twin), 0)
-        twin.draft_ids = twin.draft_ids[: num_written + 1]  # the last one has no keys yet
+        num_written = max(num_tokens - self.draft.length(draft_request), 0)
+        draft_request.draft_ids = draft_request.draft_ids[: num_written + 1]  # the last one has no keys yet
 
     def release(self, request: Request) -> None:
         self.target.release(request)
-        twin = self.twins.pop(request, None)
-        if twin is not None:
-            self.draft.release(twin)
+        draft_request = self.draft_requests.pop(request, None)
+        if draft_request is not None:
+            self.draft.release(draft_request)
             del self.granted[request]
 
     @property
@@ -77,7 +80,7 @@ class PairedPool:
 
     @property
     def free_tokens(self) -> int:
-        """In the pool with less room."""
+        """In the pool with less space."""
         return min(self.target.free_tokens, self.draft.free_tokens)
 
     def drop_cached(self) -> None:
@@ -86,6 +89,6 @@ class PairedPool:
 
     def audit(self) -> list[str]:
         found = [*self.target.audit(), *(f"Draft model: {message}" for message in self.draft.audit())]
-        unknown = self.target.holdings()[1].keys() - self.twins.keys()
-        unknown |= self.draft.holdings()[1].keys() - set(self.twins.values())
-        return found + [f"Request {request.request_id} holds space and has no twin." for request in unknown]
+        unknown = self.target.holdings()[1].keys() - self.draft_requests.keys()
+        unknown |= self.draft.holdings()[1].keys() - set(self.draft_requests.values())
+        return found + [f"Request {request.request_id} holds space and has no draft request." for request in unknown]

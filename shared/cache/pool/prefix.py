@@ -1,6 +1,6 @@
 """Computes common prefixes once: a paged pool's prefix tree. The host side. Introduced in phase 8.
 
-An admitted request gets the blocks that already hold a prefix of its tokens, and computation begins behind them. Blocks
+An admitted request gets the blocks that already hold a prefix of its tokens, and computation begins after them. Blocks
 are shared by reference count: one for each block table, and one for the tree (:mod:`shared.cache.pool.prefix_tree`),
 which a full block enters when its tokens are committed. So a conversation's next turn finds its own answers, and a
 preempted request most of itself. A released block stays in the tree until a block is needed.
@@ -42,7 +42,7 @@ class Prefix:
     node: Node
     num_blocks: int
     num_shared: int
-    computes: tuple[Node, bytes] | None = None  # the block behind the node, if it is still to be computed
+    computes: tuple[Node, bytes] | None = None  # the block after the node, if it is still to be computed
 
 
 def all_tokens(request: Request) -> int:
@@ -62,7 +62,7 @@ class PrefixSharing(PoolExtension):
         self.tree = PrefixTree(block_size)
         self.prefixes: dict[Request, Prefix] = {}  # of the admitted requests
         self.copying: set[Request] = set()  # those whose next step copies a block
-        self.computing: dict[tuple[Node, bytes], Request] = {}  # which request computes the block behind a node
+        self.computing: dict[tuple[Node, bytes], Request] = {}  # which request computes the block after a node
         self.leaders: WeakKeyDictionary[Request, tuple[Request, int]] = WeakKeyDictionary()
         self.packed_ids: WeakKeyDictionary[Request, bytes] = WeakKeyDictionary()
 
@@ -105,7 +105,7 @@ class PrefixSharing(PoolExtension):
         node, count, num_blocks = self.tree.match(tokens, salt)
         start = num_blocks * self.tree.block_bytes
         if start == len(tokens) or count < len(node.blocks):
-            return False  # all is there, or the rest differs from what is computed behind the node
+            return False  # all is there, or the rest differs from what is computed after the node
         leader = self.computing.get((node, self.tree.child_name(node, tokens, start, salt)))
         if leader is None:
             return False

@@ -58,7 +58,7 @@ class PrefixTree:
         """
         # exercise 08x1: walk down the tree
         # hint: node.children.get(self.child_name(node, tokens, start, salt)) is the child for the block at `start`
-        # hint: the whole child matches if tokens.startswith(child.tokens, start): go on behind it
+        # hint: the whole child matches if tokens.startswith(child.tokens, start): go on after it
         # hint: else the prefix ends inside the child, whose first block matches; num_common counts its blocks that do
         # hint: `start` counts bytes; a block has self.block_bytes
         node, start = self.root, 0
@@ -88,7 +88,7 @@ class PrefixTree:
         return node, np.concatenate(blocks[::-1]) if blocks else self.root.blocks
 
     def extend(self, node: Node, tokens: bytes, blocks: Blocks, salt: bytes = b"") -> tuple[Node, Blocks]:
-        """Insert the blocks that a request has computed behind the node that it holds, and hold their end instead.
+        """Insert the blocks that a request has computed after the node that it holds, and hold their end instead.
 
         Args:
             tokens: the packed ids of ``blocks``.
@@ -101,7 +101,7 @@ class PrefixTree:
         # hint: if there is none, what is left is new: self._append(node, rest, blocks, salt) returns the new end, but
         # hint: if `node` is the held one, has no children and no other user, self._lengthen(node, rest, blocks) will do
         # hint: if there is one, count its common blocks (num_common), and _split it where it covers more than these;
-        # hint: go on behind them with the rest of tokens and blocks, and collect the child's blocks
+        # hint: go on after them with the rest of tokens and blocks, and collect the child's blocks
         # hint: hold the end (_hold) before letting go of the old node (release)
         start, held, found = 0, node, [self.root.blocks]
         while start < len(blocks):

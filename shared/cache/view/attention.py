@@ -38,7 +38,7 @@ class PagedAttentionProtocol(Protocol):
         """Take the step's arrays on the device; all layers' attention is that of this step from now on."""
         ...
 
-    def attend(self, layer: int, q: Tensor, about: Scores, out: Tensor | None) -> Tensor:
+    def attend(self, layer: int, q: Tensor, options: Scores, out: Tensor | None) -> Tensor:
         """As ``KVView.attend``; ``out`` is the buffer of a decode step's results."""
         ...
 

@@ -98,8 +98,8 @@ def planned_in_buckets(
     """Planned attention whose steps are padded; ``arrays``: the last arguments of :class:`BucketPadding`."""
     planner = BucketPlanner(**planner_arguments(config, dtype, storage), has_masks=has_masks, buckets=buckets)
     paddings = [planner.padding(bucket, sizes.block_size) for bucket in reversed(buckets.decode + buckets.mixed)]
-    about = buckets, paddings, sizes.block_size, config.num_kv_heads * config.head_dim
-    return PlannedAttention(planner, sizes, storage), BucketPadding(*about, *arrays)
+    arguments = buckets, paddings, sizes.block_size, config.num_kv_heads * config.head_dim
+    return PlannedAttention(planner, sizes, storage), BucketPadding(*arguments, *arrays)
 
 
 def buckets_of(config: EngineConfig, model: CausalLM, max_seq_len: int) -> Buckets:

@@ -77,9 +77,9 @@ class ContiguousPoolView:
             self.value_rows = self.values.view(config.num_layers, -1, config.head_dim).unbind(0)
         if self.is_flash:
             check_flash_head_size(config.head_dim)
-            about = (config.num_heads, config.num_kv_heads, config.head_dim, capacity, device)
+            arguments = (config.num_heads, config.num_kv_heads, config.head_dim, capacity, device)
             self.workspaces = [  # for 1, 2, 4, … sequences: the fewer sequences, the more programs per sequence
-                DecodeWorkspace.of(1 << n, *about) for n in range((num_regions - 1).bit_length() + 1)
+                DecodeWorkspace.of(1 << n, *arguments) for n in range((num_regions - 1).bit_length() + 1)
             ]
         num_places = max_tokens if self.is_launching else max_tokens * config.num_kv_heads
         of_regions: dict[str, tuple[int, DTypeLike]] = dict.fromkeys(("regions", "lengths"), (num_regions, np.int32))

@@ -40,13 +40,13 @@ class OperationsAttention(PagedAttentionProtocol):
         self.layout, self.num_new = layout, batch.num_new_tokens.tolist()
         self.known: dict[int | None, list[Piece]] = {}  # by window
 
-    def attend(self, layer: int, q: Tensor, about: Scores, out: Tensor | None) -> Tensor:
+    def attend(self, layer: int, q: Tensor, options: Scores, out: Tensor | None) -> Tensor:
         """A sliding-window layer reads only keys inside the window."""
         attended = []
-        for queries, piece in zip(q.split(self.num_new), self.pieces(about["window"]), strict=True):
+        for queries, piece in zip(q.split(self.num_new), self.pieces(options["window"]), strict=True):
             k, v = self.read(layer, piece)
             k, v = k.transpose(0, 1), v.transpose(0, 1)  # [Hkv, S, D]
-            attended.append(self.operation(queries, k, v, **about))
+            attended.append(self.operation(queries, k, v, **options))
         return torch.cat(attended)
 
     def read(self, layer: int, piece: Piece) -> KeysAndValues:
@@ -62,8 +62,8 @@ class OperationsAttention(PagedAttentionProtocol):
 
     def _cut(self, window: int | None) -> list[Piece]:
         layout, size, pieces = self.layout, self.block_size, []
-        about = (layout.num_cached.tolist(), layout.lengths.tolist(), layout.table_starts.tolist()[:-1])
-        for num_cached, end, start in zip(*about, strict=True):
+        columns = (layout.num_cached.tolist(), layout.lengths.tolist(), layout.table_starts.tolist()[:-1])
+        for num_cached, end, start in zip(*columns, strict=True):
             first = 0 if window is None else max(0, num_cached + 1 - window)  # that the first new token attends to
             first_block = first // size
             blocks = layout.tables[start + first_block : start - (-end // size)].astype(np.int64)

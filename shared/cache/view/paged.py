@@ -91,14 +91,14 @@ class PagedView:
             storage.write(layer, k, v, self.places)
             return q
         memory = storage.layer_keys[layer], storage.layer_values[layer], self.places, self.config.head_dim
-        about = storage.arguments[layer]
-        return kv_write(q, k, v, positions, cast(NormAndRotation, qk), *memory, out=self.step_queries, **about)
+        options = storage.arguments[layer]
+        return kv_write(q, k, v, positions, cast(NormAndRotation, qk), *memory, out=self.step_queries, **options)
 
     def attend(
         self, layer: int, q: Tensor, *, scale: float, window: int | None = None, softcap: float | None = None
     ) -> Tensor:
-        about = {"scale": scale, "window": window, "softcap": softcap}
-        return self.attention.attend(layer, q, about, self.step_attended)
+        options = {"scale": scale, "window": window, "softcap": softcap}
+        return self.attention.attend(layer, q, options, self.step_attended)
 
     def advance(self) -> None:
         self.padding.advance(self.sent)

@@ -34,9 +34,9 @@ class PagedAttention(PagedAttentionProtocol):
     def __init__(self, config: ModelConfig, sizes: PagedSizes, storage: BlockStorage) -> None:
         check_flash_head_size(config.head_dim)
         self.sizes, self.storage = sizes, storage
-        about = (config.num_heads, config.num_kv_heads, config.head_dim, sizes.max_seq_len, storage.keys.device)
+        arguments = (config.num_heads, config.num_kv_heads, config.head_dim, sizes.max_seq_len, storage.keys.device)
         self.workspaces = [  # for 1, 2, 4, … sequences: the fewer sequences, the more programs per sequence
-            DecodeWorkspace.of(1 << n, *about) for n in range((sizes.max_sequences - 1).bit_length() + 1)
+            DecodeWorkspace.of(1 << n, *arguments) for n in range((sizes.max_sequences - 1).bit_length() + 1)
         ]
 
     def staged(self, is_decode: bool, max_tokens: int) -> Places:
@@ -51,23 +51,23 @@ class PagedAttention(PagedAttentionProtocol):
         if not self.is_decode:
             self.prompts = sent["tables"], sent["prompt_table_starts"], sent["prompt_lengths"], sent["query_starts"]
 
-    def attend(self, layer: int, q: Tensor, about: Scores, out: Tensor | None) -> Tensor:
-        about = about | self.storage.arguments[layer]
+    def attend(self, layer: int, q: Tensor, options: Scores, out: Tensor | None) -> Tensor:
+        options = options | self.storage.arguments[layer]
         memory, n = (self.storage.layer_keys[layer], self.storage.layer_values[layer]), self.num_decoding
         if self.is_decode:
             workspace = self.workspaces[(n - 1).bit_length()]
-            return paged_attention(q, *memory, *self.decoding, **about, workspace=workspace, out=out)
+            return paged_attention(q, *memory, *self.decoding, **options, workspace=workspace, out=out)
         out = torch.empty_like(q, memory_format=torch.contiguous_format)
         if n:
             workspace = self.workspaces[(n - 1).bit_length()]
-            paged_attention(q[:n], *memory, *self.decoding, **about, workspace=workspace, out=out[:n])
-        self.attend_prompts(layer, q[n:], about, out[n:])
+            paged_attention(q[:n], *memory, *self.decoding, **options, workspace=workspace, out=out[:n])
+        self.attend_prompts(layer, q[n:], options, out[n:])
         return out
 
-    def attend_prompts(self, layer: int, q: Tensor, about: dict[str, Any], out: Tensor) -> None:
+    def attend_prompts(self, layer: int, q: Tensor, options: dict[str, Any], out: Tensor) -> None:
         """Attention of the sequences that do not decode; ``about`` are the kernel's arguments by name."""
         memory = (self.storage.layer_keys[layer], self.storage.layer_values[layer])
-        paged_prefill(q, *memory, *self.prompts, **about, out=out)
+        paged_prefill(q, *memory, *self.prompts, **options, out=out)
 
 
 def staged_tables(sizes: PagedSizes) -> Places:

@@ -103,21 +103,21 @@ class PlannedAttention:
             return True, True
         return copied.copies(layout.num_new[first:], layout.lengths[first:], tiling.tile)
 
-    def attend(self, layer: int, q: Tensor, about: Scores, out: Tensor | None) -> Tensor:
+    def attend(self, layer: int, q: Tensor, options: Scores, out: Tensor | None) -> Tensor:
         memory = (self.storage.layer_keys[layer], self.storage.layer_values[layer])
-        window = about["window"]
-        about = {**about, **self.storage.arguments[layer], "workspace": self.workspace}
+        window = options["window"]
+        options = {**options, **self.storage.arguments[layer], "workspace": self.workspace}
         n, first, decode, prefill, _ = self.launches
         if self.is_decode:
             return planned_decode(
-                q, *memory, *self.decoding, self.plans["decode", window], **about, tiling=decode, out=out
+                q, *memory, *self.decoding, self.plans["decode", window], **options, tiling=decode, out=out
             )
         out = torch.empty_like(q, memory_format=torch.contiguous_format)
         if n:
             plan = self.plans["decode", window]
-            planned_decode(q[:n], *memory, *self.decoding, plan, **about, tiling=decode, out=out[:n])
-        plan, about = self.plans["prefill", window], about | self.prompt_arguments
-        planned_prefill(q[first:], *memory, *self.prompts, plan, **about, tiling=prefill, out=out[first:])
+            planned_decode(q[:n], *memory, *self.decoding, plan, **options, tiling=decode, out=out[:n])
+        plan, options = self.plans["prefill", window], options | self.prompt_arguments
+        planned_prefill(q[first:], *memory, *self.prompts, plan, **options, tiling=prefill, out=out[first:])
         return out
 
 
@@ -139,5 +139,5 @@ def is_planned(storage: BlockStorage, backend: str | None) -> bool:
 def planner_arguments(config: ModelConfig, dtype: torch.dtype, storage: BlockStorage) -> dict[str, Any]:
     """The arguments of a planner for a model of this dtype."""
     itemsize = dtype.itemsize if dtype == torch.float32 else storage.keys.itemsize
-    about = {"config": config, "windows": tuple(dict.fromkeys(config.windows)), "itemsize": itemsize}
-    return about | {"device": storage.keys.device}
+    options = {"config": config, "windows": tuple(dict.fromkeys(config.windows)), "itemsize": itemsize}
+    return options | {"device": storage.keys.device}

@@ -1,7 +1,8 @@
 """The sizes of captured steps. Introduced in phase 9.
 
 A CUDA graph replays launches of fixed sizes, so there is a graph for each of a few sizes, the *buckets*, and a step is
-padded to the smallest bucket that holds it. More buckets waste less on padding; each takes memory and start-up time.
+padded to the smallest bucket that holds it. More buckets waste less on padding, but each costs memory and start-up
+time.
 
 Invariants: the largest bucket of decode steps is the maximum batch, so a full batch is never run eagerly; a padding
 token has no slot, and belongs to no sequence.

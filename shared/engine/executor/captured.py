@@ -1,10 +1,10 @@
 """Computes batches by replaying captured steps. Introduced in phase 9.
 
 A decode step is one graph, from the ids to the logits. A mixed step's graph ends with the hidden states: which of them
-need logits differs from step to step, so those are computed by launches of their own, while the graph runs.
+need logits differs from step to step, so separate launches compute the logits.
 
-Invariants: a step of a bucket that was not captured is run eagerly, with the same launches; nothing that is captured
-depends on the batch but through the view's buffers.
+Invariants: a step of a bucket that was not captured is run eagerly, with the same launches; captured launches depend on
+the batch only through the view's buffers.
 """
 
 import functools
@@ -105,8 +105,8 @@ class Captured:
     def _capture(self, capture: Capture) -> None:
         started, paddings = time.perf_counter(), self.view.paddings
         console = Console(stderr=True)
-        about: dict[str, Any] = {"console": console, "transient": True, "disable": not console.is_terminal}
-        for batch in track(paddings, "Capturing CUDA graphs", **about):
+        options: dict[str, Any] = {"console": console, "transient": True, "disable": not console.is_terminal}
+        for batch in track(paddings, "Capturing CUDA graphs", **options):
             inputs, bucket = self.view.load(batch), self.view.bucket
             assert bucket is not None
             self.graphs[bucket] = capture(functools.partial(self._run, inputs, bucket))

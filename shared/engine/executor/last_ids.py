@@ -1,11 +1,11 @@
 """The ids of tokens in flight, which only the device knows. Introduced in phase 9.
 
 A step that is launched while the one before it runs begins with ids that the host does not know. So the last id sampled
-for each sequence stays on the device, by the sequence's row in the pool, and the next step takes its pending ids from
-there. The id is copied to the host too, for the text, but no step waits for that.
-After these ids come the drafts that a model has drawn for the step (phase 11).
+for each sequence stays on the device, at the sequence's row in the pool, and the next step reads its pending ids from
+there. The id is also copied to the host, for the text, but no step waits for the copy. The drafts that a model sampled
+for the step follow these ids (phase 11).
 
-Invariant: one stream runs everything in the order in which it was launched, so a step finds the ids of the one before.
+Invariant: one stream runs all launches in order, so a step finds the ids of the previous step.
 """
 
 import torch

@@ -1,7 +1,7 @@
-"""The ranks that compute a runner's batches: one alone. Introduced in phase 4.
+"""The ranks that compute a runner's batches: a single rank. Introduced in phase 4.
 
-From phase 12.1 on several ranks may compute a batch together (:mod:`shared.tracks.ranks.several_ranks`): then what
-happens before a forward, to its logits, and after a failure differs, and that is all.
+From phase 12.1 on several ranks may compute a batch together (:mod:`shared.tracks.ranks.several_ranks`): only the work
+before a forward, on its logits, and after a failure differs.
 """
 
 from collections.abc import Callable, Iterator

@@ -3,7 +3,7 @@
 A step's inputs (ids, positions, slot mapping) are numpy arrays on the host. Copying each array by itself would cost a
 synchronous copy each. Instead every array has a fixed range, sized for its maximum length, in a pinned host buffer and
 in a device buffer of the same layout. Two pinned buffers alternate, so the host can write a step while the copy of the
-previous one waits on the stream behind a forward. On a CPU the host and the device buffer are the same.
+previous one waits on the stream after a forward. On a CPU the host and the device buffer are the same.
 
 Invariants: an array has the same device address in every step, whatever its length, as CUDA graphs require; nothing is
 allocated after construction; a pinned buffer is not written while its copy is pending.
@@ -30,11 +30,11 @@ class Staging:
     """
 
     def __init__(self, device: torch.device, places: Mapping[str, tuple[int, DTypeLike]]) -> None:
-        self.rooms: dict[str, tuple[int, int, np.dtype[Any]]] = {}  # begin in bytes, length, dtype
+        self.regions: dict[str, tuple[int, int, np.dtype[Any]]] = {}  # begin in bytes, length, dtype
         total = 0
         for name, (count, dtype) in places.items():
             dtype = np.dtype(dtype)
-            self.rooms[name] = total, count, dtype
+            self.regions[name] = total, count, dtype
             total += -(-count * dtype.itemsize // ALIGNMENT) * ALIGNMENT
         self.arrived = torch.empty(total, dtype=torch.uint8, device=device)
         self.is_copying = device.type == "cuda"
@@ -63,9 +63,9 @@ class Staging:
             self.copied[self.turn].synchronize()
         host, end = self.hosts[self.turn], 0
         for name, array in arrays.items():
-            begin, room, dtype = self.rooms[name]
-            if len(array) > room:
-                raise ValueError(f"{name} has {len(array)} numbers, and there is room for {room}")
+            begin, capacity, dtype = self.regions[name]
+            if len(array) > capacity:
+                raise ValueError(f"{name} has {len(array)} numbers, and there is space for {capacity}")
             host[name][: len(array)] = array
             end = max(end, begin + len(array) * dtype.itemsize)
         if self.is_copying:
@@ -88,7 +88,7 @@ class Staging:
             name: buffer[begin : begin + count * dtype.itemsize].view(
                 dtype if isinstance(buffer, np.ndarray) else _DTYPES[dtype]
             )
-            for name, (begin, count, dtype) in self.rooms.items()
+            for name, (begin, count, dtype) in self.regions.items()
         }
 
 

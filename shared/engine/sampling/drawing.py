@@ -1,11 +1,11 @@
-"""How a token is drawn from each row of logits: edits of the logits first, then a draw. Introduced in phase 4.
+"""Samples a token from each row of logits: the steps edit the logits, then one draw samples. Introduced in phase 4.
 
-A sampler has a list of steps and one draw. A step says for the rows of a batch what it does to their logits: mask what
-a grammar refuses (phase 12), redirect a token (phase 11.1). The draw takes the edited logits: it samples a token for
-each row, accepts or replaces drafts (phase 11), or draws drafts.
+A sampler has a list of steps and one draw. A step edits the logits of a batch's rows: it masks what a grammar refuses
+(phase 12) or redirects a token (phase 11.1). The draw reads the edited logits: it samples a token for each row, accepts
+or replaces drafts (phase 11), or samples drafts.
 
-Invariant: launches that a recorder may replay (phase 9) depend on the batch, the logits' address and the edits' sizes
-alone; a draw that depends on more launches that afterwards.
+Invariant: launches that a recorder may replay (phase 9) depend only on the batch, the logits' address and the edits'
+sizes; a draw launches anything else afterwards.
 """
 
 from collections.abc import Callable, Sequence
@@ -41,7 +41,7 @@ class Edit(NamedTuple):
         apply: gets logits ``[n, V]`` and returns the edited ones.
         is_in_place: whether these are the same tensor; else it is a copy.
         size: the number of rows that determines the launches of ``apply``; None: they cannot be replayed.
-        follow: gets the ids that were drawn, int64 ``[n]``.
+        follow: gets the ids that were sampled, int64 ``[n]``.
     """
 
     apply: Callable[[torch.Tensor], torch.Tensor]

@@ -1,4 +1,4 @@
-"""The steps of the sampler that mask the tokens that grammars refuse. Introduced in phase 12.
+"""The sampler's steps that mask the tokens that grammars refuse. Introduced in phase 12.
 
 A row brings its mask from the host, or the device finds it (:mod:`shared.engine.sampling.grammar_rows`). Both come
 before everything else. Log-probabilities stay those of the raw logits.

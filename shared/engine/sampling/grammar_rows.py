@@ -1,20 +1,19 @@
-"""Where the requests of a batch stand in their grammars, on the device that draws their tokens. Introduced in phase 12.
+"""The grammar states of a batch's requests, on the device that samples their tokens. Introduced in phase 12.
 
 A request has the row that it has in the sampler's tables, as for the token counts
-(:mod:`shared.engine.sampling.penalty_tables`). Each row is tagged with its request and the number of its outputs. If
-the tag is not that of the request that samples next, the host replays the outputs and uploads the state. So a new
-request, a preempted one, and a step that was interrupted and is repeated need no case of their own. Otherwise nothing
-is sent: the launch after the draw advances the rows.
+(:mod:`shared.engine.sampling.penalty_tables`). Each row is tagged with its request and the number of its outputs. On a
+mismatch the host replays the outputs and uploads the state, so new requests, preempted requests and repeated steps need
+no special case. If the tag matches, nothing is uploaded: a launch after the draw advances the rows.
 
-Neither advances nor masks depend on logits. So they are launched on a stream of their own right after the draw, before
-anything is known of the next step, and run beside its forward, whose programs go first where both wait for a
-multiprocessor. Each row's mask has its own memory, so the next step computes others only for rows that are new in it.
+Neither advances nor masks depend on logits. So they are launched on their own stream right after the draw, before the
+next step is planned, and run concurrently with its forward, whose programs have priority. Each row's mask has its own
+memory, so the next step computes masks only for rows that are new in it.
 
-A request with drafts has a row for each number of them. The draw advances each by the token drawn there, and the next
-step continues from the row with the accepted drafts.
+A request with n drafts has n + 1 rows, one for each number of accepted drafts. Each row advances by the token that is
+sampled there, and the next step continues from the row of the drafts that were accepted.
 
-Invariants: the state of a tagged row is that after exactly so many outputs of its request; while a draw changes a row,
-its tag is removed; the mask of a row in ``masked`` is that of its state.
+Invariants: a tagged row holds its request's state after exactly the tagged number of outputs; a row has no tag while a
+draw changes it; the mask of a row in ``masked`` matches its state.
 """
 
 from collections.abc import Callable, Sequence
@@ -87,7 +86,7 @@ class GrammarRows:
             grammar_pool.readers.append(self.read)
 
     def __call__(self, rows: Sequence[SamplingRow], places: Sequence[int]) -> Edit | None:
-        """Mask the rows with a grammar, and move on by the tokens drawn for them."""
+        """Mask the rows with a grammar, and move on by the tokens sampled for them."""
         entered = self.enter(rows, places)
         if entered is None:
             return None
@@ -95,14 +94,14 @@ class GrammarRows:
         return Edit(partial(self.remove_refused, entered), True, size, partial(self.advance, entered))
 
     def enter(self, rows: Sequence[SamplingRow], places: Sequence[int]) -> Entered | None:
-        """Find the masks behind the outputs and drafts of the rows with a grammar; None if there are none.
+        """Find the masks after the outputs and drafts of the rows with a grammar; None if there are none.
 
         Args:
             places: the table row of each row; those of a request are adjacent.
         """
         self.keys = self._keys(rows, places)
         places, expected, self.next = self.keys[0], self.next, None
-        if expected == self.keys and not any(map(_NUM_DRAFTS, rows)):  # each stands behind its own token
+        if expected == self.keys and not any(map(_NUM_DRAFTS, rows)):  # each stands after its own token
             self._meet()
             return self.last[1]
         for place, serial, index, has_grammar in zip(*(expected or ((), (), (), ())), strict=True):
@@ -121,7 +120,7 @@ class GrammarRows:
                 known = self._forget(place, row.serial).get(row.index)
                 if known is None:
                     state = constraint.after(row.output_ids)
-                    if state is None:  # after the end: what is drawn here is dropped
+                    if state is None:  # after the end: what is sampled here is dropped
                         continue
                     assert constraint.base is not None
                     sent[place] = pack_row(constraint.base, state)
@@ -147,8 +146,8 @@ class GrammarRows:
         return logits
 
     def advance(self, entered: Entered, ids: torch.Tensor) -> None:
-        """Move each row that was entered to behind the token drawn for it, and find the masks there, unless some stand
-        behind drafts; of these few go on.
+        """Move each row that was entered to after the token sampled for it, and find the masks there, unless some stand
+        after drafts; of these few go on.
 
         Args:
             ids: int64 ``[n]``, of all rows; not changed afterwards.
@@ -166,7 +165,7 @@ class GrammarRows:
         self.next = places, serials, [index + 1 for index in indices], has_grammar
 
     def forget(self) -> None:
-        """Forget all rows: they stand behind drafts, of which some were not accepted."""
+        """Forget all rows: they stand after drafts, of which some were not accepted."""
         self.entered.clear()
         self.masked.clear()
         self.next = None
@@ -183,17 +182,17 @@ class GrammarRows:
             place += 1
         return found
 
-    def _aside(self, do: Callable[..., None], *about: Any) -> None:
-        """Call on the stream of its own, behind the last draw and upload."""
+    def _aside(self, do: Callable[..., None], *arguments: Any) -> None:
+        """Call on the stream of its own, after the last draw and upload."""
         if self.stream is None:
-            do(*about)
+            do(*arguments)
             return
         assert self.drawn is not None
         assert self.grammar_pool.arrived is not None
         self.stream.wait_event(self.drawn)
         self.stream.wait_event(self.grammar_pool.arrived)
         with torch.cuda.stream(self.stream):
-            do(*about)
+            do(*arguments)
             self.read.record()
 
     def _meet(self) -> None:
@@ -209,7 +208,7 @@ class GrammarRows:
         numbers: list[int],
         slots: list[int],
     ) -> None:
-        """Set the rows: ``sent`` from the host, ``moved`` from other rows, those behind drafts by walking these."""
+        """Set the rows: ``sent`` from the host, ``moved`` from other rows, those after drafts by walking these."""
         if self.tokens is None:
             vocabulary = next(iter(self.grammars.values())).vocabulary
             self.tokens = GrammarTokens.of(vocabulary, self.rows.device)
@@ -255,5 +254,5 @@ class GrammarRows:
         self, sources: torch.Tensor, targets: torch.Tensor, ids: torch.Tensor, chosen: torch.Tensor | None = None
     ) -> None:
         assert self.tokens is not None
-        about = (self.grammar_pool.tables, self.tokens, self.rows, sources, targets, ids, self.grammars)
-        grammar_advance(*about, chosen)
+        arguments = (self.grammar_pool.tables, self.tokens, self.rows, sources, targets, ids, self.grammars)
+        grammar_advance(*arguments, chosen)

@@ -1,15 +1,15 @@
 """Which request each row of the token counts belongs to. Introduced in phase 4.
 
 A request's row in the tables is its row in the KV cache pool, which another request takes over when it ends or is
-preempted. Nothing tells the tables so. Instead a row remembers the request and the number of outputs that it counts; if
-these are not those of the request that samples next, its tokens are entered anew. So a new request, a preempted one, a
-draw that raised, and a step that was interrupted after its draw and is repeated, need no case of their own.
+preempted. No call announces this. Instead each row is tagged with its request and output count; on a mismatch the
+request's tokens are entered again. So new requests, preempted requests, failed draws and repeated steps need no special
+case.
 
-A request with drafts has a row for each number of them: a copy of the row before, with one draft more. Those rows are
-never remembered, since their drafts may be wrong; of accepted drafts the first row learns in the next step.
+A request with n drafts has n + 1 rows, each a copy of the previous row with one more draft. These copies are never
+tagged, since their drafts may be wrong; the first row counts the accepted drafts in the next step.
 
-Invariant: a row that is remembered counts exactly the prompt and the first outputs of its request; while a draw changes
-a row, the row is forgotten.
+Invariant: a tagged row counts exactly its request's prompt and the tagged number of outputs; a row has no tag while a
+draw changes it.
 """
 
 import logging
@@ -73,7 +73,7 @@ class PenaltyTables:
         self.counts.add(rows, ids)
 
     def add(self, rows: Sequence[SamplingRow], places: Sequence[int], batch: SamplingBatch, ids: torch.Tensor) -> None:
-        """Count the tokens ``ids`` drawn for ``rows`` with ``batch``; the rows were entered."""
+        """Count the tokens ``ids`` sampled for ``rows`` with ``batch``; the rows were entered."""
         if batch.counts is None:
             return
         assert batch.count_rows is not None

@@ -1,10 +1,10 @@
 """The draw that accepts or replaces drafts by rejection sampling. Introduced in phase 11.
 
-The plain draw takes the target's token in every row, and the scheduler keeps the drafts that equal it. This one draws
-only where no draft is left (:mod:`shared.sampling.rejection`): the answers are distributed as without drafts, but with
-the same seed they may be others. Greedy rows have one possible token, so they are sampled as before.
+The plain draw samples the target's token in every row, and the scheduler keeps the drafts that equal it. This draw
+samples only where a draft is missing or rejected (:mod:`shared.sampling.rejection`): outputs have the same distribution
+as without drafts, but may differ for the same seed. Greedy rows have one possible token, so they are sampled as before.
 
-Invariant: a draft is accepted by the edited distribution, so one that a step refuses has the probability 0.
+Invariant: acceptance uses the edited distribution, so a draft that a step masks has probability 0.
 """
 
 from collections.abc import Mapping, Sequence
@@ -28,7 +28,7 @@ class Rejection:
     """A :data:`shared.engine.sampling.drawing.Draw` with drafts accepted by chance.
 
     Attributes:
-        distributions: the probabilities ``[V]`` from which each draft was drawn, by its request's serial and its
+        distributions: the probabilities ``[V]`` from which each draft was sampled, by its request's serial and its
             index; those that are missing were certain. A draft model may have fewer columns.
     """
 

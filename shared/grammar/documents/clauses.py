@@ -65,7 +65,7 @@ class Requirements:
         for shape, is_counted in zip(self.shapes, self._is_counted, strict=True):
             for key, keys in sorted((key, sorted(keys)) for key, keys in shape.dependents):
                 wanted.update(dict.fromkeys([key, *keys]))
-            if is_counted or shape.outside or shape.most != UNBOUNDED:
+            if is_counted or shape.judges or shape.most != UNBOUNDED:
                 wanted.update(dict.fromkeys(self.names))
         start = len(self._other_bits)
         if start + len(wanted) > self.num_bits:
@@ -75,11 +75,12 @@ class Requirements:
 
     def _use(self, bits: int) -> tuple[frozenset[int], int]:
         """What a key without a name is good for: nodes that it is outside of, and its sum."""
-        matched = self._matched(bits)
+        matched = self.matched(bits)
         nodes = {node for shape in self.shapes for node in shape.outside}
         return frozenset(node for node in nodes if self.members.is_outside(node, None, matched)), bits >> SUM_SHIFT
 
-    def _matched(self, bits: int) -> frozenset[str]:
+    def matched(self, bits: int) -> frozenset[str]:
+        """The patterns that a key without a name matches."""
         return frozenset(kind for kind, bit in self.kinds.items() if isinstance(kind, str) and bits & bit)
 
     def other_bit(self, bits: int) -> int:
@@ -91,7 +92,7 @@ class Requirements:
         """The value of a key without a name, in an alternative; None if it may not have the key."""
         bits &= (1 << SUM_SHIFT) - 1
         if (number, bits) not in self._values:
-            value = self.members.member(self.shapes[number], None, self._matched(bits))
+            value = self.members.member(self.shapes[number], None, self.matched(bits))
             is_allowed = bits & self.kinds[self.shapes[number].names] and self.members.depth(value) < NEVER
             self._values[number, bits] = value if is_allowed else None
         return self._values[number, bits]

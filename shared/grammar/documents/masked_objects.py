@@ -16,7 +16,7 @@ from shared.grammar.automata.assembler import MAX_CLASSES, ClauseRow, Entries, R
 from shared.grammar.automata.automaton import REFUSED, UNBOUNDED, Action, entry
 from shared.grammar.documents.clauses import ALWAYS, REGISTER_BITS, Requirements
 from shared.grammar.documents.keys import Alive, Follower, KeyStates
-from shared.grammar.documents.objects import UNLIMITED, Groups, ObjectRule
+from shared.grammar.documents.objects import UNLIMITED, Groups, ObjectRule, WrongRule
 from shared.grammar.documents.rules import Guards, ValueSource, blanks
 from shared.grammar.limits import GrammarError
 from shared.grammar.schema.shapes import Array, Object, Shape, String, Value
@@ -30,6 +30,8 @@ MOST_CHOSEN = 3
 def object_rule(values: ValueSource, groups: Groups) -> Rule:
     """The rule of some groups of objects."""
     shapes = [shape for group in groups for shape in group]
+    if any(shape.wrong for shape in shapes):
+        return WrongRule(values, groups).begun()
     requirements = Requirements(values.members, shapes)
     if FEWEST_MASKED <= len(shapes) <= MOST_MASKED and len(groups) <= MAX_CLASSES and _is_open(requirements):
         try:

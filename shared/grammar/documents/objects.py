@@ -6,14 +6,14 @@ object closes, by clauses over the register.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from shared.grammar.automata.assembler import Entries, Rule
 from shared.grammar.automata.automaton import UNBOUNDED, Action, entry
 from shared.grammar.documents.clauses import Clause, Requirements, any_of
 from shared.grammar.documents.keys import Alive, Follower, KeyStates, Trie
 from shared.grammar.documents.rules import ValueSource, blanks
-from shared.grammar.schema.shapes import Object, Value
+from shared.grammar.schema.shapes import NEVER, Object, Value
 
 UNLIMITED = -1
 Groups = tuple[tuple[Object, ...], ...]
@@ -30,11 +30,13 @@ class ObjectRule:
         self.needed = [self.members.needed(shape) for shape in shapes]
         self.trie = Trie(self.requirements.names, self.assembler.budget)
         self.closing = [self.members.ending_depth(shape) for shape in shapes]
+        self.begins = groups
         self._keys: dict[Alive, KeyStates] = {}
 
     def begun(self) -> Rule:
         """The rule, with its first state."""
-        limits = tuple((number, self._limit(number)) for number in range(len(self.alternatives)))
+        first = [n for n, (group, shape) in enumerate(self.alternatives) if shape in self.begins[group]]
+        limits = tuple((number, self._limit(number)) for number in first)
         self.rule.first = self._state("open", limits)
         return self.rule
 
@@ -88,7 +90,9 @@ class ObjectRule:
         found: dict[int, list[tuple[Clause, ...]]] = {}
         depths: dict[int, list[int]] = {}
         for number, _ in alive:
-            group = self.alternatives[number][0]
+            group, shape = self.alternatives[number]
+            if shape.wrong:
+                continue
             clauses = self.requirements.clauses[number]
             if is_new:  # no key was seen
                 if any(not trigger for trigger, _, _ in clauses):
@@ -163,6 +167,61 @@ class ObjectRule:
         return self._state("after", alive)
 
 
+class WrongRule(ObjectRule):
+    """The rule of some groups of objects of which some have a key with a wrong value, as the opposites of
+    ``additionalProperties`` and ``patternProperties`` want it.
+
+    Such an alternative cannot end. A key that may be the wrong one leaves it alive, and another one beside it, if its
+    value is wrong: the same object without this need.
+    """
+
+    def __init__(self, values: ValueSource, groups: Groups) -> None:
+        met = [[[_met(s, is_named) for is_named in (True, False)] for s in group if s.wrong] for group in groups]
+        every = tuple(
+            tuple(dict.fromkeys([*group, *(shape for pair in pairs for shape in pair)]))
+            for group, pairs in zip(groups, met, strict=True)
+        )
+        shapes = [shape for group in every for shape in group]
+        super().__init__(values, every, Requirements(values.members, shapes))
+        self.begins = groups
+        self.numbers = {each: number for number, each in enumerate(self.alternatives)}
+
+    def _number(self, number: int, *, is_named: bool) -> int:
+        """The alternative that an alternative becomes by a wrong value."""
+        group, shape = self.alternatives[number]
+        return self.numbers[group, _met(shape, is_named)]
+
+    def follow_name(self, alive: Alive, key: str) -> tuple[Follower, ...]:
+        found = super().follow_name(alive, key)
+        met = []
+        for number, left, value in found:
+            shape = self.alternatives[number][1]
+            for one in shape.wrong:
+                wrong = value | {one.literal}
+                if (
+                    self.members.is_wrong(one, key, self.members.matches(shape, key))
+                    and self.members.depth(wrong) < NEVER
+                ):
+                    met.append((self._number(number, is_named=True), left, wrong))
+        return found + tuple(met)
+
+    def follow_other(self, alive: Alive, bits: int) -> tuple[Follower, ...]:
+        found = super().follow_other(alive, bits)
+        met = []
+        for number, left, _ in found:
+            for one in self.alternatives[number][1].wrong:
+                target = self._number(number, is_named=False)
+                wrong = self.requirements.other_value(target, bits)
+                if wrong is not None and self.members.is_wrong(one, None, self.requirements.matched(bits)):
+                    met.append((target, left, wrong))
+        return found + tuple(met)
+
+
+def _met(shape: Object, is_named: bool) -> Object:
+    """An object after a key with a wrong value."""
+    return replace(shape, wrong=frozenset(), last=frozenset() if is_named else shape.wrong)
+
+
 @dataclass(frozen=True)
 class AfterMember:
     """After a member: (alternative, what is left to it, the group of its value)."""
@@ -172,4 +231,4 @@ class AfterMember:
 
     def after(self, bits: int) -> int:
         self.rule.assembler.budget.spend(1 + len(self.followers))
-        return self.rule.after(tuple((n, left) for n, left, group in self.followers if bits >> group & 1))
+        return self.rule.after(tuple(sorted({(n, left) for n, left, group in self.followers if bits >> group & 1})))

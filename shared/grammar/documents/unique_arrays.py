@@ -3,16 +3,18 @@
 The register of the frame has a bit for each value that an item may have: an item sets its bit with the next comma, and
 is refused while it is spelled if no value is left that goes on so. Texts that are not listed, or are too many, share
 bits by the sum of their bytes: two texts of different sums surely differ. So a second text of the same sum is refused,
-although it may differ; one of 61 is. Strings have one spelling, so equal items have equal bits.
+although it may differ; one of 61 is. Strings have one spelling, so equal items have equal bits. Of objects, arrays and
+unlisted numbers nothing is remembered, so an array has at most one of each.
 
 Invariant: an item is begun only where a value that was not seen can be spelled.
 """
 
+from dataclasses import dataclass
 from fractions import Fraction
 
 import numpy as np
 
-from shared.grammar.automata.assembler import ClauseRow, Entries, Rule
+from shared.grammar.automata.assembler import ClauseRow, Entries, Rule, sum_bits
 from shared.grammar.automata.automaton import REFUSED
 from shared.grammar.automata.dfa import DFA
 from shared.grammar.documents.arrays import ArrayRule
@@ -21,12 +23,13 @@ from shared.grammar.documents.rules import Guards, ValueSource, blanks
 from shared.grammar.documents.texts import spell
 from shared.grammar.schema.facts import exact
 from shared.grammar.schema.members import SUM_SHIFT, with_sums
-from shared.grammar.schema.shapes import Array, Literal, Number, String, Value
+from shared.grammar.schema.shapes import Array, Literal, Number, Object, String, Value
 
 MOST_VALUES = 62
 PRIMES = (61, 53, 43, 31, 23, 13, 7)
 """Sums that are told apart: the most that bits are left for, and that make few enough states."""
 MOST_STATES = 3000
+KINDS = {"array": Array, "object": Object, "number": Number}
 LITERALS = {"null": None, "true": True, "false": False}
 
 
@@ -70,8 +73,6 @@ class UniqueRule(Rule):
                 found.append(self._constant(LITERALS[one.text]))
             elif isinstance(one, Number) and one.values is not None:
                 found += [self._constant(self._number(value)) for value in sorted(one.values)]
-            elif not isinstance(one, String):
-                raise _error(values, "unique items must be strings, listed values, or whole numbers of a short range")
         if is_listed:
             known = [(text, spell(text)) for text in sorted(listed)]
             dfas = [values.texts.dfa(one) for one in texts]
@@ -81,6 +82,13 @@ class UniqueRule(Rule):
                 if spelled is not None and any(dfa.run(spelled) for dfa in dfas)
             ]
         self.listed = tuple(dict.fromkeys(found))
+        kinds = {kind for kind, types in KINDS.items() for one in shapes if isinstance(one, types)}
+        numbers = [one.values for one in shapes if isinstance(one, Number)]
+        if None not in numbers:
+            kinds -= {"number"}
+        elif len(numbers) > 1:
+            raise _error(values, "unique items cannot be listed numbers and others")
+        self.others = tuple(shape.rest | self._typed(kind) for kind in sorted(kinds))
         if len(self.listed) > MOST_VALUES:
             raise _error(values, f"unique items may have at most {MOST_VALUES} values, and strings")
         self.all = (1 << len(self.listed)) - 1
@@ -88,13 +96,16 @@ class UniqueRule(Rule):
         if texts and not is_listed:
             self.dfa = self._by_sum(values.texts.group(texts))
             self.all |= int(np.bitwise_or.reduce(self.dfa.accepts)) << len(self.listed)
-        if shape.fewest > self.all.bit_count():
-            raise _error(values, f"only {self.all.bit_count()} unique items can be told apart; minItems wants more")
-        self.first = self._state("open", 0)
+        num_items = self.all.bit_count() + len(self.others)
+        if shape.fewest > num_items:
+            raise _error(values, f"only {num_items} unique items can be told apart; minItems wants more")
+        self.first = self._state("open", 0, (1 << len(self.others)) - 1)
 
     def _constant(self, value: object) -> Value:
-        document = self.values.members.document
-        return frozenset({document.literal({"const": value}, "#")})
+        return frozenset({self.values.members.document.literal({"const": value}, "#")})
+
+    def _typed(self, kind: str) -> Value:
+        return frozenset({self.values.members.document.literal({"type": kind}, "#")})
 
     def _number(self, value: Fraction) -> int | float:
         number = float(value) if value.denominator > 1 else int(value)
@@ -112,44 +123,74 @@ class UniqueRule(Rule):
         bits = np.left_shift(1, summed.accepts >> SUM_SHIFT, dtype=np.int64)
         return DFA(summed.columns, summed.next, np.where(summed.accepts == 0, 0, bits))
 
-    def _state(self, part: str, bit: int) -> int:
+    def _state(self, part: str, bit: int, left: int) -> int:
+        """``left`` are the kinds of ``others`` of which no item came, as bits."""
         build = {"open": self._open, "item": self._item, "after": self._after}[part]
-        return self.assembler.state((id(self), part, bit), lambda: build(bit))
+        return self.assembler.state((id(self), part, bit, left), lambda: build(bit, left))
 
-    def _open(self, bit: int) -> Entries:
-        return self._item(bit, "open") | self._close(0)
+    def _open(self, bit: int, left: int) -> Entries:
+        return self._item(bit, left, "open") | ({} if self.shape.fewest else self._close(0, left))
 
-    def _item(self, bit: int, part: str = "item") -> Entries:
+    def _item(self, bit: int, left: int, part: str = "item") -> Entries:
         """Before an item."""
         entries: Entries = {}
-        if self.listed:
+        wanted = [number for number in range(len(self.others)) if left >> number & 1]
+        if self.listed or wanted:
             size = len(self.listed)
-            guards = Guards(tuple(1 << number for number in range(size)), (False,) * size, is_spelled=True)
-            entries |= self.values.entries(self.listed, self, guards)
+            dead = tuple(1 << number for number in range(size))
+            is_opened = (False,) * size + (True,) * len(wanted)
+            guards = Guards(dead + (0,) * len(wanted), is_opened, is_spelled=True)
+            values = *self.listed, *(self.others[number] for number in wanted)
+            after = AfterItem(
+                self, left, (*dead, *(0 for _ in wanted)), (*(0 for _ in dead), *(1 << n for n in wanted))
+            )
+            entries |= self.values.entries(values, after, guards)
         if self.dfa is not None:
             shift = len(self.listed)
             entries[ord('"')] = self.values.spelled(
-                self.dfa, id(self), lambda bits: bits << shift, lambda bits: self.after(bits << shift)
+                self.dfa,
+                (id(self), left),
+                lambda bits: bits << shift,
+                lambda bits: self._state("after", bits << shift, left),
             )
-        return entries | blanks(self._state(part, bit))
+        return entries | blanks(self._state(part, bit, left))
 
-    def _after(self, bit: int) -> Entries:
+    def _after(self, bit: int, left: int) -> Entries:
         """After an item, whose bit is not set yet."""
-        entries = self._close(bit) | blanks(self._state("after", bit))
-        rows = (*self._add(bit), (1, self.all, 0, 1, 0), (2, 0, self.all, self.most, 0))
-        entries[ord(",")] = self.assembler.choose(rows, (REFUSED, self._state("item", 0), REFUSED, REFUSED))
+        entries = self._close(bit, left) | blanks(self._state("after", bit, left))
+        rows = *self._add(bit), (2, 0, self.all, max(self.most - self._num_others(left), 0), 0)
+        if not left:
+            rows = *rows, (1, self.all, 0, 1, 0)
+        targets = REFUSED, self._state("item", 0, left), REFUSED, REFUSED
+        entries[ord(",")] = self.assembler.choose(rows, targets)
         return entries
+
+    def _num_others(self, left: int) -> int:
+        return len(self.others) - left.bit_count()
 
     @staticmethod
     def _add(bit: int) -> tuple[ClauseRow, ...]:
         """Refuse a value that was seen: a number that could have gone on is; else it becomes seen."""
         return ((1, bit, 0, 1, 0), (0, *ALWAYS, bit)) if bit else ()
 
-    def _close(self, bit: int) -> Entries:
+    def _close(self, bit: int, left: int) -> Entries:
         colour = self.leave(0, (1,))
-        rows = (*self._add(bit), (1, 0, self.all, self.shape.fewest, 0))
-        return {ord("]"): self.assembler.pop(colour, rows)} if bit or not self.shape.fewest else {}
+        fewest = max(self.shape.fewest - self._num_others(left), 0)
+        return {ord("]"): self.assembler.pop(colour, (*self._add(bit), (1, 0, self.all, fewest, 0)))}
+
+    def continued(self, bit: int, left: int) -> int:
+        """The state after an item."""
+        return self._state("after", bit, left)
+
+
+@dataclass(frozen=True)
+class AfterItem:
+    """After an item: the bits of the listed values, and those of the others that no longer may come."""
+
+    rule: UniqueRule
+    left: int
+    listed: tuple[int, ...]
+    others: tuple[int, ...]
 
     def after(self, bits: int) -> int:
-        """The state after an item: the rule is its own continuation."""
-        return self._state("after", bits)
+        return self.rule.continued(sum_bits(self.listed, bits), self.left & ~sum_bits(self.others, bits))

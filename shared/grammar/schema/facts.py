@@ -31,7 +31,7 @@ class Facts:
         """Units of work to look at the facts, or to add one."""
         number, text, shape = self.number, self.string, self.object
         scalars = (number.values or (), number.excluded, text.values or (), text.excluded)
-        members = (shape.nodes, shape.members, shape.required, shape.forbidden, shape.dependents, shape.outside)
+        members = (shape.nodes, shape.members, shape.required, shape.forbidden, shape.dependents, shape.judges)
         return 4 + (sum(map(len, scalars)) + len(self.array.first) + sum(map(len, members))) // 4
 
     def only(self, *types: str) -> "Facts":

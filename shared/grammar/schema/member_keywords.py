@@ -9,7 +9,7 @@ from typing import Any
 
 from shared.grammar.schema.facts import Facts
 from shared.grammar.schema.keywords import Clause, Conjunction, Fact, Keywords, say
-from shared.grammar.schema.shapes import ANYTHING, Value
+from shared.grammar.schema.shapes import ANYTHING, Value, Wrong
 
 OBJECT_KEYWORDS = ("properties", "patternProperties", "additionalProperties")
 
@@ -94,13 +94,14 @@ def not_members(keywords: Keywords, keyword: str) -> Clause:
         )
     if keyword == "additionalProperties":
         value = keywords.value(keyword)
-        if value == ANYTHING:
-            return ()
-        if all(keywords.document.schemas[literal // 2] is False for literal in value):
+        if all(keywords.document.schemas[literal // 2] is False for literal in value) and value:
             return ((is_object(outside=frozenset({keywords.node})),),)
-    elif not keywords.expect(keyword, dict):
-        return ()
-    raise keywords.error(keyword, "the opposite of this keyword cannot be compiled")
+        wrong = [Wrong(keywords.node, None, literal ^ 1) for literal in value]
+    else:
+        patterns = keywords.expect(keyword, dict)
+        values = [(pattern, keywords.value(keyword, pattern)) for pattern in patterns]
+        wrong = [Wrong(keywords.node, pattern, literal ^ 1) for pattern, value in values for literal in value]
+    return tuple((is_object(wrong=frozenset({one})),) for one in wrong)
 
 
 def not_tagged(keywords: Keywords, key: str) -> Conjunction:

@@ -9,6 +9,7 @@ from dataclasses import replace
 
 import numpy as np
 
+from shared.grammar.automata.automaton import UNBOUNDED
 from shared.grammar.automata.counting import any_text
 from shared.grammar.automata.dfa import DEAD, DFA, trim
 from shared.grammar.automata.languages import combine, words
@@ -17,7 +18,7 @@ from shared.grammar.limits import ROW, Budget, GrammarError
 from shared.grammar.numbers.digits import machine
 from shared.grammar.schema.disjuncts import Disjuncts, Unresolved
 from shared.grammar.schema.document import SchemaDocument, escape
-from shared.grammar.schema.shapes import ANYTHING, NEVER, Array, Object, Shape, String, Value
+from shared.grammar.schema.shapes import ANYTHING, NEVER, Array, Object, Shape, String, Value, Wrong
 
 SUM_SHIFT = 48
 NUM_SUMS = 31
@@ -125,7 +126,7 @@ class Members:
 
     def patterns(self, shape: Object) -> list[str]:
         if shape not in self._patterns_of:
-            nodes = sorted(shape.nodes | shape.outside)
+            nodes = sorted(shape.nodes | shape.judges)
             self._patterns_of[shape] = [pattern for node in nodes for pattern in self._patterns(node)]
             self.document.budget.spend(2 * (len(nodes) + len(self._patterns_of[shape])))
         return self._patterns_of[shape]
@@ -139,7 +140,7 @@ class Members:
 
     def named(self, shape: Object) -> list[str]:
         """The keys of which an object says something, in the order of the schema."""
-        nodes = sorted(shape.nodes), sorted(shape.outside)
+        nodes = sorted(shape.nodes), sorted(shape.judges)
         members = [[self.document.schemas[node].get("properties", ()) for node in some] for some in nodes]
         self.document.budget.spend(sum(1 + len(keys) for some in members for keys in some))
         self.document.budget.spend(sum(map(len, (shape.members, shape.required, shape.forbidden))))
@@ -187,6 +188,8 @@ class Members:
             literals |= {
                 self.document.literal(inner, place) for inner, place in found if inner is not True and inner != {}
             }
+        if key is None:
+            literals |= {one.literal for one in shape.last if self.is_wrong(one, None, matched)}
         return frozenset(literals)
 
     def _closed_names(self, shape: Object, key: str | None) -> Collection[str | None]:
@@ -195,7 +198,7 @@ class Members:
         """
         if shape not in self._only:
             schemas = [self.document.schemas[node] for node in shape.nodes]
-            speaks = shape.outside or any(keyword in schema for schema in schemas for keyword in OF_OTHERS)
+            speaks = shape.judges or any(keyword in schema for schema in schemas for keyword in OF_OTHERS)
             is_closed = not speaks and any("properties" in schema for schema in schemas)
             self._only[shape] = frozenset(self.named(shape)) if is_closed else None
         names = self._only[shape]
@@ -205,6 +208,10 @@ class Members:
         """Whether a node describes neither a key nor a pattern that it matches."""
         schema = self.document.schemas[node]
         return key not in schema.get("properties", ()) and not matched.intersection(schema.get("patternProperties", ()))
+
+    def is_wrong(self, one: Wrong, key: str | None, matched: frozenset[str]) -> bool:
+        """Whether a key is of those of which one must have a wrong value."""
+        return self.is_outside(one.node, key, matched) if one.pattern is None else one.pattern in matched
 
     def is_name(self, shape: Object, key: str) -> bool:
         """Whether a key may be spelled, and is a string that ``propertyNames`` allows."""
@@ -291,7 +298,7 @@ class Members:
             return NEVER
         depths = [self.depth(allowed[key]) for key in sorted(needed)]
         others: list[tuple[frozenset[str], Value]] = []
-        if shape.fewest > len(needed) or shape.outside:
+        if shape.fewest > len(needed) or shape.outside or shape.wrong:
             others = self.other_keys(shape)
         spare = sorted(self.depth(allowed[key]) for key in allowed if key not in needed)
         spare += [self.depth(value) for _, value in others]
@@ -306,7 +313,22 @@ class Members:
             keys = [self.depth(allowed[key]) for key in allowed if self.is_outside(node, key, self.matches(shape, key))]
             keys += [self.depth(value) for matched, value in others if self.is_outside(node, None, matched)]
             depths.append(min(keys, default=NEVER))
+        depths += [self._wrong_depth(shape, one, others) for one in shape.wrong]
         return max(depths, default=0)
+
+    def _wrong_depth(self, shape: Object, one: Wrong, others: list[tuple[frozenset[str], Value]]) -> int:
+        """The frames that the wrong value of a key takes. A key without a name must be able to have it: such a key may
+        come as often as it takes."""
+        found = [self.depth(value | {one.literal}) for matched, value in others if self.is_wrong(one, None, matched)]
+        depth = min(found, default=NEVER)
+        if depth == NEVER:
+            named = [key for key in self.allowed(shape) if self.is_wrong(one, key, self.matches(shape, key))]
+            is_possible = any(self.depth(self.allowed(shape)[key] | {one.literal}) < NEVER for key in named)
+        if len(shape.wrong) > 1 or (shape.most != UNBOUNDED if depth < NEVER else is_possible):
+            keyword = "additionalProperties" if one.pattern is None else "patternProperties"
+            path = f"{self.document.paths[one.node]}/{keyword}"
+            raise self.document.error(path, "its opposite cannot be combined with what stands beside it")
+        return depth
 
     def ending_depth(self, shape: Object) -> int:
         """The frames that it may take to end an object, whatever keys it has: some come with others."""

@@ -8,6 +8,7 @@ Invariant: shapes are hashable, and equal shapes accept the same values.
 
 from dataclasses import dataclass, replace
 from fractions import Fraction
+from typing import NamedTuple
 
 from shared.grammar.automata.automaton import UNBOUNDED
 from shared.grammar.numbers.multiples import common_multiple
@@ -144,6 +145,16 @@ class Array:
         return replace(self, first=tuple(self.item(i) | other.item(i) for i in range(length)), rest=self.rest | rest)
 
 
+class Wrong(NamedTuple):
+    """That some key of an object has a wrong value, one that satisfies ``literal``: a key that matches ``pattern``, or
+    without a pattern one that is none of the properties that ``node`` describes.
+    """
+
+    node: int
+    pattern: str | None
+    literal: int
+
+
 @dataclass(frozen=True)
 class Object:
     """Objects: nodes of the document whose properties apply, and what concerns single keys.
@@ -154,6 +165,8 @@ class Object:
         names: literals that every key satisfies, as a string.
         dependents: (key, keys): with the first key come the others.
         outside: nodes of which at least one key is none of the properties that they describe.
+        wrong: what some key must still be.
+        last: what some key without a name was; later ones of these must be so too, since one may be the same key.
     """
 
     nodes: frozenset[int] = frozenset()
@@ -163,8 +176,15 @@ class Object:
     forbidden: frozenset[str] = frozenset()
     dependents: frozenset[tuple[str, frozenset[str]]] = frozenset()
     outside: frozenset[int] = frozenset()
+    wrong: frozenset[Wrong] = frozenset()
+    last: frozenset[Wrong] = frozenset()
     fewest: int = 0
     most: int = UNBOUNDED
+
+    @property
+    def judges(self) -> frozenset[int]:
+        """Nodes that judge keys, of which no value need satisfy them."""
+        return self.outside | {one.node for one in self.wrong | self.last}
 
 
 Shape = Literal | Number | String | Array | Object

@@ -9,8 +9,9 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from shared.grammar.automata.automaton import ACTION_BITS, REFUSED, Action, Automaton
+from shared.grammar.automata.automaton import ACTION_BITS, REFUSED, Action, Automaton, entry
 from shared.grammar.automata.plain import ACTION_MASK, Loops
+from shared.grammar.tokens.plain_tokens import BLANKS
 from shared.grammar.tokens.vocabulary import GrammarVocabulary
 
 PROBES = b"~qZ5"
@@ -47,6 +48,7 @@ class ByteTable:
         self.depths = automaton.depths.tolist()
         self.max_depth = max(self.depths)
         self._readings: dict[int, Reading] = {}
+        self._runs: dict[int, bool] = {}
 
     def reading(self, state: int) -> Reading:
         """Of a state; found when it is first asked for."""
@@ -64,6 +66,14 @@ class ByteTable:
     def is_free(self, state: int) -> bool:
         """Whether all plain characters lead from a state back to it."""
         return self.can_loop[state] and self.loops.is_free(state)
+
+    def is_run(self, state: int) -> bool:
+        """Whether blanks that a state reads are those of a run, and lead back to it."""
+        found = self._runs.get(state)
+        if found is None:
+            entries = {self.entries[state, self.columns_by_byte[byte]] for byte in BLANKS}
+            found = self._runs[state] = entries <= {REFUSED, entry(Action.BLANK, state)}
+        return found
 
     def _model(self, state: int) -> int | None:
         if self.can_loop[state]:

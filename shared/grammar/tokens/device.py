@@ -41,7 +41,7 @@ class GrammarTokens:
     Attributes:
         text: uint8, the bytes of all tokens, each followed by a zero, and some zeros that walks read beyond the last.
         starts: int32 ``[N]``, where in it each token begins.
-        about: int32 ``[N]``: ``chars << 20 | plain_from << 10 | length``; 0 where there is no token.
+        packed: int32 ``[N]``: ``chars << 20 | plain_from << 10 | length``; 0 where there is no token.
         ranks: int32 ``[V]``, the place of an id's token; ``NEVER`` or ``AT_END``.
         ids: int32 ``[V, 2]``: where the bytes of each id begin, and how many it has.
         firsts: int32 ``[N / GROUP]``, the byte with which all tokens of a group of places begin; -1 if they differ.
@@ -51,7 +51,7 @@ class GrammarTokens:
 
     text: torch.Tensor
     starts: torch.Tensor
-    about: torch.Tensor
+    packed: torch.Tensor
     ranks: torch.Tensor
     ids: torch.Tensor
     firsts: torch.Tensor
@@ -73,16 +73,16 @@ class GrammarTokens:
         starts = (np.cumsum(lengths + 1) - lengths - 1).astype(np.int32)
         begun = np.concatenate([[0], np.cumsum((text & 0xC0) != 0x80)])
         chars = begun[starts + lengths] - begun[starts]
-        about = (chars << 2 * LENGTH_BITS | plain << LENGTH_BITS | lengths).astype(np.int32)
+        packed = (chars << 2 * LENGTH_BITS | plain << LENGTH_BITS | lengths).astype(np.int32)
         rest, plains = np.flatnonzero(plain > 0), np.flatnonzero(plain == 0)
         first_plain = -(-len(rest) // GROUP) * GROUP
         size = first_plain + -(-len(plains) // GROUP) * GROUP
         places = np.zeros(len(tokens), np.int32)
         places[rest], places[plains] = np.arange(len(rest)), first_plain + np.arange(len(plains))
-        starts_at, about_at = np.zeros(size, np.int32), np.zeros(size, np.int32)
-        starts_at[places], about_at[places] = starts, about
+        starts_at, packed_at = np.zeros(size, np.int32), np.zeros(size, np.int32)
+        starts_at[places], packed_at[places] = starts, packed
         firsts = text[starts_at].reshape(-1, GROUP).astype(np.int32)
-        is_alike = ((firsts == firsts[:, :1]) | (about_at.reshape(-1, GROUP) == 0)).all(1)
+        is_alike = ((firsts == firsts[:, :1]) | (packed_at.reshape(-1, GROUP) == 0)).all(1)
         number = {token: n for n, token in enumerate(tokens)}
         numbers = np.array([number.get(token, -1) for token in vocabulary.tokens], np.int32)
         ranks = np.where(numbers < 0, NEVER, places[numbers])
@@ -95,7 +95,7 @@ class GrammarTokens:
         return cls(
             text=torch.from_numpy(text.copy()).to(device),
             starts=upload(starts_at),
-            about=upload(about_at),
+            packed=upload(packed_at),
             ranks=upload(ranks),
             ids=upload(ids),
             firsts=upload(np.where(is_alike, firsts[:, 0], -1)),

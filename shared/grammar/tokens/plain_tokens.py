@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 from shared.grammar.automata.plain import FIRST_SYMBOL, NOT_ASCII, ODD, PLAIN_SEQUENCES, plain_from
 
 MAX_SETS = 16
+BLANKS = SPACE, TAB, LINE_BREAK = b" \t\n"
 HALF = (1 << 64) - 1
 Array = NDArray[Any]
 
@@ -35,14 +36,22 @@ class TokensOfSet:
     """The tokens of a set of characters.
 
     Attributes:
-        is_within: bool ``[V]``: a token has no other characters.
+        is_within: bool ``[V]``: a token has no other characters, but that it may end inside a plain one, if the set
+            has all beyond ASCII.
         exits: nodes whose byte is the first that leads out of the set, sorted by this byte.
         starts: ``[257]``: those of byte b stand in ``exits`` from ``starts[b]`` on.
+        chars: ``[exits]``, the characters before each.
+        inside: nodes that begin a character inside which a token of ``is_within`` ends.
+        copies: two rows of ids. Tokens with as many characters before the same end are allowed alike, so ``exits`` has
+            one of them, and each token of the second row is allowed if that of the first is.
     """
 
     is_within: NDArray[np.bool_]
     exits: Array
     starts: Array
+    chars: Array
+    inside: Array
+    copies: Array
 
 
 @dataclass(frozen=True, eq=False)
@@ -58,9 +67,11 @@ class PlainTokens:
         token_chars: ``[V]``, those of each token.
         symbols: uint64 ``[2, N]``, the set of the whole characters of a node, as in
         :mod:`shared.grammar.automata.plain`. is_whole: bool ``[N]``: a node's bytes end with a plain or ASCII
-        character. is_ragged: bool ``[N]``: bytes end inside a character, and some token goes on so that it never is
-        a plain one. plain_from: ``[V]``, from which byte on each token is plain. last_plain_from: ``[N]``, the
-        largest of those below a node.
+        character. is_odd: bool ``[N]``: bytes end inside a character, and some token goes on so that it never is
+        a plain one. is_ragged: bool ``[N]``: the same, or so that it ends inside this character. plain_from: ``[V]``,
+        from which byte on each token is plain. last_plain_from: ``[N]``, the largest of those below a node.
+        is_last_blank: bool ``[N]``: in a run of blanks, no token goes on below a node, since a line break is the first
+        that follows, after blanks or none. tokens: ``[V]``, the bytes.
     """
 
     order: Array
@@ -76,9 +87,14 @@ class PlainTokens:
     token_chars: Array
     symbols: NDArray[np.uint64]
     is_whole: NDArray[np.bool_]
+    is_odd: NDArray[np.bool_]
     is_ragged: NDArray[np.bool_]
     plain_from: Array
     last_plain_from: Array
+    is_last_blank: NDArray[np.bool_]
+    tokens: Sequence[bytes]
+    _ends: dict[int, int] = field(default_factory=dict)
+    _kinds_of_ends: dict[tuple[bytes, ...], int] = field(default_factory=dict)
     _sets: OrderedDict[int, TokensOfSet] = field(default_factory=OrderedDict)
     _lock: Any = field(default_factory=Lock)
 
@@ -111,13 +127,18 @@ class PlainTokens:
             chars[level] = chars[parent] + ((last & 0xC0) != 0x80)
             state[level] = steps[state[parent], last]
             symbols[:, level] = symbols[:, parent] | _symbols(last, state[level])
-        count, is_ragged = own.copy(), (state != 0) & ((own > 0) | (state == _ODD_STATE))
+        count, is_odd = own.copy(), state == _ODD_STATE
+        is_ragged = is_odd | (state != 0) & (own > 0)
+        is_last = np.ones(size, np.bool_)
         for level in reversed(levels):
-            parent = parents[level]
+            parent, last = parents[level], byte[level]
+            is_blank = ((last == SPACE) | (last == TAB)) & (own[level] == 0) & is_last[level]
+            is_last[parent[~(is_blank | (last == LINE_BREAK))]] = False
             np.add.at(count, parent, count[level])
             np.maximum.at(latest, parent, latest[level])
-            above = parent[is_ragged[level]]
-            is_ragged[above[state[above] != 0]] = True
+            for marks in (is_odd, is_ragged):
+                above = parent[marks[level]]
+                marks[above[state[above] != 0]] = True
         first = np.zeros(size, np.int32)
         for level in levels:
             parent, before = parents[level], count[level].cumsum() - count[level]
@@ -126,15 +147,16 @@ class PlainTokens:
         order = ids[np.argsort(first[node_of[ids]], kind="stable")]
         return cls(
             *(order, first, count, own, node_of, first_child, parents, byte, depth, chars, chars[node_of]),
-            *(symbols, state == 0, is_ragged, plain, latest),
+            *(symbols, state == 0, is_odd, is_ragged, plain, latest, is_last, tokens),
         )
 
     @cached_property
     def views(self) -> tuple[Any, ...]:
         """Arrays of which single numbers are read: ``first_child``, ``is_whole``, ``last_plain_from``, ``depth``,
-        ``is_ragged``, ``first``, ``count``, ``own`` and ``chars``."""
+        ``is_ragged``, ``first``, ``count``, ``own``, ``chars`` and ``is_last_blank``."""
         marks = self.first_child, self.is_whole, self.last_plain_from, self.depth, self.is_ragged
-        return tuple(map(memoryview, (*marks, self.first, self.count, self.own, self.chars)))  # type: ignore[arg-type]
+        numbers = self.first, self.count, self.own, self.chars, self.is_last_blank
+        return tuple(map(memoryview, (*marks, *numbers)))  # type: ignore[arg-type]
 
     def within(self, nodes: Array | slice, symbols: int, *, is_whole: bool = True) -> NDArray[np.bool_]:
         """Whether the bytes of each node are characters of a set, of which the last is whole, or is not."""
@@ -155,19 +177,50 @@ class PlainTokens:
                 return self._sets[symbols]
         is_within = self.within(slice(None), symbols)
         leaves = is_within[self.parents] & ~is_within
+        is_inside = np.zeros_like(is_within)
         if symbols & NOT_ASCII:
-            leaves &= (self.byte < 0x80) | self.is_ragged
-        exits = np.flatnonzero(leaves).astype(np.int32)
-        byte = self.byte[exits]
-        starts = np.append(0, np.bincount(byte, minlength=256).cumsum())
+            is_inside = leaves & (self.byte >= 0x80)
+            leaves &= (self.byte < 0x80) | self.is_odd
+            is_within |= self.within(slice(None), symbols, is_whole=False) & ~self.is_odd
+        nodes = np.flatnonzero(leaves).astype(np.int32)
+        chars = self.chars[self.parents[nodes]]
+        exits, copies = self._unlike(nodes, chars)
+        exits = exits[np.argsort(self.byte[exits], kind="stable")]
+        starts = np.append(0, np.bincount(self.byte[exits], minlength=256).cumsum())
         found = TokensOfSet(
-            is_within[self.node_of] & (self.node_of != 0), exits[np.argsort(byte, kind="stable")], starts
+            is_within[self.node_of] & (self.node_of != 0),
+            *(exits, starts, self.chars[self.parents[exits]], np.flatnonzero(is_inside).astype(np.int32), copies),
         )
         with self._lock:
             self._sets[symbols] = found
             while len(self._sets) > MAX_SETS:
                 self._sets.popitem(last=False)
         return found
+
+    def ends(self, node: int) -> int:
+        """A number for what follows a node in the tokens below it: nodes with the same number have the same ends, and
+        so as many tokens below them, in the same order."""
+        found = self._ends.get(node)
+        if found is None:
+            first, depth = int(self.first[node]), int(self.depth[node])
+            below = self.order[first : first + int(self.count[node])].tolist()
+            key = tuple(self.tokens[token_id][depth:] for token_id in below)
+            found = self._ends[node] = self._kinds_of_ends.setdefault(key, node)
+        return found
+
+    def _unlike(self, nodes: Array, chars: Array) -> tuple[Array, Array]:
+        """One of the nodes that have the same byte, characters and ends; and the ids below the one and the others."""
+        kept: dict[tuple[int, ...], int] = {}
+        firsts = [
+            kept.setdefault((byte, num_chars, self.ends(node)), node)
+            for node, byte, num_chars in zip(nodes.tolist(), self.byte[nodes].tolist(), chars.tolist(), strict=True)
+        ]
+        ids = np.stack([self.ids_below(np.array(firsts, np.int32)), self.ids_below(nodes)])
+        return np.array(list(kept.values()), np.int32), ids[:, ids[0] != ids[1]]
+
+    def ids_below(self, nodes: Array) -> Array:
+        """The ids of the tokens below ``nodes``, of one node after the other."""
+        return self.order[ranges(self.first[nodes], self.count[nodes])]
 
     def ending_at(self, nodes: Array) -> Array:
         """The ids of the tokens that end at one of ``nodes``."""
@@ -180,7 +233,7 @@ class PlainTokens:
             most: ``[nodes]``, the characters that may follow each.
         """
         counts = self.count[nodes]
-        ids = self.order[ranges(self.first[nodes], counts)]
+        ids = self.ids_below(nodes)
         last = (self.chars[nodes] + np.minimum(most, len(self.chars))).repeat(counts)
         return ids[(self.plain_from[ids] <= self.depth[nodes].repeat(counts)) & (self.token_chars[ids] <= last)]
 
@@ -190,12 +243,13 @@ _ODD_STATE = 1
 
 def _character_steps(usable_bytes: NDArray[np.bool_]) -> NDArray[np.int8]:
     """Reads UTF-8: ``[state, byte]``, the next state. 0: a character has ended; ``_ODD_STATE``: no plain one can."""
+    spelled = [each for each in PLAIN_SEQUENCES if all(usable_bytes[low : high + 1].any() for low, high in each)]
     states: list[frozenset[Any]] = [frozenset([()]), frozenset()]
     rows = []
     for state in states:  # which grows
         row = []
         for byte in range(256):
-            begun = PLAIN_SEQUENCES if state == states[0] else state
+            begun = spelled if state == states[0] else state
             if byte < 0x80:
                 following = state if state == states[0] else states[_ODD_STATE]
             elif usable_bytes[byte]:

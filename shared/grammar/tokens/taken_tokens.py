@@ -49,7 +49,7 @@ class TakenTokens:
 
     def take_children(self, about: Reading, node: int, context: int, children: bytes) -> bool:
         """Take over the children of a node that a state and its model read alike, if they are many."""
-        first_child, is_whole, *_, first, count, own, chars = self.tokens.views
+        first_child, is_whole, *_, first, count, own, chars, _ = self.tokens.views
         if about.model is None or not is_whole[node]:
             return False
         loop = self.table.loops.of(about.model)

@@ -2,7 +2,7 @@
 
 All beginnings of tokens walk at once, level by level of the trie: a node, a state, and the number of a *context*, which
 is the rest of a configuration. Many walks are arrays, so that a level costs some numpy operations; few are stepped one
-by one. A walk ends where the automaton refuses, so most masks need few steps. Three shortcuts leave few tokens to walk:
+by one. A walk ends where the automaton refuses, so most masks need few steps. Five shortcuts leave few tokens to walk:
 
 - A state that letters lead back to, as inside a string, allows all tokens of such characters. The others walk from the
   first other character on (:mod:`shared.grammar.tokens.plain_tokens`).
@@ -10,6 +10,9 @@ by one. A walk ends where the automaton refuses, so most masks need few steps. T
   that come there are those that this state allows itself: they are taken over from its mask
   (:mod:`shared.grammar.tokens.taken_tokens`).
 - Elsewhere, where a state is free, the tokens that are plain from there on are allowed.
+- Walks that stand in the same configuration, and whose tokens go on with the same bytes, are one walk: those of the
+  digits 1 to 9, or of all tokens that end with ``",``.
+- In a run of blanks, a walk ends where each token goes on with a line break, since a run begins with its only one.
 
 Invariant: the mask is that of :meth:`shared.grammar.tokens.fsm.TokenFSM.allowed_tokens`.
 """
@@ -23,8 +26,8 @@ from numpy.typing import NDArray
 from shared.grammar.automata.automaton import ACTION_BITS, MAX_DEPTH, REFUSED, UNBOUNDED, Action, Configuration
 from shared.grammar.automata.plain import ACTION_MASK, NOT_ASCII, Loop
 from shared.grammar.tokens.byte_table import ByteTable
-from shared.grammar.tokens.contexts import COUNT, NINE, ZERO, Contexts, less
-from shared.grammar.tokens.plain_tokens import ranges
+from shared.grammar.tokens.contexts import BLANK, COUNT, NINE, ZERO, Contexts, less
+from shared.grammar.tokens.plain_tokens import BLANKS, ranges
 from shared.grammar.tokens.taken_tokens import Mask, TakenTokens
 from shared.grammar.tokens.vocabulary import GrammarVocabulary
 
@@ -32,12 +35,16 @@ FEW = 48
 """Walks that are stepped one by one: so many take as long as a level of arrays."""
 MANY = 1000
 """The same, where most of what they lead to is taken over."""
+MOST_ALIKE = 200
+"""The most tokens below a node whose walk is compared with others: one walk stands for all that go on alike, such as
+those of nine digits."""
 MIN_MORE = 16
 """The fewest tokens below a node that make it worth asking what a state refuses and what can be taken over."""
 KINDS = np.arange(256)
 KINDS[ZERO : NINE + 1] = ZERO
 """Maps each digit to '0', since all digits count alike in a run; other bytes map to themselves."""
 Array = NDArray[Any]
+EVERY: Any = slice(None)
 
 
 class TokenWalk:
@@ -61,6 +68,7 @@ class TokenWalk:
         self.alive: list[Array] = []  # nodes at which a token may end
         self.few: list[int] = []  # the same, one by one
         self.plain: list[tuple[Array | int, Array | int]] = []  # nodes from which plain tokens go on, and their most
+        self.copies: list[Array] = []  # two rows of ids: each of the second is allowed as that of the first is
         self.node: Array = np.zeros(1, np.int32)
         self.state: Array = np.full(1, now.state, np.int32)
         self.context: Array = np.zeros(1, np.intp)
@@ -87,36 +95,47 @@ class TokenWalk:
             )
             found[self.tokens.below(nodes, most)] = True
         found[self.tokens.ending_at(np.concatenate([*self.alive, np.array(self.few, np.int32)]))] = True
+        for source, target in reversed(self.copies):
+            found[target] |= found[source]
         return found
 
     def _leave_loop(self, loop: Loop) -> NDArray[np.bool_]:
         """Go to the nodes by which tokens leave the loop of the first state; those that do not are allowed."""
         now, of_set = self.now, self.tokens.of_set(loop.symbols)
+        self.copies.append(of_set.copies)
         is_taken = np.zeros(257, np.bool_)
         is_taken[:256] = self.automaton.table[now.state, self.automaton.columns] != REFUSED
         chosen = np.flatnonzero(is_taken)
-        nodes = of_set.exits[ranges(of_set.starts[chosen], of_set.starts[chosen + 1] - of_set.starts[chosen])]
+        places = ranges(of_set.starts[chosen], of_set.starts[chosen + 1] - of_set.starts[chosen])
+        nodes = of_set.exits[places]
         is_counted = loop.action is Action.COUNT and (now.fewest > 0 or now.most < self.vocabulary.longest)
+        most = now.most if is_counted else UNBOUNDED
+        last = of_set.inside[self.tokens.chars[of_set.inside] > most]  # of these, the last character may not count yet
+        has_room = len(now.stack) + self.table.max_depth <= MAX_DEPTH
+        if not has_room:  # inside a character too
+            last = of_set.inside
+        nodes = np.append(nodes, last)
+        chars = np.append(of_set.chars[places], self.tokens.chars[last] - 1)
         numbers = np.zeros(1, np.intp)
-        chars = np.zeros(len(nodes), np.intp)
         if is_counted:
-            chars = self.tokens.chars[self.tokens.parents[nodes]]
-            nodes, chars = nodes[chars <= now.most], chars[chars <= now.most]
+            nodes, chars = nodes[chars <= most], chars[chars <= most]
             contexts = [
                 now._replace(fewest=max(now.fewest - n, 0), most=less(now.most, n))[1:]
                 for n in range(chars.max(initial=0) + 1)
             ]
             numbers = np.array([self.contexts.number(context) for context in contexts])
-        self.node, self.state, self.context = nodes, np.full(len(nodes), now.state, np.int32), numbers[chars]
+        self.node, self.state = nodes, np.full(len(nodes), now.state, np.int32)
+        self.context = numbers[chars] if is_counted else np.zeros(len(nodes), np.intp)
         if len(now.stack) + self.table.depths[now.state] > MAX_DEPTH:
             return np.zeros(len(self.vocabulary), np.bool_)
-        return of_set.is_within & (self.tokens.token_chars <= now.most) if is_counted else of_set.is_within.copy()
+        found = of_set.is_within & (self.tokens.token_chars <= most) if is_counted else of_set.is_within.copy()
+        return found if has_room else found & self.tokens.is_whole[self.tokens.node_of]
 
     def _step_few(self) -> None:
         """Step walks one by one, level by level, until there are none, or many."""
         table, vocabulary, tokens = self.table, self.vocabulary, self.tokens
-        first_child, is_whole, latest, depth, is_ragged = tokens.views[:5]
-        count, entries, columns, depths = tokens.views[6], table.entries, table.columns_by_byte, table.depths
+        first_child, is_whole, latest, depth, is_ragged, _, count, *_, is_last = tokens.views
+        entries, columns, depths = table.entries, table.columns_by_byte, table.depths
         text, is_free, step, heights = vocabulary.text, table.is_free, self.contexts.step, self.contexts.heights
         walks = list(zip(self.node.tolist(), self.state.tolist(), self.context.tolist(), strict=True))
         begun: list[tuple[int, int, int, int, int]] = []
@@ -140,19 +159,36 @@ class TokenWalk:
             if len(begun) > FEW:
                 break
             walks = []
+            same: dict[tuple[int, int, int], list[int]] = {}
             for node, *walk in begun:
                 state, context = step(*walk)
                 if context == REFUSED:
                     continue
-                walks.append((node, state, context))
-                if heights[context] + depths[state] <= MAX_DEPTH:
+                byte, value = walk[2:]
+                has_room = heights[context] + depths[state] <= MAX_DEPTH
+                if has_room:
                     self.few.append(node)
-                    if is_free(state) and is_whole[node]:
-                        counts = table.loops.of(state).action is Action.COUNT  # type: ignore[union-attr]
-                        self.plain.append((node, self.contexts.values[context][1] if counts else UNBOUNDED))
+                if is_last[node] and byte in BLANKS and value & ACTION_MASK == BLANK and table.is_run(state):
+                    continue
+                if 1 < count[node] <= MOST_ALIKE:
+                    alike = same.setdefault((tokens.ends(node), state, context), [])
+                    alike.append(node)
+                    if len(alike) > 1:
+                        continue
+                walks.append((node, state, context))
+                if has_room and is_free(state) and is_whole[node]:
+                    counts = table.loops.of(state).action is Action.COUNT  # type: ignore[union-attr]
+                    self.plain.append((node, self.contexts.values[context][1] if counts else UNBOUNDED))
+            self._copy([nodes for nodes in same.values() if len(nodes) > 1])
         self.node, self.state, self.context = np.array([walk[:3] for walk in begun], np.intp).reshape(-1, 3).T
         if begun:
             self._read()
+
+    def _copy(self, alike: list[list[int]]) -> None:
+        """Allow the tokens below nodes of a list as those below its first, which alone walk on."""
+        if alike:
+            pairs = np.array([(nodes[0], node) for nodes in alike for node in nodes[1:]], np.int32)
+            self.copies.append(np.stack([self.tokens.ids_below(nodes) for nodes in pairs.T]))
 
     def _is_inside(self, node: int) -> bool:
         """Whether a node stands inside a character of the loop that tokens leave: the whole characters are known."""
@@ -227,9 +263,12 @@ class TokenWalk:
             self.context[counting] = after_each[contexts[counting]]
         if len(others):
             byte = byte[is_read][others]
-            keys = contexts[others] << 40 | entries[others].astype(np.int64) << 8 | KINDS[byte]
-            _, firsts, same = np.unique(keys, return_index=True, return_inverse=True)
-            asked = others[firsts]
+            if len(others) <= FEW:
+                asked, firsts, same = others, EVERY, EVERY
+            else:
+                keys = contexts[others] << 40 | entries[others].astype(np.int64) << 8 | KINDS[byte]
+                _, firsts, same = np.unique(keys, return_index=True, return_inverse=True)
+                asked = others[firsts]
             walks = (part.tolist() for part in (states[asked], contexts[asked], byte[firsts], entries[asked]))
             after = np.array(list(map(self.contexts.step, *walks)))
             self.state[others], self.context[others] = after[same].T

@@ -96,16 +96,19 @@ def add_tile(queries, k, v, is_visible, maximum, total, weighted, scale, softcap
 def weigh(queries, k, is_visible, maximum, total, scale, softcap):
     """The part of :func:`add_tile` without values: their weights ``[ROWS, TILE]`` relative to the new maximum, what
     earlier values are multiplied by, ``[ROWS]``, the new maximum and the new total."""
-    scores = tl.dot(queries, tl.trans(k), input_precision="ieee") * scale
-    if softcap is not None:  # cap · tanh(x), with exp(2x) = 2^scores by the launcher's choice of the scale
-        scores = softcap * (1.0 - 2.0 / (tl.exp2(scores) + 1.0))
-    if is_visible is None:
-        new_maximum = tl.maximum(maximum, tl.max(scores, 1))
+    scores = tl.dot(queries, tl.trans(k), input_precision="ieee")
+    if is_visible is None and softcap is None:  # scaled and subtracted at once: one instruction a score
+        new_maximum = tl.maximum(maximum, tl.max(scores, 1) * scale)
         base = new_maximum
+        weights = tl.exp2(scores * scale - base[:, None])
     else:
-        scores = tl.where(is_visible, scores, float("-inf"))
+        scores *= scale
+        if softcap is not None:  # cap · tanh(x), with exp(2x) = 2^scores by the launcher's choice of the scale
+            scores = softcap * (1.0 - 2.0 / (tl.exp2(scores) + 1.0))
+        if is_visible is not None:
+            scores = tl.where(is_visible, scores, float("-inf"))
         new_maximum = tl.maximum(maximum, tl.max(scores, 1))
         base = tl.where(new_maximum == float("-inf"), 0.0, new_maximum)  # -inf - -inf is NaN
-    weights = tl.exp2(scores - base[:, None])
+        weights = tl.exp2(scores - base[:, None])
     kept = tl.exp2(maximum - base)
     return weights, kept, new_maximum, total * kept + tl.sum(weights, 1)

@@ -6,7 +6,7 @@ it. Everything that differs between steps is in index arrays on the device, so a
 its capacity.
 
 The tensor cores multiply 16 rows of queries at a time, and a group has fewer, so its rows are padded. Packing the
-queries of several KV heads instead was tried and was not faster (docs/PERFORMANCE.md).
+queries of several KV heads instead was tried and was not faster (docs/EXPERIMENTS.md).
 
 Invariants: only a sequence's visible keys are read, so other slots of the pool may hold anything; an item past the
 plan's valid count returns at once; a result does not depend on which program arrives last; a sequence of length 0 gives

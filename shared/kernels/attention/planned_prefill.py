@@ -33,15 +33,15 @@ def planned_prefill_kernel(
     TOKENS: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr, COPIED_TILE: tl.constexpr,
     REQUESTS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Program (i, j) computes the j-th item from the last for KV head i; the grid is (Hkv, capacity).
+    """Program (i, j) computes item j for KV head i; the grid is (Hkv, capacity).
 
     With HAS_COPIES there are two launches: with ``copied``, of the requests whose keys are copied, and of the others.
     """
     launch_dependents(PDL)
     wait_for_previous(PDL)
-    item = tl.load(num_items) - 1 - tl.program_id(1)  # the last tiles of a prompt have the most keys: they begin first
-    request = tl.load(request_indices + item, mask=item >= 0, other=0)
-    is_computed = item >= 0
+    item = tl.program_id(1)
+    request = tl.load(request_indices + item)
+    is_computed = item < tl.load(num_items)
     if HAS_COPIES:
         key_row = first_row_of(request, lengths, query_indptr, num_requests, num_copied, COPIED_TILE, REQUESTS)
         is_computed &= (key_row >= 0) == (copied is not None)

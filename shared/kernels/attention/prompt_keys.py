@@ -4,7 +4,7 @@ A program that attends to keys in blocks computes an address for each token and 
 a GPU has an engine that copies whole tiles of a matrix into shared memory while the tensor cores multiply (the *tensor
 memory accelerator*), but a tile of it is adjacent rows, and a block has too few. So the keys and values that prompts
 attend to are first copied into one matrix. Each of their tiles is then read by many programs, so the copy costs a few
-percent of what it saves (docs/PERFORMANCE.md).
+percent of what it saves (docs/EXPERIMENTS.md).
 
 The matrix has ``num_rows`` rows for keys and as many for values, ``[2 · num_rows, Hkv · D]``. Each request with at
 least ``LEAST_NEW`` new tokens gets rows, in the order of the batch, as long as they last: one for each token of its

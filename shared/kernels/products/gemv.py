@@ -245,8 +245,8 @@ def linear(
         "num_stages": cut.num_stages,
     }
     if cut.dot:
-        about = {"ROWS": dot_rows(T), "PREFETCHED": cut.prefetched}
-        launch(skinny_kernel, grid, x, weight, bias, residual, out, T, N, *strides, **options, **about)
+        constants = {"ROWS": dot_rows(T), "PREFETCHED": cut.prefetched}
+        launch(skinny_kernel, grid, x, weight, bias, residual, out, T, N, *strides, **options, **constants)
     else:
         norm_weight, eps, offset = (None, 0.0, 0.0) if norm is None else (norm.weight, norm.eps, norm.offset)
         launch(

@@ -26,11 +26,14 @@ from shared.kernels.launch import (
 from shared.kernels.products.gemv import ACTIVATIONS, load_weights, prefetch_weights, store_product
 from shared.kernels.products.quantized_tiles import columns, halves, widened
 from shared.kernels.products.quantized_tiling import QuantizedTiling
+from shared.kernels.products.rmsnorm import Norm, load_scale, normalize
 from shared.ops import gated as gated_ops
 from shared.quantization.weight import QuantizedWeight
 
 BAND = tl.constexpr(16)  # blocks of rows of x whose programs follow each other, so that x stays in the L2 cache
 LARGEST_FP8 = tl.constexpr(448.0)
+FP8_ROWS = 32
+"""Rows of x above which x is rounded to FP8 where PyTorch multiplies: up to them, W is widened in as little time."""
 
 
 @triton.jit
@@ -120,13 +123,19 @@ def quantized_gemm_kernel(
 
 
 @triton.jit
-def quantize_rows_kernel(x, values, scales, K, x_stride, BLOCK: tl.constexpr, PDL: tl.constexpr):
-    """A row of x in FP8 and its scale, with which the row's largest number is FP8's largest."""
+def quantize_rows_kernel(
+    x, norm_weight, values, scales, K, x_stride, eps, OFFSET: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
+):  # fmt: skip
+    """A row of x, or of its norm, in FP8 and its scale, with which the row's largest number is FP8's largest."""
     launch_dependents(PDL)
     row = tl.program_id(0).to(tl.int64)
     k = tl.arange(0, BLOCK)
+    if norm_weight is not None:
+        norm_scale = load_scale(norm_weight, k, K, OFFSET)
     wait_for_previous(PDL)
     h = tl.load(x + row * x_stride + k, mask=k < K, other=0.0).to(tl.float32)
+    if norm_weight is not None:  # rounded as if it had been written and read back
+        h = normalize(h, norm_scale, K, eps).to(x.dtype.element_ty).to(tl.float32)
     peak = tl.max(tl.abs(h))
     scale = tl.where(peak > 0.0, tl.div_rn(peak, tl.full([], LARGEST_FP8, tl.float32)), 1.0)
     tl.store(scales + row, scale)
@@ -139,33 +148,41 @@ def stored(weight: QuantizedWeight, gpu: Generation) -> torch.Tensor:
     return weight.values.view(torch.uint8) if is_fp8 and not gpu.has_fp8 else weight.values
 
 
-def quantize_rows(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """x ``[T, K]`` in FP8, and the scales of its rows ``[T]``, fp32."""
+def quantize_rows(x: torch.Tensor, norm: Norm | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+    """x ``[T, K]``, or its norm, in FP8, and the scales of its rows ``[T]``, fp32."""
     T, K = x.shape
     values = torch.empty(T, K, dtype=torch.float8_e4m3fn, device=x.device)
     scales = torch.empty(T, dtype=torch.float32, device=x.device)
     block = next_power_of_two(K)
-    warps = min(16, max(4, block // 512))
-    launch(quantize_rows_kernel, (T,), x, values, scales, K, x.stride(0), BLOCK=block, num_warps=warps)
+    weight, eps, offset = (None, 0.0, 0.0) if norm is None else (norm.weight, norm.eps, norm.offset)
+    launch(
+        quantize_rows_kernel, (T,), x, weight, values, scales, K, x.stride(0), eps,
+        OFFSET=offset, BLOCK=block, num_warps=min(16, max(4, block // 512)),
+    )  # fmt: skip
     return values, scales
+
+
+def is_pytorchs(x: torch.Tensor, weight: QuantizedWeight) -> bool:
+    """Whether ``torch._scaled_mm`` multiplies x, rounded to FP8, with a W in FP8."""
+    N, K = weight.shape
+    has_row_scales = weight.columns_per_scale == K and weight.rows_per_scale in (1, N)
+    return has_row_scales and x.dtype == torch.bfloat16 and N % 16 == K % 16 == 0
 
 
 def multiply_in_fp8(
     x: torch.Tensor,
     weight: QuantizedWeight,
     bias: torch.Tensor | None,
+    norm: Norm | None,
     residual: torch.Tensor | None,
-    activation: gated_ops.GatedOp | None,
     cut: QuantizedTiling,
     gpu: Generation,
 ) -> torch.Tensor:
-    """As :func:`multiply`, with a W in FP8 and x rounded to FP8."""
-    N, K = weight.shape
-    values, x_scales = quantize_rows(x)
-    has_row_scales = weight.columns_per_scale == K and weight.rows_per_scale in (1, N)
-    if not (has_row_scales and x.dtype == torch.bfloat16 and N % 16 == K % 16 == 0):
-        return multiply(values, weight, bias, residual, activation, cut, gpu, x_scales, x.dtype)
-    scales = weight.scales.float().expand(N, 1).contiguous().t()
+    """``norm(x) Wᵀ + b + residual``, with a W in FP8 and ``norm(x)`` rounded to FP8; as :func:`multiply`."""
+    values, x_scales = quantize_rows(x, norm)
+    if not is_pytorchs(x, weight):
+        return multiply(values, weight, bias, residual, None, cut, gpu, x_scales, x.dtype)
+    scales = weight.scales.float().expand(len(weight), 1).contiguous().t()
     y = torch._scaled_mm(
         values, weight.values.t(), x_scales[:, None], scales, bias=bias, out_dtype=x.dtype, use_fast_accum=True
     )
@@ -205,9 +222,9 @@ def multiply(
         "BLOCK_N": cut.block_n,
         "BLOCK_K": cut.block_k,
     }
-    about = {"PREFETCHED": cut.prefetched, "num_warps": cut.num_warps, "num_stages": cut.num_stages}
+    constants = {"PREFETCHED": cut.prefetched, "num_warps": cut.num_warps, "num_stages": cut.num_stages}
     of_w = (stored(weight, gpu), weight.scales, weight.zeros, bias, residual, out)
     blocks_n = -(-N // cut.block_n)
     blocks_m = -(-T // cut.block_m)
-    launch(quantized_gemm_kernel, (blocks_n * blocks_m,), x, x_scales, *of_w, *shapes, **options, **about)
+    launch(quantized_gemm_kernel, (blocks_n * blocks_m,), x, x_scales, *of_w, *shapes, **options, **constants)
     return out

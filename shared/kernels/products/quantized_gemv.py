@@ -27,7 +27,7 @@ from shared.kernels.launch import (
 )
 from shared.kernels.products import quantized_prompts
 from shared.kernels.products.gemv import ACTIVATIONS, load_vector, load_weights, normalized, store_product
-from shared.kernels.products.quantized_gemm import multiply, multiply_in_fp8, stored
+from shared.kernels.products.quantized_gemm import FP8_ROWS, is_pytorchs, multiply, multiply_in_fp8, stored
 from shared.kernels.products.quantized_rows import multiply_rows
 from shared.kernels.products.quantized_tiles import columns, widened
 from shared.kernels.products.quantized_tiling import QuantizedTiling, quantized_tiling
@@ -207,7 +207,7 @@ def linear(
     """``activation(norm(x) Wᵀ + b) + residual``: arguments and result as those of
     :func:`shared.kernels.products.gemv.linear`.
 
-    Prompts are multiplied in FP8 if W is FP8 and the GPU does; then x is rounded to FP8, with a scale a row.
+    Many rows are multiplied in FP8 if W is FP8 and the GPU does; then x is rounded to FP8, with a scale a row.
 
     Raises:
         ValueError: the weight does not fit x, or the kernels cannot read its format.
@@ -237,23 +237,23 @@ def linear(
     )
     if not cut.dot:
         return _launch(x.contiguous(), weight, bias, norm, residual, activation, cut, gpu)
+    x = x if x.stride(1) == 1 else x.contiguous()
+    own_residual = residual if activation is None else None  # else it is added after the activation
+    is_fp8 = gpu.has_fp8 and weight.values.dtype == torch.float8_e4m3fn
+    if is_fp8 and (FP8_ROWS if is_pytorchs(x, weight) else MAX_ROWS) < T:
+        y = multiply_in_fp8(x, weight, bias, norm, own_residual, cut, gpu)
+        return y if activation is None else _finished(y, residual, activation)
     if norm is not None:
         x = rms_norm(x, norm.weight, norm.eps, norm.offset)
-    x = x if x.stride(1) == 1 else x.contiguous()
     if cut.splits:
         return multiply_rows(x, weight, stored(weight, gpu), bias, residual, activation, cut)
     if T <= MAX_ROWS:
         return multiply(x, weight, bias, residual, activation, cut, gpu)
-    is_fp8 = gpu.has_fp8 and weight.values.dtype == torch.float8_e4m3fn
-    if T >= quantized_prompts.LEAST_ROWS and not is_fp8 and x.element_size() == 2:
-        y = quantized_prompts.multiply_by_tiles(
-            x, weight, stored(weight, gpu), bias, residual if activation is None else None
-        )
-        return _finished(y, residual if activation is not None else None, activation)
-    product = multiply_in_fp8 if is_fp8 else multiply
-    if activation is None:
-        return product(x, weight, bias, residual, None, cut, gpu)
-    return _finished(product(x, weight, bias, None, None, cut, gpu), residual, activation)
+    if quantized_prompts.is_faster(T, N, x):
+        y = quantized_prompts.multiply_by_tiles(x, weight, stored(weight, gpu), bias, own_residual)
+    else:
+        y = multiply(x, weight, bias, own_residual, None, cut, gpu)
+    return y if activation is None else _finished(y, residual, activation)
 
 
 def check_weight(weight: QuantizedWeight, K: int) -> None:

@@ -9,14 +9,15 @@ Invariant: memory holds one tile in 16 bits, never the whole of a larger matrix.
 
 import torch
 
-from shared.kernels.launch import launch, tl, triton
+from shared.kernels.launch import launch, num_multiprocessors, tl, triton
 from shared.kernels.products.quantized_tiles import columns, widened
+from shared.kernels.products.quantized_tiling import PROMPT_ROWS
 from shared.quantization.weight import QuantizedWeight
 
 TILE_ROWS = 2048  # a multiple of the rows of an FP8 block; fewer do not occupy the GPU
 LONG_ROWS = 8192  # numbers of a row beyond which a tile has twice as many rows
 BLOCK = 2048  # bytes of a row that a program widens
-LEAST_ROWS = 256  # of x: with fewer, writing the tile takes longer than it saves
+LEAST_ROWS = 256  # of x: with fewer, writing the tiles of a matrix that occupies the GPU takes longer than it saves
 
 
 @triton.jit
@@ -38,6 +39,14 @@ def dequantize_kernel(
         zero = 8.0 if zeros is None else tl.load(zeros + group, mask=is_inside, other=0).to(tl.float32)
         tl.store(out + row * K + k, ((tile & 15).to(tl.float32) - zero) * scale, mask=is_inside)
         tl.store(out + row * K + k + RUN // 2, ((tile >> 4).to(tl.float32) - zero) * scale, mask=is_inside)
+
+
+def is_faster(rows: int, N: int, x: torch.Tensor) -> bool:
+    """Whether :func:`multiply_by_tiles` is faster than the widening product, for more rows than decode kernels take.
+
+    That product has a program for 128 rows of W: with fewer programs than multiprocessors most of the GPU idles.
+    """
+    return x.element_size() == 2 and (rows >= LEAST_ROWS or num_multiprocessors(x.device) > -(-N // PROMPT_ROWS))
 
 
 def multiply_by_tiles(

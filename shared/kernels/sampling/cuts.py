@@ -14,8 +14,8 @@ to which the probabilities sum to top-p; tokens with a larger key are removed. T
 
 So every logit is compared with two keys instead of many pivots, and no result depends on the estimate. This is the
 selection of Floyd and Rivest ("Expected time bounds for selection", 1975), for sums of probability too. FlashInfer's
-sorting-free sampling (arXiv 2501.01005) uses rejection instead: it draws, rejects tokens that the cuts would remove,
-and draws again, which does not work with counter-based noise.
+sorting-free sampling (arXiv 2501.01005) uses rejection instead: it samples, rejects tokens that the cuts would remove,
+and samples again, which does not work with counter-based noise.
 
 The estimate. Each group of ``GROUP`` logits gives its maximum, found by the peak launch, and its first logit. There are
 at least k tokens up to the k-th of the maxima. Top-p is about the *tail*, the probability beyond a key: the sample

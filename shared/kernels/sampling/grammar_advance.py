@@ -1,8 +1,8 @@
-"""The configuration after a token, on the GPU that drew the token. Introduced in phase 12.
+"""The configuration after a token, on the GPU that sampled the token. Introduced in phase 12.
 
-The next mask depends on the token that a step has just drawn, which the host sees a step later. So the configurations
-live on the device, and a launch behind the sampler moves them on. With drafts each position has a configuration: that
-of the next position is that behind a draft, so one launch walks them in a chain.
+The next mask depends on the token that a step has just sampled, which the host sees a step later. So the configurations
+live on the device, and a launch after the sampler moves them on. With drafts each position has a configuration: that
+of the next position is that after a draft, so one launch walks them in a chain.
 
 A token in a text often leaves a row where all tokens walk as before, as most do in a string. Such a row is marked, and
 its mask is not found again.
@@ -114,7 +114,7 @@ def grammar_advance(
     grammars: dict[int, TokenFSM],
     chosen: torch.Tensor | None = None,
 ) -> None:
-    """Walk ``token_ids[b]`` one after the other from ``rows[sources[b]]``, and write what is behind the j-th of them to
+    """Walk ``token_ids[b]`` one after the other from ``rows[sources[b]]``, and write what is after the j-th of them to
     ``rows[targets[b] + j]``.
 
     Args:

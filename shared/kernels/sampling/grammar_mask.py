@@ -31,7 +31,7 @@ MAY_END, NO_GRAMMAR = tl.constexpr(IS_END), tl.constexpr(WITHOUT)
 
 @triton.jit
 def grammar_mask_kernel(
-    tables, rows, slots, text, starts, about, firsts, words, num_groups, first_plain, longest, stride,
+    tables, rows, slots, text, starts, token_numbers, firsts, words, num_groups, first_plain, longest, stride,
     NUM_GROUPS: tl.constexpr,
 ):  # fmt: skip
     """Program (i, b) finds the bits of groups i, i + the grid's size, … of the b-th slot.
@@ -68,7 +68,7 @@ def grammar_mask_kernel(
             while waiting != 0:
                 if waiting & 1:
                     token = walked * GROUPED + tl.arange(0, GROUPED)
-                    numbers = tl.load(about + token)
+                    numbers = tl.load(token_numbers + token)
                     is_allowed, _, _, _, _, _, _, _, _, _, _, _, _, _, _, _ = walk(
                         grammar, table, row, state, free, fewest, most, blanks, seen, height,
                         text, tl.load(starts + token), numbers & LOWEST, (numbers >> BITS) & LOWEST,
@@ -135,7 +135,7 @@ def grammar_mask(
     programs_of_row = min(num_groups, max(triton.cdiv(num_groups, NUM_GROUPS), NUM_PROGRAMS // B))
     launch(
         grammar_mask_kernel, (programs_of_row, B),
-        tables, rows, slots, tokens.text, tokens.starts, tokens.about, tokens.firsts, words, num_groups,
+        tables, rows, slots, tokens.text, tokens.starts, tokens.packed, tokens.firsts, words, num_groups,
         tokens.first_plain, tokens.longest, stride,
         NUM_GROUPS=NUM_GROUPS, num_warps=1,
     )  # fmt: skip

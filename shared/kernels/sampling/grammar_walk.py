@@ -68,7 +68,7 @@ def walk(grammar, table, row, state, free, fewest, most, blanks, seen, below, te
         grammar: where the tables of the row's grammar begin.
         table: where the table of its states begins.
         state, …, below: from :func:`load_configuration`.
-        text, start, length: the bytes of each token, and a zero behind them; a length of 0 is no token.
+        text, start, length: the bytes of each token, and a zero after them; a length of 0 is no token.
         plain_from: from which byte on each token is plain, so that a free state allows it.
         chars: the characters that begin in it.
 
@@ -99,7 +99,7 @@ def walk(grammar, table, row, state, free, fewest, most, blanks, seen, below, te
     while reached > 0:
         later = tl.load(bytes_from + d + 2).to(tl.int32)
         next_column = tl.load(grammar + COLUMNS + ahead)
-        is_first = (byte & 0xC0) != 0x80  # of a character; also behind the token's end
+        is_first = (byte & 0xC0) != 0x80  # of a character; also after the token's end
         leaves = is_live & is_first & (tl.where(free > 0, plain_from, length) <= d)
         is_read = is_read | (leaves & ((free != 2) | (left <= most)))
         is_live = is_live & (leaves == 0)

@@ -1,9 +1,9 @@
 """Moves a decode step on by a token, on the device. Introduced in phase 9.
 
 Between two steps of the same sequences every length and position grows by one, and the rest is as it was. So a captured
-step can be repeated for the tokens just drawn, and the host need not plan and upload the next one. A draft model, which
-computes several tokens in a row (phase 11), is what does so. Invariant: sequences of length 0, which pad a bucket, stay
-as they are.
+step can be repeated for the tokens just sampled, and the host need not plan and upload the next one. A draft model,
+which computes several tokens in a row (phase 11), is what does so. Invariant: sequences of length 0, which pad a
+bucket, stay as they are.
 """
 
 import torch

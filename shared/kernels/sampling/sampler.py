@@ -54,7 +54,7 @@ def sample(
 ) -> torch.Tensor:
     """:func:`shared.sampling.sampler.sample` with the same arguments, result and noise.
 
-    A batch of greedy rows takes one launch, a batch that draws two, with top-k or top-p five. Raises ValueError also
+    A batch of greedy rows takes one launch, a batch that samples two, with top-k or top-p five. Raises ValueError also
     for a vocabulary above ``MAX_VOCABULARY``.
 
     Args:

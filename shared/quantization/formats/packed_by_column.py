@@ -2,7 +2,7 @@
 
 Frantar et al., "GPTQ", arXiv 2210.17323; Lin et al., "AWQ", arXiv 2306.00978. Both have ``qweight``, ``qzeros`` and
 ``scales`` ``[K / G, N]``. GPTQ packs along K, the lowest first, and its first version stores zeros less one; AWQ packs
-along N, in an order of its own.
+along N, in its own order.
 """
 
 from typing import Any

@@ -89,7 +89,7 @@ def unpack_int32(packed: torch.Tensor, bits: int, dim: int) -> torch.Tensor:
     # exercise 10x3: unpack eight nibbles
     # hint: shifts of 0, 4, .. 28 bits bring each of the numbers to the end; & keeps the last `bits` bits
     # hint: >> of a negative int32 fills in ones: the mask comes after the shift
-    # hint: the numbers of an int32 are neighbours along `dim`: a new dimension behind it, then flatten both
+    # hint: the numbers of an int32 are neighbours along `dim`: a new dimension after it, then flatten both
     shifts = torch.arange(0, 32, bits, dtype=torch.int32)
     if dim == 0:
         return ((packed[:, None, :] >> shifts[:, None]) & (2**bits - 1)).to(torch.uint8).flatten(0, 1)

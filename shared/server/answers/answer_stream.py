@@ -26,7 +26,7 @@ class AnswerStream:
         param: the field of the body that holds the prompt; for the body of an error.
         max_unread_bytes: the limit on the bytes that unread outputs will take, estimated from above. The
             log-probabilities of the prompt, which come once, are not counted.
-        num_chunk_tokens: of the chunks before the prompt, which count as tokens of the prompt (phase 9.1).
+        num_segment_tokens: of the segments before the prompt, which count as tokens of the prompt (phase 9.1).
         abandon: called with the id of a request that is cancelled; must abort it in the engine.
 
     ``notify`` is called with this stream at each flush, and once after the end. ``stop`` is the stop string, or the
@@ -43,11 +43,11 @@ class AnswerStream:
         param: str,
         max_unread_bytes: int,
         abandon: Callable[[str], None],
-        num_chunk_tokens: int = 0,
+        num_segment_tokens: int = 0,
     ) -> None:
         self.request_id, self.index, self.param = request_id, index, param
         self.prompt_ids = prompt_ids
-        self.num_prompt_tokens = num_chunk_tokens + len(prompt_ids)
+        self.num_prompt_tokens = num_segment_tokens + len(prompt_ids)
         self.num_tokens = 0
         self.num_cached_tokens = 0  # of the prompt, known with the first output
         self.num_accepted_drafts = self.num_rejected_drafts = 0  # known with the last output

@@ -35,7 +35,7 @@ from shared.server.errors import ApiError, invalid, overloaded, refusal_error, u
 from shared.server.http.middleware import record_of
 from shared.server.settings import ServerConfig
 from shared.text.token_length import TextBound
-from shared.tracks.segments.inquiry import ChunkInfo
+from shared.tracks.segments.inquiry import SegmentInfo
 
 Encoded = TypeVar("Encoded")
 _LONG = 2**14  # characters
@@ -139,7 +139,7 @@ class Intake:
     async def watched(self, params: SamplingParams, body: SamplingFields) -> TokenFSM | None:
         """The grammar over tokens, for what follows each answer, if the body asks for that.
 
-        Call it behind ``with_grammar``. Each token is then read on the event loop: 0.01 ms, or 3 where no mask is kept.
+        Call it after ``with_grammar``. Each token is then read on the event loop: 0.01 ms, or 3 where no mask is kept.
         """
         grammar = params.structured_output
         if not body.grammar_progress or not isinstance(grammar, Grammar):
@@ -179,9 +179,9 @@ class Intake:
         params: SamplingParams,
         *,
         kind: str,
-        chunks: Sequence[ChunkInfo] = (),
+        segments: Sequence[SegmentInfo] = (),
     ) -> Answer:
-        """Submit ``n`` requests for each prompt, after its ``chunks``, all or none; ``kind`` is the prefix of the id.
+        """Submit ``n`` requests for each prompt, after its ``segments``, all or none; ``kind`` is the prefix of the id.
 
         The first answer to a prompt has the seed of the request, the others have seeds derived from it.
         """
@@ -193,7 +193,7 @@ class Intake:
         answer_id = f"{kind}-{uuid.uuid4().hex}"
         seeds = [derived_seed(params.seed, index) for index in range(body.num_answers)]
         sampled = [replace(params, seed=seed) for seed in seeds]
-        context = tuple(chunk.chunk_id for chunk in chunks), sum(chunk.num_tokens for chunk in chunks)
+        context = tuple(segment.segment_id for segment in segments), sum(segment.num_tokens for segment in segments)
         requests = [
             NewRequest(f"{answer_id}-{p}-{i}" if num_choices > 1 else answer_id, prompt_ids, sampled[i], *context)
             for p, prompt_ids in enumerate(prompts)

@@ -50,7 +50,7 @@ _IDS = {"type": "array", "items": TOKEN_ID_SCHEMA, "minItems": 1}
 _SEVERAL = {"type": "array", "minItems": 1, "maxItems": MAX_PROMPTS}
 PROMPTS_SCHEMA = {"anyOf": [_TEXT, _IDS, {**_SEVERAL, "items": _TEXT}, {**_SEVERAL, "items": _IDS}]}
 STOP_IDS_SCHEMA = nullable({"type": "array", "items": TOKEN_ID_SCHEMA, "maxItems": MAX_STOP_TOKEN_IDS})
-CHUNK_CONTENT_SCHEMA: dict[str, Any] = {"anyOf": [_TEXT, _IDS]}
+SEGMENT_CONTENT_SCHEMA: dict[str, Any] = {"anyOf": [_TEXT, _IDS]}
 _BIAS = {"type": "number", "minimum": -MAX_LOGIT_BIAS, "maximum": MAX_LOGIT_BIAS}
 LOGIT_BIAS_SCHEMA = nullable(
     {

@@ -24,7 +24,6 @@ from pydantic import (
 )
 
 from shared.sampling.params import MAX_LOGPROBS, MAX_PENALTY, MAX_SEED, SamplingParams
-from shared.server.bodies.chunk_fields import FieldOfChunks
 from shared.server.bodies.fields import (
     CACHE_SALT_SCHEMA,
     CONTENT_SCHEMA,
@@ -43,6 +42,7 @@ from shared.server.bodies.fields import (
     whole,
 )
 from shared.server.bodies.message import Message
+from shared.server.bodies.segment_fields import FieldOfSegments, FormerFieldOfSegments
 from shared.server.bodies.structured_output import GUIDED_SCHEMAS, RESPONSE_FORMAT_SCHEMA, STRUCTURED_OUTPUTS_SCHEMA
 from shared.server.bodies.tool_fields import TOOL_CHOICE_SCHEMA, Tools, chosen_tool
 from shared.server.errors import invalid
@@ -219,7 +219,8 @@ class ChatRequest(SamplingFields):
     continue_final_message: bool | None = None
     add_generation_prompt: bool | None = None
     prediction: Prediction | None = None
-    chunks: FieldOfChunks = ()
+    segments: FieldOfSegments = ()
+    chunks: FormerFieldOfSegments = ()
     recompute: Annotated[float | None, Field(ge=0, le=1), optional("number", minimum=0, maximum=1)] = None
 
     tools: Tools | None = None

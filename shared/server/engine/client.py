@@ -84,7 +84,7 @@ class EngineClient:
         try:
             for new in requests[::n]:
                 check_prompt(new.prompt_ids, facts.model_config.vocab_size, facts.max_seq_len)
-                num_prompt_tokens = new.num_chunk_tokens + len(new.prompt_ids)
+                num_prompt_tokens = new.num_segment_tokens + len(new.prompt_ids)
                 check_capacity(num_prompt_tokens, new.params.max_new_tokens, facts.max_seq_len, facts.request_capacity)
             check_queue(self.load.num_waiting, facts.config.max_waiting_requests, len(requests))
         except InferError as refusal:
@@ -96,7 +96,7 @@ class EngineClient:
                 index=index,
                 param=param,
                 max_unread_bytes=self._config.max_unread_bytes,
-                num_chunk_tokens=new.num_chunk_tokens,
+                num_segment_tokens=new.num_segment_tokens,
                 abandon=self._abort,
             )
             for index, new in enumerate(requests)
@@ -121,7 +121,7 @@ class EngineClient:
         return cast(MemoryMap, await self._ask(Question.MEMORY))
 
     async def inquire(self, inquiry: Inquiry, param: str) -> Any:
-        """The answer to a message about chunks; raises ApiError if it is refused, and ``param`` is then at fault."""
+        """The answer to a message about segments; raises ApiError if it is refused, and ``param`` is then at fault."""
         try:
             return await self._ask(inquiry)
         except InferError as refusal:
@@ -166,7 +166,7 @@ class EngineClient:
         self.load = dataclasses.replace(load, num_waiting=load.num_waiting + num_unseen)
         match event:
             case Stepped():
-                if not self._unflushed:  # behind the other events that have come: a stream is then written once
+                if not self._unflushed:  # after the other events that have come: a stream is then written once
                     asyncio.get_running_loop().call_soon(self._flush)
                 self._deliver(event)
             case engine_loop.Refused(request_id, refusal):

@@ -33,8 +33,8 @@ class NewRequest:
     request_id: str
     prompt_ids: list[int]
     params: SamplingParams
-    chunk_ids: tuple[str, ...] = ()  # of phase 9.1, which stand before the prompt
-    num_chunk_tokens: int = 0
+    segment_ids: tuple[str, ...] = ()  # of phase 9.1, which stand before the prompt
+    num_segment_tokens: int = 0
 
 
 @dataclass(frozen=True)
@@ -78,8 +78,8 @@ Command = Add | Abort | Ask | Stop
 class Refused:
     """The engine refused a request with ``refusal``, or raised an unexpected exception (None).
 
-    That is rare: a preempted request took the queue's last place meanwhile, chunks and prompt are too long, or there is
-    a bug.
+    That is rare: a preempted request took the queue's last place meanwhile, segments and prompt are too long, or there
+    is a bug.
     """
 
     request_id: str
@@ -233,7 +233,7 @@ class EngineLoop:
 
     def _refusal_of(self, new: NewRequest) -> Refused | None:
         try:
-            context = {"chunk_ids": new.chunk_ids} if new.chunk_ids else {}
+            context = {"segment_ids": new.segment_ids} if new.segment_ids else {}
             self._engine.add_request(new.prompt_ids, new.params, new.request_id, **context)
         except InferError as refusal:
             return Refused(new.request_id, refusal)

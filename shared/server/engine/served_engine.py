@@ -46,14 +46,14 @@ class EngineFacts:
     load: EngineLoad
     has_grammars: bool  # from phase 12 on
     limits_thinking: bool  # in phase 11.1, if the model thinks
-    chunk_refusal: str | None  # why the engine has no chunks; None: it has (phase 9.1)
+    segment_refusal: str | None  # why the engine has no segments; None: it has (phase 9.1)
 
     @classmethod
     def of(cls, engine: ServedEngine) -> Self:
-        registry = getattr(engine, "chunks", None)
+        registry = getattr(engine, "segments", None)
         refusal: str | None
         if registry is None:
-            refusal = "This server's engine has no chunks; serve phase 9.1 for them: infer serve --phase 09.1."
+            refusal = "This server's engine has no segments; serve phase 9.1 for them: infer serve --phase 09.1."
         else:
             refusal = None if registry.free is not None else str(registry.refusal)
         return cls(
@@ -64,5 +64,5 @@ class EngineFacts:
             engine.load(),
             has_grammars=hasattr(engine, "constraints"),
             limits_thinking=getattr(engine, "limits_thinking", False),
-            chunk_refusal=refusal,
+            segment_refusal=refusal,
         )

@@ -37,6 +37,10 @@ _WITH_TOOLS = [
 ]
 
 
+_NO_SEGMENTS: dict[str, Any] = {"enum": [[], None]}
+_ONE_NAME = [{"properties": {name: _NO_SEGMENTS}} for name in ("segments", "chunks")]
+
+
 def describe(app: FastAPI, intake: Intake) -> None:
     """Make ``app.openapi`` describe the server of this model."""
     plain = app.openapi
@@ -49,7 +53,7 @@ def describe(app: FastAPI, intake: Intake) -> None:
                     operation["responses"].pop("422", None)
             schemas = description["components"]["schemas"]
             schemas["CompletionRequest"]["anyOf"] = _TOGETHER
-            schemas["ChatRequest"]["allOf"] = [{"anyOf": _WITH_LOGPROBS}, {"anyOf": _WITH_TOOLS}]
+            schemas["ChatRequest"]["allOf"] = [{"anyOf": _WITH_LOGPROBS}, {"anyOf": _WITH_TOOLS}, {"anyOf": _ONE_NAME}]
             for name in ("CompletionRequest", "ChatRequest"):
                 _limit(schemas[name], intake)
             schemas["RegisterRequest"]["properties"]["model"] = {"const": intake.config.model_name}
@@ -57,8 +61,8 @@ def describe(app: FastAPI, intake: Intake) -> None:
                 schemas["ChatRequest"]["properties"]["tools"] = {"enum": [[], None]}
             if not intake.facts.has_grammars:
                 schemas["ChatRequest"]["properties"]["tool_choice"] = {"enum": ["none", "auto", None]}
-            if intake.facts.chunk_refusal is not None:
-                schemas["ChatRequest"]["properties"]["chunks"] = {"enum": [[], None]}
+            if intake.facts.segment_refusal is not None:
+                schemas["ChatRequest"]["properties"] |= dict.fromkeys(("segments", "chunks"), _NO_SEGMENTS)
             if not intake.chat.has_thinking:
                 values = [None] if "thinking" in intake.chat.refusals else [False, None]
                 schemas["TemplateOptions"]["properties"]["enable_thinking"] = {"enum": values}

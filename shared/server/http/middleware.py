@@ -35,7 +35,14 @@ _HANDLERS = {
     "/debug/memory": "memory",
     "/": "page",
 }
-_PREFIXES = {"/v1/models": "models", "/v1/chunks": "chunks", "/health": "health", "/page/": "page", "/debug/": "debug"}
+_PREFIXES = {
+    "/v1/models": "models",
+    "/v1/segments": "segments",
+    "/v1/chunks": "chunks",
+    "/health": "health",
+    "/page/": "page",
+    "/debug/": "debug",
+}
 
 
 @dataclass

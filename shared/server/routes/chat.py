@@ -26,8 +26,9 @@ from shared.server.errors import ApiError
 from shared.server.http.event_stream import EventStreamResponse, WholeResponse
 from shared.server.http.middleware import record_of
 from shared.server.http.sse import DONE, frame, to_json
-from shared.server.routes.chunks import UNKNOWN, context
+from shared.server.routes.chunks import chat_context
 from shared.server.routes.completions import ANSWER, OPENAI_REASONS, at_token
+from shared.server.routes.segments import UNKNOWN
 from shared.text.tokenizer import Tokenizer
 
 router = APIRouter()
@@ -53,8 +54,8 @@ async def answer(request: Request, body: ChatRequest) -> Response:
     params = replace(params, prediction_ids=await intake.prediction_ids(body.prediction))
     params = await intake.with_grammar(params, intake.chat.grammar(body, prompt))
     watched = await intake.watched(params, body)
-    chunks = await context(request, body.chunks, "chunks", body.recompute)
-    answer = intake.submit(request, body, [prompt.ids], params, kind="chatcmpl", chunks=chunks)
+    segments = await chat_context(request, body)
+    answer = intake.submit(request, body, [prompt.ids], params, kind="chatcmpl", segments=segments)
     frames = ChatFrames(
         answer,
         intake.config.model_name,

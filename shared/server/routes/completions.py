@@ -80,7 +80,7 @@ async def complete(request: Request, body: CompletionRequest) -> Response:
 
 
 def at_token(progress: Mapping[AnswerStream, Progress], choice: AnswerStream, output: StepOutput) -> dict[str, Any]:
-    """The field of a chunk that says where in its grammar a token was drawn; none for a choice that is not watched."""
+    """The field that says where in its grammar a token was sampled; empty for a choice that is not watched."""
     if choice not in progress or output.token_id is None:
         return {}
     position = progress[choice].read(output.token_id)

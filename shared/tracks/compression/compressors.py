@@ -32,11 +32,11 @@ class KeyMeasures(Protocol):
         ...
 
     def mass(self, num_queries: int) -> Tensor:
-        """Attention summed over the last queries, [S, L, Hkv, Hq / Hkv, n]; 0 behind a head's keys."""
+        """Attention summed over the last queries, [S, L, Hkv, Hq / Hkv, n]; 0 after a head's keys."""
         ...
 
     def redundancy(self, threshold: float) -> Tensor:
-        """R-KV's mean cosines, [S, L, Hkv, n]; -inf behind a head's keys."""
+        """R-KV's mean cosines, [S, L, Hkv, n]; -inf after a head's keys."""
         ...
 
 

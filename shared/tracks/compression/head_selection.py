@@ -1,12 +1,12 @@
-"""What all heads of cached sequences will keep, chosen on a GPU without waiting for it. Introduced in phase 9.2.
+"""Selects on the GPU, without a wait, which keys each head of cached sequences keeps. Introduced in phase 9.2.
 
-:func:`shared.tracks.compression.selection.select` is the definition, for one head. Here all layers and heads of several
-sequences are chosen by a handful of launches. Only the heads' counts come to the host, for the pool's accounts, and
-they come by themselves. The launches have a stream of their own: choosing computes, and the step beside it waits for
-memory.
+:func:`shared.tracks.compression.selection.select` defines the selection for one head. Here a few launches select for
+all layers and heads of several sequences. The host receives only the number of keys that each head keeps, in an
+asynchronous copy, and the pool counts blocks with them. The launches run on their own stream: selection is bound by
+computation, and the step beside it by memory.
 
-A request that is compressed again and again has about as many tokens each time. So there are *rooms*, fixed buffers for
-a number of sequences of about one length, and the launches that choose in a room are recorded
+A request that is compressed repeatedly has about the same length each time. So selections use *workspaces*, fixed
+buffers for a number of sequences of about one length, and the launches on a workspace are recorded as a CUDA graph
 (:mod:`shared.engine.executor.graphs`).
 
 Invariant: nothing is written to the KV cache.
@@ -31,9 +31,9 @@ from shared.tracks.compression.kernels.window_mass import TABLE_START, TILE, Cac
 from shared.tracks.compression.layout import Holding
 from shared.tracks.compression.selection import Budget
 
-NUM_BEFORE, MOST_ROOMS = 2, 16
-"""How often the launches of a room run before they are recorded; and how many rooms are kept, all of which go if there
-are more."""
+NUM_BEFORE, MOST_WORKSPACES = 2, 16
+"""How often the launches of a workspace run before they are recorded, and the most workspaces that are kept; one more
+clears them all."""
 logger = logging.getLogger("infer.engine")
 
 
@@ -45,7 +45,7 @@ def sent(numbers: np.ndarray, device: torch.device) -> Tensor:
 
 @contextmanager
 def beside(stream: torch.cuda.Stream | None) -> Iterator[None]:
-    """What is launched inside runs after what was launched before, and beside what is launched later."""
+    """Runs work on its own stream, after earlier work and concurrently with later work."""
     if stream is None:
         yield
         return
@@ -56,9 +56,7 @@ def beside(stream: torch.cuda.Stream | None) -> Iterator[None]:
 
 @contextmanager
 def before(stream: torch.cuda.Stream | None) -> Iterator[None]:
-    """What is launched inside runs after the work of ``stream``, beside what was launched before in the current one,
-    and before what is launched later.
-    """
+    """Runs work after that of ``stream``, beside earlier work of the current stream and before later work."""
     if stream is None:
         yield
         return
@@ -93,7 +91,7 @@ def num_tiles(sequence: Holding) -> int:
     return -(-(sequence.num_tail + (0 if sequence.packed is None else sequence.packed.most)) // TILE)
 
 
-class Room:
+class Workspace:
     """Fixed buffers for ``num`` sequences, whose heads have at most ``capacity`` tokens each.
 
     Args:
@@ -135,28 +133,28 @@ class Room:
 
 
 class Selected:
-    """What the heads of sequences will keep, until their room is used again."""
+    """The keys that the heads of sequences will keep; valid until their workspace is used again."""
 
-    def __init__(self, room: Room, holdings: Sequence[Holding]) -> None:
-        self.room, self.holdings, self.number = room, holdings, room.num_choices
+    def __init__(self, workspace: Workspace, holdings: Sequence[Holding]) -> None:
+        self.workspace, self.holdings, self.number = workspace, holdings, workspace.num_choices
 
     def index(self, holding: Holding) -> int | None:
         """Which of the sequences has the tokens of ``holding``, wherever they are by now; None if none has."""
-        for i, one in enumerate(self.holdings if self.number == self.room.num_choices else ()):
+        for i, one in enumerate(self.holdings if self.number == self.workspace.num_choices else ()):
             if one.row == holding.row and one.packed is holding.packed and one.length == holding.length:
                 return i
         return None
 
     def precede(self) -> None:
-        """Let what is launched from now on run behind this choice."""
-        if self.room.arrived is not None:
-            torch.cuda.current_stream(self.room.sequences.numbers.device).wait_event(self.room.arrived)
+        """Make later launches wait for this selection."""
+        if self.workspace.arrived is not None:
+            torch.cuda.current_stream(self.workspace.sequences.numbers.device).wait_event(self.workspace.arrived)
 
     def wait(self, i: int) -> Integers:
         """Wait for the device and return how many tokens each head of sequence ``i`` keeps, [layers, Hkv]."""
-        if self.room.arrived is not None:
-            self.room.arrived.synchronize()
-        return self.room.received[i].numpy().astype(np.int64)
+        if self.workspace.arrived is not None:
+            self.workspace.arrived.synchronize()
+        return self.workspace.received[i].numpy().astype(np.int64)
 
 
 class HeadSelector:
@@ -184,7 +182,7 @@ class HeadSelector:
         self.compressor, self.budget = compressor, budget
         self.p = torch.tensor([budget.p], dtype=torch.float64, device=keys.device)
         self.stream = torch.cuda.Stream(keys.device) if keys.is_cuda else None
-        self.rooms: dict[tuple[int, int, int], Room] = {}  # by number of sequences, queries, capacity
+        self.workspaces: dict[tuple[int, int, int], Workspace] = {}  # by number of sequences, queries, capacity
         self.is_recording = is_recording and keys.is_cuda
         self.graph_memory = torch.cuda.graph_pool_handle() if self.is_recording else None
 
@@ -192,45 +190,45 @@ class HeadSelector:
         """Choose for all layers and heads at once, after what the device does now, by the last w queries."""
         key = len(sequences), w, max(map(num_tiles, sequences)) * TILE
         with beside(self.stream):
-            room = self._room(key, all(one.packed is not None for one in sequences))
-            room.enter(sequences)
-            if room.graph is None:
-                self.choose(room, w)
+            workspace = self._workspace(key, all(one.packed is not None for one in sequences))
+            workspace.enter(sequences)
+            if workspace.graph is None:
+                self.choose(workspace, w)
             else:
-                room.graph.replay()
-            room.leave()
-            selected = Selected(room, sequences)
-            if self.is_recording and room.num_choices == NUM_BEFORE and key in self.rooms:
-                self._record(room, w)
+                workspace.graph.replay()
+            workspace.leave()
+            selected = Selected(workspace, sequences)
+            if self.is_recording and workspace.num_choices == NUM_BEFORE and key in self.workspaces:
+                self._record(workspace, w)
             return selected
 
-    def choose(self, room: Room, w: int) -> None:
+    def choose(self, workspace: Workspace, w: int) -> None:
         """The launches of a choice."""
-        keys = CachedKeys(self.ring, self.keys, room.sequences, w, self.scale)
+        keys = CachedKeys(self.ring, self.keys, workspace.sequences, w, self.scale)
         mass = keys.mass(w)
         attention = mass.mean(-2)
         attention /= attention.sum(-1, keepdim=True)
         scores = self.compressor.of_all(keys, mass)
-        about = room.sequences, self.windows, self.budget, self.p
-        select_keys(scores, attention, *about, out=(room.chosen, room.counts))
+        arguments = workspace.sequences, self.windows, self.budget, self.p
+        select_keys(scores, attention, *arguments, out=(workspace.chosen, workspace.counts))
 
-    def _room(self, key: tuple[int, int, int], is_kept: bool) -> Room:
-        """The room for a number of sequences, queries and tokens; one that is not kept serves once."""
-        room = self.rooms.get(key)
-        if room is None:
+    def _workspace(self, key: tuple[int, int, int], is_kept: bool) -> Workspace:
+        """The workspace for a number of sequences, queries and tokens; one that is not kept serves once."""
+        workspace = self.workspaces.get(key)
+        if workspace is None:
             num, _, capacity = key
-            room = Room(num, capacity, self.keys, self.ends)
-            if is_kept and len(self.rooms) == MOST_ROOMS:
-                self.rooms.clear()
+            workspace = Workspace(num, capacity, self.keys, self.ends)
+            if is_kept and len(self.workspaces) == MOST_WORKSPACES:
+                self.workspaces.clear()
                 self.graph_memory = torch.cuda.graph_pool_handle() if self.is_recording else None
             if is_kept:
-                self.rooms[key] = room
-        return room
+                self.workspaces[key] = workspace
+        return workspace
 
-    def _record(self, room: Room, w: int) -> None:
-        """Record the launches of a room's next choices; if that fails, the log says why, and they stay launches."""
+    def _record(self, workspace: Workspace, w: int) -> None:
+        """Record a workspace's launches for its next selections; if that fails, log why and keep launching."""
         try:
-            room.graph, _ = recorded(lambda: self.choose(room, w), self.graph_memory, self.stream)
+            workspace.graph, _ = recorded(lambda: self.choose(workspace, w), self.graph_memory, self.stream)
         except Exception as error:
             self.is_recording = False
             logger.warning("compressions are launched, since they could not be recorded: %s", error, exc_info=error)

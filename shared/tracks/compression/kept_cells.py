@@ -53,10 +53,10 @@ class KeptCells:
         self.packed_cells: dict[int, tuple[Packed, np.ndarray, np.ndarray]] = {}  # by row
         self.masks: dict[int, Tensor] = {}  # by row: uint8 [layers, Hkv, ceil(n / 8)], of the last compression
 
-    def attend(self, layer: int, queries: Tensor, sequence: Holding, about: Scores) -> Tensor:
+    def attend(self, layer: int, queries: Tensor, sequence: Holding, options: Scores) -> Tensor:
         """Attention of the new tokens of one sequence."""
         cells, kept = self.cells_of(sequence, layer)
-        return masked_attention(queries, self.keys[cells], self.values[cells], kept, **about)
+        return masked_attention(queries, self.keys[cells], self.values[cells], kept, **options)
 
     def cells_of(self, sequence: Holding, layer: int) -> tuple[Tensor, Tensor]:
         """A layer's cells in time order, int64 [Hkv, S], and which of them are kept, bool [Hkv, S].

@@ -98,25 +98,25 @@ class CondensedKernels(PagedAttentionProtocol):
             numbers[1:-1] = packed.counts.cumsum() if packed.num_slots else 0
         self.kept.ends[row].copy_(sent(numbers, self.kept.ends.device))
 
-    def attend(self, layer: int, q: Tensor, about: Scores, out: Tensor | None) -> Tensor:
+    def attend(self, layer: int, q: Tensor, options: Scores, out: Tensor | None) -> Tensor:
         self.ring.keep(layer, q, self.ring_places)
         if self.is_decode:
-            return self._attend_decoding(layer, q, about, cast(Tensor, out))
+            return self._attend_decoding(layer, q, options, cast(Tensor, out))
         n, out = self.flash.num_decoding, torch.empty_like(q, memory_format=torch.contiguous_format)
         if n:
-            self._attend_decoding(layer, q[:n], about, out[:n])
+            self._attend_decoding(layer, q[:n], options, out[:n])
         if not self.is_compressed:
-            self.flash.attend_prompts(layer, q[n:], about, out[n:])
+            self.flash.attend_prompts(layer, q[n:], options, out[n:])
             return out
         each = zip(q[n:].split(self.num_new), out[n:].split(self.num_new), self.prompts, strict=True)
         for queries, result, sequence in each:
-            result.copy_(self.by_cells.attend(layer, queries, sequence, about))
+            result.copy_(self.by_cells.attend(layer, queries, sequence, options))
         return out
 
-    def _attend_decoding(self, layer: int, q: Tensor, about: Scores, out: Tensor) -> Tensor:
+    def _attend_decoding(self, layer: int, q: Tensor, options: Scores, out: Tensor) -> Tensor:
         storage, workspace = self.storage, self.flash.workspaces[(len(q) - 1).bit_length()]
         memory = (storage.keys, storage.values, *self.flash.decoding, self.rows, self.kept, layer)
-        return condensed_attention(q, *memory, **about, workspace=workspace, out=out)
+        return condensed_attention(q, *memory, **options, workspace=workspace, out=out)
 
     def select(self, sequences: Sequence[Holding]) -> None:
         """Those of about one length are one set of launches."""
@@ -148,7 +148,7 @@ class CondensedKernels(PagedAttentionProtocol):
         selected = self.selected.pop(sequence.row, None)
         if selected is None or (i := selected.index(sequence)) is None:
             selected, i = self._select(selector, [sequence]), 0
-        counts, room = selected.wait(i), selected.room
+        counts, workspace = selected.wait(i), selected.workspace
         packed = Packed(counts, sequence.num_tokens, self.cells.slots_for(counts))
         num_before = counts.size * sequence.num_tail + (0 if sequence.packed is None else sequence.packed.total)
         if num_before - packed.total < self.cells.per_block or (table := place(packed)) is None:
@@ -157,10 +157,10 @@ class CondensedKernels(PagedAttentionProtocol):
         with before(selector.stream):
             if not np.array_equal(source, known):  # the prefix tree had the same blocks
                 where = slice(TABLE_START, TABLE_START + len(source))
-                room.sequences.numbers[i, where] = sent(source, storage.keys.device)
+                workspace.sequences.numbers[i, where] = sent(source, storage.keys.device)
             target = None if np.array_equal(table, source[: len(table)]) else sent(table, storage.keys.device)
-            kept = room.chosen, room.counts, packed.most, packed.total
-            move_kept(storage.keys, storage.values, room.sequences, i, *kept, target)
+            kept = workspace.chosen, workspace.counts, packed.most, packed.total
+            move_kept(storage.keys, storage.values, workspace.sequences, i, *kept, target)
         self.sent_rows[sequence.row] = packed
         return packed
 

@@ -3,7 +3,7 @@
 Heads keep different numbers of tokens, so a slot that has room for one token in every layer and head fits no longer.
 A slot is therefore divided into *cells*, one for each layer and KV head, and the kept tokens of all layers and heads
 are laid end to end in the cells of the request's first blocks, head after head, in time order. Tokens that follow are
-written as before, one to a slot, in the blocks behind: the *tail*.
+written as before, one to a slot, in the blocks after: the *tail*.
 
 Invariants: the packed part fills whole blocks, the last one perhaps partly, so the tail begins at a block of its own;
 lengths are physical (slots), positions stay the request's own.

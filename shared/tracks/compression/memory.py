@@ -37,8 +37,8 @@ def condensed_attention(
     compressor = COMPRESSORS[config.compress_method](model.config.attention_scale)
     bounds = config.layer_budget, config.layer_upper_budget
     budget = Budget(*bounds, config.p_attn, reduction=config.attn_reduce_method)
-    about = compressor, budget, config.query_window_size, not config.if_fake_compress
-    kept = KeptCells(model.config, sizes, model.dtype, storage, *about)
+    arguments = compressor, budget, config.query_window_size, not config.if_fake_compress
+    kept = KeptCells(model.config, sizes, model.dtype, storage, *arguments)
     if config.attention_backend is None and launches(storage.keys):
         buckets = buckets_of(config, model, sizes.max_seq_len)
         attention = CondensedKernels(model.config, sizes, storage, kept, config.is_on("use_cuda_graphs"))

@@ -44,18 +44,18 @@ class CondensedOperations(PagedAttentionProtocol):
         self.is_together = batch.is_decode and all(one.num_packed_slots for one in self.sequences)
         self.together: tuple[Tensor, Tensor] | None = None
 
-    def attend(self, layer: int, q: Tensor, about: Scores, out: Tensor | None) -> Tensor:
+    def attend(self, layer: int, q: Tensor, options: Scores, out: Tensor | None) -> Tensor:
         kept = self.kept
         kept.ring.keep(layer, q, self.ring_places)
         if not self.is_compressed:
-            return self.plain.attend(layer, q, about, out)
+            return self.plain.attend(layer, q, options, out)
         if self.is_together:  # (sequence, KV head) are heads of one token
             self.together = self.together or kept.cells_together(self.sequences)
             cells, is_kept = (of_all[layer].flatten(0, 1) for of_all in self.together)
             k, v = (x.index_select(0, cells.flatten()).view(*cells.shape, -1) for x in (kept.keys, kept.values))
-            return masked_attention(q.reshape(1, -1, q.shape[-1]), k, v, is_kept, **about).view_as(q)
+            return masked_attention(q.reshape(1, -1, q.shape[-1]), k, v, is_kept, **options).view_as(q)
         each = zip(q.split(self.num_new), self.sequences, strict=True)
-        return torch.cat([kept.attend(layer, queries, sequence, about) for queries, sequence in each])
+        return torch.cat([kept.attend(layer, queries, sequence, options) for queries, sequence in each])
 
     def select(self, sequences: Sequence[Holding]) -> None:
         """``compress`` does everything."""

@@ -132,13 +132,13 @@ class CompressingScheduler(Scheduler):
         if kept is None:
             return
         self.compressions.append((request.request_id, num_tokens, kept))
-        about = {"request": request.request_id, "tokens": num_tokens}
+        common = {"request": request.request_id, "tokens": num_tokens}
         if self.config.if_log_compress:
             share_kept = sum(map(sum, kept)) / (sum(map(len, kept)) * num_tokens)
-            fields = about | {"kept": round(share_kept, 3), "freed_blocks": num_freed}
+            fields = common | {"kept": round(share_kept, 3), "freed_blocks": num_freed}
             logger.info("compressed", extra={"fields": fields})
         if self.config.if_log_num_topp:
-            logger.info("kept by layer and KV head", extra={"fields": about | {"kept": kept}})
+            logger.info("kept by layer and KV head", extra={"fields": common | {"kept": kept}})
 
     def _is_point(self, request: Request, num_tokens: int) -> bool:
         after = num_tokens - max(request.num_prompt_tokens, self.first)

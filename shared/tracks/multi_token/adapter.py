@@ -4,7 +4,7 @@ An adapter is a folder with ``adapter.json`` (rank, α, targets, number of mask 
 fits every checkpoint of one shape, in any dtype or quantization.
 
 The sampler head makes consistent words of independent guesses. The hidden states of all mask tokens come from one
-forward, so none knows which tokens the others stand for. The head adds the token that was drawn in the place before
+forward, so none knows which tokens the others stand for. The head adds the token that was sampled in the place before
 (Samragh et al., arXiv 2507.11851): two blocks Linear → SiLU → RMSNorm over [embedding; hidden state], and the hidden
 state again. The model's own output head then gives logits.
 
@@ -106,9 +106,9 @@ class Adapter(nn.Module):
         self.masks.copy_(mean.expand_as(self.masks))
 
     def logits(self, model: CausalLM, previous: Tensor, hidden: Tensor) -> Tensor:
-        """Logits ``[n, V]`` behind the tokens ``previous [n]``, from the mask tokens' hidden states ``[n, H]``.
+        """Logits ``[n, V]`` after the tokens ``previous [n]``, from the mask tokens' hidden states ``[n, H]``.
 
-        With ``num_candidates`` the logits behind them are -inf.
+        With ``num_candidates`` the logits after them are -inf.
         """
         logits = self.candidate_logits(model, previous, hidden)
         return F.pad(logits, (0, self.shape.vocab_size - logits.shape[1]), value=-torch.inf)

@@ -83,19 +83,19 @@ class MaskTokenOperations(PagedAttentionProtocol):
         self.num_masks = num_masks_of(batch).tolist()
         self.masks: dict[tuple[int | None, int], Tensor] = {}  # by window and sequence
 
-    def attend(self, layer: int, q: Tensor, about: Scores, out: Tensor | None) -> Tensor:
-        own, window, attended = self.operations, about["window"], []
+    def attend(self, layer: int, q: Tensor, options: Scores, out: Tensor | None) -> Tensor:
+        own, window, attended = self.operations, options["window"], []
         for n, (queries, piece) in enumerate(zip(q.split(own.num_new), own.pieces(window), strict=True)):
             k, v = (x.transpose(0, 1) for x in own.read(layer, piece))  # [Hkv, S, D]
             if self.num_masks[n] == 0:
-                attended.append(own.operation(queries, k, v, **about))
+                attended.append(own.operation(queries, k, v, **options))
                 continue
             mask = self.masks.get((window, n))
             if mask is None:
                 num_real = len(queries) // (1 + self.num_masks[n])
                 shape = (piece.end - piece.start - len(queries), num_real, self.num_masks[n], window, q.device)
                 mask = self.masks[window, n] = visible_with_masks(*shape)
-            scores = {"scale": about["scale"], "softcap": about["softcap"]}
+            scores = {"scale": options["scale"], "softcap": options["softcap"]}
             attended.append(masked_attention(queries, k, v, mask, **scores))
         return torch.cat(attended)
 
@@ -117,9 +117,9 @@ def mask_token_attention(
         return bucket_attention(config, model, sizes, storage)
     if is_planned(storage, backend):
         buckets = buckets_of(config, model, sizes.max_seq_len)
-        about = model.config, sizes, model.dtype, storage, buckets
+        options = model.config, sizes, model.dtype, storage, buckets
         arrays = {**OF_TOKENS, "gate": 0}, (*OF_SEQUENCES, "num_masks")
-        planned, padding = planned_in_buckets(*about, True, *arrays)
+        planned, padding = planned_in_buckets(*options, True, *arrays)
         return MaskTokenAttention(planned, padding), padding
     if launches(storage.keys) and backend == "flash":
         raise ConfigError("attention_backend is 'flash', whose kernels have no mask tokens; choose 'planned'.")

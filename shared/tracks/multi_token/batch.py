@@ -2,7 +2,7 @@
 
 A request's part of the batch is its real tokens (its newest one, and guesses), then its groups of mask tokens
 (:mod:`shared.tracks.multi_token.ops`). Mask tokens have no logit row: the model's head is not applied to them. They are
-written to slots behind the real ones, which are given back when the step is committed.
+written to slots after the real ones, which are given back when the step is committed.
 
 Invariant: those of :class:`shared.engine.batch.Batch`, but for the positions of mask tokens, which repeat.
 """
@@ -27,7 +27,7 @@ class MultiTokenBatch(Batch):
     """T new tokens of B sequences, some of them mask tokens."""
 
     num_masks: Integers = field(default_factory=lambda: np.zeros(0, np.int64), kw_only=True)
-    """[B], k: mask tokens behind each real token of a sequence; empty if no sequence has any."""
+    """[B], k: mask tokens after each real token of a sequence; empty if no sequence has any."""
 
     @classmethod
     def of(cls, schedule: Schedule, pool: CachePoolProtocol) -> Self:
@@ -78,11 +78,11 @@ class _Shape(NamedTuple):
 
 @lru_cache(maxsize=16)
 def _shape(num_real: bytes, num_masks: bytes) -> _Shape:
-    """The shape of sequences with ``num_real`` tokens and ``num_masks`` masks behind each, int64 ``[B]``."""
+    """The shape of sequences with ``num_real`` tokens and ``num_masks`` masks after each, int64 ``[B]``."""
     counts, masks = np.frombuffer(num_real, np.int64), np.frombuffer(num_masks, np.int64)
-    about = list(zip(counts.tolist(), masks.tolist(), strict=True))
-    ranks = np.concatenate([groups_and_ranks(*each)[1] for each in about])
-    offsets = np.concatenate([positions(0, *each) for each in about])
+    sizes = list(zip(counts.tolist(), masks.tolist(), strict=True))
+    ranks = np.concatenate([groups_and_ranks(*each)[1] for each in sizes])
+    offsets = np.concatenate([positions(0, *each) for each in sizes])
     added = counts * masks
     sequences = np.arange(len(counts)).repeat(counts + added)
     mask_ids = np.where(ranks > 0, FIRST_MASK + ranks - 1, 0)

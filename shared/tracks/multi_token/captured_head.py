@@ -2,8 +2,8 @@
 
 A guess takes some fifteen launches: embedding, two small blocks, the output head. The host needs about as long for them
 as the GPU, which has nothing else to do between two steps. So they are recorded, for 1, 2, 4, ... rows: one pass, and,
-for requests whose guesses are the likeliest tokens, all passes with the draws between them. These run right behind the
-forward, before it is known which of its tokens count, and guess behind each of them: the weights are read once for all.
+for requests whose guesses are the likeliest tokens, all passes with the draws between them. These run right after the
+forward, before it is known which of its tokens count, and guess after each of them: the weights are read once for all.
 
 Invariant: the logits are those of :meth:`shared.tracks.multi_token.adapter.Adapter.logits`, and valid until the next
 replay, as are the guesses.
@@ -23,7 +23,7 @@ from shared.tracks.multi_token.adapter import Adapter
 
 
 class CapturedHead:
-    """Records passes for up to ``most_rows`` rows, and all passes behind the tokens of as many requests."""
+    """Records passes for up to ``most_rows`` rows, and all passes after the tokens of as many requests."""
 
     @torch.inference_mode()
     def __init__(self, adapter: Adapter, model: CausalLM, most_rows: int, capture: Capture) -> None:
@@ -60,7 +60,7 @@ class CapturedHead:
         return self._replayed(self.passes, n)
 
     def guess(self, previous: Sequence[Tensor], states: Sequence[Tensor]) -> Tensor:
-        """The likeliest guesses ``[n, k]`` behind n tokens, from the states of the masks behind each.
+        """The likeliest guesses ``[n, k]`` after n tokens, from the states of the masks after each.
 
         Args:
             previous: the tokens of each request, int64 ``[groups]``, on the device.

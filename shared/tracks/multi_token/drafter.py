@@ -1,15 +1,15 @@
 """Drafts by the model itself: from the hidden states of mask tokens in the step before. Introduced in phase 11.1.
 
 No second model runs, and no second KV cache is kept. The runner keeps the hidden states of each group of mask tokens;
-once the step's tokens are known, the group behind the last accepted one is the right one. The sampler head of the
+once the step's tokens are known, the group after the last accepted one is the right one. The sampler head of the
 adapter makes drafts of it, one after the other, since each depends on the draft before.
 
 Where the passes of the head are recorded and the drafts are the likeliest tokens, the GPU does not wait for the host to
-learn which group is the right one: it makes the drafts of all groups, right behind the step, and the host takes those
+learn which group is the right one: it makes the drafts of all groups, right after the step, and the host takes those
 that count.
 
-Drafts are drawn as those of a draft model: with the noise of the request, or, for rejection, from a stream of their own
-(:mod:`shared.speculation.draft_model`).
+Drafts are sampled as those of a draft model: with the noise of the request, or, for rejection, from a stream of their
+own (:mod:`shared.speculation.draft_model`).
 
 Invariant: states are used in the step after the one that computed them, or never.
 """
@@ -52,7 +52,7 @@ Drawn = tuple[Sequence[Request | None], SamplerOutput]
 
 
 class Ahead(NamedTuple):
-    """Drafts behind each token of a step, made before it is known which tokens count: ``k`` behind each row."""
+    """Drafts after each token of a step, made before it is known which tokens count: ``k`` after each row."""
 
     k: int
     first_rows: Mapping[str, int]  # by request id
@@ -122,7 +122,7 @@ class MultiTokenDrafter(Drafter):
 
         Args:
             rows: those of the step's logits.
-            sampled: what was drawn from them.
+            sampled: what was sampled from them.
         """
         captured, pending, batch = self.captured, self.pending, launched.batch
         if captured is None or pending is None or sampled.errors or len(sampled.ids) != 1:
@@ -221,14 +221,14 @@ def _append(requests: Sequence[Request | None], ids: Iterable[int]) -> None:
 
 
 def group_of_next(num_tokens: int, start: int) -> int:
-    """The group of masks behind the last accepted token of a step.
+    """The group of masks after the last accepted token of a step.
 
     Args:
-        num_tokens: known tokens of the request: the step's accepted drafts and the token drawn behind them included.
+        num_tokens: known tokens of the request: the step's accepted drafts and the token sampled after them included.
         start: the index of the step's first token of the request.
     """
     # exercise 11.1x3: which group of masks followed what was accepted
-    # hint: the step computed the token at `start`, and drafts; group 0 stood behind the first of these tokens
-    # hint: the newest known token was drawn in this step, behind the last accepted one: it was not computed
+    # hint: the step computed the token at `start`, and drafts; group 0 stood after the first of these tokens
+    # hint: the newest known token was sampled in this step, after the last accepted one: it was not computed
     return num_tokens - 2 - start
     # end exercise

@@ -1,11 +1,11 @@
 """Attention and positions of a step that verifies guesses and makes the next ones. Introduced in phase 11.1.
 
-A request's new tokens are n *real* ones, its newest token and n - 1 guesses, and behind each of them a *group* of k
+A request's new tokens are n *real* ones, its newest token and n - 1 guesses, and after each of them a *group* of k
 mask tokens, which stand for the k tokens after it. If the guesses up to real token g are right, the hidden states of
 group g are the start of the next guesses (Samragh et al., arXiv 2507.11851). With n = k + 1 there are (k + 1)² tokens.
 
 The real tokens are laid down first, then the groups. So the keys and values of accepted tokens are where they stay,
-and nothing is copied: the paper's order, with each group behind its token, moves them in every layer of every step.
+and nothing is copied: the paper's order, with each group after its token, moves them in every layer of every step.
 
 A token has a group g and a rank r in it: a real token has rank 0, mask tokens 1 to k. Invariants: a real token sees
 what it would see without masks; a mask token sees the real tokens up to its group's, and the masks of its group up to
@@ -31,8 +31,8 @@ def positions(start: int, num_real: int, num_masks: int) -> Integers:
     """The position of each new token of a request whose first new token has the position ``start``."""
     group, rank = groups_and_ranks(num_real, num_masks)
     # exercise 11.1x2: where in the text each token stands
-    # hint: real token g is the g-th behind `start`, whatever is laid down between
-    # hint: the mask of rank r stands for the token that is r places behind its group's real token
+    # hint: real token g is the g-th after `start`, whatever is laid down between
+    # hint: the mask of rank r stands for the token that is r places after its group's real token
     return start + group + rank
     # end exercise
 

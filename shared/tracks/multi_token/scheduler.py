@@ -157,5 +157,5 @@ def settle(schedule: Schedule, pool: CachePoolProtocol) -> Schedule:
 def with_masks(schedule: Schedule, masks: Mapping[Request, int]) -> MultiTokenSchedule:
     """The schedule with masks; decoding entries of one token stay the first: their attention has its own kernel."""
     entries = sorted(schedule.decoding, key=lambda entry: entry.num_drafts > 0 or entry.request in masks)
-    about = (schedule.step, (*entries, *schedule.prompts), schedule.num_decoding, schedule.preempted)
-    return MultiTokenSchedule(*about, masks=masks)
+    arguments = (schedule.step, (*entries, *schedule.prompts), schedule.num_decoding, schedule.preempted)
+    return MultiTokenSchedule(*arguments, masks=masks)

@@ -92,8 +92,8 @@ class Group:
             passed = (theirs.fileno(), self.board.fd, lifeline)
             processes.append(start_child(START, passed))
             theirs.close()
-            about = (rank, config, folder, store.port, num_threads, make_memory, make_runner)
-            pipe.send((self.size, Assignment(*about)))
+            arguments = (rank, config, folder, store.port, num_threads, make_memory, make_runner)
+            pipe.send((self.size, Assignment(*arguments)))
             pipes.append(pipe)
         os.close(lifeline)
         os.close(self.board.fd)  # its memory stays
@@ -125,35 +125,35 @@ class Group:
         with self._starting():
             return agreed_memory(self.config, model, max_seq_len, self.make_memory, self.ranks)
 
-    def runner(self, model: CausalLM, *about: Any, **options: Any) -> Runner:
+    def runner(self, model: CausalLM, *args: Any, **options: Any) -> Runner:
         """The runner; arguments as those of :class:`shared.engine.runner.Runner`."""
         if self.watch is None:
-            return self.make_runner(model, *about, **options)
+            return self.make_runner(model, *args, **options)
         with self._starting():
             ranks = SeveralRanks(model.config.vocab_size, self.ranks, self.sender, self.watch)
-            return self.make_runner(model, *about, **options, ranks=ranks)
+            return self.make_runner(model, *args, **options, ranks=ranks)
 
-    def load_draft(self, folder: Path, **about: Any) -> CausalLM:
+    def load_draft(self, folder: Path, **options: Any) -> CausalLM:
         """A draft model, or rank 0's part of it; arguments as those of ``load_model``."""
         if self.watch is None:
-            return load_model(folder, **about)
+            return load_model(folder, **options)
         with self._starting():
             if self.config.draft_ranks == 1:
                 watched = partial(WatchedCheckpoint, check=self.watch.check)
-                return load_model(folder, **about, open_checkpoint=watched)
+                return load_model(folder, **options, open_checkpoint=watched)
             self.drafting = draft_collectives(self.config, self.store, self.ranks)
             self.watch.collectives.append(self.drafting)
-            return load_part(folder, self.drafting, dtype=about["dtype"], check=self.watch.check)
+            return load_part(folder, self.drafting, dtype=options["dtype"], check=self.watch.check)
 
-    def draft_runner(self, model: CausalLM, *about: Any, **options: Any) -> Runner:
+    def draft_runner(self, model: CausalLM, *args: Any, **options: Any) -> Runner:
         """The runner of the draft model; arguments as those of :class:`shared.engine.runner.Runner`."""
         is_whole = self.config.draft_ranks == 1
         if self.watch is None or (is_whole and not self.config.draft_on_each_rank):
-            return self.make_runner(model, *about, **options)
+            return self.make_runner(model, *args, **options)
         with self._starting():
             drafting = self.ranks if is_whole else self.drafting
             sizes = (model.config.vocab_size, drafting, self.sender, self.watch)
-            return self.make_runner(model, *about, **options, ranks=SeveralRanks(*sizes, number=1, is_whole=is_whole))
+            return self.make_runner(model, *args, **options, ranks=SeveralRanks(*sizes, number=1, is_whole=is_whole))
 
     def wait(self, sampled: SamplerOutput) -> SampledTokens:
         """The sampled tokens; raises RankError if the group fails before they are there."""
@@ -230,8 +230,8 @@ def draft_collectives(config: EngineConfig, store: dist.Store, ranks: Collective
     """Those of the first ``draft_ranks`` ranks, of which this is one; they meet anew unless they are all."""
     if config.draft_ranks == ranks.size:
         return ranks
-    about = ranks.rank, config.draft_ranks, ranks.device, ranks.count, ranks.waiting
-    return Collectives(dist.PrefixStore("draft", store), *about, config.all_reduce_backend != "nccl")
+    arguments = ranks.rank, config.draft_ranks, ranks.device, ranks.count, ranks.waiting
+    return Collectives(dist.PrefixStore("draft", store), *arguments, config.all_reduce_backend != "nccl")
 
 
 def agreed_memory(

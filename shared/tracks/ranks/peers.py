@@ -87,9 +87,9 @@ def mapped(store: dist.Store, rank: int, size: int, device: torch.device) -> tup
     storages = [memory.untyped_storage()] * size
     for peer in range(size):
         if peer != rank:
-            _, *about = pickle.loads(bytes.fromhex(store.get(f"memory {peer}").decode()))
-            about[-1] = False  # there is no event to wait for: the memory is there
-            storages[peer] = torch.UntypedStorage._new_shared_cuda(device.index, *about)
+            _, *arguments = pickle.loads(bytes.fromhex(store.get(f"memory {peer}").decode()))
+            arguments[-1] = False  # there is no event to wait for: the memory is there
+            storages[peer] = torch.UntypedStorage._new_shared_cuda(device.index, *arguments)
     return memory, [storage.data_ptr() for storage in storages], list(storages)
 
 

@@ -96,7 +96,7 @@ def uninterrupted() -> Iterator[None]:
         yield
         return
     received: list[tuple[int, Any]] = []
-    before = signal.signal(signal.SIGINT, lambda *about: received.append(about))
+    before = signal.signal(signal.SIGINT, lambda *arguments: received.append(arguments))
     try:
         yield
     finally:

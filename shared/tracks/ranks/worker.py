@@ -56,14 +56,14 @@ def main() -> None:
         signal.signal(number, signal.SIG_IGN)
     pipe_fd, board_fd, lifeline = map(int, sys.argv[1:])
     pipe: Connection[Any, Any] = Connection(pipe_fd)
-    size, about = pipe.recv()
+    size, assignment = pipe.recv()
     board = Board(size, board_fd)
     idle = threading.Event()
     idle.set()  # while it loads, it may wait for a disk
-    threading.Thread(target=beat, args=(board, about.rank, lifeline, idle), daemon=True).start()
+    threading.Thread(target=beat, args=(board, assignment.rank, lifeline, idle), daemon=True).start()
     try:
         with torch.inference_mode():
-            serve(about, size, board, pipe, idle)
+            serve(assignment, size, board, pipe, idle)
     except EOFError:
         return
     except BaseException as error:
@@ -74,22 +74,22 @@ def main() -> None:
         os._exit(1)  # collectives of other ranks would keep the process
 
 
-def serve(about: Assignment, size: int, board: Board, pipe: "Connection[Any, Any]", idle: threading.Event) -> None:
+def serve(assignment: Assignment, size: int, board: Board, pipe: "Connection[Any, Any]", idle: threading.Event) -> None:
     """Compute batches until rank 0 goes; raises EOFError then. ``idle`` is set while there is none."""
-    config, rank = about.config, about.rank
+    config, rank = assignment.config, assignment.rank
     device = rank_device(config, rank)
     if device.type == "cuda":
         torch.cuda.set_device(device)
     else:
-        torch.set_num_threads(about.num_threads)
-    store = dist.TCPStore("127.0.0.1", about.port, is_master=False, timeout=timedelta(seconds=START_SECONDS))
+        torch.set_num_threads(assignment.num_threads)
+    store = dist.TCPStore("127.0.0.1", assignment.port, is_master=False, timeout=timedelta(seconds=START_SECONDS))
     torch.zeros(1, device=device)  # a GPU's context takes seconds
     board.counters[rank, BEATS] = 1
     store.set(here(rank), "")
     store.wait([here(other) for other in range(1, size)])
     is_shared = config.all_reduce_backend != "nccl"
     ranks = Collectives(store, rank, size, device, partial(count_call, board, rank), is_shared=is_shared)
-    model = fuse(load_rank(config, about.folder, ranks))
+    model = fuse(load_rank(config, assignment.folder, ranks))
     max_seq_len = config.sequence_limit(model.max_positions)
     drafting = None
     if config.draft_on_each_rank:
@@ -99,15 +99,15 @@ def serve(about: Assignment, size: int, board: Board, pipe: "Connection[Any, Any
     elif config.draft_ranks > 1 and rank < config.draft_ranks:
         drafting = draft_collectives(config, store, ranks)
         draft = fuse(load_part(resolve_model(config.draft_model or ""), drafting, dtype=model.dtype))
-    pool, view = agreed_memory(config, model, max_seq_len, about.make_memory, ranks)
+    pool, view = agreed_memory(config, model, max_seq_len, assignment.make_memory, ranks)
     runners = {}
     if drafting is not None:
         own, longest = memory_settings(config, pool), min(max_seq_len, draft.max_positions)
-        draft_pool, draft_view = about.make_memory(own, draft, longest)
+        draft_pool, draft_view = assignment.make_memory(own, draft, longest)
         drafters = SeveralRanks(draft.config.vocab_size, drafting, number=1, is_whole=config.draft_on_each_rank)
-        runners[1] = about.make_runner(draft, draft_view, draft_pool.max_sequences, ranks=drafters)
+        runners[1] = assignment.make_runner(draft, draft_view, draft_pool.max_sequences, ranks=drafters)
     own_ranks = SeveralRanks(model.config.vocab_size, ranks)
-    runners[0] = about.make_runner(model, view, pool.max_sequences, config.most_logit_rows, ranks=own_ranks)
+    runners[0] = assignment.make_runner(model, view, pool.max_sequences, config.most_logit_rows, ranks=own_ranks)
     receiver = Receiver(board, pipe, rank)
     while True:
         idle.set()

@@ -1,1 +1,1 @@
-"""Chunks of context: computed once, kept by content, placed anywhere in later prompts. Introduced in phase 9.1."""
+"""Segments of context: computed once, kept by content, placed anywhere in later prompts. Introduced in phase 9.1."""

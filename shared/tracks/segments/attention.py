@@ -1,12 +1,12 @@
 """Attention over one range of keys, as a state that can be merged with those of other ranges. Introduced in phase 9.1.
 
-A request that is made of chunks attends to several ranges of keys: each of its chunks, and its own tokens. Each range
-gives a state (:mod:`shared.attention.states`, phase 6.1), and the states merge to the attention over all keys. A chunk
-that several sequences of a step read is one range for all their queries: its keys are read once. FlashInfer calls this
-cascade attention (arXiv 2501.01005).
+A request that is made of segments attends to several ranges of keys: each of its segments, and its own tokens. Each
+range gives a state (:mod:`shared.attention.states`, phase 6.1), and the states merge to the attention over all keys. A
+segment that several sequences of a step read is one range for all their queries: its keys are read once. FlashInfer
+calls this cascade attention (arXiv 2501.01005).
 
 Invariant: within a range keys are numbered from 0, and a query has a place on the same scale: it sees the keys up to
-its place, and with a window only the last ones before it. For a request's own tokens this is causality; for a chunk,
+its place, and with a window only the last ones before it. For a request's own tokens this is causality; for a segment,
 whose keys all precede the query, it is the distance that a window counts.
 """
 

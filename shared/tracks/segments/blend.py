@@ -1,15 +1,15 @@
-"""Selective recomputation: chunks put together, with a part of their tokens computed again. Introduced in phase 9.1.
+"""Selective recomputation: concatenates segments and recomputes part of their tokens. Introduced in phase 9.1.
 
-From layer 1 on the keys and values of a later chunk never saw the chunks before it. CacheBlend (arXiv 2405.16444)
-computes a fraction of each chunk's tokens again, behind all that stands before them: those whose values in layer 1
-change most, since tokens that change much in one layer do so in the next. The others keep what they have.
+From layer 1 on the keys and values of a later segment never saw the segments before it. CacheBlend (arXiv 2405.16444)
+recomputes a fraction of each segment's tokens with the whole context before them: those whose values in layer 1 change
+most, since tokens that change much in one layer change much in the next. The others keep their keys and values.
 
-The result depends on the chunks before, so it serves this sequence of chunks only. It is kept as a chunk of its own,
-whose role names the fraction and the lengths: behind it stands a prompt, as behind any first chunk. Once evicted, it is
-computed like any chunk: as a whole, which is fraction 1.
+The result depends on the segments before, so it serves this sequence of segments only. It is kept as a segment of its
+own, whose role names the fraction and the lengths; a prompt follows it, as it follows any segment. Once evicted, it is
+recomputed like any segment: as a whole, which is fraction 1.
 
-Invariants: with fraction 1 keys and values are those of the concatenated prompt, with 0 those of the chunks; the chunks
-are read and never changed; the first chunk is never computed again, as nothing stands before it.
+Invariants: with fraction 1 keys and values are those of the concatenated prompt, with 0 those of the segments; the
+segments are read and never changed; the first segment is never computed again, as nothing precedes it.
 """
 
 import math
@@ -27,23 +27,23 @@ from shared.models.tokens import QueryKeyTransform, Tokens
 from shared.ops.rope import inverse_frequencies
 from shared.tracks.segments.attention import range_state
 from shared.tracks.segments.layout import offsets_of
-from shared.tracks.segments.registry import Chunk, ChunkRegistry
+from shared.tracks.segments.registry import Segment, SegmentRegistry
 from shared.tracks.segments.relocation import relocate
 
 _ROWS = 256  # queries at a time, which bounds the scores
 
 
 def most_changed(change: Tensor, lengths: Sequence[int], fraction: float) -> Tensor:
-    """The tokens to compute again, int64, ascending: in each chunk the ``fraction`` that changes most, rounded up.
+    """The tokens to compute again, int64, ascending: in each segment the ``fraction`` that changes most, rounded up.
 
     Args:
-        change: fp32 ``[T]``, of the tokens of chunks with these ``lengths``, which stand one behind the other.
+        change: fp32 ``[T]``, of the tokens of segments with these ``lengths``, in order.
         fraction: from 0 to 1.
     """
     # exercise 09.1x5: choose the tokens to recompute
-    # hint: each chunk has its own share: ceil(fraction · length) of its tokens
-    # hint: change.split(lengths) gives the changes of each chunk, topk(count).indices its largest, counted from 0
-    # hint: add to them where the chunk begins (offsets_of), join with torch.cat, and sort: attention needs their order
+    # hint: each segment has its own share: ceil(fraction · length) of its tokens
+    # hint: change.split(lengths) gives the changes of each segment, topk(count).indices its largest, counted from 0
+    # hint: add the segment's first position (offsets_of), join with torch.cat, and sort: attention needs their order
     chosen = [
         part.topk(math.ceil(fraction * len(part))).indices + start
         for start, part in zip(offsets_of(lengths), change.split(list(lengths)), strict=True)
@@ -55,8 +55,8 @@ def most_changed(change: Tensor, lengths: Sequence[int], fraction: float) -> Ten
 class BlendView:
     """Keys and values ``[layers, S, Hkv, D]`` of a whole context, which the model's tokens replace in part.
 
-    ``rows`` are the tokens of the context that a layer computes: all behind the first chunk in layers 0 and 1, then
-    those that layer 1 has chosen. In layer 1 only the chosen ones are stored, and attend.
+    ``rows`` are the tokens of the context that a layer computes: all after the first segment in layers 0 and 1, then
+    those that layer 1 chose. In layer 1 only the chosen ones are stored, and attend.
     """
 
     def __init__(self, keys: Tensor, values: Tensor, lengths: Sequence[int], fraction: float) -> None:
@@ -81,9 +81,9 @@ class BlendView:
         """See :class:`shared.models.tokens.KVView`; zeros for tokens that are not chosen."""
         out = torch.zeros_like(q, memory_format=torch.contiguous_format)
         for some in self.chosen.split(_ROWS):
-            places = self.rows[some]
-            k, v = (x[layer, : int(places[-1]) + 1].transpose(0, 1) for x in (self.keys, self.values))
-            values, _ = range_state(q[some], k, v, places, scale=scale, window=window, softcap=softcap)
+            positions = self.rows[some]
+            k, v = (x[layer, : int(positions[-1]) + 1].transpose(0, 1) for x in (self.keys, self.values))
+            values, _ = range_state(q[some], k, v, positions, scale=scale, window=window, softcap=softcap)
             out[some] = values.to(q.dtype)
         return out
 
@@ -102,7 +102,7 @@ def recompute(
 
     Args:
         keys, values: ``[layers, S, Hkv, D]`` of S tokens, rotated for their positions from 0 on.
-        lengths: of the chunks; the sum is S.
+        lengths: of the segments; the sum is S.
     """
     if fraction == 0 or len(lengths) < 2:
         return
@@ -116,33 +116,33 @@ def recompute(
 
 
 @torch.inference_mode()
-def blend_chunks(
-    model: CausalLM, view: Any, pool: Any, registry: ChunkRegistry, chunks: Sequence[Chunk], fraction: float
-) -> Chunk:
-    """The chunk of these chunks, put together with a fraction recomputed; the known one if it is in the cache.
+def blend_segments(
+    model: CausalLM, view: Any, pool: Any, registry: SegmentRegistry, segments: Sequence[Segment], fraction: float
+) -> Segment:
+    """The segment of these segments, put together with a fraction recomputed; the known one if it is in the cache.
 
     Args:
-        view, pool: a ``ChunkView`` and a ``PagedKVCachePool``.
+        view, pool: a ``SegmentView`` and a ``PagedKVCachePool``.
 
     Raises:
-        RequestError: there is no chunk, one is not in the cache, ``fraction`` is not from 0 to 1, together they are too
-            long, or the KV cache has no room.
+        RequestError: there is no segment, one is not in the cache, ``fraction`` is not from 0 to 1, together they are
+            too long, or the KV cache has no space.
     """
     if not 0 <= fraction <= 1:
         raise RequestError(f"The fraction to recompute is {fraction}; it must be from 0 to 1.")
-    missing = [chunk.chunk_id for chunk in chunks if chunk.blocks is None]
+    missing = [segment.segment_id for segment in segments if segment.blocks is None]
     if missing:
-        raise RequestError(f"Chunk {missing[0]} is not in the KV cache; have it computed first.")
-    lengths = [len(chunk) for chunk in chunks]
-    together = [token_id for chunk in chunks for token_id in chunk.token_ids]
+        raise RequestError(f"Segment {missing[0]} is not in the KV cache; have it computed first.")
+    lengths = [len(segment) for segment in segments]
+    together = [token_id for segment in segments for token_id in segment.token_ids]
     token_ids = check_prompt(together, model.config.vocab_size, min(pool.request_capacity, model.max_positions))
-    registry.acquire(chunks)
+    registry.acquire(segments)
     try:
-        registry.check(chunks, len(token_ids))
+        registry.check(segments, len(token_ids))
         whole = registry.add(f"{fraction:g} recomputed of {' + '.join(map(str, lengths))}", token_ids)
         if whole.is_resident:
             return whole
-        keys, values = _concatenated(model.config, view, chunks)
+        keys, values = _concatenated(model.config, view, segments)
         recompute(model, keys, values, token_ids, lengths, fraction)
         blocks = pool.allocate(pool.blocks_for(len(token_ids)))
         if blocks is None:
@@ -154,15 +154,15 @@ def blend_chunks(
         registry.store(whole, blocks)
         return whole
     finally:
-        registry.release(chunks)
+        registry.release(segments)
 
 
-def _concatenated(config: ModelConfig, view: Any, chunks: Sequence[Chunk]) -> tuple[Tensor, Tensor]:
-    """Copies of the chunks' keys and values ``[layers, S, Hkv, D]``, keys moved to where each chunk stands."""
-    slots = [_slots(view, chunk.blocks, len(chunk)) for chunk in chunks]
+def _concatenated(config: ModelConfig, view: Any, segments: Sequence[Segment]) -> tuple[Tensor, Tensor]:
+    """Copies of the segments' keys and values ``[layers, S, Hkv, D]``, keys moved to each segment's position."""
+    slots = [_slots(view, segment.blocks, len(segment)) for segment in segments]
     keys, values = (part.flatten(1, 2)[:, torch.cat(slots)] for part in (view.keys, view.values))
-    starts = torch.tensor(offsets_of(map(len, chunks)), device=keys.device)
-    distances = starts.repeat_interleave(torch.tensor([len(chunk) for chunk in chunks], device=keys.device))
+    starts = torch.tensor(offsets_of(map(len, segments)), device=keys.device)
+    distances = starts.repeat_interleave(torch.tensor([len(segment) for segment in segments], device=keys.device))
     for layer in range(config.num_layers):
         frequencies = inverse_frequencies(config.layer_rope(layer), config.head_dim).to(keys.device)
         keys[layer] = relocate(keys[layer], distances, frequencies)

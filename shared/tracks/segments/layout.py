@@ -1,8 +1,8 @@
-"""The layout of a batch in which requests are made of chunks. Introduced in phase 9.1.
+"""The layout of a batch in which requests are made of segments. Introduced in phase 9.1.
 
-A request's own tokens have their slots and block table as ever. Before them it has *ranges*: each is a chunk, at a
-position of the request. The blocks of a chunk are listed once for each place that it stands in, and are shared by all.
-Invariant: every range of a sequence ends before the sequence's own first token.
+A request's own tokens have their slots and block table as ever. Before them it has *ranges*: each is a segment, at a
+position of the request. The blocks of a segment are listed once for each place that it stands in, and are shared by
+all. Invariant: every range of a sequence ends before the sequence's own first token.
 """
 
 from collections.abc import Iterable
@@ -12,11 +12,11 @@ from typing import NamedTuple
 
 from shared.cache.layout.paged import PagedLayout
 from shared.cache.pool.blocks import Blocks
-from shared.tracks.segments.registry import Chunk
+from shared.tracks.segments.registry import Segment
 
 
 class Range(NamedTuple):
-    """A chunk in a sequence: its token j is the sequence's token ``offset + j``."""
+    """A segment in a sequence: its token j is the sequence's token ``offset + j``."""
 
     sequence: int  # index in the batch
     offset: int
@@ -24,13 +24,13 @@ class Range(NamedTuple):
     blocks: Blocks
 
 
-def ranges_of(contexts: Iterable[tuple[Chunk, ...]]) -> tuple[Range, ...]:
-    """The ranges of sequences that begin with these chunks, all of which are resident."""
+def ranges_of(contexts: Iterable[tuple[Segment, ...]]) -> tuple[Range, ...]:
+    """The ranges of sequences that begin with these segments, all of which are resident."""
     return tuple(
-        Range(sequence, offset, len(chunk), chunk.blocks)
-        for sequence, chunks in enumerate(contexts)
-        for offset, chunk in zip(offsets_of(map(len, chunks)), chunks, strict=True)
-        if chunk.blocks is not None
+        Range(sequence, offset, len(segment), segment.blocks)
+        for sequence, segments in enumerate(contexts)
+        for offset, segment in zip(offsets_of(map(len, segments)), segments, strict=True)
+        if segment.blocks is not None
     )
 
 

@@ -1,7 +1,7 @@
-"""Makes a pool and a view that hold chunks, from an engine's settings. Introduced in phase 9.1.
+"""Makes a pool and a view that hold segments, from an engine's settings. Introduced in phase 9.1.
 
-Chunks need blocks, continuous batching, and on a GPU planned attention. Where they cannot be had, the memory is that of
-phase 9 and the registry refuses chunks. Invariant: that of :mod:`shared.cache.paged_memory`.
+Segments need blocks, continuous batching, and on a GPU planned attention. Where they cannot be had, the memory is that
+of phase 9 and the registry refuses segments. Invariant: that of :mod:`shared.cache.paged_memory`.
 """
 
 from functools import partial
@@ -19,38 +19,40 @@ from shared.cache.view.paged import PagedView
 from shared.engine.config import EngineConfig
 from shared.kernels.launch import launches
 from shared.models.causal_lm import CausalLM
-from shared.tracks.segments.pool import chunk_pool
+from shared.tracks.segments.pool import segment_pool
 from shared.tracks.segments.ranged_attention import RangedAttention
-from shared.tracks.segments.registry import ChunkRegistry
-from shared.tracks.segments.view import ChunkView
+from shared.tracks.segments.registry import SegmentRegistry
+from shared.tracks.segments.view import SegmentView
 
-WITHOUT_CHUNKS = PagedMemory(bucket_attention, prefix_sharing)
+WITHOUT_SEGMENTS = PagedMemory(bucket_attention, prefix_sharing)
 
 
-def chunk_memory(
-    config: EngineConfig, model: CausalLM, max_seq_len: int, registry: ChunkRegistry
+def segment_memory(
+    config: EngineConfig, model: CausalLM, max_seq_len: int, registry: SegmentRegistry
 ) -> tuple[CachePoolProtocol, BatchView]:
-    """See ``MakeMemory``; the pool joins ``registry`` if it can hold chunks."""
+    """See ``MakeMemory``; the pool joins ``registry`` if it can hold segments."""
     if config.kv_cache_backend == "contiguous":
-        registry.refusal = "kv_cache_backend is 'contiguous', and chunks are kept in blocks; leave it out."
+        registry.refusal = "kv_cache_backend is 'contiguous', and segments are kept in blocks; leave it out."
         return contiguous_memory(config, model, max_seq_len)
     if config.batching_mode == "static":
-        registry.refusal = "batching_mode is 'static', and chunks need continuous batching; leave batching_mode out."
-        return WITHOUT_CHUNKS(config, model, max_seq_len)
+        registry.refusal = "batching_mode is 'static', and segments need continuous batching; leave batching_mode out."
+        return WITHOUT_SEGMENTS(config, model, max_seq_len)
     is_launching = launches(model.norm.weight)
     if is_launching and config.attention_backend not in (None, "planned"):
         registry.refusal = (
-            f"attention_backend is {config.attention_backend!r}, and on a GPU chunks need 'planned'; leave it out."
+            f"attention_backend is {config.attention_backend!r}, and on a GPU segments need 'planned'; leave it out."
         )
-        return WITHOUT_CHUNKS(config, model, max_seq_len)
+        return WITHOUT_SEGMENTS(config, model, max_seq_len)
     buckets = buckets_of(config, model, max_seq_len)
 
     def make(sizes: PagedSizes) -> tuple[PagedKVCachePool, BatchView]:
-        storage, about = PlainStorage.of(config, model, sizes), (model.config, sizes, model.dtype)
-        make_pool = partial(chunk_pool, sizes, registry, config.is_on("use_prefix_caching"))
+        storage, shapes = PlainStorage.of(config, model, sizes), (model.config, sizes, model.dtype)
+        make_pool = partial(segment_pool, sizes, registry, config.is_on("use_prefix_caching"))
         if not is_launching:
-            return make_pool(), ChunkView(*about, storage, "naive" if config.attention_backend == "naive" else "sdpa")
-        ranged = RangedAttention(*planned_in_buckets(*about, storage, buckets), model.dtype)
-        return make_pool(ranged.lay_out), PagedView(*about, storage, ranged, ranged)
+            return make_pool(), SegmentView(
+                *shapes, storage, "naive" if config.attention_backend == "naive" else "sdpa"
+            )
+        ranged = RangedAttention(*planned_in_buckets(*shapes, storage, buckets), model.dtype)
+        return make_pool(ranged.lay_out), PagedView(*shapes, storage, ranged, ranged)
 
     return make(sizes_for(config, model, max_seq_len, make))

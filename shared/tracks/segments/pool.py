@@ -1,10 +1,10 @@
-"""Chunks in a paged KV cache pool. The host side. Introduced in phase 9.1.
+"""Segments in a paged KV cache pool. The host side. Introduced in phase 9.1.
 
-A request made of chunks holds blocks for its own tokens only; the chunks' blocks stay with the registry, which counts
-the request as their user from its admission to its release. Its tokens number from the first of its first chunk, so the
-chunks count as cached tokens, as a prefix would. A request that computes a chunk is a prompt like any other, whose
-blocks the registry keeps when it is complete. Neither kind looks into the prefix tree, or enters it: the keys after a
-chunk know another past than their tokens say.
+A request made of segments holds blocks for its own tokens only; the segments' blocks stay with the registry, which
+counts the request as their user from its admission to its release. Its tokens number from the first of its first
+segment, so the segments count as cached tokens, as a prefix would. A request that computes a segment is a prompt like
+any other, whose blocks the registry keeps when it is complete. Neither kind looks into the prefix tree, or enters it:
+the keys after a segment know another past than their tokens say.
 
 Invariants: those of :class:`shared.cache.pool.prefix.PrefixSharing` for all other requests; free blocks, and those
 that the tree, the registry and requests hold, are all blocks.
@@ -22,27 +22,27 @@ from shared.cache.pool.prefix import PrefixSharing
 from shared.engine.request import Request
 from shared.scheduling.schedule import Schedule
 from shared.tracks.segments.layout import LayoutRanges, Range, ranges_of
-from shared.tracks.segments.registry import Chunk, ChunkRegistry
+from shared.tracks.segments.registry import Segment, SegmentRegistry
 
 
-def chunk_pool(
+def segment_pool(
     sizes: PagedSizes,
-    registry: ChunkRegistry,
+    registry: SegmentRegistry,
     is_sharing: bool,
     lay_out: Callable[[PagedLayout], PagedLayout] = as_it_is,
 ) -> PagedKVCachePool:
-    """A pool for chunks, for requests made of them, and for others; the last share prefixes if ``is_sharing``."""
-    pool = PagedKVCachePool.of(sizes, ChunkSharing(registry, PrefixSharing(sizes.block_size), is_sharing), lay_out)
+    """A pool for segments, for requests made of them, and for others; the last share prefixes if ``is_sharing``."""
+    pool = PagedKVCachePool.of(sizes, SegmentSharing(registry, PrefixSharing(sizes.block_size), is_sharing), lay_out)
     registry.join(pool.allocator.free, sizes.num_blocks, sizes.block_size)
     return pool
 
 
-class ChunkSharing(PoolExtension):
-    """Chunks, and the prefix tree of other requests; see :class:`shared.cache.pool.extension.PoolExtension`."""
+class SegmentSharing(PoolExtension):
+    """Segments, and the prefix tree of other requests; see :class:`shared.cache.pool.extension.PoolExtension`."""
 
-    def __init__(self, registry: ChunkRegistry, sharing: PrefixSharing, is_sharing: bool) -> None:
+    def __init__(self, registry: SegmentRegistry, sharing: PrefixSharing, is_sharing: bool) -> None:
         self.registry, self.sharing, self.is_sharing = registry, sharing, is_sharing
-        self.users: dict[Request, int] = {}  # admitted requests that are made of chunks: the tokens of these
+        self.users: dict[Request, int] = {}  # admitted requests that are made of segments: the tokens of these
         self.known: Any = None  # what the ranges were made of
         self.ranges: tuple[Range, ...] = ()
 
@@ -52,40 +52,40 @@ class ChunkSharing(PoolExtension):
         return self.is_sharing and request not in registry.computing and request not in registry.contexts
 
     def admit(self, pool: BlockTables, request: Request) -> int:
-        """A request made of chunks becomes their user, and reserves nothing for them."""
+        """A request made of segments becomes their user, and reserves nothing for them."""
         if self._has_prefix(request):
             return self.sharing.admit(pool, request)
-        chunks = self.registry.contexts.get(request, ())
-        if chunks:
-            self.registry.acquire(chunks)
+        segments = self.registry.contexts.get(request, ())
+        if segments:
+            self.registry.acquire(segments)
             self.users[request] = pool.num_slotless[request] = self.registry.context_length(request)
         return self.users.get(request, 0)
 
     def must_wait(self, request: Request) -> bool:
-        """A request waits for the chunks that it is made of."""
+        """A request waits for the segments that it is made of."""
         return self.sharing.must_wait(request) if self._has_prefix(request) else bool(self.registry.missing(request))
 
     def allocate(self, pool: BlockTables, count: int) -> Blocks | None:
-        """Evicts chunks if the tree cannot give enough."""
+        """Evicts segments if the tree cannot give enough."""
         missing = count - pool.allocator.num_free - self.sharing.num_unused_blocks()
         if 0 < missing <= len(self.registry.unused_blocks()):
             self.registry.evict(missing)
         return self.sharing.allocate(pool, count)
 
     def commit(self, pool: BlockTables, request: Request, num_tokens: int) -> None:
-        """The blocks of a chunk that is complete are the registry's too."""
+        """The blocks of a segment that is complete are the registry's too."""
         self.sharing.commit(pool, request, num_tokens)
-        chunk, row = self.registry.computing.get(request), pool.rows[request]
-        if chunk is not None and pool.lengths[row] == len(chunk):
+        segment, row = self.registry.computing.get(request), pool.rows[request]
+        if segment is not None and pool.lengths[row] == len(segment):
             blocks = pool.tables[row, : pool.num_held[row]].copy()
             pool.allocator.share(blocks)
-            self.registry.store(chunk, blocks)
+            self.registry.store(segment, blocks)
 
     def check_truncation(self, request: Request, num_tokens: int) -> None:
         self.sharing.check_truncation(request, num_tokens)
 
     def release(self, request: Request) -> None:
-        """The chunks stay."""
+        """The segments stay."""
         if request in self.users:
             del self.users[request]
             self.registry.release(self.registry.contexts[request])
@@ -98,7 +98,7 @@ class ChunkSharing(PoolExtension):
         layout = self.sharing.lay_out(pool, schedule, layout)
         if not self.users:
             return layout
-        contexts: tuple[tuple[Chunk, ...], ...] = tuple(
+        contexts: tuple[tuple[Segment, ...], ...] = tuple(
             [self.registry.contexts.get(request, ()) for request in schedule.requests]
         )
         if not any(contexts):
@@ -109,18 +109,18 @@ class ChunkSharing(PoolExtension):
         return replace(layout, extra=LayoutRanges(self.ranges))
 
     def num_unused_blocks(self) -> int:
-        """Chunks that no request uses count."""
+        """Segments that no request uses count."""
         return self.sharing.num_unused_blocks() + len(self.registry.unused_blocks())
 
     def used_tokens(self) -> int:
-        """A chunk counts once."""
+        """A segment counts once."""
         return self.sharing.used_tokens() + self.registry.used_tokens()
 
     def unused_blocks(self) -> list[int]:
         return [*self.sharing.unused_blocks(), *self.registry.unused_blocks().tolist()]
 
     def drop_unused(self, pool: BlockTables) -> None:
-        """The chunks stay known."""
+        """The segments stay known."""
         self.sharing.drop_unused(pool)
         self.registry.evict(pool.allocator.num_blocks)
 

@@ -67,7 +67,7 @@ class RangeLimits:
 
     @classmethod
     def of(cls, rows: int, grid: Grid, tokens_per_tile: int) -> Self:
-        """For steps of ``rows`` new tokens: three shared chunks for each, on average, and eight pieces a tile."""
+        """For steps of ``rows`` new tokens: three shared segments for each, on average, and eight pieces a tile."""
         slots = 4 * rows + 64
         return cls(
             rows, slots, grid.resident + slots, 8 * (grid.resident + slots), max_states(slots, grid, tokens_per_tile)
@@ -103,7 +103,7 @@ def plan_ranges(
     highest = np.maximum.reduceat(last[tiles.rows] - tiles.offsets, tiles.first_slots)[tiles.tiles] - tiles.bases
     begins = np.zeros_like(lowest) if window is None else np.maximum(lowest + 1 - window, 0)
     ends = np.minimum(tiles.lengths, highest + 1)
-    # Ranges of a tile end to end, in units of the kernel's key tile, behind all splits of the tiles before.
+    # Ranges of a tile end to end, in units of the kernel's key tile, after all splits of the tiles before.
     units = np.maximum(-(-(ends - begins) // grid.unit), 0)
     of_tiles = np.bincount(tiles.tiles, units, len(tiles.counts)).astype(np.int64)
     split = choose_split(of_tiles[of_tiles > 0], grid)

@@ -1,12 +1,12 @@
-"""Attention on a GPU over blocks of sequences and of chunks. Introduced in phase 9.1.
+"""Attention on a GPU over blocks of sequences and of segments. Introduced in phase 9.1.
 
-A step with chunks has plans and a kernel of its own (:mod:`shared.tracks.segments.range_plan`,
+A step with segments has plans and a kernel of its own (:mod:`shared.tracks.segments.range_plan`,
 :mod:`shared.tracks.segments.kernels.range_attention`), whether it decodes or has prompts. It is captured in buckets
-of its own, since its launches differ. The plan and the chunks' block tables are uploaded when they change, which in
+of its own, since its launches differ. The plan and the segments' block tables are uploaded when they change, which in
 decode steps is seldom: when a request comes or goes, or a position leaves its interval of ``SLACK``.
 
-Steps without chunks are those of :class:`shared.cache.view.planned_attention.PlannedAttention`. Invariants: a step
-never changes a chunk's keys; a plan that does not fit the captured arrays is uploaded to arrays of its own, and run
+Steps without segments are those of :class:`shared.cache.view.planned_attention.PlannedAttention`. Invariants: a step
+never changes a segment's keys; a plan that does not fit the captured arrays is uploaded to arrays of its own, and run
 eagerly.
 """
 
@@ -45,12 +45,12 @@ from shared.tracks.segments.range_plan import SLACK, RangeLimits, RangePlan, pla
 from shared.tracks.segments.range_tiles import LEAST_SAVED, Ranges, Tiles
 
 MOST_CAPTURED_TOKENS = 256
-"""Of a mixed step with chunks that is captured: a question is short, as what is long stands in chunks."""
+"""Of a mixed step with segments that is captured: a question is short, as what is long stands in segments."""
 HostPlans = dict[int | None, RangePlan[Int32s]]
 
 
 class RangedAttention:
-    """A ``PagedAttentionProtocol`` and a ``Padding``; ``planned`` and ``padding`` are those of steps without chunks."""
+    """A ``PagedAttentionProtocol`` and a ``Padding``; ``planned`` and ``padding`` serve steps without segments."""
 
     def __init__(self, planned: PlannedAttention, padding: BucketPadding, dtype: torch.dtype) -> None:
         self.planned, self.padding, self.buckets = planned, padding, padding.buckets
@@ -94,7 +94,7 @@ class RangedAttention:
         return bucket._replace(tile_rows=tiling.rows)
 
     def _range_places(self) -> Places:
-        """Lengths and dtypes of the staged plans, and of the chunks' tables."""
+        """Lengths and dtypes of the staged plans, and of the segments' tables."""
         limits = self.limits
         sizes = {"num_items": 1, "item_pieces": limits.items + 1, "output_indptr": limits.rows + 1}
         sizes |= {name: getattr(limits, f"{name.split('_')[0]}s") for name in _NAMES if name not in sizes}
@@ -102,7 +102,7 @@ class RangedAttention:
         places: Places = {
             f"{name} of window {window}": (sizes[name], np.int32) for window in windows for name in _NAMES
         }
-        return places | {"chunk_tables": (self.sizes.num_blocks, np.int32)}
+        return places | {"segment_tables": (self.sizes.num_blocks, np.int32)}
 
     def lay_out(self, layout: PagedLayout) -> PagedLayout:
         """Ranges are planned when the step is padded."""
@@ -113,7 +113,7 @@ class RangedAttention:
         return own | self.planned.staged(is_decode, max_tokens)
 
     def bucket_of(self, batch: Batch) -> Bucket | None:
-        """Makes the plans of a step with chunks, which must fit its bucket."""
+        """Makes the plans of a step with segments, which must fit its bucket."""
         bucket = self.padding.bucket_of(batch)
         extra = cast(PagedLayout, batch.layout).extra
         if not isinstance(extra, LayoutRanges):
@@ -134,7 +134,7 @@ class RangedAttention:
             self.planned_for = self.tiled_for = None
         first, last = batch.positions, batch.positions + layout.num_ahead
         if batch.is_decode:
-            own = layout.num_cached  # of the sequence's own tokens, from the end of its chunks
+            own = layout.num_cached  # of the sequence's own tokens, from the end of its segments
             first, last = first - own % SLACK, last + SLACK - 1 - own % SLACK
         key = (first.tobytes(), last.tobytes(), batch.num_new_tokens.tobytes(), bucket)
         if key != self.planned_for:
@@ -167,7 +167,7 @@ class RangedAttention:
             for window, plan in plans.items()
             for name, array in plan.arrays().items()
         }
-        arrays["chunk_tables"] = self.ranges.tables
+        arrays["segment_tables"] = self.ranges.tables
         staging, workspace = self.range_staging, self.range_workspace
         if not self.fits:
             config, most = self.config, max(plan.num_states for plan in plans.values())
@@ -180,7 +180,7 @@ class RangedAttention:
         for kind, rows in self.turn_rows.items():
             found = turn_rows(self.range_plans[kind[0]].piece_turns, self.circles[self.kinds.index(kind)])
             self.step_turns[kind] = rows[: len(found)].copy_(found) if self.fits else found
-        self.chunk_tables, self.step_workspace = sent["chunk_tables"], workspace
+        self.segment_tables, self.step_workspace = sent["segment_tables"], workspace
 
     def arrays(self, batch: Batch, layout: PagedLayout) -> Arrays:
         if not isinstance(layout.extra, LayoutRanges):
@@ -194,27 +194,27 @@ class RangedAttention:
         else:
             self.planned.receive(batch, layout, sent)
 
-    def attend(self, layer: int, q: Tensor, about: Scores, out: Tensor | None) -> Tensor:
+    def attend(self, layer: int, q: Tensor, options: Scores, out: Tensor | None) -> Tensor:
         if not self.is_ranged:
-            return self.planned.attend(layer, q, about, out)
+            return self.planned.attend(layer, q, options, out)
         if out is None:
             out = torch.empty_like(q, memory_format=torch.contiguous_format)
         return range_attention(
             q, self.storage.layer_keys[layer], self.storage.layer_values[layer], *self.of_sequences,
-            self.chunk_tables, self.circles[layer], self.step_turns[self.kinds[layer]],
-            self.range_plans[about["window"]], **about,
+            self.segment_tables, self.circles[layer], self.step_turns[self.kinds[layer]],
+            self.range_plans[options["window"]], **options,
             tiling=self.range_tiling, workspace=self.step_workspace, out=out,
         )  # fmt: skip
 
     def _ranged_padding(self, bucket: Bucket) -> Batch:
-        """A batch for the capture of a bucket with chunks: as without, its first sequence after a chunk, twice.
+        """A batch for the capture of a bucket with segments: as without, its first sequence after a segment, twice.
 
         What is captured runs once, so it reads these tables: a position stands where the table says that it does.
         """
         batch = cast(BucketPlanner, self.planned.planner).padding(bucket, self.sizes.block_size)
         length = LEAST_SAVED if bucket.tile_rows == self.tilings[1].rows else 1
-        chunk = Range(0, 0, length, np.zeros(-(-length // self.sizes.block_size), np.int32))
-        ranges = (chunk, chunk._replace(offset=length))
+        segment = Range(0, 0, length, np.zeros(-(-length // self.sizes.block_size), np.int32))
+        ranges = (segment, segment._replace(offset=length))
         layout = replace(cast(PagedLayout, batch.layout), extra=LayoutRanges(ranges))
         positions = np.arange(batch.num_tokens) < batch.num_new_tokens[0]
         return replace(batch, layout=layout, positions=2 * length * positions.astype(np.int64))

@@ -1,17 +1,17 @@
-"""The registry of chunks: which contents are known, which the KV cache holds, and which requests use them.
+"""The registry of segments: which contents are known, which the KV cache holds, and which requests use them.
 
 The host side.
 
-A chunk is a piece of context (a document, a system prompt) that is computed by itself, once, as if it were a prompt:
-its keys and values know the chunk's own tokens only, so they serve wherever the chunk stands. Its id is the SHA-256 of
-its role and token ids, so the same content is the same chunk, however often it is registered. A chunk whose blocks were
-evicted keeps its id and tokens; it is computed again when a request uses it. Ids and tokens are bounded too: of the
-chunks that no request names, the least recently used are forgotten. Introduced in phase 9.1.
+A segment is a piece of context (a document, a system prompt) that is computed by itself, once, as if it were a prompt:
+its keys and values know the segment's own tokens only, so they serve wherever the segment stands. Its id is the SHA-256
+of its role and token ids, so the same content is the same segment, however often it is registered. A segment whose
+blocks were evicted keeps its id and tokens; it is computed again when a request uses it. Ids and tokens are bounded
+too: of the segments that no request names, the least recently used are forgotten. Introduced in phase 9.1.
 
-Invariants: ids and tokens take at most ``max_bytes``; a chunk that a request names, waiting ones too, is not forgotten;
-only chunks that no admitted request uses are evicted, whole, the least recently used first; the blocks of a chunk that
-is being computed belong to the request that computes it, until it is complete; a chunk is computed by at most one
-request at a time.
+Invariants: ids and tokens take at most ``max_bytes``; a segment that a request names, waiting ones too, is not
+forgotten; only segments that no admitted request uses are evicted, whole, the least recently used first; the blocks of
+a segment that is being computed belong to the request that computes it, until it is complete; a segment is computed by
+at most one request at a time.
 """
 
 import hashlib
@@ -25,18 +25,18 @@ import numpy as np
 
 from shared.cache.pool.blocks import Blocks
 from shared.engine.request import Request, RequestStatus
-from shared.errors import ChunkInUseError, RequestError, UnknownChunkError
+from shared.errors import RequestError, SegmentInUseError, UnknownSegmentError
 
 REMEMBERED_BYTES = 64 * 2**20
-"""The ids and tokens of chunks that an engine remembers: 8,000 chunks of 2,000 tokens, for example."""
-_CHUNK_BYTES = 512  # of a chunk without its role and tokens
+"""The ids and tokens of segments that an engine remembers: 8,000 segments of 2,000 tokens, for example."""
+_SEGMENT_BYTES = 512  # of a segment without its role and tokens
 
 
 @dataclass(eq=False)
-class Chunk:
-    """A chunk's content, and where its keys and values are."""
+class Segment:
+    """A segment's content, and where its keys and values are."""
 
-    chunk_id: str
+    segment_id: str
     role: str
     token_ids: Sequence[int]
     blocks: Blocks | None = None  # that hold its tokens in order; None: not computed, or evicted
@@ -51,25 +51,25 @@ class Chunk:
     @property
     def remembered_bytes(self) -> int:
         """What it costs to remember its content, at 4 bytes a token."""
-        return _CHUNK_BYTES + len(self.role) + 4 * len(self)
+        return _SEGMENT_BYTES + len(self.role) + 4 * len(self)
 
     def __len__(self) -> int:
         return len(self.token_ids)
 
 
-def chunk_id(role: str, token_ids: Sequence[int]) -> str:
+def segment_id(role: str, token_ids: Sequence[int]) -> str:
     """The id of a content: the first 32 hexadecimal digits of SHA-256 of its role and token ids."""
     packed = np.array(token_ids, "<i4").tobytes()
     return hashlib.sha256(role.encode("utf-8", "surrogatepass") + b"\0" + packed).hexdigest()[:32]
 
 
-class ChunkRegistry:
-    """All chunks of an engine, and the requests that are made of them or compute them.
+class SegmentRegistry:
+    """All segments of an engine, and the requests that are made of them or compute them.
 
-    Until a pool has joined there can be no chunks, and ``refusal`` says why.
+    Until a pool has joined there can be no segments, and ``refusal`` says why.
     """
 
-    refusal = "This engine's KV cache holds no chunks."
+    refusal = "This engine's KV cache holds no segments."
 
     def __init__(self, max_bytes: int = REMEMBERED_BYTES) -> None:
         self.max_bytes = max_bytes
@@ -77,209 +77,214 @@ class ChunkRegistry:
         self.num_evictions = 0
         self.free: Callable[[Blocks], None] | None = None
         self.num_blocks = self.block_size = 0  # of the pool
-        self.wanted: dict[Chunk, None] = {}  # to be computed, though no request waits for them
-        self.chunks: OrderedDict[str, Chunk] = OrderedDict()  # by id, the least recently used first
-        self.resident: OrderedDict[str, Chunk] = OrderedDict()  # the least recently used first
-        self.contexts: WeakKeyDictionary[Request, tuple[Chunk, ...]] = WeakKeyDictionary()  # chunks of each request
-        self.computing: dict[Request, Chunk] = {}
+        self.wanted: dict[Segment, None] = {}  # to be computed, though no request waits for them
+        self.segments: OrderedDict[str, Segment] = OrderedDict()  # by id, the least recently used first
+        self.resident: OrderedDict[str, Segment] = OrderedDict()  # the least recently used first
+        self.contexts: WeakKeyDictionary[Request, tuple[Segment, ...]] = WeakKeyDictionary()  # segments of each request
+        self.computing: dict[Request, Segment] = {}
 
     def join(self, free: Callable[[Blocks], None], num_blocks: int, block_size: int) -> None:
-        """Keep chunks in a pool, whose function ``free`` takes blocks back."""
+        """Keep segments in a pool, whose function ``free`` takes blocks back."""
         self.free, self.num_blocks, self.block_size = free, num_blocks, block_size
 
-    def add(self, role: str, token_ids: Sequence[int]) -> Chunk:
-        """The chunk of this content; the known one if there is one. Others are forgotten to make room for a new one.
+    def add(self, role: str, token_ids: Sequence[int]) -> Segment:
+        """The segment of this content; the known one if there is one. Others are forgotten to make room for a new one.
 
-        Raises RequestError if there can be no chunks, or if requests name too many others.
+        Raises RequestError if there can be no segments, or if requests name too many others.
         """
         if self.free is None:
             raise RequestError(self.refusal)
-        name = chunk_id(role, token_ids)
-        if name not in self.chunks:
-            chunk = Chunk(name, role, array("i", token_ids))
-            self._make_room(chunk.remembered_bytes)
-            self.chunks[name] = chunk
-            self.num_bytes += chunk.remembered_bytes
-        self.chunks.move_to_end(name)
-        return self.chunks[name]
+        name = segment_id(role, token_ids)
+        if name not in self.segments:
+            segment = Segment(name, role, array("i", token_ids))
+            self._make_room(segment.remembered_bytes)
+            self.segments[name] = segment
+            self.num_bytes += segment.remembered_bytes
+        self.segments.move_to_end(name)
+        return self.segments[name]
 
-    def find(self, name: str) -> Chunk:
-        """A chunk by its id; raises UnknownChunkError if it was never registered, or was forgotten."""
-        chunk = self.chunks.get(name)
-        if chunk is None:
-            raise UnknownChunkError(
-                f"There is no chunk {name[:80]!r}; register its content, perhaps again, and use the id that this "
-                f"returns ({len(self.chunks)} are registered)."
+    def find(self, name: str) -> Segment:
+        """A segment by its id; raises UnknownSegmentError if it was never registered, or was forgotten."""
+        segment = self.segments.get(name)
+        if segment is None:
+            raise UnknownSegmentError(
+                f"There is no segment {name[:80]!r}; register its content, perhaps again, and use the id that this "
+                f"returns ({len(self.segments)} are registered)."
             )
-        return chunk
+        return segment
 
-    def forget(self, chunk: Chunk) -> None:
-        """Remove a chunk: its id and tokens, and its keys and values. Raises ChunkInUseError if a request names it."""
-        if chunk in self._named():
-            raise ChunkInUseError(
-                f"Chunk {chunk.chunk_id} is being computed, or a request names it; delete it when they have finished."
+    def forget(self, segment: Segment) -> None:
+        """Remove a segment's id, tokens, keys and values. Raises SegmentInUseError if a request names it."""
+        if segment in self._named():
+            raise SegmentInUseError(
+                f"Segment {segment.segment_id} is being computed, or a request names it; "
+                "delete it when they have finished."
             )
-        self._forget(chunk)
+        self._forget(segment)
 
-    def _forget(self, chunk: Chunk) -> None:
-        self.drop(chunk)
-        del self.chunks[chunk.chunk_id]
-        self.num_bytes -= chunk.remembered_bytes
+    def _forget(self, segment: Segment) -> None:
+        self.drop(segment)
+        del self.segments[segment.segment_id]
+        self.num_bytes -= segment.remembered_bytes
 
     def _make_room(self, num_bytes: int) -> None:
-        """Forget the least recently used chunks until ``num_bytes`` can be remembered; none if that is impossible."""
+        """Forget the least recently used segments until ``num_bytes`` can be remembered; none if that is impossible."""
         excess = self.num_bytes + num_bytes - self.max_bytes
         if excess <= 0:
             return
         named, leaving = self._named(), []
-        for chunk in self.chunks.values():
-            if excess > 0 and chunk not in named:
-                leaving.append(chunk)
-                excess -= chunk.remembered_bytes
+        for segment in self.segments.values():
+            if excess > 0 and segment not in named:
+                leaving.append(segment)
+                excess -= segment.remembered_bytes
         if excess > 0:
             raise RequestError(
-                f"The chunk takes {num_bytes} bytes to remember; there are {self.max_bytes} for all chunks, and "
+                f"The segment takes {num_bytes} bytes to remember; there are {self.max_bytes} for all segments, and "
                 "requests name too many others: register it when they have finished."
             )
-        for chunk in leaving:
-            self._forget(chunk)
+        for segment in leaving:
+            self._forget(segment)
 
-    def _named(self) -> set[Chunk]:
-        """The chunks of all waiting and running requests, and those that are computed or shall be."""
-        named = {chunk for chunk in self.resident.values() if chunk.num_users}
-        for request, chunks in self.contexts.items():
+    def _named(self) -> set[Segment]:
+        """The segments of all waiting and running requests, and those that are computed or shall be."""
+        named = {segment for segment in self.resident.values() if segment.num_users}
+        for request, segments in self.contexts.items():
             if request.status not in (RequestStatus.FINISHED, RequestStatus.FAILED):
-                named.update(chunks)
+                named.update(segments)
         return named.union(self.wanted, self.computing.values())
 
     def register(self, role: str, token_ids: Sequence[int]) -> str:
-        """Add a chunk and have it computed; returns its id. Raises RequestError as ``add`` and ``check`` do."""
+        """Add a segment and have it computed; returns its id. Raises RequestError as ``add`` and ``check`` do."""
         if self.free is not None:
-            self.check([Chunk("", role, tuple(token_ids))], 1)
-        chunk = self.add(role, token_ids)
-        self.want(chunk)
-        return chunk.chunk_id
+            self.check([Segment("", role, tuple(token_ids))], 1)
+        segment = self.add(role, token_ids)
+        self.want(segment)
+        return segment.segment_id
 
-    def want(self, chunk: Chunk) -> None:
-        """Have a chunk computed, unless it is resident."""
-        if not chunk.is_resident:
-            self.wanted[chunk] = None
+    def want(self, segment: Segment) -> None:
+        """Have a segment computed, unless it is resident."""
+        if not segment.is_resident:
+            self.wanted[segment] = None
 
-    def check(self, chunks: Iterable[Chunk], num_own_tokens: int) -> None:
-        """Raise RequestError if the pool could never hold these chunks beside ``num_own_tokens`` tokens."""
-        counts = [len(chunk) for chunk in dict.fromkeys(chunks)] + [num_own_tokens]
+    def check(self, segments: Iterable[Segment], num_own_tokens: int) -> None:
+        """Raise RequestError if the pool could never hold these segments beside ``num_own_tokens`` tokens."""
+        counts = [len(segment) for segment in dict.fromkeys(segments)] + [num_own_tokens]
         needed = sum(-(-count // self.block_size) for count in counts)
         if needed > self.num_blocks:
             raise RequestError(
-                f"The request needs {needed} blocks, for {len(counts) - 1} chunks and up to {num_own_tokens} tokens of "
-                f"its own, and the KV cache has {self.num_blocks}; use fewer or shorter chunks."
+                f"The request needs {needed} blocks, for {len(counts) - 1} segments and up to {num_own_tokens} tokens "
+                f"of its own, and the KV cache has {self.num_blocks}; use fewer or shorter segments."
             )
 
-    def missing(self, request: Request) -> list[Chunk]:
-        """The chunks of a request that must be computed before it can be admitted; each once, in their order."""
-        return [chunk for chunk in dict.fromkeys(self.contexts.get(request, ())) if not chunk.is_resident]
+    def missing(self, request: Request) -> list[Segment]:
+        """The segments of a request that must be computed before it can be admitted; each once, in their order."""
+        return [segment for segment in dict.fromkeys(self.contexts.get(request, ())) if not segment.is_resident]
 
     def context_length(self, request: Request) -> int:
-        """Tokens of a request that are chunks."""
+        """Tokens of a request that are segments."""
         return sum(map(len, self.contexts.get(request, ())))
 
-    def store(self, chunk: Chunk, blocks: Blocks) -> None:
-        """Keep the blocks of a chunk that has been computed."""
-        chunk.blocks, chunk.error = blocks, None
-        self.resident[chunk.chunk_id] = chunk
+    def store(self, segment: Segment, blocks: Blocks) -> None:
+        """Keep the blocks of a segment that has been computed."""
+        segment.blocks, segment.error = blocks, None
+        self.resident[segment.segment_id] = segment
 
-    def touch(self, chunks: Iterable[Chunk]) -> None:
-        """Make chunks the most recently used."""
-        for chunk in chunks:
-            self.chunks.move_to_end(chunk.chunk_id)
-            if chunk.is_resident:
-                self.resident.move_to_end(chunk.chunk_id)
+    def touch(self, segments: Iterable[Segment]) -> None:
+        """Make segments the most recently used."""
+        for segment in segments:
+            self.segments.move_to_end(segment.segment_id)
+            if segment.is_resident:
+                self.resident.move_to_end(segment.segment_id)
 
-    def acquire(self, chunks: Sequence[Chunk]) -> None:
-        """Count a user of each of these resident chunks; they stay until ``release``."""
-        for chunk in chunks:
-            chunk.num_users += 1
-        self.touch(chunks)
+    def acquire(self, segments: Sequence[Segment]) -> None:
+        """Count a user of each of these resident segments; they stay until ``release``."""
+        for segment in segments:
+            segment.num_users += 1
+        self.touch(segments)
 
-    def release(self, chunks: Sequence[Chunk]) -> None:
+    def release(self, segments: Sequence[Segment]) -> None:
         """Uncount what ``acquire`` counted."""
-        for chunk in chunks:
-            chunk.num_users -= 1
+        for segment in segments:
+            segment.num_users -= 1
 
     def evict(self, num_blocks: int) -> int:
-        """Drop unused chunks until at least ``num_blocks`` blocks are free, or none is left; returns how many are."""
+        """Drop unused segments until at least ``num_blocks`` blocks are free, or none is left; returns how many are."""
         num_freed = 0
-        # exercise 09.1x3: evict whole chunks, the least recently used first
+        # exercise 09.1x3: evict whole segments, the least recently used first
         # hint: `resident` is in the order of use, and dropping changes it: iterate over a list of its values
-        # hint: a chunk with users is skipped; stop as soon as num_blocks blocks are free
-        # hint: drop (below) frees the blocks of one chunk and returns how many they were; the chunk stays known
-        for chunk in list(self.resident.values()):
+        # hint: a segment with users is skipped; stop as soon as num_blocks blocks are free
+        # hint: drop (below) frees the blocks of one segment and returns how many they were; the segment stays known
+        for segment in list(self.resident.values()):
             if num_freed >= num_blocks:
                 break
-            if chunk.num_users == 0:
-                num_freed += self.drop(chunk)
+            if segment.num_users == 0:
+                num_freed += self.drop(segment)
         # end exercise
         return num_freed
 
-    def drop(self, chunk: Chunk) -> int:
-        """Free the blocks of a chunk, and return how many they were; the chunk stays known.
+    def drop(self, segment: Segment) -> int:
+        """Free the blocks of a segment, and return how many they were; the segment stays known.
 
-        Raises ChunkInUseError if a request uses it.
+        Raises SegmentInUseError if a request uses it.
         """
-        if chunk.num_users:
-            raise ChunkInUseError(
-                f"Chunk {chunk.chunk_id} is used in {chunk.num_users} places of running requests; evict it when they "
-                "have finished."
+        if segment.num_users:
+            raise SegmentInUseError(
+                f"Segment {segment.segment_id} is used in {segment.num_users} places of running requests; "
+                "evict it when they have finished."
             )
-        blocks = chunk.blocks
+        blocks = segment.blocks
         if blocks is None or self.free is None:
             return 0
         self.free(blocks)
         self.num_evictions += 1
-        del self.resident[chunk.chunk_id]
-        chunk.blocks = None
+        del self.resident[segment.segment_id]
+        segment.blocks = None
         return len(blocks)
 
     def unused_blocks(self) -> Blocks:
-        """The blocks of all chunks that no request uses."""
-        return _joined(chunk for chunk in self.resident.values() if chunk.num_users == 0)
+        """The blocks of all segments that no request uses."""
+        return _joined(segment for segment in self.resident.values() if segment.num_users == 0)
 
     def blocks(self) -> Blocks:
-        """The blocks of all resident chunks."""
+        """The blocks of all resident segments."""
         return _joined(self.resident.values())
 
     def used_tokens(self) -> int:
-        """Tokens of the chunks that requests use; each chunk counts once."""
-        return sum(len(chunk) for chunk in self.resident.values() if chunk.num_users)
+        """Tokens of the segments that requests use; each segment counts once."""
+        return sum(len(segment) for segment in self.resident.values() if segment.num_users)
 
     def audit(self, users: Iterable[Request]) -> list[str]:
-        """One message per violated invariant; ``users`` are the requests that have acquired their chunks."""
-        counted: dict[Chunk, int] = dict.fromkeys(self.chunks.values(), 0)
+        """One message per violated invariant; ``users`` are the requests that have acquired their segments."""
+        counted: dict[Segment, int] = dict.fromkeys(self.segments.values(), 0)
         for request in users:
-            for chunk in self.contexts[request]:
-                counted[chunk] += 1
+            for segment in self.contexts[request]:
+                counted[segment] += 1
         found = [
-            f"Chunk {chunk.chunk_id} counts {chunk.num_users} users and has {count}."
-            for chunk, count in counted.items()
-            if chunk.num_users != count
+            f"Segment {segment.segment_id} counts {segment.num_users} users and has {count}."
+            for segment, count in counted.items()
+            if segment.num_users != count
         ]
-        for chunk in self.chunks.values():
-            if chunk.is_resident != (chunk.chunk_id in self.resident):
-                found.append(f"Chunk {chunk.chunk_id} is resident: {chunk.is_resident}; the registry says otherwise.")
-            if chunk.num_users and not chunk.is_resident:
-                found.append(f"Chunk {chunk.chunk_id} is used and its keys and values are gone.")
-            if chunk.blocks is not None and len(chunk.blocks) != -(-len(chunk) // self.block_size):
-                found.append(f"Chunk {chunk.chunk_id} has {len(chunk)} tokens in {len(chunk.blocks)} blocks.")
-        remembered = sum(chunk.remembered_bytes for chunk in self.chunks.values())
+        for segment in self.segments.values():
+            if segment.is_resident != (segment.segment_id in self.resident):
+                found.append(
+                    f"Segment {segment.segment_id} is resident: {segment.is_resident}; the registry says otherwise."
+                )
+            if segment.num_users and not segment.is_resident:
+                found.append(f"Segment {segment.segment_id} is used and its keys and values are gone.")
+            if segment.blocks is not None and len(segment.blocks) != -(-len(segment) // self.block_size):
+                found.append(f"Segment {segment.segment_id} has {len(segment)} tokens in {len(segment.blocks)} blocks.")
+        remembered = sum(segment.remembered_bytes for segment in self.segments.values())
         if self.num_bytes != remembered or remembered > self.max_bytes:
-            found.append(f"Chunks take {remembered} bytes, {self.num_bytes} are counted, {self.max_bytes} are allowed.")
-        if not self._named() <= set(self.chunks.values()):
-            found.append("A chunk that a request names is forgotten.")
+            found.append(
+                f"Segments take {remembered} bytes, {self.num_bytes} are counted, {self.max_bytes} are allowed."
+            )
+        if not self._named() <= set(self.segments.values()):
+            found.append("A segment that a request names is forgotten.")
         if len(set(self.computing.values())) != len(self.computing):
-            found.append("A chunk is computed by two requests.")
+            found.append("A segment is computed by two requests.")
         return found
 
 
-def _joined(chunks: Iterable[Chunk]) -> Blocks:
-    blocks = [chunk.blocks for chunk in chunks if chunk.blocks is not None]
+def _joined(segments: Iterable[Segment]) -> Blocks:
+    blocks = [segment.blocks for segment in segments if segment.blocks is not None]
     return np.concatenate(blocks) if blocks else np.zeros(0, np.int32)

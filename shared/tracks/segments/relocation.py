@@ -3,8 +3,8 @@
 RoPE turns each pair of numbers of a head by an angle that grows with the position, and turns add up: R(a + b) = R(a)
 R(b) (Su et al., arXiv 2104.09864). So a key that was rotated for position p becomes the key of position p + d by one
 more turn, R(d), and d may be negative. A score depends on the difference of two positions only: moving all keys of a
-chunk by d, or the query by -d, gives the same scores. Moving the query is cheaper, as a step has few, and more exact: a
-moved key would have to be rounded to the KV cache's dtype a second time.
+segment by d, or the query by -d, gives the same scores. Moving the query is cheaper, as a step has few, and more exact:
+a moved key would have to be rounded to the KV cache's dtype a second time.
 
 The norm of queries and keys (Qwen 3, Gemma 3) precedes RoPE and has weights for each channel, so it does not commute
 with a turn; a key that is moved is not normed again. Invariant: angles are computed in fp64, for the sines and cosines

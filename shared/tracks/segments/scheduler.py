@@ -1,11 +1,11 @@
-"""Scheduling for requests made of chunks: missing chunks are computed first. Introduced in phase 9.1.
+"""Scheduling for requests made of segments: missing segments are computed first. Introduced in phase 9.1.
 
-A chunk is computed by a request of its own, whose one token is dropped: a prompt among others, in the same steps. The
-first waiting request that lacks chunks has them computed, directly before it in the queue; it and all after it wait.
-So requests are admitted in order of arrival, and the chunks of one never displace those of a request before it. Chunks
-that are registered without a request join the end of the queue.
+A segment is computed by a request of its own, whose one token is dropped: a prompt among others, in the same steps. The
+first waiting request that lacks segments has them computed, directly before it in the queue; it and all after it wait.
+So requests are admitted in order of arrival, and the segments of one never displace those of a request before it.
+Segments that are registered without a request join the end of the queue.
 
-Invariants: a request is admitted only while all its chunks are resident; a chunk is computed once, however many
+Invariants: a request is admitted only while all its segments are resident; a segment is computed once, however many
 requests wait for it; if computing it fails, the requests that wait for it fail too.
 """
 
@@ -26,16 +26,16 @@ from shared.scheduling.policies import share
 from shared.scheduling.prefix import count_prefix_hits, prefix_stats
 from shared.scheduling.schedule import Schedule
 from shared.scheduling.scheduler import Scheduler
-from shared.tracks.segments.registry import Chunk, ChunkRegistry
+from shared.tracks.segments.registry import Segment, SegmentRegistry
 
 ONE_TOKEN = SamplingParams(temperature=0.0, max_new_tokens=1)  # the fewest; nothing reads it
 
 
-class ChunkScheduler(Scheduler):
-    """Schedules with at most one step in flight, and the chunks of ``registry``."""
+class SegmentScheduler(Scheduler):
+    """Schedules with at most one step in flight, and the segments of ``registry``."""
 
     def __init__(
-        self, config: EngineConfig, pool: CachePoolProtocol, max_seq_len: int, registry: ChunkRegistry
+        self, config: EngineConfig, pool: CachePoolProtocol, max_seq_len: int, registry: SegmentRegistry
     ) -> None:
         super().__init__(config, pool, max_seq_len)
         self.prefill = prefill_of(config)
@@ -43,10 +43,10 @@ class ChunkScheduler(Scheduler):
 
     def schedule(self) -> Schedule:
         """Empty if the step in flight must be finished first."""
-        for chunk in self.registry.wanted:
-            self.compute(chunk)
+        for segment in self.registry.wanted:
+            self.compute(segment)
         self.registry.wanted.clear()
-        self.put_missing_chunks_first()
+        self.put_missing_segments_first()
         if has_block_for_each(self):
             if decoding := only_decoding(self, self.running.values()):
                 return grant_next_tokens(self, decoding)
@@ -68,24 +68,24 @@ class ChunkScheduler(Scheduler):
         return prefix_stats(self)
 
     def commit(self, schedule: Schedule, sampled: SampledTokens) -> None:
-        """Requests that computed a chunk retire."""
+        """Requests that computed a segment retire."""
         if schedule.is_decode and not sampled.errors:
             commit_next_tokens(self, schedule, sampled)
         else:
             super().commit(schedule, sampled)
-        for request, chunk in list(self.registry.computing.items()):
-            if chunk.is_resident:
+        for request, segment in list(self.registry.computing.items()):
+            if segment.is_resident:
                 self.retire(request, RequestStatus.FINISHED)
 
     def has_work(self) -> bool:
         return bool(self.registry.wanted) or super().has_work()
 
-    def put_missing_chunks_first(self) -> None:
-        """Queue the missing chunks of the first waiting request that lacks any, directly before it."""
-        # exercise 09.1x4: the chunks of the first request that lacks any, directly before it
-        # hint: registry.missing names the missing chunks of a request; find the first waiting request that has any
-        # hint: touch what it has of its chunks (registry.contexts), so that computing the others does not evict it
-        # hint: self.compute returns the request that computes a chunk, which may be waiting already, or running
+    def put_missing_segments_first(self) -> None:
+        """Queue the missing segments of the first waiting request that lacks any, directly before it."""
+        # exercise 09.1x4: the segments of the first request that lacks any, directly before it
+        # hint: registry.missing names the missing segments of a request; find the first waiting request that has any
+        # hint: touch what it has of its segments (registry.contexts), so that computing the others does not evict it
+        # hint: self.compute returns the request that computes a segment, which may be waiting already, or running
         # hint: self.waiting is an OrderedDict: move to its end, in this order, the requests that compute and are
         # hint: waiting, then the request, then those after it (move_to_end); those before it keep their place
         queue = list(self.waiting.values())
@@ -93,7 +93,7 @@ class ChunkScheduler(Scheduler):
             missing = self.registry.missing(request)
             if missing:
                 self.registry.touch(self.registry.contexts[request])
-                computing = [self.compute(chunk) for chunk in missing]
+                computing = [self.compute(segment) for segment in missing]
                 for one in (*computing, *(other for other in queue[place:] if other not in computing)):
                     if one.request_id in self.waiting:
                         self.waiting.move_to_end(one.request_id)
@@ -101,32 +101,32 @@ class ChunkScheduler(Scheduler):
         # end exercise
 
     def candidates(self) -> Iterator[Request]:
-        """Those before the first request that lacks chunks, as they are when each one's turn comes."""
+        """Those before the first request that lacks segments, as they are when each one's turn comes."""
         for request in list(self.waiting.values()):
             if self.registry.missing(request):
                 return
             if not self.pool.must_wait(request):
                 yield request
 
-    def compute(self, chunk: Chunk) -> Request:
-        """The request that computes a chunk; a new one at the end of the queue if there is none."""
+    def compute(self, segment: Segment) -> Request:
+        """The request that computes a segment; a new one at the end of the queue if there is none."""
         for request, computed in self.registry.computing.items():
-            if computed is chunk:
+            if computed is segment:
                 return request
-        name = f"chunk {chunk.chunk_id}"
+        name = f"segment {segment.segment_id}"
         while name in self:  # as a client may have called a request
             name += "+"
-        request = Request(name, list(chunk.token_ids), ONE_TOKEN, 0)
-        self.registry.computing[request] = chunk
+        request = Request(name, list(segment.token_ids), ONE_TOKEN, 0)
+        self.registry.computing[request] = segment
         self.add(request)
         return request
 
     def retire(self, request: Request, status: RequestStatus) -> None:
         super().retire(request, status)
-        chunk = self.registry.computing.pop(request, None)
-        if chunk is not None and status is RequestStatus.FAILED:
-            chunk.error = request.error
+        segment = self.registry.computing.pop(request, None)
+        if segment is not None and status is RequestStatus.FAILED:
+            segment.error = request.error
             for waiting in list(self.waiting.values()):
-                if chunk in self.registry.contexts.get(waiting, ()):
+                if segment in self.registry.contexts.get(waiting, ()):
                     waiting.error = request.error
                     super().retire(waiting, status)

@@ -1,18 +1,18 @@
-"""The model's view of a paged KV cache in which requests are made of chunks. Introduced in phase 9.1.
+"""The model's view of a paged KV cache in which requests are made of segments. Introduced in phase 9.1.
 
-A chunk's keys stay as they were written, rotated for positions that count from the chunk's own first token. A query
-that reads a chunk at ``offset`` is moved back by ``offset`` positions (:mod:`shared.tracks.segments.relocation`);
-then both count from the chunk's first token, and so do windows. Each layer's RoPE has its own frequencies (Gemma 3
+A segment's keys stay as they were written, rotated for positions that count from the segment's own first token. A query
+that reads a segment at ``offset`` is moved back by ``offset`` positions (:mod:`shared.tracks.segments.relocation`);
+then both count from the segment's first token, and so do windows. Each layer's RoPE has its own frequencies (Gemma 3
 has two).
 
-Two other ways to place a chunk are here to be compared with this one (``rotation``): its keys are rotated once more
+Two other ways to place a segment are here to be compared with this one (``rotation``): its keys are rotated once more
 when they are read, by the offset, and rounded again, which is the *differential* rotation of Braidinfer; or all keys of
 the cache are kept unrotated, and rotated when they are read.
 
-A *group* is a chunk with all queries of the step that read it: its keys are gathered once for all of their sequences.
-Steps without chunks are those of :class:`shared.cache.view.paged.PagedView`.
+A *group* is a segment with all queries of the step that read it: its keys are gathered once for all of their sequences.
+Steps without segments are those of :class:`shared.cache.view.paged.PagedView`.
 
-Invariants: those of ``PagedView``; a step never changes a chunk's keys.
+Invariants: those of ``PagedView``; a step never changes a segment's keys.
 """
 
 from dataclasses import dataclass
@@ -39,20 +39,20 @@ from shared.tracks.segments.relocation import relocate, turns
 
 @dataclass(frozen=True)
 class Group:
-    """A chunk, and the tokens of the step that attend to it."""
+    """A segment, and the tokens of the step that attend to it."""
 
     piece: Piece
     rows: Tensor  # int64 [n], of the step's tokens; each at most once
-    places: Tensor  # int64 [n], their positions on the chunk's scale
-    turns: dict[RopeConfig, Tensor]  # fp32 [n, 2, 1, D], which move the queries back by the chunk's offset
+    places: Tensor  # int64 [n], their positions on the segment's scale
+    turns: dict[RopeConfig, Tensor]  # fp32 [n, 2, 1, D], which move the queries back by the segment's offset
     offset: int  # of the first query's sequence, and of all if keys are rotated
 
 
-class ChunkView:
-    """Keys and values in blocks, of sequences and of chunks; see ``BatchView``."""
+class SegmentView:
+    """Keys and values in blocks, of sequences and of segments; see ``BatchView``."""
 
     rotation: Literal["queries", "keys", "unrotated keys"] = "queries"
-    """What is rotated when a chunk is read; set it before the first step."""
+    """What is rotated when a segment is read; set it before the first step."""
 
     def __init__(
         self, config: ModelConfig, sizes: PagedSizes, dtype: torch.dtype, storage: BlockStorage, backend: str
@@ -72,7 +72,7 @@ class ChunkView:
         return self.paged.load(batch)
 
     def _groups(self, batch: Batch, ranges: tuple[Range, ...]) -> list[Group]:
-        """The ranges of a step by chunk. A second place of a chunk in one sequence makes a group of its own."""
+        """The ranges of a step by segment. A second place of a segment in one sequence makes a group of its own."""
         ends = np.append(0, batch.num_new_tokens.cumsum())
         members: dict[tuple[int, int, int], list[Range]] = {}
         for one in ranges:
@@ -103,7 +103,7 @@ class ChunkView:
         return self.paged.write(layer, q, k, v, positions, lambda *_: both)
 
     def _read(self, layer: int, piece: Piece, start: int, is_own: bool) -> tuple[Tensor, Tensor]:
-        """Keys and values of a range, [Hkv, S, D]; ``start`` is the position of the first, ``is_own`` no chunk's."""
+        """Keys and values of a range, [Hkv, S, D]; ``start`` is the position of the first, ``is_own`` no segment's."""
         (k, v), frequencies = self.operations.read(layer, piece), self.frequencies[self.ropes[layer]]
         if self.rotation == "unrotated keys":
             k = relocate(k.float(), start + torch.arange(len(k)), frequencies)
@@ -117,19 +117,19 @@ class ChunkView:
         if not self.groups and self.rotation != "unrotated keys":
             return self.paged.attend(layer, q, scale=scale, window=window, softcap=softcap)
         num_new, pieces = self.operations.num_new, self.operations.pieces(window)
-        about: dict[str, Any] = {"scale": scale, "window": window, "softcap": softcap}
+        options: dict[str, Any] = {"scale": scale, "window": window, "softcap": softcap}
         values, logs = torch.empty(q.shape), torch.empty(q.shape[:2])
         for queries, rows, piece in zip(q.split(num_new), torch.arange(len(q)).split(num_new), pieces, strict=True):
             size = piece.end - piece.start
             k, v = self._read(layer, piece, self.positions[int(rows[-1])] - size + 1, True)
             places = torch.arange(size - len(rows), size)
-            values[rows], logs[rows] = range_state(queries, k, v, places, **about)
+            values[rows], logs[rows] = range_state(queries, k, v, places, **options)
         for group in self.groups:
             k, v = self._read(layer, group.piece, group.offset, False)
             queries = q[group.rows]
             if self.rotation == "queries":
                 queries = rotate(queries.float(), group.turns[self.ropes[layer]])
-            state = range_state(queries, k, v, group.places, **about)
+            state = range_state(queries, k, v, group.places, **options)
             rows = group.rows
             values[rows], logs[rows] = merge((values[rows], logs[rows]), state)
         return values.to(q.dtype)

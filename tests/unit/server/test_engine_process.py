@@ -224,6 +224,6 @@ def test_a_step_is_the_same_behind_the_pipe() -> None:
         StepOutput("c", None, "", FinishReason.ERROR, error="It broke."),
     ]
     for step in (Stepped(1.0, 2.0, outputs, ("a",), 1), Stepped(1.0, 2.0, [], (), 0)):
-        behind = pickle.loads(pickle.dumps(step))
-        assert behind == step
-        assert all(type(output) is StepOutput for output in behind.outputs)
+        after = pickle.loads(pickle.dumps(step))
+        assert after == step
+        assert all(type(output) is StepOutput for output in after.outputs)

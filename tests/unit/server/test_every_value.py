@@ -9,8 +9,8 @@ from typing import Any
 import httpx
 import pytest
 
-from shared.server.bodies.chunk_fields import RegisterRequest
 from shared.server.bodies.protocol import ChatRequest, CompletionRequest
+from shared.server.bodies.segment_fields import RegisterRequest
 from shared.server.http.json_text import MAX_NESTING
 from tests.unit.server.echo import EchoEngine, serving
 from tests.unit.server.exchange import assert_refused, chat, completion, error_of
@@ -76,6 +76,7 @@ CHAT: dict[str, Any] = {
     "continue_final_message": False,
     "add_generation_prompt": True,
     "prediction": {"type": "content", "content": [{"type": "text", "text": "a"}]},
+    "segments": [],
     "chunks": [],
     "recompute": 0.5,
     "tools": [
@@ -106,7 +107,7 @@ GRAMMARS: tuple[dict[str, Any], ...] = (
 BODIES: dict[str, tuple[str, tuple[tuple[dict[str, Any], dict[str, Any]], ...]]] = {
     "completions": ("/v1/completions", (({}, COMPLETION), *((completion(), more) for more in GRAMMARS))),
     "chat": ("/v1/chat/completions", ((COMMON, CHAT), (chat(), NAMED))),
-    "chunks": ("/v1/chunks", (({}, {"model": "echo", "content": [1], "role": "user"}),)),
+    "segments": ("/v1/segments", (({}, {"model": "echo", "content": [1], "role": "user"}),)),
 }
 """Path and bodies: what stays, and what is varied. COMMON and the fields of a grammar are the same in both routes."""
 
@@ -141,7 +142,7 @@ def test_every_field_is_varied() -> None:
 def test_no_value_makes_the_server_fail(kind: str, client: httpx.Client) -> None:
     path, bodies = BODIES[kind]
     for base, fields in bodies:
-        if kind != "chunks":
+        if kind != "segments":
             assert client.post(path, json=base | fields).status_code == 200, f"{fields} is valid"
         for changed in varied(fields):
             response = client.post(path, json=base | changed)

@@ -187,7 +187,7 @@ def test_outputs_are_written_at_once_only_while_the_task_waits_for_them() -> Non
         can_write = False
         push("d")
         can_write = True
-        push("e")  # behind what the task has not taken yet
+        push("e")  # after what the task has not taken yet
         assert await taking == ["d", "e"]
         taking = asyncio.create_task(taken())
         await asyncio.sleep(0)

@@ -303,8 +303,8 @@ def test_the_frameworks_own_errors_have_the_same_shape(client: httpx.Client) -> 
     assert refused.headers["allow"] == "POST"
     assert error_of(refused)["code"] == "method_not_allowed"
     assert client.get("/docs").status_code == 404
-    assert client.options("/v1/chunks").headers["allow"] == "GET, POST", "of all routes with this path"
-    assert client.options("/v1/chunks/a").headers["allow"] == "DELETE, GET", "of all routes with this path"
+    assert client.options("/v1/segments").headers["allow"] == "GET, POST", "of all routes with this path"
+    assert client.options("/v1/segments/a").headers["allow"] == "DELETE, GET", "of all routes with this path"
 
 
 def test_a_body_is_bounded_announced_or_not(folder: Path) -> None:
@@ -342,16 +342,18 @@ def test_an_api_key_guards_the_api_alone(folder: Path) -> None:
         assert [client.get(path).status_code for path in ("/health", "/metrics", "/")] == [200, 200, 200]
 
 
-def test_an_engine_without_chunks_says_which_phase_has_them(client: httpx.Client) -> None:
+def test_an_engine_without_segments_says_which_phase_has_them(client: httpx.Client) -> None:
     chat = {"model": "echo", "messages": [{"role": "user", "content": "a"}]}
-    for response, param in (
-        (client.post("/v1/chunks", json={"model": "echo", "content": "a"}), "content"),
-        (client.get("/v1/chunks"), None),
-        (client.post("/v1/chat/completions", json={**chat, "chunks": ["a"]}), "chunks"),
+    for response, code, param in (
+        (client.post("/v1/segments", json={"model": "echo", "content": "a"}), "no_segments", "content"),
+        (client.get("/v1/segments"), "no_segments", None),
+        (client.post("/v1/chat/completions", json={**chat, "segments": ["a"]}), "no_segments", "segments"),
+        (client.get("/v1/chunks"), "no_chunks", None),  # the former name
+        (client.post("/v1/chat/completions", json={**chat, "chunks": ["a"]}), "no_chunks", "chunks"),
     ):
         assert response.status_code == 422
         error = error_of(response)
-        assert (error["code"], error["param"]) == ("no_chunks", param)
+        assert (error["code"], error["param"]) == (code, param)
         assert error["message"] == (
-            "This server's engine has no chunks; serve phase 9.1 for them: infer serve --phase 09.1."
+            "This server's engine has no segments; serve phase 9.1 for them: infer serve --phase 09.1."
         )

@@ -91,11 +91,11 @@ def move_kept(
     """
     L, num_blocks, block_size, Hkv, D = keys.shape
     buffers = torch.empty(2, total, D, dtype=keys.dtype, device=keys.device).unbind()
-    about = {"LAYERS": L, "BLOCK_SIZE": block_size, "HKV": Hkv, "D": D, "HEADS_ABOVE": next_power_of_two(L * Hkv)}
-    about |= {"ROWS": ROWS, "num_warps": 4, "num_stages": 1}
+    options = {"LAYERS": L, "BLOCK_SIZE": block_size, "HKV": Hkv, "D": D, "HEADS_ABOVE": next_power_of_two(L * Hkv)}
+    options |= {"ROWS": ROWS, "num_warps": 4, "num_stages": 1}
     where, (numbers, width) = (keys, values, sequences.numbers, sequences.ends), (sequences.numbers, sequences.width)
     sizes = width, chosen.shape[-1], num_blocks
-    launch(gather_kept_kernel, (L * Hkv, -(-most // ROWS)), *where, chosen, counts, *buffers, i, *sizes, **about)
+    launch(gather_kept_kernel, (L * Hkv, -(-most // ROWS)), *where, chosen, counts, *buffers, i, *sizes, **options)
     to, start = (numbers, i * width + TABLE_START) if table is None else (table, 0)
     at = width, start, total, num_blocks
-    launch(scatter_kept_kernel, (-(-total // ROWS),), *where, counts, to, *buffers, i, *at, **about)
+    launch(scatter_kept_kernel, (-(-total // ROWS),), *where, counts, to, *buffers, i, *at, **options)

@@ -80,7 +80,7 @@ def key_redundancy_kernel(
         spared = tl.load(newest + at + row, mask=row < size, other=-1)
         cosine = tl.dot(k, tl.trans(others), input_precision="ieee") * inverse[:, None] * of_others[None, :]
         is_counted = (col[:, None] != row[None, :]) & (col[:, None] != spared[None, :])
-        total += tl.sum(tl.where(is_counted, cosine, 0.0), 1)  # tokens behind the last have the cosine 0
+        total += tl.sum(tl.where(is_counted, cosine, 0.0), 1)  # tokens after the last have the cosine 0
     tl.store(redundancy + at + col, tl.where(col < size, total / size, float("-inf")), mask=col < longest)
 
 
@@ -93,16 +93,16 @@ def key_redundancy(keys: Tensor, sequences: CachedSequences, threshold: float) -
         threshold: of near-duplicates.
 
     Returns:
-        fp32 ``[n, L, Hkv, longest]`` of each head's tokens in time order, -inf behind them.
+        fp32 ``[n, L, Hkv, longest]`` of each head's tokens in time order, -inf after them.
     """
     L, num_blocks, block_size, Hkv, D = keys.shape
     n, longest = len(sequences), sequences.longest
     redundancy = torch.empty(n, L, Hkv, longest, dtype=torch.float32, device=keys.device)
     newest = torch.empty_like(redundancy, dtype=torch.int32)
-    about = {"LAYERS": L, "BLOCK_SIZE": block_size, "HKV": Hkv, "D": D, "TILE": TILE, "num_warps": NUM_WARPS}
-    about["num_stages"] = 3 if keys.element_size() == 2 else 2
+    options = {"LAYERS": L, "BLOCK_SIZE": block_size, "HKV": Hkv, "D": D, "TILE": TILE, "num_warps": NUM_WARPS}
+    options["num_stages"] = 3 if keys.element_size() == 2 else 2
     grid, sizes = (L * Hkv, -(-longest // TILE), n), (sequences.width, longest, num_blocks)
     where = keys, sequences.numbers, sequences.ends, newest
-    launch(newest_duplicate_kernel, grid, *where, threshold, *sizes, **about)
-    launch(key_redundancy_kernel, grid, *where, redundancy, *sizes, **about)
+    launch(newest_duplicate_kernel, grid, *where, threshold, *sizes, **options)
+    launch(key_redundancy_kernel, grid, *where, redundancy, *sizes, **options)
     return redundancy

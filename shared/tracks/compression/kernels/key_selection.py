@@ -154,6 +154,6 @@ def select_keys(
     chosen, counts = out or (torch.empty_like(scores, dtype=torch.int32), windows.new_empty(n, L, Hkv))
     bounds = sequences.width, longest, budget.least, budget.most, budget.num_sinks, budget.num_recent
     where = sequences.numbers, sequences.ends, windows
-    about = {"HEADS": L * Hkv, "HKV": Hkv, "TILE": TILE, "num_warps": NUM_WARPS, "num_stages": 1}
-    launch(key_selection_kernel, (L * Hkv, n), scores, attention, *where, chosen, counts, p, *bounds, **about)
+    options = {"HEADS": L * Hkv, "HKV": Hkv, "TILE": TILE, "num_warps": NUM_WARPS, "num_stages": 1}
+    launch(key_selection_kernel, (L * Hkv, n), scores, attention, *where, chosen, counts, p, *bounds, **options)
     return chosen, counts

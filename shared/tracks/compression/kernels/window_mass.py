@@ -159,7 +159,7 @@ def window_mass(ring: Tensor, keys: Tensor, sequences: CachedSequences, w: int, 
         w: at most as many as every head has tokens.
 
     Returns:
-        fp32 ``[n, L, Hkv, Hq / Hkv, longest]`` of each head's tokens in time order, 0 behind them.
+        fp32 ``[n, L, Hkv, Hq / Hkv, longest]`` of each head's tokens in time order, 0 after them.
     """
     L, ring_rows, length, Hq, D = ring.shape
     _, num_blocks, block_size, Hkv, _ = keys.shape
@@ -167,11 +167,11 @@ def window_mass(ring: Tensor, keys: Tensor, sequences: CachedSequences, w: int, 
     rows = max(16, next_power_of_two(length))
     sums = torch.empty(n, L * Hq, rows, dtype=torch.float32, device=ring.device)
     mass = torch.empty(n, L, Hkv, Hq // Hkv, longest, dtype=torch.float32, device=ring.device)
-    about = {"LENGTH": length, "LAYERS": L, "BLOCK_SIZE": block_size, "HKV": Hkv, "GROUP": Hq // Hkv, "D": D}
-    about |= {"ROWS": rows, "TILE": TILE, "num_warps": NUM_WARPS}
+    options = {"LENGTH": length, "LAYERS": L, "BLOCK_SIZE": block_size, "HKV": Hkv, "GROUP": Hq // Hkv, "D": D}
+    options |= {"ROWS": rows, "TILE": TILE, "num_warps": NUM_WARPS}
     where, window = (ring, keys, sequences.numbers, sequences.ends, sums), (scale * LOG2_E, w, sequences.width)
     stages = STAGES if D * keys.element_size() <= NARROW else (3 if keys.element_size() == 2 else 2, 2)
-    launch(window_sums_kernel, (L * Hq, n), *where, *window, num_blocks, ring_rows, **about, num_stages=stages[0])
+    launch(window_sums_kernel, (L * Hq, n), *where, *window, num_blocks, ring_rows, **options, num_stages=stages[0])
     grid, sizes = (L * Hkv, -(-longest // TILE), n), (longest, num_blocks, ring_rows)
-    launch(window_mass_kernel, grid, *where, mass, *window, *sizes, **about, num_stages=stages[1])
+    launch(window_mass_kernel, grid, *where, mass, *window, *sizes, **options, num_stages=stages[1])
     return mass

@@ -1,6 +1,6 @@
 """Trains an adapter on a model's own texts. Introduced in phase 11.1.
 
-At an anchor, a token of a text, mask j stands for the j-th token behind it, and must predict the token after that. The
+At an anchor, a token of a text, mask j stands for the j-th token after it, and must predict the token after that. The
 teacher is the model itself: its logits at the masked token, which it computes when it reads the text. The losses, after
 Samragh et al. (arXiv 2507.11851):
 
@@ -61,7 +61,7 @@ class Measured(NamedTuple):
 
     @property
     def tokens_per_step(self) -> float:
-        """Expected tokens of a step: the accepted guesses and one that is drawn."""
+        """Expected tokens of a step: the accepted guesses and one that is sampled."""
         return 1 + sum(self.accepted)
 
 
@@ -153,8 +153,8 @@ def train(
         generator = torch.Generator().manual_seed(config.seed * 1_000_003 + state.step)
         rows = torch.randint(len(texts.ids), (config.rows,), generator=generator).to(model.device)
         anchors = torch.randperm(length - 1 - k, generator=generator)[: config.anchors].sort().values.to(model.device)
-        about = Texts(texts.ids[rows], texts.is_answer[rows]), anchors
-        found = step(*about, config.learning_rate * rate(share))
+        batch = Texts(texts.ids[rows], texts.is_answer[rows]), anchors
+        found = step(*batch, config.learning_rate * rate(share))
         state.step += 1
         if state.step % 20 == 0 or state.step == 1:  # it waits for the device
             state.recent = {name: round(float(value), 4) for name, value in found._asdict().items()}

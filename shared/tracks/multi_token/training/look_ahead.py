@@ -1,7 +1,7 @@
 """Whole texts, and mask tokens at chosen places of them, in two forwards with gradients. Introduced in phase 11.1.
 
 Real tokens never see mask tokens, so their keys and values do not depend on the adapter. One forward without gradients
-computes them; a second one computes groups of mask tokens behind chosen tokens, the *anchors*, against these keys. Only
+computes them; a second one computes groups of mask tokens after chosen tokens, the *anchors*, against these keys. Only
 the second, which is a fraction of the text, is differentiated.
 
 Invariant: the hidden states of an anchor's masks are those of a step in which the anchor is a real token.
@@ -52,12 +52,12 @@ class TextView:
 
 
 class MaskView(TextView):
-    """The KV view of mask tokens behind the anchors of texts that were read.
+    """The KV view of mask tokens after the anchors of texts that were read.
 
     Args:
         texts: what the texts' forward has kept.
         anchors: int64 ``[A]``, indices of tokens; the same in all texts.
-        num_masks: k, mask tokens behind each.
+        num_masks: k, mask tokens after each.
     """
 
     def __init__(self, texts: TextView, anchors: Tensor, num_masks: int) -> None:
@@ -100,7 +100,7 @@ def read(model: CausalLM, ids: Tensor) -> tuple[Tensor, TextView]:
 
 
 def look_ahead(model: CausalLM, texts: TextView, anchors: Tensor, num_masks: int) -> Tensor:
-    """Hidden states ``[N, A, k, H]`` after the final norm of masks behind the anchors ``[A]``; ``model`` is adapted."""
+    """Hidden states ``[N, A, k, H]`` after the final norm of masks after the anchors ``[A]``; ``model`` is adapted."""
     view = MaskView(texts, anchors, num_masks)
     N, A = texts.num_texts, len(anchors)
     ids = (FIRST_MASK + torch.arange(num_masks, device=anchors.device)).repeat(N * A)

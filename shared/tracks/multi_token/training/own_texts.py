@@ -3,7 +3,7 @@
 A drafter learns from the model's own distribution, so no data set is needed: the model answers prompts of
 ``prompts.json``. The answers to its held-out prompts are greedy and are only measured with.
 
-Invariant: a text is its prompt, and the answer behind it; ``is_answer`` marks the tokens that the model wrote.
+Invariant: a text is its prompt, and the answer after it; ``is_answer`` marks the tokens that the model wrote.
 """
 
 import itertools

@@ -101,9 +101,9 @@ def _texts(
 ) -> tuple[Texts, Texts]:
     """The texts of an earlier start of the run with the same arguments, or new ones."""
     work.mkdir(parents=True, exist_ok=True)
-    path, about = work / "texts.safetensors", work / "texts.json"
+    path, description = work / "texts.safetensors", work / "texts.json"
     key = json.dumps({"model": name} | writing)
-    if not (path.exists() and about.exists() and about.read_text(encoding="utf-8") == key):
+    if not (path.exists() and description.exists() and description.read_text(encoding="utf-8") == key):
         report(f"the model writes answers to {writing['num_prompts']} prompts, and to those that are held out")
         config: dict[str, Any] = {"max_batch_size": batch, "dtype": dtype, "device": device}
         written = write_texts(name, **writing, **config, report=report)
@@ -114,7 +114,7 @@ def _texts(
         for part, texts in zip(("train", "held_out"), written, strict=True):
             tensors |= {f"{part}.ids": texts.ids.to(torch.int32), f"{part}.is_answer": texts.is_answer}
         save_file({key: tensor.contiguous() for key, tensor in tensors.items()}, path)
-        about.write_text(key, encoding="utf-8")
+        description.write_text(key, encoding="utf-8")
     found = load_file(path)
     both = [Texts(found[f"{part}.ids"].long(), found[f"{part}.is_answer"]) for part in ("train", "held_out")]
     return both[0], both[1]

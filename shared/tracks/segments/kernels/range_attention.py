@@ -1,11 +1,11 @@
-"""Attention over several ranges of keys: chunks, anywhere in a sequence, and its own tokens. Introduced in phase 9.1.
+"""Attention over several ranges of keys: segments, anywhere in a sequence, and its own tokens. Introduced in phase 9.1.
 
 A program computes an item of the plan (:mod:`shared.tracks.segments.range_plan`) for one KV head: up to ``ROWS``
 rows, which are (query, head of the group) pairs, over a split of the ranges that they share. Keys lie as they were
 written, rotated for positions that count from the range's first token. So the queries are moved: before a range's
 keys are read, each query is turned back by the range's offset in the query's sequence
 (:mod:`shared.tracks.segments.relocation`), in place of a rotation of every key. A range that one sequence reads has
-one angle, whose sines are computed with the plan. The sequences that share a chunk may have it at different offsets,
+one angle, whose sines are computed with the plan. The sequences that share a segment may have it at different offsets,
 so there each row has its own.
 
 A launch has as many programs as run at once, and each takes every so many-th item; so a captured launch serves plans of
@@ -13,8 +13,8 @@ any number of items.
 
 Invariants: only keys that some query of the item sees are read; a query that is turned by nothing is not changed; a
 turned query is rounded once, to its dtype, as it is turned either by its slot's offset or by the piece's; angles are
-reduced in fp64, so a distant chunk's are as exact as a near one's; a state without keys is empty (logarithm -inf); the
-plan is uploaded before the step's first kernel.
+reduced in fp64, so a distant segment's are as exact as a near one's; a state without keys is empty (logarithm -inf);
+the plan is uploaded before the step's first kernel.
 """
 
 import math
@@ -35,7 +35,7 @@ from shared.tracks.segments.range_plan import RangePlan
 
 @dataclass(frozen=True)
 class RangeTiling(DecodeTiling):
-    """The tiling of attention over ranges; there are two, for steps in which a chunk is shared, and for others."""
+    """The tiling of attention over ranges; there are two, for steps in which a segment is shared, and for others."""
 
     rows: int = 16  # (query, head) pairs of a tile
     is_early: bool = True  # whether a program looks up its first keys before it waits for the kernel before
@@ -70,7 +70,7 @@ def angles(distance, frequency):
 
 @triton.jit
 def range_attention_kernel(
-    q, keys, values, positions, sequence_tables, sequence_table_starts, chunk_tables, frequencies, turn_rows,
+    q, keys, values, positions, sequence_tables, sequence_table_starts, segment_tables, frequencies, turn_rows,
     num_items, item_slots, item_counts, item_splits, item_pieces, piece_tables, piece_turns, piece_bases,
     piece_begins, piece_ends, slot_rows, slot_offsets, slot_states, out, partial, partial_log, scale, softcap, window,
     q_row_stride, q_head_stride,
@@ -79,7 +79,7 @@ def range_attention_kernel(
 ):  # fmt: skip
     """Program (i, j) computes every item j + n · programs for KV head i; the grid is (Hkv, programs).
 
-    IS_EARLY: it looks up its first keys before it waits for the kernel before, and loads queries behind that. Its slots
+    IS_EARLY: it looks up its first keys before it waits for the kernel before, and loads queries after that. Its slots
     have no offsets. Large tiles are slower so.
     """
     launch_dependents(PDL)
@@ -102,7 +102,7 @@ def range_attention_kernel(
         if not IS_EARLY:
             query = tl.load(at[:, None] + d[None, :], mask=is_row[:, None], other=0.0)  # [ROWS, D]
             other = tl.load(at[:, None] + swapped[None, :], mask=is_row[:, None], other=0.0).to(tl.float32) * sign
-            if tl.max(offset) > 0:  # a shared chunk, which does not stand at the beginning of all
+            if tl.max(offset) > 0:  # a shared segment, which does not stand at the beginning of all
                 angle = angles(offset[:, None], frequency[None, :])
                 query = (query.to(tl.float32) * tl.cos(angle) + other * tl.sin(angle)).to(query.dtype)
         maximum = tl.full([ROWS], float("-inf"), tl.float32)
@@ -121,10 +121,10 @@ def range_attention_kernel(
             least = tl.min(tl.where(is_row, place, 2147483647)) - window + 1
             start = tl.maximum(tl.load(piece_begins + piece), least)
             table = tl.load(piece_tables + piece)
-            if table < 0:  # noqa: SIM108 - an expression would load an offset that does not exist
+            if table < 0:
                 tables = sequence_tables + tl.load(sequence_table_starts - 1 - table)
             else:
-                tables = chunk_tables + table
+                tables = segment_tables + table
             rows = token_rows(start + tl.arange(0, TILE), end, tables, kv_head, BLOCK_SIZE, HKV, D)
             if IS_EARLY:  # all before is the step's; a second wait is over at once
                 wait_for_previous(PDL)
@@ -173,8 +173,9 @@ class RangeWorkspace:
     @classmethod
     def of(cls, num_states: int, num_heads: int, head_dim: int, device: torch.device) -> "RangeWorkspace":
         """A workspace for plans of up to this many states."""
-        about: dict[str, Any] = {"dtype": torch.float32, "device": device}
-        return cls(torch.empty(num_states, num_heads, head_dim, **about), torch.empty(num_states, num_heads, **about))
+        options: dict[str, Any] = {"dtype": torch.float32, "device": device}
+        shape = num_states, num_heads
+        return cls(torch.empty(*shape, head_dim, **options), torch.empty(*shape, **options))
 
 
 def range_attention(
@@ -184,7 +185,7 @@ def range_attention(
     positions: Tensor,
     sequence_tables: Tensor,
     sequence_table_starts: Tensor,
-    chunk_tables: Tensor,
+    segment_tables: Tensor,
     frequencies: Tensor,
     rows_of_turns: Tensor,
     plan: RangePlan[Tensor],
@@ -196,7 +197,7 @@ def range_attention(
     workspace: RangeWorkspace,
     out: Tensor,
 ) -> Tensor:
-    """Attention of T new tokens over the ranges of their sequences. Kernels alone; on a CPU see ``ChunkView``.
+    """Attention of T new tokens over the ranges of their sequences. Kernels alone; on a CPU see ``SegmentView``.
 
     Args:
         q: ``[T, Hq, D]``, rotated for their positions; rows and heads may be strided.
@@ -204,7 +205,7 @@ def range_attention(
             sequence's own tokens for their positions in the sequence.
         positions: int64 ``[T]``, in the sequences.
         sequence_tables, sequence_table_starts: int32, the block tables of the sequences' own tokens and their offsets.
-        chunk_tables: int32, the tables of ``Ranges.tables``.
+        segment_tables: int32, the tables of ``Ranges.tables``.
         frequencies: fp64 ``[D/2]``, of the layer's RoPE: angle per position, divided by 2π.
         rows_of_turns: the plan's :func:`turn_rows`.
         plan: from :func:`shared.tracks.segments.range_plan.plan_ranges`, on the device.
@@ -222,7 +223,7 @@ def range_attention(
         raise ValueError(f"the plan has {len(plan.output_indptr) - 1} rows and the step has {T}")
     launch(
         range_attention_kernel, (Hkv, tiling.grid(Hkv, q.device).resident),
-        q, keys, values, positions, sequence_tables, sequence_table_starts, chunk_tables, frequencies, rows_of_turns,
+        q, keys, values, positions, sequence_tables, sequence_table_starts, segment_tables, frequencies, rows_of_turns,
         *list(plan.arrays().values())[:-1], out, workspace.partial, workspace.partial_log, *in_base_2(scale, softcap),
         NO_WINDOW if window is None else window, q.stride(0), q.stride(1),
         BLOCK_SIZE=block_size, HKV=Hkv, GROUP=Hq // Hkv, D=D, ROWS=tiling.rows,

@@ -1,0 +1,125 @@
+"""Bug hunts as text and as files: which there are, what is planted, and what a folder remembers."""
+
+import ast
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from shared.cli import app
+from shared.errors import ConfigError
+from shared.lessons import lessons
+from tutorial.workshop.exercises import ROOT, find_exercise
+from tutorial.workshop.hunts import BUGS, Hunt, HuntFolder, find_hunts, hunts
+from tutorial.workshop.overlay import WorkspaceFinder
+from tutorial.workshop.workspace import State, Workspace
+
+
+def by_number(hunt: Hunt) -> str:
+    return hunt.number
+
+
+def test_each_phase_of_the_main_line_from_3_on_has_at_least_two() -> None:
+    counts = {lesson.number: 0 for lesson in lessons() if lesson.number >= "03" and not lesson.is_side_track}
+    for hunt in hunts():
+        counts[hunt.phase] += 1
+    assert min(counts.values()) >= 2
+    assert {path.name for path in BUGS.glob("report_*.py")} == {hunt.report.name for hunt in hunts()}
+
+
+@pytest.mark.parametrize("hunt", hunts(), ids=by_number)
+def test_a_hunt_is_a_fault_of_its_phase_s_engine_a_report_hints_and_tests(hunt: Hunt) -> None:
+    planted = {path: hunt.planted(path) for path in hunt.paths}
+    changed = [path for path, text in planted.items() if text != (ROOT / path).read_text(encoding="utf-8")]
+    assert changed == [hunt.module]
+    ast.parse(planted[hunt.module])
+    assert hunt.title
+    assert len(hunt.said.splitlines()) > 2
+    assert hunt.judged(hunt.tests).target
+    assert len(hunt.hints) >= 2
+    assert 10 <= hunt.minutes <= 60
+    for test in hunt.tests:
+        path, _, name = test.partition("::")
+        assert name.partition("::")[0] in (ROOT / path).read_text(encoding="utf-8")
+    assert set(hunt.tests) <= set(hunt.tests_of_phase)
+
+
+@pytest.mark.parametrize("hunt", hunts(), ids=by_number)
+def test_a_report_does_not_name_the_place_of_its_fault(hunt: Hunt) -> None:
+    name = hunt.judged(hunt.tests).target.rpartition(".")[2]
+    words = hunt.said.replace("`", " ").split()
+    assert hunt.module not in hunt.said
+    assert name == "abort" or name not in words  # a method that users call
+
+
+def test_hunts_are_found_by_number_and_phase() -> None:
+    assert find_hunts("8b1") == find_hunts(" 08B1 ") == find_hunts("08")[:1]
+    assert find_hunts(None) == hunts()
+    assert [hunt.number for hunt in find_hunts("6.1")] == ["06.1b1", "06.1b2"]
+    for name, message in (("08b9", "There is no bug '08b9'; there are 03b1"), ("01a", "Phase 01a has no bug hunts")):
+        with pytest.raises(ConfigError, match=message):
+            find_hunts(name)
+
+
+def test_a_hunt_has_a_folder_of_its_own_and_leaves_the_exercises(tmp_path: Path) -> None:
+    (hunt,) = find_hunts("08b1")
+    workspace = Workspace(tmp_path)
+    (file,) = workspace.start([find_exercise("08x5")])
+    before = file.read_text()
+    folder = HuntFolder(tmp_path, hunt)
+    assert not folder.is_planted
+    folder.plant()
+    assert file.read_text() == before
+    planted = tmp_path / "bugs/08b1" / hunt.module
+    assert planted.read_text() == hunt.fault.applied((ROOT / hunt.module).read_text())
+    planted.write_text("# mine\n")
+    HuntFolder(tmp_path, hunt).plant()
+    assert planted.read_text() == "# mine\n"
+    assert Workspace(tmp_path).state(find_exercise("08x5")) is State.GAP
+    assert "3 modules of" in WorkspaceFinder(folder.root, raises=False).summary()
+
+
+def test_what_is_remembered_of_a_hunt(tmp_path: Path) -> None:
+    (hunt,) = find_hunts("08b1")
+    folder = HuntFolder(tmp_path, hunt)
+    folder.plant()
+    assert [folder.next_hint() for _ in range(3)] == [1, 2, 2]
+    folder.note(given_up=True)
+    folder.note(solved=True)
+    again = HuntFolder(tmp_path, hunt).state
+    assert (again.hints, again.is_solved, again.is_given_up) == (2, False, True)
+    (folder.root / ".hunt.json").write_text("[")
+    with pytest.raises(ConfigError, match=r"\.hunt\.json cannot be read .*delete .*08b1 to plant the bug anew"):
+        HuntFolder(tmp_path, hunt)
+
+
+def bug(workspace: Path, *arguments: str) -> tuple[int, str]:
+    environment = {"INFER_WORKSPACE": str(workspace), "NO_COLOR": "1"}
+    done = CliRunner().invoke(app, ["workshop", "bug", *arguments], env=environment)
+    return done.exit_code, done.output
+
+
+def test_a_seed_chooses_the_same_bug_for_a_whole_room(tmp_path: Path) -> None:
+    first = [bug(tmp_path / str(n), "--seed", "7")[1].replace(f"/{n}/", "/") for n in range(2)]
+    assert first[0] == first[1]
+    assert first[0].startswith(f"{hunts()[7].number}  ")
+    assert bug(tmp_path, "08", "--seed", "5")[1].startswith("08b2  ")
+
+
+def test_hints_come_one_at_a_time_and_giving_up_shows_the_difference(tmp_path: Path) -> None:
+    (hunt,) = find_hunts("05b1")
+    assert bug(tmp_path, "05b1", "--hint")[1].startswith(f"1 of 2: {hunt.hints[0]}\n")
+    assert hunt.hints[1] in bug(tmp_path, "05b1", "--hint")[1]
+    code, printed = bug(tmp_path, "05b1", "--give-up")
+    assert code == 0
+    assert "-        if not self.running:\n" in printed
+    assert hunt.breaks in printed
+    listed = bug(tmp_path, "--list")[1]
+    assert "given up" in listed
+    assert f"0 of {len(hunts())} solved" in listed
+
+
+def test_options_that_exclude_each_other_are_refused(tmp_path: Path) -> None:
+    code, printed = bug(tmp_path, "08b1", "--run", "--check")
+    assert code == 2
+    assert "exclude each other" in printed

@@ -1,0 +1,81 @@
+"""Verdicts of earlier checks, which answer a check in which nothing has changed.
+
+What an exercise's tests say depends on its own lines, on the rest of the workspace and on the course. The lines of
+other exercises do not count: where one of them spoils the result, the exercise is judged with the reference in their
+place. Introduced in phase 1b. Invariant: a verdict is found only under the key with which it was kept, and only if the
+tests came to their end in time.
+"""
+
+import hashlib
+import json
+import os
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+
+from tutorial.workshop.course_state import state_of_the_course, state_of_the_installation
+from tutorial.workshop.exercises import Exercise, exercises, reference
+from tutorial.workshop.skeleton import with_gap
+from tutorial.workshop.verdicts import Case, Outcome, Verdict
+
+
+class KeptVerdicts:
+    """The verdicts that a workspace keeps, a file for each exercise."""
+
+    def __init__(self, workspace: Path) -> None:
+        self.workspace = workspace
+        self.folder = workspace / ".verdicts"
+
+    def keys(self, wanted: Sequence[Exercise]) -> dict[Exercise, str]:
+        """Of each exercise, a digest of all that its verdict depends on, as it is now."""
+        files = sorted((self.workspace / "shared").rglob("*.py"))
+        texts = {
+            file.relative_to(self.workspace).as_posix(): file.read_text(encoding="utf-8", errors="replace")
+            for file in files
+        }
+        course = f"{state_of_the_course()} {state_of_the_installation()}"
+        without = {path: _without_exercises(path, text) for path, text in texts.items()}
+        found = {}
+        for exercise in wanted:
+            own = {exercise.path: _without_exercises(exercise.path, texts.get(exercise.path, ""), exercise)}
+            what = repr((exercise.number, course, sorted((without | own).items())))
+            found[exercise] = hashlib.sha256(what.encode()).hexdigest()
+        return found
+
+    def find(self, exercise: Exercise, key: str) -> Verdict | None:
+        """The verdict with this key."""
+        try:
+            kept = json.loads(self._file(exercise).read_text(encoding="utf-8"))
+            if kept["key"] != key:
+                return None
+            fields = kept["verdict"]
+            cases = tuple(Case(**case | {"details": tuple(case["details"])}) for case in fields["cases"])
+            fields |= {"outcome": Outcome(fields["outcome"]), "cases": cases, "is_kept": True}
+            return Verdict(exercise=exercise, **fields)
+        except (OSError, ValueError, KeyError, TypeError):
+            return None
+
+    def keep(self, verdict: Verdict, key: str) -> None:
+        """Keep a verdict if the same check would give it again."""
+        is_late = any(case.is_time_out for case in verdict.cases)
+        if verdict.outcome not in (Outcome.PASSED, Outcome.FAILED) or is_late:
+            return
+        cases = tuple(replace(case, traceback="") for case in verdict.cases)
+        fields = asdict(replace(verdict, cases=cases))
+        del fields["exercise"]
+        file = self._file(verdict.exercise)
+        file.parent.mkdir(parents=True, exist_ok=True)
+        unfinished = file.with_suffix(f".{os.getpid()}")
+        unfinished.write_text(json.dumps({"key": key, "verdict": fields}), encoding="utf-8")
+        unfinished.replace(file)
+
+    def _file(self, exercise: Exercise) -> Path:
+        return self.folder / f"{exercise.number}.json"
+
+
+def _without_exercises(path: str, text: str, kept: Exercise | None = None) -> str:
+    """The text of a module with gaps for its exercises, except for one; where the markers are gone it stays."""
+    for exercise in exercises():
+        if exercise.path == path and exercise != kept:
+            text = with_gap(text, reference(exercise)[1]) or text
+    return text
