@@ -203,7 +203,8 @@ def test_each_sequence_reads_what_a_cache_of_its_own_would_give(
     pool.allocator.stack[:] = free
     view = paged_view(model.config, sizes, backend=backend)
     attention = cast(OperationsAttention, view.attention)
-    assert attention.operation is ATTENTION_BACKENDS[backend if backend in ATTENTION_BACKENDS else "sdpa"]
+    expected = ATTENTION_BACKENDS[backend if backend in ATTENTION_BACKENDS else "sdpa"]
+    assert attention.operation is expected, f"the operation of {backend}"
     check_beside_caches(model, pool, view, backend, lambda num_tokens: num_tokens, rtol=1e-5)
     most_blocks = -(-32 // block_size)
     assert cast(PlainStorage, view.storage).buffer.shape[1] == most_blocks, "a sequence of the maximum length is read"
