@@ -53,7 +53,7 @@ class ServingEngine(ABC):
         """Find ``max_seq_len``, and return the settings as they hold for the loaded model."""
         self.max_seq_len = config.sequence_limit(self.model.max_positions)
         if config.prefill_wait_ms is not None:
-            from shared.scheduling.chunks import within_wait  # which phase 7 introduces
+            from shared.scheduling.chunk_wait import within_wait  # which phase 7 introduces
 
             self.config = config = within_wait(config, self.model)
         return config

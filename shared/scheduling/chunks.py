@@ -9,21 +9,16 @@ progresses in each step; the oldest unfinished prompt has a chunk in every step 
 """
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
 from operator import attrgetter
 
 from shared.engine.config import EngineConfig
 from shared.engine.request import Request
-from shared.models.causal_lm import CausalLM
 from shared.scheduling.prefill import WholePrompts, grant
 from shared.scheduling.schedule import Scheduled
-from shared.scheduling.step_costs import step_costs
 
 BESIDE_DECODING = 512
 """Tokens of a chunk beside decoding requests, by default: about the largest for which these wait little longer than for
 the weights to be read."""
-LEAST_CHUNK = 64
-"""Tokens of a chunk that a wait allows at least: with fewer, a step reads the weights for too few tokens."""
 ALONE = 4096
 """About as many tokens as a chunk has while nothing decodes: with more the first token comes no sooner."""
 UNSCHEDULED: Callable[[Request], int] = attrgetter("num_unscheduled_tokens")
@@ -104,19 +99,6 @@ def chunk_size(config: EngineConfig, remaining: int, num_decoding: int) -> int:
         return config.chunk_beside_decoding or BESIDE_DECODING
     num_chunks = max(1, round(remaining / ALONE), -(-remaining // config.max_num_batched_tokens))
     return -(-remaining // num_chunks)
-
-
-def within_wait(config: EngineConfig, model: CausalLM) -> EngineConfig:
-    """The settings in which ``prefill_wait_ms`` has become the tokens that a chunk beside decoding requests may have:
-    the largest multiple of LEAST_CHUNK, from LEAST_CHUNK to ALONE, whose step takes no longer by the table of step
-    costs. An engine asks once, so the table decides, and no clock.
-    """
-    if config.prefill_wait_ms is None:
-        return config
-    costs, wait = step_costs(model), config.prefill_wait_ms / 1e3
-    sizes = range(LEAST_CHUNK, ALONE + 1, LEAST_CHUNK)
-    size = max((size for size in sizes if costs.cost(size) <= wait), default=LEAST_CHUNK)
-    return replace(config, prefill_wait_ms=None, chunk_beside_decoding=size)
 
 
 def is_last(request: Request, num_tokens: int) -> bool:

@@ -10,8 +10,9 @@ from shared.engine.request import Request
 from shared.lessons import find_lesson, lessons
 from shared.loading.loader import load_model
 from shared.sampling.params import SamplingParams
+from shared.scheduling.chunk_wait import within_wait
 from shared.scheduling.chunked import ChunkedScheduler
-from shared.scheduling.chunks import Chunks, chunk_size, is_last, within_wait
+from shared.scheduling.chunks import Chunks, chunk_size, is_last
 from shared.scheduling.schedule import Schedule
 from shared.scheduling.step_costs import StepCosts, identity, save
 from shared.text.tokenizer import Tokenizer
@@ -83,7 +84,7 @@ def test_the_sizes_of_chunks(
     assert_equal(found, expected, f"chunks of {remaining} tokens beside {num_decoding} decoding, {limits}", ("chunk",))
 
 
-@pytest.mark.parametrize(("wait", "expected"), [(1, 64), (9, 256), (10, 320), (1000, 4096)])
+@pytest.mark.parametrize(("wait", "expected"), [(1, 64), (9, 256), (10, 320), (1000, 8192)])
 def test_a_wait_becomes_a_size_by_the_table_of_step_costs(
     tiny_checkpoints: dict[str, Path], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, wait: int, expected: int
 ) -> None:
@@ -102,7 +103,7 @@ def test_every_engine_with_chunks_heeds_the_wait(number: str, tiny_checkpoints: 
     engine = find_lesson(number).engine(
         EngineConfig(model=folder, max_batch_size=2, max_seq_len=64, prefill_wait_ms=60_000)
     )
-    assert chunk_size(engine.scheduler.config, 9000, 1) == 4096
+    assert chunk_size(engine.scheduler.config, 9000, 1) == 8192
 
 
 def test_a_step_is_filled_in_order(tokenizer: Tokenizer) -> None:

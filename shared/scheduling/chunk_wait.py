@@ -1,0 +1,26 @@
+"""How many tokens a chunk beside decoding requests may have, from how long these may wait. Introduced in phase 7.
+
+An engine asks once, when its model is loaded, and the answer follows from the table of step costs
+(:mod:`shared.scheduling.step_costs`). Invariant: no clock is read, so a queue has the same chunks in every run.
+"""
+
+from dataclasses import replace
+
+from shared.engine.config import EngineConfig
+from shared.models.causal_lm import CausalLM
+from shared.scheduling.step_costs import step_costs
+
+LEAST_CHUNK = 64
+"""Tokens of a chunk that a wait allows at least: with fewer, a step reads the weights for too few tokens."""
+
+
+def within_wait(config: EngineConfig, model: CausalLM) -> EngineConfig:
+    """The settings in which ``prefill_wait_ms`` has become ``chunk_beside_decoding``: the largest multiple of
+    LEAST_CHUNK within the token budget whose step takes no longer, and at least LEAST_CHUNK.
+    """
+    if config.prefill_wait_ms is None:
+        return config
+    costs, wait = step_costs(model), config.prefill_wait_ms / 1e3
+    sizes = range(LEAST_CHUNK, config.max_num_batched_tokens + 1, LEAST_CHUNK)
+    size = max((size for size in sizes if costs.cost(size) <= wait), default=LEAST_CHUNK)
+    return replace(config, prefill_wait_ms=None, chunk_beside_decoding=size)
