@@ -1,4 +1,4 @@
-"""What a step costs, as a table of counts: new tokens, context and drafts. Introduced in phase 7; drafts in phase 11.
+"""What a step costs, as a table of counts: new tokens, context and drafts. Introduced in phase 11.
 
 Decisions that weigh one step against another, such as how many drafts are worth their rows or how many tokens a chunk
 may have, follow this table and read no clock. So the same queue, seed, table, and arrival steps of requests and aborts
