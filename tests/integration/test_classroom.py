@@ -135,7 +135,7 @@ def test_each_submission_gets_its_row(graded: tuple, name: str, outcome: str, re
 @pytest.mark.usefixtures("one_server")
 def test_what_is_wrong_in_one_exercise_costs_no_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Both stand in one file, and the first ends no run of their tests."""
-    monkeypatch.setattr(grading, "_check_reference", lambda judge, wanted: None)  # proved above
+    monkeypatch.setattr(grading, "_check_reference", lambda judge, wanted, hunted: None)  # proved above
     first, second = find_exercise("02x1"), find_exercise("02x2")
     assert first.path == second.path
     folder = hand_in(tmp_path / "ada", (first, solved(first, "import os; os._exit(0)")))
@@ -147,7 +147,7 @@ def test_what_is_wrong_in_one_exercise_costs_no_other(tmp_path: Path, monkeypatc
 @pytest.mark.usefixtures("one_server")
 def test_an_endless_loop_that_no_signal_interrupts_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """At the limit on one test, here two seconds; the code gets to its loop in milliseconds."""
-    monkeypatch.setattr(grading, "_check_reference", lambda judge, wanted: None)
+    monkeypatch.setattr(grading, "_check_reference", lambda judge, wanted, hunted: None)
     monkeypatch.setattr(grading, "GRACE", 0.0)
     endless = "import collections, itertools; collections.deque(itertools.repeat(1), maxlen=0)"
     (row,) = grade([hand_in(tmp_path / "ada", (STOPPING, solved(STOPPING, endless)))], [STOPPING], limits=Limits(2.0))
@@ -201,7 +201,7 @@ def test_submissions_of_one_name_are_told_apart(tmp_path: Path) -> None:
 def test_without_a_phase_the_exercises_that_were_handed_in_are_judged(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(grading, "_check_reference", lambda judge, wanted: None)
+    monkeypatch.setattr(grading, "_check_reference", lambda judge, wanted, hunted: None)
     gaps = skeleton(solved(STOPPING), {STOPPING.number})
     (row,) = grade([hand_in(tmp_path / "ada", (STOPPING, gaps))])
     assert [verdict.exercise for verdict in row.verdicts] == [STOPPING]

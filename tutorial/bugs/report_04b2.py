@@ -1,7 +1,7 @@
 """A request that was cancelled in the queue is answered all the same.
 
 Our users close their windows. We call `abort`, which says that it found nothing, and later the engine computes the
-whole answer, for which nobody waits. It only happens to requests that have not begun.
+whole answer, which no user waits for. It only happens to requests that have not begun.
 """
 
 from pathlib import Path

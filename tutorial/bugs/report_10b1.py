@@ -1,4 +1,4 @@
-"""INT8 is far worse than everybody says.
+"""INT8 is far less exact than it should be.
 
 Rounding to 8 bits should cost a fraction of a percent. For about half of the rows of our matrices it costs a multiple
 of that, and with some models the answers are useless. FP8 and INT4 suffer too.

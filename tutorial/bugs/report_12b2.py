@@ -12,7 +12,7 @@ pool = GrammarPool(num_bytes=64 * 4, device="cpu")
 base = pool.acquire("invoice", np.full(64, 1, np.int32))  # the first request
 pool.acquire("invoice", np.full(64, 1, np.int32))  # the second, with the same schema
 pool.release("invoice")  # the first ends
-print("a third request, with another schema, gets a place:", pool.acquire("weather", np.full(64, 2, np.int32)))
+print("a third request, with another schema, gets the range at", pool.acquire("weather", np.full(64, 2, np.int32)))
 assert base is not None
 tables = set(pool.tables[base : base + 64].tolist())
 print(f"the second request reads tables of {tables}; its own are {{1}}")

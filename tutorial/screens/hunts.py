@@ -81,7 +81,7 @@ def _report(folder: "HuntFolder", was_planted: bool) -> None:
     typer.echo(f"  your copy  {shown(folder.root)}/shared: phase {lesson.number}, {lesson.title}, one fault in it")
     typer.echo(f"  see it     infer workshop bug {hunt.number} --run    (the script: {shown(hunt.report)})")
     typer.echo(f"  stuck      infer workshop bug {hunt.number} --hint   ({len(hunt.hints)} hints)")
-    typer.echo(f"  mended     infer workshop bug {hunt.number} --check")
+    typer.echo(f"  fixed      infer workshop bug {hunt.number} --check")
     if was_planted:
         typer.echo(f"\nIt was planted before; delete {shown(folder.root)} to plant it anew.")
 
