@@ -21,12 +21,16 @@ from shared.errors import ConfigError
 
 @dataclass(frozen=True)
 class ExerciseEntry:
-    """An exercise's entry in ``lesson.toml``; its title, hints and lines are marked in the source."""
+    """An exercise's entry in ``lesson.toml``; its title, hints and lines are marked in the source.
+
+    ``evening`` is set for the exercises that carry the main line: their number in the plan of ten evenings.
+    """
 
     number: str
     minutes: int
     tests: tuple[str, ...]
     processor_seconds: float = 5.0  # that a part of one test may take, at least ten times what right code takes
+    evening: int | None = None
 
 
 @dataclass(frozen=True)
@@ -34,7 +38,8 @@ class Lesson:
     """One phase: ``bought`` says in a sentence what its idea gains, and where; ``adds`` are its new shared modules,
     ``beside`` others of it that its engine does not load, with an exercise; ``changes`` the methods of Engine that
     differ, ``removes`` the methods it drops; ``replaces`` are pairs of shared modules, of which its engine has the
-    second in place of the first. A side track branches off its ``previous`` phase, and no phase follows it.
+    second in place of the first; ``whole`` is a test of the whole engine, by its node id. A side track branches off its
+    ``previous`` phase, and no phase follows it.
     """
 
     number: str
@@ -51,6 +56,7 @@ class Lesson:
     replaces: tuple[tuple[str, str], ...] = ()
     is_side_track: bool = False
     exercises: tuple[ExerciseEntry, ...] = ()
+    whole: str | None = None
 
     @property
     def module_name(self) -> str:
@@ -142,6 +148,7 @@ def _read(folder: Path) -> Lesson:
         replaces=tuple((old, new) for old, new in values.get("replaces", ())),
         workload=values["workload"],
         is_side_track=values.get("side_track", False),
+        whole=values.get("whole"),
         exercises=tuple(
             ExerciseEntry(**entry | {"tests": tuple(entry["tests"])}) for entry in values.get("exercises", ())
         ),

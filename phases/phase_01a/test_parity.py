@@ -47,6 +47,9 @@ SMOLLM2 = {  # the demo model's layers: small, and RoPE not scaled
     "num_key_value_heads": 3,
     "rope_scaling": None,
     "rope_theta": 100_000.0,
+    # A frequency that is written in another way may differ by an ulp, which is an angle of 0.008 at position 131,071,
+    # and too much even at 4,096 for a token that is quiet.
+    "max_position_embeddings": 512,
 }
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32_768}  # Qwen 3's, for 131,072
 CASES: dict[str, tuple[str, int, dict[str, Any]]] = {
@@ -116,9 +119,10 @@ def random_input(hidden_size: int, num_tokens: int) -> torch.Tensor:
 
 
 def spread_positions(num_tokens: int, limit: int) -> torch.Tensor:
-    """Three stretches: from 0, across 8192 (the original length of Llama 3's RoPE), and up to the limit."""
+    """Three stretches: from 0, across 8192 (the original length of Llama 3's RoPE) or half the limit, and up to the
+    limit."""
     part = num_tokens // 3
-    starts = (0, 8192 - part // 2, limit - (num_tokens - 2 * part))
+    starts = (0, min(8192, limit // 2) - part // 2, limit - (num_tokens - 2 * part))
     lengths = (part, part, num_tokens - 2 * part)
     return torch.cat([torch.arange(start, start + n) for start, n in zip(starts, lengths, strict=True)])
 

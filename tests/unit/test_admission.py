@@ -13,6 +13,7 @@ from shared.scheduling.scheduler import Scheduler
 from shared.scheduling.static import StaticScheduler
 from tests.comparison import assert_equal
 from tests.steps import make_request, step_of
+from tests.unit.test_prefix_pool import make, make_pool, run
 
 MAX_SEQ_LEN = 20
 
@@ -123,3 +124,27 @@ def test_a_request_is_granted_memory_for_its_longest_output(max_new_tokens: int,
     assert_equal(
         scheduler.pool.audit(), [f"Request a holds region 0 with 0 tokens of {granted} reserved."], "audit", ("line",)
     )
+
+
+def test_cached_tokens_need_no_memory_and_a_refused_request_holds_none() -> None:
+    """From phase 6 on tokens are kept free for running requests, and from phase 8 on some of a prompt are cached."""
+    pool = make_pool(5)  # blocks of 4 tokens
+    run(pool, make("old", "abcdefgh"))
+    scheduler = StaticScheduler(EngineConfig(batching_mode="static", max_batch_size=4), pool, 64)
+    new, other, small = make("new", "abcdefghijklmnop"), make("other", "abcdefghqrstuvwx"), make("small", "xyz")
+
+    def admitted(request: Request, num_kept_free: int) -> list[Request]:
+        return admit(scheduler, [request], lambda each: each.num_tokens, num_kept_free)
+
+    for request in (new, other, small):
+        scheduler.add(request)
+    assert_equal(
+        admitted(new, 12), [new], "admitted: 8 of 16 tokens are cached, 12 are free, and none runs", ("request",)
+    )
+    assert_equal(
+        (new.num_computed_tokens, pool.granted[pool.rows[new]]), (8, 16), "computed and reserved tokens of new"
+    )
+    assert_equal(admitted(other, 0), [], "admitted: 8 more tokens are needed and 4 are free", ("request",))
+    assert_equal([each.request_id for each in pool.rows], ["old", "new"], "requests that hold memory", ("request",))
+    assert_equal(admitted(small, 2), [], "admitted: 3 of 4 free tokens are needed, 2 must stay free", ("request",))
+    assert_equal(admitted(small, 1), [small], "admitted: 3 of 4 free tokens are needed, 1 must stay free", ("request",))

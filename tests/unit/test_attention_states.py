@@ -55,6 +55,13 @@ def test_every_head_has_weights_of_its_own():
     assert_close(log, weights.sum(0).log2(), "logarithm", ("head",), rtol=1e-7, atol=1e-7)
 
 
+def test_a_head_far_below_another_keeps_its_weights():
+    values, logs = torch.randn(2, 2, 8), torch.tensor([0.0, -2000.0])
+    merged, log = merge((values[0], logs), (values[1], logs))
+    assert_close(merged, values.mean(0), "values of heads with equal weights", ("head", "dim"), rtol=1e-6, atol=1e-6)
+    assert_close(log, torch.tensor([1.0, -1999.0]), "logarithm", ("head",))
+
+
 def test_no_keys_change_nothing_and_merge_to_zeros():
     some = torch.randn(3, 8), torch.randn(3)
     none = torch.zeros(3, 8), torch.full((3,), -torch.inf)

@@ -2,16 +2,17 @@
 
 from pathlib import Path
 
+import click
 import pytest
 
 from shared.errors import ConfigError
-from tutorial.screens.check import screen
-from tutorial.workshop.exercises import find_exercise
-from tutorial.workshop.mistakes import Mistake, is_alike, recognise
+from tutorial.screens.check import looks_like, screen
+from tutorial.workshop.exercises import find_exercise, reference
+from tutorial.workshop.mistakes import MOST_ALIKE, Mistake, is_alike, recognise, returns_nothing
 from tutorial.workshop.verdicts import Case, Outcome, Verdict, judge
 from tutorial.workshop.workspace import Workspace
 
-EXERCISE = find_exercise("03x2")
+EXERCISE, EXERCISE_THAT_RETURNS = find_exercise("03x2"), find_exercise("03x1")
 FILE = "phases/phase_03/test_parity.py"
 
 
@@ -80,15 +81,32 @@ def test_a_failure_is_alike_if_the_same_cases_fail_with_nearly_the_same_values(e
     assert not is_alike(one, verdict(case("b")))
 
 
-def test_variants_of_one_mistake_share_its_sentence_and_two_mistakes_are_none() -> None:
+def test_variants_of_one_mistake_share_its_sentence_and_of_a_few_mistakes_it_may_be_any() -> None:
     one, other = (Mistake("03x2", says, ()) for says in ("short", "long"))
     variant = Mistake("03x2", "short", (("a", "b"),))
     seen = verdict(case("a"))
-    assert recognise(seen, {one: verdict(case("a")), other: verdict(case("b"))}) == one
+    assert recognise(seen, {one: verdict(case("a")), other: verdict(case("b"))}) == (one,)
     found = recognise(seen, {one: verdict(case("a")), variant: verdict(case("a"))})
-    assert found is not None
-    assert found.says == "short"
-    assert recognise(seen, {one: verdict(case("a")), other: verdict(case("a"))}) is None
+    assert [mistake.says for mistake in found] == ["short"]
+    found = recognise(seen, {one: verdict(case("a")), other: verdict(case("a"))})
+    assert [click.unstyle(line).strip() for line in looks_like(found) if line] == [
+        "This looks like: short.",
+        "or: long.",
+    ]
+    many = {Mistake("03x2", str(n), ()): verdict(case("a")) for n in range(MOST_ALIKE + 1)}
+    assert recognise(seen, many) == ()
+    assert looks_like(()) == []
+
+
+def test_a_function_that_returns_nothing_is_seen_from_its_text() -> None:
+    source, _ = reference(EXERCISE_THAT_RETURNS)
+    lines = ("return 2 * config", "result = 2 * config")
+    assert not returns_nothing(EXERCISE_THAT_RETURNS, source)
+    assert returns_nothing(EXERCISE_THAT_RETURNS, source.replace(*lines))
+    inner = "each = lambda: 0\n    def inner():\n        return 1\n    result = 2 * config"
+    assert returns_nothing(EXERCISE_THAT_RETURNS, source.replace(lines[0], inner))
+    assert not returns_nothing(EXERCISE_THAT_RETURNS, "no such function")
+    assert not returns_nothing(EXERCISE, source), "it sets attributes, and returns nothing in the reference either"
 
 
 def test_a_mistake_that_does_not_fit_its_exercise_is_refused() -> None:

@@ -9,9 +9,10 @@ from shared.engine.config import EngineConfig
 from shared.engine.request import Request
 from shared.lessons import find_lesson, lessons
 from shared.loading.loader import load_model
+from shared.sampling.params import SamplingParams
 from shared.scheduling.chunk_wait import within_wait
 from shared.scheduling.chunked import ChunkedScheduler
-from shared.scheduling.chunks import Chunks, chunk_size
+from shared.scheduling.chunks import Chunks, chunk_size, is_last
 from shared.scheduling.schedule import Schedule
 from shared.scheduling.step_costs import StepCosts, identity, save
 from shared.text.tokenizer import Tokenizer
@@ -43,6 +44,15 @@ def steps(loop: Loop, count: int) -> list[str]:
     return [written(loop.step()[0]) for _ in range(count)]
 
 
+def named(value: list[int] | int | dict[str, int]) -> str:
+    """A parameter of the sizes of chunks, as a table of results shows it."""
+    if isinstance(value, int):
+        return f"beside {value}"
+    if isinstance(value, dict):
+        return ", ".join(f"{name.removeprefix('max_')} {number}" for name, number in value.items()) or "no limit"
+    return " ".join(map(str, value)) or "none"
+
+
 @pytest.mark.parametrize(
     ("remaining", "num_decoding", "limits", "expected"),
     [
@@ -64,6 +74,7 @@ def steps(loop: Loop, count: int) -> list[str]:
         ([10, 3], 8, {"max_num_batched_tokens": 3}, [1]),
         ([], 3, {}, []),
     ],
+    ids=named,
 )
 def test_the_sizes_of_chunks(
     tokenizer: Tokenizer, remaining: list[int], num_decoding: int, limits: dict[str, int], expected: list[int]
@@ -149,15 +160,15 @@ def test_a_request_is_preempted_between_chunks_and_recomputed_in_chunks(tokenize
     a = add(loop, "a", 8, max_new_tokens=16)
     steps(loop, 5)
     b = add(loop, "b", 20, max_new_tokens=4)
-    found, computed_when_preempted = steps(loop, 2), []
+    found, preempted = steps(loop, 2), []
     assert_equal(found, ["a+1! b:0-2", "a+1! b:2-4"], "what each step computes", ("step",))
     while loop.has_work():
         before = b.num_computed_tokens
         schedule = loop.step()[0]
         found.append(written(schedule))
-        computed_when_preempted += [before] if schedule.preempted else []
+        preempted += [(*schedule.preempted, before)] if schedule.preempted else []
         assert len(found) < 60, f"the requests do not finish; the last step computes {found[-1]!r}"
-    assert_equal(computed_when_preempted, [14], "tokens of b's prompt that were computed when it was preempted")
+    assert_equal(preempted, [("b", 14)], "what was preempted, and the tokens of b's prompt that were computed then")
     assert_equal(a.output_ids, [*range(1000, 1016)], "a's output", ("token",))
     assert_equal(b.output_ids, [*range(1000, 1004)], "b's output", ("token",))
     assert_equal(loop.scheduler.pool.audit(), [], "what the pool still holds")
@@ -174,3 +185,48 @@ def test_outputs_are_recomputed_in_chunks_too(tokenizer: Tokenizer) -> None:
     assert_equal(loop.scheduler.num_preemptions, 1, "preemptions")
     assert_equal(a.output_ids, [*range(1000, 1020)], "a's output", ("token",))
     assert_equal(b.output_ids, [*range(1000, 1012)], "b's output", ("token",))
+
+
+def request_at(num_outputs: int, num_computed: int, num_scheduled: int) -> Request:
+    """A request with a prompt of ten tokens."""
+    request = Request("a", [5] * 10, SamplingParams(), 0)
+    for token_id in range(num_outputs):
+        request.append(token_id)
+    request.num_computed_tokens, request.num_scheduled_tokens = num_computed, num_scheduled
+    return request
+
+
+@pytest.mark.parametrize(
+    ("num_outputs", "num_computed", "num_scheduled", "num_tokens", "expected"),
+    [
+        pytest.param(0, 0, 0, 4, False, id="the first chunk"),
+        pytest.param(0, 4, 4, 6, True, id="the rest of the prompt"),
+        pytest.param(0, 0, 0, 10, True, id="the whole prompt"),
+        pytest.param(0, 0, 4, 4, False, id="the second chunk, the first in flight"),
+        pytest.param(0, 0, 4, 6, True, id="the rest of the prompt, the first chunk in flight"),
+        pytest.param(3, 0, 0, 10, False, id="the prompt of a preempted request with 3 outputs"),
+        pytest.param(3, 8, 8, 5, True, id="its rest"),
+        pytest.param(3, 4, 8, 5, True, id="its rest, a chunk in flight"),
+    ],
+)
+def test_the_last_chunk_leaves_no_token(
+    num_outputs: int, num_computed: int, num_scheduled: int, num_tokens: int, expected: bool
+) -> None:
+    found = is_last(request_at(num_outputs, num_computed, num_scheduled), num_tokens)
+    what = f"10 prompt tokens and {num_outputs} outputs, {num_computed} computed, {num_scheduled} scheduled"
+    assert_equal(found, expected, f"{what}: whether the next {num_tokens} are the last")
+
+
+def test_a_request_with_nothing_left_to_schedule_has_no_chunk() -> None:
+    """As while the step is in flight that reaches its length: it is neither prefilling nor decoding."""
+    prefilling, decoding, ending = request_at(0, 0, 4), request_at(1, 10, 10), request_at(1, 10, 11)
+    found = Chunks(EngineConfig()).prompts([prefilling, decoding, ending])
+    numbers = [[prefilling, decoding, ending].index(request) for request in found]
+    assert_equal(numbers, [0], "prompts among one that prefills, one that decodes, one with all scheduled", ("prompt",))
+
+
+def test_a_prompt_without_a_chunk_is_not_in_the_step(tokenizer: Tokenizer) -> None:
+    loop = make_loop(tokenizer, prefill_chunk_size=4, max_prefill_chunks_per_step=1)
+    add(loop, "a", 8)
+    add(loop, "b", 3)
+    assert_equal(steps(loop, 3), ["a:0-4", "a:4-8!", "a+1! b:0-3!"], "what each step computes", ("step",))

@@ -55,6 +55,17 @@ def test_free_edges_are_followed() -> None:
     assert_equal(accepted(determinize(nfa, budget())), TEXTS[1:], "the texts that are accepted", ("text",))
 
 
+def test_a_state_that_is_reached_again_is_not_the_beginning() -> None:
+    """Any number of a; but the end counts at the beginning alone, so only the empty text is accepted."""
+    nfa = NFA()
+    start, before, end = nfa.state(), nfa.state(), nfa.state()
+    nfa.edges[start].append((ord("a"), ord("a"), start))
+    nfa.ends[start] = [before]
+    nfa.begins[before] = [end]
+    nfa.accepts[end] = 1
+    assert_equal(accepted(determinize(nfa, budget())), [b""], "the texts that are accepted", ("text",))
+
+
 @given(WORDS)
 def test_words(texts: list[bytes]) -> None:
     dfa = words(texts, budget())

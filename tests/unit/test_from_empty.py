@@ -31,6 +31,19 @@ MISTAKES = {
     "a token too few": ("02", "mass_before >=", "mass_before + probabilities >=", "its probability is"),
     "positions from 0": ("03", "torch.arange(start, len(ids))", "torch.arange(len(ids) - start)", "token 1: expected"),
 }
+# A line of a page's file, and another way to write it that is right too.
+RIGHT = {
+    "a power of a negative exponent": (
+        "01a",
+        "1.0 / theta ** (torch.arange(0, D, 2) / D)",
+        "theta ** (-torch.arange(0, D, 2) / D)",
+    ),
+    "a norm by its reciprocal": (
+        "01a",
+        "x / (x.square().mean(-1, keepdim=True) + eps).sqrt() * weight",
+        "x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps) * weight",
+    ),
+}
 ON_PAGES = ("no mask", "no first layer", "a token too few", "positions from 0")
 
 
@@ -82,6 +95,12 @@ def test_the_file_of_a_page_passes_the_tests_of_its_phase(check: Check, phase: s
     code, output = check(phase)
     assert code == 0, output
     assert "passed" in output
+
+
+@pytest.mark.parametrize("way", RIGHT)
+def test_another_way_that_is_right_passes(check: Check, way: str) -> None:
+    code, output = check(*RIGHT[way])
+    assert code == 0, output
 
 
 @pytest.mark.slow

@@ -67,6 +67,17 @@ def test_the_tokens_that_may_follow() -> None:
         )
 
 
+def test_a_token_may_end_only_where_the_stack_has_room() -> None:
+    """Also if the stack is too full in the middle of the token. Two tokens may have the same bytes."""
+    tokens = vocabulary([*(word.encode() for word in WORDS), b"[", b"[[]", b"[[]]"])
+    fsm = TokenFSM(nested(), tokens)
+    for depth in range(MAX_DEPTH - 3, MAX_DEPTH + 1):
+        now = nested().walk(START, b"[" * depth)
+        if now is not None:
+            shown = fsm.allowed_tokens(now)
+            assert_equal(shown, by_hand(nested(), tokens, now), f"ids after {depth} brackets", ("token",))
+
+
 WAYS = [(0, 0, 1, 1), (3, 1000, 1, 1), (48, 48, 20, 5)]
 
 

@@ -81,6 +81,8 @@ def test_a_search_compares_the_latest_places_and_no_suffix_without_end(monkeypat
     monkeypatch.setattr(ngram, "MOST_VISITED", 32)
     monkeypatch.setattr(ngram, "LONGEST", 2)
     assert_equal(following(text), "YZwca", "the latest of equals, if two tokens are compared")
+    monkeypatch.setattr(ngram, "LONGEST", 3)
+    assert_equal(following("cab1zab2cab"), "1zab2", "the longer of both, if three tokens are compared")
 
 
 def test_a_step_costs_the_same_in_a_long_text() -> None:

@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 from scipy import stats
 
 from shared.sampling.noise import Stream, gumbel, philox, seed_pattern, uniform
+from tests.comparison import assert_close
 
 WORD = st.integers(0, 2**32 - 1)
 
@@ -80,6 +81,16 @@ def test_ends_of_the_interval_are_never_reached():
     assert 1 - 2e-5 < values.max() < 1
     noise = gumbel(torch.tensor([1]), torch.tensor([2]), Stream.DRAW, 300_000)
     assert noise.isfinite().all()
+
+
+def test_gumbel_noise_is_made_of_the_uniform_numbers_of_the_same_arguments():
+    """An answer must not depend on which of two programs has sampled it."""
+    seeds, indices = torch.tensor([5, 5, 6]), torch.tensor([0, 1, 1])
+    for stream in (Stream.DRAW, Stream.RESIDUAL):
+        numbers = uniform(seeds, indices, stream, 1000)
+        noise = gumbel(seeds, indices, stream, 1000)
+        expected = -(-numbers.log()).log()
+        assert_close(noise, expected, f"noise of {stream.name}", ("row", "token"), rtol=1e-5, atol=1e-6)
 
 
 def test_uniform_and_gumbel_follow_their_distributions():

@@ -23,16 +23,19 @@ def random(*shape: int, seed: int = 0) -> torch.Tensor:
 
 @pytest.mark.parametrize("offset", [0.0, 1.0])
 def test_rms_norm_by_its_formula(offset: float) -> None:
-    x, weight = random(5, 48) * 3, random(48, seed=1)
+    sizes = torch.tensor([3.0, 1.0, 1e-2, 1e-4, 0.0])  # epsilon is most of what a small token's mean square becomes
+    x, weight = random(5, 48) * sizes[:, None], random(48, seed=1)
     wide = x.double()
     expected = wide / (wide.square().mean(-1, keepdim=True) + 1e-5).sqrt() * (weight.double() + offset)
     assert_close(rms_norm(x, weight, 1e-5, offset).double(), expected, "normed", ("token", "dim"), rtol=1e-6, atol=1e-6)
 
 
-def test_rms_norm_rounds_once() -> None:
+@pytest.mark.parametrize("offset", [0.0, 1.0])
+def test_rms_norm_rounds_once(offset: float) -> None:
+    """Also where the weight has 16 bits and the offset is added to it."""
     x, weight = random(64, 256).bfloat16(), random(256, seed=1).bfloat16()
-    exact = rms_norm(x.double(), weight.double(), 1e-6).bfloat16()
-    assert_equal(rms_norm(x, weight, 1e-6), exact, "normed, bf16", ("token", "dim"))
+    exact = rms_norm(x.double(), weight.double(), 1e-6, offset).bfloat16()
+    assert_equal(rms_norm(x, weight, 1e-6, offset), exact, "normed, bf16", ("token", "dim"))
 
 
 def test_rms_norm_of_numbers_whose_squares_half_precision_cannot_hold() -> None:
@@ -177,3 +180,11 @@ def test_attention_one_score_after_the_other(
     for attention in (naive_attention, sdpa_attention):
         out = attention(q, k, v, scale=0.3, window=window, softcap=softcap)
         assert_close(out.double(), expected, "attention", ("token", "query head", "dim"), rtol=1e-5, atol=1e-5)
+
+
+def test_attention_has_the_dtype_of_its_queries() -> None:
+    q, k, v = random(3, 6, 8), random(2, 5, 8, seed=1), random(2, 5, 8, seed=2)
+    exact = naive_attention(q.bfloat16().float(), k.bfloat16().float(), v.bfloat16().float(), scale=0.3)
+    out = naive_attention(q.bfloat16(), k.bfloat16(), v.bfloat16(), scale=0.3)
+    # Scores, weights and the output are each rounded to 8 bits.
+    assert_close(out, exact.bfloat16(), "attention, bf16", ("token", "query head", "dim"), rtol=0.02, atol=0.02)

@@ -90,6 +90,40 @@ def test_with_room_for_the_next_tokens_nothing_waits(make: Make) -> None:
     assert_equal(loop.steps(6), ["|ab|", "||ab", "||ab", "||ab", "||ab", "||"], "steps, with room for all tokens")
 
 
+@pytest.mark.parametrize(
+    ("num_pending_of_a", "num_free", "expected"),
+    [
+        pytest.param(1, 2, False, id="room for both"),
+        pytest.param(1, 1, True, id="room for one"),
+        pytest.param(0, 0, False, id="no room, but every end is known"),
+    ],
+)
+def test_a_request_without_a_token_in_flight_needs_its_room_too(
+    num_pending_of_a: int, num_free: int, expected: bool, tokenizer: Tokenizer
+) -> None:
+    """b decodes in every second step, say, so that no token of it is in flight."""
+    scheduler = OverlappedScheduler(EngineConfig(), TokenPool(7 + num_free), MAX_SEQ_LEN)
+    for name, num_pending in (("a", num_pending_of_a), ("b", 0)):
+        request = Request(name, [5] * 3, SamplingParams(), 0)
+        scheduler.add(request)
+        scheduler.start(request, 0)
+        request.append(LETTER)
+        request.num_pending_tokens, request.num_scheduled_tokens = num_pending, 3 + num_pending
+        assert scheduler.pool.reserve(request, 4 if name == "a" else 3), "the first tokens were refused"
+    what = f"a has {num_pending_of_a} tokens in flight and b none, {num_free} slots are free"
+    assert_equal(must_know_ends(scheduler), expected, f"{what}: whether the ends must be known")
+
+
+def test_a_token_may_have_room_in_a_block_that_is_held_already(tokenizer: Tokenizer) -> None:
+    scheduler = OverlappedScheduler(EngineConfig(), PagedKVCachePool(2, 4, 4, MAX_SEQ_LEN), MAX_SEQ_LEN)
+    request = Request("a", [5] * 5, SamplingParams(), 0)
+    scheduler.add(request)
+    scheduler.start(request, 0)
+    assert scheduler.pool.reserve(request, 5), "the first tokens were refused"
+    request.num_pending_tokens, request.num_scheduled_tokens = 1, 5
+    assert_equal(must_know_ends(scheduler), False, "no block is free, and two tokens of a's fit: whether it must wait")
+
+
 def test_a_request_that_has_reached_its_length_needs_no_room(make: Make) -> None:
     """a ends by its length, so its last token in flight asks for nothing, and b is scheduled alone."""
     loop = make(9)

@@ -7,6 +7,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
+import numpy as np
 import psutil
 import pytest
 import torch
@@ -15,7 +16,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import initialize, invariant
 
 from shared.cache import free_memory, pool_size
-from shared.cache.layout.paged import PagedSizes
+from shared.cache.layout.paged import PagedLayout, PagedSizes
 from shared.cache.paged_memory import PagedMemory
 from shared.cache.pool.paged import PagedKVCachePool
 from shared.cache.view.block_storage import PlainStorage
@@ -202,13 +203,23 @@ def test_each_sequence_reads_what_a_cache_of_its_own_would_give(
     pool.allocator.stack[:] = free
     view = paged_view(model.config, sizes, backend=backend)
     attention = cast(OperationsAttention, view.attention)
-    assert attention.operation is ATTENTION_BACKENDS[backend if backend in ATTENTION_BACKENDS else "sdpa"]
+    expected = ATTENTION_BACKENDS[backend if backend in ATTENTION_BACKENDS else "sdpa"]
+    assert attention.operation is expected, f"the operation of {backend}"
     check_beside_caches(model, pool, view, backend, lambda num_tokens: num_tokens, rtol=1e-5)
     most_blocks = -(-32 // block_size)
     assert cast(PlainStorage, view.storage).buffer.shape[1] == most_blocks, "a sequence of the maximum length is read"
     assert staged_tables(sizes)["tables"][0] == 4 * most_blocks, "and all sequences of that length have room"
     assert all(len(piece.blocks) <= 1 + -(-5 // block_size) for piece in attention.pieces(2)), "the window's blocks"
     assert_equal(pool.audit_blocks(), [], "audit of the blocks", ("line",))
+
+
+def test_a_slot_may_exceed_an_int32() -> None:
+    tables = np.array([[7, 200_000_000]], np.int32)
+    layout = PagedLayout.of(np.array([0]), np.array([15]), np.array([18]), tables, 16)
+    expected = [7 * 16 + 15, 200_000_000 * 16, 200_000_000 * 16 + 1]
+    assert_equal(
+        layout.slot_mapping.tolist(), expected, "slots of three tokens in blocks 7 and 200,000,000", ("token",)
+    )
 
 
 def test_a_step_that_is_not_counted_is_forgotten() -> None:

@@ -11,7 +11,14 @@ from tests.comparison import assert_equal
 
 @pytest.mark.parametrize(
     ("steps_since", "turns"),
-    [([], []), ([1], [False]), ([1, 2, 1], [False] * 3), ([1, 3, 1], [True] * 3), ([7, 1], [True] * 2)],
+    [
+        ([], []),
+        ([1], [False]),
+        ([1, 2, 1], [False] * 3),
+        ([1, 3, 1], [True] * 3),
+        ([3, 1], [True] * 2),
+        ([7, 1], [True] * 2),
+    ],
 )
 def test_prefill_first_decodes_all_when_one_is_due(steps_since: list[int], turns: list[bool]) -> None:
     assert_equal(when_due(steps_since, 3), turns, f"who decodes after {steps_since} steps, interval 3", ("request",))

@@ -146,6 +146,20 @@ def test_a_result_from_before_a_preemption_is_dropped_after_the_readmission(toke
     preempt(loop.scheduler, a)
     again = loop.scheduler.schedule()
     loop.finish(before)
-    assert (a.output_ids, a.num_computed_tokens) == ([LETTER, LETTER + 1], 0)
+    found = (a.output_ids, a.num_computed_tokens)
+    assert_equal(found, ([LETTER, LETTER + 1], 0), "output and computed tokens, the old step's result dropped")
     loop.finish(again)
-    assert (a.output_ids, a.num_computed_tokens) == ([LETTER, LETTER + 1, LETTER + 2], 5)
+    found = (a.output_ids, a.num_computed_tokens)
+    assert_equal(found, ([LETTER, LETTER + 1, LETTER + 2], 5), "output and computed tokens, computed anew")
+
+
+def test_the_token_in_flight_has_room_too(tokenizer: Tokenizer) -> None:
+    """As from phase 9 on, where the next step is planned before the last one's tokens are known."""
+    loop = make(tokenizer, 20)
+    add(loop, "a", 3)
+    for in_flight in range(3):
+        assert_equal(loop.scheduler.schedule().preempted, (), "preempted", ("request",))
+        expected = 3 + in_flight
+        assert_equal(
+            loop.scheduler.pool.grants(), {"a": expected}, f"tokens granted, {in_flight} in flight", ("request",)
+        )

@@ -115,6 +115,13 @@ def test_a_copy_is_made_only_where_it_leaves_room_for_the_next_token(num_blocks:
     assert_equal(pool.audit_blocks(), [], "audit of the blocks", ("line",))
 
 
+def test_without_room_for_a_copy_the_salt_still_decides() -> None:
+    pool, first, second = make_pool(3), *(make(name, "abcdefgh", cache_salt="tenant 1") for name in "12")
+    run(pool, first)
+    pool.release(first)
+    assert_equal(start(pool, second), 4, "cached tokens with 3 blocks, the same salt")
+
+
 def test_blocks_of_one_token() -> None:
     pool, first, second = make_pool(block_size=1), make("1", "abc"), make("2", "abc")
     run(pool, first)

@@ -82,6 +82,17 @@ def test_a_salt_is_a_tree_of_its_own() -> None:
     assert_equal(tree.audit([*ends, end]), [], "audit", ("line",))
 
 
+def test_a_match_goes_on_through_every_node() -> None:
+    tree = PrefixTree(SIZE)
+    insert(tree, "aabbccddee", 0, 1, 2, 3, 4)
+    insert(tree, "aaxx", 0, 5)
+    insert(tree, "aabbccyy", 0, 1, 2, 6)  # the nodes: aa, under it xx and bbcc, under that ddee and yy
+    assert_equal(tree.match(pack("aabbccddee"))[1:], (2, 5), "blocks of the last node that match, all that match")
+    assert_equal(tree.match(pack("aabbccddzz"))[1:], (1, 4), "blocks of the last node that match, all that match")
+    found = tree.acquire(pack("aabbccddzz"))[1]
+    assert_equal(found.tolist(), [0, 1, 2, 3], "blocks of 'aabbccddzz'", ("block",))
+
+
 def test_a_growing_request_stays_one_node() -> None:
     tree = PrefixTree(SIZE)
     node = insert(tree, "aa", 0)
@@ -120,6 +131,40 @@ def test_a_node_of_another_request_is_split_and_not_lengthened() -> None:
     alone, _ = tree.acquire(pack("aabbff"))
     alone, of_tree = tree.extend(alone, pack("ff"), blocks(6))
     assert_equal(tree.acquire(pack("aabbff"))[1].tolist(), [0, 1, 6], "a third way on", ("block",))
+
+
+def test_a_node_that_others_continue_or_hold_is_not_lengthened() -> None:
+    tree = PrefixTree(SIZE)
+    mine, other = insert(tree, "aabb", 0, 1), insert(tree, "aabbcc", 0, 1, 2)
+    tree.release(other)  # its block remains, under the node that is mine alone now
+    tree.extend(mine, pack("dd"), blocks(3))
+    assert_equal(tree.acquire(pack("aabbcc"))[1].tolist(), [0, 1, 2], "blocks of 'aabbcc', cached before", ("block",))
+    assert_equal(tree.acquire(pack("aabbdd"))[1].tolist(), [0, 1, 3], "blocks of 'aabbdd'", ("block",))
+    tree = PrefixTree(SIZE)
+    mine, _ = tree.acquire(pack("aabbcc"))
+    theirs = insert(tree, "aabb", 0, 1)
+    mine, of_tree = tree.extend(mine, pack("aabbcc"), blocks(7, 8, 2))
+    assert_equal(of_tree.tolist(), [0, 1, 2], "two blocks found and one added", ("block",))
+    assert_equal(theirs.blocks.tolist(), [0, 1], "blocks of the node that the other request holds", ("block",))
+    assert_equal(tree.audit([mine, theirs]), [], "audit", ("line",))
+
+
+def test_a_release_reaches_the_first_node_of_the_path() -> None:
+    tree, (c, d) = make_tree()
+    f = insert(tree, "aaff", 0, 5)  # divides aabb: the path of d is dd, bb, aa
+    tree.release(d)
+    assert_equal(tree.audit([c, f]), [], "audit after a release, others holding a part of the path", ("line",))
+    tree.release(c)
+    tree.release(f)
+    assert_equal(tree.num_unused_blocks, 5, "unused blocks when all are released")
+
+
+def test_several_blocks_are_evicted_from_the_end_of_the_oldest_node() -> None:
+    tree = PrefixTree(SIZE)
+    for node in (insert(tree, "aabbcc", 0, 1, 2), insert(tree, "ee", 4)):
+        tree.release(node)
+    assert_equal(tree.evict(2).tolist(), [2, 1], "two evicted: of aabbcc, the last first", ("block",))
+    assert_equal(tree.evict(2).tolist(), [0, 4], "two more: what is left of it, then ee", ("block",))
 
 
 def test_what_is_not_held_is_evicted_from_the_ends_and_the_oldest_first() -> None:

@@ -130,21 +130,24 @@ def test_the_token_that_crosses_p_stays():
 def test_tokens_that_hold_p_exactly_are_enough():
     """Probabilities that are sums of powers of two have no rounding: the next token is kept only above p."""
     logits = torch.tensor([[4.0, 2.0, 1.0, 1.0]]).div(8).log()
-    assert logits.softmax(-1).tolist() == [[0.5, 0.25, 0.125, 0.125]]
+    assert_equal(logits.softmax(-1).tolist(), [[0.5, 0.25, 0.125, 0.125]], "probabilities", ("row", "token"))
     for p, expected in [(0.5, 1), (math.nextafter(0.5, 1), 2), (0.75, 2), (math.nextafter(0.75, 1), 4)]:
-        assert sum(kept(apply_top_p(logits, torch.tensor([p], dtype=torch.float64)))) == expected
+        found = sum(kept(apply_top_p(logits, torch.tensor([p], dtype=torch.float64))))
+        assert_equal(found, expected, f"tokens that p = {p!r} keeps of (0.5, 0.25, 0.125, 0.125)")
     wide = torch.full((1, 4096), -INF)  # a vocabulary of which the likeliest are searched first
     wide[0, 1000:1004] = logits
     for p, expected in [(0.5, 1), (math.nextafter(0.5, 1), 2)]:
-        assert sum(kept(apply_top_p(wide, torch.tensor([p], dtype=torch.float64)))) == expected
+        found = sum(kept(apply_top_p(wide, torch.tensor([p], dtype=torch.float64))))
+        assert_equal(found, expected, f"tokens that p = {p!r} keeps of these four among 4,096")
 
 
 def test_each_row_has_its_own_limit():
     logits = random_logits(5, 4000)
     top_k = torch.tensor([1, 3, 3999, 5000, 2**63 - 1])
-    assert (apply_top_k(logits, top_k) > -INF).sum(-1).tolist() == [1, 3, 3999, 4000, 4000]
-    bounded = apply_top_k(logits, torch.tensor([1, 3, 4, 5000, 2**63 - 1]), 4)
-    assert (bounded > -INF).sum(-1).tolist() == [1, 3, 4, 4000, 4000]
+    found = (apply_top_k(logits, top_k) > -INF).sum(-1).tolist()
+    assert_equal(found, [1, 3, 3999, 4000, 4000], f"tokens that {top_k.tolist()} keep of 4,000", ("row",))
+    bounded = (apply_top_k(logits, torch.tensor([1, 3, 4, 5000, 2**63 - 1]), 4) > -INF).sum(-1).tolist()
+    assert_equal(bounded, [1, 3, 4, 4000, 4000], "tokens that 1, 3, 4 and two larger k keep, largest = 4", ("row",))
 
 
 def test_a_row_with_a_larger_k_than_was_searched_for_stays_as_it_is():
@@ -190,6 +193,12 @@ def test_extreme_logits_make_no_nan(values, temperature):
         assert not out.isnan().any(), "the result has a NaN"
         assert_equal(out.max().item(), 0, "highest of the result")
         assert not out.softmax(-1).isnan().any(), "the softmax of the result has a NaN"
+
+
+def test_each_row_has_its_own_temperature():
+    out = apply_temperature(torch.tensor([[1.0, 3.0], [1.0, 3.0]]), torch.tensor([2.0, 4.0]))
+    expected = [[-1.0, 0.0], [-0.5, 0.0]]
+    assert_equal(out.tolist(), expected, "logits 1 and 3 at the temperatures 2 and 4", ("row", "token"))
 
 
 def test_temperature_zero_leaves_the_likeliest_tokens():

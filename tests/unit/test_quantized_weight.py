@@ -5,7 +5,7 @@ import torch
 
 from shared.quantization.formats.stored import unpack_int32
 from shared.quantization.rounding import rounded
-from shared.quantization.weight import QuantizedWeight, dequantize
+from shared.quantization.weight import QuantizedWeight, dequantize, spread
 from tests.comparison import assert_close, assert_equal
 
 
@@ -52,6 +52,8 @@ def test_a_scale_belongs_to_its_block(rows_per_scale: int, columns_per_scale: in
     weight = QuantizedWeight(ones, torch.tensor(scales).float(), None, columns_per_scale, rows_per_scale)
     expected = [[scales[n // rows_per_scale][k // columns_per_scale] for k in range(4)] for n in range(3)]
     assert_equal(dequantize(weight), torch.tensor(expected).float(), "weights of one unit", ("row", "column"))
+    found = spread(weight, torch.tensor(scales, dtype=torch.uint8))
+    assert_equal(found, torch.tensor(expected).float(), "what belongs to each number, of uint8", ("row", "column"))
 
 
 @pytest.mark.parametrize(("scales", "zeros"), [([[1, 10]], [[3, 5]]), ([[1]], [[8]])])

@@ -161,3 +161,12 @@ def test_each_draft_is_judged_by_its_own_distribution() -> None:
     alone = Sampler(torch.device("cpu"), 20, draw=Rejection()).sample(logits[::3], rows[::3], range(20)).ids
     for greedy in (ids[::3], alone):
         assert_equal(greedy.tolist(), logits[::3].argmax(-1).tolist(), "tokens of greedy rows", ("row",))
+
+
+def test_a_replacement_does_not_follow_from_the_rejection() -> None:
+    """A rejection says that the number which decides on acceptance was large. The residual is 0.2 for tokens 0 and 1:
+    noise made of that number would favour one of them."""
+    p, q = torch.tensor([0.4, 0.4, 0.2]), torch.tensor([0.2, 0.2, 0.6])
+    kept = answers(SamplingParams(), p.log().expand(2, 3), q.log()[None])
+    shares = torch.bincount(torch.tensor([tokens[0] for tokens in kept]), minlength=3) / NUM_DRAWS
+    assert_close(shares, p, "shares", ("token",), atol=0.025)

@@ -110,6 +110,7 @@ def test_added_tokens_outside_the_byte_alphabet_stand_for_themselves():
     decoder = TokenDecoder.from_json('{"type": "ByteLevel"}')
     assert_equal(decoder.bytes_of("two words"), b"two words", "bytes of an added token")
     assert_equal(decoder.bytes_of("日"), "日".encode(), "bytes of an added token outside the alphabet")
+    assert_equal(decoder.bytes_of("日é"), "日é".encode(), "bytes of an added token, in part outside the alphabet")
     fallback = TokenDecoder(has_byte_fallback=True)
     for token, expected in (("<0x41>", b"A"), ("<0x041>", b"<0x041>"), ("<0xG1>", b"<0xG1>"), ("<0x4>", b"<0x4>")):
         assert_equal(fallback.bytes_of(token), expected, f"bytes of {token}")

@@ -53,9 +53,11 @@ def screen(workspace: "Workspace", verdict: "Verdict") -> list[str]:
     return [headline(verdict), *(_INDENT + line if line else "" for line in about)]
 
 
-def looks_like(mistake: "Mistake | None") -> list[str]:
-    """What is said of a known mistake."""
-    return ["", _INDENT + typer.style(f"This looks like: {mistake.says}.", fg="yellow", bold=True)] if mistake else []
+def looks_like(found: "Sequence[Mistake]") -> list[str]:
+    """What is said of known mistakes: of several, that it is one of them."""
+    beginnings = ["This looks like:", *["or:"] * len(found)]
+    lines = [f"{begin} {mistake.says}." for begin, mistake in zip(beginnings, found, strict=False)]
+    return ["", *(_INDENT + typer.style(line, fg="yellow", bold=True) for line in lines)] if lines else []
 
 
 def what_it_bought(exercise: "Exercise") -> list[str]:

@@ -17,6 +17,7 @@ import typer
 
 from shared.terminal import working
 from tutorial.screens.check import looks_like, screen, shown, what_it_bought, what_to_write
+from tutorial.screens.later import say_later
 
 if TYPE_CHECKING:
     from tutorial.workshop.check import CheckServer
@@ -35,9 +36,12 @@ class SavedError(Exception):
 def watch_exercises(open_workspace: "Callable[[], Workspace]", wanted: "Sequence[Exercise]") -> None:
     """Until all of these have passed. ``open_workspace`` is called anew for each check, since hints are noted too."""
     from tutorial.workshop.check import CheckServer
+    from tutorial.workshop.later import is_finished
     from tutorial.workshop.warm_server import idle_seconds
     from tutorial.workshop.workspace import State
 
+    phases = dict.fromkeys(exercise.phase for exercise in wanted)
+    unfinished = [phase for phase in phases if not is_finished(open_workspace(), phase)]
     with CheckServer(idle_seconds=idle_seconds()) as server, ThreadPoolExecutor(1) as background:
         runs: dict[Exercise, Future] = {}
         is_over = Event()
@@ -48,6 +52,7 @@ def watch_exercises(open_workspace: "Callable[[], Workspace]", wanted: "Sequence
                 workspace = open_workspace()
                 left = [exercise for exercise in wanted if not workspace.has_passed(exercise)]
                 if not left:
+                    say_later(workspace, server, unfinished)
                     break
                 before = _state(workspace)
                 written = (exercise for exercise in left if workspace.state(exercise) is State.WRITTEN)

@@ -63,7 +63,9 @@ def check(
     verbose: Annotated[bool, typer.Option("--verbose", help="Show the traceback of the case that is shown.")] = False,
 ) -> None:
     """Run the tests of your exercises on your code; exit code 1 unless all of them pass."""
+    from tutorial.screens.later import say_later
     from tutorial.workshop.check import CheckServer
+    from tutorial.workshop.later import is_finished
     from tutorial.workshop.session import Session
     from tutorial.workshop.verdicts import Outcome
     from tutorial.workshop.warm_server import idle_seconds
@@ -72,6 +74,7 @@ def check(
     workspace = _workspace()
     wanted = _wanted(workspace, phase, only)
     written = [exercise for exercise in wanted if workspace.state(exercise) is State.WRITTEN]
+    unfinished = [p for p in dict.fromkeys(e.phase for e in wanted) if not is_finished(workspace, p)]
     with CheckServer(idle_seconds=idle_seconds()) as server:
         session = Session(workspace, server)
         what = f"running the tests of {', '.join(exercise.number for exercise in written)}" if written else ""
@@ -83,6 +86,7 @@ def check(
                 with working(f"comparing {verdict.exercise.number} with known mistakes"):
                     found = session.look(verdict)
                 typer.echo("".join(f"{line}\n" for line in looks_like(found)), nl=False)
+        say_later(workspace, server, unfinished)
     passed = [verdict.exercise for verdict in verdicts if verdict.outcome is Outcome.PASSED]
     typer.echo(f"{len(passed)} of {len(wanted)} passed")
     if passed:

@@ -9,13 +9,15 @@
 
 Each change replaces a text that stands once in the exercise's lines of the reference; variants of a mistake that behave
 differently share its sentence. A learner's code is compared with
-a mistake by behaviour alone: both went through the same tests, the same cases failed, and with the same first wrong
+a mistake by behaviour: both went through the same tests, the same cases failed, and with the same first wrong
 values. What the mistakes do is found out by running them, in forks of the server that ran the learner's code.
 """
 
+import ast
 import json
 import math
 import re
+import textwrap
 import tomllib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -26,13 +28,15 @@ from pathlib import Path
 from shared.errors import ConfigError
 from tutorial.workshop.check import CheckServer
 from tutorial.workshop.course_state import state_of_the_course
-from tutorial.workshop.exercises import Exercise, reference
+from tutorial.workshop.exercises import Exercise, function_lines, reference
 from tutorial.workshop.verdicts import Case, Outcome, Verdict
 from tutorial.workshop.version_runs import run_versions
 
 FOLDER = Path(__file__).parents[1] / "mistakes"
 _NUMBER = re.compile(r"-?\d[\d,]*\.?\d*(?:e[+-]?\d+)?|\bnan\b|-?\binf\b")
 _TOLERANCE = 1e-3
+MOST_ALIKE = 3
+"""Mistakes that one set of tests cannot tell apart, and that are still named; a test keeps to it."""
 
 
 @dataclass(frozen=True)
@@ -97,10 +101,31 @@ def run_mistakes(
     return {exercise: dict(zip(mistakes_of(exercise), found[exercise] or (), strict=True)) for exercise in wanted}
 
 
-def recognise(verdict: Verdict, known: Mapping[Mistake, Verdict]) -> Mistake | None:
-    """The known mistake that behaves as the judged code does; None if none does, or several that are not the same."""
+def recognise(verdict: Verdict, known: Mapping[Mistake, Verdict]) -> tuple[Mistake, ...]:
+    """The known mistakes that behave as the judged code does, one for each sentence; none if they are too many to
+    name."""
     found = {mistake.says: mistake for mistake, other in known.items() if is_alike(verdict, other)}
-    return next(iter(found.values())) if len(found) == 1 else None
+    return tuple(found.values()) if len(found) <= MOST_ALIKE else ()
+
+
+def returns_nothing(exercise: Exercise, text: str) -> bool:
+    """Whether an exercise's function returns no value in the module's ``text``, and does in the reference."""
+    return _returns(reference(exercise)[0], exercise.target) and not _returns(text, exercise.target)
+
+
+def _returns(source: str, target: str) -> bool:
+    """Whether a function returns or yields a value anywhere; of one that cannot be read, that it does."""
+    lines = function_lines(source, target)
+    if not lines:
+        return True
+    waiting: list[ast.AST] = [*ast.parse(textwrap.dedent("\n".join(lines))).body[0].body]  # type: ignore[attr-defined]
+    while waiting:
+        node = waiting.pop()
+        if isinstance(node, ast.Yield | ast.YieldFrom) or (isinstance(node, ast.Return) and node.value is not None):
+            return True
+        if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda | ast.ClassDef):
+            waiting += ast.iter_child_nodes(node)
+    return False
 
 
 def is_alike(one: Verdict, other: Verdict) -> bool:

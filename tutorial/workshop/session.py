@@ -68,11 +68,16 @@ class Session:
                 self.kept.keep(verdict, key)
         return [verdict for verdict in verdicts.values() if verdict is not None]
 
-    def look(self, verdict: Verdict, watch: Watch | None = None) -> "Mistake | None":
-        """The known mistake that fails in the same way. The mistakes run now, unless what they do is kept."""
-        from tutorial.workshop.mistakes import recognise
+    def look(self, verdict: Verdict, watch: Watch | None = None) -> "tuple[Mistake, ...]":
+        """The known mistakes that fail in the same way. They run now, unless what they do is kept."""
+        from tutorial.workshop.mistakes import Mistake, recognise, returns_nothing
 
-        return recognise(verdict, self.known(verdict.exercise, watch)) if verdict.outcome is Outcome.FAILED else None
+        exercise = verdict.exercise
+        if verdict.outcome is not Outcome.FAILED:
+            return ()
+        if returns_nothing(exercise, self.workspace.file(exercise).read_text(encoding="utf-8", errors="replace")):
+            return (Mistake(exercise.number, "nothing is returned: `return` is missing", ()),)
+        return recognise(verdict, self.known(exercise, watch))
 
     def known(self, exercise: Exercise, watch: Watch | None = None) -> "dict[Mistake, Verdict]":
         """What the known mistakes of an exercise do; ``watch`` as in `CheckServer.run`."""

@@ -1,11 +1,10 @@
 """The configuration after a token, on the GPU that sampled the token. Introduced in phase 12.
 
 The next mask depends on the token that a step has just sampled, which the host sees a step later. So the configurations
-live on the device, and a launch after the sampler moves them on. With drafts each position has a configuration: that
-of the next position is that after a draft, so one launch walks them in a chain.
+live on the device, and a launch after the sampler advances them. With drafts each position has a configuration, which
+follows from the previous position's by one draft, so one launch walks the chain.
 
-A token in a text often leaves a row where all tokens walk as before, as most do in a string. Such a row is marked, and
-its mask is not found again.
+If the allowed tokens stay the same, as for most tokens inside a string, the row is marked and keeps its mask.
 
 Invariant: a row whose grammar refuses the token loses its grammar; the mask prevents this, and the host, which walks
 the same tokens, finds it.

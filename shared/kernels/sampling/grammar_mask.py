@@ -1,10 +1,10 @@
-"""Which tokens a grammar allows, computed on the GPU in every step, and the others' logits removed.
+"""Computes the tokens that a grammar allows on the GPU in every step, and masks the others' logits.
 
-Introduced in phase 12. Engines that compute masks on the CPU must wait for the token before they can begin, and send
-the mask. Here each thread walks the bytes of a token through the automaton of its row; nothing is sent, and a mask is
-found anew only if the row has moved to where tokens walk in another way. Two launches: the walk sets a bit for each
-token in the order of :class:`shared.grammar.tokens.device.GrammarTokens`, and needs no logits, so it can run while
-the model computes them; the second writes -inf, in the order of the ids.
+Introduced in phase 12. Engines that compute masks on the CPU must wait for the sampled token and then upload the mask.
+Here each thread walks the bytes of a token through the automaton of its row; nothing is uploaded, and a mask is
+recomputed only if the row's allowed tokens may have changed. Two launches: the walk sets a bit for each token in the
+order of :class:`shared.grammar.tokens.device.GrammarTokens`, and needs no logits, so it can run while the model
+computes them; the second writes -inf, in the order of the ids.
 
 Invariants: a row without a grammar is neither read nor written; the bits are those of the scalar walk; the host reads
 nothing, and all addresses are fixed, so that a CUDA graph can hold both launches.

@@ -1,9 +1,8 @@
 """The bytes of tokens through the automaton of a row, one token a thread. Introduced in phase 12.
 
-What the automaton is, and its scalar specification, stands in :mod:`shared.grammar.automata.automaton`; its tables
-as packed numbers in :mod:`shared.grammar.tokens.pool`. Frames that a token pushes stay in registers, those that it
-pops below them are read from the row. The rare actions are guarded by a branch that all threads of a program take
-together.
+:mod:`shared.grammar.automata.automaton` defines the automaton and its scalar walk; :mod:`shared.grammar.tokens.pool`
+packs its tables. Frames that a token pushes stay in registers, those that it pops below them are read from the row. The
+rare actions are guarded by a branch that all threads of a program take together.
 
 Invariant: the walk reads and never writes the row, whose numbers :mod:`shared.grammar.tokens.device` lays out.
 """

@@ -4,9 +4,8 @@ PyTorch needs dozens of operations for a row with top-k and top-p, two of which 
 is divided into blocks of logits, one program each, and the launches run in order:
 
     peak     the maximum logit and its token: the result of a greedy row; other rows subtract the maximum
-    bracket, collect, search: the top-k and top-p cutoffs of rows that have them, see
-    :mod:`shared.kernels.sampling.cuts` draw     Gumbel noise for the remaining tokens, and the arg-max, see
-    :mod:`shared.kernels.sampling.draw`
+    bracket, collect, search   the top-k and top-p cutoffs of rows that have them (:mod:`shared.kernels.sampling.cuts`)
+    draw     Gumbel noise for the remaining tokens, and the arg-max (:mod:`shared.kernels.sampling.draw`)
 
 Min-p needs no launch: its cutoff is a distance from the maximum, which is known before. Logit biases and penalties are
 applied before the launches, by PyTorch, to a copy of the logits in a batch that has any.

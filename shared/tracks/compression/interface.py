@@ -1,7 +1,7 @@
-"""Compression of a request's KV cache: what its two sides must offer, and in which order. Introduced in phase 9.2.
+"""The interface of KV cache compression: what pool and view must provide, and in which order. Introduced in phase 9.2.
 
-The view alone sees keys and queries, so it decides what is kept. Then the pool counts it, gives it blocks and frees the
-others, and the view moves it. Invariant: no step is in flight that reads or writes the request.
+Only the view sees keys and queries, so it selects the keys to keep. The pool then counts them, assigns blocks and frees
+the rest, and the view moves the keys. Invariant: no step is in flight that reads or writes the request.
 """
 
 from collections.abc import Callable, Sequence

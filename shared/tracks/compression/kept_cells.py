@@ -1,9 +1,9 @@
-"""What compressed sequences have kept in the KV cache, with PyTorch's operations. Introduced in phase 9.2.
+"""The keys that compressed sequences keep in the KV cache, with PyTorch's operations. Introduced in phase 9.2.
 
-``compress`` runs between two steps: for each layer and head it scores the keys that are left, and then either moves
-those that it keeps into the first blocks (*condensed*), or marks them in a mask and moves nothing (*masked*,
+``compress`` runs between two steps: for each layer and head it scores the remaining keys, and then either moves the
+selected ones into the first blocks (*condensed*) or marks them in a mask and moves nothing (*masked*,
 ``if_fake_compress``). A layer with a sliding window keeps exactly its window, which loses nothing. The other layers
-keep what the compressor selects.
+keep the keys that the compressor selects.
 
 Invariants: a head's tokens are in time order, its tail included; masks only lose bits.
 """

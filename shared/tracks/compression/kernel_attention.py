@@ -1,12 +1,11 @@
-"""Attention on a GPU over a KV cache of which parts were dropped, in captured steps. Introduced in phase 9.2.
+"""Attention on a GPU over a compressed KV cache, in captured steps. Introduced in phase 9.2.
 
-What a compression kept is written once on the device, in the request's row of the pool. From there the kernel of decode
-steps (:mod:`shared.tracks.compression.kernels.condensed_attention`) reads which tokens a head has, so a step uploads
-no more than in phase 6, and is captured in phase 9's buckets. Compressed or not, all decoding sequences are one
-launch. A prompt that was compressed, because a preempted request is computed again, is attended with PyTorch's
-operations.
+A compression writes the kept tokens once to the device, in the request's row of the pool. The decode kernel
+(:mod:`shared.tracks.compression.kernels.condensed_attention`) reads each head's tokens there, so a step uploads no more
+than in phase 6 and is captured in phase 9's buckets. One launch serves all decoding sequences, compressed or not. The
+compressed prompt of a preempted request, which is recomputed, uses PyTorch's operations.
 
-Invariants: those of :mod:`shared.tracks.compression.kept_cells`; padding belongs to a row that no request has, which
+Invariants: those of :mod:`shared.tracks.compression.kept_cells`; padding uses a row that belongs to no request and
 keeps nothing.
 """
 

@@ -1,9 +1,9 @@
-"""Where the kept tokens of each head are: the layout of a compressed KV cache. Introduced in phase 9.2.
+"""The layout of a compressed KV cache: the cells of each head's kept tokens. Introduced in phase 9.2.
 
-Heads keep different numbers of tokens, so a slot that has room for one token in every layer and head fits no longer.
-A slot is therefore divided into *cells*, one for each layer and KV head, and the kept tokens of all layers and heads
-are laid end to end in the cells of the request's first blocks, head after head, in time order. Tokens that follow are
-written as before, one to a slot, in the blocks after: the *tail*.
+Heads keep different numbers of tokens, so a slot for one token in every layer and head no longer fits. Each slot is
+therefore divided into *cells*, one for each layer and KV head, and the kept tokens of all layers and heads are stored
+end to end in the cells of the request's first blocks, head after head, in time order. Later tokens are written as
+before, one to a slot, in the blocks that follow: the *tail*.
 
 Invariants: the packed part fills whole blocks, the last one perhaps partly, so the tail begins at a block of its own;
 lengths are physical (slots), positions stay the request's own.

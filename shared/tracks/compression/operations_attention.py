@@ -1,7 +1,7 @@
-"""Attention over a KV cache of which parts were dropped, with PyTorch's operations. Introduced in phase 9.2.
+"""Attention over a compressed KV cache, with PyTorch's operations. Introduced in phase 9.2.
 
-Steps without compressed sequences are those of another attention. Compressed sequences are attended by their cells: in
-a decode step of such sequences together, else one at a time.
+Steps without compressed sequences use the plain attention. Compressed sequences attend to their cells: together in a
+decode step of compressed sequences only, otherwise one at a time.
 
 Invariants: those of :mod:`shared.tracks.compression.kept_cells`; the queries of a step are in the ring before it ends.
 """

@@ -1,13 +1,13 @@
 """Compressed requests in a paged KV cache pool. The host side. Introduced in phase 9.2.
 
-A compressed request holds fewer slots than it has tokens. Scheduler and request count tokens from the first, whatever
-became of them; the pool subtracts what was saved (``num_slotless``). Its blocks are whole blocks, as for any request.
+A compressed request holds fewer slots than it has tokens. Scheduler and request count all tokens, dropped or not; the
+pool subtracts the slots that were saved (``num_slotless``). Its blocks are whole blocks, as for any request.
 
 Until its first compression a request has the keys and values of all its tokens, so it shares its prefix (phase 8) if
-prefixes are shared. A compression reads the blocks of the tree and writes others: the tree keeps its own, as when a
-request ends. What the request computes from then on depends on what was dropped, so it never enters the tree. The
-queries of the last tokens before the first compression decide what is kept. They are not in the tree, so a request
-computes these tokens itself, whatever is cached: it keeps what it would keep alone.
+prefixes are shared. A compression reads the tree's blocks and writes to others: the tree keeps its own, as when a
+request ends. Later keys depend on the dropped tokens, so they never enter the tree. The queries of the last tokens
+before the first compression decide what is kept. The tree does not hold queries, so a request always recomputes these
+tokens, and keeps what it would keep alone.
 
 Invariants: those of pool and tree, with slots for tokens; a compressed request wastes less than one block of its packed
 part; compressing takes no block but the first time, where others hold those of the prefix; what was reserved and not

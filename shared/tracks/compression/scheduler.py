@@ -1,12 +1,12 @@
-"""Scheduling around compressions: no step computes past one. Introduced in phase 9.2.
+"""Scheduling around compressions: no step computes past a compression. Introduced in phase 9.2.
 
-A request is compressed at lengths that depend on its prompt and the settings alone: first at the end of its prompt, or
-``steps_between_compressions`` tokens above the budget if that comes later, then at every as many tokens. So a
-preempted request, whose tokens are computed again in chunks, is compressed at the same lengths, and comes to the same
-cache: a chunk ends where a compression is due.
+A request is compressed at lengths that depend only on its prompt and the settings: first at the end of its prompt, or
+``steps_between_compressions`` tokens above the budget if that comes later, and then after every
+``steps_between_compressions`` tokens. A chunk ends where a compression is due. So a preempted request, whose tokens are
+recomputed in chunks, is compressed at the same lengths and gets the same cache.
 
-A compression reads what the last step of its request writes, and frees blocks. So if a request reaches its length in
-the step in flight, the next step leaves it out; when that one is in flight, the request is compressed.
+A compression reads what the request's last step writes, and frees blocks. So if a request reaches such a length in the
+step in flight, the next step leaves it out, and the request is compressed while that step runs.
 
 Invariants: those of :class:`shared.scheduling.overlapped.OverlappedScheduler`; a token after such a length is
 scheduled only after the compression there.

@@ -1,10 +1,10 @@
 """Selection: which of its keys a KV head keeps, within a budget. Introduced in phase 9.2.
 
-The attention of the window says how many keys a head needs: n*, the size of the smallest set of keys whose attention
-has mass p. HARD-KV (arXiv 2606.28831) searches the temperature T at which a top-p choice by softmax(score / T) keeps n*
-keys; without ties that is the top n* by score, so no T is searched. The compressor's scores say which keys, and the
-budget bounds their number. So heads keep different numbers: one that looks at a few keys keeps the least that the
-budget allows, one that looks everywhere the most.
+The attention of the window determines how many keys a head needs: n*, the size of the smallest set of keys whose
+attention has mass p. HARD-KV (arXiv 2606.28831) searches the temperature T at which a top-p choice by softmax(score /
+T) keeps n* keys; without ties that is the top n* by score, so no T is searched. The compressor's scores choose the
+keys, and the budget bounds their number. So heads keep different numbers: a head that attends to few keys keeps the
+minimum that the budget allows, a head that attends everywhere the maximum.
 
 Invariant: the sinks and the recent keys are kept, whatever their scores; at most ``n`` keys are.
 """

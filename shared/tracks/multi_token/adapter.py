@@ -1,12 +1,12 @@
-"""What a model needs to predict several tokens ahead: additions, mask tokens, a sampler head. Introduced in phase 11.1.
+"""The adapter that lets a model predict ahead: LoRA, mask tokens, a sampler head. Introduced in phase 11.1.
 
 An adapter is a folder with ``adapter.json`` (rank, α, targets, number of mask tokens) and ``adapter.safetensors``. It
 fits every checkpoint of one shape, in any dtype or quantization.
 
-The sampler head makes consistent words of independent guesses. The hidden states of all mask tokens come from one
-forward, so none knows which tokens the others stand for. The head adds the token that was sampled in the place before
-(Samragh et al., arXiv 2507.11851): two blocks Linear → SiLU → RMSNorm over [embedding; hidden state], and the hidden
-state again. The model's own output head then gives logits.
+The sampler head makes independent guesses consistent. The hidden states of all mask tokens come from one forward, so
+none depends on the tokens that the others become. The head adds the token sampled at the previous position (Samragh et
+al., arXiv 2507.11851): two blocks Linear → SiLU → RMSNorm over [embedding; hidden state], plus the hidden state. The
+model's own output head then gives logits.
 
 Invariant: an adapter that does not fit is refused with the list of what does not fit, before anything is changed.
 """

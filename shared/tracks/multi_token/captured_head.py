@@ -1,9 +1,9 @@
 """The passes of the sampler head as CUDA graphs. Introduced in phase 11.1.
 
-A guess takes some fifteen launches: embedding, two small blocks, the output head. The host needs about as long for them
-as the GPU, which has nothing else to do between two steps. So they are recorded, for 1, 2, 4, ... rows: one pass, and,
-for requests whose guesses are the likeliest tokens, all passes with the draws between them. These run right after the
-forward, before it is known which of its tokens count, and guess after each of them: the weights are read once for all.
+A guess takes some fifteen launches: embedding, two small blocks, the output head. Launching them takes the host about
+as long as they take the GPU, which is otherwise idle between two steps. So they are captured for 1, 2, 4, ... rows: a
+single pass, and, for greedy guesses, all passes with the sampling between them. These run right after the forward,
+before its accepted tokens are known, and guess after each token, so the weights are read once for all.
 
 Invariant: the logits are those of :meth:`shared.tracks.multi_token.adapter.Adapter.logits`, and valid until the next
 replay, as are the guesses.

@@ -1,12 +1,11 @@
-"""Drafts by the model itself: from the hidden states of mask tokens in the step before. Introduced in phase 11.1.
+"""Drafts by the model itself, from the hidden states of the previous step's mask tokens. Introduced in phase 11.1.
 
-No second model runs, and no second KV cache is kept. The runner keeps the hidden states of each group of mask tokens;
-once the step's tokens are known, the group after the last accepted one is the right one. The sampler head of the
-adapter makes drafts of it, one after the other, since each depends on the draft before.
+There is no second model and no second KV cache. The runner keeps the hidden states of each group of mask tokens; once
+the step's tokens are known, the group after the last accepted token is used. The adapter's sampler head makes drafts
+from it one after the other, since each depends on the previous draft.
 
-Where the passes of the head are recorded and the drafts are the likeliest tokens, the GPU does not wait for the host to
-learn which group is the right one: it makes the drafts of all groups, right after the step, and the host takes those
-that count.
+If the head's passes are captured and drafting is greedy, the GPU does not wait for the host to choose the group: it
+makes the drafts of all groups right after the step, and the host takes the ones it needs.
 
 Drafts are sampled as those of a draft model: with the noise of the request, or, for rejection, from a stream of their
 own (:mod:`shared.speculation.draft_model`).

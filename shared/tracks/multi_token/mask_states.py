@@ -1,4 +1,4 @@
-"""Keeps the hidden states of mask tokens for the drafter, and then tells it what was sampled. Introduced in phase 11.1.
+"""Keeps the hidden states of mask tokens for the drafter, and passes it the sampled tokens. Introduced in phase 11.1.
 
 Invariants: the states are those of the last batch that was launched, and of no other; what is kept is a copy, so the
 next step may overwrite the buffers of a captured one.

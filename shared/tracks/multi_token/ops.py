@@ -4,8 +4,8 @@ A request's new tokens are n *real* ones, its newest token and n - 1 guesses, an
 mask tokens, which stand for the k tokens after it. If the guesses up to real token g are right, the hidden states of
 group g are the start of the next guesses (Samragh et al., arXiv 2507.11851). With n = k + 1 there are (k + 1)² tokens.
 
-The real tokens are laid down first, then the groups. So the keys and values of accepted tokens are where they stay,
-and nothing is copied: the paper's order, with each group after its token, moves them in every layer of every step.
+The real tokens come first, then the groups. So the keys and values of accepted tokens are already in their final slots,
+and nothing is copied. The paper's order, with each group after its token, moves them in every layer of every step.
 
 A token has a group g and a rank r in it: a real token has rank 0, mask tokens 1 to k. Invariants: a real token sees
 what it would see without masks; a mask token sees the real tokens up to its group's, and the masks of its group up to

@@ -2,13 +2,13 @@
 
 A step with masks verifies the guesses of the step before, and makes those of the next. So a request's drafts of a step
 are at most the masks that it had in the step before, and each of its real tokens is followed by a group of masks, since
-it is not known which drafts will be right. Masks are granted last of all, after the drafts of every request.
+it is not known which drafts will be right. Masks are granted last, after the drafts of every request.
 
-A guess that is there is verified, even if guesses do not seem worthwhile: one row costs little, and without it nothing
-would be learned about the request.
+An existing guess is verified even if guesses do not seem worthwhile: one row costs little, and without it the request's
+acceptance could not be estimated.
 
-Invariants: those of :mod:`shared.scheduling.speculative` and :mod:`shared.scheduling.drafts`; after the commit nothing
-is left of mask tokens.
+Invariants: those of :mod:`shared.scheduling.speculative` and :mod:`shared.scheduling.drafts`; after the commit no mask
+token holds a slot.
 """
 
 from collections.abc import Mapping

@@ -1,14 +1,13 @@
-"""One message a step from rank 0 to each other rank, and how far each rank is. Introduced in phase 12.1.
+"""One message per step from rank 0 to each other rank, and each rank's progress. Introduced in phase 12.1.
 
 Rank 0 pickles a batch once and writes it into one of a few slots of memory that the ranks share; a pipe to each rank
-says that it is there, with its sequence number and its length. A batch that is larger than a slot goes through the
-pipes. Each rank counts on a row of its own: the messages that it has read, the begins and ends of its collectives (the
-count is odd within one), and its heartbeats. It also notes when it began and ended to compute each of the last
-messages.
+announces its sequence number and length. A batch that is larger than a slot goes through the pipes. Each rank has its
+own row of counters: the messages that it has read, the starts and ends of its collectives (the count is odd within
+one), and its heartbeats. It also records the start and end times of its last messages.
 
-Invariants: a slot is written when each rank has read what was in it; only its own rank writes a row of counters; a rank
-that gets another number than the next one raises, so the ranks cannot compute different steps together. The memory has
-no name, so nothing is left of it when the processes end.
+Invariants: a slot is written only after every rank has read its content; only its own rank writes a row of counters; a
+rank that gets another number than the next one raises, so the ranks cannot compute different steps together. The memory
+has no name, so nothing is left of it when the processes end.
 """
 
 import mmap

@@ -4,8 +4,8 @@ On CPUs through gloo; on GPUs through NCCL, small sums by a kernel of our own th
 are objects, so a process may have several. All calls are collective: each rank makes the same ones in the same order.
 On a GPU they are launched on the current stream and can be captured.
 
-Invariant: gloo and the kernel add in the order of the ranks, so all ranks have the same, and have it again in the next
-run. NCCL adds in an order of its own, which is the same in each run of one configuration.
+Invariant: gloo and the kernel add in the order of the ranks, so all ranks get the same result in every run. NCCL adds
+in its own order, which is the same in each run of one configuration.
 """
 
 import logging

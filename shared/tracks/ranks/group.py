@@ -4,8 +4,8 @@ The engine's process is rank 0. It starts the others, and each makes the same mo
 does, of its own part (:mod:`shared.tracks.ranks.worker`). With one rank there is no process, and nothing differs
 from an engine without ranks.
 
-Invariants: all ranks have KV caches of the same size; the other ranks end when the group is closed, fails, or is
-forgotten, and when rank 0 ends in whatever way.
+Invariants: all ranks have KV caches of the same size; the other ranks end when the group is closed, fails or is
+garbage-collected, and when rank 0 ends for any reason.
 """
 
 import math

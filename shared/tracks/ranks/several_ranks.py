@@ -1,8 +1,8 @@
 """The ranks that compute a runner's batches: several. Introduced in phase 12.1.
 
 Rank 0 sends each batch to the others before its own forward; all compute the same launches, and meet in the
-collectives. Sampling is rank 0's alone: the next step begins with a broadcast of the ids that only the devices know, so
-a step can be launched while the one before it runs.
+collectives. Only rank 0 samples: the next step begins with a broadcast of the ids that only its device knows, so a step
+can be launched while the previous one runs.
 
 Invariants: every rank makes the same collectives in the same order, which a batch determines. A forward is not repeated
 in parts if it raises: other ranks are in the middle of it, so its failure is the group's.

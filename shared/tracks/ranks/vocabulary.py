@@ -1,7 +1,7 @@
 """Logits of which each rank has some columns: gathered, or only their arg-max. Introduced in phase 12.1.
 
-Rank r has the logits of its part of the vocabulary. To draw from all of them they are gathered: V numbers a row. For
-the arg-max two numbers of each rank are enough.
+Rank r has the logits of its part of the vocabulary. Sampling gathers all of them, V numbers per row. The arg-max needs
+only two numbers from each rank.
 
 Invariant: ties go to the smallest id, as in ``torch.argmax`` of all logits.
 """

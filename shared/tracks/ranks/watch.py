@@ -1,10 +1,10 @@
-"""Finds out that a rank has died, hangs, or failed, and ends its group. Introduced in phase 12.1.
+"""Detects that a rank has died, hangs or failed, and ends its group. Introduced in phase 12.1.
 
-A rank that is missing leaves the others in a collective that never ends. So a thread of rank 0 reads what the others
-report, sees the end of their pipes, and looks whether they count on while rank 0 waits for them. If one does not, the
-thread kills all of them: on a CPU rank 0's collective then raises, on a GPU it is aborted.
+A missing rank leaves the others in a collective that never ends. So a thread of rank 0 reads their reports, detects
+closed pipes, and checks that their counters advance while rank 0 waits for them. If one stops, the thread kills all of
+them: on a CPU rank 0's collective then raises, on a GPU it is aborted.
 
-Invariant: the first failure is the group's, and names the rank that it began with.
+Invariant: the group reports its first failure and names the rank that caused it.
 """
 
 import logging

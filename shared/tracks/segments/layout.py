@@ -1,8 +1,8 @@
 """The layout of a batch in which requests are made of segments. Introduced in phase 9.1.
 
-A request's own tokens have their slots and block table as ever. Before them it has *ranges*: each is a segment, at a
-position of the request. The blocks of a segment are listed once for each place that it stands in, and are shared by
-all. Invariant: every range of a sequence ends before the sequence's own first token.
+A request's own tokens have slots and a block table as in phase 6. Before them come *ranges*: each is a segment at a
+position of the request. A segment's blocks are listed once for each of its positions and are shared by all. Invariant:
+every range of a sequence ends before the sequence's own first token.
 """
 
 from collections.abc import Iterable

@@ -1,10 +1,10 @@
 """Segments in a paged KV cache pool. The host side. Introduced in phase 9.1.
 
 A request made of segments holds blocks for its own tokens only; the segments' blocks stay with the registry, which
-counts the request as their user from its admission to its release. Its tokens number from the first of its first
-segment, so the segments count as cached tokens, as a prefix would. A request that computes a segment is a prompt like
-any other, whose blocks the registry keeps when it is complete. Neither kind looks into the prefix tree, or enters it:
-the keys after a segment know another past than their tokens say.
+counts the request as their user from its admission to its release. Its tokens are numbered from the first token of its
+first segment, so segments count as cached tokens, as a prefix would. A request that computes a segment is an ordinary
+prompt, and the registry keeps its blocks when it is complete. Neither kind matches or enters the prefix tree: keys
+after a segment were computed with a different context than their tokens imply.
 
 Invariants: those of :class:`shared.cache.pool.prefix.PrefixSharing` for all other requests; free blocks, and those
 that the tree, the registry and requests hold, are all blocks.

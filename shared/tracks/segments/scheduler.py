@@ -1,9 +1,9 @@
 """Scheduling for requests made of segments: missing segments are computed first. Introduced in phase 9.1.
 
-A segment is computed by a request of its own, whose one token is dropped: a prompt among others, in the same steps. The
-first waiting request that lacks segments has them computed, directly before it in the queue; it and all after it wait.
-So requests are admitted in order of arrival, and the segments of one never displace those of a request before it.
-Segments that are registered without a request join the end of the queue.
+An internal request computes each segment as a prompt in the same steps as others; its one token is dropped. The missing
+segments of the first waiting request that lacks any are queued directly before it; it and all later requests wait. So
+requests are admitted in order of arrival, and the segments of one never displace those of a request before it. Segments
+that are registered without a request join the end of the queue.
 
 Invariants: a request is admitted only while all its segments are resident; a segment is computed once, however many
 requests wait for it; if computing it fails, the requests that wait for it fail too.

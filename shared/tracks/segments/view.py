@@ -5,12 +5,12 @@ that reads a segment at ``offset`` is moved back by ``offset`` positions (:mod:`
 then both count from the segment's first token, and so do windows. Each layer's RoPE has its own frequencies (Gemma 3
 has two).
 
-Two other ways to place a segment are here to be compared with this one (``rotation``): its keys are rotated once more
-when they are read, by the offset, and rounded again, which is the *differential* rotation of Braidinfer; or all keys of
-the cache are kept unrotated, and rotated when they are read.
+``rotation`` selects two alternatives for comparison: rotate a segment's keys by the offset when they are read, and
+round them again (the *differential* rotation of Braidinfer); or keep all cached keys unrotated, and rotate them when
+they are read.
 
 A *group* is a segment with all queries of the step that read it: its keys are gathered once for all of their sequences.
-Steps without segments are those of :class:`shared.cache.view.paged.PagedView`.
+Steps without segments run as in :class:`shared.cache.view.paged.PagedView`.
 
 Invariants: those of ``PagedView``; a step never changes a segment's keys.
 """

@@ -1,12 +1,12 @@
-"""Decode attention over a compressed KV cache, in which each head has tokens of its own. Introduced in phase 9.2.
+"""Decode attention over a compressed KV cache, in which each head has its own tokens. Introduced in phase 9.2.
 
 The kernel of :mod:`shared.kernels.attention.paged_attention` with other addresses and lengths. A program serves a
-sequence and a KV head. The head's tokens are those that the last compression kept, laid end to end with those of the
-other layers and heads in the sequence's first blocks (:mod:`shared.tracks.compression.layout`), and then the tail,
-one token to a slot. Or all tokens are where they were, and a mask says which are kept; a tile without kept tokens is
+sequence and a KV head. The head's tokens are those that the last compression kept, stored end to end with those of the
+other layers and heads in the sequence's first blocks (:mod:`shared.tracks.compression.layout`), and then the tail, one
+token to a slot. With masks, all tokens keep their slots and a mask marks the kept ones; a tile without kept tokens is
 not read.
 
-What a compression kept is on the device, by row of the pool, so captured launches serve every step.
+The kept tokens are listed on the device, by row of the pool, so captured launches serve every step.
 
 Invariants: those of :mod:`shared.kernels.attention.paged_attention`; a sequence that was never compressed has an
 empty packed part.

@@ -1,9 +1,9 @@
 """Moves the kept keys and values of a compressed sequence together. Introduced in phase 9.2.
 
-The first launch copies what each head keeps to a buffer, head after head; the second copies the buffer into the first
-cells of the sequence's blocks. What is read by the first may be where the second writes.
+The first launch copies the keys that each head keeps to a buffer, head after head; the second copies the buffer into
+the first cells of the sequence's blocks. The buffer is needed because the two ranges may overlap.
 
-The second launch also writes how many each head keeps to ``KeptTokens.ends``, which is thus right for the next step.
+The second launch also writes each head's count to ``KeptTokens.ends``, ready for the next step.
 
 Invariant: kept tokens are in the order of :class:`shared.tracks.compression.layout.Packed`.
 """

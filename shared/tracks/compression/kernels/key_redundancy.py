@@ -1,8 +1,8 @@
-"""How much each cached key resembles the others of its head: what R-KV asks. Introduced in phase 9.2.
+"""How much each cached key resembles the others of its head, the redundancy of R-KV. Introduced in phase 9.2.
 
-The cosines of n keys are n · n numbers a head, of which the columns' sums are needed. Two launches compute them for all
-layers and heads without storing the rest: the first finds the newest near-duplicate of each key, the second adds up the
-columns without those.
+The cosines of n keys are n · n numbers per head, but only the column sums are needed. Two launches compute the sums for
+all layers and heads without storing the cosines: the first finds the newest near-duplicate of each key, the second sums
+the columns without the duplicates.
 
 Invariant: that of :mod:`shared.tracks.compression.kernels.window_mass`.
 """

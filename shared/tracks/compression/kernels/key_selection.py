@@ -1,11 +1,11 @@
-"""Which keys each head keeps, for all layers and heads of several sequences in one launch. Introduced in phase 9.2.
+"""Selects the keys that each head keeps, for all layers of several sequences in one launch. Introduced in phase 9.2.
 
-:func:`shared.tracks.compression.selection.select` sorts. A program here has a head, and finds the same cuts by
-bisection. The bits of a float sort like an integer (those of a negative one when all but the sign are inverted), so
-32 passes over a row find the value from which on the values have a given sum, or a given number. Rows stay in the
-cache of the multiprocessor. Of equal scores the older are kept, by a running count.
+:func:`shared.tracks.compression.selection.select` sorts. Here a program serves one head and finds the same thresholds
+by bisection. The bits of a float sort like an integer (those of a negative float once all bits but the sign are
+inverted), so 32 passes over a row find the threshold at which the values above reach a given sum or count. Rows stay in
+the multiprocessor's cache. Ties go to the older keys, by a running count.
 
-Invariant: what is kept is what ``select`` keeps of each head alone; sums are in fp64 and in a fixed order.
+Invariant: each head keeps the keys that ``select`` keeps; sums are in fp64 and in a fixed order.
 """
 
 import torch

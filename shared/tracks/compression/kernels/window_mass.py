@@ -1,12 +1,12 @@
-"""How much attention each cached key gets from the last queries: what compressors need. Introduced in phase 9.2.
+"""The attention that each cached key gets from the last queries, which compressors score. Introduced in phase 9.2.
 
-The attention of w queries to n keys is w · n numbers a head, of which compressors need the sums over the queries. Two
-launches compute them for all layers and heads without storing the rest: the first finds the logarithm of the sum of
-each query's softmax, the second adds up the columns. Keys are read where they are, packed or in the tail. Several
-sequences are one set of launches.
+The attention of w queries to n keys is w · n numbers per head, but compressors need only the sums over the queries. Two
+launches compute the sums for all layers and heads without storing the rest: the first finds each query's log-sum-exp,
+the second sums the columns. Keys are read in place, packed or in the tail. One set of launches serves several
+sequences.
 
-Invariant: a sum depends neither on timing nor on other requests, so a request that is computed again is compressed to
-the same cache.
+Invariant: a sum depends neither on timing nor on other requests, so a recomputed request is compressed to the same
+cache.
 """
 
 from dataclasses import dataclass

@@ -1,7 +1,7 @@
 """The second product of a gated low-rank addition in one launch. Introduced in phase 11.1.
 
 The first product, A x, costs no launch: A's rows stand below those of W, so the product that reads W computes it too.
-The second has an inner size of 16, and is bound by the launch. So everything after it is done here: the gate, the sum,
+The second has an inner size of 16 and is bound by the launch. So this kernel also does what follows: the gate, the sum,
 the activation or the residual.
 
 Invariant: sums are fp32 and rounded once; a token whose gate is closed gets the columns of W x, bit for bit.

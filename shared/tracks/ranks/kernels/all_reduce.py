@@ -1,19 +1,19 @@
 """The sum of a small tensor over the ranks, through memory that their GPUs share. Introduced in phase 12.1.
 
 *One shot*: each rank writes its numbers into every other rank's memory, waits for theirs, and adds. *Two shots*, for
-larger tensors: rank p gets piece p from every rank, adds, and writes the result into every other rank's memory. That is
-a second trip over the wire, but of N ranks each writes 2 (N - 1) / N times the tensor, and not N - 1 times. What
-follows the sum is done before the result is written: the addition of the residual, and, with one shot, the norm.
+larger tensors: rank p gets piece p from every rank, adds, and writes the result into every other rank's memory. An
+exchange takes two trips, but each of N ranks writes 2 (N - 1) / N times the tensor instead of N - 1 times. The kernel
+adds the residual and, with one shot, applies the norm before it writes the result.
 
-Nothing is sent but numbers, in words of 32 bits, which a GPU writes and reads at once. Memory begins with the word
-``UNSENT`` everywhere, which is a NaN. A rank reads its own memory until no word that it waits for is ``UNSENT``, and
-then makes them all ``UNSENT`` again. Who has to send just this word sends another NaN. This is the protocol of
-TensorRT-LLM's Lamport kernels, whose word is -0.0; FlashInfer has them too, with one shot and with two.
+Ranks exchange numbers only, no flags, in words of 32 bits, which a GPU writes and reads atomically. Memory starts out
+filled with the word ``UNSENT``, a NaN. A rank reads its own memory until no awaited word is ``UNSENT``, and then resets
+them all to ``UNSENT``. A value equal to ``UNSENT`` is sent as another NaN. This is the protocol of TensorRT-LLM's
+Lamport kernels, whose word is -0.0; FlashInfer has them too, with one shot and with two.
 
 A program sums a row, or a part of one, and has a *channel*: two slots for the words of each other rank, and a counter
 of its calls, whose parity chooses the slot. The counter is in memory, and not an argument, so a replayed CUDA graph
-counts on. In a slot a word stands where it stands among the program's words. Rank r has from rank s the words of piece
-r in the first shot, and those of piece s in the second.
+counts on. A word has the same index in a slot as among the program's words. Rank r has from rank s the words of piece r
+in the first shot, and those of piece s in the second.
 
 Why two slots are enough: rank B clears a slot in call n. It sends the words of call n + 1 after ``wait_for_previous``,
 when the kernel of call n has ended and its writes are done. Rank A writes to this slot again in call n + 2, so after

@@ -1,0 +1,50 @@
+"""What the lines of a finished phase do in the phases after it.
+
+The tests of an exercise look at a function by itself. A later phase uses the same function in another way: with a step
+in flight, or with prompts of which a part is cached. So when a learner has finished a phase, the whole engine of each
+later phase runs once on their lines. Introduced in phase 1b. Invariant: a check of an exercise does not run this.
+"""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+from shared.lessons import Lesson, find_lesson, lessons
+from tutorial.workshop.check import CheckServer
+from tutorial.workshop.exercises import exercises_of
+from tutorial.workshop.verdicts import Verdict
+from tutorial.workshop.workspace import Workspace
+
+PROCESSOR_SECONDS = 60.0
+"""Of one phase; right code takes 5 at most."""
+
+
+def is_finished(workspace: Workspace, phase: str) -> bool:
+    """Whether every exercise of a phase has passed."""
+    return all(map(workspace.has_passed, exercises_of(find_lesson(phase))))
+
+
+def later_phases(phase: str) -> list[Lesson]:
+    """The phases that build on this one and have a test of their whole engine, in order."""
+    return [lesson for lesson in lessons() if lesson.whole is not None and phase in _ways(lesson)]
+
+
+def run_later(server: CheckServer, root: Path, phase: str) -> dict[Lesson, Verdict]:
+    """A verdict on the lines of a workspace in each later phase; gaps run the reference's lines."""
+    last = exercises_of(find_lesson(phase))[-1]
+    found = later_phases(phase)
+    run = (
+        server.run(
+            root, [replace(last, tests=(lesson.whole or "",), processor_seconds=PROCESSOR_SECONDS) for lesson in found]
+        )
+        if found
+        else None
+    )
+    return dict(zip(found, run.verdicts if run else (), strict=True))
+
+
+def _ways(lesson: Lesson) -> Iterator[str]:
+    """The numbers of the phases before this one, the newest first."""
+    while lesson.previous is not None:
+        yield lesson.previous
+        lesson = find_lesson(lesson.previous)
