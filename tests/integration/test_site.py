@@ -148,7 +148,7 @@ def test_the_site_is_small(site: Path) -> None:
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_code_has_the_same_colours_in_chapters_and_on_source_pages(scheme: str, origin: str, browser: Any) -> None:
-    elements = {".k": "b", ".nf": "dfn", ".sd": "samp", ".kc": "u", ".s2": "q", ".nd": "var", ".p": "p"}
+    elements = {".k": "b", ".nf": "dfn", ".sd": "samp", ".kc": "u", ".s2": "q", ".nd": "var", ".p": "dd"}
     look = """names => names.map(name => getComputedStyle(document.querySelector(`article .highlight ${name}`)))
         .map(style => [style.color, style.fontWeight, style.fontStyle, style.fontFamily, style.textDecorationLine])"""
     with opened(browser, f"{origin}/tutorial/phase_03.html", color_scheme=scheme) as page:
@@ -206,7 +206,7 @@ def test_quoted_source_leads_to_its_line(site: Path, documents: dict[str, str]) 
             assert link is not None
             shown = (site / Path(name).parent / link[1]).read_text(encoding="utf-8")
             assert f"<title>{path} - infer</title>" in shown
-            line = re.search(rf"<p id={link[2]}\b[^>]*>(.*)", shown) if definition else None
+            line = re.search(rf"<dd id={link[2]}\b[^>]*>(.*)", shown) if definition else None
             assert not definition or (line and definition[0].rpartition(".")[2] in text_of(line[1]))
 
 

@@ -1,6 +1,6 @@
 """Code in little HTML, for source pages, differences and folded quotes. Introduced in phase 3.
 
-Lines by the hundred thousand make the size of the site. So a line of a source page is a paragraph without an end tag,
+Lines by the hundred thousand make the size of the site. So a line of a source page is an element without an end tag,
 and a colour is an element without a class. The style sheet that gives them their looks is written here, from the styles
 of `course_site.code_style`. Invariant: the text of a line is that of its source.
 """
@@ -8,7 +8,6 @@ of `course_site.code_style`. Invariant: the text of a line is that of its source
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cache
-from html import escape
 from pathlib import Path
 
 from pygments.lexers import get_lexer_for_filename
@@ -19,7 +18,7 @@ from sphinx.application import Sphinx
 
 from course_site.code_lines import indent
 from course_site.code_style import Dark, Light
-from course_site.folds import Line
+from course_site.folds import Line, joined
 from course_site.repository import anchor
 
 ELEMENTS: dict[_TokenType, str] = {
@@ -37,7 +36,6 @@ ELEMENTS: dict[_TokenType, str] = {
     Number: "u",
 }
 """What holds a token; types with one element look the same. The rest, punctuation too, has the colour of text."""
-BLANK = "<a></a>"
 STYLE_SHEET = "source.css"
 MAX_INDENT = 40
 """Columns; a line that stands further to the right hangs from there."""
@@ -50,7 +48,12 @@ class NumberedLine(Line):
     @property
     def html(self) -> str:
         columns = min(indent(self.code), MAX_INDENT)
-        return f"<p{self.attributes}{f' class=i{columns}' if columns else ''}>{self.lead}{self.code}\n"
+        return f"<dd{self.attributes}{f' class=i{columns}' if columns else ''}>{self.lead}{self.code}\n"
+
+
+def listed(lines: Iterable[Line]) -> str:
+    """The HTML of numbered lines; a fold ends the line before it, which has no end tag."""
+    return joined(lines, blank="<a></a>").replace("<details", "</dd><details")
 
 
 def numbered(number: int, code: str, exercise: str | None) -> Line:
@@ -77,14 +80,14 @@ def coloured(text: str, path: str) -> tuple[str, ...]:
             if part.strip() and element != open_element:
                 lines[-1] += _closing(open_element) + (f"<{element}>" if element else "")
                 open_element = element
-            lines[-1] += escape(part, quote=False)
+            lines[-1] += _escaped(part)
     lines[-1] += _closing(open_element)
     return tuple(lines)
 
 
 def plain(text: str) -> tuple[str, ...]:
     """A file's lines as HTML without colours."""
-    return tuple(escape(text, quote=False).split("\n"))
+    return tuple(_escaped(text).split("\n"))
 
 
 def style_sheet(light: dict[str, str], dark: dict[str, str]) -> str:
@@ -110,6 +113,11 @@ def _pieces(tokens: Iterable[tuple[_TokenType, str]]) -> Iterator[tuple[str, str
         while kind is not None and kind not in ELEMENTS:
             kind = kind.parent
         yield ELEMENTS[kind] if kind is not None else "", text
+
+
+def _escaped(text: str) -> str:
+    """The text as HTML, where ``>`` and quotes stand for themselves."""
+    return text.replace("&", "&amp;").replace("<", "&lt;")
 
 
 def _closing(element: str) -> str:

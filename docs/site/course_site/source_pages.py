@@ -13,9 +13,9 @@ from typing import Any
 
 from sphinx.application import Sphinx
 
-from course_site.folds import exercise_lines, joined
+from course_site.folds import exercise_lines
 from course_site.repository import is_document, page_name, read, relative, source_files, source_folders, summary
-from course_site.source_code import BLANK, coloured, numbered, plain
+from course_site.source_code import coloured, listed, numbered, plain
 
 PROJECT = "infer"
 Page = tuple[str, dict[str, Any], str]
@@ -48,7 +48,7 @@ def _listed_lines(path: PurePosixPath, *, is_coloured: bool) -> str:
     text, exercises = read(path).removesuffix("\n"), exercise_lines(str(path))
     lines = coloured(text, str(path)) if is_coloured else plain(text)
     rows = [numbered(number, line, exercises.get(number - 1)) for number, line in enumerate(lines, start=1)]
-    return f'<div class="highlight source notranslate"><pre>{joined(rows, BLANK)}</pre></div>'
+    return f'<div class="highlight source notranslate"><pre>{listed(rows)}</pre></div>'
 
 
 def _listing(folder: PurePosixPath) -> str:
