@@ -77,8 +77,8 @@ def measure_kernels(
     for case, row in zip(cases, measured, strict=True):
         results.setdefault(case.kernel, {})[case.size] = flat_row(row)
     flags = {"kernels": list(results), "rows": sizes, "compile": "compiled" in peers}
-    options = {"name": name, "revision": None, "config": SHAPES[name]}
-    return report_of("kernels", {"ceilings": ceilings, "kernels": results}, flags, device, seed, options)
+    described = {"name": name, "revision": None, "config": SHAPES[name]}
+    return report_of("kernels", {"ceilings": ceilings, "kernels": results}, flags, device, seed, described)
 
 
 def cases_of(model: str, device: torch.device, kernels: Sequence[str], rows: Sequence[int]) -> list[Case]:

@@ -175,9 +175,9 @@ def view(report: Report) -> View:
         Column("error", "errors", percent),
     ]
     loads = ", ".join(f"{each['requests']} requests at {num} replicas" for num, each in report.results.items())
-    options = [f"{loads}; {report.machine_title}; {report.date[:10]}"]
+    subtitles = [f"{loads}; {report.machine_title}; {report.date[:10]}"]
     notes = [f"Target: each error at most {percent(TARGET)}."]
-    return View(f"Simulated beside real replicas: {report.model['name']}", options, [Table("", columns, rows)], notes)
+    return View(f"Simulated beside real replicas: {report.model['name']}", subtitles, [Table("", columns, rows)], notes)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """What the host does in a decode step, part by part, and whether it sets the pace. Introduced in phase 9.
 
-A step's host work should hide after the GPU's: then a step takes as long as its captured graph and the draw. For each
+A step's host work should overlap with the GPU's: then a step takes as long as its captured graph and the draw. For each
 number of sequences this measures steps as they come, then the parts of more steps with a clock between them (the parts
 of a trace, :mod:`shared.tracing.activity`), then the step's graph alone. A host's speed varies from machine to machine
 and with what else runs, so a loop of a million additions in Python is timed too. Last, the same number of requests is

@@ -25,7 +25,7 @@ from benchmarks.hardware import Ceilings, device_of, measure_ceilings
 from benchmarks.host_parts import loop_ns
 from benchmarks.random_weights import make_weights_when_read, random_model
 from benchmarks.report import Report, describe_model, engine_settings, rounded
-from benchmarks.roofline import DecodeWork
+from benchmarks.roofline import DecodeWork, weight_bytes
 from benchmarks.setup import free_memory, freeze_memory
 from benchmarks.timing import SyntheticPrompts, time_calls
 from benchmarks.view import View, percent, table_of
@@ -34,6 +34,7 @@ from shared.attention.plan import plan_prefill
 from shared.engine.config import EngineConfig
 from shared.engine.executor.staging import Staging
 from shared.engine.warm_up import warm_up
+from shared.errors import ConfigError
 from shared.kernels.attention.planned_prefill import planned_prefill
 from shared.kernels.attention.planned_tiling import can_copy, prefill_tiling
 from shared.kernels.attention.planned_workspace import PlannedWorkspace
@@ -81,16 +82,20 @@ def measure(
             }
         prompts = SyntheticPrompts(model.vocab_size, 0)
         fitting = [length for length in lengths if length < model.max_position_embeddings]
+        if not fitting:
+            raise ConfigError(
+                f"{shape} has {model.max_position_embeddings} positions; all lengths are {min(lengths)} or more."
+            )
         results["first_token"] = first_tokens(config, prompts, work, fitting, rate)
         results["decoding"] = decode_steps(config, prompts, work, batches, context, ceilings)
         results["beside"] = {
-            f"{size:,}" if size else "default": beside_row(config, prompts, (context, beside, long), size)
+            f"{size:,}" if size else "by default": beside_row(config, prompts, (context, beside, long), size)
             for size in sizes
         }
-        flags = {"beside": beside, "long": long, "context": context, "quantization": quantization}
-        about = describe_model(str(folder))
-        about["name"] = "-".join(filter(None, (shape, quantization)))
-        return Report("prompts", about, {"12": engine_settings(config, shape)}, 0, flags, results, device)
+        flags: dict[str, Any] = {"lengths": fitting, "batches": list(batches), "sizes": list(sizes)}
+        flags |= {"quantization": quantization, "context": context, "beside": beside, "long": long}
+        described = describe_model(str(folder)) | {"name": "-".join(filter(None, (shape, quantization)))}
+        return Report("prompts", described, {"12": engine_settings(config, shape)}, 0, flags, results, device)
 
 
 def engine_of(config: EngineConfig, **settings: Any) -> Any:
@@ -129,14 +134,16 @@ def decode_steps(
     context: int,
     ceilings: Ceilings,
 ) -> dict[str, dict[str, Any]]:
-    """For each batch a step at ``context`` tokens of context, the median, beside the floor."""
+    """For each batch a step at ``context`` tokens of context, the median, beside the floor of the weights as loaded."""
     engine, rows = engine_of(config, max_batch_size=max(batches), max_seq_len=context + 2 * MOST_NEW), {}
-    rates = ceilings.read_bytes_per_second, ceilings.matmul_flops_per_second
+    extra = weight_bytes(engine.model) - work.resident_bytes  # below 0 if weights have 8 bits
     for batch in batches:
         together = Decoding(engine, [(prompts.draw(context), decoding(MOST_NEW)) for _ in range(batch)])
         seconds = statistics.median(together.steps(STEPS)[0])
         together.end()
-        floor = work.floor(context + STEPS, *rates, batch=batch).seconds
+        num_bytes = extra + work.num_bytes(context + STEPS, batch)
+        computing = work.flops(context + STEPS, batch) / ceilings.matmul_flops_per_second
+        floor = max(num_bytes / ceilings.read_bytes_per_second, computing)
         rows[f"{batch:,}"] = {
             "step_ms": rounded(1e3 * seconds),
             "tokens_per_second": rounded(batch / seconds),
@@ -250,8 +257,11 @@ def view(report: Report) -> View:
     ]
     found = results["ceilings"]
     rate = f"products {found['matmul_tflop_per_second']} TFLOP/s, reading {found['read_gb_per_second']:,.0f} GB/s"
-    about = [f"{report.machine_title}; {report.date[:10]}", f"{rate}; an addition in Python {results['loop_ns']} ns"]
-    return View(f"Prompts: {report.model['name']}", about, tables)
+    subtitles = [
+        f"{report.machine_title}; {report.date[:10]}",
+        f"{rate}; an addition in Python {results['loop_ns']} ns",
+    ]
+    return View(f"Prompts: {report.model['name']}", subtitles, tables)
 
 
 if __name__ == "__main__":

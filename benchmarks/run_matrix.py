@@ -13,7 +13,7 @@ from benchmarks.contenders import generating_lessons
 from benchmarks.report import Report, ratio
 from benchmarks.serving.contenders import Contender, Servers
 from benchmarks.serving.experiments import SPEED, Experiment, Runner
-from benchmarks.serving.view import LATENCIES, NAME, TOKENS, options
+from benchmarks.serving.view import LATENCIES, NAME, TOKENS, subtitles
 from benchmarks.setup import Setup, check_positive
 from benchmarks.view import Bar, Bars, Column, Table, View, number, percentiles, times
 from benchmarks.workloads.serving import ServingSize, default_size
@@ -110,4 +110,4 @@ def view(report: Report) -> View:
         groups.append((workload["title"], [Bar(row["title"], row[SPEED], number(row[SPEED])) for row in rows]))
     notes = [f"* broken off after {report.flags['max_seconds']:g} s"] if num_cut else []
     title = f"Matrix: {report.model['name']} on {report.machine_title}"
-    return View(title, options(report), tables, notes, panels=[Bars("Output tokens a second", groups)])
+    return View(title, subtitles(report), tables, notes, panels=[Bars("Output tokens a second", groups)])

@@ -139,9 +139,9 @@ def view(report: Report) -> View:
     lines = [
         (router, [report.results[str(num)][router]["requests_per_second"] for num in numbers]) for router in ROUTERS
     ]
-    options = [f"the highest rate at which 99 of 100 first tokens come within {LIMIT_MS:g} ms; step times of an H100"]
+    subtitles = [f"the highest rate at which 99 of 100 first tokens come within {LIMIT_MS:g} ms; step times of an H100"]
     panels = [Lines("Requests a second, by replicas", numbers, lines)]
-    return View(f"Simulated capacity: {report.model['name']}", options, [Table("", columns, rows)], panels=panels)
+    return View(f"Simulated capacity: {report.model['name']}", subtitles, [Table("", columns, rows)], panels=panels)
 
 
 if __name__ == "__main__":

@@ -246,10 +246,12 @@ def imposed_view(report: Report) -> View:
     drafters = {"draft model": report.flags["draft"], "adapter": report.flags.get("adapter")}
     drafters_named = " and ".join(f"{kind} {name}" for kind, name in drafters.items() if name)
     drafters_named = drafters_named or "drafts by lookup alone"
-    options = [f"{report.machine_title}, {drafters_named}"]
-    options += ["The host: {:.0f} and {:.0f} ns for an addition in a Python loop".format(*report.results["loop_ns"])]
-    options += ["Points: speed over phase 10, by drafts a step; dashed: the formula with the costs of the table"]
-    return View(f"Speculative decoding: {report.model['name']}", options, [Table("", columns, rows)], panels=panels[:4])
+    subtitles = [f"{report.machine_title}, {drafters_named}"]
+    subtitles += ["The host: {:.0f} and {:.0f} ns for an addition in a Python loop".format(*report.results["loop_ns"])]
+    subtitles += ["Points: speed over phase 10, by drafts a step; dashed: the formula with the costs of the table"]
+    return View(
+        f"Speculative decoding: {report.model['name']}", subtitles, [Table("", columns, rows)], panels=panels[:4]
+    )
 
 
 def answer(engine: Any, prompt: str, max_new_tokens: int) -> tuple[list[int], float]:

@@ -64,12 +64,10 @@ class ModelShapes:
         """What the weights of a norm are drawn from: near the one that leaves a number as it is."""
         weights.normal_(1.0 - self.offset, 0.1)
 
-    def case(
-        self, name: str, size: int, options: str, moved: Moved, ours: Call, op: Call, *drawn: Drawn | None
-    ) -> Case:
+    def case(self, name: str, size: int, shape: str, moved: Moved, ours: Call, op: Call, *drawn: Drawn | None) -> Case:
         """A kernel beside its op, eager and compiled; ``size`` counts rows, for attention tokens of context."""
         peers = {"eager": Peer(lambda: op), "compiled": Peer(lambda: compiled(op))}
-        return Case(name, str(size), options, *moved, {"ours": ours}, op, drawn, self.dtype, peers)
+        return Case(name, str(size), shape, *moved, {"ours": ours}, op, drawn, self.dtype, peers)
 
 
 def compiled(op: Call) -> Call:

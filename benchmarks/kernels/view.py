@@ -16,41 +16,41 @@ def view(report: Report) -> View:
     reached = f"read {number(ceilings['read_gb_per_second'])} GB/s, copy {number(ceilings['copy_gb_per_second'])} GB/s"
     if ceilings["launch_graph_us"] is not None:
         reached += f", a launch in a graph {ceilings['launch_graph_us']} µs"
-    options = [f"{flags['dtype']}; ceilings of this run: {reached}"]
+    subtitles = [f"{flags['dtype']}; ceilings of this run: {reached}"]
     if "shapes" in report.results:
         what = "mistakes under a CUDA graph" if report.name == "graph-mistakes" else "paged KV cache"
         title = f"Decode attention: {what} on {report.machine_title}"
         plans = ", ".join(f"{us} µs for {count}" for count, us in report.results["planning_us"].items())
-        options.append(f"blocks of {flags['block_size']} tokens; a plan of sequences: {plans}")
+        subtitles.append(f"blocks of {flags['block_size']} tokens; a plan of sequences: {plans}")
         columns = [text("shape", "label"), text("", "call"), *FIGURES, Column("/ the first", "over_first", times)]
         columns.append(Column("ours / peer", "ours_over_peer", times))
         rows = [call for call in calls if call["is_ours"] or call["time_us"]]
     else:
         title = f"Kernels: {report.model['name']} on {report.machine_title}"
-        options.append("a case's number is its rows, of attention its tokens; floor: its bytes at the ceiling")
+        subtitles.append("a case's number is its rows, of attention its tokens; floor: its bytes at the ceiling")
         columns = [text("case", "case"), text("shape", "shape"), *FIGURES, Column("floor µs", "floor_us")]
         rows = [call for call in calls if call["is_ours"]]
         columns += [Column("eager µs", "eager_us"), Column("compiled µs", "compiled_us")]
     table = Table("", columns, rows, style=lambda row: "red" if row.get("error") else "")
-    options += [DEMO] if flags["is_demo_size"] else []
-    return View(title, options, [table], warnings=[*errors(report), *missing(calls)])
+    subtitles += [DEMO] if flags["is_demo_size"] else []
+    return View(title, subtitles, [table], warnings=[*errors(report), *missing(calls)])
 
 
 def calls_of(report: Report) -> Iterator[Row]:
     """A row for each call that was timed, ours before the peers, with what is said of its case."""
     for kernel, sizes in report.results.get("kernels", {}).items():
         for size, row in sizes.items():
-            options = row | {"case": f"{kernel} {size}"}
-            yield options | {"call": "ours", "is_ours": True}
+            described = row | {"case": f"{kernel} {size}"}
+            yield described | {"call": "ours", "is_ours": True}
             for peer in ("eager", "compiled") if report.flags["compile"] else ("eager",):
-                yield options | {"call": peer, "is_ours": False, "missing": row[f"{peer}_missing"]}
+                yield described | {"call": peer, "is_ours": False, "missing": row[f"{peer}_missing"]}
     for name, row in report.results.get("shapes", {}).items():
         label = f"{name}: {row['shape']}"
         for calls, is_ours in ((row["variants"], True), (row["peers"], False)):
             for call, figures in calls.items():
-                options = row | {"case": name, "label": label, "call": call.replace("_", " "), "is_ours": is_ours}
-                options["over_first"] = row.get(f"times_{call}")
-                yield options | figures
+                described = row | {"case": name, "label": label, "call": call.replace("_", " "), "is_ours": is_ours}
+                described["over_first"] = row.get(f"times_{call}")
+                yield described | figures
                 label = ""
 
 

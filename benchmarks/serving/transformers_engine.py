@@ -1,4 +1,4 @@
-"""transformers' ``generate`` on padded batches, after the calls of a phase's engine. Introduced in phase 4.
+"""transformers' ``generate`` on padded batches, with the interface of a phase's engine. Introduced in phase 4.
 
 Prompts are padded on the left to the longest of the batch, and a row whose answer has ended goes on until the last has.
 ``generate`` runs in a thread, and a streamer hands over the tokens of each step. Invariant: nothing of it is tuned.

@@ -52,7 +52,7 @@ def joined(values: Iterable[float]) -> str:
     return " / ".join(map(number, values))
 
 
-def options(report: Report) -> list[str]:
+def subtitles(report: Report) -> list[str]:
     """What was run, in a line."""
     flags, size = report.flags, ", demo size (no GPU)" if report.flags["is_demo_size"] else ""
     words = f"greedy, {flags['dtype']}, batches of up to {flags['max_batch_size']}, seed {report.seed}{size}"
@@ -94,7 +94,7 @@ def view(report: Report) -> View:
         sizes = [run["settings"]["prefill_chunk_size"] for run in curve.values()]
         lines = [(words, [value_at(run, key) for run in curve.values()]) for words, key in CURVE]
         panels.append(Lines("Milliseconds, by tokens of a chunk", sizes, lines))
-    return View(title, options(report), tables, _notes(report), panels=panels)
+    return View(title, subtitles(report), tables, _notes(report), panels=panels)
 
 
 def _parts(report: Report) -> Iterator[tuple[Experiment, str, str, Any]]:

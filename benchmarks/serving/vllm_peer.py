@@ -1,4 +1,4 @@
-"""vLLM beside ours, after the calls of a phase's engine. Introduced in phase 4, written against vLLM 0.26.
+"""vLLM beside ours, with the interface of a phase's engine. Introduced in phase 4, written against vLLM 0.26.
 
 Its engine runs in a process of its own. Prompts and outputs are ids, prefixes are not cached, and the KV cache holds as
 many tokens as ours; scheduling, graphs and kernels are its own choice.

@@ -81,9 +81,7 @@ def outputs(engine: Any) -> list[StepOutput]:
 
 
 @pytest.mark.parametrize("block_size", [1, 7, 16])
-def test_segments_are_a_block_diagonal_prefill_and_full_attention_behind_it(
-    model_folder: Path, block_size: int
-) -> None:
+def test_segments_are_a_block_diagonal_prefill_and_full_attention_after_it(model_folder: Path, block_size: int) -> None:
     engine = make(model_folder, block_size=block_size)
     model = load_model(model_folder)
     for chosen in ([0, 1, 2, 3], [3, 0], [1, 1, 0, 1], [2]):

@@ -106,7 +106,7 @@ class Engine(ServingEngine):
         self.model = self.group.load()
         (pack if config.pack_weights else fuse)(self.model)
         self.tokenizer = Tokenizer.load(folder)
-        config = self.fitted(config)
+        config = self.group.config = self.fitted(config)
         grammar_pool = GrammarPool.on(self.model.device, config.grammar_pool_bytes)
         self.drafter = make_drafter(self.group, self.model, self.tokenizer, grammar_pool)
         self.pool, self.view = self.group.memory(self.model, self.max_seq_len)

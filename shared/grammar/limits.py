@@ -1,9 +1,10 @@
 """Bounds of a compilation, and the error of a grammar that cannot be compiled. Introduced in phase 12.
 
 A hostile grammar costs its sender only: every loop whose length the grammar decides counts its work before it works, so
-that compilation ends within the limits whatever the grammar is. A count decides and no clock, so a grammar has the same
-verdict on every machine, whatever else runs there. The unit of work is about a microsecond of a processor, or 256 bytes
-of memory: a transition, a member of an object that is looked at, or 64 cells of a table.
+that compilation ends within the limits whatever the grammar is. A count decides, so a grammar has the same verdict on
+every machine, whatever else runs there; a clock of a minute is only the last resort. The unit of work is about a
+microsecond of a processor, or 256 bytes of memory: a transition, a member of an object that is looked at, or 64 cells
+of a table.
 
 Invariant: the work of a grammar depends on its description alone: neither on the order of sets, nor on what was
 compiled before.

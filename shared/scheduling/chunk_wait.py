@@ -16,7 +16,8 @@ LEAST_CHUNK = 64
 
 def within_wait(config: EngineConfig, model: CausalLM) -> EngineConfig:
     """The settings in which ``prefill_wait_ms`` has become ``chunk_beside_decoding``: the largest multiple of
-    LEAST_CHUNK within the token budget whose step takes no longer, and at least LEAST_CHUNK.
+    LEAST_CHUNK within the token budget whose step takes no longer, and at least LEAST_CHUNK. The chunks of several
+    prompts in a step add up.
     """
     if config.prefill_wait_ms is None:
         return config

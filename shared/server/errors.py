@@ -97,11 +97,16 @@ def engine_failure(message: str | None) -> ApiError:
     return ApiError(500, "engine_error", message or "The engine failed to process this request; see the server's log.")
 
 
-def refusal_error(refusal: InferError, *, param: str, retry_after: int) -> ApiError:
-    """The error for a request that the engine refuses: 503 if the queue is full; of segments 404 and 409; else 422."""
+def refusal_error(refusal: InferError, *, param: str, retry_after: int, segment_field: str | None = None) -> ApiError:
+    """The error for a request that the engine refuses: 503 if the queue is full; of segments 404 and 409; else 422.
+
+    ``segment_field``: the field of a chat that named its segments, which is then at fault if there is no such segment.
+    """
     if isinstance(refusal, QueueFullError):
         return overloaded(str(refusal), retry_after, code="queue_full")
     status, code = _REFUSALS.get(type(refusal), (422, "invalid_value"))
+    if isinstance(refusal, UnknownSegmentError) and segment_field is not None:
+        param, code = segment_field, code.replace("segment", segment_field.removesuffix("s"))  # chunks: the former name
     return ApiError(status, code, str(refusal), param)
 
 

@@ -257,7 +257,7 @@ def test_prompts_of_every_length_and_batch_are_measured_beside_their_floor(tmp_p
     results = report.results
     assert [*results["first_token"]] == ["8", "16"], "a length that the model does not hold is left out"
     assert [*results["decoding"]] == ["1", "3"]
-    assert {name: row["tokens_of_a_chunk"] for name, row in results["beside"].items()} == {"default": 32, "8": 8}
+    assert {name: row["tokens_of_a_chunk"] for name, row in results["beside"].items()} == {"by default": 32, "8": 8}
     shape = parse_config(SHAPES["tiny-llama"], "tiny-llama")
     H, L = shape.hidden_size, shape.num_layers
     weights = L * H * (2 * (shape.num_heads + shape.num_kv_heads) * shape.head_dim + 3 * shape.intermediate_size)

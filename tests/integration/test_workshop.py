@@ -198,7 +198,7 @@ def test_an_endless_loop_is_ended_and_the_line_that_was_running_named(learner: L
     late, other = run.verdicts
     assert late.outcome is Outcome.FAILED
     assert late.first_failure is not None
-    assert late.first_failure.error.startswith("TimeoutError: not at its end after 0.5 s of processor time")
+    assert late.first_failure.error.startswith("TimeoutError: did not finish within 0.5 s of processor time")
     path, _, number = (late.where or "").rpartition(":")
     assert path == str(learner.cache)
     assert GAP_LINE <= int(number) <= GAP_LINE + code.count("\n")
@@ -211,7 +211,7 @@ def test_a_loop_that_uses_no_processor_time_is_ended_too(learner: Learner, monke
     learner.workshop("start", "03x1")
     learner.write(KV_BYTES_GAP, "import time; time.sleep(600)")
     checked = learner.check("03x1")
-    assert "TimeoutError: not at its end after 1 s; right code takes a tenth at most" in checked.stdout
+    assert "TimeoutError: did not finish within 1 s; correct code needs a tenth of that at most" in checked.stdout
     assert f"contiguous.py:{GAP_LINE}\n            import time; time.sleep(600)\n" in checked.stdout
 
 

@@ -70,16 +70,16 @@ def compile_paged_attention():
     ]:
         workspace = DecodeWorkspace.of(1, Hq, Hkv, D, 4096, one.device)
         memory = torch.zeros(2, block_size, Hkv, D, dtype=dtype)
-        settings = (memory, memory, one, one, one)
+        tensors = (memory, memory, one, one, one)
         q = torch.zeros(T, Hq, D, dtype=dtype)
-        paged_attention.paged_attention(q[:1], *settings, scale=0.125, softcap=softcap, workspace=workspace)
+        paged_attention.paged_attention(q[:1], *tensors, scale=0.125, softcap=softcap, workspace=workspace)
         kept = condensed_attention.KeptTokens(torch.zeros(1, 3 * Hkv + 2, dtype=torch.int32), of_heads)
         where = (memory.expand(3, *memory.shape), memory, one, one, one, one, kept, 2)
         condensed_attention.condensed_attention(
             q[:1], *where, scale=0.125, softcap=softcap, workspace=workspace, out=q[:1]
         )
         starts = torch.zeros(2, dtype=torch.int32)
-        paged_prefill.paged_prefill(q, *settings, starts, scale=0.125, softcap=softcap)
+        paged_prefill.paged_prefill(q, *tensors, starts, scale=0.125, softcap=softcap)
 
 
 def compile_fp8_kv_cache():

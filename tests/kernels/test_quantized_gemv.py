@@ -13,6 +13,7 @@ from shared.kernels.products import quantized_gemv, quantized_prompts
 from shared.kernels.products.gated import gated_kernel
 from shared.kernels.products.quantized_gemm import (
     FP8_ROWS,
+    is_pytorchs,
     quantize_rows,
     quantize_rows_kernel,
     quantized_gemm_kernel,
@@ -83,7 +84,8 @@ def check(assert_near: Callable) -> Callable[..., None]:
             nothing = dataclasses.replace(weight, values=torch.zeros_like(weight.values))
             size = dequantize(ones).double() - 2 * dequantize(nothing).double()  # (15 - z) s + 2 z s
         is_fp8 = weight.values.dtype == torch.float8_e4m3fn
-        if is_fp8 and len(x) > MAX_ROWS and quantized_gemv.generation(x.device).has_fp8:
+        least = FP8_ROWS if is_pytorchs(x, weight) else MAX_ROWS
+        if is_fp8 and len(x) > least and quantized_gemv.generation(x.device).has_fp8:
             values, scales = quantize_rows(x, norm)
             h = values.double() * scales.double()[:, None]
             share += FP8_SUMS / torch.finfo(x.dtype).eps
@@ -360,27 +362,27 @@ def test_the_table_keeps_its_rules():
             if K % group:
                 continue
             cut = quantized_tiling(rows, N, K, bits, group, is_gated, itemsize, gpu.shared_bytes)
-            options = f"{rows, N, K, bits, group, is_gated, itemsize, gpu.shared_bytes} {cut}"
+            message = f"{rows, N, K, bits, group, is_gated, itemsize, gpu.shared_bytes} {cut}"
             sizes_of_block = (cut.block_m, cut.block_n, cut.block_k)
-            assert all(size == next_power_of_two(size) for size in sizes_of_block), options
-            assert cut.block_k * bits // 8 >= 16, options
-            assert cut.dot == (rows > 1), options
+            assert all(size == next_power_of_two(size) for size in sizes_of_block), message
+            assert cut.block_k * bits // 8 >= 16, message
+            assert cut.dot == (rows > 1), message
             if not cut.dot:
-                assert quantized_gemv.MOST_TILES * cut.block_k >= K, options
+                assert quantized_gemv.MOST_TILES * cut.block_k >= K, message
             else:
                 of_w = cut.block_n * (2 if is_gated else 1) * cut.block_k * bits // 8
                 stage = of_w + cut.block_m * cut.block_k * itemsize
-                assert cut.num_stages * stage <= gpu.shared_bytes, options
-                assert cut.num_stages >= 2, options
-                assert min(cut.block_m, cut.block_n) >= 16, options
-                assert cut.block_k <= group or group == K or cut.splits, options
+                assert cut.num_stages * stage <= gpu.shared_bytes, message
+                assert cut.num_stages >= 2, message
+                assert min(cut.block_m, cut.block_n) >= 16, message
+                assert cut.block_k <= group or group == K or cut.splits, message
                 if cut.splits:
-                    assert (itemsize, group in (128, K), K % (cut.splits * cut.block_k)) == (2, True, 0), options
-                    assert cut.splits == 1 or -(-N // cut.block_n) <= MAX_BLOCKS_SPLIT, options
+                    assert (itemsize, group in (128, K), K % (cut.splits * cut.block_k)) == (2, True, 0), message
+                    assert cut.splits == 1 or -(-N // cut.block_n) <= MAX_BLOCKS_SPLIT, message
 
 
 REAL = [  # each number of rows in the dtype that models have; the others where their tilings differ
-    *((torch.bfloat16, rows, group) for rows in (1, 2, 16, 17, 300, 1024) for group in (128, None)),
+    *((torch.bfloat16, rows, group) for rows in (1, 2, 16, 17, 128, 300, 1024) for group in (128, None)),
     *((torch.float16, rows, group) for rows, group in ((1, 128), (17, None), (300, 128))),
     *((torch.float32, rows, group) for rows, group in ((1, None), (2, 128), (16, None), (300, 128))),
 ]
@@ -390,7 +392,7 @@ REAL = [  # each number of rows in the dtype that models have; the others where 
 @pytest.mark.parametrize(("dtype", "rows", "group"), REAL, ids=lambda value: str(value).removeprefix("torch."))
 @pytest.mark.parametrize("kind", FORMATS)
 def test_real_shapes(kind, group, rows, dtype, quantized, randn, check):
-    if kind == "fp8" and rows > MAX_ROWS:
+    if kind == "fp8" and rows > FP8_ROWS:
         pytest.skip("x is rounded to FP8; test_prompts_are_multiplied_in_fp8")
     for N, K in ((6144, 4096), (4096, 12288)):
         weight = quantized(kind, N, K, group, dtype=torch.float32)

@@ -198,12 +198,16 @@ def test_a_model_is_described_by_name_revision_shape_and_checksum(tmp_path):
     folder = tmp_path / "models--owner--name" / "snapshots" / "abc123"
     folder.mkdir(parents=True)
     (folder / "config.json").write_text('{"hidden_size": 8, "_name_or_path": "/secret/place"}')
-    options = describe_model(str(folder))
-    assert (options["name"], options["revision"], options["config"]) == ("owner/name", "abc123", {"hidden_size": 8})
+    described = describe_model(str(folder))
+    assert (described["name"], described["revision"], described["config"]) == (
+        "owner/name",
+        "abc123",
+        {"hidden_size": 8},
+    )
     plain = folder.rename(tmp_path / "my-model")
-    assert describe_model(str(plain)) == options | {"name": "my-model", "revision": None}
+    assert describe_model(str(plain)) == described | {"name": "my-model", "revision": None}
     (plain / "config.json").write_text("{}")
-    assert describe_model(str(plain))["config_sha256"] != options["config_sha256"]
+    assert describe_model(str(plain))["config_sha256"] != described["config_sha256"]
     with pytest.raises(ModelFolderError):
         describe_model(str(folder))
 

@@ -40,7 +40,7 @@ def test_the_innermost_line_of_the_learner_s_is_named(workspace: Path, tmp_path:
     found = time_out(record, BEGAN, workspace, gaps_raise=False)
     assert found is not None
     assert (found["test"], found["where"]) == ("tests/a.py::test_x", f"{file}:{own}")
-    assert "not at its end after 60 s;" in found["error"]
+    assert "did not finish within 60 s;" in found["error"]
     stack_file(record, "processor").write_text(stack(f'"{ROOT}/tests/a.py", line 7', '"/usr/lib/y.py", line 1'))
     found = time_out(record, BEGAN, workspace, gaps_raise=False)
     assert found is not None

@@ -43,7 +43,8 @@ def time_out(
         return {
             "test": began["began"],
             "outcome": "failed",
-            "error": f"TimeoutError: not at its end after {began[limit]:g} {said}; right code takes a tenth at most",
+            "error": f"TimeoutError: did not finish within {began[limit]:g} {said}; "
+            "correct code needs a tenth of that at most",
             "details": [] if where else [f"none of your lines was running, but {next(course, 'a library')}"],
             "where": where,
             "is_time_out": True,

@@ -6,7 +6,7 @@ fp16 and bf16; what is scaled is their product with x, once for each group of co
 :mod:`shared.kernels.products.quantized_rows` is faster where it can be, for many
 :mod:`shared.kernels.products.quantized_prompts`.
 
-If both W and x are FP8, the tensor cores multiply them as they are, twice as fast: for prompts x is rounded to FP8,
+If both W and x are FP8, the tensor cores multiply them as they are, twice as fast: of many rows x is rounded to FP8,
 with a scale a row. If W's scales belong to rows too, ``torch._scaled_mm`` computes that; with scales of 128 columns the
 kernel here adds up 128 columns at a time, also for the sake of the sum, since Hopper's sums of FP8 keep 14 bits
 (DeepSeek-V3, arXiv 2412.19437, section 3.3.2).

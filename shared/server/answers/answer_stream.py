@@ -23,7 +23,8 @@ class AnswerStream:
 
     Args:
         index: its place among the choices of the answer.
-        param: the field of the body that holds the prompt; for the body of an error.
+        param, segment_field: the fields of the body that hold the prompt and name its segments; for the body of an
+            error.
         max_unread_bytes: the limit on the bytes that unread outputs will take, estimated from above. The
             log-probabilities of the prompt, which come once, are not counted.
         num_segment_tokens: of the segments before the prompt, which count as tokens of the prompt (phase 9.1).
@@ -44,8 +45,10 @@ class AnswerStream:
         max_unread_bytes: int,
         abandon: Callable[[str], None],
         num_segment_tokens: int = 0,
+        segment_field: str | None = None,
     ) -> None:
-        self.request_id, self.index, self.param = request_id, index, param
+        self.request_id, self.index = request_id, index
+        self.fields = param, segment_field
         self.prompt_ids = prompt_ids
         self.num_prompt_tokens = num_segment_tokens + len(prompt_ids)
         self.num_tokens = 0

@@ -180,6 +180,7 @@ class Intake:
         *,
         kind: str,
         segments: Sequence[SegmentInfo] = (),
+        segment_field: str | None = None,
     ) -> Answer:
         """Submit ``n`` requests for each prompt, after its ``segments``, all or none; ``kind`` is the prefix of the id.
 
@@ -199,7 +200,9 @@ class Intake:
             for p, prompt_ids in enumerate(prompts)
             for i in range(body.num_answers)
         ]
-        answer = self._client.submit(answer_id, requests, n=body.num_answers, param=body.prompt_field)
+        answer = self._client.submit(
+            answer_id, requests, n=body.num_answers, param=body.prompt_field, segment_field=segment_field
+        )
         record_of(request.scope).answer = answer
         return answer
 

@@ -72,11 +72,13 @@ class EngineClient:
     def num_open_requests(self) -> int:
         return len(self._streams)
 
-    def submit(self, answer_id: str, requests: Sequence[NewRequest], *, n: int, param: str) -> Answer:
+    def submit(
+        self, answer_id: str, requests: Sequence[NewRequest], *, n: int, param: str, segment_field: str | None = None
+    ) -> Answer:
         """Submit the requests of one answer to the engine; ``n`` of them in a row have the same prompt.
 
-        ``param`` is the field of the body that holds the prompts. Raises ApiError if the engine would refuse one of
-        them, and if the engine has stopped; then none is submitted.
+        ``param`` is the field of the body that holds the prompts, ``segment_field`` the one that names their segments.
+        Raises ApiError if the engine would refuse one of them, and if the engine has stopped; then none is submitted.
         """
         if not self.is_alive:
             raise _stopped()
@@ -95,6 +97,7 @@ class EngineClient:
                 new.prompt_ids,
                 index=index,
                 param=param,
+                segment_field=segment_field,
                 max_unread_bytes=self._config.max_unread_bytes,
                 num_segment_tokens=new.num_segment_tokens,
                 abandon=self._abort,
@@ -172,7 +175,8 @@ class EngineClient:
             case engine_loop.Refused(request_id, refusal):
                 stream = self._streams.pop(request_id, None)
                 if stream is not None:
-                    stream.refuse(engine_failure(None) if refusal is None else self._error_of(refusal, stream.param))
+                    known = None if refusal is None else self._error_of(refusal, *stream.fields)
+                    stream.refuse(known or engine_failure(None))
             case engine_loop.Answered(number, answer, failure, refusal):
                 asked = self._questions.get(number)
                 if asked is not None and not asked.done():  # else the HTTP request that asked has ended
@@ -186,8 +190,9 @@ class EngineClient:
             case engine_loop.Idle():
                 pass
 
-    def _error_of(self, refusal: InferError, param: str) -> ApiError:
-        return refusal_error(refusal, param=param, retry_after=self._config.retry_after)
+    def _error_of(self, refusal: InferError, param: str, segment_field: str | None = None) -> ApiError:
+        retry_after = self._config.retry_after
+        return refusal_error(refusal, param=param, retry_after=retry_after, segment_field=segment_field)
 
     def _deliver(self, step: Stepped) -> None:
         self._metrics.on_preemptions(step.num_preempted)

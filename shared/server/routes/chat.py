@@ -55,7 +55,8 @@ async def answer(request: Request, body: ChatRequest) -> Response:
     params = await intake.with_grammar(params, intake.chat.grammar(body, prompt))
     watched = await intake.watched(params, body)
     segments = await chat_context(request, body)
-    answer = intake.submit(request, body, [prompt.ids], params, kind="chatcmpl", segments=segments)
+    field = "chunks" if body.chunks else "segments"
+    answer = intake.submit(request, body, [prompt.ids], params, kind="chatcmpl", segments=segments, segment_field=field)
     frames = ChatFrames(
         answer,
         intake.config.model_name,

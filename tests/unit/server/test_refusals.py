@@ -9,7 +9,7 @@ from typing import Any
 import httpx
 import pytest
 
-from shared.errors import QueueFullError, RequestError
+from shared.errors import QueueFullError, RequestError, UnknownSegmentError
 from shared.server import errors
 from tests.unit.server.echo import ENDLESS, LIMIT, VOCAB, EchoEngine, connected, endless, everything, serving
 from tests.unit.server.exchange import assert_refused, chat, completion, error_of, events
@@ -357,3 +357,9 @@ def test_an_engine_without_segments_says_which_phase_has_them(client: httpx.Clie
         assert error["message"] == (
             "This server's engine has no segments; serve phase 9.1 for them: infer serve --phase 09.1."
         )
+
+
+@pytest.mark.parametrize(("field", "code"), [("segments", "segment_not_found"), ("chunks", "chunk_not_found")])
+def test_a_segment_that_is_deleted_before_its_chat_begins_is_missed_by_its_field(field: str, code: str) -> None:
+    error = errors.refusal_error(UnknownSegmentError("gone"), param="messages", retry_after=1, segment_field=field)
+    assert (error.status_code, error.code, error.param) == (404, code, field)
