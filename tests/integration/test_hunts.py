@@ -49,6 +49,19 @@ def test_every_test_of_a_hunt_finds_its_fault(hunt: Hunt, runs: dict[str, Run]) 
         assert any(name.startswith(test) for name in runs[hunt.number].errors), f"{test} does not find it"
 
 
+@pytest.mark.parametrize("hunt", hunts(), ids=by_number)
+def test_the_reference_in_a_hunt_s_folder_solves_it(hunt: Hunt, check_server: CheckServer, tmp_path: Path) -> None:
+    """By the tests that find the fault, and by all of its phase, which are what a check and a grading run."""
+    if not can_be_checked(hunt.judged(hunt.tests)):
+        pytest.skip(f"{NO_TRITON}")
+    folder = HuntFolder(tmp_path, hunt)
+    folder.plant()
+    (folder.root / hunt.module).write_text((ROOT / hunt.module).read_text())
+    judged = [hunt.judged(hunt.tests), hunt.judged(hunt.tests_of_phase)]
+    run = check_server.run(folder.root, judged, gaps_raise=True)
+    assert [verdict.outcome for verdict in run.verdicts] == [Outcome.PASSED] * 2, run.output
+
+
 @pytest.fixture
 def report(check_server: CheckServer) -> Callable[[Hunt, Path], tuple[int, str]]:
     """Runs a hunt's report on the modules in a folder: the exit code, and what was printed."""
