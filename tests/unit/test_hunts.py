@@ -93,6 +93,21 @@ def test_what_is_remembered_of_a_hunt(tmp_path: Path) -> None:
         HuntFolder(tmp_path, hunt)
 
 
+def test_an_action_without_a_name_is_for_the_one_hunt_that_is_open(tmp_path: Path) -> None:
+    for option in ("--check", "--hint", "--run", "--give-up"):
+        code, printed = bug(tmp_path, option)
+        assert code == 2, option
+        assert f"infer workshop bug 08b1 {option}" in printed
+    bug(tmp_path, "05b1")
+    assert bug(tmp_path, "--hint")[1].startswith(f"1 of 2: {find_hunts('05b1')[0].hints[0]}\n")
+    bug(tmp_path, "08b1")
+    code, printed = bug(tmp_path, "--hint")
+    assert code == 2
+    assert "05b1, 08b1" in printed
+    bug(tmp_path, "08b1", "--give-up")
+    assert bug(tmp_path, "--hint")[1].startswith("1 of 2: "), "05b1 is the one that is left"
+
+
 def bug(workspace: Path, *arguments: str) -> tuple[int, str]:
     environment = {"INFER_WORKSPACE": str(workspace), "NO_COLOR": "1"}
     done = CliRunner().invoke(app, ["workshop", "bug", *arguments], env=environment)

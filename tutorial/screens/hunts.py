@@ -39,18 +39,21 @@ def bug(
     """Hunt a bug: a fault is planted in a copy of a phase, and all that you get is what a user reported.
 
     The copy lies in workspace/bugs; your exercises stay as they are. Of a phase, the first bug that is left is planted.
+    --run, --check, --hint and --give-up without a name are for the one bug that is planted.
     --run ends with exit code 1 while the symptom is there, --check unless the bug is solved.
     """
     from tutorial.workshop.hunts import HuntFolder, find_hunts
     from tutorial.workshop.overlay import workspace_folder
 
-    if sum((run, check, hint, give_up, list_all)) > 1:
+    actions = {"--run": run, "--check": check, "--hint": hint, "--give-up": give_up}
+    if sum((*actions.values(), list_all)) > 1:
         raise ConfigError("--run, --check, --hint, --give-up and --list exclude each other; give one of them.")
     folders = [HuntFolder(workspace_folder(), each) for each in find_hunts(name)]
-    if list_all or (name is None and seed is None):
+    action = next((option for option, is_given in actions.items() if is_given), None)
+    if list_all or (name is None and seed is None and action is None):
         _list(folders)
         return
-    folder = _chosen(folders, seed)
+    folder = _the_open_one(folders, action) if action and name is None and seed is None else _chosen(folders, seed)
     was_planted = folder.is_planted
     folder.plant()
     if run:
@@ -71,6 +74,16 @@ def _chosen(folders: "Sequence[HuntFolder]", seed: int | None) -> "HuntFolder":
         return folders[seed % len(folders)]
     left = [folder for folder in folders if not (folder.state.is_solved or folder.state.is_given_up)]
     return next((folder for folder in left if folder.is_planted), next(iter(left), folders[0]))
+
+
+def _the_open_one(folders: "Sequence[HuntFolder]", action: str) -> "HuntFolder":
+    """The one hunt that is planted; of several, the one that is not over. ConfigError if that is not one."""
+    planted = [folder for folder in folders if folder.is_planted]
+    found = [folder for folder in planted if state_of(folder) == "planted"] or planted
+    if len(found) != 1:
+        are = f"bugs {', '.join(folder.hunt.number for folder in found)} are planted" if found else "no bug is planted"
+        raise ConfigError(f"{are.capitalize()}; name the one you mean: infer workshop bug 08b1 {action}.")
+    return found[0]
 
 
 def _report(folder: "HuntFolder", was_planted: bool) -> None:
