@@ -108,6 +108,20 @@ def test_an_action_without_a_name_is_for_the_one_hunt_that_is_open(tmp_path: Pat
     assert bug(tmp_path, "--hint")[1].startswith("1 of 2: "), "05b1 is the one that is left"
 
 
+def test_without_triton_a_phase_is_judged_by_its_other_tests(monkeypatch: pytest.MonkeyPatch) -> None:
+    names = ("03.1b1", "06.1b1", "06.1b2", "10b1", "10b2")
+    found = [hunt for name in names for hunt in find_hunts(name)]
+    assert all(any(map(is_of_kernels, hunt.tests_of_phase)) for hunt in found)
+    monkeypatch.setattr("tutorial.workshop.hunts.NO_TRITON", "needs Triton")
+    for hunt in found:
+        assert set(hunt.tests) <= set(hunt.tests_of_phase)
+        assert not any(map(is_of_kernels, hunt.tests_of_phase))
+
+
+def is_of_kernels(test: str) -> bool:
+    return test.startswith("tests/kernels/")
+
+
 def bug(workspace: Path, *arguments: str) -> tuple[int, str]:
     environment = {"INFER_WORKSPACE": str(workspace), "NO_COLOR": "1"}
     done = CliRunner().invoke(app, ["workshop", "bug", *arguments], env=environment)

@@ -31,6 +31,7 @@ from functools import cache, cached_property
 from pathlib import Path
 
 from shared.errors import ConfigError
+from shared.kernels import NO_TRITON
 from shared.lessons import find_lesson, lessons
 from tutorial.workshop.check import INTERPRET, KERNEL_TESTS
 from tutorial.workshop.exercises import ROOT, Exercise, enclosing_function, exercises, modules_of
@@ -114,9 +115,10 @@ class Hunt:
 
     @property
     def tests_of_phase(self) -> tuple[str, ...]:
-        """Every test of the phase's exercises, those first that find the fault."""
-        own = (test for exercise in exercises() if exercise.phase == self.phase for test in exercise.tests)
-        return tuple(dict.fromkeys((*self.tests, *own)))
+        """Every test of the phase's exercises that can run here, those first that find the fault."""
+        own = [test for exercise in exercises() if exercise.phase == self.phase for test in exercise.tests]
+        can_run = (test for test in own if not (NO_TRITON and test.startswith(KERNEL_TESTS)))
+        return tuple(dict.fromkeys((*self.tests, *can_run)))
 
 
 @cache
