@@ -9,7 +9,7 @@ from typer.testing import CliRunner
 from shared.cli import app
 from shared.errors import ConfigError
 from shared.lessons import lessons
-from tutorial.workshop.exercises import ROOT, find_exercise
+from tutorial.workshop.exercises import ROOT, exercises, find_exercise
 from tutorial.workshop.hunts import BUGS, Hunt, HuntFolder, find_hunts, hunts
 from tutorial.workshop.overlay import WorkspaceFinder
 from tutorial.workshop.workspace import State, Workspace
@@ -120,6 +120,13 @@ def test_without_triton_a_phase_is_judged_by_its_other_tests(monkeypatch: pytest
 
 def is_of_kernels(test: str) -> bool:
     return test.startswith("tests/kernels/")
+
+
+@pytest.mark.parametrize("hunt", hunts(), ids=by_number)
+def test_a_test_of_a_hunt_has_the_time_that_it_has_in_an_exercise(hunt: Hunt) -> None:
+    for tests in (hunt.tests, hunt.tests_of_phase):
+        limits = [each.processor_seconds for each in exercises() if not set(tests).isdisjoint(each.tests)]
+        assert hunt.judged(tests).processor_seconds == max(limits, default=5.0)
 
 
 def bug(workspace: Path, *arguments: str) -> tuple[int, str]:

@@ -97,12 +97,17 @@ class Hunt:
         return self.fault.applied(text) if path == self.module else text
 
     def judged(self, tests: tuple[str, ...]) -> Exercise:
-        """The hunt as an exercise of these tests, which is how a check judges it: its function is the faulty one."""
+        """The hunt as an exercise of these tests, which is how a check judges it: its function is the faulty one, and
+        its tests have the most time that one of them has in an exercise."""
         source = (ROOT / self.module).read_text(encoding="utf-8")
         lines = zip(source.splitlines(), self.fault.applied(source).splitlines(), strict=False)
         line = next(number for number, (one, other) in enumerate(lines) if one != other)
         target = enclosing_function(source, line, self.module)
-        return Exercise(self.number, self.phase, self.title, self.hints, self.minutes, tests, self.module, target)
+        limits = [each.processor_seconds for each in exercises() if not set(tests).isdisjoint(each.tests)]
+        seconds = max(limits, default=Exercise.processor_seconds)
+        return Exercise(
+            self.number, self.phase, self.title, self.hints, self.minutes, tests, self.module, target, seconds
+        )
 
     def handed_in(self, path: str) -> str:
         """Where a planted module lies in a workspace."""
