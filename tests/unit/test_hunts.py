@@ -88,9 +88,39 @@ def test_what_is_remembered_of_a_hunt(tmp_path: Path) -> None:
     folder.note(solved=True)
     again = HuntFolder(tmp_path, hunt).state
     assert (again.hints, again.is_solved, again.is_given_up) == (2, False, True)
-    (folder.root / ".hunt.json").write_text("[")
-    with pytest.raises(ConfigError, match=r"\.hunt\.json cannot be read .*delete .*08b1 to plant the bug anew"):
-        HuntFolder(tmp_path, hunt)
+
+
+def test_what_cannot_be_read_of_a_hunt_costs_neither_the_list_nor_the_fix(tmp_path: Path) -> None:
+    (hunt,) = find_hunts("08b1")
+    folder = HuntFolder(tmp_path, hunt)
+    folder.plant()
+    fix, state = folder.root / hunt.module, folder.root / ".hunt.json"
+    fix.write_text("# mine\n")
+    for text in ("[", "[]", '{"other": 1}'):
+        state.write_text(text)
+        code, printed = bug(tmp_path, "--list")
+        assert code == 0
+        assert "bugs/08b1/.hunt.json cannot be read" in " ".join(printed.split())
+        assert "your copy stays" in printed
+        assert "08b2" in printed
+        assert "delete" not in printed
+    assert bug(tmp_path, "08b1", "--hint")[0] == 0
+    assert fix.read_text() == "# mine\n"
+    assert HuntFolder(tmp_path, hunt).state.hints == 1
+    assert "cannot be read" not in bug(tmp_path, "--list")[1]
+
+
+def test_a_state_that_cannot_be_written_leaves_the_one_before(tmp_path: Path) -> None:
+    folder = HuntFolder(tmp_path, find_hunts("08b1")[0])
+    folder.plant()
+    state = folder.root / ".hunt.json"
+    before = state.stat().st_ino
+    folder.next_hint()
+    assert state.stat().st_ino != before, "a new file takes the name; the old one is never half written"
+    (folder.root / ".hunt.json.new").mkdir()
+    with pytest.raises(ConfigError, match="cannot be written"):
+        folder.next_hint()
+    assert HuntFolder(tmp_path, folder.hunt).state.hints == 1
 
 
 def test_an_action_without_a_name_is_for_the_one_hunt_that_is_open(tmp_path: Path) -> None:

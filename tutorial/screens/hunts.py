@@ -49,6 +49,9 @@ def bug(
     if sum((*actions.values(), list_all)) > 1:
         raise ConfigError("--run, --check, --hint, --give-up and --list exclude each other; give one of them.")
     folders = [HuntFolder(workspace_folder(), each) for each in find_hunts(name)]
+    for folder in folders:
+        if folder.problem:
+            typer.echo(folder.problem, err=True)
     action = next((option for option, is_given in actions.items() if is_given), None)
     if list_all or (name is None and seed is None and action is None):
         _list(folders)

@@ -168,25 +168,27 @@ class HuntState:
 class HuntFolder:
     """A hunt in a learner's workspace, which need not exist yet.
 
-    Raises ConfigError if the folder's state cannot be read.
+    A state that cannot be read is a new one, and ``problem`` says so; the modules in the folder stay as they are.
     """
 
     def __init__(self, workspace: Path, hunt: Hunt) -> None:
         self.root = workspace / HUNTS / hunt.number
         self.hunt = hunt
         self.state = HuntState()
+        self.problem = ""
         try:
             self.state = HuntState(**json.loads((self.root / _STATE).read_text(encoding="utf-8")))
         except (FileNotFoundError, NotADirectoryError):
             pass
         except (OSError, ValueError, TypeError) as error:
-            raise ConfigError(
-                f"{self.root / _STATE} cannot be read ({error}); delete {self.root} to plant the bug anew."
-            ) from None
+            self.problem = (
+                f"{self.root / _STATE} cannot be read ({error}); the hints shown and the result are forgotten, your "
+                "copy stays."
+            )
 
     @property
     def is_planted(self) -> bool:
-        return (self.root / _STATE).is_file()
+        return (self.root / _STATE).exists()
 
     def plant(self) -> None:
         """Write the modules of the phase, one of them with the fault; what has been planted stays as it is."""
@@ -231,9 +233,11 @@ class HuntFolder:
         self._write(self.root / _STATE, json.dumps(asdict(self.state)) + "\n")
 
     def _write(self, file: Path, text: str) -> None:
+        unfinished = file.with_name(f"{file.name}.new")
         try:
             file.parent.mkdir(parents=True, exist_ok=True)
-            file.write_text(text, encoding="utf-8")
+            unfinished.write_text(text, encoding="utf-8")
+            unfinished.replace(file)
         except OSError as error:
             raise ConfigError(
                 f"{file} cannot be written ({error.strerror}); choose another folder with INFER_WORKSPACE=DIR."
