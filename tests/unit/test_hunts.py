@@ -159,6 +159,20 @@ def test_a_test_of_a_hunt_has_the_time_that_it_has_in_an_exercise(hunt: Hunt) ->
         assert hunt.judged(tests).processor_seconds == max(limits, default=5.0)
 
 
+def test_a_syntax_error_in_any_module_of_the_copy_is_shown_with_its_line(tmp_path: Path) -> None:
+    (hunt,) = find_hunts("08b1")
+    bug(tmp_path, "08b1")
+    other = next(path for path in hunt.paths if path != hunt.module)
+    file = tmp_path / "bugs/08b1" / other
+    text = file.read_text()
+    file.write_text(f"{text}def broken(:\n")
+    code, printed = bug(tmp_path, "08b1", "--check")
+    assert code == 1
+    assert "SyntaxError: " in printed
+    assert f"{file}:{len(text.splitlines()) + 1}" in printed
+    assert "def broken(:" in printed
+
+
 def bug(workspace: Path, *arguments: str) -> tuple[int, str]:
     environment = {"INFER_WORKSPACE": str(workspace), "NO_COLOR": "1"}
     done = CliRunner().invoke(app, ["workshop", "bug", *arguments], env=environment)

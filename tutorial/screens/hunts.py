@@ -105,12 +105,17 @@ def _report(folder: "HuntFolder", was_planted: bool) -> None:
 def _check(folder: "HuntFolder") -> None:
     from shared.kernels import NO_TRITON
     from tutorial.workshop.check import CheckServer, can_be_checked
+    from tutorial.workshop.session import not_compiled
     from tutorial.workshop.verdicts import Outcome
     from tutorial.workshop.workspace import Workspace
 
     hunt = folder.hunt
     if not can_be_checked(judged := hunt.judged(hunt.tests)):
         raise ConfigError(f"To check {hunt.number} {NO_TRITON}.")
+    files = (folder.root / path for path in hunt.paths)
+    if broken := next(filter(None, (not_compiled(judged, file) for file in files if file.is_file())), None):
+        typer.echo("\n".join(screen(Workspace(folder.root), broken)))
+        raise typer.Exit(1)
     with CheckServer() as server, working(f"running the tests of {hunt.number}"):
         (verdict,) = server.run(folder.root, [judged], gaps_raise=True).verdicts
         if verdict.outcome is Outcome.PASSED:

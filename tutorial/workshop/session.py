@@ -92,7 +92,7 @@ class Session:
         outcome = outcomes.get(self.workspace.state(exercise))
         if outcome is not None:
             return Verdict(exercise, outcome)
-        if (broken := _compiled(exercise, self.workspace.file(exercise))) is not None:
+        if (broken := not_compiled(exercise, self.workspace.file(exercise))) is not None:
             return broken
         return None if key is None else self.kept.find(exercise, key)
 
@@ -120,7 +120,7 @@ class Session:
         return replace(verdict, where=where, file=None if verdict.file is None else str(own))
 
 
-def _compiled(exercise: Exercise, file: Path) -> Verdict | None:
+def not_compiled(exercise: Exercise, file: Path) -> Verdict | None:
     """The verdict on an exercise whose file cannot be compiled: the error, where it is, and a caret for below the line
     there; None if it can."""
     try:
