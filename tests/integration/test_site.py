@@ -237,6 +237,11 @@ def test_no_page_shows_a_line_of_an_exercise_before_its_fold_is_opened(site: Pat
         html = (site / f"source/tutorial/mistakes/{table.name}.html").read_text(encoding="utf-8")
         assert "changes = " in text_of(html)
         assert "changes = " not in text_of(without_hidden(html))
+    for table in (ROOT / "tutorial/bugs").glob("*.toml"):  # they name the fault, its tests, and hints
+        html = (site / f"source/tutorial/bugs/{table.name}.html").read_text(encoding="utf-8")
+        for key in ("module = ", "breaks = ", "hints = ", "tests = "):
+            assert key in text_of(html)
+            assert key not in text_of(without_hidden(html))
 
 
 def test_a_fold_opens_with_a_click_or_a_key_without_a_script(site: Path, browser: Any) -> None:

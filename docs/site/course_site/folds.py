@@ -10,6 +10,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from html import escape
 from itertools import groupby
+from pathlib import PurePosixPath
 
 from course_site.code_lines import hanging, indent
 from course_site.repository import read
@@ -60,17 +61,31 @@ def with_hidden(lines: Iterable[str], num_signs: int = 0) -> list[tuple[str, str
 
 
 def exercise_lines(path: str) -> dict[int, str]:
-    """The exercise of each line of a file that gives it away, hints included; lines count from 0.
+    """The exercise, or the bug hunt, of each line of a file that gives it away, hints included; lines count from 0.
 
-    They are the reference's lines in a module, and the changes to them in a table of known mistakes.
+    They are the reference's lines in a module, the changes to them in a table of known mistakes, and all that a hunt
+    has in its table.
     """
     if path.startswith("tutorial/mistakes/"):
         return _changed_lines(read(path))
+    if path.startswith("tutorial/bugs/") and path.endswith(".toml"):
+        return _lines_of_hunts(read(path), PurePosixPath(path).stem)
     try:
         marked = regions(read(path), path) if path.startswith("shared/") and path.endswith(".py") else []
     except ConfigError:  # which the tests of the exercises tell
         return {}
     return {line: region.number for region in marked for line in range(region.begin + 1, region.end)}
+
+
+def _lines_of_hunts(table: str, phase: str) -> dict[int, str]:
+    found: dict[int, str] = {}
+    count = 0
+    for index, line in enumerate(table.split("\n")):
+        if line == "[[bugs]]":
+            count += 1
+        elif count and line.strip():
+            found[index] = f"{phase}b{count}"
+    return found
 
 
 def _changed_lines(mistakes: str) -> dict[int, str]:
@@ -90,6 +105,7 @@ def _summary(block: list[Line], blank: str) -> str:
     leads = {line.lead for line in block}
     numbers = ", ".join(dict.fromkeys(line.exercise or "" for line in block))
     columns = " " * min((indent(line.code) for line in block if line.code.strip()), default=0)
-    shown = f"{columns}<span>{escape(fold(numbers))}</span>"
+    said = fold(numbers) if "x" in numbers else f"…  # bug {numbers}"
+    shown = f"{columns}<span>{escape(said)}</span>"
     lead = leads.pop() if len(leads) == 1 else blank
     return f'<summary class="line"{hanging(shown)}>{lead}{shown}\n</summary>'
