@@ -11,11 +11,12 @@ import hashlib
 import json
 import os
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from tutorial.workshop.course_state import state_of_the_course, state_of_the_installation
-from tutorial.workshop.exercises import Exercise, exercises, reference
+from tutorial.workshop.exercises import ROOT, Exercise, exercises, reference
 from tutorial.workshop.skeleton import filled, with_gap
 from tutorial.workshop.verdicts import Case, Outcome, Verdict
 
@@ -37,11 +38,12 @@ class KeptVerdicts:
 
     def keys(self, wanted: Sequence[Exercise]) -> dict[Exercise, Keys]:
         """Of each exercise, what its verdict depends on now."""
-        files = sorted((self.workspace / "shared").rglob("*.py"))
-        texts = {
-            file.relative_to(self.workspace).as_posix(): file.read_text(encoding="utf-8", errors="replace")
-            for file in files
-        }
+        texts = {}
+        for file in sorted((self.workspace / "shared").rglob("*.py")):
+            path = file.relative_to(self.workspace).as_posix()
+            if (ROOT / path).is_file():  # no other can run
+                with suppress(OSError):  # while an editor replaces it
+                    texts[path] = file.read_text(encoding="utf-8", errors="replace")
         course = f"{state_of_the_course()} {state_of_the_installation()}"
         whole = {path: _filled(path, text) for path, text in texts.items()}
         without = {path: _without_exercises(path, text) for path, text in texts.items()}
@@ -64,12 +66,19 @@ class KeptVerdicts:
             fields = kept["verdict"]
             cases = tuple(Case(**case | {"details": tuple(case["details"])}) for case in fields["cases"])
             fields |= {"outcome": Outcome(fields["outcome"]), "cases": cases, "is_kept": True}
+            if fields["file"] is not None:
+                fields["file"] = str(self.workspace / fields["file"])
+            if (line := fields["where"]) is not None:
+                fields["where"] = f"{self.workspace / exercise.path}:{self._lines(exercise)[line]}"
             return Verdict(exercise=exercise, **fields)
-        except (OSError, ValueError, KeyError, TypeError):
+        except (OSError, ValueError, KeyError, TypeError, IndexError):
             return None
 
     def keep(self, verdict: Verdict, keys: Keys, *, is_alone: bool) -> None:
-        """Keep a verdict if the same check would give it again.
+        """Keep a verdict if the same check would give it again, and it can be written.
+
+        What is kept names no folder, and counts the line of a failure from the exercise's marker: the workspace may be
+        renamed, and other exercises above may grow. A failure at another line is not kept.
 
         Args:
             is_alone: whether the tests ran with the reference in all other exercises.
@@ -77,15 +86,32 @@ class KeptVerdicts:
         is_late = any(case.is_time_out for case in verdict.cases)
         if verdict.outcome not in (Outcome.PASSED, Outcome.FAILED) or is_late:
             return
-        cases = tuple(replace(case, traceback="") for case in verdict.cases)
+        cases = tuple(replace(case, where=None, traceback="") for case in verdict.cases)
         fields = asdict(replace(verdict, cases=cases))
         del fields["exercise"]
         file = self._file(verdict.exercise)
-        key = keys.alone if is_alone else keys.together
-        file.parent.mkdir(parents=True, exist_ok=True)
         unfinished = file.with_suffix(f".{os.getpid()}")
-        unfinished.write_text(json.dumps({"key": key, "verdict": fields}), encoding="utf-8")
-        unfinished.replace(file)
+        with suppress(OSError, ValueError):  # ValueError: another file or line than the exercise's
+            if verdict.file is not None:
+                fields["file"] = Path(verdict.file).relative_to(self.workspace).as_posix()
+            if verdict.where is not None:
+                path, _, line = verdict.where.rpartition(":")
+                own = (
+                    self._lines(verdict.exercise) if Path(path) == self.workspace / verdict.exercise.path else range(0)
+                )
+                fields["where"] = own.index(int(line))
+            file.parent.mkdir(parents=True, exist_ok=True)
+            kept = {"key": keys.alone if is_alone else keys.together, "verdict": fields}
+            unfinished.write_text(json.dumps(kept), encoding="utf-8")
+            unfinished.replace(file)
+
+    def _lines(self, exercise: Exercise) -> range:
+        """The numbers, from 1, of the lines between the markers of an exercise as they are now; ValueError if there
+        are no markers."""
+        text = (self.workspace / exercise.path).read_text(encoding="utf-8", errors="replace")
+        lines = [line.strip() for line in text.split("\n")]
+        begin = lines.index(f"# {exercise.message}")
+        return range(begin + 2, lines.index("# end exercise", begin) + 1)
 
     def _file(self, exercise: Exercise) -> Path:
         return self.folder / f"{exercise.number}.json"
