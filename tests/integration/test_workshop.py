@@ -210,6 +210,17 @@ def test_a_pass_that_needed_the_lines_of_another_exercise_is_not_answered_from_t
     assert outcomes() == ["passed", "failed"]
 
 
+def test_a_file_with_a_byte_order_mark_is_run_like_any_other(learner: Learner) -> None:
+    learner.workshop("start", "03")
+    learner.write(KV_BYTES_GAP, KV_BYTES)
+    exercise = find_exercise("03x3")
+    learner.write(f'raise NotImplementedError("{exercise.message}")', "return q")
+    learner.cache.write_text(learner.cache.read_text(), encoding="utf-8-sig")
+    checked = learner.check("03").stdout
+    assert re.search(r"03x1 +passed", checked), checked
+    assert re.search(r"03x3 +failed", checked), checked
+
+
 LOOPS = {
     "in Python": "while True:\n        try:\n            int('x')\n        except BaseException:\n            pass",
     "in C": "import collections, itertools; collections.deque(itertools.repeat(1), maxlen=0)",

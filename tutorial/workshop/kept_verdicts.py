@@ -43,7 +43,7 @@ class KeptVerdicts:
             path = file.relative_to(self.workspace).as_posix()
             if (ROOT / path).is_file():  # no other can run
                 with suppress(OSError):  # while an editor replaces it
-                    texts[path] = file.read_text(encoding="utf-8", errors="replace")
+                    texts[path] = file.read_text(encoding="utf-8-sig", errors="replace")
         course = f"{state_of_the_course()} {state_of_the_installation()}"
         whole = {path: _filled(path, text) for path, text in texts.items()}
         without = {path: _without_exercises(path, text) for path, text in texts.items()}
@@ -108,7 +108,7 @@ class KeptVerdicts:
     def _lines(self, exercise: Exercise) -> range:
         """The numbers, from 1, of the lines between the markers of an exercise as they are now; ValueError if there
         are no markers."""
-        text = (self.workspace / exercise.path).read_text(encoding="utf-8", errors="replace")
+        text = (self.workspace / exercise.path).read_text(encoding="utf-8-sig", errors="replace")
         lines = [line.strip() for line in text.split("\n")]
         begin = lines.index(f"# {exercise.message}")
         return range(begin + 2, lines.index("# end exercise", begin) + 1)

@@ -79,7 +79,7 @@ class Session:
         exercise = verdict.exercise
         if verdict.outcome is not Outcome.FAILED:
             return ()
-        if returns_nothing(exercise, self.workspace.file(exercise).read_text(encoding="utf-8", errors="replace")):
+        if returns_nothing(exercise, self.workspace.file(exercise).read_text(encoding="utf-8-sig", errors="replace")):
             return (Mistake(exercise.number, "nothing is returned: `return` is missing", ()),)
         return recognise(verdict, self.known(exercise, watch))
 
@@ -103,7 +103,7 @@ class Session:
     def _alone(self, exercise: Exercise, tracebacks: bool, watch: Watch | None) -> Verdict | None:
         """The verdict with the reference in all other exercises; None if the markers are no longer there."""
         own = self.workspace.file(exercise)
-        text = whole = own.read_text(encoding="utf-8", errors="replace")
+        text = whole = own.read_text(encoding="utf-8-sig", errors="replace")
         for other in exercises():
             if other.path == exercise.path and other != exercise:
                 changed = with_gap(text, reference(other)[1])
