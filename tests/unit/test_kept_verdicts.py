@@ -1,12 +1,14 @@
 """Kept verdicts: what finds them again, and where they point then, without running a test."""
 
+import ast
 import shutil
 from pathlib import Path
 
 import pytest
 
 from tutorial.screens.check import screen
-from tutorial.workshop.exercises import find_exercise, reference
+from tutorial.workshop.course_state import _sources
+from tutorial.workshop.exercises import ROOT, exercises, find_exercise, reference
 from tutorial.workshop.kept_verdicts import KeptVerdicts
 from tutorial.workshop.verdicts import Case, Outcome, Verdict
 from tutorial.workshop.workspace import Workspace
@@ -95,3 +97,32 @@ def test_a_verdict_that_cannot_be_kept_is_dropped(workspace: Workspace) -> None:
     keep(workspace, failed(workspace))
     kept = KeptVerdicts(workspace.root)
     assert kept.find(EXERCISE, kept.keys([EXERCISE])[EXERCISE]) is None
+
+
+def test_the_model_folders_count(workspace: Workspace, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = KeptVerdicts(workspace.root).keys([EXERCISE])
+    monkeypatch.setenv("INFER_TEST_MODELS", "/nowhere")
+    assert KeptVerdicts(workspace.root).keys([EXERCISE]) != before
+
+
+def test_all_that_the_tests_of_exercises_import_counts() -> None:
+    """Followed through the imports of their files; not what the engine reads at run time, which lies in ``shared``."""
+    hashed = set(_sources())
+    left = [ROOT / "conftest.py", *{ROOT / test.partition("::")[0] for each in exercises() for test in each.tests}]
+    seen: set[Path] = set()
+    while left:
+        file = left.pop()
+        if file in seen:
+            continue
+        seen.add(file)
+        for node in ast.walk(ast.parse(file.read_text())):
+            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            if isinstance(node, ast.ImportFrom) and node.module:
+                names = [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]
+            paths = (ROOT / name.replace(".", "/") for name in names)
+            left += [one for path in paths for one in (path.with_suffix(".py"), path / "__init__.py") if one.is_file()]
+    assert ROOT / "benchmarks/compression.py" in seen
+    templates = set((ROOT / "shared").rglob("*.jinja"))
+    assert templates
+    missing = sorted(str(file.relative_to(ROOT)) for file in (seen | templates) - hashed)
+    assert not missing, missing
