@@ -325,6 +325,8 @@ def test_a_workspace_that_is_a_file_is_refused_and_nothing_is_to_be_deleted(tmp_
     (tmp_path / "hostname").write_text("mine")
     with pytest.raises(ConfigError, match=r"hostname is a file; choose a folder with INFER_WORKSPACE=DIR\.$"):
         Workspace(tmp_path / "hostname")
+    with pytest.raises(ConfigError, match="is the course itself, whose files would get gaps"):
+        Workspace(ROOT)
 
 
 def test_a_damaged_progress_file_is_one_paragraph(workspace: Workspace) -> None:

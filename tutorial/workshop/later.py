@@ -2,18 +2,21 @@
 
 The tests of an exercise look at a function by itself. A later phase uses the same function in another way: with a step
 in flight, or with prompts of which a part is cached. So when a learner has finished a phase, the whole engine of each
-later phase runs once on their lines. Introduced in phase 1b. Invariant: a check of an exercise does not run this.
+later phase runs once on their lines. Introduced in phase 1b. Invariant: lines that have not passed do not run.
 """
 
+import shutil
+import tempfile
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
 from shared.lessons import Lesson, find_lesson, lessons
 from tutorial.workshop.check import CheckServer
-from tutorial.workshop.exercises import exercises_of
+from tutorial.workshop.exercises import exercises, exercises_of, reference
+from tutorial.workshop.skeleton import with_gap
 from tutorial.workshop.verdicts import Verdict
-from tutorial.workshop.workspace import Workspace
+from tutorial.workshop.workspace import State, Workspace
 
 PROCESSOR_SECONDS = 60.0
 """Of one phase; right code takes 5 at most."""
@@ -29,18 +32,26 @@ def later_phases(phase: str) -> list[Lesson]:
     return [lesson for lesson in lessons() if lesson.whole is not None and phase in _ways(lesson)]
 
 
-def run_later(server: CheckServer, root: Path, phase: str) -> dict[Lesson, Verdict]:
-    """A verdict on the lines of a workspace in each later phase; gaps run the reference's lines."""
-    last = exercises_of(find_lesson(phase))[-1]
-    found = later_phases(phase)
-    run = (
-        server.run(
-            root, [replace(last, tests=(lesson.whole or "",), processor_seconds=PROCESSOR_SECONDS) for lesson in found]
-        )
-        if found
-        else None
-    )
-    return dict(zip(found, run.verdicts if run else (), strict=True))
+def run_later(server: CheckServer, workspace: Workspace, phase: str) -> dict[Lesson, Verdict]:
+    """A verdict on the lines of a workspace in each later phase; gaps, and lines that have not passed, run as the
+    reference's."""
+    last, found = exercises_of(find_lesson(phase))[-1], later_phases(phase)
+    if not found:
+        return {}
+    wanted = [replace(last, tests=(lesson.whole or "",), processor_seconds=PROCESSOR_SECONDS) for lesson in found]
+    with tempfile.TemporaryDirectory(prefix="later-") as folder:
+        for exercise in exercises():
+            if workspace.state(exercise) is State.NEW:
+                continue
+            copy = Path(folder) / exercise.path
+            if not copy.exists():
+                copy.parent.mkdir(parents=True, exist_ok=True)
+                shutil.copyfile(workspace.file(exercise), copy)
+            if not workspace.has_passed(exercise):
+                text = with_gap(copy.read_text(encoding="utf-8"), reference(exercise)[1])
+                copy.write_text(copy.read_text(encoding="utf-8") if text is None else text, encoding="utf-8")
+        run = server.run(Path(folder), wanted)
+    return dict(zip(found, run.verdicts, strict=True))
 
 
 def _ways(lesson: Lesson) -> Iterator[str]:

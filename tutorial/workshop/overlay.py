@@ -31,7 +31,7 @@ _PACKAGE = "shared"
 
 def workspace_folder() -> Path:
     """The learner's folder: ``INFER_WORKSPACE``, or ``workspace`` beside the reference."""
-    return Path(os.environ.get(FOLDER) or ROOT / "workspace").resolve()
+    return Path(os.environ.get(FOLDER) or ROOT / "workspace").expanduser().resolve()
 
 
 def is_enabled() -> bool:

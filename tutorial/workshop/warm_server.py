@@ -80,12 +80,15 @@ def _address(packages: Sequence[str], environment: Mapping[str, str]) -> Path:
 
 
 def _folder() -> Path:
-    """A folder that nobody but the user can enter; ConfigError if somebody else made it."""
-    own = os.environ.get("XDG_RUNTIME_DIR", "")
-    if not os.access(own, os.W_OK) or len(own) > _LONGEST:  # as after `su`
-        own = tempfile.gettempdir()
+    """A folder of the user's alone; ConfigError if there can be none, or another user made it."""
+    wanted = (os.environ.get("XDG_RUNTIME_DIR", ""), tempfile.gettempdir(), "/tmp")  # the first fails after `su`
+    own = next((name for name in wanted if len(name) <= _LONGEST and os.access(name, os.W_OK)), "/tmp")
     folder = Path(own) / f"infer-workshop-{os.getuid()}"
-    folder.mkdir(mode=0o700, exist_ok=True)
+    try:
+        folder.mkdir(mode=0o700, exist_ok=True)
+    except OSError as error:
+        said = f"{folder} cannot be made ({error.strerror}); set TMPDIR to another folder, or {IDLE}=0."
+        raise ConfigError(said) from None
     state = folder.lstat()
     if state.st_uid != os.getuid() or state.st_mode & 0o777 != 0o700 or folder.is_symlink():
         raise ConfigError(f"{folder} must be your own folder, which nobody else can enter; remove what is there.")

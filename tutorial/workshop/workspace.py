@@ -70,6 +70,11 @@ class Workspace:
     def __post_init__(self) -> None:
         if self.root.exists() and not self.root.is_dir():
             raise ConfigError(f"The workspace {self.root} is a file; choose a folder with INFER_WORKSPACE=DIR.")
+        if self.root.resolve() == ROOT:
+            raise ConfigError(
+                f"The workspace {self.root} is the course itself, whose files would get gaps; choose another folder "
+                "with INFER_WORKSPACE=DIR."
+            )
         self.progress = self._read_progress()
 
     def _read_progress(self) -> dict[str, Progress]:
@@ -122,25 +127,25 @@ class Workspace:
         An exercise that was started stays as it is. Raises ConfigError, with nothing written, if the lines of a new
         one can no longer be found in a file that the learner already has.
         """
-        new = [exercise for exercise in wanted if self.state(exercise) is State.NEW]
         texts: dict[str, str] = {}
-        for exercise in new:
-            source, region = reference(exercise)
-            if exercise.path not in texts:
-                texts[exercise.path] = self._text(exercise.path) if self.file(exercise).is_file() else source
-            text = with_gap(texts[exercise.path], region, only_if_untouched=True)
-            if text is None:
-                raise ConfigError(
-                    f"The lines of exercise {exercise.number} in {self.file(exercise)} were edited, "
-                    "so no gap was made there; `infer workshop reset` hands the file out anew and keeps a backup."
-                )
-            texts[exercise.path] = text
-        with self._changing():
+        with self._changing():  # the files too: two commands may start exercises of one module
+            new = [exercise for exercise in wanted if self.state(exercise) is State.NEW]
+            for exercise in new:
+                source, region = reference(exercise)
+                if exercise.path not in texts:
+                    texts[exercise.path] = self._text(exercise.path) if self.file(exercise).is_file() else source
+                text = with_gap(texts[exercise.path], region, only_if_untouched=True)
+                if text is None:
+                    raise ConfigError(
+                        f"The lines of exercise {exercise.number} in {self.file(exercise)} were edited, "
+                        "so no gap was made there; `infer workshop reset` hands the file out anew and keeps a backup."
+                    )
+                texts[exercise.path] = text
             for exercise in new:
                 self.progress[exercise.number] = Progress(True, self._progress(exercise).hints)
-        for path, text in texts.items():
-            self._write(self.root / path, text)
-            self._hand_out(path)
+            for path, text in texts.items():
+                self._write(self.root / path, text)
+                self._hand_out(path)
         return [self.root / path for path in texts]
 
     def reset(self, wanted: Sequence[Exercise]) -> tuple[list[Path], Path | None]:
