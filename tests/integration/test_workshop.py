@@ -181,6 +181,46 @@ def test_what_has_not_changed_is_answered_from_the_record(learner: Learner, monk
     assert learner.check("03x1").stdout == failed.stdout, "a change of its own lines is run"
 
 
+def test_a_pass_that_needed_the_lines_of_another_exercise_is_not_answered_from_the_record(learner: Learner) -> None:
+    learner.workshop("start", "03")
+    swaps = {
+        "03x3": (
+            "new_keys[layer].copy_(k)",
+            "new_keys[layer].copy_(v)",
+            "new_values[layer].copy_(v)",
+            "new_values[layer].copy_(k)",
+        ),
+        "03x4": ("k, v = self.keys[layer], self.values[layer]", "v, k = self.keys[layer], self.values[layer]"),
+    }
+    for number, changes in swaps.items():
+        exercise = find_exercise(number)
+        lines = "\n".join(reference(exercise)[1].lines)
+        for right, wrong in zip(changes[::2], changes[1::2], strict=True):
+            assert right in lines
+            lines = lines.replace(right, wrong)
+        learner.write(f'        raise NotImplementedError("{exercise.message}")', lines)
+
+    def outcomes() -> list[str]:
+        lines = learner.check("03").stdout.splitlines()
+        return [line.split("  ")[1] for line in lines if line.startswith(("03x3", "03x4"))]
+
+    assert outcomes() == ["failed", "passed"], "keys and values are swapped twice"
+    for right, wrong in zip(swaps["03x3"][::2], swaps["03x3"][1::2], strict=True):
+        learner.write(wrong, right)
+    assert outcomes() == ["passed", "failed"]
+
+
+def test_a_file_with_a_byte_order_mark_is_run_like_any_other(learner: Learner) -> None:
+    learner.workshop("start", "03")
+    learner.write(KV_BYTES_GAP, KV_BYTES)
+    exercise = find_exercise("03x3")
+    learner.write(f'raise NotImplementedError("{exercise.message}")', "return q")
+    learner.cache.write_text(learner.cache.read_text(), encoding="utf-8-sig")
+    checked = learner.check("03").stdout
+    assert re.search(r"03x1 +passed", checked), checked
+    assert re.search(r"03x3 +failed", checked), checked
+
+
 LOOPS = {
     "in Python": "while True:\n        try:\n            int('x')\n        except BaseException:\n            pass",
     "in C": "import collections, itertools; collections.deque(itertools.repeat(1), maxlen=0)",

@@ -105,7 +105,15 @@ def test_a_function_that_returns_nothing_is_seen_from_its_text() -> None:
     assert returns_nothing(EXERCISE_THAT_RETURNS, source.replace(*lines))
     inner = "each = lambda: 0\n    def inner():\n        return 1\n    result = 2 * config"
     assert returns_nothing(EXERCISE_THAT_RETURNS, source.replace(lines[0], inner))
+    assert returns_nothing(EXERCISE_THAT_RETURNS, source.replace(lines[0], f"# a note\n    {lines[1]}"))
     assert not returns_nothing(EXERCISE_THAT_RETURNS, "no such function")
+    assert not returns_nothing(EXERCISE_THAT_RETURNS, "def kv_bytes(:")
+    attend = find_exercise("03x4")
+    comment_at_the_margin = source.replace(
+        "        k, v = self.keys[layer]", "# a note\n        k, v = self.keys[layer]"
+    )
+    assert not returns_nothing(attend, comment_at_the_margin)
+    assert returns_nothing(attend, comment_at_the_margin.replace("return self.attention", "self.attention"))
     assert not returns_nothing(EXERCISE, source), "it sets attributes, and returns nothing in the reference either"
 
 

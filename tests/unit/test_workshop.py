@@ -227,6 +227,15 @@ def test_reset_keeps_a_backup(workspace: Workspace) -> None:
     assert (backup / wanted[0].path).read_text() == "mine"
 
 
+def test_where_no_backup_can_be_written_nothing_is_reset(workspace: Workspace) -> None:
+    workspace.start(PHASE_3)
+    (workspace.root / ".backups").write_text("a file")  # root may write in any folder
+    before = workspace.file(PHASE_3[0]).read_text()
+    with pytest.raises(ConfigError, match=r"cannot be written .*, so nothing was changed"):
+        workspace.reset(PHASE_3)
+    assert workspace.file(PHASE_3[0]).read_text() == before
+
+
 def test_reset_of_one_exercise_leaves_the_others(workspace: Workspace) -> None:
     (file,) = workspace.start(PHASE_3)
     handed = file.read_text()

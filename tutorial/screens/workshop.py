@@ -148,7 +148,8 @@ def solution(
         raise typer.Exit(1)
     theirs = function_lines(reference(found)[0], found.target)
     file = workspace.file(found)
-    yours = function_lines(file.read_text(encoding="utf-8", errors="replace"), found.target) if file.is_file() else []
+    text = file.read_text(encoding="utf-8-sig", errors="replace") if file.is_file() else ""
+    yours = function_lines(text, found.target)
     labels = (shown(file) if yours else "nothing of yours", f"{found.path} (the reference)")
     console = stdout_console()
     lines = list(difflib.unified_diff(yours, theirs, *labels, lineterm="", n=100))

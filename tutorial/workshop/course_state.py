@@ -6,6 +6,7 @@ of an exercise can load changes one of the two.
 """
 
 import hashlib
+import os
 import sys
 import sysconfig
 from functools import cache
@@ -13,17 +14,29 @@ from pathlib import Path
 
 from tutorial.workshop.exercises import ROOT
 
-_FOLDERS = ("shared", "phases", "tests", "tutorial/mistakes", "tutorial/workshop")
+_FOLDERS = ("shared", "phases", "tests", "benchmarks", "tutorial")
+_SUFFIXES = (".py", ".toml", ".jinja")
+_VARIABLES = ("INFER_TEST_MODELS", "INFER_TEST_TOKENIZERS")  # of `conftest.py`
+
+
+def state_of_the_course() -> str:
+    """A digest of what decides what a test says of an exercise: the sources, and which models the tests run on."""
+    what = (_state_of_the_sources(), *(os.environ.get(name, "") for name in _VARIABLES))
+    return hashlib.sha256(repr(what).encode()).hexdigest()
 
 
 @cache
-def state_of_the_course() -> str:
-    """A digest of the sources that decide what a test says of an exercise."""
+def _state_of_the_sources() -> str:
     digest = hashlib.sha256()
-    files = [ROOT / "conftest.py", *(file for name in _FOLDERS for file in (ROOT / name).rglob("*"))]
-    for file in sorted(file for file in files if file.suffix in (".py", ".toml")):
+    for file in _sources():
         digest.update(file.read_bytes())
     return digest.hexdigest()
+
+
+def _sources() -> list[Path]:
+    """The files of the course that tests load, in order."""
+    files = [ROOT / "conftest.py", *(file for name in _FOLDERS for file in (ROOT / name).rglob("*"))]
+    return sorted(file for file in files if file.suffix in _SUFFIXES and file.is_file())
 
 
 @cache

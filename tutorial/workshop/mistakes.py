@@ -17,7 +17,6 @@ import ast
 import json
 import math
 import re
-import textwrap
 import tomllib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -28,7 +27,7 @@ from pathlib import Path
 from shared.errors import ConfigError
 from tutorial.workshop.check import CheckServer
 from tutorial.workshop.course_state import state_of_the_course
-from tutorial.workshop.exercises import Exercise, function_lines, reference
+from tutorial.workshop.exercises import Exercise, reference
 from tutorial.workshop.verdicts import Case, Outcome, Verdict
 from tutorial.workshop.version_runs import run_versions
 
@@ -115,10 +114,14 @@ def returns_nothing(exercise: Exercise, text: str) -> bool:
 
 def _returns(source: str, target: str) -> bool:
     """Whether a function returns or yields a value anywhere; of one that cannot be read, that it does."""
-    lines = function_lines(source, target)
-    if not lines:
+    try:
+        found: ast.AST = ast.parse(source)
+        for name in target.split("."):
+            forms = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
+            found = next(node for node in found.body if isinstance(node, forms) and node.name == name)  # type: ignore[attr-defined]
+    except (SyntaxError, ValueError, StopIteration):
         return True
-    waiting: list[ast.AST] = [*ast.parse(textwrap.dedent("\n".join(lines))).body[0].body]  # type: ignore[attr-defined]
+    waiting: list[ast.AST] = [*found.body]  # type: ignore[attr-defined]
     while waiting:
         node = waiting.pop()
         if isinstance(node, ast.Yield | ast.YieldFrom) or (isinstance(node, ast.Return) and node.value is not None):

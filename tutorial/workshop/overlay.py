@@ -107,7 +107,7 @@ class WorkspaceLoader(SourceFileLoader):
 
     def get_code(self, fullname: str) -> CodeType:
         try:
-            text = Path(self.path).read_text(encoding="utf-8")
+            text = Path(self.path).read_text(encoding="utf-8-sig")  # as Python reads a source
             if not self.raises:
                 text, _ = filled(text, self.reference.read_text(encoding="utf-8"))
             # Without a time of modification the entry is never checked against the file, which may hold gaps.

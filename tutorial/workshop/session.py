@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from tutorial.workshop.check import CheckServer
 from tutorial.workshop.exercises import Exercise, exercises, reference
-from tutorial.workshop.kept_verdicts import KeptVerdicts
+from tutorial.workshop.kept_verdicts import KeptVerdicts, Keys
 from tutorial.workshop.skeleton import corresponding_line, with_gap
 from tutorial.workshop.verdicts import Outcome, Verdict
 from tutorial.workshop.workspace import State, Workspace
@@ -48,6 +48,7 @@ class Session:
         verdicts = {exercise: self._before(exercise, None if tracebacks else keys.get(exercise)) for exercise in wanted}
         left = [exercise for exercise in wanted if verdicts[exercise] is None]
         is_late = False  # a test ran out of time
+        judged_alone = set()
         if left:
             run = self.server.run(self.workspace.root, left, tracebacks=tracebacks, watch=watch)
             verdicts |= {verdict.exercise: verdict for verdict in run.verdicts}
@@ -56,16 +57,19 @@ class Session:
             for failed in (each for each in run.verdicts if each.outcome is not Outcome.PASSED):
                 if num_written == 1 or is_late:
                     break
-                alone = self._alone(failed.exercise, tracebacks, watch) or failed
+                alone = self._alone(failed.exercise, tracebacks, watch)
+                if alone is None:
+                    continue
                 is_late = any(case.is_time_out for case in alone.cases)
+                judged_alone.add(failed.exercise)
                 verdicts[failed.exercise] = alone
-        for exercise, key in self.kept.keys(written).items():
+        for exercise, now in self.kept.keys(written).items():
             verdict = verdicts[exercise]
-            if verdict is None or key != keys[exercise]:  # saved meanwhile: either text may have run
+            if verdict is None or now != keys[exercise]:  # saved meanwhile: either text may have run
                 continue
             self.workspace.note_check(exercise, passed=verdict.outcome is Outcome.PASSED, digest=digests[exercise])
             if exercise in left and not (is_late and verdict.outcome is Outcome.FAILED):  # perhaps by other lines
-                self.kept.keep(verdict, key)
+                self.kept.keep(verdict, now, is_alone=exercise in judged_alone)
         return [verdict for verdict in verdicts.values() if verdict is not None]
 
     def look(self, verdict: Verdict, watch: Watch | None = None) -> "tuple[Mistake, ...]":
@@ -75,7 +79,7 @@ class Session:
         exercise = verdict.exercise
         if verdict.outcome is not Outcome.FAILED:
             return ()
-        if returns_nothing(exercise, self.workspace.file(exercise).read_text(encoding="utf-8", errors="replace")):
+        if returns_nothing(exercise, self.workspace.file(exercise).read_text(encoding="utf-8-sig", errors="replace")):
             return (Mistake(exercise.number, "nothing is returned: `return` is missing", ()),)
         return recognise(verdict, self.known(exercise, watch))
 
@@ -85,8 +89,8 @@ class Session:
 
         return run_mistakes(self.server, [exercise], self.workspace.root / KEPT, watch)[exercise]
 
-    def _before(self, exercise: Exercise, key: str | None) -> Verdict | None:
-        """The verdict on an exercise whose tests need not run; None if they must. ``key``: of a kept verdict, if one
+    def _before(self, exercise: Exercise, keys: Keys | None) -> Verdict | None:
+        """The verdict on an exercise whose tests need not run; None if they must. ``keys``: of a kept verdict, if one
         will do."""
         outcomes = {State.NEW: Outcome.NEW, State.GAP: Outcome.GAP}
         outcome = outcomes.get(self.workspace.state(exercise))
@@ -94,12 +98,12 @@ class Session:
             return Verdict(exercise, outcome)
         if (broken := not_compiled(exercise, self.workspace.file(exercise))) is not None:
             return broken
-        return None if key is None else self.kept.find(exercise, key)
+        return None if keys is None else self.kept.find(exercise, keys)
 
     def _alone(self, exercise: Exercise, tracebacks: bool, watch: Watch | None) -> Verdict | None:
         """The verdict with the reference in all other exercises; None if the markers are no longer there."""
         own = self.workspace.file(exercise)
-        text = whole = own.read_text(encoding="utf-8", errors="replace")
+        text = whole = own.read_text(encoding="utf-8-sig", errors="replace")
         for other in exercises():
             if other.path == exercise.path and other != exercise:
                 changed = with_gap(text, reference(other)[1])

@@ -230,9 +230,14 @@ class Workspace:
         if not existing:
             return None
         folder = self.root / _BACKUPS / datetime.now().strftime("%Y-%m-%d-%H%M%S-%f")
-        for path in existing:
-            (folder / path).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy2(self.root / path, folder / path)
+        try:
+            for path in existing:
+                (folder / path).parent.mkdir(parents=True, exist_ok=True)
+                shutil.copy2(self.root / path, folder / path)
+        except OSError as error:
+            raise ConfigError(
+                f"{folder} cannot be written ({error.strerror}), so nothing was changed; make {self.root} writable."
+            ) from None
         return folder
 
     def _text(self, path: str) -> str:
