@@ -143,7 +143,7 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
         "disable_additional_properties is 1; it must be a boolean",
     ),
     ({"structured_outputs": {"json": "{"}}, "structured_outputs.json", "The schema is not JSON"),
-    ({"guided_json": {"properties": {"a": {"uniqueItems": True}}}}, "guided_json", "#/properties/a/uniqueItems"),
+    ({"guided_json": {"properties": {"a": {"pattern": r"^(x|y)\1$"}}}}, "guided_json", "#/properties/a/pattern"),
     ({"guided_json": {"uniqueItems": {}}}, "guided_json", "#/uniqueItems"),
     ({"guided_regex": 5}, "guided_regex", "The pattern is 5; it must be a regular expression"),
     ({"guided_regex": "(?<=a)b"}, "guided_regex", "has a lookbehind, which is not supported, at position 0"),

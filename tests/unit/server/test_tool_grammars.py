@@ -35,7 +35,7 @@ SCHEMA = {
     "required": ["place"],
     "additionalProperties": False,
 }
-UNIQUE = {"type": "object", "properties": {"a": {"type": "array", "uniqueItems": True}}}
+REPEATED = {"type": "object", "properties": {"a": {"type": "string", "pattern": r"^(x|y)\1$"}}}
 
 
 def tool(name: str, schema: Any = SCHEMA, **more: Any) -> Any:
@@ -178,8 +178,8 @@ def test_a_call_behind_thinking(servers: dict[str, Running]) -> None:
 @pytest.mark.parametrize(
     ("fields", "param", "told"),
     [
-        ({"tools": [tool("a", UNIQUE, strict=True)]}, "tools", "The arguments of a: "),
-        ({"tools": [tool("a", UNIQUE)], "tool_choice": "required"}, "tools", "#/properties/a/uniqueItems"),
+        ({"tools": [tool("a", REPEATED, strict=True)]}, "tools", "The arguments of a: "),
+        ({"tools": [tool("a", REPEATED)], "tool_choice": "required"}, "tools", "#/properties/a/pattern"),
         ({"tools": [tool("a", {"type": "array"})], "tool_choice": "required"}, "tools", "must be of an object"),
         ({"tools": TOOLS, "ignore_eos": True}, "ignore_eos", "ignore_eos is True"),
         (
@@ -194,7 +194,7 @@ def test_what_cannot_be_followed_is_refused(
 ) -> None:
     with servers["qwen3"].client() as client:
         assert_refused(client.post("/v1/chat/completions", json=chat(**fields)), param, told)
-        lax = chat(tools=[tool("a", UNIQUE)])
+        lax = chat(tools=[tool("a", REPEATED)])
         assert client.post("/v1/chat/completions", json=lax).is_success, "only what is strict must be followed"
 
 
