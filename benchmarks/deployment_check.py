@@ -33,7 +33,7 @@ from shared.simulation.fleet import Fleet, FleetPlan
 from shared.simulation.replica import EngineLimits
 from shared.simulation.step_times import StepTimes
 
-ABOUT = Conversations(systems=4, system_tokens=64, turn_tokens=32, new_tokens=16, turns=3.0, pause=4.0, max_tokens=480)
+LOAD = Conversations(systems=4, system_tokens=64, turn_tokens=32, new_tokens=16, turns=3.0, pause=4.0, max_tokens=480)
 CASES = ((2, 6.0), (4, 12.0))
 """Replicas, and requests a second of all of them."""
 WINDOW = 3.0
@@ -56,8 +56,8 @@ QUERIES, HITS = "infer:prefix_cache_queries_total", "infer:prefix_cache_hits_tot
 def measure_check(model: str = "smollm2-135m", seconds: float = 36.0) -> Report:
     """Each number of replicas: the coefficients, what was measured, what was simulated, and the errors."""
     setup = Setup(model, "cpu", None, 1)
-    limits = EngineLimits(max_batch_size=BATCH, block_size=ABOUT.block_tokens, kv_tokens=BLOCKS * ABOUT.block_tokens)
-    settings = {"max_batch_size": BATCH, "max_seq_len": ABOUT.max_tokens, "num_gpu_blocks": BLOCKS}
+    limits = EngineLimits(max_batch_size=BATCH, block_size=LOAD.block_tokens, kv_tokens=BLOCKS * LOAD.block_tokens)
+    settings = {"max_batch_size": BATCH, "max_seq_len": LOAD.max_tokens, "num_gpu_blocks": BLOCKS}
     settings["prefill_chunk_size"] = limits.prefill_chunk_size
     results: dict[str, Any] = {}
     with setup.running(1):
@@ -91,7 +91,7 @@ def measure_check(model: str = "smollm2-135m", seconds: float = 36.0) -> Report:
                 "largest_error": max(map(abs, errors.values())),
             }
             print(json.dumps({num: results[str(num)]}), flush=True)
-        flags = {"seconds": seconds, "window": WINDOW, "pace": PACE, "conversations": asdict(ABOUT)}
+        flags = {"seconds": seconds, "window": WINDOW, "pace": PACE, "conversations": asdict(LOAD)}
         flags |= {"router_seeds": ROUTER_SEEDS, "target": TARGET}
         return setup.report("deployment-check", {"deploy": setup.config(**settings)}, flags, results)
 
@@ -102,15 +102,15 @@ def _is_compared(moment: float) -> bool:
 
 def _trace(rate: float, seconds: float, seed: int) -> list[Request]:
     """Requests whose blocks are those of their prompts alone: the next turn does not go on with what was answered."""
-    found = list(conversations(arrival_times("poisson", rate, seconds, seed), ABOUT, seed))
+    found = list(conversations(arrival_times("poisson", rate, seconds, seed), LOAD, seed))
     for request in found:
-        request.blocks = request.blocks[: request.prompt_tokens // ABOUT.block_tokens]
+        request.blocks = request.blocks[: request.prompt_tokens // LOAD.block_tokens]
     return found
 
 
 def _served(setup: Setup, url: str, trace: list[Request]) -> tuple[float, list[ServedRequest], float]:
     """When the trace began, its requests as real replicas served them, and the share of prompt tokens found."""
-    size, vocabulary = ABOUT.block_tokens, setup.shape.vocab_size
+    size, vocabulary = LOAD.block_tokens, setup.shape.vocab_size
     requests = []
     for number, each in enumerate(trace):
         blocks = [np.random.default_rng(block).integers(vocabulary, size=size) for block in each.blocks]

@@ -38,7 +38,7 @@ RATES = [rounded(1.1**n, 3) for n in range(40)]
 """Requests a second of each replica that are tried."""
 LIMIT_MS = 250.0
 SECONDS, WARM_UP = 2.5, 1.0
-ABOUT = Conversations(
+LOAD = Conversations(
     system_tokens=4096, turn_tokens=1024, new_tokens=256, pause=0.5, max_tokens=16384, block_tokens=512
 )
 """Agents: instructions, then what tools return."""
@@ -76,7 +76,7 @@ def capacity(replicas: int, router: str, times: StepTimes, guess: int) -> tuple[
         name, keys, share = ROUTERS[router]
         plan = FleetPlan(replicas, name, gateways=-(-replicas // share) if share else 1, table_keys=keys)
         fleet = Fleet(plan, times, LIMITS)
-        return serve(fleet, conversations(moments, ABOUT, seed=0), WARM_UP, price=0.0)
+        return serve(fleet, conversations(moments, LOAD, seed=0), WARM_UP, price=0.0)
 
     def is_kept(found: dict[str, Any]) -> bool:
         return bool(found["first_token_ms"]["p99"] <= LIMIT_MS)
@@ -116,7 +116,7 @@ def measure_capacity(replicas: Sequence[int] = REPLICAS) -> Report:
             } | {name: rounded(value) for name, value in kept.items()}
             print(json.dumps({"replicas": num, "router": router} | results[str(num)][router]), flush=True)
     flags = {"limit_ms": LIMIT_MS, "seconds": SECONDS, "warm_up": WARM_UP, "rates": RATES, "replicas": list(replicas)}
-    flags |= {"routers": ROUTERS, "conversations": asdict(ABOUT), "limits": asdict(LIMITS), "step_times": asdict(times)}
+    flags |= {"routers": ROUTERS, "conversations": asdict(LOAD), "limits": asdict(LIMITS), "step_times": asdict(times)}
     return Report("capacity", read_value(source, "model"), {}, 0, flags, results)
 
 

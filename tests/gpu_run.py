@@ -12,6 +12,7 @@ import gc
 import json
 import os
 import subprocess
+import sys
 import threading
 import time
 from collections import Counter
@@ -87,13 +88,13 @@ class GpuRun:
         if report.skipped:
             self.skipped[report.longrepr[2] if isinstance(report.longrepr, tuple) else str(report.longrepr)] += 1
         elif report.failed:
-            self.failures[report.nodeid] = report.longreprtext
+            self.failures[report.nodeid] = without_paths(report.longreprtext)
             self.show(f"\nFAILED {report.nodeid}\n{report.longreprtext}")
 
     def pytest_collectreport(self, report: pytest.CollectReport) -> None:
         if report.failed:
             self.outcomes[report.nodeid] = "failed"
-            self.failures[report.nodeid] = report.longreprtext
+            self.failures[report.nodeid] = without_paths(report.longreprtext)
             self.show(f"\nFAILED to collect {report.nodeid}\n{report.longreprtext}")
 
     @pytest.hookimpl(trylast=True)
@@ -181,6 +182,13 @@ def page(summary: dict[str, Any]) -> str:
             "",
         ]
     )
+
+
+def without_paths(text: str) -> str:
+    """A failure's text, with files named from the folder of the run or of their package: a report holds no path."""
+    for folder in sorted({os.getcwd(), *filter(os.path.isabs, sys.path)}, key=len, reverse=True):
+        text = text.replace(f"{folder}/", "")
+    return text
 
 
 def commit() -> str | None:

@@ -30,7 +30,7 @@ from tests.mixed_requests import ALIKE, ARRIVALS, ARRIVE, MIXED, seen, serve, to
 
 FAMILIES = ("llama", "qwen3", "gemma3")
 WIDE = {"hidden_size": 128, "intermediate_size": 256, "num_attention_heads": 8, "num_key_value_heads": 2}
-ABOUT: dict[str, Any] = {"max_seq_len": 128, "block_size": 4, "num_gpu_blocks": 48, "max_batch_size": 6}
+SETTINGS: dict[str, Any] = {"max_seq_len": 128, "block_size": 4, "num_gpu_blocks": 48, "max_batch_size": 6}
 AWQ_ORDER = [0, 2, 4, 6, 1, 3, 5, 7]
 Stored = tuple[dict[str, torch.Tensor], torch.Tensor]
 
@@ -141,7 +141,7 @@ def write(source: Path, target: Path, kind: str, left_out: str = "") -> tuple[Pa
 
 def outputs(phase: Any, folder: Path, **config: Any) -> Any:
     """What clients receive; with requests that come late, share blocks and are preempted."""
-    engine = phase(EngineConfig(model=str(folder), overlap_scheduling=True, **ABOUT, **config))
+    engine = phase(EngineConfig(model=str(folder), overlap_scheduling=True, **SETTINGS, **config))
     return seen(serve(engine, [*ALIKE, *MIXED], [*ARRIVE, *ARRIVALS])[0])
 
 
@@ -166,7 +166,7 @@ def test_tokens_are_those_of_the_weights_that_are_meant(
     folders: dict[str, Path], tmp_path: Path, kind: str, family: str
 ) -> None:
     small, plain = write(folders[family], tmp_path, kind)
-    engine = Engine(EngineConfig(model=str(small), **ABOUT))
+    engine = Engine(EngineConfig(model=str(small), **SETTINGS))
     assert sum(type(module).__name__ == "FusedQuantizedProjection" for module in engine.model.modules()) == 2 * 4
     expected = outputs(Plain, plain)
     assert list(map(tokens, outputs(Engine, small))) == list(map(tokens, expected))
@@ -182,7 +182,7 @@ def test_tokens_of_integers_are_the_likeliest_of_the_weights_that_are_meant(
     Not for Gemma: with random weights it repeats its last token, whatever the blocks compute.
     """
     small, plain = write(folders[family], tmp_path, kind)
-    engine = Engine(EngineConfig(model=str(small), **ABOUT))
+    engine = Engine(EngineConfig(model=str(small), **SETTINGS))
     prompt = list(range(5, 45))
     params = SamplingParams(max_new_tokens=64, temperature=0.0, ignore_eos=True)
     ids = torch.tensor(prompt + [output.token_id for output in engine.generate(prompt, params)])
@@ -213,7 +213,7 @@ def test_rounding_while_loading_is_the_written_checkpoint(
 def test_a_head_is_rounded_if_asked_and_the_embedding_stays(folders: dict[str, Path]) -> None:
     for family in ("llama", "qwen3"):  # tied to the embedding, and not
         kept, rounded = (
-            Engine(EngineConfig(model=str(folders[family]), quantization="fp8", quantize_head=head, **ABOUT))
+            Engine(EngineConfig(model=str(folders[family]), quantization="fp8", quantize_head=head, **SETTINGS))
             for head in (False, True)
         )
         assert torch.equal(kept.model.embedding.weight, rounded.model.embedding.weight)
@@ -237,5 +237,5 @@ def test_settings_that_cannot_be_are_refused(folders: dict[str, Path], tmp_path:
         Plain(EngineConfig(model=str(small)))
     with pytest.raises(ConfigError, match="quantized already"):
         Engine(EngineConfig(model=str(small), quantization="fp8"))
-    packed_engine = Engine(EngineConfig(model=str(small), pack_weights=True, **ABOUT))
+    packed_engine = Engine(EngineConfig(model=str(small), pack_weights=True, **SETTINGS))
     assert any(isinstance(module, QuantizedProjection) for module in packed_engine.model.modules())

@@ -15,12 +15,12 @@ from shared.models.compiled import CompiledProjection, compile_model
 from shared.models.fused import fuse
 from tests.mixed_requests import MIXED, serve, tokens
 
-ABOUT: dict[str, Any] = {"max_seq_len": 128, "max_batch_size": 3}
+SETTINGS: dict[str, Any] = {"max_seq_len": 128, "max_batch_size": 3}
 
 
 def test_a_traced_model_has_the_hidden_states_of_the_fused_one(model_folder: Path) -> None:
     """All families, as TorchDynamo traces them, without code."""
-    engine, other = (Engine(EngineConfig(str(model_folder), **ABOUT)) for _ in range(2))
+    engine, other = (Engine(EngineConfig(str(model_folder), **SETTINGS)) for _ in range(2))
     compile_model(other.model, backend="eager")
     assert all(type(block.mlp.down_proj) is CompiledProjection for block in other.model.blocks)
     expected = serve(engine, MIXED)[0]
@@ -32,10 +32,10 @@ def test_a_traced_model_has_the_hidden_states_of_the_fused_one(model_folder: Pat
 @pytest.mark.skipif(shutil.which("g++") is None, reason="TorchInductor needs g++ on a CPU")
 def test_a_compiled_model_gives_the_tokens_of_the_fused_one(tiny_checkpoints: dict[str, Path]) -> None:
     folder = str(tiny_checkpoints["llama"])  # one kind of layer: what differs between families, the trace above covers
-    engine = Engine(EngineConfig(folder, execution="compile", **ABOUT))
+    engine = Engine(EngineConfig(folder, execution="compile", **SETTINGS))
     assert engine.compile_seconds > 0
     counts = torch._dynamo.utils.counters["stats"]["unique_graphs"]
-    expected = serve(Engine(EngineConfig(folder, **ABOUT)), MIXED)[0]
+    expected = serve(Engine(EngineConfig(folder, **SETTINGS)), MIXED)[0]
     for mine, theirs in zip(serve(engine, MIXED)[0], expected, strict=True):
         assert tokens(mine) == tokens(theirs)
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == counts, "every step finds its code"

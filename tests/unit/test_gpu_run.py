@@ -19,7 +19,7 @@ def test_right(): pass
 @pytest.mark.skip(reason="needs 2 GPUs")
 def test_skipped(): pass
 
-def test_wrong(): assert 1 == 2
+def test_wrong(): assert 1 == 2, __file__
 """
 ENDLESS = """
 import threading
@@ -51,6 +51,8 @@ def test_the_summary_says_what_became_of_each_test(tmp_path: Path, is_in_time: b
     assert (summary["counts"], summary["running"], summary["not_reached"]) == (counts, endless, late)
     assert "| 1 | 1 | 1 |" in (tmp_path / "reports" / "gpu.md").read_text(encoding="utf-8")
     assert list(summary["failed"]) == ["test_some.py::test_wrong"]
+    assert "test_some.py" in summary["failed"]["test_some.py::test_wrong"]
+    assert str(tmp_path) not in summary["failed"]["test_some.py::test_wrong"]
     assert summary["skipped"] == {"Skipped: needs 2 GPUs": 1}
     assert {"torch", "python"} <= set(summary["versions"])
     shown = done.stdout

@@ -17,7 +17,7 @@ GRAMMARS = [
     Grammar.regex(r"[a-z]{3,9}( [a-z]{3,9}){3,5}\."),
     Grammar.json_schema({"type": "array", "items": {"type": "integer"}, "minItems": 6, "maxItems": 9}),
 ]
-ABOUT: dict[str, Any] = {"max_seq_len": 160, "max_batch_size": 4}
+SETTINGS: dict[str, Any] = {"max_seq_len": 160, "max_batch_size": 4}
 REQUESTS = [
     ([3 + n, 5, 9], {"max_new_tokens": 50} | options | {"structured_output": GRAMMARS[n % 2]})
     for n, options in enumerate(
@@ -34,7 +34,7 @@ def drafting(folder: Path, pool: int | None, method: str, *, is_masked: bool = T
         "adapt_spec_length": False,
         "spec_length": 4,
     }
-    engine = make(folder, pool, **ABOUT, **options, acceptance_method=method)
+    engine = make(folder, pool, **SETTINGS, **options, acceptance_method=method)
     inner = engine.drafter.drafter
     inner.is_masked = is_masked
     propose, engine.num_refused = inner.propose, 0
@@ -54,7 +54,7 @@ def test_a_model_that_drafts_for_itself_is_right(
 ) -> None:
     """With the same noise and the same masks all drafts are accepted, but for those after an output's end."""
     model_folder = tiny_checkpoints[family]
-    answers = serve(make(model_folder, pool, **ABOUT), REQUESTS)[0]
+    answers = serve(make(model_folder, pool, **SETTINGS), REQUESTS)[0]
     masked = drafting(model_folder, pool, "coupled")
     assert seen(serve(masked, REQUESTS)[0]) == seen(answers)
     assert masked.num_refused == 0

@@ -225,7 +225,7 @@ def test_tokens_that_end_inside_a_character(counts_last: bool) -> None:
 
 
 def test_tokens_that_go_on_alike_walk_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of nine digits one walks, and of the digits behind it one; others end at another node, or in another state."""
+    """Of nine digits one walks, and of the digits after it one; others end at another node, or in another state."""
     numbers = [str(number).encode() for number in range(1000)]
     tokens = vocabulary([*(bytes([byte]) for byte in range(256)), *numbers, b"7a", b"77]"])
     automaton, step, stepped = compile_schema({"items": {"type": "integer", "minimum": 0}}, budget()), Contexts.step, []

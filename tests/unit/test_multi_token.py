@@ -81,7 +81,7 @@ def test_positions_of_a_step() -> None:
 
 
 def test_a_group_stands_where_the_tokens_that_it_stands_for_will_stand() -> None:
-    """Mask j of group g is in the place of the token j places after real token g."""
+    """Mask j of group g has the position of the token j positions after real token g."""
     for num_real in range(1, 5):
         group, rank = groups_and_ranks(num_real, 3)
         expected = [100 + g + r for g, r in zip(group, rank, strict=True)]

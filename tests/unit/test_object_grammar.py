@@ -12,7 +12,7 @@ from tests.grammars import budget
 TRUE = {"const": True}
 CLOSED: dict[str, Any] = {"properties": {"a": TRUE, "b": TRUE}, "additionalProperties": False}
 PREFIXES = {"properties": dict.fromkeys(["ab", "ac", "b"], TRUE), "additionalProperties": False}
-ABOUT = {"properties": {"ab": TRUE}, "propertyNames": {"pattern": "^(ab|c+)$"}, "additionalProperties": TRUE}
+NAMED = {"properties": {"ab": TRUE}, "propertyNames": {"pattern": "^(ab|c+)$"}, "additionalProperties": TRUE}
 
 
 @pytest.mark.parametrize(
@@ -20,8 +20,8 @@ ABOUT = {"properties": {"ab": TRUE}, "propertyNames": {"pattern": "^(ab|c+)$"}, 
     [
         (PREFIXES, '"ab": true', ["a", "ac", "b"], ["ab", "c"]),
         (PREFIXES, '"ab": true, "ac": true', ["b"], ["a"]),
-        (ABOUT, '"ab": true', ["c", "cc"], ["a", "b"]),
-        (ABOUT, '"c": true', ["a", "ab", "c"], ["b"]),
+        (NAMED, '"ab": true', ["c", "cc"], ["a", "b"]),
+        (NAMED, '"c": true', ["a", "ab", "c"], ["b"]),
     ],
 )
 def test_no_key_is_begun_in_vain(schema: dict[str, Any], text: str, begun: list[str], refused: list[str]) -> None:

@@ -234,7 +234,7 @@ def test_the_server_passes_the_limits_on(tiny_checkpoints: dict[str, Path]) -> N
     assert [(params.thinking_budget, params.min_thinking_tokens) for params in asked] == [(3, 3), (3, 3), (3, 0)]
 
 
-ABOUT: dict[str, Any] = {"max_seq_len": 96, "block_size": 3, "num_gpu_blocks": 40}
+SETTINGS: dict[str, Any] = {"max_seq_len": 96, "block_size": 3, "num_gpu_blocks": 40}
 PROMPT = [(11 * n) % 250 for n in range(12)]
 THINKS = {"thinking_budget": 21, "min_thinking_tokens": 14, "ignore_eos": False}
 REQUESTS: Requests = [
@@ -248,7 +248,7 @@ REQUESTS: Requests = [
 @pytest.fixture(scope="module")
 def close_id(tiny_checkpoints: dict[str, Path]) -> int:
     """A token that the random model likes to draw."""
-    engine = Engine(EngineConfig(str(tiny_checkpoints["qwen3"]), **ABOUT))
+    engine = Engine(EngineConfig(str(tiny_checkpoints["qwen3"]), **SETTINGS))
     params = [(prompt, {"temperature": 0.0, "max_new_tokens": 40, "ignore_eos": True}) for prompt, _ in REQUESTS]
     drawn = [token_id for answer in serve(engine, params)[0] for token_id in tokens(answer)]
     return Counter(drawn).most_common(1)[0][0]
@@ -270,7 +270,7 @@ def folder(tiny_checkpoints: dict[str, Path], close_id: int, monkeypatch: pytest
 def test_a_greedy_answer_is_the_plain_one_with_replacements(folder: Path, close_id: int) -> None:
     """The definition, token by token: draw without limits, and replace."""
     (prompt, options), *_ = REQUESTS
-    engine = Engine(EngineConfig(str(folder), **ABOUT))
+    engine = Engine(EngineConfig(str(folder), **SETTINGS))
     answer = tokens(serve(engine, [(prompt, options)])[0][0])
     words, expected, num_replaced = chosen([40, 41], 7, 0, 14), [], 0
     for index in range(len(answer)):
@@ -291,7 +291,7 @@ def test_a_greedy_answer_is_the_plain_one_with_replacements(folder: Path, close_
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def test_limits_hold_whatever_is_guessed(folder: Path, close_id: int, overlaps: bool, device: str) -> None:
     few: dict[str, Any] = {"max_batch_size": 4, "max_num_batched_tokens": 96}  # so that few steps are captured
-    where = few | {"device": device, "dtype": "float32", "overlap_scheduling": overlaps, **ABOUT}
+    where = few | {"device": device, "dtype": "float32", "overlap_scheduling": overlaps, **SETTINGS}
     answers = serve(Engine(EngineConfig(str(folder), **where)), REQUESTS)[0]
     ids = [tokens(answer) for answer in answers]
     for (_, options), answer in zip(REQUESTS, ids, strict=True):

@@ -2,7 +2,7 @@
 
 What cannot be compiled does not run, and what has not changed since an earlier check is answered from its record. All
 other exercises that are written run together first. Where several are and one fails, it runs once more with the
-reference's lines in the place of all others, so that a mistake in one costs no other its result. The first test that
+reference's lines instead of all others, so that a mistake in one costs no other its result. The first test that
 runs out of time ends the check.
 """
 

@@ -91,5 +91,5 @@ def _folder() -> Path:
         raise ConfigError(said) from None
     state = folder.lstat()
     if state.st_uid != os.getuid() or state.st_mode & 0o777 != 0o700 or folder.is_symlink():
-        raise ConfigError(f"{folder} must be your own folder, which nobody else can enter; remove what is there.")
+        raise ConfigError(f"{folder} must be your own folder, with mode 700; remove what is there.")
     return folder
