@@ -35,18 +35,16 @@ class ExerciseEntry:
 
 @dataclass(frozen=True)
 class Lesson:
-    """One phase: ``bought`` says in a sentence what its idea gains, and where; ``adds`` are its new shared modules,
-    ``beside`` others of it that its engine does not load, with an exercise; ``changes`` the methods of Engine that
-    differ, ``removes`` the methods it drops; ``replaces`` are pairs of shared modules, of which its engine has the
-    second in place of the first; ``whole`` is a test of the whole engine, by its node id. A side track branches off its
-    ``previous`` phase, and no phase follows it.
+    """One phase: ``adds`` are its new shared modules, ``beside`` others of it that its engine does not load, with an
+    exercise; ``changes`` the methods of Engine that differ, ``removes`` the methods it drops; ``replaces`` are pairs of
+    shared modules, of which its engine has the second in place of the first; ``whole`` is a test of the whole engine,
+    by its node id. A side track branches off its ``previous`` phase, and no phase follows it.
     """
 
     number: str
     folder: Path
     title: str
     question: str
-    bought: str
     previous: str | None
     adds: tuple[str, ...]
     changes: tuple[str, ...]
@@ -139,7 +137,6 @@ def _read(folder: Path) -> Lesson:
         folder=folder,
         title=values["title"],
         question=values["question"],
-        bought=values["bought"],
         previous=values.get("previous"),
         adds=tuple(values["adds"]),
         changes=tuple(values["changes"]),

@@ -12,6 +12,7 @@ from typing import Annotated, Any
 import typer
 
 from shared.cli import chat, generate, options, serve
+from shared.cli.bench.generation import contexts
 from shared.cli.course.ladder import ladder
 from shared.engine.config import EngineConfig
 from shared.errors import RequestError
@@ -52,7 +53,8 @@ def phase_app(lesson: Lesson) -> typer.Typer:
         commands = {"generate": generate, "chat": chat} | ({"serve": serve} if lesson.batches else {})
         for name, module in commands.items():
             app.command(name, epilog=module.EPILOG.replace(f"infer {name}", f"{command} {name}"))(getattr(module, name))
-        app.command("bench", epilog=examples(f"{command} bench"))(ladder)
+        # The ladder begins with the phase after the plain loop, whose cost by context is measured by itself.
+        app.command("bench", epilog=examples(f"{command} bench"))(contexts if lesson.previous == "01b" else ladder)
     return app
 
 
