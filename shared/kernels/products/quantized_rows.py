@@ -55,6 +55,30 @@ def add_step(y, tile, low, high, scale, zero, GROUPS: tl.constexpr, BITS: tl.con
     return total if GROUPS == 1 else y + total * scale[:, None]
 
 
+@triton.jit
+def sum_of_parts(y, up, partial, counters, block, split, SPLITS: tl.constexpr, ACTIVATION: tl.constexpr):
+    """The sums ``[BLOCK_N, BLOCK_M]`` over all parts of K, and whether this program, the last to arrive, has them."""
+    is_last = True
+    if SPLITS > 1:
+        BLOCK_N: tl.constexpr = y.shape[0]
+        BLOCK_M: tl.constexpr = y.shape[1]
+        SIZE: tl.constexpr = BLOCK_N * BLOCK_M
+        KINDS: tl.constexpr = 1 if ACTIVATION is None else 2
+        at = block * (SPLITS * KINDS * SIZE) + tl.arange(0, BLOCK_N)[:, None] * BLOCK_M + tl.arange(0, BLOCK_M)[None, :]
+        tl.store(partial + at + split * KINDS * SIZE, y)
+        if ACTIVATION is not None:
+            tl.store(partial + at + (split * KINDS + 1) * SIZE, up)
+        is_last = is_last_arrival(counters + block, SPLITS)
+        if is_last:
+            y = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+            up = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+            for part in tl.static_range(SPLITS):
+                y += tl.load(partial + at + part * KINDS * SIZE, cache_modifier=".cg")
+                if ACTIVATION is not None:
+                    up += tl.load(partial + at + (part * KINDS + 1) * SIZE, cache_modifier=".cg")
+    return y, up, is_last
+
+
 @triton.jit(do_not_specialize=["num_rows"])
 def quantized_rows_kernel(
     x, values, scales, zeros, bias, residual, out, partial, counters, num_rows, N, x_stride, residual_stride,
@@ -122,22 +146,7 @@ def quantized_rows_kernel(
                 up = add_step(up, up_tile, low, high, up_scale, this_up_zero, GROUPS, BITS, WARPS)
             if GROUPS > 1:  # a scale is the last thing that a step needs, so only now its register is free
                 scale, up_scale = load_scales(scale_rows, group, 1.0), load_scales(up_scale_rows, group, 1.0)
-    is_storing = True
-    if SPLITS > 1:
-        SIZE: tl.constexpr = BLOCK_N * BLOCK_M
-        KINDS: tl.constexpr = 1 if ACTIVATION is None else 2
-        at = block * (SPLITS * KINDS * SIZE) + tl.arange(0, BLOCK_N)[:, None] * BLOCK_M + m[None, :]
-        tl.store(partial + at + split * KINDS * SIZE, y)
-        if ACTIVATION is not None:
-            tl.store(partial + at + (split * KINDS + 1) * SIZE, up)
-        is_storing = is_last_arrival(counters + block, SPLITS)
-        if is_storing:
-            y = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
-            up = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
-            for part in tl.static_range(SPLITS):
-                y += tl.load(partial + at + part * KINDS * SIZE, cache_modifier=".cg")
-                if ACTIVATION is not None:
-                    up += tl.load(partial + at + (part * KINDS + 1) * SIZE, cache_modifier=".cg")
+    y, up, is_storing = sum_of_parts(y, up, partial, counters, block, split, SPLITS, ACTIVATION)
     if is_storing:
         if GROUPS == 1:
             y *= load_scales(scale_rows, 0, 1.0)[:, None]
