@@ -144,7 +144,7 @@ def view(report: Report) -> View:
 
     columns = [
         text("phases", lambda row: f"{row['phase_before']} → {row['phase']}"),
-        text("what the phase is about", "what"),
+        text("what changes", "what"),
         Column("before", value("before"), form=str),
         Column("after", value("after"), form=str),
         Column("gain", "gain", times),

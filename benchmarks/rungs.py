@@ -175,8 +175,8 @@ def same_lengths(engine: Any, pair: int) -> float:
 
 
 def other_lengths(engine: Any, pair: int) -> float:
-    """Tokens a second of twice as many requests as there are regions, of which every fourth has a long answer."""
-    return together(engine, pair, [3, 3, 3, 12] * 2)
+    """Tokens a second of four times as many requests as there are regions, of which every fourth has a long answer."""
+    return together(engine, pair, [12, 2, 2, 2] * REGIONS)
 
 
 def together(engine: Any, pair: int, answers: list[int]) -> float:
@@ -386,7 +386,7 @@ RUNGS = (
         **COUNTED,
     ),
     Rung("04", f"{REGIONS} requests at a time, tokens/s", side("03.1"), side("04"), same_lengths),
-    Rung("05", "8 requests, 2 of them long, tokens/s", side("04"), side("05"), other_lengths, is_quick=True),
+    Rung("05", "16 requests, 4 of them long, tokens/s", side("04"), side("05"), other_lengths, is_quick=True),
     Rung("06", f"requests in the memory of {REGIONS} regions", side("05"), side("06"), requests_at_once, **COUNTED),
     Rung(
         "06.1",
