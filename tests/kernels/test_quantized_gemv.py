@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from shared.kernels.arrival import MAX_GROUPS
 from shared.kernels.launch import GENERATIONS, INTERPRETED, next_power_of_two
 from shared.kernels.products import quantized_gemv, quantized_prompts
 from shared.kernels.products.fp8_rows import FP8_ROWS, fits, fp8_rows_kernel
@@ -16,7 +17,6 @@ from shared.kernels.products.quantized_gemm import quantize_rows, quantize_rows_
 from shared.kernels.products.quantized_gemv import linear
 from shared.kernels.products.quantized_prompts import dequantize_kernel
 from shared.kernels.products.quantized_tiling import (
-    MAX_BLOCKS_SPLIT,
     QuantizedTiling,
     fp8_rows_tiling,
     quantized_tiling,
@@ -33,9 +33,9 @@ GEMV = QuantizedTiling(8, 128, 4)  # several rows of W a program, several tiles:
 FP8_SUMS = 2.0**-23 if INTERPRETED else 2.0**-11  # error of a sum, over its terms: Hopper's sums of FP8 keep 14 bits
 PIPELINED = QuantizedTiling(16, 32, 4, num_stages=2, dot=True)
 FEW_ROWS = [  # of quantized_rows_kernel: W's rows, columns and parts
-    QuantizedTiling(64, 128, 4, 2, True, 0, 16, 1),
-    QuantizedTiling(64, 128, 4, 2, True, 0, 32, 3),
-    QuantizedTiling(128, 256, 8, 2, True, 0, 16, 2),
+    QuantizedTiling(64, 128, 4, 2, True, 0, 1, 16),
+    QuantizedTiling(64, 128, 4, 2, True, 0, 3, 32),
+    QuantizedTiling(128, 256, 8, 2, True, 0, 2, 16),
 ]
 
 
@@ -280,7 +280,7 @@ def test_more_rows_than_one_request_verifies_are_rounded_to_fp8(
     weight, half = quantized("fp8", 200, 512, columns_per_scale, rows_per_scale), torch.float16
     norm, bias = norm_of(1 + randn(512, dtype=half) / 8, 0.0), randn(200, dtype=half)
     check(randn(rows, 512, dtype=half), weight, bias, norm, randn(rows, 200, dtype=half), cut=None)
-    parts = QuantizedTiling(64, 128, 4, 2, True, 4, max(16, next_power_of_two(rows)), 2)
+    parts = QuantizedTiling(64, 128, 4, 2, True, 4, 2, max(16, next_power_of_two(rows)))
     check(randn(rows, 512, dtype=half), weight, residual=randn(rows, 100, dtype=half), activation=swiglu, cut=parts)
     assert num_launches(fp8_rows_kernel) == num_launches(quantize_rows_kernel) / 2 == 2 * (rows > 8)
 
@@ -392,7 +392,7 @@ def test_the_table_keeps_its_rules():
                 assert cut.block_k <= group or group == K or cut.splits, message
                 if cut.splits:
                     assert (itemsize, group in (128, K), K % (cut.splits * cut.block_k)) == (2, True, 0), message
-                    assert cut.splits == 1 or -(-N // cut.block_n) <= MAX_BLOCKS_SPLIT, message
+                    assert cut.splits == 1 or -(-N // cut.block_n) <= MAX_GROUPS, message
 
 
 def test_the_table_of_fp8_keeps_its_rules():
@@ -408,7 +408,7 @@ def test_the_table_of_fp8_keeps_its_rules():
             assert rows <= cut.block_m == next_power_of_two(cut.block_m), message
             assert 2 <= cut.num_stages <= gpu.shared_bytes // stage, message
             assert (K % (cut.splits * cut.block_k), cut.block_k <= group) == (0, True), message
-            assert cut.splits == 1 or -(-N // cut.block_n) <= MAX_BLOCKS_SPLIT, message
+            assert cut.splits == 1 or -(-N // cut.block_n) <= MAX_GROUPS, message
 
 
 REAL = [  # each number of rows in the dtype that models have; the others where their tilings differ

@@ -15,10 +15,11 @@ between launches.
 
 import torch
 
+from shared.kernels.arrival import arrivals, sum_of_parts
 from shared.kernels.launch import launch, launch_dependents, tl, triton, wait_for_previous
 from shared.kernels.products.gemv import ACTIVATIONS, prefetch_weights, store_product
 from shared.kernels.products.quantized_gemm import quantize_rows
-from shared.kernels.products.quantized_rows import arrivals, load_scales, sum_of_parts
+from shared.kernels.products.quantized_rows import load_scales
 from shared.kernels.products.quantized_tiling import STEP, QuantizedTiling
 from shared.kernels.products.rmsnorm import Norm
 from shared.ops import gated as gated_ops

@@ -12,15 +12,13 @@ Marlin (Frantar et al., arXiv 2408.11743) permutes the stored weights to the sam
 those of several programs are added in the order of the columns; counters are zero between launches.
 """
 
-import functools
-
 import torch
 
-from shared.kernels.arrival import is_last_arrival
+from shared.kernels.arrival import MAX_GROUPS, arrivals, sum_of_parts
 from shared.kernels.launch import launch, launch_dependents, tl, triton, wait_for_previous
 from shared.kernels.products.gemv import ACTIVATIONS, prefetch_weights, store_product
 from shared.kernels.products.quantized_tiles import as_operand, halves, loaded_row, operand_column, widened
-from shared.kernels.products.quantized_tiling import MAX_BLOCKS_SPLIT, STEP, QuantizedTiling
+from shared.kernels.products.quantized_tiling import STEP, QuantizedTiling
 from shared.ops import gated as gated_ops
 from shared.quantization.weight import QuantizedWeight
 
@@ -53,30 +51,6 @@ def add_step(y, tile, low, high, scale, zero, GROUPS: tl.constexpr, BITS: tl.con
         total = tl.dot(low_tile, low.T, total, input_precision="ieee")
         total = tl.dot(high_tile, high.T, total, input_precision="ieee")
     return total if GROUPS == 1 else y + total * scale[:, None]
-
-
-@triton.jit
-def sum_of_parts(y, up, partial, counters, block, split, SPLITS: tl.constexpr, ACTIVATION: tl.constexpr):
-    """The sums ``[BLOCK_N, BLOCK_M]`` over all parts of K, and whether this program, the last to arrive, has them."""
-    is_last = True
-    if SPLITS > 1:
-        BLOCK_N: tl.constexpr = y.shape[0]
-        BLOCK_M: tl.constexpr = y.shape[1]
-        SIZE: tl.constexpr = BLOCK_N * BLOCK_M
-        KINDS: tl.constexpr = 1 if ACTIVATION is None else 2
-        at = block * (SPLITS * KINDS * SIZE) + tl.arange(0, BLOCK_N)[:, None] * BLOCK_M + tl.arange(0, BLOCK_M)[None, :]
-        tl.store(partial + at + split * KINDS * SIZE, y)
-        if ACTIVATION is not None:
-            tl.store(partial + at + (split * KINDS + 1) * SIZE, up)
-        is_last = is_last_arrival(counters + block, SPLITS)
-        if is_last:
-            y = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
-            up = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
-            for part in tl.static_range(SPLITS):
-                y += tl.load(partial + at + part * KINDS * SIZE, cache_modifier=".cg")
-                if ACTIVATION is not None:
-                    up += tl.load(partial + at + (part * KINDS + 1) * SIZE, cache_modifier=".cg")
-    return y, up, is_last
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -156,13 +130,6 @@ def quantized_rows_kernel(
         store_product(y, up, out, bias, residual, rows_of_x, columns, num_rows, N, residual_stride, ACTIVATION)
 
 
-@functools.cache
-def arrivals(device: torch.device) -> torch.Tensor:
-    """The counters of programs that share a block; zero between launches, so one array serves all on a stream. An
-    engine calls a step before it captures it, so this is never made in a capture."""
-    return torch.zeros(MAX_BLOCKS_SPLIT, dtype=torch.int32, device=device)
-
-
 def multiply_rows(
     x: torch.Tensor,
     weight: QuantizedWeight,
@@ -182,10 +149,8 @@ def multiply_rows(
     kinds = 1 if activation is None else 2
     N = weight.shape[0] // kinds
     blocks_n = -(-N // cut.block_n)
-    if cut.splits > 1 and blocks_n > MAX_BLOCKS_SPLIT:
-        raise ValueError(
-            f"{cut} has {blocks_n} blocks of rows; those of several programs are at most {MAX_BLOCKS_SPLIT}"
-        )
+    if cut.splits > 1 and blocks_n > MAX_GROUPS:
+        raise ValueError(f"{cut} has {blocks_n} blocks of rows; those of several programs are at most {MAX_GROUPS}")
     out, partial, counters = x.new_empty(T, N), None, None
     if cut.splits > 1:
         partial = torch.empty(kinds * cut.splits * blocks_n * cut.block_n * cut.block_m, device=x.device)
