@@ -1,4 +1,4 @@
-"""What the commands of ``infer bench`` that measure answers share: options, progress, the files that were written.
+"""What the ``infer bench`` commands that measure answers share: options, progress, written files.
 
 Introduced in phase 3.1.
 """
@@ -45,12 +45,12 @@ def computing_device(asked: str) -> str:
 
 @contextmanager
 def step_progress() -> "Iterator[Progress]":
-    """A bar on standard error, where that is a terminal, for steps that are named and counted."""
+    """A progress bar of named, counted steps on standard error, if that is a terminal."""
     from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
     columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
     hidden = not sys.stderr.isatty()
-    # Drawn seldom, since it is drawn while others are measured.
+    # Redrawn rarely, because it is redrawn during measurements.
     with Progress(*columns, console=stderr_console(), transient=True, disable=hidden, refresh_per_second=1) as bar:
         task = bar.add_task("look at the model", total=None)
 
@@ -64,9 +64,7 @@ def step_progress() -> "Iterator[Progress]":
 def measuring(
     device: str, dtype: str | None, threads: int | None, seed: int, model: str | None = None
 ) -> "Iterator[dict[str, Any]]":
-    """Where a benchmark runs, as `benchmarks.setup.Setup` takes it, with a bar of its steps; a known model is fetched
-    first.
-    """
+    """Where a benchmark runs, for `benchmarks.setup.Setup`, with a progress bar; fetches a known model first."""
     device = computing_device(device)
     if model is not None:
         fetch_if_known(model)

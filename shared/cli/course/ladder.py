@@ -44,7 +44,7 @@ def ladder(
     seed: Seed = 0,
     quick: Annotated[bool, typer.Option("--quick", help="Take a minute or two: less, and no curve.")] = False,
 ) -> None:
-    """Measure each phase on this machine with one request and with 16 at a time, and say what it bought.
+    """Measure each phase on this machine with one request and with 16 at a time, and show its gain.
 
     The last line on standard output is the result as JSON.
     """

@@ -2,25 +2,25 @@
 
 Introduced in phase 3.1.
 
-Decoding multiplies every weight by the vectors of one or a few tokens: the lower bound is the time to read W once. The
-overhead is in the vectors that go through memory between launches. So one launch computes
+Decoding multiplies every weight by the vectors of one or a few tokens: the lower bound is the time of reading W once.
+The overhead is the vectors that go through memory between launches. So one launch computes
 
     out = epilogue(prologue(x) Wᵀ + b)      prologue: RMSNorm;  epilogue: a gated activation, or + residual
 
 There are two kernels. In :func:`gemv_kernel` a program loads one or a few rows of W, 16 bytes per thread, and
-multiplies them by one row of x after the other; every program recomputes the prologue, since x is a few kilobytes and
-stays in the cache. In :func:`skinny_kernel` it loads more rows of W, in tiles that the tensor cores multiply by all
-rows of x together: beyond a few rows, multiplying takes longer than reading. There the norm is a launch of its own:
-repeated by every program, the norm of several rows takes longer. Above ``MAX_ROWS`` PyTorch computes the product, with
-separate kernels before and after it.
+multiplies them by the rows of x one after the other; every program recomputes the prologue, since x is a few kilobytes
+and stays in the cache. In :func:`skinny_kernel` it loads more rows of W, in tiles that the tensor cores multiply by all
+rows of x at once: beyond a few rows, multiplying takes longer than reading. There the norm is a separate launch: if
+every program repeated it, the norm of several rows would take longer. Above ``MAX_ROWS`` PyTorch computes the product,
+with separate kernels before and after it.
 
-Both kernels request weights before they wait for the kernel that writes x (:mod:`shared.kernels.launch`), so that the
-memory is not idle between two products: the first loads a tile of W into registers, the second requests its first tiles
-into the L2 cache, since its registers are for the product.
+Both kernels request weights before they wait for the kernel that writes x (:mod:`shared.kernels.launch`), to keep the
+memory busy between two products: the first loads a tile of W into registers, the second requests its first tiles into
+the L2 cache, since the product needs its registers.
 
-Invariants: with a tiling that keeps its rules, W is read once, whatever the number of rows; sums are fp32; the normed x
-is rounded to its dtype, as if it had been written and read back; nothing else is rounded before the result; from two
-rows on, a row's result depends on the tiling, not on the other rows.
+Invariants: with a valid tiling, W is read once, whatever the number of rows; sums are fp32; the normed x is rounded to
+its dtype, as if it had been written and read back; nothing else is rounded before the result; from two rows on, a row's
+result depends on the tiling, not on the other rows.
 """
 
 import torch
@@ -66,13 +66,13 @@ def prefetch_weights(weight, n, K: tl.constexpr, BLOCK_K: tl.constexpr, TILES: t
 
 @triton.jit
 def load_vector(x, k, K: tl.constexpr):
-    """Elements k of a vector of K, in fp32. Every program reads them, so they are kept in the cache."""
+    """Elements k of a vector of K, in fp32. Every program reads them, so the cache keeps them."""
     return tl.load(x + k, mask=k < K, other=0.0, eviction_policy="evict_last").to(tl.float32)
 
 
 @triton.jit
 def normalized(h, inverse_rms, scale, dtype: tl.constexpr):
-    """``h · inverse_rms · scale`` as it would be read back from memory: rounded to the dtype of x, in fp32."""
+    """``h · inverse_rms · scale`` as if read back from memory: rounded to the dtype of x, in fp32."""
     return (h * inverse_rms * scale).to(dtype).to(tl.float32)
 
 
@@ -110,7 +110,7 @@ def gemv_kernel(
 ):  # fmt: skip
     """Program i computes columns i · BLOCK_N … of all rows of ``out [num_rows, N]``; the grid is ceil(N / BLOCK_N).
 
-    With an activation W is ``[2N, K]``: row n gives the gate of column n, row N + n its up value.
+    With an activation W is ``[2N, K]``: row n gives column n's gate, row N + n its up value.
     """
     launch_dependents(PDL)
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -119,7 +119,7 @@ def gemv_kernel(
     rows = weight + n.to(tl.int64)[:, None] * K
     up_rows = rows if ACTIVATION is None else weight + (N + n).to(tl.int64)[:, None] * K
     # The first tile stays in registers for all rows of x. The barrier keeps its loads above the wait and the norm, so
-    # that they do not wait for the kernel that writes x, nor for the norm's sum.
+    # they wait neither for the kernel that writes x nor for the norm's sum.
     first = load_weights(rows, is_row, k, K, BLOCK_K)
     if ACTIVATION is not None:
         first_up = load_weights(up_rows, is_row, k, K, BLOCK_K)
@@ -164,7 +164,8 @@ def skinny_kernel(
     K: tl.constexpr, ACTIVATION: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, ROWS: tl.constexpr,
     PREFETCHED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """As :func:`gemv_kernel`, for up to ROWS rows of x together, on the tensor cores (fp32: without them), no norm."""
+    """Like :func:`gemv_kernel`, for up to ROWS rows of x at once, on the tensor cores (not for fp32), without a
+    norm."""
     launch_dependents(PDL)
     m = tl.arange(0, ROWS)
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -205,7 +206,7 @@ def linear(
         norm: applied to x first.
         residual: ``[T, N]``; rows may be strided. It may be overwritten.
         activation: ``swiglu`` or ``geglu`` of ``shared.ops.gated``, of the first and the second half of the columns.
-        cut: a tiling that replaces the table's, for measurements.
+        cut: replaces the table's tiling, for measurements.
 
     Returns:
         ``[T, N]`` in the dtype of x.
@@ -218,7 +219,7 @@ def linear(
         if norm is not None:
             x = rms_norm(x, norm.weight, norm.eps, norm.offset)
         if residual is not None and bias is None and activation is None and launches(x):
-            return residual.addmm_(x, weight.t())  # one launch, where product and addition would be two
+            return residual.addmm_(x, weight.t())  # one launch, where product and addition would take two
         y = F.linear(x, weight, bias)
         if gate_and_up is not None:
             y = gate_and_up(y[:, :N], y[:, N:])

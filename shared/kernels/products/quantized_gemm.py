@@ -1,14 +1,14 @@
-"""Products of several rows with a weight of 8 or 4 bits on the tensor cores. Introduced in phase 10.
+"""Products of several rows with an 8- or 4-bit weight on the tensor cores. Introduced in phase 10.
 
 A program widens a tile of W in registers and multiplies it by rows of x: W is the first operand, which Hopper's tensor
-cores read from registers, so the widened tile is never written anywhere. The numbers of 8 and of 4 bits are exact in
-fp16 and bf16; what is scaled is their product with x, once for each group of columns, in fp32. For a few rows of x
-:mod:`shared.kernels.products.quantized_rows` is faster where it can be, for many
+cores read from registers, so the widened tile is never written anywhere. The 8- and 4-bit numbers are exact in fp16 and
+bf16; their product with x is scaled, once for each group of columns, in fp32. For a few rows of x
+:mod:`shared.kernels.products.quantized_rows` is faster where it applies, for many
 :mod:`shared.kernels.products.quantized_prompts`.
 
-If both W and x are FP8, the tensor cores multiply them as they are, twice as fast: of many rows x is rounded to FP8,
-with a scale a row. If W's scales belong to rows too, ``torch._scaled_mm`` computes that; with scales of 128 columns the
-kernel here adds up 128 columns at a time, also for the sake of the sum, since Hopper's sums of FP8 keep 14 bits
+If both W and x are FP8, the tensor cores multiply them directly, twice as fast, so an x of many rows is rounded to FP8,
+with one scale per row. If W also has one scale per row, ``torch._scaled_mm`` computes that; with scales of 128 columns
+the kernel here accumulates 128 columns at a time, which also improves the sum, since Hopper's FP8 sums keep 14 bits
 (DeepSeek-V3, arXiv 2412.19437, section 3.3.2).
 """
 
@@ -30,7 +30,7 @@ from shared.kernels.products.rmsnorm import Norm, load_scale, normalize
 from shared.ops import gated as gated_ops
 from shared.quantization.weight import QuantizedWeight
 
-BAND = tl.constexpr(16)  # blocks of rows of x whose programs follow each other, so that x stays in the L2 cache
+BAND = tl.constexpr(16)  # blocks of rows of x whose programs run consecutively, so that x stays in the L2 cache
 LARGEST_FP8 = tl.constexpr(448.0)
 FP8_ROWS = 32
 """Rows of x above which x is rounded to FP8 where PyTorch multiplies: up to them, W is widened in as little time."""
@@ -126,7 +126,7 @@ def quantized_gemm_kernel(
 def quantize_rows_kernel(
     x, norm_weight, values, scales, K, x_stride, eps, OFFSET: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
 ):  # fmt: skip
-    """A row of x, or of its norm, in FP8 and its scale, with which the row's largest number is FP8's largest."""
+    """A row of x, or of its norm, in FP8, with a scale that maps its largest number to FP8's largest."""
     launch_dependents(PDL)
     row = tl.program_id(0).to(tl.int64)
     k = tl.arange(0, BLOCK)
@@ -143,7 +143,7 @@ def quantize_rows_kernel(
 
 
 def stored(weight: QuantizedWeight, gpu: Generation) -> torch.Tensor:
-    """The values as the kernels take them on this GPU: FP8 as bytes where the GPU has no FP8."""
+    """The values in the form that the kernels read on this GPU: FP8 as bytes if the GPU has no FP8."""
     is_fp8 = weight.values.dtype == torch.float8_e4m3fn
     return weight.values.view(torch.uint8) if is_fp8 and not gpu.has_fp8 else weight.values
 

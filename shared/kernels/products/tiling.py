@@ -2,7 +2,7 @@
 
 The fastest tiling depends on shape and GPU, and can be measured only among other kernels, under a CUDA graph: an
 autotuner that times single launches picks wrong ones. So nothing is tuned at run time. All tilings give the same
-results up to rounding, and a test or a benchmark may pass its own to ``gemv.linear``.
+results up to rounding, and tests and benchmarks may pass their own to ``gemv.linear``.
 
 Invariants of the table: a gemv tiling for more than one row of x has ``block_k >= K``, since only the first tile of
 each row of W stays in registers, and W must be read once; the loads of a dot tiling in flight, ``num_stages`` tiles of
@@ -16,7 +16,7 @@ from shared.kernels.launch import next_power_of_two
 
 MAX_ROWS = 64  # of x; PyTorch computes larger products
 MAX_FP32_ROWS = 16  # of x in fp32, which is multiplied without tensor cores
-DOT_ROWS = 16  # the fewest rows of x that tensor cores multiply; fewer are padded
+DOT_ROWS = 16  # the fewest rows of x that tensor cores multiply; smaller inputs are padded
 MAX_STAGES = 6
 
 
@@ -51,12 +51,12 @@ def dot_rows(rows: int) -> int:
 def dot_tiling(x_rows: int, N: int, K: int, is_gated: bool, itemsize: int, shared_bytes: int) -> Tiling:
     """The tiling for a tile of ``x_rows`` of x: as many stages as fit, with narrower tiles if fewer than four do.
 
-    The fewer rows W has, the fewer rows has a tile, so that there are enough programs; the columns make up for it. A
-    gated product reads two rows of W for a column.
+    The fewer rows W has, the fewer rows a tile has, so that there are enough programs; it has more columns instead. A
+    gated product reads two rows of W per column.
     """
     if is_gated:
         block_n, block_bytes = (64, 256) if N >= 8192 else (32, 512)
-    elif 8 * N > 9 * K:  # a square matrix with the rows of an addition (phase 11.1) stays one of few rows
+    elif 8 * N > 9 * K:  # a square matrix that low-rank rows make larger (phase 11.1) still counts as one of few rows
         block_n, block_bytes = 64 if x_rows == DOT_ROWS else 32, 512
     else:
         block_n, block_bytes = 32 if K <= 4096 else 16, 1024
