@@ -1,8 +1,8 @@
-"""The ladder: each phase's speed with one request and with 16, and a token's cost by context; of phases whose gain must
-be asked for (10 on), that with the option beside the default. Introduced in phase 3.
+"""The ladder: each phase's speed with one request and with 16, and a token's cost by context; for phases whose gain is
+an option (10 on), the option compared with the default. Introduced in phase 3.
 
-The phases take turns in one process: a trial loads each, measures it with the trial's prompts, and frees it, so that
-memory holds one engine. Medians count. Invariant: phases that serve many requests have equally large KV caches.
+The phases are interleaved in one process: a trial loads each, measures it with the trial's prompts, and frees it, so
+that memory holds one engine. Medians count. Invariant: phases that serve many requests have equally large KV caches.
 """
 
 import statistics
@@ -51,8 +51,8 @@ BESIDE = Workload(
     "beside", "Prompts of 192 tokens", 3, 3 + 1, (192, 192), (2, 2), beside=replace(TOGETHER, num_requests=3)
 )
 TURNS = Workload("turns", "A second turn", 1, 1, (96, 96), (2, 2), turns=2, turn_tokens=(8, 8))
-CHUNK = 64  # tokens of a chunk, where a phase has them: the prompt beside three requests that decode takes three
-ARRIVALS = 2.0  # a second, of such prompts; the first comes together with the others
+CHUNK = 64  # tokens of a chunk, in phases with chunks: the prompt takes three beside decoding requests
+ARRIVALS = 2.0  # prompts per second; the first ones arrive together with the others
 REGIONS, REGION_TOKENS = 4, 256
 """The KV cache of a phase that serves many requests: so many regions of at least so many tokens, or as many blocks."""
 POINT_TOKENS, POINT_BOUND = 16, (2, 0.5)
@@ -69,8 +69,8 @@ def measure_ladder(
     context_lengths: Sequence[int] | None = None,
     **where: Any,
 ) -> Report:
-    """Speed with one request and with 16, time to first token, tokens computed, and milliseconds a token by context, by
-    default of every phase that generates; ``where`` is as `Setup` takes it.
+    """Speed with one request and with 16, time to first token, tokens computed, and milliseconds per token by context,
+    by default of every phase that generates; ``where`` is as `Setup` takes it.
 
     Raises ConfigError, RequestError, ModelFolderError or CapacityError before anything is computed.
     """
@@ -144,7 +144,7 @@ def measure_ladder(
 
 
 def longest_wait(run: ServedRun) -> float:
-    """Seconds between two tokens of a request that decodes beside a prompt, at most."""
+    """The maximum seconds between two tokens of a request that decodes beside a prompt."""
     return max(b - a for each in run.requests if each.is_background for a, b in pairwise(each.token_times))
 
 
@@ -154,7 +154,7 @@ def has_ranks(lesson: Lesson) -> bool:
 
 
 def most_ranks(shape: ModelConfig, device: torch.device) -> int:
-    """The GPUs over which the model can be shared: as many as there are, and its heads allow; 1 on a CPU."""
+    """The GPUs over which the model can be shared: as many as exist and its heads allow; 1 on a CPU."""
     num_gpus = torch.cuda.device_count() if device.type == "cuda" else 1
     return max(size for size in possible_sizes(shape) if size <= num_gpus)
 
@@ -187,7 +187,7 @@ def _contexts(lengths: Sequence[int] | None, limit: int) -> tuple[int, ...]:
 
 
 def view(report: Report) -> View:
-    """Bars of the speeds with the facts that explain them, what each phase bought, and a token's cost by context."""
+    """Bars of the speeds with the facts that explain them, what each phase gained, and a token's cost by context."""
     flags = report.flags
     rows = [{"name": name} | result | result["ms_per_token"] for name, result in report.results.items()]
     newest = rows[-1]["name"]

@@ -1,8 +1,8 @@
-"""What phases buy only where they are asked: 8 and 4 bits, drafts, grammars, compression. Introduced in phase 12.
+"""Gains that phases offer as options: 8 and 4 bits, drafts, grammars, compression. Introduced in phase 12.
 
-With default settings phases 9.2 and 10 to 12 are as phase 9, so their rungs of the ladder show nothing. Here an engine
-of the phase answers with the option and without it, in turns, one engine in memory at a time. Medians count. An option
-that the model's shape excludes has no row. Invariant: the options of a phase are measured on the same prompts.
+With default settings phases 9.2 and 10 to 12 behave like phase 9, so their rungs of the ladder show no gain. Here an
+engine of the phase answers with and without the option, interleaved, one engine in memory at a time. Medians count. An
+option that the model's shape rules out has no row. Invariant: the options of a phase are measured on the same prompts.
 """
 
 import json
@@ -42,7 +42,8 @@ QUESTIONS = tuple(
 
 @dataclass(frozen=True)
 class Option:
-    """One row: settings of an engine, and what it answers; ``is_read`` by a program, which needs a `PERSON`."""
+    """One row: settings of an engine, and its workload; ``is_read``: the answer is read by a program, which needs a
+    `PERSON`."""
 
     phase: str
     title: str
@@ -83,7 +84,7 @@ def measure_options(setup: Setup, lessons: Sequence[Lesson], trials: int, steps:
         for trial in range(trials if options else 0):
             for title in rotated(tuple(options), trial):
                 with steps.step(f"phase {lesson.number}, {title}, trial {trial + 1} of {trials}"):
-                    with suppress(ConfigError):  # such as groups of 4 bits that do not divide a row
+                    with suppress(ConfigError):  # such as 4-bit groups that do not divide a row
                         tries[title].append(_measured(setup, lesson, options[title]))
                     free_memory()
         rows: list[dict[str, Any]] = [
@@ -99,8 +100,8 @@ def measure_options(setup: Setup, lessons: Sequence[Lesson], trials: int, steps:
 
 
 def _measured(setup: Setup, lesson: Lesson, option: Option) -> dict[str, float]:
-    """Tokens a second after the first of each answer, tokens a forward pass, KV blocks held at most in the first half
-    of all tokens and at all, bytes of weights, valid answers.
+    """Tokens per second after the first of each answer, tokens per forward pass, maximum KV blocks held during the
+    first half of all tokens and overall, bytes of weights, valid answers.
     """
     limit = min(MAX_SEQ_LEN, setup.shape.max_position_embeddings)
     engine = lesson.engine_alone(setup.config(max_seq_len=limit, **option.settings))
@@ -142,7 +143,7 @@ def is_person(text: str) -> bool:
 
 
 def _prompt(engine: Any, text: str) -> list[int]:
-    """The ids of a question; without a chat format those of its text."""
+    """The ids of a question; without a chat format, those of its plain text."""
     try:
         template = choose_template(engine.model.config.family, engine.tokenizer)
     except ModelFolderError:
