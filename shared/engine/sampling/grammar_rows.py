@@ -165,7 +165,6 @@ class GrammarRows:
     def forget(self) -> None:
         """Forget all rows: they follow drafts, some of which were not accepted."""
         self.entered.clear()
-        self.masked.clear()
         self.next = None
 
     def _keys(self, rows: Sequence[SamplingRow], table_rows: Sequence[int]) -> Keys:

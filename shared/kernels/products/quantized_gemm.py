@@ -1,15 +1,15 @@
-"""Products of several rows with an 8- or 4-bit weight on the tensor cores. Introduced in phase 10.
+"""Products of several rows with a weight of 8 or 4 bits on the tensor cores. Introduced in phase 10.
 
 A program widens a tile of W in registers and multiplies it by rows of x: W is the first operand, which Hopper's tensor
-cores read from registers, so the widened tile is never written anywhere. The 8- and 4-bit numbers are exact in fp16 and
-bf16; their product with x is scaled, once for each group of columns, in fp32. For a few rows of x
-:mod:`shared.kernels.products.quantized_rows` is faster where it applies, for many
+cores read from registers, so the widened tile is never written anywhere. The numbers of 8 and of 4 bits are exact in
+fp16 and bf16; what is scaled is their product with x, once for each group of columns, in fp32. For a few rows of x
+:mod:`shared.kernels.products.quantized_rows` is faster where it can be, for many
 :mod:`shared.kernels.products.quantized_prompts`.
 
-If both W and x are FP8, the tensor cores multiply them directly, twice as fast, so an x of many rows is rounded to FP8,
-with one scale per row. If W also has one scale per row, ``torch._scaled_mm`` computes that; with scales of 128 columns
-the kernel here accumulates 128 columns at a time, which also improves the sum, since Hopper's FP8 sums keep 14 bits
-(DeepSeek-V3, arXiv 2412.19437, section 3.3.2).
+If both W and x are FP8, the tensor cores multiply them as they are, twice as fast: of many rows x is rounded to FP8,
+with a scale a row (several rows: :mod:`shared.kernels.products.fp8_rows`). If W's scales belong to rows too,
+``torch._scaled_mm`` computes that; with scales of 128 columns the kernel here adds up 128 columns at a time, also for
+the sake of the sum, since Hopper's sums of FP8 keep 14 bits (DeepSeek-V3, arXiv 2412.19437, section 3.3.2).
 """
 
 import torch
@@ -30,10 +30,8 @@ from shared.kernels.products.rmsnorm import Norm, load_scale, normalize
 from shared.ops import gated as gated_ops
 from shared.quantization.weight import QuantizedWeight
 
-BAND = tl.constexpr(16)  # blocks of rows of x whose programs run consecutively, so that x stays in the L2 cache
+BAND = tl.constexpr(16)  # blocks of rows of x whose programs follow each other, so that x stays in the L2 cache
 LARGEST_FP8 = tl.constexpr(448.0)
-FP8_ROWS = 32
-"""Rows of x above which x is rounded to FP8 where PyTorch multiplies: up to them, W is widened in as little time."""
 
 
 @triton.jit
@@ -126,7 +124,7 @@ def quantized_gemm_kernel(
 def quantize_rows_kernel(
     x, norm_weight, values, scales, K, x_stride, eps, OFFSET: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
 ):  # fmt: skip
-    """A row of x, or of its norm, in FP8, with a scale that maps its largest number to FP8's largest."""
+    """A row of x, or of its norm, in FP8 and its scale, with which the row's largest number is FP8's largest."""
     launch_dependents(PDL)
     row = tl.program_id(0).to(tl.int64)
     k = tl.arange(0, BLOCK)
@@ -137,13 +135,14 @@ def quantize_rows_kernel(
     if norm_weight is not None:  # rounded as if it had been written and read back
         h = normalize(h, norm_scale, K, eps).to(x.dtype.element_ty).to(tl.float32)
     peak = tl.max(tl.abs(h))
-    scale = tl.where(peak > 0.0, tl.div_rn(peak, tl.full([], LARGEST_FP8, tl.float32)), 1.0)
-    tl.store(scales + row, scale)
-    tl.store(values + row * K + k, tl.div_rn(h, scale).to(tl.float8e4nv), mask=k < K)
+    largest = tl.full([], LARGEST_FP8, tl.float32)
+    tl.store(scales + row, tl.where(peak > 0.0, tl.div_rn(peak, largest), 1.0))
+    factor = tl.where(peak > 0.0, tl.div_rn(largest, peak), 1.0)  # a division of each number would take a microsecond
+    tl.store(values + row * K + k, (h * factor).to(tl.float8e4nv), mask=k < K)
 
 
 def stored(weight: QuantizedWeight, gpu: Generation) -> torch.Tensor:
-    """The values in the form that the kernels read on this GPU: FP8 as bytes if the GPU has no FP8."""
+    """The values as the kernels take them on this GPU: FP8 as bytes where the GPU has no FP8."""
     is_fp8 = weight.values.dtype == torch.float8_e4m3fn
     return weight.values.view(torch.uint8) if is_fp8 and not gpu.has_fp8 else weight.values
 

@@ -1,16 +1,17 @@
-"""Products with an 8- or 4-bit weight, fused with the operations before and after. Introduced in phase 10.
+"""Products with a weight of 8 or 4 bits, fused with the operations before and after. Introduced in phase 10.
 
-Decoding takes as long as reading W, so half or a quarter of the bytes takes half or a quarter of the time, if nothing
-else is read: a program loads the bytes and widens them in registers, and there is no 16-bit copy of W. One row of x is
-multiplied by :func:`quantized_gemv_kernel`, with prologue and epilogue as in :mod:`shared.kernels.products.gemv`, more
-rows by :mod:`shared.kernels.products.quantized_rows`, :mod:`shared.kernels.products.quantized_gemm` and
+Decoding takes as long as reading W, so a W of half or a quarter of the bytes takes half or a quarter of the time, if
+nothing else is read: a program loads the bytes and widens them in registers, and no copy of W in 16 bits exists. One
+row of x is multiplied by :func:`quantized_gemv_kernel`, with prologue and epilogue as in
+:mod:`shared.kernels.products.gemv`, more rows by :mod:`shared.kernels.products.quantized_rows`,
+:mod:`shared.kernels.products.fp8_rows`, :mod:`shared.kernels.products.quantized_gemm` and
 :mod:`shared.kernels.products.quantized_prompts`.
 
 A scale belongs to a row of W or to a group of its columns. Multiplying every weight by its scale would double the
-arithmetic, and loading a scale for each would be worse. But ``Σ x (v - z) s = s (Σ x v - z Σ x)`` over columns that
-share a scale and a zero: a thread first sums over the 16 bytes of its load, then scales the sum.
+arithmetic, and a load for each of them would be worse. But ``Σ x (v - z) s = s (Σ x v - z Σ x)`` over columns that
+share scale and zero: a thread sums the 16 bytes of its load first, and scales the sum.
 
-Invariants: W is read once; sums are fp32 of exact products; only a normed x is rounded before the result.
+Invariants: W is read once; sums are fp32 of exact products; nothing but a normed x is rounded before the result.
 """
 
 import torch
@@ -26,11 +27,12 @@ from shared.kernels.launch import (
     wait_for_previous,
 )
 from shared.kernels.products import quantized_prompts
+from shared.kernels.products.fp8_rows import FP8_ROWS, fits, multiply_rows_in_fp8
 from shared.kernels.products.gemv import ACTIVATIONS, load_vector, load_weights, normalized, store_product
-from shared.kernels.products.quantized_gemm import FP8_ROWS, is_pytorchs, multiply, multiply_in_fp8, stored
+from shared.kernels.products.quantized_gemm import multiply, multiply_in_fp8, stored
 from shared.kernels.products.quantized_rows import multiply_rows
 from shared.kernels.products.quantized_tiles import columns, widened
-from shared.kernels.products.quantized_tiling import QuantizedTiling, quantized_tiling
+from shared.kernels.products.quantized_tiling import QuantizedTiling, fp8_rows_tiling, quantized_tiling
 from shared.kernels.products.rmsnorm import Norm, rms_norm
 from shared.kernels.products.tiling import MAX_ROWS
 from shared.ops import gated as gated_ops
@@ -38,19 +40,19 @@ from shared.ops import quantized as op
 from shared.quantization.weight import RUN, QuantizedWeight
 
 GROUPS = (32, 64, 128)
-MOST_TILES = 32  # of a row of W; the loop over them is unrolled: with 96 the assembler took five minutes
-PART = tl.constexpr(16)  # bytes of a row that a thread loads at a time; their columns share a scale
-RAISED = tl.constexpr(2.0**64)  # a factor for x, since four bits are read as a multiple of 2^-149
-LOWERED = tl.constexpr(2.0**85)  # the factor for the sum that compensates for both
+MOST_TILES = 32  # of a row of W, over which the loop is unrolled: with 96 a kernel took the assembler five minutes
+PART = tl.constexpr(16)  # bytes of a row that a thread loads at once; their columns share a scale
+RAISED = tl.constexpr(2.0**64)  # a factor of x, since four bits are read as a number of 2^-149
+LOWERED = tl.constexpr(2.0**85)  # the factor of the sum that makes up for both
 
 
 @triton.jit
 def load_groups(
     of_groups, row, is_row, START: tl.constexpr, PARTS: tl.constexpr, GROUPS: tl.constexpr, PER_GROUP: tl.constexpr
 ):
-    """The values of ``of_groups [.., GROUPS]`` for the parts of rows from part START on: ``[BLOCK_N, PARTS]``.
+    """What belongs to the parts of rows from part START on, of ``of_groups [.., GROUPS]``: ``[BLOCK_N, PARTS]``.
 
-    If a row has one group, ``[BLOCK_N, 1]``. PER_GROUP: parts per group. ``of_groups`` None: zeros of 8.
+    If a row has one group, ``[BLOCK_N, 1]``. PER_GROUP: parts of a group. ``of_groups`` None: zeros of 8.
     """
     if of_groups is None:
         return tl.full([1, 1], 8.0, tl.float32)
@@ -73,7 +75,7 @@ def load_normed(x, norm_weight, inverse_rms, k, K: tl.constexpr, OFFSET: tl.cons
 
 @triton.jit
 def load_by_word(x, norm_weight, inverse_rms, w, K: tl.constexpr, RUN: tl.constexpr, OFFSET: tl.constexpr):
-    """The columns of x that belong to four-bit words w: low and high halves, ``[WORDS, 4]`` each."""
+    """The columns of x that belong to words w of four bits: low and high halves, ``[WORDS, 4]`` each."""
     k = columns(4 * w, RUN, 4)[:, None] + tl.arange(0, 4)[None, :]
     low = load_normed(x, norm_weight, inverse_rms, k, K, OFFSET)
     return low, load_normed(x, norm_weight, inverse_rms, k + RUN // 2, K, OFFSET)
@@ -90,11 +92,10 @@ def by_column(h):
 
 @triton.jit
 def times_bits(h, words, AT: tl.constexpr):
-    """h times the four-bit numbers from bit AT of words on, times 2^-149.
+    """h times the four bits of words from bit AT on, times 2^-149.
 
-    As the low bits of an fp32 number, n means n · 2^-149, and further left 16 n or 256 n times that: no conversion, and
-    rarely a shift. The factor of x that compensates for the bit position is the same for all rows of W. |h| must be
-    below 2^63.
+    As the low bits of an fp32 number, n is n · 2^-149, and 16 n or 256 n where it stands further left: no conversion,
+    seldom a shift. The factor of x that makes up for the place is the same for all rows of W. |h| must be below 2^63.
     """
     PLACE: tl.constexpr = AT if AT < 20 else AT - 20
     bits = words if AT < 20 else words >> 20
@@ -103,7 +104,7 @@ def times_bits(h, words, AT: tl.constexpr):
 
 @triton.jit
 def part_sums(tile, low, high, zeros, BITS: tl.constexpr, PARTS: tl.constexpr):
-    """``Σ x (v - z)`` of each part of a tile: ``[BLOCK_N, PARTS]``. The tile holds bytes, or words if it has 4 bits."""
+    """``Σ x (v - z)`` of each part of a tile: ``[BLOCK_N, PARTS]``. The tile is of bytes, with 4 bits of words."""
     if BITS == 8:
         products = low[None, :] * widened(tile, tl.float32)
         return tl.sum(products.reshape([tile.shape[0], PARTS, PART]), axis=2)
@@ -134,7 +135,7 @@ def quantized_gemv_kernel(
     GROUP: columns that share a scale. With an activation W is ``[2N, K]``, as in ``gemv_kernel``.
     """
     launch_dependents(PDL)
-    BYTES: tl.constexpr = 1 if BITS == 8 else 4  # four-bit numbers are loaded as 32-bit words
+    BYTES: tl.constexpr = 1 if BITS == 8 else 4  # four bits are loaded as words of 32
     WIDTH: tl.constexpr = K * BITS // 8 // BYTES  # words or bytes of a row
     BLOCK_B: tl.constexpr = BLOCK_K * BITS // 8 // BYTES
     PARTS: tl.constexpr = BLOCK_B * BYTES // PART
@@ -208,8 +209,8 @@ def linear(
     """``activation(norm(x) Wᵀ + b) + residual``: arguments and result as those of
     :func:`shared.kernels.products.gemv.linear`.
 
-    If W is FP8 and the GPU supports it, many rows are multiplied in FP8; then x is rounded to FP8, with one scale per
-    row.
+    More than eight rows are multiplied in FP8 if W is FP8 and the GPU does (above 64 whatever the groups of W; up to
+    them, of 128 columns or whole rows, and x of 16 bits); then x is rounded to FP8, with a scale a row.
 
     Raises:
         ValueError: the weight does not fit x, or the kernels cannot read its format.
@@ -227,22 +228,20 @@ def linear(
     if residual is not None and residual.stride(1) != 1:
         residual = residual.contiguous()
     is_gated = activation is not None and T <= MAX_ROWS
-    cut = cut or quantized_tiling(
-        T,
-        out_columns if is_gated else N,
-        x.shape[1],
-        weight.bits,
-        weight.columns_per_scale,
-        is_gated,
-        x.element_size(),
-        gpu.shared_bytes,
-    )
+    is_fp8 = gpu.has_fp8 and weight.values.dtype == torch.float8_e4m3fn
+    is_fp8_rows = is_fp8 and FP8_ROWS < T <= MAX_ROWS and fits(x, weight)
+    columns, K, group = out_columns if is_gated else N, x.shape[1], weight.columns_per_scale
+    if cut is None and is_fp8_rows:
+        cut = fp8_rows_tiling(T, columns, K, group, is_gated, gpu.shared_bytes)
+    elif cut is None:
+        cut = quantized_tiling(T, columns, K, weight.bits, group, is_gated, x.element_size(), gpu.shared_bytes)
     if not cut.dot:
         return _launch(x.contiguous(), weight, bias, norm, residual, activation, cut, gpu)
     x = x if x.stride(1) == 1 else x.contiguous()
-    own_residual = residual if activation is None else None  # otherwise it is added after the activation
-    is_fp8 = gpu.has_fp8 and weight.values.dtype == torch.float8_e4m3fn
-    if is_fp8 and (FP8_ROWS if is_pytorchs(x, weight) else MAX_ROWS) < T:
+    own_residual = residual if activation is None else None  # else it is added after the activation
+    if is_fp8_rows:
+        return multiply_rows_in_fp8(x, weight, bias, norm, residual, activation, cut)
+    if is_fp8 and T > MAX_ROWS:
         y = multiply_in_fp8(x, weight, bias, norm, own_residual, cut, gpu)
         return y if activation is None else _finished(y, residual, activation)
     if norm is not None:
@@ -259,7 +258,7 @@ def linear(
 
 
 def check_weight(weight: QuantizedWeight, K: int) -> None:
-    """Raise ValueError if a weight does not fit rows of K numbers, or the kernels cannot read its format."""
+    """Raise ValueError if a weight does not fit rows of K numbers, or its format is none that the kernels read."""
     if weight.shape[1] != K or not weight.values.is_contiguous() or not weight.scales.is_contiguous():
         raise ValueError(f"the weight must be contiguous [N, {K}]; its shape is {weight.shape}")
     group = weight.columns_per_scale
@@ -275,7 +274,7 @@ def check_weight(weight: QuantizedWeight, K: int) -> None:
 
 
 def _finished(y: torch.Tensor, residual: torch.Tensor | None, activation: gated_ops.GatedOp | None) -> torch.Tensor:
-    """The epilogue as separate launches."""
+    """The epilogue in launches of its own."""
     if activation is not None:
         half = y.shape[1] // 2
         _, gate_and_up = ACTIVATIONS[activation]

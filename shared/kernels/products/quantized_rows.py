@@ -1,25 +1,24 @@
-"""Products of a few rows with an 8- or 4-bit weight on the tensor cores. Introduced in phase 10.
+"""Products of a few rows with a weight of 8 or 4 bits on the tensor cores. Introduced in phase 10.
 
-The time is that of reading W, unless something delays it. Three things would: passing a widened tile through shared
-memory again; waiting for a scale every 128 columns; and having few warps, each waiting for its own instructions. So the
-bytes of W are loaded many tiles ahead, and each thread widens what it has loaded: the product's layout says which rows
-and columns those are (:func:`shared.kernels.products.quantized_tiles.as_operand`). A group's scale is loaded one step
-early. And several programs share the columns of a row, so that every multiprocessor has many warps.
+The time is that of reading W, if nothing holds it up. Three things would: a widened tile that goes through shared
+memory once more; a scale that is waited for every 128 columns; and few warps, each of which waits for its own
+instructions. So the bytes of W are loaded many tiles ahead, and each thread widens what it has loaded: the product is
+told which rows and columns those are (:func:`shared.kernels.products.quantized_tiles.as_operand`). What belongs to a
+group is loaded a step early. And several programs share the columns of a row, so that every multiprocessor has many
+warps.
 
-Marlin (Frantar et al., arXiv 2408.11743) permutes the stored weights for the same purpose. Here the layout is
-unchanged, so :mod:`shared.kernels.products.quantized_gemv` reads it as well. Invariants: W is read once; sums are fp32,
-and those of several programs are added in the order of the columns; counters are zero between launches.
+Marlin (Frantar et al., arXiv 2408.11743) permutes the stored weights to the same end. Here they stay, and
+:mod:`shared.kernels.products.quantized_gemv` reads them as well. Invariants: W is read once; sums are fp32, and
+those of several programs are added in the order of the columns; counters are zero between launches.
 """
-
-import functools
 
 import torch
 
-from shared.kernels.arrival import is_last_arrival
+from shared.kernels.arrival import MAX_GROUPS, arrivals, sum_of_parts
 from shared.kernels.launch import launch, launch_dependents, tl, triton, wait_for_previous
 from shared.kernels.products.gemv import ACTIVATIONS, prefetch_weights, store_product
 from shared.kernels.products.quantized_tiles import as_operand, halves, loaded_row, operand_column, widened
-from shared.kernels.products.quantized_tiling import MAX_BLOCKS_SPLIT, STEP, QuantizedTiling
+from shared.kernels.products.quantized_tiling import STEP, QuantizedTiling
 from shared.ops import gated as gated_ops
 from shared.quantization.weight import QuantizedWeight
 
@@ -33,7 +32,7 @@ def load_step(rows, start, S: tl.constexpr):
 
 @triton.jit
 def load_scales(of_groups, group, DEFAULT: tl.constexpr):
-    """The groups' values for rows of W, or zeros of 8."""
+    """What belongs to a group of rows of W, or zeros of 8."""
     if of_groups is None:
         return tl.full([1], DEFAULT, tl.float32)
     else:
@@ -42,7 +41,7 @@ def load_scales(of_groups, group, DEFAULT: tl.constexpr):
 
 @triton.jit
 def add_step(y, tile, low, high, scale, zero, GROUPS: tl.constexpr, BITS: tl.constexpr, WARPS: tl.constexpr):
-    """``y + W xᵀ`` of 128 columns with the same scale; scaled, unless a scale belongs to a row."""
+    """``y + W xᵀ`` of 128 columns, whose scale is the same; scaled, unless a scale belongs to a row."""
     tile = as_operand(tile, WARPS)
     total = y if GROUPS == 1 else tl.zeros(y.shape, tl.float32)
     if BITS == 8:
@@ -64,10 +63,10 @@ def quantized_rows_kernel(
 ):  # fmt: skip
     """Program (i, j) computes columns i · BLOCK_N … of ``out [num_rows, N]`` for up to BLOCK_M rows, from part j of K.
 
-    The bytes of W pass through shared memory unchanged, many tiles ahead, and each thread reads from there what it
-    widens for the tensor cores (:func:`as_operand`). A step is 128 columns; an iteration is STEPS steps. Of several
-    parts, the last program to arrive adds up all of them, in order. If ``num_rows`` is known to be a multiple of 16,
-    the compiler orders the instructions of two products differently, which takes up to 15 % longer.
+    The bytes of W travel through shared memory as they are, many tiles ahead, and each thread takes from there what it
+    widens for the tensor cores (:func:`as_operand`). A step is 128 columns, an iteration STEPS steps. Of several
+    parts the last program to arrive adds up all, in their order. Where ``num_rows`` is known to be a multiple of 16,
+    the compiler orders the instructions of two products in another way, which takes up to 15 % longer.
     """
     launch_dependents(PDL)
     WIDTH: tl.constexpr = K * BITS // 8  # bytes of a row
@@ -92,7 +91,7 @@ def quantized_rows_kernel(
         up_scale_rows = scales + (N + row) // rows_per_scale * GROUPS
         up_zero_rows = None if zeros is None else zeros + (N + row) // rows_per_scale * GROUPS
         prefetch_weights(values + first, N + row, WIDTH, STEP, PREFETCHED, PDL)
-    # A group's values are loaded one step before their use.
+    # What belongs to a group is loaded a step ahead of its use.
     group = first // STEP if GROUPS > 1 else 0
     scale, zero = load_scales(scale_rows, group, 1.0), load_scales(zero_rows, group, 8.0)
     up_scale, up_zero = load_scales(up_scale_rows, group, 1.0), load_scales(up_zero_rows, group, 8.0)
@@ -119,24 +118,9 @@ def quantized_rows_kernel(
             y = add_step(y, tile, low, high, scale, this_zero, GROUPS, BITS, WARPS)
             if ACTIVATION is not None:
                 up = add_step(up, up_tile, low, high, up_scale, this_up_zero, GROUPS, BITS, WARPS)
-            if GROUPS > 1:  # a step needs its scale last, so its register is free only now
+            if GROUPS > 1:  # a scale is the last thing that a step needs, so only now its register is free
                 scale, up_scale = load_scales(scale_rows, group, 1.0), load_scales(up_scale_rows, group, 1.0)
-    is_storing = True
-    if SPLITS > 1:
-        SIZE: tl.constexpr = BLOCK_N * BLOCK_M
-        KINDS: tl.constexpr = 1 if ACTIVATION is None else 2
-        at = block * (SPLITS * KINDS * SIZE) + tl.arange(0, BLOCK_N)[:, None] * BLOCK_M + m[None, :]
-        tl.store(partial + at + split * KINDS * SIZE, y)
-        if ACTIVATION is not None:
-            tl.store(partial + at + (split * KINDS + 1) * SIZE, up)
-        is_storing = is_last_arrival(counters + block, SPLITS)
-        if is_storing:
-            y = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
-            up = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
-            for part in tl.static_range(SPLITS):
-                y += tl.load(partial + at + part * KINDS * SIZE, cache_modifier=".cg")
-                if ACTIVATION is not None:
-                    up += tl.load(partial + at + (part * KINDS + 1) * SIZE, cache_modifier=".cg")
+    y, up, is_storing = sum_of_parts(y, up, partial, counters, block, split, SPLITS, ACTIVATION)
     if is_storing:
         if GROUPS == 1:
             y *= load_scales(scale_rows, 0, 1.0)[:, None]
@@ -144,13 +128,6 @@ def quantized_rows_kernel(
             up *= load_scales(up_scale_rows, 0, 1.0)[:, None]
         columns, rows_of_x = n[:, None], m[None, :]
         store_product(y, up, out, bias, residual, rows_of_x, columns, num_rows, N, residual_stride, ACTIVATION)
-
-
-@functools.cache
-def arrivals(device: torch.device) -> torch.Tensor:
-    """The counters of programs that share a block; zero between launches, so one array serves all on a stream. An
-    engine runs a step before capturing it, so this is never allocated during a capture."""
-    return torch.zeros(MAX_BLOCKS_SPLIT, dtype=torch.int32, device=device)
 
 
 def multiply_rows(
@@ -164,7 +141,7 @@ def multiply_rows(
 ) -> torch.Tensor:
     """``activation(x Wᵀ + b) + residual`` of x ``[T, K]``, whose columns are contiguous: ``[T, N]``.
 
-    ``values``: the weight's, in the form that the kernels read on this GPU.
+    ``values``: of the weight, as the kernels take them on this GPU.
     """
     T, K = x.shape
     if cut.block_m < T or K % (cut.splits * cut.block_k) or weight.columns_per_scale not in (STEP, K):
@@ -172,10 +149,8 @@ def multiply_rows(
     kinds = 1 if activation is None else 2
     N = weight.shape[0] // kinds
     blocks_n = -(-N // cut.block_n)
-    if cut.splits > 1 and blocks_n > MAX_BLOCKS_SPLIT:
-        raise ValueError(
-            f"{cut} has {blocks_n} blocks of rows; those of several programs are at most {MAX_BLOCKS_SPLIT}"
-        )
+    if cut.splits > 1 and blocks_n > MAX_GROUPS:
+        raise ValueError(f"{cut} has {blocks_n} blocks of rows; those of several programs are at most {MAX_GROUPS}")
     out, partial, counters = x.new_empty(T, N), None, None
     if cut.splits > 1:
         partial = torch.empty(kinds * cut.splits * blocks_n * cut.block_n * cut.block_m, device=x.device)
