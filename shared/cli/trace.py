@@ -1,7 +1,7 @@
 """``infer trace``: a timeline of an engine's run, as a page and for Perfetto. Introduced in phase 4.
 
-The command reads options and writes files; `shared.tracing` records. Invariants: errors come before a model is loaded
-or, if they depend on the model, before the first step; the same options give the same steps and tokens.
+The command reads options and writes files; `shared.tracing` records. Invariants: errors are reported before a model is
+loaded or, if they depend on the model, before the first step; the same options give the same steps and tokens.
 """
 
 import os
@@ -136,7 +136,7 @@ def _made(model: str) -> Iterator[str]:
 
 
 def _variants(compare: str | None, settings: dict[str, Any], number: int) -> list[tuple[str | None, dict[str, Any]]]:
-    """The title and the settings of each run of ``number`` requests; one run alone has the title None."""
+    """The title and settings of each run of ``number`` requests; a single run has the title None."""
     if compare is None:
         return [(None, settings)]
     names = [name.strip() for name in compare.split(",")]

@@ -66,7 +66,7 @@ def generation(
     device: Device = "auto",
     seed: Seed = 0,
 ) -> None:
-    """Measure one request alone: phases beside transformers and vLLM, and each beside the limit of the memory.
+    """Measure one request alone: phases beside transformers and vLLM, and each compared with the memory limit.
 
     The last line on standard output is the result as JSON.
     """
@@ -149,7 +149,7 @@ def profile(
     device: Device = "auto",
     seed: Seed = 0,
 ) -> None:
-    """Show where the time of a decoded token goes: kernels on a GPU, PyTorch's operations on a CPU.
+    """Show where a decoded token's time goes: kernels on a GPU, PyTorch's operations on a CPU.
 
     The last line on standard output is the result as JSON.
     """
