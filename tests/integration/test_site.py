@@ -79,8 +79,8 @@ def documents(site: Path) -> dict[str, str]:
 
 
 def diagrams() -> list[Path]:
-    """The diagrams of the chapters that ask for the reader's colour scheme."""
-    found = (ROOT / "tutorial" / "images").glob("*.svg")
+    """The diagrams of the pages that ask for the reader's colour scheme."""
+    found = [path for folder in ("tutorial", "docs") for path in (ROOT / folder / "images").glob("*.svg")]
     return [path for path in found if "prefers-color-scheme" in path.read_text(encoding="utf-8")]
 
 
@@ -306,7 +306,7 @@ def test_dark_mode_switches_and_stays_and_diagrams_follow(documents: dict[str, s
 def test_a_diagram_differs_in_its_colour_scheme_alone(site: Path) -> None:
     folder = site / "_images"
     twins = {path.name: path.read_text(encoding="utf-8") for path in folder.glob("*-light.svg")}
-    assert set(twins) == {f"tutorial-images-{diagram.stem}-light.svg" for diagram in diagrams()}
+    assert set(twins) == {f"{path.parts[-3]}-images-{path.stem}-light.svg" for path in diagrams()}
     for name, light in twins.items():
         dark = (folder / name.replace("-light.svg", "-dark.svg")).read_text(encoding="utf-8")
         assert light != dark

@@ -5,6 +5,7 @@ the label that lies below its middle.
 """
 
 import re
+import runpy
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -128,3 +129,13 @@ def test_the_formula_is_that_of_the_guideline() -> None:
 
 def test_the_text_of_charts_can_be_read() -> None:
     assert min(contrast(rgb(text), rgb(figure.PAPER)) for text in (figure.INK, figure.QUIET)) >= LEAST
+
+
+def test_the_picture_of_the_readme_shows_what_the_reports_say() -> None:
+    script = runpy.run_path(str(ROOT / "docs/images/draw_phases.py"))
+    drawn = (ROOT / "docs/images/phases.svg").read_text(encoding="utf-8")
+    assert drawn == script["svg"](script["bars"]()), "run python docs/images/draw_phases.py"
+    first, *_, last = (f"{bar.speed:,.0f}" for bar in script["bars"]())
+    picture = re.search(r"!\[([^]]*)\]\(docs/images/phases\.svg\)", (ROOT / "README.md").read_text(encoding="utf-8"))
+    assert picture is not None
+    assert re.findall(r"[\d,]{2,}(?= in phase)", picture[1]) == [first, last]
