@@ -139,8 +139,8 @@ class DrawRecorder:
     """Replays draws that come again; a :data:`shared.engine.sampling.drawing.Recorder`.
 
     A draw's parameters are at fixed addresses, and so are the logits of captured steps. A draw of the same kind and
-    size that was launched ``NUM_BEFORE`` times for such logits is recorded. A draw with biases or penalties is not: its
-    logits are a copy.
+    size that was launched ``NUM_BEFORE`` times for such logits is recorded. Draws with
+    biases or penalties do not come here, since their edit has no size.
 
     Args:
         places: the addresses of the logits of captured steps.
@@ -161,7 +161,7 @@ class DrawRecorder:
     ) -> torch.Tensor:
         """The ids, which no later draw overwrites."""
         place = logits.data_ptr()
-        is_fixed = place in self.places and batch.is_simple and not self.has_failed
+        is_fixed = place in self.places and not self.has_failed
         if not is_fixed or torch.cuda.is_current_stream_capturing():
             return draw()
         kind = (batch.temperature is None, batch.log_min_p is None, batch.top_k is None, batch.top_p is None)
