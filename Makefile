@@ -1,4 +1,5 @@
 # make help lists what there is. PYTHON chooses the interpreter, PIP_FLAGS is passed to pip, VENV moves the environment.
+# Where there is no NVIDIA GPU, PyTorch is its CPU build; TORCH_BUILD=cuda or cpu decides instead.
 PYTHON ?= python3
 VENV ?= .venv
 PIP_FLAGS ?=

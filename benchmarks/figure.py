@@ -5,10 +5,12 @@ and machine, so that it can be passed on alone.
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter, NullLocator
+from PIL import Image
 
 from benchmarks.view import Bars, Lines, View, number
 
@@ -24,8 +26,16 @@ Place = tuple[float, float]
 
 
 def save_figure(view: View, path: Path) -> None:
-    """Draw a view's panels, side by side, as a PNG."""
-    FigureCanvasAgg(draw(view)).print_png(path)
+    """Draw a view's panels, side by side, as a PNG with a palette, a third of the size of one without."""
+    canvas = FigureCanvasAgg(draw(view))
+    canvas.draw()
+    save_with_palette(Image.fromarray(np.asarray(canvas.buffer_rgba())), path)
+
+
+def save_with_palette(picture: Image.Image, path: Path) -> None:
+    """Save as a PNG of 256 colours; rare ones are kept (maximum coverage), common ones made exact (k-means)."""
+    method, dither = Image.Quantize.MAXCOVERAGE, Image.Dither.NONE
+    picture.convert("RGB").quantize(256, method=method, kmeans=1, dither=dither).save(path, optimize=True)
 
 
 def draw(view: View) -> Figure:

@@ -37,7 +37,8 @@ class ExerciseEntry:
 class Lesson:
     """One phase: ``adds`` are its new shared modules, ``beside`` further ones with an exercise that its engine does
     not load; ``changes`` the methods of Engine that differ, ``removes`` the methods it drops; ``replaces`` are pairs of
-    shared modules, the second replaces the first in its engine; ``whole`` is a test of the whole engine, by its node id. A side track branches off its ``previous`` phase, and no phase follows it.
+    shared modules, the second replaces the first in its engine; ``whole`` is a test of the whole engine, by its
+    node id. A side track branches off its ``previous`` phase, and no phase follows it.
     """
 
     number: str

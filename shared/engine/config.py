@@ -177,8 +177,7 @@ class EngineConfig:
         "auto",
         "10",
         "Of keys and values: auto (the weights') or fp8 (e4m3, half the bytes of 16 bits).",
-        choices=("auto", "fp8"),
-    )
+    )  # a name in the table of the engine's storages, which refuses others
     quantization: str | None = setting(
         None,
         "10",

@@ -84,4 +84,4 @@ class Fp8Storage:
 
 
 STORAGES: dict[str, MakeStorage] = {"auto": PlainStorage.of, "fp8": Fp8Storage.of}
-"""By ``EngineConfig.kv_cache_dtype``."""
+"""By ``EngineConfig.kv_cache_dtype``: what it can be, a row for each storage."""

@@ -138,8 +138,8 @@ class DrawRecorder:
     """Replays draws that recur; a :data:`shared.engine.sampling.drawing.Recorder`.
 
     A draw's parameters are at fixed addresses, and so are the logits of captured steps. A draw of one kind and size
-    that was launched ``NUM_BEFORE`` times for such logits is recorded. A draw with biases or penalties is not: its
-    logits are a copy.
+    that was launched ``NUM_BEFORE`` times for such logits is recorded. Draws with biases or penalties never come here,
+    since their edit has no size.
 
     Args:
         addresses: the addresses of the logits of captured steps.
@@ -160,7 +160,7 @@ class DrawRecorder:
     ) -> torch.Tensor:
         """The ids, which no later draw overwrites."""
         address = logits.data_ptr()
-        is_fixed = address in self.addresses and batch.is_simple and not self.has_failed
+        is_fixed = address in self.addresses and not self.has_failed
         if not is_fixed or torch.cuda.is_current_stream_capturing():
             return draw()
         kind = (batch.temperature is None, batch.log_min_p is None, batch.top_k is None, batch.top_p is None)

@@ -1,8 +1,8 @@
 """Samples a token from each row of logits: the steps edit the logits, then one draw samples. Introduced in phase 4.
 
 A sampler has a list of steps and one draw. A step edits the logits of a batch's rows: it masks what a grammar refuses
-(phase 12) or redirects a token (phase 11.1). The draw reads the edited logits. It samples a token for each row, accepts
-or replaces drafts (phase 11), or samples drafts.
+(phase 12), redirects a token (phase 11.1), or applies biases and penalties. The draw reads the edited logits. It
+samples a token for each row, accepts or replaces drafts (phase 11), or samples drafts.
 
 Invariant: launches that a recorder may replay (phase 9) depend only on the batch, the logits' address and the edits'
 sizes; a draw launches everything else afterwards.

@@ -1,4 +1,5 @@
-"""Which request each row of the token counts belongs to. Introduced in phase 4.
+"""The step of the sampler that applies biases and penalties, with tables of the tokens that penalties count.
+Introduced in phase 4.
 
 A request's row in the tables is its row in the KV cache pool, which passes to another request when it ends or is
 preempted. No call signals this. Instead each row is tagged with its request and output count; on a mismatch the
@@ -12,13 +13,26 @@ Invariant: a tagged row counts exactly its request's prompt and the tagged numbe
 draw changes it.
 """
 
+import dataclasses
 import logging
 from collections.abc import Callable, Sequence
 
+import numpy as np
 import torch
 
-from shared.sampling.sampler import SamplingBatch, SamplingRow
+from shared.engine.executor.staging import Staging
+from shared.engine.sampling.drawing import Edit
+from shared.sampling.params import SamplingParams
+from shared.sampling.sampler import SamplingBatch, SamplingRow, adjust_logits
 from shared.sampling.token_counts import TokenCounts
+
+_PLACES = {
+    "penalised_rows": np.int64,
+    "count_rows": np.int64,
+    "repetition_penalty": np.float32,
+    "frequency_penalty": np.float32,
+    "presence_penalty": np.float32,
+}
 
 logger = logging.getLogger("infer.engine")
 
@@ -35,7 +49,37 @@ class PenaltyTables:
         self.device = device
         self.upload = upload
         self.counts: TokenCounts | None = None
+        self.staging = Staging(device, {name: (num_rows, dtype) for name, dtype in _PLACES.items()})
+        self.last_rows: list[tuple[SamplingParams, Sequence[int]]] = []
+        self.last: SamplingBatch | None = None  # of these rows
         self.entered: dict[int, tuple[int, int]] = {}  # by row: the request's serial and its number of outputs
+
+    def __call__(self, rows: Sequence[SamplingRow], places: Sequence[int]) -> Edit | None:
+        """A :data:`shared.engine.sampling.drawing.Step`: biases, masked ids and penalties, in a copy of the logits."""
+        if not any(row.adjusts_logits for row in rows):
+            return None
+        batches: list[SamplingBatch] = []
+
+        def apply(logits: torch.Tensor) -> torch.Tensor:
+            batches.append(self._parameters(rows, places, logits.shape[-1]))
+            return adjust_logits(logits, batches[-1])
+
+        return Edit(apply, follow=lambda ids: self.add(rows, places, batches[-1], ids))
+
+    def _parameters(self, rows: Sequence[SamplingRow], places: Sequence[int], vocab_size: int) -> SamplingBatch:
+        """The biases and penalties of the rows on the device."""
+        constant = [(row.params, row.masked_ids) for row in rows]
+        if self.last is not None and constant == self.last_rows:
+            return self.last
+        self.enter(rows, places, vocab_size)
+        batch = SamplingBatch.of_adjustments(rows, counts=self.counts, count_rows=places)
+        arrays = {name: value for name, value in vars(batch).items() if isinstance(value, torch.Tensor)}
+        sent = {name: self.upload(array) for name, array in arrays.items() if name not in _PLACES}
+        if batch.counts is not None:
+            sent |= self.staging.send({name: array.numpy() for name, array in arrays.items() if name in _PLACES})
+        batch = dataclasses.replace(batch, **sent)  # type: ignore[arg-type]
+        self.last_rows, self.last = constant, batch if batch.counts is None else None  # counts change by token
+        return batch
 
     def forget(self) -> None:
         """Make every request be entered again when it next samples."""
