@@ -156,7 +156,7 @@ def test_a_board_that_is_gone_is_said_and_costs_nothing_else(tmp_path: Path) -> 
 def test_time_counts_for_what_was_worked_on_until_it_passed(tmp_path: Path) -> None:
     times = Times(tmp_path)
     times.mark(["03x1"], at=0.0)
-    assert (times.agreed, times.minutes(), list(tmp_path.iterdir())) == (None, {}, []), "nobody agreed"
+    assert (times.agreed, times.minutes(), list(tmp_path.iterdir())) == (None, {}, []), "without agreement"
     times.agree(True)
     times.mark(at=0.0)
     times.mark(["03x1"], at=120.0)
