@@ -1,5 +1,5 @@
-"""The panels of a view as a picture. Introduced in phase 3. Invariant: a picture brings its own background and names
-model and machine, so that it can be passed on alone.
+"""The panels of a view as a picture. Introduced in phase 3. Invariant: a picture has its own background and names model
+and machine, so that it can be passed on alone.
 """
 
 from pathlib import Path
@@ -70,7 +70,7 @@ def _draw_bars(axes: Axes, panel: Bars) -> None:
         axes.vlines(panel.limit[0], -0.6, row - 0.4, color=INK, lw=1, ls=(0, (4, 3)))
         _write(axes, panel.limit[1], (panel.limit[0], row - 0.4), (-4, -8), QUIET, 9, ha="right")
     axes.set_xlim(0, 1.9 * (longest or 1.0))
-    axes.set_ylim(max(row - 0.3, LEAST / ROW), -0.7)  # few bars are no thicker than many
+    axes.set_ylim(max(row - 0.3, LEAST / ROW), -0.7)  # a few bars are no thicker than many
     axes.set_axis_off()
 
 
@@ -104,6 +104,6 @@ def _draw_lines(axes: Axes, panel: Lines) -> None:
 
 
 def _write(axes: Axes, said: str, place: Place, offset: Place, colour: str, size: float, **more: Any) -> None:
-    """Text beside a place in the axes' own units, ``offset`` in points."""
+    """Text next to a point in the axes' own units, ``offset`` in points."""
     at: dict[str, Any] = {"va": "center", "ha": "left", "textcoords": "offset points", "annotation_clip": False} | more
     axes.annotate(said, place, offset, color=colour, fontsize=size, **at)

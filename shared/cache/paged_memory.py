@@ -1,6 +1,6 @@
-"""Puts a paged pool and its view together from parts. Introduced in phase 6.
+"""Assembles a paged pool and its view from parts. Introduced in phase 6.
 
-A phase names its parts: an attention (with the padding of its steps), an extension of the pool, and the storages by
+A phase chooses the parts: an attention (with the padding of its steps), an extension of the pool, and the storages by
 ``EngineConfig.kv_cache_dtype``. Invariant: pool and view agree in every size, and the pool lays steps out as the view's
 attention needs them, since both are made here.
 """
@@ -41,7 +41,7 @@ def no_extension(config: EngineConfig, shape: ModelConfig, sizes: PagedSizes) ->
 
 @dataclass(frozen=True)
 class PagedMemory:
-    """Makes pool and view of these parts; see ``MakeMemory``."""
+    """Makes the pool and the view from these parts; see ``MakeMemory``."""
 
     attention: MakeAttention = unplanned_attention
     extension: MakeExtension = no_extension

@@ -41,13 +41,13 @@ class SamplingRow(NamedTuple):
     index: int  # type: ignore[assignment]  # a tuple's method of this name is not needed
     prompt_ids: Sequence[int] = ()
     output_ids: Sequence[int] = ()
-    masked_ids: Sequence[int] = ()  # must not be sampled: what ends the output before min_tokens
+    masked_ids: Sequence[int] = ()  # must not be sampled: the ids that would end the output before min_tokens
     serial: int = 0  # of the request
     num_drafts: int = 0  # the last of output_ids, which may turn out wrong (phase 11); the row before has one fewer
     draft_id: int | None = None  # the draft for this row's token
     allowed: NDArray[np.bool_] | None = None  # the tokens that the row's grammar allows, [V] (phase 12)
     redirect: tuple[int, int | None] | None = None  # an id, and the one that it replaces; None: all (phase 11.1)
-    constraint: object = None  # if the device finds them: the request's grammar, and where its output stands in it
+    constraint: object = None  # if the device computes the mask: the request's grammar, and its output's state
 
 
 @dataclass(frozen=True)
@@ -180,7 +180,7 @@ def sample(logits: torch.Tensor, batch: SamplingBatch, *, stream: Stream = Strea
 
 
 def adjust_logits(logits: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:
-    """Apply logit biases, masks and penalties, what greedy rows obey too, to logits [B, V] in any float dtype.
+    """Apply logit biases, masks and penalties, which also affect greedy rows, to logits [B, V] in any float dtype.
 
     ``batch`` has the parameters of the B rows, on the same device. ``logits`` are not mutated. Returns float32 [B, V];
     ``logits`` itself if no row has any of these.

@@ -192,8 +192,8 @@ def test_a_phase_page_shows_what_changed(lesson: Lesson, site: Path, visits: dic
 
 def test_a_phase_page_shows_what_was_measured(site: Path, visits: dict[str, Visit]) -> None:
     visit = visits[teaching_page(site, find_lesson("03"))]
-    assert any(re.fullmatch(r"ladder-.*\.png", chart) for chart in visit.charts)
-    for kind in ("ladder-", "generation-packed-"):
+    assert any(re.fullmatch(r"contexts-.*\.png", chart) for chart in visit.charts)
+    for kind in ("contexts-", "generation-packed-"):
         assert any(link.startswith(f"../benchmarks/reports/{kind}") for link in visit.measured)
 
 

@@ -199,7 +199,7 @@ def test_draws_that_cannot_be_recorded_are_launched(monkeypatch: pytest.MonkeyPa
         raise RuntimeError("injected")
 
     def draw(places: set[int], **limits: Any) -> None:
-        recorder.places = places
+        recorder.addresses = places
         recorder(logits, SamplingBatch(1, **limits), lambda: launched.append(1) or rows, ())
 
     monkeypatch.setattr(graphs.RecordedDraw, "of", record)

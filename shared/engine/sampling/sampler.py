@@ -1,9 +1,9 @@
 """Samples token ids on the device and copies them to the host. Introduced in phase 4.
 
 Sampling never synchronizes: the parameters of all rows are uploaded in one copy, or in none if every row is greedy.
-While the same rows decode on, only their indices are. Ids and log-probabilities are copied to pinned memory
-asynchronously, and an event marks the end of the copy; ``wait`` is a separate call. Invariant: a row's token does not
-depend on its batch.
+While the same rows keep decoding, only their indices are uploaded. Ids and log-probabilities are copied to pinned
+memory asynchronously, and an event marks the end of the copy; ``wait`` is a separate call. Invariant: a row's token
+does not depend on its batch.
 """
 
 import dataclasses
@@ -26,7 +26,7 @@ from shared.sampling.params import SamplingParams
 from shared.sampling.sampler import SamplingBatch, SamplingRow
 
 _PLACES = {
-    "indices": np.int64,  # first: they are also sent alone
+    "indices": np.int64,  # first, since it is also sent alone
     "temperature": np.float32,
     "drawing_rows": np.int64,
     "seeds": np.int64,
@@ -74,7 +74,7 @@ class Draws:
 
 @dataclass(frozen=True)
 class PromptDraws:
-    """Some prompt tokens as draws, with log-probabilities of all, and the index in the batch of each one's sequence."""
+    """Some prompt tokens as draws, all with log-probabilities, and the batch index of each token's sequence."""
 
     sequences: Integers
     draws: Draws
@@ -83,10 +83,8 @@ class PromptDraws:
 class SamplerOutput:
     """The sampled tokens of a batch, being copied to the host.
 
-    Args:
-        draws: of the rows in order: in one piece, or in parts after a failure.
-        errors: of the failed sequences, by their index in the batch.
-        prompts: the scored prompt tokens, in order.
+    Args: draws: of the rows in order, several after a failure. errors: of the failed sequences, by their index in the
+        batch. prompts: the scored prompt tokens, in order.
     """
 
     def __init__(
@@ -141,9 +139,7 @@ def _logprobs(draws: Draws) -> list[TokenLogprobs | None]:
 class Sampler:
     """Samples tokens from logits on one device, for up to ``max_rows`` rows at a time.
 
-    Args:
-        steps: edit the logits, in order, before the draw.
-        draw: takes the tokens of all rows.
+    Args: steps: edit the logits, in order, before the draw. draw: samples the tokens of all rows.
     """
 
     def __init__(self, device: torch.device, max_rows: int, steps: Sequence[Step] = (), draw: Draw = plain) -> None:
@@ -156,19 +152,18 @@ class Sampler:
         self.last_rows: list[_Constant] = []
         self.last: tuple[SamplingBatch, dict[int, int]] | None = None  # their parameters; None: these change by token
 
-    def sample(self, logits: torch.Tensor, rows: Sequence[SamplingRow], places: Sequence[int]) -> Draws:
+    def sample(self, logits: torch.Tensor, rows: Sequence[SamplingRow], table_rows: Sequence[int]) -> Draws:
         """Sample a token for each row of logits ``[n, V]`` with the parameters of ``rows``; does not wait.
 
-        Args:
-            places: a row of the tables below ``max_rows`` for each, which stays a request's while it runs.
+        Args: table_rows: the table row of each, below ``max_rows``; a request keeps its row while it runs.
         """
-        batch, asking = self._parameters(rows, places, logits.shape[-1])
-        edits = [edit for step in self.steps if (edit := step(rows, places)) is not None]
+        batch, asking = self._parameters(rows, table_rows, logits.shape[-1])
+        edits = [edit for step in self.steps if (edit := step(rows, table_rows)) is not None]
         drawn = logits.clone() if asking and any(edit.is_in_place for edit in edits) else logits
         ids = self.draw(Edited(drawn, batch, edits, self.counters, self.recorder), rows)
         for edit in edits:
             edit.follow(ids)
-        self.penalties.add(rows, places, batch, ids)
+        self.penalties.add(rows, table_rows, batch, ids)
         if not asking:
             return Draws(ids)
         chosen = ids
@@ -178,7 +173,7 @@ class Sampler:
         return Draws(ids, top_logprobs(logits, chosen, max(asking.values())), asking)
 
     def _parameters(
-        self, rows: Sequence[SamplingRow], places: Sequence[int], vocab_size: int
+        self, rows: Sequence[SamplingRow], table_rows: Sequence[int], vocab_size: int
     ) -> tuple[SamplingBatch, dict[int, int]]:
         """The parameters of the rows on the device, and ``Draws.asking``."""
         constant = [(row.params, row.seed, row.masked_ids) for row in rows]
@@ -188,8 +183,8 @@ class Sampler:
                 self.staging.send({"indices": np.array([row.index for row in rows], np.int64)})  # at the same address
             return batch, asking
         self.last = None  # whose arrays are overwritten now
-        self.penalties.enter(rows, places, vocab_size)
-        batch = self._send(SamplingBatch.of(rows, counts=self.penalties.counts, count_rows=places))
+        self.penalties.enter(rows, table_rows, vocab_size)
+        batch = self._send(SamplingBatch.of(rows, counts=self.penalties.counts, count_rows=table_rows))
         asking = {n: row.params.logprobs for n, row in enumerate(rows) if row.params.logprobs is not None}
         if batch.counts is None:
             self.last_rows, self.last = constant, (batch, asking)
