@@ -193,9 +193,9 @@ def test_a_spreadsheet_computes_nothing_of_a_submission(tmp_path: Path) -> None:
 
 def test_submissions_of_one_name_are_told_apart(tmp_path: Path) -> None:
     paths = [tmp_path / "ada" / "workspace", tmp_path / "bob" / "workspace", tmp_path / "eve.zip"]
-    assert grading._names(paths[:2]) == [str(path) for path in paths[:2]]
+    assert grading.names_of(paths[:2]) == [str(path) for path in paths[:2]]
     paths[2].write_bytes(b"")
-    assert grading._names(paths[1:]) == ["workspace", "eve"]
+    assert grading.names_of(paths[1:]) == ["workspace", "eve"]
 
 
 def test_without_a_phase_the_exercises_that_were_handed_in_are_judged(

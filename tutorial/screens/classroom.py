@@ -1,4 +1,4 @@
-"""``infer workshop chart | export | grade | prepare``: the classroom. Introduced in phase 1b.
+"""``infer workshop chart | export | grade``: what a class makes and hands in. Introduced in phase 1b.
 
 The commands only read their options and print; ``tutorial.workshop`` does the work. Invariant: what a submission says
 reaches the terminal as text, never as its orders.
@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from shared.engine.config import EngineConfig
-from shared.errors import ConfigError, InferError
+from shared.errors import ConfigError
 from shared.lessons import find_lesson
 from shared.terminal import PLAIN_WIDTH, examples, fetch_if_known, printable, stdout_console, working
 
@@ -81,7 +81,9 @@ def grade(
     phase: Annotated[
         str | None, typer.Option("--phase", "-p", help="One phase; by default every exercise that was handed in.")
     ] = None,
-    only: Annotated[str | None, typer.Option("--only", help="One exercise, such as 03x2.", metavar="EXERCISE")] = None,
+    only: Annotated[
+        str | None, typer.Option("--only", help="One exercise or bug hunt, such as 03x2 or 08b1.", metavar="NUMBER")
+    ] = None,
     csv: Annotated[Path | None, typer.Option("--csv", help="Write the table, with every reason, here as well.")] = None,
     seconds: Annotated[float, typer.Option("--seconds", help="That one test may take.")] = 120.0,
     memory: Annotated[float, typer.Option("--memory", help="GiB that a submission may use.")] = 3.0,
@@ -93,11 +95,15 @@ def grade(
     """
     from tutorial.workshop.grading import grade as judge
     from tutorial.workshop.grading import write_csv
+    from tutorial.workshop.hunts import find_hunts, names_a_hunt
     from tutorial.workshop.limits import Limits
 
     if csv is not None and (csv.is_dir() or not csv.absolute().parent.is_dir()):
         raise ConfigError(f"{csv} cannot be written; name a file in a folder that exists with --csv.")
-    wanted = None if phase is None and only is None else wanted_exercises(phase, only)
+    hunted = find_hunts(only) if only and names_a_hunt(only) else ()
+    if hunted and phase is not None and find_lesson(phase).number != hunted[0].phase:
+        raise ConfigError(f"Bug {hunted[0].number} belongs to phase {hunted[0].phase}, not to phase {phase}.")
+    wanted = [] if hunted else None if phase is None and only is None else wanted_exercises(phase, only)
     done = 0
 
     def progress(row: "Row") -> None:
@@ -107,29 +113,11 @@ def grade(
         typer.echo(said, err=True)
 
     with working("running the tests"):
-        rows = judge(submissions, wanted, limits=Limits(seconds, memory), jobs=jobs, progress=progress)
+        rows = judge(submissions, wanted, hunted, limits=Limits(seconds, memory), jobs=jobs, progress=progress)
     _print_rows(rows)
     if csv is not None:
         write_csv(rows, csv)
         typer.echo(f"wrote {csv}", err=True)
-
-
-def prepare() -> None:
-    """Make this machine ready for a class without a network; exit code 1 with what is missing."""
-    from tutorial.workshop.preparation import look
-
-    try:
-        fetch_if_known(EngineConfig.model, asks=False)
-    except InferError as error:  # what is missing is said below, with everything else
-        typer.echo(" ".join(str(error).split()), err=True)
-    missing = 0
-    for item in look():
-        mark = typer.style("ready  ", fg="green") if item.is_ready else typer.style("missing", fg="red")
-        typer.echo(f"{mark}  {item.name:<11}  {item.detail}")
-        missing += not item.is_ready
-    if missing:
-        raise typer.Exit(1)
-    typer.echo("This machine needs no network for the class.")
 
 
 COMMANDS: dict[Callable[..., None], str] = {
@@ -139,8 +127,8 @@ COMMANDS: dict[Callable[..., None], str] = {
         "infer workshop grade submissions/*",
         "infer workshop grade --phase 03 --csv grades.csv --jobs 4 ada.zip bob.zip",
         "infer workshop grade --only 03x2 --seconds 30 --memory 2 submissions/*.zip",
+        "infer workshop grade --only 08b1 submissions/*",
     ),
-    prepare: examples("infer workshop prepare", "make workshop"),
 }
 """Each command with the epilog of its help."""
 
