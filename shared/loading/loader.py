@@ -13,6 +13,7 @@ import torch
 from shared.errors import ConfigError
 from shared.loading.checkpoint import Checkpoint
 from shared.loading.config_json import read_config
+from shared.loading.cpu_threads import share_cpu
 from shared.loading.placement import check_device, check_room, default_dtype
 from shared.loading.resolve import resolve_model
 from shared.loading.sources import Source
@@ -103,6 +104,8 @@ def load_model(
     fill(model, source_of, checkpoint, dtype, device, unused)
     if shares_embedding:
         model.head.weight = model.embedding.weight
+    if device.type == "cpu":
+        share_cpu(model)
     return model.eval()
 
 
