@@ -85,6 +85,8 @@ def load_model(
         raise ConfigError(f"max_positions is {max_positions}; this model takes from 1 to {limit} positions.")
 
     model = make_model(config, max_positions or limit, device)
+    if device.type == "cpu":
+        share_cpu(model)
     source_of = model_sources(model)
     # Old checkpoints contain RoPE's frequencies, which are computed here.
     unused = {name for name in checkpoint.names if not name.endswith((".rotary_emb.inv_freq", *KV_SCALES))}
@@ -104,8 +106,6 @@ def load_model(
     fill(model, source_of, checkpoint, dtype, device, unused)
     if shares_embedding:
         model.head.weight = model.embedding.weight
-    if device.type == "cpu":
-        share_cpu(model)
     return model.eval()
 
 
