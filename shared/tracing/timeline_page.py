@@ -1,7 +1,7 @@
 """Writes a run as a self-contained HTML file. Introduced in phase 4.
 
 Style, script and data are inline; the page's policy (CSP) allows only these, by their hashes, and no network request.
-The script draws the timeline; the tables are generated here, so all figures are available without the script and to
+The script draws the timeline; the tables are generated here, so all figures are available without the script, and to
 screen readers. Invariant: text from a model or a user is data or escaped, never markup.
 """
 
@@ -31,7 +31,7 @@ REGION = re.compile(r"\{\{(\w+)\}\}")
 
 
 def page(traces: Sequence[Trace], title: str, note: str = "") -> str:
-    """The HTML of one page with all traces below each other, on the same scale; ``note`` stands below the totals."""
+    """The HTML of one page with all traces stacked on the same scale; ``note`` is shown below the totals."""
     style = "\n\n".join(map(_part, ("timeline.css", "pool.css")))
     script = "\n\n".join(map(_part, SCRIPTS))
     policy = f"default-src 'none'; style-src {_hash(style)}; script-src {_hash(script)}; img-src data:"
@@ -50,7 +50,7 @@ def page(traces: Sequence[Trace], title: str, note: str = "") -> str:
 
 
 def trace_data(trace: Trace) -> dict[str, Any]:
-    """The script's input as JSON values; a step is its whole record, with its start and end."""
+    """The script's input as JSON values; a step is its whole record plus its start and end."""
     return {
         "title": trace.title,
         "settings": dict(trace.settings),
@@ -161,7 +161,7 @@ def _tables(trace: Trace) -> str:
 
 
 def _positions(trace: Trace) -> Iterator[str]:
-    """The places in the grammar in which tokens were drawn, as a table, if there are any."""
+    """The grammar positions in which tokens were sampled, as a table, if there are any."""
     found = [
         (name, token.step, repr(token.text), position.state, position.stack or "–", position.num_allowed)
         for request in trace.requests

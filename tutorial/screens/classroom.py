@@ -4,9 +4,7 @@ The commands only read their options and print; ``tutorial.workshop`` does the w
 reaches the terminal as text, never as its orders.
 """
 
-import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -15,10 +13,9 @@ import typer
 from shared.engine.config import EngineConfig
 from shared.errors import ConfigError, InferError
 from shared.lessons import find_lesson
-from shared.terminal import PLAIN_WIDTH, examples, fetch_if_known, printable, stderr_console, stdout_console, working
+from shared.terminal import PLAIN_WIDTH, examples, fetch_if_known, printable, stdout_console, working
 
 if TYPE_CHECKING:
-    from tutorial.workshop.chart import PersonalLadder, Progress
     from tutorial.workshop.exercises import Exercise
     from tutorial.workshop.grading import Row
 
@@ -29,7 +26,8 @@ _MOST_LETTERS = 160
 
 def chart(
     out: Annotated[
-        Path | None, typer.Option("--out", "-o", help="The picture; by default ladder.png in the workspace.")
+        Path | None,
+        typer.Option("--out", "-o", help="Write JSON, Markdown and PNG, named by machine, into this folder."),
     ] = None,
     model: Annotated[
         str,
@@ -37,46 +35,24 @@ def chart(
             "--model", "-m", help="A model folder, a known name, or a hub name owner/name.", envvar="INFER_MODEL"
         ),
     ] = EngineConfig.model,
-    quick: Annotated[bool, typer.Option("--quick", help="Shorter prompts and answers.")] = False,
 ) -> None:
-    """Measure each phase with your code in it, beside the reference, and draw it: one request, and 16 at a time.
+    """Show your rows of the ladder: what each phase that you have finished gains on this machine, with your code.
 
-    A phase is yours once every exercise of it that runs here has passed `infer workshop check`. The last line on
-    standard output is the result as JSON.
+    The last line on standard output is the result as JSON.
     """
-    from tutorial.workshop.chart import DEFAULT, QUICK, measure
+    from tutorial.workshop.chart import finished_phases, run_ladder
     from tutorial.workshop.overlay import workspace_folder
     from tutorial.workshop.workspace import Workspace
 
-    fetch_if_known(model)
     workspace = Workspace(workspace_folder())
-    with _turns() as progress:
-        ladder = measure(workspace, model, QUICK if quick else DEFAULT, progress)
-    _print_ladder(ladder)
-    from tutorial.workshop.chart_figure import save  # after the measurement, whose memory it would add to
-
-    picture = out or workspace.root / "ladder.png"
-    save(ladder, picture)
-    typer.echo(f"\nwrote {picture}\n")
-    typer.echo(ladder.line())
-
-
-@contextmanager
-def _turns() -> "Iterator[Progress]":
-    """Shows the turns of a measurement on standard error: as a bar on a terminal, else a line each."""
-    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
-
-    columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
-    is_terminal = sys.stderr.isatty()
-    with Progress(*columns, console=stderr_console(), transient=True, disable=not is_terminal) as bar:
-        task = bar.add_task("begin", total=None)
-
-        def report(text: str, done: int, total: int) -> None:
-            bar.update(task, description=text, completed=done, total=total)
-            if not is_terminal:
-                typer.echo(f"{done * 100 // total:>3} %  {text}", err=True)
-
-        yield report
+    phases = finished_phases(workspace)
+    if not phases:
+        raise ConfigError(
+            f"No phase that the ladder measures is finished in {workspace.root}; begin with `infer workshop start 03`."
+        )
+    fetch_if_known(model)
+    typer.echo(f"on your lines: phase {', '.join(phases)}")
+    typer.echo(run_ladder(workspace, phases, model, out), nl=False)
 
 
 def export(
@@ -157,7 +133,7 @@ def prepare() -> None:
 
 
 COMMANDS: dict[Callable[..., None], str] = {
-    chart: examples("infer workshop chart", "infer workshop chart --quick --out my-ladder.png"),
+    chart: examples("infer workshop chart", "infer workshop chart --out my-ladder"),
     export: examples("infer workshop export 03", "infer workshop export 03 04 05 06 --out serving-day.zip --force"),
     grade: examples(
         "infer workshop grade submissions/*",
@@ -186,27 +162,6 @@ def wanted_exercises(phase: str | None, only: str | None) -> list["Exercise"]:
             f"exercises are {those}."
         )
     return [exercise]
-
-
-def _print_ladder(ladder: "PersonalLadder") -> None:
-    from benchmarks.view import number
-    from tutorial.workshop.chart_figure import bars, ratio, said, told
-
-    typer.echo(f"{ladder.model} · {ladder.machine_title} · {ladder.flags['dtype']}")
-    typer.echo("\n".join(said(ladder)))
-    typer.echo(f"\n{'tokens a second':<24}{'one request':>16}{'16 at a time':>20}")
-    for rung in ladder.rungs:
-        typer.echo(f"{rung.number}  {rung.title}")
-        for name, speeds in bars(rung):
-            line = f"      {name:<18}"
-            for key, width in (("one", 16), ("together", 20)):
-                told_ratio = ratio(rung, key) if name == "yours" else ""
-                line += f"{number(getattr(speeds, key))}  {told_ratio:<5}".rjust(width)
-            typer.echo(typer.style(line.rstrip(), bold=name == "yours"))
-        for line in told(rung):
-            typer.echo(f"      {line}")
-    if not any(rung.own for rung in ladder.rungs):
-        typer.echo("\nNo phase is yours yet: this is the reference. Begin with `infer workshop start 02`.")
 
 
 def _print_rows(rows: list["Row"]) -> None:

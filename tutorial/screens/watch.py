@@ -74,7 +74,7 @@ def watch_exercises(open_workspace: "Callable[[], Workspace]", wanted: "Sequence
     num_passed = sum(workspace.has_passed(exercise) for exercise in wanted)
     typer.echo(f"\n{num_passed} of {len(wanted)} passed")
     if num_passed == len(wanted):
-        typer.echo("What your lines buy on this machine, phase by phase: infer workshop chart")
+        typer.echo("What your lines gain on this machine, phase by phase: infer workshop chart")
 
 
 def _session(workspace: "Workspace", server: "CheckServer") -> "Session":
