@@ -13,6 +13,7 @@ import torch
 from shared.errors import ConfigError
 from shared.loading.checkpoint import Checkpoint
 from shared.loading.config_json import read_config
+from shared.loading.cpu_threads import share_cpu
 from shared.loading.placement import check_device, check_room, default_dtype
 from shared.loading.resolve import resolve_model
 from shared.loading.sources import Source
@@ -82,6 +83,8 @@ def load_model(
         raise ConfigError(f"max_positions is {max_positions}; this model takes from 1 to {limit} positions.")
 
     model = make_model(config, max_positions or limit, device)
+    if device.type == "cpu":
+        share_cpu(model)
     source_of = model_sources(model)
     # Old checkpoints contain RoPE's frequencies, which are computed here.
     unused = {name for name in checkpoint.names if not name.endswith((".rotary_emb.inv_freq", *KV_SCALES))}
