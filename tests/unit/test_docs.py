@@ -80,6 +80,18 @@ def test_sources_say_after_and_name_their_arguments(folder: str) -> None:
     assert not found, "\n".join(found)
 
 
+@pytest.mark.parametrize("name", ["EXPERIMENTS", "PERFORMANCE"])
+def test_no_cell_of_a_table_is_longer_than_thirty_words(name: str) -> None:
+    page = re.sub(r"<!--.*?-->", "", (ROOT / f"docs/{name}.md").read_text(encoding="utf-8"))
+    rows = [(number, line) for number, line in enumerate(page.splitlines(), start=1) if line.startswith("|")]
+    assert rows, f"{name}.md has no table"
+    cells = [(number, cell.split()) for number, row in rows for cell in re.split(r"(?<!\\)\|", row)]
+    long = [
+        f"{name}.md:{number}: {len(words)} words: {' '.join(words[:8])} …" for number, words in cells if len(words) > 30
+    ]
+    assert not long, "move details to a note below the table:\n" + "\n".join(long)
+
+
 def test_experiments_that_pages_and_lessons_name_exist() -> None:
     pages = [*PAGES, *(ROOT / "tutorial").glob("*.md"), *(ROOT / "phases").glob("*/lesson.toml")]
     named = {name for page in pages for name in re.findall(r"--experiment ([a-z][a-z-]*)", page.read_text("utf-8"))}
