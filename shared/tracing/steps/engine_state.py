@@ -119,9 +119,8 @@ class EngineState:
                     self.schedule = value
                     return
                 if isinstance(value, list | tuple) and value and all(isinstance(each, Scheduled) for each in value):
-                    if not isinstance(value, Scheduled):
-                        self.schedule = list(value)
-                        return
+                    self.schedule = list(value)
+                    return
 
     def _read_outputs(self) -> None:
         """Append what was released since the last time."""
@@ -158,8 +157,8 @@ class EngineState:
         pool = _target(self.engine.scheduler.pool)
         size, holdings = pool.holdings()
         owners: dict[int, list[str]] = {}
-        for request, blocks in holdings.items():
-            for block in blocks:
+        for request, table in holdings.items():
+            for block in table:
                 owners.setdefault(block, []).append(request.request_id)
         blocks: State = {str(block): [names, len(names)] for block, names in owners.items()}
         if hasattr(pool, "allocator"):

@@ -5,15 +5,19 @@ recording holds, docs/USING.md describes. Invariants: recording does not change 
 equal recordings, apart from the values named ``ms`` and the times of events.
 """
 
+import dataclasses
 import json
 import time
 from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
 from typing import Any
 
 from shared.engine.batch import Batch
+from shared.engine.config import EngineConfig
 from shared.engine.output import StepOutput
 from shared.engine.runner import Runner
 from shared.engine.sampling.sampler import SamplerOutput
+from shared.engine.warm_up import warm_up
 from shared.lessons import Lesson
 from shared.sampling.params import SamplingParams
 from shared.tracing.recorder import Recorder
@@ -21,6 +25,7 @@ from shared.tracing.steps.engine_state import EngineState
 from shared.tracing.steps.line_tracer import LineTracer, Watched
 from shared.tracing.steps.patches import State
 from shared.tracing.steps.shown import Function, shown_functions, sources_hash
+from shared.tracing.workload import Arrival, run
 
 FORMAT = 1
 
@@ -74,7 +79,7 @@ class StepRecorder(Recorder):
             self.reader.drop()
             raise
 
-    def recording(self, model: str, **settings: Any) -> dict[str, Any]:
+    def recording(self) -> dict[str, Any]:
         """What was recorded, as JSON values; waits for a GPU."""
         trace = self.trace("")
         functions: dict[Function, int] = {}
@@ -96,9 +101,9 @@ class StepRecorder(Recorder):
             "format": FORMAT,
             "phase": self.lesson.number,
             "title": self.lesson.title,
-            "model": model,
+            "model": Path(self.engine.config.model).name,
             "device": self.engine.model.device.type,
-            "settings": settings,
+            "settings": settings_of(self.engine.config),
             "sources_hash": sources_hash(functions),
             "texts": self._texts(),
             "requests": requests,
@@ -131,6 +136,25 @@ class StepRecorder(Recorder):
             ids |= _token_ids(event.patch)
         tokenizer = self.engine.tokenizer
         return {str(each): tokenizer.token_bytes(each).decode("utf-8", "replace") for each in sorted(ids)}
+
+
+def record(engine: Any, lesson: Lesson, arrivals: Sequence[Arrival], more: Iterable[str] = ()) -> dict[str, Any]:
+    """The recording of requests that arrive at an engine of the phase; ``more`` as of ``shown_functions``.
+
+    A GPU's kernels are compiled before, so that their times are not those of the compiler.
+    """
+    if engine.model.device.type == "cuda":
+        warm_up(engine)
+        engine.pool.drop_cached()
+    recorder = StepRecorder(engine, lesson, more)
+    run(recorder, arrivals)
+    return recorder.recording()
+
+
+def settings_of(config: EngineConfig) -> dict[str, str | int | float]:
+    """The settings that differ from their defaults, without model and device."""
+    values = {field.name: (getattr(config, field.name), field.default) for field in dataclasses.fields(config)}
+    return {name: new for name, (new, old) in values.items() if new != old and name not in ("model", "device")}
 
 
 def as_text(recording: dict[str, Any]) -> str:
