@@ -51,3 +51,5 @@ def write(lesson: Lesson, engine: Any, arrivals: "Sequence[Arrival]", out: Path)
     for name, text in zip(FILES, (page(recording), as_text(recording)), strict=True):
         (out / name).write_text(text, encoding="utf-8")
         console.print(f"wrote {out / name}", style="bright_black", highlight=False, soft_wrap=True, markup=False)
+    if "error" in recording:
+        raise ConfigError(f"The last step ended in {recording['error']}; the page shows the lines up to there.")

@@ -82,10 +82,6 @@ class EngineState:
         if isinstance(result, Batch):
             self.batch = result
 
-    def drop(self) -> None:
-        """A step was interrupted."""
-        self.launched.clear()
-
     def __call__(self, frames: Sequence[FrameType]) -> State:
         """The state now."""
         self._find_schedule(frames)
@@ -248,7 +244,7 @@ class EngineState:
         return found
 
     def _in_flight(self, schedule: Schedule) -> State:
-        return {"step": schedule.step - self.first_step, "ids": [request.request_id for request in schedule.requests]}
+        return {"step": schedule.step - self.first_step, "ids": [entry.request.request_id for entry in schedule]}
 
     def _drafts(self) -> State:
         found: State = {}

@@ -6,9 +6,11 @@ equal recordings, apart from the values named ``ms`` and the times of events.
 """
 
 import dataclasses
+import inspect
 import json
 import time
 from collections.abc import Callable, Iterable, Sequence
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +56,7 @@ class StepRecorder(Recorder):
         self.tracer = LineTracer(shown_functions(lesson, more), codes, self.reader, clock)
         self.first = self.tracer.state
         self.firsts: list[int] = []  # the index of the first event of each step
+        self.error: str | None = None  # of the last step, which it ended
 
     def add_request(
         self,
@@ -73,10 +76,10 @@ class StepRecorder(Recorder):
         self.firsts.append(len(self.tracer.events))
         self.reader.begin()
         try:
-            with self.tracer.watch(_plain(type(self.engine).step).__code__):
+            with self.tracer.watch(inspect.unwrap(type(self.engine).step).__code__):
                 return super().step()
-        except BaseException:
-            self.reader.drop()
+        except Exception as error:
+            self.error = f"{type(error).__name__}: {error}"
             raise
 
     def recording(self) -> dict[str, Any]:
@@ -92,9 +95,10 @@ class StepRecorder(Recorder):
             events.append([lines.setdefault(line, len(lines)), micros, *([event.patch] if event.patch else [])])
         ends = [*self.firsts[1:], len(events)]
         steps: list[State] = []
-        for first, end, step in zip(self.firsts, ends, trace.steps, strict=True):
+        for first, end, step in zip_longest(self.firsts, ends, trace.steps):  # one that raised is not in the trace
             micros = sum(event[1] for event in events[first:end])
-            spans = [[s.name, *((ns - step.started_ns) // 1000 for ns in (s.started_ns, s.ended_ns))] for s in step.gpu]
+            gpu = step.gpu if step is not None else ()
+            spans = [[s.name, *((ns - step.started_ns) // 1000 for ns in (s.started_ns, s.ended_ns))] for s in gpu]
             steps.append({"first": first, "ms": micros / 1000, **({"gpu": spans} if spans else {})})
         requests = [self._request(request) for request in trace.requests]
         return {
@@ -112,6 +116,7 @@ class StepRecorder(Recorder):
                 for each in functions
             ],
             "lines": [list(line) for line in lines],
+            **({"error": self.error} if self.error is not None else {}),
             "steps": steps,
             "state": self.first,
             "events": events,
@@ -141,13 +146,18 @@ class StepRecorder(Recorder):
 def record(engine: Any, lesson: Lesson, arrivals: Sequence[Arrival], more: Iterable[str] = ()) -> dict[str, Any]:
     """The recording of requests that arrive at an engine of the phase; ``more`` as of ``shown_functions``.
 
-    A GPU's kernels are compiled before, so that their times are not those of the compiler.
+    If a step raises, as with a learner's code, the recording ends there and has an ``error``. A GPU's kernels are
+    compiled before, so that times are not those of the compiler.
     """
     if engine.model.device.type == "cuda":
         warm_up(engine)
         engine.pool.drop_cached()
     recorder = StepRecorder(engine, lesson, more)
-    run(recorder, arrivals)
+    try:
+        run(recorder, arrivals)
+    except Exception:
+        if recorder.error is None:
+            raise
     return recorder.recording()
 
 
@@ -174,10 +184,3 @@ def _token_ids(patch: State) -> set[int]:
     for each in (patch.get("sampled") or {}).values():
         found |= set(each or ())
     return found
-
-
-def _plain(function: Any) -> Any:
-    """The function under its decorators."""
-    while hasattr(function, "__wrapped__"):
-        function = function.__wrapped__
-    return function

@@ -109,8 +109,8 @@ def current_sources(recording: Mapping[str, Any]) -> dict[str, Any] | None:
         now.append(functions[each["name"]])
     if sources_hash(now) != recording["sources_hash"]:
         return None
-    functions = [old | {"first": new.first} for old, new in zip(recording["functions"], now, strict=True)]
-    return {**recording, "functions": functions}
+    renumbered = [old | {"first": new.first} for old, new in zip(recording["functions"], now, strict=True)]
+    return {**recording, "functions": renumbered}
 
 
 def _statements(function: ast.FunctionDef) -> dict[int, int]:
