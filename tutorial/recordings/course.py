@@ -45,6 +45,7 @@ class Workload:
                 tuple(engine.tokenizer.encode(each["prompt"])),
                 _params(each, max_tokens or each["max_tokens"], with_grammar=has_grammars),
                 each["prompt"],
+                tuple(tuple(engine.tokenizer.encode(text)) for text in each.get("segments", ())),
             )
             for each in sorted(self.requests, key=lambda each: each.get("arrives", 0))
         ]
