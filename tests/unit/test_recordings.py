@@ -11,6 +11,7 @@ from shared.lessons import lessons
 from shared.tracing.steps.patches import State, applied
 from shared.tracing.steps.recording import as_text
 from shared.tracing.steps.shown import current_sources
+from tutorial.recordings.__main__ import with_questions
 from tutorial.recordings.course import FOLDER, recordings, workloads
 
 MOST_BYTES = 150_000
@@ -30,6 +31,13 @@ def states(name: str) -> list[State]:
         state = applied(state, event[2]) if len(event) > 2 else state
         found.append(state)
     return found
+
+
+def launched(name: str) -> list[State]:
+    """After each event that launched something."""
+    stored = recording(name)
+    kinds = [stored["lines"][event[0]][3] for event in stored["events"]]
+    return [state for state, kind in zip(states(name), kinds, strict=True) if kind == "launch"]
 
 
 def kinds(state: State) -> set[str]:
@@ -58,6 +66,18 @@ def test_a_recording_is_small_and_of_todays_sources(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", recordings())
+def test_questions_are_those_of_the_table_and_name_moments_that_exist(name: str) -> None:
+    stored, (workload, lesson) = recording(name), recordings()[name]
+    assert as_text(with_questions(stored, workload, lesson)) == as_text(stored)
+    for question in stored.get("questions", ()):
+        first = stored["steps"][question["step"]]["first"]
+        end = [*[each["first"] for each in stored["steps"]], len(stored["events"])][question["step"] + 1]
+        functions = {stored["lines"][event[0]][0] for event in stored["events"][first:end]}
+        assert question["line"] in {stored["functions"][each]["name"].split(".")[-1] for each in functions}
+        assert 0 <= question["right"] < len(question["answers"])
+
+
+@pytest.mark.parametrize("name", recordings())
 def test_every_request_ends_with_the_text_of_its_tokens(name: str) -> None:
     last, texts = states(name)[-1], recording(name)["texts"]
     assert "error" not in recording(name)
@@ -69,7 +89,7 @@ def test_every_request_ends_with_the_text_of_its_tokens(name: str) -> None:
 
 
 def test_a_short_request_leaves_its_row_empty_in_phase_4_and_not_in_phase_5() -> None:
-    static, continuous = states("phase_05_by_04.json"), states("phase_05.json")
+    static, continuous = launched("phase_05_by_04.json"), launched("phase_05.json")
     assert len(recording("phase_05.json")["steps"]) < len(recording("phase_05_by_04.json")["steps"])
 
     def waits_beside_a_free_row(state: State) -> bool:
