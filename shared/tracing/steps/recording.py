@@ -67,7 +67,8 @@ class StepRecorder(Recorder):
             Batch.of.__func__: Watched("", self.reader.make_batch),  # type: ignore[attr-defined]
         }
         codes = {function.__code__: each for function, each in watched.items()}
-        self.tracer = LineTracer(shown_functions(lesson, more), codes, self.reader, clock)
+        shown = shown_functions(lesson, (type(engine.scheduler).__module__, *more))
+        self.tracer = LineTracer(shown, codes, self.reader, clock)
         self.first = self.tracer.state
         self.firsts: list[int] = []  # the index of the first event of each step
         self.error: str | None = None  # of the last step, which it ended
