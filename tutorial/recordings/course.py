@@ -11,12 +11,11 @@ from pathlib import Path
 from typing import Any
 
 from shared.engine.config import EngineConfig
-from shared.errors import ConfigError
 from shared.grammar.grammar import grammar_of
 from shared.lessons import Lesson, find_lesson
 from shared.sampling.params import SamplingParams
-from shared.tracing.steps.recording import StepRecorder
-from shared.tracing.workload import Arrival, run
+from shared.tracing.steps.recording import record
+from shared.tracing.workload import Arrival
 
 FOLDER = Path(__file__).parent
 MODEL = "smollm2-135m"
@@ -36,15 +35,15 @@ class Workload:
     before: Mapping[str, Any] | None = None
     questions: tuple[Mapping[str, Any], ...] = ()
 
-    def arrivals(self, engine: Any) -> list[Arrival]:
-        """The requests, in order of arrival; all are greedy."""
-        supports = hasattr(engine, "constraints")
+    def arrivals(self, engine: Any, max_tokens: int | None = None) -> list[Arrival]:
+        """The requests, in order of arrival; all are greedy. ``max_tokens`` prevails over theirs."""
+        has_grammars = hasattr(engine, "constraints")
         return [
             Arrival(
                 each.get("arrives", 0),
                 each["id"],
                 tuple(engine.tokenizer.encode(each["prompt"])),
-                _params(each, with_grammar=supports),
+                _params(each, max_tokens or each["max_tokens"], with_grammar=has_grammars),
                 each["prompt"],
             )
             for each in sorted(self.requests, key=lambda each: each.get("arrives", 0))
@@ -54,19 +53,18 @@ class Workload:
 @cache
 def workloads() -> dict[str, Workload]:
     """The workload of each phase that has a recording."""
-    values = tomllib.loads((FOLDER / "course.toml").read_text(encoding="utf-8"))
-    lists = ("requests", "functions", "questions")
+    entries = tomllib.loads((FOLDER / "course.toml").read_text(encoding="utf-8"))
     return {
-        phase: Workload(phase, **{name: tuple(value) if name in lists else value for name, value in entry.items()})
-        for phase, entry in values.items()
+        phase: Workload(
+            phase,
+            settings=entry["settings"],
+            requests=tuple(entry["requests"]),
+            functions=tuple(entry.get("functions", ())),
+            before=entry.get("before"),
+            questions=tuple(entry.get("questions", ())),
+        )
+        for phase, entry in entries.items()
     }
-
-
-def workload_of(lesson: Lesson) -> Workload:
-    """Of a phase; raises ConfigError if it has no recording."""
-    if lesson.number not in workloads():
-        raise ConfigError(f"Phase {lesson.number} has no recording; there are those of {', '.join(workloads())}.")
-    return workloads()[lesson.number]
 
 
 def recordings() -> dict[str, tuple[Workload, Lesson]]:
@@ -81,7 +79,7 @@ def recordings() -> dict[str, tuple[Workload, Lesson]]:
     return found
 
 
-def record(workload: Workload, lesson: Lesson, model: str = MODEL) -> dict[str, Any]:
+def record_workload(workload: Workload, lesson: Lesson, model: str = MODEL) -> dict[str, Any]:
     """The recording of a workload by the phase, its own or the one before."""
     settings = dict(workload.settings)
     if lesson.number != workload.phase:
@@ -89,16 +87,11 @@ def record(workload: Workload, lesson: Lesson, model: str = MODEL) -> dict[str, 
         supported = lesson.load("engine").SUPPORTED
         settings = {name: value for name, value in settings.items() if name in supported}
     engine = lesson.engine(EngineConfig(model=model, **settings))
-    recorder = StepRecorder(engine, lesson, workload.functions)
-    run(recorder, workload.arrivals(engine))
-    recording = recorder.recording(Path(model).name, **settings)
+    recording = record(engine, lesson, workload.arrivals(engine), workload.functions)
     return recording | ({"questions": [dict(each) for each in workload.questions]} if workload.questions else {})
 
 
-def _params(request: Mapping[str, Any], *, with_grammar: bool) -> SamplingParams:
-    grammar = grammar_of(json_schema=request.get("json_schema"), regex=request.get("regex"), choice=request.get("choice"))
-    return SamplingParams(
-        temperature=0.0,
-        max_new_tokens=request["max_tokens"],
-        structured_output=grammar if with_grammar else None,
-    )
+def _params(request: Mapping[str, Any], max_tokens: int, *, with_grammar: bool) -> SamplingParams:
+    described = {name: request.get(name) for name in ("json_schema", "regex", "choice")}
+    grammar = grammar_of(**described) if with_grammar else None
+    return SamplingParams(temperature=0.0, max_new_tokens=max_tokens, structured_output=grammar)

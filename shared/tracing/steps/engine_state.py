@@ -82,10 +82,6 @@ class EngineState:
         if isinstance(result, Batch):
             self.batch = result
 
-    def drop(self) -> None:
-        """A step was interrupted."""
-        self.launched.clear()
-
     def __call__(self, frames: Sequence[FrameType]) -> State:
         """The state now."""
         self._find_schedule(frames)
@@ -119,9 +115,8 @@ class EngineState:
                     self.schedule = value
                     return
                 if isinstance(value, list | tuple) and value and all(isinstance(each, Scheduled) for each in value):
-                    if not isinstance(value, Scheduled):
-                        self.schedule = list(value)
-                        return
+                    self.schedule = list(value)
+                    return
 
     def _read_outputs(self) -> None:
         """Append what was released since the last time."""
@@ -158,8 +153,8 @@ class EngineState:
         pool = _target(self.engine.scheduler.pool)
         size, holdings = pool.holdings()
         owners: dict[int, list[str]] = {}
-        for request, blocks in holdings.items():
-            for block in blocks:
+        for request, table in holdings.items():
+            for block in table:
                 owners.setdefault(block, []).append(request.request_id)
         blocks: State = {str(block): [names, len(names)] for block, names in owners.items()}
         if hasattr(pool, "allocator"):
@@ -249,7 +244,7 @@ class EngineState:
         return found
 
     def _in_flight(self, schedule: Schedule) -> State:
-        return {"step": schedule.step - self.first_step, "ids": [request.request_id for request in schedule.requests]}
+        return {"step": schedule.step - self.first_step, "ids": [entry.request.request_id for entry in schedule]}
 
     def _drafts(self) -> State:
         found: State = {}

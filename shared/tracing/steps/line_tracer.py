@@ -14,10 +14,12 @@ from dataclasses import dataclass, field
 from types import CodeType, FrameType
 from typing import Any, Protocol
 
+from shared.errors import ConfigError
 from shared.tracing.steps.patches import State, difference
 from shared.tracing.steps.shown import Function
 
-COMPREHENSIONS = ("<listcomp>", "<genexpr>", "<dictcomp>", "<setcomp>", "<lambda>")
+MOST_EVENTS = 50_000
+"""Of a recording; more are not for a page, and a loop of a learner's code may never end."""
 
 
 @dataclass(frozen=True)
@@ -146,4 +148,6 @@ class LineTracer:
                 self.events[-1].nanoseconds += self.open.nanoseconds
             else:
                 self.events.append(self.open)
+                if len(self.events) > MOST_EVENTS:
+                    raise ConfigError(f"A recording shows at most {MOST_EVENTS} lines; use fewer or shorter requests.")
         self.began = self.clock()

@@ -5,15 +5,21 @@ recording holds, docs/USING.md describes. Invariants: recording does not change 
 equal recordings, apart from the values named ``ms`` and the times of events.
 """
 
+import dataclasses
+import inspect
 import json
 import time
 from collections.abc import Callable, Iterable, Sequence
+from itertools import zip_longest
+from pathlib import Path
 from typing import Any
 
 from shared.engine.batch import Batch
+from shared.engine.config import EngineConfig
 from shared.engine.output import StepOutput
 from shared.engine.runner import Runner
 from shared.engine.sampling.sampler import SamplerOutput
+from shared.engine.warm_up import warm_up
 from shared.lessons import Lesson
 from shared.sampling.params import SamplingParams
 from shared.tracing.recorder import Recorder
@@ -21,6 +27,7 @@ from shared.tracing.steps.engine_state import EngineState
 from shared.tracing.steps.line_tracer import LineTracer, Watched
 from shared.tracing.steps.patches import State
 from shared.tracing.steps.shown import Function, shown_functions, sources_hash
+from shared.tracing.workload import Arrival, run
 
 FORMAT = 1
 
@@ -49,6 +56,7 @@ class StepRecorder(Recorder):
         self.tracer = LineTracer(shown_functions(lesson, more), codes, self.reader, clock)
         self.first = self.tracer.state
         self.firsts: list[int] = []  # the index of the first event of each step
+        self.error: str | None = None  # of the last step, which it ended
 
     def add_request(
         self,
@@ -68,13 +76,13 @@ class StepRecorder(Recorder):
         self.firsts.append(len(self.tracer.events))
         self.reader.begin()
         try:
-            with self.tracer.watch(_plain(type(self.engine).step).__code__):
+            with self.tracer.watch(inspect.unwrap(type(self.engine).step).__code__):
                 return super().step()
-        except BaseException:
-            self.reader.drop()
+        except Exception as error:
+            self.error = f"{type(error).__name__}: {error}"
             raise
 
-    def recording(self, model: str, **settings: Any) -> dict[str, Any]:
+    def recording(self) -> dict[str, Any]:
         """What was recorded, as JSON values; waits for a GPU."""
         trace = self.trace("")
         functions: dict[Function, int] = {}
@@ -87,18 +95,19 @@ class StepRecorder(Recorder):
             events.append([lines.setdefault(line, len(lines)), micros, *([event.patch] if event.patch else [])])
         ends = [*self.firsts[1:], len(events)]
         steps: list[State] = []
-        for first, end, step in zip(self.firsts, ends, trace.steps, strict=True):
+        for first, end, step in zip_longest(self.firsts, ends, trace.steps):  # one that raised is not in the trace
             micros = sum(event[1] for event in events[first:end])
-            spans = [[s.name, *((ns - step.started_ns) // 1000 for ns in (s.started_ns, s.ended_ns))] for s in step.gpu]
+            gpu = step.gpu if step is not None else ()
+            spans = [[s.name, *((ns - step.started_ns) // 1000 for ns in (s.started_ns, s.ended_ns))] for s in gpu]
             steps.append({"first": first, "ms": micros / 1000, **({"gpu": spans} if spans else {})})
         requests = [self._request(request) for request in trace.requests]
         return {
             "format": FORMAT,
             "phase": self.lesson.number,
             "title": self.lesson.title,
-            "model": model,
+            "model": Path(self.engine.config.model).name,
             "device": self.engine.model.device.type,
-            "settings": settings,
+            "settings": settings_of(self.engine.config),
             "sources_hash": sources_hash(functions),
             "texts": self._texts(),
             "requests": requests,
@@ -107,6 +116,7 @@ class StepRecorder(Recorder):
                 for each in functions
             ],
             "lines": [list(line) for line in lines],
+            **({"error": self.error} if self.error is not None else {}),
             "steps": steps,
             "state": self.first,
             "events": events,
@@ -133,6 +143,30 @@ class StepRecorder(Recorder):
         return {str(each): tokenizer.token_bytes(each).decode("utf-8", "replace") for each in sorted(ids)}
 
 
+def record(engine: Any, lesson: Lesson, arrivals: Sequence[Arrival], more: Iterable[str] = ()) -> dict[str, Any]:
+    """The recording of requests that arrive at an engine of the phase; ``more`` as of ``shown_functions``.
+
+    If a step raises, as with a learner's code, the recording ends there and has an ``error``. A GPU's kernels are
+    compiled before, so that times are not those of the compiler.
+    """
+    if engine.model.device.type == "cuda":
+        warm_up(engine)
+        engine.pool.drop_cached()
+    recorder = StepRecorder(engine, lesson, more)
+    try:
+        run(recorder, arrivals)
+    except Exception:
+        if recorder.error is None:
+            raise
+    return recorder.recording()
+
+
+def settings_of(config: EngineConfig) -> dict[str, str | int | float]:
+    """The settings that differ from their defaults, without model and device."""
+    values = {field.name: (getattr(config, field.name), field.default) for field in dataclasses.fields(config)}
+    return {name: new for name, (new, old) in values.items() if new != old and name not in ("model", "device")}
+
+
 def as_text(recording: dict[str, Any]) -> str:
     """The recording as JSON, one event on each line, so that differences can be read."""
     head = {name: value for name, value in recording.items() if name != "events"}
@@ -150,10 +184,3 @@ def _token_ids(patch: State) -> set[int]:
     for each in (patch.get("sampled") or {}).values():
         found |= set(each or ())
     return found
-
-
-def _plain(function: Any) -> Any:
-    """The function under its decorators."""
-    while hasattr(function, "__wrapped__"):
-        function = function.__wrapped__
-    return function

@@ -76,11 +76,11 @@ def shown_functions(lesson: Lesson, more: Iterable[str] = ()) -> dict[CodeType, 
 
 def functions_in(text: str, path: str) -> dict[str, Function]:
     """The functions of a module's source, and the methods of its classes, by name."""
-    lines, found = text.splitlines(), {}
-    tree = ast.parse(text)
-    owners = [("", tree), *((f"{node.name}.", node) for node in tree.body if isinstance(node, ast.ClassDef))]
-    for prefix, owner in owners:
-        for node in owner.body:
+    lines, body = text.splitlines(), ast.parse(text).body
+    found: dict[str, Function] = {}
+    bodies = [("", body), *((f"{node.name}.", node.body) for node in body if isinstance(node, ast.ClassDef))]
+    for prefix, nodes in bodies:
+        for node in nodes:
             if isinstance(node, ast.FunctionDef):
                 first = min([node.lineno, *(each.lineno for each in node.decorator_list)])
                 source = tuple(lines[first - 1 : node.end_lineno])
@@ -99,18 +99,18 @@ def sources_hash(functions: Iterable[Function]) -> str:
 
 def current_sources(recording: Mapping[str, Any]) -> dict[str, Any] | None:
     """The recording with today's line numbers; None if a function that it shows is no longer the same: it is stale."""
-    found = []
+    now: list[Function] = []
     for each in recording["functions"]:
         path = each["path"]
         file = Path(shared.__path__[0]).parent / path
         functions = functions_in(file.read_text(encoding="utf-8"), path) if file.exists() else {}
         if each["name"] not in functions:
             return None
-        found.append(functions[each["name"]])
-    if sources_hash(found) != recording["sources_hash"]:
+        now.append(functions[each["name"]])
+    if sources_hash(now) != recording["sources_hash"]:
         return None
-    functions = [old | {"first": new.first} for old, new in zip(recording["functions"], found, strict=True)]
-    return {**recording, "functions": functions}
+    renumbered = [old | {"first": new.first} for old, new in zip(recording["functions"], now, strict=True)]
+    return {**recording, "functions": renumbered}
 
 
 def _statements(function: ast.FunctionDef) -> dict[int, int]:
