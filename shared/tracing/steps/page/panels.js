@@ -107,11 +107,11 @@ const PANELS = {
       for (let block = 0; block < pool.num_blocks; block++) {
         const [owners, count] = pool.blocks[block] ?? [[], 0];
         const square = make("span", String(block), grid, "square");
-        if (owners.length) {
-          view.own(square, owners);
-          square.style.setProperty("--written", `${100 * writtenShare(view.state, owners[0], block)}%`);
-        } else square.classList.add(count ? "kept" : "free");
-        square.classList.toggle("changed", view.differs("pool", "blocks", String(block)));
+        if (owners.length) view.own(square, owners);
+        else square.classList.add(count ? "kept" : "free");
+        const filled = [view.old, view.state].map((state) => owners.length && writtenShare(state, owners[0], block));
+        square.classList.toggle("changed", view.differs("pool", "blocks", String(block)) || filled[0] !== filled[1]);
+        square.style.setProperty("--written", `${100 * filled[1]}%`);
         if (owners.length > 1) make("sub", `×${owners.length}`, square);
         square.title = `${pool.unit} ${block}: ${owners.length ? listed(owners) : count ? "kept for a prefix" : "free"}`;
       }

@@ -61,7 +61,7 @@ class Side {
     /** @type {Map<string, [HTMLElement, HTMLElement]>} */
     this.written = new Map();
     for (const { id, prompt } of this.recording.data.requests) {
-      const box = make("div", "", this.texts, "text");
+      const box = make("div", "", this.texts, "passage");
       const chip = make("span", id, box, `chip colour-${this.recording.colour(id)}`);
       chip.dataset.request = id;
       const page = make("p", "", make("div", "", box, "page"));

@@ -80,6 +80,7 @@ function requestSentences(id, before, after, recording) {
     differs("status") && `${id} is ${after.status}${after.reason ? ` (${after.reason})` : ""}`,
     differs("computed") && `${some(after.computed, "token")} of ${id} ${after.computed === 1 ? "is" : "are"} computed`,
     given.length && `${id} gets ${quoted(recording.words(given))}`,
+    differs("written") && after.written !== undefined && `${some(after.written, "token")} of ${id} ${after.written === 1 ? "is" : "are"} written`,
     differs("blocks") && `${id} holds ${after.blocks?.length ? listed(after.blocks) : "nothing"} of the pool`,
   ].filter((said) => typeof said === "string");
 }
