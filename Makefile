@@ -1,4 +1,5 @@
 # make help lists what there is. PYTHON chooses the interpreter, PIP_FLAGS is passed to pip, VENV moves the environment.
+# Where there is no NVIDIA GPU, PyTorch is its CPU build; TORCH_BUILD=cuda or cpu decides instead.
 PYTHON ?= python3
 VENV ?= .venv
 PIP_FLAGS ?=
@@ -18,7 +19,7 @@ MINUTES ?= 10
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
-demo: env ## fetch the demo model, let it answer, and measure every phase on this machine
+demo: env ## fetch the demo model, let it answer, and show what each phase gains on this machine
 	@$(BIN)/infer model pull smollm2-135m
 	@echo
 	$(BIN)/infer generate --model smollm2-135m --chat --max-tokens 64 --prompt "Tell me what a neural network is, in one sentence."

@@ -1,9 +1,9 @@
 """Measurements that print a table and one JSON line, their workloads, and the reports that the docs cite.
 
-A new question is first a row of a table that exists: an experiment of :mod:`benchmarks.serving.experiments`, a workload
+A new question is first a row in an existing table: an experiment of :mod:`benchmarks.serving.experiments`, a workload
 of :mod:`benchmarks.workloads.serving`, a configuration of :mod:`benchmarks.run_matrix`, an option of
-:mod:`benchmarks.options`, a case of :mod:`benchmarks.kernels`. What fits no table is a module with ``measure``, whose
-arguments are its options, and ``view``, run by :func:`benchmarks.command.run`. It takes its model and its report from
-:class:`benchmarks.setup.Setup`, lets what it compares take turns (:func:`benchmarks.timing.in_turns`), and times
-requests that decode with :class:`benchmarks.decoding.Decoding`.
+:mod:`benchmarks.options`, a case of :mod:`benchmarks.kernels`. A benchmark that fits no table is a module with
+``measure``, whose arguments are its options, and ``view``, run by :func:`benchmarks.command.run`. It takes its model
+and its report from :class:`benchmarks.setup.Setup`, interleaves what it compares (:func:`benchmarks.timing.in_turns`),
+and times requests that decode with :class:`benchmarks.decoding.Decoding`.
 """

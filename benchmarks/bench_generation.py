@@ -1,7 +1,7 @@
-"""One request alone (W1): phases beside transformers and vLLM, in turns, against the limit of the memory.
+"""One request alone (W1): phases, transformers and vLLM, interleaved, against the memory limit.
 
 Introduced in phase 3.1. A speed's share of the limit is the bytes that a token must read (weights, keys and values at
-the answer's mean context) over the bandwidth of the same run. Invariant: a share is below 1, or something was not
+the answer's mean context) over the bandwidth of the same run. Invariant: a share above 1 means that something was not
 counted.
 """
 
@@ -43,7 +43,7 @@ class GenerationSize:
 
 W1 = GenerationSize(prompt_tokens=256, new_tokens=256, trials=3)
 DEMO = GenerationSize(prompt_tokens=32, new_tokens=16, trials=3)  # without a GPU: a minute, with the demo model
-ANSWER_SECONDS = 15.0  # of decoding, after which a trial's answer is broken off
+ANSWER_SECONDS = 15.0  # seconds of decoding after which a trial's answer is cut short
 MOST_TRACED = 16  # decode steps in the middle of an answer, or a quarter of the answer
 COUNTS = ("kernels", "copies", "host_launches", "own_launches")
 
@@ -109,8 +109,8 @@ def measure_generation(
 
 
 def limit_bytes(work: DecodeWork, prompt_tokens: int, num_tokens: int, packed: float = 1.0) -> float:
-    """Bytes that a decode step of an answer of ``num_tokens`` must read, at its mean context; ``packed``: bytes of a
-    weight as it is kept over those of the dtype.
+    """Bytes that a decode step must read for an answer of ``num_tokens``, at its mean context; ``packed``: bytes of a
+    packed weight over those of its dtype.
     """
     kv = work.mean_kv_bytes(prompt_tokens + 1, prompt_tokens + num_tokens - 1)
     return packed * (work.weight_bytes + work.row_bytes) + kv
@@ -119,7 +119,8 @@ def limit_bytes(work: DecodeWork, prompt_tokens: int, num_tokens: int, packed: f
 def _figures(
     contender: Contender, own: list[Run], first: list[Run], trace: StepTrace, work: DecodeWork, prompt: int, rate: float
 ) -> dict[str, Any]:
-    """Of ``own`` answers, the ``first`` contender's to the same prompts, and a trace; ``rate`` in bytes a second."""
+    """Figures of ``own`` answers, the ``first`` contender's to the same prompts, and a trace; ``rate`` in bytes per
+    second."""
     told = speeds(own)
     num_tokens = statistics.median_low(len(run.token_ids) for run in own)
     is_packed = isinstance(contender.settings, EngineConfig) and contender.settings.pack_weights
@@ -136,7 +137,7 @@ def _figures(
         "ms_per_token": rounded(1e3 * statistics.median(gap for run in own for gap in run.intervals)),
         "share_of_bandwidth": rounded(least_seconds * told["decode_tokens_per_second"]),
         "new_tokens": num_tokens,
-        "equal_tokens": equal,  # of the answer that differs earliest
+        "equal_tokens": equal,  # for the answer that differs earliest
         "compared_tokens": compared,
         "kernel_share_of_bandwidth": None if kernel_us is None else rounded(1e6 * least_seconds / kernel_us),
         **trace.figures(),
@@ -144,8 +145,8 @@ def _figures(
 
 
 def _ratios(runs: dict[str, list[Run]]) -> dict[str, float]:
-    """Decode speed of each contender over each other, ours over a peer's and a later phase's over an earlier one's: the
-    median over trials of the ratio within a trial.
+    """Decode speed ratios of contenders: ours over a peer's, and a later phase's over an earlier one's: the median over
+    trials of the ratio within a trial.
     """
     found = {}
     names = list(runs)
@@ -159,7 +160,7 @@ def _ratios(runs: dict[str, list[Run]]) -> dict[str, float]:
 
 
 def view(report: Report) -> View:
-    """Speeds with their share of the limit, ratios, and work on the device where there is a GPU."""
+    """Speeds with their share of the limit, ratios, and work on the device if there is a GPU."""
     flags, results = report.flags, report.results
     rows = [results[name] | {"name": name} for name in flags["contenders"]]
     limit = results["limit"]
@@ -205,7 +206,7 @@ def view(report: Report) -> View:
 
 
 def _panel(rows: Sequence[Row], limit: dict[str, Any]) -> Bars:
-    """Speed below the limit."""
+    """Speed over the limit."""
     newest = [row["name"] for row in rows if is_ours(row["name"])][-1]
     bars = []
     for row in rows:

@@ -1,5 +1,5 @@
-"""Every kernel at the real decode shapes of a model, and decode attention over a paged KV cache, beside the memory's
-ceiling (:mod:`benchmarks.kernels.case`). Introduced in phase 3.1; paged attention in phase 6.1.
+"""Every kernel at the real decode shapes of a model, and decode attention over a paged KV cache, compared with the
+memory's ceiling (:mod:`benchmarks.kernels.case`). Introduced in phase 3.1; paged attention in phase 6.1.
 """
 
 import statistics
@@ -43,7 +43,7 @@ CONTEXTS, DEMO_CONTEXTS = (512, 4096, 16384), (32, 256)
 NOT_ASKED = {"time_us": None, "missing": "not asked for"}
 PLANNED_SEQUENCES = (1, 32, 256)
 PLANNED_CONTEXT = 8192
-PLANNED_GRID = Grid(resident=528, unit=64, least_split=128)  # so many items that 256 sequences are still cut
+PLANNED_GRID = Grid(resident=528, unit=64, least_split=128)  # so many items that 256 sequences are still split
 PLANS_TIMED = 200
 
 
@@ -60,7 +60,7 @@ def measure_kernels(
     """Measure kernel by kernel, by default all. Raises ConfigError before anything is measured.
 
     ``rows`` are tokens or sequences a call, 1 to 64; ``compiles``: whether ``torch.compile`` is measured too. On a CPU
-    the tiny shape of the model's family stands in.
+    the tiny shape of the model's family is used instead.
     """
     check_options(seed, model=([model], MODELS), kernel=(kernels or (), KERNELS))
     for count in rows or ():
@@ -96,7 +96,7 @@ def cases_of(model: str, device: torch.device, kernels: Sequence[str], rows: Seq
 
 
 def flat_row(row: dict[str, Any]) -> dict[str, Any]:
-    """One row of a report: the figures of our one call beside the case's, and of each peer the time."""
+    """One row of a report: our call's figures next to the case's, and each peer's time."""
     (ours,), peers = row.pop("variants").values(), row.pop("peers")
     for name in PEERS:
         peer = peers.get(name, NOT_ASKED)
@@ -113,9 +113,9 @@ def measure_attention(
     seed: int = 0,
     progress: Progress | None = None,
 ) -> Report:
-    """Measure shape by shape, beside peers, by default all. Raises ConfigError before anything is measured.
+    """Measure shape by shape, with peers, by default all. Raises ConfigError before anything is measured.
 
-    ``mistakes``: what makes captured attention slow, at shapes of its own, instead of our variants and peers.
+    ``mistakes``: measure mistakes that slow captured attention, at their own shapes, instead of our variants and peers.
     """
     kind: Any = graph_cases if mistakes else paged_cases
     known = {shape.name: shape for shape in (kind.SHAPES if is_gpu(device) else kind.DEMO_SHAPES)}
@@ -133,9 +133,10 @@ def measure_attention(
 
 
 def compared_row(row: dict[str, Any]) -> dict[str, Any]:
-    """A shape's row of the report: what was measured, and how many times as long as our first call each other takes."""
+    """A shape's row of the report: the measurements, and how many times as long as our first call each other call
+    takes."""
     (_, ours), *others = row["variants"].items()
-    us = ours["time_us"] if ours["launches"] else None  # without launches all are the same op
+    us = ours["time_us"] if ours["launches"] else None  # without launches, all are the same op
     return row | {f"times_{name}": ratio(other["time_us"], us) for name, other in others}
 
 

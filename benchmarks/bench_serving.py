@@ -1,4 +1,4 @@
-"""Serving under load: batching and its policies beside one request after another, over HTTP and without.
+"""Serving under load: batching and its policies compared with one request after another, over HTTP and without.
 
 Introduced in phase 4. Invariant: nothing is computed before every setting has been checked.
 """
@@ -93,7 +93,7 @@ def measure_serving(
 
 
 def _chosen(what: str, asked: Sequence[str] | None, able: tuple[str, ...], last: Lesson) -> tuple[str, ...]:
-    """What was asked for, in our order, each once; raises ConfigError for one that there is not."""
+    """The requested experiments, in our order, without duplicates; raises ConfigError for an unknown one."""
     for name in asked or ():
         if name not in able:
             why = " It needs a GPU, and `pip install vllm==0.26.0`." if name == "vllm" else ""
@@ -104,7 +104,7 @@ def _chosen(what: str, asked: Sequence[str] | None, able: tuple[str, ...], last:
 
 
 def _check_memory(setup: Setup, runner: Runner, asked: Sequence[Experiment], over_http: int) -> None:
-    """Raise CapacityError if the engines of an experiment, loaded together, do not fit beside the server."""
+    """Raise CapacityError if the engines of an experiment, loaded together, do not fit next to the server."""
     size = runner.size
     for each in asked:
         batch, longest = each.batch(size), each.longest(size)

@@ -16,7 +16,7 @@ from benchmarks.view import View, show
 
 
 def present(report: Report, view: View, out: Path | None, console: Console, written: Sequence[Path] = ()) -> None:
-    """Print a report, write it into ``out``, name the files that were written, and print the JSON line last."""
+    """Print a report, write it to ``out``, name the written files, and print the JSON line last."""
     show(view, console)
     for index, path in enumerate([*written, *(write_report(report, out, view=view) if out is not None else [])]):
         console.print(("\n" if index == 0 else "") + f"wrote {path}", style="bright_black", soft_wrap=True)
@@ -24,11 +24,11 @@ def present(report: Report, view: View, out: Path | None, console: Console, writ
 
 
 def run(measure: Callable[..., Report], view: Callable[[Report], View], description: str | None) -> None:
-    """Measure what the command line asks for, and present it.
+    """Measure what the command line requests, and present it.
 
     The options are ``--out`` and the arguments of ``measure``, by name and default: an option has the type of its
-    default, a text where that is None; several values stand after an option whose default is a tuple. Help shows
-    ``description``, and what ``measure`` says of them.
+    default, text if that is None; an option whose default is a tuple takes several values. Help shows ``description``,
+    and the options' descriptions from ``measure``.
     """
     about_options = f"{description}\n{inspect.getdoc(measure)}"
     parser = argparse.ArgumentParser(description=about_options, formatter_class=argparse.RawDescriptionHelpFormatter)

@@ -1,8 +1,8 @@
-"""What a compressed KV cache costs: perplexity, KL, and what is found again, by budget. Introduced in phase 9.2.
+"""What a compressed KV cache costs: perplexity, KL, and retrieval, by budget. Introduced in phase 9.2.
 
 A context is computed and compressed once, then the tokens that follow are scored. A budget is a share of the context
-that a head keeps on average. *Alike* gives every head this number. Where heads differ, each keeps what it needs for the
-mass p, between two thirds and four thirds of the budget (the default settings' ratio), or with *free* whatever it needs
+that a head keeps on average. *Alike* gives every head this number. If heads differ, each keeps what it needs for mass
+p, between two thirds and four thirds of the budget (the default settings' ratio), or with *free* whatever it needs
 above 40; p is searched, so that the mean meets the budget. The texts are chapters of the course.
 
     python -m benchmarks.compression --out benchmarks/reports
@@ -43,7 +43,7 @@ from shared.tracks.compression.selection import Budget
 
 CHAPTERS = [Path(__file__).parents[1] / "tutorial" / f"phase_{name}.md" for name in ("01a", "03", "04", "06", "08")]
 NUM_SCORED, WINDOW, BLOCK = 256, 32, 16
-FLOOR = 40  # tokens: the sinks, the recent ones, and a few
+FLOOR = 40  # tokens: the sinks, the recent ones, and a few more
 SHARES, RETRIEVED = (0.12, 0.18, 0.25, 0.37, 0.5, 0.75, 1.0), (0.12, 0.25, 0.5)
 ALIKE = (1.0, 1.0)
 
@@ -102,7 +102,7 @@ class Scorer:
 
     @torch.inference_mode()
     def compress(self, method: str, budget: Budget) -> tuple[Packed | None, float]:
-        """What a compression of the context keeps, None if all; and the share that a head keeps on average."""
+        """What a compression of the context keeps (None: everything), and the average share that a head keeps."""
         self.requests.packed.clear()
         self.kept.compressor, self.kept.budget = COMPRESSORS[method](self.model.config.attention_scale), budget
         holding = self.requests.holding(self.pool, self.request)
@@ -111,7 +111,7 @@ class Scorer:
 
     @torch.inference_mode()
     def follow(self, packed: Packed | None) -> torch.Tensor:
-        """Log-probabilities fp64 ``[T, V]`` of the tokens after the context, of which ``packed`` is kept."""
+        """Log-probabilities fp64 ``[T, V]`` of the tokens after the context, from ``packed`` keys."""
         self.requests.packed.clear()
         if packed is not None:
             self.requests.compress(self.pool, self.request, packed)
@@ -119,7 +119,8 @@ class Scorer:
         return self.model.logits(hidden).double().log_softmax(-1)
 
     def spend(self, way: Way, share: float) -> tuple[torch.Tensor, float]:
-        """What follows if heads keep the share ``share`` on average, by bisection for p; and what they really keep."""
+        """The following tokens' figures if heads keep the share ``share`` on average, by bisection for p; and what they
+        really keep."""
         low, high = 0.0, 32.0
         for _ in range(1 if way.bounds == ALIKE or share >= 1 else 12):
             x = (low + high) / 2
@@ -136,7 +137,7 @@ class Scorer:
 
 
 def texts(scorer: Scorer, tokenizer: Tokenizer, num_context: int) -> dict[str, Any]:
-    """Perplexity and KL of what follows chapters, by way and share; and the full cache's perplexity."""
+    """Perplexity and KL of the tokens after chapters, by way and share; and the full cache's perplexity."""
     found: dict[str, dict[str, list[list[float]]]] = {way: {name(share): [] for share in SHARES} for way in WAYS}
     full = []
     for chapter in CHAPTERS:
@@ -161,7 +162,7 @@ def texts(scorer: Scorer, tokenizer: Tokenizer, num_context: int) -> dict[str, A
 
 
 def retrieval(scorer: Scorer, cases: Iterator[Case]) -> dict[str, Any]:
-    """How many answers are repeated token by token, by way and share, if the question is *before* the compression,
+    """How many answers are reproduced token by token, by way and share, if the question is *before* the compression,
     whose window sees it, and if it is *after*; and with the full cache.
     """
     counts: dict[str, Any] = {
@@ -180,7 +181,7 @@ def retrieval(scorer: Scorer, cases: Iterator[Case]) -> dict[str, Any]:
 
 
 def says(found: torch.Tensor, answer: list[int]) -> bool:
-    """Whether the likeliest tokens at the end are the answer."""
+    """Whether the most likely tokens at the end are the answer."""
     return found[-len(answer) - 1 : -1].argmax(-1).tolist() == answer
 
 
@@ -190,7 +191,7 @@ def name(share: float) -> str:
 
 
 def measure(model: str = "smollm2-135m", context: int = 1024) -> Report:
-    """All of it, for one model."""
+    """Everything, for one model."""
     folder = resolve_model(model)
     scorer, tokenizer = Scorer(load_model(folder), context + NUM_SCORED), Tokenizer.load(folder)
     results = {
@@ -203,7 +204,7 @@ def measure(model: str = "smollm2-135m", context: int = 1024) -> Report:
 
 
 def view(report: Report) -> View:
-    """Tables of what was found, and lines of perplexity and KL."""
+    """Tables of retrieval, and lines of perplexity and KL."""
     found, shares = report.results["texts"], [name(share) for share in SHARES]
     rows = [{"way": WAYS[way].title} | by_share for way, by_share in found["ways"].items()]
     which = text("", "way")

@@ -1,9 +1,9 @@
-"""The contenders of a speed benchmark, and the turns they take: phases' engines, and peers as their users get them.
+"""The contenders of a speed benchmark, and their order: phases' engines, and peers as their users get them.
 
 Introduced in phase 3; peers in phase 3.1. ``transformers_eager`` is a plain ``generate``; ``transformers_compiled`` has
 the static cache, for which ``generate`` compiles the decode step, on a GPU; ``compile`` is our own engine, with
-``torch.compile`` in the place of our kernels. Invariants: all contenders are loaded
-before the first is timed and get the same prompts, none twice; nothing of a peer is replaced or tuned.
+``torch.compile`` instead of our kernels. Invariants: all contenders are loaded before the first is timed and get the
+same prompts, without repeats; no part of a peer is replaced or tuned.
 """
 
 import statistics
@@ -25,7 +25,7 @@ from shared.errors import ConfigError
 from shared.lessons import Lesson, find_lesson, lessons
 from shared.parity.reference import load_reference
 
-MIN_DECODED = 8  # tokens that an answer has before a bound of seconds may break it off
+MIN_DECODED = 8  # minimum tokens of an answer before a time limit may cut it short
 PEERS = {
     "transformers_eager": "transformers, eager",
     "transformers_compiled": "transformers, static cache, compiled",
@@ -46,8 +46,8 @@ class Contender:
 
 
 class Turns:
-    """Contenders answer the same prompts one after the other, each first as often as the others; ``max_seconds`` of
-    decoding break an engine's answer off, once it has `MIN_DECODED` tokens; not transformers'.
+    """Contenders that answer the same prompts one after the other, each going first equally often; after
+    ``max_seconds`` of decoding an engine's answer is cut short, once it has `MIN_DECODED` tokens; transformers' is not.
     """
 
     def __init__(self, setup: Setup, steps: Steps, max_seconds: float | None = None) -> None:
@@ -84,12 +84,12 @@ class Turns:
         return found
 
     def trials(self, number: int, prompt_tokens: int, new_tokens: int) -> dict[str, list[Run]]:
-        """The answers of so many rounds, by contender."""
+        """The answers of this many rounds, by contender."""
         rounds = [self.round(f"trial {n + 1} of {number}", prompt_tokens, new_tokens) for n in range(number)]
         return {name: [answers[name] for answers in rounds] for name in self.contenders}
 
     def trace(self, name: str, window: TraceWindow, prompt_tokens: int, new_tokens: int) -> StepTrace:
-        """What one contender does in a window of one more answer."""
+        """One contender's work in a window of one more answer."""
         with self.steps.step(f"{label(name)}: profile"):
             return window.trace(self.contenders[name].answer, self.prompts.draw(prompt_tokens), new_tokens)
 
@@ -105,7 +105,7 @@ def is_ours(name: str) -> bool:
 
 
 def speeds(runs: Sequence[Run]) -> dict[str, Any]:
-    """What the answers of one contender tell, for a report."""
+    """The figures of one contender's answers, for a report."""
     trials = [run.decode_tokens_per_second for run in runs]
     return {
         "time_to_first_token_ms": rounded(1e3 * statistics.median(run.times[0] for run in runs)),
@@ -116,7 +116,7 @@ def speeds(runs: Sequence[Run]) -> dict[str, Any]:
 
 
 def generating_lessons(numbers: Sequence[str] | None) -> list[Lesson]:
-    """The phases asked for, in their own order, each once, or all that generate; ConfigError for any other."""
+    """The requested phases, in order and without duplicates, or all that generate; ConfigError for any other."""
     able = {lesson.number: lesson for lesson in lessons() if lesson.generates}
     asked = set(able) if numbers is None else {find_lesson(number).number for number in numbers}
     if not asked:
@@ -134,7 +134,7 @@ def load_engine(lesson: Lesson, config: EngineConfig) -> dict[str, Contender]:
 
 
 def choose_peers(asked: Sequence[str] | None, is_gpu: bool) -> list[str]:
-    """The peers asked for, or all that can run here; raises ConfigError for one that cannot."""
+    """The requested peers, or all that can run here; raises ConfigError for one that cannot."""
     able = list(PEERS) if is_gpu else ["transformers_eager", *({"compile"} & set(asked or ()))]
     if not vllm_peer.is_installed():
         able = [name for name in able if name != "vllm"]
@@ -161,13 +161,13 @@ def load_peers(program: str, names: Sequence[str], setup: Setup, max_seq_len: in
 
 
 def load_transformers(names: Sequence[str], setup: Setup) -> dict[str, Contender]:
-    """transformers in one or both of its ways, with its default attention. Of the compiled one's three warm-ups one
+    """transformers in one or both modes, with its default attention. Of the compiled one's three warm-ups one
     compiles, and two record the CUDA graph and replay it.
     """
     from transformers import CompileConfig, GenerationConfig
 
     model = load_reference(setup.folder, setup.work.dtype).to(setup.target)
-    model.generation_config = GenerationConfig()  # the folder's own would bring its end ids back
+    model.generation_config = GenerationConfig()  # the folder's own config would bring its end ids back
     found, plain = {}, {"do_sample": False, "attention": "sdpa"}
     for name in names:
         ways: dict[str, Any] = {}
@@ -180,10 +180,10 @@ def load_transformers(names: Sequence[str], setup: Setup) -> dict[str, Contender
 
 
 class TokenStreamer:
-    """Hands each token that ``generate`` makes to ``on_token``; cannot break an answer off."""
+    """Hands each token that ``generate`` makes to ``on_token``; cannot cut an answer short."""
 
     def __init__(self, on_token: OnToken) -> None:
-        self.on_token, self.num_tokens = on_token, -1  # the first call brings the prompt
+        self.on_token, self.num_tokens = on_token, -1  # the first call passes the prompt
 
     def put(self, value: torch.Tensor) -> None:
         self.num_tokens += 1

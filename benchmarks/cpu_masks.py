@@ -1,12 +1,12 @@
-"""Masks of grammars on a CPU, beside llguidance's and xgrammar's where these are installed. Introduced in phase 12.
+"""Masks of grammars on a CPU, compared with llguidance's and xgrammar's if these are installed. Introduced in phase 12.
 
     python -m benchmarks.cpu_masks --tokenizer FOLDER --schemas FILE --out FOLDER
 
-The file has a JSON object a line: ``name``, ``schema``, and ``tests``, each with ``valid`` and ``data``, as MaskBench's
-data (arXiv 2501.10868). Each document is judged token by token; masks are timed along the valid ones.
+The file has one JSON object per line: ``name``, ``schema``, and ``tests``, each with ``valid`` and ``data``, as
+MaskBench's data (arXiv 2501.10868). Each document is checked token by token; masks are timed along the valid ones.
 
-Invariants: contenders take turns on each schema in one process of one thread; each document of each pass begins with an
-empty cache, and a position counts as its fastest pass; positions count that all contenders came to.
+Invariants: contenders take turns on each schema in one single-threaded process; each document of each pass begins with
+an empty cache, and a position's time is that of its fastest pass; only positions that all contenders reached count.
 """
 
 import importlib
@@ -39,7 +39,7 @@ class Matcher(Protocol):
     """One output of a grammar."""
 
     def mask(self) -> Any:
-        """Find the tokens that may follow."""
+        """Compute the tokens that may follow."""
 
     def advance(self, token_id: int) -> bool:
         """Take a token; False if the grammar refuses it."""
@@ -109,7 +109,7 @@ def llguidance(vocabulary: GrammarVocabulary, folder: Path) -> Compile:
 
     def compiled(schema: Any) -> Begin:
         grammar = library.LLMatcher.grammar_from_json_schema(schema)
-        LLGuidanceMatcher(library, tokenizer, grammar)  # raises what it refuses
+        LLGuidanceMatcher(library, tokenizer, grammar)  # raises for what it refuses
         return lambda: LLGuidanceMatcher(library, tokenizer, grammar)
 
     return compiled
@@ -156,7 +156,7 @@ LIBRARIES: dict[str, Callable[[GrammarVocabulary, Path], Compile]] = {
 
 @dataclass
 class Findings:
-    """What one contender did: times in seconds; by schema and document the fastest time of each position."""
+    """One contender's results: times in seconds; by schema and document, the fastest time of each position."""
 
     compile_times: list[float] = field(default_factory=list)
     refused: int = 0
@@ -167,7 +167,7 @@ class Findings:
 
 
 def walk(begin: Begin, token_ids: list[int]) -> tuple[bool, list[float]]:
-    """Whether a document is accepted, and the seconds of each mask on its way."""
+    """Whether a document is accepted, and the seconds of each mask along the way."""
     matcher, seconds = begin(), []
     for token_id in token_ids:
         started = time.perf_counter()
@@ -179,7 +179,7 @@ def walk(begin: Begin, token_ids: list[int]) -> tuple[bool, list[float]]:
 
 
 def measure_masks(tokenizer: str, schemas: str, *, every: int = 9, passes: int = 8, seed: int = 0) -> Report:
-    """Every so many schemas of a file, whose documents each contender walks in so many passes."""
+    """Every n-th schema of a file, with its documents, which each contender walks in several passes."""
     folder, found = Path(tokenizer), dict[str, Findings]()
     texts = Tokenizer.load(folder)
     vocabulary = GrammarVocabulary.of(texts, texts.vocab_size)

@@ -14,7 +14,8 @@ WARM = 4  # steps that are not timed
 
 
 def decoding(num_tokens: int, **settings: Any) -> SamplingParams:
-    """Of an answer of ``num_tokens``, greedy unless ``settings`` say otherwise, past any end of sequence."""
+    """Parameters for an answer of ``num_tokens``, greedy unless ``settings`` say otherwise, ignoring end of
+    sequence."""
     return SamplingParams(**{"temperature": 0.0, "max_new_tokens": num_tokens, "ignore_eos": True} | settings)
 
 
@@ -33,7 +34,7 @@ def first_token(engine: Any, prompt: list[int], *more: Any) -> float:
 
 
 class Decoding:
-    """Requests, each the arguments of ``add_request``, from when all of them decode."""
+    """Requests, given as arguments of ``add_request``, from the moment when all of them decode."""
 
     def __init__(self, engine: Any, requests: Sequence[tuple[Any, ...]]) -> None:
         self.engine = engine
@@ -43,7 +44,7 @@ class Decoding:
             engine.step()
 
     def steps(self, number: int) -> tuple[list[float], int]:
-        """Seconds of each of so many steps, and the tokens that came in them."""
+        """Seconds of each of a number of steps, and the tokens that they produced."""
         for _ in range(WARM):
             self.engine.step()
         moments, num_tokens = [time.perf_counter()], 0

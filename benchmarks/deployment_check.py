@@ -1,9 +1,10 @@
-"""``infer simulate`` beside real replicas: the same requests, with step times of the same replicas. Follows phase 11.
+"""``infer simulate`` compared with real replicas: the same requests, with step times of the same replicas. Follows
+phase 11.
 
-Replicas on one machine share its processors, and with whatever else runs there. So the step times are those of just
-these replicas, noted while they serve, and a step takes at least as long as ``PACE`` says, as if a device computed it.
-The trace is cut into windows: the steps of every second one give the coefficients, and the requests of the others are
-compared. Invariant: no step of a window that is compared takes part in the fit.
+Replicas on one machine share its processors, and with whatever else runs there. So the step times come from just these
+replicas, recorded while they serve, and a step takes at least as long as ``PACE`` says, as if a device computed it.
+The trace is divided into windows: the steps of every second one give the coefficients, and the requests of the others
+are compared. Invariant: no step of a window that is compared takes part in the fit.
 
     python -m benchmarks.deployment_check --model ./tiny-llama --out benchmarks/reports
 """
@@ -54,7 +55,7 @@ QUERIES, HITS = "infer:prefix_cache_queries_total", "infer:prefix_cache_hits_tot
 
 
 def measure_check(model: str = "smollm2-135m", seconds: float = 36.0) -> Report:
-    """Each number of replicas: the coefficients, what was measured, what was simulated, and the errors."""
+    """Each number of replicas: the coefficients, the measurements, the simulation, and the errors."""
     setup = Setup(model, "cpu", None, 1)
     limits = EngineLimits(max_batch_size=BATCH, block_size=LOAD.block_tokens, kv_tokens=BLOCKS * LOAD.block_tokens)
     settings = {"max_batch_size": BATCH, "max_seq_len": LOAD.max_tokens, "num_gpu_blocks": BLOCKS}
@@ -101,7 +102,7 @@ def _is_compared(moment: float) -> bool:
 
 
 def _trace(rate: float, seconds: float, seed: int) -> list[Request]:
-    """Requests whose blocks are those of their prompts alone: the next turn does not go on with what was answered."""
+    """Requests whose blocks are those of their prompts alone: the next turn does not continue the answer."""
     found = list(conversations(arrival_times("poisson", rate, seconds, seed), LOAD, seed))
     for request in found:
         request.blocks = request.blocks[: request.prompt_tokens // LOAD.block_tokens]
@@ -109,7 +110,7 @@ def _trace(rate: float, seconds: float, seed: int) -> list[Request]:
 
 
 def _served(setup: Setup, url: str, trace: list[Request]) -> tuple[float, list[ServedRequest], float]:
-    """When the trace began, its requests as real replicas served them, and the share of prompt tokens found."""
+    """The start of the trace, its requests as real replicas served them, and the share of prompt tokens found."""
     size, vocabulary = LOAD.block_tokens, setup.shape.vocab_size
     requests = []
     for number, each in enumerate(trace):
@@ -126,7 +127,7 @@ def _served(setup: Setup, url: str, trace: list[Request]) -> tuple[float, list[S
 
 
 def _figures(requests: Sequence[tuple[float, float, float]], is_compared: bool) -> dict[str, float]:
-    """Means of the requests of such windows: arrival, seconds to the first token, and seconds of all."""
+    """Means of the requests in such windows: arrival, seconds to the first token, and seconds of all."""
     chosen = np.array([each[1:] for each in requests if _is_compared(each[0]) == is_compared])
     return {
         name: rounded(1e3 * value) for name, value in zip(("first_token_ms", "request_ms"), chosen.mean(0), strict=True)
@@ -134,7 +135,7 @@ def _figures(requests: Sequence[tuple[float, float, float]], is_compared: bool) 
 
 
 def _step_times(steps: list[tuple[list[float], float]]) -> tuple[StepTimes, float]:
-    """Coefficients by which all steps together take as long as they did, and the median error of a step."""
+    """Coefficients for which all steps together take as long as measured, and the median error of a step."""
     found = np.array(fit(steps))
     said = np.array([counts for counts, _ in steps]) @ found
     took = np.array([seconds for _, seconds in steps])
@@ -146,7 +147,7 @@ def _step_times(steps: list[tuple[list[float], float]]) -> tuple[StepTimes, floa
 def _simulated(
     trace: list[Request], replicas: int, times: StepTimes, limits: EngineLimits, is_compared: bool
 ) -> dict[str, float]:
-    """Means of the requests of such windows over several draws of the router; hits are those of all requests."""
+    """Means of the requests of such windows over several random seeds of the router; hits are for all requests."""
     found, share = [], times.request
     for seed in range(ROUTER_SEEDS):
         fleet = Fleet(FleetPlan(replicas), times, limits, seed)

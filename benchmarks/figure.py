@@ -1,14 +1,16 @@
-"""The panels of a view as a picture. Introduced in phase 3. Invariant: a picture brings its own background and names
-model and machine, so that it can be passed on alone.
+"""The panels of a view as a picture. Introduced in phase 3. Invariant: a picture has its own background and names model
+and machine, so that it can be passed on alone.
 """
 
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter, NullLocator
+from PIL import Image
 
 from benchmarks.view import Bars, Lines, View, number
 
@@ -24,8 +26,16 @@ Place = tuple[float, float]
 
 
 def save_figure(view: View, path: Path) -> None:
-    """Draw a view's panels, side by side, as a PNG."""
-    FigureCanvasAgg(draw(view)).print_png(path)
+    """Draw a view's panels, side by side, as a PNG with a palette, a third of the size of one without."""
+    canvas = FigureCanvasAgg(draw(view))
+    canvas.draw()
+    save_with_palette(Image.fromarray(np.asarray(canvas.buffer_rgba())), path)
+
+
+def save_with_palette(picture: Image.Image, path: Path) -> None:
+    """Save as a PNG of 256 colours; rare ones are kept (maximum coverage), common ones made exact (k-means)."""
+    method, dither = Image.Quantize.MAXCOVERAGE, Image.Dither.NONE
+    picture.convert("RGB").quantize(256, method=method, kmeans=1, dither=dither).save(path, optimize=True)
 
 
 def draw(view: View) -> Figure:
@@ -70,7 +80,7 @@ def _draw_bars(axes: Axes, panel: Bars) -> None:
         axes.vlines(panel.limit[0], -0.6, row - 0.4, color=INK, lw=1, ls=(0, (4, 3)))
         _write(axes, panel.limit[1], (panel.limit[0], row - 0.4), (-4, -8), QUIET, 9, ha="right")
     axes.set_xlim(0, 1.9 * (longest or 1.0))
-    axes.set_ylim(max(row - 0.3, LEAST / ROW), -0.7)  # few bars are no thicker than many
+    axes.set_ylim(max(row - 0.3, LEAST / ROW), -0.7)  # a few bars are no thicker than many
     axes.set_axis_off()
 
 
@@ -104,6 +114,6 @@ def _draw_lines(axes: Axes, panel: Lines) -> None:
 
 
 def _write(axes: Axes, said: str, place: Place, offset: Place, colour: str, size: float, **more: Any) -> None:
-    """Text beside a place in the axes' own units, ``offset`` in points."""
+    """Text next to a point in the axes' own units, ``offset`` in points."""
     at: dict[str, Any] = {"va": "center", "ha": "left", "textcoords": "offset points", "annotation_clip": False} | more
     axes.annotate(said, place, offset, color=colour, fontsize=size, **at)

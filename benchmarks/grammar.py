@@ -1,8 +1,8 @@
-"""What grammars cost: the kernels of masks by themselves, and an engine whose requests have grammars beside one whose
+"""What grammars cost: the mask kernels alone, and an engine whose requests have grammars compared with one whose
 requests have none. Introduced in phase 12.
 
-Invariants: masks are compared with those of the CPU before they are timed; what is compared takes turns in one process,
-and a ratio is the median of the ratios of single turns.
+Invariants: masks are compared with those of the CPU before they are timed; compared runs are interleaved in one
+process, and a ratio is the median of the ratios of single turns.
 """
 
 import itertools
@@ -48,7 +48,7 @@ ITEM = {
     "additionalProperties": False,
 }
 TREE = {"$ref": "#/$defs/node", "$defs": {"node": {"type": "array", "items": {"$ref": "#/$defs/node"}}}}
-LONG: list[Grammar] = [  # none of which ends within some hundred tokens
+LONG: list[Grammar] = [  # none of which ends within a few hundred tokens
     Grammar.json_schema({"type": "array", "items": ITEM, "minItems": 120}),
     Grammar.json_schema({"type": "array", "items": {"type": "integer"}, "minItems": 1000}),
     Grammar.json_schema({"type": "array", "items": {"enum": ["red", "green", "blue"]}, "minItems": 600}),
@@ -98,9 +98,10 @@ def made_vocabulary(size: int, seed: int) -> GrammarVocabulary:
 
 
 def configurations(fsm: TokenFSM, chance: random.Random, count: int) -> Iterator[tuple[Configuration, int]]:
-    """Where random outputs of a grammar stand, and a document, if it is one of the grammar; and the token drawn there.
+    """Positions in random outputs of a grammar, and in a document, if it belongs to the grammar; and the token sampled
+    there.
 
-    The token of a byte is the one with its number.
+    The token of a byte has the byte as its id.
     """
     now: Configuration | None = fsm.initial_state
     for byte in DOCUMENT.encode():
@@ -131,7 +132,7 @@ def measure_kernels(vocab_size: int, device: torch.device, seed: int, num_checks
     logits = torch.zeros(max(logits_set, max(BATCHES.values())), vocab_size, dtype=torch.bfloat16, device=device)
 
     def sets(batches: Sequence[Sequence[int]]) -> list[tuple[torch.Tensor, ...]]:
-        """Batches in turn: rows, slots, words, the numbers of logits, and the logits, those of a set side by side."""
+        """Batches in turn: rows, slots, words, logit indices, and the logits, adjacent within a set."""
         size, made = len(batches[0]), list[tuple[torch.Tensor, ...]]()
         for n in range(max(len(logits) // size, len(batches))):
             rows = known[torch.tensor(batches[n % len(batches)], device=device)]
@@ -185,7 +186,7 @@ def measure_kernels(vocab_size: int, device: torch.device, seed: int, num_checks
 
 
 def decode(engine: Any, share: float, num_requests: int, num_steps: int, prompts: SyntheticPrompts) -> float:
-    """Tokens a second of ``num_requests`` that all decode, of which a share have a grammar, by the median of steps."""
+    """Tokens per second of ``num_requests`` decoding requests, a share of which have a grammar, by the median step."""
     requests = []
     for n in range(num_requests):
         has_grammar = (n + 1) * share // 1 > n * share // 1
@@ -223,12 +224,12 @@ def measure_engine(
 def measure_grammars(
     model: str, *, device: str, num_requests: int = 64, num_steps: int = 150, trials: int = 5, seed: int = 0
 ) -> Report:
-    """Kernels, where there are any, and the engine of phase 12 beside that of phase 11, which knows no grammars."""
+    """Kernels, if any, and the engine of phase 12 compared with that of phase 11, which has no grammars."""
     setup, longest = Setup(model, device, seed=seed), CONTEXT + num_steps + 4 * WARM
     blocks = num_requests * (longest // 16 + 2)
     config = setup.config(max_batch_size=num_requests, max_seq_len=longest, num_gpu_blocks=blocks)
     engines = {phase: find_lesson(phase).engine(config) for phase in ("11", "12")}
-    engines["12"].constraints.limits = Limits()  # on a busy machine too
+    engines["12"].constraints.limits = Limits()  # even on a busy machine
     results: dict[str, Any] = {"engine": measure_engine(engines, num_requests, num_steps, trials, seed)}
     if setup.is_gpu:
         results["kernels"] = measure_kernels(setup.shape.vocab_size, engines["12"].model.device, seed)

@@ -1,7 +1,8 @@
-"""What a machine can do at best: the ceilings that every other figure stands beside. Introduced in phase 3.1.
+"""What a machine can do at best: the ceilings that every other figure is compared with. Introduced in phase 3.1.
 
-For a GPU that is not at hand there are the rates of its data sheet, those of dense 16-bit matrices; programs reach some
-90 % of its bandwidth and 80 % of its arithmetic. Invariant: ceilings hold for one run; a benchmark measures them again.
+For a GPU that is not available, the rates of its data sheet are used, for dense 16-bit matrices; programs reach some 90
+% of its bandwidth and 80 % of its arithmetic. Invariant: ceilings are valid for one run; each benchmark measures them
+again.
 """
 
 from dataclasses import dataclass
@@ -16,7 +17,7 @@ from shared.errors import ConfigError
 from shared.kernels.launch import check_launchable, tl, triton
 
 GPU_BUFFER_BYTES, CPU_BUFFER_BYTES, LEAST_BUFFER_BYTES = 1 << 30, 1 << 28, 1 << 26
-READ_CUTS = ((1024, 4, 4), (1024, 8, 4), (2048, 4, 8), (2048, 8, 8))  # numbers a tile, tiles a program, warps
+READ_CUTS = ((1024, 4, 4), (1024, 8, 4), (2048, 4, 8), (2048, 8, 8))  # numbers per tile, tiles per program, warps
 LAUNCHES = 2000
 
 
@@ -59,7 +60,7 @@ def read_kernel(x, sums, BLOCK: tl.constexpr, TILES: tl.constexpr):  # type: ign
 
 @triton.jit
 def touch_kernel(x):  # type: ignore[no-untyped-def]
-    """Store one number: nearly nothing but its launch."""
+    """Store one number: almost nothing but its launch."""
     tl.store(x, 1.0)
 
 
@@ -84,13 +85,13 @@ def measure_ceilings(device: str) -> Ceilings:
     matmul = time_calls(torch.matmul, [factors])
     del factors
     eager, graph = _launch_seconds(where) if is_gpu else (None, None)
-    torch.cuda.empty_cache()  # which does nothing where no GPU was used
+    torch.cuda.empty_cache()  # does nothing if no GPU was used
     rates = 2 * num_bytes / copy, num_bytes / read, 2 * size**3 / matmul
     return Ceilings(*rates, eager, graph, str(dtype).removeprefix("torch."))
 
 
 def _buffer_bytes(device: torch.device) -> int:
-    """A power of two; on a GPU of which little is free, less than usual, but no less than a cache would not hold."""
+    """A power of two; smaller than usual on a GPU with little free memory, but larger than its cache."""
     if device.type != "cuda":
         return CPU_BUFFER_BYTES
     free = torch.cuda.mem_get_info(device)[0]
@@ -98,7 +99,7 @@ def _buffer_bytes(device: torch.device) -> int:
 
 
 def _read_seconds(x: torch.Tensor) -> float:
-    """To read all of x: on a GPU by the best cut of our kernel, on a CPU by PyTorch's sum."""
+    """To read all of x: on a GPU by our kernel's best tiling, on a CPU by PyTorch's sum."""
     if not x.is_cuda:
         return time_calls(torch.sum, [(x,)])
     total = x.sum(dtype=torch.float64)
@@ -117,7 +118,7 @@ def _read_seconds(x: torch.Tensor) -> float:
 
 
 def _launch_seconds(device: torch.device) -> tuple[float, float]:
-    """Of one launch among many: asked for by Python, and replayed from a graph."""
+    """Time of one launch among many: requested from Python, and replayed from a graph."""
     x = torch.zeros(32, device=device)
 
     def touch(x: torch.Tensor) -> None:
@@ -128,7 +129,7 @@ def _launch_seconds(device: torch.device) -> tuple[float, float]:
 
 
 def hardware_report(device: str) -> Report:
-    """Measure the machine alone."""
+    """Measure only the machine."""
     results = measure_ceilings(device).results()
     return Report("hardware", model={}, engines={}, seed=0, flags={"device": device}, results=results, device=device)
 
@@ -173,7 +174,7 @@ DATA_SHEETS = {
 
 
 def find_data_sheet(name: str) -> DataSheet:
-    """The row of a GPU by its short name; raises ConfigError with those that there are."""
+    """The row of a GPU by its short name; raises ConfigError that lists the known ones."""
     sheet = DATA_SHEETS.get(name.lower())
     if sheet is None:
         raise ConfigError(

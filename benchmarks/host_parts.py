@@ -1,10 +1,10 @@
 """What the host does in a decode step, part by part, and whether it sets the pace. Introduced in phase 9.
 
-A step's host work should overlap with the GPU's: then a step takes as long as its captured graph and the draw. For each
-number of sequences this measures steps as they come, then the parts of more steps with a clock between them (the parts
-of a trace, :mod:`shared.tracing.activity`), then the step's graph alone. A host's speed varies from machine to machine
-and with what else runs, so a loop of a million additions in Python is timed too. Last, the same number of requests is
-answered by ``LLM.generate``, once with all tokens and once with one; the difference is what decoding takes.
+A step's host work should overlap with the GPU's: then a step takes as long as its captured graph and the sampling. For
+each number of sequences this measures plain steps, then the parts of further steps with a clock between them (the parts
+of a trace, :mod:`shared.tracing.activity`), then the step's graph alone. A host's speed varies between machines and
+with other load, so a loop of a million additions in Python is timed too. Last, the same number of requests is answered
+by ``LLM.generate``, once with all tokens and once with one; the difference is what decoding takes.
 
     python -m benchmarks.host_parts --device cuda --out benchmarks/reports
 
@@ -57,7 +57,7 @@ def measure_steps(engine: Any, prompts: Sequence[list[int]], params: SamplingPar
         engine.step()
         times.append(time.perf_counter() - started)
     recorder = ActivityRecorder(engine, time.perf_counter_ns)
-    recorder.zero = None  # the host's lane alone
+    recorder.zero = None  # only the host's lane
     for _ in range(WATCHED):
         with recorder.watch() as activity:
             engine.step()
@@ -91,7 +91,7 @@ def measure_steps(engine: Any, prompts: Sequence[list[int]], params: SamplingPar
 
 
 def measure_answers(llm: LLM, prompts: Sequence[list[int]], num_new: int) -> dict[str, Any]:
-    """Answers of ``num_new`` tokens to all prompts, and of one."""
+    """Answers of ``num_new`` tokens to all prompts, and of one token."""
     seconds = {}
     for most in (1, num_new):
         llm.engine.pool.drop_cached()
@@ -113,7 +113,7 @@ def measure(
     new_tokens: int = 256,
     device: str = "cpu",
 ) -> Report:
-    """The parts of decode steps of so many sequences, greedy, and answers through ``LLM.generate``."""
+    """The parts of decode steps of this many sequences, greedy, and answers through ``LLM.generate``."""
     longest = prompt_tokens + max(new_tokens, WARM + STEPS + WATCHED + 8)
     blocks = max(sizes) * -(-longest // 16)
     options = {"device": device, "max_batch_size": max(sizes), "max_seq_len": longest, "num_gpu_blocks": blocks}

@@ -1,5 +1,5 @@
-"""The machine that a figure was measured on. Introduced in phase 3. Invariant: it tells what the machine is, never
-which one: no host name, no user, no path.
+"""The machine that a figure was measured on. Introduced in phase 3. Invariant: it describes the kind of machine, never
+the individual one: no host name, no user, no path.
 """
 
 import os
@@ -16,14 +16,14 @@ import torch
 
 PACKAGES = ("torch", "transformers", "triton", "numpy", "safetensors", "flashinfer-python")
 
-# What a processor's name can do without: marks, and in a file name also the maker and what follows from the model.
+# Parts dropped from a processor's name: marks, and in a file name also the maker and what follows from the model.
 _MARKS = re.compile(r"\((r|tm|c)\)|\b(cpu|processor)\b|@", re.IGNORECASE)
 _MAKER = re.compile(r"\b(intel|amd|\d+(st|nd|rd|th) gen|\d+-core|with .*)(?=\s|$)", re.IGNORECASE)
 _CLOCK = re.compile(r"\b(\d+)\.(\d*?)0+(?=\s?ghz\b)", re.IGNORECASE)
 
 
 def describe_machine() -> dict[str, Any]:
-    """Processor, memory, GPUs (``gpu`` is None without one), system, and ``versions`` of what computes."""
+    """Processor, memory, GPUs (``gpu`` is None without one), system, and ``versions`` of the software that computes."""
     gpus = _num_gpus(None)
     versions = {package: found.version for package in PACKAGES for found in distributions(name=package)}
     return {
@@ -40,7 +40,7 @@ def describe_machine() -> dict[str, Any]:
 
 
 def machine_name(device: str | None = None) -> str:
-    """A short slug for file names of what computed, by default the GPU where there is one: ``cpu-2x-xeon-2.5ghz`` (2
+    """A short slug for file names that names the device, by default the GPU if there is one: ``cpu-2x-xeon-2.5ghz`` (2
     threads), ``nvidia-h100-80gb-hbm3``.
     """
     if gpus := _num_gpus(device):
@@ -58,12 +58,12 @@ def machine_title(device: str | None = None) -> str:
 
 
 def num_cores() -> int:
-    """Cores that this process may run on, which in a container can be fewer than the machine has."""
+    """Cores that this process may use, possibly fewer than the machine has, as in a container."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def cpu_model() -> str:
-    """The processor as its maker calls it; the architecture's name where the system does not tell."""
+    """The processor's name from its maker; the architecture's name if the system does not report it."""
     found = ""
     if sys.platform == "darwin":
         command = ["sysctl", "-n", "machdep.cpu.brand_string"]
@@ -74,12 +74,12 @@ def cpu_model() -> str:
 
 
 def slug(text: str) -> str:
-    """Lower-case letters, digits and points, everything else one hyphen: safe in a file name on any system."""
+    """Lower-case letters, digits and points, everything else becomes a hyphen: safe in a file name on any system."""
     return re.sub(r"[^a-z0-9.]+", "-", text.lower()).strip("-.") or "unknown"
 
 
 def _num_gpus(device: str | None) -> int:
-    """GPUs of the machine, none if what computes is the CPU."""
+    """The machine's GPUs; none if the CPU computes."""
     if (device or "cuda").startswith("cpu") or not torch.cuda.is_available():
         return 0
     return torch.cuda.device_count()

@@ -1,7 +1,7 @@
 """Where a decoded token's time goes: PyTorch's profiler over some steps of one phase. Introduced in phase 3.1.
 
-Invariant: shares are of a token's time without the profiler on a GPU, where kernels take the same time either way; on a
-CPU, where the profiler slows every operation, of the operations' own sum.
+Invariant: on a GPU shares are relative to a token's time without the profiler, since kernels take the same time either
+way; on a CPU, where the profiler slows every operation, to the sum of the operations.
 """
 
 import re
@@ -67,7 +67,7 @@ def measure_profile(
 
 
 def results(lesson: Lesson, plain: Run, trace: StepTrace) -> dict[str, Any]:
-    """One token of the window: its time, where it went, and the table."""
+    """One token of the window: its time, the breakdown, and the table."""
     us_per_token = 1e6 * statistics.median(plain.intervals[LEAD - 1 : LEAD - 1 + trace.steps])
     rows, kernel_us = trace.rows(), trace.kernel_us_per_token
     whole = us_per_token if kernel_us is not None else sum(us for _, _, us in rows) / trace.steps
@@ -89,7 +89,7 @@ def results(lesson: Lesson, plain: Run, trace: StepTrace) -> dict[str, Any]:
 
 
 def view(report: Report, top: int = 40) -> View:
-    """What a token took and how much of that ran where, then the ``top`` longest rows."""
+    """A token's time and how much of it ran where, then the ``top`` longest rows."""
     flags = report.flags
     result = report.results[flags["phase"]]
     is_gpu = result["kernel_us_per_token"] is not None

@@ -1,9 +1,9 @@
-"""How the cost of prompts grows: first tokens, decoding by batch, and the time between tokens beside a long prompt.
+"""How the cost of prompts grows: first tokens, decoding by batch, and the time between tokens during a long prompt.
 
 Introduced in phase 7. The model has random weights of a real shape, made in memory. A prompt's floor is its operations
-(two for each weight and token, and those of causal attention) over the rate of matrix products of the same run, also
-where weights have 8 bits. Attention of one layer is timed alone too, beside FlashAttention 3 if vLLM's package of it
-can be imported. Invariant: no prompt is known from an earlier one.
+(two for each weight and token, and those of causal attention) over the rate of matrix products of the same run, even
+for 8-bit weights. Attention of one layer is also timed alone, and FlashAttention 3 if vLLM's package of it can be
+imported. Invariant: no prompt was cached earlier.
 
     python -m benchmarks.prompts --shape qwen3-8b --quantization fp8 --lengths 2048 8192 --out benchmarks/reports
 """
@@ -44,7 +44,7 @@ from shared.loading.config_json import read_config
 from shared.models.config import ModelConfig
 
 TRIALS, BLOCK_SIZE, STEPS = 3, 16, 20
-MOST_NEW = 512  # tokens that are decoded while all requests of a batch begin
+MOST_NEW = 512  # tokens decoded while all requests of a batch start
 ATTENTION = {"one of 8,192": (1, 8192), "one of 32,768": (1, 32768), "four of 2,048": (4, 2048)}
 TINY_ATTENTION = {"two of 32": (2, 32)}
 
@@ -63,8 +63,8 @@ def measure(
 ) -> Report:
     """Measure one model.
 
-    Lengths beyond the model's positions are left out. Steps decode at ``context`` tokens. ``beside`` requests decode
-    beside prompts of ``long`` tokens, with chunks of each of ``sizes``; 0 leaves the size to the engine.
+    Lengths beyond the model's positions are skipped. Steps decode at ``context`` tokens. ``beside`` requests decode
+    during prompts of ``long`` tokens, with chunks of each of ``sizes``; 0 leaves the size to the engine.
     """
     make_weights_when_read()
     ceilings = measure_ceilings(device)
@@ -99,7 +99,7 @@ def measure(
 
 
 def engine_of(config: EngineConfig, **settings: Any) -> Any:
-    """The newest engine with further settings, warm, in the memory that earlier ones have left."""
+    """The newest engine with further settings, warm, in the memory that earlier ones have left free."""
     free_memory()
     engine = find_lesson("12").engine(replace(config, **settings))
     warm_up(engine)
@@ -110,9 +110,9 @@ def engine_of(config: EngineConfig, **settings: Any) -> Any:
 def first_tokens(
     config: EngineConfig, prompts: SyntheticPrompts, work: DecodeWork, lengths: Sequence[int], rate: float
 ) -> dict[str, dict[str, Any]]:
-    """For each length milliseconds to the first token, the least of the trials, beside the floor by operations."""
+    """For each length, milliseconds to the first token, the fastest trial, with the floor by operations."""
     engine, rows = engine_of(config, max_batch_size=1, max_seq_len=max(lengths) + 1), {}
-    head = 2 * work.config.vocab_size * work.config.hidden_size  # computed for the last token alone
+    head = 2 * work.config.vocab_size * work.config.hidden_size  # computed only for the last token
     for length in lengths:
         seconds = min(first_token(engine, prompts.draw(length)) for _ in range(TRIALS))
         causal = sum(work.attention_flops(seen) for seen in range(1, length + 1))
@@ -134,7 +134,7 @@ def decode_steps(
     context: int,
     ceilings: Ceilings,
 ) -> dict[str, dict[str, Any]]:
-    """For each batch a step at ``context`` tokens of context, the median, beside the floor of the weights as loaded."""
+    """For each batch, the median step at ``context`` tokens of context, with the floor of the loaded weights."""
     engine, rows = engine_of(config, max_batch_size=max(batches), max_seq_len=context + 2 * MOST_NEW), {}
     extra = weight_bytes(engine.model) - work.resident_bytes  # below 0 if weights have 8 bits
     for batch in batches:
@@ -158,8 +158,8 @@ def beside_row(
 ) -> dict[str, Any]:
     """The time between tokens of decoding requests while TRIALS prompts are computed, one after the other.
 
-    ``load``: the context of the requests, how many they are, and the prompts' length. ``size``: tokens of a chunk; 0:
-    what the engine chooses.
+    ``load``: the requests' context, their number, and the prompts' length. ``size``: tokens of a chunk; 0: the engine
+    chooses.
     """
     context, beside, long = load
     settings = {"prefill_chunk_size": size or None, "max_batch_size": beside + 1, "max_seq_len": context + 2 * long}
@@ -233,7 +233,7 @@ def attention_row(model: ModelConfig, count: int, length: int, rate: float, devi
 
 
 def flash_attention() -> Any:
-    """FlashAttention 3 as vLLM's package has it; None where there is none."""
+    """FlashAttention 3 as vLLM's package has it; None if there is none."""
     try:
         from vllm.vllm_flash_attn import flash_attn_varlen_func
     except ImportError:

@@ -1,7 +1,8 @@
-"""Checkpoints whose weights are random and made when they are read, on the GPU of the process that reads them.
+"""Checkpoints with random weights, generated when read, on the reading process's GPU.
 
 Introduced in phase 12.1. A model of 70 billion weights would take minutes to write and to read, and its speed does not
-depend on the values. Invariant: a tensor is made whole and then cut, so ranks have parts of what one rank has.
+depend on the values. Invariant: a tensor is generated whole and then sharded, so the ranks' shards equal one rank's
+tensors.
 """
 
 import json
@@ -18,7 +19,7 @@ from shared.checkpoints.shapes import SHAPES
 
 
 class RandomFile:
-    """In the place of an opened safetensors file: tensors that are made when they are read."""
+    """Replaces an opened safetensors file: tensors are generated when read."""
 
     def __init__(self, path: Path, framework: str, device: str) -> None:
         self.config = json.loads((path.parent / "config.json").read_text(encoding="utf-8"))
@@ -38,7 +39,7 @@ class RandomFile:
 
 
 class RandomSlice:
-    """A part of a tensor to be read."""
+    """A slice of a tensor to be read."""
 
     def __init__(self, file: RandomFile, name: str) -> None:
         self.file, self.name = file, name
@@ -65,7 +66,7 @@ def worker() -> None:
 
 
 def random_model(shape: str, folder: Path, device: str) -> Path:
-    """A folder with all but weights."""
+    """A folder with everything except weights."""
     folder = folder / shape
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(SHAPES[shape]), encoding="utf-8")

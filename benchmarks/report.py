@@ -1,7 +1,7 @@
-"""A measurement as a file: one JSON report, and what is drawn from it. Introduced in phase 3.
+"""A measurement as a file: one JSON report, and the pictures made from it. Introduced in phase 3.
 
 Documents cite reports by key (``{{report:file.json#results.02.decode_tokens_per_second}}``), so prose cannot go stale.
-Invariant: a report alone tells what was measured and on what: machine, versions, every engine's whole configuration,
+Invariant: a report alone shows what was measured and on what: machine, versions, every engine's whole configuration,
 the model's shape and revision, seed and flags; it holds no path and no host name.
 """
 
@@ -24,8 +24,8 @@ SCHEMA = 1
 
 @dataclass(frozen=True)
 class Report:
-    """What one benchmark found, as plain JSON values. It describes the machine: make it while the threads of the
-    measurement are set.
+    """What one benchmark found, as plain JSON values. It describes the machine, so make it while the measurement's
+    threads are set.
     """
 
     name: str
@@ -46,25 +46,25 @@ class Report:
 
     @property
     def file_stem(self) -> str:
-        """Name of the report's files without their ends: benchmark, model, machine."""
+        """The name of the report's files without extensions: benchmark, model, machine."""
         model = f"-{slug(self.model['name'])}" if self.model else ""
         return f"{slug(self.name)}{model}-{self.machine_name}"
 
     def to_dict(self) -> dict[str, Any]:
-        """The report as the JSON file has it."""
+        """The report in the form of the JSON file."""
         content = {"schema": SCHEMA} | dataclasses.asdict(self)
         machine = dict(content.pop("machine"))
         return content | {"versions": machine.pop("versions"), "machine": machine}
 
     def line(self) -> str:
-        """The one JSON line that a benchmark prints last: what was run, where, and the results."""
+        """The one JSON line that a benchmark prints last: what ran, where, and the results."""
         head = {"benchmark": self.name, "model": self.model.get("name"), "machine": self.machine_name}
         rest = {"date": self.date, "flags": self.flags, "results": self.results}
         return json.dumps(head | rest, ensure_ascii=False, allow_nan=False)
 
 
 def write_report(report: Report, folder: str | Path, *, view: View) -> list[Path]:
-    """Write the JSON report, and beside it its view as Markdown and PNG; returns the paths, JSON first. Raises
+    """Write the JSON report, and next to it its view as Markdown and PNG; returns the paths, JSON first. Raises
     ConfigError if the folder cannot be written.
     """
     folder = Path(folder)
@@ -86,8 +86,8 @@ def write_report(report: Report, folder: str | Path, *, view: View) -> list[Path
 
 
 def read_value(path: str | Path, key: str) -> Any:
-    """The value at a dotted key of a report, such as ``results.02.decode_tokens_per_second``; of names that themselves
-    hold points (phase 03.1) the longest that fits counts. Raises ConfigError, naming the keys that there are.
+    """The value at a dotted key of a report, such as ``results.02.decode_tokens_per_second``; if names contain dots
+    themselves (phase 03.1), the longest match counts. Raises ConfigError that names the existing keys.
     """
     path = Path(path)
     try:
@@ -110,8 +110,8 @@ def read_value(path: str | Path, key: str) -> Any:
 
 
 def describe_model(model: str) -> dict[str, Any]:
-    """Name, revision, shape and checksum of a model's ``config.json``; the revision is the hub's commit where the
-    folder is a snapshot of it, otherwise None.
+    """Name, revision, shape and checksum of a model's ``config.json``; the revision is the hub's commit if the folder
+    is a snapshot, otherwise None.
     """
     folder = resolve_model(model).resolve()
     is_snapshot = folder.parent.name == "snapshots"
@@ -131,10 +131,10 @@ def engine_settings(config: EngineConfig, model_name: str) -> dict[str, Any]:
 
 
 def rounded(value: float, digits: int = 4) -> float:
-    """To significant digits: what a measurement is worth, and what a reader can take in."""
+    """Rounded to significant digits, as many as a measurement is worth and a reader can take in."""
     return float(f"{value:.{digits}g}")
 
 
 def ratio(over: float | None, under: float | None) -> float | None:
-    """The quotient, rounded; None where there is none."""
+    """The quotient, rounded; None if there is none."""
     return rounded(over / under) if over is not None and under else None

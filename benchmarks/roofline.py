@@ -3,7 +3,7 @@
 
 Introduced in phase 3.1. A decode step reads every weight once, and the keys and values of every sequence; it multiplies
 each number read by another. Invariants: parameters and bytes are exact; activations, and the arithmetic of norms,
-rotations and soft-maxes, are left out, so that a floor stays a floor.
+rotations and soft-maxes, are ignored, so that a floor remains a floor.
 """
 
 import math
@@ -59,7 +59,7 @@ class DecodeWork:
 
     @cached_property
     def parameters(self) -> dict[str, int]:
-        """Parameters by part, in the order of `PARTS`; a tied head is the embedding and counts none of its own."""
+        """Parameters by part, in the order of `PARTS`; a tied head is the embedding and counts nothing."""
         counts = dict.fromkeys(PARTS, 0)
         for name, parameter in CausalLM(self.config, max_positions=1).named_parameters():
             counts[_part(name)] += parameter.numel()
@@ -73,18 +73,18 @@ class DecodeWork:
 
     @property
     def resident_bytes(self) -> int:
-        """What the weights occupy."""
+        """The size of the weights."""
         return self.num_parameters * self.dtype.itemsize
 
     @property
     def weight_bytes(self) -> int:
-        """Weights that one step reads whatever its batch: all, but of an embedding that is not the head, none."""
+        """Weights that every step reads whatever its batch: all, except an embedding that is not the head."""
         unread = 0 if self.config.tie_word_embeddings else self.parameters["embedding"]
         return (self.num_parameters - unread) * self.dtype.itemsize
 
     @property
     def row_bytes(self) -> int:
-        """The embedding's row, read for each token where the table is not read anyway, as the head."""
+        """The embedding's row, read for each token unless the table is read anyway, as the head."""
         return 0 if self.config.tie_word_embeddings else self.config.hidden_size * self.dtype.itemsize
 
     @property
@@ -102,30 +102,30 @@ class DecodeWork:
 
     @property
     def matmul_flops(self) -> int:
-        """Of the products with weights, for one token: a multiplication and an addition for each weight."""
+        """FLOPs of the products with weights, for one token: a multiplication and an addition for each weight."""
         head = self.config.vocab_size * self.config.hidden_size
         return 2 * (self.parameters["attention projections"] + self.parameters["MLP projections"] + head)
 
     def attention_flops(self, context: int) -> int:
-        """Of scores and weighted sums, for one token: 4 · Hq · D for each token seen, in each layer."""
+        """FLOPs of scores and weighted sums, for one token: 4 · Hq · D for each token seen, in each layer."""
         return 4 * self.config.num_heads * self.config.head_dim * self._seen(context)
 
     def flops(self, context: int, batch: int = 1) -> int:
-        """Of a step: the batch shares no arithmetic."""
+        """FLOPs of a step: the batch shares no arithmetic."""
         return batch * (self.matmul_flops + self.attention_flops(context))
 
     def num_bytes(self, context: int, batch: int = 1) -> int:
-        """Of a step: the batch shares the weights, and nothing else."""
+        """Bytes of a step: the batch shares the weights, and nothing else."""
         return self.weight_bytes + batch * (self.row_bytes + self.kv_bytes(context))
 
     def floor(self, context: int, bandwidth: float, flops_rate: float, batch: int = 1) -> Floor:
-        """The floor on a machine that reads ``bandwidth`` bytes and computes ``flops_rate`` FLOPs a second."""
+        """The floor on a machine that reads ``bandwidth`` bytes and computes ``flops_rate`` FLOPs per second."""
         num_bytes, flops = self.num_bytes(context, batch), self.flops(context, batch)
         return Floor(batch, num_bytes, flops, num_bytes / bandwidth, flops / flops_rate)
 
     def turning_batch(self, context: int, bandwidth: float, flops_rate: float) -> int | None:
-        """The smallest batch that waits for arithmetic; None where reading a sequence's keys and values takes longer
-        than its arithmetic, so that no batch is large enough.
+        """The smallest batch that is compute-bound; None if reading a sequence's keys and values takes longer than its
+        arithmetic, so that no batch is large enough.
         """
         per_sequence = self.flops(context) / flops_rate - (self.row_bytes + self.kv_bytes(context)) / bandwidth
         if per_sequence <= 0:
@@ -142,7 +142,7 @@ class DecodeWork:
 
 
 def weight_bytes(model: torch.nn.Module) -> int:
-    """Bytes of a model's weights as they lie in memory, quantized ones too."""
+    """Bytes of a model's weights in memory, including quantized ones."""
     weights = [getattr(part, "weight", None) for part in model.modules()]
     quantized = sum(weight.num_bytes for weight in weights if isinstance(weight, QuantizedWeight))
     return sum(parameter.nbytes for parameter in model.parameters()) + quantized

@@ -1,4 +1,4 @@
-"""The roofline of a model as a reader sees it: bytes and FLOPs, rates, the floor. Introduced in phase 3.1."""
+"""A model's roofline for a reader: bytes and FLOPs, rates, the floor. Introduced in phase 3.1."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -8,7 +8,7 @@ from benchmarks.view import Column, Table, View, count, duration, number, quanti
 
 
 def view(name: str, work: DecodeWork, context: int, ceilings: Any, floors: Sequence[Floor]) -> View:
-    """``ceilings``: machine, source, read_bytes_per_second, matmul_flops_per_second; ``floors``: a row each."""
+    """``ceilings``: machine, source, read_bytes_per_second, matmul_flops_per_second; ``floors``: one row each."""
     config, itemsize = work.config, work.dtype.itemsize
     bandwidth, rate = ceilings.read_bytes_per_second, ceilings.matmul_flops_per_second
     options = [
@@ -58,7 +58,7 @@ def _weights(work: DecodeWork) -> list[dict[str, Any]]:
 
 
 def _steps(work: DecodeWork, context: int, bandwidth: float, rate: float) -> list[tuple[str, str, str]]:
-    """From bytes and FLOPs to the floor: what, how it is worked out, and the result."""
+    """From bytes and FLOPs to the floor: the quantity, its formula, and the result."""
     config, floor = work.config, work.floor(context, bandwidth, rate)
     windows = [window for window in config.windows if window is not None]
     limited = f" ({len(windows)} layers see at most {min(windows):,})" if windows else ""

@@ -1,8 +1,8 @@
-"""The matrix: every phase that generates, in every configuration that is its own, on W1, W2 and W3. Introduced in phase
+"""The matrix: every phase that generates, in every configuration of its own, on W1, W2 and W3. Introduced in phase
 4.
 
 A row is a phase with its defaults, or with one setting of :data:`ALTERNATIVES`; a cell has the throughput, with the
-gain over the first row and over the phase before. Invariant: every cell of a column served the same trace.
+gain over the first row and over the previous phase. Invariant: every cell of a column served the same trace.
 """
 
 from collections.abc import Sequence
@@ -47,8 +47,8 @@ def configurations(found: Sequence[Lesson], is_gpu: bool) -> list[tuple[Lesson, 
 def run_matrix(
     setup: Setup, *, phases: Sequence[str] | None = None, size: ServingSize | None = None, max_seconds: float = 20.0
 ) -> Report:
-    """Measure the configurations of phases, by default of the main line, one engine after another; a cell breaks off
-    after ``max_seconds``. The report of chosen phases bears their names. Raises ConfigError, RequestError or
+    """Measure the configurations of phases, by default of the main line, one engine after another; a cell is cut short
+    after ``max_seconds``. The report of selected phases has their names. Raises ConfigError, RequestError or
     ModelFolderError before anything is computed.
     """
     check_positive(max_seconds=max_seconds)
@@ -82,7 +82,7 @@ def run_matrix(
 
 
 def add_gains(results: dict[str, Any]) -> None:
-    """Put into each cell its gain over the first row's, and over that of the last phase before, in its defaults."""
+    """Set each cell's gain over the first row's, and over that of the previous phase with defaults."""
     first, before, default = next(iter(results.values())), None, None
     for result in results.values():
         if not result["settings"]:

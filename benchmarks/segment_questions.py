@@ -12,7 +12,7 @@ PAGES = Path(__file__).parents[1] / "docs"
 
 @dataclass(frozen=True)
 class Question:
-    """A question whose answer is in a page's text ``anchor``."""
+    """A question answered in a page's text ``anchor``."""
 
     page: str
     anchor: str
@@ -20,7 +20,8 @@ class Question:
     answer: str
 
     def piece(self, tokenizer: Any, length: int) -> list[int]:
-        """``length`` tokens of the page around the anchor. Raises ValueError if the page holds it other than once."""
+        """``length`` tokens of the page around the anchor. Raises ValueError if the page does not hold it exactly
+        once."""
         text = (PAGES / self.page).read_text(encoding="utf-8")
         before, found, after = text.partition(self.anchor)
         if not found or self.anchor in after:
@@ -38,13 +39,13 @@ class Question:
         return ids
 
     def is_answered(self, text: str) -> bool:
-        """Whether the first line of a text has the answer as a word."""
+        """Whether the first line of a text contains the answer as a word."""
         words = "".join(letter if letter.isalnum() else " " for letter in short_answer(text).lower()).split()
         return self.answer.lower() in words
 
 
 def short_answer(text: str) -> str:
-    """The first line of an answer, which is what is compared."""
+    """An answer's first line, which is compared."""
     return text.strip().partition("\n")[0].strip()
 
 

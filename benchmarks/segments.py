@@ -1,9 +1,9 @@
-"""What segments buy and cost: time to the first token, distance to concatenation, answers. Introduced in phase 9.1.
+"""The gain and cost of segments: time to the first token, distance to concatenation, answers. Introduced in phase 9.1.
 
-The distance is that of two distributions of the next token, at each token of a text that follows documents: from
-segments, with a fraction recomputed, and computed as one prompt. Answers are short ones to questions of known answers.
-The documents are pages of this repository. Invariant: both engines compute the same ids, in one process, in turns; the
-segments are in the cache before the clock starts.
+The distance is between two distributions of the next token, at each token of a text that follows documents: from
+segments, with a fraction recomputed, and computed as one prompt. Answers are short ones to questions with known
+answers. The documents are pages of this repository. Invariant: both engines compute the same ids, in one process,
+interleaved; the segments are in the cache before the clock starts.
 
     python -m benchmarks.segments --out benchmarks/reports
 """
@@ -28,7 +28,7 @@ from shared.sampling.params import SamplingParams
 ANSWER = SamplingParams(temperature=0.0, max_new_tokens=10)
 BLOCK = 16
 FRACTIONS = (0.0, 0.05, 0.15, 0.3, 0.5, 1.0)
-BLENDED = 0.15  # of the answers: the fraction that CacheBlend recommends
+BLENDED = 0.15  # for the answers: the fraction that CacheBlend recommends
 ANSWER_LENGTH = 128  # tokens of a document
 
 
@@ -47,7 +47,7 @@ class Recorder:
 
 
 def make_engines(setup: Setup, num_tokens: int) -> dict[str, Any]:
-    """Phase 9 without prefix caching, which would find the prompt of the trial before, and phase 9.1."""
+    """Phase 9 without prefix caching, which would find the previous trial's prompt, and phase 9.1."""
     config = setup.config(
         max_seq_len=num_tokens,
         max_batch_size=4,
@@ -62,7 +62,7 @@ def make_engines(setup: Setup, num_tokens: int) -> dict[str, Any]:
 
 
 def documents(tokenizer: Any, count: int, length: int) -> list[list[int]]:
-    """``count`` pieces of ``length`` tokens, from different pages as far as there are enough."""
+    """``count`` pieces of ``length`` tokens, from different pages if there are enough."""
     pages = [tokenizer.encode(page.read_text(encoding="utf-8")) for page in sorted(PAGES.glob("*.md"))]
     pieces = [page[start : start + length] for start in range(0, 8 * length, length) for page in pages]
     return [piece for piece in pieces if len(piece) == length][:count]
@@ -83,7 +83,8 @@ def register(engine: Any, segments: list[list[int]]) -> list[str]:
 
 
 def distance(expected: torch.Tensor, found: torch.Tensor, own: list[int]) -> dict[str, torch.Tensor]:
-    """Of two ``[n, V]`` of log-probabilities after the tokens ``own``: KL, agreement, and the loss of what follows."""
+    """For two ``[n, V]`` of log-probabilities after the tokens ``own``: KL, agreement, and the loss of the following
+    tokens."""
     following = torch.tensor(own[1:])[:, None]
     return {
         "kl": (expected.exp() * (expected - found)).sum(-1),
@@ -104,8 +105,8 @@ def summary(parts: list[dict[str, torch.Tensor]]) -> dict[str, Any]:
 def distances(
     engines: dict[str, Any], pieces: list[list[int]], count: int, half: int, fractions: Sequence[float | None]
 ) -> dict[float | None, dict[str, Any]]:
-    """After ``count`` documents of ``half`` tokens, for each fraction that is recomputed (None: segments as they are):
-    the distance from concatenation, and the seconds that recomputing takes. The text continues the last document.
+    """After ``count`` documents of ``half`` tokens, for each recomputed fraction (None: unchanged segments): the
+    distance from concatenation, and the seconds that recomputing takes. The text continues the last document.
     """
     plain, reusing = engines["09"], engines["09.1"]
     texts: dict[float | None, list[dict[str, torch.Tensor]]] = {fraction: [] for fraction in fractions}
@@ -141,7 +142,8 @@ def answer(engine: Any, prompt: list[int], **more: Any) -> str:
 
 
 def answers(plain: Any, reusing: Any, counts: tuple[int, ...]) -> dict[str, Any]:
-    """For each number of documents: exact matches with concatenation, and correct answers; the fact's place changes."""
+    """For each number of documents: exact matches with concatenation, and correct answers; the fact's position
+    changes."""
     pieces = [question.piece(plain.tokenizer, ANSWER_LENGTH) for question in QUESTIONS]
     fillers = documents(plain.tokenizer, max(counts), ANSWER_LENGTH)
     found: dict[str, Any] = {}

@@ -25,36 +25,37 @@ from shared.models.config import ModelConfig
 
 
 def check_least(**bounds: tuple[float | None, float]) -> None:
-    """Raise ConfigError for an option below its least value; None is an option that was left out."""
+    """Raise ConfigError for an option below its minimum; None is an omitted option."""
     for name, (value, least) in bounds.items():
         if value is not None and not value >= least:
             raise ConfigError(f"{name} is {value}; it must be at least {least}.")
 
 
 def check_positive(**values: float | None) -> None:
-    """Raise ConfigError for an option that is not above 0; None is an option that was left out."""
+    """Raise ConfigError for an option that is not above 0; None is an omitted option."""
     for name, value in values.items():
         if value is not None and not value > 0:
             raise ConfigError(f"{name} is {value}; it must be positive.")
 
 
 def free_memory() -> None:
-    """Return the memory of unreferenced objects to the system, also where the C library keeps it for later."""
+    """Return the memory of unreferenced objects to the system, even if the C library keeps it for later."""
     gc.unfreeze()
     gc.collect()
-    torch.cuda.empty_cache()  # which does nothing where no GPU was used
+    torch.cuda.empty_cache()  # does nothing if no GPU was used
     getattr(ctypes.CDLL(None), "malloc_trim", int)(0)
 
 
 def freeze_memory() -> None:
-    """What exists is not visited by collections until ``free_memory``, as in the server: a visit takes up to 0.1 s."""
+    """Garbage collections skip existing objects until ``free_memory``, as in the server: a full one takes up to 0.1
+    s."""
     gc.collect()
     gc.freeze()
 
 
 @dataclass(frozen=True)
 class Setup:
-    """The model, where it runs, and what makes a run repeatable; ``threads`` are PyTorch's on a CPU, while
+    """The model, where it runs, and what makes a run reproducible; ``threads`` are PyTorch's on a CPU, while
     :meth:`running`. Raises ConfigError or ModelFolderError.
     """
 
@@ -67,7 +68,7 @@ class Setup:
 
     def __post_init__(self) -> None:
         check_least(seed=(self.seed, 0), threads=(self.threads, 1))
-        _ = self.target, self.shape  # each is checked when it is first read
+        _ = self.target, self.shape  # each is checked on first use
 
     @cached_property
     def target(self) -> torch.device:
@@ -87,7 +88,7 @@ class Setup:
 
     @cached_property
     def work(self) -> DecodeWork:
-        """What a decode step must read and compute, in the dtype that the run has."""
+        """What a decode step must read and compute, in the run's dtype."""
         return DecodeWork(self.shape, self.config().torch_dtype or default_dtype(self.shape, self.target))
 
     def config(self, **settings: Any) -> EngineConfig:
@@ -95,7 +96,7 @@ class Setup:
         return EngineConfig(model=str(self.folder), dtype=self.dtype, device=self.device, **settings)
 
     def check_length(self, num_tokens: int, what: str) -> None:
-        """Raise RequestError if the model does not hold a request of ``num_tokens``, which ``what`` names."""
+        """Raise RequestError if the model cannot hold a request of ``num_tokens``, which ``what`` names."""
         limit = self.shape.max_position_embeddings
         if num_tokens > limit:
             raise RequestError(
@@ -104,7 +105,7 @@ class Setup:
             )
 
     def check_memory(self, num_engines: int, hint: str, kv_bytes: int = 0) -> None:
-        """Raise CapacityError if the engines, each with its own weights, do not fit; ``hint``: what to leave out."""
+        """Raise CapacityError if the engines, each with its own weights, do not fit; ``hint``: what to omit."""
         needed = num_engines * self.work.resident_bytes + kv_bytes
         free = torch.cuda.mem_get_info(self.target)[0] if self.is_gpu else psutil.virtual_memory().available
         if needed > free:
@@ -121,7 +122,7 @@ class Setup:
             yield Steps(self.progress, num_steps)
 
     def settings(self, config: EngineConfig) -> dict[str, Any]:
-        """A configuration as a report has it."""
+        """A configuration in the form used in reports."""
         return engine_settings(config, describe_model(self.model)["name"])
 
     def report(
@@ -131,8 +132,8 @@ class Setup:
         flags: Mapping[str, Any],
         results: dict[str, Any],
     ) -> Report:
-        """The report; make it while :meth:`running`, since it says how many threads computed. ``engines`` are
-        configurations, and of what is not ours the settings.
+        """The report; make it while :meth:`running`, since it states how many threads computed. ``engines`` are
+        configurations; for engines that are not ours, their settings.
         """
         settings = {
             key: config if isinstance(config, dict) else self.settings(config) for key, config in engines.items()

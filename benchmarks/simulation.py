@@ -1,7 +1,7 @@
 """Simulated fleets: tables, and the capacity of a replica against the number of replicas. Follows phase 11.
 
-The capacity is the highest rate of requests, in steps of a tenth, at which 99 of 100 first tokens come within
-``LIMIT_MS``. Invariant: each number of replicas and router gets requests of the same kind, so many for each replica.
+The capacity is the highest rate of requests, in steps of a tenth, at which 99 of 100 first tokens arrive within
+``LIMIT_MS``. Invariant: each number of replicas and router gets requests of the same kind, equally many per replica.
 
     python -m benchmarks.simulation --out benchmarks/reports
 """
@@ -46,7 +46,7 @@ LIMITS = EngineLimits(max_batch_size=8, block_size=512)
 
 
 def table(results: Sequence[dict[str, Any]]) -> Table:
-    """A row for each number of replicas and router, as :func:`shared.simulation.results.serve` describes it."""
+    """A row for each number of replicas and router, as described by :func:`shared.simulation.results.serve`."""
 
     def of(name: str, p: str) -> Any:
         return lambda row: row[name][p] if name in row else None
@@ -67,7 +67,7 @@ def table(results: Sequence[dict[str, Any]]) -> Table:
 
 
 def capacity(replicas: int, router: str, times: StepTimes, guess: int) -> tuple[int, dict[str, Any]]:
-    """The place in ``RATES`` of the highest rate that so many replicas keep up with, and what is found at it; the
+    """The index in ``RATES`` of the highest rate that this many replicas keep up with, and the results at it; the
     search begins at ``guess``.
     """
 
@@ -89,7 +89,7 @@ def capacity(replicas: int, router: str, times: StepTimes, guess: int) -> tuple[
             kept = place
         else:
             lost = place
-        if kept < 0 or lost == len(RATES):  # away from the guess, in steps that double, until the rate is between two
+        if kept < 0 or lost == len(RATES):  # away from the guess, in doubling steps, until the rate is bracketed
             place = max(guess - step, 0) if kept < 0 else min(guess + step, len(RATES) - 1)
             step *= 2
         else:
@@ -98,7 +98,7 @@ def capacity(replicas: int, router: str, times: StepTimes, guess: int) -> tuple[
 
 
 def measure_capacity(replicas: Sequence[int] = REPLICAS) -> Report:
-    """Each number of replicas with each router, on step times of our reports."""
+    """Each number of replicas with each router, on step times from our reports."""
     file, *_ = POINTS[0]
     source = Path(__file__).parent / "reports" / f"{file}-llama-3.2-1b-nvidia-h100-80gb-hbm3.json"
     times = StepTimes.of(dict(zip(COUNTS, times_of_reports()[0], strict=True)))

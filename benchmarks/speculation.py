@@ -1,8 +1,8 @@
-"""What speculative decoding buys: at an acceptance that is imposed, and on texts. Introduced in phase 11.
+"""The gain from speculative decoding: at a simulated acceptance rate, and on texts. Introduced in phase 11.
 
-The first runs drafter and verification as they are, and decides by lot which drafts are accepted: the speed depends on
+The first runs drafter and verification unchanged, and decides at random which drafts are accepted: the speed depends on
 how many, and random weights accept none. The second lets the demo model answer, and compares each answer with the plain
-one. Invariant: engines that are compared take turns, in one process, on the same requests.
+engine's. Invariant: compared engines are interleaved in one process, on the same requests.
 """
 
 import dataclasses
@@ -28,7 +28,7 @@ from shared.speculation.ngram import NGramDrafter
 
 CONTEXT = 256  # tokens of a prompt
 GOLDEN = (5**0.5 - 1) / 2
-FILLER = 7  # the id of a draft where the lookup finds none
+FILLER = 7  # a draft's id if the lookup finds none
 CODE = """class Queue:
     def __init__(self, size):
         self.size = size
@@ -59,10 +59,10 @@ RANDOM = "random"
 
 
 class Lot:
-    """Decides by lot which drafts of an engine are accepted, each with probability ``acceptance``.
+    """Decides at random which drafts of an engine are accepted, each with probability ``acceptance``.
 
-    The lots of successive requests are spread evenly (multiples of the golden ratio), so that few steps accept as many
-    drafts as many do.
+    Successive requests' random numbers are spread evenly (multiples of the golden ratio), so that few steps already
+    have the average acceptance of many.
     """
 
     def __init__(self, engine: Any) -> None:
@@ -72,14 +72,14 @@ class Lot:
         engine.scheduler.commit, engine.drafter.propose = self.decide, self.fill
 
     def fill(self, schedule: Any) -> None:
-        """Propose, and fill up what a lookup in random tokens does not find."""
+        """Propose, and fill in the drafts that a lookup in random tokens does not find."""
         self.propose(schedule)
         for request, *_, num_drafts, _, _ in schedule:
             if request.request_id in self.running and isinstance(self.drafter, NGramDrafter):
                 request.draft_ids += [FILLER] * (num_drafts - len(request.draft_ids))
 
     def decide(self, schedule: Any, sampled: Any) -> None:
-        """Commit the drafts that are drawn by lot, and another token after them."""
+        """Commit the randomly accepted drafts, and a further token after them."""
         ids, first = list(sampled.token_ids), 0
         for request, _, _, num_drafts, num_rows, _ in schedule:
             drafts = request.draft_ids[:num_drafts]
@@ -105,20 +105,20 @@ def tokens_per_second(engine: Any, num_requests: int, num_steps: int) -> float:
 
 
 def expected_tokens(acceptance: float, length: int) -> float:
-    """Tokens of a step with ``length`` drafts, each accepted with this probability if those before it are."""
+    """Tokens per step with ``length`` drafts, each accepted with this probability if those before it are."""
     return sum(acceptance**n for n in range(length + 1))
 
 
 def by_formula(costs: DraftCosts, longest: int, acceptance: float, length: int) -> float:
-    """What drafts should buy: the expected tokens of a step, over its cost in plain steps."""
+    """The expected gain from drafts: the expected tokens of a step over its cost in plain steps."""
     plain, short, long, first, more = costs
     verification = short + (long - short) * (length - 1) / max(longest - 1, 1)
     return expected_tokens(acceptance, length) * plain / (verification + first + (length - 1) * more)
 
 
 def make_engines(setup: Setup, flags: dict[str, Any], length: int, **options: Any) -> dict[str, Any]:
-    """Phase 10's engine, and those of the drafters that ``flags`` names: phase 11's by lookup and with a draft model,
-    phase 11.1's with an adapter, or an untrained one.
+    """Phase 10's engine, and those of the drafters in ``flags``: phase 11's by lookup and with a draft model, phase
+    11.1's with an adapter, or an untrained one.
     """
     ours = {"use_speculative_decoding": True, "spec_length": length}
     settings: dict[str, tuple[str, dict[str, Any]]] = {PLAIN: ("10", {})}
@@ -144,7 +144,8 @@ def untrained_adapter(setup: Setup, num_masks: int, num_candidates: int | None) 
 
 
 def report_of(name: str, setup: Setup, engines: dict[str, Any], flags: dict[str, Any], results: Any) -> Report:
-    """The report, in which a draft model and an adapter have names and no folders, and tables of step costs a hash."""
+    """The report, with names instead of folders for a draft model and an adapter, and hashes for tables of step
+    costs."""
     draft, adapter = flags["draft"], flags["adapter"]
     known = {"draft_model": draft and describe_model(draft)["name"], "adapter": adapter and Path(adapter).name}
     shown = {key: setup.settings(engine.config) for key, engine in engines.items()}
@@ -192,7 +193,7 @@ def measure_imposed(
             lots[name].acceptance = acceptance
             engine.scheduler.lengths.is_adaptive, engine.scheduler.lengths.longest = length == 0, length or longest
         engine.scheduler.is_speculating = name in lots
-        num_steps = steps if name == "off" or acceptance else 5 * steps  # useless drafts become few with time
+        num_steps = steps if name == "off" or acceptance else 5 * steps  # useless drafts become rare with time
         return tokens_per_second(engine, size, num_steps)
 
     before = loop_ns()
@@ -227,7 +228,7 @@ def measure_imposed(
 
 
 def imposed_view(report: Report) -> View:
-    """The table, and speed over length for each acceptance."""
+    """The table, and speed over draft length for each acceptance."""
     rows = report.results["rows"]
     columns = [Column("requests", "requests", str), text("drafter", "drafter"), Column("drafts", "length", str)]
     columns += [Column("accepted", "acceptance", percent), Column("tokens/s", "tokens_per_second")]
@@ -273,7 +274,7 @@ def measure_texts(
     max_new_tokens: int = 160,
     trials: int = 3,
 ) -> Report:
-    """Answers of a chat model to four tasks: acceptance, forward passes and time, beside the plain engine."""
+    """Answers of a chat model to four tasks: acceptance, forward passes and time, compared with the plain engine."""
     setup, flags = Setup(target, device), {"length": length, "draft": draft, "adapter": adapter, "lookup": True}
     engines = make_engines(setup, flags, length, max_batch_size=1, max_seq_len=1024)
     rows: list[dict[str, Any]] = []

@@ -1,8 +1,8 @@
-"""Measures the table of step costs of a model on this machine, by which drafts are chosen. Introduced in phase 11.
+"""Measures a model's table of step costs on this machine, which determines draft lengths. Introduced in phase 11.
 
-Steps of made-up requests run through the pool and the runner of an engine. Plain steps are launched one after the
-other, as they run with ``overlap_scheduling``; a step with drafts is waited for. All are measured in turns, and the
-median of each counts. ``infer bench step-costs`` keeps the table where engines find it.
+Steps of synthetic requests run through the pool and the runner of an engine. Plain steps are launched one after the
+other, as they run with ``overlap_scheduling``; steps with drafts are waited for. All are interleaved, and the median of
+each counts. ``infer bench step-costs`` saves the table where engines find it.
 """
 
 import statistics
@@ -37,7 +37,7 @@ STEPS = {"cuda": 4, "cpu": 1}
 def measure(
     model: str, device: str = "cpu", dtype: str | None = None, threads: int | None = None, trials: int = 5
 ) -> tuple[Report, StepCosts]:
-    """The table, and a report with what is derived beside it."""
+    """The table, and a report that compares it with the derived one."""
     setup = Setup(model, device, dtype, threads)
     kind, limit = setup.target.type, setup.shape.max_position_embeddings
     chunks = tuple(size for size in CHUNKS[kind] if size < limit)
@@ -85,9 +85,9 @@ def table_of(found: dict[tuple[str, int], float], of: dict[str, str]) -> StepCos
 def step_seconds(
     engine: Any, *, num_requests: int = 1, num_tokens: int = 1, num_drafts: int = 0, start: int = 0
 ) -> float:
-    """Seconds of a step of made-up requests that have ``start`` tokens in the KV cache, of which nothing stays there.
+    """Seconds of a step of synthetic requests with ``start`` tokens in the KV cache, which is left empty.
 
-    A step with drafts is waited for; any other one is launched while the one before it runs.
+    A step with drafts is waited for; any other is launched while the previous one runs.
     """
     pool, runner, params = engine.pool, engine.runner, SamplingParams(temperature=0.0, max_new_tokens=1)
     requests = [
@@ -118,7 +118,7 @@ def step_seconds(
 
 
 def view(report: Report) -> View:
-    """The table, with what is derived beside it."""
+    """The table, compared with the derived one."""
     table, other = report.results["table"], report.results["derived"]
     columns = [
         Column("new tokens", "tokens", str),

@@ -1,8 +1,8 @@
-"""What a step of the engine takes, against what it computes, and the formula that fits. Follows phase 11.
+"""The time of an engine's step by what it computes, and the formula that fits. Follows phase 11.
 
-Batches of several sizes, with prompts and answers of several lengths, run to their ends. Of each step the time is
-measured and the counts are read from its record. ``infer simulate`` computes with the coefficients.
-Invariant: the engine is warm, and every second batch takes no part in the fit but tells its error.
+Batches of several sizes, with prompts and answers of several lengths, run to their ends. Each step's time is measured,
+and its counts are read from its record. ``infer simulate`` uses the coefficients.
+Invariant: the engine is warm, and every second batch is left out of the fit and gives its error.
 
     python -m benchmarks.step_times --out benchmarks/reports
 """
@@ -63,7 +63,7 @@ POINTS: tuple[tuple[str, str, str | None, list[float]], ...] = (
 def measure(
     model: str = "smollm2-135m", device: str = "cpu", dtype: str | None = None, threads: int = 1, trials: int = 3
 ) -> Report:
-    """Coefficients in seconds, and how far the formula is from steps that took no part in the fit."""
+    """Coefficients in seconds, and how far the formula is from steps left out of the fit."""
     setup = Setup(model, device, dtype, threads)
     factor = GPU_FACTOR if setup.is_gpu else 1
     batches = [(num * factor, length * factor) for num, length in BATCHES]
@@ -101,10 +101,10 @@ def run_batch(
 
 
 class StepCounts:
-    """What steps compute, in the order of ``COUNTS``, from their records, which must come one after the other."""
+    """What steps compute, in the order of ``COUNTS``, from their records, which must be consecutive."""
 
     def __init__(self) -> None:
-        self._lengths: dict[str, int] = {}  # tokens of each request that decodes
+        self._lengths: dict[str, int] = {}  # tokens of each decoding request
 
     def of(self, record: StepRecord) -> list[float]:
         """The counts of the next step; none if it computed nothing."""
@@ -124,7 +124,7 @@ class StepCounts:
 
 
 def fit(steps: Sequence[tuple[list[float], float]]) -> list[float]:
-    """The coefficients, none negative, with the least squares of relative errors. Steps of equal counts count once,
+    """The nonnegative coefficients with the least squares of relative errors. Steps of equal counts count once,
     with their median.
     """
     alike: dict[tuple[float, ...], list[float]] = {}
@@ -133,7 +133,7 @@ def fit(steps: Sequence[tuple[list[float], float]]) -> list[float]:
     measured = np.array([statistics.median(group) for group in alike.values()])
     counts = np.array(list(alike)) / measured[:, None]
     kept = list(range(counts.shape[1]))
-    while True:  # the one that is most below zero is left out, until none is
+    while True:  # the most negative one is dropped, until none is
         found = np.linalg.lstsq(counts[:, kept], np.ones(len(measured)), rcond=None)[0]
         if (found >= 0).all():
             break
@@ -145,8 +145,8 @@ def fit(steps: Sequence[tuple[list[float], float]]) -> list[float]:
 
 
 def times_of_reports() -> tuple[list[float], dict[str, Any]]:
-    """The coefficients of Llama 3.2 1B on an H100, from what reports of this repository say of its steps, and how far
-    the formula is from them.
+    """The coefficients of Llama 3.2 1B on an H100, from this repository's reports on its steps, and how far the formula
+    is from them.
     """
     steps = [
         (counts, 1e-3 * (_read(file, key) - (_read(file, less) if less else 0.0))) for file, key, less, counts in POINTS

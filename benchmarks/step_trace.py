@@ -1,7 +1,7 @@
 """What runs during some decode steps: kernels, copies and launches, from PyTorch's profiler. Introduced in phase 3.1.
 
-Invariant: a kernel is what ran on the GPU and is neither a copy, a fill nor a mark of the profiler; those of a CUDA
-graph count one by one, and its launch as one launch of the host.
+Invariant: a kernel is anything that ran on the GPU except copies, fills and profiler marks; those of a CUDA graph count
+one by one, and its launch as one host launch.
 """
 
 import re
@@ -22,7 +22,7 @@ MARKS = ("ProfilerStep", "Activity Buffer", "Command Buffer", "cudaDeviceSynchro
 
 
 class StepTrace:
-    """The work of decode steps, from the profiler's ``key_averages()``, and ``own_launches`` of our kernels."""
+    """The work of decode steps, from the profiler's ``key_averages()`` and ``own_launches`` of our kernels."""
 
     def __init__(self, averages: Iterable[Any], steps: int, own_launches: int) -> None:
         self.steps, self.own_launches = steps, own_launches
@@ -34,11 +34,11 @@ class StepTrace:
 
     @property
     def kernel_us_per_token(self) -> float | None:
-        """None where there is no GPU."""
+        """None without a GPU."""
         return sum(kernel.self_device_time_total for kernel in self.kernels) / self.steps if self.kernels else None
 
     def figures(self) -> dict[str, float | None]:
-        """Of one token: the kernels' time, and counts; None where there is no GPU."""
+        """For one token: the kernels' time, and counts; None without a GPU."""
         launches = [call for call in self.operations if HOST_LAUNCH.match(call.key)]
         found = {"kernels": self.kernels, "copies": self.copies, "host_launches": launches}
         figures: dict[str, float | None] = {"kernel_us": self.kernel_us_per_token}
@@ -48,7 +48,8 @@ class StepTrace:
         return {f"{name}_per_token": None if value is None else rounded(value) for name, value in figures.items()}
 
     def rows(self) -> list[tuple[str, int, float]]:
-        """Name, calls, microseconds, longest first: of kernels and copies, or without a GPU of PyTorch's operations."""
+        """Name, calls, microseconds, longest first: for kernels and copies, or without a GPU for PyTorch's
+        operations."""
         if self.kernels:
             rows = [(entry.key, entry.count, entry.self_device_time_total) for entry in (*self.kernels, *self.copies)]
         else:
@@ -57,8 +58,8 @@ class StepTrace:
 
 
 class TraceWindow:
-    """Traces the steps of tokens ``first + 1`` to ``first + steps`` of one answer; ``with_host``: the host's operations
-    beside a GPU's kernels too, at more cost to the host.
+    """Traces the steps of tokens ``first + 1`` to ``first + steps`` of one answer; ``with_host``: also the host's
+    operations besides a GPU's kernels, at a higher cost to the host.
     """
 
     def __init__(self, first: int, steps: int, device: torch.device, with_host: bool = False) -> None:
@@ -72,7 +73,7 @@ class TraceWindow:
 
     def trace(self, answer: Answer, prompt_ids: list[int], new_tokens: int) -> StepTrace:
         """Trace an answer; raises ValueError if it ends inside the window."""
-        with profile(activities=self.all_activities):  # its loading falls into no window
+        with profile(activities=self.all_activities):  # loading it falls into no window
             torch.ones(1, device=self.device).add_(1)
             self.finish()
         answer(prompt_ids, new_tokens, self.token)
@@ -81,7 +82,7 @@ class TraceWindow:
         return self.result
 
     def token(self, token_id: int) -> bool:
-        """Count one token; whether the window is still open or to come."""
+        """Count one token; returns whether the window is still open or to come."""
         self.num_tokens += 1
         if self.num_tokens == self.first:
             self.finish()

@@ -1,8 +1,8 @@
-"""What several GPUs buy for one model: engines of 1 and N ranks, beside what the memory would allow.
+"""The gain from several GPUs for one model: engines of 1 and N ranks, compared with what the memory allows.
 
-Introduced in phase 12.1. Each part is a process of its own that writes its figures when they are made, so that one that
-hangs loses no other; ``report`` puts them together. Weights are random and made on the GPUs when they are read, whole
-tensor by whole tensor, so no checkpoint is written, and N ranks have parts of the weights that one rank has.
+Introduced in phase 12.1. Each part is a separate process that writes its figures as soon as it has them, so that a
+hanging one loses no others; ``report`` puts them together. Weights are random and generated on the GPUs when read,
+whole tensor by whole tensor, so no checkpoint is written, and N ranks have shards of one rank's weights.
 
     python -m benchmarks.tensor_parallel engine --shape qwen3-8b --ranks 1 --out DIR
     python -m benchmarks.tensor_parallel engine --shape qwen3-8b --ranks 2 --sums nccl --out DIR
@@ -116,7 +116,7 @@ def make_report(folder: Path, shape: str, num_ranks: int) -> Report:
             engines[key] = figures.pop("settings")
             answer = figures.pop("answer")
             as_one = [a == b for a, b in zip(answer, reference, strict=True)]
-            figures["answer_as_one"] = [*as_one, False].index(False)  # tokens, up to the first that differs
+            figures["answer_as_one"] = [*as_one, False].index(False)  # tokens, up to the first difference
             for case, (count, _) in CASES.items():
                 limit = work.num_bytes(CONTEXT + 80, count) / ranks / rate
                 figures[f"{case}_gain"] = rounded(one[f"{case}_ms"] / figures[f"{case}_ms"])
@@ -166,7 +166,7 @@ def main() -> None:
         return
     measure_engine(given, save)
     sys.stdout.flush()
-    os._exit(0)  # communicators of ranks that have gone may keep a process
+    os._exit(0)  # communicators of ranks that are gone may keep a process alive
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
-"""Timing: answers token by token, calls whose inputs are not in the cache, and what makes either comparable.
+"""Timing: answers token by token, calls whose inputs are not in the cache, and what makes them comparable.
 
-Introduced in phase 3; the calls in phase 3.1. A call's inputs are many sets, called in turn, which together are several
-times the cache; on a GPU all calls are captured in one CUDA graph. Invariant: contenders that are compared get the same
-prompts or sets of inputs and the same threads, and go first equally often.
+Introduced in phase 3; the calls in phase 3.1. A call's inputs are many sets, used in turn, which together are several
+times the cache; on a GPU all calls are captured in one CUDA graph. Invariant: compared contenders get the same prompts
+or inputs and the same threads, and go first equally often.
 """
 
 import statistics
@@ -25,11 +25,11 @@ OnToken = Callable[[int], bool]
 Answer = Callable[[list[int], int, OnToken], int]
 """Answers a prompt with so many tokens, greedily and past any end of sequence; returns how many tokens it computed."""
 
-CACHES_ROTATED = 4  # all sets of inputs together are at least so many times the last cache
+CACHES_ROTATED = 4  # all sets of inputs together are at least this many times the last cache
 MOST_INPUT_SETS = 4096
 """Sets at most, even if together they are less. So many are needed only where a set is some kilobytes, which in a
 decode step too lie in the cache: the kernel before has just written them."""
-DEMO_CACHE_BYTES = 1 << 14  # stands for a CPU's last cache, where the figures show the way and not the machine
+DEMO_CACHE_BYTES = 1 << 14  # a stand-in for a CPU's last cache, where figures only demonstrate the method
 DEMO_TRIALS = 3
 GRAPH_MS = 20
 """Milliseconds of launches that a graph holds, and at least one call of every set: some thousands of calls at most."""
@@ -41,7 +41,7 @@ Name = TypeVar("Name")
 
 @dataclass(frozen=True)
 class Run:
-    """One answer: its tokens, when each came (seconds from the start), and how many tokens were computed for it."""
+    """One answer: its tokens, when each arrived (seconds from the start), and the number of tokens computed for it."""
 
     token_ids: list[int]
     times: list[float]
@@ -54,14 +54,14 @@ class Run:
 
     @property
     def intervals(self) -> list[float]:
-        """Seconds that each token after the first took."""
+        """Seconds taken by each token after the first."""
         return [after - before for before, after in zip(self.times, self.times[1:], strict=False)]
 
 
 def timed(
     answer: Answer, prompt_ids: list[int], new_tokens: int, min_decoded: int = 0, max_seconds: float | None = None
 ) -> Run:
-    """Time every token of an answer, broken off after ``max_seconds`` of decoding and ``min_decoded`` tokens."""
+    """Time every token of an answer, cut short after ``max_seconds`` of decoding and ``min_decoded`` tokens."""
     token_ids, times = [], []
     start = time.perf_counter()
 
@@ -91,13 +91,13 @@ def run(engine: Any, prompt_ids: list[int], new_tokens: int) -> Run:
 
 
 def rotated(items: Sequence[str], turn: int) -> list[str]:
-    """The items, beginning with another one each turn."""
+    """The items, each turn beginning with a different one."""
     start = turn % len(items)
     return [*items[start:], *items[:start]]
 
 
 def in_turns(calls: Mapping[Name, Callable[[], float]], trials: int, warm_ups: int = 0) -> dict[Name, list[float]]:
-    """What each call returns, by trial; the calls take turns, and every second time in reverse."""
+    """What each call returns, by trial; the calls are interleaved, every second time in reverse."""
     found: dict[Name, list[float]] = {name: [] for name in calls}
     for trial in range(-warm_ups, trials):
         for name in calls if trial % 2 else reversed(list(calls)):
@@ -108,7 +108,7 @@ def in_turns(calls: Mapping[Name, Callable[[], float]], trials: int, warm_ups: i
 
 @contextmanager
 def torch_threads(threads: int | None) -> Iterator[None]:
-    """PyTorch computes with so many threads inside the block; None leaves the number as it is."""
+    """PyTorch computes with this many threads inside the block; None leaves the number unchanged."""
     before = torch.get_num_threads()
     torch.set_num_threads(threads or before)
     try:
@@ -118,7 +118,7 @@ def torch_threads(threads: int | None) -> Iterator[None]:
 
 
 class SyntheticPrompts:
-    """Draws ids uniformly from the vocabulary; the same seed gives the same prompts in the same order."""
+    """Samples ids uniformly from the vocabulary; the same seed gives the same prompts in the same order."""
 
     def __init__(self, vocab_size: int, seed: int) -> None:
         self.vocab_size = vocab_size
@@ -149,14 +149,15 @@ def cache_bytes(device: torch.device) -> int:
 
 
 def num_input_sets(set_bytes: int, cache_bytes: int) -> int:
-    """How many sets of inputs of ``set_bytes`` each have to be called in turn: from two to ``MOST_INPUT_SETS``."""
+    """How many sets of inputs of ``set_bytes`` each are used in turn: from two to ``MOST_INPUT_SETS``."""
     return min(MOST_INPUT_SETS, max(2, -(-CACHES_ROTATED * cache_bytes // set_bytes)))
 
 
 def rotated_tensors(
     num_sets: int, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, fill: Callable[[torch.Tensor], Any]
 ) -> list[torch.Tensor]:
-    """One contiguous tensor a set, aligned alike, no two in a cache line; ``fill`` writes all ``[sets, numbers]``."""
+    """One contiguous tensor per set, equally aligned, no two in one cache line; ``fill`` writes all ``[sets,
+    numbers]``."""
     numbers = torch.Size(shape).numel()
     line = ALIGNMENT // dtype.itemsize
     rows = torch.empty(num_sets, -(-numbers // line) * line, dtype=dtype, device=device)[:, :numbers]
@@ -180,7 +181,7 @@ def time_calls(call: Callable[..., Any], input_sets: Sequence[Inputs], *, is_eag
         if device.type == "cuda" and not is_eager:
             from triton.testing import do_bench_cudagraph
 
-            torch.cuda.synchronize(device)  # the inputs were drawn on another stream than the one that is captured
+            torch.cuda.synchronize(device)  # the inputs were generated on another stream than the captured one
             replays = do_bench_cudagraph(all_sets, rep=GRAPH_MS, return_mode="all")
             trials = [milliseconds / 1e3 for milliseconds in replays[1:]]  # the first replay uploads the graph
         else:

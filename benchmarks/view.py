@@ -1,5 +1,5 @@
-"""What a reader sees of a report: tables, notes and panels, described once, printed or written as Markdown, and drawn
-by :mod:`benchmarks.figure`. Introduced in phase 3. Invariant: a view is made of a report's values alone.
+"""A report's presentation: tables, notes and panels, described once, printed or written as Markdown, and drawn by
+:mod:`benchmarks.figure`. Introduced in phase 3. Invariant: a view is made only from a report's values.
 """
 
 import textwrap
@@ -21,7 +21,7 @@ Row = Mapping[str, Any]
 
 
 def number(value: float | None) -> str:
-    """A measurement for reading: three digits where there is a point, none after it from 100 on."""
+    """A measurement for readers: three digits if it has a decimal point, no decimals from 100 on."""
     if value is None:
         return NOTHING
     if abs(value) >= 100:
@@ -35,7 +35,7 @@ def count(value: int | None) -> str:
 
 
 def percent(share: float | None) -> str:
-    """``37 %``, with a decimal where there is only one digit."""
+    """``37 %``, with one decimal if there is only one digit."""
     return NOTHING if share is None else f"{100 * share:.0f} %" if share >= 0.1 else f"{100 * share:.1f} %"
 
 
@@ -45,7 +45,7 @@ def times(ratio: float | None) -> str:
 
 
 def percentiles(values: Mapping[str, float] | None) -> str:
-    """``12.1 / 30.2 / 51.0``, in the order in which they stand."""
+    """``12.1 / 30.2 / 51.0``, in the given order."""
     return " / ".join(map(number, values.values())) if values else NOTHING
 
 
@@ -59,7 +59,7 @@ def quantity(value: float, unit: str) -> str:
 
 
 def duration(seconds: float) -> str:
-    """Seconds in the unit that they fill: ``818.5 µs``, ``2.310 ms``."""
+    """Seconds in a suitable unit: ``818.5 µs``, ``2.310 ms``."""
     size, unit = (1e6, "µs") if seconds < 1e-3 else (1e3, "ms") if seconds < 1 else (1.0, "s")
     return f"{_four_digits(seconds * size)} {unit}"
 
@@ -70,8 +70,8 @@ def _four_digits(value: float) -> str:
 
 @dataclass(frozen=True)
 class Column:
-    """A column: ``value`` is a key of the row, or a function of the row; ``form`` writes what is found there;
-    ``is_bar`` draws it as a bar, which Markdown leaves out.
+    """A column: ``value`` is a key of the row, or a function of the row; ``form`` formats the value; ``is_bar`` draws
+    it as a bar, which Markdown omits.
     """
 
     heading: str
@@ -81,7 +81,7 @@ class Column:
     is_bar: bool = False
 
     def get(self, row: Row) -> Any:
-        """The value of a row; None where the row lacks the key."""
+        """The value of a row; None if the row lacks the key."""
         return self.value(row) if callable(self.value) else row.get(self.value)
 
     def cell(self, row: Row) -> str:
@@ -104,8 +104,8 @@ class Table:
 
 
 def table_of(heading: str, what: str, rows: Mapping[str, Row], **forms: Callable[[Any], str]) -> Table:
-    """Rows by name, under ``what``, with a column for each key of a row that has no list; ``forms`` writes those that
-    are no plain numbers.
+    """Rows by name, under ``what``, with a column for each key of a row that has no list; ``forms`` formats those that
+    are not plain numbers.
     """
     keys = dict.fromkeys(key for row in rows.values() for key, value in row.items() if not isinstance(value, list))
     columns = [text(what, ""), *(Column(key.replace("_", " "), key, forms.get(key, number)) for key in keys)]
@@ -114,7 +114,7 @@ def table_of(heading: str, what: str, rows: Mapping[str, Row], **forms: Callable
 
 @dataclass(frozen=True)
 class Bar:
-    """A horizontal bar: ``text`` is written after its end, ``colour`` is a name of `benchmarks.figure.COLOURS`."""
+    """A horizontal bar: ``text`` is written at its end, ``colour`` is a name in `benchmarks.figure.COLOURS`."""
 
     label: str
     length: float
@@ -124,7 +124,7 @@ class Bar:
 
 @dataclass(frozen=True)
 class Bars:
-    """A panel of bars in groups, downwards; ``limit``: a vertical line at a value, and what it is called."""
+    """A panel of groups of bars, from top to bottom; ``limit``: a vertical line at a value, and its label."""
 
     title: str
     groups: Sequence[tuple[str, Sequence[Bar]]]
@@ -135,7 +135,7 @@ class Bars:
 class Lines:
     """A panel of lines over the same ``x``, each a name and a value for each x, or None; both axes are logarithmic.
 
-    ``curves``: what was expected of each line, dashed and without its points; none, or one for each.
+    ``curves``: the expected line for each line, dashed and without points; none, or one for each.
     """
 
     title: str
@@ -157,7 +157,7 @@ class View:
 
 
 def show(view: View, console: Console) -> None:
-    """Print a view in a terminal."""
+    """Print a view on a terminal."""
     name, _, rest = view.title.partition(": ")
     console.print(Text.assemble((name, "bold"), f" · {rest}" if rest else ""))
     for line in view.subtitles:

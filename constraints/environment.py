@@ -24,6 +24,8 @@ CONSTRAINTS = ROOT / "constraints" / "constraints.txt"
 REQUIREMENTS = (ROOT / "pyproject.toml", CONSTRAINTS)
 OLDEST_PYTHON = (3, 11)
 TRITON = "triton==3.6.0"  # beside PyTorch's CPU build, which brings none; for macOS there is none
+TORCH_CPU_INDEX = "https://download.pytorch.org/whl/cpu"  # where PyTorch keeps that build, gigabytes smaller
+NVIDIA_FILES = ("/proc/driver/nvidia/version", "/dev/nvidiactl", "/usr/lib/wsl/lib/nvidia-smi")
 
 SCRIPT = """\
 #!/bin/sh
@@ -84,8 +86,12 @@ class Environment:
         subprocess.run([sys.executable, "-m", "venv", *options, str(self.place)], check=True)
 
     def install(self, pip_options: list[str]) -> None:
-        """Install the requirements, and on Linux a Triton where PyTorch brought none."""
+        """Install the requirements: PyTorch's CPU build where that is enough, and a Triton where it brought none."""
         pip = [str(self.python), "-m", "pip", "install", "--disable-pip-version-check", *pip_options]
+        if cpu_build := cpu_torch():
+            offered = ["--no-deps", "--retries", "1", "--extra-index-url", TORCH_CPU_INDEX, cpu_build]
+            if subprocess.run([*pip, *offered], stderr=subprocess.DEVNULL, check=False).returncode:
+                print(f"no package index offers {cpu_build}; taking the default build, which is larger", flush=True)
         subprocess.run([*pip, "--constraint", str(CONSTRAINTS), *requirements()], check=True)
         look = [str(self.python), "-c", "import triton"]
         if sys.platform == "linux" and subprocess.run(look, stderr=subprocess.DEVNULL, check=False).returncode:
@@ -115,6 +121,18 @@ def requirements() -> list[str]:
     ]
     needs = [need for each in lists for need in each]
     return [need for need in needs if not need.startswith(project["name"])]  # an extra may name another one
+
+
+def cpu_torch() -> str | None:
+    """PyTorch's CPU build in the pinned version, or None: where there is a GPU, or where ``TORCH_BUILD`` says cuda."""
+    build = os.environ.get("TORCH_BUILD", "")
+    if build not in ("", "cpu", "cuda"):
+        sys.exit(f"error: TORCH_BUILD is {build!r}; it can be cpu or cuda, or absent, which looks for an NVIDIA GPU.")
+    pinned = re.search(r"^torch==(\S+)$", CONSTRAINTS.read_text(encoding="utf-8"), re.MULTILINE)
+    if pinned is None or sys.platform != "linux" or build == "cuda":
+        return None
+    has_gpu = any(map(os.path.exists, NVIDIA_FILES))
+    return None if has_gpu and not build else f"torch=={pinned[1]}+cpu"
 
 
 def check_python() -> None:

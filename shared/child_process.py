@@ -1,7 +1,7 @@
-"""A process of the course that imports no more than it needs, and is given its end of a pipe. Introduced in phase 12.1.
+"""A process of the course that imports only what it needs and inherits its end of a pipe. Introduced in phase 12.1.
 
-It is not a process of ``multiprocessing``: its daemons, as the server's engine is, may start none, and a process that
-``spawn`` starts imports the main module of its parent, and so PyTorch.
+It is not a ``multiprocessing`` process: a daemon, such as the server's engine, may not start one, and ``spawn`` imports
+the parent's main module, and so PyTorch.
 """
 
 import os

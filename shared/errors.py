@@ -34,7 +34,7 @@ class SegmentInUseError(RequestError):
 
 
 class CapacityError(InferError):
-    """The KV cache has no room for the requested tokens."""
+    """The KV cache cannot hold the requested tokens."""
 
 
 class QueueFullError(InferError):

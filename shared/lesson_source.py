@@ -1,8 +1,8 @@
-"""The source of phases: their diffs, the modules they add, the methods of their engines. Introduced in phase 1b.
+"""The source code of phases: their diffs, the modules they add, the methods of their engines. Introduced in phase 1b.
 
 The diff of two phase folders is the lesson, and adjacent phases share identical code. The command line, the chapter
-checker and the course's site read both here. Invariant: sources are read and never imported, so no phase is loaded for
-its text.
+checker and the course's site read both from here. Invariant: sources are read and never imported, so no phase is loaded
+for its text.
 """
 
 import ast
@@ -19,7 +19,7 @@ ENGINE = "engine.py"
 
 
 def phase_pair(older: str, newer: str) -> tuple[Lesson, Lesson]:
-    """Two phases by their numbers; raises ConfigError if one does not exist or the second does not come after."""
+    """Two phases by number; raises ConfigError if one does not exist or the second does not follow the first."""
     before, after = find_lesson(older), find_lesson(newer)
     numbers = [lesson.number for lesson in lessons()]
     if numbers.index(before.number) >= numbers.index(after.number):
@@ -31,7 +31,7 @@ def phase_pair(older: str, newer: str) -> tuple[Lesson, Lesson]:
 
 
 def diff_lines(older: Lesson, newer: Lesson, *, with_tests: bool = False) -> Iterator[str]:
-    """The lines of a unified diff of the two folders, then of the parts of the engine that are replaced."""
+    """The lines of a unified diff of the two folders, then of the engine's replaced parts."""
     names = {path.name for lesson in (older, newer) for path in lesson.folder.iterdir() if path.suffix in SUFFIXES}
     chosen = (name for name in names if with_tests or not name.startswith("test_"))
     for name in sorted(chosen, key=lambda name: (name != ENGINE, name.startswith("test_"), name)):
@@ -41,7 +41,7 @@ def diff_lines(older: Lesson, newer: Lesson, *, with_tests: bool = False) -> Ite
 
 
 def replaced_parts(older: Lesson, newer: Lesson) -> list[tuple[str, str]]:
-    """The shared modules of the older engine in place of which the newer one has others, each with the other one."""
+    """The older engine's shared modules that the newer one replaces, each with its replacement."""
     known, replaced = _way_to(older), dict[str, str]()
     for old, new in (pair for lesson in _way_to(newer) if lesson not in known for pair in lesson.replaces):
         first = next((name for name, latest in replaced.items() if latest == old), old)
@@ -106,7 +106,7 @@ def module_file(module: str) -> Path:
 
 
 def _unified_diff(old: Path, new: Path) -> Iterator[str]:
-    """Labelled by the paths from ``phases`` or ``shared`` on, else by their last three parts."""
+    """Labelled by the paths from ``phases`` or ``shared`` on, otherwise by their last three parts."""
     yield from difflib.unified_diff(_lines(old), _lines(new), _label(old), _label(new), lineterm="")
 
 

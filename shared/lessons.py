@@ -1,7 +1,7 @@
 """The phases of the course, from their ``lesson.toml`` files. Introduced in phase 1b.
 
-A phase's number is its folder's name without ``phase_``, points for underscores: ``phase_03_1`` is 03.1. Invariant: all
-facts about a phase (in tables, diffs, the ladder, documentation) are read from here.
+A phase's number is its folder's name without ``phase_``, with dots for underscores: ``phase_03_1`` is 03.1. Invariant:
+all facts about a phase (in tables, diffs, the ladder, documentation) are read from here.
 """
 
 import dataclasses
@@ -29,24 +29,22 @@ class ExerciseEntry:
     number: str
     minutes: int
     tests: tuple[str, ...]
-    processor_seconds: float = 5.0  # that a part of one test may take, at least ten times what right code takes
+    processor_seconds: float = 5.0  # limit for a part of one test, at least ten times what correct code takes
     evening: int | None = None
 
 
 @dataclass(frozen=True)
 class Lesson:
-    """One phase: ``bought`` says in a sentence what its idea gains, and where; ``adds`` are its new shared modules,
-    ``beside`` others of it that its engine does not load, with an exercise; ``changes`` the methods of Engine that
-    differ, ``removes`` the methods it drops; ``replaces`` are pairs of shared modules, of which its engine has the
-    second in place of the first; ``whole`` is a test of the whole engine, by its node id. A side track branches off its
-    ``previous`` phase, and no phase follows it.
+    """One phase: ``adds`` are its new shared modules, ``beside`` further ones with an exercise that its engine does
+    not load; ``changes`` the methods of Engine that differ, ``removes`` the methods it drops; ``replaces`` are pairs of
+    shared modules, the second replaces the first in its engine; ``whole`` is a test of the whole engine, by its
+    node id. A side track branches off its ``previous`` phase, and no phase follows it.
     """
 
     number: str
     folder: Path
     title: str
     question: str
-    bought: str
     previous: str | None
     adds: tuple[str, ...]
     changes: tuple[str, ...]
@@ -81,7 +79,7 @@ class Lesson:
         """The phase's engine with the KV cache of ``num_regions`` requests of ``config.max_seq_len`` tokens.
 
         The memory is that many regions or, from phase 6 on, as many bytes in blocks, for up to ``max_batch_size``
-        requests. A phase of one request at a time has its one region.
+        requests. A phase that runs one request at a time has one region.
         """
         supported = self.load("engine").SUPPORTED
         if "num_gpu_blocks" in supported:
@@ -124,7 +122,7 @@ def newest_lesson() -> Lesson:
 
 
 def lesson_of(settings: Mapping[str, Any]) -> Lesson:
-    """The phase that runs an engine's settings: the side track of one that is changed, else the newest."""
+    """The phase that runs given settings: the side track that one of them belongs to, else the newest."""
     for field in dataclasses.fields(EngineConfig):
         phase = field.metadata["phase"]
         if phase in SIDE_TRACKS and settings.get(field.name, field.default) != field.default:
@@ -139,7 +137,6 @@ def _read(folder: Path) -> Lesson:
         folder=folder,
         title=values["title"],
         question=values["question"],
-        bought=values["bought"],
         previous=values.get("previous"),
         adds=tuple(values["adds"]),
         changes=tuple(values["changes"]),

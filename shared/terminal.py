@@ -80,7 +80,8 @@ def printable(text: str) -> str:
 
 
 def stdout_console() -> "Console":
-    """A console for tables and coloured text; plain and at least PLAIN_WIDTH wide if standard output is no terminal."""
+    """A console for tables and coloured text; plain and at least PLAIN_WIDTH wide if standard output is not a
+    terminal."""
     from rich.console import Console
 
     console = Console(highlight=False, emoji=False)
@@ -107,7 +108,7 @@ def working(what: str) -> Iterator[None]:
 
 @contextmanager
 def byte_progress() -> Iterator["Progress"]:
-    """Report the progress of a download on standard error: bars on a terminal, else one line for each stage."""
+    """Report the progress of a download on standard error: bars on a terminal, otherwise one line per stage."""
     if sys.stderr.isatty():
         from shared.checkpoints.progress import progress_bar
 
@@ -125,9 +126,9 @@ def byte_progress() -> Iterator["Progress"]:
 
 
 def fetch_if_known(model: str, *, asks: bool = True) -> None:
-    """Fetch a model of the project's own list, with a progress bar, unless it is in the cache; ignore any other.
+    """Fetch a model from the project's own list, with a progress bar, unless it is in the cache; ignore any other.
 
-    At a terminal it asks before the download, and raises `ModelFolderError` if the answer is no.
+    At a terminal it asks before downloading, and raises `ModelFolderError` if the answer is no.
     """
     if Path(model).expanduser().is_dir():
         return
@@ -150,7 +151,7 @@ def examples(*commands: str) -> str:
 
 
 def _leave_pipe() -> NoReturn:
-    """Exit after the reader of standard output closed it; Python's flush at exit then writes to the null device."""
+    """Exit after the reader of standard output has closed it; Python's flush at exit then writes to the null device."""
     sink = os.open(os.devnull, os.O_WRONLY)
     os.dup2(sink, sys.stdout.fileno())
     raise typer.Exit(EXIT_BROKEN_PIPE)

@@ -1,8 +1,8 @@
-"""One thing that is measured: inputs, our calls, and others that do the same. Introduced in phase 3.1.
+"""One measured case: inputs, our calls, and others that do the same. Introduced in phase 3.1.
 
-Invariants: a call is compared, at the sizes and on the GPU that are measured, before it is timed; the reference is the
-op in fp32 on the same inputs; ``num_bytes`` counts what any implementation must move, each input read once and each
-result written once.
+Invariants: a call's result is checked, at the measured sizes and on the measured GPU, before it is timed; the reference
+is the op in fp32 on the same inputs; ``num_bytes`` counts what any implementation must move, each input read once and
+each result written once.
 """
 
 import functools
@@ -28,7 +28,7 @@ Call = Callable[..., Any]
 
 @dataclass(frozen=True)
 class Drawn:
-    """An input that every set has of its own, by default normal numbers; dtype None is the case's."""
+    """An input of which every set has its own, by default normal numbers; dtype None is the case's."""
 
     shape: tuple[int, ...]
     fill: Callable[[torch.Tensor], Any] = torch.Tensor.normal_
@@ -37,8 +37,8 @@ class Drawn:
 
 @dataclass(frozen=True)
 class Peer:
-    """Another implementation: ``make`` gives its call, or raises; ``op`` is what its results are compared with, None
-    for the case's op in the case's dtype.
+    """Another implementation: ``make`` gives its call, or raises; ``op`` gives the expected results, None for the
+    case's op in the case's dtype.
     """
 
     make: Callable[[], Call]
@@ -47,8 +47,8 @@ class Peer:
 
 @dataclass(frozen=True)
 class Case:
-    """What is called at one size, each with the same inputs and results as ``op``; ``size`` is what the report files it
-    under; ``ours`` has our calls by name, first the one that an engine makes.
+    """The calls at one size, each with the same inputs and results as ``op``; ``size`` is the report's key; ``ours``
+    has our calls by name, first the one that an engine uses.
     """
 
     kernel: str
@@ -61,7 +61,7 @@ class Case:
     drawn: tuple[Drawn | None, ...]
     dtype: torch.dtype
     peers: Mapping[str, Peer] = field(default_factory=dict)
-    details: Mapping[str, dict[str, Any]] = field(default_factory=dict)  # what else the report says of ``ours``
+    details: Mapping[str, dict[str, Any]] = field(default_factory=dict)  # further entries of the report for ``ours``
 
     @property
     def set_bytes(self) -> int:
@@ -81,7 +81,7 @@ class Case:
 def measure_cases(
     cases: Sequence[Case], peers: Sequence[str], device: str, seed: int, progress: Progress | None
 ) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """The ceilings, and a row for each case, measured after another over inputs that are drawn with ``seed``."""
+    """The ceilings, and a row for each case, measured one after another on inputs generated with ``seed``."""
     where = device_of(device)
     ceilings = measure_ceilings(device)
     steps, rows = Steps(progress, len(cases)), []
@@ -102,7 +102,7 @@ def report_of(
 
 
 def measure_case(case: Case, device: torch.device, ceilings: Ceilings, peers: Sequence[str]) -> dict[str, Any]:
-    """The case's part of a report: ours and the peers asked for, checked and timed over the same inputs."""
+    """The case's part of a report: ours and the requested peers, checked and timed over the same inputs."""
     sets = case.draw(num_input_sets(case.set_bytes, cache_bytes(device)), device)
     floor = case.num_bytes / ceilings.bytes_per_second(case.ceiling)
     reference = functools.cache(lambda op: results_of(op, tuple(map(widened, sets[0]))))
@@ -124,7 +124,7 @@ def measure_case(case: Case, device: torch.device, ceilings: Ceilings, peers: Se
     for name in peers:
         try:
             row = measured(case.peers[name].make(), case.peers[name].op) | {"missing": None}
-        except Exception as error:  # what others cannot do is a finding, not a failure
+        except Exception as error:  # what others cannot do is a result, not a failure
             said = next((line for line in str(error).splitlines() if line.strip()), "no message")
             row = {"error": None, "time_us": None, "missing": f"{type(error).__name__}: {said.strip()[:200]}"}
         others[name] = row | {"ours_over_peer": ratio(own_us, row["time_us"])}
@@ -162,17 +162,17 @@ def widened(value: Any) -> Any:
 
 
 def is_gpu(device: str) -> bool:
-    """Whether real shapes are measured; without a GPU tiny ones stand in."""
+    """Whether real shapes are measured; without a GPU tiny ones are used."""
     return torch.device(device).type == "cuda"
 
 
 def dtype_of(device: torch.device) -> torch.dtype:
-    """What decode computes in there: bf16 on a GPU, fp32 on a CPU."""
+    """The dtype of decoding there: bf16 on a GPU, fp32 on a CPU."""
     return torch.bfloat16 if device.type == "cuda" else torch.float32
 
 
 def check_options(seed: int, **options: tuple[Sequence[str], Collection[str]]) -> None:
-    """Raise ConfigError for a value of an option that is not one of those known, and under Triton's interpreter."""
+    """Raise ConfigError for an unknown value of an option, and under Triton's interpreter."""
     check_least(seed=(seed, 0))
     for option, (given, known) in options.items():
         for name in given:

@@ -1,6 +1,6 @@
 """The kernels of a fused block as a decode step calls them, beside the same work in eager PyTorch.
 
-Introduced in phase 3.1. Sizes, norms and epilogues are read off the model's own fused block, made on the meta device.
+Introduced in phase 3.1. Sizes, norms and epilogues are taken from the model's own fused block, made on the meta device.
 Invariant: that of :mod:`benchmarks.kernels.case`.
 """
 
@@ -39,7 +39,7 @@ LOGIT_SCALE = 3.0
 
 @dataclass(frozen=True)
 class NormOf:
-    """A norm as the launchers take it."""
+    """A norm in the form that the launchers take."""
 
     weight: torch.Tensor
     eps: float
@@ -61,7 +61,7 @@ class ModelShapes:
         self.intermediate_size = block.mlp.down_proj.weight.shape[1]
 
     def fill_norm(self, weights: torch.Tensor) -> None:
-        """What the weights of a norm are drawn from: near the one that leaves a number as it is."""
+        """The numbers that a norm's weights are generated around: the one that leaves a number unchanged."""
         weights.normal_(1.0 - self.offset, 0.1)
 
     def case(self, name: str, size: int, shape: str, moved: Moved, ours: Call, op: Call, *drawn: Drawn | None) -> Case:
@@ -71,7 +71,8 @@ class ModelShapes:
 
 
 def compiled(op: Call) -> Call:
-    """``torch.compile`` of an op for these shapes, alone: compiled for too many, a function falls back to eager."""
+    """``torch.compile`` of an op for these shapes, separately: a function compiled for too many shapes falls back to
+    eager."""
     torch.compiler.reset()
     return torch.compile(op, dynamic=False)
 
@@ -155,7 +156,7 @@ def norm_cases(shapes: ModelShapes, rows: int) -> list[Case]:
 
 
 def kv_write_case(shapes: ModelShapes, rows: int, device: torch.device) -> Case:
-    """Norm, rotate and store ``rows`` tokens of one QKV result. Each set has a memory that they fill."""
+    """Norm, rotate and store ``rows`` tokens of one QKV result. Each set has its own memory, which they fill."""
     attention = shapes.block.attention
     D, heads = attention.head_dim, [size // attention.head_dim for size in attention.qkv.sizes]
     Hq, Hkv, _ = heads
@@ -220,7 +221,7 @@ def attention_case(shapes: ModelShapes, context: int, window: int | None, device
 
 
 def sampler_cases(shapes: ModelShapes, rows: int, device: torch.device) -> list[Case]:
-    """A greedy batch, and one that draws with temperature, top-k and top-p."""
+    """A greedy batch, and one that samples with temperature, top-k and top-p."""
     V = shapes.vocab_size
 
     def case(kernel: str, described: str, params: SamplingParams) -> Case:

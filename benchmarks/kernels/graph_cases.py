@@ -1,4 +1,4 @@
-"""Mistakes that make captured decode attention slow, each beside the kernel without it. Introduced in phase 9.
+"""Mistakes that make captured decode attention slow, each compared with the kernel without it. Introduced in phase 9.
 
 Each replaces a line of the planned kernel or its loop, or its tiling. Invariant as in :mod:`benchmarks.kernels.case`.
 """
@@ -29,9 +29,9 @@ LENGTHS = {  # a name begins with the mistake; sequences of length 0 are padding
 DEMO_LENGTHS = {"widest-4x64": [64, 16, 16, 32], "tuned-2x64": [64, 64], "padded-3-of-4": [64, 16, 64, 0]}
 SHAPES = [AttentionShape(name, LLAMA, tuple(lengths)) for name, lengths in LENGTHS.items()]
 DEMO_SHAPES = [AttentionShape(name, DEMO, tuple(lengths)) for name, lengths in DEMO_LENGTHS.items()]
-WIDEST_TABLE = "tl.range(start, end, TILE)", "tl.range(start, start + 8192, TILE)"  # room for 8,192 tokens
+WIDEST_TABLE = "tl.range(start, end, TILE)", "tl.range(start, start + 8192, TILE)"  # capacity for 8,192 tokens
 ALL_COMPUTE = "is_item = item < tl.load(num_items)", "is_item = item < tl.num_programs(1)"
-CANDIDATES = (32, 64, 128), (2, 4, 8), (2, 3, 4)  # of tuning: keys per tile, warps, loads in flight
+CANDIDATES = (32, 64, 128), (2, 4, 8), (2, 3, 4)  # for tuning: keys per tile, warps, loads in flight
 
 
 def mistaken(right: str, wrong: str) -> Call:

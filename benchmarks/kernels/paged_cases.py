@@ -1,8 +1,8 @@
 """Decode attention over a paged KV cache at real shapes, by our kernels and by others. Introduced in phase 6.1.
 
-Blocks lie in random order. FlashInfer (arXiv 2501.01005) reads blocks as we do; PyTorch's attention is timed with the
-blocks gathered first, and over keys that lie in one piece. Invariant: that of :mod:`benchmarks.kernels.case`; block
-tables, plans and partial states are no bytes that must move.
+Blocks are in random order. FlashInfer (arXiv 2501.01005) reads blocks as we do; PyTorch's attention is timed with the
+blocks gathered first, and over contiguous keys. Invariant: that of :mod:`benchmarks.kernels.case`; block tables, plans
+and partial states do not count as bytes that must move.
 """
 
 from collections.abc import Callable, Mapping
@@ -36,7 +36,7 @@ class AttentionShape:
     """A decode step's attention in one layer."""
 
     name: str
-    heads: tuple[int, int, int]  # of queries, of keys, and their size
+    heads: tuple[int, int, int]  # of queries, of keys, and the head size
     lengths: tuple[int, ...]
 
     @property
@@ -69,7 +69,7 @@ DEMO_SHAPES = (
 
 
 class PagedSequences:
-    """The index arrays of a shape: blocks in random order; without a seed one after the other."""
+    """The index arrays of a shape: blocks in random order; without a seed in order."""
 
     def __init__(self, shape: AttentionShape, device: torch.device, seed: int | None) -> None:
         counts = -(-np.array(shape.lengths) // BLOCK_SIZE)
@@ -77,11 +77,14 @@ class PagedSequences:
         if seed is not None:
             np.random.default_rng(seed).shuffle(order)
         starts = counts.cumsum() - counts
-        self.shape, self.num_used = shape, int(np.count_nonzero(shape.lengths))  # those of length 0, at the end, pad
+        self.shape, self.num_used = (
+            shape,
+            int(np.count_nonzero(shape.lengths)),
+        )  # those of length 0, at the end, are padding
         self.tables = torch.from_numpy(order).to(device)
         self.table_starts = torch.from_numpy(starts.astype(np.int32)).to(device)
         self.lengths = torch.tensor(shape.lengths, dtype=torch.int32, device=device)
-        self.arrays = self.tables, self.table_starts, self.lengths  # as the launchers take them
+        self.arrays = self.tables, self.table_starts, self.lengths  # in the form that the launchers take
         self.rows = [order[start : start + count].tolist() for start, count in zip(starts, counts, strict=True)]
 
     def attend(self, q: Any, keys: Any, values: Any) -> torch.Tensor:
@@ -94,8 +97,8 @@ class PagedSequences:
 def planned_call(
     sequences: PagedSequences, tiling: DecodeTiling, *, is_split: bool = True, decode: Call | None = None
 ) -> tuple[Call, dict[str, Any]]:
-    """The planned kernel, or one called as it is, under this tiling, and its settings; unsplit: one program a sequence
-    and key head. The plan has no items for sequences of length 0, which pad a captured batch.
+    """The planned kernel, or one with the same signature, with this tiling, and its settings; unsplit: one program per
+    sequence and key head. The plan has no items for sequences of length 0, which pad a captured batch.
     """
     shape, device = sequences.shape, sequences.lengths.device
     grid = tiling.grid(shape.heads[1], device)
@@ -115,7 +118,7 @@ def planned_call(
 
 
 def variant_calls(sequences: PagedSequences, dtype: torch.dtype) -> dict[str, tuple[Call, dict[str, Any]]]:
-    """Our kernels: as an engine calls it; with the other way to merge; without splits; phase 6's."""
+    """Our kernels: as an engine calls it; with the other kind of merge; without splits; phase 6's."""
     shape = sequences.shape
     tiling = decode_tiling(shape.num_sequences, *shape.heads[1:], dtype.itemsize)
     merged = "merge_launch" if tiling.is_arrival else "merge_arrival"
@@ -156,8 +159,8 @@ Maker = Callable[[PagedSequences], Call]
 
 
 def paged_peers(sequences: PagedSequences, dtype: torch.dtype) -> dict[str, Peer]:
-    """``PEERS`` over these sequences; making a call raises ConfigError where it cannot be had, with the reason."""
-    in_order = PagedSequences(sequences.shape, sequences.lengths.device, None).attend  # a pool taken for one piece
+    """``PEERS`` over these sequences; making a call raises ConfigError with the reason if it is unavailable."""
+    in_order = PagedSequences(sequences.shape, sequences.lengths.device, None).attend  # a pool treated as one piece
     found = {name: Peer(partial(_flashinfer, sequences, dtype, name), sequences.attend) for name in FLASHINFER}
     for name, library in (("sdpa", _sdpa), ("flex", _flex)):
         found[f"{name}_gathered"] = Peer(partial(_pytorch, sequences, library, _gathered), sequences.attend)
@@ -188,7 +191,7 @@ def _flashinfer(sequences: PagedSequences, dtype: torch.dtype, name: str) -> Cal
 
 
 def _pytorch(sequences: PagedSequences, library: Maker, memory: Maker) -> Call:
-    """``library``'s attention over what ``memory`` makes of a pool: keys or values ``[B, S, Hkv, D]``."""
+    """``library``'s attention over ``memory``'s copy of a pool: keys or values ``[B, S, Hkv, D]``."""
     dense, attend = memory(sequences), library(sequences)
 
     def call(q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
@@ -206,7 +209,8 @@ def _gathered(sequences: PagedSequences) -> Call:
 
 
 def _contiguous(sequences: PagedSequences) -> Call:
-    """The pool taken for one contiguous cache: other numbers for a sequence than its blocks hold, as many of them."""
+    """The pool treated as one contiguous cache: a sequence reads other numbers than its blocks hold, but equally
+    many."""
     lengths = sequences.shape.lengths
     if len(set(lengths)) > 1 or lengths[0] % BLOCK_SIZE:
         raise ConfigError("Sequences of different lengths do not lie in one piece without padding.")

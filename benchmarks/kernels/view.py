@@ -1,4 +1,4 @@
-"""Either kernel benchmark as a reader sees it. Introduced in phase 3.1."""
+"""Both kernel benchmarks, formatted for a reader. Introduced in phase 3.1."""
 
 from collections.abc import Iterator, Sequence
 
@@ -10,7 +10,7 @@ FIGURES = (Column("µs", "time_us"), Column("GB/s", "gb_per_second"), Column("of
 
 
 def view(report: Report) -> View:
-    """Of a report of `measure_kernels` or `measure_attention`."""
+    """For a report of `measure_kernels` or `measure_attention`."""
     flags, ceilings = report.flags, report.results["ceilings"]
     calls = list(calls_of(report))
     reached = f"read {number(ceilings['read_gb_per_second'])} GB/s, copy {number(ceilings['copy_gb_per_second'])} GB/s"
@@ -37,7 +37,7 @@ def view(report: Report) -> View:
 
 
 def calls_of(report: Report) -> Iterator[Row]:
-    """A row for each call that was timed, ours before the peers, with what is said of its case."""
+    """A row for each call that was timed, ours before the peers, with the notes on its case."""
     for kernel, sizes in report.results.get("kernels", {}).items():
         for size, row in sizes.items():
             described = row | {"case": f"{kernel} {size}"}
@@ -55,7 +55,7 @@ def calls_of(report: Report) -> Iterator[Row]:
 
 
 def errors(report: Report) -> list[str]:
-    """A line for each result of ours that was wrong."""
+    """A line for each of our wrong results."""
     wrong = (call for call in calls_of(report) if call["is_ours"] and call["error"])
     return [f"wrong: {call['case']} {call['call']}: {call['error']}" for call in wrong]
 

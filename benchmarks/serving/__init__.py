@@ -1,1 +1,1 @@
-"""The serving benchmark: who serves, how requests come, the experiments, and what is counted."""
+"""The serving benchmark: contenders, arrivals, the experiments, and what is counted."""

@@ -1,6 +1,5 @@
-"""Who serves in the serving benchmarks: one table of engines with their settings. Introduced in phase 4. Invariant:
-each is warmed up when it is loaded, at every size of batch that it can have on a GPU, so that no trace pays for
-compilation.
+"""The contenders of the serving benchmarks: one table of engines with their settings. Introduced in phase 4. Invariant:
+each is warmed up on loading, at every size of batch that it can have on a GPU, so that no trace pays for compilation.
 """
 
 from collections.abc import Mapping, Sequence
@@ -56,7 +55,7 @@ class Contender:
 
 
 def has_continuous(lesson: Lesson) -> bool:
-    """Whether a phase knows continuous batching."""
+    """Whether a phase has continuous batching."""
     return "batching_mode=continuous" in getattr(lesson.load("engine"), "SUPPORTED", ())
 
 
@@ -114,9 +113,7 @@ class Server:
         freeze_memory()
 
     def measure(self, trace: Trace, max_seconds: float | None = None) -> dict[str, Any]:
-        """Serve a trace, with nothing of an earlier one cached: what the run says, the tokens that were computed,
-        and the bytes of the KV cache.
-        """
+        """Serve a trace with an empty cache: the run's results, the computed tokens, and the bytes of the KV cache."""
         if self.pool is not None:
             self.pool.drop_cached()
         before = self.engine.stats()["tokens computed"]
@@ -127,8 +124,8 @@ class Server:
 
 
 class Servers:
-    """Loads contenders on demand and keeps them; those with the same engine and settings are one. ``configs`` are those
-    of all it ever loaded, by name and batch size.
+    """Loads contenders on demand and keeps them; those with the same engine and settings are one. ``configs`` holds
+    those of every contender loaded so far, by name and batch size.
     """
 
     def __init__(self, base: EngineConfig) -> None:
@@ -138,7 +135,7 @@ class Servers:
 
     def get(self, contender: Contender, max_batch_size: int, max_seq_len: int) -> Server:
         """A contender's server, with the batch size if it serves many; its own settings take precedence."""
-        # A phase of one request at a time knows no setting of a queue.
+        # A phase of one request at a time has no queue settings.
         options = {"max_batch_size": max_batch_size} if contender.serves_many else {"max_waiting_requests": 1024}
         config = EngineConfig(**{**vars(self.base), **options, "max_seq_len": max_seq_len, **contender.settings})
         key = contender.engine, config
@@ -149,7 +146,7 @@ class Servers:
         return self.made[key]
 
     def drop(self) -> None:
-        """Free all that is loaded."""
+        """Free everything that is loaded."""
         for server in self.made.values():
             getattr(server.engine, "close", lambda: None)()
         self.made.clear()

@@ -1,6 +1,6 @@
-"""Replicas that note their steps, for the check of the simulator. Follows phase 11.
+"""Replicas that record their steps, to check the simulator. Follows phase 11.
 
-Invariant: Ray and all that it started are gone when the block ends.
+Invariant: Ray and everything that it started are gone when the block ends.
 """
 
 import json
@@ -26,10 +26,10 @@ from shared.lessons import newest_lesson
 def served_by(
     folder: Path, num_replicas: int, settings: dict[str, Any], notes: Path, pace: Sequence[float]
 ) -> Iterator[str]:
-    """The URL of a model on replicas, as ``infer deploy`` starts them; Ray is this process's own.
+    """The URL of a model on replicas, as ``infer deploy`` starts them; Ray belongs to this process alone.
 
-    Engines note their steps in the folder ``notes``, and a step takes at least as long as ``pace`` says, as if a device
-    computed it that the processors need not wait for.
+    Engines record their steps in the folder ``notes``, and a step takes at least as long as ``pace`` says, as if a
+    device computed it that the processors need not wait for.
     """
     from shared.deployment import application
     from shared.server.process import address_of, bind
@@ -63,7 +63,7 @@ def served_by(
 
 
 def load_noting(notes: Path, pace: Sequence[float], config: EngineConfig) -> Any:
-    """The newest phase's engine, warmed up, which notes its steps.
+    """The newest phase's engine, warmed up, which records its steps.
 
     It writes when each step began, its counts, and its seconds, up to the next step if there is one, into a file of its
     process. ``pace``: the least seconds of a step, for each of its counts.
@@ -93,7 +93,7 @@ def load_noting(notes: Path, pace: Sequence[float], config: EngineConfig) -> Any
 
 
 def noted_steps(notes: Path) -> list[tuple[float, list[float], float]]:
-    """Of each step of all replicas when it began (the clock of ``time.perf_counter``), its counts and its seconds."""
+    """For each step of all replicas: its start (the clock of ``time.perf_counter``), its counts and its seconds."""
     lines = [line for file in notes.glob("*.jsonl") for line in file.read_text().splitlines()]
     return [(begun, counts, seconds) for begun, counts, seconds in map(json.loads, lines)]
 

@@ -1,4 +1,4 @@
-"""A trace against an engine in this process: a loop that adds the requests that have come, and steps. Introduced in
+"""A trace against an engine in this process: a loop that adds the requests that have arrived, and steps. Introduced in
 phase 4. Invariant: when the loop ends, the engine holds none of the requests.
 """
 
@@ -18,10 +18,10 @@ from shared.text.stopping import FinishReason
 
 
 def drive(engine: Any, trace: Trace, max_seconds: float | None = None) -> ServedRun:
-    """Serve a trace, past any end of sequence; after ``max_seconds`` and a token break off what still runs. The
-    background is aborted when all others have ended; a turn of a conversation follows the one before.
+    """Serve a trace, ignoring end of sequence; after ``max_seconds`` and a token, cut short what still runs. The
+    background is aborted when all others have ended; a turn of a conversation follows the previous one.
 
-    ``engine`` has the methods of a phase's engine from 4 on; its ``last_step`` is None where steps cannot be seen.
+    ``engine`` has the methods of a phase's engine from 4 on; its ``last_step`` is None if steps cannot be observed.
     """
     requests = list(trace.requests)
     waiting = deque(range(len(requests)))  # not yet added
@@ -32,7 +32,7 @@ def drive(engine: Any, trace: Trace, max_seconds: float | None = None) -> Served
     if trace.concurrency is None:
         arrivals = deque(request.arrival or 0.0 for request in trace.requests)
     else:
-        arrivals = deque([0.0] * trace.concurrency)  # when the free places of a closed loop became so
+        arrivals = deque([0.0] * trace.concurrency)  # when the free slots of a closed loop became free
     forwards = engine.stats().get("forward passes")
     start = time.perf_counter()
 
@@ -88,26 +88,26 @@ def drive(engine: Any, trace: Trace, max_seconds: float | None = None) -> Served
 
 
 class BatchQueue:
-    """A queue in front of what answers a batch of requests to its end, then the next; a step is one forward pass.
-    ``answer``: of prompts ``[B]`` and the most new tokens of any, yields the tokens ``[B]`` of each step.
+    """A queue in front of a server that answers one batch of requests to its end, then the next; a step is one forward
+    pass. ``answer``: of prompts ``[B]`` and the most new tokens of any, yields the tokens ``[B]`` of each step.
     """
 
     def __init__(self, answer: Callable[[list[list[int]], int], Generator[list[int]]], max_batch_size: int = 1) -> None:
         self.answer, self.max_batch_size = answer, max_batch_size
         self.waiting: deque[tuple[str, list[int], int]] = deque()  # id, prompt, new tokens
-        self.rows: list[str] = []  # of the batch under way, those that have ended too
-        self.open: dict[str, int] = {}  # those that have not: tokens to come
+        self.rows: list[str] = []  # of the current batch, including finished ones
+        self.open: dict[str, int] = {}  # unfinished ones: tokens to come
         self.last_step: StepRecord | None = None
         self.num_steps = 0
 
     def add_request(self, prompt: Sequence[int], params: SamplingParams, request_id: str | None = None) -> str:
-        """Put a request at the end of the queue; it is answered greedily, past any end of sequence."""
+        """Put a request at the end of the queue; it is answered greedily, ignoring end of sequence."""
         assert request_id is not None
         self.waiting.append((request_id, list(prompt), params.max_new_tokens))
         return request_id
 
     def step(self) -> list[StepOutput]:
-        """The first tokens of the next batch, or one more of every answer under way."""
+        """The first tokens of the next batch, or one more of every current answer."""
         prompts: list[list[int]] = []
         if not self.open:
             taken = [self.waiting.popleft() for _ in range(min(len(self.waiting), self.max_batch_size))]

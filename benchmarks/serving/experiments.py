@@ -1,7 +1,7 @@
 """The experiments of the serving benchmark as one table, and what runs any of its rows. Introduced in phase 4.
 
-Invariants: within an experiment every contender serves the same traces, and none is measured before it is warm; in
-turns, each contender begins a trial as often as another.
+Invariants: within an experiment every contender serves the same traces, and none is measured before it is warm; when
+interleaved, each contender begins a trial equally often.
 """
 
 import statistics
@@ -37,7 +37,7 @@ class Ratio:
 
 @dataclass(frozen=True)
 class Experiment:
-    """One question: its workloads (fields of ServingSize), contenders, how requests come, and what is reported.
+    """One question: its workloads (fields of ServingSize), contenders, how requests arrive, and what is reported.
 
     Args:
         in_turns: trials in which the contenders take turns; the one of median ``speed`` is reported.
@@ -76,7 +76,7 @@ class Experiment:
         return {name: getattr(size, name) for name in (*self.workloads, *(self.load or ())[1:2])}
 
     def longest(self, size: ServingSize) -> int:
-        """Tokens of the longest prompt and answer that its engines have room for."""
+        """Tokens of the longest prompt and answer that its engines can hold."""
         return max(workload.longest for workload in self.served(size).values())
 
     def batch(self, size: ServingSize) -> int:
@@ -98,14 +98,14 @@ def same_memory(size: ServingSize) -> Sized:
 
 
 def one_chunk(size: ServingSize) -> Sized:
-    """One chunk of the size a step, beside long prompts and without."""
+    """One chunk of this size per step, during long prompts and without."""
     settings = {"prefill_chunk_size": size.chunk}
     titles = {"alone": "decoding alone", "one_chunk": f"one chunk of {size.chunk} tokens a step"}
     return {name: (name, title, settings) for name, title in titles.items()}
 
 
 def chunk_sizes(size: ServingSize) -> Sized:
-    """One chunk a step, of each size of the curve."""
+    """One chunk per step, of each size of the curve."""
     return {f"chunk_{n}": ("one_chunk", f"chunks of {n:,} tokens", {"prefill_chunk_size": n}) for n in size.chunk_sizes}
 
 
@@ -203,10 +203,10 @@ class Runner:
     rate: float | None = None
     max_seconds: float | None = None
     steps: Steps = field(default_factory=lambda: Steps(None, 0))
-    serve: Any = None  # gives the ServedProcess, started when it is first asked for
+    serve: Any = None  # provides the ServedProcess, started on first use
 
     def contenders(self, experiment: Experiment) -> dict[str, Contender]:
-        """Those of an experiment that there are, as it sets them."""
+        """The existing contenders of an experiment, with its settings."""
         found = {name: self.lineup[name] for name in experiment.contenders if name in self.lineup}
         for name, (base, title, settings) in experiment.sized(self.size).items():
             if base in self.lineup:
@@ -264,7 +264,7 @@ class Runner:
         return results | ratios(experiment, trials)
 
     def _measure(self, contender: Contender, batch: int, longest: int, trace: Trace) -> dict[str, Any]:
-        """One trace; over HTTP, what only an engine's steps tell is absent."""
+        """One trace; over HTTP, figures that only an engine's steps show are absent."""
         if contender.name == "http":
             found = figures(self.serve().serve(trace), self.size.server_batch, max_decode_interval=0)
         else:

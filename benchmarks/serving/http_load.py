@@ -1,8 +1,8 @@
-"""A trace over HTTP: a phase's server as a process of its own, and streams that are opened, read and timed.
+"""A trace over HTTP: a phase's server in a separate process, and streams that are opened, read and timed.
 
 Introduced in phase 4. When a request was scheduled is read from the server's log. Invariants: the process computes with
 as many threads as the benchmark does, and is gone when the block ends; a stream counts as answered only if it ended
-with one ``done`` and as many tokens as were asked for.
+with one ``done`` and the requested number of tokens.
 """
 
 import asyncio
@@ -31,7 +31,7 @@ from shared.lessons import Lesson
 ROOT = Path(__file__).parents[2]
 MODEL = "benchmarked"
 START_SECONDS = 300.0
-SILENCE_SECONDS = 300.0  # a stream that says nothing for so long has failed
+SILENCE_SECONDS = 300.0  # a stream that is silent for this long has failed
 
 
 @dataclass
@@ -81,13 +81,13 @@ def served(lesson: Lesson, folder: Path, options: Sequence[str]) -> Iterator[Ser
 
 
 def environment() -> dict[str, str]:
-    """Of a process that computes with as many threads as this one."""
+    """For a process that computes with as many threads as this one."""
     paths = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
     return os.environ | {"OMP_NUM_THREADS": str(torch.get_num_threads()), "PYTHONPATH": paths}
 
 
 def events(log: Path, name: str) -> list[dict[str, Any]]:
-    """The log's lines about one kind of event; a line that is being written is left out."""
+    """The log's lines about one kind of event, except a line still being written."""
     lines = log.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True)
     found = [json.loads(line) for line in lines if line.startswith("{") and line.endswith("}\n")]
     return [line for line in found if line["event"] == name]
@@ -105,8 +105,8 @@ def _url(process: "subprocess.Popen[bytes]", log: Path) -> str:
 
 
 async def generate_load(url: str, model: str, trace: Trace, run_id: str = "run") -> ServedRun:
-    """Send a trace, greedily and past any end of sequence, and read every answer. A turn of a conversation follows the
-    one before. ``run_id`` begins the ``X-Request-Id`` of each request, whose end is its place in the run.
+    """Send a trace, greedily and ignoring end of sequence, and read every answer. A turn of a conversation follows the
+    previous one. ``run_id`` begins the ``X-Request-Id`` of each request, which ends with its index in the run.
     """
     served = [ServedRequest(0.0, len(request.prompt_ids)) for request in trace.requests]
     queue = iter(enumerate(trace.requests))
@@ -139,7 +139,7 @@ async def generate_load(url: str, model: str, trace: Trace, run_id: str = "run")
 
 
 class Exchange(asyncio.Protocol):
-    """A request and its answer on a connection of its own; ``read`` gets each piece of the answer's body.
+    """A request and its answer on a separate connection; ``read`` gets each piece of the answer's body.
 
     httptools parses it, which is written in C: with httpx a piece took 80 µs, so that 64 streams had at most 12,000
     tokens a second.
@@ -179,7 +179,8 @@ class Exchange(asyncio.Protocol):
             self.ended.set_result(None) if error is None else self.ended.set_exception(error)
 
     async def wait(self) -> None:
-        """Wait for the end of the answer; raises what ended it early, and TimeoutError after a long silence."""
+        """Wait for the end of the answer; raises the error that ended it early, and TimeoutError after a long
+        silence."""
         while not self.ended.done():
             await asyncio.wait({self.ended}, timeout=SILENCE_SECONDS)
             if not self.ended.done() and time.perf_counter() - self.heard > SILENCE_SECONDS:
@@ -188,7 +189,7 @@ class Exchange(asyncio.Protocol):
 
 
 async def stream(url: str, request_id: str, body: dict[str, Any], into: ServedRequest, start: float) -> None:
-    """One request, from sending it to the end of its answer; ``start`` is the moment from which times count."""
+    """One request, from sending it to the end of its answer; ``start`` is the moment that times count from."""
     rest, ends = b"", 0
 
     def read(exchange: Exchange, data: bytes) -> None:
@@ -217,7 +218,7 @@ async def stream(url: str, request_id: str, body: dict[str, Any], into: ServedRe
         try:
             await exchange.wait()
         finally:
-            exchange.ended.cancel()  # an error that comes after this has no reader, and would be logged
+            exchange.ended.cancel()  # a later error has no reader, and would be logged
             transport.abort()
         if exchange.status != 200:
             into.error = f"HTTP {exchange.status}: {rest.decode(errors='replace')[:200]}"
@@ -230,6 +231,7 @@ async def stream(url: str, request_id: str, body: dict[str, Any], into: ServedRe
 
 
 def read_event(frame: bytes) -> tuple[str, str]:
-    """The name and the data of a server-sent event, or ""; JSON may hold what httpx takes for ends of lines."""
+    """The name and the data of a server-sent event, or ""; JSON may contain characters that httpx takes for line
+    ends."""
     fields = dict(line.partition(": ")[::2] for line in frame.decode().split("\n"))
     return fields.get("event", ""), fields.get("data", "")

@@ -1,13 +1,13 @@
-"""What became of a trace, and what it says: latencies, throughput, fairness, use of the batch. Introduced in phase 4.
+"""The outcome of a trace and its figures: latencies, throughput, fairness, use of the batch. Introduced in phase 4.
 
 Moments are seconds from the start of the trace, as the client sees them. A request's time to the first token and its
 whole latency count from its arrival, its queue wait ends where the first step that computed it began. Times between
-tokens are of all requests together; where requests decode in the background, of those, and all else of the others. Only
-requests with a whole answer count in latencies; throughput counts all tokens.
+tokens are of all requests together; if requests decode in the background, of those, and everything else of the others.
+Only requests with a whole answer count in latencies; throughput counts all tokens.
 
 Two incidents are starvation. A decode stall: a decoding request got no token for more than ``max_decode_interval``
-steps. A request overtaken: more than ``max_batch_size`` requests that came later were begun in an earlier step. A
-preempted request counts as begun where it was first computed; until it is computed anew it waits, which is no stall.
+steps. A request overtaken: more than ``max_batch_size`` later requests were started in an earlier step. A preempted
+request counts as started when it was first computed; until it is recomputed it waits, which is not a stall.
 """
 
 from collections import Counter
@@ -23,7 +23,7 @@ from shared.engine.record import StepRecord
 @dataclass
 class ServedRequest:
     """One request. ``scheduled``: when the first step that computed it began; ``error``: why it has no whole answer;
-    ``turn`` of its conversation. One of the background decodes only so that others are served beside it.
+    ``turn`` of its conversation. A background request decodes only so that others are served beside it.
     """
 
     arrived: float
@@ -48,8 +48,8 @@ class TimedStep:
 
 @dataclass
 class ServedRun:
-    """A trace that was served; requests stand in its order. ``steps`` and ``num_forwards`` are None where they cannot
-    be seen: over HTTP, inside a peer. ``is_cut``: the run was broken off.
+    """A served trace; requests are in its order. ``steps`` and ``num_forwards`` are None where they cannot be seen:
+    over HTTP, inside a peer. ``is_cut``: the run was cut short.
     """
 
     requests: list[ServedRequest]
@@ -68,25 +68,25 @@ class ServedRun:
 
     @property
     def finished(self) -> list[ServedRequest]:
-        """Those with a whole answer, without the background."""
+        """Requests with a whole answer, without the background."""
         ended = [request for request in self.requests if request.ended is not None and not request.is_background]
         return [request for request in ended if request.error is None]
 
 
 def percentiles(seconds: list[float]) -> dict[str, float] | None:
-    """P50, P95 and P99 in milliseconds; None of no values."""
+    """P50, P95 and P99 in milliseconds; None without values."""
     return {f"p{n}": rounded(float(1e3 * np.percentile(seconds, n))) for n in (50, 95, 99)} if seconds else None
 
 
 def figures(run: ServedRun, max_batch_size: int, max_decode_interval: int) -> dict[str, Any]:
-    """Everything about a run; what only an engine's steps tell is None where they were not seen."""
+    """All figures of a run; those that only an engine's steps show are None if steps were not observed."""
     done = run.finished
     seconds, steps = run.seconds, run.steps or []
     decoding = [request for request in run.requests if request.is_background] or done
     gaps = [b - a for request in decoding for a, b in zip(request.token_times, request.token_times[1:], strict=False)]
     of_steps = {
         "steps": len(steps),
-        # of the tokens that as many steps could have given, were every place of the batch taken, the share given
+        # of the tokens that as many steps could have given, had every row of the batch been used: the share given
         "slot_utilisation": _mean([len(s.record.prefilled) + len(s.record.decoded) for s in steps]) / max_batch_size,
         "decode_stalls": decode_stalls(steps, max_decode_interval),
         "requests_overtaken": requests_overtaken(steps, bound=max_batch_size),
@@ -115,7 +115,8 @@ def figures(run: ServedRun, max_batch_size: int, max_decode_interval: int) -> di
 
 
 def decode_speed(done: list[ServedRequest]) -> float | None:
-    """Tokens a second while all requests decode: from the last first token to the first end; None if there is none."""
+    """Tokens per second while all requests decode: from the last first token to the first end; None if there is
+    none."""
     begun = max((request.token_times[0] for request in done if request.token_times), default=0.0)
     ended = min((request.token_times[-1] for request in done if request.token_times), default=0.0)
     tokens = sum(begun < moment <= ended for request in done for moment in request.token_times)
@@ -141,7 +142,7 @@ def saturated_figures(run: ServedRun) -> dict[str, Any]:
 
 
 def by_turn(run: ServedRun) -> list[float]:
-    """The prompt tokens that were computed for a request, of each turn the mean over its conversations."""
+    """The prompt tokens computed for a request, for each turn the mean over its conversations."""
     computed: Counter[str] = Counter()
     for step in run.steps or ():
         computed.update(dict(step.record.prefilled))
@@ -150,7 +151,7 @@ def by_turn(run: ServedRun) -> list[float]:
 
 
 def decode_stalls(steps: list[TimedStep], max_decode_interval: int) -> int:
-    """Times that a decoding request got its next token more than so many steps after the last."""
+    """How often a decoding request got its next token more than this many steps after the last."""
     last: dict[str, int] = {}
     stalls = 0
     for n, step in enumerate(steps):
@@ -162,7 +163,7 @@ def decode_stalls(steps: list[TimedStep], max_decode_interval: int) -> int:
 
 
 def requests_overtaken(steps: list[TimedStep], bound: int) -> int:
-    """Requests before which more than ``bound`` others were begun that came later; ids count in order of arrival."""
+    """Requests before which more than ``bound`` later requests were started; ids count in order of arrival."""
     begun: dict[int, int] = {}
     for n, step in enumerate(steps):
         for name, _ in step.record.prefilled:
@@ -171,8 +172,8 @@ def requests_overtaken(steps: list[TimedStep], bound: int) -> int:
 
 
 def tokens_recomputed(steps: list[TimedStep]) -> int:
-    """Tokens that had been computed before, and lost when their request was preempted."""
-    computed: dict[str, int] = {}  # of each request, the most that it ever had
+    """Tokens that had been computed earlier, and were lost when their request was preempted."""
+    computed: dict[str, int] = {}  # for each request, the maximum that it ever had
     found = 0
     for step in steps:
         for (name, num_tokens), start in zip(step.record.prefilled, step.record.prefill_starts, strict=True):

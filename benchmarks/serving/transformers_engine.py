@@ -1,7 +1,8 @@
 """transformers' ``generate`` on padded batches, with the interface of a phase's engine. Introduced in phase 4.
 
-Prompts are padded on the left to the longest of the batch, and a row whose answer has ended goes on until the last has.
-``generate`` runs in a thread, and a streamer hands over the tokens of each step. Invariant: nothing of it is tuned.
+Prompts are padded on the left to the longest of the batch, and a row whose answer has ended continues until the last
+has. ``generate`` runs in a thread, and a streamer hands over the tokens of each step. Invariant: nothing in it is
+tuned.
 """
 
 from collections.abc import Generator
@@ -30,7 +31,7 @@ class TransformersEngine(BatchQueue):
         folder, device = Path(config.model), torch.device(config.device)
         shape = read_config(folder)
         self.model = load_reference(folder, config.torch_dtype or default_dtype(shape, device)).to(device)
-        self.model.generation_config = GenerationConfig()  # the folder's own would bring its end ids back
+        self.model.generation_config = GenerationConfig()  # the folder's own config would bring its end ids back
         self.max_seq_len = config.sequence_limit(shape.max_position_embeddings)
         self.thread = ThreadPoolExecutor(1, "generate")
         self.num_tokens_computed = 0
@@ -56,7 +57,7 @@ class TransformersEngine(BatchQueue):
                 num_columns = 1
                 yield token_ids
         finally:
-            batch.result()  # a batch that was broken off is computed to its end; raises what ended it
+            batch.result()  # a batch that was cut short is computed to its end; raises the error that ended it
 
     def _generate(self, prompts: list[list[int]], new_tokens: int) -> None:
         from transformers import GenerationConfig

@@ -1,4 +1,4 @@
-"""Reports of the serving benchmark and of the matrix as a reader sees them. Introduced in phase 4."""
+"""Reports of the serving benchmark and of the matrix, formatted for a reader. Introduced in phase 4."""
 
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
@@ -53,7 +53,7 @@ def joined(values: Iterable[float]) -> str:
 
 
 def subtitles(report: Report) -> list[str]:
-    """What was run, in a line."""
+    """What ran, in a line."""
     flags, size = report.flags, ", demo size (no GPU)" if report.flags["is_demo_size"] else ""
     words = f"greedy, {flags['dtype']}, batches of up to {flags['max_batch_size']}, seed {report.seed}{size}"
     return [f"{words}; {report.date[:10]}."]
@@ -69,7 +69,7 @@ def all_runs(node: Any) -> Runs:
 
 
 def incidents(run: Mapping[str, Any]) -> int:
-    """Decode stalls and requests overtaken."""
+    """Decode stalls and overtaken requests."""
     return (run["decode_stalls"] or 0) + (run["requests_overtaken"] or 0)
 
 
@@ -98,7 +98,7 @@ def view(report: Report) -> View:
 
 
 def _parts(report: Report) -> Iterator[tuple[Experiment, str, str, Any]]:
-    """Each experiment and workload that was run: the workload's name, a heading and the results."""
+    """Each experiment and workload that ran: the workload's name, a heading and the results."""
     for experiment in EXPERIMENTS:
         found = report.results.get(experiment.key, {})
         for name in experiment.workloads if found else ():

@@ -1,6 +1,6 @@
-"""vLLM beside ours, with the interface of a phase's engine. Introduced in phase 4, written against vLLM 0.26.
+"""vLLM for comparison, with the interface of a phase's engine. Introduced in phase 4, written against vLLM 0.26.
 
-Its engine runs in a process of its own. Prompts and outputs are ids, prefixes are not cached, and the KV cache holds as
+Its engine runs in its own process. Prompts and outputs are ids, prefixes are not cached, and the KV cache holds as
 many tokens as ours; scheduling, graphs and kernels are its own choice.
 """
 
@@ -22,7 +22,7 @@ from shared.text.stopping import FinishReason
 
 ENVIRONMENT = {
     "VLLM_WORKER_MULTIPROC_METHOD": "spawn",  # a process that has used the GPU cannot be forked
-    "VLLM_USE_FLASHINFER_SAMPLER": "0",  # it is compiled at first use, with sources that may have to be fetched
+    "VLLM_USE_FLASHINFER_SAMPLER": "0",  # compiled on first use, with sources that may have to be downloaded
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_LOGGING_LEVEL": "WARNING",
     "VLLM_LOGGING_STREAM": "ext://sys.stderr",
@@ -64,7 +64,7 @@ class VllmEngine:
             "max_model_len": max_seq_len,
             "max_num_seqs": max_batch_size,
             "kv_cache_memory_bytes": kv_bytes(read_config(Path(folder)), tokens, dtype),
-            "gpu_memory_utilization": round(0.9 * free / total, 3),  # it must be free, and is not taken
+            "gpu_memory_utilization": round(0.9 * free / total, 3),  # it must be free, but is not used
             "enable_prefix_caching": False,
             "skip_tokenizer_init": True,
         }
@@ -72,7 +72,7 @@ class VllmEngine:
         self.settings = given | {"version": self.version}
         self.params: Any = lambda **asked: vllm.SamplingParams(output_kind=RequestOutputKind.DELTA, **asked)
         self.engine: Any = vllm.LLM(model=str(folder), **given).llm_engine
-        self.new_prompts: dict[str, int] = {}  # the tokens of a prompt whose first token has not come
+        self.new_prompts: dict[str, int] = {}  # the tokens of a prompt whose first token has not arrived
         self.num_tokens_computed = 0
 
     def stats(self) -> dict[str, int]:
@@ -104,7 +104,7 @@ class VllmEngine:
         return bool(self.engine.has_unfinished_requests())
 
     def generate(self, prompt: Sequence[int], params: SamplingParams) -> Iterator[StepOutput]:
-        """Answer one request alone; closing the iterator drops it."""
+        """Answer a single request; closing the iterator drops it."""
         request_id = self.add_request(prompt, params)
         try:
             while self.has_work():

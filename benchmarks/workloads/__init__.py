@@ -1,1 +1,1 @@
-"""What benchmarks ask of an engine: prompts and arrival times as data."""
+"""What benchmarks send to an engine: prompts and arrival times as data."""

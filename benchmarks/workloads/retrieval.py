@@ -1,6 +1,6 @@
 """What a model has to find again in a long context: a needle in text, the value of a key. Introduced in phase 9.2.
 
-Invariant: a case depends on the tokenizer, the texts and its number alone.
+Invariant: a case depends on the tokenizer, the texts and its number only.
 """
 
 import random

@@ -1,8 +1,8 @@
-"""Workloads of the serving benchmarks: requests and the times at which they come, as data. Introduced in phase 4.
+"""Workloads of the serving benchmarks: requests and their arrival times, as data. Introduced in phase 4.
 
-A trace is one draw from a workload. Requests come in a closed loop, where a fixed number is open and whenever one ends
-the next is sent, or as Poisson arrivals, each at its own moment. Invariant: a trace depends on the workload, the
-vocabulary and the seed alone; a higher rate is the same arrivals, closer together.
+A trace is one random sample of a workload. Requests arrive in a closed loop, where a fixed number is open and the next
+is sent whenever one ends, or as Poisson arrivals, each at its own time. Invariant: a trace depends on the workload, the
+vocabulary and the seed alone; a higher rate gives the same arrivals, closer together.
 """
 
 import zlib
@@ -16,17 +16,17 @@ BLOCK_SIZE = 16
 
 @dataclass(frozen=True)
 class Workload:
-    """Requests to draw; lengths are uniform between their bounds, which are included."""
+    """Requests to sample; lengths are uniform between their bounds, inclusive."""
 
     name: str
     title: str
     num_requests: int
     concurrency: int  # open at a time
-    prompt_tokens: tuple[int, int]  # a shared prefix counts
+    prompt_tokens: tuple[int, int]  # including a shared prefix
     new_tokens: tuple[int, int]
-    shared_prefix_tokens: int = 0  # with which every prompt begins
-    beside: "Workload | None" = None  # its requests come first and decode until the others have ended
-    turns: int = 1  # of each request, which is then a conversation
+    shared_prefix_tokens: int = 0  # every prompt begins with it
+    beside: "Workload | None" = None  # its requests arrive first and decode until the others have ended
+    turns: int = 1  # for each request, which is then a conversation
     turn_tokens: tuple[int, int] = (0, 0)  # that a further turn adds to the prompt and answer before it
     temperature: float = 0.0
 
@@ -37,7 +37,7 @@ class Workload:
         return self.prompt_tokens[1] + self.new_tokens[1] + further
 
     def describe(self) -> str:
-        """Its figures in a line, for a table's head."""
+        """Its figures in a line, for a table's heading."""
         bounds = self.prompt_tokens, self.new_tokens
         prompts, answers = (str(low) if low == high else f"{low} to {high}" for low, high in bounds)
         text = f"{self.num_requests} requests, {self.concurrency} open at a time, {prompts} tokens in, {answers} out"
@@ -55,8 +55,8 @@ class Workload:
 
 @dataclass(frozen=True)
 class TraceRequest:
-    """One request; ``arrival`` is seconds after the start, None in a closed loop. One of the background is aborted when
-    all others have ended. ``turns`` are what follows in its conversation, each with the tokens that it adds.
+    """One request; ``arrival`` is seconds after the start, None in a closed loop. A background request is aborted once
+    all others have ended. ``turns`` are the later turns of its conversation, each with the tokens that it adds.
     """
 
     prompt_ids: tuple[int, ...]
@@ -73,7 +73,7 @@ class TraceRequest:
 
 @dataclass(frozen=True)
 class Trace:
-    """Requests in the order they come; ``concurrency`` is None where they come by the clock."""
+    """Requests in order of arrival; ``concurrency`` is None if they arrive at given times."""
 
     requests: tuple[TraceRequest, ...]
     concurrency: int | None
@@ -86,8 +86,8 @@ class Trace:
 
 
 def make_trace(workload: Workload, vocab_size: int, seed: int, rate: float | None = None) -> Trace:
-    """Draw a trace, of uniform ids: a closed loop, or with ``rate`` Poisson arrivals, so many a second, the first at
-    once.
+    """Sample a trace of uniform ids: a closed loop, or with ``rate`` Poisson arrivals, that many per second, the first
+    immediately.
     """
     lengths, ids, clock = (np.random.default_rng([seed, zlib.crc32(workload.name.encode()), n]) for n in range(3))
     prefix = tuple(ids.integers(vocab_size, size=workload.shared_prefix_tokens).tolist())
@@ -114,11 +114,11 @@ def make_trace(workload: Workload, vocab_size: int, seed: int, rate: float | Non
 
 @dataclass(frozen=True)
 class ServingSize:
-    """How much a serving benchmark asks.
+    """The size of a serving benchmark.
 
-    ``wide_slots``, how many and of how many tokens, is the KV cache that each contender of ``capacity`` has; regions of
-    the trace's longest request and blocks must both divide it. ``trials``: of the comparisons in turns. Long prompts
-    are computed in chunks of ``chunk`` tokens, and for the curve in chunks of each of ``chunk_sizes``.
+    ``wide_slots``, their number and tokens, is the KV cache of each contender of ``capacity``; regions of the trace's
+    longest request and blocks must both divide it. ``trials``: of the interleaved comparisons. Long prompts are
+    computed in chunks of ``chunk`` tokens, and for the curve in chunks of each of ``chunk_sizes``.
     """
 
     max_batch_size: int
@@ -165,7 +165,7 @@ class ServingSize:
 
     @property
     def sampled_blocks(self) -> int:
-        """Blocks that the requests of ``sampled`` fill at most: some end before others are long."""
+        """The maximum blocks that the requests of ``sampled`` fill: some end before others are long."""
         mean = (sum(self.sampled.prompt_tokens) + sum(self.sampled.new_tokens)) / 2
         return int(0.75 * self.sampled.concurrency * mean) // BLOCK_SIZE
 
@@ -176,7 +176,7 @@ class ServingSize:
 
 
 def decoding(name: str, batch: int, num_tokens: int) -> Workload:
-    """So many requests at once, of as many tokens in as out."""
+    """This many requests at once, with as many input tokens as output tokens."""
     return Workload(name, f"{batch} decode", batch, batch, (num_tokens, num_tokens), (num_tokens, num_tokens))
 
 

@@ -33,7 +33,6 @@ INFER = [sys.executable, "-c", "from shared.cli import app; app(prog_name='infer
 DEMO_MODEL = "smollm2-135m"
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
 FLAGS = ("--headless", "--no-sandbox", "--disable-gpu", "--no-first-run", "--disable-background-networking")
-COLOURS = 256
 MARGIN = 12  # pixels around what is captured
 
 
@@ -127,11 +126,10 @@ def capture(tab: "Page", first: str, last: str, file: Path) -> None:
 
 
 def shrink(file: Path) -> None:
-    """Reduce a PNG to the colours that a page needs, rare ones included, and say how large it is now."""
+    """Reduce a PNG to a palette, and say how large it is now."""
     from PIL import Image
 
-    picture = Image.open(file).convert("RGB")
-    # This method keeps rare colours; the second pass (kmeans) makes the common ones exact.
-    picture = picture.quantize(COLOURS, method=Image.Quantize.MAXCOVERAGE, kmeans=1, dither=Image.Dither.NONE)
-    picture.save(file, optimize=True)
+    from benchmarks.figure import save_with_palette
+
+    save_with_palette(Image.open(file), file)
     print(f"wrote {file.name} ({file.stat().st_size / 1000:.0f} kB)")

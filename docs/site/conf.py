@@ -38,6 +38,7 @@ html_context = {"master_doc": "index"}  # where the name of the site leads
 html_static_path = ["static"]
 html_css_files = ["course.css"]
 html_js_files = ["course.js"]
+html_search_scorer = str(Path(__file__).with_name("scorer.js"))
 html_favicon = "static/favicon.svg"
 html_copy_source = False
 html_show_copyright = False

@@ -37,7 +37,7 @@ from shared.parity.thresholds import PEER_FACTOR, THRESHOLDS, Threshold, allowed
 from shared.text.tokenizer import Tokenizer
 from tests.comparison import assert_rows_close
 
-WINDOW = 16  # instead of Gemma's 512: the same crossing for a thirtieth of the tokens
+WINDOW = 16  # instead of Gemma's 512: the same crossing with a thirtieth of the tokens
 QUIET = 0.003  # mean square 9e-6, of the order of an epsilon
 BACKENDS = ("naive", "sdpa")
 SMOLLM2 = {  # the demo model's layers: small, and RoPE not scaled
@@ -47,8 +47,8 @@ SMOLLM2 = {  # the demo model's layers: small, and RoPE not scaled
     "num_key_value_heads": 3,
     "rope_scaling": None,
     "rope_theta": 100_000.0,
-    # A frequency that is written in another way may differ by an ulp, which is an angle of 0.008 at position 131,071,
-    # and too much even at 4,096 for a token that is quiet.
+    # A frequency computed in another way may differ by an ulp, which is an angle of 0.008 at position 131,071, and too
+    # much even at 4,096 for a small token.
     "max_position_embeddings": 512,
 }
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32_768}  # Qwen 3's, for 131,072
@@ -113,7 +113,7 @@ def layer_tensors(config: dict[str, Any], layer: int) -> dict[str, torch.Tensor]
 
 
 def random_input(hidden_size: int, num_tokens: int) -> torch.Tensor:
-    """Tokens of three magnitudes in turn."""
+    """Tokens of three magnitudes, alternating."""
     x = torch.randn(num_tokens, hidden_size, generator=torch.Generator().manual_seed(0))
     return x * torch.tensor([1.0, 0.1, QUIET])[torch.arange(num_tokens) % 3, None]
 
@@ -188,7 +188,7 @@ def with_config(change: Callable[[ModelConfig], dict[str, Any]]) -> Mutation:
 
 
 def with_norm_epsilon(module: str, factor: float = 10.0) -> Mutation:
-    """One norm of the block with another epsilon."""
+    """One norm of the block with a different epsilon."""
 
     def mutate(patch: pytest.MonkeyPatch) -> None:
         fill = engine_module.fill
@@ -260,7 +260,7 @@ def exact_gelu(patch: pytest.MonkeyPatch) -> None:
 
 
 def swapped_norm_names(patch: pytest.MonkeyPatch) -> None:
-    """``post_attention_layernorm`` taken for the norm before the MLP, which it is in Llama."""
+    """``post_attention_layernorm`` mistaken for the norm before the MLP, as in Llama."""
     names = gemma3.LAYER_NAMES
     patch.setitem(names, "post_attention_norm", "pre_feedforward_layernorm")
     patch.setitem(names, "mlp_norm", "post_attention_layernorm")

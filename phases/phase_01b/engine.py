@@ -1,4 +1,4 @@
-"""The whole model, once over a prompt."""
+"""The whole model, run once over a prompt."""
 
 from collections.abc import Sequence
 
@@ -13,7 +13,7 @@ from shared.text.tokenizer import Tokenizer
 
 
 class Engine:
-    """A model and its tokenizer; the parameters are those of ``load_model``."""
+    """A model and its tokenizer; parameters as for ``load_model``."""
 
     def __init__(
         self,

@@ -112,7 +112,7 @@ def test_half_precision(variants: Callable[[str], Path], variant: str, dtype: to
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_every_setting_of_a_variant_matters(variants: Callable[[str], Path], variant: str, tmp_path: Path) -> None:
-    """Without the changed settings the same weights give other logits, so the tests above depend on them."""
+    """Without the changed settings the same weights give different logits, so the tests above depend on them."""
     shape, changes = VARIANTS[variant]
     folder = variants(variant)
     ours = Engine(str(folder)).forward(IDS)

@@ -36,8 +36,8 @@ def sequence(length: int, vocab_size: int) -> torch.Tensor:
 
 @pytest.fixture(scope="session")
 def cached_folder(model_folder: Path, session_folder: Path) -> Path:
-    """As ``model_folder``, but no generated model has a single KV head: a slice of such a cache is contiguous even when
-    it is transposed, so that a copy by mistake would be none."""
+    """Like ``model_folder``, but no generated model has a single KV head: a slice of such a cache is contiguous even
+    when it is transposed, so that a copy by mistake would be none."""
     if model_folder.name != "tiny-qwen3":
         return model_folder
     folder = session_folder / "checkpoints" / "tiny-qwen3-ranks"
@@ -46,7 +46,7 @@ def cached_folder(model_folder: Path, session_folder: Path) -> Path:
 
 
 def cache_for(model: CausalLM, capacity: int) -> ContiguousCache:
-    """A cache in which what no step has written is the same in every run."""
+    """A cache whose unwritten contents are the same in every run."""
     cache = ContiguousCache(model.config, capacity, torch.float32)
     for memory in (cache.keys, cache.values):
         memory.copy_(torch.randn(memory.shape, generator=torch.Generator().manual_seed(capacity)))
@@ -147,7 +147,7 @@ def test_the_cache_holds_what_a_recomputed_forward_computes(cached_folder: Path)
 
 
 def test_positions_turn_and_the_order_in_the_cache_decides(cached_folder: Path) -> None:
-    """Logical positions with a gap, physical slots without: equal to the same positions run at once."""
+    """Logical positions with a gap, physical slots without one: equal to the same positions run at once."""
     model = load_model(cached_folder)
     tokens = sequence(12, model.config.vocab_size)
     positions = torch.tensor([0, 1, 2, 3, 200, 201, 202, 203, 7, 7, 8, 9])

@@ -25,7 +25,7 @@ def test_generate(folder: Path, benchmark) -> None:
 @pytest.mark.measured
 @pytest.mark.demo
 def test_decode_against_phase_2(demo_folder: Path) -> None:
-    """Seconds per token after a context, both phases interleaved, the shortest of the trials.
+    """Seconds per token after a context, both phases interleaved, the shortest trial of each.
 
     One thread: on a busy machine two threads wait for each other, far longer than a token takes.
     """
@@ -46,7 +46,7 @@ def test_decode_against_phase_2(demo_folder: Path) -> None:
 @pytest.mark.measured
 @pytest.mark.demo
 def test_decode_beside_transformers(demo_folder: Path) -> None:
-    """Ratios of decode speeds within a trial, plain and packed; measured again, twice at most, on a busy machine."""
+    """Ratios of decode speeds within a trial, plain and packed; remeasured, at most twice, on a busy machine."""
     setup = Setup(str(demo_folder), dtype="float32", threads=1)
     wanted = {"plain": 0.95} | ({"packed": 1.2} if "fbgemm" in SUPPORTED_ENGINES else {})  # FBGEMM exists only on x86
     best = dict.fromkeys(wanted, 0.0)

@@ -22,7 +22,7 @@ def together(engine: Any, prompts: list[list[int]], new_tokens: int) -> float:
 
 
 def one_by_one(engine: Any, prompts: list[list[int]], new_tokens: int) -> float:
-    """Seconds of all requests, each of which arrives when the one before it has ended."""
+    """Seconds of all requests, each arriving when the previous one has ended."""
     started = time.perf_counter()
     for prompt in prompts:
         run(engine, prompt, new_tokens)

@@ -115,7 +115,7 @@ def test_both_forwards_are_under_way_before_a_token_is_waited_for(
 def test_a_step_that_is_broken_off_loses_no_output(
     folder: Path, error: type[BaseException], place: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also if a prompt's token was committed, and was its last, before the decode was interrupted."""
+    """Even if a prompt's token was committed, and was its last, before the decode was interrupted."""
     requests: Requests = [([7 + n] * 4, GREEDY | {"max_new_tokens": 5 if n == 0 else 1}) for n in range(4)]
     expected = [tokens(answer) for answer in serve(make(folder), requests)]
     engine = make(folder)

@@ -54,7 +54,7 @@ def serve(
 
 
 def seen(outputs: Sequence[StepOutput]) -> list[StepOutput]:
-    """All that a client receives, except for the request id and the log-probabilities."""
+    """Everything that a client receives, except the request id and the log-probabilities."""
     return [output._replace(request_id="", logprobs=None) for output in outputs]
 
 
@@ -71,7 +71,7 @@ def alone(folder: Path, requests: Sequence[tuple[str | list[int], dict[str, Any]
 
 
 def test_each_answer_of_a_changing_batch_with_preemptions_is_that_of_phase_5(model_folder: Path) -> None:
-    """The pools have room for one sequence of 128 tokens, in blocks of several sizes."""
+    """The pools hold one sequence of 128 tokens, in blocks of several sizes."""
     contiguous = Contiguous(EngineConfig(model=str(model_folder), max_seq_len=MAX_SEQ_LEN))
     expected, _ = serve(contiguous, MIXED, ARRIVALS)
     for block_size, config in (
@@ -234,7 +234,7 @@ def test_requests_that_fail_and_are_aborted_leave_no_block_behind(tiny_checkpoin
 def test_a_step_that_is_broken_off_loses_no_output(
     folder: Path, error: type[BaseException], place: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also if the step preempted requests, or had prompts, whose forward is repeated."""
+    """Even if the step preempted requests, or had prompts, whose forward is repeated."""
     requests = [([7 + n] * 4, GREEDY | {"max_new_tokens": 1 if n == 2 else 12}) for n in range(5)]
     expected = [tokens(answer) for answer in alone(folder, requests)]
     engine = make(folder, block_size=2, tokens=24, max_seq_len=16)

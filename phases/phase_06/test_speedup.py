@@ -1,7 +1,7 @@
 """The gain from blocks: more running requests in the same memory; and the cost of reading through block tables.
 
-On a CPU W2, the mixed workload of ``benchmarks.workloads.serving``, runs at a quarter of its size: prompts, outputs,
-blocks and regions alike, so the unused share is as at full length.
+On a CPU W2, the mixed workload of ``benchmarks.workloads.serving``, runs at a quarter of its size (prompts, outputs,
+blocks and regions), so the unused share is the same as at full length.
 """
 
 from dataclasses import replace
@@ -16,7 +16,7 @@ from shared.checkpoints.make import make_checkpoint
 from shared.engine.config import EngineConfig
 from tests.speed import ONE_ANSWER, Served, serve, speedup, time_one_answer
 
-WIDE, TIGHT = 4096, FULL.w2.longest  # tokens of a region: a server's default, and the most that W2 needs
+WIDE, TIGHT = 4096, FULL.w2.longest  # tokens of a region: a server's default, and the maximum that W2 needs
 SCALE = 4
 
 
@@ -66,7 +66,7 @@ def test_eight_requests(folder: Path, benchmark, memory: str) -> None:
 
 
 def test_as_much_memory_holds_more_requests_in_blocks_than_in_regions(folder: Path) -> None:
-    """The memory of four regions of 4,096 tokens, which is that of twelve of 1,280 and a bit more; all divided by 4."""
+    """The memory of four regions of 4,096 tokens, slightly more than twelve of 1,280; all divided by 4."""
     few, many = w2(8, SCALE), w2(40, SCALE)  # the few are the first of the many
     memory, wide, tight = 4 * WIDE // SCALE, WIDE // SCALE, TIGHT // SCALE
     engines = {

@@ -66,7 +66,7 @@ def makespan(items: list[int], programs: int) -> int:
         ([4096] * 32, 4096, 32, 1.0),  # 32 items on 33 programs, all of one length: no gain
         ([16384], 512, 32, 32.0),
         ([2048] * 128, 2048, 128, 1.0),  # more sequences than programs, all of one length: no gain
-        ([16384] + [256] * 255, 2496, 262, 6.4),  # more sequences than programs: the long one is still split
+        ([16384] + [256] * 255, 2496, 262, 6.4),  # more sequences than programs: the long sequence is still split
     ],
     ids=["mixed", "32x4096", "1x16384", "128x2048", "mixed-256"],
 )

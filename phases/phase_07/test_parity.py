@@ -28,7 +28,7 @@ def make(folder: Path, phase: Any = Engine, **config: Any) -> Any:
 
 
 def test_outputs_are_those_of_phase_6_1_at_every_chunk_size(model_folder: Path) -> None:
-    """In a pool that is too small for all requests, so some are preempted, also between two chunks."""
+    """In a pool that is too small for all requests, so some are preempted, even between two chunks."""
     expected = seen(serve(make(model_folder, Planned, **SMALL), MIXED, ARRIVALS)[0])
     num_preempted = 0
     for chunks in CHUNKS:
@@ -90,7 +90,7 @@ def test_a_failure_in_the_middle_of_a_prompt_takes_that_request_alone(
 
 
 def test_prompt_log_probabilities_do_not_depend_on_chunks(tiny_checkpoints: dict[str, Path]) -> None:
-    """Each chunk computes those of the tokens that follow its own, the first token of the next chunk included."""
+    """Each chunk computes those of the tokens that follow its own, including the first token of the next chunk."""
     folder, ask = tiny_checkpoints["qwen3"], {"prompt_logprobs": 2, "max_new_tokens": 0}
     requests: list[tuple[str | list[int], dict[str, Any]]] = [([(7 * n) % 250 for n in range(40)], ask), ([3], ask)]
     expected, found = (

@@ -23,9 +23,9 @@ ONE_CHUNK: dict[str, Any] = {"prefill_chunk_size": 32, "max_prefill_chunks_per_s
 
 @dataclass
 class Waits:
-    """What lay between two tokens of the requests that decode, while long prompts arrive."""
+    """Gaps between two tokens of the decoding requests, while long prompts arrive."""
 
-    tokens: list[int] = field(default_factory=list)  # computed by the steps in between
+    tokens: list[int] = field(default_factory=list)  # computed by the steps in the gap
     seconds: list[float] = field(default_factory=list)
     num_forwards: int = 0
     num_tokens: int = 0
@@ -85,7 +85,7 @@ def test_a_decoding_request_waits_for_a_chunk_and_not_for_a_prompt(folder: Path)
 
 @pytest.mark.measured
 def test_the_longest_wait_is_a_fraction_beside_long_prompts(tiny_checkpoints: dict[str, Path]) -> None:
-    """Whole prompts and chunks in turns in one process; the median over trials of each trial's longest wait."""
+    """Whole prompts and chunks, interleaved in one process; the median over trials of each trial's longest wait."""
     folder, options = str(tiny_checkpoints["qwen3"]), {"max_seq_len": 2048, "max_batch_size": 8}
     whole = Engine(EngineConfig(model=folder, **options, use_chunked_prefill=False))
     chunks = Engine(EngineConfig(model=folder, **options, **ONE_CHUNK | {"prefill_chunk_size": 128}))
@@ -99,7 +99,7 @@ def test_the_longest_wait_is_a_fraction_beside_long_prompts(tiny_checkpoints: di
 @pytest.mark.measured
 @pytest.mark.gpu
 def test_tokens_come_evenly_beside_prompts_of_8192_tokens(tmp_path: Path) -> None:
-    """The 99th percentile of the time between tokens, chunks of 512 one a step, beside decoding alone."""
+    """The 99th percentile of the time between tokens, one chunk of 512 per step, compared with decoding alone."""
     folder = make_checkpoint("llama-3.2-1b", tmp_path / "model", device="cuda")
     engine = Engine(
         EngineConfig(

@@ -1,4 +1,4 @@
-"""The loop for many requests, with one forward a step, from which the tokens of cached prefixes are absent."""
+"""The loop for many requests, with one forward a step, which skips the tokens of cached prefixes."""
 
 import torch
 

@@ -154,7 +154,7 @@ def test_the_demo_model_continues_as_transformers_does(demo_folder: Path, refere
 @pytest.mark.gpu
 @pytest.mark.parametrize("memory", [{}, {"attention_backend": "flash"}, {"block_size": 1}], ids=str)
 def test_tokens_on_the_gpu_equal_those_of_the_cpu(model_folder: Path, memory: dict[str, Any]) -> None:
-    """Twice, so that the second time most prompts are cached, and some wholly."""
+    """Twice, so that the second time most prompts are cached, some completely."""
     options: dict[str, Any] = {"max_seq_len": 640, "max_batch_size": 8, "prefill_chunk_size": 100}
     requests, arrivals = [*ALIKE, *LONG], [*ARRIVE, 9, *ARRIVALS, 10]
     found = []

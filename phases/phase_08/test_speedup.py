@@ -58,7 +58,7 @@ def test_the_tokens_computed_for_each_turn_stay_level(tiny_checkpoints: dict[str
 
 @pytest.mark.measured
 def test_the_first_token_of_a_cached_prompt_comes_sooner(folder: Path) -> None:
-    """Prompts of 1,024 common tokens and 8 others, with and without the cache in turns."""
+    """Prompts of 1,024 common tokens and 8 others, with and without the cache, interleaved."""
     folder, drawn = str(folder), SyntheticPrompts(250, seed=0)
     cached, without = (
         Engine(EngineConfig(model=folder, max_seq_len=2048, use_prefix_caching=is_on)) for is_on in (True, False)

@@ -1,4 +1,4 @@
-"""The loop for many requests, with one forward a step, launched while the step before it runs."""
+"""The loop for many requests, with one forward a step, launched while the previous one runs."""
 
 from functools import partial
 
@@ -37,9 +37,9 @@ SCHEDULERS: dict[str, type[Scheduler]] = {"static": StaticScheduler, "continuous
 
 
 class Engine(ServingEngine):
-    """Serves many requests at a time; captured steps are replayed, and planned while the step before runs."""
+    """Serves many requests at a time; captured steps are replayed, and planned while the previous step runs."""
 
-    in_flight: tuple[Schedule, SamplerOutput] | None = None  # launched, and not committed yet
+    in_flight: tuple[Schedule, SamplerOutput] | None = None  # launched, but not committed yet
 
     @torch.inference_mode()
     def step(self) -> list[StepOutput]:

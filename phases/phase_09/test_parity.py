@@ -26,7 +26,7 @@ from tests.reference_tokens import ReferenceTokens
 
 
 class LateOutput:
-    """Tokens that cannot be had before the forward of the next step was launched."""
+    """Tokens that are not available before the forward of the next step is launched."""
 
     def __init__(self, output: SamplerOutput, runner: "LateRunner") -> None:
         self.output, self.runner, self.launched = output, runner, runner.num_launched
@@ -53,7 +53,7 @@ class LateRunner(Runner):
 
 
 class Late(Engine):
-    """Whose tokens come late, and where a step in flight cannot be waited for before the next one is launched."""
+    """Tokens arrive late, and a step in flight cannot be waited for before the next one is launched."""
 
     def __init__(self, config: EngineConfig) -> None:
         super().__init__(config)
@@ -210,7 +210,7 @@ def test_an_interrupted_step_is_repeated_and_loses_nothing(
 
 
 def test_an_end_is_not_lost_between_the_text_and_the_scheduler(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Interrupted whenever requests are just to be retired, once."""
+    """Interrupted once, just before requests are retired."""
     engine = make(folder, Engine, **SMALL)
     finish, step, ended = engine.scheduler.finish, engine.step, set[str]()
 

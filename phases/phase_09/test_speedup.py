@@ -1,4 +1,4 @@
-"""The gain from captured steps and overlap; what it costs is counted everywhere, what it buys measured on a GPU."""
+"""The gain from captured steps and overlap; the cost is counted everywhere, the gain measured on a GPU."""
 
 import statistics
 import time
@@ -27,7 +27,7 @@ def test_generate(folder: Path, benchmark) -> None:
 
 
 def test_overlap_computes_a_row_too_many_for_an_end_and_none_for_a_length(folder: Path) -> None:
-    """Eight requests of 12 tokens; then the fourth token of each is its end."""
+    """Eight requests of 12 tokens, each of which ends at its fourth token."""
     folder, prompts = str(folder), [[n + 5] * 6 for n in range(8)]
     engines = [
         Engine(EngineConfig(model=folder, max_seq_len=64, use_prefix_caching=False, overlap_scheduling=overlap))
@@ -108,7 +108,7 @@ def seconds_a_step(engine: Any, num_sequences: int, num_steps: int = 64) -> floa
 @pytest.mark.gpu
 @pytest.mark.parametrize(("num_sequences", "factor"), [(1, 2.0), (8, 2.0), (32, 2.0), (64, 2.0)])
 def test_a_decode_step_is_a_multiple_faster(llama: Path, num_sequences: int, factor: float) -> None:
-    """Measured: 2.8 to 5.3 times; least on a fast host, since the waiting engine's time is the host's."""
+    """Measured: 2.8 to 5.3 times; least on a fast host, since the baseline waits for the host."""
     options: dict[str, Any] = {"model": str(llama), "device": "cuda", "max_seq_len": 512, "max_batch_size": 64}
     waiting, captured = (seconds_a_step(phase(EngineConfig(**options)), num_sequences) for phase in (Waiting, Engine))
     assert waiting / captured >= factor, (waiting, captured)

@@ -1,7 +1,7 @@
 """Phase 9.1: segments, a side track.
 
-Problem: a prefix is reused only where it is one; a document after another document is computed again for each prompt.
-Idea: compute each document by itself, once, and let a request read it at any place: a score depends on the distance of
-query and key only, so the query is moved, not the keys. Cost: a segment's values know nothing of the segments before
-it, so the answer is not that to the concatenated text; and each segment that is read is an attention of its own.
+Problem: a prefix is reused only at the beginning; a document after another document is recomputed for each prompt.
+Idea: compute each document by itself, once, and let a request read it at any position: a score depends only on the
+distance between query and key, so the query is moved, not the keys. Cost: a segment's values do not depend on earlier
+segments, so the answer differs from that to the concatenated text; and each segment read is a separate attention.
 """

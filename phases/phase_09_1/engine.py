@@ -1,4 +1,4 @@
-"""The loop for many requests, which may be made of segments: context that was computed before, in any order."""
+"""The loop for many requests, which may be made of segments: context computed earlier, in any order."""
 
 from collections.abc import Sequence
 from functools import partial
@@ -36,9 +36,9 @@ SUPPORTED = supported.OVERLAPPED_STEPS
 
 
 class Engine(ServingEngine):
-    """Serves many requests at a time; each may begin with segments, which are computed once and kept by content."""
+    """Serves many requests at a time; each may begin with segments, which are computed once and cached by content."""
 
-    in_flight: tuple[Schedule, SamplerOutput] | None = None  # launched, and not committed yet
+    in_flight: tuple[Schedule, SamplerOutput] | None = None  # launched, but not committed yet
 
     @torch.inference_mode()
     def step(self) -> list[StepOutput]:
@@ -65,7 +65,7 @@ class Engine(ServingEngine):
         if self.in_flight is not None:
             schedule, sampled = self.in_flight
             self.scheduler.commit(schedule, sampled.wait())
-            # Those beyond the schedule too: requests that waited for a segment that could not be computed.
+            # Also outputs beyond the schedule: requests that waited for a segment that could not be computed.
             self.scheduler.finish(self.output_processor.catch_up())
             self.in_flight = None
 
@@ -96,8 +96,7 @@ class Engine(ServingEngine):
     ) -> str:
         """Queue a request and return its id; raises RequestError or QueueFullError, and queues nothing.
 
-        Args:
-            segment_ids: of registered segments, which stand before the prompt in this order.
+        Args: segment_ids: of registered segments, which precede the prompt in this order.
         """
         params.refuse("structured_output", "12")
         segments = tuple(self.segments.find(segment_id) for segment_id in segment_ids)
@@ -130,16 +129,16 @@ class Engine(ServingEngine):
     def register(self, content: str | Sequence[int], role: str = "user") -> str:
         """Register a segment, to be computed in the next steps, and return its id; the same content has the same id.
 
-        Raises RequestError if it is empty, too long for the model or the KV cache, or if there can be no segments.
+        Raises RequestError if it is empty, too long for the model or the KV cache, or if segments are refused.
         """
         token_ids = self.tokenizer.encode(content) if isinstance(content, str) else content
         token_ids = check_prompt(token_ids, self.model.config.vocab_size, self.max_seq_len)
         return self.segments.register(role, token_ids)
 
     def blend(self, segment_ids: Sequence[str], fraction: float) -> str:
-        """Put segments together, recompute a fraction of their tokens with the whole context, and return the new id.
+        """Join segments, recompute a fraction of their tokens with the whole context, and return the new id.
 
-        Raises RequestError if a segment is unknown or not computed yet, or the whole is too long. Call it between
+        Raises RequestError if a segment is unknown or not computed yet, or the whole is too long. Call this between
         steps.
         """
         segments = [self.segments.find(segment_id) for segment_id in segment_ids]

@@ -101,8 +101,8 @@ def test_keys_that_are_rotated_when_they_are_read_give_the_same(model_folder: Pa
 
 @pytest.mark.parametrize("family", ["qwen3", "gemma3_text"])
 def test_with_key_norms_near_one_hundred_too(tiny_checkpoints: dict[str, Path], family: str) -> None:
-    """As Qwen 3 has them: a key that was normed or rotated once too often or in another order would be far off.
-    Scores are a hundred times as large, and so are their errors.
+    """As in Qwen 3: a key normed or rotated once too often, or in the wrong order, would be far off. Scores are a
+    hundred times as large, and so are their errors.
     """
     engine, model = make(tiny_checkpoints[family]), load_model(tiny_checkpoints[family])
     for name, module in (*engine.model.named_modules(), *model.named_modules()):
@@ -119,7 +119,7 @@ def keys_of(engine: Any, name: str) -> torch.Tensor:
 
 
 def test_a_segment_is_kept_as_a_prompt_alone_has_it_wherever_it_stands(model_folder: Path) -> None:
-    """In all layers; so the first segment of a request is what a plain prompt has there."""
+    """In all layers, so a request's first segment equals the beginning of a plain prompt."""
     engine, plain = make(model_folder), make(model_folder, Plain, use_prefix_caching=False)
     names = [engine.register(segment) for segment in SEGMENTS]
     outputs(engine)

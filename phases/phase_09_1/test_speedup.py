@@ -22,7 +22,7 @@ def test_generate(folder: Path, benchmark) -> None:
 
 
 def ask(engine: Engine, segment_ids: list[str], prompt: list[int]) -> tuple[int, float]:
-    """Computed tokens and seconds until the first token of an answer."""
+    """Computed tokens and seconds until an answer's first token."""
     before, started = engine.runner.num_tokens_computed, time.perf_counter()
     engine.add_request(prompt, SamplingParams(**GREEDY, max_new_tokens=1), segment_ids=segment_ids)
     while engine.has_work():
@@ -42,7 +42,7 @@ def test_only_the_question_is_computed_whatever_the_order(folder: Path) -> None:
 @pytest.mark.measured
 @pytest.mark.demo
 def test_the_first_token_of_the_demo_model_comes_many_times_sooner(demo_folder: Path) -> None:
-    """4 documents of 256 tokens; docs/PHASE_09_1.md has more of them."""
+    """4 documents of 256 tokens; docs/PHASE_09_1.md has more measurements."""
     config = EngineConfig(model=str(demo_folder), max_seq_len=1200, max_batch_size=2, use_prefix_caching=False)
     engine = Engine(config)
     names = [engine.register(document) for document in DOCUMENTS]

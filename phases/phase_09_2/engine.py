@@ -36,9 +36,9 @@ SCHEDULERS: dict[str, type[Scheduler]] = {"static": StaticScheduler, "continuous
 
 
 class Engine(ServingEngine):
-    """Serves many requests at a time, each with a KV cache that its heads compress for themselves."""
+    """Serves many requests at a time, each with a KV cache that its heads compress separately."""
 
-    in_flight: tuple[Schedule, SamplerOutput] | None = None  # launched, and not committed yet
+    in_flight: tuple[Schedule, SamplerOutput] | None = None  # launched, but not committed yet
 
     @torch.inference_mode()
     def step(self) -> list[StepOutput]:
@@ -62,9 +62,9 @@ class Engine(ServingEngine):
         return self.report(schedule)
 
     def compress(self) -> None:
-        """Compress the requests that are due; one that is interrupted is preempted, since its cache may be torn.
+        """Compress the requests that are due; an interrupted one is preempted, since its cache may be inconsistent.
 
-        For those that will be due when the step in flight is finished, the device begins after that step.
+        For requests that will be due when the step in flight finishes, the device begins right after that step.
         """
         scheduler = self.scheduler
         if not isinstance(scheduler, CompressingScheduler):
@@ -81,7 +81,7 @@ class Engine(ServingEngine):
         select(self.pool, self.view, scheduler.arriving())
 
     def make_room(self, request: Request) -> bool:
-        """Preempt a request for the compression of one; False if it is that one."""
+        """Preempt a request to make space for compressing another; False if it is the same request."""
         self.finish()
         assert isinstance(self.scheduler, CompressingScheduler)
         return self.scheduler.make_room(request)

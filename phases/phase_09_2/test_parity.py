@@ -22,7 +22,7 @@ SNAP: dict[str, Any] = {
     "compress_method": "snapkv",
     "layer_budget": 40,
     "layer_upper_budget": 56,
-    "p_attn": 0.35,  # a model of random weights attends to all keys nearly alike
+    "p_attn": 0.35,  # a model with random weights attends to all keys almost equally
     "query_window_size": 12,
     "steps_between_compressions": 16,
     "block_size": 4,
@@ -137,7 +137,7 @@ def test_an_interrupted_compression_is_repeated(folder: Path) -> None:
 
 
 def test_a_preempted_request_comes_to_the_same_cache(folder: Path) -> None:
-    """Six requests in a pool for one without compression, beside the same in a pool for all."""
+    """Six requests in a pool for one without compression, compared with the same in a pool for all."""
     roomy, small = (make(folder, **SNAP, num_gpu_blocks=n) for n in (400, 64))
     caches: list[dict[tuple[str, int], tuple[list[Any], torch.Tensor]]] = []
     for engine in (roomy, small):
@@ -155,7 +155,7 @@ def test_a_preempted_request_comes_to_the_same_cache(folder: Path) -> None:
 
 
 def test_requests_that_share_a_prefix_keep_what_they_keep_alone(folder: Path) -> None:
-    """A conversation of 150 tokens goes on in five ways: without sharing, with it, and with few blocks besides."""
+    """A conversation of 150 tokens goes on in five ways: without sharing, with it, and with few blocks as well."""
     requests: Requests = [([*PROMPTS[2], *PROMPTS[2][:40], n], GREEDY | {"max_new_tokens": 60}) for n in range(5)]
     caches: list[Any] = []
     answers: list[list[Any]] = []
@@ -186,7 +186,7 @@ def test_requests_that_share_a_prefix_keep_what_they_keep_alone(folder: Path) ->
 def caches_of(
     engine: Any, answers: list[Any], requests: Requests = (*LONG, *LONG)
 ) -> dict[tuple[str, int], tuple[list[Any], torch.Tensor]]:
-    """What is packed at each compression of each request, when it was last compressed there."""
+    """What is packed at each compression of each request, at its last compression of that length."""
     caches, compressed = {}, engine.scheduler.compressed
 
     def noted(request: Request, kept: Any, num_freed: int) -> None:
@@ -205,7 +205,7 @@ LENGTHS, NEW = (1, 40, 60), (5, 30)
 
 
 class Machine(RuleBasedStateMachine):
-    """Requests arrive, compress, lose their memory and are aborted; each says what it says alone."""
+    """Requests arrive, compress, lose their memory and are aborted; each gives the same output as alone."""
 
     def __init__(self, folder: Path, alone: dict[tuple[int, int, int], list[int]]) -> None:
         super().__init__()
@@ -266,9 +266,9 @@ class Machine(RuleBasedStateMachine):
 
 @pytest.fixture(scope="module")
 def alone(tiny_checkpoints: dict[str, Path]) -> dict[tuple[int, int, int], list[int]]:
-    """What a request says alone, by block size, length of the prompt, and new tokens."""
+    """A request's output alone, by block size, prompt length, and new tokens."""
     said = {}
-    for block_size in (1, 3):  # less than a block is not dropped, so answers depend on it
+    for block_size in (1, 3):  # less than a block is not dropped, so outputs depend on it
         engine = make(tiny_checkpoints["llama"], **FEW | {"block_size": block_size}, use_prefix_caching=False)
         for length, num_new in product(LENGTHS, NEW):
             outputs = engine.generate(PROMPTS[1][:length], SamplingParams(**GREEDY, max_new_tokens=num_new))
@@ -288,7 +288,7 @@ def test_requests_that_compress_lose_their_memory_and_share_prefixes(
 ) -> None:
     machine = Machine(tiny_checkpoints["llama"], alone)
     machine.begin(0, block_size, overlap)
-    for _ in range(4):  # the second begins when the first has its prompt, and is compressed when it grows
+    for _ in range(4):  # the second begins once the first's prompt is computed, and is compressed as it grows
         machine.add(40, 30)
         machine.step(1)
     for _ in range(6):

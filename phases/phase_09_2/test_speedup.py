@@ -1,4 +1,4 @@
-"""What a compressed cache buys: memory that no longer grows, more requests at a time; counted, at small sizes."""
+"""The gain from a compressed cache: memory that no longer grows, more requests at a time; counted at small sizes."""
 
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,7 @@ LONG, BLOCKS = 1024, 64  # tokens of a request; the pool holds one such request 
 
 
 def serve(engine: Any, num_requests: int) -> tuple[int, int]:
-    """The most requests that decode in a step, and the most blocks held for one of them."""
+    """The maximum requests that decode in a step, and the maximum blocks held by one of them."""
     for n in range(num_requests):
         params = SamplingParams(**GREEDY, max_new_tokens=LONG - 8)
         engine.add_request([n + 5] * 8, params)
@@ -38,7 +38,7 @@ def serve(engine: Any, num_requests: int) -> tuple[int, int]:
 
 
 def test_seven_long_answers_in_the_memory_of_one(folder: Path) -> None:
-    """A thirty-second of what is asked of a GPU: 1,024 tokens instead of 32,768, a budget of 64 instead of 2,048."""
+    """A thirty-second of the sizes used on a GPU: 1,024 tokens instead of 32,768, a budget of 64 instead of 2,048."""
     options: dict[str, Any] = {
         "model": str(folder),
         "max_seq_len": LONG,

@@ -1,4 +1,4 @@
-"""The loop for many requests, launched while the step before it runs, on weights of 16, 8 or 4 bits."""
+"""The loop for many requests, launched while the previous one runs, on weights of 16, 8 or 4 bits."""
 
 from functools import partial
 
@@ -41,7 +41,7 @@ SCHEDULERS: dict[str, type[Scheduler]] = {"static": StaticScheduler, "continuous
 class Engine(ServingEngine):
     """Serves many requests at a time with a model whose weights may be quantized."""
 
-    in_flight: tuple[Schedule, SamplerOutput] | None = None  # launched, and not committed yet
+    in_flight: tuple[Schedule, SamplerOutput] | None = None  # launched, but not committed yet
 
     @torch.inference_mode()
     def step(self) -> list[StepOutput]:

@@ -1,4 +1,4 @@
-"""Phase 10 gives the outputs of phase 9 on the dequantized weights, whatever the format they are stored in."""
+"""Phase 10 gives the outputs of phase 9 on the dequantized weights, whatever their storage format."""
 
 import json
 import shutil
@@ -37,7 +37,7 @@ Stored = tuple[dict[str, torch.Tensor], torch.Tensor]
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """A random checkpoint of each family, whose matrices blocks of 128 columns divide."""
+    """A random checkpoint of each family, whose matrices are divisible into blocks of 128 columns."""
     made = {}
     with pytest.MonkeyPatch.context() as patch:
         for family in FAMILIES:
@@ -49,7 +49,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 def rows(weight: torch.Tensor, method: str = "fp8") -> Stored:
-    """FP8 or INT8 with a scale a row, as compressed-tensors writes them."""
+    """FP8 or INT8 with one scale per row, in the format of compressed-tensors."""
     rounded = quantize(weight, method)
     return {"weight": rounded.values, "weight_scale": rounded.scales}, dequantize(rounded)
 
@@ -116,7 +116,7 @@ FORMATS: dict[str, tuple[Callable[[torch.Tensor], Stored], dict[str, Any]]] = {
 
 
 def write(source: Path, target: Path, kind: str, left_out: str = "") -> tuple[Path, Path]:
-    """The quantized checkpoint, and a plain one of the weights that it stands for; ``left_out`` stays plain."""
+    """The quantized checkpoint, and a plain one of its dequantized weights; ``left_out`` stays plain."""
     store, config = FORMATS[kind]
     if left_out:
         config = config | {"ignore": ["lm_head", left_out]}
@@ -140,14 +140,14 @@ def write(source: Path, target: Path, kind: str, left_out: str = "") -> tuple[Pa
 
 
 def outputs(phase: Any, folder: Path, **config: Any) -> Any:
-    """What clients receive; with requests that come late, share blocks and are preempted."""
+    """What clients receive, with requests that arrive late, share blocks and are preempted."""
     engine = phase(EngineConfig(model=str(folder), overlap_scheduling=True, **SETTINGS, **config))
     return seen(serve(engine, [*ALIKE, *MIXED], [*ARRIVE, *ARRIVALS])[0])
 
 
 @pytest.fixture
 def dequantizes_int4(monkeypatch: pytest.MonkeyPatch) -> None:
-    """INT4 is dequantized, so activations keep their 32 bits on a CPU too."""
+    """INT4 is dequantized, so activations keep their 32 bits even on a CPU."""
     monkeypatch.setattr("shared.ops.quantized.CPU_GROUPS", ())
 
 
@@ -177,9 +177,9 @@ def test_tokens_are_those_of_the_weights_that_are_meant(
 def test_tokens_of_integers_are_the_likeliest_of_the_weights_that_are_meant(
     folders: dict[str, Path], tmp_path: Path, kind: str, family: str
 ) -> None:
-    """A CPU rounds activations to bf16 for INT8 and INT4, so a token may differ where two logits are near each other.
+    """A CPU rounds activations to bf16 for INT8 and INT4, so a token may differ where two logits are close.
 
-    Not for Gemma: with random weights it repeats its last token, whatever the blocks compute.
+    Not for Gemma, which with random weights repeats its last token whatever the blocks compute.
     """
     small, plain = write(folders[family], tmp_path, kind)
     engine = Engine(EngineConfig(model=str(small), **SETTINGS))
@@ -196,7 +196,7 @@ def test_tokens_of_integers_are_the_likeliest_of_the_weights_that_are_meant(
 
 @pytest.mark.usefixtures("dequantizes_int4")
 def test_a_module_that_was_left_out_stays_plain_beside_quantized_ones(folders: dict[str, Path], tmp_path: Path) -> None:
-    """Values beside queries and keys, which are one product; and a product of its own."""
+    """Values together with queries and keys, in one product; and in a separate product."""
     for number, left_out in enumerate(("0.self_attn.v_proj", "1.mlp.down_proj")):
         small, plain = write(folders["qwen3"], tmp_path / str(number), "int4 packed", f"model.layers.{left_out}")
         assert list(map(tokens, outputs(Engine, small))) == list(map(tokens, outputs(Plain, plain)))

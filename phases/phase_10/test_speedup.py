@@ -22,7 +22,8 @@ def test_generate(folder: Path, benchmark) -> None:
 
 @pytest.mark.parametrize(("method", "most"), [("fp8", 0.27), ("int8", 0.27), ("int4", 0.17)])
 def test_a_token_reads_a_quarter_or_an_eighth_of_the_bytes(folder: Path, method: str, most: float) -> None:
-    """Of fp32, scales included; groups of 32 columns, as in this tiny model, have an eighth of a number more each."""
+    """Relative to fp32, including scales; with groups of 32 columns, as in this tiny model, scales add an eighth of a
+    byte per number."""
     model = Engine(EngineConfig(model=str(folder), quantization=method, max_batch_size=1)).model
     parts = [module.weight for module in model.modules() if isinstance(module, FusedQuantizedProjection)]
     assert len(parts) == 4 * model.config.num_layers

@@ -50,7 +50,7 @@ SCHEDULERS: dict[str, type[Scheduler]] = {"static": StaticScheduler, "continuous
 class Engine(ServingEngine):
     """Serves many requests at a time; a step verifies the tokens that a drafter proposes for them."""
 
-    in_flight: tuple[Schedule, SamplerOutput] | None = None  # launched, and not committed yet
+    in_flight: tuple[Schedule, SamplerOutput] | None = None  # launched, but not committed yet
 
     @torch.inference_mode()
     def step(self) -> list[StepOutput]:
@@ -74,7 +74,7 @@ class Engine(ServingEngine):
         return self.report(schedule)
 
     def propose(self, schedule: Schedule) -> Schedule:
-        """Let the drafter propose what the schedule has room for; first the tokens that drafts follow are awaited."""
+        """Let the drafter propose as many drafts as were granted; it first waits for the tokens that they follow."""
         if schedule.has_drafts:
             self.finish()
         self.drafter.propose(schedule)
@@ -126,7 +126,7 @@ class Engine(ServingEngine):
 
 
 def make_drafter(config: EngineConfig, model: CausalLM, tokenizer: Tokenizer) -> Drafter:
-    """The drafter that the settings name."""
+    """The drafter that the settings select."""
     if not config.use_speculative_decoding:
         return NoDrafter()
     return NGramDrafter() if config.drafter == "ngram" else DraftModel(config, model, tokenizer)

@@ -55,7 +55,7 @@ def has_guessed(engine: Speculative) -> bool:
 def test_outputs_are_those_of_phase_9(
     tiny_checkpoints: dict[str, Path], family: str, sizes: tuple[int, int], overlaps: bool
 ) -> None:
-    """Greedy and sampled, with penalties, chunks, shared prefixes and preemptions; found by lookup, and foreseen."""
+    """Greedy and sampled, with penalties, chunks, shared prefixes and preemptions; found by lookup, and predicted."""
     options = SMALL | {"prefill_chunk_size": 30} | dict(zip(("block_size", "num_gpu_blocks"), sizes, strict=True))
     requests, arrivals = [*ALIKE, *MIXED], [*ARRIVE, *ARRIVALS]
     folder = tiny_checkpoints[family]
@@ -112,7 +112,7 @@ def test_whatever_the_sizes_arrivals_and_aborts(
 
 
 def test_an_end_inside_a_run_of_accepted_drafts_drops_the_rest(tiny_checkpoints: dict[str, Path]) -> None:
-    """The drafts go on after a stop token, an end of sequence, a stop string and the length limit."""
+    """The drafts continue after a stop token, an end of sequence, a stop string and the length limit."""
     folder, options = tiny_checkpoints["qwen3"], {"max_seq_len": 64, "max_batch_size": 8, "block_size": 2}
     free: Requests = [("Once upon", {"seed": n, "max_new_tokens": 24, "ignore_eos": True}) for n in range(3)]
     answers = serve(make(folder, Plain, **options), free)[0]
@@ -138,7 +138,7 @@ def test_an_end_inside_a_run_of_accepted_drafts_drops_the_rest(tiny_checkpoints:
 
 
 def test_an_end_of_sequence_inside_a_run(folder: Path) -> None:
-    """A bias makes it likely at each place of a run; the drafts go on after it, and never enter the prefix tree."""
+    """A bias makes it likely at each index of a run; the drafts continue after it, and never enter the prefix tree."""
     options = {"max_seq_len": 64, "block_size": 1}
     eos = min(make(folder, Plain, **options).tokenizer.eos_ids)
     requests: Requests = [([5 + n] * 3, {"seed": n, "max_new_tokens": 30, "logit_bias": {eos: 4.0}}) for n in range(12)]

@@ -1,4 +1,4 @@
-"""What an adapter buys: several tokens a forward, where its guesses are right."""
+"""The gain from an adapter: several tokens per forward where its guesses are right."""
 
 import json
 from pathlib import Path
@@ -32,7 +32,7 @@ def test_generate(folder: Path, benchmark) -> None:
 
 
 def test_right_guesses_give_four_tokens_a_forward(folder: Path) -> None:
-    """Masks are computed in every step, and logits of real tokens alone."""
+    """Masks are computed in every step, but only real tokens have logits."""
     params = SamplingParams(**GREEDY, max_new_tokens=41)
     plain = Engine(EngineConfig(model=str(folder), max_seq_len=128))
     answer = [output.token_id or 0 for output in plain.generate(PROMPT, params)]

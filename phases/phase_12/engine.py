@@ -1,4 +1,4 @@
-"""The loop for many requests, whose outputs may have a grammar: each token is sampled from those that it allows."""
+"""The loop for many requests, whose outputs may have a grammar: each token is sampled from the allowed ones."""
 
 import math
 from collections.abc import Sequence
@@ -54,9 +54,9 @@ SCHEDULERS: dict[str, type[Scheduler]] = {"static": StaticScheduler, "continuous
 
 
 class Engine(ServingEngine):
-    """Serves many requests at a time, each of which may have a grammar that its output follows."""
+    """Serves many requests at a time, each of which may have a grammar for its output."""
 
-    in_flight: tuple[Schedule, SamplerOutput] | None = None  # launched, and not committed yet
+    in_flight: tuple[Schedule, SamplerOutput] | None = None  # launched, but not committed yet
 
     @torch.inference_mode()
     def step(self) -> list[StepOutput]:
@@ -81,7 +81,7 @@ class Engine(ServingEngine):
         return self.report(schedule)
 
     def propose(self, schedule: Schedule) -> Schedule:
-        """Let the drafter propose what the schedule has room for; first the tokens that drafts follow are awaited."""
+        """Let the drafter propose as many drafts as were granted; it first waits for the tokens that they follow."""
         if schedule.has_drafts:
             self.finish()
         self.drafter.propose(schedule)

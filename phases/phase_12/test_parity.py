@@ -135,7 +135,7 @@ def test_rejection_sampling_follows_grammars_too(folder: Path) -> None:
 
 
 def test_tokens_are_those_of_a_loop_by_hand(folder: Path) -> None:
-    """The likeliest of the tokens that can go on, or a draw from them, each with a forward of all tokens before it."""
+    """The most likely allowed token, or a sampled one, each with a forward of all earlier tokens."""
     simple, engine = make(folder, Simple), make(folder)
     fsm = engine.constraints.grammars
     for more in ({"temperature": 0.0}, {"temperature": 1.4, "seed": 11}, {"seed": 12, "top_p": 0.7}):

@@ -1,4 +1,5 @@
-"""What masks cost: beside the same requests without a grammar, and beside those that have none."""
+"""The cost of masks: compared with the same requests without a grammar, and for requests without one in the same
+batch."""
 
 import time
 from pathlib import Path

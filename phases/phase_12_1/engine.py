@@ -54,9 +54,9 @@ SCHEDULERS: dict[str, type[Scheduler]] = {"static": StaticScheduler, "continuous
 
 
 class Engine(ServingEngine):
-    """Serves many requests at a time with a model of which each rank of a group has a part."""
+    """Serves many requests at a time with a model sharded over the ranks of a group."""
 
-    in_flight: tuple[Schedule, SamplerOutput] | None = None  # launched, and not committed yet
+    in_flight: tuple[Schedule, SamplerOutput] | None = None  # launched, but not committed yet
 
     @torch.inference_mode()
     def step(self) -> list[StepOutput]:
@@ -80,7 +80,7 @@ class Engine(ServingEngine):
         return self.report(schedule)
 
     def propose(self, schedule: Schedule) -> Schedule:
-        """Let the drafter propose what the schedule has room for; first the tokens that drafts follow are awaited."""
+        """Let the drafter propose as many drafts as were granted; it first waits for the tokens that they follow."""
         if schedule.has_drafts:
             self.finish()
         self.drafter.propose(schedule)
@@ -141,7 +141,7 @@ class Engine(ServingEngine):
 
 
 def make_drafter(group: Group, model: CausalLM, tokenizer: Tokenizer, pool: GrammarPool | None) -> Drafter:
-    """The drafter that the settings name, after which stands what a grammar forces."""
+    """The drafter that the settings select, followed by forced text."""
     config = group.config
     if not config.use_speculative_decoding:
         return NoDrafter()

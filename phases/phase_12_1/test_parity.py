@@ -1,4 +1,4 @@
-"""Phase 12.1 gives the tokens of phase 12, with as many ranks as there are; and a rank that fails ends the group."""
+"""Phase 12.1 gives the tokens of phase 12, for any number of ranks; and a rank that fails ends the group."""
 
 import os
 import signal
@@ -133,7 +133,7 @@ def test_a_trace_has_a_lane_for_each_other_rank(engines: tuple[Engine, Whole]) -
         trace = recorder.trace("ranks")
         num_launches = sum(any(span.name == "launch" for span in step.host) for step in trace.steps)
         while sum(len(notes) for step in trace.steps for notes in step.ranks) < num_others * num_launches:
-            time.sleep(0.01)  # another rank's last note may come later than the last token
+            time.sleep(0.01)  # another rank's last report may arrive after the last token
             trace = recorder.trace("ranks")
         lanes = dict(activity_lanes(trace))
         assert list(lanes) == ["host", *(f"rank {n + 1}" for n in range(num_others))]
@@ -169,7 +169,7 @@ def test_an_engine_of_one_rank_is_that_of_phase_12(session_folder: Path) -> None
 def test_a_draft_model_is_whole_or_cut_among_ranks(
     session_folder: Path, size: int, draft_ranks: int, on_each: bool, acceptance: str
 ) -> None:
-    """Two ranks with quantized weights of the model, which are cut too."""
+    """Two ranks with quantized weights of the model, which are sharded too."""
     folder = checkpoint_for_ranks("llama", session_folder)
     config = SMALL | {
         "quantization": "fp8" if size == 2 else None,
@@ -216,9 +216,9 @@ def test_what_cannot_be_shared_is_refused(session_folder: Path, config: dict[str
 def test_an_interrupt_waits_for_the_end_of_a_step(
     engines: tuple[Engine, Whole], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The other ranks have begun it, and the engine goes on afterwards."""
+    """The other ranks have started it, and the engine continues afterwards."""
     group, whole = engines
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background process begins by ignoring it
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background process starts by ignoring it
     requests = [(STEM, GREEDY | {"max_new_tokens": 12}), ("x", GREEDY | {"max_new_tokens": 9})]
     expected = [tokens(answer) for answer in serve(whole, requests)[0]]
     names = [group.add_request(prompt, SamplingParams(**params)) for prompt, params in requests]
@@ -293,7 +293,7 @@ def test_a_rank_that_fails_ends_the_group_and_is_named(
 def test_a_rank_that_is_lost_at_the_start_is_named(
     session_folder: Path, monkeypatch: pytest.MonkeyPatch, where: str, lose: Any, sentence: str
 ) -> None:
-    """Rank 0 wants to read its third tensor only when the loss has been found, and then reads no more."""
+    """Rank 0 reads its third tensor only once the loss has been found, and then reads no more."""
     if "2 s" in sentence:
         monkeypatch.setattr(shared.tracks.ranks.collectives, "MEETING", timedelta(seconds=3))
     monkeypatch.setattr(shared.loading.weights, "WORKERS", 1)

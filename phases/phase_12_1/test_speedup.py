@@ -1,4 +1,4 @@
-"""What several ranks cost and buy: one message a step and two sums a layer; and on GPUs, faster tokens."""
+"""The cost and gain of several ranks: one message per step and two sums per layer; on GPUs, faster tokens."""
 
 import statistics
 import time
@@ -75,7 +75,7 @@ def seconds_of(engine: Any, num_requests: int, num_prompt: int, num_new: int) ->
 @pytest.mark.several_gpus
 @pytest.mark.parametrize("size", [2, 4])
 def test_ranks_are_faster_than_one_gpu(tmp_path: Path, size: int) -> None:
-    """Random weights of true shape; one process beside the ranks, in one run."""
+    """Random weights of true shape; one process compared with the ranks, in one run."""
     if torch.cuda.device_count() < size:
         pytest.skip(f"needs {size} GPUs, and this machine has {torch.cuda.device_count()}")
     folder = make_checkpoint("qwen3-8b", tmp_path / "model", device="cuda")

@@ -35,8 +35,8 @@ class Grid:
     def max_states(self, tokens_per_tile: int = 1) -> int:
         """Maximum number of states of a plan: a tile of n > 1 splits stores n states for each of its tokens.
 
-        A split is at least an equal share of the keys, so fewer than ``resident`` tiles have several splits, and these
-        tiles have fewer than ``2 * resident`` splits in total.
+        A split is at least an equal share of the keys, so fewer than ``resident`` tiles have several splits, and
+        together these have fewer than ``2 * resident`` splits in total.
         """
         return 2 * self.resident * tokens_per_tile
 

@@ -2,14 +2,14 @@
 
 A GPU runs a fixed number of programs at once, and a batch's sequences vary in length: with one program per sequence
 most of the GPU idles while the longest is read. So each step's attention is planned. The keys that a tile of queries
-attends to are cut into *splits* of one size; the last may be shorter. An *item* is a tile with one of its splits,
+attends to are divided into *splits* of one size; the last may be shorter. An *item* is a tile with one of its splits,
 computed by one program for one group of heads. A plan's arrays give the request, the tile and the split of every item;
 the kernels only follow them (FlashInfer, arXiv 2501.01005).
 
-The split size is the smallest with which all items are resident together, so that every program is busy and no item
-waits. If there is no such size, because there are more tiles than programs, or if it leaves a program more than
+The split size is the smallest at which all items are resident at once, so that every program is busy and no item waits.
+If there is no such size, because there are more tiles than programs, or if it leaves a program more than
 ``IMBALANCE`` times its share of the keys, the split size is that share: items then queue, but each is short. Where
-items of prompts queue, those with the most keys come first, so that no long one begins when the others end.
+items of prompts queue, those with the most keys go first, so that no long item starts when the others are ending.
 
 Invariants: the items cover each tile's visible keys exactly once; a tile without visible keys has one item, whose
 program stores zeros; the limits of :mod:`shared.attention.descriptor`. Counting uses int64, the arrays are int32.
@@ -84,12 +84,11 @@ def plan_prefill(
 
     Args:
         num_new_tokens: ``[B]``, possibly 0.
-        lengths: ``[B]``, tokens of each sequence, the new ones included.
-        tokens_per_tile: tokens of the kernel's query tile.
-        has_masks: whether new tokens may be mask tokens, which stand earlier in the text than in the cache (phase
-            11.1): the keys of every tile begin in the window of the sequence's first new token.
-        first_row: the row of the first new token, in a step whose first rows are of other sequences.
-        num_rows, num_requests, capacity: rows, sequences and items of a captured graph's bucket; None: those of this
+        lengths: ``[B]``, tokens of each sequence, the new ones included. tokens_per_tile: tokens of the kernel's query
+        tile. has_masks: whether new tokens may be mask tokens, whose position in the text is earlier than in the cache
+        (phase 11.1): the keys of every tile begin in the window of the sequence's first new token. first_row: the row
+        of the first new token, in a step whose first rows are of other sequences. num_rows, num_requests, capacity:
+        rows, sequences and items of a captured graph's bucket; None: those of this
             batch.
 
     Raises ValueError as :func:`plan_decode`.

@@ -36,7 +36,7 @@ MakePaged = Callable[[PagedSizes], tuple[PagedKVCachePool, BatchView]]
 
 
 def num_blocks_that_fit(config: EngineConfig, model: CausalLM, max_seq_len: int, make: MakePaged) -> int:
-    """Blocks that fit in memory beside a step, but no more than ``max_batch_size`` sequences can fill.
+    """Blocks that fit in memory together with a step, capped at what ``max_batch_size`` sequences can fill.
 
     Args:
         make: makes the pool and the view of the measured step.
@@ -47,7 +47,7 @@ def num_blocks_that_fit(config: EngineConfig, model: CausalLM, max_seq_len: int,
     pool, view, requests = measured_memory(config, model, max_seq_len, num_tokens, make)
     workspace = max(0, allocated_bytes(model.device) - before - view.num_bytes)  # the engine's view allocates it too
     caches = [model.config]
-    if config.draft_model is not None:  # whose blocks are as many
+    if config.draft_model is not None:  # with the same number of blocks
         caches.append(read_config(resolve_model(config.draft_model), can_quantize=True))
     numbers = sum([kv_bytes(cache, config.block_size, torch.uint8) for cache in caches])
     block_bytes = -(-view.num_bytes * numbers // kv_bytes(model.config, pool.capacity_tokens, torch.uint8))
@@ -89,7 +89,7 @@ def step_bytes(
     With drafts each sequence of the batch has as many logit rows as ``config`` grants it, one for each token.
 
     On a CPU, where such a step is slow, the peak is extrapolated linearly from a few tokens; the scores of ``naive``,
-    which grow faster, are underestimated. Raises ConfigError if a GPU has no room for the step.
+    which grow faster, are underestimated. Raises ConfigError if the step does not fit on a GPU.
     """
     schedule = Schedule(0, tuple(Scheduled(request, 0, request.num_tokens) for request in requests))
     batch = Batch.of(schedule, pool)

@@ -82,7 +82,7 @@ def cache_folder() -> Path:
 
 
 def local_model_folder(name: str) -> Path | None:
-    """The folder of a known model if it is in the cache and complete (compares sizes only); None otherwise."""
+    """The folder of a known model if it is complete in the cache (compares sizes only); None otherwise."""
     if name not in KNOWN_MODELS:
         return None
     folder = _folder(name)

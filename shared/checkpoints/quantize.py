@@ -25,7 +25,7 @@ from shared.quantization.weight import QuantizedWeight, unpack_nibbles
 from shared.text.tokenizer import Tokenizer
 
 WRITTEN = (*METHODS, "gptq")
-TEXT_TOKENS = 16384  # more change little, and take as much longer
+TEXT_TOKENS = 16384  # further steps change little, and take that much longer
 COPIED = ("generation_config.json", "*token*.json", "tokenizer.model", "vocab.json", "merges.txt", "chat_template*")
 
 
@@ -39,7 +39,7 @@ def quantize_checkpoint(
 ) -> Path:
     """Round the matrices of a plain checkpoint by ``method`` and write them with its other files to ``folder``.
 
-    INT4 needs one size of group for all matrices. A head tied to the embedding cannot be quantized in a checkpoint.
+    INT4 needs one group size for all matrices. A head tied to the embedding cannot be quantized in a checkpoint.
     ``gptq`` gives INT4 whose errors are corrected on the first ``TEXT_TOKENS`` tokens of ``text``; a head is rounded.
     """
     if method not in WRITTEN:

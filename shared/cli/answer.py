@@ -1,7 +1,7 @@
 """Streams one answer to the terminal and measures it. Introduced in phase 2.
 
-Invariant: text is written as soon as the engine yields it, and times run from the request to each token, so they are
-the times that a user waits.
+Invariant: text is written as soon as the engine yields it, and times run from the request to each token, so they
+measure how long a user waits.
 """
 
 import math

@@ -1,6 +1,6 @@
 """``infer deploy``: the server on many replicas, through Ray Serve. Follows phase 11.
 
-Invariant: a setting is judged before Ray starts; without Ray each command says in one sentence what to install.
+Invariant: settings are validated before Ray starts; without Ray each command says in one sentence what to install.
 """
 
 import signal
@@ -39,7 +39,7 @@ _server = partial(typer.Option, rich_help_panel="Server")
 
 
 class _ModelFirst(TyperGroup):
-    """A group whose first argument is a model's name unless it is a command's."""
+    """A group whose first argument is a command or else a model."""
 
     default = "start"
 
@@ -102,7 +102,7 @@ def start(
     phase: options.Phase = None,
     **settings: Any,
 ) -> None:
-    """Serve MODEL on replicas: starts Ray and stays until interrupted, or updates a cluster that runs and returns."""
+    """Serve MODEL on replicas: starts Ray and runs until interrupted, or updates a running cluster and returns."""
     _check_ray()
     from shared.deployment import application
     from shared.loading.placement import check_device
@@ -167,7 +167,7 @@ def start(
 
 @app.command("status")
 def status(address: Address = None) -> None:
-    """Show the replicas that run, start and stop."""
+    """Show which replicas are running, starting and stopping."""
     _check_ray()
     from rich.table import Table
 

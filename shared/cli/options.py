@@ -1,8 +1,8 @@
-"""The options that commands share, and the engine and sampling parameters made of them. Introduced in phase 2.
+"""The options that commands share, and the engine and sampling parameters made from them. Introduced in phase 2.
 
-The options of the engine come from ``EngineConfig``: a field that is added there is an option of every command that
-starts an engine, and no line is added here. Invariant: values are judged by ``EngineConfig`` and ``SamplingParams``
-alone, so a bad one gives the same message on the command line, in a server and in Python.
+Engine options come from ``EngineConfig``: a field that is added there is an option of every command that starts an
+engine, and no line is added here. Invariant: only ``EngineConfig`` and ``SamplingParams`` validate values, so a bad one
+gives the same message on the command line, in a server and in Python.
 """
 
 import dataclasses
@@ -104,9 +104,9 @@ GRAMMARS = ("json_schema", "regex", "choice")
 
 
 def take_sampling_params(settings: dict[str, Any]) -> "SamplingParams":
-    """Make sampling parameters of a command's settings, of which the engine's remain; raises RequestError.
+    """Take the sampling parameters out of a command's settings, which leaves the engine's; raises RequestError.
 
-    Without a seed, one is drawn here, to be shown.
+    Without a seed, one is chosen here, so that it can be shown.
     """
     from shared.sampling.params import SamplingParams
 
@@ -124,7 +124,7 @@ def take_sampling_params(settings: dict[str, Any]) -> "SamplingParams":
 
 
 def take_grammar(settings: dict[str, Any]) -> "Grammar | None":
-    """Make the grammar of three options of a command, of which one may be given; raises RequestError."""
+    """Make the grammar from a command's three options, of which at most one may be given; raises RequestError."""
     json_schema, regex, choice = (settings.pop(name) for name in GRAMMARS)
     if json_schema is None and regex is None and not choice:
         return None
@@ -146,7 +146,8 @@ def _bias(text: str) -> tuple[int, float]:
 
 
 def checked_chat_template(setting: str | None) -> str | None:
-    """The setting, a file by its absolute path; raises ConfigError for one that names no template of any model."""
+    """The setting, with a file as its absolute path; raises ConfigError if it names neither a file nor a known
+    template."""
     if setting is None:
         return None
     from shared.text.chat_format import checked_setting
@@ -157,7 +158,7 @@ def checked_chat_template(setting: str | None) -> str | None:
 def engine_options(*omitted: str, **defaults: Any) -> Callable[[Command], Command]:
     """Give a command an option for each field of ``EngineConfig``; the values arrive in its ``**settings``.
 
-    A field that the command declares as a parameter of its own is left to it.
+    A field that the command declares as its own parameter is skipped.
 
     Args:
         omitted: the fields that the command does not offer.
@@ -178,13 +179,13 @@ def engine_options(*omitted: str, **defaults: Any) -> Callable[[Command], Comman
 
 
 def sampling_options(*names: str, **defaults: Any) -> Callable[[Command], Command]:
-    """Give a command the options of ``SAMPLING``, or those with ``names``; the values arrive in its ``**settings``."""
+    """Give a command the options of ``SAMPLING``, or the ones in ``names``; the values arrive in its ``**settings``."""
     chosen = [option for option in SAMPLING if not names or option.name in names]
     return _with_parameters(option.replace(default=defaults.get(option.name, option.default)) for option in chosen)
 
 
 def _option_of(field: "dataclasses.Field[Any]", kind: Any) -> Any:
-    """The option of a field. Help shows it as soon as the phase exists that brings the field."""
+    """The option of a field. Help shows it once the phase that introduces the field exists."""
     name = option_name(field.name)
     is_flag = bool in (kind, *get_args(kind))
     has_negative = is_flag and field.default is not False  # what is off by default is only turned on
@@ -198,7 +199,7 @@ def _option_of(field: "dataclasses.Field[Any]", kind: Any) -> Any:
 
 
 def _with_parameters(added: Iterable[Parameter]) -> Callable[[Command], Command]:
-    """Put parameters that a command does not declare in place of its ``**settings``, in the signature for typer."""
+    """Replace a command's ``**settings`` by explicit parameters in the signature that typer sees."""
     parameters = {parameter.name: parameter for parameter in added}
 
     def decorate(command: Command) -> Command:
@@ -212,7 +213,7 @@ def _with_parameters(added: Iterable[Parameter]) -> Callable[[Command], Command]
 
 
 def answering_lesson(number: str | None, settings: Mapping[str, Any]) -> Lesson:
-    """The phase with this number, or that of the settings; raises ConfigError if it does not generate."""
+    """The phase with this number, or the one that the settings need; raises ConfigError if it does not generate."""
     if number is None:
         return lesson_of(settings)
     lesson = find_lesson(number)

@@ -1,8 +1,8 @@
-"""``infer segments``: questions over documents that a server keeps as segments. Introduced in phase 9.1.
+"""``infer segments``: questions about documents that a server keeps as segments. Introduced in phase 9.1.
 
 The server holds the segments (``infer serve --phase 09.1``); these commands are its clients. An id follows from the
 content, so a file that is named again is neither computed nor kept twice, and no list of ids is kept here. Invariant:
-documents stand before the question in the order in which they are given, those of a folder by name.
+documents precede the question in the given order, those of a folder sorted by name.
 """
 
 import json
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 SUFFIXES = (".txt", ".md")
 _URL = "http://127.0.0.1:8000"
-_TIMEOUT = 600.0  # seconds without a byte: documents may be computed first
+_TIMEOUT = 600.0  # seconds without a byte: documents may have to be computed first
 REGISTER_EPILOG = examples("infer segments register manuals/", "infer segments register house-rules.txt --role system")
 LIST_EPILOG = examples("infer segments list", "infer segments list --url http://127.0.0.1:8001")
 ASK_EPILOG = examples(
@@ -123,7 +123,7 @@ class Document:
 
 
 def documents(path: Path) -> list[Document]:
-    """The text file, or those of a folder and of the folders in it, by name. Raises RequestError if there are none."""
+    """The text file, or all files below a folder, by name. Raises RequestError if there are none."""
     if not path.is_dir():
         return [Document(path)]
     found = [Document(one) for one in sorted(path.rglob("*")) if one.suffix in SUFFIXES and one.is_file()]
@@ -139,7 +139,7 @@ def register(
     url: Url = _URL,
     api_key: ApiKey = None,
 ) -> None:
-    """Have text files computed, each as a segment, and print their ids."""
+    """Compute text files as segments, and print their ids."""
     found = [document for path in paths for document in documents(path)]
     client = SegmentClient(url, api_key)
     for document in found:
@@ -185,7 +185,7 @@ def ask(
     url: Url = _URL,
     api_key: ApiKey = None,
 ) -> None:
-    """Answer a question over documents; those that the server has computed before are not computed again."""
+    """Answer a question about documents; the server does not recompute those that it has."""
     given: list[str | Document] = []
     for one in over:
         given += documents(Path(one)) if Path(one).exists() else [one]

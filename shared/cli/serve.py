@@ -1,6 +1,7 @@
 """``infer serve``: a model behind an OpenAI-compatible server. Introduced in phase 4.
 
-Invariant: errors come before the server listens: an invalid setting first, then a port in use, then the model's.
+Invariant: errors are reported before the server listens: an invalid setting first, then a port in use, then the
+model's.
 """
 
 import sys
@@ -185,7 +186,7 @@ def load_warm(number: str, model: str, log_format: str, verbose: bool, **setting
 
 
 def serving_lesson(number: str | None, settings: Mapping[str, Any] = MappingProxyType({})) -> Lesson:
-    """The phase with this number, or that of the settings; raises ConfigError if it cannot be served."""
+    """The phase with this number, or the one that the settings need; raises ConfigError if it cannot be served."""
     return options.batching_lesson("runs one request at a time and cannot be served", number, settings)
 
 

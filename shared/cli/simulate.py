@@ -1,7 +1,7 @@
-"""``infer simulate``: a fleet of replicas on paper. Follows phase 11.
+"""``infer simulate``: simulates a fleet of replicas. Follows phase 11.
 
 The command reads its options and prints; :mod:`shared.simulation` simulates. Invariant: each router and each number of
-replicas gets the same requests for a seed, so many a replica and second.
+replicas gets the same requests for a given seed, at the same rate per replica.
 """
 
 import json
@@ -79,8 +79,8 @@ def simulate(
     seed: Annotated[int, typer.Option(help="Of the requests and of the routers.")] = 0,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of a table.")] = False,
 ) -> None:
-    """Simulate many replicas behind a router: waits, first tokens, cache hits, balance and cost, from step times that
-    were measured.
+    """Simulate many replicas behind a router: waits, first tokens, cache hits, balance and cost, from measured step
+    times.
     """
     from benchmarks.simulation import table
     from benchmarks.view import View, show
@@ -119,7 +119,7 @@ def simulate(
 
 
 def _times(path: Path | None) -> "tuple[StepTimes, str]":
-    """The step times, and where they are from."""
+    """The step times and their source."""
     from benchmarks.report import read_value
     from benchmarks.step_times import COUNTS, times_of_reports
     from shared.simulation.step_times import StepTimes

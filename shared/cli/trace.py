@@ -1,10 +1,13 @@
 """``infer trace``: a timeline of an engine's run, as a page and for Perfetto. Introduced in phase 4.
 
-The command reads options and writes files; `shared.tracing` records. Invariants: errors come before a model is loaded
-or, if they depend on the model, before the first step; the same options give the same steps and tokens.
+The command reads options and writes files; `shared.tracing` records. Invariants: errors are reported before a model is
+loaded or, if they depend on the model, before the first step; the same options give the same steps and tokens.
 """
 
 import os
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -30,11 +33,13 @@ EPILOG = examples(
     "infer trace --compare contiguous,paged --max-seq-len 256",
     "infer trace --shared-prefix 128",
     "infer trace --compare waiting,overlapped",
-    "infer trace --requests 3 --json-schema person.json --max-tokens 64",
-    "infer trace --prompts questions.txt --max-tokens 32 --out my-trace",
+    "infer trace --model smollm2-135m --requests 3 --json-schema person.json --max-tokens 64",
+    "infer trace --model smollm2-135m --prompts questions.txt --max-tokens 32 --out my-trace",
     "infer trace --steps --phase 07",
 )
 DEFAULT_REQUESTS = 12
+TINY = "tiny-llama"
+"""The shape of the default model, with which a run takes seconds on any machine."""
 COMPARED = "Times are those of the median of three trials: after a round to warm up, the runs took turns."
 FILES = ("trace.html", "trace.json")
 LOOPS = ("waiting", "overlapped")
@@ -46,7 +51,7 @@ _work = partial(typer.Option, rich_help_panel="Workload")
 @options.sampling_options(*options.GRAMMARS)
 def trace(
     context: typer.Context,
-    model: options.Model = options.DEFAULT_MODEL,
+    model: options.Model = TINY,
     phase: options.Phase = None,
     requests: Annotated[int | None, _work(help="Requests of a mixed workload of random tokens; default: 12.")] = None,
     shared_prefix: Annotated[
@@ -80,8 +85,11 @@ def trace(
 ) -> None:
     """Run a few requests and write a timeline: which wait, prefill and decode in each step, and their KV cache blocks.
 
-    trace.html opens in a browser; trace.json opens in https://ui.perfetto.dev. With --steps, steps.html shows the code
-    of the steps line by line, and what each line changed.
+    trace.html opens in a browser; trace.json opens in https://ui.perfetto.dev. The default model is tiny and has random
+    weights: the steps are those of any model. --model takes other shapes of `infer model list` too.
+
+    With --steps, steps.html shows the code of the steps line by line, and what each line changed; the default model is
+    then the demo model.
     """
     from shared.cli import trace_steps
     from shared.cli.serve import model_name
@@ -94,10 +102,13 @@ def trace(
     lesson = options.batching_lesson(reason, phase, settings)
     if steps and compare is not None:
         raise ConfigError(f"--steps records one run, and --compare is {compare!r}; leave one of them out.")
+    if steps and model == TINY and not options.given(context, "model"):
+        model = options.DEFAULT_MODEL
     workload_options = "requests", "prompts", "shared_prefix", "documents", "every", "rate", *options.GRAMMARS
     if steps and not options.given(context, *workload_options):
         _prepare(out, trace_steps.FILES)
-        trace_steps.write_course_run(lesson, model, settings, options.given(context), out)
+        with _made(model) as folder:
+            trace_steps.write_course_run(lesson, folder, settings, options.given(context), out)
         return
     texts = read_prompts(prompts) if prompts is not None else None
     number = _number(requests, texts, prompts)
@@ -121,24 +132,38 @@ def trace(
         EngineConfig(model=model, **variant).check(lesson.load("engine").SUPPORTED)
     _prepare(out, trace_steps.FILES if steps else FILES)
     runs = []
-    for title, variant in variants:
-        engine = options.load_engine(lesson, model, **variant)
-        arrivals = _arrivals(engine, moments, texts, max_tokens, seed, shared_prefix or 0, grammar, documents or 0)
-        warm_up(engine)
-        if steps:
-            trace_steps.write(lesson, engine, arrivals, out)
-            return
-        details = _settings(engine, lesson, model_name(model), every=every, rate=rate, seed=seed)
-        title = title or ", ".join(str(details[name]) for name in ("batching mode", "policy") if name in details)
-        runs.append(TracedRun(title, engine, arrivals, details))
+    with _made(model) as folder:
+        for title, variant in variants:
+            engine = options.load_engine(lesson, folder, **variant)
+            arrivals = _arrivals(engine, moments, texts, max_tokens, seed, shared_prefix or 0, grammar, documents or 0)
+            warm_up(engine)
+            if steps:
+                trace_steps.write(lesson, engine, arrivals, out)
+                return
+            details = _settings(engine, lesson, model_name(model), every=every, rate=rate, seed=seed)
+            title = title or ", ".join(str(details[name]) for name in ("batching mode", "policy") if name in details)
+            runs.append(TracedRun(title, engine, arrivals, details))
     with working(f"running {number} requests: {', '.join(run.title for run in runs)}"):
         traces = record(runs)
     note = COMPARED if compare else ""
     _write(traces, out, f"infer trace · {model_name(model)}", note)
 
 
+@contextmanager
+def _made(model: str) -> Iterator[str]:
+    """The model; of a shape's name, a random checkpoint that is there inside the block."""
+    from shared.checkpoints.make import make_checkpoint
+    from shared.checkpoints.shapes import SHAPES
+
+    if model not in SHAPES or Path(model).is_dir():
+        yield model
+        return
+    with tempfile.TemporaryDirectory(prefix="infer-trace-") as folder:
+        yield str(make_checkpoint(model, Path(folder) / model))
+
+
 def _variants(compare: str | None, settings: dict[str, Any], number: int) -> list[tuple[str | None, dict[str, Any]]]:
-    """The title and the settings of each run of ``number`` requests; one run alone has the title None."""
+    """The title and settings of each run of ``number`` requests; a single run has the title None."""
     if compare is None:
         return [(None, settings)]
     names = [name.strip() for name in compare.split(",")]

@@ -1,4 +1,4 @@
-"""``infer train``: train what makes a model faster. Introduced in phase 11.1."""
+"""``infer train``: train components that make a model faster. Introduced in phase 11.1."""
 
 from pathlib import Path
 from typing import Annotated, Any
@@ -18,7 +18,7 @@ app = typer.Typer(help="Train what makes a model faster.", no_args_is_help=True,
 
 @app.callback()
 def _group() -> None:
-    """Train what makes a model faster."""
+    """Train components that make a model faster."""
 
 
 @app.command("mtp", epilog=TRAIN_EPILOG)
@@ -46,9 +46,9 @@ def mtp(
     device: Annotated[str, typer.Option(help="cpu, cuda or auto.")] = "cpu",
     seed: Annotated[int, typer.Option(help="Of texts, adapter and steps.")] = 0,
 ) -> None:
-    """Train an adapter with which a model drafts for itself, on texts that the model writes; print its folder.
+    """Train an adapter that lets a model draft for itself, on texts that the model generates; print its folder.
 
-    The texts and a checkpoint are kept in OUT.training, so that the same command continues a run that was cut.
+    The texts and a checkpoint are kept in OUT.training, so that the same command resumes an interrupted run.
     """
     from shared.tracks.multi_token.adapter import AdapterConfig
     from shared.tracks.multi_token.lora import TARGETS

@@ -1,9 +1,9 @@
 """Which replica a request goes to: the one that has its prefix, unless it is much busier. Follows phase 11.
 
-The gateway has no tokenizer and needs none: prompts whose text begins alike have tokens that begin alike, but for the
-last of them. The text is cut into chunks, and the key of a chunk hashes all text up to its end: equal keys mean equal
-prefixes (as in SGLang's router, which keeps a tree of characters). Invariant: what is decided here depends on the
-arguments alone, so the simulator and the router decide alike.
+The gateway has no tokenizer and needs none: prompts with a common text prefix have a common token prefix, except
+perhaps for its last tokens. The text is divided into pieces, and the key of a piece hashes all text up to its end:
+equal keys mean equal prefixes (as in SGLang's router, which keeps a tree of characters). Invariant: decisions depend on
+the arguments alone, so the simulator and the router make the same ones.
 """
 
 import hashlib
@@ -32,9 +32,9 @@ Replica = TypeVar("Replica")
 
 
 def prefix_keys(body: bytes, session: str | None = None) -> tuple[bytes, ...]:
-    """The keys of a request's prompt, one for each whole chunk; none if the body is no request with a prompt.
+    """The keys of a request's prompt, one for each whole piece; none if the body is not a request with a prompt.
 
-    A session, which a client names in a header, replaces the prompt by one key. A ``cache_salt`` is part of every key,
+    A session, named by the client in a header, replaces the prompt by one key. A ``cache_salt`` is part of every key,
     as it is in the prefix tree.
     """
     try:
@@ -55,7 +55,7 @@ def prefix_keys(body: bytes, session: str | None = None) -> tuple[bytes, ...]:
 
 
 def drawn(replicas: Sequence[Replica], draw: random.Random) -> list[Replica]:
-    """Two of the replicas at random, in any order, or the only one. The others are not looked at."""
+    """Two random replicas, in any order, or the only one. The others are not considered."""
     return draw.sample(replicas, min(2, len(replicas)))
 
 
@@ -68,12 +68,12 @@ def ranked(
     min_share: float = MIN_SHARE,
     slack: int = SLACK,
 ) -> list[list[Replica]]:
-    """Groups of replicas, the best first; the least busy one of a group is meant.
+    """Groups of replicas, best first; within a group the least busy one should be chosen.
 
-    The less busy of two replicas is hardly worse than the least busy of all, and many gateways do not choose the same
+    The less busy of two replicas is hardly worse than the least busy of all, and gateways do not all choose the same
     one (Mitzenmacher, "The power of two choices in randomized load balancing", 2001). The replica with the longest
-    matching prefix comes before them, if it has at least ``min_share`` of the keys and at most ``slack`` ongoing
-    requests more than the less busy of the two.
+    matching prefix precedes them, if it has at least ``min_share`` of the keys and at most ``slack`` ongoing requests
+    more than the less busy of the two.
 
     Args:
         two: from :func:`drawn`.
@@ -93,15 +93,16 @@ def ranked(
 
 
 class PrefixTable(Generic[Key, Replica]):
-    """Which replicas were sent which keys; the keys that were not used for longest are forgotten.
+    """Records which replicas were sent which keys; the least recently used keys are forgotten.
 
-    It says where a prefix was computed, not whether the replica still has it: a replica never reports evictions. Of a
-    key the last ``MOST_REPLICAS`` replicas are known, so the table is bounded also where all have a system prompt.
+    It says where a prefix was computed, not whether the replica still has it: a replica never reports evictions. Only
+    the last ``MOST_REPLICAS`` replicas of a key are recorded, so the table stays bounded even if all requests share a
+    system prompt.
     """
 
     def __init__(self, max_keys: int = MAX_KEYS) -> None:
         self._max_keys = max_keys
-        self._replicas: OrderedDict[Key, dict[Replica, None]] = OrderedDict()  # of each key the last one is the latest
+        self._replicas: OrderedDict[Key, dict[Replica, None]] = OrderedDict()  # latest replica last
 
     def __len__(self) -> int:
         return len(self._replicas)
@@ -114,7 +115,7 @@ class PrefixTable(Generic[Key, Replica]):
         return {}
 
     def record(self, keys: Sequence[Key], replica: Replica) -> None:
-        """A request with these keys was sent to ``replica``."""
+        """Record that a request with these keys was sent to ``replica``."""
         for key in reversed(keys):  # the first key is the last to be forgotten
             known = self._replicas.setdefault(key, {})
             known.pop(replica, None)
@@ -134,7 +135,7 @@ class PrefixTable(Generic[Key, Replica]):
 
 
 def _prompt(request: dict[str, Any]) -> str:
-    """The prompt as text: as it is, or as JSON if it consists of messages or of token ids."""
+    """The prompt as text: as it is, or as JSON if it is a list of messages or token ids."""
     prompt = request.get("messages", request.get("prompt", ""))
     return prompt if isinstance(prompt, str) else json.dumps(prompt)
 

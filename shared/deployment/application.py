@@ -1,6 +1,6 @@
 """Starts or joins Ray, and deploys the application: replicas behind a gateway. Follows phase 11.
 
-Invariant: only the process that started Ray ends it, so a command that joins a cluster leaves it running.
+Invariant: only the process that started Ray stops it, so a command that joins a cluster leaves it running.
 """
 
 import logging
@@ -14,8 +14,8 @@ from shared.deployment.ingress import MIDDLEWARE, VARIABLE
 
 # Read when Ray is imported; its processes inherit them.
 os.environ.setdefault("RAY_SERVE_HANDLE_AUTOSCALING_METRIC_PUSH_INTERVAL_S", "2")
-os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # nothing is reported home
-os.environ.setdefault("RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD", "0")  # one event loop a process
+os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # no usage statistics are sent
+os.environ.setdefault("RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD", "0")  # one event loop per process
 os.environ.setdefault("RAY_SERVE_RUN_ROUTER_IN_SEPARATE_LOOP", "0")
 os.environ.setdefault("RAY_SERVE_REQUEST_PATH_LOG_BUFFER_SIZE", "1000")
 os.environ.setdefault("RAY_SERVE_LOG_TO_STDERR", "0")
@@ -45,12 +45,12 @@ _INIT: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR,
 
 @dataclass(frozen=True)
 class Fleet:
-    """How many replicas run, on what, and how requests reach them.
+    """How many replicas run, with which resources, and how requests reach them.
 
-    ``max_replicas`` above ``replicas`` scales between the two, so that each has ``target_ongoing_requests``, when that
-    was so for the seconds of ``upscale_delay`` or ``downscale_delay``. Of more than ``max_ongoing_requests`` a replica,
-    as many wait in each gateway, and the rest is refused. The ``ranks`` of a replica run on one machine,
-    which has its ``cpus`` and ``gpus``.
+    ``max_replicas`` above ``replicas`` scales between the two towards ``target_ongoing_requests`` per replica, once the
+    load has lasted ``upscale_delay`` or ``downscale_delay`` seconds. Beyond ``max_ongoing_requests`` per replica, as
+    many again wait in each gateway; the rest are refused. All ``ranks`` of a replica run on one machine with its
+    ``cpus`` and ``gpus``.
     """
 
     replicas: int
@@ -99,7 +99,7 @@ def start() -> None:
 
 
 def check_proxies() -> None:
-    """Raise ConfigError if the cluster's Ray was started such that its proxies do not have the gateway."""
+    """Raise ConfigError if the cluster's Ray was started without the gateway in its proxies."""
 
     def read() -> str | None:
         return os.environ.get(VARIABLE)
@@ -112,12 +112,12 @@ def check_proxies() -> None:
 
 
 def listen(host: str, port: int) -> None:
-    """Start the HTTP proxies, one on each node with replicas, unless they run."""
+    """Start the HTTP proxies, one on each node with replicas, unless they already run."""
     serve.start(proxy_location="EveryNode", http_options=HTTPOptions(host=host, port=port))
 
 
 def deploy(load: Callable[[], Any], config: ServerConfig, fleet: Fleet, *, is_process: bool) -> None:
-    """Deploy the application, or update the one that runs, replica by replica; returns when it serves.
+    """Deploy the application, or update the running one replica by replica; returns when it is serving.
 
     Raises:
         ConfigError: Ray Serve gave up; its message says why.
@@ -134,7 +134,7 @@ def deploy(load: Callable[[], Any], config: ServerConfig, fleet: Fleet, *, is_pr
                 downscale_delay_s=fleet.downscale_delay,
             )
         }
-    if fleet.ranks > 1:  # the processes of the ranks are the replica's own: one bundle, which is on one machine
+    if fleet.ranks > 1:  # the replica starts its ranks' processes itself: one bundle, hence one machine
         bundle = {"CPU": fleet.cpus, "GPU": fleet.gpus} if fleet.gpus else {"CPU": fleet.cpus}
         scaling |= {"placement_group_bundles": [bundle], "placement_group_strategy": "STRICT_PACK"}
     replicas = serve.deployment(
@@ -157,7 +157,7 @@ def deploy(load: Callable[[], Any], config: ServerConfig, fleet: Fleet, *, is_pr
 
 
 def status() -> ServeStatus:
-    """What Ray Serve says of its applications."""
+    """Ray Serve's status of its applications."""
     return serve.status()
 
 
@@ -167,11 +167,11 @@ def is_deployed() -> bool:
 
 def remove() -> None:
     """Take the application down: open requests may finish within the grace time."""
-    with suppress(RayActorError):  # the command that started Ray may end it before this one has seen that all is gone
+    with suppress(RayActorError):  # the command that started Ray may stop it first
         serve.delete(APPLICATION)
 
 
 def end() -> None:
-    """End the application and the Ray that this process started."""
+    """Stop the application and the Ray that this process started."""
     serve.shutdown()
     ray.shutdown()

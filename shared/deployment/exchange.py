@@ -15,7 +15,7 @@ class Exchange:
     """A request with its whole body.
 
     ``prefix`` are the keys of :func:`shared.deployment.affinity.prefix_keys`, by which the router chooses. ``index``
-    chooses the replica with this index, in the order of their ids, in place of the router's choice.
+    selects the replica with this index, in the order of ids, and overrides the router.
     """
 
     method: str

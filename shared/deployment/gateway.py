@@ -1,10 +1,10 @@
 """The gateway: reads a request whole, sends it to a replica, and relays the response. Follows phase 11.
 
-It runs inside Ray Serve's HTTP proxy (:mod:`shared.deployment.ingress`). The proxy itself would stream a body to the
-replica that it has chosen, so its router could not see the prompt; and when a replica dies it closes the connection.
-The gateway reads the body first, and ends a broken stream with an error event.
-Invariants: the key, the hosts and the limits of the body are checked before a replica is chosen; a client that
-disconnects ends its request in the engine; `/health` speaks for all replicas.
+It runs inside Ray Serve's HTTP proxy (:mod:`shared.deployment.ingress`). The proxy alone would stream a body to the
+replica already chosen, so its router could not see the prompt; and it closes the connection when a replica dies. The
+gateway reads the body first, and ends a broken stream with an error event.
+Invariants: the API key, allowed hosts and body limits are checked before a replica is chosen; if a client disconnects,
+its request is aborted in the engine; `/health` reports on all replicas together.
 """
 
 import asyncio
@@ -42,12 +42,12 @@ _log = logging.getLogger("infer.server")
 
 
 class Gateway:
-    """An ASGI application before all replicas, from one of which it has the settings of the server."""
+    """An ASGI application in front of all replicas; it gets the server's settings from one of them."""
 
     def __init__(self) -> None:
         handle = serve.get_deployment_handle(REPLICAS, APPLICATION, _check_exists=False)
         handle._init(_run_router_in_separate_loop=False)
-        # Over gRPC, a message takes less than half the time that it takes as an object of Ray's.
+        # Over gRPC a message takes less than half the time that it takes as a Ray object.
         handle = handle.options(_by_reference=False, request_serialization="pickle", response_serialization="pickle")
         self._exchange = handle.options(stream=True).exchange
         self._settings = handle.settings
@@ -84,7 +84,7 @@ class Gateway:
         return app
 
     async def forward(self, request: Request) -> Response:
-        """The response of a replica."""
+        """Relay a replica's response."""
         if self._config is None:
             raise overloaded("No replica runs.", ServerConfig.retry_after, code="no_replica")
         body = await request.body()
@@ -101,7 +101,7 @@ class Gateway:
         return JSONResponse(content, 200 if num_running else 503)
 
     async def live(self) -> Response:
-        """200: the gateway itself needs no restart."""
+        """Always 200: the gateway itself needs no restart."""
         return JSONResponse({"live": True})
 
     async def metrics(self, request: Request) -> Response:
@@ -113,7 +113,7 @@ class Gateway:
         return Response(generate_latest(registry), media_type="text/plain; version=0.0.4; charset=utf-8")
 
     async def _metrics_of(self, request: Request, index: int) -> tuple[str, str]:
-        """The name of a replica and its exposition."""
+        """A replica's name and its exposition."""
         name, text = "", b""
         async for message in self._stream(_exchange(request, b"", (), index)):
             name = dict(message.get("headers", ())).get(b"x-replica", name.encode()).decode()
@@ -121,7 +121,7 @@ class Gateway:
         return name, text.decode()
 
     async def _stream(self, exchange: Exchange) -> AsyncIterator[Message]:
-        """The messages of a replica; raises ApiError if it is lost, or every one is full."""
+        """The messages of a replica; raises ApiError if the replica is lost or all are full."""
         retry_after = (self._config or ServerConfig("infer")).retry_after
         messages = self._exchange.remote(exchange)
         try:
@@ -151,7 +151,7 @@ class Gateway:
         self._asked_settings = time.monotonic()
 
     async def _replica_states(self) -> dict[str, int]:
-        """How many replicas are in which state, such as RUNNING; empty if the application is not deployed."""
+        """The number of replicas in each state, such as RUNNING; empty if the application is not deployed."""
         if time.monotonic() - self._asked_states > STATUS_SECONDS:
             found = (await asyncio.to_thread(serve.status)).applications.get(APPLICATION)
             replicas = found.deployments.get(REPLICAS) if found is not None else None
@@ -162,7 +162,7 @@ class Gateway:
 
 
 class Relay(Response):
-    """Sends a replica's messages on; a stream that breaks off ends with the error event of its API."""
+    """Relays a replica's messages; a stream that breaks off ends with its API's error event."""
 
     def __init__(self, messages: AsyncIterator[Message], retry_after: int) -> None:
         super().__init__()

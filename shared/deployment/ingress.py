@@ -1,9 +1,9 @@
-"""Where requests come in: middleware of Ray Serve's HTTP proxy, which runs on each node. Follows phase 11.
+"""Where requests arrive: middleware in Ray Serve's HTTP proxy, which runs on each node. Follows phase 11.
 
 Ray Serve imports :func:`middleware` in the process of a proxy if ``VARIABLE`` names it. The proxy must be ready within
-five seconds, and PyTorch alone may take these to load; so the gateway loads on a thread. A request that comes earlier
-waits.
-Invariants: paths below ``/-/`` belong to Ray Serve; a proxy does not end while one of its streams is open.
+five seconds, and importing PyTorch alone may take that long, so the gateway loads on a thread. Requests that arrive
+earlier wait.
+Invariants: paths below ``/-/`` belong to Ray Serve; a proxy does not stop while it has an open stream.
 """
 
 import asyncio
@@ -20,12 +20,12 @@ GATEWAY = "shared.deployment.gateway"
 
 
 def middleware() -> list[Middleware]:
-    """What Ray Serve puts around its proxy's application."""
+    """What Ray Serve wraps around its proxy's application."""
     return [Middleware(Ingress)]
 
 
 class Ingress:
-    """Gives every request to the gateway; ``app`` is the proxy's own application, inside a middleware for ids."""
+    """Passes every request to the gateway; ``app`` is the proxy's own application, inside a middleware for ids."""
 
     def __init__(self, app: Any) -> None:
         self._app: ASGIApp = app
@@ -40,7 +40,7 @@ class Ingress:
         if self._gateway is None or (self._gateway.done() and self._gateway.exception() is not None):
             self._gateway = asyncio.create_task(_load())
         gateway = await asyncio.shield(self._gateway)
-        self._proxy._ongoing_requests_start()  # by which Ray Serve knows when a proxy that drains may end
+        self._proxy._ongoing_requests_start()  # tells Ray Serve when a draining proxy may stop
         try:
             await gateway(scope, receive, send)
         finally:

@@ -1,4 +1,4 @@
-"""A replica: one engine behind the server's own application, in a process that Ray Serve owns. Follows phase 11.
+"""A replica: one engine with the server's own application, in a process that Ray Serve owns. Follows phase 11.
 
 Invariants: a replica is unhealthy exactly if its engine has stopped, and Ray Serve then replaces it; a request whose
 gateway is gone or has cancelled it is aborted in the engine.
@@ -59,7 +59,7 @@ class Replica:
 
         async def send(message: Message) -> None:
             if message["type"] == "http.response.start":
-                kept = [pair for pair in message["headers"] if pair[0] != b"x-request-id"]  # the gateway adds it
+                kept = [pair for pair in message["headers"] if pair[0] != b"x-request-id"]  # set by the gateway
                 message["headers"] = [*kept, (REPLICA_HEADER, self._name)]
             messages.put_nowait(message)
 
@@ -80,7 +80,7 @@ class Replica:
             await asyncio.shield(task)
 
     async def settings(self) -> ServerConfig:
-        """By which a gateway checks requests before it chooses a replica."""
+        """What a gateway needs to check requests before it chooses a replica."""
         return self._config
 
     async def check_health(self) -> None:
@@ -90,19 +90,19 @@ class Replica:
             raise RuntimeError(f"the engine has stopped ({self._app.state.client.crash})")
 
     async def __del__(self) -> None:
-        """Called by Ray Serve when no request is open, or the grace time is over: the open ones end with an error."""
+        """Called by Ray Serve once no request is open or the grace period is over; open requests end with an error."""
         if self._is_started:
             self._app.state.intake.is_draining = True
             await self._lifespan.__aexit__(None, None, None)
 
     async def _started(self) -> None:
-        """Start the engine loop, on the event loop that serves requests; the constructor may run elsewhere."""
+        """Start the engine loop, on the event loop that serves requests; the constructor may run on another."""
         async with self._start:
             if not self._is_started:
                 await self._lifespan.__aenter__()
                 self._is_started = True
                 gc.collect()
-                gc.freeze()  # as `infer serve` does: a collection then visits what requests allocated
+                gc.freeze()  # as `infer serve` does: later garbage collections then visit only what requests allocated
 
 
 def _scope(request: Exchange, closed: asyncio.Event) -> dict[str, Any]:

@@ -1,7 +1,7 @@
-"""Ray Serve's interface to the decision of :mod:`shared.deployment.affinity`. Follows phase 11.
+"""Connects Ray Serve's router interface to the decisions of :mod:`shared.deployment.affinity`. Follows phase 11.
 
-Ray Serve makes one in each process that holds a handle of the replicas: in each gateway. Invariant: a request whose
-``index`` is set goes to that replica, which is how a gateway asks each of them for its metrics.
+Ray Serve makes one in each process with a handle to the replicas, hence in each gateway. Invariant: a request whose
+``index`` is set goes to that replica, so a gateway can ask each replica for its metrics.
 """
 
 import random
@@ -17,7 +17,7 @@ from shared.deployment.exchange import Exchange
 
 
 class ByIndex(RequestRouter):
-    """Sends a request whose ``index`` is set to that replica, and leaves others to the next class."""
+    """Routes a request whose ``index`` is set to that replica, and leaves the others to the next class."""
 
     async def choose_replicas(
         self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
@@ -29,18 +29,18 @@ class ByIndex(RequestRouter):
 
 
 class TwoChoicesRouter(ByIndex, PowerOfTwoChoicesRequestRouter):
-    """Ray Serve's own: the less busy of two replicas that are drawn."""
+    """Ray Serve's own: the less busy of two random replicas."""
 
 
 class TurnsRouter(ByIndex, RoundRobinRouter):
-    """Ray Serve's own: one replica after the other."""
+    """Ray Serve's own: round robin."""
 
 
 class PrefixRouter(RequestRouter):
     """The course's own: by prefix, else by power of two choices. Ray Serve takes the least busy replica of the first
     group.
 
-    Ray's ``FIFOMixin`` is left out: with it, a replica that was chosen for one request goes to the oldest that waits.
+    Ray's ``FIFOMixin`` is omitted: it gives the replica chosen for one request to the oldest waiting request.
     """
 
     def initialize_state(self, **settings: Any) -> None:
@@ -56,7 +56,7 @@ class PrefixRouter(RequestRouter):
             return asked_for
         exchange = _exchange(pending_request)
         if pending_request is not None:
-            pending_request.routing_context.should_backoff = True  # between two tries while every replica is full
+            pending_request.routing_context.should_backoff = True  # between two attempts while every replica is full
         if not candidate_replicas or exchange is None:
             return [candidate_replicas]
         two = [replica.replica_id for replica in drawn(candidate_replicas, self._draw)]

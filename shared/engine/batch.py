@@ -18,16 +18,17 @@ from shared.scheduling.schedule import Schedule
 
 @dataclass(frozen=True)
 class PromptRows:
-    """m tokens of prompts; the log-probability of the prompt token that follows each is computed."""
+    """m prompt tokens; for each, the log-probability of the next prompt token is computed."""
 
     rows: Integers  # [m], the tokens in the batch
     sequences: Integers  # [m], the index of the sequence of each
     next_ids: Integers  # [m], the tokens that follow
-    num_top: Integers  # [m], the number of most likely tokens to report beside each
+    num_top: Integers  # [m], the number of most likely tokens to report for each
 
     @classmethod
     def of(cls, schedule: Schedule, begins: Integers) -> Self | None:
-        """The rows of a schedule, whose sequences begin at the tokens ``begins``; None if no request asks for any."""
+        """The prompt tokens of a schedule, whose entries begin at the tokens ``begins``; None if no request asks for
+        any."""
         if not any(schedule.columns["num_prompt_logprobs"]):
             return None
         counts = np.array(schedule.columns["num_prompt_logprobs"], np.int64)
@@ -41,7 +42,7 @@ class PromptRows:
         return cls(ranges(begins, counts), sequences, np.array(next_ids, np.int64), num_top[sequences])
 
     def part(self, sequences: range, first_row: int) -> Self | None:
-        """The rows of a contiguous range of sequences, whose tokens begin at ``first_row``; None if there are none."""
+        """Those of a contiguous range of sequences, whose tokens begin at ``first_row``; None if there are none."""
         chosen = (self.sequences >= sequences.start) & (self.sequences < sequences.stop)
         if not chosen.any():
             return None

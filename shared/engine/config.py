@@ -1,9 +1,9 @@
 """The settings of an engine: one frozen dataclass that grows by phase. Introduced in phase 2.
 
 Every optimization is a field that can be turned off. A field's metadata names the phase that introduces it, so an
-engine refuses the settings of later phases by name, and holds its help, so the command line makes an option of it
-(:mod:`shared.cli.options`; its help must appear without torch, hence the late import). Invariant: every EngineConfig is
-consistent; the constructor refuses contradictions, by the rules of :mod:`shared.engine.config_rules`.
+engine refuses the settings of later phases by name, and holds its help text, from which the command line makes an
+option (:mod:`shared.cli.options`; its help must appear without torch, hence the late import). Invariant: every
+EngineConfig is consistent; the constructor refuses contradictions, by the rules of :mod:`shared.engine.config_rules`.
 """
 
 import dataclasses
@@ -41,11 +41,9 @@ def setting(
 ) -> Any:
     """A field of the config.
 
-    Args:
-        default: the value that every engine accepts.
-        phase: the phase that introduces the field.
-        text: what the field does; the help of its option.
-        choices: the values of a field that names one of a few; None is allowed where it is the default.
+    Args: default: the value that every engine accepts. phase: the phase that introduces the field. text: what the field
+        does; the help of its option. choices: the values of a field with a fixed set of values; None is allowed if it
+        is the default.
         values: those of the choices that a later phase introduces, with that phase.
         at_least: the least value of a field that is a whole number; None is allowed where it is the default.
     """
@@ -54,7 +52,7 @@ def setting(
 
 
 def option_name(field: str) -> str:
-    """The option of a field on the command line, which turns on what ``use_`` names."""
+    """The option of a field on the command line, without the prefix ``use_``."""
     return "--" + field.removeprefix("use_").replace("_", "-")
 
 
@@ -179,8 +177,7 @@ class EngineConfig:
         "auto",
         "10",
         "Of keys and values: auto (the weights') or fp8 (e4m3, half the bytes of 16 bits).",
-        choices=("auto", "fp8"),
-    )
+    )  # a name in the table of the engine's storages, which refuses others
     quantization: str | None = setting(
         None,
         "10",
@@ -242,7 +239,7 @@ class EngineConfig:
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
-            is_default = value == field.default and type(value) is type(field.default)  # True is not 1 here
+            is_default = value == field.default and type(value) is type(field.default)  # True does not count as 1 here
             choices, at_least = field.metadata["choices"], field.metadata["at_least"]
             if choices and not is_default and value not in choices:
                 raise ConfigError(f"{field.name} is {value!r}; it must be one of {', '.join(choices)}.")

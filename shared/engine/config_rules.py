@@ -93,7 +93,7 @@ EXCLUSIVE = (
 
 
 def unmet(config: Any, name: str) -> tuple[str, Any] | None:
-    """The first requirement of a field that is not met, as in NEEDS; also one of a field that it requires."""
+    """The first requirement of a field that is not met, as in NEEDS; requirements of required fields count too."""
     for other, needed in NEEDS.get(name, ()):
         value = getattr(config, other)
         found = (other, needed) if value not in (needed, None) else None if value else unmet(config, other)

@@ -7,7 +7,8 @@
     answers = llm.generate(["The capital of France is", "2 + 2 ="], SamplingParams(temperature=0.0, max_new_tokens=8))
     print(answers[0].text)
 
-The engine's queue is bounded, so ``generate`` adds prompts as the queue has room; their number is not limited.
+The engine's queue is bounded, so ``generate`` adds prompts as space in the queue becomes free; their number is not
+limited.
 Invariants: answers are in the order of the prompts; an invalid prompt is refused before anything is computed; when
 ``generate`` returns or raises, the engine holds none of its requests.
 """
@@ -47,7 +48,7 @@ class Answer:
     error: str | None = None
 
     def add(self, output: StepOutput) -> None:
-        """Append one step's output."""
+        """Append the output of one step."""
         self.text += output.text
         if output.token_id is not None:
             self.token_ids.append(output.token_id)
@@ -91,9 +92,8 @@ class LLM:
     ) -> list[Answer]:
         """Generate an answer for every prompt, given as text or token ids; a single str is a list of one.
 
-        Args:
-            params: for all prompts, or one for each; by default ``SamplingParams()``.
-            progress: show a progress bar on standard error.
+        Args: params: one for all prompts, or one for each; by default ``SamplingParams()``. progress: show a
+            progress bar on standard error.
 
         Raises:
             RequestError: a prompt (the message says which) or params are invalid, or the number of params differs.

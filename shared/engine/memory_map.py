@@ -2,11 +2,11 @@
 
 A memory map lists the blocks that each request holds, in the order of its block table, how many of their tokens are
 written, and which requests were preempted and are recomputed; and the blocks that no request holds and that are cached
-for requests with the same prefix (phase 8). It is made on demand from the scheduler's and the pool's host state and
-reads no tensor. A contiguous region is shown as one large block, so both kinds of pool are drawn the same way.
+for requests with the same prefix (phase 8). It is built on demand from the host state of scheduler and pool, without
+reading a tensor. A contiguous region is shown as one large block, so both kinds of pool are displayed the same way.
 
 Invariants: a block in several block tables has the same index in each, and is written; a map keeps no reference to the
-scheduler or the pool, so it can be drawn while the engine runs.
+scheduler or the pool, so it can be displayed while the engine runs.
 """
 
 from collections.abc import Sequence
@@ -50,7 +50,7 @@ class Holding:
 class MemoryMap:
     """The KV cache and the requests that hold parts of it."""
 
-    unit: str  # "region" if a block has room for the longest possible request, else "block"
+    unit: str  # "region" if a block holds the longest possible request, else "block"
     block_tokens: int
     num_blocks: int
     num_waiting: int  # preempted requests included
@@ -60,7 +60,7 @@ class MemoryMap:
 
     @classmethod
     def of(cls, scheduler: Scheduler, last_step: StepRecord | None = None) -> Self:
-        """The current map; ``last_step`` tells which prompts the previous step prefilled."""
+        """The current map; ``last_step`` says which prompts the previous step prefilled."""
         pool = scheduler.pool
         block_tokens, holdings = pool.holdings()
         held = dict(holdings)
@@ -75,7 +75,7 @@ class MemoryMap:
             if request.status is RequestStatus.PREEMPTED
         ]
         for request, blocks in held.items():
-            if request not in scheduler.ending:  # those are released when the step in flight is committed
+            if request not in scheduler.ending:  # released when the step in flight is committed
                 found.append(_holding(request, HoldingState.LOST, pool.length(request), blocks))
         return cls(
             unit="region" if block_tokens >= pool.request_capacity else "block",

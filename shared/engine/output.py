@@ -1,8 +1,7 @@
 """From sampled token ids to text and a finish reason. Introduced in phase 2.
 
-Invariants: text is released once and never withdrawn; it continues that of the prompt; the text of an end-of-sequence
-token, and of a stop string, is never released, nor that of a stop token; exactly one output of a request, its last, has
-a finish reason.
+Invariants: text is released once and never withdrawn; it continues the prompt's text; the text of end-of-sequence
+tokens, stop tokens and stop strings is never released; exactly one output of a request, its last, has a finish reason.
 """
 
 from collections.abc import Callable
@@ -18,14 +17,14 @@ from shared.text.tokenizer import Tokenizer
 class StepOutput(NamedTuple):
     """What one token adds to a request's output. ``text`` is empty while a character or a stop string is incomplete.
 
-    The first output of a request says how many of its prompt's tokens were found in the KV cache when it was first
-    admitted. It has the log-probabilities of the prompt, if the request's parameters ask for them: an entry for each
-    prompt token, None for the first, which follows nothing. A request that generates nothing (``max_new_tokens``
-    0) has this one output, without a token, and finishes by length. The last output of a failed request has no token
-    either: ``finish_reason`` is ERROR and ``error`` is a message for the client.
+    The first output of a request states how many of its prompt's tokens were found in the KV cache when it was first
+    admitted. If the request's parameters ask for them, it also has the prompt's log-probabilities: one entry per prompt
+    token, None for the first. A request that generates nothing (``max_new_tokens`` 0) has a single output without a
+    token, and finishes by length. The last output of a failed request has no token either: ``finish_reason`` is ERROR
+    and ``error`` is a message for the client.
 
-    The last output of a request that has not failed says how many drafts are part of its output, and how many were
-    computed in vain (phase 11): rejected, or accepted after the stop string that ended it.
+    The last output of a request that has not failed states how many drafts are part of its output, and how many were
+    wasted (phase 11): rejected, or accepted after the stop string that ended it.
     """
 
     request_id: str
@@ -69,8 +68,8 @@ class OutputStream:
     def push(self, token_id: int, logprobs: TokenLogprobs | None = None) -> StepOutput:
         """Append the next output token and return what it adds.
 
-        No stop string is searched in the text of the first ``min_tokens`` tokens, as in vLLM. An end id before them is
-        the end of a grammar.
+        The text of the first ``min_tokens`` tokens is not searched for stop strings, as in vLLM. An end id among them
+        ends a grammar.
         """
         self.num_tokens += 1
         if token_id not in self.end_ids and self.num_tokens < self.limit and not self.has_stops:

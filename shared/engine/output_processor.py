@@ -2,8 +2,8 @@
 
 The output processor runs after the commit. It reads each request's tokens from the first that it has not processed, and
 returns the requests that have finished. So a step that is interrupted between commit and processing loses nothing:
-``catch_up`` makes the missing outputs, and the next step returns them. Invariants: an output is returned once, and none
-follows the last output of its request; a finished request is returned until it is retired.
+``catch_up`` produces the missing outputs, and the next step returns them. Invariants: an output is returned once; a
+request's last output is followed by no other; a finished request is returned until it is retired.
 """
 
 from collections.abc import Iterable
@@ -52,7 +52,7 @@ class OutputProcessor:
         streams, ready = self.streams, self.ready
         for request in requests:
             stream = streams.get(request)
-            if stream is None:  # it has finished; drop the token that a step in flight computed for it
+            if stream is None:  # the request has finished; drop the token that a step in flight computed for it
                 continue
             if request.error is not None:
                 ready.append(StepOutput(request.request_id, None, "", FinishReason.ERROR, error=request.error))
@@ -75,14 +75,14 @@ class OutputProcessor:
 
 
 def _first(output: StepOutput, request: Request) -> StepOutput:
-    """The first output of a request, with what is known of its prompt."""
+    """The first output of a request, with facts known about its prompt."""
     logprobs = tuple(request.prompt_logprobs) or None
     return output._replace(prompt_logprobs=logprobs, num_cached_tokens=request.num_cached_tokens)
 
 
 def _last(output: StepOutput, request: Request, num_tokens: int) -> StepOutput:
-    """The last output of a request, its ``num_tokens``-th, with what became of its drafts."""
-    num_dropped = max(0, len(request.output_ids) - num_tokens - 1)  # accepted drafts: the last token was no draft
+    """The last output of a request, its ``num_tokens``-th, with its draft counts."""
+    num_dropped = max(0, len(request.output_ids) - num_tokens - 1)  # accepted drafts: the last token is not a draft
     return output._replace(
         num_accepted_drafts=request.num_accepted_drafts - num_dropped,
         num_rejected_drafts=request.num_rejected_drafts + num_dropped,

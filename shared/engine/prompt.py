@@ -1,6 +1,6 @@
-"""Validation of prompts and of queue limits. Introduced in phase 1b.
+"""Validates prompts and queue limits. Introduced in phase 1b.
 
-Engine and server apply the same checks, so each rule and its message are here once. Invariant: every prompt that
+Engine and server apply the same checks, so each rule and its message exist once, here. Invariant: every prompt that
 reaches a model has passed ``check_prompt``, so an invalid id raises RequestError and never IndexError.
 """
 
@@ -27,13 +27,14 @@ def check_prompt(prompt_ids: Sequence[int], vocab_size: int, max_seq_len: int) -
 
 
 def check_length(least_tokens: int, max_seq_len: int) -> None:
-    """Raise ContextLengthError for a text that is too long, from the fewest tokens that it can have."""
+    """Raise ContextLengthError if even the fewest tokens that a text can have are too many."""
     if least_tokens >= max_seq_len:
         raise _too_long(f"at least {least_tokens} tokens", max_seq_len, _shorter_than(max_seq_len))
 
 
 def check_capacity(num_prompt_tokens: int, max_new_tokens: int, max_seq_len: int, request_capacity: int) -> None:
-    """Raise ContextLengthError if the request could exceed ``request_capacity``, the KV cache's tokens for one."""
+    """Raise ContextLengthError if the request could exceed ``request_capacity``, the tokens that the KV cache can hold
+    for one request."""
     needed = min(num_prompt_tokens + max_new_tokens, max_seq_len)
     if needed > request_capacity:
         raise _too_long(
@@ -44,7 +45,7 @@ def check_capacity(num_prompt_tokens: int, max_new_tokens: int, max_seq_len: int
 
 
 def check_queue(num_waiting: int, max_waiting_requests: int, num_new: int = 1) -> None:
-    """Raise QueueFullError if the queue has no room for ``num_new`` requests, RequestError if it never could have."""
+    """Raise QueueFullError if ``num_new`` requests do not fit in the queue, RequestError if they never could."""
     if num_new > max_waiting_requests:
         raise RequestError(
             f"{num_new} requests come together and max_waiting_requests is {max_waiting_requests}; send fewer at once."
@@ -63,7 +64,7 @@ def _shorter_than(max_seq_len: int) -> str:
 
 
 def _too_long(requested: str, most: int, advice: str) -> ContextLengthError:
-    """Begins with OpenAI's sentence, by which agents know that they must shorten their history."""
+    """Begins with OpenAI's sentence, from which agents know that they must shorten their history."""
     return ContextLengthError(
         f"This model's maximum context length is {most} tokens. However, you requested {requested}, {advice}"
     )

@@ -18,7 +18,7 @@ class StepRecord:
     """What one step did. A request is named at most once in each field, in the order of its batch."""
 
     step: int  # counted from 0
-    prefilled: tuple[tuple[str, int], ...]  # (request id, tokens computed: with its outputs if recomputed)
+    prefilled: tuple[tuple[str, int], ...]  # (request id, tokens computed; outputs included if recomputed)
     decoded: tuple[str, ...]
     finished: tuple[str, ...]
     failed: tuple[str, ...]
@@ -27,7 +27,7 @@ class StepRecord:
     kv_used_tokens: int  # tokens in the KV cache after the step, finished requests released
     kv_capacity_tokens: int
     preempted: tuple[str, ...] = ()  # when the step was scheduled
-    prefill_starts: tuple[int, ...] = ()  # the first token that each of `prefilled` computed, 0 that of its prompt
+    prefill_starts: tuple[int, ...] = ()  # the index of the first token that each of `prefilled` computed
     verified: tuple[tuple[str, int, int], ...] = ()  # (request id, accepted drafts, rejected drafts)
     compressed: tuple[Compression, ...] = ()  # before the step
 
@@ -67,7 +67,7 @@ class EngineLoad:
     num_prefix_hits: int = 0  # and found there
     num_drafts_by_position: tuple[int, ...] = ()  # drafts verified since the engine started, the first of a step first
     num_accepted_by_position: tuple[int, ...] = ()
-    step_costs: str | None = None  # the hash of the table of step costs by which the scheduler decides
+    step_costs: str | None = None  # the hash of the table of step costs that the scheduler uses
 
     @classmethod
     def of(cls, scheduler: Scheduler) -> Self:

@@ -30,8 +30,8 @@ class RequestStatus(StrEnum):
 class TokenLogprobs(NamedTuple):
     """Log-probabilities of a token and of the most likely alternatives, from raw logits, before any logits processor.
 
-    ``top`` holds (token id, log-probability) in descending order: as many as the parameters ask for, and as one more
-    the token itself if it is not among them, as in OpenAI's API. It is empty if they ask for none.
+    ``top`` holds (token id, log-probability) in descending order: as many as the parameters ask for, plus the token
+    itself if it is not among them, as in OpenAI's API. It is empty if they ask for none.
     """
 
     logprob: float
@@ -41,16 +41,16 @@ class TokenLogprobs(NamedTuple):
 RowLimit = Callable[[SamplingRow], SamplingRow]
 """Changes what a request's row may sample, by its index and by the tokens in front of it (phase 11.1)."""
 _serials = itertools.count()
-_row: Callable[[tuple[Any, ...]], SamplingRow] = partial(tuple.__new__, SamplingRow)  # of all fields, in C
+_row: Callable[[tuple[Any, ...]], SamplingRow] = partial(tuple.__new__, SamplingRow)  # all fields are compared in C
 
 
 @dataclass(eq=False)
 class Request:
     """One request. ``seed`` is set even if ``params.seed`` is None, so sampling never depends on other requests.
 
-    Requests compare by identity, since an id may be reused. ``end_ids`` are the ids that may end its output, of its
-    parameters and of the model (``SamplingParams.end_ids``). Raises RequestError for parameters that limit its thinking
-    without ``limit_row``.
+    Requests compare by identity, since an id may be reused. ``end_ids`` are the ids that may end its output, from its
+    parameters and from the model (``SamplingParams.end_ids``). Raises RequestError if the parameters limit its thinking
+    and ``limit_row`` is missing.
     """
 
     request_id: str
@@ -68,13 +68,13 @@ class Request:
     draft_ids: list[int] = field(default_factory=list)  # the drafts of the step in flight; set by the drafter
     num_forced_drafts: int = 0  # the last of draft_ids, which a grammar forces (phase 12); set by the drafter
     num_certain_drafts: int = 0  # what a grammar forces after its newest known token; set by the drafter
-    num_accepted_drafts: int = 0  # of all steps; set by the scheduler, as is the next
+    num_accepted_drafts: int = 0  # in all steps; set by the scheduler, as is the next field
     num_rejected_drafts: int = 0
     status: RequestStatus = RequestStatus.WAITING  # set by the scheduler
     last_step: int = 0  # the step that computed its last token; set by the scheduler
     error: str | None = None  # why it failed, as a message for the client
-    constraint: object = None  # its grammar, and where its output stands in it (phase 12); set by the engine
-    limit_row: RowLimit | None = None  # keeps the limits of its thinking
+    constraint: object = None  # its grammar, and the grammar state of its output (phase 12); set by the engine
+    limit_row: RowLimit | None = None  # enforces its thinking limits
     serial: int = field(default_factory=lambda: next(_serials))  # its number in this process, never reused
     num_prompt_tokens: int = field(init=False)
     num_tokens: int = field(init=False)  # prompt and output tokens whose ids are known
@@ -87,7 +87,7 @@ class Request:
 
     @property
     def ending_ids(self) -> tuple[int, ...]:
-        """The ids that end its output: of ``end_ids`` those that ``ignore_eos`` leaves."""
+        """The ids that end its output: ``end_ids`` without those that ``ignore_eos`` excludes."""
         return self.params.stop_token_ids if self.params.ignore_eos else self.end_ids
 
     @property
@@ -111,7 +111,7 @@ class Request:
     def needs_prompt_logits(self) -> bool:
         """Whether the request must compute its own prompt, because log-probabilities of prompt tokens are missing.
 
-        Cached keys and values of the prompt would not do: its logits are needed.
+        Cached keys and values of the prompt do not suffice, since its logits are needed.
         """
         return self.params.prompt_logprobs is not None and len(self.prompt_logprobs) < self.num_prompt_tokens
 
@@ -121,7 +121,7 @@ class Request:
         return self.prompt_ids + self.output_ids
 
     def ids(self, start: int, stop: int) -> list[int]:
-        """``token_ids[start:stop]``, without a list of all of them."""
+        """``token_ids[start:stop]``, without building the whole list."""
         n = self.num_prompt_tokens
         return self.prompt_ids[start:stop] + self.output_ids[max(0, start - n) : max(0, stop - n)]
 

@@ -1,8 +1,8 @@
 """Runs a batch on the device: the forward, then sampling. Introduced in phase 4.
 
 ``forward`` and ``sample`` are separate calls, so that the sampler's inputs (penalties, later grammar masks) are
-prepared while the forward runs. Neither waits for the device. A runner is put together of an executor, which computes a
-loaded batch, the ranks that compute it, a sampler, and observers.
+prepared while the forward runs. Neither waits for the device. A runner consists of an executor, which computes a loaded
+batch, the ranks that compute it, a sampler, and observers.
 
 Invariants: a request that raises fails alone (:mod:`shared.engine.executor.isolation`); the runner changes no
 request's state, so a step can be run again.
@@ -40,34 +40,34 @@ class Launched:
     sequence_rows: torch.Tensor  # int64 [n], the pool's row of the sequence of each logit row
     errors: Mapping[int, Exception]  # by the index of the sequence in the batch
     prompts: Sequence[PromptDraws] = ()
-    num_repeats: int = 0  # forwards of the same sequences after that of the batch
+    num_repeats: int = 0  # forwards of the same sequences after the batch's
 
 
 class Observer(Protocol):
-    """Sees what the runner computes, as soon as it is launched."""
+    """Observes what the runner computes, as soon as it is launched."""
 
     def begin(self) -> None:
         """A batch begins."""
         ...
 
     def computed(self, batch: Batch, hidden: torch.Tensor) -> None:
-        """The batch, or a part of it, has the hidden states ``[T, H]`` or more, which the next one overwrites."""
+        """Called when the batch, or a part of it, has its hidden states ``[T, H]`` or more; the next part overwrites
+        them."""
         ...
 
     def sampled(self, launched: Launched, rows: Sequence[SamplingRow], output: SamplerOutput) -> None:
-        """The tokens of all logit rows."""
+        """Called with the tokens of all logit rows."""
         ...
 
 
 class Runner:
-    """Runs ``model`` on the KV cache behind ``view``, for up to ``max_sequences`` sequences at a time.
+    """Runs ``model`` on the KV cache of ``view``, for up to ``max_sequences`` sequences at a time.
 
     Args:
         most_logit_rows: maximum logit rows of a sequence; more than one with drafts (phase 11).
-        sampler: of ``max_sequences * most_logit_rows`` rows; None: one without steps.
-        executor: makes what computes a loaded batch.
-        last_ids: makes the table of ids that only the device knows, from the maximum of sequences and of ids of each.
-        ranks: those that compute each batch.
+        sampler: of ``max_sequences * most_logit_rows`` rows; None: one without steps. executor: makes the executor,
+        which computes a loaded batch. last_ids: makes the table of ids that only the device knows, from the maximum
+        numbers of sequences and of ids per sequence. ranks: those that compute each batch.
     """
 
     def __init__(
@@ -101,7 +101,7 @@ class Runner:
         return self.executor.num_replays
 
     def stats(self) -> dict[str, int]:
-        """What was computed, for an engine's ``stats``."""
+        """Counters for an engine's ``stats``."""
         return {"tokens computed": self.num_tokens_computed, "forward passes": self.num_forwards}
 
     def forward(self, batch: Batch) -> Launched:
@@ -109,7 +109,7 @@ class Runner:
 
         def run(part: range) -> tuple[torch.Tensor, torch.Tensor, list[PromptDraws]]:
             logits, rows, prompts = self.compute(batch.part(part))
-            if len(part) < len(batch):  # the next part overwrites buffers
+            if len(part) < len(batch):  # the next part overwrites these buffers
                 logits, rows = logits.clone(), rows.clone()
             return logits, rows, prompts
 
@@ -131,9 +131,9 @@ class Runner:
         return Launched(batch, logits, rows, errors, prompts)
 
     def repeat(self, launched: Launched) -> Launched | None:
-        """The forward of the tokens just sampled for the sequences of a decode step, which was the last forward.
+        """A forward of the tokens just sampled by a decode step, which must have been the last forward.
 
-        Returns None if the step cannot be moved on without the host; run a batch of its own then.
+        Returns None if the step cannot be advanced without the host; then run a new batch.
         """
         batch = launched.batch
         is_whole = len(batch.logit_rows) == len(batch) and not launched.errors
@@ -171,17 +171,17 @@ class Runner:
             is_left = ~np.isin(sequences, list(errors))
             rows, sequences = list(compress(rows, is_left)), sequences[is_left]
 
-        ends, places = self._rows_of(launched.batch, sequences)
+        ends, table_rows = self._rows_of(launched.batch, sequences)
         num_left = len(ends) - 1
 
         def run(part: range) -> Draws:
-            logits, at, own, own_places = launched.logits, launched.sequence_rows, rows, places
+            logits, at, own, own_rows = launched.logits, launched.sequence_rows, rows, table_rows
             if len(part) < num_left:  # slicing tensors takes the host microseconds
                 chosen = slice(ends[part.start], ends[part.stop])
-                logits, at, own, own_places = logits[chosen], at[chosen], rows[chosen], places[chosen]
+                logits, at, own, own_rows = logits[chosen], at[chosen], rows[chosen], table_rows[chosen]
             drawn = self.ranks.drawn(launched.batch, logits)
             if drawn is None:
-                drawn = self.sampler.sample(logits, own, own_places.tolist())
+                drawn = self.sampler.sample(logits, own, own_rows.tolist())
             self.last_ids.keep(at, drawn.ids)
             return drawn
 
@@ -196,16 +196,16 @@ class Runner:
         return output
 
     def _rows_of(self, batch: Batch, sequences: Integers) -> tuple[Sequence[int] | Integers, Integers]:
-        """Where the logit rows of each sequence begin, with n at the end, and the place of each row ``[n]``."""
-        places, ends = batch.layout.rows[sequences] * self.most_logit_rows, range(len(sequences) + 1)
+        """Where the logit rows of each sequence begin, with n at the end, and the table row of each ``[n]``."""
+        table_rows, ends = batch.layout.rows[sequences] * self.most_logit_rows, range(len(sequences) + 1)
         if batch.is_decode:  # at most one row each
-            return ends, places
-        is_first = np.ones(len(ends), np.bool_)  # row of its sequence, which succeeds or fails as a whole
+            return ends, table_rows
+        is_first = np.ones(len(ends), np.bool_)  # of its sequence, which succeeds or fails as a whole
         is_first[1:-1] = sequences[1:] != sequences[:-1]
         starts = np.flatnonzero(is_first)
         first_rows = starts[:-1]
         numbers = np.arange(len(sequences)) - first_rows.repeat(starts[1:] - first_rows)  # within their sequences
-        return starts, places + numbers
+        return starts, table_rows + numbers
 
     def _score(self, hidden: torch.Tensor, prompts: PromptRows) -> list[PromptDraws]:
         """Log-probabilities of prompt tokens; only ``MAX_PROMPT_LOGIT_ROWS`` rows of logits exist at a time."""

@@ -1,7 +1,7 @@
-"""What every engine with batches does besides its step: it queues requests, returns outputs, and aborts requests.
-Introduced in phase 4.
+"""What every batching engine does besides its step: queue requests, return outputs, abort requests. Introduced in phase
+4.
 
-A phase's engine has one ancestor, this one. Its own file tells what is new: what a step does, and which parts do it.
+A phase's engine has one ancestor, this one. Its own file shows what is new: what a step does, and with which parts.
 """
 
 import itertools
@@ -26,7 +26,7 @@ from shared.text.tokenizer import Tokenizer
 
 
 class Arrival(NamedTuple):
-    """A request that was checked and is not queued yet."""
+    """A request that has been checked but not queued."""
 
     request_id: str
     prompt_ids: list[int]
@@ -35,7 +35,7 @@ class Arrival(NamedTuple):
 
 
 class ServingEngine(ABC):
-    """Serves many requests at a time; one thread calls it. A phase's engine makes the parts that are declared here."""
+    """Serves many requests at a time; one thread calls it. A phase's engine creates the parts declared here."""
 
     model: CausalLM
     tokenizer: Tokenizer
@@ -50,7 +50,7 @@ class ServingEngine(ABC):
         self.last_step: StepRecord | None = None
 
     def fitted(self, config: EngineConfig) -> EngineConfig:
-        """Find ``max_seq_len``, and return the settings as they hold for the loaded model."""
+        """Find ``max_seq_len``, and return the settings resolved for the loaded model."""
         self.max_seq_len = config.sequence_limit(self.model.max_positions)
         if config.prefill_wait_ms is not None:
             from shared.scheduling.chunk_wait import within_wait  # which phase 7 introduces
@@ -60,15 +60,15 @@ class ServingEngine(ABC):
 
     @cached_property
     def output_processor(self) -> OutputProcessor:
-        """Makes the outputs of committed tokens."""
+        """Produces the outputs of committed tokens."""
         return OutputProcessor(self.tokenizer, self.max_seq_len)
 
     @abstractmethod
     def step(self) -> list[StepOutput]:
         """One iteration; returns the outputs of all requests that got any.
 
-        A step that is interrupted, or raises, can be repeated: what was launched is dropped, and the next step also
-        returns the outputs that were committed.
+        A step that is interrupted, or raises, can be repeated: launched work is dropped, and the next step also returns
+        the outputs that were committed.
         """
 
     @abstractmethod
@@ -81,7 +81,7 @@ class ServingEngine(ABC):
         return self.queue_request(self.check_request(prompt, params, request_id)).request_id
 
     def check_request(self, prompt: str | Sequence[int], params: SamplingParams, request_id: str | None) -> Arrival:
-        """The request as it may be queued; raises RequestError or QueueFullError, and changes no state."""
+        """The checked request, ready to be queued; raises RequestError or QueueFullError, and changes no state."""
         prompt_ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
         vocab_size = self.model.config.vocab_size
         prompt_ids = check_prompt(prompt_ids, vocab_size, self.max_seq_len)
@@ -103,11 +103,11 @@ class ServingEngine(ABC):
         return request
 
     def seed_of(self, params: SamplingParams) -> int:
-        """The seed of a request with these parameters; theirs, or the next of the engine's own."""
+        """The seed for these parameters: their own, or the engine's next."""
         return self.seeds.getrandbits(64) if params.seed is None else params.seed
 
     def abort(self, request_id: str) -> bool:
-        """Abort a request, which gives no further output; False if it is neither waiting nor running."""
+        """Abort a request; it gives no further output. False if it is neither waiting nor running."""
         request = self.scheduler.abort(request_id)
         if request is not None:
             self.output_processor.drop(request)
@@ -143,7 +143,7 @@ class ServingEngine(ABC):
         return EngineLoad.of(self.scheduler)
 
     def report(self, schedule: Schedule) -> list[StepOutput]:
-        """The outputs made since the last call; notes what the step of ``schedule`` did in ``last_step``."""
+        """The outputs made since the last call; records what the step of ``schedule`` did in ``last_step``."""
         outputs = self.output_processor.take()
         self.last_step = StepRecord.of(self.scheduler, schedule, outputs)
         return outputs

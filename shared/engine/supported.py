@@ -1,8 +1,8 @@
-"""The settings that an engine supports: those of the phase before, and those that its own brings. Introduced in
-phase 2; a phase adds its own.
+"""The settings that an engine supports: the previous phase's, and its own additions. Introduced in phase 2; a phase
+adds its own.
 
-``field=value`` stands for a value that is introduced later than its field. Invariant: what stands here is a field of
-:class:`shared.engine.config.EngineConfig`, with the phase that it names there.
+``field=value`` stands for a value that is introduced later than its field. Invariant: each entry is a field of
+:class:`shared.engine.config.EngineConfig`, introduced in the phase named there.
 """
 
 MODEL = frozenset({"model", "dtype", "device", "max_seq_len", "seed", "attention_backend"})

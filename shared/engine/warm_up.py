@@ -2,9 +2,9 @@
 
 Kernels are compiled, and libraries select theirs, when a shape first occurs. On a GPU that takes up to a second each,
 so the warm-up runs every batch size once, and prompts from one token to a long one. On a CPU one short request
-suffices. No two requests share a cached prefix, which would leave out computation. Invariant: afterwards the engine
-holds none of the warm-up requests, and its KV cache nothing of them. From phase 12 on the vocabulary's trie is made
-here too, and not at the first request with a grammar, while all others wait.
+suffices. No two requests share a cached prefix, which would skip computation. Invariant: afterwards the engine holds
+none of the warm-up requests, and its KV cache holds none of their tokens. From phase 12 on the vocabulary's trie is
+also built here, so that the first request with a grammar does not stall all others.
 """
 
 from collections.abc import Iterable, Sequence
@@ -13,7 +13,7 @@ from typing import Any, Protocol
 from shared.errors import QueueFullError
 from shared.sampling.params import SamplingParams
 
-LONGEST_PROMPT = 1024  # of a single request; longer prompts use the same kernels
+LONGEST_PROMPT = 1024  # for a single request; longer prompts use the same kernels
 FIRST_PROMPT, MORE_TOKENS = 24, 7  # of a full batch: each prompt is longer than the one before
 
 
@@ -45,7 +45,7 @@ def warm_up(engine: Any) -> None:
 
 
 def serve_rounds(engine: Steps, requests: Iterable[Sequence[tuple[int, int]]]) -> None:
-    """Run the rounds of ``rounds`` one after the other; every second request of a round is greedy."""
+    """Run the rounds one after the other; every second request of a round is greedy."""
     for number, together in enumerate(requests):
         for n, (num_prompt, num_new) in enumerate(together):
             options: dict[str, Any] = {"temperature": 0.7 if n % 2 == 0 else 0.0, "seed": n, "ignore_eos": True}

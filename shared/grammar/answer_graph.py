@@ -1,8 +1,9 @@
-"""The literal part of an answer that may, or must, call tools: thinking, free text, and what is around arguments.
+"""The literal part of an answer that may, or must, call tools: thinking, free text, and the text around arguments.
 
-Free text is a few states that read all bytes and look for what opens a call, and thinking likewise for its end (Knuth,
-Morris and Pratt, SIAM J. Comput. 1977); after the opening only the rest of a call can follow. So an answer with calls
-is a grammar like any other, and masks, drafts and preemption need nothing for tools. Introduced in phase 12.
+Free text is a few states that read all bytes and look for the opening of a call; thinking likewise looks for its end
+(Knuth, Morris and Pratt, SIAM J. Comput. 1977); after the opening only the rest of a call can follow. So an answer with
+calls is a grammar like any other, and masks, drafts and preemption need no special case for tools. Introduced in phase
+12.
 
 Special tokens have no text. A grammar that names one, by ``SPECIAL_MARK`` before its name, allows it there and nowhere
 else, since its bytes begin with one that UTF-8 does not have.
@@ -21,7 +22,7 @@ _BLANKS = b" \n"
 
 
 class CallMode(StrEnum):
-    """What an answer is: free text that may call, calls alone, or free text in which no call can be."""
+    """The form of an answer: free text that may contain calls, calls alone, or free text without calls."""
 
     AUTO = "auto"
     REQUIRED = "required"
@@ -33,12 +34,11 @@ class CallSpelling:
     """How calls are written: trigger, head, name, middle, arguments, closing.
 
     Attributes:
-        trigger: ends free text; "" if a call is the whole answer. Then free text may begin as a call does, up to the
-            arguments.
-        separator: between two calls; None: one call at most.
-        hidden: special token that may stand before a call without a trigger, marked; None without it.
-        thought: opens and closes thinking, which may come first; None without it. What opens it is "" where the prompt
-            has: then it does come first.
+        trigger: ends free text; "" if a call is the whole answer. Then free text may begin like a call, up to the
+            arguments. separator: between two calls; None: one call at most. hidden: marked special token that may
+        precede a call without a trigger; None without it.
+        thought: opens and closes thinking, which may come first; None without it. The opening is "" if the prompt
+            already contains it: then thinking does come first.
     """
 
     trigger: str
@@ -51,12 +51,10 @@ class CallSpelling:
 
 
 class AnswerGraph:
-    """The graph of an answer; ``has_format``: what is no call follows a grammar, instead of being free text.
+    """The graph of an answer; ``has_format``: text outside calls follows a grammar instead of being free.
 
-    Attributes:
-        graph: leads into document i after the name of function i.
-        behind: the state after arguments.
-        beginnings: the states from which the answer may also go on as a format has it.
+    Attributes: graph: leads into document i after the name of function i. behind: the state after arguments.
+        beginnings: the states from which the answer may also continue with the format.
     """
 
     def __init__(
@@ -105,7 +103,7 @@ class AnswerGraph:
             self.graph.word(state, encoded(self.spelling.hidden), self.called)
 
     def _required(self, start: int) -> None:
-        """A call, or the format, before which there may be thinking and up to two line breaks."""
+        """A call or the format, optionally preceded by thinking and up to two line breaks."""
         if not self._is_thinking:
             self._call(start)
         if self.spelling.thought is None:
@@ -123,7 +121,7 @@ class AnswerGraph:
         return self.spelling.thought is not None and not self.spelling.thought[0]
 
     def _think(self, thought: tuple[str, str], start: int, after: int, *, is_final: bool) -> None:
-        """Thoughts that begin in the state ``start``, or go on there, and after which comes the state ``after``."""
+        """Thinking from the state ``start`` on, followed by the state ``after``."""
         opening, closing = map(encoded, thought)
         (thinking, *_) = self._search(closing, after, is_final=is_final)
         if opening:
@@ -133,7 +131,7 @@ class AnswerGraph:
             self.graph.final |= {start} if is_final else set()
 
     def _free(self, start: int) -> None:
-        """Free text up to the trigger, before which there may be thinking."""
+        """Free text up to the trigger, optionally preceded by thinking."""
         graph, trigger = self.graph, encoded(self.spelling.trigger)
         states = self._search(trigger, self.called if self.mode is CallMode.AUTO else None, is_final=True)
         thought = self.spelling.thought
@@ -142,24 +140,24 @@ class AnswerGraph:
         if thought is None:
             return
         graph.rows[start] |= dict.fromkeys(_BLANKS, start)
-        if thought[0][:1] in ("", SPECIAL_MARK):  # no text begins as it does
+        if thought[0][:1] in ("", SPECIAL_MARK):  # no text begins like it
             self._think(thought, start, states[0], is_final=True)
             return
         opening, closing = map(encoded, thought)
         (thinking, *_) = self._search(closing, states[0], is_final=True)
         free, state = states[0], start
-        for place, byte in enumerate(opening):  # as free text, and as the beginning of thinking
+        for index, byte in enumerate(opening):  # as free text, and as the beginning of thinking
             free = graph.rows[free][byte]
-            following = thinking if place == len(opening) - 1 else graph.state(is_final=True)
+            following = thinking if index == len(opening) - 1 else graph.state(is_final=True)
             graph.rows[state][byte] = following
             if following != thinking:
                 graph.rows[following] |= graph.rows[free]
             state = following
 
     def _free_or_call(self, start: int) -> None:
-        """An answer that is a call from its beginning on, or free text."""
+        """An answer that is a call from its first byte, or free text."""
         graph = self.graph
-        if self.spelling.thought is not None:  # the prompt's: models with calls of this form open none themselves
+        if self.spelling.thought is not None:  # by the prompt: these models never open thinking themselves
             answer = graph.state()
             self._think(self.spelling.thought, start, answer, is_final=True)
             start = answer
@@ -180,21 +178,22 @@ class AnswerGraph:
             graph.word(start, encoded(self.spelling.hidden), self.called)
 
     def _search(self, mark: bytes, found: int | None, *, is_final: bool) -> list[int]:
-        """States that read text up to a mark, by how much of the mark has been read; None: the mark is refused."""
+        """States that read text up to a mark; each state is how much of the mark has been read. None: the mark is
+        refused."""
         graph = self.graph
         states = [graph.state(is_final=is_final)]
         self._read_text(states[0])
-        if mark[0] == SPECIAL_BYTE:  # one token, so no text begins as it does
+        if mark[0] == SPECIAL_BYTE:  # one token, so no text begins like it
             if found is not None:
                 graph.word(states[0], mark, found)
             return states
         states += [graph.state(is_final=is_final) for _ in mark[1:]]
-        shorter = states[0]  # where the text stands if the mark began later
-        for place, (state, byte) in enumerate(zip(states, mark, strict=True)):
-            if place:
+        shorter = states[0]  # the state if the mark began later
+        for index, (state, byte) in enumerate(zip(states, mark, strict=True)):
+            if index:
                 graph.rows[state] = dict(graph.rows[shorter])
                 shorter = graph.rows[shorter].get(byte, states[0])
-            following = found if place == len(mark) - 1 else states[place + 1]
+            following = found if index == len(mark) - 1 else states[index + 1]
             if following is None:
                 graph.rows[state].pop(byte, None)
             else:
@@ -202,7 +201,8 @@ class AnswerGraph:
         return states
 
     def _read_text(self, state: int) -> None:
-        """A state that reads any text, a whole character at a time, so that a special token splits none."""
+        """A state that reads any text, one whole character at a time, so that special tokens never split a
+        character."""
         graph, following = self.graph, state
         graph.rows[state] = dict.fromkeys(range(0x80), state)
         for first, last in ((0xC2, 0xDF), (0xE0, 0xEF), (0xF0, 0xF4)):
@@ -213,5 +213,5 @@ class AnswerGraph:
 
 
 def encoded(text: str) -> bytes:
-    """The bytes of a literal in which special tokens are marked."""
+    """The bytes of a literal with marked special tokens."""
     return bytes([SPECIAL_BYTE]).join(part.encode() for part in text.split(SPECIAL_MARK))

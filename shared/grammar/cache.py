@@ -1,9 +1,9 @@
 """Compiled grammars, each compiled once, however many requests ask for it. Introduced in phase 12.
 
-A grammar takes milliseconds to compile, and may take a second. Requests with the same grammar share it, those that ask
-while it compiles too: the first compiles, the others wait for its result. Any thread may ask.
+A grammar takes milliseconds to compile, and may take a second. Requests with the same grammar share it: the first
+compiles, and others wait for its result. Thread-safe.
 
-Invariants: the tables that are kept take at most the cache's bytes; an error is kept for no later request.
+Invariants: cached tables take at most the cache's bytes; errors are not cached.
 """
 
 from collections import OrderedDict
@@ -20,8 +20,8 @@ Compiled = TypeVar("Compiled")
 
 
 class GrammarCache(Generic[Compiled]):
-    """Keeps what ``compile_grammar``, which raises GrammarError, made of the grammars that were used last.
-    ``num_bytes`` gives the size of what it made.
+    """Caches the most recently used grammars compiled by ``compile_grammar``, which raises GrammarError.
+    ``num_bytes`` gives the size of a result.
     """
 
     def __init__(
@@ -39,7 +39,7 @@ class GrammarCache(Generic[Compiled]):
         self._lock = Lock()
 
     def known(self, grammar: Grammar) -> Compiled | None:
-        """The compiled grammar, if it is kept; does not wait."""
+        """The compiled grammar, if it is cached; does not wait."""
         with self._lock:
             if grammar in self._kept:
                 self._kept.move_to_end(grammar)
@@ -47,7 +47,7 @@ class GrammarCache(Generic[Compiled]):
 
     def get(self, grammar: Grammar) -> Compiled:
         """The compiled grammar; waits if it is being compiled. Raises GrammarError."""
-        with self._lock:  # one look at both, or a grammar that is just done would be compiled and counted again
+        with self._lock:  # one lookup in both, or a grammar that has just finished would be compiled and counted again
             if grammar in self._kept:
                 self._kept.move_to_end(grammar)
                 return self._kept[grammar]

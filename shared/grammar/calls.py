@@ -1,9 +1,9 @@
 """The grammar of an answer that may, or must, call tools: its arguments follow the schemas of the functions.
 
-Introduced in phase 12. Invariant: a call that is written as its format writes calls has arguments that are valid under
-the schema of its function, if that must be followed; where that is not asked for and the schema is not supported, or
-costs more than half of what the others left of the budget, they are some object. Where a call is the whole answer, an
-object that is written otherwise (other blanks, more members) is free text, and the reader of calls takes it for that.
+Introduced in phase 12. Invariant: a call written in its format has arguments that are valid under the schema of its
+function, if following it is mandatory; if it is not, and the schema is unsupported or costs more than half of the
+remaining budget, they are any object. Where a call is the whole answer, an object written differently (other blanks,
+more members) is free text, and the call reader treats it as such.
 """
 
 import dataclasses
@@ -33,13 +33,13 @@ class CalledFunction:
 
 @dataclass(frozen=True)
 class CallDescription:
-    """What an answer may be."""
+    """The allowed form of an answer."""
 
     mode: CallMode
     spelling: CallSpelling
     functions: tuple[CalledFunction, ...]
-    answer: tuple[str, str] | None = None  # kind and text of the grammar of what is no call; None: free text
-    is_closed: bool = False  # as ``compile_schema`` has it, of arguments
+    answer: tuple[str, str] | None = None  # kind and text of the grammar of text outside calls; None: free text
+    is_closed: bool = False  # as in ``compile_schema``, for arguments
 
     @property
     def text(self) -> str:
@@ -71,7 +71,7 @@ def compile_calls(
     free = [index for index, each in enumerate(functions) if not each.is_strict]
     names = [each.name for each in description.functions]
     arguments = {}
-    if free:  # before the budget is spent on others
+    if free:  # before others spend the budget
         some_object = compiled({"type": "object"}, budget)
         arguments = dict.fromkeys(free, some_object)
         budget.keep(some_object.num_states * (len(free) - 1))
@@ -90,7 +90,7 @@ def compile_calls(
             if not budget.limits.drops:
                 raise
         except GrammarError:
-            pass  # arguments are some object
+            pass  # arguments are any object
     budget.spend(sum(32 * len(name) for name in names) + sum(each.num_bytes for each in arguments.values()) // 64)
     around = AnswerGraph(description.mode, description.spelling, names, has_format=answer is not None)
     ordered = [arguments[index] for index in range(len(functions))]
@@ -98,7 +98,7 @@ def compile_calls(
 
 
 def _of_object(schema: Any) -> Any:
-    """The schema with what every function has: its arguments are an object."""
+    """The schema, restricted to objects, since arguments are always an object."""
     if not isinstance(schema, dict) or schema.get("type", "object") != "object":
         raise GrammarError('the schema must be of an object; say "type": "object".')
     return {"type": "object", **schema}

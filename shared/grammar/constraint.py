@@ -1,13 +1,12 @@
-"""The requests of an engine whose outputs have a grammar: where each stands, and what it may draw.
+"""An engine's requests whose outputs have a grammar: the state of each, and the tokens it allows.
 
-On a GPU the device that samples finds the masks (:mod:`shared.engine.sampling.grammar_rows`). Without one, and for
-few requests elsewhere, they are made here: before a step samples, all earlier tokens are known on the host, so the
-state of a request follows its outputs, and its rows get the masks of their states: row j that after the first j
-drafts. After a draft that the grammar refuses no row matters, because the draft cannot be drawn, and acceptance ends
-there. Introduced in phase 12.
+On a GPU the sampling device computes the masks (:mod:`shared.engine.sampling.grammar_rows`). Without one, and in a few
+cases with one, they are computed here: before a step samples, the host knows all earlier tokens, so it advances each
+request's state by its outputs; row j gets the mask after the first j drafts. Rows after a draft that the grammar
+refuses do not matter: that draft cannot be sampled, so acceptance ends there. Introduced in phase 12.
 
-A state is a function of the outputs alone. So preemption needs nothing here, a rejected draft leaves nothing, and what
-is known of a request goes when the request does.
+A state is a function of the outputs alone. So preemption needs no special case, a rejected draft leaves no trace, and
+the state is freed with its request.
 """
 
 from collections.abc import Callable, Sequence
@@ -34,9 +33,10 @@ from shared.text.tokenizer import Tokenizer
 
 @dataclass
 class Constraint:
-    """A request's grammar, and the state after its first ``num_tokens`` outputs, which only :meth:`after` moves.
+    """A request's grammar, and the state after its first ``num_tokens`` outputs, which only :meth:`after` advances.
 
-    ``base`` is where its tables begin in the pool on the device, from the first sampling on; None: they are not there.
+    ``base`` is the offset of its tables in the device's pool, from the first sampling on; None: they are not in the
+    pool.
     """
 
     grammar: Grammar
@@ -47,7 +47,7 @@ class Constraint:
     base: int | None = None
 
     def after(self, output_ids: Sequence[int]) -> Configuration | None:
-        """The state after all outputs; None after the end. Found when it is asked for: a device that makes the masks
+        """The state after all outputs; None after the end. Computed on request: a device that computes the masks
         follows the outputs itself.
         """
         for token_id in output_ids[self.num_tokens :]:
@@ -59,8 +59,8 @@ class Constraint:
 class Constraints:
     """Compiles grammars for one vocabulary, and masks the rows of the requests that have one.
 
-    ``make_vocabulary`` is called by ``prepare``, or when the first grammar comes. ``pool`` is for the tables of the
-    grammars on the device that samples; None: masks are made here.
+    ``make_vocabulary`` is called by ``prepare``, or when the first grammar arrives. ``pool`` holds the grammars' tables
+    on the sampling device; None: masks are computed here.
     """
 
     def __init__(
@@ -76,11 +76,14 @@ class Constraints:
             self._compile, lambda fsm: fsm.automaton.num_bytes + fsm.masks.cache_bytes
         )
         self.num_masks = 0
-        self.steady: tuple[list[int], int] = [], 0  # requests of a step whose masks the device found, and their number
+        self.steady: tuple[list[int], int] = (
+            [],
+            0,
+        )  # requests whose masks the device computed in a step, and their number
 
     @classmethod
     def with_tokenizer(cls, tokenizer: Tokenizer, vocab_size: int, pool: GrammarPool | None) -> Self:
-        """Of a model with ``vocab_size`` logits; ``pool`` as above."""
+        """Args: vocab_size: the model's number of logits; ``pool`` as above."""
         return cls(partial(GrammarVocabulary.of, tokenizer, vocab_size), pool=pool)
 
     def prepare(self) -> GrammarVocabulary:
@@ -94,7 +97,7 @@ class Constraints:
         return {"grammars compiled": self.grammars.num_compiled, "masks applied": self.num_masks}
 
     def of(self, params: SamplingParams) -> Constraint | None:
-        """Where an output stands before its first token; None without a grammar, which is compiled unless it is known.
+        """An output's state before its first token; None without a grammar; compiles the grammar if it is not cached.
         Raises GrammarError, and RequestError if the output could not end.
         """
         grammar = params.structured_output
@@ -107,10 +110,10 @@ class Constraints:
         return Constraint(grammar, fsm, fsm.initial_state)
 
     def masked(self, schedule: Schedule, rows: Sequence[SamplingRow]) -> list[SamplingRow]:
-        """The sampling rows of a schedule, with masks where requests have a grammar and the device does not find them.
+        """The sampling rows of a schedule, with masks for requests with a grammar unless the device computes them.
 
-        The device does not if there is no room in the pool, nor while ``min_tokens`` forbids the end: then it must be
-        known whether the grammar allows anything else.
+        The device does not if the pool is full, nor while ``min_tokens`` forbids the end: then the host must know
+        whether the grammar allows anything else.
         """
         serials = [row.serial for row in rows] if len(rows) == len(schedule) else []
         if serials and serials == self.steady[0]:
@@ -142,7 +145,7 @@ class Constraints:
         state: Configuration | None,
         draft_ids: Sequence[int | None],
     ) -> None:
-        """Mask the rows from ``first`` on, each after the drafts before it; the first is at ``state``."""
+        """Mask the rows from ``first`` on, each after the drafts before it; the first in ``state``."""
         for number, draft_id in enumerate(draft_ids, first):
             rows[number] = rows[number]._replace(constraint=None)
             if state is not None:
@@ -156,7 +159,7 @@ class Constraints:
 
 
 def _masked(masked_ids: Sequence[int], allowed: NDArray[np.bool_]) -> Sequence[int]:
-    """The ids that ``min_tokens`` forbids, or none if the grammar allows no other: then the output is at its end."""
+    """The ids that ``min_tokens`` forbids; none if the grammar allows no others, since the output must then end."""
     if not masked_ids:
         return masked_ids
     rest = allowed.copy()

@@ -1,6 +1,6 @@
 """What an output must be: a JSON Schema, any JSON object, a regular expression, or one of several texts.
 
-A grammar is a description, so it is part of the sampling parameters, and compares and hashes by what it says.
+A grammar is a description, so it is part of the sampling parameters, and compares and hashes by its content.
 Introduced in phase 12.
 """
 
@@ -40,11 +40,11 @@ class GrammarKind(StrEnum):
 
 @dataclass(frozen=True)
 class Grammar(StructuredOutput):
-    """A description, made by one of the class methods. Raises GrammarError if it cannot be one.
+    """A description, made by one of the class methods. Raises GrammarError if the description is invalid.
 
     Attributes:
         text: the schema, the list of texts or the description of calls, as JSON; the pattern; "" for any JSON object.
-        automaton: compiled before, if it was: a server compiles where it delays no step.
+        automaton: set if it was compiled in advance: a server compiles where that delays no step.
     """
 
     kind: GrammarKind
@@ -63,7 +63,7 @@ class Grammar(StructuredOutput):
     @classmethod
     def json_schema(cls, schema: object, *, is_closed: bool = False) -> Self:
         """A text that is valid JSON for a schema: an object, true, or such as JSON text. ``is_closed``: objects whose
-        schema names properties, and does not speak of others, have no others.
+        schema names properties, and says nothing about others, have no others.
         """
         if isinstance(schema, str):
             try:
@@ -153,7 +153,7 @@ def _of_dfa(dfa: DFA, usable_bytes: NDArray[np.bool_]) -> Automaton:
 
 
 def grammar_of(**described: Any) -> Grammar | None:
-    """The grammar of the argument that is not None, each named as the class method that takes it; None without one.
+    """The grammar of the argument that is not None, each named like the class method that takes it; None without one.
     Raises GrammarError if several are given, or as the method does.
     """
     given = {name: value for name, value in described.items() if value is not None}

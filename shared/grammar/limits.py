@@ -1,10 +1,9 @@
 """Bounds of a compilation, and the error of a grammar that cannot be compiled. Introduced in phase 12.
 
-A hostile grammar costs its sender only: every loop whose length the grammar decides counts its work before it works, so
-that compilation ends within the limits whatever the grammar is. A count decides, so a grammar has the same verdict on
-every machine, whatever else runs there; a clock of a minute is only the last resort. The unit of work is about a
-microsecond of a processor, or 256 bytes of memory: a transition, a member of an object that is looked at, or 64 cells
-of a table.
+A hostile grammar harms only its sender: every loop whose length the grammar determines counts its work in advance, so
+that compilation ends within the limits for every grammar. A count decides, so a grammar has the same verdict on every
+machine, whatever else runs there; a one-minute clock is only the last resort. The unit of work is about a microsecond
+of a processor, or 256 bytes of memory: a transition, an inspected member of an object, or 64 cells of a table.
 
 Invariant: the work of a grammar depends on its description alone: neither on the order of sets, nor on what was
 compiled before.
@@ -21,7 +20,7 @@ from shared.errors import RequestError
 
 
 class GrammarError(RequestError):
-    """A grammar cannot be compiled. The message names the keyword or the construct, and where it stands."""
+    """A grammar cannot be compiled. The message names the keyword or the construct, and its location."""
 
 
 class WorkError(GrammarError):
@@ -40,10 +39,10 @@ MOST_KEPT = 5_000_000
 
 @dataclass(frozen=True)
 class Limits:
-    """Of one grammar: states of its automaton and of any automaton on the way to it, bytes of its tables, units of work
-    that compile it, nesting of a schema, and whether a schema that need not be followed is dropped for want of work.
+    """Limits of one grammar: states of its automaton and of any intermediate automaton, bytes of its tables, units of
+    work to compile it, nesting of a schema, and whether an optional schema is dropped when work runs out.
 
-    ``seconds`` of the wall clock are the last net, for a machine that stands still: far more than the work takes.
+    ``seconds`` of wall-clock time are the last resort, for a stalled machine: far more than the work takes.
     """
 
     states: int = 60_000
@@ -62,12 +61,12 @@ class Budget:
     clock: Callable[[], float] = time.monotonic
     num_states: int = field(default=0, init=False)  # of finished parts
     work: int = field(default=0, init=False)
-    most_states: int = field(default=0, init=False)  # at once, under construction
+    most_states: int = field(default=0, init=False)  # at the same time, under construction
     start: float | None = None
     next_look: int = field(default=LOOK, init=False)
-    made: dict[Hashable, "_Kept"] = field(default_factory=dict, init=False, repr=False)  # what is remembered, and paid
-    needed: dict[Hashable, "_Kept"] = field(default_factory=dict, init=False, repr=False)  # by what is being made
-    paid: int = field(default=0, init=False)  # of the work, for what is remembered
+    made: dict[Hashable, "_Kept"] = field(default_factory=dict, init=False, repr=False)  # cached results, paid for
+    needed: dict[Hashable, "_Kept"] = field(default_factory=dict, init=False, repr=False)  # by the automaton being made
+    paid: int = field(default=0, init=False)  # of the work, for cached results
 
     def __post_init__(self) -> None:
         self.start = self.clock() if self.start is None else self.start
@@ -89,12 +88,12 @@ class Budget:
                 )
 
     def check(self, num_states: int) -> None:
-        """Raise GrammarError if an automaton under construction, with those that are kept, has too many states."""
+        """Raise GrammarError if an automaton under construction, together with those kept, has too many states."""
         self.check_states(num_states)
         self.spend(1)
 
     def check_states(self, num_states: int) -> None:
-        """As ``check``, where the work is counted by itself."""
+        """As ``check``, for code that counts its own work."""
         self.most_states = max(self.most_states, num_states)
         if self.num_states + num_states > self.limits.states:
             raise GrammarError(
@@ -104,8 +103,8 @@ class Budget:
 
     @contextmanager
     def attempt(self, reserve: int = 0) -> Iterator["Budget"]:
-        """Half of what is left, for a part of the grammar that may fail: its states then count no more. ``reserve``
-        units of work are left to others.
+        """Half of what is left, for a part of the grammar that may fail; if it does, its states no longer count.
+        ``reserve`` units of work are left to others.
         """
         states, work = self.limits.states - self.num_states, max(self.limits.work - self.work - reserve, 0)
         part = Budget(replace(self.limits, states=states // 2, work=work // 2), self.clock, self.start)
@@ -126,7 +125,8 @@ Made = TypeVar("Made")
 
 @dataclass(frozen=True)
 class _Kept:
-    """What was made, what it cost without what it needed, the states at once, and what it needed, by what was paid."""
+    """A result, its cost without its prerequisites, the states at the same time, and the prerequisites with their
+    costs."""
 
     made: object
     work: int
@@ -135,10 +135,10 @@ class _Kept:
 
 
 class Remembered(Generic[Made]):
-    """The last results of a costly step, at most ``most`` of them, which cost no more than ``MOST_KEPT`` units.
+    """The last results of a costly step, at most ``most`` of them, each costing at most ``MOST_KEPT`` units.
 
-    What is remembered costs a budget once what it cost to make, so that a verdict does not depend on what was compiled
-    before. A step may need others that are remembered, in any such table; each is paid for by itself.
+    A cached result costs a budget, once, what it cost to make, so that a verdict does not depend on earlier
+    compilations. A step may need other cached results, from any such table; each is paid for separately.
     """
 
     def __init__(self, most: int) -> None:
@@ -147,7 +147,7 @@ class Remembered(Generic[Made]):
         self._work = 0
 
     def get(self, key: Hashable, make: Callable[[], Made], budget: Budget) -> Made:
-        """What ``make`` makes with the budget. Raises GrammarError as it does."""
+        """The result of ``make`` with the budget. Raises GrammarError as it does."""
         paid = id(self), key
         if paid not in budget.made:
             found = self._kept.get(key)
@@ -172,7 +172,7 @@ class Remembered(Generic[Made]):
 
 
 def _pay(found: _Kept, budget: Budget) -> _Kept:
-    """Spend what it cost to make, and what it needed, if that is not paid yet."""
+    """Spend the cost of a result and its prerequisites, unless already paid."""
     for paid, needed in found.needed.items():
         if paid not in budget.made:
             budget.made[paid] = needed

@@ -1,9 +1,9 @@
-"""Where an output stands in its grammar at each of its tokens, for those who watch: traces and the page of a server.
+"""The grammar state of an output at each of its tokens, for observers: traces and the server's page.
 
-An engine keeps states as it needs them. A watcher walks once more beside it, token by token, so that nothing is
-computed for an output that is not watched. Introduced in phase 12.
+An engine keeps only the states that it needs. An observer walks the grammar separately, token by token, so that an
+unobserved output costs nothing. Introduced in phase 12.
 
-Invariant: a position is that in which its token was drawn, before it was read.
+Invariant: a position is the one in which its token was sampled, before the token was read.
 """
 
 from typing import NamedTuple
@@ -15,9 +15,9 @@ from shared.grammar.tokens.fsm import TokenFSM
 
 
 class Position(NamedTuple):
-    """A place in a grammar: the automaton's state, what is open, and how many tokens may follow.
+    """A position in a grammar: the automaton's state, what is open, and how many tokens may follow.
 
-    ``stack`` holds the byte that opened each frame, the lowest first: ``{["`` is a string in an array in an object.
+    ``stack`` holds the byte that opened each frame, outermost first: ``{["`` is a string in an array in an object.
     """
 
     state: int
@@ -41,7 +41,7 @@ class Progress:
         return Position(self.now.state, self.stack, int(np.count_nonzero(self.fsm.mask(self.now))))
 
     def read(self, token_id: int) -> Position | None:
-        """Go on after a token, and return the position before it; None after the end of the grammar."""
+        """Advance by a token, and return the position before it; None after the end of the grammar."""
         position = self.position
         if position is None:
             return None

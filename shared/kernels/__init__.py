@@ -4,7 +4,8 @@ A launcher has the signature and the meaning of an op of ``shared.ops``, or of a
 calls the ops; on GPU tensors it launches its kernel; with ``TRITON_INTERPRET=1`` in the environment it launches on the
 CPU, through Triton's interpreter. No other flag selects the path.
 
-Triton has no packages for macOS. There every launcher calls the ops, and what needs a kernel says ``NO_TRITON``.
+Triton has no packages for macOS. There every launcher calls the ops, and code that needs a kernel reports
+``NO_TRITON``.
 """
 
 from importlib.util import find_spec

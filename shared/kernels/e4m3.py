@@ -6,12 +6,12 @@ fraction: numbers from 2^-6 to 448 keep a relative precision of 2^-4, smaller on
 ones become 448 (Micikevicius et al., arXiv 2209.05433).
 
 A GPU converts e4m3 from capability 8.9 on, two numbers at a time to fp16, which holds each exactly. For an older GPU
-the bytes are uint8, and integer operations put their bits into an fp16: that is the number divided by 256, since the
-biases of the exponents differ by 8, and 256 becomes a part of the scale. So attention over these bytes multiplies in
-fp16 where the model computes in 16 bits, and its products lose nothing that bf16 would keep.
+the bytes are uint8, and integer operations move their bits into an fp16; this divides the number by 256, since the
+exponent biases differ by 8, and the scale includes the factor 256. So if the model computes in 16 bits, attention over
+these bytes multiplies in fp16, and its products keep everything that bf16 would.
 
-Invariant: rounding is done by integers, so a number is stored as the same byte on every GPU and by the op; a NaN is
-stored as NaN, which an older GPU reads as 480.
+Invariant: rounding uses integer arithmetic, so every GPU and the op store a number as the same byte; a NaN is stored as
+NaN, which an older GPU reads as 480.
 """
 
 import torch
@@ -25,7 +25,7 @@ INTERPRETED = tl.constexpr(IS_INTERPRETED)  # the interpreter has no assembler
 
 @triton.jit
 def rounded(x, dtype: tl.constexpr):
-    """fp32 as memory of FP8 or uint8 stores it: the nearest e4m3, ties to even."""
+    """fp32 as FP8 or uint8 memory stores it: the nearest e4m3, ties to even."""
     bits = x.to(tl.uint32, bitcast=True)
     size = bits & 0x7FFFFFFF
     normal = ((size + 0x7FFFF + ((size >> 20) & 1)) >> 20) - (120 << 3)  # 3 bits of fraction; the bias falls by 120
@@ -37,7 +37,7 @@ def rounded(x, dtype: tl.constexpr):
 
 @triton.jit
 def widened(x, dtype: tl.constexpr):
-    """e4m3 in a wider dtype, divided by 256 if it is uint8; numbers that are not e4m3 stay as they are."""
+    """e4m3 in a wider dtype, divided by 256 if it is uint8; other dtypes are unchanged."""
     if x.dtype == tl.uint8:
         bits = x.to(tl.uint16)
         return (((bits & 0x80) << 8) | ((bits & 0x7F) << 7)).to(tl.float16, bitcast=True).to(dtype)
@@ -51,8 +51,8 @@ def widened(x, dtype: tl.constexpr):
 def widened_pair(pairs, dtype: tl.constexpr):
     """Two e4m3 in uint16, widened and divided by 256: the low byte's, and the high byte's.
 
-    A product over tokens needs the numbers of two tokens in one register, and the loads that transpose a tile move 16
-    bits. Loaded as bytes, values come one at a time; loaded in pairs of columns, four numbers take five instructions.
+    A product over tokens needs two tokens' numbers in one register, and the loads that transpose a tile move 16 bits.
+    Loaded as bytes, values come one at a time; loaded in pairs of columns, four numbers take five instructions.
     """
     if INTERPRETED:
         low = widened(pairs.to(tl.uint8), dtype)
@@ -82,7 +82,7 @@ def widened_pair(pairs, dtype: tl.constexpr):
 
 @triton.jit
 def for_product(queries, memory):
-    """Queries in the dtype in which they are multiplied with keys that are stored in ``memory``."""
+    """Queries, in the dtype in which they are multiplied by keys stored in ``memory``."""
     if memory.dtype.element_ty.primitive_bitwidth == 8 and queries.dtype != tl.float32:
         return queries.to(tl.float16)
     else:
@@ -91,7 +91,7 @@ def for_product(queries, memory):
 
 @triton.jit
 def scale_of(scales, kv_head, memory):
-    """The factor of a head's widened numbers; 1 if there are no scales."""
+    """The factor for a head's widened numbers; 1 if there are no scales."""
     if scales is None:
         return 1.0
     elif memory.dtype.element_ty == tl.uint8:

@@ -2,26 +2,26 @@
 
 Introduced in phase 3.1.
 
-A kernel file imports ``tl`` and ``triton`` from here, because Triton has no packages for some systems on which the ops
-run well (macOS): there a stub makes the file importable, and no kernel is launched. Invariant: whether a launcher
+A kernel file imports ``tl`` and ``triton`` from here, because some systems that run the ops well have no Triton
+packages (macOS): there a stub makes the file importable, and no kernel is launched. Invariant: whether a launcher
 launches depends on its tensors' device and on ``TRITON_INTERPRET`` alone, which is read once, at import.
 
 **Launches that overlap** (phase 9). A stream runs one kernel after another, and between two of them the memory is idle
-for a microsecond: the last programs of the first end, the second starts, its first loads travel. CUDA's *programmatic
-dependent launch* (PDL) starts programs of the second kernel on multiprocessors that the first leaves free. They load
-what no kernel of the chain writes, and then wait. A kernel takes part if it has a parameter ``PDL``, which
-:func:`launch` sets, and keeps three rules:
+for a microsecond: the first kernel's last programs end, the second starts, and its first loads are under way. CUDA's
+*programmatic dependent launch* (PDL) starts programs of the second kernel on multiprocessors that the first no longer
+uses. These load data that no kernel of the chain writes, and then wait. A kernel takes part if it has a parameter
+``PDL``, which :func:`launch` sets, and keeps three rules:
 
 - at its start it calls ``launch_dependents(PDL)``, the permission to start the next kernel;
 - every program calls ``wait_for_previous(PDL)``, even one that has nothing to do. The wait is for the end of one
-  kernel, the previous one, with all its writes. That this kernel waited itself is all that orders earlier ones;
+  kernel, the previous one, with all its writes. Earlier kernels are ordered only because the previous one also waited;
 - before the wait it writes nothing, and loads only constants: weights, RoPE tables, the index arrays of the step, which
-  a copy has uploaded before the step's first kernel. All else may be written by a kernel that still runs; a write may
-  hit memory that such a kernel still reads, since the allocator gives a freed block to the next launch.
+  a copy has uploaded before the step's first kernel. A kernel that is still running may write anything else, and may
+  still read memory that this one writes, since the allocator gives a freed block to the next launch.
 
-With these rules a chain of overlapping launches computes what the same launches in a row do. The kernels of PyTorch do
-not take part: they start when everything before them has ended. The launches of a draw, some of which load logits above
-their wait, call ``launch_dependents`` after it (:mod:`shared.kernels.sampling.sampler`).
+With these rules a chain of overlapping launches computes the same as the launches one after the other. The kernels of
+PyTorch do not take part: they start once everything before them has ended. The launches of a draw, some of which load
+logits above their wait, call ``launch_dependents`` after it (:mod:`shared.kernels.sampling.sampler`).
 """
 
 import functools
@@ -57,16 +57,16 @@ INTERPRETED_MULTIPROCESSORS = 4  # gives a grid sized by multiprocessors several
 
 @dataclass(frozen=True)
 class Generation:
-    """What the GPUs of a generation have and others have not."""
+    """Features that differ between GPU generations."""
 
     name: str
     has_pdl: bool  # programmatic dependent launch
-    shared_bytes: int  # the most shared memory of a program
+    shared_bytes: int  # the maximum shared memory of a program
     has_fp8: bool = False  # converts FP8 (e4m3) and multiplies it
-    copies_tiles: bool = False  # has an engine that copies tiles to shared memory, and memory for several large ones
+    copies_tiles: bool = False  # has an engine that copies tiles to shared memory, and space for several large ones
 
 
-GENERATIONS = {  # by the compute capability from which on a GPU has this; Ampere is the first with bf16
+GENERATIONS = {  # by the first compute capability with these features; Ampere is the first with bf16
     (8, 0): Generation("Ampere", has_pdl=False, shared_bytes=163 * 1024),
     (8, 6): Generation("Ampere", has_pdl=False, shared_bytes=99 * 1024),
     (8, 7): Generation("Ampere", has_pdl=False, shared_bytes=163 * 1024),
@@ -78,7 +78,7 @@ GENERATIONS = {  # by the compute capability from which on a GPU has this; Amper
 OLDEST_CAPABILITY = min(GENERATIONS)
 
 if INTERPRETED:
-    # Triton 3.6 makes a loop bound of a scalar by int() of an array with one element, which NumPy 2.4 refuses.
+    # Triton 3.6 applies int() to a one-element array for a scalar loop bound, which NumPy 2.4 refuses.
     from triton.runtime import interpreter
 
     _patch_tensor = interpreter._patch_lang_tensor
@@ -89,19 +89,19 @@ if INTERPRETED:
 
     interpreter._patch_lang_tensor = _patch_tensor_and_index
 
-    # It also patches its language anew for each call of a device function, tl.sum among them, and checks sums and
-    # products of integers for overflows that it then does not tell: two thirds of the time of many kernels.
+    # It also patches its language again for each call of a device function, such as tl.sum, and checks integer sums and
+    # products for overflows that it then does not report: two thirds of many kernels' time.
     interpreter.interpreter_builder.options = interpreter.InterpreterOptions(sanitize_overflow=False)
     _patch_language = interpreter._patch_lang
 
     @functools.cache
     def _patch_language_once(function: Any) -> Any:
         _patch_language(function)
-        return interpreter._LangPatchScope()  # of no changes: what is patched stays so
+        return interpreter._LangPatchScope()  # records no changes: the patches stay
 
     interpreter._patch_lang = _patch_language_once
 
-LAUNCHES: Counter[str] = Counter()  # launches so far, by the kernel's name; read it before and after, or clear() it
+LAUNCHES: Counter[str] = Counter()  # launches so far, by kernel name; read it before and after, or clear() it
 
 
 def launches(tensor: torch.Tensor) -> bool:
@@ -112,7 +112,7 @@ def launches(tensor: torch.Tensor) -> bool:
 def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> None:
     """Launch ``kernel`` over ``grid`` and count it.
 
-    Triton binds and specializes the arguments of every call, which takes longer than most of these kernels run. A call
+    Triton binds and specializes the arguments of every call, which takes longer than most of these kernels. A call
     with the same specialization as an earlier one goes directly to the compiled kernel's launcher, and skips the hooks
     of Triton's profiler.
 
@@ -173,7 +173,7 @@ def specializations(args: Iterable[Any]) -> list[Any]:
 
 
 def overlap(kernel: Any, gpu: Generation) -> dict[str, bool]:
-    """The options with which a launch of ``kernel`` overlaps the one before it, if the kernel and the GPU can."""
+    """The options that let a launch of ``kernel`` overlap the previous one, if the kernel and the GPU can."""
     if "PDL" not in kernel.arg_names:
         return {}
     return {"PDL": True, "launch_pdl": True} if gpu.has_pdl else {"PDL": False}
@@ -181,7 +181,7 @@ def overlap(kernel: Any, gpu: Generation) -> dict[str, bool]:
 
 @triton.jit
 def launch_dependents(PDL: tl.constexpr):
-    """Permit the next kernel to start; it does when all programs of this one have called this or ended."""
+    """Permit the next kernel to start; it starts once all programs of this one have called this or ended."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
 
@@ -210,13 +210,13 @@ def prefetch(pointers, PDL: tl.constexpr):
 
 @functools.cache
 def generation(device: torch.device) -> Generation:
-    """The newest generation that is not above the GPU's compute capability; the oldest for the interpreter."""
+    """The newest generation whose compute capability the GPU has; the oldest for the interpreter."""
     capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else OLDEST_CAPABILITY
     return GENERATIONS[max(oldest for oldest in GENERATIONS if oldest <= capability)]
 
 
 def next_power_of_two(n: int) -> int:
-    """The smallest power of two that is at least ``n``: the size of a Triton block for n elements."""
+    """The smallest power of two that is at least ``n``: the size of a Triton block of n elements."""
     return 1 << max(0, n - 1).bit_length()
 
 
@@ -229,10 +229,10 @@ def num_multiprocessors(device: torch.device) -> int:
 
 
 def check_launchable(device: torch.device) -> None:
-    """Raise ConfigError if kernels cannot run on ``device``; a GPU that passes becomes the current one.
+    """Raise ConfigError if kernels cannot run on ``device``; a suitable GPU becomes the current one.
 
-    Triton launches on the current device, so this is called once, before anything is computed. On a CPU the ops run,
-    unless Triton's interpreter is asked for and there is no Triton.
+    Triton launches on the current device, so this is called once, before anything is computed. A CPU always passes,
+    unless Triton's interpreter is requested and Triton is missing.
     """
     if NO_TRITON and os.environ.get("TRITON_INTERPRET", "0") not in ("", "0"):
         raise ConfigError(f"TRITON_INTERPRET is set, and that {NO_TRITON}. Without it the ops run, on any system.")
@@ -242,7 +242,7 @@ def check_launchable(device: torch.device) -> None:
 
 
 def check_kernels(device: torch.device) -> None:
-    """Raise ConfigError if Triton's version, the GPU or the compiler rules the kernels out on this GPU."""
+    """Raise ConfigError if Triton's version, the GPU or the compiler rules out the kernels on this GPU."""
     check_triton_version(triton.__version__)
     check_capability(torch.cuda.get_device_name(device), torch.cuda.get_device_capability(device))
     check_compiler()

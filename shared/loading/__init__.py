@@ -1,1 +1,1 @@
-"""Loads models from a folder or a hub name: configuration, safetensors, maps of tensor names."""
+"""Loads models from a folder or a hub name: configuration, safetensors, tensor name maps."""

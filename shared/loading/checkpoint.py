@@ -1,8 +1,8 @@
 """Reads the safetensors files of an untrusted model folder. Introduced in phase 1a.
 
 One ``model.safetensors``, or shards listed by ``model.safetensors.index.json``. Files are memory-mapped, so reading a
-tensor uses page cache and no anonymous memory. Invariants: pickled weights are never opened; nor is any file outside
-the folder (the hub's cache, whose snapshots link to its own blobs, counts as one folder).
+tensor uses page cache and no anonymous memory. Invariants: neither pickled weights nor files outside the folder are
+ever opened (the hub's cache, whose snapshots link to its own blobs, counts as one folder).
 """
 
 import json
@@ -113,7 +113,7 @@ class Checkpoint:
 
 
 def _root(folder: Path) -> Path:
-    """The folder that links may point into: the model folder, or for a snapshot in the hub's cache its repository."""
+    """The folder that links may point into: the model folder, or its repository for a snapshot in the hub's cache."""
     resolved = folder.resolve()
     if resolved.parent.name == "snapshots" and (resolved.parent.parent / "blobs").is_dir():
         return resolved.parent.parent

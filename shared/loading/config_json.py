@@ -63,7 +63,7 @@ def parse_config(values: Any, where: str = "config.json", can_quantize: bool = F
     windows = _windows(fields, family, fields.count("num_hidden_layers", at_most=1024))
     rope, local_rope = read_ropes(fields, family)
     max_positions = fields.count("max_position_embeddings")
-    if rope.kind == "yarn":  # the positions that its scaling is for, even if the file was not changed otherwise
+    if rope.kind == "yarn":  # the positions that its scaling is for, even if the file is otherwise unchanged
         max_positions = max(max_positions, int(rope.factor * rope.original_max_position))
     scalar = fields.number("query_pre_attn_scalar") if family == "gemma3_text" else float(head_dim)
     return ModelConfig(
@@ -139,7 +139,8 @@ def _windows(fields: Fields, family: str, num_layers: int) -> tuple[int | None, 
 
 
 def _sliding_by_rule(fields: Fields, family: str, num_layers: int) -> list[bool] | None:
-    """Which layers have a sliding window by the family's rule, the hub's spelling of ``layer_types``; None: no rule."""
+    """Which layers have a sliding window, by the family's rule in the hub's spelling of ``layer_types``; None: no
+    rule."""
     is_listed = fields.get("layer_types") is not None
     if family == "gemma3_text" and (not is_listed or fields.values.get("sliding_window_pattern") is not None):
         pattern = fields.count("sliding_window_pattern")
@@ -149,6 +150,6 @@ def _sliding_by_rule(fields: Fields, family: str, num_layers: int) -> list[bool]
     first = fields.get("max_window_layers", 28) if fields.flag("use_sliding_window") else num_layers
     if isinstance(first, bool) or not isinstance(first, int):
         raise fields.wrong("max_window_layers", "an integer")
-    if is_listed and first == 28 != num_layers:  # its default, which transformers writes beside any list
+    if is_listed and first == 28 != num_layers:  # its default, which transformers writes alongside any list
         return None
     return [layer >= first for layer in range(num_layers)]

@@ -1,7 +1,7 @@
 """The sampling settings that a checkpoint recommends in its ``generation_config.json``. Introduced in phase 4.
 
-Invariant: what is returned are valid fields of ``SamplingParams``, those alone that the file has; as in vLLM, its
-``do_sample`` and its lengths say nothing.
+Invariant: the result holds valid fields of ``SamplingParams``, and only those in the file; as in vLLM, ``do_sample``
+and lengths are ignored.
 """
 
 import json
@@ -15,7 +15,7 @@ NAMES = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 
 
 def sampling_defaults(folder: Path) -> dict[str, Any]:
-    """The settings by name; none without the file. Raises ModelFolderError for one that is invalid."""
+    """The settings by name; none without the file. Raises ModelFolderError for an invalid setting."""
     path = folder / "generation_config.json"
     if not path.is_file():
         return {}

@@ -1,8 +1,8 @@
-"""The scales that a checkpoint carries for a KV cache in 8 bits. Introduced in phase 10.
+"""The scales that a checkpoint carries for an 8-bit KV cache. Introduced in phase 10.
 
-Tools that quantize weights can also write, for each layer, what to divide keys and values by: a number, or one for each
-KV head. compressed-tensors names them ``self_attn.k_scale``, and earlier ``self_attn.k_proj.output_scale``; NVIDIA's
-ModelOpt ``self_attn.k_proj.k_scale``. Engines whose KV cache has 16 bits need none, so the loader skips them.
+Tools that quantize weights can also write, for each layer, the divisor of keys and values: one number, or one per KV
+head. compressed-tensors names them ``self_attn.k_scale``, and earlier ``self_attn.k_proj.output_scale``; NVIDIA's
+ModelOpt ``self_attn.k_proj.k_scale``. Engines with a 16-bit KV cache do not need them, so the loader skips them.
 """
 
 import re

@@ -13,6 +13,7 @@ import torch
 from shared.errors import ConfigError
 from shared.loading.checkpoint import Checkpoint
 from shared.loading.config_json import read_config
+from shared.loading.cpu_threads import share_cpu
 from shared.loading.placement import check_device, check_room, default_dtype
 from shared.loading.resolve import resolve_model
 from shared.loading.sources import Source
@@ -24,7 +25,7 @@ from shared.models.projection import Projection
 
 logger = logging.getLogger("infer.engine")
 
-# Replaces projections of an empty model by loaded ones; returns the names of the tensors that it read.
+# Replaces projections of an empty model by loaded ones; returns the names of the tensors read.
 Quantize = Callable[[CausalLM, dict[str, Source], Checkpoint, torch.device], set[str]]
 
 # Makes an empty model from the checkpoint's config, the number of positions, and the device.
@@ -55,13 +56,11 @@ def load_model(
 ) -> CausalLM:
     """Load a model for inference.
 
-    Args:
-        name_or_path: a folder with config.json and safetensors, a known name (``smollm2-135m``), or a hub name.
-        dtype: of the weights in memory; by default fp32 on a CPU and the checkpoint's on a GPU.
-        device: the device of the weights.
-        max_positions: number of RoPE positions; by default the model's maximum.
-        quantize: loads what is quantized, from phase 10 on; without it quantized checkpoints are refused.
-        make_model, open_checkpoint: make the empty model and read its tensors: all of them, or a part (phase 12.1).
+    Args: name_or_path: a folder with config.json and safetensors, a known name (``smollm2-135m``), or a hub name.
+        dtype: of the weights in memory; by default fp32 on a CPU and the checkpoint's on a GPU. device: the device of
+        the weights. max_positions: number of RoPE positions; by default the model's maximum. quantize: loads quantized
+        tensors, from phase 10 on; without it quantized checkpoints are refused. make_model, open_checkpoint: make the
+        empty model and read its tensors: all of them, or a part (phase 12.1).
 
     Raises:
         ModelFolderError: the folder is missing, unsafe or damaged, or its model is not supported.
@@ -84,6 +83,8 @@ def load_model(
         raise ConfigError(f"max_positions is {max_positions}; this model takes from 1 to {limit} positions.")
 
     model = make_model(config, max_positions or limit, device)
+    if device.type == "cpu":
+        share_cpu(model)
     source_of = model_sources(model)
     # Old checkpoints contain RoPE's frequencies, which are computed here.
     unused = {name for name in checkpoint.names if not name.endswith((".rotary_emb.inv_freq", *KV_SCALES))}
@@ -122,7 +123,7 @@ def is_tied(config: ModelConfig, checkpoint: Checkpoint) -> bool:
 
 
 def model_sources(model: CausalLM) -> dict[str, Source]:
-    """For each parameter of the model, the checkpoint's tensors that make it: one, except in a few families."""
+    """For each parameter of the model, the checkpoint's tensors that form it: one, except in a few families."""
     found = {name: Source.whole(tensor) for name, tensor in MODEL_TENSORS.items()}
     for layer, block in enumerate(model.blocks):
         of_block = layer_sources(FAMILIES[model.config.family], block, layer)

@@ -22,10 +22,10 @@ def check_device(device: torch.device | str) -> torch.device:
 
 
 def best_device() -> torch.device:
-    """The GPU, if there is one that can run the kernels, else the CPU: what ``auto`` stands for.
+    """The GPU, if one can run the kernels, else the CPU: the meaning of ``auto``.
 
-    A GPU that is too old for the kernels, or that Triton cannot drive here, is passed over. Asked for by name it is
-    used, and an engine that needs kernels raises the reason.
+    A GPU that is too old for the kernels, or that Triton cannot use here, is skipped. If requested by name it is used,
+    and an engine that needs kernels raises the reason.
     """
     if torch.version.cuda is None or not torch.cuda.is_available():
         return torch.device("cpu")
@@ -39,7 +39,7 @@ def best_device() -> torch.device:
 
 
 def device_name(device: torch.device | str) -> str:
-    """What the device is called in a sentence: a GPU's own name, or "the CPU"."""
+    """The device's name in a sentence: a GPU's own name, or "the CPU"."""
     return torch.cuda.get_device_name(device) if torch.device(device).type == "cuda" else "the CPU"
 
 

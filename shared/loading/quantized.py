@@ -1,4 +1,4 @@
-"""Puts quantized projections in the place of a model's, from a quantized checkpoint or a plain one.
+"""Replaces a model's projections by quantized ones, from a quantized or a plain checkpoint.
 
 Introduced in phase 10. Invariant: memory holds the quantized matrices and a few plain ones, never all of them.
 """
@@ -23,8 +23,8 @@ from shared.quantization.formats.detect import detect_format
 from shared.quantization.rounding import quantize
 from shared.quantization.weight import QuantizedWeight
 
-# What a format may have beside the weight of a module: scales of activations are not used, and the rest is checked by
-# the format's reader.
+# Tensors that a format may have besides a module's weight: activation scales are not used, and the format's reader
+# checks the rest.
 PARTS = (
     "weight", "weight_scale", "weight_scale_inv", "weight_packed", "weight_shape", "weight_zero_point", "weight_g_idx",
     "input_scale", "activation_scale", "output_scale", "input_zero_point", "qweight", "qzeros", "scales", "g_idx",
@@ -32,7 +32,7 @@ PARTS = (
 
 
 def quantization_config(checkpoint: Checkpoint) -> Any:
-    """The ``quantization_config`` of a checkpoint whose config.json was read before; None: it is not quantized."""
+    """The ``quantization_config`` of a checkpoint whose config.json has been read; None: it is not quantized."""
     return json.loads((checkpoint.folder / "config.json").read_text(encoding="utf-8")).get("quantization_config")
 
 
@@ -49,12 +49,12 @@ class WeightCut(Protocol):
 
 
 def quantizer(quantization: str | None = None, quantize_head: bool = False, cut: WeightCut | None = None) -> Quantize:
-    """What ``load_model`` takes as ``quantize``.
+    """The function that ``load_model`` takes as ``quantize``.
 
     Args:
         quantization: ``fp8``, ``int8`` or ``int4`` rounds the matrices of a plain checkpoint; None: as stored.
-        quantize_head: whether ``quantization`` is for the head too; the embedding that it may be tied to stays.
-        cut: the part that the model has; None: all.
+        quantize_head: whether ``quantization`` applies to the head too; an embedding tied to it stays as it is. cut:
+        the part that the model has; None: all.
     """
     return functools.partial(place_quantized, quantization=quantization, quantize_head=quantize_head, cut=cut)
 
@@ -70,7 +70,7 @@ def place_quantized(
 ) -> set[str]:
     """Replace the quantized projections of an empty model, and return the names of the tensors they were read from.
 
-    ``source_of``: what makes each parameter of the model; the others as of :func:`quantizer`.
+    ``source_of``: what forms each parameter of the model; the others as for :func:`quantizer`.
     """
     config = quantization_config(checkpoint)
     if config is None and quantization is None:

@@ -1,8 +1,8 @@
 """Reads the RoPE settings of a ``config.json`` into :class:`RopeConfig`. Introduced in phase 1a.
 
-The hub's files have ``rope_theta`` and ``rope_scaling`` at the top, those of transformers 5 ``rope_parameters``, for
-Gemma 3 one per kind of layer. A user may add one to the other. Invariant: each setting has one value, whichever of them
-spell it; two values are an error that names both.
+The hub's files have ``rope_theta`` and ``rope_scaling`` at the top level; those of transformers 5 have
+``rope_parameters``, for Gemma 3 one per kind of layer. A user may add one to the other. Invariant: each setting has one
+value, whichever dialects spell it; two values are an error that names both.
 """
 
 import math
@@ -24,14 +24,15 @@ def read_ropes(fields: Fields, family: str) -> tuple[RopeConfig, RopeConfig | No
     parameters, scaling = _by_layers(fields, "rope_parameters"), _by_layers(fields, "rope_scaling")
     full = {"": top, "rope_parameters.": parameters[0], "rope_scaling.": scaling[0]}
     local = {"rope_parameters.sliding_attention.": parameters[1], "rope_scaling.sliding_attention.": scaling[1]}
-    if family != "gemma3_text":  # one RoPE for all layers, so what is nested must agree
+    if family != "gemma3_text":  # one RoPE for all layers, so nested settings must agree
         return _rope(fields, full | local, "rope_theta"), None
     local[""] = {name: fields.values.get(name) for name in ("rope_local_base_freq", "partial_rotary_factor")}
     return _rope(fields, full, "rope_theta"), _rope(fields, local, "rope_local_base_freq")
 
 
 def _by_layers(fields: Fields, name: str) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The settings of full-attention layers and of sliding-window layers; those that are not nested are the first."""
+    """The settings of full-attention layers and of sliding-window layers; settings that are not nested are the
+    former."""
     settings = fields.json_object(name)
     if "full_attention" not in settings and "sliding_attention" not in settings:
         return settings, {}
@@ -42,7 +43,7 @@ def _by_layers(fields: Fields, name: str) -> tuple[dict[str, Any], dict[str, Any
 
 
 def _rope(fields: Fields, sources: dict[str, dict[str, Any]], theta: str) -> RopeConfig:
-    """The RoPE whose settings stand in ``sources``, by prefix; ``theta`` is the hub's name of its base."""
+    """The RoPE whose settings are in ``sources``, by prefix; ``theta`` is the hub's name for its base."""
     names, spelled = {"type": "rope_type", "rope_theta": theta}, dict[str, dict[str, Any]]()
     for prefix, source in sources.items():
         for name, value in source.items():
@@ -102,5 +103,5 @@ def _yarn(rope: Fields, theta: float, max_positions: int) -> RopeConfig:
 
 
 def _mscale(factor: float, mscale: float) -> float:
-    """YaRN's growth of queries and keys with the factor (arXiv 2309.00071, equation 22)."""
+    """How YaRN scales queries and keys with the factor (arXiv 2309.00071, equation 22)."""
     return 0.1 * mscale * math.log(factor) + 1.0 if factor > 1 else 1.0

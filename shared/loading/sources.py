@@ -2,7 +2,7 @@
 
 A family names them as :mod:`shared.models.tensor_names` describes.
 
-Invariant: each tensor is used whole, and has the shape that its parameters make together.
+Invariant: each tensor is used whole, and has the combined shape of its parameters.
 """
 
 import re
@@ -21,13 +21,11 @@ NUMBER = re.compile(r"\.\d+(?=\.|$)")
 
 @dataclass(frozen=True)
 class Source:
-    """The tensors that make one parameter.
+    """The tensors that form one parameter.
 
-    Args:
-        tensors: names; the rows of several stand one below the other, those of several lists are stacked.
-        is_stack: whether the lists are stacked.
-        entry: if each tensor is a stack: the number of the parameter's entry, and how many entries it has.
-        rows: if the tensor has further rows: those of the parameter, and how many it has.
+    Args: tensors: names; several tensors are concatenated along rows, several lists are stacked. is_stack: whether the
+        lists are stacked. entry: if each tensor is a stack: the index of the parameter's entry, and the number of
+        entries. rows: if the tensor has further rows: the parameter's rows, and the number of rows.
     """
 
     tensors: tuple[tuple[str, ...], ...]
@@ -42,7 +40,7 @@ class Source:
 
     @property
     def names(self) -> list[str]:
-        """All tensors of which the parameter needs something."""
+        """All tensors that the parameter needs a part of."""
         return [name for names in self.tensors for name in names]
 
     @property
@@ -51,7 +49,7 @@ class Source:
         return self.tensors[0][0] if self == Source.whole(self.tensors[0][0]) else None
 
     def read(self, checkpoint: Checkpoint) -> torch.Tensor:
-        """The parameter's numbers, as stored; those of a part are not copied."""
+        """The parameter's numbers, as stored; a part is not copied."""
 
         def part(name: str) -> torch.Tensor:
             tensor = checkpoint.tensor(name)
@@ -63,7 +61,7 @@ class Source:
         return torch.stack(entries) if self.is_stack else entries[0]
 
     def mismatches(self, checkpoint: Checkpoint, shape: tuple[int, ...]) -> list[str]:
-        """What is wrong with the tensors for a parameter of ``shape``: each with its shape and the one wanted."""
+        """What is wrong with the tensors for a parameter of ``shape``: each with its shape and the expected one."""
         rows, *columns = shape[self.is_stack :]
         entries = [] if self.entry is None else [self.entry[1]]
         wanted = [*entries, rows if self.rows is None else self.rows[1], *columns]
@@ -80,12 +78,10 @@ class Source:
 
 @dataclass(frozen=True)
 class StoredParameter:
-    """A parameter of ``size`` rows, and where the family says that it is stored.
+    """A parameter of ``size`` rows, and where the family stores it.
 
-    Args:
-        module: its module's name, with ``*`` for the number.
-        kind: weight or bias.
-        stored: the name of the checkpoint's module, of which the tensor has the parameter's kind.
+    Args: module: its module's name, with ``*`` for the number. kind: weight or bias. stored: the name of the
+        checkpoint's module; its tensor of the same kind is the parameter's.
     """
 
     name: str
@@ -106,13 +102,13 @@ class StoredParameter:
 
 
 def sources(module: nn.Module, names: Mapping[str, TensorNames], prefix: str) -> dict[str, Source]:
-    """For each parameter of ``module``, what makes it; ``names`` as ``LAYER_NAMES``, each after ``prefix``.
+    """For each parameter of ``module``, what forms it; ``names`` as ``LAYER_NAMES``, each after ``prefix``.
 
     Raises KeyError for a parameter whose module has no name.
     """
     parameters = [StoredParameter.of(name, len(parameter), names) for name, parameter in module.named_parameters()]
     how_many = Counter((parameter.module, parameter.kind) for parameter in parameters)
-    sizes: dict[tuple[object, ...], dict[int, int]] = defaultdict(dict)  # rows of those in one tensor, by index
+    sizes: dict[tuple[object, ...], dict[int, int]] = defaultdict(dict)  # rows of modules that share a tensor, by index
     for parameter in parameters:
         if isinstance(parameter.stored, Rows):
             sizes[parameter.number, parameter.kind, parameter.stored.name][parameter.stored.index] = parameter.size

@@ -1,4 +1,4 @@
-"""Fills a module's parameters from a checkpoint, by an explicit map of names. Introduced in phase 1a.
+"""Fills a module's parameters from a checkpoint, using an explicit name map. Introduced in phase 1a.
 
 Invariants: every parameter is filled from its source (:mod:`shared.loading.sources`), and every tensor is used;
 otherwise nothing is loaded and one error lists all mismatches. A few threads cast and place tensors one by one, so
@@ -22,7 +22,7 @@ LISTED = 12  # names shown of each kind of mismatch
 
 
 def layer_sources(family: Family, block: nn.Module, layer: int) -> dict[str, Source]:
-    """For each parameter of a block, the checkpoint's tensor, or the part of one or the several that make it."""
+    """For each parameter of a block, the checkpoint's tensor, part of a tensor, or several tensors that form it."""
     return sources(block, family.layer_names, f"model.layers.{layer}.")
 
 
@@ -34,7 +34,7 @@ def fill(
     device: torch.device | str,
     others: Iterable[str] = (),
 ) -> None:
-    """Replace every parameter of ``module`` by what ``source_of`` says of it.
+    """Replace every parameter of ``module`` by what its source in ``source_of`` gives.
 
     Args:
         others: tensors of the checkpoint that no parameter uses; reported as an error with all other mismatches.
@@ -52,7 +52,7 @@ def fill(
 
 
 def _check(module: nn.Module, source_of: dict[str, Source], checkpoint: Checkpoint, unexpected: list[str]) -> None:
-    missing: dict[str, None] = {}  # in order, each once: a tensor may make several parameters
+    missing: dict[str, None] = {}  # in order, without duplicates: a tensor may form several parameters
     mis_shaped: dict[str, None] = {}
     for name, parameter in module.named_parameters():
         absent = [tensor for tensor in source_of[name].names if tensor not in checkpoint.names]

@@ -1,6 +1,6 @@
 """The attention layer: project, write keys and values to the KV view, attend, project back. Introduced in phase 1a.
 
-Invariant: the mathematics (projections, QK-norm, RoPE table, scale, window) belongs to this module, the storage of keys
+Invariant: the mathematics (projections, QK-norm, RoPE table, scale, window) belong to this module, the storage of keys
 and values to the view. They meet in ``kv.write``, which receives both.
 """
 

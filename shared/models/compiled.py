@@ -1,12 +1,12 @@
 """Parts whose operations PyTorch compiles, in place of our kernels. Introduced in phase 11.1.
 
 ``torch.compile`` (TorchDynamo and TorchInductor; Ansel et al., ASPLOS 2024) writes kernels for the elementwise parts of
-a function and leaves products to a library. A model that uses it beside one that uses :mod:`shared.kernels` tells what
-hand-written kernels buy. Attention and the writing of keys stay behind the KV view in both.
+a function and leaves products to a library. Comparing a model that uses it with one that uses :mod:`shared.kernels`
+shows what hand-written kernels gain. In both, attention and the writing of keys stay in the KV view.
 
-A compiled function has weights for arguments, not a part for ``self``: so one compilation serves all layers, where
-layers that are compiled one by one take minutes. The number of tokens is a variable of the compiled code; one token is
-a case of its own.
+A compiled function takes weights as arguments, not a part as ``self``, so one compilation serves all layers; compiling
+layers one by one takes minutes. The number of tokens is a variable of the compiled code; a single token is compiled
+separately.
 
 Invariant: the operations and their order are those of fused parts on a CPU.
 """
@@ -45,7 +45,7 @@ def multiply(
     residual: torch.Tensor | None,
     activation: GatedOp | None,
 ) -> torch.Tensor:
-    """``activation(norm(x) Wᵀ + b) + residual``, as :func:`shared.kernels.products.gemv.linear` has it."""
+    """``activation(norm(x) Wᵀ + b) + residual``, as in :func:`shared.kernels.products.gemv.linear`."""
     y = F.linear(x if norm is None else rms_norm(x, *norm), weight, bias)
     if activation is not None:
         y = activation(*y.chunk(2, dim=-1))
@@ -71,9 +71,9 @@ Compiled = Callable[..., Any]
 
 @cache
 def compiled(function: Compiled, shape: tuple[int, ...], backend: str) -> Compiled:
-    """``function`` for weights of one shape, as ``backend`` of ``torch.compile`` makes it.
+    """``function`` for weights of one shape, compiled with ``backend`` of ``torch.compile``.
 
-    TorchDynamo keeps a few compilations for each code object, so each shape gets a code object of its own.
+    TorchDynamo keeps only a few compilations per code object, so each shape gets a code object of its own.
     """
     name = "_".join(map(str, (function.__name__, *shape)))
     copy = FunctionType(function.__code__.replace(co_name=name), function.__globals__)
@@ -126,7 +126,7 @@ class CompiledNorm(RMSNorm):
 
 
 class Echo:
-    """A KV view without a cache, whose attention gives back the queries: a block runs alone."""
+    """A KV view without a cache, whose attention returns the queries, so that a block can run alone."""
 
     def write(self, layer: int, q: torch.Tensor, *_: object) -> torch.Tensor:
         return q
@@ -158,7 +158,7 @@ def compile_model(model: CausalLM, backend: str = "inductor") -> float:
         with torch.inference_mode():
             for size in SIZES:
                 _try_out(model, size)
-    except Exception as error:  # of the compiler, whose classes are many
+    except Exception as error:  # the compiler's errors, which have many classes
         said = str(error).strip().partition("\n")[0]
         raise ConfigError(
             f"execution is 'compile', and PyTorch cannot compile the model here ({said}); install a C++ compiler, or "

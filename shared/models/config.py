@@ -51,7 +51,7 @@ class ModelConfig:
     logit_softcap: float | None = None
     dtype: str = "float32"  # as declared by the checkpoint: float32, bfloat16 or float16
     own: Mapping[str, Any] = field(default_factory=dict, hash=False)  # fields that only this family's block reads
-    first_kv_head: int = 0  # of the whole model's, where this is the shape of a rank's part (phase 12.1)
+    first_kv_head: int = 0  # the whole model's, if this is the shape of a rank's shard (phase 12.1)
 
     def layer_rope(self, layer: int) -> RopeConfig:
         """The RoPE of one layer: sliding-window layers may have a different base."""

@@ -15,15 +15,13 @@ from shared.models.tensor_names import TensorNames
 
 @dataclass(frozen=True)
 class Family:
-    """What a family has of its own.
+    """The specifics of a family.
 
-    Args:
-        block: its layer, made of a config, a layer's number and a RoPE table.
-        layer_names: its modules to the checkpoint's, within a layer: :mod:`shared.models.tensor_names`.
-        config_defaults: the values of fields that its ``config.json`` may leave out, as transformers has them.
-        own_fields: further fields of ``config.json`` that the block needs: ``ModelConfig.own``, as they stand.
-        scales_embeddings: by √H after the lookup.
-        norm_offset: see :func:`shared.ops.rmsnorm.rms_norm`.
+    Args: block: its layer, made of a config, a layer's number and a RoPE table. layer_names: maps its modules to
+        the checkpoint's, within a layer: :mod:`shared.models.tensor_names`. config_defaults: the values of fields that
+        its ``config.json`` may omit, as in transformers. own_fields: further fields of ``config.json`` that the block
+        needs: ``ModelConfig.own``, unchanged. scales_embeddings: by √H after the lookup. norm_offset: see
+        :func:`shared.ops.rmsnorm.rms_norm`.
     """
 
     block: type[nn.Module]

@@ -1,7 +1,7 @@
 """Parts with merged matrices and operations fused into kernels. Introduced in phase 3.1.
 
 On a GPU a decode step is a sequence of launches, each with its overhead, most of them for vectors of a few kilobytes.
-With fused parts each line of a block is one launch: matrices that read the same input are merged (queries, keys and
+With fused parts, each line of a block is one launch: matrices that read the same input are merged (queries, keys and
 values; gate and up), a norm is the prologue of the next product, an activation or the residual addition the epilogue of
 the previous one. (In steps of several tokens the product launches the norm before it: see
 :mod:`shared.kernels.products.gemv`.)
@@ -80,21 +80,22 @@ class FusedNorm(RMSNorm):
 
 
 def fused(projections: Iterable[nn.Module]) -> Any:
-    """The fused version of projections of the same x; other classes than :class:`Projection` bring their own."""
+    """The fused version of projections of the same x; classes other than :class:`Projection` provide their own."""
     members: list[Any] = list(projections)
     own = [member for member in members if not isinstance(member, Projection)]
     return own[0].fused(members) if own else FusedProjection(members)
 
 
 def fused_part(part: nn.Module) -> nn.Module | None:
-    """The fused version of a part of a block; None for a module that is no part: those inside it are fused instead.
+    """The fused version of a part of a block; None for a module that is not a part: modules inside it are fused
+    instead.
 
     Besides :class:`Projection`, any class with a method ``fused`` is a projection.
     """
     # exercise 03.1x4: fuse each kind of part, so that a block has as few launches as possible
     # hint: a part is a group of projections, a norm, or a single projection
     # hint: MergedGroup(part, fused) is one product for a group; fused([part]) the fused version of one projection
-    # hint: a projection that is quantized or sharded is no Projection, but it has a method `fused`
+    # hint: a projection that is quantized or sharded is not a Projection, but it has a method `fused`
     if isinstance(part, ProjectionGroup):
         return MergedGroup(part, fused)
     if isinstance(part, RMSNorm):
@@ -115,7 +116,7 @@ def fuse(model: CausalLM) -> CausalLM:
     """Replace, in place, the parts of every block and the head by their fused versions, and free unmerged matrices.
 
     Extra memory is needed for the merged matrices of one layer at a time. Raises ConfigError, and leaves the model
-    unchanged, if the machine's GPU, Triton or compiler cannot run the kernels, or they do not take its head size.
+    unchanged, if the machine's GPU, Triton or compiler cannot run the kernels, or they do not support its head size.
     """
     check_launchable(model.device)
     if model.device.type == "cuda":
@@ -123,6 +124,6 @@ def fuse(model: CausalLM) -> CausalLM:
     for block in model.blocks:
         replace_parts(block, fused_part)
         if model.device.type == "cuda":
-            torch.cuda.empty_cache()  # freed pieces are too small for the next layer's merge
+            torch.cuda.empty_cache()  # freed pieces are too small for the merge of the next layer
     model.head = fused([model.head])
     return model

@@ -1,4 +1,4 @@
-"""Parts of CPU models that store 16-bit weights, compute in fp32, and need few operations.
+"""Parts of CPU models that store 16-bit weights, compute in fp32, and use few operations.
 
 Introduced in phase 3.
 
@@ -68,7 +68,7 @@ class PackedProjection(nn.Module):
         gate: torch.Tensor | None = None,
         activation: GatedOp | None = None,
     ) -> torch.Tensor:
-        """x fp32 ``[T, in]`` to a new tensor; as :class:`shared.models.fused.FusedProjection` has it."""
+        """x fp32 ``[T, in]`` to a new tensor; as in :class:`shared.models.fused.FusedProjection`."""
         y = torch.ops.quantized.linear_dynamic_fp16(x if norm is None else norm(x), self.packed)
         if activation is not None:
             y = activation(*y.chunk(2, dim=-1))
@@ -78,7 +78,7 @@ class PackedProjection(nn.Module):
 
 
 def packed_part(part: nn.Module) -> nn.Module | None:
-    """The packed version of a part; None for a module that is none."""
+    """The packed version of a part; None for a module that is not a part."""
     if isinstance(part, ProjectionGroup):
         return MergedGroup(part, PackedProjection)
     if isinstance(part, Projection):
@@ -106,7 +106,7 @@ def pack(model: CausalLM) -> CausalLM:
 
 
 def _fits_fp16(module: nn.Module) -> bool:
-    """Whether fp16 represents every matrix of the module exactly; norms stay in fp32. False for quantized ones."""
+    """Whether fp16 represents every matrix of the module exactly; norms stay in fp32. False for quantized modules."""
     weights = [part.weight for part in module.modules() if hasattr(part, "weight")]
     return all(
         isinstance(weight, torch.Tensor) and (weight.ndim < 2 or torch.equal(weight.half().float(), weight))

@@ -1,8 +1,8 @@
 """Replaces parts of a model's blocks by others with the same interface. Introduced in phase 3.
 
-A part is a norm, a projection, or a group of projections of the same input: what a block's own forward calls. Fused,
-packed, quantized, low-rank, compiled and sharded parts replace the plain ones. Invariant: the family's block stays, and
-its forward is the one that runs.
+A part is a norm, a projection, or a group of projections of the same input: everything that a block's forward calls.
+Fused, packed, quantized, low-rank, compiled and sharded parts replace the plain ones. Invariant: the family's block is
+kept, and its own forward runs.
 """
 
 from collections.abc import Callable, Iterable
@@ -18,9 +18,9 @@ from shared.ops.gated import GatedOp
 
 
 def replace_parts(module: nn.Module, replaced: Callable[[nn.Module], nn.Module | None]) -> None:
-    """Replace each part by ``replaced(part)``, in place; where that is None, look inside the part.
+    """Replace each part by ``replaced(part)``, in place; if that is None, descend into the part.
 
-    The norms of queries and keys are left: the KV view reads them.
+    The norms of queries and keys are kept, since the KV view reads them.
     """
     for name, part in module.named_children():
         if isinstance(part, NormAndRotate):
@@ -34,16 +34,18 @@ def replace_parts(module: nn.Module, replaced: Callable[[nn.Module], nn.Module |
 
 
 def find_at_once(module: nn.Module) -> None:
-    """Make parts and parameters plain attributes too: ``nn.Module`` looks for each as long as a small operation takes.
+    """Also make parts and parameters plain attributes: looking one up through ``nn.Module`` takes as long as a small
+    operation.
 
-    Another part or parameter may be assigned later; a module must not be moved or cast any more, or have one deleted.
+    Parts and parameters may still be replaced later; but the module must no longer be moved or cast, nor may one be
+    deleted.
     """
     vars(module).update(module.named_children())
     vars(module).update(module.named_parameters(recurse=False))
 
 
 def merged_biases(members: Iterable[Any]) -> list[torch.Tensor]:
-    """The biases of projections that become one, with zeros for those that have none; empty if none has one."""
+    """The biases of merged projections, with zeros for those without a bias; empty if none has one."""
     members = list(members)
     if all(member.bias is None for member in members):
         return []
@@ -52,7 +54,7 @@ def merged_biases(members: Iterable[Any]) -> list[torch.Tensor]:
 
 
 class MergedGroup(nn.Module):
-    """A :class:`ProjectionGroup` as one matrix, which ``merge`` makes of its projections."""
+    """A :class:`ProjectionGroup` as one matrix, which ``merge`` makes from its projections."""
 
     def __init__(self, group: ProjectionGroup, merge: Callable[[Iterable[nn.Module]], Any]) -> None:
         super().__init__()

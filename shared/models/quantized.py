@@ -1,4 +1,4 @@
-"""A projection whose weight has 8 or 4 bits, behind the common interface. Introduced in phase 10."""
+"""A projection with an 8- or 4-bit weight, with the common interface. Introduced in phase 10."""
 
 from collections.abc import Sequence
 
@@ -15,7 +15,7 @@ from shared.quantization.weight import QuantizedWeight, concatenate, mergeable
 
 
 class QuantizedProjection(nn.Module):
-    """Stands in the place of a :class:`Projection`, with its bias."""
+    """Replaces a :class:`Projection`, and keeps its bias."""
 
     def __init__(self, projection: Projection, weight: QuantizedWeight) -> None:
         super().__init__()
@@ -37,12 +37,12 @@ class QuantizedProjection(nn.Module):
 
     @staticmethod
     def fused(projections: Sequence[nn.Module]) -> nn.Module:
-        """The fused version of projections of the same x, one of them quantized at least."""
+        """The fused version of projections of the same x, at least one of them quantized."""
         return FusedQuantizedProjection(projections)
 
 
 class FusedQuantizedProjection(nn.Module):
-    """As :class:`FusedProjection`; matrices that are not of one format stay apart."""
+    """As :class:`FusedProjection`; matrices of different formats stay separate."""
 
     def __init__(self, projections: Sequence[nn.Module]) -> None:
         super().__init__()

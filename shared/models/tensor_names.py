@@ -1,13 +1,13 @@
-"""How a family's ``LAYER_NAMES`` says where the parameters of a module are in a checkpoint. Introduced in phase 1a.
+"""How a family's ``LAYER_NAMES`` locates a module's parameters in a checkpoint. Introduced in phase 1a.
 
     "self_attn.q_proj"                  in a tensor of the same shape
     Rows("self_attn.qkv_proj", 0)       in the first rows of a tensor that several modules share
-    ("mlp.gate_proj", "mlp.up_proj")    in several tensors, one below the other
+    ("mlp.gate_proj", "mlp.up_proj")    in several tensors, concatenated along rows
 
 The tensor has the parameter's kind after the name (``.weight``, ``.bias``); a name for the parameter itself,
 ``mlp.up_proj.weight``, gives the tensor's whole name.
 
-Where a layer has a number of modules, such as experts, ``*`` is their number in both names. Without it in the
+If a layer has several numbered modules, such as experts, ``*`` is the number in both names. Without it in the
 checkpoint's name, that tensor is a stack, and each module has one entry of it; with it in the checkpoint's name alone,
 the parameter is the stack.
 """
@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Rows:
-    """The rows of the module number ``index`` among those whose matrices are in ``name``, one below the other."""
+    """The rows of the ``index``-th module among those whose matrices are concatenated in ``name``."""
 
     name: str
     index: int

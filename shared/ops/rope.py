@@ -3,9 +3,9 @@
 Su et al., "RoFormer", arXiv 2104.09864, in the half-split layout of the Hugging Face checkpoints: dimension ``i`` is
 rotated together with ``i + D/2``. The frequencies may be scaled for longer contexts: ``linear`` divides all of them
 (Chen et al., arXiv 2306.15595); ``llama3`` divides the low ones, keeps the high ones and blends between (Llama 3.1);
-``yarn`` does so by another blend and enlarges queries and keys too, since softmax over more keys needs larger scores
-(Peng et al., arXiv 2309.00071). Invariant: angles, cosines and sines are fp32, and so is the rotation; only its result
-is rounded to the input's dtype.
+``yarn`` does so with a different blend and also enlarges queries and keys, since softmax over more keys needs larger
+scores (Peng et al., arXiv 2309.00071). Invariant: angles, cosines and sines are fp32, and so is the rotation; only its
+result is rounded to the input's dtype.
 """
 
 import math
@@ -16,7 +16,7 @@ from shared.models.config import RopeConfig
 
 
 def inverse_frequencies(rope: RopeConfig, head_dim: int) -> torch.Tensor:
-    """Angle per position of each rotated pair: fp32 ``[D/2]``, the fastest first."""
+    """Angle per position of each rotated pair: fp32 ``[D/2]``, fastest first."""
     periods = rope.theta ** (torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim)  # positions per radian
     frequencies = 1.0 / periods
     if rope.kind == "default":
@@ -37,7 +37,7 @@ def _llama3_frequencies(rope: RopeConfig, frequencies: torch.Tensor) -> torch.Te
     wavelengths = 2 * math.pi / frequencies
     longest_kept = rope.original_max_position / rope.high_freq_factor
     shortest_scaled = rope.original_max_position / rope.low_freq_factor
-    # 0 at the longest wavelength, scaled in full; 1 at the shortest, unchanged.
+    # 0 at the longest wavelength, fully scaled; 1 at the shortest, unchanged.
     blend = (rope.original_max_position / wavelengths - rope.low_freq_factor) / (
         rope.high_freq_factor - rope.low_freq_factor
     )
@@ -50,14 +50,14 @@ def _llama3_frequencies(rope: RopeConfig, frequencies: torch.Tensor) -> torch.Te
 def _yarn_frequencies(rope: RopeConfig, periods: torch.Tensor) -> torch.Tensor:
     """YaRN's stretching: ``periods`` fp32 ``[D/2]`` to frequencies fp32 ``[D/2]``, by how often a pair turns.
 
-    Pairs that make more than ``beta_fast`` turns within the original positions are kept, those of less than
-    ``beta_slow`` are divided by ``factor``; between, the share that is kept falls with the index of the pair. The
-    result is rounded as transformers rounds it, since an error grows with the position.
+    Pairs with more than ``beta_fast`` turns within the original positions are kept, those with fewer than ``beta_slow``
+    are divided by ``factor``; in between, the kept share falls with the pair's index. The result is rounded as
+    transformers rounds it, since errors grow with the position.
     """
     D = 2 * len(periods)
 
     def pair(num_turns: float) -> float:
-        """The index, with a fraction, at which a pair would make so many turns."""
+        """The fractional index at which a pair would make this many turns."""
         return D * math.log(rope.original_max_position / (num_turns * 2 * math.pi)) / (2 * math.log(rope.theta))
 
     first, last = pair(rope.beta_fast), pair(rope.beta_slow)
@@ -75,7 +75,7 @@ def rope_table(
 
     Both halves of a head rotate by the same angles; the table holds the sign of the sine (minus for the first half,
     plus for the second), so a rotation is two products and a sum. Its numbers are multiplied by ``attention_factor``,
-    so a rotated key has it once and keeps it if further turns move the key.
+    so a rotated key contains it once, even if later rotations move the key.
     """
     angles = torch.arange(num_positions, dtype=torch.float32)[:, None] * inverse_frequencies(rope, head_dim)
     table = torch.empty(num_positions, 2, 1, head_dim, dtype=torch.float32)
@@ -88,7 +88,7 @@ def rope_table(
 
 
 def rotate(x: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-    """Rotate each head of each token by its position: element i and element i + D/2 are a point of the plane.
+    """Rotate each head of each token by its position: element i and element i + D/2 are a point in the plane.
 
     Args:
         x: ``[T, heads, D]`` in any floating dtype; the result has its shape and dtype.

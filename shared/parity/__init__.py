@@ -1,1 +1,1 @@
-"""Whether two computations of the same numbers agree: a reference, bounds of errors, a comparison by layer."""
+"""Whether two computations of the same numbers agree: a reference, error bounds, a layer-by-layer comparison."""

@@ -16,17 +16,17 @@ and this cancellation errs by 8u in any program. So if transformers in the same 
 at most 1.25 times its error (``allowed_error``).
 
 **Logits in bf16 and fp16** may err by 8u, or again 1.25 times as much as transformers, but as the root mean square over
-all rows, ``typical``. The worst row says little here: through 30 trained layers one position in fifty comes out several
-times worse than the rest, in any program, and which one it is changes with every rounding.
+all rows, ``typical``. The worst row says little here: after 30 trained layers one position in fifty is several times
+worse than the rest, in any program, and which one changes with every rounding.
 
 **Arg-max.** In fp32 the most likely token is the same. In other dtypes it may change if two are nearly tied: the fp32
 logit of our choice lies at most 16u, times the root mean square of the row, below the highest. (Each of the two logits
-errs by some 8u of that.)
+errs by about 8u of that.)
 
 **Direct comparison** (``infer compare``: both sides in one dtype, each layer starting from the same input). In fp32 as
 above. In bf16 and fp16 the two errors add up, and inside a layer they are larger than at its output, where the
 residual covers them: attention that mostly returns to the first token leaves rows that nearly cancel. A module may
-differ by 24u, the logits, whose worst row counts here, by 64u: enough to find what is broken, while fp32 finds what is
+differ by 24u, the logits, whose worst row counts here, by 64u: enough to find what is broken; fp32 finds what is
 slightly wrong.
 
 Invariant: the table in docs/PHASE_01A.md equals ``THRESHOLDS``; a test reads it.
@@ -37,7 +37,7 @@ from dataclasses import dataclass
 import torch
 
 ROWS_AT_ONCE = 64  # a long prompt's logits are compared in pieces
-PEER_FACTOR = 1.25  # our error over that of transformers in the same dtype, where that one exceeds the bound
+PEER_FACTOR = 1.25  # our error over that of transformers in the same dtype, if theirs exceeds the bound
 
 
 @dataclass(frozen=True)

@@ -1,1 +1,1 @@
-"""Weights of 8 and 4 bits: the matrices, the checkpoints' formats, rounding. Introduced in phase 10."""
+"""8- and 4-bit weights: the matrices, the checkpoint formats, rounding. Introduced in phase 10."""

@@ -2,7 +2,7 @@
 
 GPTQ (Frantar et al., arXiv 2210.17323): columns are rounded one after the other, and later columns compensate each
 column's rounding error as far as their inputs correlate. This requires the inputs' second moments, ``H = XᵀX``, so the
-model reads a text. Columns with large inputs are rounded first, while many columns are left to compensate. Invariant: a
+model reads a text. Columns with large inputs are rounded first, while many columns remain to compensate. Invariant: a
 block's inputs are the outputs of the blocks before it with rounded weights.
 """
 
@@ -18,19 +18,17 @@ from shared.models.tokens import Tokens
 from shared.quantization.rounding import rounded
 from shared.quantization.weight import QuantizedWeight, dequantize, pack_nibbles
 
-SEQUENCE = 512  # tokens that attend to each other
-LAZY = 128  # columns after which the others are corrected, in one product
-DAMPING = 0.01  # of the mean of H's diagonal, added to it: the correction must not rest on inputs that never vary
+SEQUENCE = 512  # tokens that attend to one another
+LAZY = 128  # columns after which the rest are corrected, in one product
+DAMPING = 0.01  # share of its mean added to H's diagonal: the correction must not rely on constant inputs
 
 
 @torch.inference_mode()
 def quantize_blocks(model: CausalLM, ids: list[int], group: int) -> Iterator[tuple[str, QuantizedWeight]]:
-    """Round the matrices of the model's blocks, one block after the other, and give each with its name.
+    """Round the matrices of the model's blocks, block by block, and yield each with its name.
 
-    Args:
-        model: its blocks' matrices become what the rounded ones stand for.
-        ids: the text's tokens, cut into sequences of ``SEQUENCE``.
-        group: columns that share a scale; it divides the rows of each matrix.
+    Args: model: its blocks' matrices become the dequantized rounded ones. ids: the text's tokens, divided into
+        sequences of ``SEQUENCE``. group: columns that share a scale; it divides the rows of each matrix.
     """
     positions = torch.arange(len(ids)) % SEQUENCE
     lengths = [len(part) for part in torch.tensor(ids).split(SEQUENCE)]
@@ -59,9 +57,9 @@ def _adds_moments(moments: dict[str, torch.Tensor], name: str) -> Callable[[nn.M
 
 
 def corrected(weight: torch.Tensor, moments: torch.Tensor, group: int) -> QuantizedWeight:
-    """W ``[N, K]`` in 4 bits with a scale for ``group`` columns, for inputs with second moments ``[K, K]``.
+    """W ``[N, K]`` in 4 bits with one scale per ``group`` columns, for inputs with second moments ``[K, K]``.
 
-    Scales are those of rounding to the nearest.
+    Scales are those of round-to-nearest.
     """
     rest = weight.float().clone()
     _, scales = rounded(rest.unflatten(1, (-1, group)), 7.5, torch.int8)  # [N, K / group, 1]

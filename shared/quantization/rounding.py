@@ -1,4 +1,4 @@
-"""Rounds a matrix to 8 or 4 bits, to the nearest number of the format. Introduced in phase 10."""
+"""Rounds a matrix to 8 or 4 bits, to the format's nearest number. Introduced in phase 10."""
 
 import torch
 
@@ -11,7 +11,7 @@ GROUPS = (128, 64, 32)
 
 
 def quantize(weight: torch.Tensor, method: str, group: int | None = None) -> QuantizedWeight:
-    """W ``[N, K]`` in ``fp8`` or ``int8`` with a scale a row, or in ``int4`` with a scale for a group of columns.
+    """W ``[N, K]`` in ``fp8`` or ``int8`` with one scale per row, or in ``int4`` with one scale per group of columns.
 
     Groups have ``group`` columns, by default the largest of 128, 64 and 32 that divide K. Zeros are symmetric, scales
     fp32. A row or group of zeros has the scale 1. Raises ConfigError for INT4 if no group divides K.
@@ -33,10 +33,10 @@ def quantize(weight: torch.Tensor, method: str, group: int | None = None) -> Qua
 
 
 def rounded(weight: torch.Tensor, most: float, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    """Numbers of a dtype, and the scale of each row ``[.., 1]``: what one unit stands for.
+    """Numbers of a dtype, and the scale of each row ``[.., 1]``, the value of one unit.
 
     The last dimension of ``weight`` is a row, whose largest magnitude becomes ``most`` units; a row of zeros has the
-    scale 1. Integers are rounded to the nearest that is at most ``most``: 7.5 units to 7, and -7.5 to -8.
+    scale 1. Integers are rounded to the nearest, but at most ``most``: 7.5 units to 7, and -7.5 to -8.
     """
     # exercise 10x1: the numbers of each row, and its scale
     # hint: amax(-1, keepdim=True) of the magnitudes, over `most`; torch.where for rows of zeros

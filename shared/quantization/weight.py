@@ -6,7 +6,7 @@ from functools import cached_property
 
 import torch
 
-RUN = 128  # columns that are packed together where a scale belongs to more
+RUN = 128  # columns that are packed together if a scale covers more
 
 
 @dataclass(frozen=True)
@@ -24,7 +24,7 @@ class QuantizedWeight:
     rows_per_scale: int = 1
 
     def __len__(self) -> int:
-        """N, as of a tensor."""
+        """N, as for a tensor."""
         return len(self.values)
 
     @property
@@ -39,18 +39,18 @@ class QuantizedWeight:
 
     @property
     def run(self) -> int:
-        """Columns that are packed together."""
+        """Columns packed together."""
         return min(self.columns_per_scale, RUN)
 
     @property
     def num_bytes(self) -> int:
-        """What the matrix takes, scales and zeros included."""
+        """The matrix's size, including scales and zeros."""
         return sum(part.nbytes for part in (self.values, self.scales, self.zeros) if part is not None)
 
     @cached_property
     def cpu_scales(self) -> torch.Tensor:
-        """Scales as PyTorch's products on a CPU take them, bf16: 8 bits ``[N]``; 4 bits ``[K / group, N, 2]``, with
-        what is added to a product of numbers that are 8 too large."""
+        """Scales in the form of PyTorch's CPU products, bf16: 8 bits ``[N]``; 4 bits ``[K / group, N, 2]``, with the
+        correction for numbers that are 8 too large."""
         scales = self.scales.repeat_interleave(self.rows_per_scale, 0)[: len(self)].float()
         if self.bits == 8:
             return scales.flatten().bfloat16()
@@ -59,13 +59,13 @@ class QuantizedWeight:
 
     @cached_property
     def cpu_values(self) -> torch.Tensor:
-        """Numbers of 4 bits in the order of PyTorch's product on a CPU: as many bytes again, made when first used."""
+        """4-bit numbers in the order of PyTorch's CPU product: the same number of bytes again, made on first use."""
         numbers = unpack_nibbles(self.values, self.run).int()
         packed: torch.Tensor = torch.ops.aten._convert_weight_to_int4pack_for_cpu(numbers, 1)
         return packed
 
     def to(self, device: torch.device) -> "QuantizedWeight":
-        """The same matrix on a device, contiguous and aligned for the products: a mapped or transposed one is not."""
+        """The same matrix on a device, contiguous and aligned for the products: unlike a mapped or transposed one."""
         zeros = None if self.zeros is None else self.zeros.to(device).contiguous()
         values = self.values.to(device).contiguous()
         if values.data_ptr() % 16:
@@ -117,9 +117,9 @@ def mergeable(weights: Sequence[QuantizedWeight]) -> bool:
 
 
 def concatenate(weights: Sequence[QuantizedWeight]) -> QuantizedWeight:
-    """Matrices of one format, one below the other; a single one is not copied.
+    """Matrices of one format, concatenated along rows; a single one is not copied.
 
-    Scales of blocks that do not meet become scales of rows.
+    Block scales become row scales if the blocks do not align.
     """
     if len(weights) == 1:
         return weights[0]

@@ -1,4 +1,4 @@
-"""Log-probabilities of sampled and of the most likely tokens. Introduced in phase 4.
+"""Log-probabilities of sampled tokens and of the most likely tokens. Introduced in phase 4.
 
 Invariant: they are computed from raw logits, before all logits processors, in fp32 whatever the logits' dtype; so they
 do not depend on the sampling parameters.

@@ -32,7 +32,7 @@ _HALF = torch.tensor(32)
 
 
 class Stream(IntEnum):
-    """The purpose of a draw. Draws of different streams at the same index are independent."""
+    """What random numbers are used for. Numbers of different streams at the same index are independent."""
 
     DRAW = 0  # a token from the model's distribution
     DRAFT = 1  # a token proposed by a draft model
@@ -59,7 +59,7 @@ def philox(counter: Words, key: tuple[torch.Tensor, torch.Tensor]) -> Words:
     for k0, k1 in keys[:_BROADCAST_ROUNDS]:
         p0, p1 = c0 * _MULTIPLIER_0, c2 * _MULTIPLIER_1
         c0, c1, c2, c3 = ((p1 >> _HALF) ^ c1 ^ k0) & _MASK, p1, ((p0 >> _HALF) ^ c3 ^ k1) & _MASK, p0
-    # By now each word is a tensor of its own, and together they have the shape of all arguments. torch.broadcast_shapes
+    # Now each word is a separate tensor, and together they have the shape of all arguments. torch.broadcast_shapes
     # would import SymPy, which takes most of a second.
     c0, c1, c2, c3 = (word.contiguous() for word in torch.broadcast_tensors(c0, c1, c2, c3))
     p0, p1 = torch.empty_like(c0), torch.empty_like(c0)
@@ -81,8 +81,8 @@ def _round_keys(key: torch.Tensor, step: int) -> tuple[torch.Tensor, ...]:
 def uniform(seeds: torch.Tensor, indices: torch.Tensor, stream: Stream, size: int) -> torch.Tensor:
     """Uniform numbers for B rows: float32 [B, size], in steps of 2^-23 from 2^-24 to 1 - 2^-24, so neither 0 nor 1.
 
-    ``seeds`` is int64 [B], each the bits of a 64-bit seed (``seed_pattern``). Of ``indices``, integers [B] that count
-    the tokens of a request, the low 32 bits are used. ``stream`` is the purpose of the draw. The numbers are on the
+    ``seeds`` is int64 [B], each the bits of a 64-bit seed (``seed_pattern``). ``indices`` are integers [B] that count a
+    request's tokens; their low 32 bits are used. ``stream`` says what the numbers are for. The numbers are on the
     device of ``seeds``.
     """
     seeds, indices = seeds[:, None], indices.long()[:, None]  # [B, 1]
@@ -90,15 +90,15 @@ def uniform(seeds: torch.Tensor, indices: torch.Tensor, stream: Stream, size: in
     none = torch.zeros_like(seeds)
     words = philox((groups, indices & _MASK, none + int(stream), none), (seeds & _MASK, (seeds >> _HALF) & _MASK))
     out = torch.empty(*words[0].shape, 4, device=seeds.device, dtype=torch.float32)
-    for place, word in enumerate(words):
-        out[..., place] = word.bitwise_right_shift_(9)
+    for number, word in enumerate(words):
+        out[..., number] = word.bitwise_right_shift_(9)
     return out.add_(0.5).mul_(2**-23).flatten(1)[:, :size]  # 23 bits and a half fit a float32 exactly
 
 
 def gumbel(seeds: torch.Tensor, indices: torch.Tensor, stream: Stream, size: int) -> torch.Tensor:
-    """Standard Gumbel noise, float32 [B, size], made of ``uniform`` with the same arguments.
+    """Standard Gumbel noise, float32 [B, size], made from ``uniform`` with the same arguments.
 
-    ``argmax(logits + gumbel)`` is a draw from ``softmax(logits)`` (the Gumbel-max trick). Values lie between -2.9 and
+    ``argmax(logits + gumbel)`` samples from ``softmax(logits)`` (the Gumbel-max trick). Values lie between -2.9 and
     16.7, so a token about 19.4 nats (a factor of 3e8) below the most likely one is never sampled.
     """
     # exercise 02x4: uniform numbers to Gumbel noise

@@ -24,43 +24,38 @@ MAX_CACHE_SALT = 256  # characters
 
 
 class StructuredOutput:
-    """What an output must be; phase 12 brings the one kind, ``Grammar``, which earlier phases do not load."""
+    """A constraint on an output; the only kind, ``Grammar``, comes with phase 12, and earlier phases do not load it."""
 
 
 @dataclass(frozen=True)
 class SamplingParams:
     """How the tokens of one request are sampled, and when it finishes.
 
-    Attributes:
-        temperature: 0 takes the most likely token.
-        top_p, top_k, min_p: limits of the draw; 1, None and 0 keep every token.
-        repetition_penalty: of tokens of the prompt and the output; 1 changes nothing.
-        presence_penalty, frequency_penalty: of tokens of the output, once and for each occurrence; 0 changes nothing.
-        logit_bias: added to the logits of these token ids. A mapping is stored as pairs in the order of their ids.
-        max_new_tokens: the longest output. 0 generates nothing and needs ``prompt_logprobs``.
-        min_tokens: the number of output tokens before which no end-of-sequence id and no stop ends the output.
-        stop: strings that end the output; a single string may be given directly.
-        stop_token_ids: token ids that end the output, also if ``ignore_eos`` is set.
-        seed: None lets the engine choose one.
-        ignore_eos: generate past end-of-sequence ids.
-        logprobs: report the log-probability of each sampled token and of that many most likely tokens (0: of the
-            sampled token alone; None: none), computed from raw logits.
-        prompt_logprobs: the same of each token of the prompt after the first. Engines that serve one request at a time
+    Attributes: temperature: 0 takes the most likely token. top_p, top_k, min_p: limits on the tokens that may be
+        sampled; 1, None and 0 keep every token. repetition_penalty: for tokens of the prompt and the output; 1 changes
+        nothing. presence_penalty, frequency_penalty: for tokens of the output, once and for each occurrence; 0 changes
+        nothing. logit_bias: added to the logits of these token ids. A mapping is stored as pairs in the order of their
+        ids. max_new_tokens: the maximum output length. 0 generates nothing and needs ``prompt_logprobs``. min_tokens:
+        no end-of-sequence id and no stop ends the output before this many tokens. stop: strings that end the output; a
+        single string may be given directly. stop_token_ids: token ids that end the output, even if ``ignore_eos`` is
+        set. seed: None lets the engine choose one. ignore_eos: generate past end-of-sequence ids. logprobs: report the
+        log-probability of each sampled token and of this many most likely tokens (0: only of the sampled token; None:
+        none), computed from raw logits. prompt_logprobs: the same for each prompt token after the first. Engines that
+        serve one request at a time
             omit ``logprobs`` and refuse ``prompt_logprobs``.
-        cache_salt: requests share cached prefixes only with requests that have the same salt (phase 8). It keeps the
-            time to a first token from telling one tenant what prompts another has sent.
-        use_speculative_decoding: False keeps an engine that speculates (phase 11) from drafting for this request.
-        prediction_ids: what the output may be, where much of it is known before. An engine that looks drafts up in the
-            text looks here too; others ignore it. No token depends on it with coupled acceptance.
-        thinking_budget: the most tokens of thinking, of a model that thinks (Qwen 3); after them its thinking is
-            closed. Phase 11.1 keeps this limit and the next.
-        min_thinking_tokens: the tokens of thinking before which it does not end: a word such as "Wait" stands in the
-            place of its end, and neither end-of-sequence ids nor ``stop_token_ids`` are sampled.
-        structured_output: the grammar of the output (phase 12), which ends with an end-of-sequence id where the grammar
-            is at its end. It comes before ``min_tokens``; if ``max_new_tokens`` ends the output, it is a beginning.
+        cache_salt: requests share cached prefixes only with requests that have the same salt (phase 8). This keeps the
+            time to the first token from revealing one tenant's prompts to another. use_speculative_decoding: False
+            keeps an engine that speculates (phase 11) from drafting for this request. prediction_ids: the expected
+            output, if much of it is known in advance. An engine that looks up drafts in the text looks here too; others
+            ignore it. With coupled acceptance no token depends on it. thinking_budget: the maximum number of thinking
+        tokens of a model that thinks (Qwen 3); then its thinking is closed. Phase 11.1 enforces this limit and the
+        next. min_thinking_tokens: the minimum number of thinking tokens: until then a word such as "Wait" replaces the
+        end of thinking, and neither end-of-sequence ids nor ``stop_token_ids`` are sampled. structured_output: the
+        grammar of the output (phase 12), which ends with an end-of-sequence id once the grammar is complete. It takes
+        precedence over ``min_tokens``; if ``max_new_tokens`` ends the output, the output is a prefix of a valid one.
 
     Raises:
-        RequestError: a value has the wrong type or lies out of range.
+        RequestError: a value has the wrong type or is out of range.
     """
 
     temperature: float = 1.0
@@ -136,7 +131,7 @@ class SamplingParams:
         object.__setattr__(self, field, value)
 
     def _settle(self, field: str, kind: type, is_valid: Callable[[Any], bool], remedy: str) -> None:
-        """Convert a number to a plain float or int, and check it; None stays where it is the default."""
+        """Convert a number to a plain float or int, and check it; None is kept if it is the default."""
         value = getattr(self, field)
         if value is None and self.__dataclass_fields__[field].default is None:
             return
@@ -160,17 +155,17 @@ class SamplingParams:
 
     @cached_property
     def adjusts_logits(self) -> bool:
-        """Whether logits are biased or penalised, which changes also what is most likely."""
+        """Whether logits are biased or penalised, which also changes what is most likely."""
         return self.has_penalties or bool(self.logit_bias)
 
     @property
     def limits_thinking(self) -> bool:
-        """Whether the model's thinking has a least or a greatest length."""
+        """Whether the model's thinking has a minimum or a maximum length."""
         return self.thinking_budget is not None or self.min_thinking_tokens > 0
 
     def end_ids(self, eos_ids: Iterable[int], vocab_size: int) -> tuple[int, ...]:
-        """The ids that ``min_tokens`` masks: ``stop_token_ids`` and, as in vLLM also with ``ignore_eos``, those of
-        ``eos_ids`` that are in the vocabulary. Raises RequestError as ``check_token_ids`` does.
+        """The ids that ``min_tokens`` masks: ``stop_token_ids`` and the ``eos_ids`` that are in the vocabulary, as in
+        vLLM even with ``ignore_eos``. Raises RequestError as ``check_token_ids`` does.
         """
         self.check_token_ids(vocab_size)
         return tuple(token_id for token_id in {*eos_ids, *self.stop_token_ids} if token_id < vocab_size)
@@ -182,7 +177,7 @@ class SamplingParams:
         _require(value is None, field, value, remedy)
 
     def refuse_limits_of_thinking(self, phase: str) -> None:
-        """Raise RequestError if the model's thinking is limited, which engines but that of ``phase`` do not support."""
+        """Raise RequestError if the model's thinking is limited, which only the engine of ``phase`` supports."""
         remedy = f"left out: this engine limits no thinking, the engine of phase {phase} does"
         _require(self.thinking_budget is None, "thinking_budget", self.thinking_budget, remedy)
         _require(self.min_thinking_tokens == 0, "min_thinking_tokens", self.min_thinking_tokens, remedy)

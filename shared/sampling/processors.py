@@ -1,7 +1,7 @@
-"""Logits processors: pure functions applied to logits before the draw. Introduced in phase 2.
+"""Logits processors: pure functions applied to logits before sampling. Introduced in phase 2.
 
 Order, as in vLLM: logit bias, mask of the ids that ``min_tokens`` forbids, repetition penalty, frequency and presence
-penalty, temperature, min-p, top-k, top-p, draw. (transformers applies min-p last, after top-p.) Each function takes
+penalty, temperature, min-p, top-k, top-p, sampling. (transformers applies min-p last, after top-p.) Each function takes
 float32 logits [B, V] with one parameter per row, returns new logits and sets removed tokens to -inf. Invariant: the
 arguments are never mutated.
 

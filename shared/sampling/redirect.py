@@ -5,8 +5,8 @@ spent, every token with that end (Muennighoff et al., arXiv 2501.19393). Editing
 makes this work for plain decoding, for drafts verified by equality, and for rejection sampling, which needs the
 distribution.
 
-Invariant: a row's other tokens keep their logits, and the moved probability is exact: a draw from the result is
-distributed as a draw from the logits in which one token was replaced by the other.
+Invariant: a row's other tokens keep their logits, and the moved probability is exact: sampling from the result is
+equivalent to sampling from the logits and replacing one token by the other.
 """
 
 from collections.abc import Callable, Sequence
@@ -17,12 +17,12 @@ import torch
 
 from shared.sampling.sampler import SamplingRow
 
-_SMALLEST = 1e-30  # a temperature below it is this one
+_SMALLEST = 1e-30  # smaller temperatures are raised to this one
 
 
 @dataclass(frozen=True)
 class RedirectProcessor:
-    """What becomes of some rows of logits ``[B, V]``; the other rows are not touched.
+    """How some rows of logits ``[B, V]`` are changed; the other rows are not touched.
 
     Attributes:
         forced: int64 ``[2, f]``, rows and the one token that each may sample.
@@ -61,7 +61,7 @@ class RedirectProcessor:
         result[rows, targets] = 0.0
         rows, sources, targets = self.moved
         ours, theirs = result[rows, targets], result[rows, sources]
-        # T · log(exp(a / T) + exp(b / T)); the greater of the two where T is 0
+        # T · log(exp(a / T) + exp(b / T)); the greater of the two if T is 0
         distance = (ours - theirs).abs() / self.temperatures
         result[rows, targets] = torch.maximum(ours, theirs) + self.temperatures * torch.log1p(torch.exp(-distance))
         result[rows, sources] = -torch.inf

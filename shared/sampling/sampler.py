@@ -5,6 +5,7 @@ row needs and takes the arg-max of logits plus Gumbel noise. Invariants: the inp
 is float32 whatever their dtype, and a row's token is the same in every batch.
 """
 
+import dataclasses
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -41,13 +42,18 @@ class SamplingRow(NamedTuple):
     index: int  # type: ignore[assignment]  # a tuple's method of this name is not needed
     prompt_ids: Sequence[int] = ()
     output_ids: Sequence[int] = ()
-    masked_ids: Sequence[int] = ()  # must not be sampled: what ends the output before min_tokens
+    masked_ids: Sequence[int] = ()  # must not be sampled: the ids that would end the output before min_tokens
     serial: int = 0  # of the request
     num_drafts: int = 0  # the last of output_ids, which may turn out wrong (phase 11); the row before has one fewer
     draft_id: int | None = None  # the draft for this row's token
     allowed: NDArray[np.bool_] | None = None  # the tokens that the row's grammar allows, [V] (phase 12)
     redirect: tuple[int, int | None] | None = None  # an id, and the one that it replaces; None: all (phase 11.1)
-    constraint: object = None  # if the device finds them: the request's grammar, and where its output stands in it
+    constraint: object = None  # if the device computes the mask: the request's grammar, and its output's state
+
+    @property
+    def adjusts_logits(self) -> bool:
+        """Whether the row has biases, masked ids or penalties."""
+        return bool(self.masked_ids) or self.params.adjusts_logits
 
 
 @dataclass(frozen=True)
@@ -79,7 +85,14 @@ class SamplingBatch:
         return self.biases is None and self.counts is None
 
     @classmethod
-    def of(
+    def of(cls, rows: Sequence[SamplingRow], *, device: torch.device | str | None = None) -> Self:
+        """The arrays for ``rows``, in their order, on ``device`` (None: the CPU)."""
+        drawn, adjusted = cls.of_draws(rows, device=device), cls.of_adjustments(rows, device=device)
+        fields = {name: value for name, value in vars(adjusted).items() if value is not None}
+        return dataclasses.replace(drawn, **fields)
+
+    @classmethod
+    def of_adjustments(
         cls,
         rows: Sequence[SamplingRow],
         *,
@@ -87,13 +100,18 @@ class SamplingBatch:
         count_rows: Sequence[int] = (),
         device: torch.device | str | None = None,
     ) -> Self:
-        """The arrays for ``rows``, in their order, on ``device`` (None: the CPU). ``counts`` are tables that hold the
-        tokens of the rows with a penalty, with the row there of each row; None makes tables of their ids.
+        """What ``adjust_logits`` reads alone: biases, masks and penalties. ``counts`` are tables that hold the tokens
+        of the rows with a penalty, with the row there of each row; None makes tables of their ids.
         """
+        if not any(row.adjusts_logits for row in rows):
+            return cls(len(rows))
+        return cls(len(rows), **_biases(rows, device), **_penalties(rows, counts, count_rows, device))  # type: ignore[arg-type]
+
+    @classmethod
+    def of_draws(cls, rows: Sequence[SamplingRow], *, device: torch.device | str | None = None) -> Self:
+        """What a draw reads after the logits were adjusted."""
         params = [row.params for row in rows]
-        batch: dict[str, torch.Tensor | TokenCounts | int | None] = {}
-        if any(row.masked_ids or row.params.adjusts_logits for row in rows):
-            batch = {**_biases(rows, device), **_penalties(rows, counts, count_rows, device)}
+        batch: dict[str, torch.Tensor | int | None] = {}
         drawing = [b for b, p in enumerate(params) if not p.is_greedy]
         if drawing:
             batch["temperature"] = _float32([p.temperature for p in params], 0.0, device)
@@ -180,7 +198,7 @@ def sample(logits: torch.Tensor, batch: SamplingBatch, *, stream: Stream = Strea
 
 
 def adjust_logits(logits: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:
-    """Apply logit biases, masks and penalties, what greedy rows obey too, to logits [B, V] in any float dtype.
+    """Apply logit biases, masks and penalties, which also affect greedy rows, to logits [B, V] in any float dtype.
 
     ``batch`` has the parameters of the B rows, on the same device. ``logits`` are not mutated. Returns float32 [B, V];
     ``logits`` itself if no row has any of these.

@@ -1,6 +1,6 @@
-"""Limits of how long a model thinks before it answers: budget forcing. Introduced in phase 11.1.
+"""Limits on how long a model thinks before it answers: budget forcing. Introduced in phase 11.1.
 
-A model that thinks writes ``<think>``, its thoughts, ``</think>``, and then its answer. Two limits control that
+A model that thinks writes ``<think>``, its thoughts, ``</think>``, and then its answer. Two limits control this
 (Muennighoff et al., *s1: Simple test-time scaling*, arXiv 2501.19393):
 
 - before ``min_thinking_tokens`` the end of thinking is replaced by a word that makes the model continue, chosen by the
@@ -22,7 +22,7 @@ from shared.sampling.noise import Stream, seed_pattern, uniform
 from shared.sampling.params import SamplingParams
 from shared.sampling.sampler import SamplingRow
 from shared.text.thoughts import CLOSE, MARKS, ends_in_thoughts
-from shared.text.thoughts import thinks as thinks  # what an engine asks beside the limits
+from shared.text.thoughts import thinks as thinks  # what an engine needs besides the limits
 from shared.text.tokenizer import Tokenizer
 
 WORDS = ("Wait", "Alternatively")
@@ -33,14 +33,10 @@ WORDS = ("Wait", "Alternatively")
 class ThinkingLimits:
     """The limits of one request; a :data:`shared.engine.request.RowLimit`.
 
-    Attributes:
-        open_id, close_id: the tokens around the thoughts.
-        is_open: the prompt ends within thoughts of its last turn.
-        least: tokens of thoughts before which ``close_id`` is not sampled.
-        most: tokens of thoughts after which it is; None: no limit.
-        end_ids: not sampled before ``least``.
-        replacements: what stands in the place of ``close_id``, by the number of tokens of thoughts before it; empty if
-            the tokenizer has none of ``WORDS``: then it is masked.
+    Attributes: open_id, close_id: the tokens around the thoughts. is_open: the prompt ends within the thoughts of its
+        last turn. least: ``close_id`` is not sampled before this many thinking tokens. most: it is sampled after this
+        many; None: no limit. end_ids: not sampled before ``least``. replacements: replaces ``close_id``, by the number
+        of thinking tokens before it; empty if the tokenizer has none of ``WORDS``: then it is masked.
     """
 
     open_id: int
@@ -55,7 +51,7 @@ class ThinkingLimits:
     def of(
         cls, params: SamplingParams, prompt_ids: Sequence[int], seed: int, end_ids: Sequence[int], tokenizer: Tokenizer
     ) -> Self | None:
-        """The limits that the parameters ask for; None if they ask for none.
+        """The limits that the parameters set; None if they set none.
 
         Raises RequestError if the tokenizer has no tokens around thoughts.
         """
@@ -75,10 +71,10 @@ class ThinkingLimits:
         return cls(open_id, close_id, is_open, least, params.thinking_budget, tuple(end_ids), replacements)
 
     def __call__(self, row: SamplingRow) -> SamplingRow:
-        """The row with what the limits make of it; ``row.output_ids`` includes its drafts."""
-        begin = 0 if self.is_open else 1  # the index of the first token of thoughts
-        number = row.index - begin  # of the thoughts' tokens so far
-        if number < 0:  # thinking begins where a least number of tokens is asked for
+        """The row with the limits applied; ``row.output_ids`` includes its drafts."""
+        begin = 0 if self.is_open else 1  # the index of the first thinking token
+        number = row.index - begin  # of the thinking tokens so far
+        if number < 0:  # thinking begins here if a minimum number of tokens is set
             return row._replace(masked_ids=(), redirect=(self.open_id, None)) if self.least else row
         if not self.is_open and row.output_ids[0] != self.open_id:  # this answer has no thoughts
             return row
@@ -92,7 +88,8 @@ class ThinkingLimits:
 
 
 def chosen(words: Sequence[int], seed: int, first: int, count: int) -> tuple[int, ...]:
-    """One of the words for each of ``count`` indices from ``first`` on, by the noise of a request; empty without words.
+    """One of the words for each of ``count`` indices from ``first`` on, chosen by a request's noise; empty without
+    words.
 
     The noise is that of :mod:`shared.sampling.noise`, so neither a preemption nor a guess changes the choice.
     """

@@ -2,10 +2,10 @@
 
 Penalties read the whole history of a request. Uploading it again at every step would cost more with every token, so the
 counts stay on the device: a request has a row, its known tokens are entered once, and each sampled token is added right
-after the draw, before the host knows it. Updates are in place, so the tables keep their addresses, as CUDA graphs
+after sampling, before the host knows it. Updates are in place, so the tables keep their addresses, as CUDA graphs
 require. A row of V tokens takes 5 * V bytes: 64 MB for 100 requests and a vocabulary of 128,000 tokens.
 
-Invariant: a row holds the counts of the tokens that were entered, and added since then.
+Invariant: a row holds the counts of the tokens entered, and of those added since.
 """
 
 from collections.abc import Sequence
@@ -41,12 +41,12 @@ class TokenCounts:
         self.add(torch.full_like(output_ids, row), output_ids)
 
     def copy(self, source: int, row: int) -> None:
-        """Make the counts of a row those of another."""
+        """Copy the counts of one row to another."""
         self.in_prompt[row] = self.in_prompt[source]
         self.in_output[row] = self.in_output[source]
 
     def add(self, rows: torch.Tensor, ids: torch.Tensor) -> None:
-        """Count output token ``ids[n]`` in row ``rows[n]``, both int64 ``[n]``; a pair counts as often as it occurs."""
+        """Count output token ``ids[n]`` in row ``rows[n]``, both int64 ``[n]``; a repeated pair counts repeatedly."""
         flat = self.in_output.view(-1)
         flat.scatter_add_(0, rows * self.in_output.shape[1] + ids, flat.new_ones(()).expand(len(ids)))
 

@@ -1,4 +1,4 @@
-"""Admission: which waiting requests begin to run. Introduced in phase 4.
+"""Admission: which waiting requests start running. Introduced in phase 4.
 
 Invariant: a request runs with the KV cache that its scheduler reserves for it, and no request overtakes one that waits
 for memory.
@@ -13,7 +13,7 @@ from shared.scheduling.scheduler import Scheduler
 def admit(
     scheduler: Scheduler, candidates: Iterable[Request], num_tokens: Callable[[Request], int], num_kept_free: int = 0
 ) -> list[Request]:
-    """Admit requests while the batch and the KV cache have room; return them.
+    """Admit requests while the batch and the KV cache have space; return them.
 
     Args:
         candidates: waiting requests, in the order in which they may be admitted.

@@ -1,6 +1,7 @@
-"""How many tokens a chunk beside decoding requests may have, from how long these may wait. Introduced in phase 7.
+"""How many tokens a chunk may have while other requests decode, derived from how long these may wait. Introduced in
+phase 7.
 
-An engine asks once, when its model is loaded, and the answer follows from the table of step costs
+An engine computes this once, when its model is loaded, from the table of step costs
 (:mod:`shared.scheduling.step_costs`). Invariant: no clock is read, so a queue has the same chunks in every run.
 """
 
@@ -15,9 +16,9 @@ LEAST_CHUNK = 64
 
 
 def within_wait(config: EngineConfig, model: CausalLM) -> EngineConfig:
-    """The settings in which ``prefill_wait_ms`` has become ``chunk_beside_decoding``: the largest multiple of
-    LEAST_CHUNK within the token budget whose step takes no longer, and at least LEAST_CHUNK. The chunks of several
-    prompts in a step add up.
+    """The settings with ``prefill_wait_ms`` converted to ``chunk_beside_decoding``: the largest multiple of LEAST_CHUNK
+    within the token budget whose step takes no longer, and at least LEAST_CHUNK. The chunks of several prompts in a
+    step add up.
     """
     if config.prefill_wait_ms is None:
         return config

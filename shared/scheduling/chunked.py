@@ -1,12 +1,12 @@
 """Chunked prefill: long prompts are computed over several steps, beside decoding. Introduced in phase 7.
 
-A whole prompt of 8,192 tokens makes a step a hundred times as long, and every decoding request waits for it. In chunks
+A whole prompt of 8,192 tokens makes a step a hundred times longer, and every decoding request waits for it. In chunks
 (Sarathi-Serve: Agrawal et al., OSDI 2024) the decoding requests get a token between any two chunks, and a step with
 both reads each weight once for all its tokens. A chunk attends to the keys of the chunks before it, so the results are
-those of the whole prompt; only the step that computes the last known token of a request samples. How a step is filled:
-:mod:`shared.scheduling.chunks`.
+the same as for the whole prompt; only the step that computes the last known token of a request samples. How a step is
+filled: :mod:`shared.scheduling.chunks`.
 
-Invariant: the KV cache of a whole prompt is reserved at admission, so a chunk never lacks room.
+Invariant: the KV cache of a whole prompt is reserved at admission, so a chunk never lacks memory.
 """
 
 from shared.cache.pool.interface import CachePoolProtocol

@@ -2,7 +2,8 @@
 
 A step is filled up to ``max_num_batched_tokens``: decoding requests first, then chunks of at most
 ``prefill_chunk_size`` tokens, in the order of admission, at most ``max_prefill_chunks_per_step``. Small chunks bound
-the time between tokens, large ones bring the first token sooner; so by default a chunk is large while nothing decodes.
+the time between tokens, large ones produce the first token sooner; so by default a chunk is large while nothing
+decodes.
 
 Invariants: a step computes at most ``max_num_batched_tokens``, or one more than its decoding requests, so a prompt
 progresses in each step; the oldest unfinished prompt has a chunk in every step with chunks.
@@ -27,8 +28,7 @@ UNSCHEDULED: Callable[[Request], int] = attrgetter("num_unscheduled_tokens")
 class Chunks:
     """Divides prompts into chunks; beside :class:`shared.scheduling.prefill.WholePrompts`.
 
-    Args:
-        remaining: the tokens that a request may compute next, at least 1; those that it has left.
+    Args: remaining: the tokens that a request may still compute, at least 1.
     """
 
     def __init__(self, config: EngineConfig, remaining: Callable[[Request], int] = UNSCHEDULED) -> None:
@@ -102,7 +102,7 @@ def chunk_size(config: EngineConfig, remaining: int, num_decoding: int) -> int:
 
 
 def is_last(request: Request, num_tokens: int) -> bool:
-    """Whether the next ``num_tokens`` tokens leave none of the request's tokens to compute; then it samples."""
+    """Whether the next ``num_tokens`` tokens are the request's last ones to compute; then it samples."""
     # exercise 07x3: only the last chunk samples
     # hint: num_unscheduled_tokens counts the tokens that no step has computed or is computing
     # hint: the end of the prompt is not the measure: after a preemption outputs are recomputed too
@@ -111,5 +111,5 @@ def is_last(request: Request, num_tokens: int) -> bool:
 
 
 def prefill_of(config: EngineConfig) -> Chunks | WholePrompts:
-    """How the settings want prompts computed."""
+    """How the settings divide prompts."""
     return Chunks(config) if config.is_on("use_chunked_prefill") else WholePrompts(config)

@@ -1,9 +1,9 @@
 """Continuous batching: waiting requests replace finished ones in every step. Introduced in phase 5.
 
 Iteration-level scheduling (Orca: Yu et al., OSDI 2022). The scheduler forms a new batch for each step: finished
-requests have left, and newly admitted ones have joined. How much a prefill may delay the decoding requests is up to the
-policy, see :mod:`shared.scheduling.policies`. Invariants: the head of the queue waits only while the batch is full or
-the KV cache has no room for it; a decoding request gets a token at least once in ``max_decode_interval`` steps.
+requests have left, and newly admitted ones have joined. The policy (:mod:`shared.scheduling.policies`) decides how much
+a prefill may delay decoding requests. Invariants: the head of the queue waits only while the batch is full or the KV
+cache has no space for it; a decoding request gets a token at least once in ``max_decode_interval`` steps.
 """
 
 from shared.cache.pool.interface import CachePoolProtocol

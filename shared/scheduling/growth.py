@@ -2,8 +2,8 @@
 
 When the pool is exhausted, the request that was admitted last is *preempted*: its KV cache is freed, and it moves to
 the head of the queue. Readmission recomputes its keys and values, prompt and outputs in one forward (recomputation, as
-in vLLM: Kwon et al., SOSP 2023, section 4.5). The request keeps its tokens, and sampling noise depends on a token's
-index alone, so its output is the same as without preemption.
+in vLLM: Kwon et al., SOSP 2023, section 4.5). The request keeps its tokens, and sampling noise depends only on a
+token's index, so its output is the same as without preemption.
 
 Invariants: every running request arrived before every waiting one; the oldest running request is never preempted.
 """
@@ -53,5 +53,5 @@ def preempt(scheduler: Scheduler, request: Request) -> None:
 
 
 def known_tokens(request: Request) -> int:
-    """What is reserved for a request that is admitted: its prompt, and what it has generated before a preemption."""
+    """What is reserved on admission: the prompt, and any outputs generated before a preemption."""
     return request.num_tokens

@@ -47,7 +47,7 @@ def grant_next_tokens(scheduler: Scheduler, decoding: list[Request]) -> Schedule
 
 
 def commit_next_tokens(scheduler: Scheduler, schedule: Schedule, sampled: SampledTokens) -> None:
-    """As :meth:`Scheduler.commit`, of a step that gives each of its requests one token, and in which none failed."""
+    """Like :meth:`Scheduler.commit`, for a step that gives each of its requests one token and in which none failed."""
     requests, starts, running = schedule.requests, schedule.columns["start"], RequestStatus.RUNNING
     columns = zip(requests, starts, strict=True)
     is_awaited = [request.status is running and request.num_computed_tokens == start for request, start in columns]

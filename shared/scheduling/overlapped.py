@@ -1,8 +1,8 @@
-"""Scheduling while a step runs: preemption waits until it is known which requests end. Introduced in phase 9.
+"""Scheduling while a step runs: a preemption waits until the requests that end are known. Introduced in phase 9.
 
 Step k is planned while step k - 1 runs. Lengths are counts, so a request that ends by its length is not scheduled
-again. One that ends by a token (end of sequence, a stop string) is scheduled once more, for a row that is computed and
-dropped. That row needs a slot, and if the pool is exhausted a request would be preempted for it. So if the pool cannot
+again. One that ends by a token (end of sequence, a stop string) is scheduled once more, and this row is computed and
+dropped. That row needs a slot, and in an exhausted pool a request would be preempted for it. So if the pool cannot
 hold the next token of every decoding request and tokens are in flight, nothing is scheduled: the engine finishes the
 step in flight, and the next one is planned with all tokens known, as in phase 8.
 

@@ -1,6 +1,6 @@
 """How prefill and decode share a step. Introduced in phase 5.
 
-A prefill takes as long as many decode steps, and it delays the requests that decode in the same step. Skipping their
+A prefill takes as long as many decode steps and delays the requests that decode in the same step. Skipping their
 decode makes the step shorter, so the next prefill starts sooner; policies differ in how much they skip. With N =
 ``max_decode_interval``:
 

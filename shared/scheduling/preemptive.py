@@ -1,5 +1,5 @@
-"""Optimistic admission: KV cache for the tokens that a request has, not for those it may come to have. Introduced in
-phase 6.
+"""Optimistic admission: Reserves KV cache for the tokens that a request has, not for those that it might generate.
+Introduced in phase 6.
 
 Most requests finish long before their maximum length, so most of the KV cache reserved for that length is never
 written. This scheduler admits a request with KV cache for its current tokens, and reserves one more token in every

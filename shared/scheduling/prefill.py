@@ -1,6 +1,6 @@
 """Prefill of whole prompts, and the entries of a step. Introduced in phase 4.
 
-An entry is granted to a request with :func:`grant`, which moves the counts that say what is in flight.
+An entry is granted to a request with :func:`grant`, which updates the counts of what is in flight.
 """
 
 from collections.abc import Iterable, Sequence

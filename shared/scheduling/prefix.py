@@ -4,7 +4,7 @@ Fifty requests with the same prompt of 8,192 tokens arrive together. If all are 
 the first one computes it, and the others stay in the queue until its blocks are in the prefix tree; requests that share
 nothing with it are admitted past them. If the first is aborted, fails or is preempted, the next one takes over.
 
-Invariants: a request waits only for a running request, which progresses, so every request is admitted; apart from
+Invariants: a request waits only for a running request, which makes progress, so every request is admitted; apart from
 requests that wait for blocks, requests are admitted in order of arrival.
 """
 
@@ -23,7 +23,7 @@ from shared.scheduling.scheduler import Scheduler
 
 
 class PrefixScheduler(Scheduler):
-    """Admits no request while another computes the blocks that both share, if the pool has a prefix tree."""
+    """Holds back a request while another computes the blocks that both share, if the pool has a prefix tree."""
 
     def __init__(self, config: EngineConfig, pool: CachePoolProtocol, max_seq_len: int) -> None:
         super().__init__(config, pool, max_seq_len)
@@ -51,22 +51,22 @@ class PrefixScheduler(Scheduler):
 def not_waiting_for_blocks(scheduler: Scheduler) -> Iterator[Request]:
     """The waiting requests in order, without those that wait for blocks.
 
-    Each is judged when its turn comes: a request that has just been admitted may be computing what the next one needs.
+    Each is checked when its turn comes: a request that has just been admitted may be computing what the next one needs.
     """
     return (request for request in queued(scheduler) if not scheduler.pool.must_wait(request))
 
 
 def count_prefix_hits(scheduler: Scheduler, admitted: Iterable[Request]) -> None:
-    """Count the tokens of admitted requests that were looked up in the prefix tree, and found there."""
+    """Count the tokens of admitted requests that were looked up and found in the prefix tree."""
     if scheduler.config.is_on("use_prefix_caching"):
         for request in admitted:
-            if not request.needs_prompt_logits:  # those look nothing up
+            if not request.needs_prompt_logits:  # these skip the lookup
                 scheduler.num_prefix_queries += request.num_tokens
                 scheduler.num_prefix_hits += request.num_computed_tokens
 
 
 def prefix_stats(scheduler: Scheduler) -> dict[str, int]:
-    """What was looked up and found, for an engine's ``stats``."""
+    """The tokens looked up and found, for an engine's ``stats``."""
     return {
         "prefix cache queries (tokens)": scheduler.num_prefix_queries,
         "prefix cache hits (tokens)": scheduler.num_prefix_hits,

@@ -46,7 +46,7 @@ class Schedule:
 
     ``entries`` holds ``num_decoding`` decoding requests, then prompts: requests admitted for the first time or after a
     preemption. ``preempted`` holds the ids of the requests that were preempted for this step. ``num_ahead`` is how many
-    further tokens each entry may compute without a schedule of its own, one by one (phase 11); they are reserved.
+    further tokens each entry may compute one by one without a new schedule (phase 11); they are reserved.
     """
 
     step: int  # counted from 1
@@ -57,7 +57,8 @@ class Schedule:
 
     @classmethod
     def of_decoding(cls, step: int, requests: list[Request], starts: Sequence[int]) -> "Schedule":
-        """One token of each request, from ``starts``, after which one is sampled: columns first, entries from them."""
+        """One token of each request, at ``starts``, followed by sampling: columns first, then entries made from
+        them."""
         ones, zeros = (1,) * len(requests), (0,) * len(requests)
         columns = (requests, starts, ones, zeros, ones, zeros)
         schedule = cls(step, tuple(map(_entry, zip(*columns, strict=True))), len(requests))
@@ -84,7 +85,7 @@ class Schedule:
 
     @cached_property
     def columns(self) -> Mapping[str, Sequence[Any]]:
-        """Each field of the entries, over all of them: one pass over the entries serves every array."""
+        """Each field over all entries: one pass over the entries serves every array."""
         columns = zip(*self.entries, strict=True) if self.entries else repeat(())
         return dict(zip(Scheduled._fields, columns, strict=False))
 

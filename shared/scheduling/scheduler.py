@@ -1,12 +1,12 @@
-"""What every scheduler does with requests: it queues, commits and retires them. Introduced in phase 4.
+"""What every scheduler does with requests: queue, commit and retire them. Introduced in phase 4.
 
 Schedulers differ in one method, ``schedule``: which requests they admit, and which running requests take part in a
-step. Each is complete in its own file and reads from top to bottom, made of functions named for what they do:
+step. Each is complete in its own file and reads from top to bottom, built from functions named for what they do:
 :mod:`shared.scheduling.admission`, :mod:`shared.scheduling.prefill`, and those of later phases.
 
 A scheduler touches neither tensors nor text. ``schedule`` reads counts and never token values, so a step can be
-scheduled while tokens of the previous step are in flight: tokens count as scheduled at once, and as computed when the
-step is committed.
+scheduled while tokens of the previous step are in flight: tokens count as scheduled immediately, and as computed when
+the step is committed.
 
 Invariants: FCFS: requests are admitted in order of arrival; at most ``max_batch_size`` run; a request's KV cache is
 released when the request finishes, or when the last step in flight that computes it is committed; an interrupted step
@@ -43,16 +43,16 @@ class Scheduler(ABC):
         self.max_seq_len = max_seq_len
         self.waiting: OrderedDict[str, Request] = OrderedDict()  # in order of arrival
         self.running: OrderedDict[str, Request] = OrderedDict()  # in order of admission
-        self.ending: dict[Request, None] = {}  # retired, but still computed by a step in flight
+        self.ending: dict[Request, None] = {}  # retired, but still being computed by a step in flight
         self.num_steps = 0
         self.num_preemptions = 0
-        self.num_prefix_queries = self.num_prefix_hits = 0  # tokens looked up in a prefix tree, and found there
+        self.num_prefix_queries = self.num_prefix_hits = 0  # tokens looked up in a prefix tree, and tokens found
         self.num_accepted_drafts = self.num_rejected_drafts = 0  # of all requests (phase 11)
-        self.num_accepted_forced_drafts = 0  # of the accepted ones: those that a grammar forced (phase 12)
+        self.num_accepted_forced_drafts = 0  # accepted ones that a grammar forced (phase 12)
         self.num_drafts_by_position: list[int] = []  # verified drafts; position 0 follows the newest token of a request
         self.num_accepted_by_position: list[int] = []
-        self.step_costs: str | None = None  # the hash of the table that lengths of drafts follow (phase 11)
-        self.verified: list[tuple[str, int, int]] = []  # by the last step with drafts: request, accepted, rejected
+        self.step_costs: str | None = None  # the hash of the table that determines draft lengths (phase 11)
+        self.verified: list[tuple[str, int, int]] = []  # in the last step with drafts: request, accepted, rejected
         self.compressions: list[Compression] = []  # before the last step (phase 9.2)
 
     @abstractmethod
@@ -78,24 +78,24 @@ class Scheduler(ABC):
     def commit(self, schedule: Schedule, sampled: SampledTokens) -> None:
         """Count the tokens that a step, or a part of it, computed; append the sampled ones; retire failed requests.
 
-        Results for a request that has finished or was preempted meanwhile are dropped.
+        Results for a request that has meanwhile finished or been preempted are dropped.
         """
         tokens, first, errors, running = list(sampled), 0, sampled.errors, RequestStatus.RUNNING
         for number, (request, start, num_tokens, _, num_logit_rows, _) in enumerate(schedule):
             error = errors.get(number) if errors else None
-            drawn = tokens[first : first + num_logit_rows] if error is None else []
-            first += len(drawn)
+            results = tokens[first : first + num_logit_rows] if error is None else []
+            first += len(results)
             if request.status is running and request.num_computed_tokens == start:
                 if error is not None:
                     self._fail(request, error)
                 else:
                     self.pool.commit(request, num_tokens)
                     request.num_computed_tokens += num_tokens
-                    request.num_pending_tokens -= len(drawn)
+                    request.num_pending_tokens -= len(results)
                     request.last_step = schedule.step
                     if request.params.prompt_logprobs is not None and request.needs_prompt_logits:
                         request.add_prompt_logprobs(start, sampled.prompt_logprobs.get(number, ()))
-                    for token_id, logprobs in drawn:
+                    for token_id, logprobs in results:
                         request.append(token_id, logprobs)
             if self.ending and request in self.ending and request.num_scheduled_tokens == start + num_tokens:
                 del self.ending[request]  # no later step computes it
@@ -107,7 +107,7 @@ class Scheduler(ABC):
             self.retire(request, RequestStatus.FINISHED)
 
     def abort(self, request_id: str) -> Request | None:
-        """Retire a request, which gives no further output; None if it is neither waiting nor running."""
+        """Retire a request; it gives no further output. None if it is neither waiting nor running."""
         request = self.waiting.get(request_id) or self.running.get(request_id)
         if request is not None:
             self.retire(request, RequestStatus.FINISHED)
@@ -122,18 +122,19 @@ class Scheduler(ABC):
         self.ending.clear()
 
     def has_work(self) -> bool:
-        """Whether any request is waiting, running, or computed by a step in flight."""
+        """Whether any request is waiting, running, or being computed by a step in flight."""
         return bool(self.waiting or self.running or self.ending)
 
     def stats(self) -> dict[str, Any]:
-        """Counters beside those of all engines, for ``infer generate --stats``."""
+        """Counters beyond those of all engines, for ``infer generate --stats``."""
         return {}
 
     def __contains__(self, request_id: str) -> bool:
         return request_id in self.waiting or request_id in self.running
 
     def start(self, request: Request, num_cached: int) -> None:
-        """Move an admitted request from the queue to the running ones; its first ``num_cached`` tokens are computed."""
+        """Move an admitted request from the queue to the running requests; its first ``num_cached`` tokens are
+        computed."""
         if request.status is RequestStatus.WAITING:
             request.num_cached_tokens = num_cached
         request.num_computed_tokens = request.num_scheduled_tokens = num_cached

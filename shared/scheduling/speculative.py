@@ -1,4 +1,4 @@
-"""Scheduling with drafts: tokens that are computed before it is known whether they are right. Introduced in phase 11.
+"""Scheduling with drafts: tokens that are computed before they are known to be right. Introduced in phase 11.
 
 The number of drafts of each request follows from counts (:mod:`shared.speculation.adaptive`), and drafts are granted
 last (:mod:`shared.scheduling.drafts`). A grant is an upper bound: the drafter may propose fewer.
@@ -32,7 +32,7 @@ class SpeculativeScheduler(Scheduler):
         super().__init__(config, pool, max_seq_len)
         self.prefill = prefill_of(config)
         self.lengths = draft_lengths(config)
-        self.had_drafts = False  # in the last step that was planned; then the next one mostly has drafts too
+        self.had_drafts = False  # in the last planned step; then the next one mostly has drafts too
         self.num_drafts_by_position = [0] * self.lengths.longest
         self.num_accepted_by_position = [0] * self.lengths.longest
 
@@ -55,7 +55,7 @@ class SpeculativeScheduler(Scheduler):
         if preempted or admitted:
             decoding = self.decoding()
         decoding, prompts = share(self, decoding, self.prefill.prompts(self.running.values()))
-        if wanted is None:  # asked once a step
+        if wanted is None:  # called once per step
             wanted = self.lengths.wanted(decoding)
         entries = self.prefill.fill(decoding, prompts)
         schedule = Schedule(self.num_steps, entries, len(decoding), tuple(preempted))
@@ -68,7 +68,7 @@ class SpeculativeScheduler(Scheduler):
         return prefix_stats(self) | draft_stats(self)
 
     def commit(self, schedule: Schedule, sampled: SampledTokens) -> None:
-        """See :class:`Scheduler`; of the drafts only the accepted ones are counted as tokens."""
+        """See :class:`Scheduler`; only accepted drafts are counted as tokens."""
         if schedule.has_drafts:
             commit_drafts(self, self.lengths, schedule, sampled)
         elif schedule.is_decode and not sampled.errors:

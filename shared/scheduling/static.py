@@ -3,7 +3,7 @@
 One forward for many requests reads the weights once for all of them. The batch is closed while it runs: a new request
 waits until the longest output is complete, and a finished request leaves its row empty until then.
 
-A request is admitted only with KV cache for its prompt and its maximum output, so a running request never lacks room.
+A request is admitted only with KV cache for its prompt and its maximum output, so a running request never lacks memory.
 Invariant: no request is admitted while any runs.
 """
 

@@ -1,18 +1,18 @@
 """What a step costs, as a table of counts: new tokens, context and drafts. Introduced in phase 11.
 
 Decisions that weigh one step against another, such as how many drafts are worth their rows or how many tokens a chunk
-may have, follow this table and read no clock. So the same queue, seed, table, and arrival steps of requests and aborts
-give the same schedules. A table belongs to a model's shape, a dtype, a device and the versions of what computes. It is
+may have, use this table and never read a clock. So the same queue, seed, table, and arrival steps of requests and
+aborts give the same schedules. A table belongs to a model's shape, a dtype, a device and software versions. It is
 derived from bytes and operations, or measured by ``infer bench step-costs``, which keeps it in the cache folder; an
 engine measures nothing.
 
-Derived: a step launches the work of each layer, reads every weight once, and reads the keys and values of its context;
-each new token costs two operations for each weight. A CPU reads and computes one after the other, so both times are
-added. A GPU does both at a time, never quite: there the step takes the root of the sum of their squares. A step with
-drafts cannot be prepared while the step before it runs, so it also costs the host's work between two steps. The rates
-are those that steps reach by our reports (docs/EXPERIMENTS.md).
+Derived: a step launches each layer's kernels, reads every weight once, and reads the keys and values of its context;
+each new token costs two operations for each weight. A CPU reads and computes one after the other, so the two times are
+added. A GPU does both at once, but not perfectly: there the step takes the square root of the sum of their squares. A
+step with drafts cannot be prepared while the previous step runs, so it also costs the host's work between two steps.
+The rates are those that steps reach in our reports (docs/EXPERIMENTS.md).
 
-Invariants: no cost falls when a count grows; a table is immutable, and its ``hash`` names its whole content.
+Invariants: costs never fall as counts grow; a table is immutable, and its ``hash`` covers its whole content.
 """
 
 import hashlib
@@ -41,13 +41,13 @@ HEAD_LAYERS = 6
 
 
 class Rates(NamedTuple):
-    """What a device reaches in steps, not what its data sheet promises."""
+    """What a device achieves in steps, not its data sheet's figures."""
 
     bytes: float  # read a second
-    operations: float  # of products in 16 bits, a second
-    layer: float  # seconds of the launches of a layer
-    wait: float  # seconds of the host between two steps that cannot overlap
-    exponent: int  # how reading and computing go together: 1 one after the other, more: at a time
+    operations: float  # of 16-bit products, per second
+    layer: float  # seconds for the launches of a layer
+    wait: float  # host seconds between two steps that cannot overlap
+    exponent: int  # how reading and computing combine: 1: one after the other; more: at the same time
 
 
 RATES = {"H100": Rates(2.9e12, 6e14, 12e-6, 6e-4, 2), "H200": Rates(3.5e12, 6e14, 12e-6, 6e-4, 2)}
@@ -59,12 +59,12 @@ CPU = Rates(20e9, 2e11, 2e-4, 1e-4, 1)
 
 @dataclass(frozen=True)
 class StepCosts:
-    """A table of seconds. Raises ConfigError for costs that fall where they must not, or are not numbers."""
+    """A table of seconds. Raises ConfigError for costs that fall as counts grow, or are not numbers."""
 
     tokens: tuple[int, ...]  # new tokens of a step, ascending; at least two
-    seconds: tuple[float, ...]  # of a step with so many new tokens
-    key: float = 0.0  # more, for each token of context
-    wait: float = 0.0  # more, of a step with drafts
+    seconds: tuple[float, ...]  # seconds of a step with this many new tokens
+    key: float = 0.0  # extra seconds per token of context
+    wait: float = 0.0  # extra seconds of a step with drafts
     source: str = "derived"  # or measured
     of: Mapping[str, str] = field(default_factory=dict)  # the model, dtype, device and versions it belongs to
 
@@ -87,10 +87,8 @@ class StepCosts:
     def cost(self, num_tokens: int, context: int = 0, num_drafts: int = 0) -> float:
         """Seconds of a step.
 
-        Args:
-            num_tokens: new tokens, drafts included, at least 1.
-            context: tokens in the KV cache before the step, of all its sequences.
-            num_drafts: of the new tokens those that are drafts.
+        Args: num_tokens: new tokens, drafts included, at least 1. context: tokens in the KV cache before the step, of
+            all its sequences. num_drafts: the new tokens that are drafts.
         """
         at = min(max(bisect_right(self.tokens, num_tokens), 1), len(self.tokens) - 1)
         (low, high), (start, end) = self.tokens[at - 1 : at + 1], self.seconds[at - 1 : at + 1]
@@ -99,16 +97,16 @@ class StepCosts:
 
     @cached_property
     def hash(self) -> str:
-        """Names the table in statistics and reports."""
+        """Identifies the table in statistics and reports."""
         return hashlib.sha256(self.to_json().encode()).hexdigest()[:12]
 
     def to_json(self) -> str:
-        """The table as its file has it."""
+        """The table as stored in its file."""
         return json.dumps(asdict(self), sort_keys=True, allow_nan=False)
 
     @classmethod
     def from_json(cls, text: str) -> Self:
-        """Raises ConfigError, or what ``json`` raises, for a text that is no table."""
+        """Raises ConfigError, or what ``json`` raises, for a text that is not a table."""
         found = json.loads(text)
         try:
             return cls(**found | {name: tuple(found[name]) for name in ("tokens", "seconds")})
@@ -119,7 +117,7 @@ class StepCosts:
 def step_costs(model: CausalLM) -> StepCosts:
     """The table of a loaded model: the measured one in the cache folder, else the derived one.
 
-    Raises ConfigError if the file of the measured one cannot be read.
+    Raises ConfigError if the measured table's file cannot be read.
     """
     of = identity(model)
     path = table_path(of)
@@ -138,7 +136,7 @@ def step_costs(model: CausalLM) -> StepCosts:
 
 
 def save(costs: StepCosts) -> Path:
-    """Keep a measured table where :func:`step_costs` finds it; returns its file. Raises OSError."""
+    """Save a measured table where :func:`step_costs` finds it; returns its file. Raises OSError."""
     path = table_path(costs.of)
     path.parent.mkdir(parents=True, exist_ok=True)
     written = path.with_suffix(f".{os.getpid()}")
@@ -148,7 +146,7 @@ def save(costs: StepCosts) -> Path:
 
 
 def derived(model: CausalLM) -> StepCosts:
-    """From the bytes and operations of a loaded model, quantized and cut as it is."""
+    """Derives the table from the bytes and operations of a loaded model, as quantized and sharded."""
     num_weights, num_bytes = _weights(model)
     config = model.config
     per_key = 2 * config.num_layers * config.num_kv_heads * config.head_dim * model.dtype.itemsize
@@ -157,7 +155,8 @@ def derived(model: CausalLM) -> StepCosts:
 
 
 def head_costs(model: CausalLM) -> StepCosts:
-    """Of a pass of the output head alone, whose new tokens are rows; the host also waits before the first of a step."""
+    """The table of a pass of the output head alone, whose new tokens are rows; the host also waits before the first
+    pass of a step."""
     num_weights, num_bytes = _with_packed(_head_weights(model), *_seen(model.head))
     of = identity(model) | {"part": "head"}
     rates = _rates(model.device)
@@ -165,7 +164,7 @@ def head_costs(model: CausalLM) -> StepCosts:
 
 
 def identity(model: CausalLM) -> dict[str, str]:
-    """What a table belongs to; the bytes of the weights tell quantized models and ranks apart."""
+    """What a table belongs to; the weights' bytes distinguish quantized models and ranks."""
     c = model.config
     shape = f"{c.family} {c.num_layers}x{c.hidden_size}x{c.intermediate_size}, {c.num_heads}/{c.num_kv_heads} heads of "
     is_gpu = model.device.type == "cuda"
@@ -180,8 +179,8 @@ def identity(model: CausalLM) -> dict[str, str]:
 
 
 def table_path(of: Mapping[str, str]) -> Path:
-    """The file of the measured table that belongs to ``of``, in ``$INFER_STEP_COSTS`` or else in the cache folder."""
-    from shared.checkpoints.demo import cache_folder  # as it fetches models, engines import it when they run
+    """The file of the measured table for ``of``, in ``$INFER_STEP_COSTS`` or else in the cache folder."""
+    from shared.checkpoints.demo import cache_folder  # that module fetches models; engines import this one
 
     name = hashlib.sha256(json.dumps(dict(of), sort_keys=True).encode()).hexdigest()[:16]
     own = os.environ.get("INFER_STEP_COSTS")
@@ -215,7 +214,7 @@ def _rates(device: torch.device) -> Rates:
 
 
 def _weights(model: CausalLM) -> tuple[int, int]:
-    """The weights that a step reads whatever its tokens, and their bytes: of an embedding that is not the head none."""
+    """The weights that every step reads, and their bytes; an embedding that is not the head does not count."""
     c = model.config
     per_layer = c.hidden_size * (2 * (c.num_heads + c.num_kv_heads) * c.head_dim + 3 * c.intermediate_size)
     found = _seen(model.blocks, model.norm, model.head)
@@ -223,18 +222,18 @@ def _weights(model: CausalLM) -> tuple[int, int]:
 
 
 def _head_weights(model: CausalLM) -> int:
-    """A rank has a part of the head (phase 12.1)."""
+    """A rank has a shard of the head (phase 12.1)."""
     weight = getattr(model.head, "weight", None)
     return model.config.hidden_size * (model.config.vocab_size if weight is None else len(weight))
 
 
 def _with_packed(expected: int, count: int, num_bytes: int) -> tuple[int, int]:
-    """Weights and bytes, with those that a CPU has packed: they are 16 bits wide, and in no module."""
+    """Weights and bytes, including those that a CPU has packed: they are 16 bits wide, and in no module."""
     return max(expected, count), num_bytes + 2 * max(expected - count, 0)
 
 
 def _seen(*parts: torch.nn.Module) -> tuple[int, int]:
-    """The weights in modules, and their bytes; matrices of 8 or 4 bits (phase 10) are no parameters."""
+    """The weights in modules, and their bytes; 8- or 4-bit matrices (phase 10) are not parameters."""
     weights: list[Any] = [getattr(module, "weight", None) for part in parts for module in part.modules()]
     quantized = [(math.prod(weight.shape), weight.num_bytes) for weight in weights if hasattr(weight, "num_bytes")]
     found = [(parameter.numel(), parameter.nbytes) for part in parts for parameter in part.parameters()] + quantized

@@ -1,7 +1,7 @@
 """The ASGI application: an engine's client, the routes and the middleware. Introduced in phase 4.
 
-Invariant: the middleware around a route is, from the outside in, the log, the hosts, the origins, the API key, the
-limits of the body. So every refusal is logged, and the body of a request without the key is never read.
+Invariant: the middleware around a route is, from the outside in: log, hosts, origins, API key, body limits. So every
+refusal is logged, and a body without the key is never read.
 """
 
 import logging

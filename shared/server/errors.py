@@ -1,7 +1,7 @@
 """Errors of the API, all with the body ``{"error": {message, type, param, code}}``. Introduced in phase 4.
 
 400 is for a malformed request (invalid JSON, a missing field), 422 for an invalid value, 503 for a request that may be
-retried. Invariant: every error has this body, those of FastAPI included.
+retried. Invariant: every error has this body, including FastAPI's.
 """
 
 import http
@@ -27,7 +27,7 @@ _REFUSALS: dict[type[InferError], tuple[int, str]] = {
     UnknownSegmentError: (404, "segment_not_found"),
     SegmentInUseError: (409, "segment_in_use"),
 }
-_SHOWN = 60  # most characters of an invalid value in a message
+_SHOWN = 60  # maximum characters of an invalid value in a message
 
 
 class ErrorDetail(BaseModel):
@@ -46,7 +46,7 @@ class ErrorBody(BaseModel):
 
 
 class UnsupportedValueError(ValueError):
-    """A value that other servers accept, and this one does not have; raised by the validator of a field."""
+    """A value that other servers accept and this one does not support; raised by a field's validator."""
 
 
 class ApiError(HTTPException):
@@ -59,7 +59,7 @@ class ApiError(HTTPException):
         self.code, self.message, self.param = code, message, param
 
     def body(self) -> bytes:
-        """ASCII JSON, because a message may quote text of the client that has no UTF-8 encoding."""
+        """ASCII JSON, since a message may quote client text that has no UTF-8 encoding."""
         kind = _TYPES.get(self.status_code, "invalid_request_error")
         error = {"message": self.message, "type": kind, "param": self.param, "code": self.code}
         return json.dumps({"error": error}, separators=(",", ":")).encode()
@@ -72,13 +72,13 @@ class ApiError(HTTPException):
         return 400 if self.status_code == 422 else self.status_code
 
     def response(self, config: ServerConfig | None = None) -> Response:
-        """``config`` decides whose statuses are used; without one, those of this class."""
+        """``config`` decides which statuses are used; without one, those of this class."""
         status = self.openai_status if config is not None and config.openai_statuses else self.status_code
         return Response(self.body(), status, self.headers, media_type="application/json")
 
 
 def unsupported(message: str, *, param: str | None) -> ApiError:
-    """422: a field that the model, or the engine of this phase, does not have."""
+    """422: a field that the model, or this phase's engine, does not support."""
     return invalid(message, param=param, code="unsupported")
 
 
@@ -98,9 +98,10 @@ def engine_failure(message: str | None) -> ApiError:
 
 
 def refusal_error(refusal: InferError, *, param: str, retry_after: int, segment_field: str | None = None) -> ApiError:
-    """The error for a request that the engine refuses: 503 if the queue is full; of segments 404 and 409; else 422.
+    """The error for a request that the engine refuses: 503 if the queue is full; for segments 404 or 409; otherwise
+    422.
 
-    ``segment_field``: the field of a chat that named its segments, which is then at fault if there is no such segment.
+    ``segment_field``: the field of a chat that named its segments, which is named if there is no such segment.
     """
     if isinstance(refusal, QueueFullError):
         return overloaded(str(refusal), retry_after, code="queue_full")
@@ -111,7 +112,7 @@ def refusal_error(refusal: InferError, *, param: str, retry_after: int, segment_
 
 
 def validation_error(errors: Sequence[Mapping[str, Any]]) -> ApiError:
-    """The error for what pydantic found: the first malformed part, else the first invalid value."""
+    """The error for pydantic's findings: the first malformed part, else the first invalid value."""
     malformed = [error for error in errors if _is_malformed(error)]
     first = (malformed or errors)[0]
     param = ".".join(str(part) for part in first["loc"][1:]) or None
@@ -137,7 +138,7 @@ def validation_error(errors: Sequence[Mapping[str, Any]]) -> ApiError:
 
 
 def install(app: FastAPI) -> None:
-    """Register handlers that give every error of the application, FastAPI's included, this body."""
+    """Register handlers that give every error of the application, including FastAPI's, this body."""
     makers: dict[type[Exception], Callable[[Request, Any], ApiError]] = {
         ApiError: lambda request, error: error,
         RequestValidationError: lambda request, error: validation_error(error.errors()),
@@ -168,7 +169,7 @@ def _http_error(request: Request, error: HTTPException) -> ApiError:
 
 
 def _allowed(request: Request) -> dict[str, str]:
-    """The methods of all routes with the request's path; Starlette names those of the first."""
+    """The methods of all routes with the request's path; Starlette names only those of the first."""
     routes = [route for route in request.app.state.routes if route.matches(request.scope)[0] is not Match.NONE]
     return {"Allow": ", ".join(sorted({method for route in routes for method in route.methods}))}
 

@@ -1,7 +1,7 @@
 """Metrics for Prometheus. Introduced in phase 4.
 
-Names and meanings are those of vLLM with the prefix ``infer:``, so vLLM's dashboards apply. Invariant: labels have
-values from small fixed sets, never text of a client.
+Names and meanings are those of vLLM with the prefix ``infer:``, so vLLM's dashboards apply. Invariant: labels take
+values from small fixed sets, never a client's text.
 """
 
 import math
@@ -40,7 +40,7 @@ HANDLERS = (
     "completions", "chat_completions", "models", "segments", "chunks", "health", "metrics", "page", "memory", "debug",
     "other",
 )  # fmt: skip
-disable_created_metrics()  # the samples ..._created, which would double the number of series
+disable_created_metrics()  # the ..._created samples, which would double the number of series
 
 
 class GapHistogram(Collector):
@@ -51,7 +51,7 @@ class GapHistogram(Collector):
     def __init__(self, name: str, text: str, model_name: str) -> None:
         self._family = partial(HistogramMetricFamily, name, text, labels=["model_name"])
         self._model = model_name
-        self._counts = [0] * (len(SHORT) + 1)  # of each bucket alone; the last has no bound
+        self._counts = [0] * (len(SHORT) + 1)  # per bucket, not cumulative; the last has no bound
         self._sum = 0.0
 
     def observe(self, seconds: float, count: int) -> None:
@@ -59,7 +59,7 @@ class GapHistogram(Collector):
         self._sum += count * seconds
 
     def collect(self) -> Iterator[Metric]:
-        """The metric, as the registry asks for it at a scrape."""
+        """The metric, which the registry requests at each scrape."""
         family = self._family()
         bounds = map(floatToGoString, (*SHORT, math.inf))
         family.add_metric([self._model], list(zip(bounds, accumulate(self._counts), strict=True)), self._sum)
@@ -67,7 +67,7 @@ class GapHistogram(Collector):
 
 
 class ServerMetrics:
-    """The metrics of one server, in a registry of their own."""
+    """One server's metrics, in a separate registry."""
 
     def __init__(self, model_name: str) -> None:
         self.registry = CollectorRegistry()
@@ -131,7 +131,7 @@ class ServerMetrics:
             self._prefill.observe(stream.first_token - stream.scheduled)
 
     def on_gaps(self, gaps: Mapping[float, int]) -> None:
-        """A step's tokens that followed others: how many of them by the seconds since."""
+        """The tokens of a step that follow others, counted by the seconds since."""
         self._generation_tokens.inc(sum(gaps.values()))
         for seconds, count in gaps.items():
             self._gaps.observe(seconds, count)

@@ -1,9 +1,8 @@
 """The server process: socket, signals, shutdown. Introduced in phase 4.
 
-Invariants: a port in use is a ConfigError before the model is loaded; there are descriptors for as many connections as
-are allowed, so none is turned away without a line in the log; after SIGTERM the server refuses new requests,
-lets running ones finish until shortly before the end of the grace time, ends the rest with an error event, and exits
-with 0.
+Invariants: a port in use is a ConfigError before the model is loaded; there are descriptors for all allowed
+connections, so none is refused without a log line; after SIGTERM the server refuses new requests, lets running ones
+finish until shortly before the grace period ends, ends the rest with an error event, and exits with 0.
 """
 
 import asyncio
@@ -74,7 +73,7 @@ class Server(uvicorn.Server):
         self.has_lost_engine = self.should_exit = True
 
     def _drain(self) -> None:
-        """Refuse new requests, and end running ones shortly before the grace time is over."""
+        """Refuse new requests, and end running ones shortly before the grace period ends."""
         intake, client = self._application.state.intake, self._application.state.client
         if intake.is_draining:
             return
@@ -108,9 +107,10 @@ def bind(host: str, port: int) -> socket.socket:
 
 
 def _affordable(wanted: int) -> int:
-    """The connections that the process has descriptors for, at most ``wanted``; raises its limit as far as it may.
+    """The connections that the process has descriptors for, at most ``wanted``; raises the process's limit as far as
+    allowed.
 
-    A server without a free descriptor accepts connections only to close them, and learns nothing of them (libuv).
+    A server without a free descriptor accepts connections only to close them, unseen by the server (libuv).
     """
     most, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     taken = psutil.Process().num_fds() + SPARE_DESCRIPTORS
@@ -118,7 +118,7 @@ def _affordable(wanted: int) -> int:
     if most == resource.RLIM_INFINITY or most >= needed:
         return wanted
     raised = needed if hard == resource.RLIM_INFINITY else min(needed, hard)
-    with suppress(OSError, ValueError):  # macOS has no hard limit, and refuses more than the system allows a process
+    with suppress(OSError, ValueError):  # macOS reports no hard limit, but refuses more than its own
         resource.setrlimit(resource.RLIMIT_NOFILE, (raised, hard))
         most = raised
     if most >= needed:
@@ -140,7 +140,7 @@ def address_of(bound: socket.socket) -> str:
 
 
 def run(app: FastAPI, config: ServerConfig, bound: socket.socket, **described: Any) -> None:
-    """Serve until SIGTERM, then return; SIGINT raises KeyboardInterrupt, and an engine that lost a rank RankError.
+    """Serve until SIGTERM, then return; SIGINT raises KeyboardInterrupt, and a lost rank raises RankError.
 
     ``described`` is logged when the server is ready.
     """
@@ -148,9 +148,10 @@ def run(app: FastAPI, config: ServerConfig, bound: socket.socket, **described: A
         log_event(logging.WARNING, "other machines may send requests: there is no API key (--api-key)")
     server = Server(app, replace(config, max_connections=_affordable(config.max_connections)))
     gc.collect()
-    gc.freeze()  # a collection then visits what requests allocated, and not every module: 0.1 s less for a large body
+    gc.freeze()  # later collections visit only what requests allocate: 0.1 s less for a large body
     sys.setswitchinterval(SWITCH_INTERVAL)
-    # SIGTERM may come before uvicorn's handler is there; and uvicorn raises it again for this handler when it is done.
+    # SIGTERM may arrive before uvicorn's handler is installed; and uvicorn raises it again for this handler when it is
+    # done.
     before = signal.signal(signal.SIGTERM, lambda *_: setattr(server, "should_exit", True))
     try:
         bound.listen(BACKLOG)

@@ -1,4 +1,4 @@
-"""The settings of a server, without its engine's. Introduced in phase 4.
+"""A server's settings, without its engine's. Introduced in phase 4.
 
 Invariant: every resource that a client can occupy (a connection, its time, a body, unread bytes) has its limit here.
 """
@@ -30,29 +30,29 @@ _COUNTS = (
 class ServerConfig:
     """How a server treats its clients. Raises ConfigError on invalid values.
 
-    ``model_name``         the name that requests must give, and that `/v1/models` lists.
+    ``model_name``         the name that requests must give and `/v1/models` lists.
     ``api_key``            if set, requests below `/v1` and `/debug` need it in `Authorization: Bearer`.
     ``named_events``       every response of `/v1/completions` is a stream of named events, whatever the request says.
-    ``max_tokens``         tokens of a completion whose request names no limit; None: all that fit.
-    ``max_chat_tokens``    the same of a chat.
-    ``sampling_defaults``  fields of ``SamplingParams`` for requests that do not have them.
-    ``openai_statuses``    errors have the statuses of OpenAI's API: 400 in place of 422, 404 for another model's name.
-    ``max_body_bytes``     the longest body; a longer one is refused with 413.
-    ``body_timeout``       seconds in which a client must send its body.
+    ``max_tokens``         maximum tokens of a completion whose request sets no limit; None: all that fit.
+    ``max_chat_tokens``    the same for a chat.
+    ``sampling_defaults``  fields of ``SamplingParams`` for requests that omit them.
+    ``openai_statuses``    errors have the statuses of OpenAI's API: 400 instead of 422, 404 for another model's name.
+    ``max_body_bytes``     maximum body length; a longer one is refused with 413.
+    ``body_timeout``       seconds within which a client must send its body.
     ``max_connections``    open connections, with a request or without; one more is refused with 503.
-    ``head_timeout``       seconds in which a client must send a request's line and headers.
-    ``max_head_bytes``     the longest headers; longer ones are refused with 431.
-    ``max_url_bytes``      the longest URL; a longer one is refused with 414.
-    ``allowed_hosts``      if not empty, the values that the header `Host` may have, ports aside.
-    ``allowed_origins``    the sites whose pages a browser lets read responses (CORS); `*` is every site.
-    ``root_path``          the base path under which a proxy serves this server, such as `/llm`; it may strip it or not.
-    ``max_unread_bytes``   unread bytes of a stream beyond which its request is aborted.
+    ``head_timeout``       seconds within which a client must send a request's line and headers.
+    ``max_head_bytes``     maximum length of the headers; longer ones are refused with 431.
+    ``max_url_bytes``      maximum URL length; a longer one is refused with 414.
+    ``allowed_hosts``      if not empty, the values that the header `Host` may have, ignoring ports.
+    ``allowed_origins``    the sites whose pages may read responses in a browser (CORS); `*` is every site.
+    ``root_path``          the base path under which a proxy serves this server, such as `/llm`, and may strip.
+    ``max_unread_bytes``   maximum unread bytes of a stream; beyond it the request is aborted.
     ``send_timeout``       seconds that a send may block on a client before its connection is aborted.
     ``keep_alive``         seconds of silence after which a stream gets a comment, so that no proxy closes it.
-    ``grace``              seconds after SIGTERM in which running requests may finish.
+    ``grace``              seconds after SIGTERM within which running requests may finish.
     ``retry_after``        the `Retry-After` of a 503, in seconds.
-    ``close_objects``      whether objects of JSON schemas have no keys but those that are named, where nothing says so.
-    ``chat_template``      `builtin:NAME`, `checkpoint` or a file; None: ours that equals the checkpoint's.
+    ``close_objects``      whether objects of JSON schemas have only the named keys, where the schema does not say.
+    ``chat_template``      `builtin:NAME`, `checkpoint` or a file; None: our template that matches the checkpoint's.
     """
 
     model_name: str

@@ -1,9 +1,9 @@
-"""The requests that come, and when: drawn from conversations, or read from a recorded trace. Follows phase 11.
+"""The arriving requests and their times: sampled from conversations, or read from a recorded trace. Follows phase 11.
 
-A request's text is known by its blocks: each whole block of its tokens has an id, and equal ids mean that all tokens up
-to the block's end are equal, as in the traces that Mooncake published (Qin et al., FAST 2025).
-Invariants: requests are in the order of their arrivals; a trace depends on its arguments and the seed alone, so each
-router gets the same one.
+A request's text is represented by its blocks: each whole block of its tokens has an id, and equal ids mean that all
+tokens up to the block's end are equal, as in the traces that Mooncake published (Qin et al., FAST 2025).
+Invariants: requests are in order of arrival; a trace depends only on its arguments and the seed, so each router gets
+the same one.
 """
 
 import heapq
@@ -25,7 +25,7 @@ SPREAD = 0.7
 class Request:
     """One request; times are seconds from the start of the trace.
 
-    ``blocks`` are the ids of the whole blocks of prompt and answer. What follows is set while it is served.
+    ``blocks`` are the ids of the whole blocks of prompt and answer. The fields below are set while it is served.
     """
 
     arrival: float
@@ -35,8 +35,8 @@ class Request:
     replica: int = -1
     num_computed: int = 0
     num_cached: int = 0
-    num_shared: int = 0  # its first blocks, which are in the prefix tree
-    num_own: int = 0  # the other blocks that are reserved for it
+    num_shared: int = 0  # its first blocks, already in the prefix tree
+    num_own: int = 0  # the other blocks reserved for it
     scheduled: float = math.nan
     first_token: float = math.nan
     ended: float = math.nan
@@ -45,8 +45,8 @@ class Request:
 @dataclass(frozen=True)
 class Conversations:
     """What people send. A conversation begins with one of the ``systems`` system prompts, popular ones more often (the
-    n-th 1/n as often as the first), and each turn's prompt repeats all that was said before. Lengths are log-normal
-    around their means, turns geometric, and the time from a turn to the next exponential.
+    n-th 1/n as often as the first), and each turn's prompt repeats the whole conversation so far. Lengths are
+    log-normal around their means, the number of turns is geometric, and the time between turns exponential.
     """
 
     systems: int = 64
@@ -77,7 +77,7 @@ class _Conversation:
 
 
 def _bursts(position: float) -> float:
-    """Ten bursts a trace, each for a fifth of the time."""
+    """Ten bursts per trace, each lasting a fifth of the time."""
     return 3.0 if position * 10 % 1 < 0.2 else 0.5
 
 
@@ -92,7 +92,7 @@ the others at random. ``day``: four times as many at noon as at midnight."""
 
 
 def arrival_times(shape: str, rate: float, seconds: float, seed: int) -> Iterator[float]:
-    """Moments from 0 to ``seconds``, ``rate`` a second on average; raises ConfigError for a bad argument."""
+    """Times from 0 to ``seconds``, on average ``rate`` per second; raises ConfigError for a bad argument."""
     if shape not in SHAPES:
         raise ConfigError(f"The arrivals are {shape!r}; they must be one of {', '.join(SHAPES)}, or a file.")
     if not (0 < rate < math.inf and 0 < seconds < math.inf):
@@ -103,14 +103,14 @@ def arrival_times(shape: str, rate: float, seconds: float, seed: int) -> Iterato
     draw, density = random.Random(f"{seed} times"), SHAPES[shape]
     most = max(density(n / 1000) for n in range(1000))
     now = draw.expovariate(rate * most)
-    while now < seconds:  # thinning: of the moments at the highest rate, the share that the shape asks for
+    while now < seconds:  # thinning: of the times at the highest rate, keep the share that the shape requires
         if draw.random() * most < density(now / seconds):
             yield now
         now += draw.expovariate(rate * most)
 
 
 def conversations(times: Iterator[float], settings: Conversations, seed: int) -> Iterator[Request]:
-    """A request at each of these times: the next turn of the conversation that is due first, else a new one."""
+    """A request at each of these times: the next turn of the conversation that is due first, or a new conversation."""
     draw, names = random.Random(f"{seed} conversations"), count()
     weights = list(accumulate(1 / n for n in range(1, settings.systems + 1)))
     due: list[tuple[float, int, _Conversation]] = []
@@ -122,7 +122,7 @@ def conversations(times: Iterator[float], settings: Conversations, seed: int) ->
             system = draw.choices(range(settings.systems), cum_weights=weights)[0]
             turn = _Conversation(system, next(names), settings.system_tokens, _turns(draw, settings.turns))
         prompt, new = turn.num_tokens + _tokens(draw, settings.turn_tokens), _tokens(draw, settings.new_tokens)
-        if prompt + new > settings.max_tokens:  # it would not fit, so it is the first turn of another
+        if prompt + new > settings.max_tokens:  # it would not fit, so start a new conversation
             turn = _Conversation(turn.system, next(names), settings.system_tokens, turn.turns_left)
             prompt, new = turn.num_tokens + settings.turn_tokens, settings.new_tokens
         num_shared, base = settings.system_tokens // size, (turn.name + settings.systems) << 16
@@ -143,15 +143,14 @@ def _turns(draw: random.Random, mean: float) -> int:
 
 
 def recorded(path: Path, block_tokens: int, rate: float | None = None) -> Iterator[Request]:
-    """The requests of a file, a line of JSON each, in the format of Mooncake's traces: ``timestamp`` (milliseconds),
-    ``input_length``, ``output_length`` (tokens), and perhaps ``hash_ids``, an id for each block of the prompt.
+    """The requests in a file, one line of JSON each, in the format of Mooncake's traces: ``timestamp`` (milliseconds),
+    ``input_length``, ``output_length`` (tokens), and optionally ``hash_ids``, one id for each block of the prompt.
 
-    Args:
-        block_tokens: tokens of the blocks that ``hash_ids`` name.
-        rate: requests a second; the times are stretched such that they come at this rate, None leaves them.
+    Args: block_tokens: tokens of the blocks that ``hash_ids`` name. rate: requests per second; times are scaled to this
+        rate, None keeps them.
 
     Raises:
-        RequestError: a line is no such request.
+        RequestError: a line is not such a request.
     """
     found: list[Request] = []
     for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):

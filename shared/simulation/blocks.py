@@ -9,19 +9,19 @@ from shared.simulation.arrivals import Request
 
 
 class SimulatedBlocks:
-    """Counts the own blocks of requests, and knows the others by their ids."""
+    """Counts the requests' own blocks, and tracks all others by id."""
 
     def __init__(self, num_blocks: int, block_size: int) -> None:
         self.num_blocks, self.block_size = num_blocks, block_size
-        self.num_own = 0  # blocks of running requests that are in no tree yet
+        self.num_own = 0  # blocks of running requests that are not yet in a tree
         self.used: dict[int, int] = {}  # how many running requests use a block
-        self.cached: OrderedDict[int, None] = OrderedDict()  # the least recently used one first
+        self.cached: OrderedDict[int, None] = OrderedDict()  # least recently used first
 
     def needed(self, request: Request) -> int:
         return -(-(request.prompt_tokens + request.new_tokens) // self.block_size)
 
     def admit(self, request: Request) -> bool:
-        """Reserve blocks for prompt and answer, after those that are cached; false if there is no room."""
+        """Reserve blocks for prompt and answer, after those that are cached; False if they do not fit."""
         shared = []
         for block in request.blocks[: request.prompt_tokens // self.block_size]:
             if block not in self.used and block not in self.cached:
@@ -39,7 +39,7 @@ class SimulatedBlocks:
         return True
 
     def enter(self, request: Request) -> None:
-        """The prompt is computed: others find its whole blocks."""
+        """The prompt is computed: its whole blocks become visible to others."""
         num_whole = request.prompt_tokens // self.block_size
         new = request.blocks[request.num_shared : num_whole]
         self._use(new)
@@ -48,7 +48,7 @@ class SimulatedBlocks:
         self.num_own -= len(new)
 
     def release(self, request: Request) -> None:
-        """The answer is complete: its blocks stay until their room is needed, the last ones first to go."""
+        """The answer is complete: its blocks are kept until their space is needed, and evicted last one first."""
         for block in reversed(request.blocks[request.num_shared :]):
             if block not in self.used:
                 self.cached[block] = None

@@ -1,8 +1,8 @@
 """The fleet: requests, routers, replicas and a clock that jumps from event to event. Follows phase 11.
 
-An event is an arrival, the end of a run of steps, a report of all loads, or a replica that has started. The next one is
-the first of a heap. Invariants: time never goes back; each request that came ends, once, whatever is updated meanwhile;
-a replica that drains gets no request.
+An event is an arrival, the end of a run of steps, a report of all loads, or a replica that has started. Events are kept
+in a heap. Invariants: time never goes back; each request ends exactly once, even during an update; a draining replica
+gets no requests.
 """
 
 import heapq
@@ -23,10 +23,10 @@ _RUN_ENDS, _STARTED, _REPORT, _UPDATE = range(4)
 
 @dataclass(frozen=True)
 class FleetPlan:
-    """How many replicas there are, and what happens to them.
+    """The number of replicas, and what happens to them.
 
-    Of the ``gateways`` each has a router with a memory of its own, of ``table_keys`` keys of prefixes; a request comes
-    to any. Routers learn the loads every ``report_seconds``; with 0 they know them at any time. From ``update_at`` on,
+    Each of the ``gateways`` has its own router, which remembers ``table_keys`` prefix keys; a request may arrive at any
+    of them. Routers learn the loads every ``report_seconds``; with 0 they always know them. From ``update_at`` on,
     replicas are replaced, ``update_together`` at a time: each drains, and another starts within ``start_seconds``.
     """
 
@@ -65,12 +65,12 @@ class Fleet:
             make(random.Random(f"{seed} {n}"), limits.block_size, plan.table_keys) for n in range(plan.gateways)
         ]
         self.listeners = [router for router in self.routers if isinstance(router, LeastBusy)]
-        self.replicas: dict[int, Replica] = {}  # by name; a name is never given again
-        self.loads: dict[int, int] = {}  # ongoing requests of each replica that gets new ones
-        self.seen = self.loads  # what the routers know of them
-        self.names: list[int] = []  # the same replicas, of which routers draw some
-        self.old: list[int] = []  # replicas that are still to be replaced
-        self.events: list[tuple[float, int, int, int]] = []  # a heap: moment, kind, number, replica
+        self.replicas: dict[int, Replica] = {}  # by name; names are never reused
+        self.loads: dict[int, int] = {}  # ongoing requests of each replica that accepts new ones
+        self.seen = self.loads  # the routers' view of them
+        self.names: list[int] = []  # the same replicas, for routers that sample some
+        self.old: list[int] = []  # replicas still to be replaced
+        self.events: list[tuple[float, int, int, int]] = []  # a heap: time, kind, number, replica
         self.num_events = 0
         self.has_arrivals = True
         for _ in range(plan.replicas):
@@ -91,11 +91,11 @@ class Fleet:
         yield from self._until(math.inf)
 
     def _until(self, moment: float) -> Iterator[Request]:
-        """Let happen what happens up to a moment."""
+        """Process events up to a point in time."""
         while self.events and self.events[0][0] <= moment:
             now, kind, _, name = heapq.heappop(self.events)
             if kind == _RUN_ENDS:
-                if self.replicas[name].ends == now:  # else the run was cut, and ended before
+                if self.replicas[name].ends == now:  # otherwise the run was cut short and ended earlier
                     yield from self._end_run(name, now)
             elif kind == _STARTED:
                 self._start()
@@ -131,11 +131,11 @@ class Fleet:
         yield from done
 
     def _drain_next(self, now: float) -> None:
-        """Let the next old replica end: it gets no more requests, and another starts when it has answered the last."""
+        """Retire the next old replica: it gets no more requests, and another starts once it has answered its last."""
         if self.old:
             # exercise 12.1x5: take the next old replica from the routers, and lose none of its requests
-            # hint: routers choose from `seen`, which is `loads` itself or what was last reported of it
-            # hint: `_end_run` sees to a busy replica when its last answer is complete; an idle one ends no run
+            # hint: routers choose from `seen`, which is `loads` itself or its last report
+            # hint: `_end_run` handles a busy replica once its last answer is complete; an idle one has no run
             name = self.old.pop()
             del self.loads[name]
             self.seen.pop(name, None)
@@ -145,7 +145,7 @@ class Fleet:
             self.names = list(self.seen)
 
     def _start(self) -> None:
-        """A replica more; the routers know at once which replicas there are."""
+        """Add a replica; routers always know which replicas exist."""
         name = len(self.replicas)
         self.replicas[name] = Replica(self.times, self.limits)
         self.loads[name] = self.seen[name] = 0
@@ -162,7 +162,7 @@ class Fleet:
             router.report(name, load)
 
     def _report(self, now: float) -> None:
-        """The routers learn the loads, and know no more until the next report."""
+        """Report the loads to the routers, which know nothing newer until the next report."""
         self.seen = dict(self.loads)
         self.names = list(self.seen)
         for name, load in self.seen.items():

@@ -2,10 +2,10 @@
 
 It plans steps as the scheduler of phase 8 does: a token of each decoding request, then chunks of prompts in the order
 of admission. Steps that only decode the same requests are one run, which ends with the first answer, or at the end of
-the step in which a request arrives that could be admitted; so an event costs the same for one step and for a hundred.
+the step in which a request arrives that could be admitted; so an event costs the same for one step as for a hundred.
 
-What it leaves out: preemption (a request is admitted with room for its whole answer), and that a request waits for
-blocks that another is computing. Invariants: requests are admitted in order of arrival; at most ``max_batch_size`` run.
+It does not simulate preemption (a request is admitted with space for its whole answer), nor waiting for blocks that
+another request is computing. Invariants: requests are admitted in order of arrival; at most ``max_batch_size`` run.
 """
 
 import heapq
@@ -20,9 +20,9 @@ from shared.simulation.step_times import StepTimes
 
 @dataclass(frozen=True)
 class EngineLimits:
-    """Settings of each engine, named as in :class:`shared.engine.config.EngineConfig`; ``kv_tokens``: in all blocks.
+    """Each engine's settings, named as in :class:`shared.engine.config.EngineConfig`; ``kv_tokens``: in all blocks.
 
-    A chunk has at most ``prefill_chunk_size`` tokens, also while nothing decodes.
+    A chunk has at most ``prefill_chunk_size`` tokens, even while nothing decodes.
     """
 
     max_batch_size: int = 64
@@ -38,7 +38,7 @@ class EngineLimits:
 
 
 class Replica:
-    """An engine. The caller asks with :meth:`plan` when a run of steps will end, and calls :meth:`finish` then."""
+    """An engine. The caller gets the end of a run of steps from :meth:`plan`, and calls :meth:`finish` at that time."""
 
     def __init__(self, times: StepTimes, limits: EngineLimits) -> None:
         self.times, self.limits = times, limits
@@ -47,10 +47,10 @@ class Replica:
         self.prefilling: list[Request] = []
         self.decoding: list[tuple[int, int, Request]] = []  # a heap: the step of the last token, a number, the request
         self.num_steps = self.num_started = 0
-        self.num_keys = 0  # that the next step of the decoding requests attends to
+        self.num_keys = 0  # keys that the next step of the decoding requests attends to
         self.began = self.seconds_busy = 0.0
-        self.chunks: list[int] = []  # of the step that runs, of the first prompts
-        self.run = 0  # steps that run now
+        self.chunks: list[int] = []  # chunks of the current step, from the first prompts
+        self.run = 0  # steps of the current run
         self.ends: float | None = None  # when
 
     @property
@@ -96,8 +96,8 @@ class Replica:
         return self.ends
 
     def cut(self, now: float) -> float | None:
-        """A request has arrived: if it can be admitted, the run ends with the step that runs at ``now``. Returns when,
-        None if the run goes on as planned.
+        """A request has arrived: if it can be admitted, the run ends with the step in progress at ``now``. Returns the
+        time of that end, or None if the run continues as planned.
         """
         if self.run == 1 or self.num_running == self.limits.max_batch_size or len(self.waiting) > 1:
             return None
@@ -110,7 +110,7 @@ class Replica:
         return self.ends
 
     def finish(self, now: float) -> list[Request]:
-        """The run has ended; returns the requests whose answers are complete."""
+        """Finish the run; returns the requests whose answers are complete."""
         self.seconds_busy += now - self.began
         self.num_steps += self.run
         self.num_keys += self.run * len(self.decoding)

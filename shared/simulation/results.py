@@ -1,6 +1,6 @@
-"""What a simulated trace says: waits, first tokens, cache hits, balance, cost. Follows phase 11.
+"""The results of a simulated trace: waits, first tokens, cache hits, balance, cost. Follows phase 11.
 
-Invariant: requests that came before ``since``, while the caches were still empty, count nowhere.
+Invariant: requests that arrive before ``since``, while the caches are still filling, are excluded from every figure.
 """
 
 from collections.abc import Iterable
@@ -13,10 +13,10 @@ from shared.simulation.fleet import Fleet
 
 
 def serve(fleet: Fleet, trace: Iterable[Request], since: float, price: float) -> dict[str, Any]:
-    """Run a trace to its end, and describe the requests that came from the second ``since`` on.
+    """Run a trace to its end, and summarize the requests that arrive from second ``since`` on.
 
-    ``balance`` is the generated tokens of the busiest replica over the mean; ``cost_per_thousand`` requests counts all
-    replicas at ``price`` an hour, from ``since`` to the last arrival; ``engine_ms`` of a request are its share of the
+    ``balance`` is the busiest replica's generated tokens over the mean; ``cost_per_thousand`` requests counts all
+    replicas at ``price`` per hour, from ``since`` to the last arrival; ``engine_ms`` of a request is its share of the
     steps that ran. Times to the first token include ``StepTimes.request``.
     """
     rows, tokens, last, num = [], dict.fromkeys(fleet.replicas, 0), since, 0

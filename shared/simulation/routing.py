@@ -1,7 +1,7 @@
-"""The routers of a simulated fleet; by prefix it is the decision that ``infer deploy`` takes. Follows phase 11.
+"""The routers of a simulated fleet; routing by prefix uses the same decision as ``infer deploy``. Follows phase 11.
 
-Invariant: a router sees what a gateway could know: the load of each replica as it was last reported, the prompt, and
-where it sent the prompts before.
+Invariant: a router knows only what a gateway could: each replica's last reported load, the prompt, and where it sent
+earlier prompts.
 """
 
 import heapq
@@ -24,15 +24,15 @@ class Router(ABC):
 
     def __init__(self, draw: random.Random, block_tokens: int, table_keys: int) -> None:
         self.draw, self.block_tokens = draw, block_tokens
-        self.table: PrefixTable[int, int] = PrefixTable(table_keys)  # empty but by prefix
+        self.table: PrefixTable[int, int] = PrefixTable(table_keys)  # empty except when routing by prefix
 
     @abstractmethod
     def choose(self, request: Request, names: Names, loads: Loads) -> int:
-        """One of ``names``. Invariant: a request does not cost time for each replica."""
+        """One of ``names``. Invariant: the cost of a request does not grow with the number of replicas."""
 
 
 class RoundRobin(Router):
-    """One replica after the other."""
+    """Round robin."""
 
     def __init__(self, *settings: Any) -> None:
         super().__init__(*settings)
@@ -46,14 +46,15 @@ class RoundRobin(Router):
 
 
 class LeastBusy(Router):
-    """The replica with the fewest ongoing requests, of several a random one. A heap finds it without a look at all."""
+    """The replica with the fewest ongoing requests; ties are broken at random. A heap finds it without looking at all
+    replicas."""
 
     def __init__(self, *settings: Any) -> None:
         super().__init__(*settings)
         self.heap: list[tuple[int, float, int]] = []
 
     def report(self, replica: int, load: int) -> None:
-        """A replica says how many requests it has."""
+        """A replica reports its number of requests."""
         heapq.heappush(self.heap, (load, self.draw.random(), replica))
 
     def choose(self, request: Request, names: Names, loads: Loads) -> int:
@@ -65,7 +66,7 @@ class LeastBusy(Router):
 
 
 class TwoChoices(Router):
-    """The less busy of two replicas that are drawn."""
+    """The less busy of two random replicas."""
 
     def choose(self, request: Request, names: Names, loads: Loads) -> int:
         return min(drawn(names, self.draw), key=loads.__getitem__)

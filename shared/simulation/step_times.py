@@ -1,7 +1,7 @@
-"""What a step of the engine takes, as a formula whose coefficients were measured. Follows phase 11.
+"""The time of an engine's step, as a formula with measured coefficients. Follows phase 11.
 
 A step reads the weights once, computes its tokens, and each token attends to the keys before it. Invariant: the time is
-linear in each of these counts, so many steps of the same requests have a sum in closed form.
+linear in each of these counts, so the time of many steps of the same requests has a closed form.
 """
 
 import math
@@ -14,7 +14,7 @@ from shared.errors import ConfigError
 
 @dataclass(frozen=True)
 class StepTimes:
-    """Seconds of a step, and of each thing that it computes."""
+    """Seconds per step, and per unit of what it computes."""
 
     step: float
     prefill_step: float
@@ -48,14 +48,14 @@ class StepTimes:
         return num_tokens * self.prefill_token + self.prefill_key * num_tokens * (start + (num_tokens + 1) / 2)
 
     def decode(self, num_rows: int, num_keys: int, num_steps: int = 1) -> float:
-        """Seconds of steps that only decode the same requests; the first attends to ``num_keys`` keys, and each further
-        one to a key more for each request.
+        """Seconds of steps that only decode the same requests; the first attends to ``num_keys`` keys, and each later
+        step to one more key per request.
         """
         first = self.step + num_rows * self.decode_row + num_keys * self.decode_key
         return num_steps * (first + num_rows * self.decode_key * (num_steps - 1) / 2)
 
     def steps_within(self, seconds: float, num_rows: int, num_keys: int, most: int) -> int:
-        """The fewest of those steps that take at least ``seconds``, from 1 to ``most``."""
+        """The smallest number of those steps that takes at least ``seconds``, from 1 to ``most``."""
         low, high = 1, most
         while low < high:
             middle = (low + high) // 2

@@ -1,17 +1,17 @@
 """Chooses how many drafts each request gets, from their acceptance and their cost. Introduced in phase 11.
 
 If each of a request's drafts is accepted with probability a, its j-th draft of a step yields a token with probability
-a^j, since all earlier drafts must be accepted too. Verification costs little while a step is bound by reading weights,
-and much in a large batch, which is bound by computation. So the drafts of all requests of a step are sorted by their
-probability, and the first n are computed, with the n that maximizes tokens per second. The cost of a step comes from a
-table (:mod:`shared.scheduling.step_costs`), never from a clock.
+a^j, since all earlier drafts must be accepted too. Verification costs little while a step is memory-bound, and much in
+a large, compute-bound batch. So the drafts of all requests of a step are sorted by their probability, and the first n
+are computed, where n maximizes tokens per second. The cost of a step comes from a table
+(:mod:`shared.scheduling.step_costs`), never from a clock.
 
-The best n may be 0 for a request, or for all. Then a single draft is tried from time to time, since a text may become
-predictable. The intervals grow fourfold and end in the same steps for all requests, because a step with drafts cannot
+The best n may be 0 for a request, or for all. Then a single draft is tried occasionally, since a text may become
+predictable. The intervals grow fourfold and end at the same steps for all requests, because a step with drafts cannot
 be prepared while the previous step runs. They are longer if an attempt costs more, so that useless drafts take at most
 3 % of the time of a long answer. A drafter that repeatedly finds nothing is asked at such intervals too. If even
 perfect drafts would cost more time than they save, none is tried. Drafts that are almost never accepted are abandoned
-whatever they cost, so that a wrong table does little harm.
+regardless of cost, so that a wrong table does little harm.
 
 Invariants: a request's estimate depends only on its own drafts; lengths depend only on counts and the table, so they
 are the same in each run. Coupled acceptance gives the same tokens for any lengths. With rejection sampling the tokens
@@ -42,11 +42,11 @@ LEAST_RATE = 0.1
 
 
 class DraftCosts(NamedTuple):
-    """What steps of B decoding requests cost, in any unit.
+    """The cost of steps of B decoding requests, in any unit.
 
     ``plain`` is a step without drafts, prepared while another runs; ``short`` and ``long`` are steps that verify one
-    draft, or the most, for each request, and are waited for. ``first`` and ``more`` are forwards of the draft model:
-    with two tokens for each request, which it lacks if all drafts of the step before were accepted, and with one.
+    draft, or the maximum, for each request, and are waited for. ``first`` and ``more`` are forwards of the draft model:
+    with two tokens per request, which it lacks if all drafts of the previous step were accepted, and with one.
     """
 
     plain: float
@@ -67,15 +67,15 @@ def a_tenth(num_requests: int, context: int, longest: int) -> DraftCosts:
 
 @dataclass
 class Acceptance:
-    """What is known about a request's drafts; at first as if one draft had been accepted, of one and a half."""
+    """What is known about a request's drafts; initially as if one of one and a half drafts had been accepted."""
 
     num_accepted: float = 1.0
-    num_judged: float = 1.5  # accepted drafts, and the first rejected one of a step: those after it were not judged
+    num_judged: float = 1.5  # accepted drafts, and the first rejected one of each step: later ones were not judged
     wait: int = 0  # steps without drafts before the next attempt
     next_wait: int = 1
-    is_due: bool = True  # for an attempt, though drafts do not seem worthwhile
-    num_empty: int = 0  # attempts in a row for which the drafter found nothing
-    is_asked: bool = False  # for drafts of which none was counted yet
+    is_due: bool = True  # before an attempt, even though drafts do not seem worthwhile
+    num_empty: int = 0  # consecutive attempts for which the drafter found nothing
+    is_asked: bool = False  # for drafts none of which have been counted yet
 
     @property
     def rate(self) -> float:
@@ -84,21 +84,20 @@ class Acceptance:
 
 
 class Stakes(NamedTuple):
-    """What drafts of so many requests can win and cost."""
+    """What drafts for this many requests can gain and cost."""
 
     costs: DraftCosts
     can_pay: bool  # if all are accepted
-    first_wait: int  # plain steps, a power of 4, as the longest
+    first_wait: int  # plain steps, a power of 4, as the maximum
     longest_wait: int
 
 
 class DraftLengths:
-    """The number of drafts of each request, at most ``longest``, which 0 gives none; ``is_adaptive`` False gives each
+    """The number of drafts for each request, at most ``longest`` (0: none); ``is_adaptive`` False gives each
     the longest.
 
-    Args:
-        attempt_steps: the steps that cannot be prepared while another runs, for one draft: 2 if a step makes the draft
-            and the next one verifies it (phase 11.1).
+    Args: attempt_steps: the steps per draft that cannot be prepared while another runs: 2 if a step makes the draft and
+        the next one verifies it (phase 11.1).
     """
 
     def __init__(
@@ -107,19 +106,19 @@ class DraftLengths:
         self.longest, self.is_adaptive, self.attempt_steps = longest, is_adaptive, attempt_steps
         self.costs_of = costs_of
         self.stakes: dict[tuple[int, int, int], Stakes] = {}
-        self.stakes_of = costs_of  # from which they were made
+        self.stakes_of = costs_of  # which they were made from
         self.known: WeakKeyDictionary[Request, Acceptance] = WeakKeyDictionary()
         self.num_steps = 0
 
     def wanted(self, decoding: Sequence[Request]) -> dict[Request, int]:
-        """The numbers of drafts of those of the requests that want any; call it once a step, before it is granted."""
+        """The numbers of drafts of the requests that want any; call it once per step, before it is granted."""
         if self.longest == 0:
             return {}
         asking = [request for request in decoding if request.params.use_speculative_decoding]
         return dict(zip(asking, self.next_lengths(asking), strict=True))
 
     def next_lengths(self, requests: Sequence[Request]) -> list[int]:
-        """The numbers of drafts to try in the next step, which decodes these requests; call it once a step."""
+        """The numbers of drafts to try in the next step, which decodes these requests; call it once per step."""
         if not self.is_adaptive or not requests:
             return [self.longest] * len(requests)
         self.num_steps += 1
@@ -129,7 +128,7 @@ class DraftLengths:
             return certain
         known = [self.known.setdefault(request, Acceptance()) for request in requests]
         is_waiting = [self._waits(acceptance, stakes) for acceptance in known]
-        if all(is_waiting):  # most steps of texts that cannot be guessed: the host must not be slower in them
+        if all(is_waiting):  # most steps of unpredictable texts: the host must not be slower in them
             return certain
         rates = [0.0 if waits else acceptance.rate for acceptance, waits in zip(known, is_waiting, strict=True)]
         lengths = best_lengths([rate if rate >= LEAST_RATE else 0.0 for rate in rates], self.longest, stakes.costs)
@@ -146,8 +145,8 @@ class DraftLengths:
         return [max(pair) for pair in zip(lengths, certain, strict=True)]
 
     def count(self, request: Request, num_drafts: int, num_accepted: int) -> None:
-        """Count the drafts of a step: at least one, of which the first ``num_accepted`` were accepted. Those that a
-        grammar forces say nothing about others.
+        """Count the drafts of a step: at least one; the first ``num_accepted`` were accepted. Forced drafts say nothing
+        about others.
         """
         num_drafts -= request.num_forced_drafts
         num_accepted = min(num_accepted, num_drafts)
@@ -159,7 +158,8 @@ class DraftLengths:
         known.num_judged = MEMORY * known.num_judged + min(num_accepted + 1, num_drafts)
 
     def _stakes(self, num_requests: int, context: int) -> Stakes:
-        """By the number of requests and the power of two that ``context`` does not exceed: a step looks them up."""
+        """Keyed by the number of requests and the power of two at or above ``context``, since each step looks them
+        up."""
         if self.stakes_of is not self.costs_of:
             self.stakes, self.stakes_of = {}, self.costs_of
         key = num_requests, 1 << (context - 1).bit_length(), self.longest
@@ -172,8 +172,8 @@ class DraftLengths:
         return self.stakes[key]
 
     def _waits(self, known: Acceptance, stakes: Stakes) -> bool:
-        """Whether a request has no drafts in this step, whatever they are worth."""
-        if known.is_asked:  # in the step before, and nothing was counted
+        """Whether a request has no drafts in this step, regardless of their value."""
+        if known.is_asked:  # in the previous step, and nothing was counted
             known.is_asked = False
             known.num_empty += 1
             if known.num_empty >= PATIENCE:
@@ -185,19 +185,19 @@ class DraftLengths:
         return True
 
     def _back_off(self, known: Acceptance, stakes: Stakes) -> None:
-        """Wait until a step whose number is a multiple of the wait."""
+        """Wait for a step whose number is a multiple of the wait."""
         wait = min(max(known.next_wait, stakes.first_wait), stakes.longest_wait)
         known.wait, known.next_wait = wait - self.num_steps % wait, 4 * wait
 
 
 def draft_lengths(config: EngineConfig) -> DraftLengths:
-    """By the settings; none without ``use_speculative_decoding``."""
+    """From the settings; none without ``use_speculative_decoding``."""
     longest = config.spec_length if config.use_speculative_decoding else 0
     return DraftLengths(longest, is_adaptive=config.is_on("adapt_spec_length"))
 
 
 def _power_of_4(least: float) -> int:
-    """The smallest that is not below ``least``, nor below 1."""
+    """The smallest power that is not below ``least`` or 1."""
     power = 1
     while power < least:
         power *= 4
@@ -205,11 +205,10 @@ def _power_of_4(least: float) -> int:
 
 
 def best_lengths(rates: Sequence[float], longest: int, costs: DraftCosts) -> list[int]:
-    """The number of drafts of each of B requests, up to ``longest``, with most tokens for what the step costs.
+    """The number of drafts of each of B requests, up to ``longest``, with the most tokens for the cost of the step.
 
-    Args:
-        rates: the probability that a draft is accepted, if those before it are; of each request.
-        costs: for B requests.
+    Args: rates: for each request, the probability that a draft is accepted if those before it are. costs: for B
+        requests.
     """
     plain, short, long, first, more = costs
     B = len(rates)

@@ -1,4 +1,4 @@
-"""What drafts cost beside a plain step, from the tables of step costs. Introduced in phase 11.
+"""What drafts cost on top of a plain step, from the tables of step costs. Introduced in phase 11.
 
 Invariant: no clock is read, so the same counts give the same costs; see :mod:`shared.scheduling.step_costs`.
 """

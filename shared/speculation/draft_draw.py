@@ -1,6 +1,6 @@
-"""The draw of drafts that rejection sampling accepts or replaces. Introduced in phase 11.
+"""Samples drafts that rejection sampling accepts or replaces. Introduced in phase 11.
 
-Invariant: drafts are sampled with noise of their own, independent of the draws that accept and replace them.
+Invariant: drafts are sampled with their own noise, independent of the noise that accepts and replaces them.
 """
 
 from collections.abc import MutableMapping, Sequence
@@ -16,8 +16,8 @@ from shared.sampling.sampler import SamplingRow, adjust_logits, filter_logits
 
 @dataclass(frozen=True)
 class DraftDraw:
-    """A :data:`shared.engine.sampling.drawing.Draw` from ``Stream.DRAFT``. ``distributions`` gets the probabilities
-    ``[V]`` of each draft that is not greedy, by its request's serial and its index.
+    """A :data:`shared.engine.sampling.drawing.Draw` from ``Stream.DRAFT``. ``distributions`` receives the probabilities
+    ``[V]`` of each sampled draft, by its request's serial and its index.
     """
 
     distributions: MutableMapping[tuple[int, int], torch.Tensor]

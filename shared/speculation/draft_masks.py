@@ -1,9 +1,8 @@
 """Masks of drafts: a draft model samples under the grammars of its requests. Introduced in phase 12.
 
-Without masks a draft model proposes tokens that the grammar refuses, and all later drafts are lost with such a token.
-On a GPU its sampler computes masks as the model's sampler does, in its own rows. These rows follow drafts that may be
-rejected, so they are cleared before the next step's drafts. On a CPU the host knows the drafts and makes the masks from
-them.
+Without masks a draft model proposes tokens that the grammar refuses, and all later drafts are lost with it. On a GPU
+its sampler computes masks as the model's sampler does, in its own rows. These rows follow drafts that may be rejected,
+so they are cleared before the next step's drafts. On a CPU the host knows the drafts and makes the masks from them.
 
 Invariant: a draft is sampled from the tokens that its grammar allows after the drafts before it. Exceptions, which stay
 unmasked: drafts of a model with a different number of logits, and on a GPU those of grammars whose tables are not
@@ -27,7 +26,7 @@ from shared.text.tokenizer import Tokenizer
 
 
 class DeviceMasks(DraftMasks):
-    """The device finds the masks, from the tables of ``pool``."""
+    """The device computes the masks, from the tables of ``pool``."""
 
     grammar_rows: GrammarRows
 
@@ -41,7 +40,7 @@ class DeviceMasks(DraftMasks):
     def forget(self) -> None:
         self.grammar_rows.forget()
 
-    def rows(self, rows: list[SamplingRow], asking: Sequence[Asking], drawn: Sequence[Drawn]) -> list[SamplingRow]:
+    def rows(self, rows: list[SamplingRow], asking: Sequence[Asking], proposed: Sequence[Drawn]) -> list[SamplingRow]:
         for number, (request, _, _) in enumerate(asking):
             constraint = request.constraint
             if isinstance(constraint, Constraint) and constraint.base is not None and not rows[number].masked_ids:
@@ -50,17 +49,17 @@ class DeviceMasks(DraftMasks):
 
 
 class HostMasks(DraftMasks):
-    """The host makes the masks, and waits for the drafts before."""
+    """The host computes the masks, and first waits for the drafts."""
 
     def steps(self, max_rows: int) -> list[Step]:
         return [host_masks]
 
-    def rows(self, rows: list[SamplingRow], asking: Sequence[Asking], drawn: Sequence[Drawn]) -> list[SamplingRow]:
+    def rows(self, rows: list[SamplingRow], asking: Sequence[Asking], proposed: Sequence[Drawn]) -> list[SamplingRow]:
         constraints = [request.constraint for request, _, _ in asking]
         if not any(constraint is not None for constraint in constraints):
             return rows
         drafts: dict[Request, list[int]] = {}
-        for asked, numbers, sampled in drawn:
+        for asked, numbers, sampled in proposed:
             known = sampled.wait()
             left = [request for (request, _, _), n in zip(asked, numbers, strict=True) if n not in known.errors]
             for request, token_id in zip(left, known.token_ids, strict=True):

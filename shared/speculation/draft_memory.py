@@ -22,7 +22,7 @@ OF_TARGET = (
 
 
 def memory_settings(config: EngineConfig, pool: CachePoolProtocol) -> EngineConfig:
-    """The settings of the draft model's memory: as many blocks as the model has."""
+    """The settings of the draft model's memory: the same number of blocks as the model."""
     own: dict[str, Any] = {name: EngineConfig.__dataclass_fields__[name].default for name in OF_TARGET}
     if config.kv_cache_backend != "contiguous":
         own["num_gpu_blocks"] = pool.capacity_tokens // config.block_size

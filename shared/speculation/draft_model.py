@@ -1,13 +1,13 @@
 """Drafts from a smaller model with the same vocabulary. Introduced in phase 11.
 
 The draft model has its own requests (the *draft requests* of :class:`shared.cache.pool.paired.PairedPool`), KV cache
-and runner. In each step its first forward computes the tokens that it lacks of each request and samples the first
+and runner. In each step its first forward computes the tokens of each request that it lacks and samples the first
 draft. Each later forward computes the previous draft, whose id never leaves the device, and samples the next. While all
 requests continue, the device also advances the step, and the host only launches. The host waits once, for all drafts,
 after it has launched the step that verifies them.
 
 A draft model samples with the seed, index and parameters of its request. With coupled acceptance it also uses the
-request's noise, which makes equal tokens likely. With rejection it uses a noise stream of its own and returns the
+request's noise, which makes equal tokens likely. With rejection sampling it uses its own noise stream and returns the
 distribution of each draft.
 
 The draft model computes a prompt in the same chunks as the model. It may lack more: its prefix tree may hold less, and
@@ -15,7 +15,7 @@ it computes nothing while a request gets no drafts. It computes these tokens in 
 drafts until it has caught up.
 
 Invariants: the pool counts only the request's own tokens as computed: the keys of drafts stay in their slots and count
-once the drafts are accepted. A failure of the draft model costs drafts and nothing else.
+once the drafts are accepted. A failure of the draft model costs only drafts.
 """
 
 from collections.abc import Callable, Container, Iterator, Sequence
@@ -57,17 +57,17 @@ Drawn = tuple[list[Asking], list[int], SamplerOutput]
 
 
 class DraftMasks:
-    """The masks of drafts: none. Of requests with a grammar see :mod:`shared.speculation.draft_masks`."""
+    """The masks of drafts, by default none. For requests with a grammar see :mod:`shared.speculation.draft_masks`."""
 
     def steps(self, max_rows: int) -> list[Step]:
         """The steps of the draft model's sampler."""
         return []
 
     def forget(self) -> None:
-        """Forget what follows drafts of the step before, which may have turned out wrong."""
+        """Forget rows that follow the previous step's drafts, which may have turned out wrong."""
 
-    def rows(self, rows: list[SamplingRow], asking: Sequence[Asking], drawn: Sequence[Drawn]) -> list[SamplingRow]:
-        """The rows of the draws after those that are ``drawn`` in this step, with their masks."""
+    def rows(self, rows: list[SamplingRow], asking: Sequence[Asking], proposed: Sequence[Drawn]) -> list[SamplingRow]:
+        """The rows for the next drafts, after the ``proposed`` so far in this step, with their masks."""
         return rows
 
 
@@ -75,13 +75,11 @@ NO_MASKS = DraftMasks()
 
 
 class DraftModel(Drafter):
-    """A model that drafts.
+    """A drafter that runs a draft model.
 
-    Args:
-        config: the engine's.
-        target: the model that verifies; its ``tokenizer`` must have the draft model's tokens.
-        masks: of the drafts (phase 12).
-        load: loads the draft model, or a part of it (phase 12.1); as ``load_model``.
+    Args: config: the engine's. target: the model that verifies; its ``tokenizer`` must have the draft model's tokens.
+        masks: for the drafts (phase 12). load: like ``load_model``, loads the draft model, or a shard of it (phase
+        12.1).
 
     Raises ConfigError for another vocabulary, and what ``load_model`` raises.
     """
@@ -89,7 +87,7 @@ class DraftModel(Drafter):
     pool: CachePoolProtocol
     runner: Runner
     pending: PendingDrafts | None = None
-    drawn: Sequence[Drawn] = ()  # the drafts of the step, until they are collected
+    proposed: Sequence[Drawn] = ()  # the step's drafts, until they are collected
 
     def __init__(
         self,
@@ -113,7 +111,7 @@ class DraftModel(Drafter):
     def join(
         self, pool: CachePoolProtocol, make_memory: MakeMemory, make_runner: MakeRunner, max_seq_len: int
     ) -> CachePoolProtocol:
-        """Makes a pool with as many blocks, and the runner."""
+        """Makes a pool with the same number of blocks, and the runner."""
         own, longest = memory_settings(self.config, pool), min(max_seq_len, self.model.max_positions)
         self.room = own.most_tokens_of_a_step(longest)
         self.pool, view = make_memory(own, self.model, longest)
@@ -130,8 +128,8 @@ class DraftModel(Drafter):
         entries, asking = self._missing(schedule)
         if not entries:
             return
-        self.runner.sampler.penalties.forget()  # they count the drafts of the step before
-        drawn: list[Drawn] = []
+        self.runner.sampler.penalties.forget()  # they count the previous step's drafts
+        proposed: list[Drawn] = []
         is_decode = len(asking) == len(entries) and all(entry.num_tokens == 1 for entry in entries)
         launched = self._run(schedule, entries, max(ask[2] for ask in asking) - 1 if is_decode else 0)
         for number, entry in enumerate(entries):
@@ -140,34 +138,36 @@ class DraftModel(Drafter):
                 entry.request.num_computed_tokens += entry.num_tokens
         numbers = [number for number, entry in enumerate(entries) if entry.num_logit_rows]
         while asking:
-            rows = [draft_request.sampling_row(len(drawn))._replace(num_drafts=0) for _, draft_request, _ in asking]
+            rows = [draft_request.sampling_row(len(proposed))._replace(num_drafts=0) for _, draft_request, _ in asking]
             if self.is_masked:
-                rows = self.masks.rows(rows, asking, drawn)
+                rows = self.masks.rows(rows, asking, proposed)
             sampled = self.runner.sample(launched, rows)
-            drawn.append((asking, numbers, sampled))
-            goes_on = [ask[2] > len(drawn) and n not in sampled.errors for ask, n in zip(asking, numbers, strict=True)]
+            proposed.append((asking, numbers, sampled))
+            goes_on = [
+                ask[2] > len(proposed) and n not in sampled.errors for ask, n in zip(asking, numbers, strict=True)
+            ]
             before = [entries[number] for number in compress(numbers, goes_on)]
             entries = [Scheduled(entry.request, entry.start + entry.num_tokens, num_tokens=1) for entry in before]
             asking, numbers = list(compress(asking, goes_on)), list(range(len(entries)))
             if entries:
                 again = self.runner.repeat(launched) if all(goes_on) else None
-                launched = again or self._run(schedule, entries, max(ask[2] for ask in asking) - len(drawn) - 1)
-        self.drawn = drawn
-        if self.pending is None or not drawn:
+                launched = again or self._run(schedule, entries, max(ask[2] for ask in asking) - len(proposed) - 1)
+        self.proposed = proposed
+        if self.pending is None or not proposed:
             self.collect()
             return
-        ids = iter(self.pending.put([ids for _, _, sampled in drawn for ids in sampled.ids]))
-        for asking, numbers, sampled in drawn:
+        ids = iter(self.pending.put([ids for _, _, sampled in proposed for ids in sampled.ids]))
+        for asking, numbers, sampled in proposed:
             _hand_out(asking, numbers, sampled.errors, ids)
 
     def leave_drafts_in(self, pending: PendingDrafts) -> None:
         self.pending = pending
 
     def collect(self) -> None:
-        drawn, self.drawn = self.drawn, ()
-        for request, _, _ in drawn[0][0] if drawn else ():
+        proposed, self.proposed = self.proposed, ()
+        for request, _, _ in proposed[0][0] if proposed else ():
             request.draft_ids = []
-        for asking, numbers, sampled in drawn:
+        for asking, numbers, sampled in proposed:
             _hand_out(asking, numbers, sampled.errors, iter(sampled.wait().token_ids))
 
     @cached_property
@@ -175,13 +175,13 @@ class DraftModel(Drafter):
         return step_costs(self.model)
 
     def _missing(self, schedule: Schedule) -> tuple[list[Scheduled], list[Asking]]:
-        """The entries of the first forward, those of one token first, and the requests for which it samples."""
+        """The entries of the first forward, one-token entries first, and the requests that it samples for."""
         found: list[tuple[Scheduled, Asking]] = []
         room = self.room
         for number, (request, start, num_tokens, num_drafts, _, _) in enumerate(schedule):
             if num_drafts:
                 request.draft_ids = []
-            draft_request = self.pair.draft_requests.get(request)  # None: it has ended in the step that was in flight
+            draft_request = self.pair.draft_requests.get(request)  # None: it ended in the step that was in flight
             is_following = number >= schedule.num_decoding and request.params.use_speculative_decoding
             if draft_request is None or not (num_drafts or is_following):
                 continue
@@ -196,12 +196,12 @@ class DraftModel(Drafter):
                 found.append(
                     (Scheduled(draft_request, begin, size, 0, int(draws)), (request, draft_request, num_drafts))
                 )
-        found.sort(key=lambda pair: pair[0].num_tokens > 1)  # those of one token have a kernel of their own
+        found.sort(key=lambda pair: pair[0].num_tokens > 1)  # one-token entries have their own kernel
         return [entry for entry, _ in found], [asking for entry, asking in found if entry.num_logit_rows]
 
     def _follow(self, draft_request: Request, request: Request) -> int:
-        """Append the tokens that are known by now, and count the drafts that turned out right, whose keys are there.
-        Returns the number of tokens in the draft model's cache.
+        """Append the tokens known by now, and count the accepted drafts, whose keys are cached. Returns the number of
+        tokens in the draft model's cache.
         """
         for token_id in request.output_ids[len(draft_request.output_ids) :]:
             draft_request.append(token_id)
@@ -223,7 +223,7 @@ class DraftModel(Drafter):
 def _hand_out(
     asking: Sequence[Asking], numbers: Sequence[int], errors: Container[int], token_ids: Iterator[int]
 ) -> None:
-    """Append a draft to each request, unless the draft model failed at it, or at the one before."""
+    """Append a draft to each request, unless the draft model failed at this draft or the previous one."""
     position = max(len(request.draft_ids) for request, _, _ in asking)
     for (request, draft_request, _), number in zip(asking, numbers, strict=True):
         if number not in errors:

@@ -1,7 +1,8 @@
 """The interface of a drafter, which proposes tokens for the model to verify. Introduced in phase 11.
 
-The scheduler grants drafts as counts; a drafter fills them with token ids. Invariants: a request has at most as many
-drafts as its entry of the schedule grants; drafts follow the request's known tokens, so no token of it is in flight.
+The scheduler grants numbers of drafts; a drafter supplies the token ids. Invariants: a request has at most as many
+drafts as its entry of the schedule grants; drafts follow the request's known tokens, so no token of that request is in
+flight.
 
 A draft model's drafts stay on the device, where the verifying step reads them. So the host prepares and launches that
 step meanwhile, and waits for the ids only to sample and to accept.
@@ -21,26 +22,26 @@ from shared.scheduling.step_costs import StepCosts
 
 
 class PendingDrafts:
-    """A runner's table of ids after its first ``num_rows``; a draft in it has the id ``-1 - place``."""
+    """A runner's table of ids after its first ``num_rows``; a draft at ``index`` has the id ``-1 - index``."""
 
     def __init__(self, last_ids: torch.Tensor, num_rows: int) -> None:
         self.drafts, self.num_rows = last_ids[num_rows:], num_rows
 
-    def put(self, drawn: Sequence[torch.Tensor]) -> range:
-        """Put the drafts of a step in the table, in place of the last step's; returns the id of each."""
-        count = sum(map(len, drawn))
+    def put(self, drafts: Sequence[torch.Tensor]) -> range:
+        """Put a step's drafts into the table, replacing the previous step's; returns the id of each."""
+        count = sum(map(len, drafts))
         assert count <= len(self.drafts), "or they would be written elsewhere"
-        if drawn:  # else all have failed
-            torch.cat(tuple(drawn), out=self.drafts[:count])
+        if drafts:  # otherwise all have failed
+            torch.cat(tuple(drafts), out=self.drafts[:count])
         return range(-1 - self.num_rows, -1 - self.num_rows - count, -1)
 
 
 class Drafter(ABC):
     """Proposes tokens. The defaults suit a drafter on the host that reserves nothing and samples nothing.
 
-    ``distributions`` has the probabilities ``[V]`` from which a draft was sampled, by its request's serial and the
-    index of the output. Drafts that are not in it were certain. Rejection sampling needs them; it is one object, and
-    changes.
+    ``distributions`` holds the probabilities ``[V]`` that each draft was sampled from (q), by its request's serial and
+    output index. A missing key means that q is one-hot. Rejection sampling needs the mapping, which is mutated in
+    place.
     """
 
     distributions: Mapping[tuple[int, int], torch.Tensor] = MappingProxyType({})
@@ -53,29 +54,29 @@ class Drafter(ABC):
 
     @abstractmethod
     def propose(self, schedule: Schedule) -> None:
-        """Set ``draft_ids`` of each request of the schedule that has drafts; fewer than granted, or none, will do.
+        """Set ``draft_ids`` of each request of the schedule that has drafts; fewer than granted, or none, are allowed.
 
-        It is called in every step. A schedule without drafts may have tokens in flight; its prompts are known.
+        Called in every step. A schedule without drafts may have tokens in flight; its prompts are known.
         """
 
     def leave_drafts_in(self, pending: PendingDrafts) -> None:
         """From now on ``propose`` may leave drafts there, and does not wait for them."""
 
     def collect(self) -> None:
-        """Wait for the drafts that ``propose`` has left on the device, and set ``draft_ids`` anew."""
+        """Wait for the drafts that ``propose`` has left on the device, and set ``draft_ids`` to them."""
 
     def observe(self, schedule: Schedule) -> None:
-        """Set ``num_certain_drafts`` of the requests of a step that was committed: how many drafts after their newest
-        token will be accepted, whatever the earlier ones were. The next schedules read the number.
+        """Set ``num_certain_drafts`` for the requests of a committed step: how many drafts after their newest token are
+        certain to be accepted. The next schedules read the number.
         """
 
     @property
     def step_costs(self) -> StepCosts | None:
-        """What forwards cost that make drafts, each one for each of its requests; None: drafts cost none."""
+        """The cost of the forwards that make drafts, one draft per request each; None: drafts cost nothing."""
         return None
 
     def num_tokens(self, num_drafts: int) -> int:
-        """The tokens of a request in a step that verifies so many of its drafts."""
+        """The tokens of a request in a step that verifies this many of its drafts."""
         return num_drafts + 1
 
 
@@ -86,5 +87,5 @@ class NoDrafter(Drafter):
         """No request has drafts."""
 
     def num_tokens(self, num_drafts: int) -> int:
-        """As many as without a drafter."""
+        """The same as without a drafter."""
         return 1

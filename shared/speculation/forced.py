@@ -1,6 +1,6 @@
 """Drafts that a grammar forces: the text that must come next. Introduced in phase 12.
 
-If a schema leaves a single continuation, as after the first letter of a long key, the text is known, but its tokens are
+If a schema allows only one continuation, as after the first letter of a long key, the text is known, but its tokens are
 not: a model may tokenize it in several ways. So the jump-forward text is tokenized, and its tokens are ordinary drafts,
 which the model accepts or replaces. Appending them as outputs could impose a tokenization that the model never uses.
 
@@ -8,9 +8,9 @@ The other drafter proposes first: its drafts are kept as far as the grammar allo
 forces there follows them. Forced text needs no estimate, so a request gets drafts for all of it, whatever was accepted
 before.
 
-Whitespace between the parts of a document is optional, so strictly nothing is forced there. This module assumes no
-space before a colon or a comma and one space after a colon, as ``json.dumps`` and most models write. Elsewhere the
-forced text ends where whitespace may follow.
+Whitespace between the parts of a document is optional, so strictly speaking nothing is forced there. This module
+assumes no space before a colon or a comma and one space after a colon, as ``json.dumps`` and most models write.
+Elsewhere the forced text ends where whitespace may follow.
 
 Invariant: all drafts of a request are allowed by its grammar, each after those before it.
 """
@@ -42,7 +42,7 @@ COLON = ord(":")
 
 
 class ForcedText:
-    """What must follow in one grammar; remembers the bytes of its states."""
+    """The forced text of one grammar; caches the bytes of its states."""
 
     def __init__(self, automaton: Automaton) -> None:
         self.automaton = automaton
@@ -65,7 +65,7 @@ class ForcedText:
         return bytes(text)
 
     def _bytes_of(self, state: int) -> tuple[bytes, bool]:
-        """The bytes that a state has beside blanks, none if there are many; and whether it has blanks."""
+        """The non-blank bytes that a state allows, none if there are many; and whether it allows blanks."""
         if state not in self._known:
             entries = self.automaton.table[state][self.automaton.columns]
             is_blank = (entries != REFUSED) & (entries & (1 << ACTION_BITS) - 1 == Action.BLANK)
@@ -90,7 +90,7 @@ class ForcedTextDrafter(Drafter):
         return self.drafter.join(pool, make_memory, make_runner, max_seq_len)
 
     def propose(self, schedule: Schedule) -> None:
-        for request in schedule.prompts.requests:  # the next schedule may come before the prompt is committed
+        for request in schedule.prompts.requests:  # the next schedule may precede the commit of the prompt
             self._note(request)
         entries = list(schedule)
         for number, entry in enumerate(schedule):
@@ -108,7 +108,7 @@ class ForcedTextDrafter(Drafter):
         self.distributions.clear()
         self.distributions.update(self.drafter.distributions)
         if any(num_drafts and request.constraint is not None for request, *_, num_drafts, _, _ in others):
-            self.drafter.collect()  # a grammar is asked about each draft
+            self.drafter.collect()  # the grammar is checked for each draft
         for request, *_, num_drafts, _, _ in others:
             constraint = request.constraint
             if not num_drafts or not isinstance(constraint, Constraint) or request.status is not RequestStatus.RUNNING:
@@ -145,7 +145,7 @@ class ForcedTextDrafter(Drafter):
         return self.drafter.num_tokens(num_drafts)
 
     def _note(self, request: Request) -> None:
-        """Count the drafts that are forced after what a request has, if it wants drafts."""
+        """Count the drafts that are forced after a request's known tokens, if it wants drafts."""
         constraint = request.constraint
         if isinstance(constraint, Constraint) and request.params.use_speculative_decoding:
             state = constraint.after(request.output_ids)
@@ -161,7 +161,7 @@ class ForcedTextDrafter(Drafter):
         return self.spelled(self.grammars[fsm].after(now, last[0] if last else 0))
 
     def _spelled(self, forced: bytes) -> tuple[int, ...]:
-        """The tokens of a text, up to the first special one, or half a character at its end."""
+        """The tokens of a text, up to the first special one or an incomplete last character."""
         text = forced.split(bytes([SPECIAL_BYTE]))[0].decode(errors="ignore")
         ids = self.tokenizer.encode(text, add_special_tokens=False) if text else []
         spelled = b"".join(map(self.tokenizer.token_bytes, ids))

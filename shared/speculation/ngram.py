@@ -1,8 +1,8 @@
-"""Drafts without a model: what followed the same tokens before. Introduced in phase 11.
+"""Drafts without a model: the tokens that followed the same tokens earlier. Introduced in phase 11.
 
 An answer often repeats parts of its prompt, or of itself: names, quotations, code. So the last tokens are looked up in
 the text before them, and the tokens that followed there are proposed (prompt lookup decoding: Saxena 2023; LLMA: Yang
-et al., arXiv 2304.04487). The match is the position with the longest common suffix, the latest of equals.
+et al., arXiv 2304.04487). The match is the position with the longest common suffix, the latest among equals.
 
 The search is zlib's LZ77: a table holds the last position of each pair of tokens, and each position links to the
 previous one with the same pair. A new token costs one entry, and a search visits at most ``MOST_VISITED`` positions, so
@@ -46,15 +46,15 @@ class NGramIndex:
             last[pair] = end
 
     def following(self, count: int) -> list[int]:
-        """Up to ``count`` tokens that followed the longest suffix found again; empty if no pair is.
+        """Up to ``count`` tokens that followed the longest suffix found again; empty if not even a pair is.
 
         A suffix that overlaps its own repetition is continued periodically.
         """
         ids, size = self.ids, len(self.ids)
         # exercise 11x1: find the suffix
         # hint: self.last has where the newest pair occurred last, and self.before[end] where before that; 0: nowhere
-        # hint: from each place count back while the tokens equal the text's last ones, up to LONGEST tokens
-        # hint: keep the longest, and of equals the one that was found first; compare at most MOST_VISITED places
+        # hint: from each such end count back while the tokens equal the text's last ones, up to LONGEST tokens
+        # hint: keep the longest, and of equals the one that was found first; compare at most MOST_VISITED of them
         # hint: the tokens from `end` on followed; where they run out, the first of them are next again
         if size < 3:
             return []
@@ -79,7 +79,8 @@ class NGramIndex:
 
 
 class NGramDrafter(Drafter):
-    """Looks up the newest tokens of each request in its own text: its drafts are certain, and cost no forward."""
+    """Looks up the newest tokens of each request in its own text; q of its drafts is one-hot, and they cost no
+    forward."""
 
     def __init__(self) -> None:
         self.indices: WeakKeyDictionary[Request, NGramIndex] = WeakKeyDictionary()

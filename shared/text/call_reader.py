@@ -1,12 +1,13 @@
 """Reads one call, ``{"name": …, "arguments": {…}}``, one character at a time. Introduced in phase 12.
 
-The arguments are passed on while they are generated, so they are not parsed: brackets and strings are followed, to find
-their end, and a client checks the rest. What a model wrote by itself is read leniently: members may come in any order,
-arguments that come before the name wait for it, and members of other names are skipped, since models add some. Where a
-grammar spells calls, only its spelling is a call: everything else is free text, whose arguments follow no schema.
+The arguments are passed on while they are generated, so they are not parsed: the reader tracks brackets and strings
+only to find their end, and the client checks the rest. Text written without a grammar is read leniently: members may
+come in any order, arguments that precede the name are held until it is known, and unknown members, which models add,
+are skipped. If a grammar spells calls, only that spelling is a call; anything else is free text, whose arguments follow
+no schema.
 
-Invariant: a call is known (``name``) only when its name is that of a function and its arguments are an object; from
-then on it stands, even if the text breaks off inside its arguments.
+Invariant: a call is known (``name``) only once its name is a function's and its arguments are an object; from then on
+it counts, even if the text breaks off inside its arguments.
 """
 
 import json
@@ -21,20 +22,16 @@ Reading = Generator[None, str, str]
 
 
 class BrokenCallError(Exception):
-    """The character cannot stand here."""
+    """The character is not allowed here."""
 
 
 class CallReader:
     """Reads one object.
 
-    Attributes:
-        name: of the function; None until the call is known.
-        named: the same, but already when the name has been read.
-        has_others: it has members that no call needs.
-        is_done: the last brace has been read.
+    Attributes: name: the function's name; None until the call is known. named: the same, but set as soon as the name
+        has been read. has_others: it has members that a call does not need. is_done: the last brace has been read.
 
-    Args:
-        spelling: what stands before and after the name where a grammar spells calls; None: read leniently.
+    Args: spelling: the text before and after the name if a grammar spells calls; None: read leniently.
     """
 
     def __init__(self, names: Collection[str], spelling: tuple[str, str] | None = None) -> None:
@@ -48,14 +45,14 @@ class CallReader:
         next(self._reading)
 
     def read(self, character: str) -> None:
-        """Read one more. Raises BrokenCallError, and leaves it unread, if the text is no call any more."""
+        """Read one more. Raises BrokenCallError, and leaves it unread, if the text is no longer a call."""
         try:
             self._reading.send(character)
         except StopIteration:
             self.is_done = True
 
     def take(self) -> str:
-        """The arguments of a known call that have been read since the last time."""
+        """The arguments of a known call that have been read since the last call of this method."""
         if self.name is None:
             return ""
         text = "".join(self._arguments)
@@ -113,7 +110,7 @@ def _literal(text: str) -> Generator[None, str, None]:
 
 
 def _value(character: str, read: list[str]) -> Reading:
-    """Read a value that begins with this character; its text goes to ``read``."""
+    """Read a value that begins with this character, and append its text to ``read``."""
     if character not in '"{[':
         _require(character in _SCALARS)
         while character in _SCALARS:

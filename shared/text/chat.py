@@ -1,12 +1,12 @@
-"""Conversations as prompts, through Jinja2 templates of our own. Introduced in phase 2.
+"""Conversations as prompts, using our own Jinja2 templates. Introduced in phase 2.
 
-An instruction-tuned model answers well only in the exact format it was trained on, down to a newline. Checkpoints carry
-a template for that, which is untrusted code; ours are few, short, readable and compared with theirs (`chat_format`).
-They are rendered in an immutable sandbox all the same.
+An instruction-tuned model answers well only in the exact format it was trained on, down to a newline. Checkpoints
+include a template for it, which is untrusted code; ours are few, short, readable and compared with theirs
+(`chat_format`). They are rendered in an immutable sandbox nevertheless.
 
 Invariant: for messages of plain text, `encode_chat` gives the ids of transformers' ``apply_chat_template`` on the
 official checkpoint: one BOS where the family has one, never two. Text inside a message never becomes a control token,
-and no text but an assistant's own becomes a mark of its thoughts or calls.
+and only an assistant's own text becomes a mark of thoughts or calls.
 """
 
 import datetime
@@ -41,7 +41,7 @@ THINKING_TEMPLATES = ("qwen3",)
 # How each template that has tools lays out their JSON (phase 12).
 TOOL_INDENTS = {"llama3": 4, "qwen3": None, "chatml": None}
 _CALL_MARKS = ("<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>")
-# Texts by which a format divides a turn; where they are tokens, those are mostly not special.
+# Texts that divide a turn in some format; if they are tokens, these are mostly not special.
 _MARKS: dict[str, tuple[str, ...]] = {"qwen3": ("<think>", "</think>", *_CALL_MARKS), "chatml": _CALL_MARKS}
 
 
@@ -59,7 +59,7 @@ class ChatMessage:
 
     role        system, user, assistant, or tool: the result of a call of the assistant's last turn
     tool_calls  of an assistant, after the content (Llama 3 has one call and no content)
-    reasoning   of an assistant: its thoughts, where they are not in the content; for formats without thinking nothing
+    reasoning   of an assistant: its thoughts, if they are not in the content; ignored by formats without thinking
     """
 
     role: str
@@ -92,7 +92,7 @@ def choose_template(family: str, tokenizer: Tokenizer) -> str:
 
 
 def has_tools(template: str, tokenizer: Tokenizer) -> bool:
-    """Whether a template has tools for this checkpoint: the first Llama 3 has none, 3.1 and later have."""
+    """Whether a template supports tools for this checkpoint: the first Llama 3 does not, 3.1 and later do."""
     has_date = template != "llama3" or llama_date(tokenizer, datetime.date.today()) is not None
     return template in TOOL_INDENTS and has_date
 
@@ -142,7 +142,7 @@ def render_chat(
 
 
 def encode_chat(tokenizer: Tokenizer, messages: Sequence[ChatMessage], *, template: str, **options: Any) -> list[int]:
-    """Token ids of a conversation: those of `chat_parts`, without special tokens added; it has the options."""
+    """Token ids of a conversation: those of `chat_parts`, without added special tokens; it takes the same options."""
     parts = chat_parts(tokenizer, messages, template=template, **options)
     return [index for part in parts for index in tokenizer.encode(part, add_special_tokens=False)]
 
@@ -157,14 +157,14 @@ def chat_parts(
     today: datetime.date | None = None,
     tools: Sequence[Mapping[str, Any]] = (),
 ) -> list[str]:
-    """The prompt text of a conversation in parts to tokenize one by one; BOS comes from the template alone.
+    """The prompt text of a conversation, in parts to tokenize one by one; BOS comes from the template alone.
 
     Differences between checkpoints of one family are read from the checkpoint: whether Llama's system turn contains a
     date (see `llama_date`; `today` defaults to the clock), and whether ChatML has SmolLM2's default system message.
 
     A special token written out in a message ("<|im_end|>") stays text: it is cut after its first character, and the
     parts are tokenized separately, so a user cannot forge a turn. The same holds for the marks of thoughts, calls and
-    results ("<think>"), but for those that an assistant wrote. transformers encodes both as tokens; for every other
+    results ("<think>"), except those that an assistant wrote. transformers encodes both as tokens; for every other
     content the ids are the same.
     """
     described = [json.dumps(tool, ensure_ascii=False, indent=TOOL_INDENTS.get(template)) for tool in tools]
@@ -205,7 +205,7 @@ def llama_date(tokenizer: Tokenizer, today: datetime.date) -> str | None:
     """The date that a Llama 3 checkpoint expects in its system turn, or None for the format without one.
 
     Llama 3.2's template reads the clock, 3.1's and 3.3's contain a fixed date, the first Llama 3's has none; the
-    checkpoint's template tells which. Without a template, the token <|eom_id|> (3.1 and later) means the fixed date.
+    checkpoint's template shows which. Without a template, the token <|eom_id|> (3.1 and later) means the fixed date.
     """
     own = tokenizer.chat_template
     if own is None:
@@ -259,6 +259,6 @@ def unused_character(texts: Sequence[str]) -> str:
 
 
 def _cut(content: str, tokens: AbstractSet[str], seam: str) -> str:
-    """`content` with `seam` after the first character of every one of these tokens written out in it."""
+    """`content` with `seam` after the first character of each of these tokens that is written out in it."""
     present = [re.escape(token) for token in tokens if len(token) > 1 and token in content]
     return re.sub(f"(?=(?:{'|'.join(present)}))(.)", rf"\1{seam}", content, flags=re.DOTALL) if present else content

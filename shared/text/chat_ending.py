@@ -1,7 +1,7 @@
-"""How the prompt of a conversation ends, whichever template renders it. Introduced in phase 4.
+"""How a conversation's prompt ends, whichever template renders it. Introduced in phase 4.
 
-Invariant: a prompt that is left open ends where the text of the last message does, as transformers'
-``continue_final_message`` ends it: a template that trims contents trims this one too.
+Invariant: an open prompt ends where the last message's text does, as with transformers' ``continue_final_message``: a
+template that trims contents trims this one too.
 """
 
 from collections.abc import Callable, Sequence
@@ -24,9 +24,10 @@ class Ending(Enum):
 def ended_parts(
     render: Callable[..., list[str]], messages: Sequence[ChatMessage], ending: Ending, **options: Any
 ) -> list[str]:
-    """The prompt's text in parts, as ``render`` gives it: `shared.text.chat.chat_parts` without its tokenizer.
+    """The prompt's text in parts, in the form that ``render`` gives: `shared.text.chat.chat_parts` without its
+    tokenizer.
 
-    Raises RequestError as ``render`` does, and if the text that is to go on is not in the prompt.
+    Raises RequestError as ``render`` does, and if the text to be continued is not in the prompt.
     """
     if ending is not Ending.OPEN:
         return render(messages, add_generation_prompt=ending is Ending.HEADER, **options)

@@ -1,8 +1,8 @@
-"""Which chat template a model's conversations go through, chosen when it is loaded. Introduced in phase 2.
+"""Which chat template renders a model's conversations, chosen when the model is loaded. Introduced in phase 2.
 
-Our own templates are used where they give the prompts of the checkpoint's. Where none does, what differs is refused
-with the first difference, rather than answered from a prompt that the model was not trained on; a setting decides then:
-``builtin:NAME``, ``checkpoint``, or a file.
+Our own templates are used if they give the same prompts as the checkpoint's. If none does, the capability that differs
+is refused, with the first difference, rather than answered from a prompt that the model was not trained on; a setting
+then decides: ``builtin:NAME``, ``checkpoint``, or a file.
 
 Invariant: without that setting, a prompt equals the one of the checkpoint's template on every probe of its capability.
 """
@@ -60,7 +60,7 @@ class ChatFormat:
         **options: Any,
     ) -> list[str]:
         """The prompt's text in parts to tokenize one by one; `shared.text.chat.chat_parts` has the options. Raises
-        RequestError for a conversation that takes a capability that is refused.
+        RequestError for a conversation that needs a refused capability.
         """
         has_calls = bool(tools) or any(message.tool_calls or message.role == "tool" for message in messages)
         answers = [message for message in messages if message.role == "assistant"]
@@ -69,7 +69,7 @@ class ChatFormat:
         for capability, reason in self.refusals.items():
             if needed[capability]:
                 raise RequestError(reason)
-        assert self.render is not None  # or chat would be refused
+        assert self.render is not None  # otherwise chat would be refused
         return self.render(messages, thinking=thinking, tools=tools, **options)
 
     def encode(self, messages: Sequence[ChatMessage], **options: Any) -> list[int]:
@@ -79,7 +79,7 @@ class ChatFormat:
 
 
 def checked_setting(setting: str) -> str:
-    """The setting, a file by its absolute path. Raises ConfigError if it names no template, whatever the model."""
+    """The setting, with a file as its absolute path. Raises ConfigError if it names no template, whatever the model."""
     if setting == CHECKPOINT:
         return setting
     if setting.startswith(BUILTIN):
@@ -95,10 +95,10 @@ def checked_setting(setting: str) -> str:
 
 
 def chat_format(tokenizer: Tokenizer, family: str, setting: str | None = None) -> ChatFormat:
-    """The format of a model, by the setting ``--chat-template`` if it is given.
+    """A model's format, by the setting ``--chat-template`` if it is given.
 
     Raises ConfigError for a setting that names no template, and ModelFolderError for a checkpoint without a template
-    that fits none of ours, or with one that is set and cannot be rendered.
+    that none of ours fits, or with a requested one that cannot be rendered.
     """
     if setting is None:
         return _agreeing(tokenizer, family)
@@ -118,7 +118,7 @@ def chat_format(tokenizer: Tokenizer, family: str, setting: str | None = None) -
 
 
 def _agreeing(tokenizer: Tokenizer, family: str) -> ChatFormat:
-    """Ours that agrees with the checkpoint's: in everything, or else at least in plain chat."""
+    """Our template that agrees with the checkpoint's: in everything, or else at least in plain chat."""
     sources = tokenizer.chat_templates
     if not sources:
         return _builtin(tokenizer, choose_template(family, tokenizer))
@@ -130,7 +130,7 @@ def _agreeing(tokenizer: Tokenizer, family: str) -> ChatFormat:
     finally:
         process.close()
     names = list(NAMES)
-    with suppress(ModelFolderError):  # a template may equal one of ours whose tokens the tokenizer lacks
+    with suppress(ModelFolderError):  # a template may equal one of ours whose tokens are missing in the tokenizer
         names.insert(0, choose_template(family, tokenizer))
     refusals: dict[str, dict[Capability, str]] = {}
     for template in dict.fromkeys(names):

@@ -1,8 +1,9 @@
-"""A conversation through a chat template that is not ours: a checkpoint's own, or a file's. Introduced in phase 2.
+"""Renders a conversation with a chat template that is not ours: a checkpoint's own, or a file's. Introduced in phase 2.
 
-A template that we did not write may do anything with a message's text, so it is rendered twice: with the texts as they
-are, and with a mark after each character that may begin a control token. Where the two differ in more than the marks,
-the template reads such texts, and the conversation is refused; otherwise the marks say which tokens the texts wrote.
+A template that we did not write may do anything with a message's text, so it is rendered twice: with the original
+texts, and with a mark after each character that may begin a control token. If the two differ in more than the marks,
+the template inspects such texts, and the conversation is refused; otherwise the marks show which tokens came from the
+texts.
 
 Invariant: a control token that begins in the text of a message, a call or a tool stays text.
 """
@@ -23,8 +24,8 @@ _MARKS = tuple(f"<{slash}{name}>" for name in ("think", "tool_call", "tool_respo
 
 
 class CheckpointTemplate:
-    """Renders conversations as transformers does, in the child process. Of the ``sources``, "tool_use" is for
-    conversations with tools, "default" for all others.
+    """Renders conversations as transformers does, in the child process. In ``sources``, "tool_use" is for conversations
+    with tools, "default" for all others.
     """
 
     def __init__(self, tokenizer: Tokenizer, sources: Mapping[str, str], process: TemplateProcess) -> None:
@@ -47,7 +48,7 @@ class CheckpointTemplate:
         tools: Sequence[Mapping[str, Any]] = (),
     ) -> list[str]:
         """The prompt's text in parts to tokenize one by one, as `shared.text.chat.chat_parts` gives it. Raises
-        RequestError for a conversation that the template refuses, or whose texts cannot be kept apart.
+        RequestError for a conversation that the template refuses, or whose texts cannot be separated from it.
         """
         now = datetime.datetime.combine(today, datetime.time()) if today else datetime.datetime.now()
         options: dict[str, Any] = {"add_generation_prompt": add_generation_prompt, "thinking": thinking, "now": now}
@@ -96,7 +97,7 @@ class CheckpointTemplate:
         return self._process.render(self.sources[name], variables, now)
 
     def _divided(self, shown: str, mark: str) -> list[str]:
-        """The marked text, divided where a mark stands in a control token."""
+        """The marked text, divided where a mark is inside a control token."""
         pieces = shown.split(mark)
         text, parts = "".join(pieces), [pieces[0]]
         end = len(pieces[0])
@@ -110,7 +111,8 @@ class CheckpointTemplate:
 
 
 def _plain(messages: Sequence[ChatMessage], mark: Callable[..., str] | None = None) -> list[dict[str, Any]]:
-    """The messages as templates read them; calls get ids of nine letters, which Mistral's templates ask for."""
+    """The messages in the form that templates expect; calls get ids of nine letters, which Mistral's templates
+    require."""
     mark = mark or (lambda text, *_: text)
     turns: list[dict[str, Any]] = []
     num_calls = 0
@@ -135,7 +137,7 @@ def _plain(messages: Sequence[ChatMessage], mark: Callable[..., str] | None = No
 
 
 def _function(call: ToolCall, mark: Callable[..., str]) -> dict[str, Any]:
-    """A call with the arguments as the object that templates expect; those that were cut short as their text."""
+    """A call whose arguments are the object that templates expect; truncated arguments stay text."""
     try:
         value = json.loads(call.arguments)
     except (ValueError, RecursionError):
@@ -152,7 +154,7 @@ def _mapped(value: Any, change: Callable[..., str]) -> Any:
 
 
 def _strings(value: Any) -> list[str]:
-    """All strings in a value of JSON, keys too."""
+    """All strings in a JSON value, including keys."""
     if isinstance(value, str):
         return [value]
     parts = [*value, *value.values()] if isinstance(value, Mapping) else value if isinstance(value, list) else ()

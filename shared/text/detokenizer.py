@@ -6,7 +6,7 @@ collected, and text is released as soon as it is certain. An answer continues it
 character, and only the first word of a whole text loses its space. Introduced in phase 2.
 
 Invariant: the pieces of all `push` calls and `flush`, joined, equal `tokenizer.decode(ids)`; after a prompt they equal
-what the whole adds to the text of the prompt's complete characters.
+what the sequence adds to the text of the prompt's complete characters.
 """
 
 import codecs
@@ -18,12 +18,11 @@ from shared.text.tokenizer import Tokenizer
 class IncrementalDecoder:
     """Streams the text of one sequence. State: the bytes seen but not yet emitted.
 
-    Args:
-        prompt_ids: what the sequence continues. Of its text only an incomplete last character is emitted, with what
-            completes it.
-        completes: whether the sequence may complete that character; one with a grammar begins a text of its own.
+    Args: prompt_ids: the prompt that the sequence continues. Of the prompt's text only an incomplete last character is
+        emitted, once it is completed. completes: whether the sequence may complete that character; with a grammar it
+        begins a new text.
 
-    Byte-level vocabularies release a character with its last byte. Byte-fallback vocabularies decode a run of
+    Byte-level vocabularies release a character once its last byte arrives. Byte-fallback vocabularies decode a run of
     ``<0xNN>`` tokens as a whole (valid, or every byte becomes U+FFFD), so a run is held until the next ordinary token.
     """
 
@@ -32,7 +31,7 @@ class IncrementalDecoder:
         self._utf8 = codecs.getincrementaldecoder("utf-8")(errors="replace")
         self._run = bytearray()
         self._strip, self._num_to_strip = tokenizer.decoder.stripped_prefix
-        self._holds_nothing = self._num_to_strip == 0  # no bytes, and no prefix that is still to be stripped
+        self._holds_nothing = self._num_to_strip == 0  # no bytes, and no prefix left to strip
         for token_id in self._end_of(prompt_ids):
             self.push(token_id)
         self.settle()
@@ -56,7 +55,7 @@ class IncrementalDecoder:
         return text
 
     def settle(self) -> str:
-        """The remaining text at the end of a prompt; an incomplete character is held for what follows."""
+        """The remaining text at the end of a prompt; an incomplete character is held until it is completed."""
         utf8 = codecs.getincrementaldecoder("utf-8")(errors="replace")
         utf8.decode(bytes(self._run))
         incomplete, _ = utf8.getstate()
@@ -70,7 +69,7 @@ class IncrementalDecoder:
         return self._without_prefix(self._end_run() + self._utf8.decode(b"", final=True))
 
     def _end_of(self, prompt_ids: Sequence[int]) -> Sequence[int]:
-        """The last tokens of a prompt, from one that is text and after which no prefix is to be stripped."""
+        """The last tokens of a prompt, from one that is text and after which no prefix is stripped."""
         for start in reversed(range(len(prompt_ids))):
             text = self._texts[prompt_ids[start]]
             if text and (len(text) >= self._num_to_strip or text.strip(self._strip)):

@@ -3,8 +3,8 @@
 `template_process` starts it as a script, so that code of a model folder never runs in the engine's process. It imports
 Jinja alone, limits its own memory and time, and answers each line of JSON on standard input with one.
 
-Invariant: a template renders as transformers renders it, in the immutable sandbox and without a loader: what a template
-reaches is what the line holds.
+Invariant: templates are rendered as in transformers, in the immutable sandbox and without a loader, so a template can
+reach only what the line contains.
 """
 
 import json
@@ -91,10 +91,10 @@ def _rendered(source: str, variables: dict[str, Any], now: str, most_bytes: int)
 
 def main(seconds: int, memory_bytes: int, most_bytes: int) -> None:
     for kind, limit in ((resource.RLIMIT_AS, memory_bytes), (resource.RLIMIT_FSIZE, 0), (resource.RLIMIT_CORE, 0)):
-        with suppress(OSError, ValueError):  # macOS does not limit memory; the limit of time holds there
+        with suppress(OSError, ValueError):  # macOS does not limit memory; the time limit covers that
             resource.setrlimit(kind, (limit, limit))
     _, most_seconds = resource.getrlimit(resource.RLIMIT_CPU)
-    print("{}", flush=True)  # ready: the time of the imports is not a template's
+    print("{}", flush=True)  # ready: imports do not count as the template's time
     for line in sys.stdin:
         usage = resource.getrusage(resource.RUSAGE_SELF)
         soft = math.ceil(usage.ru_utime + usage.ru_stime + seconds)

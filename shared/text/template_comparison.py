@@ -1,9 +1,10 @@
 """Whether a chat template of ours gives the prompts of a checkpoint's own. Introduced in phase 2.
 
-Both render the same few conversations, the probes, on the same date. They are compared for plain chat, for tools and
-for thinking, each for itself, because a checkpoint may agree with ours in one and not in another.
+Both render the same few conversations, the probes, on the same date. They are compared separately for plain chat, tools
+and thinking, because a checkpoint may agree with ours in one and not in another.
 
-Invariant: a template agrees in a capability only if every probe of it has the same text, or is refused by both.
+Invariant: a template agrees in a capability only if every probe of that capability gives the same text, or is refused
+by both.
 """
 
 import datetime
@@ -74,14 +75,14 @@ PROBES = (
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a template makes of a probe: the prompt, or the sentence with which it refuses one."""
+    """A template's result for a probe: the prompt, or the sentence with which it refuses the probe."""
 
     text: str
     is_prompt: bool
 
 
 class ProbedTemplate:
-    """A checkpoint's template with what it makes of each probe. One that exceeded a bound is not tried again."""
+    """A checkpoint's template with its result for each probe. A probe that exceeded a limit is not tried again."""
 
     def __init__(self, theirs: CheckpointTemplate) -> None:
         now = datetime.datetime.combine(DATE, datetime.time())
@@ -98,13 +99,13 @@ class ProbedTemplate:
 
     @property
     def error(self) -> str | None:
-        """Why it gives no prompt for a plain question; None: it gives one."""
+        """Why the template gives no prompt for a plain question; None: it gives one."""
         outcome = self._outcomes[_QUESTION]
         return None if outcome.is_prompt else outcome.text
 
     @property
     def reads_tools(self) -> bool:
-        """Whether it writes anything of the tools of a conversation."""
+        """Whether it writes anything about a conversation's tools."""
         return self._outcomes[_QUESTION_WITH_TOOL] != self._outcomes[_QUESTION]
 
     @property
@@ -114,7 +115,7 @@ class ProbedTemplate:
 
     @property
     def call_format(self) -> ToolFormat | None:
-        """How it writes calls; None without tools, or if this engine does not read calls of that form."""
+        """How the template writes calls; None without tools, or if this engine does not read calls of that form."""
         outcome = self._outcomes[_ONE_CALL]
         if not (self.reads_tools and outcome.is_prompt):
             return None
@@ -127,8 +128,8 @@ class ProbedTemplate:
         return None
 
     def differences(self, tokenizer: Tokenizer, template: str) -> dict[Capability, str]:
-        """Where it and ours of this name first differ, by capability. One without tools does not say how they are
-        written, so ours stand.
+        """The first difference between the template and ours of this name, by capability. A template without tools does
+        not show how calls are written, so ours decides.
         """
         left_out: set[Probe] = set() if template in THINKING_TEMPLATES else {_THINKING_ON}
         if template in TOOL_FORMATS and not TOOL_FORMATS[template].has_several:
@@ -147,7 +148,7 @@ class ProbedTemplate:
 
 
 def digest_of(sources: Mapping[str, str]) -> str:
-    """A name for the templates of a checkpoint: the first 16 digits of their SHA-256."""
+    """A name for a checkpoint's templates: the first 16 digits of their SHA-256."""
     return hashlib.sha256(json.dumps(dict(sources), sort_keys=True).encode()).hexdigest()[:16]
 
 

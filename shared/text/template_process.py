@@ -1,7 +1,7 @@
-"""Renders templates that are not ours in a process of their own, within bounds. Introduced in phase 2.
+"""Renders templates that are not ours in a separate process, within limits. Introduced in phase 2.
 
 A checkpoint's chat template is a program of unknown origin: it may loop, allocate, or break out of Jinja's sandbox. It
-runs in a child, `template_child`, which has no variables of the environment, such as keys.
+runs in a child, `template_child`, which gets no environment variables, such as keys.
 
 Invariant: whatever a template does, `render` returns its text or raises RequestError, after at most `SECONDS`.
 """
@@ -27,25 +27,25 @@ from shared.errors import RequestError
 SECONDS = 2
 MEMORY_BYTES = 256 * 2**20
 TEXT_BYTES = 2**20
-_START_SECONDS = 60.0  # of Python and Jinja, before a template runs
+_START_SECONDS = 60.0  # to start Python and Jinja, before a template runs
 _REPLY_BYTES = 8 * TEXT_BYTES  # JSON writes a character with at most six bytes
 _INHERITED = ("PATH", "LD_LIBRARY_PATH", "SYSTEMROOT")
 
 
 class TemplateBoundError(RequestError):
-    """The child had to be ended."""
+    """The child had to be killed."""
 
 
 class TemplateProcess:
-    """Starts a child at the first template and after one that ended it. Threads may share it."""
+    """Starts a child for the first template, and again after one that killed it. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._child: subprocess.Popen[bytes] | None = None
 
     def render(self, source: str, variables: Mapping[str, Any], now: datetime) -> str:
-        """The text of a template. ``variables`` are values of JSON; ``now`` is what ``strftime_now`` reads. Raises
-        RequestError if the template fails or refuses the conversation, or exceeds a bound.
+        """Render a template; returns its text. ``variables`` are JSON values; ``now`` is what ``strftime_now``
+        reads. Raises RequestError if the template fails or refuses the conversation, or exceeds a limit.
         """
         line = json.dumps({"source": source, "variables": dict(variables), "now": now.isoformat()}).encode() + b"\n"
         with self._lock:
@@ -74,7 +74,7 @@ class TemplateProcess:
     def _started(self) -> "subprocess.Popen[bytes]":
         paths = dict.fromkeys(str(_folder_of(name)) for name in ("jinja2", "markupsafe"))
         child = self._child = subprocess.Popen(
-            # -S, -s, -P: no .pth files and no folder of a user; PYTHONPATH names what is imported
+            # -S, -s, -P: no .pth files and no user folders; PYTHONPATH gives the import path
             [sys.executable, "-SsPB", str(Path(__file__).with_name("template_child.py"))]
             + [str(limit) for limit in (SECONDS, MEMORY_BYTES, TEXT_BYTES)],
             stdin=subprocess.PIPE,
@@ -84,7 +84,7 @@ class TemplateProcess:
             env={name: os.environ[name] for name in _INHERITED if name in os.environ}
             | {"PYTHONPATH": os.pathsep.join(paths), "PYTHONIOENCODING": "utf-8"},
         )
-        # At the end of this process the child reads the end of its input; a fork's end must not end it.
+        # When this process ends, the child reads the end of its input; a fork's end must not stop it.
         weakref.finalize(self, child.kill).atexit = False
         try:
             self._read(child, _START_SECONDS)
@@ -94,7 +94,7 @@ class TemplateProcess:
         return child
 
     def _read(self, child: "subprocess.Popen[bytes]", seconds: float) -> bytes:
-        """A line of the child. Raises OSError if it ends, is too long, or does not come in time."""
+        """A line from the child. Raises OSError if the child ends, or if the line is too long or late."""
         assert child.stdout is not None
         line, deadline = bytearray(), time.monotonic() + seconds
         with selectors.DefaultSelector() as selector:
@@ -109,12 +109,12 @@ class TemplateProcess:
         return bytes(line)
 
     def _end(self, child: "subprocess.Popen[bytes]") -> int:
-        """End the child, unless it has ended; its exit code."""
+        """Kill the child, unless it has ended; returns its exit code."""
         self._child = None
         child.kill()
         for pipe in (child.stdin, child.stdout):
             assert pipe is not None
-            with suppress(OSError):  # what was not written is lost with the child
+            with suppress(OSError):  # unwritten data is lost with the child
                 pipe.close()
         return child.wait()
 

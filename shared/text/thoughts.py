@@ -1,12 +1,12 @@
 """The marks around a model's thoughts, and whether a prompt ends within them. Introduced in phase 11.1.
 
 A model that thinks writes ``<think>``, its thoughts, ``</think>``, and then its answer. A prompt may have opened the
-thoughts: some templates end with ``<think>``, and so may a message that goes on. The limits of thinking, the reader of
-calls and the grammar of an answer all take it from here.
+thoughts: some templates end with ``<think>``, and so may a message to be continued. Thinking limits, the call reader
+and the grammar of an answer all use this module.
 
-Invariant: nothing before the last special token counts, which is where the assistant's turn begins; where no special
-token begins a turn, only the prompt's end counts; and where a mark is a token, only that token counts, which no text of
-a user becomes.
+Invariant: nothing before the last special token counts, since the assistant's turn begins there; if no special token
+begins a turn, only the prompt's end counts; and if a mark is a token, only that token counts, since a user's text never
+becomes it.
 """
 
 from collections.abc import Sequence
@@ -22,12 +22,12 @@ OPENED: Marks = "", CLOSE
 
 
 def thinks(tokenizer: Tokenizer) -> bool:
-    """Whether a model with this tokenizer writes thoughts that can be told from its answer."""
+    """Whether a model with this tokenizer writes thoughts that can be distinguished from its answer."""
     return None not in map(tokenizer.token_id, MARKS)
 
 
 def ends_in_thoughts(prompt_ids: Sequence[int], tokenizer: Tokenizer) -> bool:
-    """Whether an answer to the prompt goes on with thoughts."""
+    """Whether an answer to the prompt continues thoughts."""
     special = tokenizer.special_ids
     if thinks(tokenizer):
         open_id, close_id = map(tokenizer.token_id, MARKS)

@@ -1,8 +1,8 @@
 """From a token's string to its bytes, for the two kinds of BPE vocabulary in use.
 
-A vocabulary stores tokens as printable strings, and the tokenizer's *decoder* says how those become text. Streaming and
-grammar masks need that per token and in bytes, because a character may be spread over several tokens. The kind is read
-from the decoder's own JSON, never guessed from a model's name. Introduced in phase 1b.
+A vocabulary stores tokens as printable strings, and the tokenizer's *decoder* says how these become text. Streaming and
+grammar masks need that per token and in bytes, because a character may span several tokens. The kind is read from the
+decoder's own JSON, never guessed from a model's name. Introduced in phase 1b.
 
 Invariant: joining `bytes_of` over the non-special tokens of a text gives exactly the bytes that the tokenizer's own
 decoder works on; the caller handles bytes that are not UTF-8, and `stripped_prefix`.
@@ -102,7 +102,7 @@ class TokenDecoder:
 
 
 def flattened(part: dict[str, Any], name: str) -> list[dict[str, Any]]:
-    """The steps of a part of a tokenizer; a sequence holds its own in the field ``name``."""
+    """The steps of a part of a tokenizer; a sequence holds its steps in the field ``name``."""
     if part.get("type") != "Sequence":
         return [part]
     return [step for inner in part[name] for step in flattened(inner, name)]

@@ -1,7 +1,7 @@
-"""How many tokens a text has at least, without tokenizing it. Introduced in phase 4.
+"""A lower bound on a text's number of tokens, without tokenizing it. Introduced in phase 4.
 
-A server refuses by it a prompt that no sequence can hold: tokenizing two megabytes takes a second. Invariant: no text
-has fewer tokens than the bound says; for a tokenizer that may drop or shrink text without limit it says 0.
+A server uses it to refuse a prompt that no sequence can hold: tokenizing two megabytes takes a second. Invariant: no
+text has fewer tokens than the bound; for a tokenizer that may drop or shrink text without limit the bound is 0.
 """
 
 import json
@@ -20,7 +20,7 @@ _KEEPING = ("ByteLevel", "Digits", "Metaspace")
 
 @dataclass(frozen=True)
 class TextBound:
-    """``bytes_per_token``: the most UTF-8 bytes of a text that one token stands for; None if there is no limit.
+    """``bytes_per_token``: the maximum number of UTF-8 bytes that one token represents; None if there is no limit.
     ``uncounted``: bytes that the vocabulary lacks; a byte-level tokenizer drops them.
     """
 
@@ -29,7 +29,7 @@ class TextBound:
 
     @classmethod
     def of(cls, tokenizer: Tokenizer) -> "TextBound":
-        """Read it from the vocabulary and the steps of the tokenizer."""
+        """Derive the bound from the vocabulary and the steps of the tokenizer."""
         backend = tokenizer.backend
         shrinks = [1, *(_shrinks(step) for step in _steps(backend.normalizer, "normalizers"))]
         cuts = _steps(backend.pre_tokenizer, "pretokenizers")
@@ -38,7 +38,7 @@ class TextBound:
             type(backend.model).__name__ == "BPE"
             and all(shrinks)
             and all(_keeps(cut) for cut in cuts)
-            and not any(token.lstrip or token.rstrip for token in added)  # such a token takes the spaces beside it
+            and not any(token.lstrip or token.rstrip for token in added)  # such a token absorbs adjacent spaces
         )
         if not is_bounded:
             return cls(None)
@@ -46,7 +46,7 @@ class TextBound:
         uncounted = b""
         if any(cut["type"] == "ByteLevel" for cut in cuts):
             uncounted = bytes(byte for character, byte in BYTE_ALPHABET.items() if character not in vocabulary)
-            lengths = [len(token) for token in vocabulary]  # one character for each byte
+            lengths = [len(token) for token in vocabulary]  # one character per byte
             is_bounded = not (uncounted and backend.normalizer is not None)
         else:
             lengths = [len(token.encode()) for token in vocabulary]
@@ -63,12 +63,12 @@ class TextBound:
 
 
 def _steps(part: Any, name: str) -> list[dict[str, Any]]:
-    """The steps of a normalizer or pre-tokenizer, as JSON; a sequence holds its own in the field ``name``."""
+    """The steps of a normalizer or pre-tokenizer, as JSON; a sequence holds its steps in the field ``name``."""
     return flattened(json.loads(part.__getstate__()), name) if part is not None else []
 
 
 def _shrinks(step: dict[str, Any]) -> int:
-    """How many times shorter a normalizer can make a text; 0 if no limit is known."""
+    """The factor by which a normalizer can shorten a text; 0 if no limit is known."""
     match step:
         case {"type": "NFC"}:
             return NFC_SHRINKS

@@ -30,7 +30,7 @@ class Tokenizer:
     bos_id         the id that starts a text, or None; bos_token is its string ("" without one)
     eos_ids        all ids that end a generation, from tokenizer, generation_config.json and config.json
     special_ids    control tokens, which `decode` skips
-    chat_templates the Jinja2 sources that came with the checkpoint, by name; one alone is "default"
+    chat_templates the Jinja2 sources in the checkpoint, by name; a single one is "default"
     token_names    the special tokens that have a role, by the role: bos_token, eos_token, …
     decoder        converts token strings to bytes
     backend        the tokenizers.Tokenizer underneath
@@ -60,7 +60,7 @@ class Tokenizer:
 
     @property
     def chat_template(self) -> str | None:
-        """The checkpoint's chat template where no tools are given, or None."""
+        """The checkpoint's chat template for conversations without tools, or None."""
         return self.chat_templates.get("default")
 
     @classmethod
@@ -87,7 +87,7 @@ class Tokenizer:
         return cls(fast, eos_ids, TokenDecoder.from_json(decoder.__getstate__() if decoder is not None else None))
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of `text`, with the model's special tokens (mostly one BOS at the start) if wanted.
+        """Token ids of `text`, with the model's special tokens (mostly one BOS at the start) if requested.
 
         A special token written out in `text` becomes that token (`encode_chat` prevents this for messages). Raises
         RequestError for a string that is not valid Unicode (an unpaired surrogate).
@@ -128,7 +128,8 @@ class Tokenizer:
 
 
 class TokenTexts(dict[int, str | None]):
-    """By id the text of a token of whole characters, as most are, "" for a special token; None for any other token."""
+    """By id, the text of a token of whole characters, as most are, or "" for a special token; None for any other
+    token."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self.tokenizer = tokenizer

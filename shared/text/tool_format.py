@@ -11,17 +11,14 @@ from shared.text.thoughts import MARKS, Marks
 
 @dataclass(frozen=True)
 class ToolFormat:
-    """How a chat template writes calls: objects of a name and arguments.
+    """How a chat template writes calls: objects with a name and arguments.
 
     Attributes:
-        opening: opens a call; "" if a call is the whole answer, which its brace opens.
-        closing: closes a call.
-        arguments_key: the key of the arguments.
-        has_several: whether an answer may hold several calls.
-        thought: opens and closes the model's thinking, in which nothing is a call; None without it. What opens it is ""
-            where the prompt has.
-        hidden_token: a special token that may stand before a call.
-        head, middle: how a grammar spells what stands before a name, and between it and the arguments.
+        opening: opens a call; "" if a call is the whole answer, which its brace opens. closing: closes a call.
+        arguments_key: the key of the arguments. has_several: whether an answer may hold several calls. thought: opens
+        and closes the model's thinking, in which nothing is a call; None without it. The opening is "" if the prompt
+            contains it. hidden_token: a special token that may precede a call. head, middle: how a grammar spells the
+            text before a name, and between it and the arguments.
     """
 
     opening: str

@@ -1,11 +1,11 @@
-"""Calls of functions in the text of a model: how a chat format writes them, and a parser that reads their stream.
+"""Function calls in a model's text: how a chat format writes them, and a parser for a stream.
 
-A model that was trained on tools writes its calls as text, in a form of its own, in which a trigger opens a call. The
-parser separates the text into content and calls: of a call first the name, then pieces of its arguments exactly as they
-were generated. A text that looks like a call and is none is given back as content. Introduced in phase 12.
+A model trained on tools writes its calls as text, in its own form, in which a trigger opens a call. The parser
+separates the text into content and calls: for a call, first the name, then pieces of its arguments exactly as
+generated. Text that looks like a call but is not one is returned as content. Introduced in phase 12.
 
-Invariants: what is read depends on the whole text alone, never on how it is divided into pieces; no part of a trigger
-is content unless no call follows it; where a grammar spells calls, a call is what the grammar let through as one.
+Invariants: the result depends only on the whole text, never on how it is divided into pieces; no part of a trigger is
+content unless no call follows it; if a grammar spells calls, exactly what the grammar allows as a call is one.
 """
 
 from collections.abc import Collection, Iterator
@@ -18,7 +18,7 @@ from shared.text.tool_format import ToolFormat
 
 @dataclass(frozen=True)
 class Content:
-    """A piece of text that is no call."""
+    """A piece of text outside calls."""
 
     text: str
 
@@ -46,10 +46,10 @@ _BLANKS = " \n"
 class _Mode(Enum):
     BEGIN = auto()  # nothing but whitespace so far
     THINKING = auto()
-    FIRST = auto()  # a call may begin here, and nowhere later
+    FIRST = auto()  # a call may begin here, but nowhere later
     FREE = auto()
     CALL = auto()
-    AFTER = auto()  # after the object of a call, before its closing
+    AFTER = auto()  # after a call's object, before its closing
     PLAIN = auto()  # no call can follow
 
 
@@ -58,10 +58,9 @@ class ToolParser:
 
     Args:
         names: the functions that may be called; an object with another name is content.
-        has_several: False: only the first call is read as one.
-        is_spelled: a grammar spells the calls of the answer; else it is what a model writes by itself.
-        is_first: no text stands before a call, but for thoughts: so it is where the grammar has calls alone, or calls
-            or a format.
+        has_several: False: only the first call is read as one. is_spelled: a grammar spells the answer's calls;
+        otherwise the model writes them freely. is_first: no text except thoughts precedes a call, as when the grammar
+        allows only calls, or calls or a format.
     """
 
     def __init__(
@@ -77,23 +76,23 @@ class ToolParser:
         self.num_calls = 0
         self._spelling = (form.head, form.middle) if is_spelled else None
         self._is_first = is_first or not form.opening
-        self._blanks = "" if is_first else _BLANKS  # that may stand before a first call
+        self._blanks = "" if is_first else _BLANKS  # may precede the first call
         self._is_cut = False
         self._after_call = _Mode.FREE if has_several and form.has_several else _Mode.PLAIN
         self._mode = _Mode.BEGIN
-        self._text = ""  # not decided; in the mode CALL, not read by the reader
+        self._text = ""  # undecided text; in the mode CALL, not yet read by the reader
         self._reader = CallReader(())
-        self._opened = self._read = ""  # of a call that is not known: what opened it, what the reader has read
+        self._opened = self._read = ""  # of a call not yet known: its opening, and what the reader has read
 
     def push(self, piece: str) -> list[Delta]:
-        """What one more piece of the text decides."""
+        """The results that one more piece of text settles."""
         return self._steps(self._text + piece, is_end=False)
 
     def flush(self, *, is_cut: bool = False) -> list[Delta]:
-        """The end of the text: what is undecided is content, but for whitespace and a half closing after a call.
+        """The end of the text: undecided text is content, except whitespace and a partial closing after a call.
 
-        Where a limit has cut the text, what may be the beginning of a call is no content: it is nothing before its name
-        is complete, and from then on a call, whose arguments may be a beginning.
+        If a limit has truncated the text, a possible beginning of a call is not content: before its name is complete it
+        is dropped, and from then on it is a call, whose arguments may be truncated.
         """
         self._is_cut = is_cut
         return self._steps(self._text, is_end=True)
@@ -165,7 +164,7 @@ class ToolParser:
         self._opened, self._read, self._text = opened, "", after
 
     def _call(self, is_end: bool) -> Iterator[Delta]:
-        """Let the reader read; what it has read of a call that turns out to be none is read again, as content."""
+        """Run the reader; if the text turns out not to be a call, it is read again, as content."""
         reader, count, is_broken = self._reader, 0, False
         was_known = reader.name is not None
         while count < len(self._text) and not (reader.is_done or is_broken):
@@ -206,7 +205,8 @@ class ToolParser:
         self._mode = self._after_call
 
     def _content(self, num_undecided: int, is_end: bool) -> Iterator[Delta]:
-        """Release the text, but for its end: whitespace, which is dropped before and after a call, and a trigger's."""
+        """Release the text except its end: whitespace, which is dropped before and after a call, and the beginning of a
+        trigger."""
         decided = self._text if is_end else self._text[: len(self._text) - num_undecided].rstrip()
         self._text = self._text[len(decided) :]
         if decided.strip() or (decided and not self.num_calls):
@@ -214,13 +214,13 @@ class ToolParser:
 
 
 def _begins(text: str, mark: str) -> bool | None:
-    """Whether a text begins with a mark; None if that is not decided."""
+    """Whether a text begins with a mark; None if that is still undecided."""
     if text.startswith(mark):
         return True
     return None if mark.startswith(text) else False
 
 
 def _overlap(text: str, mark: str) -> int:
-    """Characters of the longest end of a text that is a beginning of a mark."""
+    """The length of the longest suffix of a text that is a proper prefix of a mark."""
     longest = min(len(text), len(mark) - 1)
     return next((count for count in range(longest, 0, -1) if mark.startswith(text[-count:])), 0)

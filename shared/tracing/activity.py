@@ -1,12 +1,12 @@
 """What the host does in a step, when the GPU runs, and what other ranks do: lanes of a trace. Introduced in phase 9.
 
-The engine reads no clock. While it steps, the calls between its parts are therefore wrapped, and each call begins or
-ends a part of the step. A GPU's times are those of CUDA events around the launches of a forward and of a draw; the gaps
-between the kernels of one forward are inside them, and only a profiler shows those. On a CPU a forward is computed
-while it is launched, so there is only the host's lane. Other ranks (phase 12.1) note when they compute or launch a
-forward, by the clock that all processes of a machine share.
+The engine reads no clock. So during a step the calls between its parts are wrapped, and each call begins or ends a part
+of the step. A GPU's times come from CUDA events around the launches of a forward and of sampling; gaps between the
+kernels of one forward are included, and only a profiler shows them. On a CPU a forward is computed while it is
+launched, so there is only the host's lane. Other ranks (phase 12.1) record when they compute or launch a forward, by
+the clock that all processes of a machine share.
 
-Invariants: the spans of a lane do not overlap; after a step the engine has the attributes that it had before.
+Invariants: the spans of a lane do not overlap; after a step the engine's attributes are restored.
 """
 
 import time
@@ -40,13 +40,13 @@ class StepActivity:
     """The activity of one step, which began at ``last_ns``, until ``step`` returns."""
 
     now: Callable[[], int]
-    last_ns: int  # where the part that runs began
+    last_ns: int  # where the current part began
     host: list[Span] = field(default_factory=list)
     launches: list[tuple[str, torch.cuda.Event, torch.cuda.Event]] = field(default_factory=list)  # empty on a CPU
     messages: range = range(0)  # to other ranks
 
     def end(self, name: str | None) -> None:
-        """A part ends, and the next begins; None: neither."""
+        """A part ends, and the next one begins; None: neither."""
         if name is not None:
             began, self.last_ns = self.last_ns, self.now()
             self.host.append(Span(name, began, self.last_ns))
@@ -61,7 +61,7 @@ class ActivityRecorder:
         group: Any = getattr(engine, "group", None)
         self.group = group if group is not None and group.size > 1 else None
         self.offset_ns = now() - time.perf_counter_ns() if self.group else 0
-        self.zero: tuple[torch.cuda.Event, int] | None = None  # a moment by both clocks, of the GPU and of the trace
+        self.zero: tuple[torch.cuda.Event, int] | None = None  # one moment on both clocks, the GPU's and the trace's
         if engine.model.device.type == "cuda":
             torch.cuda.synchronize()
             event = _recorded_event()
@@ -70,7 +70,7 @@ class ActivityRecorder:
 
     @contextmanager
     def watch(self) -> Iterator[StepActivity]:
-        """Time the step that is run in this context."""
+        """Time the step run in this context."""
         activity = StepActivity(self.now, 0)
         first = self.group.sender.number if self.group else 0
         with ExitStack() as undo:
@@ -87,18 +87,18 @@ class ActivityRecorder:
             activity.messages = range(first, self.group.sender.number)
 
     def rank_spans(self, activity: StepActivity) -> tuple[tuple[Span, ...], ...]:
-        """When each other rank computed what the step sent, of the last ``NUM_TIMED`` messages."""
+        """When each other rank computed the step's messages, among the last ``NUM_TIMED``."""
         if self.group is None:
             return ()
-        places = [number % NUM_TIMED for number in activity.messages]
-        times = self.group.board.times[1:, places] + self.offset_ns  # [N - 1, messages, 2]
+        indices = [number % NUM_TIMED for number in activity.messages]
+        times = self.group.board.times[1:, indices] + self.offset_ns  # [N - 1, messages, 2]
         return tuple(
             tuple(Span("forward", began, ended) for began, ended in of_rank if began >= activity.host[0].started_ns)
             for of_rank in times.tolist()
         )
 
     def gpu_spans(self, activity: StepActivity) -> tuple[Span, ...]:
-        """When the GPU ran what the step launched; waits for the GPU."""
+        """When the GPU ran the step's launches; waits for the GPU."""
         if self.zero is None:
             return ()
         event, zero_ns = self.zero
@@ -121,7 +121,7 @@ def _timed(activity: StepActivity, call: Call, on_call: str | None, on_return: s
 
 
 def _launching(activity: StepActivity, name: str, call: Call) -> Call:
-    """The call with an event before and after what it queues."""
+    """The call, with an event before and after the work that it queues."""
 
     def launching(*args: Any) -> Any:
         first = _recorded_event()
@@ -133,14 +133,14 @@ def _launching(activity: StepActivity, name: str, call: Call) -> Call:
 
 
 def _recorded_event() -> torch.cuda.Event:
-    """An event after what the current stream has been given so far."""
+    """An event after everything queued so far on the current stream."""
     event = torch.cuda.Event(enable_timing=True)
     event.record()
     return event
 
 
 def restore(owner: Any, method: str, own: Any) -> None:
-    """Give the object back the method that it had: one of its own, or with None that of its class."""
+    """Restore the object's method: its own, or with None its class's."""
     if own is None:
         delattr(owner, method)
     else:

@@ -4,7 +4,7 @@ A run is a process; its threads are the engine's steps, the host's parts of them
 request; its counters are the lanes. Times are microseconds with three decimals, so nanoseconds are preserved. The
 format is Google's "Trace Event Format" (2016).
 
-Invariant: events of a thread do not overlap, so a viewer cannot nest them wrongly.
+Invariant: events of a thread never overlap, so a viewer cannot nest them wrongly.
 """
 
 import dataclasses
@@ -60,7 +60,7 @@ def _events(trace: Trace, pid: int) -> Iterator[Event]:
 
 
 def _request_events(trace: Trace, request: TracedRequest, pid: int, tid: int) -> Iterator[Event]:
-    """The wait in the queue as one event, then one for each step that ran or preempted the request, then its end."""
+    """The wait in the queue as one event, then one for each step that ran or preempted the request, then the end."""
     cells = [cell for cell in trace.cells(request) if cell.kind not in IDLE]
     first_ns = trace.steps[cells[0].step].started_ns if cells else request.ended_ns
     queue_ns = first_ns if first_ns is not None else (trace.steps[-1].ended_ns if trace.steps else request.arrived_ns)

@@ -1,7 +1,7 @@
-"""Where to look in a trace: the step at which something happens, in a sentence. Introduced in phase 6.
+"""Where to look in a trace: the step at which something happens, described in a sentence. Introduced in phase 6.
 
-The page shows the sentence as a caption, and its slider begins at the step. Invariant: what the sentence says can be
-seen in the timeline at that step.
+The page shows the sentence as a caption, and its slider begins at the step. Invariant: the sentence describes something
+visible in the timeline at that step.
 """
 
 from dataclasses import dataclass
@@ -18,8 +18,8 @@ class Focus:
 
 
 def focus(trace: Trace) -> Focus:
-    """The first of these that the run has: a token drawn deep inside a grammar, accepted drafts, a compression, a
-    prompt that begins in the cache, a preemption, a stalled request, a chunk of a prompt beside decoding, empty rows
+    """The first of these that occurs in the run: a token sampled deep inside a grammar, accepted drafts, a compression,
+    a prompt that begins in the cache, a preemption, a stalled request, a chunk of a prompt beside decoding, empty rows
     while requests wait, a wait.
     """
     drawn = [(token.position, token.step, each) for each in trace.requests for token in each.tokens if token.position]

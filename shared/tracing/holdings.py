@@ -3,9 +3,9 @@
 Introduced in phase 6.
 
 A map for each step would be redundant: a block table grows until all its blocks are freed, and rarely changes otherwise
-(a full block may be exchanged for another request's with the same tokens). So each request keeps the steps at which its
-blocks were allocated and freed. Invariant: the blocks that a request holds after a step, in the order of this list,
-are its block table at that step.
+(a full block may be exchanged for another request's with the same tokens). So each request records the steps at which
+its blocks were allocated and freed. Invariant: the blocks that a request holds after a step, in this list's order, are
+its block table at that step.
 """
 
 from typing import Any
@@ -59,7 +59,7 @@ def _holdings(trace: Trace, request: TracedRequest) -> dict[str, Any]:
 
 
 def _cached(trace: Trace) -> list[list[int]]:
-    """The blocks of cached prefixes that no request held: the steps after which each was first so, and no longer."""
+    """The blocks of cached prefixes that no request held, each with the steps after which that began and ended."""
     spans: list[list[int]] = []
     last: dict[int, list[int]] = {}  # the latest span of each block
     for index, step in enumerate(trace.steps):

@@ -1,6 +1,6 @@
 """The lanes of the page and of the Chrome trace: per-step counters, host and GPU. Introduced in phase 4.
 
-A new counter, such as shared blocks, is one more row of the table. The lanes of host and GPU came in phase 9.
+A new counter, such as shared blocks, takes one more row in the table. The lanes of host and GPU came in phase 9.
 Invariant: both files show exactly these.
 """
 
@@ -12,7 +12,7 @@ from shared.tracing.trace import Span, Trace, TracedStep
 
 @dataclass(frozen=True)
 class Lane:
-    """``value`` reads a step; ``capacity`` is the value's upper bound in a trace, None if it is unbounded."""
+    """``value`` reads a step; ``capacity`` is the value's upper bound in a trace; None if there is none."""
 
     name: str
     text: str
@@ -44,7 +44,7 @@ LANES = (
 
 
 def activity_lanes(trace: Trace) -> list[tuple[str, list[tuple[Span, ...]]]]:
-    """The names of the lanes that the trace has, ``host``, on a GPU ``GPU``, and a rank's, with their spans by step."""
+    """The names of the trace's lanes (``host``, on a GPU ``GPU``, and each rank's), with their spans by step."""
     lanes = [("host", [step.host for step in trace.steps]), ("GPU", [step.gpu for step in trace.steps])]
     num_ranks = max([len(step.ranks) for step in trace.steps], default=0)
     lanes += [(f"rank {n + 1}", [step.ranks[n] for step in trace.steps]) for n in range(num_ranks)]

@@ -1,10 +1,10 @@
-"""What each step of an engine gives and takes, while a context is open. Introduced in phase 11.1.
+"""What each step of an engine produces and costs, while a context is open. Introduced in phase 11.1.
 
-Speculation trades the time of a step for tokens of a step, so both are needed at once: tokens generated, lengths of the
-sequences, the time of each forward, and how many drafts were accepted. The engine knows nothing of it: in the context
-its ``step`` is wrapped, and outside there is nothing to skip.
+Speculation trades time per step for tokens per step, so both are recorded together: generated tokens, sequence lengths,
+the time of each forward, and accepted drafts. The engine does not know about it: inside the context its ``step`` is
+wrapped, and outside it there is no overhead.
 
-Invariant: after the context the engine has the attributes that it had before.
+Invariant: after the context the engine's attributes are restored.
 """
 
 import time
@@ -20,7 +20,7 @@ from shared.tracing.activity import ActivityRecorder, StepActivity, restore
 
 @dataclass(frozen=True)
 class ProfiledStep:
-    """A step: its record, the tokens that it returned, the tokens of each running request after it, and its forward.
+    """A step: its record, the tokens that it returned, each running request's tokens after it, and its forward.
 
     ``forward_seconds`` is the GPU's time, or on a CPU the host's; 0 if the step had no forward.
     """
@@ -32,7 +32,7 @@ class ProfiledStep:
 
 
 class Profiler:
-    """Profiles an engine of phase 4 or later, from ``with`` to the end of its block; ``clock`` is in nanoseconds."""
+    """Profiles an engine of phase 4 or later, for the duration of a ``with`` block; ``clock`` is in nanoseconds."""
 
     def __init__(self, engine: Any, *, clock: Callable[[], int] = time.perf_counter_ns) -> None:
         self.engine = engine
@@ -62,7 +62,7 @@ class Profiler:
         )
 
     def stats(self) -> dict[str, float | int]:
-        """The profile in a few numbers, for a table or beside a trace; waits for a GPU."""
+        """The profile as a few numbers, for a table or next to a trace; waits for a GPU."""
         steps = [step for step in self.steps if step.forward_seconds]
         if not steps:
             return {}
@@ -71,7 +71,7 @@ class Profiler:
             "tokens of a decode step": fmean(step.num_tokens for step in decoding or steps),
             "forward, median ms": 1e3 * median(step.forward_seconds for step in decoding or steps),
             "longest sequence (tokens)": max(max(step.lengths, default=0) for step in steps),
-            **{f"acceptance at position {place}": share for place, share in enumerate(self.acceptance)},
+            **{f"acceptance at position {position}": share for position, share in enumerate(self.acceptance)},
         }
 
     def _profiled(self) -> list[StepOutput]:

@@ -41,8 +41,8 @@ class Recorder:
         self.activities: list[StepActivity] = []  # of each step
         self.requests: list[TracedRequest] = []  # without their tokens
         self.tokens: list[list[TracedToken]] = []  # of each request
-        self.progress: dict[str, Progress] = {}  # of the requests with a grammar, by id
-        self.places: dict[str, int] = {}  # index in those lists by id, which may be reused after the request's end
+        self.progress: dict[str, Progress] = {}  # for requests with a grammar, by id
+        self.indices: dict[str, int] = {}  # index in those lists by id, which may be reused after the request's end
 
     def add_request(
         self,
@@ -54,7 +54,7 @@ class Recorder:
     ) -> str:
         """The engine's ``add_request``; ``text`` is shown for a prompt given as ids.
 
-        ``segments`` are registered, and stand before the prompt (phase 9.1).
+        ``segments`` are registered, and precede the prompt (phase 9.1).
         """
         prompt_ids = self.engine.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
         arrived_ns = self._now()
@@ -63,7 +63,7 @@ class Recorder:
         self.progress.pop(request_id, None)
         if isinstance(params.structured_output, Grammar):
             self.progress[request_id] = Progress(self.engine.constraints.grammars.get(params.structured_output))
-        self.places[request_id] = len(self.requests)
+        self.indices[request_id] = len(self.requests)
         self.tokens.append([])
         self.requests.append(
             TracedRequest(
@@ -118,7 +118,7 @@ class Recorder:
             progress = self.progress.get(output.request_id)
             position = None if progress is None else progress.read(output.token_id)
             token = TracedToken(index, output.token_id, output.text, position)
-            self.tokens[self.places[output.request_id]].append(token)
+            self.tokens[self.indices[output.request_id]].append(token)
         if output.finish_reason is not None:
             self._set(
                 output.request_id,
@@ -130,25 +130,25 @@ class Recorder:
             )
 
     def _note_segments(self, record: StepRecord, index: int, started_ns: int, ended_ns: int) -> None:
-        """A row for each request that computes a segment, which the engine adds by itself, and its end."""
+        """Adds and ends a row for each internal request that computes a segment."""
         computing = {request.request_id for request in self.engine.segments.computing}
         for request_id, start in zip((name for name, _ in record.prefilled), record.prefill_starts, strict=True):
             if start == 0 and request_id.startswith(SEGMENT) and self._is_ended(request_id):
                 length = len(self.engine.segments.find(request_id.removeprefix(SEGMENT).rstrip("+")))
-                self.places[request_id] = len(self.requests)
+                self.indices[request_id] = len(self.requests)
                 self.tokens.append([])
                 self.requests.append(TracedRequest(request_id, length, 0, index, started_ns, "a segment"))
-        for request_id in self.places:
+        for request_id in self.indices:
             if request_id.startswith(SEGMENT) and request_id not in computing and not self._is_ended(request_id):
                 self._set(request_id, outcome=Outcome.FINISHED, end_step=index + 1, ended_ns=ended_ns)
 
     def _is_ended(self, request_id: str) -> bool:
-        """Whether no row of this id is open."""
-        return request_id not in self.places or self.requests[self.places[request_id]].end_step is not None
+        """Whether no row with this id is open."""
+        return request_id not in self.indices or self.requests[self.indices[request_id]].end_step is not None
 
     def _set(self, request_id: str, **changes: Any) -> None:
-        place = self.places[request_id]
-        self.requests[place] = replace(self.requests[place], **changes)
+        index = self.indices[request_id]
+        self.requests[index] = replace(self.requests[index], **changes)
 
     def _now(self) -> int:
         return self.clock() - self.zero_ns

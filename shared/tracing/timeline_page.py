@@ -1,6 +1,6 @@
 """Writes a run as a self-contained HTML file. Introduced in phase 4.
 
-The script draws the timeline; the tables are generated here, so all figures are available without the script and to
+The script draws the timeline; the tables are generated here, so all figures are available without the script, and to
 screen readers. Invariant: text from a model or a user is data or escaped, never markup.
 """
 
@@ -25,7 +25,7 @@ COUNTED = [kind for kind in CellKind if kind not in (CellKind.PENDING, CellKind.
 
 
 def page(traces: Sequence[Trace], title: str, note: str = "") -> str:
-    """The HTML of one page with all traces below each other, on the same scale; ``note`` stands below the totals."""
+    """The HTML of one page with all traces stacked on the same scale; ``note`` is shown below the totals."""
     titles = ["", *(trace.title for trace in traces)]
     return filled(
         FOLDER / "timeline.html",
@@ -40,7 +40,7 @@ def page(traces: Sequence[Trace], title: str, note: str = "") -> str:
 
 
 def trace_data(trace: Trace) -> dict[str, Any]:
-    """The script's input as JSON values; a step is its whole record, with its start and end."""
+    """The script's input as JSON values; a step is its whole record plus its start and end."""
     return {
         "title": trace.title,
         "settings": dict(trace.settings),
@@ -151,7 +151,7 @@ def _tables(trace: Trace) -> str:
 
 
 def _positions(trace: Trace) -> Iterator[str]:
-    """The places in the grammar in which tokens were drawn, as a table, if there are any."""
+    """The grammar positions in which tokens were sampled, as a table, if there are any."""
     found = [
         (name, token.step, repr(token.text), position.state, position.stack or "–", position.num_allowed)
         for request in trace.requests

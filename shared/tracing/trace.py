@@ -18,10 +18,10 @@ from shared.grammar.progress import Position
 
 
 class CellKind(StrEnum):
-    """What a step did for a request. QUEUE: nothing, the request waits for its prefill. STALL: nothing, the request is
-    running but the step did not include it. PENDING: nothing, but its token of the step before arrived. PREEMPTED:
-    nothing, its KV cache was freed. RECOMPUTE: its prompt and outputs were recomputed. FAILED: the step ran the
-    request, which raised.
+    """What a step did for a request. QUEUE: nothing, the request is waiting for its prefill. STALL: nothing, the
+    request is running but was not in the step. PENDING: nothing, but its token from the previous step arrived.
+    PREEMPTED: nothing, its KV cache was freed. RECOMPUTE: its prompt and outputs were recomputed. FAILED: the step ran
+    the request, which raised.
     """
 
     QUEUE = "queue"
@@ -45,7 +45,7 @@ class Outcome(StrEnum):
 
 @dataclass(frozen=True)
 class Cell:
-    """One request in one step, which computed ``num_tokens`` of its tokens, of a prompt from ``start`` on.
+    """One request in one step, which computed ``num_tokens`` of its tokens, for a prompt, from ``start`` on.
 
     Drafts are not among these tokens.
     """
@@ -64,7 +64,7 @@ class Cell:
 
 @dataclass(frozen=True)
 class TracedToken:
-    """An output token, the step that sampled it, the text that it released, and its place in the grammar if any."""
+    """An output token, the step that sampled it, the text that it released, and its grammar position, if any."""
 
     step: int
     token_id: int
@@ -82,7 +82,7 @@ class TracedRequest:
     arrival_step: int  # the first step that could have run it
     arrived_ns: int
     prompt: str | None = None  # its text, if given as text
-    num_cached_tokens: int = 0  # of its prompt, found in the KV cache when it was first admitted
+    num_cached_tokens: int = 0  # tokens of its prompt that were in the KV cache when it was first admitted
     tokens: tuple[TracedToken, ...] = ()
     outcome: Outcome = Outcome.OPEN
     finish_reason: str | None = None
@@ -93,7 +93,7 @@ class TracedRequest:
 
 @dataclass(frozen=True)
 class Span:
-    """A named part of the time of the host, or of the GPU."""
+    """A named part of the host's time, or of the GPU's."""
 
     name: str
     started_ns: int
@@ -109,8 +109,8 @@ class TracedStep:
     ended_ns: int
     memory: MemoryMap | None = None
     host: tuple[Span, ...] = ()  # the parts of the step
-    gpu: tuple[Span, ...] = ()  # when the GPU ran what the step launched, which may be after the step; none on a CPU
-    ranks: tuple[tuple[Span, ...], ...] = ()  # the forwards of each other rank, as its host saw them (phase 12.1)
+    gpu: tuple[Span, ...] = ()  # when the GPU ran the step's launches, possibly after the step; none on a CPU
+    ranks: tuple[tuple[Span, ...], ...] = ()  # each other rank's forwards, as its host saw them (phase 12.1)
 
     @property
     def num_served(self) -> int:
@@ -135,7 +135,7 @@ class Totals:
     longest_queue_steps: int | None
     mean_queue_seconds: float | None
     most_served: int = 0  # requests in one step
-    written_share: float | None = None  # of the KV cache tokens held, over all steps; None if none was held
+    written_share: float | None = None  # share of the held KV cache tokens, over all steps; None if none was held
     num_preemptions: int = 0
     num_recomputed_tokens: int = 0  # after preemptions
     num_prompt_tokens: int = 0
@@ -150,7 +150,7 @@ class Totals:
 
 @dataclass(frozen=True)
 class Trace:
-    """A run: ``title`` distinguishes it from others on the same page, ``settings`` are shown with it."""
+    """A run: ``title`` distinguishes it from other traces on the page, ``settings`` are shown with it."""
 
     title: str
     max_batch_size: int

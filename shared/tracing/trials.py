@@ -1,8 +1,8 @@
-"""Records runs that are compared: a round to warm up, then trials in turns. Introduced in phase 5.
+"""Records runs that are compared: a warm-up round, then interleaved trials. Introduced in phase 5.
 
-Tokens of a run are the same in every trial, and so are its steps, unless the engine adapts the number of its drafts
-(phase 11). Times are not: whatever runs first in a process is slower.
-Invariant: every run is warm before the first trial, and none always begins a round.
+A run's tokens are the same in every trial, and so are its steps, unless the engine adapts the number of its drafts
+(phase 11). Times are not: the first run in a process is slower.
+Invariant: every run is warmed up before the first trial, and the runs take turns in beginning a round.
 """
 
 from collections.abc import Sequence
@@ -28,25 +28,25 @@ class TracedRun:
 
 
 def record(runs: Sequence[TracedRun]) -> list[Trace]:
-    """The trace of each run; of runs that are compared, with the times of the trial of median time.
+    """The trace of each run; for compared runs, with the times of the median trial.
 
-    The blocks are those of the first round, since a pool hands out freed blocks in another order. No run finds prefixes
-    of an earlier round in the cache.
+    The blocks are those of the first round, since a pool reuses freed blocks in a different order. No run finds
+    prefixes of an earlier round in the cache.
     """
     rounds: list[list[Trace]] = [[] for _ in runs]
     for number in range(1 + TRIALS if len(runs) > 1 else 1):
-        for place in (n % len(runs) for n in range(number, number + len(runs))):
-            runs[place].engine.pool.drop_cached()
-            recorder = Recorder(runs[place].engine)
-            with Profiler(runs[place].engine) as profile:
-                run(recorder, runs[place].arrivals)
-            settings = runs[place].settings | (profile.stats() if any(profile.acceptance) else {})
-            rounds[place].append(recorder.trace(runs[place].title, **settings))
+        for index in (n % len(runs) for n in range(number, number + len(runs))):
+            runs[index].engine.pool.drop_cached()
+            recorder = Recorder(runs[index].engine)
+            with Profiler(runs[index].engine) as profile:
+                run(recorder, runs[index].arrivals)
+            settings = runs[index].settings | (profile.stats() if any(profile.acceptance) else {})
+            rounds[index].append(recorder.trace(runs[index].title, **settings))
     return [_median(each[0], each[1:] or each) for each in rounds]
 
 
 def _median(first: Trace, trials: Sequence[Trace]) -> Trace:
-    """The trial of median time, with the blocks of the first round, or its own if its steps are others."""
+    """The median trial, with the blocks of the first round, or with its own if its steps differ."""
     median = sorted(trials, key=lambda trace: trace.totals.seconds)[len(trials) // 2]
     if [each.record for each in median.steps] != [each.record for each in first.steps]:
         return median

@@ -1,7 +1,7 @@
-"""The workload of a traced engine: prompts with their steps of arrival. Introduced in phase 4.
+"""The workload of a traced engine: prompts with their arrival steps. Introduced in phase 4.
 
 Arrivals are counted in steps, not in seconds, so a run is the same on fast and slow machines, and two schedulers can be
-compared on the same requests. Invariant: a seed gives the same requests everywhere.
+compared on the same requests. Invariant: a seed gives the same requests on every machine.
 """
 
 import math
@@ -30,7 +30,8 @@ SHORTEST_SHARE = 8
 
 @dataclass(frozen=True)
 class Arrival:
-    """One request, which arrives before step ``step``; ``text`` is its prompt, if given so; ``segments`` precede it."""
+    """One request, which arrives before step ``step``; ``text`` is its prompt, if given as text; ``segments`` precede
+    it."""
 
     step: int
     request_id: str
@@ -41,7 +42,7 @@ class Arrival:
 
 
 def chosen_documents(count: int, num_requests: int, *, vocab_size: int, seed: int) -> list[tuple[tuple[int, ...], ...]]:
-    """For each request two of ``count`` documents of random ids, in random order; one if there is one."""
+    """For each request, two of ``count`` documents of random ids, in random order; one if there is only one."""
     rng = random.Random(f"documents {seed}")
     documents = [tuple(rng.randrange(vocab_size) for _ in range(DOCUMENT_TOKENS)) for _ in range(count)]
     return [tuple(rng.sample(documents, min(count, DOCUMENTS_EACH))) for _ in range(num_requests)]
@@ -53,10 +54,10 @@ def mixed_requests(
     """Prompts of random ids and outputs of fixed lengths, both log-uniform, so short ones are more frequent.
 
     Prompts have 8 to 64 tokens, outputs an eighth of ``max_new_tokens`` to all of it, end-of-sequence ignored; both are
-    limited to the model's maximum. All prompts begin with the same ``shared_prefix`` tokens, which come in addition.
+    limited to the model's maximum. All prompts begin with the same ``shared_prefix`` tokens, in addition.
 
     Raises:
-        ConfigError: the shared prefix leaves no room for another token of the prompt and one of the output.
+        ConfigError: the shared prefix leaves no space for a further prompt token and one output token.
     """
     if not 0 <= shared_prefix <= max_seq_len - 2:
         raise ConfigError(
@@ -76,7 +77,7 @@ def mixed_requests(
 
 
 def read_prompts(path: Path) -> list[tuple[int, str]]:
-    """The non-blank lines of a file, with their numbers from 1; raises ConfigError if there are none."""
+    """The non-blank lines of a file, numbered from 1; raises ConfigError if there are none."""
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except OSError as error:
@@ -108,16 +109,15 @@ def text_requests(
 
 
 def constrained(params: SamplingParams, grammar: Grammar | None) -> SamplingParams:
-    """The parameters with a grammar, at whose end the output ends; as they are without one."""
+    """The parameters with a grammar, which then ends the output; unchanged without one."""
     return params if grammar is None else replace(params, structured_output=grammar, ignore_eos=False)
 
 
 def arrival_steps(num_requests: int, *, every: int = 0, rate: float | None = None, seed: int = 0) -> list[int]:
     """The step before which each request arrives, the first before step 0.
 
-    Args:
-        every: steps between two requests; 0: all arrive at once.
-        rate: instead of ``every``, the mean number of requests in a step, with exponential gaps (Poisson arrivals).
+    Args: every: steps between two requests; 0: all arrive at once. rate: instead of ``every``, the mean number of
+        requests per step, with exponential gaps (Poisson arrivals).
 
     Raises:
         ConfigError: ``every`` or ``rate`` is out of range, or the last arrival is beyond the timeline.
@@ -140,7 +140,7 @@ def arrival_steps(num_requests: int, *, every: int = 0, rate: float | None = Non
 
 
 def run(recorder: Recorder, arrivals: Sequence[Arrival]) -> None:
-    """Add the requests to the recorder's engine, each before its step, and step until every request has finished.
+    """Add the requests to the recorder's engine, each before its step, and run steps until every request has finished.
 
     Raises:
         RequestError: a request is invalid for the engine.

@@ -1,1 +1,1 @@
-"""What belongs to one side track alone, together."""
+"""Components that belong to a single side track, one package each."""

@@ -36,10 +36,11 @@ def assert_refused(command: str, told: str) -> None:
 @pytest.mark.parametrize(
     ("command", "told"),
     [
-        ("ladder --prompt-tokens 0", "prompt_tokens is 0"),
-        ("ladder --prompt-tokens 2040 --new-tokens 9", "2048 tokens"),
-        ("ladder --contexts 16,2048", "context length is 2048"),
-        ("ladder --contexts 64,many", "64,many"),
+        ("bench contexts --prompt-tokens 0", "prompt_tokens is 0"),
+        ("bench contexts --prompt-tokens 2040 --new-tokens 9", "2048 tokens"),
+        ("bench contexts --contexts 16,2048", "context length is 2048"),
+        ("bench contexts --contexts 64,many", "64,many"),
+        ("ladder --phase 02", "no row for phase 02"),
         ("ladder --phase 01a", "generates no text"),
         ("bench generation --peer transformers_compiled", "needs a GPU"),
         ("bench generation --peer vllm", "an installed vLLM"),
@@ -69,7 +70,8 @@ def test_bad_options_are_refused(command: str, told: str) -> None:
 
 def test_engines_too_large_for_the_memory_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=1000, total=1000))
-    assert_refused("ladder", "The engine needs")
+    assert_refused("ladder", "2 engines")
+    assert_refused("bench contexts", "The engine needs")
     assert_refused("bench generation --phase 02 --phase 03", "--no-peers")
     assert_refused("bench serving -e tail", "2 engines")
 

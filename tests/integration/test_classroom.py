@@ -6,7 +6,7 @@ import json
 import re
 import zipfile
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -16,11 +16,11 @@ from typer.testing import CliRunner, Result
 from shared.cli import app
 from shared.errors import ConfigError
 from tests.waiting import wait_until
+from tutorial.screens import later
 from tutorial.workshop import chart, grading, preparation
 from tutorial.workshop.exercises import Exercise, exercises, find_exercise, reference
 from tutorial.workshop.grading import grade, write_csv
 from tutorial.workshop.limits import Limits
-from tutorial.workshop.side_process import SideProcess
 from tutorial.workshop.skeleton import skeleton
 from tutorial.workshop.verdicts import Outcome
 from tutorial.workshop.workspace import Workspace
@@ -193,9 +193,9 @@ def test_a_spreadsheet_computes_nothing_of_a_submission(tmp_path: Path) -> None:
 
 def test_submissions_of_one_name_are_told_apart(tmp_path: Path) -> None:
     paths = [tmp_path / "ada" / "workspace", tmp_path / "bob" / "workspace", tmp_path / "eve.zip"]
-    assert grading._names(paths[:2]) == [str(path) for path in paths[:2]]
+    assert grading.names_of(paths[:2]) == [str(path) for path in paths[:2]]
     paths[2].write_bytes(b"")
-    assert grading._names(paths[1:]) == ["workspace", "eve"]
+    assert grading.names_of(paths[1:]) == ["workspace", "eve"]
 
 
 def test_without_a_phase_the_exercises_that_were_handed_in_are_judged(
@@ -230,70 +230,75 @@ def test_the_exported_skeleton_is_a_workspace_for_the_learner_s_commands(tmp_pat
     assert "replace it with --force" in again.stderr
 
 
-class ThreePhases(SideProcess):
-    """A side that measures phases 2 to 4 alone; the others are measured the same way."""
-
-    def ask(self, method: str, *arguments: Any) -> Any:
-        answer = super().ask(method, *arguments)
-        if method == "begin":
-            answer["phases"] = [phase for phase in answer["phases"] if phase[0] in ("02", "03", "04")]
-        return answer
-
-
-def test_a_learner_s_ladder_credits_what_their_lines_did(
-    tmp_path: Path, tiny_checkpoints: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+def test_a_learner_s_ladder_runs_what_passed_and_nothing_else(
+    tmp_path: Path, tiny_checkpoints: dict[str, Path], monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture
 ) -> None:
-    """Phase 3 is theirs; one exercise of phase 4 has not passed, so neither that phase nor its lines count."""
+    """Phase 6.1 is theirs; an exercise that has not passed runs as the reference's."""
     monkeypatch.setenv("INFER_WORKSPACE", str(tmp_path / "workspace"))
-    monkeypatch.setattr(chart, "QUICK", chart.ChartSize(prompt_tokens=4, new_tokens=3, max_seconds=0.05))
-    monkeypatch.setattr(chart, "SideProcess", ThreePhases)
     workspace = Workspace(tmp_path / "workspace")
-    norm, failing = find_exercise("01ax1"), find_exercise("04x1")
-    theirs = [norm, *(exercise for exercise in exercises() if exercise.phase in ("03", "04"))]
+    planned, failing = find_exercise("06.1x1"), find_exercise("04x1")
+    theirs = [failing, *(exercise for exercise in exercises() if exercise.phase == "06.1")]
     start_solved(workspace, theirs)
-    workspace.file(norm).write_text(solved(norm, "print('mine')\n" + "\n".join(_body(norm))))
+    mine = "import sys; print('mine', file=sys.stderr)\n" + "\n".join(_body(planned))
+    workspace.file(planned).write_text(solved(planned, mine))
     workspace.file(failing).write_text(solved(failing, "raise RuntimeError('this must not run')"))
     for exercise in theirs:
         workspace.note_check(exercise, passed=exercise != failing)
+    assert chart.finished_phases(workspace) == ["06.1"]
 
-    picture = tmp_path / "pictures" / "ladder.png"
-    arguments = ["workshop", "chart", "--quick", "--model", str(tiny_checkpoints["llama"]), "--out", str(picture)]
-    shown = CliRunner().invoke(app, arguments)
+    model, out = str(tiny_checkpoints["llama"]), tmp_path / "pictures"
+    shown = CliRunner().invoke(app, ["workshop", "chart", "--model", model, "--out", str(out)])
     assert shown.exit_code == 0, shown.output
     line = json.loads(shown.stdout.splitlines()[-1])
-    assert str(tmp_path) not in shown.stdout.splitlines()[-1]
-    rungs = line["results"]
-    assert {"01ax1", "03x2"} <= set(rungs["03"]["yours"])
-    assert [number for number, rung in rungs.items() if rung["yours"]] == ["03"]
-    for number, rung in rungs.items():
-        for name in ("decode_tokens_per_second", "together_tokens_per_second"):
-            assert rung[f"reference_{name}"] > 0
-            assert (rung[name] is not None) == (number == "03")
-        assert rung["spread"] >= 1
-        assert rung["equal_output"]
-    assert rungs["04"]["missing"] == ["04x1"]
-    assert rungs["02"]["missing"] == [f"02x{n}" for n in range(1, 6)]
-    assert "not yours yet: 04x1 must pass" in shown.stdout
-    assert "your code: 01ax1, 03x2" in shown.stdout
-    turns = [turn.split(" %  phase ")[1] for turn in shown.stderr.splitlines() if " %  " in turn]
-    theirs, mine = "03, reference", "03, your code"
-    assert turns[:6] == [*["02, reference"] * 2, theirs, mine, mine, theirs], "progress is told to a pipe too"
-
-    pixels = imread(picture)
+    assert list(line["results"]) == ["06.1"]
+    assert line["results"]["06.1"]["after"] == 128
+    assert "on your lines: phase 06.1" in shown.stdout
+    told = capfd.readouterr().err
+    assert "mine" in told
+    assert "of 3: phase 06.1" in told, "progress is told to a pipe too"
+    pixels = imread(next(out.glob("*.png")))
     assert (pixels != pixels[0, 0]).any(-1).mean() > 0.01, "the picture is empty"
+
+
+def test_a_finished_phase_is_shown_on_the_learner_s_lines(
+    tmp_path: Path, tiny_checkpoints: dict[str, Path], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    workspace = Workspace(tmp_path / "workspace")
+    theirs = [exercise for exercise in exercises() if exercise.phase == "06.1"]
+    start_solved(workspace, theirs)
+    for exercise in theirs:
+        workspace.note_check(exercise, passed=True)
+    monkeypatch.setenv("INFER_CACHE", str(tmp_path))
+    later.say_reward(workspace, "06.1")
+    assert "infer model pull smollm2-135m, then infer workshop chart" in capsys.readouterr().out
+    monkeypatch.setattr(later, "EngineConfig", SimpleNamespace(model=str(tiny_checkpoints["llama"])))
+    later.say_reward(workspace, "06.1")
+    told = capsys.readouterr().out
+    assert "06 → 06.1" in told
+    assert '"benchmark"' not in told
+
+
+def test_a_chart_without_a_finished_phase_says_where_to_begin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("INFER_WORKSPACE", str(tmp_path))
+    refused = CliRunner().invoke(app, ["workshop", "chart"])
+    assert refused.exit_code == 2
+    assert "infer workshop start 03" in refused.stderr
 
 
 def test_code_that_raises_ends_the_measurement_with_a_word_about_it(
     tmp_path: Path, tiny_checkpoints: dict[str, Path], capfd: pytest.CaptureFixture[str]
 ) -> None:
+    """A phase before the first row shows an answer."""
     workspace = Workspace(tmp_path / "workspace")
     theirs = [exercise for exercise in exercises() if exercise.phase == "02"]
     start_solved(workspace, theirs)
-    workspace.file(STOPPING).write_text(solved(STOPPING, "raise RuntimeError('this is mine')"))
     for exercise in theirs:
         workspace.note_check(exercise, passed=True)
-    with pytest.raises(ConfigError, match=r"Your code ended the measurement at `load 02`"):
-        chart.measure(workspace, str(tiny_checkpoints["llama"]), chart.ChartSize(4, 3, 0.05))
+    assert chart.show_phase(workspace, "02", str(tiny_checkpoints["llama"])).startswith("The capital of France is …")
+    workspace.file(STOPPING).write_text(solved(STOPPING, "raise RuntimeError('this is mine')"))
+    workspace.note_check(STOPPING, passed=True)
+    with pytest.raises(ConfigError, match=r"Your code ended the measurement with exit code"):
+        chart.show_phase(workspace, "02", str(tiny_checkpoints["llama"]))
     assert "RuntimeError: this is mine" in capfd.readouterr().err
 
 

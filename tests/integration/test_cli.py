@@ -66,7 +66,7 @@ def toy_course(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path
         changes = '["step"]' if number == "04" else "[]"
         adds = '["shared.errors"]' if number == "02" else "[]"
         (folder / "lesson.toml").write_text(
-            f'title = "T{number}"\nquestion = "Q{number}?"\nbought = "B{number}."\nworkload = ""\n'
+            f'title = "T{number}"\nquestion = "Q{number}?"\nworkload = ""\n'
             f"{previous}adds = {adds}\nchanges = {changes}\n"
         )
         (folder / "engine.py").write_text(

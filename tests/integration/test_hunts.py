@@ -15,8 +15,10 @@ from shared.cli import app
 from shared.kernels import NO_TRITON
 from tests.integration.report_run import run_report
 from tests.waiting import PATIENCE
+from tutorial.workshop import check, grading
+from tutorial.workshop import hunts as hunts_module
 from tutorial.workshop.check import CheckServer, Run, can_be_checked
-from tutorial.workshop.exercises import ROOT
+from tutorial.workshop.exercises import ROOT, find_exercise
 from tutorial.workshop.grading import grade
 from tutorial.workshop.hunts import Hunt, HuntFolder, find_hunts, hunts, report_variables
 from tutorial.workshop.verdicts import Outcome
@@ -146,3 +148,36 @@ def test_hunts_that_were_handed_in_are_graded(one_server: CheckServer, tmp_path:
     assert [verdict.exercise.number for verdict in ada.verdicts] == ["10b1"]
     assert ada.verdicts[0].outcome is Outcome.PASSED
     assert bob.verdicts[0].outcome is Outcome.FAILED
+
+
+def test_one_hunt_can_be_graded_alone(one_server: CheckServer, tmp_path: Path) -> None:
+    """Whatever else was handed in; who has not planted it has not started."""
+    hunt, other = find_hunts("10b1")[0], find_hunts("08b1")[0]
+    for each in (hunt, other):
+        HuntFolder(tmp_path / "ada", each).plant()
+    HuntFolder(tmp_path / "bob", other).plant()
+    submissions = [str(tmp_path / name) for name in ("ada", "bob")]
+    done = CliRunner().invoke(app, ["workshop", "grade", "--only", "10b1", *submissions])
+    assert done.exit_code == 0, done.output
+    rows = [line.split() for line in done.stdout.splitlines()]
+    assert ["submission", "10b1", "passed"] in rows
+    assert ["ada", "failed", "0/1"] in rows
+    assert ["bob", "not", "started", "0/1"] in rows
+    refused = CliRunner().invoke(app, ["workshop", "grade", "--phase", "08", "--only", "10b1", *submissions])
+    assert refused.exit_code == 2
+    assert "Bug 10b1 belongs to phase 10, not to phase 08" in refused.stderr
+
+
+def test_without_triton_what_needs_it_is_not_run_and_the_rest_is_graded(
+    one_server: CheckServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reason = "needs Triton, says the test"
+    for module in (check, grading, hunts_module):
+        monkeypatch.setattr(module, "NO_TRITON", reason)
+    of_kernels, other, exercise = find_hunts("03.1b2")[0], find_hunts("10b1")[0], find_exercise("03.1x1")
+    for each in (of_kernels, other):
+        HuntFolder(tmp_path / "ada", each).plant()
+    (row,) = grade([tmp_path / "ada"], [exercise], [of_kernels, other])
+    said = {verdict.exercise.number: (verdict.outcome, verdict.reason) for verdict in row.verdicts}
+    assert said["03.1x1"] == said["03.1b2"] == (Outcome.NOT_RUN, reason)
+    assert said["10b1"][0] is Outcome.FAILED

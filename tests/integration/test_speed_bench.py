@@ -1,9 +1,7 @@
-"""Ladder, generation and profile on tiny models: real runs, and counts that hold on any machine."""
+"""Ladder, contexts, generation and profile on tiny models: real runs, and counts that hold on any machine."""
 
 import gzip
 import json
-import shutil
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,7 +12,7 @@ from torch.autograd import DeviceType
 from torch.autograd.profiler_util import EventList, FunctionEvent
 from typer.testing import CliRunner
 
-from benchmarks import bench_generation, ladder, options, profile_generation, prompts
+from benchmarks import bench_generation, contexts, ladder, profile_generation, prompts, rungs
 from benchmarks.bench_generation import GenerationSize, limit_bytes, measure_generation
 from benchmarks.contenders import load_engine, load_transformers
 from benchmarks.hardware import Ceilings
@@ -22,18 +20,18 @@ from benchmarks.report import Report, read_value, write_report
 from benchmarks.roofline import DecodeWork
 from benchmarks.setup import Setup
 from benchmarks.step_trace import StepTrace, TraceWindow
-from benchmarks.timing import Run, timed
+from benchmarks.timing import Run, Steps, timed
+from benchmarks.view import View
 from shared.checkpoints.shapes import SHAPES
 from shared.cli import app
-from shared.lessons import find_lesson, lessons, newest_lesson
+from shared.errors import ConfigError
+from shared.lessons import find_lesson, newest_lesson
 from shared.loading import checkpoint
 from shared.loading.config_json import parse_config, read_config
 from shared.tracks.ranks import group
-from tests.waiting import PATIENCE
 
 SIZE = GenerationSize(prompt_tokens=7, new_tokens=6, trials=2)
 CEILINGS = Ceilings(2e9, 1e9, 1e10, None, None, "float32")
-PHASES = [lesson.number for lesson in lessons() if lesson.generates and not ladder.has_ranks(lesson)]
 NEWEST = newest_lesson().number
 CPU = torch.device("cpu")
 
@@ -43,20 +41,9 @@ def folder(tiny_checkpoints: dict[str, Path]) -> Path:
     return tiny_checkpoints["gemma3_text"]
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _few_requests() -> Iterator[None]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ladder, "TOGETHER", replace(ladder.TOGETHER, num_requests=24, new_tokens=(1, 20)))
-        patch.setattr(ladder, "TOGETHER_SECONDS", PATIENCE)
-        patch.setattr(ladder, "ARRIVALS", 50.0)  # at two a second, each rung would sleep for most of its time
-        short = (each if each.phase == "09.2" else replace(each, max_tokens=8) for each in options.OPTIONS)
-        patch.setattr(options, "OPTIONS", tuple(short))
-        yield
-
-
 @pytest.fixture(scope="module")
-def rungs(folder: Path) -> Report:
-    return ladder.measure_ladder(str(folder), prompt_tokens=5, new_tokens=4, trials=1, context_lengths=[3, 40])
+def rows(folder: Path) -> Report:
+    return ladder.measure_ladder(str(folder), pairs=1)
 
 
 @pytest.fixture(scope="module")
@@ -68,75 +55,85 @@ def infer(*arguments: object) -> Any:
     return CliRunner().invoke(app, [*map(str, arguments), "--device", "cpu", "--threads", "1"])
 
 
-def test_every_phase_that_generates_is_a_rung_and_answers_the_same(rungs: Report, folder: Path) -> None:
-    assert list(rungs.results) == list(rungs.engines) == PHASES
-    for result in rungs.results.values():
-        assert result["equal_output"]
-        assert list(result["ms_per_token"]) == ["3", "40"]
-        assert min(*result["ms_per_token"].values(), result["time_to_first_token_ms"], result["speedup"]) > 0
-    assert rungs.results["02"]["speedup"] == 1.0
-    # Without a cache the i-th new token pays for prompt and answer so far; with one, every token is computed once.
-    computed = [rungs.results[number]["tokens_computed"] for number in ("02", "03")]
-    assert computed == [sum(5 + i for i in range(4)), 5 + 3]
-    assert rungs.engines["02"]["model"] == folder.name
-    assert str(folder.parent) not in json.dumps(rungs.to_dict())
+def test_a_row_compares_a_phase_with_the_one_before_it(rows: Report, folder: Path) -> None:
+    """All but 11.1, for whose drafts this model has no adapter, 12.1, which needs GPUs, and 4 bits, whose groups do not
+    divide this model's rows."""
+    names = ["03", "03.1", "04", "05", "06", "06.1", "07", "08", "09", "09.1", "09.2", "11_tokens", "11", "12"]
+    assert list(rows.results) == list(rows.engines) == names
+    for name, row in rows.results.items():
+        assert row["phase_before"] == (find_lesson(name.partition("_")[0]).previous)
+        assert len(row["trials"]) == 1
+        assert row["is_timed"] == ("gains" in row)
+        if row["is_timed"]:
+            assert min(row["before"], row["after"], *row["gains"]) > 0
+    assert rows.engines["03"]["model"] == folder.name
+    assert str(folder.parent) not in json.dumps(rows.to_dict())
 
 
-def test_sixteen_requests_show_what_batching_and_blocks_buy(rungs: Report) -> None:
-    """All have one KV cache: phases 4 and 5 cut it into four regions; in blocks it holds every request."""
-    results, engines = rungs.results, rungs.engines
-    assert [results[number]["tokens_per_forward"] for number in ("02", "03", "03.1")] == [1, 1, 1]
-    assert 1 < results["04"]["tokens_per_forward"] < results["05"]["tokens_per_forward"] <= 4
-    assert min(results[number]["tokens_per_forward"] for number in ("06", "06.1")) > 4
-    regions = [engines[number]["max_batch_size"] * engines[number]["max_seq_len"] for number in ("04", "05")]
-    blocks = [engines[number]["num_gpu_blocks"] * engines[number]["block_size"] for number in ("06", "06.1")]
-    assert regions == blocks == [4 * 256] * 2
-    for number, result in results.items():
-        assert result["together_speedup"] == pytest.approx(
-            result["together_tokens_per_second"] / results["02"]["together_tokens_per_second"], rel=2e-3
-        )
-        assert result["bought"] == find_lesson(number).bought
-        assert (result["longest_wait_ms"] or 0) > 0 or number < "05"
-        assert result["second_turn_ms"] > 0
+def test_counts_are_exact(rows: Report, folder: Path) -> None:
+    num_layers = read_config(folder).num_layers
+    found = {name: (row["before"], row["after"]) for name, row in rows.results.items() if not row["is_timed"]}
+    assert found["03.1"] == (7 * num_layers + 1, 4 * num_layers + 1), "queries, keys and values; gate and up"
+    assert found["06"][0] == rungs.REGIONS < found["06"][1]
+    assert found["06.1"] == (4096, 128)
+    assert found["09"] == (0, 16)
+    assert found["09.2"][0] == (128 + rungs.LONG_ANSWER) // 16 > found["09.2"][1]
+    assert found["11_tokens"][0] == 1 <= found["11_tokens"][1]
+    assert found["12"][0] == 0 < found["12"][1], "of 40 tokens, which without a grammar are random"
 
 
-def test_phases_whose_gain_must_be_asked_for_show_it_beside_their_default(rungs: Report) -> None:
-    rows = {name: result["options"] for name, result in rungs.results.items() if "options" in result}
-    assert {name: len(found) for name, found in rows.items()} == {"09.2": 2, "10": 2, "11": 2, "12": 2}
-    assert "4 bits" not in [row["title"] for row in rows["10"]], "whose groups do not divide this model's rows"
-    for found in rows.values():
-        assert found[0]["speedup"] == 1.0
-        for row in found:
-            assert row["tokens_per_second"] > 0
-            assert row["speedup"] == pytest.approx(row["tokens_per_second"] / found[0]["tokens_per_second"], rel=2e-3)
-    plain, compressed = ((row["half_kv_blocks"], row["kv_blocks"]) for row in rows["09.2"])
-    assert plain[1] >= plain[0] + 80 // 16, "memory grows with the answer"
-    assert compressed[1] <= compressed[0] < plain[1], "and here it does not"
-    whole, eight = (row["weight_bytes"] for row in rows["10"])
-    assert whole > eight
-    plain, drafted = (row["tokens_per_forward"] for row in rows["11"])
-    assert plain == 1 <= drafted
-    assert [row["valid_share"] for row in rows["12"]] == [0, 0], "8 random tokens end no object"
-    shown = next(table for table in ladder.view(rungs).tables if table.heading == "What a phase buys if it is asked")
-    assert len(shown.rows) == 8
-    assert [shown.columns[-1].cell(row) for row in shown.rows] == ["–"] * 6 + ["0 %"] * 2
+def test_a_row_that_was_disturbed_is_measured_once_more_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of pairs that agree beside idle processors, one set is made."""
+    speeds = iter([1.0, 2.0, 2.0, 1.0, 1.0, 3.0, *[1.0, 1.0, 1.0, 3.0] * 2])  # after, before, before, after
+    rung = rungs.Rung("03", "a row", rungs.side("02"), rungs.side("03"), lambda engine, pair: next(speeds))
+    shares = iter([0.0, 0.5, 0.0])
+    monkeypatch.setattr(ladder.Others, "share", lambda self: next(shares))
+    steady = ladder.measure_rung(rung, (None, None), 1, Steps(None, 1))
+    assert (steady["gain"], steady["is_steady"], len(steady["trials"])) == (0.5, True, 1)
+    busy = ladder.measure_rung(rung, (None, None), 1, Steps(None, 1))
+    assert (busy["gain"], busy["is_steady"]) == (3.0, True), "what other programs disturbed is not kept"
+    monkeypatch.setattr(ladder.Others, "share", lambda self: 0.0)
+    steps = Steps(None, 2)
+    wild = ladder.measure_rung(rung, (None, None), 2, steps)
+    assert (wild["is_steady"], steps.done, steps.total) == (False, 4, 4)
+
+
+def test_the_table_marks_rows_whose_pairs_differ(rows: Report) -> None:
+    def table(**more: Any) -> View:
+        results = {**rows.results, "03": {**rows.results["03"], **more}}
+        return ladder.view(replace(rows, results=results))
+
+    assert not table(is_steady=True, gains=[2.0, 2.1]).tables[0].style(table().tables[0].rows[1])
+    marked = table(is_steady=False, gains=[1.0, 3.0])
+    cells = [column.cell(marked.tables[0].rows[0]) for column in marked.tables[0].columns]
+    assert cells[0] == "02 → 03"
+    assert cells[-1] == "1.00 to 3.00 !"
+    assert "03" in marked.warnings[0]
+
+
+def test_a_phase_without_a_row_is_refused(folder: Path) -> None:
+    with pytest.raises(ConfigError, match=r"no row for phase 02"):
+        ladder.measure_ladder(str(folder), phases=["02"])
 
 
 def test_an_answer_is_readable_if_it_is_an_object_of_both_keys() -> None:
     ada = '{"name": "Ada", "born": 1815}'
     born = [ada.replace("1815", other) for other in ('"1815"', "true")]
-    assert options.is_person(ada)
-    assert options.is_person('{"born": 1815, "name": ""}')
+    assert rungs.is_person(ada)
+    assert rungs.is_person('{"born": 1815, "name": ""}')
     for wrong in ('{"name": "Ada"}', *born, f"```json\n{ada}\n```", f"[{ada}]", ""):
-        assert not options.is_person(wrong), wrong
+        assert not rungs.is_person(wrong), wrong
 
 
-def test_contexts_are_those_the_model_can_hold(folder: Path, tmp_path: Path) -> None:
-    shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
-    config = json.loads((folder / "config.json").read_text())
-    (tmp_path / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 210}))
-    found = ladder.measure_ladder(str(tmp_path), prompt_tokens=2, new_tokens=2, trials=1, phases=[NEWEST, "2", "02"])
-    assert (found.flags["contexts"], list(found.results)) == ([16, 32, 64, 128], ["02", NEWEST])
+def test_without_a_cache_a_token_computes_its_whole_context(folder: Path) -> None:
+    found = contexts.measure_contexts(
+        str(folder), phases=["2", "3"], prompt_tokens=5, new_tokens=4, trials=1, context_lengths=[40, 3]
+    )
+    assert [each["tokens_computed"] for each in found.results.values()] == [sum(5 + i for i in range(4)), 5 + 3]
+    for result in found.results.values():
+        assert result["equal_output"]
+        assert list(result["ms_per_token"]) == ["3", "40"]
+        assert min(*result["ms_per_token"].values(), result["time_to_first_token_ms"], result["speedup"]) > 0
 
 
 def test_contenders_answer_the_same_at_a_share_of_the_bytes_a_token_must_read(generated: Report, folder: Path) -> None:
@@ -207,14 +204,19 @@ def test_on_a_gpu_kernels_copies_and_launches_are_told_apart() -> None:
 @pytest.mark.parametrize(
     ("command", "name", "cited"),
     [
-        ("ladder --phase 2 --trials 1 --new-tokens 3 --contexts 2,6", "ladder", {"results.02.tokens_computed": 15}),
+        ("ladder --phase 6.1", "ladder", {"results.06.1.after": 128}),
         (
-            "bench generation --phase 3 --trials 1 --new-tokens 3 --no-peers --pack-weights",
+            "bench contexts --phase 2 --trials 1 --new-tokens 3 --contexts 2,6 --prompt-tokens 4",
+            "contexts",
+            {"results.02.tokens_computed": 15},
+        ),
+        (
+            "bench generation --phase 3 --trials 1 --new-tokens 3 --no-peers --pack-weights --prompt-tokens 4",
             "generation-packed",
             {"results.03.tokens_computed": 4 + 2, "results.ratios": {}, "engines.03.pack_weights": True},
         ),
         (
-            "bench profile --phase 03 --steps 2 --top 3 --trace trace.json.gz",
+            "bench profile --phase 03 --steps 2 --top 3 --trace trace.json.gz --prompt-tokens 4",
             "profile-03",
             {"results.03.kernel_us_per_token": None, "results.03.idle_us_per_token": None},
         ),
@@ -223,7 +225,7 @@ def test_on_a_gpu_kernels_copies_and_launches_are_told_apart() -> None:
 def test_a_command_writes_what_it_shows(command, name, cited, folder, tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(bench_generation, "measure_ceilings", lambda device: CEILINGS)
     monkeypatch.chdir(tmp_path)
-    result = infer(*command.split(), "--model", folder, "--prompt-tokens", 4, "--out", "reports")
+    result = infer(*command.split(), "--model", folder, "--out", "reports")
     assert result.exit_code == 0, result.output
     line = json.loads(result.stdout.splitlines()[-1])
     stem = Path(f"reports/{name}-tiny-gemma3-{line['machine']}")

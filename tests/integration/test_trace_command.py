@@ -167,3 +167,13 @@ def test_documents_are_segments_with_rows_of_their_own(model: str, tmp_path: Pat
     computed = {name for step in trace["steps"] for name, _ in step["prefilled"] if name.startswith("segment ")}
     assert 2 <= len(computed) <= 3, "each document that is chosen, once"
     assert re.search(r"prompt tokens from the cache +384 of ", done.stdout), "two documents of 48 for each of four"
+
+
+def test_without_a_model_a_tiny_one_is_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("INFER_MODEL", raising=False)
+    done = CliRunner().invoke(app, ["trace", "--requests", "2", "--max-tokens", "3", "--out", str(tmp_path / "traced")])
+    assert done.exit_code == 0, done.output
+    (trace,) = page_data(tmp_path / "traced/trace.html")
+    assert [len(request["tokens"]) > 0 for request in trace["requests"]] == [True, True]
+    assert "infer trace · tiny-llama" in (tmp_path / "traced/trace.html").read_text()
+    assert [path.name for path in tmp_path.iterdir()] == ["traced"], "the model is not kept"

@@ -20,16 +20,19 @@ ACTIVATIONS = pytest.mark.parametrize(
     ("kernel", "formula"), [(swiglu, swiglu_formula), (geglu, geglu_formula)], ids=["swiglu", "geglu"]
 )
 FP32_ULPS = 16  # in the tails, x · exp(-|x|) and faster, an exponent loses as many steps as it is large
+FP32_ULPS_OF_TERMS = 4  # of gate · up: ½ (1 + tanh u) may be computed as it is written, which cancels in the tail
 
 
 @ACTIVATIONS
 @pytest.mark.parametrize("shape", [(1, 1), (1, 1024), (3, 33), (2, 1100), (20, 160)], ids=str)
 def test_any_shape(kernel, formula, shape, stored_dtype, randn, assert_near, num_launches):
     gate, up = randn(*shape, dtype=stored_dtype), randn(*shape, dtype=stored_dtype)
+    is_fp32 = stored_dtype == torch.float32
     assert_near(
         kernel(gate, up),
         formula(gate, up),
-        ulps=FP32_ULPS if stored_dtype == torch.float32 else 1,
+        ulps=FP32_ULPS_OF_TERMS if is_fp32 else 1,
+        scale=(gate.double() * up.double()).abs() if is_fp32 else None,
         axes=("row", "gate"),
     )
     assert_equal((num_launches(gated_kernel), num_launches()), (1, 1), "launches of the kernel, and in all")

@@ -60,7 +60,7 @@ def check_decode(
     """``limits``: the window and the softcap."""
     tiling, B = fitted(tiling, D, dtype.itemsize), len(lengths)
     window, limits = limits.get("window"), {"scale": D**-0.5} | limits
-    q = randn(B, Hq + 2, D, dtype=dtype, scale=size)[:, :Hq]  # part of a larger result
+    q = randn(B, Hq + 2, 2 * D, dtype=dtype, scale=size)[:, :Hq, :D]  # part of a larger result
     seen = [length if window is None else min(window, length) for length in lengths]
     memory = PagedMemory(draw_tokens(randn, lengths, Hkv, D, dtype), block_size, seen)
     if split_size is not None:  # room for all of them, and no more: the interpreter visits idle programs too

@@ -168,7 +168,7 @@ def test_batches_of_any_size_are_loaded_to_the_same_addresses(tiny_checkpoints, 
                 sent = vars(view.attention.plans[kind, window])
                 assert all(sent[name].tolist() == getattr(plan, name).tolist() for name in ARRAYS)
                 arrays += [value for value in sent.values() if isinstance(value, torch.Tensor)]
-        sent = (tokens.ids, tokens.positions, logit_rows, view.places, view.attention.decoding[0])
+        sent = (tokens.ids, tokens.positions, logit_rows, view.offsets, view.attention.decoding[0])
         kinds = "".join(kind[0] for kind, plans in batch.layout.extra.plans._asdict().items() if plans)
         addresses.setdefault(kinds, set()).add(tuple(tensor.data_ptr() for tensor in (*arrays, *sent)))
         if batch.is_decode:

@@ -53,7 +53,7 @@ class PoolMachine(RuleBasedStateMachine):
         """Those of which the pool does not reserve the next token with those of all."""
         raise NotImplementedError
 
-    def expected_layout(self, chosen: list[Request], places: list[tuple[int, int]]) -> list[list[int]]:
+    def expected_layout(self, chosen: list[Request], offsets: list[tuple[int, int]]) -> list[list[int]]:
         """The arrays of a layout in which each request writes from a place up to another."""
         raise NotImplementedError
 
@@ -143,19 +143,19 @@ class PoolMachine(RuleBasedStateMachine):
     def lay_out(self, data: st.DataObject) -> None:
         """New tokens after those that steps in flight compute; positions (``start``) say nothing of lengths."""
         chosen = data.draw(st.lists(st.sampled_from(list(self.granted)), unique=True))
-        entries, places = [], []
+        entries, offsets = [], []
         for request in chosen:
             in_flight, new = data.draw(st.integers(0, 2)), data.draw(st.integers(1, 6))
             request.num_computed_tokens = data.draw(st.integers(0, 9))
             entries.append(Scheduled(request, request.num_computed_tokens + in_flight, new))
             first = self.lengths[request] + in_flight
-            places.append((first, first + new))
+            offsets.append((first, first + new))
         schedule = Schedule(1, tuple(entries))
-        if any(end > self.granted[request] for request, (_, end) in zip(chosen, places, strict=True)):
+        if any(end > self.granted[request] for request, (_, end) in zip(chosen, offsets, strict=True)):
             with pytest.raises(CapacityError, match="are reserved"):
                 self.pool.layout(schedule)
             return
-        self.layouts.append((self.pool.layout(schedule), self.expected_layout(chosen, places)))
+        self.layouts.append((self.pool.layout(schedule), self.expected_layout(chosen, offsets)))
 
     @invariant()
     def requests_have_what_the_model_says(self) -> None:
@@ -221,7 +221,7 @@ def check_beside_caches(
 
 
 def check_a_step_made_again(pool: Any, view: Any, slots: list[int]) -> None:
-    """A forward that failed is run again from the same places. ``slots``: of a token of request a and four of b."""
+    """A forward that failed is run again from the same offsets. ``slots``: of a token of request a and four of b."""
     a, b = make_request("a"), make_request("b")
     pool.reserve(a, 10)
     pool.reserve(b, 10)
@@ -229,11 +229,11 @@ def check_a_step_made_again(pool: Any, view: Any, slots: list[int]) -> None:
     both = Batch.of(step_of({a: 1, b: 4}), pool)
     assert_equal(both.layout.slot_mapping.tolist(), slots, "slots of a, then of b", ("token",))
     view.load(both)
-    places = view.places.clone()
-    per_token = len(places) // 5  # one, or one for each head
+    offsets = view.offsets.clone()
+    per_token = len(offsets) // 5  # one, or one for each head
     view.load(Batch.of(step_of({b: 4}), pool))
-    assert_equal(view.places.tolist(), places[per_token:].tolist(), "places that b writes alone", ("place",))
+    assert_equal(view.offsets.tolist(), offsets[per_token:].tolist(), "offsets that b writes alone", ("place",))
     view.load(Batch.of(step_of({a: 1, b: 4}), pool))
-    assert_equal(view.places, places, "places, the step made again", ("place",))
+    assert_equal(view.offsets, offsets, "offsets, the step made again", ("place",))
     counted = [line.partition(" with ")[2] for line in pool.audit()]
     assert_equal(counted, ["3 tokens of 10 reserved.", "0 tokens of 10 reserved."], "audit of a and b", ("request",))

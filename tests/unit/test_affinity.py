@@ -47,12 +47,16 @@ def test_the_replica_with_the_longest_prefix_comes_first() -> None:
     assert groups({"a": 3, "b": 2}, {"a": 7, "b": 7}) == [["b"], *two], "both have the prefix, and b is less busy"
     assert groups({"a": 3, "b": 2}, {"c": 8}) == two, "c is no replica any more"
     assert groups({"a": 3, "b": 2}, {"c": 8, "a": 8}) == [["a"], *two], "c is no replica any more, and a is one"
+    groups_of_two = ranked(["a", "b"], {"a": 3, "b": 3, "c": 3}, {"a": 4, "c": 8}, 8)
+    assert groups_of_two == [["c"], ["a", "b"]], "c has the longest prefix and is not one of the two that were drawn"
 
 
 def test_a_much_busier_replica_is_left_out_whatever_it_has() -> None:
     for load, is_first in ((5, True), (6, False)):
         found = ranked(["a", "b"], {"a": load, "b": 1}, {"a": 8}, 8, slack=4)
         assert (found[0] == ["a"]) is is_first, f"a has {load} requests, the less busy of two 1, and slack is 4"
+    found = ranked(["a", "b"], {"a": 5, "b": 1, "c": 0}, {"a": 8}, 8, slack=4)
+    assert found[0] == ["a"], "a has 5 requests and the less busy of the two 1; c is not one of the two"
 
 
 def test_a_short_common_beginning_decides_nothing() -> None:

@@ -190,7 +190,7 @@ def test_a_failing_part_leaves_the_results_of_the_others() -> None:
 
 
 def test_draws_that_cannot_be_recorded_are_launched(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Biased logits are a copy; a draw within a recording is part of it; logits that no captured step writes move."""
+    """A draw within a recording is part of it; logits that no captured step writes move."""
     logits, rows, is_capturing = torch.zeros(1, 8), torch.zeros(1, dtype=torch.int64), False
     launched, attempts = list[int](), list[int]()
 
@@ -198,9 +198,9 @@ def test_draws_that_cannot_be_recorded_are_launched(monkeypatch: pytest.MonkeyPa
         attempts.append(len(launched))
         raise RuntimeError("injected")
 
-    def draw(places: set[int], **limits: Any) -> None:
-        recorder.places = places
-        recorder(logits, SamplingBatch(1, **limits), lambda: launched.append(1) or rows, ())
+    def draw(places: set[int]) -> None:
+        recorder.addresses = places
+        recorder(logits, SamplingBatch(1), lambda: launched.append(1) or rows, ())
 
     monkeypatch.setattr(graphs.RecordedDraw, "of", record)
     monkeypatch.setattr(graphs, "NUM_BEFORE", 3)
@@ -208,16 +208,15 @@ def test_draws_that_cannot_be_recorded_are_launched(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: is_capturing)
     recorder, fixed = DrawRecorder(set()), {logits.data_ptr()}
     for _ in range(5):
-        draw(fixed, bias_rows=rows, bias_ids=rows, biases=torch.zeros(1))
         draw(set())
     is_capturing = True
     for _ in range(5):
         draw(fixed)
-    assert (len(launched), attempts) == (15, [])
+    assert (len(launched), attempts) == (10, [])
     is_capturing = False
     for _ in range(6):
         draw(fixed)
-    assert (len(launched), attempts) == (21, [18]), "a failure to record is the last attempt"
+    assert (len(launched), attempts) == (16, [13]), "a failure to record is the last attempt"
 
 
 def test_a_recorded_draw_is_repeated_for_its_kind_and_size_alone(monkeypatch: pytest.MonkeyPatch) -> None:

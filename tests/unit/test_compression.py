@@ -38,6 +38,8 @@ def test_snapkv_is_the_formula(qk: tuple[torch.Tensor, torch.Tensor]) -> None:
     expected = [[max(pooled[2 * h][j], pooled[2 * h + 1][j]) for j in range(19)] for h in range(2)]
     got = SnapKV(kernel=5).scores(*qk)
     assert_close(got, torch.tensor(expected, dtype=torch.float64), "score", ("head", "key"), atol=1e-12)
+    halved = SnapKV(kernel=5, scale=2 * 8**-0.5).scores(qk[0] / 2, qk[1])
+    assert_close(halved, got, "score of half the queries at twice the scale", ("head", "key"), atol=1e-12)
 
 
 def test_what_stands_beside_a_key_is_worth_as_much() -> None:
@@ -70,6 +72,17 @@ def test_how_many_keys_a_mass_needs(p: float, count: int) -> None:
 def test_rounding_needs_no_key_that_is_not_there() -> None:
     rows = torch.tensor([[0.25, 0.25, 0.25, 0.2499]])
     assert_equal(top_p_count(rows, 1.0), torch.tensor([4]), "keys for the mass 1", ("row",))
+
+
+def test_the_mass_is_added_up_in_fp64() -> None:
+    """Rounded to fp32, a sum moves to the other side of a p between the two."""
+    row = torch.randn(50, generator=torch.Generator().manual_seed(0)).softmax(0)
+    mass = row.sort(descending=True).values.cumsum(0, dtype=torch.float64)[:40]
+    for index, (exact, rounded) in enumerate(zip(mass.tolist(), mass.float().tolist(), strict=True)):
+        if exact != rounded:
+            count = index + 1 + (exact < (exact + rounded) / 2)
+            what = f"keys for a mass between {exact!r} and {rounded!r}, which {index + 1} keys have"
+            assert_equal(int(top_p_count(row, (exact + rounded) / 2)), count, what)
 
 
 def temperature(scores: torch.Tensor, count: int, p: float) -> float:
@@ -135,6 +148,9 @@ def test_the_baseline_keeps_sinks_and_the_newest(qk: tuple[torch.Tensor, torch.T
     kept = select(*qk, StreamingLLM(), Budget(9, 9, num_sinks=2, num_recent=3))
     found = [row.nonzero().flatten().tolist() for row in kept]
     assert_equal(found, [[0, 1, *range(12, 19)]] * 2, "kept", ("head", "number"))
+    few = select(*qk, VanillaTopP(), Budget(1, 3, num_sinks=2, num_recent=3))
+    found = [row.nonzero().flatten().tolist() for row in few]
+    assert_equal(found, [[0, 1, 16, 17, 18]] * 2, "kept of at most 3: what is always kept", ("head", "number"))
 
 
 def test_no_compression_is_above_every_budget(qk: tuple[torch.Tensor, torch.Tensor]) -> None:
@@ -153,6 +169,8 @@ def test_heads_keep_as_many_as_their_attention_needs() -> None:
     between = Budget(1, 100, num_sinks=2, num_recent=5)
     counts = select(torch.ones(3, 2, 4), keys, VanillaTopP(), between).sum(1).tolist()
     assert_equal(counts, [8, 95], "kept within 1 and 100", ("head",))  # 2 + 1 + 5; 90 + 5
+    alike = select(torch.ones(3, 2, 4), keys, VanillaTopP(), between, scale=0.0).sum(1).tolist()
+    assert_equal(alike, [95, 95], "kept where the scale 0 makes all keys alike", ("head",))
 
 
 def test_the_rows_of_the_window_are_reduced(qk: tuple[torch.Tensor, torch.Tensor]) -> None:

@@ -57,6 +57,9 @@ def test_a_memory_may_have_more_cells_than_an_int32() -> None:
     assert_equal(found, np.array([(1 << 27) - 128]), "cell", ("token",))
     found = cells.packed(np.array([cells.per_block - 1]), np.array([(1 << 20) - 1], np.int32))
     assert_equal(found, np.array([(1 << 33) - 1]), "cell", ("token",))
+    cells = Cells(num_layers=1, num_blocks=1 << 25, block_size=16, num_kv_heads=8)
+    found = cells.packed(np.array([0]), np.array([(1 << 25) - 1], np.int32))
+    assert_equal(found, np.array([(1 << 32) - 128]), "cell of a layer that has more than an int32", ("token",))
 
 
 @settings(max_examples=60)

@@ -1,7 +1,7 @@
 """A checkout and its environment: copied, linked and shared, each runs its own code and none touches another's.
 
 The checkouts are small, with the real `constraints/environment.py` and an interpreter's real environment; there is no
-pip in it, so that any try to install something fails.
+pip in it, so that any try to install something fails. Where something is installed, its packages lie in a folder.
 """
 
 import json
@@ -9,6 +9,7 @@ import os
 import shutil
 import subprocess
 import sys
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -133,6 +134,70 @@ def test_what_is_not_ready_is_installed(checkout: Path) -> None:
     assert json.loads((checkout / ".venv" / ".ready").read_text()) == state
 
 
+def add_wheel(folder: Path, name: str, version: str) -> None:
+    """Write a package with one empty module."""
+    info = f"{name}-{version}.dist-info"
+    with zipfile.ZipFile(folder / f"{name}-{version}-py3-none-any.whl", "w") as wheel:
+        wheel.writestr(f"{name}.py", "")
+        wheel.writestr(f"{info}/METADATA", f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
+        wheel.writestr(f"{info}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
+        wheel.writestr(f"{info}/RECORD", "")
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere PyTorch has one build")
+@pytest.mark.parametrize(
+    ("offered", "has_gpu", "variable", "taken"),
+    [
+        (("cpu", "cu130"), False, "", "cpu"),
+        (("cpu", "cu130"), True, "", "cu130"),
+        (("cu130",), False, "", "cu130"),
+        (("cpu", "cu130"), False, "cuda", "cu130"),
+        (("cpu", "cu130"), True, "cpu", "cpu"),
+    ],
+)
+def test_without_a_gpu_pytorch_is_its_cpu_build_where_that_is_offered(
+    offered: tuple[str, ...], has_gpu: bool, variable: str, taken: str, checkout: Path
+) -> None:
+    wheels = checkout / "wheels"
+    wheels.mkdir()
+    for build in offered:
+        add_wheel(wheels, "torch", f"2.13.0+{build}")
+    add_wheel(wheels, "triton", "3.6.0")
+    subprocess.run([checkout / ".venv/bin/python", "-m", "ensurepip"], check=True, capture_output=True, env=outside())
+    project = '[project]\nname = "course"\ndependencies = ["torch>=2.11"]\noptional-dependencies = {}\n'
+    (checkout / "pyproject.toml").write_text(project)
+    (checkout / "constraints" / "constraints.txt").write_text("torch==2.13.0\n")
+    files = (str(wheels),) if has_gpu else ()
+    code = (
+        f"import environment; environment.NVIDIA_FILES = {files}; "
+        f"environment.Environment(environment.ROOT / '.venv').prepare(['--no-index', '--find-links', {str(wheels)!r}])"
+    )
+    variables = {name: value for name, value in outside().items() if not name.startswith("PIP_")}
+    variables |= {"PIP_CONFIG_FILE": os.devnull, "TORCH_BUILD": variable}
+    python = checkout / ".venv/bin/python"
+    done = subprocess.run(
+        [python, "-c", code],
+        cwd=checkout / "constraints",
+        capture_output=True,
+        text=True,
+        env=variables,
+        timeout=PATIENCE,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    version = "from importlib.metadata import version; print(version('torch'), version('triton'))"
+    assert said(python, "-c", version) == f"2.13.0+{taken} 3.6.0\n"
+    assert ("no package index offers torch==2.13.0+cpu" in done.stdout) == (offered == ("cu130",))
+
+
+def test_an_unknown_build_of_pytorch_is_refused(checkout: Path) -> None:
+    code = "import environment; environment.cpu_torch()"
+    variables = outside() | {"TORCH_BUILD": "rocm"}
+    command = [checkout / ".venv/bin/python", "-c", code]
+    refused = subprocess.run(command, cwd=checkout / "constraints", capture_output=True, text=True, env=variables)
+    assert refused.returncode == 1
+    assert "TORCH_BUILD is 'rocm'; it can be cpu or cuda" in refused.stderr
+
+
 @pytest.mark.parametrize("version", ["(3, 9, 6)", "(3, 10, 14)"])
 def test_an_old_python_is_refused_with_the_remedy(tmp_path: Path, version: str) -> None:
     (tmp_path / "constraints").mkdir()
@@ -145,3 +210,12 @@ def test_an_old_python_is_refused_with_the_remedy(tmp_path: Path, version: str) 
     found = ".".join(version.strip("()").split(", "))
     assert f"error: Python {found} (" in refused.stderr
     assert "is too old; name a Python of at least 3.11: make PYTHON=python3.12" in refused.stderr
+
+
+def test_the_container_of_codespaces_makes_the_environment_with_a_python_that_is_supported() -> None:
+    described = json.loads((ROOT / ".devcontainer/devcontainer.json").read_text(encoding="utf-8"))
+    assert described["postCreateCommand"] == "make env"
+    name, _, version = described["image"].rpartition(":")
+    assert name == "mcr.microsoft.com/devcontainers/python"
+    assert tuple(map(int, version.partition("-")[0].split("."))) >= (3, 11)
+    assert described["remoteEnv"]["PATH"].startswith("${containerWorkspaceFolder}/.venv/bin:")

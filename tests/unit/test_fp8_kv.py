@@ -17,6 +17,7 @@ from phases.phase_10.engine import Engine
 from shared.cache.layout.paged import PagedSizes
 from shared.cache.paged_memory import PagedMemory
 from shared.cache.pool.paged import PagedKVCachePool
+from shared.cache.view.block_storage import PlainStorage
 from shared.cache.view.contiguous import kv_bytes
 from shared.cache.view.fp8_storage import STORAGES, Fp8Storage
 from shared.engine.batch import Batch
@@ -47,6 +48,51 @@ def test_earlier_phases_refuse_it_and_name_the_phase() -> None:
         EngineConfig(**FP8).check(SUPPORTED_BEFORE)
     with pytest.raises(ConfigError, match=r"kv_cache_dtype is 'fp8' and kv_cache_backend is 'contiguous'"):
         EngineConfig(kv_cache_backend="contiguous", **FP8)
+
+
+def test_a_storage_that_the_engine_does_not_know_is_refused(tiny_checkpoints: dict[str, Path]) -> None:
+    with pytest.raises(ConfigError, match=r"kv_cache_dtype is 'fp9'; it must be one of auto, fp8\."):
+        make(tiny_checkpoints["llama"], kv_cache_dtype="fp9", max_seq_len=64)
+
+
+class Int8Storage:
+    """Keys and values in whole steps of a constant, for PyTorch's operations."""
+
+    STEP = 1 / 16
+
+    def __init__(self, config: EngineConfig, model: CausalLM, sizes: PagedSizes) -> None:
+        self.dtype, self.blocks = model.dtype, PlainStorage(model.config, sizes, torch.int8)
+        self.keys, self.values, self.num_bytes = self.blocks.keys, self.blocks.values, self.blocks.num_bytes
+        self.copy, self.make_readable = self.blocks.copy, self.blocks.make_readable
+        self.layer_keys, self.layer_values = self.blocks.layer_keys, self.blocks.layer_values
+        self.arguments = self.blocks.arguments
+
+    def write(self, layer: int, k: torch.Tensor, v: torch.Tensor, slots: torch.Tensor) -> None:
+        k, v = ((new / self.STEP).round().clamp(-127, 127).to(torch.int8) for new in (k, v))
+        self.blocks.write(layer, k, v, slots)
+
+    def read(self, layer: int, blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        k, v = self.blocks.read(layer, blocks)
+        return k.to(self.dtype) * self.STEP, v.to(self.dtype) * self.STEP
+
+
+def test_a_storage_is_a_class_and_a_row_of_the_table(
+    tiny_checkpoints: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(STORAGES, "int8", Int8Storage)
+    folder, options = tiny_checkpoints["llama"], {"kv_cache_dtype": "int8", "max_seq_len": 128}
+    arrivals = (ARRIVALS * 3)[: len(ALIKE)]
+
+    def answers() -> list[list[int | None]]:
+        engine = make(folder, prefill_chunk_size=16, block_size=4, **options)
+        assert engine.view.keys.dtype == torch.int8
+        return [tokens(outputs) for outputs in serve(engine, ALIKE, arrivals)[0]]
+
+    alone = make(folder, use_prefix_caching=False, use_chunked_prefill=False, max_batch_size=1, **options)
+    assert answers() == [tokens(serve(alone, [request], [0])[0][0]) for request in ALIKE]
+    fine = answers()
+    monkeypatch.setattr(Int8Storage, "STEP", 1e6)  # everything is rounded to nothing
+    assert answers() != fine, "the storage is not read"
 
 
 @pytest.mark.parametrize(

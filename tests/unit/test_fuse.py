@@ -2,13 +2,14 @@
 
 import dataclasses
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from shared.cache.view.uncached import UncachedView
 from shared.errors import ConfigError
@@ -18,7 +19,7 @@ from shared.loading.loader import load_model
 from shared.loading.placement import check_device
 from shared.models import fused
 from shared.models.causal_lm import CausalLM
-from shared.models.fused import FusedNorm, FusedProjection, fuse
+from shared.models.fused import FusedNorm, FusedProjection, fuse, fused_part
 from shared.models.norm import RMSNorm
 from shared.models.parts import MergedGroup
 from shared.models.projection import Projection, ProjectionGroup
@@ -72,6 +73,26 @@ def test_biases_and_softcaps_are_kept(tiny_checkpoints: dict[str, Path], family:
         rtol=0,
         atol=1e-5,
     )
+
+
+def test_a_projection_of_another_class_brings_its_own_fused_version() -> None:
+    """As quantized and sharded ones do: alone, and in a group."""
+
+    class Other(nn.Module):
+        weight = torch.zeros(3, 4)
+
+        @staticmethod
+        def fused(projections: Sequence[nn.Module]) -> nn.Module:
+            return nn.Sequential(*projections)
+
+    one, others = Other(), [Other(), Other()]
+    alone = fused_part(one)
+    assert isinstance(alone, nn.Sequential), f"a projection alone became {type(alone).__name__}"
+    assert list(alone) == [one]
+    group = fused_part(ProjectionGroup(gate=others[0], up=others[1]))  # type: ignore[arg-type]
+    assert isinstance(group, MergedGroup), f"a group became {type(group).__name__}"
+    assert isinstance(group.matrix, nn.Sequential), f"its matrix is a {type(group.matrix).__name__}"
+    assert list(group.matrix) == others
 
 
 def test_a_projection_without_a_bias_keeps_none_beside_one_that_has_one() -> None:

@@ -40,6 +40,12 @@ def make(folder: Path, num_bytes: int | None = 1_000_000, **config: Any) -> Any:
         return Engine(EngineConfig(model=str(folder), **config))
 
 
+def rows_of(engine: Engine) -> grammar_rows.GrammarRows:
+    """The step of the engine's sampler that finds masks."""
+    (step,) = (step for step in engine.runner.sampler.steps if isinstance(step, grammar_rows.GrammarRows))
+    return step
+
+
 @pytest.fixture
 def num_sent(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
     """A list that grows with each configuration that the host sends."""
@@ -107,7 +113,7 @@ def test_rows_behind_wrong_drafts_are_not_used_again(folder: Path) -> None:
 def test_the_tokens_are_on_the_device_before_the_first_request(tiny_checkpoints: dict[str, Path]) -> None:
     engine = make(tiny_checkpoints["llama"])
     warm_up(engine)
-    assert engine.runner.sampler.steps[-1].tokens is not None
+    assert rows_of(engine).tokens is not None
     assert not engine.has_work()
 
 
@@ -125,8 +131,8 @@ def test_a_step_that_is_interrupted_behind_its_draw_is_repeated(last: str, folde
     params = SamplingParams(temperature=0, max_new_tokens=30, structured_output=Grammar.regex(r"\d{3}-[a-c]{4}"))
     expected = tokens(list(make(folder).generate([1, 2, 3], params)))
     engine = make(folder, overlap_scheduling=False)
-    grammar_rows, found, number = engine.runner.sampler.steps[-1], [], 0
-    move = getattr(grammar_rows, last)
+    rows, found, number = rows_of(engine), [], 0
+    move = getattr(rows, last)
 
     def move_and_fail(*options: Any) -> None:
         nonlocal number
@@ -135,7 +141,7 @@ def test_a_step_that_is_interrupted_behind_its_draw_is_repeated(last: str, folde
         if number % 3 == 0:
             raise KeyboardInterrupt
 
-    setattr(grammar_rows, last, move_and_fail)
+    setattr(rows, last, move_and_fail)
     engine.add_request([1, 2, 3], params, request_id="long")
     while engine.has_work():
         if number % 2 == 0 and len(found) < 6:  # other rows than in the step before

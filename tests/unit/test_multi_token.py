@@ -78,6 +78,7 @@ def test_positions_of_a_step() -> None:
         positions(10, 3, 2).tolist(), [10, 11, 12, 11, 12, 12, 13, 13, 14], "three real tokens, two masks after each"
     )
     assert_equal(positions(7, 3, 0).tolist(), [7, 8, 9], "real tokens alone")
+    assert_equal(positions(7, 3, 1).dtype, np.dtype(np.int64), "the type of positions")
 
 
 def test_a_group_stands_where_the_tokens_that_it_stands_for_will_stand() -> None:

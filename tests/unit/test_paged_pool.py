@@ -74,9 +74,9 @@ class Pool(PoolMachine):
         lack = [r for r in chosen if self.num_blocks_for(r.num_tokens) > self.num_blocks_for(self.granted[r])]
         return lack if len(lack) > self.num_free() else []
 
-    def expected_layout(self, chosen: list[Request], places: list[tuple[int, int]]) -> list[list[int]]:
+    def expected_layout(self, chosen: list[Request], offsets: list[tuple[int, int]]) -> list[list[int]]:
         tables, slots = [], []
-        for request, (first, end) in zip(chosen, places, strict=True):
+        for request, (first, end) in zip(chosen, offsets, strict=True):
             table = self.pool.table(request).tolist()
             tables.append(table[: self.num_blocks_for(end)])
             slots += [
@@ -86,7 +86,7 @@ class Pool(PoolMachine):
         rows = [self.pool.rows[request] for request in chosen]
         starts = [sum(map(len, tables[:n])) for n in range(len(tables) + 1)]
         blocks = [block for table in tables for block in table]
-        return [rows, [first for first, _ in places], [end for _, end in places], slots, blocks, starts, []]
+        return [rows, [first for first, _ in offsets], [end for _, end in offsets], slots, blocks, starts, []]
 
     @invariant()
     def each_holds_blocks_of_its_own(self) -> None:
@@ -249,7 +249,7 @@ def test_batches_of_different_sizes_are_loaded_to_the_same_addresses() -> None:
         schedule = step_of(step)
         tokens, logit_rows, _ = view.load(Batch.of(schedule, pool))
         assert tokens.positions.tolist() == tokens.ids.tolist()
-        loaded = (tokens.ids, tokens.positions, logit_rows, view.places)
+        loaded = (tokens.ids, tokens.positions, logit_rows, view.offsets)
         found[not any(count > 1 for count in step.values())].add(tuple(tensor.data_ptr() for tensor in loaded))
         commit(pool, schedule)
     assert [len(addresses) for addresses in found.values()] == [1, 1]

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 import shared.engine.sampling.drawing as drawing_module
+import shared.engine.sampling.penalty_tables as penalty_module
 import shared.engine.sampling.sampler as sampler_module
 from shared.cache.pool.paged import PagedKVCachePool
 from shared.cache.view.interface import StepInputs, step_arrays
@@ -23,7 +24,7 @@ from shared.engine.sampling.penalty_tables import PenaltyTables
 from shared.engine.sampling.sampler import SamplerOutput
 from shared.models.tokens import Tokens
 from shared.sampling.params import SamplingParams
-from shared.sampling.sampler import SamplingBatch, SamplingRow
+from shared.sampling.sampler import SamplingBatch, SamplingRow, adjust_logits
 from shared.sampling.token_counts import TokenCounts
 from shared.scheduling.preemptive import PreemptiveScheduler
 from shared.scheduling.schedule import Schedule
@@ -84,13 +85,15 @@ class Machine(RuleBasedStateMachine):
         self.wrong = []
         self.num_checked: Counter[str] = Counter()
         self.fail_before = self.fail_after = 0  # calls that raise before the draw, and after the tokens are counted
-        drawing_module.sample = self.checked_sample  # type: ignore[assignment]
+        penalty_module.adjust_logits = self.checked_adjustment
+        drawing_module.sample = self.failing_sample  # type: ignore[assignment]
         sampler_module.top_logprobs = self.failing_logprobs
 
     def teardown(self) -> None:
+        penalty_module.adjust_logits = adjust_logits
         drawing_module.sample, sampler_module.top_logprobs = real_sample, real_top_logprobs
 
-    def checked_sample(self, logits: torch.Tensor, batch: SamplingBatch, **more: Any) -> torch.Tensor:
+    def checked_adjustment(self, logits: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:
         """What the processors read is counted from the ids of the request that holds the row."""
         if batch.counts is not None:
             assert batch.count_rows is not None
@@ -101,10 +104,13 @@ class Machine(RuleBasedStateMachine):
                 if counts_of(batch.counts, place) != expected:  # an exception here would be taken for the request's
                     self.wrong.append((request, counts_of(batch.counts, place)))
                 self.num_checked["rows read"] += 1
+        return adjust_logits(logits, batch)
+
+    def failing_sample(self, *args: Any, **more: Any) -> torch.Tensor:
         if self.fail_before:
             self.fail_before -= 1
             raise RuntimeError("injected")
-        return real_sample(logits, batch, **more)
+        return real_sample(*args, **more)
 
     def failing_logprobs(self, *args: Any) -> Any:
         if self.fail_after:
@@ -231,7 +237,10 @@ def test_without_penalties_nothing_is_allocated_and_a_known_row_is_not_entered_a
         places = range(len(rows))
         tables.enter(rows, places, VOCABULARY)
         tables.add(
-            rows, places, SamplingBatch.of(rows, counts=tables.counts, count_rows=places), torch.tensor(token_ids)
+            rows,
+            places,
+            SamplingBatch.of_adjustments(rows, counts=tables.counts, count_rows=places),
+            torch.tensor(token_ids),
         )
 
     tables = PenaltyTables(3, torch.device("cpu"), upload)
@@ -258,7 +267,7 @@ def test_an_older_row_of_a_request_that_moved_is_not_believed() -> None:
     def draw(place: int, outputs: list[int], token_id: int) -> None:
         rows = [row(0, [1], outputs, frequency_penalty=1.0)]
         tables.enter(rows, [place], VOCABULARY)
-        batch = SamplingBatch.of(rows, counts=tables.counts, count_rows=[place])
+        batch = SamplingBatch.of_adjustments(rows, counts=tables.counts, count_rows=[place])
         tables.add(rows, [place], batch, torch.tensor([token_id]))
 
     draw(0, [2], 3)  # dropped, and the request preempted
@@ -292,7 +301,7 @@ def test_rows_with_drafts_count_them_and_are_not_believed(num_accepted: int) -> 
         tables.enter(rows, places, VOCABULARY)
         assert tables.counts is not None
         seen = [counts_of(tables.counts, place) for place in places]
-        batch = SamplingBatch.of(rows, counts=tables.counts, count_rows=places)
+        batch = SamplingBatch.of_adjustments(rows, counts=tables.counts, count_rows=places)
         tables.add(rows, places, batch, torch.tensor(token_ids))
         return seen
 

@@ -139,6 +139,15 @@ def test_tokens_that_hold_p_exactly_are_enough():
     for p, expected in [(0.5, 1), (math.nextafter(0.5, 1), 2)]:
         found = sum(kept(apply_top_p(wide, torch.tensor([p], dtype=torch.float64))))
         assert_equal(found, expected, f"tokens that p = {p!r} keeps of these four among 4,096")
+    # Rounded to fp32, a sum moves to the other side of a p between the two.
+    uneven = random_logits(1, 50)
+    mass = uneven.softmax(-1)[0].sort(descending=True).values.cumsum(0, dtype=torch.float64)[:40]
+    for index, (exact, rounded) in enumerate(zip(mass.tolist(), mass.float().tolist(), strict=True)):
+        p = (exact + rounded) / 2
+        if exact != rounded:
+            found = sum(kept(apply_top_p(uneven, torch.tensor([p], dtype=torch.float64))))
+            what = f"tokens that p = {p!r} keeps where {index + 1} hold {exact!r}, in fp32 {rounded!r}"
+            assert_equal(found, index + 1 + (exact < p), what)
 
 
 def test_each_row_has_its_own_limit():

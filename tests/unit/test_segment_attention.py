@@ -1,5 +1,7 @@
 """Moving rotated keys and queries, and the state of a range of keys; both are exact in fp32."""
 
+import math
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -112,3 +114,14 @@ def test_the_states_of_ranges_merge_to_the_attention_over_all_keys() -> None:
             state = merge(state, range_state(q, k[:, first:last], v[:, first:last], places - first, **options))
         expected = naive_attention(q, k, v, scale=0.3, window=window)
         assert_close(state[0], expected, f"attention, window {window}", ("token", "head", "dim"), rtol=1e-4, atol=1e-5)
+
+
+def test_each_query_has_a_peak_of_its_own() -> None:
+    """The scores of one query are 0 to 1,200, those of the other 0 to -1,200: exp overflows, or beside the largest of
+    all scores the other's weights vanish."""
+    q, k, v = torch.zeros(2, 1, D), torch.zeros(1, 5, D), torch.randn(1, 5, D)
+    q[:, 0, 0] = torch.tensor([300.0, -300.0])
+    k[0, :, 0] = torch.arange(5.0)
+    values, logs = range_state(q, k, v, torch.tensor([4, 4]), scale=1.0)
+    assert_close(values, v[0, [4, 0]][:, None], "values", ("token", "head", "dim"), atol=1e-6)
+    assert_close(logs, torch.tensor([[1200 / math.log(2)], [0.0]]), "logarithms", ("token", "head"), rtol=1e-6)

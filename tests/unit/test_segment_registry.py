@@ -49,7 +49,7 @@ def test_an_unknown_id_and_a_memory_without_segments_are_refused() -> None:
 
 def test_the_least_recently_used_goes_first_and_only_as_many_as_needed() -> None:
     registry, allocator = make_registry()
-    a, b, c = (resident(registry, allocator, text) for text in ("aaaaaa", "bbb", "cccc"))
+    a, b, c = (resident(registry, allocator, text) for text in ("aaaaaa", "bbbb", "ccc"))
     registry.acquire([a])
     registry.release([a])  # used last
     assert_equal(registry.evict(1), 1, "freed blocks")

@@ -94,6 +94,17 @@ def test_what_is_being_computed_is_not_asked_for_again(scheduler: SegmentSchedul
     assert_equal(scheduler.pool.audit_blocks(), [], "audit of the blocks", ("line",))
 
 
+def test_a_segment_that_a_running_request_computes_moves_nothing(scheduler: SegmentScheduler) -> None:
+    a, b = segment(scheduler, "a", 3 * SIZE), segment(scheduler, "b")
+    scheduler.registry.want(a)
+    commit(scheduler, scheduler.schedule())
+    assert not a.is_resident, "the segment has three chunks, of which one is computed"
+    assert_equal(queue(scheduler), [], "queue: what computes a runs", ("place",))
+    ask(scheduler, "1", a, b)
+    scheduler.put_missing_segments_first()
+    assert_equal(queue(scheduler), ["b", "1"], "queue: what computes a still runs", ("place",))
+
+
 def test_without_missing_segments_the_queue_stays_as_it_is(scheduler: SegmentScheduler) -> None:
     a = segment(scheduler, "a", is_resident=True)
     ask(scheduler, "1")

@@ -170,7 +170,8 @@ def test_columns_within_a_block_are_refused() -> None:
 @pytest.mark.parametrize(("bias", "activation"), [(False, None), (True, None), (True, "silu")])
 def test_the_row_parallel_sum(bias: bool, activation: str | None) -> None:
     torch.manual_seed(0)
-    x, weight, b, residual = torch.randn(3, 12), torch.randn(5, 12), torch.randn(5), torch.randn(3, 5)
+    x, weight, b = torch.randn(3, 12), torch.randn(5, 12), torch.randn(5)
+    residual: torch.Tensor | None = torch.randn(3, 5)
     function = None if activation is None else torch.nn.functional.silu
 
     def run(ranks: Collectives) -> torch.Tensor:
@@ -187,6 +188,9 @@ def test_the_row_parallel_sum(bias: bool, activation: str | None) -> None:
     expected = residual + (y if function is None else function(y))
     for found in on_ranks(3, run):
         assert_close(found, expected, "the sum", ("row", "output"), atol=1e-5)
+    residual = None
+    for found in on_ranks(3, run):
+        assert_close(found, y if function is None else function(y), "without residual", ("row", "output"), atol=1e-5)
 
 
 def test_a_sum_is_added_in_the_order_of_the_ranks() -> None:
@@ -227,6 +231,21 @@ def test_argmax_over_shards(size: int) -> None:
     for ids, gathered in on_ranks(size, run):
         assert_equal(ids.tolist(), logits.argmax(-1).tolist(), "ids", ("row",))
         assert_equal(gathered, logits, "gathered logits", ("row", "id"))
+        assert_equal(ids.dtype, torch.int64, "the type of ids")
+
+
+def test_ids_are_exact_where_logits_are_not() -> None:
+    """Bf16 holds integers up to 256 exactly, and ids are larger."""
+    logits = torch.zeros(3, 1000, dtype=torch.bfloat16)
+    expected = [257, 515, 999]
+    logits[range(3), expected] = 1.0
+
+    def run(ranks: Collectives) -> torch.Tensor:
+        part = Shard(ranks.rank, ranks.size).part(1000)
+        return Vocabulary(1000, ranks).argmax(logits[:, part.start : part.stop])
+
+    for ids in on_ranks(2, run):
+        assert_equal(ids.tolist(), expected, "ids", ("row",))
 
 
 def forward(model: CausalLM) -> torch.Tensor:

@@ -8,7 +8,7 @@ import pytest
 
 from shared.cache.pool.paged import PagedKVCachePool
 from shared.engine.config import EngineConfig
-from shared.engine.request import Request
+from shared.engine.request import Request, TokenLogprobs
 from shared.engine.sampling.sampler import SampledTokens
 from shared.sampling.params import SamplingParams
 from shared.scheduling import speculative
@@ -29,7 +29,8 @@ def make_scheduler(**options: Any) -> SpeculativeScheduler:
 
 
 def add(scheduler: SpeculativeScheduler, name: str) -> Request:
-    request = Request(name, [1, 2, 3], SamplingParams(max_new_tokens=len(ANSWER), ignore_eos=True), 0)
+    params = SamplingParams(max_new_tokens=len(ANSWER), ignore_eos=True, logprobs=0)
+    request = Request(name, [1, 2, 3], params, 0)
     scheduler.add(request)
     return request
 
@@ -50,7 +51,8 @@ def step(scheduler: SpeculativeScheduler, drafts: Sequence[Sequence[int]] = (), 
         expected = ANSWER[done : done + entry.num_logit_rows]
         num_right = num_equal_to(expected, entry.request.draft_ids[: entry.num_drafts])
         drawn += expected[: num_right + 1] + [WRONG] * (entry.num_logit_rows - num_right - 1)
-    scheduler.commit(schedule, SampledTokens(drawn, None, errors))
+    logprobs: list[TokenLogprobs | None] = [TokenLogprobs(-float(token_id), ()) for token_id in drawn]
+    scheduler.commit(schedule, SampledTokens(drawn, logprobs, errors))
 
 
 def num_equal_to(expected: Sequence[int], drafts: Sequence[int]) -> int:
@@ -214,3 +216,6 @@ def test_requests_of_one_step_keep_their_own_tokens() -> None:
     assert_equal([len(request.output_ids) for request in requests], [5, 4, 3], "outputs", ("request",))
     for request in requests:
         assert_equal(request.output_ids, ANSWER[: len(request.output_ids)], f"outputs of {request.request_id}")
+        logprobs = [each and each.logprob for each in request.output_logprobs]
+        expected = [-token_id for token_id in request.output_ids]
+        assert_equal(logprobs, expected, f"log-probabilities of {request.request_id}", ("token",))

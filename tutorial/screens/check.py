@@ -53,6 +53,14 @@ def screen(workspace: "Workspace", verdict: "Verdict") -> list[str]:
     return [headline(verdict), *(_INDENT + line if line else "" for line in about)]
 
 
+def tell_board(workspace: "Workspace") -> None:
+    """Tell the board where the learner is, if they have joined one; a line on standard error if it does not hear it."""
+    from tutorial.workshop.board import tell
+
+    if said := tell(workspace.root):
+        typer.echo(said, err=True)
+
+
 def looks_like(found: "Sequence[Mistake]") -> list[str]:
     """What is said of known mistakes: of several, that it is one of them."""
     beginnings = ["This looks like:", *["or:"] * len(found)]

@@ -1,24 +1,21 @@
-"""``infer workshop chart | export | grade | prepare``: the classroom. Introduced in phase 1b.
+"""``infer workshop chart | export | grade``: what a class makes and hands in. Introduced in phase 1b.
 
 The commands only read their options and print; ``tutorial.workshop`` does the work. Invariant: what a submission says
 reaches the terminal as text, never as its orders.
 """
 
-import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from shared.engine.config import EngineConfig
-from shared.errors import ConfigError, InferError
+from shared.errors import ConfigError
 from shared.lessons import find_lesson
-from shared.terminal import PLAIN_WIDTH, examples, fetch_if_known, printable, stderr_console, stdout_console, working
+from shared.terminal import PLAIN_WIDTH, examples, fetch_if_known, printable, stdout_console, working
 
 if TYPE_CHECKING:
-    from tutorial.workshop.chart import PersonalLadder, Progress
     from tutorial.workshop.exercises import Exercise
     from tutorial.workshop.grading import Row
 
@@ -29,7 +26,8 @@ _MOST_LETTERS = 160
 
 def chart(
     out: Annotated[
-        Path | None, typer.Option("--out", "-o", help="The picture; by default ladder.png in the workspace.")
+        Path | None,
+        typer.Option("--out", "-o", help="Write JSON, Markdown and PNG, named by machine, into this folder."),
     ] = None,
     model: Annotated[
         str,
@@ -37,46 +35,24 @@ def chart(
             "--model", "-m", help="A model folder, a known name, or a hub name owner/name.", envvar="INFER_MODEL"
         ),
     ] = EngineConfig.model,
-    quick: Annotated[bool, typer.Option("--quick", help="Shorter prompts and answers.")] = False,
 ) -> None:
-    """Measure each phase with your code in it, beside the reference, and draw it: one request, and 16 at a time.
+    """Show your rows of the ladder: what each phase that you have finished gains on this machine, with your code.
 
-    A phase is yours once every exercise of it that runs here has passed `infer workshop check`. The last line on
-    standard output is the result as JSON.
+    The last line on standard output is the result as JSON.
     """
-    from tutorial.workshop.chart import DEFAULT, QUICK, measure
+    from tutorial.workshop.chart import finished_phases, run_ladder
     from tutorial.workshop.overlay import workspace_folder
     from tutorial.workshop.workspace import Workspace
 
-    fetch_if_known(model)
     workspace = Workspace(workspace_folder())
-    with _turns() as progress:
-        ladder = measure(workspace, model, QUICK if quick else DEFAULT, progress)
-    _print_ladder(ladder)
-    from tutorial.workshop.chart_figure import save  # after the measurement, whose memory it would add to
-
-    picture = out or workspace.root / "ladder.png"
-    save(ladder, picture)
-    typer.echo(f"\nwrote {picture}\n")
-    typer.echo(ladder.line())
-
-
-@contextmanager
-def _turns() -> "Iterator[Progress]":
-    """Shows the turns of a measurement on standard error: as a bar on a terminal, else a line each."""
-    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
-
-    columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
-    is_terminal = sys.stderr.isatty()
-    with Progress(*columns, console=stderr_console(), transient=True, disable=not is_terminal) as bar:
-        task = bar.add_task("begin", total=None)
-
-        def report(text: str, done: int, total: int) -> None:
-            bar.update(task, description=text, completed=done, total=total)
-            if not is_terminal:
-                typer.echo(f"{done * 100 // total:>3} %  {text}", err=True)
-
-        yield report
+    phases = finished_phases(workspace)
+    if not phases:
+        raise ConfigError(
+            f"No phase that the ladder measures is finished in {workspace.root}; begin with `infer workshop start 03`."
+        )
+    fetch_if_known(model)
+    typer.echo(f"on your lines: phase {', '.join(phases)}")
+    typer.echo(run_ladder(workspace, phases, model, out), nl=False)
 
 
 def export(
@@ -105,7 +81,9 @@ def grade(
     phase: Annotated[
         str | None, typer.Option("--phase", "-p", help="One phase; by default every exercise that was handed in.")
     ] = None,
-    only: Annotated[str | None, typer.Option("--only", help="One exercise, such as 03x2.", metavar="EXERCISE")] = None,
+    only: Annotated[
+        str | None, typer.Option("--only", help="One exercise or bug hunt, such as 03x2 or 08b1.", metavar="NUMBER")
+    ] = None,
     csv: Annotated[Path | None, typer.Option("--csv", help="Write the table, with every reason, here as well.")] = None,
     seconds: Annotated[float, typer.Option("--seconds", help="That one test may take.")] = 120.0,
     memory: Annotated[float, typer.Option("--memory", help="GiB that a submission may use.")] = 3.0,
@@ -117,11 +95,15 @@ def grade(
     """
     from tutorial.workshop.grading import grade as judge
     from tutorial.workshop.grading import write_csv
+    from tutorial.workshop.hunts import find_hunts, names_a_hunt
     from tutorial.workshop.limits import Limits
 
     if csv is not None and (csv.is_dir() or not csv.absolute().parent.is_dir()):
         raise ConfigError(f"{csv} cannot be written; name a file in a folder that exists with --csv.")
-    wanted = None if phase is None and only is None else wanted_exercises(phase, only)
+    hunted = find_hunts(only) if only and names_a_hunt(only) else ()
+    if hunted and phase is not None and find_lesson(phase).number != hunted[0].phase:
+        raise ConfigError(f"Bug {hunted[0].number} belongs to phase {hunted[0].phase}, not to phase {phase}.")
+    wanted = [] if hunted else None if phase is None and only is None else wanted_exercises(phase, only)
     done = 0
 
     def progress(row: "Row") -> None:
@@ -131,40 +113,22 @@ def grade(
         typer.echo(said, err=True)
 
     with working("running the tests"):
-        rows = judge(submissions, wanted, limits=Limits(seconds, memory), jobs=jobs, progress=progress)
+        rows = judge(submissions, wanted, hunted, limits=Limits(seconds, memory), jobs=jobs, progress=progress)
     _print_rows(rows)
     if csv is not None:
         write_csv(rows, csv)
         typer.echo(f"wrote {csv}", err=True)
 
 
-def prepare() -> None:
-    """Make this machine ready for a class without a network; exit code 1 with what is missing."""
-    from tutorial.workshop.preparation import look
-
-    try:
-        fetch_if_known(EngineConfig.model, asks=False)
-    except InferError as error:  # what is missing is said below, with everything else
-        typer.echo(" ".join(str(error).split()), err=True)
-    missing = 0
-    for item in look():
-        mark = typer.style("ready  ", fg="green") if item.is_ready else typer.style("missing", fg="red")
-        typer.echo(f"{mark}  {item.name:<11}  {item.detail}")
-        missing += not item.is_ready
-    if missing:
-        raise typer.Exit(1)
-    typer.echo("This machine needs no network for the class.")
-
-
 COMMANDS: dict[Callable[..., None], str] = {
-    chart: examples("infer workshop chart", "infer workshop chart --quick --out my-ladder.png"),
+    chart: examples("infer workshop chart", "infer workshop chart --out my-ladder"),
     export: examples("infer workshop export 03", "infer workshop export 03 04 05 06 --out serving-day.zip --force"),
     grade: examples(
         "infer workshop grade submissions/*",
         "infer workshop grade --phase 03 --csv grades.csv --jobs 4 ada.zip bob.zip",
         "infer workshop grade --only 03x2 --seconds 30 --memory 2 submissions/*.zip",
+        "infer workshop grade --only 08b1 submissions/*",
     ),
-    prepare: examples("infer workshop prepare", "make workshop"),
 }
 """Each command with the epilog of its help."""
 
@@ -186,27 +150,6 @@ def wanted_exercises(phase: str | None, only: str | None) -> list["Exercise"]:
             f"exercises are {those}."
         )
     return [exercise]
-
-
-def _print_ladder(ladder: "PersonalLadder") -> None:
-    from benchmarks.view import number
-    from tutorial.workshop.chart_figure import bars, ratio, said, told
-
-    typer.echo(f"{ladder.model} · {ladder.machine_title} · {ladder.flags['dtype']}")
-    typer.echo("\n".join(said(ladder)))
-    typer.echo(f"\n{'tokens a second':<24}{'one request':>16}{'16 at a time':>20}")
-    for rung in ladder.rungs:
-        typer.echo(f"{rung.number}  {rung.title}")
-        for name, speeds in bars(rung):
-            line = f"      {name:<18}"
-            for key, width in (("one", 16), ("together", 20)):
-                told_ratio = ratio(rung, key) if name == "yours" else ""
-                line += f"{number(getattr(speeds, key))}  {told_ratio:<5}".rjust(width)
-            typer.echo(typer.style(line.rstrip(), bold=name == "yours"))
-        for line in told(rung):
-            typer.echo(f"      {line}")
-    if not any(rung.own for rung in ladder.rungs):
-        typer.echo("\nNo phase is yours yet: this is the reference. Begin with `infer workshop start 02`.")
 
 
 def _print_rows(rows: list["Row"]) -> None:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 import typer
 
 from shared.terminal import working
-from tutorial.screens.check import looks_like, screen, shown, what_it_bought, what_to_write
+from tutorial.screens.check import looks_like, screen, shown, tell_board, what_it_bought, what_to_write
 from tutorial.screens.later import say_later
 
 if TYPE_CHECKING:
@@ -74,7 +74,7 @@ def watch_exercises(open_workspace: "Callable[[], Workspace]", wanted: "Sequence
     num_passed = sum(workspace.has_passed(exercise) for exercise in wanted)
     typer.echo(f"\n{num_passed} of {len(wanted)} passed")
     if num_passed == len(wanted):
-        typer.echo("What your lines buy on this machine, phase by phase: infer workshop chart")
+        typer.echo("What your lines gain on this machine, phase by phase: infer workshop chart")
 
 
 def _session(workspace: "Workspace", server: "CheckServer") -> "Session":
@@ -117,6 +117,7 @@ def _check(
     if workspace.state(exercise) is State.WRITTEN:
         typer.echo(f"checking {exercise.number} …")
     (verdict,) = session.check([exercise], watch=look)
+    tell_board(workspace)
     if clears:
         typer.echo(_CLEAR, nl=False)
     if verdict.outcome is Outcome.GAP:

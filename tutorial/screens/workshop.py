@@ -1,6 +1,7 @@
 """``infer workshop``: exercises handed out, checked, solved, reset, merged, graded; bugs. Introduced in phase 1b."""
 
 import difflib
+import math
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Annotated
 
@@ -8,9 +9,21 @@ import typer
 
 from shared.errors import ConfigError
 from shared.terminal import examples, stdout_console, working
-from tutorial.screens.check import COLOURS, line_of, looks_like, screen, shown, what_it_bought, what_to_write
-from tutorial.screens.classroom import COMMANDS, wanted_exercises
+from tutorial.screens.check import (
+    COLOURS,
+    line_of,
+    looks_like,
+    screen,
+    shown,
+    tell_board,
+    what_it_bought,
+    what_to_write,
+)
+from tutorial.screens.classroom import COMMANDS as CLASSROOM
+from tutorial.screens.classroom import wanted_exercises
 from tutorial.screens.hunts import EPILOG, bug
+from tutorial.screens.room import COMMANDS as ROOM
+from tutorial.screens.room import ask_for_times
 
 if TYPE_CHECKING:
     from tutorial.workshop.exercises import Exercise
@@ -52,6 +65,7 @@ def start(phase: PhaseArgument, only: OnlyOption = None) -> None:
         typer.echo(f"\nTo check {', '.join(unchecked)} {NO_TRITON}.")
     again = f"infer workshop check {wanted[0].phase if len(wanted) > 1 else wanted[0].number}"
     typer.echo(f"\nWrite your lines where the file raises NotImplementedError, then run: {again}")
+    ask_for_times(workspace)
 
 
 @app.command(epilog=examples("infer workshop check", "infer workshop check 03", "infer workshop check 03x2 --verbose"))
@@ -87,6 +101,7 @@ def check(
                     found = session.look(verdict)
                 typer.echo("".join(f"{line}\n" for line in looks_like(found)), nl=False)
         say_later(workspace, server, unfinished)
+    tell_board(workspace)
     passed = [verdict.exercise for verdict in verdicts if verdict.outcome is Outcome.PASSED]
     typer.echo(f"{len(passed)} of {len(wanted)} passed")
     if passed:
@@ -109,6 +124,7 @@ def watch(
 
     wanted = _wanted(_workspace(), phase, only)
     _workspace().start(wanted)
+    ask_for_times(_workspace())
     watch_exercises(_workspace, wanted)
 
 
@@ -119,12 +135,14 @@ def hint(
 ) -> None:
     """Show the next hint of an exercise."""
     from tutorial.workshop.exercises import find_exercise
+    from tutorial.workshop.times import Times
 
     found = find_exercise(exercise)
     workspace = _workspace()
     if not found.hints:
         typer.echo(f"{found.number} has no hint; the docstring of {found.target} says what is wanted.")
         return
+    Times(workspace.root).mark([found.number])
     shown = workspace.next_hint(found)
     while all_hints and shown < len(found.hints):
         shown = workspace.next_hint(found)
@@ -168,21 +186,26 @@ def status(
     from rich import box
     from rich.table import Table
 
+    from tutorial.workshop.times import Times
+
     workspace = _workspace()
     states = workspace.states()
     passed = {exercise for exercise in states if workspace.has_passed(exercise)}
     phase = _phase_at_hand(states, passed)
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    for name in ("exercise", "state", "minutes", "what", "where"):
-        table.add_column(name, justify="right" if name == "minutes" else "left", no_wrap=name in ("exercise", "state"))
+    record = Times(workspace.root)
+    minutes = record.minutes()
+    for name in ("exercise", "state", "estimate", *(["yours"] if record.agreed else []), "what", "where"):
+        is_time = name in ("estimate", "yours")
+        table.add_column(name, justify="right" if is_time else "left", no_wrap=name in ("exercise", "state"))
     for exercise, state in states.items():
         if not show_all and exercise.phase != phase:
             continue
         said = "passed" if exercise in passed else str(state)
         place = shown(workspace.file(exercise)) if str(state) != "not started" else exercise.path
-        table.add_row(
-            exercise.number, f"[{COLOURS.get(said, 'dim')}]{said}[/]", str(exercise.minutes), exercise.title, place
-        )
+        own = [_minutes(minutes.get(exercise.number))] if record.agreed else []
+        said = f"[{COLOURS.get(said, 'dim')}]{said}[/]"
+        table.add_row(exercise.number, said, f"{exercise.minutes} min", *own, exercise.title, place)
     stdout_console().print(table)
     typer.echo(f"{len(passed)} of {len(states)} passed" + ("" if show_all else "; --all shows every exercise"))
 
@@ -216,7 +239,7 @@ def update() -> None:
 
 
 app.command(epilog=EPILOG)(bug)
-for command, epilog in COMMANDS.items():
+for command, epilog in (CLASSROOM | ROOM).items():
     app.command(epilog=epilog)(command)
 
 
@@ -240,6 +263,11 @@ def _say_what_is_next(workspace: "Workspace", first: "Exercise") -> None:
     if found := next((exercise for exercise in later if not workspace.has_passed(exercise)), None):
         typer.echo(f"next: {found.number} {found.title} (about {found.minutes} min)")
         typer.echo("\n".join(what_to_write(workspace, found)))
+
+
+def _minutes(minutes: float | None) -> str:
+    """A learner's own time for an exercise, rounded up."""
+    return "" if minutes is None else f"{math.ceil(minutes)} min"
 
 
 def _phase_at_hand(states: "dict[Exercise, State]", passed: "set[Exercise]") -> str:

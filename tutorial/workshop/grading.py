@@ -24,7 +24,8 @@ from json import JSONDecodeError
 from pathlib import Path
 
 from shared.errors import ConfigError
-from tutorial.workshop.check import CheckServer
+from shared.kernels import NO_TRITON
+from tutorial.workshop.check import CheckServer, can_be_checked
 from tutorial.workshop.exercises import ROOT, Exercise, exercises, find_exercise, reference
 from tutorial.workshop.hunts import Hunt, hunts
 from tutorial.workshop.limits import GRACE, Limits, Watch, end_processes
@@ -55,6 +56,7 @@ class Row:
 def grade(
     paths: Sequence[Path],
     wanted: Sequence[Exercise] | None = None,
+    hunted: Sequence[Hunt] = (),
     *,
     limits: Limits | None = None,
     jobs: int = 1,
@@ -66,6 +68,7 @@ def grade(
         paths: folders and zip files.
         wanted: exercises to judge; by default those whose file is in at least one of the submissions, and the bug hunts
             that are in one; all exercises if there is nothing of either.
+        hunted: bug hunts to judge, if exercises to judge are given, perhaps none.
         jobs: how many submissions run at the same time.
         progress: called with each row when it is done.
 
@@ -80,14 +83,13 @@ def grade(
         if not path.exists():
             raise ConfigError(f"There is no submission {path}; name folders or zip files that exist.")
     everything = list(dict.fromkeys(exercise.path for exercise in wanted or exercises()))
-    hunted: list[Hunt] = []
-    if wanted is None:
-        everything += [hunt.handed_in(path) for hunt in hunts() for path in hunt.paths]
-    names = _names(paths)
+    candidates = hunts() if wanted is None else hunted
+    everything += [hunt.handed_in(path) for hunt in candidates for path in hunt.paths]
+    names = names_of(paths)
     submissions = [read_submission(path, name, everything) for path, name in zip(paths, names, strict=True)]
     if wanted is None:
         found = {path for submission in submissions for path in (*submission.files, *submission.problems)}
-        hunted = [hunt for hunt in hunts() if not found.isdisjoint(map(hunt.handed_in, hunt.paths))]
+        hunted = [hunt for hunt in candidates if not found.isdisjoint(map(hunt.handed_in, hunt.paths))]
         wanted = [exercise for exercise in exercises() if exercise.path in found]
         wanted = wanted if wanted or hunted else exercises()
     stop = threading.Event()
@@ -126,7 +128,7 @@ def _check_reference(judge: Callable[[Submission], Row], wanted: Sequence[Exerci
     files = {exercise.path: (ROOT / exercise.path).read_bytes() for exercise in wanted}
     files |= {hunt.handed_in(path): (ROOT / path).read_bytes() for hunt in hunted for path in hunt.paths}
     for verdict in judge(Submission("the reference", files)).verdicts:
-        if verdict.outcome is not Outcome.PASSED:
+        if verdict.outcome is not Outcome.PASSED and can_be_checked(verdict.exercise):
             raise ConfigError(
                 f"The reference itself does not pass {verdict.exercise.number} here ({verdict.reason}), so no "
                 "submission was graded; give more with --seconds and --memory, or run `make test` to see what is wrong."
@@ -159,6 +161,8 @@ def _judge_hunt(
 ) -> Verdict:
     """The verdict on a bug hunt, whose modules run together; those that were not handed in are the reference's."""
     as_exercise, texts = hunt.judged(hunt.tests_of_phase), dict[str, str]()
+    if not can_be_checked(as_exercise):
+        return Verdict(as_exercise, Outcome.NOT_RUN, reason=f"{NO_TRITON}")
     for path in hunt.paths:
         problem = submission.refused or submission.problems.get(hunt.handed_in(path))
         try:
@@ -174,7 +178,9 @@ def _judge_hunt(
 
 
 def _before(submission: Submission, exercise: Exercise) -> Verdict | None:
-    """The verdict on an exercise whose tests need not run; None if they must."""
+    """The verdict on an exercise whose tests need not run, or cannot; None if they must."""
+    if not can_be_checked(exercise):
+        return Verdict(exercise, Outcome.NOT_RUN, reason=f"{NO_TRITON}")
     problem = submission.refused or submission.problems.get(exercise.path)
     if problem:
         about = "" if submission.refused else f"{exercise.path} "
@@ -253,7 +259,7 @@ def _without_folder(verdict: Verdict, folder: str) -> Verdict:
     )
 
 
-def _names(paths: Sequence[Path]) -> list[str]:
+def names_of(paths: Sequence[Path]) -> list[str]:
     """What a submission is called: its folder or file; where that is not unique, its path."""
     short = [path.resolve().stem if path.is_file() else path.resolve().name for path in paths]
     count = Counter(short)

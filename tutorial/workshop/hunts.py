@@ -22,6 +22,7 @@ import ast
 import difflib
 import json
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -139,6 +140,11 @@ def hunts() -> tuple[Hunt, ...]:
     return tuple(found)
 
 
+def names_a_hunt(name: str) -> bool:
+    """Whether this has the form of a hunt's number, such as 08b1 or 8b1."""
+    return re.fullmatch(r"\d+(\.\d+)?b\d+", name.strip().lower()) is not None
+
+
 def find_hunts(name: str | None) -> tuple[Hunt, ...]:
     """The hunt with a number, such as 08b1 or 8b1, or those of a phase; all without a name. ConfigError if none."""
     if name is None:
@@ -147,7 +153,7 @@ def find_hunts(name: str | None) -> tuple[Hunt, ...]:
     wanted = wanted if wanted[:2].isdigit() else f"0{wanted}"
     if found := tuple(hunt for hunt in hunts() if hunt.number == wanted):
         return found
-    if "b" in wanted.lstrip("0123456789.")[:1] and wanted[-1].isdigit():
+    if names_a_hunt(wanted):
         raise ConfigError(f"There is no bug {name!r}; there are {', '.join(hunt.number for hunt in hunts())}.")
     lesson = find_lesson(name)
     if not (found := tuple(hunt for hunt in hunts() if hunt.phase == lesson.number)):

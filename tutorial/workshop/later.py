@@ -40,18 +40,23 @@ def run_later(server: CheckServer, workspace: Workspace, phase: str) -> dict[Les
         return {}
     wanted = [replace(last, tests=(lesson.whole or "",), processor_seconds=PROCESSOR_SECONDS) for lesson in found]
     with tempfile.TemporaryDirectory(prefix="later-") as folder:
-        for exercise in exercises():
-            if workspace.state(exercise) is State.NEW:
-                continue
-            copy = Path(folder) / exercise.path
-            if not copy.exists():
-                copy.parent.mkdir(parents=True, exist_ok=True)
-                shutil.copyfile(workspace.file(exercise), copy)
-            if not workspace.has_passed(exercise):
-                text = with_gap(copy.read_text(encoding="utf-8"), reference(exercise)[1])
-                copy.write_text(copy.read_text(encoding="utf-8") if text is None else text, encoding="utf-8")
+        copy_passed(workspace, Path(folder))
         run = server.run(Path(folder), wanted)
     return dict(zip(found, run.verdicts, strict=True))
+
+
+def copy_passed(workspace: Workspace, folder: Path) -> None:
+    """Copy the modules of a workspace, with a gap in the place of each exercise that has not passed."""
+    for exercise in exercises():
+        if workspace.state(exercise) is State.NEW:
+            continue
+        copy = folder / exercise.path
+        if not copy.exists():
+            copy.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(workspace.file(exercise), copy)
+        if not workspace.has_passed(exercise):
+            text = with_gap(copy.read_text(encoding="utf-8"), reference(exercise)[1])
+            copy.write_text(copy.read_text(encoding="utf-8") if text is None else text, encoding="utf-8")
 
 
 def _ways(lesson: Lesson) -> Iterator[str]:

@@ -6,6 +6,8 @@ demo model is the caller's.
 """
 
 import importlib.util
+import os
+import platform
 import sys
 import tempfile
 import time
@@ -14,14 +16,20 @@ from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 
+import psutil
+
 from shared.checkpoints.demo import DEMO_MODEL, list_models, verify_demo_model
 from shared.errors import InferError
+from shared.kernels import NO_TRITON
 from tutorial.workshop.check import CheckServer, can_be_checked
 from tutorial.workshop.exercises import ROOT, Exercise, exercises
+from tutorial.workshop.fork_server import IS_SUPPORTED
+from tutorial.workshop.overlay import workspace_folder
 from tutorial.workshop.skeleton import filled
 from tutorial.workshop.verdicts import Outcome
 from tutorial.workshop.workspace import Workspace
 
+_LEAST_BYTES = 1 << 30
 _NEEDED = ("torch", "transformers", "pytest", "pytest_timeout", "pytest_benchmark", "hypothesis", "scipy", "matplotlib")
 OFFLINE = {"HF_HUB_OFFLINE": "1", "PYTEST_PLUGINS": "tutorial.workshop.offline"}
 """Variables of a process that refuses connections."""
@@ -42,9 +50,12 @@ def look(checked: Sequence[Exercise] | None = None) -> Iterator[Item]:
     Args:
         checked: exercises for the check without a network; by default the first of each phase.
     """
+    yield _machine()
     yield _environment()
     yield _demo_model()
+    yield _workspace()
     yield _skeletons()
+    yield _exercises()
     yield _offline_check(first_of_each_phase() if checked is None else checked)
 
 
@@ -54,6 +65,39 @@ def first_of_each_phase() -> list[Exercise]:
     for exercise in filter(can_be_checked, exercises()):
         firsts.setdefault(exercise.phase, exercise)
     return list(firsts.values())
+
+
+def _machine() -> Item:
+    available = psutil.virtual_memory().available
+    said = (
+        f"{platform.system()} {platform.machine()}, {psutil.cpu_count()} cores, {available / 2**30:.1f} GiB available"
+    )
+    is_enough = available >= _LEAST_BYTES
+    return Item("machine", is_enough, said if is_enough else f"{said}; a check needs 1 GiB, so close other programs")
+
+
+def _workspace() -> Item:
+    root = workspace_folder()
+    there = next(folder for folder in (root, *root.parents) if folder.exists())
+    try:
+        num_passed = sum(entry.passed is not None for entry in Workspace(root).progress.values())
+    except InferError as error:
+        return Item("workspace", False, str(error))
+    if not os.access(there, os.W_OK | os.X_OK):
+        return Item("workspace", False, f"{there} is not writable; choose another folder with INFER_WORKSPACE=DIR")
+    return Item("workspace", True, f"{root} is writable, {num_passed} exercises have passed in it")
+
+
+def _exercises() -> Item:
+    """Which exercises are skipped here, and why; that some are is no fault of the machine."""
+    skipped = [exercise.number for exercise in exercises() if not can_be_checked(exercise)]
+    num_checked = len(exercises()) - len(skipped)
+    said = f"{num_checked} of {len(exercises())} can be checked here"
+    if skipped:
+        said += f"; {', '.join(skipped)} {NO_TRITON}"
+    if not IS_SUPPORTED:
+        said += f"; {sys.platform} has no forks of a server, so each check imports PyTorch again"
+    return Item("exercises", True, said)
 
 
 def _environment() -> Item:

@@ -16,6 +16,8 @@ from tutorial.workshop.check import CheckServer
 from tutorial.workshop.exercises import Exercise, exercises, reference
 from tutorial.workshop.kept_verdicts import KeptVerdicts, Keys
 from tutorial.workshop.skeleton import corresponding_line, with_gap
+from tutorial.workshop.standing import case_name
+from tutorial.workshop.times import Times
 from tutorial.workshop.verdicts import Outcome, Verdict
 from tutorial.workshop.workspace import State, Workspace
 
@@ -67,10 +69,20 @@ class Session:
             verdict = verdicts[exercise]
             if verdict is None or now != keys[exercise]:  # saved meanwhile: either text may have run
                 continue
-            self.workspace.note_check(exercise, passed=verdict.outcome is Outcome.PASSED, digest=digests[exercise])
+            self.workspace.note_check(
+                exercise,
+                passed=verdict.outcome is Outcome.PASSED,
+                digest=digests[exercise],
+                case=case_name(verdict.test),
+                is_new=not verdict.is_kept,
+            )
             if exercise in left and not (is_late and verdict.outcome is Outcome.FAILED):  # perhaps by other lines
                 self.kept.keep(verdict, now, is_alone=exercise in judged_alone)
-        return [verdict for verdict in verdicts.values() if verdict is not None]
+        found = [verdict for verdict in verdicts.values() if verdict is not None]
+        passed = [verdict.exercise.number for verdict in found if verdict.outcome is Outcome.PASSED]
+        worked_on = [each.exercise.number for each in found if each.exercise in written and not each.is_kept]
+        Times(self.workspace.root).mark(worked_on, passed)
+        return found
 
     def look(self, verdict: Verdict, watch: Watch | None = None) -> "tuple[Mistake, ...]":
         """The known mistakes that fail in the same way. They run now, unless what they do is kept."""

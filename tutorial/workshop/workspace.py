@@ -15,6 +15,7 @@ import hashlib
 import json
 import os
 import shutil
+import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -48,6 +49,9 @@ class Progress:
     is_started: bool = False
     hints: int = 0  # how many were shown
     passed: str | None = None  # digest of the lines with which its tests passed
+    checked: float = 0.0  # when its tests ran last, in seconds since the epoch
+    num_failed: int = 0  # checks that failed since it was started, or passed
+    case: str = ""  # the one to look at first, if the last check failed
 
 
 @dataclass(frozen=True)
@@ -108,11 +112,23 @@ class Workspace:
         digest = self._progress(exercise).passed
         return digest is not None and self.file(exercise).is_file() and digest == self.digest(exercise)
 
-    def note_check(self, exercise: Exercise, *, passed: bool, digest: str | None = None) -> None:
-        """Remember what a check said of the lines with this `digest`, by default as they are now."""
+    def note_check(
+        self, exercise: Exercise, *, passed: bool, digest: str | None = None, case: str = "", is_new: bool = True
+    ) -> None:
+        """Remember what a check said of the lines with this `digest`, by default as they are now.
+
+        Args:
+            case: the one to look at first, if the check failed.
+            is_new: whether tests ran; otherwise it was answered from an earlier check.
+        """
         digest = digest or self.digest(exercise)
         with self._changing():
-            self.progress.setdefault(exercise.number, Progress(True)).passed = digest if passed else None
+            entry = self.progress.setdefault(exercise.number, Progress(True))
+            entry.passed = digest if passed else None
+            entry.case = "" if passed else case
+            if is_new:
+                entry.checked = time.time()
+                entry.num_failed = 0 if passed else entry.num_failed + 1
 
     def next_hint(self, exercise: Exercise) -> int:
         """Count one more hint as shown; how many have been shown now, at most all."""

@@ -18,7 +18,7 @@ from course_site import reports
 from course_site.repository import anchor, find, page_name, relative
 
 _CITATION = re.compile(r"<!--\s*\{\{report:([^#}]+)#([^}]+)\}\}\s*-->")
-_LAST_WORD = re.compile(r"\S+$")
+_FIGURE = re.compile(r"(?:[-+≈]?[\d.,]*\d )?[^\s\d]+$|\S+$")  # with its unit
 
 
 def source_uri(env: BuildEnvironment, path: str, line: int | None = None) -> str | None:
@@ -92,7 +92,7 @@ class Citations(SphinxTransform):
             parent.remove(before)
             link += before
             parent.insert(index - 1, link)
-        elif word := _LAST_WORD.search(before):
+        elif word := _FIGURE.search(before):
             link += nodes.Text(word[0])
             parent[index - 1 : index] = [nodes.Text(before[: word.start()]), link]
 

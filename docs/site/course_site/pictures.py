@@ -53,7 +53,8 @@ class Pictures(SphinxTransform):
                 self.env.note_dependency(absolute)
                 twins = [self._twin(image, Path(path), scheme) for scheme in ("light", "dark")]
             caption = image.attributes.pop("title", "") or described(svg) or image.get("alt", "")
-            figure = nodes.figure("", *twins, nodes.caption("", caption), classes=["picture"])
+            frame = nodes.container("", *twins, classes=["frame"])  # which scrolls where the screen is narrow
+            figure = nodes.figure("", frame, nodes.caption("", caption), classes=["picture"])
             self.document.set_id(figure)  # which Sphinx wants of whatever has a caption
             place.replace_self(figure)
 

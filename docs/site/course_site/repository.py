@@ -63,8 +63,8 @@ def relative(page: str, other: str) -> str:
 
 
 def anchor(line: int) -> str:
-    """The anchor of a line on a file's page."""
-    return f"L-{line}"
+    """The anchor of a line on a file's page, which shows it as the line's number."""
+    return str(line)
 
 
 def find(name: str) -> tuple[str, int | None] | None:

@@ -1,8 +1,9 @@
 """Code in little HTML, for source pages, differences and folded quotes. Introduced in phase 3.
 
 Lines by the hundred thousand make the size of the site. So a line of a source page is an element without an end tag,
-and a colour is an element without a class. The style sheet that gives them their looks is written here, from the styles
-of `course_site.code_style`. Invariant: the text of a line is that of its source.
+whose anchor is its number and is shown as such, and a colour is an element without a class. The style sheet that gives
+them their looks is written here, from the styles of `course_site.code_style`. Invariant: the text of a line is that of
+its source.
 """
 
 from collections.abc import Iterable, Iterator
@@ -43,23 +44,22 @@ MAX_INDENT = 40
 
 @dataclass(frozen=True)
 class NumberedLine(Line):
-    """A line with its number, which is a link to it."""
+    """A line whose anchor is its number."""
 
     @property
     def html(self) -> str:
         columns = min(indent(self.code), MAX_INDENT)
-        return f"<dd{self.attributes}{f' class=i{columns}' if columns else ''}>{self.lead}{self.code}\n"
+        return f"<dd{self.attributes}{f' class=i{columns}' if columns else ''}>{self.code}\n"
 
 
 def listed(lines: Iterable[Line]) -> str:
     """The HTML of numbered lines; a fold ends the line before it, which has no end tag."""
-    return joined(lines, blank="<a></a>").replace("<details", "</dd><details")
+    return joined(lines).replace("<details", "</dd><details")
 
 
 def numbered(number: int, code: str, exercise: str | None) -> Line:
     """Line ``number`` of a file, counted from 1; ``code`` is its HTML."""
-    name = anchor(number)
-    return NumberedLine(code, exercise, lead=f"<a href=#{name}>{number}</a>", attributes=f" id={name}")
+    return NumberedLine(code, exercise, attributes=f" id={anchor(number)}")
 
 
 @cache

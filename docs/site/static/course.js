@@ -3,7 +3,7 @@ if (location.protocol === "file:") {
   DOCUMENTATION_OPTIONS.SHOW_SEARCH_SUMMARY = false;
 }
 
-// On a small screen a picture is scaled to the page; a tap opens it alone, where it can be enlarged.
+// A tap opens a picture alone, where it can be enlarged.
 addEventListener("DOMContentLoaded", () => {
   for (const image of document.querySelectorAll("article .picture img")) {
     const link = Object.assign(document.createElement("a"), { href: image.src });

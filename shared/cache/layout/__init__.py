@@ -1,1 +1,1 @@
-"""Where the tokens of a batch stand in a KV cache, as numpy arrays: slots, block tables, plans."""
+"""Where a batch's tokens are in a KV cache, as numpy arrays: slots, block tables, plans."""

@@ -1,8 +1,8 @@
 """Attention plans for captured steps. Introduced in phase 9.
 
-A captured launch has a fixed grid, tiling and number of rows; what a program computes it reads from the plan. So these
+A captured launch has a fixed grid, tiling and number of rows; a program reads from the plan what it computes. So these
 plans are made for the step's bucket, not for the step: the tiling is the bucket's, the arrays are as long as the
-bucket's largest plan, padding has no items, and a merge is launched whether or not anything is split.
+bucket's largest plan, padding has no items, and the merge is launched even if nothing is split.
 
 In a mixed step the number of decoding sequences varies too, and a captured launch cannot begin at a row that varies.
 So both launches get all rows. The decoding sequences are the first, so a decode item's sequence is its row; the rows of
@@ -74,16 +74,16 @@ class BucketPlanner(AttentionPlanner):
         )
 
     def bucket_prefill_tiling(self, bucket: Bucket) -> PrefillTiling:
-        """The tiling of the prompts of a mixed bucket: for one chunk that fills it."""
+        """The tiling of the prompts in a mixed bucket, for one chunk that fills it."""
         return self.prefill_tiling(bucket.num_tokens, 1)
 
     def padding(self, bucket: Bucket, block_size: int) -> Batch:
         """A full batch for the capture of a bucket, which writes to no slot: new sequences, or a single prompt."""
         B, T = (bucket.num_tokens, bucket.num_tokens) if bucket.is_decode else (1, bucket.num_tokens)
-        places = (np.arange(B), np.zeros(B, np.int64), np.full(B, T // B), np.full(T, -1))
+        arrays = (np.arange(B), np.zeros(B, np.int64), np.full(B, T // B), np.full(T, -1))
         blocks = np.full(B, -(-T // B // block_size))  # of each sequence: block 0, whose content does not matter
         starts = np.append(0, blocks.cumsum())
-        layout = PagedLayout(*places, tables=np.zeros(starts[-1], np.int32), table_starts=starts)
+        layout = PagedLayout(*arrays, tables=np.zeros(starts[-1], np.int32), table_starts=starts)
         return padding_batch(LayoutPlans.planned(layout, self))
 
 

@@ -29,7 +29,7 @@ class LayoutExtra(Protocol):
     """What a later phase adds to the layout of a step: plans (6.1), ranges of segments (9.1), packed parts (9.2)."""
 
     def part(self, layout: "PagedLayout", sequences: slice) -> "PagedLayout":
-        """The layout of a range of sequences, with what is added for these."""
+        """The layout of a range of sequences, with its extras."""
         ...
 
 
@@ -47,15 +47,15 @@ class PagedLayout(Layout):
     def of(cls, rows: Integers, num_cached: Integers, lengths: Integers, tables: Blocks, block_size: int) -> Self:
         """The layout of sequences whose block tables are the rows of ``tables [max_sequences, width]``."""
         num_new = lengths - num_cached
-        places = ranges(num_cached, num_new)  # [T], index of each new token in its sequence
+        indices = ranges(num_cached, num_new)  # [T], index of each new token in its sequence
         token_rows = rows.repeat(num_new)  # [T]
         # exercise 06x5: look up slots in the block table
         # hint: token t of a sequence is in the block at entry t // block_size of its block table
         # hint: tables has a row for each sequence: index it with token_rows and the entries, both [T]
         # hint: its offset in the block is t % block_size; block b begins at slot b * block_size
         # hint: tables are int32; convert the blocks to int64 before you multiply
-        blocks = tables[token_rows, places // block_size].astype(np.int64)
-        slot_mapping = blocks * block_size + places % block_size  # [T]
+        blocks = tables[token_rows, indices // block_size].astype(np.int64)
+        slot_mapping = blocks * block_size + indices % block_size  # [T]
         # end exercise
         num_blocks = -(-lengths // block_size)
         entries = ranges(rows * tables.shape[1], num_blocks)  # flat indices into tables

@@ -1,6 +1,6 @@
 """The slots and block tables of a batch, with attention plans. Introduced in phase 6.1.
 
-Attention is planned once a step, for all layers: :mod:`shared.attention.plan` cuts the keys of all sequences into
+Attention is planned once a step, for all layers: :mod:`shared.attention.plan` divides the keys of all sequences into
 splits of one size, and each layer's launch follows the plan. A plan depends on the layer only through its window, so a
 step has one plan for each distinct window of the model; a step that decodes beside prompts (phase 7) has two.
 
@@ -94,7 +94,7 @@ class AttentionPlanner:
         if not len(lengths) and not is_captured:
             return {}
         grid = self.decode_tiling(num_rows or len(lengths)).grid(self.config.num_kv_heads, self.device)
-        tiles = -(-lengths // grid.unit) * grid.unit  # a plan cuts no finer, so it serves until a sequence needs a tile
+        tiles = -(-lengths // grid.unit) * grid.unit  # no split is smaller, so it serves until a sequence needs a tile
         key = tiles.tobytes(), num_rows
         plans = self.last_decode.get(key)
         if plans is None:

@@ -23,7 +23,7 @@ class Layout:
     num_cached: Integers  # [B], tokens of each sequence in the cache before the step, tokens in flight included
     lengths: Integers  # [B], num_cached plus the new tokens
     slot_mapping: Integers  # [T], the slot of each new token: its index among all slots of a layer
-    num_ahead: int = field(default=0, kw_only=True)  # further tokens that may follow without a layout of their own
+    num_ahead: int = field(default=0, kw_only=True)  # further tokens that may follow without a new layout
 
     @cached_property
     def num_new(self) -> Integers:
@@ -54,7 +54,7 @@ def ranges(first: Integers, counts: Integers) -> Integers:
 
 @lru_cache(maxsize=16)
 def _cut(counts: bytes, dtype: str) -> tuple[Integers, Integers]:
-    """The range of each number, and its place there; the counts of a step are mostly those of the step before."""
+    """The range of each number, and its index in that range; a step's counts are mostly those of the previous step."""
     lengths = np.frombuffer(counts, dtype)
     owners = np.arange(len(lengths)).repeat(lengths)
     return owners, np.arange(len(owners)) - (lengths.cumsum() - lengths)[owners]
@@ -71,7 +71,7 @@ def before_and_after(
     num_computed = np.array([request.num_computed_tokens for request in schedule.requests], np.int64)
     before = committed + schedule.starts - num_computed  # with the tokens in flight
     after = before + schedule.num_tokens
-    room = np.array([granted[row] for row in rows], np.int64)
-    if (after > room).any():
-        raise CapacityError(f"The step would write up to {after.tolist()} tokens and {room.tolist()} are reserved.")
+    reserved = np.array([granted[row] for row in rows], np.int64)
+    if (after > reserved).any():
+        raise CapacityError(f"The step would write up to {after.tolist()} tokens and {reserved.tolist()} are reserved.")
     return before, after

@@ -6,8 +6,8 @@ The allocator hands out block numbers and counts references; it does not know wh
 holds it. A block is freed when its reference count drops to 0, so sequences with a common prefix can share blocks.
 
 Invariants: a block is on the free list or has a reference count above 0, never both; a call allocates or frees all its
-blocks or none; a call's time depends on the number of its own blocks only. Allocation is deterministic: the blocks
-freed last are allocated first.
+blocks or none; a call's time depends on the number of its own blocks only. Allocation is deterministic: the most
+recently freed blocks are allocated first.
 """
 
 from collections.abc import Iterable

@@ -1,7 +1,7 @@
-"""What a paged pool does with its blocks besides giving them to requests: the interface. Introduced in phase 6.
+"""The interface for what a paged pool does with blocks besides giving them to requests. Introduced in phase 6.
 
-An extension keeps blocks that outlive their requests, or that hold something else than a request's tokens in order.
-A pool has one, and calls it where requests come, grow and go; :class:`NoExtension` does nothing.
+An extension keeps blocks that outlive their requests, or that hold something other than a request's tokens in order.
+A pool has one, and calls it when a request is admitted, grows or is released; :class:`NoExtension` does nothing.
 
 Invariant: an extension holds a reference for each block that it keeps, and lists these in ``block_lists``.
 """
@@ -53,7 +53,8 @@ class PoolExtension(Protocol):
         return False
 
     def allocate(self, pool: BlockTables, count: int) -> Blocks | None:
-        """``count`` blocks, each with one reference, if need be those that no request uses; None if there are fewer."""
+        """``count`` blocks, each with one reference; if necessary, blocks that no request uses are taken. None if there
+        are too few."""
         return pool.allocator.allocate(count)
 
     def commit(self, pool: BlockTables, request: Request, num_tokens: int) -> None:
@@ -73,7 +74,7 @@ class PoolExtension(Protocol):
         return 0
 
     def lay_out(self, pool: BlockTables, schedule: Schedule, layout: PagedLayout) -> PagedLayout:
-        """The layout of a step with all that is not in the tables."""
+        """The layout of a step, completed with blocks that are not in the tables."""
         return layout
 
     def num_unused_blocks(self) -> int:

@@ -1,12 +1,12 @@
 """Pages whose numbers follow from the request: no free list, and no table on the host. Introduced in phase 11.1.
 
 BatchSpec, an implementation of multi-token prediction, gives request r the pages from r · max_pages on. So a page is
-found by arithmetic, and what a kernel needs of a step, in the form of a sparse matrix (compressed sparse rows, as
-FlashInfer reads it), is a cumulative sum over the counts. A request grows and shrinks at its tail only, and has one
-page at least, since a row of the matrix must not be empty.
+found by arithmetic, and the sparse matrix that a kernel needs for a step (compressed sparse rows, as FlashInfer reads
+it) is a cumulative sum of the counts. A request grows and shrinks at its tail only, and has one page at least, since a
+row of the matrix must not be empty.
 
-It is here for comparison: no engine uses it. All ``num_requests * max_pages`` pages exist from the beginning, so memory
-bounds the number of requests by the longest one possible; no page can be shared, or serve a longer request.
+It is here for comparison: no engine uses it. All ``num_requests * max_pages`` pages exist from the beginning, so the
+longest possible request determines how many fit in memory; no page can be shared, or serve a longer request.
 
 Invariants: no page belongs to two requests; a request has as many pages as its tokens fill, and at least one.
 """
@@ -37,7 +37,7 @@ class FixedPages:
         self.num_tokens: Integers = np.zeros(num_requests, np.int64)
 
     def append(self, request: int, count: int) -> Integers:
-        """Add ``count`` tokens at a request's end; their slots, ``page * page_size + place``, ``[count]``.
+        """Add ``count`` tokens at a request's end; their slots, ``page * page_size + offset``, ``[count]``.
 
         Raises CapacityError, and changes nothing, if they are more than its pages hold.
         """
@@ -59,7 +59,7 @@ class FixedPages:
         # exercise 11.1x5: the page tables, from the lengths alone
         # hint: a request has as many pages as its tokens fill, rounded up, and at least one
         # hint: indptr is a zero and the cumulative sum of these counts
-        # hint: the offset of an entry of indices is its place after indptr of its request; np.repeat says whose it is
+        # hint: the offset of an entry of indices is its index minus indptr of its request; np.repeat repeats it
         # hint: a full last page has page_size tokens, not 0
         counts = np.maximum(1, -(-self.num_tokens // self.page_size))
         indptr = np.append(0, counts.cumsum())

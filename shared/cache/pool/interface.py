@@ -37,7 +37,8 @@ class CachePoolProtocol(Protocol):
         ...
 
     def reserve(self, request: Request, num_tokens: int) -> bool:
-        """Reserve space for ``num_tokens`` tokens of a request in total; False, and no change, if there is no room.
+        """Reserve space for ``num_tokens`` tokens of a request in total; False, and no change, if there is not enough
+        space.
 
         Raises CapacityError for more than ``request_capacity``, which can never be reserved.
         """

@@ -1,12 +1,12 @@
 """A paged KV cache pool: each request holds the blocks that it fills. The host side. Introduced in phase 6.
 
-A contiguous region has room for the longest possible sequence, and a short request wastes most of it. Here a request
+A contiguous region holds the longest possible sequence, and a short request wastes most of it. Here a request
 holds blocks, which need not be adjacent, and its block table maps tokens to blocks: token t is at offset
 ``t % block_size`` of block ``table[t // block_size]``. A request wastes less than one block
 (PagedAttention: Kwon et al., SOSP 2023, arXiv 2309.06180).
 
-What else becomes of blocks is in an *extension* (:mod:`shared.cache.pool.extension`): a prefix tree (phase 8),
-segments (9.1), compressed requests (9.2). What attention needs of a layout is added by the view's ``lay_out``.
+An *extension* (:mod:`shared.cache.pool.extension`) may use blocks in other ways: a prefix tree (phase 8), segments
+(9.1), compressed requests (9.2). The view's ``lay_out`` adds what its attention needs.
 
 Invariants: a request holds exactly the blocks that its reserved tokens fill, and the allocator counts a reference for
 each table that lists a block; the first ``length`` slots of a table hold the request's tokens in order.
@@ -139,7 +139,7 @@ class PagedKVCachePool:
         self.extension.commit(self, request, num_tokens)
 
     def reserve_next(self, requests: Iterable[Request]) -> list[Request]:
-        """All blocks that the step lacks are allocated at once, or none of them."""
+        """All blocks that the step needs are allocated at once, or none of them."""
         rows, granted, num_held, size = self.rows, self.granted, self.num_held, self.block_size
         slotless = self.num_slotless
         others: list[Request] = []
@@ -164,7 +164,7 @@ class PagedKVCachePool:
         return []
 
     def commit_next(self, requests: Iterable[Request]) -> None:
-        """What a block that is full entails, ``commit`` does."""
+        """``commit`` handles blocks that have become full."""
         rows, lengths, granted, size = self.rows, self.lengths, self.granted, self.block_size
         for request in requests:
             row = rows[request] if request in rows else self._row(request)
@@ -217,7 +217,7 @@ class PagedKVCachePool:
 
     @property
     def free_tokens(self) -> int:
-        """Free slots in partially filled blocks do not count, blocks that are kept do."""
+        """Free slots in partially filled blocks do not count; kept blocks do."""
         return (self.allocator.num_free + self.extension.num_unused_blocks()) * self.block_size
 
     def layout(self, schedule: Schedule) -> PagedLayout:

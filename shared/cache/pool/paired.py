@@ -18,7 +18,7 @@ from shared.engine.request import Request
 
 
 class PairedPool:
-    """Reserves in both pools; all else is that of the model's ``target``. See ``CachePoolProtocol``."""
+    """Reserves in both pools; everything else is the model's ``target``'s. See ``CachePoolProtocol``."""
 
     def __init__(self, target: CachePoolProtocol, draft: CachePoolProtocol) -> None:
         self.target, self.draft = target, draft
@@ -33,7 +33,7 @@ class PairedPool:
         self.holdings, self.cached_blocks = target.holdings, target.cached_blocks
 
     def admit(self, request: Request) -> int:
-        """What the draft model has of the request's prefix may be less, or more."""
+        """The draft model's cached prefix may be shorter or longer than the model's."""
         unlimited: dict[str, Any] = {"thinking_budget": None, "min_thinking_tokens": 0}
         params = replace(request.params, logprobs=None, prompt_logprobs=None, **unlimited)
         arguments = (request.request_id, request.prompt_ids, params, request.seed, request.end_ids)
@@ -59,7 +59,7 @@ class PairedPool:
         return list(requests)
 
     def shrink(self, request: Request, num_tokens: int) -> None:
-        """In both pools. Drafts whose keys lose their place are no longer remembered."""
+        """In both pools. Drafts whose slots are freed are forgotten."""
         draft_request = self.draft_requests[request]
         self.target.shrink(request, num_tokens)
         self.draft.shrink(draft_request, num_tokens)

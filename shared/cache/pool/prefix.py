@@ -9,7 +9,7 @@ A prompt whose every token is cached still needs logits, hence one token. It is 
 which is given back once the token is committed, since the tree has that block.
 
 While a running request computes a prefix, others that begin with it should wait for its blocks instead of computing the
-same: ``must_wait`` tells the scheduler so.
+same tokens: ``must_wait`` tells the scheduler so.
 
 Invariants: a block with more than one reference is never written; a request holds the node of the tree at the end of
 its prefix, and the first blocks of its table are the tree's; free, cached and held blocks are all blocks.
@@ -35,8 +35,8 @@ from shared.scheduling.schedule import Schedule
 
 @dataclass
 class Prefix:
-    """What a request has of the tree: ``node``, at the end of ``num_blocks`` blocks, of which its table lists the first
-    ``num_shared``. The rest, at most one block, is the source of a copy.
+    """A request's part of the tree: ``node``, at the end of ``num_blocks`` blocks, of which its table lists the first
+    ``num_shared``. The remaining block, if any, is the source of a copy.
     """
 
     node: Node
@@ -100,12 +100,12 @@ class PrefixSharing(PoolExtension):
             return False
         leader, num_common = self.leaders.get(request, (None, 0))
         if leader in self.prefixes and self.prefixes[leader].num_blocks < num_common:
-            return True  # found without another look at the tokens
+            return True  # found without comparing the tokens again
         tokens, salt = self.shareable(request), _salt(request)
         node, count, num_blocks = self.tree.match(tokens, salt)
         start = num_blocks * self.tree.block_bytes
         if start == len(tokens) or count < len(node.blocks):
-            return False  # all is there, or the rest differs from what is computed after the node
+            return False  # everything is cached, or the rest differs from what is computed after the node
         leader = self.computing.get((node, self.tree.child_name(node, tokens, start, salt)))
         if leader is None:
             return False
@@ -125,7 +125,7 @@ class PrefixSharing(PoolExtension):
         return np.concatenate([free, evicted])
 
     def commit(self, pool: BlockTables, request: Request, num_tokens: int) -> None:
-        """The blocks that are full now enter the tree."""
+        """Blocks that are now full enter the tree."""
         row, prefix = pool.rows[request], self.prefixes.get(request)
         if prefix is None or pool.lengths[row] % self.block_size >= num_tokens:
             return  # not for the tree, or no block was filled
@@ -147,7 +147,7 @@ class PrefixSharing(PoolExtension):
         self._note_computing(request)
 
     def check_truncation(self, request: Request, num_tokens: int) -> None:
-        """Others may read the tokens that the tree has."""
+        """Others may read tokens that are in the tree."""
         num_shared = self.prefixes[request].num_shared if request in self.prefixes else 0
         if num_tokens < num_shared * self.block_size:
             raise CapacityError(

@@ -94,7 +94,7 @@ class PrefixTree:
             tokens: the packed ids of ``blocks``.
 
         Returns:
-            The new end, and the tree's blocks for these tokens: other ones where another request was faster.
+            The new end, and the tree's blocks for these tokens: different blocks where another request was faster.
         """
         # exercise 08x2: insert what is new, and find what is there
         # hint: while tokens are left, look for the child of `node` with their first block, as match does
@@ -201,20 +201,20 @@ class PrefixTree:
         for node in held:
             for ancestor in _path(node):
                 num_users[ancestor] += 1
-        found, place = [], {node: number for number, node in enumerate(self.unused)}
+        found, order = [], {node: number for number, node in enumerate(self.unused)}
         for node, count in num_users.items():
             what = f"The node with blocks {node.blocks.tolist()}"
             if node.num_users != count and node.parent is not None:
                 found.append(f"{what} counts {node.num_users} users and has {count}.")
-            if (node in place) != (count == 0 and node.parent is not None):
-                found.append(f"{what} has {count} users and is {'' if node in place else 'not '}listed as unused.")
+            if (node in order) != (count == 0 and node.parent is not None):
+                found.append(f"{what} has {count} users and is {'' if node in order else 'not '}listed as unused.")
             if len(node.tokens) != len(node.blocks) * self.block_bytes:
                 found.append(f"{what} has {len(node.tokens) // ID_BYTES} tokens.")
             for name, child in node.children.items():
                 begins = name.endswith(child.tokens[: self.block_bytes])
                 if child.name != name or child.parent is not node or not begins:
                     found.append(f"{what} has a child that is not under its name.")
-                if node in place and place.get(child, len(place)) > place[node]:
+                if node in order and order.get(child, len(order)) > order[node]:
                     found.append(f"{what} is unused and listed before its child.")
         num_blocks, num_unused = len(self.blocks()), len(self.unused_blocks())
         if (self.num_blocks, self.num_unused_blocks) != (num_blocks, num_unused):

@@ -1,8 +1,8 @@
 """The attention of a paged view, and the padding of its steps: the interfaces. Introduced in phase 6.
 
-An attention says which arrays of a step it needs on the device, and attends over the keys and values of a storage
-(:mod:`shared.cache.view.block_storage`). Invariants: it writes no block; without buckets, as before phase 9, the arrays
-of a step are as long as the step.
+An attention backend declares which arrays of a step it needs on the device, and attends over the keys and values of a
+storage (:mod:`shared.cache.view.block_storage`). Invariants: it never writes to a block; without buckets, as before
+phase 9, the arrays of a step are as long as the step.
 """
 
 from collections.abc import Mapping, Sequence
@@ -35,7 +35,7 @@ class PagedAttentionProtocol(Protocol):
         return {}
 
     def receive(self, batch: Batch, layout: PagedLayout, sent: Mapping[str, Tensor]) -> None:
-        """Take the step's arrays on the device; all layers' attention is that of this step from now on."""
+        """Take the step's arrays on the device; from now on every layer attends with them."""
         ...
 
     def attend(self, layer: int, q: Tensor, options: Scores, out: Tensor | None) -> Tensor:

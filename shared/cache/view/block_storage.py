@@ -2,8 +2,8 @@
 
 Layout ``[layer, block, offset, Hkv, D]``: the tokens of all blocks of a layer are contiguous, so a token has one index,
 its slot, and its heads are adjacent. A storage decides how a number is stored; kernels read its tensors with its
-``arguments``, and PyTorch's operations write and read through its methods. Invariant: a storage writes what it is told
-to; which slots are free is the pool's business.
+``arguments``, and PyTorch's operations write and read through its methods. Invariant: a storage writes wherever it is
+asked to; the pool alone knows which slots are free.
 """
 
 from collections.abc import Callable, Sequence

@@ -1,7 +1,7 @@
 """Pads steps to buckets, so that they can be captured. Introduced in phase 9.
 
 The arrays of a step are padded to its bucket, and the launches of a layer are those of the bucket, whatever the step:
-the planner (:mod:`shared.cache.layout.bucket_planner`) says so to the attention. Invariant: a padding token is
+the planner (:mod:`shared.cache.layout.bucket_planner`) passes this on to the attention. Invariant: a padding token is
 written to no slot, and its queries, attended values and hidden states are never read by another token.
 """
 
@@ -29,7 +29,7 @@ from shared.kernels.sampling.next_token import next_token
 from shared.models.causal_lm import CausalLM
 from shared.models.config import ModelConfig
 
-OF_TOKENS: Mapping[str, int] = {"token_ids": 0, "positions": 0, "places": -1}
+OF_TOKENS: Mapping[str, int] = {"token_ids": 0, "positions": 0, "offsets": -1}
 """What the arrays of the new tokens are padded with; a negative place is not written."""
 OF_SEQUENCES = ("lengths", "table_starts", "prompt_lengths", "prompt_table_starts")
 """Padded with zeros: an empty array would have no address, which a capture would record."""
@@ -42,10 +42,8 @@ longer than the host takes to launch it."""
 class BucketPadding:
     """Pads steps to ``buckets``; see :class:`shared.cache.view.attention.Padding`.
 
-    Args:
-        paddings: a full batch of padding for each bucket, the largest first.
-        block_size, stride: of the slots of a block, and of the numbers of a token, for ``advance``.
-        of_tokens, of_sequences: the arrays that are padded.
+    Args: paddings: a full batch of padding for each bucket, the largest first. block_size, stride: the slots per block,
+        and the elements per token, for ``advance``. of_tokens, of_sequences: the arrays that are padded.
     """
 
     def __init__(
@@ -72,7 +70,7 @@ class BucketPadding:
 
     def advance(self, sent: Mapping[str, Tensor]) -> None:
         """On the device: :func:`shared.kernels.sampling.next_token.next_token`."""
-        names = ("token_ids", "positions", "places", "lengths", "table_starts", "tables", "sequence_rows")
+        names = ("token_ids", "positions", "offsets", "lengths", "table_starts", "tables", "sequence_rows")
         next_token(*(sent[name] for name in names), block_size=self.block_size, stride=self.stride)
 
 
@@ -103,7 +101,7 @@ def planned_in_buckets(
 
 
 def buckets_of(config: EngineConfig, model: CausalLM, max_seq_len: int) -> Buckets:
-    """The buckets of captured steps; none if steps are not captured. Raises ConfigError if a CPU should."""
+    """The buckets of captured steps; none if steps are not captured. Raises ConfigError for buckets on a CPU."""
     if config.use_cuda_graphs and not launches(model.norm.weight):
         raise ConfigError("use_cuda_graphs is True and the device is cpu; CUDA graphs need a GPU: leave it out.")
     if not config.is_on("use_cuda_graphs") or not launches(model.norm.weight):

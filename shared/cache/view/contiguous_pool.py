@@ -19,7 +19,7 @@ from numpy.typing import DTypeLike
 from torch import Tensor
 
 from shared.cache.view.fused_contiguous import check_flash_head_size
-from shared.cache.view.interface import StepInputs, step_arrays, step_places
+from shared.cache.view.interface import StepInputs, step_arrays, step_ranges
 from shared.engine.batch import Batch
 from shared.engine.executor.staging import Staging
 from shared.kernels.attention.decode_attention import DecodeWorkspace, decode_attention
@@ -81,20 +81,22 @@ class ContiguousPoolView:
             self.workspaces = [  # for 1, 2, 4, … sequences: the fewer sequences, the more programs per sequence
                 DecodeWorkspace.of(1 << n, *arguments) for n in range((num_regions - 1).bit_length() + 1)
             ]
-        num_places = max_tokens if self.is_launching else max_tokens * config.num_kv_heads
+        num_offsets = max_tokens if self.is_launching else max_tokens * config.num_kv_heads
         of_regions: dict[str, tuple[int, DTypeLike]] = dict.fromkeys(("regions", "lengths"), (num_regions, np.int32))
-        self.staging = Staging(device, {**of_regions, **step_places(max_tokens), "places": (num_places, np.int64)})
+        self.staging = Staging(device, {**of_regions, **step_ranges(max_tokens), "offsets": (num_offsets, np.int64)})
 
     def load(self, batch: Batch) -> StepInputs:
         layout, D = batch.layout, self.head_dim
         self.is_decode = batch.is_decode
-        region, place = np.divmod(layout.slot_mapping, self.capacity)
-        places = region * self.region_stride + place * D  # [T], offset of each token's first head, in elements
+        region, index = np.divmod(layout.slot_mapping, self.capacity)
+        offsets = region * self.region_stride + index * D  # [T], offset of each token's first head, in elements
         arrays = {"regions": layout.rows, "lengths": layout.lengths}
         if not self.is_launching:
-            places = (places[:, None] + self.head_stride * np.arange(self.num_kv_heads)).ravel() // D  # rows [T · Hkv]
-        sent = self.staging.send({**arrays, **step_arrays(batch), "places": places})
-        self.regions, self.lengths, self.places = sent["regions"], sent["lengths"], sent["places"]
+            offsets = (
+                offsets[:, None] + self.head_stride * np.arange(self.num_kv_heads)
+            ).ravel() // D  # rows [T · Hkv]
+        sent = self.staging.send({**arrays, **step_arrays(batch), "offsets": offsets})
+        self.regions, self.lengths, self.offsets = sent["regions"], sent["lengths"], sent["offsets"]
         if self.is_launching and self.is_decode:  # buffers for the results of every layer
             self.step_queries, self.step_attended = self.queries[: len(batch)], self.attended[: len(batch)]
         n = layout.num_decoding if self.is_flash else 0  # the others attend one by one
@@ -113,10 +115,10 @@ class ContiguousPoolView:
     def write(self, layer: int, q: Tensor, k: Tensor, v: Tensor, positions: Tensor, qk: QueryKeyTransform) -> Tensor:
         if not self.is_launching:
             q, k = qk(q, k, positions)
-            self.key_rows[layer].index_copy_(0, self.places, k.reshape(-1, self.head_dim))
-            self.value_rows[layer].index_copy_(0, self.places, v.reshape(-1, self.head_dim))
+            self.key_rows[layer].index_copy_(0, self.offsets, k.reshape(-1, self.head_dim))
+            self.value_rows[layer].index_copy_(0, self.offsets, v.reshape(-1, self.head_dim))
             return q
-        memory = self.layer_keys[layer], self.layer_values[layer], self.places, self.head_stride
+        memory = self.layer_keys[layer], self.layer_values[layer], self.offsets, self.head_stride
         out = self.step_queries if self.is_decode else None
         return kv_write(q, k, v, positions, cast(NormAndRotation, qk), *memory, out=out)
 

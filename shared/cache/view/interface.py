@@ -37,20 +37,20 @@ class StepInputs(NamedTuple):
 class BatchView(KVView, Protocol):
     """The model's view of the KV cache during a step of many sequences."""
 
-    num_bytes: int  # of keys and values
+    num_bytes: int  # of the keys and values
 
     def load(self, batch: Batch) -> StepInputs:
         """Upload a batch in one copy."""
         ...
 
 
-def step_places(max_tokens: int) -> dict[str, tuple[int, DTypeLike]]:
+def step_ranges(max_tokens: int) -> dict[str, tuple[int, DTypeLike]]:
     """Staging ranges for the arrays that every view uploads, for batches of up to ``max_tokens`` tokens."""
     return dict.fromkeys(("logit_rows", "sequence_rows", "token_ids", "positions"), (max_tokens, np.int64))
 
 
 def step_arrays(batch: Batch) -> dict[str, NDArray[np.int64]]:
-    """The arrays of ``step_places``."""
+    """The arrays of ``step_ranges``."""
     token_ids = batch.token_ids
     if len(batch.pending):
         token_ids = token_ids.copy()

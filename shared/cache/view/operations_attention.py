@@ -1,8 +1,8 @@
 """Attention over blocks with PyTorch's operations. Introduced in phase 6.
 
 ``sdpa``, ``naive``, and everything on a CPU, need a sequence's keys contiguous. For them one operation gathers each
-sequence's blocks into a small buffer. A sliding-window layer gathers only the window's blocks. Invariant: the pieces of
-a step are cut once for each window, and serve all layers.
+sequence's blocks into a small buffer. A sliding-window layer gathers only the window's blocks. Invariant: a step is
+divided into pieces once per window, and all layers use them.
 """
 
 from collections.abc import Mapping

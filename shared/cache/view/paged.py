@@ -1,7 +1,7 @@
 """The model's view of a paged KV cache during a step. Introduced in phase 6.
 
 A view is a storage of keys and values, an attention that reads it, and the padding of its steps, put together by
-:mod:`shared.cache.paged_memory`. With kernels a layer takes ``kv_write``, then the launches of its attention.
+:mod:`shared.cache.paged_memory`. With kernels, a layer launches ``kv_write``, then the launches of its attention.
 
 Invariant: in a decode step the results of :meth:`PagedView.write` and ``attend`` are buffers of the view, valid until
 the next layer's call, at the same addresses for the same number of sequences; a step's copies precede its writes.
@@ -16,7 +16,7 @@ from torch import Tensor
 from shared.cache.layout.paged import PagedLayout, PagedSizes
 from shared.cache.view.attention import NoPadding, Padding, PagedAttentionProtocol
 from shared.cache.view.block_storage import BlockStorage
-from shared.cache.view.interface import StepInputs, step_arrays, step_places
+from shared.cache.view.interface import StepInputs, step_arrays, step_ranges
 from shared.engine.batch import Batch
 from shared.engine.executor.staging import Staging
 from shared.kernels.attention.kv_write import NormAndRotation, kv_write
@@ -46,16 +46,17 @@ class PagedView:
         self.keys, self.values, self.num_bytes = storage.keys, storage.values, storage.num_bytes
         self.buckets, self.paddings, self.bucket = self.padding.buckets, self.padding.paddings, None
         self.is_launching, device = launches(self.keys), self.keys.device
-        self.stride = config.num_kv_heads * config.head_dim if self.is_launching else 1  # of a slot, in ``places``
+        self.stride = config.num_kv_heads * config.head_dim if self.is_launching else 1  # of a slot, in elements
         if self.is_launching:
             shape = sizes.max_sequences, config.num_heads, config.head_dim
             self.queries = torch.empty(shape, dtype=dtype, device=device)
             self.attended = torch.empty_like(self.queries)
         self.buffers: dict[int, tuple[Tensor, Tensor]] = {}  # their first rows, by number
-        # Decode steps are small: a separate staging buffer keeps the room for prompts out of their copy.
+        # Decode steps are small: a separate staging buffer keeps their copy from including the space reserved for
+        # prompts.
         self.staging = {
             is_decode: Staging(
-                device, {**step_places(most), "places": (most, np.int64), **attention.staged(is_decode, most)}
+                device, {**step_ranges(most), "offsets": (most, np.int64), **attention.staged(is_decode, most)}
             )
             for is_decode, most in ((True, sizes.max_sequences), (False, sizes.max_tokens))
         }
@@ -65,15 +66,15 @@ class PagedView:
         layout = cast(PagedLayout, batch.layout)
         self.storage.copy(layout.copies)
         self.bucket = self.padding.bucket_of(batch)
-        arrays = {**step_arrays(batch), "places": layout.slot_mapping * self.stride}
+        arrays = {**step_arrays(batch), "offsets": layout.slot_mapping * self.stride}
         arrays |= self.attention.arrays(batch, layout)
         self.padding.pad(arrays, self.bucket)
         self.sent = self.staging[batch.is_decode].send(arrays)
-        self.places = self.sent["places"]
+        self.offsets = self.sent["offsets"]
         self.step_queries: Tensor | None = None
         self.step_attended: Tensor | None = None
         if self.is_launching and batch.is_decode:  # buffers for the results of every layer
-            self._take_buffers(len(self.places))
+            self._take_buffers(len(self.offsets))
         self.attention.receive(batch, layout, self.sent)
         return StepInputs.of(self.sent)
 
@@ -88,9 +89,9 @@ class PagedView:
         storage = self.storage
         if not self.is_launching:
             q, k = qk(q, k, positions)
-            storage.write(layer, k, v, self.places)
+            storage.write(layer, k, v, self.offsets)
             return q
-        memory = storage.layer_keys[layer], storage.layer_values[layer], self.places, self.config.head_dim
+        memory = storage.layer_keys[layer], storage.layer_values[layer], self.offsets, self.config.head_dim
         options = storage.arguments[layer]
         return kv_write(q, k, v, positions, cast(NormAndRotation, qk), *memory, out=self.step_queries, **options)
 

@@ -1,7 +1,7 @@
 """Attention over blocks with kernels that follow the block tables. Introduced in phase 6.
 
 Each layer takes ``paged_attention`` for the decoding sequences, which are first, and ``paged_prefill`` for the others;
-a launch without sequences is left out. Invariant: the arrays of a decode step have the same addresses in every step.
+a launch without sequences is skipped. Invariant: the arrays of a decode step have the same addresses in every step.
 """
 
 from collections.abc import Mapping

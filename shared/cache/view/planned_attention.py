@@ -2,7 +2,7 @@
 
 The plans are uploaded in the step's one copy, before the block tables. The workspace for split sequences is allocated
 once: the maximum number of attention states depends on the GPU and the model's shape, not on the tokens of a step.
-Which rows of queries a launch gets, and its tiling, the planner says.
+The planner determines each launch's tiling and rows of queries.
 
 Invariant: that of :class:`shared.cache.view.paged_attention.PagedAttention`.
 """
@@ -67,11 +67,11 @@ class PlannedAttention:
 
     def staged(self, is_decode: bool, max_tokens: int) -> Places:
         counts = self.planner.most_numbers(max_tokens, self.sizes.max_sequences)
-        places: dict[str, tuple[int, DTypeLike]] = {}
+        staged: dict[str, tuple[int, DTypeLike]] = {}
         for (kind, _), names in self.names.items():
             if kind == "decode" or not is_decode:
-                places |= {name: (count, np.int32) for name, count in zip(names, counts, strict=True)}
-        return places | staged_tables(self.sizes)
+                staged |= {name: (count, np.int32) for name, count in zip(names, counts, strict=True)}
+        return staged | staged_tables(self.sizes)
 
     def arrays(self, batch: Batch, layout: PagedLayout) -> Arrays:
         arrays = table_arrays(batch, layout)

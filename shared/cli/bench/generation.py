@@ -1,4 +1,4 @@
-"""``infer bench generation`` and ``infer bench profile``: whole answers, measured. Introduced in phase 3.1.
+"""``infer bench generation``, ``contexts`` and ``profile``: whole answers, measured. Introduced in phase 3.1.
 
 The commands read their options and print; ``benchmarks`` measures. Invariant: the last line on standard output is one
 JSON line; progress goes to standard error.
@@ -12,8 +12,9 @@ from typing import Annotated, Any
 import typer
 
 from shared.cli.bench.options import Device, Dtype, Model, Out, Seed, Threads, measuring, present
-from shared.cli.options import DEFAULT_MODEL
+from shared.cli.options import DEFAULT_MODEL, listed
 from shared.engine.config import EngineConfig
+from shared.errors import ConfigError
 from shared.terminal import examples
 
 GENERATION_EPILOG = examples(
@@ -21,6 +22,11 @@ GENERATION_EPILOG = examples(
     "infer bench generation --phase 02 --phase 03 --no-peers",
     "infer bench generation --phase 03 --pack-weights --threads 2 --out reports",
     "infer bench generation --model ./llama-1b --device cuda --peer transformers_compiled --peer vllm",
+)
+CONTEXTS_EPILOG = examples(
+    "infer bench contexts",
+    "infer bench contexts --phase 02 --contexts 16,64,256 --threads 2",
+    "infer bench contexts --model ./my-model --contexts 64,512 --out reports",
 )
 PROFILE_EPILOG = examples(
     "infer bench profile",
@@ -60,7 +66,7 @@ def generation(
     device: Device = "auto",
     seed: Seed = 0,
 ) -> None:
-    """Measure one request alone: phases beside transformers and vLLM, and each beside the limit of the memory.
+    """Measure one request alone: phases beside transformers and vLLM, and each compared with the memory limit.
 
     The last line on standard output is the result as JSON.
     """
@@ -76,6 +82,48 @@ def generation(
             size=replace(size, **{name: value for name, value in given.items() if value is not None}),
             pack_weights=pack_weights,
             max_seconds=max_seconds,
+            **where,
+        )
+    present(report, view(report), out)
+
+
+def contexts(
+    model: Model = DEFAULT_MODEL,
+    phase: Annotated[
+        list[str] | None, typer.Option("--phase", "-p", help="A phase to measure; repeat it. Default: 02 and 03.")
+    ] = None,
+    lengths: Annotated[
+        str, typer.Option("--contexts", help="Tokens of context, with commas.")
+    ] = "16,32,64,128,256,512",
+    prompt_tokens: Annotated[int, typer.Option(help="Tokens of the prompt of the whole answer.")] = 64,
+    new_tokens: Annotated[int, typer.Option(help="Tokens of the whole answer.")] = 16,
+    trials: Annotated[int, typer.Option(help="Whole answers of each, whose median counts.")] = 3,
+    out: Out = None,
+    threads: Threads = None,
+    dtype: Dtype = None,
+    device: Device = "auto",
+    seed: Seed = 0,
+) -> None:
+    """Measure what a token costs by the tokens of context before it, with a KV cache and without.
+
+    The last line on standard output is the result as JSON.
+    """
+    from benchmarks.contexts import PHASES, measure_contexts, view
+
+    try:
+        asked = list(map(int, listed(lengths)))
+    except ValueError:
+        raise ConfigError(
+            f"--contexts is {lengths!r}; it must be whole numbers with commas between them, such as 64,512."
+        ) from None
+    with measuring(device, dtype, threads, seed, model) as where:
+        report = measure_contexts(
+            model,
+            phases=phase or PHASES,
+            prompt_tokens=prompt_tokens,
+            new_tokens=new_tokens,
+            trials=trials,
+            context_lengths=asked,
             **where,
         )
     present(report, view(report), out)
@@ -101,7 +149,7 @@ def profile(
     device: Device = "auto",
     seed: Seed = 0,
 ) -> None:
-    """Show where the time of a decoded token goes: kernels on a GPU, PyTorch's operations on a CPU.
+    """Show where a decoded token's time goes: kernels on a GPU, PyTorch's operations on a CPU.
 
     The last line on standard output is the result as JSON.
     """
@@ -114,5 +162,6 @@ def profile(
 
 COMMANDS: dict[str, tuple[Callable[..., Any], str]] = {
     "generation": (generation, GENERATION_EPILOG),
+    "contexts": (contexts, CONTEXTS_EPILOG),
     "profile": (profile, PROFILE_EPILOG),
 }

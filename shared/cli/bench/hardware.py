@@ -1,4 +1,5 @@
-"""``infer bench hardware``, ``kernels`` and ``attention``: what the machine can do, and how near our kernels come.
+"""``infer bench hardware``, ``kernels`` and ``attention``: what the machine can do, and how close our kernels come to
+it.
 
 Introduced in phase 3.1. The commands only read their options and print; :mod:`benchmarks.hardware` and
 :mod:`benchmarks.bench_kernels` measure. Invariant: the last line on standard output is one JSON line; progress goes to
@@ -55,8 +56,8 @@ def kernels(
 ) -> None:
     """Time every kernel at a real model's decode shapes, beside the memory's ceiling, eager PyTorch and compiled.
 
-    Without a GPU it runs at demo size. Ends with 1 if a result of ours was wrong. The last line on standard output is
-    the result as JSON.
+    Without a GPU it runs at demo size. Exits with 1 if one of our results was wrong. The last line on standard output
+    is the result as JSON.
     """
     from benchmarks.bench_kernels import measure_kernels
 
@@ -85,8 +86,8 @@ def attention(
 ) -> None:
     """Time decode attention over a paged KV cache: our planned kernel, without its parts, FlashInfer and PyTorch.
 
-    Without a GPU it runs at demo size. Ends with 1 if a result of ours was wrong. The last line on standard output is
-    the result as JSON.
+    Without a GPU it runs at demo size. Exits with 1 if one of our results was wrong. The last line on standard output
+    is the result as JSON.
     """
     from benchmarks.bench_kernels import measure_attention
 
@@ -99,7 +100,7 @@ def attention(
 
 
 def _present_kernels(report: "Report", out: Path | None) -> None:
-    """Print and write a report of kernels; the exit code is 1 if a result of ours was wrong."""
+    """Print and write a report of kernels; the exit code is 1 if one of our results was wrong."""
     from benchmarks.kernels.view import errors, view
 
     present(report, view(report), out)

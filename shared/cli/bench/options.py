@@ -4,6 +4,7 @@ Introduced in phase 3.1.
 """
 
 import sys
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -43,19 +44,28 @@ def computing_device(asked: str) -> str:
     return str(check_device(asked))
 
 
+SECONDS_PER_LINE = 2.0
+
+
 @contextmanager
 def step_progress() -> "Iterator[Progress]":
-    """A bar on standard error, where that is a terminal, for steps that are named and counted."""
+    """Steps that are named and counted, on standard error: a bar on a terminal, else a line every few seconds."""
     from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
     columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
-    hidden = not sys.stderr.isatty()
+    is_terminal, told = sys.stderr.isatty(), -SECONDS_PER_LINE
     # Drawn seldom, since it is drawn while others are measured.
-    with Progress(*columns, console=stderr_console(), transient=True, disable=hidden, refresh_per_second=1) as bar:
+    with Progress(
+        *columns, console=stderr_console(), transient=True, disable=not is_terminal, refresh_per_second=1
+    ) as bar:
         task = bar.add_task("look at the model", total=None)
 
         def report(text: str, done: int, total: int) -> None:
+            nonlocal told
             bar.update(task, description=text, completed=done, total=total)
+            if not is_terminal and time.monotonic() - told >= SECONDS_PER_LINE:
+                told = time.monotonic()
+                typer.echo(f"{done} of {total}: {text}", err=True)
 
         yield report
 

@@ -71,8 +71,7 @@ def serving(
 ) -> None:
     """Measure serving under load: one request at a time, static batches, continuous ones, memory in regions and blocks.
 
-    Ctrl-C ends it with a report of the experiments that were completed. The last line on standard output is the result
-    as JSON.
+    Ctrl-C stops it; completed experiments are still reported. The last line on standard output is the result as JSON.
     """
     from benchmarks.bench_serving import measure_serving
     from benchmarks.serving.view import view

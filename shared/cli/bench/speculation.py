@@ -39,7 +39,7 @@ def speculation(
     device: Device = "auto",
     out: Annotated[Path | None, typer.Option(help="Write the report into this folder.")] = None,
 ) -> None:
-    """Time drafting and verification at an acceptance decided by lot, beside phase 10, or on texts.
+    """Time drafting and verification at a simulated acceptance rate, beside phase 10, or on texts.
 
     The last line on standard output is the result as JSON.
     """
@@ -77,10 +77,10 @@ def step_costs(
     threads: Threads = None,
     out: Annotated[Path | None, typer.Option(help="Write the report into this folder too.")] = None,
 ) -> None:
-    """Measure what steps cost by their tokens, context and drafts, and keep the table for engines of this model.
+    """Measure what steps cost by tokens, context and drafts, and save the table for engines of this model.
 
-    By it the lengths of drafts are chosen, instead of costs derived from the model's shape. It belongs to the model,
-    dtype, device and versions. The last line on standard output is the result as JSON.
+    Engines use it to choose draft lengths, instead of costs derived from the model's shape. It is specific to the
+    model, dtype, device and versions. The last line on standard output is the result as JSON.
     """
     from benchmarks.step_costs import measure, view
     from shared.scheduling.step_costs import save

@@ -130,7 +130,7 @@ def _show(comparison: "Comparison", full: bool) -> None:
     table.add_column("")
     rows = comparison.modules if full else _worst_of_layers(comparison)
     for diff, after in zip_longest(rows, rows[1:]):
-        is_last = after is None or after.layer != diff.layer  # the row that speaks of the whole layer's output
+        is_last = after is None or after.layer != diff.layer  # the row for the whole layer's output
         drift = comparison.drift[diff.layer].relative if diff.layer is not None and is_last else None
         table.add_row(
             "" if diff.layer is None else str(diff.layer),
@@ -158,7 +158,7 @@ def _show(comparison: "Comparison", full: bool) -> None:
 
 
 def _worst_of_layers(comparison: "Comparison") -> "list[ModuleDiff]":
-    """One diff a layer: the first over its limit, or the largest error; what is outside the layers as it is."""
+    """One diff a layer: the first over its limit, or the largest error; modules outside the layers are unchanged."""
     rows: dict[Any, list[ModuleDiff]] = {}
     for diff in comparison.modules:
         rows.setdefault(diff.name if diff.layer is None else diff.layer, []).append(diff)

@@ -1,6 +1,6 @@
 """``infer diff``: the changes from one phase to another. Introduced in phase 1b.
 
-The lesson is the difference of two phase folders, that of the parts which the newer phase replaces, and the shared
+The lesson is the diff of the two phase folders, the diff of the parts that the newer phase replaces, and the shared
 modules that it adds.
 """
 

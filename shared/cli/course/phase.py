@@ -12,6 +12,7 @@ from typing import Annotated, Any
 import typer
 
 from shared.cli import chat, generate, options, serve
+from shared.cli.bench.generation import contexts
 from shared.cli.course.ladder import ladder
 from shared.engine.config import EngineConfig
 from shared.errors import RequestError
@@ -29,8 +30,8 @@ def run_phase(package: str) -> None:
     number = lesson.number
     chosen: dict[str, Any] = {command: {"phase": number} for command in ("generate", "chat", "serve")}
     chosen["bench"] = {"phase": [number]}
-    # A spawned process imports the main module first, except a package's `__main__`. With this module in its place the
-    # learner's workspace is installed before the process imports an engine.
+    # A spawned process imports the main module first, except a package's `__main__`. With this module as the main
+    # module the learner's workspace is installed before the process imports an engine.
     sys.modules["__main__"].__spec__ = __spec__
     phase_app(lesson)(prog_name=f"python -m {package}", default_map=chosen)
 
@@ -52,7 +53,8 @@ def phase_app(lesson: Lesson) -> typer.Typer:
         commands = {"generate": generate, "chat": chat} | ({"serve": serve} if lesson.batches else {})
         for name, module in commands.items():
             app.command(name, epilog=module.EPILOG.replace(f"infer {name}", f"{command} {name}"))(getattr(module, name))
-        app.command("bench", epilog=examples(f"{command} bench"))(ladder)
+        # The ladder begins with the phase after the plain loop, whose cost by context is measured by itself.
+        app.command("bench", epilog=examples(f"{command} bench"))(contexts if lesson.previous == "01b" else ladder)
     return app
 
 
@@ -115,7 +117,7 @@ FORWARD: dict[str, Callable[..., None]] = {"01a": forward_layer, "01b": forward_
 
 
 def _forward_engine(number: str, model: str, settings: dict[str, Any], **more: Any) -> Any:
-    """The engine of a phase before generation; ``EngineConfig`` judges its settings, as everywhere."""
+    """The engine of a phase before generation; ``EngineConfig`` validates its settings, as everywhere."""
     config = EngineConfig(model=model, **settings)
     config.check({"model", *_FORWARD})
     fetch_if_known(model)

@@ -1,8 +1,8 @@
 """``infer roofline``: the least time that one token of a model can take, here or on a machine elsewhere.
 
 Introduced in phase 3.1. The command reads its options and prints; `benchmarks.roofline` does the arithmetic. Invariant:
-every figure of the table follows from the figures printed above it, and ceilings say where they come from: measured
-now, given, or a data sheet's.
+every figure of the table follows from the figures printed above it, and each ceiling states its source: measured now,
+given, or a data sheet.
 """
 
 import json
@@ -34,7 +34,7 @@ BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
 
 @dataclass(frozen=True)
 class Ceilings:
-    """What a machine reads and computes in a second, and how that is known."""
+    """What a machine reads and computes per second, and the source of these rates."""
 
     kind: Literal["given", "data sheet", "cpu", "cuda"]
     machine: str
@@ -88,7 +88,7 @@ def roofline(
 
 
 def _ceilings(gpu: str | None, bandwidth: float | None, flops: float | None, device: str) -> Ceilings:
-    """Given rates before a data sheet's, a data sheet's before measured ones."""
+    """Given rates take precedence over a data sheet's, and those over measured ones."""
     for option, value in (("--bandwidth", bandwidth), ("--flops", flops)):
         if value is not None and not (value > 0 and math.isfinite(value)):
             raise ConfigError(f"{option} is {value}; it must be a positive number.")

@@ -1,1 +1,1 @@
-"""How a batch is computed: uploaded, run or replayed, and isolated when it fails."""
+"""How a batch is computed: uploaded, run or replayed, and isolated if it fails."""

@@ -48,7 +48,7 @@ class Buckets:
         )
 
     def smallest(self, num_sequences: int, num_tokens: int) -> Bucket | None:
-        """The smallest bucket that holds a step; None: it is larger than all."""
+        """The smallest bucket that holds a step; None: it is larger than any bucket."""
         buckets = self.decode if num_tokens == num_sequences else self.mixed
         place = bisect_left(buckets, num_tokens, key=lambda bucket: bucket.num_tokens)
         return buckets[place] if place < len(buckets) else None

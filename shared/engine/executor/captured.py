@@ -34,7 +34,7 @@ class BucketedView(BatchView, Protocol):
     """A view that pads steps to buckets, so that they can be captured."""
 
     buckets: Buckets
-    bucket: Bucket | None  # of the loaded step; None: it is larger than all
+    bucket: Bucket | None  # of the loaded step; None: it is larger than any bucket
     paddings: Sequence[Batch]  # a full batch of padding for each bucket, the largest first
 
     def advance(self) -> None:

@@ -17,10 +17,10 @@ from shared.models.causal_lm import CausalLM
 
 
 class Ids:
-    """The ids of tokens that the host does not know yet: none, if a step begins when those of the one before are known.
+    """The ids of tokens that the host does not know yet: none, if a step begins only once the previous step's tokens
+    are known.
 
-    Attributes:
-        tensor: int64, on the device; the first are those of sequences, by the pool's row.
+    Attributes: tensor: int64, on the device; first the sequences' ids, by the pool's row.
     """
 
     def __init__(self, max_sequences: int, most_ids: int, device: torch.device) -> None:
@@ -34,7 +34,7 @@ class Ids:
 
 
 class Executor(Protocol):
-    """Computes batches that are loaded into its view."""
+    """Computes batches that have been loaded into its view."""
 
     recorder: Recorder  # for the sampler of its logits
     num_replays: int
@@ -44,9 +44,9 @@ class Executor(Protocol):
         ...
 
     def repeat(self, num_sequences: int) -> torch.Tensor | None:
-        """Logits ``[n, V]`` of the tokens just sampled for the sequences of a decode step, the last that was computed.
+        """Logits ``[n, V]`` of the tokens just sampled for the sequences of a decode step, the one computed last.
 
-        None if the step cannot be moved on without the host.
+        None if the step cannot be advanced without the host.
         """
         ...
 
@@ -74,7 +74,7 @@ class Eager:
 def logits_of(model: CausalLM, batch: Batch, inputs: StepInputs, hidden: torch.Tensor) -> torch.Tensor:
     """Logits ``[n, V]`` of the batch's logit rows, from the hidden states of its tokens."""
     n = len(batch.logit_rows)
-    if n == 0:  # prompts that are not computed to their end, or that generate nothing
+    if n == 0:  # prompts that are not complete yet, or requests that generate nothing
         return no_logits(model)
     return model.logits(hidden[:n] if n == batch.num_tokens else hidden[inputs.logit_rows])
 

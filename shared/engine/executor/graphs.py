@@ -1,4 +1,4 @@
-"""CUDA graphs: the launches of a step, recorded once and repeated with one call. Introduced in phase 9.
+"""CUDA graphs: a step's launches, recorded once and replayed with one call. Introduced in phase 9.
 
 Launching a kernel costs the host several microseconds, and a small decode step has hundreds of kernels that run for a
 few microseconds each, so the GPU waits for the host. A CUDA graph is a recording of launches. It holds addresses and
@@ -8,7 +8,7 @@ staging), and nothing may be read back to the host while it is recorded.
 All graphs share one memory pool, since only one runs at a time, and its results are used before the next one runs. For
 the same reason a result is kept as an address: a later recording may use its memory.
 
-Invariant: what is recorded has run once before, so that kernels are compiled and libraries have their workspaces.
+Invariant: everything recorded has run once before, so that kernels are compiled and libraries have their workspaces.
 """
 
 import contextlib
@@ -52,7 +52,7 @@ class CudaGraphCapture:
     """Records CUDA graphs on ``device``, all with one memory pool."""
 
     def __init__(self, device: torch.device) -> None:
-        self.stream = torch.cuda.Stream(device, priority=-1)  # what runs beside a step, such as masks, yields to it
+        self.stream = torch.cuda.Stream(device, priority=-1)  # work beside a step, such as masks, yields to it
         self.pool = torch.cuda.graph_pool_handle()
 
     def __call__(self, run: Callable[[], Computed]) -> CapturedStep:
@@ -65,7 +65,7 @@ class CudaGraphCapture:
             try:
                 hidden, logits = run()
             except BaseException:
-                with contextlib.suppress(RuntimeError):  # ending an invalid capture raises again
+                with contextlib.suppress(RuntimeError):  # ending an invalid capture raises a second error
                     graph.capture_end()
                 raise
             graph.capture_end()
@@ -75,7 +75,7 @@ class CudaGraphCapture:
 
 @contextlib.contextmanager
 def uncollected() -> Iterator[None]:
-    """Within, no garbage is collected: what an engine before this one held may not be freed within a capture."""
+    """Suspends garbage collection: memory of an earlier engine may not be freed during a capture."""
     gc.collect()
     was_collecting = gc.isenabled()
     gc.disable()
@@ -87,15 +87,15 @@ def uncollected() -> Iterator[None]:
 
 
 class _Address:
-    """An address in the form in which libraries exchange them, which has no type for bfloat16: as bytes."""
+    """A tensor's address as CUDA's array interface, in bytes, since that has no type for bfloat16."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
-        place = {"shape": (tensor.nbytes,), "typestr": "|u1", "data": (tensor.data_ptr(), False), "version": 2}
-        self.__cuda_array_interface__ = place
+        interface = {"shape": (tensor.nbytes,), "typestr": "|u1", "data": (tensor.data_ptr(), False), "version": 2}
+        self.__cuda_array_interface__ = interface
 
 
 def unowned(tensor: torch.Tensor) -> torch.Tensor:
-    """The memory of a contiguous tensor, as a tensor that does not keep it from being freed."""
+    """The memory of a contiguous tensor, as a tensor that does not keep that memory alive."""
     return torch.as_tensor(_Address(tensor), device=tensor.device).view(tensor.dtype).view(tensor.shape)
 
 
@@ -104,8 +104,7 @@ def recorded(
 ) -> tuple[torch.cuda.CUDAGraph, Results]:
     """Record launches, all of which have run before, without running them; their results are where replays write.
 
-    Args:
-        pool, stream: of the graph's memory, which is shared by graphs that have both alike; None: a new stream.
+    Args: pool, stream: of the graph's memory, which graphs with the same pool and stream share; None: a new stream.
     """
     graph, stream = torch.cuda.CUDAGraph(), stream or torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
@@ -119,7 +118,7 @@ def recorded(
 
 
 class RecordedDraw(NamedTuple):
-    """The recorded launches of a draw, and where they write the ids."""
+    """A draw's recorded launches, and where they write the ids."""
 
     graph: torch.cuda.CUDAGraph
     ids: torch.Tensor
@@ -136,18 +135,18 @@ class RecordedDraw(NamedTuple):
 
 
 class DrawRecorder:
-    """Replays draws that come again; a :data:`shared.engine.sampling.drawing.Recorder`.
+    """Replays draws that recur; a :data:`shared.engine.sampling.drawing.Recorder`.
 
-    A draw's parameters are at fixed addresses, and so are the logits of captured steps. A draw of the same kind and
-    size that was launched ``NUM_BEFORE`` times for such logits is recorded. A draw with biases or penalties is not: its
-    logits are a copy.
+    A draw's parameters are at fixed addresses, and so are the logits of captured steps. A draw of one kind and size
+    that was launched ``NUM_BEFORE`` times for such logits is recorded. Draws with biases or penalties never come here,
+    since their edit has no size.
 
     Args:
-        places: the addresses of the logits of captured steps.
+        addresses: the addresses of the logits of captured steps.
     """
 
-    def __init__(self, places: Collection[int]) -> None:
-        self.places = places
+    def __init__(self, addresses: Collection[int]) -> None:
+        self.addresses = addresses
         self.pool = torch.cuda.graph_pool_handle()
         self.known: dict[tuple[Any, ...], RecordedDraw | int] = {}  # int: how often it was launched
         self.has_failed = False
@@ -160,12 +159,12 @@ class DrawRecorder:
         sizes: tuple[int | None, ...],
     ) -> torch.Tensor:
         """The ids, which no later draw overwrites."""
-        place = logits.data_ptr()
-        is_fixed = place in self.places and batch.is_simple and not self.has_failed
+        address = logits.data_ptr()
+        is_fixed = address in self.addresses and not self.has_failed
         if not is_fixed or torch.cuda.is_current_stream_capturing():
             return draw()
         kind = (batch.temperature is None, batch.log_min_p is None, batch.top_k is None, batch.top_p is None)
-        key = (place, *logits.shape, sizes, *kind)
+        key = (address, *logits.shape, sizes, *kind)
         known = self.known.get(key, 0)
         if known == NUM_BEFORE:
             try:
@@ -179,6 +178,6 @@ class DrawRecorder:
             return known.replay().clone()
         if known == 0 and len(self.known) == MOST_RECORDED:
             self.known.clear()
-            self.pool = torch.cuda.graph_pool_handle()  # a pool whose graphs have all gone takes no further ones
+            self.pool = torch.cuda.graph_pool_handle()  # a pool whose graphs are all gone accepts no further ones
         self.known[key] = known + 1
         return draw()

@@ -1,8 +1,8 @@
 """Bisect a failing batch to isolate the request that raised. Introduced in phase 4.
 
 A batched forward that raises does not say which request is at fault: a token id outside the embedding table, a prompt
-too long for the free memory. So the batch is split in half and each half runs by itself, down to the request that
-raises alone. One failing request among n costs about 2 · log2(n) extra runs; a batch without failures costs none.
+too long for the free memory. So the batch is split in half and each half runs by itself, until a single request raises.
+One failing request among n costs about 2 · log2(n) extra runs; a batch without failures costs none.
 Invariant: a run changes no request's state before it has succeeded, so any part of the batch can be run again.
 """
 

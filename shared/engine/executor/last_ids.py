@@ -1,6 +1,6 @@
 """The ids of tokens in flight, which only the device knows. Introduced in phase 9.
 
-A step that is launched while the one before it runs begins with ids that the host does not know. So the last id sampled
+A step that is launched while the previous one runs begins with ids that the host does not know. So the last id sampled
 for each sequence stays on the device, at the sequence's row in the pool, and the next step reads its pending ids from
 there. The id is also copied to the host, for the text, but no step waits for the copy. The drafts that a model sampled
 for the step follow these ids (phase 11).
@@ -18,8 +18,7 @@ from shared.kernels.sampling.pending_ids import fill_pending
 class LastIds(Ids):
     """The last id of each sequence, and then its drafts.
 
-    Args:
-        most_ids: of a sequence: the last one, and drafts.
+    Args: most_ids: the maximum per sequence: the last one, and drafts.
     """
 
     def __init__(self, max_sequences: int, most_ids: int, device: torch.device) -> None:

@@ -1,7 +1,7 @@
-"""The ranks that compute a runner's batches: a single rank. Introduced in phase 4.
+"""The ranks that compute a runner's batches: here a single rank. Introduced in phase 4.
 
-From phase 12.1 on several ranks may compute a batch together (:mod:`shared.tracks.ranks.several_ranks`): only the work
-before a forward, on its logits, and after a failure differs.
+From phase 12.1 on several ranks may compute a batch together (:mod:`shared.tracks.ranks.several_ranks`): they differ
+only in the work before a forward, on its logits, and after a failure.
 """
 
 from collections.abc import Callable, Iterator
@@ -19,21 +19,21 @@ R = TypeVar("R")
 class Ranks:
     """What a runner does for and with the ranks of its model; here there are no others."""
 
-    can_repeat = True  # whether a step can be moved on without a batch
+    can_repeat = True  # whether a step can be advanced without a new batch
 
     def run(self, run: Callable[[range], R], sequences: range) -> Iterator[tuple[range, R | Exception]]:
         """Run a forward of the sequences of a batch; see :func:`shared.engine.executor.isolation.run_isolated`."""
         return run_isolated(run, sequences)
 
     def begin(self, batch: Batch, last_ids: torch.Tensor) -> None:
-        """A batch is computed next, with ids of ``last_ids`` if it has pending ones."""
+        """Prepares for computing a batch, with ids from ``last_ids`` if it has pending ones."""
 
     def logits(self, batch: Batch, logits: torch.Tensor) -> torch.Tensor:
-        """What is sampled from: logits ``[n, V]``, of this rank's."""
+        """The logits ``[n, V]`` to sample from, given this rank's."""
         return logits
 
     def gather(self, logits: torch.Tensor) -> torch.Tensor:
-        """All logits ``[n, V]``, of this rank's."""
+        """All logits ``[n, V]``, given this rank's."""
         return logits
 
     def drawn(self, batch: Batch, logits: torch.Tensor) -> Draws | None:

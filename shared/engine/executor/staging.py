@@ -24,15 +24,14 @@ MOST_KEPT = 4096  # cached slices
 class Staging:
     """Fixed buffers for named arrays.
 
-    Args:
-        places: maximum length and dtype of each array, in the order of the buffer. A copy ends after the last array
+    Args: ranges: maximum length and dtype of each array, in the order of the buffer. A copy ends after the last array
             that is sent, so put long arrays that are rarely full last.
     """
 
-    def __init__(self, device: torch.device, places: Mapping[str, tuple[int, DTypeLike]]) -> None:
+    def __init__(self, device: torch.device, ranges: Mapping[str, tuple[int, DTypeLike]]) -> None:
         self.regions: dict[str, tuple[int, int, np.dtype[Any]]] = {}  # begin in bytes, length, dtype
         total = 0
-        for name, (count, dtype) in places.items():
+        for name, (count, dtype) in ranges.items():
             dtype = np.dtype(dtype)
             self.regions[name] = total, count, dtype
             total += -(-count * dtype.itemsize // ALIGNMENT) * ALIGNMENT
@@ -46,7 +45,7 @@ class Staging:
         self.hosts = [self._cut(buffer.numpy()) for buffer in self.buffers]
         self.tensors = self._cut(self.arrived)
         self.turn = 0
-        self.sent: dict[tuple[str, int], torch.Tensor] = {}  # by length: slicing a tensor costs more than a lookup
+        self.sent: dict[tuple[str, int], torch.Tensor] = {}  # by length: slicing a tensor is slower than a lookup
 
     @classmethod
     def for_arrays(cls, device: torch.device, arrays: Mapping[str, NDArray[Any]]) -> Self:
@@ -96,7 +95,7 @@ _STREAMS: dict[tuple[int, int], torch.cuda.Stream] = {}  # by GPU and handle
 
 
 def record(event: torch.cuda.Event, device: int) -> None:
-    """``event.record()`` on the current stream of a GPU, found without PyTorch's own slow search for it."""
+    """``event.record()`` on the current stream of a GPU, without PyTorch's slow lookup of that stream."""
     key = device, torch._C._cuda_getCurrentRawStream(device)
     stream = _STREAMS.get(key)
     if stream is None:

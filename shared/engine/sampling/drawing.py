@@ -1,11 +1,11 @@
 """Samples a token from each row of logits: the steps edit the logits, then one draw samples. Introduced in phase 4.
 
 A sampler has a list of steps and one draw. A step edits the logits of a batch's rows: it masks what a grammar refuses
-(phase 12) or redirects a token (phase 11.1). The draw reads the edited logits: it samples a token for each row, accepts
-or replaces drafts (phase 11), or samples drafts.
+(phase 12), redirects a token (phase 11.1), or applies biases and penalties. The draw reads the edited logits. It
+samples a token for each row, accepts or replaces drafts (phase 11), or samples drafts.
 
 Invariant: launches that a recorder may replay (phase 9) depend only on the batch, the logits' address and the edits'
-sizes; a draw launches anything else afterwards.
+sizes; a draw launches everything else afterwards.
 """
 
 from collections.abc import Callable, Sequence
@@ -35,7 +35,7 @@ def ignore_ids(ids: torch.Tensor) -> None:
 
 
 class Edit(NamedTuple):
-    """What a step does to the logits of one batch.
+    """A step's edit of one batch's logits.
 
     Attributes:
         apply: gets logits ``[n, V]`` and returns the edited ones.
@@ -63,7 +63,7 @@ class Processor(Protocol):
 
 
 def edit_by(processor: Processor | None) -> Edit | None:
-    """The edit that sends a processor to the device and applies it; None: nothing to do."""
+    """The edit that uploads a processor and applies it; None: nothing to do."""
     if processor is None:
         return None
     return Edit(lambda logits: processor.sent(partial(upload, device=logits.device))(logits))
@@ -75,7 +75,7 @@ Step = Callable[[Sequence[SamplingRow], Sequence[int]], Edit | None]
 
 @dataclass(slots=True)
 class Edited:
-    """The logits ``[n, V]`` of a draw, and the edits that it launches on them."""
+    """The logits ``[n, V]`` of a draw, and the edits to launch on them."""
 
     logits: torch.Tensor
     batch: SamplingBatch

@@ -1,7 +1,7 @@
 """The sampler's steps that mask the tokens that grammars refuse. Introduced in phase 12.
 
-A row brings its mask from the host, or the device finds it (:mod:`shared.engine.sampling.grammar_rows`). Both come
-before everything else. Log-probabilities stay those of the raw logits.
+A row's mask comes from the host, or is computed on the device (:mod:`shared.engine.sampling.grammar_rows`). Both are
+applied before all other edits. Log-probabilities are still those of the raw logits.
 """
 
 from collections.abc import Sequence
@@ -19,12 +19,11 @@ _ALLOWED = attrgetter("allowed")
 def grammar_masks(max_rows: int, pool: GrammarPool | None) -> list[Step]:
     """The steps of a sampler of up to ``max_rows`` rows.
 
-    Args:
-        pool: the tables of the grammars whose masks the device finds; None: all masks come with the rows.
+    Args: pool: the tables of the grammars whose masks the device computes; None: all masks come from the host.
     """
     return [host_masks] if pool is None else [host_masks, GrammarRows(max_rows, pool)]
 
 
-def host_masks(rows: Sequence[SamplingRow], places: Sequence[int]) -> Edit | None:
-    """A :data:`shared.engine.sampling.drawing.Step`: the masks that the rows bring."""
+def host_masks(rows: Sequence[SamplingRow], table_rows: Sequence[int]) -> Edit | None:
+    """A :data:`shared.engine.sampling.drawing.Step`: the masks that come with the rows."""
     return edit_by(LogitMaskProcessor.of(list(map(_ALLOWED, rows))))

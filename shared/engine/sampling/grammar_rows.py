@@ -1,16 +1,16 @@
 """The grammar states of a batch's requests, on the device that samples their tokens. Introduced in phase 12.
 
-A request has the row that it has in the sampler's tables, as for the token counts
-(:mod:`shared.engine.sampling.penalty_tables`). Each row is tagged with its request and the number of its outputs. On a
-mismatch the host replays the outputs and uploads the state, so new requests, preempted requests and repeated steps need
-no special case. If the tag matches, nothing is uploaded: a launch after the draw advances the rows.
+A request has the same row here as in the sampler's token counts (:mod:`shared.engine.sampling.penalty_tables`). Each
+row is tagged with its request and the number of its outputs. On a mismatch the host replays the outputs and uploads the
+state, so new requests, preempted requests and repeated steps need no special case. If the tag matches, nothing is
+uploaded: a launch after the draw advances the rows.
 
 Neither advances nor masks depend on logits. So they are launched on their own stream right after the draw, before the
 next step is planned, and run concurrently with its forward, whose programs have priority. Each row's mask has its own
 memory, so the next step computes masks only for rows that are new in it.
 
-A request with n drafts has n + 1 rows, one for each number of accepted drafts. Each row advances by the token that is
-sampled there, and the next step continues from the row of the drafts that were accepted.
+A request with n drafts has n + 1 rows, one for each number of accepted drafts. Each row advances by the token sampled
+in it, and the next step continues from the row with the accepted drafts.
 
 Invariants: a tagged row holds its request's state after exactly the tagged number of outputs; a row has no tag while a
 draw changes it; the mask of a row in ``masked`` matches its state.
@@ -37,7 +37,7 @@ from shared.kernels.sampling.grammar_mask import grammar_mask, remove_refused
 from shared.sampling.sampler import SamplingRow
 
 Keys = tuple[list[int], tuple[int, ...], list[int], list[bool]]
-"""Of some rows: places, serials of their requests, numbers of outputs, and whether they have a grammar."""
+"""Of some rows: table_rows, serials of their requests, numbers of outputs, and whether they have a grammar."""
 _KEY = attrgetter("serial", "index", "constraint")
 _NUM_DRAFTS = attrgetter("num_drafts")
 
@@ -46,9 +46,8 @@ _NUM_DRAFTS = attrgetter("num_drafts")
 class Entered:
     """The m rows of a batch that have a grammar.
 
-    Attributes:
-        numbers: int32 ``[m]``, which rows of the batch.
-        slots: int32 ``[m]``, the table row of each; the addresses depend on m alone.
+    Attributes: numbers: int32 ``[m]``, their indices in the batch. slots: int32 ``[m]``, the table row of each; the
+        addresses depend on m alone.
     """
 
     numbers: torch.Tensor
@@ -56,7 +55,7 @@ class Entered:
 
 
 class GrammarRows:
-    """The configurations of up to ``num_rows`` rows, and their masks; a :data:`shared.engine.sampling.drawing.Step`.
+    """The configurations of up to ``num_rows`` rows, with their masks; a :data:`shared.engine.sampling.drawing.Step`.
 
     Args:
         grammar_pool: the tables of the grammars, on the device.
@@ -68,8 +67,8 @@ class GrammarRows:
         self.rows = torch.zeros(num_rows, ROW, dtype=torch.int32, device=grammar_pool.tables.device)
         self.entered: dict[int, tuple[int, int]] = {}  # by row: the request's serial and its number of outputs
         self.next: Keys | None = None  # if the same rows sample again
-        self.grammars: dict[int, TokenFSM] = {}  # by base; read only where no kernel runs
-        self.tokens: GrammarTokens | None = None  # of the first grammar's vocabulary, which is that of all
+        self.grammars: dict[int, TokenFSM] = {}  # by base; read only if no kernel runs
+        self.tokens: GrammarTokens | None = None  # of the first grammar's vocabulary, which all grammars share
         self.keys: Keys = [], (), [], []
         self.has_drafts = False
         self.words = torch.empty(0)  # int32 [num_rows, tokens.num_words], the bits of the tokens that each row allows
@@ -80,59 +79,58 @@ class GrammarRows:
         is_cuda = self.rows.is_cuda
         self.stream: torch.cuda.Stream | None = torch.cuda.Stream() if is_cuda else None
         self.drawn: torch.cuda.Event | None = torch.cuda.Event() if is_cuda else None
-        self.ids = nothing  # of the last draw: its memory is not used again before they are read
+        self.ids = nothing  # of the last draw: keeps their memory from being reused before they are read
         if is_cuda:
             self.read = torch.cuda.Event()
             grammar_pool.readers.append(self.read)
 
-    def __call__(self, rows: Sequence[SamplingRow], places: Sequence[int]) -> Edit | None:
-        """Mask the rows with a grammar, and move on by the tokens sampled for them."""
-        entered = self.enter(rows, places)
+    def __call__(self, rows: Sequence[SamplingRow], table_rows: Sequence[int]) -> Edit | None:
+        """Mask the rows with a grammar, and advance them by the sampled tokens."""
+        entered = self.enter(rows, table_rows)
         if entered is None:
             return None
         size = None if self.has_drafts else len(entered.slots)
         return Edit(partial(self.remove_refused, entered), True, size, partial(self.advance, entered))
 
-    def enter(self, rows: Sequence[SamplingRow], places: Sequence[int]) -> Entered | None:
-        """Find the masks after the outputs and drafts of the rows with a grammar; None if there are none.
+    def enter(self, rows: Sequence[SamplingRow], table_rows: Sequence[int]) -> Entered | None:
+        """Compute the masks of the rows with a grammar, after the outputs and drafts of each; None if there are none.
 
-        Args:
-            places: the table row of each row; those of a request are adjacent.
+        Args: rows: the table row of each row; those of a request are adjacent.
         """
-        self.keys = self._keys(rows, places)
-        places, expected, self.next = self.keys[0], self.next, None
-        if expected == self.keys and not any(map(_NUM_DRAFTS, rows)):  # each stands after its own token
+        self.keys = self._keys(rows, table_rows)
+        table_rows, expected, self.next = self.keys[0], self.next, None
+        if expected == self.keys and not any(map(_NUM_DRAFTS, rows)):  # each row follows its own token
             self._meet()
             return self.last[1]
-        for place, serial, index, has_grammar in zip(*(expected or ((), (), (), ())), strict=True):
+        for table_row, serial, index, has_grammar in zip(*(expected or ((), (), (), ())), strict=True):
             if has_grammar:
-                self.entered[place] = serial, index
+                self.entered[table_row] = serial, index
         if True not in self.keys[-1]:
             return None
         sent, moved, chains = dict[int, Integers](), dict[int, int](), dict[int, list[int]]()
         numbers, slots = list[int](), list[int]()
-        for number, (row, place) in enumerate(zip(rows, places, strict=True)):
+        for number, (row, table_row) in enumerate(zip(rows, table_rows, strict=True)):
             constraint = row.constraint
             if not isinstance(constraint, Constraint):
-                self.entered.pop(place, None)
+                self.entered.pop(table_row, None)
                 continue
             if row.num_drafts == 0:
-                known = self._forget(place, row.serial).get(row.index)
+                known = self._forget(table_row, row.serial).get(row.index)
                 if known is None:
                     state = constraint.after(row.output_ids)
-                    if state is None:  # after the end: what is sampled here is dropped
+                    if state is None:  # after the end: the token sampled here is dropped
                         continue
                     assert constraint.base is not None
-                    sent[place] = pack_row(constraint.base, state)
+                    sent[table_row] = pack_row(constraint.base, state)
                     self.grammars[constraint.base] = constraint.fsm
-                elif known != place:
-                    moved[place] = known
-                chains[place] = []
-            if place - row.num_drafts in chains:
+                elif known != table_row:
+                    moved[table_row] = known
+                chains[table_row] = []
+            if table_row - row.num_drafts in chains:
                 numbers.append(number)
-                slots.append(place)
+                slots.append(table_row)
                 if row.draft_id is not None:
-                    chains[place - row.num_drafts].append(row.draft_id)
+                    chains[table_row - row.num_drafts].append(row.draft_id)
         if not numbers:
             return None
         self._aside(self._find, sent, moved, chains, numbers, slots)
@@ -140,14 +138,14 @@ class GrammarRows:
         return self.last[1]
 
     def remove_refused(self, entered: Entered, logits: torch.Tensor) -> torch.Tensor:
-        """Set the logits ``[n, V]`` of the tokens to -inf that the grammars do not allow, in place."""
+        """Set the logits ``[n, V]`` of refused tokens to -inf, in place."""
         assert self.tokens is not None
         remove_refused(self.words, entered.slots, entered.numbers, self.tokens, logits)
         return logits
 
     def advance(self, entered: Entered, ids: torch.Tensor) -> None:
-        """Move each row that was entered to after the token sampled for it, and find the masks there, unless some stand
-        after drafts; of these few go on.
+        """Advance each entered row by its sampled token and compute the next masks, unless some rows follow drafts; few
+        of these continue.
 
         Args:
             ids: int64 ``[n]``, of all rows; not changed afterwards.
@@ -158,31 +156,31 @@ class GrammarRows:
             self.drawn.record()
         self._aside(self._move, entered, ids)
         self.masked = set() if self.has_drafts else set(slots)
-        places, serials, indices, has_grammar = self.keys
+        table_rows, serials, indices, has_grammar = self.keys
         if len(numbers) < has_grammar.count(True):
             chosen = set(numbers)
-            has_grammar = [number in chosen for number in range(len(places))]
-        self.next = places, serials, [index + 1 for index in indices], has_grammar
+            has_grammar = [number in chosen for number in range(len(table_rows))]
+        self.next = table_rows, serials, [index + 1 for index in indices], has_grammar
 
     def forget(self) -> None:
-        """Forget all rows: they stand after drafts, of which some were not accepted."""
+        """Forget all rows: they follow drafts, some of which were not accepted."""
         self.entered.clear()
         self.next = None
 
-    def _keys(self, rows: Sequence[SamplingRow], places: Sequence[int]) -> Keys:
+    def _keys(self, rows: Sequence[SamplingRow], table_rows: Sequence[int]) -> Keys:
         serials, indices, constraints = zip(*map(_KEY, rows), strict=True)
-        return list(places), serials, list(indices), [constraint is not None for constraint in constraints]
+        return list(table_rows), serials, list(indices), [constraint is not None for constraint in constraints]
 
-    def _forget(self, place: int, serial: int) -> dict[int, int]:
-        """Forget the rows of a request that samples at ``place``; by their numbers of outputs, where they were."""
+    def _forget(self, table_row: int, serial: int) -> dict[int, int]:
+        """Forget the rows of the request that samples in ``row``; returns their indices by number of outputs."""
         found: dict[int, int] = {}
-        while self.entered.get(place, (None, 0))[0] == serial:
-            found[self.entered.pop(place)[1]] = place
-            place += 1
+        while self.entered.get(table_row, (None, 0))[0] == serial:
+            found[self.entered.pop(table_row)[1]] = table_row
+            table_row += 1
         return found
 
     def _aside(self, do: Callable[..., None], *arguments: Any) -> None:
-        """Call on the stream of its own, after the last draw and upload."""
+        """Call on this object's own stream, after the last draw and upload."""
         if self.stream is None:
             do(*arguments)
             return
@@ -195,7 +193,7 @@ class GrammarRows:
             self.read.record()
 
     def _meet(self) -> None:
-        """What is launched next waits for the stream of its own."""
+        """Makes later launches wait for this object's own stream."""
         if self.stream is not None:
             torch.cuda.current_stream().wait_event(self.read)
 
@@ -207,7 +205,8 @@ class GrammarRows:
         numbers: list[int],
         slots: list[int],
     ) -> None:
-        """Set the rows: ``sent`` from the host, ``moved`` from other rows, those after drafts by walking these."""
+        """Set the rows: ``sent`` comes from the host, ``moved`` from other rows; rows after drafts walk on from
+        these."""
         if self.tokens is None:
             vocabulary = next(iter(self.grammars.values())).vocabulary
             self.tokens = GrammarTokens.of(vocabulary, self.rows.device)
@@ -215,11 +214,11 @@ class GrammarRows:
         if moved:
             targets, sources = self.upload(torch.tensor([list(moved), list(moved.values())])).unbind()
             self.rows[targets] = self.rows[sources]
-            self.rows[:, KEPT].index_fill_(0, targets, 0)  # the bits in their places are those of other rows
+            self.rows[:, KEPT].index_fill_(0, targets, 0)  # their mask bits belong to other rows
         if sent:
             configurations = self.upload(torch.from_numpy(np.stack(list(sent.values()))))
             self.rows[self.upload(torch.tensor(list(sent)))] = configurations
-        chains = {place: drafts for place, drafts in chains.items() if drafts}
+        chains = {table_row: drafts for table_row, drafts in chains.items() if drafts}
         self.has_drafts = bool(chains)
         self.masked.difference_update(sent, moved)
         if chains:
@@ -245,7 +244,7 @@ class GrammarRows:
             self._mask(entered.slots)
 
     def _mask(self, slots: torch.Tensor) -> None:
-        """Find the masks of rows."""
+        """Compute the masks of rows."""
         assert self.tokens is not None
         grammar_mask(self.grammar_pool.tables, self.tokens, self.rows, slots, self.words, self.grammars)
 

@@ -1,7 +1,8 @@
-"""Which request each row of the token counts belongs to. Introduced in phase 4.
+"""The step of the sampler that applies biases and penalties, with tables of the tokens that penalties count.
+Introduced in phase 4.
 
-A request's row in the tables is its row in the KV cache pool, which another request takes over when it ends or is
-preempted. No call announces this. Instead each row is tagged with its request and output count; on a mismatch the
+A request's row in the tables is its row in the KV cache pool, which passes to another request when it ends or is
+preempted. No call signals this. Instead each row is tagged with its request and output count; on a mismatch the
 request's tokens are entered again. So new requests, preempted requests, failed draws and repeated steps need no special
 case.
 
@@ -12,19 +13,32 @@ Invariant: a tagged row counts exactly its request's prompt and the tagged numbe
 draw changes it.
 """
 
+import dataclasses
 import logging
 from collections.abc import Callable, Sequence
 
+import numpy as np
 import torch
 
-from shared.sampling.sampler import SamplingBatch, SamplingRow
+from shared.engine.executor.staging import Staging
+from shared.engine.sampling.drawing import Edit
+from shared.sampling.params import SamplingParams
+from shared.sampling.sampler import SamplingBatch, SamplingRow, adjust_logits
 from shared.sampling.token_counts import TokenCounts
+
+_PLACES = {
+    "penalised_rows": np.int64,
+    "count_rows": np.int64,
+    "repetition_penalty": np.float32,
+    "frequency_penalty": np.float32,
+    "presence_penalty": np.float32,
+}
 
 logger = logging.getLogger("infer.engine")
 
 
 class PenaltyTables:
-    """The token counts of up to ``num_rows`` requests, allocated for the first request with a penalty.
+    """The token counts of up to ``num_rows`` requests, allocated when the first request with a penalty arrives.
 
     Args:
         upload: copies a tensor to the device without waiting.
@@ -35,49 +49,81 @@ class PenaltyTables:
         self.device = device
         self.upload = upload
         self.counts: TokenCounts | None = None
+        self.staging = Staging(device, {name: (num_rows, dtype) for name, dtype in _PLACES.items()})
+        self.last_rows: list[tuple[SamplingParams, Sequence[int]]] = []
+        self.last: SamplingBatch | None = None  # of these rows
         self.entered: dict[int, tuple[int, int]] = {}  # by row: the request's serial and its number of outputs
 
+    def __call__(self, rows: Sequence[SamplingRow], places: Sequence[int]) -> Edit | None:
+        """A :data:`shared.engine.sampling.drawing.Step`: biases, masked ids and penalties, in a copy of the logits."""
+        if not any(row.adjusts_logits for row in rows):
+            return None
+        batches: list[SamplingBatch] = []
+
+        def apply(logits: torch.Tensor) -> torch.Tensor:
+            batches.append(self._parameters(rows, places, logits.shape[-1]))
+            return adjust_logits(logits, batches[-1])
+
+        return Edit(apply, follow=lambda ids: self.add(rows, places, batches[-1], ids))
+
+    def _parameters(self, rows: Sequence[SamplingRow], places: Sequence[int], vocab_size: int) -> SamplingBatch:
+        """The biases and penalties of the rows on the device."""
+        constant = [(row.params, row.masked_ids) for row in rows]
+        if self.last is not None and constant == self.last_rows:
+            return self.last
+        self.enter(rows, places, vocab_size)
+        batch = SamplingBatch.of_adjustments(rows, counts=self.counts, count_rows=places)
+        arrays = {name: value for name, value in vars(batch).items() if isinstance(value, torch.Tensor)}
+        sent = {name: self.upload(array) for name, array in arrays.items() if name not in _PLACES}
+        if batch.counts is not None:
+            sent |= self.staging.send({name: array.numpy() for name, array in arrays.items() if name in _PLACES})
+        batch = dataclasses.replace(batch, **sent)  # type: ignore[arg-type]
+        self.last_rows, self.last = constant, batch if batch.counts is None else None  # counts change by token
+        return batch
+
     def forget(self) -> None:
-        """Enter every request anew when it samples next."""
+        """Make every request be entered again when it next samples."""
         self.entered.clear()
 
-    def enter(self, rows: Sequence[SamplingRow], places: Sequence[int], vocab_size: int) -> None:
-        """Make the counts of the rows with a penalty complete; ``places`` are the table rows of all rows."""
-        before: tuple[int, int, int] | None = None  # of the row before: its request, its number of drafts, its place
-        for row, place in zip(rows, places, strict=True):
+    def enter(self, rows: Sequence[SamplingRow], table_rows: Sequence[int], vocab_size: int) -> None:
+        """Complete the token counts of the rows with a penalty; ``table_rows`` are the table rows of all rows."""
+        before: tuple[int, int, int] | None = None  # of the previous row: its request, number of drafts and table row
+        for row, table_row in zip(rows, table_rows, strict=True):
             if not row.params.has_penalties:
                 continue
             if self.counts is None:
                 self.counts = TokenCounts(self.num_rows, vocab_size, self.device)
                 logger.info("allocated %d bytes to count tokens for penalties", self.counts.num_bytes)
-            serial, num_counted = self.entered.pop(place, (None, 0))
+            serial, num_counted = self.entered.pop(table_row, (None, 0))
             if before is not None and before[:2] == (row.serial, row.num_drafts - 1):
-                self.counts.copy(before[2], place)
-                self._count(place, row.output_ids[-1:])
+                self.counts.copy(before[2], table_row)
+                self._count(table_row, row.output_ids[-1:])
             elif serial == row.serial and num_counted <= row.index and not row.num_drafts:
                 if num_counted < row.index:
-                    self._count(place, row.output_ids[num_counted:])
+                    self._count(table_row, row.output_ids[num_counted:])
             else:
                 # Forget the request's older rows: they may count as many outputs, some of them from a dropped step.
                 self.entered = {other: state for other, state in self.entered.items() if state[0] != row.serial}
                 prompt_ids, output_ids = (
                     self.upload(torch.tensor(ids, dtype=torch.int64)) for ids in (row.prompt_ids, row.output_ids)
                 )
-                self.counts.enter(place, prompt_ids, output_ids)
-            before = row.serial, row.num_drafts, place
+                self.counts.enter(table_row, prompt_ids, output_ids)
+            before = row.serial, row.num_drafts, table_row
 
-    def _count(self, place: int, output_ids: Sequence[int]) -> None:
+    def _count(self, table_row: int, output_ids: Sequence[int]) -> None:
         """Count further outputs in a row."""
         assert self.counts is not None
-        rows, ids = self.upload(torch.tensor([[place] * len(output_ids), output_ids])).unbind()
+        rows, ids = self.upload(torch.tensor([[table_row] * len(output_ids), output_ids])).unbind()
         self.counts.add(rows, ids)
 
-    def add(self, rows: Sequence[SamplingRow], places: Sequence[int], batch: SamplingBatch, ids: torch.Tensor) -> None:
+    def add(
+        self, rows: Sequence[SamplingRow], table_rows: Sequence[int], batch: SamplingBatch, ids: torch.Tensor
+    ) -> None:
         """Count the tokens ``ids`` sampled for ``rows`` with ``batch``; the rows were entered."""
         if batch.counts is None:
             return
         assert batch.count_rows is not None
         batch.counts.add(batch.count_rows, ids[batch.penalised_rows])
-        for row, place in zip(rows, places, strict=True):
+        for row, table_row in zip(rows, table_rows, strict=True):
             if row.params.has_penalties and not row.num_drafts:
-                self.entered[place] = row.serial, row.index + 1
+                self.entered[table_row] = row.serial, row.index + 1

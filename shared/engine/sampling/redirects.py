@@ -1,4 +1,4 @@
-"""The step of the sampler that redirects tokens. Introduced in phase 11.1.
+"""The sampler's step that redirects tokens. Introduced in phase 11.1.
 
 Log-probabilities stay those of the raw logits, since the edit is a copy.
 """
@@ -10,6 +10,6 @@ from shared.sampling.redirect import RedirectProcessor
 from shared.sampling.sampler import SamplingRow
 
 
-def redirects(rows: Sequence[SamplingRow], places: Sequence[int]) -> Edit | None:
-    """A :data:`shared.engine.sampling.drawing.Step`: what ``SamplingRow.redirect`` asks for."""
+def redirects(rows: Sequence[SamplingRow], table_rows: Sequence[int]) -> Edit | None:
+    """A :data:`shared.engine.sampling.drawing.Step`: redirects as ``SamplingRow.redirect`` asks."""
     return edit_by(RedirectProcessor.of(rows))

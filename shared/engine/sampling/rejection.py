@@ -1,6 +1,6 @@
 """The draw that accepts or replaces drafts by rejection sampling. Introduced in phase 11.
 
-The plain draw samples the target's token in every row, and the scheduler keeps the drafts that equal it. This draw
+The plain draw samples the target's token in every row, and the scheduler keeps the drafts that match it. This draw
 samples only where a draft is missing or rejected (:mod:`shared.sampling.rejection`): outputs have the same distribution
 as without drafts, but may differ for the same seed. Greedy rows have one possible token, so they are sampled as before.
 
@@ -25,11 +25,10 @@ def acceptance(method: str, distributions: Mapping[tuple[int, int], torch.Tensor
 
 @dataclass(frozen=True)
 class Rejection:
-    """A :data:`shared.engine.sampling.drawing.Draw` with drafts accepted by chance.
+    """A :data:`shared.engine.sampling.drawing.Draw` that accepts drafts by rejection sampling.
 
-    Attributes:
-        distributions: the probabilities ``[V]`` from which each draft was sampled, by its request's serial and its
-            index; those that are missing were certain. A draft model may have fewer columns.
+    Attributes: distributions: the probabilities ``[V]`` from which each draft was sampled, by its request's serial and
+        its index; a missing key means that q is one-hot. A draft model may have fewer columns.
     """
 
     distributions: Mapping[tuple[int, int], torch.Tensor] = field(default_factory=dict)

@@ -1,9 +1,9 @@
 """Samples token ids on the device and copies them to the host. Introduced in phase 4.
 
-Sampling never synchronizes: the parameters of all rows are uploaded in one copy, or in none if every row is greedy.
-While the same rows decode on, only their indices are. Ids and log-probabilities are copied to pinned memory
-asynchronously, and an event marks the end of the copy; ``wait`` is a separate call. Invariant: a row's token does not
-depend on its batch.
+Sampling never synchronizes: what the draw reads of all rows is uploaded in one copy, or in none if every row is greedy.
+While the same rows keep decoding, only their indices are uploaded. Ids and log-probabilities are copied to pinned
+memory asynchronously, and an event marks the end of the copy; ``wait`` is a separate call. Invariant: a row's token
+does not depend on its batch.
 """
 
 import dataclasses
@@ -26,22 +26,17 @@ from shared.sampling.params import SamplingParams
 from shared.sampling.sampler import SamplingBatch, SamplingRow
 
 _PLACES = {
-    "indices": np.int64,  # first: they are also sent alone
+    "indices": np.int64,  # first, since it is also sent alone
     "temperature": np.float32,
     "drawing_rows": np.int64,
     "seeds": np.int64,
     "log_min_p": np.float32,
     "top_k": np.int64,
     "top_p": np.float64,
-    "penalised_rows": np.int64,
-    "count_rows": np.int64,
-    "repetition_penalty": np.float32,
-    "frequency_penalty": np.float32,
-    "presence_penalty": np.float32,
 }
 
-_Constant = tuple[SamplingParams, int, Sequence[int]]
-"""What the arrays of a row are made of, apart from its index and its tokens: parameters, seed and masked ids."""
+_Constant = tuple[SamplingParams, int]
+"""What the arrays of a row are made of, apart from its index: parameters and seed."""
 
 
 @dataclass(frozen=True)
@@ -74,7 +69,7 @@ class Draws:
 
 @dataclass(frozen=True)
 class PromptDraws:
-    """Some prompt tokens as draws, with log-probabilities of all, and the index in the batch of each one's sequence."""
+    """Some prompt tokens as draws, all with log-probabilities, and the batch index of each token's sequence."""
 
     sequences: Integers
     draws: Draws
@@ -83,10 +78,8 @@ class PromptDraws:
 class SamplerOutput:
     """The sampled tokens of a batch, being copied to the host.
 
-    Args:
-        draws: of the rows in order: in one piece, or in parts after a failure.
-        errors: of the failed sequences, by their index in the batch.
-        prompts: the scored prompt tokens, in order.
+    Args: draws: of the rows in order, several after a failure. errors: of the failed sequences, by their index in the
+        batch. prompts: the scored prompt tokens, in order.
     """
 
     def __init__(
@@ -142,33 +135,32 @@ class Sampler:
     """Samples tokens from logits on one device, for up to ``max_rows`` rows at a time.
 
     Args:
-        steps: edit the logits, in order, before the draw.
-        draw: takes the tokens of all rows.
+        steps: edit the logits, in order, before the draw; biases and penalties come last.
+        draw: samples the tokens of all rows.
     """
 
     def __init__(self, device: torch.device, max_rows: int, steps: Sequence[Step] = (), draw: Draw = plain) -> None:
-        self.steps, self.draw = steps, draw
+        self.draw = draw
         self.upload = partial(upload, device=device)
         self.staging = Staging(device, {name: (max_rows, dtype) for name, dtype in _PLACES.items()})
         self.counters = make_counters(max_rows, device)
         self.penalties = PenaltyTables(max_rows, device, self.upload)
+        self.steps: list[Step] = [*steps, self.penalties]
         self.recorder: Recorder = launch_draw
         self.last_rows: list[_Constant] = []
-        self.last: tuple[SamplingBatch, dict[int, int]] | None = None  # their parameters; None: these change by token
+        self.last: tuple[SamplingBatch, dict[int, int]] | None = None  # their parameters
 
-    def sample(self, logits: torch.Tensor, rows: Sequence[SamplingRow], places: Sequence[int]) -> Draws:
+    def sample(self, logits: torch.Tensor, rows: Sequence[SamplingRow], table_rows: Sequence[int]) -> Draws:
         """Sample a token for each row of logits ``[n, V]`` with the parameters of ``rows``; does not wait.
 
-        Args:
-            places: a row of the tables below ``max_rows`` for each, which stays a request's while it runs.
+        Args: table_rows: the table row of each, below ``max_rows``; a request keeps its row while it runs.
         """
-        batch, asking = self._parameters(rows, places, logits.shape[-1])
-        edits = [edit for step in self.steps if (edit := step(rows, places)) is not None]
+        batch, asking = self._parameters(rows)
+        edits = [edit for step in self.steps if (edit := step(rows, table_rows)) is not None]
         drawn = logits.clone() if asking and any(edit.is_in_place for edit in edits) else logits
         ids = self.draw(Edited(drawn, batch, edits, self.counters, self.recorder), rows)
         for edit in edits:
             edit.follow(ids)
-        self.penalties.add(rows, places, batch, ids)
         if not asking:
             return Draws(ids)
         chosen = ids
@@ -177,29 +169,19 @@ class Sampler:
             logits, chosen = logits[numbers], ids[numbers]
         return Draws(ids, top_logprobs(logits, chosen, max(asking.values())), asking)
 
-    def _parameters(
-        self, rows: Sequence[SamplingRow], places: Sequence[int], vocab_size: int
-    ) -> tuple[SamplingBatch, dict[int, int]]:
+    def _parameters(self, rows: Sequence[SamplingRow]) -> tuple[SamplingBatch, dict[int, int]]:
         """The parameters of the rows on the device, and ``Draws.asking``."""
-        constant = [(row.params, row.seed, row.masked_ids) for row in rows]
+        constant = [(row.params, row.seed) for row in rows]
         if self.last is not None and constant == self.last_rows:
             batch, asking = self.last
             if batch.indices is not None:
                 self.staging.send({"indices": np.array([row.index for row in rows], np.int64)})  # at the same address
             return batch, asking
         self.last = None  # whose arrays are overwritten now
-        self.penalties.enter(rows, places, vocab_size)
-        batch = self._send(SamplingBatch.of(rows, counts=self.penalties.counts, count_rows=places))
+        batch = SamplingBatch.of_draws(rows)
+        if arrays := {name: value for name, value in vars(batch).items() if isinstance(value, torch.Tensor)}:
+            sent = self.staging.send({name: array.numpy() for name, array in arrays.items()})
+            batch = dataclasses.replace(batch, **sent)  # type: ignore[arg-type]
         asking = {n: row.params.logprobs for n, row in enumerate(rows) if row.params.logprobs is not None}
-        if batch.counts is None:
-            self.last_rows, self.last = constant, (batch, asking)
+        self.last_rows, self.last = constant, (batch, asking)
         return batch, asking
-
-    def _send(self, batch: SamplingBatch) -> SamplingBatch:
-        """The batch with its arrays on the device."""
-        arrays = {name: value for name, value in vars(batch).items() if isinstance(value, torch.Tensor)}
-        if not arrays:
-            return batch
-        sent = self.staging.send({name: array.numpy() for name, array in arrays.items() if name in _PLACES})
-        biases = {name: self.upload(array) for name, array in arrays.items() if name not in _PLACES}
-        return dataclasses.replace(batch, **sent, **biases)  # type: ignore[arg-type]

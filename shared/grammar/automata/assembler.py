@@ -1,10 +1,11 @@
-"""Puts the tables of an automaton together, while rules discover each other. Introduced in phase 12.
+"""Assembles an automaton's tables while its rules discover each other. Introduced in phase 12.
 
-A rule (of objects, arrays, strings) does not know who calls it, and its callers do not know with which colours it ends
-until all its states are built. So states, exits and call sites are numbered as they appear, each exit is made known to
-each site, and when nothing new appears the numbers become tables.
+A rule (of objects, arrays, strings) does not know its callers, and its callers know the colours of its exits only once
+all its states are built. So states, exits and call sites are numbered as they appear, each exit is reported to each
+site, and when nothing new appears the numbers become tables.
 
-Invariant: every state of the finished automaton can be reached, can reach an end, and knows how many frames this needs.
+Invariant: every state of the finished automaton can be reached, can reach an end, and records how many frames that
+takes.
 """
 
 from collections.abc import Callable, Hashable
@@ -39,12 +40,12 @@ class Rule:
     def __init__(self, assembler: "Assembler") -> None:
         self.assembler = assembler
         self.first = -1
-        self.exits: list[int] = []  # by colour: the groups that accept, as bits; 0 is no exit
+        self.exits: list[int] = []  # by colour: the groups that accept, as bits; 0 is not an exit
         self.sites: list[Site] = []
         self._blocks: dict[tuple[int, tuple[int, ...]], int] = {}
 
     def leave(self, always: int, classes: tuple[int, ...] = ()) -> int:
-        """The colour of an exit where some groups accept, and each class of further ones unless a clause removes it."""
+        """The colour of an exit: some groups accept, and each further class unless a clause removes it."""
         block = always, classes
         if block not in self._blocks:
             if len(classes) > MAX_CLASSES:
@@ -61,7 +62,7 @@ class Rule:
 
 
 class Site:
-    """A place from which a rule is called: the states after it, by colour."""
+    """A call site of a rule: the states after it, by colour."""
 
     def __init__(self, rule: Rule, continuation: Continuation) -> None:
         self.rule, self.continuation = rule, continuation
@@ -69,7 +70,7 @@ class Site:
         self.frame = -1
 
     def learn(self) -> None:
-        """Take in the exits of the rule that are new."""
+        """Add the rule's new exits."""
         self.rule.assembler.budget.spend(len(self.rule.exits) - len(self.returns))
         while len(self.returns) < len(self.rule.exits):
             bits = self.rule.exits[len(self.returns)]
@@ -108,7 +109,7 @@ class Assembler:
         self.blocks.append((first, rows))
 
     def entries_of(self, state: int) -> Entries:
-        """The entries of a state, which is built if it is not."""
+        """The entries of a state, which is built if necessary."""
         build = self._unbuilt.pop(state, None)
         if build is not None:
             self.entries[state] = build()
@@ -116,7 +117,7 @@ class Assembler:
         return self.entries[state]
 
     def build(self) -> None:
-        """Build all states, those included that appear on the way."""
+        """Build all states, including those that appear on the way."""
         while self._unbuilt:
             self.entries_of(next(reversed(self._unbuilt)))
 
@@ -136,7 +137,7 @@ class Assembler:
         return entry(Action.POP, self._pops.setdefault((colour, clauses, depth, ()), len(self._pops)))
 
     def choose(self, clauses: tuple[ClauseRow, ...], targets: tuple[int, ...]) -> int:
-        """Go to one of the states, by the colours that the clauses leave; 0 of them is ``REFUSED``."""
+        """Go to one of several states, chosen by the colours that the clauses leave; no colour is ``REFUSED``."""
         self.budget.spend(len(targets) + 2 * len(clauses))
         key = (len(targets) - 1, clauses, 0, targets)
         return entry(Action.CHOOSE, self._pops.setdefault(key, len(self._pops)))
@@ -145,13 +146,13 @@ class Assembler:
         return entry(Action.KEY, self._keys.setdefault((state, keys, is_bounded), len(self._keys)))
 
     def guard(self, state: int, keys: int) -> int:
-        """Refused if all keys were seen."""
+        """Refused if all keys have been seen."""
         return entry(Action.GUARD, self._guards.setdefault((state, keys, 0, keys.bit_count()), len(self._guards)))
 
     # Tables
 
     def finish(self) -> Automaton:
-        """The automaton; the states are all built. Raises GrammarError if it accepts nothing, or its tables are too
+        """The automaton, once all states are built. Raises GrammarError if it accepts nothing, or its tables are too
         large.
         """
         self.build()
@@ -188,7 +189,7 @@ class Assembler:
         return automaton
 
     def _table(self) -> tuple[NDArray[np.uint8], NDArray[np.int32]]:
-        """The rows of all states, where bytes that no state tells apart share a column."""
+        """The rows of all states, in which bytes that no state distinguishes share a column."""
         size = len(self.entries)
         self.budget.spend(size * ROW)
         table = np.full((size, 256), REFUSED, np.int32)
@@ -209,7 +210,7 @@ class Assembler:
         return columns.astype(np.uint8), np.ascontiguousarray(table[:, firsts])
 
     def _calls(self) -> tuple[NDArray[np.int32], NDArray[np.int32], dict[tuple[int, ...], int]]:
-        """Pushes, returns, and where in these the states of a site or of a choice begin."""
+        """Pushes, returns, and the first index in these of each site's or choice's states."""
         returns: list[int] = []
         frames: dict[tuple[int, ...], int] = {}
         pushes = []
@@ -228,7 +229,7 @@ class Assembler:
 
 
 def sum_bits(masks: tuple[int, ...], bits: int) -> int:
-    """The union of the masks that are chosen by bits."""
+    """The union of the masks selected by bits."""
     found = 0
     for number, mask in enumerate(masks):
         found |= mask if bits >> number & 1 else 0

@@ -1,16 +1,16 @@
-"""The automaton behind every grammar: it reads bytes, and keeps a stack of what is open. Introduced in phase 12.
+"""The automaton of every grammar: reads bytes, and keeps a stack of what is open. Introduced in phase 12.
 
-JSON shows its own nesting: ``{``, ``[`` and the quote that opens a string push, ``}``, ``]`` and the quote that
+JSON marks its own nesting: ``{``, ``[`` and the quote that opens a string push, ``}``, ``]`` and the quote that
 closes it pop. So each object, array and string rule is a deterministic automaton over bytes, and one stack joins them,
-although schemas are recursive (a *visibly pushdown* automaton, Alur and Madhusudan, STOC 2004). Numbers, literals and
-the keys of an object are spelled out inside the rule. A regex or a choice pushes nothing: its automaton has states
-alone.
+which also handles recursive schemas (a *visibly pushdown* automaton, Alur and Madhusudan, STOC 2004). Numbers, literals
+and the keys of an object are spelled out inside the rule. A regex or a choice pushes nothing: its automaton needs only
+states.
 
 Beside the stack, a few counters keep the tables small: a string counts its characters, an object's frame holds the set
 of the keys that it has seen, and whitespace and digits are bounded by the length of their run.
 
 Invariants: an automaton never changes; every state that can be reached can reach an end (the compilers prune); a
-configuration never needs a stack of more than ``MAX_DEPTH`` frames to come to its end.
+configuration never needs a stack of more than ``MAX_DEPTH`` frames to reach its end.
 """
 
 import os
@@ -129,8 +129,8 @@ class Automaton:
         return sum(array.nbytes for array in vars(self).values())
 
     def step(self, now: "Configuration", byte: int) -> "Configuration | None":
-        """The configuration after one more byte; None if the grammar refuses it. The specification of what kernels and
-        numpy do for many tokens at a time.
+        """The configuration after one more byte; None if the grammar refuses it. The specification of what the kernels
+        and numpy do for many tokens at once.
         """
         value = int(self.table[now.state, self.columns[byte]])
         if value == REFUSED:
@@ -208,7 +208,7 @@ class Automaton:
         return configuration if self.has_room(configuration) else None
 
     def has_room(self, now: "Configuration") -> bool:
-        """Whether the stack is deep enough for an end."""
+        """Whether the stack is deep enough to reach an end."""
         return len(now.stack) + int(self.depths[now.state]) <= MAX_DEPTH
 
     def is_end(self, now: "Configuration") -> bool:
@@ -222,9 +222,9 @@ class Automaton:
 
 
 class Configuration(NamedTuple):
-    """Where a text has led: the state, its counters, and the stack.
+    """A position in a text: the state, its counters, and the stack.
 
-    ``fewest`` and ``most`` are the characters that a string must and may still have, ``blanks`` the length of the run
+    ``fewest`` and ``most`` bound the characters that a string must and may still have, ``blanks`` the length of the run
     of whitespace or digits, ``seen`` the keys that the object has, as bits. A frame of the stack holds an index of
     ``returns`` and the ``seen`` of the object below.
     """
@@ -241,7 +241,7 @@ START = Configuration()
 
 
 def blanks_after(run: int, byte: int) -> int | None:
-    """The length of a run with one more byte.
+    """The length of a run after one more byte.
 
     A run is one space, or a line break and up to ``MAX_BLANKS`` blanks, or up to ``MAX_DIGITS`` digits.
     """

@@ -1,7 +1,8 @@
-"""Characters that are counted beside an automaton of strings, where that leads to no dead end. Introduced in phase 12.
+"""Characters counted by a counter beside an automaton of strings, where that creates no dead end. Introduced in phase
+12.
 
-A length of a thousand needs thousands of states if states count; a counter needs none. But a counter stops a string
-wherever it is, so it is used only with automata in which a string may end wherever it is.
+To allow a thousand characters, states that count would number thousands; a counter needs none. But a counter may stop a
+string anywhere, so it is used only with automata in which a string may end anywhere.
 """
 
 from functools import lru_cache
@@ -16,12 +17,12 @@ from shared.grammar.patterns.regex import compile_regex
 
 @lru_cache(1)
 def any_text() -> DFA:
-    """All strings, between their quotes. State 0 stands between two characters."""
+    """All strings, between their quotes. State 0 is between two characters."""
     return compile_regex(r"[\s\S]*", Budget(), spelling=Spelling.JSON)
 
 
 def character_steps(dfa: DFA, budget: Budget) -> dict[int, set[int]]:
-    """Of each state that stands between two characters, those to which one character leads; state 0 is the first."""
+    """For each state between two characters, the states that one character leads to; state 0 is the first."""
     text = any_text()
     pairs = np.unique(np.stack([text.columns, dfa.columns]), axis=1).T.tolist()
     following, other = text.next.tolist(), dfa.next.tolist()
@@ -50,8 +51,8 @@ def character_steps(dfa: DFA, budget: Budget) -> dict[int, set[int]]:
 
 
 def is_free_to_count(dfa: DFA, fewest: int, most: int, budget: Budget) -> bool:
-    """Whether strings of an automaton may be counted: from each state they can end at once, and go on if need be. The
-    first characters, where no way leads back, may need some more to end, if these are within ``most``.
+    """Whether an automaton's strings may be counted: from each state they can end at once, or continue if necessary.
+    The initial characters, to which no path returns, may need more characters to end, if these are within ``most``.
     """
     steps = character_steps(dfa, budget)
     budget.spend(sum(1 + len(targets) for targets in steps.values()))
@@ -63,7 +64,7 @@ def is_free_to_count(dfa: DFA, fewest: int, most: int, budget: Budget) -> bool:
 
 
 def _missing(dfa: DFA, steps: dict[int, set[int]]) -> dict[int, int]:
-    """The characters that each state needs at least to end."""
+    """The minimum number of characters that each state needs to end."""
     sources: dict[int, list[int]] = {state: [] for state in steps}
     for state, targets in steps.items():
         for target in targets:
@@ -79,7 +80,7 @@ def _missing(dfa: DFA, steps: dict[int, set[int]]) -> dict[int, int]:
 
 
 def _longest_ways(steps: dict[int, set[int]]) -> dict[int, int]:
-    """The most characters with which each state is reached, if there is a most."""
+    """The maximum number of characters that reach each state, if bounded."""
     ways = dict.fromkeys(steps, 0)
     for targets in steps.values():
         for target in targets:

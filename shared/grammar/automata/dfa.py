@@ -1,11 +1,11 @@
 """Deterministic automata over bytes. Introduced in phase 12.
 
-A ``DFA`` accepts with a set of bits, so that one automaton can tell apart several languages: two automata that run side
-by side are their union, intersection and difference, depending on which bits are kept
+A ``DFA`` accepts with a set of bits, so one automaton can distinguish several languages: two automata run side by side
+are their union, intersection and difference, depending on which bits are kept
 (:mod:`shared.grammar.automata.languages`).
 
 Invariants: state 0 is the first; every state can be reached, and can reach an end (an empty language has one state that
-does not accept); bytes that no state tells apart share a column.
+does not accept); bytes that no state distinguishes share a column.
 """
 
 from collections.abc import Sequence
@@ -22,10 +22,8 @@ DEAD = -1
 class DFA:
     """S states, C columns.
 
-    Attributes:
-        columns: uint8 ``[256]``, the column of each byte.
-        next: int32 ``[S, C]``, the next state, or ``DEAD``.
-        accepts: int64 ``[S]``, the set of languages as bits to which a text that ends here belongs.
+    Attributes: columns: uint8 ``[256]``, the column of each byte. next: int32 ``[S, C]``, the next state, or ``DEAD``.
+        accepts: int64 ``[S]``, the languages, as bits, of a text that ends here.
     """
 
     columns: NDArray[np.uint8]
@@ -61,7 +59,7 @@ def shared_columns(columns: Sequence[NDArray[Any]]) -> tuple[NDArray[np.uint8], 
 
 
 def trim(dfa: DFA) -> DFA:
-    """Without states that cannot be reached, or cannot reach an end, in the order of a search from the first."""
+    """Without states that cannot be reached, or cannot reach an end, in breadth-first order from the first."""
     size = len(dfa)
     sources, _ = np.nonzero(dfa.next != DEAD)
     targets = dfa.next[dfa.next != DEAD]
@@ -75,7 +73,7 @@ def trim(dfa: DFA) -> DFA:
             if not is_alive[source]:
                 is_alive[source] = True
                 waiting.append(source)
-    numbers = np.full(size + 1, DEAD, np.int32)  # the last place is that of DEAD
+    numbers = np.full(size + 1, DEAD, np.int32)  # the last entry is DEAD's
     numbers[0], reached = 0, [0]
     rows = dfa.next.tolist()
     for state in reached:  # which grows
@@ -87,17 +85,17 @@ def trim(dfa: DFA) -> DFA:
 
 
 def restrict(dfa: DFA, is_usable: NDArray[np.bool_]) -> DFA:
-    """The texts that are made of usable bytes alone, bool ``[256]``."""
+    """The texts that consist of usable bytes only, bool ``[256]``."""
     if is_usable.all():
         return dfa
-    numbers = np.where(is_usable, dfa.columns, dfa.next.shape[1])  # those of the others are in a column of their own
+    numbers = np.where(is_usable, dfa.columns, dfa.next.shape[1])  # other bytes get a column of their own
     dead = np.full((len(dfa), 1), DEAD, np.int32)
     used, columns = np.unique(numbers, return_inverse=True)
     return trim(DFA(columns.astype(np.uint8), np.append(dfa.next, dead, axis=1)[:, used], dfa.accepts))
 
 
 def merge_columns(dfa: DFA) -> DFA:
-    """Bytes that no state tells apart share a column, in the order of the bytes."""
+    """Bytes that no state distinguishes share a column, in the order of the bytes."""
     _, firsts, inverse = np.unique(dfa.next, axis=1, return_index=True, return_inverse=True)
     order = np.argsort(firsts)
     numbers = np.empty(len(firsts), np.uint8)

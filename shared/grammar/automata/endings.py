@@ -1,8 +1,8 @@
-"""How each state comes to an end, and the removal of states that do not. Introduced in phase 12.
+"""How each state reaches an end, and the removal of states that do not. Introduced in phase 12.
 
-The depths are a least fixpoint: a state needs no more frames than the best of its bytes; a byte that pushes needs one
+The depths are a least fixpoint: a state needs as many frames as the best of its bytes; a byte that pushes needs one
 frame more than its rule, or what the states after the rule need. States are settled in the order of their depths, each
-level by a search backwards. A CHOOSE may lead to any of its states, so it needs what the worst of them needs.
+level by a backward search. A CHOOSE may lead to any of its states, so it needs as many as the worst of them.
 """
 
 from collections.abc import Sequence
@@ -19,10 +19,9 @@ NEVER = 2**30
 class Endings:
     """Computes the depths of an automaton.
 
-    Args:
-        frames: of each push, its first index in ``returns`` and the number of colours.
-        pop_depths: of each pop, the frames that it may take to satisfy its clauses.
-        choices: of each row of ``pops``, the states to which a CHOOSE may lead.
+    Args: frames: of each push, its first index in ``returns`` and the number of colours. pop_depths: of each pop, the
+        frames that satisfying its clauses may take. choices: of each row of ``pops``, the states to which a CHOOSE may
+        lead.
     """
 
     def __init__(
@@ -46,7 +45,7 @@ class Endings:
         pairs = np.unique(targets[is_step] * len(table) + sources[is_step])
         self.sources = (pairs % len(table)).tolist()
         self.starts = np.searchsorted(pairs // len(table), np.arange(len(table) + 1)).tolist()
-        self.firsts = automaton.pushes[:, 0]  # then come the choices, which open no rule
+        self.firsts = automaton.pushes[:, 0]  # the rest are choices, which open no rule
         self.needs = np.full(len(automaton.pushes) + len(choices), NEVER, np.int64)
         self.followers = [
             sorted({state for state in states if state != REFUSED})
@@ -65,7 +64,7 @@ class Endings:
             self.callers[push].append(state)
 
     def settle(self) -> Automaton:
-        """The automaton with its depths, without what never ends. Raises GrammarError if it accepts nothing."""
+        """The automaton with its depths, without states that never end. Raises GrammarError if it accepts nothing."""
         automaton = self.automaton
         while self._settle_levels() or self._resolve_cycle():
             pass
@@ -80,7 +79,7 @@ class Endings:
         return replace(automaton, pushes=pushes, returns=returns, depths=depths)
 
     def _settle_levels(self) -> bool:
-        """Settle what follows from what is known, level by level; whether anything did."""
+        """Settle what follows from known depths, level by level; returns whether anything did."""
         found = False
         for depth, level in enumerate(self.levels):
             while level:
@@ -93,7 +92,7 @@ class Endings:
         return found
 
     def _resolve_cycle(self) -> bool:
-        """Settle the cheapest push of which some states after it wait for this very push; whether there was one."""
+        """Settle the cheapest push whose following states wait for this very push; returns whether there was one."""
         waiting: dict[int, list[tuple[int, list[int]]]] = {}
         for push in self._open_pushes():
             known = [depth for depth in self._follower_depths(push) if depth < NEVER]
@@ -109,7 +108,7 @@ class Endings:
         return np.flatnonzero(is_open).tolist()
 
     def _own_need(self, push: int) -> int:
-        """The frames that a rule needs, with its own; a choice opens none."""
+        """The frames that a rule needs, including its own; a choice opens none."""
         return 1 + int(self.depths[self.firsts[push]]) if push < len(self.firsts) else 0
 
     def _follower_depths(self, push: int) -> list[int]:

@@ -1,11 +1,11 @@
-"""Automata around automata: literal bytes before, between and after documents, each of a schema of its own.
+"""Joins automata: literal bytes before, between and after documents, each with its own schema.
 
-A call of a tool is such a text: its opening, one of several names, arguments that follow the schema of that function,
-its closing. The literal part is a graph of states without a stack, in which some edges lead into documents. Introduced
-in phase 12.
+A tool call is such a text: its opening, one of several names, arguments that follow that function's schema, its
+closing. The literal part is a graph of states without a stack, in which some edges lead into documents. Introduced in
+phase 12.
 
-Invariants: a document is entered and left with an empty stack, so its depths are what they were; only the state after
-a whole document is replaced, by the state of the graph with which the text goes on.
+Invariants: a document is entered and left with an empty stack, so its depths are unchanged; only the state after a
+whole document is replaced, by the graph state where the text continues.
 """
 
 from collections.abc import Sequence
@@ -23,7 +23,7 @@ from shared.grammar.limits import GrammarError
 @dataclass
 class Graph:
     """States, numbered from 0, the first; ``rows`` has the next state of each for each byte, ``final`` the ends. A next
-    state below 0 enters a document: -1 the first one, -2 the second one.
+    state below 0 enters a document: -1 the first, -2 the second.
     """
 
     rows: list[dict[int, int]] = field(default_factory=list)
@@ -36,9 +36,10 @@ class Graph:
         return len(self.rows) - 1
 
     def word(self, state: int, text: bytes, end: int | None = None) -> int:
-        """The state after a text, which shares its states with texts that begin alike; ``end``, if that is given."""
-        for place, byte in enumerate(text):
-            if end is not None and place == len(text) - 1:
+        """The state after a text, which shares its states with texts that begin the same way; ``end``, if that is
+        given."""
+        for index, byte in enumerate(text):
+            if end is not None and index == len(text) - 1:
                 self.rows[state][byte] = end
             state = self.rows[state].setdefault(byte, len(self.rows))
             if state == len(self.rows):
@@ -47,7 +48,7 @@ class Graph:
 
 
 def document(number: int) -> int:
-    """What stands in a row of a graph for the beginning of a document."""
+    """The value in a graph's row for the beginning of a document."""
     return -1 - number
 
 
@@ -58,11 +59,11 @@ def joined(
     last: Automaton | None = None,
     beginnings: Sequence[int] = (),
 ) -> Automaton:
-    """The automaton of a graph with documents, after each of which the text goes on as from the state ``behind``.
+    """The automaton of a graph with documents, each followed by the text from the state ``behind`` on.
 
     ``documents``: texts that nothing can extend, such as objects. ``last``: the automaton of texts that end the whole.
-    These may begin in the states ``beginnings`` of the graph; raises GrammarError if one may begin with a byte with
-    which the graph goes on there.
+    These may begin in the states ``beginnings`` of the graph; raises GrammarError if one may begin with a byte that
+    also continues the graph there.
     """
     size = len(graph.rows)
     starts = np.cumsum([size, *(part.num_states for part in documents)]).tolist()
@@ -100,7 +101,7 @@ def joined(
 
 
 def _moved(part: Automaton, before: dict[str, int], columns: NDArray[np.uint8]) -> Automaton:
-    """A document's tables after others, of which there are so many rows ``before``."""
+    """A document's tables, placed after others with ``before`` rows."""
     states = before["table"]
     shifts = np.zeros(1 << ACTION_BITS, np.int32)
     shifts[[Action.GOTO, Action.COUNT, Action.BLANK]] = states

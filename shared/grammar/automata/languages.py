@@ -1,4 +1,4 @@
-"""Languages of bytes from languages: all that some automata accept together, apart, or in none; and lists of texts.
+"""Languages of bytes made from languages: texts that all, some or none of several automata accept; and lists of texts.
 
 Introduced in phase 12.
 """
@@ -21,9 +21,9 @@ MOST_NUMBERED = 2**63 - 1
 
 
 def combine(dfas: Sequence[DFA], budget: Budget, keep: Callable[[int], int] = lambda bits: bits) -> DFA:
-    """All of them run side by side: bit i accepts where the i-th accepts (with any bit).
+    """All automata run side by side: bit i accepts where the i-th accepts (with any bit).
 
-    ``keep`` gives the bits of the result for those; ``lambda bits: bits == 3`` is the intersection of two. Raises
+    ``keep`` maps these bits to the result's; ``lambda bits: bits == 3`` is the intersection of two. Raises
     GrammarError as :class:`Budget` does.
     """
     columns, firsts = shared_columns([dfa.columns for dfa in dfas])
@@ -32,7 +32,7 @@ def combine(dfas: Sequence[DFA], budget: Budget, keep: Callable[[int], int] = la
     sizes = [len(dfa) + 1 for dfa in dfas]
     sized = list(zip(tables, sizes, strict=True))
     products = [1, *accumulate(sizes, mul)]  # a combination of states as one number; DEAD is the last of each
-    is_large = products.pop() > MOST_NUMBERED  # then it is one of Python's
+    is_large = products.pop() > MOST_NUMBERED  # a Python integer from here on
     weights = np.array(products, object if is_large else np.int64)
     dead = sum(weight * (size - 1) for weight, size in zip(products, sizes, strict=True))
     numbers: dict[int, int] = {0: 0}
@@ -77,8 +77,8 @@ def difference(dfa: DFA, others: Sequence[DFA], budget: Budget) -> DFA:
 
 
 def words(texts: Iterable[bytes], budget: Budget, bits: Iterable[int] | None = None) -> DFA:
-    """The smallest DFA of some texts, made from their sorted list word by word (Daciuk and others, 2000). ``bits``:
-    with which each is accepted; None: all with bit 0. Raises GrammarError as :class:`Budget` does.
+    """The smallest DFA of some texts, made from their sorted list word by word (Daciuk et al., 2000). ``bits``: the
+    bits with which each is accepted; None: all with bit 0. Raises GrammarError as :class:`Budget` does.
     """
     budget.spend(50)
     chosen = dict(zip(texts, bits, strict=True)) if bits is not None else dict.fromkeys(texts, 1)

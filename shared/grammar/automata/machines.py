@@ -1,4 +1,4 @@
-"""Small automata that stand inside rules: of numbers, literals and listed values. Introduced in phase 12.
+"""Small automata used inside rules: numbers, literals and listed values. Introduced in phase 12.
 
 Invariant: every state can reach an end, except the first one of an automaton that accepts nothing.
 """
@@ -11,7 +11,7 @@ from shared.grammar.limits import Budget
 
 @dataclass(frozen=True, eq=False)
 class Machine:
-    """A small automaton as one dictionary a state; state 0 is the first."""
+    """A small automaton, one dictionary per state; state 0 is the first."""
 
     rows: list[dict[int, int]]
     ends: list[bool]
@@ -34,8 +34,8 @@ def explore(
     budget: Budget,
     cost: int = 3,
 ) -> Machine:
-    """The automaton of a state and what follows from it, without states that cannot reach an end; ``cost`` is the units
-    of work of a step.
+    """The automaton reachable from a state, without states that cannot reach an end; ``cost`` is a step's units of
+    work.
     """
     numbers = {first: 0}
     states = [first]

@@ -10,11 +10,11 @@ from shared.grammar.limits import CELLS, Budget
 
 
 def minimize(dfa: DFA, budget: Budget) -> DFA:
-    """The smallest DFA of the same languages: one state for each set of states that no text tells apart.
+    """The smallest DFA of the same languages: one state for each set of states that no text distinguishes.
 
-    Where no cycle is, a state is decided by its successors, so one pass from the ends is enough (Revuz, 1992): long
-    chains, such as those of bounded repeats, would otherwise take a round for each of their states. Only the states
-    between two cycles, or on one, are split round by round.
+    Without cycles a state's successors determine its class, so one pass from the ends is enough (Revuz, 1992): long
+    chains, such as those of bounded repeats, would otherwise take a round for each of their states. Only states on a
+    cycle or between two cycles are split round by round.
 
     Raises GrammarError as :class:`Budget` does.
     """
@@ -27,8 +27,8 @@ def minimize(dfa: DFA, budget: Budget) -> DFA:
     before, after = np.divmod(np.unique(before * size + dfa.next[dfa.next != DEAD]), size)
     budget.spend(2 * len(before) + 4 * size + dfa.num_cells // CELLS)
     last = _ordered(after, before, size)
-    first = _ordered(before, after, size)[::-1]  # so that successors come first here too
-    classes = np.full(size + 1, DEAD, np.int64)  # the last place is that of DEAD
+    first = _ordered(before, after, size)[::-1]  # so that successors come first
+    classes = np.full(size + 1, DEAD, np.int64)  # the last entry is DEAD's
     known: dict[bytes, int] = {}
 
     def classify(states: Iterable[int]) -> None:
@@ -43,10 +43,10 @@ def minimize(dfa: DFA, budget: Budget) -> DFA:
     if len(middle):
         _split(dfa, middle, classes, _distances(dfa, before, after), budget)
         _, representatives = np.unique(classes[middle], return_index=True)
-        classify(middle[representatives])  # which have the next classes, in this order
+        classify(middle[representatives])  # with the next classes, in this order
     classify(state for state in first if classes[state] == DEAD)
     _, firsts, groups = np.unique(classes[:-1], return_index=True, return_inverse=True)
-    order = np.argsort(firsts)  # groups by their first state, so that state 0 stays the first
+    order = np.argsort(firsts)  # groups in the order of their first state, so that state 0 stays first
     numbers = np.empty(len(firsts) + 1, np.int32)
     numbers[order], numbers[-1] = np.arange(len(firsts)), DEAD
     kept = firsts[order]
@@ -84,12 +84,12 @@ def _distances(dfa: DFA, before: NDArray[np.int64], after: NDArray[np.int64]) ->
 def _split(
     dfa: DFA, middle: NDArray[np.int64], classes: NDArray[np.int64], distances: NDArray[np.int64], budget: Budget
 ) -> None:
-    """Set the classes of the middle states, whose other successors have theirs: split until no byte tells two of a
-    class apart (Moore, 1956). States with other distances to an end are apart from the beginning, which saves most
-    rounds where a chain is part of a cycle.
+    """Set the classes of the middle states, whose other successors have theirs: split until no byte distinguishes two
+    states of a class (Moore, 1956). States with other distances to an end are separated from the start, which saves
+    most rounds where a chain is part of a cycle.
 
-    A class has a random number of 64 bits for a name, and the signature of a state is a sum of the names of its class
-    and its successors, so two signatures are equal by chance once in about 2⁶⁴ pairs.
+    A class is named by a random 64-bit number, and the signature of a state is a sum of the names of its class and its
+    successors, so two signatures collide for about one pair in 2⁶⁴.
     """
     chance = np.random.default_rng(0)
     factors = chance.integers(1, 2**63, dfa.next.shape[1] + 1, np.uint64) * 2 + 1
@@ -101,7 +101,7 @@ def _split(
         budget.check(known + count)
         budget.spend(50 + len(middle) // 8 + len(middle) * dfa.next.shape[1] // CELLS)
         classes[middle] = known + groups
-        names = chance.integers(0, 2**63, known + count + 1, np.uint64)  # the last is that of DEAD
+        names = chance.integers(0, 2**63, known + count + 1, np.uint64)  # the last is DEAD's
         by_state = names[classes]
         signatures = by_state[middle] * factors[-1] + (by_state[dfa.next[middle]] * factors[:-1]).sum(
             axis=1, dtype=np.uint64

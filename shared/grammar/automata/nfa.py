@@ -1,4 +1,4 @@
-"""Automata that may be in several states at a time, and the deterministic ones that they become.
+"""Nondeterministic automata, and their conversion to deterministic ones.
 
 Introduced in phase 12.
 """
@@ -16,16 +16,16 @@ from shared.grammar.limits import Budget
 
 @dataclass
 class NFA:
-    """An automaton under construction: edges by ranges of bytes, and edges that read nothing.
+    """An automaton under construction: edges labelled with byte ranges, and edges that read nothing.
 
     ``budget`` pays for closures.
 
-    ``begins`` are edges that may be taken at the beginning of a text alone, ``ends`` at its end alone. ``asks`` are
+    ``begins`` are edges that may be taken only at the beginning of a text, ``ends`` only at its end. ``asks`` are
     edges that may be taken if the rest of the text meets a condition (:mod:`shared.grammar.patterns.lookahead`), as
-    (condition at the beginning of a text, condition elsewhere, target). ``absorbing`` is a state from which every
-    text is accepted, if there is one. ``ranks`` gives states a group and a number: of two in a group, what the lower
-    one accepts the higher one accepts too, so in a set with both the lower one is left out. A search for ``c{500,}``
-    would otherwise have sets with up to 500 numbers of characters read.
+    (condition at the beginning of a text, condition elsewhere, target). ``absorbing`` is a state that accepts every
+    text from there on, if there is one. ``ranks`` gives states a group and a number: of two in a group, the higher
+    accepts everything that the lower does, so a set with both omits the lower. Otherwise a search for ``c{500,}`` would
+    have sets with up to 500 counts of characters read.
     """
 
     edges: list[list[tuple[int, int, int]]] = field(default_factory=list)  # (first byte, last byte, target) by state
@@ -45,7 +45,7 @@ class NFA:
         return len(self.edges) - 1
 
     def closure(self, states: Iterable[int], *, is_begin: bool = False, is_end: bool = False) -> frozenset[int]:
-        """The states that are reached from these without reading a byte."""
+        """The states reachable from these without reading a byte."""
         found = set(states)
         waiting = list(found)
         work = len(found)
@@ -76,7 +76,7 @@ class NFA:
 
 
 def determinize(nfa: NFA, budget: Budget) -> DFA:
-    """The DFA of an NFA whose first state is 0: a state of it is a set of states of the NFA (Rabin and Scott, 1959).
+    """The DFA of an NFA whose first state is 0: each of its states is a set of NFA states (Rabin and Scott, 1959).
     Raises GrammarError as :class:`Budget` does.
     """
     budget.spend(len(nfa.edges) + sum(map(len, nfa.edges)))
@@ -102,7 +102,7 @@ def determinize(nfa: NFA, budget: Budget) -> DFA:
         # hint: spans[state] holds (first column, last column, target) of each edge of a state
         # hint: collect for each column the set of all targets; an empty set leads to DEAD
         # hint: closures[targets] holds nfa.closure(targets), which is slow to compute: fill it as you need it
-        # hint: a set that is new gets the next number and is appended to sets; False: it is not the beginning
+        # hint: a set that is new gets the next number and is appended to sets; False: not at the beginning
         targets: list[set[int]] = [set() for _ in range(num_columns)]
         for state in states:
             for low, high, target in spans[state]:

@@ -1,9 +1,9 @@
 """Plain text: the characters that every string of JSON and every dot of a regex may hold. Introduced in phase 12.
 
-Many states lead back to themselves by some characters, and there all tokens of these characters are allowed without a
-walk. In a *free* state, as inside a string, every plain character does, and most tokens are plain.
+Many states loop on certain characters, and there all tokens of these characters are allowed without a walk. In a *free*
+state, as inside a string, every plain character does, and most tokens are plain.
 
-Invariant: what is said to be plain or to loop does; not all that could be is found.
+Invariant: everything reported as plain or as a loop is one; not everything that could be is found.
 """
 
 import re
@@ -47,12 +47,12 @@ def _pattern() -> re.Pattern[bytes]:
     return re.compile(b"(?:" + b"|".join(sequences) + b")*+\\Z")
 
 
-_PLAIN_END = _pattern()  # finds where the plain end of a token begins
+_PLAIN_END = _pattern()  # finds where a token's plain end begins
 
 
 def plain_from(tokens: Sequence[bytes], usable_bytes: NDArray[np.bool_]) -> Integers:
-    """From which byte on each token is plain: int32 ``[V]``, the length of the token if its end is not.
-    ``usable_bytes``: bool ``[256]``; a token with another byte counts as plain nowhere.
+    """The byte from which each token is plain: int32 ``[V]``, the token's length if its end is not.
+    ``usable_bytes``: bool ``[256]``; a token with any other byte never counts as plain.
     """
     unusable = bytes(np.flatnonzero(~usable_bytes).tolist())
     return np.array(
@@ -65,8 +65,8 @@ def plain_from(tokens: Sequence[bytes], usable_bytes: NDArray[np.bool_]) -> Inte
 
 
 class Loop(NamedTuple):
-    """How a state leads back to itself: by each character of the set ``symbols``, with one action for all. With a COUNT
-    every character counts once, at any of its bytes; with a GOTO none does.
+    """How a state loops: on each character of the set ``symbols``, with one action for all. With COUNT every character
+    counts once, at any of its bytes; with GOTO none does.
     """
 
     action: Action
@@ -74,8 +74,8 @@ class Loop(NamedTuple):
 
 
 class Loops:
-    """The loops of an automaton's states, each found when it is first asked for. ``usable_bytes``: bool ``[256]``;
-    characters beyond ASCII with another byte are not asked.
+    """The loops of an automaton's states, each found on first request. ``usable_bytes``: bool ``[256]``; non-ASCII
+    characters with other bytes are not tried.
     """
 
     def __init__(self, automaton: Automaton, usable_bytes: NDArray[np.bool_]) -> None:
@@ -97,13 +97,13 @@ class Loops:
         self._found: dict[int, Loop | None] = {}
 
     def of(self, state: int) -> Loop | None:
-        """The loop of a state; None if it has none, or a small one."""
+        """The loop of a state; None if it has none, or only a small one."""
         if state not in self._found:
             self._found[state] = self._loop(state) if self.can_loop[state] else None
         return self._found[state]
 
     def is_free(self, state: int) -> bool:
-        """Whether all plain characters lead from a state back to it."""
+        """Whether all plain characters lead from a state back to itself."""
         loop = self.of(state)
         return loop is not None and not self.plain & ~loop.symbols
 
@@ -117,7 +117,7 @@ class Loops:
         return Loop(action, symbols | NOT_ASCII * is_whole)
 
     def _leads_back(self, state: int, action: Action, sequence: list[list[int]]) -> bool:
-        """Whether all characters of one sequence of columns lead from a state back to it, and count as ``action``."""
+        """Whether all characters of one sequence of columns lead from a state back to itself with ``action``."""
         states, num_counted = {state}, 0
         for columns in sequence:
             entries = {value for each in states for value in self.automaton.table[each][columns].tolist()}
@@ -130,7 +130,7 @@ class Loops:
 
 
 def free_loops(automaton: Automaton, usable_bytes: NDArray[np.bool_]) -> Integers:
-    """The entry by which plain characters lead from a state back to it, ``REFUSED`` if any does not: ``[S]``."""
+    """The entry by which plain characters lead from a state back to itself, ``REFUSED`` if any does not: ``[S]``."""
     loops, found = Loops(automaton, usable_bytes), np.full(automaton.num_states, REFUSED, np.int32)
     for state in np.flatnonzero(loops.can_loop).tolist():
         loop = loops.of(state)

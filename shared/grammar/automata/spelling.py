@@ -1,7 +1,7 @@
 """A grammar without the bytes that a vocabulary cannot spell. Introduced in phase 12.
 
 Some vocabularies have no token for a few bytes, such as control characters and the first bytes of rare characters. No
-text may then need them: a text that came to a place where only such bytes go on could not be ended.
+text may then require them: a text that reached a point where only such bytes continue could not be finished.
 """
 
 import itertools
@@ -15,8 +15,8 @@ from shared.grammar.limits import Budget, GrammarError
 
 
 def spellable(automaton: Automaton, is_usable: NDArray[np.bool_], budget: Budget) -> Automaton:
-    """The automaton of the texts that are made of usable bytes alone, bool ``[256]``. Raises GrammarError if such a
-    text could come to a place that has no end, or as :class:`Budget` does.
+    """The automaton of the texts that consist of usable bytes only, bool ``[256]``. Raises GrammarError if such a text
+    could reach a state without an end, or as :class:`Budget` does.
     """
     dead = [
         byte
@@ -31,7 +31,7 @@ def spellable(automaton: Automaton, is_usable: NDArray[np.bool_], budget: Budget
     refused = np.full((automaton.num_states, 1), REFUSED, np.int32)
     found = replace(automaton, columns=columns, table=np.append(automaton.table, refused, axis=1))
     used = np.unique(columns)
-    if len(used) <= num_columns:  # some columns had these bytes alone
+    if len(used) <= num_columns:  # some columns contained only these bytes
         found = replace(found, columns=np.searchsorted(used, columns).astype(np.uint8), table=found.table[:, used])
     budget.spend(found.num_states + 2 * int((found.table != REFUSED).sum()))
     if not _ends_everywhere(found):
@@ -43,12 +43,12 @@ def spellable(automaton: Automaton, is_usable: NDArray[np.bool_], budget: Budget
 
 
 def _ends_everywhere(automaton: Automaton) -> bool:
-    """Whether from each state that can be reached the end of its rule can be."""
+    """Whether each reachable state can reach the end of its rule."""
     table = automaton.table
     states, columns = np.nonzero(table != REFUSED)
     entries = table[states, columns]
     actions, arguments = entries & (1 << ACTION_BITS) - 1, entries >> ACTION_BITS
-    after: list[list[int]] = [[] for _ in range(automaton.num_states)]  # where a state goes on in its rule
+    after: list[list[int]] = [[] for _ in range(automaton.num_states)]  # where a state continues in its rule
     inside: list[list[int]] = [[] for _ in range(automaton.num_states)]  # where the rules that it opens begin
     is_ended = automaton.is_final.copy()
     is_ended[states[actions == Action.POP]] = True

@@ -1,1 +1,1 @@
-"""From shapes to rules of an automaton: values, objects, arrays and strings of JSON."""
+"""From shapes to an automaton's rules: JSON values, objects, arrays and strings."""

@@ -1,4 +1,4 @@
-"""Rules of arrays: the alternatives that are alive, and how many items each has had. Introduced in phase 12."""
+"""Rules of arrays: the live alternatives, and how many items each has had. Introduced in phase 12."""
 
 from dataclasses import dataclass
 from itertools import combinations
@@ -62,7 +62,7 @@ class ArrayRule(Rule):
         return {ord("]"): self.assembler.pop(self.leave(bits))} if bits else {}
 
     def follow(self, number: int, count: int) -> int:
-        """The number of items with one more; where it no longer matters it stays."""
+        """The number of items plus one; unchanged once it no longer matters."""
         shape = self.alternatives[number][1]
         last = max(len(shape.first), shape.fewest) if self.most[number] == UNBOUNDED else self.most[number]
         return min(count + 1, last)
@@ -73,7 +73,8 @@ class ArrayRule(Rule):
 
 @dataclass(frozen=True)
 class AfterItem:
-    """After an item: (alternative, items before it, what some item must still be, the group of this item)."""
+    """After an item: (alternative, items before this one, requirements that some item must still meet, this item's
+    group)."""
 
     rule: ArrayRule
     followers: tuple[tuple[int, int, frozenset[Value], int], ...]

@@ -1,8 +1,8 @@
-"""What objects need before they may close, as clauses over the register of their keys. Introduced in phase 12.
+"""What objects need before they may close, as clauses over a register of their keys. Introduced in phase 12.
 
-The register has a bit for each named key, as far as bits go: first those that some alternative needs or counts. Keys
-without a name share bits by what they are good for, and where they must be counted also by a sum of their bytes: two
-keys of different bits are surely different, so a key that is repeated counts once.
+The register has a bit for each named key, as far as bits suffice; keys that some alternative needs or counts come
+first. Unnamed keys share bits by which requirements they meet, and if they must be counted also by a checksum of their
+bytes: keys with different bits surely differ, so a repeated key counts once.
 """
 
 from collections.abc import Iterable
@@ -25,13 +25,11 @@ Clause = tuple[int, int, int]
 class Requirements:
     """The register of a rule of objects, and the clauses of each of its alternatives.
 
-    Attributes:
-        allowed: of each alternative, its named keys and their values; keys that another one names included.
-        bits: the bit of each named key that is tracked.
-        names: all keys that an alternative names.
-        other_dfa: of the texts of keys, as ``Members.other_names`` has it, and from bit ``SUM_SHIFT`` on their sum.
-        others: of each alternative, whether it may have keys without a name.
-        num_bits: how many bits the keys may take: ``reserved`` ones at the end of the register are left to the rule.
+    Attributes: allowed: of each alternative, its named keys and their values; including keys that another one names.
+        bits: the bit of each named key that is tracked. names: all keys that an alternative names. other_dfa: of the
+        texts of keys, as ``Members.other_names`` has it, and from bit ``SUM_SHIFT`` on their sum. others: of each
+        alternative, whether it may have keys without a name. num_bits: how many bits the keys may take: the last
+        ``reserved`` ones are left to the rule.
     """
 
     def __init__(self, members: Members, shapes: list[Object], reserved: int = 0) -> None:
@@ -55,7 +53,7 @@ class Requirements:
         self.clauses = [tuple(self._clauses(number)) for number in range(len(shapes))]
 
     def _assign(self, needs: list[frozenset[str]], classes: set[int]) -> None:
-        """Give bits to keys."""
+        """Assign bits to keys."""
         is_used = any(self._is_counted) or any(shape.outside for shape in self.shapes)
         uses = {self._use(bits) for bits in classes} if is_used and any(self.others) else set()
         self._other_bits = {
@@ -74,22 +72,22 @@ class Requirements:
         self.bits = {key: 1 << start + number for number, key in enumerate(tracked)}
 
     def _use(self, bits: int) -> tuple[frozenset[int], int]:
-        """What a key without a name is good for: nodes that it is outside of, and its sum."""
+        """What an unnamed key satisfies: nodes that it is outside of, and its checksum."""
         matched = self.matched(bits)
         nodes = {node for shape in self.shapes for node in shape.outside}
         return frozenset(node for node in nodes if self.members.is_outside(node, None, matched)), bits >> SUM_SHIFT
 
     def matched(self, bits: int) -> frozenset[str]:
-        """The patterns that a key without a name matches."""
+        """The patterns that an unnamed key matches."""
         return frozenset(kind for kind, bit in self.kinds.items() if isinstance(kind, str) and bits & bit)
 
     def other_bit(self, bits: int) -> int:
-        """The bit of the register of a key without a name; 0 if it has none."""
+        """The register bit of an unnamed key; 0 if it has none."""
         number = self._other_bits.get(self._use(bits)) if self._other_bits else None
         return 0 if number is None else 1 << number
 
     def other_value(self, number: int, bits: int) -> Value | None:
-        """The value of a key without a name, in an alternative; None if it may not have the key."""
+        """The value of an unnamed key, in an alternative; None if it may not have the key."""
         bits &= (1 << SUM_SHIFT) - 1
         if (number, bits) not in self._values:
             value = self.members.member(self.shapes[number], None, self.matched(bits))
@@ -125,7 +123,7 @@ class Requirements:
 
 
 def any_of(choices: list[tuple[Clause, ...]], budget: Budget) -> tuple[Clause, ...]:
-    """The clauses of a group that ends if one of its alternatives can: their disjunction as a conjunction of clauses.
+    """The clauses of a group that ends if any of its alternatives can: their disjunction, in conjunctive form.
     Raises GrammarError if it is too large.
     """
     distinct = list(dict.fromkeys(choices))
@@ -133,7 +131,7 @@ def any_of(choices: list[tuple[Clause, ...]], budget: Budget) -> tuple[Clause, .
         return ()
     if len(distinct) == 1:
         return distinct[0]
-    found = {(0, 0)}  # (trigger, keys) of clauses that want one key
+    found = {(0, 0)}  # (trigger, keys) of clauses that need one key
     for choice in distinct:
         singles = [single for clause in choice for single in _singles(clause)]
         budget.spend(len(found) * len(singles))
@@ -145,7 +143,7 @@ def any_of(choices: list[tuple[Clause, ...]], budget: Budget) -> tuple[Clause, .
 
 
 def _singles(clause: Clause) -> list[tuple[int, int]]:
-    """A clause as clauses that want one key each: of n keys at least m means that any n - m + 1 have one."""
+    """A clause as clauses that need one key each: at least m of n keys means at least one of any n - m + 1."""
     trigger, keys, least = clause
     bits = [1 << number for number in range(keys.bit_length()) if keys >> number & 1]
     size = len(bits) - least + 1
@@ -155,7 +153,7 @@ def _singles(clause: Clause) -> list[tuple[int, int]]:
 
 
 def _without_implied(found: set[tuple[int, int]], budget: Budget) -> set[tuple[int, int]]:
-    """Without clauses that a stronger one implies."""
+    """Without clauses that a stronger clause implies."""
     if len(found) > MAX_CLAUSES**2:
         raise GrammarError("The schema has too many objects alive at once that differ in their required keys.")
     kept: list[tuple[int, int]] = []

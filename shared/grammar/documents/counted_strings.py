@@ -1,13 +1,12 @@
-"""Strings of an automaton whose length is kept by a counter, in blocks of a few characters. Introduced in phase 12.
+"""Strings of an automaton whose length a counter limits, in blocks of a few characters. Introduced in phase 12.
 
-A counter that stops a string wherever it is would stop it in the middle of ``%20``. So what is counted is not the
-characters but the room: how many of those that are left the string can do without and still end. A character costs as
-much room as it brings the end no nearer: ``a`` costs 1 in a URI, ``%`` costs 3, and the two digits after it cost
-nothing. The counter counts down by 1, so it counts blocks of as much room as the dearest byte costs, and the state
-knows what is left of the last block. That takes each state of the automaton as often as a block is large, whatever the
-length is.
+A counter that may stop a string anywhere could stop it in the middle of ``%20``. So the counter counts slack instead of
+characters: how many of the remaining characters the string can spare and still end. A character costs slack unless it
+brings the end nearer: ``a`` costs 1 in a URI, ``%`` costs 3, and the two digits after it cost nothing. The counter
+counts down by 1, so it counts blocks as large as the most expensive byte, and the state holds what is left of the
+current block. That takes block-size copies of each state, whatever the length is.
 
-Invariant: a string can end wherever it is, within its length.
+Invariant: a string can end anywhere, within its length.
 """
 
 from dataclasses import dataclass
@@ -25,7 +24,7 @@ MOST_UNCOUNTED = 1_000
 
 @dataclass(frozen=True, eq=False)
 class Counted:
-    """An automaton, and where the counters of its push count.
+    """An automaton, and which transitions its push's counters count.
 
     Attributes:
         counts: bool ``[S, C]``: whether the transition counts.
@@ -39,8 +38,8 @@ class Counted:
 
 
 def in_blocks(dfa: DFA, most: int, budget: Budget) -> tuple[DFA, NDArray[np.bool_], int] | None:
-    """The strings of at most ``most`` characters: an automaton, what it counts, and up to how much; None if the
-    automaton has no string so short, or if states alone count the characters as well.
+    """The strings of at most ``most`` characters: an automaton, what it counts, and up to which limit; None if the
+    automaton has no string that short, or if plain states count the characters just as well.
     """
     size, (before, columns) = len(dfa), np.nonzero(dfa.next != DEAD)
     if size * (most + 1) <= MOST_UNCOUNTED or dfa.is_empty:
@@ -51,8 +50,8 @@ def in_blocks(dfa: DFA, most: int, budget: Budget) -> tuple[DFA, NDArray[np.bool
     begins[list(character_steps(dfa, budget))] = 1
     missing = _missing(dfa, before, after, begins, budget)
     costs = begins[before] + missing[after] - missing[before]  # at least 0
-    block, room = max(1, int(costs.max(initial=0))), most - int(missing[0])
-    if room < 0 or block > most:
+    block, slack = max(1, int(costs.max(initial=0))), most - int(missing[0])
+    if slack < 0 or block > most:
         return None
     budget.check(size * block)
     budget.spend(size * block * (2 + dfa.next.shape[1] // CELLS))
@@ -61,13 +60,13 @@ def in_blocks(dfa: DFA, most: int, budget: Budget) -> tuple[DFA, NDArray[np.bool
     for left in range(block):
         table[before, left, columns] = after * block + (left - costs) % block
         counts[before, left, columns] = costs > left
-    return *_reachable(table.reshape(size * block, -1), counts, room % block, dfa, block, budget), room // block
+    return *_reachable(table.reshape(size * block, -1), counts, slack % block, dfa, block, budget), slack // block
 
 
 def _missing(
     dfa: DFA, before: NDArray[np.int64], after: NDArray[np.int32], begins: NDArray[np.int64], budget: Budget
 ) -> NDArray[np.int64]:
-    """How many characters must begin after each state, at least, until a string can end."""
+    """The minimum number of characters that must begin after each state before a string can end."""
     order = np.argsort(after, kind="stable")
     sources, starts = before[order].tolist(), np.searchsorted(after[order], np.arange(len(dfa) + 1)).tolist()
     weights = begins.tolist()
@@ -75,7 +74,7 @@ def _missing(
     level, count = [state for state, known in enumerate(missing) if known == 0], 0
     while level:
         further: list[int] = []
-        for state in level:  # which grows by the states that are as far
+        for state in level:  # grown by the states at this distance
             for source in sources[starts[state] : starts[state + 1]]:
                 if missing[source] < 0 and weights[source] == 0:
                     missing[source] = count
@@ -93,8 +92,8 @@ def _missing(
 def _reachable(
     table: NDArray[np.int64], counts: NDArray[np.bool_], first: int, dfa: DFA, block: int, budget: Budget
 ) -> tuple[DFA, NDArray[np.bool_]]:
-    """The states that are reached from the first one, which becomes state 0."""
-    numbers = np.full(len(table) + 1, DEAD, np.int32)  # the last entry is that of DEAD
+    """The states reachable from the first one, which becomes state 0."""
+    numbers = np.full(len(table) + 1, DEAD, np.int32)  # the last entry is DEAD's
     numbers[first], reached = 0, [first]
     rows = [np.unique(row[row != DEAD]).tolist() for row in table]
     for state in reached:  # which grows

@@ -1,9 +1,9 @@
-"""From a JSON Schema to an automaton over the bytes of the documents that it describes. Introduced in phase 12.
+"""Compiles a JSON Schema to an automaton over the bytes of its documents. Introduced in phase 12.
 
 Schemas are read (``schema_document``), their logic is resolved into shapes (``disjuncts``), and shapes become rules
-(``values``) of an automaton with a stack. What is accepted is valid, and so is every way to write it that the automaton
-allows: keys in any order, a space or a line break with blanks between two parts, nothing around the document; strings
-with the escapes of ``json.dumps`` alone.
+(``values``) of an automaton with a stack. Every accepted document is valid; keys may come in any order, a space or a
+line break with blanks may separate two parts, nothing may surround the document, and strings use only the escapes of
+``json.dumps``.
 """
 
 from dataclasses import dataclass
@@ -18,9 +18,9 @@ from shared.grammar.schema.document import SchemaDocument
 def compile_schema(schema: object, budget: Budget, *, is_closed: bool = False) -> Automaton:
     """The automaton of the documents that are valid under a JSON Schema (drafts 4 to 2020-12).
 
-    ``is_closed``: objects whose schema names properties, and does not speak of others, have no others. Raises
-    GrammarError, with the keyword and where it stands, for a schema that is invalid, too large, accepts nothing, or
-    uses what is not supported.
+    ``is_closed``: objects whose schema names properties, and says nothing about others, have no others. Raises
+    GrammarError, with the keyword and its location, for a schema that is invalid, too large, accepts nothing, or uses
+    unsupported features.
     """
     document = SchemaDocument(schema, budget, is_closed=is_closed)
     try:

@@ -1,7 +1,8 @@
-"""The states in which a key of an object is spelled. Introduced in phase 12.
+"""The states that spell an object's keys. Introduced in phase 12.
 
-The named keys are a trie; a key that leaves it has no name, and is read by the automaton of such keys, if alternatives
-allow them. A byte after which all names that are left were seen is refused by a guard, so no key is begun in vain.
+The named keys are a trie; a key that leaves it is unnamed, and is read by the automaton of unnamed keys, if
+alternatives allow them. A guard refuses a byte that leads only to names already seen, so every key that begins can be
+completed.
 """
 
 from functools import partial
@@ -26,7 +27,7 @@ Follower = tuple[int, int, Value]
 
 
 class Trie:
-    """The names of a rule as they are spelled: children of each node by byte, and the name that ends there."""
+    """A rule's names as a trie: each node's children by byte, and the name that ends there."""
 
     def __init__(self, names: list[str], budget: Budget) -> None:
         self.children: list[dict[int, int]] = [{}]
@@ -52,22 +53,20 @@ class KeyOwner(Protocol):
     trie: Trie
 
     def follow_name(self, alive: Alive, key: str) -> tuple[Follower, ...]:
-        """What a named key leaves alive."""
+        """What remains alive after a named key."""
 
     def follow_other(self, alive: Alive, bits: int) -> tuple[Follower, ...]:
-        """What a key without a name leaves alive; ``bits`` are those of its automaton."""
+        """What remains alive after an unnamed key; ``bits`` are those from its automaton."""
 
     def end_key(self, followers: tuple[Follower, ...], bit: int, *, is_bounded: bool) -> int:
-        """The quote that ends a key. A bounded one may not have been seen; ``bit`` may be 0."""
+        """The quote that ends a key. A key with a bounded bit must not have been seen; ``bit`` may be 0."""
 
 
 class KeyStates:
-    """The states of keys while certain alternatives are alive.
+    """The states of keys while a given set of alternatives is alive.
 
-    Attributes:
-        mask: bits of the names that may come.
-        is_repeatable: whether a key may come that has no bit.
-        is_possible: whether any key may come.
+    Attributes: mask: bits of the names that may follow. is_repeatable: whether a key without a bit may follow.
+        is_possible: whether any key may follow.
     """
 
     def __init__(self, rule: KeyOwner, alive: Alive) -> None:
@@ -87,7 +86,7 @@ class KeyStates:
         self._first_other: int | None = None
 
     def _live(self) -> NDArray[np.int32]:
-        """int32 ``[S, 256]``: the automaton of keys without a name, without states from which none is allowed."""
+        """int32 ``[S, 256]``: the automaton of unnamed keys, without states that lead to no allowed key."""
         dfa = self.requirements.other_dfa
         is_live = np.isin(dfa.accepts, list(self.others))
         self.assembler.budget.spend(len(dfa) * ROW)
@@ -101,7 +100,7 @@ class KeyStates:
         return np.where((targets != DEAD) & is_live[targets], targets, DEAD).astype(np.int32)
 
     def _has_other(self, node: int, state: int) -> bool:
-        """Whether a key without a name can be spelled from a node of the trie and a state on."""
+        """Whether an unnamed key can be spelled from this trie node and state on."""
         if self._next is None or state == DEAD:
             return False
         self.assembler.budget.spend(4 + len(self.trie.children[node]))
@@ -115,7 +114,7 @@ class KeyStates:
         return bool(leaving.any()) or any(self._has_other(child, int(row[b])) for b, child in children.items())
 
     def _below(self, node: int) -> tuple[int, bool]:
-        """The bits of the names at a node and below, and whether there are such without a bit."""
+        """The bits of the names at a node and below, and whether some of these names have no bit."""
         self.assembler.budget.spend(1)
         if node not in self._masks:
             mask, is_free = 0, False
@@ -130,11 +129,11 @@ class KeyStates:
         return self._masks[node]
 
     def first(self) -> int:
-        """The state after the quote."""
+        """The state after the closing quote."""
         return self._named(0, 0 if self._next is not None else DEAD)
 
     def _named(self, node: int, state: int) -> int:
-        """The state at a node of the trie, where the automaton of other keys is in a state, or ``DEAD``."""
+        """The state at a node of the trie, with the other-keys automaton in a given state, or ``DEAD``."""
         number = self.assembler.state((id(self), node, state), lambda: self._spell(number, node, state))
         return number
 
@@ -165,7 +164,7 @@ class KeyStates:
         return entries
 
     def _end_other(self, accepts: int) -> Entries:
-        """The quote that ends a key without a name."""
+        """The quote that ends an unnamed key."""
         followers = self.others.get(accepts)
         if not followers:
             return {}
@@ -173,7 +172,7 @@ class KeyStates:
         return {QUOTE: self.rule.end_key(followers, self.requirements.other_bit(accepts), is_bounded=is_bounded)}
 
     def _rows(self) -> NDArray[np.int32]:
-        """int32 ``[S, 256]``: the entries after which a key has no name."""
+        """int32 ``[S, 256]``: the entries after which a key is unnamed."""
         if self._first_other is None:
             targets = self._next
             assert targets is not None

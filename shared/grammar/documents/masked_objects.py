@@ -1,13 +1,13 @@
-"""Rules of open objects: the alternatives that are dead are bits of the frame, and not states. Introduced in phase 12.
+"""Rules of open objects: dead alternatives are bits of the frame, not states. Introduced in phase 12.
 
-Any key may come in any alternative of an open object, and its value leaves some of them alive, so the sets of those
-would be twice as many with each alternative. Here the last bits of the register say which alternatives are dead. A
-value that an alternative does not want makes it dead with the next comma; a key that it may not have, with the quote
-that ends the key. That quote also chooses by the bits what is wanted as the value. At the brace, an alternative without
-what it needs dies too, and a group ends unless all its alternatives are dead.
+Any key may occur in any alternative of an open object, and its value leaves some of them alive, so the number of sets
+would double with each alternative. Here the last bits of the register mark the dead alternatives. A value that does not
+fit an alternative kills it at the next comma; a forbidden key does so at its closing quote. At that quote the bits also
+choose which values are allowed. At the closing brace, an alternative whose needs are not met dies too, and a group ends
+unless all its alternatives are dead.
 
-Invariant: after every byte one alternative that is alive can still be ended. So a value is never wanted by dead
-alternatives alone: where single bytes of scalars decide between alternatives, they are guarded by the same bits.
+Invariant: after every byte, at least one live alternative can still be completed. So a value is never expected by dead
+alternatives alone: where single bytes of scalars decide between alternatives, the same bits guard them.
 """
 
 from dataclasses import dataclass
@@ -46,7 +46,7 @@ def object_rule(values: ValueSource, groups: Groups) -> Rule:
 
 
 def _is_open(requirements: Requirements) -> bool:
-    """Whether all alternatives may have any number of keys without a name, and all the same ones."""
+    """Whether all alternatives allow any number of unnamed keys, and the same ones."""
     if any(shape.most != UNBOUNDED or shape.names for shape in requirements.shapes):
         return False
     requirements.members.document.budget.spend(2 * len(requirements.shapes) * len(requirements.classes))
@@ -63,13 +63,11 @@ Wanted = tuple[tuple[Value, int], ...]
 
 @dataclass(frozen=True)
 class Choice:
-    """What may be wanted after a key.
+    """The values expected after a key.
 
-    Attributes:
-        top: a value that accepts all that the others do.
-        others: all other values.
-        parts: of the others, what is opened by a byte that cannot be guarded, and the bits of its alternatives.
-        is_spelled: whether the strings of the others are spelled out in the object.
+    Attributes: top: a value that accepts all that the others do. others: all other values. parts: of the others, values
+        opened by a byte that cannot be guarded, and the bits of their alternatives. is_spelled: whether the strings of
+        the others are spelled out in the object.
     """
 
     top: Wanted
@@ -78,7 +76,7 @@ class Choice:
     is_spelled: bool
 
     def guards(self, shapes: list[tuple[Shape, ...]], opened: list[tuple[Shape, ...]]) -> Guards:
-        """Of the others, with their shapes, where some parts are wanted."""
+        """The others with their shapes, where only some parts are expected."""
         is_opened = tuple(_opened(some, self.is_spelled) in opened for some in shapes)
         return Guards(tuple(mask for _, mask in self.others), is_opened, self.is_spelled)
 
@@ -94,7 +92,7 @@ class MaskedRule(ObjectRule):
         super().__init__(values, groups, requirements)
 
     def can_choose(self) -> bool:
-        """Whether the values of each key can be told apart, and exactly so for few alternatives."""
+        """Whether the values of each key can be distinguished, exactly so for a few alternatives."""
         followers = [self.follow_name(self.alive, name) for name in self.requirements.names]
         followers += [self.follow_other(self.alive, bits) for bits in sorted(self.requirements.classes)]
         most = max((len(self._choice(found).parts) for found in followers if found), default=0)
@@ -110,7 +108,7 @@ class MaskedRule(ObjectRule):
 
     def _choice(self, followers: tuple[Follower, ...]) -> Choice:
         self.assembler.budget.spend(4 * len(followers))
-        same: dict[tuple[Shape, ...], Value] = {}  # values that accept the same
+        same: dict[tuple[Shape, ...], Value] = {}  # values that accept the same texts
         masks: dict[Value, int] = {}
         for number, _, value in sorted(followers, key=lambda each: len(each[2])):
             one = same.setdefault(self.members.shapes(value), value)
@@ -154,7 +152,7 @@ class MaskedRule(ObjectRule):
         return self.assembler.choose(tuple(clauses), tuple(targets))
 
     def _colon(self, wanted: Wanted, guards: Guards | None, every: int) -> int:
-        """The state after a key. ``every`` are the bits of all its alternatives."""
+        """The state after a key. ``every`` holds the bits of all its alternatives."""
         after = AfterMasked(self, tuple(mask for _, mask in wanted), every)
         groups = tuple(value for value, _ in wanted)
         self.assembler.budget.spend(1 + 2 * len(groups))
@@ -169,7 +167,7 @@ class MaskedRule(ObjectRule):
     # What follows a value
 
     def after_value(self, dead: int) -> int:
-        """The state after a value that some alternatives do not want."""
+        """The state after a value that some alternatives reject."""
         return self.assembler.state((id(self.rule), "after", dead), lambda: self._after_value(dead))
 
     def _after_value(self, dead: int) -> Entries:
@@ -185,7 +183,7 @@ class MaskedRule(ObjectRule):
         return self._end(0)
 
     def _end(self, dead: int) -> Entries:
-        """The brace that closes: each group ends that has an alternative which is alive and has what it needs."""
+        """The closing brace: each group ends that has a live alternative with its needs met."""
         self.assembler.budget.spend(4 * len(self.dead))
         rows: list[ClauseRow] = [(0, *ALWAYS, dead)] if dead else []
         needs: dict[tuple[int, int, int], int] = {}
@@ -204,7 +202,7 @@ class MaskedRule(ObjectRule):
 
 
 def _opened(shapes: tuple[Shape, ...], is_spelled: bool) -> tuple[Shape, ...]:
-    """Those that a rule of their own reads."""
+    """Those read by a rule of their own."""
     return tuple(s for s in shapes if isinstance(s, (Array, Object) if is_spelled else (Array, Object, String)))
 
 

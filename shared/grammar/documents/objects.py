@@ -1,8 +1,8 @@
-"""Rules of objects: the alternatives that are alive, and what may follow. Introduced in phase 12.
+"""Rules of objects: the live alternatives, and what may follow. Introduced in phase 12.
 
-Named keys come in any order: the keys that an object has are bits of a register in its frame,
-so the states know only which alternatives their values leave alive. What an alternative still needs is checked when the
-object closes, by clauses over the register.
+Named keys come in any order: the keys that an object has are bits of a register in its frame, so the states record only
+which alternatives their values leave alive. What an alternative still needs is checked when the object closes, by
+clauses over the register.
 """
 
 from collections.abc import Callable
@@ -41,7 +41,7 @@ class ObjectRule:
         return self.rule
 
     def _limit(self, number: int) -> int:
-        """How many keys an alternative may have beside those that it needs."""
+        """How many keys an alternative may have besides those that it needs."""
         shape = self.alternatives[number][1]
         most = shape.most - len(self.needed[number])
         if shape.most == UNBOUNDED or (not self.requirements.others[number] and most >= len(self.allowed[number])):
@@ -58,7 +58,7 @@ class ObjectRule:
         return self.assembler.state((id(self.rule), part, alive), lambda: build(alive))
 
     def _open(self, alive: Alive) -> Entries:
-        """After the brace that opens."""
+        """After the opening brace."""
         keys = self.keys(alive)
         quote = {ord('"'): entry(Action.GOTO, keys.first())} if keys.is_possible else {}
         return blanks(self._state("open", alive)) | quote | self._close(alive, is_new=True)
@@ -85,7 +85,7 @@ class ObjectRule:
         return entries
 
     def _close(self, alive: Alive, *, is_new: bool = False) -> Entries:
-        """The brace that closes: each group ends of which an alternative has what it needs."""
+        """The closing brace: each group ends that has an alternative with its needs met."""
         self.assembler.budget.spend(2 * len(alive))
         found: dict[int, list[tuple[Clause, ...]]] = {}
         depths: dict[int, list[int]] = {}
@@ -168,11 +168,11 @@ class ObjectRule:
 
 
 class WrongRule(ObjectRule):
-    """The rule of some groups of objects of which some have a key with a wrong value, as the opposites of
-    ``additionalProperties`` and ``patternProperties`` want it.
+    """The rule of some groups of objects some of which must have a key with a wrong value: the negations of
+    ``additionalProperties`` and ``patternProperties``.
 
-    Such an alternative cannot end. A key that may be the wrong one leaves it alive, and another one beside it, if its
-    value is wrong: the same object without this need.
+    Such an alternative cannot end. A key that may be the wrong one keeps it alive; if its value is wrong, the same
+    object without this need becomes alive as well.
     """
 
     def __init__(self, values: ValueSource, groups: Groups) -> None:
@@ -187,7 +187,7 @@ class WrongRule(ObjectRule):
         self.numbers = {each: number for number, each in enumerate(self.alternatives)}
 
     def _number(self, number: int, *, is_named: bool) -> int:
-        """The alternative that an alternative becomes by a wrong value."""
+        """The alternative that results from a wrong value."""
         group, shape = self.alternatives[number]
         return self.numbers[group, _met(shape, is_named)]
 
@@ -224,7 +224,7 @@ def _met(shape: Object, is_named: bool) -> Object:
 
 @dataclass(frozen=True)
 class AfterMember:
-    """After a member: (alternative, what is left to it, the group of its value)."""
+    """After a member: (alternative, what remains for it, the group of its value)."""
 
     rule: ObjectRule
     followers: tuple[tuple[int, int, int], ...]

@@ -1,4 +1,4 @@
-"""What the rules of arrays, objects and strings ask of the values inside them. Introduced in phase 12."""
+"""What the rules of arrays, objects and strings need from the values inside them. Introduced in phase 12."""
 
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
@@ -14,12 +14,11 @@ from shared.grammar.schema.shapes import Value
 
 @dataclass(frozen=True)
 class Guards:
-    """Of values of a key that are wanted only while an alternative of theirs is alive.
+    """Guards of a key's values that are expected only while one of their alternatives is alive.
 
-    Attributes:
-        dead: of each value the keys of the object, all of which are seen when it is not wanted.
-        is_opened: of each value whether its arrays and objects are surely wanted; else none of these is.
-        is_spelled: whether strings are spelled out in the object, so that their bytes are guarded too.
+    Attributes: dead: for each value, the object's keys; once all are seen, the value is not expected. is_opened: for
+        each value, whether its arrays and objects are surely expected; otherwise none of them is. is_spelled: whether
+        strings are spelled out in the object, so that their bytes are guarded too.
     """
 
     dead: tuple[int, ...]
@@ -27,12 +26,12 @@ class Guards:
     is_spelled: bool
 
     def guard(self, groups: int) -> int:
-        """The keys all of which are seen when none of some values, as bits, is wanted."""
+        """The keys that, once all are seen, make none of some values, given as bits, expected."""
         return sum_bits(self.dead, groups)
 
 
 def blanks(state: int) -> Entries:
-    """The blanks between two parts of a document, which lead to a state."""
+    """The blanks between two parts of a document, leading to a state."""
     return dict.fromkeys(b" \n\t", entry(Action.BLANK, state))
 
 
@@ -44,7 +43,7 @@ class ValueSource(Protocol):
     texts: Texts
 
     def entries(self, wanted: tuple[Value, ...], continuation: Continuation, guards: Guards | None = None) -> Entries:
-        """The bytes with which a value of any of the groups begins."""
+        """The bytes that begin a value of any of the groups."""
 
     def spelled(self, dfa: DFA, key: Hashable, guard: Callable[[int], int], after: Callable[[int], int]) -> int:
-        """The quote that opens a string that is spelled out where it stands."""
+        """The quote that opens a string spelled out inline."""

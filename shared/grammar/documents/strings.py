@@ -18,7 +18,7 @@ Groups = tuple[tuple[String, ...], ...]
 
 
 class StringRule(Rule):
-    """The rule of the strings of some groups, or of one whose length the counters of the push keep."""
+    """The rule of some groups' strings, or of one whose length the push's counters limit."""
 
     def __init__(self, values: ValueSource, groups: Groups, counted: Counted | None = None) -> None:
         super().__init__(values.assembler)
@@ -45,7 +45,7 @@ def rows_of(dfa: DFA, first: int, budget: Budget, counted: Counted | None = None
 
 
 def ends_of(dfa: DFA, budget: Budget) -> list[int]:
-    """Of each state the bits with which some text from there on ends."""
+    """For each state, the bits with which some text from there on ends."""
     found = dfa.accepts
     while True:
         budget.spend(8 + dfa.num_cells // CELLS)

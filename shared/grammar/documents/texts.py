@@ -1,6 +1,6 @@
 """Strings of a schema as automata over the bytes between the quotes. Introduced in phase 12.
 
-Strings that only count their characters share one rule, whose counters are in the push. All others are automata in
+Strings with no constraint but their length share one rule, whose counters are in the push. All others are automata in
 which patterns, formats, lengths and lists are combined.
 """
 
@@ -38,13 +38,13 @@ _patterns: Remembered[DFA] = Remembered(MOST_REMEMBERED)
 
 
 def matching(pattern: str, budget: Budget, *, is_search: bool) -> DFA:
-    """As :func:`compile_regex` for JSON strings; the last few hundred are remembered."""
+    """As :func:`compile_regex` for JSON strings; the last few hundred are cached."""
     make = partial(compile_regex, pattern, budget, search=is_search, spelling=Spelling.JSON)
     return _patterns.get((pattern, is_search), make, budget)
 
 
 def of_length(dfa: DFA, fewest: int, most: int, budget: Budget) -> DFA:
-    """The strings of an automaton that have so many characters: a copy of it for each character that is counted."""
+    """The strings of an automaton within a number of characters: a copy of it for each character counted."""
     size, count = len(dfa), (fewest if most == UNBOUNDED else most) + 1
     budget.check(size * count)
     budget.spend(size * count * dfa.next.shape[1] // 16)
@@ -69,7 +69,7 @@ class Texts:
         self._groups: dict[tuple[tuple[String, ...], ...], DFA] = {}
 
     def pattern(self, pattern: str) -> DFA:
-        """Of the strings in which a pattern matches. Raises GrammarError with the place of the pattern."""
+        """The strings in which a pattern matches. Raises GrammarError with the location of the pattern."""
         return self._located("pattern", pattern, pattern, is_search=True)
 
     def _located(self, keyword: str, text: str, pattern: str, *, is_search: bool) -> DFA:
@@ -81,7 +81,7 @@ class Texts:
             ) from error
 
     def dfa(self, shape: String) -> DFA:
-        """Of the strings of a shape; it may be empty."""
+        """The strings of a shape; may be empty."""
         if shape not in self._dfas:
             self._dfas[shape] = self._build(shape)
         return self._dfas[shape]
@@ -95,7 +95,7 @@ class Texts:
             if name in FORMATS:
                 (parts if holds else denied).append(self._located("format", name, FORMATS[name], is_search=False))
             elif not holds:
-                return words([], self.budget)  # an unknown format says nothing, so its opposite accepts nothing
+                return words([], self.budget)  # an unknown format allows everything, so its negation accepts nothing
         listed = shape.values if shape.values is not None else shape.excluded
         self.budget.spend(sum((2 + len(value)) * (1 + len(parts) + len(denied)) for value in listed))
         if shape.values is not None:
@@ -117,7 +117,7 @@ class Texts:
         return dfa
 
     def counted(self, shape: String) -> tuple[Hashable, Counted] | None:
-        """The automaton of a shape whose length a counter keeps, and a key of it; None if its states do."""
+        """The automaton of a shape whose length a counter limits, and its key; None if its states do."""
         if shape.values is not None or (not shape.is_plain and (shape.fewest, shape.most) == (0, UNBOUNDED)):
             return None
         if shape not in self._counted:
@@ -143,7 +143,7 @@ class Texts:
         return shape.fewest > shape.most or (self.counted(shape) is None and self.dfa(shape).is_empty)
 
     def group(self, shapes: tuple[String, ...]) -> DFA:
-        """Of the strings of any of these shapes."""
+        """The strings of any of these shapes."""
         if String() in shapes:
             return any_text()
         listed = [shape for shape in shapes if shape.values is not None]
@@ -154,7 +154,7 @@ class Texts:
         return union(dfas, self.budget)
 
     def _kept(self, shape: String) -> frozenset[str]:
-        """The listed texts of a shape that its other facts leave."""
+        """The listed texts of a shape that meet its other constraints."""
         dfa = self.dfa(shape)
         self.budget.spend(sum(2 + len(value) for value in shape.values or ()))
         return frozenset(value for value in shape.values or () if dfa.run(spell(value) or b""))

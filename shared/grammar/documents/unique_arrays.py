@@ -1,12 +1,12 @@
 """Rules of arrays in which no two items are equal. Introduced in phase 12.
 
-The register of the frame has a bit for each value that an item may have: an item sets its bit with the next comma, and
-is refused while it is spelled if no value is left that goes on so. Texts that are not listed, or are too many, share
-bits by the sum of their bytes: two texts of different sums surely differ. So a second text of the same sum is refused,
-although it may differ; one of 61 is. Strings have one spelling, so equal items have equal bits. Of objects, arrays and
-unlisted numbers nothing is remembered, so an array has at most one of each.
+The frame's register has a bit for each possible value of an item: an item sets its bit at the next comma, and is
+refused as soon as no unseen value continues its text. Unlisted texts, and lists that are too long, share bits by a
+checksum of their bytes: two texts with different checksums surely differ. So a second text with the same checksum is
+refused, although it may differ, as one in 61 does. Strings have one spelling, so equal items have equal bits. Objects,
+arrays and unlisted numbers are not tracked, so an array has at most one of each.
 
-Invariant: an item is begun only where a value that was not seen can be spelled.
+Invariant: an item is begun only if an unseen value can be spelled.
 """
 
 from dataclasses import dataclass
@@ -34,8 +34,8 @@ LITERALS = {"null": None, "true": True, "false": False}
 
 
 def array_rule(values: ValueSource, groups: tuple[tuple[Array, ...], ...]) -> Rule:
-    """The rule of some groups of arrays. Raises GrammarError where unique items cannot be remembered. Beside other
-    arrays those with unique items are left out.
+    """The rule of some groups of arrays. Raises GrammarError if unique items cannot be tracked. Among other arrays,
+    those with unique items are left out.
     """
     most = values.members.most_items
     shapes = [shape for group in groups for shape in group]
@@ -114,7 +114,7 @@ class UniqueRule(Rule):
         return number
 
     def _by_sum(self, dfa: DFA) -> DFA:
-        """The automaton with one bit for each sum of bytes."""
+        """The automaton with one bit for each checksum."""
         possible = [prime for prime in PRIMES if prime <= MOST_VALUES - len(self.listed) + 1]
         if not possible:
             raise _error(self.values, f"unique items may have at most {MOST_VALUES - PRIMES[-1]} values beside strings")
@@ -124,7 +124,7 @@ class UniqueRule(Rule):
         return DFA(summed.columns, summed.next, np.where(summed.accepts == 0, 0, bits))
 
     def _state(self, part: str, bit: int, left: int) -> int:
-        """``left`` are the kinds of ``others`` of which no item came, as bits."""
+        """``left`` holds the kinds of ``others`` that have had no item, as bits."""
         build = {"open": self._open, "item": self._item, "after": self._after}[part]
         return self.assembler.state((id(self), part, bit, left), lambda: build(bit, left))
 
@@ -170,7 +170,7 @@ class UniqueRule(Rule):
 
     @staticmethod
     def _add(bit: int) -> tuple[ClauseRow, ...]:
-        """Refuse a value that was seen: a number that could have gone on is; else it becomes seen."""
+        """Refuse a value that was seen, also a number that could have continued; otherwise mark it as seen."""
         return ((1, bit, 0, 1, 0), (0, *ALWAYS, bit)) if bit else ()
 
     def _close(self, bit: int, left: int) -> Entries:
@@ -185,7 +185,7 @@ class UniqueRule(Rule):
 
 @dataclass(frozen=True)
 class AfterItem:
-    """After an item: the bits of the listed values, and those of the others that no longer may come."""
+    """After an item: the bits of the listed values, and those of the others that are no longer allowed."""
 
     rule: UniqueRule
     left: int

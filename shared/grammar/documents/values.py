@@ -1,8 +1,8 @@
-"""What may stand where a value is wanted: the bytes with which it begins. Introduced in phase 12.
+"""What may follow where a value is expected: the bytes that begin it. Introduced in phase 12.
 
-A value is wanted for one or more groups at a time, one for each alternative that is alive and
-sees it differently. Objects, arrays and strings push the rule of their groups; numbers and literals are spelled out in
-place, since only what follows them shows where they end.
+A value is expected for one or more groups at once, one for each live alternative that treats it differently. Objects,
+arrays and strings push the rule of their groups; numbers and literals are spelled out inline, since only the following
+byte shows where they end.
 """
 
 from collections.abc import Callable, Hashable, Iterable
@@ -41,7 +41,7 @@ class Mapped:
 
 
 class Values:
-    """The values of one document, and the rules that were made for them."""
+    """The values of one document, and the rules made for them."""
 
     def __init__(self, document: SchemaDocument, budget: Budget) -> None:
         self.document, self.budget = document, budget
@@ -52,7 +52,7 @@ class Values:
         self._spelled: dict[Hashable, int] = {}
 
     def entries(self, wanted: tuple[Value, ...], continuation: Continuation, guards: Guards | None = None) -> Entries:
-        """The bytes with which a value of any of the groups begins; the groups differ from each other."""
+        """The bytes that begin a value of any of the groups; the groups differ from each other."""
         groups = [self.members.shapes(value) for value in wanted]
         self.budget.spend(4 + sum(2 + 2 * len(group) for group in groups))
         entries = self._scalars(groups, continuation, guards)
@@ -78,7 +78,7 @@ class Values:
     def _select(
         groups: list[tuple[Shape, ...]], kind: type[Kind]
     ) -> tuple[tuple[tuple[Kind, ...], ...], tuple[int, ...]] | None:
-        """The different groups of one kind, and for each, as bits, whose they are."""
+        """The distinct groups of one kind, and for each, as bits, which groups it stands for."""
         masks: dict[tuple[Kind, ...], int] = {}
         for number, group in enumerate(groups):
             if chosen := tuple(shape for shape in group if isinstance(shape, kind)):
@@ -129,7 +129,7 @@ class Values:
         *,
         is_first: bool = False,
     ) -> Entries:
-        """The bytes after which some of the machines still run: (machine, its groups, its state)."""
+        """The bytes after which some machines are still running: (machine, its groups, its state)."""
         self.budget.spend(sum(1 + len(each.rows[state]) for each, _, state in parts))
         targets: dict[int, list[tuple[Machine, int, int]]] = {}
         for each, mask, state in parts:
@@ -142,12 +142,12 @@ class Values:
         }
 
     def _step(self, target: int, now: int, guard: int) -> int:
-        """Go on where fewer groups may be left: refused once all keys of the guard were seen."""
+        """Continue where fewer groups may be left: refused once all of the guard's keys have been seen."""
         return entry(Action.GOTO, target) if guard in (0, now) else self.assembler.guard(target, guard)
 
     def spelled(self, dfa: DFA, key: Hashable, guard: Callable[[int], int], after: Callable[[int], int]) -> int:
-        """The quote that opens a string that is spelled out where it stands. ``guard`` gives the keys all of which are
-        seen when none of some ends of the automaton, as bits, is wanted; ``after`` the state after an end.
+        """The quote that opens a string spelled out inline. ``guard`` gives the keys that, once all are seen, make none
+        of some ends of the automaton, as bits, expected; ``after`` the state after an end.
         """
         left = [guard(bits) for bits in ends_of(dfa, self.budget)]
         if key not in self._spelled:
@@ -189,7 +189,7 @@ class Values:
             if bits:
                 following = continuation.after(bits)
                 ends = self.assembler.entries_of(following)
-                if guards and (dead := guards.guard(bits)) != _guard(parts, guards):  # one that ends may be unwanted
+                if guards and (dead := guards.guard(bits)) != _guard(parts, guards):  # an end may be unexpected
                     blank = self.assembler.guard(following, dead)
                     ends = {byte: value for byte, value in ends.items() if value & ACTION_MASK != Action.BLANK}
                     ends |= dict.fromkeys(b" \n", blank)
@@ -203,7 +203,7 @@ class Values:
 
 
 def _guard(parts: Iterable[tuple[Machine, int, int]], guards: Guards | None) -> int:
-    """The keys all of which are seen when no group of these machines is wanted; 0 without guards."""
+    """The keys that, once all are seen, make no group of these machines expected; 0 without guards."""
     groups = 0
     for _, mask, _ in parts:
         groups |= mask

@@ -1,7 +1,7 @@
-"""A number is compared with a bound while its digits are read. Introduced in phase 12.
+"""Compares a number with a bound while its digits are read. Introduced in phase 12.
 
-The state of a comparison is how many digits of the whole part, or then of the fraction, were read, and whether they are
-less than, equal to or greater than those of the bound.
+The state of a comparison is the number of digits read of the whole part or of the fraction, and whether they are less
+than, equal to or greater than the bound's.
 """
 
 import math
@@ -31,7 +31,7 @@ class Bound(NamedTuple):
         return cls(str(whole), digits, allowed, value)
 
     def read_whole(self, state: tuple[int, str], digit: str) -> tuple[int, str]:
-        """``state``: the number of digits so far, and how they compare to as many digits of the bound."""
+        """``state``: the number of digits so far, and how they compare with as many digits of the bound."""
         count, order = state
         if count >= len(self.whole):
             return len(self.whole) + 1, ">"
@@ -61,7 +61,8 @@ class Bound(NamedTuple):
         return order in self.allowed
 
     def num_digits(self) -> int | None:
-        """How many digits of a fraction a float surely tells from an excluded bound; None: it does not matter."""
+        """How many digits of a fraction a float surely distinguishes from an excluded bound; None: it does not
+        matter."""
         if "=" in self.allowed:
             return None
         if not self.value:

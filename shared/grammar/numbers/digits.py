@@ -4,11 +4,11 @@ A number is compared with its bounds (:mod:`shared.grammar.numbers.bounds`) and 
 (:mod:`shared.grammar.numbers.multiples`) while its digits are read. A whole number has neither a fraction nor an
 exponent, a multiple of a fraction has no exponent and no digits that its divisor does not need.
 
-The number of digits is bounded: by ``MAX_DIGITS`` of the automaton, for multiples by ``Multiples``, and beside a large
+The number of digits is bounded: by ``MAX_DIGITS`` of the automaton, for multiples by ``Multiples``, and for a large
 bound or constant by ``LARGEST``. So no number overflows the range of a float. A divisor with very many remainders has
 its first multiples listed.
 
-Readers round a number to a float, so a fraction has no more digits than tell it from an excluded bound.
+Readers round a number to a float, so a fraction has no more digits than distinguish it from an excluded bound.
 
 Invariant: every text that is accepted has an accepted value, and every state can reach an end.
 """
@@ -37,14 +37,14 @@ LONG = Fraction(10 ** (206 - MAX_DIGITS))
 
 
 class State(NamedTuple):
-    """Where a number stands: its part, its sign, a state of each bound, the remainder, and what its digits were."""
+    """A position in a number: its part, its sign, a state of each bound, the remainder, and which digits it had."""
 
     part: str = "start"
     sign: str = ""
     orders: tuple[tuple[int, str], ...] = ()
     remainder: int = 0
-    is_short: bool = False  # one digit that is not 0 before the point
-    has_fraction: bool = False  # a digit that is not 0 after the point
+    is_short: bool = False  # one nonzero digit before the point
+    has_fraction: bool = False  # a nonzero digit after the point
     num_digits: int = 0  # of a multiple: of its whole part, then of its fraction
     left: int | None = None  # digits that may follow in the fraction, where they are limited
 
@@ -53,12 +53,12 @@ _machines: Remembered[Machine] = Remembered(MOST_REMEMBERED)
 
 
 def machine(shape: Number | Literal, budget: Budget) -> Machine:
-    """The automaton of a shape's texts; the last few hundred are remembered. Raises GrammarError as ``Budget`` does."""
+    """The automaton of a shape's texts; the last few hundred are cached. Raises GrammarError as ``Budget`` does."""
     return _machines.get(shape, lambda: _build(shape, budget), budget)
 
 
 def machines(shapes: Sequence[Number | Literal], budget: Budget) -> list[Machine]:
-    """Those of shapes that are read side by side, so that one may begin where another has read many digits."""
+    """For shapes read side by side, so that one may begin where another has read many digits."""
     if len(shapes) > 1 and any(isinstance(shape, Number) and _is_long(shape) for shape in shapes):
         shapes = [_bounded(shape) if isinstance(shape, Number) and _is_free(shape) else shape for shape in shapes]
     return [machine(shape, budget) for shape in shapes]
@@ -70,7 +70,7 @@ def _is_free(shape: Number) -> bool:
 
 
 def _is_long(shape: Number) -> bool:
-    """Whether its numbers may have more digits, none of them only counted, than ``LONG`` has."""
+    """Whether its numbers may have more digits than ``LONG`` has, unless digits are only counted."""
     if shape.values is not None:
         return any(abs(value) >= LONG for value in shape.values)
     sides = [bound[0] for bound in (shape.low, shape.high) if bound]
@@ -104,21 +104,21 @@ def _texts(value: Fraction, is_whole: bool | None) -> Iterator[str]:
         yield str(value)
         if value == 0:
             yield "-0"
-        if is_whole or abs(value) < HUGE:  # an integer, as its readers expect it
+        if is_whole or abs(value) < HUGE:  # an integer, as readers expect it
             return
     if Fraction(text) == value:
         yield text
 
 
 def _nearest(shape: Number) -> frozenset[Fraction]:
-    """The multiples of a divisor that are nearest to 0, or to the bound that keeps the numbers from it."""
+    """The multiples of a divisor nearest to 0, or to the bound that excludes 0."""
     middle = max(0, int(shape.low[0] // shape.step)) if shape.low else 0
     middle = min(middle, int(shape.high[0] // shape.step)) if shape.high else middle
     return frozenset(shape.step * number for number in range(middle - MOST_LISTED, middle + MOST_LISTED + 1))
 
 
 def _bounded(shape: Number) -> Number:
-    """The numbers of a shape that a float holds, unless it asks for larger ones."""
+    """The numbers of a shape that a float can hold, unless it requires larger ones."""
     if shape.low is None or shape.low[0] < LARGEST:
         shape = shape.at_most(LARGEST, False)
     if shape.high is None or shape.high[0] > -LARGEST:
@@ -132,7 +132,7 @@ class _Reader:
     def __init__(self, shape: Number, budget: Budget) -> None:
         listed = [value for bound in (shape.low, shape.high) if bound for value in bound[:1]]
         budget.spend(sum(8 + value.denominator.bit_length() for value in (*listed, *shape.excluded)))
-        if shape.is_whole is False:  # few enough digits for a float to keep the fraction
+        if shape.is_whole is False:  # few enough digits for a float to preserve the fraction
             shape = shape.at_most(WHOLE_PART, True).at_least(-WHOLE_PART, True)
         if not shape.multiple and any(bound and abs(bound[0]) >= HUGE for bound in (shape.low, shape.high)):
             shape = _bounded(shape)
@@ -149,7 +149,7 @@ class _Reader:
         )
 
     def _bounds(self, sign: str) -> tuple[Bound, ...] | None:
-        """What holds for the magnitudes of the numbers of one sign; None: there are none."""
+        """Constraints on the magnitudes of one sign's numbers; None: there are none."""
         low, high = self.shape.low, self.shape.high
         if sign:
             low, high = (high and (-high[0], high[1])), (low and (-low[0], low[1]))

@@ -1,10 +1,10 @@
 """Multiples of a divisor, found while the decimal digits of a number are read. Introduced in phase 12.
 
-The arithmetic is that of decimal numbers, so 19.99 is a multiple of 0.01. A number is kept as what remains of it after
-division, scaled by the power of ten that makes the divisor whole. Remainders that no further digits tell apart are one
-(Alexeev, 2004): of the 1,024 remainders of 1,024 that leaves 159, of the 1,000 of 1,000 four.
+The arithmetic is decimal, so 19.99 is a multiple of 0.01. A number is represented by its remainder after division,
+scaled by the power of ten that makes the divisor whole. Remainders that no further digits distinguish are merged
+(Alexeev, 2004): of the divisor 1,024's 1,024 remainders 159 are left, of 1,000's 1,000 four.
 
-Invariant: a remainder is 0 where the number that was read is a multiple, and only there.
+Invariant: a remainder is 0 exactly if the number read so far is a multiple.
 """
 
 import math
@@ -41,14 +41,13 @@ def num_decimals(value: Fraction) -> int:
 class Multiples:
     """The remainders of one divisor, a decimal number.
 
-    Attributes:
-        num_decimals: digits that the fraction of a multiple needs at most.
-        num_digits: how many digits a multiple may have; 0 if its remainders are too many to be kept.
-        work: units of work for each remainder that is found.
+    Attributes: num_decimals: maximum digits that the fraction of a multiple needs. num_digits: how many digits a
+        multiple may have; 0 if its remainders are too many to be kept. work: units of work for each remainder that is
+        found.
     """
 
     def __init__(self, divisor: Fraction, least: Fraction, budget: Budget) -> None:
-        """``least``: the least size of a number that is asked for; there are multiples of that size."""
+        """``least``: the least requested size of a number; there are multiples of that size."""
         bits = divisor.denominator.bit_length() + divisor.numerator.bit_length()
         budget.spend(bits * (1 + bits // CELLS) // 2)
         self.num_decimals = num_decimals(divisor)
@@ -71,7 +70,7 @@ class Multiples:
             self.num_digits = most if most >= fewest else 0
 
     def _num_remainders(self) -> int:
-        """How many remainders the whole part of a number has."""
+        """The number of remainders that a number's whole part can have."""
         if self.num_decimals:
             return self.modulus // math.gcd(self.modulus, self.scale)
         shares = [math.gcd(self.modulus, power) for power in self._powers]
@@ -84,15 +83,15 @@ class Multiples:
         return found if self.num_decimals else self._class(found)
 
     def read_fraction(self, remainder: int, digit: int, count: int) -> int:
-        """The remainder after a digit of the fraction, the one with this number; the first has the number 1."""
+        """The remainder after the digit of the fraction with this number, counted from 1."""
         return (remainder + digit * 10 ** (self.num_decimals - count)) % self.modulus
 
     def can_end(self, remainder: int, count: int) -> bool:
-        """Whether further digits of the fraction can make a multiple, after so many."""
+        """Whether further digits of the fraction, after this many, can still make a multiple."""
         return -remainder % self.modulus < 10 ** (self.num_decimals - count)
 
     def _class(self, remainder: int) -> int:
-        """The first remainder that was found of those that the same further digits make multiples."""
+        """The first remainder found that the same further digits make a multiple."""
         if remainder not in self._kept:
             self._budget.spend(self.work)
             missing = [(-remainder * power % self.modulus, power) for power in self._powers]  # which digits would
@@ -102,5 +101,5 @@ class Multiples:
 
 
 def _length(number: int) -> int:
-    """At least the digits of a number, without those that a long one takes long to find."""
+    """A number's digits, at least; digits that take long to find are left out."""
     return number.bit_length() * 30_103 // 100_000 + 1

@@ -1,1 +1,1 @@
-"""Regular expressions: syntax, classes of characters, and their automata."""
+"""Regular expressions: syntax, character classes, and their automata."""

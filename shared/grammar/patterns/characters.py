@@ -1,8 +1,8 @@
 """Sets of characters, and how they are spelled in bytes. Introduced in phase 12.
 
 An automaton reads bytes, because tokens are bytes: a token may end in the middle of a character. So a set of characters
-becomes sequences of byte ranges, one for each length of UTF-8 and each border in between. Inside a JSON string some
-characters have another spelling.
+becomes sequences of byte ranges, one for each length of UTF-8 and for each boundary in between. Inside a JSON string
+some characters have another spelling.
 
 Invariant: a set is a tuple of sorted, disjoint and non-adjacent ranges of code points, without surrogates, which no
 valid UTF-8 contains.
@@ -19,7 +19,7 @@ Range = tuple[int, int]
 """The first and the last member."""
 Characters = tuple[Range, ...]
 Sequence = tuple[Range, ...]
-"""A range of bytes for each place."""
+"""A range of bytes for each size."""
 
 
 class Spelling(Enum):
@@ -58,7 +58,7 @@ ANY = characters([(0, MAX_CHARACTER)])
 
 
 def utf8(first: int, last: int) -> list[Sequence]:
-    """The UTF-8 of the characters from ``first`` to ``last``, which are no surrogates, as sequences of byte ranges.
+    """The UTF-8 of the characters from ``first`` to ``last``, which are not surrogates, as sequences of byte ranges.
 
     Every combination of bytes of a sequence is a character of the range, and each character is in one sequence.
     """
@@ -71,8 +71,8 @@ def utf8(first: int, last: int) -> list[Sequence]:
         if first <= border < last:
             return utf8(first, border) + utf8(border + 1, last)
     low, high = chr(first).encode(), chr(last).encode()
-    for place in range(1, len(low)):
-        size = 64**place  # characters that differ in the last `place` bytes alone
+    for length in range(1, len(low)):
+        size = 64**length  # characters that differ only in the last `length` bytes
         if first // size != last // size:
             if first % size != 0:
                 border = first | (size - 1)
@@ -90,7 +90,7 @@ ESCAPED = characters([(0, 0x1F), (ord('"'), ord('"')), (ord("\\"), ord("\\"))])
 
 def spelled(members: Characters, spelling: Spelling) -> list[Sequence]:
     """The bytes of the members of a set, as sequences of byte ranges. In JSON each character has one spelling, that of
-    ``json.dumps(text, ensure_ascii=False)``: a key or a value that is compared byte by byte has no second form.
+    ``json.dumps(text, ensure_ascii=False)``: a key or a value that is compared byte by byte has no other form.
     """
     plain = members
     sequences: list[Sequence] = []

@@ -1,4 +1,4 @@
-"""Characters and classes of characters in patterns: escapes, brackets and properties. Introduced in phase 12."""
+"""Characters and character classes in patterns: escapes, brackets and properties. Introduced in phase 12."""
 
 from shared.grammar.limits import Budget, GrammarError
 from shared.grammar.patterns.characters import MAX_CHARACTER, Characters, characters, complement
@@ -24,7 +24,7 @@ CONTROLS = {"n": 10, "t": 9, "r": 13, "f": 12, "v": 11, "0": 0}
 
 
 class CharacterReader:
-    """Reads a pattern from left to right, in a time that grows with its length; ``budget`` bounds it."""
+    """Reads a pattern from left to right, in time linear in its length; ``budget`` bounds it."""
 
     def __init__(self, pattern: str, budget: Budget) -> None:
         self.pattern, self.place, self.budget = pattern, 0, budget
@@ -37,13 +37,13 @@ class CharacterReader:
         return self.pattern.startswith(text, self.place)
 
     def take(self, text: str) -> bool:
-        """Whether the text stands here; then it is read."""
+        """Whether the text is next; if so, it is consumed."""
         found = self.peek(text)
         self.place += len(text) if found else 0
         return found
 
     def until(self, mark: str) -> str:
-        """The text before the mark, which is read too; the rest of the pattern if there is none."""
+        """The text before the mark, which is consumed too; the rest of the pattern if there is no mark."""
         begin, found = self.place, self.pattern.find(mark, self.place)
         self.place = len(self.pattern) if found < 0 else found + len(mark)
         return self.pattern[begin : self.place if found < 0 else found]
@@ -71,7 +71,7 @@ class CharacterReader:
                     if high < low:
                         raise self.error(f"has the range {chr(low)}-{chr(high)} in the wrong order", at)
                     ranges.append((low, high))
-                else:  # a hyphen beside a class stands for itself
+                else:  # a hyphen beside a class is literal
                     ranges += [*first, (ord("-"), ord("-")), *last]
             else:
                 ranges += first
@@ -99,7 +99,7 @@ class CharacterReader:
         return found
 
     def escape(self) -> Characters:
-        """What a backslash begins."""
+        """What follows a backslash."""
         place = self.place - 1
         character = self.character()
         if character in CLASSES:
@@ -140,7 +140,7 @@ class CharacterReader:
                 raise self.error("has an escape without a code point", place)
             return code
         code = self.hexadecimal(4, place)
-        if 0xD800 <= code < 0xDC00 and self.take("\\u"):  # a pair is one character
+        if 0xD800 <= code < 0xDC00 and self.take("\\u"):  # a surrogate pair is one character
             low = self.hexadecimal(4, place)
             if 0xDC00 <= low < 0xE000:
                 return 0x10000 + ((code - 0xD800) << 10) + (low - 0xDC00)
@@ -161,5 +161,5 @@ def _is_single(members: Characters) -> bool:
 
 
 def shown(text: str) -> str:
-    """The text as a message quotes it."""
+    """The text as quoted in a message."""
     return repr(text if len(text) <= 60 else text[:57] + "...")

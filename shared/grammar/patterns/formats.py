@@ -1,6 +1,6 @@
-"""The formats of JSON Schema that are known, as patterns of the whole string. Introduced in phase 12.
+"""The supported formats of JSON Schema, as patterns of the whole string. Introduced in phase 12.
 
-A format that is not here is an annotation, as the standard says.
+Any other format is an annotation, as the standard says.
 """
 
 _OCTET = r"(25[0-5]|2[0-4][0-9]|1[0-9][0-9]|[1-9]?[0-9])"

@@ -1,7 +1,7 @@
 """Repeats of one character as lengths: ``^[\\p{L} '-]{1,50}$`` is ``^[\\p{L} '-]*$`` of 1 to 50 characters.
 
-A length needs a counter, where a repeat needs states for each character. This is exact where all other parts of the
-pattern match texts of one length, so that the repeat has the rest of the characters. Introduced in phase 12.
+A length needs one counter; a repeat needs states for each character. This is exact if every other part of the pattern
+matches texts of one length, so that the repeat has the remaining characters. Introduced in phase 12.
 """
 
 from shared.grammar.automata.automaton import UNBOUNDED
@@ -22,12 +22,12 @@ FEWEST = 16
 
 
 def as_length(pattern: str, budget: Budget) -> tuple[str, int, int] | None:
-    """The pattern without the bounds of its long repeat, and the fewest and the most characters of a text; None if it
-    has no such repeat, or is none.
+    """The pattern without its long repeat's bounds, and the minimum and maximum characters of a text; None if it has no
+    such repeat, or is invalid.
     """
     try:
         tree = Parser(pattern, budget).parse()
-    except GrammarError:  # which compiling the pattern says with its position
+    except GrammarError:  # compiling the pattern reports this with the position
         return None
     parts = tree.parts if isinstance(tree, Concatenation) else ()
     if len(parts) < 3 or parts[0] != Anchor(True) or parts[-1] != Anchor(False):
@@ -46,7 +46,7 @@ def as_length(pattern: str, budget: Budget) -> tuple[str, int, int] | None:
 
 
 def _length(node: Node, budget: Budget) -> int | None:
-    """How many characters all texts have that a node matches, if they have as many."""
+    """The number of characters in every text that a node matches, if it is always the same."""
     budget.spend(1)
     match node:
         case Members():

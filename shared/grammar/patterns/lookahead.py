@@ -1,9 +1,9 @@
 """Lookahead in patterns, such as ``(?!x$)``. Introduced in phase 12.
 
-What follows a position must match a part of the pattern, or must not. So a run of the NFA carries conditions on the
-rest of the text, each a state of a DFA that reads on beside it (an alternating automaton: Chandra, Kozen and
-Stockmeyer, 1981). A state of the resulting DFA is a set of runs. A condition that holds whatever follows is dropped,
-and a run whose condition cannot hold any more ends.
+The text after a position must, or must not, match a part of the pattern. So a run of the NFA carries conditions on the
+rest of the text, each the state of a DFA that reads along with it (an alternating automaton: Chandra, Kozen and
+Stockmeyer, 1981). A state of the resulting DFA is a set of runs. A condition that always holds is dropped, and a run
+ends once a condition cannot hold.
 
 Invariant: of two runs in one state of the NFA, neither has all conditions of the other.
 """
@@ -26,12 +26,10 @@ Run = tuple[int, Held]
 
 @dataclass(frozen=True, eq=False)
 class Condition:
-    """What the rest of a text must match, or must not; the last state is that of a text that its DFA has refused.
+    """What the rest of a text must or must not match; the DFA's last state means that it has refused the text.
 
-    Attributes:
-        dfa: of the texts that match.
-        holds: whether the rest must match.
-        full: states of the DFA from which every text is accepted.
+    Attributes: dfa: of the texts that match. holds: whether the rest must match. full: states of the DFA that accept
+        every text from there on.
     """
 
     dfa: DFA
@@ -39,7 +37,7 @@ class Condition:
     full: frozenset[int]
 
     def is_settled(self, state: int) -> bool | None:
-        """Whether the condition holds whatever follows; None if that depends on it."""
+        """Whether the condition holds for every continuation; None if that depends on it."""
         if state == DEAD:
             return not self.holds
         return self.holds if state in self.full else None
@@ -50,7 +48,7 @@ class Condition:
 
 
 def full_states(dfa: DFA, text: DFA, budget: Budget) -> frozenset[int]:
-    """The states from which a DFA accepts all that ``text`` accepts, the DFA of all texts."""
+    """The states from which a DFA accepts everything that ``text``, the DFA of all texts, accepts."""
     pairs = np.unique(np.stack([text.columns, dfa.columns]), axis=1).T.tolist()
     texts, rows = text.next.tolist(), dfa.next.tolist()
     found = set()
@@ -71,7 +69,7 @@ def full_states(dfa: DFA, text: DFA, budget: Budget) -> frozenset[int]:
 
 
 def determinize_runs(nfa: NFA, conditions: Sequence[Condition], budget: Budget) -> DFA:
-    """As :func:`determinize`, of an NFA with conditions. Raises GrammarError as :class:`Budget` does."""
+    """Like :func:`determinize`, for an NFA with conditions. Raises GrammarError as :class:`Budget` does."""
     columns, firsts = shared_columns([byte_classes(nfa)[0], *(each.dfa.columns for each in conditions)])
     budget.spend(sum(map(len, nfa.edges)) + sum(len(each.dfa) * len(firsts) for each in conditions) // CELLS)
     tables = [each.dfa.next[:, each.dfa.columns[firsts]].tolist() for each in conditions]
@@ -89,7 +87,7 @@ def determinize_runs(nfa: NFA, conditions: Sequence[Condition], budget: Budget) 
         ends = closures.of(runs, is_begin=number == 0, is_end=True) if nfa.ends else runs
         accepts.append(
             any(
-                state in nfa.accepts and all(conditions[which].is_met(place) for which, place in held)
+                state in nfa.accepts and all(conditions[which].is_met(state) for which, state in held)
                 for state, held in ends
             )
         )
@@ -99,7 +97,7 @@ def determinize_runs(nfa: NFA, conditions: Sequence[Condition], budget: Budget) 
             for state, held in runs:
                 targets = [target for low, high, target in nfa.edges[state] if low <= byte <= high]
                 if targets:
-                    after = [(which, DEAD if place == DEAD else tables[which][place][column]) for which, place in held]
+                    after = [(which, DEAD if state == DEAD else tables[which][state][column]) for which, state in held]
                     found.update((target, frozenset(after)) for target in targets)
             key = frozenset(found)
             if key not in known:
@@ -114,7 +112,7 @@ def determinize_runs(nfa: NFA, conditions: Sequence[Condition], budget: Budget) 
 
 
 class _Closures:
-    """The runs that go on from some runs without reading a byte."""
+    """The runs reachable from some runs without reading a byte."""
 
     def __init__(self, nfa: NFA, conditions: Sequence[Condition], budget: Budget) -> None:
         self.nfa, self.conditions, self.budget = nfa, conditions, budget
@@ -141,19 +139,19 @@ class _Closures:
         return self._least(found)
 
     def _settled(self, run: Run) -> Run | None:
-        """The run with the conditions that depend on the rest of the text; None if one of them cannot hold."""
+        """The run with only the conditions that depend on the rest of the text; None if one of them cannot hold."""
         state, held = run
         left = []
-        for which, place in held:
-            is_settled = self.conditions[which].is_settled(place)
+        for which, at in held:
+            is_settled = self.conditions[which].is_settled(at)
             if is_settled is False:
                 return None
             if is_settled is None:
-                left.append((which, place))
+                left.append((which, at))
         return state, frozenset(left)
 
     def _least(self, runs: set[Run]) -> frozenset[Run]:
-        """Without the runs that have all conditions of another one in the same state."""
+        """Without runs that have all conditions of another run in the same state."""
         if self.nfa.absorbing is not None and (self.nfa.absorbing, frozenset()) in runs:
             return frozenset({(self.nfa.absorbing, frozenset())})
         by_state: dict[int, list[Held]] = {}

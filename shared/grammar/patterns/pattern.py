@@ -1,8 +1,8 @@
-"""Regular expressions as trees: the syntax. Introduced in phase 12.
+"""The syntax of regular expressions, as trees. Introduced in phase 12.
 
-The syntax is that of ECMA 262, as JSON Schema has it, without what no finite automaton can do (backreferences) and what
-would need to look back (lookbehind, word borders): these are refused with their position. Whether a quantifier is lazy
-changes which match is found, and not what matches.
+The syntax is that of ECMA 262, as in JSON Schema, except for features that a finite automaton cannot have
+(backreferences) or that look back (lookbehind, word boundaries): these are refused with their position. Laziness of a
+quantifier changes which match is found, not whether there is one.
 """
 
 import re
@@ -34,12 +34,12 @@ class Alternatives:
 
 @dataclass(frozen=True)
 class Repeat:
-    """``most`` None: without a bound."""
+    """``most`` None: unbounded."""
 
     part: "Node"
     least: int
     most: int | None
-    span: tuple[int, int] = field(default=(0, 0), compare=False)  # of its quantifier in the pattern
+    span: tuple[int, int] = field(default=(0, 0), compare=False)  # of its quantifier, in the pattern
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class Anchor:
 
 @dataclass(frozen=True)
 class Lookahead:
-    """The rest of the text begins with the part, or it does not."""
+    """Whether the rest of the text begins with the part, or must not."""
 
     part: "Node"
     holds: bool
@@ -104,7 +104,7 @@ class Parser(CharacterReader):
         return Repeat(node, least, most, (place, end))
 
     def quantifier(self) -> tuple[int, int | None] | None:
-        """The bounds of a quantifier, if one stands here."""
+        """The bounds of a quantifier, if one is next."""
         for text, bounds in (("*", (0, None)), ("+", (1, None)), ("?", (0, 1))):
             if self.take(text):
                 return bounds
@@ -157,5 +157,5 @@ class Parser(CharacterReader):
 
 
 def _number(digits: str) -> int:
-    """Of a bound; a number that is too large if it has too many digits for one."""
+    """The number of a bound; a number that is too large if it has too many digits."""
     return int(digits) if len(digits) <= 9 else MAX_REPEATS + 1

@@ -1,6 +1,6 @@
-"""Unicode properties that a pattern may name: ``\\p{Lu}``, ``\\p{Uppercase_Letter}``, ``\\p{Script=Greek}``.
+"""The Unicode properties that a pattern may name: ``\\p{Lu}``, ``\\p{Uppercase_Letter}``, ``\\p{Script=Greek}``.
 
-General categories are those of Python's ``unicodedata``, which knows no scripts. Introduced in phase 12.
+General categories come from Python's ``unicodedata``, which has no scripts. Introduced in phase 12.
 """
 
 import sys

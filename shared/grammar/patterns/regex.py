@@ -1,4 +1,4 @@
-"""From a regular expression to an automaton over bytes. Introduced in phase 12.
+"""Compiles a regular expression to an automaton over bytes. Introduced in phase 12.
 
 The tree of a pattern becomes an NFA (Thompson, 1968), and the NFA a minimal DFA.
 """
@@ -26,7 +26,7 @@ from shared.grammar.patterns.pattern import (
 
 
 def compile_regex(pattern: str, budget: Budget, *, search: bool = False, spelling: Spelling = Spelling.UTF8) -> DFA:
-    """The DFA of the texts that match a pattern, in bytes; ``spelling`` says how they are written, in JSON without the
+    """The DFA of the texts that match a pattern, in bytes; ``spelling`` says how they are written; in JSON, without the
     quotes.
 
     With ``search`` the pattern may match anywhere in the text, as in JSON Schema; otherwise it matches the whole text.
@@ -47,7 +47,7 @@ def _any_text(spelling: Spelling) -> DFA:
 
 
 def _without_needless_bounds(tree: Node) -> Node:
-    """Without the most of a repeat of one character where any text may follow it or come before it."""
+    """Drops the upper bound of a character's repeat where any text may precede or follow it."""
     parts = list(tree.parts) if isinstance(tree, Concatenation) else [tree]
     for index in (0, -1):
         match parts[index : index + 1 or None]:
@@ -57,7 +57,7 @@ def _without_needless_bounds(tree: Node) -> Node:
 
 
 def _determinized(tree: Node, builder: "Builder", *, search: tuple[bool, bool]) -> DFA:
-    """The DFA of a tree; ``search``: whether other text may stand before what matches, and after it."""
+    """The DFA of a tree; ``search``: whether other text may precede and follow the match."""
     nfa, budget = builder.nfa, builder.budget
     start, end = nfa.state(), nfa.state()
     begin, matched = start, end
@@ -81,13 +81,13 @@ def compile_choice(texts: "list[str] | tuple[str, ...]", budget: Budget) -> DFA:
 
 
 def automaton_of(dfa: DFA) -> Automaton:
-    """The grammar that a DFA is: it has no stack."""
+    """The grammar of a DFA, which has no stack."""
     return Automaton.of_states(dfa.columns, dfa.next, dfa.accepts != 0)
 
 
 class Builder:
-    """Adds the parts of a pattern to an NFA. ``is_inside``: the texts begin inside others, so no ``^`` matches.
-    ``made`` has the conditions of lookaheads, by the node and ``is_inside``, which all builders of a pattern share.
+    """Adds the parts of a pattern to an NFA. ``is_inside``: the texts begin inside other texts, so ``^`` never matches.
+    ``made`` holds the conditions of lookaheads, by node and ``is_inside``; all builders of a pattern share it.
     """
 
     def __init__(
@@ -105,12 +105,12 @@ class Builder:
         self._made: dict[tuple[int, bool], Condition] = {} if made is None else made
 
     def add(self, node: Node, start: int, end: int) -> None:
-        """Add paths from ``start`` to ``end`` that read what the node matches."""
+        """Add paths from ``start`` to ``end`` that read the node's matches."""
         nfa = self.nfa
         self.num_nodes += 1
         self.budget.spend(4)
         if self.num_nodes % 64 == 0:
-            self.budget.check(len(nfa.edges) // 16)  # a DFA has fewer, and how many is known later
+            self.budget.check(len(nfa.edges) // 16)  # a DFA has fewer; how many is known later
         match node:
             case Members(members):
                 key = members, self.spelling
@@ -136,7 +136,7 @@ class Builder:
                 for number in range(least):
                     copy = len(nfa.edges)
                     self.add(part, start, start := nfa.state())
-                    if most is None:  # what a copy accepts, a later one does too, since fewer must follow
+                    if most is None:  # a later copy accepts whatever an earlier one does, since fewer must follow
                         self.budget.spend(len(nfa.edges) - copy)
                         for state in range(copy, len(nfa.edges)):
                             nfa.ranks.setdefault(state, (first + state - copy, number))
@@ -159,7 +159,7 @@ class Builder:
                 (nfa.begins if is_begin else nfa.ends).setdefault(start, []).append(end)
 
     def _condition(self, node: Lookahead, *, is_inside: bool) -> int:
-        """The number of the condition of a lookahead at the beginning of the text, or inside it."""
+        """The number of a lookahead's condition at the beginning of the text, or inside it."""
         key = id(node), is_inside
         if key not in self._made:
             builder = Builder(self.budget, self.spelling, is_inside=is_inside, made=self._made)
@@ -177,8 +177,8 @@ _fragments: Remembered[Fragment] = Remembered(256)
 
 
 def _fragment(members: Characters, spelling: Spelling, budget: Budget) -> Fragment:
-    """The edges of each state of an automaton that reads one of the characters; its end is the state after the last.
-    Spellings share beginnings and endings, which matters where a character is repeated 500 times.
+    """Each state's edges in an automaton that reads one of the characters; the end is the state after the last.
+    Spellings share prefixes and suffixes, which matters where a character is repeated 500 times.
     """
     budget.spend(4 * len(members))
     rests = [tuple(spelled(members, spelling))]  # of the spellings that have led to each state

@@ -1,7 +1,7 @@
-"""The characters of the scripts in common use, as Unicode 18 has them. Introduced in phase 12.
+"""The characters of the scripts in common use, as defined in Unicode 18. Introduced in phase 12.
 
 Each line has the two names of a script and its ranges of code points, in hexadecimal digits. Characters that several
-scripts share, such as digits, belong to none.
+scripts share, such as digits, belong to none of them.
 """
 
 from functools import cache

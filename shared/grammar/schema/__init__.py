@@ -1,1 +1,1 @@
-"""JSON Schema: the document, its keywords and their logic, and the shapes that values may have."""
+"""JSON Schema: the document, its keywords and their logic, and the shapes of values."""

@@ -1,10 +1,9 @@
-"""A conjunction of JSON schemas, as the union of its shapes. Introduced in phase 12.
+"""A conjunction of JSON schemas, as a union of shapes. Introduced in phase 12.
 
-Clause (``anyOf``, ``oneOf``, ``if``, the negation of a conjunction) branch, everything else adds a fact to its
-branch; what remains of a branch gives one shape for each type. ``oneOf`` takes each alternative without those others
-that it overlaps.
+Clauses (``anyOf``, ``oneOf``, ``if``, the negation of a conjunction) branch; everything else adds a fact to its branch;
+each finished branch gives one shape for each type. ``oneOf`` takes each alternative minus the others that it overlaps.
 
-Before a branch divides, alternatives that its facts exclude are dropped, and clauses of which they imply an alternative
+Before a branch divides, it drops alternatives that its facts exclude, and clauses with an alternative that they imply
 (``implications``), so that twenty tags give twenty branches and not a million.
 
 Invariant: the union of the shapes is exactly what the conjunction accepts.
@@ -23,11 +22,11 @@ MAX_BRANCHES = 2048
 
 
 class Unresolved(Exception):  # noqa: N818 (no error: the caller does without)
-    """A value is asked for while it is being resolved."""
+    """A value was requested while it was being resolved."""
 
 
 class Disjuncts:
-    """The shapes of the values of one document, found when they are asked for."""
+    """The shapes of the values of one document, resolved on request."""
 
     def __init__(self, document: SchemaDocument, parts: Known) -> None:
         self.document, self.parts = document, parts
@@ -37,8 +36,8 @@ class Disjuncts:
         self._clauses: dict[int, list[Clause]] = {}
 
     def shapes(self, value: Value) -> tuple[Shape, ...]:
-        """The shapes of a value: none if nothing satisfies it, as far as single facts tell. Raises Unresolved if the
-        value is a part of its own logic, and is just being resolved.
+        """The shapes of a value: none if single facts show that nothing satisfies it. Raises Unresolved if the value is
+        part of its own logic and is currently being resolved.
         """
         if value in self._shapes:
             found = self._shapes[value]
@@ -63,7 +62,7 @@ class Disjuncts:
         return self._shapes[value] or ()
 
     def _branches(self, pending: list[Clause], facts: Facts, seen: frozenset[int]) -> Iterator[Facts]:
-        """The facts of all branches in which every clause that is pending has an alternative that holds."""
+        """The facts of all branches in which every pending clause has an alternative that holds."""
         self.document.budget.spend(2 + len(pending) + len(seen) // 8)
         choices: list[Clause] = []
         pending = pending[::-1]
@@ -98,7 +97,7 @@ class Disjuncts:
             yield from self._branches([(alternative,), *choices[1:]], facts, seen)
 
     def clauses(self, literal: int) -> list[Clause]:
-        """What a literal says: of each clause one alternative must hold."""
+        """The clauses of a literal: of each, one alternative must hold."""
         if literal not in self._clauses:
             self._check_references(literal // 2)
             keywords = Keywords(self.document, literal // 2, self._is_disjoint)
@@ -107,7 +106,7 @@ class Disjuncts:
         return self._clauses[literal]
 
     def _check_references(self, node: int, chain: tuple[int, ...] = ()) -> None:
-        """Refuse a schema that must hold in order to hold, as it refers to itself for the same value."""
+        """Refuse a schema that depends on itself, since it refers to itself for the same value."""
         if node in chain:
             raise self.document.error(self.document.paths[node], "the schema refers to itself")
         if node not in self._checked:
@@ -117,6 +116,6 @@ class Disjuncts:
             self._checked.add(node)
 
     def _is_disjoint(self, one: int, other: int) -> bool:
-        """Whether nothing satisfies both literals, as far as is known."""
+        """Whether nothing satisfies both literals, as far as known."""
         types = [possible_types(self.document, literal // 2) for literal in (one, other)]
         return not types[0] & types[1] or self.parts.known_depth(frozenset({one, other})) >= NEVER

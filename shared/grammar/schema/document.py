@@ -1,9 +1,9 @@
-"""The document of a JSON Schema: its nodes, where they stand, and what its references mean. Introduced in phase 12.
+"""The document of a JSON Schema: its nodes, their locations, and what its references mean. Introduced in phase 12.
 
 A node is a schema inside the document; a literal is a node that holds or, negated, does not. Compilation works on
-literals, so that one schema reached on many ways is read once.
+literals, so a schema reached in several ways is read once.
 
-Invariant: a keyword that asserts something and is not supported is refused with its place, never passed over.
+Invariant: an unsupported keyword that asserts something is refused with its location, never ignored.
 """
 
 import math
@@ -36,8 +36,9 @@ TYPES = frozenset({"null", "boolean", "number", "string", "array", "object"})
 
 
 class SchemaDocument:
-    """The nodes of one schema, numbered as they are met. ``is_closed``: objects whose schema names properties, and does
-    not speak of others, have no others. Raises GrammarError for what is no schema, or is nested deeper than the limit.
+    """The nodes of one schema, numbered in the order in which they are met. ``is_closed``: objects whose schema names
+    properties, and says nothing about others, have no others. Raises GrammarError for anything that is not a schema, or
+    is nested deeper than the limit.
     """
 
     def __init__(self, root: Any, budget: Budget, *, is_closed: bool = False) -> None:
@@ -56,7 +57,7 @@ class SchemaDocument:
         self.references = References(root, budget, is_old=self.is_old)
 
     def _check_nesting(self, root: Any) -> None:
-        """Bound the levels of schemas, and those of the text, which also has lists, maps of schemas and values."""
+        """Bound the nesting of schemas, and of the text, which also has lists, maps of schemas and values."""
         limit = self.budget.limits.nesting
         level, depth = [(root, 1)], 0
         while level:
@@ -81,7 +82,8 @@ class SchemaDocument:
                     raise GrammarError(f"The schema has a number that is none in JSON: {child}.")
 
     def literal(self, schema: Any, path: str, *, holds: bool = True) -> int:
-        """The literal of a schema; the same object gives the same node, and a mere reference that to which it leads."""
+        """The literal of a schema; the same object gives the same node, and a mere reference gives its target's
+        node."""
         self.budget.spend(2 + len(path) // 128)
         number = self._numbers.get(id(schema)) if isinstance(schema, dict) else None
         if number is None:
@@ -98,12 +100,12 @@ class SchemaDocument:
         return 2 * number + (not holds)
 
     def _target(self, schema: dict[str, Any], path: str, number: int) -> int:
-        """The node to which a reference leads; its own while that is not known, or if it leads nowhere."""
+        """The node that a reference leads to; the reference itself while that is unknown, or if it leads nowhere."""
         try:
             return self.resolve(schema, f"{path}/$ref") // 2
         except WorkError:
             raise
-        except GrammarError:  # an error if it is asked what the schema says
+        except GrammarError:  # an error if the schema's content is needed
             return number
 
     def _refuse_keywords(self, schema: dict[str, Any], path: str) -> None:
@@ -114,7 +116,7 @@ class SchemaDocument:
                 raise self.error(f"{path}/{keyword}", "this keyword is not supported")
 
     def constant(self, schema: dict[str, Any]) -> list[Any]:
-        """The value of ``const`` as a list, the same one at each call."""
+        """The value of ``const`` as a list, the same object at each call."""
         return self._lists.setdefault(id(schema), [schema["const"]])
 
     def constants(self, values: list[Any], path: str) -> list[int]:
@@ -130,7 +132,7 @@ class SchemaDocument:
 
     @cached_property
     def nothing(self) -> Value:
-        """The value that nothing satisfies."""
+        """The value that cannot be satisfied."""
         return frozenset({self.literal(False, "#")})
 
     def resolve(self, schema: Any, path: str) -> int:

@@ -1,6 +1,6 @@
-"""What a branch of a schema's logic knows about each type so far. Introduced in phase 12.
+"""What a branch of a schema's logic knows so far, by type. Introduced in phase 12.
 
-Invariant: facts never change; adding one gives new facts, of fewer values or the same.
+Invariant: facts never change; adding one gives new facts, with the same values or fewer.
 """
 
 from collections.abc import Collection
@@ -17,7 +17,7 @@ SCALARS = frozenset({"null", "boolean", "number", "string"})
 
 @dataclass(frozen=True)
 class Facts:
-    """The types that are left, and what holds for each of them."""
+    """The remaining types, and the constraints on each of them."""
 
     types: frozenset[str] = TYPES
     booleans: frozenset[bool] = frozenset({False, True})
@@ -38,7 +38,7 @@ class Facts:
         return replace(self, types=self.types & set(types))
 
     def whole(self, is_whole: bool) -> "Facts":
-        """Numbers are whole, or are not."""
+        """Numbers are integers, or are not."""
         if self.number.is_whole is (not is_whole):
             return replace(self, types=self.types - {"number"})
         return replace(self, number=replace(self.number, is_whole=is_whole))
@@ -52,7 +52,7 @@ class Facts:
         return facts.whole(False) if "integer" in names else facts
 
     def among(self, values: list[Any]) -> "Facts":
-        """The value is one of the scalars of the list."""
+        """The value is one of the listed scalars."""
         booleans, numbers, texts, has_null = _sorted(values)
         kinds = {"boolean": booleans, "number": numbers, "string": texts, "null": has_null}
         types = [name for name, found in kinds.items() if found]
@@ -74,7 +74,7 @@ class Facts:
         )
 
     def with_object(self, **sets: Any) -> "Facts":
-        """More members in the sets of the object's shape."""
+        """Further members in the sets of the object's shape."""
         shape = self.object
         merged = {name: getattr(shape, name) | value for name, value in sets.items()}
         return replace(self, object=replace(shape, **merged))
@@ -95,16 +95,16 @@ class Facts:
         return replace(self, string=replace(shape, **{name: getattr(shape, name) | found}))
 
     def with_lengths(self, kind: str, fewest: int = 0, most: int = 2**31 - 1) -> "Facts":
-        """Bounds of the characters of a string, the items of an array, or the members of an object."""
+        """Bounds on a string's characters, an array's items, or an object's members."""
         shape = getattr(self, kind)
         return replace(self, **{kind: replace(shape, fewest=max(shape.fewest, fewest), most=min(shape.most, most))})
 
     def with_some_item(self, value: Value) -> "Facts":
-        """At least one item of an array has a value."""
+        """At least one item of an array satisfies a value."""
         return replace(self.only("array"), array=replace(self.array, some=self.array.some | {value}))
 
     def shapes(self) -> list[Shape]:
-        """A shape for each type that is left, without those that are plainly empty."""
+        """A shape for each remaining type, without those that are plainly empty."""
         found: list[Shape] = []
         if "null" in self.types:
             found.append(Literal("null"))
@@ -123,7 +123,7 @@ class Facts:
 
 
 def exact(number: float) -> Fraction:
-    """The decimal number that is written, not its nearest binary fraction."""
+    """The decimal number as written, not its nearest binary fraction."""
     return Fraction(number) if isinstance(number, int) else Fraction(Decimal(repr(number)))
 
 

@@ -1,10 +1,10 @@
-"""What the facts of a branch say of an alternative that is not taken yet. Introduced in phase 12.
+"""What a branch's facts imply about an alternative not yet taken. Introduced in phase 12.
 
-Most alternatives are told apart by a tag: a key with a constant. Once a branch knows the tag, the others cannot hold,
-and their opposites hold already, so there is nothing to choose. Only values without schemas inside are compared, which
-is cheap and asks for nothing that is just being resolved.
+Most alternatives are distinguished by a tag: a key with a constant. Once a branch knows the tag, the others cannot
+hold, and their negations hold already, so there is nothing to choose. Only values that contain no schemas are compared,
+which is cheap and needs nothing that is being resolved.
 
-Invariant: what is said to be excluded or implied is; not all that could be is found.
+Invariant: everything reported as excluded or implied is; not everything that could be is found.
 """
 
 from collections.abc import Callable
@@ -25,23 +25,23 @@ PLAIN = ANNOTATIONS | {
 
 
 class Known(Protocol):
-    """What is known of the values inside of others; see :class:`shared.grammar.schema.members.Members`."""
+    """What is known about nested values; see :class:`shared.grammar.schema.members.Members`."""
 
     def known_depth(self, value: Value) -> int:
-        """How deep a value nests at least, ``NEVER`` if surely nothing satisfies it."""
+        """A value's minimum nesting depth, ``NEVER`` if surely nothing satisfies it."""
 
     def judged(self, shape: Object, key: str) -> Value:
-        """What the schemas of an object say of a key."""
+        """What an object's schemas say about a key."""
 
 
 class Implications:
-    """Judges alternatives by facts. ``clauses`` gives what a literal says."""
+    """Decides alternatives by facts. ``clauses`` gives a literal's clauses."""
 
     def __init__(self, document: SchemaDocument, known: Known, clauses: Callable[[int], list[Clause]]) -> None:
         self.document, self.known, self.clauses = document, known, clauses
 
     def narrowed(self, clause: Clause, facts: Facts, seen: frozenset[int]) -> Clause:
-        """The alternatives of a clause that the facts do not exclude; one that says nothing, if they imply one."""
+        """The alternatives of a clause that the facts do not exclude; one that adds nothing, if they imply one."""
         found = []
         for alternative in clause:
             self.document.budget.spend(2 + len(alternative) + facts.size)
@@ -55,7 +55,7 @@ class Implications:
         return tuple(found)
 
     def _after(self, alternative: Conjunction, facts: Facts, seen: frozenset[int]) -> Facts | None:
-        """The facts with those that an alternative adds at once; None if it cannot hold."""
+        """The facts extended by those that an alternative adds directly; None if it cannot hold."""
         before = facts
         for item in alternative:
             if not isinstance(item, int):
@@ -76,7 +76,7 @@ class Implications:
         return facts if facts.types else None
 
     def _plain_clauses(self, literal: int) -> list[Clause]:
-        """The clauses of a literal that leave no choice; none where it cannot be compiled."""
+        """The clauses of a literal that leave no choice; none if it cannot be compiled."""
         try:
             return [clause for clause in self.clauses(literal) if len(clause) < 2]
         except WorkError:
@@ -85,7 +85,7 @@ class Implications:
             return []
 
     def _is_contradiction(self, shape: Object, before: Object) -> bool:
-        """Whether an object needs a key that it may not have; ``before``, it did not."""
+        """Whether an object requires a key that it may not have; ``before``, it did not."""
         if shape.required & shape.forbidden:
             return True
         keys = shape.required
@@ -105,7 +105,7 @@ class Implications:
         return all(self._is_never(self.known.judged(old, key) | {literal ^ 1}) for key, literal in added)
 
     def _is_never(self, value: Value) -> bool:
-        """Whether nothing satisfies a value, judged by those of its schemas that hold no others."""
+        """Whether nothing satisfies a value, judging only by its schemas that contain no others."""
         self.document.budget.spend(2 + len(value))
         plain = frozenset(literal for literal in value if self._plain(literal // 2))
         return bool(plain) and self.known.known_depth(plain) >= NEVER

@@ -1,7 +1,7 @@
 """The keywords of one node of a schema, read and checked. Introduced in phase 12.
 
-What a keyword says is a list of clauses; of each clause one alternative must hold; an alternative is a conjunction of
-literals and facts. The opposite of a keyword is one clause.
+A keyword is a list of clauses; each clause requires one of its alternatives; an alternative is a conjunction of
+literals and facts. The negation of a keyword is one clause.
 """
 
 from collections.abc import Callable
@@ -20,7 +20,7 @@ IMPOSSIBLE = 2**31 - 1
 
 @dataclass(frozen=True)
 class Keywords:
-    """The keywords of one node of a document; ``is_disjoint`` tells of two literals whether nothing satisfies both."""
+    """The keywords of one node of a document; ``is_disjoint`` says whether nothing satisfies both of two literals."""
 
     document: SchemaDocument
     node: int
@@ -31,7 +31,7 @@ class Keywords:
         return self.document.schemas[self.node]
 
     def literal(self, *keys: Any, holds: bool = True) -> int:
-        """The literal of a schema that stands inside this one."""
+        """The literal of a schema nested in this one."""
         schema: Any = self.schema
         for key in keys:
             schema = schema[key]
@@ -42,7 +42,7 @@ class Keywords:
         return [self.literal(keyword, number, holds=holds) for number in range(len(self.expect(keyword, list)))]
 
     def value(self, *keys: Any) -> Value:
-        """As :meth:`literal`, but any value where the schema says nothing."""
+        """Like :meth:`literal`, but any value if the schema says nothing."""
         literal = self.literal(*keys)
         return ANYTHING if self.document.schemas[literal // 2] in (True, {}) else frozenset({literal})
 
@@ -59,7 +59,7 @@ class Keywords:
         return self.document.error(self.path(keyword), reason)
 
     def needed_members(self) -> set[str]:
-        """The keys that are required and whose values a schema judges."""
+        """The required keys whose values a schema constrains."""
         required, members = self.schema.get("required"), self.schema.get("properties")
         if not isinstance(required, list) or not isinstance(members, dict):
             return set()
@@ -68,7 +68,7 @@ class Keywords:
         return {key for key in members if key in keys and self.value("properties", key)}
 
     def parts(self) -> list[int]:
-        """The schemas that judge the same value as this one."""
+        """The schemas that apply to the same value as this one."""
         if isinstance(self.schema, bool):
             return []
         found = [self.reference()] if "$ref" in self.schema else []
@@ -110,7 +110,7 @@ class Keywords:
 
 
 def possible_types(document: SchemaDocument, node: int, depth: int = 8) -> frozenset[str]:
-    """Types among which are those of all values that satisfy a node, as far as its plainest keywords tell."""
+    """Types that include those of all values satisfying a node, judging by its simplest keywords."""
     document.budget.spend(2)
     keywords = Keywords(document, node, lambda one, other: False)
     schema, found = keywords.schema, TYPES

@@ -1,9 +1,9 @@
-"""What a schema says, and what its opposite says: the table of all keywords. Introduced in phase 12.
+"""What a schema requires, and what its negation requires: the table of all keywords. Introduced in phase 12.
 
-The opposite of a schema is one clause, with the opposites of all its keywords as alternatives (De Morgan); it is
-refused where it meets a keyword whose opposite no shape can say. Where an object has a tag, a key of listed values, the
-first alternative is that the tag is wrong, and in all others it is right: so the opposites of schemas with different
-tags do not multiply. ``oneOf`` takes each alternative without those others that it overlaps.
+The negation of a schema is one clause, with the negations of all its keywords as alternatives (De Morgan); it is
+refused if no shape can express the negation of some keyword. If an object has a tag (a key with listed values), the tag
+is wrong in the first alternative and right in all others, so the negations of schemas with different tags do not
+multiply. ``oneOf`` takes each alternative minus the others that it overlaps.
 """
 
 from collections.abc import Callable
@@ -18,7 +18,7 @@ Denied = Callable[[Keywords, str], Clause]
 
 
 def stated(keywords: Keywords) -> list[Clause]:
-    """What a node says."""
+    """What a node requires."""
     schema = keywords.schema
     if isinstance(schema, bool):
         return [] if schema else [()]
@@ -28,7 +28,7 @@ def stated(keywords: Keywords) -> list[Clause]:
 
 
 def denied(keywords: Keywords) -> list[Clause]:
-    """What the opposite of a node says."""
+    """What the negation of a node requires."""
     schema = keywords.schema
     if isinstance(schema, bool):
         return [()] if schema else []
@@ -44,7 +44,7 @@ def denied(keywords: Keywords) -> list[Clause]:
 
 
 def tag(schema: Any) -> str | None:
-    """The first key that a schema tells by a list of values."""
+    """The first key that a schema constrains by a list of values."""
     members = schema.get("properties") if isinstance(schema, dict) else None
     if not isinstance(members, dict):
         return None

@@ -25,7 +25,7 @@ def is_object(**sets: Any) -> Fact:
 def items(keywords: Keywords, keyword: str) -> list[Clause]:
     first, rest = _array(keywords)
     if keyword != ("items" if "items" in keywords.schema else "prefixItems"):
-        return []  # read with the other one
+        return []  # read together with the other one
     return say(lambda facts: replace(facts, array=facts.array.also(first, rest)))
 
 
@@ -86,7 +86,7 @@ def members(keywords: Keywords, keyword: str) -> list[Clause]:
 def not_members(keywords: Keywords, keyword: str) -> Clause:
     if keyword == "properties":
         members = [(key, keywords.value(keyword, key)) for key in keywords.expect(keyword, dict)]
-        needed = keywords.needed_members()  # their opposite: if the key is there, its value is wrong
+        needed = keywords.needed_members()  # their negation: if the key is present, its value is wrong
         return tuple(
             (is_object(required=frozenset({key}) - needed, members=frozenset({(key, literal ^ 1)})),)
             for key, value in members
@@ -105,14 +105,14 @@ def not_members(keywords: Keywords, keyword: str) -> Clause:
 
 
 def not_tagged(keywords: Keywords, key: str) -> Conjunction:
-    """A key of ``properties`` is wrong, as the opposite of ``properties`` says."""
+    """A key of ``properties`` is wrong, as the negation of ``properties`` requires."""
     needed = frozenset({key}) - keywords.needed_members()
     wrong = keywords.literal("properties", key, holds=False)
     return (is_object(required=needed, members=frozenset({(key, wrong)})),)
 
 
 def tagged(keywords: Keywords, key: str) -> Fact:
-    """The opposite of ``not_tagged``, of an object."""
+    """The negation of ``not_tagged``, for an object."""
     needed = frozenset({key}) & keywords.needed_members()
     return say_of_object(required=needed, members=frozenset({(key, keywords.literal("properties", key))}))
 
@@ -127,7 +127,7 @@ def not_required(keywords: Keywords, keyword: str) -> Clause:
     if isinstance(keywords.schema[keyword], bool):
         return ()
     keys = keywords.texts(keywords.schema[keyword], keyword)
-    needed = keywords.needed_members()  # that they may be missing, the opposite of properties says
+    needed = keywords.needed_members()  # the negation of properties says that they may be missing
     return tuple((is_object(forbidden=frozenset({key})),) for key in keys if key not in needed)
 
 

@@ -1,7 +1,8 @@
-"""What the shapes of arrays and objects say of their parts, and which nothing satisfies. Introduced in phase 12.
+"""What the shapes of arrays and objects say about their parts, and which parts nothing satisfies. Introduced in phase
+12.
 
-A part that nothing satisfies is left out: a property becomes a key that is forbidden, an item the end of its array.
-The same search tells how many frames of the stack a value needs at least.
+A part that nothing satisfies is dropped: a property becomes a forbidden key, an item the end of its array. The same
+search finds the minimum number of stack frames that a value needs.
 """
 
 from collections.abc import Collection, Iterable
@@ -44,11 +45,11 @@ class Members:
         self._only: dict[Object, frozenset[str | None] | None] = {}
 
     def number(self, shape: Shape) -> int:
-        """Of a shape, as they were met: an order that does not depend on hashes."""
+        """The shapes, in the order met, which does not depend on hashes."""
         return self._numbers.setdefault(shape, len(self._numbers))
 
     def shapes(self, value: Value) -> tuple[Shape, ...]:
-        """The shapes of a value that something satisfies, by their numbers."""
+        """The satisfiable shapes of a value, by their numbers."""
         if value in self._groups:
             return self._groups[value]
         num_guesses = self._num_guesses
@@ -60,7 +61,7 @@ class Members:
 
     def depth(self, value: Value) -> int:
         """The frames that a value needs; ``NEVER`` if nothing satisfies it. A value inside itself counts as ``NEVER``;
-        what was found on that ground is kept only for the outermost value.
+        results that rely on this are kept only for the outermost value.
         """
         self.document.budget.spend(1)
         if value in self._depths:
@@ -72,7 +73,7 @@ class Members:
         self._active.add(value)
         try:
             depth = min(map(self._shape_depth, self.disjuncts.shapes(value)), default=NEVER)
-        except Unresolved:  # while alternatives are compared: assume that something satisfies it
+        except Unresolved:  # while alternatives are compared: assume that it can be satisfied
             self._num_guesses += 1
             return 0
         finally:
@@ -85,7 +86,7 @@ class Members:
         return depth
 
     def known_depth(self, value: Value) -> int:
-        """As ``depth``, for a question of its own: what is being looked at counts as satisfied, not as ``NEVER``."""
+        """Like ``depth``, as a separate query: values under examination count as satisfied, not as ``NEVER``."""
         others = self._active, self._is_provisional
         self._active, self._is_provisional = set(), False
         try:
@@ -115,7 +116,7 @@ class Members:
         return max(depths, default=0)
 
     def most_items(self, shape: Array) -> int:
-        """The most items of an array: it ends before an item that nothing satisfies."""
+        """The maximum number of items of an array: it ends before an item that nothing satisfies."""
         self.document.budget.spend(1 + len(shape.first))
         for number in range(len(shape.first) + 1):
             if number >= shape.most or self.depth(shape.item(number)) == NEVER:
@@ -139,7 +140,7 @@ class Members:
         return found
 
     def named(self, shape: Object) -> list[str]:
-        """The keys of which an object says something, in the order of the schema."""
+        """The keys that an object's schemas mention, in the order of the schema."""
         nodes = sorted(shape.nodes), sorted(shape.judges)
         members = [[self.document.schemas[node].get("properties", ()) for node in some] for some in nodes]
         self.document.budget.spend(sum(1 + len(keys) for some in members for keys in some))
@@ -163,13 +164,13 @@ class Members:
         return frozenset(pattern for pattern in patterns if self.texts.pattern(pattern).run(text))
 
     def member(self, shape: Object, key: str | None, matched: frozenset[str]) -> Value:
-        """The value of a key. None: of a key that has no name in the schema; it matches these patterns."""
+        """The value of a key. None: a key that the schema does not name; it matches these patterns."""
         if self.document.is_closed and key not in self._closed_names(shape, key):
             return self.document.nothing
         return self._said(shape, key, matched)
 
     def judged(self, shape: Object, key: str) -> Value:
-        """What the schemas of an object say of a key, which they may yet name if it is closed."""
+        """What an object's schemas say about a key, which they may still name if the object is closed."""
         return self._said(shape, key, self.matches(shape, key))
 
     def _said(self, shape: Object, key: str | None, matched: frozenset[str]) -> Value:
@@ -193,8 +194,8 @@ class Members:
         return frozenset(literals)
 
     def _closed_names(self, shape: Object, key: str | None) -> Collection[str | None]:
-        """The keys of a closed object, by all schemas that judge it together, so those of ``allOf`` add up; of another
-        one the key that is asked for.
+        """The keys of a closed object, from all schemas that apply to it, so those of ``allOf`` add up; otherwise just
+        the requested key.
         """
         if shape not in self._only:
             schemas = [self.document.schemas[node] for node in shape.nodes]
@@ -210,7 +211,7 @@ class Members:
         return key not in schema.get("properties", ()) and not matched.intersection(schema.get("patternProperties", ()))
 
     def is_wrong(self, one: Wrong, key: str | None, matched: frozenset[str]) -> bool:
-        """Whether a key is of those of which one must have a wrong value."""
+        """Whether a key is one of those of which one must have a wrong value."""
         return self.is_outside(one.node, key, matched) if one.pattern is None else one.pattern in matched
 
     def is_name(self, shape: Object, key: str) -> bool:
@@ -223,7 +224,7 @@ class Members:
         return any(isinstance(one, String) and self.texts.dfa(one).run(text) > 0 for one in shapes)
 
     def allowed(self, shape: Object, more: Iterable[str] = ()) -> dict[str, Value]:
-        """The keys, of those that are named here and of ``more``, that an object may have, and their values."""
+        """The keys, among those named here and ``more``, that an object may have, and their values."""
         found = {}
         for key in dict.fromkeys([*self.named(shape), *more]):
             self.document.budget.spend(4 + len(key) // 8)
@@ -231,7 +232,7 @@ class Members:
             if key not in shape.forbidden and self.is_name(shape, key) and self.depth(value) < NEVER:
                 found[key] = value
         is_changed = True
-        while is_changed:  # a key without those that must come with it may not come
+        while is_changed:  # without its required companions a key may not occur
             self.document.budget.spend(sum(1 + len(keys) // 4 for _, keys in shape.dependents))
             dropped = [key for key, keys in shape.dependents if key in found and not keys <= found.keys()]
             for key in dropped:
@@ -240,7 +241,7 @@ class Members:
         return found
 
     def needed(self, shape: Object) -> frozenset[str]:
-        """The keys that are required, and those that must come with them."""
+        """The required keys, and their required companions."""
         self.document.budget.spend(len(shape.required) + sum(2 + len(keys) for _, keys in shape.dependents))
         others: dict[str, list[str]] = {}
         for key, keys in shape.dependents:
@@ -255,7 +256,7 @@ class Members:
         return frozenset(found)
 
     def other_keys(self, shape: Object) -> list[tuple[frozenset[str], Value]]:
-        """Keys that have no name in the schema and are surely different: the patterns that each matches, its value."""
+        """Surely different keys that the schema does not name: the patterns that each matches, and its value."""
         dfa, bits = self.other_names([shape])
         if len(bits) > 1:
             named = words([text for key in self.named(shape) if (text := spell(key)) is not None], self.document.budget)
@@ -271,7 +272,7 @@ class Members:
         return found
 
     def other_names(self, shapes: list[Object]) -> tuple[DFA, dict[str | Value, int]]:
-        """The texts of keys, with a bit for each pattern that matches, and each ``names`` of a shape that allows it.
+        """The texts of keys, with a bit for each matching pattern, and for each ``names`` of a shape that allows it.
         Raises GrammarError if there are more patterns than bits.
         """
         patterns = [pattern for shape in shapes for pattern in self.patterns(shape)]
@@ -292,7 +293,7 @@ class Members:
         return self.texts.group(shapes) if shapes else words([], self.document.budget)
 
     def closing_depth(self, shape: Object) -> int:
-        """The frames that it may take to give an object all that it needs."""
+        """The frames that may be needed to give an object all that it requires."""
         needed, allowed = self.needed(shape), self.allowed(shape)
         if len(needed) > shape.most or not needed <= allowed.keys():
             return NEVER
@@ -317,8 +318,8 @@ class Members:
         return max(depths, default=0)
 
     def _wrong_depth(self, shape: Object, one: Wrong, others: list[tuple[frozenset[str], Value]]) -> int:
-        """The frames that the wrong value of a key takes. A key without a name must be able to have it: such a key may
-        come as often as it takes."""
+        """The frames that a key's wrong value needs. An unnamed key must be able to have it: such a key may occur as
+        often as necessary."""
         found = [self.depth(value | {one.literal}) for matched, value in others if self.is_wrong(one, None, matched)]
         depth = min(found, default=NEVER)
         if depth == NEVER:
@@ -331,14 +332,14 @@ class Members:
         return depth
 
     def ending_depth(self, shape: Object) -> int:
-        """The frames that it may take to end an object, whatever keys it has: some come with others."""
+        """The frames that may be needed to end an object, whatever keys it has, since some keys require others."""
         allowed = self.allowed(shape)
         others = {other for key, keys in shape.dependents if key in allowed for other in keys}
         return max([self.closing_depth(shape), *(self.depth(allowed[key]) for key in sorted(others))])
 
 
 def with_sums(dfa: DFA, count: int, budget: Budget) -> DFA:
-    """The automaton with the sum of the bytes read, modulo ``count``, in the bits of its ends."""
+    """The automaton with the checksum of the bytes read, modulo ``count``, in the bits of its ends."""
     if count == 1:
         return dfa
     budget.spend(len(dfa) * count * 2 * ROW)

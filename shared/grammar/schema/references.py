@@ -1,8 +1,8 @@
 """What the references of a JSON Schema mean: the resources of a document, and their anchors. Introduced in phase 12.
 
 A schema with ``$id`` is a resource of its own: ``#/…`` and anchors inside it begin there, and relative references are
-relative to its URI (RFC 3986). Only keywords that hold schemas are searched: a ``$id`` in a constant, an example or a
-keyword that is not known identifies nothing, unless a reference leads there.
+relative to its URI (RFC 3986). Only keywords that contain schemas are searched: a ``$id`` in a constant, an example or
+an unknown keyword identifies nothing, unless a reference leads there.
 """
 
 from collections.abc import Iterator
@@ -26,7 +26,7 @@ Found = tuple[Any, str]
 
 @dataclass(frozen=True, eq=False)
 class Resource:
-    """A schema that begins a scope of references."""
+    """A schema that opens a scope of references."""
 
     uri: str
     schema: Any
@@ -35,7 +35,7 @@ class Resource:
 
 class References:
     """The resources and anchors of one document, found when the first reference is resolved. ``is_old``: drafts before
-    2019-09, in which nothing stands beside ``$ref``.
+    2019-09, in which siblings of ``$ref`` are ignored.
     """
 
     def __init__(self, root: Any, budget: Budget, *, is_old: bool) -> None:
@@ -43,11 +43,11 @@ class References:
         self.names = ("$id", "id") if is_old else ("$id",)
         self.resources: dict[str, Resource] = {}
         self.anchors: dict[tuple[str, str], Found] = {}
-        self.scopes: dict[int, Resource] = {}  # by the id of a schema, which the root keeps alive
+        self.scopes: dict[int, Resource] = {}  # by the id() of a schema, which the root keeps alive
 
     def find(self, reference: str, schema: Any) -> Found | None:
-        """The schema to which a reference points that stands in another one; None if it leads nowhere. Raises
-        LookupError if it is to another document.
+        """The schema that a reference inside another schema points to; None if it leads nowhere. Raises LookupError if
+        the target is in another document.
         """
         if not self.scopes:
             whole = Resource("", self.root, "#")
@@ -95,7 +95,7 @@ class References:
                 waiting.append((child, scope, way))
 
     def _named(self, schema: dict[str, Any], scope: Resource, link: Link) -> Resource:
-        """The scope inside a schema, which may begin with it."""
+        """The scope inside a schema, which the schema itself may open."""
         identifier = next((schema[name] for name in self.names if isinstance(schema.get(name), str)), "")
         base, _, fragment = identifier.partition("#")
         if base:
@@ -109,7 +109,7 @@ class References:
 
 
 def _inside(schema: dict[str, Any]) -> Iterator[tuple[tuple[str, ...], Any]]:
-    """The schemas that stand in the keywords of one, with the keys that lead to them."""
+    """The schemas in the keywords of one schema, with the keys that lead to them."""
     for keyword, value in schema.items():
         if keyword in HOLD_ONE and isinstance(value, dict):
             yield (keyword,), value

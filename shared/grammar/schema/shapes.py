@@ -1,7 +1,8 @@
-"""Shapes: what a value of one type may be, after the logic of its schema is resolved. Introduced in phase 12.
+"""Shapes: the possible values of one type, once the logic of their schema is resolved. Introduced in phase 12.
 
-A schema becomes a union of shapes, one type each. Where a shape contains further values (items, properties), it holds
-them as a ``Value``: the conjunction of schemas that the value must satisfy, not yet resolved, because schemas recurse.
+A schema becomes a union of shapes, each for one type. Where a shape contains further values (items, properties), it
+holds them as a ``Value``: the conjunction of schemas that the value must satisfy, not yet resolved, because schemas
+recurse.
 
 Invariant: shapes are hashable, and equal shapes accept the same values.
 """
@@ -29,7 +30,8 @@ class Literal:
 
 @dataclass(frozen=True)
 class Number:
-    """Numbers by value: whole or not or either, bounds (a value, and whether it is excluded), a divisor, values."""
+    """Numbers by value: integer, fractional or either, bounds (a value, and whether it is excluded), a divisor,
+    values."""
 
     is_whole: bool | None = None
     low: tuple[Fraction, bool] | None = None
@@ -48,7 +50,7 @@ class Number:
         return self
 
     def contains(self, value: Fraction) -> bool:
-        """Whether a value satisfies all that is said, the listed values apart."""
+        """Whether a value satisfies every constraint except the listed values."""
         if self.is_whole is not None and self.is_whole != (value.denominator == 1):
             return False
         if self.multiple is not None and (value / self.multiple).denominator != 1:
@@ -67,13 +69,13 @@ class Number:
 
     @property
     def step(self) -> Fraction:
-        """The least positive number of which all others are multiples; 0 if there is none."""
+        """The least positive number that divides all others; 0 if there is none."""
         if not self.is_whole:
             return self.multiple or Fraction(0)
         return common_multiple(self.multiple, Fraction(1)) if self.multiple else Fraction(1)
 
     def settled(self) -> "Number | None":
-        """The shape in its shortest form; None if it is plainly empty."""
+        """The shape in normal form; None if it is plainly empty."""
         if self.values is not None:
             values = frozenset(value for value in self.values if self.contains(value))
             return Number(values=values) if values else None
@@ -118,14 +120,14 @@ class String:
 
     @property
     def is_plain(self) -> bool:
-        """Whether a count of characters says everything."""
+        """Whether the number of characters is the only constraint."""
         return not (self.patterns or self.formats or self.excluded) and self.values is None
 
 
 @dataclass(frozen=True)
 class Array:
-    """Arrays: the values of the first items, of all further ones, how many there are, values that some item has, and
-    whether no two items are equal.
+    """Arrays: the values of the first items and of all others, their number, values that some item must have, and
+    whether items are unique.
     """
 
     first: tuple[Value, ...] = ()
@@ -139,15 +141,15 @@ class Array:
         return self.first[index] if index < len(self.first) else self.rest
 
     def also(self, first: tuple[Value, ...], rest: Value) -> "Array":
-        """The arrays that satisfy these items too."""
+        """The arrays that also satisfy these items."""
         length = max(len(first), len(self.first))
         other = Array(first, rest)
         return replace(self, first=tuple(self.item(i) | other.item(i) for i in range(length)), rest=self.rest | rest)
 
 
 class Wrong(NamedTuple):
-    """That some key of an object has a wrong value, one that satisfies ``literal``: a key that matches ``pattern``, or
-    without a pattern one that is none of the properties that ``node`` describes.
+    """Some key of an object has a wrong value, which satisfies ``literal``: a key that matches ``pattern``, or without
+    a pattern a key that ``node`` does not describe.
     """
 
     node: int
@@ -157,16 +159,15 @@ class Wrong(NamedTuple):
 
 @dataclass(frozen=True)
 class Object:
-    """Objects: nodes of the document whose properties apply, and what concerns single keys.
+    """Objects: the document's nodes whose properties apply, and constraints on single keys.
 
     Attributes:
         nodes: schemas with ``properties``, ``patternProperties`` or ``additionalProperties``.
         members: further (key, literal): the value of the key, if present, satisfies the literal.
         names: literals that every key satisfies, as a string.
-        dependents: (key, keys): with the first key come the others.
-        outside: nodes of which at least one key is none of the properties that they describe.
-        wrong: what some key must still be.
-        last: what some key without a name was; later ones of these must be so too, since one may be the same key.
+        dependents: (key, keys): the first key requires the others. outside: nodes that do not describe at least one of
+        the keys. wrong: requirements that some key must still meet. last: a requirement that an unnamed key met; later
+        unnamed keys must meet it too, since one may be the same key.
     """
 
     nodes: frozenset[int] = frozenset()
@@ -183,7 +184,7 @@ class Object:
 
     @property
     def judges(self) -> frozenset[int]:
-        """Nodes that judge keys, of which no value need satisfy them."""
+        """Nodes that constrain keys; their values need not be satisfied."""
         return self.outside | {one.node for one in self.wrong | self.last}
 
 

@@ -1,1 +1,1 @@
-"""From bytes to tokens: which tokens of a vocabulary may follow, on the host and on a device."""
+"""From bytes to tokens: which of a vocabulary's tokens may follow, on the host and on a device."""

@@ -1,7 +1,7 @@
-"""An automaton as the walks of tokens read it, byte by byte. Introduced in phase 12.
+"""An automaton in the form in which token walks read it, byte by byte. Introduced in phase 12.
 
-A walk asks the same of a state again and again: which bytes it refuses, and whether letters lead on as from another
-state. Each is found when it is first asked for.
+Walks repeatedly need two facts about a state: which bytes it refuses, and whether letters lead on as from another
+state. Each is computed on first request.
 """
 
 from typing import Any, NamedTuple
@@ -20,13 +20,11 @@ ALL_BYTES = np.arange(256, dtype=np.uint8)
 
 
 class Reading(NamedTuple):
-    """What a walk asks of a state.
+    """What a walk needs to know about a state.
 
-    Attributes:
-        refused: the bytes that it refuses.
-        model: a state with a loop that reads nearly all bytes alike; None: none was found, or the state has a loop.
-        alike: the bytes for which both have the same entry.
-        passed: the bytes that are refused, or alike.
+    Attributes: refused: the bytes that it refuses. model: a state with a loop that treats nearly all bytes the same
+        way; None: none was found, or the state has a loop. alike: the bytes for which both have the same entry. passed:
+        the bytes that are refused or alike.
     """
 
     refused: bytes
@@ -36,7 +34,7 @@ class Reading(NamedTuple):
 
 
 class ByteTable:
-    """An automaton as walks read it."""
+    """An automaton in the form in which walks read it."""
 
     def __init__(self, automaton: Automaton, vocabulary: GrammarVocabulary) -> None:
         self.automaton = automaton
@@ -51,7 +49,7 @@ class ByteTable:
         self._runs: dict[int, bool] = {}
 
     def reading(self, state: int) -> Reading:
-        """Of a state; found when it is first asked for."""
+        """The facts about a state; computed on first request."""
         found = self._readings.get(state)
         if found is None:
             row, model = self.automaton.table[state], self._model(state)
@@ -64,11 +62,11 @@ class ByteTable:
         return found
 
     def is_free(self, state: int) -> bool:
-        """Whether all plain characters lead from a state back to it."""
+        """Whether all plain characters lead from a state back to itself."""
         return self.can_loop[state] and self.loops.is_free(state)
 
     def is_run(self, state: int) -> bool:
-        """Whether blanks that a state reads are those of a run, and lead back to it."""
+        """Whether the blanks that a state reads belong to a run, and lead back to it."""
         found = self._runs.get(state)
         if found is None:
             entries = {self.entries[state, self.columns_by_byte[byte]] for byte in BLANKS}

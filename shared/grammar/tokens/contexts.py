@@ -1,9 +1,10 @@
-"""What walks of tokens carry beside their state, by number; and what of it a mask depends on. Introduced in phase 12.
+"""What token walks carry besides their state, by number; and which parts of it a mask depends on. Introduced in phase
+12.
 
-A configuration has counters, keys and a stack. The tokens of a mask have few different ones, so walks name them by
-number, and each step that changes more than the state is made once for all of them.
+A configuration has counters, keys and a stack. A mask's tokens have few different ones, so walks refer to them by
+number, and each step that changes more than the state is computed once for all of them.
 
-Invariant: :meth:`Contexts.examined` has all that the steps have depended on of the first configuration's frames.
+Invariant: :meth:`Contexts.examined` lists every dependency of the steps on the first configuration's frames.
 """
 
 from typing import NamedTuple
@@ -29,7 +30,7 @@ Context = tuple[int, int, int, int, tuple[tuple[int, int], ...]]
 
 
 class Fact(NamedTuple):
-    """What a mask depends on: of the frame ``depth`` below, or of the keys that its object has seen.
+    """A dependency of a mask: on the frame ``depth`` below, or on the keys that its object has seen.
 
     KEY     which keys of the set ``argument`` were seen
     GUARD   whether the guard ``argument`` is full, once the keys ``added`` were seen too
@@ -43,13 +44,13 @@ class Fact(NamedTuple):
     added: int = 0
 
     def answer(self, automaton: Automaton, now: Configuration) -> int:
-        """Of a configuration; -1 if it has no such frame."""
-        place = len(now.stack) - self.depth
+        """Its value for a configuration; -1 if it has no such frame."""
+        depth = len(now.stack) - self.depth
         if self.action == Action.PUSH:
-            return now.stack[place - 1][0] if place > 0 else -1
-        if place < 0:
+            return now.stack[depth - 1][0] if depth > 0 else -1
+        if depth < 0:
             return -1
-        seen = (now.stack[place][1] if self.depth else now.seen) | self.added
+        seen = (now.stack[depth][1] if self.depth else now.seen) | self.added
         if self.action == Action.KEY:
             return seen & self.argument
         ask = automaton.is_full if self.action == Action.GUARD else automaton.colour
@@ -59,10 +60,8 @@ class Fact(NamedTuple):
 class Contexts:
     """The contexts of the walks from one configuration, whose own is number 0.
 
-    Attributes:
-        values: the contexts.
-        heights: of each, the frames of its stack.
-        unblanked: of each, the number of that without blanks.
+    Attributes: values: the contexts. heights: for each, the frames of its stack. unblanked: for each, the number of the
+        same without blanks.
     """
 
     def __init__(self, table: ByteTable, now: Configuration) -> None:
@@ -71,11 +70,11 @@ class Contexts:
         self.heights: list[int] = []
         self.unblanked: list[int] = []
         self._numbers: dict[Context, int] = {}
-        self._counted: list[int | None] = []  # of each, that with one more character; REFUSED if there may be none
+        self._counted: list[int | None] = []  # for each, the same with one more character; REFUSED if none is allowed
         self._blanked: dict[tuple[int, int], int] = {}  # the same with one more blank or digit
         self._steps: dict[tuple[int, int], tuple[int, int]] = {}
         self._facts: set[Fact] = set()
-        self._keys: dict[int, int] = {}  # those that matter of the objects so many frames below
+        self._keys: dict[int, int] = {}  # the relevant keys of the objects this many frames below
         self.number(now[1:])
 
     def number(self, context: Context) -> int:
@@ -92,8 +91,7 @@ class Contexts:
         return number
 
     def step(self, state: int, context: int, byte: int, value: int) -> tuple[int, int]:
-        """The state and the context after a byte, of which ``value`` is the entry; the context is REFUSED if there is
-        none."""
+        """The state and context after a byte whose entry is ``value``; the context is REFUSED if the byte is."""
         action = value & ACTION_MASK
         if action == GOTO:
             return value >> ACTION_BITS, self.unblanked[context]
@@ -111,7 +109,7 @@ class Contexts:
         return after
 
     def _examine(self, now: Configuration, value: int) -> None:
-        """Note what an entry depends on, if it is of the configuration from which all walk."""
+        """Record an entry's dependencies, if they are on the configuration from which the walks start."""
         height, own = len(now.stack), self.now.stack
         seen = self.now.seen if height >= len(own) else own[height][1]
         if now.stack != own[:height] or seen & ~now.seen:
@@ -126,7 +124,7 @@ class Contexts:
             _, first, last, _ = self.automaton.pops[argument].tolist()
             if last > first:
                 self.note(Fact(Action.POP, depth, argument, added))
-        elif action == Action.CHOOSE:  # it may add to the keys, of which others then ask
+        elif action == Action.CHOOSE:  # it may add keys, which others then depend on
             _, first, last, _ = self.automaton.pops[argument].tolist()
             asked = self.automaton.clauses[first:last, [1, 2, 4]]
             self.note(Fact(Action.KEY, depth, int(np.bitwise_or.reduce(asked, axis=None))))
@@ -138,11 +136,11 @@ class Contexts:
             self._facts.add(fact)
 
     def examined(self) -> tuple[Fact, ...]:
-        """What the mask depends on beside the state, the counters and the room."""
+        """What the mask depends on besides the state, the counters and the stack's free depth."""
         return (*sorted(self._facts), *(Fact(Action.KEY, *each) for each in sorted(self._keys.items())))
 
     def count(self, context: int) -> int:
-        """The context with one more character; REFUSED where there may be none."""
+        """The context with one more character; REFUSED if it is not allowed."""
         after = self._counted[context]
         if after is None:
             fewest, most, _, seen, stack = self.values[context]
@@ -151,7 +149,7 @@ class Contexts:
         return after
 
     def blank(self, context: int, byte: int) -> int:
-        """The context with one more blank or digit; REFUSED where the run may not go on."""
+        """The context with one more blank or digit; REFUSED if the run may not continue."""
         key = context, ZERO if ZERO <= byte <= NINE else byte
         after = self._blanked.get(key)
         if after is None:

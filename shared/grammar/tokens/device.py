@@ -1,10 +1,10 @@
-"""What kernels need of a vocabulary and of configurations, as numbers at fixed addresses. Introduced in phase 12.
+"""What kernels need from a vocabulary and from configurations, as numbers at fixed addresses. Introduced in phase 12.
 
-Tokens are sorted so that neighbours begin alike, and the threads of a program walk nearly the same way. First stand the
-few that hold a quote, a backslash, a control character or part of a character; in a free state all after them are
-allowed without a walk.
+Tokens are sorted so that neighbours share a prefix, and a program's threads follow nearly the same path. First come the
+few that contain a quote, a backslash, a control character or part of a character; in a free state all tokens after them
+are allowed without a walk.
 
-Invariant: a token's place never changes; a configuration packed and unpacked is the same.
+Invariant: a token's index never changes; packing and unpacking restores a configuration.
 """
 
 from dataclasses import dataclass
@@ -17,36 +17,33 @@ from shared.grammar.automata.automaton import MAX_DEPTH, Configuration, Integers
 from shared.grammar.automata.plain import plain_from
 from shared.grammar.tokens.vocabulary import GrammarVocabulary
 
-GROUP = 32  # places whose bits share a word; plain tokens begin at a multiple of it
-NUM_ALIKE = 1  # bytes by which tokens are sorted; then by length: 32 walk as long as the longest
-NEVER, AT_END = -1, -2  # in place of a rank
+GROUP = 32  # token indices whose bits share a word; plain tokens begin at a multiple of it
+NUM_ALIKE = 1  # bytes that tokens are sorted by, then by length: 32 walk as long as the longest
+NEVER, AT_END = -1, -2  # instead of a rank
 LENGTH_BITS = 10
 LONGEST = (1 << LENGTH_BITS) - 1
 HALF = (1 << 32) - 1
-# Where the numbers of a row stand.
-BASE = 0  # where the tables of the row's grammar begin; -1 without one
+# The offsets of a row's numbers.
+BASE = 0  # offset of the row's grammar tables; -1 without a grammar
 STATE, FEWEST, MOST, BLANKS = 1, 2, 3, 4
 HEIGHT = 5  # of the stack
-SEEN = 6  # two numbers, the low half first
+SEEN = 6  # two numbers, low half first
 FRAMES = 8
-SEENS = FRAMES + MAX_DEPTH  # two numbers for each frame
-KEPT = SEENS + 2 * MAX_DEPTH  # 1 if the row moved where all tokens walk as before: the bits of its mask stay
+SEENS = FRAMES + MAX_DEPTH  # two numbers per frame
+KEPT = SEENS + 2 * MAX_DEPTH  # 1 if the allowed tokens stay the same, so the row keeps its mask
 ROW = KEPT + 1
 
 
 @dataclass(frozen=True, eq=False)
 class GrammarTokens:
-    """The tokens of a vocabulary on a device, N places.
+    """A vocabulary's tokens on a device, at N indices.
 
-    Attributes:
-        text: uint8, the bytes of all tokens, each followed by a zero, and some zeros that walks read beyond the last.
-        starts: int32 ``[N]``, where in it each token begins.
-        packed: int32 ``[N]``: ``chars << 20 | plain_from << 10 | length``; 0 where there is no token.
-        ranks: int32 ``[V]``, the place of an id's token; ``NEVER`` or ``AT_END``.
-        ids: int32 ``[V, 2]``: where the bytes of each id begin, and how many it has.
-        firsts: int32 ``[N / GROUP]``, the byte with which all tokens of a group of places begin; -1 if they differ.
-        first_plain: from this place on all tokens are plain.
-        longest: bytes of the longest token.
+    Attributes: text: uint8, the bytes of all tokens, each followed by a zero, and padding that walks read beyond the
+        last. starts: int32 ``[N]``, the offset of each token in it. packed: int32 ``[N]``: ``chars << 20 | plain_from
+        << 10 | length``; 0 where there is no token. ranks: int32 ``[V]``, the index of an id's token; ``NEVER`` or
+        ``AT_END``. ids: int32 ``[V, 2]``: where the bytes of each id begin, and their number. firsts: int32 ``[N /
+        GROUP]``, the first byte of all tokens in a group of indices; -1 if they differ. first_plain: from this index on
+        all tokens are plain. longest: bytes of the longest token.
     """
 
     text: torch.Tensor
@@ -77,15 +74,15 @@ class GrammarTokens:
         rest, plains = np.flatnonzero(plain > 0), np.flatnonzero(plain == 0)
         first_plain = -(-len(rest) // GROUP) * GROUP
         size = first_plain + -(-len(plains) // GROUP) * GROUP
-        places = np.zeros(len(tokens), np.int32)
-        places[rest], places[plains] = np.arange(len(rest)), first_plain + np.arange(len(plains))
+        indices = np.zeros(len(tokens), np.int32)
+        indices[rest], indices[plains] = np.arange(len(rest)), first_plain + np.arange(len(plains))
         starts_at, packed_at = np.zeros(size, np.int32), np.zeros(size, np.int32)
-        starts_at[places], packed_at[places] = starts, packed
+        starts_at[indices], packed_at[indices] = starts, packed
         firsts = text[starts_at].reshape(-1, GROUP).astype(np.int32)
         is_alike = ((firsts == firsts[:, :1]) | (packed_at.reshape(-1, GROUP) == 0)).all(1)
         number = {token: n for n, token in enumerate(tokens)}
         numbers = np.array([number.get(token, -1) for token in vocabulary.tokens], np.int32)
-        ranks = np.where(numbers < 0, NEVER, places[numbers])
+        ranks = np.where(numbers < 0, NEVER, indices[numbers])
         ranks[list(vocabulary.end_ids)] = AT_END
         ids = np.where(numbers[:, None] < 0, 0, np.column_stack([starts, lengths])[numbers])
 
@@ -105,12 +102,12 @@ class GrammarTokens:
 
     @property
     def num_words(self) -> int:
-        """int32 words of a row's bits: one for every group of places, and one that says whether the text may end."""
+        """int32 words of a row's bits: one per group of indices, and one that says whether the text may end."""
         return len(self.starts) // GROUP + 1
 
 
 def pack_row(base: int, now: Configuration) -> Integers:
-    """A row of the kernels: int32 ``[ROW]``; ``base`` is where the tables of its grammar begin."""
+    """A row for the kernels: int32 ``[ROW]``; ``base`` is the offset of its grammar's tables."""
     row = np.zeros(ROW, np.uint32)
     row[:SEEN] = base, now.state, now.fewest, now.most, now.blanks, len(now.stack)
     seen = [now.seen, *(seen for _, seen in now.stack)]
@@ -122,7 +119,7 @@ def pack_row(base: int, now: Configuration) -> Integers:
 
 
 def unpack_row(row: Integers) -> tuple[int, Configuration]:
-    """The base and the configuration of a row."""
+    """A row's base and configuration."""
     base, state, fewest, most, blanks, height = row[:SEEN].tolist()
     numbers = row.view(np.uint32)
     seen = [int(low) | int(high) << 32 for low, high in numbers[SEENS:KEPT].reshape(-1, 2)[:height]]

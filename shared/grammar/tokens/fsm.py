@@ -1,8 +1,8 @@
-"""A grammar over tokens: which may follow, and where each leads. Introduced in phase 12.
+"""A grammar over tokens: which tokens may follow, and where each leads. Introduced in phase 12.
 
-The automaton reads bytes; a model draws tokens, which may hold several characters, or part of one, and the end of one
-value together with the beginning of the next. So a token is allowed if the automaton can read all its bytes. A state is
-a :class:`Configuration`: the automaton's state with its stack.
+The automaton reads bytes; a model samples tokens, which may hold several characters, a part of one, or the end of one
+value and the beginning of the next. So a token is allowed if the automaton can read all its bytes. A state is a
+:class:`Configuration`: the automaton's state and its stack.
 """
 
 import numpy as np
@@ -16,12 +16,12 @@ from shared.grammar.tokens.vocabulary import GrammarVocabulary
 
 
 class TokenFSM:
-    """One grammar for one vocabulary; immutable but for its cache of masks, so threads may share it."""
+    """One grammar for one vocabulary; immutable except for its cache of masks, so threads may share it."""
 
     initial_state: Configuration = START
 
     def __init__(self, automaton: Automaton, vocabulary: GrammarVocabulary) -> None:
-        """Raises GrammarError if no token may be the first."""
+        """Raises GrammarError if no token may come first."""
         self.automaton, self.vocabulary = automaton, vocabulary
         self.masks = TokenMasks(automaton, vocabulary)
         if not self.mask(self.initial_state).any():
@@ -30,7 +30,7 @@ class TokenFSM:
     def allowed_tokens(self, state: Configuration) -> list[int]:
         """The ids of the tokens that may follow, with those that end the output if it may end here.
 
-        The definition, one byte after the other; ``mask`` gives the same for the whole vocabulary at once.
+        The definition, one byte at a time; ``mask`` gives the same for the whole vocabulary at once.
         """
         # exercise 12x3: the tokens that may follow
         # hint: walk the trie from its root: children(0) gives (byte, node) of each child of node 0
@@ -55,7 +55,7 @@ class TokenFSM:
         return self.masks.mask(state)
 
     def next_state(self, state: Configuration, token_id: int) -> Configuration | None:
-        """The state after a token; None if the grammar refuses it. A token that ends the output leads nowhere."""
+        """The state after a token; None if the grammar refuses it. A token that ends the output has no next state."""
         token = self.vocabulary.tokens[token_id]
         return self.automaton.walk(state, token) if token else None
 

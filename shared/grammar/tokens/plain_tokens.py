@@ -1,8 +1,8 @@
-"""Which tokens consist of given characters, and where the others leave them. Introduced in phase 12.
+"""Which tokens consist of given characters, and where the other tokens leave them. Introduced in phase 12.
 
-The walk over a trie visits every beginning of a token. In a state that certain characters lead back to, as inside a
-string, it need not: the tokens of these characters alone are allowed, and of the others only what follows the first
-other character matters. Tokens that begin alike are a range, so a mask that is known elsewhere is taken over by ranges.
+The walk over a trie visits every prefix of a token. It need not in a state that loops on certain characters, as inside
+a string: tokens of only these characters are allowed, and of the others only the part from the first other character on
+matters. Tokens with a common prefix are a range, so parts of a known mask are copied by ranges.
 
 Invariant: nothing here depends on a grammar.
 """
@@ -27,7 +27,7 @@ Array = NDArray[Any]
 
 
 def ranges(first: Array, count: Array) -> Array:
-    """The numbers from each ``first`` on, ``count`` of each."""
+    """``count`` numbers from each ``first`` on."""
     return np.arange(count.sum()) + (first - count.cumsum() + count).repeat(count)
 
 
@@ -35,15 +35,12 @@ def ranges(first: Array, count: Array) -> Array:
 class TokensOfSet:
     """The tokens of a set of characters.
 
-    Attributes:
-        is_within: bool ``[V]``: a token has no other characters, but that it may end inside a plain one, if the set
-            has all beyond ASCII.
-        exits: nodes whose byte is the first that leads out of the set, sorted by this byte.
-        starts: ``[257]``: those of byte b stand in ``exits`` from ``starts[b]`` on.
-        chars: ``[exits]``, the characters before each.
-        inside: nodes that begin a character inside which a token of ``is_within`` ends.
-        copies: two rows of ids. Tokens with as many characters before the same end are allowed alike, so ``exits`` has
-            one of them, and each token of the second row is allowed if that of the first is.
+    Attributes: is_within: bool ``[V]``: the token has no other characters; it may end inside a plain one if the set has
+        all non-ASCII ones. exits: nodes whose byte is the first outside the set, sorted by this byte. starts:
+        ``[257]``: those of byte b are in ``exits`` from ``starts[b]`` on. chars: ``[exits]``, the characters before
+        each. inside: nodes that begin a character in which a token of ``is_within`` ends. copies: two rows of ids.
+        Tokens with equally many characters before the same end are allowed or refused alike, so ``exits`` has one of
+            them, and each token of the second row is allowed if that of the first is.
     """
 
     is_within: NDArray[np.bool_]
@@ -56,22 +53,21 @@ class TokensOfSet:
 
 @dataclass(frozen=True, eq=False)
 class PlainTokens:
-    """Of the N nodes of a vocabulary's trie, and the T tokens that have one.
+    """For the N nodes of a vocabulary's trie, and the T tokens that have one.
 
     Attributes:
-        order: ``[T]``, ids sorted by their bytes: the tokens below a node, its own included, stand side by side.
-        first, count, own: ``[N]``: those below a node stand from ``first`` on; ``own`` of these end at the node.
+        order: ``[T]``, ids sorted by their bytes: the tokens below a node, its own included, are adjacent. first,
+        count, own: ``[N]``: those below a node start at ``first``; ``own`` of these end at the node.
         node_of, first_child: ``[V]`` and ``[N + 1]``, of the vocabulary.
         parents, byte, depth: ``[N]``; the depth is the number of bytes.
         chars: ``[N]``, the characters that begin in a node's bytes.
-        token_chars: ``[V]``, those of each token.
-        symbols: uint64 ``[2, N]``, the set of the whole characters of a node, as in
-        :mod:`shared.grammar.automata.plain`. is_whole: bool ``[N]``: a node's bytes end with a plain or ASCII
-        character. is_odd: bool ``[N]``: bytes end inside a character, and some token goes on so that it never is
-        a plain one. is_ragged: bool ``[N]``: the same, or so that it ends inside this character. plain_from: ``[V]``,
-        from which byte on each token is plain. last_plain_from: ``[N]``, the largest of those below a node.
-        is_last_blank: bool ``[N]``: in a run of blanks, no token goes on below a node, since a line break is the first
-        that follows, after blanks or none. tokens: ``[V]``, the bytes.
+        token_chars: ``[V]``, those of each token. symbols: uint64 ``[2, N]``, the set of the whole characters of a
+        node, as in :mod:`shared.grammar.automata.plain`. is_whole: bool ``[N]``: a node's bytes end with a plain or
+        ASCII character. is_odd: bool ``[N]``: bytes end inside a character, and some token continues so that it is
+        never a plain one. is_ragged: bool ``[N]``: the same, or a token ends inside this character. plain_from:
+        ``[V]``, the byte from which each token is plain. last_plain_from: ``[N]``, the largest of those below a node.
+        is_last_blank: bool ``[N]``: in a run of blanks, no token continues below a node, since the next other character
+        is a line break. tokens: ``[V]``, the bytes.
     """
 
     order: Array
@@ -118,7 +114,7 @@ class PlainTokens:
         own[0] = 0
         plain = plain_from(tokens, usable_bytes)
         latest = np.zeros(size, np.int32)
-        latest[node_of] = plain  # equal tokens share a node, and are plain from the same byte on
+        latest[node_of] = plain  # equal tokens share a node and become plain at the same byte
         depth, chars, state = np.zeros(size, np.int32), np.zeros(size, np.int32), np.zeros(size, np.int8)
         symbols, steps = np.zeros((2, size), np.uint64), _character_steps(usable_bytes)
         for number, level in enumerate(levels, 1):
@@ -152,25 +148,25 @@ class PlainTokens:
 
     @cached_property
     def views(self) -> tuple[Any, ...]:
-        """Arrays of which single numbers are read: ``first_child``, ``is_whole``, ``last_plain_from``, ``depth``,
+        """Arrays from which single numbers are read: ``first_child``, ``is_whole``, ``last_plain_from``, ``depth``,
         ``is_ragged``, ``first``, ``count``, ``own``, ``chars`` and ``is_last_blank``."""
         marks = self.first_child, self.is_whole, self.last_plain_from, self.depth, self.is_ragged
         numbers = self.first, self.count, self.own, self.chars, self.is_last_blank
         return tuple(map(memoryview, (*marks, *numbers)))  # type: ignore[arg-type]
 
     def within(self, nodes: Array | slice, symbols: int, *, is_whole: bool = True) -> NDArray[np.bool_]:
-        """Whether the bytes of each node are characters of a set, of which the last is whole, or is not."""
+        """Whether each node's bytes are characters of a set, the last of them whole or not."""
         others = ~np.array([symbols & HALF, symbols >> 64], np.uint64)
         low, high = self.symbols
         found: NDArray[np.bool_] = (low[nodes] & others[0] | high[nodes] & others[1]) == 0
         return found & (self.is_whole[nodes] == is_whole)
 
     def symbols_of(self, node: int) -> int:
-        """The set of the whole characters of one node."""
+        """The set of one node's whole characters."""
         return int(self.symbols[0, node]) | int(self.symbols[1, node]) << 64
 
     def of_set(self, symbols: int) -> TokensOfSet:
-        """The tokens of a set of characters; the sets that were asked for last are kept."""
+        """The tokens of a set of characters; the most recently requested sets are cached."""
         with self._lock:
             if symbols in self._sets:
                 self._sets.move_to_end(symbols)
@@ -198,8 +194,8 @@ class PlainTokens:
         return found
 
     def ends(self, node: int) -> int:
-        """A number for what follows a node in the tokens below it: nodes with the same number have the same ends, and
-        so as many tokens below them, in the same order."""
+        """A number for what follows a node in the tokens below it: nodes with equal numbers have the same endings,
+        hence equally many tokens below them, in the same order."""
         found = self._ends.get(node)
         if found is None:
             first, depth = int(self.first[node]), int(self.depth[node])
@@ -209,7 +205,7 @@ class PlainTokens:
         return found
 
     def _unlike(self, nodes: Array, chars: Array) -> tuple[Array, Array]:
-        """One of the nodes that have the same byte, characters and ends; and the ids below the one and the others."""
+        """One of the nodes with the same byte, characters and endings; and the ids below this one and the others."""
         kept: dict[tuple[int, ...], int] = {}
         firsts = [
             kept.setdefault((byte, num_chars, self.ends(node)), node)
@@ -219,7 +215,7 @@ class PlainTokens:
         return np.array(list(kept.values()), np.int32), ids[:, ids[0] != ids[1]]
 
     def ids_below(self, nodes: Array) -> Array:
-        """The ids of the tokens below ``nodes``, of one node after the other."""
+        """The ids of the tokens below ``nodes``, node by node."""
         return self.order[ranges(self.first[nodes], self.count[nodes])]
 
     def ending_at(self, nodes: Array) -> Array:
@@ -242,7 +238,8 @@ _ODD_STATE = 1
 
 
 def _character_steps(usable_bytes: NDArray[np.bool_]) -> NDArray[np.int8]:
-    """Reads UTF-8: ``[state, byte]``, the next state. 0: a character has ended; ``_ODD_STATE``: no plain one can."""
+    """Reads UTF-8: ``[state, byte]``, the next state. 0: a character has ended; ``_ODD_STATE``: no plain character
+    can."""
     spelled = [each for each in PLAIN_SEQUENCES if all(usable_bytes[low : high + 1].any() for low, high in each)]
     states: list[frozenset[Any]] = [frozenset([()]), frozenset()]
     rows = []

@@ -1,8 +1,8 @@
 """The tables of grammars on a device: one allocation, in which each automaton is a range. Introduced in phase 12.
 
-Kernels read all grammars of a batch through one address, which a CUDA graph has captured, and each row has the place of
-its own grammar. A range is kept until its last request has ended, and then until its room is needed, so that requests
-that follow each other with the same schema upload it once.
+Kernels read all grammars of a batch through one address, which a CUDA graph has captured, and each row has the offset
+of its own grammar. A range is kept until its last request has ended, and then until its space is needed, so that
+successive requests with the same schema upload it once.
 
 Invariant: ranges never overlap, and a range that a request holds neither moves nor changes.
 """
@@ -22,19 +22,19 @@ from shared.grammar.automata.plain import ACTION_MASK, free_loops
 from shared.grammar.tokens.device import LONGEST
 from shared.grammar.tokens.fsm import TokenFSM
 
-HEADER = 16  # numbers before the 256 columns: the length of a state's row, and where each table begins
+HEADER = 16  # numbers before the 256 columns: the row length of a state, and the start of each table
 COLUMN_BYTES = 256
-FREE_BITS = 2  # of a packed entry: how free the state is to which it leads
+FREE_BITS = 2  # in a packed entry: how free the target state is
 ENTRY_BITS = FREE_BITS + ACTION_BITS
 
 
 def pack(automaton: Automaton, usable_bytes: NDArray[np.bool_]) -> Integers:
     """All tables of an automaton as int32 numbers; 64-bit sets as two, the low half first.
 
-    A state is given by the place of its row in the table. A row is ``depth << 3 | free << 1 | is_final``, then entries.
-    A state is free (:mod:`shared.grammar.automata.plain`) by GOTO: 1, by COUNT: 2, or not: 0. Where a table leads to
-    a state, that stands beside it, which saves the walk a look-up: an entry is ``argument << 5 | action << 2 |
-    free``, and one of ``returns`` is ``state << 2 | free``.
+    A state is identified by the offset of its row in the table. A row is ``depth << 3 | free << 1 | is_final``, then
+    entries. A state is free (:mod:`shared.grammar.automata.plain`) by GOTO: 1, by COUNT: 2, or not: 0. Where a table
+    leads to a state, the entry also says whether that state is free, which saves a lookup in the walk: an entry is
+    ``argument << 5 | action << 2 | free``, and one of ``returns`` is ``state << 2 | free``.
     """
     loops = free_loops(automaton, usable_bytes)
     free = np.where(loops == REFUSED, 0, np.where(loops & ACTION_MASK == Action.COUNT, 2, 1))
@@ -79,10 +79,9 @@ class _Range:
 class GrammarPool:
     """The allocation and its ranges.
 
-    Attributes:
-        tables: int32 ``[size]`` on the device; its address never changes.
-        arrived: recorded after the last upload; another stream waits for it before it reads the tables.
-        readers: each recorded after the last launch on another stream that reads the tables; an upload waits for all.
+    Attributes: tables: int32 ``[size]`` on the device; its address never changes. arrived: recorded after the last
+        upload; another stream waits for it before reading the tables. readers: each recorded after the last launch on
+        another stream that reads the tables; an upload waits for all of them.
     """
 
     def __init__(self, num_bytes: int, device: torch.device | str) -> None:
@@ -93,7 +92,7 @@ class GrammarPool:
 
     @classmethod
     def on(cls, device: torch.device, num_bytes: int) -> Self | None:
-        """A pool on a GPU; None on a CPU, and without bytes: then masks are made on the host."""
+        """A pool on a GPU; None on a CPU, or with a size of 0: then masks are made on the host."""
         return cls(num_bytes, device) if device.type == "cuda" and num_bytes else None
 
     def hold(self, key: Hashable, fsm: TokenFSM, holder: object) -> int | None:
@@ -103,7 +102,8 @@ class GrammarPool:
             key: equal for equal grammars.
 
         Returns:
-            Where its tables begin; None if there is no room, or a token of the vocabulary is too long for kernels.
+            The offset of its tables; None if the pool is full, or a token of the vocabulary is too long for the
+            kernels.
         """
         if fsm.vocabulary.longest > LONGEST:
             return None
@@ -114,13 +114,12 @@ class GrammarPool:
         return base
 
     def acquire(self, key: Hashable, packed: Integers | None) -> int | None:
-        """Hold the range of a grammar, and upload its tables if they are not there.
+        """Hold a grammar's range, and upload its tables if they are not in the pool.
 
-        Args:
-            packed: from :func:`pack`; not needed if the tables are there.
+        Args: packed: from :func:`pack`; not needed if the tables are in the pool.
 
         Returns:
-            Where its tables begin; None if there is no room, which comes with :meth:`release`.
+            The offset of its tables; None if the pool is full; :meth:`release` frees space.
         """
         known = self._ranges.get(key)
         if known is not None:
@@ -132,18 +131,18 @@ class GrammarPool:
         if base is None:
             return None
         self._ranges[key] = _Range(base, size, 1)
-        tables, room = torch.from_numpy(packed), self.tables[base : base + len(packed)]
+        tables, span = torch.from_numpy(packed), self.tables[base : base + len(packed)]
         if self.arrived is not None:
             for event in self.readers:
                 torch.cuda.current_stream().wait_event(event)
-            room.copy_(tables.pin_memory(), non_blocking=True)
+            span.copy_(tables.pin_memory(), non_blocking=True)
             self.arrived.record()
         else:
-            room.copy_(tables)
+            span.copy_(tables)
         return base
 
     def release(self, key: Hashable) -> None:
-        """Give back one hold; raises KeyError without one."""
+        """Release one hold; raises KeyError if there is none."""
         held = self._ranges[key]
         if held.num_holders == 0:
             raise KeyError(key)
@@ -151,7 +150,7 @@ class GrammarPool:
         self._ranges.move_to_end(key)
 
     def _find(self, size: int) -> int | None:
-        """The first gap of this size, after as many unheld ranges were dropped, the oldest first, as it takes."""
+        """The first gap of this size, after dropping as many unheld ranges as necessary, oldest first."""
         unheld = [key for key, one in self._ranges.items() if one.num_holders == 0]
         kept = sorted((one.base, one.size) for one in self._ranges.values() if one.num_holders)
         if _gap(kept, size, len(self.tables)) is None:

@@ -1,10 +1,10 @@
-"""Tokens that the mask of another configuration allows: ranges that are taken over from it. Introduced in phase 12.
+"""Reuses masks: tokens that another configuration's mask allows, copied as ranges. Introduced in phase 12.
 
-A walk may come by letters to a state that letters lead back to. The tokens that go on there are those of the
-configuration that stands in this state before the first letter, so a mask takes these tokens over from its mask, which
-is made once and kept.
+After some letters, a walk may reach a state that loops on letters. Its tokens continue there as they would from a
+configuration already in that state before the first letter, so they are copied from that configuration's mask, which is
+computed once and cached.
 
-Invariant: the other configuration has the frames and the keys of the first; it differs in its state and counters.
+Invariant: the other configuration has the same frames and keys; it differs in its state and counters.
 """
 
 from collections.abc import Callable
@@ -27,7 +27,7 @@ Mask = tuple[NDArray[np.bool_], tuple[Fact, ...]]
 
 
 class TakenTokens:
-    """The ranges of sorted tokens that one mask takes over, by the configuration from whose mask.
+    """The ranges of sorted tokens that one mask copies, by the configuration that each is copied from.
 
     Args:
         other: the mask of another configuration, without the end ids.
@@ -43,12 +43,12 @@ class TakenTokens:
         return bool(self._ranges)
 
     def allow(self, found: NDArray[np.bool_]) -> None:
-        """Allow what the other masks allow of their ranges."""
+        """Allow what the other masks allow in their ranges."""
         for base, taken in self._ranges.items():
             self._allow(found, base, taken)
 
     def take_children(self, about: Reading, node: int, context: int, children: bytes) -> bool:
-        """Take over the children of a node that a state and its model read alike, if they are many."""
+        """Copy for the children of a node that a state and its model treat alike, if they are many."""
         first_child, is_whole, *_, first, count, own, chars, _ = self.tokens.views
         if about.model is None or not is_whole[node]:
             return False
@@ -67,10 +67,10 @@ class TakenTokens:
         return True
 
     def take_walks(self, state: int, loop: Loop, nodes: Array, contexts: Array) -> NDArray[np.bool_]:
-        """Take over what is below some nodes, at which walks came to ``state`` by characters of its loop.
+        """Copy for the tokens below some nodes, whose walks reached ``state`` by characters of its loop.
 
         Returns:
-            Of which it is taken over.
+            The configuration to copy from.
         """
         tokens, is_taken = self.tokens, np.zeros(len(nodes), np.bool_)
         kinds = contexts << 32 | tokens.chars[nodes]
@@ -83,7 +83,8 @@ class TakenTokens:
         return is_taken
 
     def _base(self, state: int, loop: Loop, context: int, chars: int) -> Configuration | None:
-        """From where a walk comes to its state by so many characters of the loop; None if not with the same frames."""
+        """Where a walk started that reached its state by this many characters of the loop; None if its frames
+        differ."""
         fewest, most, blanks, seen, stack = self.contexts.values[context]
         if blanks or seen != self.contexts.now.seen or stack != self.contexts.now.stack:
             return None
@@ -92,7 +93,7 @@ class TakenTokens:
         return Configuration(state, fewest, most, 0, seen, stack)
 
     def _allow(self, found: NDArray[np.bool_], base: Configuration, taken: list[tuple[int, int]]) -> None:
-        """Allow what the mask of ``base`` allows of some ranges of the sorted tokens."""
+        """Allow what the mask of ``base`` allows in some ranges of the sorted tokens."""
         other, examined = self.other(base)
         for fact in examined:
             self.contexts.note(fact)

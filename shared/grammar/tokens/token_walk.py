@@ -1,18 +1,18 @@
-"""All tokens of a vocabulary walk from one configuration: how a mask is made. Introduced in phase 12.
+"""Computes a mask: all tokens of a vocabulary walk from one configuration. Introduced in phase 12.
 
-All beginnings of tokens walk at once, level by level of the trie: a node, a state, and the number of a *context*, which
-is the rest of a configuration. Many walks are arrays, so that a level costs some numpy operations; few are stepped one
-by one. A walk ends where the automaton refuses, so most masks need few steps. Five shortcuts leave few tokens to walk:
+All prefixes of tokens walk at once, level by level of the trie: a node, a state, and the number of a *context*, the
+rest of a configuration. Many walks are arrays, so a level costs a few numpy operations; a few walks are stepped one by
+one. A walk ends where the automaton refuses, so most masks need few steps. Five shortcuts leave few tokens to walk:
 
-- A state that letters lead back to, as inside a string, allows all tokens of such characters. The others walk from the
+- A state that loops on letters, as inside a string, allows all tokens of such characters. The others walk from the
   first other character on (:mod:`shared.grammar.tokens.plain_tokens`).
-- A walk may come by letters to such a state, as after the first letter of a key. Since letters lead back, the tokens
-  that come there are those that this state allows itself: they are taken over from its mask
+- Letters may lead a walk to such a state, as after the first letter of a key. Since the state loops on letters, the
+  tokens that reach it are those that it allows itself: they are copied from its mask
   (:mod:`shared.grammar.tokens.taken_tokens`).
 - Elsewhere, where a state is free, the tokens that are plain from there on are allowed.
-- Walks that stand in the same configuration, and whose tokens go on with the same bytes, are one walk: those of the
+- Walks in the same configuration whose tokens continue with the same bytes are one walk: those of the
   digits 1 to 9, or of all tokens that end with ``",``.
-- In a run of blanks, a walk ends where each token goes on with a line break, since a run begins with its only one.
+- In a run of blanks, a walk ends where every token continues with a line break, since a run begins with its only one.
 
 Invariant: the mask is that of :meth:`shared.grammar.tokens.fsm.TokenFSM.allowed_tokens`.
 """
@@ -48,7 +48,7 @@ EVERY: Any = slice(None)
 
 
 class TokenWalk:
-    """All tokens from a configuration.
+    """Walks all tokens from a configuration.
 
     Args:
         other: the mask of another configuration, without the end ids.
@@ -67,8 +67,8 @@ class TokenWalk:
         self.known_symbols = self.loop.symbols if self.loop and self.loop.symbols & NOT_ASCII else 0
         self.alive: list[Array] = []  # nodes at which a token may end
         self.few: list[int] = []  # the same, one by one
-        self.plain: list[tuple[Array | int, Array | int]] = []  # nodes from which plain tokens go on, and their most
-        self.copies: list[Array] = []  # two rows of ids: each of the second is allowed as that of the first is
+        self.plain: list[tuple[Array | int, Array | int]] = []  # nodes with plain continuations, and their maximum
+        self.copies: list[Array] = []  # two rows of ids: each in the second is allowed if that in the first is
         self.node: Array = np.zeros(1, np.int32)
         self.state: Array = np.full(1, now.state, np.int32)
         self.context: Array = np.zeros(1, np.intp)
@@ -100,22 +100,22 @@ class TokenWalk:
         return found
 
     def _leave_loop(self, loop: Loop) -> NDArray[np.bool_]:
-        """Go to the nodes by which tokens leave the loop of the first state; those that do not are allowed."""
+        """Go to the nodes where tokens leave the first state's loop; tokens that do not leave are allowed."""
         now, of_set = self.now, self.tokens.of_set(loop.symbols)
         self.copies.append(of_set.copies)
         is_taken = np.zeros(257, np.bool_)
         is_taken[:256] = self.automaton.table[now.state, self.automaton.columns] != REFUSED
         chosen = np.flatnonzero(is_taken)
-        places = ranges(of_set.starts[chosen], of_set.starts[chosen + 1] - of_set.starts[chosen])
-        nodes = of_set.exits[places]
+        chosen_exits = ranges(of_set.starts[chosen], of_set.starts[chosen + 1] - of_set.starts[chosen])
+        nodes = of_set.exits[chosen_exits]
         is_counted = loop.action is Action.COUNT and (now.fewest > 0 or now.most < self.vocabulary.longest)
         most = now.most if is_counted else UNBOUNDED
-        last = of_set.inside[self.tokens.chars[of_set.inside] > most]  # of these, the last character may not count yet
+        last = of_set.inside[self.tokens.chars[of_set.inside] > most]  # the last character of these may not count yet
         has_room = len(now.stack) + self.table.max_depth <= MAX_DEPTH
-        if not has_room:  # inside a character too
+        if not has_room:  # also inside a character
             last = of_set.inside
         nodes = np.append(nodes, last)
-        chars = np.append(of_set.chars[places], self.tokens.chars[last] - 1)
+        chars = np.append(of_set.chars[chosen_exits], self.tokens.chars[last] - 1)
         numbers = np.zeros(1, np.intp)
         if is_counted:
             nodes, chars = nodes[chars <= most], chars[chars <= most]
@@ -132,7 +132,7 @@ class TokenWalk:
         return found if has_room else found & self.tokens.is_whole[self.tokens.node_of]
 
     def _step_few(self) -> None:
-        """Step walks one by one, level by level, until there are none, or many."""
+        """Step walks one by one, level by level, until none are left, or too many."""
         table, vocabulary, tokens = self.table, self.vocabulary, self.tokens
         first_child, is_whole, latest, depth, is_ragged, _, count, *_, is_last = tokens.views
         entries, columns, depths = table.entries, table.columns_by_byte, table.depths
@@ -185,18 +185,18 @@ class TokenWalk:
             self._read()
 
     def _copy(self, alike: list[list[int]]) -> None:
-        """Allow the tokens below nodes of a list as those below its first, which alone walk on."""
+        """Allow tokens below a list's nodes like those below its first, the only one that walks on."""
         if alike:
             pairs = np.array([(nodes[0], node) for nodes in alike for node in nodes[1:]], np.int32)
             self.copies.append(np.stack([self.tokens.ids_below(nodes) for nodes in pairs.T]))
 
     def _is_inside(self, node: int) -> bool:
-        """Whether a node stands inside a character of the loop that tokens leave: the whole characters are known."""
+        """Whether a node is inside a character of the loop that tokens leave: whole characters are known."""
         symbols, tokens = self.known_symbols, self.tokens
         return bool(symbols) and not tokens.is_whole[node] and not tokens.symbols_of(node) & ~symbols
 
     def _leave(self) -> None:
-        """End the walks whose tokens are known from elsewhere, and allow plain tokens where states are free."""
+        """End walks whose tokens are known from elsewhere, and allow plain tokens where states are free."""
         loops, can_loop = self.table.loops, self.table.loops.can_loop[self.state]
         if not can_loop.any():
             return
@@ -217,13 +217,13 @@ class TokenWalk:
         self._keep(~is_known)
 
     def _rooms(self, chosen: Array | slice) -> NDArray[np.bool_]:
-        """Of some walks, whether the stack is deep enough for an end."""
+        """For some walks, whether the stack is deep enough to reach an end."""
         heights = np.array(self.contexts.heights)[self.context[chosen]]
         found: NDArray[np.bool_] = heights + self.automaton.depths[self.state[chosen]] <= MAX_DEPTH
         return found
 
     def _expand(self) -> None:
-        """Go from each node to its children; where plain tokens were allowed, only to those that others are below."""
+        """Go from each node to its children; where plain tokens were allowed, only to those with other tokens below."""
         first = self.vocabulary.first_child[self.node]
         counts = self.vocabulary.first_child[self.node + 1] - first
         parents, children = np.arange(len(counts)).repeat(counts), ranges(first, counts)
@@ -246,7 +246,7 @@ class TokenWalk:
             self.node, self.state, self.context = self.node[chosen], self.state[chosen], self.context[chosen]
 
     def _read(self) -> None:
-        """Read the byte of each node, and keep the walks that the automaton does not refuse."""
+        """Read each node's byte, and keep the walks that the automaton does not refuse."""
         byte = self.vocabulary.byte_of[self.node]
         entries = self.automaton.table[self.state, self.table.columns[byte]]
         is_read = entries != REFUSED
@@ -281,6 +281,6 @@ class TokenWalk:
 
 
 def distinct(numbers: Array) -> list[int]:
-    """The different ones of some numbers that are small; ``np.unique`` takes longer."""
+    """The distinct values among small numbers; ``np.unique`` takes longer."""
     found: list[int] = np.flatnonzero(np.bincount(numbers)).tolist()
     return found

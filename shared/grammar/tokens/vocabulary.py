@@ -1,13 +1,13 @@
 """A vocabulary as grammars see it: the bytes of each token, as a trie. Introduced in phase 12.
 
-An automaton reads bytes and a model draws tokens, so a mask needs the bytes of every token. Tokens with a common
-beginning share its walk: the trie holds each beginning once.
+An automaton reads bytes and a model samples tokens, so a mask needs the bytes of every token. Tokens with a common
+prefix share its walk: the trie holds each prefix once.
 
-Special tokens have no text. Here their bytes are one that UTF-8 does not have, and their name: a grammar allows those
-that it names, and no others.
+Special tokens have no text. Here their bytes are a byte that UTF-8 never uses, then their name; a grammar allows only
+those that it names.
 
-Invariants: tokens without bytes, and those that end an output, are in no trie; nodes are numbered level by level, and
-the children of a node are adjacent.
+Invariants: tokens without bytes, and those that end an output, are not in the trie; nodes are numbered level by level,
+and the children of a node are adjacent.
 """
 
 import re
@@ -32,7 +32,7 @@ with as many opening brackets, after which a quote may open one more, are never 
 
 @dataclass(frozen=True, eq=False)
 class GrammarVocabulary:
-    """V tokens, as a trie of N nodes, of which 0 is the root.
+    """V tokens, as a trie of N nodes, with root 0.
 
     Attributes:
         tokens: the bytes of each id; b"" for those that no grammar allows.
@@ -73,7 +73,7 @@ class GrammarVocabulary:
         order = sorted(range(len(tokens)), key=tokens.__getitem__)
         lengths = np.array([len(tokens[token_id]) for token_id in order])
         longest = int(lengths.max(initial=0))
-        # Sorted tokens as a matrix: a node begins where a prefix differs from that of the row above.
+        # Sorted tokens as a matrix: a node begins where a prefix differs from that of the previous row.
         matrix = np.zeros((len(tokens), longest), np.uint8)
         joined = np.frombuffer(b"".join(tokens[token_id] for token_id in order), np.uint8)
         matrix[np.arange(longest) < lengths[:, None]] = joined
@@ -102,24 +102,25 @@ class GrammarVocabulary:
 
     @cached_property
     def usable_bytes(self) -> NDArray[np.bool_]:
-        """bool ``[256]``: the bytes that a token spells by itself. A grammar that needs another one may not end."""
+        """bool ``[256]``: the bytes that have a token of their own. A grammar that needs any other byte may never
+        end."""
         usable = np.zeros(256, bool)
         usable[[token[0] for token in self.tokens if len(token) == 1]] = True
         return usable
 
     @cached_property
     def plain(self) -> PlainTokens:
-        """What states that letters lead back to allow without a walk."""
+        """The tokens that looping states allow without a walk."""
         return PlainTokens.of(self.tokens, self.usable_bytes, self.node_of, self.first_child, self.byte_of)
 
     @cached_property
     def text(self) -> bytes:
-        """``byte_of``, of which a part is searched faster."""
+        """``byte_of`` in pieces, which are faster to search."""
         return self.byte_of.tobytes()
 
     @cached_property
     def longest_digits(self) -> int:
-        """The most digits that follow each other in a token."""
+        """The longest run of digits in a token."""
         return max(map(len, re.findall(rb"[0-9]+", b" ".join(self.tokens))), default=0)
 
     def children(self, node: int) -> list[tuple[int, int]]:

@@ -7,13 +7,13 @@ One query per head reads every cached key and value once, so decode attention is
 - *Grouped queries*: the query heads that share a KV head are the rows of one small product, so a key is loaded once
   for all of them. The tensor cores take 16 rows; the rest is zero padding.
 - *Split-KV* (Flash-Decoding, Dao et al. 2023; FlashInfer, arXiv 2501.01005): one sequence has too few KV heads to
-  occupy a GPU, so its keys are cut into splits, one for each program, whose states (maximum, sum, weighted values) are
+  occupy a GPU, so its keys are divided into splits, one per program, whose states (maximum, sum, weighted values) are
   then merged.
 
 The grid depends on capacities alone; the split size is computed at run time from the length. It is at least a tile, so
-a short sequence uses few of the ``num_splits`` programs of a KV head; the others return at once. The last program of a
-head to arrive, by a counter on the device, merges the states: a second kernel would cost another launch in every layer
-of every token.
+a short sequence uses few of the ``num_splits`` programs of a KV head; the others return immediately. The last program
+of a head to arrive, by a counter on the device, merges the states: a second kernel would cost another launch in every
+layer of every token.
 
 Invariants: only a sequence's visible keys are read, so other slots may hold anything; states are merged in the order of
 the keys, by whichever program, so a result does not depend on timing; a sequence of length 0 gives zeros; the counters
@@ -79,9 +79,9 @@ def decode_attention_kernel(
         total = tl.zeros([ROWS], tl.float32)
         weighted = tl.zeros([ROWS, D], tl.float32)
         for tile in tl.range(start, end, TILE):
-            place = tile + tl.arange(0, TILE)
-            is_key = place < end
-            tokens = memory + place.to(tl.int64)[:, None] * D + d[None, :]
+            index = tile + tl.arange(0, TILE)
+            is_key = index < end
+            tokens = memory + index.to(tl.int64)[:, None] * D + d[None, :]
             k = tl.load(keys + tokens, mask=is_key[:, None], other=0.0)  # [TILE, D]
             v = tl.load(values + tokens, mask=is_key[:, None], other=0.0)
             scores = tl.dot(queries, tl.trans(k), input_precision="ieee") * scale  # [ROWS, TILE], of base 2
@@ -109,7 +109,7 @@ def decode_attention_kernel(
 
 @triton.jit
 def keys_of_split(length, window, TILE: tl.constexpr):
-    """The first visible key, the keys of a split, and how many splits have some.
+    """The first visible key, the keys per split, and the number of nonempty splits.
 
     The second axis of the grid has a program for each split; the window's keys are shared by whole tiles.
     """
@@ -130,7 +130,8 @@ def store_split(
     out, states, maximum, total, weighted, num_used, g, d, is_head,
     GROUP: tl.constexpr, D: tl.constexpr, MERGED_ROWS: tl.constexpr, MERGED: tl.constexpr,
 ):  # fmt: skip
-    """Store the result of a KV head whose keys one program has read, or a state; the last of several merges these."""
+    """Store a KV head's result if one program read all its keys, else a state; the last of several programs merges the
+    states."""
     if num_used == 1:
         tl.store(out + g[:, None] * D + d[None, :], weighted / total[:, None], mask=is_head[:, None])
     else:

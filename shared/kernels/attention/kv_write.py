@@ -6,7 +6,7 @@ program loads a few heads of one token, keeps them in registers, and stores keys
 the fused RoPE and cache kernels of vLLM (``reshape_and_cache``) and FlashInfer with the norm.
 
 A token's slot is an element offset from the start of the layer's KV cache to the row of its first head, plus a stride
-between heads. Contiguous caches, regions and blocks differ in these numbers alone. Invariants: all arithmetic is fp32
+between heads. Contiguous caches, regions and blocks differ only in these numbers. Invariants: all arithmetic is fp32
 and each result is rounded once; unlike between two ops, the normed head is not rounded before it is rotated; positions
 and offsets are uploaded before the step's first kernel, so they are read above the wait (``launch.py``).
 """
@@ -92,8 +92,8 @@ def kv_write_kernel(
 ):  # fmt: skip
     launch_dependents(PDL)
     token = tl.program_id(0).to(tl.int64)
-    part = tl.program_id(1)  # first come the queries' programs, then the keys', then the values'
-    ALIGNMENT: tl.constexpr = D & -D  # the largest power of two in D, and so in every offset
+    part = tl.program_id(1)  # the queries' programs come first, then the keys', then the values'
+    ALIGNMENT: tl.constexpr = D & -D  # the largest power of two that divides D, and so every offset
     Q_PARTS: tl.constexpr = (HQ + HEADS - 1) // HEADS
     KV_PARTS: tl.constexpr = (HKV + HEADS - 1) // HEADS
     if part < Q_PARTS:
@@ -146,7 +146,7 @@ def kv_write(
             ``head_stride``, multiples of D. Negative: the token is not stored (padding of a captured step).
         head_stride: elements between the rows of adjacent heads.
         out: output buffer of the queries, ``[T, Hq, D]`` contiguous; None: allocated.
-        k_scales, v_scales: fp32 ``[Hkv]``, for a KV cache in e4m3 (FP8 or uint8); None: numbers are stored as they are.
+        k_scales, v_scales: fp32 ``[Hkv]``, for a KV cache in e4m3 (FP8 or uint8); None: numbers are stored unscaled.
 
     Returns:
         ``[T, Hq, D]`` in the dtype of q.

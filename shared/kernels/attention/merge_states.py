@@ -16,7 +16,7 @@ from shared.attention.states import merge_rows
 from shared.kernels.launch import launch, launch_dependents, launches, next_power_of_two, tl, triton, wait_for_previous
 
 MERGED_NUMBERS = 4096  # fp32 numbers of states that a program holds at a time
-MOST_ROWS = 16  # that have a program for each head; of more rows, most of which have few states, each has one program
+MOST_ROWS = 16  # up to this many rows have a program per head; larger launches have one per row
 NUM_WARPS = 4
 
 

@@ -1,7 +1,7 @@
 """Online softmax: attention over a paged KV cache, a tile of tokens at a time. Introduced in phase 6.
 
 Running maximum, sum and weighted values, in fp32 (Milakov & Gimelshein, arXiv 1805.02867; Dao et al., arXiv
-2205.14135). :func:`attend` is the loop of every decode kernel: these differ in the rows of queries, the tokens that a
+2205.14135). :func:`attend` is the loop of every decode kernel: kernels differ in the rows of queries, the tokens that a
 program reads, and where those are stored. The loops over a prompt's keys are in
 :mod:`shared.kernels.attention.prompt_tiles`. Invariants: only tokens that are read need a block table entry; a row
 without visible keys so far has maximum -inf, sum 0 and values 0.
@@ -21,10 +21,10 @@ def attend(
     Args:
         queries: ``[ROWS, D]``.
         cache: keys, values, and their scales, fp32 ``[Hkv]``, or None for numbers that are stored as they are.
-        locate, where: ``locate(tokens, end, *where)`` gives the offsets of tokens in keys and values, int64.
-        scale, softcap: as :func:`shared.kernels.attention.decode_attention.in_base_2` gives them.
-        kept: a bit for each token that says whether it is seen, uint8, and the number of tokens that have one; later
-            tokens are seen. None: there are no bits.
+        locate, where: ``locate(tokens, end, *where)`` gives the offsets of tokens in keys and values, int64. scale,
+        softcap: as :func:`shared.kernels.attention.decode_attention.in_base_2` gives them. kept: a bit for each token
+        that says whether it is visible, uint8, and the number of tokens with a bit; later tokens are visible. None:
+        there are no bits.
         KEYS_FIRST: whether a tile's keys are loaded before its values, which is faster in the longest loops.
     """
     keys, values, k_scales, v_scales = cache
@@ -94,8 +94,8 @@ def add_tile(queries, k, v, is_visible, maximum, total, weighted, scale, softcap
 
 @triton.jit
 def weigh(queries, k, is_visible, maximum, total, scale, softcap):
-    """The part of :func:`add_tile` without values: their weights ``[ROWS, TILE]`` relative to the new maximum, what
-    earlier values are multiplied by, ``[ROWS]``, the new maximum and the new total."""
+    """The part of :func:`add_tile` without values: their weights ``[ROWS, TILE]`` relative to the new maximum, the
+    factor for earlier values, ``[ROWS]``, the new maximum and the new total."""
     scores = tl.dot(queries, tl.trans(k), input_precision="ieee")
     if is_visible is None and softcap is None:  # scaled and subtracted at once: one instruction a score
         new_maximum = tl.maximum(maximum, tl.max(scores, 1) * scale)

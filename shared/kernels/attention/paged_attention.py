@@ -39,10 +39,10 @@ TILINGS = {
 
 
 @triton.jit
-def token_rows(place, end, table, kv_head, BLOCK_SIZE: tl.constexpr, HKV: tl.constexpr, D: tl.constexpr):
-    """Offsets of a head's rows in a layer's KV cache, int64, for the tokens at index ``place``, masked by ``end``."""
-    block = tl.load(table + place // BLOCK_SIZE, mask=place < end, other=0).to(tl.int64)
-    return ((block * BLOCK_SIZE + place % BLOCK_SIZE) * HKV + kv_head) * D
+def token_rows(index, end, table, kv_head, BLOCK_SIZE: tl.constexpr, HKV: tl.constexpr, D: tl.constexpr):
+    """Offsets of a head's rows in a layer's KV cache, int64, for the tokens at ``index``, masked by ``end``."""
+    block = tl.load(table + index // BLOCK_SIZE, mask=index < end, other=0).to(tl.int64)
+    return ((block * BLOCK_SIZE + index % BLOCK_SIZE) * HKV + kv_head) * D
 
 
 @triton.jit
@@ -98,12 +98,11 @@ def paged_attention(
         q, window, softcap, workspace, out: as :func:`shared.kernels.attention.decode_attention.decode_attention`.
         keys, values: ``[blocks, block_size, Hkv, D]``, a layer's KV cache, contiguous.
         k_scales, v_scales: fp32 ``[Hkv]``, for keys and values in e4m3 (FP8, or uint8 where the GPU has no FP8); None:
-            they are stored as they are.
-        tables: int32, the concatenated block tables: ``tables[table_starts[b] + i]`` is the block of sequence b's
-            tokens from ``i · block_size`` on.
+            they are stored unscaled. tables: int32, the concatenated block tables: ``tables[table_starts[b] + i]`` is
+            the block of sequence b's tokens from ``i · block_size`` on.
         table_starts: int32 ``[B]``.
         lengths: int32 ``[B]``, each sequence's tokens, the new one included. All three are read on the device, so a
-            captured launch can be replayed with other values.
+            captured launch can be replayed with different values.
 
     Returns:
         ``[B, Hq, D]`` in the dtype of q.
@@ -169,7 +168,8 @@ def gathered(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Gather keys and values ``[Hkv, end - first, D]`` of the tokens ``first`` to ``end`` of the table at ``start``.
 
-    For devices without kernels; the arguments are those of :func:`paged_attention`. ``dtype``: of dequantized ones.
+    For devices without kernels; the arguments are those of :func:`paged_attention`. ``dtype`` is that of dequantized
+    keys and values.
     """
     block_size = keys.shape[1]
     skipped = first // block_size

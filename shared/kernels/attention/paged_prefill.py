@@ -45,7 +45,7 @@ def paged_prefill_kernel(
     BLOCK_SIZE: tl.constexpr, HKV: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr,
     TILE: tl.constexpr, SEQUENCES: tl.constexpr,
 ):  # fmt: skip
-    # The last tiles of a prompt have the most keys: they begin first.
+    # A prompt's last tiles have the most keys, so they begin first.
     program = tl.num_programs(0) - 1 - tl.program_id(0)
     kv_head = tl.program_id(1)
     b = tl.arange(0, SEQUENCES)

@@ -2,8 +2,8 @@
 
 The plan assigns keys to programs, once for all layers (:mod:`shared.attention.plan`, after FlashInfer, arXiv
 2501.01005). A program computes an item, a split of one sequence's keys, for one KV head and the query heads that share
-it. Everything that differs between steps is in index arrays on the device, so a captured launch serves every plan of
-its capacity.
+it. Everything that differs between steps is in index arrays on the device, so a captured launch serves every plan
+within its capacity.
 
 The tensor cores multiply 16 rows of queries at a time, and a group has fewer, so its rows are padded. Packing the
 queries of several KV heads instead was tried and was not faster (docs/EXPERIMENTS.md).
@@ -26,7 +26,7 @@ from shared.kernels.attention.planned_tiling import DecodeTiling
 from shared.kernels.attention.planned_workspace import PlannedWorkspace
 from shared.kernels.launch import launch, launch_dependents, launches, next_power_of_two, tl, triton, wait_for_previous
 
-DOT_ROWS = 16  # rows of a tensor core's tile; fewer are padded
+DOT_ROWS = 16  # rows of a tensor core's tile; smaller groups are padded
 
 
 @triton.jit

@@ -35,7 +35,8 @@ def planned_prefill_kernel(
 ):  # fmt: skip
     """Program (i, j) computes item j for KV head i; the grid is (Hkv, capacity).
 
-    With HAS_COPIES there are two launches: with ``copied``, of the requests whose keys are copied, and of the others.
+    With HAS_COPIES there are two launches: one with ``copied`` for the requests whose keys are copied, and one for the
+    others.
     """
     launch_dependents(PDL)
     wait_for_previous(PDL)
@@ -128,10 +129,9 @@ def planned_prefill(
         plan: from :func:`shared.attention.plan.plan_prefill`, with the same window and the tiling's tokens per tile.
         num_masks: int32 ``[B]``, mask tokens for each real token of a sequence, fewer than the window; they come
             after its real ones (phase 11.1). The plan must have ``has_masks``. None: there are none. Only kernels take
-            it.
-        tiling: from :func:`shared.kernels.attention.planned_tiling.prefill_tiling`.
-        copies: of a tiling that copies keys, whether there are requests whose keys are copied, and others.
-        out: output buffer, ``[T, Hq, D]`` contiguous; None: allocated.
+            it. tiling: from :func:`shared.kernels.attention.planned_tiling.prefill_tiling`. copies: for a tiling that
+            copies keys: whether some requests' keys are copied, and whether some are not. out: output buffer, ``[T, Hq,
+            D]`` contiguous; None: allocated.
 
     Returns:
         ``[T, Hq, D]`` in the dtype of q. Raises ValueError for a plan that does not fit the launch.

@@ -55,7 +55,7 @@ class PrefillTiling:
     num_stages: int
     programs_per_multiprocessor: int = 2
     least_split: int = 128
-    copied: CopiedTiling | None = None  # of keys that are copied first; None: they are read from the blocks
+    copied: CopiedTiling | None = None  # the tiling for keys that are copied first; None: they are read from the blocks
 
     def tokens(self, group: int) -> int:
         """New tokens per tile: whole tokens, so that all heads of a token have the same splits."""
@@ -71,7 +71,7 @@ AnyTiling = TypeVar("AnyTiling", bound=DecodeTiling)
 FEW_PAIRS = 64
 """Maximum (sequence, KV head) pairs of a batch for the first of two tilings: its splits are short, down to
 ``least_split``, and a split of a single tile prefetches nothing."""
-DECODE_TILINGS: dict[int, tuple[DecodeTiling, DecodeTiling]] = {  # by head size: few pairs, many
+DECODE_TILINGS: dict[int, tuple[DecodeTiling, DecodeTiling]] = {  # by head size: with few pairs, with many
     16: (DecodeTiling(64), DecodeTiling(128)),
     32: (DecodeTiling(64), DecodeTiling(128)),
     64: (DecodeTiling(64, num_warps=2, least_split=64), DecodeTiling(64)),
@@ -91,7 +91,7 @@ LEAST_ROWS = 64
 """Rows of an average sequence above which the keys of a step are copied: tiles of fewer rows read them too seldom."""
 COPIED_ROWS = 128
 """Rows of queries in a tile of a step whose keys are copied, for every head size."""
-COPIED_TILINGS = {  # by head size, the largest that an entry serves
+COPIED_TILINGS = {  # by head size, the largest that an entry covers
     64: CopiedTiling(64, 4, 3),
     128: CopiedTiling(64, 8, 3),
     256: CopiedTiling(64, 8, 2),
@@ -107,7 +107,7 @@ def decode_tiling(num_sequences: int, num_kv_heads: int, head_dim: int, itemsize
     return fitted(tiling, head_dim, itemsize)
 
 
-@cache  # asked for in every step
+@cache  # called in every step
 def fitted(tiling: AnyTiling, head_dim: int, itemsize: int) -> AnyTiling:
     """The tiling with its pipeline, and then its tile, reduced to fit in ``PIPELINE_BYTES``."""
     tile, stages = tiling.tile, tiling.num_stages
@@ -143,7 +143,8 @@ def prefill_tiling(
 
 
 def can_copy(itemsize: int, device: torch.device) -> bool:
-    """Whether copied keys are faster on a GPU: its copy engine and shared memory decide; fp32 uses no tensor cores."""
+    """Whether copied keys are faster on a GPU: that depends on its copy engine and shared memory; fp32 uses no tensor
+    cores."""
     return itemsize <= 2 and device.type == "cuda" and generation(device).copies_tiles
 
 

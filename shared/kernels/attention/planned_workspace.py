@@ -23,7 +23,7 @@ class PlannedWorkspace:
     partial: torch.Tensor  # fp32 [states, Hq, D]
     partial_log: torch.Tensor  # fp32 [states, Hq], base 2
     counters: torch.Tensor  # int32 [B · Hkv], zero between launches
-    copied: PromptKeys | None = None  # prompts' keys in one piece; None: no tiling asks for them
+    copied: PromptKeys | None = None  # the prompts' keys in one piece; None: no tiling needs them
 
     @classmethod
     def for_batches(

@@ -1,18 +1,18 @@
-"""Prompts' keys and values in one piece: copied out of the blocks once a layer. Introduced in phase 6.1.
+"""Prompts' keys and values in one piece: copied out of the blocks once per layer. Introduced in phase 6.1.
 
-A program that attends to keys in blocks computes an address for each token and loads 16 bytes a thread. From Hopper on,
-a GPU has an engine that copies whole tiles of a matrix into shared memory while the tensor cores multiply (the *tensor
-memory accelerator*), but a tile of it is adjacent rows, and a block has too few. So the keys and values that prompts
-attend to are first copied into one matrix. Each of their tiles is then read by many programs, so the copy costs a few
-percent of what it saves (docs/EXPERIMENTS.md).
+A program that attends to keys in blocks computes an address for each token and loads 16 bytes per thread. From Hopper
+on, a GPU has an engine that copies whole tiles of a matrix into shared memory while the tensor cores multiply (the
+*tensor memory accelerator*), but its tiles are adjacent rows, and a block has too few. So the keys and values that
+prompts attend to are first copied into one matrix. Each of their tiles is then read by many programs, so the copy costs
+a few percent of what it saves (docs/EXPERIMENTS.md).
 
 The matrix has ``num_rows`` rows for keys and as many for values, ``[2 · num_rows, Hkv · D]``. Each request with at
-least ``LEAST_NEW`` new tokens gets rows, in the order of the batch, as long as they last: one for each token of its
-sequence, up to whole tiles, and a tile of zeros, so that a tile that begins within a sequence never reaches the next.
-The keys of the others are read from the blocks, by a launch of their own. Copy and attention derive the rows from the
-lengths, so a captured step copies for any batch.
+least ``LEAST_NEW`` new tokens gets rows, in batch order until they run out: one for each token of its sequence, rounded
+up to whole tiles, and a tile of zeros, so that a tile that begins within a sequence never reaches the next. The other
+requests' keys are read from the blocks, by a separate launch. Copy and attention derive the rows from the lengths, so a
+captured step copies for any batch.
 
-Invariant: a row that is read is a token of the request itself, or zero.
+Invariant: a row that is read holds a token of the request itself, or zeros.
 """
 
 from dataclasses import dataclass, field
@@ -62,7 +62,7 @@ class PromptKeys:
         return len(self.matrix) // 2
 
     def copies(self, num_new: NDArray[np.int64], lengths: NDArray[np.int64], tile: int) -> tuple[bool, bool]:
-        """Whether there are requests whose keys are copied, and others.
+        """Whether some requests' keys are copied, and whether some are not.
 
         Args:
             num_new, lengths: ``[B]``, the new tokens and the tokens of each prompt's sequence.
@@ -119,19 +119,19 @@ def copy_keys_kernel(
     for row in tl.range(tl.program_id(1) * TILE, used, tl.num_programs(1) * TILE):
         is_owner = (row < ends) & (row >= ends - counts)
         request = tl.sum(tl.where(is_owner, b, 0), 0)
-        place = row - tl.sum(tl.where(is_owner, ends - counts, 0), 0) + tl.arange(0, TILE)
+        index = row - tl.sum(tl.where(is_owner, ends - counts, 0), 0) + tl.arange(0, TILE)
         length = tl.load(lengths + request)
         num_new = tl.load(query_indptr + request + 1) - tl.load(query_indptr + request)
         first = tl.maximum(length - num_new + 1 - window, 0)  # the first key that a new token attends to
         table = tables + tl.load(table_starts + request)
-        is_seen = (place >= first) & (place < length)
-        tokens = token_rows(place, length, table, 0, BLOCK_SIZE, HKV, D)[:, None] + column[None, :]
+        is_seen = (index >= first) & (index < length)
+        tokens = token_rows(index, length, table, 0, BLOCK_SIZE, HKV, D)[:, None] + column[None, :]
         into = (row + tl.arange(0, TILE)).to(tl.int64)[:, None] * (HKV * D) + column[None, :]
         dtype: tl.constexpr = matrix.dtype.element_ty
         k = widened(tl.load(keys + tokens, mask=is_seen[:, None], other=0.0), dtype)
-        tl.store(matrix + into, k, mask=(place >= first)[:, None])
+        tl.store(matrix + into, k, mask=(index >= first)[:, None])
         v = widened(tl.load(values + tokens, mask=is_seen[:, None], other=0.0), dtype)
-        tl.store(matrix + num_rows * (HKV * D) + into, v, mask=(place >= first)[:, None])
+        tl.store(matrix + num_rows * (HKV * D) + into, v, mask=(index >= first)[:, None])
 
 
 def copy_keys(

@@ -1,7 +1,7 @@
 """The loops over the keys that a tile of prompt tokens attends to. Introduced in phase 6.
 
-Most tiles of keys are visible to every token of a tile of queries and need no mask; only those at the two ends do. A
-score without a mask takes half the instructions of one with, and instructions and exponentials keep the tensor cores
+Most tiles of keys are visible to every token of a tile of queries and need no mask; only those at the two ends do. An
+unmasked score takes half the instructions of a masked one, and instructions and exponentials keep the tensor cores
 waiting (FlashAttention-2, arXiv 2307.08691). Softmax does not depend on the order of its keys, so the tiles without
 masks come first, in a loop of their own.
 
@@ -26,9 +26,8 @@ def attend_to_keys(
         cache: keys, values, and their scales, as :func:`shared.kernels.attention.online_softmax.attend` takes them.
         copied: the descriptor of a copy of them (:mod:`shared.kernels.attention.prompt_keys`); None: there is none.
         where: without a copy the last arguments of :func:`token_rows`; else the rows of the first key and of its value,
-            and the column.
-        seen: the first and the last key that each query attends to, ``[ROWS]``, both ascending.
-        own: as ``seen``, for keys that a query attends to as well; no tile is then without a mask. None: none.
+        and the column. seen: the first and the last key that each query attends to, ``[ROWS]``, both ascending. own:
+        like ``seen``, for further keys that a query attends to; then every tile has a mask. None: none.
     """
     ROWS: tl.constexpr = queries.shape[0]
     D: tl.constexpr = queries.shape[1]
@@ -62,7 +61,7 @@ def add_tiles(
     scale, softcap, TILE: tl.constexpr,
 ):  # fmt: skip
     """Update the state of :func:`add_tile` with ``num_tiles`` tiles of keys from ``start`` on, without the ``gap_size``
-    keys from ``gap`` on. ``seen`` None: every query attends to all of them."""
+    keys from ``gap`` on. ``seen`` None: every query attends to all keys."""
     t, d = tl.arange(0, TILE), tl.arange(0, queries.shape[1])
     if copied is None:  # block table entries are loaded a tile ahead, so that a tile's loads do not wait for a lookup
         rows = token_rows(start + tl.where(start >= gap, gap_size, 0) + t, end, *where)

@@ -1,1 +1,1 @@
-"""Kernels of norms and products with weights of 16, 8 and 4 bits."""
+"""Kernels for norms, and for products with 16-, 8- and 4-bit weights."""

@@ -1,6 +1,6 @@
 """The gated activations SwiGLU and GeGLU in one launch. Introduced in phase 3.1.
 
-PyTorch needs two launches and a round trip through memory between them. For few rows even this launch is unnecessary:
+PyTorch needs two launches and a round trip through memory between them. For a few rows even this launch is unnecessary:
 the activation is the epilogue of the product that computes gate and up (``shared/kernels/products/gemv.py``), which
 calls :func:`gated_activation`. Invariant: gate and up are widened to fp32 and the product is rounded once.
 """
@@ -10,7 +10,7 @@ import torch
 from shared.kernels.launch import launch, launch_dependents, launches, next_power_of_two, tl, triton, wait_for_previous
 from shared.ops import gated as op
 
-MOST_PROGRAMS = 1024  # starting a program takes the GPU about a nanosecond, so larger results take larger blocks
+MOST_PROGRAMS = 1024  # starting a program takes the GPU about a nanosecond, so larger results use larger blocks
 MAX_BLOCK = 2048
 
 

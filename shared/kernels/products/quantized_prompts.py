@@ -1,8 +1,8 @@
-"""Products of prompts with a weight of 8 or 4 bits, which is widened to 16 bits a tile of rows at a time.
+"""Products of prompts with an 8- or 4-bit weight, which is widened to 16 bits one tile of rows at a time.
 
-Introduced in phase 10. A product of many rows is bound by arithmetic: widening W beside it, in registers, takes a third
-of the tensor cores' time, since every program that multiplies a tile of W widens it again. Widened once, and scaled, a
-tile goes through memory twice, but most of it stays in the L2 cache, and PyTorch multiplies it as any matrix.
+Introduced in phase 10. A product of many rows is compute-bound: widening W in registers costs a third of the tensor
+cores' time, since every program that multiplies a tile of W widens it again. Widened once, and scaled, a tile goes
+through memory twice, but most of it stays in the L2 cache, and PyTorch multiplies it like any matrix.
 
 Invariant: memory holds one tile in 16 bits, never the whole of a larger matrix.
 """
@@ -15,9 +15,9 @@ from shared.kernels.products.quantized_tiling import PROMPT_ROWS
 from shared.quantization.weight import QuantizedWeight
 
 TILE_ROWS = 2048  # a multiple of the rows of an FP8 block; fewer do not occupy the GPU
-LONG_ROWS = 8192  # numbers of a row beyond which a tile has twice as many rows
+LONG_ROWS = 8192  # numbers of a row above which a tile has twice as many rows
 BLOCK = 2048  # bytes of a row that a program widens
-LEAST_ROWS = 256  # of x: with fewer, writing the tiles of a matrix that occupies the GPU takes longer than it saves
+LEAST_ROWS = 256  # rows of x: with fewer, writing the tiles of a matrix that occupies the GPU costs more than it saves
 
 
 @triton.jit
@@ -42,7 +42,8 @@ def dequantize_kernel(
 
 
 def is_faster(rows: int, N: int, x: torch.Tensor) -> bool:
-    """Whether :func:`multiply_by_tiles` is faster than the widening product, for more rows than decode kernels take.
+    """Whether :func:`multiply_by_tiles` is faster than the widening product, for more rows than the decode kernels
+    handle.
 
     That product has a program for 128 rows of W: with fewer programs than multiprocessors most of the GPU idles.
     """
@@ -58,7 +59,7 @@ def multiply_by_tiles(
 ) -> torch.Tensor:
     """``x Wᵀ + b + residual`` of x ``[T, K]``: ``[T, N]``. W is rounded to the dtype of x after it is scaled.
 
-    ``values``: of the weight, as the kernels take them on this GPU.
+    ``values``: the weight's, in the form that the kernels read on this GPU.
     """
     N, K = weight.shape
     rows = min(N, TILE_ROWS if K <= LONG_ROWS else 2 * TILE_ROWS)

@@ -1,8 +1,8 @@
 """Tiles of a quantized matrix in registers. Introduced in phase 10.
 
-A tile holds the bytes as they are stored. With 8 bits a byte is a column, with 4 bits two: byte i of a run of columns
-holds column i in its low half and column i + half a run in its high half, so a tile is multiplied by two contiguous
-pieces of x. FP8 is uint8 on a GPU that cannot convert it.
+A tile holds the bytes as stored. With 8 bits a byte is one column, with 4 bits two: byte i of a run of columns holds
+column i in its low half and column i + half a run in its high half, so a tile is multiplied by two contiguous pieces of
+x. FP8 is uint8 on a GPU that cannot convert it.
 """
 
 from shared.kernels.launch import INTERPRETED, tl, triton
@@ -12,7 +12,7 @@ COMPILED = tl.constexpr(not INTERPRETED)  # the interpreter has no assembler
 
 @triton.jit
 def widened(tile, dtype: tl.constexpr):
-    """8 bits in a wider dtype, exactly; in FP8 itself FP8 stays as it is."""
+    """8-bit numbers in a wider dtype, exactly; FP8 stays FP8 if that is the dtype."""
     if tile.dtype == dtype:
         return tile
     elif tile.dtype == tl.uint8:
@@ -35,11 +35,11 @@ def widened(tile, dtype: tl.constexpr):
 
 @triton.jit
 def widened_by_bits(tile, dtype: tl.constexpr):
-    """INT8 in fp32 or bf16, or FP8 in bf16, without conversions, which take four times as long as other operations.
+    """INT8 in fp32 or bf16, or FP8 in bf16, without conversion instructions, which take four times as long as others.
 
-    INT8 in fp32: a byte 128 too large is the last of the fraction of 2^23. In bf16: seven bits are the fraction of 128,
-    and the eighth is the last bit of an exponent, of -128 or -256; their sum is the number. FP8: its bits are moved to
-    where bf16 has them, and 2^120 makes up for the difference of the exponents' biases.
+    INT8 in fp32: a byte plus 128 is the last byte of 2^23's fraction. In bf16: seven bits are the fraction of 128, and
+    the eighth is the last bit of an exponent, giving -128 or -256; their sum is the number. FP8: its bits are moved to
+    bf16's positions, and 2^120 compensates for the difference of the exponent biases.
     """
     if dtype == tl.float32:
         return tl.inline_asm_elementwise(
@@ -109,23 +109,25 @@ def widened_by_bits(tile, dtype: tl.constexpr):
 
 @triton.jit
 def loaded_row(i, WARPS: tl.constexpr):
-    """The row of a tile whose bytes are loaded as row i, for :func:`as_operand`: 8 rows a warp, then the next warp."""
+    """The row of a tile whose bytes are loaded as row i, for :func:`as_operand`: 8 rows per warp, then the next
+    warp."""
     return i // (16 * WARPS) * (16 * WARPS) + i // 8 % WARPS * 16 + i // (8 * WARPS) % 2 * 8 + i % 8
 
 
 @triton.jit
 def operand_column(j, BITS: tl.constexpr):
-    """The column that stands at place j of :func:`as_operand`'s rows; with 4 bits that of the low half."""
+    """The column at position j of :func:`as_operand`'s rows; with 4 bits, of the low half."""
     return j // 64 * (512 // BITS) + j // 2 % 4 * 16 + j // 16 % 4 * 4 + j // 8 % 2 * 2 + j % 2
 
 
 @triton.jit
 def as_operand(tile, WARPS: tl.constexpr):
-    """Bytes ``[S, R, 64]`` of R rows as they are loaded, as the tensor cores' first operand ``[R, 64 S]``.
+    """Bytes ``[S, R, 64]`` of R rows as loaded, as the tensor cores' first operand ``[R, 64 S]``.
 
-    A thread loads 16 bytes of a row at once, and a tensor core wants 2 columns here and 2 columns there of it, in two
-    rows 8 apart. But a product may take columns and rows in any order, as long as x and the result have the same: so
-    what a thread has loaded is called what it should have, and no byte moves to another thread.
+    A thread loads 16 bytes of a row at once, but a tensor core expects 2 columns in one position and 2 in another, in
+    two rows 8 apart. But a product may take columns and rows in any order, as long as x and the result use the same
+    order: so the bytes that a thread has loaded are relabelled as those that it should have, and no byte moves to
+    another thread.
     """
     S: tl.constexpr = tile.shape[0]
     R: tl.constexpr = tile.shape[1]
@@ -135,10 +137,10 @@ def as_operand(tile, WARPS: tl.constexpr):
 
 @triton.jit
 def halves(tile, zero, dtype: tl.constexpr):
-    """The low and the high halves of bytes, less ``zero``, in fp16 or bf16: two tiles.
+    """The low and high halves of bytes, minus ``zero``, in fp16 or bf16: two tiles.
 
-    Four bits are the last of the fraction of ``128 + n`` in bf16, of ``1024 + n`` in fp16, so that no number is
-    converted: a pair takes one operation to become fractions and one to lose 128 and the zero.
+    Four bits are the last fraction bits of ``128 + n`` in bf16 and of ``1024 + n`` in fp16, so no number is converted:
+    a pair takes one operation to become fractions and one to subtract 128 and the zero.
     """
     if COMPILED and dtype == tl.bfloat16:
         return tl.inline_asm_elementwise(
@@ -193,7 +195,7 @@ def halves(tile, zero, dtype: tl.constexpr):
 
 @triton.jit
 def columns(b, RUN: tl.constexpr, BITS: tl.constexpr):
-    """The column of byte b of a row, of its low half where a byte holds two."""
+    """The column of byte b of a row; of its low half if a byte holds two."""
     if BITS == 8:
         return b
     else:

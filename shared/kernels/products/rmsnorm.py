@@ -2,7 +2,7 @@
 
 A norm reads a vector, reduces it to one number, and writes a vector of the same size: alone it costs a launch and a
 round trip through memory. The operation before it (the residual addition, a Gemma block's norm after attention) or
-after it (again an addition) works on the same vector, so one program applies the chain
+after it (another addition) works on the same vector, so one program applies the chain
 
     x → [post-norm] → [+ residual → summed] → [norm → normed]
 

@@ -1,1 +1,1 @@
-"""Kernels from logits to the next token: masks of grammars, cuts, and the draw."""
+"""Kernels from logits to the next token: grammar masks, cutoffs, and sampling."""

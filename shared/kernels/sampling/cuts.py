@@ -1,30 +1,30 @@
 """Exact top-k and top-p cutoffs of a row of logits without sorting. Introduced in phase 3.1.
 
 A token's distance from the row's maximum is ``(peak - logit) / temperature``. It is not negative, so its bits, read as
-an integer, sort in the same order: its *key*. The top-k cut is the k-th smallest key, the top-p cut the smallest key up
-to which the probabilities sum to top-p; tokens with a larger key are removed. Three launches find both:
+an integer, sort in the same order: its *key*. The top-k cutoff is the k-th smallest key, the top-p cutoff the smallest
+key up to which the probabilities sum to top-p; tokens with a larger key are removed. Three launches find both:
 
-    bracket  two programs per row estimate, from a sample of the row, two keys between which the cuts lie
-    collect  one program per block sums the probability, that up to the lower key and that of all tokens, and appends
+    bracket  two programs per row estimate, from a sample of the row, two keys between which the cutoffs lie
+    collect  one program per block sums the probability up to the lower key and that of all tokens, and appends
              the tokens between the two keys to a list: some thousands of the 128,000. A block is not loaded if its
              maximum lies beyond the upper key, and weighs nothing if the sum of all is needed
-    search   one program per row tests whether the cuts are in the list, and finds them by bisection over integers,
+    search   one program per row tests whether the cutoffs are in the list, and finds them by bisection over integers,
              which ends at the exact key whatever the data. If they are not, it lists the whole row first, which is slow
              and practically never happens
 
-So every logit is compared with two keys instead of many pivots, and no result depends on the estimate. This is the
-selection of Floyd and Rivest ("Expected time bounds for selection", 1975), for sums of probability too. FlashInfer's
-sorting-free sampling (arXiv 2501.01005) uses rejection instead: it samples, rejects tokens that the cuts would remove,
-and samples again, which does not work with counter-based noise.
+So every logit is compared with two keys instead of many pivots, and the result never depends on the estimate. This is
+the selection of Floyd and Rivest ("Expected time bounds for selection", 1975), also for sums of probability.
+FlashInfer's sorting-free sampling (arXiv 2501.01005) uses rejection instead: it samples, rejects tokens that the
+cutoffs would remove, and samples again, which does not work with counter-based noise.
 
-The estimate. Each group of ``GROUP`` logits gives its maximum, found by the peak launch, and its first logit. There are
-at least k tokens up to the k-th of the maxima. Top-p is about the *tail*, the probability beyond a key: the sample
-gives the tail, and the peak launch the sum of all. A token in the tail weighs at most what the key itself weighs, so no
-heavy token that the sample misses can spoil the estimate, however peaked the row is.
+The estimate. From each group of ``GROUP`` logits the estimate uses the maximum, found by the peak launch, and the first
+logit. At least k tokens have keys up to the k-th of the maxima's. Top-p concerns the *tail*, the probability beyond a
+key: the sample gives the tail, and the peak launch the total. A token in the tail weighs at most what the key itself
+weighs, so no heavy token that the sample misses can spoil the estimate, however peaked the row is.
 
 Invariants: as in :mod:`shared.sampling.processors` a token is kept if fewer than k tokens, and less than top-p of the
 probability, are strictly more likely, so ties are kept or removed together. A token's weight ``exp(-distance)`` is an
-integer in units of 2^-44: integer sums do not depend on the order of additions, so the cuts of a row are the same in
+integer in units of 2^-44: integer sums do not depend on the order of additions, so a row's cutoffs are the same in
 every run and every batch. Tokens that min-p removes have no key, so they are neither counted nor summed.
 """
 
@@ -51,7 +51,7 @@ WEIGHTLESS = tl.constexpr(31.0)  # a distance at which a weight is less than a u
 
 @triton.jit
 def bracket_top_k(maxima, k):
-    """A key up to which there are at least k of the groups' maxima, about the smallest."""
+    """A key up to which at least k of the groups' maxima lie, approximately the smallest such key."""
     low, high = tl.full([], -1, tl.int32), tl.full([], FARTHEST, tl.int32)
     for _ in range(BRACKET_STEPS):
         middle = low + (high - low) // 2
@@ -63,10 +63,9 @@ def bracket_top_k(maxima, k):
 
 @triton.jit
 def bracket_top_p(sample, total, p, farthest, is_upper):
-    """A key below which the top-p cut very probably does not lie, or above, from the keys of every GROUP-th token.
+    """A key that very probably bounds the top-p cutoff from below, or from above, estimated from every GROUP-th token.
 
-    Args:
-        total: about the sum of all weights, those that min-p removes included.
+    Args: total: approximately the sum of all weights, including those that min-p removes.
     """
     weights = tl.where(sample <= FARTHEST, weight_of(tl.minimum(sample, FARTHEST)), 0.0) * GROUP
     total -= tl.sum(tl.where(sample > farthest, weights, 0.0), 0)
@@ -79,7 +78,7 @@ def bracket_top_p(sample, total, p, farthest, is_upper):
         beyond = tl.where(sample > middle, weights, 0.0)
         tail = tl.sum(beyond, 0)
         # Heavy tokens that the sample misses only raise the tail, so the lower bound need not allow for them.
-        most = tl.where(is_upper, GROUP * weight_of(middle), 0.0)  # what one token of the sample adds at most
+        most = tl.where(is_upper, GROUP * weight_of(middle), 0.0)  # the maximum that one token of the sample adds
         variance = most * tail
         if not is_upper:
             variance = tl.sum(beyond * beyond, 0)
@@ -96,9 +95,9 @@ def bracket_kernel(
     vocabulary, num_blocks,
     GROUPS: tl.constexpr, BLOCKS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Store one side of a row's bracket (low, high]: -1 is below all keys, and a row with top-k has this low.
+    """Store one side of a row's bracket (low, high]: -1 is below all keys, and is the low side of a row with top-k.
 
-    Branches on what the batch does not have are excluded at compile time: Triton 3.6 fails on loops and branches that
+    Branches on features that the batch lacks are excluded at compile time: Triton 3.6 fails on loops and branches that
     it can prove dead.
     """
     row, is_upper = tl.program_id(1).to(tl.int64), tl.program_id(0) == 1
@@ -156,8 +155,8 @@ def collect_kernel(
             is_open = (distance > low) & (distance <= high)
             num_open = tl.sum(is_open.to(tl.int32), 0)
             if num_open > 0:
-                # Places in the list: scans within groups of 4, which a thread does in registers, over its groups, and
-                # over the threads.
+                # Indices in the list: scans within groups of 4, which a thread computes in registers, over its groups,
+                # and over the threads.
                 within = tl.cumsum(tl.reshape(is_open.to(tl.int32), [BLOCK // 512, 128, 4]), 2)
                 counts = tl.max(within, 2)
                 ends = tl.cumsum(counts, 0)

@@ -1,14 +1,14 @@
-"""Gumbel noise for the kept tokens of each row, and the arg-max of the sums. Introduced in phase 3.1.
+"""Adds Gumbel noise to each row's remaining tokens, and takes the arg-max. Introduced in phase 3.1.
 
-The draw is a matter of instructions, not of bytes: ten rounds of Philox for four tokens, and two exact logarithms for
+Sampling is bound by instructions, not by bytes: ten rounds of Philox for four tokens, and two exact logarithms for
 each. Two bounds save most of the work that cannot change the result:
 
-- the noise is made of 23 random bits, so it lies between -2.82 and 16.64, and a token further than their difference
+- the noise is made from 23 random bits, so it lies between -2.82 and 16.64, and a token further than their difference
   below the maximum loses to the token at the maximum, which is never removed. A block of such tokens, or of removed
   ones, is not even loaded: its maximum is known;
-- ``-log(-log(u))`` is at most ``-log(1 - u)``, and close to it for the large noise that wins. That, and a distance
-  without a division, gives a bound on each score. Exact scores are computed in the order of the bounds, until no bound
-  exceeds the best score: for one token of most blocks.
+- ``-log(-log(u))`` is at most ``-log(1 - u)``, and close to it for the large noise that wins. This, and a distance
+  computed without a division, gives a bound on each score. Exact scores are computed in the order of the bounds, until
+  no bound exceeds the best score: for one token of most blocks.
 """
 
 from shared.kernels.launch import launch_dependents, tl, triton, wait_for_previous
@@ -23,13 +23,13 @@ from shared.kernels.sampling.keys import (
 )
 from shared.kernels.sampling.peak import store_best
 
-REACH = tl.constexpr(20.0)  # a distance that no noise makes up for
-SLACK = tl.constexpr(1e-3)  # more than the rounding errors of a score and of its bound
+REACH = tl.constexpr(20.0)  # a distance that no noise can outweigh
+SLACK = tl.constexpr(1e-3)  # more than the rounding errors of a score and its bound
 
 
 @triton.jit
 def load_uniform(seed, index, first_id, STREAM: tl.constexpr, BLOCK: tl.constexpr):
-    """:func:`shared.sampling.noise.uniform` at BLOCK ids from ``first_id``, a multiple of four, on.
+    """:func:`shared.sampling.noise.uniform` for BLOCK ids from ``first_id`` on, a multiple of four.
 
     Unlike Triton's own Philox it takes both halves of a product from one multiplication.
     """
@@ -52,7 +52,7 @@ def gumbel_of(uniform):
 
 @triton.jit
 def bound_of(uniform):
-    """An upper bound of the noise, at most 0.07 too large for noise above 4.
+    """An upper bound on the noise, at most 0.07 too large for noise above 4.
 
     It is ``-log(1 - u)``, with a logarithm that is linear between powers of two: the exponent and the mantissa of a
     float, read as one integer.
@@ -81,7 +81,7 @@ def draw_kernel(
     ids_out, counters, vocabulary, row_stride,
     STREAM: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """``peak_values`` are the blocks' maxima, ``block_values`` will be the blocks' best scores."""
+    """``peak_values`` are the blocks' maxima; ``block_values`` receives the blocks' best scores."""
     row = tl.program_id(1).to(tl.int64)
     if cuts is None:
         row = tl.num_programs(1) - 1 - row  # the cache still holds what the previous launch read last
@@ -91,7 +91,7 @@ def draw_kernel(
     k, p = load_limits(top_k, top_p, row, vocabulary)
     wait_for_previous(PDL)
     launch_dependents(PDL)
-    if temperature > 0:  # greedy rows are done
+    if temperature > 0:  # greedy rows are finished
         logits += row * row_stride
         peak = tl.load(peaks + row)
         nearest = distance_of(tl.load(peak_values + row * tl.num_programs(0) + tl.program_id(0)), peak, sharpness)
@@ -108,7 +108,7 @@ def draw_kernel(
             logit = tl.load(logits + ids, mask=ids < vocabulary, other=float("nan")).to(tl.float32)
             distance = distance_of(logit, peak, sharpness)
             bounds = bound_of(load_uniform(seed, index, first_id, STREAM, BLOCK)) - distance
-            # An integer with steps of 2^-13 from -32 on, and the place in the block: one maximum finds both.
+            # An integer in steps of 2^-13 from -32 on, and the index in the block: one maximum finds both.
             bounds = ((bounds + 1056).to(tl.int32, bitcast=True) << 12) + tl.arange(0, BLOCK)
             bounds = tl.where(distance <= reach, bounds, -1)
             top = tl.max(bounds, 0)

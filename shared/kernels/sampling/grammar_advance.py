@@ -7,7 +7,7 @@ follows from the previous position's by one draft, so one launch walks the chain
 If the allowed tokens stay the same, as for most tokens inside a string, the row is marked and keeps its mask.
 
 Invariant: a row whose grammar refuses the token loses its grammar; the mask prevents this, and the host, which walks
-the same tokens, finds it.
+the same tokens, detects it.
 """
 
 import torch
@@ -78,10 +78,10 @@ def grammar_advance_kernel(tables, rows, sources, targets, chosen, token_ids, te
                 is_kept &= (own == 0) & (below == height)
                 is_kept &= tl.minimum(fewest, longest) == tl.minimum(least, longest)  # a token counts no further
                 is_kept &= tl.minimum(most, longest) == tl.minimum(limit, longest)
-                tl.debug_barrier()  # the row may be the same
+                tl.debug_barrier()  # it may be the same row
                 tl.store(after + n, numbers, mask=n < ROW)
                 tl.debug_barrier()
-                is_token = length > 0  # an id that ends the sequence leaves the row as it is
+                is_token = length > 0  # an id that ends the sequence leaves the row unchanged
                 tl.store(after + KEPT + lane, (is_kept & (source == target + step)).to(tl.int32))
                 tl.store(after + BASE + lane, -1 + lane, mask=is_token & (is_allowed == 0))
                 tl.store(after + STATE + lane, state // tl.load(grammar), mask=is_allowed)
@@ -113,16 +113,14 @@ def grammar_advance(
     grammars: dict[int, TokenFSM],
     chosen: torch.Tensor | None = None,
 ) -> None:
-    """Walk ``token_ids[b]`` one after the other from ``rows[sources[b]]``, and write what is after the j-th of them to
+    """Walk ``token_ids[b]`` one by one from ``rows[sources[b]]``, and write the configuration after the j-th to
     ``rows[targets[b] + j]``.
 
     Args:
-        rows: int32 ``[slots, ROW]``. No row is the source of one chain and the target of another.
-        sources: int32 ``[B]``; -1 for a row without a grammar, of which nothing is written.
-        targets: int32 ``[B]``; may equal ``sources``.
-        token_ids: int64 ``[B]`` or ``[B, K]``, contiguous.
-        grammars: by their base in the tables; read only where no kernel runs.
-        chosen: int32 ``[B]``: chain b walks ``token_ids[chosen[b]]``; None: ``token_ids[b]``.
+        rows: int32 ``[slots, ROW]``. No row is the source of one chain and the target of another. sources: int32
+        ``[B]``; -1 for a row without a grammar, which is not written. targets: int32 ``[B]``; may equal ``sources``.
+        token_ids: int64 ``[B]`` or ``[B, K]``, contiguous. grammars: by their base in the tables; read only if no
+        kernel runs. chosen: int32 ``[B]``: chain b walks ``token_ids[chosen[b]]``; None: ``token_ids[b]``.
     """
     num_steps = 1 if token_ids.ndim == 1 else token_ids.shape[1]
     if launches(rows):

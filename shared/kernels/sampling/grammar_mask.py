@@ -18,8 +18,8 @@ from shared.grammar.tokens.fsm import TokenFSM
 from shared.kernels.launch import launch, launches, next_power_of_two, tl, triton
 from shared.kernels.sampling.grammar_walk import BASE, COLUMNS, KEPT, ROW, load_configuration, walk
 
-NUM_GROUPS = 8  # of tokens, whose first bytes a program looks up at once; at most 16
-NUM_PROGRAMS = 8192  # of a launch, at least: a few rows get programs with fewer groups
+NUM_GROUPS = 8  # groups of tokens whose first bytes a program looks up at once; at most 16
+NUM_PROGRAMS = 8192  # programs of a launch, at least: with a few rows, each gets fewer groups
 APPLY_BLOCK, APPLY_WARPS = 8192, 8
 BITS, LOWEST = tl.constexpr(LENGTH_BITS), tl.constexpr(LONGEST)
 GROUPED = tl.constexpr(GROUP)
@@ -36,8 +36,8 @@ def grammar_mask_kernel(
 ):  # fmt: skip
     """Program (i, b) finds the bits of groups i, i + the grid's size, … of the b-th slot.
 
-    Most groups need no walk: all of their tokens are plain where these are free, or begin with a byte that the state
-    refuses. Groups that need one stand side by side, so adjacent groups go to different programs.
+    Most groups need no walk: all their tokens are plain and the state is free, or they begin with a byte that the state
+    refuses. Groups that need one are adjacent, so neighbouring groups go to different programs.
     """
     slot = tl.load(slots + tl.program_id(1)).to(tl.int64)
     if slot >= 0:
@@ -111,14 +111,12 @@ def grammar_mask(
     words: torch.Tensor,
     grammars: dict[int, TokenFSM],
 ) -> None:
-    """Write the bits of the allowed tokens of each row of a batch, but for those whose bits stay.
+    """Write the bits of the allowed tokens of each row of a batch, except those whose bits are unchanged.
 
-    Args:
-        tables: of :class:`shared.grammar.tokens.pool.GrammarPool`.
-        rows: int32 ``[slots, ROW]``, configurations.
-        slots: int32 ``[B]``, which configurations; -1 for a row without a grammar.
-        words: int32 ``[slots, tokens.num_words]``, contiguous; those of other slots are left as they are.
-        grammars: by their base in the tables; read only where no kernel runs.
+    Args: tables: of :class:`shared.grammar.tokens.pool.GrammarPool`. rows: int32 ``[slots, ROW]``, configurations.
+        slots: int32 ``[B]``, which configurations; -1 for a row without a grammar. words: int32 ``[slots,
+        tokens.num_words]``, contiguous; those of other slots are unchanged. grammars: by their base in the tables; read
+        only if no kernel runs.
     """
     B, stride = len(slots), words.shape[1]
     if words.shape != (len(rows), tokens.num_words):
@@ -162,13 +160,11 @@ def _mask_by_numpy(
 def remove_refused(
     words: torch.Tensor, slots: torch.Tensor, numbers: torch.Tensor, tokens: GrammarTokens, logits: torch.Tensor
 ) -> None:
-    """Set the logits of the tokens to -inf that the bits of :func:`grammar_mask` do not allow, in place.
+    """Set the logits of the tokens that the bits of :func:`grammar_mask` refuse to -inf, in place.
 
-    Args:
-        words: int32 ``[slots, tokens.num_words]``.
-        slots: int32 ``[B]``, whose bits; -1 for a row without a grammar.
-        numbers: int32 ``[B]``, the row of the logits to which they belong; none twice.
-        logits: ``[n, V]``, with adjacent columns; other rows are left as they are.
+    Args: words: int32 ``[slots, tokens.num_words]``. slots: int32 ``[B]``, whose bits; -1 for a row without a grammar.
+        numbers: int32 ``[B]``, the row of the logits that they belong to, without duplicates. logits: ``[n, V]``, with
+        adjacent columns; other rows are unchanged.
     """
     B, V = len(slots), logits.shape[1]
     if len(tokens.ranks) != V or logits.stride(1) != 1:

@@ -1,9 +1,9 @@
-"""A token's distance from the maximum, as an integer key, a probability and a quick estimate. Introduced in phase 3.1.
+"""A token's distance from the maximum, as an integer key, a probability and a fast estimate. Introduced in phase 3.1.
 
 The distance is ``(peak - logit) / temperature``. It is not negative, so its bits, read as an integer, sort in the same
-order: that is the token's *key*. Which tokens are kept is decided by keys, so a kept token is kept on the CPU too. A
-division takes as long as ten other instructions, so what only estimates or bounds multiplies by the *sharpness*, the
-inverse of the temperature, and so does the probability. Invariant: all of these grow, or fall, with the logit.
+order: that is the token's *key*. Keys decide which tokens are kept, so GPU and CPU keep the same tokens. A division
+takes as long as ten other instructions, so estimates, bounds and probabilities multiply by the *sharpness*, the inverse
+of the temperature. Invariant: all of these are monotonic in the logit.
 """
 
 from shared.kernels.launch import tl, triton
@@ -17,7 +17,7 @@ NO_KEY = tl.constexpr(0x7FFFFFFF)  # above every key
 
 @triton.jit
 def load_farthest(log_min_p, row):
-    """The largest key that min-p keeps in a row, ``FARTHEST`` without min-p."""
+    """The largest key that min-p keeps in a row; ``FARTHEST`` without min-p."""
     farthest = tl.full([], FARTHEST, tl.int32)
     if log_min_p is not None:
         farthest = tl.abs(tl.load(log_min_p + row)).to(tl.int32, bitcast=True)
@@ -46,19 +46,20 @@ def weight_of(key):
 
 @triton.jit
 def load_sharpness(temperatures, row):
-    """About 1 / temperature: good for estimates and for probabilities, where equal logits must give equal results."""
+    """Approximately 1 / temperature: good for estimates, and for probabilities, where equal logits must give equal
+    results."""
     return 1 / tl.maximum(tl.load(temperatures + row), 1e-37)
 
 
 @triton.jit
 def distance_of(logit, peak, sharpness):
-    """About the distance of logits, without a division; NaN for NaN."""
+    """The approximate distance of logits, without a division; NaN for NaN."""
     return tl.where(logit == peak, 0.0, (peak - logit) * sharpness)
 
 
 @triton.jit
 def widen(distance):
-    """What no :func:`distance_of` exceeds if the exact distance does not exceed ``distance``."""
+    """An upper bound on :func:`distance_of` for exact distances up to ``distance``."""
     return distance * (1 + 1e-5) + 1e-5
 
 

@@ -1,16 +1,17 @@
-"""The maximum of each row of logits, its token, and what the search for cuts starts from. Introduced in phase 3.1."""
+"""The maximum of each row of logits, its token, and the starting values of the search for cutoffs. Introduced in phase
+3.1."""
 
 from shared.kernels.arrival import is_last_arrival
 from shared.kernels.launch import launch_dependents, tl, triton, wait_for_previous
 from shared.kernels.sampling.cuts import GROUP
 from shared.kernels.sampling.keys import load_sharpness
 
-LEAST = tl.constexpr(-3e38)  # a finite number that is below all finite maxima: -inf - -inf would be NaN
+LEAST = tl.constexpr(-3e38)  # a finite number below all finite maxima: -inf - -inf would be NaN
 
 
 @triton.jit
 def store_best(best, best_id, row, block_values, block_ids, ids_out, counter, BLOCKS: tl.constexpr):
-    """The arg-max of ``row``, of which this program found ``best`` at ``best_id``.
+    """The arg-max of ``row``, in which this program found ``best`` at ``best_id``.
 
     Returns whether this program is the row's last, and if so the row's maximum. Blocks ascend, so the first of tied
     values has the lowest id.
@@ -34,7 +35,7 @@ def peak_kernel(
     row_stride,
     BLOCK: tl.constexpr, BLOCKS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """``maxima``, ``samples`` and ``block_sums`` are None unless cuts will be sought: each group's maximum, its first
+    """``maxima``, ``samples`` and ``block_sums`` are None unless cutoffs are needed: each group's maximum, its first
     value, and each block's sum of weights relative to the block's maximum."""
     wait_for_previous(PDL)
     launch_dependents(PDL)

@@ -7,15 +7,15 @@ is divided into blocks of logits, one program each, and the launches run in orde
     bracket, collect, search   the top-k and top-p cutoffs of rows that have them (:mod:`shared.kernels.sampling.cuts`)
     draw     Gumbel noise for the remaining tokens, and the arg-max (:mod:`shared.kernels.sampling.draw`)
 
-Min-p needs no launch: its cutoff is a distance from the maximum, which is known before. Logit biases and penalties are
+Min-p needs no launch: its cutoff is a distance from the maximum, which is already known. Logit biases and penalties are
 applied before the launches, by PyTorch, to a copy of the logits in a batch that has any.
 
 The launches overlap (:mod:`shared.kernels.launch`). Each waits before it permits the next one to start, and the first
-loads nothing above its wait. So whatever a launch loads above its wait, other than what the previous one writes, is
+loads nothing before its wait. So whatever a launch loads before its wait, except what the previous launch writes, is
 complete: the parameters, and the logits.
 
-From about 50 MB on, the cache does not hold all logits until the next pass over them. So every second pass takes the
-rows in reverse order, and finds in the cache what the pass before has loaded last.
+Above about 50 MB, the cache cannot hold all logits until the next pass over them. So every second pass reads the rows
+in reverse order, and finds the rows that the previous pass loaded last in the cache.
 
 Invariants: the noise is that of :mod:`shared.sampling.noise`, word by word; divisions and comparisons are those of the
 CPU bit by bit, so only the rounding of exponentials, logarithms and sums differs; ties go to the lowest id; a row's
@@ -34,17 +34,17 @@ from shared.sampling import sampler as op
 from shared.sampling.noise import Stream
 from shared.sampling.sampler import SamplingBatch, adjust_logits
 
-FEW_ROWS = 16  # up to so many, small blocks give every multiprocessor work; above, large ones start fewer programs
+FEW_ROWS = 16  # up to this many, small blocks give every multiprocessor work; above, large ones start fewer programs
 FEW_BLOCK, FEW_WARPS = 1024, 4  # logits per program
 MANY_BLOCK, MANY_WARPS = 2048, 4
-BRACKET_WARPS, SEARCH_WARPS = 8, 16  # of the programs that have a side of a row's bracket, or a row
-COLLECT_REGISTERS = 72  # at most, so that seven programs run on a multiprocessor: each waits for sums of its threads
+BRACKET_WARPS, SEARCH_WARPS = 8, 16  # of the programs that handle one side of a row's bracket, or a row
+COLLECT_REGISTERS = 72  # at most, so that seven programs fit on a multiprocessor: each waits for its threads
 LIST_TILE = 8192  # collected logits that the searching program holds in registers
-ARRIVALS = 2  # counters of a row: the programs of the peak and of the draw that have arrived
+ARRIVALS = 2  # counters per row: arrived programs of the peak launch and of the draw launch
 
 
 def make_counters(num_rows: int, device: torch.device) -> torch.Tensor:
-    """The arrivals at each row, int32 zeros."""
+    """The arrival counters of each row, int32 zeros."""
     return torch.zeros(num_rows, ARRIVALS, dtype=torch.int32, device=device)
 
 
@@ -53,8 +53,8 @@ def sample(
 ) -> torch.Tensor:
     """:func:`shared.sampling.sampler.sample` with the same arguments, result and noise.
 
-    A batch of greedy rows takes one launch, a batch that samples two, with top-k or top-p five. Raises ValueError also
-    for a vocabulary above ``MAX_VOCABULARY``.
+    A batch of greedy rows takes one launch, one with sampling rows two, with top-k or top-p five. Raises ValueError
+    also for a vocabulary above ``MAX_VOCABULARY``.
 
     Args:
         counters: from :func:`make_counters`, for at least as many rows. Passing them saves the launch that makes them.

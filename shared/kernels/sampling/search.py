@@ -1,16 +1,16 @@
-"""The exact top-k and top-p cuts of a row, from the list that holds them. Introduced in phase 3.1.
+"""The exact top-k and top-p cutoffs of a row, found in the list that contains them. Introduced in phase 3.1.
 
 The third launch of :mod:`shared.kernels.sampling.cuts`. A list has tokens in any order; sums of integers do not
-depend on it. The search tests a key in each step, and moves one end on to a listed key. The key is where the cut
-would be if the mass grew evenly between the ends, which leaves about the square root of the tokens (Perl, Itai and
-Avni, "Interpolation search", 1978); every eighth key halves the range, whatever the data.
+depend on it. The search tests a key in each step, and moves one end to a listed key. The key is where the cutoff would
+be if the mass grew evenly between the ends, which leaves about the square root of the tokens (Perl, Itai and Avni,
+"Interpolation search", 1978); every eighth key halves the range, whatever the data.
 """
 
 from shared.kernels.launch import launch_dependents, tl, triton, wait_for_previous
 from shared.kernels.sampling.keys import FARTHEST, keys_of, load_kept, load_limits, load_sharpness, mass_of
 
-HALVING = tl.constexpr(8)  # one of so many keys halves the range
-REST = tl.constexpr(1024)  # tokens of a list that are loaded at once in each step, if it is longer than what is held
+HALVING = tl.constexpr(8)  # one in this many keys halves the range
+REST = tl.constexpr(1024)  # tokens of a list loaded at once in each step, if it is longer than the registers hold
 
 
 @triton.jit
@@ -67,8 +67,7 @@ def find_cut(
 ):  # fmt: skip
     """The smallest key up to which the mass of the listed tokens and ``low_mass`` reach ``limit``, ``high`` if none.
 
-    Args:
-        high_mass: the mass up to ``high``, listed and below the list.
+    Args: high_mass: the mass up to ``high``, in and below the list.
     """
     low = next_key(held, lists, num_listed, -1, peak, temperature, LIST_TILE) - 1
     last = last_key(held, lists, num_listed, high, peak, temperature, LIST_TILE)
@@ -84,7 +83,7 @@ def find_cut(
         mass = low_mass + listed_mass(
             held, held_masses, lists, num_listed, middle, peak, temperature, sharpness, COUNTS, LIST_TILE
         )
-        if mass.to(tl.float64) >= limit:  # no listed key lies between the new end and middle
+        if mass.to(tl.float64) >= limit:  # no listed key lies between the new end and the middle
             above = mass.to(tl.float64)
             high = tl.maximum(last_key(held, lists, num_listed, middle, peak, temperature, LIST_TILE), 0)
         else:
@@ -99,7 +98,7 @@ def search_kernel(
     num_blocks,
     BLOCKS: tl.constexpr, LIST_TILE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Store a row's cuts: the largest key that top-k keeps, and the largest that both keep."""
+    """Store a row's cutoffs: the largest key that top-k keeps, and the largest that both keep."""
     row = tl.program_id(0).to(tl.int64)
     temperature, sharpness = tl.load(temperatures + row), load_sharpness(temperatures, row)
     k, p = load_limits(top_k, top_p, row, vocabulary)
@@ -110,7 +109,7 @@ def search_kernel(
         lists += row * vocabulary
         top_k_cut = tl.full([], FARTHEST, tl.int32)
         if top_k is not None and k < vocabulary:
-            # The list surely holds the cut: it begins at the peak, and has at least k tokens.
+            # The list surely contains the cutoff: it begins at the peak, and has at least k tokens.
             logit, held = load_listed(lists, length, 0, peak, temperature, LIST_TILE)
             ones = masses_of(logit, held, peak, sharpness, True)
             top_k_cut = find_cut(

@@ -1,1 +1,2 @@
-"""The quantized checkpoints that are read, by the method that ``quantization_config`` names. Introduced in phase 10."""
+"""The supported formats of quantized checkpoints, by the method that ``quantization_config`` names. Introduced in phase
+10."""

@@ -1,8 +1,8 @@
 """The formats of the library compressed-tensors, FP8, INT8 and packed INT4. Introduced in phase 10.
 
-A config has groups of modules, each with its scheme, and a list of modules left out. FP8 and INT8 are stored as they
-are, with a ``weight_scale`` for a row or the tensor; packed numbers lie in int32, the lowest first, 2^(bits - 1) above
-their value. Schemes for activations are not applied: activations keep the model's dtype.
+A config has groups of modules, each with its scheme, and a list of excluded modules. FP8 and INT8 are stored unpacked,
+with a ``weight_scale`` per row or tensor; packed numbers are in int32, lowest bits first, offset by 2^(bits - 1).
+Schemes for activations are not applied: activations keep the model's dtype.
 """
 
 import re
@@ -19,14 +19,14 @@ GROUP_SIZES = (32, 64, 128)
 OF_GROUP = frozenset({"targets", "weights", "format", "input_activations", "output_activations"})
 OF_WEIGHTS = frozenset(
     {"num_bits", "type", "strategy", "group_size", "symmetric", "actorder", "observer", "observer_kwargs"}
-    | {"scale_dtype", "zp_dtype"}  # the tensors have them
+    | {"scale_dtype", "zp_dtype"}  # visible in the tensors
 )
 
 
 class CompressedTensors(Format):
     settings = frozenset(
         {"format", "config_groups", "ignore", "sparsity_config", "kv_cache_scheme"}
-        | {"quantization_status", "global_compression_ratio", "version"}  # how it was made
+        | {"quantization_status", "global_compression_ratio", "version"}  # how the checkpoint was made
         | {"run_compressed", "dequantize", "use_optimized_inference"}  # of another loader
     )
 
@@ -83,7 +83,7 @@ class CompressedTensors(Format):
         return QuantizedWeight(pack_nibbles(numbers, group), scales, zeros, group)
 
     def _row_scales(self, module: str, rows: int, strategy: str) -> torch.Tensor:
-        """A scale a row, fp32 ``[N, 1]``; that of a tensor is repeated."""
+        """One scale per row, fp32 ``[N, 1]``; a tensor's scale is repeated."""
         name = f"{module}.weight_scale"
         if strategy == "channel":
             return self.scales(name, (rows, 1)).float()
@@ -91,13 +91,13 @@ class CompressedTensors(Format):
         return self.scales(name, () if is_scalar else (1,)).float().reshape(1, 1).repeat(rows, 1)
 
     def _scheme(self, module: str) -> tuple[dict[str, Any], str] | None:
-        """The scheme of a module's weights: a group that names it comes before one for all linear layers."""
+        """The scheme of a module's weights: a group that names it takes precedence over one for all linear layers."""
         named = [group for group in self.groups if any(_matches(module, target) for target in group[0])]
         found = named or [group for group in self.groups if "Linear" in group[0]]
         return found[0][1:] if found else None
 
     def _check(self, name: str, weights: Any, stored: str) -> None:
-        """Raise ModelFolderError for a scheme that is not supported."""
+        """Raise ModelFolderError for an unsupported scheme."""
         if not isinstance(weights, dict):
             raise self.wrong(f"{name}.weights", weights, "an object")
         self.check_known(weights, OF_WEIGHTS, f"{name}.weights.")
@@ -117,7 +117,7 @@ class CompressedTensors(Format):
 
 
 def _matches(module: str, target: str) -> bool:
-    """Whether a name, or a regular expression after ``re:``, means the module."""
+    """Whether a name, or a regular expression after ``re:``, matches the module."""
     if target.startswith("re:"):
         return re.match(target.removeprefix("re:"), module) is not None
     return module == target

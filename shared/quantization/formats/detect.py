@@ -13,7 +13,7 @@ FORMATS: dict[str, type[Format]] = {"fp8": Fp8Blocks, "compressed-tensors": Comp
 
 
 def detect_format(config: Any, checkpoint: Checkpoint) -> Format:
-    """The reader for a ``quantization_config``; raises ModelFolderError for a method or setting not supported."""
+    """The reader for a ``quantization_config``; raises ModelFolderError for an unsupported method or setting."""
     method = config.get("quant_method") if isinstance(config, dict) else None
     if not isinstance(method, str) or method not in FORMATS:
         raise ModelFolderError(

@@ -1,7 +1,7 @@
 """FP8 with a scale for each block of 128 × 128 weights (``quant_method`` fp8). Introduced in phase 10.
 
 The format of DeepSeek-V3 (arXiv 2412.19437), also of Qwen3's FP8 checkpoints: ``weight`` in float8_e4m3fn and
-``weight_scale_inv``, which is what a stored number is multiplied by.
+``weight_scale_inv``, the factor for a stored number.
 """
 
 from typing import Any
@@ -18,7 +18,7 @@ BLOCK = 128
 class Fp8Blocks(Format):
     settings = frozenset(
         {"weight_block_size", "fmt", "modules_to_not_convert"}
-        | {"activation_scheme", "scale_fmt", "expert_dtype", "dequantize"}  # of activations, experts, another loader
+        | {"activation_scheme", "scale_fmt", "expert_dtype", "dequantize"}  # for activations, experts, another loader
     )
 
     def __init__(self, config: dict[str, Any], checkpoint: Checkpoint) -> None:
@@ -30,7 +30,7 @@ class Fp8Blocks(Format):
         self.excluded = self.listed("modules_to_not_convert")
 
     def quantizes(self, module: str) -> bool:
-        is_head = module == "lm_head"  # left out even where the list does not name it
+        is_head = module == "lm_head"  # excluded even if the list does not name it
         is_listed = any(module == name or module.startswith(f"{name}.") for name in self.excluded)
         return not is_listed and (not is_head or f"{module}.weight_scale_inv" in self.checkpoint.names)
 

@@ -1,8 +1,8 @@
-"""INT4 in groups as GPTQ and AWQ store it: Wᵀ, eight numbers in an int32. Introduced in phase 10.
+"""INT4 in groups as stored by GPTQ and AWQ: Wᵀ, eight numbers per int32. Introduced in phase 10.
 
 Frantar et al., "GPTQ", arXiv 2210.17323; Lin et al., "AWQ", arXiv 2306.00978. Both have ``qweight``, ``qzeros`` and
-``scales`` ``[K / G, N]``. GPTQ packs along K, the lowest first, and its first version stores zeros less one; AWQ packs
-along N, in its own order.
+``scales`` ``[K / G, N]``. GPTQ packs along K, lowest bits first, and its first version stores zeros minus one; AWQ
+packs along N, in its own order.
 """
 
 from typing import Any
@@ -15,11 +15,11 @@ from shared.quantization.formats.stored import Format, unpack_int32
 from shared.quantization.weight import QuantizedWeight, pack_nibbles
 
 GROUP_SIZES = (32, 64, 128)
-OF_BOTH = frozenset(  # transformers writes AWQ's settings with all of GPTQ's
+OF_BOTH = frozenset(  # transformers writes AWQ's settings together with all of GPTQ's
     {"bits", "group_size", "format"}
-    # Settings that show in the tensors: zeros, g_idx, which modules have qweight.
+    # Settings that are visible in the tensors: zeros, g_idx, which modules have qweight.
     | {"sym", "desc_act", "static_groups", "modules_in_block_to_quantize", "block_name_to_quantize"}
-    # How it was made.
+    # How the checkpoint was made.
     | {"damp_percent", "damp_auto_increment", "true_sequential", "act_group_aware", "dataset", "tokenizer", "meta"}
     | {"batch_size", "model_seqlen", "module_name_preceding_first_block", "pad_token_id", "cache_block_outputs"}
     | {"model_name_or_path", "model_file_base_name"}
@@ -30,7 +30,7 @@ AWQ_ORDER = torch.tensor([0, 4, 1, 5, 2, 6, 3, 7])  # which nibble of its int32 
 
 
 def group_size(stored: Format) -> int:
-    """The columns of a group. Raises ModelFolderError for settings that are not read."""
+    """The columns of a group. Raises ModelFolderError for unsupported settings."""
     bits, size = stored.config.get("bits"), stored.config.get("group_size")
     if bits != 4:
         raise stored.wrong("bits", bits, "4")
@@ -40,7 +40,7 @@ def group_size(stored: Format) -> int:
 
 
 def layout(stored: Format, name: str, supported: tuple[str, ...]) -> str:
-    """How the numbers are packed, which tools write as ``name``, as ``format`` or as both; else the first."""
+    """How the numbers are packed, which tools write as ``name``, as ``format`` or as both; by default the first."""
     found = {spelling: stored.config[spelling] for spelling in (name, "format") if stored.config.get(spelling)}
     for spelling, value in found.items():
         if str(value).lower() not in supported:

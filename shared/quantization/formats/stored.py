@@ -1,4 +1,4 @@
-"""What the readers of all formats share: tensors of one module, checked, and numbers packed in int32.
+"""What the readers of all formats share: a module's tensors, checked, and numbers packed in int32.
 
 Introduced in phase 10.
 """
@@ -16,7 +16,7 @@ from shared.quantization.weight import QuantizedWeight
 class Format(ABC):
     """How one checkpoint stores its quantized matrices; the constructor checks its ``quantization_config``.
 
-    A setting that no reader knows may change what the stored numbers mean, so it is refused.
+    An unknown setting may change what the stored numbers mean, so it is refused.
     """
 
     settings: frozenset[str]
@@ -28,28 +28,28 @@ class Format(ABC):
         self.check_known(config, self.settings | {"quant_method"})
 
     def check_known(self, values: dict[str, Any], known: frozenset[str], prefix: str = "") -> None:
-        """Raise ModelFolderError for a setting with a name not known; null, false and what is empty set nothing."""
+        """Raise ModelFolderError for an unknown setting, unless its value is null, false or empty."""
         for name in values.keys() - known:
             if values[name]:
                 raise self.wrong(prefix + name, values[name], "a checkpoint without it")
 
     @abstractmethod
     def quantizes(self, module: str) -> bool:
-        """Whether the config says that this matrix, by its name in the checkpoint, is quantized."""
+        """Whether the config says that this matrix, named as in the checkpoint, is quantized."""
 
     @abstractmethod
     def read(self, module: str, shape: tuple[int, int]) -> QuantizedWeight:
         """The matrix W ``[N, K]`` of a module; raises ModelFolderError for tensors that contradict the config."""
 
     def wrong(self, field: str, value: Any, supported: str) -> ModelFolderError:
-        """The error for a setting of the config that is not supported."""
+        """The error for an unsupported setting of the config."""
         return ModelFolderError(
             f"{self.checkpoint.folder / 'config.json'}: quantization_config has {field} {value!r}, which is not "
             f"supported; supported is {supported}."
         )
 
     def tensor(self, name: str, dtypes: tuple[torch.dtype, ...], shape: tuple[int, ...]) -> torch.Tensor:
-        """A tensor of the checkpoint, if it has one of the dtypes and the shape."""
+        """A tensor of the checkpoint, which must have one of the dtypes and the shape."""
         if name not in self.checkpoint.names:
             raise ModelFolderError(
                 f"The weights in {self.checkpoint.folder} lack {name}, which quantization_config says is there; fetch "
@@ -65,7 +65,7 @@ class Format(ABC):
         return tensor
 
     def scales(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
-        """Scales, which must be finite and not zero."""
+        """Scales, which must be finite and nonzero."""
         scales = self.tensor(name, (torch.float32, torch.bfloat16, torch.float16), shape)
         bad = ~torch.isfinite(scales) | (scales == 0)
         if bad.any():
@@ -77,7 +77,7 @@ class Format(ABC):
         return scales
 
     def listed(self, field: str) -> list[str]:
-        """A list of names in the config; an absent one is empty."""
+        """A list of names in the config; empty if absent."""
         names = self.config.get(field) or []
         if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
             raise self.wrong(field, names, "a list of module names")
@@ -85,7 +85,7 @@ class Format(ABC):
 
 
 def unpack_int32(packed: torch.Tensor, bits: int, dim: int) -> torch.Tensor:
-    """Numbers of ``bits`` bits, the lowest first, of int32 along ``dim`` (0 or 1), as uint8."""
+    """The ``bits``-bit numbers of int32, lowest bits first, along ``dim`` (0 or 1), as uint8."""
     # exercise 10x3: unpack eight nibbles
     # hint: shifts of 0, 4, .. 28 bits bring each of the numbers to the end; & keeps the last `bits` bits
     # hint: >> of a negative int32 fills in ones: the mask comes after the shift

@@ -17,8 +17,8 @@ from shared.server.errors import ApiError
 class Answer:
     """The choices of one answer, in the order of their indices: ``n`` for the first prompt, then for the next.
 
-    ``error`` and ``cause`` are those of the choice that failed or was cancelled first. ``write`` is called while
-    ``take`` waits, with an open choice that has outputs. If it returns True, it has taken them and ``take`` goes on
+    ``error`` and ``cause`` belong to the choice that failed or was cancelled first. ``write`` is called while
+    ``take`` waits, with an open choice that has outputs. If it returns True, it has taken them and ``take`` keeps
     waiting.
     """
 
@@ -31,7 +31,7 @@ class Answer:
         self.cause: str | None = None
         self.write: Callable[[AnswerStream], bool] = lambda choice: False
         self._num_open = len(choices)
-        self._changed: dict[AnswerStream, None] = {}  # a set in the order of arrival
+        self._changed: dict[AnswerStream, None] = {}  # a set, in order of arrival
         self._is_nudged = False
         self._waiter: asyncio.Future[None] | None = None
         for choice in choices:
@@ -42,7 +42,7 @@ class Answer:
         return self._num_open > 0
 
     async def take(self) -> list[tuple[AnswerStream, list[StepOutput]]]:
-        """Wait until a choice has outputs or has ended; the choices that changed, with their unread outputs.
+        """Wait until a choice has outputs or has ended; returns the changed choices with their unread outputs.
 
         Empty after a nudge. A choice that has ended is returned once more with its last outputs.
         """
@@ -77,9 +77,9 @@ class Answer:
         return {**self.usage_after(self.num_tokens), "completion_tokens_details": drafts}
 
     def usage_after(self, num_tokens: int) -> dict[str, Any]:
-        """The usage when so many tokens are generated; drafts are counted at the end.
+        """The usage once this many tokens are generated; drafts are counted at the end.
 
-        A prompt counts once, however many choices it has, and of its cached tokens those of its first choice.
+        A prompt counts once, however many choices it has, and so do the cached tokens of its first choice.
         """
         return {
             "prompt_tokens": self.num_prompt_tokens,

@@ -13,22 +13,19 @@ from shared.engine.request import TokenLogprobs
 from shared.server.errors import ApiError, engine_failure
 from shared.text.stopping import FinishReason
 
-_FRAME_BYTES = 320  # of a frame without its text
+_FRAME_BYTES = 320  # bytes of a frame without its text
 _CHARACTER_BYTES = 6  # the longest JSON escape of a character
 _LOGPROB_BYTES = 96
 
 
 class AnswerStream:
-    """The outputs of one request that its client has not taken yet.
+    """The outputs of one request that its client has not read yet.
 
-    Args:
-        index: its place among the choices of the answer.
-        param, segment_field: the fields of the body that hold the prompt and name its segments; for the body of an
-            error.
-        max_unread_bytes: the limit on the bytes that unread outputs will take, estimated from above. The
-            log-probabilities of the prompt, which come once, are not counted.
-        num_segment_tokens: of the segments before the prompt, which count as tokens of the prompt (phase 9.1).
-        abandon: called with the id of a request that is cancelled; must abort it in the engine.
+    Args: index: its position among the answer's choices. param, segment_field: the fields of the body that hold the
+        prompt and name its segments, for error bodies. max_unread_bytes: the limit on the bytes that unread outputs
+        will take, estimated from above. The log-probabilities of the prompt, which come once, are not counted.
+            num_segment_tokens: the tokens of the segments before the prompt, which count as prompt tokens (phase 9.1).
+            abandon: called with the id of a request that is cancelled; must abort it in the engine.
 
     ``notify`` is called with this stream at each flush, and once after the end. ``stop`` is the stop string, or the
     id of ``stop_token_ids``, that ended the output. ``arrived``, ``scheduled``, ``first_token``, ``last_token`` and
@@ -52,7 +49,7 @@ class AnswerStream:
         self.prompt_ids = prompt_ids
         self.num_prompt_tokens = num_segment_tokens + len(prompt_ids)
         self.num_tokens = 0
-        self.num_cached_tokens = 0  # of the prompt, known with the first output
+        self.num_cached_tokens = 0  # for the prompt, known with the first output
         self.num_accepted_drafts = self.num_rejected_drafts = 0  # known with the last output
         self.arrived = time.perf_counter()
         self.scheduled: float | None = None
@@ -101,7 +98,7 @@ class AnswerStream:
             self.cancel("slow_reader", ApiError(408, "slow_reader", message))
 
     def flush(self) -> None:
-        """Tell of the outputs that were pushed; the end tells of itself."""
+        """Announce the pushed outputs; the end announces itself."""
         if self.is_open:
             self.notify(self)
 
@@ -122,7 +119,7 @@ class AnswerStream:
             self._abandon(self.request_id)
 
     def take(self) -> list[StepOutput]:
-        """All unread outputs, which are then read."""
+        """All unread outputs, which then count as read."""
         outputs, self._unread, self._unread_bytes = self._unread, [], 0
         return outputs
 

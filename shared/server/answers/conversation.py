@@ -1,7 +1,8 @@
-"""The messages of a request as turns of a conversation: calls of tools, and the results that belong to them.
+"""The messages of a request as turns of a conversation: tool calls, and the results that belong to them.
 
-Chat templates write no ids of calls: a model knows results by their order. Introduced in phase 12. Invariants: results
-that follow a turn with calls stand in the order of these calls; a call that this server gave is accepted as it came.
+Chat templates write no call ids: a model matches results to calls by their order. Introduced in phase 12. Invariants:
+results that follow a turn with calls are in the order of these calls; a call that this server produced is accepted
+unchanged.
 """
 
 from collections.abc import Sequence
@@ -13,33 +14,34 @@ from shared.text.chat import ChatMessage, ToolCall
 
 
 def conversation(messages: Sequence[Message]) -> list[ChatMessage]:
-    """The turns. Raises ApiError for arguments that begin no JSON object, and a result without its call."""
+    """The turns. Raises ApiError for arguments that are not the beginning of a JSON object, and for a result without
+    its call."""
     turns: list[ChatMessage] = []
-    results: dict[int, ChatMessage] = {}  # of the last calls, by the place of the call
-    places: dict[str, int] = {}
+    results: dict[int, ChatMessage] = {}  # of the last calls, by the call's index
+    indices: dict[str, int] = {}
     for number, message in enumerate(messages):
         where = f"messages.{number}"
         if message.role == "tool":
-            place = places.get(message.tool_call_id or "")
-            if place is None or place in results:
-                problem = "no call of the last assistant message has this id" if place is None else "it has a result"
+            index = indices.get(message.tool_call_id or "")
+            if index is None or index in results:
+                problem = "no call of the last assistant message has this id" if index is None else "it has a result"
                 said = f"tool_call_id is {short(message.tool_call_id)}; {problem}."
                 raise invalid(said, param=f"{where}.tool_call_id")
-            results[place] = ChatMessage("tool", message.text)
+            results[index] = ChatMessage("tool", message.text)
             continue
-        turns += [results[place] for place in sorted(results)]
+        turns += [results[index] for index in sorted(results)]
         calls = message.tool_calls or []
-        results, places = {}, {call.id: place for place, call in enumerate(calls)}
+        results, indices = {}, {call.id: index for index, call in enumerate(calls)}
         called = tuple(
-            ToolCall(call.function.name, _arguments(call.function.arguments, f"{where}.tool_calls.{place}"))
-            for place, call in enumerate(calls)
+            ToolCall(call.function.name, _arguments(call.function.arguments, f"{where}.tool_calls.{index}"))
+            for index, call in enumerate(calls)
         )
         turns.append(ChatMessage(message.role, message.text, called, message.thoughts))
-    return [*turns, *(results[place] for place in sorted(results))]
+    return [*turns, *(results[index] for index in sorted(results))]
 
 
 def _arguments(text: str, call: str) -> str:
-    """An object's text, the beginning of one, as ``max_tokens`` may leave it, or {} where there are none."""
+    """An object's text, a prefix of one (as ``max_tokens`` may leave it), or {} if there are no arguments."""
     begun = text.lstrip()
     if begun and not begun.startswith("{"):
         said = f"arguments is {short(text)}; it must be the text of a JSON object, or the beginning of one."

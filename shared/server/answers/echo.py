@@ -1,7 +1,7 @@
-"""The prompts of a completion, given back before their continuations. Introduced in phase 4.
+"""The prompts of a completion, echoed before their continuations. Introduced in phase 4.
 
-Invariant: the text of a prompt that was sent as text is that text; the text of ids and that of their continuation are,
-joined, the text of all ids.
+Invariant: a prompt sent as text is echoed as that text; the text of ids and the text of their continuation, joined, are
+the text of all ids.
 """
 
 from shared.server.answers.answer_stream import AnswerStream
@@ -11,13 +11,13 @@ from shared.text.tokenizer import Tokenizer
 
 
 class Echo:
-    """The prompts as the client sent them; ``has_logprobs``: the log-probabilities of their tokens are asked for."""
+    """The prompts as the client sent them; ``has_logprobs``: their tokens' log-probabilities are requested."""
 
     def __init__(self, tokenizer: Tokenizer, prompts: list[str | list[int]], *, has_logprobs: bool) -> None:
         self._tokenizer, self._prompts, self._has_logprobs = tokenizer, prompts, has_logprobs
 
     def of(self, choice: AnswerStream, num_choices: int) -> tuple[str, list[Scored]]:
-        """The prompt of one of ``num_choices`` choices, and its tokens, if log-probabilities are asked for."""
+        """The prompt of one of ``num_choices`` choices, and its tokens if log-probabilities are requested."""
         prompt = self._prompts[choice.index * len(self._prompts) // num_choices]
         if isinstance(prompt, str) and not self._has_logprobs:
             return prompt, []
@@ -29,7 +29,7 @@ class Echo:
         return text, list(map(Scored, choice.prompt_ids, texts, choice.prompt_logprobs))
 
     def _texts(self, prompt: str | list[int], prompt_ids: list[int], *, is_continued: bool) -> list[str]:
-        """What each token adds to the text; a special token its name, unless the tokenizer added it to a text.
+        """What each token adds to the text; a special token adds its name, unless the tokenizer added it to a text.
 
         A character that the prompt leaves incomplete is part of its continuation.
         """

@@ -1,8 +1,8 @@
 """Turns a validated body into a request in the engine. Introduced in phase 4.
 
-Tokenization runs on two threads, since a long prompt would block the event loop, and short texts do not wait for long
-ones. A text that no sequence can hold is refused before it is tokenized. Invariant: every refusal of the engine or the
-tokenizer becomes a 422 or a 503 that names the field.
+Tokenization runs on two threads, since a long prompt would block the event loop, and short texts should not wait for
+long ones. A text that no sequence can hold is refused before it is tokenized. Invariant: every refusal of the engine or
+the tokenizer becomes a 422 or a 503 that names the field.
 """
 
 import asyncio
@@ -39,7 +39,7 @@ from shared.tracks.segments.inquiry import SegmentInfo
 
 Encoded = TypeVar("Encoded")
 _LONG = 2**14  # characters
-_WAITING = 256  # requests at once that wait for a grammar
+_WAITING = 256  # maximum concurrent requests that wait for a grammar
 
 
 class Intake:
@@ -64,7 +64,7 @@ class Intake:
         self.chat = ServedChat(handle, config)
 
     def start(self) -> None:
-        """Start what takes a moment, before the first request needs it."""
+        """Starts what takes time, before the first request needs it."""
         if self.facts.has_grammars:
             self._compiler.start()
             self._waiting.submit(self._words)
@@ -118,7 +118,7 @@ class Intake:
         return tuple(await self._encode("prediction.content", len(text), encode))
 
     async def with_grammar(self, params: SamplingParams, described: tuple[Grammar, str] | None) -> SamplingParams:
-        """The parameters with the grammar of a field, compiled. A request waits for its own and delays no other."""
+        """The parameters with a field's grammar, compiled. A request waits for its own grammar and delays no other."""
         if described is None:
             return params
         grammar, param = described
@@ -137,9 +137,10 @@ class Intake:
             raise invalid(str(error), param="ignore_eos") from None
 
     async def watched(self, params: SamplingParams, body: SamplingFields) -> TokenFSM | None:
-        """The grammar over tokens, for what follows each answer, if the body asks for that.
+        """The grammar over tokens, to follow each answer, if the body requests that.
 
-        Call it after ``with_grammar``. Each token is then read on the event loop: 0.01 ms, or 3 where no mask is kept.
+        Call it after ``with_grammar``. Each token is then read on the event loop: 0.01 ms, or 3 ms if no mask is
+        cached.
         """
         grammar = params.structured_output
         if not body.grammar_progress or not isinstance(grammar, Grammar):
@@ -159,7 +160,7 @@ class Intake:
             return self._vocabulary
 
     def within_limit(self, field: str, max_tokens: int | None) -> int | None:
-        """The value of a field that bounds the answer; raises ApiError if no sequence can be so long."""
+        """The value of a field that bounds the answer; raises ApiError if no sequence can be that long."""
         most = self.facts.max_seq_len
         if max_tokens is not None and max_tokens > most:
             said = f"{field} is {max_tokens}; this server allows at most {most} tokens for prompt and answer together."
@@ -167,7 +168,7 @@ class Intake:
         return max_tokens
 
     def within_room(self, most: int | None, num_prompt_tokens: int) -> int:
-        """The tokens of an answer whose request names no limit: ``most``, or all that fit after the prompt."""
+        """The maximum tokens of an answer whose request sets no limit: ``most``, or all that fit after the prompt."""
         room = max(1, min(self.facts.max_seq_len, self.facts.request_capacity) - num_prompt_tokens)
         return room if most is None else min(most, room)
 
@@ -190,7 +191,7 @@ class Intake:
         try:
             params.check_token_ids(self.vocab_size)
         except RequestError as error:
-            raise invalid(str(error), param=str(error).partition(" ")[0]) from None  # it begins with the field
+            raise invalid(str(error), param=str(error).partition(" ")[0]) from None  # the message begins with the field
         answer_id = f"{kind}-{uuid.uuid4().hex}"
         seeds = [derived_seed(params.seed, index) for index in range(body.num_answers)]
         sampled = [replace(params, seed=seed) for seed in seeds]
@@ -207,8 +208,8 @@ class Intake:
         return answer
 
     def check(self, body: SamplingFields) -> None:
-        """Raise ApiError for another model's name, for limits of a thinking that this server has not or cannot limit,
-        and for every request while the server shuts down.
+        """Raise ApiError for another model's name, for thinking limits that this server cannot enforce, and for every
+        request while the server shuts down.
         """
         self.check_model(body.model)
         limits = {"thinking_budget": body.thinking_budget, "min_thinking_tokens": body.min_thinking_tokens or None}
@@ -250,8 +251,8 @@ def _automaton(grammar: Grammar) -> Automaton:
 
 
 def derived_seed(seed: int | None, index: int) -> int | None:
-    """The seed of the answer with this index, of those to one prompt.
+    """The seed of the answer with this index, among those to one prompt.
 
-    The stride is 2**64 over the golden ratio, so that requests with neighbouring seeds have no seed in common.
+    The stride is 2**64 over the golden ratio, so that requests with adjacent seeds share no seed.
     """
     return None if seed is None else (seed + index * 0x9E3779B97F4A7C15) % 2**64

@@ -1,7 +1,7 @@
 """Log probabilities in OpenAI's two formats: completions and chat. Introduced in phase 4.
 
-Invariant: a token is named by its text if its bytes are valid UTF-8, else by its bytes; a special token by its name. So
-different tokens of a list rarely have the same name.
+Invariant: a token is shown as its text if its bytes are valid UTF-8, otherwise as its bytes; a special token by name.
+So different tokens in a list rarely have the same name.
 """
 
 from collections.abc import Sequence
@@ -32,7 +32,7 @@ class Scored(NamedTuple):
 
 
 def scored(outputs: Sequence[StepOutput]) -> list[Scored]:
-    """The outputs that have log-probabilities."""
+    """Keeps only the outputs that have log-probabilities."""
     return [
         Scored(output.token_id, output.text, output.logprobs)
         for output in outputs
@@ -57,7 +57,8 @@ def completion_logprobs(tokenizer: Tokenizer, tokens: Sequence[Scored], offset: 
 def chat_logprobs(tokenizer: Tokenizer, tokens: Sequence[Scored], num_top: int) -> dict[str, Any]:
     """``logprobs`` of a choice of a chat completion, each token with the ``num_top`` most likely ones.
 
-    The sampled token has its value beside them, also if it is not among them; in a completion it is then one more.
+    The sampled token's value is always included; in a completion, a sampled token that is not among the most likely is
+    an extra entry.
     """
     content = []
     for token_id, _, logprobs in tokens:
@@ -68,7 +69,7 @@ def chat_logprobs(tokenizer: Tokenizer, tokens: Sequence[Scored], num_top: int) 
 
 
 def _by_name(tokenizer: Tokenizer, logprobs: TokenLogprobs) -> dict[str, float]:
-    """Of two tokens with the same name, the likelier."""
+    """Of two tokens with the same name, the likelier is kept."""
     named: dict[str, float] = {}
     for token_id, logprob in logprobs.top:
         named.setdefault(token_text(tokenizer, token_id), logprob)

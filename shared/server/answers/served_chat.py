@@ -1,7 +1,7 @@
-"""The chat of a served model: what its format has, the prompts of requests, and how their answers are read.
+"""The chat of a served model: what its format supports, the prompts of requests, and how their answers are read.
 
-Introduced in phase 4. Invariants: a refusal gives the first reason there is, so that of chat as a whole comes before
-those of thinking and of tools; grammar and reading of an answer start in the state in which its prompt ends.
+Introduced in phase 4. Invariants: a refusal gives the first reason, so chat as a whole comes before thinking and tools;
+the grammar and the parser of an answer start in the state where its prompt ends.
 """
 
 from collections.abc import Callable, Mapping
@@ -27,20 +27,19 @@ from shared.text.tool_format import ToolFormat
 
 
 class ChatPrompt(NamedTuple):
-    """The token ids of a prompt. ``is_thinking``: they end within thoughts, with which the answer goes on."""
+    """The token ids of a prompt. ``is_thinking``: they end within thoughts, which the answer continues."""
 
     ids: list[int]
     is_thinking: bool
 
 
 class ServedChat:
-    """The chat of one model. Raises ModelFolderError for a template that was asked for and cannot be used.
+    """The chat of one model. Raises ModelFolderError for a requested template that cannot be used.
 
     Attributes:
-        format: how conversations become prompts; None: the model has no chat template here.
-        refusals: why a capability is refused, as a sentence.
-        has_thinking: whether ``enable_thinking`` may be true.
-        tool_format: how calls are written; None: there are no tools.
+        format: how conversations become prompts; None: no usable chat template. refusals: why a capability is refused,
+        as a sentence. has_thinking: whether ``enable_thinking`` may be true. tool_format: how calls are written; None:
+        there are no tools.
     """
 
     def __init__(self, handle: EngineHandle, config: ServerConfig) -> None:
@@ -51,7 +50,7 @@ class ServedChat:
         self.format: ChatFormat | None = None
         try:
             self.format = chat_format(handle.tokenizer, handle.facts.model_config.family, config.chat_template)
-        except ModelFolderError:  # then there is no chat, unless a template was asked for
+        except ModelFolderError:  # then there is no chat, unless a template was requested
             if config.chat_template:
                 raise
         self.refusals: Mapping[Capability, str] = self.format.refusals if self.format else {}
@@ -59,7 +58,7 @@ class ServedChat:
         self.tool_format: ToolFormat | None = self.format.tool_format if self.format else None
 
     def turns(self, body: ChatRequest) -> list[ChatMessage]:
-        """The conversation of a request; raises ApiError for what the model or the engine does not have."""
+        """The conversation of a request; raises ApiError for features that the model or the engine lacks."""
         if self.format is None:
             said = f"The model {self._model_name} has no chat template here; use /v1/completions, or --chat-template."
             raise invalid(said, param="model")
@@ -91,7 +90,7 @@ class ServedChat:
 
     def prompt(self, body: ChatRequest, turns: list[ChatMessage], check: Callable[[str], None]) -> ChatPrompt:
         """The prompt of a conversation, whose text is checked before it is tokenized. Raises RequestError."""
-        assert self.format is not None  # `turns` has refused it
+        assert self.format is not None  # `turns` has already refused it
         options = {"thinking": body.enable_thinking, "tools": body.definitions}
         parts = ended_parts(self.format.parts, turns, body.ending, **options)
         check("".join(parts))
@@ -99,7 +98,7 @@ class ServedChat:
         return ChatPrompt(ids, ends_in_thoughts(ids, self._tokenizer))
 
     def reading(self, body: ChatRequest, prompt: ChatPrompt) -> ToolReading | None:
-        """How the calls in an answer are read; None where there can be none."""
+        """How the calls in an answer are read; None if there can be none."""
         if self.tool_format is None or not body.tools:
             return None
         has_grammar, has_format = self._has_grammars, described_grammar(body) is not None
@@ -109,7 +108,8 @@ class ServedChat:
         )
 
     def grammar(self, body: ChatRequest, prompt: ChatPrompt) -> tuple[Grammar, str] | None:
-        """The grammar that a body asks for, by its tools or otherwise, and the field that does. Raises ApiError."""
+        """The grammar that a body requests, by its tools or otherwise, and the field that requests it. Raises
+        ApiError."""
         described = described_grammar(body, is_closed=self._is_closed)
         if not self._has_grammars:
             return described

@@ -1,6 +1,6 @@
-"""The calls of tools in an answer, as OpenAI's clients read them: as deltas of a stream, or in one message.
+"""The tool calls in an answer, as OpenAI's clients read them: as deltas of a stream, or in one message.
 
-Introduced in phase 12. Invariant: the deltas of a stream, joined, give the message of the same answer in one body.
+Introduced in phase 12. Invariant: the deltas of a stream, joined, give the message of the same answer sent as one body.
 """
 
 import uuid
@@ -22,10 +22,8 @@ _SPECIAL = "\udfff"
 class ToolReading:
     """How the calls of an answer are read.
 
-    Attributes:
-        names: the functions that may be called.
-        shown: the marks of the special tokens around calls and thoughts, by id; their outputs have no text.
-        has_several, is_spelled, is_first: as :class:`ToolParser` takes them.
+    Attributes: names: the functions that may be called. shown: the marks of the special tokens around calls and
+        thoughts, by id; their outputs have no text. has_several, is_spelled, is_first: as for :class:`ToolParser`.
     """
 
     form: ToolFormat
@@ -75,17 +73,18 @@ class ToolAnswer:
         return self._parser.num_calls > 0
 
     def deltas(self, output: StepOutput) -> list[dict[str, Any]]:
-        """The ``delta`` objects of one more output."""
+        """The ``delta`` objects for one more output."""
         mark = "" if output.token_id is None else self._shown.get(output.token_id, "")
         return list(map(_delta, self._parser.push(mark + output.text)))
 
     def last_deltas(self, reason: FinishReason | None) -> list[dict[str, Any]]:
-        """Those of the end, which a limit may have set."""
+        """The deltas at the end, which a limit may have caused."""
         return list(map(_delta, self._parser.flush(is_cut=reason is FinishReason.LENGTH)))
 
 
 def whole_message(reading: ToolReading, outputs: Sequence[StepOutput]) -> dict[str, Any]:
-    """The fields of the message of a whole answer: ``content``, which is None if there are calls alone, and calls."""
+    """The fields of the message of a whole answer: ``content``, which is None if there are only calls, and the
+    calls."""
     answer = ToolAnswer(reading)
     content, calls = "", []
     reason = outputs[-1].finish_reason if outputs else None

@@ -1,6 +1,6 @@
-"""The grammar that the tools of a request give its answer, and the reading of its calls. Introduced in phase 12.
+"""The grammar that a request's tools give its answer, and the parsing of its calls. Introduced in phase 12.
 
-Invariant: both are made of the same facts, so what is read as a call is what the grammar let through as one.
+Invariant: both use the same facts, so exactly what the grammar allows as a call is read as a call.
 """
 
 from dataclasses import replace
@@ -23,11 +23,11 @@ _NO_CALLS = ToolFormat("", "", "", has_several=False)
 def thought_marks(
     body: ChatRequest, own: Marks | None, *, is_thinking: bool, has_grammar: bool, has_format: bool
 ) -> Marks | None:
-    """The marks of the thoughts with which an answer may begin; None: it begins with none.
+    """The marks around the thoughts that an answer may begin with; None: it begins without thoughts.
 
-    Where the prompt ends within thoughts (``is_thinking``), the answer goes on with them. Else the model may think
+    If the prompt ends within thoughts (``is_thinking``), the answer continues them. Otherwise the model may think
     first, between the marks ``own``: with a grammar unless ``enable_thinking`` is false, and before a format, which a
-    program reads, only if that is true, since thoughts are content.
+    program reads, only if it is true, since thoughts are content.
     """
     if is_thinking:
         return OPENED
@@ -45,11 +45,11 @@ def tool_grammar(
     *,
     is_closed: bool = False,
 ) -> Grammar:
-    """The grammar of an answer that may begin with thoughts, and call the tools of the request. Raises ApiError.
+    """The grammar of an answer that may begin with thoughts and may call the request's tools. Raises ApiError.
 
-    What is no call is of the grammar ``answer``, or free text. ``form`` is None if there are no tools. The arguments of
-    strict functions must follow their schemas, and those of all functions where there must be a call; of the others,
-    those whose schemas are supported do. ``is_closed``: as of ``Grammar.json_schema``.
+    Text outside calls follows the grammar ``answer``, or is free. ``form`` is None if there are no tools. Strict
+    functions' arguments must follow their schemas, as must those of all functions if a call is required; otherwise they
+    do if the schema is supported. ``is_closed``: as for ``Grammar.json_schema``.
     """
     choice, mode = body.tool_choice, _mode(body)
     name = choice["function"]["name"] if isinstance(choice, dict) else None
@@ -82,9 +82,9 @@ def tool_reading(
     has_grammar: bool,
     has_format: bool,
 ) -> ToolReading | None:
-    """How the calls of the answer are read; None where there can be none.
+    """How the calls of the answer are read; None if there can be none.
 
-    Without a grammar a model writes calls as it likes. ``has_format``: what is no call follows another grammar.
+    Without a grammar a model may write calls in any form. ``has_format``: text outside calls follows another grammar.
     """
     if _mode(body) is CallMode.NONE:
         return None
@@ -105,7 +105,7 @@ def _mode(body: ChatRequest) -> CallMode:
 
 
 def _spelling(tokenizer: Tokenizer, form: ToolFormat, thought: Marks | None, *, has_several: bool) -> CallSpelling:
-    """How a format's calls are spelled in the vocabulary of a model."""
+    """How a format's calls are spelled in a model's vocabulary."""
 
     def marked(token: str) -> str:
         return SPECIAL_MARK + token if tokenizer.token_id(token) in tokenizer.special_ids else token

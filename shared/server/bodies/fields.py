@@ -26,7 +26,7 @@ from shared.server.settings import MAX_PROMPTS, MAX_STOP_CHARACTERS, MAX_STOP_ST
 
 
 class Strict(BaseModel):
-    """A part of a body; unknown fields and values of another type are refused."""
+    """A part of a body; unknown fields and wrong types are refused."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
@@ -36,7 +36,7 @@ def nullable(schema: Any) -> dict[str, Any]:
 
 
 def closed(required: Iterable[str] | None = None, **properties: Any) -> dict[str, Any]:
-    """The JSON schema of an object that has these fields alone, by default each of them."""
+    """The JSON schema of an object with only these fields, by default all required."""
     needed = list(properties if required is None else required)
     return {"type": "object", "properties": properties, "required": needed, "additionalProperties": False}
 
@@ -74,7 +74,7 @@ MESSAGE_CONTENT_SCHEMA = {"anyOf": [*CONTENT_SCHEMA["anyOf"], {"type": "null"}]}
 
 
 class Only:
-    """Marks a field that is accepted only with these values, which change nothing."""
+    """Marks a field that is accepted only with these values, which have no effect."""
 
     def __init__(self, *allowed: Any) -> None:
         self.allowed = allowed
@@ -150,7 +150,7 @@ def _part_text(part: Any) -> str:
 
 
 def message_text(value: Any) -> str | None:
-    """The text of a message; None beside calls of tools."""
+    """The text of a message; None next to tool calls."""
     return None if value is None else content_text(value)
 
 
@@ -167,7 +167,7 @@ def token_biases(value: Any) -> dict[int, Any] | None:
 
 
 def prompt_list(value: Any) -> list[str | list[int]]:
-    """The prompts: of a text, a list of token ids, or a list of texts or of lists of token ids."""
+    """The prompts: from a text, a list of token ids, or a list of either."""
     value = wholes(value)
     is_several = isinstance(value, list) and bool(value) and isinstance(value[0], str | list)
     prompts = value if is_several else [value]
@@ -179,7 +179,7 @@ def prompt_list(value: Any) -> list[str | list[int]]:
 
 
 def one_prompt(value: Any, field: str) -> str | list[int]:
-    """One prompt, of the field with this name."""
+    """One prompt, from the field with this name."""
     if value in ("", []):
         raise ValueError(f"{field} is empty; give at least one character of text or one token id.")
     is_ids = isinstance(value, list) and all(type(token_id) is int for token_id in value)

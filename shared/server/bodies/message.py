@@ -1,6 +1,6 @@
-"""One message of a chat, as OpenAI's clients send it. Introduced in phase 4; calls of tools and results in phase 12.
+"""One message of a chat, as OpenAI's clients send it. Introduced in phase 4; tool calls and results in phase 12.
 
-Invariant: its JSON schema allows what is accepted, role by role.
+Invariant: its JSON schema allows exactly what is accepted, role by role.
 """
 
 from typing import Annotated, Any
@@ -47,9 +47,9 @@ def _describe_roles(schema: dict[str, Any]) -> None:
 
 
 class Message(BaseModel):
-    """One message of a conversation; an answer of this server is valid as it is.
+    """One message of a conversation; this server's answers are valid unchanged.
 
-    Labels, which are all other fields, are ignored: clients add them to their histories. Content never is.
+    All other fields are labels and are ignored: clients add them to their histories. Content never is.
     """
 
     model_config = ConfigDict(extra="ignore", strict=True, json_schema_extra=_describe_roles)
@@ -58,8 +58,8 @@ class Message(BaseModel):
     content: Annotated[Any, AfterValidator(message_text), WithJsonSchema(MESSAGE_CONTENT_SCHEMA)]
     tool_calls: list[CalledTool] | None = None
     tool_call_id: str | None = None
-    refusal: str | None = None  # an assistant's text where it has no content
-    reasoning_content: str | None = None  # an assistant's thoughts, in vLLM's older and newer words
+    refusal: str | None = None  # an assistant's text if it has no content
+    reasoning_content: str | None = None  # an assistant's thoughts, under vLLM's older and newer names
     reasoning: str | None = None
 
     audio: Annotated[Any, Only(None)] = None
@@ -79,7 +79,7 @@ class Message(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _may_only_call(cls, value: Any) -> Any:
-        """Calls need no content beside them."""
+        """Calls need no content next to them."""
         has_calls = isinstance(value, dict) and bool(value.get("tool_calls"))
         return {"content": None, **value} if has_calls else value
 
@@ -102,7 +102,7 @@ class Message(BaseModel):
 
     @property
     def thoughts(self) -> str | None:
-        """Of an assistant, where they are not in the text."""
+        """An assistant's thoughts, if they are not in the text."""
         if self.role != "assistant":
             return None
         return self.reasoning if self.reasoning_content is None else self.reasoning_content

@@ -1,7 +1,7 @@
 """Request bodies, as OpenAI's and compatible clients send them. Introduced in phase 4.
 
 There are three kinds of fields: those that have an effect; those that clients send with a value without effect, such as
-``suffix: ""``, which are accepted with that value only; and notes of the client (``user``), which are accepted and
+``suffix: ""``, which are accepted with that value only; and the client's notes (``user``), which are accepted and
 ignored. Any other field is refused by name. Invariants: ``SamplingParams`` validates the sampling fields, so an invalid
 value gives the same message here, on the command line and in Python; a field's JSON schema allows what is accepted.
 """
@@ -123,7 +123,7 @@ class SamplingFields(BaseModel):
     @classmethod
     def _is_samplable(cls, value: Any, info: ValidationInfo) -> Any:
         assert info.field_name is not None
-        if info.field_name == "top_k" and value in (0, -1):  # some clients' words for no limit
+        if info.field_name == "top_k" and value in (0, -1):  # how some clients write no limit
             return 0
         if value is not None:
             SamplingParams(**{info.field_name: value})
@@ -136,9 +136,10 @@ class SamplingFields(BaseModel):
         prompt_logprobs: int | None = None,
         defaults: Mapping[str, Any] = MappingProxyType({}),
     ) -> SamplingParams:
-        """The sampling parameters; absent fields have ``defaults``, or else OpenAI's, which are ``SamplingParams``'s.
+        """The sampling parameters; absent fields take ``defaults``, or else OpenAI's defaults, which are those of
+        ``SamplingParams``.
 
-        ``min_tokens`` beyond the longest answer means that answer, and ``min_thinking_tokens`` beyond the budget that.
+        ``min_tokens`` is capped at the longest answer, ``min_thinking_tokens`` at the thinking budget.
         """
         given = {name: value for name in _SAMPLING if (value := getattr(self, name)) is not None}
         given = {**defaults, **given}
@@ -193,7 +194,7 @@ class CompletionRequest(SamplingFields):
 
 
 class TemplateOptions(Strict):
-    """``enable_thinking``: whether the model may think first (Qwen 3)."""
+    """A text that the answer may partly repeat, used to look up drafts."""
 
     enable_thinking: bool | None = None
 
@@ -206,7 +207,7 @@ class Prediction(Strict):
 
 
 class ChatRequest(SamplingFields):
-    """The body of ``POST /v1/chat/completions``. ``max_completion_tokens`` comes before ``max_tokens``."""
+    """The body of ``POST /v1/chat/completions``. ``max_completion_tokens`` takes precedence over ``max_tokens``."""
 
     prompt_field: ClassVar[str] = "messages"
 
@@ -240,7 +241,7 @@ class ChatRequest(SamplingFields):
 
     @property
     def ending(self) -> Ending:
-        """How the prompt ends. Raises ApiError for what contradicts, and for a last message that cannot go on."""
+        """How the prompt ends. Raises ApiError for contradictions, and for a last message that cannot be continued."""
         has_header = self.add_generation_prompt is not False
         if not self.continue_final_message:
             return Ending.HEADER if has_header else Ending.TURN

@@ -1,6 +1,6 @@
-"""The fields of a body that give the answer a grammar, as OpenAI's, vLLM's and other clients write them.
+"""The fields of a body that give the answer a grammar, as sent by OpenAI's, vLLM's and other clients.
 
-Introduced in phase 12. Invariants: one grammar at most, whichever field gives it; an error names that field.
+Introduced in phase 12. Invariants: at most one grammar, whichever field gives it; an error names that field.
 """
 
 from collections.abc import Iterator
@@ -59,8 +59,7 @@ GUIDED_SCHEMAS: dict[str, dict[str, Any]] = {
 def described_grammar(body: Any, *, is_closed: bool = False) -> tuple[Grammar, str] | None:
     """The grammar of a body, and the field that gives it. Raises ApiError.
 
-    Args:
-        is_closed: as ``Grammar.json_schema`` has it, unless the body says otherwise.
+    Args: is_closed: as in ``Grammar.json_schema``, unless the body says otherwise.
     """
     found = list(_described(body, is_closed))
     if len(found) > 1:
@@ -123,7 +122,7 @@ def _of_structured_outputs(value: Any, is_closed: bool) -> tuple[Grammar, str]:
 
 
 def _fields(param: str, value: Any, needed: set[str], known: set[str]) -> dict[str, Any]:
-    """The fields of an object. Raises ApiError for one that is missing or unknown."""
+    """The fields of an object. Raises ApiError for a missing or unknown field."""
     if not isinstance(value, dict):
         raise invalid(f"{param} is {short(value)}; it must be an object.", param=param)
     for name in needed - value.keys():

@@ -1,6 +1,6 @@
-"""The fields of a chat about tools, as OpenAI's clients write them. Introduced in phase 12.
+"""A chat's fields for tools, as sent by OpenAI's clients. Introduced in phase 12.
 
-Invariants: a definition goes to the chat template as it was sent; a function has one definition.
+Invariants: a definition reaches the chat template as it was sent; a function has one definition.
 """
 
 from collections.abc import Sequence
@@ -29,7 +29,7 @@ class FunctionDefinition(Strict):
 
 
 class ToolDefinition(Strict):
-    """A tool; only functions are tools here."""
+    """A tool, which must be a function here."""
 
     type: Literal["function"]
     function: FunctionDefinition
@@ -44,7 +44,7 @@ Tools = Annotated[list[Annotated[ToolDefinition, WrapValidator(_as_sent)]], Fiel
 
 
 class _Lenient(BaseModel):
-    """A part of a history: labels that clients add, such as ``index`` or ``parsed_arguments``, are ignored."""
+    """Part of a history: labels that clients add, such as ``index`` or ``parsed_arguments``, are ignored."""
 
     model_config = ConfigDict(extra="ignore", strict=True)
 
@@ -79,7 +79,7 @@ def chosen_tool(value: Any) -> Any:
 
 
 def check_tools(tools: Sequence[Any], choice: Any) -> None:
-    """Raise ApiError for a function that is defined twice, and for a choice that the tools do not allow."""
+    """Raise ApiError for a function that is defined twice, and for a choice that the tools rule out."""
     names = [tool["function"]["name"] for tool in tools]
     for name in names:
         if names.count(name) > 1:
@@ -93,7 +93,7 @@ def check_tools(tools: Sequence[Any], choice: Any) -> None:
 
 
 def field_that_constrains(tools: Sequence[Any], choice: Any) -> str | None:
-    """The field that asks for calls that are certainly valid, which needs a grammar; None if none does."""
+    """The field that requires valid calls, and so a grammar; None if none does."""
     if choice not in (None, "none", "auto"):
         return "tool_choice"
     strict = (number for number, tool in enumerate(tools) if tool["function"].get("strict"))

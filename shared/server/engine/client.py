@@ -1,8 +1,8 @@
 """The client of the engine loop: submits requests and routes their outputs to streams. Introduced in phase 4.
 
-It runs on the event loop and never blocks. A request that the engine would refuse is refused here, from the engine's
-limits and its load as of the last event, so the engine itself refuses only after a race. Invariant: a submitted request
-ends exactly once, even if the engine crashes.
+It runs on the event loop and never blocks. A request that the engine would refuse is refused here, based on the
+engine's limits and its load as of the last event, so the engine itself refuses only after a race. Invariant: a
+submitted request ends exactly once, even if the engine crashes.
 """
 
 import asyncio
@@ -35,7 +35,7 @@ class EngineClient:
     """Owns the open streams.
 
     ``load`` is the engine's load as of the last event, plus the requests submitted since, counted as waiting; ``crash``
-    is the reason if the engine loop has crashed, and ``end_server`` is called if the server should end with it.
+    is the reason if the engine loop has crashed, and ``end_server`` is called if the server should stop as well.
     """
 
     def __init__(self, handle: EngineHandle, metrics: ServerMetrics, config: ServerConfig) -> None:
@@ -58,7 +58,7 @@ class EngineClient:
         self._handle.start(self._receive)
 
     async def stop(self) -> None:
-        """End every open request with an error, and the engine loop after its current step."""
+        """End every open request with an error, and the engine loop once its current step is done."""
         self._is_stopped = True
         self.end_all(_stopped())
         self._handle.send(engine_loop.Stop())
@@ -75,10 +75,10 @@ class EngineClient:
     def submit(
         self, answer_id: str, requests: Sequence[NewRequest], *, n: int, param: str, segment_field: str | None = None
     ) -> Answer:
-        """Submit the requests of one answer to the engine; ``n`` of them in a row have the same prompt.
+        """Submit one answer's requests to the engine; every ``n`` consecutive ones have the same prompt.
 
         ``param`` is the field of the body that holds the prompts, ``segment_field`` the one that names their segments.
-        Raises ApiError if the engine would refuse one of them, and if the engine has stopped; then none is submitted.
+        Raises ApiError, and submits none, if the engine would refuse one of them or has stopped.
         """
         if not self.is_alive:
             raise _stopped()
@@ -124,14 +124,15 @@ class EngineClient:
         return cast(MemoryMap, await self._ask(Question.MEMORY))
 
     async def inquire(self, inquiry: Inquiry, param: str) -> Any:
-        """The answer to a message about segments; raises ApiError if it is refused, and ``param`` is then at fault."""
+        """The answer to a message about segments; raises ApiError, naming ``param``, if it is refused."""
         try:
             return await self._ask(inquiry)
         except InferError as refusal:
             raise self._error_of(refusal, param) from None
 
     async def _ask(self, question: Question | Inquiry) -> Any:
-        """The answer of the engine loop. Raises ApiError if it has stopped, and the engine's refusal, an InferError."""
+        """The answer of the engine loop. Raises ApiError if the loop has stopped, or the engine's refusal, an
+        InferError."""
         if not self.is_alive:
             raise _stopped()
         number = next(self._numbers)
@@ -169,7 +170,7 @@ class EngineClient:
         self.load = dataclasses.replace(load, num_waiting=load.num_waiting + num_unseen)
         match event:
             case Stepped():
-                if not self._unflushed:  # after the other events that have come: a stream is then written once
+                if not self._unflushed:  # after the other events that have arrived, so that a stream is written once
                     asyncio.get_running_loop().call_soon(self._flush)
                 self._deliver(event)
             case engine_loop.Refused(request_id, refusal):
@@ -179,7 +180,7 @@ class EngineClient:
                     stream.refuse(known or engine_failure(None))
             case engine_loop.Answered(number, answer, failure, refusal):
                 asked = self._questions.get(number)
-                if asked is not None and not asked.done():  # else the HTTP request that asked has ended
+                if asked is not None and not asked.done():  # otherwise the HTTP request that asked has ended
                     error = refusal or (None if failure is None else engine_failure(failure))
                     asked.set_result(answer) if error is None else asked.set_exception(error)
             case engine_loop.Crashed(cause, ends_server):
@@ -198,7 +199,7 @@ class EngineClient:
         self._metrics.on_preemptions(step.num_preempted)
         for request_id in step.prefilled:
             stream = self._streams.get(request_id)
-            if stream is not None and stream.scheduled is None:  # else it is prefilled again after a preemption
+            if stream is not None and stream.scheduled is None:  # otherwise it is prefilled again after a preemption
                 stream.scheduled = step.started
         gaps: dict[float, int] = {}
         for output in step.outputs:
@@ -225,8 +226,8 @@ class EngineClient:
             stream.flush()
 
     def _crashed(self, cause: str) -> None:
-        """End every open request with an error; an engine that has stopped has no load."""
-        self.crash = self.crash or cause  # the end of the engine's process follows a step that failed, and is no cause
+        """End every open request with an error; a stopped engine has no load."""
+        self.crash = self.crash or cause  # the engine process ends because a step failed; its end is not the cause
         self.load = dataclasses.replace(self.load, num_running=0, num_waiting=0, kv_usage=0.0)
         error = ApiError(500, "engine_error", "The engine has stopped after an error; see the server's log.")
         streams, self._streams = self._streams, {}

@@ -1,9 +1,9 @@
-"""Commands as bytes, in which the automaton of a grammar crosses the pipe once. Introduced in phase 12.
+"""Encodes commands so that a grammar's automaton crosses the pipe only once. Introduced in phase 12.
 
 An automaton may have megabytes, and many requests use the same grammar. So both ends of the pipe remember the grammars
-of the last commands, and a command names those that the other end has by number.
+of recent commands, and a command refers to known ones by number.
 
-Invariant: both ends see the same grammars in the same order and forget by the same rule, so they remember the same.
+Invariant: both ends see the same grammars in the same order and evict by the same rule, so they remember the same ones.
 """
 
 import io
@@ -23,7 +23,7 @@ class CommandCodec:
 
     def __init__(self, most_bytes: int = MOST_BYTES) -> None:
         self.most_bytes, self.num_bytes, self.num_seen = most_bytes, 0, 0
-        self.numbers: OrderedDict[Grammar, int] = OrderedDict()  # the least recently used first
+        self.numbers: OrderedDict[Grammar, int] = OrderedDict()  # least recently used first
         self.grammars: dict[int, Grammar] = {}
 
     def dumps(self, command: Command) -> bytes:
@@ -35,14 +35,14 @@ class CommandCodec:
         return buffer.getvalue()
 
     def loads(self, message: bytes) -> Command:
-        """The command of ``message``, the next one that the other end has made."""
+        """The command encoded in ``message``, which must be the next one from the other end."""
         unpickler = pickle.Unpickler(io.BytesIO(message))
         unpickler.persistent_load = self._referred  # type: ignore[method-assign]
         command: Command = unpickler.load()
         return command
 
     def _reference(self, value: object) -> tuple[Any, ...] | None:
-        """What stands for a compiled grammar: its number, and its parts if the other end does not have them."""
+        """Represents a compiled grammar: its number, and its parts if the other end does not have them."""
         if not isinstance(value, Grammar) or value.automaton is None:
             return None
         number = self.numbers.get(value)

@@ -1,15 +1,15 @@
-"""Grammars compiled in a process of their own, so that a costly one delays no step. Introduced in phase 12.
+"""Compiles grammars in a separate process, so that a costly one delays no step. Introduced in phase 12.
 
-Compiling is Python, and the threads of a process take turns with Python's lock: a few costly grammars on threads of the
-server stop every stream whose engine is in the same process, for seconds. This process has a low priority, imports
-neither PyTorch nor the server, and has its own limit of memory.
+The compiler is written in Python, and a process's threads share Python's lock: a few costly grammars on server threads
+would stop every stream of an engine in the same process for seconds. This process has a low priority, imports neither
+PyTorch nor the server, and has its own memory limit.
 
-Each grammar is first tried with a small part of the work that it may need. One that needs more is compiled again by a
-second thread, so small grammars wait for no large one. Work is counted, so which are large does not depend on the
+Each grammar is first tried with a small part of its work limit. One that needs more is compiled again by a second
+thread, so small grammars never wait for large ones. Work is counted, so which grammars are large does not depend on the
 machine.
 
-Invariants: one large grammar is compiled at a time; the process ends when the server does, in whatever way; if the
-process is lost, the grammars that it had are refused, and the next one starts it again.
+Invariants: one large grammar is compiled at a time; the process ends when the server does, for whatever reason; if the
+process is lost, its pending grammars are refused, and the next request starts it again.
 """
 
 import contextlib
@@ -40,7 +40,7 @@ _START = "from shared.server.engine.grammar_process import main; main()"
 
 
 class GrammarProcess:
-    """The server's end. Any thread may call it."""
+    """The server's end. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = Lock()
@@ -50,7 +50,7 @@ class GrammarProcess:
         self._num_sent = 0
 
     def start(self) -> None:
-        """Start the process unless it runs; does not wait for its imports."""
+        """Start the process unless it is running; does not wait for its imports."""
         with self._lock:
             self._start()
 
@@ -64,12 +64,12 @@ class GrammarProcess:
             pipe = self._start()
             self._num_sent += 1
             self._running[self._num_sent] = future
-            with contextlib.suppress(OSError):  # the thread that reads notices a lost process too
+            with contextlib.suppress(OSError):  # the reading thread notices a lost process too
                 pipe.send((self._num_sent, grammar, usable_bytes))
         return future.result()
 
     def close(self) -> None:
-        """End the process, and refuse what it was compiling."""
+        """End the process, and refuse the grammars being compiled."""
         with self._lock:
             if self._process is not None:
                 self._process.kill()
@@ -84,7 +84,7 @@ class GrammarProcess:
         return self._pipe
 
     def _read(self, process: "subprocess.Popen[bytes]", pipe: Connection) -> None:
-        """Hand out what the process made, until it ends."""
+        """Deliver the process's results until it ends."""
         with pipe, contextlib.suppress(EOFError, OSError):
             while True:
                 number, made = pipe.recv()
@@ -106,16 +106,16 @@ class GrammarProcess:
 
 def main() -> None:
     """The process: reads grammars until its pipe closes."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the server's, which answers what it has accepted
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is handled by the server, which answers accepted requests
     os.nice(_PRIORITY)
-    with contextlib.suppress(ValueError):  # a lower limit that is set already
+    with contextlib.suppress(ValueError):  # a lower limit that is already set
         resource.setrlimit(resource.RLIMIT_DATA, (MOST_BYTES, MOST_BYTES))
     _Compiler(Connection(int(sys.argv[1]))).run()
-    os._exit(0)  # without waiting for what is compiled
+    os._exit(0)  # without waiting for pending compilations
 
 
 class _Compiler:
-    """The process's end: a thread for each grammar's first try, another for large ones."""
+    """The process's side: one thread for first attempts, another for large grammars."""
 
     def __init__(self, pipe: Connection) -> None:
         self.pipe = pipe

@@ -1,8 +1,8 @@
 """The loop that owns an engine: drain commands, run a step, publish outputs. Introduced in phase 4.
 
 Commands and events are small picklable messages, so a thread and a process run the same loop. The server checks a
-request before it sends it, so an Add that succeeds publishes no event. Invariants: a command takes effect between two
-steps, and an event with the load follows; nothing else calls the engine; if a step raises, the last event is Crashed.
+request before sending it, so a successful Add publishes no event. Invariants: a command takes effect between two steps,
+and an event with the load follows; nothing else calls the engine; if a step raises, the last event is Crashed.
 """
 
 import dataclasses
@@ -28,12 +28,12 @@ _log = logging.getLogger("infer.engine")
 
 @dataclass(frozen=True)
 class NewRequest:
-    """A request as the engine takes it."""
+    """A request in the form that the engine accepts."""
 
     request_id: str
     prompt_ids: list[int]
     params: SamplingParams
-    segment_ids: tuple[str, ...] = ()  # of phase 9.1, which stand before the prompt
+    segment_ids: tuple[str, ...] = ()  # of phase 9.1, which precede the prompt
     num_segment_tokens: int = 0
 
 
@@ -52,7 +52,7 @@ class Abort:
 
 
 class Question(StrEnum):
-    """The questions that the loop answers between two steps."""
+    """The queries that the loop answers between two steps."""
 
     DESCRIPTION = "description"
     MEMORY = "memory"
@@ -60,7 +60,7 @@ class Question(StrEnum):
 
 @dataclass(frozen=True)
 class Ask:
-    """Answer a question; the answer carries the same ``number``."""
+    """Answer a query; the answer carries the same ``number``."""
 
     number: int
     question: Question | Inquiry
@@ -78,8 +78,8 @@ Command = Add | Abort | Ask | Stop
 class Refused:
     """The engine refused a request with ``refusal``, or raised an unexpected exception (None).
 
-    That is rare: a preempted request took the queue's last place meanwhile, segments and prompt are too long, or there
-    is a bug.
+    That is rare: a preempted request has taken the queue's last slot, segments and prompt are too long, or there is a
+    bug.
     """
 
     request_id: str
@@ -112,7 +112,8 @@ class Stepped:
     num_preempted: int
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Pickle the outputs by column: the engine waits for that, and 64 of them alone take four times as long."""
+        """Pickle the outputs by column: the engine waits for this, and pickling 64 outputs one by one takes four times
+        as long."""
         columns = tuple(zip(*self.outputs, strict=True))
         return _stepped, (columns, self.started, self.ended, self.prefilled, self.num_preempted)
 
@@ -123,7 +124,8 @@ def _stepped(columns: Any, started: float, ended: float, prefilled: tuple[str, .
 
 @dataclass(frozen=True)
 class Crashed:
-    """The loop has ended with the exception ``cause``; ``ends_server`` if that is a rank of its group (phase 12.1)."""
+    """The loop has ended with the exception ``cause``; ``ends_server`` if a rank of the engine's group has failed
+    (phase 12.1)."""
 
     cause: str
     ends_server: bool = False
@@ -166,13 +168,13 @@ class EngineLoop:
     def __init__(self, engine: ServedEngine, inbox: Inbox, publish: Publish) -> None:
         self._engine = engine
         self._inbox = inbox
-        self._lock = threading.Lock()  # a rank may be lost while a step publishes
+        self._lock = threading.Lock()  # a rank may be lost while a step publishes its outputs
         self._publish_to = publish
         self._load = engine.load()
         self._num_added = 0
 
     def run(self) -> None:
-        """Run until :class:`Stop`, or until a step raises an exception that concerns no single request."""
+        """Run until :class:`Stop`, or until a step raises an exception that is not due to a single request."""
         try:
             group = getattr(self._engine, "group", None)
             if group is not None:

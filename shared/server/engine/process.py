@@ -1,12 +1,12 @@
-"""The engine in a process of its own. Introduced in phase 6.1.
+"""The engine in its own process. Introduced in phase 6.1.
 
 Only one thread of a process runs Python at a time (the GIL). On a GPU, a decode step is limited by the host, so while
-the server formats and sends responses, no kernel is launched. Here the engine loop has an interpreter of its own, and
-the outputs of a step cross the pipe in one message (as in vLLM, whose engine core is a process too).
+the server formats and sends responses, no kernel is launched. Here the engine loop has its own interpreter, and the
+outputs of a step cross the pipe in one message (as in vLLM, whose engine core is a process too).
 
-Invariants: the pipe is the process's only connection to the server, and the process ends when the pipe is closed,
-however the server ended; it ignores SIGINT and SIGTERM, which a terminal or a supervisor sends to both; the event loop
-reads at most ``MAX_EVENTS`` before it handles them, and if it is behind, the pipe fills and the engine waits.
+Invariants: the pipe is the process's only connection to the server, and the process ends when the pipe closes, however
+the server ended; it ignores SIGINT and SIGTERM, which a terminal or a supervisor sends to both; the event loop reads at
+most ``MAX_EVENTS`` before it handles them, and if it falls behind, the pipe fills and the engine waits.
 """
 
 import asyncio
@@ -51,7 +51,7 @@ class EngineProcess:
         self._process = context.Process(target=_run, args=(theirs, make), name="engine", daemon=True)
         self._process.start()
         theirs.close()
-        atexit.register(self._process.kill)  # runs before multiprocessing joins it
+        atexit.register(self._process.kill)  # runs before multiprocessing joins the process
         try:
             facts = self._pipe.recv()
         except EOFError:
@@ -69,8 +69,8 @@ class EngineProcess:
         self._num_added = 0
 
     def start(self, publish: Publish) -> None:
-        """Publish on the event loop that calls this. A thread would get Python's lock for one event at a time, so a
-        server that is behind would still write the tokens of each step by themselves.
+        """Publish on the calling event loop. A thread would get Python's lock for one event at a time, so a server that
+        has fallen behind would still write the tokens of each step separately.
         """
         asyncio.get_running_loop().add_reader(self._pipe.fileno(), self._read, publish)
         threading.Thread(target=self._write, name="engine pipe", daemon=True).start()
@@ -96,7 +96,7 @@ class EngineProcess:
                     return
 
     def _read(self, publish: Publish) -> None:
-        """Publish the events that have come: several, if the event loop is behind."""
+        """Publish the events that have arrived: several, if the event loop is behind."""
         try:
             for _ in range(MAX_EVENTS):
                 event, self._load, self._num_added = self._pipe.recv()
@@ -133,7 +133,7 @@ class PipeInbox:
 
 
 def readiness(pipe: "Connection[Any, Any]") -> Callable[[float], object]:
-    """``pipe.poll``, which makes a selector each time; this keeps one, since every step asks."""
+    """Like ``pipe.poll``, which makes a selector each time; this keeps one, since every step polls."""
     readable = select.poll()
     readable.register(pipe, select.POLLIN)
     return readable.poll

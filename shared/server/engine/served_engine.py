@@ -45,8 +45,8 @@ class EngineFacts:
     request_capacity: int  # tokens that the KV cache can hold for one request
     load: EngineLoad
     has_grammars: bool  # from phase 12 on
-    limits_thinking: bool  # in phase 11.1, if the model thinks
-    segment_refusal: str | None  # why the engine has no segments; None: it has (phase 9.1)
+    limits_thinking: bool  # in phase 11.1, for models that think
+    segment_refusal: str | None  # why the engine has no segments; None: the engine has segments (phase 9.1)
 
     @classmethod
     def of(cls, engine: ServedEngine) -> Self:

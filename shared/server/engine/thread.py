@@ -1,7 +1,7 @@
-"""The engine on a thread of its own. Introduced in phase 4.
+"""The engine on its own thread. Introduced in phase 4.
 
-A step may take long; on the event loop it would delay every response and every health check. Invariant: once the thread
-runs, no other thread uses the engine.
+A step may take a long time; on the event loop it would delay every response and every health check. Invariant: once the
+thread runs, no other thread uses the engine.
 """
 
 import queue

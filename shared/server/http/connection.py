@@ -1,9 +1,9 @@
-"""A client's connection, bounded before a request exists: in time, in bytes, in number. Introduced in phase 4.
+"""A client's connection, with limits that apply before a request exists: time, bytes, number. Introduced in phase 4.
 
-uvicorn bounds the number of requests and the silence between two of them, and the size of a head only with its slower
+uvicorn limits the number of requests and the silence between two of them, but the size of a head only with its slower
 parser; so a client could hold a connection without a request, or send a head without end. Invariants: a connection that
-serves no request is closed within ``head_timeout``; of bytes that are no body, at most ``max_head_bytes`` and one read
-of the socket are kept; a refusal has the body of every other error, an ``X-Request-Id``, and a line in the log.
+serves no request is closed within ``head_timeout``; at most ``max_head_bytes`` plus one socket read are kept of bytes
+outside a body; a refusal has the same body as any error, an ``X-Request-Id``, and a line in the log.
 """
 
 import asyncio
@@ -23,22 +23,22 @@ from shared.server.settings import EXPOSED, ServerConfig
 
 
 class Connection(HttpToolsProtocol):
-    """One connection. The head of a request is its request line and its headers.
+    """One connection. A request's head is its request line and headers.
 
-    The scope's state has the transport, which a response may have to abort, and the connection, which writes the parts
-    of a stream: ASGI has no message for either.
+    The scope's state holds the transport, which a response may have to abort, and the connection, which writes the
+    parts of a stream: ASGI has no message for either.
     """
 
     def __init__(self, *, limits: ServerConfig, metrics: ServerMetrics, **settings: Any) -> None:
         super().__init__(**settings)
         self._limits = limits
         self._metrics = metrics
-        self._head_timer: asyncio.Handle | None = None  # while no request is served
+        self._head_timer: asyncio.Handle | None = None  # while no request is being served
         self._is_in_head = False
-        self._num_head_bytes = 0  # of the request line and headers that are parsed
+        self._num_head_bytes = 0  # of the parsed request line and headers
         self._num_unparsed = 0  # bytes since the parser last reported anything
         self._refusal: ApiError | None = None
-        self._cycles: list[RequestResponseCycle] = []  # requests; pipelined ones wait for their turn
+        self._cycles: list[RequestResponseCycle] = []  # requests; pipelined ones wait their turn
         self._read_timer: asyncio.TimerHandle | None = None  # while the client does not read
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
@@ -63,7 +63,7 @@ class Connection(HttpToolsProtocol):
         try:
             self.parser.feed_data(data)
         except httptools.HttpParserUpgrade:
-            pass  # there is nothing to upgrade to: the request is served as it is
+            pass  # there is nothing to upgrade to: the request is served without an upgrade
         except httptools.HttpParserError:
             said = "The bytes received are no HTTP request: the request line, a header or the framing is malformed."
             self._refuse(self._refusal or ApiError(400, "invalid_http", said))
@@ -84,19 +84,19 @@ class Connection(HttpToolsProtocol):
 
     @property
     def is_writable(self) -> bool:
-        """Whether the client is there and reads: little of what was written before waits to be sent."""
+        """Whether the client is connected and reading: little of what was written earlier is still unsent."""
         return not self.flow.write_paused and not self.transport.is_closing()
 
     def write_part(self, part: bytes, *, is_chunked: bool) -> None:
-        """Write a part of the body under way, which has no announced length, as ASGI's ``send`` does."""
+        """Write a part of the current body, which has no announced length, as ASGI's ``send`` does."""
         self.transport.write(b"%x\r\n%b\r\n" % (len(part), part) if is_chunked else part)
 
     def shutdown(self) -> None:
         super().shutdown()
         if self.cycle is not None:
-            self.cycle.message_event.set()  # a request that waits for its body looks whether the server shuts down
+            self.cycle.message_event.set()  # a request waiting for its body checks whether the server is shutting down
 
-    # Callbacks of the parser: it reports what they raise as an HttpParserError.
+    # Callbacks of the parser, which reports their exceptions as HttpParserError.
 
     def on_message_begin(self) -> None:
         self._is_in_head = True
@@ -134,7 +134,7 @@ class Connection(HttpToolsProtocol):
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
-        if self.cycle.response_complete:  # else the next request has already arrived
+        if self.cycle.response_complete:  # otherwise the next request has already arrived
             self._start_timer()
 
     def _count_head(self, num_bytes: int) -> None:
@@ -160,10 +160,10 @@ class Connection(HttpToolsProtocol):
             self._head_timer = None
 
     def _out_of_time(self, num_turns: int = 2) -> None:
-        """Close the connection, at once if its last response is not read.
+        """Close the connection, immediately if its last response is not being read.
 
-        Bytes that came while the event loop was busy are read first, in one of the next ``num_turns``: a server that is
-        slow refuses no request for that. A timer is due before the sockets are read.
+        Bytes that arrived while the event loop was busy are read first, in one of the next ``num_turns`` turns, so a
+        slow server does not refuse requests. Timers fire before the sockets are read.
         """
         if num_turns:
             self._head_timer = self.loop.call_soon(self._out_of_time, num_turns - 1)
@@ -179,13 +179,13 @@ class Connection(HttpToolsProtocol):
         return [cycle for cycle in self._cycles if not cycle.response_complete]
 
     def _disconnect(self) -> None:
-        """Let every request know that its client is gone; uvicorn tells the last one."""
+        """Notify every request that its client is gone; uvicorn notifies only the last one."""
         for cycle in self._unanswered():
             cycle.disconnected = True
             cycle.message_event.set()
 
     def _refuse(self, error: ApiError) -> None:
-        """Answer with ``error``, unless a response is under way, and close the connection."""
+        """Answer with ``error``, unless a response has begun, and close the connection."""
         if self.transport.is_closing():
             return
         is_started = any(cycle.response_started for cycle in self._unanswered())
@@ -203,10 +203,11 @@ class Connection(HttpToolsProtocol):
             )
             self.transport.write(_http(error, request_id, self._readable_by()))
         self.transport.close()
-        self._start_timer()  # for a client that does not read it
+        self._start_timer()  # for a client that does not read the response
 
     def _readable_by(self) -> bytes | None:
-        """The site whose page may read a refusal: that of the header Origin, or, before it has come, the only one."""
+        """The site whose page may read a refusal: the one in the Origin header or, before that has arrived, the only
+        allowed one."""
         allowed = [origin.encode() for origin in self._limits.allowed_origins]
         if b"*" in allowed:
             return b"*"
@@ -215,7 +216,8 @@ class Connection(HttpToolsProtocol):
 
 
 def _unchunked(cycle: RequestResponseCycle) -> Send:
-    """The cycle's ``send`` for HTTP/1.0, which has no chunks: a body without a length ends with the connection."""
+    """The cycle's ``send`` for HTTP/1.0, which has no chunked encoding: a body without a length ends with the
+    connection."""
     send, is_measured = cycle.send, True
 
     async def send_unchunked(message: Any) -> None:

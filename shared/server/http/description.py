@@ -1,7 +1,7 @@
-"""The OpenAPI description of one server: the schema of the request bodies, with the limits of the served model.
+"""The OpenAPI description of one server: the schema of request bodies, with the served model's limits.
 
-Introduced in phase 4. Invariant: a body that fits the schema is not refused with 422 for a value of one of its fields,
-and one that does not fit is; how many tokens a text has, no schema can say.
+Introduced in phase 4. Invariant: a body that fits the schema is never refused with 422 for a field's value, and one
+that does not fit always is; the exception is the number of tokens in a text, which no schema can express.
 """
 
 from collections.abc import Iterator
@@ -73,7 +73,7 @@ def describe(app: FastAPI, intake: Intake) -> None:
 
 
 def _limit(schema: dict[str, Any], intake: Intake) -> None:
-    """Add the limits of the model and of its server to the schema of a body, in place."""
+    """Add the limits of the model and its server to a body's schema, in place."""
     fields = schema["properties"]
     fields["model"] = {"const": intake.config.model_name}
     for node in _nodes(fields):
@@ -84,7 +84,7 @@ def _limit(schema: dict[str, Any], intake: Intake) -> None:
     if not intake.facts.limits_thinking:
         fields["thinking_budget"] = {"const": None}
         fields["min_thinking_tokens"] = {"enum": [0, None]}
-    fields["seed"]["anyOf"][0]["maximum"] = MAX_SEED  # FastAPI makes it a float, which is one more
+    fields["seed"]["anyOf"][0]["maximum"] = MAX_SEED  # FastAPI makes it a float, which is one larger
     for name in ("max_tokens", "max_completion_tokens"):
         if name in fields:
             fields[name]["anyOf"][0]["maximum"] = intake.facts.max_seq_len
@@ -101,13 +101,13 @@ def _nodes(node: Any) -> Iterator[dict[str, Any]]:
 def _pattern_below(limit: int) -> str:
     """A pattern of the numbers from 0 to ``limit`` - 1 in decimal, without leading zeros; ``limit`` is at least 2.
 
-    The numbers below 305 are those of fewer digits, and those that agree with 304 up to a digit, which is smaller: 1 or
-    2 and any two digits, 30 and one of 0 to 3; and 304.
+    The numbers below 305 are those with fewer digits, those that agree with 304 up to a digit that is smaller (1 or 2
+    and any two digits, 30 and one of 0 to 3), and 304.
     """
     last = str(limit - 1)
     choices = ["0", f"[1-9][0-9]{{0,{len(last) - 2}}}"] if len(last) > 1 else ["0"]
-    for place, digit in enumerate(last):
-        lowest = 1 if place == 0 else 0
+    for index, digit in enumerate(last):
+        lowest = 1 if index == 0 else 0
         if int(digit) > lowest:
-            choices.append(f"{last[:place]}[{lowest}-{int(digit) - 1}][0-9]{{{len(last) - place - 1}}}")
+            choices.append(f"{last[:index]}[{lowest}-{int(digit) - 1}][0-9]{{{len(last) - index - 1}}}")
     return f"^({'|'.join([*choices, last])})$"

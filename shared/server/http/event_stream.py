@@ -1,9 +1,9 @@
-"""Responses that watch their client: streams and whole bodies. Introduced in phase 4.
+"""Responses that watch for disconnects: streams and whole bodies. Introduced in phase 4.
 
-A library was measured in place of this module: sse-starlette opens a cancel scope around every frame, which cost a
-third of the throughput of 64 streams. Invariants: a client that disconnects ends its request, also in the queue and
-during prefill; a client that does not read ends it too, and its connection is aborted after a bounded time; however a
-response ends, an unfinished request is aborted in the engine.
+The alternative sse-starlette opens a cancel scope around every frame, which cost a third of the throughput of 64
+streams when measured. Invariants: a client that disconnects ends its request, even in the queue or during prefill; so
+does a client that does not read, and its connection is aborted after a bounded time; however a response ends, an
+unfinished request is aborted in the engine.
 """
 
 import asyncio
@@ -49,8 +49,8 @@ class Frames(Protocol):
 
 
 class AnswerResponse(Response, ABC):
-    """The base of both responses: runs ``respond`` and watches the client, by a periodic check: a timer around every
-    frame would cost more than the frame.
+    """The base of both responses: runs ``respond`` and checks the client periodically, since a timer around every frame
+    would cost more than the frame.
     """
 
     def __init__(self, answer: Answer, config: ServerConfig) -> None:
@@ -97,8 +97,8 @@ class AnswerResponse(Response, ABC):
 class EventStreamResponse(AnswerResponse):
     """Sends the outputs of each step as server-sent events, in one part of the body.
 
-    The task sends the first outputs and the end, and waits for a client that does not read; all else is written as it
-    comes. The headers wait for the first outputs or comment, so an error before that has its own status.
+    The task sends the first outputs and the end, and waits for a client that does not read; everything else is written
+    as it arrives. The headers wait for the first outputs or comment, so an error before that has its own status.
     """
 
     def __init__(self, answer: Answer, config: ServerConfig, frames: Frames) -> None:
@@ -119,18 +119,18 @@ class EventStreamResponse(AnswerResponse):
             except Exception as bug:
                 error, is_open = _failure(bug), False
                 data = self.frames.failure(error)
-            if error is not None and not is_chunked:  # its end is that of the connection, so [DONE] says: complete
+            if error is not None and not is_chunked:  # it ends like the connection, so [DONE] marks completeness
                 data = data.removesuffix(DONE)
             if not is_started:
                 await send({"type": "http.response.start", "status": 200, "headers": headers})
                 is_started = True
             if data:
                 await send({"type": "http.response.body", "body": data, "more_body": is_open})
-            if "connection" in scope["state"]:  # else the application runs in another server
+            if "connection" in scope["state"]:  # otherwise the application runs in another server
                 self.answer.write = partial(self._write, scope["state"]["connection"], is_chunked)
 
     def _write(self, connection: Connection, is_chunked: bool, choice: AnswerStream) -> bool:
-        """Write the outputs of an open choice if the client reads: a turn of the task and its ``send`` would take as
+        """Write the outputs of an open choice if the client is reading: waking the task and its ``send`` would take as
         long as everything else that a token costs. See :class:`Answer`.
         """
         if not connection.is_writable:
@@ -159,7 +159,7 @@ class EventStreamResponse(AnswerResponse):
 
 
 class WholeResponse(AnswerResponse):
-    """One JSON body, which ``body`` makes of the outputs of all choices when the answer is complete."""
+    """One JSON body, which ``body`` builds from all choices' outputs when the answer is complete."""
 
     def __init__(self, answer: Answer, config: ServerConfig, body: Callable[[list[list[StepOutput]]], bytes]) -> None:
         super().__init__(answer, config)

@@ -1,8 +1,8 @@
-"""The bounds of a body in JSON, checked on its bytes before it is parsed. Introduced in phase 4.
+"""The limits on a JSON body, checked on its bytes before it is parsed. Introduced in phase 4.
 
-Parsing and validating holds Python's lock, and what takes time is the number of values, not the number of bytes.
-Invariant: a body that passes is UTF-8 as far as its zero bytes tell, has a bounded number of values, of keys and of
-levels, and no text with half of a surrogate pair, which has no encoding.
+Parsing and validation hold Python's lock, and their time depends on the number of values, not of bytes.
+Invariant: a body that passes is UTF-8 as far as its zero bytes show, has a bounded number of values, keys and levels,
+and contains no lone surrogate, which has no encoding.
 """
 
 import json
@@ -23,8 +23,8 @@ _SURROGATE = re.compile("[\ud800-\udfff]")
 
 
 def check_json(body: bytes) -> None:
-    """Raise ApiError for a JSON text that is not UTF-8, is beyond the bounds, or holds half of a surrogate pair."""
-    if b"\0" in body:  # UTF-16 and UTF-32, which json.loads would take; in UTF-8, JSON has no zero byte
+    """Raise ApiError for a JSON text that is not UTF-8, exceeds the limits, or holds a lone surrogate."""
+    if b"\0" in body:  # UTF-16 and UTF-32, which json.loads would accept; in UTF-8, JSON has no zero byte
         raise ApiError(400, "invalid_json", "The body is not JSON in UTF-8: it holds a byte 0.")
     if not _is_small(body, MAX_NESTING) and not _is_bounded(body):
         said = (
@@ -37,7 +37,7 @@ def check_json(body: bytes) -> None:
 
 
 def _is_small(outside: bytes, most_brackets: int) -> bool:
-    """Whether the bounds hold, counting brackets, commas and colons: each value but the first comes after one."""
+    """Whether the limits hold, counting brackets, commas and colons: each value but the first follows one."""
     num_brackets = outside.count(b"[") + outside.count(b"{")
     return (
         num_brackets <= most_brackets
@@ -47,7 +47,7 @@ def _is_small(outside: bytes, most_brackets: int) -> bool:
 
 
 def _is_bounded(body: bytes) -> bool:
-    """The same outside strings."""
+    """The same text outside strings."""
     plain = body.replace(rb"\\", b"").replace(rb"\"", b"")  # now every quotation mark opens or closes a string
     if plain.count(b'"') > 2 * (MAX_VALUES + MAX_KEYS):
         return False
@@ -60,14 +60,14 @@ def _check_halves(body: bytes) -> None:
     try:
         found = _half_of(json.loads(body))
     except ValueError:
-        return  # what is no JSON is refused by the route
+        return  # invalid JSON is refused by the route
     if found is not None:
         path, half = found
         raise invalid(f"{path} holds {half}, half of a surrogate pair; send whole characters.", param=path)
 
 
 def _half_of(value: Any, path: str = "") -> tuple[str, str] | None:
-    """The path of the first text with half of a pair, and the half as an escape."""
+    """The path of the first text with a lone surrogate, and the surrogate as an escape."""
     if isinstance(value, str):
         half = _SURROGATE.search(value)
         return None if half is None or not path else (path, ascii(half[0])[1:-1])

@@ -1,7 +1,7 @@
 """The server's log: one line for each request, as JSON or as text for a terminal. Introduced in phase 4.
 
-The handler belongs to the root logger, so it formats the records of every library too. Invariants: a record is one line
-(in JSON, a traceback is a field), whatever a client sent; prompts, answers and keys are never logged.
+The handler belongs to the root logger, so it also formats the records of every library. Invariants: a record is one
+line (in JSON, a traceback is a field), whatever a client sends; prompts, answers and keys are never logged.
 """
 
 import json
@@ -57,6 +57,6 @@ class _Text(logging.Formatter):
 
 
 def _plain(value: Any) -> str:
-    """The value as text, in quotes if it is more than a word."""
+    """The value as text, quoted if it is more than a word."""
     text = str(value)
     return text if text.isascii() and text.isprintable() and " " not in text else json.dumps(text)

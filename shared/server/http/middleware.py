@@ -1,6 +1,6 @@
-"""Middleware: request ids, the log, the hosts, the API key, the limits of a body. Introduced in phase 4.
+"""Middleware: request ids, log, hosts, API key, body limits. Introduced in phase 4.
 
-Plain ASGI, since thousands of frames of a stream pass through it. Invariant: every HTTP request is logged and counted
+Plain ASGI, since every frame of a stream passes through it. Invariant: every HTTP request is logged and counted
 once, however it ends.
 """
 
@@ -47,11 +47,11 @@ _PREFIXES = {
 
 @dataclass
 class RequestRecord:
-    """The data of the log line; routes add to it."""
+    """The data of a log line; routes add to it."""
 
     request_id: str
     path: str  # below the base path
-    status: int = 499  # if no response was started: the client disconnected before
+    status: int = 499  # if no response was started: the client disconnected first
     answer: Answer | None = None
     is_streaming: bool | None = None
 
@@ -73,7 +73,7 @@ def handler_of(path: str) -> str:
 class RequestLog:
     """Gives each request an id, logs it when it ends, and counts it.
 
-    It is counted before the last part of its response is sent: a client that has read a response finds it counted.
+    It is counted before the last part of its response is sent, so a client that has read the response finds it counted.
     """
 
     def __init__(self, app: ASGIApp, metrics: ServerMetrics, root_path: str = "") -> None:
@@ -112,13 +112,14 @@ class RequestLog:
             _log_request(scope, record, handler, time.perf_counter() - started)
 
     def _below_root(self, name: bytes, value: bytes) -> bytes:
-        """A redirect's target without the host, where there is a base path: a proxy would add the path once more."""
+        """A redirect's target without the host, if there is a base path, since a proxy would add the path again."""
         if name != b"location" or not self.root_path:
             return value
         return urlsplit(value)._replace(scheme=b"", netloc=b"").geturl()
 
     def _set_base(self, scope: Scope) -> str:
-        """Let the scope's path begin with the base path, which a proxy may leave or take away; the path below it."""
+        """Make the scope's path begin with the base path, which a proxy may keep or strip; returns the path below
+        it."""
         root, path = self.root_path, str(scope["path"])
         below = path.removeprefix(root) if path.startswith(f"{root}/") else path
         scope["root_path"], scope["path"] = root, root + below
@@ -143,10 +144,10 @@ class ApiKey:
 
 
 class AllowedHosts:
-    """Refuses requests whose header ``Host`` names none of ``hosts``; ``*.example.com`` names every subdomain.
+    """Refuses requests whose ``Host`` header names none of ``hosts``; ``*.example.com`` names every subdomain.
 
-    A page of another site can reach a server on this machine under a name of its own that it resolves to 127.0.0.1;
-    the header then shows that name. Starlette's TrustedHostMiddleware refuses with plain text.
+    A page of another site can reach a server on this machine under its own name, which it resolves to 127.0.0.1; the
+    header then shows that name. Starlette's TrustedHostMiddleware refuses with plain text.
     """
 
     def __init__(self, app: ASGIApp, hosts: Sequence[str]) -> None:
@@ -170,10 +171,10 @@ class AllowedHosts:
 class BodyLimit:
     """Refuses a body that is too long, too complex, or does not arrive in time.
 
-    Starlette's own limit answers in plain text where the length is announced, not with the body of an API error.
+    Starlette's own limit, for an announced length, answers in plain text, not with the body of an API error.
 
-    Parsing and validating a body holds Python's lock. A body of more than ``_BIG`` bytes waits for a turn of the event
-    loop of its own, so that other clients get theirs between two such bodies.
+    Parsing and validating a body hold Python's lock. A body of more than ``_BIG`` bytes waits for its own turn of the
+    event loop, so that other clients are served between two such bodies.
     """
 
     def __init__(self, app: ASGIApp, max_bytes: int, seconds: float, stopping: Callable[[], ApiError | None]) -> None:

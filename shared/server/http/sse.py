@@ -15,8 +15,8 @@ COMMENT = b": keep-alive\n\n"
 """A comment, which clients ignore; it keeps proxies from closing a silent connection."""
 
 
-_LINE_END = re.compile("[\x85\u2028\u2029]")  # beyond those of ASCII, which JSON escapes
-_encode = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode  # ``json.dumps`` makes one each time
+_LINE_END = re.compile("[\x85\u2028\u2029]")  # besides those in ASCII, which JSON escapes
+_encode = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode  # ``json.dumps`` makes a new one each time
 
 
 def to_json(value: Any) -> bytes:

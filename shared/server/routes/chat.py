@@ -75,12 +75,10 @@ async def answer(request: Request, body: ChatRequest) -> Response:
 class ChatFrames:
     """Formats one answer, as frames of a stream or as one body.
 
-    Args:
-        wants_usage: add a last chunk with the usage and no choices; the others then hold ``"usage": null``.
-        wants_usage_so_far: with ``wants_usage``, the others hold the usage so far.
-        num_top_logprobs: the most likely tokens of each position that are shown, if log-probabilities are asked for.
-        reading: how calls of tools are read; None: all text is content.
-        watched: the grammar, whose state each token's frame then holds, and each token has one.
+    Args: wants_usage: add a last chunk with the usage and no choices; the others then hold ``"usage": null``.
+        wants_usage_so_far: with ``wants_usage``, the others hold the usage so far. num_top_logprobs: the most likely
+        tokens of each position to show, if log-probabilities are requested. reading: how tool calls are read; None: all
+        text is content. watched: the grammar whose state each token's frame then holds; every token then gets a frame.
     """
 
     def __init__(
@@ -173,7 +171,7 @@ class ChatFrames:
         return frame(to_json(chunk))
 
     def _prepared(self, index: int) -> tuple[bytes, bytes]:
-        """A frame around its text: made once, since a step writes a frame for each request."""
+        """A frame around its text; built once, since a step writes a frame for each request."""
         before, _, after = self._frame(index, {"content": "\0"}).partition(rb'"\u0000"')
         return before, after
 

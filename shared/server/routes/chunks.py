@@ -52,7 +52,7 @@ async def delete_chunk(request: Request, chunk_id: str) -> Deleted:
 
 
 async def chat_context(request: Request, body: ChatRequest) -> list[SegmentInfo]:
-    """The segments of a chat, under either name. Raises ApiError, also if both names are given."""
+    """A chat's segments, under either name. Raises ApiError, for example if both names are given."""
     if not body.chunks:
         return await segments.context(request, body.segments, "segments", body.recompute)
     if body.segments:
@@ -67,7 +67,7 @@ def _chunk(segment: SegmentBody) -> SegmentBody:
 
 @contextmanager
 def _former_codes() -> Iterator[None]:
-    """Raise errors with the codes of the former name."""
+    """Raise errors with the codes of the old name."""
     try:
         yield
     except ApiError as error:

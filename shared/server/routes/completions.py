@@ -1,9 +1,9 @@
 """``POST /v1/completions``: continue texts. Introduced in phase 4.
 
 The response is one JSON body, a stream of OpenAI's unnamed frames, or a stream of the named events ``token``, ``done``
-and ``error``. Invariants of both streams: one frame for each generated token, in the order of its choice, an
-end-of-sequence token included, and its data is a chunk of OpenAI's ``text_completion``; named events end with exactly
-one ``done`` or ``error``, unnamed frames with ``[DONE]``.
+and ``error``. Invariants of both streams: one frame per generated token, in the order of its choice, including an
+end-of-sequence token; its data is a chunk of OpenAI's ``text_completion``; named events end with exactly one ``done``
+or ``error``, unnamed frames with ``[DONE]``.
 """
 
 import time
@@ -55,7 +55,7 @@ async def complete(request: Request, body: CompletionRequest) -> Response:
     max_tokens = intake.within_limit("max_tokens", body.max_tokens)
     prompt_logprobs = body.logprobs if body.echo else None
     if max_tokens == 0 and prompt_logprobs is None:
-        prompt_logprobs = 0  # the engine takes a request that generates nothing only if it has something to compute
+        prompt_logprobs = 0  # the engine accepts a request that generates nothing only if it has something to compute
     has_special = body.add_special_tokens is not False
     prompts = [await intake.text_ids(prompt, has_special) for prompt in body.prompt]
     if max_tokens is None:
@@ -80,7 +80,7 @@ async def complete(request: Request, body: CompletionRequest) -> Response:
 
 
 def at_token(progress: Mapping[AnswerStream, Progress], choice: AnswerStream, output: StepOutput) -> dict[str, Any]:
-    """The field that says where in its grammar a token was sampled; empty for a choice that is not watched."""
+    """The field with the grammar state in which a token was sampled; empty for an unwatched choice."""
     if choice not in progress or output.token_id is None:
         return {}
     position = progress[choice].read(output.token_id)
@@ -96,14 +96,11 @@ def accepts_events(request: Request) -> bool:
 class CompletionFrames:
     """Formats one answer, as frames of a stream or as one body.
 
-    Args:
-        is_named: frames are the events ``token``, ``done`` (with the usage) and ``error``; else OpenAI's, which have no
-            names and end with ``[DONE]``.
-        wants_usage: add a last chunk with the usage and no choices; the others then hold ``"usage": null``. Without
-            effect on named events.
-        wants_usage_so_far: with ``wants_usage``, the others hold the usage so far.
-        watched: the grammar, whose state each token's frame then holds.
-        echo: the prompts, which then begin the text of their choices.
+    Args: is_named: frames are the events ``token``, ``done`` (with the usage) and ``error``; otherwise OpenAI's, which
+        have no names and end with ``[DONE]``. wants_usage: add a last chunk with the usage and no choices; the others
+        then hold ``"usage": null``. No effect on named events. wants_usage_so_far: with ``wants_usage``, the others
+            hold the usage so far. watched: the grammar whose state each token's frame then holds. echo: the prompts,
+            which then precede the text of their choices.
     """
 
     def __init__(
@@ -128,7 +125,7 @@ class CompletionFrames:
         self._num_sent = 0  # tokens in frames so far
         self._progress = {} if watched is None else {choice: Progress(watched) for choice in answer.choices}
         self._echo = echo
-        self._length = [0] * len(answer.choices)  # characters of each choice so far, if that is asked for
+        self._length = [0] * len(answer.choices)  # characters of each choice so far, if requested
         self._is_begun = [echo is None] * len(answer.choices)  # whether the choice's prompt has been sent
         self._parts = [self._prepared(index) for index in range(len(answer.choices))]
 
@@ -178,14 +175,14 @@ class CompletionFrames:
         return frame(to_json(chunk), self._name("token"))
 
     def _last(self, choice: AnswerStream) -> dict[str, Any]:
-        """The end of a choice; also its prompt, if no token has followed that."""
+        """The end of a choice; also its prompt, if no token followed it."""
         assert choice.finish_reason is not None
         text, tokens = self._begun(choice)
         ended = {"finish_reason": OPENAI_REASONS[choice.finish_reason], "stop_reason": choice.stop}
         return {**self._shown(choice.index, text, tokens), **ended}
 
     def _begun(self, choice: AnswerStream) -> tuple[str, list[Any]]:
-        """The prompt of a choice and its tokens with log-probabilities, if that is asked for and not sent yet."""
+        """A choice's prompt and its tokens with log-probabilities, if requested and not sent yet."""
         if self._echo is None or self._is_begun[choice.index]:
             return "", []
         self._is_begun[choice.index] = True
@@ -203,7 +200,7 @@ class CompletionFrames:
         return chunk
 
     def _prepared(self, index: int) -> tuple[bytes, bytes, bytes]:
-        """A token's frame around its text and its id: made once, since a step writes a frame for each request."""
+        """A token's frame around its text and id; built once, since a step writes a frame for each request."""
         blank = {"index": index, "text": "\0", "logprobs": None, "finish_reason": None}
         before, _, rest = frame(to_json(self._chunk([blank], -1)), self._name("token")).rpartition(rb'"\u0000"')
         between, _, after = rest.partition(b"-1")

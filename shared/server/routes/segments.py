@@ -1,6 +1,6 @@
-"""``/v1/segments``: register, list and delete segments of context; find those of a chat. Introduced in phase 9.1.
+"""``/v1/segments``: register, list and delete segments of context; find a chat's segments. Introduced in phase 9.1.
 
-Invariant: an id follows from the content, so clients that register the same content have the same segment.
+Invariant: an id follows from the content, so clients that register the same content share a segment.
 """
 
 import asyncio
@@ -17,7 +17,7 @@ from shared.server.engine.client import EngineClient
 from shared.server.errors import ErrorBody, invalid
 from shared.tracks.segments.inquiry import Blend, Content, Find, Forget, Page, SegmentInfo, Use
 
-POLL_SECONDS = 0.01  # from one question whether segments are computed to the next
+POLL_SECONDS = 0.01  # seconds between two checks whether segments have been computed
 
 router = APIRouter()
 UNKNOWN: dict[int | str, dict[str, Any]] = {404: {"model": ErrorBody, "description": "no such segment"}}
@@ -40,7 +40,8 @@ class SegmentBody(BaseModel):
 
 
 class SegmentPage(BaseModel):
-    """Segments, the least recently used first; ``has_more``: others follow the last, whose id is ``last_id``."""
+    """Segments, the least recently used first; ``has_more``: there are others after the last one, whose id is
+    ``last_id``."""
 
     object: str = "list"
     data: list[SegmentBody]
@@ -81,7 +82,7 @@ async def get_segment(request: Request, segment_id: str) -> SegmentBody:
 
 @router.delete("/v1/segments/{segment_id}", summary="Delete a segment", responses={**UNKNOWN, **IN_USE})
 async def delete_segment(request: Request, segment_id: str) -> Deleted:
-    """The id, and the segment's keys and values; 409 while a request uses it or it is being computed."""
+    """Deletes the id, and the segment's keys and values; 409 while a request uses it or it is being computed."""
     await _client(request, "id").inquire(Forget(segment_id), "id")
     return Deleted(id=segment_id)
 
@@ -89,9 +90,9 @@ async def delete_segment(request: Request, segment_id: str) -> Deleted:
 async def context(
     request: Request, segments: Sequence[str | SegmentContent], param: str, recompute: float | None = None
 ) -> list[SegmentInfo]:
-    """The segments that a body names, in its order; contents are registered. ``param`` is the field for errors.
+    """The segments that a body names, in order; contents are registered. ``param`` is the field named in errors.
 
-    With a fraction to ``recompute`` the one segment of them all, as soon as each of them is computed.
+    With a fraction to ``recompute``, the single segment made of all of them, once each is computed.
     """
     if not segments:
         return []

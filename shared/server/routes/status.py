@@ -44,7 +44,7 @@ class ModelList(BaseModel):
 
 
 class Health(BaseModel):
-    """``live``: no restart is needed. ``ready``: the server accepts requests.
+    """``live``: no restart needed. ``ready``: the server accepts requests.
 
     ``message`` is a sentence if the engine has crashed, else null.
     """
@@ -113,7 +113,7 @@ async def health(request: Request) -> Response:
 
 @router.get("/health/live", summary="Whether the process is alive", responses={503: {"model": Health}})
 async def live(request: Request) -> Response:
-    """503 once the engine has crashed: the server needs a restart."""
+    """503 once the engine has crashed, since the server then needs a restart."""
     found = _health(request)
     return JSONResponse(found.model_dump(), 200 if found.live else 503)
 

@@ -3,7 +3,7 @@
 A higher score means that the key is more worth keeping. A compressor only scores; selection
 (:mod:`shared.tracks.compression.selection`) decides how many keys a head keeps.
 
-Invariant: ``scores`` is a function of its arguments alone and returns fp32 (fp64 for fp64 inputs).
+Invariant: ``scores`` is a pure function and returns fp32 (fp64 for fp64 inputs).
 """
 
 from collections.abc import Callable
@@ -16,7 +16,7 @@ from torch import Tensor
 
 
 class Compressor(Protocol):
-    """Scores keys. A new one is a class here and a row of ``COMPRESSORS``."""
+    """Scores keys. A new compressor is a class here and a row of ``COMPRESSORS``."""
 
     def scores(self, queries: Tensor, keys: Tensor) -> Tensor:
         """queries [w, Hq, D] of the last w positions, keys [n, Hkv, D] in time order -> [Hkv, n]."""
@@ -24,7 +24,7 @@ class Compressor(Protocol):
 
 
 class KeyMeasures(Protocol):
-    """What a compressor may ask about the keys of all layers and heads of S sequences, n being the most of a head."""
+    """What a compressor may query about the keys of all layers and heads of S sequences; n is the maximum per head."""
 
     @property
     def num_queries(self) -> int:
@@ -83,13 +83,13 @@ class SnapKV:
         # end exercise
 
     def of_all(self, keys: KeyMeasures, mass: Tensor) -> Tensor:
-        rows = mass.amax(-2)  # the order of two maxima is free: this one first leaves less to the other
+        rows = mass.amax(-2)  # the two maxima commute: this one first leaves less work for the other
         return F.max_pool1d(rows.flatten(0, -2), self.kernel, stride=1, padding=self.kernel // 2).view_as(rows)
 
 
 @dataclass(frozen=True)
 class RKV:
-    """Importance less redundancy, for text that repeats itself (R-KV, arXiv 2505.24133).
+    """Importance minus redundancy, for text that repeats itself (R-KV, arXiv 2505.24133).
 
     Importance is SnapKV's over the last ``window`` queries, as a mean. Redundancy is how much a key resembles the
     others: the mean over rows of the keys' cosine matrix, without the diagonal. Of near-duplicates (cosine above
@@ -108,9 +108,9 @@ class RKV:
         unit = F.normalize(keys.to(importance.dtype).transpose(0, 1), dim=-1)  # [Hkv, n, D]
         cosine = unit @ unit.transpose(1, 2)
         cosine.diagonal(dim1=1, dim2=2).zero_()
-        place = torch.arange(1, len(keys) + 1, device=keys.device)
-        newest = (place * (cosine > self.threshold)).amax(-1, keepdim=True)  # [Hkv, n, 1], 0 without a duplicate
-        redundancy = cosine.masked_fill(place == newest, 0).mean(1).softmax(-1)
+        order = torch.arange(1, len(keys) + 1, device=keys.device)
+        newest = (order * (cosine > self.threshold)).amax(-1, keepdim=True)  # [Hkv, n, 1], 0 without a duplicate
+        redundancy = cosine.masked_fill(order == newest, 0).mean(1).softmax(-1)
         return self.mix * importance - (1 - self.mix) * redundancy
 
     def of_all(self, keys: KeyMeasures, mass: Tensor) -> Tensor:
@@ -134,7 +134,7 @@ class VanillaTopP:
 
 @dataclass(frozen=True)
 class StreamingLLM:
-    """The newest keys, whatever they are: with the sinks, a sliding window (arXiv 2309.17453); the baseline."""
+    """The newest keys, regardless of content: with the sinks, a sliding window (arXiv 2309.17453); the baseline."""
 
     def scores(self, queries: Tensor, keys: Tensor) -> Tensor:
         order = torch.arange(keys.shape[0], device=keys.device, dtype=torch.promote_types(keys.dtype, torch.float32))
@@ -143,7 +143,7 @@ class StreamingLLM:
 
 @dataclass(frozen=True)
 class NoCompression:
-    """Every key must be kept: an infinite score is above any budget."""
+    """Every key must be kept: an infinite score exceeds any budget."""
 
     def scores(self, queries: Tensor, keys: Tensor) -> Tensor:
         return torch.full(keys.shape[1::-1], torch.inf, device=keys.device)

@@ -1,11 +1,11 @@
-"""Selects on the GPU, without a wait, which keys each head of cached sequences keeps. Introduced in phase 9.2.
+"""Selects on the GPU, without waiting, which keys each head of cached sequences keeps. Introduced in phase 9.2.
 
 :func:`shared.tracks.compression.selection.select` defines the selection for one head. Here a few launches select for
 all layers and heads of several sequences. The host receives only the number of keys that each head keeps, in an
-asynchronous copy, and the pool counts blocks with them. The launches run on their own stream: selection is bound by
+asynchronous copy, from which the pool counts blocks. The launches run on their own stream: selection is bound by
 computation, and the step beside it by memory.
 
-A request that is compressed repeatedly has about the same length each time. So selections use *workspaces*, fixed
+A repeatedly compressed request has about the same length each time. So selections use *workspaces*, fixed
 buffers for a number of sequences of about one length, and the launches on a workspace are recorded as a CUDA graph
 (:mod:`shared.engine.executor.graphs`).
 
@@ -69,8 +69,8 @@ def before(stream: torch.cuda.Stream | None) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class CachedKeys:
-    """The measures of the sequences' keys, a ``KeyMeasures``; fields as the arguments of ``window_mass``, and
-    ``num_queries`` of the window.
+    """The measures of the sequences' keys, a ``KeyMeasures``; fields like the arguments of ``window_mass``, and the
+    window's ``num_queries``.
     """
 
     ring: Tensor
@@ -87,16 +87,14 @@ class CachedKeys:
 
 
 def num_tiles(sequence: Holding) -> int:
-    """The tiles of ``window_mass`` that the head with the most tokens fills."""
+    """The tiles of ``window_mass`` that the longest head fills."""
     return -(-(sequence.num_tail + (0 if sequence.packed is None else sequence.packed.most)) // TILE)
 
 
 class Workspace:
     """Fixed buffers for ``num`` sequences, whose heads have at most ``capacity`` tokens each.
 
-    Args:
-        memory: keys or values, ``[L, blocks, block_size, Hkv, D]``.
-        ends: as in ``KeptTokens``.
+    Args: memory: keys or values, ``[L, blocks, block_size, Hkv, D]``. ends: as in ``KeptTokens``.
     """
 
     def __init__(self, num: int, capacity: int, memory: Tensor, ends: Tensor) -> None:
@@ -115,7 +113,7 @@ class Workspace:
         self.num_choices = 0
 
     def enter(self, sequences: Sequence[Holding]) -> None:
-        """Send the sequences' places to the device; waits for the choice before, which is long made as a rule."""
+        """Send the sequences' locations to the device; waits for the previous choice, which is normally complete."""
         if self.arrived is not None:
             self.arrived.synchronize()
         for row, one in zip(self.rows, sequences, strict=True):
@@ -133,13 +131,13 @@ class Workspace:
 
 
 class Selected:
-    """The keys that the heads of sequences will keep; valid until their workspace is used again."""
+    """The keys that the heads of sequences will keep; valid until their workspace is reused."""
 
     def __init__(self, workspace: Workspace, holdings: Sequence[Holding]) -> None:
         self.workspace, self.holdings, self.number = workspace, holdings, workspace.num_choices
 
     def index(self, holding: Holding) -> int | None:
-        """Which of the sequences has the tokens of ``holding``, wherever they are by now; None if none has."""
+        """Which of the sequences has the tokens of ``holding``, even if they have moved; None if none has."""
         for i, one in enumerate(self.holdings if self.number == self.workspace.num_choices else ()):
             if one.row == holding.row and one.packed is holding.packed and one.length == holding.length:
                 return i
@@ -182,12 +180,12 @@ class HeadSelector:
         self.compressor, self.budget = compressor, budget
         self.p = torch.tensor([budget.p], dtype=torch.float64, device=keys.device)
         self.stream = torch.cuda.Stream(keys.device) if keys.is_cuda else None
-        self.workspaces: dict[tuple[int, int, int], Workspace] = {}  # by number of sequences, queries, capacity
+        self.workspaces: dict[tuple[int, int, int], Workspace] = {}  # by number of sequences, queries, and capacity
         self.is_recording = is_recording and keys.is_cuda
         self.graph_memory = torch.cuda.graph_pool_handle() if self.is_recording else None
 
     def select(self, sequences: Sequence[Holding], w: int) -> Selected:
-        """Choose for all layers and heads at once, after what the device does now, by the last w queries."""
+        """Choose for all layers and heads at once, after the device's current work, using the last w queries."""
         key = len(sequences), w, max(map(num_tiles, sequences)) * TILE
         with beside(self.stream):
             workspace = self._workspace(key, all(one.packed is not None for one in sequences))
@@ -213,7 +211,7 @@ class HeadSelector:
         select_keys(scores, attention, *arguments, out=(workspace.chosen, workspace.counts))
 
     def _workspace(self, key: tuple[int, int, int], is_kept: bool) -> Workspace:
-        """The workspace for a number of sequences, queries and tokens; one that is not kept serves once."""
+        """The workspace for a number of sequences, queries and tokens; a workspace that is not kept is used once."""
         workspace = self.workspaces.get(key)
         if workspace is None:
             num, _, capacity = key

@@ -21,17 +21,17 @@ Place = Callable[[Packed], Blocks | None]
 
 
 class CompressingAttention(Protocol):
-    """An attention that keeps a part of a sequence."""
+    """An attention that keeps part of a sequence."""
 
     def select(self, sequences: Sequence[Holding]) -> None:
-        """Begin to choose what :meth:`compress` will keep of sequences whose last tokens are in flight, if that can go
-        on while other sequences' steps are launched.
+        """Begin choosing what :meth:`compress` will keep of sequences whose last tokens are in flight, if that can
+        continue while other sequences' steps are launched.
         """
         ...
 
-    def compress(self, sequence: Holding, place: Place) -> Packed | None:
-        """Keep the best tokens of a sequence in the blocks of ``place``, to which nothing may be written before they
-        are moved; None, and no change, if less than a block would go, or there is no room.
+    def compress(self, sequence: Holding, target: Place) -> Packed | None:
+        """Keep the best tokens of a sequence in the blocks of ``target``, which must not be written before the tokens
+        have moved; None, and no change, if this frees less than a block or there is no space.
         """
         ...
 
@@ -44,8 +44,8 @@ def attention_of(view: BatchView) -> CompressingAttention:
 def compress(
     pool: CachePoolProtocol, view: BatchView, request: Request, make_room: Callable[[Request], bool]
 ) -> tuple[tuple[tuple[int, ...], ...] | None, int]:
-    """Compress a request in a memory that can; returns how many tokens each KV head of each layer keeps, None for all,
-    and the number of freed blocks.
+    """Compress a request in a memory that supports it; returns how many tokens each KV head of each layer keeps, None
+    for all, and the number of freed blocks.
 
     Args:
         make_room: frees memory for a request; False if it cannot.
@@ -53,7 +53,7 @@ def compress(
     paged, num_freed = cast(PagedKVCachePool, pool), 0
     own = cast(CompressedRequests, paged.extension)
 
-    def place(packed: Packed) -> Blocks | None:
+    def target(packed: Packed) -> Blocks | None:
         nonlocal num_freed
         while (freed := own.compress(paged, request, packed)) is None:
             if not make_room(request):
@@ -61,12 +61,12 @@ def compress(
         num_freed = freed
         return own.holding(paged, request).table
 
-    packed = attention_of(view).compress(own.holding(paged, request), place)
+    packed = attention_of(view).compress(own.holding(paged, request), target)
     return None if packed is None else tuple(map(tuple, packed.counts.tolist())), num_freed
 
 
 def select(pool: CachePoolProtocol, view: BatchView, requests: Sequence[Request]) -> None:
-    """Begin the compressions of requests that reach their lengths in the step in flight."""
+    """Begin the compressions of requests that reach a compression length in the step in flight."""
     paged = cast(PagedKVCachePool, pool)
     own = cast(CompressedRequests, paged.extension)
     holdings = [own.holding(paged, one, one.num_scheduled_tokens - one.num_computed_tokens) for one in requests]

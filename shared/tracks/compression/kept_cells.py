@@ -3,9 +3,9 @@
 ``compress`` runs between two steps: for each layer and head it scores the remaining keys, and then either moves the
 selected ones into the first blocks (*condensed*) or marks them in a mask and moves nothing (*masked*,
 ``if_fake_compress``). A layer with a sliding window keeps exactly its window, which loses nothing. The other layers
-keep the keys that the compressor selects.
+keep the keys selected by the compressor.
 
-Invariants: a head's tokens are in time order, its tail included; masks only lose bits.
+Invariants: a head's tokens are in time order, including its tail; masks only lose bits.
 """
 
 from collections.abc import Sequence
@@ -27,12 +27,10 @@ from shared.tracks.compression.selection import Budget, select
 
 
 class KeptCells:
-    """Keys and values by cells.
+    """Keys and values, addressed by cells.
 
-    Args:
-        dtype: the model's.
-        num_queries: the last queries of a sequence that compressors see, ``query_window_size``.
-        moves: whether kept tokens move together; otherwise they are masked.
+    Args: dtype: the model's. num_queries: the number of a sequence's last queries that compressors see,
+        ``query_window_size``. moves: whether kept tokens are moved together; otherwise they are masked.
     """
 
     def __init__(
@@ -51,7 +49,7 @@ class KeptCells:
         self.cells = Cells.of(config, sizes)
         self.ring = QueryRing(config, sizes.max_sequences, num_queries, dtype, storage.keys.device)
         self.packed_cells: dict[int, tuple[Packed, np.ndarray, np.ndarray]] = {}  # by row
-        self.masks: dict[int, Tensor] = {}  # by row: uint8 [layers, Hkv, ceil(n / 8)], of the last compression
+        self.masks: dict[int, Tensor] = {}  # by row: uint8 [layers, Hkv, ceil(n / 8)], from the last compression
 
     def attend(self, layer: int, queries: Tensor, sequence: Holding, options: Scores) -> Tensor:
         """Attention of the new tokens of one sequence."""
@@ -76,19 +74,19 @@ class KeptCells:
         return torch.from_numpy(cells).to(device), kept
 
     def _packed_cells(self, sequence: Holding) -> tuple[np.ndarray, np.ndarray]:
-        """As :meth:`cells_of` for the condensed part, of all layers; it is the same until the next compression."""
+        """Like :meth:`cells_of`, for the condensed part of all layers; unchanged until the next compression."""
         packed, known = sequence.packed, self.packed_cells.get(sequence.row)
         assert packed is not None
         if known is None or known[0] is not packed:
             counts = packed.counts[:, :, None]
             ends = packed.counts.cumsum().reshape(counts.shape)  # after the last of each head
-            back = np.arange(counts.max(), 0, -1)  # how far from the end
+            back = np.arange(counts.max(), 0, -1)  # distance from the end
             known = packed, self.cells.packed(np.maximum(ends - back, 0), sequence.table), back <= counts
             self.packed_cells[sequence.row] = known
         return known[1:]
 
     def cells_together(self, sequences: Sequence[Holding]) -> tuple[Tensor, Tensor]:
-        """As :meth:`cells_of`, [layers, B, Hkv, S], for condensed sequences of a decode step."""
+        """Like :meth:`cells_of`, [layers, B, Hkv, S], for condensed sequences of a decode step."""
         layers, parts = np.arange(self.cells.num_layers)[:, None, None], []
         for one in sequences:
             tail = self.cells.plain(layers, np.arange(one.num_packed_slots, one.length), one.table)
@@ -103,7 +101,7 @@ class KeptCells:
             cells[:, b, :, end:], kept[:, b, :, end:] = tail, True
         return torch.from_numpy(cells).to(self.keys.device), torch.from_numpy(kept).to(self.keys.device)
 
-    def compress(self, sequence: Holding, place: Place) -> Packed | None:
+    def compress(self, sequence: Holding, target: Place) -> Packed | None:
         """See :class:`shared.tracks.compression.interface.CompressingAttention`."""
         chosen = [self._choose(sequence, layer) for layer in range(self.cells.num_layers)]
         counts = torch.stack([kept.sum(1) for _, kept, _ in chosen]).cpu().numpy().astype(np.int64)
@@ -113,24 +111,25 @@ class KeptCells:
         if not self.moves:
             self.masks[sequence.row] = pack(torch.stack([kept for _, kept, _ in chosen]))
         packed = Packed(counts, sequence.num_tokens, self.cells.slots_for(counts) if self.moves else 0)
-        table = place(packed)
+        table = target(packed)
         if table is None or not self.moves:
             return None if table is None else packed
         sources = torch.cat([cells[kept] for cells, kept, _ in chosen])  # head after head, in time order
         targets = torch.from_numpy(self.cells.packed(np.arange(len(sources)), table)).to(self.keys.device)
         for cells in (self.keys, self.values):
-            cells[targets] = cells[sources]  # read as a whole before the first is written
+            cells[targets] = cells[sources]  # read completely before the first is written
         return packed
 
     def _choose(self, sequence: Holding, layer: int) -> tuple[Tensor, Tensor, Tensor]:
-        """A layer's cells, which of them it keeps from now on, and which it kept so far, [Hkv, S] each."""
+        """A layer's cells, which of them it keeps from now on, and which it has kept so far, [Hkv, S] each."""
         cells, before = self.cells_of(sequence, layer)
         window = self.config.windows[layer]
         if window is not None:
             kept = before.clone()
             kept[:, : max(0, kept.shape[1] - window)] = False
             return cells, kept, before
-        # Causality inside the window of queries is by index, so its keys must be there: no older than the tail.
+        # Causality inside the query window is by index, so its keys must be present: it begins no earlier than the
+        # tail.
         queries = self.ring.last(layer, sequence.row, sequence.num_tokens, min(self.ring.length, sequence.num_tail))
         kept, group = torch.zeros_like(before), queries.shape[1] // self.cells.num_kv_heads
         for head, columns in enumerate(before):  # heads have different lengths
@@ -150,7 +149,7 @@ def masked_attention(
     window: int | None = None,
     softcap: float | None = None,
 ) -> Tensor:
-    """As :func:`shared.ops.attention.naive_attention`, over the keys that are ``kept``, bool ``[Hkv, S]``."""
+    """Like :func:`shared.ops.attention.naive_attention`, over the keys that are ``kept``, bool ``[Hkv, S]``."""
     T, Hq, D = q.shape
     Hkv, S, _ = k.shape
     scores = torch.einsum("thgd,hsd->hgts", q.view(T, Hkv, Hq // Hkv, D), k).float() * scale

@@ -1,9 +1,9 @@
 """Attention on a GPU over a compressed KV cache, in captured steps. Introduced in phase 9.2.
 
 A compression writes the kept tokens once to the device, in the request's row of the pool. The decode kernel
-(:mod:`shared.tracks.compression.kernels.condensed_attention`) reads each head's tokens there, so a step uploads no more
-than in phase 6 and is captured in phase 9's buckets. One launch serves all decoding sequences, compressed or not. The
-compressed prompt of a preempted request, which is recomputed, uses PyTorch's operations.
+(:mod:`shared.tracks.compression.kernels.condensed_attention`) finds each head's tokens there, so a step uploads no more
+than in phase 6 and is captured in phase 9's buckets. One launch serves all decoding sequences, compressed or not. When
+a preempted request is recomputed, its compressed prompt uses PyTorch's operations.
 
 Invariants: those of :mod:`shared.tracks.compression.kept_cells`; padding uses a row that belongs to no request and
 keeps nothing.
@@ -39,11 +39,10 @@ from shared.tracks.compression.layout import Holding, LayoutPacked, Packed, hold
 
 class CondensedKernels(PagedAttentionProtocol):
     """Attention over kept keys by kernels; a ``PagedAttentionProtocol``, and a ``CompressingAttention``. ``flash``,
-    phase 6's attention, is of prompts that are not compressed.
+    phase 6's attention, serves prompts that are not compressed.
 
-    Args:
-        by_cells: of compressed prompts, and of compressions that the kernels cannot choose.
-        is_recording: whether the launches of choices may be recorded.
+    Args: by_cells: for compressed prompts, and for compressions whose keys the kernels cannot choose. is_recording:
+        whether the launches of choices may be recorded.
     """
 
     def __init__(
@@ -61,8 +60,8 @@ class CondensedKernels(PagedAttentionProtocol):
             windows = torch.tensor([window or 0 for window in config.windows], dtype=torch.int32, device=device)
             where, which = (self.ring.queries, storage.keys, self.kept.ends, windows), (compressor, budget)
             self.selector = HeadSelector(*where, *which, config.attention_scale, is_recording)
-        self.selected: dict[int, Selected] = {}  # by row, of sequences whose last step is in flight
-        self.sent_rows: dict[int, Packed] = {}  # what each row of `kept` says; none: nothing is kept
+        self.selected: dict[int, Selected] = {}  # by row, for sequences whose last step is in flight
+        self.sent_rows: dict[int, Packed] = {}  # the contents of each row of `kept`; none: nothing is kept
 
     def staged(self, is_decode: bool, max_tokens: int) -> Places:
         own = {"ring_places": (max_tokens, np.int64), "rows": (self.flash.sizes.max_sequences, np.int32)}
@@ -74,7 +73,7 @@ class CondensedKernels(PagedAttentionProtocol):
 
     def receive(self, batch: Batch, layout: PagedLayout, sent: Mapping[str, Tensor]) -> None:
         for row, packed in zip(layout.rows.tolist(), packed_of(layout), strict=True):
-            if (selected := self.selected.pop(row, None)) is not None:  # what is loaded changes
+            if (selected := self.selected.pop(row, None)) is not None:  # the loaded arrays change
                 selected.precede()
             self._send_kept(row, packed)
         self.flash.receive(batch, layout, sent)
@@ -85,7 +84,7 @@ class CondensedKernels(PagedAttentionProtocol):
             self.is_compressed = any(one.packed is not None for one in prompts)
 
     def _send_kept(self, row: int, packed: Packed | None) -> None:
-        """Tell the device what a row has kept, if that is news."""
+        """Upload what a row has kept, if that has changed."""
         if self.sent_rows.get(row) is packed:
             return
         numbers = np.zeros(self.kept.ends.shape[1], np.int32)
@@ -118,7 +117,7 @@ class CondensedKernels(PagedAttentionProtocol):
         return condensed_attention(q, *memory, **options, workspace=workspace, out=out)
 
     def select(self, sequences: Sequence[Holding]) -> None:
-        """Those of about one length are one set of launches."""
+        """Sequences of about one length share a set of launches."""
         if self.selector is None:
             return
         alike: defaultdict[tuple[int, int], list[Holding]] = defaultdict(list)
@@ -128,7 +127,7 @@ class CondensedKernels(PagedAttentionProtocol):
             self.selected |= dict.fromkeys((one.row for one in together), self._select(self.selector, together))
 
     def _select(self, selector: HeadSelector, sequences: Sequence[Holding]) -> Selected:
-        """Choose of sequences whose tails are as long as a window, or equally long."""
+        """Choose for sequences whose tails are as long as a window, or equally long."""
         for one in sequences:
             self._send_kept(one.row, one.packed)
         return selector.select(sequences, min(self.ring.length, sequences[0].num_tail))
@@ -143,7 +142,8 @@ class CondensedKernels(PagedAttentionProtocol):
         return packed
 
     def _compress_all(self, selector: HeadSelector, sequence: Holding, place: Place) -> Packed | None:
-        """For all layers and heads at once; what is kept moves beside the step in flight, and before the next one."""
+        """For all layers and heads at once; kept tokens move while the current step is in flight, and before the next
+        one."""
         selected = self.selected.pop(sequence.row, None)
         if selected is None or (i := selected.index(sequence)) is None:
             selected, i = self._select(selector, [sequence]), 0

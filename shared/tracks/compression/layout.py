@@ -1,12 +1,12 @@
 """The layout of a compressed KV cache: the cells of each head's kept tokens. Introduced in phase 9.2.
 
-Heads keep different numbers of tokens, so a slot for one token in every layer and head no longer fits. Each slot is
+Heads keep different numbers of tokens, so one slot per token across all layers and heads no longer fits. Each slot is
 therefore divided into *cells*, one for each layer and KV head, and the kept tokens of all layers and heads are stored
 end to end in the cells of the request's first blocks, head after head, in time order. Later tokens are written as
-before, one to a slot, in the blocks that follow: the *tail*.
+usual, one per slot, in the following blocks: the *tail*.
 
-Invariants: the packed part fills whole blocks, the last one perhaps partly, so the tail begins at a block of its own;
-lengths are physical (slots), positions stay the request's own.
+Invariants: the packed part occupies whole blocks, the last perhaps partly filled, so the tail begins in a new block;
+lengths are physical (slots), positions remain the request's.
 """
 
 from dataclasses import dataclass, replace
@@ -24,11 +24,11 @@ from shared.models.config import ModelConfig
 
 @dataclass(frozen=True)
 class Packed:
-    """What the last compression of a request kept of its first ``num_tokens`` tokens."""
+    """What a request's last compression kept of its first ``num_tokens`` tokens."""
 
     counts: Integers  # [layers, Hkv], kept tokens
     num_tokens: int
-    num_slots: int  # of the packed part, a multiple of the block size; 0 if tokens are masked and stay where they are
+    num_slots: int  # of the packed part, a multiple of the block size; 0 if tokens are masked and not moved
 
     @cached_property
     def total(self) -> int:
@@ -37,7 +37,7 @@ class Packed:
 
     @cached_property
     def most(self) -> int:
-        """The kept tokens of the head that keeps the most."""
+        """The kept tokens of the head that keeps most."""
         return int(self.counts.max())
 
 
@@ -57,20 +57,20 @@ class Holding:
 
     @property
     def num_tail(self) -> int:
-        """Tokens since the last compression, of which every head has all."""
+        """Tokens since the last compression, all of which every head keeps."""
         if self.packed is None:
             return self.length
         return self.length - (self.packed.num_slots or self.packed.num_tokens)
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of the sequence, whatever became of them."""
+        """Tokens of the sequence, kept or not."""
         return self.num_tail + (0 if self.packed is None else self.packed.num_tokens)
 
 
 @dataclass(frozen=True)
 class LayoutPacked:
-    """What is packed of a layout's sequences; see :class:`shared.cache.layout.paged.LayoutExtra`."""
+    """The packed parts of a layout's sequences; see :class:`shared.cache.layout.paged.LayoutExtra`."""
 
     packed: tuple[Packed | None, ...]  # [B]
 
@@ -79,7 +79,7 @@ class LayoutPacked:
 
 
 def packed_of(layout: PagedLayout) -> tuple[Packed | None, ...]:
-    """What is packed of each sequence of a layout of ``CompressedRequests``."""
+    """The packed part of each sequence in a layout of ``CompressedRequests``."""
     return cast(LayoutPacked, layout.extra).packed
 
 
@@ -106,7 +106,7 @@ class Cells:
 
     @property
     def per_block(self) -> int:
-        """Cells of a block, in all layers."""
+        """Cells per block, in all layers."""
         return self.num_layers * self.block_size * self.num_kv_heads
 
     def slots_for(self, counts: Integers) -> int:
@@ -114,20 +114,20 @@ class Cells:
         return -(-int(counts.sum()) // self.per_block) * self.block_size
 
     def packed(self, numbers: Integers, table: Blocks) -> Integers:
-        """Cells of the packed tokens ``numbers``, counted from the first, in a request's blocks."""
+        """Cells of the packed tokens with these indices, counted from the first, in a request's blocks."""
         # exercise 09.2x4: where a packed token is
         # hint: a block has per_block cells: the first per_block packed tokens fill the request's first block, table[0]
         # hint: inside a block they fill one layer's cells after another: block_size * num_kv_heads for each layer
-        # hint: cells are numbered by layer, then by block, then by place: (layer * num_blocks + block) * places + place
+        # hint: cells are numbered by layer, then by block, then by cell: (layer * num_blocks + block) * cells + cell
         # hint: tables are int32; convert the blocks to int64 before you multiply
-        places = self.block_size * self.num_kv_heads
-        planes, place = np.divmod(numbers, places)
+        cells = self.block_size * self.num_kv_heads
+        planes, cell = np.divmod(numbers, cells)
         entries, layers = np.divmod(planes, self.num_layers)
-        return (layers * self.num_blocks + table[entries].astype(np.int64)) * places + place
+        return (layers * self.num_blocks + table[entries].astype(np.int64)) * cells + cell
         # end exercise
 
     def plain(self, layer: int | Integers, slots: Integers, table: Blocks) -> Integers:
-        """Cells [Hkv, n] of one token to a slot, for n slots of a request; of layers [L, 1, 1] all, [L, Hkv, n]."""
+        """Cells [Hkv, n] for one token per slot, for n slots of a request; for layers [L, 1, 1] all, [L, Hkv, n]."""
         blocks = table[slots // self.block_size].astype(np.int64)
         rows = (layer * self.num_blocks + blocks) * self.block_size + slots % self.block_size
         return rows * self.num_kv_heads + np.arange(self.num_kv_heads)[:, None]

@@ -56,7 +56,7 @@ def compressed_requests(config: EngineConfig, shape: ModelConfig, sizes: PagedSi
 
 
 def num_shareable(config: EngineConfig, request: Request) -> int:
-    """The tokens of a request, from the first, before those whose queries its first compression may use.
+    """A request's first tokens, up to those whose queries its first compression may use.
 
     They are fewer than all known tokens, so no block is copied.
     """

@@ -23,8 +23,7 @@ from shared.tracks.compression.layout import Holding, Packed, holdings_of
 class CondensedOperations(PagedAttentionProtocol):
     """A ``PagedAttentionProtocol``, and a ``CompressingAttention``.
 
-    Args:
-        plain: of steps without compressed sequences.
+    Args: plain: for steps without compressed sequences.
     """
 
     def __init__(self, plain: PagedAttentionProtocol, kept: KeptCells) -> None:
@@ -49,7 +48,7 @@ class CondensedOperations(PagedAttentionProtocol):
         kept.ring.keep(layer, q, self.ring_places)
         if not self.is_compressed:
             return self.plain.attend(layer, q, options, out)
-        if self.is_together:  # (sequence, KV head) are heads of one token
+        if self.is_together:  # (sequence, KV head) pairs act as heads of one token
             self.together = self.together or kept.cells_together(self.sequences)
             cells, is_kept = (of_all[layer].flatten(0, 1) for of_all in self.together)
             k, v = (x.index_select(0, cells.flatten()).view(*cells.shape, -1) for x in (kept.keys, kept.values))

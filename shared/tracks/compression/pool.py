@@ -1,17 +1,17 @@
 """Compressed requests in a paged KV cache pool. The host side. Introduced in phase 9.2.
 
 A compressed request holds fewer slots than it has tokens. Scheduler and request count all tokens, dropped or not; the
-pool subtracts the slots that were saved (``num_slotless``). Its blocks are whole blocks, as for any request.
+pool subtracts the saved slots (``num_slotless``). Its blocks are whole blocks, like any request's.
 
 Until its first compression a request has the keys and values of all its tokens, so it shares its prefix (phase 8) if
-prefixes are shared. A compression reads the tree's blocks and writes to others: the tree keeps its own, as when a
-request ends. Later keys depend on the dropped tokens, so they never enter the tree. The queries of the last tokens
-before the first compression decide what is kept. The tree does not hold queries, so a request always recomputes these
-tokens, and keeps what it would keep alone.
+prefixes are shared. A compression reads the tree's blocks and writes to other blocks: the tree keeps its blocks, as
+when a request ends. Later keys depend on the dropped tokens, so they never enter the tree. The queries of the last
+tokens before the first compression determine what is kept. The tree does not hold queries, so a request always
+recomputes these tokens, and keeps the same keys as it would alone.
 
 Invariants: those of pool and tree, with slots for tokens; a compressed request wastes less than one block of its packed
-part; compressing takes no block but the first time, where others hold those of the prefix; what was reserved and not
-written stays so; the tree has no block that is packed, and none that was computed after a compression.
+part; a compression allocates no block, except the first time if others hold the prefix's blocks; reserved and unwritten
+slots stay reserved; the tree has no packed block, and none computed after a compression.
 """
 
 from dataclasses import replace
@@ -30,15 +30,14 @@ from shared.tracks.compression.layout import Cells, Holding, LayoutPacked, Packe
 
 
 class CompressedRequests:
-    """What compressed requests hold; see :class:`shared.cache.pool.extension.PoolExtension`.
+    """The blocks of compressed requests; see :class:`shared.cache.pool.extension.PoolExtension`.
 
-    Args:
-        sharing: what requests share until they are compressed.
+    Args: sharing: how requests share prefixes until they are compressed.
     """
 
     def __init__(self, cells: Cells, sharing: PoolExtension) -> None:
         self.cells, self.sharing, self.prefixes = cells, sharing, sharing.prefixes
-        self.packed: dict[Request, Packed] = {}  # of the compressed requests
+        self.packed: dict[Request, Packed] = {}  # for the compressed requests
         self.admit, self.must_wait, self.allocate = sharing.admit, sharing.must_wait, sharing.allocate
         self.commit = sharing.commit  # a compressed request has left the tree
         self.context_length, self.used_tokens = sharing.context_length, sharing.used_tokens
@@ -46,16 +45,16 @@ class CompressedRequests:
         self.drop_unused, self.block_lists = sharing.drop_unused, sharing.block_lists
 
     def holding(self, pool: BlockTables, request: Request, num_in_flight: int = 0) -> Holding:
-        """The committed tokens of a request, and those of the step in flight."""
+        """A request's committed tokens, and those of the step in flight."""
         row = pool.rows[request]
         length = pool.lengths[row] + num_in_flight
         table: Blocks = pool.tables[row, : pool.blocks_for(length)].copy()
         return Holding(row, table, length, self.packed.get(request))
 
     def compress(self, pool: BlockTables, request: Request, packed: Packed) -> int | None:
-        """Count what is kept of a request; returns the number of blocks that this frees, None if it has no room.
+        """Count what is kept of a request; returns the number of blocks that this frees, None if there is no space.
 
-        It may be negative the first time, if other requests hold the blocks of the prefix.
+        It may be negative the first time, if other requests hold the prefix's blocks.
         """
         row, before = pool.rows[request], pool.free_tokens
         reserved = pool.granted[row] - pool.lengths[row]
@@ -75,14 +74,14 @@ class CompressedRequests:
 
     @staticmethod
     def _leave_tree(sharing: PrefixSharing, pool: BlockTables, request: Request, needed: int) -> bool:
-        """Give a request ``needed`` blocks of its own or more; False, and no change, if there is no room."""
+        """Give a request at least ``needed`` blocks of its own; False, and no change, if there is no space."""
         row, prefix = pool.rows[request], sharing.prefixes[request]
         held = pool.tables[row, : pool.num_held[row]].copy()
         shared, own = held[: prefix.num_shared], held[prefix.num_shared :]
         if needed - len(own) > pool.free_tokens // pool.block_size + sharing.tree.num_alone(prefix.node):
             return False
         sharing.release(request)
-        pool.allocator.free(shared)  # whatever they hold can still be read: no step runs before it has been moved
+        pool.allocator.free(shared)  # their content can still be read: no step runs before it has been moved
         more = sharing.allocate(pool, max(needed - len(own), 0))
         assert more is not None, "counted above"
         pool.tables[row, : len(own) + len(more)] = np.concatenate([own, more])
@@ -90,7 +89,7 @@ class CompressedRequests:
         return True
 
     def check_truncation(self, request: Request, num_tokens: int) -> None:
-        """Tokens that were compressed cannot be dropped one by one."""
+        """Compressed tokens cannot be dropped one by one."""
         packed = self.packed.get(request)
         if packed is not None and num_tokens < packed.num_tokens:
             raise CapacityError(
@@ -108,7 +107,7 @@ class CompressedRequests:
         return replace(layout, extra=LayoutPacked(tuple([self.packed.get(one) for one in schedule.requests])))
 
     def audit(self, pool: BlockTables) -> list[str]:
-        """The packed parts too, of which the tree has no block."""
+        """Includes the packed parts, whose blocks are not in the tree."""
         found, in_tree = self.sharing.audit(pool), {block for each in self.block_lists() for block in each.tolist()}
         for request, packed in self.packed.items():
             if request not in pool.rows:

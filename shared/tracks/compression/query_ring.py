@@ -1,6 +1,6 @@
-"""The last queries of each sequence, which say which of its keys matter. Introduced in phase 9.2.
+"""The last queries of each sequence, which determine which of its keys matter. Introduced in phase 9.2.
 
-Invariant: the query of a token has one place in the ring, so a step can be run again.
+Invariant: a token's query has a fixed slot in the ring, so a step can be run again.
 """
 
 import numpy as np
@@ -13,9 +13,9 @@ from shared.models.config import ModelConfig
 
 
 class QueryRing:
-    """``queries``, ``[L, max_sequences + 1, length, Hq, D]``: token t has ``t % length`` of its sequence's row.
+    """``queries``, ``[L, max_sequences + 1, length, Hq, D]``: token t uses slot ``t % length`` of its sequence's row.
 
-    The last row is of queries that are not kept: of padding, and of tokens before the last ``length`` of a sequence.
+    The last row is for discarded queries: padding, and tokens before the last ``length`` of a sequence.
     """
 
     def __init__(
@@ -35,10 +35,10 @@ class QueryRing:
         return np.where(num_after <= self.length, places, self.not_kept)
 
     def keep(self, layer: int, q: Tensor, places: Tensor) -> None:
-        """Keep the queries ``q [T, Hq, D]`` of a step."""
+        """Store a step's queries ``q [T, Hq, D]``."""
         self.queries[layer].flatten(0, 1).index_copy_(0, places, q)
 
     def last(self, layer: int, row: int, num_tokens: int, w: int) -> Tensor:
-        """The queries ``[w, Hq, D]`` of the last w of a sequence's tokens."""
+        """The queries ``[w, Hq, D]`` of a sequence's last w tokens."""
         tokens = torch.arange(num_tokens - w, num_tokens, device=self.queries.device)
         return self.queries[layer, row, tokens % self.length]

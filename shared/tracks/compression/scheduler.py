@@ -6,7 +6,7 @@ A request is compressed at lengths that depend only on its prompt and the settin
 recomputed in chunks, is compressed at the same lengths and gets the same cache.
 
 A compression reads what the request's last step writes, and frees blocks. So if a request reaches such a length in the
-step in flight, the next step leaves it out, and the request is compressed while that step runs.
+step in flight, the next step omits it, and the request is compressed while that step runs.
 
 Invariants: those of :class:`shared.scheduling.overlapped.OverlappedScheduler`; a token after such a length is
 scheduled only after the compression there.
@@ -44,10 +44,10 @@ class CompressingScheduler(Scheduler):
         self.interval = config.steps_between_compressions
         self.first = config.layer_budget + self.interval  # the first length of a request whose prompt is shorter
         self.compressed_at: WeakKeyDictionary[Request, int] = WeakKeyDictionary()  # the last length, since admission
-        self.preempted: list[str] = []  # for a compression, since the last schedule
+        self.preempted: list[str] = []  # preempted for a compression, since the last schedule
 
     def schedule(self) -> Schedule:
-        """Without requests that reach a compression in flight; empty if the step in flight must be finished first."""
+        """Omits requests that reach a compression in flight; empty if the step in flight must be finished first."""
         held = set(self.arriving())
         if has_block_for_each(self):
             if not self.preempted and (decoding := only_decoding(self, without(held, self.running.values()))):
@@ -85,18 +85,18 @@ class CompressingScheduler(Scheduler):
         return first if num_tokens < first else num_tokens + self.interval - (num_tokens - first) % self.interval
 
     def num_until_point(self, request: Request) -> int:
-        """The tokens that a request may compute next: those that it has, up to its next compression."""
+        """The tokens that a request may compute next: its remaining ones, up to its next compression."""
         start = request.num_scheduled_tokens
         return min(request.num_unscheduled_tokens, self.next_point(request, start) - start)
 
     def due(self) -> Iterator[Request]:
-        """The running requests to compress before the next step; to be compressed one by one."""
+        """The running requests to compress before the next step, one by one."""
         self.compressions = []
         if not self.is_compressing:
             return
         for request in list(self.running.values()):
             if (
-                request.request_id in self.running  # others may have ended, or been preempted, since
+                request.request_id in self.running  # others may have ended, or been preempted, meanwhile
                 and request.num_scheduled_tokens == request.num_computed_tokens
                 and self._is_point(request, request.num_computed_tokens)
                 and self.compressed_at.get(request) != request.num_computed_tokens
@@ -104,7 +104,7 @@ class CompressingScheduler(Scheduler):
                 yield request
 
     def arriving(self) -> list[Request]:
-        """The running requests that are due when the step in flight has been finished."""
+        """The running requests that are due once the step in flight has finished."""
         return [
             request
             for request in self.running.values()
@@ -114,7 +114,8 @@ class CompressingScheduler(Scheduler):
         ]
 
     def make_room(self, request: Request) -> bool:
-        """Preempt the youngest running request, while no step is in flight; False if it is the one to compress."""
+        """Preempt the youngest running request, while no step is in flight; False if that request is the one to
+        compress."""
         youngest = next(reversed(self.running.values()))
         self.preempt(youngest)
         return youngest is not request
@@ -125,8 +126,8 @@ class CompressingScheduler(Scheduler):
         self.preempted.append(request.request_id)
 
     def compressed(self, request: Request, kept: tuple[tuple[int, ...], ...] | None, num_freed: int) -> None:
-        """Note and log what each KV head of each layer keeps of a request that was due, None for all, and how many
-        blocks this has freed.
+        """Record and log what each KV head of each layer keeps of a due request (None: all), and how many blocks this
+        freed.
         """
         num_tokens = self.compressed_at[request] = request.num_computed_tokens
         if kept is None:
@@ -146,5 +147,5 @@ class CompressingScheduler(Scheduler):
 
 
 def without(held: Collection[Request], requests: Iterable[Request]) -> list[Request]:
-    """The requests that the step does not leave out."""
+    """The requests that the step does not omit."""
     return [request for request in requests if request not in held]

@@ -1,10 +1,10 @@
 """Selection: which of its keys a KV head keeps, within a budget. Introduced in phase 9.2.
 
 The attention of the window determines how many keys a head needs: n*, the size of the smallest set of keys whose
-attention has mass p. HARD-KV (arXiv 2606.28831) searches the temperature T at which a top-p choice by softmax(score /
-T) keeps n* keys; without ties that is the top n* by score, so no T is searched. The compressor's scores choose the
-keys, and the budget bounds their number. So heads keep different numbers: a head that attends to few keys keeps the
-minimum that the budget allows, a head that attends everywhere the maximum.
+attention has mass p. HARD-KV (arXiv 2606.28831) searches for the temperature T at which a top-p choice by
+softmax(score / T) keeps n* keys; without ties that is the top n* by score, so no T is searched. The compressor's scores
+choose the keys, and the budget bounds their number. So heads keep different numbers: a head that attends to few keys
+keeps the minimum that the budget allows, a head that attends everywhere the maximum.
 
 Invariant: the sinks and the recent keys are kept, whatever their scores; at most ``n`` keys are.
 """
@@ -21,14 +21,14 @@ REDUCTIONS = ("raw", "mean", "sum", "max")
 
 @dataclass(frozen=True)
 class Budget:
-    """How many keys a head keeps: as many as its attention needs for the mass ``p``, between two bounds."""
+    """How many keys a head keeps: as many as its attention needs for mass ``p``, within two bounds."""
 
     least: int  # layer_budget; a head with fewer keys keeps all
     most: int  # layer_upper_budget
     p: float = 0.9
-    num_sinks: int = 4  # the first tokens, which take the attention that no other token gets (arXiv 2309.17453)
+    num_sinks: int = 4  # the first tokens, which absorb attention that no other token gets (arXiv 2309.17453)
     num_recent: int = 32
-    reduction: str = "mean"  # of the window's rows, one of REDUCTIONS
+    reduction: str = "mean"  # reduces the window's rows; one of REDUCTIONS
 
 
 def top_p_count(attention: Tensor, p: float) -> Tensor:
@@ -43,17 +43,17 @@ def top_p_count(attention: Tensor, p: float) -> Tensor:
 
 
 def top_n(scores: Tensor, count: Tensor) -> Tensor:
-    """scores [..., n], count [...] -> bool [..., n], the `count` highest of each row; of equal ones the older."""
+    """scores [..., n], count [...] -> bool [..., n], the `count` highest of each row; among equals the older."""
     order = scores.argsort(dim=-1, descending=True, stable=True)
     is_high = torch.arange(scores.shape[-1], device=scores.device) < count[..., None]  # by rank
     return torch.empty_like(is_high).scatter_(-1, order, is_high)
 
 
 def needed(attention: Tensor, p: float, reduction: str) -> Tensor:
-    """attention [Hkv, g, w, n] -> how many keys each head needs for the mass p, [Hkv].
+    """attention [Hkv, g, w, n] -> how many keys each head needs for mass p, [Hkv].
 
     ``raw`` takes the largest count of all rows. The others reduce the g w rows to one and divide it by its sum, so
-    ``sum`` is the same as ``mean``; it keeps its name because the original has it.
+    ``sum`` is the same as ``mean``; it exists because the original has it.
     """
     rows = attention.flatten(1, 2)
     if reduction == "raw":
@@ -64,8 +64,8 @@ def needed(attention: Tensor, p: float, reduction: str) -> Tensor:
 
 def select(queries: Tensor, keys: Tensor, compressor: Compressor, budget: Budget, scale: float | None = None) -> Tensor:
     """The keys that each head keeps, bool [Hkv, n]; arguments as for ``Compressor.scores``."""
-    scores, place = compressor.scores(queries, keys), torch.arange(len(keys), device=keys.device)
-    always = (place < budget.num_sinks) | (place >= len(keys) - budget.num_recent)
+    scores, index = compressor.scores(queries, keys), torch.arange(len(keys), device=keys.device)
+    always = (index < budget.num_sinks) | (index >= len(keys) - budget.num_recent)
     # exercise 09.2x3: as many as a head needs, within the budget
     # hint: needed() says how many keys a head needs, from window_attention; top_n takes the best of each head
     # hint: what is always kept comes on top: count the union of both sets

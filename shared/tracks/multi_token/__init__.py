@@ -1,1 +1,1 @@
-"""Multi-token prediction: drafts by the model itself, through mask tokens and gated additions. Phase 11.1."""
+"""Multi-token prediction: drafts by the model itself, using mask tokens and gated additions. Phase 11.1."""

@@ -4,11 +4,11 @@ An adapter is a folder with ``adapter.json`` (rank, α, targets, number of mask 
 fits every checkpoint of one shape, in any dtype or quantization.
 
 The sampler head makes independent guesses consistent. The hidden states of all mask tokens come from one forward, so
-none depends on the tokens that the others become. The head adds the token sampled at the previous position (Samragh et
+none depends on the tokens sampled at the others. The head adds the token sampled at the previous position (Samragh et
 al., arXiv 2507.11851): two blocks Linear → SiLU → RMSNorm over [embedding; hidden state], plus the hidden state. The
 model's own output head then gives logits.
 
-Invariant: an adapter that does not fit is refused with the list of what does not fit, before anything is changed.
+Invariant: an adapter that does not fit is refused with a list of the mismatches, before anything is changed.
 """
 
 import json
@@ -43,7 +43,7 @@ class AdapterConfig:
     rank: int = 16
     alpha: float = 32.0
     target_modules: tuple[str, ...] = tuple(TARGETS)
-    num_masks: int = 3  # k: the most tokens that are guessed ahead
+    num_masks: int = 3  # k: the maximum number of tokens guessed ahead
     num_candidates: int | None = None  # only the first ids of the vocabulary are guessed; None: all are
 
     def __post_init__(self) -> None:
@@ -60,7 +60,7 @@ class AdapterConfig:
 
 
 class SamplerHead(nn.Module):
-    """The hidden state of a mask token, corrected by the token before it; at first the hidden state itself."""
+    """The hidden state of a mask token, corrected for the token before it; initially the hidden state itself."""
 
     def __init__(self, hidden_size: int, eps: float) -> None:
         super().__init__()
@@ -71,7 +71,7 @@ class SamplerHead(nn.Module):
         self.second_norm = nn.Parameter(torch.zeros(H))
 
     def forward(self, previous: Tensor, hidden: Tensor) -> Tensor:
-        """``[n, H]``, from the embeddings of the tokens before and the hidden states after the final norm."""
+        """``[n, H]``, from the embeddings of the previous tokens and the hidden states after the final norm."""
         x = torch.cat((previous, hidden), dim=-1)
         is_training = torch.is_grad_enabled()
         product, normed = (F.linear, op.rms_norm) if is_training else (gemv.linear, rms_norm)
@@ -82,7 +82,7 @@ class SamplerHead(nn.Module):
 
 
 class Adapter(nn.Module):
-    """The parameters of an adapter for models of one shape, made at random."""
+    """The parameters of an adapter for models of one shape, initialized at random."""
 
     def __init__(self, config: AdapterConfig, shape: ModelConfig) -> None:
         super().__init__()
@@ -96,25 +96,25 @@ class Adapter(nn.Module):
         self.head = SamplerHead(shape.hidden_size, shape.rms_norm_eps)
 
     def additions(self) -> list[dict[str, GatedLoRA]]:
-        """The additions of each layer, by the names of their matrices."""
+        """The additions of each layer, by their matrices' names."""
         return [dict(layer.items()) for layer in self.layers]  # type: ignore[operator]
 
     @torch.no_grad()
     def start_masks(self, embedding: nn.Module) -> None:
-        """Begin the mask tokens at the mean of the model's embeddings, as its blocks receive them."""
+        """Initialize the mask tokens with the mean of the model's embeddings, in the form that its blocks receive."""
         mean = embedding.weight.float().mean(0) * (getattr(embedding, "scale", None) or 1.0)  # type: ignore[operator]
         self.masks.copy_(mean.expand_as(self.masks))
 
     def logits(self, model: CausalLM, previous: Tensor, hidden: Tensor) -> Tensor:
         """Logits ``[n, V]`` after the tokens ``previous [n]``, from the mask tokens' hidden states ``[n, H]``.
 
-        With ``num_candidates`` the logits after them are -inf.
+        With ``num_candidates`` the logits from that index on are -inf.
         """
         logits = self.candidate_logits(model, previous, hidden)
         return F.pad(logits, (0, self.shape.vocab_size - logits.shape[1]), value=-torch.inf)
 
     def candidate_logits(self, model: CausalLM, previous: Tensor, hidden: Tensor) -> Tensor:
-        """The same of the first ``num_candidates`` ids alone; the other rows of an unquantized head are not read."""
+        """The same for only the first ``num_candidates`` ids; the other rows of an unquantized head are not read."""
         embedding = model.embedding.base if isinstance(model.embedding, MaskEmbedding) else model.embedding
         x, weight = self.head(embedding(previous), model.norm(hidden)), getattr(model.head, "weight", None)
         most = self.config.num_candidates
@@ -127,7 +127,7 @@ class Adapter(nn.Module):
 
     def save(self, folder: Path, dtype: torch.dtype = torch.bfloat16) -> None:
         """Write the adapter; an existing one is replaced only once the new one is complete."""
-        from shared.checkpoints.safetensors_writer import write_safetensors  # an engine writes none
+        from shared.checkpoints.safetensors_writer import write_safetensors  # engines never write one
 
         folder.mkdir(parents=True, exist_ok=True)
         tensors = self.state_dict()
@@ -140,7 +140,7 @@ class Adapter(nn.Module):
 def load_adapter(folder: Path, model: CausalLM, *, dtype: torch.dtype | None = None) -> Adapter:
     """Read an adapter for ``model``, in ``dtype`` (None: the model's), on its device.
 
-    Raises ModelFolderError if it is missing or damaged, or does not fit; the message lists what does not.
+    Raises ModelFolderError if it is missing or damaged, or does not fit; the message lists the mismatches.
     """
     adapter = Adapter(read_adapter_config(folder), model.config)
     expected = {name: tuple(tensor.shape) for name, tensor in adapter.state_dict().items()}

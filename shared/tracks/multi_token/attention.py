@@ -1,7 +1,7 @@
 """Attention over blocks with mask tokens among the new ones. Introduced in phase 11.1.
 
 Mask tokens come after a request's real tokens, and see some of them and some of each other. The planned kernel derives
-what each token sees from k, one number for each sequence. PyTorch's operations get the mask of
+what each token sees from k, one number for each sequence. PyTorch's operations use the mask of
 :func:`shared.tracks.multi_token.ops.visible_with_masks`, over the keys of one sequence.
 
 Invariants: a step without mask tokens has no gate, unless it is captured: then its gate is closed.
@@ -108,7 +108,7 @@ def num_masks_of(batch: Batch) -> Integers:
 def mask_token_attention(
     config: EngineConfig, model: CausalLM, sizes: PagedSizes, storage: BlockStorage
 ) -> tuple[PagedAttentionProtocol, Padding]:
-    """See :data:`shared.cache.paged_memory.MakeAttention`; that of phase 9 for an engine without an adapter.
+    """See :data:`shared.cache.paged_memory.MakeAttention`; phase 9's for an engine without an adapter.
 
     Raises ConfigError for the backend ``flash`` on a GPU, whose kernels have no masks.
     """

@@ -1,10 +1,10 @@
 """The inputs of a forward with mask tokens. Introduced in phase 11.1.
 
-A request's part of the batch is its real tokens (its newest one, and guesses), then its groups of mask tokens
+A request contributes its real tokens (its newest one, and guesses), then its groups of mask tokens
 (:mod:`shared.tracks.multi_token.ops`). Mask tokens have no logit row: the model's head is not applied to them. They are
-written to slots after the real ones, which are given back when the step is committed.
+written to slots after the real ones, which are freed when the step is committed.
 
-Invariant: those of :class:`shared.engine.batch.Batch`, but for the positions of mask tokens, which repeat.
+Invariant: those of :class:`shared.engine.batch.Batch`, except that the positions of mask tokens repeat.
 """
 
 from dataclasses import dataclass, field, replace
@@ -31,7 +31,7 @@ class MultiTokenBatch(Batch):
 
     @classmethod
     def of(cls, schedule: Schedule, pool: CachePoolProtocol) -> Self:
-        """The ids of the mask tokens of a group count from ``FIRST_MASK``."""
+        """A group's mask tokens have ids from ``FIRST_MASK`` on."""
         if not isinstance(schedule, MultiTokenSchedule) or not schedule.masks:
             return super().of(schedule, pool)
         plain = super().of(schedule, cast(CachePoolProtocol, _WithMasks(schedule, pool)))
@@ -66,11 +66,11 @@ class MultiTokenBatch(Batch):
 
 
 class _Shape(NamedTuple):
-    """What a batch with masks takes from its numbers alone, which are mostly those of the step before."""
+    """What a batch with masks derives from its counts alone, which mostly equal the previous step's."""
 
     num_new_tokens: Integers  # [B], with masks
-    shifts: Integers  # [B], masks of the sequences before
-    real_rows: Integers  # of the real tokens
+    shifts: Integers  # [B], masks of the earlier sequences
+    real_rows: Integers  # for the real tokens
     sequences: Integers  # [T], the index of each token's sequence
     offsets: Integers  # [T], its distance from the sequence's first new token
     mask_ids: Integers  # [T], 0 for real tokens
@@ -90,7 +90,7 @@ def _shape(num_real: bytes, num_masks: bytes) -> _Shape:
 
 
 class _WithMasks:
-    """A pool whose layouts have room for the mask tokens of a schedule."""
+    """A pool whose layouts have space for a schedule's mask tokens."""
 
     def __init__(self, schedule: MultiTokenSchedule, pool: CachePoolProtocol) -> None:
         self.schedule, self.pool = schedule, pool

@@ -5,10 +5,10 @@ the step's tokens are known, the group after the last accepted token is used. Th
 from it one after the other, since each depends on the previous draft.
 
 If the head's passes are captured and drafting is greedy, the GPU does not wait for the host to choose the group: it
-makes the drafts of all groups right after the step, and the host takes the ones it needs.
+makes the drafts of all groups right after the step, and the host uses those that it needs.
 
-Drafts are sampled as those of a draft model: with the noise of the request, or, for rejection, from a stream of their
-own (:mod:`shared.speculation.draft_model`).
+Drafts are sampled like a draft model's: with the request's noise, or, for rejection sampling, from their own stream
+(:mod:`shared.speculation.draft_model`).
 
 Invariant: states are used in the step after the one that computed them, or never.
 """
@@ -51,29 +51,27 @@ Drawn = tuple[Sequence[Request | None], SamplerOutput]
 
 
 class Ahead(NamedTuple):
-    """Drafts after each token of a step, made before it is known which tokens count: ``k`` after each row."""
+    """Drafts after each token of a step, made before it is known which tokens are accepted: ``k`` after each row."""
 
     k: int
     first_rows: Mapping[str, int]  # by request id
-    ids: range  # where the drafts lie on the device
+    ids: range  # where the drafts are on the device
     sampled: SamplerOutput
 
 
 class MultiTokenDrafter(Drafter):
     """The model as its own drafter.
 
-    Args:
-        config: the engine's, with an adapter.
-        model: is given the adapter's additions.
+    Args: config: the engine's, with an adapter. model: gets the adapter's additions.
 
     Raises what ``load_adapter`` raises.
     """
 
     sampler: Sampler
     pending: PendingDrafts | None = None
-    drawn: Sequence[Drawn] = ()  # the drafts of the step, until they are collected
+    drawn: Sequence[Drawn] = ()  # the step's drafts, until they are collected
     captured: CapturedHead | None = None
-    ahead: Ahead | None = None  # of the step before
+    ahead: Ahead | None = None  # of the previous step
 
     def __init__(self, config: EngineConfig, model: CausalLM, tokenizer: Tokenizer) -> None:
         assert config.adapter is not None
@@ -83,7 +81,7 @@ class MultiTokenDrafter(Drafter):
         adapt(model, self.adapter.additions(), self.adapter.masks)
         self.logits: Callable[[Tensor, Tensor], Tensor] = partial(self.adapter.logits, model)
         self.distributions: dict[tuple[int, int], Tensor] = {}
-        self.states: dict[str, MaskStates] = {}  # of the last step, by request id; the runner puts them there
+        self.states: dict[str, MaskStates] = {}  # of the last step, by request id; set by the runner's observer
 
     def join(
         self, pool: CachePoolProtocol, make_memory: MakeMemory, make_runner: MakeRunner, max_seq_len: int
@@ -117,11 +115,10 @@ class MultiTokenDrafter(Drafter):
             self._hand_out()
 
     def follow(self, launched: Launched, rows: Sequence[SamplingRow], sampled: SamplerOutput) -> None:
-        """Draw after every token of the step just launched that masks follow, if the likeliest tokens will do.
+        """Sample drafts after every token of the step just launched that masks follow, if the most likely tokens
+        suffice.
 
-        Args:
-            rows: those of the step's logits.
-            sampled: what was sampled from them.
+        Args: rows: the step's logit rows. sampled: the tokens sampled from them.
         """
         captured, pending, batch = self.captured, self.pending, launched.batch
         if captured is None or pending is None or sampled.errors or len(sampled.ids) != 1:
@@ -135,22 +132,22 @@ class MultiTokenDrafter(Drafter):
             previous.append(sampled.ids[0][first : first + count])
             first_rows[name], num_rows = num_rows, num_rows + count
         hidden = [states.hidden for states in self.states.values()]
-        k = max(of_request.shape[1] for of_request in hidden)  # the adapter may have more masks than are in use
+        k = max(of_request.shape[1] for of_request in hidden)  # the adapter may have more masks than are used
         guesses = captured.guess(previous, hidden)[:, :k].flatten()
         self.ahead = Ahead(k, first_rows, pending.put([guesses]), SamplerOutput([Draws(guesses)]))
 
     @cached_property
     def step_costs(self) -> StepCosts:
-        """Of one pass of the sampler head, and the output head."""
+        """The cost of one pass of the sampler head and the output head."""
         return head_costs(self.model)
 
     def num_tokens(self, num_drafts: int) -> int:
-        """So many masks follow each of the real tokens."""
+        """This many masks follow each of the real tokens."""
         return (num_drafts + 1) ** 2
 
     def _draw(self, asking: Sequence[Asking]) -> list[Drawn]:
-        """Draw one draft after the other, all requests at a time."""
-        self.sampler.penalties.forget()  # they count the drafts of the step before
+        """Sample drafts one after the other, for all requests at once."""
+        self.sampler.penalties.forget()  # they count the previous step's drafts
         places = list(range(len(asking)))
         previous = self.sampler.upload(torch.tensor([request.last_token_id for request, *_ in asking]))
         drawn: list[Drawn] = []
@@ -168,7 +165,7 @@ class MultiTokenDrafter(Drafter):
         return drawn
 
     def _hand_out(self) -> None:
-        """Give each request its drafts: where they lie on the device, or their ids."""
+        """Give each request its drafts: their locations on the device, or their ids."""
         if self.pending is None:
             self.collect()
             return
@@ -189,17 +186,17 @@ class MultiTokenDrafter(Drafter):
 
 
 def observers_of(drafter: Drafter | None) -> list[MaskObserver]:
-    """What the runner's steps must be seen by for the drafter."""
+    """The observer that gives the drafter the runner's steps."""
     return [MaskObserver(drafter.states, drafter.follow)] if isinstance(drafter, MultiTokenDrafter) else []
 
 
 def ids_of_guesses(max_sequences: int, most_logit_rows: int, device: torch.device) -> LastIds:
-    """The ids on the device, with guesses after each logit row of a sequence."""
+    """The ids on the device, with guesses after each of a sequence's logit rows."""
     return LastIds(max_sequences, 1 + most_logit_rows * (most_logit_rows - 1), device)
 
 
 def _chosen(asking: Sequence[Asking], ahead: Ahead) -> list[Request | None]:
-    """The request of each draft, of those made ahead, that is to be verified."""
+    """The request of each draft made ahead that is to be verified."""
     chosen: list[Request | None] = [None] * len(ahead.ids)
     for request, _, group, num_drafts in asking:
         first = ahead.k * (ahead.first_rows[request.request_id] + group)
@@ -208,7 +205,7 @@ def _chosen(asking: Sequence[Asking], ahead: Ahead) -> list[Request | None]:
 
 
 def _takes_likeliest(params: SamplingParams) -> bool:
-    """Whether the draws are the likeliest of all tokens, by the logits as they are."""
+    """Whether the sampled tokens are the most likely of all, by the unedited logits."""
     return params.is_greedy and not params.adjusts_logits and params.min_tokens == 0
 
 
@@ -222,12 +219,11 @@ def _append(requests: Sequence[Request | None], ids: Iterable[int]) -> None:
 def group_of_next(num_tokens: int, start: int) -> int:
     """The group of masks after the last accepted token of a step.
 
-    Args:
-        num_tokens: known tokens of the request: the step's accepted drafts and the token sampled after them included.
+    Args: num_tokens: the request's known tokens, including the step's accepted drafts and the token sampled after them.
         start: the index of the step's first token of the request.
     """
     # exercise 11.1x3: which group of masks followed what was accepted
-    # hint: the step computed the token at `start`, and drafts; group 0 stood after the first of these tokens
+    # hint: the step computed the token at `start`, and drafts; group 0 came after the first of these tokens
     # hint: the newest known token was sampled in this step, after the last accepted one: it was not computed
     return num_tokens - 2 - start
     # end exercise

@@ -5,8 +5,8 @@ gate g, one number for each token, switches the addition on (Samragh et al., arX
 
     y = Wx + (α / r) · g · B(Ax)
 
-Mask tokens have g = 1 and learn to predict further ahead; ordinary tokens have g = 0 and stay what they were. One
-forward computes both, and reads W once. The base may be fused, packed or quantized: the addition needs its output only.
+Mask tokens have g = 1 and learn to predict further ahead; ordinary tokens have g = 0 and are unchanged. One
+forward computes both, and reads W once. The base may be fused, packed or quantized: the addition needs only its output.
 
 Invariants: a token with g = 0 has the output of the base, bit for bit if the base does not fuse norm and activation
 into its products (on a CPU; a GPU's fused kernels round less often); a step without a gate runs the base alone.
@@ -54,7 +54,7 @@ def target_sizes(config: ModelConfig) -> dict[str, tuple[int, int]]:
 
 
 class GatedLoRA(nn.Module):
-    """The addition to one matrix; at first zero, since B is.
+    """The addition to one matrix; initially zero, since B is.
 
     Args:
         in_features, out_features: of the matrix.
@@ -79,7 +79,7 @@ class AdaptedProjection(nn.Module):
 
     Args:
         base: the matrix, of one projection or of several.
-        addition: None: it has none, and the gate is for others.
+        addition: None: it has none, and ignores the gate.
     """
 
     def __init__(self, base: Any, addition: GatedLoRA | None) -> None:
@@ -96,7 +96,7 @@ class AdaptedProjection(nn.Module):
         gate: Tensor | None = None,
         activation: GatedOp | None = None,
     ) -> Tensor:
-        """As of the base; tokens with a gate have the addition too."""
+        """Like the base; tokens with an open gate get the addition too."""
         if gate is None:
             y: Tensor = self.base(x, norm, residual, activation=activation)
             return y
@@ -116,9 +116,9 @@ class AdaptedProjection(nn.Module):
 
 
 def _with_rows_of_a(base: Any, addition: GatedLoRA) -> Tensor | None:
-    """W with the rows of A below it, for an addition that is not trained any more, where kernels run; else None.
+    """W with the rows of A appended, for an addition that is no longer trained, if kernels run; otherwise None.
 
-    One product then gives both W x and A x. The weight of the base becomes a part of the new matrix.
+    One product then gives both W x and A x. The base's weight becomes part of the new matrix.
     """
     weight = getattr(base, "weight", None)
     if not isinstance(weight, Tensor) or not launches(weight) or base.bias is not None:
@@ -135,9 +135,9 @@ def _with_rows_of_a(base: Any, addition: GatedLoRA) -> Tensor | None:
 
 
 class MaskEmbedding(nn.Module):
-    """An embedding that also has vectors for mask tokens, whose ids count from ``FIRST_MASK``.
+    """An embedding that also has vectors for mask tokens, whose ids start at ``FIRST_MASK``.
 
-    The vectors stand for embeddings as blocks receive them: a family's factor is not applied.
+    The vectors are embeddings in the form that blocks receive: a family's factor is not applied.
     """
 
     def __init__(self, base: nn.Module, masks: Tensor, vocab_size: int) -> None:
@@ -155,7 +155,7 @@ class MaskEmbedding(nn.Module):
 def adapt(model: CausalLM, additions: Sequence[Mapping[str, GatedLoRA]], masks: Tensor) -> CausalLM:
     """Give a fused or packed model, in place, the additions of each layer and the vectors of mask tokens ``[k, H]``.
 
-    Raises ConfigError for a family whose blocks have other matrices.
+    Raises ConfigError for a family whose blocks have different matrices.
     """
     if FAMILIES[model.config.family].own_fields:
         raise ConfigError(

@@ -1,4 +1,4 @@
-"""The second product of a gated low-rank addition, and what follows it. Introduced in phase 11.1."""
+"""A gated low-rank addition's second product, and the operations after it. Introduced in phase 11.1."""
 
 import torch
 from torch import Tensor
@@ -9,11 +9,10 @@ from shared.ops.gated import GatedOp
 def add_low_rank(
     y: Tensor, b: Tensor, gate: Tensor, scale: float, residual: Tensor | None = None, activation: GatedOp | None = None
 ) -> Tensor:
-    """``y + scale · gate · low Bᵀ``, where the last r columns of y are ``low = A x``, the others ``W x``.
+    """``y + scale · gate · low Bᵀ``, where the last r columns of y are ``low = A x`` and the others ``W x``.
 
     Args:
-        y: ``[T, N + r]``, as one product with the rows of W and, below them, those of A gives it.
-        b: B, ``[N, r]``.
+        y: ``[T, N + r]``, the product with the rows of W followed by those of A. b: B, ``[N, r]``.
         gate: ``[T]``, in any float dtype.
         residual: ``[T, N]``, added last.
         activation: of the first and the second half of the N columns, before the residual.

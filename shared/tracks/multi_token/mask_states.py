@@ -1,7 +1,8 @@
-"""Keeps the hidden states of mask tokens for the drafter, and passes it the sampled tokens. Introduced in phase 11.1.
+"""Stores the hidden states of mask tokens for the drafter, and passes the sampled tokens to it. Introduced in phase
+11.1.
 
-Invariants: the states are those of the last batch that was launched, and of no other; what is kept is a copy, so the
-next step may overwrite the buffers of a captured one.
+Invariants: the states are always those of the last launched batch; they are copies, so the next step may overwrite a
+captured step's buffers.
 """
 
 from collections.abc import Callable, Sequence
@@ -30,7 +31,7 @@ Follow = Callable[[Launched, Sequence[SamplingRow], SamplerOutput], None]
 
 @dataclass
 class MaskObserver:
-    """Keeps the states of the last step in ``states``, by request id; a :class:`shared.engine.runner.Observer`."""
+    """Stores the states of the last step in ``states``, by request id; a :class:`shared.engine.runner.Observer`."""
 
     states: dict[str, MaskStates]
     follow: Follow

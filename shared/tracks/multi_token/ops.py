@@ -1,15 +1,15 @@
 """Attention and positions of a step that verifies guesses and makes the next ones. Introduced in phase 11.1.
 
-A request's new tokens are n *real* ones, its newest token and n - 1 guesses, and after each of them a *group* of k
-mask tokens, which stand for the k tokens after it. If the guesses up to real token g are right, the hidden states of
-group g are the start of the next guesses (Samragh et al., arXiv 2507.11851). With n = k + 1 there are (k + 1)² tokens.
+A request's new tokens are n *real* ones, its newest token and n - 1 guesses, and after each of them a *group* of k mask
+tokens, which represent the k tokens after it. If the guesses up to real token g are right, the hidden states of group g
+yield the next guesses (Samragh et al., arXiv 2507.11851). With n = k + 1 there are (k + 1)² tokens.
 
 The real tokens come first, then the groups. So the keys and values of accepted tokens are already in their final slots,
-and nothing is copied. The paper's order, with each group after its token, moves them in every layer of every step.
+and nothing is copied. The paper's order, with each group after its token, would move them in every layer of every step.
 
-A token has a group g and a rank r in it: a real token has rank 0, mask tokens 1 to k. Invariants: a real token sees
-what it would see without masks; a mask token sees the real tokens up to its group's, and the masks of its group up to
-itself.
+A token has a group g and, within it, a rank r: a real token has rank 0, mask tokens 1 to k. Invariants: a real token
+sees what it would see without masks; a mask token sees the real tokens up to its group's, and the masks of its group up
+to itself.
 """
 
 import numpy as np
@@ -32,7 +32,7 @@ def positions(start: int, num_real: int, num_masks: int) -> Integers:
     group, rank = groups_and_ranks(num_real, num_masks)
     # exercise 11.1x2: where in the text each token stands
     # hint: real token g is the g-th after `start`, whatever is laid down between
-    # hint: the mask of rank r stands for the token that is r places after its group's real token
+    # hint: the mask of rank r represents the token r positions after its group's real token
     return start + group + rank
     # end exercise
 
@@ -60,15 +60,15 @@ def visible_with_masks(
     mask = torch.cat((new.new_ones(len(new), num_cached), new), dim=1)
     if window is None:
         return mask
-    places = torch.from_numpy(positions(num_cached, num_real, num_masks)).to(device)
-    keys = torch.cat((torch.arange(num_cached, device=device), places))
-    return mask & (keys[None, :] > places[:, None] - window)
+    numbered = torch.from_numpy(positions(num_cached, num_real, num_masks)).to(device)
+    keys = torch.cat((torch.arange(num_cached, device=device), numbered))
+    return mask & (keys[None, :] > numbered[:, None] - window)
 
 
 def masked_attention(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor, *, scale: float, softcap: float | None = None
 ) -> Tensor:
-    """As :func:`shared.ops.attention.naive_attention`, with a mask bool ``[T, S]`` in place of causality."""
+    """Like :func:`shared.ops.attention.naive_attention`, with a mask bool ``[T, S]`` instead of causality."""
     T, Hq, D = q.shape
     Hkv = k.shape[0]
     grouped = q.view(T, Hkv, Hq // Hkv, D)

@@ -1,11 +1,11 @@
 """Scheduling of mask tokens, whose hidden states become the next drafts. Introduced in phase 11.1.
 
-A step with masks verifies the guesses of the step before, and makes those of the next. So a request's drafts of a step
-are at most the masks that it had in the step before, and each of its real tokens is followed by a group of masks, since
-it is not known which drafts will be right. Masks are granted last, after the drafts of every request.
+A step with masks verifies the previous step's guesses, and makes the next step's. So a request has at most as many
+drafts in a step as it had masks in the previous step, and each of its real tokens is followed by a group of masks,
+since it is not known which drafts will be right. Masks are granted last, after the drafts of every request.
 
-An existing guess is verified even if guesses do not seem worthwhile: one row costs little, and without it the request's
-acceptance could not be estimated.
+An existing guess is verified even if guessing does not seem worthwhile: one row costs little, and without it the
+request's acceptance could not be estimated.
 
 Invariants: those of :mod:`shared.scheduling.speculative` and :mod:`shared.scheduling.drafts`; after the commit no mask
 token holds a slot.
@@ -37,7 +37,7 @@ from shared.speculation.adaptive import draft_lengths
 class MultiTokenSchedule(Schedule):
     """A step in which each real token of some requests is followed by mask tokens."""
 
-    masks: Mapping[Request, int] = field(default_factory=dict)  # k of each request that has masks
+    masks: Mapping[Request, int] = field(default_factory=dict)  # k for each request that has masks
 
     @property
     def has_drafts(self) -> bool:
@@ -46,8 +46,8 @@ class MultiTokenSchedule(Schedule):
 
 
 class MultiTokenScheduler(Scheduler):
-    """Schedules as :class:`shared.scheduling.speculative.SpeculativeScheduler`; if ``config.adapter`` is set, the
-    drafts are guesses of the model itself, made of the mask tokens of the step before.
+    """Schedules like :class:`shared.scheduling.speculative.SpeculativeScheduler`; if ``config.adapter`` is set, the
+    drafts are the model's own guesses, made from the previous step's mask tokens.
     """
 
     def __init__(self, config: EngineConfig, pool: CachePoolProtocol, max_seq_len: int) -> None:
@@ -57,7 +57,7 @@ class MultiTokenScheduler(Scheduler):
         self.is_guessing = config.adapter is not None
         if self.is_guessing:
             self.lengths.attempt_steps = 2
-        self.had_drafts = False  # in the last step that was planned; then the next one mostly has drafts too
+        self.had_drafts = False  # in the last planned step; then the next one mostly has drafts too
         self.guesses: dict[Request, int] = {}  # made in the last step
         self.num_drafts_by_position = [0] * self.lengths.longest
         self.num_accepted_by_position = [0] * self.lengths.longest
@@ -81,7 +81,7 @@ class MultiTokenScheduler(Scheduler):
         if preempted or admitted:
             decoding = self.decoding()
         decoding, prompts = share(self, decoding, self.prefill.prompts(self.running.values()))
-        if wanted is None:  # asked once a step
+        if wanted is None:  # called once per step
             wanted = self.lengths.wanted(decoding)
         entries = self.prefill.fill(decoding, prompts)
         schedule = Schedule(self.num_steps, entries, len(decoding), tuple(preempted))
@@ -94,11 +94,11 @@ class MultiTokenScheduler(Scheduler):
         return self.grant_masks(schedule, wanted)
 
     def verifiable(self, wanted: Mapping[Request, int]) -> dict[Request, int]:
-        """Of the guesses that are there, those to verify: as many as are wanted, and one in any case."""
+        """The existing guesses to verify: as many as are wanted, and at least one."""
         return {request: min(max(wanted.get(request, 0), 1), count) for request, count in self.guesses.items()}
 
     def grant_masks(self, schedule: Schedule, wanted: Mapping[Request, int]) -> Schedule:
-        """The schedule with mask tokens after each real token, within the rest of the budget and of the KV cache."""
+        """The schedule with mask tokens after each real token, within the remaining budget and KV cache."""
         budget = self.config.max_num_batched_tokens - int(schedule.num_tokens.sum())
         masks: dict[Request, int] = {}
         for request, start, n, *_ in schedule.decoding:
@@ -116,7 +116,7 @@ class MultiTokenScheduler(Scheduler):
         return prefix_stats(self) | draft_stats(self)
 
     def commit(self, schedule: Schedule, sampled: SampledTokens) -> None:
-        """Of the drafts only the accepted ones are counted, and what was reserved for mask tokens is freed."""
+        """Only accepted drafts are counted, and what was reserved for mask tokens is freed."""
         if schedule.has_drafts:
             commit_drafts(self, self.lengths, schedule, sampled)
         elif schedule.is_decode and not sampled.errors:
@@ -128,7 +128,7 @@ class MultiTokenScheduler(Scheduler):
             for request, num_masks in schedule.masks.items():
                 if request.status is RequestStatus.RUNNING:
                     # exercise 11.1x4: collate: keep the accepted tokens, and free the rest
-                    # hint: the real tokens were laid down first, so what was accepted needs no copy
+                    # hint: the real tokens were laid down first, so accepted tokens need no copy
                     # hint: it is counted: num_computed_tokens; pool.shrink gives back what comes after it
                     # hint: the request now has num_masks guesses, which the next step may verify: self.guesses
                     self.pool.shrink(request, request.num_computed_tokens)
@@ -155,7 +155,7 @@ def settle(schedule: Schedule, pool: CachePoolProtocol) -> Schedule:
 
 
 def with_masks(schedule: Schedule, masks: Mapping[Request, int]) -> MultiTokenSchedule:
-    """The schedule with masks; decoding entries of one token stay the first: their attention has its own kernel."""
+    """The schedule with masks; one-token decoding entries stay first, since their attention has its own kernel."""
     entries = sorted(schedule.decoding, key=lambda entry: entry.num_drafts > 0 or entry.request in masks)
     arguments = (schedule.step, (*entries, *schedule.prompts), schedule.num_decoding, schedule.preempted)
     return MultiTokenSchedule(*arguments, masks=masks)

@@ -1,13 +1,13 @@
 """One message per step from rank 0 to each other rank, and each rank's progress. Introduced in phase 12.1.
 
-Rank 0 pickles a batch once and writes it into one of a few slots of memory that the ranks share; a pipe to each rank
+Rank 0 pickles a batch once and writes it into one of a few slots in memory that the ranks share; a pipe to each rank
 announces its sequence number and length. A batch that is larger than a slot goes through the pipes. Each rank has its
-own row of counters: the messages that it has read, the starts and ends of its collectives (the count is odd within
-one), and its heartbeats. It also records the start and end times of its last messages.
+own row of counters: messages read, starts and ends of its collectives (the count is odd within one), and heartbeats. It
+also records the start and end times of its last messages.
 
 Invariants: a slot is written only after every rank has read its content; only its own rank writes a row of counters; a
-rank that gets another number than the next one raises, so the ranks cannot compute different steps together. The memory
-has no name, so nothing is left of it when the processes end.
+rank that gets a wrong sequence number raises, so the ranks never compute different steps together. The memory has no
+name, so nothing remains of it when the processes end.
 """
 
 import mmap
@@ -24,11 +24,11 @@ from typing import Any
 import numpy as np
 
 NUM_SLOTS, SLOT_BYTES = 4, 1 << 20
-READ, CALLS, BEATS = range(3)  # messages read, begins and ends of collectives, heartbeats
+READ, CALLS, BEATS = range(3)  # messages read, starts and ends of collectives, heartbeats
 COUNTERS = 3
 NUM_TIMED = 4096  # messages whose times are kept
 SHARED = Path("/dev/shm")
-HEADER = struct.Struct("<qq")  # the message's number, and its length in bytes
+HEADER = struct.Struct("<qq")  # the message's sequence number, and its length in bytes
 
 
 class Board:
@@ -48,7 +48,8 @@ class Board:
         self.first = counter_bytes
 
     def write(self, number: int, message: bytes, check: Callable[[], None]) -> None:
-        """Write message ``number``, counted from 0; ``check`` is called while a rank has not read its slot's last."""
+        """Write message ``number``, counted from 0; ``check`` is called while a rank has not yet read the slot's
+        previous message."""
         while (self.counters[1:, READ] <= number - NUM_SLOTS).any():
             check()
             time.sleep(0.0001)
@@ -90,7 +91,7 @@ class Receiver:
         self.number = 0
 
     def receive(self) -> Any:
-        """Wait for the next message. Raises EOFError if rank 0 has gone, RuntimeError for a wrong number."""
+        """Wait for the next message. Raises EOFError if rank 0 is gone, RuntimeError for a wrong number."""
         number, length = HEADER.unpack(self.pipe.recv_bytes())
         if number != self.number:
             raise RuntimeError(

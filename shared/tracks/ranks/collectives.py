@@ -1,6 +1,6 @@
-"""What ranks compute together: sums, gathered parts, broadcasts. Introduced in phase 12.1.
+"""What ranks compute together: sums, gathers, broadcasts. Introduced in phase 12.1.
 
-On CPUs through gloo; on GPUs through NCCL, small sums by a kernel of our own through memory that the GPUs share. Groups
+On CPUs through gloo; on GPUs through NCCL, small sums through our own kernel and memory that the GPUs share. Groups
 are objects, so a process may have several. All calls are collective: each rank makes the same ones in the same order.
 On a GPU they are launched on the current stream and can be captured.
 
@@ -26,10 +26,10 @@ from shared.tracks.ranks.peers import PeerMemory
 
 gloo: Any = dist.ProcessGroupGloo
 NCCL_SETTINGS = {
-    "NCCL_NVLS_ENABLE": "0",  # multicast, which not every machine lets processes use
+    "NCCL_NVLS_ENABLE": "0",  # multicast, which some machines do not permit
     "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
-    "NCCL_SOCKET_IFNAME": "lo",  # the ranks are of one machine
-    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",  # PyTorch's own watch would end the engine's process
+    "NCCL_SOCKET_IFNAME": "lo",  # all ranks are on one machine
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",  # PyTorch's own watchdog would end the engine's process
     "TORCH_NCCL_ENABLE_MONITORING": "0",
 }
 MEETING = timedelta(seconds=8)
@@ -44,17 +44,16 @@ _log = logging.getLogger("infer.engine")
 
 
 class PeerError(RuntimeError):
-    """A collective has failed: another rank has gone."""
+    """A collective has failed: another rank is gone."""
 
 
 class Collectives:
     """Rank ``rank`` of the ``size`` ranks that meet at ``store``.
 
-    Args:
-        device: of the tensors; a CPU or a GPU of this rank alone.
-        count: called at the beginning and at the end of each collective.
-        waiting: within it, the other ranks are waited for; called with seconds to be patient, or without.
-        is_shared: whether GPUs share memory, for small sums; if they cannot, the log says so, and NCCL adds all.
+    Args: device: of the tensors; a CPU or a GPU of this rank alone. count: called at the start and end of each
+        collective. waiting: a context in which this rank waits for the others; called with a patience in seconds, or
+        without. is_shared: whether GPUs share memory, for small sums; if they cannot, this is logged, and NCCL adds
+        everything.
     """
 
     def __init__(
@@ -81,7 +80,7 @@ class Collectives:
                 option.asyncOp = False  # on the current stream
             if is_shared:
                 try:
-                    with self.waiting(math.inf):  # which has a time limit of its own
+                    with self.waiting(math.inf):  # which has its own time limit
                         self.peers = PeerMemory(store, rank, size, device)
                 except RuntimeError as error:
                     _log.warning("NCCL adds small sums too: %s", error)
@@ -120,12 +119,12 @@ class Collectives:
         if self.device.type == "cuda":
             self._run(self.group._allgather_base, parts, x, self.options[1])
         elif x.numel():
-            pieces = list(parts.view(self.size, -1).view(torch.uint8).unbind())  # gloo does not know every dtype
+            pieces = list(parts.view(self.size, -1).view(torch.uint8).unbind())  # gloo does not support every dtype
             self._run(self.group.allgather, [pieces], [x.view(-1).view(torch.uint8)])
         return parts
 
     def broadcast(self, x: Tensor) -> None:
-        """Overwrite ``x`` with that of rank 0."""
+        """Overwrite ``x`` with rank 0's."""
         self._run(self.group.broadcast, [x], *self.options[2:])
 
     def least(self, number: int) -> int:
@@ -133,7 +132,7 @@ class Collectives:
         return int(self.gathered(torch.tensor([number], device=self.device)).min())
 
     def abort(self) -> None:
-        """End collectives on GPUs that wait for a rank; on CPUs they raise when the rank's process has ended."""
+        """Abort collectives on GPUs that wait for a rank; on CPUs they raise when the rank's process has ended."""
         if self.peers is not None:
             self.peers.end()
         if self.device.type == "cuda":
@@ -144,7 +143,7 @@ class Collectives:
         try:
             with self.waiting():
                 work = collective(*tensors)
-                if work is not None:  # NCCL returns nothing for what the current stream does
+                if work is not None:  # NCCL returns no work object for operations on the current stream
                     work.wait()
         except RuntimeError as error:
             raise PeerError(str(error)) from error

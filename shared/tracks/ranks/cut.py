@@ -1,9 +1,9 @@
-"""Which rows or columns of each tensor a rank has, and a checkpoint that reads these alone. Introduced in phase 12.1.
+"""Which rows or columns of each tensor a rank has, and a checkpoint that reads only these. Introduced in phase 12.1.
 
-Queries, keys and values are cut separately, each by its own heads; gate and up by the same columns of the MLP. A matrix
-in 8 or 4 bits is cut with the scales of its blocks, and the MLP at borders of blocks.
+Queries, keys and values are sharded separately, each by its own heads; gate and up by the same columns of the MLP. An
+8- or 4-bit matrix is sharded together with its block scales, and the MLP at block boundaries.
 
-Invariant: a matrix in 8 or 4 bits has the same numbers and scales as the whole one, in the rank's part.
+Invariant: in a rank's shard, an 8- or 4-bit matrix has the same numbers and scales as the whole one.
 """
 
 import math
@@ -21,7 +21,7 @@ from shared.quantization.weight import RUN, QuantizedWeight, pack_nibbles, unpac
 from shared.tracks.ranks.shard import Shard
 
 ROWS, COLUMNS = 0, 1
-LEAST_BLOCK = 32  # the smallest that the kernels take
+LEAST_BLOCK = 32  # the smallest that the kernels support
 
 
 @dataclass(frozen=True)
@@ -35,11 +35,9 @@ class Cut:
 
 @dataclass(frozen=True)
 class ModelCut:
-    """The cuts of all tensors of a model.
+    """The shards of all tensors of a model.
 
-    Args:
-        config: the whole model's.
-        multiple: the MLP is cut at multiples of it.
+    Args: config: the whole model's. multiple: the MLP is divided at multiples of it.
     """
 
     shard: Shard
@@ -47,7 +45,7 @@ class ModelCut:
     multiple: int = 1
 
     def of(self, name: str) -> Cut | None:
-        """The cut of a matrix by its name in the model or in the checkpoint; None if each rank has all of it."""
+        """The shard of a matrix, by its name in the model or in the checkpoint; None if each rank has all of it."""
         queries, keys = self.shard.heads(self.config)
         D, config = self.config.head_dim, self.config
         module = re.sub(r"\.(weight|bias)$", "", name).rpartition(".")[2]
@@ -67,7 +65,7 @@ class ModelCut:
         return None
 
     def whole(self, name: str, shape: tuple[int, int]) -> tuple[int, int]:
-        """The shape of the whole matrix of which a rank's part has ``shape``."""
+        """The shape of the whole matrix of which a rank's shard has ``shape``."""
         cut = self.of(name)
         if cut is None:
             return shape
@@ -75,7 +73,7 @@ class ModelCut:
         return (cut.total, columns) if cut.dim == ROWS else (rows, cut.total)
 
     def part(self, name: str, weight: QuantizedWeight) -> QuantizedWeight:
-        """The rank's part of a whole matrix."""
+        """The rank's shard of a whole matrix."""
         cut = self.of(name)
         return weight if cut is None else cut_weight(weight, cut)
 
@@ -93,21 +91,21 @@ class WatchedCheckpoint(Checkpoint):
 
 
 class CutCheckpoint(Checkpoint):
-    """As :class:`Checkpoint`, cut by ``cut``; ``check`` as in :class:`WatchedCheckpoint`."""
+    """Like :class:`Checkpoint`, sharded by ``cut``; ``check`` as in :class:`WatchedCheckpoint`."""
 
     def __init__(self, folder: Path, cut: ModelCut, check: Callable[[], None] = lambda: None) -> None:
         super().__init__(folder)
         self.cut, self.check = cut, check
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """A tensor that is not as large as config.json says keeps its shape."""
+        """A tensor smaller than config.json says keeps its shape."""
         shape, cut = super().shape(name), self._cut(name)
         if cut is None:
             return shape
         return tuple(len(cut.part) if dim == cut.dim else size for dim, size in enumerate(shape))
 
     def tensor(self, name: str) -> Tensor:
-        """A part of a tensor is not mapped but copied."""
+        """Part of a tensor is copied, not mapped."""
         self.check()
         cut = self._cut(name)
         if cut is None:
@@ -116,18 +114,18 @@ class CutCheckpoint(Checkpoint):
         return whole[part] if cut.dim == ROWS else whole[:, part].contiguous()
 
     def _cut(self, name: str) -> Cut | None:
-        """The cut of a tensor; None for the bias of a row-parallel matrix, of which each rank has all."""
+        """The shard of a tensor; None for the bias of a row-parallel matrix, of which each rank has all."""
         cut, shape = self.cut.of(name), super().shape(name)
         is_there = cut is not None and cut.dim < len(shape) and shape[cut.dim] == cut.total
         return cut if is_there and name.endswith((".weight", ".bias")) else None
 
 
 def cut_weight(weight: QuantizedWeight, cut: Cut) -> QuantizedWeight:
-    """A range of rows or columns of a matrix in 8 or 4 bits, with its scales.
+    """A range of rows or columns of an 8- or 4-bit matrix, with its scales.
 
-    Rows that do not begin with a block get a scale each; a block of columns that is cut becomes several, with the same
-    scale. The part is a copy, so the whole may be freed. Raises ConfigError for columns that would need blocks of less
-    than ``LEAST_BLOCK``.
+    Rows that do not begin at a block boundary get one scale each; a divided block of columns becomes several blocks
+    with the same scale. The range is a copy, so the whole may be freed. Raises ConfigError for columns that would need
+    blocks smaller than ``LEAST_BLOCK``.
     """
     begin, end = cut.part.start, cut.part.stop
     if cut.dim == ROWS:
@@ -135,7 +133,7 @@ def cut_weight(weight: QuantizedWeight, cut: Cut) -> QuantizedWeight:
         zeros = None if part.zeros is None else part.zeros.clone()
         return replace(part, values=part.values.clone(), scales=part.scales.clone(), zeros=zeros)
     group, zeros = weight.columns_per_scale, weight.zeros
-    if group == weight.shape[1] and (weight.bits == 8 or (end - begin) % LEAST_BLOCK == 0):  # a scale a row
+    if group == weight.shape[1] and (weight.bits == 8 or (end - begin) % LEAST_BLOCK == 0):  # one scale per row
         scales, own = weight.scales, end - begin
     else:
         own = math.gcd(group, begin, end)

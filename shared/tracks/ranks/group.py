@@ -1,7 +1,7 @@
-"""The ranks of an engine: one process each, started and ended by rank 0. Introduced in phase 12.1.
+"""The ranks of an engine: one process each, started and stopped by rank 0. Introduced in phase 12.1.
 
-The engine's process is rank 0. It starts the others, and each makes the same model, memory and runner as the engine
-does, of its own part (:mod:`shared.tracks.ranks.worker`). With one rank there is no process, and nothing differs
+The engine's process is rank 0. It starts the others, and each makes the same model, memory and runner as the engine,
+for its own shard (:mod:`shared.tracks.ranks.worker`). With one rank there is no further process, and nothing differs
 from an engine without ranks.
 
 Invariants: all ranks have KV caches of the same size; the other ranks end when the group is closed, fails or is
@@ -52,7 +52,7 @@ START_SECONDS = 120
 
 @dataclass(frozen=True)
 class Assignment:
-    """What a rank is told when it starts."""
+    """What a rank receives when it starts."""
 
     rank: int
     config: EngineConfig
@@ -110,7 +110,7 @@ class Group:
             self.watch.collectives.append(self.ranks)
 
     def load(self) -> CausalLM:
-        """The model, or rank 0's part of it."""
+        """The model, or rank 0's shard of it."""
         config = self.config
         if self.watch is None:
             quantize = quantizer(config.quantization, config.quantize_head)
@@ -119,14 +119,14 @@ class Group:
             return load_rank(config, self.folder, self.ranks, self.watch.check)
 
     def memory(self, model: CausalLM, max_seq_len: int) -> tuple[CachePoolProtocol, BatchView]:
-        """The pool, and the view of rank 0's part."""
+        """The pool, and the view of rank 0's shard."""
         if self.size == 1:
             return self.make_memory(self.config, model, max_seq_len)
         with self._starting():
             return agreed_memory(self.config, model, max_seq_len, self.make_memory, self.ranks)
 
     def runner(self, model: CausalLM, *args: Any, **options: Any) -> Runner:
-        """The runner; arguments as those of :class:`shared.engine.runner.Runner`."""
+        """The runner; arguments as for :class:`shared.engine.runner.Runner`."""
         if self.watch is None:
             return self.make_runner(model, *args, **options)
         with self._starting():
@@ -134,7 +134,7 @@ class Group:
             return self.make_runner(model, *args, **options, ranks=ranks)
 
     def load_draft(self, folder: Path, **options: Any) -> CausalLM:
-        """A draft model, or rank 0's part of it; arguments as those of ``load_model``."""
+        """A draft model, or rank 0's shard of it; arguments as for ``load_model``."""
         if self.watch is None:
             return load_model(folder, **options)
         with self._starting():
@@ -146,7 +146,7 @@ class Group:
             return load_part(folder, self.drafting, dtype=options["dtype"], check=self.watch.check)
 
     def draft_runner(self, model: CausalLM, *args: Any, **options: Any) -> Runner:
-        """The runner of the draft model; arguments as those of :class:`shared.engine.runner.Runner`."""
+        """The runner of the draft model; arguments as for :class:`shared.engine.runner.Runner`."""
         is_whole = self.config.draft_ranks == 1
         if self.watch is None or (is_whole and not self.config.draft_on_each_rank):
             return self.make_runner(model, *args, **options)
@@ -156,14 +156,14 @@ class Group:
             return self.make_runner(model, *args, **options, ranks=SeveralRanks(*sizes, number=1, is_whole=is_whole))
 
     def wait(self, sampled: SamplerOutput) -> SampledTokens:
-        """The sampled tokens; raises RankError if the group fails before they are there."""
+        """The sampled tokens; raises RankError if the group fails before they arrive."""
         if self.watch is None:
             return sampled.wait()
         with self.watch.waiting():
             return sampled.wait()
 
     def when_lost(self, tell: Callable[[RankError], None]) -> None:
-        """Call ``tell``, on a thread of the group, when a rank is lost, also while the engine has no work."""
+        """Call ``tell``, on a thread of the group, when a rank is lost, even while the engine has no work."""
         if self.watch is not None:
             self.watch.when_lost = tell
 
@@ -173,7 +173,7 @@ class Group:
             self.watch.close()
 
     def _meet(self, store: dist.Store) -> None:
-        """Wait until all ranks have come to the store."""
+        """Wait until all ranks have joined the store."""
         assert self.watch is not None
         deadline = time.monotonic() + START_SECONDS
         while missing := [rank for rank in range(1, self.size) if not store.check([here(rank)])]:
@@ -184,7 +184,7 @@ class Group:
 
     @contextmanager
     def _starting(self) -> Iterator[None]:
-        """End the group if what is done within fails, or if a rank is lost meanwhile."""
+        """End the group if the work within fails, or if a rank is lost meanwhile."""
         assert self.watch is not None
         try:
             with self.watch.waiting(math.inf):  # loading has no time limit
@@ -202,7 +202,7 @@ def here(rank: int) -> str:
 
 
 def local_store() -> dist.TCPStore:
-    """A store where the ranks meet, which listens on the loopback interface alone."""
+    """A store where the ranks meet, which listens only on the loopback interface."""
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         listener.listen()
@@ -219,7 +219,7 @@ def rank_device(config: EngineConfig, rank: int) -> torch.device:
 def load_rank(
     config: EngineConfig, folder: Path, ranks: Collectives, check: Callable[[], None] = lambda: None
 ) -> CausalLM:
-    """A rank's part of the model; ``check`` as for ``load_part``."""
+    """A rank's shard of the model; ``check`` as for ``load_part``."""
     return load_part(
         folder, ranks, dtype=config.torch_dtype, quantization=config.quantization,
         quantize_head=config.quantize_head, check=check,
@@ -227,7 +227,8 @@ def load_rank(
 
 
 def draft_collectives(config: EngineConfig, store: dist.Store, ranks: Collectives) -> Collectives:
-    """Those of the first ``draft_ranks`` ranks, of which this is one; they meet anew unless they are all."""
+    """The collectives of the first ``draft_ranks`` ranks, including this one; they meet again unless these are all
+    ranks."""
     if config.draft_ranks == ranks.size:
         return ranks
     arguments = ranks.rank, config.draft_ranks, ranks.device, ranks.count, ranks.waiting
@@ -237,9 +238,9 @@ def draft_collectives(config: EngineConfig, store: dist.Store, ranks: Collective
 def agreed_memory(
     config: EngineConfig, model: CausalLM, max_seq_len: int, make_memory: MakeMemory, ranks: Collectives
 ) -> tuple[CachePoolProtocol, BatchView]:
-    """A rank's memory, of as many blocks as every rank has room for."""
+    """A rank's memory, with as many blocks as fit on every rank."""
     pool, view = make_memory(config, model, max_seq_len)
-    if config.num_gpu_blocks is not None or config.kv_cache_backend == "contiguous":  # equal on all ranks
+    if config.num_gpu_blocks is not None or config.kv_cache_backend == "contiguous":  # the same on all ranks
         return pool, view
     capacity = pool.capacity_tokens
     agreed = ranks.least(capacity)
@@ -253,7 +254,7 @@ def agreed_memory(
 
 
 def count_call(board: Board, rank: int) -> None:
-    """Count a begin or an end of a collective of a rank."""
+    """Count a start or end of one of a rank's collectives."""
     board.counters[rank, CALLS] += 1
 
 

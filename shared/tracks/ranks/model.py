@@ -1,6 +1,6 @@
-"""Loads a rank's part of a model. Introduced in phase 12.1.
+"""Loads a rank's shard of a model. Introduced in phase 12.1.
 
-Invariant: the model is the whole one in everything that it returns, but for logits, which are the rank's own columns.
+Invariant: the model returns the same as the whole one, except for logits, of which it has the rank's columns.
 """
 
 import json
@@ -37,13 +37,12 @@ def load_part(
     quantize_head: bool = False,
     check: Callable[[], None] = lambda: None,
 ) -> CausalLM:
-    """This rank's part of a model, whose config is that of the part but for ``vocab_size``.
+    """This rank's shard of a model; its config is the shard's, except for ``vocab_size``.
 
-    Args:
-        quantization, quantize_head: as of :func:`shared.loading.quantized.quantizer`.
-        check: called before each tensor is read; raises if another rank is lost.
+    Args: quantization, quantize_head: as for :func:`shared.loading.quantized.quantizer`. check: called before each
+        tensor is read; raises if another rank is lost.
 
-    Raises ConfigError for numbers of ranks that do not divide the model, and what ``load_model`` raises.
+    Raises ConfigError for a number of ranks that does not divide the model, and what ``load_model`` raises.
     """
     whole = read_config(folder, can_quantize=True)
     family = FAMILIES[whole.family]
@@ -71,7 +70,7 @@ def load_part(
 
 
 def _part_of(cut: ModelCut, config: ModelConfig, max_positions: int, device: torch.device) -> CausalLM:
-    """An empty model of the part's shape."""
+    """An empty model of the shard's shape."""
     model = CausalLM(cut.shard.local(config, cut.multiple), max_positions, device)
     model.config = replace(model.config, vocab_size=config.vocab_size)
     return model

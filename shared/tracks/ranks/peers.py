@@ -1,6 +1,6 @@
-"""Memory of each rank's GPU that the GPUs of all ranks write and read. Introduced in phase 12.1.
+"""Memory on each rank's GPU that all ranks' GPUs write and read. Introduced in phase 12.1.
 
-Invariant: all ranks have it, or none: those of a machine on which one of the ways to share memory fails use another.
+Invariant: all ranks have it, or none: if one way of sharing memory fails on a machine, its ranks use another.
 """
 
 import logging
@@ -17,7 +17,7 @@ from shared.tracks.ranks.kernels.all_reduce import CHANNELS, num_words
 PATIENCE = timedelta(seconds=4)
 """Within this all ranks, which have met before, must have answered; if one is lost, two answers are waited for."""
 _log = logging.getLogger("infer.engine")
-_groups: list[dist.ProcessGroup] = []  # PyTorch's registry does not keep them, and counts their meetings in a process
+_groups: list[dist.ProcessGroup] = []  # PyTorch's registry does not keep them, and counts their rendezvous per process
 
 
 class PeerMemory:
@@ -44,7 +44,7 @@ class PeerMemory:
             store.set_timeout(before)
 
     def end(self) -> None:
-        """End what waits on this GPU for other ranks; the copy needs no multiprocessor, all of which may wait."""
+        """End what waits on this GPU for other ranks; the copy needs no multiprocessor, since all may be waiting."""
         with torch.cuda.stream(self._stream):
             self.stop.copy_(self._one, non_blocking=True)
 
@@ -52,7 +52,7 @@ class PeerMemory:
 def shared_memory(
     store: dist.Store, rank: int, size: int, device: torch.device
 ) -> tuple[str, Tensor, list[int], list[object]]:
-    """The first way that works on all ranks, with what it gives."""
+    """The first method that works on all ranks, with its result."""
     for way, share in WAYS.items():
         try:
             found = share(dist.PrefixStore(way, store), rank, size, device)
@@ -65,7 +65,7 @@ def shared_memory(
 
 
 def symmetric(store: dist.Store, rank: int, size: int, device: torch.device) -> tuple[Tensor, list[int], list[object]]:
-    """This rank's memory and the addresses of all, from PyTorch's symmetric memory, which needs a group by name."""
+    """This rank's memory and the addresses of all, from PyTorch's symmetric memory, which needs a named group."""
     from torch._C._distributed_c10d import _register_process_group, _SymmetricMemory
 
     if not all_agree(dist.PrefixStore("number", store), rank, size, len(_groups)):
@@ -74,21 +74,21 @@ def symmetric(store: dist.Store, rank: int, size: int, device: torch.device) -> 
     name: Any = f"peers {len(_groups)}"
     _register_process_group(name, group)
     _groups.append(group)
-    _SymmetricMemory.set_group_info(name, rank, size, store)  # of which versions before 2.11 take the store
+    _SymmetricMemory.set_group_info(name, rank, size, store)  # only versions before 2.11 take the store
     memory = _SymmetricMemory.empty_strided_p2p((num_words(size),), (1,), torch.int32, device, name)
     handle = _SymmetricMemory.rendezvous(memory, name)
     return memory, list(handle.buffer_ptrs), [handle]
 
 
 def mapped(store: dist.Store, rank: int, size: int, device: torch.device) -> tuple[Tensor, list[int], list[object]]:
-    """The same through CUDA's memory handles, of which a process opens those of the others on its own GPU."""
+    """The same through CUDA's memory handles, with which each process opens the others' memory on its own GPU."""
     memory = torch.empty(num_words(size), dtype=torch.int32, device=device)
     store.set(f"memory {rank}", pickle.dumps(memory.untyped_storage()._share_cuda_()).hex())
     storages = [memory.untyped_storage()] * size
     for peer in range(size):
         if peer != rank:
             _, *arguments = pickle.loads(bytes.fromhex(store.get(f"memory {peer}").decode()))
-            arguments[-1] = False  # there is no event to wait for: the memory is there
+            arguments[-1] = False  # there is no event to wait for: the memory already exists
             storages[peer] = torch.UntypedStorage._new_shared_cuda(device.index, *arguments)
     return memory, [storage.data_ptr() for storage in storages], list(storages)
 

@@ -1,7 +1,7 @@
-"""Matrices and embeddings of which each rank has a part, behind the interfaces of the whole ones.
+"""Sharded matrices and embeddings, with the interfaces of the whole ones.
 
 Introduced in phase 12.1. A column-parallel matrix needs no class: a rank's rows give its columns of the output, and the
-row-parallel matrix after it takes them as its input. Invariant: what these modules return is the same on every rank.
+row-parallel matrix after it takes them as its input. Invariant: these modules return the same on every rank.
 """
 
 from collections.abc import Callable, Sequence
@@ -19,10 +19,9 @@ from shared.tracks.ranks.collectives import Collectives
 
 
 class RowParallelProjection(nn.Module):
-    """``Σ x_r W_rᵀ + b + residual`` over the ranks r, in the place of a projection.
+    """``Σ x_r W_rᵀ + b + residual`` over the ranks r, in place of a projection.
 
-    Args:
-        projection: this rank's columns of the matrix, plain, quantized or fused; its bias is taken.
+    Args: projection: this rank's columns of the matrix, plain, quantized or fused; its bias is moved here.
     """
 
     def __init__(self, projection: Any, ranks: Collectives) -> None:
@@ -59,7 +58,7 @@ class RowParallelProjection(nn.Module):
 
     @staticmethod
     def fused(projections: Sequence[Any]) -> nn.Module:
-        """The fused version of one."""
+        """The fused version of this projection."""
         (whole,) = projections
         whole.projection = fused([whole.projection])
         find_at_once(whole)
@@ -67,7 +66,7 @@ class RowParallelProjection(nn.Module):
 
 
 class VocabularyEmbedding(nn.Module):
-    """Token ids ``[T]`` to vectors ``[T, H]``, from this rank's rows of the table and those of the others."""
+    """Token ids ``[T]`` to vectors ``[T, H]``, from this rank's rows of the table and the other ranks'."""
 
     def __init__(self, embedding: Embedding, part: range, ranks: Collectives) -> None:
         super().__init__()

@@ -1,11 +1,11 @@
-"""The ranks that compute a runner's batches: several. Introduced in phase 12.1.
+"""The ranks that compute a runner's batches: here several. Introduced in phase 12.1.
 
-Rank 0 sends each batch to the others before its own forward; all compute the same launches, and meet in the
-collectives. Only rank 0 samples: the next step begins with a broadcast of the ids that only its device knows, so a step
-can be launched while the previous one runs.
+Rank 0 sends each batch to the others before its own forward; all launch the same kernels, and meet in the collectives.
+Only rank 0 samples: the next step begins with a broadcast of the ids that only its device knows, so a step can be
+launched while the previous one runs.
 
-Invariants: every rank makes the same collectives in the same order, which a batch determines. A forward is not repeated
-in parts if it raises: other ranks are in the middle of it, so its failure is the group's.
+Invariants: every rank runs the same collectives in the same order, determined by the batch. A forward is not repeated
+in parts if it raises: other ranks are still computing it, so its failure is the whole group's.
 """
 
 import signal
@@ -29,17 +29,14 @@ R = TypeVar("R")
 
 
 class SeveralRanks(Ranks):
-    """Those of a model.
+    """The ranks of one model.
 
-    Args:
-        vocab_size: of the whole model.
-        collectives: of its ranks.
-        sender, watch: those of rank 0; None on another rank, which computes the batches that it receives.
-        number: of the model, which messages name: 0, or 1 for a draft model.
-        is_whole: whether each rank has all of the model, so that there is nothing to gather.
+    Args: vocab_size: the whole model's. collectives: between its ranks. sender, watch: rank 0's; None on another rank,
+        which computes the batches that it receives. number: the model's, given in messages: 0, or 1 for a draft model.
+        is_whole: whether each rank has the whole model, so that there is nothing to gather.
     """
 
-    can_repeat = False  # other ranks know of no step but by a batch
+    can_repeat = False  # other ranks learn of a step only through a batch
 
     def __init__(
         self,
@@ -73,7 +70,7 @@ class SeveralRanks(Ranks):
             self.collectives.broadcast(last_ids)
 
     def logits(self, batch: Batch, logits: Tensor) -> Tensor:
-        """Ids ``[n, 1]`` if their arg-max is all that the batch needs."""
+        """Ids ``[n, 1]`` if the batch needs only their arg-max."""
         if self.is_whole:
             return logits
         if len(logits) == 0:
@@ -91,8 +88,8 @@ class SeveralRanks(Ranks):
 
 @contextmanager
 def uninterrupted() -> Iterator[None]:
-    """Within, SIGINT is put off to the end: a step that all ranks have begun is computed by all."""
-    if threading.current_thread() is not threading.main_thread():  # which alone is interrupted
+    """Defers SIGINT to the end of the context: a step that all ranks have begun is computed by all."""
+    if threading.current_thread() is not threading.main_thread():  # only this thread is interrupted
         yield
         return
     received: list[tuple[int, Any]] = []
@@ -106,5 +103,5 @@ def uninterrupted() -> Iterator[None]:
 
 
 def takes_argmax(batch: Batch) -> bool:
-    """Whether the arg-max of each row is all that a batch needs."""
+    """Whether a batch needs only the arg-max of each row."""
     return isinstance(batch, RankBatch) and batch.takes_argmax

@@ -1,11 +1,11 @@
-"""What a rank has of a model: ranges of heads, of the MLP's columns, and of the vocabulary. Introduced in phase 12.1.
+"""A rank's shard of a model: ranges of heads, of the MLP's columns, and of the vocabulary. Introduced in phase 12.1.
 
-Tensor parallelism (Shoeybi et al., "Megatron-LM", arXiv 1909.08053) cuts each pair of matrices so that one sum over the
-ranks is enough: the first matrix by its rows (*column-parallel*, after the columns of its output), the second by its
-columns (*row-parallel*). Between the two each rank works on its own part: heads of the attention, columns of the MLP.
+Tensor parallelism (Shoeybi et al., "Megatron-LM", arXiv 1909.08053) shards each pair of matrices so that one sum over
+the ranks suffices: the first matrix by its rows (*column-parallel*, after the columns of its output), the second by its
+columns (*row-parallel*). Between the two, each rank works on its own part: attention heads, or columns of the MLP.
 
-Invariants: the ranges of all ranks cover everything once, in the order of the ranks, but for KV heads of which there
-are fewer than ranks: those are replicated. Query heads stand with the KV head that they read.
+Invariants: the ranges of all ranks cover everything once, in the order of the ranks, except that KV heads are
+replicated if there are fewer of them than ranks. Query heads are on the rank with the KV head that they read.
 """
 
 from dataclasses import dataclass, replace
@@ -16,13 +16,13 @@ from shared.models.config import ModelConfig
 
 @dataclass(frozen=True)
 class Shard:
-    """The part of rank ``rank`` of ``size``."""
+    """The shard of rank ``rank`` of ``size``."""
 
     rank: int
     size: int
 
     def part(self, total: int, multiple: int = 1) -> range:
-        """This rank's part of ``range(total)``: cut at multiples of ``multiple``, as even as these allow.
+        """This rank's part of ``range(total)``: divided at multiples of ``multiple``, as evenly as these allow.
 
         The first ranks have the larger parts; a part may be empty.
         """
@@ -35,7 +35,7 @@ class Shard:
     def heads(self, config: ModelConfig) -> tuple[range, range]:
         """This rank's query heads and KV heads.
 
-        Raises ConfigError unless the ranks divide the query heads, and the KV heads or the other way round.
+        Raises ConfigError unless the ranks divide the query heads, and one of ranks and KV heads divides the other.
         """
         num_heads, num_kv_heads = config.num_heads, config.num_kv_heads
         if num_heads % self.size or (num_kv_heads % self.size and self.size % num_kv_heads):
@@ -46,7 +46,7 @@ class Shard:
             )
         # exercise 12.1x1: the heads of a rank
         # hint: each rank has num_heads / size query heads, one range after the other
-        # hint: with at least as many KV heads as ranks, KV heads are cut in the same way
+        # hint: with at least as many KV heads as ranks, KV heads are divided in the same way
         # hint: with fewer, a rank has one KV head: that of its query heads, which other ranks have too
         # hint: query head h reads KV head h // (num_heads / num_kv_heads)
         count = num_heads // self.size
@@ -56,7 +56,8 @@ class Shard:
         # end exercise
 
     def local(self, config: ModelConfig, multiple: int = 1) -> ModelConfig:
-        """The shape of this rank's part of a model, embedding and head included; the MLP is cut at ``multiple``."""
+        """The shape of this rank's shard of a model, including embedding and head; the MLP is divided at multiples of
+        ``multiple``."""
         queries, keys = self.heads(config)
         columns = self.part(config.intermediate_size, multiple)
         vocabulary = self.part(config.vocab_size)
@@ -74,6 +75,6 @@ class Shard:
 
 
 def possible_sizes(config: ModelConfig) -> list[int]:
-    """The numbers of ranks up to 8 among which a model's heads can be cut."""
+    """The numbers of ranks up to 8 among which a model's heads can be divided."""
     heads, keys = config.num_heads, config.num_kv_heads
     return [size for size in range(1, 9) if heads % size == 0 and (keys % size == 0 or size % keys == 0)]

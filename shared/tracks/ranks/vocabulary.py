@@ -1,4 +1,4 @@
-"""Logits of which each rank has some columns: gathered, or only their arg-max. Introduced in phase 12.1.
+"""Logits whose columns are divided among ranks: gathered, or only their arg-max. Introduced in phase 12.1.
 
 Rank r has the logits of its part of the vocabulary. Sampling gathers all of them, V numbers per row. The arg-max needs
 only two numbers from each rank.
@@ -34,7 +34,7 @@ class Vocabulary:
         return torch.cat([piece[:, : len(part)] for piece, part in zip(gathered, self.parts, strict=True)], dim=1)
 
     def argmax(self, logits: Tensor) -> Tensor:
-        """The ids of the largest of all logits: this rank's ``[n, part]`` to int64 ``[n]``."""
+        """The ids of the largest logits: this rank's ``[n, part]`` to int64 ``[n]``."""
         # exercise 12.1x3: the arg-max over shards
         # hint: largest(logits) gives value and index of each row in this rank's part; its ids begin at part.start
         # hint: gather value and id together, as float64 [2, n], which holds both exactly: [N, 2, n] of all ranks
@@ -49,7 +49,7 @@ class Vocabulary:
 
 
 def largest(logits: Tensor) -> tuple[Tensor, Tensor]:
-    """The largest of each row of ``[n, V]``, and the first column that has it; on a GPU by the sampler's kernel."""
+    """The largest of each row of ``[n, V]``, and the first column with it; on a GPU by the sampler's kernel."""
     if not launches(logits):
         values, columns = logits.max(-1)
         return values, columns

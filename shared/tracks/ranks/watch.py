@@ -33,14 +33,14 @@ _log = logging.getLogger("infer.engine")
 
 @dataclass(frozen=True)
 class Failed:
-    """A rank's last message: why it ends. ``is_peers``: another rank left it in a collective."""
+    """A rank's last message: why it is ending. ``is_peers``: another rank abandoned it in a collective."""
 
     reason: str
     is_peers: bool = False
 
 
 class Watch:
-    """The ranks 1 to N - 1 of a group, from rank 0."""
+    """The ranks 1 to N - 1 of a group, as seen from rank 0."""
 
     def __init__(
         self, board: Board, processes: Sequence[subprocess.Popen[bytes]], pipes: "Sequence[Connection[Any, Any]]"
@@ -49,7 +49,7 @@ class Watch:
         self.size = len(processes) + 1
         self.collectives: list[Collectives] = []
         self.failure: RankError | None = None
-        self.waits: list[tuple[float, float]] = []  # since when rank 0 waits, and the patience; the innermost last
+        self.waits: list[tuple[float, float]] = []  # when rank 0 began to wait, and its patience; innermost last
         self.is_closing = False
         self.when_lost: Callable[[RankError], None] = lambda failure: None
         self.reported: dict[int, Failed] = {}
@@ -57,9 +57,10 @@ class Watch:
 
     @contextmanager
     def waiting(self, patience: float = LONG_PATIENCE) -> Iterator[None]:
-        """Within, rank 0 waits for the other ranks; raises RankError if the group has failed.
+        """A context in which rank 0 waits for the other ranks; raises RankError if the group has failed.
 
-        ``patience``: seconds without the begin or end of a collective, of the innermost wait, after which ranks hang.
+        ``patience``: seconds without the start or end of a collective after which ranks count as hanging; the innermost
+        wait decides.
         """
         self.check()
         self.waits.append((time.monotonic(), patience))
@@ -75,9 +76,9 @@ class Watch:
             raise self.failure
 
     def failed(self, error: BaseException) -> RankError:
-        """The group's failure, after ``error`` was raised on rank 0; ends the group."""
+        """The group's failure, given that ``error`` was raised on rank 0; ends the group."""
         if not isinstance(error, MemoryError) and "out of memory" not in str(error):
-            deadline = time.monotonic() + 2  # another rank's end may be the cause, which the thread finds
+            deadline = time.monotonic() + 2  # the cause may be another rank's end, which the thread finds
             while self.failure is None and time.monotonic() < deadline and not self.is_closing:
                 time.sleep(0.01)
         if self.failure is None:
@@ -123,7 +124,7 @@ class Watch:
                 self._fail(f"Rank {last} of {self.size} made no progress for {patience:.0f} s")
 
     def _read(self) -> None:
-        """Read why ranks have ended, and fail with the first cause."""
+        """Read why ranks have ended, and report the first cause."""
         time.sleep(0.2)  # the others notice it as well
         died: list[str] = []
         for rank, (process, pipe) in enumerate(zip(self.processes, self.pipes, strict=True), 1):
@@ -154,7 +155,7 @@ class Watch:
 
 
 def reason_of(error: BaseException) -> str:
-    """What a rank that raised did, to follow its name."""
+    """What a rank that raised did, worded to follow its name."""
     if isinstance(error, MemoryError) or "out of memory" in str(error) or "can't allocate memory" in str(error):
         return f"ran out of memory ({str(error).splitlines()[0] if str(error) else type(error).__name__})"
     return f"failed ({type(error).__name__}: {str(error).splitlines()[0] if str(error) else 'no message'})"

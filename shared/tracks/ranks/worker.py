@@ -1,9 +1,9 @@
 """The process of a rank other than 0. Introduced in phase 12.1.
 
-It loads its part of the model, makes its memory and its runner as rank 0 does, and then computes each batch that rank 0
+It loads its shard of the model, makes its memory and runner as rank 0 does, and then computes each batch that rank 0
 sends. It plans nothing and samples nothing.
 
-Invariants: the process ends when rank 0's does, however that ended; a failure is its last message; it ignores SIGINT
+Invariants: the process ends when rank 0's does, for whatever reason; a failure is its last message; it ignores SIGINT
 and SIGTERM, which a terminal or a supervisor sends to rank 0 too.
 """
 
@@ -51,7 +51,7 @@ LEAST_SECONDS = 0.005
 
 
 def main() -> None:
-    """Run the rank whose descriptors are the arguments of the command."""
+    """Run the rank; its descriptors are the command's arguments."""
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     pipe_fd, board_fd, lifeline = map(int, sys.argv[1:])
@@ -59,7 +59,7 @@ def main() -> None:
     size, assignment = pipe.recv()
     board = Board(size, board_fd)
     idle = threading.Event()
-    idle.set()  # while it loads, it may wait for a disk
+    idle.set()  # while loading, it may wait for a disk
     threading.Thread(target=beat, args=(board, assignment.rank, lifeline, idle), daemon=True).start()
     try:
         with torch.inference_mode():
@@ -71,11 +71,11 @@ def main() -> None:
             traceback.print_exception(error)
         with suppress(OSError):
             pipe.send(Failed(reason_of(error), isinstance(error, PeerError)))
-        os._exit(1)  # collectives of other ranks would keep the process
+        os._exit(1)  # other ranks' collectives would keep the process alive
 
 
 def serve(assignment: Assignment, size: int, board: Board, pipe: "Connection[Any, Any]", idle: threading.Event) -> None:
-    """Compute batches until rank 0 goes; raises EOFError then. ``idle`` is set while there is none."""
+    """Compute batches until rank 0 is gone; then raises EOFError. ``idle`` is set while there is no batch."""
     config, rank = assignment.config, assignment.rank
     device = rank_device(config, rank)
     if device.type == "cuda":
@@ -114,16 +114,16 @@ def serve(assignment: Assignment, size: int, board: Board, pipe: "Connection[Any
         number, batch = receiver.receive()
         idle.clear()
         if number in runners:
-            began, place = time.perf_counter_ns(), (receiver.number - 1) % NUM_TIMED
+            began, entry = time.perf_counter_ns(), (receiver.number - 1) % NUM_TIMED
             runners[number].compute(batch)
-            board.times[rank, place] = began, time.perf_counter_ns()
+            board.times[rank, entry] = began, time.perf_counter_ns()
 
 
 def beat(board: Board, rank: int, lifeline: int, idle: threading.Event) -> None:
     """Count heartbeats until rank 0 ends, and end the process then.
 
-    The first is counted by the rank itself, when it has started. There is none while it neither computes, nor waits for
-    a message (``idle``) or in a collective.
+    The rank itself counts the first one, once it has started. There is none while it is neither computing, nor waiting
+    for a message (``idle``) or in a collective.
     """
     used = time.process_time()
     while not select.select([lifeline], [], [], BEAT_SECONDS)[0]:

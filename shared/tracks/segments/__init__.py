@@ -1,1 +1,1 @@
-"""Segments of context: computed once, kept by content, placed anywhere in later prompts. Introduced in phase 9.1."""
+"""Segments of context: computed once, cached by content, used anywhere in later prompts. Introduced in phase 9.1."""

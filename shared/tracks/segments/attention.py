@@ -1,12 +1,12 @@
-"""Attention over one range of keys, as a state that can be merged with those of other ranges. Introduced in phase 9.1.
+"""Attention over one range of keys, as a state that can be merged with other ranges' states. Introduced in phase 9.1.
 
-A request that is made of segments attends to several ranges of keys: each of its segments, and its own tokens. Each
+A request made of segments attends to several ranges of keys: each of its segments, and its own tokens. Each
 range gives a state (:mod:`shared.attention.states`, phase 6.1), and the states merge to the attention over all keys. A
-segment that several sequences of a step read is one range for all their queries: its keys are read once. FlashInfer
+segment that several sequences of a step read is one range for all their queries, so its keys are read once. FlashInfer
 calls this cascade attention (arXiv 2501.01005).
 
-Invariant: within a range keys are numbered from 0, and a query has a place on the same scale: it sees the keys up to
-its place, and with a window only the last ones before it. For a request's own tokens this is causality; for a segment,
+Invariant: within a range keys are numbered from 0, and a query has an index on the same scale: it sees the keys up to
+its index, and with a window only the last ones before it. For a request's own tokens this is causality; for a segment,
 whose keys all precede the query, it is the distance that a window counts.
 """
 
@@ -22,7 +22,7 @@ def range_state(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    places: Tensor,
+    indices: Tensor,
     *,
     scale: float,
     window: int | None = None,
@@ -32,10 +32,9 @@ def range_state(
 
     Args:
         q: ``[T, Hq, D]``.
-        k, v: ``[Hkv, S, D]``; Hq is a multiple of Hkv.
-        places: int64 ``[T]``; query t sees the keys with numbers up to ``places[t]``.
-        window: it sees only numbers greater than ``places[t] - window``, as the window counts the query's own token.
-        softcap: scores become ``c · tanh(scores / c)`` before the mask.
+        k, v: ``[Hkv, S, D]``; Hq is a multiple of Hkv. indices: int64 ``[T]``; query t sees the keys numbered up to
+        ``indices[t]``. window: it sees only numbers greater than ``indices[t] - window``, since the window counts the
+        query's own token. softcap: scores become ``c · tanh(scores / c)`` before the mask.
 
     Returns:
         Values ``[T, Hq, D]`` and logarithms ``[T, Hq]``, base 2; zeros and -inf for a query that sees no key.
@@ -47,14 +46,14 @@ def range_state(
     if softcap is not None:
         scores = softcap * torch.tanh(scores / softcap)
     # exercise 09.1x2: the state of a range
-    # hint: number the keys 0 … S - 1; a query sees key j if j <= place, and with a window if j > place - window too
+    # hint: number the keys 0 … S - 1; a query sees key j if j <= index, and with a window only if j > index - window
     # hint: set the scores of the others to -inf; `scores` is [Hkv, G, T, S], the mask [T, S]
     # hint: leave in `peak` the largest score of each row, in `weights` exp(scores - peak), in `total` their sum
-    # hint: -inf minus -inf is NaN: a row without a key that it sees needs another peak, such as 0
+    # hint: -inf minus -inf is NaN: a row that sees no key needs another peak, such as 0
     number = torch.arange(S, device=q.device)
-    sees = number <= places[:, None]  # [T, S]
+    sees = number <= indices[:, None]  # [T, S]
     if window is not None:
-        sees &= number > places[:, None] - window
+        sees &= number > indices[:, None] - window
     if not sees.all():
         scores = scores.masked_fill(~sees, -torch.inf)
     peak = scores.amax(-1, keepdim=True)  # [Hkv, G, T, 1]

@@ -1,15 +1,16 @@
 """Selective recomputation: concatenates segments and recomputes part of their tokens. Introduced in phase 9.1.
 
-From layer 1 on the keys and values of a later segment never saw the segments before it. CacheBlend (arXiv 2405.16444)
-recomputes a fraction of each segment's tokens with the whole context before them: those whose values in layer 1 change
-most, since tokens that change much in one layer change much in the next. The others keep their keys and values.
+From layer 1 on, a later segment's keys and values are computed without the segments before it. CacheBlend (arXiv
+2405.16444) recomputes a fraction of each segment's tokens with the full preceding context: those whose values in layer
+1 change most, since tokens that change much in one layer change much in the next. The others keep their keys and
+values.
 
-The result depends on the segments before, so it serves this sequence of segments only. It is kept as a segment of its
-own, whose role names the fraction and the lengths; a prompt follows it, as it follows any segment. Once evicted, it is
-recomputed like any segment: as a whole, which is fraction 1.
+The result depends on the preceding segments, so it serves only this sequence of segments. It is kept as a new segment,
+whose role names the fraction and the lengths; a prompt follows it like any segment. Once evicted, it is recomputed like
+any segment: as a whole, i.e. with fraction 1.
 
 Invariants: with fraction 1 keys and values are those of the concatenated prompt, with 0 those of the segments; the
-segments are read and never changed; the first segment is never computed again, as nothing precedes it.
+segments are read and never changed; the first segment is never recomputed, since nothing precedes it.
 """
 
 import math
@@ -30,15 +31,13 @@ from shared.tracks.segments.layout import offsets_of
 from shared.tracks.segments.registry import Segment, SegmentRegistry
 from shared.tracks.segments.relocation import relocate
 
-_ROWS = 256  # queries at a time, which bounds the scores
+_ROWS = 256  # queries at a time, which bounds the memory of the scores
 
 
 def most_changed(change: Tensor, lengths: Sequence[int], fraction: float) -> Tensor:
-    """The tokens to compute again, int64, ascending: in each segment the ``fraction`` that changes most, rounded up.
+    """The tokens to recompute, int64, ascending: in each segment the ``fraction`` that changes most, rounded up.
 
-    Args:
-        change: fp32 ``[T]``, of the tokens of segments with these ``lengths``, in order.
-        fraction: from 0 to 1.
+    Args: change: fp32 ``[T]``, for the tokens of segments with these ``lengths``, in order. fraction: from 0 to 1.
     """
     # exercise 09.1x5: choose the tokens to recompute
     # hint: each segment has its own share: ceil(fraction · length) of its tokens
@@ -53,10 +52,10 @@ def most_changed(change: Tensor, lengths: Sequence[int], fraction: float) -> Ten
 
 
 class BlendView:
-    """Keys and values ``[layers, S, Hkv, D]`` of a whole context, which the model's tokens replace in part.
+    """Keys and values ``[layers, S, Hkv, D]`` of a whole context, partly replaced by recomputed tokens.
 
     ``rows`` are the tokens of the context that a layer computes: all after the first segment in layers 0 and 1, then
-    those that layer 1 chose. In layer 1 only the chosen ones are stored, and attend.
+    those chosen in layer 1. In layer 1 only the chosen ones are stored, and attend.
     """
 
     def __init__(self, keys: Tensor, values: Tensor, lengths: Sequence[int], fraction: float) -> None:
@@ -88,7 +87,7 @@ class BlendView:
         return out
 
     def narrow(self, x: Tensor) -> Tensor:
-        """The hidden states of the chosen tokens, which are all tokens of the layers that follow."""
+        """The hidden states of the chosen tokens, which are all the tokens of later layers."""
         x, self.rows = x[self.chosen], self.rows[self.chosen]
         self.chosen = torch.arange(len(self.rows), device=self.rows.device)
         return x
@@ -98,11 +97,11 @@ class BlendView:
 def recompute(
     model: CausalLM, keys: Tensor, values: Tensor, token_ids: Sequence[int], lengths: Sequence[int], fraction: float
 ) -> None:
-    """Compute a fraction of a context's tokens again, in place.
+    """Recompute a fraction of a context's tokens, in place.
 
     Args:
-        keys, values: ``[layers, S, Hkv, D]`` of S tokens, rotated for their positions from 0 on.
-        lengths: of the segments; the sum is S.
+        keys, values: ``[layers, S, Hkv, D]`` of S tokens, rotated for positions from 0 on. lengths: of the segments;
+        the sum is S.
     """
     if fraction == 0 or len(lengths) < 2:
         return
@@ -119,7 +118,7 @@ def recompute(
 def blend_segments(
     model: CausalLM, view: Any, pool: Any, registry: SegmentRegistry, segments: Sequence[Segment], fraction: float
 ) -> Segment:
-    """The segment of these segments, put together with a fraction recomputed; the known one if it is in the cache.
+    """These segments joined into one, with a fraction recomputed; the cached one if it exists.
 
     Args:
         view, pool: a ``SegmentView`` and a ``PagedKVCachePool``.
@@ -158,7 +157,8 @@ def blend_segments(
 
 
 def _concatenated(config: ModelConfig, view: Any, segments: Sequence[Segment]) -> tuple[Tensor, Tensor]:
-    """Copies of the segments' keys and values ``[layers, S, Hkv, D]``, keys moved to each segment's position."""
+    """Copies of the segments' keys and values ``[layers, S, Hkv, D]``, with keys moved to each segment's
+    position."""
     slots = [_slots(view, segment.blocks, len(segment)) for segment in segments]
     keys, values = (part.flatten(1, 2)[:, torch.cat(slots)] for part in (view.keys, view.values))
     starts = torch.tensor(offsets_of(map(len, segments)), device=keys.device)

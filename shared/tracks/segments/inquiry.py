@@ -1,8 +1,7 @@
-"""What is known of an engine's segments, and messages that ask for it or change it. Introduced in phase 9.1.
+"""Facts about an engine's segments, and messages that request or change them. Introduced in phase 9.1.
 
-The thread that steps an engine owns its segments, so a server sends it one of these messages, which are small and
-picklable, and gets back what ``answer`` returns. Invariant: a message whose ``answer`` raises has at most registered
-some of its contents.
+The thread that steps an engine owns its segments, so a server sends it one of these small, picklable messages and gets
+back the result of ``answer``. Invariant: a message whose ``answer`` raises has at most registered some of its contents.
 """
 
 from collections.abc import Iterable
@@ -16,13 +15,13 @@ from shared.tracks.segments.registry import Segment, segment_id
 
 @dataclass(frozen=True)
 class SegmentInfo:
-    """What is known of a segment."""
+    """The facts about a segment."""
 
     segment_id: str
     role: str
     num_tokens: int
-    num_bytes: int  # of its keys and values, 0 if they are not in the cache
-    num_users: int  # places in running requests
+    num_bytes: int  # of its keys and values; 0 if they are not cached
+    num_users: int  # number of its occurrences in running requests
 
 
 @dataclass(frozen=True)
@@ -37,7 +36,7 @@ class Inquiry(Protocol):
     """A message to the thread that owns an engine."""
 
     def answer(self, engine: Any) -> Any:
-        """What to send back; raises InferError if the message is refused. Call it between two steps."""
+        """The answer to send back; raises InferError if the message is refused. Called between two steps."""
 
 
 @dataclass(frozen=True)
@@ -65,9 +64,9 @@ class Use:
 
 @dataclass(frozen=True)
 class Blend:
-    """These segments, put together with a fraction of their tokens recomputed; other requests wait meanwhile.
+    """These segments joined, with a fraction of their tokens recomputed; other requests wait meanwhile.
 
-    ``is_again``: the message was sent before, and a segment that could not be computed since is not tried once more.
+    ``is_again``: the message was sent before, and a segment that has failed since is not tried again.
     """
 
     segment_ids: tuple[str, ...]
@@ -75,7 +74,7 @@ class Blend:
     is_again: bool = False
 
     def answer(self, engine: Any) -> SegmentInfo | None:
-        """See :class:`Inquiry`; None while one of them is computed.
+        """See :class:`Inquiry`; None while one of them is being computed.
 
         Raises RequestError as ``blend`` does, and RuntimeError if a segment cannot be computed.
         """
@@ -101,7 +100,7 @@ class Page:
     after: str | None = None
 
     def answer(self, engine: Any) -> tuple[list[SegmentInfo], bool]:
-        """See :class:`Inquiry`; also whether more follow. Raises UnknownSegmentError for ``after``."""
+        """See :class:`Inquiry`; also returns whether more follow. Raises UnknownSegmentError for ``after``."""
         segments = iter(engine.segments.segments.values())
         if self.after is not None:
             last = engine.segments.find(self.after)
@@ -133,7 +132,7 @@ class Forget:
 
 
 def described(engine: Any, segments: Iterable[Segment]) -> list[SegmentInfo]:
-    """What is known of these segments of an engine that has segments."""
+    """The facts about these segments of an engine that has segments."""
     block_bytes = engine.view.num_bytes // engine.segments.num_blocks
 
     def info(segment: Segment) -> SegmentInfo:

@@ -1,7 +1,7 @@
 """The layout of a batch in which requests are made of segments. Introduced in phase 9.1.
 
-A request's own tokens have slots and a block table as in phase 6. Before them come *ranges*: each is a segment at a
-position of the request. A segment's blocks are listed once for each of its positions and are shared by all. Invariant:
+A request's own tokens have slots and a block table as in phase 6. They are preceded by *ranges*: each is a segment at a
+position in the request. A segment's blocks are listed once for each of its positions and are shared by all. Invariant:
 every range of a sequence ends before the sequence's own first token.
 """
 
@@ -25,7 +25,7 @@ class Range(NamedTuple):
 
 
 def ranges_of(contexts: Iterable[tuple[Segment, ...]]) -> tuple[Range, ...]:
-    """The ranges of sequences that begin with these segments, all of which are resident."""
+    """The ranges of sequences that begin with these resident segments."""
     return tuple(
         Range(sequence, offset, len(segment), segment.blocks)
         for sequence, segments in enumerate(contexts)

@@ -1,4 +1,4 @@
-"""Segments from Python: register texts once, ask over any of them, in any order. Introduced in phase 9.1.
+"""Segments in Python: register texts once, then ask about any of them, in any order. Introduced in phase 9.1.
 
     from shared.tracks.segments.llm import SegmentLLM
     from shared.sampling.params import SamplingParams
@@ -22,17 +22,17 @@ from shared.tracks.segments.inquiry import SegmentInfo, described
 
 
 class SegmentLLM:
-    """A loaded model, and the engine of phase 9.1. Arguments and exceptions as of :class:`shared.engine.llm.LLM`."""
+    """A loaded model and phase 9.1's engine. Arguments and exceptions as for :class:`shared.engine.llm.LLM`."""
 
     def __init__(self, model: str, **config: Any) -> None:
         self.engine = find_lesson("09.1").engine(EngineConfig(model=model, **config))
 
     def register(self, content: str | Sequence[int], role: str = "user") -> str:
-        """Compute a segment, unless it is in the cache, and return its id.
+        """Compute a segment, unless it is cached, and return its id.
 
         Args:
-            content: text, or token ids. A text is encoded as a prompt of its own, with what the model puts first.
-            role: part of the id, so that equal texts in different roles are different segments.
+            content: text, or token ids. A text is encoded as a separate prompt, with the model's leading tokens. role:
+            part of the id, so that equal texts in different roles are different segments.
 
         Raises RequestError for an empty or too long content.
         """
@@ -42,7 +42,7 @@ class SegmentLLM:
         return segment_id
 
     def blend(self, segment_ids: Sequence[str], fraction: float) -> str:
-        """Put segments together and compute a fraction of their tokens again; the id of the result, a segment.
+        """Join segments and recompute a fraction of their tokens; returns the id of the resulting segment.
 
         Raises RequestError if an id is unknown, the fraction is not from 0 to 1, or the whole is too long.
         """
@@ -59,7 +59,7 @@ class SegmentLLM:
     def generate_from_segments(
         self, segment_ids: Sequence[str], prompt: str | Sequence[int], params: SamplingParams | None = None
     ) -> Answer:
-        """The answer to a prompt after these segments, in this order; segments that were evicted are computed again.
+        """The answer to a prompt after these segments, in this order; evicted segments are recomputed.
 
         Raises RequestError if an id is unknown, or the prompt or the parameters are invalid.
         """
@@ -76,12 +76,13 @@ class SegmentLLM:
         return answer
 
     def info(self, segment_id: str | None = None) -> list[SegmentInfo]:
-        """What is known of one segment, or of all, least recently used first; raises RequestError for an unknown id."""
+        """The facts about one segment, or about all, least recently used first; raises RequestError for an unknown
+        id."""
         registry = self.engine.segments
         return described(self.engine, registry.segments.values() if segment_id is None else [registry.find(segment_id)])
 
     def evict(self, segment_id: str) -> bool:
-        """Free a segment's keys and values; False if they were not in the cache. The id stays known.
+        """Free a segment's keys and values; False if they were not cached. The id stays registered.
 
         Raises RequestError if the segment is unknown, or a running request uses it.
         """

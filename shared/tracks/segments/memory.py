@@ -1,7 +1,7 @@
 """Makes a pool and a view that hold segments, from an engine's settings. Introduced in phase 9.1.
 
-Segments need blocks, continuous batching, and on a GPU planned attention. Where they cannot be had, the memory is that
-of phase 9 and the registry refuses segments. Invariant: that of :mod:`shared.cache.paged_memory`.
+Segments need blocks, continuous batching and, on a GPU, planned attention. If any of these is missing, the memory is
+phase 9's and the registry refuses segments. Invariant: that of :mod:`shared.cache.paged_memory`.
 """
 
 from functools import partial

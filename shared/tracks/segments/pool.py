@@ -1,13 +1,13 @@
 """Segments in a paged KV cache pool. The host side. Introduced in phase 9.1.
 
-A request made of segments holds blocks for its own tokens only; the segments' blocks stay with the registry, which
-counts the request as their user from its admission to its release. Its tokens are numbered from the first token of its
-first segment, so segments count as cached tokens, as a prefix would. A request that computes a segment is an ordinary
-prompt, and the registry keeps its blocks when it is complete. Neither kind matches or enters the prefix tree: keys
-after a segment were computed with a different context than their tokens imply.
+A request made of segments holds blocks for its own tokens only; the segments' blocks belong to the registry, which
+counts the request as their user from admission to release. Its tokens are numbered from the first token of its first
+segment, so segments count as cached tokens, as a prefix would. A request that computes a segment is an ordinary prompt,
+and the registry keeps its blocks once it is complete. Neither kind matches or enters the prefix tree: keys after a
+segment were computed with a context other than their tokens imply.
 
-Invariants: those of :class:`shared.cache.pool.prefix.PrefixSharing` for all other requests; free blocks, and those
-that the tree, the registry and requests hold, are all blocks.
+Invariants: those of :class:`shared.cache.pool.prefix.PrefixSharing` for all other requests; free blocks and the blocks
+held by the tree, the registry and requests are all blocks.
 """
 
 from collections.abc import Callable
@@ -31,7 +31,7 @@ def segment_pool(
     is_sharing: bool,
     lay_out: Callable[[PagedLayout], PagedLayout] = as_it_is,
 ) -> PagedKVCachePool:
-    """A pool for segments, for requests made of them, and for others; the last share prefixes if ``is_sharing``."""
+    """A pool for segments, requests made of them, and other requests, which share prefixes if ``is_sharing``."""
     pool = PagedKVCachePool.of(sizes, SegmentSharing(registry, PrefixSharing(sizes.block_size), is_sharing), lay_out)
     registry.join(pool.allocator.free, sizes.num_blocks, sizes.block_size)
     return pool
@@ -42,17 +42,17 @@ class SegmentSharing(PoolExtension):
 
     def __init__(self, registry: SegmentRegistry, sharing: PrefixSharing, is_sharing: bool) -> None:
         self.registry, self.sharing, self.is_sharing = registry, sharing, is_sharing
-        self.users: dict[Request, int] = {}  # admitted requests that are made of segments: the tokens of these
-        self.known: Any = None  # what the ranges were made of
+        self.users: dict[Request, int] = {}  # admitted requests made of segments: the number of segment tokens
+        self.known: Any = None  # what the ranges were built from
         self.ranges: tuple[Range, ...] = ()
 
     def _has_prefix(self, request: Request) -> bool:
-        """Whether the prefix tree is for this request."""
+        """Whether the request uses the prefix tree."""
         registry = self.registry
         return self.is_sharing and request not in registry.computing and request not in registry.contexts
 
     def admit(self, pool: BlockTables, request: Request) -> int:
-        """A request made of segments becomes their user, and reserves nothing for them."""
+        """A request made of segments becomes their user, and reserves no blocks for them."""
         if self._has_prefix(request):
             return self.sharing.admit(pool, request)
         segments = self.registry.contexts.get(request, ())
@@ -73,7 +73,7 @@ class SegmentSharing(PoolExtension):
         return self.sharing.allocate(pool, count)
 
     def commit(self, pool: BlockTables, request: Request, num_tokens: int) -> None:
-        """The blocks of a segment that is complete are the registry's too."""
+        """The registry also holds the blocks of a complete segment."""
         self.sharing.commit(pool, request, num_tokens)
         segment, row = self.registry.computing.get(request), pool.rows[request]
         if segment is not None and pool.lengths[row] == len(segment):
@@ -109,7 +109,7 @@ class SegmentSharing(PoolExtension):
         return replace(layout, extra=LayoutRanges(self.ranges))
 
     def num_unused_blocks(self) -> int:
-        """Segments that no request uses count."""
+        """Includes segments that no request uses."""
         return self.sharing.num_unused_blocks() + len(self.registry.unused_blocks())
 
     def used_tokens(self) -> int:
@@ -120,12 +120,12 @@ class SegmentSharing(PoolExtension):
         return [*self.sharing.unused_blocks(), *self.registry.unused_blocks().tolist()]
 
     def drop_unused(self, pool: BlockTables) -> None:
-        """The segments stay known."""
+        """The segments stay registered."""
         self.sharing.drop_unused(pool)
         self.registry.evict(pool.allocator.num_blocks)
 
     def audit(self, pool: BlockTables) -> list[str]:
-        """Of the tree and the registry."""
+        """Those of the tree and the registry."""
         return self.sharing.audit(pool) + self.registry.audit(self.users)
 
     def block_lists(self) -> list[Blocks]:

@@ -1,11 +1,12 @@
 """Plans attention over several ranges of keys, on the host. Introduced in phase 9.1.
 
-The ranges of a tile (:mod:`shared.tracks.segments.range_tiles`) are laid end to end, and cut into splits of one size
-as in phase 6.1: an *item* is a tile and a split. Its keys are *pieces* of ranges. A query in several tiles, or whose
-tile has several splits, has a state for each, which merge as in phase 6.1.
+The ranges of a tile (:mod:`shared.tracks.segments.range_tiles`) are laid end to end and divided into splits of one
+size, as in phase 6.1: an *item* is a tile and a split. Its keys are *pieces* of ranges. A query in several tiles, or
+whose tile has several splits, has a state for each, which merge as in phase 6.1.
 
-Invariants: each query attends to each of its visible keys in exactly one item; a plan serves while positions are in the
-intervals that it was made for, so in decode steps, with intervals of ``SLACK`` positions, most steps need no new plan.
+Invariants: each query attends to each of its visible keys in exactly one item; a plan remains valid while positions are
+in the intervals that it was made for, so in decode steps, with intervals of ``SLACK`` positions, most steps need no new
+plan.
 """
 
 from dataclasses import astuple, dataclass, fields
@@ -26,8 +27,8 @@ SLACK = 256  # positions
 class RangePlan(Generic[Array]):
     """A plan, on the host or on the device.
 
-    The query of a slot, at ``position``, sees the keys of a piece whose number in the range is at most ``position -
-    base - offset``, with the piece's base and the slot's offset. First it is moved back by ``turn + offset`` positions.
+    A slot's query, at ``position``, sees the keys of a piece whose index in the range is at most ``position - base -
+    offset``, with the piece's base and the slot's offset. First it is moved back by ``turn + offset`` positions.
     """
 
     num_items: Array  # [1]
@@ -67,7 +68,7 @@ class RangeLimits:
 
     @classmethod
     def of(cls, rows: int, grid: Grid, tokens_per_tile: int) -> Self:
-        """For steps of ``rows`` new tokens: three shared segments for each, on average, and eight pieces a tile."""
+        """For steps of ``rows`` new tokens: three shared segments for each, on average, and eight pieces per tile."""
         slots = 4 * rows + 64
         return cls(
             rows, slots, grid.resident + slots, 8 * (grid.resident + slots), max_states(slots, grid, tokens_per_tile)
@@ -98,12 +99,12 @@ def plan_ranges(
         num_rows: T, or the rows of a captured launch.
         window: queries attend to the last ``window`` positions only.
     """
-    # What is visible of each range of each tile.
+    # The visible part of each range of each tile.
     lowest = np.minimum.reduceat(first[tiles.rows] - tiles.offsets, tiles.first_slots)[tiles.tiles] - tiles.bases
     highest = np.maximum.reduceat(last[tiles.rows] - tiles.offsets, tiles.first_slots)[tiles.tiles] - tiles.bases
     begins = np.zeros_like(lowest) if window is None else np.maximum(lowest + 1 - window, 0)
     ends = np.minimum(tiles.lengths, highest + 1)
-    # Ranges of a tile end to end, in units of the kernel's key tile, after all splits of the tiles before.
+    # A tile's ranges end to end, in units of the kernel's key tile, after all splits of the earlier tiles.
     units = np.maximum(-(-(ends - begins) // grid.unit), 0)
     of_tiles = np.bincount(tiles.tiles, units, len(tiles.counts)).astype(np.int64)
     split = choose_split(of_tiles[of_tiles > 0], grid)
@@ -111,7 +112,7 @@ def plan_ranges(
     item_tiles, item_splits = items_of(num_splits)
     shift = (num_splits.cumsum() - num_splits) * split - (of_tiles.cumsum() - of_tiles)
     starts = units.cumsum() - units + shift[tiles.tiles]
-    # A range gives a piece to each split that it reaches into.
+    # A range contributes a piece to each split that it overlaps.
     of, nth = items_of(np.where(units > 0, (starts + units - 1) // split - starts // split + 1, 0))
     items = starts[of] // split + nth
     piece_starts = np.maximum(items * split - starts[of], 0)

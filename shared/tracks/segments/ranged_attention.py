@@ -1,13 +1,12 @@
 """Attention on a GPU over blocks of sequences and of segments. Introduced in phase 9.1.
 
-A step with segments has plans and a kernel of its own (:mod:`shared.tracks.segments.range_plan`,
-:mod:`shared.tracks.segments.kernels.range_attention`), whether it decodes or has prompts. It is captured in buckets
-of its own, since its launches differ. The plan and the segments' block tables are uploaded when they change, which in
-decode steps is seldom: when a request comes or goes, or a position leaves its interval of ``SLACK``.
+A step with segments has its own plans and kernel (:mod:`shared.tracks.segments.range_plan`,
+:mod:`shared.tracks.segments.kernels.range_attention`), whether it decodes or has prompts. It is captured in separate
+buckets, since its launches differ. The plan and the segments' block tables are uploaded when they change, which is rare
+in decode steps: when a request is added or removed, or a position leaves its interval of ``SLACK``.
 
-Steps without segments are those of :class:`shared.cache.view.planned_attention.PlannedAttention`. Invariants: a step
-never changes a segment's keys; a plan that does not fit the captured arrays is uploaded to arrays of its own, and run
-eagerly.
+Steps without segments run as in :class:`shared.cache.view.planned_attention.PlannedAttention`. Invariants: a step never
+changes a segment's keys; a plan that does not fit the captured arrays is uploaded to separate arrays, and run eagerly.
 """
 
 import math
@@ -61,7 +60,7 @@ class RangedAttention:
         self.ropes = [config.layer_rope(layer) for layer in range(config.num_layers)]
         self.frequencies = {rope: inverse_frequencies(rope, config.head_dim).to(device) for rope in set(self.ropes)}
         circles = {rope: angles.double() / (2 * math.pi) for rope, angles in self.frequencies.items()}
-        self.circles = [circles[rope] for rope in self.ropes]  # of each layer, turns of a circle per position
+        self.circles = [circles[rope] for rope in self.ropes]  # for each layer, turns of a circle per position
         self.group = Hq // Hkv
         self.tilings = [
             range_tiling(is_shared, self.group, config.head_dim, dtype.itemsize) for is_shared in (False, True)
@@ -76,7 +75,7 @@ class RangedAttention:
         self.range_staging = Staging(device, self._range_places())
         self.range_workspace = RangeWorkspace.of(self.limits.states, Hq, config.head_dim, device)
         self.range_plans: dict[int | None, RangePlan[Tensor]] = {}
-        self.kinds = list(zip(config.windows, self.ropes, strict=True))  # of the layers: window and RoPE
+        self.kinds = list(zip(config.windows, self.ropes, strict=True))  # the layers' kinds: window and RoPE
         shape = (self.limits.pieces, 2, config.head_dim // 2)
         self.turn_rows = {kind: torch.empty(shape, dtype=torch.float32, device=device) for kind in self.kinds}
         self.step_turns: dict[tuple[int | None, RopeConfig], Tensor] = {}
@@ -127,14 +126,14 @@ class RangedAttention:
         self.padding.pad(arrays, bucket)
 
     def _plan(self, batch: Batch, ranges: tuple[Range, ...], bucket: Bucket | None) -> bool:
-        """Have the plans of a step on the device; returns whether they are where captured steps read them."""
+        """Ensure that a step's plans are on the device; returns whether they are where captured steps read them."""
         layout = batch.layout
         if ranges is not self.planned_ranges:
             self.planned_ranges, self.ranges = ranges, Ranges.of(ranges)
             self.planned_for = self.tiled_for = None
         first, last = batch.positions, batch.positions + layout.num_ahead
         if batch.is_decode:
-            own = layout.num_cached  # of the sequence's own tokens, from the end of its segments
+            own = layout.num_cached  # of the sequence's own tokens, after its segments
             first, last = first - own % SLACK, last + SLACK - 1 - own % SLACK
         key = (first.tobytes(), last.tobytes(), batch.num_new_tokens.tobytes(), bucket)
         if key != self.planned_for:
@@ -154,7 +153,7 @@ class RangedAttention:
         return self.fits
 
     def _tiles(self, num_new: Integers) -> Tiles:
-        """The tiles of the loaded ranges; the last ones, if only positions have changed."""
+        """The tiles of the loaded ranges; the previous ones, if only positions have changed."""
         tokens, most = self.range_tiling.tokens(self.group), self.limits.slots - self.limits.rows
         key = (num_new.tobytes(), tokens)
         if self.tiled_for != key:
@@ -207,9 +206,10 @@ class RangedAttention:
         )  # fmt: skip
 
     def _ranged_padding(self, bucket: Bucket) -> Batch:
-        """A batch for the capture of a bucket with segments: as without, its first sequence after a segment, twice.
+        """A batch for capturing a bucket with segments: like the plain one, but its first sequence follows a segment
+        that occurs twice.
 
-        What is captured runs once, so it reads these tables: a position stands where the table says that it does.
+        A captured step runs once, so it reads these tables: their positions must be consistent.
         """
         batch = cast(BucketPlanner, self.planned.planner).padding(bucket, self.sizes.block_size)
         length = LEAST_SAVED if bucket.tile_rows == self.tilings[1].rows else 1

@@ -3,12 +3,12 @@
 The host side.
 
 A segment is a piece of context (a document, a system prompt) that is computed by itself, once, as if it were a prompt:
-its keys and values know the segment's own tokens only, so they serve wherever the segment stands. Its id is the SHA-256
-of its role and token ids, so the same content is the same segment, however often it is registered. A segment whose
-blocks were evicted keeps its id and tokens; it is computed again when a request uses it. Ids and tokens are bounded
-too: of the segments that no request names, the least recently used are forgotten. Introduced in phase 9.1.
+its keys and values depend only on the segment's own tokens, so they can be used wherever the segment occurs. Its id is
+the SHA-256 of its role and token ids, so the same content is the same segment, however often it is registered. A
+segment whose blocks were evicted keeps its id and tokens; it is recomputed when a request uses it. Ids and tokens are
+bounded too: among segments that no request names, the least recently used are forgotten. Introduced in phase 9.1.
 
-Invariants: ids and tokens take at most ``max_bytes``; a segment that a request names, waiting ones too, is not
+Invariants: ids and tokens take at most ``max_bytes``; a segment named by a request, even a waiting one, is not
 forgotten; only segments that no admitted request uses are evicted, whole, the least recently used first; the blocks of
 a segment that is being computed belong to the request that computes it, until it is complete; a segment is computed by
 at most one request at a time.
@@ -39,9 +39,9 @@ class Segment:
     segment_id: str
     role: str
     token_ids: Sequence[int]
-    blocks: Blocks | None = None  # that hold its tokens in order; None: not computed, or evicted
-    num_users: int = 0  # places in admitted requests
-    error: str | None = None  # why it could not be computed the last time
+    blocks: Blocks | None = None  # they hold its tokens in order; None: not computed, or evicted
+    num_users: int = 0  # number of occurrences in admitted requests
+    error: str | None = None  # why the last attempt to compute it failed
 
     @property
     def is_resident(self) -> bool:
@@ -50,7 +50,7 @@ class Segment:
 
     @property
     def remembered_bytes(self) -> int:
-        """What it costs to remember its content, at 4 bytes a token."""
+        """The cost of remembering its content, at 4 bytes per token."""
         return _SEGMENT_BYTES + len(self.role) + 4 * len(self)
 
     def __len__(self) -> int:
@@ -64,9 +64,9 @@ def segment_id(role: str, token_ids: Sequence[int]) -> str:
 
 
 class SegmentRegistry:
-    """All segments of an engine, and the requests that are made of them or compute them.
+    """All segments of an engine, and the requests made of them or computing them.
 
-    Until a pool has joined there can be no segments, and ``refusal`` says why.
+    Until a pool has joined, segments are refused, and ``refusal`` says why.
     """
 
     refusal = "This engine's KV cache holds no segments."
@@ -77,9 +77,9 @@ class SegmentRegistry:
         self.num_evictions = 0
         self.free: Callable[[Blocks], None] | None = None
         self.num_blocks = self.block_size = 0  # of the pool
-        self.wanted: dict[Segment, None] = {}  # to be computed, though no request waits for them
-        self.segments: OrderedDict[str, Segment] = OrderedDict()  # by id, the least recently used first
-        self.resident: OrderedDict[str, Segment] = OrderedDict()  # the least recently used first
+        self.wanted: dict[Segment, None] = {}  # to be computed, although no request waits for them
+        self.segments: OrderedDict[str, Segment] = OrderedDict()  # by id, least recently used first
+        self.resident: OrderedDict[str, Segment] = OrderedDict()  # least recently used first
         self.contexts: WeakKeyDictionary[Request, tuple[Segment, ...]] = WeakKeyDictionary()  # segments of each request
         self.computing: dict[Request, Segment] = {}
 
@@ -88,9 +88,10 @@ class SegmentRegistry:
         self.free, self.num_blocks, self.block_size = free, num_blocks, block_size
 
     def add(self, role: str, token_ids: Sequence[int]) -> Segment:
-        """The segment of this content; the known one if there is one. Others are forgotten to make room for a new one.
+        """The segment with this content; the existing one if there is one. Others are forgotten to make room for a new
+        one.
 
-        Raises RequestError if there can be no segments, or if requests name too many others.
+        Raises RequestError if segments are refused, or if requests name too many others.
         """
         if self.free is None:
             raise RequestError(self.refusal)
@@ -128,7 +129,8 @@ class SegmentRegistry:
         self.num_bytes -= segment.remembered_bytes
 
     def _make_room(self, num_bytes: int) -> None:
-        """Forget the least recently used segments until ``num_bytes`` can be remembered; none if that is impossible."""
+        """Forget least recently used segments until ``num_bytes`` can be remembered; forget none if that is
+        impossible."""
         excess = self.num_bytes + num_bytes - self.max_bytes
         if excess <= 0:
             return
@@ -146,7 +148,7 @@ class SegmentRegistry:
             self._forget(segment)
 
     def _named(self) -> set[Segment]:
-        """The segments of all waiting and running requests, and those that are computed or shall be."""
+        """The segments of all waiting and running requests, and those that are or will be computed."""
         named = {segment for segment in self.resident.values() if segment.num_users}
         for request, segments in self.contexts.items():
             if request.status not in (RequestStatus.FINISHED, RequestStatus.FAILED):
@@ -154,7 +156,7 @@ class SegmentRegistry:
         return named.union(self.wanted, self.computing.values())
 
     def register(self, role: str, token_ids: Sequence[int]) -> str:
-        """Add a segment and have it computed; returns its id. Raises RequestError as ``add`` and ``check`` do."""
+        """Add a segment and queue its computation; returns its id. Raises RequestError as ``add`` and ``check`` do."""
         if self.free is not None:
             self.check([Segment("", role, tuple(token_ids))], 1)
         segment = self.add(role, token_ids)
@@ -162,12 +164,12 @@ class SegmentRegistry:
         return segment.segment_id
 
     def want(self, segment: Segment) -> None:
-        """Have a segment computed, unless it is resident."""
+        """Queue a segment's computation, unless it is resident."""
         if not segment.is_resident:
             self.wanted[segment] = None
 
     def check(self, segments: Iterable[Segment], num_own_tokens: int) -> None:
-        """Raise RequestError if the pool could never hold these segments beside ``num_own_tokens`` tokens."""
+        """Raise RequestError if the pool could never hold these segments together with ``num_own_tokens`` tokens."""
         counts = [len(segment) for segment in dict.fromkeys(segments)] + [num_own_tokens]
         needed = sum(-(-count // self.block_size) for count in counts)
         if needed > self.num_blocks:
@@ -177,7 +179,7 @@ class SegmentRegistry:
             )
 
     def missing(self, request: Request) -> list[Segment]:
-        """The segments of a request that must be computed before it can be admitted; each once, in their order."""
+        """The segments of a request that must be computed before it can be admitted; without duplicates, in order."""
         return [segment for segment in dict.fromkeys(self.contexts.get(request, ())) if not segment.is_resident]
 
     def context_length(self, request: Request) -> int:
@@ -197,13 +199,13 @@ class SegmentRegistry:
                 self.resident.move_to_end(segment.segment_id)
 
     def acquire(self, segments: Sequence[Segment]) -> None:
-        """Count a user of each of these resident segments; they stay until ``release``."""
+        """Count a user for each of these resident segments; they stay until ``release``."""
         for segment in segments:
             segment.num_users += 1
         self.touch(segments)
 
     def release(self, segments: Sequence[Segment]) -> None:
-        """Uncount what ``acquire`` counted."""
+        """Undo ``acquire``."""
         for segment in segments:
             segment.num_users -= 1
 

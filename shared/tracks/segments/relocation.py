@@ -1,14 +1,14 @@
 """Moving keys and queries along the sequence after RoPE. Introduced in phase 9.1.
 
-RoPE turns each pair of numbers of a head by an angle that grows with the position, and turns add up: R(a + b) = R(a)
-R(b) (Su et al., arXiv 2104.09864). So a key that was rotated for position p becomes the key of position p + d by one
-more turn, R(d), and d may be negative. A score depends on the difference of two positions only: moving all keys of a
-segment by d, or the query by -d, gives the same scores. Moving the query is cheaper, as a step has few, and more exact:
-a moved key would have to be rounded to the KV cache's dtype a second time.
+RoPE rotates each pair of numbers of a head by an angle that grows with the position, and rotations add up: R(a + b) =
+R(a) R(b) (Su et al., arXiv 2104.09864). So a key that was rotated for position p becomes the key for position p + d by
+one more rotation, R(d); d may be negative. A score depends only on the difference of two positions: moving all keys of
+a segment by d, or the query by -d, gives the same scores. Moving the query is cheaper, since a step has few queries,
+and more exact: a moved key would have to be rounded to the KV cache's dtype a second time.
 
-The norm of queries and keys (Qwen 3, Gemma 3) precedes RoPE and has weights for each channel, so it does not commute
-with a turn; a key that is moved is not normed again. Invariant: angles are computed in fp64, for the sines and cosines
-of any distance; no table is indexed, so a negative distance is no special case.
+The norm of queries and keys (Qwen 3, Gemma 3) precedes RoPE and has per-channel weights, so it does not commute with a
+rotation; a moved key is not normed again. Invariant: angles are computed in fp64, so any distance gives exact sines and
+cosines; no table is indexed, so a negative distance is not a special case.
 """
 
 import torch
@@ -18,7 +18,7 @@ from shared.ops.rope import rotate
 
 
 def turns(distances: Tensor, frequencies: Tensor) -> Tensor:
-    """Rows as of :func:`shared.ops.rope.rope_table`, for any distances.
+    """Rows like those of :func:`shared.ops.rope.rope_table`, for any distances.
 
     Args:
         distances: int64 ``[T]``, in positions; possibly negative.
@@ -40,5 +40,5 @@ def turns(distances: Tensor, frequencies: Tensor) -> Tensor:
 
 
 def relocate(x: Tensor, distances: Tensor, frequencies: Tensor) -> Tensor:
-    """Rotated keys or queries ``[T, heads, D]``, moved by ``distances`` positions; in the dtype of ``x``."""
+    """Rotated keys or queries ``[T, heads, D]``, moved by ``distances`` positions, in the dtype of ``x``."""
     return rotate(x, turns(distances, frequencies))

@@ -1,9 +1,9 @@
 """Scheduling for requests made of segments: missing segments are computed first. Introduced in phase 9.1.
 
-An internal request computes each segment as a prompt in the same steps as others; its one token is dropped. The missing
-segments of the first waiting request that lacks any are queued directly before it; it and all later requests wait. So
-requests are admitted in order of arrival, and the segments of one never displace those of a request before it. Segments
-that are registered without a request join the end of the queue.
+An internal request computes each segment as a prompt, in the same steps as other requests; its single token is dropped.
+The missing segments of the first waiting request that lacks any are queued directly before it; this request and all
+later ones wait. So requests are admitted in order of arrival, and the segments of one never displace those of an
+earlier request. Segments registered without a request join the end of the queue.
 
 Invariants: a request is admitted only while all its segments are resident; a segment is computed once, however many
 requests wait for it; if computing it fails, the requests that wait for it fail too.
@@ -28,7 +28,7 @@ from shared.scheduling.schedule import Schedule
 from shared.scheduling.scheduler import Scheduler
 from shared.tracks.segments.registry import Segment, SegmentRegistry
 
-ONE_TOKEN = SamplingParams(temperature=0.0, max_new_tokens=1)  # the fewest; nothing reads it
+ONE_TOKEN = SamplingParams(temperature=0.0, max_new_tokens=1)  # the minimum; nothing reads it
 
 
 class SegmentScheduler(Scheduler):
@@ -84,10 +84,10 @@ class SegmentScheduler(Scheduler):
         """Queue the missing segments of the first waiting request that lacks any, directly before it."""
         # exercise 09.1x4: the segments of the first request that lacks any, directly before it
         # hint: registry.missing names the missing segments of a request; find the first waiting request that has any
-        # hint: touch what it has of its segments (registry.contexts), so that computing the others does not evict it
+        # hint: touch its resident segments (registry.contexts), so that computing the others does not evict it
         # hint: self.compute returns the request that computes a segment, which may be waiting already, or running
         # hint: self.waiting is an OrderedDict: move to its end, in this order, the requests that compute and are
-        # hint: waiting, then the request, then those after it (move_to_end); those before it keep their place
+        # hint: waiting, then the request, then those after it (move_to_end); those before it keep their order
         queue = list(self.waiting.values())
         for place, request in enumerate(queue):
             missing = self.registry.missing(request)
@@ -101,7 +101,7 @@ class SegmentScheduler(Scheduler):
         # end exercise
 
     def candidates(self) -> Iterator[Request]:
-        """Those before the first request that lacks segments, as they are when each one's turn comes."""
+        """The requests before the first that lacks segments, checked as each one's turn comes."""
         for request in list(self.waiting.values()):
             if self.registry.missing(request):
                 return
@@ -114,7 +114,7 @@ class SegmentScheduler(Scheduler):
             if computed is segment:
                 return request
         name = f"segment {segment.segment_id}"
-        while name in self:  # as a client may have called a request
+        while name in self:  # since a client may have used this id for a request
             name += "+"
         request = Request(name, list(segment.token_ids), ONE_TOKEN, 0)
         self.registry.computing[request] = segment

@@ -1,13 +1,13 @@
 """The model's view of a paged KV cache in which requests are made of segments. Introduced in phase 9.1.
 
-A segment's keys stay as they were written, rotated for positions that count from the segment's own first token. A query
+A segment's keys stay as they were written, rotated for positions counted from the segment's own first token. A query
 that reads a segment at ``offset`` is moved back by ``offset`` positions (:mod:`shared.tracks.segments.relocation`);
 then both count from the segment's first token, and so do windows. Each layer's RoPE has its own frequencies (Gemma 3
 has two).
 
-``rotation`` selects two alternatives for comparison: rotate a segment's keys by the offset when they are read, and
-round them again (the *differential* rotation of Braidinfer); or keep all cached keys unrotated, and rotate them when
-they are read.
+``rotation`` selects one of two alternatives for comparison: rotate a segment's keys by the offset when they are read,
+and round them again (the *differential* rotation of Braidinfer); or keep all cached keys unrotated, and rotate them
+when they are read.
 
 A *group* is a segment with all queries of the step that read it: its keys are gathered once for all of their sequences.
 Steps without segments run as in :class:`shared.cache.view.paged.PagedView`.
@@ -39,17 +39,17 @@ from shared.tracks.segments.relocation import relocate, turns
 
 @dataclass(frozen=True)
 class Group:
-    """A segment, and the tokens of the step that attend to it."""
+    """A segment and the step's tokens that attend to it."""
 
     piece: Piece
-    rows: Tensor  # int64 [n], of the step's tokens; each at most once
+    rows: Tensor  # int64 [n], indices of the step's tokens, without duplicates
     places: Tensor  # int64 [n], their positions on the segment's scale
     turns: dict[RopeConfig, Tensor]  # fp32 [n, 2, 1, D], which move the queries back by the segment's offset
-    offset: int  # of the first query's sequence, and of all if keys are rotated
+    offset: int  # for the first query's sequence, and for all if keys are rotated
 
 
 class SegmentView:
-    """Keys and values in blocks, of sequences and of segments; see ``BatchView``."""
+    """Keys and values in blocks, for sequences and segments; see ``BatchView``."""
 
     rotation: Literal["queries", "keys", "unrotated keys"] = "queries"
     """What is rotated when a segment is read; set it before the first step."""
@@ -72,7 +72,7 @@ class SegmentView:
         return self.paged.load(batch)
 
     def _groups(self, batch: Batch, ranges: tuple[Range, ...]) -> list[Group]:
-        """The ranges of a step by segment. A second place of a segment in one sequence makes a group of its own."""
+        """The ranges of a step, by segment. A second occurrence of a segment in one sequence makes a separate group."""
         ends = np.append(0, batch.num_new_tokens.cumsum())
         members: dict[tuple[int, int, int], list[Range]] = {}
         for one in ranges:
@@ -103,7 +103,8 @@ class SegmentView:
         return self.paged.write(layer, q, k, v, positions, lambda *_: both)
 
     def _read(self, layer: int, piece: Piece, start: int, is_own: bool) -> tuple[Tensor, Tensor]:
-        """Keys and values of a range, [Hkv, S, D]; ``start`` is the position of the first, ``is_own`` no segment's."""
+        """Keys and values of a range, [Hkv, S, D]; ``start`` is the position of the first; ``is_own`` means that it is
+        not a segment's."""
         (k, v), frequencies = self.operations.read(layer, piece), self.frequencies[self.ropes[layer]]
         if self.rotation == "unrotated keys":
             k = relocate(k.float(), start + torch.arange(len(k)), frequencies)

@@ -1,12 +1,12 @@
 """Decode attention over a compressed KV cache, in which each head has its own tokens. Introduced in phase 9.2.
 
-The kernel of :mod:`shared.kernels.attention.paged_attention` with other addresses and lengths. A program serves a
+The kernel of :mod:`shared.kernels.attention.paged_attention` with different addresses and lengths. A program serves a
 sequence and a KV head. The head's tokens are those that the last compression kept, stored end to end with those of the
 other layers and heads in the sequence's first blocks (:mod:`shared.tracks.compression.layout`), and then the tail, one
 token to a slot. With masks, all tokens keep their slots and a mask marks the kept ones; a tile without kept tokens is
 not read.
 
-The kept tokens are listed on the device, by row of the pool, so captured launches serve every step.
+The device lists the kept tokens by row of the pool, so captured launches serve every step.
 
 Invariants: those of :mod:`shared.kernels.attention.paged_attention`; a sequence that was never compressed has an
 empty packed part.
@@ -34,9 +34,9 @@ from shared.kernels.launch import launch, tl, triton
 class KeptTokens:
     """What the heads of each row of the pool have kept, on the device.
 
-    ``ends``: int32 ``[rows, layers · Hkv + 2]``. Number i and number i + 1 are where the packed tokens of head i begin
-    and end, counted from the first of the row; heads count from those of layer 0. The last number is that of the slots
-    of the packed part, or with ``masks`` that of the tokens that they cover. ``masks``: uint8 ``[rows, layers, Hkv,
+    ``ends``: int32 ``[rows, layers · Hkv + 2]``. Entries i and i + 1 are where the packed tokens of head i begin and
+    end, counted from the row's first token; heads are numbered from layer 0's. The last entry is the number of slots of
+    the packed part, or with ``masks`` the number of tokens that they cover. ``masks``: uint8 ``[rows, layers, Hkv,
     bytes]``, little-endian.
     """
 
@@ -46,19 +46,19 @@ class KeptTokens:
 
 @triton.jit
 def cell_rows(
-    place, end, table, count, first_number, packed_slots, layer, kv_head, num_blocks,
+    index, end, table, count, first_number, packed_slots, layer, kv_head, num_blocks,
     LAYERS: tl.constexpr, BLOCK_SIZE: tl.constexpr, HKV: tl.constexpr, D: tl.constexpr,
 ):  # fmt: skip
-    """Offsets in the whole KV cache, int64, of a head's tokens ``place``, masked by ``end``; ``count`` are packed."""
-    PLACES: tl.constexpr = BLOCK_SIZE * HKV
-    number, slot = (first_number + place).to(tl.uint32), (packed_slots + place - count).to(tl.uint32)
-    is_packed = place < count
-    plane = number // PLACES
+    """Offsets in the whole KV cache, int64, of a head's tokens ``index``, masked by ``end``; ``count`` are packed."""
+    CELLS: tl.constexpr = BLOCK_SIZE * HKV
+    number, slot = (first_number + index).to(tl.uint32), (packed_slots + index - count).to(tl.uint32)
+    is_packed = index < count
+    plane = number // CELLS
     entry = tl.where(is_packed, plane // LAYERS, slot // BLOCK_SIZE)
     of_layer = tl.where(is_packed, plane % LAYERS, layer)
-    cell = tl.where(is_packed, number % PLACES, slot % BLOCK_SIZE * HKV + kv_head)
-    block = tl.load(table + entry, mask=place < end, other=0)
-    return (of_layer * num_blocks + block).to(tl.int64) * (PLACES * D) + cell * D
+    cell = tl.where(is_packed, number % CELLS, slot % BLOCK_SIZE * HKV + kv_head)
+    block = tl.load(table + entry, mask=index < end, other=0)
+    return (of_layer * num_blocks + block).to(tl.int64) * (CELLS * D) + cell * D
 
 
 @triton.jit

@@ -1,4 +1,4 @@
-"""Moves the kept keys and values of a compressed sequence together. Introduced in phase 9.2.
+"""Packs the kept keys and values of a compressed sequence together. Introduced in phase 9.2.
 
 The first launch copies the keys that each head keeps to a buffer, head after head; the second copies the buffer into
 the first cells of the sequence's blocks. The buffer is needed because the two ranges may overlap.
@@ -35,9 +35,9 @@ def gather_kept_kernel(
         target = tl.sum(tl.load(counts + heads, mask=heads < head, other=0), 0).to(tl.int64)
         first_number, count, size = head_tokens(numbers, ends, head, LAYERS * HKV)
         row = (sequence * (LAYERS * HKV) + head).to(tl.int64) * longest
-        place = tl.load(chosen + row + i, mask=i < kept, other=size)
+        index = tl.load(chosen + row + i, mask=i < kept, other=size)
         at = cell_rows(
-            place, size, numbers + TABLE, count, first_number, tl.load(numbers + 3), head // HKV, head % HKV,
+            index, size, numbers + TABLE, count, first_number, tl.load(numbers + 3), head // HKV, head % HKV,
             num_blocks, LAYERS, BLOCK_SIZE, HKV, D,
         )  # fmt: skip
         d, is_kept = tl.arange(0, D)[None, :], (i < kept)[:, None]
@@ -81,13 +81,12 @@ def move_kept(
     total: int,
     table: Tensor | None = None,
 ) -> None:
-    """Move the chosen tokens of each head of sequence ``i`` together, and tell ``sequences.ends`` of it.
+    """Move the chosen tokens of each head of sequence ``i`` together, and update ``sequences.ends``.
 
     Args:
-        keys, values: ``[L, blocks, block_size, Hkv, D]``, contiguous.
-        chosen, counts: as :func:`shared.tracks.compression.kernels.key_selection.select_keys` returns them.
-        most, total: the largest of the sequence's ``counts``, and their sum.
-        table: int32, the blocks to which the tokens move; None: the first of the sequence.
+        keys, values: ``[L, blocks, block_size, Hkv, D]``, contiguous. chosen, counts: from
+        :func:`shared.tracks.compression.kernels.key_selection.select_keys`. most, total: the largest of the sequence's
+        ``counts``, and their sum. table: int32, the blocks to which the tokens move; None: the first of the sequence.
     """
     L, num_blocks, block_size, Hkv, D = keys.shape
     buffers = torch.empty(2, total, D, dtype=keys.dtype, device=keys.device).unbind()

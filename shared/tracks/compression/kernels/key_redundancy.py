@@ -1,10 +1,10 @@
-"""How much each cached key resembles the others of its head, the redundancy of R-KV. Introduced in phase 9.2.
+"""How much each cached key resembles its head's other keys: R-KV's redundancy. Introduced in phase 9.2.
 
-The cosines of n keys are n · n numbers per head, but only the column sums are needed. Two launches compute the sums for
+The cosines of n keys are n² numbers per head, but only the column sums are needed. Two launches compute the sums for
 all layers and heads without storing the cosines: the first finds the newest near-duplicate of each key, the second sums
-the columns without the duplicates.
+the columns without those duplicates.
 
-Invariant: that of :mod:`shared.tracks.compression.kernels.window_mass`.
+Invariant: the same as in :mod:`shared.tracks.compression.kernels.window_mass`.
 """
 
 import torch
@@ -18,12 +18,12 @@ TILE, NUM_WARPS = 64, 4
 
 @triton.jit
 def load_units(
-    keys, numbers, place, size, first_number, count, layer, kv_head, num_blocks,
+    keys, numbers, index, size, first_number, count, layer, kv_head, num_blocks,
     LAYERS: tl.constexpr, BLOCK_SIZE: tl.constexpr, HKV: tl.constexpr, D: tl.constexpr,
 ):  # fmt: skip
-    """Keys, [TILE, D], and the inverses of their lengths."""
+    """Keys, [TILE, D], and the inverses of their norms."""
     k = load_keys(
-        keys, numbers, place, size, first_number, count, layer, kv_head, num_blocks, LAYERS, BLOCK_SIZE, HKV, D
+        keys, numbers, index, size, first_number, count, layer, kv_head, num_blocks, LAYERS, BLOCK_SIZE, HKV, D
     )
     wide = k.to(tl.float32)
     return k, 1 / tl.maximum(tl.sqrt(tl.sum(wide * wide, 1)), 1e-12)
@@ -34,7 +34,7 @@ def newest_duplicate_kernel(
     keys, numbers, ends, newest, threshold, width, longest, num_blocks,
     LAYERS: tl.constexpr, BLOCK_SIZE: tl.constexpr, HKV: tl.constexpr, D: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """Program (i, j, s) has tile j of KV head i % Hkv of layer i // Hkv of sequence s; stores -1 for none."""
+    """Program (i, j, s) handles tile j of KV head i % Hkv of layer i // Hkv of sequence s; stores -1 for none."""
     head = tl.program_id(0)
     layer, kv_head = head // HKV, head % HKV
     numbers += tl.program_id(2) * width
@@ -80,17 +80,16 @@ def key_redundancy_kernel(
         spared = tl.load(newest + at + row, mask=row < size, other=-1)
         cosine = tl.dot(k, tl.trans(others), input_precision="ieee") * inverse[:, None] * of_others[None, :]
         is_counted = (col[:, None] != row[None, :]) & (col[:, None] != spared[None, :])
-        total += tl.sum(tl.where(is_counted, cosine, 0.0), 1)  # tokens after the last have the cosine 0
+        total += tl.sum(tl.where(is_counted, cosine, 0.0), 1)  # tokens past the end have cosine 0
     tl.store(redundancy + at + col, tl.where(col < size, total / size, float("-inf")), mask=col < longest)
 
 
 def key_redundancy(keys: Tensor, sequences: CachedSequences, threshold: float) -> Tensor:
-    """The mean cosine of each key with the others of its head, where the newest near-duplicate of each row is spared;
-    see :class:`shared.tracks.compression.compressors.RKV`.
+    """The mean cosine of each key with its head's other keys, excluding each row's newest near-duplicate; see
+    :class:`shared.tracks.compression.compressors.RKV`.
 
     Args:
-        keys: ``[L, blocks, block_size, Hkv, D]``, contiguous.
-        threshold: of near-duplicates.
+        keys: ``[L, blocks, block_size, Hkv, D]``, contiguous. threshold: cosine above which keys are near-duplicates.
 
     Returns:
         fp32 ``[n, L, Hkv, longest]`` of each head's tokens in time order, -inf after them.

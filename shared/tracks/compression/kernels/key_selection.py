@@ -1,9 +1,9 @@
 """Selects the keys that each head keeps, for all layers of several sequences in one launch. Introduced in phase 9.2.
 
 :func:`shared.tracks.compression.selection.select` sorts. Here a program serves one head and finds the same thresholds
-by bisection. The bits of a float sort like an integer (those of a negative float once all bits but the sign are
-inverted), so 32 passes over a row find the threshold at which the values above reach a given sum or count. Rows stay in
-the multiprocessor's cache. Ties go to the older keys, by a running count.
+by bisection. A float's bits sort like an integer (a negative float's once all bits but the sign are inverted), so 32
+passes over a row find the threshold at which the values above reach a given sum or count. Rows stay in the
+multiprocessor's cache. Ties go to the older keys, by a running count.
 
 Invariant: each head keeps the keys that ``select`` keeps; sums are in fp64 and in a fixed order.
 """
@@ -22,12 +22,12 @@ LOWEST, HIGHEST = tl.constexpr(-(2**31)), tl.constexpr(0x7F800001)  # below and 
 
 @triton.jit
 def load_order(values, start, size, first, last, TILE: tl.constexpr):
-    """Values of a row as integers in the same order, ``LOWEST`` below the place ``first`` and from ``last`` on."""
-    place = start + tl.arange(0, TILE)
-    value = tl.load(values + place, mask=place < size, other=0.0) + 0.0  # -0 becomes 0
+    """Values of a row as integers in the same order, ``LOWEST`` before index ``first`` and from ``last`` on."""
+    index = start + tl.arange(0, TILE)
+    value = tl.load(values + index, mask=index < size, other=0.0) + 0.0  # -0 becomes 0
     bits = value.to(tl.int32, bitcast=True)
     order = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
-    return tl.where((place >= first) & (place < last), order, LOWEST), place
+    return tl.where((index >= first) & (index < last), order, LOWEST), index
 
 
 @triton.jit
@@ -37,7 +37,7 @@ def middle_of(low, high):
 
 @triton.jit
 def find_mass_cut(values, size, limit, TILE: tl.constexpr):
-    """The largest cut of values that are not negative with a sum of at least ``limit`` from it on."""
+    """The largest threshold of nonnegative values such that the values at or above it sum to at least ``limit``."""
     low, high = tl.full([], 0, tl.int32), tl.full([], HIGHEST, tl.int32)
     while high - low > 1:
         middle = middle_of(low, high)
@@ -53,7 +53,7 @@ def find_mass_cut(values, size, limit, TILE: tl.constexpr):
 
 @triton.jit
 def find_count_cut(values, size, first, last, wanted, TILE: tl.constexpr):
-    """A cut that at most ``wanted`` values exceed, and how many of those at the cut make up for the rest."""
+    """A threshold that at most ``wanted`` values exceed, and how many values equal to it make up the rest."""
     low, high = tl.full([], LOWEST, tl.int32), tl.full([], HIGHEST, tl.int32)
     above = tl.full([], 0, tl.int32)
     while high > low + 1:
@@ -90,14 +90,14 @@ def key_selection_kernel(
     scores, attention, numbers, ends, windows, chosen, counts, p, width, longest, least, most, num_sinks, num_recent,
     HEADS: tl.constexpr, HKV: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """Program (i, s) has KV head i % Hkv of layer i // Hkv of sequence s."""
+    """Program (i, s) handles KV head i % Hkv of layer i // Hkv of sequence s."""
     head = tl.program_id(0)
     _, _, size = head_tokens(numbers + tl.program_id(1) * width, ends, head, HEADS)
     of_all = tl.program_id(1) * HEADS + head
     row = of_all.to(tl.int64) * longest
     scores, attention, chosen = scores + row, attention + row, chosen + row
     window = tl.load(windows + head // HKV)
-    first = tl.minimum(num_sinks, size)  # of those that may go
+    first = tl.minimum(num_sinks, size)  # of the keys that may be dropped
     last = tl.maximum(size - num_recent, first)
     cut, ties = tl.full([], HIGHEST, tl.int32), tl.full([], 0, tl.int32)
     if window > 0:
@@ -106,10 +106,10 @@ def key_selection_kernel(
         cut, ties = find_count_cut(scores, size, 0, size, num_needed(attention, size, tl.load(p), TILE), TILE)
         count, seen = size - last + first, tl.full([], 0, tl.int32)
         for start in range(0, size, TILE):  # the best keys and those that are always kept
-            bits, place = load_order(scores, start, size, 0, size, TILE)
+            bits, index = load_order(scores, start, size, 0, size, TILE)
             is_tie = (bits == cut).to(tl.int32)
             is_best = (bits > cut) | ((bits == cut) & (seen + tl.cumsum(is_tie, 0) <= ties))
-            count += tl.sum((is_best & (place >= first) & (place < last)).to(tl.int32), 0)
+            count += tl.sum((is_best & (index >= first) & (index < last)).to(tl.int32), 0)
             seen += tl.sum(is_tie, 0)
         more = tl.minimum(tl.minimum(tl.maximum(count, least), most), size) - (size - last + first)
         cut, ties = tl.full([], HIGHEST, tl.int32), tl.full([], 0, tl.int32)
@@ -117,12 +117,12 @@ def key_selection_kernel(
             cut, ties = find_count_cut(scores, size, first, last, more, TILE)
     seen, num_kept = tl.full([], 0, tl.int32), tl.full([], 0, tl.int32)
     for start in range(0, size, TILE):
-        bits, place = load_order(scores, start, size, first, last, TILE)
+        bits, index = load_order(scores, start, size, first, last, TILE)
         is_tie = (bits == cut).to(tl.int32)
         is_best = (bits > cut) | ((bits == cut) & (seen + tl.cumsum(is_tie, 0) <= ties))
-        is_kept = (is_best | (place < first) | (place >= last)) & (place < size)
+        is_kept = (is_best | (index < first) | (index >= last)) & (index < size)
         number = num_kept + tl.cumsum(is_kept.to(tl.int32), 0) - 1
-        tl.store(chosen + number, place, mask=is_kept)
+        tl.store(chosen + number, index, mask=is_kept)
         seen += tl.sum(is_tie, 0)
         num_kept += tl.sum(is_kept.to(tl.int32), 0)
     tl.store(counts + of_all, num_kept)
@@ -139,16 +139,13 @@ def select_keys(
 ) -> tuple[Tensor, Tensor]:
     """The keys that each head keeps.
 
-    Args:
-        scores: fp32 ``[n, L, Hkv, longest]``, finite, of each head's keys in time order; contiguous.
-        attention: likewise, not negative, with the sum 1.
-        windows: int32 ``[L]``, the window of a layer, all of which is kept and nothing else; 0: none.
-        p: fp64 ``[1]``, the budget's, on the device.
-        out: what is returned; None: new tensors.
+    Args: scores: fp32 ``[n, L, Hkv, longest]``, finite, of each head's keys in time order; contiguous. attention:
+        likewise, not negative, with the sum 1. windows: int32 ``[L]``, the window of a layer, of which exactly the
+        whole window is kept; 0: none. p: fp64 ``[1]``, the budget's, on the device. out: the buffers of the result;
+        None: new tensors.
 
-    Returns:
-        int32 ``[n, L, Hkv, longest]``, the places of the kept keys in time order, and int32 ``[n, L, Hkv]``, their
-        number.
+    Returns: int32 ``[n, L, Hkv, longest]``, the indices of the kept keys in time order, and int32 ``[n, L, Hkv]``,
+        their number.
     """
     n, L, Hkv, longest = scores.shape
     chosen, counts = out or (torch.empty_like(scores, dtype=torch.int32), windows.new_empty(n, L, Hkv))

@@ -2,10 +2,10 @@
 
 The attention of w queries to n keys is w · n numbers per head, but compressors need only the sums over the queries. Two
 launches compute the sums for all layers and heads without storing the rest: the first finds each query's log-sum-exp,
-the second sums the columns. Keys are read in place, packed or in the tail. One set of launches serves several
+the second sums the columns. Keys are read where they are, packed or in the tail. One set of launches serves several
 sequences.
 
-Invariant: a sum depends neither on timing nor on other requests, so a recomputed request is compressed to the same
+Invariant: a sum depends neither on timing nor on other requests, so a recomputed request gets the same compressed
 cache.
 """
 
@@ -18,9 +18,9 @@ from shared.kernels.attention.decode_attention import LOG2_E
 from shared.kernels.launch import launch, next_power_of_two, tl, triton
 from shared.tracks.compression.kernels.condensed_attention import cell_rows
 
-TILE, NUM_WARPS = 128, 4  # keys at a time
-NARROW = 128  # bytes of a key; more stages of wider keys would leave no room for a second program
-STAGES = 5, 3  # of the launches for narrow keys. In the first a table entry is loaded, then the keys: two tiles each
+TILE, NUM_WARPS = 128, 4  # keys per tile
+NARROW = 128  # bytes of a key; with more stages of wider keys a second program would not fit
+STAGES = 5, 3  # of the launches for narrow keys. The first loads a table entry, then the keys: two tiles each
 
 TABLE_START = 4  # of the block table in ``CachedSequences.numbers``
 TABLE = tl.constexpr(TABLE_START)
@@ -28,11 +28,11 @@ TABLE = tl.constexpr(TABLE_START)
 
 @dataclass(frozen=True)
 class CachedSequences:
-    """The cached tokens of n sequences, for kernels that take all of their layers and heads.
+    """The cached tokens of n sequences, for kernels that process all of their layers and heads.
 
-    ``numbers``: int32 ``[n, width]``, on the device: of each its row of the pool, its tokens, those of its tail, and
-    the slots of its packed part; from ``TABLE_START`` on its block table. ``ends``: as in ``KeptTokens``.
-    ``longest``: the most tokens that a head of any has.
+    ``numbers``: int32 ``[n, width]``, on the device: for each: its row of the pool, its tokens, its tail's tokens, and
+    its packed part's slots; from ``TABLE_START`` on, its block table. ``ends``: as in ``KeptTokens``.
+    ``longest``: the maximum number of tokens of any head.
     """
 
     numbers: Tensor
@@ -50,7 +50,7 @@ class CachedSequences:
 
 @triton.jit
 def head_tokens(numbers, ends, head, HEADS: tl.constexpr):
-    """Of a head: the number of its first packed token, the number of these, and that of all its tokens."""
+    """For a head: the index of its first packed token, the number of packed tokens, and of all its tokens."""
     ends += tl.load(numbers).to(tl.int64) * (HEADS + 2) + head
     first_number = tl.load(ends)
     count = tl.load(ends + 1) - first_number
@@ -66,16 +66,16 @@ def window_rows(numbers, layer, r, w, RING_ROWS, LENGTH: tl.constexpr, HQ: tl.co
 
 @triton.jit
 def load_keys(
-    keys, numbers, place, size, first_number, count, layer, kv_head, num_blocks,
+    keys, numbers, index, size, first_number, count, layer, kv_head, num_blocks,
     LAYERS: tl.constexpr, BLOCK_SIZE: tl.constexpr, HKV: tl.constexpr, D: tl.constexpr,
 ):  # fmt: skip
-    """Keys, [TILE, D], of a head's tokens ``place``."""
+    """Keys, [TILE, D], of a head's tokens ``index``."""
     packed_slots = tl.load(numbers + 3)
     at = cell_rows(
-        place, size, numbers + TABLE, count, first_number, packed_slots, layer, kv_head, num_blocks, LAYERS,
+        index, size, numbers + TABLE, count, first_number, packed_slots, layer, kv_head, num_blocks, LAYERS,
         BLOCK_SIZE, HKV, D,
     )  # fmt: skip
-    return tl.load(keys + at[:, None] + tl.arange(0, D)[None, :], mask=(place < size)[:, None], other=0.0)
+    return tl.load(keys + at[:, None] + tl.arange(0, D)[None, :], mask=(index < size)[:, None], other=0.0)
 
 
 @triton.jit(do_not_specialize=["w", "width"])
@@ -84,7 +84,7 @@ def window_sums_kernel(
     LENGTH: tl.constexpr, LAYERS: tl.constexpr, BLOCK_SIZE: tl.constexpr, HKV: tl.constexpr, GROUP: tl.constexpr,
     D: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """Program (i, s) has query head i % Hq of layer i // Hq of sequence s; stores the logarithms (base 2) of its
+    """Program (i, s) handles query head i % Hq of layer i // Hq of sequence s; stores the logarithms (base 2) of its
     queries' sums, negated."""
     HQ: tl.constexpr = HKV * GROUP
     program = tl.program_id(0)
@@ -97,13 +97,13 @@ def window_sums_kernel(
     q = tl.load(ring + rows[:, None] + (head * D + d)[None, :], mask=r[:, None] < w, other=0.0)
     maximum, total = tl.full([ROWS], float("-inf"), tl.float32), tl.zeros([ROWS], tl.float32)
     for tile in tl.range(0, size, TILE):
-        place = tile + tl.arange(0, TILE)
+        index = tile + tl.arange(0, TILE)
         k = load_keys(
-            keys, numbers, place, size, first_number, count, layer, kv_head, num_blocks, LAYERS, BLOCK_SIZE, HKV, D
+            keys, numbers, index, size, first_number, count, layer, kv_head, num_blocks, LAYERS, BLOCK_SIZE, HKV, D
         )
         scores = tl.dot(q, tl.trans(k), input_precision="ieee")
-        if tile + TILE > size - w:  # all queries see the tiles before
-            scores = tl.where(place[None, :] <= (size - w + r)[:, None], scores, float("-inf"))
+        if tile + TILE > size - w:  # all queries see the earlier tiles
+            scores = tl.where(index[None, :] <= (size - w + r)[:, None], scores, float("-inf"))
         new_maximum = tl.maximum(maximum, tl.max(scores, 1) * scale)  # the scale is positive
         weights = tl.exp2(scores * scale - new_maximum[:, None])  # finite: all queries see the first key
         total = total * tl.exp2(maximum - new_maximum) + tl.sum(weights, 1)
@@ -120,34 +120,34 @@ def window_mass_kernel(
     D: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """Program (i, j, s) adds up the columns of tile j for the query heads of KV head i % Hkv of layer i // Hkv of
-    sequence s. Keys are loaded once for all of them."""
+    sequence s. Keys are loaded once for all of these heads."""
     HQ: tl.constexpr = HKV * GROUP
     program = tl.program_id(0)
     layer, kv_head = program // HKV, program % HKV
     numbers += tl.program_id(2) * width
     first_number, count, size = head_tokens(numbers, ends, program, LAYERS * HKV)
-    head = (tl.program_id(2) * (LAYERS * HKV) + program) * GROUP  # the first of the group, of all sequences
+    head = (tl.program_id(2) * (LAYERS * HKV) + program) * GROUP  # the first of the group, for all sequences
     r, d = tl.arange(0, ROWS), tl.arange(0, D)
     tile = tl.program_id(1) * TILE
-    place = tile + tl.arange(0, TILE)
-    mass += head.to(tl.int64) * longest + place
+    index = tile + tl.arange(0, TILE)
+    mass += head.to(tl.int64) * longest + index
     if tile < size:
         rows = window_rows(numbers, layer, r, w, RING_ROWS, LENGTH, HQ, D)
         queries = ring + rows[:, None] + (kv_head * (GROUP * D) + d)[None, :]
         k = load_keys(
-            keys, numbers, place, size, first_number, count, layer, kv_head, num_blocks, LAYERS, BLOCK_SIZE, HKV, D
+            keys, numbers, index, size, first_number, count, layer, kv_head, num_blocks, LAYERS, BLOCK_SIZE, HKV, D
         )
         for g in tl.range(GROUP):
             q = tl.load(queries + g * D, mask=r[:, None] < w, other=0.0)
             of_query = tl.load(sums + (head + g) * ROWS + r)
             scores = tl.dot(k, tl.trans(q), input_precision="ieee") * scale + of_query[None, :]  # [TILE, ROWS]
             if tile + TILE > size - w:
-                end = count + tl.load(numbers + 2)  # the size, loaded again, or registers would keep the mask
-                scores = tl.where(place[:, None] <= (end - w + r)[None, :], scores, float("-inf"))
-            tl.store(mass + g * longest, tl.sum(tl.exp2(scores), 1), mask=place < longest)
+                end = count + tl.load(numbers + 2)  # loaded again, since otherwise registers would keep the mask
+                scores = tl.where(index[:, None] <= (end - w + r)[None, :], scores, float("-inf"))
+            tl.store(mass + g * longest, tl.sum(tl.exp2(scores), 1), mask=index < longest)
     else:
         for g in tl.range(GROUP):
-            tl.store(mass + g * longest, tl.zeros([TILE], tl.float32), mask=place < longest)
+            tl.store(mass + g * longest, tl.zeros([TILE], tl.float32), mask=index < longest)
 
 
 def window_mass(ring: Tensor, keys: Tensor, sequences: CachedSequences, w: int, scale: float) -> Tensor:
@@ -155,8 +155,7 @@ def window_mass(ring: Tensor, keys: Tensor, sequences: CachedSequences, w: int, 
 
     Args:
         ring: ``[L, rows, length, Hq, D]``: the query of token t is at ``t % length`` of the sequence's row; contiguous.
-        keys: ``[L, blocks, block_size, Hkv, D]``, contiguous.
-        w: at most as many as every head has tokens.
+        keys: ``[L, blocks, block_size, Hkv, D]``, contiguous. w: at most the number of tokens of any head.
 
     Returns:
         fp32 ``[n, L, Hkv, Hq / Hkv, longest]`` of each head's tokens in time order, 0 after them.

@@ -1,10 +1,10 @@
-"""The second product of a gated low-rank addition in one launch. Introduced in phase 11.1.
+"""A gated low-rank addition's second product, in one launch. Introduced in phase 11.1.
 
-The first product, A x, costs no launch: A's rows stand below those of W, so the product that reads W computes it too.
-The second has an inner size of 16 and is bound by the launch. So this kernel also does what follows: the gate, the sum,
-the activation or the residual.
+The first product, A x, needs no extra launch: A's rows are appended to those of W, so the product that reads W computes
+it too. The second has an inner size of 16 and is bound by the launch. So this kernel also does the following
+operations: the gate, the sum, the activation or the residual.
 
-Invariant: sums are fp32 and rounded once; a token whose gate is closed gets the columns of W x, bit for bit.
+Invariant: sums are fp32 and rounded once; a token whose gate is closed gets the columns of W x bit for bit.
 """
 
 from torch import Tensor
@@ -15,8 +15,8 @@ from shared.kernels.products.gemv import ACTIVATIONS
 from shared.ops.gated import GatedOp
 from shared.tracks.multi_token import low_rank as op
 
-ROWS = 16  # tokens of a program, the least of a tile of the tensor cores
-BLOCK = 64  # columns of a program
+ROWS = 16  # tokens per program, the minimum of a tensor core's tile
+BLOCK = 64  # columns per program
 
 
 @triton.jit
@@ -25,7 +25,7 @@ def low_rank_kernel(
     RANK: tl.constexpr, RANKS: tl.constexpr, ACTIVATION: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
-    """N columns of the result; RANKS is RANK, or more, as the tensor cores need it."""
+    """N columns of the result; RANKS is RANK, or larger if the tensor cores need it."""
     launch_dependents(PDL)
     n = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     m = tl.program_id(1) * ROWS + tl.arange(0, ROWS)

@@ -1,1 +1,1 @@
-"""Training of an adapter on a model's own texts."""
+"""Trains an adapter on a model's own texts."""

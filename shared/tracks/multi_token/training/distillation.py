@@ -1,14 +1,15 @@
 """Trains an adapter on a model's own texts. Introduced in phase 11.1.
 
-At an anchor, a token of a text, mask j stands for the j-th token after it, and must predict the token after that. The
-teacher is the model itself: its logits at the masked token, which it computes when it reads the text. The losses, after
-Samragh et al. (arXiv 2507.11851):
+At an anchor, a token of a text, mask j represents the j-th token after it, and must predict the token after that. The
+teacher is the model itself: its logits at the masked token, computed when it reads the text. The losses, after Samragh
+et al. (arXiv 2507.11851):
 
     base      cross-entropy of the teacher's distribution and the model's head on the mask's hidden state
     sampler   the same with the sampler head, which also gets the token before
     latent    squared distance of the mask's hidden state and the teacher's, relative to the teacher's square
 
-Invariants: the model's own parameters do not change; a run that is cut and resumed takes the steps of one that is not.
+Invariants: the model's own parameters do not change; a run that is interrupted and resumed takes the same steps as one
+that is not.
 """
 
 import math
@@ -44,29 +45,29 @@ class TrainingConfig:
     """How an adapter is trained."""
 
     steps: int = 10_000
-    minutes: float | None = None  # of training, after which it ends; the learning rate falls until then
-    rows: int = 32  # texts in a step
-    anchors: int = 32  # in each of them
+    minutes: float | None = None  # of training, after which it ends; the learning rate decays until then
+    rows: int = 32  # texts per step
+    anchors: int = 32  # anchors in each of them
     learning_rate: float = 1e-3
     seed: int = 0
     measure_every: int = 500  # steps, and checkpoints
 
 
 class Measured(NamedTuple):
-    """What an adapter is worth on held-out texts, which are greedy."""
+    """How good an adapter is on held-out texts, which are greedy."""
 
     loss: float
-    accepted: tuple[float, ...]  # share of the anchors whose first 1, 2, … k guesses are all right
+    accepted: tuple[float, ...]  # share of the anchors whose first 1, 2, … k guesses are all correct
     judged: int  # anchors
 
     @property
     def tokens_per_step(self) -> float:
-        """Expected tokens of a step: the accepted guesses and one that is sampled."""
+        """Expected tokens per step: the accepted guesses plus a sampled one."""
         return 1 + sum(self.accepted)
 
 
 def losses(model: CausalLM, adapter: Adapter, texts: Texts, anchors: Tensor) -> Losses:
-    """The losses at the anchors of all texts, over the places whose next token the model wrote."""
+    """The losses at the anchors of all texts, over the positions whose next token the model wrote."""
     return _losses(model, adapter, _predict(model, adapter, texts, anchors))
 
 
@@ -100,13 +101,11 @@ def train(
 ) -> list[dict[str, Any]] | None:
     """Train an adapter that the model already has; returns the curve, or None if the run is paused.
 
-    Args:
-        model: adapted; only the adapter's parameters require gradients.
-        work: a folder for the checkpoint. A run whose checkpoint is there goes on.
-        pause_after: minutes of this call after which a checkpoint is written and the call returns.
-        report: gets each entry of the curve: step, losses, acceptance, steps a second.
+    Args: model: adapted; only the adapter's parameters require gradients. work: a folder for the checkpoint. A run with
+        a checkpoint there is resumed. pause_after: minutes after which this call writes a checkpoint and returns.
+        report: gets each entry of the curve: step, losses, acceptance, steps per second.
 
-    Raises ConfigError if the checkpoint is of another training, or a row is too short for the masks.
+    Raises ConfigError if the checkpoint belongs to a different training, or a row is too short for the masks.
     """
     k, length = adapter.config.num_masks, texts.ids.shape[1]
     if length < k + 3:
@@ -156,12 +155,12 @@ def train(
         batch = Texts(texts.ids[rows], texts.is_answer[rows]), anchors
         found = step(*batch, config.learning_rate * rate(share))
         state.step += 1
-        if state.step % 20 == 0 or state.step == 1:  # it waits for the device
+        if state.step % 20 == 0 or state.step == 1:  # this waits for the device
             state.recent = {name: round(float(value), 4) for name, value in found._asdict().items()}
 
 
 def rate(share: float) -> float:
-    """The factor of the learning rate after a share of the training: a short rise, then a cosine."""
+    """The learning-rate factor after a share of the training: a short warm-up, then a cosine."""
     if share < WARM_UP:
         return 0.1 + 0.9 * share / WARM_UP
     fall = 0.5 * (1 + math.cos(math.pi * min(1.0, (share - WARM_UP) / (1 - WARM_UP))))

@@ -1,8 +1,8 @@
-"""Whole texts, and mask tokens at chosen places of them, in two forwards with gradients. Introduced in phase 11.1.
+"""Whole texts, and mask tokens at chosen positions in them, in two forwards with gradients. Introduced in phase 11.1.
 
 Real tokens never see mask tokens, so their keys and values do not depend on the adapter. One forward without gradients
 computes them; a second one computes groups of mask tokens after chosen tokens, the *anchors*, against these keys. Only
-the second, which is a fraction of the text, is differentiated.
+the second, which covers a fraction of the text, is differentiated.
 
 Invariant: the hidden states of an anchor's masks are those of a step in which the anchor is a real token.
 """
@@ -52,11 +52,9 @@ class TextView:
 
 
 class MaskView(TextView):
-    """The KV view of mask tokens after the anchors of texts that were read.
+    """The KV view of mask tokens after the anchors of texts already read.
 
-    Args:
-        texts: what the texts' forward has kept.
-        anchors: int64 ``[A]``, indices of tokens; the same in all texts.
+    Args: texts: what the texts' forward has stored. anchors: int64 ``[A]``, indices of tokens; the same in all texts.
         num_masks: k, mask tokens after each.
     """
 

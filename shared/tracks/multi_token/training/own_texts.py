@@ -1,9 +1,9 @@
-"""Texts that a model writes itself, to be trained on and measured with. Introduced in phase 11.1.
+"""Texts that a model writes itself, for training and evaluation. Introduced in phase 11.1.
 
-A drafter learns from the model's own distribution, so no data set is needed: the model answers prompts of
-``prompts.json``. The answers to its held-out prompts are greedy and are only measured with.
+A drafter learns from the model's own distribution, so no data set is needed: the model answers the prompts of
+``prompts.json``. The answers to held-out prompts are greedy and are used only for evaluation.
 
-Invariant: a text is its prompt, and the answer after it; ``is_answer`` marks the tokens that the model wrote.
+Invariant: a text is a prompt followed by its answer; ``is_answer`` marks the tokens that the model wrote.
 """
 
 import itertools
@@ -35,14 +35,15 @@ AT_A_TIME = 1024
 
 @dataclass(frozen=True)
 class Texts:
-    """Conversations laid end to end and cut into N rows of S tokens."""
+    """Conversations laid end to end and divided into N rows of S tokens."""
 
     ids: Tensor  # int64 [N, S]
     is_answer: Tensor  # bool [N, S]
 
     @classmethod
     def of(cls, prompts: Sequence[Sequence[int]], answers: Sequence[Sequence[int]], length: int) -> "Texts":
-        """The rows of ``length`` tokens; the rest that does not fill a row is left out. Raises ConfigError for none."""
+        """The rows of ``length`` tokens; a remainder that does not fill a row is dropped. Raises ConfigError if there
+        are none."""
         ids, marks = [], []
         for prompt, answer in zip(prompts, answers, strict=True):
             ids += [*prompt, *answer]
@@ -64,14 +65,11 @@ def write_texts(
     report: Callable[[str], None] = lambda _: None,
     **config: Any,
 ) -> tuple[Texts, Texts]:
-    """The texts of ``num_prompts`` prompts, and those of the held-out ones, written by ``model``.
+    """The texts of ``num_prompts`` prompts, and of the held-out ones, written by ``model``.
 
-    Args:
-        length: tokens of a row.
-        max_new_tokens: of an answer.
-        seed: of the choice of prompts, and of the answers.
-        report: gets a line of progress from time to time.
-        config: settings of the engine that writes, such as its device and the size of its batches.
+    Args: length: tokens of a row. max_new_tokens: of an answer. seed: for the choice of prompts and for the answers.
+        report: gets a line of progress from time to time. config: settings of the writing engine, such as its device
+        and batch size.
     """
     llm = LLM(model, max_seq_len=LONGEST, num_gpu_blocks=config["max_batch_size"] * LONGEST // 16, **config)
     source = json.loads(PROMPTS.read_text(encoding="utf-8"))

@@ -1,10 +1,10 @@
 """A training run from a model's name to an adapter's folder. Introduced in phase 11.1.
 
-The run writes its texts first, with an engine that is closed before the training begins. Texts and checkpoint lie
-beside the adapter's folder, in ``OUT.training``; the adapter's folder gets the adapter and its card, ``training.json``:
-what was trained, on what, and the curve.
+The run first writes its texts, with an engine that is closed before the training begins. Texts and checkpoint are next
+to the adapter's folder, in ``OUT.training``; the adapter's folder gets the adapter and its card, ``training.json``:
+what was trained, on which texts, and the curve.
 
-Invariant: a run that is started again with the same settings goes on where it stopped, and writes no text twice.
+Invariant: a run that is started again with the same settings continues where it stopped, and writes no text twice.
 """
 
 import gc
@@ -46,11 +46,8 @@ def train_adapter(
 ) -> bool:
     """Train an adapter for the model ``name`` and write it to ``folder``; False if the run was paused.
 
-    Args:
-        writing: the arguments of ``write_texts``.
-        batch: requests that the engine runs at a time.
-        dtype: of the model, as in ``EngineConfig``.
-        report: gets a line of progress.
+    Args: writing: the arguments of ``write_texts``. batch: requests that the engine runs at a time. dtype: the model's,
+        as in ``EngineConfig``. report: gets a line of progress.
 
     Raises what ``load_model``, ``write_texts`` and ``train`` raise.
     """
@@ -84,7 +81,7 @@ def train_adapter(
         return False
     adapter.save(folder)
     card: dict[str, Any] = {
-        "model": Path(name).name,  # no path of the machine
+        "model": Path(name).name,  # no machine path
         "adapter": asdict(shape),
         "training": asdict(config),
         "texts": writing,
@@ -99,7 +96,7 @@ def train_adapter(
 def _texts(
     name: str, work: Path, writing: dict[str, Any], batch: int, dtype: str | None, device: str, report: Report
 ) -> tuple[Texts, Texts]:
-    """The texts of an earlier start of the run with the same arguments, or new ones."""
+    """The texts of an earlier run with the same arguments, or new ones."""
     work.mkdir(parents=True, exist_ok=True)
     path, description = work / "texts.safetensors", work / "texts.json"
     key = json.dumps({"model": name} | writing)

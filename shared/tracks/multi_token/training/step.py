@@ -1,11 +1,11 @@
 """A step of an adapter's training, recorded on a GPU. Introduced in phase 11.1.
 
 A step of a small model has thousands of launches that take a few microseconds each: two forwards, a backward pass and
-the optimizer. The host needs longer for them than the GPU. So after a few steps one is recorded as a CUDA graph, as a
-whole: gradients get addresses that stay, the learning rate is a number on the device, and the texts of a step are
-copied to where the first ones were.
+the optimizer. Launching them takes the host longer than computing them takes the GPU. So after a few steps a whole step
+is recorded as a CUDA graph: gradients get fixed addresses, the learning rate is a number on the device, and a step's
+texts are copied to the addresses of the first ones.
 
-Invariant: a recorded step computes what the steps before it did.
+Invariant: a recorded step computes the same as the steps before it.
 """
 
 from collections.abc import Callable, Iterable
@@ -48,7 +48,8 @@ class TrainingStep:
         self.graph: torch.cuda.CUDAGraph | None = None
 
     def __call__(self, texts: Texts, anchors: Tensor, learning_rate: float) -> Losses:
-        """Take a step; texts and anchors have the shapes of the first ones. The losses are valid until the next."""
+        """Take a step; texts and anchors have the shapes of the first ones. The losses are valid until the next
+        step."""
         for group in self.optimizer.param_groups:
             if self.is_recording:
                 group["lr"].fill_(learning_rate)

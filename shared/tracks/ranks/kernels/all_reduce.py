@@ -10,19 +10,19 @@ filled with the word ``UNSENT``, a NaN. A rank reads its own memory until no awa
 them all to ``UNSENT``. A value equal to ``UNSENT`` is sent as another NaN. This is the protocol of TensorRT-LLM's
 Lamport kernels, whose word is -0.0; FlashInfer has them too, with one shot and with two.
 
-A program sums a row, or a part of one, and has a *channel*: two slots for the words of each other rank, and a counter
-of its calls, whose parity chooses the slot. The counter is in memory, and not an argument, so a replayed CUDA graph
-counts on. A word has the same index in a slot as among the program's words. Rank r has from rank s the words of piece r
-in the first shot, and those of piece s in the second.
+A program sums a row, or part of one, and has a *channel*: two slots for the words of each other rank, and a counter of
+its calls, whose parity chooses the slot. The counter is in memory rather than an argument, so a replayed CUDA graph
+keeps counting. A word has the same index in a slot as among the program's words. From rank s, rank r receives the words
+of piece r in the first shot, and those of piece s in the second.
 
 Why two slots are enough: rank B clears a slot in call n. It sends the words of call n + 1 after ``wait_for_previous``,
 when the kernel of call n has ended and its writes are done. Rank A writes to this slot again in call n + 2, so after
-the end of its call n + 1, which had to wait for those words of B. This needs a word from each rank to each other one
-in every call of a channel; so all programs of a call, and all pieces, have equally many words.
+the end of its call n + 1, which had to wait for those words of B. This requires each rank to send every other rank a
+word in each call of a channel; so all programs of a call, and all pieces, have equally many words.
 
-Invariants: numbers are added in fp32 in the order of the ranks, so all ranks have the same bits, again in each run, and
-with one shot or two; every rank makes the same calls in the same order, with the same residual; ``stop`` ends the wait
-for a rank that has gone.
+Invariants: numbers are added in fp32 in the order of the ranks, so all ranks get the same bits, in every run, with one
+shot or two; every rank makes the same calls in the same order, with the same residual; ``stop`` ends the wait for a
+rank that is gone.
 """
 
 from typing import Protocol
@@ -34,13 +34,13 @@ from shared.kernels.launch import launch, launch_dependents, next_power_of_two, 
 from shared.kernels.products.rmsnorm import Norm
 
 CHANNELS = 256  # programs at most
-CHANNEL_WORDS = 4096  # of 32 bits, in a slot: a row of 8,192 numbers in 16 bits
-LEAST_WORDS = 512  # of a part of a row
-WARP_WORDS = 128  # so a thread has 16 bytes; two with the same words would be one that clears what the other waits for
-TWO_SHOT_BYTES = 512 << 10  # of x, times the ranks beyond two: from here on two shots take less time
+CHANNEL_WORDS = 4096  # 32-bit words of a slot: a row of 8,192 16-bit numbers
+LEAST_WORDS = 512  # words of a part of a row
+WARP_WORDS = 128  # so a thread has 16 bytes, and no two threads share words, which one could clear too early
+TWO_SHOT_BYTES = 512 << 10  # bytes of x, times the ranks beyond two: from here on two shots are faster
 DTYPES = {torch.bfloat16: "bfloat16", torch.float16: "float16", torch.float32: "float32"}  # their names in Triton
 UNSENT = tl.constexpr(-1)  # a NaN in 32 bits, and two in 16 bits
-OTHER_NAN = tl.constexpr(0x7FFFFFFF)  # the same, but for a sign
+OTHER_NAN = tl.constexpr(0x7FFFFFFF)  # the same, except for a sign
 
 
 class Peers(Protocol):
@@ -50,7 +50,7 @@ class Peers(Protocol):
     size: int
     addresses: Tensor  # int64 [size]: of each rank's memory, as this GPU sees it; multiples of 16
     counters: Tensor  # int32 [CHANNELS]: calls so far
-    stop: Tensor  # int32 [1]: 1 ends all waiting
+    stop: Tensor  # int32 [1]: 1 ends all waits
 
 
 def num_words(size: int) -> int:
@@ -60,7 +60,7 @@ def num_words(size: int) -> int:
 
 @triton.jit
 def first_number(words, DTYPE: tl.constexpr):
-    """The number in the lower bits of each word, or in all of it, in fp32."""
+    """The number in the lower half of each word, or in all of it, in fp32."""
     if tl.float32 == DTYPE:
         return words.to(tl.float32, bitcast=True)
     else:
@@ -69,7 +69,7 @@ def first_number(words, DTYPE: tl.constexpr):
 
 @triton.jit
 def second_number(words, DTYPE: tl.constexpr):
-    """The number in the upper bits of each word, in fp32; 0 if it has one number."""
+    """The number in the upper half of each word, in fp32; 0 if it has one number."""
     if tl.float32 == DTYPE:
         return tl.zeros(words.shape, tl.float32)
     else:
@@ -93,18 +93,18 @@ def sendable(words):
 
 
 @triton.jit
-def send(words, memories, place, stride, inside, RANK: tl.constexpr, SIZE: tl.constexpr):
-    """Write ``words[rank]`` at ``place + rank * stride`` of the memory of each other rank, the next one first."""
+def send(words, memories, offset, stride, inside, RANK: tl.constexpr, SIZE: tl.constexpr):
+    """Write ``words[rank]`` at ``offset + rank * stride`` of each other rank's memory, starting with the next rank."""
     for step in tl.static_range(1, SIZE):
-        outbox = memories[(RANK + step) % SIZE] + place + (RANK + step) % SIZE * stride
+        outbox = memories[(RANK + step) % SIZE] + offset + (RANK + step) % SIZE * stride
         tl.store(outbox, words[(RANK + step) % SIZE], mask=inside)
 
 
 @triton.jit
 def receive(own, inbox, stride, inside, stop, RANK: tl.constexpr, SIZE: tl.constexpr):
-    """The words of every rank: ``own``, and what each other one writes at ``inbox + rank * stride``.
+    """The words of every rank: ``own``, and what each other rank writes at ``inbox + rank * stride``.
 
-    All are read again until none is missing, and then cleared. Words that are not ``inside`` are not waited for.
+    All are read repeatedly until none is missing, and then cleared. Words that are not ``inside`` are not waited for.
     """
     words = (own,) * SIZE
     num_missing = 1
@@ -117,7 +117,7 @@ def receive(own, inbox, stride, inside, stop, RANK: tl.constexpr, SIZE: tl.const
             else:
                 words += (tl.load(inbox + rank * stride, mask=inside, other=0, volatile=True),)
             missing += (words[rank] == UNSENT).to(tl.int32)
-        num_missing = tl.sum(missing * (1 - tl.load(stop, volatile=True)))  # of all threads, so they leave together
+        num_missing = tl.sum(missing * (1 - tl.load(stop, volatile=True)))  # all threads agree, so they leave together
     for rank in tl.static_range(SIZE):
         if rank != RANK:
             tl.store(inbox + rank * stride, UNSENT, mask=inside)
@@ -143,7 +143,7 @@ def all_reduce_kernel(
     wait_for_previous(PDL)
     call = tl.load(counters + channel) + 1
     at = channel * PIECES * num_words + i
-    stride = num_words if PIECES > 1 else 0  # from a rank's piece to the next one's
+    stride = num_words if PIECES > 1 else 0  # from one rank's piece to the next one's
     mine = RANK * stride
     pieces = ()  # type: tuple
     for piece in tl.static_range(PIECES):
@@ -152,8 +152,8 @@ def all_reduce_kernel(
     if residual is not None:
         added = tl.load(residual + at + mine, mask=inside, other=0)
     sender_words = 2 * CHANNELS * CHANNEL_WORDS
-    place = ((call & 1) * CHANNELS + channel) * CHANNEL_WORDS + i
-    outbox, inbox = RANK * sender_words + place, memories[RANK] + place
+    offset = ((call & 1) * CHANNELS + channel) * CHANNEL_WORDS + i
+    outbox, inbox = RANK * sender_words + offset, memories[RANK] + offset
     send(pieces, memories, outbox, stride, inside, RANK, SIZE)
     terms = receive(pieces[RANK], inbox + mine, sender_words, inside, stop, RANK, SIZE)
     first = first_number(terms[0], DTYPE)
@@ -183,7 +183,7 @@ def all_reduce_kernel(
 
 
 def fits(x: Tensor) -> bool:
-    """Whether :func:`all_reduce` takes x ``[T, n]``."""
+    """Whether :func:`all_reduce` supports x ``[T, n]``."""
     num_words = x.shape[-1] * x.itemsize // 4
     is_whole = x.shape[-1] * x.itemsize % 4 == 0
     return x.dtype in DTYPES and is_whole and num_words <= CHANNEL_WORDS and x.shape[0] <= CHANNELS
@@ -194,7 +194,7 @@ def all_reduce(
 ) -> tuple[Tensor, Tensor | None]:
     """The sum over the ranks of x ``[T, n]``, plus ``residual`` ``[T, n]``, rounded; and its norm if there is one.
 
-    x must fit, and ``residual`` be the same on all ranks. The results are ``[T, n]`` too, and of the dtype of x.
+    x must be supported, and ``residual`` the same on all ranks. The results are ``[T, n]`` in the dtype of x.
     """
     summed = torch.empty_like(x, memory_format=torch.contiguous_format)
     normed = None if norm is None else torch.empty_like(summed)
@@ -205,7 +205,7 @@ def all_reduce(
         return None if tensor is None else tensor.contiguous().view(torch.int32)
 
     num_words, num_programs, num_pieces = x.shape[-1] * x.itemsize // 4, x.shape[0], 1
-    if norm is None:  # which needs a whole row; without, more programs share a row
+    if norm is None:  # a norm needs a whole row; without one, more programs share a row
         while num_words % 2 == 0 and num_words // 2 >= LEAST_WORDS and 2 * num_programs <= CHANNELS:
             num_words, num_programs = num_words // 2, 2 * num_programs
         if x.nbytes * (peers.size - 2) >= TWO_SHOT_BYTES and num_words % peers.size == 0:

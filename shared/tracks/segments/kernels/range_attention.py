@@ -1,20 +1,19 @@
 """Attention over several ranges of keys: segments, anywhere in a sequence, and its own tokens. Introduced in phase 9.1.
 
-A program computes an item of the plan (:mod:`shared.tracks.segments.range_plan`) for one KV head: up to ``ROWS``
-rows, which are (query, head of the group) pairs, over a split of the ranges that they share. Keys lie as they were
-written, rotated for positions that count from the range's first token. So the queries are moved: before a range's
-keys are read, each query is turned back by the range's offset in the query's sequence
-(:mod:`shared.tracks.segments.relocation`), in place of a rotation of every key. A range that one sequence reads has
-one angle, whose sines are computed with the plan. The sequences that share a segment may have it at different offsets,
-so there each row has its own.
+A program computes an item of the plan (:mod:`shared.tracks.segments.range_plan`) for one KV head: up to ``ROWS`` rows,
+which are (query, head of the group) pairs, over a split of the ranges that they share. Keys stay as they were written,
+rotated for positions counted from the range's first token. So the queries are moved: before a range's keys are read,
+each query is rotated back by the range's offset in the query's sequence (:mod:`shared.tracks.segments.relocation`),
+instead of rotating every key. A range that one sequence reads has one angle, whose sines are computed with the plan.
+The sequences that share a segment may have it at different offsets, so there each row has its own.
 
-A launch has as many programs as run at once, and each takes every so many-th item; so a captured launch serves plans of
-any number of items.
+A launch has as many programs as run at once, and each takes items at that stride; so a captured launch serves plans
+with any number of items.
 
-Invariants: only keys that some query of the item sees are read; a query that is turned by nothing is not changed; a
-turned query is rounded once, to its dtype, as it is turned either by its slot's offset or by the piece's; angles are
-reduced in fp64, so a distant segment's are as exact as a near one's; a state without keys is empty (logarithm -inf);
-the plan is uploaded before the step's first kernel.
+Invariants: only keys that some query of the item sees are read; a query rotated by zero is unchanged; a rotated query
+is rounded once, to its dtype, since it is rotated either by its slot's offset or by the piece's; angles are reduced in
+fp64, so they are as exact for a distant segment as for a near one; a state without keys is empty (logarithm -inf); the
+plan is uploaded before the step's first kernel.
 """
 
 import math
@@ -35,10 +34,10 @@ from shared.tracks.segments.range_plan import RangePlan
 
 @dataclass(frozen=True)
 class RangeTiling(DecodeTiling):
-    """The tiling of attention over ranges; there are two, for steps in which a segment is shared, and for others."""
+    """The tiling of attention over ranges; there are two, with and without shared segments in the step."""
 
     rows: int = 16  # (query, head) pairs of a tile
-    is_early: bool = True  # whether a program looks up its first keys before it waits for the kernel before
+    is_early: bool = True  # whether a program looks up its first keys before it waits for the previous kernel
 
     def tokens(self, group: int) -> int:
         """Queries of a tile, for ``group`` query heads that share a KV head."""
@@ -63,7 +62,7 @@ def range_tiling(is_shared: bool, group: int, head_dim: int, itemsize: int) -> R
 
 @triton.jit
 def angles(distance, frequency):
-    """Radians of a move by ``distance`` positions, fp32; a ``frequency`` is turns of a circle per position, fp64."""
+    """Radians for a move by ``distance`` positions, fp32; a ``frequency`` is turns of a circle per position, fp64."""
     turns = distance.to(tl.float64) * frequency
     return ((turns - tl.floor(turns)) * 6.283185307179586).to(tl.float32)
 
@@ -79,8 +78,8 @@ def range_attention_kernel(
 ):  # fmt: skip
     """Program (i, j) computes every item j + n · programs for KV head i; the grid is (Hkv, programs).
 
-    IS_EARLY: it looks up its first keys before it waits for the kernel before, and loads queries after that. Its slots
-    have no offsets. Large tiles are slower so.
+    IS_EARLY: it looks up its first keys before it waits for the previous kernel, and loads queries afterwards. Its
+    slots have no offsets. Large tiles are slower this way.
     """
     launch_dependents(PDL)
     kv_head = tl.program_id(0)
@@ -102,7 +101,7 @@ def range_attention_kernel(
         if not IS_EARLY:
             query = tl.load(at[:, None] + d[None, :], mask=is_row[:, None], other=0.0)  # [ROWS, D]
             other = tl.load(at[:, None] + swapped[None, :], mask=is_row[:, None], other=0.0).to(tl.float32) * sign
-            if tl.max(offset) > 0:  # a shared segment, which does not stand at the beginning of all
+            if tl.max(offset) > 0:  # a shared segment, which is not at the beginning of every sequence
                 angle = angles(offset[:, None], frequency[None, :])
                 query = (query.to(tl.float32) * tl.cos(angle) + other * tl.sin(angle)).to(query.dtype)
         maximum = tl.full([ROWS], float("-inf"), tl.float32)
@@ -126,7 +125,7 @@ def range_attention_kernel(
             else:
                 tables = segment_tables + table
             rows = token_rows(start + tl.arange(0, TILE), end, tables, kv_head, BLOCK_SIZE, HKV, D)
-            if IS_EARLY:  # all before is the step's; a second wait is over at once
+            if IS_EARLY:  # everything before belongs to the step; a second wait returns immediately
                 wait_for_previous(PDL)
                 queries = tl.load(at[:, None] + d[None, :], mask=is_row[:, None], other=0.0)
                 other = tl.load(at[:, None] + swapped[None, :], mask=is_row[:, None], other=0.0).to(tl.float32) * sign
@@ -154,7 +153,7 @@ def range_attention_kernel(
         tl.store(partial + state[:, None] * D + d[None, :], result, mask=is_part[:, None])
         tl.store(partial_log + state, maximum + tl.log2(total), mask=is_part)
     if IS_EARLY:
-        wait_for_previous(PDL)  # a program without items too
+        wait_for_previous(PDL)  # including a program without items
 
 
 def turn_rows(turns: Tensor, frequencies: Tensor) -> Tensor:
@@ -197,7 +196,7 @@ def range_attention(
     workspace: RangeWorkspace,
     out: Tensor,
 ) -> Tensor:
-    """Attention of T new tokens over the ranges of their sequences. Kernels alone; on a CPU see ``SegmentView``.
+    """Attention of T new tokens over their sequences' ranges. Kernels only; on a CPU see ``SegmentView``.
 
     Args:
         q: ``[T, Hq, D]``, rotated for their positions; rows and heads may be strided.
@@ -215,7 +214,7 @@ def range_attention(
         out: ``[T, Hq, D]``, contiguous; rows that the plan has no slots for are left unchanged.
 
     Returns:
-        ``out``. Raises ValueError for a plan of another number of rows.
+        ``out``. Raises ValueError for a plan with a different number of rows.
     """
     T, Hq, D = q.shape
     _, block_size, Hkv, _ = keys.shape

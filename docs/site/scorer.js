@@ -1,0 +1,23 @@
+// The order of what a search finds: titles that hold all that was asked for come first, of equals chapters, then other
+// pages, then reports. Numbers that Sphinx adds for matches are its own.
+const asked = (new URLSearchParams(location.search).get("q") || "").toLowerCase().trim();
+
+function kindOf(page) {
+  if (/^tutorial\/phase_[0-9a-z]+(_\d)?$/.test(page)) return 3;
+  return page.startsWith("benchmarks/") ? 1 : 2;
+}
+
+var Scorer = {
+  score: ([page, title, , , score]) => {
+    const [own, ...above] = title.toLowerCase().split(" > ").reverse();
+    return score + kindOf(page) * (own.includes(asked) ? (above.length ? 50 : 100) : 1);
+  },
+  objNameMatch: 11,
+  objPartialMatch: 6,
+  objPrio: { 0: 15, 1: 5, 2: -5 },
+  objPrioDefault: 0,
+  title: 15,
+  partialTitle: 7,
+  term: 5,
+  partialTerm: 2,
+};

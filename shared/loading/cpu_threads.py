@@ -1,0 +1,121 @@
+"""How many threads compute a model's forwards on a CPU: as many as make them fast now. Introduced in phase 1b.
+
+PyTorch starts a thread for each core. The threads of a product wait for each other and keep their cores busy meanwhile,
+so one that shares its core with another program delays all of them at each product: two threads beside one busy loop
+are many times slower than one thread. So forwards of the same number of tokens are timed as they come. If two in a
+row take many times as long as usual, the next tries half the threads; from time to time one tries twice as many again.
+
+Invariants: no forward runs only to be timed; the number is never above PyTorch's own, or one that a caller has set with
+``torch.set_num_threads``; the variable ``OMP_NUM_THREADS`` fixes it. The number of threads may change the last bits of
+a sum, as the number of sequences in a batch may; it changes no more than that.
+"""
+
+import os
+import time
+from collections import deque
+from statistics import median
+from threading import local
+from typing import Any
+
+import torch
+from torch import nn
+
+SLOW = 3.0  # times the usual seconds: then fewer threads are tried
+GAIN_OF_FEWER, GAIN_OF_MORE = 0.7, 0.95
+"""Of the seconds before: so fast, or faster, must a trial be. Noise alone never takes threads away."""
+CONFIRMED = 2  # forwards that must be slow, or faster in a trial, and of one size before more threads are tried
+USUAL = 8  # forwards whose median is the usual time
+TRIAL_SHARE, MOST_PATIENCE = 20, 256
+"""Trials of more threads that fail take a twentieth of the time; between two lie at most so many forwards."""
+
+
+class ThreadChoice:
+    """The number of threads of the next forward, from the seconds of those before. It reads no clock.
+
+    Args:
+        most: the number where nothing else runs, which is also the first one.
+    """
+
+    def __init__(self, most: int) -> None:
+        self.most = self.kept = self.next = most
+        self.num_tokens = 0  # of the forwards that are compared
+        self.usual: deque[float] = deque(maxlen=USUAL)  # seconds with `kept` threads
+        self.tried: list[float] = []  # seconds with `next` threads, in a trial
+        self.tries_fewer = most > 1  # without a cause: at the start, and after fewer threads were faster
+        self.patience, self.num_waited = 0, 0  # forwards between two trials of more threads
+
+    def observe(self, num_tokens: int, seconds: float) -> None:
+        """A forward of so many tokens took so long with ``next`` threads."""
+        is_trial = self.next != self.kept
+        if num_tokens != self.num_tokens:  # not comparable with those before, and a trial is over
+            self.num_tokens, self.next = num_tokens, self.kept
+            self.usual.clear()
+            self.tried.clear()
+        if not is_trial:
+            self._watch(seconds)
+        elif self.next != self.kept:
+            self._try(seconds)
+
+    def _watch(self, seconds: float) -> None:
+        """A forward with the threads that are kept; the next may begin a trial."""
+        self.usual.append(seconds)
+        seen = list(self.usual)
+        is_slow = len(seen) > CONFIRMED and min(seen[-CONFIRMED:]) > SLOW * median(seen[:-CONFIRMED])
+        self.num_waited += 1
+        if self.kept > 1 and (is_slow or self.tries_fewer):
+            self.next = self.kept // 2
+        elif self.kept < self.most and self.num_waited >= self.patience and len(self.usual) >= CONFIRMED:
+            self.next = min(2 * self.kept, self.most)
+
+    def _try(self, seconds: float) -> None:
+        """A forward of a trial, which ends at the first that is not faster, or when it is confirmed."""
+        self.tried.append(seconds)
+        before, tries_fewer = self.usual[-1], self.next < self.kept
+        is_faster = seconds < before * (GAIN_OF_FEWER if tries_fewer else GAIN_OF_MORE)
+        if is_faster and len(self.tried) < CONFIRMED:
+            return
+        if tries_fewer == is_faster:  # more threads were slower
+            slower, faster = (before, seconds) if tries_fewer else (seconds, before)
+            self.patience = min(round(TRIAL_SHARE * slower / faster), MOST_PATIENCE)
+        if is_faster:
+            self.kept, self.usual = self.next, deque(self.tried, USUAL)
+        elif tries_fewer:
+            self.usual = deque([before], USUAL)  # the forwards themselves take longer now
+        self.tries_fewer = tries_fewer and is_faster
+        self.next, self.tried, self.num_waited = self.kept, [], 0
+
+
+class CpuThreads:
+    """Sets PyTorch's number of threads before each forward of a model, and times the forward."""
+
+    most = 0  # threads of this process: PyTorch's own number, or the last that a caller has set
+    _last = 0  # that any model has set; a new thread of the process begins with it
+    _of_thread = local()  # `number`: the one that was set in this thread, whose number is its own
+
+    def __init__(self) -> None:
+        self.choice = ThreadChoice(1)
+        self.began = 0.0
+
+    def begin(self, model: nn.Module, arguments: tuple[Any, ...]) -> None:
+        """Before a forward."""
+        found = torch.get_num_threads()
+        if found != getattr(self._of_thread, "number", CpuThreads._last):
+            CpuThreads.most = found
+        if self.choice.most != CpuThreads.most:
+            self.choice = ThreadChoice(CpuThreads.most)
+        number = CpuThreads._last = self._of_thread.number = self.choice.next
+        if number != found:
+            torch.set_num_threads(number)
+        self.began = time.perf_counter()
+
+    def end(self, model: nn.Module, arguments: tuple[Any, ...], hidden: torch.Tensor) -> None:
+        """After a forward, of ``[T, H]`` hidden states."""
+        self.choice.observe(len(hidden), time.perf_counter() - self.began)
+
+
+def share_cpu(model: nn.Module) -> None:
+    """Let the model's forwards choose their number of threads, unless the environment fixes it."""
+    if "OMP_NUM_THREADS" not in os.environ:
+        threads = CpuThreads()
+        model.register_forward_pre_hook(threads.begin)
+        model.register_forward_hook(threads.end)

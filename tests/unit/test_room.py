@@ -1,0 +1,177 @@
+"""What a board knows of a learner, what it refuses, and the times that a workspace records."""
+
+import http.client
+import json
+import zipfile
+from collections.abc import Iterator
+from pathlib import Path
+from threading import Thread
+from urllib.parse import urlsplit
+
+import pytest
+
+from shared.errors import ConfigError
+from tutorial.workshop import board as board_module
+from tutorial.workshop.board import Board, board_rows, join, leave, tell
+from tutorial.workshop.exercises import exercises, find_exercise
+from tutorial.workshop.standing import Standing, read_standing, received, standing_of
+from tutorial.workshop.times import BREAK, Times
+from tutorial.workshop.workspace import Workspace
+
+STARTED = {"is_started": True}
+PASSED = {"is_started": True, "passed": "digest"}
+
+
+@pytest.mark.parametrize(
+    ("progress", "expected"),
+    [
+        ({}, Standing("Ada")),
+        ({"03x1": STARTED, "03x2": STARTED}, Standing("Ada", "03x1")),
+        (
+            {"03x1": STARTED, "03x2": STARTED | {"checked": 9.0, "num_failed": 3, "case": "test_a[1]", "hints": 2}},
+            Standing("Ada", "03x2", "test_a[1]", 3, 2, 0, 9.0),
+        ),
+        (
+            {"03x1": STARTED, "03x2": PASSED | {"checked": 9.0}, "03x3": STARTED},
+            Standing("Ada", "03x3", num_passed=1, checked=9.0),
+        ),
+        ({"03x1": STARTED, "03x4": PASSED | {"checked": 9.0}}, Standing("Ada", "03x1", num_passed=1, checked=9.0)),
+        ({"03x4": PASSED | {"checked": 9.0}}, Standing("Ada", num_passed=1, checked=9.0)),
+        ({"77x1": STARTED}, Standing("Ada")),
+    ],
+    ids=["new", "started", "failing", "the next", "one left", "all passed", "unknown"],
+)
+def test_a_learner_is_at_what_was_checked_last_or_the_next(progress: dict, expected: Standing) -> None:
+    assert standing_of("Ada", progress) == expected
+
+
+def test_a_standing_is_read_from_a_workspace_and_a_zip_file(tmp_path: Path) -> None:
+    workspace, exercise = Workspace(tmp_path / "ada"), find_exercise("02x5")
+    workspace.start([exercise])
+    for _ in range(2):
+        workspace.note_check(exercise, passed=False, case="test_a")
+    workspace.note_check(exercise, passed=False, case="test_a", is_new=False)
+    found = read_standing(workspace.root, "Ada")
+    assert (found.exercise, found.case, found.num_failed, found.problem) == ("02x5", "test_a", 2, "")
+    with zipfile.ZipFile(tmp_path / "ada.zip", "w") as archive:
+        for file in workspace.root.rglob("*"):
+            archive.write(file, Path("workspace") / file.relative_to(workspace.root))
+    assert read_standing(tmp_path / "ada.zip", "Ada") == found
+    workspace.note_check(exercise, passed=True)
+    assert read_standing(workspace.root, "Ada").num_failed == 0
+    for text in ("[", "[]", '{"02x5": 3}', '{"02x5": {"checked": "x"}}'):
+        (workspace.root / ".progress.json").write_text(text)
+        assert "cannot be read" in read_standing(workspace.root, "Ada").problem
+    assert read_standing(tmp_path, "Eve").problem
+    assert board_rows([read_standing(tmp_path / "ada.zip", "Ada")])[0][:6] == (
+        "Ada",
+        "02x5",
+        exercise.title,
+        "test_a",
+        "2",
+        "-",
+    )
+
+
+def test_what_is_no_standing_is_not_received() -> None:
+    right = json.loads(Standing("Ada", "06.1x2", "test_a", 1, 0, 2, 9.0).as_json())
+    assert received(json.dumps(right).encode()) == Standing(**right)
+    for wrong in (
+        *({"name": name} for name in ("", " ", "A" * 41, "A\x1b[2J", 7)),
+        *({"exercise": number} for number in ("x", "<b>", "03x1;")),
+        *({"num_passed": count} for count in (-1, 10**13, "1", None)),
+        *({"case": "x" * 201}, {"problem": "x"}, {"checked": float("nan")}, {"code": "x = 1"}),
+    ):
+        with pytest.raises(ConfigError, match="no standing"):
+            received(json.dumps(right | wrong).encode())
+    for content in (b"", b"[]", b"\xff", b"3"):
+        with pytest.raises(ConfigError, match="no standing"):
+            received(content)
+
+
+@pytest.fixture
+def server() -> Iterator[Board]:
+    with Board() as made:
+        Thread(target=made.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
+        yield made
+        made.shutdown()
+
+
+def ask(server: Board, method: str, path: str, body: bytes | None = None, **headers: str) -> tuple[int, str]:
+    connection = http.client.HTTPConnection(urlsplit(server.address).netloc, timeout=60)
+    connection.request(method, path, body, headers)
+    answer = connection.getresponse()
+    return answer.status, answer.read().decode()
+
+
+def test_only_who_knows_the_word_looks_and_is_shown(server: Board, monkeypatch: pytest.MonkeyPatch) -> None:
+    body, word = Standing("<b>Ada", "02x5").as_json().encode(), server.word
+    assert ask(server, "GET", "/")[0] == ask(server, "GET", "/other")[0] == 404
+    assert ask(server, "PUT", "/other/key", body)[0] == ask(server, "PUT", f"/{word}", body)[0] == 404
+    assert ask(server, "PUT", f"/{word}/key", b"x = 1")[0] == 400
+    assert ask(server, "PUT", f"/{word}/key", body + b" " * 5000)[0] == 413
+    assert ask(server, "PUT", f"/{word}/key", body)[0] == 204
+    monkeypatch.setattr(board_module, "MOST_LEARNERS", 1)
+    assert ask(server, "PUT", f"/{word}/other", body)[0] == 507
+    assert ask(server, "PUT", f"/{word}/key", body)[0] == 204
+    status, page = ask(server, "GET", f"/{word}")
+    assert status == 200
+    assert "&lt;b&gt;Ada" in page
+    assert "<b>" not in page
+    assert "1 learners" in page
+    assert ask(server, "DELETE", f"/{word}/key")[0] == 204
+    assert "Ada" not in ask(server, "GET", f"/{word}")[1]
+
+
+def test_a_workspace_joins_tells_and_leaves(server: Board, tmp_path: Path) -> None:
+    assert tell(tmp_path) == leave(tmp_path) == ""
+    workspace, exercise = Workspace(tmp_path), find_exercise("02x5")
+    workspace.start([exercise])
+    join(tmp_path, server.address, "Ada")
+    (key,) = server.standings
+    assert server.standings[key] == Standing("Ada", "02x5")
+    workspace.note_check(exercise, passed=False, case="test_a")
+    assert tell(tmp_path) == ""
+    assert (server.standings[key].case, server.standings[key].num_failed) == ("test_a", 1)
+    join(tmp_path, server.address, "Grace")
+    assert [each.name for each in server.standings.values()] == ["Grace"], "who joins again leaves first"
+    assert leave(tmp_path) == server.address
+    assert server.standings == {}
+
+
+def test_a_board_that_is_gone_is_said_and_costs_nothing_else(tmp_path: Path) -> None:
+    Workspace(tmp_path).start([find_exercise("02x5")])
+    with Board() as gone:
+        address = gone.address
+    for url, message in ((address, "cannot be reached"), ("ftp://x/y", "no address"), ("http://127.0.0.1", "no addr")):
+        with pytest.raises(ConfigError, match=message):
+            join(tmp_path, url, "Ada")
+    joined = {"address": address, "name": "Ada", "key": "key"}
+    (tmp_path / ".board.json").write_text(json.dumps(joined))
+    assert "cannot be reached; `infer workshop leave` ends it" in tell(tmp_path)
+    assert leave(tmp_path) == address
+    assert tell(tmp_path) == ""
+
+
+def test_time_counts_for_what_was_worked_on_until_it_passed(tmp_path: Path) -> None:
+    times = Times(tmp_path)
+    times.mark(["03x1"], at=0.0)
+    assert (times.agreed, times.minutes(), list(tmp_path.iterdir())) == (None, {}, []), "without agreement"
+    times.agree(True)
+    times.mark(at=0.0)
+    times.mark(["03x1"], at=120.0)
+    times.mark(["03x1", "03x2"], at=240.0)
+    times.mark(["03x1"], ["03x1"], at=240.0 + BREAK + 1)
+    times.mark(["03x1"], ["03x1"], at=300.0 + BREAK + 1)
+    times.agree(True)
+    assert times.minutes() == {"03x1": 3.0, "03x2": 1.0}, "two minutes, one of two; a break; and after it passed none"
+    times.agree(False)
+    times.mark(["03x1"], at=900.0)
+    assert (times.agreed, times.minutes()) == (False, {})
+    times.file.write_text('{"agreed": true}\n{"at"')
+    assert times.minutes() == {}
+
+
+def test_every_exercise_has_a_number_that_a_board_takes() -> None:
+    for exercise in exercises():
+        assert received(Standing("Ada", exercise.number).as_json().encode()).exercise == exercise.number
