@@ -3,8 +3,8 @@
 A chapter links to a moment of a recording, ``[words](recordings/phase_07.json#step=7&line=schedule)``. On the site the
 link leads to the page that replays the recording, ``steps/phase_07.html``; a link that is a paragraph of its own
 becomes a picture of the moment, with its words as the caption. ``phase_07_by_06_1.json`` is the same workload in the
-phase before: a link to it leads to the same page, with both phases side by side. Invariant: a recording of sources that have changed since, and a
-link to a moment that does not exist, is a warning, which ends `make docs`.
+phase before: a link to it leads to the same page, with both phases side by side. Invariant: a recording of sources
+that have changed since, and a link to a moment that does not exist, is a warning, which ends `make docs`.
 """
 
 import json
