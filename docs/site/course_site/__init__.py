@@ -6,10 +6,32 @@ nothing that stands in the repository is written down here a second time.
 
 from sphinx.application import Sphinx
 
-from course_site import code_lines, fences, links, navigation, phase_sections, pictures, source_code, source_pages
+from course_site import (
+    code_lines,
+    fences,
+    instruments,
+    links,
+    navigation,
+    phase_sections,
+    pictures,
+    source_code,
+    source_pages,
+)
+
+PARTS = (
+    navigation,
+    code_lines,
+    fences,
+    phase_sections,
+    instruments,
+    links,
+    pictures,
+    source_code,
+    source_pages,
+)
 
 
 def setup(app: Sphinx) -> dict[str, bool]:
-    for module in (navigation, code_lines, fences, phase_sections, links, pictures, source_code, source_pages):
+    for module in PARTS:
         module.register(app)
     return {"parallel_read_safe": True, "parallel_write_safe": True}
