@@ -5,7 +5,14 @@ the reduction. This saves the second launch that a reduction over several progra
 CUDA's ``threadFenceReduction`` sample. Invariant: counters are zero between launches.
 """
 
+import functools
+
+import torch
+
 from shared.kernels.launch import tl, triton
+
+MAX_GROUPS = 1024
+"""Groups of programs that a launch of :func:`sum_of_parts` has at most."""
 
 
 @triton.jit
@@ -21,3 +28,34 @@ def is_last_arrival(counter, num_arrivals):
     if is_last:
         tl.store(counter, 0)
     return is_last
+
+
+@triton.jit
+def sum_of_parts(y, up, partial, counters, block, split, SPLITS: tl.constexpr, ACTIVATION: tl.constexpr):
+    """The sums ``[BLOCK_N, BLOCK_M]`` over all parts of K, and whether this program, the last to arrive, has them."""
+    is_last = True
+    if SPLITS > 1:
+        BLOCK_N: tl.constexpr = y.shape[0]
+        BLOCK_M: tl.constexpr = y.shape[1]
+        SIZE: tl.constexpr = BLOCK_N * BLOCK_M
+        KINDS: tl.constexpr = 1 if ACTIVATION is None else 2
+        at = block * (SPLITS * KINDS * SIZE) + tl.arange(0, BLOCK_N)[:, None] * BLOCK_M + tl.arange(0, BLOCK_M)[None, :]
+        tl.store(partial + at + split * KINDS * SIZE, y)
+        if ACTIVATION is not None:
+            tl.store(partial + at + (split * KINDS + 1) * SIZE, up)
+        is_last = is_last_arrival(counters + block, SPLITS)
+        if is_last:
+            y = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+            up = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+            for part in tl.static_range(SPLITS):
+                y += tl.load(partial + at + part * KINDS * SIZE, cache_modifier=".cg")
+                if ACTIVATION is not None:
+                    up += tl.load(partial + at + (part * KINDS + 1) * SIZE, cache_modifier=".cg")
+    return y, up, is_last
+
+
+@functools.cache
+def arrivals(device: torch.device) -> torch.Tensor:
+    """The counters of programs that share a block; zero between launches, so one array serves all on a stream. An
+    engine calls a step before it captures it, so this is never made in a capture."""
+    return torch.zeros(MAX_GROUPS, dtype=torch.int32, device=device)

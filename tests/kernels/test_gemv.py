@@ -1,5 +1,6 @@
 """Products of few rows, with every prologue and epilogue, in every tiling, against fp64."""
 
+import dataclasses
 import itertools
 from collections.abc import Callable
 from typing import Any
@@ -7,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from shared.kernels.arrival import MAX_GROUPS
 from shared.kernels.launch import GENERATIONS, next_power_of_two
 from shared.kernels.products.gemv import gemv_kernel, linear, skinny_kernel
 from shared.kernels.products.rmsnorm import rms_norm, rms_norm_kernel
@@ -195,6 +197,22 @@ def test_a_weight_that_does_not_fit_or_is_not_contiguous_is_refused(randn):
         linear(randn(1, 32), randn(20, 33))
 
 
+@pytest.mark.parametrize("rows", [2, 16, 21])
+@pytest.mark.parametrize("splits", [2, 4])
+def test_programs_that_share_the_columns_of_a_row(splits, rows, dtype, randn, check, num_launches):
+    """The last of a block to arrive adds up all parts, once; the next launch finds the counters at zero."""
+    cut = dataclasses.replace(SKINNY, splits=splits)
+    x, weight, bias = randn(rows, 256, dtype=dtype), randn(38, 256, scale=0.1, dtype=dtype), randn(38, dtype=dtype)
+    if rows > most_rows(dtype):
+        pytest.skip("PyTorch computes it")
+    for _ in range(2):
+        check(x, weight, bias, residual=randn(rows, 38, dtype=dtype), cut=cut)
+        check(x, weight, residual=randn(rows, 19, dtype=dtype), activation=swiglu, cut=cut)
+    assert num_launches(skinny_kernel) == 4
+    with pytest.raises(ValueError, match="is not for 96 columns: the parts must be whole tiles"):
+        linear(randn(2, 96), randn(19, 96), cut=dataclasses.replace(SKINNY, splits=2))
+
+
 def test_the_table_keeps_its_rules():
     sizes = (1, 72, 576, 1152, 2048, 6912, 8192, 14336, 128256)
     for rows, N, K in itertools.product((1, 2, 4, 8, 15, 16, 17, 32, 33, MAX_ROWS), sizes, sizes[:-1]):
@@ -206,6 +224,8 @@ def test_the_table_keeps_its_rules():
                 assert cut.num_stages * rows_on_the_way * cut.block_k * itemsize <= gpu.shared_bytes
                 assert cut.num_stages >= 2
                 assert min(cut.block_n, cut.block_k) >= 16  # what a tensor core takes
+                assert cut.splits == 1 or K % (cut.splits * cut.block_k) == 0
+                assert cut.splits == 1 or -(-N // cut.block_n) <= MAX_GROUPS
             else:
                 assert rows == 1 or cut.block_k >= K
 

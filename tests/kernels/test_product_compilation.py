@@ -11,7 +11,7 @@ from tests.kernels.compilation import compile_each, compiled_by, compiling, kern
 
 MODULES = [
     *("gated", "gemv", "low_rank", "rmsnorm"),
-    *("quantized_gemm", "quantized_gemv", "quantized_prompts", "quantized_rows"),
+    *("fp8_rows", "quantized_gemm", "quantized_gemv", "quantized_prompts", "quantized_rows"),
 ]
 
 
@@ -49,6 +49,7 @@ def compile_products():
 
 def compile_quantized_products():
     from shared.kernels.products import (
+        fp8_rows,
         gated,
         quantized_gemm,
         quantized_gemv,
@@ -59,7 +60,7 @@ def compile_quantized_products():
     from shared.ops.gated import swiglu
     from shared.quantization.weight import QuantizedWeight
 
-    modules = (gated, quantized_gemm, quantized_gemv, quantized_prompts, quantized_rows, rmsnorm)
+    modules = (fp8_rows, gated, quantized_gemm, quantized_gemv, quantized_prompts, quantized_rows, rmsnorm)
     N, K = 6144, 4096
     fp8 = torch.zeros(N, K, dtype=torch.float8_e4m3fn), torch.ones(N // 128, K // 128), None, 128, 128
     int8 = torch.zeros(N, K, dtype=torch.int8), torch.ones(N, 1), None, K
@@ -74,10 +75,10 @@ def compile_quantized_products():
         ((9, 0), every_format),
     ):
         quantized_gemv.generation = compiling(*modules, capability=capability)
-        for T, weight in itertools.product((1, 8, 128) if capability == (9, 0) else (1, 128), weights):
+        for T, weight in itertools.product((1, 8, 16, 128) if capability == (9, 0) else (1, 128), weights):
             x, residual = torch.zeros(T, K, dtype=torch.bfloat16), torch.zeros(T, N, dtype=torch.bfloat16)
             quantized_gemv.linear(x, weight, None, None, residual)
-            if T <= 8 and capability == (9, 0):
+            if T <= 16 and capability == (9, 0):
                 quantized_gemv.linear(x, weight, None, norm, None, swiglu)
     for weight in every_format[1:]:
         part = weight.tile(0, 128)

@@ -8,19 +8,19 @@ from typing import Any
 import pytest
 import torch
 
+from shared.kernels.arrival import MAX_GROUPS
 from shared.kernels.launch import GENERATIONS, INTERPRETED, next_power_of_two
 from shared.kernels.products import quantized_gemv, quantized_prompts
+from shared.kernels.products.fp8_rows import FP8_ROWS, fits, fp8_rows_kernel
 from shared.kernels.products.gated import gated_kernel
-from shared.kernels.products.quantized_gemm import (
-    FP8_ROWS,
-    is_pytorchs,
-    quantize_rows,
-    quantize_rows_kernel,
-    quantized_gemm_kernel,
-)
+from shared.kernels.products.quantized_gemm import quantize_rows, quantize_rows_kernel, quantized_gemm_kernel
 from shared.kernels.products.quantized_gemv import linear
 from shared.kernels.products.quantized_prompts import dequantize_kernel
-from shared.kernels.products.quantized_tiling import MAX_BLOCKS_SPLIT, QuantizedTiling, quantized_tiling
+from shared.kernels.products.quantized_tiling import (
+    QuantizedTiling,
+    fp8_rows_tiling,
+    quantized_tiling,
+)
 from shared.kernels.products.rmsnorm import rms_norm, rms_norm_kernel
 from shared.kernels.products.tiling import MAX_ROWS
 from shared.ops.gated import geglu, swiglu
@@ -33,9 +33,9 @@ GEMV = QuantizedTiling(8, 128, 4)  # several rows of W a program, several tiles:
 FP8_SUMS = 2.0**-23 if INTERPRETED else 2.0**-11  # error of a sum, over its terms: Hopper's sums of FP8 keep 14 bits
 PIPELINED = QuantizedTiling(16, 32, 4, num_stages=2, dot=True)
 FEW_ROWS = [  # of quantized_rows_kernel: W's rows, columns and parts
-    QuantizedTiling(64, 128, 4, 2, True, 0, 16, 1),
-    QuantizedTiling(64, 128, 4, 2, True, 0, 32, 3),
-    QuantizedTiling(128, 256, 8, 2, True, 0, 16, 2),
+    QuantizedTiling(64, 128, 4, 2, True, 0, 1, 16),
+    QuantizedTiling(64, 128, 4, 2, True, 0, 3, 32),
+    QuantizedTiling(128, 256, 8, 2, True, 0, 2, 16),
 ]
 
 
@@ -84,7 +84,7 @@ def check(assert_near: Callable) -> Callable[..., None]:
             nothing = dataclasses.replace(weight, values=torch.zeros_like(weight.values))
             size = dequantize(ones).double() - 2 * dequantize(nothing).double()  # (15 - z) s + 2 z s
         is_fp8 = weight.values.dtype == torch.float8_e4m3fn
-        least = FP8_ROWS if is_pytorchs(x, weight) else MAX_ROWS
+        least = FP8_ROWS if fits(x, weight) else MAX_ROWS
         if is_fp8 and len(x) > least and quantized_gemv.generation(x.device).has_fp8:
             values, scales = quantize_rows(x, norm)
             h = values.double() * scales.double()[:, None]
@@ -271,7 +271,21 @@ def test_prompts_are_multiplied_in_fp8(activation, columns_per_scale, as_hopper,
     assert num_launches(rms_norm_kernel) == 0
 
 
-@pytest.mark.parametrize("rows", [FP8_ROWS + 1, MAX_ROWS + 8])
+@pytest.mark.parametrize("rows", [8, 9, 40, MAX_ROWS])
+@pytest.mark.parametrize(("columns_per_scale", "rows_per_scale"), [(None, 1), (None, 200), (128, 128), (128, 1)])
+def test_more_rows_than_one_request_verifies_are_rounded_to_fp8(
+    columns_per_scale, rows_per_scale, rows, as_hopper, quantized, randn, check, num_launches
+):
+    """Several parts of K, blocks of W's rows that are not full, and with up to eight rows nothing is rounded."""
+    weight, half = quantized("fp8", 200, 512, columns_per_scale, rows_per_scale), torch.float16
+    norm, bias = norm_of(1 + randn(512, dtype=half) / 8, 0.0), randn(200, dtype=half)
+    check(randn(rows, 512, dtype=half), weight, bias, norm, randn(rows, 200, dtype=half), cut=None)
+    parts = QuantizedTiling(64, 128, 4, 2, True, 4, 2, max(16, next_power_of_two(rows)))
+    check(randn(rows, 512, dtype=half), weight, residual=randn(rows, 100, dtype=half), activation=swiglu, cut=parts)
+    assert num_launches(fp8_rows_kernel) == num_launches(quantize_rows_kernel) / 2 == 2 * (rows > 8)
+
+
+@pytest.mark.parametrize("rows", [MAX_ROWS + 8])
 @pytest.mark.parametrize("rows_per_scale", [1, 64])
 def test_many_rows_in_bf16_with_scales_of_rows_are_pytorchs(
     rows_per_scale, rows, as_hopper, quantized, randn, num_launches
@@ -378,11 +392,27 @@ def test_the_table_keeps_its_rules():
                 assert cut.block_k <= group or group == K or cut.splits, message
                 if cut.splits:
                     assert (itemsize, group in (128, K), K % (cut.splits * cut.block_k)) == (2, True, 0), message
-                    assert cut.splits == 1 or -(-N // cut.block_n) <= MAX_BLOCKS_SPLIT, message
+                    assert cut.splits == 1 or -(-N // cut.block_n) <= MAX_GROUPS, message
+
+
+def test_the_table_of_fp8_keeps_its_rules():
+    sizes = (1, 128, 576, 1024, 3072, 4096, 9728, 12288, 151936)
+    gpus = {gpu for gpu in GENERATIONS.values() if gpu.has_fp8}
+    for rows, N, K, is_gated, gpu in itertools.product((9, 16, 17, 64), sizes, sizes, (False, True), gpus):
+        for group in (128, K):
+            if K % 128:
+                continue
+            cut = fp8_rows_tiling(rows, N, K, group, is_gated, gpu.shared_bytes)
+            stage = cut.block_k * ((2 if is_gated else 1) * cut.block_n + cut.block_m)
+            message = f"{rows, N, K, group, is_gated, gpu.shared_bytes} {cut}"
+            assert rows <= cut.block_m == next_power_of_two(cut.block_m), message
+            assert 2 <= cut.num_stages <= gpu.shared_bytes // stage, message
+            assert (K % (cut.splits * cut.block_k), cut.block_k <= group) == (0, True), message
+            assert cut.splits == 1 or -(-N // cut.block_n) <= MAX_GROUPS, message
 
 
 REAL = [  # each number of rows in the dtype that models have; the others where their tilings differ
-    *((torch.bfloat16, rows, group) for rows in (1, 2, 16, 17, 128, 300, 1024) for group in (128, None)),
+    *((torch.bfloat16, rows, group) for rows in (1, 2, 16, 17, 64, 128, 300, 1024) for group in (128, None)),
     *((torch.float16, rows, group) for rows, group in ((1, 128), (17, None), (300, 128))),
     *((torch.float32, rows, group) for rows, group in ((1, None), (2, 128), (16, None), (300, 128))),
 ]
@@ -392,8 +422,8 @@ REAL = [  # each number of rows in the dtype that models have; the others where 
 @pytest.mark.parametrize(("dtype", "rows", "group"), REAL, ids=lambda value: str(value).removeprefix("torch."))
 @pytest.mark.parametrize("kind", FORMATS)
 def test_real_shapes(kind, group, rows, dtype, quantized, randn, check):
-    if kind == "fp8" and rows > FP8_ROWS:
-        pytest.skip("x is rounded to FP8; test_prompts_are_multiplied_in_fp8")
+    if kind == "fp8" and rows > MAX_ROWS:
+        pytest.skip("test_prompts_are_multiplied_in_fp8, and where PyTorch multiplies its sums keep 14 bits")
     for N, K in ((6144, 4096), (4096, 12288)):
         weight = quantized(kind, N, K, group, dtype=torch.float32)
         weight = dataclasses.replace(weight, scales=weight.scales / 16)  # fp16 ends at 65,504

@@ -120,12 +120,13 @@ def test_log_probabilities_and_min_tokens(folder: Path) -> None:
         assert [output.logprobs for output in device] == [output.logprobs for output in host]
 
 
-def test_a_step_that_is_interrupted_behind_its_draw_is_repeated(folder: Path) -> None:
+@pytest.mark.parametrize("last", ["advance", "_move"])  # what is done before the interruption
+def test_a_step_that_is_interrupted_behind_its_draw_is_repeated(last: str, folder: Path) -> None:
     params = SamplingParams(temperature=0, max_new_tokens=30, structured_output=Grammar.regex(r"\d{3}-[a-c]{4}"))
     expected = tokens(list(make(folder).generate([1, 2, 3], params)))
     engine = make(folder, overlap_scheduling=False)
     grammar_rows, found, number = engine.runner.sampler.steps[-1], [], 0
-    move = grammar_rows.advance
+    move = getattr(grammar_rows, last)
 
     def move_and_fail(*options: Any) -> None:
         nonlocal number
@@ -134,11 +135,13 @@ def test_a_step_that_is_interrupted_behind_its_draw_is_repeated(folder: Path) ->
         if number % 3 == 0:
             raise KeyboardInterrupt
 
-    grammar_rows.advance = move_and_fail
-    engine.add_request([1, 2, 3], params)
+    setattr(grammar_rows, last, move_and_fail)
+    engine.add_request([1, 2, 3], params, request_id="long")
     while engine.has_work():
+        if number % 2 == 0 and len(found) < 6:  # other rows than in the step before
+            engine.add_request([4, 5], SamplingParams(max_new_tokens=2), request_id=f"{number} {len(found)}")
         try:
-            found += tokens(engine.step())
+            found += tokens([output for output in engine.step() if output.request_id == "long"])
         except KeyboardInterrupt:
             continue
     assert found == expected

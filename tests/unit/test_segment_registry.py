@@ -107,6 +107,11 @@ def test_ids_and_tokens_are_bounded_and_the_least_recently_used_are_forgotten() 
         registry.find(b.segment_id)
     assert list(registry.segments.values()) == [c, a, d]
     assert (allocator.num_free, registry.audit([])) == (8, []), "its keys and values are gone too"
+    registry.acquire([c])
+    registry.release([c])
+    assert list(registry.segments.values()) == [a, d, c], "what a request uses is the most recently used"
+    registry.acquire([a, d])
+    registry.release([a, d])
     again = registry.add("user", b.token_ids)
     assert (again.segment_id, again is b, again.is_resident) == (b.segment_id, False, False)
     assert list(registry.segments.values()) == [a, d, again]

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch.nn import Parameter
 
@@ -144,6 +144,9 @@ def quantized(method: str, rows: int = 300, columns: int = 384) -> QuantizedWeig
 @pytest.mark.parametrize("method", ["fp8", "int8", "int4", "blocks"])
 @settings(max_examples=30)
 @given(begin=st.integers(0, 8), length=st.integers(1, 12))
+@example(begin=2, length=4)  # rows 64 to 192: both ends are inside a block
+@example(begin=2, length=6)  # rows 64 to 256: only the beginning is inside a block
+@example(begin=0, length=6)  # rows 0 to 192: only the end is
 def test_a_quantized_matrix_is_cut_with_its_scales(method: str, begin: int, length: int) -> None:
     """Wherever the part begins and ends: at a border of blocks, within a block, or after several."""
     whole = quantized(method)

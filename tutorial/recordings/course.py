@@ -45,6 +45,7 @@ class Workload:
                 tuple(engine.tokenizer.encode(each["prompt"])),
                 _params(each, max_tokens or each["max_tokens"], with_grammar=has_grammars),
                 each["prompt"],
+                tuple(tuple(engine.tokenizer.encode(text)) for text in each.get("segments", ())),
             )
             for each in sorted(self.requests, key=lambda each: each.get("arrives", 0))
         ]
@@ -87,8 +88,7 @@ def record_workload(workload: Workload, lesson: Lesson, model: str = MODEL) -> d
         supported = lesson.load("engine").SUPPORTED
         settings = {name: value for name, value in settings.items() if name in supported}
     engine = lesson.engine(EngineConfig(model=model, **settings))
-    recording = record(engine, lesson, workload.arrivals(engine), workload.functions)
-    return recording | ({"questions": [dict(each) for each in workload.questions]} if workload.questions else {})
+    return record(engine, lesson, workload.arrivals(engine), workload.functions)
 
 
 def _params(request: Mapping[str, Any], max_tokens: int, *, with_grammar: bool) -> SamplingParams:

@@ -167,7 +167,6 @@ class GrammarRows:
     def forget(self) -> None:
         """Forget all rows: they stand after drafts, of which some were not accepted."""
         self.entered.clear()
-        self.masked.clear()
         self.next = None
 
     def _keys(self, rows: Sequence[SamplingRow], places: Sequence[int]) -> Keys:

@@ -10,8 +10,9 @@ overhead is in the vectors that go through memory between launches. So one launc
 There are two kernels. In :func:`gemv_kernel` a program loads one or a few rows of W, 16 bytes per thread, and
 multiplies them by one row of x after the other; every program recomputes the prologue, since x is a few kilobytes and
 stays in the cache. In :func:`skinny_kernel` it loads more rows of W, in tiles that the tensor cores multiply by all
-rows of x together: beyond a few rows, multiplying takes longer than reading. There the norm is a launch of its own:
-repeated by every program, the norm of several rows takes longer. Above ``MAX_ROWS`` PyTorch computes the product, with
+rows of x together: beyond a few rows, multiplying takes longer than reading. Where W has few and long rows, several
+programs share their columns. There the norm is a launch of its own: repeated by every program, the norm of several rows
+takes longer. Above ``MAX_ROWS`` PyTorch computes the product, with
 separate kernels before and after it.
 
 Both kernels request weights before they wait for the kernel that writes x (:mod:`shared.kernels.launch`), so that the
@@ -26,6 +27,7 @@ rows on, a row's result depends on the tiling, not on the other rows.
 import torch
 import torch.nn.functional as F
 
+from shared.kernels.arrival import arrivals, sum_of_parts
 from shared.kernels.launch import (
     generation,
     launch,
@@ -77,10 +79,20 @@ def normalized(h, inverse_rms, scale, dtype: tl.constexpr):
 
 
 @triton.jit
-def load_x(x, m, k, num_rows, x_stride, K: tl.constexpr):
+def load_x(x, m, k, num_rows, x_stride, K: tl.constexpr, BLOCK_K: tl.constexpr):
     """Columns k of rows m of x, with zero padding: ``[ROWS, BLOCK_K]``."""
-    inside = (m < num_rows)[:, None] & (k < K)[None, :]
+    is_row = (m < num_rows)[:, None]
+    inside = is_row if K % BLOCK_K == 0 else is_row & (k < K)[None, :]
     return tl.load(x + m[:, None] * x_stride + k[None, :], mask=inside, other=0.0, eviction_policy="evict_last")
+
+
+@triton.jit
+def load_tile(rows, k, K: tl.constexpr, BLOCK_K: tl.constexpr):
+    """As :func:`load_weights`, of rows that W has: without masks, if K is a multiple of the tile's columns."""
+    if K % BLOCK_K == 0:
+        return tl.load(rows + k[None, :], eviction_policy="evict_first")
+    else:
+        return tl.load(rows + k[None, :], mask=(k < K)[None, :], other=0.0, eviction_policy="evict_first")
 
 
 @triton.jit
@@ -158,33 +170,41 @@ def gemv_kernel(
         store_product(y, up, out, bias, residual, m, n, num_rows, N, residual_stride, ACTIVATION)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def skinny_kernel(
-    x, weight, bias, residual, out, num_rows, N, x_stride, residual_stride,
+    x, weight, bias, residual, out, partial, counters, num_rows, N, x_stride, residual_stride,
     K: tl.constexpr, ACTIVATION: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, ROWS: tl.constexpr,
-    PREFETCHED: tl.constexpr, PDL: tl.constexpr,
+    SPLITS: tl.constexpr, PREFETCHED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """As :func:`gemv_kernel`, for up to ROWS rows of x together, on the tensor cores (fp32: without them), no norm."""
+    """As :func:`gemv_kernel`, for up to ROWS rows of x together, on the tensor cores (fp32: without them), no norm.
+
+    W is the first operand, which Hopper's tensor cores read from shared memory, so a tile of W passes through no
+    register. Program (i, j) multiplies part j of K; the last of a block to arrive adds up the parts.
+    """
     launch_dependents(PDL)
-    m = tl.arange(0, ROWS)
-    n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    is_row = n < N
-    rows = weight + n.to(tl.int64)[:, None] * K
-    up_rows = rows if ACTIVATION is None else weight + (N + n).to(tl.int64)[:, None] * K
-    prefetch_weights(weight, tl.minimum(n, N - 1), K, BLOCK_K, PREFETCHED, PDL)
+    PART: tl.constexpr = K // SPLITS
+    block, split = tl.program_id(0), tl.program_id(1)
+    first = split * PART
+    m, n = tl.arange(0, ROWS), block * BLOCK_N + tl.arange(0, BLOCK_N)
+    row = tl.minimum(n, N - 1)
+    rows = weight + row.to(tl.int64)[:, None] * K
+    up_rows = rows
+    prefetch_weights(weight + first, row, K, BLOCK_K, PREFETCHED, PDL)
     if ACTIVATION is not None:
-        prefetch_weights(weight, N + tl.minimum(n, N - 1), K, BLOCK_K, PREFETCHED, PDL)
+        up_rows += N.to(tl.int64) * K
+        prefetch_weights(weight + first, N + row, K, BLOCK_K, PREFETCHED, PDL)
     wait_for_previous(PDL)
-    y = tl.zeros([ROWS, BLOCK_N], tl.float32)
-    up = tl.zeros([ROWS, BLOCK_N], tl.float32)
-    for start in range(0, K, BLOCK_K):
-        k = start + tl.arange(0, BLOCK_K)
-        h = load_x(x, m, k, num_rows, x_stride, K)
-        y = tl.dot(h, load_weights(rows, is_row, k, K, BLOCK_K).T, y, input_precision="ieee")
+    y = tl.zeros([BLOCK_N, ROWS], tl.float32)
+    up = tl.zeros([BLOCK_N, ROWS], tl.float32)
+    for start in range(0, PART, BLOCK_K):
+        k = first + start + tl.arange(0, BLOCK_K)
+        h = load_x(x, m, k, num_rows, x_stride, K, BLOCK_K)
+        y = tl.dot(load_tile(rows, k, K, BLOCK_K), h.T, y, input_precision="ieee")
         if ACTIVATION is not None:
-            up = tl.dot(h, load_weights(up_rows, is_row, k, K, BLOCK_K).T, up, input_precision="ieee")
-    m, n = m[:, None], n[None, :]
-    store_product(y, up, out, bias, residual, m, n, num_rows, N, residual_stride, ACTIVATION)
+            up = tl.dot(load_tile(up_rows, k, K, BLOCK_K), h.T, up, input_precision="ieee")
+    y, up, is_storing = sum_of_parts(y, up, partial, counters, block, split, SPLITS, ACTIVATION)
+    if is_storing:
+        store_product(y, up, out, bias, residual, m[None, :], n[:, None], num_rows, N, residual_stride, ACTIVATION)
 
 
 def linear(
@@ -234,7 +254,7 @@ def linear(
     if cut.dot and norm is not None:
         x, norm = rms_norm(x, norm.weight, norm.eps, norm.offset), None
     x = x if x.stride(1) == 1 else x.contiguous()
-    grid = (-(-N // cut.block_n),)
+    blocks = -(-N // cut.block_n)
     strides = (x.stride(0), 0 if residual is None else residual.stride(0))
     options = {
         "K": K,
@@ -245,12 +265,21 @@ def linear(
         "num_stages": cut.num_stages,
     }
     if cut.dot:
-        constants = {"ROWS": dot_rows(T), "PREFETCHED": cut.prefetched}
-        launch(skinny_kernel, grid, x, weight, bias, residual, out, T, N, *strides, **options, **constants)
+        partial, counters, num_rows = None, None, dot_rows(T)
+        if cut.splits > 1:
+            if K % (cut.splits * cut.block_k):
+                raise ValueError(f"{cut} is not for {K} columns: the parts must be whole tiles")
+            kinds = 1 if activation is None else 2
+            partial = torch.empty(kinds * cut.splits * blocks * cut.block_n * num_rows, device=x.device)
+            counters = arrivals(x.device)
+        launch(
+            skinny_kernel, (blocks, cut.splits), x, weight, bias, residual, out, partial, counters, T, N, *strides,
+            **options, ROWS=num_rows, SPLITS=cut.splits, PREFETCHED=cut.prefetched,
+        )  # fmt: skip
     else:
         norm_weight, eps, offset = (None, 0.0, 0.0) if norm is None else (norm.weight, norm.eps, norm.offset)
         launch(
-            gemv_kernel, grid,
+            gemv_kernel, (blocks,),
             x, weight, bias, norm_weight, residual, out, T, N, *strides, eps,
             **options, OFFSET=offset,
         )  # fmt: skip

@@ -7,9 +7,9 @@ fp16 and bf16; what is scaled is their product with x, once for each group of co
 :mod:`shared.kernels.products.quantized_prompts`.
 
 If both W and x are FP8, the tensor cores multiply them as they are, twice as fast: of many rows x is rounded to FP8,
-with a scale a row. If W's scales belong to rows too, ``torch._scaled_mm`` computes that; with scales of 128 columns the
-kernel here adds up 128 columns at a time, also for the sake of the sum, since Hopper's sums of FP8 keep 14 bits
-(DeepSeek-V3, arXiv 2412.19437, section 3.3.2).
+with a scale a row (several rows: :mod:`shared.kernels.products.fp8_rows`). If W's scales belong to rows too,
+``torch._scaled_mm`` computes that; with scales of 128 columns the kernel here adds up 128 columns at a time, also for
+the sake of the sum, since Hopper's sums of FP8 keep 14 bits (DeepSeek-V3, arXiv 2412.19437, section 3.3.2).
 """
 
 import torch
@@ -32,8 +32,6 @@ from shared.quantization.weight import QuantizedWeight
 
 BAND = tl.constexpr(16)  # blocks of rows of x whose programs follow each other, so that x stays in the L2 cache
 LARGEST_FP8 = tl.constexpr(448.0)
-FP8_ROWS = 32
-"""Rows of x above which x is rounded to FP8 where PyTorch multiplies: up to them, W is widened in as little time."""
 
 
 @triton.jit
@@ -137,9 +135,10 @@ def quantize_rows_kernel(
     if norm_weight is not None:  # rounded as if it had been written and read back
         h = normalize(h, norm_scale, K, eps).to(x.dtype.element_ty).to(tl.float32)
     peak = tl.max(tl.abs(h))
-    scale = tl.where(peak > 0.0, tl.div_rn(peak, tl.full([], LARGEST_FP8, tl.float32)), 1.0)
-    tl.store(scales + row, scale)
-    tl.store(values + row * K + k, tl.div_rn(h, scale).to(tl.float8e4nv), mask=k < K)
+    largest = tl.full([], LARGEST_FP8, tl.float32)
+    tl.store(scales + row, tl.where(peak > 0.0, tl.div_rn(peak, largest), 1.0))
+    factor = tl.where(peak > 0.0, tl.div_rn(largest, peak), 1.0)  # a division of each number would take a microsecond
+    tl.store(values + row * K + k, (h * factor).to(tl.float8e4nv), mask=k < K)
 
 
 def stored(weight: QuantizedWeight, gpu: Generation) -> torch.Tensor:

@@ -4,7 +4,8 @@ Decoding takes as long as reading W, so a W of half or a quarter of the bytes ta
 nothing else is read: a program loads the bytes and widens them in registers, and no copy of W in 16 bits exists. One
 row of x is multiplied by :func:`quantized_gemv_kernel`, with prologue and epilogue as in
 :mod:`shared.kernels.products.gemv`, more rows by :mod:`shared.kernels.products.quantized_rows`,
-:mod:`shared.kernels.products.quantized_gemm` and :mod:`shared.kernels.products.quantized_prompts`.
+:mod:`shared.kernels.products.fp8_rows`, :mod:`shared.kernels.products.quantized_gemm` and
+:mod:`shared.kernels.products.quantized_prompts`.
 
 A scale belongs to a row of W or to a group of its columns. Multiplying every weight by its scale would double the
 arithmetic, and a load for each of them would be worse. But ``Σ x (v - z) s = s (Σ x v - z Σ x)`` over columns that
@@ -26,11 +27,12 @@ from shared.kernels.launch import (
     wait_for_previous,
 )
 from shared.kernels.products import quantized_prompts
+from shared.kernels.products.fp8_rows import FP8_ROWS, fits, multiply_rows_in_fp8
 from shared.kernels.products.gemv import ACTIVATIONS, load_vector, load_weights, normalized, store_product
-from shared.kernels.products.quantized_gemm import FP8_ROWS, is_pytorchs, multiply, multiply_in_fp8, stored
+from shared.kernels.products.quantized_gemm import multiply, multiply_in_fp8, stored
 from shared.kernels.products.quantized_rows import multiply_rows
 from shared.kernels.products.quantized_tiles import columns, widened
-from shared.kernels.products.quantized_tiling import QuantizedTiling, quantized_tiling
+from shared.kernels.products.quantized_tiling import QuantizedTiling, fp8_rows_tiling, quantized_tiling
 from shared.kernels.products.rmsnorm import Norm, rms_norm
 from shared.kernels.products.tiling import MAX_ROWS
 from shared.ops import gated as gated_ops
@@ -207,7 +209,8 @@ def linear(
     """``activation(norm(x) Wᵀ + b) + residual``: arguments and result as those of
     :func:`shared.kernels.products.gemv.linear`.
 
-    Many rows are multiplied in FP8 if W is FP8 and the GPU does; then x is rounded to FP8, with a scale a row.
+    More than eight rows are multiplied in FP8 if W is FP8 and the GPU does (above 64 whatever the groups of W; up to
+    them, of 128 columns or whole rows, and x of 16 bits); then x is rounded to FP8, with a scale a row.
 
     Raises:
         ValueError: the weight does not fit x, or the kernels cannot read its format.
@@ -225,22 +228,20 @@ def linear(
     if residual is not None and residual.stride(1) != 1:
         residual = residual.contiguous()
     is_gated = activation is not None and T <= MAX_ROWS
-    cut = cut or quantized_tiling(
-        T,
-        out_columns if is_gated else N,
-        x.shape[1],
-        weight.bits,
-        weight.columns_per_scale,
-        is_gated,
-        x.element_size(),
-        gpu.shared_bytes,
-    )
+    is_fp8 = gpu.has_fp8 and weight.values.dtype == torch.float8_e4m3fn
+    is_fp8_rows = is_fp8 and FP8_ROWS < T <= MAX_ROWS and fits(x, weight)
+    columns, K, group = out_columns if is_gated else N, x.shape[1], weight.columns_per_scale
+    if cut is None and is_fp8_rows:
+        cut = fp8_rows_tiling(T, columns, K, group, is_gated, gpu.shared_bytes)
+    elif cut is None:
+        cut = quantized_tiling(T, columns, K, weight.bits, group, is_gated, x.element_size(), gpu.shared_bytes)
     if not cut.dot:
         return _launch(x.contiguous(), weight, bias, norm, residual, activation, cut, gpu)
     x = x if x.stride(1) == 1 else x.contiguous()
     own_residual = residual if activation is None else None  # else it is added after the activation
-    is_fp8 = gpu.has_fp8 and weight.values.dtype == torch.float8_e4m3fn
-    if is_fp8 and (FP8_ROWS if is_pytorchs(x, weight) else MAX_ROWS) < T:
+    if is_fp8_rows:
+        return multiply_rows_in_fp8(x, weight, bias, norm, residual, activation, cut)
+    if is_fp8 and T > MAX_ROWS:
         y = multiply_in_fp8(x, weight, bias, norm, own_residual, cut, gpu)
         return y if activation is None else _finished(y, residual, activation)
     if norm is not None:

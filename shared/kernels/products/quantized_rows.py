@@ -12,15 +12,13 @@ Marlin (Frantar et al., arXiv 2408.11743) permutes the stored weights to the sam
 those of several programs are added in the order of the columns; counters are zero between launches.
 """
 
-import functools
-
 import torch
 
-from shared.kernels.arrival import is_last_arrival
+from shared.kernels.arrival import MAX_GROUPS, arrivals, sum_of_parts
 from shared.kernels.launch import launch, launch_dependents, tl, triton, wait_for_previous
 from shared.kernels.products.gemv import ACTIVATIONS, prefetch_weights, store_product
 from shared.kernels.products.quantized_tiles import as_operand, halves, loaded_row, operand_column, widened
-from shared.kernels.products.quantized_tiling import MAX_BLOCKS_SPLIT, STEP, QuantizedTiling
+from shared.kernels.products.quantized_tiling import STEP, QuantizedTiling
 from shared.ops import gated as gated_ops
 from shared.quantization.weight import QuantizedWeight
 
@@ -122,22 +120,7 @@ def quantized_rows_kernel(
                 up = add_step(up, up_tile, low, high, up_scale, this_up_zero, GROUPS, BITS, WARPS)
             if GROUPS > 1:  # a scale is the last thing that a step needs, so only now its register is free
                 scale, up_scale = load_scales(scale_rows, group, 1.0), load_scales(up_scale_rows, group, 1.0)
-    is_storing = True
-    if SPLITS > 1:
-        SIZE: tl.constexpr = BLOCK_N * BLOCK_M
-        KINDS: tl.constexpr = 1 if ACTIVATION is None else 2
-        at = block * (SPLITS * KINDS * SIZE) + tl.arange(0, BLOCK_N)[:, None] * BLOCK_M + m[None, :]
-        tl.store(partial + at + split * KINDS * SIZE, y)
-        if ACTIVATION is not None:
-            tl.store(partial + at + (split * KINDS + 1) * SIZE, up)
-        is_storing = is_last_arrival(counters + block, SPLITS)
-        if is_storing:
-            y = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
-            up = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
-            for part in tl.static_range(SPLITS):
-                y += tl.load(partial + at + part * KINDS * SIZE, cache_modifier=".cg")
-                if ACTIVATION is not None:
-                    up += tl.load(partial + at + (part * KINDS + 1) * SIZE, cache_modifier=".cg")
+    y, up, is_storing = sum_of_parts(y, up, partial, counters, block, split, SPLITS, ACTIVATION)
     if is_storing:
         if GROUPS == 1:
             y *= load_scales(scale_rows, 0, 1.0)[:, None]
@@ -145,13 +128,6 @@ def quantized_rows_kernel(
             up *= load_scales(up_scale_rows, 0, 1.0)[:, None]
         columns, rows_of_x = n[:, None], m[None, :]
         store_product(y, up, out, bias, residual, rows_of_x, columns, num_rows, N, residual_stride, ACTIVATION)
-
-
-@functools.cache
-def arrivals(device: torch.device) -> torch.Tensor:
-    """The counters of programs that share a block; zero between launches, so one array serves all on a stream. An
-    engine calls a step before it captures it, so this is never made in a capture."""
-    return torch.zeros(MAX_BLOCKS_SPLIT, dtype=torch.int32, device=device)
 
 
 def multiply_rows(
@@ -173,10 +149,8 @@ def multiply_rows(
     kinds = 1 if activation is None else 2
     N = weight.shape[0] // kinds
     blocks_n = -(-N // cut.block_n)
-    if cut.splits > 1 and blocks_n > MAX_BLOCKS_SPLIT:
-        raise ValueError(
-            f"{cut} has {blocks_n} blocks of rows; those of several programs are at most {MAX_BLOCKS_SPLIT}"
-        )
+    if cut.splits > 1 and blocks_n > MAX_GROUPS:
+        raise ValueError(f"{cut} has {blocks_n} blocks of rows; those of several programs are at most {MAX_GROUPS}")
     out, partial, counters = x.new_empty(T, N), None, None
     if cut.splits > 1:
         partial = torch.empty(kinds * cut.splits * blocks_n * cut.block_n * cut.block_m, device=x.device)

@@ -11,11 +11,10 @@ import functools
 from dataclasses import dataclass
 
 from shared.kernels.launch import next_power_of_two
-from shared.kernels.products.tiling import DOT_ROWS, Tiling
+from shared.kernels.products.tiling import DOT_ROWS, FEW_PROGRAMS, MANY_PROGRAMS, Tiling, parts
 
 PROMPT_ROWS = 128  # of x, the most that a program multiplies at once
 MAX_STAGES = 8
-MAX_BLOCKS_SPLIT = 1024  # blocks of rows of W whose columns are split
 LEAST_WARPS = 1536  # of a few rows of x: twelve for each multiprocessor of a large GPU
 STEP = 128  # columns that quantized_rows_kernel multiplies at once, and that share a scale
 
@@ -24,8 +23,8 @@ STEP = 128  # columns that quantized_rows_kernel multiplies at once, and that sh
 class QuantizedTiling(Tiling):
     """A tiling of W, as the base class has it, and of x."""
 
+    splits: int = 0  # 0: quantized_gemm_kernel, which does not split K
     block_m: int = DOT_ROWS  # rows of x that a program of the matrix product multiplies at once
-    splits: int = 0  # parts of K, each for a program of quantized_rows_kernel; 0: quantized_gemm_kernel
 
 
 @functools.cache
@@ -63,7 +62,7 @@ def quantized_tiling(
         block_n //= 2
     num_stages = max(2, min(stages, shared_bytes // stage_bytes()))
     prefetched = num_stages if block_m == DOT_ROWS else 0
-    return QuantizedTiling(block_n, block_k, num_warps, num_stages, True, prefetched, block_m)
+    return QuantizedTiling(block_n, block_k, num_warps, num_stages, True, prefetched, block_m=block_m)
 
 
 def rows_tiling(block_m: int, N: int, K: int, bits: int, is_gated: bool, shared_bytes: int) -> QuantizedTiling:
@@ -77,7 +76,21 @@ def rows_tiling(block_m: int, N: int, K: int, bits: int, is_gated: bool, shared_
         splits *= 2
     stage_bytes = block_k * ((2 if is_gated else 1) * block_n * bits // 8 + 2 * block_m)
     num_stages = max(2, min(2 if is_gated and bits == 4 else 3, shared_bytes // 2 // stage_bytes))
-    return QuantizedTiling(block_n, block_k, num_warps, num_stages, True, 4, block_m, splits)
+    return QuantizedTiling(block_n, block_k, num_warps, num_stages, True, 4, splits, block_m)
+
+
+def fp8_rows_tiling(
+    rows: int, N: int, K: int, columns_per_scale: int, is_gated: bool, shared_bytes: int
+) -> QuantizedTiling:
+    """The tiling of :mod:`shared.kernels.products.fp8_rows`: the bytes in flight, not the warps, hide the reads."""
+    block_m, block_n = max(DOT_ROWS, next_power_of_two(rows)), 64
+    is_narrow = columns_per_scale < K or K % (2 * STEP) != 0 or (is_gated and block_m > DOT_ROWS)
+    block_k = STEP if is_narrow else 2 * STEP
+    splits = parts(-(-N // block_n), K, block_k, FEW_PROGRAMS // 2, MANY_PROGRAMS * (2 * STEP // block_k))
+    stage_bytes = block_k * ((2 if is_gated else 1) * block_n + block_m)
+    stages = 6 if not is_gated else 3 if block_m == DOT_ROWS else 4
+    num_stages = max(2, min(stages, shared_bytes // stage_bytes))
+    return QuantizedTiling(block_n, block_k, 4, num_stages, True, 0 if is_gated else 4, splits, block_m)
 
 
 def vector_tiling(N: int, K: int, bits: int, is_gated: bool) -> QuantizedTiling:

@@ -17,7 +17,10 @@ from shared.kernels.launch import next_power_of_two
 MAX_ROWS = 64  # of x; PyTorch computes larger products
 MAX_FP32_ROWS = 16  # of x in fp32, which is multiplied without tensor cores
 DOT_ROWS = 16  # the fewest rows of x that tensor cores multiply; fewer are padded
-MAX_STAGES = 6
+FEW_PROGRAMS = 32  # of a product on tensor cores, which leave most of the memory's rate unused
+MANY_PROGRAMS = 96  # which use it
+SHORT_PART = 512  # columns, below which no row of W is split
+LONG_PART = 4096  # columns, from which on adding up the parts takes less than it brings
 
 
 @dataclass(frozen=True)
@@ -30,6 +33,7 @@ class Tiling:
     num_stages: int = 1
     dot: bool = False  # gemv.skinny_kernel, else gemv.gemv_kernel
     prefetched: int = 0  # tiles of W that a program of gemv.skinny_kernel requests before x is written
+    splits: int = 1  # parts of K, each for a program of gemv.skinny_kernel
 
 
 @functools.cache
@@ -49,30 +53,39 @@ def dot_rows(rows: int) -> int:
 
 
 def dot_tiling(x_rows: int, N: int, K: int, is_gated: bool, itemsize: int, shared_bytes: int) -> Tiling:
-    """The tiling for a tile of ``x_rows`` of x: as many stages as fit, with narrower tiles if fewer than four do.
-
-    The fewer rows W has, the fewer rows has a tile, so that there are enough programs; the columns make up for it. A
-    gated product reads two rows of W for a column.
+    """The tiling for a tile of ``x_rows`` of x: as many stages as fit, of tiles of 64 rows of W, which are the fewest
+    that Hopper's tensor cores take as their first operand. A gated product reads two rows of W for a column.
     """
-    if is_gated:
-        block_n, block_bytes = (64, 256) if N >= 8192 else (32, 512)
-    elif 8 * N > 9 * K:  # a square matrix with the rows of an addition (phase 11.1) stays one of few rows
-        block_n, block_bytes = 64 if x_rows == DOT_ROWS else 32, 512
-    else:
-        block_n, block_bytes = 32 if K <= 4096 else 16, 1024
+    block_n, block_bytes = 64, 256
     stage_rows = (2 if is_gated else 1) * block_n + x_rows
     if shared_bytes < 4 * stage_rows * block_bytes:
         block_bytes //= 2
-    num_stages = min(MAX_STAGES, shared_bytes // (stage_rows * block_bytes))
-    return Tiling(block_n, block_bytes // itemsize, 4, num_stages, dot=True, prefetched=2)
+    num_stages = min(4 if is_gated else 6, shared_bytes // (stage_rows * block_bytes))
+    block_k = block_bytes // itemsize
+    splits = 1 if is_gated else parts(-(-N // block_n), K, block_k)
+    return Tiling(block_n, block_k, 4, num_stages, dot=True, prefetched=4, splits=splits)
+
+
+def parts(blocks: int, K: int, block_k: int, few: int = FEW_PROGRAMS, many: int = MANY_PROGRAMS) -> int:
+    """The parts of K, whole tiles of ``block_k``, of a product with so many blocks of rows of W: more programs, if they
+    are few, or if they are not many and their parts are long."""
+    splits = 1
+    while splits < 8 and K % (2 * splits * block_k) == 0 and 2 * splits * SHORT_PART <= K:
+        is_long = K // splits >= LONG_PART
+        if blocks * splits > few and not (is_long and blocks * splits < many):
+            break
+        splits *= 2
+    return splits
 
 
 def vector_tiling(N: int, K: int) -> Tiling:
     """The tiling for one row of x: a program has 2,000 to 8,000 elements of W in flight."""
     if N >= 65536:
         return Tiling(8, 1024, 8) if K % 1024 == 0 else Tiling(4, 512, 2)
+    if K % 1024 == 0 and N > K:
+        return Tiling(8, 1024, 4) if K == 1024 else Tiling(4, 1024, 2)
     if K % 1024 == 0:
-        return Tiling(4, 1024, 8) if N > K else Tiling(1, min(2048, K), 4)
+        return Tiling(1, min(2048, K), 4)
     if N > K > 1024:
         return Tiling(4 if N >= 4096 else 2, 512, 2)
     return Tiling(2, min(2048, next_power_of_two(K)), 4)
@@ -80,6 +93,6 @@ def vector_tiling(N: int, K: int) -> Tiling:
 
 def gated_vector_tiling(K: int) -> Tiling:
     """The tiling for one row of x and a W of gate and up rows, both of which are in flight."""
-    if K == 2048:
-        return Tiling(1, 2048, 4)
+    if K in (1024, 2048, 4096):
+        return Tiling(4, K, 2) if K == 1024 else Tiling(2, K, 4)
     return Tiling(2, 512, 2) if K % 512 == 0 else Tiling(1, min(1024, next_power_of_two(K)), 2)

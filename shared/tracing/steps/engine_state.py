@@ -2,7 +2,9 @@
 
 Everything is read from the parts themselves: queues, requests, the pool's blocks and its prefix tree, and the locals of
 the functions that run. What no part keeps (the batch, what is in flight, the sampled tokens) is taken from the results
-of the calls that make it. docs/USING.md describes the values. Invariant: reading changes nothing.
+of the calls that make it. :mod:`shared.tracing.steps.recording` describes the values.
+
+Invariant: reading changes nothing.
 """
 
 from collections.abc import Iterable, Sequence
@@ -20,10 +22,13 @@ from shared.engine.sampling.sampler import SampledTokens, SamplerOutput
 from shared.grammar.constraint import Constraint
 from shared.grammar.progress import Progress
 from shared.scheduling.schedule import Schedule, Scheduled
+from shared.tracing.recorder import SEGMENT
 from shared.tracing.steps.patches import State
 from shared.tracing.steps.variables import variables
 
 MOST_EXAMPLES = 6
+SEGMENT_DIGITS = 4
+"""Shown of the hash that names a request which computes a segment (phase 9.1)."""
 
 
 class EngineState:
@@ -41,17 +46,12 @@ class EngineState:
         self.launched: dict[int, tuple[Any, Schedule]] = {}  # what was launched, and not waited for
         self.begin()
 
-    def add(self, request_id: str) -> None:
-        """A request that was just queued."""
-        self.requests[request_id] = self.engine.scheduler.waiting[request_id]
-        self.texts[request_id] = ""
-
     def begin(self) -> None:
         """A step begins."""
         self.schedule: Schedule | list[Scheduled] = []
         self.batch: Batch | None = None
         self.sampled: dict[str, list[int]] = {}
-        self.old_drafts = {name: request.draft_ids for name, request in self.requests.items()}
+        self.old_drafts = {request: request.draft_ids for request in self.requests.values()}
         self.verified = self.engine.scheduler.verified
 
     def launch(self, frame: FrameType, result: Any) -> None:
@@ -74,7 +74,7 @@ class EngineState:
             for number, entry in enumerate(launched[1]):
                 if number not in result.errors and entry.num_logit_rows:
                     rows = result.token_ids[first : first + entry.num_logit_rows]
-                    self.sampled[entry.request.request_id] = rows
+                    self.sampled[name_of(entry.request)] = rows
                     first += entry.num_logit_rows
 
     def make_batch(self, frame: FrameType, result: Any) -> None:
@@ -84,14 +84,16 @@ class EngineState:
 
     def __call__(self, frames: Sequence[FrameType]) -> State:
         """The state now."""
+        scheduler = self.engine.scheduler
+        for request in (*scheduler.waiting.values(), *scheduler.running.values()):
+            self.requests[name_of(request)] = request  # also those that an engine adds by itself
         self._find_schedule(frames)
         self._read_outputs()
-        scheduler = self.engine.scheduler
         state: State = {
             "queues": {
-                "waiting": list(scheduler.waiting),
-                "running": list(scheduler.running),
-                "ending": [request.request_id for request in scheduler.ending],
+                "waiting": [name_of(request) for request in scheduler.waiting.values()],
+                "running": [name_of(request) for request in scheduler.running.values()],
+                "ending": [name_of(request) for request in scheduler.ending],
                 "finished": [name for name, request in self.requests.items() if _is_final(request)],
             },
             "requests": {name: self._request(request) for name, request in self.requests.items()},
@@ -103,6 +105,7 @@ class EngineState:
             "drafts": self._drafts(),
             "sampled": dict(self.sampled),
             "grammar": self._grammars(),
+            "kept": {name: {"tokens": count, "layers": kept} for name, count, kept in scheduler.compressions},
             "variables": {str(depth): variables(frame) for depth, frame in enumerate(frames)},
         }
         return {name: panel for name, panel in state.items() if panel or name in ("queues", "requests", "pool")}
@@ -130,7 +133,7 @@ class EngineState:
         self.ready = outputs, len(outputs)
 
     def _request(self, request: Request) -> State:
-        pool, name = _target(self.engine.scheduler.pool), request.request_id
+        pool, name = _target(self.engine.scheduler.pool), name_of(request)
         found: State = {
             "status": str(request.status),
             "computed": request.num_computed_tokens,
@@ -138,7 +141,7 @@ class EngineState:
             "pending": request.num_pending_tokens,
             "known": request.num_tokens,
             "outputs": {str(number): token_id for number, token_id in enumerate(request.output_ids)},
-            "text": self.texts[name],
+            "text": self.texts.get(name, ""),
         }
         if request.num_cached_tokens:
             found["cached"] = request.num_cached_tokens
@@ -155,7 +158,7 @@ class EngineState:
         owners: dict[int, list[str]] = {}
         for request, table in holdings.items():
             for block in table:
-                owners.setdefault(block, []).append(request.request_id)
+                owners.setdefault(block, []).append(name_of(request))
         blocks: State = {str(block): [names, len(names)] for block, names in owners.items()}
         if hasattr(pool, "allocator"):
             counts = pool.allocator.ref_counts
@@ -173,7 +176,8 @@ class EngineState:
 
     def _known_nodes(self) -> Iterable[Node]:
         """The nodes of the prefix tree, without its root; numbered as they are first seen."""
-        tree = getattr(getattr(_target(self.engine.scheduler.pool), "extension", None), "tree", None)
+        extension: Any = getattr(_target(self.engine.scheduler.pool), "extension", None)
+        tree = getattr(getattr(extension, "sharing", extension), "tree", None)  # a side track's holds the tree's
         if tree is None:
             return []
         self.nodes.setdefault(tree.root, 0)
@@ -209,7 +213,7 @@ class EngineState:
             is_decode = start >= request.num_prompt_tokens and num_tokens - num_drafts == 1
             if isinstance(schedule, Schedule):
                 is_decode = number < schedule.num_decoding
-            item = {"id": request.request_id, "start": start, "tokens": num_tokens, "rows": num_rows}
+            item = {"id": name_of(request), "start": start, "tokens": num_tokens, "rows": num_rows}
             item["kind"] = "decode" if is_decode else "prefill"
             items.append(item | ({"drafts": num_drafts} if num_drafts else {}))
         return {"step": step - self.first_step, "items": items}
@@ -229,7 +233,10 @@ class EngineState:
             "lengths": layout.lengths,
         }
         found: State = {name: values.tolist() for name, values in arrays.items()}
-        found = {"ids": list(batch.request_ids), **{name: values for name, values in found.items() if values}}
+        found = {
+            "ids": [short(each) for each in batch.request_ids],
+            **{name: values for name, values in found.items() if values},
+        }
         if isinstance(layout, PagedLayout):
             tables = layout.tables.tolist()
             found["tables"] = [tables[first:last] for first, last in pairwise(layout.table_starts.tolist())]
@@ -244,14 +251,14 @@ class EngineState:
         return found
 
     def _in_flight(self, schedule: Schedule) -> State:
-        return {"step": schedule.step - self.first_step, "ids": [entry.request.request_id for entry in schedule]}
+        return {"step": schedule.step - self.first_step, "ids": [name_of(entry.request) for entry in schedule]}
 
     def _drafts(self) -> State:
         found: State = {}
         for entry in self.schedule:
             request = entry.request
             drafts: State = {"granted": entry.num_drafts} if entry.num_drafts else {}
-            if drafts and request.draft_ids is not self.old_drafts.get(request.request_id):
+            if drafts and request.draft_ids is not self.old_drafts.get(request):
                 drafts["ids"] = list(request.draft_ids)
                 if request.num_forced_drafts:
                     drafts["forced"] = request.num_forced_drafts
@@ -260,7 +267,7 @@ class EngineState:
                     if name == request.request_id and drafts:
                         drafts |= {"accepted": accepted, "rejected": rejected}
             if drafts:
-                found[request.request_id] = drafts
+                found[name_of(request)] = drafts
         return found
 
     def _grammars(self) -> State:
@@ -275,6 +282,19 @@ class EngineState:
                     self.grammars[name] = walk, len(request.output_ids), values
                 found |= {name: values} if values else {}
         return found
+
+
+def name_of(request: Request) -> str:
+    """The name of a request in a recording."""
+    return short(request.request_id)
+
+
+def short(request_id: str) -> str:
+    """An id, of a segment's request with the first digits of its hash."""
+    if not request_id.startswith(SEGMENT):
+        return request_id
+    digits = request_id.removeprefix(SEGMENT).rstrip("+")
+    return request_id.replace(digits, digits[:SEGMENT_DIGITS])
 
 
 def _position(walk: Progress) -> State:

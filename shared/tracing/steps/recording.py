@@ -1,7 +1,22 @@
 """Records the steps of an engine line by line, as one JSON object. Introduced in phase 4.
 
-The recorder is that of timelines, whose steps run under a :class:`~shared.tracing.steps.line_tracer.LineTracer`. What a
-recording holds, docs/USING.md describes. Invariants: recording does not change the engine's behaviour; equal runs give
+The recorder is that of timelines, whose steps run under a :class:`~shared.tracing.steps.line_tracer.LineTracer`. A
+recording has, beside its phase, model, settings and the hash of its sources:
+
+- ``requests``: their prompts, and the steps before which they arrived; ``texts``: the text of each token by its id;
+- ``functions``: the sources, in true lines; ``lines``: [function, offset in its lines, depth, kind], where kind is
+  "launch" for a line that launches a forward or a draw (on a CPU: computes it), "wait" for one that waits for tokens;
+- ``events``: [index in ``lines``, microseconds, patch], an executed statement each; the first of a step is its ``def``,
+  whose patch is what happened between the steps. The state after an event is ``state`` with all patches up to it;
+- ``steps``: the first event of each, its time, and on a GPU when that ran what the step launched;
+- ``state``: panels, each absent if the phase has none of it: ``queues``; ``requests`` with counts, outputs, text and
+  block tables; ``schedule``, also while it is filled; ``batch`` and ``sampled`` of the step; ``pool``, the blocks that
+  are not free as [owners, references, 1 if cached]; ``tree``, the prefix tree's nodes; ``in_flight``, what is launched
+  and not awaited; ``drafts`` and their fate; ``grammar``, where each output stands; ``kept`` by compression;
+  ``variables`` of the running functions by depth;
+- ``error``: what a step raised, at which the recording ends.
+
+Invariants: recording does not change the engine's behaviour; equal runs give
 equal recordings, apart from the values named ``ms`` and the times of events.
 """
 
@@ -21,9 +36,8 @@ from shared.engine.runner import Runner
 from shared.engine.sampling.sampler import SamplerOutput
 from shared.engine.warm_up import warm_up
 from shared.lessons import Lesson
-from shared.sampling.params import SamplingParams
 from shared.tracing.recorder import Recorder
-from shared.tracing.steps.engine_state import EngineState
+from shared.tracing.steps.engine_state import EngineState, name_of, short
 from shared.tracing.steps.line_tracer import LineTracer, Watched
 from shared.tracing.steps.patches import State
 from shared.tracing.steps.shown import Function, shown_functions, sources_hash
@@ -53,23 +67,11 @@ class StepRecorder(Recorder):
             Batch.of.__func__: Watched("", self.reader.make_batch),  # type: ignore[attr-defined]
         }
         codes = {function.__code__: each for function, each in watched.items()}
-        self.tracer = LineTracer(shown_functions(lesson, more), codes, self.reader, clock)
+        shown = shown_functions(lesson, (type(engine.scheduler).__module__, *more))
+        self.tracer = LineTracer(shown, codes, self.reader, clock)
         self.first = self.tracer.state
         self.firsts: list[int] = []  # the index of the first event of each step
         self.error: str | None = None  # of the last step, which it ended
-
-    def add_request(
-        self,
-        prompt: str | Sequence[int],
-        params: SamplingParams,
-        request_id: str | None = None,
-        text: str | None = None,
-        segments: Sequence[Sequence[int]] = (),
-    ) -> str:
-        """See :class:`Recorder`."""
-        request_id = super().add_request(prompt, params, request_id, text, segments)
-        self.reader.add(request_id)
-        return request_id
 
     def step(self) -> list[StepOutput]:
         """See :class:`Recorder`."""
@@ -123,10 +125,10 @@ class StepRecorder(Recorder):
         }
 
     def _request(self, traced: Any) -> State:
-        request = self.reader.requests[traced.request_id]
+        request = self.reader.requests[short(traced.request_id)]
         grammar = request.params.structured_output
         return {
-            "id": request.request_id,
+            "id": name_of(request),
             "prompt": traced.prompt or self.engine.tokenizer.decode(request.prompt_ids),
             "prompt_ids": request.prompt_ids,
             "arrives": traced.arrival_step,
