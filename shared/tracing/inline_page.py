@@ -5,6 +5,7 @@ a page opens from a file, and text of a model or a user that it holds can do not
 """
 
 import base64
+import gzip
 import hashlib
 import json
 import re
@@ -31,6 +32,12 @@ def joined(paths: Iterable[Path]) -> str:
 def embedded(data: dict[str, Any]) -> str:
     """JSON that is safe inside a script element."""
     return json.dumps(data, ensure_ascii=False, separators=(",", ":")).replace("<", "\\u003c")
+
+
+def packed(data: dict[str, Any]) -> str:
+    """JSON compressed, for data that is large and repeats itself."""
+    text = json.dumps(data, ensure_ascii=False, separators=(",", ":"))
+    return base64.b64encode(gzip.compress(text.encode(), mtime=0)).decode()
 
 
 def _hash(text: str) -> str:

@@ -6,12 +6,14 @@ The recordings are those of the course. What a moment holds is replayed here by 
 import json
 import re
 from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from shared.tracing.steps.moments import code_of, text_of
 from shared.tracing.steps.page import write
 from shared.tracing.steps.patches import applied
 from tests.integration.tabs import PHONE, expect, opened
@@ -75,13 +77,18 @@ def states(name: str) -> list[dict[str, Any]]:
 def moments(name: str, function: str, text: str = "") -> list[int]:
     """The events of a function, on lines that contain the text."""
     data = recording(name)
-    found = []
-    for number, (line, *_) in enumerate(data["events"]):
-        index, offset, *_ = data["lines"][line]
-        code = data["functions"][index]
-        if code["name"] == function and text in code["lines"][offset]:
-            found.append(number)
-    return found
+    events = range(len(data["events"]))
+    return [each for each in events if code_of(data, each)[0]["name"] == function and text in text_of(data, each)]
+
+
+def exercise_of(name: str, event: int) -> str:
+    """The exercise whose lines an event executed; empty for other lines."""
+    code, offset = code_of(recording(name), event)
+    before, after = code["lines"][:offset], code["lines"][offset:]
+    begins = [number for number, line in enumerate(before) if line.lstrip().startswith("# exercise ")]
+    ends = [number for number, line in enumerate(before) if line.strip() == "# end exercise"]
+    is_within = bool(begins) and begins[-1] > max(ends, default=-1) and "# end exercise" in map(str.strip, after)
+    return before[begins[-1]].split()[2].rstrip(":") if is_within else ""
 
 
 def address(name: str, event: int) -> str:
@@ -114,10 +121,17 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return page
 
 
+@contextmanager
+def stepper(browser: Any, url: str, address: str = "", **settings: Any) -> Iterator[Any]:
+    """The page, when it has unpacked its recording."""
+    with opened(browser, f"{url}{address}", origin=url, **settings) as tab:
+        expect(tab.locator(".side").last).to_be_visible()
+        yield tab
+
+
 @pytest.fixture
 def tab(browser: Any, pages: Any) -> Iterator[Any]:
-    url = pages("phase_07")
-    with opened(browser, url, origin=url) as tab:
+    with stepper(browser, pages("phase_07")) as tab:
         yield tab
 
 
@@ -126,7 +140,8 @@ def event_of(tab: Any) -> int:
 
 
 def go(tab: Any, name: str, event: int) -> None:
-    tab.evaluate("hash => { location.hash = hash }", address(name, event))
+    beside = "&beside=1" if tab.locator("body").get_attribute("data-sides") == "2" else ""
+    tab.evaluate("hash => { location.hash = hash }", address(name, event) + beside)
     expect(tab.locator("#moment")).to_have_value(str(event))
 
 
@@ -150,7 +165,7 @@ def test_keys_go_by_lines_and_by_steps(tab: Any) -> None:
 def test_a_moment_shows_what_the_recording_says(name: str, browser: Any, pages: Any) -> None:
     data = recording(name)
     url = pages(name)
-    with opened(browser, url, origin=url) as tab:
+    with stepper(browser, url) as tab:
         for event in range(5, len(data["events"]), len(data["events"]) // 12):
             go(tab, name, event)
             state = states(name)[event]
@@ -213,7 +228,7 @@ def test_the_address_keeps_the_moment(tab: Any) -> None:
     tab.keyboard.press("ArrowRight")
     tab.wait_for_url("**" + address("phase_07", entries + 1))
     tab.reload()
-    assert event_of(tab) == entries + 1
+    expect(tab.locator("#moment")).to_have_value(str(entries + 1))
 
 
 def test_a_request_is_followed_everywhere(tab: Any) -> None:
@@ -232,7 +247,7 @@ def test_a_request_is_followed_everywhere(tab: Any) -> None:
     assert tab.locator(".passage.followed .chip").all_inner_texts() == ["C"]
     tab.wait_for_url("**&follow=C")
     tab.reload()
-    assert tab.locator("[data-follow='C']").get_attribute("aria-pressed") == "true"
+    expect(tab.locator("[data-follow='C']")).to_have_attribute("aria-pressed", "true")
     tab.locator(".requests .chip", has_text="A").click()
     assert tab.locator(".passage.followed .chip").all_inner_texts() == ["A"]
     tab.keyboard.press("Escape")
@@ -241,21 +256,12 @@ def test_a_request_is_followed_everywhere(tab: Any) -> None:
 
 def test_the_lines_of_an_exercise_are_folded_and_one_click_opens_them(tab: Any) -> None:
     data = recording("phase_07")
-    marked = [code for code in data["functions"] if any("# exercise 07" in line for line in code["lines"])]
-    assert marked
-    code = marked[0]
-    begin = next(number for number, line in enumerate(code["lines"]) if "# exercise 07" in line)
-    hidden = [
-        event
-        for event in moments("phase_07", code["name"])
-        if begin < data["lines"][data["events"][event][0]][1] < len(code["lines"])
-        and "# end exercise" in [line.strip() for line in code["lines"][data["lines"][data["events"][event][0]][1] :]]
-    ]
+    hidden = [event for event in range(len(data["events"])) if exercise_of("phase_07", event)]
     go(tab, "phase_07", hidden[0])
     row = tab.locator(".lines [aria-current]")
     expect(row).to_be_hidden()
     summary = tab.locator(".fold summary.holds")
-    assert summary.inner_text().strip() == f"…  # exercise {code['lines'][begin].split()[2].rstrip(':')}"
+    assert summary.inner_text().strip() == f"…  # exercise {exercise_of('phase_07', hidden[0])}"
     summary.click()
     expect(row).to_be_visible()
     expect(row).to_be_in_viewport()
@@ -266,7 +272,7 @@ def test_the_lines_of_an_exercise_are_folded_and_one_click_opens_them(tab: Any) 
 @pytest.mark.parametrize(("viewport", "name"), [(None, "phase_07"), (None, "phase_12"), (PHONE, "phase_08")])
 def test_nothing_moves_while_it_plays(viewport: Any, name: str, browser: Any, pages: Any) -> None:
     url = pages(name)
-    with opened(browser, url, origin=url, **({"viewport": viewport} if viewport else {})) as tab:
+    with stepper(browser, url, **({"viewport": viewport} if viewport else {})) as tab:
         boxes = tab.evaluate(BOXES)
         tab.evaluate(SHIFTS)
         tab.locator("#speed").select_option("40")
@@ -287,7 +293,7 @@ def test_nothing_moves_while_it_plays(viewport: Any, name: str, browser: Any, pa
 def test_texts_have_contrast(scheme: str, name: str, other: str | None, browser: Any, pages: Any) -> None:
     url = pages(name, other)
     count = len(recording(name)["events"])
-    with opened(browser, url, origin=url, color_scheme=scheme) as tab:
+    with stepper(browser, url, "#beside=06.1" if other else "", color_scheme=scheme) as tab:
         for event in range(3, count, count // 8):
             go(tab, name, event)
             weak = [(round(ratio, 2), text) for ratio, text in tab.evaluate(CONTRASTS) if ratio < 4.5]
@@ -300,7 +306,7 @@ def test_texts_have_contrast(scheme: str, name: str, other: str | None, browser:
 
 def test_a_phone_shows_one_station_at_a_time(browser: Any, pages: Any) -> None:
     url = pages("phase_12")
-    with opened(browser, url, origin=url, viewport=PHONE, has_touch=True, is_mobile=True) as tab:
+    with stepper(browser, url, viewport=PHONE, has_touch=True, is_mobile=True) as tab:
         seen = "all => all.filter(each => each.checkVisibility()).map(each => each.dataset.station)"
         assert tab.locator("section.station").evaluate_all(seen) == ["requests"]
         for button in tab.locator(".stations button").all():
@@ -321,8 +327,9 @@ def test_a_phone_shows_one_station_at_a_time(browser: Any, pages: Any) -> None:
 
 def test_a_question_hides_its_answer_until_it_is_opened(browser: Any, pages: Any) -> None:
     url = pages("phase_07")
-    with opened(browser, f"{url}#ask=chunk", origin=url) as tab:
-        assert event_of(tab) == moments("phase_07", "ChunkedScheduler.schedule", "return Schedule")[2]
+    with stepper(browser, url, "#ask=chunk") as tab:
+        shown = moments("phase_07", "ChunkedScheduler.schedule", "return Schedule")[2]
+        expect(tab.locator("#moment")).to_have_value(str(shown))
         assert "How many of C?" in tab.locator("#question").inner_text()
         for panel in ("requests", "schedule", "batch", "variables"):
             assert tab.locator(f".{panel} .body .row").count() == 0
@@ -340,7 +347,10 @@ def test_a_question_hides_its_answer_until_it_is_opened(browser: Any, pages: Any
 
 def test_two_phases_go_side_by_side(browser: Any, pages: Any) -> None:
     url = pages("phase_07", "phase_07_by_06_1")
-    with opened(browser, url, origin=url) as tab:
+    with stepper(browser, url) as tab:
+        expect(tab.locator(".side").first).to_be_hidden()
+        tab.get_by_role("button", name="beside phase 06.1").click()
+        tab.wait_for_url("**&beside=06.1")
         for _ in range(3):
             tab.keyboard.press("Shift+ArrowRight")
         sides = tab.locator(".side").all()
@@ -353,9 +363,8 @@ def test_two_phases_go_side_by_side(browser: Any, pages: Any) -> None:
         # The long prompt: whole in one phase, a chunk in the other.
         assert states(names[0])[firsts[0]]["requests"]["C"]["computed"] == 22
         assert states(names[1])[firsts[1]]["requests"]["C"]["computed"] == 12
-        removed, added = (side.locator(".line .sign").all_inner_texts() for side in sides)
-        assert any(sign.startswith("−") for sign in removed)
-        assert any(sign.startswith("+") for sign in added)
+        sign = "all => [...new Set(all.map(each => getComputedStyle(each, '::before').content))]"
+        assert [side.locator(".differs .sign").evaluate_all(sign) for side in sides] == [['"−"'], ['"+"']]
 
 
 def test_a_step_is_a_table_too(tab: Any) -> None:

@@ -14,6 +14,7 @@ from course_site import (
     navigation,
     phase_sections,
     pictures,
+    recordings,
     source_code,
     source_pages,
 )
@@ -26,6 +27,7 @@ PARTS = (
     instruments,
     links,
     pictures,
+    recordings,
     source_code,
     source_pages,
 )

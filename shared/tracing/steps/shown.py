@@ -1,8 +1,8 @@
 """The functions whose lines a recording shows, and their source. Introduced in phase 4.
 
-Shown are the methods of the phase's engine, the functions of its scheduler and of the parts that the phase replaced, and
-the stations that every step passes. Which of them a run has executed is known afterwards, and only those are written. Functions are found
-in the loaded modules, so a learner's module is shown as the learner wrote it.
+Shown are the methods of the phase's engine, the functions of its scheduler, those of the parts that it replaced, and
+the stations that every step passes. Which of them a run has executed is known afterwards, and only those are written.
+Functions are found in the loaded modules, so a learner's module is shown as the learner wrote it.
 
 Invariant: a line of a function belongs to one statement, at whose first line the recording has its event.
 """

@@ -20,7 +20,7 @@
  * @typedef {{phase: string, title: string, model: string, device: string, settings: Record<string, any>,
  *   texts: Record<string, string>, requests: Prompted[], functions: Code[], lines: [number, number, number, string][],
  *   steps: {first: number, ms: number}[], events: [number, number, any?][], state: State, questions?: Question[]}} Recorded
- * @typedef {{step?: string, line?: string, event?: string, follow?: string, ask?: string}} Address
+ * @typedef {{step?: string, line?: string, event?: string, follow?: string, ask?: string, beside?: string}} Address
  * @typedef {(string | number)[]} Path
  */
 

@@ -2,8 +2,8 @@
 "use strict";
 
 class Side {
-  /** @param {Recording} recording @param {HTMLElement} parent @param {Recording | null} other @param {string} sign */
-  constructor(recording, parent, other, sign) {
+  /** @param {Recording} recording @param {HTMLElement} parent @param {Recording | null} other */
+  constructor(recording, parent, other) {
     this.recording = recording;
     this.index = 0;
     /** @type {string[]} panels that wait for a prediction */
@@ -14,7 +14,7 @@ class Side {
     const stations = make("nav", "", this.element, "stations");
     stations.setAttribute("aria-label", "Stations");
     const code = this.station("code", "Code", stations, this.element);
-    this.source = new SourceView(recording, code, other, sign);
+    this.source = new SourceView(recording, code, other);
     this.panels = make("div", "", this.element, "panels");
     /** @type {Map<string, {panel: Panel, body: HTMLElement, section: HTMLElement, drawn: string}>} */
     this.made = new Map();

@@ -55,11 +55,10 @@ function onlyHere(lines, others) {
 }
 
 class SourceView {
-  /** @param {Recording} recording @param {HTMLElement} parent @param {Recording | null} other @param {string} sign */
-  constructor(recording, parent, other, sign) {
+  /** @param {Recording} recording @param {HTMLElement} parent @param {Recording | null} other */
+  constructor(recording, parent, other) {
     this.recording = recording;
     this.other = other;
-    this.sign = sign; // of a line that the other phase lacks
     this.path = make("p", "", parent, "path");
     this.stack = make("ol", "", parent, "stack");
     this.stack.setAttribute("aria-label", "Calls");
@@ -112,8 +111,8 @@ class SourceView {
       row.dataset.line = String(code.first + place);
       make("span", String(code.first + place), row, "number").setAttribute("aria-hidden", "true");
       const indent = text.length - text.trimStart().length;
-      make("span", `${differs?.[place] ? this.sign : " "} ${text.slice(0, indent)}`, row, "sign");
-      if (differs?.[place]) row.classList.add(this.sign === "+" ? "added" : "removed");
+      make("span", ` ${text.slice(0, indent)}`, row, "sign");
+      row.classList.toggle("differs", Boolean(differs?.[place]));
       const shown = make("span", "", row, "python");
       parts.forEach(([look, part], number) => make("span", number ? part : part.trimStart(), shown, look));
       const begins = BEGIN.exec(text);

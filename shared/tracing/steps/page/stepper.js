@@ -8,13 +8,12 @@ const ANSWERING = ["requests", "schedule", "batch"]; // panels that a question h
 const REST = 150; // ms without a move, after which the address is written
 
 class Stepper {
-  constructor() {
-    /** @type {{recordings: Recorded[]}} */
-    const { recordings } = JSON.parse(part("data").textContent);
+  /** @param {Recorded[]} recordings of one phase, or of two, the earlier first */
+  constructor(recordings) {
     const all = recordings.map((data) => new Recording(data));
     const [main] = all.slice(-1);
     /** @type {Side[]} */
-    this.sides = all.map((recording, place) => new Side(recording, part("sides"), all.length > 1 ? all[1 - place] : null, place ? "+" : "−"));
+    this.sides = all.map((recording, place) => new Side(recording, part("sides"), all.length > 1 ? all[1 - place] : null));
     this.main = this.sides.findIndex(({ recording }) => recording === main);
     /** @type {string | null} */
     this.followed = null;
@@ -22,12 +21,13 @@ class Stepper {
     this.saving = 0;
     /** @type {Question | null} */
     this.question = null;
-    document.body.dataset.sides = String(this.sides.length);
     part("moment").max = String(this.recording.length - 1);
     this.drawStrip();
     this.listen();
     this.drawFollow();
     this.drawQuestions();
+    if (all.length > 1) part("beside").textContent = `beside phase ${all[0].data.phase}`;
+    part("beside").hidden = all.length === 1;
     this.open();
   }
 
@@ -44,6 +44,7 @@ class Stepper {
     const address = /** @type {Address} */ (Object.fromEntries(new URLSearchParams(location.hash.slice(1))));
     const asked = this.recording.data.questions?.find(({ name }) => name === address.ask) ?? null;
     if (address.follow) this.followed = address.follow;
+    this.setBeside(address.beside !== undefined);
     this.ask(asked);
     const moment = address.step === undefined && asked ? { step: String(asked.step), line: asked.line } : address;
     const side = this.sides[this.main];
@@ -51,6 +52,15 @@ class Stepper {
     for (const other of this.sides) if (other !== side) this.goAlong(other, true);
     this.showFollowed();
     this.tell();
+  }
+
+  /** Show both phases, or one. @param {boolean} isBeside */
+  setBeside(isBeside) {
+    this.sides.forEach((side, place) => (side.element.hidden = place !== this.main && !isBeside));
+    this.isBeside = isBeside && this.sides.length > 1;
+    document.body.dataset.sides = this.isBeside ? "2" : "1";
+    part("beside").setAttribute("aria-pressed", String(this.isBeside));
+    for (const side of this.sides) side.source.centre();
   }
 
   /** Show on the other side the line that runs here, or the one that called; if it has neither, the step.
@@ -70,6 +80,7 @@ class Stepper {
       const step = this.recording.stepOf[this.index];
       const address = new URLSearchParams({ step: String(step), event: String(this.index - this.recording.span(step)[0]) });
       if (this.followed !== null) address.set("follow", this.followed);
+      if (this.isBeside) address.set("beside", this.sides[0].recording.data.phase);
       if (this.question) address.set("ask", this.question.name);
       history.replaceState(null, "", `#${address}`);
     }, REST);
@@ -265,6 +276,10 @@ class Stepper {
       });
     }
     part("play").addEventListener("click", () => this.play());
+    part("beside").addEventListener("click", () => {
+      this.setBeside(!this.isBeside);
+      this.save();
+    });
     part("moment").addEventListener("input", () => {
       this.stop();
       this.go(Number(part("moment").value));
@@ -307,4 +322,10 @@ class Stepper {
   }
 }
 
-new Stepper();
+/** The recordings of the page, which are compressed. @returns {Promise<{recordings: Recorded[]}>} */
+function unpacked() {
+  const bytes = Uint8Array.from(atob(part("data").textContent), (sign) => sign.charCodeAt(0));
+  return new Response(new Blob([bytes]).stream().pipeThrough(new DecompressionStream("gzip"))).json();
+}
+
+unpacked().then(({ recordings }) => new Stepper(recordings));
