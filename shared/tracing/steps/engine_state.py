@@ -259,7 +259,7 @@ class EngineState:
             request = entry.request
             drafts: State = {"granted": entry.num_drafts} if entry.num_drafts else {}
             if drafts and request.draft_ids is not self.old_drafts.get(request):
-                drafts["ids"] = list(request.draft_ids)
+                drafts["ids"] = [token_id for token_id in request.draft_ids if token_id >= 0]  # known on the host
                 if request.num_forced_drafts:
                     drafts["forced"] = request.num_forced_drafts
             if self.verified is not self.engine.scheduler.verified:

@@ -60,12 +60,13 @@ class StepRecorder(Recorder):
         super().__init__(engine, clock=clock)
         self.lesson = lesson
         self.reader = EngineState(engine)
-        watched = {
+        watched: dict[Any, Watched] = {
             Runner.forward: Watched("launch", self.reader.launch),
             Runner.sample: Watched("launch", self.reader.sample),
             SamplerOutput.wait: Watched("wait", self.reader.wait),
-            Batch.of.__func__: Watched("", self.reader.make_batch),  # type: ignore[attr-defined]
         }
+        for kind in (Batch, *Batch.__subclasses__()):  # those of side tracks
+            watched[kind.of.__func__] = Watched("", self.reader.make_batch)  # type: ignore[attr-defined]
         codes = {function.__code__: each for function, each in watched.items()}
         shown = shown_functions(lesson, (type(engine.scheduler).__module__, *more))
         self.tracer = LineTracer(shown, codes, self.reader, clock)
@@ -142,7 +143,7 @@ class StepRecorder(Recorder):
         for event in self.tracer.events:
             ids |= _token_ids(event.patch)
         tokenizer = self.engine.tokenizer
-        return {str(each): tokenizer.token_bytes(each).decode("utf-8", "replace") for each in sorted(ids)}
+        return {str(each): tokenizer.token_bytes(each).decode("utf-8", "replace") for each in sorted(ids) if each >= 0}
 
 
 def record(engine: Any, lesson: Lesson, arrivals: Sequence[Arrival], more: Iterable[str] = ()) -> dict[str, Any]:
