@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from shared.lessons import lessons
+from shared.lessons import find_lesson, lessons
 from shared.tracing.steps.patches import State, applied
 from shared.tracing.steps.recording import as_text
 from shared.tracing.steps.shown import current_sources
@@ -86,6 +86,18 @@ def test_every_request_ends_with_the_text_of_its_tokens(name: str) -> None:
         told = "".join(texts[str(token_id)] for token_id in request["outputs"].values())
         assert request["text"] in (told, ""), "segments give no text"
     assert not last["queues"]["running"]
+
+
+def test_a_chapter_opens_its_recording_at_two_moments_and_asks_its_question() -> None:
+    """That the moments exist is checked with the chapter's other links."""
+    for number in workloads():
+        lesson = find_lesson(number)
+        if not lesson.is_side_track:
+            name = lesson.folder.name
+            chapter = (FOLDER.parent / f"{name}.md").read_text(encoding="utf-8")
+            assert chapter.count("](recordings/phase_") >= 3
+            assert f"](recordings/{name}.json#step=" in chapter
+            assert f"](recordings/{name}.json#ask=" in chapter
 
 
 def test_a_short_request_leaves_its_row_empty_in_phase_4_and_not_in_phase_5() -> None:
