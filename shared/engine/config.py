@@ -41,9 +41,11 @@ def setting(
 ) -> Any:
     """A field of the config.
 
-    Args: default: the value that every engine accepts. phase: the phase that introduces the field. text: what the field
-        does; the help of its option. choices: the values of a field with a fixed set of values; None is allowed if it
-        is the default.
+    Args:
+        default: the value that every engine accepts.
+        phase: the phase that introduces the field.
+        text: what the field does; the help of its option.
+        choices: the values of a field with a fixed set of values; None is allowed if it is the default.
         values: those of the choices that a later phase introduces, with that phase.
         at_least: the least value of a field that is a whole number; None is allowed where it is the default.
     """

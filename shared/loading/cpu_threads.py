@@ -14,7 +14,7 @@ import os
 import time
 from collections import deque
 from statistics import median
-from threading import local
+from threading import Lock, local
 from typing import Any
 
 import torch
@@ -89,8 +89,9 @@ class CpuThreads:
     """Sets PyTorch's number of threads before each forward of a model, and times the forward."""
 
     most = 0  # threads of this process: PyTorch's own number, or the last that a caller has set
-    _last = 0  # that any model has set; a new thread of the process begins with it
+    _last = 0  # the number that a model has set last; a new thread of the process begins with it
     _of_thread = local()  # `number`: the one that was set in this thread, whose number is its own
+    _lock = Lock()  # so that `_last` is what PyTorch gives to new threads
 
     def __init__(self) -> None:
         self.choice = ThreadChoice(1)
@@ -98,14 +99,16 @@ class CpuThreads:
 
     def begin(self, model: nn.Module, arguments: tuple[Any, ...]) -> None:
         """Before a forward."""
-        found = torch.get_num_threads()
-        if found != getattr(self._of_thread, "number", CpuThreads._last):
-            CpuThreads.most = found
-        if self.choice.most != CpuThreads.most:
-            self.choice = ThreadChoice(CpuThreads.most)
-        number = CpuThreads._last = self._of_thread.number = self.choice.next
-        if number != found:
-            torch.set_num_threads(number)
+        with self._lock:
+            found = torch.get_num_threads()
+            if found != getattr(self._of_thread, "number", CpuThreads._last):
+                CpuThreads.most = found
+            if self.choice.most != CpuThreads.most:
+                self.choice = ThreadChoice(CpuThreads.most)
+            number = self._of_thread.number = self.choice.next
+            if number != found:
+                torch.set_num_threads(number)
+                CpuThreads._last = number
         self.began = time.perf_counter()
 
     def end(self, model: nn.Module, arguments: tuple[Any, ...], hidden: torch.Tensor) -> None:

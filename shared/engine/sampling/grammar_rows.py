@@ -95,7 +95,7 @@ class GrammarRows:
     def enter(self, rows: Sequence[SamplingRow], table_rows: Sequence[int]) -> Entered | None:
         """Compute the masks of the rows with a grammar, after the outputs and drafts of each; None if there are none.
 
-        Args: rows: the table row of each row; those of a request are adjacent.
+        Args: table_rows: the table row of each row; those of a request are adjacent.
         """
         self.keys = self._keys(rows, table_rows)
         table_rows, expected, self.next = self.keys[0], self.next, None
@@ -172,7 +172,7 @@ class GrammarRows:
         return list(table_rows), serials, list(indices), [constraint is not None for constraint in constraints]
 
     def _forget(self, table_row: int, serial: int) -> dict[int, int]:
-        """Forget the rows of the request that samples in ``row``; returns their indices by number of outputs."""
+        """Forget the rows of the request that samples in ``table_row``; returns their indices by number of outputs."""
         found: dict[int, int] = {}
         while self.entered.get(table_row, (None, 0))[0] == serial:
             found[self.entered.pop(table_row)[1]] = table_row

@@ -11,7 +11,8 @@ A scale belongs to a row of W or to a group of its columns. Multiplying every we
 arithmetic, and a load for each of them would be worse. But ``Σ x (v - z) s = s (Σ x v - z Σ x)`` over columns that
 share scale and zero: a thread sums the 16 bytes of its load first, and scales the sum.
 
-Invariants: W is read once; sums are fp32 of exact products; nothing but a normed x is rounded before the result.
+Invariants: W is read once; sums are fp32 of exact products; nothing but a normed x is rounded before the result, except
+that x is rounded to FP8 where the tensor cores multiply it by a W in FP8.
 """
 
 import torch
