@@ -14,7 +14,7 @@ SECONDS_ON_GPU ?= 480
 MINUTES ?= 10
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all measure fuzz mutants test-gpu test-gpu-2 lint format env map docs workshop clean
+.PHONY: help demo test test-all measure fuzz mutants test-gpu test-gpu-2 lint format env map recordings docs workshop clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -61,6 +61,9 @@ format: env ## bring the code into format
 
 map: env ## write docs/MAP.md anew, the list of all modules
 	$(BIN)/python -m tests.source_map
+
+recordings: env ## make the recordings that chapters show line by line anew; of one phase: PHASES=07
+	OMP_NUM_THREADS=1 $(BIN)/python -m tutorial.recordings $(PHASES)
 
 docs: env ## build the site of the course into site/
 	@rm -rf site

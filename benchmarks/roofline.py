@@ -21,7 +21,8 @@ from shared.models.causal_lm import CausalLM
 from shared.models.config import ModelConfig
 from shared.quantization.weight import QuantizedWeight
 
-PARTS = ("embedding", "attention projections", "MLP projections", "norms and biases", "output head")
+MATRICES = ("attention projections", "MLP projections")
+PARTS = ("embedding", *MATRICES, "norms and biases", "output head")
 
 
 @dataclass(frozen=True)
@@ -52,10 +53,13 @@ class Floor:
 class DecodeWork:
     """What a decode step of ``batch`` sequences must read and compute; ``context`` is the number of tokens S that a
     sequence's new token sees, itself included.
+
+    The matrices of the blocks may have fewer bits than ``dtype``, scales included (phase 10); all else has the dtype.
     """
 
     config: ModelConfig
     dtype: torch.dtype
+    weight_bits: float | None = None
 
     @cached_property
     def parameters(self) -> dict[str, int]:
@@ -71,16 +75,20 @@ class DecodeWork:
     def num_parameters(self) -> int:
         return sum(self.parameters.values())
 
+    def part_bytes(self, part: str) -> int:
+        """What the weights of one of the `PARTS` occupy."""
+        bits = self.weight_bits if part in MATRICES and self.weight_bits else 8 * self.dtype.itemsize
+        return int(self.parameters[part] * bits / 8)
+
     @property
     def resident_bytes(self) -> int:
         """The size of the weights."""
-        return self.num_parameters * self.dtype.itemsize
+        return sum(map(self.part_bytes, PARTS))
 
     @property
     def weight_bytes(self) -> int:
         """Weights that every step reads whatever its batch: all, except an embedding that is not the head."""
-        unread = 0 if self.config.tie_word_embeddings else self.parameters["embedding"]
-        return (self.num_parameters - unread) * self.dtype.itemsize
+        return self.resident_bytes - (0 if self.config.tie_word_embeddings else self.part_bytes("embedding"))
 
     @property
     def row_bytes(self) -> int:

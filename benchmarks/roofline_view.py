@@ -11,8 +11,9 @@ def view(name: str, work: DecodeWork, context: int, ceilings: Any, floors: Seque
     """``ceilings``: machine, source, read_bytes_per_second, matmul_flops_per_second; ``floors``: one row each."""
     config, itemsize = work.config, work.dtype.itemsize
     bandwidth, rate = ceilings.read_bytes_per_second, ceilings.matmul_flops_per_second
+    narrow = f", {work.weight_bits:g} bits a weight of the blocks" if work.weight_bits else ""
     options = [
-        f"{config.family}, {config.num_layers} layers, {str(work.dtype)[6:]}: {itemsize} bytes a number",
+        f"{config.family}, {config.num_layers} layers, {str(work.dtype)[6:]}: {itemsize} bytes a number{narrow}",
         f"{ceilings.machine} · {ceilings.source}",
         f"reads {quantity(bandwidth, 'B/s')}, {quantity(rate, 'FLOP/s')} in matrix products: {rate / bandwidth:.1f} "
         "FLOP in the time of one byte; below that, a step waits for memory",
@@ -49,7 +50,7 @@ def _weights(work: DecodeWork) -> list[dict[str, Any]]:
     def row(part: str, parameters: int, num_bytes: int) -> dict[str, Any]:
         return {"part": part, "parameters": parameters, "read": quantity(num_bytes, "B")}
 
-    rows = [row(part, found, found * work.dtype.itemsize) for part, found in work.parameters.items() if found]
+    rows = [row(part, found, work.part_bytes(part)) for part, found in work.parameters.items() if found]
     if work.config.tie_word_embeddings:
         rows[0]["part"] = "embedding, which is the output head too"
     else:

@@ -85,13 +85,19 @@ class Lot:
             drafts = request.draft_ids[:num_drafts]
             if drafts:
                 self.lot = (self.lot + GOLDEN) % 1
-                num_accepted, chance = 0, self.acceptance
-                while num_accepted < num_drafts and self.lot < chance:
-                    num_accepted, chance = num_accepted + 1, chance * self.acceptance
+                num_accepted = num_accepted_by(self.lot, self.acceptance, num_drafts)
                 drafts[num_accepted : num_accepted + 1] = [draft ^ 1 for draft in drafts[num_accepted:][:1]]
                 ids[first : first + num_drafts] = drafts
             first += num_rows
         self.commit(schedule, dataclasses.replace(sampled, token_ids=ids))
+
+
+def num_accepted_by(lot: float, acceptance: float, num_drafts: int) -> int:
+    """How many of the drafts a lot from 0 to 1 accepts: n or more with probability ``acceptance`` to the power n."""
+    num_accepted, chance = 0, acceptance
+    while num_accepted < num_drafts and lot < chance:
+        num_accepted, chance = num_accepted + 1, chance * acceptance
+    return num_accepted
 
 
 def tokens_per_second(engine: Any, num_requests: int, num_steps: int) -> float:

@@ -236,6 +236,13 @@ def batching_lesson(reason: str, number: str | None, settings: Mapping[str, Any]
     return lesson
 
 
+def given(context: typer.Context, *names: str) -> dict[str, Any]:
+    """The values of those of a command's options, or of its ``names``, that stand on its command line."""
+    sources = {name: context.get_parameter_source(name) for name in names or context.params}
+    chosen = [name for name, source in sources.items() if source is not None and source.name == "COMMANDLINE"]
+    return {name: context.params[name] for name in chosen}
+
+
 def listed(text: str | None) -> tuple[str, ...]:
     """The parts of a text between commas."""
     return tuple(part.strip() for part in (text or "").split(",") if part.strip())

@@ -35,6 +35,7 @@ EPILOG = examples(
     "infer trace --compare waiting,overlapped",
     "infer trace --model smollm2-135m --requests 3 --json-schema person.json --max-tokens 64",
     "infer trace --model smollm2-135m --prompts questions.txt --max-tokens 32 --out my-trace",
+    "infer trace --steps --phase 07",
 )
 DEFAULT_REQUESTS = 12
 TINY = "tiny-llama"
@@ -49,6 +50,7 @@ _work = partial(typer.Option, rich_help_panel="Workload")
 @options.engine_options("max_waiting_requests", max_batch_size=4, max_seq_len=512)
 @options.sampling_options(*options.GRAMMARS)
 def trace(
+    context: typer.Context,
     model: options.Model = TINY,
     phase: options.Phase = None,
     requests: Annotated[int | None, _work(help="Requests of a mixed workload of random tokens; default: 12.")] = None,
@@ -70,6 +72,14 @@ def trace(
             "or loops, such as static,continuous or waiting,overlapped."
         ),
     ] = None,
+    steps: Annotated[
+        bool,
+        typer.Option(
+            "--steps",
+            help="Record the lines of each step instead, as steps.html and steps.json; by default of the requests and "
+            "with the settings of the phase's chapter.",
+        ),
+    ] = False,
     out: Annotated[Path, typer.Option(help="The folder for trace.html and trace.json.")] = Path("trace"),
     **settings: Any,
 ) -> None:
@@ -77,7 +87,11 @@ def trace(
 
     trace.html opens in a browser; trace.json opens in https://ui.perfetto.dev. The default model is tiny and has random
     weights: the steps are those of any model. --model takes other shapes of `infer model list` too.
+
+    With --steps, steps.html shows the code of the steps line by line, and what each line changed; the default model is
+    then the demo model.
     """
+    from shared.cli import trace_steps
     from shared.cli.serve import model_name
     from shared.engine.warm_up import warm_up
     from shared.sampling.params import SamplingParams
@@ -86,6 +100,16 @@ def trace(
 
     reason = "runs one request at a time, so there is no timeline of many"
     lesson = options.batching_lesson(reason, phase, settings)
+    if steps and compare is not None:
+        raise ConfigError(f"--steps records one run, and --compare is {compare!r}; leave one of them out.")
+    if steps and model == TINY and not options.given(context, "model"):
+        model = options.DEFAULT_MODEL
+    workload_options = "requests", "prompts", "shared_prefix", "documents", "every", "rate", *options.GRAMMARS
+    if steps and not options.given(context, *workload_options):
+        _prepare(out, trace_steps.FILES)
+        with _made(model) as folder:
+            trace_steps.write_course_run(lesson, folder, settings, options.given(context), out)
+        return
     texts = read_prompts(prompts) if prompts is not None else None
     number = _number(requests, texts, prompts)
     if texts is not None and shared_prefix is not None:
@@ -100,19 +124,22 @@ def trace(
         )
     if every is not None and rate is not None:
         raise ConfigError(f"--every is {every} and --rate is {rate}; both set the arrivals: give one of them.")
-    steps = arrival_steps(number, every=every or 0, rate=rate, seed=seed)
+    moments = arrival_steps(number, every=every or 0, rate=rate, seed=seed)
     SamplingParams(max_new_tokens=max_tokens)
     grammar = options.take_grammar(settings)
     variants = _variants(compare, {**settings, "seed": seed, "max_waiting_requests": number}, number)
     for _, variant in variants:
         EngineConfig(model=model, **variant).check(lesson.load("engine").SUPPORTED)
-    _prepare(out)
+    _prepare(out, trace_steps.FILES if steps else FILES)
     runs = []
     with _made(model) as folder:
         for title, variant in variants:
             engine = options.load_engine(lesson, folder, **variant)
-            arrivals = _arrivals(engine, steps, texts, max_tokens, seed, shared_prefix or 0, grammar, documents or 0)
+            arrivals = _arrivals(engine, moments, texts, max_tokens, seed, shared_prefix or 0, grammar, documents or 0)
             warm_up(engine)
+            if steps:
+                trace_steps.write(lesson, engine, arrivals, out)
+                return
             details = _settings(engine, lesson, model_name(model), every=every, rate=rate, seed=seed)
             title = title or ", ".join(str(details[name]) for name in ("batching mode", "policy") if name in details)
             runs.append(TracedRun(title, engine, arrivals, details))
@@ -193,11 +220,11 @@ def _number(requests: int | None, texts: list[tuple[int, str]] | None, prompts: 
     return number
 
 
-def _prepare(out: Path) -> None:
+def _prepare(out: Path, files: tuple[str, ...]) -> None:
     """Make the folder and check that the files can be written."""
     try:
         out.mkdir(parents=True, exist_ok=True)
-        paths = [out, *(out / name for name in FILES)]
+        paths = [out, *(out / name for name in files)]
         wrong = [path for path in paths if path.exists() and not os.access(path, os.W_OK)]
     except OSError as error:
         said = f"--out is {str(out)!r}, which cannot be a folder ({error.strerror}); name another."

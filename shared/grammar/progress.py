@@ -33,11 +33,18 @@ class Progress:
         self.now: Configuration | None = fsm.initial_state
         self.stack = ""
 
-    def read(self, token_id: int) -> Position | None:
-        """Advance by a token, and return the position before it; None after the end of the grammar."""
+    @property
+    def position(self) -> Position | None:
+        """Where the output stands; None after the end of the grammar."""
         if self.now is None:
             return None
-        position = Position(self.now.state, self.stack, int(np.count_nonzero(self.fsm.mask(self.now))))
+        return Position(self.now.state, self.stack, int(np.count_nonzero(self.fsm.mask(self.now))))
+
+    def read(self, token_id: int) -> Position | None:
+        """Advance by a token, and return the position before it; None after the end of the grammar."""
+        position = self.position
+        if position is None:
+            return None
         token = self.fsm.vocabulary.tokens[token_id]
         for byte in token:
             if self.now is None:

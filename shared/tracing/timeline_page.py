@@ -1,17 +1,11 @@
 """Writes a run as a self-contained HTML file. Introduced in phase 4.
 
-Style, script and data are inline; the page's policy (CSP) allows only these, by their hashes, and no network request.
 The script draws the timeline; the tables are generated here, so all figures are available without the script, and to
 screen readers. Invariant: text from a model or a user is data or escaped, never markup.
 """
 
-import base64
 import dataclasses
-import hashlib
-import json
-import re
 from collections.abc import Iterator, Sequence
-from functools import cache
 from html import escape
 from pathlib import Path
 from typing import Any
@@ -19,6 +13,7 @@ from typing import Any
 from shared.engine.record import StepRecord
 from shared.tracing.focus import focus
 from shared.tracing.holdings import memory_data
+from shared.tracing.inline_page import embedded, filled, joined
 from shared.tracing.lanes import LANES, activity_lanes
 from shared.tracing.trace import CellKind, Span, Trace, TracedRequest
 
@@ -27,26 +22,21 @@ POOL = ("pool_cast.js", "pool_blocks.js", "pool_words.js", "pool.js")
 SCRIPTS = ("timeline.js", "activity.js", "tokens.js", "kept.js", *POOL, "memory.js", "controls.js")
 COUNTED = [kind for kind in CellKind if kind not in (CellKind.PENDING, CellKind.FAILED)]
 """Kinds of cells that the table of requests counts, in the order of its columns."""
-REGION = re.compile(r"\{\{(\w+)\}\}")
 
 
 def page(traces: Sequence[Trace], title: str, note: str = "") -> str:
     """The HTML of one page with all traces stacked on the same scale; ``note`` is shown below the totals."""
-    style = "\n\n".join(map(_part, ("timeline.css", "pool.css")))
-    script = "\n\n".join(map(_part, SCRIPTS))
-    policy = f"default-src 'none'; style-src {_hash(style)}; script-src {_hash(script)}; img-src data:"
     titles = ["", *(trace.title for trace in traces)]
-    regions = {
-        "title": escape(title),
-        "policy": f"{policy}; base-uri 'none'; form-action 'none'",
-        "style": style,
-        "script": script,
-        "data": _embedded({"traces": [trace_data(trace) for trace in traces]}),
-        "totals": _table("Totals", titles, [[name, *values] for name, values in totals_rows(traces)], name="totals"),
-        "note": escape(note),
-        "tables": "\n".join(_tables(trace) for trace in traces),
-    }
-    return REGION.sub(lambda region: regions[region[1]], _part("timeline.html"))
+    return filled(
+        FOLDER / "timeline.html",
+        style=joined(FOLDER / name for name in ("timeline.css", "pool.css")),
+        script=joined(FOLDER / name for name in SCRIPTS),
+        title=escape(title),
+        data=embedded({"traces": [trace_data(trace) for trace in traces]}),
+        totals=_table("Totals", titles, [[name, *values] for name, values in totals_rows(traces)], name="totals"),
+        note=escape(note),
+        tables="\n".join(_tables(trace) for trace in traces),
+    )
 
 
 def trace_data(trace: Trace) -> dict[str, Any]:
@@ -209,18 +199,3 @@ def _table(caption: str, head: Sequence[str], rows: Sequence[Sequence[object]], 
         f'<table class="{name}"><caption>{escape(caption)}</caption><thead><tr>{columns}</tr></thead>\n'
         f"<tbody>\n{body}\n</tbody></table></div>"
     )
-
-
-def _embedded(data: dict[str, Any]) -> str:
-    """JSON that is safe inside a script element."""
-    return json.dumps(data, ensure_ascii=False, separators=(",", ":")).replace("<", "\\u003c")
-
-
-def _hash(text: str) -> str:
-    digest = base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
-    return f"'sha256-{digest}'"
-
-
-@cache
-def _part(name: str) -> str:
-    return (FOLDER / name).read_text(encoding="utf-8").strip("\n")

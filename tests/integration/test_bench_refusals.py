@@ -60,6 +60,7 @@ def assert_refused(command: str, told: str) -> None:
         ("roofline tiny-llama --context 2049", "--context is 2049"),
         ("roofline tiny-llama --batch 4,x", "--batch is '4,x'"),
         ("roofline tiny-llama --gpu abacus", "'abacus'"),
+        ("roofline tiny-llama --gpu h100 --weight-bits 0", "--weight-bits is 0"),
         ("roofline tiny-llama --bandwidth 1 --flops nan", "--flops is nan"),
         ("roofline tiny-llama --gpu h100 --dtype float32", "16-bit"),
     ],

@@ -3,6 +3,7 @@
 import json
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -136,6 +137,41 @@ def check(repository: Path, pytester: pytest.Pytester):
         return result, result.stdout.str()
 
     return run
+
+
+RECORDING = {
+    "format": 1,
+    "functions": [{"name": "Engine.step", "path": "engine.py", "first": 1, "lines": ["def step(self):", "    run()"]}],
+    "lines": [[0, 0, 0, ""], [0, 1, 0, ""]],
+    "events": [[0, 1], [1, 1], [0, 1]],
+    "steps": [{"first": 0, "ms": 1}, {"first": 2, "ms": 1}],
+    "questions": [{"name": "predict", "step": 0, "line": "run", "ask": "?", "reveal": "!"}],
+    "state": {},
+}
+
+
+@pytest.mark.parametrize(
+    ("address", "told"),
+    [
+        ("", ""),
+        ("#step=0&line=run", ""),
+        ("#step=1&line=step", ""),
+        ("#ask=predict", ""),
+        ("#step=1&line=run", "has no line 'run' in step 1"),
+        ("#step=2", "has no line '' in step 2"),
+        ("#ask=guess", "asks no question 'guess'"),
+        ("#stop=1", "an address has no stop"),
+    ],
+)
+@pytest.mark.parametrize("name", ["phase_07", "phase_07_by_06_1", "phase_08"])
+def test_a_link_to_a_recording_names_a_moment(address: str, told: str, name: str, repository: Path, check: Any) -> None:
+    (repository / "recordings").mkdir()
+    for each in ("phase_07", "phase_07_by_06_1"):
+        (repository / f"recordings/{each}.json").write_text(json.dumps(RECORDING))
+    result, printed = check(f"# Page\n\n[Words on\ntwo lines](recordings/{name}.json{address})\n", "-k", "links")
+    told = "there is no phase_08.json" if name == "phase_08" else told
+    result.assert_outcomes(failed=int(bool(told)), passed=int(not told))
+    assert told in printed
 
 
 def line_of(page: str, text: str) -> int:

@@ -4,6 +4,7 @@ import json
 import os
 import re
 import socket
+from dataclasses import replace
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -259,6 +260,19 @@ def test_llama_by_hand() -> None:
     assert many.num_bytes == floor.num_bytes + 99 * 512 * 32_768  # more sequences share the weights alone
     assert many.flops == 100 * floor.flops
     assert many.tokens_per_second == pytest.approx(100 / many.seconds)
+
+
+def test_blocks_of_fewer_bits_by_hand() -> None:
+    qwen, blocks = work("qwen3-8b"), 6_945_767_424  # parameters of the matrices
+    for bits in (8, 4.125):
+        narrow = replace(qwen, weight_bits=bits)
+        assert qwen.weight_bytes - narrow.weight_bytes == 2 * blocks - bits * blocks / 8
+        assert qwen.resident_bytes - narrow.resident_bytes == 2 * blocks - bits * blocks / 8
+        assert narrow.flops(512) == qwen.flops(512)
+        assert narrow.kv_bytes(512) == qwen.kv_bytes(512)
+    found = json.loads(infer("qwen3-8b --gpu h100 --weight-bits 4.125 --json").stdout)
+    assert (found["weight_bits"], found["weight_bytes"]) == (4.125, narrow.weight_bytes)
+    assert "4.125 bits a weight of the blocks" in infer("qwen3-8b --gpu h100 --weight-bits 4.125").stdout
 
 
 def test_gemma_by_hand_with_its_windows() -> None:

@@ -6,15 +6,18 @@ function yields a `Problem` for each reference that leads nowhere.
 """
 
 import ast
+import json
 import re
 import shlex
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
+from urllib.parse import parse_qsl
 
 import pytest
 
+from shared.tracing.steps.moments import find
 from tutorial.checker.chapter import Chapter, Problem, read_chapter
 
 FOLDERS = ("benchmarks", "docs", "phases", "shared", "tests", "tutorial")
@@ -25,6 +28,7 @@ PLACEHOLDER = "NAME"
 INFER = pytest.StashKey[Callable[[], Any]]()
 """Where pytest's configuration keeps what makes the click command ``infer``; the root's conftest.py puts it there."""
 _LINK = re.compile(r"""!?\[[^\]]*\]\(([^)\s]+)[^)\n]*\)|\b(?:src|srcset|href)=["']([^"']+)["']""")
+_MOMENT = re.compile(r"\]\(([^()\s#]*recordings/\w+\.json)(?:#([^()\s]*))?\)")
 _SPAN = re.compile(r"`([^`\n]+)`")
 _DOTTED = re.compile(r"\b(?:shared|benchmarks|phases|tutorial)(?:\.\w+)+")
 # Where a command begins: a code span, a prompt (variables may stand before it), or an indented line.
@@ -34,7 +38,7 @@ _END_OF_COMMAND = frozenset({"|", "||", "&&", "&", ";", ">", ">>", "2>", "<"})
 
 
 def dead_links(page: Chapter, root: Path) -> Iterator[Problem]:
-    """Links to files that do not exist, lie outside the repository, or lack the heading."""
+    """Links to files that do not exist, lie outside the repository, or lack the heading or the moment."""
     for line, text in _prose(page):
         for match in _LINK.finditer(text):
             target = match[1] or match[2]
@@ -46,8 +50,9 @@ def dead_links(page: Chapter, root: Path) -> Iterator[Problem]:
                 yield Problem(line, f"the link {target} leads out of the repository")
             elif not path.exists():
                 yield Problem(line, f"the link {target} leads to nothing: there is no {path.relative_to(root)}")
-            elif anchor and anchor not in anchors(path):
+            elif anchor and not _MOMENT.search(f"]({target})") and anchor not in anchors(path):
                 yield Problem(line, f"the link {target} leads to nothing: {path.name} has no heading #{anchor}")
+    yield from _dead_moments(page, root)
 
 
 def missing_paths(page: Chapter, root: Path) -> Iterator[Problem]:
@@ -78,6 +83,15 @@ def unknown_commands(page: Chapter, root: Path, infer: Any) -> Iterator[Problem]
         for target in TARGET.findall(text):
             if target not in targets:
                 yield Problem(line, f"there is no target `make {target}`")
+
+
+def _dead_moments(page: Chapter, root: Path) -> Iterator[Problem]:
+    """Links to a moment that a recording of steps does not have; the words of a link may stand on several lines."""
+    for line, text in _prose(page):
+        for target, address in _MOMENT.findall(text):
+            path = (page.path.parent / target).resolve()
+            if (wrong := moment_error(path, address) if path.exists() else f"there is no {path.name}") is not None:
+                yield Problem(line, f"the link {target}#{address} leads to nothing: {wrong}")
 
 
 CHECKS = MappingProxyType({"links": dead_links, "paths": missing_paths, "names": unknown_names})
@@ -129,6 +143,24 @@ def command_error(line: str, infer: Any) -> str | None:
     used = {word.partition("=")[0] for word in words[:end] if re.match(r"--?[a-z][\w-]*(?:=|$)", word)}
     if unknown := used - known - {"--help"}:
         return f"`infer {line.strip()}` uses {', '.join(sorted(unknown))}, which the command does not have"
+    return None
+
+
+def moment_error(path: Path, address: str) -> str | None:
+    """What is wrong with the address of a moment, such as ``step=7&line=schedule`` or ``ask=predict``; None if the
+    recording has it. A recording of two phases side by side has the moments of the later one.
+    """
+    path = path.with_stem(path.stem.partition("_by_")[0])
+    recording = json.loads(path.read_text(encoding="utf-8"))
+    names = dict(parse_qsl(address, keep_blank_values=True))
+    if unknown := set(names) - {"step", "line", "ask"}:
+        return f"an address has no {', '.join(sorted(unknown))}"
+    if "ask" in names:
+        asked = [each for each in recording.get("questions", ()) if each["name"] == names["ask"]]
+        return None if asked else f"{path.name} asks no question {names['ask']!r}"
+    step, line = names.get("step", "0"), names.get("line", "")
+    if not step.isdecimal() or find(recording, int(step), line) is None:
+        return f"{path.name} has no line {line!r} in step {step}"
     return None
 
 

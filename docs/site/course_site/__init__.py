@@ -9,27 +9,33 @@ from sphinx.application import Sphinx
 from course_site import (
     code_lines,
     fences,
+    instruments,
     links,
     navigation,
     phase_sections,
     pictures,
+    recordings,
     source_code,
     source_pages,
     units,
 )
 
+PARTS = (
+    navigation,
+    code_lines,
+    fences,
+    phase_sections,
+    instruments,
+    links,
+    pictures,
+    recordings,
+    units,
+    source_code,
+    source_pages,
+)
+
 
 def setup(app: Sphinx) -> dict[str, bool]:
-    for module in (
-        navigation,
-        code_lines,
-        fences,
-        phase_sections,
-        links,
-        pictures,
-        units,
-        source_code,
-        source_pages,
-    ):
+    for module in PARTS:
         module.register(app)
     return {"parallel_read_safe": True, "parallel_write_safe": True}

@@ -11,6 +11,7 @@ from sphinx.application import Sphinx
 from sphinx.environment import BuildEnvironment
 from sphinx.util.docutils import SphinxDirective
 
+from course_site import recordings
 from course_site.coloured_diff import FileDiff, split_files
 from course_site.links import source_uri
 from course_site.reports import reports
@@ -22,7 +23,7 @@ from shared.lessons import Lesson, find_lesson
 def changes(lesson: Lesson) -> str:
     """The section on what the phase changed."""
     heading = f"What changed since phase {lesson.previous}" if lesson.previous else "The code of this phase"
-    return f"## {heading}\n\n```{{phase-changes}} {lesson.number}\n```\n"
+    return f"## {heading}\n\n{recordings.links(lesson)}\n```{{phase-changes}} {lesson.number}\n```\n"
 
 
 def measured(lesson: Lesson) -> str:

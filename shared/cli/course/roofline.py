@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 EPILOG = examples(
     "infer roofline smollm2-135m",
     "infer roofline llama-3.2-1b --gpu h100",
+    "infer roofline qwen3-8b --gpu h100 --weight-bits 4.125",
     "infer roofline qwen3-1.7b --bandwidth 900 --flops 70 --dtype bfloat16 --context 4096",
     "infer roofline ./my-model --batch 1,4,64 --json",
 )
@@ -54,6 +55,9 @@ def roofline(
     dtype: Annotated[
         str | None, typer.Option(help="Of weights, keys and values. Default: float32 on a CPU, else the model's.")
     ] = None,
+    weight_bits: Annotated[
+        float | None, typer.Option(help="Of a weight in the blocks' matrices: 8, or 4.125 with a scale for 128.")
+    ] = None,
     gpu: Annotated[
         str | None, typer.Option(help="A GPU's data sheet: h100, h200, a100, l40s, l4, rtx-4090, ...")
     ] = None,
@@ -79,7 +83,9 @@ def roofline(
         raise RequestError(f"--context is {context}; {name} holds from 1 to {limit} tokens.")
     batches = _batches(batch)
     ceilings = _ceilings(gpu, bandwidth, flops, device)
-    work = DecodeWork(config, _dtype(dtype, config.dtype, ceilings))
+    if weight_bits is not None and not 1 <= weight_bits <= 32:
+        raise ConfigError(f"--weight-bits is {weight_bits}; it must be a number from 1 to 32.")
+    work = DecodeWork(config, _dtype(dtype, config.dtype, ceilings), weight_bits)
     floors = [work.floor(context, *_rates(ceilings), batch=size) for size in batches]
     if as_json:
         typer.echo(json.dumps(_as_json(name, work, context, ceilings, floors)))
@@ -150,6 +156,7 @@ def _as_json(name: str, work: "DecodeWork", context: int, ceilings: Ceilings, fl
     return {
         "model": name,
         "dtype": str(work.dtype).removeprefix("torch."),
+        "weight_bits": work.weight_bits,
         "context": context,
         "parameters": {**work.parameters, "total": work.num_parameters},
         "weight_bytes": work.weight_bytes,

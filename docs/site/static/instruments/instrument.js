@@ -1,0 +1,144 @@
+// What the instruments share: reading their controls, numbers as text, and a chart with logarithmic axes.
+
+/** @typedef {Record<string, any>} Data What a page gives an instrument. */
+/** @typedef {Record<string, any>} Values What its controls say: sliders numbers, menus text. */
+/**
+ * @typedef {object} Chart
+ * @property {(value: number) => number} x
+ * @property {(value: number) => number} y
+ * @property {(points: [number, number][], kind: string) => void} line
+ * @property {(point: [number, number], text: string, kind: string, dx?: number, dy?: number) => void} text
+ * @property {(point: [number, number], kind: string) => void} dot
+ */
+
+const Instrument = {
+  /**
+   * Start all instruments of a kind on the page; `draw` is called whenever a control or the width has changed.
+   * @param {string} kind
+   * @param {(figure: HTMLElement, data: Data, values: Values) => void} draw
+   * @param {(figure: HTMLElement, form: HTMLFormElement) => void} [begin]
+   */
+  start(kind, draw, begin) {
+    for (const figure of /** @type {NodeListOf<HTMLElement>} */ (document.querySelectorAll(`[data-instrument=${kind}]`))) {
+      const form = /** @type {HTMLFormElement} */ (figure.querySelector("form"));
+      const data = JSON.parse(/** @type {HTMLElement} */ (figure.querySelector("script")).textContent ?? "");
+      const update = () => draw(figure, data, Instrument.values(form));
+      form.addEventListener("input", update);
+      form.addEventListener("submit", (event) => event.preventDefault());
+      begin?.(figure, form);
+      new ResizeObserver(update).observe(/** @type {Element} */ (figure.querySelector("[role=img]")));
+      update();
+    }
+  },
+
+  /** @param {HTMLFormElement} form The values of the controls; each slider also says its own. */
+  values(form) {
+    /** @type {Values} */
+    const values = {};
+    for (const control of /** @type {NodeListOf<HTMLInputElement>} */ (form.querySelectorAll("input, select"))) {
+      const steps = control.dataset.values;
+      values[control.name] = steps ? JSON.parse(steps)[Number(control.value)] : control.value;
+      if (steps) {
+        const text = `${Instrument.number(values[control.name])}${control.dataset.unit}`;
+        control.setAttribute("aria-valuetext", text);
+        /** @type {HTMLElement} */ (control.nextElementSibling).textContent = text;
+      }
+    }
+    return values;
+  },
+
+  /** @param {number} value A whole number as it is, another with three digits; with commas between thousands. */
+  number(value) {
+    const shown = Number.isInteger(value) ? value : Number(value.toPrecision(3));
+    return shown.toLocaleString("en", { maximumFractionDigits: 6 });
+  },
+
+  /** @param {number} seconds */
+  duration(seconds) {
+    const [unit, name] = seconds >= 0.9995 ? [1, "s"] : seconds >= 0.0009995 ? [1e3, "ms"] : [1e6, "µs"];
+    return `${Instrument.number(seconds * Number(unit))} ${name}`;
+  },
+
+  /** @param {number} value @param {string} unit */
+  quantity(value, unit) {
+    const power = Math.min(4, Math.max(0, Math.floor(Math.log10(value) / 3)));
+    return `${Instrument.number(value / 1000 ** power)} ${["", "k", "M", "G", "T"][power]}${unit}`;
+  },
+
+  /**
+   * The text of an element, in which `*words*` are strong.
+   * @param {HTMLElement} figure @param {string} selector @param {string} text
+   */
+  tell(figure, selector, text) {
+    const parts = text.split("*").map((part, index) => {
+      return index % 2 ? Object.assign(document.createElement("strong"), { textContent: part }) : part;
+    });
+    figure.querySelector(selector)?.replaceChildren(...parts);
+  },
+
+  /** @param {HTMLElement} figure @param {string[]} head @param {string[][]} rows */
+  table(figure, head, rows) {
+    const table = document.createElement("table");
+    const cells = (/** @type {string[]} */ texts, /** @type {string} */ scope) => {
+      const line = table.insertRow();
+      for (const [column, text] of texts.entries()) {
+        const isHead = scope === "col" || column === 0;
+        const cell = document.createElement(isHead ? "th" : "td");
+        if (isHead) cell.setAttribute("scope", scope);
+        cell.textContent = text;
+        line.append(cell);
+      }
+    };
+    cells(head, "col");
+    for (const row of rows) cells(row, "row");
+    figure.querySelector("details > div")?.replaceChildren(table);
+  },
+
+  /**
+   * Draw the axes into an emptied picture, and return what draws in their units.
+   * @param {SVGSVGElement} svg
+   * @param {{x: [number, number], y: [number, number], xName: string, yName: string}} ends
+   * @param {[number, string][]} xTicks @param {[number, string][]} yTicks
+   * @returns {Chart}
+   */
+  chart(svg, ends, xTicks, yTicks) {
+    const [width, height] = [svg.clientWidth, svg.clientHeight];
+    const box = { left: 58, right: width - 22, top: 26, bottom: height - 42 };
+    const along = (/** @type {number} */ value, /** @type {[number, number]} */ [least, most]) => {
+      return Math.log(value / least) / Math.log(most / least);
+    };
+    const x = (/** @type {number} */ value) => box.left + along(value, ends.x) * (box.right - box.left);
+    const y = (/** @type {number} */ value) => box.bottom - along(value, ends.y) * (box.bottom - box.top);
+    const add = (/** @type {string} */ tag, /** @type {Record<string, any>} */ attributes, text = "") => {
+      const element = document.createElementNS("http://www.w3.org/2000/svg", tag);
+      for (const [name, value] of Object.entries(attributes)) element.setAttribute(name, value);
+      element.textContent = text;
+      svg.append(element);
+    };
+    svg.setAttribute("viewBox", `0 0 ${width} ${height}`);
+    svg.replaceChildren();
+    for (const [value, text] of xTicks) {
+      add("path", { class: "grid", d: `M${x(value)} ${box.top}V${box.bottom}` });
+      add("text", { x: x(value), y: box.bottom + 18, "text-anchor": "middle" }, text);
+    }
+    for (const [value, text] of yTicks) {
+      add("path", { class: "grid", d: `M${box.left} ${y(value)}H${box.right}` });
+      add("text", { x: box.left - 8, y: y(value) + 4, "text-anchor": "end" }, text);
+    }
+    add("text", { x: box.right, y: height - 6, "text-anchor": "end" }, ends.xName);
+    add("text", { x: 4, y: 14 }, ends.yName);
+    return {
+      x,
+      y,
+      line: (points, kind) => {
+        const path = points.map(([a, b], index) => `${index ? "L" : "M"}${x(a).toFixed(1)} ${y(b).toFixed(1)}`);
+        add("path", { class: kind, d: path.join("") });
+      },
+      text: ([a, b], text, kind, dx = 0, dy = 0) => {
+        const anchor = x(a) > (box.left + box.right) / 2 ? "end" : "start";
+        add("text", { x: x(a) + (anchor === "end" ? -dx : dx), y: y(b) + dy, class: kind, "text-anchor": anchor }, text);
+      },
+      dot: ([a, b], kind) => add("circle", { cx: x(a), cy: y(b), r: 6, class: kind }),
+    };
+  },
+};

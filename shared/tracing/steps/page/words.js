@@ -1,0 +1,95 @@
+// What a line changed, in a sentence: for the live region, the table of a step, and readers who see no colours. Loaded
+// after replay.js.
+"use strict";
+
+/** @param {number} count @param {string} word */
+const some = (count, word) => `${count} ${word}${count === 1 ? "" : "s"}`;
+/** @param {any[]} names */
+const listed = (names) => (names.length > 1 ? `${names.slice(0, -1).join(", ")} and ${names.at(-1)}` : `${names[0] ?? "nothing"}`);
+/** @param {string} text */
+const quoted = (text) => `“${text}”`;
+/** @param {number} start @param {number} count */
+const range = (start, count) => (count === 1 ? `token ${start}` : `tokens ${start} to ${start + count - 1}`);
+
+/** A sentence for each part of the state, from the state before and after the line; none where nothing changed.
+ * @type {Record<string, (before: any, after: any, recording: Recording) => string[]>} */
+const SENTENCES = {
+  queues(before = {}, after = {}) {
+    const names = Object.keys(after);
+    const moved = names.flatMap((name) => after[name].filter((/** @type {string} */ id) => !before[name]?.includes(id)).map((/** @type {string} */ id) => {
+      const old = names.find((each) => before[each]?.includes(id) && !after[each].includes(id));
+      return `${id} ${old ? `moves from ${old} to` : "enters"} ${name}`;
+    }));
+    return moved.length ? moved : ["the order of a queue changes"];
+  },
+  requests(before = {}, after = {}, recording) {
+    const changed = Object.keys({ ...before, ...after }).filter((id) => !isSame(before[id], after[id]));
+    return changed.flatMap((id) => (after[id] ? requestSentences(id, before[id] ?? {}, after[id], recording) : [`${id} is gone`]));
+  },
+  schedule(before, after) {
+    if (!after) return ["the schedule is done"];
+    const entries = after.items.map((/** @type {Entry} */ { id, tokens, start, kind }) => `${kind} of ${id}, ${range(start, tokens)}`);
+    return [`the schedule is ${entries.length ? entries.join(", then ") : "empty"}`];
+  },
+  batch(before, after) {
+    return [after ? `the batch has ${some(after.token_ids.length, "token")} of ${listed(after.ids)}` : "the batch is done"];
+  },
+  pool(before, after) {
+    /** @type {Map<string, string[]>} */
+    const said = new Map();
+    for (const block of Object.keys({ ...before?.blocks, ...after?.blocks })) {
+      const [was, now] = [before?.blocks[block], after?.blocks[block]];
+      if (isSame(was, now)) continue;
+      const fate = now?.[0].length ? `of ${listed(now[0])}` : now ? "kept for a prefix" : "free";
+      said.set(fate, [...(said.get(fate) ?? []), block]);
+    }
+    const { unit } = after ?? before;
+    return [...said].map(([fate, blocks]) => `${unit}${blocks.length > 1 ? "s" : ""} ${listed(blocks)} ${blocks.length > 1 ? "are" : "is"} ${fate}`);
+  },
+  tree: (before, after = {}) => [`the prefix tree has ${some(Object.keys(after).length, "node")}`],
+  in_flight: (before, after) => [after ? `in flight: step ${listed(after.map((/** @type {any} */ { step }) => step))}` : "nothing is in flight"],
+  drafts(before = {}, after = {}, recording) {
+    const changed = Object.keys(after).filter((id) => !isSame(before[id], after[id]));
+    return changed.map((id) => {
+      const { granted, ids, accepted, rejected } = after[id];
+      if (accepted !== undefined) return `${accepted} of ${some(accepted + rejected, "draft")} of ${id} accepted`;
+      return ids ? `${id} has the draft ${quoted(recording.words(ids))}` : `${id} may have ${some(granted, "draft")}`;
+    });
+  },
+  sampled(before = {}, after = {}, recording) {
+    const fresh = Object.keys(after).filter((id) => !isSame(before[id], after[id]));
+    return fresh.map((id) => `${quoted(recording.words(after[id]))} is sampled for ${id}`);
+  },
+  grammar(before = {}, after = {}) {
+    const changed = Object.keys(after).filter((id) => !isSame(before[id], after[id]));
+    return changed.map((id) => `the grammar of ${id} is in state ${after[id].state} and allows ${some(after[id].allowed, "token")}`);
+  },
+  variables(before = {}, after = {}) {
+    return Object.keys(after).flatMap((depth) => {
+      const fresh = Object.keys(after[depth]).filter((name) => before[depth] && before[depth][name] !== after[depth][name]);
+      return fresh.map((name) => `${name} is ${after[depth][name]}`);
+    });
+  },
+};
+
+/** @param {string} id @param {Partial<Served>} before @param {Served} after @param {Recording} recording @returns {string[]} */
+function requestSentences(id, before, after, recording) {
+  const given = Object.values(after.outputs).slice(Object.keys(before.outputs ?? {}).length);
+  const differs = (/** @type {keyof Served} */ key) => !isSame(before[key], after[key]);
+  return [
+    differs("status") && `${id} is ${after.status}${after.reason ? ` (${after.reason})` : ""}`,
+    differs("computed") && `${some(after.computed, "token")} of ${id} ${after.computed === 1 ? "is" : "are"} computed`,
+    given.length && `${id} gets ${quoted(recording.words(given))}`,
+    differs("written") && after.written !== undefined && `${some(after.written, "token")} of ${id} ${after.written === 1 ? "is" : "are"} written`,
+    differs("blocks") && `${id} holds ${after.blocks?.length ? listed(after.blocks) : "nothing"} of the pool`,
+  ].filter((said) => typeof said === "string");
+}
+
+/** What an event changed; panels in `hidden` are not told. @param {Recording} recording @param {number} index @param {string[]} hidden */
+function told(recording, index, hidden = []) {
+  const [before, after] = /** @type {any[]} */ ([recording.before(index), recording.states[index]]);
+  const parts = Object.keys(SENTENCES).filter((part) => before[part] !== after[part] && !isSame(before[part], after[part]));
+  const said = parts.flatMap((part) => (hidden.includes(part) ? [] : SENTENCES[part](before[part], after[part], recording)));
+  const text = said.join("; ");
+  return text ? `${text[0].toUpperCase()}${text.slice(1)}.` : "This line changes nothing that is shown.";
+}

@@ -1,0 +1,100 @@
+"""``infer trace --steps``: the chapter's requests, a learner's own code and its wrong line, and what it refuses."""
+
+import json
+import os
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from shared.cli import app
+from shared.tracing.steps.patches import applied
+from tests.integration.infer_process import INFER
+from tests.integration.trace_pages import traced
+
+ROOT = Path(__file__).parents[2]
+LARGER = ("--max-seq-len", "256", "--num-gpu-blocks", "64")  # a token of a tiny model is a byte
+CHUNKS = "shared/scheduling/chunks.py"
+RIGHT = "budget = max(self.config.max_num_batched_tokens - num_decoding, 1)"
+
+
+def recording(folder: Path) -> dict[str, Any]:
+    values: dict[str, Any] = json.loads((folder / "steps.json").read_text(encoding="utf-8"))
+    return values
+
+
+def by_learner(model: str, folder: Path, line: str) -> subprocess.CompletedProcess[str]:
+    """The command on a workspace whose chunks have this line in place of the right one."""
+    own = folder / "workspace" / CHUNKS
+    own.parent.mkdir(parents=True)
+    text = (ROOT / CHUNKS).read_text(encoding="utf-8")
+    assert RIGHT in text
+    own.write_text(text.replace(RIGHT, line), encoding="utf-8")
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    environment |= {"INFER_WORKSHOP": "1", "INFER_WORKSPACE": str(folder / "workspace"), "INFER_WORKSHOP_SAID": "1"}
+    command = [*INFER, "trace", "--steps", "--phase", "07", "--model", model, *LARGER]
+    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=300)
+
+
+def test_the_requests_of_the_chapter_with_other_settings(model: str, tmp_path: Path) -> None:
+    told = traced("--steps", "--phase", "07", "--model", model, *LARGER, "--max-tokens", "3", "--out", tmp_path)
+    assert told.splitlines() == [f"wrote {tmp_path / name}" for name in ("steps.html", "steps.json")]
+    found = recording(tmp_path)
+    assert [each["id"] for each in found["requests"]] == list("ABCD")
+    assert {each["max_tokens"] for each in found["requests"]} == {3}
+    assert found["settings"]["num_gpu_blocks"] == 64
+    assert found["settings"]["prefill_chunk_size"] == 12, "the chapter's"
+    page = (tmp_path / "steps.html").read_text(encoding="utf-8")
+    assert "ChunkedScheduler.schedule" in page
+
+
+def test_prompts_of_a_file(model: str, tmp_path: Path) -> None:
+    (tmp_path / "prompts.txt").write_text("The capital\n</script><b>bold</b>\n", encoding="utf-8")
+    options = ("--prompts", tmp_path / "prompts.txt", "--max-tokens", "2", "--out", tmp_path)
+    traced("--steps", "--phase", "05", "--model", model, *options)
+    assert [each["prompt"] for each in recording(tmp_path)["requests"]] == ["The capital", "</script><b>bold</b>"]
+    assert "</script><b>" not in (tmp_path / "steps.html").read_text(encoding="utf-8")
+
+
+def test_a_learners_wrong_line_is_seen(model: str, tmp_path: Path) -> None:
+    wrong = "budget = max(self.config.max_num_batched_tokens - 5 * num_decoding, 1)"
+    done = by_learner(model, tmp_path, wrong)
+    assert done.returncode == 0, done.stderr
+    found = recording(tmp_path / "trace")
+    (sizes,) = [each for each in found["functions"] if each["name"] == "Chunks.sizes"]
+    offset = next(n for n, line in enumerate(sizes["lines"]) if wrong in line)
+    text = (tmp_path / "workspace" / CHUNKS).read_text(encoding="utf-8").splitlines()
+    assert text[sizes["first"] - 1 + offset] == sizes["lines"][offset], "the learner's line, by its number"
+    budgets, state = set(), found["state"]
+    for line, _, *patch in found["events"]:
+        state = applied(state, patch[0]) if patch else state
+        function, at, depth, _ = found["lines"][line]
+        if found["functions"][function] is sizes and at == offset:
+            budgets.add(state["variables"][str(depth)]["budget"])
+    assert budgets & {"11", "6", "1"}, "16 - 5, which is wrong: it would be 15, 14, 13"
+
+
+def test_a_learners_line_that_raises_ends_the_recording_there(model: str, tmp_path: Path) -> None:
+    done = by_learner(model, tmp_path, "budget = max(self.config.max_num_batched_token - num_decoding, 1)")
+    assert done.returncode == 2
+    assert "The last step ended in AttributeError" in " ".join(done.stderr.split())
+    found = recording(tmp_path / "trace")
+    assert found["error"].startswith("AttributeError")
+    last = [found["lines"][line] for line, *_ in found["events"]][-9:]
+    assert "max_num_batched_token -" in " ".join(found["functions"][f]["lines"][at] for f, at, *_ in last)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (["--compare", "static,continuous"], "leave one of them out"),
+        (["--phase", "03"], "runs one request at a time"),
+        (["--requests", "257"], "shows 1 to 256"),
+    ],
+)
+def test_what_it_refuses(arguments: list[str], told: str, tmp_path: Path) -> None:
+    result = CliRunner().invoke(app, ["trace", "--steps", *arguments, "--out", str(tmp_path)])
+    assert result.exit_code == 2
+    assert told in " ".join(result.output.split())
