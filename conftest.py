@@ -92,6 +92,9 @@ def pytest_configure(config: pytest.Config) -> None:
     if config.getoption("from_empty"):  # a learner wants the message, and what their own code printed
         config.option.tbstyle = "short" if config.option.tbstyle == "auto" else config.option.tbstyle
         config.option.showcapture = "stdout"
+        from tutorial.workshop.from_empty_mistakes import diagnose
+
+        diagnose(config)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -3,6 +3,7 @@
 Each run is a fork of one server, as those of the workshop's checks are.
 """
 
+import json
 import os
 import tempfile
 from collections.abc import Callable, Iterator
@@ -14,6 +15,8 @@ from tests.waiting import PATIENCE
 from tutorial.checker.chapter import read_chapter
 from tutorial.checker.files import page_files, write_files
 from tutorial.workshop.fork_server import IS_SUPPORTED, ForkServer
+from tutorial.workshop.mistakes import MOST_ALIKE, are_alike
+from tutorial.workshop.verdicts import Case
 
 pytestmark = pytest.mark.skipif(not IS_SUPPORTED, reason="needs Linux")
 ROOT = Path(__file__).parents[2]
@@ -61,10 +64,10 @@ Check = Callable[..., tuple[int, str]]
 def run(server: ForkServer) -> Check:
     """Run ``pytest phases/phase_PHASE --from-empty FILE``: exit code and output."""
 
-    def run(phase: str, file: Path) -> tuple[int, str]:
+    def run(phase: str, file: Path, *options: str, **variables: str) -> tuple[int, str]:
         arguments = ["-p", "no:cacheprovider", "-m", "not demo", f"phases/phase_{phase}", "--from-empty", str(file)]
         with tempfile.TemporaryFile() as printed:
-            process = server.start(arguments, dict(os.environ), printed.fileno())
+            process = server.start([*arguments, *options], {**os.environ, **variables}, printed.fileno())
             try:
                 code = process.wait(PATIENCE)
             finally:
@@ -110,9 +113,26 @@ def test_a_mistake_is_explained(check: Check, mistake: str) -> None:
     code, output = check(phase, old, new)
     assert code == 1, output
     assert message in output, output
+    assert ("This looks like: " in output) is (mistake != "another shape"), output
     if mistake in ON_PAGES:
         (shown,) = (fence.body for fence in read_chapter(PAGES[phase]).fences if fence.kind == "plain")
         assert "\n".join(shown) in output
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("phase", sorted(PAGES))
+def test_every_known_mistake_of_a_page_fails_and_is_recognised(run: Check, tmp_path: Path, phase: str) -> None:
+    write_files(PAGES[phase], tmp_path)
+    (name,), proof = page_files(PAGES[phase]), tmp_path / "proof.json"
+    code, output = run(phase, tmp_path / name, "-p", "tests.from_empty_proof", INFER_FROM_EMPTY_PROOF=str(proof))
+    assert code == 0, output
+    found = [(says, [Case(**case) for case in cases]) for says, cases in json.loads(proof.read_text())]
+    assert len(found) >= 5
+    for says, cases in found:
+        assert any(case.outcome == "failed" for case in cases), (says, cases)
+        alike = {other for other, its_cases in found if are_alike(cases, its_cases)}
+        assert says in alike
+        assert len(alike) <= MOST_ALIKE, (says, alike)
 
 
 @pytest.mark.parametrize(

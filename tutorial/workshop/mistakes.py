@@ -135,7 +135,13 @@ def is_alike(one: Verdict, other: Verdict) -> bool:
     """Whether the same cases failed, each with the same first line of its error, numbers being rounded."""
     if one.outcome is not Outcome.FAILED or other.outcome is not Outcome.FAILED:
         return False
-    cases, others = ({case.test: case for case in verdict.cases} for verdict in (one, other))
+    return are_alike(one.cases, other.cases)
+
+
+def are_alike(one: Sequence[Case], other: Sequence[Case]) -> bool:
+    """Whether the same cases of the same tests failed, each with the same first line of its error, numbers being
+    rounded."""
+    cases, others = ({case.test: case for case in each} for each in (one, other))
     return cases.keys() == others.keys() and all(_is_same(case, others[test]) for test, case in cases.items())
 
 
