@@ -59,7 +59,8 @@ def test_a_standing_is_read_from_a_workspace_and_a_zip_file(tmp_path: Path) -> N
     assert read_standing(tmp_path / "ada.zip", "Ada") == found
     workspace.note_check(exercise, passed=True)
     assert read_standing(workspace.root, "Ada").num_failed == 0
-    for text in ("[", "[]", '{"02x5": 3}', '{"02x5": {"checked": "x"}}'):
+    entries = ('"checked": "x"', '"checked": NaN', '"checked": 1e999', '"is_started": 1, "num_failed": 1e999')
+    for text in ("[", "[]", "[" * 100_000, '{"02x5": 3}', *(f'{{"02x5": {{{entry}}}}}' for entry in entries)):
         (workspace.root / ".progress.json").write_text(text)
         assert "cannot be read" in read_standing(workspace.root, "Ada").problem
     assert read_standing(tmp_path, "Eve").problem
@@ -84,7 +85,7 @@ def test_what_is_no_standing_is_not_received() -> None:
     ):
         with pytest.raises(ConfigError, match="no standing"):
             received(json.dumps(right | wrong).encode())
-    for content in (b"", b"[]", b"\xff", b"3"):
+    for content in (b"", b"[]", b"\xff", b"3", b"[" * 100_000):
         with pytest.raises(ConfigError, match="no standing"):
             received(content)
 
