@@ -140,6 +140,26 @@ def test_a_workspace_joins_tells_and_leaves(server: Board, tmp_path: Path) -> No
     assert server.standings == {}
 
 
+def test_a_learner_joins_before_the_first_exercise_and_stays_where_another_board_is_not_there(
+    server: Board, tmp_path: Path
+) -> None:
+    workspace = tmp_path / "workspace"
+    join(workspace, server.address, "Ada")
+    for url in ("http://[/x", "ftp://x/y", "http://127.0.0.1:0/x"):
+        with pytest.raises(ConfigError):
+            join(workspace, url, "Ada")
+    assert tell(workspace) == ""
+    assert [each.name for each in server.standings.values()] == ["Ada"]
+    assert leave(workspace) == server.address
+
+
+def test_a_learner_whose_workspace_cannot_be_written_is_not_left_on_the_board(server: Board, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match="cannot be written"):
+        join(tmp_path / "file" / "workspace", server.address, "Ada")
+    assert server.standings == {}
+
+
 def test_a_board_that_is_gone_is_said_and_costs_nothing_else(tmp_path: Path) -> None:
     Workspace(tmp_path).start([find_exercise("02x5")])
     with Board() as gone:

@@ -132,18 +132,25 @@ class _Handler(BaseHTTPRequestHandler):
 def join(workspace: Path, address: str, name: str) -> None:
     """Have each check of this workspace tell a board where its learner is, from now on.
 
-    Raises ConfigError if the name cannot be shown, or the board cannot be reached.
+    Raises ConfigError if the name cannot be shown, or the board cannot be reached; then a board that had been joined
+    stays joined.
     """
-    leave(workspace)
-    if urlsplit(address).scheme != "http" or not urlsplit(address).path.strip("/"):
+    if not _is_address(address):
         raise ConfigError(f"{address} is no address of a board; it looks like http://192.168.0.7:8077/WORD.")
-    joined = {"address": address.rstrip("/"), "name": checked_name(name), "key": secrets.token_urlsafe(12)}
+    address, before = address.rstrip("/"), _joined(workspace)
+    is_renamed = before is not None and before["address"] == address
+    key = before["key"] if before and is_renamed else secrets.token_urlsafe(12)
+    joined = {"address": address, "name": checked_name(name), "key": key}
     if problem := _send(joined, read_standing(workspace, name)):
         raise ConfigError(f"The board at {address} {problem}; ask your teacher for its address.")
     try:
+        workspace.mkdir(parents=True, exist_ok=True)  # before the first exercise there is none
         (workspace / _JOINED).write_text(json.dumps(joined) + "\n", encoding="utf-8")
     except OSError as error:
+        _send(joined, None)
         raise ConfigError(f"{workspace / _JOINED} cannot be written ({error.strerror}).") from None
+    if before is not None and not is_renamed:
+        _send(before, None)
 
 
 def leave(workspace: Path) -> str:
@@ -190,6 +197,13 @@ def ago(at: float) -> str:
     if minutes < 1:
         return "now"
     return f"{minutes} min ago" if minutes < 120 else f"{minutes // 60} h ago"
+
+
+def _is_address(address: str) -> bool:
+    try:
+        return urlsplit(address).scheme == "http" and bool(urlsplit(address).path.strip("/"))
+    except ValueError:  # brackets that do not hold an IPv6 address
+        return False
 
 
 def _joined(workspace: Path) -> dict[str, str] | None:
