@@ -2,10 +2,12 @@
 
 import http.client
 import json
+import socket
+import struct
 import zipfile
 from collections.abc import Iterator
 from pathlib import Path
-from threading import Thread
+from threading import Event, Thread
 from urllib.parse import urlsplit
 
 import pytest
@@ -119,9 +121,24 @@ def test_only_who_knows_the_word_looks_and_is_shown(server: Board, monkeypatch: 
     assert status == 200
     assert "&lt;b&gt;Ada" in page
     assert "<b>" not in page
-    assert "1 learners" in page
+    assert "<p>1 learner</p>" in page
     assert ask(server, "DELETE", f"/{word}/key")[0] == 204
     assert "Ada" not in ask(server, "GET", f"/{word}")[1]
+
+
+def test_a_connection_that_a_client_resets_leaves_no_traceback(server: Board, capfd: pytest.CaptureFixture) -> None:
+    reset, is_handled, handle = struct.pack("ii", 1, 0), Event(), server.handle_error
+
+    def watched(request: object, client: object) -> None:
+        handle(request, client)
+        is_handled.set()
+
+    server.handle_error = watched  # type: ignore[method-assign]
+    with socket.create_connection(server.server_address[:2]) as client:
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, reset)
+        client.sendall(f"PUT /{server.word}/key HTTP/1.1\r\nContent-Length: 9\r\n\r\n".encode())
+    assert is_handled.wait(60)
+    assert capfd.readouterr().err == ""
 
 
 def test_a_workspace_joins_tells_and_leaves(server: Board, tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ import html
 import http.client
 import json
 import secrets
+import sys
 import time
 import urllib.error
 import urllib.request
@@ -35,7 +36,7 @@ _PAGE = """<!doctype html><html lang="en"><head><meta charset="utf-8"><title>inf
 <meta http-equiv="refresh" content="{seconds}"><style>
 body {{ font: 1.1rem system-ui, sans-serif; margin: 2rem; color-scheme: light dark }}
 td, th {{ text-align: left; padding: .3rem 1rem .3rem 0 }}
-</style></head><body><h1>infer workshop</h1><table><tr>{head}</tr>{rows}</table><p>{count} learners</p></body></html>"""
+</style></head><body><h1>infer workshop</h1><table><tr>{head}</tr>{rows}</table><p>{count}</p></body></html>"""
 
 
 class Board(ThreadingHTTPServer):
@@ -75,13 +76,19 @@ class Board(ThreadingHTTPServer):
                 return False
         return True
 
+    def handle_error(self, request: object, client_address: object) -> None:
+        """Say nothing of a client that closed its connection; the terminal is the teacher's."""
+        if not isinstance(sys.exception(), OSError):
+            super().handle_error(request, client_address)  # type: ignore[arg-type]
+
     def page(self) -> str:
         """The page that the teacher looks at."""
         with self.lock:
             found = list(self.standings.values())
         rows = "".join(f"<tr>{_cells('td', row)}</tr>" for row in board_rows(found))
         head = _cells("th", COLUMNS)
-        return _PAGE.format(seconds=SECONDS_PER_LOOK, head=head, rows=rows, count=len(found))
+        count = "1 learner" if len(found) == 1 else f"{len(found)} learners"
+        return _PAGE.format(seconds=SECONDS_PER_LOOK, head=head, rows=rows, count=count)
 
 
 class _Handler(BaseHTTPRequestHandler):
