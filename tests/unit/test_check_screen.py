@@ -51,6 +51,8 @@ def test_the_table_holds_only_the_parameters_that_decide(monkeypatch: pytest.Mon
     assert shown(*few)[1:6] == ["1   ✓", "64  ✗", "65  ✗", "", "the smallest failing case: test_x[64]"]
     odd = [case("1e-06", "passed"), case("3", "failed")]
     assert shown(*odd)[:3] == ["✗ test_x, 1 of 2 cases pass", "1e-06  ✓", "3      ✗"]
+    signed = [case(f"7-{n}-{kind}", "failed" if n else "passed") for n in (1, 0, -60) for kind in ("a", "b")]
+    assert shown(*signed)[:4] == ["✗ test_x, 2 of 6 cases pass", "1    ✗", "0    ✓", "-60  ✗"]
     many = [case(f"{n}", "failed" if n else "passed") for n in range(30)]
     assert shown(*many)[11] == "and 20 more, of which 0 pass"
 

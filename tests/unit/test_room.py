@@ -2,10 +2,12 @@
 
 import http.client
 import json
+import socket
+import struct
 import zipfile
 from collections.abc import Iterator
 from pathlib import Path
-from threading import Thread
+from threading import Event, Thread
 from urllib.parse import urlsplit
 
 import pytest
@@ -59,7 +61,8 @@ def test_a_standing_is_read_from_a_workspace_and_a_zip_file(tmp_path: Path) -> N
     assert read_standing(tmp_path / "ada.zip", "Ada") == found
     workspace.note_check(exercise, passed=True)
     assert read_standing(workspace.root, "Ada").num_failed == 0
-    for text in ("[", "[]", '{"02x5": 3}', '{"02x5": {"checked": "x"}}'):
+    entries = ('"checked": "x"', '"checked": NaN', '"checked": 1e999', '"is_started": 1, "num_failed": 1e999')
+    for text in ("[", "[]", "[" * 100_000, '{"02x5": 3}', *(f'{{"02x5": {{{entry}}}}}' for entry in entries)):
         (workspace.root / ".progress.json").write_text(text)
         assert "cannot be read" in read_standing(workspace.root, "Ada").problem
     assert read_standing(tmp_path, "Eve").problem
@@ -84,7 +87,7 @@ def test_what_is_no_standing_is_not_received() -> None:
     ):
         with pytest.raises(ConfigError, match="no standing"):
             received(json.dumps(right | wrong).encode())
-    for content in (b"", b"[]", b"\xff", b"3"):
+    for content in (b"", b"[]", b"\xff", b"3", b"[" * 100_000):
         with pytest.raises(ConfigError, match="no standing"):
             received(content)
 
@@ -118,9 +121,24 @@ def test_only_who_knows_the_word_looks_and_is_shown(server: Board, monkeypatch: 
     assert status == 200
     assert "&lt;b&gt;Ada" in page
     assert "<b>" not in page
-    assert "1 learners" in page
+    assert "<p>1 learner</p>" in page
     assert ask(server, "DELETE", f"/{word}/key")[0] == 204
     assert "Ada" not in ask(server, "GET", f"/{word}")[1]
+
+
+def test_a_connection_that_a_client_resets_leaves_no_traceback(server: Board, capfd: pytest.CaptureFixture) -> None:
+    reset, is_handled, handle = struct.pack("ii", 1, 0), Event(), server.handle_error
+
+    def watched(request: object, client: object) -> None:
+        handle(request, client)
+        is_handled.set()
+
+    server.handle_error = watched  # type: ignore[method-assign]
+    with socket.create_connection(server.server_address[:2]) as client:
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, reset)
+        client.sendall(f"PUT /{server.word}/key HTTP/1.1\r\nContent-Length: 9\r\n\r\n".encode())
+    assert is_handled.wait(60)
+    assert capfd.readouterr().err == ""
 
 
 def test_a_workspace_joins_tells_and_leaves(server: Board, tmp_path: Path) -> None:
@@ -136,6 +154,26 @@ def test_a_workspace_joins_tells_and_leaves(server: Board, tmp_path: Path) -> No
     join(tmp_path, server.address, "Grace")
     assert [each.name for each in server.standings.values()] == ["Grace"], "who joins again leaves first"
     assert leave(tmp_path) == server.address
+    assert server.standings == {}
+
+
+def test_a_learner_joins_before_the_first_exercise_and_stays_where_another_board_is_not_there(
+    server: Board, tmp_path: Path
+) -> None:
+    workspace = tmp_path / "workspace"
+    join(workspace, server.address, "Ada")
+    for url in ("http://[/x", "ftp://x/y", "http://127.0.0.1:0/x"):
+        with pytest.raises(ConfigError):
+            join(workspace, url, "Ada")
+    assert tell(workspace) == ""
+    assert [each.name for each in server.standings.values()] == ["Ada"]
+    assert leave(workspace) == server.address
+
+
+def test_a_learner_whose_workspace_cannot_be_written_is_not_left_on_the_board(server: Board, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match="cannot be written"):
+        join(tmp_path / "file" / "workspace", server.address, "Ada")
     assert server.standings == {}
 
 

@@ -134,6 +134,19 @@ def test_a_missing_file_is_no_problem_and_an_encrypted_one_is(tmp_path: Path) ->
     assert "password" in read(file).problems[NORM]
 
 
+@pytest.mark.parametrize("method", [zipfile.ZIP_DEFLATED, zipfile.ZIP_BZIP2, zipfile.ZIP_LZMA])
+def test_a_file_whose_compressed_bytes_are_damaged_is_a_problem(method: int, tmp_path: Path) -> None:
+    file = tmp_path / "ada.zip"
+    with zipfile.ZipFile(file, "w", method) as archive:
+        archive.writestr(CACHE, bytes(range(256)) * 16)
+    content = bytearray(file.read_bytes())
+    begin = content.index(CACHE.encode()) + len(CACHE)
+    content[begin + 4 : begin + 9] = b"\xff" * 5
+    file.write_bytes(content)
+    assert list(read(file).problems) == [CACHE]
+    assert not read(file).refused
+
+
 @given(st.data())
 def test_a_damaged_zip_file_raises_nothing(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:
     file = pack(tmp_path_factory.mktemp("zip") / "ada.zip", f"workspace/{CACHE}", f"workspace/{NORM}")

@@ -3,6 +3,7 @@
 Invariant: a failed exercise fits on a screen, however many cases it has.
 """
 
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -23,6 +24,7 @@ _MARKS = {"passed": ("✓", "green"), "failed": ("✗", "red")}
 _INDENT = " " * 8
 _FIRST_WITH_TEXT = "02"
 """The first phase that generates; earlier ones compute logits."""
+_HYPHEN = re.compile(r"(?<=[^-])-")  # between two parameters; one more is the sign of a number
 _MOST_ROWS = 10
 _MOST_COLUMNS = 8
 _MOST_LETTERS = 300
@@ -141,7 +143,7 @@ def _matrix(name: str, cases: Sequence["Case"]) -> list[str]:
     if passed in (0, len(cases)):
         return [f"{_mark(cases[0].outcome)} {name}, {'all' if passed else 'none'} of {len(cases)} cases"]
     rows: dict[str, dict[str, str]] = {}
-    outcomes = _deciding({tuple(case.parameters.split("-")): case.outcome for case in cases})
+    outcomes = _deciding({tuple(_HYPHEN.split(case.parameters)): case.outcome for case in cases})
     columns = list(dict.fromkeys(parts[-1] for parts in outcomes))
     if len(columns) > _MOST_COLUMNS or all(len(parts) == 1 for parts in outcomes):
         rows = {"-".join(parts): {"": outcome} for parts, outcome in outcomes.items()}

@@ -108,7 +108,7 @@ class Switch(StrEnum):
 def times(
     switch: Annotated[Switch | None, typer.Argument(help="on: record them; off: stop, and delete the record.")] = None,
 ) -> None:
-    """Record here how long your exercises take, for `infer workshop status`; nothing leaves this machine."""
+    """Record here how long your exercises take, for `infer workshop status`; nothing is sent."""
     from tutorial.workshop.times import Times
 
     record = Times(_workspace().root)
@@ -119,7 +119,7 @@ def times(
         return
     if record.agreed:
         minutes = record.minutes()
-        typer.echo(f"times are recorded in {shown(record.file)}, and stay there")
+        typer.echo(f"times are recorded in {shown(record.file)}, and not sent")
         typer.echo(f"{len(minutes)} exercises, {round(sum(minutes.values()))} min; `infer workshop status` shows them")
     else:
         typer.echo("times are off, and what was recorded is deleted")

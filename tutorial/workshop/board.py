@@ -10,6 +10,7 @@ import html
 import http.client
 import json
 import secrets
+import sys
 import time
 import urllib.error
 import urllib.request
@@ -35,7 +36,7 @@ _PAGE = """<!doctype html><html lang="en"><head><meta charset="utf-8"><title>inf
 <meta http-equiv="refresh" content="{seconds}"><style>
 body {{ font: 1.1rem system-ui, sans-serif; margin: 2rem; color-scheme: light dark }}
 td, th {{ text-align: left; padding: .3rem 1rem .3rem 0 }}
-</style></head><body><h1>infer workshop</h1><table><tr>{head}</tr>{rows}</table><p>{count} learners</p></body></html>"""
+</style></head><body><h1>infer workshop</h1><table><tr>{head}</tr>{rows}</table><p>{count}</p></body></html>"""
 
 
 class Board(ThreadingHTTPServer):
@@ -75,13 +76,19 @@ class Board(ThreadingHTTPServer):
                 return False
         return True
 
+    def handle_error(self, request: object, client_address: object) -> None:
+        """Say nothing of a client that closed its connection; the terminal is the teacher's."""
+        if not isinstance(sys.exception(), OSError):
+            super().handle_error(request, client_address)  # type: ignore[arg-type]
+
     def page(self) -> str:
         """The page that the teacher looks at."""
         with self.lock:
             found = list(self.standings.values())
         rows = "".join(f"<tr>{_cells('td', row)}</tr>" for row in board_rows(found))
         head = _cells("th", COLUMNS)
-        return _PAGE.format(seconds=SECONDS_PER_LOOK, head=head, rows=rows, count=len(found))
+        count = "1 learner" if len(found) == 1 else f"{len(found)} learners"
+        return _PAGE.format(seconds=SECONDS_PER_LOOK, head=head, rows=rows, count=count)
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -132,18 +139,25 @@ class _Handler(BaseHTTPRequestHandler):
 def join(workspace: Path, address: str, name: str) -> None:
     """Have each check of this workspace tell a board where its learner is, from now on.
 
-    Raises ConfigError if the name cannot be shown, or the board cannot be reached.
+    Raises ConfigError if the name cannot be shown, or the board cannot be reached; then a board that had been joined
+    stays joined.
     """
-    leave(workspace)
-    if urlsplit(address).scheme != "http" or not urlsplit(address).path.strip("/"):
+    if not _is_address(address):
         raise ConfigError(f"{address} is no address of a board; it looks like http://192.168.0.7:8077/WORD.")
-    joined = {"address": address.rstrip("/"), "name": checked_name(name), "key": secrets.token_urlsafe(12)}
+    address, before = address.rstrip("/"), _joined(workspace)
+    is_renamed = before is not None and before["address"] == address
+    key = before["key"] if before and is_renamed else secrets.token_urlsafe(12)
+    joined = {"address": address, "name": checked_name(name), "key": key}
     if problem := _send(joined, read_standing(workspace, name)):
         raise ConfigError(f"The board at {address} {problem}; ask your teacher for its address.")
     try:
+        workspace.mkdir(parents=True, exist_ok=True)  # before the first exercise there is none
         (workspace / _JOINED).write_text(json.dumps(joined) + "\n", encoding="utf-8")
     except OSError as error:
+        _send(joined, None)
         raise ConfigError(f"{workspace / _JOINED} cannot be written ({error.strerror}).") from None
+    if before is not None and not is_renamed:
+        _send(before, None)
 
 
 def leave(workspace: Path) -> str:
@@ -190,6 +204,13 @@ def ago(at: float) -> str:
     if minutes < 1:
         return "now"
     return f"{minutes} min ago" if minutes < 120 else f"{minutes // 60} h ago"
+
+
+def _is_address(address: str) -> bool:
+    try:
+        return urlsplit(address).scheme == "http" and bool(urlsplit(address).path.strip("/"))
+    except ValueError:  # brackets that do not hold an IPv6 address
+        return False
 
 
 def _joined(workspace: Path) -> dict[str, str] | None:

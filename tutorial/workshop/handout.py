@@ -61,6 +61,8 @@ reference's lines there.
 Pack the folder `workspace`, under your own name, and hand in that one file:
 
     python -m zipfile -c YOUR-NAME.zip workspace
+
+If you had the course record your times, the folder holds them too; `infer workshop times off` deletes them.
 """
 
 

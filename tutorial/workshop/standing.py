@@ -21,6 +21,8 @@ MOST_LETTERS = 40
 """Of a name."""
 _MOST_LETTERS_OF_A_CASE = 200
 _MOST = 10**12
+_UNREADABLE = (ValueError, TypeError, AttributeError, OverflowError, RecursionError)
+"""What JSON that is none, too deep, or of other types raises."""
 _NUMBER = re.compile(r"\d\d[.0-9ab]*x\d+")
 
 
@@ -49,9 +51,12 @@ def read_standing(path: Path, name: str) -> Standing:
         said = submission.refused or submission.problems.get(PROGRESS) or "nothing has been checked in it"
         return Standing(name, problem=said)
     try:
-        return standing_of(name, dict(json.loads(content).items()))
-    except (ValueError, TypeError, AttributeError):
-        return Standing(name, problem=f"its {PROGRESS} cannot be read")
+        found = standing_of(name, dict(json.loads(content).items()))
+        if _counts_are_right(found):
+            return found
+    except _UNREADABLE:
+        pass
+    return Standing(name, problem=f"its {PROGRESS} cannot be read")
 
 
 def standing_of(name: str, progress: Mapping[str, Mapping[str, Any]]) -> Standing:
@@ -79,12 +84,11 @@ def received(content: bytes) -> Standing:
         fields = json.loads(content)
         standing = Standing(**fields)
         types = all(type(value) is type(getattr(Standing(""), key)) for key, value in fields.items())
-        counts = (standing.num_failed, standing.num_hints, standing.num_passed, standing.checked)
-        is_right = types and not standing.problem and all(0 <= count < _MOST for count in counts)
+        is_right = types and not standing.problem and _counts_are_right(standing)
         is_right = is_right and len(standing.case) <= _MOST_LETTERS_OF_A_CASE and bool(checked_name(standing.name))
         if is_right and (standing.exercise == "" or _NUMBER.fullmatch(standing.exercise)):
             return standing
-    except (ValueError, TypeError, AttributeError, ConfigError):
+    except (*_UNREADABLE, ConfigError):
         pass
     raise ConfigError("This is no standing.")
 
@@ -99,6 +103,12 @@ def checked_name(name: str) -> str:
 def case_name(test: str | None) -> str:
     """What a standing says of a test, by its node id: its function and parameters."""
     return "" if test is None else (test.partition("::")[2] or test)[:_MOST_LETTERS_OF_A_CASE]
+
+
+def _counts_are_right(standing: Standing) -> bool:
+    """Whether each is a number that a board can show; NaN and infinity are none."""
+    counts = (standing.num_failed, standing.num_hints, standing.num_passed, standing.checked)
+    return all(0 <= count < _MOST for count in counts)
 
 
 def _next(left: list[Exercise], last: Exercise | None) -> Exercise | None:
