@@ -19,10 +19,21 @@ from benchmarks.report import rounded
 from benchmarks.serving import vllm_peer
 from benchmarks.setup import Setup, freeze_memory
 from benchmarks.step_trace import StepTrace, TraceWindow
-from benchmarks.timing import Answer, OnToken, Run, Steps, SyntheticPrompts, answer_with, rotated, timed
+from benchmarks.timing import (
+    Answer,
+    OnToken,
+    Run,
+    Steps,
+    SyntheticPrompts,
+    answer_with,
+    rotated,
+    timed,
+    torch_threads,
+)
 from shared.engine.config import EngineConfig
 from shared.errors import ConfigError
 from shared.lessons import Lesson, find_lesson, lessons
+from shared.loading.cpu_threads import most_threads
 from shared.parity.reference import load_reference
 
 MIN_DECODED = 8  # minimum tokens of an answer before a time limit may cut it short
@@ -201,5 +212,6 @@ def generate_with(model: Any, ways: dict[str, Any], prompt_ids: list[int], new_t
     config = GenerationConfig(do_sample=False, max_new_tokens=new_tokens, pad_token_id=0, **ways)
     ids = torch.tensor([prompt_ids], device=model.device)
     streamer = TokenStreamer(on_token)
-    model.generate(ids, attention_mask=torch.ones_like(ids), generation_config=config, streamer=streamer)
+    with torch_threads(most_threads()):  # not those that a model of ours has chosen for its last forward
+        model.generate(ids, attention_mask=torch.ones_like(ids), generation_config=config, streamer=streamer)
     return len(prompt_ids) + streamer.num_tokens - 1

@@ -67,7 +67,8 @@ def measure_ladder(
     if not rungs:
         raise ConfigError(
             f"The ladder has no row for phase {', '.join(sorted(asked))} on this machine: phase 02 is where it begins, "
-            "11.1 needs a trained adapter of the model, and 12.1 two GPUs."
+            "11.1 needs a trained adapter of the model, and 12.1 two GPUs"
+            + ("; --quick leaves out most rows that are timed." if is_quick else ".")
         )
     engines: dict[Side, Any] = {}
     configs: dict[str, EngineConfig] = {}

@@ -14,6 +14,8 @@ from typing import Any
 import psutil
 import torch
 
+from shared.loading.cpu_threads import most_threads
+
 PACKAGES = ("torch", "transformers", "triton", "numpy", "safetensors", "flashinfer-python")
 
 # Parts dropped from a processor's name: marks, and in a file name also the maker and what follows from the model.
@@ -29,7 +31,7 @@ def describe_machine() -> dict[str, Any]:
     return {
         "cpu": cpu_model(),
         "cores": num_cores(),
-        "torch_threads": torch.get_num_threads(),
+        "torch_threads": most_threads(),
         "memory_gib": round(psutil.virtual_memory().total / 2**30, 1),
         "gpu": torch.cuda.get_device_name(0) if gpus else None,
         "num_gpus": gpus,

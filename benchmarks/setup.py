@@ -19,6 +19,7 @@ from shared.checkpoints.progress import Progress
 from shared.engine.config import EngineConfig
 from shared.errors import CapacityError, ConfigError, RequestError
 from shared.loading.config_json import read_config
+from shared.loading.cpu_threads import most_threads
 from shared.loading.placement import check_device, default_dtype
 from shared.loading.resolve import resolve_model
 from shared.models.config import ModelConfig
@@ -141,7 +142,7 @@ class Setup:
         common = {
             "dtype": str(self.work.dtype).removeprefix("torch."),
             "device": self.device,
-            "threads": torch.get_num_threads(),
+            "threads": most_threads(),
             "is_demo_size": not self.is_gpu,
         }
         return Report(name, describe_model(self.model), settings, self.seed, dict(flags) | common, results, self.device)

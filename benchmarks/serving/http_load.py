@@ -21,12 +21,12 @@ from typing import Any, cast
 from urllib.parse import urlsplit
 
 import httptools
-import torch
 
 from benchmarks.serving.results import ServedRequest, ServedRun
 from benchmarks.workloads.serving import Trace, TraceRequest
 from shared.errors import ConfigError
 from shared.lessons import Lesson
+from shared.loading.cpu_threads import most_threads
 
 ROOT = Path(__file__).parents[2]
 MODEL = "benchmarked"
@@ -83,7 +83,7 @@ def served(lesson: Lesson, folder: Path, options: Sequence[str]) -> Iterator[Ser
 def environment() -> dict[str, str]:
     """For a process that computes with as many threads as this one."""
     paths = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
-    return os.environ | {"OMP_NUM_THREADS": str(torch.get_num_threads()), "PYTHONPATH": paths}
+    return os.environ | {"OMP_NUM_THREADS": str(most_threads()), "PYTHONPATH": paths}
 
 
 def events(log: Path, name: str) -> list[dict[str, Any]]:

@@ -41,20 +41,15 @@ def no_extension(config: EngineConfig, shape: ModelConfig, sizes: PagedSizes) ->
 
 @dataclass(frozen=True)
 class PagedMemory:
-    """Makes pool and view of these parts; see ``MakeMemory``. Raises ConfigError for a storage that it lacks."""
+    """Makes the pool and the view from these parts; see ``MakeMemory``."""
 
     attention: MakeAttention = unplanned_attention
     extension: MakeExtension = no_extension
     storages: Mapping[str, MakeStorage] = field(default_factory=lambda: {"auto": PlainStorage.of})
 
     def __call__(self, config: EngineConfig, model: CausalLM, max_seq_len: int) -> tuple[PagedKVCachePool, BatchView]:
-        make_storage = self.storages.get(config.kv_cache_dtype)
-        if make_storage is None:
-            known = ", ".join(self.storages)
-            raise ConfigError(f"kv_cache_dtype is {config.kv_cache_dtype!r}; it must be one of {known}.")
-
         def make(sizes: PagedSizes) -> tuple[PagedKVCachePool, BatchView]:
-            storage = make_storage(config, model, sizes)
+            storage = self.storages[config.kv_cache_dtype](config, model, sizes)
             attention, padding = self.attention(config, model, sizes, storage)
             view = PagedView(model.config, sizes, model.dtype, storage, attention, padding)
             return PagedKVCachePool.of(sizes, self.extension(config, model.config, sizes), attention.lay_out), view

@@ -7,7 +7,7 @@ EngineConfig is consistent; the constructor refuses contradictions, by the rules
 """
 
 import dataclasses
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +24,8 @@ SCHEDULER_POLICIES = ("fcfs", "prefill_first", "decode_round_robin")
 ACCEPTANCE_METHODS = ("coupled", "rejection")
 COMPRESS_METHODS = ("snapkv", "rkv", "topp", "streaming", "none")
 ATTN_REDUCE_METHODS = ("mean", "raw", "sum", "max")
+KV_CACHE_DTYPES = ["auto", "fp8"]
+"""The names of the storages of keys and values, which `shared.cache.view.fp8_storage` has as a table."""
 DEFAULT_MAX_SEQ_LEN = 4096
 
 SIDE_TRACKS = ("09.1", "09.2", "11.1", "12.1")
@@ -35,7 +37,7 @@ def setting(
     phase: str,
     text: str,
     *,
-    choices: tuple[str, ...] = (),
+    choices: Sequence[str] = (),
     values: Mapping[Any, str] | None = None,
     at_least: int | None = None,
 ) -> Any:
@@ -179,7 +181,8 @@ class EngineConfig:
         "auto",
         "10",
         "Of keys and values: auto (the weights') or fp8 (e4m3, half the bytes of 16 bits).",
-    )  # a name in the table of the engine's storages, which refuses others
+        choices=KV_CACHE_DTYPES,
+    )
     quantization: str | None = setting(
         None,
         "10",

@@ -54,8 +54,17 @@ def sum_of_parts(y, up, partial, counters, block, split, SPLITS: tl.constexpr, A
     return y, up, is_last
 
 
+def arrivals(device: torch.device, num_groups: int) -> torch.Tensor:
+    """The counters of groups of programs; zero between launches, so one array serves all on a stream. An engine calls a
+    step before it captures it, so this is never made in a capture.
+
+    Raises ValueError for more than ``MAX_GROUPS``.
+    """
+    if num_groups > MAX_GROUPS:
+        raise ValueError(f"{num_groups} groups of programs add up parts; they are at most {MAX_GROUPS}")
+    return _counters(device)
+
+
 @functools.cache
-def arrivals(device: torch.device) -> torch.Tensor:
-    """The counters of programs that share a block; zero between launches, so one array serves all on a stream. An
-    engine calls a step before it captures it, so this is never made in a capture."""
+def _counters(device: torch.device) -> torch.Tensor:
     return torch.zeros(MAX_GROUPS, dtype=torch.int32, device=device)

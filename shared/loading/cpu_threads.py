@@ -23,7 +23,7 @@ from torch import nn
 SLOW = 3.0  # times the usual seconds: then fewer threads are tried
 GAIN_OF_FEWER, GAIN_OF_MORE = 0.7, 0.95
 """Of the seconds before: so fast, or faster, must a trial be. Noise alone never takes threads away."""
-CONFIRMED = 2  # forwards that must be slow, or faster in a trial, and of one size before more threads are tried
+CONFIRMED = 2  # forwards that must be slow, or faster in a trial, and of one size in a row before any trial
 USUAL = 8  # forwards whose median is the usual time
 TRIAL_SHARE, MOST_PATIENCE = 20, 256
 """Trials of more threads that fail take a twentieth of the time; between two lie at most so many forwards."""
@@ -62,9 +62,11 @@ class ThreadChoice:
         seen = list(self.usual)
         is_slow = len(seen) > CONFIRMED and min(seen[-CONFIRMED:]) > SLOW * median(seen[:-CONFIRMED])
         self.num_waited += 1
+        if len(seen) < CONFIRMED:
+            return
         if self.kept > 1 and (is_slow or self.tries_fewer):
             self.next = self.kept // 2
-        elif self.kept < self.most and self.num_waited >= self.patience and len(self.usual) >= CONFIRMED:
+        elif self.kept < self.most and self.num_waited >= self.patience:
             self.next = min(2 * self.kept, self.most)
 
     def _try(self, seconds: float) -> None:
@@ -114,6 +116,11 @@ class CpuThreads:
     def end(self, model: nn.Module, arguments: tuple[Any, ...], hidden: torch.Tensor) -> None:
         """After a forward, of ``[T, H]`` hidden states."""
         self.choice.observe(len(hidden), time.perf_counter() - self.began)
+
+
+def most_threads() -> int:
+    """The threads of this process where nothing else runs: whatever a model has chosen for its last forward."""
+    return CpuThreads.most or torch.get_num_threads()
 
 
 def share_cpu(model: nn.Module) -> None:

@@ -211,6 +211,8 @@ def test_programs_that_share_the_columns_of_a_row(splits, rows, dtype, randn, ch
     assert num_launches(skinny_kernel) == 4
     with pytest.raises(ValueError, match="is not for 96 columns: the parts must be whole tiles"):
         linear(randn(2, 96), randn(19, 96), cut=dataclasses.replace(SKINNY, splits=2))
+    with pytest.raises(ValueError, match="1025 groups of programs add up parts; they are at most 1024"):
+        linear(randn(2, 64), randn(16 * MAX_GROUPS + 1, 64), cut=dataclasses.replace(SKINNY, splits=2))
 
 
 def test_the_table_keeps_its_rules():

@@ -21,7 +21,7 @@ from shared.cache.view.block_storage import PlainStorage
 from shared.cache.view.contiguous import kv_bytes
 from shared.cache.view.fp8_storage import STORAGES, Fp8Storage
 from shared.engine.batch import Batch
-from shared.engine.config import EngineConfig
+from shared.engine.config import KV_CACHE_DTYPES, EngineConfig
 from shared.errors import ConfigError, ModelFolderError
 from shared.kernels.e4m3 import dequantized, quantized
 from shared.loading.checkpoint import Checkpoint
@@ -50,9 +50,10 @@ def test_earlier_phases_refuse_it_and_name_the_phase() -> None:
         EngineConfig(kv_cache_backend="contiguous", **FP8)
 
 
-def test_a_storage_that_the_engine_does_not_know_is_refused(tiny_checkpoints: dict[str, Path]) -> None:
+def test_the_names_of_storages_are_those_of_the_table() -> None:
     with pytest.raises(ConfigError, match=r"kv_cache_dtype is 'fp9'; it must be one of auto, fp8\."):
-        make(tiny_checkpoints["llama"], kv_cache_dtype="fp9", max_seq_len=64)
+        EngineConfig(kv_cache_dtype="fp9")
+    assert list(STORAGES) == KV_CACHE_DTYPES
 
 
 class Int8Storage:
@@ -77,9 +78,11 @@ class Int8Storage:
 
 
 def test_a_storage_is_a_class_and_a_row_of_the_table(
-    tiny_checkpoints: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+    tiny_checkpoints: dict[str, Path], monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
 ) -> None:
     monkeypatch.setitem(STORAGES, "int8", Int8Storage)
+    KV_CACHE_DTYPES.append("int8")
+    request.addfinalizer(lambda: KV_CACHE_DTYPES.remove("int8"))
     folder, options = tiny_checkpoints["llama"], {"kv_cache_dtype": "int8", "max_seq_len": 128}
     arrivals = (ARRIVALS * 3)[: len(ALIKE)]
 

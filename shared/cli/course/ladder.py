@@ -30,7 +30,7 @@ def ladder(
     dtype: Dtype = None,
     device: Device = "auto",
     seed: Seed = 0,
-    quick: Annotated[bool, typer.Option("--quick", help="Time four phases alone, and count the others.")] = False,
+    quick: Annotated[bool, typer.Option("--quick", help="Time only four phases, and count the others.")] = False,
 ) -> None:
     """Measure each phase beside the one before it, in the quantity that it is about. Idle, it takes three minutes.
 

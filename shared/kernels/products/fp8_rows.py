@@ -2,9 +2,9 @@
 
 Widening FP8 takes two and a half instructions a number. On a GPU with fast memory they take longer than the reads:
 16 rows of Qwen3-8B's gate and up took 37 µs on an H200, which reads their bytes in 24. So x is rounded to FP8, with a
-scale a row, and the tensor cores multiply both as they are, from shared memory. With up to eight rows, which is what
-one request verifies, x keeps its dtype (:mod:`shared.kernels.products.quantized_rows`), so that its tokens with
-speculative decoding are those without.
+scale a row, and the tensor cores multiply both as they are, from shared memory. With up to eight rows, which is more
+than one request verifies by default, x keeps its dtype (:mod:`shared.kernels.products.quantized_rows`), so that its
+tokens with speculative decoding are those without.
 
 Hopper's tensor cores keep 14 bits of a sum of FP8 (DeepSeek-V3, arXiv 2412.19437, section 3.3.2), so a tile's sum is
 added to the others outside of them, which takes no time that shows.
@@ -26,7 +26,7 @@ from shared.ops import gated as gated_ops
 from shared.quantization.weight import QuantizedWeight
 
 FP8_ROWS = 8
-"""Rows of x above which x is rounded to FP8: more than the drafts of one request and its next token."""
+"""Rows of x above which x is rounded to FP8: more than the default drafts of one request and its next token."""
 
 
 @triton.jit
@@ -110,7 +110,7 @@ def multiply_rows_in_fp8(
     out, partial, counters = x.new_empty(T, N), None, None
     if cut.splits > 1:
         partial = torch.empty(kinds * cut.splits * blocks_n * cut.block_n * cut.block_m, device=x.device)
-        counters = arrivals(x.device)
+        counters = arrivals(x.device, blocks_n)
     launch(
         fp8_rows_kernel, (blocks_n, cut.splits),
         values, x_scales, weight.values, weight.scales, bias, residual, out, partial, counters, T, N,

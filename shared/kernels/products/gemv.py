@@ -271,7 +271,7 @@ def linear(
                 raise ValueError(f"{cut} is not for {K} columns: the parts must be whole tiles")
             kinds = 1 if activation is None else 2
             partial = torch.empty(kinds * cut.splits * blocks * cut.block_n * num_rows, device=x.device)
-            counters = arrivals(x.device)
+            counters = arrivals(x.device, blocks)
         launch(
             skinny_kernel, (blocks, cut.splits), x, weight, bias, residual, out, partial, counters, T, N, *strides,
             **options, ROWS=num_rows, SPLITS=cut.splits, PREFETCHED=cut.prefetched,

@@ -33,6 +33,7 @@ from shared.engine.runner import MakeRunner, Runner
 from shared.engine.sampling.sampler import SampledTokens, SamplerOutput
 from shared.errors import ConfigError, RankError
 from shared.loading.config_json import read_config
+from shared.loading.cpu_threads import most_threads
 from shared.loading.loader import load_model
 from shared.loading.placement import check_device
 from shared.loading.quantized import quantizer
@@ -83,7 +84,7 @@ class Group:
                 f"from {device}; choose at most that many."
             )
         store = self.store = local_store()
-        num_threads = max(1, torch.get_num_threads() // self.size)
+        num_threads = max(1, most_threads() // self.size)
         self.board = Board(self.size)
         lifeline, self._lifeline = os.pipe()
         processes, pipes = [], []
@@ -98,7 +99,7 @@ class Group:
         os.close(lifeline)
         os.close(self.board.fd)  # its memory stays
         self.watch = Watch(self.board, processes, pipes)
-        weakref.finalize(self, _end, self.watch, self._lifeline, torch.get_num_threads())
+        weakref.finalize(self, _end, self.watch, self._lifeline, most_threads())
         if device.type == "cpu":
             torch.set_num_threads(num_threads)
         with self._starting():
