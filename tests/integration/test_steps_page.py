@@ -198,6 +198,22 @@ def test_a_moment_shows_what_the_recording_says(name: str, browser: Any, pages: 
             ]
 
 
+def test_variables_are_those_of_the_function_that_is_shown(tab: Any) -> None:
+    data, names = recording("phase_07"), ".variables .name"
+    depths = [data["lines"][line][2] for line, *_ in data["events"]]
+    inner = [len(state.get("variables", {})) - 1 for state in states("phase_07")]
+    calls = next(e for e, depth in enumerate(depths) if inner[e] > depth and states("phase_07")[e]["variables"]["0"])
+    go(tab, "phase_07", calls)
+    assert tab.locator(names).all_inner_texts() == list(states("phase_07")[calls]["variables"][str(depths[calls])])
+    returns = next(
+        e for e, depth in enumerate(depths) if inner[e] < depth and states("phase_07")[e - 1]["variables"][str(depth)]
+    )
+    go(tab, "phase_07", returns)
+    had = states("phase_07")[returns - 1]["variables"][str(depths[returns])]
+    assert tab.locator(names).all_inner_texts() == list(had)
+    assert tab.locator(".variables .changed").count() == 0
+
+
 def test_what_the_line_changed_is_marked_and_told(tab: Any) -> None:
     data = recording("phase_07")
     before = data["state"]
