@@ -214,6 +214,16 @@ def test_variables_are_those_of_the_function_that_is_shown(tab: Any) -> None:
     assert tab.locator(".variables .changed").count() == 0
 
 
+def test_what_compression_keeps_is_shown_and_told(browser: Any, pages: Any) -> None:
+    url, name = pages("phase_09_2"), "phase_09_2"
+    event, kept = next((e, state["kept"]["A"]) for e, state in enumerate(states(name)) if "kept" in state)
+    with stepper(browser, url) as tab:
+        go(tab, name, event)
+        heads = [" ".join(map(str, layer)) for layer in kept["layers"]]
+        assert tab.locator(".kept .changed").all_inner_texts() == [f"of {kept['tokens']} tokens", *heads]
+        assert "Of 56 tokens of A, each KV head keeps 36 to 40" in tab.inner_text("#told")
+
+
 def test_what_the_line_changed_is_marked_and_told(tab: Any) -> None:
     data = recording("phase_07")
     before = data["state"]

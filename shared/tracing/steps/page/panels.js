@@ -190,6 +190,22 @@ const PANELS = {
       sequenceTable(view, batch, body);
     },
   },
+  kept: {
+    title: "Kept by compression, keys of each head, a row for each layer",
+    isWide: true,
+    rows: (recording) => recording.most(({ kept }) => Object.values(kept ?? {}).reduce((sum, { layers }) => sum + 1 + layers.length, 0)),
+    draw(view, body) {
+      for (const [id, { tokens, layers }] of Object.entries(view.state.kept ?? {})) {
+        view.text(`of ${some(tokens, "token")}`, view.row(id, body), view.differs("kept", id, "tokens"));
+        layers.forEach((heads, layer) => {
+          const row = make("div", "", body, "row");
+          make("span", `layer ${layer}`, row, "name");
+          view.text(heads.join(" "), row, view.differs("kept", id, "layers"));
+        });
+      }
+      if (!body.childElementCount) view.text("none", body, view.differs("kept"), "soft");
+    },
+  },
   variables: {
     title: "Variables of the function",
     isWide: true,
