@@ -278,6 +278,10 @@ def test_a_request_is_followed_everywhere(tab: Any) -> None:
     assert tab.locator(".passage.followed .chip").all_inner_texts() == ["A"]
     tab.keyboard.press("Escape")
     assert tab.locator(".followed").count() == 0
+    go(tab, "phase_07", event + 1)
+    tab.evaluate("location.hash = '#step=3&follow=nobody'")
+    expect(tab.locator("#moment")).to_have_value(str(recording("phase_07")["steps"][3]["first"]))
+    assert tab.locator(".side").get_attribute("data-following") == "no"
 
 
 def test_the_lines_of_an_exercise_are_folded_and_one_click_opens_them(tab: Any) -> None:
