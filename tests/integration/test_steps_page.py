@@ -198,6 +198,32 @@ def test_a_moment_shows_what_the_recording_says(name: str, browser: Any, pages: 
             ]
 
 
+def test_variables_are_those_of_the_function_that_is_shown(tab: Any) -> None:
+    data, names = recording("phase_07"), ".variables .name"
+    depths = [data["lines"][line][2] for line, *_ in data["events"]]
+    inner = [len(state.get("variables", {})) - 1 for state in states("phase_07")]
+    calls = next(e for e, depth in enumerate(depths) if inner[e] > depth and states("phase_07")[e]["variables"]["0"])
+    go(tab, "phase_07", calls)
+    assert tab.locator(names).all_inner_texts() == list(states("phase_07")[calls]["variables"][str(depths[calls])])
+    returns = next(
+        e for e, depth in enumerate(depths) if inner[e] < depth and states("phase_07")[e - 1]["variables"][str(depth)]
+    )
+    go(tab, "phase_07", returns)
+    had = states("phase_07")[returns - 1]["variables"][str(depths[returns])]
+    assert tab.locator(names).all_inner_texts() == list(had)
+    assert tab.locator(".variables .changed").count() == 0
+
+
+def test_what_compression_keeps_is_shown_and_told(browser: Any, pages: Any) -> None:
+    url, name = pages("phase_09_2"), "phase_09_2"
+    event, kept = next((e, state["kept"]["A"]) for e, state in enumerate(states(name)) if "kept" in state)
+    with stepper(browser, url) as tab:
+        go(tab, name, event)
+        heads = [" ".join(map(str, layer)) for layer in kept["layers"]]
+        assert tab.locator(".kept .changed").all_inner_texts() == [f"of {kept['tokens']} tokens", *heads]
+        assert "Of 56 tokens of A, each KV head keeps 36 to 40" in tab.inner_text("#told")
+
+
 def test_what_the_line_changed_is_marked_and_told(tab: Any) -> None:
     data = recording("phase_07")
     before = data["state"]
@@ -252,6 +278,10 @@ def test_a_request_is_followed_everywhere(tab: Any) -> None:
     assert tab.locator(".passage.followed .chip").all_inner_texts() == ["A"]
     tab.keyboard.press("Escape")
     assert tab.locator(".followed").count() == 0
+    go(tab, "phase_07", event + 1)
+    tab.evaluate("location.hash = '#step=3&follow=nobody'")
+    expect(tab.locator("#moment")).to_have_value(str(recording("phase_07")["steps"][3]["first"]))
+    assert tab.locator(".side").get_attribute("data-following") == "no"
 
 
 def test_the_lines_of_an_exercise_are_folded_and_one_click_opens_them(tab: Any) -> None:

@@ -10,6 +10,7 @@ class View {
     this.state = recording.states[index];
     this.old = recording.before(index);
     this.followed = followed;
+    this.depth = recording.spot(index).depth; // of the function whose line it is; the state may have deeper ones
   }
 
   /** Whether the line changed what stands at a path. @param {Path} path */
@@ -189,16 +190,33 @@ const PANELS = {
       sequenceTable(view, batch, body);
     },
   },
+  kept: {
+    title: "Kept by compression, keys of each head, a row for each layer",
+    isWide: true,
+    rows: (recording) => recording.most(({ kept }) => Object.values(kept ?? {}).reduce((sum, { layers }) => sum + 1 + layers.length, 0)),
+    draw(view, body) {
+      for (const [id, { tokens, layers }] of Object.entries(view.state.kept ?? {})) {
+        view.text(`of ${some(tokens, "token")}`, view.row(id, body), view.differs("kept", id, "tokens"));
+        layers.forEach((heads, layer) => {
+          const row = make("div", "", body, "row");
+          make("span", `layer ${layer}`, row, "name");
+          view.text(heads.join(" "), row, view.differs("kept", id, "layers"));
+        });
+      }
+      if (!body.childElementCount) view.text("none", body, view.differs("kept"), "soft");
+    },
+  },
   variables: {
     title: "Variables of the function",
     isWide: true,
-    rows: (recording) => recording.most((state) => Object.keys(innermost(state)).length),
+    rows: (recording) => recording.most(({ variables = {} }) => Math.max(0, ...Object.values(variables).map((each) => Object.keys(each).length))),
     draw(view, body) {
-      const depth = String(Object.keys(view.state.variables ?? {}).length - 1);
-      for (const [name, value] of Object.entries(innermost(view.state))) {
+      const depth = String(view.depth);
+      const now = view.state.variables?.[depth]; // none once the function has returned: what it had is shown
+      for (const [name, value] of Object.entries(now ?? view.old.variables?.[depth] ?? {})) {
         const row = make("div", "", body, "row");
         make("span", name, row, "name");
-        view.text(value, row, view.differs("variables", depth, name), "words");
+        view.text(value, row, now !== undefined && view.differs("variables", depth, name), "words");
       }
       if (!body.childElementCount) view.text("none", body, false, "soft");
     },
@@ -217,9 +235,6 @@ function writtenShare({ requests, pool }, id, block) {
   const { blocks = [], written = 0 } = requests[id] ?? {};
   return Math.min(Math.max(written / pool.block_size - blocks.indexOf(block), 0), 1);
 }
-
-/** @param {State} state */
-const innermost = ({ variables = {} }) => variables[Object.keys(variables).length - 1] ?? {};
 
 /** A row for each request that a part of the state has. @template {"drafts" | "grammar" | "sampled"} Part
  * @param {View} view @param {Part} part @param {HTMLElement} body

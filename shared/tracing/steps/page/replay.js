@@ -16,7 +16,8 @@
  *   pool: {unit: string, block_size: number, num_blocks: number, blocks: Record<string, [string[], number, number?]>},
  *   schedule?: {step: number, items: Entry[]}, batch?: Record<string, any>, tree?: Record<string, TreeNode>,
  *   in_flight?: {step: number, ids: string[]}[], drafts?: Record<string, Drafts>, sampled?: Record<string, number[]>,
- *   grammar?: Record<string, Position>, variables?: Record<string, Record<string, string>>}} State
+ *   grammar?: Record<string, Position>, kept?: Record<string, {tokens: number, layers: number[][]}>,
+ *   variables?: Record<string, Record<string, string>>}} State
  * @typedef {{phase: string, title: string, model: string, device: string, settings: Record<string, any>,
  *   texts: Record<string, string>, requests: Prompted[], functions: Code[], lines: [number, number, number, string][],
  *   steps: {first: number, ms: number}[], events: [number, number, any?][], state: State, questions?: Question[]}} Recorded

@@ -43,7 +43,7 @@ class Stepper {
   open() {
     const address = /** @type {Address} */ (Object.fromEntries(new URLSearchParams(location.hash.slice(1))));
     const asked = this.recording.data.questions?.find(({ name }) => name === address.ask) ?? null;
-    if (address.follow) this.followed = address.follow;
+    if (this.recording.data.requests.some(({ id }) => id === address.follow)) this.followed = address.follow ?? null;
     this.setBeside(address.beside !== undefined);
     this.ask(asked);
     const moment = address.step === undefined && asked ? { step: String(asked.step), line: asked.line } : address;

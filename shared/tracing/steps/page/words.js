@@ -64,6 +64,13 @@ const SENTENCES = {
     const changed = Object.keys(after).filter((id) => !isSame(before[id], after[id]));
     return changed.map((id) => `the grammar of ${id} is in state ${after[id].state} and allows ${some(after[id].allowed, "token")}`);
   },
+  kept(before = {}, after = {}) {
+    const fresh = Object.keys(after).filter((id) => !isSame(before[id], after[id]));
+    return fresh.map((id) => {
+      const heads = after[id].layers.flat();
+      return `of ${some(after[id].tokens, "token")} of ${id}, each KV head keeps ${Math.min(...heads)} to ${Math.max(...heads)}`;
+    });
+  },
   variables(before = {}, after = {}) {
     return Object.keys(after).flatMap((depth) => {
       const fresh = Object.keys(after[depth]).filter((name) => before[depth] && before[depth][name] !== after[depth][name]);
