@@ -60,7 +60,7 @@ def fp8_rows_kernel(
     up_rows, up_scale_rows = rows, scale_rows
     if ACTIVATION is not None:
         prefetch_weights(values + first, N + row, K, BLOCK_K, PREFETCHED, PDL)
-        up_rows += N.to(tl.int64) * K
+        up_rows = values + (N + row).to(tl.int64)[:, None] * K + k[None, :]
         up_scale_rows = scales + (N + row) // rows_per_scale * GROUPS
     wait_for_previous(PDL)
     x_rows, is_x_row = x + m[:, None] * K + k[None, :], m < num_rows

@@ -191,7 +191,7 @@ def skinny_kernel(
     up_rows = rows
     prefetch_weights(weight + first, row, K, BLOCK_K, PREFETCHED, PDL)
     if ACTIVATION is not None:
-        up_rows += N.to(tl.int64) * K
+        up_rows = weight + (N + row).to(tl.int64)[:, None] * K
         prefetch_weights(weight + first, N + row, K, BLOCK_K, PREFETCHED, PDL)
     wait_for_previous(PDL)
     y = tl.zeros([BLOCK_N, ROWS], tl.float32)
