@@ -279,7 +279,7 @@ def test_a_request_is_followed_everywhere(tab: Any) -> None:
     tab.keyboard.press("Escape")
     assert tab.locator(".followed").count() == 0
     go(tab, "phase_07", event + 1)
-    tab.evaluate("location.hash = '#step=3&follow=nobody'")
+    tab.evaluate("location.hash = '#step=3&follow=missing'")
     expect(tab.locator("#moment")).to_have_value(str(recording("phase_07")["steps"][3]["first"]))
     assert tab.locator(".side").get_attribute("data-following") == "no"
 
