@@ -10,6 +10,7 @@ import pytest
 from typer.testing import CliRunner
 
 from shared.cli import app
+from shared.tracing.steps.page import write
 from shared.tracing.steps.patches import applied
 from tests.integration.infer_process import INFER
 from tests.integration.trace_pages import traced
@@ -46,8 +47,8 @@ def test_the_requests_of_the_chapter_with_other_settings(model: str, tmp_path: P
     assert {each["max_tokens"] for each in found["requests"]} == {3}
     assert found["settings"]["num_gpu_blocks"] == 64
     assert found["settings"]["prefill_chunk_size"] == 12, "the chapter's"
-    page = (tmp_path / "steps.html").read_text(encoding="utf-8")
-    assert "ChunkedScheduler.schedule" in page
+    assert "ChunkedScheduler.schedule" in {each["name"] for each in found["functions"]}
+    assert (tmp_path / "steps.html").read_text(encoding="utf-8") == write(found), "the page has the same recording"
 
 
 def test_prompts_of_a_file(model: str, tmp_path: Path) -> None:
