@@ -88,11 +88,11 @@ def test_a_projection_of_another_class_brings_its_own_fused_version() -> None:
     one, others = Other(), [Other(), Other()]
     alone = fused_part(one)
     assert isinstance(alone, nn.Sequential), f"a projection alone became {type(alone).__name__}"
-    assert list(alone) == [one]
+    assert list(alone) == [one], "one projection alone"
     group = fused_part(ProjectionGroup(gate=others[0], up=others[1]))  # type: ignore[arg-type]
     assert isinstance(group, MergedGroup), f"a group became {type(group).__name__}"
     assert isinstance(group.matrix, nn.Sequential), f"its matrix is a {type(group.matrix).__name__}"
-    assert list(group.matrix) == others
+    assert list(group.matrix) == others, "the projections of a group, in their order"
 
 
 def test_a_projection_without_a_bias_keeps_none_beside_one_that_has_one() -> None:
