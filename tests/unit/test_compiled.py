@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.utils.cpp_extension  # before any test runs: it lets setuptools replace distutils, once, for inductor
 
 from phases.phase_11_1.engine import Engine
 from shared.engine.config import EngineConfig
