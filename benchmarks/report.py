@@ -126,8 +126,9 @@ def describe_model(model: str) -> dict[str, Any]:
 
 
 def engine_settings(config: EngineConfig, model_name: str) -> dict[str, Any]:
-    """Every field of an engine's configuration, the model by its name instead of its folder."""
-    return dataclasses.asdict(config) | {"model": model_name}
+    """Every field of an engine's configuration, the model and an adapter by their names instead of their folders."""
+    adapter = config.adapter and Path(config.adapter).name
+    return dataclasses.asdict(config) | {"model": model_name, "adapter": adapter}
 
 
 def rounded(value: float, digits: int = 4) -> float:

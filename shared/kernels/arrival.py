@@ -54,15 +54,19 @@ def sum_of_parts(y, up, partial, counters, block, split, SPLITS: tl.constexpr, A
     return y, up, is_last
 
 
-def arrivals(device: torch.device, num_groups: int) -> torch.Tensor:
-    """The counters of groups of programs; zero between launches, so one array serves all on a stream. An engine calls a
-    step before it captures it, so this is never made in a capture.
+def memory_of_parts(
+    splits: int, num_groups: int, size: int, device: torch.device
+) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """What :func:`sum_of_parts` writes: ``size`` numbers of a program, and a counter of a group; None for one part.
 
-    Raises ValueError for more than ``MAX_GROUPS``.
+    Counters are zero between launches, so one array serves all on a stream. An engine calls a step before it captures
+    it, so the array is never made in a capture. Raises ValueError for more groups than ``MAX_GROUPS``.
     """
+    if splits == 1:
+        return None, None
     if num_groups > MAX_GROUPS:
         raise ValueError(f"{num_groups} groups of programs add up parts; they are at most {MAX_GROUPS}")
-    return _counters(device)
+    return torch.empty(splits * num_groups * size, device=device), _counters(device)
 
 
 @functools.cache

@@ -124,7 +124,8 @@ RESULTS = {
 @pytest.fixture
 def report() -> Report:
     model = {"name": "owner/some model", "revision": None, "config_sha256": "0" * 64, "config": {"hidden_size": 8}}
-    engines = {"02": engine_settings(EngineConfig(model="/somewhere/on/disk"), model["name"])}
+    config = EngineConfig(model="/somewhere/on/disk", use_speculative_decoding=True, adapter="/somewhere/else")
+    engines = {"02": engine_settings(config, model["name"])}
     return Report("ladder", model, engines, seed=7, flags={"trials": 2}, results=RESULTS)
 
 
@@ -138,7 +139,8 @@ def test_the_file_tells_everything_and_no_path(report, tmp_path):
     assert [path.name for path in paths] == [stem + end for end in (".json", ".md", ".png")]
     content = json.loads(paths[0].read_text())
     assert (content["schema"], content["seed"], content["results"]) == (1, 7, RESULTS)
-    assert content["engines"]["02"] == engine_settings(EngineConfig(), "owner/some model")
+    settings = engine_settings(EngineConfig(), "owner/some model")
+    assert content["engines"]["02"] == settings | {"use_speculative_decoding": True, "adapter": "else"}
     assert {"python", "torch", "transformers"} <= set(content["versions"])
     assert "/somewhere" not in paths[0].read_text()
     assert "| 03.1 | 31.0 |" in paths[1].read_text()

@@ -69,7 +69,7 @@ def board(
         if host == "127.0.0.1":
             typer.echo("            on this machine alone; --host 0.0.0.0 lets others join")
         elif host == "0.0.0.0":
-            typer.echo("            with this machine's address in the place of 0.0.0.0")
+            typer.echo("            with this machine's address instead of 0.0.0.0")
         typer.echo("\nCtrl-C ends it; nothing is kept")
         try:
             server.serve_forever()
@@ -126,7 +126,7 @@ def times(
 
 
 def ask_for_times(workspace: "Workspace") -> None:
-    """Ask once whether times may be recorded, where somebody can answer; and note that work begins."""
+    """Ask once whether times may be recorded, at a terminal; and note that work begins."""
     from tutorial.workshop.times import Times
 
     record = Times(workspace.root)

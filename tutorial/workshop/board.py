@@ -65,7 +65,7 @@ class Board(ThreadingHTTPServer):
         return f"http://{host!s}:{port}/{self.word}"
 
     def note(self, key: str, standing: Standing | None) -> bool:
-        """Show a learner's standing in the place of their last one, or with None no more; False if the board is
+        """Show a learner's standing instead of their last one, or with None no more; False if the board is
         full."""
         with self.lock:
             if standing is None:

@@ -46,7 +46,7 @@ def run_later(server: CheckServer, workspace: Workspace, phase: str) -> dict[Les
 
 
 def copy_passed(workspace: Workspace, folder: Path) -> None:
-    """Copy the modules of a workspace, with a gap in the place of each exercise that has not passed."""
+    """Copy the modules of a workspace, with a gap for each exercise that has not passed."""
     for exercise in exercises():
         if workspace.state(exercise) is State.NEW:
             continue

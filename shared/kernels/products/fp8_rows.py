@@ -15,7 +15,7 @@ between launches.
 
 import torch
 
-from shared.kernels.arrival import arrivals, sum_of_parts
+from shared.kernels.arrival import memory_of_parts, sum_of_parts
 from shared.kernels.launch import launch, launch_dependents, tl, triton, wait_for_previous
 from shared.kernels.products.gemv import ACTIVATIONS, prefetch_weights, store_product
 from shared.kernels.products.quantized_gemm import quantize_rows
@@ -107,10 +107,8 @@ def multiply_rows_in_fp8(
     N = weight.shape[0] // kinds
     blocks_n = -(-N // cut.block_n)
     values, x_scales = quantize_rows(x, norm)
-    out, partial, counters = x.new_empty(T, N), None, None
-    if cut.splits > 1:
-        partial = torch.empty(kinds * cut.splits * blocks_n * cut.block_n * cut.block_m, device=x.device)
-        counters = arrivals(x.device, blocks_n)
+    out = x.new_empty(T, N)
+    partial, counters = memory_of_parts(cut.splits, blocks_n, kinds * cut.block_n * cut.block_m, x.device)
     launch(
         fp8_rows_kernel, (blocks_n, cut.splits),
         values, x_scales, weight.values, weight.scales, bias, residual, out, partial, counters, T, N,

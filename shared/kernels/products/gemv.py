@@ -27,7 +27,7 @@ rows on, a row's result depends on the tiling, not on the other rows.
 import torch
 import torch.nn.functional as F
 
-from shared.kernels.arrival import arrivals, sum_of_parts
+from shared.kernels.arrival import memory_of_parts, sum_of_parts
 from shared.kernels.launch import (
     generation,
     launch,
@@ -265,13 +265,10 @@ def linear(
         "num_stages": cut.num_stages,
     }
     if cut.dot:
-        partial, counters, num_rows = None, None, dot_rows(T)
-        if cut.splits > 1:
-            if K % (cut.splits * cut.block_k):
-                raise ValueError(f"{cut} is not for {K} columns: the parts must be whole tiles")
-            kinds = 1 if activation is None else 2
-            partial = torch.empty(kinds * cut.splits * blocks * cut.block_n * num_rows, device=x.device)
-            counters = arrivals(x.device, blocks)
+        if cut.splits > 1 and K % (cut.splits * cut.block_k):
+            raise ValueError(f"{cut} is not for {K} columns: the parts must be whole tiles")
+        num_rows, kinds = dot_rows(T), 1 if activation is None else 2
+        partial, counters = memory_of_parts(cut.splits, blocks, kinds * cut.block_n * num_rows, x.device)
         launch(
             skinny_kernel, (blocks, cut.splits), x, weight, bias, residual, out, partial, counters, T, N, *strides,
             **options, ROWS=num_rows, SPLITS=cut.splits, PREFETCHED=cut.prefetched,

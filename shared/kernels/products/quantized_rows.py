@@ -14,7 +14,7 @@ those of several programs are added in the order of the columns; counters are ze
 
 import torch
 
-from shared.kernels.arrival import arrivals, sum_of_parts
+from shared.kernels.arrival import memory_of_parts, sum_of_parts
 from shared.kernels.launch import launch, launch_dependents, tl, triton, wait_for_previous
 from shared.kernels.products.gemv import ACTIVATIONS, prefetch_weights, store_product
 from shared.kernels.products.quantized_tiles import as_operand, halves, loaded_row, operand_column, widened
@@ -149,10 +149,8 @@ def multiply_rows(
     kinds = 1 if activation is None else 2
     N = weight.shape[0] // kinds
     blocks_n = -(-N // cut.block_n)
-    out, partial, counters = x.new_empty(T, N), None, None
-    if cut.splits > 1:
-        partial = torch.empty(kinds * cut.splits * blocks_n * cut.block_n * cut.block_m, device=x.device)
-        counters = arrivals(x.device, blocks_n)
+    out = x.new_empty(T, N)
+    partial, counters = memory_of_parts(cut.splits, blocks_n, kinds * cut.block_n * cut.block_m, x.device)
     launch(
         quantized_rows_kernel, (blocks_n, cut.splits),
         x, values, weight.scales, weight.zeros, bias, residual, out, partial, counters, T, N, x.stride(0),
