@@ -157,7 +157,8 @@ def measure_rung(
 def _measured(
     rung: Rung, engines: tuple[Any, Any], pairs: range, steps: Steps, threads: Threads, last: float
 ) -> dict[str, Any]:
-    number, trials = threads.choose(), []
+    number = threads.choose()
+    trials: list[tuple[float, float]] = []
     for pair in pairs if rung.is_timed else pairs[:1]:
         if trials and time.perf_counter() >= last:
             break
