@@ -182,7 +182,7 @@ def time_calls(call: Callable[..., Any], input_sets: Sequence[Inputs], *, is_eag
         if device.type == "cuda" and not is_eager:
             from triton.testing import do_bench_cudagraph
 
-            torch.cuda.synchronize(device)  # the inputs were generated on another stream than the captured one
+            torch.cuda.synchronize(device)  # the inputs were generated on a stream other than the captured one
             replays = do_bench_cudagraph(all_sets, rep=GRAPH_MS, return_mode="all")
             trials = [milliseconds / 1e3 for milliseconds in replays[1:]]  # the first replay uploads the graph
         else:

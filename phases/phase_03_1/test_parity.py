@@ -37,7 +37,7 @@ def ids(engine: Any, prompt: str | list[int], num_tokens: int, **params: object)
 
 @torch.inference_mode()
 def forced_logits(model: CausalLM, view: ContiguousView, token_ids: Sequence[int], prompt: int) -> torch.Tensor:
-    """Logits ``[n, V]`` in fp32 after the prompt and after every further given token, one per step."""
+    """Logits ``[n, V]`` in fp32 after the prompt and after each of the given tokens, one per step."""
     logits = []
     for step in [list(token_ids[:prompt]), *([token_id] for token_id in token_ids[prompt:])]:
         start = view.cache.length

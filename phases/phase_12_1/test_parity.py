@@ -333,7 +333,7 @@ sys.stdin.read()
 
 
 def test_no_rank_outlives_rank_0(session_folder: Path) -> None:
-    """The script has no main guard, which processes of multiprocessing would need."""
+    """The script has no main guard, which multiprocessing would need."""
     folder = checkpoint_for_ranks("llama", session_folder)
     with subprocess.Popen(
         [sys.executable, "-c", SCRIPT, str(folder)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=os.environ

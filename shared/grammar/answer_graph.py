@@ -5,8 +5,8 @@ Free text is a few states that read any byte and look for the opening of a call;
 calls is a grammar like any other, and masks, drafts and preemption need no special cases for tools. Introduced in phase
 12.
 
-Special tokens have no text. A grammar that names one (``SPECIAL_MARK``, then its name) allows it there and nowhere
-else, since its bytes begin with one that UTF-8 does not have.
+Special tokens have no text. A grammar that names one (by ``SPECIAL_MARK`` and its name) allows it only there, since its
+bytes begin with a byte that UTF-8 does not have.
 """
 
 from collections.abc import Sequence
@@ -181,8 +181,8 @@ class AnswerGraph:
             graph.word(start, encoded(self.spelling.hidden), self.called)
 
     def _search(self, mark: bytes, found: int | None, *, is_final: bool) -> list[int]:
-        """States that read text up to a mark; each state is how much of the mark has been read. None: the mark is
-        refused."""
+        """States that read text up to a mark; each state represents how much of the mark has been read. None: the mark
+        is refused."""
         graph = self.graph
         states = [graph.state(is_final=is_final)]
         self._read_text(states[0])

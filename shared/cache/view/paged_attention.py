@@ -66,7 +66,7 @@ class PagedAttention(PagedAttentionProtocol):
         return out
 
     def attend_prompts(self, layer: int, q: Tensor, options: dict[str, Any], out: Tensor) -> None:
-        """Attention of the sequences that do not decode; ``about`` are the kernel's arguments by name."""
+        """Attention of the sequences that do not decode; ``options`` are the kernel's arguments by name."""
         memory = (self.storage.layer_keys[layer], self.storage.layer_values[layer])
         paged_prefill(q, *memory, *self.prompts, **options, out=out)
 

@@ -6,8 +6,8 @@ value that does not fit an alternative kills the alternative at the next comma; 
 quote. At that quote, the bits also choose which values are allowed. At the closing brace, an alternative with unmet
 requirements dies too, and a group ends unless all its alternatives are dead.
 
-Invariant: after every byte, at least one live alternative can still be completed. So dead alternatives alone never
-expect a value: where single bytes of scalars decide between alternatives, the same bits guard them.
+Invariant: after every byte, at least one live alternative can still be completed. So a value is never expected only by
+dead alternatives: where single bytes of scalars decide between alternatives, the same bits guard them.
 """
 
 from dataclasses import dataclass

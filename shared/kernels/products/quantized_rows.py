@@ -2,10 +2,10 @@
 
 The time is that of reading W, if nothing delays it. Three things could: moving a widened tile through shared memory
 again; waiting for a scale every 128 columns; and having few warps, each of which waits for its own instructions. So the
-bytes of W are loaded many tiles ahead, and each thread widens what it has loaded; the product is given the rows and
-columns that these are (:func:`shared.kernels.products.quantized_tiles.as_operand`). The values of a group (scales,
-zeros) are loaded one step early. And several programs share the columns of a row, so that every multiprocessor has many
-warps.
+bytes of W are loaded many tiles ahead, and each thread widens what it has loaded; the product is given the
+corresponding rows and columns (:func:`shared.kernels.products.quantized_tiles.as_operand`). The values of a group
+(scales, zeros) are loaded one step early. And several programs share the columns of a row, so that every multiprocessor
+has many warps.
 
 Marlin (Frantar et al., arXiv 2408.11743) permutes the stored weights for the same purpose. Here they are stored
 unpermuted, and :mod:`shared.kernels.products.quantized_gemv` reads them as well. Invariants: W is read once; sums are

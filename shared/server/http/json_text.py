@@ -1,7 +1,7 @@
 """The limits on a JSON body, checked on its bytes before it is parsed. Introduced in phase 4.
 
 Parsing and validation hold Python's lock, and their time depends on the number of values, not on the number of bytes.
-Invariant: a body that passes is UTF-8 as far as its zero bytes show; it has a limited number of values, keys and
+Invariant: a body that passes has no zero byte, as UTF-16 and UTF-32 would; it has a limited number of values, keys and
 levels; and it contains no lone surrogate, which has no encoding.
 """
 
