@@ -29,7 +29,7 @@ from shared.quantization.rounding import quantize
 from shared.quantization.weight import QuantizedWeight, dequantize
 from shared.tracks.ranks.collectives import Collectives
 from shared.tracks.ranks.model import load_part
-from shared.tracks.ranks.model_shard import COLUMNS, ROWS, Cut, ModelShard, ShardCheckpoint, shard_weight
+from shared.tracks.ranks.model_shard import COLUMNS, ROWS, ModelShard, ShardCheckpoint, TensorShard, shard_weight
 from shared.tracks.ranks.projection import RowParallelProjection
 from shared.tracks.ranks.shard import Shard, possible_sizes
 from shared.tracks.ranks.vocabulary import Vocabulary
@@ -152,7 +152,7 @@ def test_a_quantized_matrix_is_cut_with_its_scales(method: str, begin: int, leng
     whole = quantized(method)
     for dim in (ROWS, COLUMNS):
         part = range(32 * begin, min(32 * (begin + length), whole.shape[dim]))
-        found = shard_weight(whole, Cut(dim, part, whole.shape[dim]))
+        found = shard_weight(whole, TensorShard(dim, part, whole.shape[dim]))
         assert torch.equal(dequantize(found), dequantize(whole).narrow(dim, part.start, len(part)))
         for tensor in (found.values, found.scales, found.zeros):
             if tensor is not None and tensor is not whole.scales:
@@ -161,7 +161,7 @@ def test_a_quantized_matrix_is_cut_with_its_scales(method: str, begin: int, leng
 
 def test_columns_within_a_block_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"columns 40 to 80, and each 128 columns have a scale; parts must begin"):
-        shard_weight(quantized("int4"), Cut(COLUMNS, range(40, 80), 256))
+        shard_weight(quantized("int4"), TensorShard(COLUMNS, range(40, 80), 256))
 
 
 # What the parts compute.
