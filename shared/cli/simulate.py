@@ -42,8 +42,9 @@ def simulate(
     ] = "prefix,two-choices,least-busy,round-robin",
     trace: Annotated[
         str,
-        typer.Option(help=("How requests arrive: steady, poisson, bursts, day, or a file of recorded requests (JSON "
-                          "lines).")),
+        typer.Option(
+            help=("How requests arrive: steady, poisson, bursts, day, or a file of recorded requests (JSON lines).")
+        ),
     ] = "poisson",
     rate: Annotated[
         float | None,

@@ -30,8 +30,9 @@ def mtp(
     alpha: Annotated[float, typer.Option(help="The additions are scaled by alpha / rank.")] = 32.0,
     target: Annotated[list[str] | None, typer.Option(help="A matrix that gets an addition; default: all four.")] = None,
     steps: Annotated[int, typer.Option(min=1, help="Maximum steps.")] = 10_000,
-    minutes: Annotated[float | None, typer.Option(help=("Maximum minutes of training, not counting the generation of "
-                                                       "texts."))] = None,
+    minutes: Annotated[
+        float | None, typer.Option(help=("Maximum minutes of training, not counting the generation of texts."))
+    ] = None,
     pause_after: Annotated[
         float | None, typer.Option(help="Minutes after which the run pauses; the same command resumes it.")
     ] = None,

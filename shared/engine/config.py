@@ -72,8 +72,9 @@ class EngineConfig:
         "Dtype of the weights: float32, bfloat16 or float16; default: float32 on a CPU, otherwise the checkpoint's.",
         choices=DTYPES,
     )
-    device: str = setting("cpu", "02", "cpu, cuda, or auto: a GPU if there is one that can run the kernels, "
-                                       "otherwise cpu.")
+    device: str = setting(
+        "cpu", "02", "cpu, cuda, or auto: a GPU if there is one that can run the kernels, otherwise cpu."
+    )
     max_seq_len: int | None = setting(
         None, "02", "Maximum tokens of prompt and output; default: the model's limit, up to 4096."
     )
@@ -166,8 +167,9 @@ class EngineConfig:
         choices=COMPRESS_METHODS,
     )
     if_fake_compress: bool = setting(False, "09.2", "Mask dropped keys instead of moving the others together.")
-    if_log_compress: bool = setting(False, "09.2", "Log each compression: the share that is kept, and the blocks "
-                                                   "freed.")
+    if_log_compress: bool = setting(
+        False, "09.2", "Log each compression: the share that is kept, and the blocks freed."
+    )
     if_log_num_topp: bool = setting(False, "09.2", "Log how many tokens each KV head of each layer keeps.")
     layer_budget: int = setting(1024, "09.2", "Minimum number of tokens that a KV head keeps.", at_least=1)
     layer_upper_budget: int = setting(
@@ -235,8 +237,9 @@ class EngineConfig:
         "the CPU.",
         at_least=0,
     )
-    tensor_parallel_size: int = setting(1, "12.1", "Number of processes, each with a device, over which the model is "
-                                                   "sharded.", at_least=1)
+    tensor_parallel_size: int = setting(
+        1, "12.1", "Number of processes, each with a device, over which the model is sharded.", at_least=1
+    )
     draft_ranks: int = setting(
         1, "12.1", "Number of processes over which the draft model is sharded; 1: the first has all of it.", at_least=1
     )

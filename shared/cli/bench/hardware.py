@@ -74,8 +74,8 @@ def attention(
         list[str] | None, typer.Option("--shape", "-s", help="A shape to measure; repeat it. Default: all.")
     ] = None,
     peer: Annotated[
-        list[str] | None, typer.Option("--peer", "-p", help=("A peer to time; repeat it. Default: all that are "
-                                                            "available."))
+        list[str] | None,
+        typer.Option("--peer", "-p", help=("A peer to time; repeat it. Default: all that are available.")),
     ] = None,
     peers: Annotated[bool, typer.Option("--peers/--no-peers", help="Whether to time peers.")] = True,
     mistakes: Annotated[

@@ -52,8 +52,9 @@ def serving(
     ] = None,
     phase: Annotated[
         str | None,
-        typer.Option("--phase", "-p", help=("The last phase that takes part; it also serves over HTTP. Default: the "
-                                           "newest.")),
+        typer.Option(
+            "--phase", "-p", help=("The last phase that takes part; it also serves over HTTP. Default: the newest.")
+        ),
     ] = None,
     rate: Annotated[
         float | None,

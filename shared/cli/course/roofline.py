@@ -53,8 +53,8 @@ def roofline(
         str | None, typer.Option(help="Batch sizes in the table, separated by commas. Default: 1 to 1,024.")
     ] = None,
     dtype: Annotated[
-        str | None, typer.Option(help=("Dtype of weights, keys and values. Default: float32 on a CPU, otherwise the "
-                                      "model's."))
+        str | None,
+        typer.Option(help=("Dtype of weights, keys and values. Default: float32 on a CPU, otherwise the model's.")),
     ] = None,
     weight_bits: Annotated[
         float | None, typer.Option(help="Bits per weight in the blocks' matrices: 8, or 4.125 with one scale per 128.")
