@@ -131,7 +131,7 @@ class DraftLengths:
             return certain
         known = [self.known.setdefault(request, Acceptance()) for request in requests]
         is_waiting = [self._waits(acceptance, stakes) for acceptance in known]
-        if all(is_waiting):  # the case of most steps with unpredictable text: the host must not be slower in them
+        if all(is_waiting):  # the usual case for unpredictable text, in which the host must not become slower
             return certain
         rates = [0.0 if waits else acceptance.rate for acceptance, waits in zip(known, is_waiting, strict=True)]
         lengths = best_lengths([rate if rate >= LEAST_RATE else 0.0 for rate in rates], self.longest, stakes.costs)
