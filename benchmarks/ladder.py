@@ -1,4 +1,4 @@
-"""The ladder: what each phase gains on this machine, one row a phase. Introduced in phase 3.
+"""The ladder: what each phase gains on this machine, one row per phase. Introduced in phase 3.
 
 A row compares a phase with its predecessor in the quantity that the phase is about (`benchmarks.rungs`). A count is
 exact and made once. Times are measured in pairs: both engines are in memory, compute with as many threads as other
@@ -36,7 +36,7 @@ MOST_SHARED = 0.25
 
 
 class Others:
-    """The processors that other programs have used since this was made."""
+    """The processor time that other programs have used since this object was made."""
 
     def __init__(self) -> None:
         self.started, self.own, self.all = time.perf_counter(), time.process_time(), _busy_seconds()
@@ -252,7 +252,7 @@ def _shared(timed: Sequence[Row], most: int) -> list[str]:
 
 
 def _absent(report: Report) -> list[str]:
-    """What is said of phases that have no row of times here."""
+    """What is said about phases that have no timed row here."""
     if report.device.startswith("cuda"):
         return []
     return ["3.1, 6.1 and 9 make a GPU faster, so on a CPU their rows count what they change; 12.1 needs several GPUs."]

@@ -35,7 +35,7 @@ def ladder(
         float | None, typer.Option("--seconds", help="After so many, begin no further row or pair, and say so.")
     ] = None,
 ) -> None:
-    """Measure each phase beside the one before it, in the quantity that it is about. Idle, it takes three minutes.
+    """Compare each phase with the previous one, in the quantity that it is about. Idle, it takes three minutes.
 
     The last line on standard output is the result as JSON.
     """
