@@ -3,9 +3,11 @@
 A row compares a phase with its predecessor in the quantity that the phase is about (`benchmarks.rungs`). A count is
 exact and made once. Times are measured in pairs: both engines are in memory and take turns, so that other programs
 disturb both sides alike. A row whose pairs differ, or beside which other programs computed, is measured once more, and
-then says so. Invariant: at most the two engines of a row are in memory; the next row keeps the one that it shares.
+then says so. Where the time is limited, rows have fewer pairs, which they say too. Invariant: at most the two engines
+of a row are in memory; the next row keeps the one that it shares.
 """
 
+import math
 import statistics
 import time
 from collections.abc import Sequence
@@ -48,15 +50,26 @@ def _busy_seconds() -> float:
 
 
 def measure_ladder(
-    model: str, *, phases: Sequence[str] | None = None, is_quick: bool = False, pairs: int = PAIRS, **where: Any
+    model: str,
+    *,
+    phases: Sequence[str] | None = None,
+    is_quick: bool = False,
+    pairs: int = PAIRS,
+    seconds: float | None = None,
+    **where: Any,
 ) -> Report:
-    """A row for each rung of these phases, by default of all, that this machine and model have; ``is_quick`` leaves out
-    most that are timed, ``where`` is as `Setup` takes it.
+    """A row for each rung of these phases, by default of all, that this machine and model have.
+
+    Args:
+        is_quick: leave out most rows that are timed.
+        seconds: after so many, no row and no further pair of a row begins; the first row has one pair in any case.
+        where: as `Setup` takes it.
 
     Raises ConfigError, RequestError, ModelFolderError or CapacityError before anything is computed.
     """
+    last = math.inf if seconds is None else time.perf_counter() + seconds
     setup = Setup(model, **where)
-    check_least(pairs=(pairs, 1))
+    check_least(pairs=(pairs, 1), seconds=(seconds, 0))
     asked = {lesson.number for lesson in generating_lessons(phases)}
     setup.check_memory(2, "close other programs")
     rungs = [
@@ -73,29 +86,42 @@ def measure_ladder(
     engines: dict[Side, Any] = {}
     configs: dict[str, EngineConfig] = {}
     results: dict[str, Any] = {}
-    with setup.running(sum(2 + (pairs if rung.is_timed else 1) for rung in rungs)) as steps:
+    late: list[str] = []
+    with setup.running(sum(_num_steps(rung, pairs) for rung in rungs)) as steps:
         for rung in rungs:
+            if results and time.perf_counter() >= last:
+                late.append(f"{rung.phase} {rung.what}")
+                continue
             for unused in engines.keys() - {rung.before, rung.after}:
                 del engines[unused]
                 free_memory()
-            try:
-                for each in (rung.before, rung.after):
-                    with steps.step(f"phase {rung.phase}, {rung.what}: load phase {each.phase}"):
-                        engines[each] = engines.get(each) or each.load(setup)
-            except ConfigError:  # the model's shape excludes it: groups of 4 bits that do not divide a row, say
-                continue
-            configs[rung.name] = engines[rung.after].config
-            results[rung.name] = measure_rung(rung, (engines[rung.before], engines[rung.after]), pairs, steps)
-        flags = {"pairs": pairs, "is_quick": is_quick}
+            with steps.part(_num_steps(rung, pairs)):
+                try:
+                    for each in (rung.before, rung.after):
+                        with steps.step(f"phase {rung.phase}, {rung.what}: load phase {each.phase}"):
+                            engines[each] = engines.get(each) or each.load(setup)
+                except ConfigError:  # the model's shape excludes it: groups of 4 bits that do not divide a row, say
+                    continue
+                configs[rung.name] = engines[rung.after].config
+                both = engines[rung.before], engines[rung.after]
+                results[rung.name] = measure_rung(rung, both, pairs, steps, last)
+        flags = {"pairs": pairs, "is_quick": is_quick, "seconds": seconds, "late": late}
         return setup.report("ladder", configs, flags, results)
 
 
-def measure_rung(rung: Rung, engines: tuple[Any, Any], pairs: int, steps: Steps) -> dict[str, Any]:
-    """A row of the results: the medians before and after, their ratio, the trials, and how steady they were."""
-    found = _measured(rung, engines, pairs, 0, steps)
-    if rung.is_timed and not found["is_steady"]:
-        steps.total += pairs
-        found = _measured(rung, engines, pairs, pairs, steps)
+def _num_steps(rung: Rung, pairs: int) -> int:
+    """Steps of a row at most: two engines are loaded, and a timed row may be measured twice."""
+    return 2 + (2 * pairs if rung.is_timed else 1)
+
+
+def measure_rung(
+    rung: Rung, engines: tuple[Any, Any], pairs: int, steps: Steps, last: float = math.inf
+) -> dict[str, Any]:
+    """A row of the results: the medians before and after, their ratio, the trials, and how steady they were. No pair
+    but the first begins after the moment ``last``."""
+    found = _measured(rung, engines, range(pairs), steps, last)
+    if rung.is_timed and not found["is_steady"] and time.perf_counter() < last:
+        found = _measured(rung, engines, range(pairs, 2 * pairs), steps, last)
     return {
         "what": rung.what,
         "phase_before": rung.before.phase,
@@ -104,9 +130,11 @@ def measure_rung(rung: Rung, engines: tuple[Any, Any], pairs: int, steps: Steps)
     } | found
 
 
-def _measured(rung: Rung, engines: tuple[Any, Any], pairs: int, first: int, steps: Steps) -> dict[str, Any]:
-    others, trials = Others(), []
-    for pair in range(first, first + (pairs if rung.is_timed else 1)):
+def _measured(rung: Rung, engines: tuple[Any, Any], pairs: range, steps: Steps, last: float) -> dict[str, Any]:
+    others, trials = Others(), list[tuple[float, float]]()
+    for pair in pairs if rung.is_timed else pairs[:1]:
+        if trials and time.perf_counter() >= last:
+            break
         with steps.step(f"phase {rung.phase}, {rung.what}" + (f": pair {pair + 1}" if rung.is_timed else "")):
             trials.append(rung.measured(engines, pair))
     before, after = (statistics.median(each) for each in zip(*trials, strict=True))
@@ -155,10 +183,14 @@ def view(report: Report) -> View:
         Bar(f"{row['phase']} {row['what']}", row["gain"], times(row["gain"])) for row in rows if row["gain"] is not None
     ]
     unsteady = [row["phase"] for row in rows if not row.get("is_steady", True)]
-    warnings = [
-        f"! Phase {', '.join(dict.fromkeys(unsteady))}: measured twice, and the pairs still differ by more than "
-        f"{STEADY}× or other programs used the processors. Run it again when the machine is idle."
-    ]
+    short = [row["phase"] for row in rows if row["is_timed"] and len(row["trials"]) < report.flags["pairs"]]
+    said = {
+        f"the pairs differ by more than {STEADY}×, or other programs used the processors. Run it again when the "
+        "machine is idle.": unsteady,
+        f"the time was over before all {report.flags['pairs']} pairs were measured.": short,
+    }
+    warnings = [f"! Phase {', '.join(dict.fromkeys(phases))}: {why}" for why, phases in said.items() if phases]
+    warnings += [f"! The time was over before {row} began." for row in report.flags["late"]]
     return View(
         f"Ladder: {report.model['name']} on {report.machine_title}, {report.flags['dtype']}",
         [
@@ -168,7 +200,7 @@ def view(report: Report) -> View:
         ],
         [Table("", columns, rows, lambda row: "" if row.get("is_steady", True) else "yellow")],
         notes=_absent(report),
-        warnings=warnings if unsteady else [],
+        warnings=warnings,
         panels=[Bars("How many times better", [("", bars)])],
     )
 

@@ -276,6 +276,9 @@ def test_a_finished_phase_is_shown_on_the_learner_s_lines(
     told = capsys.readouterr().out
     assert "06 → 06.1" in told
     assert '"benchmark"' not in told
+    monkeypatch.setattr(chart, "MOST_SECONDS", 0.01)
+    later.say_reward(workspace, "06.1")
+    assert "It was ended after 0.01 s" in capsys.readouterr().out
 
 
 def test_a_chart_without_a_finished_phase_says_where_to_begin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

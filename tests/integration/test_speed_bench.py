@@ -93,9 +93,22 @@ def test_a_row_that_was_disturbed_is_measured_once_more_and_says_so(monkeypatch:
     busy = ladder.measure_rung(rung, (None, None), 1, Steps(None, 1))
     assert (busy["gain"], busy["is_steady"]) == (3.0, True), "what other programs disturbed is not kept"
     monkeypatch.setattr(ladder.Others, "share", lambda self: 0.0)
-    steps = Steps(None, 2)
-    wild = ladder.measure_rung(rung, (None, None), 2, steps)
-    assert (wild["is_steady"], steps.done, steps.total) == (False, 4, 4)
+    wild = ladder.measure_rung(rung, (None, None), 2, Steps(None, 4))
+    assert (wild["is_steady"], len(wild["trials"])) == (False, 2)
+
+
+def test_a_limited_time_leaves_out_pairs_and_rows_and_says_so(folder: Path) -> None:
+    totals = set()
+    report = ladder.measure_ladder(
+        str(folder), phases=["04", "05", "06"], seconds=0.0, progress=lambda text, done, total: totals.add(total)
+    )
+    assert [len(row["trials"]) for row in report.results.values()] == [1]
+    first, *others = [rung for rung in rungs.RUNGS if rung.phase in ("04", "05", "06")]
+    assert report.flags["late"] == [f"{rung.phase} {rung.what}" for rung in others]
+    told = "\n".join(ladder.view(report).warnings)
+    assert f"Phase {first.phase}: the time was over before all 3 pairs" in told
+    assert all(f"The time was over before {row} began" in told for row in report.flags["late"])
+    assert len(totals) == 1, "the total of the progress stays as it is"
 
 
 def test_the_table_marks_rows_whose_pairs_differ(rows: Report) -> None:
