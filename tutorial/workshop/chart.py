@@ -21,7 +21,7 @@ from tutorial.workshop.workspace import Workspace
 FIRST_ROW = "03"
 """The first phase that is measured beside another one; the earlier ones show an answer."""
 PROMPT = "The capital of France is"
-SECONDS_OF_PAIRS = 12.0
+SECONDS_OF_PAIRS = 10.0
 """After so many, what a finished phase gains is not measured again, so that it is shown within 20 s on an idle
 machine."""
 MOST_SECONDS = 40.0
