@@ -17,7 +17,7 @@ import torch
 from numpy.typing import DTypeLike
 from torch import Tensor
 
-from shared.attention.descriptor import NUM_ARRAYS, DevicePlan
+from shared.attention.descriptor import NUM_ARRAYS, AttentionPlan, DevicePlan
 from shared.cache.layout.paged import PagedLayout, PagedSizes
 from shared.cache.layout.planned import AttentionPlanner, LayoutPlans, StepPlans
 from shared.cache.view.attention import Arrays, NoPadding, Padding, PagedAttentionProtocol, Places, Scores
@@ -63,6 +63,7 @@ class PlannedAttention:
             keys = storage.keys
             copied = PromptKeys.of(num_rows, config.num_kv_heads * config.head_dim, keys.dtype, keys.device)
             self.workspace = replace(self.workspace, copied=copied)
+        self.received: Mapping[int | None, AttentionPlan] | None = None  # of the last step, if it only decoded
         self.prompt_arguments: dict[str, Any] = {}  # `copies`, or mask tokens (phase 11.1), which are never copied
 
     def staged(self, is_decode: bool, max_tokens: int) -> Places:
@@ -85,13 +86,18 @@ class PlannedAttention:
         self.decoding = sent["tables"], sent["table_starts"], sent["lengths"]
         if not self.is_decode:
             self.prompts = sent["tables"], sent["prompt_table_starts"], sent["prompt_lengths"]
+        plans = cast(LayoutPlans, layout.extra).plans
+        decode = plans.decode if self.is_decode else None
+        if decode is not None and decode is self.received:
+            return  # the launches and the plans of the step before, at the same addresses
+        self.received = decode
         self.launches = self.planner.launches(batch.num_tokens, len(batch), layout.num_decoding)
         if self.workspace.copied is not None and self.launches.prefill is not None:
             self.prompt_arguments["copies"] = self.copies(layout)
         self.plans = {
             (kind, window): DevicePlan.of(plan, [sent[name] for name in self.names[kind, window]])
-            for kind, plans in cast(LayoutPlans, layout.extra).plans._asdict().items()
-            for window, plan in plans.items()
+            for kind, by_window in plans._asdict().items()
+            for window, plan in by_window.items()
         }
 
     def copies(self, layout: PagedLayout) -> tuple[bool, bool]:

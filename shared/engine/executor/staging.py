@@ -60,25 +60,25 @@ class Staging:
         self.turn = (self.turn + 1) % len(self.buffers)
         if self.is_copying:
             self.copied[self.turn].synchronize()
-        host, end = self.hosts[self.turn], 0
+        host, end, sent = self.hosts[self.turn], 0, dict[str, torch.Tensor]()
         for name, array in arrays.items():
-            begin, capacity, dtype = self.regions[name]
-            if len(array) > capacity:
-                raise ValueError(f"{name} has {len(array)} numbers, and there is space for {capacity}")
-            host[name][: len(array)] = array
-            end = max(end, begin + len(array) * dtype.itemsize)
+            (begin, capacity, dtype), count = self.regions[name], len(array)
+            if count > capacity:
+                raise ValueError(f"{name} has {count} numbers, and there is space for {capacity}")
+            host[name][:count] = array
+            end = max(end, begin + count * dtype.itemsize)
+            tensor = self.sent.get((name, count))
+            sent[name] = self._slice(name, count) if tensor is None else tensor
         if self.is_copying:
             self.arrived[:end].copy_(self.buffers[self.turn][:end], non_blocking=True)
             record(self.copied[self.turn], self.arrived.get_device())
-        return {name: self._sent(name, len(array)) for name, array in arrays.items()}
+        return sent
 
-    def _sent(self, name: str, count: int) -> torch.Tensor:
-        """The first ``count`` numbers of an array on the device."""
-        tensor = self.sent.get((name, count))
-        if tensor is None:
-            if len(self.sent) == MOST_KEPT:
-                self.sent.clear()
-            tensor = self.sent[name, count] = self.tensors[name][:count]
+    def _slice(self, name: str, count: int) -> torch.Tensor:
+        """The first ``count`` numbers of an array on the device, kept."""
+        if len(self.sent) == MOST_KEPT:
+            self.sent.clear()
+        tensor = self.sent[name, count] = self.tensors[name][:count]
         return tensor
 
     def _cut(self, buffer: Any) -> dict[str, Any]:
