@@ -129,7 +129,7 @@ class Batch:
     @property
     def is_decode(self) -> bool:
         """Whether every sequence has exactly one new token."""
-        return self.num_tokens == len(self)
+        return len(self.token_ids) == len(self.request_ids)
 
     def part(self, sequences: range) -> Self:
         """The batch of a contiguous range of its sequences."""

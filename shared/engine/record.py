@@ -45,12 +45,12 @@ class StepRecord:
             decoded = [request.request_id for request in schedule.requests[: schedule.num_decoding]]
         return cls(
             step=schedule.step - 1,
-            prefilled=tuple((entry.request.request_id, entry.num_tokens) for entry in prefilled),
+            prefilled=tuple([(entry.request.request_id, entry.num_tokens) for entry in prefilled]),
             decoded=tuple([request_id for request_id in decoded if request_id not in failed] if failed else decoded),
             finished=tuple([output.request_id for output in last if output.error is None]),
             failed=failed,
             preempted=schedule.preempted,
-            prefill_starts=tuple(entry.start for entry in prefilled),
+            prefill_starts=tuple([entry.start for entry in prefilled]),
             verified=tuple(scheduler.verified) if schedule.has_drafts else (),
             compressed=tuple(scheduler.compressions),
             num_waiting=len(scheduler.waiting),

@@ -17,7 +17,7 @@ import torch
 from numpy.typing import DTypeLike
 from torch import Tensor
 
-from shared.attention.descriptor import NUM_ARRAYS, AttentionPlan, DevicePlan
+from shared.attention.descriptor import NUM_ARRAYS, DevicePlan
 from shared.cache.layout.paged import PagedLayout, PagedSizes
 from shared.cache.layout.planned import AttentionPlanner, LayoutPlans, StepPlans
 from shared.cache.view.attention import Arrays, NoPadding, Padding, PagedAttentionProtocol, Places, Scores
@@ -63,7 +63,8 @@ class PlannedAttention:
             keys = storage.keys
             copied = PromptKeys.of(num_rows, config.num_kv_heads * config.head_dim, keys.dtype, keys.device)
             self.workspace = replace(self.workspace, copied=copied)
-        self.received: Mapping[int | None, AttentionPlan] | None = None  # of the last step, if it only decoded
+        self.decode_arrays: tuple[object, Arrays] = None, {}  # the last plans of a step that decodes, and their arrays
+        self.received: object = None  # the plans of the last step, if it only decoded
         self.prompt_arguments: dict[str, Any] = {}  # `copies`, or mask tokens (phase 11.1), which are never copied
 
     def staged(self, is_decode: bool, max_tokens: int) -> Places:
@@ -75,11 +76,16 @@ class PlannedAttention:
         return staged | staged_tables(self.sizes)
 
     def arrays(self, batch: Batch, layout: PagedLayout) -> Arrays:
-        arrays = table_arrays(batch, layout)
-        for kind, plans in cast(LayoutPlans, layout.extra).plans._asdict().items():
-            for window, plan in plans.items():
-                arrays |= zip(self.names[kind, window], plan.arrays(), strict=True)
-        return arrays
+        plans = cast(LayoutPlans, layout.extra).plans
+        decode, arrays = self.decode_arrays
+        if not batch.is_decode or plans.decode is not decode:
+            arrays = {}
+            for kind, by_window in plans._asdict().items():
+                for window, plan in by_window.items():
+                    arrays |= zip(self.names[kind, window], plan.arrays(), strict=True)
+            if batch.is_decode:
+                self.decode_arrays = plans.decode, arrays
+        return table_arrays(batch, layout) | arrays
 
     def receive(self, batch: Batch, layout: PagedLayout, sent: Mapping[str, Tensor]) -> None:
         self.is_decode = batch.is_decode
@@ -90,7 +96,7 @@ class PlannedAttention:
         decode = plans.decode if self.is_decode else None
         if decode is not None and decode is self.received:
             return  # the launches and the plans of the step before, at the same addresses
-        self.received = decode
+        self.received = None
         self.launches = self.planner.launches(batch.num_tokens, len(batch), layout.num_decoding)
         if self.workspace.copied is not None and self.launches.prefill is not None:
             self.prompt_arguments["copies"] = self.copies(layout)
@@ -99,6 +105,7 @@ class PlannedAttention:
             for kind, by_window in plans._asdict().items()
             for window, plan in by_window.items()
         }
+        self.received = decode
 
     def copies(self, layout: PagedLayout) -> tuple[bool, bool]:
         """Whether a step has prompts whose keys are copied, and others; a captured one may have both."""

@@ -10,7 +10,7 @@ allocated after construction; a pinned buffer is not written while its copy is p
 """
 
 from collections.abc import Mapping
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 import torch
@@ -19,6 +19,14 @@ from numpy.typing import DTypeLike, NDArray
 ALIGNMENT = 256  # bytes; more than a kernel's widest vector load needs
 NUM_BUFFERS = 2
 MOST_KEPT = 4096  # cached slices
+
+
+class _Part(NamedTuple):
+    """The first numbers of an array: on the device, in each host buffer, and where they end there, in bytes."""
+
+    tensor: torch.Tensor
+    hosts: list[NDArray[Any]]
+    end: int
 
 
 class Staging:
@@ -45,7 +53,7 @@ class Staging:
         self.hosts = [self._cut(buffer.numpy()) for buffer in self.buffers]
         self.tensors = self._cut(self.arrived)
         self.turn = 0
-        self.sent: dict[tuple[str, int], torch.Tensor] = {}  # by length: slicing a tensor is slower than a lookup
+        self.parts: dict[tuple[str, int], _Part] = {}  # by length: slicing is slower than a lookup
 
     @classmethod
     def for_arrays(cls, device: torch.device, arrays: Mapping[str, NDArray[Any]]) -> Self:
@@ -60,26 +68,28 @@ class Staging:
         self.turn = (self.turn + 1) % len(self.buffers)
         if self.is_copying:
             self.copied[self.turn].synchronize()
-        host, end, sent = self.hosts[self.turn], 0, dict[str, torch.Tensor]()
+        turn, parts, end, sent = self.turn, self.parts, 0, dict[str, torch.Tensor]()
         for name, array in arrays.items():
-            (begin, capacity, dtype), count = self.regions[name], len(array)
-            if count > capacity:
-                raise ValueError(f"{name} has {count} numbers, and there is space for {capacity}")
-            host[name][:count] = array
-            end = max(end, begin + count * dtype.itemsize)
-            tensor = self.sent.get((name, count))
-            sent[name] = self._slice(name, count) if tensor is None else tensor
+            part = parts.get((name, len(array))) or self._part(name, len(array))
+            sent[name], hosts, part_end = part
+            hosts[turn][:] = array
+            if part_end > end:
+                end = part_end
         if self.is_copying:
             self.arrived[:end].copy_(self.buffers[self.turn][:end], non_blocking=True)
             record(self.copied[self.turn], self.arrived.get_device())
         return sent
 
-    def _slice(self, name: str, count: int) -> torch.Tensor:
-        """The first ``count`` numbers of an array on the device, kept."""
-        if len(self.sent) == MOST_KEPT:
-            self.sent.clear()
-        tensor = self.sent[name, count] = self.tensors[name][:count]
-        return tensor
+    def _part(self, name: str, count: int) -> _Part:
+        """The first ``count`` numbers of an array, which is kept."""
+        begin, capacity, dtype = self.regions[name]
+        if count > capacity:
+            raise ValueError(f"{name} has {count} numbers, and there is space for {capacity}")
+        if len(self.parts) == MOST_KEPT:
+            self.parts.clear()
+        hosts = [host[name][:count] for host in self.hosts]
+        part = self.parts[name, count] = _Part(self.tensors[name][:count], hosts, begin + count * dtype.itemsize)
+        return part
 
     def _cut(self, buffer: Any) -> dict[str, Any]:
         """The ranges of a byte buffer, each in its dtype."""
