@@ -76,16 +76,20 @@ class PlannedAttention:
         return staged | staged_tables(self.sizes)
 
     def arrays(self, batch: Batch, layout: PagedLayout) -> Arrays:
-        plans = cast(LayoutPlans, layout.extra).plans
-        decode, arrays = self.decode_arrays
-        if not batch.is_decode or plans.decode is not decode:
-            arrays = {}
-            for kind, by_window in plans._asdict().items():
-                for window, plan in by_window.items():
-                    arrays |= zip(self.names[kind, window], plan.arrays(), strict=True)
-            if batch.is_decode:
-                self.decode_arrays = plans.decode, arrays
-        return table_arrays(batch, layout) | arrays
+        arrays, plans = table_arrays(batch, layout), cast(LayoutPlans, layout.extra).plans
+        if not batch.is_decode:
+            return arrays | self.plan_arrays(plans)
+        if plans.decode is not self.decode_arrays[0]:
+            self.decode_arrays = plans.decode, self.plan_arrays(plans)
+        return arrays | self.decode_arrays[1]
+
+    def plan_arrays(self, plans: StepPlans) -> Arrays:
+        """The arrays of a step's plans, by their names in the staging."""
+        arrays: Arrays = {}
+        for kind, by_window in plans._asdict().items():
+            for window, plan in by_window.items():
+                arrays |= zip(self.names[kind, window], plan.arrays(), strict=True)
+        return arrays
 
     def receive(self, batch: Batch, layout: PagedLayout, sent: Mapping[str, Tensor]) -> None:
         self.is_decode = batch.is_decode
