@@ -67,6 +67,10 @@ class Batch:
     @classmethod
     def of(cls, schedule: Schedule, pool: CachePoolProtocol) -> Self:
         """The batch of a schedule, with the pool's layout. Raises CapacityError for tokens that were not reserved."""
+        run = schedule.run
+        if run is not None and run.is_in_flight(schedule.columns["start"]):
+            tokens = run.no_ids, run.numbers, schedule.starts, run.num_tokens
+            return cls(run.request_ids, *tokens, run.numbers, run.numbers, pool.layout(schedule))
         B, requests = len(schedule), schedule.requests
         # exercise 04x1: lay the requests' new tokens end to end
         # hint: an entry contributes its request's token_ids[start : start + num_tokens]; concatenate them
@@ -125,7 +129,7 @@ class Batch:
     @property
     def is_decode(self) -> bool:
         """Whether every sequence has exactly one new token."""
-        return self.num_tokens == len(self)
+        return len(self.token_ids) == len(self.request_ids)
 
     def part(self, sequences: range) -> Self:
         """The part of the batch with a contiguous range of its sequences."""

@@ -64,6 +64,8 @@ class OutputStream:
         self.min_tokens = request.params.min_tokens
         self.has_grammar = request.params.structured_output is not None
         self.limit = min(request.params.max_new_tokens, max_seq_len - len(request.prompt_ids))
+        is_plain = not self.has_stops and request.params.logprobs is None
+        self.num_plain = self.limit - 1 if is_plain else 0  # tokens that add only their text, unless one is an end
 
     def push(self, token_id: int, logprobs: TokenLogprobs | None = None) -> StepOutput:
         """Append the next output token and return what it adds.

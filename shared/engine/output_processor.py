@@ -8,7 +8,7 @@ request's last output is followed by no other; a finished request is returned un
 
 from collections.abc import Iterable
 
-from shared.engine.output import OutputStream, StepOutput
+from shared.engine.output import OutputStream, StepOutput, make_output
 from shared.engine.request import Request, RequestStatus
 from shared.scheduling.schedule import Schedule
 from shared.text.stopping import FinishReason
@@ -50,9 +50,21 @@ class OutputProcessor:
 
     def _follow(self, requests: Iterable[Request]) -> list[Request]:
         finished = [request for request in self.finished if request.status is not RequestStatus.FINISHED]
-        streams, ready = self.streams, self.ready
+        streams, ready, texts = self.streams, self.ready, self.tokenizer.token_texts
         for request in requests:
             stream = streams.get(request)
+            if (  # its next token adds whole characters and nothing else, as most do: what `push` returns then
+                stream is not None
+                and 0 < (number := stream.num_tokens) < stream.num_plain
+                and len(ids := request.output_ids) == number + 1
+                and (token_id := ids[number]) not in stream.end_ids
+                and stream.decoder.holds_nothing
+                and (piece := texts[token_id]) is not None
+                and request.error is None
+            ):
+                stream.num_tokens = number + 1
+                ready.append(make_output((request.request_id, token_id, piece, None, None, None, None, 0, 0, 0, None)))
+                continue
             if stream is None:  # the request has finished; drop the token that a step in flight computed for it
                 continue
             if request.error is not None:

@@ -36,16 +36,21 @@ class StepRecord:
         """The record of the step that ran ``schedule`` and returned ``outputs``."""
         last = [output for output in outputs if output.finish_reason is not None]
         failed = tuple([output.request_id for output in last if output.error is not None])
-        prefilled = [entry for entry in schedule.prompts if entry.request.request_id not in failed]
-        decoded = [request.request_id for request in schedule.requests[: schedule.num_decoding]]
+        prompts = schedule.entries[schedule.num_decoding :]
+        prefilled = [entry for entry in prompts if entry.request.request_id not in failed]
+        decoded: Sequence[str]
+        if schedule.run is not None:
+            decoded = schedule.run.request_ids
+        else:
+            decoded = [request.request_id for request in schedule.requests[: schedule.num_decoding]]
         return cls(
             step=schedule.step - 1,
-            prefilled=tuple((entry.request.request_id, entry.num_tokens) for entry in prefilled),
+            prefilled=tuple([(entry.request.request_id, entry.num_tokens) for entry in prefilled]),
             decoded=tuple([request_id for request_id in decoded if request_id not in failed] if failed else decoded),
             finished=tuple([output.request_id for output in last if output.error is None]),
             failed=failed,
             preempted=schedule.preempted,
-            prefill_starts=tuple(entry.start for entry in prefilled),
+            prefill_starts=tuple([entry.start for entry in prefilled]),
             verified=tuple(scheduler.verified) if schedule.has_drafts else (),
             compressed=tuple(scheduler.compressions),
             num_waiting=len(scheduler.waiting),

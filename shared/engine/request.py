@@ -1,7 +1,7 @@
 """A request: its prompt, its sampling parameters, and its state in the engine. Introduced in phase 2.
 
 A request holds ids and counts, never tensors, text or queues, so it can be sent to another process. Invariant: its
-tokens are the prompt followed by the outputs, and only ``append`` changes them.
+tokens are the prompt followed by the outputs, and only ``append`` and :func:`append_next` change them.
 """
 
 import itertools
@@ -153,3 +153,24 @@ class Request:
         fields = (params, self.seed, index, self.prompt_ids, output_ids, masked_ids, self.serial, num_drafts, draft_id)
         row = _row((*fields, None, None, self.constraint))
         return row if self.limit_row is None else self.limit_row(row)
+
+
+def append_next(
+    requests: Sequence[Request], token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs | None] | None, step: int
+) -> None:
+    """Append a token to each request, and count the token that ``step`` computed for it.
+
+    Args: logprobs: of each token; None if no request asks for them.
+    """
+    if logprobs is not None:
+        for request, token_id, each in zip(requests, token_ids, logprobs, strict=True):
+            append_next([request], [token_id], None, step)
+            if request.params.logprobs is not None:
+                request.output_logprobs.append(each)
+        return
+    for request, token_id in zip(requests, token_ids, strict=True):
+        request.num_computed_tokens += 1
+        request.num_pending_tokens -= 1
+        request.last_step = step
+        request.output_ids.append(token_id)
+        request.num_tokens += 1

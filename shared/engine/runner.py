@@ -201,7 +201,8 @@ class Runner:
     def _rows_of(self, batch: Batch, sequences: Integers) -> tuple[Sequence[int] | Integers, Integers]:
         """Where the logit rows of each sequence begin (with n at the end), and the table row of each logit row
         ``[n]``."""
-        table_rows, ends = batch.layout.rows[sequences] * self.most_logit_rows, range(len(sequences) + 1)
+        rows = batch.layout.rows if len(sequences) == len(batch) == batch.num_tokens else batch.layout.rows[sequences]
+        table_rows, ends = rows * self.most_logit_rows, range(len(sequences) + 1)
         if batch.is_decode:  # at most one row each
             return ends, table_rows
         is_first = np.ones(len(ends), np.bool_)  # of its sequence, which succeeds or fails as a whole

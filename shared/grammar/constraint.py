@@ -27,7 +27,7 @@ from shared.grammar.tokens.pool import GrammarPool
 from shared.grammar.tokens.vocabulary import GrammarVocabulary
 from shared.sampling.params import SamplingParams
 from shared.sampling.sampler import SamplingRow
-from shared.scheduling.schedule import Schedule
+from shared.scheduling.schedule import NextRows, Schedule
 from shared.text.tokenizer import Tokenizer
 
 
@@ -76,10 +76,7 @@ class Constraints:
             self._compile, lambda fsm: fsm.automaton.num_bytes + fsm.masks.cache_bytes
         )
         self.num_masks = 0
-        self.steady: tuple[list[int], int] = (
-            [],
-            0,
-        )  # requests whose masks the device computed in a step, and their number
+        self.steady: tuple[int, int] = -1, 0  # a run whose masks the device computes, and their number in each step
 
     @classmethod
     def with_tokenizer(cls, tokenizer: Tokenizer, vocab_size: int, pool: GrammarPool | None) -> Self:
@@ -109,18 +106,18 @@ class Constraints:
             raise RequestError("This model has no end-of-sequence token, so an output with a grammar could not end.")
         return Constraint(grammar, fsm, fsm.initial_state)
 
-    def masked(self, schedule: Schedule, rows: Sequence[SamplingRow]) -> list[SamplingRow]:
+    def masked(self, schedule: Schedule, rows: Sequence[SamplingRow]) -> Sequence[SamplingRow]:
         """The sampling rows of a schedule, with masks for requests with a grammar unless the device computes them.
 
         The device does not if the pool is full, nor while ``min_tokens`` forbids the end: then the host must know
         whether the grammar allows anything else.
         """
-        serials = [row.serial for row in rows] if len(rows) == len(schedule) else []
-        if serials and serials == self.steady[0]:
+        run = rows.run.number if isinstance(rows, NextRows) else None
+        if run == self.steady[0]:
             self.num_masks += self.steady[1]
-            return list(rows)
+            return rows
         result, first, num_before = list(rows), 0, self.num_masks
-        is_steady = bool(serials)
+        is_masked, masks = False, dict[tuple[TokenFSM, Configuration], NDArray[np.bool_]]()
         for request, _, _, num_drafts, num_rows, _ in schedule:
             constraint = request.constraint
             if isinstance(constraint, Constraint) and num_rows:
@@ -130,12 +127,15 @@ class Constraints:
                         constraint.base = self.pool.hold(constraint.grammar, constraint.fsm, constraint)
                 if constraint.base is None or rows[first].masked_ids:
                     state = constraint.after(request.output_ids)
-                    self._mask(result, first, constraint.fsm, state, [*request.draft_ids[:num_drafts], None][:num_rows])
-                is_steady &= constraint.base is not None and not request.params.min_tokens
+                    is_masked = True
+                    draft_ids = [*request.draft_ids[:num_drafts], None][:num_rows]
+                    self._mask(result, first, constraint.fsm, state, draft_ids, masks)
                 self.num_masks += num_rows
             first += num_rows
-        self.steady = (serials, self.num_masks - num_before) if is_steady else ([], 0)
-        return result
+        if run is None or is_masked:
+            return result
+        self.steady = run, self.num_masks - num_before
+        return rows
 
     def _mask(
         self,
@@ -144,15 +144,22 @@ class Constraints:
         fsm: TokenFSM,
         state: Configuration | None,
         draft_ids: Sequence[int | None],
+        masks: dict[tuple[TokenFSM, Configuration], NDArray[np.bool_]],
     ) -> None:
-        """Mask the rows from ``first`` on, each after the drafts before it; ``state`` is that of the first row."""
+        """Mask the rows from ``first`` on, each after the drafts before it; ``state`` is that of the first row.
+
+        ``masks`` holds the masks of the step so far: rows in the same state share one.
+        """
         for number, draft_id in enumerate(draft_ids, first):
-            rows[number] = rows[number]._replace(constraint=None)
-            if state is not None:
-                allowed = fsm.mask(state)
-                masked_ids = _masked(rows[number].masked_ids, allowed)
-                rows[number] = rows[number]._replace(allowed=allowed, masked_ids=masked_ids)
-                state = None if draft_id is None else fsm.next_state(state, draft_id)
+            if state is None:
+                rows[number] = rows[number]._replace(constraint=None)
+                continue
+            allowed = masks.get((fsm, state))
+            if allowed is None:
+                allowed = masks[fsm, state] = fsm.mask(state)
+            masked_ids = _masked(rows[number].masked_ids, allowed)
+            rows[number] = rows[number]._replace(constraint=None, allowed=allowed, masked_ids=masked_ids)
+            state = None if draft_id is None else fsm.next_state(state, draft_id)
 
     def _compile(self, grammar: Grammar) -> TokenFSM:
         return FSMCompiler(self.prepare(), self.limits).compile(grammar)

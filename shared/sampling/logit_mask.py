@@ -15,26 +15,31 @@ class LogitMaskProcessor:
 
     Attributes:
         rows: int64 ``[m]``, the rows that have a mask.
-        allowed: bool ``[m, V]``, with at least one True in each row.
+        allowed: bool ``[k, V]``, the masks, with at least one True in each.
+        numbers: int64 ``[m]``, the mask of each of these rows; several rows may share one.
     """
 
     rows: torch.Tensor
     allowed: torch.Tensor
+    numbers: torch.Tensor
 
     @classmethod
     def of(cls, masks: Sequence[NDArray[np.bool_] | None]) -> Self | None:
         """The processor of the masks of B rows, on the CPU; None if no row has one."""
-        rows = [row for row, mask in enumerate(masks) if mask is not None]
-        if not rows:
+        different = {id(mask): mask for mask in masks if mask is not None}
+        if not different:
             return None
-        return cls(torch.tensor(rows), torch.from_numpy(np.stack([mask for mask in masks if mask is not None])))
+        numbers = {key: number for number, key in enumerate(different)}
+        rows = [row for row, mask in enumerate(masks) if mask is not None]
+        allowed = torch.from_numpy(np.stack(list(different.values())))
+        return cls(torch.tensor(rows), allowed, torch.tensor([numbers[id(masks[row])] for row in rows]))
 
     def sent(self, upload: Callable[[torch.Tensor], torch.Tensor]) -> Self:
         """On another device."""
-        return type(self)(upload(self.rows), upload(self.allowed))
+        return type(self)(upload(self.rows), upload(self.allowed), upload(self.numbers))
 
     def __call__(self, logits: torch.Tensor) -> torch.Tensor:
         """Logits ``[B, V]`` of any float dtype as float32, masked; the argument is not mutated."""
         masked = logits.to(torch.float32, copy=True)
-        masked[self.rows] = masked[self.rows].masked_fill(~self.allowed, -torch.inf)
+        masked[self.rows] = masked[self.rows].masked_fill(~self.allowed[self.numbers], -torch.inf)
         return masked

@@ -49,6 +49,7 @@ def preempt(scheduler: Scheduler, request: Request) -> None:
     scheduler.waiting[request.request_id] = request
     scheduler.waiting.move_to_end(request.request_id, last=False)
     # end exercise
+    scheduler.run = None
     scheduler.num_preemptions += 1
 
 

@@ -26,7 +26,7 @@ from shared.engine.request import Request, RequestStatus
 from shared.engine.sampling.sampler import SampledTokens
 from shared.errors import RequestError
 from shared.sampling.params import SamplingParams
-from shared.scheduling.schedule import Schedule
+from shared.scheduling.schedule import DecodeRun, Schedule
 
 Compression = tuple[str, int, tuple[tuple[int, ...], ...]]
 """A request, the number of its tokens, and how many of them each KV head of each layer keeps."""
@@ -45,6 +45,7 @@ class Scheduler(ABC):
         self.running: OrderedDict[str, Request] = OrderedDict()  # in order of admission
         self.ending: dict[Request, None] = {}  # retired, but still being computed by a step in flight
         self.num_steps = 0
+        self.run: DecodeRun | None = None  # of the newest step, unless a request has ended since (phase 9)
         self.num_preemptions = 0
         self.num_prefix_queries = self.num_prefix_hits = 0  # tokens looked up in a prefix tree, and tokens found
         self.num_accepted_drafts = self.num_rejected_drafts = 0  # of all requests (phase 11)
@@ -116,6 +117,7 @@ class Scheduler(ABC):
     def drop_in_flight(self) -> None:
         """Roll back what was scheduled but not committed, after an interrupted step, so that it can be scheduled
         again."""
+        self.run = None
         for request in self.running.values():
             request.num_scheduled_tokens, request.num_pending_tokens = request.num_computed_tokens, 0
         for request in self.ending:
@@ -159,6 +161,7 @@ class Scheduler(ABC):
         """Remove a request from the scheduler; release its KV cache once no step in flight computes it."""
         is_in_flight = request.num_scheduled_tokens > request.num_computed_tokens
         request.status = status
+        self.run = None
         self.waiting.pop(request.request_id, None)
         self.running.pop(request.request_id, None)
         if is_in_flight:

@@ -32,7 +32,7 @@ class IncrementalDecoder:
         self._utf8 = codecs.getincrementaldecoder("utf-8")(errors="replace")
         self._run = bytearray()
         self._strip, self._num_to_strip = tokenizer.decoder.stripped_prefix
-        self._holds_nothing = self._num_to_strip == 0  # no bytes, and no prefix left to strip
+        self.holds_nothing = self._num_to_strip == 0  # no bytes, and no prefix left to strip
         for token_id in self._end_of(prompt_ids):
             self.push(token_id)
         self.settle()
@@ -42,17 +42,17 @@ class IncrementalDecoder:
 
     def push(self, token_id: int) -> str:
         """The text that this token completes; "" while a character is incomplete or for a special token."""
-        if self._holds_nothing and (text := self._texts[token_id]) is not None:
+        if self.holds_nothing and (text := self._texts[token_id]) is not None:
             return text  # whole characters, which need no decoding
         piece = self._tokenizer.token_bytes(token_id)
         if not piece:
             return ""
         if self._tokenizer.is_fallback_byte(token_id):
             self._run += piece
-            self._holds_nothing = False
+            self.holds_nothing = False
             return ""
         text = self._without_prefix(self._end_run() + self._utf8.decode(piece))
-        self._holds_nothing = not self._utf8.getstate()[0] and self._num_to_strip == 0
+        self.holds_nothing = not self._utf8.getstate()[0] and self._num_to_strip == 0
         return text
 
     def settle(self) -> str:

@@ -85,6 +85,8 @@ def test_a_token_in_flight_is_pending_in_its_place() -> None:
     a.append(99)
     batch = Batch.of(step_of({a: 1, b: 1}), pool)
     assert (batch.token_ids.tolist(), batch.pending.tolist()) == ([99, 0], [1]), "a's has arrived"
+    assert step_arrays(batch)["token_ids"].tolist() == [99, -1 - batch.layout.rows[1]]
+    assert batch.token_ids.tolist() == [99, 0], "a batch is left as it is, also if one id is known"
 
 
 def test_the_keys_of_further_tokens_are_planned() -> None:

@@ -11,6 +11,7 @@ from shared.grammar.grammar import Grammar
 from shared.grammar.tokens.vocabulary import GrammarVocabulary
 from shared.sampling.params import SamplingParams
 from shared.sampling.sampler import SamplingRow
+from shared.scheduling.schedule import DecodeRun, NextRows, Schedule, Scheduled
 
 END, A, B, C = range(4)
 
@@ -20,7 +21,7 @@ def begin(pattern: str, **options: Any) -> tuple[Constraints, Any]:
     constraints = Constraints(lambda: GrammarVocabulary.of_tokens([b"</s>", b"a", b"b", b"c"], [END]))
     params = SamplingParams(structured_output=Grammar.regex(pattern), **options)
     return constraints, SimpleNamespace(
-        constraint=constraints.of(params), params=params, output_ids=[], draft_ids=[], serial=5
+        constraint=constraints.of(params), params=params, output_ids=[], draft_ids=[], serial=5, request_id="a"
     )
 
 
@@ -61,6 +62,24 @@ def test_the_device_makes_masks_unless_the_end_is_forbidden(min_tokens: int) -> 
     constraints, request = begin("a+", min_tokens=min_tokens)
     request.constraint.has_sampled, request.constraint.base = True, 0
     assert masked(constraints, request) == [(None, ())]
-    assert constraints.steady == (([], 0) if min_tokens else ([5], 1))
     if min_tokens:
         assert masked(constraints, request, (END,)) == [([A], (END,))]
+        return
+    run = DecodeRun([request], 9)
+    run.rows = [SamplingRow(request.params, 0, 0, serial=request.serial)]
+    rows, schedule = NextRows(run, 1), Schedule(1, (Scheduled(request, 0, 1),), 1)
+    for number in (2, 3):
+        assert constraints.masked(schedule, rows) is rows
+        assert constraints.num_masks == number
+        schedule = Schedule(2)  # the requests of a run are asked once
+
+
+def test_a_mask_of_the_host_is_made_anew_in_each_step_of_a_run() -> None:
+    constraints, request = begin("ab")
+    run = DecodeRun([request], 9)
+    run.rows = [SamplingRow(request.params, 0, 0, serial=request.serial)]
+    schedule = Schedule(1, (Scheduled(request, 0, 1),), 1)
+    for num_after, allowed in enumerate((A, B)):
+        (row,) = constraints.masked(schedule, NextRows(run, num_after))
+        assert np.flatnonzero(row.allowed).tolist() == [allowed]
+        request.output_ids = [A]

@@ -1,12 +1,13 @@
 """Text that is held back, for a stop string or an incomplete character, when the answer ends."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from shared.engine.output import OutputStream, StepOutput
 from shared.engine.output_processor import OutputProcessor
-from shared.engine.request import Request, RequestStatus
+from shared.engine.request import Request, RequestStatus, TokenLogprobs
 from shared.sampling.params import SamplingParams
 from shared.text.stopping import FinishReason
 from shared.text.tokenizer import Tokenizer
@@ -129,3 +130,27 @@ def test_what_ends_an_output_is_masked_until_min_tokens(tokenizer: Tokenizer) ->
         masks.append(request.sampling_row().masked_ids)
         request.append(token_id)
     assert masks == [end_ids, end_ids, ()]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"stop": ("at",)}, {"logprobs": 0}, {"min_tokens": 6}, {"max_new_tokens": 5}, {"ignore_eos": True}],
+    ids=str,
+)
+def test_an_output_is_what_the_stream_returns(tokenizer: Tokenizer, options: dict[str, Any]) -> None:
+    """Also where the processor does not ask it: characters of several tokens, an end in the middle, a limit."""
+    ids = [*tokenizer.encode("The cat 🥊")[:-1], *tokenizer.encode(" sat.")]
+    ids = [*ids, min(tokenizer.eos_ids), *ids]
+    params = SamplingParams(**{"max_new_tokens": 50} | options)
+    request, processor = Request("a", [1], params, 0), OutputProcessor(tokenizer, 100)
+    processor.add(request)
+    expected = OutputStream(request, tokenizer, 100)
+    for token_id in ids:
+        logprobs = None if params.logprobs is None else TokenLogprobs(-1.0, ())
+        request.append(token_id, logprobs)
+        finished = processor.catch_up()
+        assert processor.take() == [expected.push(token_id, logprobs)]
+        assert finished == ([request] if expected.has_ended else [])
+        if expected.has_ended:
+            return
+    assert options == {"ignore_eos": True}, "only these go on after the end"

@@ -197,8 +197,19 @@ def planned(loop: Loop) -> tuple[Any, ...]:
     if not schedule:
         return shown
     batch = Batch.of(schedule, loop.scheduler.pool)
-    rows = [(row.index, row.output_ids[:], row.serial) for row in schedule.sampling_rows()]
-    return *shown, arrays(batch) | {"layout": arrays(batch.layout)}, [row[:2] for row in rows]
+    return *shown, arrays(batch) | {"layout": arrays(batch.layout)}
+
+
+def rows_of_newest(loop: Loop) -> list[tuple[Any, ...]]:
+    """The sampling rows of the newest step, if all steps before it are committed."""
+    if len(loop.in_flight) != 1:
+        return []
+    schedule = loop.in_flight[0]
+    rows = schedule.sampling_rows()
+    expected = [entry.request.sampling_row() for entry in schedule if entry.num_logit_rows]
+    assert_equal([*rows], expected, "rows, as the requests make them")
+    assert_equal(rows[-1:], expected[-1:], "the last row")
+    return [(row.index, row.output_ids[:], row.serial) for row in rows]
 
 
 def compare(
@@ -223,13 +234,19 @@ def compare(
             number, (_, num_prompt_tokens, most, ends) = to_come.pop(0)
             for loop in loops:
                 ids = (END,) if ends else ()
-                params = SamplingParams(max_new_tokens=most, stop_token_ids=ids, ignore_eos=True)
+                least = min(2, most)
+                params = SamplingParams(max_new_tokens=most, min_tokens=least, stop_token_ids=ids, ignore_eos=True)
                 loop.add(Request(str(number), [5 + number // 2] * num_prompt_tokens, params, 0, ids))
         if step in aborts:
             got, expected = (loop.abort(str(aborts[step])) for loop in loops)
             assert got == expected, f"step {step} aborts a request"
         short, long = map(planned, loops)
         assert_equal(short, long, f"what step {step} computes")
+        for loop in loops:
+            while len(loop.in_flight) > max(num_in_flight, 1):
+                loop.finish(loop.in_flight.popleft())
+        short, long = ([row[:2] for row in rows_of_newest(loop)] for loop in loops)
+        assert_equal(short, long, f"the rows that step {step} samples")
         for loop in loops:
             while len(loop.in_flight) > num_in_flight:
                 loop.finish(loop.in_flight.popleft())

@@ -44,6 +44,9 @@ def test_a_mask_is_that_of_its_own_row(dtype):
     assert torch.equal(processor.sent(lambda array: array)(logits), expected)
     assert torch.equal(logits, before)
     assert LogitMaskProcessor.of([None, None]) is None
+    shared = LogitMaskProcessor.of([masks[3], masks[1], masks[3], None])
+    assert len(shared.allowed) == 2, "rows share a mask"
+    assert (shared(logits) == -INF).tolist() == [(~masks[number]).tolist() for number in (3, 1, 3)] + [[False] * 3]
 
 
 @settings(max_examples=100)

@@ -36,7 +36,8 @@ class BucketPlanner(AttentionPlanner):
     """The plans of the last prompts, keyed by everything that they depend on."""
 
     def plan(self, num_new: Integers, lengths: Integers, num_decoding: int) -> StepPlans:
-        bucket = self.buckets.smallest(len(lengths), int(num_new.sum()))
+        B = len(lengths)
+        bucket = self.buckets.smallest(B, B if num_decoding == B else int(num_new.sum()))
         if bucket is None:
             return super().plan(num_new, lengths, num_decoding)
         decode = self._plan_decode(lengths[:num_decoding], bucket.num_sequences)

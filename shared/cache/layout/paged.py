@@ -5,12 +5,13 @@ step uploads only the entries that are read, not the widest table times the batc
 do not change with the pool.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol, Self
 
 import numpy as np
 
-from shared.cache.layout.slots import Integers, Layout, ranges
+from shared.cache.layout.slots import Integers, Layout, check_reserved, ranges
 from shared.cache.pool.blocks import Blocks
 
 
@@ -62,6 +63,23 @@ class PagedLayout(Layout):
         table_starts = np.zeros(len(rows) + 1, np.int64)
         num_blocks.cumsum(out=table_starts[1:])
         return cls(rows, num_cached, lengths, slot_mapping, tables.reshape(-1)[entries], table_starts)
+
+    def next(self, granted: Sequence[int]) -> Self:
+        """The layout of the next token of each sequence, if no sequence begins a block with it.
+
+        ``granted``: the reserved tokens of each. Raises CapacityError if too few are reserved.
+        """
+        lengths = self.lengths + 1
+        check_reserved(lengths, np.array(granted, np.int64))
+        layout = type(self)(self.rows, self.lengths, lengths, self.slot_mapping + 1, self.tables, self.table_starts)
+        vars(layout).update(num_new=self.num_new, num_decoding=self.num_decoding)
+        return layout
+
+    def with_extra(self, extra: LayoutExtra) -> Self:
+        """The layout with what a later phase adds; it keeps what was derived from its arrays."""
+        layout = object.__new__(type(self))
+        vars(layout).update(vars(self), extra=extra)
+        return layout
 
     def reaching(self, num_ahead: int, tables: Blocks, block_size: int) -> Self:
         """The layout with the blocks of ``num_ahead`` further tokens of each sequence; ``tables`` as for ``of``."""

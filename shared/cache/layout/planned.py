@@ -9,13 +9,13 @@ Invariant: plans are made for the lengths in the layout, which the kernels read.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
 
-from shared.attention.descriptor import AttentionPlan
+from shared.attention.descriptor import AttentionPlan, Grid
 from shared.attention.plan import plan_decode, plan_prefill
 from shared.cache.layout.paged import PagedLayout
 from shared.cache.layout.slots import Integers
@@ -52,6 +52,7 @@ class AttentionPlanner:
         default_factory=dict, compare=False
     )
     """The plans of the last decoding sequences, by their lengths in whole tiles and the rows of the launch."""
+    grids: dict[int, Grid] = field(default_factory=dict, compare=False)  # of decode launches, by their rows
     has_masks: bool = False  # whether new tokens may be mask tokens (phase 11.1)
 
     @cached_property
@@ -62,6 +63,14 @@ class AttentionPlanner:
     def decode_tiling(self, num_sequences: int) -> DecodeTiling:
         """The tiling of a decode step of ``num_sequences`` sequences."""
         return decode_tiling(num_sequences, self.config.num_kv_heads, self.config.head_dim, self.itemsize)
+
+    def decode_grid(self, num_sequences: int) -> Grid:
+        """The grid of a decode step of ``num_sequences`` sequences."""
+        grid = self.grids.get(num_sequences)
+        if grid is None:
+            grid = self.decode_tiling(num_sequences).grid(self.config.num_kv_heads, self.device)
+            self.grids[num_sequences] = grid
+        return grid
 
     def prefill_tiling(self, num_tokens: int, num_sequences: int) -> PrefillTiling:
         """The tiling of a prefill step of ``num_tokens`` new tokens."""
@@ -93,7 +102,7 @@ class AttentionPlanner:
         is_captured = num_rows is not None
         if not len(lengths) and not is_captured:
             return {}
-        grid = self.decode_tiling(num_rows or len(lengths)).grid(self.config.num_kv_heads, self.device)
+        grid = self.decode_grid(num_rows or len(lengths))
         # no split is smaller, so this serves until a sequence needs a tile
         tiles = -(-lengths // grid.unit) * grid.unit
         key = tiles.tobytes(), num_rows
@@ -126,7 +135,7 @@ class LayoutPlans:
     def planned(cls, layout: PagedLayout, planner: AttentionPlanner) -> PagedLayout:
         """The layout with its plans."""
         plans = planner.plan(layout.num_new, layout.lengths + layout.num_ahead, layout.num_decoding)
-        return replace(layout, extra=cls(planner, plans))
+        return layout.with_extra(cls(planner, plans))
 
     def part(self, layout: PagedLayout, sequences: slice) -> PagedLayout:
         """The part gets new plans."""

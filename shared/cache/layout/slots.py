@@ -72,7 +72,11 @@ def before_and_after(
     num_computed = np.array([request.num_computed_tokens for request in schedule.requests], np.int64)
     before = committed + schedule.starts - num_computed  # including the tokens in flight
     after = before + schedule.num_tokens
-    reserved = np.array([granted[row] for row in rows], np.int64)
+    check_reserved(after, np.array([granted[row] for row in rows], np.int64))
+    return before, after
+
+
+def check_reserved(after: Integers, reserved: Integers) -> None:
+    """Raises CapacityError if a sequence would have more tokens ``after`` the step than are reserved."""
     if (after > reserved).any():
         raise CapacityError(f"The step would write up to {after.tolist()} tokens and {reserved.tolist()} are reserved.")
-    return before, after

@@ -68,6 +68,8 @@ class PagedKVCachePool:
         self.granted = [0] * max_sequences  # tokens
         self.lengths = [0] * max_sequences
         self.num_slotless: dict[Request, int] = {}  # tokens without a slot in the request's table, if there are any
+        self.laid_out: tuple[int, list[int], PagedLayout] | None = None
+        """The number of the newest step's run, its rows, and its layout, unless a block has been filled since."""
         self.extension = extension or NoExtension()
         self.lay_out = lay_out
 
@@ -136,6 +138,7 @@ class PagedKVCachePool:
                 f"cannot have {num_tokens} more; reserve them first."
             )
         self.lengths[row] = length
+        self.laid_out = None  # an extension may replace the block that has been filled
         self.extension.commit(self, request, num_tokens)
 
     def reserve_next(self, requests: Iterable[Request]) -> list[Request]:
@@ -167,7 +170,9 @@ class PagedKVCachePool:
         """``commit`` handles blocks that have become full."""
         rows, lengths, granted, size = self.rows, self.lengths, self.granted, self.block_size
         for request in requests:
-            row = rows[request] if request in rows else self._row(request)
+            row = rows.get(request)
+            if row is None:
+                raise self._no_row(request)
             length = lengths[row] + 1
             if length % size and length <= granted[row]:
                 lengths[row] = length
@@ -221,6 +226,11 @@ class PagedKVCachePool:
         return (self.allocator.num_free + self.extension.num_unused_blocks()) * self.block_size
 
     def layout(self, schedule: Schedule) -> PagedLayout:
+        run, last = schedule.run, self.laid_out
+        if run is not None and last is not None and last[0] == run.number and (last[2].lengths % self.block_size).all():
+            layout = last[2].next([self.granted[row] for row in last[1]])
+            self.laid_out = run.number, last[1], layout
+            return self.lay_out(self.extension.lay_out(self, schedule, layout))
         try:
             rows = [self.rows[request] for request in schedule.requests]
         except KeyError as error:
@@ -229,6 +239,8 @@ class PagedKVCachePool:
         layout = PagedLayout.of(np.array(rows, np.int64), num_cached, lengths, self.tables, self.block_size)
         if schedule.num_ahead:
             layout = layout.reaching(schedule.num_ahead, self.tables, self.block_size)
+        can_follow = not (schedule.num_ahead or self.num_slotless)
+        self.laid_out = (run.number, rows, layout) if run is not None and can_follow else None
         return self.lay_out(self.extension.lay_out(self, schedule, layout))
 
     def holdings(self) -> tuple[int, dict[Request, list[int]]]:

@@ -64,11 +64,12 @@ class BucketPadding:
         return self.buckets.smallest(len(batch), batch.num_tokens)
 
     def pad(self, arrays: Arrays, bucket: Bucket | None) -> None:
-        if bucket is not None:
-            for name in arrays.keys() & self.of_tokens.keys():
-                arrays[name] = padded(arrays[name], bucket.num_tokens, self.of_tokens[name])
-            for name in arrays.keys() & self.of_sequences:
-                arrays[name] = padded(arrays[name], bucket.num_sequences)
+        if bucket is None or (bucket.is_decode and len(arrays["token_ids"]) == bucket.num_tokens):
+            return
+        for name in arrays.keys() & self.of_tokens.keys():
+            arrays[name] = padded(arrays[name], bucket.num_tokens, self.of_tokens[name])
+        for name in arrays.keys() & self.of_sequences:
+            arrays[name] = padded(arrays[name], bucket.num_sequences)
 
     def advance(self, sent: Mapping[str, Tensor]) -> None:
         """On the device: :func:`shared.kernels.sampling.next_token.next_token`."""

@@ -51,13 +51,15 @@ def step_ranges(max_tokens: int) -> dict[str, tuple[int, DTypeLike]]:
 
 def step_arrays(batch: Batch) -> dict[str, NDArray[np.int64]]:
     """The arrays of ``step_ranges``."""
-    token_ids = batch.token_ids
-    if len(batch.pending):
+    token_ids, sequence_rows = batch.token_ids, batch.layout.rows[batch.logit_sequences]
+    if len(batch.pending) == len(token_ids) == len(batch):
+        token_ids = -1 - batch.layout.rows
+    elif len(batch.pending):
         token_ids = token_ids.copy()
         token_ids[batch.pending] = -1 - batch.layout.rows[batch.pending_sequences]
     return {
         "logit_rows": batch.logit_rows,
-        "sequence_rows": batch.layout.rows[batch.logit_sequences],
+        "sequence_rows": sequence_rows,
         "token_ids": token_ids,
         "positions": batch.positions,
     }

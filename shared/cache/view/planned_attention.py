@@ -63,6 +63,8 @@ class PlannedAttention:
             keys = storage.keys
             copied = PromptKeys.of(num_rows, config.num_kv_heads * config.head_dim, keys.dtype, keys.device)
             self.workspace = replace(self.workspace, copied=copied)
+        self.decode_arrays: tuple[object, Arrays] = None, {}  # the last plans of a step that decodes, and their arrays
+        self.received: object = None  # the plans of the last step, if it only decoded
         self.prompt_arguments: dict[str, Any] = {}  # `copies`, or mask tokens (phase 11.1), whose keys are never copied
 
     def staged(self, is_decode: bool, max_tokens: int) -> ArraySpecs:
@@ -74,9 +76,18 @@ class PlannedAttention:
         return staged | staged_tables(self.sizes)
 
     def arrays(self, batch: Batch, layout: PagedLayout) -> Arrays:
-        arrays = table_arrays(batch, layout)
-        for kind, plans in cast(LayoutPlans, layout.extra).plans._asdict().items():
-            for window, plan in plans.items():
+        arrays, plans = table_arrays(batch, layout), cast(LayoutPlans, layout.extra).plans
+        if not batch.is_decode:
+            return arrays | self.plan_arrays(plans)
+        if plans.decode is not self.decode_arrays[0]:
+            self.decode_arrays = plans.decode, self.plan_arrays(plans)
+        return arrays | self.decode_arrays[1]
+
+    def plan_arrays(self, plans: StepPlans) -> Arrays:
+        """The arrays of a step's plans, by their names in the staging."""
+        arrays: Arrays = {}
+        for kind, by_window in plans._asdict().items():
+            for window, plan in by_window.items():
                 arrays |= zip(self.names[kind, window], plan.arrays(), strict=True)
         return arrays
 
@@ -85,14 +96,20 @@ class PlannedAttention:
         self.decoding = sent["tables"], sent["table_starts"], sent["lengths"]
         if not self.is_decode:
             self.prompts = sent["tables"], sent["prompt_table_starts"], sent["prompt_lengths"]
+        plans = cast(LayoutPlans, layout.extra).plans
+        decode = plans.decode if self.is_decode else None
+        if decode is not None and decode is self.received:
+            return  # the launches and the plans of the step before, at the same addresses
+        self.received = None
         self.launches = self.planner.launches(batch.num_tokens, len(batch), layout.num_decoding)
         if self.workspace.copied is not None and self.launches.prefill is not None:
             self.prompt_arguments["copies"] = self.copies(layout)
         self.plans = {
             (kind, window): DevicePlan.of(plan, [sent[name] for name in self.names[kind, window]])
-            for kind, plans in cast(LayoutPlans, layout.extra).plans._asdict().items()
-            for window, plan in plans.items()
+            for kind, by_window in plans._asdict().items()
+            for window, plan in by_window.items()
         }
+        self.received = decode
 
     def copies(self, layout: PagedLayout) -> tuple[bool, bool]:
         """Whether a step has prompts whose keys are copied, and others; a captured step may have both."""

@@ -10,6 +10,7 @@ has no slot and belongs to no sequence.
 
 from bisect import bisect_left
 from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple, Self
 
 
@@ -49,6 +50,12 @@ class Buckets:
 
     def smallest(self, num_sequences: int, num_tokens: int) -> Bucket | None:
         """The smallest bucket that holds a step; None: it is larger than any bucket."""
-        buckets = self.decode if num_tokens == num_sequences else self.mixed
-        place = bisect_left(buckets, num_tokens, key=lambda bucket: bucket.num_tokens)
+        is_decode = num_tokens == num_sequences
+        buckets, sizes = (self.decode, self.sizes[0]) if is_decode else (self.mixed, self.sizes[1])
+        place = bisect_left(sizes, num_tokens)
         return buckets[place] if place < len(buckets) else None
+
+    @cached_property
+    def sizes(self) -> tuple[list[int], list[int]]:
+        """The tokens of each decode bucket, and of each mixed one."""
+        return [bucket.num_tokens for bucket in self.decode], [bucket.num_tokens for bucket in self.mixed]

@@ -10,7 +10,7 @@ allocated after construction; a pinned buffer is not written while its copy is p
 """
 
 from collections.abc import Mapping
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 import torch
@@ -19,6 +19,14 @@ from numpy.typing import DTypeLike, NDArray
 ALIGNMENT = 256  # bytes; no kernel's widest vector load needs more
 NUM_BUFFERS = 2
 MOST_KEPT = 4096  # cached slices
+
+
+class _Part(NamedTuple):
+    """The first numbers of an array: on the device, in each host buffer, and where they end there, in bytes."""
+
+    tensor: torch.Tensor
+    hosts: list[NDArray[Any]]
+    end: int
 
 
 class Staging:
@@ -46,7 +54,7 @@ class Staging:
         self.hosts = [self._cut(buffer.numpy()) for buffer in self.buffers]
         self.tensors = self._cut(self.arrived)
         self.turn = 0
-        self.sent: dict[tuple[str, int], torch.Tensor] = {}  # keyed by length: a lookup is faster than slicing a tensor
+        self.parts: dict[tuple[str, int], _Part] = {}  # keyed by length: a lookup is faster than slicing
 
     @classmethod
     def for_arrays(cls, device: torch.device, arrays: Mapping[str, NDArray[Any]]) -> Self:
@@ -61,26 +69,28 @@ class Staging:
         self.turn = (self.turn + 1) % len(self.buffers)
         if self.is_copying:
             self.copied[self.turn].synchronize()
-        host, end = self.hosts[self.turn], 0
+        turn, parts, end, sent = self.turn, self.parts, 0, dict[str, torch.Tensor]()
         for name, array in arrays.items():
-            begin, capacity, dtype = self.regions[name]
-            if len(array) > capacity:
-                raise ValueError(f"{name} has {len(array)} numbers, and there is space for {capacity}")
-            host[name][: len(array)] = array
-            end = max(end, begin + len(array) * dtype.itemsize)
+            part = parts.get((name, len(array))) or self._part(name, len(array))
+            sent[name], hosts, part_end = part
+            hosts[turn][:] = array
+            if part_end > end:
+                end = part_end
         if self.is_copying:
             self.arrived[:end].copy_(self.buffers[self.turn][:end], non_blocking=True)
             record(self.copied[self.turn], self.arrived.get_device())
-        return {name: self._sent(name, len(array)) for name, array in arrays.items()}
+        return sent
 
-    def _sent(self, name: str, count: int) -> torch.Tensor:
-        """The first ``count`` elements of an array on the device."""
-        tensor = self.sent.get((name, count))
-        if tensor is None:
-            if len(self.sent) == MOST_KEPT:
-                self.sent.clear()
-            tensor = self.sent[name, count] = self.tensors[name][:count]
-        return tensor
+    def _part(self, name: str, count: int) -> _Part:
+        """The first ``count`` elements of an array, kept for the next step."""
+        begin, capacity, dtype = self.regions[name]
+        if count > capacity:
+            raise ValueError(f"{name} has {count} numbers, and there is space for {capacity}")
+        if len(self.parts) == MOST_KEPT:
+            self.parts.clear()
+        hosts = [host[name][:count] for host in self.hosts]
+        part = self.parts[name, count] = _Part(self.tensors[name][:count], hosts, begin + count * dtype.itemsize)
+        return part
 
     def _cut(self, buffer: Any) -> dict[str, Any]:
         """The ranges of a byte buffer, each in its dtype."""

@@ -12,6 +12,7 @@ from shared.engine.sampling.grammar_rows import GrammarRows
 from shared.grammar.tokens.pool import GrammarPool
 from shared.sampling.logit_mask import LogitMaskProcessor
 from shared.sampling.sampler import SamplingRow
+from shared.scheduling.schedule import NextRows
 
 _ALLOWED = attrgetter("allowed")
 
@@ -27,4 +28,6 @@ def grammar_masks(max_rows: int, pool: GrammarPool | None) -> list[Step]:
 
 def host_masks(rows: Sequence[SamplingRow], table_rows: Sequence[int]) -> Edit | None:
     """A :data:`shared.engine.sampling.drawing.Step`: the masks that come with the rows."""
+    if isinstance(rows, NextRows):
+        return None  # a row with a mask is made anew in each step
     return edit_by(LogitMaskProcessor.of(list(map(_ALLOWED, rows))))

@@ -35,6 +35,7 @@ from shared.grammar.tokens.pool import GrammarPool
 from shared.kernels.sampling.grammar_advance import grammar_advance
 from shared.kernels.sampling.grammar_mask import grammar_mask, remove_refused
 from shared.sampling.sampler import SamplingRow
+from shared.scheduling.schedule import NextRows
 
 Keys = tuple[list[int], tuple[int, ...], list[int], list[bool]]
 """For some rows: table_rows, serials of their requests, numbers of outputs, and whether they have a grammar."""
@@ -68,6 +69,10 @@ class GrammarRows:
         self.rows = torch.zeros(num_rows, ROW, dtype=torch.int32, device=grammar_pool.tables.device)
         self.entered: dict[int, tuple[int, int]] = {}  # by row: the request's serial and its number of outputs
         self.next: Keys | None = None  # used if the same rows sample again
+        self.run: tuple[int, int] | None = None  # the rows' run, and the tokens since it began
+        self.num_after = 0  # the tokens since the indices of ``next``
+        self.held: Keys | None = None  # ``next``, while a draw changes the rows of the same run
+        self.free_run = -1  # a run without grammars
         self.grammars: dict[int, TokenFSM] = {}  # by base; read only if no kernel runs
         self.tokens: GrammarTokens | None = None  # of the first grammar's vocabulary, which all grammars share
         self.keys: Keys = [], (), [], []
@@ -99,8 +104,16 @@ class GrammarRows:
         Args:
             table_rows: the table row of each row; those of a request are adjacent.
         """
+        run = (rows.run.number, rows.num_after) if isinstance(rows, NextRows) else None
+        if run is not None and run[0] == self.free_run:
+            return None
+        if self.next is not None and run is not None and run == self.run:  # each row follows its own token
+            self.held, self.next = self.next, None
+            self._meet()
+            return self.last[1]
         self.keys = self._keys(rows, table_rows)
-        table_rows, expected, self.next = self.keys[0], self.next, None
+        table_rows, expected, self.next = self.keys[0], self._expected(), None
+        self.run, self.held = run, None
         if expected == self.keys and not any(map(_NUM_DRAFTS, rows)):  # each row follows its own token
             self._meet()
             return self.last[1]
@@ -108,6 +121,7 @@ class GrammarRows:
             if has_grammar:
                 self.entered[table_row] = serial, index
         if True not in self.keys[-1]:
+            self.free_run = -1 if run is None else run[0]
             return None
         sent, moved, chains = dict[int, Integers](), dict[int, int](), dict[int, list[int]]()
         numbers, slots = list[int](), list[int]()
@@ -152,22 +166,35 @@ class GrammarRows:
         Args:
             ids: int64 ``[n]``, one for each row; must not change afterwards.
         """
-        (numbers, slots), _ = self.last
         self.ids = ids
         if self.sampled is not None:
             self.sampled.record()
         self._aside(self._move, entered, ids)
+        if self.run is not None:
+            self.run = self.run[0], self.run[1] + 1
+        if self.held is not None:
+            self.next, self.held, self.num_after = self.held, None, self.num_after + 1
+            return
+        (numbers, slots), _ = self.last
         self.masked = set() if self.has_drafts else set(slots)
         table_rows, serials, indices, has_grammar = self.keys
         if len(numbers) < has_grammar.count(True):
             chosen = set(numbers)
             has_grammar = [number in chosen for number in range(len(table_rows))]
-        self.next = table_rows, serials, [index + 1 for index in indices], has_grammar
+            self.run = None
+        self.next, self.num_after = (table_rows, serials, indices, has_grammar), 1
 
     def forget(self) -> None:
         """Discard all rows: they follow drafts, some of which were not accepted."""
         self.entered.clear()
-        self.next = None
+        self.next = self.held = None
+
+    def _expected(self) -> Keys | None:
+        """``next``, with the indices that its rows have now."""
+        if self.next is None:
+            return None
+        table_rows, serials, indices, has_grammar = self.next
+        return table_rows, serials, [index + self.num_after for index in indices], has_grammar
 
     def _keys(self, rows: Sequence[SamplingRow], table_rows: Sequence[int]) -> Keys:
         serials, indices, constraints = zip(*map(_KEY, rows), strict=True)

@@ -25,6 +25,7 @@ from shared.engine.sampling.drawing import Edit
 from shared.sampling.params import SamplingParams
 from shared.sampling.sampler import SamplingBatch, SamplingRow, adjust_logits
 from shared.sampling.token_counts import TokenCounts
+from shared.scheduling.schedule import NextRows
 
 _PLACES = {
     "penalised_rows": np.int64,
@@ -57,7 +58,8 @@ class PenaltyTables:
     def __call__(self, rows: Sequence[SamplingRow], places: Sequence[int]) -> Edit | None:
         """A :data:`shared.engine.sampling.drawing.Step`: biases, masked ids and penalties, applied to a copy of the
         logits."""
-        if not any(row.adjusts_logits for row in rows):
+        adjusts = rows.run.adjusts_logits if isinstance(rows, NextRows) else any(row.adjusts_logits for row in rows)
+        if not adjusts:
             return None
         batches: list[SamplingBatch] = []
 

@@ -8,8 +8,11 @@ from collections.abc import Sequence
 from shared.engine.sampling.drawing import Edit, edit_by
 from shared.sampling.redirect import RedirectProcessor
 from shared.sampling.sampler import SamplingRow
+from shared.scheduling.schedule import NextRows
 
 
 def redirects(rows: Sequence[SamplingRow], table_rows: Sequence[int]) -> Edit | None:
     """A :data:`shared.engine.sampling.drawing.Step`: redirects tokens as ``SamplingRow.redirect`` requests."""
+    if isinstance(rows, NextRows):
+        return None  # a row with a redirect is made anew in each step
     return edit_by(RedirectProcessor.of(rows))

@@ -16,6 +16,7 @@ from shared.engine.executor.staging import upload
 from shared.engine.sampling.drawing import Draw, Edited, plain
 from shared.sampling.rejection import accept_or_replace
 from shared.sampling.sampler import SamplingRow
+from shared.scheduling.schedule import NextRows
 
 
 def acceptance(method: str, distributions: Mapping[tuple[int, int], torch.Tensor]) -> Draw:
@@ -37,6 +38,8 @@ class Rejection:
     def __call__(self, edited: Edited, rows: Sequence[SamplingRow]) -> torch.Tensor:
         """See :data:`shared.engine.sampling.drawing.Draw`."""
         ids = edited.sample()
+        if isinstance(rows, NextRows):
+            return ids  # a step without drafts
         drafts = {
             number: row.draft_id
             for number, row in enumerate(rows)

@@ -24,6 +24,7 @@ from shared.kernels.sampling.sampler import make_counters
 from shared.sampling.logprobs import top_logprobs
 from shared.sampling.params import SamplingParams
 from shared.sampling.sampler import SamplingBatch, SamplingRow
+from shared.scheduling.schedule import NextRows
 
 _PLACES = {
     "indices": np.int64,  # first, since it is also sent alone
@@ -152,6 +153,7 @@ class Sampler:
         self.recorder: Recorder = launch_draw
         self.last_rows: list[_Constant] = []
         self.last: tuple[SamplingBatch, dict[int, int]] | None = None  # their parameters
+        self.last_run = -1  # the run whose rows they are
 
     def sample(self, logits: torch.Tensor, rows: Sequence[SamplingRow], table_rows: Sequence[int]) -> Draws:
         """Sample a token for each row of logits ``[n, V]`` with the parameters of ``rows``; does not wait.
@@ -175,6 +177,14 @@ class Sampler:
 
     def _parameters(self, rows: Sequence[SamplingRow]) -> tuple[SamplingBatch, dict[int, int]]:
         """The parameters of the rows on the device, and ``Draws.asking``."""
+        if isinstance(rows, NextRows):
+            if rows.run.number == self.last_run and self.last is not None:
+                if self.last[0].indices is not None:
+                    self.staging.send({"indices": rows.run.indices + rows.num_after})
+                return self.last
+            self.last_run = rows.run.number
+        else:
+            self.last_run = -1
         constant = [(row.params, row.seed) for row in rows]
         if self.last is not None and constant == self.last_rows:
             batch, asking = self.last
