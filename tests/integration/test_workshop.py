@@ -255,6 +255,14 @@ def test_a_loop_that_uses_no_processor_time_is_ended_too(learner: Learner, monke
     assert f"contiguous.py:{GAP_LINE}\n            import time; time.sleep(600)\n" in checked.stdout
 
 
+def test_what_would_take_the_machine_s_memory_is_refused_it_and_the_line_named(learner: Learner) -> None:
+    learner.workshop("start", "03x1")
+    learner.write(KV_BYTES_GAP, "return len(bytearray(4 << 30))")
+    shown = learner.check("03x1").stdout
+    assert "MemoryError\n          a check has 3 GiB; correct code needs a quarter of that at most\n" in shown
+    assert f"contiguous.py:{GAP_LINE}\n            return len(bytearray(4 << 30))\n" in shown
+
+
 def test_a_function_that_comes_from_elsewhere_does_not_pass(learner: Learner) -> None:
     learner.workshop("start", "03", "--only", "03x1")
     learner.write(KV_BYTES_GAP, "return 0")
