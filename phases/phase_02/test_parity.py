@@ -104,6 +104,12 @@ def test_an_answer_ends_at_its_length(llama: Engine) -> None:
 
 
 @pytest.mark.from_empty
+def test_with_a_top_k_of_one_the_most_likely_token_is_sampled(llama: Engine) -> None:
+    found = ids(answer(llama, "x", seed=7, temperature=1.0, top_k=1, max_new_tokens=4, ignore_eos=True))
+    assert_equal(found, ids(answer(llama, "x", max_new_tokens=4, **GREEDY)), "tokens with top-k 1", ("token",))
+
+
+@pytest.mark.from_empty
 def test_an_answer_ends_with_an_end_id(llama: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     plain = ids(answer(llama, "x", max_new_tokens=12, **GREEDY))
     monkeypatch.setattr(llama.tokenizer, "eos_ids", frozenset({plain[3]}))

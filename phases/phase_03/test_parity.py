@@ -167,27 +167,35 @@ def test_positions_turn_and_the_order_in_the_cache_decides(cached_folder: Path) 
 
 @pytest.mark.parametrize("backend", ["naive", "sdpa"])
 def test_windowed_layers_read_only_their_window(tiny_checkpoints: dict[str, Path], backend: str) -> None:
-    """Keys before every layer's window may have any value if all layers have a sliding window."""
+    """Keys before every layer's window may have any value if all layers have a sliding window.
+
+    With as many cached tokens as the window has, the first key is before the new token's window.
+    """
     model = load_model(tiny_checkpoints["gemma3_text"])
     window = model.config.windows[0]
     assert window is not None, "all layers of this model should have a window"
     tokens = sequence(60, model.config.vocab_size)
     for block in model.blocks:
         block.attention.window = window
-    cache = cache_for(model, 64)
-    run_in_pieces(model, cache, backend, tokens[:59], [59])
-    last = run_in_pieces(model, cache, backend, tokens[59:], [1])
-    for end, where in ((59 - window, "before the last key in front of its window"), (60 - window, "before its window")):
-        cache.truncate(59)
-        cache.keys[:, :, :end] = float("nan")
-        cache.values[:, :, :end] = float("nan")
-        again = run_in_pieces(model, cache, backend, tokens[59:], [1])
-        assert_equal(again, last, f"logits of the last token, with NaN {where}", ("token", "vocabulary"))
-    cache.truncate(59)
-    cache.keys[:, :, 60 - window] = float("nan")
-    assert run_in_pieces(model, cache, backend, tokens[59:], [1]).isnan().all(), (
-        "logits of the last token are numbers although the first key of its window is NaN: the window begins too late"
-    )
+    for num_past in (59, window):
+        cache = cache_for(model, 64)
+        run_in_pieces(model, cache, backend, tokens[:num_past], [num_past])
+        new = tokens[num_past : num_past + 1]
+        last = run_in_pieces(model, cache, backend, new, [1])
+        first = num_past + 1 - window
+        for end, where in ((first - 1, "before the last key in front of its window"), (first, "before its window")):
+            cache.truncate(num_past)
+            cache.keys[:, :, :end] = float("nan")
+            cache.values[:, :, :end] = float("nan")
+            again = run_in_pieces(model, cache, backend, new, [1])
+            compared = f"logits after {num_past} cached tokens, window {window}, with NaN {where}"
+            assert_equal(again, last, compared, ("token", "vocabulary"))
+        cache.truncate(num_past)
+        cache.keys[:, :, first] = float("nan")
+        assert run_in_pieces(model, cache, backend, new, [1]).isnan().all(), (
+            f"logits after {num_past} cached tokens are numbers although the first key of the window of {window} is "
+            "NaN: the window begins too late"
+        )
 
 
 def test_a_truncated_cache_continues_as_if_the_rest_had_never_been(model_folder: Path) -> None:

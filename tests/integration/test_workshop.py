@@ -27,7 +27,7 @@ from tutorial.workshop.verdicts import Outcome
 ROOT = Path(__file__).parents[2]
 KV_BYTES_GAP = 'raise NotImplementedError("exercise 03x1: what one token costs, in bytes")'
 GAP_LINE = reference(find_exercise("03x1"))[1].begin + 2  # the number of the gap's line, from 1
-KV_BYTES = "return 2 * config.num_layers * config.num_kv_heads * config.head_dim * num_tokens * dtype.itemsize"
+KV_BYTES = reference(find_exercise("03x1"))[1].lines[-1].strip()
 needs_triton = pytest.mark.skipif(NO_TRITON is not None, reason=f"{NO_TRITON}")
 
 
@@ -253,6 +253,14 @@ def test_a_loop_that_uses_no_processor_time_is_ended_too(learner: Learner, monke
     checked = learner.check("03x1")
     assert "TimeoutError: did not finish within 1 s; correct code needs a tenth of that at most" in checked.stdout
     assert f"contiguous.py:{GAP_LINE}\n            import time; time.sleep(600)\n" in checked.stdout
+
+
+def test_what_would_take_the_machine_s_memory_is_refused_it_and_the_line_named(learner: Learner) -> None:
+    learner.workshop("start", "03x1")
+    learner.write(KV_BYTES_GAP, "return len(bytearray(4 << 30))")
+    shown = learner.check("03x1").stdout
+    assert "MemoryError\n          a check has 3 GiB; correct code needs a quarter of that at most\n" in shown
+    assert f"contiguous.py:{GAP_LINE}\n            return len(bytearray(4 << 30))\n" in shown
 
 
 def test_a_function_that_comes_from_elsewhere_does_not_pass(learner: Learner) -> None:

@@ -90,6 +90,18 @@ def test_a_failure_is_alike_if_the_same_cases_fail_with_nearly_the_same_values(e
     assert not is_alike(one, verdict(case("b")))
 
 
+@pytest.mark.parametrize(("got", "alike"), [("-0.716723", True), ("-0.716726", True), ("-0.716690", False)])
+def test_what_is_wrong_by_little_is_alike_only_if_it_is_wrong_by_nearly_the_same(got: str, alike: bool) -> None:
+    one, other = (verdict(case("a", error=f"x: expected -0.716571, got {each}")) for each in ("-0.716723", got))
+    assert is_alike(one, other) is alike
+
+
+def test_where_an_object_lies_in_memory_does_not_tell_failures_apart() -> None:
+    one, other = (verdict(case("a", error=f"KeyError: <Node object at {at}>")) for at in ("0x7fbdf043bc90", "0x1e0"))
+    assert is_alike(one, other)
+    assert not is_alike(one, verdict(case("a", error="KeyError: <Leaf object at 0x7fbdf043bc90>")))
+
+
 def test_variants_of_one_mistake_share_its_sentence_and_of_a_few_mistakes_it_may_be_any() -> None:
     one, other = (Mistake("03x2", says, ()) for says in ("short", "long"))
     variant = Mistake("03x2", "short", (("a", "b"),))

@@ -9,7 +9,7 @@ from typer.testing import CliRunner
 from shared.cli import app
 from shared.errors import ConfigError
 from shared.lessons import lessons
-from tutorial.workshop.exercises import ROOT, exercises, find_exercise
+from tutorial.workshop.exercises import ROOT, exercises, find_exercise, modules_of
 from tutorial.workshop.hunts import BUGS, Hunt, HuntFolder, find_hunts, hunts
 from tutorial.workshop.overlay import WorkspaceFinder
 from tutorial.workshop.workspace import State, Workspace
@@ -42,6 +42,13 @@ def test_a_hunt_is_a_fault_of_its_phase_s_engine_a_report_hints_and_tests(hunt: 
         path, _, name = test.partition("::")
         assert name.partition("::")[0] in (ROOT / path).read_text(encoding="utf-8")
     assert set(hunt.tests) <= set(hunt.tests_of_phase)
+
+
+@pytest.mark.parametrize("hunt", hunts(), ids=by_number)
+def test_the_faulty_module_does_not_stand_alone_among_those_of_another_phase(hunt: Hunt) -> None:
+    phase_of = {path: lesson.number for lesson in lessons() for path in modules_of(lesson)}
+    planted = [phase_of[path] for path in hunt.paths]
+    assert planted.count(phase_of[hunt.module]) > 1
 
 
 @pytest.mark.parametrize("hunt", hunts(), ids=by_number)

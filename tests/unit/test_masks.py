@@ -3,6 +3,7 @@
 import itertools
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,7 @@ from hypothesis import strategies as st
 from shared.grammar.automata.automaton import (
     MAX_DEPTH,
     MAX_DIGITS,
+    REFUSED,
     START,
     UNBOUNDED,
     Action,
@@ -68,14 +70,22 @@ def test_the_tokens_that_may_follow() -> None:
 
 
 def test_a_token_may_end_only_where_the_stack_has_room() -> None:
-    """Also if the stack is too full in the middle of the token. Two tokens may have the same bytes."""
+    """Also if the stack is too full in the middle of the token. Two tokens may have the same bytes.
+
+    Where brackets may not be empty, a bracket still has its frame and the value inside it has none.
+    """
     tokens = vocabulary([*(word.encode() for word in WORDS), b"[", b"[[]", b"[[]]"])
-    fsm = TokenFSM(nested(), tokens)
-    for depth in range(MAX_DEPTH - 3, MAX_DEPTH + 1):
-        now = nested().walk(START, b"[" * depth)
-        if now is not None:
-            shown = fsm.allowed_tokens(now)
-            assert_equal(shown, by_hand(nested(), tokens, now), f"ids after {depth} brackets", ("token",))
+    any_brackets = nested()
+    table = any_brackets.table.copy()
+    table[2, any_brackets.columns[ord("]")]] = REFUSED
+    filled = replace(any_brackets, table=table, depths=np.array([1, 0, 1, 0, 0], np.int32))
+    for automaton, name in ((any_brackets, "brackets"), (filled, "brackets that may not be empty")):
+        fsm = TokenFSM(automaton, tokens)
+        for depth in range(MAX_DEPTH - 3, MAX_DEPTH + 1):
+            now = automaton.walk(START, b"[" * depth)
+            if now is not None:
+                shown = fsm.allowed_tokens(now)
+                assert_equal(shown, by_hand(automaton, tokens, now), f"ids after {depth} {name}", ("token",))
 
 
 WAYS = [(0, 0, 1, 1), (3, 1000, 1, 1), (48, 48, 20, 5)]

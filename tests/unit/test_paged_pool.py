@@ -145,6 +145,7 @@ def test_a_table_grows_by_the_blocks_that_are_missing_or_not_at_all() -> None:
     assert pool.reserve(a, 9), "nine tokens of 24 were refused"
     assert pool.reserve(a, 12), "the last block has room for 12 tokens, and they were refused"
     assert_equal(pool.table(a).tolist(), [0, 1, 2], "table of a: the last block had room", ("entry",))
+    assert_equal(pool.granted[pool.rows[a]], 12, "tokens granted to a, which needed no other block than those of its 9")
     assert pool.reserve(b, 5), "five tokens were refused with three blocks free"
     assert pool.reserve(a, 13), "a fourth block was refused with one free"
     assert_equal(

@@ -41,6 +41,7 @@ def make(name: str, ids: str, **params: Any) -> Request:
 def start(pool: PagedKVCachePool, request: Request) -> int:
     """Admit a request, as a scheduler does; returns its cached tokens."""
     num_cached = pool.admit(request)
+    assert_equal(pool.audit_blocks(), [], "audit of the blocks after admit", ("line",))
     assert pool.reserve(request, request.num_tokens), "the request was refused"
     request.num_computed_tokens = request.num_scheduled_tokens = num_cached
     request.status = RequestStatus.RUNNING
@@ -120,6 +121,19 @@ def test_without_room_for_a_copy_the_salt_still_decides() -> None:
     run(pool, first)
     pool.release(first)
     assert_equal(start(pool, second), 4, "cached tokens with 3 blocks, the same salt")
+
+
+def test_a_preempted_request_finds_its_answer_too() -> None:
+    """Its outputs are computed again as its prompt is: all but one of its tokens may be cached."""
+    pool, request = make_pool(), make("1", "abcdefgh")
+    run(pool, request)
+    for letter in "ijkl":
+        request.append(ord(letter))
+        assert pool.reserve(request, request.num_tokens), "a token was refused"
+        compute(pool, request)
+    pool.release(request)
+    assert_equal(start(pool, request), 11, "cached tokens of 12, of which 8 are the prompt")
+    assert_equal(pool.audit_blocks(), [], "audit of the blocks", ("line",))
 
 
 def test_blocks_of_one_token() -> None:

@@ -1,5 +1,6 @@
 """Which line is said to have been running when a test's time was over, from the stack that was written then."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -53,10 +54,16 @@ def test_without_a_stack_no_test_ran_out_of_time(workspace: Path, tmp_path: Path
     assert time_out(tmp_path / "record", BEGAN, workspace, gaps_raise=False) is None
 
 
-def test_the_case_that_ran_out_of_time_is_shown_before_smaller_ones() -> None:
-    cases = [Case("a.py::test_x[1]", "failed", "x"), Case("a.py::test_y[9]", "failed", "y", is_time_out=True)]
+@pytest.mark.parametrize(("where", "first"), [("a.py:7", 1), (None, 0)], ids=["in the learner's", "in others"])
+def test_the_case_that_ran_out_of_time_is_shown_first_where_the_learner_s_lines_were_running(
+    where: str | None, first: int
+) -> None:
+    """In lines that wait for what the learner's did not give, the time says nothing that another failure does not."""
+    late = Case("a.py::test_y[9]", "failed", "y", where=where, is_time_out=True)
+    cases = [Case("a.py::test_x[1]", "failed", "x"), late]
     verdict = Verdict(find_exercise("03x1"), Outcome.FAILED, cases=tuple(cases))
-    assert verdict.first_failure == cases[1]
+    assert verdict.first_failure == cases[first]
+    assert replace(verdict, cases=(late,)).first_failure == late
 
 
 @pytest.mark.measured

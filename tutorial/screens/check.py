@@ -28,6 +28,7 @@ _HYPHEN = re.compile(r"(?<=[^-])-")  # between two parameters; one more is the s
 _MOST_ROWS = 10
 _MOST_COLUMNS = 8
 _MOST_LETTERS = 300
+_OUT_OF_MEMORY = ("MemoryError", "can't allocate memory")  # of Python and NumPy, and of PyTorch
 
 
 def headline(verdict: "Verdict") -> str:
@@ -119,6 +120,8 @@ def _place(verdict: "Verdict") -> list[str]:
 
 
 def _failure(verdict: "Verdict") -> list[str]:
+    from tutorial.workshop.limits import MEMORY
+
     lines = []
     for name in dict.fromkeys(case.name for case in verdict.cases if case.outcome in _MARKS):
         lines += _matrix(name, [case for case in verdict.cases if case.name == name and case.outcome in _MARKS])
@@ -128,6 +131,8 @@ def _failure(verdict: "Verdict") -> list[str]:
     lines += ["", f"the smallest failing case: {case.name}{brackets}"]
     error = case.error.removeprefix("AssertionError: ")
     lines += [f"  {printable(line)[:_MOST_LETTERS]}" for line in (error, *case.details)]
+    if any(said in case.error for said in _OUT_OF_MEMORY):
+        lines.append(f"  a check has {MEMORY:g} GiB; correct code needs a quarter of that at most")
     lines += _place(verdict)
     if not verdict.where and "::" in case.test and not case.error.startswith("AssertionError") and not case.is_time_out:
         lines.append("  raised in lines that are not yours, by what they got from yours")

@@ -4,6 +4,7 @@ Invariant: until a hunt is over, only a check that fails names what belongs to t
 """
 
 from collections.abc import Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -105,6 +106,7 @@ def _report(folder: "HuntFolder", was_planted: bool) -> None:
 def _check(folder: "HuntFolder") -> None:
     from shared.kernels import NO_TRITON
     from tutorial.workshop.check import CheckServer, can_be_checked
+    from tutorial.workshop.limits import limit_memory
     from tutorial.workshop.session import not_compiled
     from tutorial.workshop.verdicts import Outcome
     from tutorial.workshop.workspace import Workspace
@@ -117,9 +119,10 @@ def _check(folder: "HuntFolder") -> None:
         typer.echo("\n".join(screen(Workspace(folder.root), broken)))
         raise typer.Exit(1)
     with CheckServer() as server, working(f"running the tests of {hunt.number}"):
-        (verdict,) = server.run(folder.root, [judged], gaps_raise=True).verdicts
+        run = partial(server.run, folder.root, gaps_raise=True, before=limit_memory)
+        (verdict,) = run([judged]).verdicts
         if verdict.outcome is Outcome.PASSED:
-            (verdict,) = server.run(folder.root, [hunt.judged(hunt.tests_of_phase)], gaps_raise=True).verdicts
+            (verdict,) = run([hunt.judged(hunt.tests_of_phase)]).verdicts
     if verdict.outcome is not Outcome.PASSED:
         typer.echo("\n".join(screen(Workspace(folder.root), verdict)))
         raise typer.Exit(1)

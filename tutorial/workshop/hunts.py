@@ -13,8 +13,8 @@
 docstring is what the user wrote, its lines show the symptom and end with exit code 1 while the fault is there.
 
 A hunt has a folder of its own, ``workspace/bugs/08b1``, with a copy of every module of the phase that the workshop can
-replace, so that the folder does not say which of them has the fault. It is a workspace like the learner's own, and runs
-in the same way.
+replace, and of the phase that the faulty module comes from if that is an earlier one, so that the folder does not say
+which of them has the fault. It is a workspace like the learner's own, and runs in the same way.
 Invariant: the learner's exercises are neither read nor changed.
 """
 
@@ -42,8 +42,9 @@ from tutorial.workshop.submission import HUNTS
 
 BUGS = Path(__file__).parents[1] / "bugs"
 _STATE = ".hunt.json"
-_ALREADY_IMPORTED = ("shared/kernels/launch.py",)
-"""What tests/kernels/conftest.py imports before the workshop's modules are installed: no hunt can plant it."""
+_ALREADY_IMPORTED = ("shared/engine/config.py", "shared/engine/config_rules.py", "shared/kernels/launch.py")
+"""What the overlay and tests/kernels/conftest.py import before the workshop's modules are installed: no hunt can plant
+it."""
 _RUN = (
     "import runpy, sys; from tutorial.workshop.overlay import install; install(); "
     "runpy.run_path(sys.argv[1], run_name='__main__')"
@@ -88,9 +89,11 @@ class Hunt:
 
     @property
     def paths(self) -> tuple[str, ...]:
-        """The modules that are planted: those of the phase that can be, and the one with the fault."""
-        of_phase = (path for path in modules_of(find_lesson(self.phase)) if path not in _ALREADY_IMPORTED)
-        return tuple(dict.fromkeys((*of_phase, self.module)))
+        """The modules that are planted: those that can be of the phase, and of the phase that brought the faulty one,
+        among which it would stand out alone."""
+        brought_by = next(lesson for lesson in lessons() if self.module in modules_of(lesson))
+        found = dict.fromkeys((*modules_of(find_lesson(self.phase)), *modules_of(brought_by)))
+        return tuple(path for path in found if path not in _ALREADY_IMPORTED)
 
     def planted(self, path: str) -> str:
         """The text of a planted module."""

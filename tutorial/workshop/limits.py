@@ -16,6 +16,8 @@ import psutil
 
 from tutorial.workshop.check import SECONDS_TO_START, RunEndedError
 
+MEMORY = 3.0
+"""GiB that a run may ask for. The tests of all exercises need 0.75."""
 MOST_PROCESSES = 32
 MOST_FILE_BYTES = 16 << 20
 GRACE = 5.0
@@ -26,11 +28,11 @@ class Limits:
     """Limits of one run of tests.
 
     Memory is counted in two ways: what one process may ask for (``RLIMIT_DATA``, which leaves out address space that is
-    only reserved), and what all processes of the run hold together. The tests of all exercises need 0.75 GiB.
+    only reserved), and what all processes of the run hold together.
     """
 
     seconds: float = 120.0  # that one test may take
-    memory: float = 3.0  # GiB
+    memory: float = MEMORY  # GiB
 
     def total_seconds(self, num_exercises: int) -> float:
         """How long a run may take altogether."""
@@ -43,6 +45,12 @@ class Limits:
         _limit(resource.RLIMIT_CPU, processor)
         _limit(resource.RLIMIT_FSIZE, MOST_FILE_BYTES)
         _limit(resource.RLIMIT_CORE, 0)
+
+
+def limit_memory() -> None:
+    """Limit the memory of this process, in which a learner's check runs, to what it may have when it is graded: lines
+    that keep what they make would take all of the machine's before their time is over."""
+    _limit(resource.RLIMIT_DATA, round(MEMORY * 2**30))
 
 
 class Watch:

@@ -34,7 +34,13 @@ from tutorial.workshop.version_runs import run_versions
 
 FOLDER = Path(__file__).parents[1] / "mistakes"
 _NUMBER = re.compile(r"-?\d[\d,]*\.?\d*(?:e[+-]?\d+)?|\bnan\b|-?\binf\b")
+_ADDRESS = re.compile(r"\bat 0x[0-9a-f]+")
+_DEVIATION = re.compile(r"expected (-?\d\S*), got (-?\d\S*)")
 _TOLERANCE = 1e-3
+_TOLERANCE_OF_DEVIATIONS = 0.05
+"""Of what is wrong by little, the value is near that of any other mistake; what it is wrong by is not."""
+_PRINTED = 2e-6
+"""Of a value of six digits, how far two that are printed may be apart if they are equal."""
 MOST_ALIKE = 3
 """Mistakes that one set of tests cannot tell apart, and that are still named; a test keeps to it."""
 
@@ -157,10 +163,23 @@ def are_alike(one: Sequence[Case], other: Sequence[Case]) -> bool:
 def _is_same(one: Case, other: Case) -> bool:
     if one.outcome != other.outcome:
         return False
-    if _NUMBER.sub("#", one.error) != _NUMBER.sub("#", other.error):
+    error, other_error = (_ADDRESS.sub("", case.error) for case in (one, other))  # where an object lies is chance
+    if _NUMBER.sub("#", error) != _NUMBER.sub("#", other_error):
         return False
-    pairs = zip_longest(_numbers([one.error]), _numbers([other.error]), fillvalue=math.nan)
-    return all(_is_near(a, b) for a, b in pairs)
+    pairs = zip_longest(_numbers([error]), _numbers([other_error]), fillvalue=math.nan)
+    return all(_is_near(a, b) for a, b in pairs) and _deviate_alike(error, other_error)
+
+
+def _deviate_alike(one: str, other: str) -> bool:
+    """Whether two wrong values differ from the expected one by nearly the same, if both errors say it."""
+    found = [_DEVIATION.search(error) for error in (one, other)]
+    values = [_numbers([match[1], match[2]]) for match in found if match is not None]
+    if [len(each) for each in values] != [2, 2]:
+        return True
+    (expected, got), (other_expected, other_got) = values
+    apart = _PRINTED * max(abs(expected), abs(got))
+    deviations = got - expected, other_got - other_expected
+    return math.isclose(*deviations, rel_tol=_TOLERANCE_OF_DEVIATIONS, abs_tol=apart)
 
 
 def _is_near(a: float, b: float) -> bool:

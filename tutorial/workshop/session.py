@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 from tutorial.workshop.check import CheckServer
 from tutorial.workshop.exercises import Exercise, exercises, reference
 from tutorial.workshop.kept_verdicts import KeptVerdicts, Keys
+from tutorial.workshop.limits import limit_memory
 from tutorial.workshop.skeleton import corresponding_line, with_gap
 from tutorial.workshop.standing import case_name
 from tutorial.workshop.times import Times
@@ -52,7 +53,7 @@ class Session:
         is_late = False  # a test ran out of time
         judged_alone = set()
         if left:
-            run = self.server.run(self.workspace.root, left, tracebacks=tracebacks, watch=watch)
+            run = self.server.run(self.workspace.root, left, tracebacks=tracebacks, before=limit_memory, watch=watch)
             verdicts |= {verdict.exercise: verdict for verdict in run.verdicts}
             num_written = sum(state is State.WRITTEN for state in self.workspace.states().values())
             is_late = any(case.is_time_out for case in run.cases)
@@ -127,7 +128,9 @@ class Session:
             file = Path(folder).resolve() / exercise.path
             file.parent.mkdir(parents=True)
             file.write_text(text, encoding="utf-8")
-            run = self.server.run(Path(folder).resolve(), [exercise], tracebacks=tracebacks, watch=watch)
+            run = self.server.run(
+                Path(folder).resolve(), [exercise], tracebacks=tracebacks, before=limit_memory, watch=watch
+            )
         (verdict,) = run.verdicts
         where = verdict.where
         if where is not None:

@@ -73,11 +73,17 @@ class Verdict:
 
     @property
     def first_failure(self) -> Case | None:
-        """The case that ran out of time; else the smallest failing case of the first test that fails, in the order of
-        the exercise's tests."""
+        """The case that ran out of time in the learner's lines; else the smallest failing case of the first test that
+        fails, in the order of the exercise's tests. One that ran out of time in other lines says less than any other:
+        they wait for what the learner's lines did not give.
+        """
         failed = [case for case in self.cases if case.outcome == "failed"]
         late = [case for case in failed if case.is_time_out]
-        first = late or [case for case in failed if case.name == failed[0].name]
+        others = [case for case in failed if not case.is_time_out]
+        if others and not any(case.where for case in late):
+            first = [case for case in others if case.name == others[0].name]
+        else:
+            first = late or failed
         return min(first, key=lambda case: case.size, default=None)
 
 

@@ -28,7 +28,7 @@ class TokenFSM:
             raise GrammarError("No token of this model's vocabulary begins a text of the grammar.")
 
     def allowed_tokens(self, state: Configuration) -> list[int]:
-        """The ids of the tokens that may follow, plus those that end the output if it may end here.
+        """The ids of the tokens that may follow, ascending, plus those that end the output if it may end here.
 
         The definition, one byte at a time; ``mask`` gives the same for the whole vocabulary at once.
         """
