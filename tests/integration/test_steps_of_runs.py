@@ -47,7 +47,7 @@ def test_what_a_gpu_runs_stands_beside_the_lines(beside_a_gpu: dict[str, Any], b
         assert drawn == [[name, first] for _, name, first, *_ in spans]
         assert tab.inner_text("#lanes p") == "GPU: idle"
         for step, name, first, last, _ in (spans[0], spans[-1]):
-            for event, told in ((first, "begins"), (last, "has done")):
+            for event, told in ((first, "begins"), (last, "finishes")):
                 go_to(tab, data, event)
                 assert f"{name} of step {step}, 0.00 ms" in tab.inner_text("#lanes p")
                 assert f"he GPU {told} the {name} of step {step}" in tab.inner_text("#told")

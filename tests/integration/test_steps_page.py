@@ -150,6 +150,13 @@ def test_a_moment_shows_what_the_recording_says(name: str, browser: Any, pages: 
             ]
 
 
+def test_a_prompt_keeps_its_length_when_its_token_is_known(tab: Any) -> None:
+    committed = recording("phase_07")["steps"][4]["first"] - 1
+    assert states("phase_07")[committed]["requests"]["C"]["known"] == 23
+    go(tab, "phase_07", committed)
+    assert "tokens 12 to 21 of 22" in tab.locator(".schedule").inner_text()
+
+
 def test_variables_are_those_of_the_function_that_is_shown(tab: Any) -> None:
     data, names = recording("phase_07"), ".variables .name"
     depths = [data["lines"][line][2] for line, *_ in data["events"]]

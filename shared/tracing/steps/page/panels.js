@@ -90,11 +90,11 @@ const PANELS = {
     of: ({ schedule }) => (schedule ? ` of step ${schedule.step}` : ""),
     draw(view, body) {
       const { schedule } = view.state;
-      if (!schedule) view.text("none", body, view.differs("schedule"), "soft");
-      schedule?.items.forEach(({ id, tokens, start, kind, drafts = 0, masks = 0 }, place) => {
-        const row = view.row(id, body);
-        const isChanged = view.differs("schedule", "items", place);
-        const whole = kind === "prefill" ? ` of ${Math.max(view.state.requests[id]?.known ?? 0, start + tokens)}` : "";
+      if (!schedule) return void view.text("none", body, view.differs("schedule"), "soft");
+      schedule.items.forEach(({ id, tokens, start, kind, rows, drafts = 0, masks = 0 }, place) => {
+        const [row, isChanged] = [view.row(id, body), view.differs("schedule", "items", place)];
+        const { known = 0, computed = 0 } = view.state.requests[id] ?? {}; // known: with what the commit has appended
+        const whole = kind === "prefill" ? ` of ${Math.max(known - (computed < start + tokens ? 0 : rows), start + tokens)}` : "";
         view.text(kind, row, isChanged, `kind ${kind}`);
         const more = `${drafts ? `, ${some(drafts, "draft")}` : ""}${masks ? `, ${some(masks, "mask")} after each` : ""}`;
         view.text(`${range(start, tokens)}${whole}${more}`, row, isChanged, "range");

@@ -110,7 +110,7 @@ function told(recording, index, hidden = []) {
     const lane = name === "GPU" ? "the GPU" : name;
     for (const { step, span: [work, first, last] } of spans) {
       if (index === first) said.push(`${lane} begins the ${work} of step ${step}`);
-      if (index === last) said.push(`${lane} has done the ${work} of step ${step}`);
+      if (index === last) said.push(`${lane} finishes the ${work} of step ${step}`);
     }
   }
   if (recording.spot(index).kind === "raise" || index === recording.length - 1) said.unshift(recording.data.error ?? "");
