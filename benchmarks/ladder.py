@@ -1,15 +1,18 @@
 """The ladder: what each phase gains on this machine, one row per phase. Introduced in phase 3.
 
 A row compares a phase with its predecessor in the quantity that the phase is about (`benchmarks.rungs`). A count is
-exact and made once. Times are measured in pairs: both engines are in memory and take turns, so that other programs
-disturb both equally. A row whose pairs differ, or during which other programs used the processors, is measured once
-more, and says so if that did not help. Invariant: at most the two engines of a row are in memory; the next row keeps
-the one that it shares.
+exact and made once. Times are measured in pairs: both engines are in memory, compute with as many threads as other
+programs leave, and take turns, so that those programs disturb both sides alike. A row whose pairs differ, or beside
+which other programs used its processors, is measured once more, and then says so. Where the time is limited, rows have
+fewer pairs, which they say too. Invariant: at most the two engines of a row are in memory; the next row keeps the one
+that it shares.
 """
 
+import math
+import os
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import psutil
@@ -23,12 +26,13 @@ from benchmarks.view import Bar, Bars, Column, Row, Table, View, text, times
 from shared.engine.config import EngineConfig
 from shared.errors import ConfigError
 from shared.lessons import find_lesson
+from shared.loading.cpu_threads import fixed_threads, most_threads
 
 PAIRS = 3
 STEADY = 1.5
-"""A row's largest ratio over its smallest above which its pairs count as different."""
-MOST_OTHERS = 0.25
-"""The share of all processors that other programs may use during a row."""
+"""The largest ratio of a row over its smallest, above which the pairs differ."""
+MOST_SHARED = 0.25
+"""The share of a row's processors that other programs may use."""
 
 
 class Others:
@@ -37,10 +41,28 @@ class Others:
     def __init__(self) -> None:
         self.started, self.own, self.all = time.perf_counter(), time.process_time(), _busy_seconds()
 
-    def share(self) -> float:
-        """A share of all processors of the machine, from 0 to 1."""
+    def left(self) -> float:
+        """How many processors of the machine they left."""
         seconds = _busy_seconds() - self.all - (time.process_time() - self.own)
-        return max(0.0, seconds / (time.perf_counter() - self.started) / (psutil.cpu_count() or 1))
+        return (psutil.cpu_count() or 1) - max(0.0, seconds / (time.perf_counter() - self.started))
+
+
+class Threads:
+    """How many threads the engines of a row compute with, from ``least`` to ``most``."""
+
+    def __init__(self, least: int, most: int, fix: Callable[[int], None]) -> None:
+        self.least, self.most, self.fix, self.others = least, most, fix, Others()
+
+    def choose(self) -> int:
+        """As many as other programs have left processors since the last call."""
+        number = max(self.least, min(self.most, round(self.others.left())))
+        self.fix(number)
+        self.others = Others()
+        return number
+
+    def shared(self, number: int) -> float:
+        """The share of so many processors that other programs have used since `choose`."""
+        return max(0.0, 1 - self.others.left() / number)
 
 
 def _busy_seconds() -> float:
@@ -49,15 +71,26 @@ def _busy_seconds() -> float:
 
 
 def measure_ladder(
-    model: str, *, phases: Sequence[str] | None = None, is_quick: bool = False, pairs: int = PAIRS, **where: Any
+    model: str,
+    *,
+    phases: Sequence[str] | None = None,
+    is_quick: bool = False,
+    pairs: int = PAIRS,
+    seconds: float | None = None,
+    **where: Any,
 ) -> Report:
-    """A row for each rung of these phases, by default of all phases, that this machine and model have; ``is_quick``
-    leaves out most that are timed, ``where`` is as `Setup` takes it.
+    """A row for each rung of these phases, by default of all, that this machine and model have.
+
+    Args:
+        is_quick: leave out most rows that are timed.
+        seconds: after so many, no row and no further pair of a row begins; the first row has one pair in any case.
+        where: as `Setup` takes it.
 
     Raises ConfigError, RequestError, ModelFolderError or CapacityError before anything is computed.
     """
+    last = math.inf if seconds is None else time.perf_counter() + seconds
     setup = Setup(model, **where)
-    check_least(pairs=(pairs, 1))
+    check_least(pairs=(pairs, 1), seconds=(seconds, 0))
     asked = {lesson.number for lesson in generating_lessons(phases)}
     setup.check_memory(2, "close other programs")
     rungs = [
@@ -74,29 +107,45 @@ def measure_ladder(
     engines: dict[Side, Any] = {}
     configs: dict[str, EngineConfig] = {}
     results: dict[str, Any] = {}
-    with setup.running(sum(2 + (pairs if rung.is_timed else 1) for rung in rungs)) as steps:
+    late: list[str] = []
+    with setup.running(sum(_num_steps(rung, pairs) for rung in rungs)) as steps, fixed_threads() as fix:
+        most = setup.threads or most_threads()
+        is_fixed = setup.is_gpu or "OMP_NUM_THREADS" in os.environ  # then no model chooses
+        threads = Threads(most if is_fixed else 1, most, fix)
         for rung in rungs:
+            if results and time.perf_counter() >= last:
+                late.append(f"{rung.phase} {rung.what}")
+                continue
             for unused in engines.keys() - {rung.before, rung.after}:
                 del engines[unused]
                 free_memory()
-            try:
-                for each in (rung.before, rung.after):
-                    with steps.step(f"phase {rung.phase}, {rung.what}: load phase {each.phase}"):
-                        engines[each] = engines.get(each) or each.load(setup)
-            except ConfigError:  # the model's shape excludes it: for example, groups of 4 bits that do not divide a row
-                continue
-            configs[rung.name] = engines[rung.after].config
-            results[rung.name] = measure_rung(rung, (engines[rung.before], engines[rung.after]), pairs, steps)
-        flags = {"pairs": pairs, "is_quick": is_quick}
+            with steps.part(_num_steps(rung, pairs)):
+                try:
+                    for each in (rung.before, rung.after):
+                        with steps.step(f"phase {rung.phase}, {rung.what}: load phase {each.phase}"):
+                            engines[each] = engines.get(each) or each.load(setup)
+                except ConfigError:  # the model's shape excludes it: groups of 4 bits that do not divide a row, say
+                    continue
+                configs[rung.name] = engines[rung.after].config
+                both = engines[rung.before], engines[rung.after]
+                results[rung.name] = measure_rung(rung, both, pairs, steps, threads, last)
+        flags = {"pairs": pairs, "is_quick": is_quick, "seconds": seconds, "late": late}
         return setup.report("ladder", configs, flags, results)
 
 
-def measure_rung(rung: Rung, engines: tuple[Any, Any], pairs: int, steps: Steps) -> dict[str, Any]:
-    """A row of the results: the medians before and after, their ratio, the trials, and how steady they were."""
-    found = _measured(rung, engines, pairs, 0, steps)
-    if rung.is_timed and not found["is_steady"]:
-        steps.total += pairs
-        found = _measured(rung, engines, pairs, pairs, steps)
+def _num_steps(rung: Rung, pairs: int) -> int:
+    """Steps of a row at most: two engines are loaded, and a timed row may be measured twice."""
+    return 2 + (2 * pairs if rung.is_timed else 1)
+
+
+def measure_rung(
+    rung: Rung, engines: tuple[Any, Any], pairs: int, steps: Steps, threads: Threads, last: float = math.inf
+) -> dict[str, Any]:
+    """A row of the results: the medians before and after, their ratio, the trials, and how steady they were. No pair
+    but the first begins after the moment ``last``."""
+    found = _measured(rung, engines, range(pairs), steps, threads, last)
+    if rung.is_timed and not found["is_steady"] and time.perf_counter() < last:
+        found = _measured(rung, engines, range(pairs, 2 * pairs), steps, threads, last)
     return {
         "what": rung.what,
         "phase_before": rung.before.phase,
@@ -105,9 +154,14 @@ def measure_rung(rung: Rung, engines: tuple[Any, Any], pairs: int, steps: Steps)
     } | found
 
 
-def _measured(rung: Rung, engines: tuple[Any, Any], pairs: int, first: int, steps: Steps) -> dict[str, Any]:
-    others, trials = Others(), []
-    for pair in range(first, first + (pairs if rung.is_timed else 1)):
+def _measured(
+    rung: Rung, engines: tuple[Any, Any], pairs: range, steps: Steps, threads: Threads, last: float
+) -> dict[str, Any]:
+    number = threads.choose()
+    trials: list[tuple[float, float]] = []
+    for pair in pairs if rung.is_timed else pairs[:1]:
+        if trials and time.perf_counter() >= last:
+            break
         with steps.step(f"phase {rung.phase}, {rung.what}" + (f": pair {pair + 1}" if rung.is_timed else "")):
             trials.append(rung.measured(engines, pair))
     before, after = (statistics.median(each) for each in zip(*trials, strict=True))
@@ -121,9 +175,10 @@ def _measured(rung: Rung, engines: tuple[Any, Any], pairs: int, first: int, step
     }
     if not rung.is_timed:
         return found
-    spread, share = gains[-1] / gains[0], others.share()
-    steady = {"gains": [rounded(gains[0]), rounded(gains[-1])], "others": rounded(share)}
-    return found | steady | {"is_steady": spread <= STEADY and share <= MOST_OTHERS}
+    shared = threads.shared(number)
+    is_steady = gains[-1] / gains[0] <= STEADY and shared <= MOST_SHARED
+    ends = [rounded(gains[0]), rounded(gains[-1])]
+    return found | {"gains": ends, "threads": number, "shared": rounded(shared), "is_steady": is_steady}
 
 
 def view(report: Report) -> View:
@@ -145,33 +200,55 @@ def view(report: Report) -> View:
         return f"{lowest:.2f} to {highest:.2f}" + ("" if row["is_steady"] else " !")
 
     columns = [
-        text("phases", lambda row: f"{row['phase_before']} → {row['phase']}"),
-        text("what changes", "what"),
+        text("phase", lambda row: f"{row['phase']} {row['title']}"),
+        text("what is measured", "what"),
         Column("before", value("before"), form=str),
         Column("after", value("after"), form=str),
         Column("gain", "gain", times),
-        Column("of the pairs", spread, form=str),
+        Column("spread", spread, form=str),
     ]
     bars = [
         Bar(f"{row['phase']} {row['what']}", row["gain"], times(row["gain"])) for row in rows if row["gain"] is not None
     ]
-    unsteady = [row["phase"] for row in rows if not row.get("is_steady", True)]
+    timed = [row for row in rows if row["is_timed"]]
+    unsteady = [row for row in timed if not row["is_steady"]]
+    num_pairs, most = report.flags["pairs"], report.flags["threads"]
+    said = {
+        "other programs used the processors meanwhile, so the gain on an idle machine may be another.": [
+            row for row in unsteady if row["shared"] > MOST_SHARED
+        ],
+        f"the pairs differ by more than {STEADY}×.": [
+            row for row in unsteady if row["gains"][1] / row["gains"][0] > STEADY
+        ],
+        f"the time was over before all {num_pairs} pairs were measured.": [
+            row for row in timed if len(row["trials"]) < num_pairs
+        ],
+    }
     warnings = [
-        f"! Phase {', '.join(dict.fromkeys(unsteady))}: measured twice, and the pairs still differ by more than "
-        f"{STEADY}× or other programs used the processors. Run it again when the machine is idle."
+        f"! Phase {', '.join(dict.fromkeys(row['phase'] for row in found))}: {why}"
+        for why, found in said.items()
+        if found
     ]
+    warnings += [f"! The time was over before {row} began." for row in report.flags["late"]]
     return View(
         f"Ladder: {report.model['name']} on {report.machine_title}, {report.flags['dtype']}",
         [
-            f"Each phase beside the one before it. Times: medians of {report.flags['pairs']} pairs, in turns; counts "
-            "are exact.",
+            f"Each phase beside the one before it. Times: medians of {num_pairs} pairs, in turns; counts are exact.",
             f"{report.date[:10]}",
         ],
         [Table("", columns, rows, lambda row: "" if row.get("is_steady", True) else "yellow")],
-        notes=_absent(report),
-        warnings=warnings if unsteady else [],
+        notes=[*_shared(timed, most), *_absent(report)],
+        warnings=warnings,
         panels=[Bars("How many times better", [("", bars)])],
     )
+
+
+def _shared(timed: Sequence[Row], most: int) -> list[str]:
+    """What is said of rows that had fewer threads than an idle machine gives."""
+    fewer = sorted({row["threads"] for row in timed if row["threads"] < most})
+    if not fewer:
+        return []
+    return [f"Other programs are running, so rows were timed with {' or '.join(map(str, fewer))} of {most} threads."]
 
 
 def _absent(report: Report) -> list[str]:

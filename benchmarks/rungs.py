@@ -37,10 +37,10 @@ from shared.sampling.params import SamplingParams
 from shared.text.chat import ChatMessage, choose_template, encode_chat
 from shared.tracks.ranks.shard import possible_sizes
 
-REGIONS, REGION_TOKENS, MOST_REQUESTS = 4, 256, 32
-"""The KV cache of an engine that serves many requests: the number of regions, their tokens, and the maximum number of
-requests if the same bytes are in blocks."""
-CHUNK = 48  # tokens of a chunk, for phases that have them
+REGIONS, REGION_TOKENS, MOST_REQUESTS, BATCH = 4, 256, 32, 16
+"""The KV cache of an engine that serves many requests: so many regions of so many tokens, or the same bytes in blocks
+for at most so many requests. Batches themselves are measured with ``BATCH`` regions."""
+CHUNK = 48  # tokens of a chunk, where a phase has them
 ANSWER, LONG_PROMPT, DOCUMENTS, LONG_ANSWER = 8, 240, 4, 32
 LENGTHS, MULTIPROCESSORS = (4096, 64, 64, 64), 132
 """For the plan that is examined: the tokens of its requests, and the size of the GPU that it is for, an H100."""
@@ -67,7 +67,8 @@ class Side:
 
     phase: str
     settings: tuple[tuple[str, Any], ...] = ()
-    has_adapter: bool = False  # the adapter that the repository has for the model
+    has_adapter: bool = False  # the one that the repository has for the model
+    num_regions: int = REGIONS
 
     def load(self, setup: Setup) -> Any:
         """The engine, warmed up. Raises ConfigError for settings that the model's shape excludes."""
@@ -76,7 +77,7 @@ class Side:
         config = replace(shared_config(setup), **settings)
         if "prefill_chunk_size" in lesson.load("engine").SUPPORTED:
             config = replace(config, prefill_chunk_size=CHUNK)
-        engine = lesson.engine_within(config, REGIONS, MOST_REQUESTS)
+        engine = lesson.engine_within(config, self.num_regions, MOST_REQUESTS)
         if hasattr(engine, "step"):
             warm_up(engine)
         run(engine, [1] * ANSWER, 2)
@@ -170,26 +171,39 @@ def edit(engine: Any, pair: int) -> float:
     return run(engine, chat(engine, EDIT), 3 * ANSWER).decode_tokens_per_second
 
 
-def same_lengths(engine: Any, pair: int) -> float:
-    """Tokens per second of as many requests as there are regions, all of one length."""
-    return together(engine, pair, [ANSWER] * REGIONS)
+def one_after_another(engine: Any, pair: int) -> float:
+    """Tokens a second of the first requests of `at_a_time`; the others would take as long again."""
+    return together(engine, pair, REGIONS)
 
 
-def other_lengths(engine: Any, pair: int) -> float:
-    """Tokens per second of four times as many requests as there are regions; every fourth has a long answer."""
-    return together(engine, pair, [12, 2, 2, 2] * REGIONS)
+def at_a_time(engine: Any, pair: int) -> float:
+    """Tokens a second of a batch, prompts included."""
+    return together(engine, pair, BATCH)
 
 
-def together(engine: Any, pair: int, answers: list[int]) -> float:
-    """Tokens per second of requests that arrive at once, with answers of these lengths."""
+def together(engine: Any, pair: int, number: int) -> float:
+    """Tokens a second of so many requests that come at once."""
     queue = engine if hasattr(engine, "step") else OneAtATime(engine)
     prompts, num_tokens = draw(engine, pair), 0
     started = time.perf_counter()
-    for name, length in enumerate(answers):
-        queue.add_request(prompts.draw(8), decoding(length), str(name))
+    for name in range(number):
+        queue.add_request(prompts.draw(8), decoding(ANSWER), str(name))
     while queue.has_work():
         num_tokens += sum(output.token_id is not None for output in queue.step())
     return num_tokens / (time.perf_counter() - started)
+
+
+def beside_an_answer(engine: Any, pair: int) -> float:
+    """Milliseconds to the only token of a request that arrives when another has the first tokens of a long answer."""
+    prompts = draw(engine, pair)
+    writing = Decoding(engine, [(prompts.draw(8), decoding(LONG_ANSWER))])
+    started = time.perf_counter()
+    word = engine.add_request(prompts.draw(8), decoding(1))
+    while not any(output.request_id == word for output in engine.step()):
+        pass
+    seconds = time.perf_counter() - started
+    writing.end()
+    return 1e3 * seconds
 
 
 def matrix_products(engine: Any, pair: int) -> float:
@@ -364,6 +378,7 @@ def whole(value: float) -> str:
     return count(round(value))
 
 
+STATIC, CONTINUOUS = Side("04", num_regions=BATCH), Side("05", num_regions=BATCH)
 PLAIN, DRAFTED = side("10"), side("11", use_speculative_decoding=True, drafter="ngram")
 FORGETFUL = side(
     "09.2", compress_method="snapkv", layer_budget=40, layer_upper_budget=48, steps_between_compressions=16
@@ -386,8 +401,24 @@ RUNGS = (
         fits=on_cpu,
         **COUNTED,
     ),
-    Rung("04", f"{REGIONS} requests at a time, tokens/s", side("03.1"), side("04"), same_lengths),
-    Rung("05", "16 requests, 4 of them long, tokens/s", side("04"), side("05"), other_lengths, is_quick=True),
+    Rung(
+        "04",
+        f"{BATCH} requests at a time, tokens/s",
+        side("03.1"),
+        STATIC,
+        at_a_time,
+        measure_before=one_after_another,
+        is_quick=True,
+    ),
+    Rung(
+        "05",
+        f"first token beside an answer of {LONG_ANSWER}, ms",
+        STATIC,
+        CONTINUOUS,
+        beside_an_answer,
+        less_is_better=True,
+        is_quick=True,
+    ),
     Rung("06", f"requests in the memory of {REGIONS} regions", side("05"), side("06"), requests_at_once, **COUNTED),
     Rung(
         "06.1",
@@ -406,7 +437,6 @@ RUNGS = (
         side("07"),
         longest_wait,
         less_is_better=True,
-        is_quick=True,
     ),
     Rung(
         "08",

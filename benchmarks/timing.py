@@ -130,7 +130,7 @@ class SyntheticPrompts:
 
 
 class Steps:
-    """Counts finished steps for a progress display."""
+    """Counts finished steps for a progress display; ``total`` stays as it is."""
 
     def __init__(self, progress: Progress | None, total: int) -> None:
         self.progress, self.total, self.done = progress or (lambda *_: None), total, 0
@@ -141,6 +141,13 @@ class Steps:
         yield
         self.done += 1
         self.progress(text, self.done, self.total)
+
+    @contextmanager
+    def part(self, size: int) -> Iterator[None]:
+        """A part of the run that counts as ``size`` steps when it is over, also if it needed fewer."""
+        end = self.done + size
+        yield
+        self.done = end
 
 
 def cache_bytes(device: torch.device) -> int:

@@ -17,6 +17,7 @@ import os
 import re
 import subprocess
 import sys
+import textwrap
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -58,6 +59,7 @@ class Environment:
     def prepare(self, pip_options: list[str]) -> None:
         """Do what is missing, if anything is."""
         if self.recorded == self.wanted and self.python.exists():
+            self.compare_build()
             return
         if self.folder.is_symlink():
             sys.exit(
@@ -81,6 +83,18 @@ class Environment:
             self.install(pip_options)
         self.finish()
 
+    def compare_build(self) -> None:
+        """Say so where ``TORCH_BUILD`` asks for another PyTorch than the one that is installed, which stays."""
+        asked = asked_build()
+        for info in self.folder.glob("lib/python*/site-packages/torch-*.dist-info") if asked else ():
+            version = info.name[len("torch-") : -len(".dist-info")]
+            if version.endswith("+cpu") != (asked == "cpu"):
+                print(
+                    f"note: {self.folder} is ready with PyTorch {version} and stays so; for TORCH_BUILD={asked} make "
+                    f"it again: make clean, then make env TORCH_BUILD={asked}",
+                    file=sys.stderr,
+                )
+
     def make(self, *options: str) -> None:
         """Make the environment of this Python, or with ``--without-pip`` write its own files anew."""
         subprocess.run([sys.executable, "-m", "venv", *options, str(self.place)], check=True)
@@ -90,8 +104,10 @@ class Environment:
         pip = [str(self.python), "-m", "pip", "install", "--disable-pip-version-check", *pip_options]
         if cpu_build := cpu_torch():
             offered = ["--no-deps", "--retries", "1", "--extra-index-url", TORCH_CPU_INDEX, cpu_build]
-            if subprocess.run([*pip, *offered], stderr=subprocess.DEVNULL, check=False).returncode:
-                print(f"no package index offers {cpu_build}; taking the default build, which is larger", flush=True)
+            tried = subprocess.run([*pip, *offered], stderr=subprocess.PIPE, text=True, check=False)
+            if tried.returncode:
+                print(f"pip did not install {cpu_build}; taking the default build, which is larger. It said:")
+                print(textwrap.indent(tried.stderr.strip(), "    "), flush=True)
         subprocess.run([*pip, "--constraint", str(CONSTRAINTS), *requirements()], check=True)
         look = [str(self.python), "-c", "import triton"]
         if sys.platform == "linux" and subprocess.run(look, stderr=subprocess.DEVNULL, check=False).returncode:
@@ -123,11 +139,17 @@ def requirements() -> list[str]:
     return [need for need in needs if not need.startswith(project["name"])]  # an extra may name another one
 
 
-def cpu_torch() -> str | None:
-    """PyTorch's CPU build in the pinned version, or None: where there is a GPU, or where ``TORCH_BUILD`` says cuda."""
+def asked_build() -> str:
+    """``TORCH_BUILD``: cpu, cuda, or nothing where the machine decides. Another value ends the process."""
     build = os.environ.get("TORCH_BUILD", "")
     if build not in ("", "cpu", "cuda"):
         sys.exit(f"error: TORCH_BUILD is {build!r}; it can be cpu or cuda, or absent, which looks for an NVIDIA GPU.")
+    return build
+
+
+def cpu_torch() -> str | None:
+    """PyTorch's CPU build in the pinned version, or None: where there is a GPU, or where ``TORCH_BUILD`` says cuda."""
+    build = asked_build()
     pinned = re.search(r"^torch==(\S+)$", CONSTRAINTS.read_text(encoding="utf-8"), re.MULTILINE)
     if pinned is None or sys.platform != "linux" or build == "cuda":
         return None

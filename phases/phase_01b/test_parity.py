@@ -35,6 +35,7 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
         {"tie_word_embeddings": False, "attention_bias": True, "mlp_bias": True, "rope_scaling": None},
     ),
     "llama-unscaled": ("tiny-llama", {"rope_scaling": None}),
+    "llama-untied": ("tiny-llama", {"rope_scaling": None, "tie_word_embeddings": False}),
     "llama-linear": ("tiny-llama", {"rope_scaling": LINEAR}),
     "llama-yarn": ("tiny-llama", {"rope_scaling": YARN}),  # three times as many positions as the original 16
     "qwen3-yarn": ("tiny-qwen3", {"rope_scaling": YARN | {"attention_factor": 1.4}}),
@@ -92,7 +93,7 @@ def check_half(folder: Path, ids: list[int], dtype: torch.dtype) -> None:
         assert argmax_shortfall(ours, truth).max() <= threshold.argmax, backend
 
 
-@pytest.mark.from_empty("llama-unscaled-naive")
+@pytest.mark.from_empty("llama-unscaled-naive", "llama-untied-naive")
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_fp32(variants: Callable[[str], Path], variant: str, backend: str) -> None:

@@ -6,6 +6,7 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -179,6 +180,8 @@ def test_a_batch_holds_arrays_of_the_requests_new_tokens() -> None:
     assert_equal(first.num_new_tokens.tolist(), [3, 1], "new tokens", ("sequence",))
     assert_equal((first.logit_rows.tolist(), first.num_tokens), ([2, 3], 4), "logit rows, and tokens")
     assert_equal(first.pending.tolist(), [], "pending tokens")
+    for name in ("token_ids", "positions", "num_new_tokens", "pending"):
+        assert_equal(getattr(first, name).dtype, np.dtype(np.int64), f"dtype of {name}")
     assert_equal(
         batch(Scheduled(requests[0], 0, 2), entry(requests[1])).token_ids.tolist(),
         [3, 4, 6],

@@ -14,6 +14,8 @@ change the last bits of a sum, as the number of sequences in a batch may; nothin
 import os
 import time
 from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from statistics import median
 from threading import Lock, local
 from typing import Any
@@ -92,9 +94,10 @@ class ThreadChoice:
 class CpuThreads:
     """Sets PyTorch's number of threads before each forward of a model, and times the forward."""
 
-    most = 0  # threads of this process: PyTorch's own number, or the last one that a caller has set
-    _last = 0  # the number that a model has set last; a new thread of the process starts with it
-    _of_thread = local()  # `number`: the one set in this thread, since each thread has its own
+    most = 0  # threads of this process: PyTorch's own number, or the last that a caller has set
+    fixed = 0  # threads of all models in this process; 0: each model chooses
+    _last = 0  # the number that a model has set last; a new thread of the process begins with it
+    _of_thread = local()  # `number`: the one that was set in this thread, whose number is its own
     _lock = Lock()  # so that `_last` is what PyTorch gives to new threads
 
     def __init__(self) -> None:
@@ -109,7 +112,7 @@ class CpuThreads:
                 CpuThreads.most = found
             if self.choice.most != CpuThreads.most:
                 self.choice = ThreadChoice(CpuThreads.most)
-            number = self._of_thread.number = self.choice.next
+            number = self._of_thread.number = self.fixed or self.choice.next
             if number != found:
                 torch.set_num_threads(number)
                 CpuThreads._last = number
@@ -117,12 +120,28 @@ class CpuThreads:
 
     def end(self, model: nn.Module, arguments: tuple[Any, ...], hidden: torch.Tensor) -> None:
         """After a forward, of ``[T, H]`` hidden states."""
-        self.choice.observe(len(hidden), time.perf_counter() - self.began)
+        if not self.fixed:
+            self.choice.observe(len(hidden), time.perf_counter() - self.began)
 
 
 def most_threads() -> int:
     """The number of threads of this process if nothing else runs, whatever a model has chosen for its last forward."""
     return CpuThreads.most or torch.get_num_threads()
+
+
+@contextmanager
+def fixed_threads() -> Iterator[Callable[[int], None]]:
+    """Fix the threads of all models' forwards, so that models that are compared have equally many; call what is yielded
+    with their number. After the block each model chooses again.
+    """
+
+    def fix(number: int) -> None:
+        CpuThreads.fixed = number
+
+    try:
+        yield fix
+    finally:
+        fix(0)
 
 
 def share_cpu(model: nn.Module) -> None:

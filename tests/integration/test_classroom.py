@@ -156,6 +156,31 @@ def test_an_endless_loop_that_no_signal_interrupts_is_ended(tmp_path: Path, monk
 
 
 @pytest.mark.usefixtures("one_server")
+@pytest.mark.parametrize(
+    "entry",
+    ['{"a": ' * 10_000 + "}", '{"test": 5, "outcome": "failed"}', '{"files": "ab"}', '{"files": 5}', "x}"],
+    ids=["too deep", "a number for a name", "a text for files", "a number for files", "no JSON"],
+)
+def test_a_record_that_a_submission_wrote_into_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, entry: str
+) -> None:
+    """It finds the recorder on purpose, among the plugins of its process."""
+    monkeypatch.setattr(grading, "_check_reference", lambda judge, wanted, hunted: None)
+    lines = (
+        "import sys",
+        "frame = sys._getframe()",
+        "while 'item' not in frame.f_locals:",
+        "    frame = frame.f_back",
+        "plugins = frame.f_locals['item'].config.pluginmanager.get_plugins()",
+        "path = next(each.path for each in plugins if type(each).__name__ == 'Recorder')",
+        f"with path.open('a') as out: out.write({entry!r} + chr(10))",
+    )
+    (row,) = grade([hand_in(tmp_path / "ada", (STOPPING, solved(STOPPING, "\n".join(lines))))], [STOPPING])
+    assert row.verdicts[0].outcome is Outcome.NOT_RUN
+    assert "its record cannot be read" in row.verdicts[0].reason
+
+
+@pytest.mark.usefixtures("one_server")
 def test_limits_within_which_the_reference_fails_are_refused(tmp_path: Path) -> None:
     folder = hand_in(tmp_path / "ada", (STOPPING, solved(STOPPING)))
     with pytest.raises(ConfigError, match=r"The reference itself does not pass 02x5 here \(.*--memory"):
@@ -276,6 +301,9 @@ def test_a_finished_phase_is_shown_on_the_learner_s_lines(
     told = capsys.readouterr().out
     assert "06 → 06.1" in told
     assert '"benchmark"' not in told
+    monkeypatch.setattr(chart, "MOST_SECONDS", 0.01)
+    later.say_reward(workspace, "06.1")
+    assert "It was ended after 0.01 s" in capsys.readouterr().out
 
 
 def test_a_chart_without_a_finished_phase_says_where_to_begin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

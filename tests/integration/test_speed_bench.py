@@ -83,32 +83,58 @@ def test_counts_are_exact(rows: Report, folder: Path) -> None:
 
 
 def test_a_row_that_was_disturbed_is_measured_once_more_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of pairs that agree beside idle processors, one set is made."""
+    """Of pairs that agree beside idle processors, one set is made; both sides have the threads that others leave."""
     speeds = iter([1.0, 2.0, 2.0, 1.0, 1.0, 3.0, *[1.0, 1.0, 1.0, 3.0] * 2])  # after, before, before, after
     rung = rungs.Rung("03", "a row", rungs.side("02"), rungs.side("03"), lambda engine, pair: next(speeds))
-    shares = iter([0.0, 0.5, 0.0])
-    monkeypatch.setattr(ladder.Others, "share", lambda self: next(shares))
-    steady = ladder.measure_rung(rung, (None, None), 1, Steps(None, 1))
+    left = iter([4.0, 4.0, 4.0, 2.0, 2.0, 1.6, *[0.3, 0.9] * 2])  # processors, before and beside each measurement
+    monkeypatch.setattr(ladder.Others, "left", lambda self: next(left))
+    fixed: list[int] = []
+    threads = ladder.Threads(1, 4, fixed.append)
+    steady = ladder.measure_rung(rung, (None, None), 1, Steps(None, 1), threads)
     assert (steady["gain"], steady["is_steady"], len(steady["trials"])) == (0.5, True, 1)
-    busy = ladder.measure_rung(rung, (None, None), 1, Steps(None, 1))
+    busy = ladder.measure_rung(rung, (None, None), 1, Steps(None, 1), threads)
     assert (busy["gain"], busy["is_steady"]) == (3.0, True), "what other programs disturbed is not kept"
-    monkeypatch.setattr(ladder.Others, "share", lambda self: 0.0)
-    steps = Steps(None, 2)
-    wild = ladder.measure_rung(rung, (None, None), 2, steps)
-    assert (wild["is_steady"], steps.done, steps.total) == (False, 4, 4)
+    wild = ladder.measure_rung(rung, (None, None), 2, Steps(None, 4), threads)
+    assert (wild["is_steady"], len(wild["trials"])) == (False, 2)
+    assert [row["threads"] for row in (steady, busy, wild)] == [4, 2, 1]
+    assert [row["shared"] for row in (steady, busy, wild)] == [0, pytest.approx(0.2), pytest.approx(0.1)]
+    assert fixed == [4, 4, 2, 1, 1]
 
 
-def test_the_table_marks_rows_whose_pairs_differ(rows: Report) -> None:
+def test_a_limited_time_leaves_out_pairs_and_rows_and_says_so(folder: Path) -> None:
+    totals = set()
+    report = ladder.measure_ladder(
+        str(folder), phases=["04", "05", "06"], seconds=0.0, progress=lambda text, done, total: totals.add(total)
+    )
+    assert [len(row["trials"]) for row in report.results.values()] == [1]
+    first, *others = [rung for rung in rungs.RUNGS if rung.phase in ("04", "05", "06")]
+    assert report.flags["late"] == [f"{rung.phase} {rung.what}" for rung in others]
+    told = "\n".join(ladder.view(report).warnings)
+    assert f"Phase {first.phase}: the time was over before all 3 pairs" in told
+    assert all(f"The time was over before {row} began" in told for row in report.flags["late"])
+    assert len(totals) == 1, "the total of the progress stays as it is"
+
+
+def test_the_table_marks_rows_that_were_disturbed(rows: Report) -> None:
     def table(**more: Any) -> View:
-        results = {**rows.results, "03": {**rows.results["03"], **more}}
-        return ladder.view(replace(rows, results=results))
+        steady = {"is_steady": True, "threads": 2, "shared": 0.0, "gains": [2.0, 2.1]}
+        results = {name: row | (steady if row["is_timed"] else {}) for name, row in rows.results.items()}
+        results["03"] |= more
+        return ladder.view(replace(rows, results=results, flags=rows.flags | {"threads": 2}))
 
-    assert not table(is_steady=True, gains=[2.0, 2.1]).tables[0].style(table().tables[0].rows[1])
-    marked = table(is_steady=False, gains=[1.0, 3.0])
+    quiet = table()
+    assert not quiet.tables[0].style(quiet.tables[0].rows[0])
+    assert not quiet.warnings
+    assert not any("threads" in note for note in quiet.notes)
+    marked = table(is_steady=False, gains=[1.0, 3.0], threads=1)
     cells = [column.cell(marked.tables[0].rows[0]) for column in marked.tables[0].columns]
-    assert cells[0] == "02 → 03"
+    assert cells[:2] == ["03 The KV cache", "one request, tokens/s"]
     assert cells[-1] == "1.00 to 3.00 !"
-    assert "03" in marked.warnings[0]
+    assert marked.tables[0].style(marked.tables[0].rows[0])
+    assert marked.warnings == ["! Phase 03: the pairs differ by more than 1.5×."]
+    assert "with 1 of 2 threads" in marked.notes[0]
+    (warning,) = table(is_steady=False, shared=0.3).warnings
+    assert warning.startswith("! Phase 03: other programs used the processors")
 
 
 def test_a_phase_without_a_row_is_refused(folder: Path) -> None:

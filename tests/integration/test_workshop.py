@@ -452,6 +452,26 @@ def test_a_mistake_in_one_exercise_costs_no_other_its_result(learner: Learner) -
     assert f"1 of {len(exercises())} passed" in learner.workshop("status").stdout, "03x3's lines are as they were"
 
 
+def test_a_file_that_is_no_utf_8_costs_no_other_its_result(learner: Learner) -> None:
+    learner.workshop("start", "03")
+    learner.workshop("start", "02x5")
+    stopping, exercise = learner.workspace / find_exercise("02x5").path, find_exercise("02x5")
+    for file, each in ((learner.cache, find_exercise("03x3")), (stopping, exercise)):
+        learner.write(f'raise NotImplementedError("{each.message}")', "\n".join(reference(each)[1].lines).strip(), file)
+    content = learner.cache.read_bytes().replace(b"class ", b"# caf\xe9\nclass ", 1)
+    learner.cache.write_bytes(content)
+    checked = learner.check()
+    assert checked.returncode == 1
+    assert re.search(r"02x5 +passed", checked.stdout), checked.stdout
+    assert re.search(r"03x1 +to do", checked.stdout), checked.stdout
+    assert re.search(r"03x3 +not run", checked.stdout), checked.stdout
+    offset = content.index(b"\xe9")
+    line = content.count(b"\n", 0, offset) + 1
+    assert f"{learner.cache} is no UTF-8 text: byte 0xe9 at offset {offset}; save it as UTF-8" in checked.stdout
+    assert f"contiguous.py:{line}" in checked.stdout
+    assert f"1 of {len(exercises())} passed" in learner.workshop("status").stdout
+
+
 def test_watch_checks_each_save_and_goes_on_to_the_next(learner: Learner) -> None:
     environment = {**os.environ, "INFER_WORKSPACE": str(learner.workspace), "NO_COLOR": "1", "PYTHONUNBUFFERED": "1"}
     command = [sys.executable, "-c", "from shared.cli import app; app()", "workshop", "watch", "03"]

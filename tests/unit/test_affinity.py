@@ -49,6 +49,8 @@ def test_the_replica_with_the_longest_prefix_comes_first() -> None:
     assert groups({"a": 3, "b": 2}, {"c": 8, "a": 8}) == [["a"], *two], "c is no replica any more, and a is one"
     groups_of_two = ranked(["a", "b"], {"a": 3, "b": 3, "c": 3}, {"a": 4, "c": 8}, 8)
     assert groups_of_two == [["c"], ["a", "b"]], "c has the longest prefix and is not one of the two that were drawn"
+    assert groups({"a": 5, "b": 3}, {"a": 8, "b": 4}) == [["a"], *two], "a has the longer prefix, and b is less busy"
+    assert groups({"a": 9, "b": 1}, {"a": 8, "b": 6}) == two, "a has the longest prefix and is much busier"
 
 
 def test_a_much_busier_replica_is_left_out_whatever_it_has() -> None:
@@ -57,12 +59,17 @@ def test_a_much_busier_replica_is_left_out_whatever_it_has() -> None:
         assert (found[0] == ["a"]) is is_first, f"a has {load} requests, the less busy of two 1, and slack is 4"
     found = ranked(["a", "b"], {"a": 5, "b": 1, "c": 0}, {"a": 8}, 8, slack=4)
     assert found[0] == ["a"], "a has 5 requests and the less busy of the two 1; c is not one of the two"
+    found = ranked(["a", "b"], {"a": 3, "b": 1}, {"a": 8}, 8, slack=1)
+    assert found[0] != ["a"], "a has 3 requests, the less busy of two 1, and slack is 1"
 
 
 def test_a_short_common_beginning_decides_nothing() -> None:
     for num, is_first in ((4, True), (3, False)):
         found = ranked(["a", "b"], {"a": 0, "b": 0}, {"a": num}, 8, min_share=0.5)
         assert (found[0] == ["a"]) is is_first, f"a has {num} of 8 keys, and half are wanted"
+    for num_keys, min_share in ((8, 0.75), (9, 0.5)):
+        found = ranked(["a", "b"], {"a": 0, "b": 0}, {"a": 4}, num_keys, min_share=min_share)
+        assert found[0] != ["a"], f"a has 4 of {num_keys} keys, and a share of {min_share} is wanted"
 
 
 @example("", "a" * CHUNK + "c" * CHUNK, "b" * CHUNK + "c" * CHUNK)  # the same chunk after another one

@@ -8,7 +8,14 @@ import pytest
 from shared.errors import ConfigError
 from tutorial.screens.check import looks_like, screen
 from tutorial.workshop.exercises import find_exercise, reference
-from tutorial.workshop.mistakes import MOST_ALIKE, Mistake, is_alike, recognise, returns_nothing
+from tutorial.workshop.mistakes import (
+    MOST_ALIKE,
+    Mistake,
+    fails_by_returning_nothing,
+    is_alike,
+    recognise,
+    returns_nothing,
+)
 from tutorial.workshop.verdicts import Case, Outcome, Verdict, judge
 from tutorial.workshop.workspace import Workspace
 
@@ -117,6 +124,16 @@ def test_a_function_that_returns_nothing_is_seen_from_its_text() -> None:
     assert not returns_nothing(attend, comment_at_the_margin)
     assert returns_nothing(attend, comment_at_the_margin.replace("return self.attention", "self.attention"))
     assert not returns_nothing(EXERCISE, source), "it sets attributes, and returns nothing in the reference either"
+
+
+def test_an_error_in_the_exercise_s_own_lines_is_not_for_want_of_a_return() -> None:
+    """The function never came to its end; one that did makes another line of the file fail, or none."""
+    exercise = find_exercise("06.1x4")
+    text = reference(exercise)[0].replace("    return offsets\n", "    offsets[len(num_splits) + num_rows] = 0\n")
+    assert returns_nothing(exercise, text)
+    own = text.splitlines().index("    offsets[len(num_splits) + num_rows] = 0") + 1
+    for where, is_so in ((f"plan.py:{own}", False), (f"plan.py:{own + 30}", True), (None, True)):
+        assert fails_by_returning_nothing(Verdict(exercise, Outcome.FAILED, where=where), text) is is_so
 
 
 def test_a_mistake_that_does_not_fit_its_exercise_is_refused() -> None:

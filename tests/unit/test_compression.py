@@ -171,6 +171,11 @@ def test_heads_keep_as_many_as_their_attention_needs() -> None:
     assert_equal(counts, [8, 95], "kept within 1 and 100", ("head",))  # 2 + 1 + 5; 90 + 5
     alike = select(torch.ones(3, 2, 4), keys, VanillaTopP(), between, scale=0.0).sum(1).tolist()
     assert_equal(alike, [95, 95], "kept where the scale 0 makes all keys alike", ("head",))
+    queries, keys = torch.zeros(2, 1, 4), torch.zeros(20, 1, 4)
+    queries[[0, 1], 0, [0, 1]] = keys[[3, 5], 0, [0, 1]] = 10.0  # each query looks at a key of its own
+    for reduction, count in (("raw", 1), ("mean", 2)):
+        budget = Budget(1, 20, num_sinks=0, num_recent=0, reduction=reduction)
+        assert_equal(select(queries, keys, VanillaTopP(), budget).sum(1).tolist(), [count], f"kept by {reduction}")
 
 
 def test_the_rows_of_the_window_are_reduced(qk: tuple[torch.Tensor, torch.Tensor]) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from shared.loading.cpu_threads import MOST_PATIENCE, TRIAL_SHARE, CpuThreads, ThreadChoice
+from shared.loading.cpu_threads import MOST_PATIENCE, TRIAL_SHARE, CpuThreads, ThreadChoice, fixed_threads, most_threads
 from shared.loading.loader import load_model
 
 Machine = Callable[[int], float]  # seconds of a forward on so many threads
@@ -122,6 +122,24 @@ def test_a_number_that_a_caller_sets_is_the_most(own_threads: None) -> None:
     assert (used(two), two.choice.most) == (2, 2), "what the first has set is no caller's number later either"
     torch.set_num_threads(3)
     assert (used(one), used(two)) == (3, 3)
+
+
+def test_models_that_are_compared_have_one_number(own_threads: None) -> None:
+    model, threads = torch.nn.Identity(), CpuThreads()
+
+    def used() -> int:
+        threads.begin(model, ())
+        threads.end(model, (), torch.empty(1, 1))
+        return torch.get_num_threads()
+
+    torch.set_num_threads(3)
+    with fixed_threads() as fix:
+        assert used() == 3, "no number has been given"
+        fix(2)
+        assert [used() for _ in range(5)] == [2] * 5, "no trial of fewer"
+        fix(1)
+        assert (used(), most_threads(), len(threads.choice.usual)) == (1, 3, 1)
+    assert used() == 3
 
 
 def test_a_new_thread_begins_with_the_number_that_was_set_last(

@@ -186,7 +186,23 @@ def test_without_a_gpu_pytorch_is_its_cpu_build_where_that_is_offered(
     assert done.returncode == 0, done.stdout + done.stderr
     version = "from importlib.metadata import version; print(version('torch'), version('triton'))"
     assert said(python, "-c", version) == f"2.13.0+{taken} 3.6.0\n"
-    assert ("no package index offers torch==2.13.0+cpu" in done.stdout) == (offered == ("cu130",))
+    is_refused = offered == ("cu130",)
+    assert ("pip did not install torch==2.13.0+cpu" in done.stdout) == is_refused
+    assert ("    ERROR: No matching distribution found for torch==2.13.0+cpu" in done.stdout) == is_refused
+
+
+@pytest.mark.parametrize(("installed", "other"), [("2.13.0+cpu", "cuda"), ("2.13.0+cu130", "cpu"), ("2.13.0", "cpu")])
+def test_a_ready_environment_says_that_it_keeps_its_build(installed: str, other: str, checkout: Path) -> None:
+    (packages,) = (checkout / ".venv").glob("lib/python*/site-packages")
+    (packages / f"torch-{installed}.dist-info").mkdir()
+    for asked in ("", "cpu", "cuda"):
+        command = [checkout / ".venv/bin/python", MAKE, ".venv"]
+        done = subprocess.run(
+            command, cwd=checkout, capture_output=True, text=True, env=outside() | {"TORCH_BUILD": asked}
+        )
+        note = f"note: {checkout}/.venv is ready with PyTorch {installed} and stays so; for TORCH_BUILD={other}"
+        assert done.returncode == 0
+        assert (note in done.stderr) == (asked == other), done.stderr
 
 
 def test_an_unknown_build_of_pytorch_is_refused(checkout: Path) -> None:

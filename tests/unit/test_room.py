@@ -1,9 +1,12 @@
 """What a board knows of a learner, what it refuses, and the times that a workspace records."""
 
+import contextlib
 import http.client
 import json
 import socket
 import struct
+import subprocess
+import sys
 import zipfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,9 +17,12 @@ import pytest
 
 from shared.errors import ConfigError
 from tutorial.workshop import board as board_module
+from tutorial.workshop import handout
 from tutorial.workshop.board import Board, board_rows, join, leave, tell
 from tutorial.workshop.exercises import exercises, find_exercise
+from tutorial.workshop.hunts import HuntFolder, hunts
 from tutorial.workshop.standing import Standing, read_standing, received, standing_of
+from tutorial.workshop.submission import read_submission
 from tutorial.workshop.times import BREAK, Times
 from tutorial.workshop.workspace import Workspace
 
@@ -191,6 +197,52 @@ def test_a_board_that_is_gone_is_said_and_costs_nothing_else(tmp_path: Path) -> 
     assert tell(tmp_path) == ""
 
 
+def test_an_exchange_with_a_board_has_one_time_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """This one answers a byte at a time, each well within the time."""
+    monkeypatch.setattr(board_module, "SECONDS", 2.0)
+    is_over = Event()
+
+    def answer(listening: socket.socket) -> None:
+        client, _ = listening.accept()
+        with client, contextlib.suppress(OSError):
+            for byte in b"HTTP/1.1 204 No Content\r\nConnection: close\r\n\r\n":
+                client.sendall(bytes([byte]))
+                is_over.wait(0.5)
+
+    Workspace(tmp_path).start([find_exercise("02x5")])
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        thread = Thread(target=answer, args=[listening], daemon=True)
+        thread.start()
+        joined = {"address": f"http://127.0.0.1:{listening.getsockname()[1]}/word", "name": "Ada", "key": "key"}
+        (tmp_path / ".board.json").write_text(json.dumps(joined))
+        assert "cannot be reached" in tell(tmp_path)
+        is_over.set()
+        thread.join(60)
+
+
+def test_what_the_hand_out_says_to_pack_holds_what_is_judged_and_no_more(server: Board, tmp_path: Path) -> None:
+    exercise, hunt = find_exercise("02x5"), hunts()[0]
+    workspace = Workspace(tmp_path / "workspace")
+    workspace.start([exercise])
+    workspace.note_check(exercise, passed=True)
+    Times(workspace.root).agree(True)
+    join(workspace.root, server.address, "Ada")
+    (command,) = (line for line in handout._README.splitlines() if "zipfile" in line)
+    packed = tmp_path / "YOUR-NAME.zip"
+    for has_hunt in (False, True):
+        if has_hunt:
+            HuntFolder(workspace.root, hunt).plant()
+        subprocess.run([sys.executable, *command.split()[1:]], cwd=tmp_path, check=True)
+        assert read_standing(packed, "Ada") == read_standing(workspace.root, "Ada")
+        wanted = [exercise.path, *([hunt.handed_in(hunt.module)] if has_hunt else [])]
+        assert read_submission(packed, "Ada", wanted).files == read_submission(workspace.root, "Ada", wanted).files
+        assert list(read_submission(packed, "Ada", wanted).files) == wanted
+        with zipfile.ZipFile(packed) as archive:
+            tops = {Path(name).parts[0] for name in archive.namelist()}
+        assert tops == {"shared", ".progress.json"} | ({"bugs"} if has_hunt else set())
+    leave(workspace.root)
+
+
 def test_time_counts_for_what_was_worked_on_until_it_passed(tmp_path: Path) -> None:
     times = Times(tmp_path)
     times.mark(["03x1"], at=0.0)
@@ -206,8 +258,18 @@ def test_time_counts_for_what_was_worked_on_until_it_passed(tmp_path: Path) -> N
     times.agree(False)
     times.mark(["03x1"], at=900.0)
     assert (times.agreed, times.minutes()) == (False, {})
-    times.file.write_text('{"agreed": true}\n{"at"')
-    assert times.minutes() == {}
+
+
+def test_a_torn_line_costs_a_record_of_times_that_line_alone(tmp_path: Path) -> None:
+    times = Times(tmp_path)
+    times.agree(True)
+    times.mark(at=0.0)
+    times.mark(["03x1"], at=60.0)
+    with times.file.open("ab") as out:
+        out.write(b'{"at": 90.0, "on": ["03x\xff')
+    assert (times.agreed, times.minutes()) == (True, {"03x1": 1.0})
+    times.mark(["03x2"], at=120.0)
+    assert times.minutes() == {"03x1": 1.0, "03x2": 1.0}
 
 
 def test_every_exercise_has_a_number_that_a_board_takes() -> None:

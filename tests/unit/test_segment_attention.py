@@ -125,3 +125,5 @@ def test_each_query_has_a_peak_of_its_own() -> None:
     values, logs = range_state(q, k, v, torch.tensor([4, 4]), scale=1.0)
     assert_close(values, v[0, [4, 0]][:, None], "values", ("token", "head", "dim"), atol=1e-6)
     assert_close(logs, torch.tensor([[1200 / math.log(2)], [0.0]]), "logarithms", ("token", "head"), rtol=1e-6)
+    values, _ = range_state(q[:1], k, v, torch.tensor([0]), scale=1.0)
+    assert_close(values, v[:, :1], "values beside keys of a large score that are not seen", ("token", "head", "dim"))

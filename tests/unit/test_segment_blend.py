@@ -26,6 +26,8 @@ def test_each_segment_has_its_share_of_the_tokens_that_change_most() -> None:
     change = torch.tensor([1.0, 9, 2, 8, 0.5, 0.1, 0.3, 0.2])
     assert_equal(most_changed(change, [4, 4], 0.5).tolist(), [1, 3, 4, 6], "tokens", ("index",))
     assert_equal(most_changed(change, [8], 0.5).tolist(), [0, 1, 2, 3], "tokens of one segment", ("index",))
+    assert_equal(most_changed(change, [8], 0.5).dtype, torch.int64, "dtype of the tokens")
+    assert_equal(len(most_changed(torch.ones(6), [6], 0.5)), 3, "how many of six tokens that change alike")
 
 
 def test_none_and_all() -> None:

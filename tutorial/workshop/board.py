@@ -10,15 +10,15 @@ import html
 import http.client
 import json
 import secrets
+import socket
 import sys
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from threading import Lock
+from threading import Lock, Thread
 from urllib.parse import urlsplit
 
 from shared.errors import ConfigError
@@ -27,7 +27,7 @@ from tutorial.workshop.standing import Standing, checked_name, read_standing, re
 
 MOST_LEARNERS = 200
 SECONDS = 1.0
-"""That a learner's process waits for the board."""
+"""That a learner's process waits for the board, from looking up its name to the answer."""
 SECONDS_PER_LOOK = 5
 _MOST_BYTES = 4096
 _JOINED = ".board.json"
@@ -208,7 +208,8 @@ def ago(at: float) -> str:
 
 def _is_address(address: str) -> bool:
     try:
-        return urlsplit(address).scheme == "http" and bool(urlsplit(address).path.strip("/"))
+        found = urlsplit(address)
+        return found.scheme == "http" and bool(found.hostname and found.path.strip("/"))
     except ValueError:  # brackets that do not hold an IPv6 address
         return False
 
@@ -223,19 +224,33 @@ def _joined(workspace: Path) -> dict[str, str] | None:
 
 def _send(joined: dict[str, str], standing: Standing | None) -> str:
     """Why the board has not taken a standing (with None, that the learner leaves); empty if it has."""
-    url = f"{joined['address']}/{joined['key']}"
     content = None if standing is None else Standing(**vars(standing) | {"problem": ""}).as_json().encode()
-    request = urllib.request.Request(url, content, method="DELETE" if standing is None else "PUT")
-    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # the room's own network
     try:
-        with opener.open(request, timeout=SECONDS):
-            return ""
-    except urllib.error.HTTPError as error:
-        error.close()
-        full = error.code == HTTPStatus.INSUFFICIENT_STORAGE
-        return "is full" if full else f"does not take it ({error.code})"
-    except (OSError, http.client.HTTPException, ValueError):
+        address = urlsplit(f"{joined['address']}/{joined['key']}")
+        port = 80 if address.port is None else address.port
+    except ValueError:
         return "cannot be reached"
+    connection = http.client.HTTPConnection(address.hostname or "", port, timeout=SECONDS)
+    statuses: list[int] = []
+
+    def exchange() -> None:
+        with suppress(OSError, http.client.HTTPException, ValueError):
+            connection.request("DELETE" if content is None else "PUT", address.path, content)
+            statuses.append(connection.getresponse().status)
+        connection.close()
+
+    # A timeout of the socket holds for each of its operations alone; this one holds for all of them.
+    thread = Thread(target=exchange, daemon=True)
+    thread.start()
+    thread.join(SECONDS)
+    if (connected := connection.sock) is not None:
+        with suppress(OSError):
+            connected.shutdown(socket.SHUT_RDWR)  # ends the thread
+    if not statuses:
+        return "cannot be reached"
+    if statuses[0] == HTTPStatus.INSUFFICIENT_STORAGE:
+        return "is full"
+    return "" if statuses[0] == HTTPStatus.NO_CONTENT else f"does not take it ({statuses[0]})"
 
 
 def _cells(tag: str, texts: Sequence[str]) -> str:

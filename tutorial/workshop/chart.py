@@ -21,6 +21,11 @@ from tutorial.workshop.workspace import Workspace
 FIRST_ROW = "03"
 """The first phase that is measured beside another one; the earlier ones show an answer."""
 PROMPT = "The capital of France is"
+SECONDS_OF_PAIRS = 10.0
+"""After so many, what a finished phase gains is not measured again, so that it is shown within 20 s on an idle
+machine."""
+MOST_SECONDS = 40.0
+"""That it may take at a machine that is busy with other programs."""
 
 
 def finished_phases(workspace: Workspace) -> list[str]:
@@ -37,12 +42,14 @@ def run_ladder(workspace: Workspace, phases: Sequence[str], model: str, out: Pat
 
 
 def show_phase(workspace: Workspace, phase: str, model: str) -> str:
-    """What a finished phase does: its rows of the ladder, or an answer for phases before the first row."""
+    """What a finished phase does: its rows of the ladder, with fewer pairs where they take long, or an answer for
+    phases before the first row. Raises ConfigError if it fails, or takes `MOST_SECONDS`."""
     if phase >= FIRST_ROW:
-        return "\n".join(run_ladder(workspace, [phase], model).splitlines()[:-1]).strip()
+        options = ["--model", model, "--phase", phase, "--seconds", f"{SECONDS_OF_PAIRS:g}"]
+        return "\n".join(_run(workspace, "ladder", *options, seconds=MOST_SECONDS).splitlines()[:-1]).strip()
     number = max(phase, "02")
     options = ["--phase", number, "--model", model, "--prompt", PROMPT, "--max-tokens", "8", "--quiet"]
-    return f"{PROMPT} …{_run(workspace, 'generate', *options).rstrip()}"
+    return f"{PROMPT} …{_run(workspace, 'generate', *options, seconds=MOST_SECONDS).rstrip()}"
 
 
 def is_here(model: str) -> bool:
@@ -52,8 +59,8 @@ def is_here(model: str) -> bool:
     return Path(model).expanduser().is_dir() or local_model_folder(model) is not None
 
 
-def _run(workspace: Workspace, *arguments: str) -> str:
-    """Standard output of an ``infer`` command on the lines that have passed."""
+def _run(workspace: Workspace, *arguments: str, seconds: float | None = None) -> str:
+    """Standard output of an ``infer`` command on the lines that have passed, which ends within so many seconds."""
     with tempfile.TemporaryDirectory(prefix="infer-chart-") as folder:
         copy_passed(workspace, Path(folder))
         variables = {
@@ -66,7 +73,15 @@ def _run(workspace: Workspace, *arguments: str) -> str:
             SAID: "1",
         }
         command = [sys.executable, "-c", "from shared.cli import app; app(prog_name='infer')", *arguments]
-        done = subprocess.run(command, env=variables, stdout=subprocess.PIPE, text=True, check=False)
+        try:
+            done = subprocess.run(
+                command, env=variables, stdout=subprocess.PIPE, text=True, check=False, timeout=seconds
+            )
+        except subprocess.TimeoutExpired:
+            raise ConfigError(
+                f"It was ended after {seconds:g} s, since other programs keep this machine busy; `infer workshop "
+                "chart` takes the time that it needs."
+            ) from None
     if done.returncode:
         raise ConfigError(
             f"Your code ended the measurement with exit code {done.returncode}; see above, and run `infer workshop "

@@ -20,7 +20,6 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
-from json import JSONDecodeError
 from pathlib import Path
 
 from shared.errors import ConfigError
@@ -34,8 +33,9 @@ from tutorial.workshop.skeleton import has_gap, with_gap
 from tutorial.workshop.submission import Submission, read_submission
 from tutorial.workshop.verdicts import Outcome, Verdict
 
-_NO_RECORD = (OSError, LookupError, TypeError, UnicodeDecodeError, JSONDecodeError)
-"""What reading the recorder's file can raise if a submission wrote into it."""
+_NO_RECORD = (OSError, LookupError, TypeError, ValueError, AttributeError, RecursionError)
+"""What reading the recorder's file can raise if a submission wrote into it: JSON that is none, too deep, or of other
+types."""
 _ENVIRONMENT = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1", "INFER_TEST_MODELS": ""}
 _FORMULA = ("=", "+", "-", "@", "\t", "\r")
 """What a spreadsheet would take for a formula at the beginning of a cell."""
@@ -169,7 +169,7 @@ def _judge_hunt(
             content = submission.files.get(hunt.handed_in(path))
             texts |= {} if content is None else {path: content.decode()}
         except UnicodeDecodeError as error:
-            problem = f"is no UTF-8 text ({error.reason})"
+            problem = f"is no UTF-8 text ({error.reason} at offset {error.start})"
         if problem:
             return Verdict(as_exercise, Outcome.NOT_RUN, reason=problem if submission.refused else f"{path} {problem}")
     if hunt.module not in texts:
@@ -191,7 +191,8 @@ def _before(submission: Submission, exercise: Exercise) -> Verdict | None:
     try:
         text = content.decode()
     except UnicodeDecodeError as error:
-        return Verdict(exercise, Outcome.NOT_RUN, reason=f"{exercise.path} is no UTF-8 text ({error.reason})")
+        problem = f"is no UTF-8 text ({error.reason} at offset {error.start})"
+        return Verdict(exercise, Outcome.NOT_RUN, reason=f"{exercise.path} {problem}")
     return Verdict(exercise, Outcome.GAP) if has_gap(text, reference(exercise)[1]) else None
 
 

@@ -58,11 +58,12 @@ reference's lines there.
 
 ## Hand in
 
-Pack the folder `workspace`, under your own name, and hand in that one file:
+Pack what you wrote and how far you are, under your own name, and hand in that one file:
 
-    python -m zipfile -c YOUR-NAME.zip workspace
+    python -m zipfile -c YOUR-NAME.zip workspace/shared workspace/bugs workspace/.progress.json
 
-If you had the course record your times, the folder holds them too; `infer workshop times off` deletes them.
+A part that you do not have, such as `bugs` before the first bug hunt, is left out. What else lies in `workspace` stays
+with you: your backups, your key to the teacher's board, and your times if you had the course record them.
 """
 
 

@@ -55,8 +55,9 @@ def copy_passed(workspace: Workspace, folder: Path) -> None:
             copy.parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(workspace.file(exercise), copy)
         if not workspace.has_passed(exercise):
-            text = with_gap(copy.read_text(encoding="utf-8"), reference(exercise)[1])
-            copy.write_text(copy.read_text(encoding="utf-8") if text is None else text, encoding="utf-8")
+            before = copy.read_text(encoding="utf-8", errors="replace")
+            if (text := with_gap(before, reference(exercise)[1])) is not None:
+                copy.write_text(text, encoding="utf-8")
 
 
 def _ways(lesson: Lesson) -> Iterator[str]:

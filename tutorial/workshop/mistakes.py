@@ -28,6 +28,7 @@ from shared.errors import ConfigError
 from tutorial.workshop.check import CheckServer
 from tutorial.workshop.course_state import state_of_the_course
 from tutorial.workshop.exercises import Exercise, reference
+from tutorial.workshop.skeleton import exercise_around
 from tutorial.workshop.verdicts import Case, Outcome, Verdict
 from tutorial.workshop.version_runs import run_versions
 
@@ -110,6 +111,14 @@ def recognise(verdict: Verdict, known: Mapping[Mistake, Verdict]) -> tuple[Mista
 def returns_nothing(exercise: Exercise, text: str) -> bool:
     """Whether an exercise's function returns no value in the module's ``text``, and does in the reference."""
     return _returns(reference(exercise)[0], exercise.target) and not _returns(text, exercise.target)
+
+
+def fails_by_returning_nothing(verdict: Verdict, text: str) -> bool:
+    """Whether a failed exercise's function came to its end in the module's ``text`` and returned no value. Where an
+    exercise's own line raised, or ran out of time, the function never got so far."""
+    line = int((verdict.where or "").rpartition(":")[2] or 0)
+    has_ended = exercise_around(text, line) != verdict.exercise.number
+    return has_ended and returns_nothing(verdict.exercise, text)
 
 
 def _returns(source: str, target: str) -> bool:

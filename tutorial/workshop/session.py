@@ -86,12 +86,13 @@ class Session:
 
     def look(self, verdict: Verdict, watch: Watch | None = None) -> "tuple[Mistake, ...]":
         """The known mistakes that fail in the same way. They run now, unless what they do is kept."""
-        from tutorial.workshop.mistakes import Mistake, recognise, returns_nothing
+        from tutorial.workshop.mistakes import Mistake, fails_by_returning_nothing, recognise
 
         exercise = verdict.exercise
         if verdict.outcome is not Outcome.FAILED:
             return ()
-        if returns_nothing(exercise, self.workspace.file(exercise).read_text(encoding="utf-8-sig", errors="replace")):
+        text = self.workspace.file(exercise).read_text(encoding="utf-8-sig", errors="replace")
+        if fails_by_returning_nothing(verdict, text):
             return (Mistake(exercise.number, "nothing is returned: `return` is missing", ()),)
         return recognise(verdict, self.known(exercise, watch))
 
@@ -139,8 +140,17 @@ class Session:
 def not_compiled(exercise: Exercise, file: Path) -> Verdict | None:
     """The verdict on an exercise whose file cannot be compiled: the error, where it is, and a caret for below the line
     there; None if it can."""
+    content = file.read_bytes()
     try:
-        compile(file.read_bytes(), str(file), "exec", dont_inherit=True)
+        content.decode()
+        compile(content, str(file), "exec", dont_inherit=True)
+    except UnicodeDecodeError as error:
+        said = (
+            f"{file} is no UTF-8 text: byte {content[error.start]:#04x} at offset {error.start}; save it as UTF-8, or "
+            f"start anew with `infer workshop reset {exercise.phase}`, which keeps a backup"
+        )
+        line = content.count(b"\n", 0, error.start) + 1
+        return Verdict(exercise, Outcome.NOT_RUN, reason=said, where=f"{file}:{line}")
     except SyntaxError as error:
         text = (error.text or "").rstrip()
         begin = len(text) - len(text.lstrip())

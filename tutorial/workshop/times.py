@@ -6,6 +6,7 @@ agreement nothing is noted, nothing is sent anywhere, and a record that cannot b
 """
 
 import json
+import os
 import time
 from collections.abc import Iterable
 from contextlib import suppress
@@ -27,8 +28,7 @@ class Times:
     @property
     def agreed(self) -> bool | None:
         """Whether the learner agrees; None if they have not been asked."""
-        lines = self._lines()
-        return bool(lines[0].get("agreed")) if lines else None
+        return next((bool(line["agreed"]) for line in self._lines() if "agreed" in line), None)
 
     def agree(self, agreed: bool) -> None:
         """Begin a record, or delete what was recorded and note that nothing is to be."""
@@ -45,15 +45,17 @@ class Times:
         which of them passed; with none, that work begins."""
         if self.agreed:
             mark = {"at": time.time() if at is None else at, "on": list(worked_on), "passed": list(passed)}
-            with suppress(OSError), self.file.open("a", encoding="utf-8") as out:
-                out.write(json.dumps(mark) + "\n")
+            with suppress(OSError), self.file.open("ab+") as out:
+                out.seek(-1, os.SEEK_END)
+                torn = b"" if out.read() == b"\n" else b"\n"  # a line that could not be written whole stays by itself
+                out.write(torn + json.dumps(mark).encode() + b"\n")
 
     def minutes(self) -> dict[str, float]:
         """By number, how long each exercise took until it passed, or so far."""
         found: dict[str, float] = {}
         passed: set[str] = set()
         last: float | None = None
-        for mark in self._lines()[1:]:
+        for mark in (line for line in self._lines() if "agreed" not in line):
             own = [number for number in mark["on"] if number not in passed]
             took = 0.0 if last is None else mark["at"] - last
             for number in own:
@@ -63,7 +65,10 @@ class Times:
         return found
 
     def _lines(self) -> list[dict]:
-        try:
-            return [json.loads(line) for line in self.file.read_text(encoding="utf-8").splitlines()]
-        except (OSError, ValueError):
-            return []
+        """The lines that were written whole."""
+        found = []
+        with suppress(OSError):
+            for line in self.file.read_text(encoding="utf-8", errors="replace").splitlines():
+                with suppress(ValueError):
+                    found.append(json.loads(line))
+        return [line for line in found if isinstance(line, dict)]

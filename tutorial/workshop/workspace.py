@@ -101,7 +101,8 @@ class Workspace:
         if exercise.number not in self._started(exercise.path) or not self.file(exercise).is_file():
             return State.NEW
         _, region = reference(exercise)
-        return State.GAP if has_gap(self._text(exercise.path), region) else State.WRITTEN
+        text = self._text(exercise.path, errors="replace")  # one file that is no UTF-8 must not hide the others
+        return State.GAP if has_gap(text, region) else State.WRITTEN
 
     def states(self) -> dict[Exercise, State]:
         """Every exercise of the course with its state, in order."""
@@ -256,9 +257,9 @@ class Workspace:
             ) from None
         return folder
 
-    def _text(self, path: str) -> str:
+    def _text(self, path: str, errors: str = "strict") -> str:
         try:
-            return (self.root / path).read_text(encoding="utf-8")
+            return (self.root / path).read_text(encoding="utf-8", errors=errors)
         except (OSError, UnicodeDecodeError) as error:
             raise ConfigError(f"{self.root / path} cannot be read ({error}); write it as UTF-8 text.") from None
 

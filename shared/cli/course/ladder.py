@@ -31,6 +31,9 @@ def ladder(
     device: Device = "auto",
     seed: Seed = 0,
     quick: Annotated[bool, typer.Option("--quick", help="Time only four phases, and count the others.")] = False,
+    seconds: Annotated[
+        float | None, typer.Option("--seconds", help="After so many, begin no further row or pair, and say so.")
+    ] = None,
 ) -> None:
     """Compare each phase with the previous one, in the quantity that it is about. Idle, it takes three minutes.
 
@@ -39,5 +42,5 @@ def ladder(
     from benchmarks.ladder import measure_ladder, view
 
     with measuring(device, dtype, threads, seed, model) as where:
-        report = measure_ladder(model, phases=phase or None, is_quick=quick, **where)
+        report = measure_ladder(model, phases=phase or None, is_quick=quick, seconds=seconds, **where)
     present(report, view(report), out)
