@@ -1,8 +1,6 @@
 """Draws trace.png: the page of `infer trace` in a browser, two schedulers one below the other. Introduced in phase 4.
 
     python docs/images/record_trace.py [--model MODEL] [--phase PHASE] [--compare NAMES] [--dark] [--out FILE]
-    python docs/images/record_trace.py --phase 07 --compare "" --out docs/images/chunks.png --max-batch-size 6 \
-        --requests 6 --every 4 --prefill-chunk-size 16 --max-prefill-chunks-per-step 1
 
 Further options are those of `infer trace`. The page is opened as a file, and a cell of the last timeline is chosen, or
 of one timeline alone the step that its caption names; the picture reaches from the controls to what the page says about

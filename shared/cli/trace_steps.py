@@ -34,7 +34,9 @@ def write_course_run(lesson: Lesson, model: str, settings: dict[str, Any], given
             f"one of these with --phase: {', '.join(workloads())}."
         )
     own = {name: settings[name] for name in settings if name in given or name == "device"}
-    engine = options.load_engine(lesson, model, **{**workload.settings, **own})
+    options.fetch_if_known(model)
+    with workload.engine_settings(model) as chapter:
+        engine = workload.prepare(options.load_engine(lesson, model, **{**chapter, **own}))
     write(lesson, engine, workload.arrivals(engine, given.get("max_tokens")), out)
 
 
@@ -52,4 +54,4 @@ def write(lesson: Lesson, engine: Any, arrivals: "Sequence[Arrival]", out: Path)
         (out / name).write_text(text, encoding="utf-8")
         console.print(f"wrote {out / name}", style="bright_black", highlight=False, soft_wrap=True, markup=False)
     if "error" in recording:
-        raise ConfigError(f"The last step ended in {recording['error']}; the page shows the lines up to there.")
+        raise ConfigError(f"The recording ends early, and the page shows the lines up to there: {recording['error']}.")

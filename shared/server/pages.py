@@ -11,7 +11,8 @@ from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
 FOLDER = Path(__file__).parent / "page"
-SHARED = tuple((Path(__file__).parents[1] / "tracing/page").glob("pool*"))
+TRACING = Path(__file__).parents[1] / "tracing/page"
+SHARED = (TRACING / "elements.js", *TRACING.glob("pool*"))
 """Files shared with the page of `infer trace`."""
 TYPES = {".html": "text/html", ".css": "text/css", ".js": "text/javascript", ".svg": "image/svg+xml"}
 POLICY = "default-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"

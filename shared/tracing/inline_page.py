@@ -14,13 +14,18 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+PAGE = Path(__file__).parent / "page"
+"""What the pages share: `head.html`, and the first style and script of each."""
 REGION = re.compile(r"\{\{(\w+)\}\}")
 
 
 def filled(template: Path, *, style: str, script: str, **regions: str) -> str:
-    """The template with its regions ``{{name}}``; ``regions`` are HTML."""
+    """The template with its regions ``{{name}}``; ``regions`` are HTML; style and script follow those of all pages."""
+    style = joined([PAGE / "theme.css", PAGE / "pool_colours.css"]) + "\n\n" + style
+    script = f"{_part(PAGE / 'elements.js')}\n\n{script}"
     policy = f"default-src 'none'; style-src {_hash(style)}; script-src {_hash(script)}; img-src data:"
     found = {"policy": f"{policy}; base-uri 'none'; form-action 'none'", "style": style, "script": script, **regions}
+    found["head"] = REGION.sub(lambda region: found[region[1]], _part(PAGE / "head.html"))
     return REGION.sub(lambda region: found[region[1]], _part(template))
 
 

@@ -7,19 +7,20 @@ screen readers. Invariant: text from a model or a user is data or escaped, never
 import dataclasses
 from collections.abc import Iterator, Sequence
 from html import escape
-from pathlib import Path
 from typing import Any
 
 from shared.engine.record import StepRecord
 from shared.tracing.focus import focus
 from shared.tracing.holdings import memory_data
-from shared.tracing.inline_page import embedded, filled, joined
+from shared.tracing.inline_page import PAGE, embedded, filled, joined
 from shared.tracing.lanes import LANES, activity_lanes
+from shared.tracing.told import request_texts, step_texts
 from shared.tracing.trace import CellKind, Span, Trace, TracedRequest
 
-FOLDER = Path(__file__).parent / "page"
 POOL = ("pool_cast.js", "pool_blocks.js", "pool_words.js", "pool.js")
-SCRIPTS = ("timeline.js", "activity.js", "tokens.js", "kept.js", *POOL, "memory.js", "controls.js")
+SCRIPTS = ("timeline.js", "activity.js", *POOL, "memory.js", "controls.js")
+FLAT = 4
+"""A lane whose capacity is more than this many times its most is drawn up to the most."""
 COUNTED = [kind for kind in CellKind if kind not in (CellKind.PENDING, CellKind.FAILED)]
 """Kinds of cells that the table of requests counts, in the order of its columns."""
 
@@ -28,11 +29,11 @@ def page(traces: Sequence[Trace], title: str, note: str = "") -> str:
     """The HTML of one page with all traces stacked on the same scale; ``note`` is shown below the totals."""
     titles = ["", *(trace.title for trace in traces)]
     return filled(
-        FOLDER / "timeline.html",
-        style=joined(FOLDER / name for name in ("timeline.css", "pool.css")),
-        script=joined(FOLDER / name for name in SCRIPTS),
+        PAGE / "timeline.html",
+        style=joined(PAGE / name for name in ("timeline.css", "pool.css")),
+        script=joined(PAGE / name for name in SCRIPTS),
         title=escape(title),
-        data=embedded({"traces": [trace_data(trace) for trace in traces]}),
+        data=embedded({"traces": _on_one_scale([trace_data(trace) for trace in traces])}),
         totals=_table("Totals", titles, [[name, *values] for name, values in totals_rows(traces)], name="totals"),
         note=escape(note),
         tables="\n".join(_tables(trace) for trace in traces),
@@ -41,6 +42,7 @@ def page(traces: Sequence[Trace], title: str, note: str = "") -> str:
 
 def trace_data(trace: Trace) -> dict[str, Any]:
     """The script's input as JSON values; a step is its whole record plus its start and end."""
+    memory = memory_data(trace)
     return {
         "title": trace.title,
         "settings": dict(trace.settings),
@@ -57,17 +59,48 @@ def trace_data(trace: Trace) -> dict[str, Any]:
         "steps": [
             {
                 **dataclasses.asdict(step.record),
+                "told": told,
                 "started_ns": step.started_ns,
                 "ended_ns": step.ended_ns,
                 "host": list(map(dataclasses.asdict, step.host)),
                 "gpu": list(map(dataclasses.asdict, step.gpu)),
                 **{f"rank {n}": list(map(dataclasses.asdict, spans)) for n, spans in enumerate(step.ranks, 1)},
             }
-            for step in trace.steps
+            for step, told in zip(trace.steps, step_texts(trace), strict=True)
         ],
-        "requests": [_request_data(trace, request) for request in trace.requests],
-        "memory": memory_data(trace),
+        "requests": [
+            _request_data(trace, request) | {"told": told}
+            for request, told in zip(trace.requests, request_texts(trace), strict=True)
+        ],
+        "memory": memory and memory | {"caption": _where_to_look(trace)},
     }
+
+
+def _on_one_scale(traces: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The traces; each lane gets its ``top``: the most that any has in it, or its capacity if that is not much more."""
+    for lanes in zip(*(trace["lanes"] for trace in traces), strict=True):
+        peak = max([1, *(value for lane in lanes for value in lane["values"])])
+        for lane in lanes:
+            capacity = lane["capacity"]
+            lane["top"] = capacity if capacity and peak <= capacity <= FLAT * peak else peak
+    return traces
+
+
+def _where_to_look(trace: Trace) -> str:
+    """What the picture of the KV cache shows."""
+    is_region = trace.steps[0].memory is not None and trace.steps[0].memory.unit == "region"
+    pale = "for tokens that may never come" if is_region else "the rest of a request's last block"
+    has_prefixes = any(each.num_cached_tokens for each in trace.requests) or any(
+        step.memory.cached for step in trace.steps if step.memory is not None
+    )
+    prefixes = (
+        " A block with a number after × is shared by so many requests, which begin alike; one with a dashed edge is "
+        "cached for the next that does."
+    )
+    return (
+        f"Where to look: dark is written; pale is held and empty, {pale}.{prefixes if has_prefixes else ''} "
+        f"The slider begins at step {focus(trace).step}."
+    )
 
 
 def totals_rows(traces: Sequence[Trace]) -> list[tuple[str, list[str]]]:

@@ -16,6 +16,35 @@ PATIENCE = 120
 """Seconds after which what is waited for does not come, however busy the machine is."""
 DESKTOP, PHONE = {"width": 1280, "height": 900}, {"width": 390, "height": 844}
 
+# Of every visible text, on the page or within an element: its contrast with what is under it, by the formula of WCAG 2.
+CONTRASTS = """within => {
+    const canvas = document.createElement('canvas').getContext('2d', { willReadFrequently: true });
+    const rgb = colours => {
+        canvas.clearRect(0, 0, 1, 1);
+        for (const colour of colours) { canvas.fillStyle = colour; canvas.fillRect(0, 0, 1, 1); }
+        return [...canvas.getImageData(0, 0, 1, 1).data].slice(0, 3);
+    };
+    const luminance = parts => {
+        const [r, g, b] = parts.map(part => part / 255)
+            .map(c => c <= 0.04045 ? c / 12.92 : ((c + 0.055) / 1.055) ** 2.4);
+        return 0.2126 * r + 0.7152 * g + 0.0722 * b;
+    };
+    const found = [];
+    const walker = document.createTreeWalker(document.querySelector(within ?? 'body'), NodeFilter.SHOW_TEXT);
+    while (walker.nextNode()) {
+        const element = walker.currentNode.parentElement;
+        if (!walker.currentNode.data.trim() || !element.checkVisibility() || element.matches('script, style')) continue;
+        const under = [];
+        for (let each = element; each; each = each.parentElement) under.unshift(getComputedStyle(each).backgroundColor);
+        const behind = luminance(rgb(under));
+        const { color, fill } = getComputedStyle(element);
+        const text = luminance(rgb([...under, element instanceof SVGElement ? fill : color]));
+        const [dark, light] = [behind, text].sort((one, other) => one - other);
+        found.push([(light + 0.05) / (dark + 0.05), walker.currentNode.data.trim().slice(0, 30)]);
+    }
+    return found;
+}"""
+
 expect.set_options(timeout=1000 * PATIENCE)
 
 

@@ -69,10 +69,9 @@ def write(tmp_path_factory: pytest.TempPathFactory) -> Any:
     static = ROOT / "docs/site/static"
 
     def written(kind: str, **settings: str) -> str:
-        scripts = "".join(
-            f'<script src="{(static / f"instruments/{name}.js").as_uri()}"></script>'
-            for name in ("formulas", "instrument", kind)
-        )
+        names = [static / f"instruments/{name}.js" for name in ("formulas", "instrument", kind)]
+        names = [ROOT / "shared/tracing/page/elements.js", *names]
+        scripts = "".join(f'<script src="{name.as_uri()}"></script>' for name in names)
         styles = "".join(
             f'<link rel="stylesheet" href="{(static / name).as_uri()}">'
             for name in ("course.css", "instruments/instruments.css")

@@ -21,7 +21,7 @@ from shared.lesson_source import added_modules, diff_lines
 from shared.lessons import Lesson, find_lesson, lessons
 from tests.exercise_lines import given_away
 from tests.integration.crawled_site import Visit, broken_links, crawl, make_of, read, serving, targets
-from tests.integration.tabs import PHONE, expect, opened
+from tests.integration.tabs import CONTRASTS, PHONE, expect, opened
 from tutorial.workshop.exercises import exercises
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
@@ -356,3 +356,15 @@ def test_a_diagram_differs_in_its_colour_scheme_alone(site: Path) -> None:
         assert light != dark
         assert "prefers-color-scheme" not in light + dark
         assert len({re.sub(r"\((?:min|max)-width: 0\)", "", text) for text in (light, dark)}) == 1
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_instruments_have_contrast(scheme: str, site: Path, browser: Any) -> None:
+    for chapter, kind in (("phase_03", "roofline"), ("phase_11", "guesses")):
+        address = (site / f"tutorial/{chapter}.html").as_uri()
+        within = f"[data-instrument={kind}]"
+        with opened(browser, address, origin="file:", color_scheme=scheme) as tab:
+            tab.locator(f"{within} summary").click()
+            found = tab.evaluate(CONTRASTS, within)
+            assert len(found) > 40
+            assert [(round(ratio, 2), text) for ratio, text in found if ratio < 4.5] == []

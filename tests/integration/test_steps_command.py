@@ -52,6 +52,37 @@ def test_the_requests_of_the_chapter_with_other_settings(model: str, tmp_path: P
     assert (tmp_path / "steps.html").read_text(encoding="utf-8") == write(found), "the page has the same recording"
 
 
+def states_of(found: dict[str, Any]) -> list[dict[str, Any]]:
+    """The state after each event."""
+    states, state = [], found["state"]
+    for _, _, *patch in found["events"]:
+        state = applied(state, patch[0]) if patch else state
+        states.append(state)
+    return states
+
+
+def test_a_cpu_plans_attention_in_the_run_of_its_chapter(model: str, tmp_path: Path) -> None:
+    larger = ("--max-seq-len", "1024", "--num-gpu-blocks", "80", "--max-tokens", "2")
+    traced("--steps", "--phase", "06.1", "--model", model, *larger, "--out", tmp_path)
+    batches = [state["batch"] for state in states_of(recording(tmp_path)) if "plan" in state.get("batch", {})]
+    decoding = [(batch["ids"], batch["plan"]["decode"]["items"]) for batch in batches if "decode" in batch["plan"]]
+    ids, items = decoding[0]
+    assert ids == ["A", "B", "C"]
+    assert len(items) > 3, "the keys of B are split"
+    assert sorted({sequence for sequence, _, _ in items}) == [0, 1, 2]
+
+
+def test_the_run_of_multi_token_prediction_has_masks_and_guesses(model: str, tmp_path: Path) -> None:
+    larger = ("--max-seq-len", "128", "--num-gpu-blocks", "40", "--max-tokens", "8")
+    traced("--steps", "--phase", "11.1", "--model", model, *larger, "--out", tmp_path)
+    found = recording(tmp_path)
+    states = states_of(found)
+    items = [item for state in states for item in state.get("schedule", {}).get("items", ())]
+    assert max(item.get("masks", 0) for item in items) == 3
+    assert any("accepted" in each for state in states for each in state.get("drafts", {}).values())
+    assert {"mask 1", "mask 2", "mask 3"} <= set(found["texts"].values())
+
+
 def test_prompts_of_a_file(model: str, tmp_path: Path) -> None:
     (tmp_path / "prompts.txt").write_text("The capital\n</script><b>bold</b>\n", encoding="utf-8")
     options = ("--prompts", tmp_path / "prompts.txt", "--max-tokens", "2", "--out", tmp_path)
@@ -69,9 +100,8 @@ def test_a_learners_wrong_line_is_seen(model: str, tmp_path: Path) -> None:
     offset = next(n for n, line in enumerate(sizes["lines"]) if wrong in line)
     text = (tmp_path / "workspace" / CHUNKS).read_text(encoding="utf-8").splitlines()
     assert text[sizes["first"] - 1 + offset] == sizes["lines"][offset], "the learner's line, by its number"
-    budgets, state = set(), found["state"]
-    for line, _, *patch in found["events"]:
-        state = applied(state, patch[0]) if patch else state
+    budgets = set()
+    for (line, *_), state in zip(found["events"], states_of(found), strict=True):
         function, at, depth, _ = found["lines"][line]
         if found["functions"][function] is sizes and at == offset:
             budgets.add(state["variables"][str(depth)]["budget"])
@@ -81,9 +111,9 @@ def test_a_learners_wrong_line_is_seen(model: str, tmp_path: Path) -> None:
 def test_a_learners_line_that_raises_ends_the_recording_there(model: str, tmp_path: Path) -> None:
     done = by_learner(model, tmp_path, "budget = max(self.config.max_num_batched_token - num_decoding, 1)")
     assert done.returncode == 2
-    assert "The last step ended in AttributeError" in " ".join(done.stderr.split())
+    assert "The recording ends early" in " ".join(done.stderr.split())
     found = recording(tmp_path / "trace")
-    assert found["error"].startswith("AttributeError")
+    assert found["error"].startswith("the last step raised AttributeError: ")
     last = [found["lines"][line] for line, *_ in found["events"]][-9:]
     assert "max_num_batched_token -" in " ".join(found["functions"][f]["lines"][at] for f, at, *_ in last)
 

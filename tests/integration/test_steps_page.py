@@ -6,7 +6,6 @@ The recordings are those of the course. What a moment holds is replayed here by 
 import json
 import re
 from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -16,37 +15,11 @@ import pytest
 from shared.tracing.steps.moments import code_of, text_of
 from shared.tracing.steps.page import write
 from shared.tracing.steps.patches import applied
-from tests.integration.tabs import PHONE, expect, opened
+from tests.integration.stepper import address, event_of, go_to, stepper
+from tests.integration.tabs import CONTRASTS, PHONE, expect, opened
 
 RECORDINGS = Path(__file__).parents[2] / "tutorial/recordings"
 TEXTS_OF = "all => all.map(each => each.textContent)"
-# Of every visible text: its contrast with what is painted under it, by the formula of WCAG 2.
-CONTRASTS = """() => {
-    const canvas = document.createElement('canvas').getContext('2d', { willReadFrequently: true });
-    const rgb = colours => {
-        canvas.clearRect(0, 0, 1, 1);
-        for (const colour of colours) { canvas.fillStyle = colour; canvas.fillRect(0, 0, 1, 1); }
-        return [...canvas.getImageData(0, 0, 1, 1).data].slice(0, 3);
-    };
-    const luminance = parts => {
-        const [r, g, b] = parts.map(part => part / 255)
-            .map(c => c <= 0.04045 ? c / 12.92 : ((c + 0.055) / 1.055) ** 2.4);
-        return 0.2126 * r + 0.7152 * g + 0.0722 * b;
-    };
-    const found = [];
-    const walker = document.createTreeWalker(document.body, NodeFilter.SHOW_TEXT);
-    while (walker.nextNode()) {
-        const element = walker.currentNode.parentElement;
-        if (!walker.currentNode.data.trim() || !element.checkVisibility() || element.matches('script, style')) continue;
-        const under = [];
-        for (let each = element; each; each = each.parentElement) under.unshift(getComputedStyle(each).backgroundColor);
-        const behind = luminance(rgb(under));
-        const text = luminance(rgb([...under, getComputedStyle(element).color]));
-        const [dark, light] = [behind, text].sort((one, other) => one - other);
-        found.push([(light + 0.05) / (dark + 0.05), walker.currentNode.data.trim().slice(0, 30)]);
-    }
-    return found;
-}"""
 BOXES = """() => [...document.querySelectorAll('.station, .passage, .moment, #told, #sides')]
     .filter(each => each.checkVisibility()).map(each => each.getBoundingClientRect())
     .map(({ x, y, width, height }) => [x, y, width, height])"""
@@ -91,13 +64,6 @@ def exercise_of(name: str, event: int) -> str:
     return before[begins[-1]].split()[2].rstrip(":") if is_within else ""
 
 
-def address(name: str, event: int) -> str:
-    """The part of an address that leads to an event."""
-    firsts = [step["first"] for step in recording(name)["steps"]]
-    step = max(number for number, first in enumerate(firsts) if first <= event)
-    return f"#step={step}&event={event - firsts[step]}"
-
-
 @pytest.fixture(scope="module")
 def pages(tmp_path_factory: pytest.TempPathFactory) -> Any:
     """Writes the page of a recording once, and says where it is."""
@@ -121,28 +87,14 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return page
 
 
-@contextmanager
-def stepper(browser: Any, url: str, address: str = "", **settings: Any) -> Iterator[Any]:
-    """The page, when it has unpacked its recording."""
-    with opened(browser, f"{url}{address}", origin=url, **settings) as tab:
-        expect(tab.locator(".side").last).to_be_visible()
-        yield tab
-
-
 @pytest.fixture
 def tab(browser: Any, pages: Any) -> Iterator[Any]:
     with stepper(browser, pages("phase_07")) as tab:
         yield tab
 
 
-def event_of(tab: Any) -> int:
-    return int(tab.locator("#moment").input_value())
-
-
 def go(tab: Any, name: str, event: int) -> None:
-    beside = "&beside=1" if tab.locator("body").get_attribute("data-sides") == "2" else ""
-    tab.evaluate("hash => { location.hash = hash }", address(name, event) + beside)
-    expect(tab.locator("#moment")).to_have_value(str(event))
+    go_to(tab, recording(name), event)
 
 
 def test_keys_go_by_lines_and_by_steps(tab: Any) -> None:
@@ -196,6 +148,13 @@ def test_a_moment_shows_what_the_recording_says(name: str, browser: Any, pages: 
             assert [id for id in ids if id != "?"] == [
                 str(id) for number, id in enumerate(batch["token_ids"]) if number not in batch.get("pending", [])
             ]
+
+
+def test_a_prompt_keeps_its_length_when_its_token_is_known(tab: Any) -> None:
+    committed = recording("phase_07")["steps"][4]["first"] - 1
+    assert states("phase_07")[committed]["requests"]["C"]["known"] == 23
+    go(tab, "phase_07", committed)
+    assert "tokens 12 to 21 of 22" in tab.locator(".schedule").inner_text()
 
 
 def test_variables_are_those_of_the_function_that_is_shown(tab: Any) -> None:
@@ -252,7 +211,7 @@ def test_the_address_keeps_the_moment(tab: Any) -> None:
     tab.evaluate("location.hash = '#step=3&line=entries ='")
     expect(tab.locator("#moment")).to_have_value(str(entries))
     tab.keyboard.press("ArrowRight")
-    tab.wait_for_url("**" + address("phase_07", entries + 1))
+    tab.wait_for_url("**" + address(recording("phase_07"), entries + 1))
     tab.reload()
     expect(tab.locator("#moment")).to_have_value(str(entries + 1))
 

@@ -46,8 +46,7 @@ def kinds(state: State) -> set[str]:
 
 def test_there_are_those_of_the_workloads_and_no_others() -> None:
     assert {path.name for path in FOLDER.glob("*.json")} == set(recordings())
-    main_line = {each.number for each in lessons() if each.batches and not each.is_side_track}
-    assert main_line <= set(workloads())
+    assert set(workloads()) == {each.number for each in lessons() if each.batches}
 
 
 @pytest.mark.parametrize("name", recordings())
@@ -91,13 +90,11 @@ def test_every_request_ends_with_the_text_of_its_tokens(name: str) -> None:
 def test_a_chapter_opens_its_recording_at_two_moments_and_asks_its_question() -> None:
     """That the moments exist is checked with the chapter's other links."""
     for number in workloads():
-        lesson = find_lesson(number)
-        if not lesson.is_side_track:
-            name = lesson.folder.name
-            chapter = (FOLDER.parent / f"{name}.md").read_text(encoding="utf-8")
-            assert chapter.count("](recordings/phase_") >= 3
-            assert f"](recordings/{name}.json#step=" in chapter
-            assert f"](recordings/{name}.json#ask=" in chapter
+        name = find_lesson(number).folder.name
+        chapter = (FOLDER.parent / f"{name}.md").read_text(encoding="utf-8")
+        assert chapter.count("](recordings/phase_") >= 3
+        assert f"](recordings/{name}.json#step=" in chapter
+        assert f"](recordings/{name}.json#ask=" in chapter
 
 
 def test_a_short_request_leaves_its_row_empty_in_phase_4_and_not_in_phase_5() -> None:

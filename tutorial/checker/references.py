@@ -17,7 +17,7 @@ from urllib.parse import parse_qsl
 
 import pytest
 
-from shared.tracing.steps.moments import find
+from shared.tracing.steps.moments import named
 from tutorial.checker.chapter import Chapter, Problem, read_chapter
 
 FOLDERS = ("benchmarks", "docs", "phases", "shared", "tests", "tutorial")
@@ -155,12 +155,10 @@ def moment_error(path: Path, address: str) -> str | None:
     names = dict(parse_qsl(address, keep_blank_values=True))
     if unknown := set(names) - {"step", "line", "ask"}:
         return f"an address has no {', '.join(sorted(unknown))}"
-    if "ask" in names:
-        asked = [each for each in recording.get("questions", ()) if each["name"] == names["ask"]]
-        return None if asked else f"{path.name} asks no question {names['ask']!r}"
-    step, line = names.get("step", "0"), names.get("line", "")
-    if not step.isdecimal() or find(recording, int(step), line) is None:
-        return f"{path.name} has no line {line!r} in step {step}"
+    if "ask" in names and all(each["name"] != names["ask"] for each in recording.get("questions", ())):
+        return f"{path.name} asks no question {names['ask']!r}"
+    if named(recording, address) is None:
+        return f"{path.name} has no line {names.get('line', '')!r} in step {names.get('step', '0')}"
     return None
 
 

@@ -198,9 +198,10 @@ def _add_scripts(
     app: Sphinx, page: str, template: str, context: dict[str, Any], doctree: nodes.document | None
 ) -> None:
     kinds = app.env.metadata.get(page, {}).get("instruments", [])
-    for script in dict.fromkeys([*(("formulas", "instrument") if kinds else ()), *kinds]):
+    for script in dict.fromkeys(kinds and ["formulas", "instrument", *kinds]):
         app.add_js_file(f"instruments/{script}.js", loading_method="defer")
     if kinds:
+        app.add_js_file("elements.js", loading_method="defer", priority=400)  # before the others
         app.add_css_file("instruments/instruments.css")
 
 

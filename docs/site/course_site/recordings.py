@@ -13,7 +13,7 @@ from functools import cache
 from html import escape
 from pathlib import Path
 from typing import Any
-from urllib.parse import parse_qs, quote
+from urllib.parse import quote
 
 from docutils import nodes
 from sphinx import addnodes
@@ -24,7 +24,7 @@ from sphinx.util import logging
 from course_site.repository import ROOT, relative
 from course_site.step_picture import picture
 from shared.lessons import Lesson
-from shared.tracing.steps.moments import find
+from shared.tracing.steps.moments import named
 from shared.tracing.steps.page import write
 from shared.tracing.steps.shown import current_sources
 
@@ -80,7 +80,7 @@ class Moments(SphinxTransform):
             return
         name, _, other = name.partition("_by_")
         shown = recording(name)
-        event = _event(shown, address)
+        event = named(shown, address)
         if event is None:
             _LOGGER.warning("no moment %r in tutorial/recordings/%s.json", address, name, location=node)
             return
@@ -95,18 +95,6 @@ class Moments(SphinxTransform):
             parent.replace_self(nodes.raw("", html, format="html"))
         else:
             node.replace_self(nodes.reference("", "", *node.children, refuri=uri, internal=True))
-
-
-def _event(shown: dict[str, Any], address: str) -> int | None:
-    """The event that an address names; None if there is none."""
-    values = {key: value[0] for key, value in parse_qs(address).items()}
-    if "ask" in values:
-        asked = [each for each in shown.get("questions", []) if each["name"] == values["ask"]]
-        if not asked:
-            return None
-        values = {"step": str(asked[0]["step"]), "line": asked[0].get("line", ""), **values}
-    step = values.get("step", "0")
-    return find(shown, int(step), values.get("line", "")) if step.isdecimal() else None
 
 
 def lead(app: Sphinx, docname: str, source: list[str]) -> None:

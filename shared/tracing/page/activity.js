@@ -39,11 +39,3 @@ function drawActivity({ trace, svg, pixels }, key, y) {
     if (boxes.length) draw("path", { class: `part ${part}`, "data-lane": key, "data-part": part, d: boxes.join("") }, svg);
   }
 }
-
-// The parts of a step with their times, a lane each.
-function activityFacts(trace, step) {
-  return activityLanes(trace).map(([key, name]) => {
-    const parts = (trace.steps[step][key] ?? []).map((span) => `${span.name} ${milliseconds(span.ended_ns - span.started_ns)}`);
-    return `${name}: ${parts.join(", ") || "nothing"}`;
-  });
-}

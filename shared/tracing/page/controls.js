@@ -23,11 +23,7 @@ for (const button of document.querySelectorAll("[data-zoom]")) {
     render();
   });
 }
-document.getElementById("theme").addEventListener("click", () => {
-  const root = document.documentElement;
-  const chosen = root.dataset.theme ?? (matchMedia("(prefers-color-scheme: dark)").matches ? "dark" : "light");
-  root.dataset.theme = chosen === "dark" ? "light" : "dark";
-});
+offerThemes();
 let drawnAt = 0;
 new ResizeObserver(() => {
   if (drawnAt === innerWidth) return; // its own drawing changes heights

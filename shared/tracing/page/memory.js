@@ -5,10 +5,7 @@ class MemoryHistory {
     this.timeline = timeline;
     this.trace = timeline.trace;
     const last = Math.max(0, this.trace.steps.length - 1);
-    const pale = this.trace.memory.unit === "region" ? "for tokens that may never come" : "the rest of a request's last block";
-    const hasPrefixes = this.trace.memory.cached.length || this.trace.requests.some(({ num_cached_tokens: found }) => found);
-    const prefixes = " A block with a number after × is shared by so many requests, which begin alike; one with a dashed edge is cached for the next that does.";
-    make("p", `Where to look: dark is written; pale is held and empty, ${pale}.${hasPrefixes ? prefixes : ""} The slider begins at step ${this.trace.focus.step}.`, section, "caption");
+    make("p", this.trace.memory.caption, section, "caption");
     const label = make("label", "KV cache after step ", section, "slider");
     this.number = make("b", "0", label);
     this.slider = make("input", "", label);

@@ -4,7 +4,6 @@
 
 const PoolPicture = (() => {
   "use strict";
-  const SVG = "http://www.w3.org/2000/svg";
   const MOST_LISTED = 24;
   const [LEAST, LARGEST, NAMED] = [6, 84, 20]; // pixels of a square; from NAMED on it shows a name
   const USED = [26, 18, 12, LEAST]; // pixels of a square where only used blocks are drawn: the first that fits
@@ -12,18 +11,6 @@ const PoolPicture = (() => {
   const { SHARED, CACHED } = PoolBlocks;
   let count = 0;
 
-  const draw = (name, attributes, parent) => {
-    const element = document.createElementNS(SVG, name);
-    for (const [key, value] of Object.entries(attributes)) element.setAttribute(key, value);
-    parent?.append(element);
-    return element;
-  };
-  const make = (name, className, parent, text = "") => {
-    const element = parent.appendChild(document.createElement(name));
-    element.className = className;
-    element.textContent = text;
-    return element;
-  };
   const box = (x, y, width, height) => `M${x.toFixed(1)} ${y.toFixed(1)}h${width.toFixed(1)}v${height.toFixed(1)}h${(-width).toFixed(1)}z`;
 
   return class PoolPicture {
@@ -37,17 +24,17 @@ const PoolPicture = (() => {
       this.label = label;
       this.isWhole = true;
       parent.classList.add("pool");
-      this.figures = make("dl", "pool-figures", parent);
-      this.frame = make("div", "pool-frame", parent);
+      this.figures = make("dl", "", parent, "pool-figures");
+      this.frame = make("div", "", parent, "pool-frame");
       this.frame.tabIndex = 0;
       this.frame.setAttribute("role", "application");
-      this.note = make("p", "pool-note", parent);
-      this.told = make("output", "pool-told", parent);
+      this.note = make("p", "", parent, "pool-note");
+      this.told = make("output", "", parent, "pool-told");
       this.told.id = `${this.id}-told`;
       this.told.setAttribute("aria-live", "polite");
       this.frame.setAttribute("aria-describedby", this.told.id);
-      this.legend(make("ul", "pool-legend", parent));
-      this.list = make("ul", "pool-list", parent);
+      this.legend(make("ul", "", parent, "pool-legend"));
+      this.list = make("ul", "", parent, "pool-list");
       this.list.setAttribute("aria-label", "Who holds it");
       this.frame.addEventListener("pointermove", (event) => this.point(event));
       this.frame.addEventListener("pointerdown", (event) => this.point(event));
@@ -61,13 +48,13 @@ const PoolPicture = (() => {
       list.setAttribute("aria-label", "Legend");
       for (const [kind, text] of [["free", "free"], ["part", "held, in part written"], ["prefill", "prompt just computed"], ["recompute", "being recomputed"]]) {
         const item = make("li", "", list);
-        make("i", `pool-key ${kind}`, item);
+        make("i", "", item, `pool-key ${kind}`);
         item.append(text);
       }
       const prefixes = { [SHARED]: "shared by so many requests", [CACHED]: "cached: a prefix that no request holds" };
       this.prefixKeys = Object.entries(prefixes).map(([kind, text]) => {
         const item = make("li", "", list);
-        make("i", `pool-key ${kind}`, item, kind === SHARED ? "×2" : "");
+        make("i", kind === SHARED ? "×2" : "", item, `pool-key ${kind}`);
         item.append(text);
         item.hidden = true; // until there are any
         return item;
@@ -165,7 +152,7 @@ const PoolPicture = (() => {
       });
       this.cursor = draw("path", { class: "pool-cursor", d: "" }, svg);
       this.frame.replaceChildren(svg);
-      if (!this.squares.length) make("p", "pool-empty", this.frame, this.words.empty());
+      if (!this.squares.length) make("p", this.words.empty(), this.frame, "pool-empty");
     }
 
     look(holder) {
@@ -186,8 +173,8 @@ const PoolPicture = (() => {
       this.figures.replaceChildren();
       for (const [name, value] of Object.entries(this.words.figures())) {
         const row = make("div", "", this.figures);
-        make("dt", "", row, name);
-        make("dd", "", row, value);
+        make("dt", name, row);
+        make("dd", value, row);
       }
       const keys = "arrow keys go through the squares, the list below has the same";
       this.frame.setAttribute("aria-label", `${this.label}: ${this.words.label()}; ${keys}`);
@@ -202,15 +189,15 @@ const PoolPicture = (() => {
         const item = make("li", "", this.list);
         item.dataset.holder = holding.request_id;
         item.dataset.state = holding.state;
-        make("i", `pool-swatch colour-${colour} ${holding.state}`, item, name);
-        make("span", "", item, this.words.amount(holding));
+        make("i", name, item, `pool-swatch colour-${colour} ${holding.state}`);
+        make("span", this.words.amount(holding), item);
         item.title = holding.request_id;
       }
       const rest = holdings.length - MOST_LISTED;
-      if (rest > 0) make("li", "", this.list, `and ${rest} more`);
+      if (rest > 0) make("li", `and ${rest} more`, this.list);
       const fresh = waiting - holdings.filter(({ state }) => state === "preempted").length;
-      if (fresh > 0) make("li", "", this.list, `${fresh.toLocaleString("en")} more in the queue`);
-      if (!this.list.childElementCount) make("li", "", this.list, "no block is in use");
+      if (fresh > 0) make("li", `${fresh.toLocaleString("en")} more in the queue`, this.list);
+      if (!this.list.childElementCount) make("li", "no block is in use", this.list);
     }
 
     point(event) {

@@ -1,7 +1,6 @@
 // Draws the traces of #data: lanes and one row a request, by step or by time, all on one scale; a cursor tells a cell.
 "use strict";
 
-const SVG = "http://www.w3.org/2000/svg";
 const [ROW, AXIS, LANE, LANE_GAP] = [20, 20, 30, 8];
 const WAITS = ["queue", "stall", "pending", "preempted"]; // drawn as lines
 const END = 16; // room for the mark behind the last cell
@@ -10,21 +9,6 @@ const details = document.getElementById("details");
 const view = { scale: "step", zoom: 1 };
 const timelines = []; // filled by controls.js
 
-const draw = (name, attributes, parent) => {
-  const element = document.createElementNS(SVG, name);
-  for (const [key, value] of Object.entries(attributes)) element.setAttribute(key, value);
-  parent?.append(element);
-  return element;
-};
-const make = (name, text, parent, className = "") => {
-  const element = document.createElement(name);
-  element.textContent = text;
-  element.className = className;
-  parent.append(element);
-  return element;
-};
-const some = (count, word) => `${count} ${word}${count === 1 ? "" : "s"}`;
-const milliseconds = (ns) => `${(ns / 1e6).toFixed(ns < 1e7 ? 2 : 1)} ms`;
 const round = (value) => Math.round(value * 100) / 100;
 
 // Where things stand on the axis, in steps or in nanoseconds.
@@ -36,13 +20,6 @@ function interval(least) {
   const size = 10 ** Math.floor(Math.log10(least));
   const wanted = [1, 2, 5, 10].find((factor) => factor * size >= least) * size;
   return view.scale === "step" ? Math.max(1, wanted) : wanted;
-}
-
-// The height of a lane: the most that any trace has in it, or its capacity, unless that would leave it flat.
-function laneTop({ name, capacity }) {
-  const same = traces.flatMap((trace) => trace.lanes.filter((lane) => lane.name === name));
-  const peak = Math.max(1, ...same.map((lane) => Math.max(0, ...lane.values)));
-  return capacity && capacity >= peak && capacity <= 4 * peak ? capacity : peak;
 }
 
 class Timeline {
@@ -70,8 +47,6 @@ class Timeline {
     this.scroller.addEventListener("pointerdown", (event) => this.point(event));
     this.scroller.addEventListener("keydown", (event) => this.move(event));
     if (this.activity.length === 1) make("p", ON_CPU, section);
-    this.tokens = new StepTokens(trace, section);
-    this.kept = trace.steps.some(({ compressed }) => compressed.length) ? new KeptTokens(trace, section) : null;
     this.memory = trace.memory && new MemoryHistory(this, section);
   }
 
@@ -126,14 +101,13 @@ class Timeline {
   }
 
   drawLane(lane, y) {
-    const most = laneTop(lane);
     const base = y + LANE;
     const bars = lane.values.map((value, step) => {
       const [left, right] = [from(this.trace, step), to(this.trace, step)].map((at) => round(at * this.pixels));
-      return `M${left} ${base}V${round(base - (value / most) * LANE)}H${right}V${base}Z`;
+      return `M${left} ${base}V${round(base - (value / lane.top) * LANE)}H${right}V${base}Z`;
     });
     draw("path", { class: "lane", "data-lane": lane.name, d: bars.join("") }, this.svg);
-    if (lane.capacity === most) draw("path", { class: "limit", d: `M0 ${y}H${extent(this.trace) * this.pixels}` }, this.svg);
+    if (lane.capacity === lane.top) draw("path", { class: "limit", d: `M0 ${y}H${extent(this.trace) * this.pixels}` }, this.svg);
   }
 
   // A bar across the row where the request was preempted.
@@ -232,27 +206,13 @@ class Timeline {
     details.replaceChildren();
     if (row !== undefined) this.tellRequest(trace.requests[row], step);
     this.tellStep(trace.steps[step], step);
-    this.tokens.show(step);
-    this.kept?.show(step);
     this.memory?.show(step);
   }
 
-  tellStep(record, step) {
-    const parts = chunksOf(this.trace, step);
-    const prompts = record.prefilled.map(([id, count], place) => `${id} (${parts[place]?.isChunk ? parts[place].text : `${count} tokens`})`);
-    const facts = [
-      milliseconds(record.ended_ns - record.started_ns),
-      record.preempted.length && `preempted ${record.preempted.join(", ")}`,
-      prompts.length && `prefill ${prompts.join(", ")}`,
-      record.decoded.length && `decode ${record.decoded.map((id) => [id, draftsOf(record, id)].filter(Boolean).join(": ")).join(", ")}`,
-      record.finished.length && `finished ${record.finished.join(", ")}`,
-      record.failed.length && `failed ${record.failed.join(", ")}`,
-      ...this.trace.lanes.map(({ name, values, capacity }) => `${name} ${values[step]}${capacity ? ` of ${capacity}` : ""}`),
-      ...activityFacts(this.trace, step),
-    ];
+  tellStep({ told }, step) {
     const line = make("div", "", details);
     make("b", traces.length > 1 ? `${this.trace.title}, step ${step}` : `Step ${step}`, line);
-    line.append(` · ${facts.filter(Boolean).join(" · ")}`);
+    line.append(` · ${told}`);
   }
 
   tellRequest(request, step) {
@@ -263,32 +223,14 @@ class Timeline {
   }
 
   state(request, step) {
-    const run = request.runs.find(([, first, after]) => first <= step && step < after);
-    if (!run) return step < request.arrival_step ? "not yet arrived" : `${request.outcome} before this step`;
-    const [kind, first] = run;
-    if (kind === "queue") return `queue, step ${step - first + 1} of its wait`;
-    if (kind === "preempted") return `preempted, step ${step - first + 1} without its KV cache`;
-    if (kind === "stall") return "stall: running, but not in this step";
-    if (kind === "failed") return request.error;
-    if (kind === "pending") return ["pending: a token of the step before arrives", ...this.given(request, step)].join(" · ");
-    const again = kind === "recompute" && this.trace.steps[step].prefilled.find(([id]) => id === request.request_id)[1];
-    if (again) return [`recompute of ${some(again, "token")}, prompt and answer so far`, ...this.given(request, step)].join(" · ");
-    const cached = request.num_cached_tokens ? `, ${request.num_cached_tokens} of which came from the cache` : "";
-    const part = chunksOf(this.trace, step).find((each) => each.request === request);
-    const prompt = part?.isChunk ? part.text : some(request.num_prompt_tokens, "prompt token");
-    const what = kind === "prefill" ? `prefill of ${prompt}${cached}` : "decode";
-    const drafts = draftsOf(this.trace.steps[step], request.request_id);
-    return [what, drafts, ...this.given(request, step)].filter(Boolean).join(" · ");
-  }
-
-  // The token that the step gave, and the end.
-  given(request, step) {
-    const given = request.tokens.map((token, index) => [index, ...token]).filter(([, at]) => at === step);
-    const told = given.map(([index, , id, text, position]) => {
-      const drawn = position ? `, drawn ${placeInGrammar(position)}` : "";
-      return `token ${index + 1} of ${request.tokens.length} is “${text}” (id ${id})${drawn}`;
-    });
-    const end = request.outcome === "finished" && request.end_step === step + 1 ? [`finished (${request.finish_reason})`] : [];
-    return [...told, ...end];
+    if (request.told[step]) return request.told[step];
+    const [kind, first] = request.runs.find(([, first, after]) => first <= step && step < after) ?? [];
+    const waits = {
+      queue: `queue, step ${step - first + 1} of its wait`,
+      preempted: `preempted, step ${step - first + 1} without its KV cache`,
+      stall: "stall: running, but not in this step",
+      failed: request.error,
+    };
+    return waits[kind] ?? (step < request.arrival_step ? "not yet arrived" : `${request.outcome} before this step`);
   }
 }

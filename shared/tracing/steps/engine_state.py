@@ -52,6 +52,7 @@ class EngineState:
         self.schedule: Schedule | list[Scheduled] = []
         self.batch: Batch | None = None
         self.sampled: dict[str, list[int]] = {}
+        self.drafts: State = {}  # as the step verifies them, once it is committed
         self.old_drafts = {request: request.draft_ids for request in self.requests.values()}
         self.verified = self.engine.scheduler.verified
 
@@ -208,6 +209,7 @@ class EngineState:
             return {}
         schedule = self.schedule
         step = schedule.step if isinstance(schedule, Schedule) else self.engine.scheduler.num_steps
+        masks = getattr(schedule, "masks", {})  # after each token of a request (phase 11.1)
         items = []
         for number, entry in enumerate(schedule):
             request, start, num_tokens, num_drafts, num_rows, _ = entry
@@ -216,7 +218,8 @@ class EngineState:
                 is_decode = number < schedule.num_decoding
             item = {"id": name_of(request), "start": start, "tokens": num_tokens, "rows": num_rows}
             item["kind"] = "decode" if is_decode else "prefill"
-            items.append(item | ({"drafts": num_drafts} if num_drafts else {}))
+            more = {"drafts": num_drafts, "masks": masks.get(request, 0)}
+            items.append(item | {name: count for name, count in more.items() if count})
         return {"step": step - self.first_step, "items": items}
 
     def _batch(self) -> State:
@@ -256,21 +259,22 @@ class EngineState:
         return {"step": schedule.step - self.first_step, "ids": [name_of(entry.request) for entry in schedule]}
 
     def _drafts(self) -> State:
-        found: State = {}
+        verified = self.engine.scheduler.verified
+        if verified is not self.verified:  # the commit has begun, in which a schedule has accepted drafts alone
+            fates = {short(name): {"accepted": yes, "rejected": no} for name, yes, no in verified}
+            return {name: drafts | fates.get(name, {}) for name, drafts in self.drafts.items()}
+        self.drafts = {}
         for entry in self.schedule:
             request = entry.request
-            drafts: State = {"granted": entry.num_drafts} if entry.num_drafts else {}
-            if drafts and request.draft_ids is not self.old_drafts.get(request):
+            if not entry.num_drafts:
+                continue
+            drafts: State = {"granted": entry.num_drafts}
+            if request.draft_ids is not self.old_drafts.get(request):
                 drafts["ids"] = [token_id for token_id in request.draft_ids if token_id >= 0]  # known on the host
                 if request.num_forced_drafts:
                     drafts["forced"] = request.num_forced_drafts
-            if self.verified is not self.engine.scheduler.verified:
-                for name, accepted, rejected in self.engine.scheduler.verified:
-                    if name == request.request_id and drafts:
-                        drafts |= {"accepted": accepted, "rejected": rejected}
-            if drafts:
-                found[name_of(request)] = drafts
-        return found
+            self.drafts[name_of(request)] = drafts
+        return self.drafts
 
     def _grammars(self) -> State:
         found: State = {}

@@ -23,6 +23,10 @@ MOST_EVENTS = 50_000
 """Maximum events of a recording: a page cannot show more, and a loop in a learner's code may never end."""
 
 
+class TooManyLinesError(ConfigError):
+    """A run has more lines than a recording may have."""
+
+
 @dataclass(frozen=True)
 class Watched:
     """``kind`` is the kind of the line that calls the function, if the function is not shown; ``note`` gets its frame
@@ -40,13 +44,18 @@ class Read(Protocol):
 
 @dataclass
 class Event:
-    """An executed statement: its function, line and depth, its kind, its time, and what it changed."""
+    """An executed statement: its function, line and depth; its kind, its time, and what it changed.
+
+    It ended at ``ended_ns`` of the tracer's clock, which goes on while the recorder reads; its own time is
+    ``nanoseconds``.
+    """
 
     function: Function
     line: int
     depth: int
     kind: str = ""
     nanoseconds: int = 0
+    ended_ns: int = 0
     patch: State = field(default_factory=dict)
 
 
@@ -66,6 +75,7 @@ class LineTracer:
         self.frames: list[FrameType] = []
         self.open: Event | None = None
         self.has_returned = False  # whether the open event is a line to which a function has returned
+        self.raised: tuple[BaseException, Event] | None = None  # the last exception, and the line that raised it
         self.began = 0  # when the open event, or the part of it after the last recording, began
 
     @contextmanager
@@ -76,10 +86,14 @@ class LineTracer:
         sys.settrace(self._called)
         try:
             yield
+        except BaseException as error:
+            if self.raised is not None and self.raised[0] is error:
+                self.raised[1].kind = "raise"
+            raise
         finally:
             sys.settrace(before)
             self.frames.clear()
-            self.open = None
+            self.open = self.raised = None
 
     def _called(self, frame: FrameType, event: str, argument: Any) -> Any:
         """The trace function of all new frames."""
@@ -112,6 +126,9 @@ class LineTracer:
             if not is_same:
                 self._close()
                 self.open, self.has_returned = self._event(frame, line), False
+        elif event == "exception":
+            if self.open is not None and (self.raised is None or self.raised[0] is not argument[1]):
+                self.raised = argument[1], self.open
         elif event == "return" and frame in self.frames:
             del self.frames[self.frames.index(frame) :]
             watched = self.watched.get(frame.f_code)
@@ -143,13 +160,17 @@ class LineTracer:
         now = self.clock()
         if self.open is not None:
             state = self.read(self.frames)
-            self.open.nanoseconds = now - self.began
+            self.open.nanoseconds, self.open.ended_ns = now - self.began, now
             self.open.patch = difference(self.state, state)
             self.state = state
             if self.has_returned and not self.open.patch and not self.open.kind and self.events:
                 self.events[-1].nanoseconds += self.open.nanoseconds
+                self.events[-1].ended_ns = now
             else:
                 self.events.append(self.open)
                 if len(self.events) > MOST_EVENTS:
-                    raise ConfigError(f"A recording shows at most {MOST_EVENTS} lines; use fewer or shorter requests.")
+                    raise TooManyLinesError(
+                        f"the run has more than {MOST_EVENTS:,} lines, the most that a page shows; use fewer or "
+                        "shorter requests, or look for a loop that does not end"
+                    )
         self.began = self.clock()

@@ -4,11 +4,14 @@ The recorder is the timelines' recorder, whose steps run under a :class:`~shared
 Besides its phase, model, settings and the hash of its sources, a recording has:
 
 - ``requests``: their prompts, and the steps before which they arrived; ``texts``: the text of each token by its id;
-- ``functions``: the sources, in true lines; ``lines``: [function, offset in its lines, depth, kind], where kind is
-  "launch" for a line that launches a forward or a draw (on a CPU: computes it), "wait" for one that waits for tokens;
+- ``functions``: the sources, in true lines, with ``own`` if they stand in a learner's file;
+- ``lines``: [function, offset in its lines, depth, kind], where kind is "launch" for a line that launches a forward or
+  a draw (on a CPU: computes it), "wait" for one that waits for tokens, "raise" for the one that raised the ``error``;
 - ``events``: [index in ``lines``, microseconds, patch], an executed statement each; the first of a step is its ``def``,
   whose patch is what happened between the steps. The state after an event is ``state`` with all patches up to it;
-- ``steps``: the first event of each, its time, and on a GPU when that ran what the step launched;
+- ``steps``: the first event of each, its time; ``gpu``, when a GPU ran what the step launched, and ``ranks``, when each
+  other rank computed it: a list of [name, event during which it began, event during which it ended, microseconds].
+  Recording slows the host alone, so a GPU is done after fewer lines than without it;
 - ``state``: panels, each absent if the phase has none of it: ``queues``; ``requests`` with counts, outputs, text and
   block tables; ``schedule``, also while it is filled; ``batch`` and ``sampled`` of the step; ``pool``, the blocks that
   are not free as [owners, references, 1 if cached]; ``tree``, the prefix tree's nodes; ``in_flight``, what is launched
@@ -24,6 +27,7 @@ import dataclasses
 import inspect
 import json
 import time
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Sequence
 from itertools import zip_longest
 from pathlib import Path
@@ -38,10 +42,12 @@ from shared.engine.warm_up import warm_up
 from shared.lessons import Lesson
 from shared.tracing.recorder import Recorder
 from shared.tracing.steps.engine_state import EngineState, name_of, short
-from shared.tracing.steps.line_tracer import LineTracer, Watched
+from shared.tracing.steps.line_tracer import LineTracer, TooManyLinesError, Watched
 from shared.tracing.steps.patches import State
 from shared.tracing.steps.shown import Function, shown_functions, sources_hash
+from shared.tracing.trace import Span
 from shared.tracing.workload import Arrival, run
+from shared.tracks.multi_token.lora import FIRST_MASK
 
 FORMAT = 1
 
@@ -81,8 +87,11 @@ class StepRecorder(Recorder):
         try:
             with self.tracer.watch(inspect.unwrap(type(self.engine).step).__code__):
                 return super().step()
+        except TooManyLinesError as error:
+            self.error = str(error)
+            raise
         except Exception as error:
-            self.error = f"{type(error).__name__}: {error}"
+            self.error = f"the last step raised {type(error).__name__}: {error}"
             raise
 
     def recording(self) -> dict[str, Any]:
@@ -100,9 +109,9 @@ class StepRecorder(Recorder):
         steps: list[State] = []
         for first, end, step in zip_longest(self.firsts, ends, trace.steps):  # a step that raised is not in the trace
             micros = sum(event[1] for event in events[first:end])
-            gpu = step.gpu if step is not None else ()
-            spans = [[s.name, *((ns - step.started_ns) // 1000 for ns in (s.started_ns, s.ended_ns))] for s in gpu]
-            steps.append({"first": first, "ms": micros / 1000, **({"gpu": spans} if spans else {})})
+            gpu, ranks = (step.gpu, step.ranks) if step is not None else ((), ())
+            lanes = {"gpu": self._spans(gpu), "ranks": [self._spans(rank) for rank in ranks]}
+            steps.append({"first": first, "ms": micros / 1000, **{name: lane for name, lane in lanes.items() if lane}})
         requests = [self._request(request) for request in trace.requests]
         return {
             "format": FORMAT,
@@ -116,6 +125,7 @@ class StepRecorder(Recorder):
             "requests": requests,
             "functions": [
                 {"name": each.name, "path": each.path, "first": each.first, "lines": list(each.lines)}
+                | ({"own": True} if each.is_own else {})
                 for each in functions
             ],
             "lines": [list(line) for line in lines],
@@ -124,6 +134,16 @@ class StepRecorder(Recorder):
             "state": self.first,
             "events": events,
         }
+
+    def _spans(self, spans: Sequence[Span]) -> list[list[Any]]:
+        """What ran beside the host, by the events during which it began and ended."""
+        events, found = self.tracer.events, []
+        for span in spans:
+            began, ended = span.started_ns + self.zero_ns, span.ended_ns + self.zero_ns
+            first = min(bisect_left(events, began, key=lambda each: each.ended_ns), len(events) - 1)
+            last = bisect_right(events, ended, key=lambda each: each.ended_ns - each.nanoseconds) - 1
+            found.append([span.name, first, max(first, last), round((ended - began) / 1000)])
+        return found
 
     def _request(self, traced: Any) -> State:
         request = self.reader.requests[short(traced.request_id)]
@@ -143,7 +163,13 @@ class StepRecorder(Recorder):
         for event in self.tracer.events:
             ids |= _token_ids(event.patch)
         tokenizer = self.engine.tokenizer
-        return {str(each): tokenizer.token_bytes(each).decode("utf-8", "replace") for each in sorted(ids) if each >= 0}
+
+        def text(token_id: int) -> str:
+            if token_id >= FIRST_MASK:
+                return f"mask {token_id - FIRST_MASK + 1}"
+            return str(tokenizer.token_bytes(token_id).decode("utf-8", "replace"))
+
+        return {str(each): text(each) for each in sorted(ids) if each >= 0}
 
 
 def record(engine: Any, lesson: Lesson, arrivals: Sequence[Arrival], more: Iterable[str] = ()) -> dict[str, Any]:
@@ -165,9 +191,10 @@ def record(engine: Any, lesson: Lesson, arrivals: Sequence[Arrival], more: Itera
 
 
 def settings_of(config: EngineConfig) -> dict[str, str | int | float]:
-    """The settings that differ from their defaults, without model and device."""
+    """The settings that differ from their defaults, without model and device; of a folder, its name."""
     values = {field.name: (getattr(config, field.name), field.default) for field in dataclasses.fields(config)}
-    return {name: new for name, (new, old) in values.items() if new != old and name not in ("model", "device")}
+    found = {name: new for name, (new, old) in values.items() if new != old and name not in ("model", "device")}
+    return found | {name: Path(found[name]).name for name in ("adapter", "draft_model") if found.get(name)}
 
 
 def as_text(recording: dict[str, Any]) -> str:
@@ -179,11 +206,12 @@ def as_text(recording: dict[str, Any]) -> str:
 
 
 def _token_ids(patch: State) -> set[int]:
-    """The ids that a patch has besides those of the requests: drafts, samples, examples."""
+    """The ids that a patch has besides those of the requests: drafts, samples, examples, mask tokens."""
     found: set[int] = set()
     for panel, name in (("drafts", "ids"), ("grammar", "examples")):
         for each in (patch.get(panel) or {}).values():
             found |= set((each or {}).get(name) or ())
     for each in (patch.get("sampled") or {}).values():
         found |= set(each or ())
+    found |= {each for each in (patch.get("batch") or {}).get("token_ids", ()) if each >= FIRST_MASK}
     return found

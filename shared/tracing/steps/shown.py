@@ -15,7 +15,7 @@ import importlib
 import inspect
 import linecache
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import CodeType, FunctionType, ModuleType
 from typing import Any
@@ -48,6 +48,7 @@ class Function:
     lines: tuple[str, ...]
     start: int  # number of the line with `def`
     statements: Mapping[int, int]  # number of a line -> that of the first line of its statement
+    is_own: bool = False  # whether it stands in a learner's file
 
     def statement(self, line: int) -> int:
         """The number of the first line of the statement that contains this line."""
@@ -72,7 +73,8 @@ def shown_functions(lesson: Lesson, more: Iterable[str] = ()) -> dict[CodeType, 
             is_shown = function.__name__ not in HIDDEN and not function.__name__.startswith("_")
             source = sources.get(function.__qualname__)
             if source is not None and (wanted == source.name or (is_shown and not wanted)):
-                found[function.__code__] = source
+                is_own = Path(str(module.__file__)) != Path(str(shared.__file__)).parents[1] / path
+                found[function.__code__] = replace(source, is_own=is_own)
     return found
 
 

@@ -1,7 +1,10 @@
 """Engines on a tiny checkpoint, requests for them, and their recording by a clock that counts."""
 
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
+
+import pytest
+import torch
 
 from shared.engine.config import EngineConfig
 from shared.lessons import find_lesson
@@ -30,6 +33,28 @@ class Clock:
     def __call__(self) -> int:
         self.now_ns += 10
         return self.now_ns
+
+
+def add_gpu(recorder: Recorder, work_ns: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Give a recorder by ``Clock`` the events of a GPU that takes so long for each forward and each draw, in order."""
+    events: list[Any] = []
+
+    class Event:
+        def __init__(self) -> None:
+            before = events[-1].at_ns if events else 0
+            is_end = len(events) % 2 == 1
+            self.at_ns = before + work_ns if is_end else max(before, recorder.clock())
+            events.append(self)
+
+        def elapsed_time(self, other: Self) -> float:
+            return (other.at_ns - self.at_ns) / 1e6
+
+    zero = Event()
+    zero.at_ns, now_ns = recorder.clock(), recorder.clock() - 10 - recorder.zero_ns
+    events.clear()
+    recorder.activity.zero = zero, now_ns  # type: ignore[assignment]
+    monkeypatch.setattr("shared.tracing.activity._recorded_event", Event)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
 
 
 def make_engine(folder: Path, phase: str = "05", **settings: Any) -> Any:

@@ -22,7 +22,7 @@ from shared.tracing.steps.patches import State, applied, difference
 from shared.tracing.steps.recording import StepRecorder, as_text, record
 from shared.tracing.steps.shown import current_sources, functions_in, sources_hash
 from shared.tracing.workload import Arrival, run
-from tests.unit.tracing.recording import SPECULATING, Clock
+from tests.unit.tracing.recording import SPECULATING, Clock, add_gpu
 
 PHASES: dict[str, dict[str, Any]] = {
     "04": {},
@@ -223,6 +223,44 @@ def test_what_is_in_flight_drafted_and_allowed(folder: Path) -> None:
     assert shared[-1]["requests"]["b"].get("cached", 0) % 4 == 0
 
 
+def test_a_gpu_runs_what_lines_launched_while_later_lines_run(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = make(folder, "09")
+    recorder = StepRecorder(engine, find_lesson("09"), clock=Clock())
+    add_gpu(recorder, 700, monkeypatch)
+    run(recorder, arrivals("09"))
+    found, events = recorder.recording(), recorder.tracer.events
+    trace = [span for step in recorder.trace("").steps for span in step.gpu]
+    spans = [span for step in found["steps"] for span in step.get("gpu", ())]
+    assert [name for name, *_ in spans] == ["forward", "sample"] * (len(spans) // 2)
+    assert len(spans) >= 16
+    for (_, first, last, micros), span in zip(spans, trace, strict=True):
+        began, ended = span.started_ns + recorder.zero_ns, span.ended_ns + recorder.zero_ns
+        has_ended = sum(event.ended_ns < began for event in events)
+        assert first == min(has_ended, len(events) - 1), "the first that has not ended, or the run's last"
+        assert last == sum(event.ended_ns - event.nanoseconds <= ended for event in events) - 1
+        assert micros == 1, "700 ns"
+        assert first < last or last == len(events) - 1, "the host went on"
+    kinds = [found["lines"][found["events"][first][0]][3] for _, first, *_ in spans]
+    assert kinds[0] == "launch"
+
+
+def test_drafts_keep_their_count_in_the_commit(folder: Path) -> None:
+    """The commit makes schedules of accepted drafts alone; the drafts of the step stay what was granted."""
+    recording = record(make(folder, "11"), find_lesson("11"), arrivals())
+    states = replayed(recording)
+    fates = 0
+    for step, end in zip(recording["steps"], [*recording["steps"][1:], {"first": len(states)}], strict=True):
+        within = [state.get("drafts", {}) for state in states[step["first"] : end["first"]]]
+        is_settled = [any("accepted" in each for each in drafts.values()) for drafts in within]
+        for drafts in within[is_settled.index(True) :] if True in is_settled else ():
+            assert drafts.keys() == within[-1].keys()
+            for name, each in drafts.items():
+                assert each.get("ids") == within[-1][name].get("ids")
+                assert each["granted"] == within[-1][name]["granted"]
+            fates += 1
+    assert fates > 20
+
+
 @pytest.mark.parametrize("phase", ["07", "12"])
 def test_recording_changes_nothing(folder: Path, phase: str) -> None:
     plain = Recorder(make(folder, phase), clock=Clock())
@@ -256,10 +294,13 @@ def test_a_step_that_raises_ends_the_recording(folder: Path, monkeypatch: pytest
     monkeypatch.setattr("shared.scheduling.chunks.BESIDE_DECODING", "many")
     engine = make(folder, "07", prefill_chunk_size=None)
     recording = record(engine, find_lesson("07"), arrivals())
-    assert recording["error"].startswith("TypeError")
+    assert recording["error"].startswith("the last step raised TypeError: ")
     last = [recording["functions"][recording["lines"][event[0]][0]]["name"] for event in recording["events"][-12:]]
     assert "Chunks.sizes" in last
     assert len(recording["steps"]) == 2
+    raising = [recording["lines"][event[0]] for event in recording["events"]]
+    (function,) = {function for function, *_, kind in raising if kind == "raise"}
+    assert recording["functions"][function]["name"] == "Chunks.sizes"
 
 
 def test_a_statement_of_several_lines_is_one_event() -> None:

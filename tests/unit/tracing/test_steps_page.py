@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from shared.tracing.steps.moments import code_of, find, state_after, text_of
+from shared.tracing.steps.moments import code_of, find, named, state_after, text_of
 from shared.tracing.steps.page import write
 
 RECORDINGS = Path(__file__).parents[3] / "tutorial/recordings"
@@ -59,3 +59,36 @@ def test_a_moment_is_a_function_of_that_name_or_else_a_line_with_the_text(record
     assert find(recording, -1) is None
     end = state_after(recording, len(recording["events"]) - 1)
     assert end["queues"]["finished"] == [request["id"] for request in recording["requests"]]
+
+
+def test_an_address_names_an_event(recording: dict[str, Any]) -> None:
+    first = recording["steps"][3]["first"]
+    schedule = find(recording, 3, "schedule")
+    question = {"name": "chunk", "step": 3, "line": "schedule", "ask": "?", "reveal": "!"}
+    asking = recording | {"questions": [question, {"name": "whole", "step": 3, "ask": "?", "reveal": "!"}]}
+    for address, event in {
+        "": 0,
+        "step=3": first,
+        "step=3&line=schedule": schedule,
+        "step=3&line=entries%20=": find(recording, 3, "entries ="),
+        "step=3&event=4&follow=A": first + 4,
+        "ask=chunk": schedule,
+        "ask=whole": first,
+        "ask=whole&line=schedule": schedule,
+        "ask=chunk&event=2": first + 2,
+        "ask=chunk&step=2": recording["steps"][2]["first"],
+        "step=three": None,
+        "step=3&event=9999": None,
+        "step=3&event=x": None,
+        "step=99": None,
+        "ask=other": None,
+    }.items():
+        assert named(asking, address) == event, address
+
+
+def test_the_scripts_of_the_pages_stay_light() -> None:
+    root = RECORDINGS.parents[1]
+    folders = ("shared/tracing/steps/page", "shared/tracing/page", "docs/site/static/instruments")
+    lines = [sum(len(file.read_text().splitlines()) for file in (root / each).glob("*.js")) for each in folders]
+    assert lines[0] <= 1200
+    assert sum(lines) <= 2500

@@ -17,11 +17,8 @@
 /** @typedef {{work: Work, machine: Machine, acceptance: number, drafts: number, cost: number, requests: number}} Guesses */
 
 const Formulas = {
-  /**
-   * The least that a step can take: for the longer of reading and multiplying.
-   * @param {Work} work @param {Machine} machine @param {Setting} setting @param {number} rows
-   * @returns {Floor}
-   */
+  /** The least that a step can take: for the longer of reading and multiplying.
+   * @param {Work} work @param {Machine} machine @param {Setting} setting @param {number} rows @returns {Floor} */
   floor(work, machine, { bits, context }, rows) {
     const wide = Math.max(bits, 16) / 8; // bytes of whatever is no matrix
     const weights = Math.floor((work.matrices * bits) / 8) + work.others * wide;
@@ -31,28 +28,21 @@ const Formulas = {
     return { weights, bytes, operations, reading, multiplying, seconds: Math.max(reading, multiplying) };
   },
 
-  /**
-   * The fewest rows that wait for arithmetic; null: each row's keys and values take longer than its arithmetic.
-   * @param {Work} work @param {Machine} machine @param {Setting} setting
-   */
+  /** The fewest rows that wait for arithmetic; null: each row's keys and values take longer than its arithmetic.
+   * @param {Work} work @param {Machine} machine @param {Setting} setting */
   turningRows(work, machine, setting) {
     const [none, one] = [0, 1].map((rows) => Formulas.floor(work, machine, setting, rows));
     const perRow = one.multiplying - (one.bytes - none.bytes) / machine.bytes;
     return perRow > 0 ? Math.max(1, Math.floor(none.reading / perRow) + 1) : null;
   },
 
-  /**
-   * Tokens of a step with so many drafts, each accepted with this probability if those before it are.
-   * @param {number} acceptance @param {number} drafts
-   */
+  /** Tokens of a step with so many drafts, each accepted with this probability if those before it are.
+   * @param {number} acceptance @param {number} drafts */
   expectedTokens(acceptance, drafts) {
     return Array.from({ length: drafts + 1 }, (_, n) => acceptance ** n).reduce((sum, chance) => sum + chance);
   },
 
-  /**
-   * The time that a step takes for its rows, in plain steps: each request has a row for each draft and one more.
-   * @param {Guesses} guesses
-   */
+  /** The time of a step's rows, in plain steps: a row for each draft and one more. @param {Guesses} guesses */
   stretch({ work, machine, drafts, requests }) {
     const [longer, plain] = [requests * (drafts + 1), requests].map(
       (rows) => Formulas.floor(work, machine, { bits: 16, context: 0 }, rows).seconds,
@@ -78,24 +68,18 @@ const Formulas = {
 
   /** @param {Guesses} guesses The fewest requests with which drafts lose, up to `most`; or null. @param {number} most */
   losesFrom(guesses, most) {
-    for (let requests = 1; requests <= most; requests++) {
-      if (Formulas.gain({ ...guesses, requests }) < 1) return requests;
-    }
+    for (let requests = 1; requests <= most; requests++) if (Formulas.gain({ ...guesses, requests }) < 1) return requests;
     return null;
   },
 
   /** @param {Guesses} guesses The least acceptance, in whole per cents, with which drafts do not lose; or null. */
   breaksEvenAt(guesses) {
-    for (let percent = 0; percent <= 100; percent++) {
-      if (Formulas.gain({ ...guesses, acceptance: percent / 100 }) >= 1) return percent;
-    }
-    return null;
+    const losses = Array.from({ length: 101 }, (_, percent) => Formulas.gain({ ...guesses, acceptance: percent / 100 }) < 1);
+    return losses.includes(false) ? losses.indexOf(false) : null;
   },
 
-  /**
-   * How many of a step's drafts a lot from 0 to 1 accepts.
-   * @param {number} lot @param {number} acceptance @param {number} drafts
-   */
+  /** How many of a step's drafts a lot from 0 to 1 accepts.
+   * @param {number} lot @param {number} acceptance @param {number} drafts */
   numAccepted(lot, acceptance, drafts) {
     let [accepted, chance] = [0, acceptance];
     while (accepted < drafts && lot < chance) [accepted, chance] = [accepted + 1, chance * acceptance];

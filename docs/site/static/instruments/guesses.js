@@ -9,11 +9,8 @@
 
   /** @typedef {{texts: string[], drafts: number, end: number}} Step Its tokens, all but the last accepted drafts. */
 
-  /**
-   * The steps that write a text. The lots of successive steps are spread evenly, as in benchmarks/speculation.py.
-   * @param {string[]} text @param {Guesses} guesses
-   * @returns {Step[]}
-   */
+  /** The steps that write a text. The lots of successive steps are spread evenly, as in benchmarks/speculation.py.
+   * @param {string[]} text @param {Guesses} guesses @returns {Step[]} */
   const stepsOf = (text, guesses) => {
     const [time, steps] = [Formulas.stepTime(guesses), /** @type {Step[]} */ ([])];
     for (let first = 0, lot = 0.5; first < text.length; ) {
@@ -29,19 +26,18 @@
   const show = (lane, steps, time) => {
     const done = steps.filter((step) => step.end <= time + 1e-9);
     const spans = steps.map((step, index) => {
-      const span = Object.assign(document.createElement("span"), { className: index < done.length ? "" : "later" });
-      const [last, accepted] = [step.texts.at(-1) ?? "", step.texts.slice(0, -1).join("")];
-      span.append("[", Object.assign(document.createElement("mark"), { textContent: accepted }), `${last}]`);
+      const span = make("span", "[", null, index < done.length ? "" : "later");
+      span.append(make("mark", step.texts.slice(0, -1).join("")), `${step.texts.at(-1)}]`);
       return span;
     });
     lane.querySelector("p")?.replaceChildren(...spans);
     const numTokens = done.reduce((sum, step) => sum + step.texts.length, 0);
     const count = /** @type {Element} */ (lane.querySelector(".count"));
-    count.textContent = `${numTokens} token${numTokens === 1 ? "" : "s"}, ${done.length} step${done.length === 1 ? "" : "s"}`;
+    count.textContent = `${some(numTokens, "token")}, ${some(done.length, "step")}`;
   };
 
   /** @param {HTMLElement} figure @param {Data} data @param {Values} values */
-  const draw = (figure, data, values) => {
+  const showAll = (figure, data, values) => {
     const { drafts, cost, requests } = values;
     /** @type {Guesses} */
     const guesses = { work: data.work, machine: data.machine, acceptance: values.acceptance / 100, drafts, cost, requests };
@@ -51,7 +47,7 @@
 
     const gain = Formulas.gain(guesses);
     const chart = Instrument.chart(
-      /** @type {SVGSVGElement} */ (figure.querySelector("[role=img]")),
+      figure,
       { x: [1, MOST_REQUESTS], y: [0.08, 14], xName: "requests", yName: "speed-up" },
       TICKS.map((count) => [count, number(count)]),
       [0.1, 0.25, 0.5, 1, 2, 4, 10].map((value) => [value, number(value)]),
@@ -64,19 +60,15 @@
     chart.text([requests, gain], number(gain), "read", 10, -12);
 
     const [tokens, time] = [Formulas.expectedTokens(guesses.acceptance, drafts), Formulas.stepTime(guesses)];
-    const [best, from, even] = [
-      Formulas.bestLength(guesses, MOST_DRAFTS),
-      Formulas.losesFrom(guesses, MOST_REQUESTS),
-      Formulas.breaksEvenAt(guesses),
-    ];
+    const [best, from] = [Formulas.bestLength(guesses, MOST_DRAFTS), Formulas.losesFrom(guesses, MOST_REQUESTS)];
+    const even = Formulas.breaksEvenAt(guesses);
     const verdict = gain < 1 ? "a loss" : gain > 1 ? "a gain" : "neither a gain nor a loss";
     Instrument.tell(
       figure,
-      "[role=status]",
       `A step yields ${number(tokens)} tokens on average and takes ${number(time)} plain steps: ` +
         `*${number(gain)} times* as fast, *${verdict}*. ` +
         `The best number of drafts here is ${best}. With ${drafts}, drafts lose ` +
-        (from === null ? `with no number of requests up to ${MOST_REQUESTS}` : `from ${number(from)} request${from === 1 ? "" : "s"} on`) +
+        (from === null ? `with no number of requests up to ${MOST_REQUESTS}` : `from ${some(from, "request")} on`) +
         (even === null ? ", and here with any acceptance." : even === 0 ? ", and here with no acceptance." : `, and here below ${even}\u00a0% accepted.`),
     );
     Instrument.table(
@@ -95,10 +87,6 @@
     const slider = /** @type {HTMLInputElement} */ (form.querySelector("[name=time]"));
     const button = /** @type {HTMLButtonElement} */ (form.querySelector("button"));
     let timer = 0;
-    const turnTo = (/** @type {number} */ time) => {
-      slider.value = String(time);
-      slider.dispatchEvent(new Event("input", { bubbles: true }));
-    };
     const stop = () => {
       clearInterval(timer);
       timer = 0;
@@ -106,15 +94,15 @@
     };
     button.addEventListener("click", () => {
       if (timer) return stop();
-      if (matchMedia("(prefers-reduced-motion: reduce)").matches) return turnTo(Number(slider.max));
-      if (slider.value === slider.max) turnTo(0);
+      if (matchMedia("(prefers-reduced-motion: reduce)").matches) return Instrument.turn(slider, Number(slider.max));
+      if (slider.value === slider.max) Instrument.turn(slider, 0);
       button.textContent = "Pause";
       timer = setInterval(() => {
-        turnTo(Number(slider.value) + 1);
+        Instrument.turn(slider, Number(slider.value) + 1);
         if (slider.value === slider.max) stop();
       }, 150);
     });
   };
 
-  Instrument.start("guesses", draw, begin);
+  Instrument.start("guesses", showAll, begin);
 }

@@ -1,34 +1,36 @@
-// What the instruments share: reading their controls, numbers as text, and a chart with logarithmic axes.
+// What the instruments share: reading their controls, numbers as text, and a chart with logarithmic axes. Loaded after
+// the elements of the pages of runs (shared/tracing/page/elements.js).
 
 /** @typedef {Record<string, any>} Data What a page gives an instrument. */
 /** @typedef {Record<string, any>} Values What its controls say: sliders numbers, menus text. */
 /**
  * @typedef {object} Chart
- * @property {(value: number) => number} x
- * @property {(value: number) => number} y
  * @property {(points: [number, number][], kind: string) => void} line
  * @property {(point: [number, number], text: string, kind: string, dx?: number, dy?: number) => void} text
  * @property {(point: [number, number], kind: string) => void} dot
  */
 
 const Instrument = {
-  /**
-   * Start all instruments of a kind on the page; `draw` is called whenever a control or the width has changed.
-   * @param {string} kind
-   * @param {(figure: HTMLElement, data: Data, values: Values) => void} draw
-   * @param {(figure: HTMLElement, form: HTMLFormElement) => void} [begin]
-   */
-  start(kind, draw, begin) {
+  /** Start all instruments of a kind on the page; `show` is called whenever a control or the width has changed.
+   * @param {string} kind @param {(figure: HTMLElement, data: Data, values: Values) => void} show
+   * @param {(figure: HTMLElement, form: HTMLFormElement) => void} begin */
+  start(kind, show, begin) {
     for (const figure of /** @type {NodeListOf<HTMLElement>} */ (document.querySelectorAll(`[data-instrument=${kind}]`))) {
       const form = /** @type {HTMLFormElement} */ (figure.querySelector("form"));
       const data = JSON.parse(/** @type {HTMLElement} */ (figure.querySelector("script")).textContent ?? "");
-      const update = () => draw(figure, data, Instrument.values(form));
+      const update = () => show(figure, data, Instrument.values(form));
       form.addEventListener("input", update);
       form.addEventListener("submit", (event) => event.preventDefault());
-      begin?.(figure, form);
+      begin(figure, form);
       new ResizeObserver(update).observe(/** @type {Element} */ (figure.querySelector("[role=img]")));
       update();
     }
+  },
+
+  /** Move a slider, as a hand does. @param {HTMLInputElement} slider @param {number} place */
+  turn(slider, place) {
+    slider.value = String(place);
+    slider.dispatchEvent(new Event("input", { bubbles: true }));
   },
 
   /** @param {HTMLFormElement} form The values of the controls; each slider also says its own. */
@@ -65,43 +67,31 @@ const Instrument = {
     return `${Instrument.number(value / 1000 ** power)} ${["", "k", "M", "G", "T"][power]}${unit}`;
   },
 
-  /**
-   * The text of an element, in which `*words*` are strong.
-   * @param {HTMLElement} figure @param {string} selector @param {string} text
-   */
-  tell(figure, selector, text) {
-    const parts = text.split("*").map((part, index) => {
-      return index % 2 ? Object.assign(document.createElement("strong"), { textContent: part }) : part;
-    });
-    figure.querySelector(selector)?.replaceChildren(...parts);
+  /** The verdict, in which `*words*` are strong. @param {HTMLElement} figure @param {string} text */
+  tell(figure, text) {
+    const parts = text.split("*").map((part, index) => (index % 2 ? make("strong", part) : part));
+    figure.querySelector("[role=status]")?.replaceChildren(...parts);
   },
 
   /** @param {HTMLElement} figure @param {string[]} head @param {string[][]} rows */
   table(figure, head, rows) {
-    const table = document.createElement("table");
-    const cells = (/** @type {string[]} */ texts, /** @type {string} */ scope) => {
-      const line = table.insertRow();
-      for (const [column, text] of texts.entries()) {
-        const isHead = scope === "col" || column === 0;
-        const cell = document.createElement(isHead ? "th" : "td");
-        if (isHead) cell.setAttribute("scope", scope);
-        cell.textContent = text;
-        line.append(cell);
-      }
-    };
-    cells(head, "col");
-    for (const row of rows) cells(row, "row");
+    const table = make("table");
+    for (const texts of [head, ...rows]) {
+      const line = make("tr", "", table);
+      texts.forEach((text, column) => {
+        const scope = texts === head ? "col" : column === 0 ? "row" : "";
+        const cell = make(scope ? "th" : "td", text, line);
+        if (scope) cell.setAttribute("scope", scope);
+      });
+    }
     figure.querySelector("details > div")?.replaceChildren(table);
   },
 
-  /**
-   * Draw the axes into an emptied picture, and return what draws in their units.
-   * @param {SVGSVGElement} svg
+  /** Draw the axes into the emptied picture, and return what draws in their units. @param {HTMLElement} figure
    * @param {{x: [number, number], y: [number, number], xName: string, yName: string}} ends
-   * @param {[number, string][]} xTicks @param {[number, string][]} yTicks
-   * @returns {Chart}
-   */
-  chart(svg, ends, xTicks, yTicks) {
+   * @param {[number, string][]} xTicks @param {[number, string][]} yTicks @returns {Chart} */
+  chart(figure, ends, xTicks, yTicks) {
+    const svg = /** @type {SVGSVGElement} */ (figure.querySelector("[role=img]"));
     const [width, height] = [svg.clientWidth, svg.clientHeight];
     const box = { left: 58, right: width - 22, top: 26, bottom: height - 42 };
     const along = (/** @type {number} */ value, /** @type {[number, number]} */ [least, most]) => {
@@ -110,10 +100,7 @@ const Instrument = {
     const x = (/** @type {number} */ value) => box.left + along(value, ends.x) * (box.right - box.left);
     const y = (/** @type {number} */ value) => box.bottom - along(value, ends.y) * (box.bottom - box.top);
     const add = (/** @type {string} */ tag, /** @type {Record<string, any>} */ attributes, text = "") => {
-      const element = document.createElementNS("http://www.w3.org/2000/svg", tag);
-      for (const [name, value] of Object.entries(attributes)) element.setAttribute(name, value);
-      element.textContent = text;
-      svg.append(element);
+      draw(tag, attributes, svg).textContent = text;
     };
     svg.setAttribute("viewBox", `0 0 ${width} ${height}`);
     svg.replaceChildren();
@@ -128,8 +115,6 @@ const Instrument = {
     add("text", { x: box.right, y: height - 6, "text-anchor": "end" }, ends.xName);
     add("text", { x: 4, y: 14 }, ends.yName);
     return {
-      x,
-      y,
       line: (points, kind) => {
         const path = points.map(([a, b], index) => `${index ? "L" : "M"}${x(a).toFixed(1)} ${y(b).toFixed(1)}`);
         add("path", { class: kind, d: path.join("") });

@@ -7,11 +7,9 @@
 
   /** The shortest and the longest step on all machines: the ends of an axis that stays. @param {Data} data @param {number} context */
   const timesOf = ({ work, machines }, context) => {
-    const times = Object.values(machines).flatMap((/** @type {any} */ machine) =>
-      machine.bits.flatMap((/** @type {number} */ bits) =>
-        [1, ROWS].map((rows) => Formulas.floor(work, machine, { bits, context }, rows).seconds),
-      ),
-    );
+    const times = Object.values(machines).flatMap((/** @type {any} */ machine) => machine.bits.flatMap((/** @type {number} */ bits) => {
+      return [1, ROWS].map((rows) => Formulas.floor(work, machine, { bits, context }, rows).seconds);
+    }));
     return /** @type {[number, number]} */ ([Math.min(...times) / 1.5, Math.max(...times) * 1.5]);
   };
 
@@ -22,7 +20,7 @@
   };
 
   /** @param {HTMLElement} figure @param {Data} data @param {Values} values */
-  const draw = (figure, data, values) => {
+  const show = (figure, data, values) => {
     const { work } = data;
     const machine = data.machines[values.machine];
     const choice = /** @type {HTMLSelectElement} */ (figure.querySelector("[name=bits]"));
@@ -33,10 +31,9 @@
     const [step, turning] = [at(values.rows), Formulas.turningRows(work, machine, setting)];
     const isReading = step.reading >= step.multiplying;
 
-    const svg = /** @type {SVGSVGElement} */ (figure.querySelector("[role=img]"));
     const times = timesOf(data, setting.context);
     const chart = Instrument.chart(
-      svg,
+      figure,
       { x: [1, ROWS], y: times, xName: "rows of a step", yName: "least time of a step" },
       TICKS.map((rows) => [rows, number(rows)]),
       powersOfTen(times).map((seconds) => [seconds, duration(seconds)]),
@@ -54,10 +51,9 @@
     chart.dot([values.rows, step.seconds], "point");
     chart.text([values.rows, step.seconds], duration(step.seconds), "read", 10, -12);
 
-    const rows = `${number(values.rows)} row${values.rows === 1 ? "" : "s"}`;
+    const rows = some(values.rows, "row").replace(/^\d+/, number(values.rows));
     Instrument.tell(
       figure,
-      "[role=status]",
       `A step with ${rows} takes at least *${duration(step.seconds)}*, or *${duration(step.seconds / values.rows)}* a row. ` +
         `It waits for *${isReading ? "memory" : "arithmetic"}*: reading ${quantity(step.bytes, "B")} takes ` +
         `${duration(step.reading)}, and ${quantity(step.operations, "FLOP")} take ${duration(step.multiplying)}. ` +
@@ -84,12 +80,11 @@
       if (!(event.buttons & 1)) return;
       const share = (event.clientX - svg.getBoundingClientRect().left - 58) / (svg.clientWidth - 80);
       const near = (/** @type {number} */ rows) => Math.abs(Math.log(rows) - share * Math.log(ROWS));
-      slider.value = String(steps.indexOf([...steps].sort((a, b) => near(a) - near(b))[0]));
-      slider.dispatchEvent(new Event("input", { bubbles: true }));
+      Instrument.turn(slider, steps.indexOf([...steps].sort((a, b) => near(a) - near(b))[0]));
     };
     svg.addEventListener("pointerdown", move);
     svg.addEventListener("pointermove", move);
   };
 
-  Instrument.start("roofline", draw, begin);
+  Instrument.start("roofline", show, begin);
 }

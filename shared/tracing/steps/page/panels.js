@@ -46,8 +46,8 @@ class View {
   }
 }
 
-/** @typedef {{title: string, isWide?: boolean, rows: (recording: Recording) => number,
- *   draw: (view: View, body: HTMLElement) => void}} Panel */
+/** @typedef {{title: string, isWide?: boolean | ((recording: Recording) => boolean), rows: (recording: Recording) => number,
+ *   of?: (state: State) => string, draw: (view: View, body: HTMLElement) => void}} Panel `of`: added to the title */
 
 /** @type {Record<string, Panel>} */
 const PANELS = {
@@ -86,15 +86,18 @@ const PANELS = {
   schedule: {
     title: "Schedule",
     rows: (recording) => recording.most(({ schedule }) => schedule?.items.length ?? 0),
+    isWide: (recording) => recording.data.settings.adapter !== undefined, // masks need room
+    of: ({ schedule }) => (schedule ? ` of step ${schedule.step}` : ""),
     draw(view, body) {
       const { schedule } = view.state;
-      if (!schedule) view.text("none", body, view.differs("schedule"), "soft");
-      schedule?.items.forEach(({ id, tokens, start, kind, drafts = 0 }, place) => {
-        const row = view.row(id, body);
-        const isChanged = view.differs("schedule", "items", place);
-        const whole = kind === "prefill" ? ` of ${Math.max(view.state.requests[id]?.known ?? 0, start + tokens)}` : "";
+      if (!schedule) return void view.text("none", body, view.differs("schedule"), "soft");
+      schedule.items.forEach(({ id, tokens, start, kind, rows, drafts = 0, masks = 0 }, place) => {
+        const [row, isChanged] = [view.row(id, body), view.differs("schedule", "items", place)];
+        const { known = 0, computed = 0 } = view.state.requests[id] ?? {}; // known: with what the commit has appended
+        const whole = kind === "prefill" ? ` of ${Math.max(known - (computed < start + tokens ? 0 : rows), start + tokens)}` : "";
         view.text(kind, row, isChanged, `kind ${kind}`);
-        view.text(`${range(start, tokens)}${whole}${drafts ? `, ${some(drafts, "draft")}` : ""}`, row, isChanged, "range");
+        const more = `${drafts ? `, ${some(drafts, "draft")}` : ""}${masks ? `, ${some(masks, "mask")} after each` : ""}`;
+        view.text(`${range(start, tokens)}${whole}${more}`, row, isChanged, "range");
         view.text(view.recording.words(view.recording.tokens(view.state, id).slice(start, start + tokens)), row, false, "words");
       });
     },
@@ -114,7 +117,7 @@ const PANELS = {
         square.classList.toggle("changed", view.differs("pool", "blocks", String(block)) || filled[0] !== filled[1]);
         square.style.setProperty("--written", `${100 * filled[1]}%`);
         if (owners.length > 1) make("sub", `×${owners.length}`, square);
-        square.title = `${pool.unit} ${block}: ${owners.length ? listed(owners) : count ? "kept for a prefix" : "free"}`;
+        square.title = `${pool.unit} ${block}: ${owners.length ? listed(owners) : count ? "cached" : "free"}`;
       }
     },
   },
@@ -269,16 +272,16 @@ function tokenTable(view, batch, body) {
   /** @type {string[]} */
   const owners = batch.ids.flatMap((/** @type {string} */ id, /** @type {number} */ place) => new Array(batch.num_new[place]).fill(id));
   const pending = new Set(batch.pending);
-  const texts = batch.token_ids.map((/** @type {number} */ id, /** @type {number} */ token) => (pending.has(token) ? "?" : view.recording.words([id])));
-  const rows = { text: texts, token_ids: batch.token_ids, positions: batch.positions, slots: batch.slots };
+  const known = (/** @type {(id: number) => any} */ show) => batch.token_ids.map((/** @type {number} */ id, /** @type {number} */ token) => (pending.has(token) || id < 0 ? "?" : show(id)));
+  const ids = known((id) => (id < 2 ** 32 ? id : `2³²+${id % 2 ** 32}`)); // a mask's is above every vocabulary
+  const rows = { text: known((id) => view.recording.words([id])), token_ids: ids, positions: batch.positions, slots: batch.slots };
   const table = make("table", "", make("div", "", body, "wide"), "tokens");
   for (const [key, values] of Object.entries(rows)) {
     if (!values) continue;
     const row = make("tr", "", table);
     make("th", key === "token_ids" ? "id" : key, row).setAttribute("scope", "row");
     owners.forEach((id, token) => {
-      const value = key === "token_ids" && pending.has(token) ? "?" : String(values[token]);
-      const cell = view.own(make("td", value, row, key), [id]);
+      const cell = view.own(make("td", String(values[token]), row, key), [id]);
       cell.classList.toggle("sampling", Boolean(batch.logit_rows?.includes(token)));
       cell.classList.toggle("changed", key !== "text" && view.differs("batch", key, token));
     });

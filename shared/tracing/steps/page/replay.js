@@ -3,10 +3,11 @@
 
 /**
  * @typedef {{id: string, prompt: string, prompt_ids: number[], arrives: number, max_tokens: number, schema?: string}} Prompted
- * @typedef {{name: string, path: string, first: number, lines: string[]}} Code
+ * @typedef {{name: string, path: string, first: number, lines: string[], own?: boolean}} Code
  * @typedef {{name: string, step: number, line?: string, ask: string, answers?: string[], right?: number,
  *   panel?: string | string[], reveal: string}} Question
- * @typedef {{id: string, start: number, tokens: number, kind: string, drafts?: number, rows: number}} Entry
+ * @typedef {{id: string, start: number, tokens: number, kind: string, drafts?: number, masks?: number,
+ *   rows: number}} Entry
  * @typedef {{status: string, computed: number, scheduled: number, pending: number, known: number, cached?: number,
  *   outputs: Record<string, number>, text: string, reason?: string, row?: number, blocks?: number[], written?: number}} Served
  * @typedef {{parent: number, tokens: number[], blocks: number[], users: number}} TreeNode
@@ -20,7 +21,9 @@
  *   variables?: Record<string, Record<string, string>>}} State
  * @typedef {{phase: string, title: string, model: string, device: string, settings: Record<string, any>,
  *   texts: Record<string, string>, requests: Prompted[], functions: Code[], lines: [number, number, number, string][],
- *   steps: {first: number, ms: number}[], events: [number, number, any?][], state: State, questions?: Question[]}} Recorded
+ *   steps: {first: number, ms: number, gpu?: Span[], ranks?: Span[][]}[], events: [number, number, any?][], state: State,
+ *   error?: string, questions?: Question[]}} Recorded
+ * @typedef {[string, number, number, number]} Span What ran, the events during which it began and ended, and its µs.
  * @typedef {{step?: string, line?: string, event?: string, follow?: string, ask?: string, beside?: string}} Address
  * @typedef {(string | number)[]} Path
  */
@@ -130,6 +133,18 @@ class Recording {
       if (this.data.events[next][2]) return next;
     }
     return way > 0 ? this.length - 1 : 0;
+  }
+
+  /** What ran beside the host: the GPU and the other ranks, with what each ran of which step. @returns {[string, {step: number, span: Span}[]][]} */
+  lanes() {
+    const { steps } = this.data;
+    const ranks = Math.max(0, ...steps.map((step) => step.ranks?.length ?? 0));
+    const of = (/** @type {(step: Recorded["steps"][0]) => Span[] | undefined} */ spans) => {
+      return steps.flatMap((each, step) => (spans(each) ?? []).map((span) => ({ step, span })));
+    };
+    const lanes = /** @type {[string, {step: number, span: Span}[]][]} */ ([["GPU", of(({ gpu }) => gpu)]]);
+    for (let rank = 0; rank < ranks; rank++) lanes.push([`rank ${rank + 1}`, of((step) => step.ranks?.[rank])]);
+    return lanes.filter(([, spans]) => spans.length);
   }
 
   /** The names of the functions from the step to the one that runs. @param {number} index @returns {string[]} */

@@ -20,7 +20,7 @@ class Side {
     this.made = new Map();
     for (const [name, panel] of panelsOf(recording)) {
       const section = this.station(name, panel.title, stations, name === "variables" ? this.element : this.panels);
-      if (panel.isWide) section.classList.add("whole");
+      section.classList.toggle("whole", typeof panel.isWide === "function" ? panel.isWide(recording) : panel.isWide === true);
       make("h3", panel.title, section);
       const body = make("div", "", section, "body");
       body.style.setProperty("--rows", String(panel.rows(recording)));
@@ -92,6 +92,8 @@ class Side {
     const isHidden = this.hidden.includes(name);
     body.replaceChildren();
     section.classList.toggle("predict", isHidden);
+    const title = /** @type {HTMLElement} */ (section.firstElementChild);
+    title.textContent = panel.title + (isHidden ? "" : (panel.of?.(view.state) ?? ""));
     if (isHidden) make("p", "Predict it first: then open the answer above.", body, "soft");
     else panel.draw(view, body);
     const isChanged = !isHidden && body.querySelector(".changed") !== null;

@@ -2,15 +2,6 @@
 // marked, and beside another phase the lines that differ. Loaded after words.js.
 "use strict";
 
-/** @param {string} tag @param {string} text @param {Element | null} parent @param {string} className @returns {HTMLElement} */
-function make(tag, text = "", parent = null, className = "") {
-  const element = document.createElement(tag);
-  element.textContent = text;
-  if (className) element.className = className;
-  parent?.append(element);
-  return element;
-}
-
 const TOKENS = /("""[^]*?(?:"""|$)|'''[^]*?(?:'''|$)|[rbf]{0,2}"(?:\\.|[^"\\\n])*"|[rbf]{0,2}'(?:\\.|[^'\\\n])*')|(#[^\n]*)|\b(and|as|assert|async|await|break|class|continue|def|del|elif|else|except|finally|for|from|global|if|import|in|is|lambda|nonlocal|not|or|pass|raise|return|try|while|with|yield|None|True|False)\b|(@[\w.]+)|\b(\d[\d_.]*)\b/g;
 const LOOKS = ["string", "comment", "keyword", "decorator", "number"];
 const BEGIN = /^\s*# exercise (\d\S*x\d+):/;
@@ -82,13 +73,12 @@ class SourceView {
     if (this.box.firstChild !== block) this.box.replaceChildren(block);
     for (const marked of this.box.querySelectorAll("[aria-current], .holds")) {
       marked.removeAttribute("aria-current");
-      marked.classList.remove("holds", "launch", "wait");
+      marked.classList.remove("holds", "launch", "wait", "raise");
     }
     const row = /** @type {HTMLElement} */ (block.querySelector(`[data-line="${code.first + offset}"]`));
     row.setAttribute("aria-current", "true");
     if (kind) row.classList.add(kind);
-    const fold = row.closest("details");
-    if (fold) fold.firstElementChild?.classList.add("holds");
+    row.closest("details")?.firstElementChild?.classList.add("holds");
     this.centre();
   }
 
@@ -116,14 +106,15 @@ class SourceView {
       const shown = make("span", "", row, "python");
       parts.forEach(([look, part], number) => make("span", number ? part : part.trimStart(), shown, look));
       const begins = BEGIN.exec(text);
-      if (begins) parent = this.fold(begins[1], text, block);
+      if (begins) parent = this.fold(begins[1], text, block, code.own === true);
     });
     return block;
   }
 
-  /** @param {string} number @param {string} marker @param {HTMLElement} block */
-  fold(number, marker, block) {
+  /** @param {string} number @param {string} marker @param {HTMLElement} block @param {boolean} isOpen a learner's own lines are */
+  fold(number, marker, block, isOpen) {
     const fold = make("details", "", block, "fold");
+    fold.toggleAttribute("open", isOpen);
     const indent = " ".repeat(marker.length - marker.trimStart().length);
     make("summary", `${indent}…  # exercise ${number}`, fold);
     fold.addEventListener("toggle", () => this.centre());

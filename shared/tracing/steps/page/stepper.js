@@ -46,9 +46,10 @@ class Stepper {
     if (this.recording.data.requests.some(({ id }) => id === address.follow)) this.followed = address.follow ?? null;
     this.setBeside(address.beside !== undefined);
     this.ask(asked);
-    const moment = address.step === undefined && asked ? { step: String(asked.step), line: asked.line } : address;
+    const moment = address.step === undefined && asked ? { step: String(asked.step), line: asked.line, ...address } : address;
     const side = this.sides[this.main];
-    side.show(side.recording.find(moment), this.followed);
+    const raised = location.hash ? -1 : this.recording.data.events.findIndex((_, index) => this.recording.spot(index).kind === "raise");
+    side.show(raised < 0 ? side.recording.find(moment) : raised, this.followed); // a learner's error is what one looks for
     for (const other of this.sides) if (other !== side) this.goAlong(other, true);
     this.showFollowed();
     this.tell();
@@ -115,10 +116,12 @@ class Stepper {
     part("step").textContent = `step ${step} of ${recording.data.steps.length - 1}`;
     part("line").textContent = `line ${index - first + 1} of ${after - first}`;
     part("time").textContent = `${(recording.data.events[index][1] / 1000).toFixed(2)} ms`;
-    const here = recording.data.device === "cpu" ? ", which a CPU does here" : "";
-    part("kind").textContent = kind === "launch" ? `launches work${here}` : kind === "wait" ? "waits for the device" : "";
+    const here = recording.data.device === "cpu" ? ", done here by the CPU" : "";
+    const kinds = { launch: `launches work${here}`, wait: "waits for the device", raise: "raises the error that ends the run" };
+    part("kind").textContent = kinds[/** @type {keyof typeof kinds} */ (kind)] ?? "";
     part("kind").className = kind;
     part("now").textContent = `${line}  ${recording.text(index).trim()}`;
+    this.tellLanes();
     part("told").textContent = told(recording, index, this.sides[this.main].hidden);
     const moment = part("moment");
     moment.value = String(index);
@@ -127,18 +130,32 @@ class Stepper {
     if (part("table").open) this.drawTable();
   }
 
-  /** Steps by turns light and dark; where work is launched, and where the host waits. */
+  /** Steps by turns light and dark; where work is launched, and where the host waits; below, what ran beside the host. */
   drawStrip() {
-    const { events, lines, steps } = this.recording.data;
-    const box = part("strip");
-    box.setAttribute("viewBox", `0 0 ${this.recording.length} 10`);
-    const add = (/** @type {string} */ look, /** @type {number} */ x, /** @type {number} */ width) => {
-      const rect = document.createElementNS("http://www.w3.org/2000/svg", "rect");
-      for (const [key, value] of Object.entries({ class: look, x, width, y: 0, height: 10 })) rect.setAttribute(key, String(value));
-      box.insertBefore(rect, part("cursor"));
+    const { data: { events, lines, steps }, length } = this.recording;
+    const add = (/** @type {Element} */ box, /** @type {string} */ look, /** @type {number} */ x, /** @type {number} */ end) => {
+      draw("rect", { class: look, x, width: Math.max(end - x, length / 500), y: 0, height: 10 }, box);
     };
-    steps.forEach((_, step) => step % 2 && add("step", this.recording.span(step)[0], this.recording.span(step)[1] - this.recording.span(step)[0]));
-    events.forEach(([line], index) => lines[line][3] && add(lines[line][3], index, Math.max(1, this.recording.length / 500)));
+    const strip = part("strip");
+    strip.setAttribute("viewBox", `0 0 ${length} 10`);
+    steps.forEach((_, step) => step % 2 && add(strip, "step", ...this.recording.span(step)));
+    events.forEach(([line], index) => lines[line][3] && add(strip, lines[line][3], index, index + 1));
+    strip.append(part("cursor"));
+    for (const [lane, spans] of this.recording.lanes()) {
+      const box = draw("svg", { viewBox: `0 0 ${length} 10`, preserveAspectRatio: "none", "data-lane": lane }, part("lanes"));
+      for (const { span: [name, first, last] } of spans) add(box, name, first, last + 1);
+      make("p", "", part("lanes"));
+    }
+  }
+
+  /** What runs beside the host at this moment. */
+  tellLanes() {
+    const texts = part("lanes").querySelectorAll("p");
+    this.recording.lanes().forEach(([lane, spans], place) => {
+      const running = spans.filter(({ span: [, first, last] }) => first <= this.index && this.index <= last);
+      const told = running.map(({ step, span: [name, , , micros] }) => `${name} of step ${step}, ${(micros / 1000).toFixed(2)} ms`);
+      texts[place].textContent = `${lane}: ${told.join("; ") || "idle"}`;
+    });
   }
 
   drawFollow() {
@@ -285,11 +302,7 @@ class Stepper {
       this.go(Number(part("moment").value));
     });
     part("table").addEventListener("toggle", () => part("table").open && this.drawTable());
-    part("theme").addEventListener("click", () => {
-      const root = document.documentElement;
-      const chosen = root.dataset.theme ?? (matchMedia("(prefers-color-scheme: dark)").matches ? "dark" : "light");
-      root.dataset.theme = chosen === "dark" ? "light" : "dark";
-    });
+    offerThemes();
     part("sides").addEventListener("click", (/** @type {MouseEvent} */ { target }) => {
       const owned = target instanceof Element ? target.closest(".chip[data-request], .square[data-request]") : null;
       if (owned instanceof HTMLElement && owned.dataset.request) this.follow(owned.dataset.request.split(" ")[0]);

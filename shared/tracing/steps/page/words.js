@@ -2,8 +2,6 @@
 // after replay.js.
 "use strict";
 
-/** @param {number} count @param {string} word */
-const some = (count, word) => `${count} ${word}${count === 1 ? "" : "s"}`;
 /** @param {any[]} names */
 const listed = (names) => (names.length > 1 ? `${names.slice(0, -1).join(", ")} and ${names.at(-1)}` : `${names[0] ?? "nothing"}`);
 /** @param {string} text */
@@ -11,23 +9,34 @@ const quoted = (text) => `“${text}”`;
 /** @param {number} start @param {number} count */
 const range = (start, count) => (count === 1 ? `token ${start}` : `tokens ${start} to ${start + count - 1}`);
 
+/** What happens to a request that enters a queue. @type {Record<string, string>} */
+const ENTRIES = {
+  waiting: "joins the waiting requests",
+  running: "joins the running requests",
+  ending: "has ended, while a step in flight still computes it",
+  finished: "joins the finished requests",
+};
+
 /** A sentence for each part of the state, from the state before and after the line; none where nothing changed.
  * @type {Record<string, (before: any, after: any, recording: Recording) => string[]>} */
 const SENTENCES = {
   queues(before = {}, after = {}) {
-    const names = Object.keys(after);
-    const moved = names.flatMap((name) => after[name].filter((/** @type {string} */ id) => !before[name]?.includes(id)).map((/** @type {string} */ id) => {
-      const old = names.find((each) => before[each]?.includes(id) && !after[each].includes(id));
-      return `${id} ${old ? `moves from ${old} to` : "enters"} ${name}`;
-    }));
-    return moved.length ? moved : ["the order of a queue changes"];
+    const moved = Object.keys(after).flatMap((name) => {
+      const fresh = after[name].filter((/** @type {string} */ id) => !before[name]?.includes(id));
+      return fresh.map((/** @type {string} */ id) => `${id} ${ENTRIES[name] ?? `is among the ${name} requests`}`);
+    });
+    const gone = Object.keys(before).flatMap((name) => {
+      const left = before[name].filter((/** @type {string} */ id) => !Object.values(after).flat().includes(id));
+      return left.map((/** @type {string} */ id) => `${id} leaves the ${name} requests`);
+    });
+    return moved.length + gone.length ? [...moved, ...gone] : ["the requests of a queue change their order"];
   },
   requests(before = {}, after = {}, recording) {
     const changed = Object.keys({ ...before, ...after }).filter((id) => !isSame(before[id], after[id]));
     return changed.flatMap((id) => (after[id] ? requestSentences(id, before[id] ?? {}, after[id], recording) : [`${id} is gone`]));
   },
   schedule(before, after) {
-    if (!after) return ["the schedule is done"];
+    if (!after) return ["there is no schedule now"];
     const entries = after.items.map((/** @type {Entry} */ { id, tokens, start, kind }) => `${kind} of ${id}, ${range(start, tokens)}`);
     return [`the schedule is ${entries.length ? entries.join(", then ") : "empty"}`];
   },
@@ -40,7 +49,7 @@ const SENTENCES = {
     for (const block of Object.keys({ ...before?.blocks, ...after?.blocks })) {
       const [was, now] = [before?.blocks[block], after?.blocks[block]];
       if (isSame(was, now)) continue;
-      const fate = now?.[0].length ? `of ${listed(now[0])}` : now ? "kept for a prefix" : "free";
+      const fate = now?.[0].length ? `of ${listed(now[0])}` : now ? "cached" : "free";
       said.set(fate, [...(said.get(fate) ?? []), block]);
     }
     const { unit } = after ?? before;
@@ -97,6 +106,14 @@ function told(recording, index, hidden = []) {
   const [before, after] = /** @type {any[]} */ ([recording.before(index), recording.states[index]]);
   const parts = Object.keys(SENTENCES).filter((part) => before[part] !== after[part] && !isSame(before[part], after[part]));
   const said = parts.flatMap((part) => (hidden.includes(part) ? [] : SENTENCES[part](before[part], after[part], recording)));
-  const text = said.join("; ");
+  for (const [name, spans] of recording.lanes()) {
+    const lane = name === "GPU" ? "the GPU" : name;
+    for (const { step, span: [work, first, last] } of spans) {
+      if (index === first) said.push(`${lane} begins the ${work} of step ${step}`);
+      if (index === last) said.push(`${lane} finishes the ${work} of step ${step}`);
+    }
+  }
+  if (recording.spot(index).kind === "raise" || index === recording.length - 1) said.unshift(recording.data.error ?? "");
+  const text = said.filter(Boolean).join("; ");
   return text ? `${text[0].toUpperCase()}${text.slice(1)}.` : "This line changes nothing that is shown.";
 }
