@@ -38,7 +38,7 @@ def rounded(weight: torch.Tensor, most: float, dtype: torch.dtype) -> tuple[torc
     The last dimension of ``weight`` is a row, whose largest magnitude becomes ``most`` units; a row of zeros has the
     scale 1. Integers are rounded to the nearest, but at most ``most``: 7.5 units to 7, and -7.5 to -8.
     """
-    # exercise 10x1: the numbers of each row, and its scale
+    # exercise 10x1: round each row with its own scale
     # hint: amax(-1, keepdim=True) of the magnitudes, over `most`; torch.where for rows of zeros
     # hint: a cast to an integer drops the fraction, so round before; a cast to FP8 rounds by itself
     # hint: -7.5 is rounded to -8, which 4 bits have, and 7.5 to 8, which they have not: clamp to int(most)

@@ -105,7 +105,7 @@ def dequantize(weight: QuantizedWeight) -> torch.Tensor:
 
 def spread(weight: QuantizedWeight, of_groups: torch.Tensor) -> torch.Tensor:
     """The scales of a matrix, or its zeros, expanded to one for each of its elements: fp32 ``[N, K]``."""
-    # exercise 10x2: what belongs to a block, for each of its numbers
+    # exercise 10x2: spread a block's value over its numbers
     # hint: of_groups [ceil(N / rows_per_scale), K / columns_per_scale] is spread to [N, K]
     # hint: repeat_interleave(n, dim) repeats each element n times, one beside the other
     # hint: the last block may have fewer rows than the others: cut at len(weight)

@@ -74,7 +74,7 @@ class SnapKV:
     scale: float | None = None  # of the attention; None means D ** -0.5
 
     def scores(self, queries: Tensor, keys: Tensor) -> Tensor:
-        # exercise 09.2x1: what the window looks at, and what stands beside it
+        # exercise 09.2x1: scores from the window's attention, max-pooled
         # hint: window_attention gives [Hkv, g, w, n]: g query heads share a KV head, w queries are in the window
         # hint: sum over the queries; then a key gets the largest score of the `kernel` keys around it
         # hint: F.max_pool1d(x [.., g, n], kernel, stride=1, padding=kernel // 2) keeps the length
