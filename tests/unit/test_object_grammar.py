@@ -4,8 +4,10 @@ from typing import Any
 
 import pytest
 
+from shared.grammar.automata.assembler import MAX_CLASSES, Assembler, Rule
 from shared.grammar.automata.automaton import START
 from shared.grammar.documents.json_schema import compile_schema
+from shared.grammar.limits import GrammarError
 from tests.comparison import assert_equal
 from tests.grammars import budget
 
@@ -62,6 +64,14 @@ def test_the_comma(name: str) -> None:
         assert now is not None, f"{text} is refused"
         found = "".join(chr(byte) for byte in b",}" if automaton.step(now, byte) is not None)
         assert_equal(found, following, f"what may follow {text}")
+
+
+def test_an_exit_has_at_most_so_many_classes() -> None:
+    classes = tuple(1 << number for number in range(1 + MAX_CLASSES))
+    rule = Rule(Assembler(budget()))
+    assert_equal(rule.leave(0, classes[1:]), 2**MAX_CLASSES - 1, "the colour with all classes")
+    with pytest.raises(GrammarError, match="alive at once"):
+        rule.leave(0, classes)
 
 
 def test_no_value_is_begun_in_vain() -> None:

@@ -224,6 +224,30 @@ def test_a_step_in_flight_is_finished_by_the_next_or_dropped_with_it(
     assert answers == answers[:1] * 4
 
 
+@pytest.mark.parametrize("lesson", [lesson for lesson in LESSONS if lesson.number >= "11"], ids=by_number)
+def test_a_step_with_drafts_is_finished_when_it_returns_and_the_drafter_sees_every_step(
+    lesson: Lesson, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options: dict[str, Any] = {"max_seq_len": 64, "use_speculative_decoding": True, "drafter": "ngram"}
+    options |= {"adapt_spec_length": False, "overlap_scheduling": True}
+    engine, planned, seen = lesson.engine(EngineConfig(model=str(folder), **options)), list[Any](), list[Any]()
+    observe = engine.drafter.observe
+
+    def propose(schedule: Any) -> None:
+        for entry in schedule:
+            entry.request.draft_ids = [1] * entry.num_drafts
+        planned.append(schedule)
+
+    monkeypatch.setattr(engine.drafter, "propose", propose)
+    monkeypatch.setattr(engine.drafter, "observe", lambda schedule: seen.append(schedule.step) or observe(schedule))
+    engine.add_request([5, 6, 7], SamplingParams(temperature=0, max_new_tokens=6, ignore_eos=True))
+    while engine.has_work():
+        engine.step()
+        assert (engine.in_flight is not None) == (bool(planned[-1]) and not planned[-1].has_drafts)
+    assert any(schedule.has_drafts for schedule in planned)
+    assert seen == [schedule.step for schedule in planned if schedule]
+
+
 def raise_injected() -> None:
     raise RuntimeError("injected")
 
