@@ -238,6 +238,9 @@ def test_plans_of_prompts_are_kept_until_another_number_of_sequences_decodes(tin
     plans = [planner.plan(np.array([1] * n + [9]), np.array([4] * n + [9]), n).prefill for n in (1, 1, 2)]
     assert plans[0] is plans[1]
     assert plans[1] is not plans[2]
+    planner = make_engine(tiny_checkpoints["gemma3_text"]).view.attention.planner
+    first, second = (planner.plan(np.array([1, 9]), np.array([4, n]), 1).prefill for n in (40, 41))
+    assert first is not second, "with a window a plan depends on each key"
 
 
 @pytest.mark.gpu

@@ -231,7 +231,7 @@ STEPS: list[tuple[dict[str, int], str, str, str]] = [  # new tokens; of which is
     ({"b": 1, "a": 1, "c": 14}, "ac", "c", ""),  # tails of two and of fourteen tokens
     ({"b": 1, "a": 7, "c": 2}, "a", "a", ""),
     ({"a": 1, "b": 1, "c": 1}, "", "", "a"),
-    ({"b": 1, "d": 9}, "", "d", ""),  # in the row of a, which keeps all again: less than a block would go
+    ({"b": 1, "c": 2, "d": 9}, "", "d", ""),  # in the row of a, which keeps all again: less than a block would go
     ({"b": 1, "d": 1}, "", "", "c"),
     ({"b": 1, "d": 14}, "d", "d", ""),
     ({"b": 1, "d": 1}, "", "", ""),

@@ -50,6 +50,10 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, str]]] = {
             '{"c": true, "a": true, "d": true': ",}",
         },
     ),
+    "unique values": (
+        {"type": "array", "items": {"enum": [1, 12]}, "uniqueItems": True},
+        {"[1": ",]", "[12, 1": "]", "[1, 1": "", "[1, 12": "]"},
+    ),
     "one key": ({"properties": {"a": TRUE}, "additionalProperties": False}, {'{"a": true': "}"}),
     "at most one key": (CLOSED | {"maxProperties": 1}, {'{"a": true': "}", '{"b": true': "}"}),
 }
@@ -62,8 +66,9 @@ def test_the_comma(name: str) -> None:
     for text, following in expected.items():
         now = automaton.walk(START, text.encode())
         assert now is not None, f"{text} is refused"
-        found = "".join(chr(byte) for byte in b",}" if automaton.step(now, byte) is not None)
+        found = "".join(chr(byte) for byte in b",}]" if automaton.step(now, byte) is not None)
         assert_equal(found, following, f"what may follow {text}")
+        assert_equal(automaton.step(now, ord(" ")) is not None, found != "", f"whether a blank may follow {text}")
 
 
 def test_an_exit_has_at_most_so_many_classes() -> None:

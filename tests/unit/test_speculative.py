@@ -127,6 +127,8 @@ def test_a_request_that_fails_beside_drafts_takes_nothing_from_the_others() -> N
     assert_equal([request.output_ids for request in requests], [ANSWER[:4], ANSWER[:1], ANSWER[:3]], "outputs")
     assert_equal(scheduler.verified, [("a", 2, 1), ("c", 1, 1)], "verified drafts", ("request",))
     assert_equal(list(scheduler.running), ["a", "c"], "running")
+    step(scheduler, [[WRONG], []])
+    assert_equal(scheduler.verified, [("a", 0, 1)], "verified drafts of the next step", ("request",))
 
 
 def test_drafts_take_what_the_budget_leaves_and_stand_behind_single_tokens() -> None:

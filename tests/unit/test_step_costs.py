@@ -62,6 +62,7 @@ counts = st.tuples(st.integers(1, 10_000), st.integers(0, 10**6), st.integers(0,
 
 
 @example(table=TABLE, few=(1, 0, 0), more=(0, 0, 1))
+@example(table=StepCosts((4, 8), (1.0, 2.0)), few=(1, 0, 0), more=(2, 0, 0))
 @given(table=tables, few=counts, more=st.tuples(*[st.integers(0, 1000)] * 3))
 def test_costs_are_positive_and_never_fall(
     table: StepCosts, few: tuple[int, int, int], more: tuple[int, int, int]
