@@ -17,8 +17,9 @@ from shared.loading.placement import check_room
 from shared.loading.sources import Source
 from shared.loading.weights import WORKERS
 from shared.models.causal_lm import CausalLM
+from shared.models.mlp import GatedMLP
 from shared.models.projection import Projection
-from shared.models.quantized import QuantizedProjection
+from shared.models.quantized import QuantizedMLP, QuantizedProjection
 from shared.quantization.formats.detect import detect_format
 from shared.quantization.rounding import quantize
 from shared.quantization.weight import QuantizedWeight
@@ -117,4 +118,7 @@ def place_quantized(
     check_room(num_bytes, device, "The quantized part of the model")
     with ThreadPoolExecutor(WORKERS) as pool:
         list(pool.map(place, chosen))
+    for block in model.blocks:
+        if isinstance(block.mlp, GatedMLP):
+            block.mlp = QuantizedMLP(block.mlp)
     return used

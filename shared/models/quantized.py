@@ -1,4 +1,4 @@
-"""A projection with an 8- or 4-bit weight, with the common interface. Introduced in phase 10."""
+"""A projection with an 8- or 4-bit weight, with the common interface, and an MLP of them. Introduced in phase 10."""
 
 from collections.abc import Sequence
 
@@ -7,9 +7,11 @@ from torch import nn
 
 from shared.kernels.products import quantized_gemv
 from shared.models.fused import fused, merged
+from shared.models.mlp import GatedMLP
 from shared.models.norm import RMSNorm
-from shared.models.parts import merged_biases
+from shared.models.parts import MergedGroup, merged_biases
 from shared.models.projection import Projection
+from shared.models.tokens import Tokens
 from shared.ops.gated import GatedOp
 from shared.quantization.weight import QuantizedWeight, concatenate, mergeable
 
@@ -41,6 +43,29 @@ class QuantizedProjection(nn.Module):
         return FusedQuantizedProjection(projections)
 
 
+class QuantizedMLP(GatedMLP):
+    """A :class:`GatedMLP` that rounds the activated rows of a prompt to FP8 as it activates them.
+
+    Only its own quantized and fused down projection is passed gate and up; ranks and adapters replace it.
+    """
+
+    def __init__(self, mlp: GatedMLP) -> None:
+        nn.Module.__init__(self)
+        self.gate_up, self.down_proj, self.gated = mlp.gate_up, mlp.down_proj, mlp.gated
+
+    def forward(
+        self, x: torch.Tensor, tokens: Tokens, norm: RMSNorm | None = None, residual: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """As of :class:`GatedMLP`."""
+        down, group = self.down_proj, self.gate_up
+        if not (isinstance(down, FusedQuantizedProjection) and isinstance(group, MergedGroup) and down.rounds(x)):
+            return super().forward(x, tokens, norm, residual)
+        both = group.matrix(x, norm, None, tokens.gate)
+        return quantized_gemv.gated_linear(both, down.weight, down.bias, residual, self.gated)
+
+    __call__ = forward
+
+
 class FusedQuantizedProjection(nn.Module):
     """As :class:`FusedProjection`; matrices of different formats stay separate."""
 
@@ -55,6 +80,10 @@ class FusedQuantizedProjection(nn.Module):
             self.bias = merged(biases) if biases else None
         else:
             self.parts = [fused([projection]) for projection in projections]
+
+    def rounds(self, x: torch.Tensor) -> bool:
+        """Whether the rows of a product with x are rounded to FP8 before it."""
+        return not self.parts and quantized_gemv.rounds_prompts(x, self.weight)
 
     def forward(
         self,

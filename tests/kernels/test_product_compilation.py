@@ -57,7 +57,7 @@ def compile_quantized_products():
         quantized_rows,
         rmsnorm,
     )
-    from shared.ops.gated import swiglu
+    from shared.ops.gated import geglu, swiglu
     from shared.quantization.weight import QuantizedWeight
 
     modules = (fp8_rows, gated, quantized_gemm, quantized_gemv, quantized_prompts, quantized_rows, rmsnorm)
@@ -80,6 +80,7 @@ def compile_quantized_products():
             quantized_gemv.linear(x, weight, None, None, residual)
             if T <= 16 and capability == (9, 0):
                 quantized_gemv.linear(x, weight, None, norm, None, swiglu)
+    quantized_gemv.gated_linear(torch.zeros(128, 2 * K, dtype=torch.bfloat16), every_format[0], None, None, geglu)
     for weight in every_format[1:]:
         part = weight.tile(0, 128)
         quantized_prompts.multiply_by_tiles(x, part, part.values, None, None)

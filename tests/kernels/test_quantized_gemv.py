@@ -3,6 +3,7 @@
 import dataclasses
 import itertools
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -23,6 +24,9 @@ from shared.kernels.products.quantized_tiling import (
 )
 from shared.kernels.products.rmsnorm import rms_norm, rms_norm_kernel
 from shared.kernels.products.tiling import MAX_ROWS
+from shared.models.parts import MergedGroup
+from shared.models.projection import Projection, ProjectionGroup
+from shared.models.quantized import FusedQuantizedProjection, QuantizedMLP, QuantizedProjection
 from shared.ops.gated import geglu, swiglu
 from shared.quantization.weight import QuantizedWeight, dequantize, pack_nibbles
 from tests.comparison import assert_equal
@@ -102,6 +106,13 @@ def check(assert_near: Callable) -> Callable[..., None]:
 def as_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
     """FP8 as a GPU of capability 8.9 or later has it; the interpreter is taken for one of 8.0."""
     monkeypatch.setattr(quantized_gemv, "generation", lambda device: GENERATIONS[9, 0])
+
+
+def fused_product(weight: QuantizedWeight) -> FusedQuantizedProjection:
+    """A product with this weight, as a loaded and fused model has it."""
+    projection = FusedQuantizedProjection([QuantizedProjection(Projection(1, 1), weight)])
+    projection.weight = weight
+    return projection
 
 
 @pytest.mark.parametrize(("rows", "group"), [(1, 32), (1, None), (2, 64), (16, 128), (17, 32), (72, None)])
@@ -256,6 +267,29 @@ def test_rows_of_a_norm_in_fp8_are_those_of_the_norm_as_it_is_written(offset, as
     torch.testing.assert_close(scales, of_rows, rtol=2**-10, atol=0)
     torch.testing.assert_close(values.float(), expected.float(), rtol=2**-3, atol=2**-9)
     assert (values.float() != expected.float()).float().mean() < 0.02
+
+
+@pytest.mark.parametrize("activation", [swiglu, geglu])
+@pytest.mark.parametrize("columns_per_scale", [128, None])
+@pytest.mark.parametrize("rows", [MAX_ROWS, MAX_ROWS + 8])
+def test_the_mlp_of_a_prompt_activates_and_rounds_in_one_launch(
+    rows, columns_per_scale, activation, as_hopper, quantized, randn, num_launches
+):
+    """It gives what the product, the activation and the second product give one after the other."""
+    gate_up, down = quantized("fp8", 512, 128), quantized("fp8", 64, 256, columns_per_scale)
+    gate_up = dataclasses.replace(gate_up, scales=gate_up.scales / 64)
+    mlp = QuantizedMLP(SimpleNamespace(gate_up=None, down_proj=None, gated=activation))
+    mlp.down_proj = fused_product(down)
+    mlp.gate_up = MergedGroup(
+        ProjectionGroup(gate=Projection(1, 256), up=Projection(1, 256)), lambda _: fused_product(gate_up)
+    )
+    x, residual = randn(rows, 128, dtype=torch.float16), randn(rows, 64, dtype=torch.float16)
+    expected = linear(linear(x, gate_up, activation=activation), down, residual=residual.clone())
+    before = num_launches(gated_kernel), num_launches(quantize_rows_kernel)
+    out = mlp(x, SimpleNamespace(gate=None), residual=residual)
+    assert_equal(out, expected, "outputs", ("row", "column"))
+    assert num_launches(gated_kernel) == before[0] == (rows > MAX_ROWS)
+    assert num_launches(quantize_rows_kernel) == 2 * before[1] == 4
 
 
 @pytest.mark.parametrize("columns_per_scale", [128, None])

@@ -23,6 +23,7 @@ from shared.kernels.launch import (
     triton,
     wait_for_previous,
 )
+from shared.kernels.products.gated import gated_activation
 from shared.kernels.products.gemv import ACTIVATIONS, load_weights, prefetch_weights, store_product
 from shared.kernels.products.quantized_tiles import columns, halves, widened
 from shared.kernels.products.quantized_tiling import QuantizedTiling
@@ -122,9 +123,11 @@ def quantized_gemm_kernel(
 
 @triton.jit
 def quantize_rows_kernel(
-    x, norm_weight, values, scales, K, x_stride, eps, OFFSET: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
+    x, norm_weight, values, scales, K, x_stride, eps,
+    OFFSET: tl.constexpr, ACTIVATION: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """A row of x, or of its norm, in FP8 and its scale, with which the row's largest number is FP8's largest."""
+    """A row of x, of its norm, or of its activation, in FP8 and its scale, with which the row's largest number is
+    FP8's largest. With an activation a row of x is gate and up, 2K numbers."""
     launch_dependents(PDL)
     row = tl.program_id(0).to(tl.int64)
     k = tl.arange(0, BLOCK)
@@ -134,6 +137,9 @@ def quantize_rows_kernel(
     h = tl.load(x + row * x_stride + k, mask=k < K, other=0.0).to(tl.float32)
     if norm_weight is not None:  # rounded as if it had been written and read back
         h = normalize(h, norm_scale, K, eps).to(x.dtype.element_ty).to(tl.float32)
+    if ACTIVATION is not None:
+        up = tl.load(x + row * x_stride + K + k, mask=k < K, other=0.0).to(tl.float32)
+        h = gated_activation(h, up, ACTIVATION).to(x.dtype.element_ty).to(tl.float32)
     peak = tl.max(tl.abs(h))
     largest = tl.full([], LARGEST_FP8, tl.float32)
     tl.store(scales + row, tl.where(peak > 0.0, tl.div_rn(peak, largest), 1.0))
@@ -147,16 +153,19 @@ def stored(weight: QuantizedWeight, gpu: Generation) -> torch.Tensor:
     return weight.values.view(torch.uint8) if is_fp8 and not gpu.has_fp8 else weight.values
 
 
-def quantize_rows(x: torch.Tensor, norm: Norm | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-    """x ``[T, K]``, or its norm, in FP8, and the scales of its rows ``[T]``, fp32."""
-    T, K = x.shape
+def quantize_rows(
+    x: torch.Tensor, norm: Norm | None = None, gated: gated_ops.GatedOp | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """x ``[T, K]``, or its norm, in FP8, and the scales of its rows ``[T]``, fp32. ``gated``: of x ``[T, 2K]``."""
+    T, K = x.shape[0], x.shape[1] if gated is None else x.shape[1] // 2
     values = torch.empty(T, K, dtype=torch.float8_e4m3fn, device=x.device)
     scales = torch.empty(T, dtype=torch.float32, device=x.device)
     block = next_power_of_two(K)
     weight, eps, offset = (None, 0.0, 0.0) if norm is None else (norm.weight, norm.eps, norm.offset)
     launch(
         quantize_rows_kernel, (T,), x, weight, values, scales, K, x.stride(0), eps,
-        OFFSET=offset, BLOCK=block, num_warps=min(16, max(4, block // 512)),
+        OFFSET=offset, ACTIVATION=None if gated is None else ACTIVATIONS[gated][0], BLOCK=block,
+        num_warps=min(16, max(4, block // 512)),
     )  # fmt: skip
     return values, scales
 
@@ -176,9 +185,13 @@ def multiply_in_fp8(
     residual: torch.Tensor | None,
     cut: QuantizedTiling,
     gpu: Generation,
+    gated: gated_ops.GatedOp | None = None,
 ) -> torch.Tensor:
-    """``norm(x) Wᵀ + b + residual``, with a W in FP8 and ``norm(x)`` rounded to FP8; as :func:`multiply`."""
-    values, x_scales = quantize_rows(x, norm)
+    """``norm(x) Wᵀ + b + residual``, with a W in FP8 and ``norm(x)`` rounded to FP8; as :func:`multiply`.
+
+    ``gated``: an activation of gate and up in x ``[T, 2K]``, in place of the norm.
+    """
+    values, x_scales = quantize_rows(x, norm, gated)
     if not is_pytorchs(x, weight):
         return multiply(values, weight, bias, residual, None, cut, gpu, x_scales, x.dtype)
     scales = weight.scales.float().expand(len(weight), 1).contiguous().t()

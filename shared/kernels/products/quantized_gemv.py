@@ -258,6 +258,31 @@ def linear(
     return y if activation is None else _finished(y, residual, activation)
 
 
+def rounds_prompts(x: torch.Tensor, weight: QuantizedWeight) -> bool:
+    """Whether x has so many rows that :func:`linear` rounds them to FP8 in a launch of their own."""
+    is_fp8 = weight.values.dtype == torch.float8_e4m3fn
+    return is_fp8 and len(x) > MAX_ROWS and launches(x) and generation(x.device).has_fp8
+
+
+def gated_linear(
+    x: torch.Tensor,
+    weight: QuantizedWeight,
+    bias: torch.Tensor | None,
+    residual: torch.Tensor | None,
+    gated: gated_ops.GatedOp,
+) -> torch.Tensor:
+    """``gated(gate, up) Wᵀ + b + residual`` of gate and up in x ``[T, 2K]``, where :func:`rounds_prompts` is true.
+
+    One launch activates and rounds a row, which so is neither written nor read in 16 bits. The numbers are those of
+    both launches. ``residual`` may be overwritten.
+    """
+    N, K = weight.shape
+    check_weight(weight, x.shape[1] // 2)
+    gpu = generation(x.device)
+    cut = quantized_tiling(len(x), N, K, 8, weight.columns_per_scale, False, x.element_size(), gpu.shared_bytes)
+    return multiply_in_fp8(x, weight, bias, None, residual, cut, gpu, gated)
+
+
 def check_weight(weight: QuantizedWeight, K: int) -> None:
     """Raise ValueError if a weight does not fit rows of K numbers, or its format is none that the kernels read."""
     if weight.shape[1] != K or not weight.values.is_contiguous() or not weight.scales.is_contiguous():
