@@ -1,4 +1,4 @@
-"""A pytest plugin that writes down what a page's known mistakes do, in place of the tests of a file from empty.
+"""A pytest plugin that writes down what a page's known mistakes do, instead of the tests of a file from empty.
 
 ``INFER_FROM_EMPTY_PROOF`` names the file to write: JSON, pairs of a sentence and the cases of the tests. Loaded with
 ``-p tests.from_empty_proof``, beside ``--from-empty``.

@@ -47,7 +47,7 @@ class Table:
     def characters(self, state: int, action: Action, *, counts_last: bool = False) -> None:
         """Every plain character leads from the state back to it; also U+2028 and U+2029.
 
-        The action stands at the first byte of a character, or at the last.
+        The action is at the first byte of a character, or at the last.
         """
         lead, tail = (Action.GOTO, action) if counts_last else (action, Action.GOTO)
         tails = [self.state() for _ in range(3)]

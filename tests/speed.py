@@ -1,7 +1,7 @@
 """What the speed tests share: a benchmark of every phase, requests served and counted, and engines timed in turns.
 
 A test that compares seconds is marked ``measured``. It compares two contenders in one process, in turns, by medians.
-Beside it stands a test without the mark, which asserts the count that explains the ratio: forwards, tokens, steps.
+Next to it is a test without the mark, which asserts the count that explains the ratio: forwards, tokens, steps.
 """
 
 import statistics

@@ -1,6 +1,6 @@
 """A tab of the browser for a test: what the browser complains of and requests to other hosts fail the test.
 
-All waiting in the browser is Playwright's own, and its limit stands here.
+All waiting in the browser is Playwright's own, and its limit is set here.
 """
 
 import re

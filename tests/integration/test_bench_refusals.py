@@ -27,7 +27,7 @@ def no_work(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def assert_refused(command: str, told: str) -> None:
-    """The command ends with 2 and one paragraph that says ``told``."""
+    """The command exits with 2 and prints one paragraph that says ``told``."""
     result = CliRunner().invoke(app, command.split())
     assert (result.exit_code, "Traceback" in result.output) == (2, False), result.output
     assert told in " ".join(result.stderr.split())

@@ -134,7 +134,7 @@ def test_each_submission_gets_its_row(graded: tuple, name: str, outcome: str, re
 
 @pytest.mark.usefixtures("one_server")
 def test_what_is_wrong_in_one_exercise_costs_no_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Both stand in one file, and the first ends no run of their tests."""
+    """Both are in one file, and the first does not end the run of their tests."""
     monkeypatch.setattr(grading, "_check_reference", lambda judge, wanted, hunted: None)  # proved above
     first, second = find_exercise("02x1"), find_exercise("02x2")
     assert first.path == second.path

@@ -1,6 +1,6 @@
 """The instruments of the chapters in a real Chromium: their formulas beside those of the benchmarks, and their use.
 
-Each instrument stands in a page of its own here, opened as a file; tests of the whole site open the chapters.
+Each instrument is in a page of its own here, opened as a file; tests of the whole site open the chapters.
 """
 
 import re

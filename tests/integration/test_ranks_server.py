@@ -20,7 +20,7 @@ def ranks_of(process: psutil.Process) -> list[psutil.Process]:
 
 @pytest.mark.parametrize(("where", "is_lost"), [("--engine-process", True), ("--engine-thread", False)])
 def test_a_server_ends_with_its_group(session_folder: Path, tmp_path: Path, where: str, is_lost: bool) -> None:
-    """It says which rank was lost, also while it has no work, and leaves no rank behind.
+    """It says which rank was lost, even while it has no work, and leaves no rank behind.
 
     The process of an engine is a daemon, which may start no process of multiprocessing.
     """

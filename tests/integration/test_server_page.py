@@ -1,4 +1,4 @@
-"""The server's page in a real Chromium: the playground answers, the charts move, the memory is drawn.
+"""The server's page in a real Chromium: the playground answers, the charts move, the memory is shown.
 
 The server and the newest phase's engine run on threads of this process, and a test says how many steps the engine may
 run: what happens in the middle of an answer is not left to a race. No other host is contacted. Where there

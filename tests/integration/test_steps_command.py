@@ -27,7 +27,7 @@ def recording(folder: Path) -> dict[str, Any]:
 
 
 def by_learner(model: str, folder: Path, line: str) -> subprocess.CompletedProcess[str]:
-    """The command on a workspace whose chunks have this line in place of the right one."""
+    """The command on a workspace whose chunks have this line instead of the right one."""
     own = folder / "workspace" / CHUNKS
     own.parent.mkdir(parents=True)
     text = (ROOT / CHUNKS).read_text(encoding="utf-8")

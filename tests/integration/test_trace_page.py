@@ -77,7 +77,7 @@ def turn_to(section: Any, step: int) -> None:
 
 
 def choose(tab: Any, row: int) -> str:
-    """What is told of a request, chosen by the keys, at the step to which the slider was turned."""
+    """What the page says of a request that is selected by keys, at the step to which the slider was turned."""
     tab.locator(".scroller").focus()
     for _ in range(row + 1):
         tab.keyboard.press("ArrowDown")

@@ -26,7 +26,7 @@ from tutorial.workshop.verdicts import Outcome
 
 ROOT = Path(__file__).parents[2]
 KV_BYTES_GAP = 'raise NotImplementedError("exercise 03x1: what one token costs, in bytes")'
-GAP_LINE = reference(find_exercise("03x1"))[1].begin + 2  # where the line of the gap stands, counted from 1
+GAP_LINE = reference(find_exercise("03x1"))[1].begin + 2  # the number of the gap's line, from 1
 KV_BYTES = "return 2 * config.num_layers * config.num_kv_heads * config.head_dim * num_tokens * dtype.itemsize"
 needs_triton = pytest.mark.skipif(NO_TRITON is not None, reason=f"{NO_TRITON}")
 

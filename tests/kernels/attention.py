@@ -27,8 +27,8 @@ def draw_tokens(randn: Callable, lengths: Sequence[int], Hkv: int, D: int, dtype
 
 
 class PagedMemory:
-    """Sequences in blocks at random places. All that may not be read is NaN, and between the tables, which stand in any
-    order, are numbers of blocks that do not exist.
+    """Sequences in blocks at random places. All that may not be read is NaN, and between the tables, which are in any
+    order, there are numbers of blocks that do not exist.
 
     Args:
         tokens: keys and values of each sequence; without a sequence the memory is of two heads of size 16.

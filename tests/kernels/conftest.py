@@ -162,7 +162,7 @@ def num_launches() -> Callable[..., int]:
 
 @pytest.fixture
 def only_the_caches_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Products, norms and draws take the interpreter seconds a step, and know nothing of buckets."""
+    """Products, norms and sampling take the interpreter seconds per step, and do not depend on buckets."""
     from shared.kernels.products import gemv, rmsnorm
     from shared.kernels.sampling import sampler
 

@@ -20,7 +20,7 @@ Steps = Sequence[Mapping[str, int]]
 
 
 def load(folder: Path, family: str, dtype: torch.dtype = torch.float32) -> Any:
-    """A model cut to a layer or two, since each costs the interpreter seconds; the memory has room for all."""
+    """A model truncated to a layer or two, since each costs the interpreter seconds; the memory has space for all."""
     model = load_model(folder, dtype=dtype, device=DEVICE)
     model.blocks = torch.nn.ModuleList(model.blocks[layer] for layer in LAYERS[family])
     return model

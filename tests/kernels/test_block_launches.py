@@ -61,7 +61,7 @@ def attention(phase: str, rows: int) -> dict[str, int]:
         read = ["paged_attention_kernel" if rows == 1 else "paged_prefill_kernel"]
     else:
         read = ["planned_decode_kernel" if rows == 1 else "planned_prefill_kernel"]
-        if phase >= "09" and rows > 1:  # a step of fixed size has room for both kinds of requests
+        if phase >= "09" and rows > 1:  # a step of fixed size has space for both kinds of requests
             read += ["planned_decode_kernel", "merge_states_kernel"]
     return {"kv_write_kernel": 1} | dict.fromkeys(read, 1)
 

@@ -79,7 +79,7 @@ def test_replayed_steps_verify_drafts(tiny_checkpoints, family):
 def test_replayed_steps_have_mask_tokens(tiny_checkpoints, family):
     """Nine tokens verify two guesses and make the next ones; the guesses are those of steps that are not captured.
 
-    Of greedy requests they are made after every token of a step, right after it; with one that is drawn, as ever.
+    Of greedy requests they are made after every token of a step, right after it; with a sampled one, as usual.
     """
     greedy, drawn = REQUESTS[0][1], {"seed": 2, "max_new_tokens": 4, "ignore_eos": True}
     short = greedy | {"max_new_tokens": 8}

@@ -27,7 +27,7 @@ def models(tiny_checkpoints):
 
 
 def run(model, cache, view):
-    """Hidden states of all steps laid end to end, through a cache that the view stands before."""
+    """Hidden states of all steps laid end to end, through the view's cache."""
     outputs, start = [], 0
     for num_new in STEPS:
         cache.reserve("r", num_new)

@@ -14,7 +14,7 @@ DEVICE = torch.device("cpu" if INTERPRETED else "cuda")
 
 def check(randn, assert_near, counts, *, Hq=3, D=16, dtype=torch.float32, empty=(), spread=3.0):
     num_states = sum(counts)
-    partial = torch.full((num_states + 3, Hq, D), NAN, device=DEVICE)  # after the states anything may stand
+    partial = torch.full((num_states + 3, Hq, D), NAN, device=DEVICE)  # after the states there may be anything
     log = torch.full((num_states + 3, Hq), NAN, device=DEVICE)
     partial[:num_states], log[:num_states] = randn(num_states, Hq, D), randn(num_states, Hq, scale=spread)
     for state in empty:

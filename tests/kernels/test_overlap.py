@@ -209,7 +209,7 @@ def test_thousands_of_replays_equal_the_kernels_one_by_one(rows, is_arrival, ran
     inputs = randn(NUM_INPUTS, rows, 2048, dtype=torch.bfloat16)
     if not generation(inputs.device).has_pdl:
         pytest.skip("GPUs before Hopper have no programmatic dependent launch")
-    torch._C._set_deterministic_algorithms(False)  # its fills would stand between the kernels
+    torch._C._set_deterministic_algorithms(False)  # its fills would come between the kernels
 
     with monkeypatch.context() as patch:
         one_by_one(patch, MODULES)
@@ -300,7 +300,7 @@ def test_thousands_of_replayed_draws_equal_the_kernels_one_by_one(rows, settings
     """A graph of draws from different logits, one after the other; before each replay a copy writes the indices."""
     if not generation(device).has_pdl:
         pytest.skip("GPUs before Hopper have no programmatic dependent launch")
-    torch._C._set_deterministic_algorithms(False)  # its fills would stand between the kernels
+    torch._C._set_deterministic_algorithms(False)  # its fills would come between the kernels
     inputs = randn(NUM_INPUTS, rows, 128_256, scale=1.5)
     batch, counters = batch_of(settings, rows, device), sampler.make_counters(rows, device)
     indices = torch.arange(4 * rows, device=device).view(4, rows)

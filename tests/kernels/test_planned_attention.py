@@ -285,7 +285,7 @@ COPYING = dataclasses.replace(SMALL_PREFILL, rows=32, copied=CopiedTiling(32, 4,
 )
 @pytest.mark.parametrize("split_size", [None, 48])
 def test_keys_in_one_piece(randn, assert_near, num_launches, batch, num_copied, copies, limits, split_size):
-    """Of requests with many new tokens, as long as there is room; the others' are read from the blocks."""
+    """Of requests with many new tokens, as long as there is space; the others' are read from the blocks."""
     actual = check_prefill(
         randn,
         assert_near,

@@ -9,7 +9,7 @@ Each fault is put into a copy of the tree, and its tests run there until one fai
 their own. A test that does not end counts as
 having found it. Without any fault the same tests must pass. The exit status is 1 if a fault was not found, and 2 if a
 patch does not apply or tests fail without a fault.
-Invariant: the process that forks for each run has imported no module of the course, which a fault may stand in.
+Invariant: the process that forks for each run has imported no module of the course, that may contain a fault.
 """
 
 import argparse

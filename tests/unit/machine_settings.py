@@ -148,7 +148,7 @@ def what_has_room_is_admitted(machine: SchedulingMachine, planned: Planned) -> N
 
 
 def no_block_is_computed_twice(machine: SchedulingMachine, planned: Planned) -> None:
-    """Except for the last of a request, which is computed again if there is no room for a copy."""
+    """Except for the last of a request, which is computed again if there is no space for a copy."""
     size, begun = machine.target.block_size, set()
     for request, start, num_tokens, *_ in planned.schedule.prompts if machine.tree is not None else ():
         if request not in machine.sharing.prefixes:

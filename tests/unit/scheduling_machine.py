@@ -3,8 +3,9 @@
 It adds, steps, fails, interrupts and aborts in any order, with a step in flight or none.
 
 What varies is a :class:`Setting`: the choices of a run, how they make a scheduler with its pool, which drafts are
-proposed, and the checks that this scheduler must pass in addition to those of all. Beside the pool stands a naive model
-of its memory (:mod:`tests.unit.slot_model`), so a block that is shared wrongly, freed too early or written while it is
+proposed, and the checks that this scheduler must pass in addition to those of all. Next to the pool there is a naive
+model of its
+memory (:mod:`tests.unit.slot_model`), so a block that is shared wrongly, freed too early or written while it is
 shared shows as a request that reads what it should not. Each request has tokens that no other has, so a token that is
 lost, doubled or given to the wrong request shows too.
 """
@@ -270,7 +271,7 @@ class SchedulingMachine(RuleBasedStateMachine):
     def plan(self) -> Schedule:
         """Schedule a step with its drafts; as in the engine, a step that follows or precedes drafts is finished first.
 
-        What holds for every scheduler in every state is checked.
+        The invariants of every scheduler in every state are checked.
         """
         if any(schedule.has_drafts for schedule in self.loop.in_flight):
             self.finish_all()
@@ -323,7 +324,7 @@ class SchedulingMachine(RuleBasedStateMachine):
             self.pool.layout(part)  # raises where a token has no slot
 
     def is_awaited(self, entry: Scheduled) -> bool:
-        """Whether what this entry of a step in flight computes is still wanted."""
+        """Whether the result of this entry of a step in flight is still needed."""
         request = entry.request
         return request.status is RequestStatus.RUNNING and request.num_computed_tokens == entry.start
 

@@ -1,4 +1,4 @@
-"""What parts of the keys leave behind: of two states one, and attention of all keys however they are cut."""
+"""What parts of the keys leave behind: one state of two, and attention over all keys however they are divided."""
 
 import math
 from itertools import pairwise
@@ -30,7 +30,7 @@ def assert_states(got, want):
         ((1.0, 0.0), (3.0, 0.0), (2.0, 1.0)),  # weights 1 and 1
         ((1.0, 1.0), (4.0, 0.0), (2.0, math.log2(3))),  # 2 and 1
         ((5.0, 3.0), (0.0, 3.0), (2.5, 4.0)),
-        ((1.0, 2000.0), (3.0, 2000.0), (2.0, 2001.0)),  # 2^2000 is no number
+        ((1.0, 2000.0), (3.0, 2000.0), (2.0, 2001.0)),  # 2^2000 overflows
         ((1.0, -2000.0), (3.0, -2000.0), (2.0, -1999.0)),
         ((1.0, 2000.0), (3.0, 0.0), (1.0, 2000.0)),
     ],

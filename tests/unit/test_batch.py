@@ -1,4 +1,4 @@
-"""A batch says what its schedule says, and a part of it is the batch of that part, for every kind of memory."""
+"""A batch has the counts of its schedule, and a part of it is the batch of that part, for every kind of memory."""
 
 from dataclasses import replace
 from functools import partial

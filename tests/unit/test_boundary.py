@@ -37,7 +37,7 @@ def docstrings(tree: ast.Module) -> set[ast.AST]:
 
 
 def in_tables(tree: ast.Module) -> set[ast.AST]:
-    """All of the tables, and of ``MEMORY[config.kv_cache_backend or "…"]`` what stands in the brackets."""
+    """All of the tables, and of ``MEMORY[config.kv_cache_backend or "…"]`` the names in the brackets."""
     found: set[ast.AST] = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.Assign | ast.AnnAssign):

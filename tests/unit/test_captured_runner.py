@@ -50,7 +50,7 @@ class Fixed:
         return StepInputs.of({name: self.buffers[name][: len(array)].copy_(array) for name, array in arrays.items()})
 
     def advance(self) -> None:
-        self.buffers["token_ids"] += 1  # as if the tokens that are drawn were computed next
+        self.buffers["token_ids"] += 1  # as if the sampled tokens were computed next
 
 
 @pytest.fixture(autouse=True)
@@ -190,7 +190,7 @@ def test_a_failing_part_leaves_the_results_of_the_others() -> None:
 
 
 def test_draws_that_cannot_be_recorded_are_launched(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A draw within a recording is part of it; logits that no captured step writes move."""
+    """Sampling within a recording is part of it; logits that no captured step writes move."""
     logits, rows, is_capturing = torch.zeros(1, 8), torch.zeros(1, dtype=torch.int64), False
     launched, attempts = list[int](), list[int]()
 

@@ -249,7 +249,7 @@ def test_encoded_chats_have_exactly_the_bos_of_their_format(tokenizers, kind):
 
 
 def controls(tokenizer, kind, texts):
-    """The control tokens of a chat in which these texts stand: messages of three roles, and what tools bring."""
+    """The control tokens of a chat that contains these texts: messages of three roles, and what tools bring."""
     messages = [ChatMessage(role, text) for role, text in zip(("system", "user", "assistant"), texts, strict=True)]
     template, tools = FAMILIES[kind][1], []
     if template != "gemma3":

@@ -237,8 +237,8 @@ def test_fix_writes_everything_at_once_and_a_second_time_nothing(check, reposito
         assert (repository / "page.md").read_bytes() == fixed
 
 
-# What is said of each kind of fence or reference; its other faults are told apart in the tests of the parts. The faults
-# of one page stand on lines of their own.
+# What is said of each kind of fence or reference; its other faults are told apart in the tests of the parts. The
+# faults of one page are on separate lines.
 BROKEN = [
     [
         ("```text", "```ruby", "```ruby", "there is no fence `ruby`"),

@@ -1,4 +1,4 @@
-"""Training of an adapter: what is predicted, from what, and that a run that is cut goes on as if it had not been."""
+"""Training of an adapter: what is predicted, from what, and that an interrupted run continues unchanged."""
 
 import json
 from functools import partial

@@ -52,6 +52,25 @@ def test_options_and_metrics_that_stand_beside_vllms_exist() -> None:
     assert {name for name in metrics if f'"infer:{name}"' not in source} == set()
 
 
+def test_files_and_names_that_stand_beside_vllms_exist() -> None:
+    """Each name in a row is defined in a file of the row, or in the newest engine."""
+    table = (ROOT / "docs/FROM_VLLM.md").read_text(encoding="utf-8").split("## Flags")[0]
+    rows = [re.findall(r"`([^`]+)`", line.split("|")[2]) for line in table.splitlines() if line.startswith("| `")]
+    assert rows, "no row has a name of vLLM"
+    wrong = []
+    for names in rows:
+        files, folder = [ROOT / "phases/phase_12/engine.py"], ROOT
+        for name in (name for name in names if "/" in name or name.endswith(".py")):
+            path = ROOT / name if "/" in name else folder / name
+            folder = path if path.is_dir() else path.parent
+            files += sorted(path.rglob("*.py")) if path.is_dir() else [path]
+        wrong += [str(path) for path in files if not path.is_file()]
+        source = "\n".join(path.read_text(encoding="utf-8") for path in files if path.is_file())
+        parts = [part for name in names if not ("/" in name or name.endswith(".py")) for part in name.split(".")]
+        wrong += [part for part in parts if not re.search(rf"^\s*(class|def) {part}\b", source, re.MULTILINE)]
+    assert not wrong
+
+
 def test_the_map_lists_the_modules_as_they_are() -> None:
     assert source_map.PAGE.read_text(encoding="utf-8") == source_map.page(), "run make map"
 

@@ -1,4 +1,4 @@
-"""What a scheduler counts of drafts, for each request and by position in a step, and the room for their logits."""
+"""What a scheduler counts of drafts, for each request and by position in a step, and the space for their logits."""
 
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,7 @@ LENGTH, WRONG = 3, 99
 
 
 def step(scheduler: SpeculativeScheduler, drafts: dict[str, list[int]]) -> StepRecord:
-    """Each request proposes its drafts, if it may have any; every token that is drawn is 7."""
+    """Each request proposes its drafts, if it may have any; every sampled token is 7."""
     schedule = scheduler.schedule()
     for entry in schedule:
         entry.request.draft_ids = list(drafts.get(entry.request.request_id, ()))[: entry.num_drafts]

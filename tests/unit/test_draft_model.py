@@ -83,7 +83,7 @@ def has_guessed(engine: Any) -> bool:
 def test_outputs_are_those_without_drafts(
     tiny_checkpoints: dict[str, Path], drafts: dict[str, Path], family: str, overlaps: bool
 ) -> None:
-    """Greedy and drawn, with penalties, chunks, shared prefixes and preemptions."""
+    """Greedy and sampled, with penalties, chunks, shared prefixes and preemptions."""
     arguments = SMALL | {"prefill_chunk_size": 30}
     requests, arrivals = [*ALIKE, *MIXED], [*ARRIVE, *ARRIVALS]
     plain = Plain(EngineConfig(model=str(tiny_checkpoints[family]), **arguments))
@@ -280,7 +280,7 @@ def serve_noting(engine: Any, requests: Requests) -> list[Verified]:
 
 
 def scores(folder: Path, request: Request) -> torch.Tensor:
-    """By index of the text, the score ``[V]`` of each token that may stand there: the largest is drawn."""
+    """By index of the text, the score ``[V]`` of each token that may follow: the largest is sampled."""
     ids = torch.tensor([request.token_ids])
     with torch.inference_mode():
         logits = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)(ids).logits[0].roll(1, 0)

@@ -83,7 +83,7 @@ def test_what_other_grammars_force() -> None:
 @settings(max_examples=40)
 @given(number=st.integers(0, 3), seed=st.integers(0, 10_000))
 def test_texts_go_on_as_forced(number: int, seed: int) -> None:
-    """In a text without blanks, but for the space after a colon, each forced text stands where it was forced."""
+    """In a text without blanks, but for the space after a colon, each forced text is where it was forced."""
     grammar = (
         Grammar.json_schema(KEYS),
         Grammar.regex(r"(ab|cd)+xyz|(ef)*z"),

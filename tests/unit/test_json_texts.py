@@ -1,4 +1,4 @@
-"""Grammars of schemas byte by byte: texts that are no JSON, digits, depth, the room of objects, and large schemas."""
+"""Grammars of schemas byte by byte: texts that are not JSON, digits, depth, limits of objects, and large schemas."""
 
 import json
 from typing import Any

@@ -43,9 +43,9 @@ def test_transformers_loads_it_and_generates(shape, tmp_path):
     with torch.no_grad():
         logits = model(ids).logits[0, prompt.shape[1] - 1 : -1]
     best = logits.topk(2).values
-    assert (best[:, 0] - best[:, 1]).min() > 1e-3  # far above fp32 rounding: greedy parity tests stand on this
+    assert (best[:, 0] - best[:, 1]).min() > 1e-3  # far above fp32 rounding: greedy parity tests rely on this
     assert 1.0 < logits.std() < 4.0
-    assert len(set(ids[0].tolist())) > 8  # does not fall into one token for ever
+    assert len(set(ids[0].tolist())) > 8  # does not repeat one token forever
 
 
 def test_shards_hold_the_same_values_as_one_file(tmp_path):

@@ -1,6 +1,6 @@
 """The states of mask tokens belong to the step that was launched last, whatever becomes of its requests: aborts, ends,
 failures, preemption, and drafts that another drafter proposes. The guesses of each step are made as on a GPU, ahead of
-the host, by a head whose passes are repeated in place of recorded."""
+the host, by a head whose passes are repeated instead of recorded."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -24,7 +24,7 @@ REQUESTS: Requests = [(prompt, GREEDY | {"max_new_tokens": 8 + n}) for n, (promp
 
 
 def repeat(run: Callable[[], Computed]) -> CapturedStep:
-    """In place of a recording: runs the function again, and writes to the memory of the first results."""
+    """Instead of a recording, runs the function again, and writes to the memory of the first results."""
     results = run()
 
     def replay() -> None:

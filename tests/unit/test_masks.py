@@ -213,7 +213,7 @@ def in_a_character(counts_last: bool) -> Automaton:
 @pytest.mark.usefixtures("thresholds")
 @pytest.mark.parametrize("counts_last", [False, True])
 def test_tokens_that_end_inside_a_character(counts_last: bool) -> None:
-    """The last character counts at any of its bytes, and its state may need frames that the stack has no room for."""
+    """The last character counts at any of its bytes, and its state may need frames that do not fit the stack."""
     parts = "字".encode()[:1], "字".encode()[:2], "\u2028".encode(), "\u2028".encode()[:2], "字a".encode(), b"\xe5a"
     words = [b"a" * count + part for part in parts for count in range(4)]
     tokens = vocabulary([*(bytes([byte]) for byte in range(256)), *words])
@@ -295,7 +295,7 @@ def test_characters_are_counted_and_not_bytes() -> None:
 
 
 def test_tokens_of_many_brackets_are_never_allowed() -> None:
-    """The kernel that walks tokens has room for so many frames; shorter tokens spell the same bytes."""
+    """The kernel that walks tokens has space for so many frames; shorter tokens spell the same bytes."""
     words = [b"[", b'[[["', b"[[[[", b"[" * 20]
     fsm = TokenFSM(nested(), vocabulary(words))
     assert [fsm.vocabulary.tokens[n] for n in fsm.allowed_tokens(START)] == words[:2]

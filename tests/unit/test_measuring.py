@@ -1,4 +1,4 @@
-"""What every benchmark stands on: timing, the machine's name, reports, and the roofline's arithmetic."""
+"""What every benchmark relies on: timing, the machine's name, reports, and the roofline's arithmetic."""
 
 import json
 import os

@@ -108,7 +108,7 @@ def test_a_group_is_computed_as_if_its_masks_followed_its_real_token(
 
 
 def test_the_group_behind_the_last_accepted_token_counts() -> None:
-    """A step computed the token at index 10 and three drafts; the token drawn after the accepted ones was appended."""
+    """A step computed the token at index 10 and three drafts; the token sampled after those accepted was appended."""
     for num_accepted in range(4):
         num_tokens = 11 + num_accepted + 1
         assert_equal(group_of_next(num_tokens, 10), num_accepted, f"the group, with {num_accepted} drafts accepted")

@@ -1,4 +1,4 @@
-"""The faults that `make mutants` puts into modules fit the modules as they stand."""
+"""The faults that `make mutants` puts into modules fit the modules as they are."""
 
 import ast
 

@@ -119,7 +119,7 @@ def test_before_min_tokens_no_stop_string_and_no_id_ends_the_output(tokenizer: T
 
 
 def test_what_ends_an_output_is_masked_until_min_tokens(tokenizer: Tokenizer) -> None:
-    """As in vLLM the end-of-sequence ids too if they are ignored; not those that the model cannot draw."""
+    """As in vLLM the end-of-sequence ids too if they are ignored; not those that the model cannot sample."""
     params = SamplingParams(min_tokens=2, stop_token_ids=(7,), ignore_eos=True)
     end_ids = params.end_ids({3, 10**6}, 100)
     assert sorted(end_ids) == [3, 7]

@@ -47,7 +47,7 @@ def test_pending_ids_reach_the_right_sequences_after_a_failure_too() -> None:
 
 
 def test_pending_ids_survive_a_draw_that_was_made_in_parts() -> None:
-    """A failing draw is halved down to the rows that fail; all its parts are one draw of the few that are kept."""
+    """Sampling that fails is halved down to the rows that fail; all its parts count as one of the few that are kept."""
     step = Step(8, OVERLAPPED)
     sample = step.runner.sampler.sample
 

@@ -228,7 +228,7 @@ def test_a_step_that_is_not_counted_is_forgotten() -> None:
 
 
 def test_the_view_writes_nothing_that_was_not_granted() -> None:
-    """The pool refuses to say where; also where the last block would have room."""
+    """The pool refuses to say where; even where the last block would have space."""
     pool, a, b = make_pool(), make_request("a"), make_request("b")
     pool.reserve(a, 5)
     Batch.of(step_of({a: 5}), pool)

@@ -84,7 +84,7 @@ class Machine(RuleBasedStateMachine):
         self.num_added = 0
         self.wrong = []
         self.num_checked: Counter[str] = Counter()
-        self.fail_before = self.fail_after = 0  # calls that raise before the draw, and after the tokens are counted
+        self.fail_before = self.fail_after = 0  # calls that raise before sampling, and after the tokens are counted
         penalty_module.adjust_logits = self.checked_adjustment
         drawing_module.sample = self.failing_sample  # type: ignore[assignment]
         sampler_module.top_logprobs = self.failing_logprobs
@@ -155,7 +155,7 @@ class Machine(RuleBasedStateMachine):
 
     @rule(is_drawn=st.booleans())
     def break_off(self, is_drawn: bool) -> None:
-        """A step that is interrupted before it is committed, after its draw or before; what was in flight is lost."""
+        """A step that is interrupted before it is committed, after sampling or before; what was in flight is lost."""
         schedule = self.scheduler.schedule()
         launched = self.forward(schedule)
         while self.in_flight:
@@ -275,7 +275,7 @@ def test_an_older_row_of_a_request_that_moved_is_not_believed() -> None:
     draw(0, [2, 4], 5)
     assert tables.counts is not None
     assert counts_of(tables.counts, 0) == ({1}, Counter([2, 4, 5]))
-    for _ in range(2):  # the first time the draw fails, so nothing is added
+    for _ in range(2):  # sampling fails the first time, so nothing is added
         tables.enter([row(0, [1], [2, 4, 5, 6], frequency_penalty=1.0)], [0], VOCABULARY)
     assert counts_of(tables.counts, 0) == ({1}, Counter([2, 4, 5, 6]))
 

@@ -98,7 +98,7 @@ def test_it_is_queued_before_later_requests(tokenizer: Tokenizer) -> None:
 
 def test_it_is_computed_anew_prompt_and_answer_in_one_forward(tokenizer: Tokenizer) -> None:
     loop, b = preempted(tokenizer)
-    # a has 5 tokens and ends with 9, of which the last is not written: then there is room for the 5 of b.
+    # a has 5 tokens and ends with 9, of which the last is not written: then there is space for the 5 of b.
     loop.check_steps(["||a", "||a", "||a"])
     schedule = loop.scheduler.schedule()
     assert_equal(shown(schedule), "|bc|", "the next step: preempted|prompts|decoding")

@@ -109,7 +109,7 @@ def test_a_growing_request_stays_one_node() -> None:
 
 
 def test_blocks_that_are_there_are_kept_and_the_request_s_own_come_back_unused() -> None:
-    """Two requests compute the same three blocks, and the second goes on with a fourth."""
+    """Two requests compute the same three blocks, and the second continues with a fourth."""
     tree = PrefixTree(SIZE)
     first, _ = tree.acquire(pack("aabbccdd"))
     second, _ = tree.acquire(pack("aabbccdd"))

@@ -173,7 +173,7 @@ def steps() -> list[Batch]:
 
 
 def tokens_of(runner: Runner, batches: Sequence[Batch]) -> list[list[int]]:
-    """The ids that each batch's rows draw, which are greedy."""
+    """The ids that each batch's rows sample, greedily."""
     row = Request("x", [1], SamplingParams(temperature=0.0), 0).sampling_row()
     sampled = [runner.sample(runner.forward(batch), [row] * len(batch.logit_rows)) for batch in batches]
     return [output.wait().token_ids for output in sampled]

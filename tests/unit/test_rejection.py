@@ -38,7 +38,7 @@ def logits_of(seed: int, count: int) -> torch.Tensor:
 def answers(params: SamplingParams, target: torch.Tensor, draft: torch.Tensor | None) -> list[list[int]]:
     """The tokens that each of many seeds keeps of one step whose rows have the logits ``target [K + 1, V]``.
 
-    The drafts are drawn from the softmax of ``draft [K, V]`` with the same options; None: always the most likely token.
+    The drafts are sampled from the softmax of ``draft [K, V]`` with the same options; None: the most likely token.
     """
     K = len(target) - 1
     seeds = range(NUM_DRAWS)
@@ -61,7 +61,7 @@ def answers(params: SamplingParams, target: torch.Tensor, draft: torch.Tensor | 
 
 @pytest.mark.parametrize("is_certain", [False, True])
 def test_the_shares_of_three_tokens_are_those_of_the_target(is_certain: bool) -> None:
-    """Drawn drafts are accepted with probability 1, 0.6 and 1 / 3, which is 0.6 of them; certain ones with p = 0.6."""
+    """Sampled drafts are accepted with probability 1, 0.6 and 1 / 3, or 0.6 of them; certain ones with p = 0.6."""
     p, q = torch.tensor([0.6, 0.3, 0.1]), torch.tensor([0.2, 0.5, 0.3])
     kept = answers(SamplingParams(), p.log().expand(2, 3), None if is_certain else q.log()[None])
     shares = torch.bincount(torch.tensor([tokens[0] for tokens in kept]), minlength=3) / NUM_DRAWS

@@ -31,7 +31,7 @@ def make(folder: Path, kind: str, **settings: Any) -> Engine:
 
 
 def record(engine: Engine) -> RecordedRun:
-    """Nine requests, drawn at temperature 1, that arrive and are aborted before given steps."""
+    """Nine requests, sampled at temperature 1, that arrive and are aborted before given steps."""
     recorder, coming = RunRecorder(engine), [(3 * n, n) for n in range(9)]
     while coming or recorder.has_work():
         while coming and coming[0][0] <= len(recorder.steps):

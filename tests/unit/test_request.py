@@ -1,4 +1,4 @@
-"""What a request says of its tokens: which are computed next, and what the sampler is told of them."""
+"""What a request says of its tokens: which are computed next, and what the sampler receives of them."""
 
 from itertools import combinations
 from typing import Any

@@ -1,4 +1,4 @@
-"""The runner: forwards and draws of a batch, ids that stay on the device, failures that stay with their sequence."""
+"""The runner: forwards and sampling of a batch, ids that stay on the device, failures that stay with their sequence."""
 
 from collections.abc import Sequence
 from types import SimpleNamespace

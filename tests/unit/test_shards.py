@@ -196,7 +196,7 @@ def test_the_row_parallel_sum(bias: bool, activation: str | None) -> None:
 def test_a_sum_is_added_in_the_order_of_the_ranks() -> None:
     terms = [torch.tensor([1e8]), torch.tensor([-1e8]), torch.tensor([1.0])]
     assert [float(y) for y in on_ranks(3, lambda ranks: ranks.all_sum(terms[ranks.rank]))] == [1.0] * 3
-    small = [torch.tensor([each]).bfloat16() for each in (256, 1, 1)]  # 257 is no number of bf16
+    small = [torch.tensor([each]).bfloat16() for each in (256, 1, 1)]  # bf16 cannot represent 257
     assert [float(y) for y in on_ranks(3, lambda ranks: ranks.all_sum(small[ranks.rank]))] == [258.0] * 3
     assert [float(y) for y in on_ranks(2, lambda ranks: ranks.all_sum(terms[2], terms[2]))] == [3.0] * 2, "a residual"
 

@@ -96,7 +96,7 @@ def test_a_link_in_a_zip_file_is_not_taken(tmp_path: Path) -> None:
 def test_what_is_no_ordinary_file_or_too_large_is_not_read(tmp_path: Path) -> None:
     folder = lay(tmp_path / "ada", NORM)
     (folder / CACHE).parent.mkdir(parents=True)
-    os.mkfifo(folder / CACHE)  # reading it would wait for ever
+    os.mkfifo(folder / CACHE)  # reading it would wait forever
     (folder / NORM).write_bytes(b"#" * (MOST_BYTES + 1))
     problems = read(folder).problems
     assert problems == {CACHE: "is no regular file", NORM: "is larger than 1 MiB"}

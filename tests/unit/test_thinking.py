@@ -147,7 +147,7 @@ def test_only_the_last_turn_of_a_conversation_says_whether_thoughts_are_open(tin
 
     def is_open(messages: list[ChatMessage], **how: bool) -> bool:
         ids = encode_chat(tokenizer, messages, template="qwen3", **how)
-        if not how.get("add_generation_prompt", True):  # the message goes on
+        if not how.get("add_generation_prompt", True):  # the message continues
             ids = ids[: -1 - ids[::-1].index(tokenizer.token_id("<|im_end|>"))]  # type: ignore[arg-type]
         found = ThinkingLimits.of(params, ids, 0, (), tokenizer)
         assert found is not None
@@ -249,7 +249,7 @@ REQUESTS: Requests = [
 
 @pytest.fixture(scope="module")
 def close_id(tiny_checkpoints: dict[str, Path]) -> int:
-    """A token that the random model likes to draw."""
+    """A token that the random model often samples."""
     engine = Engine(EngineConfig(str(tiny_checkpoints["qwen3"]), **SETTINGS))
     params = [(prompt, {"temperature": 0.0, "max_new_tokens": 40, "ignore_eos": True}) for prompt, _ in REQUESTS]
     drawn = [token_id for answer in serve(engine, params)[0] for token_id in tokens(answer)]
@@ -270,7 +270,7 @@ def folder(tiny_checkpoints: dict[str, Path], close_id: int, monkeypatch: pytest
 
 
 def test_a_greedy_answer_is_the_plain_one_with_replacements(folder: Path, close_id: int) -> None:
-    """The definition, token by token: draw without limits, and replace."""
+    """The definition, token by token: sample without limits, and replace."""
     (prompt, options), *_ = REQUESTS
     engine = Engine(EngineConfig(str(folder), **SETTINGS))
     answer = tokens(serve(engine, [(prompt, options)])[0][0])

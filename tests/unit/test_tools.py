@@ -145,7 +145,7 @@ def test_thinking_is_content_where_the_format_has_none() -> None:
 @pytest.mark.parametrize("is_first", [False, True])
 @pytest.mark.parametrize(("form", "call"), [("chatml", CALL), ("llama3", WHOLE)])
 def test_thoughts_that_the_prompt_has_opened_come_first(form: str, call: str, is_first: bool) -> None:
-    """At every division: what stands in them is no call, and the answer begins after them."""
+    """At every division: their content is not a call, and the answer begins after them."""
     thoughts = f"{call}?\n</think>"
     for text, expected in (
         (f"{thoughts}\n\n{call}", [Content(thoughts), CallStart(0, "add")]),

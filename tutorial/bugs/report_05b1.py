@@ -1,7 +1,7 @@
 """A short question waits until a long answer is complete.
 
-We took phase 05 because a short request should join a batch that runs. It does not: beside one long answer, a question
-of two tokens has its answer only when the long one has ended, although the batch has room for 16.
+We took phase 05 because a short request should join a batch that runs. It does not: while one long answer runs, a
+question of two tokens is answered only when the long one has ended, although the batch has space for 16.
 """
 
 from pathlib import Path

@@ -1,7 +1,7 @@
 """The request that came third is answered last.
 
 Under load some users wait far longer than those who came after them. In this script six requests arrive one by one, all
-of the same size. The KV cache has no room for all of them. With first come, first served, they should finish in order.
+of the same size. The KV cache has no space for all of them. With first come, first served, they should finish in order.
 """
 
 from pathlib import Path

@@ -1,7 +1,7 @@
 """After a preemption answers go wrong, or never end.
 
 When the KV cache is full, a request is preempted and computed again later. Its answer should not change. Ours does, or
-the request stays in the engine for ever and gets no further token.
+the request stays in the engine forever and gets no further token.
 """
 
 from pathlib import Path

@@ -1,7 +1,7 @@
 """Answers leave their grammar.
 
-Each answer must match `(ab|cd){8}e`. The first letters do, and then the answer goes on with letters that cannot stand
-there, or never ends: it is as if a token were drawn with the mask of an earlier one.
+Each answer must match `(ab|cd){8}e`. The first letters do, and then the answer continues with letters that cannot
+follow, or never ends: it is as if a token were sampled with the mask of an earlier one.
 """
 
 import re

@@ -17,7 +17,7 @@ After ``run`` and ``console`` may stand ``demo``: needs the demo model, and is s
 checked. After ``run``, ``file=NAME.py``: the code is also written into that file, which later pages of the folder can
 import (``files.py``). After ``source=``, ``nodoc``: without docstrings. After ``phases=``, ``target=Engine.NAME``: one
 method instead of the file; or ``target=CLASS.NAME``, one of a part that replaces another, without its docstring. Any
-other fence or attribute is an error. Quotes and diffs have one line in place of an exercise's lines (``folds.py``).
+other fence or attribute is an error. Quotes and diffs have one line instead of an exercise's lines (``folds.py``).
 
 Numbers in the text that were measured are followed by their source, ``15.3<!-- {{report:FILE#KEY}} -->``
 (``citations.py``). Links, paths, dotted names and commands in the text must exist (``references.py``).

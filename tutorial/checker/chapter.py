@@ -1,7 +1,7 @@
 """A page of Markdown as the checker sees it: its fences, with their lines and attributes.
 
 Invariant: parsing never fails and never changes a byte; what cannot be understood is a `Problem` with its line. Lines
-count from 1, as editors show them. A fence belongs to the page however deep in a list it stands; inside a block quote
+count from 1, as editors show them. A fence belongs to the page however deep in a list it is; inside a block quote
 it would be shown to the reader and not be checked, so it is refused there.
 """
 
@@ -91,7 +91,7 @@ class Fence:
 
 @dataclass(frozen=True)
 class Chapter:
-    """A parsed page. ``outputs`` maps the line of a run fence to the output fence behind it."""
+    """A parsed page. ``outputs`` maps the line of a run fence to the output fence after it."""
 
     path: Path
     text: str

@@ -1,6 +1,6 @@
 """Numbers in the text that were measured, and the reports they come from.
 
-Behind the number, in a comment that a renderer does not show, stands its source::
+After the number, in a comment that a renderer does not show, is its source::
 
     15.3<!-- {{report:FILE#KEY}} --> times        1,144<!-- {{report:FILE#results.02.tokens_computed}} -->
     3.5×<!-- {{report:FILE#A / FILE#B}} -->       12 %<!-- {{report:FILE#A * 100}} -->
@@ -90,7 +90,7 @@ def agrees(shown: str, value: Decimal) -> bool:
 
 
 def rounded_like(shown: str, value: Decimal) -> str:
-    """The value with as many digits behind the point as ``shown``, and commas if it has some or needs none."""
+    """The value with as many digits after the point as ``shown``, and commas if it has some or needs none."""
     rounded = value.quantize(Decimal(1).scaleb(-_digits(shown)), ROUND_HALF_UP) + 0  # no minus before a zero
     has_thousands = len(shown.lstrip("-−").partition(".")[0]) > 3
     commas = "," in shown or not has_thousands

@@ -65,7 +65,7 @@ def quoted_source(root: Path, target: str, *, with_docstrings: bool = True) -> l
 def phase_diff(phases: str, target: str | None) -> list[str]:
     """The unified diff of two phases' ``engine.py``, or of one method, which is then shown whole.
 
-    Raises ConfigError for phases that do not exist or stand in the wrong order, for a target that is no method of
+    Raises ConfigError for phases that do not exist or are in the wrong order, for a target that is no method of
     either engine, nor of a part that the newer one replaces, and where nothing differs.
     """
     older, dots, newer = phases.partition("..")
@@ -145,7 +145,7 @@ def _extent(node: ast.stmt | ast.Module, lines: list[str]) -> tuple[int, int]:
 
 
 def _docstring_lines(node: ast.AST, lines: list[str]) -> set[int]:
-    """The lines of all docstrings below a node, with the empty line behind each; none where more stands on them."""
+    """The lines of all docstrings below a node, with the empty line after each; none if anything else is on them."""
     found: set[int] = set()
     for owner in ast.walk(node):
         if not isinstance(owner, Definition | ast.Module) or ast.get_docstring(owner) is None:

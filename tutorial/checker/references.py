@@ -31,7 +31,7 @@ _LINK = re.compile(r"""!?\[[^\]]*\]\(([^)\s]+)[^)\n]*\)|\b(?:src|srcset|href)=["
 _MOMENT = re.compile(r"\]\(([^()\s#]*recordings/\w+\.json)(?:#([^()\s]*))?\)")
 _SPAN = re.compile(r"`([^`\n]+)`")
 _DOTTED = re.compile(r"\b(?:shared|benchmarks|phases|tutorial)(?:\.\w+)+")
-# Where a command begins: a code span, a prompt (variables may stand before it), or an indented line.
+# Where a command begins: a code span, a prompt (variables may precede it), or an indented line.
 COMMAND = re.compile(r"(?:`|^ *\$ (?:\w+=\S* )*|^ {4})infer ([a-z][^`#\n]*)")
 TARGET = re.compile(r"(?:`|^ *\$ |^ {4})make ([a-z]+)\b")
 _END_OF_COMMAND = frozenset({"|", "||", "&&", "&", ";", ">", ">>", "2>", "<"})
@@ -86,7 +86,7 @@ def unknown_commands(page: Chapter, root: Path, infer: Any) -> Iterator[Problem]
 
 
 def _dead_moments(page: Chapter, root: Path) -> Iterator[Problem]:
-    """Links to a moment that a recording of steps does not have; the words of a link may stand on several lines."""
+    """Links to a moment that a recording of steps does not have; the words of a link may span several lines."""
     for line, text in _prose(page):
         for target, address in _MOMENT.findall(text):
             path = (page.path.parent / target).resolve()
@@ -98,7 +98,7 @@ CHECKS = MappingProxyType({"links": dead_links, "paths": missing_paths, "names":
 
 
 def looks_like_a_path(text: str) -> bool:
-    """Whether what stands in backticks is meant as a path in the repository."""
+    """Whether the text in backticks is meant as a path in the repository."""
     first, slash, _ = text.removeprefix(LEARNERS).partition("/")
     return text in TOP_FILES or (bool(slash) and first in FOLDERS and re.fullmatch(r"[\w./*-]+", text) is not None)
 
@@ -176,13 +176,13 @@ def _prose(page: Chapter) -> list[tuple[int, str]]:
 
 
 def _spans(page: Chapter) -> Iterator[tuple[int, str]]:
-    """What stands in backticks, with its line."""
+    """The text in backticks, with its line."""
     for line, text in _prose(page):
         yield from ((line, span) for span in _SPAN.findall(text))
 
 
 def _words_of_commands(page: Chapter) -> Iterator[tuple[int, str]]:
-    """The words behind each prompt, with their line; they name files and modules even where nothing is run."""
+    """The words after each prompt, with their line; they name files and modules even where nothing is run."""
     for line, text in enumerate(page.lines, start=1):
         if text.lstrip().startswith("$ "):
             yield from ((line, word) for word in text.split()[1:])

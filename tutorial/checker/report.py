@@ -1,4 +1,4 @@
-"""How a difference between page and repository is told.
+"""How a difference between page and repository is reported.
 
 Invariant: what the diff shows is what ``--fix`` would write.
 """

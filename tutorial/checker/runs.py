@@ -48,7 +48,7 @@ class PageRun:
         self._connection: Connection | None = None
 
     def check(self, fence: Fence) -> list[Problem]:
-        """Run the fence, and those before it, and compare what it printed with the output fence behind it."""
+        """Run the fence, and those before it, and compare what it printed with the output fence after it."""
         for earlier in self._chapter.fences:
             if earlier.kind != "run" or earlier.line > fence.line or (earlier.is_demo and not fence.is_demo):
                 continue

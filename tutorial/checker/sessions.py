@@ -1,7 +1,7 @@
 """Runs the ``console`` fences of a page and compares what the commands print.
 
 Each line ``$ COMMAND`` is run by a bash of its own at the repository's root, with nothing on its standard input; a
-command that ends in a backslash goes on in the next line. What stands between a command and the next is what it
+command that ends in a backslash continues in the next line. The text between a command and the next is what it
 prints, standard error included, matched as ``matching.py`` says. A command has to end with exit code 0, unless what is
 shown ends with a line ``exit code N``.
 """

@@ -52,7 +52,7 @@ class Capture:
 def execute(request: dict[str, object], namespace: dict[str, object]) -> str | None:
     """Run one fence; returns the traceback, in the page's lines, if it did not run through."""
     try:
-        # The fence's first line of code stands on the line behind the one that opens it.
+        # The fence's first line of code is on the line after the one that opens it.
         source = "\n" * int(str(request["line"])) + str(request["code"])
         code = compile(source, str(request["path"]), "exec", dont_inherit=True)
         exec(code, namespace)

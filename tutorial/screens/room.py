@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 def doctor() -> None:
-    """Say whether this machine is ready, also without a network; exit code 1 with what is missing."""
+    """Say whether this machine is ready, even without a network; exit code 1 with what is missing."""
     from tutorial.workshop.preparation import look
 
     missing = 0

@@ -57,7 +57,7 @@ def _run(workspace: Workspace, *arguments: str) -> str:
     with tempfile.TemporaryDirectory(prefix="infer-chart-") as folder:
         copy_passed(workspace, Path(folder))
         variables = {
-            "OMP_WAIT_POLICY": "passive",  # threads that spin while they wait stand in the way of busy neighbours
+            "OMP_WAIT_POLICY": "passive",  # threads that spin while they wait slow busy neighbours
             **os.environ,
             "PYTHONPATH": os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH")))),
             ENABLED: "1",

@@ -233,7 +233,7 @@ def _functions(source: str, where: str) -> list[tuple[int, int, str]]:
 
 
 def _last_line(lines: list[str], node: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
-    """The last line that belongs to a function, comments behind its last statement included."""
+    """The last line that belongs to a function, including comments after its last statement."""
     assert node.end_lineno is not None
     last = node.end_lineno - 1
     for index in range(node.end_lineno, len(lines)):

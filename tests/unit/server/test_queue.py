@@ -45,7 +45,7 @@ def test_a_client_that_leaves_frees_its_region_within_two_steps(path: str, body:
         with unread(running, path, body):
             wait_until(lambda: bool(engine.running) and engine.num_steps > 2)
         wait_until(lambda: running.app.state.client.num_open_requests == 0)
-        assert client.get("/health").status_code == 200  # by now the engine has been told
+        assert client.get("/health").status_code == 200  # by now the engine has received it
         seen = engine.num_steps
         wait_until(lambda: not engine.running)
         assert engine.num_steps - seen <= 2

@@ -1,4 +1,4 @@
-"""Calls of tools over HTTP: openai's client against an engine that answers what it is told to."""
+"""Calls of tools over HTTP: openai's client against an engine with scripted answers."""
 
 import itertools
 import json

@@ -22,7 +22,7 @@ SPECULATING: dict[str, Any] = {
 
 
 class Clock:
-    """Goes on by 10 ns whenever it is read, from a start that means nothing."""
+    """Advances by 10 ns whenever it is read, from a start that means nothing."""
 
     def __init__(self) -> None:
         self.now_ns = 7_000_000

@@ -56,7 +56,7 @@ def test_continuous_batching_by_hand(folder: Path) -> None:
     "settings", [{"batching_mode": "static"}, {}, {"scheduler_policy": "decode_round_robin"}], ids=str
 )
 def test_cells_are_what_the_engine_answered(folder: Path, settings: dict[str, str]) -> None:
-    """Every token stands in a cell that computed it, every cell that computed gave one, and alone it is the same."""
+    """Every token is in a cell that computed it, every cell that computed gave one, and alone it is the same."""
     engine = make_engine(folder, max_batch_size=3, **settings)
     requests = mixed_requests(9, vocab_size=256, max_seq_len=128, max_new_tokens=12, seed=3)
     steps = arrival_steps(9, rate=0.7, seed=3)

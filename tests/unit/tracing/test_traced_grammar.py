@@ -1,4 +1,4 @@
-"""Grammars in a trace: where each token was drawn, in the record, in the tables and in both files."""
+"""Grammars in a trace: where each token was sampled, in the record, in the tables and in both files."""
 
 import json
 from dataclasses import replace
