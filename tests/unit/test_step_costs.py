@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -142,6 +143,9 @@ def test_an_engine_takes_the_measured_table_and_measures_nothing(
         "step costs"
     ] not in (measured.hash, table.hash)
     assert Engine(EngineConfig(str(tiny_checkpoints["llama"]))).load().step_costs is None
+    path.write_text(replace(measured, of=measured.of | {"dtype": "x"}).to_json(), encoding="utf-8")
+    with pytest.raises(ConfigError, match="and its name to"):
+        Engine(config)
     for text in ("{", "{}", json.dumps({"tokens": [1, 2], "seconds": [2.0, 1.0]}), measured.to_json()[:-9]):
         path.write_text(text, encoding="utf-8")
         with pytest.raises(ConfigError, match=r"cannot be used: .* Delete the file, or measure them again"):
