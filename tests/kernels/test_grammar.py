@@ -178,6 +178,7 @@ def test_masks_stay_only_where_they_would_be_found_again():
             assert (rows[1, 0] >= 0).item(), (number, text)
             found += int(rows[1, KEPT])
         assert found == num_kept, (number, texts)
+        machine.check_masks([(number, unpack_row(rows[1].cpu().numpy())[1])])
 
 
 def test_without_a_gpu_numpy_does_the_same(monkeypatch):
