@@ -1,8 +1,8 @@
 """One request alone (W1): phases, transformers and vLLM, interleaved, against the memory limit.
 
-Introduced in phase 3.1. A speed's share of the limit is the bytes that a token must read (weights, keys and values at
-the answer's mean context) over the bandwidth of the same run. Invariant: a share above 1 means that something was not
-counted.
+Introduced in phase 3.1. A speed's share of the limit is the bytes that a token must read (weights, and keys and values
+at the answer's mean context) over the bandwidth measured in the same run. Invariant: a share above 1 means that
+something was not counted.
 """
 
 import statistics
@@ -34,7 +34,7 @@ from shared.lessons import newest_lesson
 
 @dataclass(frozen=True)
 class GenerationSize:
-    """How much is measured."""
+    """The amount of measurement."""
 
     prompt_tokens: int
     new_tokens: int
@@ -119,8 +119,8 @@ def limit_bytes(work: DecodeWork, prompt_tokens: int, num_tokens: int, packed: f
 def _figures(
     contender: Contender, own: list[Run], first: list[Run], trace: StepTrace, work: DecodeWork, prompt: int, rate: float
 ) -> dict[str, Any]:
-    """Figures of ``own`` answers, the ``first`` contender's to the same prompts, and a trace; ``rate`` in bytes per
-    second."""
+    """Figures of ``own`` answers, of the ``first`` contender's answers to the same prompts, and of a trace; ``rate`` in
+    bytes per second."""
     told = speeds(own)
     num_tokens = statistics.median_low(len(run.token_ids) for run in own)
     is_packed = isinstance(contender.settings, EngineConfig) and contender.settings.pack_weights
@@ -145,7 +145,7 @@ def _figures(
 
 
 def _ratios(runs: dict[str, list[Run]]) -> dict[str, float]:
-    """Decode speed ratios of contenders: ours over a peer's, and a later phase's over an earlier one's: the median over
+    """Decode speed ratios of contenders, ours over a peer's and a later phase's over an earlier one's: the median over
     trials of the ratio within a trial.
     """
     found = {}
@@ -206,7 +206,7 @@ def view(report: Report) -> View:
 
 
 def _panel(rows: Sequence[Row], limit: dict[str, Any]) -> Bars:
-    """Speed over the limit."""
+    """The speed divided by the limit."""
     newest = [row["name"] for row in rows if is_ours(row["name"])][-1]
     bars = []
     for row in rows:

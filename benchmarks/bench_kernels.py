@@ -133,15 +133,14 @@ def measure_attention(
 
 
 def compared_row(row: dict[str, Any]) -> dict[str, Any]:
-    """A shape's row of the report: the measurements, and how many times as long as our first call each other call
-    takes."""
+    """A shape's row of the report: the measurements, and each other call's time relative to our first call's."""
     (_, ours), *others = row["variants"].items()
-    us = ours["time_us"] if ours["launches"] else None  # without launches, all are the same op
+    us = ours["time_us"] if ours["launches"] else None  # without launches, all of them are the same op
     return row | {f"times_{name}": ratio(other["time_us"], us) for name, other in others}
 
 
 def planning_us(num_sequences: int) -> float:
-    """Microseconds on the host to plan a batch of sequences of any length, the median of many."""
+    """Microseconds that the host takes to plan a batch of sequences of any length, the median of many."""
     lengths = np.random.default_rng(num_sequences).integers(1, PLANNED_CONTEXT, num_sequences)
     plan_decode(lengths, PLANNED_GRID)
     times = timeit.repeat(lambda: plan_decode(lengths, PLANNED_GRID), number=1, repeat=PLANS_TIMED)

@@ -34,7 +34,7 @@ def measure_serving(
     """Run experiments, by default all that the phases up to ``phase`` allow, and report them.
 
     Raises ConfigError, RequestError, ModelFolderError or CapacityError before anything is computed, and
-    KeyboardInterrupt in the first experiment; later it ends the run, and the report has what was completed.
+    KeyboardInterrupt in the first experiment. A later interrupt ends the run, and the report has what was completed.
     """
     size = size or default_size(setup.device)
     check_least(trials=(size.trials, 1), tail_requests=(size.tail.num_requests, 1))

@@ -27,8 +27,8 @@ def run(measure: Callable[..., Report], view: Callable[[Report], View], descript
     """Measure what the command line requests, and present it.
 
     The options are ``--out`` and the arguments of ``measure``, by name and default: an option has the type of its
-    default, text if that is None; an option whose default is a tuple takes several values. Help shows ``description``,
-    and the options' descriptions from ``measure``.
+    default, or text if that is None; an option whose default is a tuple takes several values. Help shows
+    ``description``, and the options' descriptions from ``measure``.
     """
     about_options = f"{description}\n{inspect.getdoc(measure)}"
     parser = argparse.ArgumentParser(description=about_options, formatter_class=argparse.RawDescriptionHelpFormatter)

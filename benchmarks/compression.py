@@ -2,8 +2,8 @@
 
 A context is computed and compressed once, then the tokens that follow are scored. A budget is a share of the context
 that a head keeps on average. *Alike* gives every head this number. If heads differ, each keeps what it needs for mass
-p, between two thirds and four thirds of the budget (the default settings' ratio), or with *free* whatever it needs
-above 40; p is searched, so that the mean meets the budget. The texts are chapters of the course.
+p, between two thirds and four thirds of the budget (the default settings' ratio) or, with *free*, whatever it needs
+above 40. A search finds the p at which the mean meets the budget. The texts are chapters of the course.
 
     python -m benchmarks.compression --out benchmarks/reports
 """
@@ -50,7 +50,8 @@ ALIKE = (1.0, 1.0)
 
 @dataclass(frozen=True)
 class Way:
-    """A way to spend a budget: the heads differ within ``bounds``, shares of it; None: from ``FLOOR`` to all."""
+    """A way to spend a budget: the heads differ within ``bounds``, which are shares of it; None: from ``FLOOR`` to
+    all."""
 
     title: str
     method: str
@@ -119,8 +120,8 @@ class Scorer:
         return self.model.logits(hidden).double().log_softmax(-1)
 
     def spend(self, way: Way, share: float) -> tuple[torch.Tensor, float]:
-        """The following tokens' figures if heads keep the share ``share`` on average, by bisection for p; and what they
-        really keep."""
+        """Figures for the following tokens if heads keep the share ``share`` on average, found by bisection for p, and
+        what they really keep."""
         low, high = 0.0, 32.0
         for _ in range(1 if way.bounds == ALIKE or share >= 1 else 12):
             x = (low + high) / 2
@@ -137,7 +138,7 @@ class Scorer:
 
 
 def texts(scorer: Scorer, tokenizer: Tokenizer, num_context: int) -> dict[str, Any]:
-    """Perplexity and KL of the tokens after chapters, by way and share; and the full cache's perplexity."""
+    """Perplexity and KL of the tokens after chapters, by way and share, and the full cache's perplexity."""
     found: dict[str, dict[str, list[list[float]]]] = {way: {name(share): [] for share in SHARES} for way in WAYS}
     full = []
     for chapter in CHAPTERS:
@@ -162,8 +163,8 @@ def texts(scorer: Scorer, tokenizer: Tokenizer, num_context: int) -> dict[str, A
 
 
 def retrieval(scorer: Scorer, cases: Iterator[Case]) -> dict[str, Any]:
-    """How many answers are reproduced token by token, by way and share, if the question is *before* the compression,
-    whose window sees it, and if it is *after*; and with the full cache.
+    """How many answers are reproduced token for token, by way and share: with the question *before* the compression,
+    whose window sees it, with the question *after* it, and with the full cache.
     """
     counts: dict[str, Any] = {
         when: {way: {name(share): 0 for share in RETRIEVED} for way in WAYS} for when in ("before", "after")
@@ -191,7 +192,7 @@ def name(share: float) -> str:
 
 
 def measure(model: str = "smollm2-135m", context: int = 1024) -> Report:
-    """Everything, for one model."""
+    """All measurements, for one model."""
     folder = resolve_model(model)
     scorer, tokenizer = Scorer(load_model(folder), context + NUM_SCORED), Tokenizer.load(folder)
     results = {

@@ -1,4 +1,4 @@
-"""The contenders of a speed benchmark, and their order: phases' engines, and peers as their users get them.
+"""The contenders of a speed benchmark, and their order: the phases' engines, and peers as their users get them.
 
 Introduced in phase 3; peers in phase 3.1. ``transformers_eager`` is a plain ``generate``; ``transformers_compiled`` has
 the static cache, for which ``generate`` compiles the decode step, on a GPU; ``compile`` is our own engine, with
@@ -47,18 +47,19 @@ PEERS = {
 
 @dataclass
 class Contender:
-    """One that answers; ``settings`` are for the report, ``num_warm_ups`` answers come before the first trial."""
+    """One that answers; ``settings`` are for the report, and ``num_warm_ups`` answers come before the first trial."""
 
     title: str
     answer: Answer
     settings: EngineConfig | dict[str, Any]
     num_warm_ups: int = 1
-    ready_seconds: float = 0.0  # to load, compile, record graphs, and warm up
+    ready_seconds: float = 0.0  # time to load, compile, record graphs, and warm up
 
 
 class Turns:
-    """Contenders that answer the same prompts one after the other, each going first equally often; after
-    ``max_seconds`` of decoding an engine's answer is cut short, once it has `MIN_DECODED` tokens; transformers' is not.
+    """Contenders that answer the same prompts one after the other, each going first equally often. After
+    ``max_seconds`` of decoding, an engine's answer is cut short if it has `MIN_DECODED` tokens; transformers' answers
+    are not.
     """
 
     def __init__(self, setup: Setup, steps: Steps, max_seconds: float | None = None) -> None:
@@ -100,13 +101,13 @@ class Turns:
         return {name: [answers[name] for answers in rounds] for name in self.contenders}
 
     def trace(self, name: str, window: TraceWindow, prompt_tokens: int, new_tokens: int) -> StepTrace:
-        """One contender's work in a window of one more answer."""
+        """One contender's work within a window of one more answer."""
         with self.steps.step(f"{label(name)}: profile"):
             return window.trace(self.contenders[name].answer, self.prompts.draw(prompt_tokens), new_tokens)
 
 
 def label(name: str) -> str:
-    """``phase 03`` of a phase's number; a peer's name as it is."""
+    """``phase 03`` for a phase's number; a peer's name unchanged."""
     return f"phase {name}" if is_ours(name) else name
 
 
@@ -172,13 +173,13 @@ def load_peers(program: str, names: Sequence[str], setup: Setup, max_seq_len: in
 
 
 def load_transformers(names: Sequence[str], setup: Setup) -> dict[str, Contender]:
-    """transformers in one or both modes, with its default attention. Of the compiled one's three warm-ups one
-    compiles, and two record the CUDA graph and replay it.
+    """transformers in one or both modes, with its default attention. Of the compiled one's three warm-ups, one compiles
+    and two record the CUDA graph and replay it.
     """
     from transformers import CompileConfig, GenerationConfig
 
     model = load_reference(setup.folder, setup.work.dtype).to(setup.target)
-    model.generation_config = GenerationConfig()  # the folder's own config would bring its end ids back
+    model.generation_config = GenerationConfig()  # the folder's own config would bring back its end ids
     found, plain = {}, {"do_sample": False, "attention": "sdpa"}
     for name in names:
         ways: dict[str, Any] = {}
@@ -212,6 +213,6 @@ def generate_with(model: Any, ways: dict[str, Any], prompt_ids: list[int], new_t
     config = GenerationConfig(do_sample=False, max_new_tokens=new_tokens, pad_token_id=0, **ways)
     ids = torch.tensor([prompt_ids], device=model.device)
     streamer = TokenStreamer(on_token)
-    with torch_threads(most_threads()):  # not those that a model of ours has chosen for its last forward
+    with torch_threads(most_threads()):  # not the number that one of our models has chosen for its last forward
         model.generate(ids, attention_mask=torch.ones_like(ids), generation_config=config, streamer=streamer)
     return len(prompt_ids) + streamer.num_tokens - 1

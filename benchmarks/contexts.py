@@ -21,7 +21,7 @@ from shared.lessons import find_lesson
 PHASES, CONTEXT_LENGTHS = ("02", "03"), (16, 32, 64, 128, 256, 512)
 PROMPT_TOKENS, NEW_TOKENS = 64, 16
 POINT_TOKENS, POINT_BOUND = 16, (2, 0.5)
-"""Most tokens that a point of the curve times; it ends after so many tokens and seconds."""
+"""Maximum tokens that a point of the curve times; it ends after this many tokens, or this many seconds."""
 
 
 def measure_contexts(
@@ -34,7 +34,7 @@ def measure_contexts(
     context_lengths: Sequence[int] = CONTEXT_LENGTHS,
     **where: Any,
 ) -> Report:
-    """Speed of one request, tokens computed, and milliseconds a token by context; ``where`` is as `Setup`
+    """Speed of one request, tokens computed, and milliseconds per token by context; ``where`` is as `Setup`
     takes it.
 
     Raises ConfigError, RequestError, ModelFolderError or CapacityError before anything is computed.

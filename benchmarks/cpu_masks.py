@@ -1,12 +1,13 @@
-"""Masks of grammars on a CPU, compared with llguidance's and xgrammar's if these are installed. Introduced in phase 12.
+"""Masks of grammars on a CPU, compared with those of llguidance and xgrammar if these are installed. Introduced in
+phase 12.
 
     python -m benchmarks.cpu_masks --tokenizer FOLDER --schemas FILE --out FOLDER
 
-The file has one JSON object per line: ``name``, ``schema``, and ``tests``, each with ``valid`` and ``data``, as
+The file has one JSON object per line: ``name``, ``schema``, and ``tests``, each with ``valid`` and ``data``, like
 MaskBench's data (arXiv 2501.10868). Each document is checked token by token; masks are timed along the valid ones.
 
-Invariants: contenders take turns on each schema in one single-threaded process; each document of each pass begins with
-an empty cache, and a position's time is that of its fastest pass; only positions that all contenders reached count.
+Invariants: contenders take turns on each schema in one single-threaded process. Each document of each pass begins with
+an empty cache, and a position's time is that of its fastest pass. Only positions that all contenders reached count.
 """
 
 import importlib
@@ -49,9 +50,9 @@ class Matcher(Protocol):
 
 
 Begin = Callable[[], Matcher]
-"""A new output of a compiled grammar, with nothing remembered of earlier ones where that can be had."""
+"""A new output of a compiled grammar, with nothing cached from earlier outputs if that is possible."""
 Compile = Callable[[Any], Begin]
-"""Of a schema; raises GrammarError, ValueError or RuntimeError if it is refused."""
+"""The contender's grammar of a schema; raises GrammarError, ValueError or RuntimeError if the schema is refused."""
 
 
 class OurMatcher:
@@ -109,7 +110,7 @@ def llguidance(vocabulary: GrammarVocabulary, folder: Path) -> Compile:
 
     def compiled(schema: Any) -> Begin:
         grammar = library.LLMatcher.grammar_from_json_schema(schema)
-        LLGuidanceMatcher(library, tokenizer, grammar)  # raises for what it refuses
+        LLGuidanceMatcher(library, tokenizer, grammar)  # raises an error for grammars that it refuses
         return lambda: LLGuidanceMatcher(library, tokenizer, grammar)
 
     return compiled

@@ -1,10 +1,10 @@
 """``infer simulate`` compared with real replicas: the same requests, with step times of the same replicas. Follows
 phase 11.
 
-Replicas on one machine share its processors, and with whatever else runs there. So the step times come from just these
-replicas, recorded while they serve, and a step takes at least as long as ``PACE`` says, as if a device computed it.
-The trace is divided into windows: the steps of every second one give the coefficients, and the requests of the others
-are compared. Invariant: no step of a window that is compared takes part in the fit.
+Replicas on one machine share its processors, also with whatever else runs there. So the step times come from these very
+replicas, recorded while they serve. A step takes at least as long as ``PACE`` says, as if a device computed it.
+The trace is divided into windows: the steps of every second window give the coefficients, and the requests of the
+others are compared. Invariant: no step of a window that is compared takes part in the fit.
 
     python -m benchmarks.deployment_check --model ./tiny-llama --out benchmarks/reports
 """
@@ -36,15 +36,15 @@ from shared.simulation.step_times import StepTimes
 
 LOAD = Conversations(systems=4, system_tokens=64, turn_tokens=32, new_tokens=16, turns=3.0, pause=4.0, max_tokens=480)
 CASES = ((2, 6.0), (4, 12.0))
-"""Replicas, and requests a second of all of them."""
+"""Numbers of replicas, each with the total requests per second."""
 WINDOW = 3.0
-"""Seconds; those of even number are fitted, those of odd number compared."""
+"""Seconds per window; even windows are fitted, odd ones compared."""
 PACE = (0.03, 0.0, 5e-4, 0.0, 2e-3, 0.0)
-"""The least seconds of a step, for each of ``COUNTS``."""
+"""The minimum seconds of a step, for each of ``COUNTS``."""
 BATCH, BLOCKS = 8, 1024
 TARGET = 0.15
 ROUTER_SEEDS = 20
-"""Simulations with other draws of the router, of which the mean counts."""
+"""Simulations with different random seeds of the router, of which the mean counts."""
 FIGURES = {
     "first_token_ms": "first token, mean ms",
     "request_ms": "whole request, mean ms",
@@ -102,7 +102,7 @@ def _is_compared(moment: float) -> bool:
 
 
 def _trace(rate: float, seconds: float, seed: int) -> list[Request]:
-    """Requests whose blocks are those of their prompts alone: the next turn does not continue the answer."""
+    """Requests whose blocks are only those of their prompts: the next turn does not continue the answer."""
     found = list(conversations(arrival_times("poisson", rate, seconds, seed), LOAD, seed))
     for request in found:
         request.blocks = request.blocks[: request.prompt_tokens // LOAD.block_tokens]
@@ -110,7 +110,8 @@ def _trace(rate: float, seconds: float, seed: int) -> list[Request]:
 
 
 def _served(setup: Setup, url: str, trace: list[Request]) -> tuple[float, list[ServedRequest], float]:
-    """The start of the trace, its requests as real replicas served them, and the share of prompt tokens found."""
+    """The start of the trace, its requests as real replicas served them, and the share of prompt tokens found in
+    caches."""
     size, vocabulary = LOAD.block_tokens, setup.shape.vocab_size
     requests = []
     for number, each in enumerate(trace):
@@ -127,7 +128,7 @@ def _served(setup: Setup, url: str, trace: list[Request]) -> tuple[float, list[S
 
 
 def _figures(requests: Sequence[tuple[float, float, float]], is_compared: bool) -> dict[str, float]:
-    """Means of the requests in such windows: arrival, seconds to the first token, and seconds of all."""
+    """Means over the requests in such windows: arrival, seconds to the first token, and total seconds."""
     chosen = np.array([each[1:] for each in requests if _is_compared(each[0]) == is_compared])
     return {
         name: rounded(1e3 * value) for name, value in zip(("first_token_ms", "request_ms"), chosen.mean(0), strict=True)
@@ -147,7 +148,7 @@ def _step_times(steps: list[tuple[list[float], float]]) -> tuple[StepTimes, floa
 def _simulated(
     trace: list[Request], replicas: int, times: StepTimes, limits: EngineLimits, is_compared: bool
 ) -> dict[str, float]:
-    """Means of the requests of such windows over several random seeds of the router; hits are for all requests."""
+    """Means over the requests of such windows and several random seeds of the router; hits are for all requests."""
     found, share = [], times.request
     for seed in range(ROUTER_SEEDS):
         fleet = Fleet(FleetPlan(replicas), times, limits, seed)

@@ -1,5 +1,5 @@
-"""The panels of a view as a picture. Introduced in phase 3. Invariant: a picture has its own background and names model
-and machine, so that it can be passed on alone.
+"""The panels of a view as a picture. Introduced in phase 3. Invariant: a picture has its own background and names the
+model and the machine, so that it can be passed on by itself.
 """
 
 from pathlib import Path
@@ -22,18 +22,19 @@ LINES = (FIRST, "#c9a227", "#7dbcb4", "#4f6d9a", "#8a5a83", "#6b8e4e", "#b07d62"
 HEAD, FOOT, SIDE, GAP = 1.5, 0.7, 0.5, 0.9  # inches
 PANEL, LEAST, ROW = 5.2, 3.2, 0.42
 GROUP_ROWS = 0.9
-Place = tuple[float, float]
+Point = tuple[float, float]
 
 
 def save_figure(view: View, path: Path) -> None:
-    """Draw a view's panels, side by side, as a PNG with a palette, a third of the size of one without."""
+    """Draw a view's panels, side by side, as a PNG with a palette, which is a third of the size of one without."""
     canvas = FigureCanvasAgg(draw(view))
     canvas.draw()
     save_with_palette(Image.fromarray(np.asarray(canvas.buffer_rgba())), path)
 
 
 def save_with_palette(picture: Image.Image, path: Path) -> None:
-    """Save as a PNG of 256 colours; rare ones are kept (maximum coverage), common ones made exact (k-means)."""
+    """Save as a PNG of 256 colours; rare colours are kept (maximum coverage), and common ones are made exact
+    (k-means)."""
     method, dither = Image.Quantize.MAXCOVERAGE, Image.Dither.NONE
     picture.convert("RGB").quantize(256, method=method, kmeans=1, dither=dither).save(path, optimize=True)
 
@@ -113,7 +114,7 @@ def _draw_lines(axes: Axes, panel: Lines) -> None:
         axes.legend(loc="best", frameon=False, fontsize=8.5, labelcolor=INK)
 
 
-def _write(axes: Axes, said: str, place: Place, offset: Place, colour: str, size: float, **more: Any) -> None:
+def _write(axes: Axes, said: str, point: Point, offset: Point, colour: str, size: float, **more: Any) -> None:
     """Text next to a point in the axes' own units, ``offset`` in points."""
     at: dict[str, Any] = {"va": "center", "ha": "left", "textcoords": "offset points", "annotation_clip": False} | more
-    axes.annotate(said, place, offset, color=colour, fontsize=size, **at)
+    axes.annotate(said, point, offset, color=colour, fontsize=size, **at)

@@ -72,14 +72,14 @@ SCRIPTS = ((0x430, 0x44F), (0x4E00, 0x5FFF), (0x3041, 0x3096), (0xAC00, 0xB800),
 MARKS = ('"', "'", ",", ":", "{", "}", "[", "]", "\\", "\n", "\t", " ", "  ", "(", ")", ";", "=", "<", ">", "/")
 BATCHES = {"one": 1, "mixed 64": 64, "worst 64": 64, "mixed 64 x 5": 320}
 CASES = {"free": 0.0, "half": 0.5, "all": 1.0}
-"""Of the engine: the share of the requests that have a grammar."""
+"""For the engine: the share of the requests that have a grammar."""
 CONTEXT = 64
 NUM_ALONE = 48
-"""Configurations that are timed by themselves, of which one is the worst."""
+"""Configurations that are timed individually, one of which is the worst."""
 
 
 def made_vocabulary(size: int, seed: int) -> GrammarVocabulary:
-    """Tokens as a real vocabulary has them: bytes, words with and without a space, six scripts, runs of marks."""
+    """Tokens like those of a real vocabulary: bytes, words with and without a space, six scripts, runs of marks."""
     chance, words = random.Random(seed), pseudo_words()
     tokens = dict.fromkeys(bytes([byte]) for byte in range(256))
     while len(tokens) < size - 1:
@@ -98,10 +98,10 @@ def made_vocabulary(size: int, seed: int) -> GrammarVocabulary:
 
 
 def configurations(fsm: TokenFSM, chance: random.Random, count: int) -> Iterator[tuple[Configuration, int]]:
-    """Positions in random outputs of a grammar, and in a document, if it belongs to the grammar; and the token sampled
-    there.
+    """Positions in random outputs of a grammar, and in a document if it belongs to the grammar, with the token sampled
+    at each.
 
-    The token of a byte has the byte as its id.
+    The id of a byte's token is the byte.
     """
     now: Configuration | None = fsm.initial_state
     for byte in DOCUMENT.encode():
@@ -202,7 +202,7 @@ def decode(engine: Any, share: float, num_requests: int, num_steps: int, prompts
 def measure_engine(
     engines: dict[str, Any], num_requests: int, num_steps: int, trials: int, seed: int
 ) -> dict[str, dict[str, Any]]:
-    """Speed of each case, and its median share of that of free requests in the same turn."""
+    """The speed of each case, and its median share of the speed of free requests in the same turn."""
     prompts = SyntheticPrompts(next(iter(engines.values())).model.config.vocab_size - 300, seed)
     calls = {
         f"{name} {case}": partial(decode, engine, share, num_requests, num_steps, prompts)

@@ -1,8 +1,8 @@
 """What a machine can do at best: the ceilings that every other figure is compared with. Introduced in phase 3.1.
 
-For a GPU that is not available, the rates of its data sheet are used, for dense 16-bit matrices; programs reach some 90
-% of its bandwidth and 80 % of its arithmetic. Invariant: ceilings are valid for one run; each benchmark measures them
-again.
+For a GPU that is not available, the rates of its data sheet are used, for dense 16-bit matrices; real programs reach
+about 90 % of its bandwidth and 80 % of its arithmetic. Invariant: ceilings are valid for one run; each benchmark
+measures them again.
 """
 
 from dataclasses import dataclass
@@ -23,12 +23,12 @@ LAUNCHES = 2000
 
 @dataclass(frozen=True)
 class Ceilings:
-    """What one device reached in this run; launches are None on a CPU, which has none."""
+    """The rates that one device reached in this run; launches are None on a CPU, which has none."""
 
     copy_bytes_per_second: float  # bytes read plus bytes written
     read_bytes_per_second: float
     matmul_flops_per_second: float
-    launch_seconds_eager: float | None  # a Triton kernel from Python, host and stream together
+    launch_seconds_eager: float | None  # a Triton kernel launched from Python, host and stream together
     launch_seconds_graph: float | None  # the same kernel inside a CUDA graph
     matmul_dtype: str
 
@@ -99,7 +99,7 @@ def _buffer_bytes(device: torch.device) -> int:
 
 
 def _read_seconds(x: torch.Tensor) -> float:
-    """To read all of x: on a GPU by our kernel's best tiling, on a CPU by PyTorch's sum."""
+    """Time to read all of x: on a GPU with our kernel's best tiling, on a CPU with PyTorch's sum."""
     if not x.is_cuda:
         return time_calls(torch.sum, [(x,)])
     total = x.sum(dtype=torch.float64)

@@ -1,10 +1,10 @@
 """What the host does in a decode step, part by part, and whether it sets the pace. Introduced in phase 9.
 
-A step's host work should overlap with the GPU's: then a step takes as long as its captured graph and the sampling. For
-each number of sequences this measures plain steps, then the parts of further steps with a clock between them (the parts
-of a trace, :mod:`shared.tracing.activity`), then the step's graph alone. A host's speed varies between machines and
-with other load, so a loop of a million additions in Python is timed too. Last, the same number of requests is answered
-by ``LLM.generate``, once with all tokens and once with one; the difference is what decoding takes.
+A step's host work should overlap with the GPU's, so that a step takes as long as its captured graph and the sampling.
+For each number of sequences this measures plain steps, then the parts of further steps with a clock between them (the
+parts of a trace, :mod:`shared.tracing.activity`), then the step's graph alone. A host's speed varies between machines
+and with other load, so a loop of a million additions in Python is timed too. Finally, the same number of requests is
+answered by ``LLM.generate``, once with all tokens and once with one; the difference is the time of decoding.
 
     python -m benchmarks.host_parts --device cuda --out benchmarks/reports
 
@@ -37,7 +37,7 @@ def microseconds(seconds: Sequence[float]) -> float:
 
 
 def loop_ns() -> float:
-    """Nanoseconds of an addition in a Python loop: how fast this host is now."""
+    """Nanoseconds of an addition in a Python loop, as a measure of the host's current speed."""
     started, total = time.perf_counter(), 0
     for number in range(1_000_000):
         total += number & 3
@@ -113,7 +113,7 @@ def measure(
     new_tokens: int = 256,
     device: str = "cpu",
 ) -> Report:
-    """The parts of decode steps of this many sequences, greedy, and answers through ``LLM.generate``."""
+    """The parts of greedy decode steps of this many sequences, and answers through ``LLM.generate``."""
     longest = prompt_tokens + max(new_tokens, WARM + STEPS + WATCHED + 8)
     blocks = max(sizes) * -(-longest // 16)
     options = {"device": device, "max_batch_size": max(sizes), "max_seq_len": longest, "num_gpu_blocks": blocks}

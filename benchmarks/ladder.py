@@ -1,9 +1,10 @@
-"""The ladder: what each phase gains on this machine, one row a phase. Introduced in phase 3.
+"""The ladder: what each phase gains on this machine, one row per phase. Introduced in phase 3.
 
 A row compares a phase with its predecessor in the quantity that the phase is about (`benchmarks.rungs`). A count is
 exact and made once. Times are measured in pairs: both engines are in memory and take turns, so that other programs
-disturb both sides alike. A row whose pairs differ, or beside which other programs computed, is measured once more, and
-then says so. Invariant: at most the two engines of a row are in memory; the next row keeps the one that it shares.
+disturb both equally. A row whose pairs differ, or during which other programs used the processors, is measured once
+more, and says so if that did not help. Invariant: at most the two engines of a row are in memory; the next row keeps
+the one that it shares.
 """
 
 import statistics
@@ -25,19 +26,19 @@ from shared.lessons import find_lesson
 
 PAIRS = 3
 STEADY = 1.5
-"""The largest ratio of a row over its smallest, above which the pairs differ."""
+"""A row's largest ratio over its smallest above which its pairs count as different."""
 MOST_OTHERS = 0.25
-"""The share of all processors that other programs may use beside a row."""
+"""The share of all processors that other programs may use during a row."""
 
 
 class Others:
-    """The processors that other programs have used since this was made."""
+    """The processor time that other programs have used since this object was made."""
 
     def __init__(self) -> None:
         self.started, self.own, self.all = time.perf_counter(), time.process_time(), _busy_seconds()
 
     def share(self) -> float:
-        """Of all processors of the machine, from 0 to 1."""
+        """A share of all processors of the machine, from 0 to 1."""
         seconds = _busy_seconds() - self.all - (time.process_time() - self.own)
         return max(0.0, seconds / (time.perf_counter() - self.started) / (psutil.cpu_count() or 1))
 
@@ -50,8 +51,8 @@ def _busy_seconds() -> float:
 def measure_ladder(
     model: str, *, phases: Sequence[str] | None = None, is_quick: bool = False, pairs: int = PAIRS, **where: Any
 ) -> Report:
-    """A row for each rung of these phases, by default of all, that this machine and model have; ``is_quick`` leaves out
-    most that are timed, ``where`` is as `Setup` takes it.
+    """A row for each rung of these phases, by default of all phases, that this machine and model have; ``is_quick``
+    leaves out most that are timed, ``where`` is as `Setup` takes it.
 
     Raises ConfigError, RequestError, ModelFolderError or CapacityError before anything is computed.
     """
@@ -82,7 +83,7 @@ def measure_ladder(
                 for each in (rung.before, rung.after):
                     with steps.step(f"phase {rung.phase}, {rung.what}: load phase {each.phase}"):
                         engines[each] = engines.get(each) or each.load(setup)
-            except ConfigError:  # the model's shape excludes it: groups of 4 bits that do not divide a row, say
+            except ConfigError:  # the model's shape excludes it: for example, groups of 4 bits that do not divide a row
                 continue
             configs[rung.name] = engines[rung.after].config
             results[rung.name] = measure_rung(rung, (engines[rung.before], engines[rung.after]), pairs, steps)
@@ -174,7 +175,7 @@ def view(report: Report) -> View:
 
 
 def _absent(report: Report) -> list[str]:
-    """What is said of phases that have no row of times here."""
+    """What is said about phases that have no timed row here."""
     if report.device.startswith("cuda"):
         return []
     return ["3.1, 6.1 and 9 make a GPU faster, so on a CPU their rows count what they change; 12.1 needs several GPUs."]

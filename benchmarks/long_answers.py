@@ -1,9 +1,9 @@
 """The gain from a compressed KV cache: memory per request, requests at a time, time per step. Introduced in phase 9.2.
 
-Steps: phase 9 and phase 9.2 get the same prompts, which nearly fill ``length`` tokens, and decode to the end; steps are
-timed while all requests decode, with the engines interleaved. Requests at a time: the same number with short prompts
-generate up to ``length`` tokens together, compressed, in a pool that holds two of them without compression. Invariant:
-runs that are timed together have the same number of blocks.
+Steps: phase 9 and phase 9.2 get the same prompts, which nearly fill ``length`` tokens, and decode to the end. Steps are
+timed while all requests decode, with the engines interleaved. Requests at a time: the same number of requests with
+short prompts generate up to ``length`` tokens together, compressed, in a pool that holds two of them without
+compression. Invariant: runs that are timed together have the same number of blocks.
 
     python -m benchmarks.long_answers --out benchmarks/reports
 """
@@ -22,11 +22,11 @@ from shared.lessons import find_lesson
 from shared.sampling.params import SamplingParams
 
 BLOCK, FULL, COMPRESSED = 16, "09", "09.2"
-HELD, SHORT = 2, 64  # requests that the small pool holds without compression; the tokens of their prompts
+HELD, SHORT = 2, 64  # requests that the small pool holds without compression, and the tokens of their prompts
 
 
 class Measured:
-    """A phase's engine, and the maximum that its requests hold after their prompts."""
+    """A phase's engine, and the maximum number of blocks that its requests hold after their prompts."""
 
     def __init__(self, phase: str, options: dict[str, Any]) -> None:
         self.engine = find_lesson(phase).engine(EngineConfig(**options))
@@ -48,24 +48,25 @@ class Measured:
         self.steps.append((seconds, decoded, getattr(self.engine, "num_compressions", 0) - before))
         self.most_decoded = max(self.most_decoded, len(record.decoded))
         if decoded == self.num_requests:
-            self.most_blocks = max(self.most_blocks, *self.engine.pool.num_held)  # immediately: the GPU does not wait
+            # immediately, so that the GPU does not wait
+            self.most_blocks = max(self.most_blocks, *self.engine.pool.num_held)
 
     @property
     def median_ms(self) -> float:
-        """For the steps in which all requests decode."""
+        """Figures for the steps in which all requests decode."""
         whole = [seconds for seconds, decoded, _ in self.steps if decoded == self.num_requests]
         return rounded(1e3 * statistics.median(whole))
 
     def share(self, every: int) -> float:
-        """The share of the time that compressions take, if each request is compressed ``every`` steps: the time between
-        the first and the last step of all requests, beyond that of steps far from a compression.
+        """The share of the time that compressions take if each request is compressed every ``every`` steps: the time
+        between the first and the last step of all requests, beyond that of steps far from a compression.
         """
         whole = [i for i, (_, decoded, _) in enumerate(self.steps) if decoded == self.num_requests]
         steps = self.steps[whole[0] : whole[-1] + 1]
         num_compressed = sum(compressed for *_, compressed in steps)
         if not num_compressed:
             return 0.0
-        near = 2 if self.engine.overlaps else 0  # steps on both sides, which a compression may lengthen
+        near = 2 if self.engine.overlaps else 0  # steps before and after it, which a compression may lengthen
         plain = [
             seconds
             for i, (seconds, decoded, _) in enumerate(steps)
@@ -91,7 +92,7 @@ def measure(
     device: str = "cpu",
     dtype: str | None = None,
 ) -> Report:
-    """Both engines with ``requests`` requests of ``length`` tokens, of which ``new_tokens`` are decoded; then the same
+    """Both engines with ``requests`` requests of ``length`` tokens, ``new_tokens`` of which are decoded; then the same
     number with prompts of ``from_length`` tokens in the small pool, unless that is 0."""
     plain: dict[str, Any] = {
         "model": model,
@@ -112,7 +113,7 @@ def measure(
     prompts = [draw.draw(length - new_tokens) for _ in range(requests)]
     for one in engines.values():
         one.add(prompts, new_tokens)
-    if device == "cuda":  # steps that run while the host plans would hide each other's time if interleaved
+    if device == "cuda":  # steps that run while the host plans would hide each other's time if they were interleaved
         for one in engines.values():
             one.run()
     while any(one.engine.has_work() for one in engines.values()):

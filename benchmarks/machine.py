@@ -1,5 +1,5 @@
-"""The machine that a figure was measured on. Introduced in phase 3. Invariant: it describes the kind of machine, never
-the individual one: no host name, no user, no path.
+"""The machine that a figure was measured on. Introduced in phase 3. Invariant: the description is of the kind of
+machine, never of the individual one: no host name, no user, no path.
 """
 
 import os
@@ -18,7 +18,7 @@ from shared.loading.cpu_threads import most_threads
 
 PACKAGES = ("torch", "transformers", "triton", "numpy", "safetensors", "flashinfer-python")
 
-# Parts dropped from a processor's name: marks, and in a file name also the maker and what follows from the model.
+# Parts dropped from a processor's name: marks and, in a file name, also the maker and whatever follows the model.
 _MARKS = re.compile(r"\((r|tm|c)\)|\b(cpu|processor)\b|@", re.IGNORECASE)
 _MAKER = re.compile(r"\b(intel|amd|\d+(st|nd|rd|th) gen|\d+-core|with .*)(?=\s|$)", re.IGNORECASE)
 _CLOCK = re.compile(r"\b(\d+)\.(\d*?)0+(?=\s?ghz\b)", re.IGNORECASE)
@@ -60,7 +60,7 @@ def machine_title(device: str | None = None) -> str:
 
 
 def num_cores() -> int:
-    """Cores that this process may use, possibly fewer than the machine has, as in a container."""
+    """Cores that this process may use; in a container these may be fewer than the machine has."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 

@@ -1,7 +1,7 @@
 """Where a decoded token's time goes: PyTorch's profiler over some steps of one phase. Introduced in phase 3.1.
 
-Invariant: on a GPU shares are relative to a token's time without the profiler, since kernels take the same time either
-way; on a CPU, where the profiler slows every operation, to the sum of the operations.
+Invariant: on a GPU, shares are relative to a token's time without the profiler, since kernels take the same time either
+way; on a CPU, where the profiler slows every operation, they are relative to the sum of the operations.
 """
 
 import re
@@ -21,7 +21,7 @@ from shared.lessons import Lesson, newest_lesson
 
 LEAD = 3  # decoded tokens before the profiled steps
 QUALIFIERS = re.compile(r"^void |\(anonymous namespace\)::|\b(at|native|c10|internal)::")
-LONGEST = 72  # characters of a name in the table; a C++ kernel is reported by its whole signature, of hundreds
+LONGEST = 72  # characters of a name in the table; a C++ kernel is reported by its whole signature, with hundreds
 
 
 def measure_profile(
@@ -89,7 +89,7 @@ def results(lesson: Lesson, plain: Run, trace: StepTrace) -> dict[str, Any]:
 
 
 def view(report: Report, top: int = 40) -> View:
-    """A token's time and how much of it ran where, then the ``top`` longest rows."""
+    """A token's time and how much of it ran where, followed by the ``top`` longest rows."""
     flags = report.flags
     result = report.results[flags["phase"]]
     is_gpu = result["kernel_us_per_token"] is not None

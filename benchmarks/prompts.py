@@ -2,8 +2,8 @@
 
 Introduced in phase 7. The model has random weights of a real shape, made in memory. A prompt's floor is its operations
 (two for each weight and token, and those of causal attention) over the rate of matrix products of the same run, even
-for 8-bit weights. Attention of one layer is also timed alone, and FlashAttention 3 if vLLM's package of it can be
-imported. Invariant: no prompt was cached earlier.
+for 8-bit weights. Attention of one layer is also timed by itself, and so is FlashAttention 3 if vLLM's package of it
+can be imported. Invariant: no prompt was cached earlier.
 
     python -m benchmarks.prompts --shape qwen3-8b --quantization fp8 --lengths 2048 8192 --out benchmarks/reports
 """
@@ -63,8 +63,9 @@ def measure(
 ) -> Report:
     """Measure one model.
 
-    Lengths beyond the model's positions are skipped. Steps decode at ``context`` tokens. ``beside`` requests decode
-    during prompts of ``long`` tokens, with chunks of each of ``sizes``; 0 leaves the size to the engine.
+    Lengths beyond the model's positions are skipped. Steps decode with ``context`` tokens of context. ``beside``
+    requests decode during prompts of ``long`` tokens, with chunks of each of ``sizes``; 0 lets the engine choose the
+    size.
     """
     make_weights_when_read()
     ceilings = measure_ceilings(device)
@@ -99,7 +100,7 @@ def measure(
 
 
 def engine_of(config: EngineConfig, **settings: Any) -> Any:
-    """The newest engine with further settings, warm, in the memory that earlier ones have left free."""
+    """The newest engine with further settings, warmed up, in the memory that earlier engines have left free."""
     free_memory()
     engine = find_lesson("12").engine(replace(config, **settings))
     warm_up(engine)
@@ -110,7 +111,7 @@ def engine_of(config: EngineConfig, **settings: Any) -> Any:
 def first_tokens(
     config: EngineConfig, prompts: SyntheticPrompts, work: DecodeWork, lengths: Sequence[int], rate: float
 ) -> dict[str, dict[str, Any]]:
-    """For each length, milliseconds to the first token, the fastest trial, with the floor by operations."""
+    """For each length: milliseconds to the first token, in the fastest trial, with the floor by operations."""
     engine, rows = engine_of(config, max_batch_size=1, max_seq_len=max(lengths) + 1), {}
     head = 2 * work.config.vocab_size * work.config.hidden_size  # computed only for the last token
     for length in lengths:
@@ -134,9 +135,9 @@ def decode_steps(
     context: int,
     ceilings: Ceilings,
 ) -> dict[str, dict[str, Any]]:
-    """For each batch, the median step at ``context`` tokens of context, with the floor of the loaded weights."""
+    """For each batch: the median step at ``context`` tokens of context, with the floor of the loaded weights."""
     engine, rows = engine_of(config, max_batch_size=max(batches), max_seq_len=context + 2 * MOST_NEW), {}
-    extra = weight_bytes(engine.model) - work.resident_bytes  # below 0 if weights have 8 bits
+    extra = weight_bytes(engine.model) - work.resident_bytes  # may be below 0 if weights have 8 bits
     for batch in batches:
         together = Decoding(engine, [(prompts.draw(context), decoding(MOST_NEW)) for _ in range(batch)])
         seconds = statistics.median(together.steps(STEPS)[0])
@@ -185,7 +186,8 @@ def beside_row(
 
 
 def attention_row(model: ModelConfig, count: int, length: int, rate: float, device: str) -> dict[str, Any]:
-    """Attention of ``count`` prompts of ``length`` tokens in one layer, as a step computes it, and FlashAttention 3."""
+    """Attention of ``count`` prompts of ``length`` tokens in one layer, as a step computes it, and by FlashAttention
+    3."""
     where = device_of(device)
     dtype = torch.bfloat16 if where.type == "cuda" else torch.float32
     heads = Hq, Hkv, D = model.num_heads, model.num_kv_heads, model.head_dim
@@ -233,7 +235,7 @@ def attention_row(model: ModelConfig, count: int, length: int, rate: float, devi
 
 
 def flash_attention() -> Any:
-    """FlashAttention 3 as vLLM's package has it; None if there is none."""
+    """FlashAttention 3 from vLLM's package; None if there is none."""
     try:
         from vllm.vllm_flash_attn import flash_attn_varlen_func
     except ImportError:

@@ -1,7 +1,7 @@
-"""Checkpoints with random weights, generated when read, on the reading process's GPU.
+"""Checkpoints with random weights, generated when they are read, on the reading process's GPU.
 
-Introduced in phase 12.1. A model of 70 billion weights would take minutes to write and to read, and its speed does not
-depend on the values. Invariant: a tensor is generated whole and then sharded, so the ranks' shards equal one rank's
+Introduced in phase 12.1. A model with 70 billion weights would take minutes to write and to read, and its speed does
+not depend on the values. Invariant: a tensor is generated whole and then sharded, so the ranks' shards equal one rank's
 tensors.
 """
 

@@ -1,8 +1,8 @@
 """A measurement as a file: one JSON report, and the pictures made from it. Introduced in phase 3.
 
 Documents cite reports by key (``{{report:file.json#results.02.decode_tokens_per_second}}``), so prose cannot go stale.
-Invariant: a report alone shows what was measured and on what: machine, versions, every engine's whole configuration,
-the model's shape and revision, seed and flags; it holds no path and no host name.
+Invariant: a report by itself shows what was measured and on what: machine, versions, every engine's whole
+configuration, the model's shape and revision, seed and flags. It holds no path and no host name.
 """
 
 import dataclasses
@@ -25,7 +25,7 @@ SCHEMA = 1
 @dataclass(frozen=True)
 class Report:
     """What one benchmark found, as plain JSON values. It describes the machine, so make it while the measurement's
-    threads are set.
+    number of threads is set.
     """
 
     name: str
@@ -126,13 +126,13 @@ def describe_model(model: str) -> dict[str, Any]:
 
 
 def engine_settings(config: EngineConfig, model_name: str) -> dict[str, Any]:
-    """Every field of an engine's configuration, the model and an adapter by their names instead of their folders."""
+    """Every field of an engine's configuration, with names instead of folders for the model and an adapter."""
     adapter = config.adapter and Path(config.adapter).name
     return dataclasses.asdict(config) | {"model": model_name, "adapter": adapter}
 
 
 def rounded(value: float, digits: int = 4) -> float:
-    """Rounded to significant digits, as many as a measurement is worth and a reader can take in."""
+    """Rounded to significant digits: as many as a measurement justifies and a reader can take in."""
     return float(f"{value:.{digits}g}")
 
 

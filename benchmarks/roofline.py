@@ -1,9 +1,8 @@
-"""From a model's shape to the least time that a token can take (the roofline of Williams, Waterman and Patterson,
-2009).
+"""From a model's shape to the minimum time of a token (the roofline of Williams, Waterman and Patterson, 2009).
 
 Introduced in phase 3.1. A decode step reads every weight once, and the keys and values of every sequence; it multiplies
 each number read by another. Invariants: parameters and bytes are exact; activations, and the arithmetic of norms,
-rotations and soft-maxes, are ignored, so that a floor remains a floor.
+rotations and softmaxes, are ignored, so that a floor remains a floor.
 """
 
 import math
@@ -27,7 +26,7 @@ PARTS = ("embedding", *MATRICES, "norms and biases", "output head")
 
 @dataclass(frozen=True)
 class Floor:
-    """The least that a step can cost: bytes over bandwidth, or FLOPs over the rate of arithmetic, whichever is more."""
+    """The minimum cost of a step: bytes over bandwidth, or FLOPs over the rate of arithmetic, whichever is more."""
 
     batch: int
     num_bytes: int
@@ -45,16 +44,17 @@ class Floor:
 
     @property
     def tokens_per_second(self) -> float:
-        """Of all sequences together, at most."""
+        """At most, for all sequences together."""
         return self.batch / self.seconds
 
 
 @dataclass(frozen=True)
 class DecodeWork:
     """What a decode step of ``batch`` sequences must read and compute; ``context`` is the number of tokens S that a
-    sequence's new token sees, itself included.
+    sequence's new token sees, including itself.
 
-    The matrices of the blocks may have fewer bits than ``dtype``, scales included (phase 10); all else has the dtype.
+    The matrices of the blocks may have fewer bits than ``dtype``, including scales (phase 10); everything else has the
+    dtype.
     """
 
     config: ModelConfig
@@ -76,7 +76,7 @@ class DecodeWork:
         return sum(self.parameters.values())
 
     def part_bytes(self, part: str) -> int:
-        """What the weights of one of the `PARTS` occupy."""
+        """The bytes of the weights of one of the `PARTS`."""
         bits = self.weight_bits if part in MATRICES and self.weight_bits else 8 * self.dtype.itemsize
         return int(self.parameters[part] * bits / 8)
 
@@ -87,7 +87,7 @@ class DecodeWork:
 
     @property
     def weight_bytes(self) -> int:
-        """Weights that every step reads whatever its batch: all, except an embedding that is not the head."""
+        """Weights that every step reads whatever its batch: all of them, except an embedding that is not the head."""
         return self.resident_bytes - (0 if self.config.tie_word_embeddings else self.part_bytes("embedding"))
 
     @property
@@ -105,7 +105,7 @@ class DecodeWork:
         return self._seen(context) * self._layer_kv_bytes
 
     def mean_kv_bytes(self, first: int, last: int) -> float:
-        """The mean of :meth:`kv_bytes` over contexts from ``first`` to ``last``, both included."""
+        """The mean of :meth:`kv_bytes` over contexts from ``first`` to ``last``, inclusive."""
         return sum(map(self.kv_bytes, range(first, last + 1))) / (last - first + 1)
 
     @property

@@ -1,7 +1,7 @@
 """The matrix: every phase that generates, in every configuration of its own, on W1, W2 and W3. Introduced in phase
 4.
 
-A row is a phase with its defaults, or with one setting of :data:`ALTERNATIVES`; a cell has the throughput, with the
+A row is a phase with its defaults, or with one setting of :data:`ALTERNATIVES`. A cell has the throughput, with the
 gain over the first row and over the previous phase. Invariant: every cell of a column served the same trace.
 """
 
@@ -28,7 +28,7 @@ ALTERNATIVES: dict[str, tuple[dict[str, Any], ...]] = {
     "09": ({"use_cuda_graphs": False},),
     "10": ({"quantization": "fp8"}, {"quantization": "int8"}),
 }
-"""For a phase, the settings that differ from its defaults in what it brings: mostly the phase without it."""
+"""For each phase, settings that differ from its defaults in what the phase introduces: usually the phase without it."""
 GPU_ONLY = ("attention_backend", "use_cuda_graphs")  # settings that make no difference on a CPU
 WORKLOADS = ("w1", "w2", "w3")
 
@@ -48,7 +48,7 @@ def run_matrix(
     setup: Setup, *, phases: Sequence[str] | None = None, size: ServingSize | None = None, max_seconds: float = 20.0
 ) -> Report:
     """Measure the configurations of phases, by default of the main line, one engine after another; a cell is cut short
-    after ``max_seconds``. The report of selected phases has their names. Raises ConfigError, RequestError or
+    after ``max_seconds``. If phases are selected, the report's name has them. Raises ConfigError, RequestError or
     ModelFolderError before anything is computed.
     """
     check_positive(max_seconds=max_seconds)

@@ -1,8 +1,9 @@
-"""The rungs of the ladder: the quantity that each phase is about, and the workload that shows it. From phase 3 on.
+"""The rungs of the ladder: the quantity that each phase is about, and the workload that shows it. Introduced in phase
+3.
 
-A rung measures two engines with the same call: one of the phase, and one of its predecessor. A count (`is_timed` False)
-is exact. Where a phase makes a GPU alone faster, a CPU has a rung that counts what the phase changes. Invariant: a
-measurement leaves no request in the engine, and the same ``pair`` gives both engines the same prompts.
+A rung measures two engines with the same call: one of its phase, and one of the phase's predecessor. A count
+(`is_timed` False) is exact. If a phase makes only a GPU faster, a rung on a CPU counts what the phase changes.
+Invariant: a measurement leaves no request in the engine, and the same ``pair`` gives both engines the same prompts.
 """
 
 import json
@@ -37,12 +38,12 @@ from shared.text.chat import ChatMessage, choose_template, encode_chat
 from shared.tracks.ranks.shard import possible_sizes
 
 REGIONS, REGION_TOKENS, MOST_REQUESTS = 4, 256, 32
-"""The KV cache of an engine that serves many requests: so many regions of so many tokens, or the same bytes in blocks
-for at most so many requests."""
-CHUNK = 48  # tokens of a chunk, where a phase has them
+"""The KV cache of an engine that serves many requests: the number of regions, their tokens, and the maximum number of
+requests if the same bytes are in blocks."""
+CHUNK = 48  # tokens of a chunk, for phases that have them
 ANSWER, LONG_PROMPT, DOCUMENTS, LONG_ANSWER = 8, 240, 4, 32
 LENGTHS, MULTIPROCESSORS = (4096, 64, 64, 64), 132
-"""Of the plan that is looked at: tokens of its requests, and the size of the GPU that it is for, an H100's."""
+"""For the plan that is examined: the tokens of its requests, and the size of the GPU that it is for, an H100."""
 ADAPTERS = Path(__file__).resolve().parents[1] / "adapters"
 EDIT, STORY = TASKS["edit"], TASKS["story"]
 PERSON = Grammar.json_schema(
@@ -57,16 +58,16 @@ QUESTIONS = tuple(
     f'Who {what}? Answer as JSON, with the keys "name", a string, and "born", a year.'
     for what in ("wrote the first program", "discovered radium", "painted Guernica")
 )
-"""Each asks for a person, whom a program wants to read."""
+"""Each asks for a person, as data that a program can read."""
 
 
 @dataclass(frozen=True)
 class Side:
-    """One of the two engines: a phase, and settings beside those that all rungs share."""
+    """One of the two engines: a phase, and settings in addition to those that all rungs share."""
 
     phase: str
     settings: tuple[tuple[str, Any], ...] = ()
-    has_adapter: bool = False  # the one that the repository has for the model
+    has_adapter: bool = False  # the adapter that the repository has for the model
 
     def load(self, setup: Setup) -> Any:
         """The engine, warmed up. Raises ConfigError for settings that the model's shape excludes."""
@@ -115,13 +116,13 @@ def has_adapter(setup: Setup) -> bool:
 
 
 def has_ranks(setup: Setup) -> bool:
-    """Whether there are two GPUs, over which the model can be shared."""
+    """Whether there are two GPUs over which the model can be sharded."""
     return setup.is_gpu and torch.cuda.device_count() > 1 and 2 in possible_sizes(setup.shape)
 
 
 @dataclass(frozen=True)
 class Rung:
-    """One row of the ladder: ``name`` is its key in a report, ``what`` the quantity with its workload and unit."""
+    """One row of the ladder: ``name`` is its key in a report, and ``what`` the quantity with its workload and unit."""
 
     name: str
     what: str
@@ -130,13 +131,13 @@ class Rung:
     measure: Callable[[Any, int], float]
     is_timed: bool = True
     less_is_better: bool = False
-    is_quick: bool = False  # a timed rung that the short ladder has too
+    is_quick: bool = False  # a timed rung that is also part of the short ladder
     fits: Callable[[Setup], bool] = always
     form: Callable[[float], str] = number
-    measure_before: Callable[[Any, int], float] | None = None  # where it is another call
+    measure_before: Callable[[Any, int], float] | None = None  # if that is a different call
 
     def measured(self, engines: tuple[Any, Any], pair: int) -> tuple[float, float]:
-        """Before and after; every second pair begins with the phase before."""
+        """Measures before and after; every second pair begins with the earlier phase."""
         calls = self.measure_before or self.measure, self.measure
         turns = (0, 1) if pair % 2 else (1, 0)
         values = {turn: calls[turn](engines[turn], pair) for turn in turns}
@@ -148,7 +149,7 @@ class Rung:
         return self.after.phase
 
     def gain(self, before: float, after: float) -> float | None:
-        """How many times better; None where one of the values is 0."""
+        """How many times better the value is; None if one of the values is 0."""
         if not before or not after:
             return None
         return before / after if self.less_is_better else after / before
@@ -160,27 +161,27 @@ def draw(engine: Any, pair: int) -> SyntheticPrompts:
 
 
 def one_request(engine: Any, pair: int) -> float:
-    """Tokens a second of one answer, after its first token."""
+    """Tokens per second of one answer, after its first token."""
     return run(engine, draw(engine, pair).draw(64), ANSWER + 1).decode_tokens_per_second
 
 
 def edit(engine: Any, pair: int) -> float:
-    """Tokens a second of an answer that repeats most of its prompt, after its first token."""
+    """Tokens per second of an answer that repeats most of its prompt, after its first token."""
     return run(engine, chat(engine, EDIT), 3 * ANSWER).decode_tokens_per_second
 
 
 def same_lengths(engine: Any, pair: int) -> float:
-    """Tokens a second of as many requests as there are regions, of one length."""
+    """Tokens per second of as many requests as there are regions, all of one length."""
     return together(engine, pair, [ANSWER] * REGIONS)
 
 
 def other_lengths(engine: Any, pair: int) -> float:
-    """Tokens a second of four times as many requests as there are regions, of which every fourth has a long answer."""
+    """Tokens per second of four times as many requests as there are regions; every fourth has a long answer."""
     return together(engine, pair, [12, 2, 2, 2] * REGIONS)
 
 
 def together(engine: Any, pair: int, answers: list[int]) -> float:
-    """Tokens a second of requests that come at once, whose answers have these lengths."""
+    """Tokens per second of requests that arrive at once, with answers of these lengths."""
     queue = engine if hasattr(engine, "step") else OneAtATime(engine)
     prompts, num_tokens = draw(engine, pair), 0
     started = time.perf_counter()
@@ -192,7 +193,7 @@ def together(engine: Any, pair: int, answers: list[int]) -> float:
 
 
 def matrix_products(engine: Any, pair: int) -> float:
-    """Products with a weight for one more token of an answer."""
+    """The number of products with a weight for one more token of an answer."""
     counts = []
     for new_tokens in (2, 3):
         with Products() as products:
@@ -202,7 +203,7 @@ def matrix_products(engine: Any, pair: int) -> float:
 
 
 class Products(TorchDispatchMode):
-    """Counts the products of matrices inside its block."""
+    """Counts the products of matrices inside the block."""
 
     number = 0
 
@@ -212,7 +213,7 @@ class Products(TorchDispatchMode):
 
 
 def requests_at_once(engine: Any, pair: int) -> float:
-    """Requests that run together, of those that wait for the same KV cache."""
+    """The number of requests that run together, out of those that wait for the same KV cache."""
     prompts, most = draw(engine, pair), 0
     names = [engine.add_request(prompts.draw(REGION_TOKENS // 4 - 4), decoding(3)) for _ in range(20)]
     for _ in range(3):
@@ -225,12 +226,12 @@ def requests_at_once(engine: Any, pair: int) -> float:
 
 
 def longest_sequence(engine: Any, pair: int) -> float:
-    """Keys that one program of a GPU reads at most when requests of `LENGTHS` decode, without a plan."""
+    """The maximum number of keys that one program of a GPU reads when requests of `LENGTHS` decode, without a plan."""
     return max(LENGTHS)
 
 
 def longest_split(engine: Any, pair: int) -> float:
-    """The same as it is planned for a GPU."""
+    """The same, as planned for a GPU."""
     config, itemsize = engine.model.config, engine.model.dtype.itemsize
     tiling = decode_tiling(len(LENGTHS), config.num_kv_heads, config.head_dim, itemsize)
     programs = tiling.programs_per_multiprocessor * MULTIPROCESSORS // config.num_kv_heads
@@ -239,7 +240,7 @@ def longest_split(engine: Any, pair: int) -> float:
 
 
 def longest_wait(engine: Any, pair: int) -> float:
-    """Milliseconds between two tokens of three requests that decode while a long prompt is computed, at most."""
+    """The maximum milliseconds between two tokens of three requests that decode while a long prompt is computed."""
     prompts = draw(engine, pair)
     decoders = Decoding(engine, [(prompts.draw(8), decoding(32)) for _ in range(3)])
     late = engine.add_request(prompts.draw(LONG_PROMPT), decoding(1))
@@ -262,7 +263,7 @@ def second_turn(engine: Any, pair: int) -> float:
 
 
 def planned_ahead(engine: Any, pair: int) -> float:
-    """Steps of one request that are planned while the step before runs."""
+    """The number of steps of one request that are planned while the previous step runs."""
     schedule, number = engine.scheduler.schedule, 0
 
     def watched() -> Any:
@@ -279,7 +280,7 @@ def planned_ahead(engine: Any, pair: int) -> float:
 
 
 def after_documents(engine: Any, pair: int) -> float:
-    """Milliseconds to the first token of a question after documents, which segments hold where the engine has them."""
+    """Milliseconds to the first token of a question after documents, which are segments if the engine has them."""
     prompts = draw(engine, 0)
     documents = [prompts.draw(64) for _ in range(DOCUMENTS)]
     question = draw(engine, pair).draw(16)
@@ -291,7 +292,7 @@ def after_documents(engine: Any, pair: int) -> float:
 
 
 def blocks_held(engine: Any, pair: int) -> float:
-    """KV cache blocks that one request holds at most in the second half of a long answer."""
+    """The maximum number of KV cache blocks that one request holds in the second half of a long answer."""
     held = []
     engine.add_request(draw(engine, pair).draw(128), decoding(LONG_ANSWER))
     while engine.has_work():
@@ -301,16 +302,16 @@ def blocks_held(engine: Any, pair: int) -> float:
 
 
 def bytes_of_weights(engine: Any, pair: int) -> float:
-    """Bytes of the weights as they lie in memory."""
+    """Bytes of the weights as they are stored in memory."""
     return weight_bytes(engine.model)
 
 
 def tokens_a_step(engine: Any, text: str) -> float:
-    """Tokens of an answer after its first, over the forward passes that made them."""
+    """Tokens of an answer after its first, divided by the forward passes that made them."""
     counts = list[int]()
 
     def on_token(token_id: int) -> bool:
-        is_launched = getattr(engine, "in_flight", None) is not None  # the next step, whose token is to come
+        is_launched = getattr(engine, "in_flight", None) is not None  # the next step, whose token has yet to arrive
         counts.append(engine.stats()["forward passes"] - is_launched)
         return True
 
@@ -327,7 +328,7 @@ def story_a_step(engine: Any, pair: int) -> float:
 
 
 def readable(engine: Any, pair: int) -> float:
-    """Answers to `QUESTIONS` that a program can read; with a grammar where the engine takes one."""
+    """Answers to `QUESTIONS` that a program can read; with a grammar if the engine supports them."""
     grammar = PERSON if hasattr(engine, "constraints") else None
     params = SamplingParams(temperature=0.0, max_new_tokens=40, structured_output=grammar)
     texts = {engine.add_request(chat(engine, question), params): "" for question in QUESTIONS}
@@ -338,7 +339,7 @@ def readable(engine: Any, pair: int) -> float:
 
 
 def is_person(text: str) -> bool:
-    """Whether a program could read the answer: JSON with the two keys, and values of their types."""
+    """Whether a program can read the answer: JSON with the two keys, and values of their types."""
     try:
         found = json.loads(text)
     except ValueError:
@@ -348,7 +349,7 @@ def is_person(text: str) -> bool:
 
 
 def chat(engine: Any, text: str) -> list[int]:
-    """The last ids of a question that leave room for an answer; without a chat format those of its text."""
+    """The last ids of a question, with enough space left for an answer; without a chat format, those of its text."""
     try:
         template = choose_template(engine.model.config.family, engine.tokenizer)
     except ModelFolderError:
@@ -359,7 +360,7 @@ def chat(engine: Any, text: str) -> list[int]:
 
 
 def whole(value: float) -> str:
-    """A count for reading."""
+    """A count, formatted for readers."""
     return count(round(value))
 
 
@@ -369,7 +370,7 @@ FORGETFUL = side(
 )
 FOUR_BITS = side("10", quantization="int4")
 GUESSED = Side("11.1", (("use_speculative_decoding", True),), has_adapter=True)
-FRESH = {"max_seq_len": 512, "use_prefix_caching": False}  # documents in an order that was not seen before
+FRESH = {"max_seq_len": 512, "use_prefix_caching": False}  # documents in an order that has not been seen before
 COUNTED: dict[str, Any] = {"is_timed": False, "form": whole}
 
 RUNGS = (

@@ -12,7 +12,7 @@ PAGES = Path(__file__).parents[1] / "docs"
 
 @dataclass(frozen=True)
 class Question:
-    """A question answered in a page's text ``anchor``."""
+    """A question answered by ``anchor`` in a page's text."""
 
     page: str
     anchor: str
@@ -34,7 +34,7 @@ class Question:
         return ids[start : start + length]
 
     def prompt(self, tokenizer: Any) -> list[int]:
-        """The question, as it follows the documents."""
+        """The question as it follows the documents."""
         ids: list[int] = tokenizer.encode(f"\n\nQuestion: {self.question}\nAnswer:", add_special_tokens=False)
         return ids
 
@@ -66,4 +66,4 @@ QUESTIONS = [
     Question("PHASE_06.md", "KV cache consists of blocks", "Of what does the KV cache consist?", "blocks"),
     Question("PHASE_10.md", "Up to phase 9 a weight has 16 bits", "How many bits has a weight up to phase 9?", "16"),
 ]
-"""Each is answered by the demo model from the one document alone, so that a wrong answer is due to the others."""
+"""The demo model answers each question from its document alone, so a wrong answer is due to the other documents."""

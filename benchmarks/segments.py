@@ -1,9 +1,9 @@
 """The gain and cost of segments: time to the first token, distance to concatenation, answers. Introduced in phase 9.1.
 
 The distance is between two distributions of the next token, at each token of a text that follows documents: from
-segments, with a fraction recomputed, and computed as one prompt. Answers are short ones to questions with known
-answers. The documents are pages of this repository. Invariant: both engines compute the same ids, in one process,
-interleaved; the segments are in the cache before the clock starts.
+segments with a fraction recomputed, and computed as one prompt. Answers are short ones to questions with known answers.
+The documents are pages of this repository. Invariant: both engines compute the same ids, in one process, interleaved;
+the segments are in the cache before the clock starts.
 
     python -m benchmarks.segments --out benchmarks/reports
 """
@@ -142,7 +142,7 @@ def answer(engine: Any, prompt: list[int], **more: Any) -> str:
 
 
 def answers(plain: Any, reusing: Any, counts: tuple[int, ...]) -> dict[str, Any]:
-    """For each number of documents: exact matches with concatenation, and correct answers; the fact's position
+    """For each number of documents: exact matches with concatenation, and correct answers; the position of the fact
     changes."""
     pieces = [question.piece(plain.tokenizer, ANSWER_LENGTH) for question in QUESTIONS]
     fillers = documents(plain.tokenizer, max(counts), ANSWER_LENGTH)

@@ -56,8 +56,8 @@ def freeze_memory() -> None:
 
 @dataclass(frozen=True)
 class Setup:
-    """The model, where it runs, and what makes a run reproducible; ``threads`` are PyTorch's on a CPU, while
-    :meth:`running`. Raises ConfigError or ModelFolderError.
+    """The model, where it runs, and what makes a run reproducible; ``threads`` is PyTorch's number of threads on a CPU
+    during :meth:`running`. Raises ConfigError or ModelFolderError.
     """
 
     model: str
@@ -97,7 +97,7 @@ class Setup:
         return EngineConfig(model=str(self.folder), dtype=self.dtype, device=self.device, **settings)
 
     def check_length(self, num_tokens: int, what: str) -> None:
-        """Raise RequestError if the model cannot hold a request of ``num_tokens``, which ``what`` names."""
+        """Raise RequestError if the model cannot hold a request of ``num_tokens``; the error calls it ``what``."""
         limit = self.shape.max_position_embeddings
         if num_tokens > limit:
             raise RequestError(
@@ -133,8 +133,8 @@ class Setup:
         flags: Mapping[str, Any],
         results: dict[str, Any],
     ) -> Report:
-        """The report; make it while :meth:`running`, since it states how many threads computed. ``engines`` are
-        configurations; for engines that are not ours, their settings.
+        """The report; make it during :meth:`running`, since it states how many threads computed. ``engines`` are
+        configurations or, for engines that are not ours, their settings.
         """
         settings = {
             key: config if isinstance(config, dict) else self.settings(config) for key, config in engines.items()

@@ -1,7 +1,7 @@
 """Simulated fleets: tables, and the capacity of a replica against the number of replicas. Follows phase 11.
 
 The capacity is the highest rate of requests, in steps of a tenth, at which 99 of 100 first tokens arrive within
-``LIMIT_MS``. Invariant: each number of replicas and router gets requests of the same kind, equally many per replica.
+``LIMIT_MS``. Invariant: all numbers of replicas and routers get requests of the same kind, equally many per replica.
 
     python -m benchmarks.simulation --out benchmarks/reports
 """
@@ -25,7 +25,7 @@ from shared.simulation.step_times import StepTimes
 
 REPLICAS = (10, 30, 100, 300, 1000)
 KEYS = MAX_KEYS * 16 // 512
-"""Of a router's table: as many tokens of text as the gateway's, whose keys are of about 16 tokens each."""
+"""Keys of a router's table: for as many tokens of text as the gateway's, whose keys represent about 16 tokens each."""
 NODE = 8
 ROUTERS = {
     "two-choices": ("two-choices", KEYS, None),
@@ -33,9 +33,9 @@ ROUTERS = {
     "prefix-large-table": ("prefix", 32 * KEYS, None),
     "prefix-each-node": ("prefix", KEYS, NODE),
 }
-"""A name, the router, the keys of its table, and for how many replicas there is a gateway; None: one for all."""
+"""A name, the router, the keys of its table, and the number of replicas per gateway; None: one gateway for all."""
 RATES = [rounded(1.1**n, 3) for n in range(40)]
-"""Requests a second of each replica that are tried."""
+"""The rates that are tried, in requests per second and replica."""
 LIMIT_MS = 250.0
 SECONDS, WARM_UP = 2.5, 1.0
 LOAD = Conversations(
@@ -67,7 +67,7 @@ def table(results: Sequence[dict[str, Any]]) -> Table:
 
 
 def capacity(replicas: int, router: str, times: StepTimes, guess: int) -> tuple[int, dict[str, Any]]:
-    """The index in ``RATES`` of the highest rate that this many replicas keep up with, and the results at it; the
+    """The index in ``RATES`` of the highest rate that this many replicas sustain, and the results at that rate; the
     search begins at ``guess``.
     """
 

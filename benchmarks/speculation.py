@@ -1,8 +1,9 @@
 """The gain from speculative decoding: at a simulated acceptance rate, and on texts. Introduced in phase 11.
 
-The first runs drafter and verification unchanged, and decides at random which drafts are accepted: the speed depends on
-how many, and random weights accept none. The second lets the demo model answer, and compares each answer with the plain
-engine's. Invariant: compared engines are interleaved in one process, on the same requests.
+The first measurement runs drafter and verification unchanged and decides at random which drafts are accepted: speed
+depends on how many are, and a model with random weights accepts none. The second lets the demo model answer, and
+compares each answer with the plain engine's. Invariant: compared engines are interleaved in one process, on the same
+requests.
 """
 
 import dataclasses
@@ -55,14 +56,14 @@ TASKS = {
 }
 PLAIN = "phase 10"
 RANDOM = "random"
-"""In place of an adapter's folder: one that is not trained."""
+"""In place of an adapter's folder: an untrained adapter."""
 
 
 class Lot:
     """Decides at random which drafts of an engine are accepted, each with probability ``acceptance``.
 
-    Successive requests' random numbers are spread evenly (multiples of the golden ratio), so that few steps already
-    have the average acceptance of many.
+    The random numbers of successive requests are spread evenly (multiples of the golden ratio), so that even a few
+    steps have the average acceptance of many.
     """
 
     def __init__(self, engine: Any) -> None:
@@ -79,7 +80,7 @@ class Lot:
                 request.draft_ids += [FILLER] * (num_drafts - len(request.draft_ids))
 
     def decide(self, schedule: Any, sampled: Any) -> None:
-        """Commit the randomly accepted drafts, and a further token after them."""
+        """Commit the randomly accepted drafts, and one more token after them."""
         ids, first = list(sampled.token_ids), 0
         for request, _, _, num_drafts, num_rows, _ in schedule:
             drafts = request.draft_ids[:num_drafts]
@@ -93,7 +94,8 @@ class Lot:
 
 
 def num_accepted_by(lot: float, acceptance: float, num_drafts: int) -> int:
-    """How many of the drafts a lot from 0 to 1 accepts: n or more with probability ``acceptance`` to the power n."""
+    """How many of the drafts a random number from 0 to 1 accepts: n or more with probability ``acceptance`` to the
+    power n."""
     num_accepted, chance = 0, acceptance
     while num_accepted < num_drafts and lot < chance:
         num_accepted, chance = num_accepted + 1, chance * acceptance
@@ -123,8 +125,8 @@ def by_formula(costs: DraftCosts, longest: int, acceptance: float, length: int) 
 
 
 def make_engines(setup: Setup, flags: dict[str, Any], length: int, **options: Any) -> dict[str, Any]:
-    """Phase 10's engine, and those of the drafters in ``flags``: phase 11's by lookup and with a draft model, phase
-    11.1's with an adapter, or an untrained one.
+    """The engine of phase 10, and those of the drafters in ``flags``: phase 11's by lookup and with a draft model, and
+    phase 11.1's with an adapter, which may be untrained.
     """
     ours = {"use_speculative_decoding": True, "spec_length": length}
     settings: dict[str, tuple[str, dict[str, Any]]] = {PLAIN: ("10", {})}
@@ -140,7 +142,7 @@ def make_engines(setup: Setup, flags: dict[str, Any], length: int, **options: An
 
 
 def untrained_adapter(setup: Setup, num_masks: int, num_candidates: int | None) -> Path:
-    """The folder of an adapter, which guesses at random; its speed is that of a trained one."""
+    """The folder of an untrained adapter, which guesses at random; its speed is that of a trained one."""
     from shared.tracks.multi_token.adapter import Adapter, AdapterConfig
 
     folder = Path(tempfile.mkdtemp(prefix="adapter-"))
@@ -174,7 +176,7 @@ def measure_imposed(
     steps: int = 40,
     trials: int = 3,
 ) -> Report:
-    """Speed by length and acceptance; also with useless drafts and adaptive lengths, and with speculation off.
+    """Speed by length and acceptance, also with useless drafts and adaptive lengths, and with speculation off.
 
     Args:
         lookup: measure drafts by lookup too; False needs a draft model or an adapter.

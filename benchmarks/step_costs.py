@@ -1,7 +1,7 @@
 """Measures a model's table of step costs on this machine, which determines draft lengths. Introduced in phase 11.
 
 Steps of synthetic requests run through the pool and the runner of an engine. Plain steps are launched one after the
-other, as they run with ``overlap_scheduling``; steps with drafts are waited for. All are interleaved, and the median of
+other, as they run with ``overlap_scheduling``; steps with drafts are awaited. All are interleaved, and the median of
 each counts. ``infer bench step-costs`` saves the table where engines find it.
 """
 
@@ -27,9 +27,9 @@ from shared.scheduling.schedule import Schedule, Scheduled
 from shared.scheduling.step_costs import StepCosts, derived, identity
 
 REQUESTS = (1, 2, 4, 8, 16)
-"""Of decode steps, a token each."""
+"""Numbers of sequences of decode steps, with one token each."""
 CHUNKS = {"cuda": (64, 256, 1024, 4096), "cpu": (64, 256)}
-"""Tokens of steps with a chunk of one prompt."""
+"""Numbers of tokens of steps with a chunk of one prompt."""
 CONTEXT = {"cuda": 4096, "cpu": 512}
 STEPS = {"cuda": 4, "cpu": 1}
 
@@ -87,7 +87,7 @@ def step_seconds(
 ) -> float:
     """Seconds of a step of synthetic requests with ``start`` tokens in the KV cache, which is left empty.
 
-    A step with drafts is waited for; any other is launched while the previous one runs.
+    A step with drafts is awaited; any other is launched while the previous one runs.
     """
     pool, runner, params = engine.pool, engine.runner, SamplingParams(temperature=0.0, max_new_tokens=1)
     requests = [

@@ -1,4 +1,4 @@
-"""The time of an engine's step by what it computes, and the formula that fits. Follows phase 11.
+"""The time of an engine's step by what it computes, and the formula that fits it. Follows phase 11.
 
 Batches of several sizes, with prompts and answers of several lengths, run to their ends. Each step's time is measured,
 and its counts are read from its record. ``infer simulate`` uses the coefficients.
@@ -25,7 +25,7 @@ from shared.engine.record import StepRecord
 from shared.lessons import newest_lesson
 
 BATCHES = ((1, 16), (1, 128), (1, 384), (2, 64), (3, 256), (4, 32), (6, 128), (8, 16), (8, 192))
-"""Requests and the tokens of each prompt. On a GPU both are larger."""
+"""Numbers of requests, and of tokens per prompt; on a GPU both are larger."""
 GPU_FACTOR = 8
 NEW_TOKENS = 12
 COUNTS = ("step", "prefill_step", "prefill_token", "prefill_key", "decode_row", "decode_key")
@@ -56,14 +56,15 @@ POINTS: tuple[tuple[str, str, str | None, list[float]], ...] = (
         [1.0, 1.0, 512, 512 * (3840 + 256.5), 32.0, 32 * 192],
     ),
 )
-"""Of steps on an H100: a report, the milliseconds at a key, those to subtract, and the counts in the order of
-``COUNTS``: decoding alone, a prompt of 256 tokens, one of 8,192, and a chunk of 512 beside 32 decoding requests."""
+"""Steps on an H100: a report, the key of the milliseconds, the key of those to subtract, and the counts in the order of
+``COUNTS``. They are decoding alone, a prompt of 256 tokens, one of 8,192, and a chunk of 512 alongside 32 decoding
+requests."""
 
 
 def measure(
     model: str = "smollm2-135m", device: str = "cpu", dtype: str | None = None, threads: int = 1, trials: int = 3
 ) -> Report:
-    """Coefficients in seconds, and how far the formula is from steps left out of the fit."""
+    """Coefficients in seconds, and how far the formula is from steps that were left out of the fit."""
     setup = Setup(model, device, dtype, threads)
     factor = GPU_FACTOR if setup.is_gpu else 1
     batches = [(num * factor, length * factor) for num, length in BATCHES]
@@ -124,8 +125,8 @@ class StepCounts:
 
 
 def fit(steps: Sequence[tuple[list[float], float]]) -> list[float]:
-    """The nonnegative coefficients with the least squares of relative errors. Steps of equal counts count once,
-    with their median.
+    """The nonnegative coefficients that minimize the sum of squared relative errors. Steps with equal counts count
+    once, with their median.
     """
     alike: dict[tuple[float, ...], list[float]] = {}
     for counts, seconds in steps:
@@ -133,7 +134,7 @@ def fit(steps: Sequence[tuple[list[float], float]]) -> list[float]:
     measured = np.array([statistics.median(group) for group in alike.values()])
     counts = np.array(list(alike)) / measured[:, None]
     kept = list(range(counts.shape[1]))
-    while True:  # the most negative one is dropped, until none is
+    while True:  # the most negative one is dropped, until none is left
         found = np.linalg.lstsq(counts[:, kept], np.ones(len(measured)), rcond=None)[0]
         if (found >= 0).all():
             break
@@ -146,7 +147,7 @@ def fit(steps: Sequence[tuple[list[float], float]]) -> list[float]:
 
 def times_of_reports() -> tuple[list[float], dict[str, Any]]:
     """The coefficients of Llama 3.2 1B on an H100, from this repository's reports on its steps, and how far the formula
-    is from them.
+    is from these.
     """
     steps = [
         (counts, 1e-3 * (_read(file, key) - (_read(file, less) if less else 0.0))) for file, key, less, counts in POINTS

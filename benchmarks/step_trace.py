@@ -1,7 +1,7 @@
 """What runs during some decode steps: kernels, copies and launches, from PyTorch's profiler. Introduced in phase 3.1.
 
 Invariant: a kernel is anything that ran on the GPU except copies, fills and profiler marks; those of a CUDA graph count
-one by one, and its launch as one host launch.
+individually, and its launch as one host launch.
 """
 
 import re
@@ -48,7 +48,7 @@ class StepTrace:
         return {f"{name}_per_token": None if value is None else rounded(value) for name, value in figures.items()}
 
     def rows(self) -> list[tuple[str, int, float]]:
-        """Name, calls, microseconds, longest first: for kernels and copies, or without a GPU for PyTorch's
+        """Name, calls and microseconds, longest first: for kernels and copies or, without a GPU, for PyTorch's
         operations."""
         if self.kernels:
             rows = [(entry.key, entry.count, entry.self_device_time_total) for entry in (*self.kernels, *self.copies)]
@@ -58,7 +58,7 @@ class StepTrace:
 
 
 class TraceWindow:
-    """Traces the steps of tokens ``first + 1`` to ``first + steps`` of one answer; ``with_host``: also the host's
+    """Traces the steps of tokens ``first + 1`` to ``first + steps`` of one answer; ``with_host``: also trace the host's
     operations besides a GPU's kernels, at a higher cost to the host.
     """
 
@@ -73,7 +73,7 @@ class TraceWindow:
 
     def trace(self, answer: Answer, prompt_ids: list[int], new_tokens: int) -> StepTrace:
         """Trace an answer; raises ValueError if it ends inside the window."""
-        with profile(activities=self.all_activities):  # loading it falls into no window
+        with profile(activities=self.all_activities):  # so that loading it falls into no window
             torch.ones(1, device=self.device).add_(1)
             self.finish()
         answer(prompt_ids, new_tokens, self.token)

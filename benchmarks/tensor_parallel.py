@@ -1,8 +1,8 @@
-"""The gain from several GPUs for one model: engines of 1 and N ranks, compared with what the memory allows.
+"""The gain from several GPUs for one model: engines with 1 and N ranks, compared with what the memory allows.
 
 Introduced in phase 12.1. Each part is a separate process that writes its figures as soon as it has them, so that a
-hanging one loses no others; ``report`` puts them together. Weights are random and generated on the GPUs when read,
-whole tensor by whole tensor, so no checkpoint is written, and N ranks have shards of one rank's weights.
+hanging part loses no others; ``report`` puts them together. Weights are random and generated on the GPUs when read, one
+whole tensor at a time. So no checkpoint is written, and N ranks have shards of one rank's weights.
 
     python -m benchmarks.tensor_parallel engine --shape qwen3-8b --ranks 1 --out DIR
     python -m benchmarks.tensor_parallel engine --shape qwen3-8b --ranks 2 --sums nccl --out DIR
@@ -43,7 +43,7 @@ def prompt_of(n: int, length: int) -> list[int]:
 
 
 def step_ms(together: Decoding) -> float:
-    """Milliseconds of a step, the mean of many."""
+    """Milliseconds per step, the mean of many."""
     return 1e3 * statistics.mean(together.steps(STEPS)[0])
 
 

@@ -1,8 +1,8 @@
 """Timing: answers token by token, calls whose inputs are not in the cache, and what makes them comparable.
 
-Introduced in phase 3; the calls in phase 3.1. A call's inputs are many sets, used in turn, which together are several
-times the cache; on a GPU all calls are captured in one CUDA graph. Invariant: compared contenders get the same prompts
-or inputs and the same threads, and go first equally often.
+Introduced in phase 3; the calls in phase 3.1. The inputs of a call are many sets, used in turn, which together are
+several times as large as the cache; on a GPU all calls are captured in one CUDA graph. Invariant: compared contenders
+get the same prompts or inputs and the same threads, and go first equally often.
 """
 
 import statistics
@@ -21,18 +21,19 @@ from shared.checkpoints.progress import Progress
 from shared.sampling.params import SamplingParams
 
 OnToken = Callable[[int], bool]
-"""Called with each token when it reaches the host; False breaks the answer off."""
+"""Called with each token when it reaches the host; returning False cuts the answer short."""
 Answer = Callable[[list[int], int, OnToken], int]
-"""Answers a prompt with so many tokens, greedily and past any end of sequence; returns how many tokens it computed."""
+"""Answers a prompt with the given number of tokens, greedily and past any end of sequence; returns how many tokens it
+computed."""
 
 CACHES_ROTATED = 4  # all sets of inputs together are at least this many times the last cache
 MOST_INPUT_SETS = 4096
-"""Sets at most, even if together they are less. So many are needed only where a set is some kilobytes, which in a
-decode step too lie in the cache: the kernel before has just written them."""
+"""Maximum number of sets, even if together they are smaller. This many are needed only if a set has a few kilobytes; in
+a decode step these are in the cache too, since the previous kernel has just written them."""
 DEMO_CACHE_BYTES = 1 << 14  # a stand-in for a CPU's last cache, where figures only demonstrate the method
 DEMO_TRIALS = 3
 GRAPH_MS = 20
-"""Milliseconds of launches that a graph holds, and at least one call of every set: some thousands of calls at most."""
+"""Milliseconds of launches in a graph, which has at least one call for every set: a few thousand calls at most."""
 ALIGNMENT = 128  # bytes: a cache line, and more than any kernel's alignment
 
 Inputs = tuple[Any, ...]
@@ -91,7 +92,7 @@ def run(engine: Any, prompt_ids: list[int], new_tokens: int) -> Run:
 
 
 def rotated(items: Sequence[str], turn: int) -> list[str]:
-    """The items, each turn beginning with a different one."""
+    """The items, with each turn beginning with a different one."""
     start = turn % len(items)
     return [*items[start:], *items[:start]]
 
@@ -167,7 +168,7 @@ def rotated_tensors(
 
 def time_calls(call: Callable[..., Any], input_sets: Sequence[Inputs], *, is_eager: bool = False) -> float:
     """Seconds of ``call(*inputs)``, the median of trials over all sets in turn, on the device of the first tensor; all
-    sets are called before the first trial. ``is_eager``: launched by Python on a GPU too, host and stream together.
+    sets are called before the first trial. ``is_eager``: launched by Python even on a GPU, host and stream together.
     """
     device = next(value.device for value in input_sets[0] if isinstance(value, torch.Tensor))
 
@@ -181,7 +182,7 @@ def time_calls(call: Callable[..., Any], input_sets: Sequence[Inputs], *, is_eag
         if device.type == "cuda" and not is_eager:
             from triton.testing import do_bench_cudagraph
 
-            torch.cuda.synchronize(device)  # the inputs were generated on another stream than the captured one
+            torch.cuda.synchronize(device)  # the inputs were generated on a stream other than the captured one
             replays = do_bench_cudagraph(all_sets, rep=GRAPH_MS, return_mode="all")
             trials = [milliseconds / 1e3 for milliseconds in replays[1:]]  # the first replay uploads the graph
         else:

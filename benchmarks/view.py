@@ -21,7 +21,7 @@ Row = Mapping[str, Any]
 
 
 def number(value: float | None) -> str:
-    """A measurement for readers: three digits if it has a decimal point, no decimals from 100 on."""
+    """A measurement for readers: three digits if it has a decimal point, and no decimals from 100 on."""
     if value is None:
         return NOTHING
     if abs(value) >= 100:
@@ -30,7 +30,7 @@ def number(value: float | None) -> str:
 
 
 def count(value: int | None) -> str:
-    """A whole number, grouped by thousands."""
+    """A whole number, with thousands separators."""
     return NOTHING if value is None else f"{value:,}"
 
 
@@ -114,7 +114,7 @@ def table_of(heading: str, what: str, rows: Mapping[str, Row], **forms: Callable
 
 @dataclass(frozen=True)
 class Bar:
-    """A horizontal bar: ``text`` is written at its end, ``colour`` is a name in `benchmarks.figure.COLOURS`."""
+    """A horizontal bar: ``text`` is written at its end; ``colour`` is a name in `benchmarks.figure.COLOURS`."""
 
     label: str
     length: float

@@ -1,7 +1,7 @@
-"""A process of the course that imports only what it needs and inherits its end of a pipe. Introduced in phase 12.1.
+"""A process of the course that imports only what it needs and inherits one end of a pipe. Introduced in phase 12.1.
 
 It is not a ``multiprocessing`` process: a daemon, such as the server's engine, may not start one, and ``spawn`` imports
-the parent's main module, and so PyTorch.
+the parent's main module and therefore PyTorch.
 """
 
 import os
@@ -17,10 +17,10 @@ def start_child(
 
     Args:
         passed: file descriptors that it inherits; their numbers are its ``sys.argv[1:]``.
-        environment: variables beside those of this process.
+        environment: variables in addition to those of this process.
     """
     if os.environ.get("INFER_WORKSHOP", "0") not in ("", "0"):
-        statement = f"import shared.cli; {statement}"  # puts the learner's modules over the reference's
+        statement = f"import shared.cli; {statement}"  # lets the learner's modules replace the reference's
     path = os.pathsep.join([str(Path(__file__).parents[1]), *filter(None, sys.path)])
     variables = os.environ | (environment or {}) | {"PYTHONPATH": path}
     command = [sys.executable, "-c", statement, *map(str, passed)]

@@ -46,4 +46,4 @@ class BlockError(InferError):
 
 
 class RankError(InferError):
-    """A rank has died, hangs, or failed, so the group of ranks that shares the model has ended (phase 12.1)."""
+    """A rank has died, hung or failed, so the group of ranks that shares the model has ended (phase 12.1)."""

@@ -31,7 +31,7 @@ def phase_pair(older: str, newer: str) -> tuple[Lesson, Lesson]:
 
 
 def diff_lines(older: Lesson, newer: Lesson, *, with_tests: bool = False) -> Iterator[str]:
-    """The lines of a unified diff of the two folders, then of the engine's replaced parts."""
+    """The lines of a unified diff of the two folders, followed by the engine's replaced parts."""
     names = {path.name for lesson in (older, newer) for path in lesson.folder.iterdir() if path.suffix in SUFFIXES}
     chosen = (name for name in names if with_tests or not name.startswith("test_"))
     for name in sorted(chosen, key=lambda name: (name != ENGINE, name.startswith("test_"), name)):
@@ -106,7 +106,7 @@ def module_file(module: str) -> Path:
 
 
 def _unified_diff(old: Path, new: Path) -> Iterator[str]:
-    """Labelled by the paths from ``phases`` or ``shared`` on, otherwise by their last three parts."""
+    """Labelled by their paths from ``phases`` or ``shared`` on, otherwise by their last three parts."""
     yield from difflib.unified_diff(_lines(old), _lines(new), _label(old), _label(new), lineterm="")
 
 

@@ -38,7 +38,7 @@ class Lesson:
     """One phase: ``adds`` are its new shared modules, ``beside`` further ones with an exercise that its engine does
     not load; ``changes`` the methods of Engine that differ, ``removes`` the methods it drops; ``replaces`` are pairs of
     shared modules, the second replaces the first in its engine; ``whole`` is a test of the whole engine, by its
-    node id. A side track branches off its ``previous`` phase, and no phase follows it.
+    node id. A side track branches off from its ``previous`` phase, and no phase follows it.
     """
 
     number: str
@@ -122,7 +122,7 @@ def newest_lesson() -> Lesson:
 
 
 def lesson_of(settings: Mapping[str, Any]) -> Lesson:
-    """The phase that runs given settings: the side track that one of them belongs to, else the newest."""
+    """The phase that runs given settings: the side track that one of them belongs to, otherwise the newest phase."""
     for field in dataclasses.fields(EngineConfig):
         phase = field.metadata["phase"]
         if phase in SIDE_TRACKS and settings.get(field.name, field.default) != field.default:

@@ -1,8 +1,8 @@
 """Terminal output, errors and exit codes of every command. Introduced in phase 1b.
 
 Standard output carries the result and nothing else; messages go to standard error. Invariant: a command exits with 0 on
-success, 2 after an error message of one paragraph, 130 when interrupted, 141 when the reader of its output is gone (as
-after SIGPIPE), and with a traceback only for a bug.
+success, with 2 after an error message of one paragraph, with 130 when interrupted, with 141 when the reader of its
+output is gone (as after SIGPIPE), and with a traceback only for a bug.
 """
 
 import os

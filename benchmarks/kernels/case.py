@@ -21,14 +21,14 @@ from shared.errors import ConfigError
 from shared.kernels.launch import INTERPRETED, LAUNCHES
 
 TOLERANCES = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
-"""Largest error of a number, in units of its own magnitude plus the root mean square of all: a few roundings."""
+"""Maximum error of a number, relative to its own magnitude plus the root mean square of all: a few roundings."""
 
 Call = Callable[..., Any]
 
 
 @dataclass(frozen=True)
 class Drawn:
-    """An input of which every set has its own, by default normal numbers; dtype None is the case's."""
+    """An input that differs between sets, by default normal numbers; with dtype None it has the case's dtype."""
 
     shape: tuple[int, ...]
     fill: Callable[[torch.Tensor], Any] = torch.Tensor.normal_
@@ -48,7 +48,7 @@ class Peer:
 @dataclass(frozen=True)
 class Case:
     """The calls at one size, each with the same inputs and results as ``op``; ``size`` is the report's key; ``ours``
-    has our calls by name, first the one that an engine uses.
+    has our calls by name; the first is the one that an engine uses.
     """
 
     kernel: str
@@ -102,7 +102,7 @@ def report_of(
 
 
 def measure_case(case: Case, device: torch.device, ceilings: Ceilings, peers: Sequence[str]) -> dict[str, Any]:
-    """The case's part of a report: ours and the requested peers, checked and timed over the same inputs."""
+    """The case's part of a report: our calls and the requested peers, checked and timed over the same inputs."""
     sets = case.draw(num_input_sets(case.set_bytes, cache_bytes(device)), device)
     floor = case.num_bytes / ceilings.bytes_per_second(case.ceiling)
     reference = functools.cache(lambda op: results_of(op, tuple(map(widened, sets[0]))))
@@ -133,7 +133,7 @@ def measure_case(case: Case, device: torch.device, ceilings: Ceilings, peers: Se
 
 
 def compare(call: Call, inputs: Inputs, expected: Sequence[torch.Tensor], dtype: torch.dtype) -> dict[str, Any]:
-    """``error``, what is wrong with a call's results (None: nothing), and its ``launches``."""
+    """``error``: what is wrong with a call's results (None: nothing); and the number of its ``launches``."""
     before = LAUNCHES.total()
     actual, said = results_of(call, inputs), None
     launches = LAUNCHES.total() - before

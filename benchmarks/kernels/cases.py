@@ -1,4 +1,4 @@
-"""The kernels of a fused block as a decode step calls them, beside the same work in eager PyTorch.
+"""The kernels of a fused block as a decode step calls them, compared with the same work in eager PyTorch.
 
 Introduced in phase 3.1. Sizes, norms and epilogues are taken from the model's own fused block, made on the meta device.
 Invariant: that of :mod:`benchmarks.kernels.case`.
@@ -65,20 +65,19 @@ class ModelShapes:
         weights.normal_(1.0 - self.offset, 0.1)
 
     def case(self, name: str, size: int, shape: str, moved: Moved, ours: Call, op: Call, *drawn: Drawn | None) -> Case:
-        """A kernel beside its op, eager and compiled; ``size`` counts rows, for attention tokens of context."""
+        """A kernel, and its op in eager and compiled form; ``size`` counts rows, for attention tokens of context."""
         peers = {"eager": Peer(lambda: op), "compiled": Peer(lambda: compiled(op))}
         return Case(name, str(size), shape, *moved, {"ours": ours}, op, drawn, self.dtype, peers)
 
 
 def compiled(op: Call) -> Call:
-    """``torch.compile`` of an op for these shapes, separately: a function compiled for too many shapes falls back to
-    eager."""
+    """``torch.compile`` of an op for only these shapes: a function compiled for too many shapes falls back to eager."""
     torch.compiler.reset()
     return torch.compile(op, dynamic=False)
 
 
 def projection_cases(shapes: ModelShapes, rows: int) -> list[Case]:
-    """qkv, o, gate_up, down and head with the prologue and epilogue that the fused block gives each."""
+    """qkv, o, gate_up, down and head, each with the prologue and epilogue that the fused block gives it."""
     block, H, I = shapes.block, shapes.hidden_size, shapes.intermediate_size  # noqa: E741
     is_added_at_once = not shapes.has_post_norms
     return [
@@ -128,7 +127,8 @@ def projection_case(
 
 
 def norm_cases(shapes: ModelShapes, rows: int) -> list[Case]:
-    """The norms after attention and MLP, for a family that has them; elsewhere norms are prologues of products."""
+    """The norms after attention and MLP, for a family that has them; in other families norms are prologues of
+    products."""
     if not shapes.has_post_norms:
         return []
     n, eps, offset = shapes.hidden_size, shapes.eps, shapes.offset
@@ -156,7 +156,7 @@ def norm_cases(shapes: ModelShapes, rows: int) -> list[Case]:
 
 
 def kv_write_case(shapes: ModelShapes, rows: int, device: torch.device) -> Case:
-    """Norm, rotate and store ``rows`` tokens of one QKV result. Each set has its own memory, which they fill."""
+    """Norm, rotate and store ``rows`` tokens of one QKV result. Each set has its own memory, which the calls fill."""
     attention = shapes.block.attention
     D, heads = attention.head_dim, [size // attention.head_dim for size in attention.qkv.sizes]
     Hq, Hkv, _ = heads

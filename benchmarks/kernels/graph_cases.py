@@ -1,6 +1,7 @@
 """Mistakes that make captured decode attention slow, each compared with the kernel without it. Introduced in phase 9.
 
-Each replaces a line of the planned kernel or its loop, or its tiling. Invariant as in :mod:`benchmarks.kernels.case`.
+Each mistake replaces a line of the planned kernel or its loop, or its tiling. Invariant as in
+:mod:`benchmarks.kernels.case`.
 """
 
 import inspect
@@ -42,7 +43,8 @@ def mistaken(right: str, wrong: str) -> Call:
     modules: list[dict[str, Any]] = []
     for source in (each.replace(right, wrong) for each in sources):
         name = f"<planned attention {len(modules)}, {wrong}>"
-        linecache.cache[name] = len(source), None, source.splitlines(keepends=True), name  # where Triton reads it
+        # Triton reads the source there
+        linecache.cache[name] = len(source), None, source.splitlines(keepends=True), name
         modules.append({"__name__": name})
         exec(compile(source, name, "exec"), modules[-1])
     modules[1]["attend"] = modules[0]["attend"]
@@ -50,7 +52,7 @@ def mistaken(right: str, wrong: str) -> Call:
 
 
 def paged_case(sequences: PagedSequences, dtype: torch.dtype) -> Case:
-    """The call of an engine, and the same with this shape's mistake."""
+    """The call of an engine, and the same call with this shape's mistake."""
     shape, device = sequences.shape, sequences.lengths.device
     tiling = decode_tiling(shape.num_sequences, *shape.heads[1:], dtype.itemsize)
     if shape.name.startswith("padded"):  # merged by a launch: the additional programs would count as arrivals

@@ -48,7 +48,7 @@ class AttentionShape:
         return float(self.heads[2] ** -0.5)
 
     def num_bytes(self, itemsize: int) -> int:
-        """Of each visible key and value, the queries and the results."""
+        """The bytes of each visible key and value, the queries and the results."""
         Hq, Hkv, D = self.heads
         return 2 * (sum(self.lengths) * Hkv + self.num_sequences * Hq) * D * itemsize
 
@@ -118,7 +118,7 @@ def planned_call(
 
 
 def variant_calls(sequences: PagedSequences, dtype: torch.dtype) -> dict[str, tuple[Call, dict[str, Any]]]:
-    """Our kernels: as an engine calls it; with the other kind of merge; without splits; phase 6's."""
+    """Our kernels: as an engine calls them; with the other kind of merge; without splits; and phase 6's."""
     shape = sequences.shape
     tiling = decode_tiling(shape.num_sequences, *shape.heads[1:], dtype.itemsize)
     merged = "merge_launch" if tiling.is_arrival else "merge_arrival"
@@ -160,7 +160,8 @@ Maker = Callable[[PagedSequences], Call]
 
 def paged_peers(sequences: PagedSequences, dtype: torch.dtype) -> dict[str, Peer]:
     """``PEERS`` over these sequences; making a call raises ConfigError with the reason if it is unavailable."""
-    in_order = PagedSequences(sequences.shape, sequences.lengths.device, None).attend  # a pool treated as one piece
+    # a pool treated as one contiguous cache
+    in_order = PagedSequences(sequences.shape, sequences.lengths.device, None).attend
     found = {name: Peer(partial(_flashinfer, sequences, dtype, name), sequences.attend) for name in FLASHINFER}
     for name, library in (("sdpa", _sdpa), ("flex", _flex)):
         found[f"{name}_gathered"] = Peer(partial(_pytorch, sequences, library, _gathered), sequences.attend)
@@ -201,7 +202,7 @@ def _pytorch(sequences: PagedSequences, library: Maker, memory: Maker) -> Call:
 
 
 def _gathered(sequences: PagedSequences) -> Call:
-    """Every sequence's blocks, padded to the longest, are copied into one piece first."""
+    """Every sequence's blocks, padded to the longest, are first copied into one contiguous tensor."""
     widest, longest = max(map(len, sequences.rows)), max(sequences.shape.lengths)
     padded = torch.tensor([row + [0] * (widest - len(row)) for row in sequences.rows], device=sequences.lengths.device)
     rows = padded.flatten()
@@ -209,7 +210,7 @@ def _gathered(sequences: PagedSequences) -> Call:
 
 
 def _contiguous(sequences: PagedSequences) -> Call:
-    """The pool treated as one contiguous cache: a sequence reads other numbers than its blocks hold, but equally
+    """The pool treated as one contiguous cache: a sequence reads different numbers than its blocks hold, but equally
     many."""
     lengths = sequences.shape.lengths
     if len(set(lengths)) > 1 or lengths[0] % BLOCK_SIZE:

@@ -61,7 +61,7 @@ def errors(report: Report) -> list[str]:
 
 
 def missing(calls: Sequence[Row]) -> list[str]:
-    """Why a peer has no time."""
+    """The reason that a peer was not timed."""
     reasons: dict[str, list[str]] = {}
     for call in calls:
         if not call["is_ours"] and (why := call["missing"] or call.get("error")):

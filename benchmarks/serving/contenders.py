@@ -1,5 +1,5 @@
 """The contenders of the serving benchmarks: one table of engines with their settings. Introduced in phase 4. Invariant:
-each is warmed up on loading, at every size of batch that it can have on a GPU, so that no trace pays for compilation.
+each is warmed up on loading, on a GPU at every batch size that it can have, so that no trace includes compilation.
 """
 
 from collections.abc import Mapping, Sequence
@@ -60,8 +60,9 @@ def has_continuous(lesson: Lesson) -> bool:
 
 
 def roles(main: Sequence[Lesson], last: Lesson) -> dict[str, Lesson]:
-    """Which phase of the main line, up to ``last``, shows what: ``slots`` continuous batching in regions, ``blocks``
-    the first blocks, ``unchunked`` the last without chunks; ``newest`` is the last, if it is newer than ``blocks``.
+    """Which phase of the main line, up to ``last``, shows what: ``slots`` is continuous batching in regions, ``blocks``
+    the first phase with blocks, ``unchunked`` the last without chunks; ``newest`` is the last one, if it is newer than
+    ``blocks``.
     """
     many = [lesson for lesson in main if hasattr(lesson.engine, "add_request") and lesson.number <= last.number]
     blocks = [lesson for lesson in many if "paged" in lesson.load("engine").MEMORY]
@@ -96,7 +97,7 @@ def lineup(number: str | None = None) -> dict[str, Contender]:
 
 
 class Server:
-    """An engine that is loaded, with a queue in front if it needs one, and warm: ready to serve a trace."""
+    """An engine that is loaded and warm, with a queue in front if it needs one: ready to serve a trace."""
 
     def __init__(self, contender: Contender, config: EngineConfig) -> None:
         arguments: tuple[Any, ...] = (config,)
@@ -118,13 +119,14 @@ class Server:
             self.pool.drop_cached()
         before = self.engine.stats()["tokens computed"]
         run, stats = drive(self.engine, trace, max_seconds), self.engine.stats()
-        memory = {"memory_kv_bytes": stats.get("cache bytes", 0)}  # phase 2 and transformers have none of a fixed size
+        # phase 2 and transformers have no cache of fixed size
+        memory = {"memory_kv_bytes": stats.get("cache bytes", 0)}
         found = figures(run, self.max_batch_size, self.config.max_decode_interval)
         return found | {"tokens_computed": stats["tokens computed"] - before} | memory
 
 
 class Servers:
-    """Loads contenders on demand and keeps them; those with the same engine and settings are one. ``configs`` holds
+    """Loads contenders on demand and keeps them; those with the same engine and settings are shared. ``configs`` holds
     those of every contender loaded so far, by name and batch size.
     """
 
@@ -134,8 +136,8 @@ class Servers:
         self.configs: dict[str, EngineConfig | dict[str, Any]] = {}
 
     def get(self, contender: Contender, max_batch_size: int, max_seq_len: int) -> Server:
-        """A contender's server, with the batch size if it serves many; its own settings take precedence."""
-        # A phase of one request at a time has no queue settings.
+        """A contender's server, with the batch size if it serves many requests; its own settings take precedence."""
+        # A phase that serves one request at a time has no queue settings.
         options = {"max_batch_size": max_batch_size} if contender.serves_many else {"max_waiting_requests": 1024}
         config = EngineConfig(**{**vars(self.base), **options, "max_seq_len": max_seq_len, **contender.settings})
         key = contender.engine, config

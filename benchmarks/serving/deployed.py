@@ -26,10 +26,10 @@ from shared.lessons import newest_lesson
 def served_by(
     folder: Path, num_replicas: int, settings: dict[str, Any], notes: Path, pace: Sequence[float]
 ) -> Iterator[str]:
-    """The URL of a model on replicas, as ``infer deploy`` starts them; Ray belongs to this process alone.
+    """The URL of a model on replicas, as ``infer deploy`` starts them; Ray belongs only to this process.
 
-    Engines record their steps in the folder ``notes``, and a step takes at least as long as ``pace`` says, as if a
-    device computed it that the processors need not wait for.
+    Engines record their steps in the folder ``notes``. A step takes at least as long as ``pace`` says, as if it were
+    computed on a device that the processors need not wait for.
     """
     from shared.deployment import application
     from shared.server.process import address_of, bind
@@ -65,8 +65,8 @@ def served_by(
 def load_noting(notes: Path, pace: Sequence[float], config: EngineConfig) -> Any:
     """The newest phase's engine, warmed up, which records its steps.
 
-    It writes when each step began, its counts, and its seconds, up to the next step if there is one, into a file of its
-    process. ``pace``: the least seconds of a step, for each of its counts.
+    For each step, it writes its start, its counts, and its seconds (up to the next step if there is one) into one file
+    per process. ``pace``: the minimum seconds of a step, for each of its counts.
     """
     engine = newest_lesson().engine(config)
     warm_up(engine)

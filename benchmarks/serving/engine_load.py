@@ -18,10 +18,10 @@ from shared.text.stopping import FinishReason
 
 
 def drive(engine: Any, trace: Trace, max_seconds: float | None = None) -> ServedRun:
-    """Serve a trace, ignoring end of sequence; after ``max_seconds`` and a token, cut short what still runs. The
-    background is aborted when all others have ended; a turn of a conversation follows the previous one.
+    """Serve a trace, ignoring end of sequence; after ``max_seconds``, and at least one token, cut short whatever still
+    runs. The background is aborted when all others have ended; a turn of a conversation follows the previous one.
 
-    ``engine`` has the methods of a phase's engine from 4 on; its ``last_step`` is None if steps cannot be observed.
+    ``engine`` has the methods of the engine of phase 4 or later; its ``last_step`` is None if steps cannot be observed.
     """
     requests = list(trace.requests)
     waiting = deque(range(len(requests)))  # not yet added
@@ -88,15 +88,16 @@ def drive(engine: Any, trace: Trace, max_seconds: float | None = None) -> Served
 
 
 class BatchQueue:
-    """A queue in front of a server that answers one batch of requests to its end, then the next; a step is one forward
-    pass. ``answer``: of prompts ``[B]`` and the most new tokens of any, yields the tokens ``[B]`` of each step.
+    """A queue in front of a server that answers one batch of requests to its end, and then the next; a step is one
+    forward pass. ``answer``: takes prompts ``[B]`` and the maximum number of new tokens, and yields the tokens ``[B]``
+    of each step.
     """
 
     def __init__(self, answer: Callable[[list[list[int]], int], Generator[list[int]]], max_batch_size: int = 1) -> None:
         self.answer, self.max_batch_size = answer, max_batch_size
         self.waiting: deque[tuple[str, list[int], int]] = deque()  # id, prompt, new tokens
-        self.rows: list[str] = []  # of the current batch, including finished ones
-        self.open: dict[str, int] = {}  # unfinished ones: tokens to come
+        self.rows: list[str] = []  # requests of the current batch, including finished ones
+        self.open: dict[str, int] = {}  # for the unfinished ones: tokens to come
         self.last_step: StepRecord | None = None
         self.num_steps = 0
 
@@ -147,7 +148,7 @@ class BatchQueue:
 
 
 class OneAtATime(BatchQueue):
-    """An engine that has no ``step``, of a phase before 4, as a server would use it."""
+    """An engine of a phase before 4, which has no ``step``, used as a server would use it."""
 
     def __init__(self, engine: Any) -> None:
         super().__init__(self._answer)

@@ -1,7 +1,7 @@
 """The experiments of the serving benchmark as one table, and what runs any of its rows. Introduced in phase 4.
 
-Invariants: within an experiment every contender serves the same traces, and none is measured before it is warm; when
-interleaved, each contender begins a trial equally often.
+Invariants: within an experiment every contender serves the same traces, and none is measured before it is warm; if they
+are interleaved, each contender begins a trial equally often.
 """
 
 import statistics
@@ -25,8 +25,9 @@ Sized = Mapping[str, tuple[str, str, dict[str, Any]]]
 
 @dataclass(frozen=True)
 class Ratio:
-    """``NAME_over_UNDER`` + ``suffix`` of every contender that is under no ratio itself: the median of ratios within
-    each trial, and ``…_range`` the least and the greatest. ``figure`` is a dotted key of a result, ``words`` its name.
+    """``NAME_over_UNDER`` + ``suffix`` for every contender that is not itself the denominator of a ratio: the median of
+    the ratios within each trial. ``…_range`` has the smallest and the largest ratio. ``figure`` is a dotted key of a
+    result, and ``words`` its name.
     """
 
     under: str
@@ -40,14 +41,14 @@ class Experiment:
     """One question: its workloads (fields of ServingSize), contenders, how requests arrive, and what is reported.
 
     Args:
-        in_turns: trials in which the contenders take turns; the one of median ``speed`` is reported.
-        takes_rate: requests may come at the rate that the run asks for; otherwise in a closed loop.
-        load: Poisson arrivals at a share of what a closed loop of a workload does with a contender in the same run.
+        in_turns: the number of trials in which contenders take turns; the trial with the median ``speed`` is reported.
+        takes_rate: requests may arrive at the rate that the run asks for; otherwise they arrive in a closed loop.
+        load: Poisson arrivals at a share of a contender's rate in a closed loop of a workload in the same run.
         holds_all: batches as large as the requests that are open.
         sized: further contenders, by name: one of the line-up, another title ("": its own), and settings that follow
             from the size.
         one_by_one: each contender is loaded alone.
-        alone: contenders that serve only what decodes beside the requests of the workload.
+        alone: contenders that serve only the background requests of the workload.
         needs: contenders without which there is nothing to compare.
         shows: its tables in :mod:`benchmarks.serving.view`.
     """
@@ -86,7 +87,8 @@ class Experiment:
 
 
 def same_memory(size: ServingSize) -> Sized:
-    """The same bytes of KV cache: as regions for long requests, as regions for the trace's longest, and in blocks."""
+    """The same number of bytes of KV cache: as regions for long requests, as regions for the trace's longest request,
+    and as blocks."""
     (num, wide), tight = size.wide_slots, size.capacity.longest
     blocks = {"max_seq_len": wide, "max_batch_size": size.capacity_batch, "block_size": BLOCK_SIZE}
     blocks["num_gpu_blocks"] = size.capacity_tokens // BLOCK_SIZE
@@ -110,7 +112,8 @@ def chunk_sizes(size: ServingSize) -> Sized:
 
 
 def enough_blocks(size: ServingSize) -> Sized:
-    """Memory for what the sampled requests hold at a time; with their whole lengths, two engines would not fit."""
+    """Memory for what the sampled requests hold at the same time; with their whole lengths, two engines would not
+    fit."""
     settings = {"num_gpu_blocks": size.sampled_blocks}
     return {name: (name, "", settings) for name in ("newest", "vllm")}
 
@@ -273,14 +276,14 @@ class Runner:
 
 
 def value_at(node: Any, key: str) -> Any:
-    """The value at a dotted key, or None where there is none."""
+    """The value at a dotted key, or None if there is none."""
     for part in key.split("."):
         node = (node or {}).get(part)
     return node
 
 
 def ratios(experiment: Experiment, trials: Mapping[str, list[dict[str, Any]]]) -> dict[str, Any]:
-    """The ratios of an experiment, from each contender's runs, one of each trial."""
+    """The ratios of an experiment, from each contender's runs (one per trial)."""
     found: dict[str, Any] = {}
     unders = {each.under for each in experiment.ratios}
     for each in experiment.ratios:

@@ -1,8 +1,8 @@
 """A trace over HTTP: a phase's server in a separate process, and streams that are opened, read and timed.
 
-Introduced in phase 4. When a request was scheduled is read from the server's log. Invariants: the process computes with
-as many threads as the benchmark does, and is gone when the block ends; a stream counts as answered only if it ended
-with one ``done`` and the requested number of tokens.
+Introduced in phase 4. The time at which a request was scheduled is read from the server's log. Invariants: the process
+computes with as many threads as the benchmark, and has ended when the block ends; a stream counts as answered only if
+it ended with one ``done`` and the requested number of tokens.
 """
 
 import asyncio
@@ -87,7 +87,7 @@ def environment() -> dict[str, str]:
 
 
 def events(log: Path, name: str) -> list[dict[str, Any]]:
-    """The log's lines about one kind of event, except a line still being written."""
+    """The log's lines about one kind of event, except for a line still being written."""
     lines = log.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True)
     found = [json.loads(line) for line in lines if line.startswith("{") and line.endswith("}\n")]
     return [line for line in found if line["event"] == name]
@@ -141,8 +141,8 @@ async def generate_load(url: str, model: str, trace: Trace, run_id: str = "run")
 class Exchange(asyncio.Protocol):
     """A request and its answer on a separate connection; ``read`` gets each piece of the answer's body.
 
-    httptools parses it, which is written in C: with httpx a piece took 80 µs, so that 64 streams had at most 12,000
-    tokens a second.
+    It is parsed by httptools, which is written in C. With httpx a piece took 80 µs, which limited 64 streams to 12,000
+    tokens per second.
     """
 
     def __init__(self, request: bytes, read: Callable[["Exchange", bytes], None]) -> None:
@@ -189,7 +189,7 @@ class Exchange(asyncio.Protocol):
 
 
 async def stream(url: str, request_id: str, body: dict[str, Any], into: ServedRequest, start: float) -> None:
-    """One request, from sending it to the end of its answer; ``start`` is the moment that times count from."""
+    """One request, from sending it to the end of its answer; ``start`` is the moment from which times are counted."""
     rest, ends = b"", 0
 
     def read(exchange: Exchange, data: bytes) -> None:

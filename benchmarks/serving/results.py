@@ -1,12 +1,13 @@
 """The outcome of a trace and its figures: latencies, throughput, fairness, use of the batch. Introduced in phase 4.
 
-Moments are seconds from the start of the trace, as the client sees them. A request's time to the first token and its
-whole latency count from its arrival, its queue wait ends where the first step that computed it began. Times between
-tokens are of all requests together; if requests decode in the background, of those, and everything else of the others.
-Only requests with a whole answer count in latencies; throughput counts all tokens.
+Times are seconds from the start of the trace, as the client sees them. A request's time to the first token and its
+total latency are counted from its arrival; its queue wait ends when the first step that computed it began. Times
+between tokens include all requests together. If requests decode in the background, times between tokens are theirs, and
+all other figures are those of the other requests. Only requests with a complete answer count in latencies; throughput
+counts all tokens.
 
-Two incidents are starvation. A decode stall: a decoding request got no token for more than ``max_decode_interval``
-steps. A request overtaken: more than ``max_batch_size`` later requests were started in an earlier step. A preempted
+There are two kinds of starvation. A decode stall: a decoding request got no token for more than ``max_decode_interval``
+steps. An overtaken request: more than ``max_batch_size`` later requests were started in an earlier step. A preempted
 request counts as started when it was first computed; until it is recomputed it waits, which is not a stall.
 """
 
@@ -22,8 +23,8 @@ from shared.engine.record import StepRecord
 
 @dataclass
 class ServedRequest:
-    """One request. ``scheduled``: when the first step that computed it began; ``error``: why it has no whole answer;
-    ``turn`` of its conversation. A background request decodes only so that others are served beside it.
+    """One request. ``scheduled``: when the first step that computed it began; ``error``: why it has no complete answer;
+    ``turn``: the turn of its conversation. A background request decodes only so that others are served alongside it.
     """
 
     arrived: float
@@ -48,8 +49,8 @@ class TimedStep:
 
 @dataclass
 class ServedRun:
-    """A served trace; requests are in its order. ``steps`` and ``num_forwards`` are None where they cannot be seen:
-    over HTTP, inside a peer. ``is_cut``: the run was cut short.
+    """A served trace; requests are in its order. ``steps`` and ``num_forwards`` are None if they cannot be observed:
+    over HTTP, or inside a peer. ``is_cut``: the run was cut short.
     """
 
     requests: list[ServedRequest]
@@ -68,7 +69,7 @@ class ServedRun:
 
     @property
     def finished(self) -> list[ServedRequest]:
-        """Requests with a whole answer, without the background."""
+        """Requests with a complete answer, without the background."""
         ended = [request for request in self.requests if request.ended is not None and not request.is_background]
         return [request for request in ended if request.error is None]
 
@@ -86,7 +87,8 @@ def figures(run: ServedRun, max_batch_size: int, max_decode_interval: int) -> di
     gaps = [b - a for request in decoding for a, b in zip(request.token_times, request.token_times[1:], strict=False)]
     of_steps = {
         "steps": len(steps),
-        # of the tokens that as many steps could have given, had every row of the batch been used: the share given
+        # of the tokens that the same number of steps would have given with every row of the batch in use: the share
+        # actually given
         "slot_utilisation": _mean([len(s.record.prefilled) + len(s.record.decoded) for s in steps]) / max_batch_size,
         "decode_stalls": decode_stalls(steps, max_decode_interval),
         "requests_overtaken": requests_overtaken(steps, bound=max_batch_size),
@@ -115,8 +117,8 @@ def figures(run: ServedRun, max_batch_size: int, max_decode_interval: int) -> di
 
 
 def decode_speed(done: list[ServedRequest]) -> float | None:
-    """Tokens per second while all requests decode: from the last first token to the first end; None if there is
-    none."""
+    """Tokens per second while all requests decode: from the last first token to the first end; None if there is no such
+    time."""
     begun = max((request.token_times[0] for request in done if request.token_times), default=0.0)
     ended = min((request.token_times[-1] for request in done if request.token_times), default=0.0)
     tokens = sum(begun < moment <= ended for request in done for moment in request.token_times)
@@ -124,8 +126,8 @@ def decode_speed(done: list[ServedRequest]) -> float | None:
 
 
 def saturated_figures(run: ServedRun) -> dict[str, Any]:
-    """How many held memory at a time, the share of it that held a token, and how fast they were, up to the last step
-    that left requests waiting, or to the end if none did.
+    """How many requests held memory at a time, the share of that memory that held a token, and how fast they were. All
+    of this is up to the last step that left requests waiting, or to the end if none did.
     """
     steps = run.steps or []
     last = max((n for n, step in enumerate(steps) if step.record.num_waiting), default=len(steps) - 1)
@@ -142,7 +144,7 @@ def saturated_figures(run: ServedRun) -> dict[str, Any]:
 
 
 def by_turn(run: ServedRun) -> list[float]:
-    """The prompt tokens computed for a request, for each turn the mean over its conversations."""
+    """The prompt tokens computed for a request: for each turn, the mean over its conversations."""
     computed: Counter[str] = Counter()
     for step in run.steps or ():
         computed.update(dict(step.record.prefilled))
@@ -151,7 +153,7 @@ def by_turn(run: ServedRun) -> list[float]:
 
 
 def decode_stalls(steps: list[TimedStep], max_decode_interval: int) -> int:
-    """How often a decoding request got its next token more than this many steps after the last."""
+    """How often a decoding request got its next token more than this many steps after the previous one."""
     last: dict[str, int] = {}
     stalls = 0
     for n, step in enumerate(steps):
@@ -163,7 +165,7 @@ def decode_stalls(steps: list[TimedStep], max_decode_interval: int) -> int:
 
 
 def requests_overtaken(steps: list[TimedStep], bound: int) -> int:
-    """Requests before which more than ``bound`` later requests were started; ids count in order of arrival."""
+    """Requests that were started after more than ``bound`` later ones; ids count in order of arrival."""
     begun: dict[int, int] = {}
     for n, step in enumerate(steps):
         for name, _ in step.record.prefilled:
@@ -172,15 +174,15 @@ def requests_overtaken(steps: list[TimedStep], bound: int) -> int:
 
 
 def tokens_recomputed(steps: list[TimedStep]) -> int:
-    """Tokens that had been computed earlier, and were lost when their request was preempted."""
-    computed: dict[str, int] = {}  # for each request, the maximum that it ever had
+    """Tokens that had been computed, and were lost when their request was preempted."""
+    computed: dict[str, int] = {}  # for each request, the maximum number that it ever had
     found = 0
     for step in steps:
         for (name, num_tokens), start in zip(step.record.prefilled, step.record.prefill_starts, strict=True):
             most = computed.get(name, 0)
             found += max(0, min(most, start + num_tokens) - start)
             computed[name] = max(most, start + num_tokens)
-        for name in step.record.decoded:  # after all that it had
+        for name in step.record.decoded:  # after all the tokens that it had
             computed[name] = computed.get(name, 0) + 1
     return found
 

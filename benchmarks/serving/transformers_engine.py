@@ -1,8 +1,8 @@
 """transformers' ``generate`` on padded batches, with the interface of a phase's engine. Introduced in phase 4.
 
 Prompts are padded on the left to the longest of the batch, and a row whose answer has ended continues until the last
-has. ``generate`` runs in a thread, and a streamer hands over the tokens of each step. Invariant: nothing in it is
-tuned.
+one has. ``generate`` runs in a thread, and a streamer hands over the tokens of each step. Invariant: nothing in
+transformers is tuned.
 """
 
 from collections.abc import Generator
@@ -20,8 +20,8 @@ from shared.parity.reference import load_reference
 
 
 class TransformersEngine(BatchQueue):
-    """A model folder in transformers, in batches of the config's size. It is the streamer of each batch: ``drawn``
-    holds a list ``[B]`` for each step, and None at the end.
+    """A model folder in transformers, in batches of the config's size. The object is the streamer of each batch:
+    ``drawn`` holds a list ``[B]`` for each step, and None at the end.
     """
 
     def __init__(self, config: EngineConfig) -> None:
@@ -31,7 +31,7 @@ class TransformersEngine(BatchQueue):
         folder, device = Path(config.model), torch.device(config.device)
         shape = read_config(folder)
         self.model = load_reference(folder, config.torch_dtype or default_dtype(shape, device)).to(device)
-        self.model.generation_config = GenerationConfig()  # the folder's own config would bring its end ids back
+        self.model.generation_config = GenerationConfig()  # the folder's own config would bring back its end ids
         self.max_seq_len = config.sequence_limit(shape.max_position_embeddings)
         self.thread = ThreadPoolExecutor(1, "generate")
         self.num_tokens_computed = 0
@@ -44,7 +44,7 @@ class TransformersEngine(BatchQueue):
     def end(self) -> None: ...
 
     def stats(self) -> dict[str, int]:
-        """The tokens computed are those of the rectangle."""
+        """The tokens computed are those of the whole rectangle."""
         return {"tokens computed": self.num_tokens_computed, "forward passes": self.num_steps}
 
     def _answer(self, prompts: list[list[int]], new_tokens: int) -> Generator[list[int]]:

@@ -118,7 +118,7 @@ def _parts(report: Report) -> Iterator[tuple[Experiment, str, str, Any]]:
 
 
 def _ratios(report: Report) -> list[dict[str, Any]]:
-    """A row for each ratio: what is compared, of which contender over which."""
+    """A row for each ratio: what is compared, and of which contender over which."""
     return [
         {
             "experiment": f"{experiment.name}, {report.flags['workloads'][name]['title']}",
@@ -136,7 +136,7 @@ def _ratios(report: Report) -> list[dict[str, Any]]:
 
 
 def _notes(report: Report) -> list[str]:
-    """What went wrong, in sums over all runs."""
+    """What went wrong, summed over all runs."""
     runs = all_runs(report.results).values()
     errors, preemptions, recomputed = (sum(run.get(key) or 0 for run in runs) for key in COUNTED)
     notes = [f"Errors: {errors}. Decode stalls and requests overtaken: {sum(map(incidents, runs))}."]

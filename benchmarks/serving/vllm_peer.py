@@ -1,7 +1,7 @@
 """vLLM for comparison, with the interface of a phase's engine. Introduced in phase 4, written against vLLM 0.26.
 
-Its engine runs in its own process. Prompts and outputs are ids, prefixes are not cached, and the KV cache holds as
-many tokens as ours; scheduling, graphs and kernels are its own choice.
+Its engine runs in its own process. Prompts and outputs are ids, prefixes are not cached, and the KV cache holds as many
+tokens as ours. Scheduling, graphs and kernels are vLLM's own choice.
 """
 
 import importlib.util
@@ -64,7 +64,7 @@ class VllmEngine:
             "max_model_len": max_seq_len,
             "max_num_seqs": max_batch_size,
             "kv_cache_memory_bytes": kv_bytes(read_config(Path(folder)), tokens, dtype),
-            "gpu_memory_utilization": round(0.9 * free / total, 3),  # it must be free, but is not used
+            "gpu_memory_utilization": round(0.9 * free / total, 3),  # this memory must be free, but is not used
             "enable_prefix_caching": False,
             "skip_tokenizer_init": True,
         }
@@ -72,7 +72,7 @@ class VllmEngine:
         self.settings = given | {"version": self.version}
         self.params: Any = lambda **asked: vllm.SamplingParams(output_kind=RequestOutputKind.DELTA, **asked)
         self.engine: Any = vllm.LLM(model=str(folder), **given).llm_engine
-        self.new_prompts: dict[str, int] = {}  # the tokens of a prompt whose first token has not arrived
+        self.new_prompts: dict[str, int] = {}  # the prompt tokens of requests whose first token has not arrived
         self.num_tokens_computed = 0
 
     def stats(self) -> dict[str, int]:

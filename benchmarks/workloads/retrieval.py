@@ -1,6 +1,6 @@
-"""What a model has to find again in a long context: a needle in text, the value of a key. Introduced in phase 9.2.
+"""What a model has to find again in a long context: a needle in text, or the value of a key. Introduced in phase 9.2.
 
-Invariant: a case depends on the tokenizer, the texts and its number only.
+Invariant: a case depends only on the tokenizer, the texts and its number.
 """
 
 import random
@@ -10,7 +10,7 @@ from pathlib import Path
 from shared.text.tokenizer import Tokenizer
 
 Case = tuple[list[int], list[int], list[int]]
-"""Token ids of a context, of the question after it, and of the answer after that."""
+"""The token ids of a context, of the question after it, and of the answer after that."""
 
 NEEDLE, NEEDLE_QUESTION = "\n\nThe secret number of {} is {}.\n\n", "\n\nThe secret number of {} is"
 PLACES = ("Lisbon", "the harbour", "Anna", "the red house", "Oslo", "the old library", "Peter", "the bakery")

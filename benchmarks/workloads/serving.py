@@ -1,8 +1,8 @@
 """Workloads of the serving benchmarks: requests and their arrival times, as data. Introduced in phase 4.
 
 A trace is one random sample of a workload. Requests arrive in a closed loop, where a fixed number is open and the next
-is sent whenever one ends, or as Poisson arrivals, each at its own time. Invariant: a trace depends on the workload, the
-vocabulary and the seed alone; a higher rate gives the same arrivals, closer together.
+one is sent whenever one ends, or as Poisson arrivals, each at its own time. Invariant: a trace depends only on the
+workload, the vocabulary and the seed; a higher rate gives the same arrivals, closer together.
 """
 
 import zlib
@@ -21,13 +21,13 @@ class Workload:
     name: str
     title: str
     num_requests: int
-    concurrency: int  # open at a time
+    concurrency: int  # requests open at a time
     prompt_tokens: tuple[int, int]  # including a shared prefix
     new_tokens: tuple[int, int]
     shared_prefix_tokens: int = 0  # every prompt begins with it
     beside: "Workload | None" = None  # its requests arrive first and decode until the others have ended
-    turns: int = 1  # for each request, which is then a conversation
-    turn_tokens: tuple[int, int] = (0, 0)  # that a further turn adds to the prompt and answer before it
+    turns: int = 1  # turns for each request, which is then a conversation
+    turn_tokens: tuple[int, int] = (0, 0)  # tokens that a further turn adds to the prompt and answer before it
     temperature: float = 0.0
 
     @property
@@ -37,7 +37,7 @@ class Workload:
         return self.prompt_tokens[1] + self.new_tokens[1] + further
 
     def describe(self) -> str:
-        """Its figures in a line, for a table's heading."""
+        """Its figures in one line, for the heading of a table."""
         bounds = self.prompt_tokens, self.new_tokens
         prompts, answers = (str(low) if low == high else f"{low} to {high}" for low, high in bounds)
         text = f"{self.num_requests} requests, {self.concurrency} open at a time, {prompts} tokens in, {answers} out"
@@ -86,7 +86,7 @@ class Trace:
 
 
 def make_trace(workload: Workload, vocab_size: int, seed: int, rate: float | None = None) -> Trace:
-    """Sample a trace of uniform ids: a closed loop, or with ``rate`` Poisson arrivals, that many per second, the first
+    """Sample a trace of uniform ids: a closed loop or, with ``rate``, Poisson arrivals, that many per second, the first
     immediately.
     """
     lengths, ids, clock = (np.random.default_rng([seed, zlib.crc32(workload.name.encode()), n]) for n in range(3))
@@ -116,9 +116,10 @@ def make_trace(workload: Workload, vocab_size: int, seed: int, rate: float | Non
 class ServingSize:
     """The size of a serving benchmark.
 
-    ``wide_slots``, their number and tokens, is the KV cache of each contender of ``capacity``; regions of the trace's
-    longest request and blocks must both divide it. ``trials``: of the interleaved comparisons. Long prompts are
-    computed in chunks of ``chunk`` tokens, and for the curve in chunks of each of ``chunk_sizes``.
+    ``wide_slots``, their number and tokens, is the KV cache of each contender of ``capacity``; both the regions of the
+    trace's longest request and the blocks must divide it. ``trials``: the number of trials of the interleaved
+    comparisons. Long prompts are computed in chunks of ``chunk`` tokens and, for the curve, in chunks of each of
+    ``chunk_sizes``.
     """
 
     max_batch_size: int
@@ -159,19 +160,20 @@ class ServingSize:
 
     @property
     def capacity_batch(self) -> int:
-        """A batch that blocks of that memory never fill: twice as many as would fit with their whole lengths."""
+        """A batch size that blocks of that memory never reach: twice as many requests as would fit with their whole
+        lengths."""
         mean = (sum(self.capacity.prompt_tokens) + sum(self.capacity.new_tokens)) / 2
         return min(self.capacity.num_requests, int(2 * self.capacity_tokens / mean))
 
     @property
     def sampled_blocks(self) -> int:
-        """The maximum blocks that the requests of ``sampled`` fill: some end before others are long."""
+        """The maximum number of blocks that the requests of ``sampled`` fill: some end before others are long."""
         mean = (sum(self.sampled.prompt_tokens) + sum(self.sampled.new_tokens)) / 2
         return int(0.75 * self.sampled.concurrency * mean) // BLOCK_SIZE
 
     @property
     def server_batch(self) -> int:
-        """The batch of the server: it holds the streams of every experiment that goes over HTTP."""
+        """The batch size of the server: it holds the streams of every experiment that goes over HTTP."""
         return max(self.max_batch_size, self.streams.concurrency)
 
 

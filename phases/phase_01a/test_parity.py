@@ -1,8 +1,8 @@
 """One layer of each family against transformers, at true sizes, and proof that the thresholds catch real mistakes.
 
-The weights are random but chosen so that mistakes show: norm weights differ from one; a third of the tokens are so
-small that epsilon is a large part of their mean square, as are half of the query and KV heads if these are normed;
-attention's output is small, so that for small tokens it dominates the MLP's input.
+The weights are random but chosen so that mistakes show. Norm weights differ from one. A third of the tokens are so
+small that epsilon is a large part of their mean square, and so are half of the query and KV heads if these are normed.
+Attention's output is small, so that for small tokens it dominates the MLP's input.
 """
 
 import dataclasses
@@ -38,7 +38,7 @@ from shared.text.tokenizer import Tokenizer
 from tests.comparison import assert_rows_close
 
 WINDOW = 16  # instead of Gemma's 512: the same crossing with a thirtieth of the tokens
-QUIET = 0.003  # mean square 9e-6, of the order of an epsilon
+QUIET = 0.003  # mean square 9e-6, on the order of an epsilon
 BACKENDS = ("naive", "sdpa")
 SMOLLM2 = {  # the demo model's layers: small, and RoPE not scaled
     "hidden_size": 576,
@@ -47,8 +47,8 @@ SMOLLM2 = {  # the demo model's layers: small, and RoPE not scaled
     "num_key_value_heads": 3,
     "rope_scaling": None,
     "rope_theta": 100_000.0,
-    # A frequency computed in another way may differ by an ulp, which is an angle of 0.008 at position 131,071, and too
-    # much even at 4,096 for a small token.
+    # A frequency that is computed in another way may differ by an ulp. That is an angle of 0.008 at position 131,071,
+    # and even at 4,096 it is too much for a small token.
     "max_position_embeddings": 512,
 }
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32_768}  # Qwen 3's, for 131,072
@@ -119,7 +119,7 @@ def random_input(hidden_size: int, num_tokens: int) -> torch.Tensor:
 
 
 def spread_positions(num_tokens: int, limit: int) -> torch.Tensor:
-    """Three stretches: from 0, across 8192 (the original length of Llama 3's RoPE) or half the limit, and up to the
+    """Three stretches: from 0; across 8192 (the original length of Llama 3's RoPE) or half the limit; and up to the
     limit."""
     part = num_tokens // 3
     starts = (0, min(8192, limit // 2) - part // 2, limit - (num_tokens - 2 * part))
@@ -317,7 +317,7 @@ MUTATIONS: dict[str, dict[str, Mutation]] = {
     },
 }
 FP32_FAILURES = [(name, mutation) for name, mutations in MUTATIONS.items() for mutation in mutations]
-# bf16 detects only errors larger than its own rounding: not a scale off by 1 %, nor the other GELU.
+# bf16 detects only errors larger than its own rounding: not a scale that is off by 1 %, nor the other GELU.
 BF16_FAILURES = [
     ("qwen3", "epsilon 1e-5 for 1e-6"),
     ("qwen3", "norm after rotation"),

@@ -45,7 +45,7 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma3": ("tiny-gemma3", {}),  # tied
     "gemma3-untied-biases": ("tiny-gemma3", {"tie_word_embeddings": False, "attention_bias": True}),
     "gemma3-softcap": ("tiny-gemma3", {"final_logit_softcapping": 2.5}),
-    "gemma3-linear": ("tiny-gemma3", {"rope_scaling": LINEAR}),  # as the larger Gemmas, on full layers alone
+    "gemma3-linear": ("tiny-gemma3", {"rope_scaling": LINEAR}),  # like the larger Gemmas, on full layers only
 }
 
 
@@ -112,7 +112,8 @@ def test_half_precision(variants: Callable[[str], Path], variant: str, dtype: to
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_every_setting_of_a_variant_matters(variants: Callable[[str], Path], variant: str, tmp_path: Path) -> None:
-    """Without the changed settings the same weights give different logits, so the tests above depend on them."""
+    """Without the changed settings, the same weights give different logits, so the tests above depend on the
+    settings."""
     shape, changes = VARIANTS[variant]
     folder = variants(variant)
     ours = Engine(str(folder)).forward(IDS)
@@ -131,7 +132,7 @@ def test_every_setting_of_a_variant_matters(variants: Callable[[str], Path], var
 
 def test_attention_softcap(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """transformers reads Gemma 3's ``attn_logit_softcapping`` and passes it to no attention: no released Gemma 3 sets
-    it. Its formula is there, as an argument of the eager attention, and is what ours is compared with."""
+    it. It has the formula as an argument of the eager attention, and ours is compared with that."""
     from transformers.models.gemma3 import modeling_gemma3
 
     capped = write_checkpoint(tmp_path / "capped", "tiny-gemma3", {"attn_logit_softcapping": 0.5})

@@ -81,7 +81,7 @@ def test_sampled_tokens_have_the_distribution_of_transformers(llama: Engine, fol
     num_excluded = int((shares[expected == 0] > 0).sum())
     assert num_excluded == 0, f"{num_excluded} tokens were sampled that top-k or top-p excludes"
     deviations = (expected * (1 - expected) / num_answers).sqrt()
-    worst = (expected - shares).argmax()  # what one token has too much, others lack
+    worst = (expected - shares).argmax()  # what one token has in excess, others lack
     told = f"token {worst} was sampled in {shares[worst]:.0%} of the answers; its probability is {expected[worst]:.0%}"
     is_close = bool(((shares - expected).abs() <= 5 * deviations).all())
     assert is_close, told

@@ -37,7 +37,7 @@ def sequence(length: int, vocab_size: int) -> torch.Tensor:
 @pytest.fixture(scope="session")
 def cached_folder(model_folder: Path, session_folder: Path) -> Path:
     """Like ``model_folder``, but no generated model has a single KV head: a slice of such a cache is contiguous even
-    when it is transposed, so that a copy by mistake would be none."""
+    when it is transposed, so an accidental copy would go unnoticed."""
     if model_folder.name != "tiny-qwen3":
         return model_folder
     folder = session_folder / "checkpoints" / "tiny-qwen3-ranks"
@@ -167,7 +167,7 @@ def test_positions_turn_and_the_order_in_the_cache_decides(cached_folder: Path) 
 
 @pytest.mark.parametrize("backend", ["naive", "sdpa"])
 def test_windowed_layers_read_only_their_window(tiny_checkpoints: dict[str, Path], backend: str) -> None:
-    """Keys before every layer's window may hold anything if all layers have a sliding window."""
+    """Keys before every layer's window may have any value if all layers have a sliding window."""
     model = load_model(tiny_checkpoints["gemma3_text"])
     window = model.config.windows[0]
     assert window is not None, "all layers of this model should have a window"
@@ -222,7 +222,7 @@ def test_an_answer_left_in_the_middle_leaves_nothing_behind(folder: Path) -> Non
     next(left)
     next(left)
     assert ids(engine, PROMPTS[0], 10) == expected
-    with pytest.raises(CapacityError, match="room for one sequence"):
+    with pytest.raises(CapacityError, match="can hold only one sequence"):
         list(left)
 
 

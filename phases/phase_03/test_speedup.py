@@ -25,7 +25,7 @@ def test_generate(folder: Path, benchmark) -> None:
 @pytest.mark.measured
 @pytest.mark.demo
 def test_decode_against_phase_2(demo_folder: Path) -> None:
-    """Seconds per token after a context, both phases interleaved, the shortest trial of each.
+    """Seconds per token after a context; both phases are interleaved, and the shortest trial of each counts.
 
     One thread: on a busy machine two threads wait for each other, far longer than a token takes.
     """

@@ -37,7 +37,7 @@ def ids(engine: Any, prompt: str | list[int], num_tokens: int, **params: object)
 
 @torch.inference_mode()
 def forced_logits(model: CausalLM, view: ContiguousView, token_ids: Sequence[int], prompt: int) -> torch.Tensor:
-    """Logits ``[n, V]`` in fp32 after the prompt and after every further given token, one per step."""
+    """Logits ``[n, V]`` in fp32 after the prompt and after each of the given tokens, one per step."""
     logits = []
     for step in [list(token_ids[:prompt]), *([token_id] for token_id in token_ids[prompt:])]:
         start = view.cache.length
@@ -73,10 +73,10 @@ def test_a_model_that_the_gpu_cannot_hold_is_refused_with_the_numbers(monkeypatc
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 100_000_000)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "A GPU")
     gpu = torch.device("cuda", 0)
-    placement.check_room(3_400_000_000, gpu, "The model")
-    placement.check_room(10**15, torch.device("cpu"), "The model")
+    placement.check_memory(3_400_000_000, gpu, "The model")
+    placement.check_memory(10**15, torch.device("cpu"), "The model")
     with pytest.raises(ConfigError, match=r"The model takes 3\.41 GB and A GPU has 3\.40 of 80\.00 GB free; choose"):
-        placement.check_room(3_410_000_000, gpu, "The model")
+        placement.check_memory(3_410_000_000, gpu, "The model")
 
 
 @pytest.mark.gpu

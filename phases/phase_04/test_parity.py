@@ -1,4 +1,4 @@
-"""Phase 4 gives every request of a batch the same output as alone, and isolates failures."""
+"""Phase 4 gives every request of a batch the same output as it has alone, and isolates failures."""
 
 import logging
 from collections.abc import Callable

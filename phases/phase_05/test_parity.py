@@ -1,4 +1,4 @@
-"""Phase 5 gives every request the same output as alone, whatever the batch and the policy."""
+"""Phase 5 gives every request the same output as it has alone, whatever the batch and the policy."""
 
 from collections.abc import Sequence
 from pathlib import Path

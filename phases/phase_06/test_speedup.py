@@ -1,4 +1,4 @@
-"""The gain from blocks: more running requests in the same memory; and the cost of reading through block tables.
+"""The gain from blocks: more running requests in the same memory. The cost: reading through block tables.
 
 On a CPU W2, the mixed workload of ``benchmarks.workloads.serving``, runs at a quarter of its size (prompts, outputs,
 blocks and regions), so the unused share is the same as at full length.

@@ -74,7 +74,8 @@ def test_tokens_on_the_gpu_equal_those_of_the_cpu(model_folder: Path, block_size
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_the_planned_kernels_run_once_for_each_layer(model_folder: Path, dtype: str) -> None:
-    """Also a merge in each layer whose plan splits a prompt; a decode step's splits are merged by the last arrival."""
+    """Also a merge in each layer whose plan splits a prompt; a decode step's splits are merged by the last program to
+    arrive."""
     engine = make(model_folder, device="cuda", dtype=dtype, max_seq_len=1024)
     windows = engine.model.config.windows
     engine.add_request([7] * 600, SamplingParams(**GREEDY, max_new_tokens=8))

@@ -118,7 +118,7 @@ def test_planning_takes_no_time_that_a_step_would_notice(
 @pytest.mark.measured
 @pytest.mark.gpu
 def test_mixed_lengths_are_three_times_as_fast_as_unsplit() -> None:
-    """One layer's attention, checked, then timed in a CUDA graph over inputs that are in no cache."""
+    """One layer's attention, checked, then timed in a CUDA graph with inputs that are in no cache."""
     row = measure_attention(["mixed"], device="cuda", peers=()).results["shapes"]["mixed"]
     variants = row["variants"]
     assert [one["error"] for one in variants.values()] == [None] * len(variants)

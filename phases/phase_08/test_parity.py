@@ -104,7 +104,8 @@ def test_the_turns_of_a_conversation_find_the_earlier_ones(
 def test_a_failing_request_takes_none_of_those_that_share_its_prefix(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The first computes the prefix of all, and then fails at a token outside the vocabulary, beside a full hit."""
+    """The first request computes the prefix of all, and then fails at a token outside the vocabulary, next to a full
+    hit."""
     monkeypatch.setattr("shared.engine.serving.check_prompt", lambda ids, *options: list(ids))
     stem = STEM[:48]
     expected = tokens(serve(make(folder, Chunked, max_seq_len=128), [(stem, GREEDY | {"max_new_tokens": 7})])[0][0])

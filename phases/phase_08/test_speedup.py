@@ -18,7 +18,7 @@ from tests.speed import ONE_ANSWER, serve, speedup, time_one_answer
 
 
 def first_token(engine: Any, prompt: list[int]) -> float:
-    """Seconds to the first token of a request that is alone."""
+    """Seconds to the first token of a request that runs alone."""
     begin = time.perf_counter()
     for _ in engine.generate(prompt, SamplingParams(**GREEDY, max_new_tokens=1)):
         pass

@@ -53,7 +53,7 @@ class LateRunner(Runner):
 
 
 class Late(Engine):
-    """Tokens arrive late, and a step in flight cannot be waited for before the next one is launched."""
+    """Tokens arrive late, and a step in flight cannot be awaited before the next one is launched."""
 
     def __init__(self, config: EngineConfig) -> None:
         super().__init__(config)
@@ -153,7 +153,7 @@ def test_whatever_the_sizes_arrivals_and_aborts(
 
 
 def test_the_loop_of_phase_8_is_one_setting_away(tiny_checkpoints: dict[str, Path]) -> None:
-    """And the default without a GPU."""
+    """Also the default without a GPU."""
     folder, options = tiny_checkpoints["qwen3"], {"max_seq_len": 128, "max_batch_size": 3}
     expected, steps = serve(make(folder, Waiting, **options), ALIKE)
     for overlap in (False, None):

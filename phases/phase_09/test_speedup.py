@@ -53,7 +53,7 @@ def run(engine: Engine, prompts: list[list[int]], stops: dict[int, tuple[int, ..
 
 
 def test_the_host_makes_few_calls_for_a_sequence(folder: Path) -> None:
-    """Python functions that planning, batch, rows, commit and text call, in a step of 8 sequences and one of 24."""
+    """Python functions that planning, batch, rows, commit and text call, in a step of 8 sequences and in one of 24."""
     counts = []
     for num_sequences in (8, 24):
         config = EngineConfig(model=str(folder), max_batch_size=24, overlap_scheduling=True)

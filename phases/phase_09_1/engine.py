@@ -96,7 +96,8 @@ class Engine(ServingEngine):
     ) -> str:
         """Queue a request and return its id; raises RequestError or QueueFullError, and queues nothing.
 
-        Args: segment_ids: of registered segments, which precede the prompt in this order.
+        Args:
+            segment_ids: of registered segments, which precede the prompt in this order.
         """
         params.refuse("structured_output", "12")
         segments = tuple(self.segments.find(segment_id) for segment_id in segment_ids)

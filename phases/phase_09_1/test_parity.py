@@ -103,8 +103,8 @@ def test_keys_that_are_rotated_when_they_are_read_give_the_same(model_folder: Pa
 
 @pytest.mark.parametrize("family", ["qwen3", "gemma3_text"])
 def test_with_key_norms_near_one_hundred_too(tiny_checkpoints: dict[str, Path], family: str) -> None:
-    """As in Qwen 3: a key normed or rotated once too often, or in the wrong order, would be far off. Scores are a
-    hundred times as large, and so are their errors.
+    """As in Qwen 3: a key that is normed or rotated once too often, or in the wrong order, would be far off. Scores are
+    a hundred times as large, and so are their errors.
     """
     engine, model = make(tiny_checkpoints[family]), load_model(tiny_checkpoints[family])
     for name, module in (*engine.model.named_modules(), *model.named_modules()):

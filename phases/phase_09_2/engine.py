@@ -71,7 +71,7 @@ class Engine(ServingEngine):
             return
         for request in scheduler.due():
             try:
-                kept, num_freed = compress(self.pool, self.view, request, self.make_room)
+                kept, num_freed = compress(self.pool, self.view, request, self.free_memory)
             except BaseException:
                 scheduler.preempt(request)
                 raise
@@ -80,11 +80,11 @@ class Engine(ServingEngine):
             self.num_freed_blocks += num_freed
         select(self.pool, self.view, scheduler.arriving())
 
-    def make_room(self, request: Request) -> bool:
+    def free_memory(self, request: Request) -> bool:
         """Preempt a request to make space for compressing another; False if it is the same request."""
         self.finish()
         assert isinstance(self.scheduler, CompressingScheduler)
-        return self.scheduler.make_room(request)
+        return self.scheduler.free_memory(request)
 
     def finish(self) -> None:
         """Wait for the tokens of the step in flight, commit them, and make their outputs."""

@@ -138,7 +138,8 @@ def test_an_interrupted_compression_is_repeated(folder: Path) -> None:
 
 
 def test_a_preempted_request_comes_to_the_same_cache(folder: Path) -> None:
-    """Six requests in a pool for one without compression, compared with the same in a pool for all."""
+    """Six requests in a pool that holds one without compression, compared with the same requests in a pool that holds
+    all."""
     roomy, small = (make(folder, **SNAP, num_gpu_blocks=n) for n in (400, 64))
     caches: list[dict[tuple[str, int], tuple[list[Any], torch.Tensor]]] = []
     for engine in (roomy, small):
@@ -156,7 +157,7 @@ def test_a_preempted_request_comes_to_the_same_cache(folder: Path) -> None:
 
 
 def test_requests_that_share_a_prefix_keep_what_they_keep_alone(folder: Path) -> None:
-    """A conversation of 150 tokens goes on in five ways: without sharing, with it, and with few blocks as well."""
+    """A conversation of 150 tokens continues in five ways: without sharing, with it, and also with few blocks."""
     requests: Requests = [([*PROMPTS[2], *PROMPTS[2][:40], n], GREEDY | {"max_new_tokens": 60}) for n in range(5)]
     caches: list[Any] = []
     answers: list[list[Any]] = []
@@ -165,13 +166,13 @@ def test_requests_that_share_a_prefix_keep_what_they_keep_alone(folder: Path) ->
             folder, **SNAP, use_prefix_caching=is_sharing, num_gpu_blocks=num_blocks, attn_reduce_method="max"
         )
         assert engine.view.attention.kept.budget == Budget(40, 56, 0.35, reduction="max")
-        make_room, asked = engine.scheduler.make_room, list[Request]()
+        free_memory, asked = engine.scheduler.free_memory, list[Request]()
 
-        def noted(request: Request, make_room: Any = make_room, asked: list[Request] = asked) -> bool:
+        def noted(request: Request, free_memory: Any = free_memory, asked: list[Request] = asked) -> bool:
             asked.append(request)
-            return make_room(request)
+            return free_memory(request)
 
-        engine.scheduler.make_room = noted
+        engine.scheduler.free_memory = noted
         answers.append([])
         caches.append(caches_of(engine, answers[-1], requests))
         assert bool(asked) == (num_blocks == 64), "a prefix that is shared cannot be packed"
@@ -270,7 +271,7 @@ class Machine(RuleBasedStateMachine):
 
 @pytest.fixture(scope="module")
 def alone(tiny_checkpoints: dict[str, Path]) -> dict[tuple[int, int, int], list[int]]:
-    """A request's output alone, by block size, prompt length, and new tokens."""
+    """A request's output when it runs alone, by block size, prompt length, and new tokens."""
     said = {}
     for block_size in (1, 3):  # less than a block is not dropped, so outputs depend on it
         engine = make(tiny_checkpoints["llama"], **FEW | {"block_size": block_size}, use_prefix_caching=False)

@@ -34,7 +34,7 @@ def test_a_token_reads_a_quarter_or_an_eighth_of_the_bytes(folder: Path, method:
 @pytest.mark.measured
 @pytest.mark.demo
 def test_int8_decodes_faster_on_a_cpu(demo_folder: Path) -> None:
-    """1.33 to 1.62 times as fast was measured on two threads; a busy machine makes two wait for each other."""
+    """1.33 to 1.62 times as fast was measured on two threads; on a busy machine, two threads wait for each other."""
     settings: dict[str, Any] = {"model": str(demo_folder), "max_seq_len": 128, "max_batch_size": 1}
     plain, small = Plain(EngineConfig(**settings)), Engine(EngineConfig(**settings, quantization="int8"))
     with torch_threads(1):

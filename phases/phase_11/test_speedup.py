@@ -40,7 +40,7 @@ def test_generate(folder: Path, benchmark) -> None:
 def test_a_text_that_repeats_takes_fewer_than_half_of_the_forward_passes(
     engines: tuple[Plain, Engine], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With fixed step times: this machine's would determine how many drafts are tried."""
+    """With fixed step times: otherwise this machine's would determine how many drafts are tried."""
     monkeypatch.setattr(engines[1].scheduler.lengths, "costs_of", a_tenth)
     plain, drafting = (repeat(engine, 32) for engine in engines)
     assert drafting.answers == plain.answers

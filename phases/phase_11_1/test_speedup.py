@@ -47,7 +47,8 @@ def test_right_guesses_give_four_tokens_a_forward(folder: Path) -> None:
     engine.model.logits = counting  # type: ignore[method-assign]
     assert [output.token_id for output in engine.generate(PROMPT, params)] == answer
     assert plain.runner.num_forwards == 41
-    assert engine.runner.num_forwards == 2 + 10  # the prompt, a first draft, and four tokens a step; the last gives 3
+    # the prompt, a first draft, and four tokens per step; the last step gives 3
+    assert engine.runner.num_forwards == 2 + 10
     assert rows[2:-1] == [4] * 9
     assert engine.runner.num_tokens_computed > 16 * 9
 

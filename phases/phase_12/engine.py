@@ -143,7 +143,7 @@ class Engine(ServingEngine):
 
 
 def make_drafter(config: EngineConfig, model: CausalLM, tokenizer: Tokenizer, pool: GrammarPool | None) -> Drafter:
-    """The drafter that the settings name, after which stands what a grammar forces."""
+    """The drafter that the settings select, followed by forced text."""
     if not config.use_speculative_decoding:
         return NoDrafter()
     drafter = NGramDrafter() if config.drafter == "ngram" else masked_draft_model(config, model, tokenizer, pool)

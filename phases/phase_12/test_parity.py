@@ -53,7 +53,7 @@ SCHEMAS: list[dict[str, Any]] = [
 
 
 def test_answers_are_valid_json(folder: Path) -> None:
-    """Greedy, and sampled at a high temperature; as another library judges."""
+    """Greedy, and sampled at a high temperature, as judged by another library."""
     engine = make(folder, max_seq_len=512)
     requests: Requests = [
         (STEM[: 3 + n], {**more, "max_new_tokens": 200, "structured_output": Grammar.json_schema(schema)})
@@ -90,7 +90,8 @@ def test_without_a_grammar_outputs_are_those_of_phase_11(model_folder: Path) -> 
 
 
 def test_every_answer_follows_its_grammar(model_folder: Path) -> None:
-    """Greedy and sampled, with late arrivals, chunks, shared prefixes and preemptions; beside requests without one."""
+    """Greedy and sampled, with late arrivals, chunks, shared prefixes and preemptions, next to requests without a
+    grammar."""
     options = SMALL | {"prefill_chunk_size": 30, "overlap_scheduling": model_folder.name != "tiny-qwen3"}
     requests = [*constrained([*ALIKE, *MIXED], max_new_tokens=60), *DRAWN]
     arrivals = [*ARRIVE, *ARRIVALS, 0, 2, 2, 4]
@@ -112,7 +113,7 @@ def test_every_answer_follows_its_grammar(model_folder: Path) -> None:
 
 @pytest.mark.parametrize("overlaps", [False, True])
 def test_drafts_change_no_token(folder: Path, overlaps: bool) -> None:
-    """Lookup, and drafts of which some are wrong, inside a grammar too; at its end; refused by it."""
+    """By lookup, and with drafts some of which are wrong: also inside a grammar, at its end, and refused by it."""
     requests = [*constrained(ALIKE, max_new_tokens=40), *DRAWN]
     options = {"max_seq_len": 160, "overlap_scheduling": overlaps}
     answers = serve(make(folder, **options), requests)[0]

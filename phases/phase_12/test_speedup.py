@@ -35,7 +35,7 @@ def test_rows_without_a_grammar_have_no_mask(folder: Path) -> None:
 @pytest.mark.measured
 @pytest.mark.demo
 def test_a_grammar_slows_decoding_little(demo_folder: Path) -> None:
-    """Measured: 0.93 to 1.0 times the speed without one."""
+    """Measured: with a grammar, 0.93 to 1.0 times the speed without one."""
     engine = Engine(EngineConfig(str(demo_folder), max_seq_len=256, max_batch_size=1))
 
     def seconds_a_token(grammar: Grammar | None) -> float:

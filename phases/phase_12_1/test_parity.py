@@ -1,4 +1,4 @@
-"""Phase 12.1 gives the tokens of phase 12, for any number of ranks; and a rank that fails ends the group."""
+"""Phase 12.1 gives the tokens of phase 12 for any number of ranks, and a rank that fails ends the group."""
 
 import os
 import signal
@@ -27,7 +27,7 @@ from shared.sampling.params import SamplingParams
 from shared.tracing.lanes import activity_lanes
 from shared.tracing.recorder import Recorder
 from shared.tracing.timeline_page import trace_data
-from shared.tracks.ranks.cut import CutCheckpoint
+from shared.tracks.ranks.model_shard import ShardCheckpoint
 from tests.mixed_requests import (
     ALIKE,
     ARRIVALS,
@@ -218,7 +218,7 @@ def test_an_interrupt_waits_for_the_end_of_a_step(
 ) -> None:
     """The other ranks have started it, and the engine continues afterwards."""
     group, whole = engines
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background process starts by ignoring it
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background process starts out ignoring it
     requests = [(STEM, GREEDY | {"max_new_tokens": 12}), ("x", GREEDY | {"max_new_tokens": 9})]
     expected = [tokens(answer) for answer in serve(whole, requests)[0]]
     names = [group.add_request(prompt, SamplingParams(**params)) for prompt, params in requests]
@@ -297,16 +297,16 @@ def test_a_rank_that_is_lost_at_the_start_is_named(
     if "2 s" in sentence:
         monkeypatch.setattr(shared.tracks.ranks.collectives, "MEETING", timedelta(seconds=3))
     monkeypatch.setattr(shared.loading.weights, "WORKERS", 1)
-    read, num_read = CutCheckpoint.tensor, 0
+    read, num_read = ShardCheckpoint.tensor, 0
 
-    def is_lost(checkpoint: CutCheckpoint) -> bool:
+    def is_lost(checkpoint: ShardCheckpoint) -> bool:
         try:
             checkpoint.check()
         except RankError:
             return True
         return False
 
-    def waiting(self: CutCheckpoint, name: str) -> torch.Tensor:
+    def waiting(self: ShardCheckpoint, name: str) -> torch.Tensor:
         nonlocal num_read
         while num_read == 2 and not is_lost(self):
             time.sleep(0.01)
@@ -314,7 +314,7 @@ def test_a_rank_that_is_lost_at_the_start_is_named(
         num_read += 1
         return tensor
 
-    monkeypatch.setattr(CutCheckpoint, "tensor", waiting)
+    monkeypatch.setattr(ShardCheckpoint, "tensor", waiting)
     folder = checkpoint_for_ranks("llama", session_folder)
     config = LosingConfig(model=str(folder), tensor_parallel_size=2, max_seq_len=64).losing(where, lose)
     with pytest.raises(RankError, match=sentence):
@@ -333,7 +333,7 @@ sys.stdin.read()
 
 
 def test_no_rank_outlives_rank_0(session_folder: Path) -> None:
-    """The script has no main guard, which processes of multiprocessing would need."""
+    """The script has no main guard, which multiprocessing would need."""
     folder = checkpoint_for_ranks("llama", session_folder)
     with subprocess.Popen(
         [sys.executable, "-c", SCRIPT, str(folder)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=os.environ
@@ -353,7 +353,7 @@ def test_no_rank_outlives_rank_0(session_folder: Path) -> None:
 @pytest.mark.parametrize("size", [2, 4])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_tokens_on_gpus_are_those_of_one(session_folder: Path, family: str, size: int, sums: str) -> None:
-    """With graphs, whose replays count, and without."""
+    """With graphs, whose replays are counted, and without."""
     if torch.cuda.device_count() < size:
         pytest.skip(f"needs {size} GPUs, and this machine has {torch.cuda.device_count()}")
     folder = checkpoint_for_ranks(family, session_folder)

@@ -1,6 +1,7 @@
-"""Attention plans: their limits, their arrays on the host, and the same on the device. Introduced in phase 6.1.
+"""Attention plans: their limits, their arrays on the host, and the same arrays on the device. Introduced in phase 6.1.
 
-A plan is flat arrays, uploaded in the step's one copy; a program finds its request and its split by its id.
+A plan is a set of flat arrays, uploaded in the step's single copy; a program finds its request and its split by its own
+id.
 
 Invariants: there are at most ``Grid.capacity`` items and ``Grid.max_states`` states; arrays are as long as the
 capacity, whatever the step, so that a captured CUDA graph can be replayed with another plan; entries after
@@ -24,19 +25,19 @@ NUM_ARRAYS = 7
 class Grid:
     """The launch grid that a plan fills: one kernel on one device."""
 
-    resident: int  # items that run at once: resident programs divided by the programs of an item, one per head group
+    resident: int  # items that run at once: resident programs divided by the programs per item, one per head group
     unit: int  # tokens of a kernel's key tile; a split is a multiple of it
-    least_split: int  # tokens; a shorter split does not justify a program
+    least_split: int  # tokens; a shorter split is not worth a program
 
     def capacity(self, num_tiles: int) -> int:
         """Maximum number of items of a plan for ``num_tiles`` query tiles."""
         return self.resident + num_tiles
 
     def max_states(self, tokens_per_tile: int = 1) -> int:
-        """Maximum number of states of a plan: a tile of n > 1 splits stores n states for each of its tokens.
+        """Maximum number of states of a plan: a tile with n > 1 splits stores n states for each of its tokens.
 
-        A split is at least an equal share of the keys, so fewer than ``resident`` tiles have several splits, and
-        together these have fewer than ``2 * resident`` splits in total.
+        A split is at least an equal share of the keys. So fewer than ``resident`` tiles have several splits, and
+        together these have fewer than ``2 * resident`` splits.
         """
         return 2 * self.resident * tokens_per_tile
 
@@ -51,13 +52,13 @@ class AttentionPlan:
     query_tile_indices: Int32s  # [capacity], the tile among the request's new tokens; 0 when decoding
     kv_tile_indices: Int32s  # [capacity], the split among the keys that the tile attends to
     query_indptr: Int32s  # [requests + 1], the rows of each request
-    output_indptr: Int32s  # [rows + 1], the states of each row; none: the row's item stores the output itself
+    output_indptr: Int32s  # [rows + 1], the states of each row; if a row has none, its item stores the output itself
     tokens_per_tile: int
-    is_split: bool  # whether a row may have several splits, and so states; always True if a graph is captured
+    is_split: bool  # whether a row may have several splits, and therefore states; always True if a graph is captured
 
     @property
     def capacity(self) -> int:
-        """Items for which a launch has programs."""
+        """The number of items for which a launch has programs."""
         return len(self.request_indices)
 
     @property

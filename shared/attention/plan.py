@@ -1,15 +1,15 @@
 """Plans attention: assigns keys to programs, once a step on the host, for every layer. Introduced in phase 6.1.
 
-A GPU runs a fixed number of programs at once, and a batch's sequences vary in length: with one program per sequence
-most of the GPU idles while the longest is read. So each step's attention is planned. The keys that a tile of queries
-attends to are divided into *splits* of one size; the last may be shorter. An *item* is a tile with one of its splits,
-computed by one program for one group of heads. A plan's arrays give the request, the tile and the split of every item;
-the kernels only follow them (FlashInfer, arXiv 2501.01005).
+A GPU runs a fixed number of programs at once, and the sequences of a batch vary in length: with one program per
+sequence, most of the GPU idles while the longest is read. So each step's attention is planned. The keys that a tile of
+queries attends to are divided into *splits* of one size; the last may be shorter. An *item* is a tile with one of its
+splits, computed by one program for one group of heads. A plan's arrays give the request, the tile and the split of
+every item; the kernels only follow them (FlashInfer, arXiv 2501.01005).
 
-The split size is the smallest at which all items are resident at once, so that every program is busy and no item waits.
-If there is no such size, because there are more tiles than programs, or if it leaves a program more than
-``IMBALANCE`` times its share of the keys, the split size is that share: items then queue, but each is short. Where
-items of prompts queue, those with the most keys go first, so that no long item starts when the others are ending.
+The split size is the smallest one at which all items are resident at once, so that every program is busy and no item
+waits. There may be no such size, because there are more tiles than programs, or it may leave a program with more than
+``IMBALANCE`` times its share of the keys. Then the split size is that share: items queue, but each is short. When items
+of prompts queue, those with the most keys go first, so that no long item starts when the others are ending.
 
 Invariants: the items cover each tile's visible keys exactly once; a tile without visible keys has one item, whose
 program stores zeros; the limits of :mod:`shared.attention.descriptor`. Counting uses int64, the arrays are int32.
@@ -43,7 +43,7 @@ def plan_decode(
         window: the sliding window of the layers that the plan is for; None: full attention.
         num_rows: sequences of a captured graph's bucket, at least B; None: B. Padding sequences get no item and no
             output.
-        split_size: tokens per split, a multiple of the unit; None: chosen for this batch. With a fixed size a
+        split_size: tokens per split, a multiple of the unit; None: chosen for this batch. With a fixed size, a
             sequence's result does not depend on the batch.
         is_captured: whether the launches are captured in a CUDA graph, so that later plans may split where this one
             does not.
@@ -84,11 +84,12 @@ def plan_prefill(
 
     Args:
         num_new_tokens: ``[B]``, possibly 0.
-        lengths: ``[B]``, tokens of each sequence, the new ones included. tokens_per_tile: tokens of the kernel's query
-        tile. has_masks: whether new tokens may be mask tokens, whose position in the text is earlier than in the cache
-        (phase 11.1): the keys of every tile begin in the window of the sequence's first new token. first_row: the row
-        of the first new token, in a step whose first rows are of other sequences. num_rows, num_requests, capacity:
-        rows, sequences and items of a captured graph's bucket; None: those of this
+        lengths: ``[B]``, tokens of each sequence, the new ones included.
+        tokens_per_tile: tokens of the kernel's query tile.
+        has_masks: whether new tokens may be mask tokens (phase 11.1). Their position in the text is earlier than in the
+            cache, so the keys of every tile begin in the window of the sequence's first new token.
+        first_row: the row of the first new token, if the step's first rows belong to other sequences.
+        num_rows, num_requests, capacity: rows, sequences and items of a captured graph's bucket; None: those of this
             batch.
 
     Raises ValueError as :func:`plan_decode`.
@@ -130,7 +131,7 @@ def plan_prefill(
 
 
 def choose_split(units: Int64s, grid: Grid) -> int:
-    """Units per split, for tiles that attend to ``units`` (at least 1 each); see the module's docstring."""
+    """Units per split for tiles that attend to ``units`` units (at least 1 each); see the module's docstring."""
     least = -(-grid.least_split // grid.unit)
     share = max(least, -(-int(np.add.reduce(units)) // grid.resident))
     if len(units) > grid.resident:
@@ -140,10 +141,11 @@ def choose_split(units: Int64s, grid: Grid) -> int:
 
 
 def smallest_split(units: Int64s, budget: int, least: int) -> int:
-    """The smallest split from ``least`` units on with ``Σ ceil(units / split) <= budget`` (at least one each).
+    """The smallest split, from ``least`` units on, with ``Σ ceil(units / split) <= budget`` (at least one for each
+    tile).
 
     FlashInfer's search. Rounding up adds less than 1 to each term, so ``total / (budget - len(units))`` is an upper
-    bound, and the bisection takes few steps.
+    bound, and the bisection takes only a few steps.
     """
     # exercise 06.1x1: the smallest split with which all items run at once
     # hint: if the middle exceeds the budget, the answer is above it; otherwise it is the middle or below
@@ -176,7 +178,8 @@ def items_of(num_splits: Int64s) -> tuple[Int64s, Int64s]:
 
 def state_offsets(num_splits: Int64s, num_rows: int) -> Int32s:
     """``output_indptr [num_rows + 1]``: row i has states ``output_indptr[i]`` to ``output_indptr[i + 1]``, one for each
-    of its ``num_splits``. A row of one split has none, since its item stores the output itself; nor has padding."""
+    of its ``num_splits``. A row with one split has none, since its item stores the output itself; padding has none
+    either."""
     # exercise 06.1x4: the states of each row
     # hint: count the states of each row first; how many has a row of one split?
     # hint: a row's states end where the next row's begin: the cumulative sum of the counts

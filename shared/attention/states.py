@@ -1,8 +1,8 @@
-"""Attention states: the result of attention over a part of the keys, and how two merge. Introduced in phase 6.1.
+"""Attention states: the result of attention over a part of the keys, and how two states merge. Introduced in phase 6.1.
 
-Attention is a weighted mean: out = Σ 2^s_i v_i / Σ 2^s_i over the keys i, with scores of base 2 (multiplied by log2 e
-beforehand). So the state of a part of the keys is its mean V and the logarithm of its sum of weights,
-S = log2 Σ 2^s_i (log-sum-exp, base 2), and two states merge to
+Attention is a weighted mean: out = Σ 2^s_i v_i / Σ 2^s_i over the keys i, with scores in base 2 (multiplied by log2 e
+beforehand). So the state of a part of the keys is its mean V and the logarithm of its sum of weights, S = log2 Σ 2^s_i
+(log-sum-exp, base 2), and two states merge to
 
     V = (2^(Sa - M) Va + 2^(Sb - M) Vb) / (2^(Sa - M) + 2^(Sb - M))        M = max(Sa, Sb)
     S = M + log2(2^(Sa - M) + 2^(Sb - M))

@@ -1,4 +1,4 @@
-"""Puts a paged pool and its view together from parts. Introduced in phase 6.
+"""Assembles a paged pool and its view from parts. Introduced in phase 6.
 
 A phase names its parts: an attention (with the padding of its steps), an extension of the pool, and the storages by
 ``EngineConfig.kv_cache_dtype``. Invariant: pool and view agree in every size, and the pool lays steps out as the view's

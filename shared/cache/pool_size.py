@@ -30,7 +30,7 @@ from shared.models.causal_lm import CausalLM
 from shared.sampling.params import SamplingParams
 from shared.scheduling.schedule import Schedule, Scheduled
 
-SHARE = {"cuda": 0.9, "cpu": 0.5}  # of free memory; a CPU leaves more to other programs
+SHARE = {"cuda": 0.9, "cpu": 0.5}  # share of free memory; on a CPU, more is left to other programs
 MOST_ON_CPU = 64  # tokens of the step that is measured on a CPU and extrapolated
 MakePaged = Callable[[PagedSizes], tuple[PagedKVCachePool, BatchView]]
 
@@ -84,7 +84,8 @@ def step_bytes(
     view: BatchView,
     requests: list[Request],
 ) -> int:
-    """Peak bytes of a step of ``num_tokens`` prompt tokens, and of the logits of a full batch, without model and pool.
+    """Peak bytes of a step of ``num_tokens`` prompt tokens plus the logits of a full batch, without the model and the
+    pool.
 
     With drafts each sequence of the batch has as many logit rows as ``config`` grants it, one for each token.
 
@@ -113,7 +114,7 @@ def step_bytes(
 
 
 def peak_bytes(run: Callable[[], object], device: torch.device) -> int:
-    """Peak bytes that ``run`` allocates beyond those allocated before it."""
+    """Peak bytes that ``run`` allocates in addition to those allocated before it."""
     if device.type != "cuda":
         with LiveStorages() as storages:
             run()
@@ -137,7 +138,8 @@ class LiveStorages(TorchDispatchMode):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """PyTorch calls this when the class is made. Its default, True, imports the compiler at first use: seconds."""
+        """PyTorch calls this when the class is made. Its default, True, imports the compiler at first use, which takes
+        seconds."""
         return False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -1,9 +1,9 @@
 """A byte-level tokenizer that needs no training. Introduced in phase 1b.
 
-A generated checkpoint must be usable like a real one: any text encodes, every id decodes, special tokens have the ids
-that the config names. So 256 ids are the bytes (in GPT-2's printable alphabet), a few are the family's special tokens,
-and the rest, which no text encodes to, are pronounceable pseudo-words. As in real tokenizers, a special token written
-out in a text is encoded as that token.
+A generated checkpoint must be usable like a real one: any text can be encoded, every id decoded, and special tokens
+have the ids that the config names. So 256 ids are the bytes (in GPT-2's printable alphabet), a few are the family's
+special tokens, and the rest, which no text encodes to, are pronounceable pseudo-words. As in real tokenizers, a special
+token written out in a text is encoded as that token.
 
 Invariant: exactly `vocab_size` ids, all decodable; encoding and decoding restores any text.
 """
@@ -73,7 +73,8 @@ FAMILIES: dict[str, SpecialTokens] = {
 
 
 def special_token_ids(model_type: str, vocab_size: int) -> dict[str, int]:
-    """Text to id of the family's special tokens: the real ids if the vocabulary is large enough, else 0, 1, 2, …"""
+    """Text to id of the family's special tokens: the real ids if the vocabulary is large enough, otherwise 0, 1, 2,
+    …"""
     ids = FAMILIES[model_type].ids
     return ids if max(ids.values()) < vocab_size else {token: index for index, token in enumerate(ids)}
 

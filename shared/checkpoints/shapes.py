@@ -113,7 +113,7 @@ def _tiny_gemma3(**others: Any) -> dict[str, Any]:
 
 SHAPES: dict[str, dict[str, Any]] = {
     "llama-3.2-1b": _llama(**_sizes(2048, 8192, 16, 32), head_dim=64),
-    # The keys and values of a token as above, and a sixteenth of the weights: for steps that read keys on a CPU.
+    # The same keys and values per token as above, and a sixteenth of the weights: for steps that read keys on a CPU.
     "llama-3.2-1b-sixteenth": _llama(
         **_sizes(512, 1024, 16, 32), head_dim=64, vocab_size=16032, bos_token_id=0, eos_token_id=[1, 4, 5]
     ),

@@ -1,6 +1,6 @@
 """The command ``infer``, assembled from one file for each command. Introduced in phase 1b.
 
-Every program of the course imports this first: the command, a phase's ``__main__``, pytest. Invariants: a learner's
+Every program of the course imports this first: the command, a phase's ``__main__``, and pytest. Invariants: a learner's
 workspace is installed before any module that it may replace is imported; modules that need torch or transformers are
 imported inside functions, so help and the tables of the course appear at once.
 """

@@ -1,7 +1,7 @@
 """Streams one answer to the terminal and measures it. Introduced in phase 2.
 
-Invariant: text is written as soon as the engine yields it, and times run from the request to each token, so they
-measure how long a user waits.
+Invariant: text is written as soon as the engine yields it. Times run from the request to each token, so they measure
+how long a user waits.
 """
 
 import math
@@ -77,11 +77,12 @@ def show_stats(
     load_seconds: float,
     profile: Mapping[str, float | int] = MappingProxyType({}),
 ) -> None:
-    """Write a table of the run to standard error; an engine adds its own rows through ``stats()``, then the profile."""
+    """Write a table of the run to standard error; an engine adds its own rows through ``stats()``, followed by the
+    profile."""
     from rich.table import Table
 
     parameters = list(engine.model.parameters())
-    # Matrices of 8 or 4 bits (phase 10) are no parameters.
+    # Matrices of 8 or 4 bits (phase 10) are not parameters.
     quantized = [part.weight for part in engine.model.modules() if hasattr(getattr(part, "weight", None), "num_bytes")]
     kept = " beside the packed" if engine.config.pack_weights else ""
     rows = {

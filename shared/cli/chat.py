@@ -83,7 +83,7 @@ class Conversation:
         chosen = chat_format(engine.tokenizer, engine.model.config.family, setting)
         self._message = ChatMessage
         self._encode = lambda messages: chosen.encode(messages, thinking=thinking)
-        self._encode([ChatMessage("user", "?")])  # an invalid `thinking` is refused now
+        self._encode([ChatMessage("user", "?")])  # refuses an invalid `thinking` now
 
     def prompt_ids(self, text: str) -> list[int]:
         """The conversation with ``text`` as its next message."""
@@ -141,5 +141,5 @@ def _command(conversation: Conversation, line: str) -> None:
 
 
 def _say(text: str) -> None:
-    """Write a message of the program, not of the conversation, to standard error."""
+    """Write a message from the program, which is not part of the conversation, to standard error."""
     typer.secho(text, dim=True, err=True)

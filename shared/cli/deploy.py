@@ -39,7 +39,7 @@ _server = partial(typer.Option, rich_help_panel="Server")
 
 
 class _ModelFirst(TyperGroup):
-    """A group whose first argument is a command or else a model."""
+    """A command group whose first argument is either a command or a model."""
 
     default = "start"
 
@@ -68,13 +68,13 @@ Address = Annotated[
 @options.engine_options()
 def start(
     model: Served = options.DEFAULT_MODEL,
-    replicas: Annotated[int, _fleet("--replicas", "-r", help="The replicas; the fewest if they scale.")] = 1,
+    replicas: Annotated[int, _fleet("--replicas", "-r", help="The number of replicas; the minimum if they scale.")] = 1,
     max_replicas: Annotated[int | None, _fleet(help="Scale up to this many by load; default: never scale.")] = None,
     target_ongoing_requests: Annotated[
         int | None, _fleet(help="Requests per replica to scale for; default: --max-batch-size.")
     ] = None,
-    upscale_delay: Annotated[float, _fleet(help="Seconds of more load before replicas are added.")] = 10.0,
-    downscale_delay: Annotated[float, _fleet(help="Seconds of less load before replicas are removed.")] = 300.0,
+    upscale_delay: Annotated[float, _fleet(help="Seconds of higher load before replicas are added.")] = 10.0,
+    downscale_delay: Annotated[float, _fleet(help="Seconds of lower load before replicas are removed.")] = 300.0,
     router: Annotated[str, _fleet(help="prefix, two-choices or round-robin.")] = "prefix",
     cpus: Annotated[
         float | None, _fleet(help="Processors that Ray reserves for a replica; default: one for each rank.")
@@ -95,7 +95,7 @@ def start(
         str | None, _server(help="Hosts, with commas, that requests may name in the header Host.")
     ] = None,
     grace: Annotated[
-        float, _server(help="Seconds in which the requests of a replica may finish before it ends.")
+        float, _server(help="Seconds within which a replica's requests may finish before it ends.")
     ] = 30.0,
     chat_template: options.ChatTemplate = None,
     max_body_bytes: MaxBodyBytes = 2 * 2**20,
@@ -154,7 +154,7 @@ def start(
         else:
             application.check_proxies()
         application.listen(host, port)
-        signal.signal(signal.SIGTERM, signal.default_int_handler)  # Ray has a handler of its own, which prints a stack
+        signal.signal(signal.SIGTERM, signal.default_int_handler)  # Ray installs its own handler, which prints a stack
         with working(f"deploying {model} on {replicas} replicas"):
             application.deploy(load, config, fleet, is_process=is_gpu)
         typer.echo(f"{config.model_name} is served at {url} by {replicas} replicas of phase {lesson.number}", err=True)

@@ -66,7 +66,7 @@ def generate(
 
 
 def _read_prompt(prompt: str) -> str:
-    """The text of the prompt; from standard input without its last line break. Raises RequestError if it is empty."""
+    """The text of the prompt; from standard input, without its last line break. Raises RequestError if it is empty."""
     text = prompt
     if prompt == "-":
         try:

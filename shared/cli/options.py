@@ -1,7 +1,7 @@
 """The options that commands share, and the engine and sampling parameters made from them. Introduced in phase 2.
 
-Engine options come from ``EngineConfig``: a field that is added there is an option of every command that starts an
-engine, and no line is added here. Invariant: only ``EngineConfig`` and ``SamplingParams`` validate values, so a bad one
+Engine options come from ``EngineConfig``: a field that is added there becomes an option of every command that starts an
+engine, without a change here. Invariant: only ``EngineConfig`` and ``SamplingParams`` validate values, so a bad one
 gives the same message on the command line, in a server and in Python.
 """
 
@@ -36,7 +36,7 @@ BATCHING = (
     "max_decode_interval",
 )
 """The fields that have no effect on one request at a time."""
-OPTIMIZATIONS = "Optimizations"  # a panel of its own: flags with a negative would make any other too wide
+OPTIMIZATIONS = "Optimizations"  # a separate panel: flags with a negative form would make any other panel too wide
 _ENGINE, _SHOWN = "Engine", "Output"
 
 Model = Annotated[
@@ -53,7 +53,7 @@ Thinking = Annotated[
     bool | None,
     typer.Option(
         "--thinking/--no-thinking",
-        help="Let a model that can do so think first (Qwen 3).",
+        help="Let the model think first, if it can (Qwen 3).",
         rich_help_panel="Sampling",
         show_default=False,
     ),
@@ -85,13 +85,13 @@ SAMPLING = (
     _sampling("top_p", float, 1.0, "Keep the likeliest tokens up to this total probability."),
     _sampling("top_k", int | None, None, "Keep this many of the likeliest tokens; default: all."),
     _sampling("min_p", float, 0.0, "Keep tokens at least this times as likely as the likeliest."),
-    _sampling("repetition_penalty", float, 1.0, "Above 1 makes tokens less likely that have occurred."),
-    _sampling("presence_penalty", float, 0.0, "Subtract this from the logits of tokens that the answer has."),
-    _sampling("frequency_penalty", float, 0.0, "Subtract this for each time that the answer has a token."),
+    _sampling("repetition_penalty", float, 1.0, "Above 1 makes tokens that have occurred less likely."),
+    _sampling("presence_penalty", float, 0.0, "Subtract this from the logits of tokens that occur in the answer."),
+    _sampling("frequency_penalty", float, 0.0, "Subtract this for each time that a token occurs in the answer."),
     _sampling("logit_bias", _TEXTS, None, "Add a number to a token's logit; may be repeated.", metavar="ID=BIAS"),
     _sampling("min_tokens", int, 0, "Do not end the answer before this many tokens."),
     _sampling("thinking_budget", int | None, None, "Close the thinking after this many tokens (phase 11.1)."),
-    _sampling("min_thinking_tokens", int, 0, "Do not let the thinking end before (phase 11.1)."),
+    _sampling("min_thinking_tokens", int, 0, "Do not let the thinking end before this many tokens (phase 11.1)."),
     _sampling("seed", int | None, None, "The same seed gives the same answer; default: a random one."),
     _sampling("stop", _TEXTS, None, "End the answer before this text; may be repeated."),
     _sampling("stop_token_id", _TOKENS, None, "End the answer at this token; may be repeated."),
@@ -104,9 +104,9 @@ GRAMMARS = ("json_schema", "regex", "choice")
 
 
 def take_sampling_params(settings: dict[str, Any]) -> "SamplingParams":
-    """Take the sampling parameters out of a command's settings, which leaves the engine's; raises RequestError.
+    """Take the sampling parameters out of a command's settings, leaving the engine's; raises RequestError.
 
-    Without a seed, one is chosen here, so that it can be shown.
+    Without a seed, one is chosen here so that it can be shown.
     """
     from shared.sampling.params import SamplingParams
 
@@ -124,7 +124,7 @@ def take_sampling_params(settings: dict[str, Any]) -> "SamplingParams":
 
 
 def take_grammar(settings: dict[str, Any]) -> "Grammar | None":
-    """Make the grammar from a command's three options, of which at most one may be given; raises RequestError."""
+    """Make the grammar from a command's three options, at most one of which may be given; raises RequestError."""
     json_schema, regex, choice = (settings.pop(name) for name in GRAMMARS)
     if json_schema is None and regex is None and not choice:
         return None
@@ -188,7 +188,7 @@ def _option_of(field: "dataclasses.Field[Any]", kind: Any) -> Any:
     """The option of a field. Help shows it once the phase that introduces the field exists."""
     name = option_name(field.name)
     is_flag = bool in (kind, *get_args(kind))
-    has_negative = is_flag and field.default is not False  # what is off by default is only turned on
+    has_negative = is_flag and field.default is not False  # an option that is off by default can only be turned on
     return typer.Option(
         f"{name}/--no-{name[2:]}" if has_negative else name,
         help=field.metadata["help"],
@@ -237,14 +237,14 @@ def batching_lesson(reason: str, number: str | None, settings: Mapping[str, Any]
 
 
 def given(context: typer.Context, *names: str) -> dict[str, Any]:
-    """The values of those of a command's options, or of its ``names``, that stand on its command line."""
+    """The values of those of a command's options (or of ``names`` among them) that were given on its command line."""
     sources = {name: context.get_parameter_source(name) for name in names or context.params}
     chosen = [name for name, source in sources.items() if source is not None and source.name == "COMMANDLINE"]
     return {name: context.params[name] for name in chosen}
 
 
 def listed(text: str | None) -> tuple[str, ...]:
-    """The parts of a text between commas."""
+    """The comma-separated parts of a text."""
     return tuple(part.strip() for part in (text or "").split(",") if part.strip())
 
 

@@ -2,7 +2,7 @@
 
 The server holds the segments (``infer serve --phase 09.1``); these commands are its clients. An id follows from the
 content, so a file that is named again is neither computed nor kept twice, and no list of ids is kept here. Invariant:
-documents precede the question in the given order, those of a folder sorted by name.
+documents precede the question in the given order; those of a folder are sorted by name.
 """
 
 import json
@@ -40,7 +40,7 @@ app = typer.Typer(
 )
 Url = Annotated[str, typer.Option("--url", help="The server's address.")]
 ApiKey = Annotated[str | None, typer.Option("--api-key", help="The server's API key.", envvar="INFER_API_KEY")]
-Role = Annotated[str, typer.Option("--role", help="A part of the ids; it changes nothing else.")]
+Role = Annotated[str, typer.Option("--role", help="Part of the ids; it changes nothing else.")]
 
 
 class SegmentClient:
@@ -84,7 +84,7 @@ class SegmentClient:
 
     @contextmanager
     def _open(self, method: str, path: str, body: Any, **params: Any) -> "Iterator[httpx.Response]":
-        """A response while it is read, with the errors of this command."""
+        """A response while it is being read, with its errors as this command's."""
         import httpx
 
         try:

@@ -1,7 +1,7 @@
 """``infer serve``: a model behind an OpenAI-compatible server. Introduced in phase 4.
 
-Invariant: errors are reported before the server listens: an invalid setting first, then a port in use, then the
-model's.
+Invariant: errors are reported before the server listens: an invalid setting first, then a port in use, then the model's
+errors.
 """
 
 import sys
@@ -82,7 +82,7 @@ def serve(
         ),
     ] = True,
     max_connections: Annotated[int, _server(help="Open connections; one more is refused with 503.")] = 2048,
-    grace: Annotated[float, _server(help="Seconds after SIGTERM in which running requests may finish.")] = 30.0,
+    grace: Annotated[float, _server(help="Seconds after SIGTERM within which running requests may finish.")] = 30.0,
     send_timeout: Annotated[
         float, _server(help="Seconds after which a client that does not read is disconnected.")
     ] = 20.0,
@@ -95,14 +95,16 @@ def serve(
     ] = False,
     max_body_bytes: MaxBodyBytes = 2 * 2**20,
     chat_template: options.ChatTemplate = None,
-    log_format: Annotated[str | None, _server(help="json or text; default: text on a terminal, else json.")] = None,
+    log_format: Annotated[
+        str | None, _server(help="json or text; default: text on a terminal, otherwise json.")
+    ] = None,
     verbose: Annotated[bool, _server("--verbose", help="Log requests for health, metrics and pages too.")] = False,
     phase: options.Phase = None,
     engine_process: Annotated[
         bool | None,
         typer.Option(
             "--engine-process/--engine-thread",
-            help="Run the engine in a process of its own, or on a thread of the server; default: a process on a GPU.",
+            help="Run the engine in its own process, or on a thread of the server; default: a process on a GPU.",
             rich_help_panel=options.OPTIMIZATIONS,
         ),
     ] = None,
@@ -175,7 +177,7 @@ def _default_tokens(value: str | None) -> dict[str, Any]:
 
 
 def load_warm(number: str, model: str, log_format: str, verbose: bool, **settings: Any) -> Any:
-    """Load and warm up a phase's engine; configures the log, since this may be a process of its own."""
+    """Load and warm up a phase's engine; configures the log, since this may run in a separate process."""
     from shared.engine.warm_up import warm_up
     from shared.server.http.logs import configure
 

@@ -30,7 +30,7 @@ EPILOG = examples(
     "infer simulate --replicas 32 --trace trace.jsonl --block-tokens 512",
 )
 WARM_UP = 0.25
-"""The share of the time after which requests count; before, caches and conversations fill."""
+"""The fraction of the time after which requests count; until then, caches and conversations fill."""
 
 
 def simulate(
@@ -42,41 +42,47 @@ def simulate(
     ] = "prefix,two-choices,least-busy,round-robin",
     trace: Annotated[
         str,
-        typer.Option(help="How requests come: steady, poisson, bursts, day, or a file of recorded ones (JSON lines)."),
+        typer.Option(
+            help=("How requests arrive: steady, poisson, bursts, day, or a file of recorded requests (JSON lines).")
+        ),
     ] = "poisson",
     rate: Annotated[
         float | None,
-        typer.Option(help="Requests a second of each replica; default: 10, and a recorded trace as it is."),
+        typer.Option(help="Requests per second and replica; default: 10, or a recorded trace's own rate."),
     ] = None,
-    seconds: Annotated[float, typer.Option(help="How long requests come; not of a recorded trace.")] = 60.0,
-    turns: Annotated[float, typer.Option(help="Mean turns of a conversation.")] = 4.0,
+    seconds: Annotated[
+        float, typer.Option(help="How long requests arrive, in seconds; not for a recorded trace.")
+    ] = 60.0,
+    turns: Annotated[float, typer.Option(help="Mean number of turns of a conversation.")] = 4.0,
     pause: Annotated[float, typer.Option(help="Mean seconds from a turn to the next one.")] = 15.0,
-    systems: Annotated[int, typer.Option(help="System prompts, with which conversations begin.")] = 64,
+    systems: Annotated[int, typer.Option(help="Number of system prompts with which conversations begin.")] = 64,
     system_tokens: Annotated[int, typer.Option(help="Tokens of a system prompt.")] = 384,
-    turn_tokens: Annotated[int, typer.Option(help="Mean tokens that a turn adds to the prompt.")] = 128,
-    new_tokens: Annotated[int, typer.Option(help="Mean tokens of an answer.")] = 192,
-    gateways: Annotated[int, typer.Option(help="Routers; each knows only what it sent itself.")] = 1,
+    turn_tokens: Annotated[int, typer.Option(help="Mean number of tokens that a turn adds to the prompt.")] = 128,
+    new_tokens: Annotated[int, typer.Option(help="Mean number of tokens of an answer.")] = 192,
+    gateways: Annotated[int, typer.Option(help="Number of routers; each knows only what it has sent itself.")] = 1,
     table_keys: Annotated[
-        int, typer.Option(help="Keys of prefixes that a router knows; default: as infer deploy.")
+        int, typer.Option(help="Number of prefix keys that a router remembers; default: as infer deploy.")
     ] = MAX_KEYS,
     report_seconds: Annotated[
-        float, typer.Option(help="Routers learn the loads so often; 0: they always know them.")
+        float, typer.Option(help="Seconds between reports of the loads to routers; 0: they always know them.")
     ] = 0.0,
     update_at: Annotated[
-        float | None, typer.Option(help="From this second on every replica drains and is replaced.")
+        float | None, typer.Option(help="Second from which on every replica drains and is replaced.")
     ] = None,
-    update_together: Annotated[int, typer.Option(help="Replicas that are replaced at a time.")] = 1,
+    update_together: Annotated[int, typer.Option(help="Number of replicas that are replaced at a time.")] = 1,
     step_times: Annotated[
         Path | None,
         typer.Option(
             help="A report of `python -m benchmarks.step_times`; default: Llama 3.2 1B on an H100, from our reports."
         ),
     ] = None,
-    max_batch_size: Annotated[int, typer.Option(help="Running requests of a replica.")] = 64,
-    kv_tokens: Annotated[int, typer.Option(help="Tokens that a replica's KV cache holds.")] = 2**18,
-    block_tokens: Annotated[int, typer.Option(help="Tokens of a block; of a file those it names.")] = 16,
-    price: Annotated[float, typer.Option(help="Of a replica for an hour.")] = 2.0,
-    seed: Annotated[int, typer.Option(help="Of the requests and of the routers.")] = 0,
+    max_batch_size: Annotated[int, typer.Option(help="Maximum number of running requests of a replica.")] = 64,
+    kv_tokens: Annotated[int, typer.Option(help="Number of tokens that a replica's KV cache holds.")] = 2**18,
+    block_tokens: Annotated[
+        int, typer.Option(help="Tokens per block; for a file, those of the blocks that it names.")
+    ] = 16,
+    price: Annotated[float, typer.Option(help="Price of a replica per hour.")] = 2.0,
+    seed: Annotated[int, typer.Option(help="Seed of the requests and of the routers.")] = 0,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of a table.")] = False,
 ) -> None:
     """Simulate many replicas behind a router: waits, first tokens, cache hits, balance and cost, from measured step

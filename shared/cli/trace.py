@@ -39,8 +39,8 @@ EPILOG = examples(
 )
 DEFAULT_REQUESTS = 12
 TINY = "tiny-llama"
-"""The shape of the default model, with which a run takes seconds on any machine."""
-COMPARED = "Times are those of the median of three trials: after a round to warm up, the runs took turns."
+"""The shape of the default model; a run with it takes seconds on any machine."""
+COMPARED = "Times are those of the median of three trials: after a warm-up round, the runs took turns."
 FILES = ("trace.html", "trace.json")
 LOOPS = ("waiting", "overlapped")
 """Of phase 9: each step launched and finished before the next, or planned while the one before runs, with graphs."""
@@ -55,7 +55,7 @@ def trace(
     phase: options.Phase = None,
     requests: Annotated[int | None, _work(help="Requests of a mixed workload of random tokens; default: 12.")] = None,
     shared_prefix: Annotated[
-        int | None, _work(help="Tokens with which each of these prompts begins; default: none.")
+        int | None, _work(help="Number of tokens that all these prompts begin with; default: none.")
     ] = None,
     documents: Annotated[
         int | None, _work(min=1, help="Documents of 48 tokens, two of which precede each prompt as segments (09.1).")
@@ -63,7 +63,7 @@ def trace(
     prompts: Annotated[Path | None, _work(help="Prompts to run instead, one on each line of this file.")] = None,
     max_tokens: Annotated[int, _work("--max-tokens", "-n", help="Maximum tokens of an answer.")] = 24,
     every: Annotated[int | None, _work(help="Steps between two arrivals; default: 0, all at once.")] = None,
-    rate: Annotated[float | None, _work(help="Instead: the mean number of arrivals in a step (Poisson).")] = None,
+    rate: Annotated[float | None, _work(help="Instead: the mean number of arrivals per step (Poisson).")] = None,
     seed: Annotated[int, _work(help="Seed of the workload, the arrivals and the engine.")] = 0,
     compare: Annotated[
         str | None,
@@ -151,7 +151,7 @@ def trace(
 
 @contextmanager
 def _made(model: str) -> Iterator[str]:
-    """The model; of a shape's name, a random checkpoint that is there inside the block."""
+    """The model; for the name of a shape, a random checkpoint that exists inside the block."""
     from shared.checkpoints.make import make_checkpoint
     from shared.checkpoints.shapes import SHAPES
 
@@ -194,7 +194,7 @@ def _variants(compare: str | None, settings: dict[str, Any], number: int) -> lis
         "waiting": settings | {"overlap_scheduling": False, "use_cuda_graphs": False},
         "overlapped": settings | {"overlap_scheduling": True},
     }
-    if {"contiguous", "paged"} <= set(names):  # the same bytes; blocks may then hold more requests
+    if {"contiguous", "paged"} <= set(names):  # the same number of bytes; in blocks, they may hold more requests
         longest, size, blocks = settings["max_seq_len"], settings["block_size"], settings["num_gpu_blocks"]
         num_regions = settings["max_batch_size"] if blocks is None else max(1, blocks * size // longest)
         variants["contiguous"]["max_batch_size"] = num_regions

@@ -1,7 +1,7 @@
 """``infer trace --steps``: the lines of an engine's steps, as a page. Introduced in phase 4.
 
-Without a workload of its own, the command runs that of the phase's chapter, so that a learner sees their own code run
-there. Invariant: an option on the command line prevails over the chapter's settings.
+Without a workload of its own, the command runs the one from the phase's chapter, so that learners see their own code
+run there. Invariant: an option on the command line overrides the chapter's setting.
 """
 
 from collections.abc import Sequence
@@ -20,10 +20,10 @@ FILES = ("steps.html", "steps.json")
 
 
 def write_course_run(lesson: Lesson, model: str, settings: dict[str, Any], given: dict[str, Any], out: Path) -> None:
-    """Record the requests of the phase's chapter, with its settings where the command line has none.
+    """Record the requests of the phase's chapter, with its settings unless the command line has others.
 
     Args:
-        given: the values of the options that stand on the command line.
+        given: the values of the options that were given on the command line.
     """
     from tutorial.recordings.course import workloads
 

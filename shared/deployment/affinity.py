@@ -1,9 +1,9 @@
-"""Which replica a request goes to: the one that has its prefix, unless it is much busier. Follows phase 11.
+"""Which replica a request goes to: the one that has its prefix, unless that replica is much busier. Follows phase 11.
 
 The gateway has no tokenizer and needs none: prompts with a common text prefix have a common token prefix, except
-perhaps for its last tokens. The text is divided into pieces, and the key of a piece hashes all text up to its end:
-equal keys mean equal prefixes (as in SGLang's router, which keeps a tree of characters). Invariant: decisions depend on
-the arguments alone, so the simulator and the router make the same ones.
+perhaps for the prefix's last tokens. The text is divided into pieces, and the key of a piece hashes all text up to its
+end: equal keys mean equal prefixes (as in SGLang's router, which keeps a tree of characters). Invariant: decisions
+depend only on the arguments, so the simulator and the router make the same ones.
 """
 
 import hashlib
@@ -14,18 +14,19 @@ from collections.abc import Collection, Hashable, Mapping, Sequence
 from typing import Any, Generic, TypeVar
 
 CHUNK = 64
-"""Bytes of a chunk of text: about one block of the KV cache."""
+"""Bytes of a piece of text: about one block of the KV cache."""
 MAX_CHUNKS = 512
 MIN_SHARE = 0.5
-"""The least share of a prompt's chunks that a replica must have. A shared system prompt before a longer question is
-then no reason to send every request to one replica."""
+"""The minimum share of a prompt's pieces that a replica must have. So a shared system prompt before a longer question
+is no reason to send every request to one replica."""
 SLACK = 4
-"""Ongoing requests that the replica with the prefix may have above the less busy of two others."""
+"""How many more ongoing requests the replica with the prefix may have than the less busy of two others."""
 MAX_KEYS = 2**18
-"""Of a gateway's table: some thousand conversations. A large fleet needs more, see `infer simulate --table-keys`."""
+"""Maximum keys of a gateway's table: enough for some thousand conversations. A large fleet needs more; see `infer
+simulate --table-keys`."""
 MOST_REPLICAS = 256
-"""Replicas that are known for a key. Too few of them get all requests with a popular beginning, up to the slack: with
-32, a thousand simulated replicas kept up with fewer requests than by two choices."""
+"""Maximum number of replicas recorded for a key. If there are too few, these get all requests with a popular beginning,
+up to the slack: with 32, a thousand simulated replicas kept up with fewer requests than with two choices."""
 
 Key = TypeVar("Key", bound=Hashable)
 Replica = TypeVar("Replica")
@@ -34,12 +35,12 @@ Replica = TypeVar("Replica")
 def prefix_keys(body: bytes, session: str | None = None) -> tuple[bytes, ...]:
     """The keys of a request's prompt, one for each whole piece; none if the body is not a request with a prompt.
 
-    A session, named by the client in a header, replaces the prompt by one key. A ``cache_salt`` is part of every key,
-    as it is in the prefix tree.
+    A session, which the client names in a header, replaces the prompt by a single key. A ``cache_salt`` is part of
+    every key, as it is in the prefix tree.
     """
     try:
         request = json.loads(body)
-    except (ValueError, RecursionError):  # the replica refuses it
+    except (ValueError, RecursionError):  # the replica will refuse it
         return ()
     if not isinstance(request, dict):
         return ()
@@ -54,7 +55,7 @@ def prefix_keys(body: bytes, session: str | None = None) -> tuple[bytes, ...]:
     return tuple(keys)
 
 
-def drawn(replicas: Sequence[Replica], draw: random.Random) -> list[Replica]:
+def sample_two(replicas: Sequence[Replica], draw: random.Random) -> list[Replica]:
     """Two random replicas, in any order, or the only one. The others are not considered."""
     return draw.sample(replicas, min(2, len(replicas)))
 
@@ -76,8 +77,8 @@ def ranked(
     more than the less busy of the two.
 
     Args:
-        two: from :func:`drawn`.
-        loads: the ongoing requests of the two, and of each one of ``matches`` that may be chosen.
+        two: from :func:`sample_two`.
+        loads: the number of ongoing requests of the two, and of each replica in ``matches`` that may be chosen.
         matches: how many keys of the request each replica has, from :meth:`PrefixTable.matches`.
     """
     # exercise 12.1x4: the replica that has the prefix comes first, unless it has too little of it or is much busier
@@ -135,7 +136,7 @@ class PrefixTable(Generic[Key, Replica]):
 
 
 def _prompt(request: dict[str, Any]) -> str:
-    """The prompt as text: as it is, or as JSON if it is a list of messages or token ids."""
+    """The prompt as text: unchanged, or as JSON if it is a list of messages or token ids."""
     prompt = request.get("messages", request.get("prompt", ""))
     return prompt if isinstance(prompt, str) else json.dumps(prompt)
 

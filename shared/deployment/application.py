@@ -12,7 +12,7 @@ from typing import Any
 
 from shared.deployment.ingress import MIDDLEWARE, VARIABLE
 
-# Read when Ray is imported; its processes inherit them.
+# Read when Ray is imported; its processes inherit these variables.
 os.environ.setdefault("RAY_SERVE_HANDLE_AUTOSCALING_METRIC_PUSH_INTERVAL_S", "2")
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # no usage statistics are sent
 os.environ.setdefault("RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD", "0")  # one event loop per process
@@ -35,7 +35,7 @@ from shared.server.settings import ServerConfig
 
 ROUTERS = {"prefix": PrefixRouter, "two-choices": TwoChoicesRouter, "round-robin": TurnsRouter}
 LOOK_BACK = 12.0
-"""Seconds over which ongoing requests are averaged to scale."""
+"""Seconds over which ongoing requests are averaged for scaling."""
 HEALTH_PERIOD = 2.0
 """Seconds between two health checks of a replica; a killed one is replaced after at most this time."""
 HEALTH_TIMEOUT = 60.0
@@ -120,7 +120,7 @@ def deploy(load: Callable[[], Any], config: ServerConfig, fleet: Fleet, *, is_pr
     """Deploy the application, or update the running one replica by replica; returns when it is serving.
 
     Raises:
-        ConfigError: Ray Serve gave up; its message says why.
+        ConfigError: Ray Serve has given up; its message says why.
     """
     scaling: dict[str, Any] = {"num_replicas": fleet.replicas}
     if fleet.max_replicas > fleet.replicas:
@@ -134,7 +134,8 @@ def deploy(load: Callable[[], Any], config: ServerConfig, fleet: Fleet, *, is_pr
                 downscale_delay_s=fleet.downscale_delay,
             )
         }
-    if fleet.ranks > 1:  # the replica starts its ranks' processes itself: one bundle, hence one machine
+    # the replica starts the processes of its ranks itself, so it needs a single bundle, and therefore one machine
+    if fleet.ranks > 1:
         bundle = {"CPU": fleet.cpus, "GPU": fleet.gpus} if fleet.gpus else {"CPU": fleet.cpus}
         scaling |= {"placement_group_bundles": [bundle], "placement_group_strategy": "STRICT_PACK"}
     replicas = serve.deployment(

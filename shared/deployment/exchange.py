@@ -14,7 +14,7 @@ REPLICAS = "Replica"
 class Exchange:
     """A request with its whole body.
 
-    ``prefix`` are the keys of :func:`shared.deployment.affinity.prefix_keys`, by which the router chooses. ``index``
+    ``prefix`` are the keys from :func:`shared.deployment.affinity.prefix_keys`, by which the router chooses. ``index``
     selects the replica with this index, in the order of ids, and overrides the router.
     """
 

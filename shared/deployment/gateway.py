@@ -1,8 +1,8 @@
-"""The gateway: reads a request whole, sends it to a replica, and relays the response. Follows phase 11.
+"""The gateway: reads a whole request, sends it to a replica, and relays the response. Follows phase 11.
 
-It runs inside Ray Serve's HTTP proxy (:mod:`shared.deployment.ingress`). The proxy alone would stream a body to the
-replica already chosen, so its router could not see the prompt; and it closes the connection when a replica dies. The
-gateway reads the body first, and ends a broken stream with an error event.
+It runs inside Ray Serve's HTTP proxy (:mod:`shared.deployment.ingress`). The proxy alone would stream a body to a
+replica that is already chosen, so its router could not see the prompt; and it closes the connection when a replica
+dies. The gateway reads the body first, and ends a broken stream with an error event.
 Invariants: the API key, allowed hosts and body limits are checked before a replica is chosen; if a client disconnects,
 its request is aborted in the engine; `/health` reports on all replicas together.
 """
@@ -34,9 +34,10 @@ from shared.server.settings import ServerConfig
 SESSION_HEADER = "x-session-id"
 METHODS = ["GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"]
 STATUS_SECONDS = 0.5
-"""How long an answer of Ray Serve's controller about its replicas is used again."""
+"""How long an answer of Ray Serve's controller about its replicas is reused, in seconds."""
 SETTINGS_SECONDS = 2.0
-"""How long the settings that a replica told are used before one is asked again: an update may change them."""
+"""How long the settings from a replica are reused before a replica is asked again, in seconds: an update may change
+them."""
 _FAILURES = (RayError, RayServeException, AioRpcError)
 _log = logging.getLogger("infer.server")
 
@@ -47,7 +48,7 @@ class Gateway:
     def __init__(self) -> None:
         handle = serve.get_deployment_handle(REPLICAS, APPLICATION, _check_exists=False)
         handle._init(_run_router_in_separate_loop=False)
-        # Over gRPC a message takes less than half the time that it takes as a Ray object.
+        # Over gRPC, a message takes less than half as long as it does as a Ray object.
         handle = handle.options(_by_reference=False, request_serialization="pickle", response_serialization="pickle")
         self._exchange = handle.options(stream=True).exchange
         self._settings = handle.settings

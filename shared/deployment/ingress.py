@@ -1,8 +1,8 @@
 """Where requests arrive: middleware in Ray Serve's HTTP proxy, which runs on each node. Follows phase 11.
 
 Ray Serve imports :func:`middleware` in the process of a proxy if ``VARIABLE`` names it. The proxy must be ready within
-five seconds, and importing PyTorch alone may take that long, so the gateway loads on a thread. Requests that arrive
-earlier wait.
+five seconds, and importing PyTorch alone may take that long, so the gateway loads on a separate thread. Requests that
+arrive earlier wait.
 Invariants: paths below ``/-/`` belong to Ray Serve; a proxy does not stop while it has an open stream.
 """
 
@@ -20,12 +20,13 @@ GATEWAY = "shared.deployment.gateway"
 
 
 def middleware() -> list[Middleware]:
-    """What Ray Serve wraps around its proxy's application."""
+    """The middleware that Ray Serve wraps around its proxy's application."""
     return [Middleware(Ingress)]
 
 
 class Ingress:
-    """Passes every request to the gateway; ``app`` is the proxy's own application, inside a middleware for ids."""
+    """Passes every request to the gateway; ``app`` is the proxy's own application, inside a middleware for request
+    ids."""
 
     def __init__(self, app: Any) -> None:
         self._app: ASGIApp = app

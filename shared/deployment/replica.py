@@ -1,7 +1,7 @@
-"""A replica: one engine with the server's own application, in a process that Ray Serve owns. Follows phase 11.
+"""A replica: one engine with the server's own application, in a process that Ray Serve manages. Follows phase 11.
 
-Invariants: a replica is unhealthy exactly if its engine has stopped, and Ray Serve then replaces it; a request whose
-gateway is gone or has cancelled it is aborted in the engine.
+Invariants: a replica is unhealthy exactly if its engine has stopped, and Ray Serve then replaces it; if the gateway of
+a request is gone or has cancelled it, the request is aborted in the engine.
 """
 
 import asyncio
@@ -32,7 +32,7 @@ class Replica:
 
     Args:
         load: makes the engine, warmed up; picklable.
-        is_process: whether the engine runs in a process of its own (:mod:`shared.server.engine.process`).
+        is_process: whether the engine runs in its own process (:mod:`shared.server.engine.process`).
     """
 
     def __init__(self, load: Callable[[], Any], config: ServerConfig, is_process: bool) -> None:
@@ -96,7 +96,7 @@ class Replica:
             await self._lifespan.__aexit__(None, None, None)
 
     async def _started(self) -> None:
-        """Start the engine loop, on the event loop that serves requests; the constructor may run on another."""
+        """Start the engine loop on the event loop that serves requests; the constructor may run on another one."""
         async with self._start:
             if not self._is_started:
                 await self._lifespan.__aenter__()

@@ -1,7 +1,7 @@
 """Connects Ray Serve's router interface to the decisions of :mod:`shared.deployment.affinity`. Follows phase 11.
 
-Ray Serve makes one in each process with a handle to the replicas, hence in each gateway. Invariant: a request whose
-``index`` is set goes to that replica, so a gateway can ask each replica for its metrics.
+Ray Serve makes one in each process that has a handle to the replicas, and therefore in each gateway. Invariant: a
+request whose ``index`` is set goes to that replica, so a gateway can ask each replica for its metrics.
 """
 
 import random
@@ -12,7 +12,7 @@ from ray.serve._private.request_router import PowerOfTwoChoicesRequestRouter
 from ray.serve.experimental.round_robin_router import RoundRobinRouter
 from ray.serve.request_router import PendingRequest, ReplicaID, ReplicaResult, RequestRouter, RunningReplica
 
-from shared.deployment.affinity import PrefixTable, drawn, ranked
+from shared.deployment.affinity import PrefixTable, ranked, sample_two
 from shared.deployment.exchange import Exchange
 
 
@@ -37,10 +37,10 @@ class TurnsRouter(ByIndex, RoundRobinRouter):
 
 
 class PrefixRouter(RequestRouter):
-    """The course's own: by prefix, else by power of two choices. Ray Serve takes the least busy replica of the first
-    group.
+    """The course's own router: by prefix, or else by the power of two choices. Ray Serve takes the least busy replica
+    of the first group.
 
-    Ray's ``FIFOMixin`` is omitted: it gives the replica chosen for one request to the oldest waiting request.
+    Ray's ``FIFOMixin`` is omitted: it gives the replica that was chosen for one request to the oldest waiting request.
     """
 
     def initialize_state(self, **settings: Any) -> None:
@@ -59,7 +59,7 @@ class PrefixRouter(RequestRouter):
             pending_request.routing_context.should_backoff = True  # between two attempts while every replica is full
         if not candidate_replicas or exchange is None:
             return [candidate_replicas]
-        two = [replica.replica_id for replica in drawn(candidate_replicas, self._draw)]
+        two = [replica.replica_id for replica in sample_two(candidate_replicas, self._draw)]
         matches, replicas = self._table.matches(exchange.prefix), self.curr_replicas
         queues = self.replica_queue_len_cache
         loads = {replica_id: queues.get(replica_id) or 0 for replica_id in (*two, *matches) if replica_id in replicas}

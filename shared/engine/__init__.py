@@ -1,1 +1,1 @@
-"""What an engine consists of besides the model: its settings, its requests, its outputs."""
+"""What an engine consists of besides the model: its settings, its requests and its outputs."""

@@ -1,9 +1,9 @@
 """The inputs of one forward as arrays: token ids, positions, KV cache layout, logit rows. Introduced in phase 4.
 
-A scheduler works on requests, a model on a ragged batch of tokens laid end to end. ``Batch.of`` turns a schedule into
-such a batch. The batch is complete: it holds arrays, ids and the pool's layout, and no request, so it can be sent to
-another process. Invariants: the tokens of a sequence are contiguous and in order, and sequences follow the order of
-``request_ids``; positions are logical and come from the requests; slots are physical and come from the layout.
+A scheduler works on requests; a model works on a ragged batch of tokens laid end to end. ``Batch.of`` turns a schedule
+into such a batch. The batch is self-contained: it holds arrays, ids and the pool's layout, but no request, so it can be
+sent to another process. Invariants: the tokens of a sequence are contiguous and in order, and sequences follow the
+order of ``request_ids``; positions are logical and come from the requests; slots are physical and come from the layout.
 """
 
 from dataclasses import dataclass
@@ -21,9 +21,9 @@ class PromptRows:
     """m prompt tokens; for each, the log-probability of the next prompt token is computed."""
 
     rows: Integers  # [m], the tokens in the batch
-    sequences: Integers  # [m], the index of the sequence of each
+    sequences: Integers  # [m], the index of each one's sequence
     next_ids: Integers  # [m], the tokens that follow
-    num_top: Integers  # [m], the number of most likely tokens to report for each
+    num_top: Integers  # [m], how many most likely tokens to report for each
 
     @classmethod
     def of(cls, schedule: Schedule, begins: Integers) -> Self | None:
@@ -42,7 +42,7 @@ class PromptRows:
         return cls(ranges(begins, counts), sequences, np.array(next_ids, np.int64), num_top[sequences])
 
     def part(self, sequences: range, first_row: int) -> Self | None:
-        """Those of a contiguous range of sequences, whose tokens begin at ``first_row``; None if there are none."""
+        """The part for a contiguous range of sequences, whose tokens begin at ``first_row``; None if there are none."""
         chosen = (self.sequences >= sequences.start) & (self.sequences < sequences.stop)
         if not chosen.any():
             return None
@@ -56,11 +56,11 @@ class Batch:
 
     request_ids: tuple[str, ...]  # [B]
     token_ids: Integers  # [T], 0 for pending tokens; below 0: a draft that is still on the device
-    pending: Integers  # [p], tokens whose id is still on the device: the last token sampled for their sequence
+    pending: Integers  # [p], tokens whose ids are still on the device: the last token sampled for their sequence
     positions: Integers  # [T]
     num_new_tokens: Integers  # [B], at least 1 each; the sum is T
-    logit_rows: Integers  # [n], the tokens from whose logits a token is sampled
-    logit_sequences: Integers  # [n], the index of the sequence of each logit row
+    logit_rows: Integers  # [n], the tokens whose logits are sampled from
+    logit_sequences: Integers  # [n], the index of each logit row's sequence
     layout: Layout
     prompt_rows: PromptRows | None = None
 
@@ -77,7 +77,7 @@ class Batch:
         starts, num_new = schedule.starts, schedule.num_tokens
         ends, known = starts + num_new, np.array([request.num_tokens for request in requests], np.int64)
         positions, end_rows = ranges(starts, num_new), num_new.cumsum()
-        if len(positions) == B and (ends >= known).all():  # the last token of each, as in every decode step
+        if len(positions) == B and (ends >= known).all():  # the last token of each sequence, as in every decode step
             ids = np.array([request.last_token_id for request in requests], np.int64)
         else:
             ids = np.zeros(len(positions), np.int64)
@@ -112,14 +112,14 @@ class Batch:
 
     @property
     def has_pending(self) -> bool:
-        """Whether an id is still on the device, of a token or of a draft
+        """Whether the id of a token, or of a draft, is still on the device
         (:mod:`shared.kernels.sampling.pending_ids`).
         """
         return len(self.pending) > 0 or bool((self.token_ids < 0).any())
 
     @property
     def pending_sequences(self) -> Integers:
-        """The index of the sequence of each pending token, ``[p]``."""
+        """The index of each pending token's sequence, ``[p]``."""
         return self.pending if self.is_decode else np.searchsorted(self.num_new_tokens.cumsum(), self.pending, "right")
 
     @property
@@ -128,7 +128,7 @@ class Batch:
         return self.num_tokens == len(self)
 
     def part(self, sequences: range) -> Self:
-        """The batch of a contiguous range of its sequences."""
+        """The part of the batch with a contiguous range of its sequences."""
         if len(sequences) == len(self):
             return self
         ends = np.append(0, self.num_new_tokens.cumsum())

@@ -1,9 +1,10 @@
 """The settings of an engine: one frozen dataclass that grows by phase. Introduced in phase 2.
 
-Every optimization is a field that can be turned off. A field's metadata names the phase that introduces it, so an
-engine refuses the settings of later phases by name, and holds its help text, from which the command line makes an
-option (:mod:`shared.cli.options`; its help must appear without torch, hence the late import). Invariant: every
-EngineConfig is consistent; the constructor refuses contradictions, by the rules of :mod:`shared.engine.config_rules`.
+Every optimization is a field that can be turned off. A field's metadata names the phase that introduces it, so that an
+engine can refuse the settings of later phases by name. It also holds the help text, from which the command line makes
+an option (:mod:`shared.cli.options`; its help must appear without importing torch, hence the late import). Invariant:
+every EngineConfig is consistent; the constructor refuses contradictions, by the rules of
+:mod:`shared.engine.config_rules`.
 """
 
 import dataclasses
@@ -48,34 +49,36 @@ def setting(
         phase: the phase that introduces the field.
         text: what the field does; the help of its option.
         choices: the values of a field with a fixed set of values; None is allowed if it is the default.
-        values: those of the choices that a later phase introduces, with that phase.
-        at_least: the least value of a field that is a whole number; None is allowed where it is the default.
+        values: the choices that a later phase introduces, each with that phase.
+        at_least: the minimum of a field that is a whole number; None is allowed if it is the default.
     """
     metadata = {"phase": phase, "help": text, "choices": choices, "values": values or {}, "at_least": at_least}
     return dataclasses.field(default=default, metadata=metadata)
 
 
 def option_name(field: str) -> str:
-    """The option of a field on the command line, without the prefix ``use_``."""
+    """The name of a field's command-line option, without the prefix ``use_``."""
     return "--" + field.removeprefix("use_").replace("_", "-")
 
 
 @dataclass(frozen=True)
 class EngineConfig:
-    """How an engine runs its model. Raises ConfigError for values out of range and contradictions."""
+    """How an engine runs its model. Raises ConfigError for values out of range and for contradictions."""
 
     model: str = setting("smollm2-135m", "02", "A model folder, a known name, or a hub name owner/name.")
     dtype: str | None = setting(
         None,
         "02",
-        "Of the weights: float32, bfloat16 or float16; default: float32 on a CPU, else the checkpoint's.",
+        "Dtype of the weights: float32, bfloat16 or float16; default: float32 on a CPU, otherwise the checkpoint's.",
         choices=DTYPES,
     )
-    device: str = setting("cpu", "02", "cpu, cuda, or auto: a GPU if there is one that can run the kernels, else cpu.")
+    device: str = setting(
+        "cpu", "02", "cpu, cuda, or auto: a GPU if there is one that can run the kernels, otherwise cpu."
+    )
     max_seq_len: int | None = setting(
         None, "02", "Maximum tokens of prompt and output; default: the model's limit, up to 4096."
     )
-    seed: int | None = setting(None, "02", "Seeds the requests that bring no seed; default: a random one.")
+    seed: int | None = setting(None, "02", "Seed for requests without their own; default: a random one.")
     attention_backend: str | None = setting(
         None,
         "02",
@@ -131,11 +134,11 @@ class EngineConfig:
     prefill_chunk_size: int | None = setting(
         None,
         "07",
-        "Maximum tokens in a prefill chunk; default: 512 beside decoding requests, about 4096 while none decodes.",
+        "Maximum tokens in a prefill chunk; default: 512 alongside decoding requests, about 4096 while none decodes.",
         at_least=1,
     )
     chunk_beside_decoding: int | None = setting(
-        None, "07", "Maximum tokens in a prefill chunk beside decoding requests; default: 512.", at_least=1
+        None, "07", "Maximum tokens in a prefill chunk alongside decoding requests; default: 512.", at_least=1
     )
     prefill_wait_ms: int | None = setting(
         None,
@@ -151,10 +154,10 @@ class EngineConfig:
         None, "08", "Share the blocks of common prompt prefixes; default: the phase's own."
     )
     use_cuda_graphs: bool | None = setting(
-        None, "09", "Replay steps as CUDA graphs, captured at start; default: on with a GPU."
+        None, "09", "Replay steps as CUDA graphs, captured at start-up; default: on with a GPU."
     )
     overlap_scheduling: bool | None = setting(
-        None, "09", "Plan and launch a step while the one before it runs; default: on with CUDA graphs."
+        None, "09", "Plan and launch a step while the previous one runs; default: on with CUDA graphs."
     )
     compress_method: str | None = setting(
         None,
@@ -164,13 +167,19 @@ class EngineConfig:
         choices=COMPRESS_METHODS,
     )
     if_fake_compress: bool = setting(False, "09.2", "Mask dropped keys instead of moving the others together.")
-    if_log_compress: bool = setting(False, "09.2", "Log each compression: the share that is kept, and blocks freed.")
+    if_log_compress: bool = setting(
+        False, "09.2", "Log each compression: the share that is kept, and the blocks freed."
+    )
     if_log_num_topp: bool = setting(False, "09.2", "Log how many tokens each KV head of each layer keeps.")
-    layer_budget: int = setting(1024, "09.2", "Least tokens that a KV head keeps.", at_least=1)
-    layer_upper_budget: int = setting(2048, "09.2", "Most tokens that a KV head keeps at a compression.", at_least=1)
-    query_window_size: int = setting(128, "09.2", "The last queries that say which keys matter.", at_least=1)
+    layer_budget: int = setting(1024, "09.2", "Minimum number of tokens that a KV head keeps.", at_least=1)
+    layer_upper_budget: int = setting(
+        2048, "09.2", "Maximum number of tokens that a KV head keeps at a compression.", at_least=1
+    )
+    query_window_size: int = setting(
+        128, "09.2", "How many of the last queries determine which keys matter.", at_least=1
+    )
     steps_between_compressions: int = setting(128, "09.2", "Tokens between two compressions.", at_least=1)
-    p_attn: float = setting(0.9, "09.2", "Attention that the keys of a head must keep, between 0 and 1.")
+    p_attn: float = setting(0.9, "09.2", "Share of a head's attention that the kept keys must have, between 0 and 1.")
     attn_reduce_method: str = setting(
         "mean",
         "09.2",
@@ -180,7 +189,7 @@ class EngineConfig:
     kv_cache_dtype: str = setting(
         "auto",
         "10",
-        "Of keys and values: auto (the weights') or fp8 (e4m3, half the bytes of 16 bits).",
+        "Dtype of keys and values: auto (the weights') or fp8 (e4m3, half the bytes of 16 bits).",
         choices=KV_CACHE_DTYPES,
     )
     quantization: str | None = setting(
@@ -194,7 +203,8 @@ class EngineConfig:
     drafter: str | None = setting(
         None,
         "11",
-        "Drafter of speculative decoding: ngram (tokens after the same words before); default: model, the draft model.",
+        "Drafter of speculative decoding: ngram (tokens that followed the same words earlier); default: model, the "
+        "draft model.",
         choices=("model", "ngram"),
     )
     draft_model: str | None = setting(
@@ -204,34 +214,37 @@ class EngineConfig:
     acceptance_method: str = setting(
         "coupled",
         "11",
-        "coupled (drafts are kept while they equal the model's own draws: no token changes) or rejection (more drafts "
-        "are kept, and only the distribution of the tokens stays).",
+        "coupled (drafts are kept as long as they equal the model's own samples, so no token changes) or rejection "
+        "(more drafts are kept, and only the distribution of the tokens stays the same).",
         choices=ACCEPTANCE_METHODS,
     )
     adapt_spec_length: bool | None = setting(
         None, "11", "Propose fewer tokens where few are accepted; default: on with speculative decoding."
     )
     adapter: str | None = setting(
-        None, "11.1", "Folder of an adapter with which the model drafts for itself; default: none."
+        None, "11.1", "Folder of an adapter that lets the model draft for itself; default: none."
     )
     execution: str = setting(
         "kernels",
         "11.1",
-        "kernels (ours) or compile (PyTorch compiles what lies between attention layers, which takes a while).",
+        "kernels (ours) or compile (PyTorch compiles everything between attention layers, which takes a while).",
         choices=("kernels", "compile"),
     )
     grammar_pool_bytes: int = setting(
         256_000_000,
         "12",
-        "Of GPU memory for the grammars of running requests; the masks of those that find no room come from the CPU.",
+        "GPU memory in bytes for the grammars of running requests; if a grammar does not fit, its masks come from "
+        "the CPU.",
         at_least=0,
     )
-    tensor_parallel_size: int = setting(1, "12.1", "Processes, each with a device, that share the model.", at_least=1)
+    tensor_parallel_size: int = setting(
+        1, "12.1", "Number of processes, each with a device, over which the model is sharded.", at_least=1
+    )
     draft_ranks: int = setting(
-        1, "12.1", "Processes that share the draft model; 1: the first has all of it.", at_least=1
+        1, "12.1", "Number of processes over which the draft model is sharded; 1: the first has all of it.", at_least=1
     )
     draft_on_each_rank: bool = setting(
-        False, "12.1", "Each process has all of the draft model, and computes all of it; by default the first alone."
+        False, "12.1", "Each process holds and computes the whole draft model; by default only the first does."
     )
     all_reduce_backend: str | None = setting(
         None,
@@ -296,7 +309,7 @@ class EngineConfig:
 
     def most_tokens_of_a_step(self, max_seq_len: int) -> int:
         """The maximum number of new tokens in a forward, for sequences of up to ``max_seq_len`` tokens."""
-        most = max(self.max_num_batched_tokens, max_seq_len) + self.max_batch_size  # prompts, and decoding requests
+        most = max(self.max_num_batched_tokens, max_seq_len) + self.max_batch_size  # prompts, plus decoding requests
         return min(most, self.max_batch_size * max_seq_len)
 
     @property

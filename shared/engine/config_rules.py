@@ -45,9 +45,9 @@ COMPRESSION = (
 
 
 class Exclusive(NamedTuple):
-    """Two fields that cannot both be set, with the reason and what to do.
+    """Two fields that cannot both be set, with the reason and the remedy.
 
-    Without ``values``, every value of ``name`` but its default counts; likewise ``other_values`` of ``other``.
+    Without ``values``, every value of ``name`` except its default counts; likewise ``other_values`` for ``other``.
     """
 
     name: str
@@ -93,7 +93,7 @@ EXCLUSIVE = (
 
 
 def unmet(config: Any, name: str) -> tuple[str, Any] | None:
-    """The first requirement of a field that is not met, as in NEEDS; requirements of required fields count too."""
+    """The first unmet requirement of a field, as in NEEDS; requirements of required fields count too."""
     for other, needed in NEEDS.get(name, ()):
         value = getattr(config, other)
         found = (other, needed) if value not in (needed, None) else None if value else unmet(config, other)
@@ -147,6 +147,6 @@ def check(config: Any) -> None:
 
 
 def _is_set(config: Any, name: str, values: tuple[Any, ...] = ()) -> bool:
-    """Whether a field has one of these values; without any, one other than its default."""
+    """Whether a field has one of these values or, if none are given, a value other than its default."""
     value = getattr(config, name)
     return value in values if values else bool(value != config.__dataclass_fields__[name].default)

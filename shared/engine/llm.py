@@ -7,8 +7,7 @@
     answers = llm.generate(["The capital of France is", "2 + 2 ="], SamplingParams(temperature=0.0, max_new_tokens=8))
     print(answers[0].text)
 
-The engine's queue is bounded, so ``generate`` adds prompts as space in the queue becomes free; their number is not
-limited.
+The engine's queue is bounded, so ``generate`` adds prompts as the queue empties; their number is not limited.
 Invariants: answers are in the order of the prompts; an invalid prompt is refused before anything is computed; when
 ``generate`` returns or raises, the engine holds none of its requests.
 """
@@ -43,8 +42,8 @@ class Answer:
     token_ids: list[int] = field(default_factory=list)
     finish_reason: FinishReason | None = None
     stop: str | None = None  # the stop string that ended it
-    logprobs: list[TokenLogprobs] | None = None  # of each token, if the parameters request them
-    prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None  # of each prompt token, None for the first
+    logprobs: list[TokenLogprobs] | None = None  # for each token, if the parameters request them
+    prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None  # for each prompt token, None for the first
     error: str | None = None
 
     def add(self, output: StepOutput) -> None:
@@ -92,8 +91,9 @@ class LLM:
     ) -> list[Answer]:
         """Generate an answer for every prompt, given as text or token ids; a single str is a list of one.
 
-        Args: params: one for all prompts, or one for each; by default ``SamplingParams()``. progress: show a
-            progress bar on standard error.
+        Args:
+            params: one for all prompts, or one for each; by default ``SamplingParams()``.
+            progress: show a progress bar on standard error.
 
         Raises:
             RequestError: a prompt (the message says which) or params are invalid, or the number of params differs.

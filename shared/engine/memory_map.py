@@ -1,11 +1,12 @@
 """Which request holds which blocks of the KV cache, between two steps. Introduced in phase 6.
 
-A memory map lists the blocks that each request holds, in the order of its block table, how many of their tokens are
-written, and which requests were preempted and are recomputed; and the blocks that no request holds and that are cached
-for requests with the same prefix (phase 8). It is built on demand from the host state of scheduler and pool, without
-reading a tensor. A contiguous region is shown as one large block, so both kinds of pool are displayed the same way.
+A memory map lists, for each request, the blocks that it holds (in the order of its block table), how many of their
+tokens are written, and whether it was preempted or is being recomputed. It also lists the blocks that no request holds
+but that are cached for requests with the same prefix (phase 8). It is built on demand from the host state of scheduler
+and pool, without reading a tensor. A contiguous region is shown as one large block, so both kinds of pool are displayed
+the same way.
 
-Invariants: a block in several block tables has the same index in each, and is written; a map keeps no reference to the
+Invariants: a block in several block tables has the same index in each, and is written; a map holds no reference to the
 scheduler or the pool, so it can be displayed while the engine runs.
 """
 
@@ -40,7 +41,7 @@ class Holding:
     request_id: str
     state: HoldingState
     num_prompt_tokens: int
-    num_tokens: int  # prompt and output so far; the next step writes the last one
+    num_tokens: int  # prompt and output so far; the next step writes the last token
     num_written: int  # tokens whose keys and values are in the KV cache
     num_cached_tokens: int  # of its first tokens, found in the KV cache when it was first admitted
     blocks: tuple[int, ...]  # its block table
@@ -50,7 +51,7 @@ class Holding:
 class MemoryMap:
     """The KV cache and the requests that hold parts of it."""
 
-    unit: str  # "region" if a block holds the longest possible request, else "block"
+    unit: str  # "region" if a block holds the longest possible request, otherwise "block"
     block_tokens: int
     num_blocks: int
     num_waiting: int  # preempted requests included
@@ -98,13 +99,14 @@ class MemoryMap:
 
     @property
     def num_written(self) -> int:
-        """Tokens in the blocks in use whose keys and values are written; those of a shared block count once."""
+        """Tokens in the blocks in use whose keys and values are written; a shared block counts once."""
         num_shared = sum(len(holding.blocks) for holding in self.holdings) - self.num_held
         return sum(holding.num_written for holding in self.holdings) - num_shared * self.block_tokens
 
     @property
     def written_share(self) -> float | None:
-        """Share of the blocks in use that is written, 0 to 1; the rest is fragmentation. None if no block is in use."""
+        """The share of the blocks in use that is written, 0 to 1; the rest is fragmentation. None if no block is in
+        use."""
         return self.num_written / (self.num_held * self.block_tokens) if self.num_held else None
 
     def as_json(self) -> dict[str, Any]:
@@ -123,7 +125,7 @@ class MemoryMap:
 
 
 def _state(request: Request, was_run: bool) -> HoldingState:
-    """The state of a running request. A prefill yields one token; a request with more outputs had them before."""
+    """The state of a running request. A prefill yields one token, so a request with more outputs had them before."""
     if not request.is_prefilling and not was_run:
         return HoldingState.DECODE
     before = len(request.output_ids) - (not request.is_prefilling)

@@ -41,14 +41,14 @@ class StepOutput(NamedTuple):
 
 
 make_output: Callable[[tuple[Any, ...]], StepOutput] = partial(tuple.__new__, StepOutput)
-"""An output of all its fields, in order; in C."""
+"""Makes an output from all its fields, in order; implemented in C."""
 
 
 class OutputStream:
     """Turns one request's tokens into outputs.
 
     Args:
-        max_seq_len: the request also finishes, by length, when prompt and output reach this.
+        max_seq_len: the request also finishes, by length, when its prompt and output reach this length.
     """
 
     def __init__(self, request: Request, tokenizer: Tokenizer, max_seq_len: int) -> None:
@@ -97,6 +97,6 @@ class OutputStream:
         return StepOutput(self.request_id, None, "", FinishReason.LENGTH)
 
     def _rest(self) -> str:
-        """The text held back until now; it may still complete a stop string."""
+        """The text held back so far; it may still complete a stop string."""
         text = self.stops.push(self.decoder.flush())
         return text if self.stops.matched is not None else text + self.stops.flush()

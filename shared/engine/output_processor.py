@@ -39,7 +39,8 @@ class OutputProcessor:
         return self._follow(schedule.requests)
 
     def catch_up(self) -> list[Request]:
-        """The same for all requests, after a step that was interrupted between commit and the end of ``process``."""
+        """Do the same for all requests, after a step that was interrupted between the commit and the end of
+        ``process``."""
         return self._follow(list(self.streams))
 
     def take(self) -> list[StepOutput]:
@@ -69,7 +70,7 @@ class OutputProcessor:
             if stream.has_ended:
                 finished.append(request)
         self.finished = finished
-        for request in finished:  # last, so that if this call is interrupted the next one returns them
+        for request in finished:  # last, so that the next call returns them if this one is interrupted
             self.streams.pop(request, None)
         return finished
 

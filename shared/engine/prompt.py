@@ -16,7 +16,7 @@ def check_prompt(prompt_ids: Sequence[int], vocab_size: int, max_seq_len: int) -
     if len(prompt_ids) >= max_seq_len:
         raise _too_long(f"{len(prompt_ids)} tokens", max_seq_len, _shorter_than(max_seq_len))
     ids = list(prompt_ids)
-    if set(map(type, ids)) == {int} and min(ids) >= 0 and max(ids) < vocab_size:  # no loop in Python
+    if set(map(type, ids)) == {int} and min(ids) >= 0 and max(ids) < vocab_size:  # C code rather than a Python loop
         return ids
     for token_id in ids:
         if isinstance(token_id, bool) or not isinstance(token_id, int) or not 0 <= token_id < vocab_size:
@@ -27,7 +27,7 @@ def check_prompt(prompt_ids: Sequence[int], vocab_size: int, max_seq_len: int) -
 
 
 def check_length(least_tokens: int, max_seq_len: int) -> None:
-    """Raise ContextLengthError if even the fewest tokens that a text can have are too many."""
+    """Raise ContextLengthError if a text must have too many tokens, however it is tokenized."""
     if least_tokens >= max_seq_len:
         raise _too_long(f"at least {least_tokens} tokens", max_seq_len, _shorter_than(max_seq_len))
 
@@ -64,7 +64,7 @@ def _shorter_than(max_seq_len: int) -> str:
 
 
 def _too_long(requested: str, most: int, advice: str) -> ContextLengthError:
-    """Begins with OpenAI's sentence, from which agents know that they must shorten their history."""
+    """Begins with OpenAI's sentence, from which agents recognize that they must shorten their history."""
     return ContextLengthError(
         f"This model's maximum context length is {most} tokens. However, you requested {requested}, {advice}"
     )

@@ -24,7 +24,7 @@ class StepRecord:
     failed: tuple[str, ...]
     num_waiting: int  # after the step
     num_running: int  # after the step
-    kv_used_tokens: int  # tokens in the KV cache after the step, finished requests released
+    kv_used_tokens: int  # tokens in the KV cache after the step, without finished requests
     kv_capacity_tokens: int
     preempted: tuple[str, ...] = ()  # when the step was scheduled
     prefill_starts: tuple[int, ...] = ()  # the index of the first token that each of `prefilled` computed
@@ -67,7 +67,7 @@ class EngineLoad:
     num_prefix_hits: int = 0  # and found there
     num_drafts_by_position: tuple[int, ...] = ()  # drafts verified since the engine started, the first of a step first
     num_accepted_by_position: tuple[int, ...] = ()
-    step_costs: str | None = None  # the hash of the table of step costs that the scheduler uses
+    step_costs: str | None = None  # the hash of the step-cost table that the scheduler uses
 
     @classmethod
     def of(cls, scheduler: Scheduler) -> Self:

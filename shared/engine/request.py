@@ -39,9 +39,9 @@ class TokenLogprobs(NamedTuple):
 
 
 RowLimit = Callable[[SamplingRow], SamplingRow]
-"""Changes what a request's row may sample, by its index and by the tokens in front of it (phase 11.1)."""
+"""Changes what a request's row may sample, depending on its index and on the tokens before it (phase 11.1)."""
 _serials = itertools.count()
-_row: Callable[[tuple[Any, ...]], SamplingRow] = partial(tuple.__new__, SamplingRow)  # all fields are compared in C
+_row: Callable[[tuple[Any, ...]], SamplingRow] = partial(tuple.__new__, SamplingRow)  # compares all fields in C
 
 
 @dataclass(eq=False)
@@ -60,20 +60,20 @@ class Request:
     end_ids: tuple[int, ...] = ()
     output_ids: list[int] = field(default_factory=list)
     output_logprobs: list[TokenLogprobs | None] = field(default_factory=list)  # of each output, if params ask for them
-    prompt_logprobs: list[TokenLogprobs | None] = field(default_factory=list)  # of each prompt token, if asked for
+    prompt_logprobs: list[TokenLogprobs | None] = field(default_factory=list)  # of each prompt token, if requested
     num_computed_tokens: int = 0  # tokens whose keys and values the KV cache holds
-    num_scheduled_tokens: int = 0  # computed tokens and those that steps in flight compute; set by the scheduler
+    num_scheduled_tokens: int = 0  # computed tokens, plus those that steps in flight compute; set by the scheduler
     num_cached_tokens: int = 0  # found in the KV cache when it was first admitted; set by the scheduler
     num_pending_tokens: int = 0  # output tokens that steps in flight will sample; set by the scheduler
     draft_ids: list[int] = field(default_factory=list)  # the drafts of the step in flight; set by the drafter
-    num_forced_drafts: int = 0  # the last of draft_ids, which a grammar forces (phase 12); set by the drafter
-    num_certain_drafts: int = 0  # what a grammar forces after its newest known token; set by the drafter
+    num_forced_drafts: int = 0  # how many of the last draft_ids a grammar forces (phase 12); set by the drafter
+    num_certain_drafts: int = 0  # how many tokens a grammar forces after its newest known token; set by the drafter
     num_accepted_drafts: int = 0  # in all steps; set by the scheduler, as is the next field
     num_rejected_drafts: int = 0
     status: RequestStatus = RequestStatus.WAITING  # set by the scheduler
     last_step: int = 0  # the step that computed its last token; set by the scheduler
     error: str | None = None  # why it failed, as a message for the client
-    constraint: object = None  # its grammar, and the grammar state of its output (phase 12); set by the engine
+    constraint: object = None  # its grammar, and the grammar state after its output (phase 12); set by the engine
     limit_row: RowLimit | None = None  # enforces its thinking limits
     serial: int = field(default_factory=lambda: next(_serials))  # its number in this process, never reused
     num_prompt_tokens: int = field(init=False)
@@ -92,7 +92,7 @@ class Request:
 
     @property
     def num_unscheduled_tokens(self) -> int:
-        """Tokens, known or pending, that no step has computed or is computing."""
+        """The number of its tokens, known or pending, that no step has computed or is computing."""
         return self.num_tokens + self.num_pending_tokens - self.num_scheduled_tokens
 
     @property
@@ -103,15 +103,15 @@ class Request:
 
     @property
     def is_decoding(self) -> bool:
-        """Whether only its newest output token, known or pending, is unscheduled."""
+        """Whether its newest output token, known or pending, is its only unscheduled one."""
         start = self.num_scheduled_tokens
         return start >= self.num_prompt_tokens and start + 1 == self.num_tokens + self.num_pending_tokens
 
     @property
     def needs_prompt_logits(self) -> bool:
-        """Whether the request must compute its own prompt, because log-probabilities of prompt tokens are missing.
+        """Whether the request must compute its whole prompt, because log-probabilities of prompt tokens are missing.
 
-        Cached keys and values of the prompt do not suffice, since its logits are needed.
+        Cached keys and values of the prompt are not enough, since its logits are needed.
         """
         return self.params.prompt_logprobs is not None and len(self.prompt_logprobs) < self.num_prompt_tokens
 
@@ -136,7 +136,7 @@ class Request:
             self.output_logprobs.append(logprobs)
 
     def add_prompt_logprobs(self, start: int, logprobs: Sequence[TokenLogprobs]) -> None:
-        """Keep the log-probabilities of the prompt tokens after ``start``, computed with the token at ``start``."""
+        """Store the log-probabilities of the prompt tokens after ``start``, computed with the token at ``start``."""
         self.prompt_logprobs = [*(self.prompt_logprobs[: start + 1] or [None]), *logprobs]
 
     def sampling_row(self, num_drafts: int = 0, draft_id: int | None = None) -> SamplingRow:

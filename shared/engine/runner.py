@@ -28,7 +28,7 @@ from shared.sampling.logprobs import top_logprobs
 from shared.sampling.sampler import SamplingRow
 
 MAX_PROMPT_LOGIT_ROWS = 128
-"""Rows of logits that exist at a time while prompts are scored; in fp32, 128 MB for a vocabulary of 262,144."""
+"""Maximum rows of logits that exist at a time while prompts are scored; in fp32, 128 MB for a vocabulary of 262,144."""
 
 
 @dataclass(frozen=True)
@@ -37,10 +37,10 @@ class Launched:
 
     batch: Batch
     logits: torch.Tensor  # [n, V]
-    sequence_rows: torch.Tensor  # int64 [n], the pool's row of the sequence of each logit row
+    sequence_rows: torch.Tensor  # int64 [n], the pool's row of each logit row's sequence
     errors: Mapping[int, Exception]  # by the index of the sequence in the batch
     prompts: Sequence[PromptDraws] = ()
-    num_repeats: int = 0  # forwards of the same sequences after the batch's
+    num_repeats: int = 0  # forwards of the same sequences that followed the batch's
 
 
 class Observer(Protocol):
@@ -51,8 +51,8 @@ class Observer(Protocol):
         ...
 
     def computed(self, batch: Batch, hidden: torch.Tensor) -> None:
-        """Called when the batch, or a part of it, has its hidden states ``[T, H]`` or more; the next part overwrites
-        them."""
+        """Called when the hidden states ``[T, H]`` or more of the batch, or of a part of it, are available; the next
+        part overwrites them."""
         ...
 
     def sampled(self, launched: Launched, rows: Sequence[SamplingRow], output: SamplerOutput) -> None:
@@ -65,9 +65,11 @@ class Runner:
 
     Args:
         most_logit_rows: maximum logit rows of a sequence; more than one with drafts (phase 11).
-        sampler: of ``max_sequences * most_logit_rows`` rows; None: one without steps. executor: makes the executor,
-        which computes a loaded batch. last_ids: makes the table of ids that only the device knows, from the maximum
-        numbers of sequences and of ids per sequence. ranks: those that compute each batch.
+        sampler: has ``max_sequences * most_logit_rows`` rows; None: a sampler without steps.
+        executor: makes the executor, which computes a loaded batch.
+        last_ids: makes the table of ids that only the device knows, from the maximum numbers of sequences and of ids
+            per sequence.
+        ranks: the ranks that compute each batch.
     """
 
     def __init__(
@@ -131,7 +133,7 @@ class Runner:
         return Launched(batch, logits, rows, errors, prompts)
 
     def repeat(self, launched: Launched) -> Launched | None:
-        """A forward of the tokens just sampled by a decode step, which must have been the last forward.
+        """A forward of the tokens that a decode step has just sampled; the step must be the last one computed.
 
         Returns None if the step cannot be advanced without the host; then run a new batch.
         """
@@ -147,7 +149,8 @@ class Runner:
         return replace(launched, logits=logits, num_repeats=launched.num_repeats + 1)
 
     def compute(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor, list[PromptDraws]]:
-        """Logits ``[n, V]`` of the batch's logit rows, their sequences' rows, and the prompts' log-probabilities."""
+        """Logits ``[n, V]`` of the batch's logit rows, the rows of their sequences, and the log-probabilities of
+        prompts."""
         inputs = self.view.load(batch)
         self.ranks.begin(batch, self.last_ids.tensor)
         hidden, logits = self.executor(batch, inputs)
@@ -176,14 +179,14 @@ class Runner:
 
         def run(part: range) -> Draws:
             logits, at, own, own_rows = launched.logits, launched.sequence_rows, rows, table_rows
-            if len(part) < num_left:  # slicing tensors takes the host microseconds
+            if len(part) < num_left:  # slicing tensors costs the host microseconds
                 chosen = slice(ends[part.start], ends[part.stop])
                 logits, at, own, own_rows = logits[chosen], at[chosen], rows[chosen], table_rows[chosen]
-            drawn = self.ranks.drawn(launched.batch, logits)
-            if drawn is None:
-                drawn = self.sampler.sample(logits, own, own_rows.tolist())
-            self.last_ids.keep(at, drawn.ids)
-            return drawn
+            sampled = self.ranks.sampled(launched.batch, logits)
+            if sampled is None:
+                sampled = self.sampler.sample(logits, own, own_rows.tolist())
+            self.last_ids.keep(at, sampled.ids)
+            return sampled
 
         for part, result in run_isolated(run, range(num_left)):
             if isinstance(result, Exception):
@@ -196,7 +199,8 @@ class Runner:
         return output
 
     def _rows_of(self, batch: Batch, sequences: Integers) -> tuple[Sequence[int] | Integers, Integers]:
-        """Where the logit rows of each sequence begin, with n at the end, and the table row of each ``[n]``."""
+        """Where the logit rows of each sequence begin (with n at the end), and the table row of each logit row
+        ``[n]``."""
         table_rows, ends = batch.layout.rows[sequences] * self.most_logit_rows, range(len(sequences) + 1)
         if batch.is_decode:  # at most one row each
             return ends, table_rows

@@ -1,7 +1,7 @@
 """What every batching engine does besides its step: queue requests, return outputs, abort requests. Introduced in phase
 4.
 
-A phase's engine has one ancestor, this one. Its own file shows what is new: what a step does, and with which parts.
+A phase's engine has one ancestor, this one. Its own file shows what is new: what a step does, and the parts it uses.
 """
 
 import itertools
@@ -53,7 +53,7 @@ class ServingEngine(ABC):
         """Find ``max_seq_len``, and return the settings resolved for the loaded model."""
         self.max_seq_len = config.sequence_limit(self.model.max_positions)
         if config.prefill_wait_ms is not None:
-            from shared.scheduling.chunk_wait import within_wait  # which phase 7 introduces
+            from shared.scheduling.chunk_wait import within_wait  # phase 7 introduces it
 
             self.config = config = within_wait(config, self.model)
         return config
@@ -92,8 +92,8 @@ class ServingEngine(ABC):
         return Arrival(request_id, prompt_ids, params, end_ids)
 
     def queue_request(self, arrival: Arrival, seed: int | None = None, **parts: Any) -> Request:
-        """Queue a checked request, with further fields of :class:`Request` in ``parts``; ``seed`` None: a seed of its
-        parameters, or a new one.
+        """Queue a checked request, with further fields of :class:`Request` in ``parts``; with ``seed`` None, it uses
+        the seed of its parameters or a new one.
         """
         request_id, prompt_ids, params, end_ids = arrival
         seed = self.seed_of(params) if seed is None else seed
@@ -107,7 +107,7 @@ class ServingEngine(ABC):
         return self.seeds.getrandbits(64) if params.seed is None else params.seed
 
     def abort(self, request_id: str) -> bool:
-        """Abort a request; it gives no further output. False if it is neither waiting nor running."""
+        """Abort a request; it produces no further output. False if it is neither waiting nor running."""
         request = self.scheduler.abort(request_id)
         if request is not None:
             self.output_processor.drop(request)

@@ -1,10 +1,10 @@
 """Warm-up: compile kernels before serving. Introduced in phase 4.
 
-Kernels are compiled, and libraries select theirs, when a shape first occurs. On a GPU that takes up to a second each,
-so the warm-up runs every batch size once, and prompts from one token to a long one. On a CPU one short request
-suffices. No two requests share a cached prefix, which would skip computation. Invariant: afterwards the engine holds
-none of the warm-up requests, and its KV cache holds none of their tokens. From phase 12 on the vocabulary's trie is
-also built here, so that the first request with a grammar does not stall all others.
+Kernels are compiled, and libraries select theirs, when a shape first occurs. On a GPU that takes up to a second per
+kernel, so the warm-up runs every batch size once, and prompts from one token up to a long one. On a CPU one short
+request suffices. No two requests share a cached prefix, since that would skip computation. Invariant: afterwards the
+engine holds none of the warm-up requests, and its KV cache holds none of their tokens. From phase 12 on the
+vocabulary's trie is also built here, so that the first request with a grammar does not stall all others.
 """
 
 from collections.abc import Iterable, Sequence
@@ -14,7 +14,7 @@ from shared.errors import QueueFullError
 from shared.sampling.params import SamplingParams
 
 LONGEST_PROMPT = 1024  # for a single request; longer prompts use the same kernels
-FIRST_PROMPT, MORE_TOKENS = 24, 7  # of a full batch: each prompt is longer than the one before
+FIRST_PROMPT, MORE_TOKENS = 24, 7  # for a full batch: each prompt is longer than the one before
 
 
 class Steps(Protocol):
@@ -34,7 +34,8 @@ def warm_up(engine: Any) -> None:
     serve_rounds(engine, rounds(*sizes, is_gpu=engine.model.device.type == "cuda", capacity_tokens=capacity))
     if hasattr(engine, "constraints"):
         engine.constraints.prepare()
-        if engine.constraints.pool is not None:  # the tokens on the device, and the kernels that make masks
+        # loads the tokens onto the device, and compiles the kernels that make masks
+        if engine.constraints.pool is not None:
             from shared.grammar.grammar import Grammar
 
             params = SamplingParams(max_new_tokens=2, structured_output=Grammar.regex("[a-z]+"))

@@ -1,12 +1,12 @@
 """The literal part of an answer that may, or must, call tools: thinking, free text, and the text around arguments.
 
-Free text is a few states that read all bytes and look for the opening of a call; thinking likewise looks for its end
+Free text is a few states that read any byte and look for the opening of a call; thinking, likewise, looks for its end
 (Knuth, Morris and Pratt, SIAM J. Comput. 1977); after the opening only the rest of a call can follow. So an answer with
-calls is a grammar like any other, and masks, drafts and preemption need no special case for tools. Introduced in phase
+calls is a grammar like any other, and masks, drafts and preemption need no special cases for tools. Introduced in phase
 12.
 
-Special tokens have no text. A grammar that names one, by ``SPECIAL_MARK`` before its name, allows it there and nowhere
-else, since its bytes begin with one that UTF-8 does not have.
+Special tokens have no text. A grammar that names one (by ``SPECIAL_MARK`` and its name) allows it only there, since its
+bytes begin with a byte that UTF-8 does not have.
 """
 
 from collections.abc import Sequence
@@ -17,7 +17,7 @@ from shared.grammar.automata.joining import Graph, document
 from shared.grammar.tokens.vocabulary import SPECIAL_BYTE
 
 SPECIAL_MARK = "\uffff"
-"""Stands for the byte with which special tokens begin; it is no character."""
+"""Represents the byte with which special tokens begin, which is not a character."""
 _BLANKS = b" \n"
 
 
@@ -35,10 +35,11 @@ class CallSpelling:
 
     Attributes:
         trigger: ends free text; "" if a call is the whole answer. Then free text may begin like a call, up to the
-            arguments. separator: between two calls; None: one call at most. hidden: marked special token that may
-        precede a call without a trigger; None without it.
-        thought: opens and closes thinking, which may come first; None without it. The opening is "" if the prompt
-            already contains it: then thinking does come first.
+            arguments.
+        separator: between two calls; None: one call at most.
+        hidden: marked special token that may precede a call without a trigger; None without it.
+        thought: opens and closes thinking, which may come first; None: no thinking. The opening is "" if the prompt
+            already contains it; then thinking does come first.
     """
 
     trigger: str
@@ -53,7 +54,9 @@ class CallSpelling:
 class AnswerGraph:
     """The graph of an answer; ``has_format``: text outside calls follows a grammar instead of being free.
 
-    Attributes: graph: leads into document i after the name of function i. behind: the state after arguments.
+    Attributes:
+        graph: leads into document i after the name of function i.
+        behind: the state after arguments.
         beginnings: the states from which the answer may also continue with the format.
     """
 
@@ -117,7 +120,7 @@ class AnswerGraph:
 
     @property
     def _is_thinking(self) -> bool:
-        """Whether the answer begins within thoughts."""
+        """Whether the answer begins inside thoughts."""
         return self.spelling.thought is not None and not self.spelling.thought[0]
 
     def _think(self, thought: tuple[str, str], start: int, after: int, *, is_final: bool) -> None:
@@ -146,7 +149,7 @@ class AnswerGraph:
         opening, closing = map(encoded, thought)
         (thinking, *_) = self._search(closing, states[0], is_final=True)
         free, state = states[0], start
-        for index, byte in enumerate(opening):  # as free text, and as the beginning of thinking
+        for index, byte in enumerate(opening):  # either as free text or as the beginning of thinking
             free = graph.rows[free][byte]
             following = thinking if index == len(opening) - 1 else graph.state(is_final=True)
             graph.rows[state][byte] = following
@@ -155,9 +158,9 @@ class AnswerGraph:
             state = following
 
     def _free_or_call(self, start: int) -> None:
-        """An answer that is a call from its first byte, or free text."""
+        """An answer that is a call from its first byte on, or free text."""
         graph = self.graph
-        if self.spelling.thought is not None:  # by the prompt: these models never open thinking themselves
+        if self.spelling.thought is not None:  # opened by the prompt: these models never open thinking themselves
             answer = graph.state()
             self._think(self.spelling.thought, start, answer, is_final=True)
             start = answer
@@ -178,8 +181,8 @@ class AnswerGraph:
             graph.word(start, encoded(self.spelling.hidden), self.called)
 
     def _search(self, mark: bytes, found: int | None, *, is_final: bool) -> list[int]:
-        """States that read text up to a mark; each state is how much of the mark has been read. None: the mark is
-        refused."""
+        """States that read text up to a mark; each state represents how much of the mark has been read. None: the mark
+        is refused."""
         graph = self.graph
         states = [graph.state(is_final=is_final)]
         self._read_text(states[0])
@@ -201,7 +204,7 @@ class AnswerGraph:
         return states
 
     def _read_text(self, state: int) -> None:
-        """A state that reads any text, one whole character at a time, so that special tokens never split a
+        """A state that reads any text, one whole character at a time, so that a special token never splits a
         character."""
         graph, following = self.graph, state
         graph.rows[state] = dict.fromkeys(range(0x80), state)

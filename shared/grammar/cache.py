@@ -1,9 +1,9 @@
-"""Compiled grammars, each compiled once, however many requests ask for it. Introduced in phase 12.
+"""Compiled grammars; each is compiled once, however many requests ask for it. Introduced in phase 12.
 
-A grammar takes milliseconds to compile, and may take a second. Requests with the same grammar share it: the first
+Compiling a grammar takes milliseconds, and may take a second. Requests with the same grammar share it: the first
 compiles, and others wait for its result. Thread-safe.
 
-Invariants: cached tables take at most the cache's bytes; errors are not cached.
+Invariants: cached tables take at most the cache's size in bytes; errors are not cached.
 """
 
 from collections import OrderedDict
@@ -47,7 +47,8 @@ class GrammarCache(Generic[Compiled]):
 
     def get(self, grammar: Grammar) -> Compiled:
         """The compiled grammar; waits if it is being compiled. Raises GrammarError."""
-        with self._lock:  # one lookup in both, or a grammar that has just finished would be compiled and counted again
+        # both are looked up together; otherwise a grammar that has just finished would be compiled and counted again
+        with self._lock:
             if grammar in self._kept:
                 self._kept.move_to_end(grammar)
                 return self._kept[grammar]

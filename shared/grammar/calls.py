@@ -1,9 +1,9 @@
-"""The grammar of an answer that may, or must, call tools: its arguments follow the schemas of the functions.
+"""The grammar of an answer that may, or must, call tools: arguments follow the schemas of their functions.
 
-Introduced in phase 12. Invariant: a call written in its format has arguments that are valid under the schema of its
-function, if following it is mandatory; if it is not, and the schema is unsupported or costs more than half of the
-remaining budget, they are any object. Where a call is the whole answer, an object written differently (other blanks,
-more members) is free text, and the call reader treats it as such.
+Introduced in phase 12. Invariant: a call in the right format has arguments that are valid under its function's schema,
+if the schema is mandatory. If it is not mandatory, and is unsupported or costs more than half of the remaining budget,
+the arguments are any object. If a call is the whole answer, an object that is written differently (other blanks, more
+members) is free text, and the call reader treats it as such.
 """
 
 import dataclasses
@@ -38,7 +38,7 @@ class CallDescription:
     mode: CallMode
     spelling: CallSpelling
     functions: tuple[CalledFunction, ...]
-    answer: tuple[str, str] | None = None  # kind and text of the grammar of text outside calls; None: free text
+    answer: tuple[str, str] | None = None  # kind and text of the grammar for the text outside calls; None: free text
     is_closed: bool = False  # as in ``compile_schema``, for arguments
 
     @property
@@ -71,7 +71,7 @@ def compile_calls(
     free = [index for index, each in enumerate(functions) if not each.is_strict]
     names = [each.name for each in description.functions]
     arguments = {}
-    if free:  # before others spend the budget
+    if free:  # computed before others spend the budget
         some_object = compiled({"type": "object"}, budget)
         arguments = dict.fromkeys(free, some_object)
         budget.keep(some_object.num_states * (len(free) - 1))

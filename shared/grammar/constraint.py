@@ -1,7 +1,7 @@
-"""An engine's requests whose outputs have a grammar: the state of each, and the tokens it allows.
+"""The requests of an engine whose outputs have a grammar: the state of each, and the tokens that it allows.
 
-On a GPU the sampling device computes the masks (:mod:`shared.engine.sampling.grammar_rows`). Without one, and in a few
-cases with one, they are computed here: before a step samples, the host knows all earlier tokens, so it advances each
+On a GPU the sampling device computes the masks (:mod:`shared.engine.sampling.grammar_rows`). On a CPU, and in a few
+cases on a GPU, they are computed here. Before a step samples, the host knows all earlier tokens, so it advances each
 request's state by its outputs; row j gets the mask after the first j drafts. Rows after a draft that the grammar
 refuses do not matter: that draft cannot be sampled, so acceptance ends there. Introduced in phase 12.
 
@@ -33,7 +33,7 @@ from shared.text.tokenizer import Tokenizer
 
 @dataclass
 class Constraint:
-    """A request's grammar, and the state after its first ``num_tokens`` outputs, which only :meth:`after` advances.
+    """A request's grammar, and the state after its first ``num_tokens`` outputs; only :meth:`after` advances it.
 
     ``base`` is the offset of its tables in the device's pool, from the first sampling on; None: they are not in the
     pool.
@@ -97,8 +97,8 @@ class Constraints:
         return {"grammars compiled": self.grammars.num_compiled, "masks applied": self.num_masks}
 
     def of(self, params: SamplingParams) -> Constraint | None:
-        """An output's state before its first token; None without a grammar; compiles the grammar if it is not cached.
-        Raises GrammarError, and RequestError if the output could not end.
+        """The state of an output before its first token; None without a grammar; compiles the grammar if it is not
+        cached. Raises GrammarError, and RequestError if the output could not end.
         """
         grammar = params.structured_output
         if grammar is None:
@@ -145,7 +145,7 @@ class Constraints:
         state: Configuration | None,
         draft_ids: Sequence[int | None],
     ) -> None:
-        """Mask the rows from ``first`` on, each after the drafts before it; the first in ``state``."""
+        """Mask the rows from ``first`` on, each after the drafts before it; ``state`` is that of the first row."""
         for number, draft_id in enumerate(draft_ids, first):
             rows[number] = rows[number]._replace(constraint=None)
             if state is not None:

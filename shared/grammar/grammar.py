@@ -1,6 +1,6 @@
 """What an output must be: a JSON Schema, any JSON object, a regular expression, or one of several texts.
 
-A grammar is a description, so it is part of the sampling parameters, and compares and hashes by its content.
+A grammar is a description. So it can be part of the sampling parameters, and compares and hashes by content.
 Introduced in phase 12.
 """
 
@@ -23,7 +23,7 @@ from shared.grammar.patterns.regex import automaton_of, compile_choice, compile_
 from shared.sampling.params import StructuredOutput
 
 MAX_TEXT = 1_000_000
-"""Characters of a grammar's description."""
+"""Maximum characters of a grammar's description."""
 MAX_CHOICES = 10_000
 
 
@@ -44,7 +44,7 @@ class Grammar(StructuredOutput):
 
     Attributes:
         text: the schema, the list of texts or the description of calls, as JSON; the pattern; "" for any JSON object.
-        automaton: set if it was compiled in advance: a server compiles where that delays no step.
+        automaton: set if it was compiled in advance: a server compiles where this delays no step.
     """
 
     kind: GrammarKind
@@ -62,8 +62,8 @@ class Grammar(StructuredOutput):
 
     @classmethod
     def json_schema(cls, schema: object, *, is_closed: bool = False) -> Self:
-        """A text that is valid JSON for a schema: an object, true, or such as JSON text. ``is_closed``: objects whose
-        schema names properties, and says nothing about others, have no others.
+        """A text that is valid JSON for a schema, given as an object, true, or such as JSON text. ``is_closed``:
+        objects whose schema names properties, and says nothing about others, have no others.
         """
         if isinstance(schema, str):
             try:
@@ -153,8 +153,8 @@ def _of_dfa(dfa: DFA, usable_bytes: NDArray[np.bool_]) -> Automaton:
 
 
 def grammar_of(**described: Any) -> Grammar | None:
-    """The grammar of the argument that is not None, each named like the class method that takes it; None without one.
-    Raises GrammarError if several are given, or as the method does.
+    """The grammar of the one argument that is not None; each is named like the class method that takes it. None without
+    one. Raises GrammarError if several are given, or as that method does.
     """
     given = {name: value for name, value in described.items() if value is not None}
     if len(given) > 1:

@@ -1,12 +1,12 @@
-"""Bounds of a compilation, and the error of a grammar that cannot be compiled. Introduced in phase 12.
+"""The limits of a compilation, and the error for a grammar that cannot be compiled. Introduced in phase 12.
 
-A hostile grammar harms only its sender: every loop whose length the grammar determines counts its work in advance, so
-that compilation ends within the limits for every grammar. A count decides, so a grammar has the same verdict on every
-machine, whatever else runs there; a one-minute clock is only the last resort. The unit of work is about a microsecond
+A hostile grammar harms only its sender: every loop whose length depends on the grammar counts its work in advance, so
+compilation ends within the limits for every grammar. A count decides, so a grammar gets the same verdict on every
+machine, whatever else runs there; a one-minute timeout is only the last resort. The unit of work is about a microsecond
 of a processor, or 256 bytes of memory: a transition, an inspected member of an object, or 64 cells of a table.
 
-Invariant: the work of a grammar depends on its description alone: neither on the order of sets, nor on what was
-compiled before.
+Invariant: the work of a grammar depends only on its description, not on the order of sets or on what was compiled
+before.
 """
 
 import time
@@ -28,19 +28,19 @@ class WorkError(GrammarError):
 
 
 CELLS = 64
-"""Cells of a table that numpy handles for a unit of work."""
+"""Table cells that numpy handles per unit of work."""
 ROW = 8
-"""Units of work for a row of 256 entries that is made and kept."""
+"""Units of work for making and keeping a row of 256 entries."""
 LOOK = 10_000
 """Units of work between two readings of the clock."""
 MOST_KEPT = 5_000_000
-"""Units of work of what one table remembers, some ten bytes each."""
+"""Maximum units of work of the results that one table caches, about ten bytes each."""
 
 
 @dataclass(frozen=True)
 class Limits:
     """Limits of one grammar: states of its automaton and of any intermediate automaton, bytes of its tables, units of
-    work to compile it, nesting of a schema, and whether an optional schema is dropped when work runs out.
+    work to compile it, nesting of a schema, and whether an optional schema is dropped when the work limit is reached.
 
     ``seconds`` of wall-clock time are the last resort, for a stalled machine: far more than the work takes.
     """
@@ -55,18 +55,20 @@ class Limits:
 
 @dataclass
 class Budget:
-    """What a compilation has used of its limits."""
+    """How much of its limits a compilation has used."""
 
     limits: Limits = Limits()
     clock: Callable[[], float] = time.monotonic
     num_states: int = field(default=0, init=False)  # of finished parts
     work: int = field(default=0, init=False)
-    most_states: int = field(default=0, init=False)  # at the same time, under construction
+    most_states: int = field(default=0, init=False)  # states under construction at the same time
     start: float | None = None
     next_look: int = field(default=LOOK, init=False)
-    made: dict[Hashable, "_Kept"] = field(default_factory=dict, init=False, repr=False)  # cached results, paid for
-    needed: dict[Hashable, "_Kept"] = field(default_factory=dict, init=False, repr=False)  # by the automaton being made
-    paid: int = field(default=0, init=False)  # of the work, for cached results
+    # cached results that have been paid for
+    made: dict[Hashable, "_Kept"] = field(default_factory=dict, init=False, repr=False)
+    # states of the automaton being made
+    needed: dict[Hashable, "_Kept"] = field(default_factory=dict, init=False, repr=False)
+    paid: int = field(default=0, init=False)  # the share of the work that went into cached results
 
     def __post_init__(self) -> None:
         self.start = self.clock() if self.start is None else self.start
@@ -88,12 +90,13 @@ class Budget:
                 )
 
     def check(self, num_states: int) -> None:
-        """Raise GrammarError if an automaton under construction, together with those kept, has too many states."""
+        """Raise GrammarError if an automaton under construction, together with those that are kept, has too many
+        states."""
         self.check_states(num_states)
         self.spend(1)
 
     def check_states(self, num_states: int) -> None:
-        """As ``check``, for code that counts its own work."""
+        """Like ``check``, for code that counts its own work."""
         self.most_states = max(self.most_states, num_states)
         if self.num_states + num_states > self.limits.states:
             raise GrammarError(
@@ -103,8 +106,8 @@ class Budget:
 
     @contextmanager
     def attempt(self, reserve: int = 0) -> Iterator["Budget"]:
-        """Half of what is left, for a part of the grammar that may fail; if it does, its states no longer count.
-        ``reserve`` units of work are left to others.
+        """Half of the remaining budget, for a part of the grammar that may fail; if it does, its states no longer
+        count. ``reserve`` units of work are left to others.
         """
         states, work = self.limits.states - self.num_states, max(self.limits.work - self.work - reserve, 0)
         part = Budget(replace(self.limits, states=states // 2, work=work // 2), self.clock, self.start)
@@ -125,8 +128,8 @@ Made = TypeVar("Made")
 
 @dataclass(frozen=True)
 class _Kept:
-    """A result, its cost without its prerequisites, the states at the same time, and the prerequisites with their
-    costs."""
+    """A result, its cost without its prerequisites, the number of states at the same time, and the prerequisites with
+    their costs."""
 
     made: object
     work: int
@@ -135,7 +138,7 @@ class _Kept:
 
 
 class Remembered(Generic[Made]):
-    """The last results of a costly step, at most ``most`` of them, each costing at most ``MOST_KEPT`` units.
+    """The last results of a costly step: at most ``most`` results, each of which cost at most ``MOST_KEPT`` units.
 
     A cached result costs a budget, once, what it cost to make, so that a verdict does not depend on earlier
     compilations. A step may need other cached results, from any such table; each is paid for separately.

@@ -1,9 +1,9 @@
-"""The grammar state of an output at each of its tokens, for observers: traces and the server's page.
+"""The grammar state of an output at each of its tokens, for observers such as traces and the server's page.
 
 An engine keeps only the states that it needs. An observer walks the grammar separately, token by token, so that an
 unobserved output costs nothing. Introduced in phase 12.
 
-Invariant: a position is the one in which its token was sampled, before the token was read.
+Invariant: a position is the one at which its token was sampled, before the token was read.
 """
 
 from typing import NamedTuple
@@ -35,7 +35,7 @@ class Progress:
 
     @property
     def position(self) -> Position | None:
-        """Where the output stands; None after the end of the grammar."""
+        """The position of the output; None after the end of the grammar."""
         if self.now is None:
             return None
         return Position(self.now.state, self.stack, int(np.count_nonzero(self.fsm.mask(self.now))))

@@ -1,4 +1,4 @@
-"""Lets the last program of a group to arrive reduce the results of all. Introduced in phase 3.1.
+"""Lets the last program of a group to arrive reduce the results of the whole group. Introduced in phase 3.1.
 
 Programs of one launch cannot wait for each other, but they can increment a counter: the program that arrives last does
 the reduction. This saves the second launch that a reduction over several programs would need. The pattern is that of
@@ -12,7 +12,7 @@ import torch
 from shared.kernels.launch import tl, triton
 
 MAX_GROUPS = 1024
-"""Groups of programs that a launch of :func:`sum_of_parts` has at most."""
+"""Maximum groups of programs in a launch of :func:`sum_of_parts`."""
 
 
 @triton.jit
@@ -32,7 +32,8 @@ def is_last_arrival(counter, num_arrivals):
 
 @triton.jit
 def sum_of_parts(y, up, partial, counters, block, split, SPLITS: tl.constexpr, ACTIVATION: tl.constexpr):
-    """The sums ``[BLOCK_N, BLOCK_M]`` over all parts of K, and whether this program, the last to arrive, has them."""
+    """The sums ``[BLOCK_N, BLOCK_M]`` over all parts of K, and whether this program has them, being the last to
+    arrive."""
     is_last = True
     if SPLITS > 1:
         BLOCK_N: tl.constexpr = y.shape[0]
@@ -57,10 +58,10 @@ def sum_of_parts(y, up, partial, counters, block, split, SPLITS: tl.constexpr, A
 def memory_of_parts(
     splits: int, num_groups: int, size: int, device: torch.device
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """What :func:`sum_of_parts` writes: ``size`` numbers of a program, and a counter of a group; None for one part.
+    """What :func:`sum_of_parts` writes: ``size`` elements per program, and one counter per group; None for one part.
 
-    Counters are zero between launches, so one array serves all on a stream. An engine calls a step before it captures
-    it, so the array is never made in a capture. Raises ValueError for more groups than ``MAX_GROUPS``.
+    Counters are zero between launches, so one array serves all on a stream. An engine runs a step before it captures
+    it, so the array is never allocated during a capture. Raises ValueError for more groups than ``MAX_GROUPS``.
     """
     if splits == 1:
         return None, None

@@ -1,14 +1,14 @@
-"""Keys and values in 8 bits (FP8, e4m3) inside kernels and ops. Used from phase 10 on; ``kv_write`` imports it in phase
+"""Keys and values in 8 bits (FP8, e4m3), in kernels and ops. Used from phase 10 on; ``kv_write`` imports it in phase
 3.1.
 
-A number of a KV head is stored as e4m3 of the number divided by the head's scale. e4m3 has 4 bits of exponent and 3 of
-fraction: numbers from 2^-6 to 448 keep a relative precision of 2^-4, smaller ones are multiples of 2^-9, and larger
-ones become 448 (Micikevicius et al., arXiv 2209.05433).
+A KV head's numbers are stored as e4m3, divided by the head's scale. e4m3 has 4 bits of exponent and 3 of fraction:
+numbers from 2^-6 to 448 keep a relative precision of 2^-4, smaller ones are multiples of 2^-9, and larger ones become
+448 (Micikevicius et al., arXiv 2209.05433).
 
-A GPU converts e4m3 from capability 8.9 on, two numbers at a time to fp16, which holds each exactly. For an older GPU
-the bytes are uint8, and integer operations move their bits into an fp16; this divides the number by 256, since the
-exponent biases differ by 8, and the scale includes the factor 256. So if the model computes in 16 bits, attention over
-these bytes multiplies in fp16, and its products keep everything that bf16 would.
+From capability 8.9 on, a GPU converts e4m3 to fp16, which holds each number exactly, two at a time. On an older GPU the
+bytes are uint8, and integer operations move their bits into an fp16. This divides the number by 256, since the exponent
+biases differ by 8; the scale includes the factor 256. So if the model computes in 16 bits, attention over these bytes
+multiplies in fp16, and its products keep everything that bf16 would.
 
 Invariant: rounding uses integer arithmetic, so every GPU and the op store a number as the same byte; a NaN is stored as
 NaN, which an older GPU reads as 480.
@@ -51,8 +51,8 @@ def widened(x, dtype: tl.constexpr):
 def widened_pair(pairs, dtype: tl.constexpr):
     """Two e4m3 in uint16, widened and divided by 256: the low byte's, and the high byte's.
 
-    A product over tokens needs two tokens' numbers in one register, and the loads that transpose a tile move 16 bits.
-    Loaded as bytes, values come one at a time; loaded in pairs of columns, four numbers take five instructions.
+    A product over tokens needs the numbers of two tokens in one register, and the loads that transpose a tile move 16
+    bits. Loaded as bytes, values come one at a time; loaded in pairs of columns, four numbers take five instructions.
     """
     if INTERPRETED:
         low = widened(pairs.to(tl.uint8), dtype)
@@ -82,7 +82,7 @@ def widened_pair(pairs, dtype: tl.constexpr):
 
 @triton.jit
 def for_product(queries, memory):
-    """Queries, in the dtype in which they are multiplied by keys stored in ``memory``."""
+    """Queries, in the dtype in which they are multiplied with keys stored in ``memory``."""
     if memory.dtype.element_ty.primitive_bitwidth == 8 and queries.dtype != tl.float32:
         return queries.to(tl.float16)
     else:

@@ -6,20 +6,20 @@ A kernel file imports ``tl`` and ``triton`` from here, because some systems that
 packages (macOS): there a stub makes the file importable, and no kernel is launched. Invariant: whether a launcher
 launches depends on its tensors' device and on ``TRITON_INTERPRET`` alone, which is read once, at import.
 
-**Launches that overlap** (phase 9). A stream runs one kernel after another, and between two of them the memory is idle
-for a microsecond: the first kernel's last programs end, the second starts, and its first loads are under way. CUDA's
-*programmatic dependent launch* (PDL) starts programs of the second kernel on multiprocessors that the first no longer
-uses. These load data that no kernel of the chain writes, and then wait. A kernel takes part if it has a parameter
-``PDL``, which :func:`launch` sets, and keeps three rules:
+**Launches that overlap** (phase 9). A stream runs one kernel after another, and between two of them memory is idle for
+a microsecond: the first kernel's last programs end, the second one starts, and its first loads take time to arrive.
+CUDA's *programmatic dependent launch* (PDL) starts programs of the second kernel on multiprocessors that the first no
+longer uses. These load data that no kernel of the chain writes, and then wait. A kernel takes part if it has a
+parameter ``PDL``, which :func:`launch` sets, and keeps three rules:
 
 - at its start it calls ``launch_dependents(PDL)``, the permission to start the next kernel;
 - every program calls ``wait_for_previous(PDL)``, even one that has nothing to do. The wait is for the end of one
   kernel, the previous one, with all its writes. Earlier kernels are ordered only because the previous one also waited;
 - before the wait it writes nothing, and loads only constants: weights, RoPE tables, the index arrays of the step, which
-  a copy has uploaded before the step's first kernel. A kernel that is still running may write anything else, and may
-  still read memory that this one writes, since the allocator gives a freed block to the next launch.
+  a copy has uploaded before the step's first kernel. A kernel that is still running may write anything else. It may
+  also still read memory that this one writes, since the allocator gives a freed block to the next launch.
 
-With these rules a chain of overlapping launches computes the same as the launches one after the other. The kernels of
+With these rules, a chain of overlapping launches computes the same as sequential launches. The kernels of
 PyTorch do not take part: they start once everything before them has ended. The launches of a draw, some of which load
 logits above their wait, call ``launch_dependents`` after it (:mod:`shared.kernels.sampling.sampler`).
 """
@@ -52,7 +52,7 @@ except ImportError:
 OLDEST_TRITON = (3, 6)
 HEAD_SIZES = (16, 32, 64, 128, 256)
 INTERPRETED = triton.__version__ is not None and bool(triton.knobs.runtime.interpret)
-INTERPRETED_MULTIPROCESSORS = 4  # gives a grid sized by multiprocessors several programs
+INTERPRETED_MULTIPROCESSORS = 4  # makes a grid that is sized by multiprocessors have several programs
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,7 @@ GENERATIONS = {  # by the first compute capability with these features; Ampere i
 OLDEST_CAPABILITY = min(GENERATIONS)
 
 if INTERPRETED:
-    # Triton 3.6 applies int() to a one-element array for a scalar loop bound, which NumPy 2.4 refuses.
+    # Triton 3.6 applies int() to a one-element array for a scalar loop bound, which NumPy 2.4 rejects.
     from triton.runtime import interpreter
 
     _patch_tensor = interpreter._patch_lang_tensor
@@ -89,15 +89,15 @@ if INTERPRETED:
 
     interpreter._patch_lang_tensor = _patch_tensor_and_index
 
-    # It also patches its language again for each call of a device function, such as tl.sum, and checks integer sums and
-    # products for overflows that it then does not report: two thirds of many kernels' time.
+    # It also patches its language again for each call of a device function such as tl.sum, and checks integer sums and
+    # products for overflows that it then does not report. That takes two thirds of many kernels' time.
     interpreter.interpreter_builder.options = interpreter.InterpreterOptions(sanitize_overflow=False)
     _patch_language = interpreter._patch_lang
 
     @functools.cache
     def _patch_language_once(function: Any) -> Any:
         _patch_language(function)
-        return interpreter._LangPatchScope()  # records no changes: the patches stay
+        return interpreter._LangPatchScope()  # a scope that records no changes, so the patches stay
 
     interpreter._patch_lang = _patch_language_once
 
@@ -112,13 +112,14 @@ def launches(tensor: torch.Tensor) -> bool:
 def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> None:
     """Launch ``kernel`` over ``grid`` and count it.
 
-    Triton binds and specializes the arguments of every call, which takes longer than most of these kernels. A call
+    Triton binds and specializes the arguments of every call, which takes longer than most of these kernels run. A call
     with the same specialization as an earlier one goes directly to the compiled kernel's launcher, and skips the hooks
     of Triton's profiler.
 
     Args:
         args: the kernel's arguments in order, a tensor first.
-        options: its constexpr arguments by name, except PDL, and ``num_warps``, ``num_stages`` and ``maxnreg``.
+        options: the kernel's constexpr arguments by name, except PDL, plus ``num_warps``, ``num_stages`` and
+            ``maxnreg``.
     """
     LAUNCHES[kernel.__name__] += 1
     if INTERPRETED:
@@ -149,7 +150,7 @@ _BY_TYPE = (float, bool, type(None))
 def specializations(args: Iterable[Any]) -> list[Any]:
     """The specialization key of each argument: arguments with equal keys share a compiled kernel.
 
-    For a tensor dtype and alignment; for an integer whether it is 1, a multiple of 16, and too large for 32 bits. At
+    For a tensor: dtype and alignment. For an integer: whether it is 1, a multiple of 16, and too large for 32 bits. At
     least as fine as Triton's own specialization.
     """
     found: list[Any] = []
@@ -195,8 +196,8 @@ def wait_for_previous(PDL: tl.constexpr):
 
 @triton.jit
 def prefetch(pointers, PDL: tl.constexpr):
-    """Request the cache lines of ``pointers`` into the L2 cache, above the wait. All threads of the GPU share this
-    cache and it is coherent, so a line that is written later does no harm."""
+    """Request the cache lines of ``pointers`` into the L2 cache, above the wait. All multiprocessors of the GPU share
+    this cache and it is coherent, so a line that is written later does no harm."""
     if PDL:
         tl.inline_asm_elementwise(
             "prefetch.global.L2 [$1]; // dummy $0",

@@ -1,8 +1,8 @@
 """Reads a checkpoint's ``config.json`` into a :class:`ModelConfig`. Introduced in phase 1a.
 
 The file comes in two dialects, the hub's and that of transformers 5. Invariant: an absent field takes the family's
-published default or is an error that names the field; an unimplemented setting that changes the mathematics is an
-error; so are two spellings of one setting that disagree.
+published default, or is an error that names the field. An unimplemented setting that changes the mathematics is an
+error, and so are two spellings of one setting that disagree.
 """
 
 import json
@@ -39,7 +39,7 @@ def read_config(folder: Path, can_quantize: bool = False) -> ModelConfig:
 
 
 def parse_config(values: Any, where: str = "config.json", can_quantize: bool = False) -> ModelConfig:
-    """As :func:`read_config`, from the parsed JSON; ``where`` names it in messages."""
+    """Like :func:`read_config`, but from parsed JSON; ``where`` names it in messages."""
     if not isinstance(values, dict):
         raise ModelFolderError(f"{where} must hold a JSON object, not {type(values).__name__}.")
     family = values.get("model_type")
@@ -63,7 +63,7 @@ def parse_config(values: Any, where: str = "config.json", can_quantize: bool = F
     windows = _windows(fields, family, fields.count("num_hidden_layers", at_most=1024))
     rope, local_rope = read_ropes(fields, family)
     max_positions = fields.count("max_position_embeddings")
-    if rope.kind == "yarn":  # the positions that its scaling is for, even if the file is otherwise unchanged
+    if rope.kind == "yarn":  # the number of positions that its scaling is for, even if the file is otherwise unchanged
         max_positions = max(max_positions, int(rope.factor * rope.original_max_position))
     scalar = fields.number("query_pre_attn_scalar") if family == "gemma3_text" else float(head_dim)
     return ModelConfig(
@@ -150,6 +150,6 @@ def _sliding_by_rule(fields: Fields, family: str, num_layers: int) -> list[bool]
     first = fields.get("max_window_layers", 28) if fields.flag("use_sliding_window") else num_layers
     if isinstance(first, bool) or not isinstance(first, int):
         raise fields.wrong("max_window_layers", "an integer")
-    if is_listed and first == 28 != num_layers:  # its default, which transformers writes alongside any list
+    if is_listed and first == 28 != num_layers:  # its default; transformers writes it alongside any list
         return None
     return [layer >= first for layer in range(num_layers)]

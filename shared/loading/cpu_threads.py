@@ -1,13 +1,14 @@
-"""How many threads compute a model's forwards on a CPU: as many as make them fast now. Introduced in phase 1b.
+"""How many threads compute a model's forwards on a CPU: as many as are fastest at the moment. Introduced in phase 1b.
 
-PyTorch starts a thread for each core. The threads of a product wait for each other and keep their cores busy meanwhile,
-so one that shares its core with another program delays all of them at each product: two threads beside one busy loop
-are many times slower than one thread. So forwards of the same number of tokens are timed as they come. If two in a
-row take many times as long as usual, the next tries half the threads; from time to time one tries twice as many again.
+PyTorch starts a thread for each core. The threads of a product wait for each other and keep their cores busy meanwhile.
+So a thread that shares its core with another program delays all of them at each product: next to one busy loop, two
+threads are many times slower than one. So forwards with the same number of tokens are timed as they occur. If two in a
+row take many times as long as usual, the next one tries half the threads; from time to time, one tries twice as many
+again.
 
-Invariants: no forward runs only to be timed; the number is never above PyTorch's own, or one that a caller has set with
-``torch.set_num_threads``; the variable ``OMP_NUM_THREADS`` fixes it. The number of threads may change the last bits of
-a sum, as the number of sequences in a batch may; it changes no more than that.
+Invariants: no forward runs only to be timed; the number of threads is never above PyTorch's own, or the one that a
+caller has set with ``torch.set_num_threads``; the variable ``OMP_NUM_THREADS`` fixes it. The number of threads may
+change the last bits of a sum, as the number of sequences in a batch may; nothing else changes.
 """
 
 import os
@@ -20,34 +21,35 @@ from typing import Any
 import torch
 from torch import nn
 
-SLOW = 3.0  # times the usual seconds: then fewer threads are tried
+SLOW = 3.0  # times the usual seconds, above which fewer threads are tried
 GAIN_OF_FEWER, GAIN_OF_MORE = 0.7, 0.95
-"""Of the seconds before: so fast, or faster, must a trial be. Noise alone never takes threads away."""
-CONFIRMED = 2  # forwards that must be slow, or faster in a trial, and of one size in a row before any trial
-USUAL = 8  # forwards whose median is the usual time
+"""Maximum share of the previous seconds that a trial may take to count as faster. Noise alone never removes threads."""
+CONFIRMED = 2  # consecutive forwards that must be slow, faster in a trial, or of one size before any trial
+USUAL = 8  # forwards whose median time counts as usual
 TRIAL_SHARE, MOST_PATIENCE = 20, 256
-"""Trials of more threads that fail take a twentieth of the time; between two lie at most so many forwards."""
+"""Failed trials of more threads take a twentieth of the time; there are at most this many forwards between two of them.
+"""
 
 
 class ThreadChoice:
-    """The number of threads of the next forward, from the seconds of those before. It reads no clock.
+    """Chooses the number of threads of the next forward from the times of those before it. It reads no clock.
 
     Args:
-        most: the number where nothing else runs, which is also the first one.
+        most: the number of threads if nothing else runs, which is also the initial number.
     """
 
     def __init__(self, most: int) -> None:
         self.most = self.kept = self.next = most
-        self.num_tokens = 0  # of the forwards that are compared
+        self.num_tokens = 0  # tokens of the forwards that are compared
         self.usual: deque[float] = deque(maxlen=USUAL)  # seconds with `kept` threads
         self.tried: list[float] = []  # seconds with `next` threads, in a trial
-        self.tries_fewer = most > 1  # without a cause: at the start, and after fewer threads were faster
+        self.tries_fewer = most > 1  # for trials without a cause: at the start, and after fewer threads were faster
         self.patience, self.num_waited = 0, 0  # forwards between two trials of more threads
 
     def observe(self, num_tokens: int, seconds: float) -> None:
-        """A forward of so many tokens took so long with ``next`` threads."""
+        """A forward of this many tokens took this long with ``next`` threads."""
         is_trial = self.next != self.kept
-        if num_tokens != self.num_tokens:  # not comparable with those before, and a trial is over
+        if num_tokens != self.num_tokens:  # not comparable with those before, so a trial is over
             self.num_tokens, self.next = num_tokens, self.kept
             self.usual.clear()
             self.tried.clear()
@@ -57,7 +59,7 @@ class ThreadChoice:
             self._try(seconds)
 
     def _watch(self, seconds: float) -> None:
-        """A forward with the threads that are kept; the next may begin a trial."""
+        """A forward with the kept number of threads; the next one may begin a trial."""
         self.usual.append(seconds)
         seen = list(self.usual)
         is_slow = len(seen) > CONFIRMED and min(seen[-CONFIRMED:]) > SLOW * median(seen[:-CONFIRMED])
@@ -70,7 +72,7 @@ class ThreadChoice:
             self.next = min(2 * self.kept, self.most)
 
     def _try(self, seconds: float) -> None:
-        """A forward of a trial, which ends at the first that is not faster, or when it is confirmed."""
+        """A forward of a trial, which ends with the first one that is not faster, or when it is confirmed."""
         self.tried.append(seconds)
         before, tries_fewer = self.usual[-1], self.next < self.kept
         is_faster = seconds < before * (GAIN_OF_FEWER if tries_fewer else GAIN_OF_MORE)
@@ -82,7 +84,7 @@ class ThreadChoice:
         if is_faster:
             self.kept, self.usual = self.next, deque(self.tried, USUAL)
         elif tries_fewer:
-            self.usual = deque([before], USUAL)  # the forwards themselves take longer now
+            self.usual = deque([before], USUAL)  # the forwards themselves now take longer
         self.tries_fewer = tries_fewer and is_faster
         self.next, self.tried, self.num_waited = self.kept, [], 0
 
@@ -90,9 +92,9 @@ class ThreadChoice:
 class CpuThreads:
     """Sets PyTorch's number of threads before each forward of a model, and times the forward."""
 
-    most = 0  # threads of this process: PyTorch's own number, or the last that a caller has set
-    _last = 0  # the number that a model has set last; a new thread of the process begins with it
-    _of_thread = local()  # `number`: the one that was set in this thread, whose number is its own
+    most = 0  # threads of this process: PyTorch's own number, or the last one that a caller has set
+    _last = 0  # the number that a model has set last; a new thread of the process starts with it
+    _of_thread = local()  # `number`: the one set in this thread, since each thread has its own
     _lock = Lock()  # so that `_last` is what PyTorch gives to new threads
 
     def __init__(self) -> None:
@@ -119,7 +121,7 @@ class CpuThreads:
 
 
 def most_threads() -> int:
-    """The threads of this process where nothing else runs: whatever a model has chosen for its last forward."""
+    """The number of threads of this process if nothing else runs, whatever a model has chosen for its last forward."""
     return CpuThreads.most or torch.get_num_threads()
 
 

@@ -1,7 +1,7 @@
 """Fields of an untrusted JSON object, fetched by name and checked. Introduced in phase 1a.
 
-Invariant: an error names the file, the field and the value; a null is an absent field; two spellings of one setting
-agree or are refused.
+Invariant: an error names the file, the field and the value; null counts as an absent field; two spellings of one
+setting agree or are refused.
 """
 
 import sys
@@ -72,7 +72,7 @@ class Fields:
         return value
 
     def agreed(self, spellings: dict[str, Any]) -> Any:
-        """The one value of a setting that the file may spell in several ways; None if it is absent in all."""
+        """The single value of a setting that the file may spell in several ways; None if no spelling is present."""
         given = [(name, value) for name, value in spellings.items() if value is not None]
         for name, value in given[1:]:
             if value != given[0][1]:

@@ -14,7 +14,7 @@ from shared.errors import ConfigError
 from shared.loading.checkpoint import Checkpoint
 from shared.loading.config_json import read_config
 from shared.loading.cpu_threads import share_cpu
-from shared.loading.placement import check_device, check_room, default_dtype
+from shared.loading.placement import check_device, check_memory, default_dtype
 from shared.loading.resolve import resolve_model
 from shared.loading.sources import Source
 from shared.loading.weights import fill, layer_sources
@@ -25,7 +25,7 @@ from shared.models.projection import Projection
 
 logger = logging.getLogger("infer.engine")
 
-# Replaces projections of an empty model by loaded ones; returns the names of the tensors read.
+# Replaces projections of an empty model by loaded ones; returns the names of the tensors that were read.
 Quantize = Callable[[CausalLM, dict[str, Source], Checkpoint, torch.device], set[str]]
 
 # Makes an empty model from the checkpoint's config, the number of positions, and the device.
@@ -41,7 +41,7 @@ MODEL_TENSORS = {
 EMBEDDING, HEAD = MODEL_TENSORS["embedding.weight"], MODEL_TENSORS["head.weight"]
 
 KV_SCALES = (".k_scale", ".v_scale", ".k_proj.output_scale", ".v_proj.output_scale", ".q_scale", ".prob_scale")
-"""Ends of names of tensors that only a KV cache in 8 bits needs, and its attention (phase 10)."""
+"""Suffixes of the names of tensors that only an 8-bit KV cache and its attention need (phase 10)."""
 
 
 def load_model(
@@ -56,11 +56,13 @@ def load_model(
 ) -> CausalLM:
     """Load a model for inference.
 
-    Args: name_or_path: a folder with config.json and safetensors, a known name (``smollm2-135m``), or a hub name.
-        dtype: of the weights in memory; by default fp32 on a CPU and the checkpoint's on a GPU. device: the device of
-        the weights. max_positions: number of RoPE positions; by default the model's maximum. quantize: loads quantized
-        tensors, from phase 10 on; without it quantized checkpoints are refused. make_model, open_checkpoint: make the
-        empty model and read its tensors: all of them, or a part (phase 12.1).
+    Args:
+        name_or_path: a folder with config.json and safetensors, a known name (``smollm2-135m``), or a hub name.
+        dtype: the dtype of the weights in memory; by default fp32 on a CPU and the checkpoint's on a GPU.
+        device: the device of the weights.
+        max_positions: number of RoPE positions; by default the model's maximum.
+        quantize: loads quantized tensors, from phase 10 on; without it, quantized checkpoints are refused.
+        make_model, open_checkpoint: make the empty model and open its tensors: all of them, or a shard (phase 12.1).
 
     Raises:
         ModelFolderError: the folder is missing, unsafe or damaged, or its model is not supported.
@@ -86,7 +88,7 @@ def load_model(
     if device.type == "cpu":
         share_cpu(model)
     source_of = model_sources(model)
-    # Old checkpoints contain RoPE's frequencies, which are computed here.
+    # Old checkpoints contain the frequencies of RoPE, which are computed here.
     unused = {name for name in checkpoint.names if not name.endswith((".rotary_emb.inv_freq", *KV_SCALES))}
     unused -= {name for source in source_of.values() for name in source.names}
     if config.tie_word_embeddings:
@@ -100,7 +102,7 @@ def load_model(
         del source_of["head.weight"]
         model.head.weight = model.embedding.weight
     num_bytes = sum(parameter.numel() for parameter in model.parameters()) * dtype.itemsize
-    check_room(num_bytes, device, f"The model in {str(dtype).removeprefix('torch.')}")
+    check_memory(num_bytes, device, f"The model in {str(dtype).removeprefix('torch.')}")
     fill(model, source_of, checkpoint, dtype, device, unused)
     if shares_embedding:
         model.head.weight = model.embedding.weight
@@ -110,7 +112,7 @@ def load_model(
 def is_tied(config: ModelConfig, checkpoint: Checkpoint) -> bool:
     """Whether the head is the embedding: config.json says so, and the checkpoint has no head of its own.
 
-    A head that equals the embedding is a copy of it; a quantized one never is. Where only the head is stored, the
+    A head that equals the embedding is a copy of it; a quantized one never is. If only the head is stored, the
     embedding is the head.
     """
     heads = {name for name in checkpoint.names if name.startswith("lm_head.")}

@@ -22,10 +22,10 @@ def check_device(device: torch.device | str) -> torch.device:
 
 
 def best_device() -> torch.device:
-    """The GPU, if one can run the kernels, else the CPU: the meaning of ``auto``.
+    """The GPU if one can run the kernels, otherwise the CPU: the meaning of ``auto``.
 
-    A GPU that is too old for the kernels, or that Triton cannot use here, is skipped. If requested by name it is used,
-    and an engine that needs kernels raises the reason.
+    A GPU that is too old for the kernels, or that Triton cannot use here, is skipped. If it is requested by name, it is
+    used, and an engine that needs kernels raises the reason.
     """
     if torch.version.cuda is None or not torch.cuda.is_available():
         return torch.device("cpu")
@@ -44,11 +44,11 @@ def device_name(device: torch.device | str) -> str:
 
 
 def default_dtype(config: ModelConfig, device: torch.device) -> torch.dtype:
-    """fp32 on a CPU, where equal output is defined and arithmetic is fastest; on a GPU the checkpoint's dtype."""
+    """fp32 on a CPU, where outputs must be exactly equal and fp32 is fastest; on a GPU the checkpoint's dtype."""
     return torch.float32 if device.type == "cpu" else getattr(torch, config.dtype)
 
 
-def check_room(num_bytes: int, device: torch.device, what: str) -> None:
+def check_memory(num_bytes: int, device: torch.device, what: str) -> None:
     """Raise ConfigError if ``num_bytes`` for ``what`` are more than the GPU has free; a CPU may swap."""
     if device.type != "cuda":
         return

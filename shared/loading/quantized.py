@@ -13,7 +13,7 @@ import torch
 from shared.errors import ConfigError, ModelFolderError
 from shared.loading.checkpoint import Checkpoint
 from shared.loading.loader import Quantize
-from shared.loading.placement import check_room
+from shared.loading.placement import check_memory
 from shared.loading.sources import Source
 from shared.loading.weights import WORKERS
 from shared.models.causal_lm import CausalLM
@@ -37,7 +37,7 @@ def quantization_config(checkpoint: Checkpoint) -> Any:
     return json.loads((checkpoint.folder / "config.json").read_text(encoding="utf-8")).get("quantization_config")
 
 
-class WeightCut(Protocol):
+class WeightShard(Protocol):
     """Which part of each quantized matrix the model has (phase 12.1)."""
 
     def whole(self, name: str, shape: tuple[int, int]) -> tuple[int, int]:
@@ -49,15 +49,17 @@ class WeightCut(Protocol):
         ...
 
 
-def quantizer(quantization: str | None = None, quantize_head: bool = False, cut: WeightCut | None = None) -> Quantize:
+def quantizer(
+    quantization: str | None = None, quantize_head: bool = False, shard: WeightShard | None = None
+) -> Quantize:
     """The function that ``load_model`` takes as ``quantize``.
 
     Args:
         quantization: ``fp8``, ``int8`` or ``int4`` rounds the matrices of a plain checkpoint; None: as stored.
-        quantize_head: whether ``quantization`` applies to the head too; an embedding tied to it stays as it is. cut:
-        the part that the model has; None: all.
+        quantize_head: whether ``quantization`` applies to the head too; an embedding tied to it is not quantized.
+        shard: the shard that the model has; None: everything.
     """
-    return functools.partial(place_quantized, quantization=quantization, quantize_head=quantize_head, cut=cut)
+    return functools.partial(place_quantized, quantization=quantization, quantize_head=quantize_head, shard=shard)
 
 
 def place_quantized(
@@ -67,7 +69,7 @@ def place_quantized(
     device: torch.device,
     quantization: str | None,
     quantize_head: bool,
-    cut: WeightCut | None = None,
+    shard: WeightShard | None = None,
 ) -> set[str]:
     """Replace the quantized projections of an empty model, and return the names of the tensors they were read from.
 
@@ -101,12 +103,12 @@ def place_quantized(
         projection = projections[name]
         rows, columns = projection.weight.shape
         if stored is not None:
-            shape = (rows, columns) if cut is None else cut.whole(name, (rows, columns))
+            shape = (rows, columns) if shard is None else shard.whole(name, (rows, columns))
             weight = stored.read(stored_as[name], shape).to(device)
         else:
             weight = quantize(source_of[f"{name}.weight"].read(checkpoint).to(device), quantization or "")
-        if cut is not None:
-            weight = cut.part(name, weight).to(device)
+        if shard is not None:
+            weight = shard.part(name, weight).to(device)
         model.set_submodule(name, QuantizedProjection(projection, weight))
 
     if stored is not None:
@@ -115,7 +117,7 @@ def place_quantized(
     else:
         used = {tensor for name in chosen for tensor in tensors[name]}
         num_bytes = sum(projections[name].weight.numel() for name in chosen) * (4 if quantization == "int4" else 8) // 8
-    check_room(num_bytes, device, "The quantized part of the model")
+    check_memory(num_bytes, device, "The quantized part of the model")
     with ThreadPoolExecutor(WORKERS) as pool:
         list(pool.map(place, chosen))
     for block in model.blocks:

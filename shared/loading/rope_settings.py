@@ -1,8 +1,8 @@
 """Reads the RoPE settings of a ``config.json`` into :class:`RopeConfig`. Introduced in phase 1a.
 
 The hub's files have ``rope_theta`` and ``rope_scaling`` at the top level; those of transformers 5 have
-``rope_parameters``, for Gemma 3 one per kind of layer. A user may add one to the other. Invariant: each setting has one
-value, whichever dialects spell it; two values are an error that names both.
+``rope_parameters``, for Gemma 3 one per kind of layer. A user may have added settings of one dialect to a file in the
+other. Invariant: each setting has one value, whichever dialects spell it; two values are an error that names both.
 """
 
 import math
@@ -31,8 +31,8 @@ def read_ropes(fields: Fields, family: str) -> tuple[RopeConfig, RopeConfig | No
 
 
 def _by_layers(fields: Fields, name: str) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The settings of full-attention layers and of sliding-window layers; settings that are not nested are the
-    former."""
+    """The settings of full-attention layers and of sliding-window layers; settings that are not nested apply to full
+    attention."""
     settings = fields.json_object(name)
     if "full_attention" not in settings and "sliding_attention" not in settings:
         return settings, {}

@@ -2,7 +2,7 @@
 
 A family names them as :mod:`shared.models.tensor_names` describes.
 
-Invariant: each tensor is used whole, and has the combined shape of its parameters.
+Invariant: each tensor is used completely, and has the combined shape of its parameters.
 """
 
 import re
@@ -23,9 +23,11 @@ NUMBER = re.compile(r"\.\d+(?=\.|$)")
 class Source:
     """The tensors that form one parameter.
 
-    Args: tensors: names; several tensors are concatenated along rows, several lists are stacked. is_stack: whether the
-        lists are stacked. entry: if each tensor is a stack: the index of the parameter's entry, and the number of
-        entries. rows: if the tensor has further rows: the parameter's rows, and the number of rows.
+    Args:
+        tensors: their names; several tensors are concatenated along rows, and several lists are stacked.
+        is_stack: whether the lists are stacked.
+        entry: if each tensor is a stack, the index of the parameter's entry and the number of entries.
+        rows: if the tensor has further rows, the parameter's rows and the total number of rows.
     """
 
     tensors: tuple[tuple[str, ...], ...]
@@ -45,7 +47,7 @@ class Source:
 
     @property
     def tensor(self) -> str | None:
-        """The tensor that is the parameter; None if it is more or less than one."""
+        """The tensor that is exactly the parameter; None if the parameter is more or less than one tensor."""
         return self.tensors[0][0] if self == Source.whole(self.tensors[0][0]) else None
 
     def read(self, checkpoint: Checkpoint) -> torch.Tensor:
@@ -78,10 +80,12 @@ class Source:
 
 @dataclass(frozen=True)
 class StoredParameter:
-    """A parameter of ``size`` rows, and where the family stores it.
+    """A parameter with ``size`` rows, and where the family stores it.
 
-    Args: module: its module's name, with ``*`` for the number. kind: weight or bias. stored: the name of the
-        checkpoint's module; its tensor of the same kind is the parameter's.
+    Args:
+        module: the name of its module, with ``*`` for the number.
+        kind: weight or bias.
+        stored: the name of the checkpoint's module; its tensor of the same kind is the parameter's.
     """
 
     name: str

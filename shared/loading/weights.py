@@ -18,7 +18,7 @@ from shared.loading.sources import Source, sources
 from shared.models.families import Family
 
 WORKERS = 4
-LISTED = 12  # names shown of each kind of mismatch
+LISTED = 12  # names shown for each kind of mismatch
 
 
 def layer_sources(family: Family, block: nn.Module, layer: int) -> dict[str, Source]:

@@ -1,7 +1,7 @@
 """The attention layer: project, write keys and values to the KV view, attend, project back. Introduced in phase 1a.
 
-Invariant: the mathematics (projections, QK-norm, RoPE table, scale, window) belong to this module, the storage of keys
-and values to the view. They meet in ``kv.write``, which receives both.
+Invariant: this module owns the mathematics (projections, QK-norm, RoPE table, scale, window), and the view owns the
+storage of keys and values. They meet in ``kv.write``, which receives both.
 """
 
 import torch
@@ -22,7 +22,7 @@ class NormAndRotate(nn.Module):
 
     def __init__(self, table: torch.Tensor, q_norm: RMSNorm | None = None, k_norm: RMSNorm | None = None) -> None:
         super().__init__()
-        self.table = table  # [positions, 2, 1, D], shared by all layers of one RoPE; not part of the state
+        self.table = table  # [positions, 2, 1, D], shared by all layers with the same RoPE; not part of the state
         self.q_norm = q_norm
         self.k_norm = k_norm
 

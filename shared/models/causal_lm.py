@@ -1,8 +1,8 @@
 """The whole model: embedding, blocks, final norm, output head. Introduced in phase 1b.
 
-One class serves every family; differences are in the family's block and in its row of ``FAMILIES``. Invariant: the
-model has one path. It receives tokens and a KV view, never requests, and returns hidden states; logits are computed
-only for the requested rows.
+One class serves every family; the differences are in the family's block and in its row of ``FAMILIES``. Invariant: the
+model has a single path. It receives tokens and a KV view, never requests, and returns hidden states; logits are
+computed only for the requested rows.
 """
 
 import torch

@@ -1,12 +1,12 @@
-"""Parts whose operations PyTorch compiles, in place of our kernels. Introduced in phase 11.1.
+"""Parts whose operations are compiled by PyTorch instead of using our kernels. Introduced in phase 11.1.
 
 ``torch.compile`` (TorchDynamo and TorchInductor; Ansel et al., ASPLOS 2024) writes kernels for the elementwise parts of
 a function and leaves products to a library. Comparing a model that uses it with one that uses :mod:`shared.kernels`
-shows what hand-written kernels gain. In both, attention and the writing of keys stay in the KV view.
+shows what hand-written kernels gain. In both, attention and the writing of keys remain in the KV view.
 
-A compiled function takes weights as arguments, not a part as ``self``, so one compilation serves all layers; compiling
-layers one by one takes minutes. The number of tokens is a variable of the compiled code; a single token is compiled
-separately.
+A compiled function takes weights as arguments rather than a part as ``self``, so one compilation serves all layers;
+compiling layers one by one would take minutes. The number of tokens is a variable of the compiled code; a single token
+is compiled separately.
 
 Invariant: the operations and their order are those of fused parts on a CPU.
 """
@@ -34,7 +34,7 @@ from shared.ops.rmsnorm import rms_norm
 Weights = tuple[torch.Tensor, float, float]
 """Weight, epsilon and offset of a norm."""
 SIZES = (1, 2)
-"""Numbers of tokens for which code is made when a model is compiled: one, and any other."""
+"""Numbers of tokens for which code is generated when a model is compiled: one, and any other."""
 
 
 def multiply(
@@ -126,7 +126,7 @@ class CompiledNorm(RMSNorm):
 
 
 class Echo:
-    """A KV view without a cache, whose attention returns the queries, so that a block can run alone."""
+    """A KV view without a cache, whose attention returns the queries, so that a block can run by itself."""
 
     def write(self, layer: int, q: torch.Tensor, *_: object) -> torch.Tensor:
         return q
@@ -136,7 +136,8 @@ class Echo:
 
 
 def compile_model(model: CausalLM, backend: str = "inductor") -> float:
-    """Replace, in place, the parts of the blocks and the head of a fused model; returns the seconds of compilation.
+    """Replace, in place, the parts of the blocks and the head of a fused model; returns the compilation time in
+    seconds.
 
     Raises ConfigError if a part is not fused, or if this machine has no compiler for the code.
     """
@@ -168,7 +169,7 @@ def compile_model(model: CausalLM, backend: str = "inductor") -> float:
 
 
 def _try_out(model: CausalLM, size: int) -> None:
-    """Run the first block and the head on ``size`` tokens, which makes their code."""
+    """Run the first block and the head on ``size`` tokens, which generates their code."""
     hidden = model.norm.weight.new_zeros(size, model.config.hidden_size)
     positions = torch.zeros(size, dtype=torch.int64, device=hidden.device)
     model.logits(model.blocks[0](hidden, Tokens(positions, positions), Echo()))

@@ -49,7 +49,7 @@ class ModelConfig:
     mlp_bias: bool = False
     attention_softcap: float | None = None  # scores become c·tanh(scores / c)
     logit_softcap: float | None = None
-    dtype: str = "float32"  # as declared by the checkpoint: float32, bfloat16 or float16
+    dtype: str = "float32"  # the dtype declared by the checkpoint: float32, bfloat16 or float16
     own: Mapping[str, Any] = field(default_factory=dict, hash=False)  # fields that only this family's block reads
     first_kv_head: int = 0  # the whole model's, if this is the shape of a rank's shard (phase 12.1)
 

@@ -1,4 +1,4 @@
-"""The model families: block, tensor names in the checkpoint, special features. Introduced in phase 1a.
+"""The model families: each one's block, tensor names in the checkpoint, and special features. Introduced in phase 1a.
 
 A new family is a file with a block, its ``LAYER_NAMES`` and ``CONFIG_DEFAULTS``, and one row here.
 """
@@ -17,11 +17,13 @@ from shared.models.tensor_names import TensorNames
 class Family:
     """The specifics of a family.
 
-    Args: block: its layer, made of a config, a layer's number and a RoPE table. layer_names: maps its modules to
-        the checkpoint's, within a layer: :mod:`shared.models.tensor_names`. config_defaults: the values of fields that
-        its ``config.json`` may omit, as in transformers. own_fields: further fields of ``config.json`` that the block
-        needs: ``ModelConfig.own``, unchanged. scales_embeddings: by √H after the lookup. norm_offset: see
-        :func:`shared.ops.rmsnorm.rms_norm`.
+    Args:
+        block: its layer, made of a config, a layer's number and a RoPE table.
+        layer_names: maps its modules to the checkpoint's, within a layer: :mod:`shared.models.tensor_names`.
+        config_defaults: the values of fields that its ``config.json`` may omit, as in transformers.
+        own_fields: further fields of ``config.json`` that the block needs: ``ModelConfig.own``, unchanged.
+        scales_embeddings: whether embeddings are multiplied by √H after the lookup.
+        norm_offset: see :func:`shared.ops.rmsnorm.rms_norm`.
     """
 
     block: type[nn.Module]

@@ -1,16 +1,17 @@
 """Parts with merged matrices and operations fused into kernels. Introduced in phase 3.1.
 
-On a GPU a decode step is a sequence of launches, each with its overhead, most of them for vectors of a few kilobytes.
+On a GPU a decode step is a sequence of launches, each with its own overhead, and most of them process vectors of a few
+kilobytes.
 With fused parts, each line of a block is one launch: matrices that read the same input are merged (queries, keys and
-values; gate and up), a norm is the prologue of the next product, an activation or the residual addition the epilogue of
-the previous one. (In steps of several tokens the product launches the norm before it: see
+values; gate and up), a norm becomes the prologue of the next product, and an activation or the residual addition
+becomes the epilogue of the previous one. (In steps of several tokens the product launches the norm before it: see
 :mod:`shared.kernels.products.gemv`.)
 
-A Gemma block norms the outputs of attention and MLP before adding them. That norm needs the whole row, which no single
-program of a product has, so it cannot be an epilogue; it is a kernel between two products, together with the addition,
-and after attention with the MLP's norm too.
+A Gemma block norms the outputs of attention and MLP before it adds them. That norm needs the whole row, which no single
+program of a product has, so it cannot be an epilogue. It is a kernel between two products, combined with the addition
+and, after attention, with the MLP's norm.
 
-Invariants: the family's block runs, with other parts; a fused model computes the same operations in the same order and
+Invariants: the family's block runs with other parts; a fused model computes the same operations in the same order and
 rounds less often; on a CPU the launchers call the ops.
 """
 
@@ -31,7 +32,7 @@ from shared.ops.gated import GatedOp
 
 
 class FusedProjection(nn.Module):
-    """One matrix that replaces one :class:`Projection`, or several of the same x, with their outputs concatenated.
+    """One matrix that replaces one :class:`Projection`, or several with the same x, by concatenating their outputs.
 
     The weight of a single projection is not copied, so a head tied to the embedding stays tied.
     """
@@ -59,7 +60,7 @@ class FusedProjection(nn.Module):
 
 
 class FusedNorm(RMSNorm):
-    """A norm that is one launch, together with the additions before or after it."""
+    """A norm in one launch, together with the additions before or after it."""
 
     def __init__(self, norm: RMSNorm) -> None:
         nn.Module.__init__(self)
@@ -90,7 +91,7 @@ def fused_part(part: nn.Module) -> nn.Module | None:
     """The fused version of a part of a block; None for a module that is not a part: modules inside it are fused
     instead.
 
-    Besides :class:`Projection`, any class with a method ``fused`` is a projection.
+    Besides :class:`Projection`, any class with a method ``fused`` counts as a projection.
     """
     # exercise 03.1x4: fuse each kind of part, so that a block has as few launches as possible
     # hint: a part is a group of projections, a norm, or a single projection
@@ -124,6 +125,6 @@ def fuse(model: CausalLM) -> CausalLM:
     for block in model.blocks:
         replace_parts(block, fused_part)
         if model.device.type == "cuda":
-            torch.cuda.empty_cache()  # freed pieces are too small for the merge of the next layer
+            torch.cuda.empty_cache()  # the freed pieces are too small for the merge of the next layer
     model.head = fused([model.head])
     return model

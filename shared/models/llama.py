@@ -1,6 +1,6 @@
 """The Llama 3 block: pre-norm attention, pre-norm SwiGLU MLP. Introduced in phase 1a.
 
-Grattafiori et al., "The Llama 3 Herd of Models", arXiv 2407.21783. SmolLM2 is of this family.
+Grattafiori et al., "The Llama 3 Herd of Models", arXiv 2407.21783. SmolLM2 belongs to this family.
 """
 
 import torch

@@ -16,8 +16,7 @@ def empty_parameter(*shape: int) -> nn.Parameter:
 
 
 class RMSNorm(nn.Module):
-    """:func:`shared.ops.rmsnorm.rms_norm` over the last dimension, of ``size``. Any replacement has the same
-    methods."""
+    """:func:`shared.ops.rmsnorm.rms_norm` over the last dimension, of ``size``. Replacements have the same methods."""
 
     def __init__(self, size: int, eps: float, offset: float = 0.0) -> None:
         super().__init__()

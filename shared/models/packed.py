@@ -2,11 +2,11 @@
 
 Introduced in phase 3.
 
-With a KV cache, a decode step reads every weight for one token: decoding is bound by memory bandwidth, and the only way
+With a KV cache, a decode step reads every weight for one token: decoding is bound by memory bandwidth, so the only way
 to be faster is to read fewer bytes. Checkpoints store 16-bit weights, which a CPU engine widens to fp32. FBGEMM (Khudia
 et al., arXiv 2101.05615), part of PyTorch on x86, has a product that reads fp16 weights and widens them in registers;
 inputs, sums and outputs are fp32. The remaining overhead is a few microseconds per operation, so packed parts merge
-matrices that read the same input and write in place if possible.
+matrices that read the same input, and write in place where possible.
 
 Invariant: a weight is packed only if fp16 represents it exactly, so a packed model is the same model at half the bytes;
 a block with any other weight is not packed.
@@ -51,7 +51,7 @@ class PackedNorm(RMSNorm):
 
 
 class PackedProjection(nn.Module):
-    """One matrix in fp16 for one :class:`Projection`, or for several of the same x, with their outputs concatenated."""
+    """One fp16 matrix for one :class:`Projection`, or for several with the same x, whose outputs are concatenated."""
 
     def __init__(self, projections: Iterable[nn.Module]) -> None:
         super().__init__()
@@ -68,7 +68,7 @@ class PackedProjection(nn.Module):
         gate: torch.Tensor | None = None,
         activation: GatedOp | None = None,
     ) -> torch.Tensor:
-        """x fp32 ``[T, in]`` to a new tensor; as in :class:`shared.models.fused.FusedProjection`."""
+        """x fp32 ``[T, in]`` to a new tensor; otherwise like :class:`shared.models.fused.FusedProjection`."""
         y = torch.ops.quantized.linear_dynamic_fp16(x if norm is None else norm(x), self.packed)
         if activation is not None:
             y = activation(*y.chunk(2, dim=-1))

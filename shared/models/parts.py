@@ -1,6 +1,6 @@
 """Replaces parts of a model's blocks by others with the same interface. Introduced in phase 3.
 
-A part is a norm, a projection, or a group of projections of the same input: everything that a block's forward calls.
+A part is a norm, a projection, or a group of projections with the same input: everything that a block's forward calls.
 Fused, packed, quantized, low-rank, compiled and sharded parts replace the plain ones. Invariant: the family's block is
 kept, and its own forward runs.
 """
@@ -34,11 +34,11 @@ def replace_parts(module: nn.Module, replaced: Callable[[nn.Module], nn.Module |
 
 
 def find_at_once(module: nn.Module) -> None:
-    """Also make parts and parameters plain attributes: looking one up through ``nn.Module`` takes as long as a small
-    operation.
+    """Also turns parts and parameters into plain attributes: looking one up through ``nn.Module`` takes as long as a
+    small operation.
 
-    Parts and parameters may still be replaced later; but the module must no longer be moved or cast, nor may one be
-    deleted.
+    Parts and parameters can still be replaced later, but the module must no longer be moved or cast, and none of them
+    may be deleted.
     """
     vars(module).update(module.named_children())
     vars(module).update(module.named_parameters(recurse=False))

@@ -1,8 +1,9 @@
 """Linear projections and their common interface. Introduced in phase 1a.
 
 Every matrix of a model is called as ``proj(x, norm=, residual=, gate=)``. The plain implementation runs the operations
-one after the other; quantized, low-rank, tensor-parallel and fused ones replace it later, without changes in the
-families' blocks. Matrices that read the same input form a :class:`ProjectionGroup`, which one wide matrix may replace.
+one after the other; quantized, low-rank, tensor-parallel and fused implementations replace it later, without changes to
+the families' blocks. Matrices that read the same input form a :class:`ProjectionGroup`, which one wide matrix may
+replace.
 """
 
 import torch
@@ -31,7 +32,7 @@ class Projection(nn.Module):
         """x ``[T, in]`` to ``[T, out]``.
 
         Args:
-            residual: of the shape of the result; it may be overwritten.
+            residual: has the shape of the result; it may be overwritten.
             gate: ``Tokens.gate``, for low-rank additions (phase 11.1); other projections do not read it.
         """
         if norm is not None:
@@ -51,7 +52,7 @@ class ProjectionGroup(nn.Module):
     def forward(
         self, x: torch.Tensor, norm: RMSNorm | None = None, gate: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, ...]:
-        """x ``[T, in]`` to one ``[T, out]`` for each projection, in order; the others as of :class:`Projection`."""
+        """x ``[T, in]`` to one ``[T, out]`` for each projection, in order; otherwise as for :class:`Projection`."""
         if norm is not None:
             x = norm(x)
         return tuple(projection(x, gate=gate) for projection in self.children())

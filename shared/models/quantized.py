@@ -39,7 +39,7 @@ class QuantizedProjection(nn.Module):
 
     @staticmethod
     def fused(projections: Sequence[nn.Module]) -> nn.Module:
-        """The fused version of projections of the same x, at least one of them quantized."""
+        """The fused version of projections with the same x, at least one of which is quantized."""
         return FusedQuantizedProjection(projections)
 
 
@@ -67,7 +67,7 @@ class QuantizedMLP(GatedMLP):
 
 
 class FusedQuantizedProjection(nn.Module):
-    """As :class:`FusedProjection`; matrices of different formats stay separate."""
+    """Like :class:`FusedProjection`; matrices of different formats stay separate."""
 
     def __init__(self, projections: Sequence[nn.Module]) -> None:
         super().__init__()

@@ -7,9 +7,9 @@
 The tensor has the parameter's kind after the name (``.weight``, ``.bias``); a name for the parameter itself,
 ``mlp.up_proj.weight``, gives the tensor's whole name.
 
-If a layer has several numbered modules, such as experts, ``*`` is the number in both names. Without it in the
-checkpoint's name, that tensor is a stack, and each module has one entry of it; with it in the checkpoint's name alone,
-the parameter is the stack.
+If a layer has several numbered modules, such as experts, ``*`` is the number in both names. If only the module's name
+has a ``*``, the tensor is a stack, and each module has one entry of it; if only the checkpoint's name has one, the
+parameter is the stack.
 """
 
 from dataclasses import dataclass

@@ -14,8 +14,8 @@ import torch
 class Tokens:
     """T new tokens.
 
-    ``positions`` are logical: they are the RoPE positions, and may repeat or have gaps; the view keeps the order in the
-    cache. ``gate`` is 1 for tokens to which gated-LoRA projections apply; no other layer reads it.
+    ``positions`` are logical: they are the RoPE positions, and may repeat or have gaps; the view preserves the order in
+    the cache. ``gate`` is 1 for tokens to which gated-LoRA projections apply; no other layer reads it.
     """
 
     ids: torch.Tensor  # int64 [T]

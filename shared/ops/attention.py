@@ -14,7 +14,8 @@ import torch.nn.functional as F
 
 
 def visible(num_queries: int, num_keys: int, window: int | None, device: torch.device) -> torch.Tensor:
-    """The attention mask: which cache index each new token attends to, bool ``[T, S]``; a window counts the token."""
+    """The attention mask: which cache index each new token attends to, bool ``[T, S]``; a window includes the token
+    itself."""
     # exercise 01ax2: which of the S cached tokens each of the T new ones may see
     # hint: number the queries S - T … S - 1 and the keys 0 … S - 1, and compare a column with a row
     query = torch.arange(num_keys - num_queries, num_keys, device=device)[:, None]
@@ -33,11 +34,11 @@ def naive_attention(
     window: int | None = None,
     softcap: float | None = None,
 ) -> torch.Tensor:
-    """``softmax(scale · q kᵀ) v`` by the formula, scores in fp32.
+    """``softmax(scale · q kᵀ) v``, computed by the formula, with scores in fp32.
 
     Args:
         q: ``[T, Hq, D]``, the new tokens.
-        k, v: ``[Hkv, S, D]``, everything cached, the new tokens last; Hq is a multiple of Hkv.
+        k, v: ``[Hkv, S, D]``, all cached tokens, with the new ones last; Hq is a multiple of Hkv.
         window: attend only to the last ``window`` tokens, the token itself included.
         softcap: scores become ``c · tanh(scores / c)`` before the mask.
 
@@ -81,7 +82,7 @@ def sdpa_attention(
     window: int | None = None,
     softcap: float | None = None,
 ) -> torch.Tensor:
-    """As :func:`naive_attention`, with ``scaled_dot_product_attention``; softcap falls back to the formula."""
+    """Like :func:`naive_attention`, using ``scaled_dot_product_attention``; softcap falls back to the formula."""
     if softcap is not None:
         return naive_attention(q, k, v, scale=scale, window=window, softcap=softcap)
     T, Hq, D = q.shape
@@ -93,7 +94,7 @@ def sdpa_attention(
     if T > 1 and S == T and (window is None or window >= S):
         out = sdpa_without_cudnn(q.transpose(0, 1)[None], k, v, is_causal=True, scale=scale, enable_gqa=True)
         return out[0].transpose(0, 1)
-    # With a mask the fast kernels need equal head counts: the heads of a group become rows that share their keys.
+    # With a mask the fast kernels need equal head counts, so the heads of a group become rows that share their keys.
     mask = None if T == 1 else visible(T, S, window, q.device).repeat(G, 1)  # [G · T, S]
     rows = q.view(T, Hkv, G, D).permute(1, 2, 0, 3).reshape(1, Hkv, G * T, D)
     out = sdpa_without_cudnn(rows, k, v, attn_mask=mask, scale=scale)

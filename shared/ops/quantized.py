@@ -1,11 +1,11 @@
 """The product with an 8- or 4-bit weight, in PyTorch operations. Introduced in phase 10.
 
 On a CPU, INT8 with one scale per row is multiplied by ``torch._weight_int8pack_mm``, and INT4 in groups by
-``_weight_int4pack_mm_for_cpu``, which widen in registers. Both are fast only for x in bf16, so an fp32 x is rounded to
+``_weight_int4pack_mm_for_cpu``; both widen in registers. Both are fast only for x in bf16, so an fp32 x is rounded to
 bf16, and so is the result. The first loads 16 bytes of W at a time, which must be aligned. Everything else is
 dequantized.
 
-Invariant: no copy of the whole matrix exists in another dtype; rows are dequantized a tile at a time.
+Invariant: no copy of the whole matrix exists in another dtype; rows are dequantized one tile at a time.
 """
 
 import torch
@@ -13,7 +13,7 @@ import torch.nn.functional as F
 
 from shared.quantization.weight import QuantizedWeight, dequantize
 
-CPU_GROUPS = (32, 64, 128)  # columns that share a scale, in PyTorch's 4-bit product on a CPU
+CPU_GROUPS = (32, 64, 128)  # columns that share a scale in PyTorch's 4-bit product on a CPU
 TILE_ROWS = 1024  # a multiple of the rows of an FP8 block
 
 

@@ -15,7 +15,7 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, offset: float = 
         x: ``[..., n]`` in any floating dtype; the result has its shape and dtype.
         weight: ``[n]``.
         eps: added to the mean square, inside the root.
-        offset: 1.0 where a family stores the weight as its distance from one (Gemma), else 0.0.
+        offset: 1.0 if a family stores the weight as its distance from one (Gemma), otherwise 0.0.
     """
     # exercise 01ax1: scale x to unit root mean square, in fp32, then by the weight
     # hint: F.rms_norm takes the normalised shape, the weight and eps; only its result is rounded to x.dtype

@@ -3,9 +3,9 @@
 Su et al., "RoFormer", arXiv 2104.09864, in the half-split layout of the Hugging Face checkpoints: dimension ``i`` is
 rotated together with ``i + D/2``. The frequencies may be scaled for longer contexts: ``linear`` divides all of them
 (Chen et al., arXiv 2306.15595); ``llama3`` divides the low ones, keeps the high ones and blends between (Llama 3.1);
-``yarn`` does so with a different blend and also enlarges queries and keys, since softmax over more keys needs larger
-scores (Peng et al., arXiv 2309.00071). Invariant: angles, cosines and sines are fp32, and so is the rotation; only its
-result is rounded to the input's dtype.
+``yarn`` does the same with a different blend, and also enlarges queries and keys, since softmax over more keys needs
+larger scores (Peng et al., arXiv 2309.00071). Invariant: angles, cosines and sines are fp32, and so is the rotation;
+only its result is rounded to the input's dtype.
 """
 
 import math
@@ -37,7 +37,7 @@ def _llama3_frequencies(rope: RopeConfig, frequencies: torch.Tensor) -> torch.Te
     wavelengths = 2 * math.pi / frequencies
     longest_kept = rope.original_max_position / rope.high_freq_factor
     shortest_scaled = rope.original_max_position / rope.low_freq_factor
-    # 0 at the longest wavelength, fully scaled; 1 at the shortest, unchanged.
+    # 0 at the longest wavelength, which is fully scaled; 1 at the shortest, which is unchanged.
     blend = (rope.original_max_position / wavelengths - rope.low_freq_factor) / (
         rope.high_freq_factor - rope.low_freq_factor
     )
@@ -48,7 +48,7 @@ def _llama3_frequencies(rope: RopeConfig, frequencies: torch.Tensor) -> torch.Te
 
 
 def _yarn_frequencies(rope: RopeConfig, periods: torch.Tensor) -> torch.Tensor:
-    """YaRN's stretching: ``periods`` fp32 ``[D/2]`` to frequencies fp32 ``[D/2]``, by how often a pair turns.
+    """YaRN's stretching: ``periods`` fp32 ``[D/2]`` to frequencies fp32 ``[D/2]``, depending on how often a pair turns.
 
     Pairs with more than ``beta_fast`` turns within the original positions are kept, those with fewer than ``beta_slow``
     are divided by ``factor``; in between, the kept share falls with the pair's index. The result is rounded as
@@ -75,7 +75,7 @@ def rope_table(
 
     Both halves of a head rotate by the same angles; the table holds the sign of the sine (minus for the first half,
     plus for the second), so a rotation is two products and a sum. Its numbers are multiplied by ``attention_factor``,
-    so a rotated key contains it once, even if later rotations move the key.
+    so a rotated key contains the factor once, even if later rotations move the key.
     """
     angles = torch.arange(num_positions, dtype=torch.float32)[:, None] * inverse_frequencies(rope, head_dim)
     table = torch.empty(num_positions, 2, 1, head_dim, dtype=torch.float32)

@@ -1,9 +1,9 @@
 """Layer-by-layer comparison of a model's activations with transformers'. Introduced in phase 1b.
 
-When logits differ, the question is where they begin to. Both models run the same tokens; after every module of every
-layer the two activations are compared. Each of our layers starts from the reference's hidden states, so an error stays
-in its layer, bounds are as tight in the last layer as in the first, and the first module over its bound is the suspect.
-A free run of our model gives the drift (the error accumulated in its own hidden states) and the final logits.
+When logits differ, the question is where the difference begins. Both models run the same tokens; after every module of
+every layer the two activations are compared. Each of our layers starts from the reference's hidden states, so an error
+stays in its layer, bounds are as tight in the last layer as in the first, and the first module over its bound is the
+suspect. A free run of our model gives the drift (the error accumulated in its own hidden states) and the final logits.
 
 Invariant: neither model is changed; hooks are always removed.
 """
@@ -26,7 +26,7 @@ from shared.parity.thresholds import THRESHOLDS, Distance, distance
 
 HEADS_FIRST = (
     "gemma3_text",
-)  # transformers norms this family's queries and keys as [Hq, T, D], the others' as [T, Hq, D]
+)  # transformers norms this family's queries and keys as [Hq, T, D], and the others' as [T, Hq, D]
 
 
 @dataclass(frozen=True)

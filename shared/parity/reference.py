@@ -77,10 +77,10 @@ class ReferenceLayer:
 
     @torch.inference_mode()
     def __call__(self, x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """As ``Engine.forward`` of phase 1a: one sequence ``[T, H]`` at ``positions`` int64 ``[T]``."""
+        """Like ``Engine.forward`` of phase 1a: one sequence ``[T, H]`` at ``positions`` int64 ``[T]``."""
         from transformers import masking_utils
 
-        batch, order = x[None], torch.arange(len(x))[None]  # masks follow the order, not the positions
+        batch, order = x[None], torch.arange(len(x))[None]  # masks follow the order of tokens, not their positions
         make_mask = {
             "full_attention": masking_utils.create_causal_mask,
             "sliding_attention": masking_utils.create_sliding_window_causal_mask,

@@ -4,30 +4,32 @@
 mean square of the reference; the worst row counts. Rows are measured separately, because a trained model's first token
 has activations a hundred times larger than the others and would hide their errors.
 
-**fp32.** Ours against transformers' in fp32. The unit roundoff is u = 2⁻²⁴; a dot product of n terms errs by about
-√n u, and the longest of the models here has n = 8192: 5.4e-6. A layer may err by that, rounded to 5e-6. Through L
-layers errors add like a random walk, √L of them; the logits of 30 layers may err by 2e-5.
+**fp32.** Ours against transformers' in fp32. The unit roundoff is u = 2⁻²⁴. The error of a dot product of n terms is
+about √n u, and the longest one of the models here has n = 8192: 5.4e-6. A layer may have an error of that, rounded to
+5e-6. Through L layers, errors add up like a random walk, to √L of them; the logits of 30 layers may have an error of
+2e-5.
 
 **bf16, fp16.** Two correct programs differ as much from each other as from the truth, so the truth is the measure:
-transformers in fp32 on the same weights and inputs, rounded beforehand. Sums run in fp32, so only the roundings between
-operations count: about ten in a row in a layer, each u/√3 or so, u = 2⁻⁸ (bf16) or 2⁻¹¹ (fp16). A layer may err by 4u.
+transformers in fp32 on the same weights and inputs, rounded beforehand. Sums are in fp32, so only the roundings between
+operations count: about ten in a row in a layer, each about u/√3, with u = 2⁻⁸ (bf16) or 2⁻¹¹ (fp16). A layer may have
+an error of 4u.
 Trained layers can amplify a rounding error: layer 9 of SmolLM2 subtracts most of the first token's large activations,
-and this cancellation errs by 8u in any program. So if transformers in the same dtype exceeds the bound, ours may err by
-at most 1.25 times its error (``allowed_error``).
+and this cancellation leaves an error of 8u in any program. So if transformers in the same dtype exceeds the bound, ours
+may have up to 1.25 times its error (``allowed_error``).
 
-**Logits in bf16 and fp16** may err by 8u, or again 1.25 times as much as transformers, but as the root mean square over
-all rows, ``typical``. The worst row says little here: after 30 trained layers one position in fifty is several times
-worse than the rest, in any program, and which one changes with every rounding.
+**Logits in bf16 and fp16** may have an error of 8u, or again 1.25 times that of transformers, but as the root mean
+square over all rows, ``typical``. The worst row says little here: after 30 trained layers, one position in fifty is
+several times worse than the rest in any program, and rounding determines which one.
 
-**Arg-max.** In fp32 the most likely token is the same. In other dtypes it may change if two are nearly tied: the fp32
-logit of our choice lies at most 16u, times the root mean square of the row, below the highest. (Each of the two logits
-errs by about 8u of that.)
+**Arg-max.** In fp32 the most likely token is the same. In other dtypes it may differ if two tokens are nearly tied: the
+fp32 logit of our choice is at most 16u, times the root mean square of the row, below the highest. (Each of the two
+logits has an error of about 8u of that.)
 
 **Direct comparison** (``infer compare``: both sides in one dtype, each layer starting from the same input). In fp32 as
-above. In bf16 and fp16 the two errors add up, and inside a layer they are larger than at its output, where the
-residual covers them: attention that mostly returns to the first token leaves rows that nearly cancel. A module may
-differ by 24u, the logits, whose worst row counts here, by 64u: enough to find what is broken; fp32 finds what is
-slightly wrong.
+above. In bf16 and fp16 the two errors add up. Inside a layer they are larger than at its output, where the residual
+covers them: attention that mostly returns to the first token leaves rows that nearly cancel. A module may differ by
+24u; the logits, whose worst row counts here, by 64u. That is enough to find what is broken; fp32 finds what is slightly
+wrong.
 
 Invariant: the table in docs/PHASE_01A.md equals ``THRESHOLDS``; a test reads it.
 """
@@ -37,7 +39,7 @@ from dataclasses import dataclass
 import torch
 
 ROWS_AT_ONCE = 64  # a long prompt's logits are compared in pieces
-PEER_FACTOR = 1.25  # our error over that of transformers in the same dtype, if theirs exceeds the bound
+PEER_FACTOR = 1.25  # our error divided by that of transformers in the same dtype, if theirs exceeds the bound
 
 
 @dataclass(frozen=True)
@@ -64,7 +66,7 @@ THRESHOLDS = {
 
 
 def allowed_error(bound: float, peer: float) -> float:
-    """The bound on our error in a half-precision dtype if transformers, in the same dtype, errs by ``peer``."""
+    """The bound on our error in a half-precision dtype if transformers has the error ``peer`` in the same dtype."""
     return max(bound, PEER_FACTOR * peer)
 
 

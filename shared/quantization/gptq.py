@@ -1,9 +1,9 @@
-"""Rounds matrices to 4 bits so that the products with a text's activations change least. Introduced in phase 10.
+"""Rounds matrices to 4 bits so that their products with a text's activations change least. Introduced in phase 10.
 
-GPTQ (Frantar et al., arXiv 2210.17323): columns are rounded one after the other, and later columns compensate each
-column's rounding error as far as their inputs correlate. This requires the inputs' second moments, ``H = XᵀX``, so the
-model reads a text. Columns with large inputs are rounded first, while many columns remain to compensate. Invariant: a
-block's inputs are the outputs of the blocks before it with rounded weights.
+GPTQ (Frantar et al., arXiv 2210.17323) rounds columns one after the other; later columns compensate each column's
+rounding error, as far as their inputs correlate. This requires the inputs' second moments, ``H = XᵀX``, so the model
+reads a text. Columns with large inputs are rounded first, while many columns remain to compensate. Invariant: a block's
+inputs are the outputs of the blocks before it with rounded weights.
 """
 
 from collections.abc import Callable, Iterator
@@ -20,15 +20,17 @@ from shared.quantization.weight import QuantizedWeight, dequantize, pack_nibbles
 
 SEQUENCE = 512  # tokens that attend to one another
 LAZY = 128  # columns after which the rest are corrected, in one product
-DAMPING = 0.01  # share of its mean added to H's diagonal: the correction must not rely on constant inputs
+DAMPING = 0.01  # share of its mean that is added to H's diagonal: the correction must not rely on constant inputs
 
 
 @torch.inference_mode()
 def quantize_blocks(model: CausalLM, ids: list[int], group: int) -> Iterator[tuple[str, QuantizedWeight]]:
     """Round the matrices of the model's blocks, block by block, and yield each with its name.
 
-    Args: model: its blocks' matrices become the dequantized rounded ones. ids: the text's tokens, divided into
-        sequences of ``SEQUENCE``. group: columns that share a scale; it divides the rows of each matrix.
+    Args:
+        model: the matrices of its blocks are replaced by the rounded ones, dequantized.
+        ids: the text's tokens, divided into sequences of ``SEQUENCE``.
+        group: columns that share a scale; it divides the rows of each matrix.
     """
     positions = torch.arange(len(ids)) % SEQUENCE
     lengths = [len(part) for part in torch.tensor(ids).split(SEQUENCE)]
@@ -67,7 +69,8 @@ def corrected(weight: torch.Tensor, moments: torch.Tensor, group: int) -> Quanti
     rest, of_column = rest[:, order], scales.squeeze(-1).repeat_interleave(group, 1)[:, order]
     damped = moments[order][:, order].double()
     damped.diagonal().add_(DAMPING * damped.diagonal().mean() + 1e-10)
-    # Row i of this triangle is row i of the inverse without the columns before i, over the root of its first element.
+    # Row i of this triangle is row i of the inverse without the columns before i, divided by the root of its first
+    # element.
     inverse = torch.linalg.cholesky(torch.cholesky_inverse(torch.linalg.cholesky(damped)), upper=True).float()
     numbers = torch.empty_like(rest)
     for start in range(0, rest.shape[1], LAZY):

@@ -13,8 +13,8 @@ GROUPS = (128, 64, 32)
 def quantize(weight: torch.Tensor, method: str, group: int | None = None) -> QuantizedWeight:
     """W ``[N, K]`` in ``fp8`` or ``int8`` with one scale per row, or in ``int4`` with one scale per group of columns.
 
-    Groups have ``group`` columns, by default the largest of 128, 64 and 32 that divide K. Zeros are symmetric, scales
-    fp32. A row or group of zeros has the scale 1. Raises ConfigError for INT4 if no group divides K.
+    Groups have ``group`` columns, by default the largest of 128, 64 and 32 that divide K. Quantization is symmetric,
+    and scales are fp32. A row or group of zeros has the scale 1. Raises ConfigError for INT4 if no group divides K.
     """
     rows, columns = weight.shape
     weight = weight.float()

@@ -11,7 +11,8 @@ RUN = 128  # columns that are packed together if a scale covers more
 
 @dataclass(frozen=True)
 class QuantizedWeight:
-    """A matrix W ``[N, K]`` in 8 or 4 bits: ``W[n, k] = (values[n, k] - zero) · scale`` of the group of (n, k).
+    """A matrix W ``[N, K]`` in 8 or 4 bits: ``W[n, k] = (values[n, k] - zero) · scale``, with the zero and scale of the
+    group of (n, k).
 
     A row of 4 bits is packed by runs of G columns, where G is ``columns_per_scale`` and at most 128: byte i of a run
     holds column i in its low half and column i + G / 2 in its high half.
@@ -19,7 +20,8 @@ class QuantizedWeight:
 
     values: torch.Tensor  # [N, K] float8_e4m3fn or int8; 4 bits: uint8 [N, K / 2]
     scales: torch.Tensor  # [ceil(N / rows_per_scale), K / columns_per_scale]
-    zeros: torch.Tensor | None  # 4 bits only: uint8, of the shape of the scales; None: 8 bits have no zero, 4 bits 8
+    # 4 bits only: uint8, of the shape of the scales; None: 8 bits have no zero, 4 bits have 8
+    zeros: torch.Tensor | None
     columns_per_scale: int
     rows_per_scale: int = 1
 
@@ -65,7 +67,8 @@ class QuantizedWeight:
         return packed
 
     def to(self, device: torch.device) -> "QuantizedWeight":
-        """The same matrix on a device, contiguous and aligned for the products: unlike a mapped or transposed one."""
+        """The same matrix on a device, contiguous and aligned for the products, which a mapped or transposed one is
+        not."""
         zeros = None if self.zeros is None else self.zeros.to(device).contiguous()
         values = self.values.to(device).contiguous()
         if values.data_ptr() % 16:
@@ -101,7 +104,7 @@ def dequantize(weight: QuantizedWeight) -> torch.Tensor:
 
 
 def spread(weight: QuantizedWeight, of_groups: torch.Tensor) -> torch.Tensor:
-    """The scales of a matrix, or its zeros, one for each of its elements: fp32 ``[N, K]``."""
+    """The scales of a matrix, or its zeros, expanded to one for each of its elements: fp32 ``[N, K]``."""
     # exercise 10x2: what belongs to a block, for each of its numbers
     # hint: of_groups [ceil(N / rows_per_scale), K / columns_per_scale] is spread to [N, K]
     # hint: repeat_interleave(n, dim) repeats each element n times, one beside the other
@@ -112,7 +115,7 @@ def spread(weight: QuantizedWeight, of_groups: torch.Tensor) -> torch.Tensor:
 
 
 def mergeable(weights: Sequence[QuantizedWeight]) -> bool:
-    """Whether the matrices are of one format, so that :func:`concatenate` may take them."""
+    """Whether the matrices have the same format, so that :func:`concatenate` can take them."""
     return len({(weight.values.dtype, weight.columns_per_scale, weight.scales.dtype) for weight in weights}) == 1
 
 

@@ -1,4 +1,4 @@
-"""The first logits processor: tokens that a grammar refuses get -inf. Introduced in phase 12."""
+"""The first logits processor: sets tokens that a grammar refuses to -inf. Introduced in phase 12."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

@@ -1,6 +1,6 @@
 """Counter-based random numbers: noise is a pure function of seed and index. Introduced in phase 2.
 
-With a stateful generator a request's tokens depend on what ran before it in the same process. Philox4x32-10 (Salmon et
+With a stateful generator, a request's tokens depend on what ran before it in the same process. Philox4x32-10 (Salmon et
 al., "Parallel Random Numbers: As Easy as 1, 2, 3", SC'11) maps (key, counter) to four 32-bit words without any state,
 so a row's noise is the same alone, in a batch of fifty, on another device, or recomputed after a preemption.
 
@@ -21,10 +21,11 @@ import torch
 Words = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 
 _ROUNDS = 10
-_BROADCAST_ROUNDS = 2  # after two rounds the first word has reached all four, so all have the full shape
+_BROADCAST_ROUNDS = 2  # after two rounds the first word has mixed into all four, so all have the full shape
 _KEY_STEPS = (0x9E3779B9, 0xBB67AE85)
 
-# Tensors without dimensions are scalars on every device, without the conversion that a Python int costs at each use.
+# Tensors without dimensions act as scalars on every device, and avoid the conversion that each use of a Python int
+# costs.
 _MULTIPLIER_0 = torch.tensor(0xD2511F53)
 _MULTIPLIER_1 = torch.tensor(0xCD9E8D57)
 _MASK = torch.tensor(0xFFFFFFFF)
@@ -32,7 +33,7 @@ _HALF = torch.tensor(32)
 
 
 class Stream(IntEnum):
-    """What random numbers are used for. Numbers of different streams at the same index are independent."""
+    """The purposes of random numbers. Numbers of different streams at the same index are independent."""
 
     DRAW = 0  # a token from the model's distribution
     DRAFT = 1  # a token proposed by a draft model
@@ -54,13 +55,14 @@ def philox(counter: Words, key: tuple[torch.Tensor, torch.Tensor]) -> Words:
     """
     c0, c1, c2, c3 = counter
     keys = list(zip(*(_round_keys(word, step) for word, step in zip(key, _KEY_STEPS, strict=True)), strict=True))
-    # Only a product's operands need zero upper halves: c1 and c3 carry full products until the end. A product may wrap
-    # around the sign of int64; its bits are those of the unsigned product, and the mask drops shifted-in sign bits.
+    # Only a product's operands need their upper halves cleared: c1 and c3 carry full products until the end. A product
+    # may wrap around the sign of int64; its bits are those of the unsigned product, and the mask drops shifted-in sign
+    # bits.
     for k0, k1 in keys[:_BROADCAST_ROUNDS]:
         p0, p1 = c0 * _MULTIPLIER_0, c2 * _MULTIPLIER_1
         c0, c1, c2, c3 = ((p1 >> _HALF) ^ c1 ^ k0) & _MASK, p1, ((p0 >> _HALF) ^ c3 ^ k1) & _MASK, p0
-    # Now each word is a separate tensor, and together they have the shape of all arguments. torch.broadcast_shapes
-    # would import SymPy, which takes most of a second.
+    # From here each word is a separate tensor, and together they have the shape of all arguments.
+    # torch.broadcast_shapes would import SymPy, which takes most of a second.
     c0, c1, c2, c3 = (word.contiguous() for word in torch.broadcast_tensors(c0, c1, c2, c3))
     p0, p1 = torch.empty_like(c0), torch.empty_like(c0)
     for k0, k1 in keys[_BROADCAST_ROUNDS:]:  # the same round in six buffers, which fit in a processor's cache
@@ -82,7 +84,7 @@ def uniform(seeds: torch.Tensor, indices: torch.Tensor, stream: Stream, size: in
     """Uniform numbers for B rows: float32 [B, size], in steps of 2^-23 from 2^-24 to 1 - 2^-24, so neither 0 nor 1.
 
     ``seeds`` is int64 [B], each the bits of a 64-bit seed (``seed_pattern``). ``indices`` are integers [B] that count a
-    request's tokens; their low 32 bits are used. ``stream`` says what the numbers are for. The numbers are on the
+    request's tokens; their low 32 bits are used. ``stream`` is the purpose of the numbers. The numbers are on the
     device of ``seeds``.
     """
     seeds, indices = seeds[:, None], indices.long()[:, None]  # [B, 1]
@@ -92,7 +94,7 @@ def uniform(seeds: torch.Tensor, indices: torch.Tensor, stream: Stream, size: in
     out = torch.empty(*words[0].shape, 4, device=seeds.device, dtype=torch.float32)
     for number, word in enumerate(words):
         out[..., number] = word.bitwise_right_shift_(9)
-    return out.add_(0.5).mul_(2**-23).flatten(1)[:, :size]  # 23 bits and a half fit a float32 exactly
+    return out.add_(0.5).mul_(2**-23).flatten(1)[:, :size]  # 23.5 bits fit exactly into a float32
 
 
 def gumbel(seeds: torch.Tensor, indices: torch.Tensor, stream: Stream, size: int) -> torch.Tensor:

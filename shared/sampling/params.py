@@ -31,28 +31,34 @@ class StructuredOutput:
 class SamplingParams:
     """How the tokens of one request are sampled, and when it finishes.
 
-    Attributes: temperature: 0 takes the most likely token. top_p, top_k, min_p: limits on the tokens that may be
-        sampled; 1, None and 0 keep every token. repetition_penalty: for tokens of the prompt and the output; 1 changes
-        nothing. presence_penalty, frequency_penalty: for tokens of the output, once and for each occurrence; 0 changes
-        nothing. logit_bias: added to the logits of these token ids. A mapping is stored as pairs in the order of their
-        ids. max_new_tokens: the maximum output length. 0 generates nothing and needs ``prompt_logprobs``. min_tokens:
-        no end-of-sequence id and no stop ends the output before this many tokens. stop: strings that end the output; a
-        single string may be given directly. stop_token_ids: token ids that end the output, even if ``ignore_eos`` is
-        set. seed: None lets the engine choose one. ignore_eos: generate past end-of-sequence ids. logprobs: report the
-        log-probability of each sampled token and of this many most likely tokens (0: only of the sampled token; None:
-        none), computed from raw logits. prompt_logprobs: the same for each prompt token after the first. Engines that
-        serve one request at a time
-            omit ``logprobs`` and refuse ``prompt_logprobs``.
+    Attributes:
+        temperature: 0 takes the most likely token.
+        top_p, top_k, min_p: limits on the tokens that may be sampled; 1, None and 0 keep every token.
+        repetition_penalty: for tokens of the prompt and the output; 1 changes nothing.
+        presence_penalty, frequency_penalty: for tokens of the output, once and for each occurrence; 0 changes nothing.
+        logit_bias: added to the logits of these token ids. A mapping is stored as pairs in the order of their ids.
+        max_new_tokens: the maximum output length. 0 generates nothing and needs ``prompt_logprobs``.
+        min_tokens: no end-of-sequence id and no stop ends the output before this many tokens.
+        stop: strings that end the output; a single string may be given directly.
+        stop_token_ids: token ids that end the output, even if ``ignore_eos`` is set.
+        seed: None lets the engine choose one.
+        ignore_eos: generate past end-of-sequence ids.
+        logprobs: report the log-probability of each sampled token and of this many most likely tokens (0: only of the
+            sampled token; None: none), computed from raw logits.
+        prompt_logprobs: the same for each prompt token after the first. Engines that serve one request at a time omit
+            ``logprobs`` and refuse ``prompt_logprobs``.
         cache_salt: requests share cached prefixes only with requests that have the same salt (phase 8). This keeps the
-            time to the first token from revealing one tenant's prompts to another. use_speculative_decoding: False
-            keeps an engine that speculates (phase 11) from drafting for this request. prediction_ids: the expected
-            output, if much of it is known in advance. An engine that looks up drafts in the text looks here too; others
-            ignore it. With coupled acceptance no token depends on it. thinking_budget: the maximum number of thinking
-        tokens of a model that thinks (Qwen 3); then its thinking is closed. Phase 11.1 enforces this limit and the
-        next. min_thinking_tokens: the minimum number of thinking tokens: until then a word such as "Wait" replaces the
-        end of thinking, and neither end-of-sequence ids nor ``stop_token_ids`` are sampled. structured_output: the
-        grammar of the output (phase 12), which ends with an end-of-sequence id once the grammar is complete. It takes
-        precedence over ``min_tokens``; if ``max_new_tokens`` ends the output, the output is a prefix of a valid one.
+            time to the first token from revealing one tenant's prompts to another.
+        use_speculative_decoding: False keeps an engine that speculates (phase 11) from drafting for this request.
+        prediction_ids: the expected output, if much of it is known in advance. An engine that looks up drafts in the
+            text looks here too; others ignore it. With coupled acceptance no token depends on it.
+        thinking_budget: the maximum number of thinking tokens of a model that thinks (Qwen 3); then its thinking is
+            closed. Phase 11.1 enforces this limit and the next.
+        min_thinking_tokens: the minimum number of thinking tokens: until then a word such as "Wait" replaces the end of
+            thinking, and neither end-of-sequence ids nor ``stop_token_ids`` are sampled.
+        structured_output: the grammar of the output (phase 12), which ends with an end-of-sequence id once the grammar
+            is complete. It takes precedence over ``min_tokens``; if ``max_new_tokens`` ends the output, the output is a
+            prefix of a valid one.
 
     Raises:
         RequestError: a value has the wrong type or is out of range.
@@ -150,12 +156,12 @@ class SamplingParams:
 
     @cached_property
     def has_penalties(self) -> bool:
-        """Whether tokens that have occurred are penalised."""
+        """Whether tokens that have already occurred are penalised."""
         return (self.repetition_penalty, self.presence_penalty, self.frequency_penalty) != (1, 0, 0)
 
     @cached_property
     def adjusts_logits(self) -> bool:
-        """Whether logits are biased or penalised, which also changes what is most likely."""
+        """Whether logits are biased or penalised, which can also change the most likely token."""
         return self.has_penalties or bool(self.logit_bias)
 
     @property

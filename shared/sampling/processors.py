@@ -11,7 +11,8 @@ removed together, and every device agrees, whatever order its sort gives to ties
 
 import torch
 
-_NUCLEUS_GUESS = 1024  # tokens; most nuclei are smaller, and such a top-k is far cheaper than sorting a vocabulary
+# tokens; most nuclei are smaller, and a top-k of this size is far cheaper than sorting the vocabulary
+_NUCLEUS_GUESS = 1024
 
 
 def apply_repetition_penalty(logits: torch.Tensor, seen: torch.Tensor, penalty: torch.Tensor) -> torch.Tensor:
@@ -46,7 +47,7 @@ def apply_temperature(logits: torch.Tensor, temperature: torch.Tensor) -> torch.
     # hint: subtract the row's maximum first; the most likely token is then at 0, whatever the divisor
     peak = logits.amax(-1, keepdim=True)  # [B, 1]
     scaled = (logits - peak).div_(temperature[:, None])
-    return scaled.masked_fill_(logits == peak, 0.0)  # also where 0 / 0 or inf - inf would be NaN
+    return scaled.masked_fill_(logits == peak, 0.0)  # also where the result would be NaN, from 0 / 0 or inf - inf
     # end exercise
 
 
@@ -88,7 +89,7 @@ def apply_top_p(logits: torch.Tensor, top_p: torch.Tensor) -> torch.Tensor:
     vocabulary = logits.shape[-1]
     limit = top_p[:, None]
     probabilities = logits.softmax(-1)
-    # On a CPU reading the values is free, so try a small top-k first; on a GPU it would synchronize.
+    # On a CPU, reading the values is free, so try a small top-k first; on a GPU, it would synchronize.
     sizes = (_NUCLEUS_GUESS, vocabulary) if logits.is_cpu and vocabulary > _NUCLEUS_GUESS else (vocabulary,)
     for size in sizes:
         likeliest = probabilities.topk(size).values  # [B, size], descending

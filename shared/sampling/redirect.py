@@ -22,12 +22,12 @@ _SMALLEST = 1e-30  # smaller temperatures are raised to this one
 
 @dataclass(frozen=True)
 class RedirectProcessor:
-    """How some rows of logits ``[B, V]`` are changed; the other rows are not touched.
+    """How some rows of logits ``[B, V]`` are changed; the other rows stay as they are.
 
     Attributes:
-        forced: int64 ``[2, f]``, rows and the one token that each may sample.
+        forced: int64 ``[2, f]``, rows, and the only token that each may sample.
         moved: int64 ``[3, m]``, rows, tokens that are not sampled, and those that get their probability.
-        temperatures: float32 ``[m]``, of the rows of ``moved``.
+        temperatures: float32 ``[m]``, for the rows of ``moved``.
     """
 
     forced: torch.Tensor
@@ -61,7 +61,7 @@ class RedirectProcessor:
         result[rows, targets] = 0.0
         rows, sources, targets = self.moved
         ours, theirs = result[rows, targets], result[rows, sources]
-        # T · log(exp(a / T) + exp(b / T)); the greater of the two if T is 0
+        # T · log(exp(a / T) + exp(b / T)); the larger of the two if T is 0
         distance = (ours - theirs).abs() / self.temperatures
         result[rows, targets] = torch.maximum(ours, theirs) + self.temperatures * torch.log1p(torch.exp(-distance))
         result[rows, sources] = -torch.inf

@@ -8,8 +8,8 @@ distributed as p (Leviathan et al., arXiv 2211.17192; Chen et al., arXiv 2302.01
 A replacement never equals its draft, since the residual is 0 where p < q. So the number of accepted drafts is found by
 comparing the tokens with the drafts, as with coupled sampling.
 
-Invariants: drafts, acceptances and residuals use separate noise streams, so they are independent; noise of rows after
-the first rejection has no effect, so it may be reused.
+Invariants: drafts, acceptances and residuals use separate noise streams, so they are independent; the noise of rows
+after the first rejection has no effect, so it may be reused.
 """
 
 import torch
@@ -31,7 +31,7 @@ def accept_or_replace(
     Args:
         ids: int64 [B], the tokens of the other rows, as ``sample`` returns them.
         logits: [B, V] in any float dtype; not mutated.
-        rows, drafts: int64 [n], the rows with a draft, each of which samples, and the drafts.
+        rows, drafts: int64 [n], the rows with a draft (all of them sample), and their drafts.
         draft_probabilities: float32 [n, V], q of each draft; None: every q is one-hot.
     """
     assert batch.seeds is not None

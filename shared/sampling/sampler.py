@@ -34,7 +34,7 @@ _FLOAT32 = torch.finfo(torch.float32)
 class SamplingRow(NamedTuple):
     """One row of a step: its sampling parameters, its seed, and its index in the request.
 
-    ``index`` counts generated tokens from 0 and selects the noise. Only penalties read the ids of prompt and output.
+    ``index`` counts generated tokens from 0 and selects the noise. Only penalties read the prompt and output ids.
     """
 
     params: SamplingParams
@@ -42,13 +42,14 @@ class SamplingRow(NamedTuple):
     index: int  # type: ignore[assignment]  # a tuple's method of this name is not needed
     prompt_ids: Sequence[int] = ()
     output_ids: Sequence[int] = ()
-    masked_ids: Sequence[int] = ()  # must not be sampled: the ids that would end the output before min_tokens
+    masked_ids: Sequence[int] = ()  # ids that must not be sampled, since they would end the output before min_tokens
     serial: int = 0  # of the request
-    num_drafts: int = 0  # the last of output_ids, which may turn out wrong (phase 11); the row before has one fewer
+    num_drafts: int = 0  # how many of the last output_ids may turn out wrong (phase 11); the previous row has one fewer
     draft_id: int | None = None  # the draft for this row's token
     allowed: NDArray[np.bool_] | None = None  # the tokens that the row's grammar allows, [V] (phase 12)
-    redirect: tuple[int, int | None] | None = None  # an id, and the one that it replaces; None: all (phase 11.1)
-    constraint: object = None  # if the device computes the mask: the request's grammar, and its output's state
+    # an id, and the one that it replaces; None: it replaces any (phase 11.1)
+    redirect: tuple[int, int | None] | None = None
+    constraint: object = None  # if the device computes the mask: the request's grammar, and its state after the output
 
     @property
     def adjusts_logits(self) -> bool:
@@ -100,8 +101,8 @@ class SamplingBatch:
         count_rows: Sequence[int] = (),
         device: torch.device | str | None = None,
     ) -> Self:
-        """What ``adjust_logits`` reads alone: biases, masks and penalties. ``counts`` are tables that hold the tokens
-        of the rows with a penalty, with the row there of each row; None makes tables of their ids.
+        """Only what ``adjust_logits`` reads: biases, masks and penalties. ``counts`` are tables that hold the tokens of
+        the rows with a penalty, and each row's index in them; None makes tables of their ids.
         """
         if not any(row.adjusts_logits for row in rows):
             return cls(len(rows))
@@ -109,7 +110,7 @@ class SamplingBatch:
 
     @classmethod
     def of_draws(cls, rows: Sequence[SamplingRow], *, device: torch.device | str | None = None) -> Self:
-        """What a draw reads after the logits were adjusted."""
+        """What a draw reads once the logits have been adjusted."""
         params = [row.params for row in rows]
         batch: dict[str, torch.Tensor | int | None] = {}
         drawing = [b for b, p in enumerate(params) if not p.is_greedy]
@@ -164,7 +165,7 @@ def _penalties(
     params = [rows[b].params for b in penalised]
     return {
         "penalised_rows": torch.tensor(penalised, device=device),
-        # Outside float32's normal range a repetition penalty becomes 0 or inf, and logits NaN.
+        # Outside float32's normal range, a repetition penalty becomes 0 or inf, and logits become NaN.
         "repetition_penalty": _float32([p.repetition_penalty for p in params], _FLOAT32.tiny, device),
         "frequency_penalty": torch.tensor([p.frequency_penalty for p in params], dtype=torch.float32, device=device),
         "presence_penalty": torch.tensor([p.presence_penalty for p in params], dtype=torch.float32, device=device),
@@ -210,7 +211,7 @@ def adjust_logits(logits: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:
         assert batch.bias_rows is not None
         assert batch.bias_ids is not None
         biased = logits[batch.bias_rows, batch.bias_ids] + batch.biases
-        # A masked token's logit is replaced: if it were +inf, the sum would be NaN.
+        # A masked token's logit is replaced, not added to: if it were +inf, the sum would be NaN.
         biased = torch.where(batch.biases == -torch.inf, batch.biases, biased)
         logits[batch.bias_rows, batch.bias_ids] = biased
     if batch.counts is not None:
@@ -231,12 +232,14 @@ def _draw(logits: torch.Tensor, batch: SamplingBatch, rows: torch.Tensor | slice
     assert batch.seeds is not None
     assert batch.indices is not None
     scores = filter_logits(logits, batch, rows)
-    scores += gumbel(batch.seeds[rows], batch.indices[rows], stream, scores.shape[-1])  # in place: scores is a copy
+    # in place, since scores is a copy
+    scores += gumbel(batch.seeds[rows], batch.indices[rows], stream, scores.shape[-1])
     return scores.argmax(-1)
 
 
 def filter_logits(logits: torch.Tensor, batch: SamplingBatch, rows: torch.Tensor | slice) -> torch.Tensor:
-    """The logits whose softmax the rows sample from: scaled by the temperature, -inf where a limit excludes the token.
+    """The logits whose softmax the rows sample from: scaled by the temperature, with -inf where a limit excludes the
+    token.
 
     ``logits`` are those of ``rows`` alone, [n, V], as ``adjust_logits`` returns them; each row samples. Returns a
     float32 copy.

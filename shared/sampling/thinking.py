@@ -22,21 +22,25 @@ from shared.sampling.noise import Stream, seed_pattern, uniform
 from shared.sampling.params import SamplingParams
 from shared.sampling.sampler import SamplingRow
 from shared.text.thoughts import CLOSE, MARKS, ends_in_thoughts
-from shared.text.thoughts import thinks as thinks  # what an engine needs besides the limits
+from shared.text.thoughts import thinks as thinks  # the settings an engine needs besides the limits
 from shared.text.tokenizer import Tokenizer
 
 WORDS = ("Wait", "Alternatively")
-"""What stands in the place of the end of thinking; words of several tokens are not used."""
+"""Words that replace the end of thinking; those of several tokens are not used."""
 
 
 @dataclass(frozen=True)
 class ThinkingLimits:
     """The limits of one request; a :data:`shared.engine.request.RowLimit`.
 
-    Attributes: open_id, close_id: the tokens around the thoughts. is_open: the prompt ends within the thoughts of its
-        last turn. least: ``close_id`` is not sampled before this many thinking tokens. most: it is sampled after this
-        many; None: no limit. end_ids: not sampled before ``least``. replacements: replaces ``close_id``, by the number
-        of thinking tokens before it; empty if the tokenizer has none of ``WORDS``: then it is masked.
+    Attributes:
+        open_id, close_id: the tokens around the thoughts.
+        is_open: the prompt ends inside the thoughts of its last turn.
+        least: ``close_id`` is not sampled before this many thinking tokens.
+        most: it is sampled after this many; None: no limit.
+        end_ids: not sampled before ``least``.
+        replacements: the token that replaces ``close_id``, by the number of thinking tokens before it. Empty if the
+            tokenizer has none of ``WORDS``; then ``close_id`` is masked.
     """
 
     open_id: int

@@ -1,6 +1,6 @@
 """Tables of how often each token occurs in a request's prompt and output, for penalties. Introduced in phase 2.
 
-Penalties read the whole history of a request. Uploading it again at every step would cost more with every token, so the
+Penalties read the whole history of a request. Uploading it again at every step would cost more with every token. So the
 counts stay on the device: a request has a row, its known tokens are entered once, and each sampled token is added right
 after sampling, before the host knows it. Updates are in place, so the tables keep their addresses, as CUDA graphs
 require. A row of V tokens takes 5 * V bytes: 64 MB for 100 requests and a vocabulary of 128,000 tokens.
@@ -25,7 +25,8 @@ class TokenCounts:
     def of(
         cls, histories: Sequence[tuple[Sequence[int], Sequence[int]]], *, device: torch.device | str | None = None
     ) -> Self:
-        """A table of these prompts and outputs, as wide as their largest id requires: later columns would be zero."""
+        """A table of these prompts and outputs, only as wide as their largest id requires: later columns would be
+        zero."""
         width = 1 + max((max(ids) for history in histories for ids in history if ids), default=-1)
         counts = cls(len(histories), width, device)
         for row, (prompt_ids, output_ids) in enumerate(histories):

@@ -13,7 +13,7 @@ from shared.scheduling.scheduler import Scheduler
 def admit(
     scheduler: Scheduler, candidates: Iterable[Request], num_tokens: Callable[[Request], int], num_kept_free: int = 0
 ) -> list[Request]:
-    """Admit requests while the batch and the KV cache have space; return them.
+    """Admit requests while the batch and the KV cache have capacity; return them.
 
     Args:
         candidates: waiting requests, in the order in which they may be admitted.

@@ -1,8 +1,9 @@
-"""How many tokens a chunk may have while other requests decode, derived from how long these may wait. Introduced in
-phase 7.
+"""How many tokens a chunk may have while other requests decode, derived from how long those requests may wait.
+Introduced in phase 7.
 
 An engine computes this once, when its model is loaded, from the table of step costs
-(:mod:`shared.scheduling.step_costs`). Invariant: no clock is read, so a queue has the same chunks in every run.
+(:mod:`shared.scheduling.step_costs`). Invariant: no clock is read, so the same queue gives the same chunks in every
+run.
 """
 
 from dataclasses import replace
@@ -12,7 +13,7 @@ from shared.models.causal_lm import CausalLM
 from shared.scheduling.step_costs import step_costs
 
 LEAST_CHUNK = 64
-"""Tokens of a chunk that a wait allows at least: with fewer, a step reads the weights for too few tokens."""
+"""Minimum tokens of a chunk, whatever the wait: with fewer, a step reads the weights for too few tokens."""
 
 
 def within_wait(config: EngineConfig, model: CausalLM) -> EngineConfig:

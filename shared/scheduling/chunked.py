@@ -1,4 +1,4 @@
-"""Chunked prefill: long prompts are computed over several steps, beside decoding. Introduced in phase 7.
+"""Chunked prefill: long prompts are computed over several steps, alongside decoding. Introduced in phase 7.
 
 A whole prompt of 8,192 tokens makes a step a hundred times longer, and every decoding request waits for it. In chunks
 (Sarathi-Serve: Agrawal et al., OSDI 2024) the decoding requests get a token between any two chunks, and a step with

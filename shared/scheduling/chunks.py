@@ -2,7 +2,7 @@
 
 A step is filled up to ``max_num_batched_tokens``: decoding requests first, then chunks of at most
 ``prefill_chunk_size`` tokens, in the order of admission, at most ``max_prefill_chunks_per_step``. Small chunks bound
-the time between tokens, large ones produce the first token sooner; so by default a chunk is large while nothing
+the time between tokens, and large ones produce the first token sooner; so by default a chunk is large while nothing
 decodes.
 
 Invariants: a step computes at most ``max_num_batched_tokens``, or one more than its decoding requests, so a prompt
@@ -18,27 +18,28 @@ from shared.scheduling.prefill import WholePrompts, grant
 from shared.scheduling.schedule import Scheduled
 
 BESIDE_DECODING = 512
-"""Tokens of a chunk beside decoding requests, by default: about the largest for which these wait little longer than for
+"""Default tokens of a chunk alongside decoding requests: about the largest for which these wait little longer than for
 the weights to be read."""
 ALONE = 4096
-"""About as many tokens as a chunk has while nothing decodes: with more the first token comes no sooner."""
+"""About as many tokens as a chunk has while nothing decodes: with more, the first token arrives no sooner."""
 UNSCHEDULED: Callable[[Request], int] = attrgetter("num_unscheduled_tokens")
 
 
 class Chunks:
-    """Divides prompts into chunks; beside :class:`shared.scheduling.prefill.WholePrompts`.
+    """Divides prompts into chunks; the alternative is :class:`shared.scheduling.prefill.WholePrompts`.
 
-    Args: remaining: the tokens that a request may still compute, at least 1.
+    Args:
+        remaining: the tokens that a request may still compute, at least 1.
     """
 
     def __init__(self, config: EngineConfig, remaining: Callable[[Request], int] = UNSCHEDULED) -> None:
         self.config, self.remaining = config, remaining
 
     def prompts(self, running: Iterable[Request]) -> list[Request]:
-        """The requests whose prompts, or recomputed tokens, are not scheduled to the end; in order of admission.
+        """The requests whose prompts, or recomputed tokens, are not fully scheduled; in order of admission.
 
         Args:
-            running: in order of admission.
+            running: the running requests, in order of admission.
         """
         # exercise 07x2: find the prompts that are not completely computed
         # hint: see Request.is_prefilling; why is `num_computed_tokens < num_prompt_tokens` not enough?
@@ -64,11 +65,11 @@ class Chunks:
         """The tokens of each chunk of a step.
 
         Args:
-            num_unscheduled: the tokens that remain of each prompt, in the order of admission.
+            num_unscheduled: the number of remaining tokens of each prompt, in order of admission.
             num_decoding: decoding requests of the step; each computes one token.
 
         Returns:
-            A size of at least 1 for as many of the prompts, from the first, as have a chunk in the step.
+            One size, at least 1, for each prompt that has a chunk in the step: the first ones in order.
         """
         # exercise 07x1: fill the step with chunks
         # hint: the budget is max_num_batched_tokens minus the decoding tokens, but at least 1: a prompt progresses
@@ -86,11 +87,11 @@ class Chunks:
 
 
 def chunk_size(config: EngineConfig, remaining: int, num_decoding: int) -> int:
-    """The tokens of a prompt's next chunk, if the budget has them: ``prefill_chunk_size``, or by default what the step
-    suggests. While nothing decodes, the rest of the prompt is divided evenly, so that no chunk of a few tokens is left.
+    """The tokens of a prompt's next chunk, budget permitting: ``prefill_chunk_size``, or by default what the step
+    suggests. While nothing decodes, the rest of the prompt is divided evenly, so that no tiny chunk is left at the end.
 
     Args:
-        remaining: tokens of the prompt that are not scheduled, at least 1.
+        remaining: unscheduled tokens of the prompt, at least 1.
         num_decoding: decoding requests of the step.
     """
     if config.prefill_chunk_size is not None:
@@ -102,7 +103,7 @@ def chunk_size(config: EngineConfig, remaining: int, num_decoding: int) -> int:
 
 
 def is_last(request: Request, num_tokens: int) -> bool:
-    """Whether the next ``num_tokens`` tokens are the request's last ones to compute; then it samples."""
+    """Whether the next ``num_tokens`` tokens are the last ones that the request has to compute; then it samples."""
     # exercise 07x3: only the last chunk samples
     # hint: num_unscheduled_tokens counts the tokens that no step has computed or is computing
     # hint: the end of the prompt is not the measure: after a preemption outputs are recomputed too

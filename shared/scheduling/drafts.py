@@ -2,7 +2,8 @@
 
 A decoding request computes its newest token and, after it, drafts; each of these tokens has a logit row. The token
 sampled from row j is the output that follows the first j drafts, so the rows are valid up to the first whose token is
-not the next draft: that token replaces the draft. A step thus gives a request one token more than it accepts drafts.
+not the next draft: that token replaces the draft. A step thus gives a request one token more than the drafts that it
+accepts.
 
 Drafts are granted from the token budget and the KV cache that the step leaves: they preempt no request, delay no
 prompt, and never pass a request's maximum length.
@@ -145,6 +146,6 @@ def _resized(entry: Scheduled, num_drafts: int) -> Scheduled:
 
 
 def _ordered(schedule: Schedule, decoding: Iterable[Scheduled]) -> Schedule:
-    """The schedule with these decoding entries, those of one token first: their attention has its own kernel."""
+    """The schedule with these decoding entries, those of a single token first: their attention has its own kernel."""
     entries = sorted(decoding, key=lambda entry: entry.num_drafts > 0)
     return replace(schedule, entries=(*entries, *schedule.prompts))

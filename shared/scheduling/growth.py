@@ -1,9 +1,9 @@
 """Growth: reserves each request's next token, and preempts when the pool is exhausted. Introduced in phase 6.
 
 When the pool is exhausted, the request that was admitted last is *preempted*: its KV cache is freed, and it moves to
-the head of the queue. Readmission recomputes its keys and values, prompt and outputs in one forward (recomputation, as
-in vLLM: Kwon et al., SOSP 2023, section 4.5). The request keeps its tokens, and sampling noise depends only on a
-token's index, so its output is the same as without preemption.
+the head of the queue. Readmission recomputes its keys and values, for prompt and outputs, in one forward
+(recomputation, as in vLLM: Kwon et al., SOSP 2023, section 4.5). The request keeps its tokens, and sampling noise
+depends only on a token's index, so its output is the same as without preemption.
 
 Invariants: every running request arrived before every waiting one; the oldest running request is never preempted.
 """
@@ -18,7 +18,7 @@ def grow(scheduler: Scheduler, decoding: Sequence[Request]) -> list[str]:
     """Reserve KV cache for the token that each decoding request writes; return the ids of preempted requests.
 
     Args:
-        decoding: in the order of admission.
+        decoding: the decoding requests, in order of admission.
     """
     preempted = []
     # exercise 06x3: reserve for the oldest request first

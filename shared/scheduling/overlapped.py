@@ -63,7 +63,7 @@ class OverlappedScheduler(Scheduler):
 
 
 def has_block_for_each(scheduler: Scheduler) -> bool:
-    """Whether the pool has a free block for each running request, so that none lacks memory for its next token."""
+    """Whether the pool has enough free blocks that no running request lacks memory for its next token."""
     return scheduler.pool.free_tokens >= len(scheduler.running) * scheduler.config.block_size
 
 

@@ -62,7 +62,8 @@ def when_due(steps_since: Sequence[int], interval: int) -> list[bool]:
 
 
 def in_turn(steps_since: Sequence[int], interval: int) -> list[bool]:
-    """The n / ``interval`` requests that have waited longest decode, and all that have waited ``interval`` steps."""
+    """The n / ``interval`` requests that have waited longest decode, and so do all that have waited ``interval``
+    steps."""
     # exercise 05x2: an even share, in turn
     # hint: n / interval of the n requests get a token, rounded up: those that have waited longest
     # hint: every request that has waited interval steps gets one too, even above that share

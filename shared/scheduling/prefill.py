@@ -37,7 +37,7 @@ class WholePrompts:
 def grant(request: Request, num_tokens: int, *, is_last: bool = True) -> Scheduled:
     """Schedule a request's next ``num_tokens`` tokens.
 
-    A token is sampled if they are the last that it has (``is_last``), and it generates any.
+    A token is sampled if these are its last tokens (``is_last``) and it generates any.
     """
     start, params = request.num_scheduled_tokens, request.params
     num_sampled = int(params.max_new_tokens > 0 and is_last)

@@ -1,4 +1,4 @@
-"""Admission for shared prefixes: a request waits for the blocks that another is computing. Introduced in phase 8.
+"""Admission with shared prefixes: a request waits for blocks that another request is computing. Introduced in phase 8.
 
 Fifty requests with the same prompt of 8,192 tokens arrive together. If all are admitted, each computes the prompt. Here
 the first one computes it, and the others stay in the queue until its blocks are in the prefix tree; requests that share

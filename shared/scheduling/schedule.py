@@ -26,7 +26,7 @@ class Scheduled(NamedTuple):
 
     The last ``num_drafts`` of them are draft tokens. The step samples a token from the logits of each of the last
     ``num_logit_rows``. It also computes the log-probabilities of the prompt tokens that follow the first
-    ``num_prompt_logprobs``, from logits of which only a few rows exist at a time.
+    ``num_prompt_logprobs``; only a few rows of those logits exist at a time.
     """
 
     request: Request
@@ -46,7 +46,8 @@ class Schedule:
 
     ``entries`` holds ``num_decoding`` decoding requests, then prompts: requests admitted for the first time or after a
     preemption. ``preempted`` holds the ids of the requests that were preempted for this step. ``num_ahead`` is how many
-    further tokens each entry may compute one by one without a new schedule (phase 11); they are reserved.
+    further tokens each entry may compute, one at a time, without a new schedule (phase 11); memory for them is
+    reserved.
     """
 
     step: int  # counted from 1
@@ -57,8 +58,8 @@ class Schedule:
 
     @classmethod
     def of_decoding(cls, step: int, requests: list[Request], starts: Sequence[int]) -> "Schedule":
-        """One token of each request, at ``starts``, followed by sampling: columns first, then entries made from
-        them."""
+        """One token for each request, at ``starts``, followed by sampling; the columns come first, and the entries are
+        made from them."""
         ones, zeros = (1,) * len(requests), (0,) * len(requests)
         columns = (requests, starts, ones, zeros, ones, zeros)
         schedule = cls(step, tuple(map(_entry, zip(*columns, strict=True))), len(requests))
@@ -85,7 +86,7 @@ class Schedule:
 
     @cached_property
     def columns(self) -> Mapping[str, Sequence[Any]]:
-        """Each field over all entries: one pass over the entries serves every array."""
+        """Each field over all entries: a single pass over the entries fills every array."""
         columns = zip(*self.entries, strict=True) if self.entries else repeat(())
         return dict(zip(Scheduled._fields, columns, strict=False))
 

@@ -1,15 +1,15 @@
 """What every scheduler does with requests: queue, commit and retire them. Introduced in phase 4.
 
 Schedulers differ in one method, ``schedule``: which requests they admit, and which running requests take part in a
-step. Each is complete in its own file and reads from top to bottom, built from functions named for what they do:
+step. Each is complete in its own file and reads from top to bottom. It is built from functions named for what they do:
 :mod:`shared.scheduling.admission`, :mod:`shared.scheduling.prefill`, and those of later phases.
 
 A scheduler touches neither tensors nor text. ``schedule`` reads counts and never token values, so a step can be
 scheduled while tokens of the previous step are in flight: tokens count as scheduled immediately, and as computed when
 the step is committed.
 
-Invariants: FCFS: requests are admitted in order of arrival; at most ``max_batch_size`` run; a request's KV cache is
-released when the request finishes, or when the last step in flight that computes it is committed; an interrupted step
+Invariants: FCFS: requests are admitted in order of arrival, and at most ``max_batch_size`` run. A request's KV cache is
+released when the request finishes, or when the last step in flight that computes it is committed. An interrupted step
 is dropped and scheduled again.
 """
 
@@ -29,7 +29,7 @@ from shared.sampling.params import SamplingParams
 from shared.scheduling.schedule import Schedule
 
 Compression = tuple[str, int, tuple[tuple[int, ...], ...]]
-"""A request, its tokens, and how many of them each KV head of each layer keeps."""
+"""A request, the number of its tokens, and how many of them each KV head of each layer keeps."""
 
 logger = logging.getLogger("infer.engine")
 
@@ -48,12 +48,12 @@ class Scheduler(ABC):
         self.num_preemptions = 0
         self.num_prefix_queries = self.num_prefix_hits = 0  # tokens looked up in a prefix tree, and tokens found
         self.num_accepted_drafts = self.num_rejected_drafts = 0  # of all requests (phase 11)
-        self.num_accepted_forced_drafts = 0  # accepted ones that a grammar forced (phase 12)
+        self.num_accepted_forced_drafts = 0  # accepted drafts that a grammar forced (phase 12)
         self.num_drafts_by_position: list[int] = []  # verified drafts; position 0 follows the newest token of a request
         self.num_accepted_by_position: list[int] = []
         self.step_costs: str | None = None  # the hash of the table that determines draft lengths (phase 11)
         self.verified: list[tuple[str, int, int]] = []  # in the last step with drafts: request, accepted, rejected
-        self.compressions: list[Compression] = []  # before the last step (phase 9.2)
+        self.compressions: list[Compression] = []  # preempted before the last step (phase 9.2)
 
     @abstractmethod
     def schedule(self) -> Schedule:
@@ -107,14 +107,15 @@ class Scheduler(ABC):
             self.retire(request, RequestStatus.FINISHED)
 
     def abort(self, request_id: str) -> Request | None:
-        """Retire a request; it gives no further output. None if it is neither waiting nor running."""
+        """Retire a request; it produces no further output. None if it is neither waiting nor running."""
         request = self.waiting.get(request_id) or self.running.get(request_id)
         if request is not None:
             self.retire(request, RequestStatus.FINISHED)
         return request
 
     def drop_in_flight(self) -> None:
-        """Roll back what was scheduled and not committed, after an interrupted step, so it can be scheduled again."""
+        """Roll back what was scheduled but not committed, after an interrupted step, so that it can be scheduled
+        again."""
         for request in self.running.values():
             request.num_scheduled_tokens, request.num_pending_tokens = request.num_computed_tokens, 0
         for request in self.ending:
@@ -166,7 +167,7 @@ class Scheduler(ABC):
             self.pool.release(request)
 
     def _is_complete(self, request: Request) -> bool:
-        """Whether the request has reached its maximum length, tokens in flight included."""
+        """Whether the request has reached its maximum length, counting tokens in flight."""
         num_tokens = request.num_tokens + request.num_pending_tokens
         return num_tokens >= self.max_seq_len or num_tokens - request.num_prompt_tokens >= request.params.max_new_tokens
 

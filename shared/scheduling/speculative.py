@@ -32,7 +32,7 @@ class SpeculativeScheduler(Scheduler):
         super().__init__(config, pool, max_seq_len)
         self.prefill = prefill_of(config)
         self.lengths = draft_lengths(config)
-        self.had_drafts = False  # in the last planned step; then the next one mostly has drafts too
+        self.had_drafts = False  # as in the last planned step; the next one then mostly has drafts too
         self.num_drafts_by_position = [0] * self.lengths.longest
         self.num_accepted_by_position = [0] * self.lengths.longest
 

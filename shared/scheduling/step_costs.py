@@ -1,13 +1,13 @@
 """What a step costs, as a table of counts: new tokens, context and drafts. Introduced in phase 11.
 
-Decisions that weigh one step against another, such as how many drafts are worth their rows or how many tokens a chunk
-may have, use this table and never read a clock. So the same queue, seed, table, and arrival steps of requests and
-aborts give the same schedules. A table belongs to a model's shape, a dtype, a device and software versions. It is
-derived from bytes and operations, or measured by ``infer bench step-costs``, which keeps it in the cache folder; an
-engine measures nothing.
+Decisions that weigh one step against another (how many drafts are worth their rows, how many tokens a chunk may have)
+use this table and never read a clock. So the same queue, seed, table, and arrival steps of requests and aborts give the
+same schedules. A table belongs to a model's shape, a dtype, a device and software versions. It is derived from bytes
+and operations, or measured by ``infer bench step-costs``, which keeps it in the cache folder; an engine measures
+nothing.
 
 Derived: a step launches each layer's kernels, reads every weight once, and reads the keys and values of its context;
-each new token costs two operations for each weight. A CPU reads and computes one after the other, so the two times are
+each new token costs two operations per weight. A CPU reads and computes one after the other, so the two times are
 added. A GPU does both at once, but not perfectly: there the step takes the square root of the sum of their squares. A
 step with drafts cannot be prepared while the previous step runs, so it also costs the host's work between two steps.
 The rates are those that steps reach in our reports (docs/EXPERIMENTS.md).
@@ -35,26 +35,26 @@ from shared.models.causal_lm import CausalLM
 FOLDER = "step-costs"
 """In the cache folder."""
 TOKENS = tuple(2**n for n in range(14))
-"""The steps of a derived table; the costs of larger ones go on as between the last two."""
+"""The steps of a derived table; the costs of larger ones are extrapolated from the last two."""
 HEAD_LAYERS = 6
-"""A pass of the output head alone, with a draw, launches as much as so many layers."""
+"""A pass of the output head alone, with a draw, has as many launches as this many layers."""
 
 
 class Rates(NamedTuple):
     """What a device achieves in steps, not its data sheet's figures."""
 
     bytes: float  # read a second
-    operations: float  # of 16-bit products, per second
+    operations: float  # 16-bit matrix operations per second
     layer: float  # seconds for the launches of a layer
     wait: float  # host seconds between two steps that cannot overlap
-    exponent: int  # how reading and computing combine: 1: one after the other; more: at the same time
+    exponent: int  # how reading and computing combine; 1: one after the other; more: at the same time
 
 
 RATES = {"H100": Rates(2.9e12, 6e14, 12e-6, 6e-4, 2), "H200": Rates(3.5e12, 6e14, 12e-6, 6e-4, 2)}
-"""By a part of the GPU's name."""
+"""Keyed by a part of the GPU's name."""
 OTHER_GPU = Rates(0.8e12, 1e14, 12e-6, 6e-4, 2)
 CPU = Rates(20e9, 2e11, 2e-4, 1e-4, 1)
-"""Two cores: with fp32 weights, a token costs a tenth of what reading the weights does."""
+"""Two cores: with fp32 weights, a token costs a tenth as much as reading the weights."""
 
 
 @dataclass(frozen=True)
@@ -87,8 +87,10 @@ class StepCosts:
     def cost(self, num_tokens: int, context: int = 0, num_drafts: int = 0) -> float:
         """Seconds of a step.
 
-        Args: num_tokens: new tokens, drafts included, at least 1. context: tokens in the KV cache before the step, of
-            all its sequences. num_drafts: the new tokens that are drafts.
+        Args:
+            num_tokens: new tokens, drafts included, at least 1.
+            context: tokens of all its sequences in the KV cache before the step.
+            num_drafts: how many of the new tokens are drafts.
         """
         at = min(max(bisect_right(self.tokens, num_tokens), 1), len(self.tokens) - 1)
         (low, high), (start, end) = self.tokens[at - 1 : at + 1], self.seconds[at - 1 : at + 1]
@@ -155,7 +157,7 @@ def derived(model: CausalLM) -> StepCosts:
 
 
 def head_costs(model: CausalLM) -> StepCosts:
-    """The table of a pass of the output head alone, whose new tokens are rows; the host also waits before the first
+    """The table for a pass of the output head alone, whose new tokens are rows; the host also waits before the first
     pass of a step."""
     num_weights, num_bytes = _with_packed(_head_weights(model), *_seen(model.head))
     of = identity(model) | {"part": "head"}
@@ -164,7 +166,7 @@ def head_costs(model: CausalLM) -> StepCosts:
 
 
 def identity(model: CausalLM) -> dict[str, str]:
-    """What a table belongs to; the weights' bytes distinguish quantized models and ranks."""
+    """What a table belongs to; the bytes of the weights distinguish quantized models and ranks."""
     c = model.config
     shape = f"{c.family} {c.num_layers}x{c.hidden_size}x{c.intermediate_size}, {c.num_heads}/{c.num_kv_heads} heads of "
     is_gpu = model.device.type == "cuda"
@@ -180,7 +182,7 @@ def identity(model: CausalLM) -> dict[str, str]:
 
 def table_path(of: Mapping[str, str]) -> Path:
     """The file of the measured table for ``of``, in ``$INFER_STEP_COSTS`` or else in the cache folder."""
-    from shared.checkpoints.demo import cache_folder  # that module fetches models; engines import this one
+    from shared.checkpoints.demo import cache_folder  # that module fetches models, and engines import this one
 
     name = hashlib.sha256(json.dumps(dict(of), sort_keys=True).encode()).hexdigest()[:16]
     own = os.environ.get("INFER_STEP_COSTS")
@@ -228,7 +230,7 @@ def _head_weights(model: CausalLM) -> int:
 
 
 def _with_packed(expected: int, count: int, num_bytes: int) -> tuple[int, int]:
-    """Weights and bytes, including those that a CPU has packed: they are 16 bits wide, and in no module."""
+    """Weights and bytes, including those that a CPU has packed: these are 16 bits wide and belong to no module."""
     return max(expected, count), num_bytes + 2 * max(expected - count, 0)
 
 

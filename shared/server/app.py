@@ -1,7 +1,7 @@
 """The ASGI application: an engine's client, the routes and the middleware. Introduced in phase 4.
 
 Invariant: the middleware around a route is, from the outside in: log, hosts, origins, API key, body limits. So every
-refusal is logged, and a body without the key is never read.
+refusal is logged, and a body sent without the key is never read.
 """
 
 import logging

@@ -1,7 +1,7 @@
 """Errors of the API, all with the body ``{"error": {message, type, param, code}}``. Introduced in phase 4.
 
-400 is for a malformed request (invalid JSON, a missing field), 422 for an invalid value, 503 for a request that may be
-retried. Invariant: every error has this body, including FastAPI's.
+400 is for a malformed request (invalid JSON, a missing field), 422 for an invalid value, and 503 for a request that may
+be retried. Invariant: every error has this body, including FastAPI's.
 """
 
 import http
@@ -27,11 +27,11 @@ _REFUSALS: dict[type[InferError], tuple[int, str]] = {
     UnknownSegmentError: (404, "segment_not_found"),
     SegmentInUseError: (409, "segment_in_use"),
 }
-_SHOWN = 60  # maximum characters of an invalid value in a message
+_SHOWN = 60  # maximum length in characters of an invalid value quoted in a message
 
 
 class ErrorDetail(BaseModel):
-    """``param`` is the path of the invalid field, with dots; ``code`` is stable, for programs."""
+    """``param`` is the path of the invalid field, with dots; ``code`` is a stable identifier for programs."""
 
     message: str
     type: str
@@ -66,7 +66,7 @@ class ApiError(HTTPException):
 
     @property
     def openai_status(self) -> int:
-        """The status that OpenAI's API has for this error."""
+        """The status that OpenAI's API uses for this error."""
         if self.code == "model_not_found":
             return 404
         return 400 if self.status_code == 422 else self.status_code
@@ -98,10 +98,10 @@ def engine_failure(message: str | None) -> ApiError:
 
 
 def refusal_error(refusal: InferError, *, param: str, retry_after: int, segment_field: str | None = None) -> ApiError:
-    """The error for a request that the engine refuses: 503 if the queue is full; for segments 404 or 409; otherwise
+    """The error for a request that the engine refuses: 503 if the queue is full, 404 or 409 for segments, and otherwise
     422.
 
-    ``segment_field``: the field of a chat that named its segments, which is named if there is no such segment.
+    ``segment_field``: the field of a chat that named its segments; the error names it if there is no such segment.
     """
     if isinstance(refusal, QueueFullError):
         return overloaded(str(refusal), retry_after, code="queue_full")
@@ -112,7 +112,7 @@ def refusal_error(refusal: InferError, *, param: str, retry_after: int, segment_
 
 
 def validation_error(errors: Sequence[Mapping[str, Any]]) -> ApiError:
-    """The error for pydantic's findings: the first malformed part, else the first invalid value."""
+    """The error for pydantic's findings: the first malformed part or, if there is none, the first invalid value."""
     malformed = [error for error in errors if _is_malformed(error)]
     first = (malformed or errors)[0]
     param = ".".join(str(part) for part in first["loc"][1:]) or None
@@ -138,7 +138,7 @@ def validation_error(errors: Sequence[Mapping[str, Any]]) -> ApiError:
 
 
 def install(app: FastAPI) -> None:
-    """Register handlers that give every error of the application, including FastAPI's, this body."""
+    """Register handlers that give every error of the application this body, including FastAPI's own errors."""
     makers: dict[type[Exception], Callable[[Request, Any], ApiError]] = {
         ApiError: lambda request, error: error,
         RequestValidationError: lambda request, error: validation_error(error.errors()),
@@ -169,7 +169,7 @@ def _http_error(request: Request, error: HTTPException) -> ApiError:
 
 
 def _allowed(request: Request) -> dict[str, str]:
-    """The methods of all routes with the request's path; Starlette names only those of the first."""
+    """The methods of all routes with the request's path; Starlette names only those of the first route."""
     routes = [route for route in request.app.state.routes if route.matches(request.scope)[0] is not Match.NONE]
     return {"Allow": ", ".join(sorted({method for route in routes for method in route.methods}))}
 

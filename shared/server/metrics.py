@@ -40,11 +40,11 @@ HANDLERS = (
     "completions", "chat_completions", "models", "segments", "chunks", "health", "metrics", "page", "memory", "debug",
     "other",
 )  # fmt: skip
-disable_created_metrics()  # the ..._created samples, which would double the number of series
+disable_created_metrics()  # disables the ..._created samples, which would double the number of series
 
 
 class GapHistogram(Collector):
-    """The seconds between two tokens. The library's histogram takes one value at a time, under two locks; here the gaps
+    """The seconds between two tokens. The library's histogram takes one value at a time, under two locks. Here the gaps
     of a step's tokens, most of which are equal, are counted at once.
     """
 
@@ -131,7 +131,7 @@ class ServerMetrics:
             self._prefill.observe(stream.first_token - stream.scheduled)
 
     def on_gaps(self, gaps: Mapping[float, int]) -> None:
-        """The tokens of a step that follow others, counted by the seconds since."""
+        """The tokens of a step that follow other tokens, counted by the seconds since the previous one."""
         self._generation_tokens.inc(sum(gaps.values()))
         for seconds, count in gaps.items():
             self._gaps.observe(seconds, count)

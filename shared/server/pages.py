@@ -1,6 +1,6 @@
 """``/``: the playground and its charts, served from local files. Introduced in phase 4.
 
-Invariant: the page sends requests to this server only; its Content-Security-Policy enforces it.
+Invariant: the page sends requests only to this server; its Content-Security-Policy enforces that.
 """
 
 from functools import cache

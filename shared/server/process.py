@@ -1,7 +1,7 @@
 """The server process: socket, signals, shutdown. Introduced in phase 4.
 
-Invariants: a port in use is a ConfigError before the model is loaded; there are descriptors for all allowed
-connections, so none is refused without a log line; after SIGTERM the server refuses new requests, lets running ones
+Invariants: a port in use is a ConfigError before the model is loaded. There are descriptors for all allowed
+connections, so none is refused without a log line. After SIGTERM the server refuses new requests, lets running ones
 finish until shortly before the grace period ends, ends the rest with an error event, and exits with 0.
 """
 
@@ -32,10 +32,10 @@ SEND_BUFFER_BYTES = 128 * 2**10
 """The kernel's send buffer of a connection. By default it grows to megabytes, which an unread answer would fill."""
 BACKLOG = 2048
 SWITCH_INTERVAL = 0.0005
-"""Seconds for which a thread keeps Python's lock while another waits for it. The step of an engine on a thread gives it
-up at each operation, so at Python's own 5 ms it takes seconds while a large body is validated."""
+"""Seconds for which a thread keeps Python's lock while another waits for it. An engine's step on a thread releases the
+lock at each operation, so with Python's default of 5 ms it takes seconds while a large body is validated."""
 SPARE_DESCRIPTORS = 64
-"""For files, and for connections that are refused."""
+"""Descriptors for files, and for connections that are refused."""
 
 
 class Server(uvicorn.Server):
@@ -107,10 +107,10 @@ def bind(host: str, port: int) -> socket.socket:
 
 
 def _affordable(wanted: int) -> int:
-    """The connections that the process has descriptors for, at most ``wanted``; raises the process's limit as far as
-    allowed.
+    """The number of connections that the process has descriptors for, at most ``wanted``; raises the process's limit as
+    far as allowed.
 
-    A server without a free descriptor accepts connections only to close them, unseen by the server (libuv).
+    Without a free descriptor, libuv accepts connections only to close them, unseen by the server.
     """
     most, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     taken = psutil.Process().num_fds() + SPARE_DESCRIPTORS
@@ -148,10 +148,10 @@ def run(app: FastAPI, config: ServerConfig, bound: socket.socket, **described: A
         log_event(logging.WARNING, "other machines may send requests: there is no API key (--api-key)")
     server = Server(app, replace(config, max_connections=_affordable(config.max_connections)))
     gc.collect()
-    gc.freeze()  # later collections visit only what requests allocate: 0.1 s less for a large body
+    gc.freeze()  # later collections visit only what requests allocate, which saves 0.1 s for a large body
     sys.setswitchinterval(SWITCH_INTERVAL)
-    # SIGTERM may arrive before uvicorn's handler is installed; and uvicorn raises it again for this handler when it is
-    # done.
+    # SIGTERM may arrive before uvicorn's handler is installed; when uvicorn is done, it raises the signal again for
+    # this handler.
     before = signal.signal(signal.SIGTERM, lambda *_: setattr(server, "should_exit", True))
     try:
         bound.listen(BACKLOG)

@@ -1,4 +1,4 @@
-"""A server's settings, without its engine's. Introduced in phase 4.
+"""A server's settings, apart from its engine's. Introduced in phase 4.
 
 Invariant: every resource that a client can occupy (a connection, its time, a body, unread bytes) has its limit here.
 """

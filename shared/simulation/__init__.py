@@ -1,5 +1,5 @@
 """Simulates a fleet of replicas: thousands of engines and a router, on one processor. Follows phase 11.
 
-Discrete events: the clock jumps from one to the next. A request arrives, a router chooses its replica, and the
-replica's steps take as long as measured steps of the engine.
+It uses discrete events: the clock jumps from one event to the next. A request arrives, a router chooses its replica,
+and the replica's steps take as long as measured steps of the engine.
 """

@@ -1,7 +1,7 @@
 """The arriving requests and their times: sampled from conversations, or read from a recorded trace. Follows phase 11.
 
-A request's text is represented by its blocks: each whole block of its tokens has an id, and equal ids mean that all
-tokens up to the block's end are equal, as in the traces that Mooncake published (Qin et al., FAST 2025).
+A request's text is represented by its blocks. Each whole block of tokens has an id, and equal ids mean that all tokens
+up to the end of the block are equal, as in the traces that Mooncake published (Qin et al., FAST 2025).
 Invariants: requests are in order of arrival; a trace depends only on its arguments and the seed, so each router gets
 the same one.
 """
@@ -45,7 +45,7 @@ class Request:
 @dataclass(frozen=True)
 class Conversations:
     """What people send. A conversation begins with one of the ``systems`` system prompts, popular ones more often (the
-    n-th 1/n as often as the first), and each turn's prompt repeats the whole conversation so far. Lengths are
+    n-th is 1/n as likely as the first), and each turn's prompt repeats the whole conversation so far. Lengths are
     log-normal around their means, the number of turns is geometric, and the time between turns exponential.
     """
 
@@ -87,8 +87,8 @@ SHAPES: dict[str, Callable[[float], float]] = {
     "bursts": _bursts,
     "day": lambda position: 1 - 0.6 * math.cos(2 * math.pi * position),
 }
-"""Requests a second over their mean, by the position in the trace from 0 to 1; ``steady`` ones come at even distances,
-the others at random. ``day``: four times as many at noon as at midnight."""
+"""The rate of requests relative to its mean, by the position in the trace from 0 to 1. ``steady`` requests arrive at
+even intervals, the others at random. ``day``: four times as many at noon as at midnight."""
 
 
 def arrival_times(shape: str, rate: float, seconds: float, seed: int) -> Iterator[float]:
@@ -103,7 +103,7 @@ def arrival_times(shape: str, rate: float, seconds: float, seed: int) -> Iterato
     draw, density = random.Random(f"{seed} times"), SHAPES[shape]
     most = max(density(n / 1000) for n in range(1000))
     now = draw.expovariate(rate * most)
-    while now < seconds:  # thinning: of the times at the highest rate, keep the share that the shape requires
+    while now < seconds:  # thinning: from arrivals at the highest rate, keep the fraction that the shape requires
         if draw.random() * most < density(now / seconds):
             yield now
         now += draw.expovariate(rate * most)
@@ -122,7 +122,7 @@ def conversations(times: Iterator[float], settings: Conversations, seed: int) ->
             system = draw.choices(range(settings.systems), cum_weights=weights)[0]
             turn = _Conversation(system, next(names), settings.system_tokens, _turns(draw, settings.turns))
         prompt, new = turn.num_tokens + _tokens(draw, settings.turn_tokens), _tokens(draw, settings.new_tokens)
-        if prompt + new > settings.max_tokens:  # it would not fit, so start a new conversation
+        if prompt + new > settings.max_tokens:  # it would not fit, so a new conversation starts
             turn = _Conversation(turn.system, next(names), settings.system_tokens, turn.turns_left)
             prompt, new = turn.num_tokens + settings.turn_tokens, settings.new_tokens
         num_shared, base = settings.system_tokens // size, (turn.name + settings.systems) << 16
@@ -146,8 +146,9 @@ def recorded(path: Path, block_tokens: int, rate: float | None = None) -> Iterat
     """The requests in a file, one line of JSON each, in the format of Mooncake's traces: ``timestamp`` (milliseconds),
     ``input_length``, ``output_length`` (tokens), and optionally ``hash_ids``, one id for each block of the prompt.
 
-    Args: block_tokens: tokens of the blocks that ``hash_ids`` name. rate: requests per second; times are scaled to this
-        rate, None keeps them.
+    Args:
+        block_tokens: tokens of the blocks that ``hash_ids`` name.
+        rate: requests per second; times are scaled to this rate. None keeps them.
 
     Raises:
         RequestError: a line is not such a request.

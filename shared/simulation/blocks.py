@@ -21,7 +21,7 @@ class SimulatedBlocks:
         return -(-(request.prompt_tokens + request.new_tokens) // self.block_size)
 
     def admit(self, request: Request) -> bool:
-        """Reserve blocks for prompt and answer, after those that are cached; False if they do not fit."""
+        """Reserve blocks for prompt and answer, in addition to those that are cached; False if they do not fit."""
         shared = []
         for block in request.blocks[: request.prompt_tokens // self.block_size]:
             if block not in self.used and block not in self.cached:
@@ -39,7 +39,7 @@ class SimulatedBlocks:
         return True
 
     def enter(self, request: Request) -> None:
-        """The prompt is computed: its whole blocks become visible to others."""
+        """The prompt has been computed: its whole blocks become visible to other requests."""
         num_whole = request.prompt_tokens // self.block_size
         new = request.blocks[request.num_shared : num_whole]
         self._use(new)

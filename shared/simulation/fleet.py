@@ -23,7 +23,7 @@ _RUN_ENDS, _STARTED, _REPORT, _UPDATE = range(4)
 
 @dataclass(frozen=True)
 class FleetPlan:
-    """The number of replicas, and what happens to them.
+    """The number of replicas, and the updates that they go through.
 
     Each of the ``gateways`` has its own router, which remembers ``table_keys`` prefix keys; a request may arrive at any
     of them. Routers learn the loads every ``report_seconds``; with 0 they always know them. From ``update_at`` on,
@@ -67,8 +67,8 @@ class Fleet:
         self.listeners = [router for router in self.routers if isinstance(router, LeastBusy)]
         self.replicas: dict[int, Replica] = {}  # by name; names are never reused
         self.loads: dict[int, int] = {}  # ongoing requests of each replica that accepts new ones
-        self.seen = self.loads  # the routers' view of them
-        self.names: list[int] = []  # the same replicas, for routers that sample some
+        self.seen = self.loads  # the loads as the routers know them
+        self.names: list[int] = []  # the same replicas, for routers that sample some of them
         self.old: list[int] = []  # replicas still to be replaced
         self.events: list[tuple[float, int, int, int]] = []  # a heap: time, kind, number, replica
         self.num_events = 0
@@ -81,8 +81,8 @@ class Fleet:
             self._push(plan.update_at, _UPDATE)
 
     def run(self, requests: Iterable[Request]) -> Iterator[Request]:
-        """Yield each request when its answer is complete; ends when all are. Raises CapacityError for a request that no
-        replica could hold.
+        """Yield each request when its answer is complete; ends when all answers are. Raises CapacityError for a request
+        that no replica could hold.
         """
         for request in requests:
             yield from self._until(request.arrival)
@@ -131,7 +131,8 @@ class Fleet:
         yield from done
 
     def _drain_next(self, now: float) -> None:
-        """Retire the next old replica: it gets no more requests, and another starts once it has answered its last."""
+        """Retire the next old replica: it gets no more requests, and another one starts once it has answered its
+        last."""
         if self.old:
             # exercise 12.1x5: take the next old replica from the routers, and lose none of its requests
             # hint: routers choose from `seen`, which is `loads` itself or its last report

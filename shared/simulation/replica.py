@@ -1,10 +1,10 @@
 """One engine of a fleet: its queue, its steps and its prefix cache, without a model. Follows phase 11.
 
-It plans steps as the scheduler of phase 8 does: a token of each decoding request, then chunks of prompts in the order
-of admission. Steps that only decode the same requests are one run, which ends with the first answer, or at the end of
-the step in which a request arrives that could be admitted; so an event costs the same for one step as for a hundred.
+It plans steps as the scheduler of phase 8 does: one token for each decoding request, then chunks of prompts in the
+order of admission. Steps that only decode the same requests form one run. A run ends with the first complete answer, or
+with the step in which an admissible request arrives. So an event costs the same for one step as for a hundred.
 
-It does not simulate preemption (a request is admitted with space for its whole answer), nor waiting for blocks that
+It simulates neither preemption (a request is admitted with memory for its whole answer) nor waiting for blocks that
 another request is computing. Invariants: requests are admitted in order of arrival; at most ``max_batch_size`` run.
 """
 
@@ -20,7 +20,8 @@ from shared.simulation.step_times import StepTimes
 
 @dataclass(frozen=True)
 class EngineLimits:
-    """Each engine's settings, named as in :class:`shared.engine.config.EngineConfig`; ``kv_tokens``: in all blocks.
+    """Each engine's settings, named as in :class:`shared.engine.config.EngineConfig`; ``kv_tokens``: the tokens of all
+    blocks.
 
     A chunk has at most ``prefill_chunk_size`` tokens, even while nothing decodes.
     """
@@ -73,7 +74,7 @@ class Replica:
         self.waiting.append(request)
 
     def plan(self, now: float) -> float | None:
-        """Begin a run of steps; returns when it ends, None if there is nothing to do."""
+        """Begin a run of steps; returns its end, or None if there is nothing to do."""
         while self.waiting and self.num_running < self.limits.max_batch_size and self.blocks.admit(self.waiting[0]):
             request = self.waiting.popleft()
             request.scheduled, request.num_computed = now, request.num_cached

@@ -15,7 +15,7 @@ from shared.simulation.fleet import Fleet
 def serve(fleet: Fleet, trace: Iterable[Request], since: float, price: float) -> dict[str, Any]:
     """Run a trace to its end, and summarize the requests that arrive from second ``since`` on.
 
-    ``balance`` is the busiest replica's generated tokens over the mean; ``cost_per_thousand`` requests counts all
+    ``balance`` is the busiest replica's generated tokens divided by the mean; ``cost_per_thousand`` requests counts all
     replicas at ``price`` per hour, from ``since`` to the last arrival; ``engine_ms`` of a request is its share of the
     steps that ran. Times to the first token include ``StepTimes.request``.
     """

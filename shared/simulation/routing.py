@@ -1,7 +1,7 @@
 """The routers of a simulated fleet; routing by prefix uses the same decision as ``infer deploy``. Follows phase 11.
 
-Invariant: a router knows only what a gateway could: each replica's last reported load, the prompt, and where it sent
-earlier prompts.
+Invariant: a router knows only what a gateway could know: each replica's last reported load, the prompt, and where it
+sent earlier prompts.
 """
 
 import heapq
@@ -10,7 +10,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from shared.deployment.affinity import PrefixTable, drawn, ranked
+from shared.deployment.affinity import PrefixTable, ranked, sample_two
 from shared.simulation.arrivals import Request
 
 Names = Sequence[int]
@@ -69,15 +69,15 @@ class TwoChoices(Router):
     """The less busy of two random replicas."""
 
     def choose(self, request: Request, names: Names, loads: Loads) -> int:
-        return min(drawn(names, self.draw), key=loads.__getitem__)
+        return min(sample_two(names, self.draw), key=loads.__getitem__)
 
 
 class ByPrefix(Router):
-    """The replica that was sent the longest prefix, unless it is much busier: as the gateway chooses."""
+    """The replica that was sent the longest prefix, unless it is much busier, as the gateway chooses."""
 
     def choose(self, request: Request, names: Names, loads: Loads) -> int:
         keys = request.blocks[: request.prompt_tokens // self.block_tokens]
-        best, *_ = ranked(drawn(names, self.draw), loads, self.table.matches(keys), len(keys))
+        best, *_ = ranked(sample_two(names, self.draw), loads, self.table.matches(keys), len(keys))
         replica = min(best, key=loads.__getitem__)
         self.table.record(keys, replica)
         return replica

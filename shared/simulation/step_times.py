@@ -1,7 +1,7 @@
 """The time of an engine's step, as a formula with measured coefficients. Follows phase 11.
 
-A step reads the weights once, computes its tokens, and each token attends to the keys before it. Invariant: the time is
-linear in each of these counts, so the time of many steps of the same requests has a closed form.
+A step reads the weights once and computes its tokens, each of which attends to the keys before it. Invariant: the time
+is linear in each of these counts, so the time of many steps of the same requests has a closed form.
 """
 
 import math
@@ -18,15 +18,15 @@ class StepTimes:
 
     step: float
     prefill_step: float
-    """More, of a step with prompts: a GPU replays no graph then."""
+    """Additional time of a step with prompts: a GPU replays no graph then."""
     prefill_token: float
     prefill_key: float
-    """Of each pair of a prompt's token and a key that the token attends to."""
+    """Time for each pair of a prompt's token and a key that the token attends to."""
     decode_row: float
     decode_key: float
-    """Of each key that a decoding request attends to."""
+    """Time for each key that a decoding request attends to."""
     request: float = 0.0
-    """Of a request outside the engine, before its first token: HTTP, the router, the text."""
+    """Time of a request outside the engine, before its first token: HTTP, the router, the text."""
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
@@ -48,8 +48,8 @@ class StepTimes:
         return num_tokens * self.prefill_token + self.prefill_key * num_tokens * (start + (num_tokens + 1) / 2)
 
     def decode(self, num_rows: int, num_keys: int, num_steps: int = 1) -> float:
-        """Seconds of steps that only decode the same requests; the first attends to ``num_keys`` keys, and each later
-        step to one more key per request.
+        """The duration of steps that only decode the same requests; the first attends to ``num_keys`` keys, and each
+        later step to one more key per request.
         """
         first = self.step + num_rows * self.decode_row + num_keys * self.decode_key
         return num_steps * (first + num_rows * self.decode_key * (num_steps - 1) / 2)

@@ -1,20 +1,20 @@
 """Chooses how many drafts each request gets, from their acceptance and their cost. Introduced in phase 11.
 
-If each of a request's drafts is accepted with probability a, its j-th draft of a step yields a token with probability
-a^j, since all earlier drafts must be accepted too. Verification costs little while a step is memory-bound, and much in
-a large, compute-bound batch. So the drafts of all requests of a step are sorted by their probability, and the first n
-are computed, where n maximizes tokens per second. The cost of a step comes from a table
-(:mod:`shared.scheduling.step_costs`), never from a clock.
+If each of a request's drafts is accepted with probability a, its j-th draft in a step yields a token with probability
+a^j, since all earlier drafts must be accepted too. Verification costs little while a step is memory-bound, and a lot in
+a large, compute-bound batch. So all drafts of a step are sorted by their probability, and the first n are computed,
+where n maximizes tokens per second. The cost of a step comes from a table (:mod:`shared.scheduling.step_costs`), never
+from a clock.
 
-The best n may be 0 for a request, or for all. Then a single draft is tried occasionally, since a text may become
-predictable. The intervals grow fourfold and end at the same steps for all requests, because a step with drafts cannot
-be prepared while the previous step runs. They are longer if an attempt costs more, so that useless drafts take at most
-3 % of the time of a long answer. A drafter that repeatedly finds nothing is asked at such intervals too. If even
-perfect drafts would cost more time than they save, none is tried. Drafts that are almost never accepted are abandoned
-regardless of cost, so that a wrong table does little harm.
+The best n may be 0 for a request, or for all. Then a single draft is tried occasionally, since the text may become
+predictable. The intervals grow fourfold each time and end at the same steps for all requests, because a step with
+drafts cannot be prepared while the previous step runs. They are longer if an attempt costs more, so that useless drafts
+take at most 3 % of the time of a long answer. A drafter that repeatedly finds nothing is asked at such intervals too.
+If even perfect drafts would cost more time than they save, none are tried. Drafts that are almost never accepted are
+abandoned regardless of cost, so that a wrong table does little harm.
 
-Invariants: a request's estimate depends only on its own drafts; lengths depend only on counts and the table, so they
-are the same in each run. Coupled acceptance gives the same tokens for any lengths. With rejection sampling the tokens
+Invariants: a request's estimate depends only on its own drafts. Lengths depend only on counts and the table, so they
+are the same in every run. Coupled acceptance gives the same tokens for any lengths. With rejection sampling the tokens
 depend on the lengths, so they are reproducible because the lengths are.
 """
 
@@ -30,15 +30,15 @@ from shared.engine.config import EngineConfig
 from shared.engine.request import Request
 
 MEMORY = 0.9
-"""What a step's evidence is worth a step later: the estimate is that of the last ten steps or so."""
+"""The weight of a step's evidence one step later: the estimate covers about the last ten steps."""
 LONGEST_WAIT = 64
-"""Steps between attempts, at most, if an attempt costs no more than two plain steps."""
+"""Maximum steps between attempts, if an attempt costs no more than two plain steps."""
 FIRST_WAIT_PER_COST, LONGEST_WAIT_PER_COST = 8, 48
-"""Plain steps between attempts for each plain step that an attempt costs, at least: at first, and at last."""
+"""Minimum plain steps between attempts for each plain step that an attempt costs: at first, and in the end."""
 PATIENCE = 4
-"""Steps in a row in which a drafter may find nothing before it is asked less often."""
+"""Consecutive steps in which a drafter may find nothing before it is asked less often."""
 LEAST_RATE = 0.1
-"""Of drafts that are accepted less often, none but attempts is made, however cheap the table says they are."""
+"""The acceptance rate below which only attempts are made, however cheap drafts are according to the table."""
 
 
 class DraftCosts(NamedTuple):
@@ -46,7 +46,8 @@ class DraftCosts(NamedTuple):
 
     ``plain`` is a step without drafts, prepared while another runs; ``short`` and ``long`` are steps that verify one
     draft, or the maximum, for each request, and are waited for. ``first`` and ``more`` are forwards of the draft model:
-    with two tokens per request, which it lacks if all drafts of the previous step were accepted, and with one.
+    ``first`` with the two tokens per request that the model lacks if all drafts of the previous step were accepted,
+    ``more`` with one.
     """
 
     plain: float
@@ -57,47 +58,49 @@ class DraftCosts(NamedTuple):
 
 
 CostsOf = Callable[[int, int, int], DraftCosts]
-"""The costs for a number of requests, their tokens in the KV cache together, and the most drafts of one."""
+"""The costs for a number of requests, the sum of their tokens in the KV cache, and the maximum number of drafts of one.
+"""
 
 
 def a_tenth(num_requests: int, context: int, longest: int) -> DraftCosts:
-    """Without a model there is no table: a draft then costs a tenth of a step."""
+    """Without a draft model there is no table, and a draft costs a tenth of a step."""
     return DraftCosts(1.0, 1.1, 1.0 + longest / 10, 0.0, 0.0)
 
 
 @dataclass
 class Acceptance:
-    """What is known about a request's drafts; initially as if one of one and a half drafts had been accepted."""
+    """What is known about a request's drafts; initially, as if one out of one and a half drafts had been accepted."""
 
     num_accepted: float = 1.0
-    num_judged: float = 1.5  # accepted drafts, and the first rejected one of each step: later ones were not judged
+    num_judged: float = 1.5  # accepted drafts plus the first rejected one of each step; later ones were not judged
     wait: int = 0  # steps without drafts before the next attempt
     next_wait: int = 1
-    is_due: bool = True  # before an attempt, even though drafts do not seem worthwhile
+    is_due: bool = True  # steps before an attempt, even though drafts do not seem worthwhile
     num_empty: int = 0  # consecutive attempts for which the drafter found nothing
     is_asked: bool = False  # for drafts none of which have been counted yet
 
     @property
     def rate(self) -> float:
-        """The probability that a draft after accepted ones is accepted."""
+        """The probability that a draft is accepted if all drafts before it are."""
         return self.num_accepted / self.num_judged
 
 
 class Stakes(NamedTuple):
-    """What drafts for this many requests can gain and cost."""
+    """What drafts for this many requests can gain, and what they cost."""
 
     costs: DraftCosts
     can_pay: bool  # if all are accepted
-    first_wait: int  # plain steps, a power of 4, as the maximum
+    first_wait: int  # plain steps, a power of 4; the maximum
     longest_wait: int
 
 
 class DraftLengths:
-    """The number of drafts for each request, at most ``longest`` (0: none); ``is_adaptive`` False gives each
-    the longest.
+    """The number of drafts for each request, at most ``longest`` (0: none); with ``is_adaptive`` False, each gets the
+    longest.
 
-    Args: attempt_steps: the steps per draft that cannot be prepared while another runs: 2 if a step makes the draft and
-        the next one verifies it (phase 11.1).
+    Args:
+        attempt_steps: the steps per draft that cannot be prepared while another runs: 2 if a step makes the draft and
+            the next one verifies it (phase 11.1).
     """
 
     def __init__(
@@ -106,12 +109,12 @@ class DraftLengths:
         self.longest, self.is_adaptive, self.attempt_steps = longest, is_adaptive, attempt_steps
         self.costs_of = costs_of
         self.stakes: dict[tuple[int, int, int], Stakes] = {}
-        self.stakes_of = costs_of  # which they were made from
+        self.stakes_of = costs_of  # the settings that they were made from
         self.known: WeakKeyDictionary[Request, Acceptance] = WeakKeyDictionary()
         self.num_steps = 0
 
     def wanted(self, decoding: Sequence[Request]) -> dict[Request, int]:
-        """The numbers of drafts of the requests that want any; call it once per step, before it is granted."""
+        """The numbers of drafts of the requests that want any; call it once per step, before drafts are granted."""
         if self.longest == 0:
             return {}
         asking = [request for request in decoding if request.params.use_speculative_decoding]
@@ -128,7 +131,7 @@ class DraftLengths:
             return certain
         known = [self.known.setdefault(request, Acceptance()) for request in requests]
         is_waiting = [self._waits(acceptance, stakes) for acceptance in known]
-        if all(is_waiting):  # most steps of unpredictable texts: the host must not be slower in them
+        if all(is_waiting):  # the usual case for unpredictable text, in which the host must not become slower
             return certain
         rates = [0.0 if waits else acceptance.rate for acceptance, waits in zip(known, is_waiting, strict=True)]
         lengths = best_lengths([rate if rate >= LEAST_RATE else 0.0 for rate in rates], self.longest, stakes.costs)
@@ -172,7 +175,7 @@ class DraftLengths:
         return self.stakes[key]
 
     def _waits(self, known: Acceptance, stakes: Stakes) -> bool:
-        """Whether a request has no drafts in this step, regardless of their value."""
+        """Whether a request has no drafts in this step, whatever their value."""
         if known.is_asked:  # in the previous step, and nothing was counted
             known.is_asked = False
             known.num_empty += 1
@@ -185,19 +188,19 @@ class DraftLengths:
         return True
 
     def _back_off(self, known: Acceptance, stakes: Stakes) -> None:
-        """Wait for a step whose number is a multiple of the wait."""
+        """Wait until a step whose number is a multiple of the wait."""
         wait = min(max(known.next_wait, stakes.first_wait), stakes.longest_wait)
         known.wait, known.next_wait = wait - self.num_steps % wait, 4 * wait
 
 
 def draft_lengths(config: EngineConfig) -> DraftLengths:
-    """From the settings; none without ``use_speculative_decoding``."""
+    """From the settings; none if ``use_speculative_decoding`` is False."""
     longest = config.spec_length if config.use_speculative_decoding else 0
     return DraftLengths(longest, is_adaptive=config.is_on("adapt_spec_length"))
 
 
 def _power_of_4(least: float) -> int:
-    """The smallest power that is not below ``least`` or 1."""
+    """The smallest power of 4 that is at least ``least`` and at least 1."""
     power = 1
     while power < least:
         power *= 4
@@ -205,10 +208,12 @@ def _power_of_4(least: float) -> int:
 
 
 def best_lengths(rates: Sequence[float], longest: int, costs: DraftCosts) -> list[int]:
-    """The number of drafts of each of B requests, up to ``longest``, with the most tokens for the cost of the step.
+    """The number of drafts for each of B requests, up to ``longest``, that gives the most tokens for the cost of the
+    step.
 
-    Args: rates: for each request, the probability that a draft is accepted if those before it are. costs: for B
-        requests.
+    Args:
+        rates: for each request, the probability that a draft is accepted if those before it are.
+        costs: the costs for B requests.
     """
     plain, short, long, first, more = costs
     B = len(rates)

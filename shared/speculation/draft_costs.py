@@ -34,8 +34,8 @@ class TableCosts:
 
 
 def weigh(scheduler: Scheduler, model: CausalLM, drafter: Drafter) -> None:
-    """Let a scheduler that grants drafts choose their numbers by the tables of the model and the drafter. Raises what
-    :func:`shared.scheduling.step_costs.step_costs` raises.
+    """Let a scheduler that grants drafts choose their numbers from the tables of the model and the drafter. Raises
+    whatever :func:`shared.scheduling.step_costs.step_costs` raises.
     """
     if not scheduler.config.use_speculative_decoding:
         return

@@ -23,7 +23,7 @@ class DraftDraw:
     distributions: MutableMapping[tuple[int, int], torch.Tensor]
 
     def __call__(self, edited: Edited, rows: Sequence[SamplingRow]) -> torch.Tensor:
-        """See :data:`shared.engine.sampling.drawing.Draw`; never replayed, since it keeps distributions."""
+        """See :data:`shared.engine.sampling.drawing.Draw`; never replayed, since it stores distributions."""
         batch = edited.batch
         logits = adjust_logits(edited.edit(), batch)
         ids = logits.argmax(-1)

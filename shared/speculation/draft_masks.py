@@ -1,11 +1,12 @@
-"""Masks of drafts: a draft model samples under the grammars of its requests. Introduced in phase 12.
+"""Masks for drafts: a draft model samples under its requests' grammars. Introduced in phase 12.
 
-Without masks a draft model proposes tokens that the grammar refuses, and all later drafts are lost with it. On a GPU
-its sampler computes masks as the model's sampler does, in its own rows. These rows follow drafts that may be rejected,
-so they are cleared before the next step's drafts. On a CPU the host knows the drafts and makes the masks from them.
+Without masks a draft model proposes tokens that the grammar refuses, and all later drafts are lost with them. On a GPU,
+the draft model's sampler computes masks as the model's does, in its own table rows. These rows advance with drafts that
+may be rejected, so they are cleared before the next step's drafts. On a CPU, the host knows the drafts and computes the
+masks from them.
 
 Invariant: a draft is sampled from the tokens that its grammar allows after the drafts before it. Exceptions, which stay
-unmasked: drafts of a model with a different number of logits, and on a GPU those of grammars whose tables are not
+unmasked: drafts of a model with a different number of logits and, on a GPU, drafts for grammars whose tables are not
 loaded or whose end ``min_tokens`` forbids.
 """
 
@@ -49,7 +50,7 @@ class DeviceMasks(DraftMasks):
 
 
 class HostMasks(DraftMasks):
-    """The host computes the masks, and first waits for the drafts."""
+    """The host computes the masks, after waiting for the drafts."""
 
     def steps(self, max_rows: int) -> list[Step]:
         return [host_masks]
@@ -83,6 +84,6 @@ def masked_draft_model(
     pool: GrammarPool | None,
     load: Callable[..., CausalLM] = load_model,
 ) -> DraftModel:
-    """A draft model whose masks come from the tables in ``pool``, on the device; None: masks are made on the host."""
+    """A draft model whose masks come from the tables in ``pool``, on the device; None: the host computes the masks."""
     masks = HostMasks() if pool is None else DeviceMasks(pool)
     return DraftModel(config, target, tokenizer, masks=masks, load=load)

@@ -1,20 +1,20 @@
 """Drafts from a smaller model with the same vocabulary. Introduced in phase 11.
 
-The draft model has its own requests (the *draft requests* of :class:`shared.cache.pool.paired.PairedPool`), KV cache
-and runner. In each step its first forward computes the tokens of each request that it lacks and samples the first
-draft. Each later forward computes the previous draft, whose id never leaves the device, and samples the next. While all
-requests continue, the device also advances the step, and the host only launches. The host waits once, for all drafts,
-after it has launched the step that verifies them.
+The draft model has its own KV cache, runner and requests (the *draft requests* of
+:class:`shared.cache.pool.paired.PairedPool`). In each step, its first forward computes the tokens that it lacks of each
+request and samples the first draft. Each later forward computes the previous draft, whose id never leaves the device,
+and samples the next. While the set of requests stays the same, the device also advances the step, and the host only
+launches. The host waits once for all drafts, after it has launched the step that verifies them.
 
 A draft model samples with the seed, index and parameters of its request. With coupled acceptance it also uses the
 request's noise, which makes equal tokens likely. With rejection sampling it uses its own noise stream and returns the
 distribution of each draft.
 
-The draft model computes a prompt in the same chunks as the model. It may lack more: its prefix tree may hold less, and
-it computes nothing while a request gets no drafts. It computes these tokens in chunks too, and the request has no
-drafts until it has caught up.
+The draft model computes a prompt in the same chunks as the model. It may lack more tokens than the model does: its
+prefix tree may hold less, and it computes nothing while a request gets no drafts. It computes the missing tokens in
+chunks too; until it has caught up, the request has no drafts.
 
-Invariants: the pool counts only the request's own tokens as computed: the keys of drafts stay in their slots and count
+Invariants: the pool counts only the request's own tokens as computed; the keys of drafts stay in their slots and count
 once the drafts are accepted. A failure of the draft model costs only drafts.
 """
 
@@ -53,7 +53,8 @@ from shared.text.tokenizer import Tokenizer
 Asking = tuple[Request, Request, int]
 """A request, its draft request, and the number of drafts it may have."""
 Drawn = tuple[list[Asking], list[int], SamplerOutput]
-"""The draws of one forward: for whom, the number of each in the batch, and their ids, which may be on the device."""
+"""The draws of one forward: their requests, the index of each in the batch, and their ids, which may be on the device.
+"""
 
 
 class DraftMasks:
@@ -64,10 +65,10 @@ class DraftMasks:
         return []
 
     def forget(self) -> None:
-        """Forget rows that follow the previous step's drafts, which may have turned out wrong."""
+        """Discard the rows that follow the previous step's drafts, some of which may have been rejected."""
 
     def rows(self, rows: list[SamplingRow], asking: Sequence[Asking], proposed: Sequence[Drawn]) -> list[SamplingRow]:
-        """The rows for the next drafts, after the ``proposed`` so far in this step, with their masks."""
+        """The rows for the next drafts, after those ``proposed`` so far in this step, with their masks."""
         return rows
 
 
@@ -77,11 +78,13 @@ NO_MASKS = DraftMasks()
 class DraftModel(Drafter):
     """A drafter that runs a draft model.
 
-    Args: config: the engine's. target: the model that verifies; its ``tokenizer`` must have the draft model's tokens.
-        masks: for the drafts (phase 12). load: like ``load_model``, loads the draft model, or a shard of it (phase
-        12.1).
+    Args:
+        config: the engine's config.
+        target: the model that verifies; its ``tokenizer`` must have the draft model's tokens.
+        masks: the masks of the drafts (phase 12).
+        load: like ``load_model``, loads the draft model, or a shard of it (phase 12.1).
 
-    Raises ConfigError for another vocabulary, and what ``load_model`` raises.
+    Raises ConfigError if the vocabularies differ, and whatever ``load_model`` raises.
     """
 
     pool: CachePoolProtocol
@@ -128,7 +131,7 @@ class DraftModel(Drafter):
         entries, asking = self._missing(schedule)
         if not entries:
             return
-        self.runner.sampler.penalties.forget()  # they count the previous step's drafts
+        self.runner.sampler.penalties.forget()  # these counts include the previous step's drafts
         proposed: list[Drawn] = []
         is_decode = len(asking) == len(entries) and all(entry.num_tokens == 1 for entry in entries)
         launched = self._run(schedule, entries, max(ask[2] for ask in asking) - 1 if is_decode else 0)
@@ -207,7 +210,7 @@ class DraftModel(Drafter):
             draft_request.append(token_id)
         length = self.pool.length(draft_request)
         written = draft_request.draft_ids[:-1]  # the last draft was not computed
-        known = request.ids(length, length + len(written))  # fewer than drafts if their step was interrupted
+        known = request.ids(length, length + len(written))  # fewer than the drafts if their step was interrupted
         num_right = num_equal(known, written[: len(known)])
         self.pool.commit(draft_request, num_right)
         draft_request.draft_ids = []

@@ -4,8 +4,8 @@ The scheduler grants numbers of drafts; a drafter supplies the token ids. Invari
 drafts as its entry of the schedule grants; drafts follow the request's known tokens, so no token of that request is in
 flight.
 
-A draft model's drafts stay on the device, where the verifying step reads them. So the host prepares and launches that
-step meanwhile, and waits for the ids only to sample and to accept.
+A draft model's drafts stay on the device, where the verifying step reads them. So the host meanwhile prepares and
+launches that step, and waits for the ids only to sample and to accept.
 """
 
 from abc import ABC, abstractmethod
@@ -22,7 +22,7 @@ from shared.scheduling.step_costs import StepCosts
 
 
 class PendingDrafts:
-    """A runner's table of ids after its first ``num_rows``; a draft at ``index`` has the id ``-1 - index``."""
+    """A runner's table of ids, after its first ``num_rows`` rows; the draft at ``index`` has the id ``-1 - index``."""
 
     def __init__(self, last_ids: torch.Tensor, num_rows: int) -> None:
         self.drafts, self.num_rows = last_ids[num_rows:], num_rows
@@ -31,7 +31,7 @@ class PendingDrafts:
         """Put a step's drafts into the table, replacing the previous step's; returns the id of each."""
         count = sum(map(len, drafts))
         assert count <= len(self.drafts), "or they would be written elsewhere"
-        if drafts:  # otherwise all have failed
+        if drafts:  # otherwise all of them failed
             torch.cat(tuple(drafts), out=self.drafts[:count])
         return range(-1 - self.num_rows, -1 - self.num_rows - count, -1)
 
@@ -60,7 +60,7 @@ class Drafter(ABC):
         """
 
     def leave_drafts_in(self, pending: PendingDrafts) -> None:
-        """From now on ``propose`` may leave drafts there, and does not wait for them."""
+        """From now on ``propose`` may leave drafts on the device without waiting for them."""
 
     def collect(self) -> None:
         """Wait for the drafts that ``propose`` has left on the device, and set ``draft_ids`` to them."""
@@ -72,11 +72,11 @@ class Drafter(ABC):
 
     @property
     def step_costs(self) -> StepCosts | None:
-        """The cost of the forwards that make drafts, one draft per request each; None: drafts cost nothing."""
+        """The cost of the forwards that make one draft per request, for each draft; None: drafts cost nothing."""
         return None
 
     def num_tokens(self, num_drafts: int) -> int:
-        """The tokens of a request in a step that verifies this many of its drafts."""
+        """The number of tokens that a request has in a step that verifies this many of its drafts."""
         return num_drafts + 1
 
 

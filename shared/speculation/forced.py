@@ -1,11 +1,12 @@
 """Drafts that a grammar forces: the text that must come next. Introduced in phase 12.
 
-If a schema allows only one continuation, as after the first letter of a long key, the text is known, but its tokens are
-not: a model may tokenize it in several ways. So the jump-forward text is tokenized, and its tokens are ordinary drafts,
-which the model accepts or replaces. Appending them as outputs could impose a tokenization that the model never uses.
+If a schema allows only one continuation, for example after the first letter of a long key, the text is known but its
+tokens are not: a model may tokenize it in several ways. So the jump-forward text is tokenized, and its tokens are
+ordinary drafts, which the model accepts or replaces. Appending them as outputs could impose a tokenization that the
+model never uses.
 
-The other drafter proposes first: its drafts are kept as far as the grammar allows them, and the text that the grammar
-forces there follows them. Forced text needs no estimate, so a request gets drafts for all of it, whatever was accepted
+The other drafter proposes first. Its drafts are kept as far as the grammar allows them, and the text that the grammar
+forces from there follows. Forced text needs no estimate, so a request gets drafts for all of it, whatever was accepted
 before.
 
 Whitespace between the parts of a document is optional, so strictly speaking nothing is forced there. This module
@@ -37,7 +38,7 @@ from shared.text.tokenizer import Tokenizer
 MOST_BYTES = 256
 """Of a forced text."""
 MOST_TRIED = 8
-"""Bytes that a state may have, for it to be looked at whether the counters leave but one of them."""
+"""Maximum number of bytes that a state may allow for the counters to be checked for leaving only one of them."""
 COLON = ord(":")
 
 
@@ -65,7 +66,7 @@ class ForcedText:
         return bytes(text)
 
     def _bytes_of(self, state: int) -> tuple[bytes, bool]:
-        """The non-blank bytes that a state allows, none if there are many; and whether it allows blanks."""
+        """The non-blank bytes that a state allows (none if there are many), and whether it allows blanks."""
         if state not in self._known:
             entries = self.automaton.table[state][self.automaton.columns]
             is_blank = (entries != REFUSED) & (entries & (1 << ACTION_BITS) - 1 == Action.BLANK)
@@ -152,7 +153,7 @@ class ForcedTextDrafter(Drafter):
             request.num_certain_drafts = len(self._forced(constraint.fsm, state, request.last_token_id))
 
     def _forced(self, fsm: TokenFSM, now: Configuration | None, before: int) -> tuple[int, ...]:
-        """The tokens of what must follow; ``before`` is the token before them."""
+        """The tokens of the text that must follow; ``before`` is the token before them."""
         if now is None:
             return ()
         if fsm not in self.grammars:
@@ -161,7 +162,7 @@ class ForcedTextDrafter(Drafter):
         return self.spelled(self.grammars[fsm].after(now, last[0] if last else 0))
 
     def _spelled(self, forced: bytes) -> tuple[int, ...]:
-        """The tokens of a text, up to the first special one or an incomplete last character."""
+        """The tokens of a text, up to the first special token or an incomplete last character."""
         text = forced.split(bytes([SPECIAL_BYTE]))[0].decode(errors="ignore")
         ids = self.tokenizer.encode(text, add_special_tokens=False) if text else []
         spelled = b"".join(map(self.tokenizer.token_bytes, ids))

@@ -2,7 +2,7 @@
 
 An answer often repeats parts of its prompt, or of itself: names, quotations, code. So the last tokens are looked up in
 the text before them, and the tokens that followed there are proposed (prompt lookup decoding: Saxena 2023; LLMA: Yang
-et al., arXiv 2304.04487). The match is the position with the longest common suffix, the latest among equals.
+et al., arXiv 2304.04487). The match is the position with the longest common suffix; the latest one wins ties.
 
 The search is zlib's LZ77: a table holds the last position of each pair of tokens, and each position links to the
 previous one with the same pair. A new token costs one entry, and a search visits at most ``MOST_VISITED`` positions, so
@@ -22,9 +22,9 @@ from shared.scheduling.schedule import Schedule
 from shared.speculation.drafter import Drafter
 
 MOST_VISITED = 32
-"""Places that a search compares, from the latest."""
+"""Maximum number of positions that a search compares, starting with the latest."""
 LONGEST = 32
-"""Tokens of a suffix that are compared; no longer one is looked for."""
+"""Maximum length of a suffix that is compared."""
 
 
 class NGramIndex:
@@ -32,12 +32,13 @@ class NGramIndex:
 
     def __init__(self) -> None:
         self.ids: list[int] = []
-        self.offset = 0  # where a request's tokens begin in ids; with a prediction, only its last prompt token is there
+        # where a request's tokens begin in `ids`; with a prediction, only its last prompt token is there
+        self.offset = 0
         self.last: dict[tuple[int, int], int] = {}  # the end of the latest indexed occurrence of a pair
         self.before = [0, 0]  # by the end of an occurrence: the end of the one before it, or 0; no pair ends at 0 or 1
 
     def extend(self, new_ids: Sequence[int]) -> None:
-        """Append tokens; the pairs that are no longer the newest enter the index."""
+        """Append tokens; pairs that are no longer the newest enter the index."""
         self.ids += new_ids
         ids, last = self.ids, self.last
         for end in range(len(self.before), len(ids)):
@@ -46,9 +47,10 @@ class NGramIndex:
             last[pair] = end
 
     def following(self, count: int) -> list[int]:
-        """Up to ``count`` tokens that followed the longest suffix found again; empty if not even a pair is.
+        """Up to ``count`` tokens that followed the longest earlier occurrence of the suffix; empty if not even a pair
+        occurs again.
 
-        A suffix that overlaps its own repetition is continued periodically.
+        If a suffix overlaps its own repetition, it is continued periodically.
         """
         ids, size = self.ids, len(self.ids)
         # exercise 11x1: find the suffix
@@ -79,7 +81,7 @@ class NGramIndex:
 
 
 class NGramDrafter(Drafter):
-    """Looks up the newest tokens of each request in its own text; q of its drafts is one-hot, and they cost no
+    """Looks up the newest tokens of each request in its own text. The q of its drafts is one-hot, and they cost no
     forward."""
 
     def __init__(self) -> None:

@@ -1,4 +1,4 @@
-"""Whether two models have the same vocabulary, so that one may draft for the other. Introduced in phase 11."""
+"""Checks that two models have the same vocabulary, so that one may draft for the other. Introduced in phase 11."""
 
 from shared.errors import ConfigError
 from shared.models.causal_lm import CausalLM

@@ -1,10 +1,10 @@
 """Reads one call, ``{"name": …, "arguments": {…}}``, one character at a time. Introduced in phase 12.
 
 The arguments are passed on while they are generated, so they are not parsed: the reader tracks brackets and strings
-only to find their end, and the client checks the rest. Text written without a grammar is read leniently: members may
-come in any order, arguments that precede the name are held until it is known, and unknown members, which models add,
-are skipped. If a grammar spells calls, only that spelling is a call; anything else is free text, whose arguments follow
-no schema.
+only to find the end, and the client validates the content. Text written without a grammar is read leniently. Members
+may come in any order; arguments that precede the name are held until the name is known; and unknown members, which
+models add, are skipped. If a grammar spells calls, only that spelling is a call; anything else is free text, whose
+arguments follow no schema.
 
 Invariant: a call is known (``name``) only once its name is a function's and its arguments are an object; from then on
 it counts, even if the text breaks off inside its arguments.
@@ -28,10 +28,14 @@ class BrokenCallError(Exception):
 class CallReader:
     """Reads one object.
 
-    Attributes: name: the function's name; None until the call is known. named: the same, but set as soon as the name
-        has been read. has_others: it has members that a call does not need. is_done: the last brace has been read.
+    Attributes:
+        name: the function's name; None until the call is known.
+        named: the same, but set as soon as the name has been read.
+        has_others: the object has members that a call does not need.
+        is_done: the last brace has been read.
 
-    Args: spelling: the text before and after the name if a grammar spells calls; None: read leniently.
+    Args:
+        spelling: the text before and after the name, if a grammar spells calls; None: the text is read leniently.
     """
 
     def __init__(self, names: Collection[str], spelling: tuple[str, str] | None = None) -> None:

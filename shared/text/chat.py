@@ -1,8 +1,8 @@
 """Conversations as prompts, using our own Jinja2 templates. Introduced in phase 2.
 
 An instruction-tuned model answers well only in the exact format it was trained on, down to a newline. Checkpoints
-include a template for it, which is untrusted code; ours are few, short, readable and compared with theirs
-(`chat_format`). They are rendered in an immutable sandbox nevertheless.
+include a template for it, which is untrusted code; ours are few, short and readable, and are compared with theirs
+(`chat_format`). They are nevertheless rendered in an immutable sandbox.
 
 Invariant: for messages of plain text, `encode_chat` gives the ids of transformers' ``apply_chat_template`` on the
 official checkpoint: one BOS where the family has one, never two. Text inside a message never becomes a control token,
@@ -34,14 +34,14 @@ TEMPLATE_CHOICES = (
     ("qwen3", "<|im_start|>", "qwen3"),
     ("gemma3_text", "<start_of_turn>", "gemma3"),
 )
-# The default date of Llama 3.1's template.
+# The default date in Llama 3.1's template.
 LLAMA_RELEASE_DATE = "26 Jul 2024"
 _ALTERNATING = ("gemma3",)
 THINKING_TEMPLATES = ("qwen3",)
-# How each template that has tools lays out their JSON (phase 12).
+# How each template with tools lays out their JSON (phase 12).
 TOOL_INDENTS = {"llama3": 4, "qwen3": None, "chatml": None}
 _CALL_MARKS = ("<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>")
-# Texts that divide a turn in some format; if they are tokens, these are mostly not special.
+# Texts that structure a turn in some format; if they are tokens, they are usually not special ones.
 _MARKS: dict[str, tuple[str, ...]] = {"qwen3": ("<think>", "</think>", *_CALL_MARKS), "chatml": _CALL_MARKS}
 
 
@@ -157,12 +157,12 @@ def chat_parts(
     today: datetime.date | None = None,
     tools: Sequence[Mapping[str, Any]] = (),
 ) -> list[str]:
-    """The prompt text of a conversation, in parts to tokenize one by one; BOS comes from the template alone.
+    """The prompt text of a conversation, in parts to tokenize one by one; BOS comes only from the template.
 
     Differences between checkpoints of one family are read from the checkpoint: whether Llama's system turn contains a
     date (see `llama_date`; `today` defaults to the clock), and whether ChatML has SmolLM2's default system message.
 
-    A special token written out in a message ("<|im_end|>") stays text: it is cut after its first character, and the
+    A special token written out in a message ("<|im_end|>") stays text: it is split after its first character, and the
     parts are tokenized separately, so a user cannot forge a turn. The same holds for the marks of thoughts, calls and
     results ("<think>"), except those that an assistant wrote. transformers encodes both as tokens; for every other
     content the ids are the same.
@@ -259,6 +259,6 @@ def unused_character(texts: Sequence[str]) -> str:
 
 
 def _cut(content: str, tokens: AbstractSet[str], seam: str) -> str:
-    """`content` with `seam` after the first character of each of these tokens that is written out in it."""
+    """`content`, with `seam` after the first character of each of these tokens that is written out in it."""
     present = [re.escape(token) for token in tokens if len(token) > 1 and token in content]
     return re.sub(f"(?=(?:{'|'.join(present)}))(.)", rf"\1{seam}", content, flags=re.DOTALL) if present else content

@@ -1,8 +1,8 @@
 """Which chat template renders a model's conversations, chosen when the model is loaded. Introduced in phase 2.
 
 Our own templates are used if they give the same prompts as the checkpoint's. If none does, the capability that differs
-is refused, with the first difference, rather than answered from a prompt that the model was not trained on; a setting
-then decides: ``builtin:NAME``, ``checkpoint``, or a file.
+is refused, with the first difference, rather than answered from a prompt that the model was not trained on. A setting
+can override this: ``builtin:NAME``, ``checkpoint``, or a file.
 
 Invariant: without that setting, a prompt equals the one of the checkpoint's template on every probe of its capability.
 """
@@ -95,10 +95,10 @@ def checked_setting(setting: str) -> str:
 
 
 def chat_format(tokenizer: Tokenizer, family: str, setting: str | None = None) -> ChatFormat:
-    """A model's format, by the setting ``--chat-template`` if it is given.
+    """A model's format, according to the setting ``--chat-template`` if it is given.
 
-    Raises ConfigError for a setting that names no template, and ModelFolderError for a checkpoint without a template
-    that none of ours fits, or with a requested one that cannot be rendered.
+    Raises ConfigError for a setting that names no template. Raises ModelFolderError for a checkpoint that has no
+    template and that none of ours fits, or whose requested template cannot be rendered.
     """
     if setting is None:
         return _agreeing(tokenizer, family)
@@ -118,7 +118,7 @@ def chat_format(tokenizer: Tokenizer, family: str, setting: str | None = None) -
 
 
 def _agreeing(tokenizer: Tokenizer, family: str) -> ChatFormat:
-    """Our template that agrees with the checkpoint's: in everything, or else at least in plain chat."""
+    """Our template that agrees with the checkpoint's, in everything or at least in plain chat."""
     sources = tokenizer.chat_templates
     if not sources:
         return _builtin(tokenizer, choose_template(family, tokenizer))
@@ -130,7 +130,7 @@ def _agreeing(tokenizer: Tokenizer, family: str) -> ChatFormat:
     finally:
         process.close()
     names = list(NAMES)
-    with suppress(ModelFolderError):  # a template may equal one of ours whose tokens are missing in the tokenizer
+    with suppress(ModelFolderError):  # a template may equal one of ours whose tokens the tokenizer does not have
         names.insert(0, choose_template(family, tokenizer))
     refusals: dict[str, dict[Capability, str]] = {}
     for template in dict.fromkeys(names):

@@ -20,12 +20,12 @@ from shared.text.template_process import TemplateProcess
 from shared.text.tokenizer import Tokenizer
 
 _MARKS = tuple(f"<{slash}{name}>" for name in ("think", "tool_call", "tool_response") for slash in ("", "/"))
-"""The marks of thoughts and calls, which are an assistant's own: templates cut its past thinking at them."""
+"""The marks of thoughts and calls that an assistant writes: templates split its past thinking at them."""
 
 
 class CheckpointTemplate:
     """Renders conversations as transformers does, in the child process. In ``sources``, "tool_use" is for conversations
-    with tools, "default" for all others.
+    with tools, and "default" for all others.
     """
 
     def __init__(self, tokenizer: Tokenizer, sources: Mapping[str, str], process: TemplateProcess) -> None:

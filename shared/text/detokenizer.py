@@ -1,7 +1,7 @@
 """Incremental detokenizer: token ids to streamed text, without partial characters or lost spaces.
 
 A token is a piece of bytes, not of text: an emoji may span four tokens, and a word's space belongs to its token.
-Decoding each token alone loses both; decoding the whole output for each token takes quadratic time. So bytes are
+Decoding each token by itself loses both; decoding the whole output for each token takes quadratic time. So bytes are
 collected, and text is released as soon as it is certain. An answer continues its prompt, which may end inside a
 character, and only the first word of a whole text loses its space. Introduced in phase 2.
 
@@ -18,9 +18,10 @@ from shared.text.tokenizer import Tokenizer
 class IncrementalDecoder:
     """Streams the text of one sequence. State: the bytes seen but not yet emitted.
 
-    Args: prompt_ids: the prompt that the sequence continues. Of the prompt's text only an incomplete last character is
-        emitted, once it is completed. completes: whether the sequence may complete that character; with a grammar it
-        begins a new text.
+    Args:
+        prompt_ids: the prompt that the sequence continues. Of the prompt's text only an incomplete last character is
+            emitted, once it is completed.
+        completes: whether the sequence may complete that character; with a grammar it begins a new text.
 
     Byte-level vocabularies release a character once its last byte arrives. Byte-fallback vocabularies decode a run of
     ``<0xNN>`` tokens as a whole (valid, or every byte becomes U+FFFD), so a run is held until the next ordinary token.

@@ -1,7 +1,7 @@
 """Finish reasons, and the search for stop strings in streamed text.
 
 A stop string rarely coincides with a token: it may begin in the middle of one piece of text and end three pieces later.
-So text that may begin a stop string is held back until the next pieces decide. Introduced in phase 2.
+So text that may begin a stop string is held back until later pieces decide. Introduced in phase 2.
 
 Invariant: released text never contains any part of the match, and depends only on the whole text, never on how it is
 divided into pieces. The buffer is shorter than the longest stop string plus one piece.

@@ -1,7 +1,7 @@
 """The process in which a checkpoint's chat template is rendered. Introduced in phase 2.
 
 `template_process` starts it as a script, so that code of a model folder never runs in the engine's process. It imports
-Jinja alone, limits its own memory and time, and answers each line of JSON on standard input with one.
+only Jinja, limits its own memory and time, and answers each line of JSON on standard input with one line.
 
 Invariant: templates are rendered as in transformers, in the immutable sandbox and without a loader, so a template can
 reach only what the line contains.

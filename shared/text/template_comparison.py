@@ -1,4 +1,4 @@
-"""Whether a chat template of ours gives the prompts of a checkpoint's own. Introduced in phase 2.
+"""Checks whether one of our chat templates gives the same prompts as a checkpoint's. Introduced in phase 2.
 
 Both render the same few conversations, the probes, on the same date. They are compared separately for plain chat, tools
 and thinking, because a checkpoint may agree with ours in one and not in another.
@@ -25,8 +25,8 @@ Capability = Literal["chat", "tools", "thinking"]
 DATE = datetime.date(2025, 3, 9)
 
 KNOWN_TEMPLATES = {"4731086e35976d3b": "chatml"}
-"""Checkpoints' templates that a test compares (SmolLM2-135M-Instruct's), so that a start need not: ours by the
-`digest_of` theirs."""
+"""Checkpoints' templates that a test compares (SmolLM2-135M-Instruct's), so that a start-up need not: our template, by
+the `digest_of` theirs."""
 
 _TOOL: dict[str, Any] = {
     "type": "function",

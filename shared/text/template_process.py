@@ -27,7 +27,7 @@ from shared.errors import RequestError
 SECONDS = 2
 MEMORY_BYTES = 256 * 2**20
 TEXT_BYTES = 2**20
-_START_SECONDS = 60.0  # to start Python and Jinja, before a template runs
+_START_SECONDS = 60.0  # for starting Python and Jinja, before a template runs
 _REPLY_BYTES = 8 * TEXT_BYTES  # JSON writes a character with at most six bytes
 _INHERITED = ("PATH", "LD_LIBRARY_PATH", "SYSTEMROOT")
 

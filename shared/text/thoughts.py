@@ -1,12 +1,12 @@
 """The marks around a model's thoughts, and whether a prompt ends within them. Introduced in phase 11.1.
 
 A model that thinks writes ``<think>``, its thoughts, ``</think>``, and then its answer. A prompt may have opened the
-thoughts: some templates end with ``<think>``, and so may a message to be continued. Thinking limits, the call reader
-and the grammar of an answer all use this module.
+thoughts: some templates end with ``<think>``, and so may a message that is to be continued. Thinking limits, the call
+reader and the grammar of an answer all use this module.
 
-Invariant: nothing before the last special token counts, since the assistant's turn begins there; if no special token
-begins a turn, only the prompt's end counts; and if a mark is a token, only that token counts, since a user's text never
-becomes it.
+Invariant: nothing before the last special token counts, since the assistant's turn begins there. If no special token
+begins a turn, only the end of the prompt counts. If a mark is a token, only that token counts, since a user's text
+never becomes it.
 """
 
 from collections.abc import Sequence
@@ -18,7 +18,7 @@ Marks = tuple[str, str]
 
 OPEN, CLOSE = MARKS = "<think>", "</think>"
 OPENED: Marks = "", CLOSE
-"""The marks in an answer whose prompt ends within thoughts: nothing opens them there."""
+"""The marks in an answer whose prompt ends inside thoughts: nothing opens them there."""
 
 
 def thinks(tokenizer: Tokenizer) -> bool:

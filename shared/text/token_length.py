@@ -1,7 +1,7 @@
 """A lower bound on a text's number of tokens, without tokenizing it. Introduced in phase 4.
 
 A server uses it to refuse a prompt that no sequence can hold: tokenizing two megabytes takes a second. Invariant: no
-text has fewer tokens than the bound; for a tokenizer that may drop or shrink text without limit the bound is 0.
+text has fewer tokens than the bound; for a tokenizer that may drop or shrink text without limit, the bound is 0.
 """
 
 import json
@@ -13,9 +13,9 @@ from shared.text.token_decoder import BYTE_ALPHABET, flattened
 from shared.text.tokenizer import Tokenizer
 
 NFC_SHRINKS = 4
-"""NFC makes no UTF-8 text more than this many times shorter (3.5 times: U+1FBE U+0308 U+0301 become U+0390)."""
+"""NFC shortens no UTF-8 text by more than this factor (3.5 times: U+1FBE U+0308 U+0301 become U+0390)."""
 _KEEPING = ("ByteLevel", "Digits", "Metaspace")
-"""Pre-tokenizers that cut a text and drop none of it; so does Split, unless it removes what it matches."""
+"""Pre-tokenizers that split a text and drop none of it; Split does too, unless it removes what it matches."""
 
 
 @dataclass(frozen=True)

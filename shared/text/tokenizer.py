@@ -17,9 +17,10 @@ from shared.text.token_decoder import TokenDecoder
 
 # AutoTokenizer resolves these to the generic class that reads tokenizer.json unchanged.
 _GENERIC_CLASSES = ("PreTrainedTokenizerFast", "TokenizersBackend")
-# Any one group makes a folder loadable; the later ones are converted by transformers, some with an extra package.
+# Any one of these groups makes a folder loadable; the later ones are converted by transformers, some with an extra
+# package.
 _VOCABULARY_FILES = (("tokenizer.json",), ("vocab.json", "merges.txt"), ("tokenizer.model",))
-# Some damaged files load and fail at first use, so this text is tokenized once after loading.
+# Some damaged files load and then fail at first use, so this text is tokenized once after loading.
 _PROBE = "a é\n日 12"
 
 
@@ -87,7 +88,7 @@ class Tokenizer:
         return cls(fast, eos_ids, TokenDecoder.from_json(decoder.__getstate__() if decoder is not None else None))
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of `text`, with the model's special tokens (mostly one BOS at the start) if requested.
+        """Token ids of `text`, with the model's special tokens (usually one BOS at the start) if requested.
 
         A special token written out in `text` becomes that token (`encode_chat` prevents this for messages). Raises
         RequestError for a string that is not valid Unicode (an unpaired surrogate).
@@ -128,8 +129,8 @@ class Tokenizer:
 
 
 class TokenTexts(dict[int, str | None]):
-    """By id, the text of a token of whole characters, as most are, or "" for a special token; None for any other
-    token."""
+    """The text of each token by id, if it consists of whole characters (most do); "" for a special token; None for any
+    other token."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self.tokenizer = tokenizer
@@ -145,7 +146,8 @@ class TokenTexts(dict[int, str | None]):
 
 
 def _load_fast(folder: Path, tokenizer_class: Any, model_type: Any) -> Any:
-    """The transformers tokenizer of a folder, by the cheapest import with the same result as AutoTokenizer.
+    """The transformers tokenizer of a folder, loaded by the cheapest import that gives the same result as
+    AutoTokenizer.
 
     A folder that declares a generic class needs no AutoTokenizer (1.1 s less). For any other class AutoTokenizer reads
     only `model_type`: passing just that avoids importing the model's configuration class, torch.distributed and sympy
@@ -169,7 +171,7 @@ def _load_fast(folder: Path, tokenizer_class: Any, model_type: Any) -> Any:
         ids = fast.backend_tokenizer.encode(_PROBE).ids
         fast.backend_tokenizer.decode(ids)
     except BaseException as error:
-        is_rust_panic = type(error).__name__ == "PanicException"  # a BaseException that has no importable name
+        is_rust_panic = type(error).__name__ == "PanicException"  # a BaseException without an importable name
         if not (isinstance(error, Exception) or is_rust_panic):
             raise
         reason = " ".join(str(error).split())[:300] or type(error).__name__

@@ -5,7 +5,7 @@ separates the text into content and calls: for a call, first the name, then piec
 generated. Text that looks like a call but is not one is returned as content. Introduced in phase 12.
 
 Invariants: the result depends only on the whole text, never on how it is divided into pieces; no part of a trigger is
-content unless no call follows it; if a grammar spells calls, exactly what the grammar allows as a call is one.
+content unless no call follows it; if a grammar spells calls, exactly what the grammar allows as a call counts as one.
 """
 
 from collections.abc import Collection, Iterator
@@ -54,13 +54,13 @@ class _Mode(Enum):
 
 
 class ToolParser:
-    """Reads one answer. ``num_calls`` is the number of its calls so far.
+    """Reads one answer. ``num_calls`` is the number of calls so far.
 
     Args:
         names: the functions that may be called; an object with another name is content.
-        has_several: False: only the first call is read as one. is_spelled: a grammar spells the answer's calls;
-        otherwise the model writes them freely. is_first: no text except thoughts precedes a call, as when the grammar
-        allows only calls, or calls or a format.
+        has_several: False: only the first call is read as one.
+        is_spelled: a grammar spells the answer's calls; otherwise the model writes them freely.
+        is_first: no text except thoughts precedes a call, as when the grammar allows only calls, or calls or a format.
     """
 
     def __init__(
@@ -76,23 +76,23 @@ class ToolParser:
         self.num_calls = 0
         self._spelling = (form.head, form.middle) if is_spelled else None
         self._is_first = is_first or not form.opening
-        self._blanks = "" if is_first else _BLANKS  # may precede the first call
+        self._blanks = "" if is_first else _BLANKS  # text that may precede the first call
         self._is_cut = False
         self._after_call = _Mode.FREE if has_several and form.has_several else _Mode.PLAIN
         self._mode = _Mode.BEGIN
-        self._text = ""  # undecided text; in the mode CALL, not yet read by the reader
+        self._text = ""  # undecided text; in the mode CALL, the part that the reader has not read yet
         self._reader = CallReader(())
-        self._opened = self._read = ""  # of a call not yet known: its opening, and what the reader has read
+        self._opened = self._read = ""  # of a call that is not known yet: its opening, and what the reader has read
 
     def push(self, piece: str) -> list[Delta]:
         """The results that one more piece of text settles."""
         return self._steps(self._text + piece, is_end=False)
 
     def flush(self, *, is_cut: bool = False) -> list[Delta]:
-        """The end of the text: undecided text is content, except whitespace and a partial closing after a call.
+        """The end of the text: undecided text is content, except for whitespace and a partial closing after a call.
 
-        If a limit has truncated the text, a possible beginning of a call is not content: before its name is complete it
-        is dropped, and from then on it is a call, whose arguments may be truncated.
+        If a limit has truncated the text, a possible beginning of a call is not content: before its name is complete,
+        it is dropped; afterwards it is a call, whose arguments may be truncated.
         """
         self._is_cut = is_cut
         return self._steps(self._text, is_end=True)
@@ -205,8 +205,8 @@ class ToolParser:
         self._mode = self._after_call
 
     def _content(self, num_undecided: int, is_end: bool) -> Iterator[Delta]:
-        """Release the text except its end: whitespace, which is dropped before and after a call, and the beginning of a
-        trigger."""
+        """Release the text except for its end: whitespace, which is dropped before and after a call, and the beginning
+        of a trigger."""
         decided = self._text if is_end else self._text[: len(self._text) - num_undecided].rstrip()
         self._text = self._text[len(decided) :]
         if decided.strip() or (decided and not self.num_calls):

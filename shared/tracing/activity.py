@@ -1,9 +1,10 @@
-"""What the host does in a step, when the GPU runs, and what other ranks do: lanes of a trace. Introduced in phase 9.
+"""What the host does in a step, when the GPU runs, and what other ranks do: the lanes of a trace. Introduced in phase
+9.
 
-The engine reads no clock. So during a step the calls between its parts are wrapped, and each call begins or ends a part
-of the step. A GPU's times come from CUDA events around the launches of a forward and of sampling; gaps between the
+The engine reads no clock. So during a step, the calls between its parts are wrapped, and each call begins or ends a
+part of the step. A GPU's times come from CUDA events around the launches of a forward and of sampling; gaps between the
 kernels of one forward are included, and only a profiler shows them. On a CPU a forward is computed while it is
-launched, so there is only the host's lane. Other ranks (phase 12.1) record when they compute or launch a forward, by
+launched, so there is only the host's lane. Other ranks (phase 12.1) record when they compute or launch a forward, using
 the clock that all processes of a machine share.
 
 Invariants: the spans of a lane do not overlap; after a step the engine's attributes are restored.
@@ -31,7 +32,8 @@ CALLS = (
 """A part of the engine, its method, and the parts of a step that end when the method is called and when it returns.
 
 ``schedule`` chooses requests; ``batch`` builds their arrays; ``launch`` uploads them and queues the forward, or on a
-CPU computes it; ``sample`` queues the draw; ``wait`` waits for the drawn tokens; ``commit`` counts them and makes text.
+CPU computes it; ``sample`` queues the draw; ``wait`` waits for the sampled tokens; ``commit`` counts them and makes
+text.
 """
 
 
@@ -46,7 +48,7 @@ class StepActivity:
     messages: range = range(0)  # to other ranks
 
     def end(self, name: str | None) -> None:
-        """A part ends, and the next one begins; None: neither."""
+        """A part ends and the next one begins; None: neither."""
         if name is not None:
             began, self.last_ns = self.last_ns, self.now()
             self.host.append(Span(name, began, self.last_ns))
@@ -70,7 +72,7 @@ class ActivityRecorder:
 
     @contextmanager
     def watch(self) -> Iterator[StepActivity]:
-        """Time the step run in this context."""
+        """Time the step that runs in this context."""
         activity = StepActivity(self.now, 0)
         first = self.group.sender.number if self.group else 0
         with ExitStack() as undo:
@@ -87,7 +89,7 @@ class ActivityRecorder:
             activity.messages = range(first, self.group.sender.number)
 
     def rank_spans(self, activity: StepActivity) -> tuple[tuple[Span, ...], ...]:
-        """When each other rank computed the step's messages, among the last ``NUM_TIMED``."""
+        """When each other rank computed the step's messages, if they are among the last ``NUM_TIMED``."""
         if self.group is None:
             return ()
         indices = [number % NUM_TIMED for number in activity.messages]
@@ -121,7 +123,7 @@ def _timed(activity: StepActivity, call: Call, on_call: str | None, on_return: s
 
 
 def _launching(activity: StepActivity, name: str, call: Call) -> Call:
-    """The call, with an event before and after the work that it queues."""
+    """The call, with an event before and one after the work that it queues."""
 
     def launching(*args: Any) -> Any:
         first = _recorded_event()
@@ -140,7 +142,7 @@ def _recorded_event() -> torch.cuda.Event:
 
 
 def restore(owner: Any, method: str, own: Any) -> None:
-    """Restore the object's method: its own, or with None its class's."""
+    """Restore the object's method: its own or, with None, its class's."""
     if own is None:
         delattr(owner, method)
     else:

@@ -21,7 +21,7 @@ Event = dict[str, Any]
 
 
 def chrome_trace(traces: Sequence[Trace]) -> dict[str, Any]:
-    """The traces as the object form of the format, a process each, numbered from 1."""
+    """The traces in the object form of the format: one process each, numbered from 1."""
     events = [event for pid, trace in enumerate(traces, start=1) for event in _events(trace, pid)]
     settings = {trace.title: dict(trace.settings) for trace in traces}
     return {"traceEvents": events, "displayTimeUnit": "ms", "otherData": settings}
@@ -60,7 +60,8 @@ def _events(trace: Trace, pid: int) -> Iterator[Event]:
 
 
 def _request_events(trace: Trace, request: TracedRequest, pid: int, tid: int) -> Iterator[Event]:
-    """The wait in the queue as one event, then one for each step that ran or preempted the request, then the end."""
+    """The wait in the queue as one event, then one event for each step that ran or preempted the request, then the
+    end."""
     cells = [cell for cell in trace.cells(request) if cell.kind not in IDLE]
     first_ns = trace.steps[cells[0].step].started_ns if cells else request.ended_ns
     queue_ns = first_ns if first_ns is not None else (trace.steps[-1].ended_ns if trace.steps else request.arrived_ns)

@@ -1,7 +1,7 @@
 """Where to look in a trace: the step at which something happens, described in a sentence. Introduced in phase 6.
 
-The page shows the sentence as a caption, and its slider begins at the step. Invariant: the sentence describes something
-visible in the timeline at that step.
+The page shows the sentence as a caption, and its slider starts at that step. Invariant: the sentence describes
+something visible in the timeline at that step.
 """
 
 from dataclasses import dataclass
@@ -19,8 +19,8 @@ class Focus:
 
 def focus(trace: Trace) -> Focus:
     """The first of these that occurs in the run: a token sampled deep inside a grammar, accepted drafts, a compression,
-    a prompt that begins in the cache, a preemption, a stalled request, a chunk of a prompt beside decoding, empty rows
-    while requests wait, a wait.
+    a prompt that begins in the cache, a preemption, a stalled request, a chunk of a prompt alongside decoding, empty
+    rows while requests wait, a wait.
     """
     drawn = [(token.position, token.step, each) for each in trace.requests for token in each.tokens if token.position]
     if drawn:
@@ -81,7 +81,7 @@ def focus(trace: Trace) -> Focus:
             for request in trace.requests
             if any(cell.kind is CellKind.PENDING and cell.step == step for cell in trace.cells(request))
         ]
-        why = "the batch has to end first" if is_static else "the KV cache has no room for the next"
+        why = "the batch has to end first" if is_static else "the KV cache has no free blocks for the next"
         if pending:
             why = f"the last token of request {', '.join(pending)} is pending"
         served = trace.steps[step].num_served
@@ -91,7 +91,7 @@ def focus(trace: Trace) -> Focus:
     if ends:
         name, step = max(ends.items(), key=lambda entry: entry[1])
         step = min(step, len(trace.steps) - 1)
-        return Focus(step, f"request {name} waits until step {step}, when a request that has finished makes room.")
+        return Focus(step, f"request {name} waits until step {step}, when a finished request frees its memory.")
     held = [step.memory.num_held if step.memory is not None else step.num_served for step in trace.steps]
     step = held.index(max(held)) if held else 0
     return Focus(step, f"no request waits; in step {step} the most memory is held.")

@@ -2,7 +2,7 @@
 
 Introduced in phase 6.
 
-A map for each step would be redundant: a block table grows until all its blocks are freed, and rarely changes otherwise
+A map for each step would be redundant: a block table grows until all its blocks are freed, and otherwise rarely changes
 (a full block may be exchanged for another request's with the same tokens). So each request records the steps at which
 its blocks were allocated and freed. Invariant: the blocks that a request holds after a step, in this list's order, are
 its block table at that step.
@@ -13,7 +13,7 @@ from typing import Any
 from shared.tracing.trace import Trace, TracedRequest
 
 SHOWN = 8
-"""Blocks after the last that was ever held are not drawn; the picture ends at a multiple of this."""
+"""Blocks after the last one that was ever held are not drawn; the picture ends at a multiple of this number."""
 
 
 def memory_data(trace: Trace) -> dict[str, Any] | None:
@@ -36,7 +36,7 @@ def memory_data(trace: Trace) -> dict[str, Any] | None:
 
 
 def _holdings(trace: Trace, request: TracedRequest) -> dict[str, Any]:
-    """The request's blocks, each with the steps after which it was first held and first freed; and the number of
+    """The request's blocks, each with the steps after which it was first held and first freed, and the number of
     written tokens after each step from the request's arrival to its end.
     """
     ended: list[list[int]] = []

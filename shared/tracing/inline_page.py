@@ -1,7 +1,7 @@
-"""One HTML file of a template, its style, its script and its data, all inline. Introduced in phase 4.
+"""One HTML file made from a template, its style, its script and its data, all inline. Introduced in phase 4.
 
-Invariant: the page's policy (CSP) allows this style and this script alone, by their hashes, and no network request; so
-a page opens from a file, and text of a model or a user that it holds can do nothing.
+Invariant: the page's policy (CSP) allows only this style and this script, by their hashes, and no network request. So a
+page opens from a file, and text in it from a model or a user can do nothing.
 """
 
 import base64
@@ -35,7 +35,7 @@ def embedded(data: dict[str, Any]) -> str:
 
 
 def packed(data: dict[str, Any]) -> str:
-    """JSON compressed, for data that is large and repeats itself."""
+    """Compressed JSON, for large data that repeats itself."""
     text = json.dumps(data, ensure_ascii=False, separators=(",", ":"))
     return base64.b64encode(gzip.compress(text.encode(), mtime=0)).decode()
 

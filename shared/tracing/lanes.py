@@ -1,7 +1,8 @@
 """The lanes of the page and of the Chrome trace: per-step counters, host and GPU. Introduced in phase 4.
 
-A new counter, such as shared blocks, takes one more row in the table. The lanes of host and GPU came in phase 9.
-Invariant: both files show exactly these.
+A new counter, such as shared blocks, takes one more row in the table. The lanes of the host and the GPU came in phase
+9.
+Invariant: both files show exactly these lanes.
 """
 
 from collections.abc import Callable
@@ -44,7 +45,7 @@ LANES = (
 
 
 def activity_lanes(trace: Trace) -> list[tuple[str, list[tuple[Span, ...]]]]:
-    """The names of the trace's lanes (``host``, on a GPU ``GPU``, and each rank's), with their spans by step."""
+    """The names of the trace's lanes (``host``, on a GPU ``GPU``, and one for each rank), with their spans by step."""
     lanes = [("host", [step.host for step in trace.steps]), ("GPU", [step.gpu for step in trace.steps])]
     num_ranks = max([len(step.ranks) for step in trace.steps], default=0)
     lanes += [(f"rank {n + 1}", [step.ranks[n] for step in trace.steps]) for n in range(num_ranks)]

@@ -1,8 +1,8 @@
-"""What each step of an engine produces and costs, while a context is open. Introduced in phase 11.1.
+"""What each step of an engine produces and costs while a context is open. Introduced in phase 11.1.
 
 Speculation trades time per step for tokens per step, so both are recorded together: generated tokens, sequence lengths,
-the time of each forward, and accepted drafts. The engine does not know about it: inside the context its ``step`` is
-wrapped, and outside it there is no overhead.
+the time of each forward, and accepted drafts. The engine does not know about the profiler: inside the context its
+``step`` is wrapped, and outside there is no overhead.
 
 Invariant: after the context the engine's attributes are restored.
 """
@@ -38,7 +38,8 @@ class Profiler:
         self.engine = engine
         self.activity = ActivityRecorder(engine, clock)
         self.acceptance: tuple[float, ...] = ()
-        """The share of the drafts at each position that were accepted, with all before them; set by ``__exit__``."""
+        """The share of the drafts at each position that were accepted together with all drafts before them; set by
+        ``__exit__``."""
         self._steps: list[tuple[StepRecord, int, tuple[int, ...], StepActivity]] = []
 
     def __enter__(self) -> Self:

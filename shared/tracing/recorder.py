@@ -19,7 +19,7 @@ from shared.tracing.activity import ActivityRecorder, StepActivity
 from shared.tracing.trace import Outcome, Trace, TracedRequest, TracedStep, TracedToken
 
 SEGMENT = "segment "
-"""What the ids of requests that compute a segment begin with (:mod:`shared.tracks.segments.scheduler`)."""
+"""The prefix of the ids of requests that compute a segment (:mod:`shared.tracks.segments.scheduler`)."""
 
 
 class Recorder:
@@ -42,7 +42,7 @@ class Recorder:
         self.requests: list[TracedRequest] = []  # without their tokens
         self.tokens: list[list[TracedToken]] = []  # of each request
         self.progress: dict[str, Progress] = {}  # for requests with a grammar, by id
-        self.indices: dict[str, int] = {}  # index in those lists by id, which may be reused after the request's end
+        self.indices: dict[str, int] = {}  # index in those lists by id; an id may be reused after its request's end
 
     def add_request(
         self,

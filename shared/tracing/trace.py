@@ -125,12 +125,13 @@ class TracedStep:
 
 @dataclass(frozen=True)
 class Totals:
-    """Summary statistics of a run. Queue waits cover the requests that were prefilled; None if there are none."""
+    """Summary statistics of a run. Queue waits include only the requests that were prefilled; None if there are
+    none."""
 
     num_steps: int  # steps with work
     seconds: float  # of the steps with work
     num_tokens: int  # generated
-    batch_utilisation: float  # served requests over max_batch_size, mean over steps with work
+    batch_utilisation: float  # served requests over max_batch_size, averaged over steps with work
     mean_queue_steps: float | None
     longest_queue_steps: int | None
     mean_queue_seconds: float | None
@@ -182,7 +183,8 @@ class Trace:
         return [(kind, cells[0].step, cells[-1].step + 1) for kind, cells in groups]
 
     def chunks(self, request: TracedRequest) -> list[tuple[int, int, int]]:
-        """The parts of its prompt, or after a preemption of prompt and outputs, as (step, first token, tokens)."""
+        """The parts in which its prompt (or, after a preemption, its prompt and outputs) was computed, as (step, first
+        token, tokens)."""
         kinds = CellKind.PREFILL, CellKind.RECOMPUTE
         return [(cell.step, cell.start, cell.num_tokens) for cell in self.cells(request) if cell.kind in kinds]
 
@@ -200,14 +202,14 @@ class Trace:
             first = next((step for step in self._span(request) if step in served), None)
             if first is not None:
                 waits.append((first - request.arrival_step, self.steps[first].started_ns - request.arrived_ns))
-        num_places = len(busy) * self.max_batch_size
+        num_slots = len(busy) * self.max_batch_size
         maps = [step.memory for step in self.steps if step.memory is not None]
         held = sum(memory.num_held * memory.block_tokens for memory in maps)
         return Totals(
             num_steps=len(busy),
             seconds=sum(step.ended_ns - step.started_ns for step in busy) / 1e9,
             num_tokens=sum(len(request.tokens) for request in self.requests),
-            batch_utilisation=sum(step.num_served for step in busy) / num_places if num_places else 0.0,
+            batch_utilisation=sum(step.num_served for step in busy) / num_slots if num_slots else 0.0,
             mean_queue_steps=sum(steps for steps, _ in waits) / len(waits) if waits else None,
             longest_queue_steps=max(steps for steps, _ in waits) if waits else None,
             mean_queue_seconds=sum(ns for _, ns in waits) / len(waits) / 1e9 if waits else None,

@@ -2,7 +2,7 @@
 
 A run's tokens are the same in every trial, and so are its steps, unless the engine adapts the number of its drafts
 (phase 11). Times are not: the first run in a process is slower.
-Invariant: every run is warmed up before the first trial, and the runs take turns in beginning a round.
+Invariant: every run is warmed up before the first trial, and the runs take turns in going first.
 """
 
 from collections.abc import Sequence

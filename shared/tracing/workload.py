@@ -42,7 +42,8 @@ class Arrival:
 
 
 def chosen_documents(count: int, num_requests: int, *, vocab_size: int, seed: int) -> list[tuple[tuple[int, ...], ...]]:
-    """For each request, two of ``count`` documents of random ids, in random order; one if there is only one."""
+    """For each request, two of ``count`` documents of random ids, in random order; one if there is only one
+    document."""
     rng = random.Random(f"documents {seed}")
     documents = [tuple(rng.randrange(vocab_size) for _ in range(DOCUMENT_TOKENS)) for _ in range(count)]
     return [tuple(rng.sample(documents, min(count, DOCUMENTS_EACH))) for _ in range(num_requests)]
@@ -53,8 +54,9 @@ def mixed_requests(
 ) -> list[tuple[tuple[int, ...], SamplingParams]]:
     """Prompts of random ids and outputs of fixed lengths, both log-uniform, so short ones are more frequent.
 
-    Prompts have 8 to 64 tokens, outputs an eighth of ``max_new_tokens`` to all of it, end-of-sequence ignored; both are
-    limited to the model's maximum. All prompts begin with the same ``shared_prefix`` tokens, in addition.
+    Prompts have 8 to 64 tokens, and outputs between an eighth of ``max_new_tokens`` and all of it, ignoring
+    end-of-sequence; both are limited to the model's maximum. All prompts begin with the same ``shared_prefix`` tokens,
+    in addition.
 
     Raises:
         ConfigError: the shared prefix leaves no space for a further prompt token and one output token.
@@ -116,8 +118,9 @@ def constrained(params: SamplingParams, grammar: Grammar | None) -> SamplingPara
 def arrival_steps(num_requests: int, *, every: int = 0, rate: float | None = None, seed: int = 0) -> list[int]:
     """The step before which each request arrives, the first before step 0.
 
-    Args: every: steps between two requests; 0: all arrive at once. rate: instead of ``every``, the mean number of
-        requests per step, with exponential gaps (Poisson arrivals).
+    Args:
+        every: steps between two requests; 0: all arrive at once.
+        rate: instead of ``every``, the mean number of requests per step, with exponential gaps (Poisson arrivals).
 
     Raises:
         ConfigError: ``every`` or ``rate`` is out of range, or the last arrival is beyond the timeline.

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from shared.deployment.affinity import CHUNK, MOST_REPLICAS, PrefixTable, drawn, prefix_keys, ranked
+from shared.deployment.affinity import CHUNK, MOST_REPLICAS, PrefixTable, prefix_keys, ranked, sample_two
 
 LOADS = st.dictionaries(st.integers(0, 20), st.integers(0, 50), min_size=1)
 
@@ -21,7 +21,7 @@ def test_the_first_group_has_the_prefix_or_is_two_random_ones(loads: dict[int, i
     num_keys = data.draw(st.integers(1, 20))
     matches = data.draw(st.dictionaries(st.integers(0, 25), st.integers(1, num_keys)))
     slack = data.draw(st.integers(0, 10))
-    two = drawn(list(loads), random.Random(0))
+    two = sample_two(list(loads), random.Random(0))
     groups = ranked(two, loads, matches, num_keys, min_share=0.5, slack=slack)
     assert {replica for group in groups for replica in group} <= set(loads)
     assert len(two) == len(set(two)) == min(2, len(loads))

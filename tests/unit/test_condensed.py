@@ -242,11 +242,11 @@ def test_the_youngest_makes_room_for_a_compression() -> None:
     scheduler = scheduler_of(pool)
     (first, _), (second, _) = compute(pool, "a", 28), compute(pool, "b", 28)
     scheduler.running |= {"a": first, "b": second}
-    assert scheduler.make_room(first)
+    assert scheduler.free_memory(first)
     assert list(scheduler.running) == ["a"]
     assert pool.extension.compress(pool, first, FEW) == 4
     assert scheduler.schedule().preempted == ("b",)
-    assert not scheduler.make_room(first)
+    assert not scheduler.free_memory(first)
     assert not scheduler.running
 
 
@@ -325,7 +325,7 @@ def test_a_compression_is_tried_again_while_room_can_be_made(has_room: bool) -> 
     (first, _), (second, _) = compute(pool, "a", 28), compute(pool, "b", 28)
     asked = []
 
-    def make_room(request: Any) -> bool:
+    def free_memory(request: Any) -> bool:
         asked.append(request)
         pool.release(second)
         return has_room
@@ -333,7 +333,7 @@ def test_a_compression_is_tried_again_while_room_can_be_made(has_room: bool) -> 
     attention = SimpleNamespace(compress=lambda sequence, place: None if place(FEW) is None else FEW)
     view: Any = SimpleNamespace(attention=attention)
     kept = ((3, 9), (20, 1)) if has_room else None
-    assert compress(pool, view, first, make_room) == (kept, 4 if has_room else 0)
+    assert compress(pool, view, first, free_memory) == (kept, 4 if has_room else 0)
     assert asked == [first]
 
 

@@ -346,7 +346,7 @@ def test_a_kept_mask_serves_no_state_that_differs_in_what_it_depends_on(
         reached += [after for after in dict.fromkeys(found) if after is not None and after not in reached]
     for now, height in itertools.product(reached[1:40], range(MAX_DEPTH - 3, MAX_DEPTH + 1)):
         deep = now._replace(stack=now.stack[:1] * (height - len(now.stack)) + now.stack)
-        reached += [deep] if now.stack and automaton.has_room(deep) else []
+        reached += [deep] if now.stack and automaton.fits(deep) else []
     for token in itertools.product(letters, repeat=size):
         tokens = vocabulary([bytes(token)])
         masks = TokenMasks(automaton, tokens)

@@ -28,8 +28,8 @@ from shared.models.tokens import Tokens
 from shared.quantization.rounding import quantize
 from shared.quantization.weight import QuantizedWeight, dequantize
 from shared.tracks.ranks.collectives import Collectives
-from shared.tracks.ranks.cut import COLUMNS, ROWS, Cut, CutCheckpoint, ModelCut, cut_weight
 from shared.tracks.ranks.model import load_part
+from shared.tracks.ranks.model_shard import COLUMNS, ROWS, ModelShard, ShardCheckpoint, TensorShard, shard_weight
 from shared.tracks.ranks.projection import RowParallelProjection
 from shared.tracks.ranks.shard import Shard, possible_sizes
 from shared.tracks.ranks.vocabulary import Vocabulary
@@ -106,17 +106,17 @@ def test_a_rank_reads_its_part_and_no_more(folder: Path) -> None:
     config, size = read_config(folder), 2
     whole = load_model(folder)
     for rank in range(size):
-        checkpoint = CutCheckpoint(folder, ModelCut(Shard(rank, size), config))
+        checkpoint = ShardCheckpoint(folder, ModelShard(Shard(rank, size), config))
         cut_bytes = sum(checkpoint.tensor(name).nbytes for name in checkpoint.names if checkpoint.tensor(name).ndim > 1)
         assert cut_bytes <= 1.05 * sum(p.nbytes for p in whole.parameters() if p.ndim > 1) / size
-    first, second = (CutCheckpoint(folder, ModelCut(Shard(rank, size), config)) for rank in range(size))
+    first, second = (ShardCheckpoint(folder, ModelShard(Shard(rank, size), config)) for rank in range(size))
     block, layer = whole.blocks[1], "model.layers.1"
     name = f"{layer}.self_attn.k_proj.weight"
     assert torch.equal(torch.cat([first.tensor(name), second.tensor(name)]), block.attention.qkv.k_proj.weight)
     name = f"{layer}.mlp.down_proj.weight"
     assert torch.equal(torch.cat([first.tensor(name), second.tensor(name)], 1), block.mlp.down_proj.weight)
     assert first.shape(name) == tuple(first.tensor(name).shape)
-    other = CutCheckpoint(folder, ModelCut(Shard(0, size), replace(config, intermediate_size=4)))
+    other = ShardCheckpoint(folder, ModelShard(Shard(0, size), replace(config, intermediate_size=4)))
     assert other.shape(name) == tuple(other.tensor(name).shape) == tuple(block.mlp.down_proj.weight.shape)
 
 
@@ -152,7 +152,7 @@ def test_a_quantized_matrix_is_cut_with_its_scales(method: str, begin: int, leng
     whole = quantized(method)
     for dim in (ROWS, COLUMNS):
         part = range(32 * begin, min(32 * (begin + length), whole.shape[dim]))
-        found = cut_weight(whole, Cut(dim, part, whole.shape[dim]))
+        found = shard_weight(whole, TensorShard(dim, part, whole.shape[dim]))
         assert torch.equal(dequantize(found), dequantize(whole).narrow(dim, part.start, len(part)))
         for tensor in (found.values, found.scales, found.zeros):
             if tensor is not None and tensor is not whole.scales:
@@ -161,7 +161,7 @@ def test_a_quantized_matrix_is_cut_with_its_scales(method: str, begin: int, leng
 
 def test_columns_within_a_block_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"columns 40 to 80, and each 128 columns have a scale; parts must begin"):
-        cut_weight(quantized("int4"), Cut(COLUMNS, range(40, 80), 256))
+        shard_weight(quantized("int4"), TensorShard(COLUMNS, range(40, 80), 256))
 
 
 # What the parts compute.

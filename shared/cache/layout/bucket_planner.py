@@ -33,7 +33,7 @@ class BucketPlanner(AttentionPlanner):
 
     buckets: Buckets = field(kw_only=True)
     last_prefill: dict[tuple[object, ...], dict[int | None, AttentionPlan]] = field(default_factory=dict, compare=False)
-    """The plans of the last prompts, by all that they depend on."""
+    """The plans of the last prompts, keyed by everything that they depend on."""
 
     def plan(self, num_new: Integers, lengths: Integers, num_decoding: int) -> StepPlans:
         bucket = self.buckets.smallest(len(lengths), int(num_new.sum()))
@@ -50,7 +50,7 @@ class BucketPlanner(AttentionPlanner):
         tiling = self.bucket_prefill_tiling(bucket)
         grid = tiling.grid(self.config.num_kv_heads, self.device)
         tokens = tiling.tokens(self.config.num_heads // self.config.num_kv_heads)
-        is_exact = self.windows != (None,) or bool((num_new > tokens).any())  # the plan depends on each key
+        is_exact = self.windows != (None,) or bool((num_new > tokens).any())  # the plan depends on every key
         seen = lengths if is_exact else -(-lengths // grid.unit)
         key = bucket, num_decoding, num_new.tobytes(), seen.tobytes()
         plans = self.last_prefill.get(key)
@@ -74,7 +74,7 @@ class BucketPlanner(AttentionPlanner):
         )
 
     def bucket_prefill_tiling(self, bucket: Bucket) -> PrefillTiling:
-        """The tiling of the prompts in a mixed bucket, for one chunk that fills it."""
+        """The tiling of the prompts in a mixed bucket, for a single chunk that fills it."""
         return self.prefill_tiling(bucket.num_tokens, 1)
 
     def padding(self, bucket: Bucket, block_size: int) -> Batch:

@@ -2,9 +2,9 @@
 
 Attention is planned once a step, for all layers: :mod:`shared.attention.plan` divides the keys of all sequences into
 splits of one size, and each layer's launch follows the plan. A plan depends on the layer only through its window, so a
-step has one plan for each distinct window of the model; a step that decodes beside prompts (phase 7) has two.
+step has one plan for each distinct window of the model; a step that both decodes and prefills (phase 7) has two.
 
-Invariant: plans are made for the lengths of the layout, which the kernels read; the keys of tokens that may follow
+Invariant: plans are made for the lengths in the layout, which the kernels read. The keys of tokens that may follow
 (``num_ahead``) are planned too, and a split without keys is a state that changes nothing.
 """
 
@@ -24,7 +24,7 @@ from shared.models.config import ModelConfig
 
 
 class StepPlans(NamedTuple):
-    """The plans of a step by window, for its decoding sequences and for its prompts; empty where it has none."""
+    """The plans of a step, by window, for its decoding sequences and for its prompts; empty if it has none."""
 
     decode: Mapping[int | None, AttentionPlan]
     prefill: Mapping[int | None, AttentionPlan]
@@ -33,11 +33,11 @@ class StepPlans(NamedTuple):
 class StepLaunches(NamedTuple):
     """The launches of each layer: the rows of queries that they get, and their tilings; None: there is no launch."""
 
-    num_decoding: int  # the first rows, of the sequences that decode
-    first_prompt: int  # the row from which those of the prompts are read
+    num_decoding: int  # the first rows, those of the decoding sequences
+    first_prompt: int  # the row at which those of the prompts begin
     decode: Any  # a DecodeTiling
     prefill: Any  # a PrefillTiling
-    is_captured: bool = False  # whether the launches serve other steps of these sizes too
+    is_captured: bool = False  # whether the launches also serve other steps of these sizes
 
 
 @dataclass(frozen=True)
@@ -89,12 +89,13 @@ class AttentionPlanner:
         return StepLaunches(n, n, decode, self.prefill_tiling(T - n, B - n) if n < B else None)
 
     def _plan_decode(self, lengths: Integers, num_rows: int | None = None) -> dict[int | None, AttentionPlan]:
-        """``num_rows``: of a captured launch, which needs a plan even if nothing decodes."""
+        """``num_rows``: the rows of a captured launch, which needs a plan even if nothing decodes."""
         is_captured = num_rows is not None
         if not len(lengths) and not is_captured:
             return {}
         grid = self.decode_tiling(num_rows or len(lengths)).grid(self.config.num_kv_heads, self.device)
-        tiles = -(-lengths // grid.unit) * grid.unit  # no split is smaller, so it serves until a sequence needs a tile
+        # no split is smaller, so this serves until a sequence needs a tile
+        tiles = -(-lengths // grid.unit) * grid.unit
         key = tiles.tobytes(), num_rows
         plans = self.last_decode.get(key)
         if plans is None:

@@ -1,8 +1,8 @@
 """The KV cache slots of a batch, as numpy arrays. Introduced in phase 4.
 
-The pool computes a layout on the host, once a step; a view uploads it. The arrays are complete, so they can be sent to
-another process that has no pool. Positions belong to requests (logical), lengths to the pool (physical): neither is
-derived from the other. Invariant: the sequences are in the order of the schedule.
+The pool computes a layout on the host, once a step; a view uploads it. The arrays are self-contained, so they can be
+sent to another process that has no pool. Positions belong to requests (logical), lengths to the pool (physical):
+neither is derived from the other. Invariant: the sequences are in the order of the schedule.
 """
 
 from collections.abc import Sequence
@@ -32,7 +32,7 @@ class Layout:
 
     @cached_property
     def num_decoding(self) -> int:
-        """The number of leading sequences with one new token each, whose attention has a kernel of its own."""
+        """The number of leading sequences that have one new token each; their attention has a separate kernel."""
         is_one = self.num_new == 1
         return len(is_one) if is_one.all() else int(is_one.argmin())
 
@@ -54,7 +54,8 @@ def ranges(first: Integers, counts: Integers) -> Integers:
 
 @lru_cache(maxsize=16)
 def _cut(counts: bytes, dtype: str) -> tuple[Integers, Integers]:
-    """The range of each number, and its index in that range; a step's counts are mostly those of the previous step."""
+    """The range of each number, and its index in that range; a step's counts are mostly the same as the previous
+    step's."""
     lengths = np.frombuffer(counts, dtype)
     owners = np.arange(len(lengths)).repeat(lengths)
     return owners, np.arange(len(owners)) - (lengths.cumsum() - lengths)[owners]
@@ -69,7 +70,7 @@ def before_and_after(
     """
     committed = np.array([lengths[row] for row in rows], np.int64)
     num_computed = np.array([request.num_computed_tokens for request in schedule.requests], np.int64)
-    before = committed + schedule.starts - num_computed  # with the tokens in flight
+    before = committed + schedule.starts - num_computed  # including the tokens in flight
     after = before + schedule.num_tokens
     reserved = np.array([granted[row] for row in rows], np.int64)
     if (after > reserved).any():

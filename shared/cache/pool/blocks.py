@@ -6,7 +6,7 @@ The allocator hands out block numbers and counts references; it does not know wh
 holds it. A block is freed when its reference count drops to 0, so sequences with a common prefix can share blocks.
 
 Invariants: a block is on the free list or has a reference count above 0, never both; a call allocates or frees all its
-blocks or none; a call's time depends on the number of its own blocks only. Allocation is deterministic: the most
+blocks or none; the time of a call depends only on the number of its own blocks. Allocation is deterministic: the most
 recently freed blocks are allocated first.
 """
 
@@ -29,7 +29,7 @@ class BlockAllocator:
         self.num_blocks = num_blocks
         self.num_free = num_blocks
         self.stack: Blocks = np.arange(num_blocks, dtype=np.int32)[::-1].copy()  # its first `num_free` are free
-        self.ref_counts: Blocks = np.zeros(num_blocks, np.int32)  # of each block; 0 if it is free
+        self.ref_counts: Blocks = np.zeros(num_blocks, np.int32)  # of each block; 0 if the block is free
 
     def allocate(self, count: int) -> Blocks | None:
         """Allocate ``count`` blocks, int32 ``[count]``, each with one reference.
@@ -88,7 +88,8 @@ class BlockAllocator:
         return found
 
     def _held(self, blocks: Blocks) -> Blocks | int:
-        """An index of held blocks in ``ref_counts``; raises BlockError for any other block, and for a duplicate."""
+        """The held blocks as an index into ``ref_counts``; raises BlockError for any other block, and for a
+        duplicate."""
         if len(blocks) == 1 and 0 <= (block := blocks.item()) < self.num_blocks and self.ref_counts.item(block):
             return block  # a block that has just been filled, as in most steps
         if len(blocks):

@@ -1,8 +1,8 @@
 """A KV cache pool of equal contiguous regions, one per running request: the host side. Introduced in phase 4.
 
-The simplest KV cache for many sequences is one :class:`~shared.cache.view.contiguous.ContiguousCache` each. A region
-can hold the longest possible sequence, so allocation pops a number off a stack, and a running request never runs out of
-space. The cost is internal fragmentation: a short request leaves most of its region unused.
+The simplest KV cache for many sequences is one :class:`~shared.cache.view.contiguous.ContiguousCache` for each. A
+region can hold the longest possible sequence, so allocation pops a number off a stack, and a running request never runs
+out of space. The cost is internal fragmentation: a short request leaves most of its region unused.
 
 Invariants: each region is free or held by one request, never both; the first ``lengths[region]`` slots of a held region
 hold the request's tokens in order; a free region has length 0.

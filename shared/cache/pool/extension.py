@@ -1,7 +1,8 @@
-"""The interface for what a paged pool does with blocks besides giving them to requests. Introduced in phase 6.
+"""The interface for what a paged pool does with blocks other than giving them to requests. Introduced in phase 6.
 
 An extension keeps blocks that outlive their requests, or that hold something other than a request's tokens in order.
-A pool has one, and calls it when a request is admitted, grows or is released; :class:`NoExtension` does nothing.
+A pool has one extension, and calls it when a request is admitted, grows or is released; :class:`NoExtension` does
+nothing.
 
 Invariant: an extension holds a reference for each block that it keeps, and lists these in ``block_lists``.
 """
@@ -17,7 +18,8 @@ from shared.scheduling.schedule import Schedule
 
 
 class BlockTables(Protocol):
-    """What an extension reads and writes of its pool; see :class:`shared.cache.pool.paged.PagedKVCachePool`."""
+    """The part of its pool that an extension reads and writes; see
+    :class:`shared.cache.pool.paged.PagedKVCachePool`."""
 
     block_size: int
     allocator: BlockAllocator
@@ -35,12 +37,12 @@ class BlockTables(Protocol):
         ...
 
     def blocks_for(self, num_tokens: int) -> int:
-        """Blocks that ``num_tokens`` tokens of one request fill."""
+        """The number of blocks that ``num_tokens`` tokens of one request fill."""
         ...
 
 
 class PoolExtension(Protocol):
-    """Called by a pool, whose tables are the argument ``pool``; without methods of its own it does nothing."""
+    """Called by a pool, which passes its tables as the argument ``pool``; the base class does nothing."""
 
     prefixes: Mapping[Request, Any] = MappingProxyType({})  # of requests that share one
 
@@ -53,28 +55,28 @@ class PoolExtension(Protocol):
         return False
 
     def allocate(self, pool: BlockTables, count: int) -> Blocks | None:
-        """``count`` blocks, each with one reference; if necessary, blocks that no request uses are taken. None if there
+        """``count`` blocks, each with one reference; if necessary, it takes blocks that no request uses. None if there
         are too few."""
         return pool.allocator.allocate(count)
 
     def commit(self, pool: BlockTables, request: Request, num_tokens: int) -> None:
-        """After the pool has counted ``num_tokens`` tokens more."""
+        """Called after the pool has counted ``num_tokens`` more tokens."""
         return None
 
     def check_truncation(self, request: Request, num_tokens: int) -> None:
-        """Raises CapacityError if tokens after the first ``num_tokens`` cannot be dropped."""
+        """Raises CapacityError if the tokens after the first ``num_tokens`` cannot be dropped."""
         return None
 
     def release(self, request: Request) -> None:
-        """Before the pool frees the blocks of a request, if it holds any."""
+        """Called before the pool frees the blocks of a request, if it holds any."""
         return None
 
     def context_length(self, request: Request) -> int:
-        """Tokens of an admitted request in blocks that are not in its table."""
+        """How many of an admitted request's tokens are in blocks outside its table."""
         return 0
 
     def lay_out(self, pool: BlockTables, schedule: Schedule, layout: PagedLayout) -> PagedLayout:
-        """The layout of a step, completed with blocks that are not in the tables."""
+        """The layout of a step, extended with blocks that are not in the tables."""
         return layout
 
     def num_unused_blocks(self) -> int:
@@ -82,7 +84,7 @@ class PoolExtension(Protocol):
         return 0
 
     def used_tokens(self) -> int:
-        """Tokens in use that the pool's lengths lack."""
+        """Tokens in use that the pool's lengths do not include."""
         return 0
 
     def unused_blocks(self) -> list[int]:

@@ -2,8 +2,8 @@
 
 BatchSpec, an implementation of multi-token prediction, gives request r the pages from r · max_pages on. So a page is
 found by arithmetic, and the sparse matrix that a kernel needs for a step (compressed sparse rows, as FlashInfer reads
-it) is a cumulative sum of the counts. A request grows and shrinks at its tail only, and has one page at least, since a
-row of the matrix must not be empty.
+it) follows from a cumulative sum of the counts. A request grows and shrinks only at its tail, and has at least one
+page, since a row of the matrix must not be empty.
 
 It is here for comparison: no engine uses it. All ``num_requests * max_pages`` pages exist from the beginning, so the
 longest possible request determines how many fit in memory; no page can be shared, or serve a longer request.

@@ -1,9 +1,9 @@
 """The host side of a KV cache: the interface of a pool. Introduced in phase 4.
 
-A KV cache has two sides in separate modules. On the host a pool manages space: the scheduler reserves slots before it
-admits a request, commits the tokens that a step has written, and releases them. On the device a view holds the tensors
-(:mod:`shared.cache.view.interface`). The pool passes a :class:`~shared.cache.layout.slots.Layout`, plain arrays, to
-the view. Engine and scheduler depend on these protocols only.
+A KV cache has two sides in separate modules. On the host, a pool manages space: the scheduler reserves slots before it
+admits a request, commits the tokens that a step has written, and releases the slots. On the device a view holds the
+tensors (:mod:`shared.cache.view.interface`). The pool passes a :class:`~shared.cache.layout.slots.Layout`, plain
+arrays, to the view. Engine and scheduler depend on these protocols only.
 
 Invariants of every pool: reserved tokens can be written, whatever other requests do; only requests that have not been
 released hold space, and ``audit`` lists them; a pool holds no tensor.
@@ -20,7 +20,7 @@ from shared.scheduling.schedule import Schedule
 class CachePoolProtocol(Protocol):
     """Manages the KV cache space of many requests. ``num_tokens`` counts a request's tokens from its first."""
 
-    max_sequences: int  # maximum number of requests that hold space at a time
+    max_sequences: int  # maximum number of requests that hold space at the same time
     request_capacity: int  # maximum tokens of a request that is alone in the pool
     capacity_tokens: int
     watermark_tokens: int  # free tokens that admission leaves to running requests; 0 if reservations never grow
@@ -33,7 +33,7 @@ class CachePoolProtocol(Protocol):
         ...
 
     def must_wait(self, request: Request) -> bool:
-        """Whether a running request is computing what a waiting one could share; False without a prefix tree."""
+        """Whether a running request is computing blocks that a waiting one could share; False without a prefix tree."""
         ...
 
     def reserve(self, request: Request, num_tokens: int) -> bool:
@@ -49,7 +49,7 @@ class CachePoolProtocol(Protocol):
         ...
 
     def reserve_next(self, requests: Iterable[Request]) -> list[Request]:
-        """Reserve the next token of each decoding request, as far as that is simple; returns the others."""
+        """Reserve the next token of each decoding request in the simple cases; returns the remaining requests."""
         ...
 
     def commit_next(self, requests: Iterable[Request]) -> None:
@@ -61,7 +61,7 @@ class CachePoolProtocol(Protocol):
         ...
 
     def shrink(self, request: Request, num_tokens: int) -> None:
-        """Give back what is reserved beyond a request's first ``num_tokens`` tokens, and was not written."""
+        """Release what is reserved beyond a request's first ``num_tokens`` tokens and has not been written."""
         ...
 
     def release(self, request: Request) -> None:
@@ -74,7 +74,7 @@ class CachePoolProtocol(Protocol):
 
     @property
     def used_tokens(self) -> int:
-        """Tokens written; slots neither used nor free are reserved, or left in partially filled blocks."""
+        """Tokens written; slots that are neither used nor free are reserved, or unused in partially filled blocks."""
         ...
 
     @property
@@ -83,7 +83,7 @@ class CachePoolProtocol(Protocol):
         ...
 
     def layout(self, schedule: Schedule) -> Layout:
-        """The slots that the schedule's tokens write and read; changes no state, so it can be called again.
+        """The slots that the schedule's tokens write and read; changes no state, so it can be called repeatedly.
 
         Raises CapacityError for tokens that were not reserved.
         """
@@ -98,9 +98,10 @@ class CachePoolProtocol(Protocol):
         ...
 
     def drop_cached(self) -> None:
-        """Free those blocks, so that what runs next finds nothing in the cache."""
+        """Free those blocks, so that later requests find nothing in the cache."""
         ...
 
     def audit(self) -> Sequence[str]:
-        """One message per request that holds space and per violated invariant; empty for a consistent, empty pool."""
+        """One message per request that holds space, and one per violated invariant; empty for a consistent, empty
+        pool."""
         ...

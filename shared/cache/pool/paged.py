@@ -61,10 +61,10 @@ class PagedKVCachePool:
         self.watermark_tokens = math.ceil(WATERMARK * num_blocks) * block_size
         self.request_capacity = min(request_capacity or self.capacity_tokens, self.capacity_tokens)
         self.allocator = BlockAllocator(num_blocks)
-        self.rows: dict[Request, int] = {}  # row of each request in the arrays below
+        self.rows: dict[Request, int] = {}  # each request's row in the arrays below
         self.free_rows = list(range(max_sequences))[::-1]
         self.tables: Blocks = np.zeros((max_sequences, self.blocks_for(self.request_capacity)), np.int32)
-        self.num_held = [0] * max_sequences  # blocks: the valid entries of each row of the tables
+        self.num_held = [0] * max_sequences  # blocks: the number of valid entries in each row of the tables
         self.granted = [0] * max_sequences  # tokens
         self.lengths = [0] * max_sequences
         self.num_slotless: dict[Request, int] = {}  # tokens without a slot in the request's table, if there are any
@@ -78,7 +78,7 @@ class PagedKVCachePool:
         extension: PoolExtension | None = None,
         lay_out: Callable[[PagedLayout], PagedLayout] = as_it_is,
     ) -> Self:
-        """A pool of the sizes of its view."""
+        """A pool with the sizes of its view."""
         shape = (sizes.num_blocks, sizes.block_size, sizes.max_sequences, sizes.max_seq_len)
         return cls(*shape, extension, lay_out)
 

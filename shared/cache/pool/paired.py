@@ -1,12 +1,12 @@
 """The host side of two KV caches: the model's, and that of its draft model. Introduced in phase 11.
 
-The draft model reads the same text, so it needs its own keys and values. For each request its pool holds a *draft
-request*: the same tokens, of which the draft model may have computed more or fewer. A request is admitted, and grows,
-only if both pools have space.
+The draft model reads the same text, but needs its own keys and values. For each request its pool holds a *draft
+request* with the same tokens, of which the draft model may have computed more or fewer. A request is admitted, and
+grows, only if both pools have space.
 
 Invariants: a request has a draft request exactly while it holds space; both pools have reserved the same number of
-tokens, up to the draft model's maximum; this module commits the model's tokens only, and the drafter those of draft
-requests.
+tokens, up to the draft model's maximum; this module commits only the model's tokens, and the drafter commits those of
+draft requests.
 """
 
 from collections.abc import Iterable
@@ -18,7 +18,8 @@ from shared.engine.request import Request
 
 
 class PairedPool:
-    """Reserves in both pools; everything else is the model's ``target``'s. See ``CachePoolProtocol``."""
+    """Reserves in both pools; everything else is delegated to ``target``, the model's pool. See
+    ``CachePoolProtocol``."""
 
     def __init__(self, target: CachePoolProtocol, draft: CachePoolProtocol) -> None:
         self.target, self.draft = target, draft
@@ -59,7 +60,7 @@ class PairedPool:
         return list(requests)
 
     def shrink(self, request: Request, num_tokens: int) -> None:
-        """In both pools. Drafts whose slots are freed are forgotten."""
+        """In both pools. Drafts whose slots are freed are discarded."""
         draft_request = self.draft_requests[request]
         self.target.shrink(request, num_tokens)
         self.draft.shrink(draft_request, num_tokens)
@@ -80,7 +81,7 @@ class PairedPool:
 
     @property
     def free_tokens(self) -> int:
-        """In the pool with less space."""
+        """In the pool with less free space."""
         return min(self.target.free_tokens, self.draft.free_tokens)
 
     def drop_cached(self) -> None:

@@ -1,18 +1,18 @@
 """Computes common prefixes once: a paged pool's prefix tree. The host side. Introduced in phase 8.
 
-An admitted request gets the blocks that already hold a prefix of its tokens, and computation begins after them. Blocks
+An admitted request gets the blocks that already hold a prefix of its tokens, and is computed from there on. Blocks
 are shared by reference count: one for each block table, and one for the tree (:mod:`shared.cache.pool.prefix_tree`),
-which a full block enters when its tokens are committed. So a conversation's next turn finds its own answers, and a
-preempted request most of itself. A released block stays in the tree until a block is needed.
+which a full block enters when its tokens are committed. So a conversation's next turn finds its own previous answers,
+and a preempted request finds most of its tokens. A released block stays in the tree until a block is needed.
 
-A prompt whose every token is cached still needs logits, hence one token. It is computed in a copy of the last block,
-which is given back once the token is committed, since the tree has that block.
+Even a fully cached prompt still needs logits, so one of its tokens is computed. It is computed in a copy of the last
+block, which is freed once the token is committed, since the tree already has that block.
 
-While a running request computes a prefix, others that begin with it should wait for its blocks instead of computing the
-same tokens: ``must_wait`` tells the scheduler so.
+While a running request computes a prefix, others that begin with the same prefix should wait for its blocks instead of
+computing the same tokens: ``must_wait`` reports this to the scheduler.
 
-Invariants: a block with more than one reference is never written; a request holds the node of the tree at the end of
-its prefix, and the first blocks of its table are the tree's; free, cached and held blocks are all blocks.
+Invariants: a block with more than one reference is never written; a request holds the tree node at the end of its
+prefix, and the first blocks of its table are the tree's; free, cached and held blocks add up to all blocks.
 """
 
 import struct
@@ -35,14 +35,14 @@ from shared.scheduling.schedule import Schedule
 
 @dataclass
 class Prefix:
-    """A request's part of the tree: ``node``, at the end of ``num_blocks`` blocks, of which its table lists the first
-    ``num_shared``. The remaining block, if any, is the source of a copy.
+    """A request's part of the tree: ``node`` is at the end of ``num_blocks`` blocks, the first ``num_shared`` of which
+    are in the request's table. The remaining block, if any, is the source of a copy.
     """
 
     node: Node
     num_blocks: int
     num_shared: int
-    computes: tuple[Node, bytes] | None = None  # the block after the node, if it is still to be computed
+    computes: tuple[Node, bytes] | None = None  # the block after the node, if it has yet to be computed
 
 
 def all_tokens(request: Request) -> int:
@@ -62,7 +62,7 @@ class PrefixSharing(PoolExtension):
         self.tree = PrefixTree(block_size)
         self.prefixes: dict[Request, Prefix] = {}  # of the admitted requests
         self.copying: set[Request] = set()  # those whose next step copies a block
-        self.computing: dict[tuple[Node, bytes], Request] = {}  # which request computes the block after a node
+        self.computing: dict[tuple[Node, bytes], Request] = {}  # the request that computes the block after a node
         self.leaders: WeakKeyDictionary[Request, tuple[Request, int]] = WeakKeyDictionary()
         self.packed_ids: WeakKeyDictionary[Request, bytes] = WeakKeyDictionary()
 
@@ -128,7 +128,7 @@ class PrefixSharing(PoolExtension):
         """Blocks that are now full enter the tree."""
         row, prefix = pool.rows[request], self.prefixes.get(request)
         if prefix is None or pool.lengths[row] % self.block_size >= num_tokens:
-            return  # not for the tree, or no block was filled
+            return  # either they are not for the tree, or no block was filled
         num_full = pool.lengths[row] // self.block_size
         own = pool.tables[row, prefix.num_shared : num_full]
         num_copied = prefix.num_blocks - prefix.num_shared
@@ -138,7 +138,7 @@ class PrefixSharing(PoolExtension):
             tokens = self._tokens(request)[start:end]
             prefix.node, found = self.tree.extend(prefix.node, tokens, own[num_copied:], _salt(request))
             of_tree = np.concatenate([of_tree, found]) if num_copied else found
-        pool.allocator.share(of_tree)  # for the tree where the block is new, else for this table
+        pool.allocator.share(of_tree)  # a reference for the tree if the block is new there, otherwise for this table
         if own.tolist() != of_tree.tolist():
             pool.allocator.free(own[own != of_tree])
             pool.tables[row, prefix.num_shared : num_full] = of_tree
@@ -147,7 +147,7 @@ class PrefixSharing(PoolExtension):
         self._note_computing(request)
 
     def check_truncation(self, request: Request, num_tokens: int) -> None:
-        """Others may read tokens that are in the tree."""
+        """Tokens that are in the tree may be read by other requests."""
         num_shared = self.prefixes[request].num_shared if request in self.prefixes else 0
         if num_tokens < num_shared * self.block_size:
             raise CapacityError(
@@ -202,7 +202,7 @@ class PrefixSharing(PoolExtension):
         return int(prefix.node.blocks[-1]), int(pool.tables[pool.rows[request], prefix.num_shared])
 
     def _note_computing(self, request: Request) -> None:
-        """Keep ``computing`` in step with the end of the request's prefix."""
+        """Update ``computing`` with the end of the request's prefix."""
         prefix = self.prefixes[request]
         self._forget_computing(request, prefix)
         if prefix.num_blocks < request.num_tokens // self.block_size:
@@ -225,7 +225,7 @@ class PrefixSharing(PoolExtension):
         packed = self.packed_ids.get(request, b"")
         if len(packed) != num_tokens * ID_BYTES:
             ids = request.ids(len(packed) // ID_BYTES, num_tokens)
-            packed += struct.pack(f"{len(ids)}i", *ids)  # faster than array and numpy
+            packed += struct.pack(f"{len(ids)}i", *ids)  # faster than going through array or numpy
             self.packed_ids[request] = packed
         return packed
 

@@ -1,13 +1,14 @@
 """A radix tree of token prefixes whose keys and values are in KV cache blocks. Introduced in phase 8.
 
 Requests that begin with the same tokens need the same keys and values, so they can read the same blocks. The tree maps
-token ids to blocks (RadixAttention: Zheng et al., NeurIPS 2024, arXiv 2312.07104). A node stands for a run of whole
-blocks; the path from the root to it spells the tokens that its blocks hold, after all blocks of the path before them.
+token ids to blocks (RadixAttention: Zheng et al., NeurIPS 2024, arXiv 2312.07104). A node represents a run of whole
+blocks. The path from the root to the node spells the tokens of its blocks, after those of all blocks on the path before
+them.
 Edges store and compare the token ids themselves: a hash could collide, and one prompt would be computed with the keys
 of another.
 
 A request holds a node while it runs, and with it all nodes of the path. The blocks of nodes that no request holds are
-cached: they stay until a block is needed, and are evicted least recently used first, a path from its end.
+cached: they stay until a block is needed, and are evicted least recently used first, each path from its end.
 
 Token ids are passed packed, 4 bytes each, and in whole blocks: comparing two runs is then one comparison of memory. A
 salt is a part of the first edge of a path, so prefixes with different salts share nothing.
@@ -30,7 +31,7 @@ ID_BYTES = 4
 class Node:
     """A run of blocks below ``parent``, and the packed ids of their tokens; only the root has no parent and no blocks.
 
-    ``num_users`` requests hold the node or a descendant. ``name`` is its key in the parent's ``children``.
+    ``num_users`` requests hold the node or one of its descendants. ``name`` is its key in the parent's ``children``.
     """
 
     __slots__ = ("blocks", "children", "name", "num_users", "parent", "tokens")
@@ -54,7 +55,7 @@ class PrefixTree:
         """Find the longest prefix of ``tokens`` in the tree.
 
         Returns:
-            The last node that the prefix reaches, how many of the node's blocks it covers, and its blocks in all.
+            The last node that the prefix reaches, how many of that node's blocks it covers, and all of its blocks.
         """
         # exercise 08x1: walk down the tree
         # hint: node.children.get(self.child_name(node, tokens, start, salt)) is the child for the block at `start`
@@ -79,7 +80,7 @@ class PrefixTree:
         return first if node.parent is not None else salt + first
 
     def acquire(self, tokens: bytes, salt: bytes = b"") -> tuple[Node, Blocks]:
-        """Hold the longest prefix of ``tokens`` in the tree; returns the node at its end, and all its blocks."""
+        """Hold the longest prefix of ``tokens`` in the tree; returns the node at its end, and all of its blocks."""
         node, count, _ = self.match(tokens, salt)
         if count < len(node.blocks):
             node = self._split(node, count)
@@ -94,7 +95,7 @@ class PrefixTree:
             tokens: the packed ids of ``blocks``.
 
         Returns:
-            The new end, and the tree's blocks for these tokens: different blocks where another request was faster.
+            The new end, and the tree's blocks for these tokens, which differ where another request was faster.
         """
         # exercise 08x2: insert what is new, and find what is there
         # hint: while tokens are left, look for the child of `node` with their first block, as match does
@@ -109,7 +110,7 @@ class PrefixTree:
             child = node.children.get(self.child_name(node, rest, salt=salt))
             if child is None:
                 found.append(blocks[start:])
-                if node is held and node.num_users == 1 and not node.children:  # not the root, which counts none
+                if node is held and node.num_users == 1 and not node.children:  # not the root, which has no count
                     self._lengthen(node, rest, blocks[start:])
                 else:
                     node = self._append(node, rest, blocks[start:], salt)
@@ -122,10 +123,10 @@ class PrefixTree:
             self._hold(node)
             self.release(held)
         # end exercise
-        return node, found[1] if len(found) == 2 else np.concatenate(found)  # mostly one block, of one node
+        return node, found[1] if len(found) == 2 else np.concatenate(found)  # usually a single block of a single node
 
     def release(self, node: Node) -> None:
-        """Let go of a node and its path; the blocks of nodes that no other request holds are cached from now on."""
+        """Release a node and its path; from now on, the blocks of nodes that no other request holds count as cached."""
         # exercise 08x3: release a path
         # hint: _path yields the node and its ancestors, without the root; one user fewer for each
         # hint: a node without users goes to the end of `unused`, and its blocks count in num_unused_blocks
@@ -142,7 +143,7 @@ class PrefixTree:
         return sum(len(ancestor.blocks) for ancestor in _path(node) if ancestor.num_users == 1)
 
     def evict(self, count: int) -> Blocks:
-        """Remove ``count`` blocks that no request holds, least recently used first; there must be that many.
+        """Remove ``count`` blocks that no request holds, least recently used first; there must be at least that many.
 
         Returns the blocks in the order in which ``count`` calls would evict one each.
         """
@@ -169,7 +170,7 @@ class PrefixTree:
         return evicted[0] if len(evicted) == 1 else np.concatenate([self.root.blocks, *evicted])
 
     def num_common(self, tokens: bytes, other: bytes) -> int:
-        """The number of blocks, from the first, that two packed runs have in common."""
+        """The number of leading blocks that two packed runs have in common."""
         size = min(len(tokens), len(other)) // ID_BYTES
         differs = np.frombuffer(tokens, np.int32, size) != np.frombuffer(other, np.int32, size)
         num_tokens = int(differs.argmax()) if differs.any() else size

@@ -2,7 +2,7 @@
 
 An attention backend declares which arrays of a step it needs on the device, and attends over the keys and values of a
 storage (:mod:`shared.cache.view.block_storage`). Invariants: it never writes to a block; without buckets, as before
-phase 9, the arrays of a step are as long as the step.
+phase 9, the arrays of a step are exactly as long as the step needs.
 """
 
 from collections.abc import Mapping, Sequence
@@ -15,18 +15,18 @@ from shared.cache.layout.paged import PagedLayout
 from shared.engine.batch import Batch
 
 Arrays = dict[str, NDArray[Any]]
-Places = dict[str, tuple[int, DTypeLike]]
+ArraySpecs = dict[str, tuple[int, DTypeLike]]
 Scores = dict[str, Any]  # the arguments scale, window and softcap of ``KVView.attend``
 
 
 class PagedAttentionProtocol(Protocol):
-    """Attends over blocks, in one of several ways."""
+    """Attends over blocks; there are several implementations."""
 
     def lay_out(self, layout: PagedLayout) -> PagedLayout:
-        """What the pool adds to the layout of a step, on the host: plans (phase 6.1)."""
+        """What the pool adds to a step's layout on the host, such as plans (phase 6.1)."""
         return layout
 
-    def staged(self, is_decode: bool, max_tokens: int) -> Places:
+    def staged(self, is_decode: bool, max_tokens: int) -> ArraySpecs:
         """Lengths and dtypes of the arrays of steps of up to ``max_tokens`` tokens."""
         return {}
 
@@ -35,7 +35,7 @@ class PagedAttentionProtocol(Protocol):
         return {}
 
     def receive(self, batch: Batch, layout: PagedLayout, sent: Mapping[str, Tensor]) -> None:
-        """Take the step's arrays on the device; from now on every layer attends with them."""
+        """Use the step's arrays on the device; from now on every layer attends with them."""
         ...
 
     def attend(self, layer: int, q: Tensor, options: Scores, out: Tensor | None) -> Tensor:
@@ -44,7 +44,7 @@ class PagedAttentionProtocol(Protocol):
 
 
 class Padding(Protocol):
-    """Pads the arrays of a step to the step's bucket; without methods of its own it leaves them as they are."""
+    """Pads the arrays of a step to the step's bucket; the base class leaves them unpadded."""
 
     buckets: Any = None  # see :class:`shared.engine.executor.captured.BucketedView`
     paddings: Sequence[Batch] = ()
@@ -58,9 +58,9 @@ class Padding(Protocol):
         return None
 
     def advance(self, sent: Mapping[str, Tensor]) -> None:
-        """Move the loaded decode step on by a token for each sequence; only a captured step is repeated."""
+        """Advance the loaded decode step by one token per sequence; only a captured step is repeated."""
         return None
 
 
 class NoPadding(Padding):
-    """Steps as they are."""
+    """Leaves steps unpadded."""

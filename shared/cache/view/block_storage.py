@@ -3,7 +3,7 @@
 Layout ``[layer, block, offset, Hkv, D]``: the tokens of all blocks of a layer are contiguous, so a token has one index,
 its slot, and its heads are adjacent. A storage decides how a number is stored; kernels read its tensors with its
 ``arguments``, and PyTorch's operations write and read through its methods. Invariant: a storage writes wherever it is
-asked to; the pool alone knows which slots are free.
+told to; only the pool knows which slots are free.
 """
 
 from collections.abc import Callable, Sequence
@@ -30,9 +30,9 @@ class BlockStorage(Protocol):
 
     keys: Tensor  # as they are stored
     values: Tensor
-    layer_keys: tuple[Tensor, ...]  # of each layer, as kernels read them
+    layer_keys: tuple[Tensor, ...]  # for each layer, as kernels read them
     layer_values: tuple[Tensor, ...]
-    arguments: Sequence[dict[str, Any]]  # of each layer's kernels, besides keys and values
+    arguments: Sequence[dict[str, Any]]  # arguments of each layer's kernels, besides keys and values
     num_bytes: int
 
     def write(self, layer: int, k: Tensor, v: Tensor, slots: Tensor) -> None:
@@ -59,8 +59,8 @@ MakeStorage = Callable[[EngineConfig, CausalLM, PagedSizes], BlockStorage]
 class PlainStorage:
     """Keys and values in one dtype, mostly the model's; see :class:`BlockStorage`.
 
-    The blocks of a sequence are read into a small buffer that all sequences and layers reuse: it stays in the
-    processor's caches, so this is faster than reading all sequences at once.
+    The blocks of one sequence at a time are read into a small buffer that all sequences and layers reuse. It stays in
+    the processor's caches, so this is faster than reading all sequences at once.
     """
 
     def __init__(

@@ -1,7 +1,7 @@
 """Pads steps to buckets, so that they can be captured. Introduced in phase 9.
 
-The arrays of a step are padded to its bucket, and the launches of a layer are those of the bucket, whatever the step:
-the planner (:mod:`shared.cache.layout.bucket_planner`) passes this on to the attention. Invariant: a padding token is
+The arrays of a step are padded to its bucket, and the launches of a layer are those of the bucket, whatever the step;
+the planner (:mod:`shared.cache.layout.bucket_planner`) tells the attention about them. Invariant: a padding token is
 written to no slot, and its queries, attended values and hidden states are never read by another token.
 """
 
@@ -30,20 +30,22 @@ from shared.models.causal_lm import CausalLM
 from shared.models.config import ModelConfig
 
 OF_TOKENS: Mapping[str, int] = {"token_ids": 0, "positions": 0, "offsets": -1}
-"""What the arrays of the new tokens are padded with; a negative place is not written."""
+"""What the arrays of the new tokens are padded with; a negative slot is not written."""
 OF_SEQUENCES = ("lengths", "table_starts", "prompt_lengths", "prompt_table_starts")
 """Padded with zeros: an empty array would have no address, which a capture would record."""
 
 CAPTURED_CHUNK = 2048
-"""Tokens of the largest captured chunk, unless ``prefill_chunk_size`` says otherwise: the GPU computes a larger one for
-longer than the host takes to launch it."""
+"""Tokens of the largest captured chunk, unless ``prefill_chunk_size`` says otherwise: computing a larger one takes the
+GPU longer than launching it takes the host."""
 
 
 class BucketPadding:
     """Pads steps to ``buckets``; see :class:`shared.cache.view.attention.Padding`.
 
-    Args: paddings: a full batch of padding for each bucket, the largest first. block_size, stride: the slots per block,
-        and the elements per token, for ``advance``. of_tokens, of_sequences: the arrays that are padded.
+    Args:
+        paddings: a full batch of padding for each bucket, the largest first.
+        block_size, stride: the slots per block, and the elements per token, for ``advance``.
+        of_tokens, of_sequences: the arrays that are padded.
     """
 
     def __init__(
@@ -112,7 +114,7 @@ def buckets_of(config: EngineConfig, model: CausalLM, max_seq_len: int) -> Bucke
 
 
 def padded(array: NDArray[Any], length: int, value: int = 0) -> NDArray[Any]:
-    """The array with ``value`` after its end, up to ``length``; itself if it is that long."""
+    """The array padded with ``value`` to ``length``; the array itself if it is already that long."""
     if len(array) == length:
         return array
     result = np.full(length, value, array.dtype)

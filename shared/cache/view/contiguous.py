@@ -1,9 +1,9 @@
 """A contiguous KV cache for one sequence, allocated once. Introduced in phase 3.
 
-Keys and values of past tokens never change, so a step computes those of its new tokens, appends them to the cache and
-attends over all. Layout: one tensor for keys and one for values, ``[layer, Hkv, capacity, D]``, so the tokens of a head
-are contiguous. Invariants: the first ``length`` slots hold the sequence's tokens in order; the length (physical) is the
-cache's own count and is never derived from positions (logical), which belong to the request.
+Keys and values of past tokens never change, so a step computes those of its new tokens, appends them to the cache, and
+attends over all of them. Layout: one tensor for keys and one for values, ``[layer, Hkv, capacity, D]``, so the tokens
+of a head are contiguous. Invariants: the first ``length`` slots hold the sequence's tokens in order; the length
+(physical) is the cache's own count and is never derived from positions (logical), which belong to the request.
 """
 
 import math
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from shared.errors import CapacityError, ConfigError
-from shared.loading.placement import check_room
+from shared.loading.placement import check_memory
 from shared.models.config import ModelConfig
 from shared.models.tokens import QueryKeyTransform
 from shared.ops.attention import ATTENTION_BACKENDS
@@ -35,7 +35,7 @@ class ContiguousCache:
         if capacity < 1:
             raise ConfigError(f"The cache's capacity is {capacity} tokens; it must be at least 1.")
         shape = (config.num_layers, config.num_kv_heads, capacity, config.head_dim)
-        check_room(2 * math.prod(shape) * dtype.itemsize, torch.device(device), f"A cache of {capacity} tokens")
+        check_memory(2 * math.prod(shape) * dtype.itemsize, torch.device(device), f"A cache of {capacity} tokens")
         self.keys = torch.empty(shape, dtype=dtype, device=device)
         self.values = torch.empty(shape, dtype=dtype, device=device)
         self.capacity = capacity
@@ -50,13 +50,13 @@ class ContiguousCache:
     def reserve(self, request_id: str, num_tokens: int) -> None:
         """Reserve ``num_tokens`` more slots for a request, which owns the cache from its first call until ``release``.
 
-        Raises CapacityError, and changes nothing, if the slots do not suffice or another request owns the cache.
+        Raises CapacityError, and changes nothing, if there are not enough slots or another request owns the cache.
         """
         if num_tokens < 0:
             raise CapacityError(f"{num_tokens} slots were requested; a count cannot be negative.")
         if self.owner not in (None, request_id):
             raise CapacityError(
-                f"The cache holds request {self.owner} and has room for one sequence; release it before reserving for "
+                f"The cache holds request {self.owner} and can hold only one sequence; release it before reserving for "
                 f"request {request_id}."
             )
         if self.length + num_tokens > self.capacity:
@@ -85,7 +85,7 @@ class ContiguousCache:
 class ContiguousView:
     """The model's view of a cache during one step.
 
-    ``prepare`` slices the cache once per step, for all layers: the slots that the step writes and those that it reads.
+    ``prepare`` slices the cache once per step for all layers: the slots that the step writes, and those that it reads.
 
     Args:
         backend: ``naive`` or ``sdpa``, which is the default.
@@ -107,8 +107,8 @@ class ContiguousView:
         start, end = self.cache.length, self.cache.length + num_new
         keys, values = self.cache.keys[:, :, :end], self.cache.values[:, :, :end]
         self.num_past = start
-        self.keys, self.values = keys.unbind(0), values.unbind(0)  # of each layer [Hkv, end, D]
-        self.new_keys = keys[:, :, start:].transpose(1, 2).unbind(0)  # of each layer [T, Hkv, D]
+        self.keys, self.values = keys.unbind(0), values.unbind(0)  # for each layer [Hkv, end, D]
+        self.new_keys = keys[:, :, start:].transpose(1, 2).unbind(0)  # for each layer [T, Hkv, D]
         self.new_values = values[:, :, start:].transpose(1, 2).unbind(0)
         # end exercise
 

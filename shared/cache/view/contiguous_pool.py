@@ -2,8 +2,8 @@
 
 Layout ``[layer, region, Hkv, capacity, D]``: each layer's keys are one tensor, in which a token is an offset, so one
 launch can write to all regions and one can read from them. Each layer calls ``kv_write`` once, and ``flash`` once for
-the decoding sequences, which are first. Prompts attend with PyTorch's operation, sequence by sequence. On a CPU so does
-every sequence: launches are cheap there compared to the memory they read, and a sequence's attention is bitwise the
+the decoding sequences, which are first. Prompts attend with PyTorch's operation, sequence by sequence. On a CPU every
+sequence does: launches are cheap there compared to the memory that they read, and a sequence's attention is bitwise the
 same in every batch.
 
 Invariant: in a decode step the results of :meth:`ContiguousPoolView.write` and ``attend`` are buffers of the view,
@@ -25,7 +25,7 @@ from shared.engine.executor.staging import Staging
 from shared.kernels.attention.decode_attention import DecodeWorkspace, decode_attention
 from shared.kernels.attention.kv_write import NormAndRotation, kv_write
 from shared.kernels.launch import launches
-from shared.loading.placement import check_room
+from shared.loading.placement import check_memory
 from shared.models.config import ModelConfig
 from shared.models.tokens import QueryKeyTransform
 from shared.ops.attention import ATTENTION_BACKENDS
@@ -54,7 +54,7 @@ class ContiguousPoolView:
         backend = backend or "flash"
         device = torch.device(device)
         shape = (config.num_layers, num_regions, config.num_kv_heads, capacity, config.head_dim)
-        check_room(
+        check_memory(
             2 * math.prod(shape) * dtype.itemsize,
             device,
             f"A pool for max_batch_size = {num_regions} requests of {capacity} tokens",
@@ -78,7 +78,7 @@ class ContiguousPoolView:
         if self.is_flash:
             check_flash_head_size(config.head_dim)
             arguments = (config.num_heads, config.num_kv_heads, config.head_dim, capacity, device)
-            self.workspaces = [  # for 1, 2, 4, … sequences: the fewer sequences, the more programs per sequence
+            self.workspaces = [  # for 1, 2, 4, … sequences: the fewer sequences, the more programs for each
                 DecodeWorkspace.of(1 << n, *arguments) for n in range((num_regions - 1).bit_length() + 1)
             ]
         num_offsets = max_tokens if self.is_launching else max_tokens * config.num_kv_heads

@@ -1,16 +1,16 @@
 """Keys and values in blocks, in 8 bits. Introduced in phase 10.
 
-A number is stored as e4m3 of its quotient by the scale of its layer and KV head (:mod:`shared.kernels.e4m3`).
+A number is divided by the scale of its layer and KV head, and stored as e4m3 (:mod:`shared.kernels.e4m3`).
 ``kv_write`` rounds and attention widens, in the launches of the other storages, so everything else is unchanged:
 blocks, tables, plans, copies, captures. The storage is uint8, which PyTorch indexes and copies on every device; a GPU
 that converts FP8 reads the same bytes as FP8.
 
-The scales are the checkpoint's, where it has them, and else 1, as in vLLM: e4m3 has an exponent of its own, so a scale
-only moves its range, and keys and values of most models lie inside.
+The scales are the checkpoint's if it has any, and otherwise 1, as in vLLM: e4m3 has its own exponent, so a scale only
+shifts its range, and the keys and values of most models lie within it.
 
 Invariant: scales are constants. Blocks outlive requests and are shared, and a captured launch reads one scale for all
-blocks of a head: a scale that followed the tokens would change what cached blocks mean, and an answer would depend on
-earlier requests.
+blocks of a head. A scale that followed the tokens would change the meaning of cached blocks, and an answer would depend
+on earlier requests.
 """
 
 from collections.abc import Sequence
@@ -84,4 +84,4 @@ class Fp8Storage:
 
 
 STORAGES: dict[str, MakeStorage] = {"auto": PlainStorage.of, "fp8": Fp8Storage.of}
-"""By ``EngineConfig.kv_cache_dtype``: what it can be, a row for each storage."""
+"""Each storage, by its value of ``EngineConfig.kv_cache_dtype``."""

@@ -47,7 +47,7 @@ class FusedContiguousView(ContiguousView):
         self.layer_keys = cache.keys[:, None].unbind(0)  # of each layer [1, Hkv, capacity, D]
         self.layer_values = cache.values[:, None].unbind(0)
         self.offsets = torch.empty(capacity, dtype=torch.int64, device=device)  # of the new tokens' rows
-        self.lengths = torch.zeros(1, dtype=torch.int32, device=device)  # with the new tokens
+        self.lengths = torch.zeros(1, dtype=torch.int32, device=device)  # including the new tokens
         self.regions = torch.zeros(1, dtype=torch.int32, device=device)
         self.queries = torch.empty(1, num_heads, head_dim, dtype=cache.keys.dtype, device=device)
         self.attended = torch.empty_like(self.queries)

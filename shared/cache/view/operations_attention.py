@@ -2,7 +2,7 @@
 
 ``sdpa``, ``naive``, and everything on a CPU, need a sequence's keys contiguous. For them one operation gathers each
 sequence's blocks into a small buffer. A sliding-window layer gathers only the window's blocks. Invariant: a step is
-divided into pieces once per window, and all layers use them.
+divided into pieces once per window, and all layers use these pieces.
 """
 
 from collections.abc import Mapping
@@ -64,7 +64,8 @@ class OperationsAttention(PagedAttentionProtocol):
         layout, size, pieces = self.layout, self.block_size, []
         columns = (layout.num_cached.tolist(), layout.lengths.tolist(), layout.table_starts.tolist()[:-1])
         for num_cached, end, start in zip(*columns, strict=True):
-            first = 0 if window is None else max(0, num_cached + 1 - window)  # that the first new token attends to
+            # the first key that the first new token attends to
+            first = 0 if window is None else max(0, num_cached + 1 - window)
             first_block = first // size
             blocks = layout.tables[start + first_block : start - (-end // size)].astype(np.int64)
             skipped = first_block * size

@@ -1,7 +1,7 @@
 """The model's view of a paged KV cache during a step. Introduced in phase 6.
 
 A view is a storage of keys and values, an attention that reads it, and the padding of its steps, put together by
-:mod:`shared.cache.paged_memory`. With kernels, a layer launches ``kv_write``, then the launches of its attention.
+:mod:`shared.cache.paged_memory`. With kernels, a layer launches ``kv_write`` and then the launches of its attention.
 
 Invariant: in a decode step the results of :meth:`PagedView.write` and ``attend`` are buffers of the view, valid until
 the next layer's call, at the same addresses for the same number of sequences; a step's copies precede its writes.
@@ -46,12 +46,13 @@ class PagedView:
         self.keys, self.values, self.num_bytes = storage.keys, storage.values, storage.num_bytes
         self.buckets, self.paddings, self.bucket = self.padding.buckets, self.padding.paddings, None
         self.is_launching, device = launches(self.keys), self.keys.device
-        self.stride = config.num_kv_heads * config.head_dim if self.is_launching else 1  # of a slot, in elements
+        # distance between slots, in elements
+        self.stride = config.num_kv_heads * config.head_dim if self.is_launching else 1
         if self.is_launching:
             shape = sizes.max_sequences, config.num_heads, config.head_dim
             self.queries = torch.empty(shape, dtype=dtype, device=device)
             self.attended = torch.empty_like(self.queries)
-        self.buffers: dict[int, tuple[Tensor, Tensor]] = {}  # their first rows, by number
+        self.buffers: dict[int, tuple[Tensor, Tensor]] = {}  # their first rows, by number of rows
         # Decode steps are small: a separate staging buffer keeps their copy from including the space reserved for
         # prompts.
         self.staging = {
@@ -79,7 +80,7 @@ class PagedView:
         return StepInputs.of(self.sent)
 
     def _take_buffers(self, num_rows: int) -> None:
-        """Use the first rows of the buffers; they are kept, since slicing a tensor costs more than a lookup."""
+        """Use the first rows of the buffers; the slices are kept, since slicing a tensor costs more than a lookup."""
         known = self.buffers.get(num_rows)
         if known is None:
             known = self.buffers[num_rows] = self.queries[:num_rows], self.attended[:num_rows]

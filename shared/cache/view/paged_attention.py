@@ -1,7 +1,8 @@
 """Attention over blocks with kernels that follow the block tables. Introduced in phase 6.
 
-Each layer takes ``paged_attention`` for the decoding sequences, which are first, and ``paged_prefill`` for the others;
-a launch without sequences is skipped. Invariant: the arrays of a decode step have the same addresses in every step.
+Each layer launches ``paged_attention`` for the decoding sequences, which come first, and ``paged_prefill`` for the
+others; a launch without sequences is skipped. Invariant: the arrays of a decode step have the same addresses in every
+step.
 """
 
 from collections.abc import Mapping
@@ -12,7 +13,7 @@ import torch
 from torch import Tensor
 
 from shared.cache.layout.paged import PagedLayout, PagedSizes
-from shared.cache.view.attention import Arrays, PagedAttentionProtocol, Places, Scores
+from shared.cache.view.attention import Arrays, ArraySpecs, PagedAttentionProtocol, Scores
 from shared.cache.view.block_storage import BlockStorage
 from shared.cache.view.fused_contiguous import check_flash_head_size
 from shared.cache.view.operations_attention import OperationsAttention
@@ -35,11 +36,11 @@ class PagedAttention(PagedAttentionProtocol):
         check_flash_head_size(config.head_dim)
         self.sizes, self.storage = sizes, storage
         arguments = (config.num_heads, config.num_kv_heads, config.head_dim, sizes.max_seq_len, storage.keys.device)
-        self.workspaces = [  # for 1, 2, 4, … sequences: the fewer sequences, the more programs per sequence
+        self.workspaces = [  # for 1, 2, 4, … sequences: the fewer sequences, the more programs for each
             DecodeWorkspace.of(1 << n, *arguments) for n in range((sizes.max_sequences - 1).bit_length() + 1)
         ]
 
-    def staged(self, is_decode: bool, max_tokens: int) -> Places:
+    def staged(self, is_decode: bool, max_tokens: int) -> ArraySpecs:
         return staged_tables(self.sizes)
 
     def arrays(self, batch: Batch, layout: PagedLayout) -> Arrays:
@@ -65,12 +66,12 @@ class PagedAttention(PagedAttentionProtocol):
         return out
 
     def attend_prompts(self, layer: int, q: Tensor, options: dict[str, Any], out: Tensor) -> None:
-        """Attention of the sequences that do not decode; ``about`` are the kernel's arguments by name."""
+        """Attention of the sequences that do not decode; ``options`` are the kernel's arguments by name."""
         memory = (self.storage.layer_keys[layer], self.storage.layer_values[layer])
         paged_prefill(q, *memory, *self.prompts, **options, out=out)
 
 
-def staged_tables(sizes: PagedSizes) -> Places:
+def staged_tables(sizes: PagedSizes) -> ArraySpecs:
     """Lengths and dtypes of the arrays of ``table_arrays``."""
     B = sizes.max_sequences
     return {
@@ -86,7 +87,7 @@ def staged_tables(sizes: PagedSizes) -> Places:
 def table_arrays(batch: Batch, layout: PagedLayout) -> Arrays:
     """Lengths and block tables of the decoding sequences, and of the others.
 
-    The others have arrays of their own, as kernels are compiled for addresses that are aligned.
+    The others have separate arrays, since kernels are compiled for aligned addresses.
     """
     n, table_starts = layout.num_decoding, layout.table_starts[:-1]
     arrays: Arrays = {"lengths": layout.lengths[:n], "table_starts": table_starts[:n], "tables": layout.tables}
@@ -102,7 +103,7 @@ def table_arrays(batch: Batch, layout: PagedLayout) -> Arrays:
 def paged_or_operations(
     config: ModelConfig, sizes: PagedSizes, storage: BlockStorage, backend: str | None
 ) -> PagedAttention | OperationsAttention:
-    """The kernels, where they run and ``backend`` is not one of PyTorch's operations."""
+    """The kernels where they run and ``backend`` is not one of PyTorch's operations."""
     if launches(storage.keys) and backend in (None, "flash"):
         return PagedAttention(config, sizes, storage)
     return OperationsAttention(storage, backend if backend in ATTENTION_BACKENDS else "sdpa")

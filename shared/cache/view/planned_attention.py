@@ -20,7 +20,7 @@ from torch import Tensor
 from shared.attention.descriptor import NUM_ARRAYS, DevicePlan
 from shared.cache.layout.paged import PagedLayout, PagedSizes
 from shared.cache.layout.planned import AttentionPlanner, LayoutPlans, StepPlans
-from shared.cache.view.attention import Arrays, NoPadding, Padding, PagedAttentionProtocol, Places, Scores
+from shared.cache.view.attention import Arrays, ArraySpecs, NoPadding, Padding, PagedAttentionProtocol, Scores
 from shared.cache.view.block_storage import BlockStorage
 from shared.cache.view.fused_contiguous import check_flash_head_size
 from shared.cache.view.paged_attention import paged_or_operations, staged_tables, table_arrays
@@ -35,7 +35,7 @@ from shared.models.causal_lm import CausalLM
 from shared.models.config import ModelConfig
 
 ROWS_BETWEEN = 1024
-"""Rows of a copy of keys for the ends of sequences, beside those for the tokens of the longest."""
+"""Rows of a copy of keys for the ends of sequences, in addition to those for the tokens of the longest."""
 
 
 class PlannedAttention:
@@ -49,7 +49,7 @@ class PlannedAttention:
         check_flash_head_size(config.head_dim)
         self.planner, self.sizes, self.storage = planner, sizes, storage
         self.lay_out = partial(LayoutPlans.planned, planner=planner)
-        self.names = {  # of each plan's arrays in the staging
+        self.names = {  # names of each plan's arrays in the staging buffer
             (kind, window): [f"{kind} plan {n} of window {window}" for n in range(NUM_ARRAYS)]
             for kind in StepPlans._fields
             for window in planner.windows
@@ -63,9 +63,9 @@ class PlannedAttention:
             keys = storage.keys
             copied = PromptKeys.of(num_rows, config.num_kv_heads * config.head_dim, keys.dtype, keys.device)
             self.workspace = replace(self.workspace, copied=copied)
-        self.prompt_arguments: dict[str, Any] = {}  # `copies`, or mask tokens (phase 11.1), which are never copied
+        self.prompt_arguments: dict[str, Any] = {}  # `copies`, or mask tokens (phase 11.1), whose keys are never copied
 
-    def staged(self, is_decode: bool, max_tokens: int) -> Places:
+    def staged(self, is_decode: bool, max_tokens: int) -> ArraySpecs:
         counts = self.planner.most_numbers(max_tokens, self.sizes.max_sequences)
         staged: dict[str, tuple[int, DTypeLike]] = {}
         for (kind, _), names in self.names.items():
@@ -95,7 +95,7 @@ class PlannedAttention:
         }
 
     def copies(self, layout: PagedLayout) -> tuple[bool, bool]:
-        """Whether a step has prompts whose keys are copied, and others; a captured one may have both."""
+        """Whether a step has prompts whose keys are copied, and others; a captured step may have both."""
         tiling, copied, first = self.launches.prefill.copied, self.workspace.copied, layout.num_decoding
         if tiling is None or copied is None:
             return False, True

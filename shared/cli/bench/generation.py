@@ -43,7 +43,9 @@ def generation(
     ] = None,
     prompt_tokens: Annotated[int | None, typer.Option(help="Tokens of each prompt; 256, without a GPU 32.")] = None,
     new_tokens: Annotated[int | None, typer.Option(help="Tokens of each answer; 256, without a GPU 16.")] = None,
-    trials: Annotated[int | None, typer.Option(help="Answers of each, whose median counts; 3.")] = None,
+    trials: Annotated[
+        int | None, typer.Option(help="Answers per contender, of which the median is reported; 3.")
+    ] = None,
     peer: Annotated[
         list[str] | None,
         typer.Option(
@@ -58,7 +60,7 @@ def generation(
         bool, typer.Option("--pack-weights", help=EngineConfig.__dataclass_fields__["pack_weights"].metadata["help"])
     ] = False,
     max_seconds: Annotated[
-        float, typer.Option(help="Break an answer off after so much decoding; never transformers'.")
+        float, typer.Option(help="Cut an answer short after this many seconds of decoding; never transformers'.")
     ] = 15.0,
     out: Out = None,
     threads: Threads = None,
@@ -66,7 +68,7 @@ def generation(
     device: Device = "auto",
     seed: Seed = 0,
 ) -> None:
-    """Measure one request alone: phases beside transformers and vLLM, and each compared with the memory limit.
+    """Measure one request at a time: phases, transformers and vLLM, each compared with the memory limit.
 
     The last line on standard output is the result as JSON.
     """
@@ -93,11 +95,11 @@ def contexts(
         list[str] | None, typer.Option("--phase", "-p", help="A phase to measure; repeat it. Default: 02 and 03.")
     ] = None,
     lengths: Annotated[
-        str, typer.Option("--contexts", help="Tokens of context, with commas.")
+        str, typer.Option("--contexts", help="Tokens of context, separated by commas.")
     ] = "16,32,64,128,256,512",
     prompt_tokens: Annotated[int, typer.Option(help="Tokens of the prompt of the whole answer.")] = 64,
     new_tokens: Annotated[int, typer.Option(help="Tokens of the whole answer.")] = 16,
-    trials: Annotated[int, typer.Option(help="Whole answers of each, whose median counts.")] = 3,
+    trials: Annotated[int, typer.Option(help="Whole answers per phase, of which the median is reported.")] = 3,
     out: Out = None,
     threads: Threads = None,
     dtype: Dtype = None,

@@ -18,7 +18,7 @@ def grammar(
     model: Model = "smollm2-135m",
     requests: Annotated[int, typer.Option(help="Requests at a time.", min=1)] = 64,
     steps: Annotated[int, typer.Option(help="Steps that are timed.", min=1)] = 150,
-    trials: Annotated[int, typer.Option(help="Of each case; the median counts.", min=1)] = 5,
+    trials: Annotated[int, typer.Option(help="Trials of each case; the median is reported.", min=1)] = 5,
     seed: Seed = 0,
     device: Device = "auto",
     out: Annotated[Path | None, typer.Option(help="Write the report into this folder.")] = None,
@@ -30,7 +30,7 @@ def grammar(
     from benchmarks.grammar import measure_grammars, view
 
     where = computing_device(device)
-    with working("drawing with and without grammars"):
+    with working("decoding with and without grammars"):
         report = measure_grammars(model, device=where, num_requests=requests, num_steps=steps, trials=trials, seed=seed)
     present(report, view(report), out)
 

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 EXIT_WRONG = 1
 
 Out = Annotated[Path | None, typer.Option("--out", help="Write the report, named by machine, into this folder.")]
-Seed = Annotated[int, typer.Option("--seed", help="Of the synthetic inputs and the order of blocks.")]
+Seed = Annotated[int, typer.Option("--seed", help="Seed of the synthetic inputs and of the order of blocks.")]
 
 
 def hardware(device: Device = "auto", out: Out = None) -> None:
@@ -44,7 +44,7 @@ def kernels(
         list[str] | None, typer.Option("--kernel", "-k", help="A kernel to measure; repeat it. Default: every kernel.")
     ] = None,
     rows: Annotated[
-        list[int] | None, typer.Option(help="Rows of a call, 1 to 64; repeat it. Default: 1, 4, 8 and 16.")
+        list[int] | None, typer.Option(help="Rows per call, 1 to 64; repeat it. Default: 1, 4, 8 and 16.")
     ] = None,
     compile: Annotated[
         bool | None,
@@ -54,7 +54,7 @@ def kernels(
     device: Device = "auto",
     out: Out = None,
 ) -> None:
-    """Time every kernel at a real model's decode shapes, beside the memory's ceiling, eager PyTorch and compiled.
+    """Time every kernel at a real model's decode shapes, next to the memory ceiling and eager and compiled PyTorch.
 
     Without a GPU it runs at demo size. Exits with 1 if one of our results was wrong. The last line on standard output
     is the result as JSON.
@@ -74,7 +74,8 @@ def attention(
         list[str] | None, typer.Option("--shape", "-s", help="A shape to measure; repeat it. Default: all.")
     ] = None,
     peer: Annotated[
-        list[str] | None, typer.Option("--peer", "-p", help="A peer to time; repeat it. Default: all that there are.")
+        list[str] | None,
+        typer.Option("--peer", "-p", help=("A peer to time; repeat it. Default: all that are available.")),
     ] = None,
     peers: Annotated[bool, typer.Option("--peers/--no-peers", help="Whether to time peers.")] = True,
     mistakes: Annotated[

@@ -1,4 +1,4 @@
-"""What the commands of ``infer bench`` that measure answers share: options, progress, the files that were written.
+"""What the commands of ``infer bench`` that measure answers share: options, progress, and the list of files written.
 
 Introduced in phase 3.1.
 """
@@ -30,7 +30,7 @@ Device = Annotated[
     ),
 ]
 Dtype = Annotated[str | None, typer.Option("--dtype", help="float32, bfloat16 or float16. Default: by device.")]
-Threads = Annotated[int | None, typer.Option("--threads", help="CPU threads of PyTorch. Default: as it chooses.")]
+Threads = Annotated[int | None, typer.Option("--threads", help="CPU threads of PyTorch. Default: PyTorch's choice.")]
 Out = Annotated[
     Path | None, typer.Option("--out", help="Write JSON, Markdown and PNG, named by machine, into this folder.")
 ]
@@ -38,7 +38,7 @@ Seed = Annotated[int, typer.Option("--seed", help="Of the synthetic prompts.")]
 
 
 def computing_device(asked: str) -> str:
-    """The device asked for, checked; ``auto`` is a GPU that can run the kernels, else the CPU."""
+    """The requested device, checked; ``auto`` is a GPU that can run the kernels, otherwise the CPU."""
     from shared.loading.placement import check_device
 
     return str(check_device(asked))
@@ -49,12 +49,12 @@ SECONDS_PER_LINE = 2.0
 
 @contextmanager
 def step_progress() -> "Iterator[Progress]":
-    """Steps that are named and counted, on standard error: a bar on a terminal, else a line every few seconds."""
+    """Shows named and counted steps on standard error: a bar on a terminal, otherwise a line every few seconds."""
     from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
     columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
     is_terminal, told = sys.stderr.isatty(), -SECONDS_PER_LINE
-    # Drawn seldom, since it is drawn while others are measured.
+    # Redrawn rarely, since redrawing overlaps with measurements.
     with Progress(
         *columns, console=stderr_console(), transient=True, disable=not is_terminal, refresh_per_second=1
     ) as bar:
@@ -74,7 +74,7 @@ def step_progress() -> "Iterator[Progress]":
 def measuring(
     device: str, dtype: str | None, threads: int | None, seed: int, model: str | None = None
 ) -> "Iterator[dict[str, Any]]":
-    """Where a benchmark runs, as `benchmarks.setup.Setup` takes it, with a bar of its steps; a known model is fetched
+    """The setup of a benchmark, as `benchmarks.setup.Setup` takes it, with a bar of its steps; a known model is fetched
     first.
     """
     device = computing_device(device)

@@ -52,16 +52,20 @@ def serving(
     ] = None,
     phase: Annotated[
         str | None,
-        typer.Option("--phase", "-p", help="The last that takes part, and serves over HTTP. Default: the newest."),
+        typer.Option(
+            "--phase", "-p", help=("The last phase that takes part; it also serves over HTTP. Default: the newest.")
+        ),
     ] = None,
     rate: Annotated[
         float | None,
-        typer.Option(help="Poisson arrivals of the workloads, so many a second, instead of a closed loop."),
+        typer.Option(help="Poisson arrivals at this many requests per second, instead of a closed loop."),
     ] = None,
     tail_requests: Annotated[int | None, typer.Option(help="Requests of the tail; 512, without a GPU 24.")] = None,
-    trials: Annotated[int | None, typer.Option(help="Of what is measured in turns: the median counts; 3.")] = None,
+    trials: Annotated[
+        int | None, typer.Option(help="Trials of interleaved measurements; the median is reported; 3.")
+    ] = None,
     max_seconds: Annotated[
-        float | None, typer.Option(help="Break a trace off after so long, where there is no HTTP.")
+        float | None, typer.Option(help="Cut a trace short after this many seconds, except over HTTP.")
     ] = None,
     out: Out = None,
     threads: Threads = None,
@@ -102,7 +106,7 @@ def matrix(
         list[str] | None,
         typer.Option("--phase", "-p", help="A phase to measure; repeat it. Default: every phase of the main line."),
     ] = None,
-    max_seconds: Annotated[float, typer.Option(help="Break a cell off after so long.")] = 20.0,
+    max_seconds: Annotated[float, typer.Option(help="Cut a cell short after this many seconds.")] = 20.0,
     out: Out = None,
     threads: Threads = None,
     dtype: Dtype = None,

@@ -17,29 +17,29 @@ from shared.terminal import examples, working
 
 def speculation(
     model: Model = "smollm2-135m",
-    draft: Annotated[str | None, typer.Option(help="A draft model, beside lookup.")] = None,
+    draft: Annotated[str | None, typer.Option(help="A draft model, in addition to lookup.")] = None,
     adapter: Annotated[
-        str | None, typer.Option(help="An adapter of phase 11.1, beside lookup; random: one that is not trained.")
+        str | None, typer.Option(help="An adapter of phase 11.1, in addition to lookup; random: an untrained one.")
     ] = None,
     lookup: Annotated[bool, typer.Option(help="Measure drafts by lookup too.")] = True,
     candidates: Annotated[
-        int | None, typer.Option(help="An untrained adapter guesses the first ids only.", min=1)
+        int | None, typer.Option(help="Let an untrained adapter guess only the first ids.", min=1)
     ] = None,
     texts: Annotated[
         bool, typer.Option("--texts", help="Instead, let a chat model answer, with its true acceptance.")
     ] = False,
     length: Annotated[
-        list[int] | None, typer.Option(help="Drafts of a step; repeat it. Default: 1, 3, 5 and 8.")
+        list[int] | None, typer.Option(help="Drafts per step; repeat it. Default: 1, 3, 5 and 8.")
     ] = None,
     acceptance: Annotated[
-        list[float] | None, typer.Option(help="Of a draft; repeat it. Default: 0.6, 0.8 and 0.95.")
+        list[float] | None, typer.Option(help="Acceptance rate of a draft; repeat it. Default: 0.6, 0.8 and 0.95.")
     ] = None,
     batch: Annotated[list[int] | None, typer.Option(help="Requests at a time; repeat it. Default: 1 and 16.")] = None,
-    trials: Annotated[int, typer.Option(help="Of each case; the median counts.", min=1)] = 3,
+    trials: Annotated[int, typer.Option(help="Trials of each case; the median is reported.", min=1)] = 3,
     device: Device = "auto",
     out: Annotated[Path | None, typer.Option(help="Write the report into this folder.")] = None,
 ) -> None:
-    """Time drafting and verification at a simulated acceptance rate, beside phase 10, or on texts.
+    """Time drafting and verification at a simulated acceptance rate, compared with phase 10, or on texts.
 
     The last line on standard output is the result as JSON.
     """
@@ -71,7 +71,7 @@ def speculation(
 
 def step_costs(
     model: Model = "smollm2-135m",
-    trials: Annotated[int, typer.Option(help="Of each step; the median counts.", min=1)] = 5,
+    trials: Annotated[int, typer.Option(help="Trials of each step; the median is reported.", min=1)] = 5,
     device: Device = "auto",
     dtype: Dtype = None,
     threads: Threads = None,

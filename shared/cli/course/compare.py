@@ -24,7 +24,7 @@ EPILOG = examples(
 )
 DEFAULT_PROMPT = "The steam engine was invented long before the railway, to pump water out of mines."
 EXIT_DIFFERS = 1
-FREE_RUN = "own states"  # the heading of the drift: the error when our model runs on its own states
+FREE_RUN = "own states"  # the heading of the drift column: the error when our model runs on its own states
 
 
 def compare(
@@ -158,7 +158,8 @@ def _show(comparison: "Comparison", full: bool) -> None:
 
 
 def _worst_of_layers(comparison: "Comparison") -> "list[ModuleDiff]":
-    """One diff a layer: the first over its limit, or the largest error; modules outside the layers are unchanged."""
+    """One difference per layer: the first over its limit, or else the largest error; modules outside the layers are
+    unchanged."""
     rows: dict[Any, list[ModuleDiff]] = {}
     for diff in comparison.modules:
         rows.setdefault(diff.name if diff.layer is None else diff.layer, []).append(diff)

@@ -32,7 +32,7 @@ def ladder(
     seed: Seed = 0,
     quick: Annotated[bool, typer.Option("--quick", help="Time only four phases, and count the others.")] = False,
 ) -> None:
-    """Measure each phase beside the one before it, in the quantity that it is about. Idle, it takes three minutes.
+    """Compare each phase with the previous one, in the quantity that it is about. Idle, it takes three minutes.
 
     The last line on standard output is the result as JSON.
     """

@@ -30,8 +30,8 @@ def run_phase(package: str) -> None:
     number = lesson.number
     chosen: dict[str, Any] = {command: {"phase": number} for command in ("generate", "chat", "serve")}
     chosen["bench"] = {"phase": [number]}
-    # A spawned process imports the main module first, except a package's `__main__`. With this module as the main
-    # module the learner's workspace is installed before the process imports an engine.
+    # A spawned process imports the main module first, unless that is a package's `__main__`. With this module as the
+    # main module, the learner's workspace is installed before the process imports an engine.
     sys.modules["__main__"].__spec__ = __spec__
     phase_app(lesson)(prog_name=f"python -m {package}", default_map=chosen)
 
@@ -53,7 +53,7 @@ def phase_app(lesson: Lesson) -> typer.Typer:
         commands = {"generate": generate, "chat": chat} | ({"serve": serve} if lesson.batches else {})
         for name, module in commands.items():
             app.command(name, epilog=module.EPILOG.replace(f"infer {name}", f"{command} {name}"))(getattr(module, name))
-        # The ladder begins with the phase after the plain loop, whose cost by context is measured by itself.
+        # The ladder begins with the phase after the plain loop, whose cost by context is measured separately.
         app.command("bench", epilog=examples(f"{command} bench"))(contexts if lesson.previous == "01b" else ladder)
     return app
 
@@ -136,4 +136,4 @@ def _rms(x: Any) -> float:
 
 
 def _no_options() -> None:
-    """A callback, which makes the only command of a phase a sub-command too."""
+    """A callback makes the only command of a phase a sub-command too."""

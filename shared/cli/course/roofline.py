@@ -1,8 +1,8 @@
-"""``infer roofline``: the least time that one token of a model can take, here or on a machine elsewhere.
+"""``infer roofline``: the minimum time of a model's token, on this machine or another.
 
 Introduced in phase 3.1. The command reads its options and prints; `benchmarks.roofline` does the arithmetic. Invariant:
-every figure of the table follows from the figures printed above it, and each ceiling states its source: measured now,
-given, or a data sheet.
+every figure in the table follows from the figures printed above it, and each ceiling states its source: a measurement,
+an option, or a data sheet.
 """
 
 import json
@@ -47,24 +47,27 @@ class Ceilings:
 def roofline(
     model: Annotated[str, typer.Argument(help="A model folder, a known name, a hub name, or a shape: llama-3.2-1b.")],
     context: Annotated[
-        int | None, typer.Option(help="Tokens that the new one sees; 512, or what the model can hold.")
+        int | None, typer.Option(help="Tokens that the new token sees; 512, or the model's maximum.")
     ] = None,
     batch: Annotated[
-        str | None, typer.Option(help="Batch sizes of the table, with commas. Default: 1 to 1,024.")
+        str | None, typer.Option(help="Batch sizes in the table, separated by commas. Default: 1 to 1,024.")
     ] = None,
     dtype: Annotated[
-        str | None, typer.Option(help="Of weights, keys and values. Default: float32 on a CPU, else the model's.")
+        str | None,
+        typer.Option(help=("Dtype of weights, keys and values. Default: float32 on a CPU, otherwise the model's.")),
     ] = None,
     weight_bits: Annotated[
-        float | None, typer.Option(help="Of a weight in the blocks' matrices: 8, or 4.125 with a scale for 128.")
+        float | None, typer.Option(help="Bits per weight in the blocks' matrices: 8, or 4.125 with one scale per 128.")
     ] = None,
     gpu: Annotated[
         str | None, typer.Option(help="A GPU's data sheet: h100, h200, a100, l40s, l4, rtx-4090, ...")
     ] = None,
     bandwidth: Annotated[
-        float | None, typer.Option(help="GB/s that the memory can be read at, instead of measuring.")
+        float | None, typer.Option(help="Read bandwidth of the memory in GB/s, instead of measuring.")
     ] = None,
-    flops: Annotated[float | None, typer.Option(help="TFLOP/s of matrix products, instead of measuring.")] = None,
+    flops: Annotated[
+        float | None, typer.Option(help="Rate of matrix products in TFLOP/s, instead of measuring.")
+    ] = None,
     device: Device = "auto",
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of tables.")] = False,
 ) -> None:
@@ -127,7 +130,7 @@ def _rates(source: Any) -> tuple[float, float]:
 
 
 def _dtype(asked: str | None, declared: str, ceilings: Ceilings) -> "torch.dtype":
-    """Rates of a data sheet are those of 16-bit matrices; a CPU computes in fp32; else the checkpoint's own."""
+    """A data sheet's rates are for 16-bit matrices. A CPU computes in fp32, a GPU in the checkpoint's dtype."""
     import torch
 
     from shared.engine.config import DTYPES

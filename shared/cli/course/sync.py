@@ -1,8 +1,8 @@
 """Copies a method of Engine from one phase to all that share it. Introduced in phase 2.
 
-Each phase repeats the loop so that it can be read alone; a method that two neighbours share has identical source. A fix
-must therefore reach every copy. Invariant: only the lines of that method change, and only in phases that a chain of
-neighbours connects to the source, without a phase whose `changes` names the method.
+Each phase repeats the loop so that it can be read on its own; a method that two neighbours share has identical source
+in both. A fix must therefore reach every copy. Invariant: only the lines of that method change, and only in phases that
+a chain of neighbours connects to the source, without a phase whose `changes` names the method.
 """
 
 from pathlib import Path
@@ -15,7 +15,7 @@ from shared.lessons import Lesson, find_lesson, lessons
 def sync_method(source: Lesson, method: str, *, dry_run: bool = False) -> tuple[list[Path], list[Lesson]]:
     """Write ``method`` of the source's Engine into the phases that share it.
 
-    Returns the files that differed and all phases that share the method, the source included, in order of number.
+    Returns the files that differed, and all phases that share the method, including the source, in order of number.
     Raises ConfigError if the source has no such method, InferError if a file cannot be written.
     """
     wanted = methods(source).get(method)
@@ -44,7 +44,7 @@ def sync_method(source: Lesson, method: str, *, dry_run: bool = False) -> tuple[
 
 
 def sharing_phases(source: Lesson, method: str) -> list[Lesson]:
-    """The phases whose copy of the method must equal the source's, the source included."""
+    """The phases whose copy of the method must equal the source's, including the source."""
     found, open_ends = {source.number}, [source]
     while open_ends:
         lesson = open_ends.pop()

@@ -4,8 +4,8 @@ A CUDA graph replays launches of fixed sizes, so there is a graph for each of a 
 padded to the smallest bucket that holds it. More buckets waste less on padding, but each costs memory and start-up
 time.
 
-Invariants: the largest bucket of decode steps is the maximum batch, so a full batch is never run eagerly; a padding
-token has no slot, and belongs to no sequence.
+Invariants: the largest bucket of decode steps is the maximum batch, so a full batch never runs eagerly; a padding token
+has no slot and belongs to no sequence.
 """
 
 from bisect import bisect_left
@@ -17,9 +17,9 @@ class Bucket(NamedTuple):
     """The size of a captured step. In a decode step each sequence has one token."""
 
     num_tokens: int
-    num_sequences: int  # maximum; of a mixed step also the maximum of its decoding sequences
+    num_sequences: int  # the maximum; in a mixed step also the maximum of decoding sequences
     is_decode: bool
-    tile_rows: int = 0  # of attention over ranges of keys (phase 9.1); 0: each sequence has its own keys only
+    tile_rows: int = 0  # segments for attention over ranges of keys (phase 9.1); 0: each sequence has only its own keys
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class Buckets:
 
     decode: tuple[Bucket, ...]
     mixed: tuple[Bucket, ...]
-    is_required: bool = False  # whether it is an error if their steps cannot be captured
+    is_required: bool = False  # whether it is an error if these steps cannot be captured
 
     @classmethod
     def of(cls, max_sequences: int, max_tokens: int) -> Self:

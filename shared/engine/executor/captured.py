@@ -3,8 +3,8 @@
 A decode step is one graph, from the ids to the logits. A mixed step's graph ends with the hidden states: which of them
 need logits differs from step to step, so separate launches compute the logits.
 
-Invariants: a step of a bucket that was not captured is run eagerly, with the same launches; captured launches depend on
-the batch only through the view's buffers.
+Invariants: a step whose bucket was not captured runs eagerly, with the same launches; captured launches depend on the
+batch only through the view's buffers.
 """
 
 import functools
@@ -34,18 +34,19 @@ class BucketedView(BatchView, Protocol):
     """A view that pads steps to buckets, so that they can be captured."""
 
     buckets: Buckets
-    bucket: Bucket | None  # of the loaded step; None: it is larger than any bucket
+    bucket: Bucket | None  # the bucket of the loaded step; None: it is larger than any bucket
     paddings: Sequence[Batch]  # a full batch of padding for each bucket, the largest first
 
     def advance(self) -> None:
-        """Move the loaded decode step on by a token for each sequence."""
+        """Advance the loaded decode step by one token per sequence."""
         ...
 
 
 class Captured:
-    """Captures the steps of its view's buckets, and replays them; a :class:`shared.engine.executor.eager.Executor`.
+    """Captures the steps of its view's buckets and replays them; a :class:`shared.engine.executor.eager.Executor`.
 
-    If a capture fails, the log says why, and every step is run eagerly. Raises ConfigError if the buckets are required.
+    If a capture fails, the reason is logged and every step runs eagerly. Raises ConfigError if the buckets are
+    required.
 
     Args:
         view: a :class:`BucketedView`.

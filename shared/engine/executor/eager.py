@@ -17,26 +17,27 @@ from shared.models.causal_lm import CausalLM
 
 
 class Ids:
-    """The ids of tokens that the host does not know yet: none, if a step begins only once the previous step's tokens
-    are known.
+    """The ids of tokens that the host does not know yet. Here there are none, since a step begins only once the
+    previous step's tokens are known.
 
-    Attributes: tensor: int64, on the device; first the sequences' ids, by the pool's row.
+    Attributes:
+        tensor: int64, on the device; it begins with the sequences' ids, indexed by the pool's row.
     """
 
     def __init__(self, max_sequences: int, most_ids: int, device: torch.device) -> None:
         self.tensor = torch.zeros(0, dtype=torch.int64, device=device)
 
     def fill(self, batch: Batch, ids: torch.Tensor) -> None:
-        """Set the ids of a batch's tokens that the host does not know, in place."""
+        """Fill in, in place, the ids of a batch's tokens that the host does not know."""
 
     def keep(self, rows: torch.Tensor, ids: torch.Tensor) -> None:
-        """Keep the ids sampled for the sequences in these rows of the pool."""
+        """Store the ids sampled for the sequences in these rows of the pool."""
 
 
 class Executor(Protocol):
     """Computes batches that have been loaded into its view."""
 
-    recorder: Recorder  # for the sampler of its logits
+    recorder: Recorder  # the sampler may be given its logits
     num_replays: int
 
     def __call__(self, batch: Batch, inputs: StepInputs) -> tuple[torch.Tensor, torch.Tensor]:
@@ -44,7 +45,7 @@ class Executor(Protocol):
         ...
 
     def repeat(self, num_sequences: int) -> torch.Tensor | None:
-        """Logits ``[n, V]`` of the tokens just sampled for the sequences of a decode step, the one computed last.
+        """Logits ``[n, V]`` for the tokens just sampled in a decode step, which must be the last step computed.
 
         None if the step cannot be advanced without the host.
         """
@@ -74,7 +75,7 @@ class Eager:
 def logits_of(model: CausalLM, batch: Batch, inputs: StepInputs, hidden: torch.Tensor) -> torch.Tensor:
     """Logits ``[n, V]`` of the batch's logit rows, from the hidden states of its tokens."""
     n = len(batch.logit_rows)
-    if n == 0:  # prompts that are not complete yet, or requests that generate nothing
+    if n == 0:  # the prompts are not complete yet, or the requests generate nothing
         return no_logits(model)
     return model.logits(hidden[:n] if n == batch.num_tokens else hidden[inputs.logit_rows])
 

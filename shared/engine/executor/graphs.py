@@ -5,8 +5,8 @@ few microseconds each, so the GPU waits for the host. A CUDA graph is a recordin
 sizes, not values: everything that differs between steps must be read from device memory at a fixed address (the view's
 staging), and nothing may be read back to the host while it is recorded.
 
-All graphs share one memory pool, since only one runs at a time, and its results are used before the next one runs. For
-the same reason a result is kept as an address: a later recording may use its memory.
+All graphs share one memory pool: only one runs at a time, and its results are used before the next one runs. For the
+same reason a result is stored as an address: a later recording may reuse its memory.
 
 Invariant: everything recorded has run once before, so that kernels are compiled and libraries have their workspaces.
 """
@@ -22,14 +22,14 @@ import torch
 from shared.sampling.sampler import SamplingBatch
 
 NUM_BEFORE, MOST_RECORDED = 16, 256
-"""How often a draw is launched before it is recorded, since those of a batch that shrinks from step to step seldom come
-again; and how many are known: all are dropped when there are more."""
+"""How many times a draw is launched before it is recorded, since those of a batch that shrinks from step to step rarely
+recur; and how many are known: if there are more, all are dropped."""
 logger = logging.getLogger("infer.engine")
 Results = TypeVar("Results")
 
 
 class Computed(NamedTuple):
-    """What a forward computes: hidden states, and the logits of all rows if the step only decodes in a bucket."""
+    """What a forward computes: hidden states and, if the step only decodes in a bucket, the logits of all rows."""
 
     hidden: torch.Tensor  # [T, H]
     logits: torch.Tensor | None = None  # [T, V]
@@ -52,7 +52,8 @@ class CudaGraphCapture:
     """Records CUDA graphs on ``device``, all with one memory pool."""
 
     def __init__(self, device: torch.device) -> None:
-        self.stream = torch.cuda.Stream(device, priority=-1)  # work beside a step, such as masks, yields to it
+        # work that runs alongside a step, such as masks, yields to it
+        self.stream = torch.cuda.Stream(device, priority=-1)
         self.pool = torch.cuda.graph_pool_handle()
 
     def __call__(self, run: Callable[[], Computed]) -> CapturedStep:
@@ -87,7 +88,8 @@ def uncollected() -> Iterator[None]:
 
 
 class _Address:
-    """A tensor's address as CUDA's array interface, in bytes, since that has no type for bfloat16."""
+    """A tensor's address in the form of CUDA's array interface, in bytes, since the interface has no type for
+    bfloat16."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         interface = {"shape": (tensor.nbytes,), "typestr": "|u1", "data": (tensor.data_ptr(), False), "version": 2}
@@ -102,9 +104,10 @@ def unowned(tensor: torch.Tensor) -> torch.Tensor:
 def recorded(
     launch: Callable[[], Results], pool: Any, stream: torch.cuda.Stream | None = None
 ) -> tuple[torch.cuda.CUDAGraph, Results]:
-    """Record launches, all of which have run before, without running them; their results are where replays write.
+    """Record launches, all of which have run before, without running them; replays write to the returned results.
 
-    Args: pool, stream: of the graph's memory, which graphs with the same pool and stream share; None: a new stream.
+    Args:
+        pool, stream: the memory pool and the stream; graphs that share both share memory. None: a new stream.
     """
     graph, stream = torch.cuda.CUDAGraph(), stream or torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
@@ -137,9 +140,9 @@ class RecordedDraw(NamedTuple):
 class DrawRecorder:
     """Replays draws that recur; a :data:`shared.engine.sampling.drawing.Recorder`.
 
-    A draw's parameters are at fixed addresses, and so are the logits of captured steps. A draw of one kind and size
-    that was launched ``NUM_BEFORE`` times for such logits is recorded. Draws with biases or penalties never come here,
-    since their edit has no size.
+    A draw's parameters are at fixed addresses, and so are the logits of captured steps. A draw of one kind and size is
+    recorded once it has been launched ``NUM_BEFORE`` times for such logits. Draws with biases or penalties are never
+    recorded, since their edit has no size.
 
     Args:
         addresses: the addresses of the logits of captured steps.
@@ -148,7 +151,7 @@ class DrawRecorder:
     def __init__(self, addresses: Collection[int]) -> None:
         self.addresses = addresses
         self.pool = torch.cuda.graph_pool_handle()
-        self.known: dict[tuple[Any, ...], RecordedDraw | int] = {}  # int: how often it was launched
+        self.known: dict[tuple[Any, ...], RecordedDraw | int] = {}  # int: how many times it was launched
         self.has_failed = False
 
     def __call__(
@@ -158,7 +161,7 @@ class DrawRecorder:
         draw: Callable[[], torch.Tensor],
         sizes: tuple[int | None, ...],
     ) -> torch.Tensor:
-        """The ids, which no later draw overwrites."""
+        """The ids; no later draw overwrites them."""
         address = logits.data_ptr()
         is_fixed = address in self.addresses and not self.has_failed
         if not is_fixed or torch.cuda.is_current_stream_capturing():
@@ -178,6 +181,6 @@ class DrawRecorder:
             return known.replay().clone()
         if known == 0 and len(self.known) == MOST_RECORDED:
             self.known.clear()
-            self.pool = torch.cuda.graph_pool_handle()  # a pool whose graphs are all gone accepts no further ones
+            self.pool = torch.cuda.graph_pool_handle()  # once all graphs of a pool are gone, it accepts no further ones
         self.known[key] = known + 1
         return draw()

@@ -1,9 +1,9 @@
 """Bisect a failing batch to isolate the request that raised. Introduced in phase 4.
 
 A batched forward that raises does not say which request is at fault: a token id outside the embedding table, a prompt
-too long for the free memory. So the batch is split in half and each half runs by itself, until a single request raises.
-One failing request among n costs about 2 · log2(n) extra runs; a batch without failures costs none.
-Invariant: a run changes no request's state before it has succeeded, so any part of the batch can be run again.
+too long for the free memory. So the batch is split in half and each half runs separately, until a single request
+raises. One failing request among n costs about 2 · log2(n) extra runs; a batch without failures costs none.
+Invariant: a run changes no request's state until it has succeeded, so any part of the batch can run again.
 """
 
 import logging
@@ -19,8 +19,8 @@ def run_isolated(run: Callable[[range], R], sequences: range) -> Iterator[tuple[
     """Run the sequences of a batch, given as a range of indices: together, or in parts if that raises.
 
     Yields the parts in order, each with its result; a single sequence that raised is yielded with its exception.
-    NotImplementedError propagates: an operation that the machine or the code lacks is not a request's fault and would
-    fail every request.
+    NotImplementedError propagates: an operation that the machine or the code lacks is not one request's fault, and
+    would fail every request.
     """
     # exercise 04x5: bisect the failing batch
     # hint: run the whole range, and yield (sequences, the result)

@@ -2,8 +2,8 @@
 
 A step that is launched while the previous one runs begins with ids that the host does not know. So the last id sampled
 for each sequence stays on the device, at the sequence's row in the pool, and the next step reads its pending ids from
-there. The id is also copied to the host, for the text, but no step waits for the copy. The drafts that a model sampled
-for the step follow these ids (phase 11).
+there. The id is also copied to the host, for the text, but no step waits for the copy. The drafts that a draft model
+sampled for the step follow these ids (phase 11).
 
 Invariant: one stream runs all launches in order, so a step finds the ids of the previous step.
 """
@@ -16,9 +16,10 @@ from shared.kernels.sampling.pending_ids import fill_pending
 
 
 class LastIds(Ids):
-    """The last id of each sequence, and then its drafts.
+    """The last id of each sequence, followed by its drafts.
 
-    Args: most_ids: the maximum per sequence: the last one, and drafts.
+    Args:
+        most_ids: the maximum number of ids per sequence: the last one, and drafts.
     """
 
     def __init__(self, max_sequences: int, most_ids: int, device: torch.device) -> None:

@@ -1,7 +1,7 @@
-"""The ranks that compute a runner's batches: here a single rank. Introduced in phase 4.
+"""The ranks that compute a runner's batches, for a single rank. Introduced in phase 4.
 
-From phase 12.1 on several ranks may compute a batch together (:mod:`shared.tracks.ranks.several_ranks`): they differ
-only in the work before a forward, on its logits, and after a failure.
+From phase 12.1 on, several ranks may compute a batch together (:mod:`shared.tracks.ranks.several_ranks`). The two
+differ only in the work before a forward, on its logits, and after a failure.
 """
 
 from collections.abc import Callable, Iterator
@@ -17,7 +17,7 @@ R = TypeVar("R")
 
 
 class Ranks:
-    """What a runner does for and with the ranks of its model; here there are no others."""
+    """The steps of a runner that involve its model's other ranks; here there are none."""
 
     can_repeat = True  # whether a step can be advanced without a new batch
 
@@ -26,7 +26,7 @@ class Ranks:
         return run_isolated(run, sequences)
 
     def begin(self, batch: Batch, last_ids: torch.Tensor) -> None:
-        """Prepares for computing a batch, with ids from ``last_ids`` if it has pending ones."""
+        """Prepares to compute a batch, with ids from ``last_ids`` if it has pending ones."""
 
     def logits(self, batch: Batch, logits: torch.Tensor) -> torch.Tensor:
         """The logits ``[n, V]`` to sample from, given this rank's."""
@@ -36,6 +36,6 @@ class Ranks:
         """All logits ``[n, V]``, given this rank's."""
         return logits
 
-    def drawn(self, batch: Batch, logits: torch.Tensor) -> Draws | None:
-        """The tokens, if :meth:`logits` has found them already."""
+    def sampled(self, batch: Batch, logits: torch.Tensor) -> Draws | None:
+        """The tokens, if :meth:`logits` has already found them."""
         return None

@@ -1,9 +1,9 @@
 """Uploads a step's small arrays to the device in one copy. Introduced in phase 4.
 
-A step's inputs (ids, positions, slot mapping) are numpy arrays on the host. Copying each array by itself would cost a
-synchronous copy each. Instead every array has a fixed range, sized for its maximum length, in a pinned host buffer and
-in a device buffer of the same layout. Two pinned buffers alternate, so the host can write a step while the copy of the
-previous one waits on the stream after a forward. On a CPU the host and the device buffer are the same.
+A step's inputs (ids, positions, slot mapping) are numpy arrays on the host. Copying each array by itself would cost one
+synchronous copy per array. Instead every array has a fixed range, sized for its maximum length, in a pinned host buffer
+and in a device buffer of the same layout. Two pinned buffers alternate, so the host can write a step while the copy of
+the previous one waits for a forward to finish. On a CPU the host buffer and the device buffer are the same.
 
 Invariants: an array has the same device address in every step, whatever its length, as CUDA graphs require; nothing is
 allocated after construction; a pinned buffer is not written while its copy is pending.
@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from numpy.typing import DTypeLike, NDArray
 
-ALIGNMENT = 256  # bytes; more than a kernel's widest vector load needs
+ALIGNMENT = 256  # bytes; no kernel's widest vector load needs more
 NUM_BUFFERS = 2
 MOST_KEPT = 4096  # cached slices
 
@@ -24,12 +24,13 @@ MOST_KEPT = 4096  # cached slices
 class Staging:
     """Fixed buffers for named arrays.
 
-    Args: ranges: maximum length and dtype of each array, in the order of the buffer. A copy ends after the last array
+    Args:
+        ranges: maximum length and dtype of each array, in the order of the buffer. A copy ends after the last array
             that is sent, so put long arrays that are rarely full last.
     """
 
     def __init__(self, device: torch.device, ranges: Mapping[str, tuple[int, DTypeLike]]) -> None:
-        self.regions: dict[str, tuple[int, int, np.dtype[Any]]] = {}  # begin in bytes, length, dtype
+        self.regions: dict[str, tuple[int, int, np.dtype[Any]]] = {}  # first byte, length, dtype
         total = 0
         for name, (count, dtype) in ranges.items():
             dtype = np.dtype(dtype)
@@ -45,7 +46,7 @@ class Staging:
         self.hosts = [self._cut(buffer.numpy()) for buffer in self.buffers]
         self.tensors = self._cut(self.arrived)
         self.turn = 0
-        self.sent: dict[tuple[str, int], torch.Tensor] = {}  # by length: slicing a tensor is slower than a lookup
+        self.sent: dict[tuple[str, int], torch.Tensor] = {}  # keyed by length: a lookup is faster than slicing a tensor
 
     @classmethod
     def for_arrays(cls, device: torch.device, arrays: Mapping[str, NDArray[Any]]) -> Self:
@@ -53,9 +54,9 @@ class Staging:
         return cls(device, {name: (len(array), array.dtype) for name, array in arrays.items()})
 
     def send(self, arrays: Mapping[str, NDArray[Any]]) -> dict[str, torch.Tensor]:
-        """Copy the arrays to the device, in the dtype of their ranges; overwrites the tensors of the last call.
+        """Copy the arrays to the device in the dtype of their ranges; overwrites the tensors of the previous call.
 
-        Waits only for the copy before the last. Raises ValueError for an array longer than its range.
+        Waits only for the copy before the previous one. Raises ValueError for an array longer than its range.
         """
         self.turn = (self.turn + 1) % len(self.buffers)
         if self.is_copying:
@@ -73,7 +74,7 @@ class Staging:
         return {name: self._sent(name, len(array)) for name, array in arrays.items()}
 
     def _sent(self, name: str, count: int) -> torch.Tensor:
-        """The first ``count`` numbers of an array on the device."""
+        """The first ``count`` elements of an array on the device."""
         tensor = self.sent.get((name, count))
         if tensor is None:
             if len(self.sent) == MOST_KEPT:

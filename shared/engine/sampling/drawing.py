@@ -1,4 +1,4 @@
-"""Samples a token from each row of logits: the steps edit the logits, then one draw samples. Introduced in phase 4.
+"""Samples a token from each row of logits: steps edit the logits, then a single draw samples. Introduced in phase 4.
 
 A sampler has a list of steps and one draw. A step edits the logits of a batch's rows: it masks what a grammar refuses
 (phase 12), redirects a token (phase 11.1), or applies biases and penalties. The draw reads the edited logits. It
@@ -39,8 +39,8 @@ class Edit(NamedTuple):
 
     Attributes:
         apply: gets logits ``[n, V]`` and returns the edited ones.
-        is_in_place: whether these are the same tensor; else it is a copy.
-        size: the number of rows that determines the launches of ``apply``; None: they cannot be replayed.
+        is_in_place: whether the edited logits are the same tensor rather than a copy.
+        size: the number of rows, which determines the launches of ``apply``; None: they cannot be replayed.
         follow: gets the ids that were sampled, int64 ``[n]``.
     """
 
@@ -51,7 +51,7 @@ class Edit(NamedTuple):
 
 
 class Processor(Protocol):
-    """A logits processor of some rows, made on the host."""
+    """A logits processor for some rows, made on the host."""
 
     def sent(self, upload: Callable[[torch.Tensor], torch.Tensor]) -> Self:
         """On the device of the logits."""
@@ -63,7 +63,7 @@ class Processor(Protocol):
 
 
 def edit_by(processor: Processor | None) -> Edit | None:
-    """The edit that uploads a processor and applies it; None: nothing to do."""
+    """The edit that uploads and applies a processor; None: nothing to do."""
     if processor is None:
         return None
     return Edit(lambda logits: processor.sent(partial(upload, device=logits.device))(logits))

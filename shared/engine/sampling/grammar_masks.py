@@ -19,7 +19,8 @@ _ALLOWED = attrgetter("allowed")
 def grammar_masks(max_rows: int, pool: GrammarPool | None) -> list[Step]:
     """The steps of a sampler of up to ``max_rows`` rows.
 
-    Args: pool: the tables of the grammars whose masks the device computes; None: all masks come from the host.
+    Args:
+        pool: the tables of the grammars whose masks the device computes; None: all masks come from the host.
     """
     return [host_masks] if pool is None else [host_masks, GrammarRows(max_rows, pool)]
 

@@ -13,7 +13,7 @@ A request with n drafts has n + 1 rows, one for each number of accepted drafts. 
 in it, and the next step continues from the row with the accepted drafts.
 
 Invariants: a tagged row holds its request's state after exactly the tagged number of outputs; a row has no tag while a
-draw changes it; the mask of a row in ``masked`` matches its state.
+draw is changing it; the mask of a row in ``masked`` matches its state.
 """
 
 from collections.abc import Callable, Sequence
@@ -37,7 +37,7 @@ from shared.kernels.sampling.grammar_mask import grammar_mask, remove_refused
 from shared.sampling.sampler import SamplingRow
 
 Keys = tuple[list[int], tuple[int, ...], list[int], list[bool]]
-"""Of some rows: table_rows, serials of their requests, numbers of outputs, and whether they have a grammar."""
+"""For some rows: table_rows, serials of their requests, numbers of outputs, and whether they have a grammar."""
 _KEY = attrgetter("serial", "index", "constraint")
 _NUM_DRAFTS = attrgetter("num_drafts")
 
@@ -46,8 +46,9 @@ _NUM_DRAFTS = attrgetter("num_drafts")
 class Entered:
     """The m rows of a batch that have a grammar.
 
-    Attributes: numbers: int32 ``[m]``, their indices in the batch. slots: int32 ``[m]``, the table row of each; the
-        addresses depend on m alone.
+    Attributes:
+        numbers: int32 ``[m]``, their indices in the batch.
+        slots: int32 ``[m]``, the table row of each; its address depends only on m.
     """
 
     numbers: torch.Tensor
@@ -66,20 +67,20 @@ class GrammarRows:
         self.upload = partial(upload, device=grammar_pool.tables.device)
         self.rows = torch.zeros(num_rows, ROW, dtype=torch.int32, device=grammar_pool.tables.device)
         self.entered: dict[int, tuple[int, int]] = {}  # by row: the request's serial and its number of outputs
-        self.next: Keys | None = None  # if the same rows sample again
+        self.next: Keys | None = None  # used if the same rows sample again
         self.grammars: dict[int, TokenFSM] = {}  # by base; read only if no kernel runs
         self.tokens: GrammarTokens | None = None  # of the first grammar's vocabulary, which all grammars share
         self.keys: Keys = [], (), [], []
         self.has_drafts = False
         self.words = torch.empty(0)  # int32 [num_rows, tokens.num_words], the bits of the tokens that each row allows
         self.masked: set[int] = set()
-        self.chosen = self.rows.new_zeros(2 * num_rows)  # of the rows that were entered: numbers, then slots
+        self.chosen = self.rows.new_zeros(2 * num_rows)  # for the rows that were entered: row numbers, then slots
         nothing = torch.empty(0)
         self.last: tuple[tuple[list[int], list[int]], Entered] = ([], []), Entered(nothing, nothing)
         is_cuda = self.rows.is_cuda
         self.stream: torch.cuda.Stream | None = torch.cuda.Stream() if is_cuda else None
-        self.drawn: torch.cuda.Event | None = torch.cuda.Event() if is_cuda else None
-        self.ids = nothing  # of the last draw: keeps their memory from being reused before they are read
+        self.sampled: torch.cuda.Event | None = torch.cuda.Event() if is_cuda else None
+        self.ids = nothing  # from the last draw; keeps its memory from being reused too early
         if is_cuda:
             self.read = torch.cuda.Event()
             grammar_pool.readers.append(self.read)
@@ -95,7 +96,8 @@ class GrammarRows:
     def enter(self, rows: Sequence[SamplingRow], table_rows: Sequence[int]) -> Entered | None:
         """Compute the masks of the rows with a grammar, after the outputs and drafts of each; None if there are none.
 
-        Args: table_rows: the table row of each row; those of a request are adjacent.
+        Args:
+            table_rows: the table row of each row; those of a request are adjacent.
         """
         self.keys = self._keys(rows, table_rows)
         table_rows, expected, self.next = self.keys[0], self.next, None
@@ -144,16 +146,16 @@ class GrammarRows:
         return logits
 
     def advance(self, entered: Entered, ids: torch.Tensor) -> None:
-        """Advance each entered row by its sampled token and compute the next masks, unless some rows follow drafts; few
-        of these continue.
+        """Advance each entered row by its sampled token and compute the next masks, unless some rows follow drafts: few
+        of those continue.
 
         Args:
-            ids: int64 ``[n]``, of all rows; not changed afterwards.
+            ids: int64 ``[n]``, one for each row; must not change afterwards.
         """
         (numbers, slots), _ = self.last
         self.ids = ids
-        if self.drawn is not None:
-            self.drawn.record()
+        if self.sampled is not None:
+            self.sampled.record()
         self._aside(self._move, entered, ids)
         self.masked = set() if self.has_drafts else set(slots)
         table_rows, serials, indices, has_grammar = self.keys
@@ -163,7 +165,7 @@ class GrammarRows:
         self.next = table_rows, serials, [index + 1 for index in indices], has_grammar
 
     def forget(self) -> None:
-        """Forget all rows: they follow drafts, some of which were not accepted."""
+        """Discard all rows: they follow drafts, some of which were not accepted."""
         self.entered.clear()
         self.next = None
 
@@ -172,7 +174,7 @@ class GrammarRows:
         return list(table_rows), serials, list(indices), [constraint is not None for constraint in constraints]
 
     def _forget(self, table_row: int, serial: int) -> dict[int, int]:
-        """Forget the rows of the request that samples in ``table_row``; returns their indices by number of outputs."""
+        """Discard the rows of the request that samples in ``table_row``; returns their indices by number of outputs."""
         found: dict[int, int] = {}
         while self.entered.get(table_row, (None, 0))[0] == serial:
             found[self.entered.pop(table_row)[1]] = table_row
@@ -180,13 +182,13 @@ class GrammarRows:
         return found
 
     def _aside(self, do: Callable[..., None], *arguments: Any) -> None:
-        """Call on this object's own stream, after the last draw and upload."""
+        """Call this on the object's own stream, after the last draw and upload."""
         if self.stream is None:
             do(*arguments)
             return
-        assert self.drawn is not None
+        assert self.sampled is not None
         assert self.grammar_pool.arrived is not None
-        self.stream.wait_event(self.drawn)
+        self.stream.wait_event(self.sampled)
         self.stream.wait_event(self.grammar_pool.arrived)
         with torch.cuda.stream(self.stream):
             do(*arguments)
@@ -205,7 +207,7 @@ class GrammarRows:
         numbers: list[int],
         slots: list[int],
     ) -> None:
-        """Set the rows: ``sent`` comes from the host, ``moved`` from other rows; rows after drafts walk on from
+        """Set the rows: ``sent`` comes from the host, ``moved`` from other rows; rows after drafts advance from
         these."""
         if self.tokens is None:
             vocabulary = next(iter(self.grammars.values())).vocabulary

@@ -38,7 +38,7 @@ logger = logging.getLogger("infer.engine")
 
 
 class PenaltyTables:
-    """The token counts of up to ``num_rows`` requests, allocated when the first request with a penalty arrives.
+    """Token counts for up to ``num_rows`` requests, allocated when the first request with a penalty arrives.
 
     Args:
         upload: copies a tensor to the device without waiting.
@@ -55,7 +55,8 @@ class PenaltyTables:
         self.entered: dict[int, tuple[int, int]] = {}  # by row: the request's serial and its number of outputs
 
     def __call__(self, rows: Sequence[SamplingRow], places: Sequence[int]) -> Edit | None:
-        """A :data:`shared.engine.sampling.drawing.Step`: biases, masked ids and penalties, in a copy of the logits."""
+        """A :data:`shared.engine.sampling.drawing.Step`: biases, masked ids and penalties, applied to a copy of the
+        logits."""
         if not any(row.adjusts_logits for row in rows):
             return None
         batches: list[SamplingBatch] = []
@@ -78,15 +79,16 @@ class PenaltyTables:
         if batch.counts is not None:
             sent |= self.staging.send({name: array.numpy() for name, array in arrays.items() if name in _PLACES})
         batch = dataclasses.replace(batch, **sent)  # type: ignore[arg-type]
-        self.last_rows, self.last = constant, batch if batch.counts is None else None  # counts change by token
+        self.last_rows, self.last = constant, batch if batch.counts is None else None  # counts change with every token
         return batch
 
     def forget(self) -> None:
-        """Make every request be entered again when it next samples."""
+        """Invalidate all rows, so that every request is entered again when it next samples."""
         self.entered.clear()
 
     def enter(self, rows: Sequence[SamplingRow], table_rows: Sequence[int], vocab_size: int) -> None:
-        """Complete the token counts of the rows with a penalty; ``table_rows`` are the table rows of all rows."""
+        """Bring the token counts of the rows with a penalty up to date; ``table_rows`` are the table rows of all
+        rows."""
         before: tuple[int, int, int] | None = None  # of the previous row: its request, number of drafts and table row
         for row, table_row in zip(rows, table_rows, strict=True):
             if not row.params.has_penalties:
@@ -102,7 +104,8 @@ class PenaltyTables:
                 if num_counted < row.index:
                     self._count(table_row, row.output_ids[num_counted:])
             else:
-                # Forget the request's older rows: they may count as many outputs, some of them from a dropped step.
+                # Discard the request's older rows: they may have the same number of outputs, some of them from a
+                # dropped step.
                 self.entered = {other: state for other, state in self.entered.items() if state[0] != row.serial}
                 prompt_ids, output_ids = (
                     self.upload(torch.tensor(ids, dtype=torch.int64)) for ids in (row.prompt_ids, row.output_ids)
@@ -119,7 +122,7 @@ class PenaltyTables:
     def add(
         self, rows: Sequence[SamplingRow], table_rows: Sequence[int], batch: SamplingBatch, ids: torch.Tensor
     ) -> None:
-        """Count the tokens ``ids`` sampled for ``rows`` with ``batch``; the rows were entered."""
+        """Count the tokens ``ids`` that were sampled for ``rows`` with ``batch``, after the rows were entered."""
         if batch.counts is None:
             return
         assert batch.count_rows is not None

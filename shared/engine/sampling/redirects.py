@@ -1,6 +1,6 @@
 """The sampler's step that redirects tokens. Introduced in phase 11.1.
 
-Log-probabilities stay those of the raw logits, since the edit is a copy.
+Log-probabilities remain those of the raw logits, since the edit works on a copy.
 """
 
 from collections.abc import Sequence
@@ -11,5 +11,5 @@ from shared.sampling.sampler import SamplingRow
 
 
 def redirects(rows: Sequence[SamplingRow], table_rows: Sequence[int]) -> Edit | None:
-    """A :data:`shared.engine.sampling.drawing.Step`: redirects as ``SamplingRow.redirect`` asks."""
+    """A :data:`shared.engine.sampling.drawing.Step`: redirects tokens as ``SamplingRow.redirect`` requests."""
     return edit_by(RedirectProcessor.of(rows))

@@ -27,8 +27,9 @@ def acceptance(method: str, distributions: Mapping[tuple[int, int], torch.Tensor
 class Rejection:
     """A :data:`shared.engine.sampling.drawing.Draw` that accepts drafts by rejection sampling.
 
-    Attributes: distributions: the probabilities ``[V]`` from which each draft was sampled, by its request's serial and
-        its index; a missing key means that q is one-hot. A draft model may have fewer columns.
+    Attributes:
+        distributions: the probabilities ``[V]`` from which each draft was sampled, by its request's serial and its
+            index; a missing key means that q is one-hot. A draft model may have fewer columns.
     """
 
     distributions: Mapping[tuple[int, int], torch.Tensor] = field(default_factory=dict)

@@ -36,7 +36,7 @@ _PLACES = {
 }
 
 _Constant = tuple[SamplingParams, int]
-"""What the arrays of a row are made of, apart from its index: parameters and seed."""
+"""What a row's arrays are made from, apart from its index: parameters and seed."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class SampledTokens:
     """The token ids sampled for the n rows of a batch, on the host; rows of failed sequences are left out."""
 
     token_ids: list[int]
-    logprobs: list[TokenLogprobs | None] | None = None  # of each row that requests them; None if none does
+    logprobs: list[TokenLogprobs | None] | None = None  # for each row that requests them; None if no row does
     errors: Mapping[int, Exception] = field(default_factory=dict)  # by the index of the sequence in its batch
     prompt_logprobs: Mapping[int, list[TokenLogprobs]] = field(default_factory=dict)  # by the same index
 
@@ -69,7 +69,8 @@ class Draws:
 
 @dataclass(frozen=True)
 class PromptDraws:
-    """Some prompt tokens as draws, all with log-probabilities, and the batch index of each token's sequence."""
+    """Some prompt tokens in the form of draws, all with log-probabilities, and the batch index of each token's
+    sequence."""
 
     sequences: Integers
     draws: Draws
@@ -78,8 +79,10 @@ class PromptDraws:
 class SamplerOutput:
     """The sampled tokens of a batch, being copied to the host.
 
-    Args: draws: of the rows in order, several after a failure. errors: of the failed sequences, by their index in the
-        batch. prompts: the scored prompt tokens, in order.
+    Args:
+        draws: the draws for all rows, in order; there are several after a failure.
+        errors: the exceptions of failed sequences, by their index in the batch.
+        prompts: the scored prompt tokens, in order.
     """
 
     def __init__(
@@ -87,7 +90,7 @@ class SamplerOutput:
     ) -> None:
         self.errors = errors or {}
         self.ids = [part.ids for part in draws]  # on the device
-        self._draws = [_copied(part) for part in draws]  # pinned memory; not valid before the event
+        self._draws = [_copied(part) for part in draws]  # in pinned memory; not valid before the event
         self._prompts = [PromptDraws(part.sequences, _copied(part.draws)) for part in prompts]
         devices = [part.ids.get_device() for part in [*draws, *(part.draws for part in prompts)] if part.ids.is_cuda]
         self._arrived = torch.cuda.Event() if devices else None
@@ -153,7 +156,8 @@ class Sampler:
     def sample(self, logits: torch.Tensor, rows: Sequence[SamplingRow], table_rows: Sequence[int]) -> Draws:
         """Sample a token for each row of logits ``[n, V]`` with the parameters of ``rows``; does not wait.
 
-        Args: table_rows: the table row of each, below ``max_rows``; a request keeps its row while it runs.
+        Args:
+            table_rows: the table row of each, below ``max_rows``; a request keeps its row while it runs.
         """
         batch, asking = self._parameters(rows)
         edits = [edit for step in self.steps if (edit := step(rows, table_rows)) is not None]
@@ -177,7 +181,7 @@ class Sampler:
             if batch.indices is not None:
                 self.staging.send({"indices": np.array([row.index for row in rows], np.int64)})  # at the same address
             return batch, asking
-        self.last = None  # whose arrays are overwritten now
+        self.last = None  # their arrays are about to be overwritten
         batch = SamplingBatch.of_draws(rows)
         if arrays := {name: value for name, value in vars(batch).items() if isinstance(value, torch.Tensor)}:
             sent = self.staging.send({name: array.numpy() for name, array in arrays.items()})

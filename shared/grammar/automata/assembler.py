@@ -1,11 +1,11 @@
 """Assembles an automaton's tables while its rules discover each other. Introduced in phase 12.
 
-A rule (of objects, arrays, strings) does not know its callers, and its callers know the colours of its exits only once
-all its states are built. So states, exits and call sites are numbered as they appear, each exit is reported to each
-site, and when nothing new appears the numbers become tables.
+A rule (for objects, arrays or strings) does not know its callers, and its callers know the colours of its exits only
+once all its states are built. So states, exits and call sites are numbered as they appear, and each exit is reported to
+each site. When nothing new appears, the numbers become tables.
 
-Invariant: every state of the finished automaton can be reached, can reach an end, and records how many frames that
-takes.
+Invariant: every state of the finished automaton can be reached, can reach an end, and records how many frames reaching
+an end takes.
 """
 
 from collections.abc import Callable, Hashable
@@ -24,14 +24,14 @@ ClauseRow = tuple[int, int, int, int, int]
 """A row of ``Automaton.clauses``."""
 MAX_CLASSES = 10
 PIECE = 4096
-"""Rows of a table that are widened at a time."""
+"""Number of table rows that are widened at a time."""
 
 
 class Continuation(Protocol):
     """What follows a value."""
 
     def after(self, bits: int) -> int:
-        """The state after a value that these groups, as bits, accept; at least one."""
+        """The state after a value that is accepted by these groups, given as bits; there is at least one."""
 
 
 class Rule:
@@ -40,12 +40,12 @@ class Rule:
     def __init__(self, assembler: "Assembler") -> None:
         self.assembler = assembler
         self.first = -1
-        self.exits: list[int] = []  # by colour: the groups that accept, as bits; 0 is not an exit
+        self.exits: list[int] = []  # by colour: the accepting groups, as bits; 0 is not an exit
         self.sites: list[Site] = []
         self._blocks: dict[tuple[int, tuple[int, ...]], int] = {}
 
     def leave(self, always: int, classes: tuple[int, ...] = ()) -> int:
-        """The colour of an exit: some groups accept, and each further class unless a clause removes it."""
+        """The colour of an exit: some groups accept, and so does each further class unless a clause removes it."""
         block = always, classes
         if block not in self._blocks:
             if len(classes) > MAX_CLASSES:
@@ -62,7 +62,7 @@ class Rule:
 
 
 class Site:
-    """A call site of a rule: the states after it, by colour."""
+    """A call site of a rule: the states that follow it, by colour."""
 
     def __init__(self, rule: Rule, continuation: Continuation) -> None:
         self.rule, self.continuation = rule, continuation
@@ -95,7 +95,7 @@ class Assembler:
         self._guards: dict[tuple[int, int, int, int], int] = {}
 
     def state(self, key: Hashable, build: Callable[[], Entries]) -> int:
-        """The number of a state; ``build`` is called later, once for each key."""
+        """The number of a state; ``build`` is called later, once per key."""
         number = self._states.get(key)
         if number is None:
             number = self._states[key] = len(self.entries)
@@ -105,11 +105,12 @@ class Assembler:
         return number
 
     def add_rows(self, first: int, rows: NDArray[np.int32]) -> None:
-        """Rows of entries, int32 ``[N, 256]``, for states from ``first`` on; what the states build comes on top."""
+        """Rows of entries, int32 ``[N, 256]``, for the states from ``first`` on; the entries that the states build are
+        added to them."""
         self.blocks.append((first, rows))
 
     def entries_of(self, state: int) -> Entries:
-        """The entries of a state, which is built if necessary."""
+        """The entries of a state; builds the state if necessary."""
         build = self._unbuilt.pop(state, None)
         if build is not None:
             self.entries[state] = build()
@@ -133,11 +134,11 @@ class Assembler:
         return entry(Action.PUSH, self._pushes.setdefault((site, fewest, most), len(self._pushes)))
 
     def pop(self, colour: int, clauses: tuple[ClauseRow, ...] = (), depth: int = 0) -> int:
-        """``depth``: the frames that it may take to satisfy the clauses."""
+        """``depth``: the number of frames that satisfying the clauses may take."""
         return entry(Action.POP, self._pops.setdefault((colour, clauses, depth, ()), len(self._pops)))
 
     def choose(self, clauses: tuple[ClauseRow, ...], targets: tuple[int, ...]) -> int:
-        """Go to one of several states, chosen by the colours that the clauses leave; no colour is ``REFUSED``."""
+        """Go to one of several states, chosen by the colours that the clauses leave; no colour gives ``REFUSED``."""
         self.budget.spend(len(targets) + 2 * len(clauses))
         key = (len(targets) - 1, clauses, 0, targets)
         return entry(Action.CHOOSE, self._pops.setdefault(key, len(self._pops)))
@@ -146,7 +147,7 @@ class Assembler:
         return entry(Action.KEY, self._keys.setdefault((state, keys, is_bounded), len(self._keys)))
 
     def guard(self, state: int, keys: int) -> int:
-        """Refused if all keys have been seen."""
+        """Refused once all keys have been seen."""
         return entry(Action.GUARD, self._guards.setdefault((state, keys, 0, keys.bit_count()), len(self._guards)))
 
     # Tables
@@ -189,7 +190,7 @@ class Assembler:
         return automaton
 
     def _table(self) -> tuple[NDArray[np.uint8], NDArray[np.int32]]:
-        """The rows of all states, in which bytes that no state distinguishes share a column."""
+        """The rows of all states, with one column for bytes that no state distinguishes."""
         size = len(self.entries)
         self.budget.spend(size * ROW)
         table = np.full((size, 256), REFUSED, np.int32)
@@ -210,7 +211,7 @@ class Assembler:
         return columns.astype(np.uint8), np.ascontiguousarray(table[:, firsts])
 
     def _calls(self) -> tuple[NDArray[np.int32], NDArray[np.int32], dict[tuple[int, ...], int]]:
-        """Pushes, returns, and the first index in these of each site's or choice's states."""
+        """Pushes, returns, and the index in ``returns`` at which the states of each site or choice begin."""
         returns: list[int] = []
         frames: dict[tuple[int, ...], int] = {}
         pushes = []

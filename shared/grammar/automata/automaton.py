@@ -1,16 +1,16 @@
 """The automaton of every grammar: reads bytes, and keeps a stack of what is open. Introduced in phase 12.
 
-JSON marks its own nesting: ``{``, ``[`` and the quote that opens a string push, ``}``, ``]`` and the quote that
-closes it pop. So each object, array and string rule is a deterministic automaton over bytes, and one stack joins them,
-which also handles recursive schemas (a *visibly pushdown* automaton, Alur and Madhusudan, STOC 2004). Numbers, literals
-and the keys of an object are spelled out inside the rule. A regex or a choice pushes nothing: its automaton needs only
+JSON marks its own nesting: ``{``, ``[`` and the quote that opens a string push; ``}``, ``]`` and the quote that closes
+it pop. So each object, array and string rule is a deterministic automaton over bytes, and one stack joins them, which
+also handles recursive schemas (a *visibly pushdown* automaton, Alur and Madhusudan, STOC 2004). Numbers, literals and
+the keys of an object are spelled out inside the rule. A regex or a choice pushes nothing: its automaton only needs
 states.
 
-Beside the stack, a few counters keep the tables small: a string counts its characters, an object's frame holds the set
-of the keys that it has seen, and whitespace and digits are bounded by the length of their run.
+Besides the stack, a few counters keep the tables small: a string counts its characters, an object's frame holds the set
+of keys that it has seen, and the lengths of runs of whitespace and digits are limited.
 
-Invariants: an automaton never changes; every state that can be reached can reach an end (the compilers prune); a
-configuration never needs a stack of more than ``MAX_DEPTH`` frames to reach its end.
+Invariants: an automaton never changes; every state that can be reached can reach an end (the compilers prune the
+others); a configuration never needs a stack of more than ``MAX_DEPTH`` frames to reach its end.
 """
 
 import os
@@ -25,27 +25,27 @@ from numpy.typing import NDArray
 from shared.errors import ConfigError
 
 MAX_DEPTH = 64
-"""Frames of the stack: how deep an output may nest."""
+"""Maximum frames of the stack: how deep an output may nest."""
 MAX_BLANKS = 20
-"""Blanks that may follow a line break between two parts of a document."""
+"""Maximum blanks after a line break between two parts of a document."""
 UNBOUNDED = 2**31 - 1
-"""The most characters of a string without ``maxLength``."""
+"""The maximum number of characters of a string without ``maxLength``."""
 SPACE_ENDED = MAX_BLANKS + 1
-"""``Configuration.blanks`` after a single space, which nothing blank may follow."""
+"""``Configuration.blanks`` after a single space, after which no further blank is allowed."""
 _ASKED = os.environ.get("INFER_MAX_DIGITS", "32")
 if not (_ASKED.isascii() and _ASKED.isdecimal() and 1 <= int(_ASKED[:4]) <= 200):
     raise ConfigError(f"INFER_MAX_DIGITS is {_ASKED!r}; it must be a whole number from 1 to 200.")
 MAX_DIGITS = int(_ASKED)
-"""Digits that may follow each other where a number could go on for ever, after the first one or two of its whole part,
-and after the first one of its fraction. At most 200, so that a float holds such a number, whatever its exponent."""
+"""Maximum run of digits where a number could continue forever: after the first one or two digits of its whole part, and
+after the first one of its fraction. At most 200, so that a float can hold such a number, whatever its exponent."""
 DIGITS_ENDED = SPACE_ENDED + MAX_DIGITS
-"""``Configuration.blanks`` after so many digits: digits count from ``SPACE_ENDED`` on."""
+"""``Configuration.blanks`` after this many digits: digits count from ``SPACE_ENDED`` on."""
 ACTION_BITS = 3
 REFUSED = -1
 
 
 class Action(IntEnum):
-    """What a byte does, in the lowest bits of a table's entry; the other bits are its argument.
+    """What a byte does, in the lowest bits of a table entry; the other bits are its argument.
 
     GOTO    the argument is the next state
     COUNT   begins a character of a string: the argument is the next state; refused where the string may not grow
@@ -82,24 +82,24 @@ class Automaton:
     """A compiled grammar over bytes; S states, C columns. State 0 is the first.
 
     Attributes:
-        columns: uint8 ``[256]``, the column of each byte: bytes that no state tells apart share one.
+        columns: uint8 ``[256]``, the column of each byte; bytes that no state distinguishes share one.
         table: int32 ``[S, C]``, an entry (action and argument) or ``REFUSED``.
         is_final: bool ``[S]``: the text may end here, if the stack is empty.
-        depths: int32 ``[S]``, the least number of further frames with which this state's rule can be ended.
-        pushes: int32 ``[P, 5]``: first state of the rule, its frame (an index of ``returns``), fewest and most
-            characters (0 and ``UNBOUNDED`` for what is not a string), and the frames that the rule, or what follows it,
-            needs beside those below: the larger of 1 + ``depths`` of its first state and ``depths`` of all states to
-            which it returns.
-        returns: int32 ``[R]``, the state after a rule: that of a frame and a colour stands at their sum.
-        pops: int32 ``[Q, 4]``: the colour, a set of alternatives as bits, the range of ``clauses`` to check, and of a
-            CHOOSE the frame; a POP takes its frame from the stack, and has 0.
-        clauses: uint64 ``[L, 5]``: bits of the colour, trigger, keys, least, more. One after the other: if the object
+        depths: int32 ``[S]``, the minimum number of further frames needed to end this state's rule.
+        pushes: int32 ``[P, 5]``: the first state of the rule; its frame (an index into ``returns``); the minimum and
+            maximum number of characters (0 and ``UNBOUNDED`` except for strings); and the frames that the rule, or what
+            follows it, needs in addition to those below. The last is the larger of 1 + ``depths`` of its first state
+            and ``depths`` of all states to which it returns.
+        returns: int32 ``[R]``, the state after a rule, indexed by the sum of frame and colour.
+        pops: int32 ``[Q, 4]``: the colour (a set of alternatives, as bits), the range of ``clauses`` to check, and for
+            a CHOOSE the frame; a POP takes its frame from the stack, and has 0 here.
+        clauses: uint64 ``[L, 5]``: bits of the colour, trigger, keys, least, more. They apply in order: if the object
             has seen all keys of the trigger, and fewer than ``least`` of ``keys``, the bits are removed from the
-            colour, and the keys ``more`` become seen.
-        keys: uint64 ``[K, 3]``: next state, keys, whether they are bounded. The lowest key of these that was not seen
-            becomes seen. If all were seen, a bounded one is refused.
-        guards: uint64 ``[G, 4]``: next state, keys, preset, most. Refused if the object has seen at least ``most`` of
-            ``keys``, where those of ``preset`` count as seen.
+            colour, and the keys ``more`` count as seen.
+        keys: uint64 ``[K, 3]``: next state, keys, whether they are bounded. The lowest unseen key of these becomes
+            seen. If all have been seen, a bounded key is refused.
+        guards: uint64 ``[G, 4]``: next state, keys, preset, most. The byte is refused if the object has seen at least
+            ``most`` of ``keys``; those in ``preset`` count as seen.
     """
 
     columns: NDArray[np.uint8]
@@ -129,8 +129,8 @@ class Automaton:
         return sum(array.nbytes for array in vars(self).values())
 
     def step(self, now: "Configuration", byte: int) -> "Configuration | None":
-        """The configuration after one more byte; None if the grammar refuses it. The specification of what the kernels
-        and numpy do for many tokens at once.
+        """The configuration after one more byte; None if the grammar refuses it. This defines what the kernels and
+        numpy compute for many tokens at once.
         """
         value = int(self.table[now.state, self.columns[byte]])
         if value == REFUSED:
@@ -196,8 +196,8 @@ class Automaton:
         return bool(((seen | preset) & keys).bit_count() >= most)
 
     def walk(self, now: "Configuration", text: Iterable[int]) -> "Configuration | None":
-        """The configuration after the bytes of one token; None if the grammar refuses one of them, or its end would
-        need too deep a stack.
+        """The configuration after the bytes of one token; None if the grammar refuses one of them, or if reaching its
+        end would need too deep a stack.
         """
         configuration: Configuration | None = now
         for byte in text:
@@ -205,10 +205,10 @@ class Automaton:
             if configuration is None:
                 return None
         assert configuration is not None
-        return configuration if self.has_room(configuration) else None
+        return configuration if self.fits(configuration) else None
 
-    def has_room(self, now: "Configuration") -> bool:
-        """Whether the stack is deep enough to reach an end."""
+    def fits(self, now: "Configuration") -> bool:
+        """Whether an end can be reached within the maximum depth of the stack."""
         return len(now.stack) + int(self.depths[now.state]) <= MAX_DEPTH
 
     def is_end(self, now: "Configuration") -> bool:
@@ -216,7 +216,7 @@ class Automaton:
         return not now.stack and bool(self.is_final[now.state])
 
     def accepts(self, text: bytes) -> bool:
-        """Whether the whole text is one of the grammar."""
+        """Whether the grammar accepts the whole text."""
         end = self.walk(START, text)
         return end is not None and self.is_end(end)
 
@@ -224,9 +224,9 @@ class Automaton:
 class Configuration(NamedTuple):
     """A position in a text: the state, its counters, and the stack.
 
-    ``fewest`` and ``most`` bound the characters that a string must and may still have, ``blanks`` the length of the run
-    of whitespace or digits, ``seen`` the keys that the object has, as bits. A frame of the stack holds an index of
-    ``returns`` and the ``seen`` of the object below.
+    ``fewest`` and ``most`` bound the number of characters that a string must and may still have, ``blanks`` is the
+    length of the run of whitespace or digits, and ``seen`` the keys that the object has, as bits. A frame of the stack
+    holds an index into ``returns`` and the ``seen`` of the object below.
     """
 
     state: int = 0

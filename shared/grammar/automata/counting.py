@@ -1,8 +1,8 @@
-"""Characters counted by a counter beside an automaton of strings, where that creates no dead end. Introduced in phase
+"""Counts characters with a counter next to an automaton of strings, where that creates no dead end. Introduced in phase
 12.
 
-To allow a thousand characters, states that count would number thousands; a counter needs none. But a counter may stop a
-string anywhere, so it is used only with automata in which a string may end anywhere.
+Allowing a thousand characters by states takes thousands of states; a counter takes none. But a counter may stop a
+string at any point, so it is used only with automata in which a string may end anywhere.
 """
 
 from functools import lru_cache
@@ -80,7 +80,7 @@ def _missing(dfa: DFA, steps: dict[int, set[int]]) -> dict[int, int]:
 
 
 def _longest_ways(steps: dict[int, set[int]]) -> dict[int, int]:
-    """The maximum number of characters that reach each state, if bounded."""
+    """The maximum number of characters that lead to each state, if bounded."""
     ways = dict.fromkeys(steps, 0)
     for targets in steps.values():
         for target in targets:

@@ -1,7 +1,7 @@
 """Deterministic automata over bytes. Introduced in phase 12.
 
-A ``DFA`` accepts with a set of bits, so one automaton can distinguish several languages: two automata run side by side
-are their union, intersection and difference, depending on which bits are kept
+A ``DFA`` accepts with a set of bits, so one automaton can distinguish several languages. Two automata that run side by
+side give their union, intersection or difference, depending on which bits are kept
 (:mod:`shared.grammar.automata.languages`).
 
 Invariants: state 0 is the first; every state can be reached, and can reach an end (an empty language has one state that
@@ -22,8 +22,10 @@ DEAD = -1
 class DFA:
     """S states, C columns.
 
-    Attributes: columns: uint8 ``[256]``, the column of each byte. next: int32 ``[S, C]``, the next state, or ``DEAD``.
-        accepts: int64 ``[S]``, the languages, as bits, of a text that ends here.
+    Attributes:
+        columns: uint8 ``[256]``, the column of each byte.
+        next: int32 ``[S, C]``, the next state, or ``DEAD``.
+        accepts: int64 ``[S]``, the languages (as bits) that contain a text ending here.
     """
 
     columns: NDArray[np.uint8]
@@ -59,7 +61,8 @@ def shared_columns(columns: Sequence[NDArray[Any]]) -> tuple[NDArray[np.uint8], 
 
 
 def trim(dfa: DFA) -> DFA:
-    """Without states that cannot be reached, or cannot reach an end, in breadth-first order from the first."""
+    """Removes states that cannot be reached or cannot reach an end; the rest are in breadth-first order from the
+    first."""
     size = len(dfa)
     sources, _ = np.nonzero(dfa.next != DEAD)
     targets = dfa.next[dfa.next != DEAD]
@@ -88,7 +91,7 @@ def restrict(dfa: DFA, is_usable: NDArray[np.bool_]) -> DFA:
     """The texts that consist of usable bytes only, bool ``[256]``."""
     if is_usable.all():
         return dfa
-    numbers = np.where(is_usable, dfa.columns, dfa.next.shape[1])  # other bytes get a column of their own
+    numbers = np.where(is_usable, dfa.columns, dfa.next.shape[1])  # all other bytes share a column
     dead = np.full((len(dfa), 1), DEAD, np.int32)
     used, columns = np.unique(numbers, return_inverse=True)
     return trim(DFA(columns.astype(np.uint8), np.append(dfa.next, dead, axis=1)[:, used], dfa.accepts))

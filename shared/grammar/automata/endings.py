@@ -1,8 +1,8 @@
 """How each state reaches an end, and the removal of states that do not. Introduced in phase 12.
 
-The depths are a least fixpoint: a state needs as many frames as the best of its bytes; a byte that pushes needs one
-frame more than its rule, or what the states after the rule need. States are settled in the order of their depths, each
-level by a backward search. A CHOOSE may lead to any of its states, so it needs as many as the worst of them.
+The depths are a least fixpoint. A state needs as many frames as the best of its bytes. A byte that pushes needs one
+frame more than its rule, or what the states after the rule need. States are settled in order of depth, each level by a
+backward search. A CHOOSE may lead to any of its states, so it needs as many frames as the worst of them.
 """
 
 from collections.abc import Sequence
@@ -19,9 +19,10 @@ NEVER = 2**30
 class Endings:
     """Computes the depths of an automaton.
 
-    Args: frames: of each push, its first index in ``returns`` and the number of colours. pop_depths: of each pop, the
-        frames that satisfying its clauses may take. choices: of each row of ``pops``, the states to which a CHOOSE may
-        lead.
+    Args:
+        frames: for each push, its first index in ``returns`` and the number of colours.
+        pop_depths: for each pop, the number of frames that satisfying its clauses may take.
+        choices: for each row of ``pops``, the states to which a CHOOSE may lead.
     """
 
     def __init__(
@@ -64,7 +65,8 @@ class Endings:
             self.callers[push].append(state)
 
     def settle(self) -> Automaton:
-        """The automaton with its depths, without states that never end. Raises GrammarError if it accepts nothing."""
+        """The automaton with its depths, without states that cannot reach an end. Raises GrammarError if it accepts
+        nothing."""
         automaton = self.automaton
         while self._settle_levels() or self._resolve_cycle():
             pass
@@ -79,7 +81,7 @@ class Endings:
         return replace(automaton, pushes=pushes, returns=returns, depths=depths)
 
     def _settle_levels(self) -> bool:
-        """Settle what follows from known depths, level by level; returns whether anything did."""
+        """Settle what follows from known depths, level by level; returns whether anything was settled."""
         found = False
         for depth, level in enumerate(self.levels):
             while level:
@@ -92,7 +94,7 @@ class Endings:
         return found
 
     def _resolve_cycle(self) -> bool:
-        """Settle the cheapest push whose following states wait for this very push; returns whether there was one."""
+        """Settle the cheapest push whose following states wait for that same push; returns whether there was one."""
         waiting: dict[int, list[tuple[int, list[int]]]] = {}
         for push in self._open_pushes():
             known = [depth for depth in self._follower_depths(push) if depth < NEVER]
@@ -108,7 +110,7 @@ class Endings:
         return np.flatnonzero(is_open).tolist()
 
     def _own_need(self, push: int) -> int:
-        """The frames that a rule needs, including its own; a choice opens none."""
+        """The number of frames that a rule needs, including its own; a choice opens none."""
         return 1 + int(self.depths[self.firsts[push]]) if push < len(self.firsts) else 0
 
     def _follower_depths(self, push: int) -> list[int]:
@@ -121,7 +123,7 @@ class Endings:
             self.levels[need] += self.callers[push]
 
     def _search(self, depth: int) -> None:
-        """Settle the states of a depth, and all that lead to them."""
+        """Settle the states of one depth, and all states that lead to them."""
         waiting = self.levels[depth]
         while waiting:
             state = waiting.pop()

@@ -4,8 +4,8 @@ A tool call is such a text: its opening, one of several names, arguments that fo
 closing. The literal part is a graph of states without a stack, in which some edges lead into documents. Introduced in
 phase 12.
 
-Invariants: a document is entered and left with an empty stack, so its depths are unchanged; only the state after a
-whole document is replaced, by the graph state where the text continues.
+Invariants: the stack is empty when a document is entered and when it is left, so its depths are unchanged; only the
+state after a whole document is replaced, by the graph state at which the text continues.
 """
 
 from collections.abc import Sequence
@@ -22,8 +22,8 @@ from shared.grammar.limits import GrammarError
 
 @dataclass
 class Graph:
-    """States, numbered from 0, the first; ``rows`` has the next state of each for each byte, ``final`` the ends. A next
-    state below 0 enters a document: -1 the first, -2 the second.
+    """States, numbered from 0, the first; ``rows`` has each state's next state for each byte, and ``final`` the states
+    in which a text may end. A next state below 0 enters a document: -1 the first, -2 the second.
     """
 
     rows: list[dict[int, int]] = field(default_factory=list)

@@ -15,9 +15,9 @@ from shared.grammar.automata.minimization import minimize
 from shared.grammar.limits import CELLS, Budget
 
 PIECE = 1024
-"""States of a product that numpy handles at a time."""
+"""Number of product states that numpy handles at a time."""
 MOST_NUMBERED = 2**63 - 1
-"""Combinations of states that numpy's integers can number."""
+"""Maximum number of state combinations that fit numpy's integers."""
 
 
 def combine(dfas: Sequence[DFA], budget: Budget, keep: Callable[[int], int] = lambda bits: bits) -> DFA:
@@ -31,7 +31,8 @@ def combine(dfas: Sequence[DFA], budget: Budget, keep: Callable[[int], int] = la
     ends = [np.append(dfa.accepts != 0, False) for dfa in dfas]
     sizes = [len(dfa) + 1 for dfa in dfas]
     sized = list(zip(tables, sizes, strict=True))
-    products = [1, *accumulate(sizes, mul)]  # a combination of states as one number; DEAD is the last of each
+    # a combination of states as a single number; the last state of each is DEAD
+    products = [1, *accumulate(sizes, mul)]
     is_large = products.pop() > MOST_NUMBERED  # a Python integer from here on
     weights = np.array(products, object if is_large else np.int64)
     dead = sum(weight * (size - 1) for weight, size in zip(products, sizes, strict=True))
@@ -94,7 +95,7 @@ def words(texts: Iterable[bytes], budget: Budget, bits: Iterable[int] | None = N
 
     previous = b""
     for text in sorted(chosen):
-        budget.spend(3 + 3 * len(text))  # a row for each byte
+        budget.spend(3 + 3 * len(text))  # one row per byte
         common = 0
         while common < min(len(text), len(previous)) and text[common] == previous[common]:
             common += 1

@@ -12,9 +12,9 @@ from shared.grammar.limits import CELLS, Budget
 def minimize(dfa: DFA, budget: Budget) -> DFA:
     """The smallest DFA of the same languages: one state for each set of states that no text distinguishes.
 
-    Without cycles a state's successors determine its class, so one pass from the ends is enough (Revuz, 1992): long
-    chains, such as those of bounded repeats, would otherwise take a round for each of their states. Only states on a
-    cycle or between two cycles are split round by round.
+    Without cycles, a state's successors determine its class, so one pass from the ends is enough (Revuz, 1992).
+    Otherwise long chains, such as those of bounded repeats, would take one round for each of their states. Only states
+    on a cycle or between two cycles are split round by round.
 
     Raises GrammarError as :class:`Budget` does.
     """
@@ -46,7 +46,7 @@ def minimize(dfa: DFA, budget: Budget) -> DFA:
         classify(middle[representatives])  # with the next classes, in this order
     classify(state for state in first if classes[state] == DEAD)
     _, firsts, groups = np.unique(classes[:-1], return_index=True, return_inverse=True)
-    order = np.argsort(firsts)  # groups in the order of their first state, so that state 0 stays first
+    order = np.argsort(firsts)  # classes are ordered by their first state, so that state 0 stays first
     numbers = np.empty(len(firsts) + 1, np.int32)
     numbers[order], numbers[-1] = np.arange(len(firsts)), DEAD
     kept = firsts[order]
@@ -54,7 +54,7 @@ def minimize(dfa: DFA, budget: Budget) -> DFA:
 
 
 def _ordered(before: NDArray[np.int64], after: NDArray[np.int64], size: int) -> list[int]:
-    """The states that no cycle of these edges leads to, each after those with an edge to it (Kahn, 1962)."""
+    """The states that no cycle of these edges leads to, each after those that have an edge to it (Kahn, 1962)."""
     order = np.argsort(before, kind="stable")
     starts, targets = np.searchsorted(before[order], np.arange(size + 1)).tolist(), after[order].tolist()
     num_waiting = np.bincount(after, minlength=size).tolist()
@@ -84,12 +84,12 @@ def _distances(dfa: DFA, before: NDArray[np.int64], after: NDArray[np.int64]) ->
 def _split(
     dfa: DFA, middle: NDArray[np.int64], classes: NDArray[np.int64], distances: NDArray[np.int64], budget: Budget
 ) -> None:
-    """Set the classes of the middle states, whose other successors have theirs: split until no byte distinguishes two
-    states of a class (Moore, 1956). States with other distances to an end are separated from the start, which saves
-    most rounds where a chain is part of a cycle.
+    """Set the classes of the middle states, whose other successors already have classes: split until no byte
+    distinguishes two states of a class (Moore, 1956). States with different distances to an end are separated from the
+    start, which saves most rounds if a chain is part of a cycle.
 
-    A class is named by a random 64-bit number, and the signature of a state is a sum of the names of its class and its
-    successors, so two signatures collide for about one pair in 2⁶⁴.
+    A class is named by a random 64-bit number, and a state's signature is a sum of the names of its class and of its
+    successors' classes, so two signatures collide for about one pair in 2⁶⁴.
     """
     chance = np.random.default_rng(0)
     factors = chance.integers(1, 2**63, dfa.next.shape[1] + 1, np.uint64) * 2 + 1
@@ -101,7 +101,7 @@ def _split(
         budget.check(known + count)
         budget.spend(50 + len(middle) // 8 + len(middle) * dfa.next.shape[1] // CELLS)
         classes[middle] = known + groups
-        names = chance.integers(0, 2**63, known + count + 1, np.uint64)  # the last is DEAD's
+        names = chance.integers(0, 2**63, known + count + 1, np.uint64)  # the last one belongs to DEAD
         by_state = names[classes]
         signatures = by_state[middle] * factors[-1] + (by_state[dfa.next[middle]] * factors[:-1]).sum(
             axis=1, dtype=np.uint64

@@ -18,14 +18,14 @@ from shared.grammar.limits import Budget
 class NFA:
     """An automaton under construction: edges labelled with byte ranges, and edges that read nothing.
 
-    ``budget`` pays for closures.
+    The work of computing closures is charged to ``budget``.
 
-    ``begins`` are edges that may be taken only at the beginning of a text, ``ends`` only at its end. ``asks`` are
+    ``begins`` are edges that may be taken only at the beginning of a text, and ``ends`` only at its end. ``asks`` are
     edges that may be taken if the rest of the text meets a condition (:mod:`shared.grammar.patterns.lookahead`), as
     (condition at the beginning of a text, condition elsewhere, target). ``absorbing`` is a state that accepts every
-    text from there on, if there is one. ``ranks`` gives states a group and a number: of two in a group, the higher
-    accepts everything that the lower does, so a set with both omits the lower. Otherwise a search for ``c{500,}`` would
-    have sets with up to 500 counts of characters read.
+    text from there on, if there is one. ``ranks`` gives states a group and a number: of two states in a group, the
+    higher one accepts everything that the lower one does, so a set that has both omits the lower. Otherwise, a search
+    for ``c{500,}`` would have sets with up to 500 different counts of characters read.
     """
 
     edges: list[list[tuple[int, int, int]]] = field(default_factory=list)  # (first byte, last byte, target) by state
@@ -76,7 +76,7 @@ class NFA:
 
 
 def determinize(nfa: NFA, budget: Budget) -> DFA:
-    """The DFA of an NFA whose first state is 0: each of its states is a set of NFA states (Rabin and Scott, 1959).
+    """The DFA of an NFA whose first state is 0; each of its states is a set of NFA states (Rabin and Scott, 1959).
     Raises GrammarError as :class:`Budget` does.
     """
     budget.spend(len(nfa.edges) + sum(map(len, nfa.edges)))
@@ -123,7 +123,7 @@ def determinize(nfa: NFA, budget: Budget) -> DFA:
 
 
 def byte_classes(nfa: NFA) -> tuple[NDArray[np.uint8], list[int]]:
-    """The column of each byte, and the first byte of each column: they change where an edge begins or ends."""
+    """The column of each byte, and the first byte of each column; columns change where an edge begins or ends."""
     borders = {0}
     for edges in nfa.edges:
         for low, high, _ in edges:

@@ -1,9 +1,9 @@
-"""Plain text: the characters that every string of JSON and every dot of a regex may hold. Introduced in phase 12.
+"""Plain text: the characters that every JSON string and every dot of a regex may hold. Introduced in phase 12.
 
-Many states loop on certain characters, and there all tokens of these characters are allowed without a walk. In a *free*
-state, as inside a string, every plain character does, and most tokens are plain.
+Many states loop on certain characters, and there all tokens made of these characters are allowed without a walk. A
+*free* state, as inside a string, loops on every plain character, and most tokens are plain.
 
-Invariant: everything reported as plain or as a loop is one; not everything that could be is found.
+Invariant: everything that is reported as plain or as a loop is one; some cases may be missed.
 """
 
 import re
@@ -35,11 +35,12 @@ PLAIN_SEQUENCES: tuple[tuple[tuple[int, int], ...], ...] = (
 """The plain characters in UTF-8, as sequences of ranges of bytes."""
 ACTION_MASK = (1 << ACTION_BITS) - 1
 NOT_ASCII, ODD = 1 << 0, 1 << 1
-"""Of a set of characters as bits, where bit b is the ASCII character b: all plain characters that are not ASCII; and
-the ASCII characters 0 and 1, whose bits these are, and which are in no loop."""
+"""Bits of a set of characters, in which bit b otherwise represents the ASCII character b. The first represents all
+plain characters that are not ASCII; the second the ASCII characters 0 and 1, whose bits these are, and which are in no
+loop."""
 FIRST_SYMBOL = 2
 SMALLEST_LOOP = 16
-"""ASCII characters without which a loop is not asked for: few tokens have no others."""
+"""ASCII characters without which a loop is not used: few tokens consist only of others."""
 
 
 def _pattern() -> re.Pattern[bytes]:
@@ -51,7 +52,7 @@ _PLAIN_END = _pattern()  # finds where a token's plain end begins
 
 
 def plain_from(tokens: Sequence[bytes], usable_bytes: NDArray[np.bool_]) -> Integers:
-    """The byte from which each token is plain: int32 ``[V]``, the token's length if its end is not.
+    """The byte from which each token is plain: int32 ``[V]``; the token's length if its end is not plain.
     ``usable_bytes``: bool ``[256]``; a token with any other byte never counts as plain.
     """
     unusable = bytes(np.flatnonzero(~usable_bytes).tolist())
@@ -65,8 +66,8 @@ def plain_from(tokens: Sequence[bytes], usable_bytes: NDArray[np.bool_]) -> Inte
 
 
 class Loop(NamedTuple):
-    """How a state loops: on each character of the set ``symbols``, with one action for all. With COUNT every character
-    counts once, at any of its bytes; with GOTO none does.
+    """How a state loops: on each character of the set ``symbols``, with one action for all. With COUNT, every character
+    counts once, at any one of its bytes; with GOTO, none does.
     """
 
     action: Action
@@ -117,7 +118,7 @@ class Loops:
         return Loop(action, symbols | NOT_ASCII * is_whole)
 
     def _leads_back(self, state: int, action: Action, sequence: list[list[int]]) -> bool:
-        """Whether all characters of one sequence of columns lead from a state back to itself with ``action``."""
+        """Whether all characters that a sequence of columns spells lead from a state back to itself with ``action``."""
         states, num_counted = {state}, 0
         for columns in sequence:
             entries = {value for each in states for value in self.automaton.table[each][columns].tolist()}
@@ -130,7 +131,8 @@ class Loops:
 
 
 def free_loops(automaton: Automaton, usable_bytes: NDArray[np.bool_]) -> Integers:
-    """The entry by which plain characters lead from a state back to itself, ``REFUSED`` if any does not: ``[S]``."""
+    """The entry by which plain characters lead from a state back to itself; ``REFUSED`` if any of them does not:
+    ``[S]``."""
     loops, found = Loops(automaton, usable_bytes), np.full(automaton.num_states, REFUSED, np.int32)
     for state in np.flatnonzero(loops.can_loop).tolist():
         loop = loops.of(state)

@@ -1,7 +1,7 @@
 """A grammar without the bytes that a vocabulary cannot spell. Introduced in phase 12.
 
-Some vocabularies have no token for a few bytes, such as control characters and the first bytes of rare characters. No
-text may then require them: a text that reached a point where only such bytes continue could not be finished.
+Some vocabularies have no token for a few bytes, such as control characters and the first bytes of rare characters. Then
+no text may require such bytes: if only they could continue a text, it could not be finished.
 """
 
 import itertools
@@ -48,7 +48,7 @@ def _ends_everywhere(automaton: Automaton) -> bool:
     states, columns = np.nonzero(table != REFUSED)
     entries = table[states, columns]
     actions, arguments = entries & (1 << ACTION_BITS) - 1, entries >> ACTION_BITS
-    after: list[list[int]] = [[] for _ in range(automaton.num_states)]  # where a state continues in its rule
+    after: list[list[int]] = [[] for _ in range(automaton.num_states)]  # where a state continues within its rule
     inside: list[list[int]] = [[] for _ in range(automaton.num_states)]  # where the rules that it opens begin
     is_ended = automaton.is_final.copy()
     is_ended[states[actions == Action.POP]] = True

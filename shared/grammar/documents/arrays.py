@@ -1,4 +1,5 @@
-"""Rules of arrays: the live alternatives, and how many items each has had. Introduced in phase 12."""
+"""Rules of arrays: their states record the live alternatives, and how many items each has had. Introduced in phase
+12."""
 
 from dataclasses import dataclass
 from itertools import combinations
@@ -9,7 +10,7 @@ from shared.grammar.documents.rules import ValueSource, blanks
 from shared.grammar.schema.shapes import Array, Value
 
 Alive = tuple[tuple[int, int, frozenset[Value]], ...]
-"""(alternative, its number of items as far as it matters, what some item must still be)."""
+"""(alternative, its number of items as far as it matters, what some item must still satisfy)."""
 
 
 class ArrayRule(Rule):
@@ -62,7 +63,7 @@ class ArrayRule(Rule):
         return {ord("]"): self.assembler.pop(self.leave(bits))} if bits else {}
 
     def follow(self, number: int, count: int) -> int:
-        """The number of items plus one; unchanged once it no longer matters."""
+        """The number of items plus one; it stops counting once the number no longer matters."""
         shape = self.alternatives[number][1]
         last = max(len(shape.first), shape.fewest) if self.most[number] == UNBOUNDED else self.most[number]
         return min(count + 1, last)

@@ -1,8 +1,9 @@
 """What objects need before they may close, as clauses over a register of their keys. Introduced in phase 12.
 
-The register has a bit for each named key, as far as bits suffice; keys that some alternative needs or counts come
-first. Unnamed keys share bits by which requirements they meet, and if they must be counted also by a checksum of their
-bytes: keys with different bits surely differ, so a repeated key counts once.
+The register has a bit for each named key, as far as there are bits; keys that some alternative needs or counts come
+first. Unnamed keys share bits according to the requirements they meet. If they must be counted, they are also
+distinguished by a checksum of their bytes: keys with different bits certainly differ, so a repeated key counts only
+once.
 """
 
 from collections.abc import Iterable
@@ -17,7 +18,7 @@ from shared.grammar.schema.shapes import NEVER, Object, Value
 REGISTER_BITS = 64
 MAX_CLAUSES = 256
 ALWAYS = (0, 0, 1)
-"""Trigger, keys, least of a clause that is never satisfied."""
+"""Trigger, keys and minimum of a clause that is never satisfied."""
 Clause = tuple[int, int, int]
 """(trigger, keys, least), as in ``Automaton.clauses``."""
 
@@ -25,11 +26,15 @@ Clause = tuple[int, int, int]
 class Requirements:
     """The register of a rule of objects, and the clauses of each of its alternatives.
 
-    Attributes: allowed: of each alternative, its named keys and their values; including keys that another one names.
-        bits: the bit of each named key that is tracked. names: all keys that an alternative names. other_dfa: of the
-        texts of keys, as ``Members.other_names`` has it, and from bit ``SUM_SHIFT`` on their sum. others: of each
-        alternative, whether it may have keys without a name. num_bits: how many bits the keys may take: the last
-        ``reserved`` ones are left to the rule.
+    Attributes:
+        allowed: for each alternative, its named keys and their values, including keys that only another alternative
+            names.
+        bits: the bit of each named key that is tracked.
+        names: all keys that an alternative names.
+        other_dfa: the automaton of the texts of keys, as in ``Members.other_names``, with their checksum from bit
+            ``SUM_SHIFT`` on.
+        others: for each alternative, whether it may have unnamed keys.
+        num_bits: how many bits the keys may take; the last ``reserved`` ones are left to the rule.
     """
 
     def __init__(self, members: Members, shapes: list[Object], reserved: int = 0) -> None:
@@ -87,7 +92,7 @@ class Requirements:
         return 0 if number is None else 1 << number
 
     def other_value(self, number: int, bits: int) -> Value | None:
-        """The value of an unnamed key, in an alternative; None if it may not have the key."""
+        """The value of an unnamed key in an alternative; None if it may not have the key."""
         bits &= (1 << SUM_SHIFT) - 1
         if (number, bits) not in self._values:
             value = self.members.member(self.shapes[number], None, self.matched(bits))
@@ -131,7 +136,7 @@ def any_of(choices: list[tuple[Clause, ...]], budget: Budget) -> tuple[Clause, .
         return ()
     if len(distinct) == 1:
         return distinct[0]
-    found = {(0, 0)}  # (trigger, keys) of clauses that need one key
+    found = {(0, 0)}  # (trigger, keys) of the clauses that need one key
     for choice in distinct:
         singles = [single for clause in choice for single in _singles(clause)]
         budget.spend(len(found) * len(singles))
@@ -143,7 +148,7 @@ def any_of(choices: list[tuple[Clause, ...]], budget: Budget) -> tuple[Clause, .
 
 
 def _singles(clause: Clause) -> list[tuple[int, int]]:
-    """A clause as clauses that need one key each: at least m of n keys means at least one of any n - m + 1."""
+    """A clause as several clauses that need one key each: at least m of n keys means at least one of any n - m + 1."""
     trigger, keys, least = clause
     bits = [1 << number for number in range(keys.bit_length()) if keys >> number & 1]
     size = len(bits) - least + 1
@@ -153,7 +158,7 @@ def _singles(clause: Clause) -> list[tuple[int, int]]:
 
 
 def _without_implied(found: set[tuple[int, int]], budget: Budget) -> set[tuple[int, int]]:
-    """Without clauses that a stronger clause implies."""
+    """The clauses without those that a stronger clause implies."""
     if len(found) > MAX_CLAUSES**2:
         raise GrammarError("The schema has too many objects alive at once that differ in their required keys.")
     kept: list[tuple[int, int]] = []

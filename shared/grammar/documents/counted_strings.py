@@ -1,12 +1,12 @@
 """Strings of an automaton whose length a counter limits, in blocks of a few characters. Introduced in phase 12.
 
-A counter that may stop a string anywhere could stop it in the middle of ``%20``. So the counter counts slack instead of
-characters: how many of the remaining characters the string can spare and still end. A character costs slack unless it
-brings the end nearer: ``a`` costs 1 in a URI, ``%`` costs 3, and the two digits after it cost nothing. The counter
-counts down by 1, so it counts blocks as large as the most expensive byte, and the state holds what is left of the
-current block. That takes block-size copies of each state, whatever the length is.
+A counter that may stop a string at any point could stop it in the middle of ``%20``. So the counter counts slack
+instead of characters: how many of the remaining characters the string can spare and still end. A character costs slack
+unless it brings the end closer: ``a`` costs 1 in a URI, ``%`` costs 3, and the two digits after it cost nothing. The
+counter counts down by 1, so it counts blocks as large as the most expensive byte, and the state holds the remainder of
+the current block. That takes block-size copies of each state, whatever the length.
 
-Invariant: a string can end anywhere, within its length.
+Invariant: a string can end at any point within its length.
 """
 
 from dataclasses import dataclass
@@ -19,12 +19,12 @@ from shared.grammar.automata.dfa import DEAD, DFA
 from shared.grammar.limits import CELLS, Budget
 
 MOST_UNCOUNTED = 1_000
-"""States of the automaton times characters, up to which states alone count the characters."""
+"""The maximum of states times characters up to which states alone count the characters."""
 
 
 @dataclass(frozen=True, eq=False)
 class Counted:
-    """An automaton, and which transitions its push's counters count.
+    """An automaton, and the transitions that its push's counters count.
 
     Attributes:
         counts: bool ``[S, C]``: whether the transition counts.
@@ -74,7 +74,7 @@ def _missing(
     level, count = [state for state, known in enumerate(missing) if known == 0], 0
     while level:
         further: list[int] = []
-        for state in level:  # grown by the states at this distance
+        for state in level:  # extended by the states at this distance
             for source in sources[starts[state] : starts[state + 1]]:
                 if missing[source] < 0 and weights[source] == 0:
                     missing[source] = count

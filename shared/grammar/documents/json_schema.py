@@ -1,8 +1,8 @@
 """Compiles a JSON Schema to an automaton over the bytes of its documents. Introduced in phase 12.
 
 Schemas are read (``schema_document``), their logic is resolved into shapes (``disjuncts``), and shapes become rules
-(``values``) of an automaton with a stack. Every accepted document is valid; keys may come in any order, a space or a
-line break with blanks may separate two parts, nothing may surround the document, and strings use only the escapes of
+(``values``) of an automaton with a stack. Every accepted document is valid. Keys may come in any order; a space, or a
+line break with blanks, may separate two parts; nothing may surround the document; and strings use only the escapes of
 ``json.dumps``.
 """
 

@@ -1,8 +1,8 @@
 """The states that spell an object's keys. Introduced in phase 12.
 
-The named keys are a trie; a key that leaves it is unnamed, and is read by the automaton of unnamed keys, if
-alternatives allow them. A guard refuses a byte that leads only to names already seen, so every key that begins can be
-completed.
+The named keys form a trie. A key that leaves it is unnamed, and is read by the automaton of unnamed keys if
+alternatives allow them. A guard refuses a byte that leads only to names that have been seen, so every key that begins
+can be completed.
 """
 
 from functools import partial
@@ -21,9 +21,9 @@ from shared.grammar.schema.shapes import Value
 
 QUOTE = ord('"')
 Alive = tuple[tuple[int, int], ...]
-"""(alternative, how many keys that it does not need it may still have), sorted."""
+"""(alternative, how many unneeded keys it may still have), sorted."""
 Follower = tuple[int, int, Value]
-"""An alternative that a key leaves alive, what is left to it, and the value that it wants."""
+"""An alternative that a key leaves alive, what remains for it, and the value that it expects."""
 
 
 class Trie:
@@ -46,17 +46,17 @@ class Trie:
 
 
 class KeyOwner(Protocol):
-    """The rule of objects whose keys these are."""
+    """The rule of the objects that have these keys."""
 
     assembler: Assembler
     requirements: Requirements
     trie: Trie
 
     def follow_name(self, alive: Alive, key: str) -> tuple[Follower, ...]:
-        """What remains alive after a named key."""
+        """The alternatives that remain alive after a named key."""
 
     def follow_other(self, alive: Alive, bits: int) -> tuple[Follower, ...]:
-        """What remains alive after an unnamed key; ``bits`` are those from its automaton."""
+        """The alternatives that remain alive after an unnamed key; ``bits`` are those that its automaton gives."""
 
     def end_key(self, followers: tuple[Follower, ...], bit: int, *, is_bounded: bool) -> int:
         """The quote that ends a key. A key with a bounded bit must not have been seen; ``bit`` may be 0."""
@@ -65,7 +65,9 @@ class KeyOwner(Protocol):
 class KeyStates:
     """The states of keys while a given set of alternatives is alive.
 
-    Attributes: mask: bits of the names that may follow. is_repeatable: whether a key without a bit may follow.
+    Attributes:
+        mask: bits of the names that may follow.
+        is_repeatable: whether a key without a bit may follow.
         is_possible: whether any key may follow.
     """
 
@@ -100,7 +102,7 @@ class KeyStates:
         return np.where((targets != DEAD) & is_live[targets], targets, DEAD).astype(np.int32)
 
     def _has_other(self, node: int, state: int) -> bool:
-        """Whether an unnamed key can be spelled from this trie node and state on."""
+        """Whether an unnamed key can be spelled, starting from this trie node and state."""
         if self._next is None or state == DEAD:
             return False
         self.assembler.budget.spend(4 + len(self.trie.children[node]))
@@ -133,7 +135,7 @@ class KeyStates:
         return self._named(0, 0 if self._next is not None else DEAD)
 
     def _named(self, node: int, state: int) -> int:
-        """The state at a node of the trie, with the other-keys automaton in a given state, or ``DEAD``."""
+        """The state at a node of the trie, with the automaton of unnamed keys in a given state, or ``DEAD``."""
         number = self.assembler.state((id(self), node, state), lambda: self._spell(number, node, state))
         return number
 

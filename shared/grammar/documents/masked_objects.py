@@ -1,13 +1,13 @@
-"""Rules of open objects: dead alternatives are bits of the frame, not states. Introduced in phase 12.
+"""Rules of open objects, in which dead alternatives are bits of the frame rather than states. Introduced in phase 12.
 
-Any key may occur in any alternative of an open object, and its value leaves some of them alive, so the number of sets
-would double with each alternative. Here the last bits of the register mark the dead alternatives. A value that does not
-fit an alternative kills it at the next comma; a forbidden key does so at its closing quote. At that quote the bits also
-choose which values are allowed. At the closing brace, an alternative whose needs are not met dies too, and a group ends
-unless all its alternatives are dead.
+Any key may occur in any alternative of an open object, and its value leaves some of the alternatives alive, so the
+number of sets would double with each alternative. Here the last bits of the register mark the dead alternatives. A
+value that does not fit an alternative kills the alternative at the next comma; a forbidden key does so at its closing
+quote. At that quote, the bits also choose which values are allowed. At the closing brace, an alternative with unmet
+requirements dies too, and a group ends unless all its alternatives are dead.
 
-Invariant: after every byte, at least one live alternative can still be completed. So a value is never expected by dead
-alternatives alone: where single bytes of scalars decide between alternatives, the same bits guard them.
+Invariant: after every byte, at least one live alternative can still be completed. So a value is never expected only by
+dead alternatives: where single bytes of scalars decide between alternatives, the same bits guard them.
 """
 
 from dataclasses import dataclass
@@ -22,9 +22,10 @@ from shared.grammar.limits import GrammarError
 from shared.grammar.schema.shapes import Array, Object, Shape, String, Value
 
 FEWEST_MASKED, MOST_MASKED = 4, 48
-"""Alternatives of a rule that keeps them in its frame; fewer ones have few sets."""
+"""Minimum number of alternatives of a rule that keeps them in its frame; fewer alternatives have only a few sets."""
 MOST_CHOSEN = 3
-"""Parts of the values of a key of which all sets are told apart; of more, the first that is alive is wanted."""
+"""Maximum number of parts of a key's values for which all sets are distinguished; with more, the first live one is
+expected."""
 
 
 def object_rule(values: ValueSource, groups: Groups) -> Rule:
@@ -58,16 +59,18 @@ def _is_open(requirements: Requirements) -> bool:
 
 
 Wanted = tuple[tuple[Value, int], ...]
-"""Values, and the bits of the alternatives that want them."""
+"""Values, and the bits of the alternatives that expect them."""
 
 
 @dataclass(frozen=True)
 class Choice:
     """The values expected after a key.
 
-    Attributes: top: a value that accepts all that the others do. others: all other values. parts: of the others, values
-        opened by a byte that cannot be guarded, and the bits of their alternatives. is_spelled: whether the strings of
-        the others are spelled out in the object.
+    Attributes:
+        top: a value that accepts all that the others do.
+        others: all other values.
+        parts: among the others, values opened by a byte that cannot be guarded, with the bits of their alternatives.
+        is_spelled: whether the strings of the others are spelled out in the object.
     """
 
     top: Wanted
@@ -76,7 +79,7 @@ class Choice:
     is_spelled: bool
 
     def guards(self, shapes: list[tuple[Shape, ...]], opened: list[tuple[Shape, ...]]) -> Guards:
-        """The others with their shapes, where only some parts are expected."""
+        """The other values with their shapes, if only some parts are expected."""
         is_opened = tuple(_opened(some, self.is_spelled) in opened for some in shapes)
         return Guards(tuple(mask for _, mask in self.others), is_opened, self.is_spelled)
 
@@ -92,7 +95,7 @@ class MaskedRule(ObjectRule):
         super().__init__(values, groups, requirements)
 
     def can_choose(self) -> bool:
-        """Whether the values of each key can be distinguished, exactly so for a few alternatives."""
+        """Whether the values of each key can be distinguished; the check is exact for a few alternatives."""
         followers = [self.follow_name(self.alive, name) for name in self.requirements.names]
         followers += [self.follow_other(self.alive, bits) for bits in sorted(self.requirements.classes)]
         most = max((len(self._choice(found).parts) for found in followers if found), default=0)
@@ -132,7 +135,7 @@ class MaskedRule(ObjectRule):
             colon = self._colon(everything, None, every)
             return self.assembler.key(colon, bit, is_bounded=is_bounded) if bit else entry(Action.GOTO, colon)
         kinds = [mask for _, mask in choice.top + choice.parts]
-        size = 2 << len(kinds)  # the last bit stands for all values
+        size = 2 << len(kinds)  # the last bit represents all values
         clauses: list[ClauseRow] = [(size - 1, bit, 0, 1, 0)] if bit and is_bounded else []
         clauses += [(1 << number, mask, 0, 1, 0) for number, mask in enumerate([*kinds, every])]
         if more := bit | self.all_dead & ~every:
@@ -183,7 +186,7 @@ class MaskedRule(ObjectRule):
         return self._end(0)
 
     def _end(self, dead: int) -> Entries:
-        """The closing brace: each group ends that has a live alternative with its needs met."""
+        """The closing brace: a group ends if it has a live alternative whose requirements are met."""
         self.assembler.budget.spend(4 * len(self.dead))
         rows: list[ClauseRow] = [(0, *ALWAYS, dead)] if dead else []
         needs: dict[tuple[int, int, int], int] = {}
@@ -202,7 +205,7 @@ class MaskedRule(ObjectRule):
 
 
 def _opened(shapes: tuple[Shape, ...], is_spelled: bool) -> tuple[Shape, ...]:
-    """Those read by a rule of their own."""
+    """The values that are read by a separate rule."""
     return tuple(s for s in shapes if isinstance(s, (Array, Object) if is_spelled else (Array, Object, String)))
 
 

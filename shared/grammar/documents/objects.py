@@ -1,6 +1,6 @@
 """Rules of objects: the live alternatives, and what may follow. Introduced in phase 12.
 
-Named keys come in any order: the keys that an object has are bits of a register in its frame, so the states record only
+Named keys come in any order: the keys that an object has are bits of a register in its frame, so the states only record
 which alternatives their values leave alive. What an alternative still needs is checked when the object closes, by
 clauses over the register.
 """
@@ -85,7 +85,7 @@ class ObjectRule:
         return entries
 
     def _close(self, alive: Alive, *, is_new: bool = False) -> Entries:
-        """The closing brace: each group ends that has an alternative with its needs met."""
+        """The closing brace: a group ends if it has an alternative whose requirements are met."""
         self.assembler.budget.spend(2 * len(alive))
         found: dict[int, list[tuple[Clause, ...]]] = {}
         depths: dict[int, list[int]] = {}
@@ -168,11 +168,11 @@ class ObjectRule:
 
 
 class WrongRule(ObjectRule):
-    """The rule of some groups of objects some of which must have a key with a wrong value: the negations of
+    """The rule of some groups of objects, some of which must have a key with a wrong value: the negations of
     ``additionalProperties`` and ``patternProperties``.
 
-    Such an alternative cannot end. A key that may be the wrong one keeps it alive; if its value is wrong, the same
-    object without this need becomes alive as well.
+    Such an alternative cannot end. A key that may be the wrong one keeps it alive. If the key's value is wrong, the
+    same alternative without this requirement becomes alive as well.
     """
 
     def __init__(self, values: ValueSource, groups: Groups) -> None:

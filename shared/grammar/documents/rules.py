@@ -14,11 +14,12 @@ from shared.grammar.schema.shapes import Value
 
 @dataclass(frozen=True)
 class Guards:
-    """Guards of a key's values that are expected only while one of their alternatives is alive.
+    """Guards for the values of a key that are expected only while one of their alternatives is alive.
 
-    Attributes: dead: for each value, the object's keys; once all are seen, the value is not expected. is_opened: for
-        each value, whether its arrays and objects are surely expected; otherwise none of them is. is_spelled: whether
-        strings are spelled out in the object, so that their bytes are guarded too.
+    Attributes:
+        dead: for each value, keys of the object; once all of them have been seen, the value is not expected.
+        is_opened: for each value, whether its arrays and objects are certain to be expected; otherwise none of them is.
+        is_spelled: whether strings are spelled out in the object, so that their bytes are guarded too.
     """
 
     dead: tuple[int, ...]
@@ -26,7 +27,7 @@ class Guards:
     is_spelled: bool
 
     def guard(self, groups: int) -> int:
-        """The keys that, once all are seen, make none of some values, given as bits, expected."""
+        """The keys after which none of some values, given as bits, are expected once all of the keys have been seen."""
         return sum_bits(self.dead, groups)
 
 

@@ -1,4 +1,4 @@
-"""Rules of strings: the bytes between the quotes, and the quote that ends them. Introduced in phase 12."""
+"""Rules of strings: the bytes between the quotes, and the quote that ends the string. Introduced in phase 12."""
 
 from functools import partial
 
@@ -18,7 +18,7 @@ Groups = tuple[tuple[String, ...], ...]
 
 
 class StringRule(Rule):
-    """The rule of some groups' strings, or of one whose length the push's counters limit."""
+    """The rule of some groups' strings, or of a string whose length the push's counters limit."""
 
     def __init__(self, values: ValueSource, groups: Groups, counted: Counted | None = None) -> None:
         super().__init__(values.assembler)

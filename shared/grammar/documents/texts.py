@@ -1,7 +1,7 @@
 """Strings of a schema as automata over the bytes between the quotes. Introduced in phase 12.
 
-Strings with no constraint but their length share one rule, whose counters are in the push. All others are automata in
-which patterns, formats, lengths and lists are combined.
+Strings with no constraint except their length share one rule, whose counters are in the push. All others are automata
+in which patterns, formats, lengths and lists are combined.
 """
 
 import json
@@ -38,13 +38,14 @@ _patterns: Remembered[DFA] = Remembered(MOST_REMEMBERED)
 
 
 def matching(pattern: str, budget: Budget, *, is_search: bool) -> DFA:
-    """As :func:`compile_regex` for JSON strings; the last few hundred are cached."""
+    """Like :func:`compile_regex`, for JSON strings; the last few hundred results are cached."""
     make = partial(compile_regex, pattern, budget, search=is_search, spelling=Spelling.JSON)
     return _patterns.get((pattern, is_search), make, budget)
 
 
 def of_length(dfa: DFA, fewest: int, most: int, budget: Budget) -> DFA:
-    """The strings of an automaton within a number of characters: a copy of it for each character counted."""
+    """The strings of an automaton that have a limited number of characters: a copy of the automaton for each character
+    counted."""
     size, count = len(dfa), (fewest if most == UNBOUNDED else most) + 1
     budget.check(size * count)
     budget.spend(size * count * dfa.next.shape[1] // 16)
@@ -117,7 +118,7 @@ class Texts:
         return dfa
 
     def counted(self, shape: String) -> tuple[Hashable, Counted] | None:
-        """The automaton of a shape whose length a counter limits, and its key; None if its states do."""
+        """The automaton of a shape whose length a counter limits, and its key; None if its states limit the length."""
         if shape.values is not None or (not shape.is_plain and (shape.fewest, shape.most) == (0, UNBOUNDED)):
             return None
         if shape not in self._counted:

@@ -1,12 +1,12 @@
 """Rules of arrays in which no two items are equal. Introduced in phase 12.
 
-The frame's register has a bit for each possible value of an item: an item sets its bit at the next comma, and is
-refused as soon as no unseen value continues its text. Unlisted texts, and lists that are too long, share bits by a
-checksum of their bytes: two texts with different checksums surely differ. So a second text with the same checksum is
-refused, although it may differ, as one in 61 does. Strings have one spelling, so equal items have equal bits. Objects,
-arrays and unlisted numbers are not tracked, so an array has at most one of each.
+The frame's register has a bit for each possible value of an item. An item sets its bit at the next comma, and is
+refused as soon as no unseen value continues its text. Unlisted texts, and lists that are too long, share bits according
+to a checksum of their bytes: two texts with different checksums certainly differ. So a second text with the same
+checksum is refused even though it may be different, which affects one text in 61. Strings have one spelling, so equal
+items have equal bits. Objects, arrays and unlisted numbers are not tracked, so an array has at most one of each.
 
-Invariant: an item is begun only if an unseen value can be spelled.
+Invariant: an item begins only if an unseen value can be spelled.
 """
 
 from dataclasses import dataclass
@@ -27,15 +27,15 @@ from shared.grammar.schema.shapes import Array, Literal, Number, Object, String,
 
 MOST_VALUES = 62
 PRIMES = (61, 53, 43, 31, 23, 13, 7)
-"""Sums that are told apart: the most that bits are left for, and that make few enough states."""
+"""Number of distinct checksums: as many as there are bits for, and as keep the number of states small."""
 MOST_STATES = 3000
 KINDS = {"array": Array, "object": Object, "number": Number}
 LITERALS = {"null": None, "true": True, "false": False}
 
 
 def array_rule(values: ValueSource, groups: tuple[tuple[Array, ...], ...]) -> Rule:
-    """The rule of some groups of arrays. Raises GrammarError if unique items cannot be tracked. Among other arrays,
-    those with unique items are left out.
+    """The rule of some groups of arrays. Raises GrammarError if unique items cannot be tracked. Arrays with unique
+    items are left out if there are other arrays.
     """
     most = values.members.most_items
     shapes = [shape for group in groups for shape in group]
@@ -114,7 +114,7 @@ class UniqueRule(Rule):
         return number
 
     def _by_sum(self, dfa: DFA) -> DFA:
-        """The automaton with one bit for each checksum."""
+        """The automaton extended with one bit for each checksum."""
         possible = [prime for prime in PRIMES if prime <= MOST_VALUES - len(self.listed) + 1]
         if not possible:
             raise _error(self.values, f"unique items may have at most {MOST_VALUES - PRIMES[-1]} values beside strings")
@@ -124,7 +124,7 @@ class UniqueRule(Rule):
         return DFA(summed.columns, summed.next, np.where(summed.accepts == 0, 0, bits))
 
     def _state(self, part: str, bit: int, left: int) -> int:
-        """``left`` holds the kinds of ``others`` that have had no item, as bits."""
+        """``left`` holds, as bits, the kinds of ``others`` that have had no item yet."""
         build = {"open": self._open, "item": self._item, "after": self._after}[part]
         return self.assembler.state((id(self), part, bit, left), lambda: build(bit, left))
 
@@ -156,7 +156,7 @@ class UniqueRule(Rule):
         return entries | blanks(self._state(part, bit, left))
 
     def _after(self, bit: int, left: int) -> Entries:
-        """After an item, whose bit is not set yet."""
+        """After an item whose bit has not been set yet."""
         entries = self._close(bit, left) | blanks(self._state("after", bit, left))
         rows = *self._add(bit), (2, 0, self.all, max(self.most - self._num_others(left), 0), 0)
         if not left:
@@ -170,7 +170,8 @@ class UniqueRule(Rule):
 
     @staticmethod
     def _add(bit: int) -> tuple[ClauseRow, ...]:
-        """Refuse a value that was seen, also a number that could have continued; otherwise mark it as seen."""
+        """Refuse a value that has been seen, including a number that could have continued; otherwise mark it as
+        seen."""
         return ((1, bit, 0, 1, 0), (0, *ALWAYS, bit)) if bit else ()
 
     def _close(self, bit: int, left: int) -> Entries:

@@ -1,8 +1,8 @@
-"""What may follow where a value is expected: the bytes that begin it. Introduced in phase 12.
+"""What may follow where a value is expected: the bytes that begin a value. Introduced in phase 12.
 
 A value is expected for one or more groups at once, one for each live alternative that treats it differently. Objects,
-arrays and strings push the rule of their groups; numbers and literals are spelled out inline, since only the following
-byte shows where they end.
+arrays and strings push the rule of their groups. Numbers and literals are spelled out inline, since only the next byte
+shows where they end.
 """
 
 from collections.abc import Callable, Hashable, Iterable
@@ -31,7 +31,7 @@ Kind = TypeVar("Kind", Array, Object, String)
 
 @dataclass(frozen=True)
 class Mapped:
-    """A continuation for the groups of one kind of value: bit i stands for the groups ``masks[i]``."""
+    """A continuation for the groups of one kind of value: bit i represents the groups ``masks[i]``."""
 
     continuation: Continuation
     masks: tuple[int, ...]
@@ -78,7 +78,7 @@ class Values:
     def _select(
         groups: list[tuple[Shape, ...]], kind: type[Kind]
     ) -> tuple[tuple[tuple[Kind, ...], ...], tuple[int, ...]] | None:
-        """The distinct groups of one kind, and for each, as bits, which groups it stands for."""
+        """The distinct groups of one kind and, for each, the groups that it represents, as bits."""
         masks: dict[tuple[Kind, ...], int] = {}
         for number, group in enumerate(groups):
             if chosen := tuple(shape for shape in group if isinstance(shape, kind)):
@@ -142,12 +142,12 @@ class Values:
         }
 
     def _step(self, target: int, now: int, guard: int) -> int:
-        """Continue where fewer groups may be left: refused once all of the guard's keys have been seen."""
+        """Continue at a point where fewer groups may be left: refused once all of the guard's keys have been seen."""
         return entry(Action.GOTO, target) if guard in (0, now) else self.assembler.guard(target, guard)
 
     def spelled(self, dfa: DFA, key: Hashable, guard: Callable[[int], int], after: Callable[[int], int]) -> int:
-        """The quote that opens a string spelled out inline. ``guard`` gives the keys that, once all are seen, make none
-        of some ends of the automaton, as bits, expected; ``after`` the state after an end.
+        """The quote that opens a string spelled out inline. ``guard`` gives the keys after which, once all of them have
+        been seen, some ends of the automaton (as bits) are no longer expected; ``after`` gives the state after an end.
         """
         left = [guard(bits) for bits in ends_of(dfa, self.budget)]
         if key not in self._spelled:
@@ -189,7 +189,7 @@ class Values:
             if bits:
                 following = continuation.after(bits)
                 ends = self.assembler.entries_of(following)
-                if guards and (dead := guards.guard(bits)) != _guard(parts, guards):  # an end may be unexpected
+                if guards and (dead := guards.guard(bits)) != _guard(parts, guards):  # this end may not be expected
                     blank = self.assembler.guard(following, dead)
                     ends = {byte: value for byte, value in ends.items() if value & ACTION_MASK != Action.BLANK}
                     ends |= dict.fromkeys(b" \n", blank)
@@ -203,7 +203,8 @@ class Values:
 
 
 def _guard(parts: Iterable[tuple[Machine, int, int]], guards: Guards | None) -> int:
-    """The keys that, once all are seen, make no group of these machines expected; 0 without guards."""
+    """The keys after which, once all of them have been seen, no group of these machines is expected; 0 without
+    guards."""
     groups = 0
     for _, mask, _ in parts:
         groups |= mask

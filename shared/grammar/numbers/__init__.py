@@ -1,1 +1,1 @@
-"""Numbers of JSON by their value, digit by digit."""
+"""JSON numbers by value, digit by digit."""

@@ -1,6 +1,6 @@
 """Compares a number with a bound while its digits are read. Introduced in phase 12.
 
-The state of a comparison is the number of digits read of the whole part or of the fraction, and whether they are less
+The state of a comparison is the number of digits read, of the whole part or the fraction, and whether they are less
 than, equal to or greater than the bound's.
 """
 
@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 TINY, HUGE = Fraction(1, 10_000), Fraction(10**16)
 MOST_DIGITS = 20
-"""Digits of a fraction beside a bound that is excluded."""
+"""Maximum digits of a fraction near an excluded bound."""
 
 
 class Bound(NamedTuple):
@@ -61,8 +61,8 @@ class Bound(NamedTuple):
         return order in self.allowed
 
     def num_digits(self) -> int | None:
-        """How many digits of a fraction a float surely distinguishes from an excluded bound; None: it does not
-        matter."""
+        """The number of digits of a fraction with which a float can certainly be distinguished from an excluded bound;
+        None: it does not matter."""
         if "=" in self.allowed:
             return None
         if not self.value:

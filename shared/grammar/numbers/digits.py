@@ -2,13 +2,14 @@
 
 A number is compared with its bounds (:mod:`shared.grammar.numbers.bounds`) and divided by its divisor
 (:mod:`shared.grammar.numbers.multiples`) while its digits are read. A whole number has neither a fraction nor an
-exponent, a multiple of a fraction has no exponent and no digits that its divisor does not need.
+exponent. A multiple of a fraction has no exponent, and no digits that its divisor does not need.
 
-The number of digits is bounded: by ``MAX_DIGITS`` of the automaton, for multiples by ``Multiples``, and for a large
-bound or constant by ``LARGEST``. So no number overflows the range of a float. A divisor with very many remainders has
-its first multiples listed.
+The number of digits is limited: by ``MAX_DIGITS`` of the automaton, for multiples by ``Multiples``, and for a large
+bound or constant by ``LARGEST``. So no number overflows the range of a float. For a divisor with very many remainders,
+the first multiples are listed.
 
-Readers round a number to a float, so a fraction has no more digits than distinguish it from an excluded bound.
+Readers round a number to a float, so a fraction has no more digits than it takes to distinguish it from an excluded
+bound.
 
 Invariant: every text that is accepted has an accepted value, and every state can reach an end.
 """
@@ -31,13 +32,15 @@ WHOLE_PART = Fraction(10**9)
 ALWAYS_KEPT = 6
 """Digits of a fraction that a float keeps after a whole part below ``WHOLE_PART``."""
 LARGEST = Fraction(10**308)
-"""A float holds it, and every smaller number."""
+"""A float can hold this number, and every smaller one."""
 LONG = Fraction(10 ** (206 - MAX_DIGITS))
-"""Digits that are only counted, and an exponent of 99, may follow those of a number below it: a float holds the sum."""
+"""Digits that are only counted, and an exponent of 99, may follow those of a smaller number: a float can hold the
+result."""
 
 
 class State(NamedTuple):
-    """A position in a number: its part, its sign, a state of each bound, the remainder, and which digits it had."""
+    """A position in a number: its part, its sign, a state for each bound, the remainder, and which digits it has
+    had."""
 
     part: str = "start"
     sign: str = ""
@@ -45,8 +48,8 @@ class State(NamedTuple):
     remainder: int = 0
     is_short: bool = False  # one nonzero digit before the point
     has_fraction: bool = False  # a nonzero digit after the point
-    num_digits: int = 0  # of a multiple: of its whole part, then of its fraction
-    left: int | None = None  # digits that may follow in the fraction, where they are limited
+    num_digits: int = 0  # the remainder of a multiple: of its whole part, then of its fraction
+    left: int | None = None  # digits that may still follow in the fraction, if they are limited
 
 
 _machines: Remembered[Machine] = Remembered(MOST_REMEMBERED)
@@ -58,7 +61,7 @@ def machine(shape: Number | Literal, budget: Budget) -> Machine:
 
 
 def machines(shapes: Sequence[Number | Literal], budget: Budget) -> list[Machine]:
-    """For shapes read side by side, so that one may begin where another has read many digits."""
+    """For shapes that are read side by side, so that one may begin where another has already read many digits."""
     if len(shapes) > 1 and any(isinstance(shape, Number) and _is_long(shape) for shape in shapes):
         shapes = [_bounded(shape) if isinstance(shape, Number) and _is_free(shape) else shape for shape in shapes]
     return [machine(shape, budget) for shape in shapes]
@@ -95,7 +98,7 @@ def _build(shape: Number | Literal, budget: Budget) -> Machine:
 
 
 def _texts(value: Fraction, is_whole: bool | None) -> Iterator[str]:
-    """How Python and people write a number."""
+    """The way Python and people write a number."""
     try:
         text = repr(float(value))
     except OverflowError:  # readers have no such number
@@ -149,7 +152,7 @@ class _Reader:
         )
 
     def _bounds(self, sign: str) -> tuple[Bound, ...] | None:
-        """Constraints on the magnitudes of one sign's numbers; None: there are none."""
+        """The constraints on the magnitudes of numbers with one sign; None: there are none."""
         low, high = self.shape.low, self.shape.high
         if sign:
             low, high = (high and (-high[0], high[1])), (low and (-low[0], low[1]))
@@ -187,7 +190,7 @@ class _Reader:
                 yield character, State(following)
 
     def _num_left(self, state: State) -> int | None:
-        """How many digits the fraction may have, after a whole part."""
+        """How many digits the fraction may have after a given whole part."""
         if not self.multiples:
             return self.most_digits
         left = min(self.multiples.num_decimals, max(self.multiples.num_digits - state.num_digits, 0))

@@ -1,8 +1,8 @@
 """The exponents that a number may be written with, as steps from part to part. Introduced in phase 12.
 
-A number is written with an exponent only where its size is then known: freely if its value does not matter, otherwise
-as Python writes the shortest form of a float, below 1e-4 or from 1e16 on. Exponents end at 307, or at 99 after more
-than one digit, so that no number overflows the range of a float (``1E400`` is refused).
+A number is written with an exponent only where its size is then known: without restriction if its value does not
+matter, and otherwise as Python writes the shortest form of a float, below 1e-4 or from 1e16 on. Exponents end at 307,
+or at 99 after more than one digit, so that no number overflows the range of a float (``1E400`` is refused).
 """
 
 ALL = "0123456789"

@@ -2,7 +2,7 @@
 
 The arithmetic is decimal, so 19.99 is a multiple of 0.01. A number is represented by its remainder after division,
 scaled by the power of ten that makes the divisor whole. Remainders that no further digits distinguish are merged
-(Alexeev, 2004): of the divisor 1,024's 1,024 remainders 159 are left, of 1,000's 1,000 four.
+(Alexeev, 2004): of the 1,024 remainders of the divisor 1,024, 159 are left; of the 1,000 of 1,000, four.
 
 Invariant: a remainder is 0 exactly if the number read so far is a multiple.
 """
@@ -13,13 +13,13 @@ from fractions import Fraction
 from shared.grammar.limits import CELLS, Budget
 
 WHOLE_DIGITS = 20
-"""Digits of a whole multiple."""
+"""Maximum digits of a whole multiple."""
 DECIMAL_DIGITS = 15
-"""Digits of a multiple of a fraction: a float keeps so many, so a reader finds the same number."""
+"""Maximum digits of a multiple of a fraction: a float preserves this many, so a reader gets the same number."""
 MOST_STATES = 1_000
 """Of remainders times digits."""
 MOST_LISTED = 100
-"""Multiples that are listed instead, of a divisor that has more."""
+"""Number of multiples listed for a divisor that has more remainders."""
 
 
 def common_multiple(one: Fraction, other: Fraction) -> Fraction:
@@ -41,13 +41,14 @@ def num_decimals(value: Fraction) -> int:
 class Multiples:
     """The remainders of one divisor, a decimal number.
 
-    Attributes: num_decimals: maximum digits that the fraction of a multiple needs. num_digits: how many digits a
-        multiple may have; 0 if its remainders are too many to be kept. work: units of work for each remainder that is
-        found.
+    Attributes:
+        num_decimals: the maximum number of digits that the fraction of a multiple needs.
+        num_digits: how many digits a multiple may have; 0 if there are too many remainders to keep.
+        work: units of work per remainder found.
     """
 
     def __init__(self, divisor: Fraction, least: Fraction, budget: Budget) -> None:
-        """``least``: the least requested size of a number; there are multiples of that size."""
+        """``least``: the smallest requested size of a number; there are multiples of that size."""
         bits = divisor.denominator.bit_length() + divisor.numerator.bit_length()
         budget.spend(bits * (1 + bits // CELLS) // 2)
         self.num_decimals = num_decimals(divisor)
@@ -70,7 +71,7 @@ class Multiples:
             self.num_digits = most if most >= fewest else 0
 
     def _num_remainders(self) -> int:
-        """The number of remainders that a number's whole part can have."""
+        """The number of remainders that the whole part of a number can have."""
         if self.num_decimals:
             return self.modulus // math.gcd(self.modulus, self.scale)
         shares = [math.gcd(self.modulus, power) for power in self._powers]
@@ -83,7 +84,7 @@ class Multiples:
         return found if self.num_decimals else self._class(found)
 
     def read_fraction(self, remainder: int, digit: int, count: int) -> int:
-        """The remainder after the digit of the fraction with this number, counted from 1."""
+        """The remainder after the given digit of the fraction, counted from 1."""
         return (remainder + digit * 10 ** (self.num_decimals - count)) % self.modulus
 
     def can_end(self, remainder: int, count: int) -> bool:
@@ -91,7 +92,7 @@ class Multiples:
         return -remainder % self.modulus < 10 ** (self.num_decimals - count)
 
     def _class(self, remainder: int) -> int:
-        """The first remainder found that the same further digits make a multiple."""
+        """The first remainder found that the same further digits turn into a multiple."""
         if remainder not in self._kept:
             self._budget.spend(self.work)
             missing = [(-remainder * power % self.modulus, power) for power in self._powers]  # which digits would
@@ -101,5 +102,5 @@ class Multiples:
 
 
 def _length(number: int) -> int:
-    """A number's digits, at least; digits that take long to find are left out."""
+    """The minimum number of digits of a number; digits that take long to find are left out."""
     return number.bit_length() * 30_103 // 100_000 + 1

@@ -1,6 +1,6 @@
 """Sets of characters, and how they are spelled in bytes. Introduced in phase 12.
 
-An automaton reads bytes, because tokens are bytes: a token may end in the middle of a character. So a set of characters
+An automaton reads bytes because tokens are bytes: a token may end in the middle of a character. So a set of characters
 becomes sequences of byte ranges, one for each length of UTF-8 and for each boundary in between. Inside a JSON string
 some characters have another spelling.
 
@@ -85,7 +85,7 @@ def utf8(first: int, last: int) -> list[Sequence]:
 
 
 ESCAPED = characters([(0, 0x1F), (ord('"'), ord('"')), (ord("\\"), ord("\\"))])
-"""Characters that JSON does not spell as they are."""
+"""Characters that JSON does not spell literally."""
 
 
 def spelled(members: Characters, spelling: Spelling) -> list[Sequence]:

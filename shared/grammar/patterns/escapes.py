@@ -37,7 +37,7 @@ class CharacterReader:
         return self.pattern.startswith(text, self.place)
 
     def take(self, text: str) -> bool:
-        """Whether the text is next; if so, it is consumed."""
+        """Whether the text comes next; if so, it is consumed."""
         found = self.peek(text)
         self.place += len(text) if found else 0
         return found
@@ -71,7 +71,7 @@ class CharacterReader:
                     if high < low:
                         raise self.error(f"has the range {chr(low)}-{chr(high)} in the wrong order", at)
                     ranges.append((low, high))
-                else:  # a hyphen beside a class is literal
+                else:  # a hyphen next to a class is literal
                     ranges += [*first, (ord("-"), ord("-")), *last]
             else:
                 ranges += first

@@ -1,7 +1,7 @@
-"""Repeats of one character as lengths: ``^[\\p{L} '-]{1,50}$`` is ``^[\\p{L} '-]*$`` of 1 to 50 characters.
+"""Turns repeats of one character into lengths: ``^[\\p{L} '-]{1,50}$`` is ``^[\\p{L} '-]*$`` of 1 to 50 characters.
 
 A length needs one counter; a repeat needs states for each character. This is exact if every other part of the pattern
-matches texts of one length, so that the repeat has the remaining characters. Introduced in phase 12.
+matches only texts of one length, so that the repeat has the remaining characters. Introduced in phase 12.
 """
 
 from shared.grammar.automata.automaton import UNBOUNDED
@@ -18,16 +18,16 @@ from shared.grammar.patterns.pattern import (
 )
 
 FEWEST = 16
-"""Characters of a repeat, up to which states alone count them."""
+"""Maximum characters of a repeat that states alone count."""
 
 
 def as_length(pattern: str, budget: Budget) -> tuple[str, int, int] | None:
-    """The pattern without its long repeat's bounds, and the minimum and maximum characters of a text; None if it has no
-    such repeat, or is invalid.
+    """The pattern without the bounds of its long repeat, and the minimum and maximum number of characters of a text;
+    None if it has no such repeat, or is invalid.
     """
     try:
         tree = Parser(pattern, budget).parse()
-    except GrammarError:  # compiling the pattern reports this with the position
+    except GrammarError:  # compiling the pattern reports this with its position
         return None
     parts = tree.parts if isinstance(tree, Concatenation) else ()
     if len(parts) < 3 or parts[0] != Anchor(True) or parts[-1] != Anchor(False):

@@ -1,9 +1,9 @@
 """Lookahead in patterns, such as ``(?!x$)``. Introduced in phase 12.
 
 The text after a position must, or must not, match a part of the pattern. So a run of the NFA carries conditions on the
-rest of the text, each the state of a DFA that reads along with it (an alternating automaton: Chandra, Kozen and
-Stockmeyer, 1981). A state of the resulting DFA is a set of runs. A condition that always holds is dropped, and a run
-ends once a condition cannot hold.
+rest of the text; each condition is the state of a DFA that reads along with it (an alternating automaton: Chandra,
+Kozen and Stockmeyer, 1981). A state of the resulting DFA is a set of runs. A condition that always holds is dropped,
+and a run ends once a condition cannot hold.
 
 Invariant: of two runs in one state of the NFA, neither has all conditions of the other.
 """
@@ -26,10 +26,12 @@ Run = tuple[int, Held]
 
 @dataclass(frozen=True, eq=False)
 class Condition:
-    """What the rest of a text must or must not match; the DFA's last state means that it has refused the text.
+    """What the rest of a text must or must not match; the DFA's last state means that the DFA has refused the text.
 
-    Attributes: dfa: of the texts that match. holds: whether the rest must match. full: states of the DFA that accept
-        every text from there on.
+    Attributes:
+        dfa: the DFA of the texts that match.
+        holds: whether the rest must match.
+        full: states of the DFA that accept every text from there on.
     """
 
     dfa: DFA
@@ -37,7 +39,7 @@ class Condition:
     full: frozenset[int]
 
     def is_settled(self, state: int) -> bool | None:
-        """Whether the condition holds for every continuation; None if that depends on it."""
+        """Whether the condition holds for every continuation; None if that depends on the continuation."""
         if state == DEAD:
             return not self.holds
         return self.holds if state in self.full else None
@@ -139,7 +141,7 @@ class _Closures:
         return self._least(found)
 
     def _settled(self, run: Run) -> Run | None:
-        """The run with only the conditions that depend on the rest of the text; None if one of them cannot hold."""
+        """The run with only those conditions that depend on the rest of the text; None if one of them cannot hold."""
         state, held = run
         left = []
         for which, at in held:
@@ -151,7 +153,7 @@ class _Closures:
         return state, frozenset(left)
 
     def _least(self, runs: set[Run]) -> frozenset[Run]:
-        """Without runs that have all conditions of another run in the same state."""
+        """The runs without those that have all conditions of another run in the same state."""
         if self.nfa.absorbing is not None and (self.nfa.absorbing, frozenset()) in runs:
             return frozenset({(self.nfa.absorbing, frozenset())})
         by_state: dict[int, list[Held]] = {}

@@ -1,7 +1,7 @@
 """The syntax of regular expressions, as trees. Introduced in phase 12.
 
 The syntax is that of ECMA 262, as in JSON Schema, except for features that a finite automaton cannot have
-(backreferences) or that look back (lookbehind, word boundaries): these are refused with their position. Laziness of a
+(backreferences) or that look back (lookbehind, word boundaries); these are refused with their position. Laziness of a
 quantifier changes which match is found, not whether there is one.
 """
 
@@ -51,7 +51,7 @@ class Anchor:
 
 @dataclass(frozen=True)
 class Lookahead:
-    """Whether the rest of the text begins with the part, or must not."""
+    """Whether the rest of the text begins with the part, or must not begin with it."""
 
     part: "Node"
     holds: bool
@@ -153,9 +153,9 @@ class Parser(CharacterReader):
             raise self.error("has an opening parenthesis without a closing one", place)
         if holds is not None:
             return Lookahead(node, holds)
-        return Concatenation((node,)) if isinstance(node, (Anchor, Lookahead)) else node  # which may be repeated
+        return Concatenation((node,)) if isinstance(node, (Anchor, Lookahead)) else node  # may be repeated
 
 
 def _number(digits: str) -> int:
-    """The number of a bound; a number that is too large if it has too many digits."""
+    """The number in a bound; a number that is too large if it has too many digits."""
     return int(digits) if len(digits) <= 9 else MAX_REPEATS + 1

@@ -47,7 +47,7 @@ def _any_text(spelling: Spelling) -> DFA:
 
 
 def _without_needless_bounds(tree: Node) -> Node:
-    """Drops the upper bound of a character's repeat where any text may precede or follow it."""
+    """Drops the upper bound of a character's repeat if any text may precede or follow it."""
     parts = list(tree.parts) if isinstance(tree, Concatenation) else [tree]
     for index in (0, -1):
         match parts[index : index + 1 or None]:
@@ -86,7 +86,7 @@ def automaton_of(dfa: DFA) -> Automaton:
 
 
 class Builder:
-    """Adds the parts of a pattern to an NFA. ``is_inside``: the texts begin inside other texts, so ``^`` never matches.
+    """Adds the parts of a pattern to an NFA. ``is_inside``: texts begin inside other texts, so ``^`` never matches.
     ``made`` holds the conditions of lookaheads, by node and ``is_inside``; all builders of a pattern share it.
     """
 
@@ -110,7 +110,7 @@ class Builder:
         self.num_nodes += 1
         self.budget.spend(4)
         if self.num_nodes % 64 == 0:
-            self.budget.check(len(nfa.edges) // 16)  # a DFA has fewer; how many is known later
+            self.budget.check(len(nfa.edges) // 16)  # a DFA has fewer; the exact number is known later
         match node:
             case Members(members):
                 key = members, self.spelling

@@ -1,10 +1,11 @@
 """A conjunction of JSON schemas, as a union of shapes. Introduced in phase 12.
 
-Clauses (``anyOf``, ``oneOf``, ``if``, the negation of a conjunction) branch; everything else adds a fact to its branch;
-each finished branch gives one shape for each type. ``oneOf`` takes each alternative minus the others that it overlaps.
+Clauses (``anyOf``, ``oneOf``, ``if``, the negation of a conjunction) branch, and everything else adds a fact to its
+branch. Each finished branch gives one shape for each type. ``oneOf`` takes each alternative minus the others that it
+overlaps.
 
-Before a branch divides, it drops alternatives that its facts exclude, and clauses with an alternative that they imply
-(``implications``), so that twenty tags give twenty branches and not a million.
+Before a branch divides, it drops the alternatives that its facts exclude, and the clauses with an alternative that they
+imply (``implications``). So twenty tags give twenty branches, not a million.
 
 Invariant: the union of the shapes is exactly what the conjunction accepts.
 """
@@ -36,7 +37,7 @@ class Disjuncts:
         self._clauses: dict[int, list[Clause]] = {}
 
     def shapes(self, value: Value) -> tuple[Shape, ...]:
-        """The shapes of a value: none if single facts show that nothing satisfies it. Raises Unresolved if the value is
+        """The shapes of a value; none if single facts show that nothing satisfies it. Raises Unresolved if the value is
         part of its own logic and is currently being resolved.
         """
         if value in self._shapes:
@@ -97,7 +98,7 @@ class Disjuncts:
             yield from self._branches([(alternative,), *choices[1:]], facts, seen)
 
     def clauses(self, literal: int) -> list[Clause]:
-        """The clauses of a literal: of each, one alternative must hold."""
+        """The clauses of a literal; one alternative of each must hold."""
         if literal not in self._clauses:
             self._check_references(literal // 2)
             keywords = Keywords(self.document, literal // 2, self._is_disjoint)
@@ -106,7 +107,7 @@ class Disjuncts:
         return self._clauses[literal]
 
     def _check_references(self, node: int, chain: tuple[int, ...] = ()) -> None:
-        """Refuse a schema that depends on itself, since it refers to itself for the same value."""
+        """Refuse a schema that depends on itself because it refers to itself for the same value."""
         if node in chain:
             raise self.document.error(self.document.paths[node], "the schema refers to itself")
         if node not in self._checked:
@@ -116,6 +117,6 @@ class Disjuncts:
             self._checked.add(node)
 
     def _is_disjoint(self, one: int, other: int) -> bool:
-        """Whether nothing satisfies both literals, as far as known."""
+        """Whether it is known that nothing satisfies both literals."""
         types = [possible_types(self.document, literal // 2) for literal in (one, other)]
         return not types[0] & types[1] or self.parts.known_depth(frozenset({one, other})) >= NEVER

@@ -1,7 +1,7 @@
 """The document of a JSON Schema: its nodes, their locations, and what its references mean. Introduced in phase 12.
 
-A node is a schema inside the document; a literal is a node that holds or, negated, does not. Compilation works on
-literals, so a schema reached in several ways is read once.
+A node is a schema inside the document; a literal is a node that holds or, if negated, does not. Compilation works on
+literals, so a schema that is reached in several ways is read once.
 
 Invariant: an unsupported keyword that asserts something is refused with its location, never ignored.
 """
@@ -26,12 +26,12 @@ REFUSED_KEYWORDS = (
     "$recursiveRef",
 )
 MAPS = frozenset({"properties", "patternProperties", "$defs", "definitions", "dependencies"})
-"""Keywords whose schemas stand one level of the text further in."""
+"""Keywords whose schemas are nested one level deeper in the text."""
 OLD_DRAFTS = ("draft-03", "draft-04", "draft-05", "draft-06", "draft-07")
 ANNOTATIONS = frozenset(
     ["title", "description", "default", "examples", "example", "$comment", "deprecated", "readOnly", "writeOnly"]
 )
-"""Keywords that assert nothing, beside which a reference says no more than what it leads to."""
+"""Keywords that assert nothing: next to them, a reference means exactly what it leads to."""
 TYPES = frozenset({"null", "boolean", "number", "string", "array", "object"})
 
 
@@ -49,7 +49,7 @@ class SchemaDocument:
         self._constants: dict[int, list[int]] = {}
         self._lists: dict[int, list[Any]] = {}
         self.places: dict[tuple[str, str], str] = {}
-        """Where a pattern or a format was met first."""
+        """Where a pattern or a format first occurred."""
         self._check_nesting(root)
         self.root = root
         dialect = root.get("$schema", "") if isinstance(root, Mapping) else ""
@@ -57,7 +57,7 @@ class SchemaDocument:
         self.references = References(root, budget, is_old=self.is_old)
 
     def _check_nesting(self, root: Any) -> None:
-        """Bound the nesting of schemas, and of the text, which also has lists, maps of schemas and values."""
+        """Limit the nesting of schemas, and of the text, which also has lists, maps of schemas and values."""
         limit = self.budget.limits.nesting
         level, depth = [(root, 1)], 0
         while level:
@@ -100,12 +100,13 @@ class SchemaDocument:
         return 2 * number + (not holds)
 
     def _target(self, schema: dict[str, Any], path: str, number: int) -> int:
-        """The node that a reference leads to; the reference itself while that is unknown, or if it leads nowhere."""
+        """The node that a reference leads to; the reference itself as long as that is unknown, or if it leads
+        nowhere."""
         try:
             return self.resolve(schema, f"{path}/$ref") // 2
         except WorkError:
             raise
-        except GrammarError:  # an error if the schema's content is needed
+        except GrammarError:  # an error only if the schema's content is needed
             return number
 
     def _refuse_keywords(self, schema: dict[str, Any], path: str) -> None:

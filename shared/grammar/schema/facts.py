@@ -28,7 +28,7 @@ class Facts:
 
     @property
     def size(self) -> int:
-        """Units of work to look at the facts, or to add one."""
+        """Units of work to read the facts, or to add one."""
         number, text, shape = self.number, self.string, self.object
         scalars = (number.values or (), number.excluded, text.values or (), text.excluded)
         members = (shape.nodes, shape.members, shape.required, shape.forbidden, shape.dependents, shape.judges)

@@ -1,10 +1,10 @@
 """What a branch's facts imply about an alternative not yet taken. Introduced in phase 12.
 
-Most alternatives are distinguished by a tag: a key with a constant. Once a branch knows the tag, the others cannot
-hold, and their negations hold already, so there is nothing to choose. Only values that contain no schemas are compared,
-which is cheap and needs nothing that is being resolved.
+Most alternatives are distinguished by a tag: a key with a constant. Once a branch knows the tag, the other alternatives
+cannot hold and their negations already do, so there is nothing to choose. Only values that contain no schemas are
+compared, which is cheap and needs nothing that is being resolved.
 
-Invariant: everything reported as excluded or implied is; not everything that could be is found.
+Invariant: everything that is reported as excluded or implied is; some cases may be missed.
 """
 
 from collections.abc import Callable
@@ -28,7 +28,7 @@ class Known(Protocol):
     """What is known about nested values; see :class:`shared.grammar.schema.members.Members`."""
 
     def known_depth(self, value: Value) -> int:
-        """A value's minimum nesting depth, ``NEVER`` if surely nothing satisfies it."""
+        """A value's minimum nesting depth; ``NEVER`` if it is certain that nothing satisfies the value."""
 
     def judged(self, shape: Object, key: str) -> Value:
         """What an object's schemas say about a key."""
@@ -41,7 +41,8 @@ class Implications:
         self.document, self.known, self.clauses = document, known, clauses
 
     def narrowed(self, clause: Clause, facts: Facts, seen: frozenset[int]) -> Clause:
-        """The alternatives of a clause that the facts do not exclude; one that adds nothing, if they imply one."""
+        """The alternatives of a clause that the facts do not exclude; a single one that adds nothing if the facts imply
+        one."""
         found = []
         for alternative in clause:
             self.document.budget.spend(2 + len(alternative) + facts.size)
@@ -105,7 +106,7 @@ class Implications:
         return all(self._is_never(self.known.judged(old, key) | {literal ^ 1}) for key, literal in added)
 
     def _is_never(self, value: Value) -> bool:
-        """Whether nothing satisfies a value, judging only by its schemas that contain no others."""
+        """Whether nothing satisfies a value, judging only by those of its schemas that contain no others."""
         self.document.budget.spend(2 + len(value))
         plain = frozenset(literal for literal in value if self._plain(literal // 2))
         return bool(plain) and self.known.known_depth(plain) >= NEVER

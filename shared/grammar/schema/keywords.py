@@ -1,6 +1,6 @@
 """The keywords of one node of a schema, read and checked. Introduced in phase 12.
 
-A keyword is a list of clauses; each clause requires one of its alternatives; an alternative is a conjunction of
+A keyword is a list of clauses, each of which requires one of its alternatives; an alternative is a conjunction of
 literals and facts. The negation of a keyword is one clause.
 """
 
@@ -110,7 +110,7 @@ class Keywords:
 
 
 def possible_types(document: SchemaDocument, node: int, depth: int = 8) -> frozenset[str]:
-    """Types that include those of all values satisfying a node, judging by its simplest keywords."""
+    """Types that include those of all values that satisfy a node, judging by its simplest keywords."""
     document.budget.spend(2)
     keywords = Keywords(document, node, lambda one, other: False)
     schema, found = keywords.schema, TYPES

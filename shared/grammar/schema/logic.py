@@ -1,6 +1,6 @@
 """What a schema requires, and what its negation requires: the table of all keywords. Introduced in phase 12.
 
-The negation of a schema is one clause, with the negations of all its keywords as alternatives (De Morgan); it is
+The negation of a schema is one clause, whose alternatives are the negations of all its keywords (De Morgan); it is
 refused if no shape can express the negation of some keyword. If an object has a tag (a key with listed values), the tag
 is wrong in the first alternative and right in all others, so the negations of schemas with different tags do not
 multiply. ``oneOf`` takes each alternative minus the others that it overlaps.

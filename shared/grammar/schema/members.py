@@ -1,7 +1,7 @@
-"""What the shapes of arrays and objects say about their parts, and which parts nothing satisfies. Introduced in phase
+"""What the shapes of arrays and objects say about their parts, and which parts nothing can satisfy. Introduced in phase
 12.
 
-A part that nothing satisfies is dropped: a property becomes a forbidden key, an item the end of its array. The same
+A part that nothing satisfies is dropped: a property becomes a forbidden key, and an item the end of its array. The same
 search finds the minimum number of stack frames that a value needs.
 """
 
@@ -23,9 +23,9 @@ from shared.grammar.schema.shapes import ANYTHING, NEVER, Array, Object, Shape, 
 
 SUM_SHIFT = 48
 NUM_SUMS = 31
-"""A prime, for the sums of the bytes of keys that are told apart."""
+"""A prime, the modulus of the checksums that distinguish keys."""
 OF_OTHERS = ("additionalProperties", "patternProperties")
-"""Keywords that speak of properties that have no name."""
+"""Keywords about unnamed properties."""
 
 
 class Members:
@@ -45,7 +45,7 @@ class Members:
         self._only: dict[Object, frozenset[str | None] | None] = {}
 
     def number(self, shape: Shape) -> int:
-        """The shapes, in the order met, which does not depend on hashes."""
+        """The shapes in the order in which they were met, which does not depend on hashes."""
         return self._numbers.setdefault(shape, len(self._numbers))
 
     def shapes(self, value: Value) -> tuple[Shape, ...]:
@@ -60,8 +60,8 @@ class Members:
         return found
 
     def depth(self, value: Value) -> int:
-        """The frames that a value needs; ``NEVER`` if nothing satisfies it. A value inside itself counts as ``NEVER``;
-        results that rely on this are kept only for the outermost value.
+        """The number of frames that a value needs; ``NEVER`` if nothing satisfies it. A value inside itself counts as
+        ``NEVER``; results that rely on this are kept only for the outermost value.
         """
         self.document.budget.spend(1)
         if value in self._depths:
@@ -116,7 +116,7 @@ class Members:
         return max(depths, default=0)
 
     def most_items(self, shape: Array) -> int:
-        """The maximum number of items of an array: it ends before an item that nothing satisfies."""
+        """The maximum number of items of an array, which ends before an item that nothing satisfies."""
         self.document.budget.spend(1 + len(shape.first))
         for number in range(len(shape.first) + 1):
             if number >= shape.most or self.depth(shape.item(number)) == NEVER:
@@ -164,7 +164,7 @@ class Members:
         return frozenset(pattern for pattern in patterns if self.texts.pattern(pattern).run(text))
 
     def member(self, shape: Object, key: str | None, matched: frozenset[str]) -> Value:
-        """The value of a key. None: a key that the schema does not name; it matches these patterns."""
+        """The value of a key. None: a key that the schema does not name but that matches these patterns."""
         if self.document.is_closed and key not in self._closed_names(shape, key):
             return self.document.nothing
         return self._said(shape, key, matched)
@@ -206,12 +206,12 @@ class Members:
         return (key,) if names is None else names
 
     def is_outside(self, node: int, key: str | None, matched: frozenset[str]) -> bool:
-        """Whether a node describes neither a key nor a pattern that it matches."""
+        """Whether a node describes neither a key nor a pattern that the key matches."""
         schema = self.document.schemas[node]
         return key not in schema.get("properties", ()) and not matched.intersection(schema.get("patternProperties", ()))
 
     def is_wrong(self, one: Wrong, key: str | None, matched: frozenset[str]) -> bool:
-        """Whether a key is one of those of which one must have a wrong value."""
+        """Whether a key is one of a set of keys, at least one of which must have a wrong value."""
         return self.is_outside(one.node, key, matched) if one.pattern is None else one.pattern in matched
 
     def is_name(self, shape: Object, key: str) -> bool:
@@ -224,7 +224,7 @@ class Members:
         return any(isinstance(one, String) and self.texts.dfa(one).run(text) > 0 for one in shapes)
 
     def allowed(self, shape: Object, more: Iterable[str] = ()) -> dict[str, Value]:
-        """The keys, among those named here and ``more``, that an object may have, and their values."""
+        """The keys that an object may have, among those named here and ``more``, and their values."""
         found = {}
         for key in dict.fromkeys([*self.named(shape), *more]):
             self.document.budget.spend(4 + len(key) // 8)
@@ -232,7 +232,7 @@ class Members:
             if key not in shape.forbidden and self.is_name(shape, key) and self.depth(value) < NEVER:
                 found[key] = value
         is_changed = True
-        while is_changed:  # without its required companions a key may not occur
+        while is_changed:  # a key may not occur without its required companions
             self.document.budget.spend(sum(1 + len(keys) // 4 for _, keys in shape.dependents))
             dropped = [key for key, keys in shape.dependents if key in found and not keys <= found.keys()]
             for key in dropped:
@@ -241,7 +241,7 @@ class Members:
         return found
 
     def needed(self, shape: Object) -> frozenset[str]:
-        """The required keys, and their required companions."""
+        """The required keys and their required companions."""
         self.document.budget.spend(len(shape.required) + sum(2 + len(keys) for _, keys in shape.dependents))
         others: dict[str, list[str]] = {}
         for key, keys in shape.dependents:
@@ -256,7 +256,7 @@ class Members:
         return frozenset(found)
 
     def other_keys(self, shape: Object) -> list[tuple[frozenset[str], Value]]:
-        """Surely different keys that the schema does not name: the patterns that each matches, and its value."""
+        """Certainly different keys that the schema does not name: the patterns that each matches, and its value."""
         dfa, bits = self.other_names([shape])
         if len(bits) > 1:
             named = words([text for key in self.named(shape) if (text := spell(key)) is not None], self.document.budget)
@@ -293,7 +293,7 @@ class Members:
         return self.texts.group(shapes) if shapes else words([], self.document.budget)
 
     def closing_depth(self, shape: Object) -> int:
-        """The frames that may be needed to give an object all that it requires."""
+        """The number of frames that giving an object all that it requires may need."""
         needed, allowed = self.needed(shape), self.allowed(shape)
         if len(needed) > shape.most or not needed <= allowed.keys():
             return NEVER
@@ -318,8 +318,8 @@ class Members:
         return max(depths, default=0)
 
     def _wrong_depth(self, shape: Object, one: Wrong, others: list[tuple[frozenset[str], Value]]) -> int:
-        """The frames that a key's wrong value needs. An unnamed key must be able to have it: such a key may occur as
-        often as necessary."""
+        """The number of frames that a key's wrong value needs. An unnamed key must be able to have it: such a key may
+        occur as often as necessary."""
         found = [self.depth(value | {one.literal}) for matched, value in others if self.is_wrong(one, None, matched)]
         depth = min(found, default=NEVER)
         if depth == NEVER:
@@ -332,7 +332,7 @@ class Members:
         return depth
 
     def ending_depth(self, shape: Object) -> int:
-        """The frames that may be needed to end an object, whatever keys it has, since some keys require others."""
+        """The number of frames that ending an object may need, whatever keys it has, since some keys require others."""
         allowed = self.allowed(shape)
         others = {other for key, keys in shape.dependents if key in allowed for other in keys}
         return max([self.closing_depth(shape), *(self.depth(allowed[key]) for key in sorted(others))])

@@ -1,6 +1,6 @@
 """What the references of a JSON Schema mean: the resources of a document, and their anchors. Introduced in phase 12.
 
-A schema with ``$id`` is a resource of its own: ``#/…`` and anchors inside it begin there, and relative references are
+A schema with ``$id`` is a separate resource: ``#/…`` and anchors inside it begin there, and relative references are
 relative to its URI (RFC 3986). Only keywords that contain schemas are searched: a ``$id`` in a constant, an example or
 an unknown keyword identifies nothing, unless a reference leads there.
 """
@@ -19,7 +19,7 @@ HOLD_ONE = frozenset(
 HOLD_LISTS = frozenset({"allOf", "anyOf", "items", "oneOf", "prefixItems"})
 HOLD_MAPS = frozenset({"$defs", "definitions", "dependencies", "dependentSchemas", "patternProperties", "properties"})
 Link = tuple[Any, str] | None
-"""The way to a node: the link of its parent, and a key."""
+"""The path to a node: the link of its parent, and a key."""
 Found = tuple[Any, str]
 """A schema, and its path."""
 
@@ -43,7 +43,7 @@ class References:
         self.names = ("$id", "id") if is_old else ("$id",)
         self.resources: dict[str, Resource] = {}
         self.anchors: dict[tuple[str, str], Found] = {}
-        self.scopes: dict[int, Resource] = {}  # by the id() of a schema, which the root keeps alive
+        self.scopes: dict[int, Resource] = {}  # keyed by the id() of a schema, which the root keeps alive
 
     def find(self, reference: str, schema: Any) -> Found | None:
         """The schema that a reference inside another schema points to; None if it leads nowhere. Raises LookupError if
@@ -109,7 +109,7 @@ class References:
 
 
 def _inside(schema: dict[str, Any]) -> Iterator[tuple[tuple[str, ...], Any]]:
-    """The schemas in the keywords of one schema, with the keys that lead to them."""
+    """The schemas in the keywords of a schema, with the keys that lead to them."""
     for keyword, value in schema.items():
         if keyword in HOLD_ONE and isinstance(value, dict):
             yield (keyword,), value

@@ -35,7 +35,7 @@ def not_enum(keywords: Keywords, keyword: str) -> Clause:
 
 
 def _bound(keywords: Keywords, keyword: str) -> tuple[str, Any, bool] | None:
-    """Which side a keyword bounds, at what value, and whether the bound is excluded (in draft 4 by a separate
+    """Which side a keyword bounds, at what value, and whether the bound itself is excluded (in draft 4 by a separate
     keyword)."""
     found = keywords.expect(keyword, int, float, bool)
     if isinstance(found, bool):

@@ -1,8 +1,8 @@
 """Shapes: the possible values of one type, once the logic of their schema is resolved. Introduced in phase 12.
 
 A schema becomes a union of shapes, each for one type. Where a shape contains further values (items, properties), it
-holds them as a ``Value``: the conjunction of schemas that the value must satisfy, not yet resolved, because schemas
-recurse.
+holds them as a ``Value``: the conjunction of schemas that the value must satisfy. It is not resolved yet, because
+schemas can be recursive.
 
 Invariant: shapes are hashable, and equal shapes accept the same values.
 """
@@ -15,9 +15,10 @@ from shared.grammar.automata.automaton import UNBOUNDED
 from shared.grammar.numbers.multiples import common_multiple
 
 Value = frozenset[int]
-"""A conjunction of literals: 2 × a node of the document, + 1 if it is negated. The empty one is any value."""
+"""A conjunction of literals; each is 2 × a node of the document, + 1 if it is negated. The empty conjunction accepts
+any value."""
 NEVER = 2**30
-"""The depth of what nothing satisfies."""
+"""The depth of a value that nothing satisfies."""
 ANYTHING: Value = frozenset()
 
 
@@ -30,8 +31,8 @@ class Literal:
 
 @dataclass(frozen=True)
 class Number:
-    """Numbers by value: integer, fractional or either, bounds (a value, and whether it is excluded), a divisor,
-    values."""
+    """Numbers by value: integer, fractional or either, bounds (a value, and whether it is excluded), a divisor, and
+    listed values."""
 
     is_whole: bool | None = None
     low: tuple[Fraction, bool] | None = None
@@ -126,8 +127,8 @@ class String:
 
 @dataclass(frozen=True)
 class Array:
-    """Arrays: the values of the first items and of all others, their number, values that some item must have, and
-    whether items are unique.
+    """Arrays: the values of the first items and of all others, the number of items, values that some item must have,
+    and whether items are unique.
     """
 
     first: tuple[Value, ...] = ()
@@ -148,8 +149,8 @@ class Array:
 
 
 class Wrong(NamedTuple):
-    """Some key of an object has a wrong value, which satisfies ``literal``: a key that matches ``pattern``, or without
-    a pattern a key that ``node`` does not describe.
+    """Some key of an object has a wrong value, which satisfies ``literal``: a key that matches ``pattern`` or, without
+    a pattern, a key that ``node`` does not describe.
     """
 
     node: int
@@ -165,9 +166,10 @@ class Object:
         nodes: schemas with ``properties``, ``patternProperties`` or ``additionalProperties``.
         members: further (key, literal): the value of the key, if present, satisfies the literal.
         names: literals that every key satisfies, as a string.
-        dependents: (key, keys): the first key requires the others. outside: nodes that do not describe at least one of
-        the keys. wrong: requirements that some key must still meet. last: a requirement that an unnamed key met; later
-        unnamed keys must meet it too, since one may be the same key.
+        dependents: (key, keys): the first key requires the others.
+        outside: nodes that do not describe at least one of the keys.
+        wrong: requirements that some key must still meet.
+        last: a requirement that an unnamed key met; later unnamed keys must meet it too, since one may be the same key.
     """
 
     nodes: frozenset[int] = frozenset()

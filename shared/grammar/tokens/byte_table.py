@@ -1,7 +1,7 @@
 """An automaton in the form in which token walks read it, byte by byte. Introduced in phase 12.
 
-Walks repeatedly need two facts about a state: which bytes it refuses, and whether letters lead on as from another
-state. Each is computed on first request.
+Walks repeatedly need two facts about a state: which bytes it refuses, and whether letters lead on from it as from
+another state. Each is computed on first request.
 """
 
 from typing import Any, NamedTuple
@@ -15,16 +15,19 @@ from shared.grammar.tokens.plain_tokens import BLANKS
 from shared.grammar.tokens.vocabulary import GrammarVocabulary
 
 PROBES = b"~qZ5"
-"""Where a state leads by one of these, it probably leads by most characters."""
+"""Where one of these leads from a state, most characters probably lead too."""
 ALL_BYTES = np.arange(256, dtype=np.uint8)
 
 
 class Reading(NamedTuple):
     """What a walk needs to know about a state.
 
-    Attributes: refused: the bytes that it refuses. model: a state with a loop that treats nearly all bytes the same
-        way; None: none was found, or the state has a loop. alike: the bytes for which both have the same entry. passed:
-        the bytes that are refused or alike.
+    Attributes:
+        refused: the bytes that it refuses.
+        model: a state with a loop that treats nearly all bytes the same way; None: none was found, or the state itself
+            has a loop.
+        alike: the bytes for which both have the same entry.
+        passed: the bytes in ``refused`` or ``alike``.
     """
 
     refused: bytes
@@ -66,7 +69,7 @@ class ByteTable:
         return self.can_loop[state] and self.loops.is_free(state)
 
     def is_run(self, state: int) -> bool:
-        """Whether the blanks that a state reads belong to a run, and lead back to it."""
+        """Whether the blanks that a state reads belong to a run, and lead back to the state."""
         found = self._runs.get(state)
         if found is None:
             entries = {self.entries[state, self.columns_by_byte[byte]] for byte in BLANKS}

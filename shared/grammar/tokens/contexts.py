@@ -1,10 +1,10 @@
-"""What token walks carry besides their state, by number; and which parts of it a mask depends on. Introduced in phase
-12.
+"""What token walks carry besides their state, as numbered contexts, and which parts of it a mask depends on. Introduced
+in phase 12.
 
-A configuration has counters, keys and a stack. A mask's tokens have few different ones, so walks refer to them by
-number, and each step that changes more than the state is computed once for all of them.
+A configuration has counters, keys and a stack. A mask's tokens lead to only a few different contexts. So walks refer to
+them by number, and each step that changes more than the state is computed once for all of them.
 
-Invariant: :meth:`Contexts.examined` lists every dependency of the steps on the first configuration's frames.
+Invariant: :meth:`Contexts.examined` lists everything in the first configuration's frames that the steps depend on.
 """
 
 from typing import NamedTuple
@@ -30,7 +30,7 @@ Context = tuple[int, int, int, int, tuple[tuple[int, int], ...]]
 
 
 class Fact(NamedTuple):
-    """A dependency of a mask: on the frame ``depth`` below, or on the keys that its object has seen.
+    """A dependency of a mask: on the frame ``depth`` levels down, or on the keys that its object has seen.
 
     KEY     which keys of the set ``argument`` were seen
     GUARD   whether the guard ``argument`` is full, once the keys ``added`` were seen too
@@ -44,7 +44,7 @@ class Fact(NamedTuple):
     added: int = 0
 
     def answer(self, automaton: Automaton, now: Configuration) -> int:
-        """Its value for a configuration; -1 if it has no such frame."""
+        """Its value for a configuration; -1 if the configuration has no such frame."""
         depth = len(now.stack) - self.depth
         if self.action == Action.PUSH:
             return now.stack[depth - 1][0] if depth > 0 else -1
@@ -60,8 +60,10 @@ class Fact(NamedTuple):
 class Contexts:
     """The contexts of the walks from one configuration, whose own is number 0.
 
-    Attributes: values: the contexts. heights: for each, the frames of its stack. unblanked: for each, the number of the
-        same without blanks.
+    Attributes:
+        values: the contexts.
+        heights: the number of frames on the stack of each.
+        unblanked: for each, the number of the same context without blanks.
     """
 
     def __init__(self, table: ByteTable, now: Configuration) -> None:
@@ -70,11 +72,12 @@ class Contexts:
         self.heights: list[int] = []
         self.unblanked: list[int] = []
         self._numbers: dict[Context, int] = {}
-        self._counted: list[int | None] = []  # for each, the same with one more character; REFUSED if none is allowed
-        self._blanked: dict[tuple[int, int], int] = {}  # the same with one more blank or digit
+        # for each, the context with one more character; REFUSED if none is allowed
+        self._counted: list[int | None] = []
+        self._blanked: dict[tuple[int, int], int] = {}  # the context with one more blank or digit
         self._steps: dict[tuple[int, int], tuple[int, int]] = {}
         self._facts: set[Fact] = set()
-        self._keys: dict[int, int] = {}  # the relevant keys of the objects this many frames below
+        self._keys: dict[int, int] = {}  # the relevant keys of the objects this many frames down
         self.number(now[1:])
 
     def number(self, context: Context) -> int:
@@ -91,7 +94,8 @@ class Contexts:
         return number
 
     def step(self, state: int, context: int, byte: int, value: int) -> tuple[int, int]:
-        """The state and context after a byte whose entry is ``value``; the context is REFUSED if the byte is."""
+        """The state and context after a byte whose entry is ``value``; the context is REFUSED if the byte is
+        refused."""
         action = value & ACTION_MASK
         if action == GOTO:
             return value >> ACTION_BITS, self.unblanked[context]
@@ -109,7 +113,7 @@ class Contexts:
         return after
 
     def _examine(self, now: Configuration, value: int) -> None:
-        """Record an entry's dependencies, if they are on the configuration from which the walks start."""
+        """Record the dependencies of an entry on the configuration from which the walks start, if there are any."""
         height, own = len(now.stack), self.now.stack
         seen = self.now.seen if height >= len(own) else own[height][1]
         if now.stack != own[:height] or seen & ~now.seen:
@@ -124,7 +128,7 @@ class Contexts:
             _, first, last, _ = self.automaton.pops[argument].tolist()
             if last > first:
                 self.note(Fact(Action.POP, depth, argument, added))
-        elif action == Action.CHOOSE:  # it may add keys, which others then depend on
+        elif action == Action.CHOOSE:  # it may add keys, which other entries then depend on
             _, first, last, _ = self.automaton.pops[argument].tolist()
             asked = self.automaton.clauses[first:last, [1, 2, 4]]
             self.note(Fact(Action.KEY, depth, int(np.bitwise_or.reduce(asked, axis=None))))
@@ -136,7 +140,7 @@ class Contexts:
             self._facts.add(fact)
 
     def examined(self) -> tuple[Fact, ...]:
-        """What the mask depends on besides the state, the counters and the stack's free depth."""
+        """What the mask depends on besides the state, the counters and the free depth of the stack."""
         return (*sorted(self._facts), *(Fact(Action.KEY, *each) for each in sorted(self._keys.items())))
 
     def count(self, context: int) -> int:

@@ -1,10 +1,10 @@
 """What kernels need from a vocabulary and from configurations, as numbers at fixed addresses. Introduced in phase 12.
 
-Tokens are sorted so that neighbours share a prefix, and a program's threads follow nearly the same path. First come the
-few that contain a quote, a backslash, a control character or part of a character; in a free state all tokens after them
-are allowed without a walk.
+Tokens are sorted so that neighbours share a prefix and the threads of a program follow nearly the same path. The few
+tokens that contain a quote, a backslash, a control character or part of a character come first; in a free state, all
+tokens after them are allowed without a walk.
 
-Invariant: a token's index never changes; packing and unpacking restores a configuration.
+Invariant: a token's index never changes; packing and unpacking a configuration restores it.
 """
 
 from dataclasses import dataclass
@@ -18,19 +18,19 @@ from shared.grammar.automata.plain import plain_from
 from shared.grammar.tokens.vocabulary import GrammarVocabulary
 
 GROUP = 32  # token indices whose bits share a word; plain tokens begin at a multiple of it
-NUM_ALIKE = 1  # bytes that tokens are sorted by, then by length: 32 walk as long as the longest
+NUM_ALIKE = 1  # bytes that tokens are sorted by, before their length: 32 tokens walk as long as the longest of them
 NEVER, AT_END = -1, -2  # instead of a rank
 LENGTH_BITS = 10
 LONGEST = (1 << LENGTH_BITS) - 1
 HALF = (1 << 32) - 1
-# The offsets of a row's numbers.
+# The offsets of the numbers in a row.
 BASE = 0  # offset of the row's grammar tables; -1 without a grammar
 STATE, FEWEST, MOST, BLANKS = 1, 2, 3, 4
 HEIGHT = 5  # of the stack
 SEEN = 6  # two numbers, low half first
 FRAMES = 8
 SEENS = FRAMES + MAX_DEPTH  # two numbers per frame
-KEPT = SEENS + 2 * MAX_DEPTH  # 1 if the allowed tokens stay the same, so the row keeps its mask
+KEPT = SEENS + 2 * MAX_DEPTH  # 1 if the allowed tokens stay the same, so that the row keeps its mask
 ROW = KEPT + 1
 
 
@@ -38,12 +38,15 @@ ROW = KEPT + 1
 class GrammarTokens:
     """A vocabulary's tokens on a device, at N indices.
 
-    Attributes: text: uint8, the bytes of all tokens, each followed by a zero, and padding that walks read beyond the
-        last. starts: int32 ``[N]``, the offset of each token in it. packed: int32 ``[N]``: ``chars << 20 | plain_from
-        << 10 | length``; 0 where there is no token. ranks: int32 ``[V]``, the index of an id's token; ``NEVER`` or
-        ``AT_END``. ids: int32 ``[V, 2]``: where the bytes of each id begin, and their number. firsts: int32 ``[N /
-        GROUP]``, the first byte of all tokens in a group of indices; -1 if they differ. first_plain: from this index on
-        all tokens are plain. longest: bytes of the longest token.
+    Attributes:
+        text: uint8, the bytes of all tokens, each followed by a zero, and padding that walks read beyond the last.
+        starts: int32 ``[N]``, the offset of each token in it.
+        packed: int32 ``[N]``: ``chars << 20 | plain_from << 10 | length``; 0 where there is no token.
+        ranks: int32 ``[V]``, the index of an id's token; ``NEVER`` or ``AT_END``.
+        ids: int32 ``[V, 2]``: where the bytes of each id begin, and their number.
+        firsts: int32 ``[N / GROUP]``, the first byte of all tokens in a group of indices; -1 if they differ.
+        first_plain: from this index on all tokens are plain.
+        longest: bytes of the longest token.
     """
 
     text: torch.Tensor
@@ -102,7 +105,7 @@ class GrammarTokens:
 
     @property
     def num_words(self) -> int:
-        """int32 words of a row's bits: one per group of indices, and one that says whether the text may end."""
+        """The int32 words of a row's bits: one per group of indices, and one that says whether the text may end."""
         return len(self.starts) // GROUP + 1
 
 

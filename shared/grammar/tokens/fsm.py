@@ -1,6 +1,6 @@
-"""A grammar over tokens: which tokens may follow, and where each leads. Introduced in phase 12.
+"""A grammar over tokens: which tokens may follow, and the state that each leads to. Introduced in phase 12.
 
-The automaton reads bytes; a model samples tokens, which may hold several characters, a part of one, or the end of one
+The automaton reads bytes. A model samples tokens, which may hold several characters, part of one, or the end of one
 value and the beginning of the next. So a token is allowed if the automaton can read all its bytes. A state is a
 :class:`Configuration`: the automaton's state and its stack.
 """
@@ -28,20 +28,20 @@ class TokenFSM:
             raise GrammarError("No token of this model's vocabulary begins a text of the grammar.")
 
     def allowed_tokens(self, state: Configuration) -> list[int]:
-        """The ids of the tokens that may follow, with those that end the output if it may end here.
+        """The ids of the tokens that may follow, plus those that end the output if it may end here.
 
         The definition, one byte at a time; ``mask`` gives the same for the whole vocabulary at once.
         """
         # exercise 12x3: the tokens that may follow
         # hint: walk the trie from its root: children(0) gives (byte, node) of each child of node 0
         # hint: automaton.step(now, byte) is the state after a byte, or None: then no token goes on there
-        # hint: ids_of.get(node, []) are the ids of the tokens that end at a node, if automaton.has_room(now)
+        # hint: ids_of.get(node, []) are the ids of the tokens that end at a node, if automaton.fits(now)
         # hint: automaton.is_end(state) says whether the end ids are allowed
         allowed = list(self.vocabulary.end_ids) if self.automaton.is_end(state) else []
         waiting = [(0, state)]
         while waiting:
             node, now = waiting.pop()
-            if self.automaton.has_room(now):
+            if self.automaton.fits(now):
                 allowed += self.vocabulary.ids_of.get(node, [])
             for byte, child in self.vocabulary.children(node):
                 after = self.automaton.step(now, byte)
@@ -51,7 +51,7 @@ class TokenFSM:
         # end exercise
 
     def mask(self, state: Configuration) -> NDArray[np.bool_]:
-        """bool ``[V]``: as ``allowed_tokens``."""
+        """bool ``[V]``: the same as ``allowed_tokens``."""
         return self.masks.mask(state)
 
     def next_state(self, state: Configuration, token_id: int) -> Configuration | None:

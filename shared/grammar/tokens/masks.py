@@ -1,7 +1,7 @@
 """The mask of a configuration: which tokens may follow, for the whole vocabulary. Introduced in phase 12.
 
-A mask depends on little: the state, the counters as far as a token can use them up, and the frames that a token can
-close. It is cached by these, within a byte limit.
+A mask depends on only a few things: the state, the counters as far as a token can exhaust them, and the frames that a
+token can close. These are the key of the cache, which has a byte limit.
 """
 
 from collections import OrderedDict
@@ -30,22 +30,23 @@ CACHE_BYTES = 8_000_000
 class TokenMasks:
     """The masks of one grammar. Thread-safe.
 
-    Args: cache_bytes: the maximum size of cached masks.
+    Args:
+        cache_bytes: the maximum size of cached masks.
     """
 
     def __init__(self, automaton: Automaton, vocabulary: GrammarVocabulary, *, cache_bytes: int = CACHE_BYTES) -> None:
         self.automaton, self.vocabulary = automaton, vocabulary
-        self.num_walks = 0  # masks that were computed
+        self.num_walks = 0  # number of masks computed
         self.cache_bytes = cache_bytes
         self.table = ByteTable(automaton, vocabulary)
         self._most = max(1, cache_bytes // (len(vocabulary) // 8 + 200))
         self._masks: OrderedDict[tuple, NDArray[np.uint8]] = OrderedDict()
-        self._examined: dict[tuple, set[tuple[Fact, ...]]] = {}  # what the masks of a state have depended on
+        self._examined: dict[tuple, set[tuple[Fact, ...]]] = {}  # what the masks of a state have depended on so far
         self._lock = Lock()
-        _ = vocabulary.plain, vocabulary.longest_digits  # made now, so that no step waits for them
+        _ = vocabulary.plain, vocabulary.longest_digits  # made now, so that no step has to wait for them
 
     def mask(self, now: Configuration) -> NDArray[np.bool_]:
-        """bool ``[V]``: the tokens that may follow; and the end ids if the text may end here."""
+        """bool ``[V]``: the tokens that may follow, plus the end ids if the text may end here."""
         found, _ = self.without_end(now)
         if self.automaton.is_end(now):
             found[list(self.vocabulary.end_ids)] = True

@@ -1,8 +1,8 @@
 """Which tokens consist of given characters, and where the other tokens leave them. Introduced in phase 12.
 
-The walk over a trie visits every prefix of a token. It need not in a state that loops on certain characters, as inside
-a string: tokens of only these characters are allowed, and of the others only the part from the first other character on
-matters. Tokens with a common prefix are a range, so parts of a known mask are copied by ranges.
+The walk over a trie visits every prefix of a token. This is unnecessary in a state that loops on certain characters, as
+inside a string: tokens made of only these characters are allowed, and of the others only the part from the first other
+character on matters. Tokens with a common prefix are a range, so parts of a known mask are copied by ranges.
 
 Invariant: nothing here depends on a grammar.
 """
@@ -27,7 +27,7 @@ Array = NDArray[Any]
 
 
 def ranges(first: Array, count: Array) -> Array:
-    """``count`` numbers from each ``first`` on."""
+    """``count`` consecutive numbers from each ``first`` on."""
     return np.arange(count.sum()) + (first - count.cumsum() + count).repeat(count)
 
 
@@ -35,12 +35,15 @@ def ranges(first: Array, count: Array) -> Array:
 class TokensOfSet:
     """The tokens of a set of characters.
 
-    Attributes: is_within: bool ``[V]``: the token has no other characters; it may end inside a plain one if the set has
-        all non-ASCII ones. exits: nodes whose byte is the first outside the set, sorted by this byte. starts:
-        ``[257]``: those of byte b are in ``exits`` from ``starts[b]`` on. chars: ``[exits]``, the characters before
-        each. inside: nodes that begin a character in which a token of ``is_within`` ends. copies: two rows of ids.
-        Tokens with equally many characters before the same end are allowed or refused alike, so ``exits`` has one of
-            them, and each token of the second row is allowed if that of the first is.
+    Attributes:
+        is_within: bool ``[V]``: the token has no other characters; it may end inside a plain character if the set has
+            all non-ASCII ones.
+        exits: nodes whose byte is the first outside the set, sorted by this byte.
+        starts: ``[257]``: the exits of byte b are in ``exits`` from ``starts[b]`` on.
+        chars: ``[exits]``, the number of characters before each exit.
+        inside: nodes that begin a character in which a token of ``is_within`` ends.
+        copies: two rows of ids. Tokens with the same number of characters before the same ending are allowed or refused
+            together, so ``exits`` has one of them; each token in the second row is allowed if the one in the first is.
     """
 
     is_within: NDArray[np.bool_]
@@ -53,21 +56,27 @@ class TokensOfSet:
 
 @dataclass(frozen=True, eq=False)
 class PlainTokens:
-    """For the N nodes of a vocabulary's trie, and the T tokens that have one.
+    """For the N nodes of a vocabulary's trie and the T tokens that have a node.
 
     Attributes:
-        order: ``[T]``, ids sorted by their bytes: the tokens below a node, its own included, are adjacent. first,
-        count, own: ``[N]``: those below a node start at ``first``; ``own`` of these end at the node.
-        node_of, first_child: ``[V]`` and ``[N + 1]``, of the vocabulary.
+        order: ``[T]``, ids sorted by their bytes, so that the tokens below a node, including its own, are adjacent.
+        first, count, own: ``[N]``: the ``count`` tokens below a node start at ``first``; ``own`` of them end at the
+            node.
+        node_of, first_child: ``[V]`` and ``[N + 1]``, as in the vocabulary.
         parents, byte, depth: ``[N]``; the depth is the number of bytes.
-        chars: ``[N]``, the characters that begin in a node's bytes.
-        token_chars: ``[V]``, those of each token. symbols: uint64 ``[2, N]``, the set of the whole characters of a
-        node, as in :mod:`shared.grammar.automata.plain`. is_whole: bool ``[N]``: a node's bytes end with a plain or
-        ASCII character. is_odd: bool ``[N]``: bytes end inside a character, and some token continues so that it is
-        never a plain one. is_ragged: bool ``[N]``: the same, or a token ends inside this character. plain_from:
-        ``[V]``, the byte from which each token is plain. last_plain_from: ``[N]``, the largest of those below a node.
+        chars: ``[N]``, the number of characters that begin in a node's bytes.
+        token_chars: ``[V]``, the same for each token.
+        symbols: uint64 ``[2, N]``, the set of the whole characters of a node, as in
+            :mod:`shared.grammar.automata.plain`.
+        is_whole: bool ``[N]``: a node's bytes end with a plain or ASCII character.
+        is_odd: bool ``[N]``: the bytes end inside a character, and some token continues it in a way that is never
+            plain.
+        is_ragged: bool ``[N]``: the same, or a token ends inside this character.
+        plain_from: ``[V]``, the byte from which each token is plain.
+        last_plain_from: ``[N]``, the largest ``plain_from`` of the tokens below a node.
         is_last_blank: bool ``[N]``: in a run of blanks, no token continues below a node, since the next other character
-        is a line break. tokens: ``[V]``, the bytes.
+            is a line break.
+        tokens: ``[V]``, the bytes.
     """
 
     order: Array
@@ -103,7 +112,7 @@ class PlainTokens:
         first_child: NDArray[np.int32],
         byte: NDArray[np.uint8],
     ) -> "PlainTokens":
-        """Of a vocabulary's tokens and trie: see :class:`shared.grammar.tokens.vocabulary.GrammarVocabulary`."""
+        """From a vocabulary's tokens and trie; see :class:`shared.grammar.tokens.vocabulary.GrammarVocabulary`."""
         size = len(byte)
         parents = np.append(0, np.arange(size, dtype=np.int32).repeat(np.diff(first_child)))
         bounds = [1]
@@ -155,14 +164,14 @@ class PlainTokens:
         return tuple(map(memoryview, (*marks, *numbers)))  # type: ignore[arg-type]
 
     def within(self, nodes: Array | slice, symbols: int, *, is_whole: bool = True) -> NDArray[np.bool_]:
-        """Whether each node's bytes are characters of a set, the last of them whole or not."""
+        """Whether each node's bytes are characters of a set; the last one may be incomplete."""
         others = ~np.array([symbols & HALF, symbols >> 64], np.uint64)
         low, high = self.symbols
         found: NDArray[np.bool_] = (low[nodes] & others[0] | high[nodes] & others[1]) == 0
         return found & (self.is_whole[nodes] == is_whole)
 
     def symbols_of(self, node: int) -> int:
-        """The set of one node's whole characters."""
+        """The set of a single node's whole characters."""
         return int(self.symbols[0, node]) | int(self.symbols[1, node]) << 64
 
     def of_set(self, symbols: int) -> TokensOfSet:
@@ -194,8 +203,8 @@ class PlainTokens:
         return found
 
     def ends(self, node: int) -> int:
-        """A number for what follows a node in the tokens below it: nodes with equal numbers have the same endings,
-        hence equally many tokens below them, in the same order."""
+        """A number that identifies what follows a node in the tokens below it: nodes with equal numbers have the same
+        endings, and therefore equally many tokens below them, in the same order."""
         found = self._ends.get(node)
         if found is None:
             first, depth = int(self.first[node]), int(self.depth[node])
@@ -205,7 +214,7 @@ class PlainTokens:
         return found
 
     def _unlike(self, nodes: Array, chars: Array) -> tuple[Array, Array]:
-        """One of the nodes with the same byte, characters and endings; and the ids below this one and the others."""
+        """One of the nodes with the same byte, characters and endings, and the ids below this one and the others."""
         kept: dict[tuple[int, ...], int] = {}
         firsts = [
             kept.setdefault((byte, num_chars, self.ends(node)), node)
@@ -223,10 +232,10 @@ class PlainTokens:
         return self.order[ranges(self.first[nodes], self.own[nodes])]
 
     def below(self, nodes: Array, most: Array) -> Array:
-        """The ids of the tokens below ``nodes`` that are plain from there on.
+        """The ids of the tokens below ``nodes`` whose rest is plain.
 
         Args:
-            most: ``[nodes]``, the characters that may follow each.
+            most: ``[nodes]``, the characters that may follow each node.
         """
         counts = self.count[nodes]
         ids = self.ids_below(nodes)

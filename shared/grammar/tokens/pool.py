@@ -2,7 +2,7 @@
 
 Kernels read all grammars of a batch through one address, which a CUDA graph has captured, and each row has the offset
 of its own grammar. A range is kept until its last request has ended, and then until its space is needed, so that
-successive requests with the same schema upload it once.
+successive requests with the same schema upload it only once.
 
 Invariant: ranges never overlap, and a range that a request holds neither moves nor changes.
 """
@@ -22,19 +22,19 @@ from shared.grammar.automata.plain import ACTION_MASK, free_loops
 from shared.grammar.tokens.device import LONGEST
 from shared.grammar.tokens.fsm import TokenFSM
 
-HEADER = 16  # numbers before the 256 columns: the row length of a state, and the start of each table
+HEADER = 16  # the numbers before the 256 columns: the row length of a state, and the start of each table
 COLUMN_BYTES = 256
-FREE_BITS = 2  # in a packed entry: how free the target state is
+FREE_BITS = 2  # in a packed entry: the target state's kind of freedom
 ENTRY_BITS = FREE_BITS + ACTION_BITS
 
 
 def pack(automaton: Automaton, usable_bytes: NDArray[np.bool_]) -> Integers:
-    """All tables of an automaton as int32 numbers; 64-bit sets as two, the low half first.
+    """All tables of an automaton as int32 numbers; a 64-bit set takes two, the low half first.
 
     A state is identified by the offset of its row in the table. A row is ``depth << 3 | free << 1 | is_final``, then
-    entries. A state is free (:mod:`shared.grammar.automata.plain`) by GOTO: 1, by COUNT: 2, or not: 0. Where a table
-    leads to a state, the entry also says whether that state is free, which saves a lookup in the walk: an entry is
-    ``argument << 5 | action << 2 | free``, and one of ``returns`` is ``state << 2 | free``.
+    entries. The field ``free`` is 1 if a state is free (:mod:`shared.grammar.automata.plain`) by GOTO, 2 if by COUNT,
+    and otherwise 0. If a table leads to a state, the entry also says whether that state is free, which saves the walk a
+    lookup: an entry is ``argument << 5 | action << 2 | free``, and one of ``returns`` is ``state << 2 | free``.
     """
     loops = free_loops(automaton, usable_bytes)
     free = np.where(loops == REFUSED, 0, np.where(loops & ACTION_MASK == Action.COUNT, 2, 1))
@@ -79,9 +79,11 @@ class _Range:
 class GrammarPool:
     """The allocation and its ranges.
 
-    Attributes: tables: int32 ``[size]`` on the device; its address never changes. arrived: recorded after the last
-        upload; another stream waits for it before reading the tables. readers: each recorded after the last launch on
-        another stream that reads the tables; an upload waits for all of them.
+    Attributes:
+        tables: int32 ``[size]`` on the device; its address never changes.
+        arrived: an event recorded after the last upload; another stream waits for it before reading the tables.
+        readers: events, each recorded after the last launch on another stream that reads the tables; an upload waits
+            for all of them.
     """
 
     def __init__(self, num_bytes: int, device: torch.device | str) -> None:
@@ -92,7 +94,7 @@ class GrammarPool:
 
     @classmethod
     def on(cls, device: torch.device, num_bytes: int) -> Self | None:
-        """A pool on a GPU; None on a CPU, or with a size of 0: then masks are made on the host."""
+        """A pool on a GPU; None on a CPU, or with a size of 0; then masks are made on the host."""
         return cls(num_bytes, device) if device.type == "cuda" and num_bytes else None
 
     def hold(self, key: Hashable, fsm: TokenFSM, holder: object) -> int | None:
@@ -116,7 +118,8 @@ class GrammarPool:
     def acquire(self, key: Hashable, packed: Integers | None) -> int | None:
         """Hold a grammar's range, and upload its tables if they are not in the pool.
 
-        Args: packed: from :func:`pack`; not needed if the tables are in the pool.
+        Args:
+            packed: from :func:`pack`; not needed if the tables are in the pool.
 
         Returns:
             The offset of its tables; None if the pool is full; :meth:`release` frees space.

@@ -1,8 +1,8 @@
 """Reuses masks: tokens that another configuration's mask allows, copied as ranges. Introduced in phase 12.
 
-After some letters, a walk may reach a state that loops on letters. Its tokens continue there as they would from a
-configuration already in that state before the first letter, so they are copied from that configuration's mask, which is
-computed once and cached.
+After some letters, a walk may reach a state that loops on letters. There its tokens continue as they would from a
+configuration that was in that state before the first letter. So they are copied from that configuration's mask, which
+is computed once and cached.
 
 Invariant: the other configuration has the same frames and keys; it differs in its state and counters.
 """
@@ -20,10 +20,10 @@ from shared.grammar.tokens.contexts import Contexts, Fact, less
 from shared.grammar.tokens.plain_tokens import PlainTokens, ranges
 
 MIN_TAKEN = 256
-"""Tokens for which another mask is made, so that they are taken over."""
+"""Minimum number of tokens for which another mask is computed so that they can be copied from it."""
 Array = NDArray[Any]
 Mask = tuple[NDArray[np.bool_], tuple[Fact, ...]]
-"""A mask, and what it depends on beside the state, the counters and the room."""
+"""A mask, and what it depends on besides the state, the counters and the free depth of the stack."""
 
 
 class TakenTokens:
@@ -48,7 +48,7 @@ class TakenTokens:
             self._allow(found, base, taken)
 
     def take_children(self, about: Reading, node: int, context: int, children: bytes) -> bool:
-        """Copy for the children of a node that a state and its model treat alike, if they are many."""
+        """Copy for those children of a node that a state and its model treat alike, if there are many."""
         first_child, is_whole, *_, first, count, own, chars, _ = self.tokens.views
         if about.model is None or not is_whole[node]:
             return False
@@ -67,7 +67,7 @@ class TakenTokens:
         return True
 
     def take_walks(self, state: int, loop: Loop, nodes: Array, contexts: Array) -> NDArray[np.bool_]:
-        """Copy for the tokens below some nodes, whose walks reached ``state`` by characters of its loop.
+        """Copy for the tokens below some nodes, whose walks reached ``state`` through characters of its loop.
 
         Returns:
             The configuration to copy from.
@@ -83,7 +83,7 @@ class TakenTokens:
         return is_taken
 
     def _base(self, state: int, loop: Loop, context: int, chars: int) -> Configuration | None:
-        """Where a walk started that reached its state by this many characters of the loop; None if its frames
+        """Where a walk started that reached its state after this many characters of the loop; None if its frames
         differ."""
         fewest, most, blanks, seen, stack = self.contexts.values[context]
         if blanks or seen != self.contexts.now.seen or stack != self.contexts.now.stack:
@@ -98,7 +98,7 @@ class TakenTokens:
         for fact in examined:
             self.contexts.note(fact)
         order, (first, last) = self.tokens.order, np.array(sorted(taken)).T
-        if 2 * (last - first).sum() > len(order):  # the rest are fewer
+        if 2 * (last - first).sum() > len(order):  # the remaining ones are fewer
             ends = np.append(0, last)
             other[order[ranges(ends, np.append(first, len(order)) - ends)]] = False
             found |= other

@@ -1,8 +1,9 @@
-"""Computes a mask: all tokens of a vocabulary walk from one configuration. Introduced in phase 12.
+"""Computes a mask: all tokens of a vocabulary are walked from one configuration. Introduced in phase 12.
 
-All prefixes of tokens walk at once, level by level of the trie: a node, a state, and the number of a *context*, the
-rest of a configuration. Many walks are arrays, so a level costs a few numpy operations; a few walks are stepped one by
-one. A walk ends where the automaton refuses, so most masks need few steps. Five shortcuts leave few tokens to walk:
+All prefixes of tokens are walked at once, level by level of the trie; a walk is a node, a state, and the number of a
+*context*, the rest of a configuration. Many walks are held in arrays, so a level costs a few numpy operations; a few
+walks are stepped one by one. A walk ends where the automaton refuses, so most masks need few steps. Five shortcuts
+leave few tokens to walk:
 
 - A state that loops on letters, as inside a string, allows all tokens of such characters. The others walk from the
   first other character on (:mod:`shared.grammar.tokens.plain_tokens`).
@@ -32,17 +33,17 @@ from shared.grammar.tokens.taken_tokens import Mask, TakenTokens
 from shared.grammar.tokens.vocabulary import GrammarVocabulary
 
 FEW = 48
-"""Walks that are stepped one by one: so many take as long as a level of arrays."""
+"""Maximum number of walks that are stepped one by one: this many take as long as a level of arrays."""
 MANY = 1000
-"""The same, where most of what they lead to is taken over."""
+"""The same, if most of the tokens they lead to are copied."""
 MOST_ALIKE = 200
-"""The most tokens below a node whose walk is compared with others: one walk stands for all that go on alike, such as
-those of nine digits."""
+"""Maximum number of tokens below a node whose walk is compared with others: one walk represents all those that continue
+alike, such as those of nine digits."""
 MIN_MORE = 16
-"""The fewest tokens below a node that make it worth asking what a state refuses and what can be taken over."""
+"""Minimum number of tokens below a node for which it pays to find out what a state refuses and what can be copied."""
 KINDS = np.arange(256)
 KINDS[ZERO : NINE + 1] = ZERO
-"""Maps each digit to '0', since all digits count alike in a run; other bytes map to themselves."""
+"""Maps each digit to '0', since all digits count the same in a run; other bytes map to themselves."""
 Array = NDArray[Any]
 EVERY: Any = slice(None)
 
@@ -66,9 +67,10 @@ class TokenWalk:
         self.loop = None if now.blanks else table.loops.of(now.state)
         self.known_symbols = self.loop.symbols if self.loop and self.loop.symbols & NOT_ASCII else 0
         self.alive: list[Array] = []  # nodes at which a token may end
-        self.few: list[int] = []  # the same, one by one
-        self.plain: list[tuple[Array | int, Array | int]] = []  # nodes with plain continuations, and their maximum
-        self.copies: list[Array] = []  # two rows of ids: each in the second is allowed if that in the first is
+        self.few: list[int] = []  # the same, for walks that are stepped one by one
+        # nodes with plain continuations, and the maximum number of characters of these
+        self.plain: list[tuple[Array | int, Array | int]] = []
+        self.copies: list[Array] = []  # two rows of ids: each id in the second is allowed if the one in the first is
         self.node: Array = np.zeros(1, np.int32)
         self.state: Array = np.full(1, now.state, np.int32)
         self.context: Array = np.zeros(1, np.intp)
@@ -100,7 +102,7 @@ class TokenWalk:
         return found
 
     def _leave_loop(self, loop: Loop) -> NDArray[np.bool_]:
-        """Go to the nodes where tokens leave the first state's loop; tokens that do not leave are allowed."""
+        """Go to the nodes at which tokens leave the first state's loop; tokens that do not leave it are allowed."""
         now, of_set = self.now, self.tokens.of_set(loop.symbols)
         self.copies.append(of_set.copies)
         is_taken = np.zeros(257, np.bool_)
@@ -110,9 +112,10 @@ class TokenWalk:
         nodes = of_set.exits[chosen_exits]
         is_counted = loop.action is Action.COUNT and (now.fewest > 0 or now.most < self.vocabulary.longest)
         most = now.most if is_counted else UNBOUNDED
-        last = of_set.inside[self.tokens.chars[of_set.inside] > most]  # the last character of these may not count yet
-        has_room = len(now.stack) + self.table.max_depth <= MAX_DEPTH
-        if not has_room:  # also inside a character
+        # the last character of these may not have been counted yet
+        last = of_set.inside[self.tokens.chars[of_set.inside] > most]
+        fits = len(now.stack) + self.table.max_depth <= MAX_DEPTH
+        if not fits:  # also inside a character
             last = of_set.inside
         nodes = np.append(nodes, last)
         chars = np.append(of_set.chars[chosen_exits], self.tokens.chars[last] - 1)
@@ -129,7 +132,7 @@ class TokenWalk:
         if len(now.stack) + self.table.depths[now.state] > MAX_DEPTH:
             return np.zeros(len(self.vocabulary), np.bool_)
         found = of_set.is_within & (self.tokens.token_chars <= most) if is_counted else of_set.is_within.copy()
-        return found if has_room else found & self.tokens.is_whole[self.tokens.node_of]
+        return found if fits else found & self.tokens.is_whole[self.tokens.node_of]
 
     def _step_few(self) -> None:
         """Step walks one by one, level by level, until none are left, or too many."""
@@ -165,8 +168,8 @@ class TokenWalk:
                 if context == REFUSED:
                     continue
                 byte, value = walk[2:]
-                has_room = heights[context] + depths[state] <= MAX_DEPTH
-                if has_room:
+                fits = heights[context] + depths[state] <= MAX_DEPTH
+                if fits:
                     self.few.append(node)
                 if is_last[node] and byte in BLANKS and value & ACTION_MASK == BLANK and table.is_run(state):
                     continue
@@ -176,7 +179,7 @@ class TokenWalk:
                     if len(alike) > 1:
                         continue
                 walks.append((node, state, context))
-                if has_room and is_free(state) and is_whole[node]:
+                if fits and is_free(state) and is_whole[node]:
                     counts = table.loops.of(state).action is Action.COUNT  # type: ignore[union-attr]
                     self.plain.append((node, self.contexts.values[context][1] if counts else UNBOUNDED))
             self._copy([nodes for nodes in same.values() if len(nodes) > 1])
@@ -185,13 +188,14 @@ class TokenWalk:
             self._read()
 
     def _copy(self, alike: list[list[int]]) -> None:
-        """Allow tokens below a list's nodes like those below its first, the only one that walks on."""
+        """Allow tokens below the nodes of a list like those below its first node, the only one whose walk continues."""
         if alike:
             pairs = np.array([(nodes[0], node) for nodes in alike for node in nodes[1:]], np.int32)
             self.copies.append(np.stack([self.tokens.ids_below(nodes) for nodes in pairs.T]))
 
     def _is_inside(self, node: int) -> bool:
-        """Whether a node is inside a character of the loop that tokens leave: whole characters are known."""
+        """Whether a node is inside a character of the loop that tokens leave; for whole characters the result is
+        known."""
         symbols, tokens = self.known_symbols, self.tokens
         return bool(symbols) and not tokens.is_whole[node] and not tokens.symbols_of(node) & ~symbols
 
@@ -209,21 +213,22 @@ class TokenWalk:
                 inside = chosen[self.tokens.within(self.node[chosen], loop.symbols)]
                 is_known[inside] = self.taken.take_walks(state, loop, self.node[inside], self.context[inside])
             if loops.is_free(state):
-                free = chosen[self.tokens.is_whole[self.node[chosen]] & ~is_known[chosen] & self._rooms(chosen)]
+                free = chosen[self.tokens.is_whole[self.node[chosen]] & ~is_known[chosen] & self._fits(chosen)]
                 most = np.array([context[1] for context in self.contexts.values])[self.context[free]]
                 self.plain.append(
                     (self.node[free], most if loop.action is Action.COUNT else np.full_like(most, UNBOUNDED))
                 )
         self._keep(~is_known)
 
-    def _rooms(self, chosen: Array | slice) -> NDArray[np.bool_]:
-        """For some walks, whether the stack is deep enough to reach an end."""
+    def _fits(self, chosen: Array | slice) -> NDArray[np.bool_]:
+        """Whether each of these walks can reach an end within the maximum depth of the stack."""
         heights = np.array(self.contexts.heights)[self.context[chosen]]
         found: NDArray[np.bool_] = heights + self.automaton.depths[self.state[chosen]] <= MAX_DEPTH
         return found
 
     def _expand(self) -> None:
-        """Go from each node to its children; where plain tokens were allowed, only to those with other tokens below."""
+        """Go from each node to its children; where plain tokens have been allowed, go only to those with other tokens
+        below."""
         first = self.vocabulary.first_child[self.node]
         counts = self.vocabulary.first_child[self.node + 1] - first
         parents, children = np.arange(len(counts)).repeat(counts), ranges(first, counts)
@@ -275,8 +280,8 @@ class TokenWalk:
         if len(counting) or len(others):
             self._keep(self.context >= 0)
         if len(self.node):
-            has_room = max(self.contexts.heights) + self.table.max_depth <= MAX_DEPTH
-            self.alive.append(self.node if has_room else self.node[self._rooms(slice(None))])
+            fits = max(self.contexts.heights) + self.table.max_depth <= MAX_DEPTH
+            self.alive.append(self.node if fits else self.node[self._fits(slice(None))])
             self._leave()
 
 

@@ -1,10 +1,10 @@
 """A vocabulary as grammars see it: the bytes of each token, as a trie. Introduced in phase 12.
 
 An automaton reads bytes and a model samples tokens, so a mask needs the bytes of every token. Tokens with a common
-prefix share its walk: the trie holds each prefix once.
+prefix share its walk, since the trie holds each prefix once.
 
-Special tokens have no text. Here their bytes are a byte that UTF-8 never uses, then their name; a grammar allows only
-those that it names.
+Special tokens have no text. Here their bytes are a byte that UTF-8 never uses, followed by their name; a grammar allows
+only those that it names.
 
 Invariants: tokens without bytes, and those that end an output, are not in the trie; nodes are numbered level by level,
 and the children of a node are adjacent.
@@ -24,10 +24,11 @@ from shared.text.tokenizer import Tokenizer
 
 Nodes = NDArray[np.int32]
 SPECIAL_BYTE = 0xFF
-"""The first byte of special tokens; other tokens with it are in no trie, as no text has it."""
+"""The first byte of special tokens; other tokens that contain it are not in the trie, since no text contains it."""
 MAX_OPENED = 4
-"""Frames that one token may push and leave open, since the kernel that walks tokens has registers for so many. Tokens
-with as many opening brackets, after which a quote may open one more, are never allowed: shorter tokens spell them."""
+"""Maximum frames that one token may push and leave open, since the kernel that walks tokens has registers for this
+many. Tokens with as many opening brackets, after which a quote may open one more, are never allowed: shorter tokens can
+spell them."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -102,7 +103,7 @@ class GrammarVocabulary:
 
     @cached_property
     def usable_bytes(self) -> NDArray[np.bool_]:
-        """bool ``[256]``: the bytes that have a token of their own. A grammar that needs any other byte may never
+        """bool ``[256]``: the bytes that have their own token. A grammar that needs any other byte may never
         end."""
         usable = np.zeros(256, bool)
         usable[[token[0] for token in self.tokens if len(token) == 1]] = True
@@ -130,7 +131,7 @@ class GrammarVocabulary:
 
     @cached_property
     def ids_of(self) -> dict[int, list[int]]:
-        """The ids of the tokens that end at a node, by node."""
+        """The ids of the tokens that end at each node."""
         found: dict[int, list[int]] = {}
         for token_id in np.flatnonzero(self.node_of).tolist():
             found.setdefault(int(self.node_of[token_id]), []).append(token_id)

@@ -12,12 +12,12 @@ One query per head reads every cached key and value once, so decode attention is
 
 The grid depends on capacities alone; the split size is computed at run time from the length. It is at least a tile, so
 a short sequence uses few of the ``num_splits`` programs of a KV head; the others return immediately. The last program
-of a head to arrive, by a counter on the device, merges the states: a second kernel would cost another launch in every
-layer of every token.
+of a head to arrive, according to a counter on the device, merges the states: a second kernel would cost another launch
+in every layer for every token.
 
 Invariants: only a sequence's visible keys are read, so other slots may hold anything; states are merged in the order of
-the keys, by whichever program, so a result does not depend on timing; a sequence of length 0 gives zeros; the counters
-are zero between launches.
+the keys, whichever program merges them, so a result does not depend on timing; a sequence of length 0 gives zeros; the
+counters are zero between launches.
 """
 
 import math
@@ -84,8 +84,9 @@ def decode_attention_kernel(
             tokens = memory + index.to(tl.int64)[:, None] * D + d[None, :]
             k = tl.load(keys + tokens, mask=is_key[:, None], other=0.0)  # [TILE, D]
             v = tl.load(values + tokens, mask=is_key[:, None], other=0.0)
-            scores = tl.dot(queries, tl.trans(k), input_precision="ieee") * scale  # [ROWS, TILE], of base 2
-            if softcap is not None:  # cap · tanh(x), with exp(2x) = 2^scores by the launcher's choice of the scale
+            scores = tl.dot(queries, tl.trans(k), input_precision="ieee") * scale  # [ROWS, TILE], in base 2
+            # cap · tanh(x), with exp(2x) = 2^scores because of how the launcher chose the scale
+            if softcap is not None:
                 scores = softcap * (1.0 - 2.0 / (tl.exp2(scores) + 1.0))
             scores = tl.where(is_key[None, :], scores, float("-inf"))
             # exercise 03.1x5: update the running maximum, sum and weighted values with a tile
@@ -111,7 +112,7 @@ def decode_attention_kernel(
 def keys_of_split(length, window, TILE: tl.constexpr):
     """The first visible key, the keys per split, and the number of nonempty splits.
 
-    The second axis of the grid has a program for each split; the window's keys are shared by whole tiles.
+    The second axis of the grid has one program per split; the window's keys are divided among them in whole tiles.
     """
     first = tl.maximum(length - window, 0)  # of the visible keys
     split_size = tl.cdiv(tl.cdiv(length - first, TILE), tl.num_programs(1)) * TILE
@@ -130,8 +131,8 @@ def store_split(
     out, states, maximum, total, weighted, num_used, g, d, is_head,
     GROUP: tl.constexpr, D: tl.constexpr, MERGED_ROWS: tl.constexpr, MERGED: tl.constexpr,
 ):  # fmt: skip
-    """Store a KV head's result if one program read all its keys, else a state; the last of several programs merges the
-    states."""
+    """Store a KV head's result if one program read all of its keys, otherwise a state; the last of several programs
+    merges the states."""
     if num_used == 1:
         tl.store(out + g[:, None] * D + d[None, :], weighted / total[:, None], mask=is_head[:, None])
     else:
@@ -216,10 +217,10 @@ class DecodeWorkspace:
 
 
 def choose_splits(num_rows: int, capacity: int, head_dim: int, multiprocessors: int) -> int:
-    """Programs for each of ``num_rows`` (sequence, KV head) pairs.
+    """The number of programs for each of ``num_rows`` (sequence, KV head) pairs.
 
-    Enough to occupy every multiprocessor, but at most one per tile of the longest sequence, and few enough for one
-    program to merge quickly.
+    Enough to occupy every multiprocessor, but at most one per tile of the longest sequence, and few enough that one
+    program can merge their states quickly.
     """
     tiling = TILINGS[head_dim]
     wanted = -(-PROGRAMS_PER_MULTIPROCESSOR * multiprocessors // num_rows)
@@ -245,10 +246,11 @@ def decode_attention(
         q: ``[B, Hq, D]``; heads may be strided, the elements of a head are contiguous.
         keys, values: ``[regions, Hkv, capacity, D]``, a layer's KV cache; the rows of a head are contiguous.
         regions: integer ``[B]``, the region of each sequence.
-        lengths: int32 ``[B]``, its tokens, the new one last; read on the device, so a captured launch follows them.
+        lengths: int32 ``[B]``, the tokens of each sequence, the new one last; read on the device, so a captured launch
+            can be replayed with other lengths.
         window: attend only to the last ``window`` tokens, the token itself included.
         softcap: scores become ``c · tanh(scores / c)``.
-        workspace: for at least B sequences.
+        workspace: must serve at least B sequences.
         out: output buffer, ``[B, Hq, D]`` contiguous; None: allocated.
 
     Returns:
@@ -288,7 +290,7 @@ def in_base_2(scale: float, softcap: float | None) -> tuple[float, float | None]
 
 
 def split_options(tiling: Tiling, num_heads: int, num_kv_heads: int, head_dim: int, itemsize: int) -> dict[str, int]:
-    """The options of a launch whose programs share the keys of a KV head; keys have ``itemsize`` bytes per element."""
+    """The launch options for programs that share the keys of a KV head; keys have ``itemsize`` bytes per element."""
     group = num_heads // num_kv_heads
     rows = next_power_of_two(group)
     stages = PIPELINE_BYTES // (2 * tiling.tile * head_dim * itemsize)

@@ -7,8 +7,8 @@ the fused RoPE and cache kernels of vLLM (``reshape_and_cache``) and FlashInfer 
 
 A token's slot is an element offset from the start of the layer's KV cache to the row of its first head, plus a stride
 between heads. Contiguous caches, regions and blocks differ only in these numbers. Invariants: all arithmetic is fp32
-and each result is rounded once; unlike between two ops, the normed head is not rounded before it is rotated; positions
-and offsets are uploaded before the step's first kernel, so they are read above the wait (``launch.py``).
+and each result is rounded once; unlike with separate ops, the normed head is not rounded before it is rotated;
+positions and offsets are uploaded before the step's first kernel, so they are read above the wait (``launch.py``).
 """
 
 from typing import Protocol
@@ -20,8 +20,8 @@ from shared.kernels.launch import launch, launch_dependents, launches, next_powe
 from shared.kernels.products.rmsnorm import Norm
 
 NUMBERS_PER_PROGRAM = ((128, 512), (2**62, 2048))
-"""Numbers of a program in steps of up to so many tokens. Starting a program takes the GPU about a nanosecond, so the
-more tokens there are, the more a program has to do."""
+"""How many numbers a program handles in steps of up to this many tokens. Starting a program takes the GPU about a
+nanosecond, so with more tokens each program does more."""
 NUM_WARPS = 4
 
 
@@ -45,9 +45,10 @@ def norm_and_rotate(
     x, out, x_head_stride, out_head_stride, first_head, turn, weight, eps, scales,
     OFFSET: tl.constexpr, num_heads, D: tl.constexpr, HEADS: tl.constexpr, HALF: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Norm (if there is a weight) and rotate HEADS heads, starting at ``first_head``; ``turn`` is the table's row.
+    """Norm (if there is a weight) and rotate HEADS heads, starting at ``first_head``; ``turn`` is the row of the RoPE
+    table.
 
-    ``scales``: of the heads, if they are stored as e4m3.
+    ``scales``: the heads' scales, if they are stored as e4m3.
     """
     head = first_head + tl.arange(0, HEADS)[:, None]  # [HEADS, 1]
     d = tl.arange(0, HALF)[None, :]  # [1, HALF], over half a head
@@ -75,7 +76,7 @@ def norm_and_rotate(
 
 @triton.jit
 def stored(x, scales, head, is_head, out):
-    """x ``[HEADS, …]`` as it is stored: with scales as e4m3."""
+    """x ``[HEADS, …]`` as it is stored: as e4m3 if there are scales."""
     if scales is None:
         return x
     else:
@@ -92,8 +93,8 @@ def kv_write_kernel(
 ):  # fmt: skip
     launch_dependents(PDL)
     token = tl.program_id(0).to(tl.int64)
-    part = tl.program_id(1)  # the queries' programs come first, then the keys', then the values'
-    ALIGNMENT: tl.constexpr = D & -D  # the largest power of two that divides D, and so every offset
+    part = tl.program_id(1)  # the programs of the queries come first, then those of the keys and of the values
+    ALIGNMENT: tl.constexpr = D & -D  # the largest power of two that divides D, and therefore every offset
     Q_PARTS: tl.constexpr = (HQ + HEADS - 1) // HEADS
     KV_PARTS: tl.constexpr = (HKV + HEADS - 1) // HEADS
     if part < Q_PARTS:
@@ -143,7 +144,8 @@ def kv_write(
         qk: the layer's transform.
         keys, values: the layer's KV cache, each contiguous and of the same layout.
         offsets: int64 ``[T]``, in elements, from the start of the cache to the row of the token's first head; like
-            ``head_stride``, multiples of D. Negative: the token is not stored (padding of a captured step).
+            ``head_stride``, multiples of D.
+            Negative: the token is not stored (padding of a captured step).
         head_stride: elements between the rows of adjacent heads.
         out: output buffer of the queries, ``[T, Hq, D]`` contiguous; None: allocated.
         k_scales, v_scales: fp32 ``[Hkv]``, for a KV cache in e4m3 (FP8 or uint8); None: numbers are stored unscaled.

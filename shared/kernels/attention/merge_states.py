@@ -1,9 +1,10 @@
 """Merges partial attention states: in a second launch, or in the last program to arrive. Introduced in phase 6.1.
 
 If the keys of one query are split over several programs, each stores a state: its output and the logarithm of its sum
-of weights (FlashInfer, arXiv 2501.01005; :mod:`shared.attention.states` has the formula). They merge in one of two
-ways: :func:`merge_states` is a second launch, with a program for every row of several splits; or the last program to
-arrive calls :func:`merged_state`, which saves the launch but reads all states of its heads through one multiprocessor.
+of weights (FlashInfer, arXiv 2501.01005; :mod:`shared.attention.states` has the formula). They are merged in one of two
+ways. :func:`merge_states` is a second launch, with a program for every row that has several splits. Or the last program
+to arrive calls :func:`merged_state`, which saves the launch but reads all states of its heads through one
+multiprocessor.
 
 Invariants: the order of merging depends on the number of states and the launch's size, never on timing; a state
 without keys (logarithm -inf) changes nothing, and only such states give zeros; a row without states is not written,
@@ -28,7 +29,7 @@ def merged_state(
     """States ``begin`` to ``end`` of ``heads [ROWS]``: ``[ROWS, D]``, zeros where no state has keys.
 
     MERGED lanes run in parallel, each over every MERGED-th state, and merge at the end. The loads bypass the L1 cache,
-    which may hold values from before the other programs' stores.
+    which may hold values older than the other programs' stores.
     """
     d = tl.arange(0, D)
     maximum = tl.full([MERGED, ROWS], float("-inf"), tl.float32)

@@ -1,8 +1,8 @@
 """Online softmax: attention over a paged KV cache, a tile of tokens at a time. Introduced in phase 6.
 
 Running maximum, sum and weighted values, in fp32 (Milakov & Gimelshein, arXiv 1805.02867; Dao et al., arXiv
-2205.14135). :func:`attend` is the loop of every decode kernel: kernels differ in the rows of queries, the tokens that a
-program reads, and where those are stored. The loops over a prompt's keys are in
+2205.14135). :func:`attend` is the loop of every decode kernel; kernels differ in the rows of queries, the tokens that a
+program reads, and where those tokens are stored. The loops over a prompt's keys are in
 :mod:`shared.kernels.attention.prompt_tiles`. Invariants: only tokens that are read need a block table entry; a row
 without visible keys so far has maximum -inf, sum 0 and values 0.
 """
@@ -20,17 +20,17 @@ def attend(
 
     Args:
         queries: ``[ROWS, D]``.
-        cache: keys, values, and their scales, fp32 ``[Hkv]``, or None for numbers that are stored as they are.
-        locate, where: ``locate(tokens, end, *where)`` gives the offsets of tokens in keys and values, int64. scale,
-        softcap: as :func:`shared.kernels.attention.decode_attention.in_base_2` gives them. kept: a bit for each token
-        that says whether it is visible, uint8, and the number of tokens with a bit; later tokens are visible. None:
-        there are no bits.
+        cache: keys, values, and their scales: fp32 ``[Hkv]``, or None for numbers that are stored unscaled.
+        locate, where: ``locate(tokens, end, *where)`` gives the offsets of tokens in keys and values, int64.
+        scale, softcap: as :func:`shared.kernels.attention.decode_attention.in_base_2` gives them.
+        kept: uint8, one bit per token that says whether it is visible, and the number of tokens that have a bit; later
+            tokens are visible. None: there are no bits.
         KEYS_FIRST: whether a tile's keys are loaded before its values, which is faster in the longest loops.
     """
     keys, values, k_scales, v_scales = cache
     ROWS: tl.constexpr = queries.shape[0]
     D: tl.constexpr = queries.shape[1]
-    # A decode step is bound by loads, and e4m3 loads faster in pairs (:func:`widened_pair`).
+    # A decode step is bound by loads, and e4m3 values load faster in pairs (:func:`widened_pair`).
     PAIRED: tl.constexpr = values.dtype.element_ty == tl.uint8 or values.dtype.element_ty == tl.float8e4nv
     d = tl.arange(0, D)
     queries = for_product(queries, keys)
@@ -41,7 +41,7 @@ def attend(
     if PAIRED:
         pairs = values.to(tl.pointer_type(tl.uint16), bitcast=True)
         even, odd = tl.zeros([ROWS, D // 2], tl.float32), tl.zeros([ROWS, D // 2], tl.float32)
-    # Block table entries are loaded a tile ahead, so that the loads of a tile do not wait for a lookup.
+    # Block table entries are loaded one tile ahead, so that a tile's loads do not wait for a lookup.
     rows = locate(start + tl.arange(0, TILE), end, *where)
     for tile in tl.range(start, end, TILE):
         token = tile + tl.arange(0, TILE)
@@ -81,9 +81,10 @@ def add_tile(queries, k, v, is_visible, maximum, total, weighted, scale, softcap
 
     Args:
         queries: ``[ROWS, D]``.
-        k, v: ``[TILE, D]``, finite also where they are masked.
+        k, v: ``[TILE, D]``, finite even where they are masked.
         is_visible: the attention mask; broadcasts to ``[ROWS, TILE]``. None: all keys are visible to all rows.
-        maximum, total, weighted: ``[ROWS]`` of scores in base 2, ``[ROWS]``, ``[ROWS, D]``, relative to the maximum.
+        maximum, total, weighted: ``[ROWS]``, of scores in base 2; ``[ROWS]`` and ``[ROWS, D]``, relative to the
+            maximum.
         scale, softcap: as :func:`shared.kernels.attention.decode_attention.in_base_2` gives them.
     """
     weights, kept, maximum, total = weigh(queries, k, is_visible, maximum, total, scale, softcap)
@@ -94,16 +95,16 @@ def add_tile(queries, k, v, is_visible, maximum, total, weighted, scale, softcap
 
 @triton.jit
 def weigh(queries, k, is_visible, maximum, total, scale, softcap):
-    """The part of :func:`add_tile` without values: their weights ``[ROWS, TILE]`` relative to the new maximum, the
-    factor for earlier values, ``[ROWS]``, the new maximum and the new total."""
+    """The part of :func:`add_tile` that needs no values: the weights ``[ROWS, TILE]`` relative to the new maximum, the
+    factor for earlier values ``[ROWS]``, the new maximum and the new total."""
     scores = tl.dot(queries, tl.trans(k), input_precision="ieee")
-    if is_visible is None and softcap is None:  # scaled and subtracted at once: one instruction a score
+    if is_visible is None and softcap is None:  # scaled and subtracted in one step: a single instruction per score
         new_maximum = tl.maximum(maximum, tl.max(scores, 1) * scale)
         base = new_maximum
         weights = tl.exp2(scores * scale - base[:, None])
     else:
         scores *= scale
-        if softcap is not None:  # cap · tanh(x), with exp(2x) = 2^scores by the launcher's choice of the scale
+        if softcap is not None:  # cap · tanh(x), with exp(2x) = 2^scores because of how the launcher chose the scale
             scores = softcap * (1.0 - 2.0 / (tl.exp2(scores) + 1.0))
         if is_visible is not None:
             scores = tl.where(is_visible, scores, float("-inf"))

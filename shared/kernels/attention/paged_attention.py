@@ -1,14 +1,14 @@
 """Decode attention over a paged KV cache: ``flash``. Introduced in phase 6.
 
-The kernel of :mod:`shared.kernels.attention.decode_attention` with one more indirection: a token's key is found
-through the sequence's block table (PagedAttention: Kwon et al., arXiv 2309.06180). A tile of keys need not be
-aligned to blocks: each of its rows looks up its own block, so any block size works, and a window may begin inside a
-block. A row's D elements are contiguous, 16 bytes per thread; rows of adjacent heads are adjacent too, and are read
-by adjacent programs. A lookup costs 4 bytes for the 4 · D bytes of a key and a value in 16 bits, and hits the cache
-after the first head.
+This is the kernel of :mod:`shared.kernels.attention.decode_attention` with one more indirection: a token's key is found
+through the sequence's block table (PagedAttention: Kwon et al., arXiv 2309.06180). A tile of keys need not be aligned
+to blocks: each of its rows looks up its own block, so any block size works and a window may begin inside a block. A
+row's D elements are contiguous, 16 bytes per thread; rows of adjacent heads are adjacent too, and are read by adjacent
+programs. A lookup costs 4 bytes per 4 · D bytes of a key and a value in 16 bits, and hits the cache after the first
+head.
 
-Programs, splits, merge and invariants are those of the contiguous kernel, the loop is
-:func:`shared.kernels.attention.online_softmax.attend`. Of block tables, too, only the visible tokens' entries are read.
+Programs, splits, merging and invariants are those of the contiguous kernel; the loop is
+:func:`shared.kernels.attention.online_softmax.attend`. Only the block table entries of visible tokens are read.
 """
 
 import torch
@@ -98,8 +98,9 @@ def paged_attention(
         q, window, softcap, workspace, out: as :func:`shared.kernels.attention.decode_attention.decode_attention`.
         keys, values: ``[blocks, block_size, Hkv, D]``, a layer's KV cache, contiguous.
         k_scales, v_scales: fp32 ``[Hkv]``, for keys and values in e4m3 (FP8, or uint8 where the GPU has no FP8); None:
-            they are stored unscaled. tables: int32, the concatenated block tables: ``tables[table_starts[b] + i]`` is
-            the block of sequence b's tokens from ``i · block_size`` on.
+            they are stored unscaled.
+        tables: int32, the concatenated block tables: ``tables[table_starts[b] + i]`` is the block of sequence b's
+            tokens from ``i · block_size`` on.
         table_starts: int32 ``[B]``.
         lengths: int32 ``[B]``, each sequence's tokens, the new one included. All three are read on the device, so a
             captured launch can be replayed with different values.

@@ -6,12 +6,11 @@ The same kernel serves a prompt, a chunk of a prompt, a prompt after a shared pr
 
 As in decoding, the query heads of a KV head share its tiles: a tile's rows are packed (new token, head of the group)
 pairs (FlashInfer, arXiv 2501.01005). Token i of n new ones has cache index ``length - n + i`` and attends to no later
-one. A program finds its sequence itself: with R rows per tile, sequence b's tiles begin at ``query_starts[b] · G // R +
-b``, which gives each sequence at least the tiles it needs; surplus programs return at once.
+one. A program finds its sequence by itself: with R rows per tile, sequence b's tiles begin at ``query_starts[b] · G //
+R + b``, which gives each sequence at least as many tiles as it needs; surplus programs return at once.
 
 Invariants: only visible tokens and their block table entries are read; the loop covers the keys that the tile's rows
-attend to, whatever the lengths of other sequences; a result depends on the rest of the batch only through the tile
-size.
+attend to, whatever the lengths of other sequences; the rest of the batch affects a result only through the tile size.
 """
 
 from dataclasses import dataclass
@@ -35,7 +34,7 @@ class PrefillTiling:
 
 
 LEAST_SEQUENCES = 64
-"""Sequence offsets that a program searches at once: one compiled kernel serves every smaller batch."""
+"""Number of sequence offsets that a program searches at once: one compiled kernel serves every smaller batch."""
 
 
 @triton.jit(do_not_specialize=["num_sequences"])
@@ -45,7 +44,7 @@ def paged_prefill_kernel(
     BLOCK_SIZE: tl.constexpr, HKV: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr,
     TILE: tl.constexpr, SEQUENCES: tl.constexpr,
 ):  # fmt: skip
-    # A prompt's last tiles have the most keys, so they begin first.
+    # A prompt's last tiles have the most keys, so they start first.
     program = tl.num_programs(0) - 1 - tl.program_id(0)
     kv_head = tl.program_id(1)
     b = tl.arange(0, SEQUENCES)
@@ -82,7 +81,7 @@ def paged_prefill_kernel(
 def prefill_tiling(num_rows: int, num_sequences: int, head_dim: int, itemsize: int) -> PrefillTiling:
     """The tiling for ``num_rows`` packed rows in total: the tile fits the average sequence, as in FlashInfer.
 
-    fp32 does not use tensor cores, and a tile of its products is held in registers.
+    fp32 does not use tensor cores, and a tile of its products must fit in registers.
     """
     if itemsize == 4:
         return PrefillTiling(16 if head_dim == 256 else 32, 32, num_stages=1)

@@ -41,7 +41,8 @@ def planned_decode_kernel(
     launch_dependents(PDL)
     kv_head, item = tl.program_id(0), tl.program_id(1)
     is_item = item < tl.load(num_items)
-    request = tl.load(request_indices + item)  # past the items request 0: every program looks up some item, and waits
+    # programs past the last item look up request 0: every program looks up some item, and waits
+    request = tl.load(request_indices + item)
     kv_tile = tl.load(kv_tile_indices + item)
     size = tl.load(split_size)
     length = tl.load(lengths + request)
@@ -69,7 +70,7 @@ def planned_decode_kernel(
         )
         HQ: tl.constexpr = HKV * GROUP
         row = request.to(tl.int64) * HQ + first_head  # of the output
-        result = weighted / tl.where(total == 0.0, 1.0, total)[:, None]  # no visible key gives zeros
+        result = weighted / tl.where(total == 0.0, 1.0, total)[:, None]  # without a visible key the result is zeros
 
         if num_states == 0:  # the sequence has a single split
             tl.store(out + (row + g)[:, None] * D + d[None, :], result, mask=is_head[:, None])

@@ -2,12 +2,12 @@
 
 Each sequence has any number of new tokens after its cached ones: a prompt, a chunk of one, draft tokens to verify. They
 are divided into tiles whose rows are (token, head of the group) pairs, so a key is loaded once for all heads that share
-it (FlashAttention-2, arXiv 2307.08691; the packing is FlashInfer's, arXiv 2501.01005). A program computes one item of
-the plan for one KV head: a tile of rows and a split of the keys that the tile attends to.
+it (FlashAttention-2, arXiv 2307.08691; the packing is from FlashInfer, arXiv 2501.01005). A program computes one item
+of the plan for one KV head: a tile of rows and a split of the keys that the tile attends to.
 
 Invariants: causality follows the order in the cache; a tile holds whole tokens, so all heads of a token have the same
-splits; only keys that a token of the tile attends to are read; a row without visible keys in its item stores an empty
-state; a program without an item returns at once.
+splits; only keys that some token of the tile attends to are read; a row without visible keys in its item stores an
+empty state; a program without an item returns at once.
 """
 
 import torch
@@ -67,7 +67,8 @@ def planned_prefill_kernel(
         end = tl.minimum(start + size, length - num_new + tl.minimum(first_token + TOKENS, num_new))
         seen, own = (position - window + 1, position), None
         if HAS_MASKS:
-            # k mask tokens for each real one come after all real ones; a group sees its real token's keys, and its own.
+            # k mask tokens for each real token come after all real ones; a group sees the keys of its real token, and
+            # its own.
             k_masks = tl.load(num_masks + request)
             num_real = num_new // (k_masks + 1)
             after = token - num_real
@@ -91,7 +92,7 @@ def planned_prefill_kernel(
         result = weighted / tl.where(total == 0.0, 1.0, total)[:, None]
 
         first_state = tl.load(output_indptr + row, mask=is_row, other=0)
-        is_split = tl.load(output_indptr + row + 1, mask=is_row, other=0) > first_state  # equal in all rows
+        is_split = tl.load(output_indptr + row + 1, mask=is_row, other=0) > first_state  # the same in all rows
         result_row = row * (HKV * GROUP) + head
         tl.store(out + result_row[:, None] * D + d[None, :], result, mask=(is_row & ~is_split)[:, None])
         state = (first_state + kv_tile).to(tl.int64) * (HKV * GROUP) + head
@@ -127,11 +128,11 @@ def planned_prefill(
             :func:`shared.kernels.attention.planned_attention.planned_decode`.
         lengths: int32 ``[B]``, the tokens of each sequence, the new ones included; must equal the planned lengths.
         plan: from :func:`shared.attention.plan.plan_prefill`, with the same window and the tiling's tokens per tile.
-        num_masks: int32 ``[B]``, mask tokens for each real token of a sequence, fewer than the window; they come
-            after its real ones (phase 11.1). The plan must have ``has_masks``. None: there are none. Only kernels take
-            it. tiling: from :func:`shared.kernels.attention.planned_tiling.prefill_tiling`. copies: for a tiling that
-            copies keys: whether some requests' keys are copied, and whether some are not. out: output buffer, ``[T, Hq,
-            D]`` contiguous; None: allocated.
+        num_masks: int32 ``[B]``, mask tokens for each real token of a sequence, fewer than the window; they come after
+            its real ones (phase 11.1). The plan must have ``has_masks``. None: there are none. Only kernels take it.
+        tiling: from :func:`shared.kernels.attention.planned_tiling.prefill_tiling`.
+        copies: for a tiling that copies keys: whether some requests' keys are copied, and whether some are not.
+        out: output buffer, ``[T, Hq, D]`` contiguous; None: allocated.
 
     Returns:
         ``[T, Hq, D]`` in the dtype of q. Raises ValueError for a plan that does not fit the launch.

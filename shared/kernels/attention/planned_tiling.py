@@ -1,9 +1,10 @@
 """The tilings of the planned kernels: plain tables. Introduced in phase 6.1.
 
-The fastest tiling depends on GPU and shape and can be measured only under a CUDA graph, so nothing is tuned at run
-time: a tiling follows from the shapes and from the largest batch that a captured launch serves. All tilings give the
-same results up to rounding. Invariant: the loads of a decode tiling in flight, ``num_stages`` tiles of keys and values,
-fit in ``PIPELINE_BYTES``; if the table's entry exceeds that, the pipeline is shortened, then the tile.
+The fastest tiling depends on the GPU and the shape, and can only be measured under a CUDA graph. So nothing is tuned at
+run time: a tiling follows from the shapes and from the largest batch that a captured launch serves. All tilings give
+the same results up to rounding. Invariant: the loads that a decode tiling keeps in flight (``num_stages`` tiles of keys
+and values) fit in ``PIPELINE_BYTES``. If the table's entry exceeds that, the pipeline is shortened first, then the
+tile.
 """
 
 from dataclasses import dataclass, replace
@@ -27,8 +28,8 @@ class DecodeTiling:
     num_warps: int = 4
     num_stages: int = 3
     programs_per_multiprocessor: int = 2
-    least_split: int = 128  # tokens; a shorter split does not justify a program
-    is_arrival: bool = True  # whether the last program to arrive merges; else a second launch does
+    least_split: int = 128  # tokens; a shorter split is not worth a program
+    is_arrival: bool = True  # whether the last program to arrive merges; otherwise a second launch does
     merged_numbers: int = 4096  # fp32 numbers of states that the merging program holds at a time
 
     def grid(self, num_kv_heads: int, device: torch.device) -> Grid:
@@ -38,7 +39,8 @@ class DecodeTiling:
 
 
 class CopiedTiling(NamedTuple):
-    """The tiling of prefill where keys are copied in one piece (:mod:`shared.kernels.attention.prompt_keys`)."""
+    """The tiling of prefill for keys that are copied into a contiguous matrix
+    (:mod:`shared.kernels.attention.prompt_keys`)."""
 
     tile: int
     num_warps: int
@@ -69,7 +71,7 @@ class PrefillTiling:
 
 AnyTiling = TypeVar("AnyTiling", bound=DecodeTiling)
 FEW_PAIRS = 64
-"""Maximum (sequence, KV head) pairs of a batch for the first of two tilings: its splits are short, down to
+"""Maximum (sequence, KV head) pairs of a batch for the first of two tilings. Its splits are short, down to
 ``least_split``, and a split of a single tile prefetches nothing."""
 DECODE_TILINGS: dict[int, tuple[DecodeTiling, DecodeTiling]] = {  # by head size: with few pairs, with many
     16: (DecodeTiling(64), DecodeTiling(128)),
@@ -79,19 +81,20 @@ DECODE_TILINGS: dict[int, tuple[DecodeTiling, DecodeTiling]] = {  # by head size
     256: (DecodeTiling(32), DecodeTiling(32)),
 }
 
-FP8_TILINGS = {  # for many pairs: half the bytes come in half the time, so twice the programs hide the arithmetic
+FP8_TILINGS = {  # for many pairs: half the bytes arrive in half the time, so twice the programs hide the arithmetic
     64: DecodeTiling(64, num_warps=2, programs_per_multiprocessor=4),
     128: DecodeTiling(32, num_warps=2, num_stages=4, programs_per_multiprocessor=4),
 }
 
 LEAST_COPIED = 256
-"""New tokens of a step from which on the keys of prompts are copied; fewer are drafts to verify, or the end of a
+"""Minimum new tokens of a step for the keys of prompts to be copied; fewer are drafts to verify, or the end of a
 prompt."""
 LEAST_ROWS = 64
-"""Rows of an average sequence above which the keys of a step are copied: tiles of fewer rows read them too seldom."""
+"""Rows of an average sequence above which the keys of a step are copied: tiles of fewer rows do not read them often
+enough."""
 COPIED_ROWS = 128
 """Rows of queries in a tile of a step whose keys are copied, for every head size."""
-COPIED_TILINGS = {  # by head size, the largest that an entry covers
+COPIED_TILINGS = {  # by head size; an entry covers sizes up to its own
     64: CopiedTiling(64, 4, 3),
     128: CopiedTiling(64, 8, 3),
     256: CopiedTiling(64, 8, 2),
@@ -128,7 +131,7 @@ def prefill_tiling(
     itemsize: int,
     can_copy: bool = False,
 ) -> PrefillTiling:
-    """The tiling for a ragged batch with this total of new tokens: phase 6's tile, of whole tokens.
+    """The tiling for a ragged batch with this total of new tokens: phase 6's tile, rounded to whole tokens.
 
     Args:
         can_copy: whether keys may be copied first (:mod:`shared.kernels.attention.prompt_keys`).
@@ -143,8 +146,7 @@ def prefill_tiling(
 
 
 def can_copy(itemsize: int, device: torch.device) -> bool:
-    """Whether copied keys are faster on a GPU: that depends on its copy engine and shared memory; fp32 uses no tensor
-    cores."""
+    """Whether copied keys are faster depends on the GPU's copy engine and shared memory; fp32 uses no tensor cores."""
     return itemsize <= 2 and device.type == "cuda" and generation(device).copies_tiles
 
 

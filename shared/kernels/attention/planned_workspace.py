@@ -1,9 +1,9 @@
 """The workspace of planned attention: the states of a step's splits before merging. Introduced in phase 6.1.
 
-A query whose keys are split has a state for each split. The maximum number of states depends on the programs that run
-at once, not on the tokens of a step, so the workspace is allocated once, and captured launches find it at the same
-address whatever the plan. Invariant: only zeroed counters persist between layers, and copied keys from a layer's copy
-to its attention, so all layers share one workspace.
+A query whose keys are split has a state for each split. The maximum number of states depends on how many programs run
+at once, not on the tokens of a step. So the workspace is allocated once, and captured launches find it at the same
+address whatever the plan. Invariant: only zeroed counters persist between layers; copied keys persist from a layer's
+copy to its attention. So all layers share one workspace.
 """
 
 from dataclasses import dataclass
@@ -23,7 +23,7 @@ class PlannedWorkspace:
     partial: torch.Tensor  # fp32 [states, Hq, D]
     partial_log: torch.Tensor  # fp32 [states, Hq], base 2
     counters: torch.Tensor  # int32 [B · Hkv], zero between launches
-    copied: PromptKeys | None = None  # the prompts' keys in one piece; None: no tiling needs them
+    copied: PromptKeys | None = None  # the prompts' keys in one contiguous matrix; None: no tiling needs them
 
     @classmethod
     def for_batches(

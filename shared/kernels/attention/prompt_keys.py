@@ -1,16 +1,16 @@
-"""Prompts' keys and values in one piece: copied out of the blocks once per layer. Introduced in phase 6.1.
+"""Prompts' keys and values in a contiguous matrix, copied out of the blocks once per layer. Introduced in phase 6.1.
 
 A program that attends to keys in blocks computes an address for each token and loads 16 bytes per thread. From Hopper
 on, a GPU has an engine that copies whole tiles of a matrix into shared memory while the tensor cores multiply (the
-*tensor memory accelerator*), but its tiles are adjacent rows, and a block has too few. So the keys and values that
-prompts attend to are first copied into one matrix. Each of their tiles is then read by many programs, so the copy costs
-a few percent of what it saves (docs/EXPERIMENTS.md).
+*tensor memory accelerator*). But its tiles are adjacent rows, and a block has too few of them. So the keys and values
+that prompts attend to are first copied into one matrix. Each of their tiles is then read by many programs, so the copy
+costs a few percent of what it saves (docs/EXPERIMENTS.md).
 
 The matrix has ``num_rows`` rows for keys and as many for values, ``[2 · num_rows, Hkv · D]``. Each request with at
-least ``LEAST_NEW`` new tokens gets rows, in batch order until they run out: one for each token of its sequence, rounded
-up to whole tiles, and a tile of zeros, so that a tile that begins within a sequence never reaches the next. The other
-requests' keys are read from the blocks, by a separate launch. Copy and attention derive the rows from the lengths, so a
-captured step copies for any batch.
+least ``LEAST_NEW`` new tokens gets rows, in batch order until they run out. It gets one for each token of its sequence,
+rounded up to whole tiles, and a tile of zeros, so that a tile that begins within a sequence never reaches the next one.
+The other requests' keys are read from the blocks, by a separate launch. Both the copy and attention derive the rows
+from the lengths, so a captured step copies for any batch.
 
 Invariant: a row that is read holds a token of the request itself, or zeros.
 """
@@ -36,43 +36,43 @@ from shared.kernels.launch import (
 )
 
 LEAST_NEW = tl.constexpr(64)
-"""New tokens of a request for which its keys are copied: a copy reads and writes each once."""
+"""Minimum new tokens of a request for its keys to be copied: a copy reads and writes each key once."""
 LEAST_REQUESTS = 64
-"""Requests that a program searches at once: one compiled kernel serves every smaller batch."""
+"""Number of requests that a program searches at once: one compiled kernel serves every smaller batch."""
 NUMBERS = 256
-"""Numbers of a token that a program of the copy moves at a time."""
+"""How many numbers of a token a program of the copy moves at a time."""
 
 
 @dataclass(frozen=True)
 class PromptKeys:
-    """The matrix, on the device, in the dtype of the blocks, or in fp16 if they hold 8 bits."""
+    """The matrix on the device, in the dtype of the blocks, or in fp16 if they hold 8-bit numbers."""
 
     matrix: torch.Tensor  # [2 · num_rows, Hkv · D]; finite
-    descriptors: dict[tuple[int, int], Any] = field(default_factory=dict)  # by the tile and the head size
+    descriptors: dict[tuple[int, int], Any] = field(default_factory=dict)  # keyed by the tile and the head size
 
     @classmethod
     def of(cls, num_rows: int, num_numbers: int, dtype: torch.dtype, device: torch.device) -> "PromptKeys":
-        """For ``num_rows`` tokens of ``num_numbers`` = Hkv · D numbers, whose keys have ``dtype`` in the blocks."""
+        """For ``num_rows`` tokens of ``num_numbers`` = Hkv · D elements, whose keys have ``dtype`` in the blocks."""
         wide = dtype if dtype.itemsize > 1 else torch.float16
         return cls(torch.zeros(2 * num_rows, num_numbers, dtype=wide, device=device))
 
     @property
     def num_rows(self) -> int:
-        """Rows of keys; there are as many of values."""
+        """Rows for keys; values have as many."""
         return len(self.matrix) // 2
 
     def copies(self, num_new: NDArray[np.int64], lengths: NDArray[np.int64], tile: int) -> tuple[bool, bool]:
         """Whether some requests' keys are copied, and whether some are not.
 
         Args:
-            num_new, lengths: ``[B]``, the new tokens and the tokens of each prompt's sequence.
+            num_new, lengths: ``[B]``: the new tokens of each prompt, and all tokens of its sequence.
         """
         counts = np.where(num_new >= LEAST_NEW.value, (-(-lengths // tile) + 1) * tile, 0)
         is_copied = (counts > 0) & (counts.cumsum() <= self.num_rows)
         return bool(is_copied.any()), not is_copied.all()
 
     def tiles(self, tile: int, head_dim: int) -> Any:
-        """The descriptor by which kernels load tiles ``[tile, head_dim]``."""
+        """The descriptor with which kernels load tiles ``[tile, head_dim]``."""
         found = self.descriptors.get((tile, head_dim))
         if found is None:
             found = self.descriptors[tile, head_dim] = TensorDescriptor.from_tensor(self.matrix, [tile, head_dim])
@@ -81,7 +81,7 @@ class PromptKeys:
 
 @triton.jit
 def num_rows_of(lengths, query_indptr, num_requests, TILE: tl.constexpr, REQUESTS: tl.constexpr):
-    """Rows of each of REQUESTS requests: 0 for those whose keys are not copied."""
+    """The rows of each of REQUESTS requests: 0 if its keys are not copied."""
     b = tl.arange(0, REQUESTS)
     is_request = b < num_requests
     length = tl.load(lengths + b, mask=is_request, other=0)
@@ -108,7 +108,8 @@ def copy_keys_kernel(
     BLOCK_SIZE: tl.constexpr, HKV: tl.constexpr, D: tl.constexpr, TILE: tl.constexpr, NUMBERS: tl.constexpr,
     REQUESTS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Program (i, j) copies every n-th tile of rows from the j-th on, columns i · NUMBERS to (i + 1) · NUMBERS."""
+    """Program (i, j) copies every n-th tile of rows, starting with the j-th, and columns i · NUMBERS to (i + 1) ·
+    NUMBERS."""
     launch_dependents(PDL)
     counts = num_rows_of(lengths, query_indptr, num_requests, TILE, REQUESTS)
     ends = tl.cumsum(counts, 0)
@@ -151,7 +152,7 @@ def copy_keys(
         keys, values, tables, table_starts, lengths: as in
             :func:`shared.kernels.attention.planned_prefill.planned_prefill`.
         query_indptr: int32 ``[B + 1]``, where the new tokens of each request begin.
-        window: tokens that a new token attends to.
+        window: the number of tokens that a new token attends to.
     """
     _, block_size, Hkv, D = keys.shape
     num_numbers = D

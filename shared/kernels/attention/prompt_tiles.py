@@ -1,11 +1,11 @@
 """The loops over the keys that a tile of prompt tokens attends to. Introduced in phase 6.
 
-Most tiles of keys are visible to every token of a tile of queries and need no mask; only those at the two ends do. An
-unmasked score takes half the instructions of a masked one, and instructions and exponentials keep the tensor cores
-waiting (FlashAttention-2, arXiv 2307.08691). Softmax does not depend on the order of its keys, so the tiles without
-masks come first, in a loop of their own.
+Most tiles of keys are visible to every token of a tile of queries and need no mask; only those at both ends do. An
+unmasked score takes half as many instructions as a masked one, and the tensor cores wait for instructions and
+exponentials (FlashAttention-2, arXiv 2307.08691). Softmax does not depend on the order of its keys, so the tiles
+without masks come first, in a separate loop.
 
-Invariant: keys outside ``start`` to ``end`` have no weight; from blocks they are loaded as zeros.
+Invariant: keys outside ``start`` to ``end`` have no weight; when loaded from blocks, they are zeros.
 """
 
 from shared.kernels.attention.online_softmax import add_tile
@@ -18,16 +18,17 @@ from shared.kernels.launch import tl, triton
 def attend_to_keys(
     queries, cache, copied, where, kv_head, start, end, seen, own, scale, softcap, TILE: tl.constexpr
 ):  # fmt: skip
-    """Attend to the keys from ``start`` to ``end`` of a KV head: maximum, total and weighted values, as
+    """Attend to the keys from ``start`` to ``end`` of a KV head; returns maximum, total and weighted values, like
     :func:`shared.kernels.attention.online_softmax.add_tile`.
 
     Args:
         queries: ``[ROWS, D]``.
         cache: keys, values, and their scales, as :func:`shared.kernels.attention.online_softmax.attend` takes them.
         copied: the descriptor of a copy of them (:mod:`shared.kernels.attention.prompt_keys`); None: there is none.
-        where: without a copy the last arguments of :func:`token_rows`; else the rows of the first key and of its value,
-        and the column. seen: the first and the last key that each query attends to, ``[ROWS]``, both ascending. own:
-        like ``seen``, for further keys that a query attends to; then every tile has a mask. None: none.
+        where: without a copy, the last arguments of :func:`token_rows`; with one, the rows of the first key and of its
+            value, and the column.
+        seen: the first and the last key that each query attends to, ``[ROWS]``, both ascending.
+        own: like ``seen``, for further keys that a query attends to; then every tile has a mask. None: none.
     """
     ROWS: tl.constexpr = queries.shape[0]
     D: tl.constexpr = queries.shape[1]
@@ -60,10 +61,10 @@ def add_tiles(
     queries, keys, values, copied, where, start, num_tiles, gap, gap_size, end, seen, own, maximum, total, weighted,
     scale, softcap, TILE: tl.constexpr,
 ):  # fmt: skip
-    """Update the state of :func:`add_tile` with ``num_tiles`` tiles of keys from ``start`` on, without the ``gap_size``
-    keys from ``gap`` on. ``seen`` None: every query attends to all keys."""
+    """Update the state of :func:`add_tile` with ``num_tiles`` tiles of keys from ``start`` on, skipping ``gap_size``
+    keys at ``gap``. ``seen`` None: every query attends to all keys."""
     t, d = tl.arange(0, TILE), tl.arange(0, queries.shape[1])
-    if copied is None:  # block table entries are loaded a tile ahead, so that a tile's loads do not wait for a lookup
+    if copied is None:  # block table entries are loaded one tile ahead, so that a tile's loads do not wait for a lookup
         rows = token_rows(start + tl.where(start >= gap, gap_size, 0) + t, end, *where)
     for n in tl.range(num_tiles):
         tile = start + n * TILE

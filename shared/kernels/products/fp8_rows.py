@@ -1,16 +1,16 @@
-"""Products of several rows with a weight in FP8, which is not widened. Introduced in phase 10.
+"""Products of several rows with a weight in FP8 that stays in FP8. Introduced in phase 10.
 
-Widening FP8 takes two and a half instructions a number. On a GPU with fast memory they take longer than the reads:
-16 rows of Qwen3-8B's gate and up took 37 µs on an H200, which reads their bytes in 24. So x is rounded to FP8, with a
-scale a row, and the tensor cores multiply both as they are, from shared memory. With up to eight rows, which is more
-than one request verifies by default, x keeps its dtype (:mod:`shared.kernels.products.quantized_rows`), so that its
-tokens with speculative decoding are those without.
+Widening FP8 takes two and a half instructions per number. On a GPU with fast memory, they take longer than the reads:
+with 16 rows, Qwen3-8B's gate and up took 37 µs on an H200, which reads their bytes in 24. So x is rounded to FP8, with
+one scale per row, and the tensor cores multiply both directly from shared memory. With up to eight rows, which is more
+than one request verifies by default, x keeps its dtype (:mod:`shared.kernels.products.quantized_rows`). So a request
+gets the same tokens with speculative decoding as without.
 
-Hopper's tensor cores keep 14 bits of a sum of FP8 (DeepSeek-V3, arXiv 2412.19437, section 3.3.2), so a tile's sum is
-added to the others outside of them, which takes no time that shows.
+Hopper's tensor cores keep 14 bits of a sum of FP8 products (DeepSeek-V3, arXiv 2412.19437, section 3.3.2). So each
+tile's sum is added to the others outside of them, which takes no measurable time.
 
-Invariants: W is read once; several programs' sums are added in the order of the columns, and their counters are zero
-between launches.
+Invariants: W is read once; the sums of several programs are added in the order of the columns, and their counters are
+zero between launches.
 """
 
 import torch
@@ -26,12 +26,12 @@ from shared.ops import gated as gated_ops
 from shared.quantization.weight import QuantizedWeight
 
 FP8_ROWS = 8
-"""Rows of x above which x is rounded to FP8: more than the default drafts of one request and its next token."""
+"""Rows of x above which x is rounded to FP8: more than one request's default number of drafts plus its next token."""
 
 
 @triton.jit
 def add_columns(y, tile, x, scale_rows, group, GROUPS: tl.constexpr):
-    """``y + W xᵀ`` of some columns, added up in fp32; scaled, unless a scale belongs to a row."""
+    """``y + W xᵀ`` over some columns, added up in fp32; scaled, unless the scales belong to rows."""
     total = tl.dot(tile, x.T)
     return y + total if GROUPS == 1 else y + total * load_scales(scale_rows, group, 1.0)[:, None]
 
@@ -44,8 +44,8 @@ def fp8_rows_kernel(
 ):  # fmt: skip
     """Program (i, j) computes columns i · BLOCK_N … of ``out [num_rows, N]`` for up to BLOCK_M rows, from part j of K.
 
-    x is contiguous ``[num_rows, K]``. With an activation W is ``[2N, K]``, as in ``gemv_kernel``. Of several parts the
-    last program to arrive adds up all, in their order.
+    x is contiguous ``[num_rows, K]``. With an activation W is ``[2N, K]``, as in ``gemv_kernel``. If there are several
+    parts, the last program to arrive adds them all up, in order.
     """
     launch_dependents(PDL)
     PART: tl.constexpr = K // SPLITS
@@ -84,7 +84,7 @@ def fp8_rows_kernel(
 
 
 def fits(x: torch.Tensor, weight: QuantizedWeight) -> bool:
-    """Whether :func:`multiply_rows_in_fp8` takes a W in FP8 of these groups, and rows of this dtype."""
+    """Whether :func:`multiply_rows_in_fp8` supports an FP8 W with these groups, and rows of this dtype."""
     K = weight.shape[1]
     return x.element_size() == 2 and K % STEP == 0 and weight.columns_per_scale in (STEP, K)
 

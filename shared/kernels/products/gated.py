@@ -18,7 +18,7 @@ MAX_BLOCK = 2048
 def gated_activation(gate, up, ACTIVATION: tl.constexpr):
     """``silu(gate) · up`` or ``gelu(gate) · up`` in fp32.
 
-    GELU's tanh form is g · ½ (1 + tanh u) with u = √(2/π) (g + 0.044715 g³). Triton has a sigmoid and no tanh.
+    GELU's tanh form is g · ½ (1 + tanh u) with u = √(2/π) (g + 0.044715 g³). Triton has a sigmoid but no tanh.
     """
     # exercise 03.1x1: both gated activations, GELU without a tanh
     # hint: ACTIVATION is a compile-time string: use a plain if; only one branch is compiled

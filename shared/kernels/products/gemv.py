@@ -2,26 +2,25 @@
 
 Introduced in phase 3.1.
 
-Decoding multiplies every weight by the vectors of one or a few tokens: the lower bound is the time to read W once. The
-overhead is in the vectors that go through memory between launches. So one launch computes
+Decoding multiplies every weight by the vectors of one or a few tokens; the lower bound is the time to read W once. The
+overhead comes from vectors that go through memory between launches. So one launch computes
 
     out = epilogue(prologue(x) Wᵀ + b)      prologue: RMSNorm;  epilogue: a gated activation, or + residual
 
 There are two kernels. In :func:`gemv_kernel` a program loads one or a few rows of W, 16 bytes per thread, and
-multiplies them by one row of x after the other; every program recomputes the prologue, since x is a few kilobytes and
-stays in the cache. In :func:`skinny_kernel` it loads more rows of W, in tiles that the tensor cores multiply by all
-rows of x together: beyond a few rows, multiplying takes longer than reading. Where W has few and long rows, several
-programs share their columns. There the norm is a launch of its own: repeated by every program, the norm of several rows
-takes longer. Above ``MAX_ROWS`` PyTorch computes the product, with
-separate kernels before and after it.
+multiplies them by one row of x at a time. Every program recomputes the prologue, since x is a few kilobytes and stays
+in the cache. In :func:`skinny_kernel` a program loads more rows of W, in tiles that the tensor cores multiply by all
+rows of x together: beyond a few rows, multiplying takes longer than reading. If W has few, long rows, several programs
+share their columns. Then the norm is a separate launch: repeated in every program, the norm of several rows would take
+longer. Above ``MAX_ROWS`` PyTorch computes the product, with separate kernels before and after it.
 
-Both kernels request weights before they wait for the kernel that writes x (:mod:`shared.kernels.launch`), so that the
-memory is not idle between two products: the first loads a tile of W into registers, the second requests its first tiles
-into the L2 cache, since its registers are for the product.
+Both kernels request weights before they wait for the kernel that writes x (:mod:`shared.kernels.launch`), so that
+memory is not idle between two products. The first loads a tile of W into registers; the second requests its first tiles
+into the L2 cache, since its registers are needed for the product.
 
-Invariants: with a tiling that keeps its rules, W is read once, whatever the number of rows; sums are fp32; the normed x
-is rounded to its dtype, as if it had been written and read back; nothing else is rounded before the result; from two
-rows on, a row's result depends on the tiling, not on the other rows.
+Invariants: with a tiling that follows the rules of its table, W is read once, whatever the number of rows; sums are
+fp32; the normed x is rounded to its dtype, as if it had been written and read back; nothing else is rounded before the
+result; from two rows on, a row's result depends on the tiling, not on the other rows.
 """
 
 import torch
@@ -43,7 +42,8 @@ from shared.kernels.products.rmsnorm import Norm, rms_norm
 from shared.kernels.products.tiling import MAX_FP32_ROWS, MAX_ROWS, Tiling, dot_rows, tiling
 from shared.ops import gated as gated_ops
 
-ACTIVATIONS: dict[gated_ops.GatedOp, tuple[str, gated_ops.GatedOp]] = {  # op: its name in a kernel, its own launcher
+# for each op: its name in a kernel, and its own launcher
+ACTIVATIONS: dict[gated_ops.GatedOp, tuple[str, gated_ops.GatedOp]] = {
     gated_ops.swiglu: ("silu", gated.swiglu),
     gated_ops.geglu: ("gelu_tanh", gated.geglu),
 }
@@ -88,7 +88,7 @@ def load_x(x, m, k, num_rows, x_stride, K: tl.constexpr, BLOCK_K: tl.constexpr):
 
 @triton.jit
 def load_tile(rows, k, K: tl.constexpr, BLOCK_K: tl.constexpr):
-    """As :func:`load_weights`, of rows that W has: without masks, if K is a multiple of the tile's columns."""
+    """Like :func:`load_weights`, for rows that W has: no masks are needed if K is a multiple of the tile's columns."""
     if K % BLOCK_K == 0:
         return tl.load(rows + k[None, :], eviction_policy="evict_first")
     else:
@@ -99,7 +99,7 @@ def load_tile(rows, k, K: tl.constexpr, BLOCK_K: tl.constexpr):
 def store_product(y, up, out, bias, residual, m, n, num_rows, N, residual_stride, ACTIVATION: tl.constexpr):
     """Store ``activation(y + b) + residual`` in rows m and columns n of ``out [num_rows, N]``.
 
-    ``up``: of the same columns, if there is an activation. m and n broadcast to the shape of y.
+    ``up``: the up values of the same columns, if there is an activation. m and n broadcast to the shape of y.
     """
     is_column = n < N
     if bias is not None:
@@ -131,7 +131,7 @@ def gemv_kernel(
     rows = weight + n.to(tl.int64)[:, None] * K
     up_rows = rows if ACTIVATION is None else weight + (N + n).to(tl.int64)[:, None] * K
     # The first tile stays in registers for all rows of x. The barrier keeps its loads above the wait and the norm, so
-    # that they do not wait for the kernel that writes x, nor for the norm's sum.
+    # that they wait neither for the kernel that writes x nor for the norm's sum.
     first = load_weights(rows, is_row, k, K, BLOCK_K)
     if ACTIVATION is not None:
         first_up = load_weights(up_rows, is_row, k, K, BLOCK_K)
@@ -176,10 +176,11 @@ def skinny_kernel(
     K: tl.constexpr, ACTIVATION: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, ROWS: tl.constexpr,
     SPLITS: tl.constexpr, PREFETCHED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """As :func:`gemv_kernel`, for up to ROWS rows of x together, on the tensor cores (fp32: without them), no norm.
+    """Like :func:`gemv_kernel`, for up to ROWS rows of x at once, on the tensor cores (fp32: without them), and without
+    a norm.
 
     W is the first operand, which Hopper's tensor cores read from shared memory, so a tile of W passes through no
-    register. Program (i, j) multiplies part j of K; the last of a block to arrive adds up the parts.
+    register. Program (i, j) multiplies part j of K; the last program of a block to arrive adds up the parts.
     """
     launch_dependents(PDL)
     PART: tl.constexpr = K // SPLITS
@@ -216,15 +217,16 @@ def linear(
     activation: gated_ops.GatedOp | None = None,
     cut: Tiling | None = None,
 ) -> torch.Tensor:
-    """``activation(norm(x) Wᵀ + b) + residual``; every part but W may be absent.
+    """``activation(norm(x) Wᵀ + b) + residual``; everything except W may be absent.
 
     Args:
         x: ``[T, K]``; rows may be strided.
-        weight: ``[N, K]``, contiguous; with an activation ``[2N, K]``, the gate's rows above the others.
-        bias: as long as W has rows.
+        weight: ``[N, K]``, contiguous; with an activation ``[2N, K]``, the rows of the gate first.
+        bias: one number per row of W.
         norm: applied to x first.
         residual: ``[T, N]``; rows may be strided. It may be overwritten.
-        activation: ``swiglu`` or ``geglu`` of ``shared.ops.gated``, of the first and the second half of the columns.
+        activation: ``swiglu`` or ``geglu`` from ``shared.ops.gated``, applied to the first and the second half of the
+            columns.
         cut: a tiling that replaces the table's, for measurements.
 
     Returns:
@@ -238,7 +240,7 @@ def linear(
         if norm is not None:
             x = rms_norm(x, norm.weight, norm.eps, norm.offset)
         if residual is not None and bias is None and activation is None and launches(x):
-            return residual.addmm_(x, weight.t())  # one launch, where product and addition would be two
+            return residual.addmm_(x, weight.t())  # one launch instead of two for product and addition
         y = F.linear(x, weight, bias)
         if gate_and_up is not None:
             y = gate_and_up(y[:, :N], y[:, N:])

@@ -1,15 +1,16 @@
-"""Products of several rows with a weight of 8 or 4 bits on the tensor cores. Introduced in phase 10.
+"""Products of several rows with an 8- or 4-bit weight on the tensor cores. Introduced in phase 10.
 
 A program widens a tile of W in registers and multiplies it by rows of x: W is the first operand, which Hopper's tensor
-cores read from registers, so the widened tile is never written anywhere. The numbers of 8 and of 4 bits are exact in
-fp16 and bf16; what is scaled is their product with x, once for each group of columns, in fp32. For a few rows of x
-:mod:`shared.kernels.products.quantized_rows` is faster where it can be, for many
+cores read from registers, so the widened tile is never written to memory. Numbers of 8 and 4 bits are exact in fp16 and
+bf16; it is their product with x that is scaled, once per group of columns, in fp32. For a few rows of x,
+:mod:`shared.kernels.products.quantized_rows` is faster where it applies; for many,
 :mod:`shared.kernels.products.quantized_prompts`.
 
-If both W and x are FP8, the tensor cores multiply them as they are, twice as fast: of many rows x is rounded to FP8,
-with a scale a row (several rows: :mod:`shared.kernels.products.fp8_rows`). If W's scales belong to rows too,
-``torch._scaled_mm`` computes that; with scales of 128 columns the kernel here adds up 128 columns at a time, also for
-the sake of the sum, since Hopper's sums of FP8 keep 14 bits (DeepSeek-V3, arXiv 2412.19437, section 3.3.2).
+If both W and x are FP8, the tensor cores multiply them directly, twice as fast. So with many rows, x is rounded to FP8,
+with one scale per row (for several rows: :mod:`shared.kernels.products.fp8_rows`). If W's scales also belong to rows,
+``torch._scaled_mm`` computes the product. With one scale per 128 columns, the kernel here adds up 128 columns at a
+time. That also preserves precision, since Hopper's sums of FP8 products keep 14 bits (DeepSeek-V3, arXiv 2412.19437,
+section 3.3.2).
 """
 
 import torch
@@ -31,7 +32,7 @@ from shared.kernels.products.rmsnorm import Norm, load_scale, normalize
 from shared.ops import gated as gated_ops
 from shared.quantization.weight import QuantizedWeight
 
-BAND = tl.constexpr(16)  # blocks of rows of x whose programs follow each other, so that x stays in the L2 cache
+BAND = tl.constexpr(16)  # blocks of rows of x whose programs run one after the other, so that x stays in the L2 cache
 LARGEST_FP8 = tl.constexpr(448.0)
 
 
@@ -47,7 +48,7 @@ def add_product(
     y, rows, is_row, low, high, scales, zeros, start,
     WIDTH: tl.constexpr, PER_GROUP: tl.constexpr, BITS: tl.constexpr, BLOCK_B: tl.constexpr,
 ):  # fmt: skip
-    """``y + W xᵀ`` of a tile of W and columns of x; scaled, unless a scale belongs to a row. PER_GROUP: in bytes."""
+    """``y + W xᵀ`` of a tile of W and columns of x; scaled, unless the scales belong to rows. PER_GROUP: in bytes."""
     tile = load_weights(rows, is_row, start + tl.arange(0, BLOCK_B), WIDTH, BLOCK_B)
     group = start // PER_GROUP
     total = y if PER_GROUP == WIDTH else tl.zeros(y.shape, tl.float32)
@@ -70,7 +71,8 @@ def quantized_gemm_kernel(
     K: tl.constexpr, GROUP: tl.constexpr, BITS: tl.constexpr, RUN: tl.constexpr, ACTIVATION: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PREFETCHED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """A program computes ``out [num_rows, N]`` for BLOCK_M rows and BLOCK_N columns; the grid has one for each block.
+    """A program computes ``out [num_rows, N]`` for BLOCK_M rows and BLOCK_N columns; the grid has one program per
+    block.
 
     x_scales: one for each row of x, if x is FP8. With an activation W is ``[2N, K]``, as in ``gemv_kernel``.
     """
@@ -126,8 +128,8 @@ def quantize_rows_kernel(
     x, norm_weight, values, scales, K, x_stride, eps,
     OFFSET: tl.constexpr, ACTIVATION: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """A row of x, of its norm, or of its activation, in FP8 and its scale, with which the row's largest number is
-    FP8's largest. With an activation a row of x is gate and up, 2K numbers."""
+    """A row of x, of its norm, or of its activation, in FP8, and its scale, which maps the row's largest number to
+    FP8's largest. With an activation, a row of x is gate and up, 2K numbers."""
     launch_dependents(PDL)
     row = tl.program_id(0).to(tl.int64)
     k = tl.arange(0, BLOCK)
@@ -143,12 +145,12 @@ def quantize_rows_kernel(
     peak = tl.max(tl.abs(h))
     largest = tl.full([], LARGEST_FP8, tl.float32)
     tl.store(scales + row, tl.where(peak > 0.0, tl.div_rn(peak, largest), 1.0))
-    factor = tl.where(peak > 0.0, tl.div_rn(largest, peak), 1.0)  # a division of each number would take a microsecond
+    factor = tl.where(peak > 0.0, tl.div_rn(largest, peak), 1.0)  # dividing each number would take a microsecond
     tl.store(values + row * K + k, (h * factor).to(tl.float8e4nv), mask=k < K)
 
 
 def stored(weight: QuantizedWeight, gpu: Generation) -> torch.Tensor:
-    """The values as the kernels take them on this GPU: FP8 as bytes where the GPU has no FP8."""
+    """The values as the kernels take them on this GPU: FP8 becomes bytes where the GPU has no FP8."""
     is_fp8 = weight.values.dtype == torch.float8_e4m3fn
     return weight.values.view(torch.uint8) if is_fp8 and not gpu.has_fp8 else weight.values
 
@@ -215,8 +217,8 @@ def multiply(
     """``activation(x Wᵀ + b) + residual`` of x ``[T, K]``, whose columns are contiguous: ``[T, N]``.
 
     Args:
-        x_scales: of the rows of x, if x is FP8.
-        dtype: of the result; by default that of x.
+        x_scales: the scales of the rows of x, if x is FP8.
+        dtype: the dtype of the result; by default that of x.
     """
     T, K = x.shape
     if K > weight.columns_per_scale < cut.block_k:

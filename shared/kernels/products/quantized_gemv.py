@@ -1,18 +1,17 @@
-"""Products with a weight of 8 or 4 bits, fused with the operations before and after. Introduced in phase 10.
+"""Products with an 8- or 4-bit weight, fused with the operations before and after. Introduced in phase 10.
 
-Decoding takes as long as reading W, so a W of half or a quarter of the bytes takes half or a quarter of the time, if
-nothing else is read: a program loads the bytes and widens them in registers, and no copy of W in 16 bits exists. One
-row of x is multiplied by :func:`quantized_gemv_kernel`, with prologue and epilogue as in
-:mod:`shared.kernels.products.gemv`, more rows by :mod:`shared.kernels.products.quantized_rows`,
-:mod:`shared.kernels.products.fp8_rows`, :mod:`shared.kernels.products.quantized_gemm` and
-:mod:`shared.kernels.products.quantized_prompts`.
+Decoding takes as long as reading W. So a W with half or a quarter of the bytes takes half or a quarter of the time, if
+nothing else is read: a program loads the bytes and widens them in registers, and no 16-bit copy of W exists. One row of
+x is multiplied by :func:`quantized_gemv_kernel`, with prologue and epilogue as in :mod:`shared.kernels.products.gemv`.
+More rows are multiplied by :mod:`shared.kernels.products.quantized_rows`, :mod:`shared.kernels.products.fp8_rows`,
+:mod:`shared.kernels.products.quantized_gemm` and :mod:`shared.kernels.products.quantized_prompts`.
 
 A scale belongs to a row of W or to a group of its columns. Multiplying every weight by its scale would double the
-arithmetic, and a load for each of them would be worse. But ``Σ x (v - z) s = s (Σ x v - z Σ x)`` over columns that
-share scale and zero: a thread sums the 16 bytes of its load first, and scales the sum.
+arithmetic, and loading a scale for each weight would be worse. But ``Σ x (v - z) s = s (Σ x v - z Σ x)`` over columns
+that share scale and zero. So a thread first sums over the 16 bytes of its load, and then scales the sum.
 
-Invariants: W is read once; sums are fp32 of exact products; nothing but a normed x is rounded before the result, except
-that x is rounded to FP8 where the tensor cores multiply it by a W in FP8.
+Invariants: W is read once. Sums are fp32 sums of exact products. Only a normed x is rounded before the result, and x is
+rounded to FP8 where the tensor cores multiply it with a W in FP8.
 """
 
 import torch
@@ -41,19 +40,19 @@ from shared.ops import quantized as op
 from shared.quantization.weight import RUN, QuantizedWeight
 
 GROUPS = (32, 64, 128)
-MOST_TILES = 32  # of a row of W, over which the loop is unrolled: with 96 a kernel took the assembler five minutes
+MOST_TILES = 32  # of a row of W, over which the loop is unrolled; with 96, assembling a kernel took five minutes
 PART = tl.constexpr(16)  # bytes of a row that a thread loads at once; their columns share a scale
-RAISED = tl.constexpr(2.0**64)  # a factor of x, since four bits are read as a number of 2^-149
-LOWERED = tl.constexpr(2.0**85)  # the factor of the sum that makes up for both
+RAISED = tl.constexpr(2.0**64)  # a factor of x, since four bits are read as a multiple of 2^-149
+LOWERED = tl.constexpr(2.0**85)  # the factor of the sum that compensates for both
 
 
 @triton.jit
 def load_groups(
     of_groups, row, is_row, START: tl.constexpr, PARTS: tl.constexpr, GROUPS: tl.constexpr, PER_GROUP: tl.constexpr
 ):
-    """What belongs to the parts of rows from part START on, of ``of_groups [.., GROUPS]``: ``[BLOCK_N, PARTS]``.
+    """The values of ``of_groups [.., GROUPS]`` for the parts of rows from part START on: ``[BLOCK_N, PARTS]``.
 
-    If a row has one group, ``[BLOCK_N, 1]``. PER_GROUP: parts of a group. ``of_groups`` None: zeros of 8.
+    If a row has one group, ``[BLOCK_N, 1]``. PER_GROUP: the number of parts in a group. ``of_groups`` None: zeros of 8.
     """
     if of_groups is None:
         return tl.full([1, 1], 8.0, tl.float32)
@@ -76,7 +75,7 @@ def load_normed(x, norm_weight, inverse_rms, k, K: tl.constexpr, OFFSET: tl.cons
 
 @triton.jit
 def load_by_word(x, norm_weight, inverse_rms, w, K: tl.constexpr, RUN: tl.constexpr, OFFSET: tl.constexpr):
-    """The columns of x that belong to words w of four bits: low and high halves, ``[WORDS, 4]`` each."""
+    """The columns of x that correspond to words w of four-bit numbers: low and high halves, ``[WORDS, 4]`` each."""
     k = columns(4 * w, RUN, 4)[:, None] + tl.arange(0, 4)[None, :]
     low = load_normed(x, norm_weight, inverse_rms, k, K, OFFSET)
     return low, load_normed(x, norm_weight, inverse_rms, k + RUN // 2, K, OFFSET)
@@ -93,10 +92,11 @@ def by_column(h):
 
 @triton.jit
 def times_bits(h, words, AT: tl.constexpr):
-    """h times the four bits of words from bit AT on, times 2^-149.
+    """h times the four-bit numbers of words, starting at bit AT, times 2^-149.
 
-    As the low bits of an fp32 number, n is n · 2^-149, and 16 n or 256 n where it stands further left: no conversion,
-    seldom a shift. The factor of x that makes up for the place is the same for all rows of W. |h| must be below 2^63.
+    As the low bits of an fp32 number, n is n · 2^-149, or 16 n or 256 n times that if it is further to the left: no
+    conversion, and rarely a shift. The factor of x that compensates for the position is the same for all rows of W. |h|
+    must be below 2^63.
     """
     PLACE: tl.constexpr = AT if AT < 20 else AT - 20
     bits = words if AT < 20 else words >> 20
@@ -105,7 +105,7 @@ def times_bits(h, words, AT: tl.constexpr):
 
 @triton.jit
 def part_sums(tile, low, high, zeros, BITS: tl.constexpr, PARTS: tl.constexpr):
-    """``Σ x (v - z)`` of each part of a tile: ``[BLOCK_N, PARTS]``. The tile is of bytes, with 4 bits of words."""
+    """``Σ x (v - z)`` of each part of a tile: ``[BLOCK_N, PARTS]``. The tile holds bytes or, with 4 bits, words."""
     if BITS == 8:
         products = low[None, :] * widened(tile, tl.float32)
         return tl.sum(products.reshape([tile.shape[0], PARTS, PART]), axis=2)
@@ -136,7 +136,7 @@ def quantized_gemv_kernel(
     GROUP: columns that share a scale. With an activation W is ``[2N, K]``, as in ``gemv_kernel``.
     """
     launch_dependents(PDL)
-    BYTES: tl.constexpr = 1 if BITS == 8 else 4  # four bits are loaded as words of 32
+    BYTES: tl.constexpr = 1 if BITS == 8 else 4  # four-bit numbers are loaded as 32-bit words
     WIDTH: tl.constexpr = K * BITS // 8 // BYTES  # words or bytes of a row
     BLOCK_B: tl.constexpr = BLOCK_K * BITS // 8 // BYTES
     PARTS: tl.constexpr = BLOCK_B * BYTES // PART
@@ -207,11 +207,12 @@ def linear(
     activation: gated_ops.GatedOp | None = None,
     cut: QuantizedTiling | None = None,
 ) -> torch.Tensor:
-    """``activation(norm(x) Wᵀ + b) + residual``: arguments and result as those of
+    """``activation(norm(x) Wᵀ + b) + residual``; arguments and result as in
     :func:`shared.kernels.products.gemv.linear`.
 
-    More than eight rows are multiplied in FP8 if W is FP8 and the GPU does (above 64 whatever the groups of W; up to
-    them, of 128 columns or whole rows, and x of 16 bits); then x is rounded to FP8, with a scale a row.
+    More than eight rows are multiplied in FP8, with x rounded to FP8 and one scale per row, if W is FP8 and the GPU
+    multiplies FP8. Above 64 rows the groups of W do not matter; up to 64 they must be 128 columns or whole rows, and x
+    must have 16 bits.
 
     Raises:
         ValueError: the weight does not fit x, or the kernels cannot read its format.
@@ -239,7 +240,7 @@ def linear(
     if not cut.dot:
         return _launch(x.contiguous(), weight, bias, norm, residual, activation, cut, gpu)
     x = x if x.stride(1) == 1 else x.contiguous()
-    own_residual = residual if activation is None else None  # else it is added after the activation
+    own_residual = residual if activation is None else None  # otherwise it is added after the activation
     if is_fp8_rows:
         return multiply_rows_in_fp8(x, weight, bias, norm, residual, activation, cut)
     if is_fp8 and T > MAX_ROWS:
@@ -284,7 +285,7 @@ def gated_linear(
 
 
 def check_weight(weight: QuantizedWeight, K: int) -> None:
-    """Raise ValueError if a weight does not fit rows of K numbers, or its format is none that the kernels read."""
+    """Raise ValueError if a weight does not fit rows of K numbers, or if the kernels cannot read its format."""
     if weight.shape[1] != K or not weight.values.is_contiguous() or not weight.scales.is_contiguous():
         raise ValueError(f"the weight must be contiguous [N, {K}]; its shape is {weight.shape}")
     group = weight.columns_per_scale
@@ -300,7 +301,7 @@ def check_weight(weight: QuantizedWeight, K: int) -> None:
 
 
 def _finished(y: torch.Tensor, residual: torch.Tensor | None, activation: gated_ops.GatedOp | None) -> torch.Tensor:
-    """The epilogue in launches of its own."""
+    """Runs the epilogue as separate launches."""
     if activation is not None:
         half = y.shape[1] // 2
         _, gate_and_up = ACTIVATIONS[activation]

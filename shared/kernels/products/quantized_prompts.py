@@ -1,10 +1,10 @@
 """Products of prompts with an 8- or 4-bit weight, which is widened to 16 bits one tile of rows at a time.
 
 Introduced in phase 10. A product of many rows is compute-bound: widening W in registers costs a third of the tensor
-cores' time, since every program that multiplies a tile of W widens it again. Widened once, and scaled, a tile goes
-through memory twice, but most of it stays in the L2 cache, and PyTorch multiplies it like any matrix.
+cores' time, since every program that multiplies a tile of W widens it again. If a tile is widened and scaled only once,
+it goes through memory twice, but most of it stays in the L2 cache, and PyTorch multiplies it like any matrix.
 
-Invariant: memory holds one tile in 16 bits, never the whole of a larger matrix.
+Invariant: memory holds one tile in 16 bits, never a whole larger matrix.
 """
 
 import torch
@@ -15,9 +15,10 @@ from shared.kernels.products.quantized_tiling import PROMPT_ROWS
 from shared.quantization.weight import QuantizedWeight
 
 TILE_ROWS = 2048  # a multiple of the rows of an FP8 block; fewer do not occupy the GPU
-LONG_ROWS = 8192  # numbers of a row above which a tile has twice as many rows
+LONG_ROWS = 8192  # columns of a row above which a tile has twice as many rows
 BLOCK = 2048  # bytes of a row that a program widens
-LEAST_ROWS = 256  # rows of x: with fewer, writing the tiles of a matrix that occupies the GPU costs more than it saves
+# rows of x: with fewer rows, writing the tiles of a matrix that occupies the GPU costs more than it saves
+LEAST_ROWS = 256
 
 
 @triton.jit
@@ -45,7 +46,8 @@ def is_faster(rows: int, N: int, x: torch.Tensor) -> bool:
     """Whether :func:`multiply_by_tiles` is faster than the widening product, for more rows than the decode kernels
     handle.
 
-    That product has a program for 128 rows of W: with fewer programs than multiprocessors most of the GPU idles.
+    The widening product has one program per 128 rows of W: with fewer programs than multiprocessors, most of the GPU
+    idles.
     """
     return x.element_size() == 2 and (rows >= LEAST_ROWS or num_multiprocessors(x.device) > -(-N // PROMPT_ROWS))
 
@@ -57,7 +59,7 @@ def multiply_by_tiles(
     bias: torch.Tensor | None,
     residual: torch.Tensor | None,
 ) -> torch.Tensor:
-    """``x Wᵀ + b + residual`` of x ``[T, K]``: ``[T, N]``. W is rounded to the dtype of x after it is scaled.
+    """``x Wᵀ + b + residual`` of x ``[T, K]``: ``[T, N]``. W is rounded to the dtype of x after scaling.
 
     ``values``: the weight's, in the form that the kernels read on this GPU.
     """

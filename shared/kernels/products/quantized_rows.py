@@ -1,15 +1,15 @@
-"""Products of a few rows with a weight of 8 or 4 bits on the tensor cores. Introduced in phase 10.
+"""Products of a few rows with an 8- or 4-bit weight on the tensor cores. Introduced in phase 10.
 
-The time is that of reading W, if nothing holds it up. Three things would: a widened tile that goes through shared
-memory once more; a scale that is waited for every 128 columns; and few warps, each of which waits for its own
-instructions. So the bytes of W are loaded many tiles ahead, and each thread widens what it has loaded: the product is
-told which rows and columns those are (:func:`shared.kernels.products.quantized_tiles.as_operand`). What belongs to a
-group is loaded a step early. And several programs share the columns of a row, so that every multiprocessor has many
-warps.
+The time is that of reading W, if nothing delays it. Three things could: moving a widened tile through shared memory
+again; waiting for a scale every 128 columns; and having few warps, each of which waits for its own instructions. So the
+bytes of W are loaded many tiles ahead, and each thread widens what it has loaded; the product is given the
+corresponding rows and columns (:func:`shared.kernels.products.quantized_tiles.as_operand`). The values of a group
+(scales, zeros) are loaded one step early. And several programs share the columns of a row, so that every multiprocessor
+has many warps.
 
-Marlin (Frantar et al., arXiv 2408.11743) permutes the stored weights to the same end. Here they stay, and
-:mod:`shared.kernels.products.quantized_gemv` reads them as well. Invariants: W is read once; sums are fp32, and
-those of several programs are added in the order of the columns; counters are zero between launches.
+Marlin (Frantar et al., arXiv 2408.11743) permutes the stored weights for the same purpose. Here they are stored
+unpermuted, and :mod:`shared.kernels.products.quantized_gemv` reads them as well. Invariants: W is read once; sums are
+fp32, and those of several programs are added in the order of the columns; counters are zero between launches.
 """
 
 import torch
@@ -32,7 +32,7 @@ def load_step(rows, start, S: tl.constexpr):
 
 @triton.jit
 def load_scales(of_groups, group, DEFAULT: tl.constexpr):
-    """What belongs to a group of rows of W, or zeros of 8."""
+    """The values of a group of rows of W; without zeros, 8."""
     if of_groups is None:
         return tl.full([1], DEFAULT, tl.float32)
     else:
@@ -41,7 +41,7 @@ def load_scales(of_groups, group, DEFAULT: tl.constexpr):
 
 @triton.jit
 def add_step(y, tile, low, high, scale, zero, GROUPS: tl.constexpr, BITS: tl.constexpr, WARPS: tl.constexpr):
-    """``y + W xᵀ`` of 128 columns, whose scale is the same; scaled, unless a scale belongs to a row."""
+    """``y + W xᵀ`` of 128 columns that share a scale; scaled, unless the scales belong to rows."""
     tile = as_operand(tile, WARPS)
     total = y if GROUPS == 1 else tl.zeros(y.shape, tl.float32)
     if BITS == 8:
@@ -63,10 +63,10 @@ def quantized_rows_kernel(
 ):  # fmt: skip
     """Program (i, j) computes columns i · BLOCK_N … of ``out [num_rows, N]`` for up to BLOCK_M rows, from part j of K.
 
-    The bytes of W travel through shared memory as they are, many tiles ahead, and each thread takes from there what it
-    widens for the tensor cores (:func:`as_operand`). A step is 128 columns, an iteration STEPS steps. Of several
-    parts the last program to arrive adds up all, in their order. Where ``num_rows`` is known to be a multiple of 16,
-    the compiler orders the instructions of two products in another way, which takes up to 15 % longer.
+    The bytes of W go through shared memory unchanged, many tiles ahead, and each thread reads from there what it widens
+    for the tensor cores (:func:`as_operand`). A step is 128 columns; an iteration is STEPS steps. If there are several
+    parts, the last program to arrive adds them all up, in order. If ``num_rows`` is known to be a multiple of 16, the
+    compiler orders the instructions of two products differently, which takes up to 15 % longer.
     """
     launch_dependents(PDL)
     WIDTH: tl.constexpr = K * BITS // 8  # bytes of a row
@@ -91,7 +91,7 @@ def quantized_rows_kernel(
         up_scale_rows = scales + (N + row) // rows_per_scale * GROUPS
         up_zero_rows = None if zeros is None else zeros + (N + row) // rows_per_scale * GROUPS
         prefetch_weights(values + first, N + row, WIDTH, STEP, PREFETCHED, PDL)
-    # What belongs to a group is loaded a step ahead of its use.
+    # The values of a group are loaded one step before they are used.
     group = first // STEP if GROUPS > 1 else 0
     scale, zero = load_scales(scale_rows, group, 1.0), load_scales(zero_rows, group, 8.0)
     up_scale, up_zero = load_scales(up_scale_rows, group, 1.0), load_scales(up_zero_rows, group, 8.0)
@@ -118,7 +118,7 @@ def quantized_rows_kernel(
             y = add_step(y, tile, low, high, scale, this_zero, GROUPS, BITS, WARPS)
             if ACTIVATION is not None:
                 up = add_step(up, up_tile, low, high, up_scale, this_up_zero, GROUPS, BITS, WARPS)
-            if GROUPS > 1:  # a scale is the last thing that a step needs, so only now its register is free
+            if GROUPS > 1:  # a scale is the last thing that a step needs, so its register becomes free only now
                 scale, up_scale = load_scales(scale_rows, group, 1.0), load_scales(up_scale_rows, group, 1.0)
     y, up, is_storing = sum_of_parts(y, up, partial, counters, block, split, SPLITS, ACTIVATION)
     if is_storing:

@@ -1,8 +1,8 @@
 """Tiles of a quantized matrix in registers. Introduced in phase 10.
 
-A tile holds the bytes as stored. With 8 bits a byte is one column, with 4 bits two: byte i of a run of columns holds
-column i in its low half and column i + half a run in its high half, so a tile is multiplied by two contiguous pieces of
-x. FP8 is uint8 on a GPU that cannot convert it.
+A tile holds the bytes as stored. With 8 bits, a byte is one column; with 4 bits, it is two. Byte i of a run of columns
+holds column i in its low half and, in its high half, the column half a run later. So a tile is multiplied by two
+contiguous pieces of x. FP8 is stored as uint8 on a GPU that cannot convert it.
 """
 
 from shared.kernels.launch import INTERPRETED, tl, triton
@@ -37,9 +37,9 @@ def widened(tile, dtype: tl.constexpr):
 def widened_by_bits(tile, dtype: tl.constexpr):
     """INT8 in fp32 or bf16, or FP8 in bf16, without conversion instructions, which take four times as long as others.
 
-    INT8 in fp32: a byte plus 128 is the last byte of 2^23's fraction. In bf16: seven bits are the fraction of 128, and
-    the eighth is the last bit of an exponent, giving -128 or -256; their sum is the number. FP8: its bits are moved to
-    bf16's positions, and 2^120 compensates for the difference of the exponent biases.
+    INT8 in fp32: a byte plus 128 is the last byte of the fraction of 2^23. INT8 in bf16: seven bits are the fraction of
+    128, and the eighth is the last bit of an exponent, which gives -128 or -256; their sum is the number. FP8: its bits
+    are moved to bf16's positions, and a factor of 2^120 compensates for the different exponent biases.
     """
     if dtype == tl.float32:
         return tl.inline_asm_elementwise(
@@ -116,18 +116,18 @@ def loaded_row(i, WARPS: tl.constexpr):
 
 @triton.jit
 def operand_column(j, BITS: tl.constexpr):
-    """The column at position j of :func:`as_operand`'s rows; with 4 bits, of the low half."""
+    """The column at position j in the rows of :func:`as_operand`; with 4 bits, that of the low half."""
     return j // 64 * (512 // BITS) + j // 2 % 4 * 16 + j // 16 % 4 * 4 + j // 8 % 2 * 2 + j % 2
 
 
 @triton.jit
 def as_operand(tile, WARPS: tl.constexpr):
-    """Bytes ``[S, R, 64]`` of R rows as loaded, as the tensor cores' first operand ``[R, 64 S]``.
+    """Bytes ``[S, R, 64]`` of R rows, as loaded, as the tensor cores' first operand ``[R, 64 S]``.
 
-    A thread loads 16 bytes of a row at once, but a tensor core expects 2 columns in one position and 2 in another, in
-    two rows 8 apart. But a product may take columns and rows in any order, as long as x and the result use the same
-    order: so the bytes that a thread has loaded are relabelled as those that it should have, and no byte moves to
-    another thread.
+    A thread loads 16 adjacent bytes of a row, but a tensor core expects a thread to hold 2 columns at one position and
+    2 at another, in two rows that are 8 apart. But a product may take columns and rows in any order, as long as x and
+    the result use the same order. So the bytes that a thread has loaded are relabelled as those that it should have,
+    and no byte moves to another thread.
     """
     S: tl.constexpr = tile.shape[0]
     R: tl.constexpr = tile.shape[1]
@@ -139,8 +139,8 @@ def as_operand(tile, WARPS: tl.constexpr):
 def halves(tile, zero, dtype: tl.constexpr):
     """The low and high halves of bytes, minus ``zero``, in fp16 or bf16: two tiles.
 
-    Four bits are the last fraction bits of ``128 + n`` in bf16 and of ``1024 + n`` in fp16, so no number is converted:
-    a pair takes one operation to become fractions and one to subtract 128 and the zero.
+    Four bits become the last fraction bits of ``128 + n`` in bf16 and of ``1024 + n`` in fp16, so no number is
+    converted: for a pair, one operation makes the fractions and one subtracts 128 and the zero.
     """
     if COMPILED and dtype == tl.bfloat16:
         return tl.inline_asm_elementwise(

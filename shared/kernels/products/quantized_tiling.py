@@ -1,10 +1,10 @@
-"""The tilings of products with a quantized matrix: a plain table, as :mod:`shared.kernels.products.tiling`.
+"""The tilings of products with a quantized matrix: a plain table, like :mod:`shared.kernels.products.tiling`.
 
 Introduced in phase 10.
 
-A thread loads 16 bytes at a time, which hold twice or four times as many columns as in 16 bits, so the tiles are
-wider. Invariants: a tile has at least 16 bytes of a row of W; a tile for the tensor cores, or each piece of it, has no
-more columns than share a scale; its stages fit in the shared memory of a program.
+A thread loads 16 bytes at a time, which hold two or four times as many columns as in 16 bits, so the tiles are wider.
+Invariants: a tile has at least 16 bytes of each row of W; a tile for the tensor cores, or each piece of it, has at most
+as many columns as share a scale; its stages fit in the shared memory of a program.
 """
 
 import functools
@@ -13,17 +13,17 @@ from dataclasses import dataclass
 from shared.kernels.launch import next_power_of_two
 from shared.kernels.products.tiling import DOT_ROWS, FEW_PROGRAMS, MANY_PROGRAMS, Tiling, parts
 
-PROMPT_ROWS = 128  # of x, the most that a program multiplies at once
+PROMPT_ROWS = 128  # of x; the most that a program multiplies at once
 MAX_STAGES = 8
-LEAST_WARPS = 1536  # of a few rows of x: twelve for each multiprocessor of a large GPU
+LEAST_WARPS = 1536  # for a few rows of x: twelve for each multiprocessor of a large GPU
 STEP = 128  # columns that quantized_rows_kernel multiplies at once, and that share a scale
 
 
 @dataclass(frozen=True)
 class QuantizedTiling(Tiling):
-    """A tiling of W, as the base class has it, and of x."""
+    """A tiling of W, as in the base class, and of x."""
 
-    splits: int = 0  # 0: quantized_gemm_kernel, which does not split K
+    splits: int = 0  # 0 for quantized_gemm_kernel, which does not split K
     block_m: int = DOT_ROWS  # rows of x that a program of the matrix product multiplies at once
 
 
@@ -66,7 +66,7 @@ def quantized_tiling(
 
 
 def rows_tiling(block_m: int, N: int, K: int, bits: int, is_gated: bool, shared_bytes: int) -> QuantizedTiling:
-    """The tiling for a few rows of x: as many programs as give every multiprocessor enough warps."""
+    """The tiling for a few rows of x: enough programs to give every multiprocessor enough warps."""
     block_n, num_warps = (64, 4) if is_gated else (128, 8)
     has_two_steps = bits == 4 and block_m == DOT_ROWS and (is_gated or K > N) and K % (2 * STEP) == 0
     block_k = 2 * STEP if has_two_steps else STEP
@@ -94,8 +94,8 @@ def fp8_rows_tiling(
 
 
 def vector_tiling(N: int, K: int, bits: int, is_gated: bool) -> QuantizedTiling:
-    """The tiling for one row of x: a program has about 8,000 bytes of W in flight, and widens each x for several rows
-    of W, which takes a good part of the time where W has 4 bits."""
+    """The tiling for one row of x: a program has about 8,000 bytes of W in flight. It widens each x for several rows of
+    W, which matters if W has 4 bits."""
     if bits == 8:
         block_k = min(next_power_of_two(K), 2048)
         block_n = 1 if N < 1024 else 2 if is_gated else 4

@@ -1,8 +1,8 @@
 """RMSNorm fused with the operations around it, in one launch. Introduced in phase 3.1.
 
-A norm reads a vector, reduces it to one number, and writes a vector of the same size: alone it costs a launch and a
+A norm reads a vector, reduces it to one number, and writes a vector of the same size: by itself it costs a launch and a
 round trip through memory. The operation before it (the residual addition, a Gemma block's norm after attention) or
-after it (another addition) works on the same vector, so one program applies the chain
+after it (another addition) works on the same vector. So one program applies the chain
 
     x → [post-norm] → [+ residual → summed] → [norm → normed]
 
@@ -37,7 +37,7 @@ def load_scale(weight, i, n, OFFSET: tl.constexpr):
 
 @triton.jit
 def normalize(h, scale, n, eps):
-    """``h / sqrt(mean(h²) + eps) · scale`` in fp32; h has n numbers, and zeros past them."""
+    """``h / sqrt(mean(h²) + eps) · scale`` in fp32; h has n elements, followed by zeros."""
     return h * tl.rsqrt(tl.sum(h * h) / n + eps) * scale
 
 
@@ -106,7 +106,7 @@ def add_rms_norm(
 
     Args:
         x, residual: ``[..., n]``; rows may be strided.
-        weight, eps, offset: of the norm, as in :func:`shared.ops.rmsnorm.rms_norm`.
+        weight, eps, offset: the norm's, as in :func:`shared.ops.rmsnorm.rms_norm`.
         post_norm: if given, x goes through this norm before it is added (Gemma).
     """
     if not launches(x):
@@ -148,7 +148,7 @@ def _launch(
 
 
 def _rows(x: torch.Tensor) -> torch.Tensor:
-    """x as ``[rows, n]`` with contiguous rows; copied only if strides cannot express it."""
+    """x as ``[rows, n]`` with contiguous rows; copied only if strides cannot express that."""
     if x.dim() != 2:
         x = x.reshape(-1, x.shape[-1])
     return x if x.stride(1) == 1 or x.shape[1] == 1 else x.contiguous()

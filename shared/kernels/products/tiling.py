@@ -1,12 +1,12 @@
 """The tilings of products with few rows: a plain table. Introduced in phase 3.1.
 
-The fastest tiling depends on shape and GPU, and can be measured only among other kernels, under a CUDA graph: an
-autotuner that times single launches picks wrong ones. So nothing is tuned at run time. All tilings give the same
+The fastest tiling depends on shape and GPU, and can be measured only among other kernels under a CUDA graph: an
+autotuner that times single launches picks the wrong ones. So nothing is tuned at run time. All tilings give the same
 results up to rounding, and a test or a benchmark may pass its own to ``gemv.linear``.
 
 Invariants of the table: a gemv tiling for more than one row of x has ``block_k >= K``, since only the first tile of
-each row of W stays in registers, and W must be read once; the loads of a dot tiling in flight, ``num_stages`` tiles of
-W and x, fit in the shared memory that the GPU gives a program.
+each row of W stays in registers and W must be read once; the loads that a dot tiling keeps in flight, ``num_stages``
+tiles of W and x, fit in the shared memory that the GPU gives a program.
 """
 
 import functools
@@ -15,12 +15,12 @@ from dataclasses import dataclass
 from shared.kernels.launch import next_power_of_two
 
 MAX_ROWS = 64  # of x; PyTorch computes larger products
-MAX_FP32_ROWS = 16  # of x in fp32, which is multiplied without tensor cores
+MAX_FP32_ROWS = 16  # rows of x in fp32, which is multiplied without tensor cores
 DOT_ROWS = 16  # the fewest rows of x that tensor cores multiply; fewer are padded
-FEW_PROGRAMS = 32  # of a product on tensor cores, which leave most of the memory's rate unused
+FEW_PROGRAMS = 32  # of a product on tensor cores that leaves most of the memory bandwidth unused
 MANY_PROGRAMS = 96  # which use it
-SHORT_PART = 512  # columns, below which no row of W is split
-LONG_PART = 4096  # columns, from which on adding up the parts takes less than it brings
+SHORT_PART = 512  # columns; narrower matrices are not split
+LONG_PART = 4096  # columns from which on adding up the parts costs less than it gains
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class Tiling:
     num_stages: int = 1
     dot: bool = False  # gemv.skinny_kernel, else gemv.gemv_kernel
     prefetched: int = 0  # tiles of W that a program of gemv.skinny_kernel requests before x is written
-    splits: int = 1  # parts of K, each for a program of gemv.skinny_kernel
+    splits: int = 1  # parts of K, each for one program of gemv.skinny_kernel
 
 
 @functools.cache
@@ -48,13 +48,13 @@ def tiling(rows: int, N: int, K: int, is_gated: bool, itemsize: int, shared_byte
 
 
 def dot_rows(rows: int) -> int:
-    """The rows of the tile that holds all rows of x."""
+    """The number of rows in the tile that holds all rows of x."""
     return max(DOT_ROWS, next_power_of_two(rows))
 
 
 def dot_tiling(x_rows: int, N: int, K: int, is_gated: bool, itemsize: int, shared_bytes: int) -> Tiling:
-    """The tiling for a tile of ``x_rows`` of x: as many stages as fit, of tiles of 64 rows of W, which are the fewest
-    that Hopper's tensor cores take as their first operand. A gated product reads two rows of W for a column.
+    """The tiling for a tile of ``x_rows`` rows of x: as many stages as fit, with tiles of 64 rows of W, the fewest that
+    Hopper's tensor cores take as their first operand. A gated product reads two rows of W for each column.
     """
     block_n, block_bytes = 64, 256
     stage_rows = (2 if is_gated else 1) * block_n + x_rows
@@ -67,8 +67,8 @@ def dot_tiling(x_rows: int, N: int, K: int, is_gated: bool, itemsize: int, share
 
 
 def parts(blocks: int, K: int, block_k: int, few: int = FEW_PROGRAMS, many: int = MANY_PROGRAMS) -> int:
-    """The parts of K, whole tiles of ``block_k``, of a product with so many blocks of rows of W: more programs, if they
-    are few, or if they are not many and their parts are long."""
+    """The number of parts of K, in whole tiles of ``block_k``, for a product with this many blocks of rows of W. K is
+    split if there are few programs, or if there are not many and the parts are long."""
     splits = 1
     while splits < 8 and K % (2 * splits * block_k) == 0 and 2 * splits * SHORT_PART <= K:
         is_long = K // splits >= LONG_PART

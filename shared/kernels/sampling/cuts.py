@@ -1,8 +1,8 @@
 """Exact top-k and top-p cutoffs of a row of logits without sorting. Introduced in phase 3.1.
 
 A token's distance from the row's maximum is ``(peak - logit) / temperature``. It is not negative, so its bits, read as
-an integer, sort in the same order: its *key*. The top-k cutoff is the k-th smallest key, the top-p cutoff the smallest
-key up to which the probabilities sum to top-p; tokens with a larger key are removed. Three launches find both:
+an integer, sort in the same order: its *key*. The top-k cutoff is the k-th smallest key. The top-p cutoff is the
+smallest key up to which the probabilities sum to top-p. Tokens with a larger key are removed. Three launches find both:
 
     bracket  two programs per row estimate, from a sample of the row, two keys between which the cutoffs lie
     collect  one program per block sums the probability up to the lower key and that of all tokens, and appends
@@ -13,16 +13,16 @@ key up to which the probabilities sum to top-p; tokens with a larger key are rem
              and practically never happens
 
 So every logit is compared with two keys instead of many pivots, and the result never depends on the estimate. This is
-the selection of Floyd and Rivest ("Expected time bounds for selection", 1975), also for sums of probability.
-FlashInfer's sorting-free sampling (arXiv 2501.01005) uses rejection instead: it samples, rejects tokens that the
-cutoffs would remove, and samples again, which does not work with counter-based noise.
+the selection algorithm of Floyd and Rivest ("Expected time bounds for selection", 1975), extended to sums of
+probability. FlashInfer's sorting-free sampling (arXiv 2501.01005) uses rejection instead: it samples, rejects tokens
+that the cutoffs would remove, and samples again, which does not work with counter-based noise.
 
-The estimate. From each group of ``GROUP`` logits the estimate uses the maximum, found by the peak launch, and the first
+The estimate. For each group of ``GROUP`` logits, the estimate uses the maximum, found by the peak launch, and the first
 logit. At least k tokens have keys up to the k-th of the maxima's. Top-p concerns the *tail*, the probability beyond a
-key: the sample gives the tail, and the peak launch the total. A token in the tail weighs at most what the key itself
-weighs, so no heavy token that the sample misses can spoil the estimate, however peaked the row is.
+key: the sample gives the tail, and the peak launch the total. A token in the tail weighs at most as much as the key
+itself, so no heavy token that the sample misses can spoil the estimate, however peaked the row is.
 
-Invariants: as in :mod:`shared.sampling.processors` a token is kept if fewer than k tokens, and less than top-p of the
+Invariants: as in :mod:`shared.sampling.processors`, a token is kept if fewer than k tokens, with less than top-p of the
 probability, are strictly more likely, so ties are kept or removed together. A token's weight ``exp(-distance)`` is an
 integer in units of 2^-44: integer sums do not depend on the order of additions, so a row's cutoffs are the same in
 every run and every batch. Tokens that min-p removes have no key, so they are neither counted nor summed.
@@ -43,15 +43,15 @@ from shared.kernels.sampling.keys import (
     widen,
 )
 
-GROUP = tl.constexpr(32)  # logits of which one is sampled
+GROUP = tl.constexpr(32)  # logits, one of which is sampled
 SIGMAS = tl.constexpr(3.5)  # half the bracket's width, in standard deviations of the estimate
 BRACKET_STEPS = tl.constexpr(16)  # of 31: a bound is exact to 2^-8 of itself
-WEIGHTLESS = tl.constexpr(31.0)  # a distance at which a weight is less than a unit
+WEIGHTLESS = tl.constexpr(31.0)  # a distance at which a weight is less than one unit
 
 
 @triton.jit
 def bracket_top_k(maxima, k):
-    """A key up to which at least k of the groups' maxima lie, approximately the smallest such key."""
+    """A key up to which at least k of the groups' maxima lie; approximately the smallest such key."""
     low, high = tl.full([], -1, tl.int32), tl.full([], FARTHEST, tl.int32)
     for _ in range(BRACKET_STEPS):
         middle = low + (high - low) // 2
@@ -65,7 +65,8 @@ def bracket_top_k(maxima, k):
 def bracket_top_p(sample, total, p, farthest, is_upper):
     """A key that very probably bounds the top-p cutoff from below, or from above, estimated from every GROUP-th token.
 
-    Args: total: approximately the sum of all weights, including those that min-p removes.
+    Args:
+        total: approximately the sum of all weights, including those that min-p removes.
     """
     weights = tl.where(sample <= FARTHEST, weight_of(tl.minimum(sample, FARTHEST)), 0.0) * GROUP
     total -= tl.sum(tl.where(sample > farthest, weights, 0.0), 0)
@@ -78,7 +79,7 @@ def bracket_top_p(sample, total, p, farthest, is_upper):
         beyond = tl.where(sample > middle, weights, 0.0)
         tail = tl.sum(beyond, 0)
         # Heavy tokens that the sample misses only raise the tail, so the lower bound need not allow for them.
-        most = tl.where(is_upper, GROUP * weight_of(middle), 0.0)  # the maximum that one token of the sample adds
+        most = tl.where(is_upper, GROUP * weight_of(middle), 0.0)  # the most that one token of the sample can add
         variance = most * tail
         if not is_upper:
             variance = tl.sum(beyond * beyond, 0)
@@ -95,7 +96,7 @@ def bracket_kernel(
     vocabulary, num_blocks,
     GROUPS: tl.constexpr, BLOCKS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Store one side of a row's bracket (low, high]: -1 is below all keys, and is the low side of a row with top-k.
+    """Store one side of a row's bracket (low, high]; -1 is below all keys, and is the low side for a row with top-k.
 
     Branches on features that the batch lacks are excluded at compile time: Triton 3.6 fails on loops and branches that
     it can prove dead.
@@ -155,8 +156,8 @@ def collect_kernel(
             is_open = (distance > low) & (distance <= high)
             num_open = tl.sum(is_open.to(tl.int32), 0)
             if num_open > 0:
-                # Indices in the list: scans within groups of 4, which a thread computes in registers, over its groups,
-                # and over the threads.
+                # Indices in the list come from three scans: within groups of 4, which a thread computes in registers;
+                # over the thread's groups; and over the threads.
                 within = tl.cumsum(tl.reshape(is_open.to(tl.int32), [BLOCK // 512, 128, 4]), 2)
                 counts = tl.max(within, 2)
                 ends = tl.cumsum(counts, 0)

@@ -1,14 +1,14 @@
 """Adds Gumbel noise to each row's remaining tokens, and takes the arg-max. Introduced in phase 3.1.
 
-Sampling is bound by instructions, not by bytes: ten rounds of Philox for four tokens, and two exact logarithms for
-each. Two bounds save most of the work that cannot change the result:
+Sampling is bound by instructions, not by bytes: ten rounds of Philox per four tokens, and two exact logarithms per
+token. Two bounds save most of the work that cannot change the result:
 
 - the noise is made from 23 random bits, so it lies between -2.82 and 16.64, and a token further than their difference
   below the maximum loses to the token at the maximum, which is never removed. A block of such tokens, or of removed
   ones, is not even loaded: its maximum is known;
 - ``-log(-log(u))`` is at most ``-log(1 - u)``, and close to it for the large noise that wins. This, and a distance
   computed without a division, gives a bound on each score. Exact scores are computed in the order of the bounds, until
-  no bound exceeds the best score: for one token of most blocks.
+  no bound exceeds the best score: in most blocks, for one token.
 """
 
 from shared.kernels.launch import launch_dependents, tl, triton, wait_for_previous
@@ -31,7 +31,7 @@ SLACK = tl.constexpr(1e-3)  # more than the rounding errors of a score and its b
 def load_uniform(seed, index, first_id, STREAM: tl.constexpr, BLOCK: tl.constexpr):
     """:func:`shared.sampling.noise.uniform` for BLOCK ids from ``first_id`` on, a multiple of four.
 
-    Unlike Triton's own Philox it takes both halves of a product from one multiplication.
+    Unlike Triton's own Philox, it takes both halves of a product from one multiplication.
     """
     c0 = (first_id // 4 + tl.arange(0, BLOCK // 4)).to(tl.uint32)
     c1, c2, c3 = index.to(tl.uint32), tl.full([], STREAM, tl.uint32), tl.full([], 0, tl.uint32)
@@ -54,8 +54,8 @@ def gumbel_of(uniform):
 def bound_of(uniform):
     """An upper bound on the noise, at most 0.07 too large for noise above 4.
 
-    It is ``-log(1 - u)``, with a logarithm that is linear between powers of two: the exponent and the mantissa of a
-    float, read as one integer.
+    It is ``-log(1 - u)``, with a logarithm that is linear between powers of two: a float's exponent and mantissa, read
+    as one integer.
     """
     bits = (1 - uniform).to(tl.int32, bitcast=True).to(tl.float32)
     return 127 * 0.6931471805599453 + SLACK - bits * (0.6931471805599453 / 2**23)
@@ -108,7 +108,7 @@ def draw_kernel(
             logit = tl.load(logits + ids, mask=ids < vocabulary, other=float("nan")).to(tl.float32)
             distance = distance_of(logit, peak, sharpness)
             bounds = bound_of(load_uniform(seed, index, first_id, STREAM, BLOCK)) - distance
-            # An integer in steps of 2^-13 from -32 on, and the index in the block: one maximum finds both.
+            # An integer in steps of 2^-13 from -32 on, with the index in the block: a single maximum finds both.
             bounds = ((bounds + 1056).to(tl.int32, bitcast=True) << 12) + tl.arange(0, BLOCK)
             bounds = tl.where(distance <= reach, bounds, -1)
             top = tl.max(bounds, 0)

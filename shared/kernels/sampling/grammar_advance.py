@@ -1,12 +1,12 @@
 """The configuration after a token, on the GPU that sampled the token. Introduced in phase 12.
 
 The next mask depends on the token that a step has just sampled, which the host sees a step later. So the configurations
-live on the device, and a launch after the sampler advances them. With drafts each position has a configuration, which
-follows from the previous position's by one draft, so one launch walks the chain.
+are kept on the device, and a launch after the sampler advances them. With drafts, each position has a configuration,
+which follows from the previous position's by one draft, so one launch walks the whole chain.
 
 If the allowed tokens stay the same, as for most tokens inside a string, the row is marked and keeps its mask.
 
-Invariant: a row whose grammar refuses the token loses its grammar; the mask prevents this, and the host, which walks
+Invariant: a row whose grammar refuses the token loses its grammar. The mask prevents this, and the host, which walks
 the same tokens, detects it.
 """
 
@@ -78,7 +78,7 @@ def grammar_advance_kernel(tables, rows, sources, targets, chosen, token_ids, te
                 is_kept &= (own == 0) & (below == height)
                 is_kept &= tl.minimum(fewest, longest) == tl.minimum(least, longest)  # a token counts no further
                 is_kept &= tl.minimum(most, longest) == tl.minimum(limit, longest)
-                tl.debug_barrier()  # it may be the same row
+                tl.debug_barrier()  # source and target may be the same row
                 tl.store(after + n, numbers, mask=n < ROW)
                 tl.debug_barrier()
                 is_token = length > 0  # an id that ends the sequence leaves the row unchanged
@@ -99,7 +99,7 @@ def grammar_advance_kernel(tables, rows, sources, targets, chosen, token_ids, te
                 store_set(seens + 2, seen1, is_allowed & (own > 1))
                 store_set(seens + 4, seen2, is_allowed & (own > 2))
                 store_set(seens + 6, seen3, is_allowed & (own > 3))
-            tl.debug_barrier()  # the next step reads what this one wrote
+            tl.debug_barrier()  # the next iteration reads what this one wrote
             source = target + step
 
 
@@ -117,10 +117,12 @@ def grammar_advance(
     ``rows[targets[b] + j]``.
 
     Args:
-        rows: int32 ``[slots, ROW]``. No row is the source of one chain and the target of another. sources: int32
-        ``[B]``; -1 for a row without a grammar, which is not written. targets: int32 ``[B]``; may equal ``sources``.
-        token_ids: int64 ``[B]`` or ``[B, K]``, contiguous. grammars: by their base in the tables; read only if no
-        kernel runs. chosen: int32 ``[B]``: chain b walks ``token_ids[chosen[b]]``; None: ``token_ids[b]``.
+        rows: int32 ``[slots, ROW]``. No row is the source of one chain and the target of another.
+        sources: int32 ``[B]``; -1 for a row without a grammar, which is not written.
+        targets: int32 ``[B]``; may equal ``sources``.
+        token_ids: int64 ``[B]`` or ``[B, K]``, contiguous.
+        grammars: by their base in the tables; read only if no kernel runs.
+        chosen: int32 ``[B]``: chain b walks ``token_ids[chosen[b]]``; None: ``token_ids[b]``.
     """
     num_steps = 1 if token_ids.ndim == 1 else token_ids.shape[1]
     if launches(rows):

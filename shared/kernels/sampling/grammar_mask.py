@@ -1,10 +1,10 @@
 """Computes the tokens that a grammar allows on the GPU in every step, and masks the others' logits.
 
 Introduced in phase 12. Engines that compute masks on the CPU must wait for the sampled token and then upload the mask.
-Here each thread walks the bytes of a token through the automaton of its row; nothing is uploaded, and a mask is
-recomputed only if the row's allowed tokens may have changed. Two launches: the walk sets a bit for each token in the
-order of :class:`shared.grammar.tokens.device.GrammarTokens`, and needs no logits, so it can run while the model
-computes them; the second writes -inf, in the order of the ids.
+Here each thread walks the bytes of one token through the automaton of its row; nothing is uploaded, and a mask is
+recomputed only if the row's allowed tokens may have changed. There are two launches. The walk sets a bit for each
+token, in the order of :class:`shared.grammar.tokens.device.GrammarTokens`; it needs no logits, so it can run while the
+model computes them. The second launch writes -inf, in the order of the ids.
 
 Invariants: a row without a grammar is neither read nor written; the bits are those of the scalar walk; the host reads
 nothing, and all addresses are fixed, so that a CUDA graph can hold both launches.
@@ -19,13 +19,13 @@ from shared.kernels.launch import launch, launches, next_power_of_two, tl, trito
 from shared.kernels.sampling.grammar_walk import BASE, COLUMNS, KEPT, ROW, load_configuration, walk
 
 NUM_GROUPS = 8  # groups of tokens whose first bytes a program looks up at once; at most 16
-NUM_PROGRAMS = 8192  # programs of a launch, at least: with a few rows, each gets fewer groups
+NUM_PROGRAMS = 8192  # minimum programs of a launch: with a few rows, each gets fewer groups
 APPLY_BLOCK, APPLY_WARPS = 8192, 8
 BITS, LOWEST = tl.constexpr(LENGTH_BITS), tl.constexpr(LONGEST)
 GROUPED = tl.constexpr(GROUP)
 BANNED = tl.constexpr(NEVER)
 ENDS = tl.constexpr(AT_END)
-IS_END, WITHOUT = 1, 2  # in the last word of a row
+IS_END, WITHOUT = 1, 2  # bits in the last word of a row
 MAY_END, NO_GRAMMAR = tl.constexpr(IS_END), tl.constexpr(WITHOUT)
 
 
@@ -113,10 +113,12 @@ def grammar_mask(
 ) -> None:
     """Write the bits of the allowed tokens of each row of a batch, except those whose bits are unchanged.
 
-    Args: tables: of :class:`shared.grammar.tokens.pool.GrammarPool`. rows: int32 ``[slots, ROW]``, configurations.
-        slots: int32 ``[B]``, which configurations; -1 for a row without a grammar. words: int32 ``[slots,
-        tokens.num_words]``, contiguous; those of other slots are unchanged. grammars: by their base in the tables; read
-        only if no kernel runs.
+    Args:
+        tables: those of :class:`shared.grammar.tokens.pool.GrammarPool`.
+        rows: int32 ``[slots, ROW]``, configurations.
+        slots: int32 ``[B]``, the indices of the configurations; -1 for a row without a grammar.
+        words: int32 ``[slots, tokens.num_words]``, contiguous; those of other slots are unchanged.
+        grammars: by their base in the tables; read only if no kernel runs.
     """
     B, stride = len(slots), words.shape[1]
     if words.shape != (len(rows), tokens.num_words):
@@ -162,9 +164,11 @@ def remove_refused(
 ) -> None:
     """Set the logits of the tokens that the bits of :func:`grammar_mask` refuse to -inf, in place.
 
-    Args: words: int32 ``[slots, tokens.num_words]``. slots: int32 ``[B]``, whose bits; -1 for a row without a grammar.
-        numbers: int32 ``[B]``, the row of the logits that they belong to, without duplicates. logits: ``[n, V]``, with
-        adjacent columns; other rows are unchanged.
+    Args:
+        words: int32 ``[slots, tokens.num_words]``.
+        slots: int32 ``[B]``, the rows of ``words``; -1 for a row without a grammar.
+        numbers: int32 ``[B]``, the row of the logits that each belongs to, without duplicates.
+        logits: ``[n, V]``, with adjacent columns; other rows are unchanged.
     """
     B, V = len(slots), logits.shape[1]
     if len(tokens.ranks) != V or logits.stride(1) != 1:

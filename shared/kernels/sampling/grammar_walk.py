@@ -1,10 +1,10 @@
 """Walks the bytes of tokens through the automaton of a row, one token per thread. Introduced in phase 12.
 
 :mod:`shared.grammar.automata.automaton` defines the automaton and its scalar walk; :mod:`shared.grammar.tokens.pool`
-packs its tables. Frames that a token pushes stay in registers, frames that it pops below them are read from the row.
+packs its tables. Frames that a token pushes stay in registers; frames below them, which it pops, are read from the row.
 The rare actions are guarded by a branch that all threads of a program take or skip together.
 
-Invariant: the walk reads and never writes the row, whose numbers :mod:`shared.grammar.tokens.device` lays out.
+Invariant: the walk reads and never writes the row; :mod:`shared.grammar.tokens.device` defines the row's layout.
 """
 
 from shared.grammar.automata.automaton import DIGITS_ENDED, MAX_BLANKS, MAX_DEPTH, SPACE_ENDED, UNBOUNDED
@@ -29,7 +29,7 @@ assert MAX_OPENED == 4, "the walk has registers for four frames"
 
 @triton.jit
 def load_set(pointers, mask):
-    """64-bit sets, each from two numbers."""
+    """64-bit sets, each made from two numbers."""
     low = tl.load(pointers, mask=mask, other=0).to(tl.int64) & 0xFFFFFFFF
     return (tl.load(pointers + 1, mask=mask, other=0).to(tl.int64) << 32) | low
 
@@ -49,8 +49,8 @@ def any_of(lanes):
 
 @triton.jit
 def load_configuration(grammar, row):
-    """Where a walk begins: the offset of the state's row in the table, how free the state is, fewest, most, blanks,
-    seen, and the stack's height.
+    """Where a walk begins: the offset of the state's row in the table, the state's kind of freedom, the counters
+    fewest, most, blanks and seen, and the height of the stack.
     """
     state = tl.load(row + STATE) * tl.load(grammar)
     free = (tl.load(grammar + tl.load(grammar + 1) + state) >> 1) & 3
@@ -63,14 +63,17 @@ def load_configuration(grammar, row):
 def walk(grammar, table, row, state, free, fewest, most, blanks, seen, below, text, start, length, plain_from, chars):
     """Walk tokens ``[BLOCK]`` from the configuration of a row.
 
-    Args: grammar: offset of the row's grammar tables. table: offset of its table of states. state, …, below: from
-        :func:`load_configuration`. text, start, length: the bytes of each token, and a zero after them; a length of 0
-        is no token. plain_from: the byte from which each token is plain, so that a free state allows it. chars: the
-        characters that begin in it.
+    Args:
+        grammar: offset of the row's grammar tables.
+        table: offset of its table of states.
+        state, …, below: from :func:`load_configuration`.
+        text, start, length: the bytes of each token, followed by a zero; a length of 0 means no token.
+        plain_from: the byte from which each token is plain, so that a free state allows it.
+        chars: the characters that begin in it.
 
     Returns:
         Whether each token is allowed, and where the walk led: state, fewest, most, blanks, seen, the number of the
-        row's frames that are left, the number that the token pushed, and these with the keys below them.
+        row's frames that are left, the number that the token pushed, and these frames with the keys below them.
     """
     zero = length * 0
     state = zero + state
@@ -88,7 +91,8 @@ def walk(grammar, table, row, state, free, fewest, most, blanks, seen, below, te
     left = chars  # characters that begin from here on
     bytes_from = text + start
     byte = tl.load(bytes_from).to(tl.int32)
-    ahead = tl.load(bytes_from + 1).to(tl.int32)  # a byte is loaded two steps ahead, its column one: no waits
+    # a byte is loaded two steps ahead, and its column one step ahead, so nothing waits
+    ahead = tl.load(bytes_from + 1).to(tl.int32)
     column = tl.load(grammar + COLUMNS + byte)
     d = tl.full([], 0, tl.int32)
     reached = tl.full([], 1, tl.int32)
@@ -104,7 +108,8 @@ def walk(grammar, table, row, state, free, fewest, most, blanks, seen, below, te
         is_live = is_live & (entry >= 0)
         action = (entry >> 2) & 7
         argument = entry >> 5
-        reached = tl.max(tl.where(is_live, action + 1, 0), 0)  # 0: all have ended, 1: all by GOTO, 2: some by COUNT
+        # 0: all have ended; 1: all moved by GOTO; 2: some by COUNT
+        reached = tl.max(tl.where(is_live, action + 1, 0), 0)
         moves = is_live & (action == 0)
         if reached > 1:
             is_count = is_live & (action == 1)

@@ -1,9 +1,9 @@
 """A token's distance from the maximum, as an integer key, a probability and a fast estimate. Introduced in phase 3.1.
 
 The distance is ``(peak - logit) / temperature``. It is not negative, so its bits, read as an integer, sort in the same
-order: that is the token's *key*. Keys decide which tokens are kept, so GPU and CPU keep the same tokens. A division
-takes as long as ten other instructions, so estimates, bounds and probabilities multiply by the *sharpness*, the inverse
-of the temperature. Invariant: all of these are monotonic in the logit.
+order; this integer is the token's *key*. Keys decide which tokens are kept, so the GPU and the CPU keep the same
+tokens. A division takes as long as ten other instructions, so estimates, bounds and probabilities multiply by the
+*sharpness* instead, the inverse of the temperature. Invariant: all of these are monotonic in the logit.
 """
 
 from shared.kernels.launch import tl, triton
@@ -46,8 +46,8 @@ def weight_of(key):
 
 @triton.jit
 def load_sharpness(temperatures, row):
-    """Approximately 1 / temperature: good for estimates, and for probabilities, where equal logits must give equal
-    results."""
+    """Approximately 1 / temperature: good enough for estimates, and for probabilities, where equal logits must give
+    equal results."""
     return 1 / tl.maximum(tl.load(temperatures + row), 1e-37)
 
 
@@ -72,7 +72,7 @@ def mass_of(logit, peak, sharpness):
 
 @triton.jit
 def load_limits(top_k, top_p, row, vocabulary):
-    """The row's k (the vocabulary's size for no limit) and p (1 for no limit)."""
+    """The row's k (the vocabulary's size if there is no limit) and p (1 if there is no limit)."""
     k = tl.full([], 0, tl.int64) + vocabulary
     p = tl.full([], 1.0, tl.float64)
     if top_k is not None:
@@ -84,7 +84,7 @@ def load_limits(top_k, top_p, row, vocabulary):
 
 @triton.jit
 def load_kept(logits, ids, vocabulary, peak, temperature, log_min_p, row):
-    """The logits of the tokens ``ids``, NaN for those that min-p removes and past the vocabulary's end."""
+    """The logits of the tokens ``ids``; NaN for those that min-p removes and past the vocabulary's end."""
     logit = tl.load(logits + ids, mask=ids < vocabulary, other=float("nan")).to(tl.float32)
     if log_min_p is not None:
         keys = keys_of(logit, peak, temperature, load_farthest(log_min_p, row))

@@ -1,7 +1,7 @@
-"""Advances a decode step by a token, on the device. Introduced in phase 9.
+"""Advances a decode step by one token, on the device. Introduced in phase 9.
 
 Between two steps of the same sequences every length and position grows by one, and nothing else changes. So a captured
-step can be repeated for the tokens just sampled, and the host need not plan and upload the next one. A draft model,
+step can be repeated for the tokens just sampled, without the host planning and uploading the next one. A draft model,
 which computes several tokens in a row (phase 11), uses this. Invariant: sequences of length 0, which pad a bucket, are
 unchanged.
 """
@@ -40,11 +40,14 @@ def next_token(
 ) -> None:
     """Change the arrays of B sequences with one new token each into those of the next token, in place.
 
-    Args: token_ids, positions, offsets: int64 ``[B]`` or more; the id becomes the last one sampled for the sequence's
-        row (:mod:`shared.kernels.sampling.pending_ids`), the offset the new token's. lengths, table_starts: int32
-        ``[B]`` or more, as in :func:`shared.kernels.attention.paged_attention.paged_attention`. tables: int32, the
-        block tables, end to end; each holds the block of the new token. rows: int64 ``[B]``, of the sequences in the
-        pool. block_size, stride: tokens of a block, and the distance between the offsets of adjacent slots.
+    Args:
+        token_ids, positions, offsets: int64 ``[B]`` or more. The id becomes the last one sampled for the sequence's row
+            (:mod:`shared.kernels.sampling.pending_ids`), and the offset becomes the new token's.
+        lengths, table_starts: int32 ``[B]`` or more, as in
+            :func:`shared.kernels.attention.paged_attention.paged_attention`.
+        tables: int32, the block tables, end to end; each holds the block of the new token.
+        rows: int64 ``[B]``, the rows of the sequences in the pool.
+        block_size, stride: tokens of a block, and the distance between the offsets of adjacent slots.
     """
     B = len(rows)
     if launches(token_ids):

@@ -11,9 +11,9 @@ LEAST = tl.constexpr(-3e38)  # a finite number below all finite maxima: -inf - -
 
 @triton.jit
 def store_best(best, best_id, row, block_values, block_ids, ids_out, counter, BLOCKS: tl.constexpr):
-    """The arg-max of ``row``, in which this program found ``best`` at ``best_id``.
+    """The arg-max of ``row``, where this program found ``best`` at ``best_id``.
 
-    Returns whether this program is the row's last, and if so the row's maximum. Blocks ascend, so the first of tied
+    Returns whether this program is the row's last and, if so, the row's maximum. Blocks ascend, so the first of tied
     values has the lowest id.
     """
     block, num_blocks = tl.program_id(0), tl.num_programs(0)
@@ -35,8 +35,8 @@ def peak_kernel(
     row_stride,
     BLOCK: tl.constexpr, BLOCKS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """``maxima``, ``samples`` and ``block_sums`` are None unless cutoffs are needed: each group's maximum, its first
-    value, and each block's sum of weights relative to the block's maximum."""
+    """``maxima``, ``samples`` and ``block_sums`` are None unless cutoffs are needed. They hold each group's maximum,
+    its first value, and each block's sum of weights relative to the block's maximum."""
     wait_for_previous(PDL)
     launch_dependents(PDL)
     row = tl.program_id(1).to(tl.int64)

@@ -2,7 +2,7 @@
 
 A step that is planned while the previous one still runs does not know the tokens that the previous one samples. The
 host sends ``-1 - row`` in place of such an id, and the step's first launch replaces it with the last id sampled for the
-sequence in that row of the pool. A draft that a model has just sampled (phase 11) is in a row after the pool's rows.
+sequence in that row of the pool. A draft that a model has just sampled (phase 11) has a row after the pool's rows.
 Invariant: ids that the host knows are unchanged.
 """
 

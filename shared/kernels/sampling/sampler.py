@@ -11,15 +11,15 @@ Min-p needs no launch: its cutoff is a distance from the maximum, which is alrea
 applied before the launches, by PyTorch, to a copy of the logits in a batch that has any.
 
 The launches overlap (:mod:`shared.kernels.launch`). Each waits before it permits the next one to start, and the first
-loads nothing before its wait. So whatever a launch loads before its wait, except what the previous launch writes, is
-complete: the parameters, and the logits.
+loads nothing before its wait. So everything that a launch loads before its wait is complete, except what the previous
+launch writes: the parameters and the logits.
 
 Above about 50 MB, the cache cannot hold all logits until the next pass over them. So every second pass reads the rows
-in reverse order, and finds the rows that the previous pass loaded last in the cache.
+in reverse order, and still finds in the cache the rows that the previous pass loaded last.
 
-Invariants: the noise is that of :mod:`shared.sampling.noise`, word by word; divisions and comparisons are those of the
-CPU bit by bit, so only the rounding of exponentials, logarithms and sums differs; ties go to the lowest id; a row's
-token does not depend on other rows; the host reads nothing.
+Invariants: the noise is that of :mod:`shared.sampling.noise`, word for word; divisions and comparisons match the CPU's
+bit for bit, so only exponentials, logarithms and sums may round differently; ties go to the lowest id; a row's token
+does not depend on other rows; the host reads nothing.
 """
 
 import torch
@@ -34,11 +34,12 @@ from shared.sampling import sampler as op
 from shared.sampling.noise import Stream
 from shared.sampling.sampler import SamplingBatch, adjust_logits
 
-FEW_ROWS = 16  # up to this many, small blocks give every multiprocessor work; above, large ones start fewer programs
+# logits: up to this many, small blocks give every multiprocessor work; above, large blocks start fewer programs
+FEW_ROWS = 16
 FEW_BLOCK, FEW_WARPS = 1024, 4  # logits per program
 MANY_BLOCK, MANY_WARPS = 2048, 4
-BRACKET_WARPS, SEARCH_WARPS = 8, 16  # of the programs that handle one side of a row's bracket, or a row
-COLLECT_REGISTERS = 72  # at most, so that seven programs fit on a multiprocessor: each waits for its threads
+BRACKET_WARPS, SEARCH_WARPS = 8, 16  # for the programs that handle one side of a row's bracket, or a row
+COLLECT_REGISTERS = 72  # the limit at which seven programs fit on a multiprocessor: each waits for its threads
 LIST_TILE = 8192  # collected logits that the searching program holds in registers
 ARRIVALS = 2  # counters per row: arrived programs of the peak launch and of the draw launch
 
@@ -53,8 +54,8 @@ def sample(
 ) -> torch.Tensor:
     """:func:`shared.sampling.sampler.sample` with the same arguments, result and noise.
 
-    A batch of greedy rows takes one launch, one with sampling rows two, with top-k or top-p five. Raises ValueError
-    also for a vocabulary above ``MAX_VOCABULARY``.
+    A batch of greedy rows takes one launch; with sampling rows it takes two, and with top-k or top-p five. Raises
+    ValueError also for a vocabulary above ``MAX_VOCABULARY``.
 
     Args:
         counters: from :func:`make_counters`, for at least as many rows. Passing them saves the launch that makes them.

@@ -1,16 +1,16 @@
 """The exact top-k and top-p cutoffs of a row, found in the list that contains them. Introduced in phase 3.1.
 
 The third launch of :mod:`shared.kernels.sampling.cuts`. A list has tokens in any order; sums of integers do not
-depend on it. The search tests a key in each step, and moves one end to a listed key. The key is where the cutoff would
-be if the mass grew evenly between the ends, which leaves about the square root of the tokens (Perl, Itai and Avni,
-"Interpolation search", 1978); every eighth key halves the range, whatever the data.
+depend on it. Each step of the search tests a key, and moves one end to a listed key. The tested key is where the cutoff
+would be if the mass grew evenly between the ends; this leaves about the square root of the tokens (Perl, Itai and Avni,
+"Interpolation search", 1978). Every eighth key halves the range, whatever the data.
 """
 
 from shared.kernels.launch import launch_dependents, tl, triton, wait_for_previous
 from shared.kernels.sampling.keys import FARTHEST, keys_of, load_kept, load_limits, load_sharpness, mass_of
 
 HALVING = tl.constexpr(8)  # one in this many keys halves the range
-REST = tl.constexpr(1024)  # tokens of a list loaded at once in each step, if it is longer than the registers hold
+REST = tl.constexpr(1024)  # tokens of a list that is longer than the registers hold, loaded at once in each step
 
 
 @triton.jit
@@ -42,7 +42,7 @@ def listed_mass(
 
 @triton.jit
 def last_key(held, lists, num_listed, high, peak, temperature, LIST_TILE: tl.constexpr):
-    """The largest listed key up to ``high``, -1 if there is none."""
+    """The largest listed key up to ``high``; -1 if there is none."""
     found = tl.max(tl.where(held <= high, held, -1), 0)
     for start in range(LIST_TILE, num_listed, REST):
         _, keys = load_listed(lists, num_listed, start, peak, temperature, REST)
@@ -52,7 +52,7 @@ def last_key(held, lists, num_listed, high, peak, temperature, LIST_TILE: tl.con
 
 @triton.jit
 def next_key(held, lists, num_listed, low, peak, temperature, LIST_TILE: tl.constexpr):
-    """The smallest listed key above ``low``, ``FARTHEST`` if there is none."""
+    """The smallest listed key above ``low``; ``FARTHEST`` if there is none."""
     found = tl.min(tl.where(held > low, held, FARTHEST), 0)
     for start in range(LIST_TILE, num_listed, REST):
         _, keys = load_listed(lists, num_listed, start, peak, temperature, REST)
@@ -65,13 +65,15 @@ def find_cut(
     held, held_masses, lists, num_listed, limit, high, low_mass, high_mass, peak, temperature, sharpness,
     COUNTS: tl.constexpr, LIST_TILE: tl.constexpr,
 ):  # fmt: skip
-    """The smallest key up to which the mass of the listed tokens and ``low_mass`` reach ``limit``, ``high`` if none.
+    """The smallest key up to which the masses of the listed tokens, plus ``low_mass``, reach ``limit``; ``high`` if
+    there is none.
 
-    Args: high_mass: the mass up to ``high``, in and below the list.
+    Args:
+        high_mass: the mass up to ``high``, in and below the list.
     """
     low = next_key(held, lists, num_listed, -1, peak, temperature, LIST_TILE) - 1
     last = last_key(held, lists, num_listed, high, peak, temperature, LIST_TILE)
-    below, above = low_mass.to(tl.float64), high_mass.to(tl.float64)  # the masses up to the ends
+    below, above = low_mass.to(tl.float64), high_mass.to(tl.float64)  # the masses up to both ends
     low, high = tl.where(last < 0, -1, low), tl.where((last < 0) | (above < limit), high, last)
     step = tl.full([], 0, tl.int32)
     while high - low > 1:
@@ -109,7 +111,7 @@ def search_kernel(
         lists += row * vocabulary
         top_k_cut = tl.full([], FARTHEST, tl.int32)
         if top_k is not None and k < vocabulary:
-            # The list surely contains the cutoff: it begins at the peak, and has at least k tokens.
+            # The list is certain to contain the cutoff: it begins at the peak, and has at least k tokens.
             logit, held = load_listed(lists, length, 0, peak, temperature, LIST_TILE)
             ones = masses_of(logit, held, peak, sharpness, True)
             top_k_cut = find_cut(

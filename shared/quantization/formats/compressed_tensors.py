@@ -83,7 +83,7 @@ class CompressedTensors(Format):
         return QuantizedWeight(pack_nibbles(numbers, group), scales, zeros, group)
 
     def _row_scales(self, module: str, rows: int, strategy: str) -> torch.Tensor:
-        """One scale per row, fp32 ``[N, 1]``; a tensor's scale is repeated."""
+        """One scale per row, fp32 ``[N, 1]``; the scale of a whole tensor is repeated."""
         name = f"{module}.weight_scale"
         if strategy == "channel":
             return self.scales(name, (rows, 1)).float()

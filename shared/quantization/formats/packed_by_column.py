@@ -30,7 +30,7 @@ AWQ_ORDER = torch.tensor([0, 4, 1, 5, 2, 6, 3, 7])  # which nibble of its int32 
 
 
 def group_size(stored: Format) -> int:
-    """The columns of a group. Raises ModelFolderError for unsupported settings."""
+    """The number of columns in a group. Raises ModelFolderError for unsupported settings."""
     bits, size = stored.config.get("bits"), stored.config.get("group_size")
     if bits != 4:
         raise stored.wrong("bits", bits, "4")

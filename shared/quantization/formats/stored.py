@@ -16,11 +16,11 @@ from shared.quantization.weight import QuantizedWeight
 class Format(ABC):
     """How one checkpoint stores its quantized matrices; the constructor checks its ``quantization_config``.
 
-    An unknown setting may change what the stored numbers mean, so it is refused.
+    An unknown setting may change the meaning of the stored numbers, so it is refused.
     """
 
     settings: frozenset[str]
-    """Names in ``quantization_config`` that the reader applies, or that leave the stored weights as they are."""
+    """Names in ``quantization_config`` that the reader applies, or that do not change the stored weights."""
 
     def __init__(self, config: dict[str, Any], checkpoint: Checkpoint) -> None:
         self.config = config

@@ -1,1 +1,1 @@
-"""From a checked body to an answer: prompts, requests, and what becomes of their outputs."""
+"""From a checked body to an answer: prompts, requests, and the handling of their outputs."""

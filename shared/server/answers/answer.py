@@ -17,9 +17,8 @@ from shared.server.errors import ApiError
 class Answer:
     """The choices of one answer, in the order of their indices: ``n`` for the first prompt, then for the next.
 
-    ``error`` and ``cause`` belong to the choice that failed or was cancelled first. ``write`` is called while
-    ``take`` waits, with an open choice that has outputs. If it returns True, it has taken them and ``take`` keeps
-    waiting.
+    ``error`` and ``cause`` belong to the choice that failed or was cancelled first. ``write`` is called while ``take``
+    waits, with an open choice that has outputs. If it returns True, it has taken them and ``take`` keeps waiting.
     """
 
     def __init__(self, request_id: str, choices: Sequence[AnswerStream], n: int = 1) -> None:
@@ -44,7 +43,7 @@ class Answer:
     async def take(self) -> list[tuple[AnswerStream, list[StepOutput]]]:
         """Wait until a choice has outputs or has ended; returns the changed choices with their unread outputs.
 
-        Empty after a nudge. A choice that has ended is returned once more with its last outputs.
+        Returns nothing after a nudge. A choice that has ended is returned once more with its last outputs.
         """
         while not self._changed and self.is_open and not self._is_nudged:
             self._waiter = asyncio.get_running_loop().create_future()
@@ -77,7 +76,7 @@ class Answer:
         return {**self.usage_after(self.num_tokens), "completion_tokens_details": drafts}
 
     def usage_after(self, num_tokens: int) -> dict[str, Any]:
-        """The usage once this many tokens are generated; drafts are counted at the end.
+        """The usage once this many tokens have been generated; drafts are counted at the end.
 
         A prompt counts once, however many choices it has, and so do the cached tokens of its first choice.
         """
@@ -89,7 +88,8 @@ class Answer:
         }
 
     def earliest(self, moment: Literal["scheduled", "first_token"]) -> float | None:
-        """When the first choice was scheduled or had its first token, by ``time.perf_counter``; None: not yet."""
+        """When the first choice was scheduled, or when it had its first token, by ``time.perf_counter``; None: not
+        yet."""
         return min((at for choice in self.choices if (at := getattr(choice, moment)) is not None), default=None)
 
     def _on_change(self, choice: AnswerStream) -> None:

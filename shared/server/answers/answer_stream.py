@@ -21,11 +21,13 @@ _LOGPROB_BYTES = 96
 class AnswerStream:
     """The outputs of one request that its client has not read yet.
 
-    Args: index: its position among the answer's choices. param, segment_field: the fields of the body that hold the
-        prompt and name its segments, for error bodies. max_unread_bytes: the limit on the bytes that unread outputs
-        will take, estimated from above. The log-probabilities of the prompt, which come once, are not counted.
-            num_segment_tokens: the tokens of the segments before the prompt, which count as prompt tokens (phase 9.1).
-            abandon: called with the id of a request that is cancelled; must abort it in the engine.
+    Args:
+        index: its position among the answer's choices.
+        param, segment_field: the fields of the body that hold the prompt and name its segments, for error bodies.
+        max_unread_bytes: the limit on the size of unread outputs in bytes, by an upper estimate. The log-probabilities
+            of the prompt, which are sent once, do not count.
+        num_segment_tokens: the tokens of the segments before the prompt, which count as prompt tokens (phase 9.1).
+        abandon: called with the id of a request that is cancelled; must abort it in the engine.
 
     ``notify`` is called with this stream at each flush, and once after the end. ``stop`` is the stop string, or the
     id of ``stop_token_ids``, that ended the output. ``arrived``, ``scheduled``, ``first_token``, ``last_token`` and
@@ -103,7 +105,7 @@ class AnswerStream:
             self.notify(self)
 
     def refuse(self, error: ApiError) -> None:
-        """End with an error because the engine refused the request, or has stopped."""
+        """End with an error because the engine refused the request or has stopped."""
         if self.is_open:
             self._end(FinishReason.ERROR, time.perf_counter(), error)
 
@@ -119,7 +121,7 @@ class AnswerStream:
             self._abandon(self.request_id)
 
     def take(self) -> list[StepOutput]:
-        """All unread outputs, which then count as read."""
+        """All unread outputs; they then count as read."""
         outputs, self._unread, self._unread_bytes = self._unread, [], 0
         return outputs
 

@@ -17,7 +17,7 @@ def conversation(messages: Sequence[Message]) -> list[ChatMessage]:
     """The turns. Raises ApiError for arguments that are not the beginning of a JSON object, and for a result without
     its call."""
     turns: list[ChatMessage] = []
-    results: dict[int, ChatMessage] = {}  # of the last calls, by the call's index
+    results: dict[int, ChatMessage] = {}  # calls of the last turn, by the call's index
     indices: dict[str, int] = {}
     for number, message in enumerate(messages):
         where = f"messages.{number}"

@@ -31,7 +31,7 @@ class Echo:
     def _texts(self, prompt: str | list[int], prompt_ids: list[int], *, is_continued: bool) -> list[str]:
         """What each token adds to the text; a special token adds its name, unless the tokenizer added it to a text.
 
-        A character that the prompt leaves incomplete is part of its continuation.
+        A character that the prompt leaves incomplete counts as part of its continuation.
         """
         decoder, special_ids = IncrementalDecoder(self._tokenizer), self._tokenizer.special_ids
         texts = []

@@ -1,8 +1,8 @@
 """Turns a validated body into a request in the engine. Introduced in phase 4.
 
-Tokenization runs on two threads, since a long prompt would block the event loop, and short texts should not wait for
-long ones. A text that no sequence can hold is refused before it is tokenized. Invariant: every refusal of the engine or
-the tokenizer becomes a 422 or a 503 that names the field.
+Tokenization runs on two threads: a long prompt would block the event loop, and short texts should not wait for long
+ones. A text that no sequence can hold is refused before it is tokenized. Invariant: every refusal by the engine or the
+tokenizer becomes a 422 or a 503 that names the field.
 """
 
 import asyncio
@@ -64,7 +64,7 @@ class Intake:
         self.chat = ServedChat(handle, config)
 
     def start(self) -> None:
-        """Starts what takes time, before the first request needs it."""
+        """Starts slow preparations before the first request needs them."""
         if self.facts.has_grammars:
             self._compiler.start()
             self._waiting.submit(self._words)
@@ -95,7 +95,7 @@ class Intake:
         return await self._encode("messages", sum(map(len, written)), encode)
 
     async def prediction_ids(self, prediction: Prediction | None) -> tuple[int, ...]:
-        """The tokens of a predicted answer; raises ApiError if no answer can be so long."""
+        """The tokens of a predicted answer; raises ApiError if no answer can be that long."""
         if prediction is None:
             return ()
         text: str = prediction.content
@@ -118,7 +118,8 @@ class Intake:
         return tuple(await self._encode("prediction.content", len(text), encode))
 
     async def with_grammar(self, params: SamplingParams, described: tuple[Grammar, str] | None) -> SamplingParams:
-        """The parameters with a field's grammar, compiled. A request waits for its own grammar and delays no other."""
+        """The parameters with a field's grammar, compiled. A request waits for its own grammar, and delays no other
+        request."""
         if described is None:
             return params
         grammar, param = described
@@ -137,10 +138,10 @@ class Intake:
             raise invalid(str(error), param="ignore_eos") from None
 
     async def watched(self, params: SamplingParams, body: SamplingFields) -> TokenFSM | None:
-        """The grammar over tokens, to follow each answer, if the body requests that.
+        """The grammar over tokens with which to follow each answer, if the body requests that.
 
-        Call it after ``with_grammar``. Each token is then read on the event loop: 0.01 ms, or 3 ms if no mask is
-        cached.
+        Call it after ``with_grammar``. Each token is then read on the event loop, which takes 0.01 ms, or 3 ms if no
+        mask is cached.
         """
         grammar = params.structured_output
         if not body.grammar_progress or not isinstance(grammar, Grammar):
@@ -160,7 +161,7 @@ class Intake:
             return self._vocabulary
 
     def within_limit(self, field: str, max_tokens: int | None) -> int | None:
-        """The value of a field that bounds the answer; raises ApiError if no sequence can be that long."""
+        """The value of a field that limits the answer; raises ApiError if no sequence can be that long."""
         most = self.facts.max_seq_len
         if max_tokens is not None and max_tokens > most:
             said = f"{field} is {max_tokens}; this server allows at most {most} tokens for prompt and answer together."
@@ -185,7 +186,7 @@ class Intake:
     ) -> Answer:
         """Submit ``n`` requests for each prompt, after its ``segments``, all or none; ``kind`` is the prefix of the id.
 
-        The first answer to a prompt has the seed of the request, the others have seeds derived from it.
+        The first answer to a prompt has the seed of the request; the others have seeds derived from it.
         """
         num_choices = body.num_answers * len(prompts)
         try:

@@ -1,7 +1,7 @@
 """The chat of a served model: what its format supports, the prompts of requests, and how their answers are read.
 
 Introduced in phase 4. Invariants: a refusal gives the first reason, so chat as a whole comes before thinking and tools;
-the grammar and the parser of an answer start in the state where its prompt ends.
+the grammar and the parser of an answer start in the state in which its prompt ends.
 """
 
 from collections.abc import Callable, Mapping
@@ -27,7 +27,7 @@ from shared.text.tool_format import ToolFormat
 
 
 class ChatPrompt(NamedTuple):
-    """The token ids of a prompt. ``is_thinking``: they end within thoughts, which the answer continues."""
+    """The token ids of a prompt. ``is_thinking``: they end inside thoughts, which the answer continues."""
 
     ids: list[int]
     is_thinking: bool
@@ -37,9 +37,10 @@ class ServedChat:
     """The chat of one model. Raises ModelFolderError for a requested template that cannot be used.
 
     Attributes:
-        format: how conversations become prompts; None: no usable chat template. refusals: why a capability is refused,
-        as a sentence. has_thinking: whether ``enable_thinking`` may be true. tool_format: how calls are written; None:
-        there are no tools.
+        format: how conversations become prompts; None: no usable chat template.
+        refusals: why a capability is refused, as a sentence.
+        has_thinking: whether ``enable_thinking`` may be true.
+        tool_format: how calls are written; None: there are no tools.
     """
 
     def __init__(self, handle: EngineHandle, config: ServerConfig) -> None:
@@ -108,7 +109,7 @@ class ServedChat:
         )
 
     def grammar(self, body: ChatRequest, prompt: ChatPrompt) -> tuple[Grammar, str] | None:
-        """The grammar that a body requests, by its tools or otherwise, and the field that requests it. Raises
+        """The grammar that a body requests, through its tools or otherwise, and the field that requests it. Raises
         ApiError."""
         described = described_grammar(body, is_closed=self._is_closed)
         if not self._has_grammars:

@@ -1,6 +1,6 @@
 """The tool calls in an answer, as OpenAI's clients read them: as deltas of a stream, or in one message.
 
-Introduced in phase 12. Invariant: the deltas of a stream, joined, give the message of the same answer sent as one body.
+Introduced in phase 12. Invariant: the deltas of a stream, joined, give the same message as the non-streamed answer.
 """
 
 import uuid
@@ -15,15 +15,18 @@ from shared.text.tool_format import ToolFormat
 from shared.text.tools import CallArguments, CallStart, Content, Delta, ToolParser
 
 _SPECIAL = "\udfff"
-"""Begins the mark of a special token; no text that a model writes has it, so the mark written out is none."""
+"""Begins the mark of a special token. No text from a model contains it, so a mark that is written out in a text is not
+one."""
 
 
 @dataclass(frozen=True)
 class ToolReading:
     """How the calls of an answer are read.
 
-    Attributes: names: the functions that may be called. shown: the marks of the special tokens around calls and
-        thoughts, by id; their outputs have no text. has_several, is_spelled, is_first: as for :class:`ToolParser`.
+    Attributes:
+        names: the functions that may be called.
+        shown: the marks of the special tokens around calls and thoughts, by id; their outputs have no text.
+        has_several, is_spelled, is_first: as for :class:`ToolParser`.
     """
 
     form: ToolFormat
@@ -78,7 +81,7 @@ class ToolAnswer:
         return list(map(_delta, self._parser.push(mark + output.text)))
 
     def last_deltas(self, reason: FinishReason | None) -> list[dict[str, Any]]:
-        """The deltas at the end, which a limit may have caused."""
+        """The deltas at the end of the output, which a limit may have caused."""
         return list(map(_delta, self._parser.flush(is_cut=reason is FinishReason.LENGTH)))
 
 

@@ -1,4 +1,4 @@
-"""The grammar that a request's tools give its answer, and the parsing of its calls. Introduced in phase 12.
+"""The grammar that a request's tools impose on its answer, and the parsing of its calls. Introduced in phase 12.
 
 Invariant: both use the same facts, so exactly what the grammar allows as a call is read as a call.
 """
@@ -25,9 +25,9 @@ def thought_marks(
 ) -> Marks | None:
     """The marks around the thoughts that an answer may begin with; None: it begins without thoughts.
 
-    If the prompt ends within thoughts (``is_thinking``), the answer continues them. Otherwise the model may think
-    first, between the marks ``own``: with a grammar unless ``enable_thinking`` is false, and before a format, which a
-    program reads, only if it is true, since thoughts are content.
+    If the prompt ends inside thoughts (``is_thinking``), the answer continues them. Otherwise the model may think
+    first, between the marks ``own``. With a grammar, it may unless ``enable_thinking`` is false. Before a format, which
+    a program reads, it may only if ``enable_thinking`` is true, since thoughts are content.
     """
     if is_thinking:
         return OPENED
@@ -47,9 +47,9 @@ def tool_grammar(
 ) -> Grammar:
     """The grammar of an answer that may begin with thoughts and may call the request's tools. Raises ApiError.
 
-    Text outside calls follows the grammar ``answer``, or is free. ``form`` is None if there are no tools. Strict
-    functions' arguments must follow their schemas, as must those of all functions if a call is required; otherwise they
-    do if the schema is supported. ``is_closed``: as for ``Grammar.json_schema``.
+    Text outside calls follows the grammar ``answer``, or is free. ``form`` is None if there are no tools. The arguments
+    of strict functions must follow their schemas; if a call is required, those of all functions must. Otherwise
+    arguments follow a schema if it is supported. ``is_closed``: as for ``Grammar.json_schema``.
     """
     choice, mode = body.tool_choice, _mode(body)
     name = choice["function"]["name"] if isinstance(choice, dict) else None

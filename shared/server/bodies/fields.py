@@ -1,6 +1,7 @@
-"""Field types of request bodies: prompts, stop strings, contents, fields with one valid value. Introduced in phase 4.
+"""Field types of request bodies: prompts, stop strings, contents, and fields with one valid value. Introduced in phase
+4.
 
-Each is a validator, which raises ValueError with the message of the API, and the equivalent JSON schema. Invariant: a
+Each is a validator, which raises ValueError with the API's message, and the equivalent JSON schema. Invariant: a
 validator returns one canonical form, however the client wrote the value.
 """
 
@@ -99,7 +100,8 @@ def optional(kind: str, **limits: float) -> WithJsonSchema:
 
 
 def whole(value: Any) -> Any:
-    """A number without a fraction as an integer, since JSON and its schemas do not distinguish 1.0 from 1."""
+    """A number without a fraction, converted to an integer, since JSON and its schemas do not distinguish 1.0 from
+    1."""
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
@@ -150,7 +152,7 @@ def _part_text(part: Any) -> str:
 
 
 def message_text(value: Any) -> str | None:
-    """The text of a message; None next to tool calls."""
+    """The text of a message; None if it has only tool calls."""
     return None if value is None else content_text(value)
 
 
@@ -167,7 +169,7 @@ def token_biases(value: Any) -> dict[int, Any] | None:
 
 
 def prompt_list(value: Any) -> list[str | list[int]]:
-    """The prompts: from a text, a list of token ids, or a list of either."""
+    """The prompts, from a text, a list of token ids, or a list of either."""
     value = wholes(value)
     is_several = isinstance(value, list) and bool(value) and isinstance(value[0], str | list)
     prompts = value if is_several else [value]

@@ -49,7 +49,7 @@ from shared.server.errors import invalid
 from shared.server.settings import MAX_N
 from shared.text.chat_ending import Ending
 
-_MAX_FLOAT = 1.7976931348623157e308  # a larger number in JSON is infinite
+_MAX_FLOAT = 1.7976931348623157e308  # a larger number in JSON becomes infinite
 _SET_OTHERWISE = (
     "max_new_tokens",
     "min_tokens",
@@ -61,7 +61,7 @@ _SET_OTHERWISE = (
 )
 """Fields that a body has under another name or form, or not at all."""
 _SAMPLING = tuple(field.name for field in dataclasses.fields(SamplingParams) if field.name not in _SET_OTHERWISE)
-"""The fields that a body has as they are."""
+"""The fields that a body has unchanged."""
 
 
 class StreamOptions(Strict):
@@ -123,7 +123,7 @@ class SamplingFields(BaseModel):
     @classmethod
     def _is_samplable(cls, value: Any, info: ValidationInfo) -> Any:
         assert info.field_name is not None
-        if info.field_name == "top_k" and value in (0, -1):  # how some clients write no limit
+        if info.field_name == "top_k" and value in (0, -1):  # some clients write no limit this way
             return 0
         if value is not None:
             SamplingParams(**{info.field_name: value})

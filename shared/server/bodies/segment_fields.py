@@ -1,6 +1,6 @@
 """A segment's content in a body, and the field ``segments`` of a chat, formerly ``chunks``. Introduced in phase 9.1.
 
-Invariant: an item of ``segments`` is an id, or the body of ``POST /v1/segments`` without ``model``.
+Invariant: an item of ``segments`` is either an id or a body of ``POST /v1/segments`` without ``model``.
 """
 
 from typing import Annotated, Any
@@ -21,7 +21,7 @@ from shared.server.settings import MAX_ROLE_CHARACTERS, MAX_SEGMENTS
 
 _ROLE: dict[str, Any] = {"type": "string", "minLength": 1, "maxLength": MAX_ROLE_CHARACTERS}
 _CONTENT = closed(["content"], content=SEGMENT_CONTENT_SCHEMA, role=_ROLE)
-_MAX_ID = 80  # in characters; our ids have 32
+_MAX_ID = 80  # in characters; our own ids have 32
 _ID = {"type": "string", "minLength": 1, "maxLength": _MAX_ID}
 SEGMENTS_SCHEMA = nullable({"type": "array", "items": {"anyOf": [_ID, _CONTENT]}, "maxItems": MAX_SEGMENTS})
 

@@ -1,6 +1,6 @@
 """The fields of a body that give the answer a grammar, as sent by OpenAI's, vLLM's and other clients.
 
-Introduced in phase 12. Invariants: at most one grammar, whichever field gives it; an error names that field.
+Introduced in phase 12. Invariants: there is at most one grammar, whichever field gives it; an error names that field.
 """
 
 from collections.abc import Iterator
@@ -59,7 +59,8 @@ GUIDED_SCHEMAS: dict[str, dict[str, Any]] = {
 def described_grammar(body: Any, *, is_closed: bool = False) -> tuple[Grammar, str] | None:
     """The grammar of a body, and the field that gives it. Raises ApiError.
 
-    Args: is_closed: as in ``Grammar.json_schema``, unless the body says otherwise.
+    Args:
+        is_closed: as in ``Grammar.json_schema``, unless the body says otherwise.
     """
     found = list(_described(body, is_closed))
     if len(found) > 1:

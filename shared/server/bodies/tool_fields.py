@@ -1,6 +1,6 @@
 """A chat's fields for tools, as sent by OpenAI's clients. Introduced in phase 12.
 
-Invariants: a definition reaches the chat template as it was sent; a function has one definition.
+Invariants: a definition reaches the chat template exactly as it was sent; a function has one definition.
 """
 
 from collections.abc import Sequence
@@ -29,7 +29,7 @@ class FunctionDefinition(Strict):
 
 
 class ToolDefinition(Strict):
-    """A tool, which must be a function here."""
+    """A tool, which must be a function in this API."""
 
     type: Literal["function"]
     function: FunctionDefinition
@@ -93,7 +93,7 @@ def check_tools(tools: Sequence[Any], choice: Any) -> None:
 
 
 def field_that_constrains(tools: Sequence[Any], choice: Any) -> str | None:
-    """The field that requires valid calls, and so a grammar; None if none does."""
+    """The field that requires valid calls, and therefore a grammar; None if no field does."""
     if choice not in (None, "none", "auto"):
         return "tool_choice"
     strict = (number for number, tool in enumerate(tools) if tool["function"].get("strict"))

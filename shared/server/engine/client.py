@@ -1,7 +1,7 @@
 """The client of the engine loop: submits requests and routes their outputs to streams. Introduced in phase 4.
 
 It runs on the event loop and never blocks. A request that the engine would refuse is refused here, based on the
-engine's limits and its load as of the last event, so the engine itself refuses only after a race. Invariant: a
+engine's limits and its load as of the last event. So the engine itself refuses only after a race. Invariant: a
 submitted request ends exactly once, even if the engine crashes.
 """
 
@@ -75,10 +75,10 @@ class EngineClient:
     def submit(
         self, answer_id: str, requests: Sequence[NewRequest], *, n: int, param: str, segment_field: str | None = None
     ) -> Answer:
-        """Submit one answer's requests to the engine; every ``n`` consecutive ones have the same prompt.
+        """Submit one answer's requests to the engine; every ``n`` consecutive requests have the same prompt.
 
         ``param`` is the field of the body that holds the prompts, ``segment_field`` the one that names their segments.
-        Raises ApiError, and submits none, if the engine would refuse one of them or has stopped.
+        Raises ApiError, and submits nothing, if the engine would refuse one of them or has stopped.
         """
         if not self.is_alive:
             raise _stopped()
@@ -116,7 +116,7 @@ class EngineClient:
             stream.fail(error)
 
     async def describe(self) -> dict[str, Any]:
-        """The engine's load, statistics and last step; ``audit`` lists leaks and faults of the KV cache."""
+        """The engine's load, statistics and last step; ``audit`` lists leaks and inconsistencies of the KV cache."""
         return cast("dict[str, Any]", await self._ask(Question.DESCRIPTION))
 
     async def memory(self) -> MemoryMap:
@@ -131,7 +131,7 @@ class EngineClient:
             raise self._error_of(refusal, param) from None
 
     async def _ask(self, question: Question | Inquiry) -> Any:
-        """The answer of the engine loop. Raises ApiError if the loop has stopped, or the engine's refusal, an
+        """The answer of the engine loop. Raises ApiError if the loop has stopped, or the engine's own refusal, an
         InferError."""
         if not self.is_alive:
             raise _stopped()
@@ -170,7 +170,8 @@ class EngineClient:
         self.load = dataclasses.replace(load, num_waiting=load.num_waiting + num_unseen)
         match event:
             case Stepped():
-                if not self._unflushed:  # after the other events that have arrived, so that a stream is written once
+                # after the other events that have arrived, so that a stream is written only once
+                if not self._unflushed:
                     asyncio.get_running_loop().call_soon(self._flush)
                 self._deliver(event)
             case engine_loop.Refused(request_id, refusal):
@@ -180,7 +181,7 @@ class EngineClient:
                     stream.refuse(known or engine_failure(None))
             case engine_loop.Answered(number, answer, failure, refusal):
                 asked = self._questions.get(number)
-                if asked is not None and not asked.done():  # otherwise the HTTP request that asked has ended
+                if asked is not None and not asked.done():  # otherwise the HTTP request that asked has already ended
                     error = refusal or (None if failure is None else engine_failure(failure))
                     asked.set_result(answer) if error is None else asked.set_exception(error)
             case engine_loop.Crashed(cause, ends_server):

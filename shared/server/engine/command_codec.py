@@ -15,11 +15,11 @@ from shared.grammar.grammar import Grammar
 from shared.server.engine.loop import Command
 
 MOST_BYTES = 256_000_000
-"""Of the automata that an end remembers."""
+"""Maximum bytes of the automata that one end remembers."""
 
 
 class CommandCodec:
-    """One end of a pipe: ``dumps`` at the one that sends commands, ``loads`` at the other."""
+    """One end of a pipe: ``dumps`` at the end that sends commands, ``loads`` at the other."""
 
     def __init__(self, most_bytes: int = MOST_BYTES) -> None:
         self.most_bytes, self.num_bytes, self.num_seen = most_bytes, 0, 0

@@ -1,12 +1,12 @@
-"""Compiles grammars in a separate process, so that a costly one delays no step. Introduced in phase 12.
+"""Compiles grammars in a separate process, so that a costly grammar delays no step. Introduced in phase 12.
 
-The compiler is written in Python, and a process's threads share Python's lock: a few costly grammars on server threads
-would stop every stream of an engine in the same process for seconds. This process has a low priority, imports neither
-PyTorch nor the server, and has its own memory limit.
+The compiler is written in Python, and the threads of a process share Python's lock: compiled on server threads, a few
+costly grammars would stop every stream of an engine in the same process for seconds. This process has a low priority,
+imports neither PyTorch nor the server, and has its own memory limit.
 
-Each grammar is first tried with a small part of its work limit. One that needs more is compiled again by a second
-thread, so small grammars never wait for large ones. Work is counted, so which grammars are large does not depend on the
-machine.
+Each grammar is first tried with a small part of its work limit. A grammar that needs more is compiled again by a second
+thread, so small grammars never wait for large ones. Work is counted, not timed, so whether a grammar is large does not
+depend on the machine.
 
 Invariants: one large grammar is compiled at a time; the process ends when the server does, for whatever reason; if the
 process is lost, its pending grammars are refused, and the next request starts it again.
@@ -32,9 +32,9 @@ from shared.grammar.grammar import Grammar
 from shared.grammar.limits import GrammarError, Limits, WorkError
 
 MOST_BYTES = 512_000_000
-"""Of memory that the process may write to."""
+"""Maximum bytes of memory that the process may write to."""
 QUICK = replace(Limits(), work=Limits.work // 20, drops=False)
-"""For a grammar that is not large."""
+"""The work limit for a grammar that is not large."""
 _PRIORITY = 10
 _START = "from shared.server.engine.grammar_process import main; main()"
 
@@ -108,7 +108,7 @@ def main() -> None:
     """The process: reads grammars until its pipe closes."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is handled by the server, which answers accepted requests
     os.nice(_PRIORITY)
-    with contextlib.suppress(ValueError):  # a lower limit that is already set
+    with contextlib.suppress(ValueError):  # there may already be a lower limit
         resource.setrlimit(resource.RLIMIT_DATA, (MOST_BYTES, MOST_BYTES))
     _Compiler(Connection(int(sys.argv[1]))).run()
     os._exit(0)  # without waiting for pending compilations

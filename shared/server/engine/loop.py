@@ -33,7 +33,7 @@ class NewRequest:
     request_id: str
     prompt_ids: list[int]
     params: SamplingParams
-    segment_ids: tuple[str, ...] = ()  # of phase 9.1, which precede the prompt
+    segment_ids: tuple[str, ...] = ()  # of phase 9.1; they precede the prompt
     num_segment_tokens: int = 0
 
 
@@ -78,8 +78,8 @@ Command = Add | Abort | Ask | Stop
 class Refused:
     """The engine refused a request with ``refusal``, or raised an unexpected exception (None).
 
-    That is rare: a preempted request has taken the queue's last slot, segments and prompt are too long, or there is a
-    bug.
+    This is rare: a preempted request has taken the queue's last slot, the segments and the prompt are too long
+    together, or there is a bug.
     """
 
     request_id: str
@@ -93,7 +93,7 @@ class Idle:
 
 @dataclass(frozen=True)
 class Answered:
-    """The answer to :class:`Ask`, or why there is none: a refusal, or an unexpected exception as text."""
+    """The answer to :class:`Ask`, or the reason that there is none: a refusal, or an unexpected exception as text."""
 
     number: int
     answer: Any
@@ -133,7 +133,7 @@ class Crashed:
 
 Event = Refused | Idle | Answered | Stepped | Crashed
 Publish = Callable[[Event, EngineLoad, int], None]
-"""Takes an event, the load after it, and the number of requests that :class:`Add` commands have brought so far."""
+"""Takes an event, the load after it, and the number of requests that :class:`Add` commands have added so far."""
 
 
 class Inbox(Protocol):
@@ -150,7 +150,7 @@ class EngineHandle(Protocol):
     tokenizer: Any
 
     def start(self, publish: Publish) -> None:
-        """Start the loop; called on the event loop. Its events are given to ``publish``, on any thread."""
+        """Start the loop; called on the event loop. Its events are passed to ``publish``, on any thread."""
 
     def send(self, command: Command) -> None:
         """Put a command into the loop's inbox without blocking."""
@@ -198,7 +198,8 @@ class EngineLoop:
             self._publish_to(event, load, num_added)
 
     def _drain_commands(self) -> bool:
-        """Execute all queued commands; if the engine has no work, block for the first. False after :class:`Stop`."""
+        """Execute all queued commands; if the engine has no work, block until the first arrives. False after
+        :class:`Stop`."""
         block = not self._engine.has_work()
         try:
             while True:
@@ -258,7 +259,7 @@ class EngineLoop:
             return Answered(number, None, f"{type(bug).__name__}: {bug}")
 
     def _description(self) -> dict[str, Any]:
-        """Load, statistics and last step; ``audit`` lists leaks and faults of the KV cache."""
+        """Load, statistics and last step; ``audit`` lists leaks and inconsistencies of the KV cache."""
         record = self._engine.last_step
         return {
             "load": dataclasses.asdict(self._engine.load()),

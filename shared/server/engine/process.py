@@ -1,8 +1,8 @@
 """The engine in its own process. Introduced in phase 6.1.
 
-Only one thread of a process runs Python at a time (the GIL). On a GPU, a decode step is limited by the host, so while
-the server formats and sends responses, no kernel is launched. Here the engine loop has its own interpreter, and the
-outputs of a step cross the pipe in one message (as in vLLM, whose engine core is a process too).
+Only one thread of a process runs Python at a time (the GIL). On a GPU, a decode step is limited by the host. While the
+server formats and sends responses, no kernel is launched. Here the engine loop has its own interpreter, and the outputs
+of a step cross the pipe in one message (as in vLLM, whose engine core is also a process).
 
 Invariants: the pipe is the process's only connection to the server, and the process ends when the pipe closes, however
 the server ended; it ignores SIGINT and SIGTERM, which a terminal or a supervisor sends to both; the event loop reads at
@@ -30,7 +30,7 @@ from shared.server.engine.served_engine import EngineFacts, ServedEngine
 from shared.text.tokenizer import Tokenizer
 
 MAX_EVENTS = 16
-END_SECONDS = 60.0  # for the exit code of a process that has closed its pipe
+END_SECONDS = 60.0  # time to wait for the exit code of a process that has closed its pipe
 _log = logging.getLogger("infer.engine")
 
 
@@ -41,7 +41,7 @@ class EngineProcess:
         make: makes the engine, in the process; picklable: a module's function, or a ``functools.partial`` of one.
 
     Raises:
-        InferError: what ``make`` raised.
+        InferError: whatever ``make`` raised.
         RuntimeError: the process ended before the engine was loaded; its own output says why.
     """
 
@@ -69,8 +69,8 @@ class EngineProcess:
         self._num_added = 0
 
     def start(self, publish: Publish) -> None:
-        """Publish on the calling event loop. A thread would get Python's lock for one event at a time, so a server that
-        has fallen behind would still write the tokens of each step separately.
+        """Publish on the calling event loop. A thread would get Python's lock for only one event at a time, so a server
+        that has fallen behind would still write the tokens of each step separately.
         """
         asyncio.get_running_loop().add_reader(self._pipe.fileno(), self._read, publish)
         threading.Thread(target=self._write, name="engine pipe", daemon=True).start()
@@ -79,7 +79,7 @@ class EngineProcess:
         self._commands.put(command)  # a thread writes it to the pipe, which may be full
 
     def join(self, timeout: float) -> None:
-        # Only one thread may wait for the exit code, and that is the reader; any thread may wait for the sentinel.
+        # Only one thread may wait for the exit code, which is the reader; any thread may wait for the sentinel.
         wait([self._process.sentinel], timeout)
 
     @property
@@ -96,7 +96,7 @@ class EngineProcess:
                     return
 
     def _read(self, publish: Publish) -> None:
-        """Publish the events that have arrived: several, if the event loop is behind."""
+        """Publish the events that have arrived; there are several if the event loop is behind."""
         try:
             for _ in range(MAX_EVENTS):
                 event, self._load, self._num_added = self._pipe.recv()
@@ -133,7 +133,7 @@ class PipeInbox:
 
 
 def readiness(pipe: "Connection[Any, Any]") -> Callable[[float], object]:
-    """Like ``pipe.poll``, which makes a selector each time; this keeps one, since every step polls."""
+    """Like ``pipe.poll``, which makes a new selector each time; this keeps one, since every step polls."""
     readable = select.poll()
     readable.register(pipe, select.POLLIN)
     return readable.poll
@@ -145,7 +145,7 @@ def _run(pipe: "Connection[Any, Any]", make: Callable[[], ServedEngine]) -> None
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
     def send(message: Any) -> None:
-        with contextlib.suppress(ConnectionError):  # the server is gone; the inbox returns Stop
+        with contextlib.suppress(ConnectionError):  # the server is gone, so the inbox returns Stop
             pipe.send(message)
 
     try:

@@ -1,6 +1,6 @@
 """The engine as the server uses it, and the constants of an engine. Introduced in phase 4.
 
-Invariant: the server uses only these members of an engine, so every phase that has them can be served.
+Invariant: the server uses only these members of an engine, so any phase that has them can be served.
 """
 
 from dataclasses import dataclass

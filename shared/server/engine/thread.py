@@ -1,7 +1,7 @@
 """The engine on its own thread. Introduced in phase 4.
 
 A step may take a long time; on the event loop it would delay every response and every health check. Invariant: once the
-thread runs, no other thread uses the engine.
+thread is running, no other thread uses the engine.
 """
 
 import queue

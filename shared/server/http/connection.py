@@ -1,9 +1,10 @@
-"""A client's connection, with limits that apply before a request exists: time, bytes, number. Introduced in phase 4.
+"""A client's connection, with limits that apply before there is a request: time, bytes, and number. Introduced in phase
+4.
 
-uvicorn limits the number of requests and the silence between two of them, but the size of a head only with its slower
-parser; so a client could hold a connection without a request, or send a head without end. Invariants: a connection that
-serves no request is closed within ``head_timeout``; at most ``max_head_bytes`` plus one socket read are kept of bytes
-outside a body; a refusal has the same body as any error, an ``X-Request-Id``, and a line in the log.
+uvicorn limits the number of requests and the idle time between two of them. It limits the size of a head only with its
+slower parser, so a client could hold a connection without a request, or send an endless head. Invariants: a connection
+that serves no request is closed within ``head_timeout``; of the bytes outside a body, at most ``max_head_bytes`` plus
+one socket read are kept; a refusal has the same body as any error, an ``X-Request-Id``, and a line in the log.
 """
 
 import asyncio
@@ -38,8 +39,8 @@ class Connection(HttpToolsProtocol):
         self._num_head_bytes = 0  # of the parsed request line and headers
         self._num_unparsed = 0  # bytes since the parser last reported anything
         self._refusal: ApiError | None = None
-        self._cycles: list[RequestResponseCycle] = []  # requests; pipelined ones wait their turn
-        self._read_timer: asyncio.TimerHandle | None = None  # while the client does not read
+        self._cycles: list[RequestResponseCycle] = []  # number of requests; pipelined ones wait their turn
+        self._read_timer: asyncio.TimerHandle | None = None  # set while the client does not read
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -63,7 +64,7 @@ class Connection(HttpToolsProtocol):
         try:
             self.parser.feed_data(data)
         except httptools.HttpParserUpgrade:
-            pass  # there is nothing to upgrade to: the request is served without an upgrade
+            pass  # there is nothing to upgrade to, so the request is served without an upgrade
         except httptools.HttpParserError:
             said = "The bytes received are no HTTP request: the request line, a header or the framing is malformed."
             self._refuse(self._refusal or ApiError(400, "invalid_http", said))
@@ -160,10 +161,10 @@ class Connection(HttpToolsProtocol):
             self._head_timer = None
 
     def _out_of_time(self, num_turns: int = 2) -> None:
-        """Close the connection, immediately if its last response is not being read.
+        """Close the connection; do so immediately if its last response is not being read.
 
-        Bytes that arrived while the event loop was busy are read first, in one of the next ``num_turns`` turns, so a
-        slow server does not refuse requests. Timers fire before the sockets are read.
+        Bytes that arrived while the event loop was busy are read first, in one of the next ``num_turns`` iterations of
+        the loop, so a slow server does not refuse requests. Timers fire before the sockets are read.
         """
         if num_turns:
             self._head_timer = self.loop.call_soon(self._out_of_time, num_turns - 1)
@@ -185,7 +186,7 @@ class Connection(HttpToolsProtocol):
             cycle.message_event.set()
 
     def _refuse(self, error: ApiError) -> None:
-        """Answer with ``error``, unless a response has begun, and close the connection."""
+        """Answer with ``error`` unless a response has begun, and close the connection."""
         if self.transport.is_closing():
             return
         is_started = any(cycle.response_started for cycle in self._unanswered())
@@ -206,8 +207,8 @@ class Connection(HttpToolsProtocol):
         self._start_timer()  # for a client that does not read the response
 
     def _readable_by(self) -> bytes | None:
-        """The site whose page may read a refusal: the one in the Origin header or, before that has arrived, the only
-        allowed one."""
+        """The site whose pages may read a refusal: the one in the Origin header or, if the header has not arrived, the
+        only allowed one."""
         allowed = [origin.encode() for origin in self._limits.allowed_origins]
         if b"*" in allowed:
             return b"*"

@@ -1,7 +1,7 @@
-"""The OpenAPI description of one server: the schema of request bodies, with the served model's limits.
+"""The OpenAPI description of one server: the schema of its request bodies, with the limits of the served model.
 
 Introduced in phase 4. Invariant: a body that fits the schema is never refused with 422 for a field's value, and one
-that does not fit always is; the exception is the number of tokens in a text, which no schema can express.
+that does not fit always is. The only exception is the number of tokens in a text, which no schema can express.
 """
 
 from collections.abc import Iterator
@@ -84,7 +84,7 @@ def _limit(schema: dict[str, Any], intake: Intake) -> None:
     if not intake.facts.limits_thinking:
         fields["thinking_budget"] = {"const": None}
         fields["min_thinking_tokens"] = {"enum": [0, None]}
-    fields["seed"]["anyOf"][0]["maximum"] = MAX_SEED  # FastAPI makes it a float, which is one larger
+    fields["seed"]["anyOf"][0]["maximum"] = MAX_SEED  # FastAPI makes it a float, which is larger by one
     for name in ("max_tokens", "max_completion_tokens"):
         if name in fields:
             fields[name]["anyOf"][0]["maximum"] = intake.facts.max_seq_len
@@ -99,7 +99,7 @@ def _nodes(node: Any) -> Iterator[dict[str, Any]]:
 
 
 def _pattern_below(limit: int) -> str:
-    """A pattern of the numbers from 0 to ``limit`` - 1 in decimal, without leading zeros; ``limit`` is at least 2.
+    """A pattern for the numbers from 0 to ``limit`` - 1 in decimal, without leading zeros; ``limit`` is at least 2.
 
     The numbers below 305 are those with fewer digits, those that agree with 304 up to a digit that is smaller (1 or 2
     and any two digits, 30 and one of 0 to 3), and 304.

@@ -1,9 +1,9 @@
 """Responses that watch for disconnects: streams and whole bodies. Introduced in phase 4.
 
-The alternative sse-starlette opens a cancel scope around every frame, which cost a third of the throughput of 64
-streams when measured. Invariants: a client that disconnects ends its request, even in the queue or during prefill; so
-does a client that does not read, and its connection is aborted after a bounded time; however a response ends, an
-unfinished request is aborted in the engine.
+The alternative, sse-starlette, opens a cancel scope around every frame, which measurably cost a third of the throughput
+of 64 streams. Invariants: a client that disconnects ends its request, even in the queue or during prefill; so does a
+client that does not read, whose connection is aborted after a limited time; however a response ends, an unfinished
+request is aborted in the engine.
 """
 
 import asyncio
@@ -49,8 +49,8 @@ class Frames(Protocol):
 
 
 class AnswerResponse(Response, ABC):
-    """The base of both responses: runs ``respond`` and checks the client periodically, since a timer around every frame
-    would cost more than the frame.
+    """The base class of both responses: runs ``respond`` and checks the client periodically, since a timer around every
+    frame would cost more than the frame.
     """
 
     def __init__(self, answer: Answer, config: ServerConfig) -> None:
@@ -98,7 +98,7 @@ class EventStreamResponse(AnswerResponse):
     """Sends the outputs of each step as server-sent events, in one part of the body.
 
     The task sends the first outputs and the end, and waits for a client that does not read; everything else is written
-    as it arrives. The headers wait for the first outputs or comment, so an error before that has its own status.
+    as it arrives. The headers are held until the first outputs or comment, so an error before that gets its own status.
     """
 
     def __init__(self, answer: Answer, config: ServerConfig, frames: Frames) -> None:
@@ -119,7 +119,8 @@ class EventStreamResponse(AnswerResponse):
             except Exception as bug:
                 error, is_open = _failure(bug), False
                 data = self.frames.failure(error)
-            if error is not None and not is_chunked:  # it ends like the connection, so [DONE] marks completeness
+            # the body ends with the connection, so only [DONE] shows that it is complete
+            if error is not None and not is_chunked:
                 data = data.removesuffix(DONE)
             if not is_started:
                 await send({"type": "http.response.start", "status": 200, "headers": headers})
@@ -130,8 +131,8 @@ class EventStreamResponse(AnswerResponse):
                 self.answer.write = partial(self._write, scope["state"]["connection"], is_chunked)
 
     def _write(self, connection: Connection, is_chunked: bool, choice: AnswerStream) -> bool:
-        """Write the outputs of an open choice if the client is reading: waking the task and its ``send`` would take as
-        long as everything else that a token costs. See :class:`Answer`.
+        """Write the outputs of an open choice directly if the client is reading: waking the task and its ``send`` would
+        take as long as everything else that a token costs. See :class:`Answer`.
         """
         if not connection.is_writable:
             return False
@@ -146,7 +147,7 @@ class EventStreamResponse(AnswerResponse):
         return True
 
     def _frames_of(self, changed: list[tuple[AnswerStream, list[StepOutput]]]) -> bytes:
-        """The frames of the outputs, and of the end if they are the last; without outputs a keep-alive comment."""
+        """The frames of the outputs, and of the end if these are the last; without outputs, a keep-alive comment."""
         answer, frames = self.answer, self.frames
         data = b""
         for choice, outputs in changed:

@@ -1,8 +1,8 @@
 """The limits on a JSON body, checked on its bytes before it is parsed. Introduced in phase 4.
 
-Parsing and validation hold Python's lock, and their time depends on the number of values, not of bytes.
-Invariant: a body that passes is UTF-8 as far as its zero bytes show, has a bounded number of values, keys and levels,
-and contains no lone surrogate, which has no encoding.
+Parsing and validation hold Python's lock, and their time depends on the number of values, not on the number of bytes.
+Invariant: a body that passes has no zero byte, as UTF-16 and UTF-32 would; it has a limited number of values, keys and
+levels; and it contains no lone surrogate, which has no encoding.
 """
 
 import json
@@ -14,7 +14,7 @@ import numpy as np
 from shared.server.errors import ApiError, invalid
 
 MAX_VALUES, MAX_KEYS, MAX_NESTING = 2**17, 2**13, 256
-"""Most values (a token id is one), keys and levels of a body."""
+"""Maximum values (a token id is one), keys and levels of a body."""
 _STEPS = bytes.maketrans(b"[{]}", b"\x01\x01\xff\xff")
 _NO_BRACKETS = bytes(set(range(256)) - set(b"[{]}"))
 _PAIR = re.compile(rb"\\u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2}")
@@ -37,7 +37,8 @@ def check_json(body: bytes) -> None:
 
 
 def _is_small(outside: bytes, most_brackets: int) -> bool:
-    """Whether the limits hold, counting brackets, commas and colons: each value but the first follows one."""
+    """Whether the limits hold, counting brackets, commas and colons: each value except the first follows one of
+    them."""
     num_brackets = outside.count(b"[") + outside.count(b"{")
     return (
         num_brackets <= most_brackets

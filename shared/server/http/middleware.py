@@ -1,6 +1,6 @@
 """Middleware: request ids, log, hosts, API key, body limits. Introduced in phase 4.
 
-Plain ASGI, since every frame of a stream passes through it. Invariant: every HTTP request is logged and counted
+This is plain ASGI, since every frame of a stream passes through it. Invariant: every HTTP request is logged and counted
 once, however it ends.
 """
 
@@ -51,7 +51,7 @@ class RequestRecord:
 
     request_id: str
     path: str  # below the base path
-    status: int = 499  # if no response was started: the client disconnected first
+    status: int = 499  # None if no response was started: the client disconnected first
     answer: Answer | None = None
     is_streaming: bool | None = None
 
@@ -73,7 +73,8 @@ def handler_of(path: str) -> str:
 class RequestLog:
     """Gives each request an id, logs it when it ends, and counts it.
 
-    It is counted before the last part of its response is sent, so a client that has read the response finds it counted.
+    The request is counted before the last part of its response is sent, so a client that has read the response finds it
+    counted.
     """
 
     def __init__(self, app: ASGIApp, metrics: ServerMetrics, root_path: str = "") -> None:
@@ -147,7 +148,7 @@ class AllowedHosts:
     """Refuses requests whose ``Host`` header names none of ``hosts``; ``*.example.com`` names every subdomain.
 
     A page of another site can reach a server on this machine under its own name, which it resolves to 127.0.0.1; the
-    header then shows that name. Starlette's TrustedHostMiddleware refuses with plain text.
+    header then shows that name. Starlette's TrustedHostMiddleware would refuse with plain text.
     """
 
     def __init__(self, app: ASGIApp, hosts: Sequence[str]) -> None:
@@ -169,12 +170,12 @@ class AllowedHosts:
 
 
 class BodyLimit:
-    """Refuses a body that is too long, too complex, or does not arrive in time.
+    """Refuses a body that is too long, is too complex, or does not arrive in time.
 
-    Starlette's own limit, for an announced length, answers in plain text, not with the body of an API error.
+    Starlette's own limit for an announced length answers in plain text, without the body of an API error.
 
-    Parsing and validating a body hold Python's lock. A body of more than ``_BIG`` bytes waits for its own turn of the
-    event loop, so that other clients are served between two such bodies.
+    Parsing and validating a body hold Python's lock. A body of more than ``_BIG`` bytes waits for its own iteration of
+    the event loop, so that other clients are served between two such bodies.
     """
 
     def __init__(self, app: ASGIApp, max_bytes: int, seconds: float, stopping: Callable[[], ApiError | None]) -> None:

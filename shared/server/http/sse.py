@@ -2,7 +2,7 @@
 
 A frame is an optional ``event:`` line, one ``data:`` line and an empty line (WHATWG HTML, section 9.2). Invariant: data
 is JSON on one line, so no text of a model can end a frame. That also holds for clients that split lines with
-``str.splitlines``, which ends them at U+0085, U+2028 and U+2029 too: these are escaped.
+``str.splitlines``, which also splits at U+0085, U+2028 and U+2029: these are escaped.
 """
 
 import json
@@ -16,7 +16,8 @@ COMMENT = b": keep-alive\n\n"
 
 
 _LINE_END = re.compile("[\x85\u2028\u2029]")  # besides those in ASCII, which JSON escapes
-_encode = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode  # ``json.dumps`` makes a new one each time
+# ``json.dumps`` would make a new one each time
+_encode = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
 
 
 def to_json(value: Any) -> bytes:

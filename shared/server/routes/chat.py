@@ -75,10 +75,12 @@ async def answer(request: Request, body: ChatRequest) -> Response:
 class ChatFrames:
     """Formats one answer, as frames of a stream or as one body.
 
-    Args: wants_usage: add a last chunk with the usage and no choices; the others then hold ``"usage": null``.
-        wants_usage_so_far: with ``wants_usage``, the others hold the usage so far. num_top_logprobs: the most likely
-        tokens of each position to show, if log-probabilities are requested. reading: how tool calls are read; None: all
-        text is content. watched: the grammar whose state each token's frame then holds; every token then gets a frame.
+    Args:
+        wants_usage: add a last chunk with the usage and no choices; the others then hold ``"usage": null``.
+        wants_usage_so_far: with ``wants_usage``, the others hold the usage so far.
+        num_top_logprobs: the most likely tokens of each position to show, if log-probabilities are requested.
+        reading: how tool calls are read; None: all text is content.
+        watched: the grammar whose state is added to each token's frame; every token then gets a frame.
     """
 
     def __init__(

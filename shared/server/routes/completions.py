@@ -55,7 +55,7 @@ async def complete(request: Request, body: CompletionRequest) -> Response:
     max_tokens = intake.within_limit("max_tokens", body.max_tokens)
     prompt_logprobs = body.logprobs if body.echo else None
     if max_tokens == 0 and prompt_logprobs is None:
-        prompt_logprobs = 0  # the engine accepts a request that generates nothing only if it has something to compute
+        prompt_logprobs = 0  # the engine accepts a request that generates nothing only if there is something to compute
     has_special = body.add_special_tokens is not False
     prompts = [await intake.text_ids(prompt, has_special) for prompt in body.prompt]
     if max_tokens is None:
@@ -80,7 +80,7 @@ async def complete(request: Request, body: CompletionRequest) -> Response:
 
 
 def at_token(progress: Mapping[AnswerStream, Progress], choice: AnswerStream, output: StepOutput) -> dict[str, Any]:
-    """The field with the grammar state in which a token was sampled; empty for an unwatched choice."""
+    """The field with the grammar state in which a token was sampled; empty for a choice that is not watched."""
     if choice not in progress or output.token_id is None:
         return {}
     position = progress[choice].read(output.token_id)
@@ -96,11 +96,14 @@ def accepts_events(request: Request) -> bool:
 class CompletionFrames:
     """Formats one answer, as frames of a stream or as one body.
 
-    Args: is_named: frames are the events ``token``, ``done`` (with the usage) and ``error``; otherwise OpenAI's, which
-        have no names and end with ``[DONE]``. wants_usage: add a last chunk with the usage and no choices; the others
-        then hold ``"usage": null``. No effect on named events. wants_usage_so_far: with ``wants_usage``, the others
-            hold the usage so far. watched: the grammar whose state each token's frame then holds. echo: the prompts,
-            which then precede the text of their choices.
+    Args:
+        is_named: frames are the events ``token``, ``done`` (with the usage) and ``error``; otherwise OpenAI's, which
+            have no names and end with ``[DONE]``.
+        wants_usage: add a last chunk with the usage and no choices; the others then hold ``"usage": null``. No effect
+            on named events.
+        wants_usage_so_far: with ``wants_usage``, the others hold the usage so far.
+        watched: the grammar whose state is added to each token's frame.
+        echo: the prompts, which then precede the text of their choices.
     """
 
     def __init__(
@@ -175,14 +178,14 @@ class CompletionFrames:
         return frame(to_json(chunk), self._name("token"))
 
     def _last(self, choice: AnswerStream) -> dict[str, Any]:
-        """The end of a choice; also its prompt, if no token followed it."""
+        """The end of a choice, preceded by its prompt if no token has sent it."""
         assert choice.finish_reason is not None
         text, tokens = self._begun(choice)
         ended = {"finish_reason": OPENAI_REASONS[choice.finish_reason], "stop_reason": choice.stop}
         return {**self._shown(choice.index, text, tokens), **ended}
 
     def _begun(self, choice: AnswerStream) -> tuple[str, list[Any]]:
-        """A choice's prompt and its tokens with log-probabilities, if requested and not sent yet."""
+        """A choice's prompt and its tokens with log-probabilities, if requested and not yet sent."""
         if self._echo is None or self._is_begun[choice.index]:
             return "", []
         self._is_begun[choice.index] = True

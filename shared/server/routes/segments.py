@@ -17,7 +17,7 @@ from shared.server.engine.client import EngineClient
 from shared.server.errors import ErrorBody, invalid
 from shared.tracks.segments.inquiry import Blend, Content, Find, Forget, Page, SegmentInfo, Use
 
-POLL_SECONDS = 0.01  # seconds between two checks whether segments have been computed
+POLL_SECONDS = 0.01  # seconds between two checks of whether segments have been computed
 
 router = APIRouter()
 UNKNOWN: dict[int | str, dict[str, Any]] = {404: {"model": ErrorBody, "description": "no such segment"}}
@@ -75,7 +75,7 @@ async def list_segments(
     return SegmentPage(data=data, last_id=data[-1].id if data else None, has_more=has_more)
 
 
-@router.get("/v1/segments/{segment_id}", summary="What is known of a segment", responses=UNKNOWN)
+@router.get("/v1/segments/{segment_id}", summary="Facts about a segment", responses=UNKNOWN)
 async def get_segment(request: Request, segment_id: str) -> SegmentBody:
     return SegmentBody.of(await _client(request, "id").inquire(Find(segment_id), "id"))
 
@@ -92,7 +92,7 @@ async def context(
 ) -> list[SegmentInfo]:
     """The segments that a body names, in order; contents are registered. ``param`` is the field named in errors.
 
-    With a fraction to ``recompute``, the single segment made of all of them, once each is computed.
+    With a fraction to ``recompute``: the single segment made of all of them, once each is computed.
     """
     if not segments:
         return []
@@ -112,7 +112,7 @@ async def context(
 
 
 def _client(request: Request, param: str | None) -> EngineClient:
-    """The engine's client; raises ApiError if the engine has no segments, or the server shuts down."""
+    """The engine's client; raises ApiError if the engine has no segments, or if the server is shutting down."""
     intake: Intake = request.app.state.intake
     if (stopping := intake.stopping()) is not None:
         raise stopping

@@ -1,6 +1,6 @@
 """The status routes: models, health, metrics, and the engine between two steps. Introduced in phase 4.
 
-Invariant: only the routes below `/debug`, which ask the engine, wait for a step.
+Invariant: only the routes below `/debug`, which query the engine, wait for a step.
 """
 
 import asyncio

@@ -1,8 +1,8 @@
 """Reads the state of an engine between two lines of its step, as JSON values. Introduced in phase 4.
 
-Everything is read from the parts themselves: queues, requests, the pool's blocks and its prefix tree, and the locals of
-the functions that run. What no part keeps (the batch, what is in flight, the sampled tokens) is taken from the results
-of the calls that make it. :mod:`shared.tracing.steps.recording` describes the values.
+Everything is read from the parts themselves: queues, requests, the pool's blocks and its prefix tree, and the local
+variables of running functions. What no part keeps (the batch, the steps in flight, the sampled tokens) is taken from
+the results of the calls that make it. :mod:`shared.tracing.steps.recording` describes the values.
 
 Invariant: reading changes nothing.
 """
@@ -28,7 +28,7 @@ from shared.tracing.steps.variables import variables
 
 MOST_EXAMPLES = 6
 SEGMENT_DIGITS = 4
-"""Shown of the hash that names a request which computes a segment (phase 9.1)."""
+"""How many characters are shown of the hash that names a request that computes a segment (phase 9.1)."""
 
 
 class EngineState:
@@ -40,10 +40,11 @@ class EngineState:
         self.requests: dict[str, Request] = {}  # in order of arrival
         self.texts: dict[str, str] = {}  # released
         self.reasons: dict[str, str] = {}
-        self.ready: tuple[list[Any], int] = [], 0  # the outputs of the engine that were read, and how many
+        self.ready: tuple[list[Any], int] = [], 0  # the outputs of the engine that have been read, and how many
         self.nodes: dict[Node, int] = {}
-        self.grammars: dict[str, tuple[Progress, int, State]] = {}  # read so many outputs, and the values there
-        self.launched: dict[int, tuple[Any, Schedule]] = {}  # what was launched, and not waited for
+        # the number of outputs read, and the values at that point
+        self.grammars: dict[str, tuple[Progress, int, State]] = {}
+        self.launched: dict[int, tuple[Any, Schedule]] = {}  # launched and not yet awaited
         self.begin()
 
     def begin(self) -> None:
@@ -60,7 +61,7 @@ class EngineState:
             self.launched[id(result)] = result, self.schedule
 
     def sample(self, frame: FrameType, result: Any) -> None:
-        """``Runner.sample`` has returned: its result is what is waited for."""
+        """``Runner.sample`` has returned, and its result is awaited."""
         launched = self.launched.pop(id(frame.f_locals["launched"]), None)
         if launched is not None and result is not None:
             self.launched[id(result)] = result, launched[1]
@@ -86,7 +87,7 @@ class EngineState:
         """The state now."""
         scheduler = self.engine.scheduler
         for request in (*scheduler.waiting.values(), *scheduler.running.values()):
-            self.requests[name_of(request)] = request  # also those that an engine adds by itself
+            self.requests[name_of(request)] = request  # including requests that an engine adds by itself
         self._find_schedule(frames)
         self._read_outputs()
         state: State = {
@@ -111,7 +112,7 @@ class EngineState:
         return {name: panel for name, panel in state.items() if panel or name in ("queues", "requests", "pool")}
 
     def _find_schedule(self, frames: Sequence[FrameType]) -> None:
-        """The schedule of the innermost function that has one, or the entries that it makes."""
+        """The schedule of the innermost function that has one, or the entries that it is making."""
         for frame in reversed(frames):
             for value in frame.f_locals.values():
                 if isinstance(value, Schedule):
@@ -122,7 +123,7 @@ class EngineState:
                     return
 
     def _read_outputs(self) -> None:
-        """Append what was released since the last time."""
+        """Append what was released since the last call."""
         outputs, count = self.ready
         if outputs is not self.engine.output_processor.ready:
             outputs, count = self.engine.output_processor.ready, 0
@@ -175,9 +176,9 @@ class EngineState:
         }
 
     def _known_nodes(self) -> Iterable[Node]:
-        """The nodes of the prefix tree, without its root; numbered as they are first seen."""
+        """The nodes of the prefix tree without its root, numbered as they are first seen."""
         extension: Any = getattr(_target(self.engine.scheduler.pool), "extension", None)
-        tree = getattr(getattr(extension, "sharing", extension), "tree", None)  # a side track's holds the tree's
+        tree = getattr(getattr(extension, "sharing", extension), "tree", None)  # in a side track, this holds the tree's
         if tree is None:
             return []
         self.nodes.setdefault(tree.root, 0)
@@ -244,7 +245,8 @@ class EngineState:
                 found["copies"] = layout.copies.tolist()
             plans = getattr(layout.extra, "plans", None)
             for name in ("decode", "prefill"):
-                for plan in list(getattr(plans, name, {}).values())[:1]:  # of the first window; mostly there is one
+                # of the first window; usually there is only one
+                for plan in list(getattr(plans, name, {}).values())[:1]:
                     columns = (plan.request_indices, plan.query_tile_indices, plan.kv_tile_indices)
                     items = np.stack(columns)[:, : int(plan.num_items[0])].T.tolist()
                     found.setdefault("plan", {})[name] = {"split": int(plan.split_size[0]), "items": items}
@@ -290,7 +292,7 @@ def name_of(request: Request) -> str:
 
 
 def short(request_id: str) -> str:
-    """An id, of a segment's request with the first digits of its hash."""
+    """An id; for a segment's request, with only the first digits of its hash."""
     if not request_id.startswith(SEGMENT):
         return request_id
     digits = request_id.removeprefix(SEGMENT).rstrip("+")
@@ -298,7 +300,7 @@ def short(request_id: str) -> str:
 
 
 def _position(walk: Progress) -> State:
-    """Where an output stands in its grammar; empty after its end."""
+    """The position of an output in its grammar; empty after the grammar's end."""
     position, now = walk.position, walk.now
     if position is None or now is None:
         return {}
@@ -311,5 +313,5 @@ def _is_final(request: Request) -> bool:
 
 
 def _target(pool: Any) -> Any:
-    """The model's pool, also where a draft model has another."""
+    """The model's pool, also if a draft model has another."""
     return getattr(pool, "target", pool)

@@ -1,10 +1,11 @@
 """Follows the lines of chosen functions while a step runs, with ``sys.settrace``. Introduced in phase 4.
 
-An event is one executed statement of a shown function. Its end is where the next one begins, or where control returns
-to the caller's line, which then has a second event if it did something more. Functions that are not shown run as a part
-of the line that calls them; a few of them are *watched*: they tell a line's kind, and their results are kept.
+An event is one executed statement of a shown function. It ends where the next one begins, or where control returns to
+the caller's line, which has a second event if it then does something more. Functions that are not shown run as part of
+the line that calls them. A few of them are *watched*: they determine the kind of a line, and their results are kept.
 
-Invariants: outside of ``watch`` nothing is traced; times are those of the engine, without those of recording.
+Invariants: nothing is traced outside of ``watch``; times are those of the engine, without the time that recording
+takes.
 """
 
 import sys
@@ -19,26 +20,27 @@ from shared.tracing.steps.patches import State, difference
 from shared.tracing.steps.shown import Function
 
 MOST_EVENTS = 50_000
-"""Of a recording; more are not for a page, and a loop of a learner's code may never end."""
+"""Maximum events of a recording: a page cannot show more, and a loop in a learner's code may never end."""
 
 
 @dataclass(frozen=True)
 class Watched:
-    """``kind`` is that of the line that calls the function, if it is not shown; ``note`` gets its frame and result."""
+    """``kind`` is the kind of the line that calls the function, if the function is not shown; ``note`` gets its frame
+    and result."""
 
     kind: str = ""
     note: Callable[[FrameType, Any], None] | None = None
 
 
 class Read(Protocol):
-    """Reads the state; ``frames`` are those of the shown functions that run, the step's first."""
+    """Reads the state; ``frames`` are those of the shown functions that are running, the step's first."""
 
     def __call__(self, frames: Sequence[FrameType]) -> State: ...
 
 
 @dataclass
 class Event:
-    """An executed statement: its function, line and depth; its kind, its time, and what it changed."""
+    """An executed statement: its function, line and depth, its kind, its time, and what it changed."""
 
     function: Function
     line: int
@@ -68,7 +70,7 @@ class LineTracer:
 
     @contextmanager
     def watch(self, first: CodeType) -> Iterator[None]:
-        """Trace what runs in this context, from the call of the function ``first`` on."""
+        """Trace what runs in this context, starting with the call of the function ``first``."""
         self.first = first
         before = sys.gettrace()
         sys.settrace(self._called)

@@ -1,6 +1,6 @@
 """Finds the moment that an address names in a recording, and its state. Introduced in phase 4.
 
-An address such as ``#step=7&line=schedule`` stands in chapters and in the page. Invariant: the page's script
+Addresses such as ``#step=7&line=schedule`` are used in chapters and in the page. Invariant: the page's script
 (``page/replay.js``) finds the same event.
 """
 

@@ -1,8 +1,8 @@
 """Writes a recording of steps as a self-contained HTML file. Introduced in phase 4.
 
 Style, scripts and the recording are inline; the page's policy (CSP) allows only these, by their hashes, and no network
-request, so the page works from a file. Two recordings of one workload can stand side by side. Invariant: what the page
-shows is replayed from the recording; text from a model or a user is data, never markup.
+request, so the page works from a file. Two recordings of one workload can be shown side by side. Invariant: what the
+page shows is replayed from the recording; text from a model or a user is data, never markup.
 """
 
 from html import escape
@@ -16,7 +16,7 @@ SCRIPTS = ("replay.js", "words.js", "source.js", "panels.js", "side.js", "steppe
 
 
 def write(recording: dict[str, Any], *, other: dict[str, Any] | None = None) -> str:
-    """The HTML of a recording; with ``other``, of an earlier phase, a button shows both beside each other."""
+    """The HTML of a recording; with ``other``, from an earlier phase, a button shows both side by side."""
     shown = [recording] if other is None else [other, recording]
     return filled(
         FOLDER / "steps.html",

@@ -1,7 +1,7 @@
 """Records the steps of an engine line by line, as one JSON object. Introduced in phase 4.
 
-The recorder is that of timelines, whose steps run under a :class:`~shared.tracing.steps.line_tracer.LineTracer`. A
-recording has, beside its phase, model, settings and the hash of its sources:
+The recorder is the timelines' recorder, whose steps run under a :class:`~shared.tracing.steps.line_tracer.LineTracer`.
+Besides its phase, model, settings and the hash of its sources, a recording has:
 
 - ``requests``: their prompts, and the steps before which they arrived; ``texts``: the text of each token by its id;
 - ``functions``: the sources, in true lines; ``lines``: [function, offset in its lines, depth, kind], where kind is
@@ -12,12 +12,12 @@ recording has, beside its phase, model, settings and the hash of its sources:
 - ``state``: panels, each absent if the phase has none of it: ``queues``; ``requests`` with counts, outputs, text and
   block tables; ``schedule``, also while it is filled; ``batch`` and ``sampled`` of the step; ``pool``, the blocks that
   are not free as [owners, references, 1 if cached]; ``tree``, the prefix tree's nodes; ``in_flight``, what is launched
-  and not awaited; ``drafts`` and their fate; ``grammar``, where each output stands; ``kept`` by compression;
+  and not awaited; ``drafts`` and their fate; ``grammar``, the position of each output in it; ``kept`` by compression;
   ``variables`` of the running functions by depth;
 - ``error``: what a step raised, at which the recording ends.
 
-Invariants: recording does not change the engine's behaviour; equal runs give
-equal recordings, apart from the values named ``ms`` and the times of events.
+Invariants: recording does not change the engine's behaviour; equal runs give equal recordings, apart from the values
+named ``ms`` and the times of events.
 """
 
 import dataclasses
@@ -47,7 +47,7 @@ FORMAT = 1
 
 
 class StepRecorder(Recorder):
-    """Records ``engine``, of the phase ``lesson``; ``more`` functions are shown as of ``shown_functions``."""
+    """Records ``engine``, of the phase ``lesson``; ``more`` functions are shown as well, as in ``shown_functions``."""
 
     def __init__(
         self,
@@ -98,7 +98,7 @@ class StepRecorder(Recorder):
             events.append([lines.setdefault(line, len(lines)), micros, *([event.patch] if event.patch else [])])
         ends = [*self.firsts[1:], len(events)]
         steps: list[State] = []
-        for first, end, step in zip_longest(self.firsts, ends, trace.steps):  # one that raised is not in the trace
+        for first, end, step in zip_longest(self.firsts, ends, trace.steps):  # a step that raised is not in the trace
             micros = sum(event[1] for event in events[first:end])
             gpu = step.gpu if step is not None else ()
             spans = [[s.name, *((ns - step.started_ns) // 1000 for ns in (s.started_ns, s.ended_ns))] for s in gpu]
@@ -147,10 +147,10 @@ class StepRecorder(Recorder):
 
 
 def record(engine: Any, lesson: Lesson, arrivals: Sequence[Arrival], more: Iterable[str] = ()) -> dict[str, Any]:
-    """The recording of requests that arrive at an engine of the phase; ``more`` as of ``shown_functions``.
+    """The recording of requests that arrive at an engine of the phase; ``more`` as in ``shown_functions``.
 
-    If a step raises, as with a learner's code, the recording ends there and has an ``error``. A GPU's kernels are
-    compiled before, so that times are not those of the compiler.
+    If a step raises, as a learner's code may, the recording ends there and has an ``error``. A GPU's kernels are
+    compiled beforehand, so that times do not include the compiler's.
     """
     if engine.model.device.type == "cuda":
         warm_up(engine)
@@ -171,7 +171,7 @@ def settings_of(config: EngineConfig) -> dict[str, str | int | float]:
 
 
 def as_text(recording: dict[str, Any]) -> str:
-    """The recording as JSON, one event on each line, so that differences can be read."""
+    """The recording as JSON, one event per line, so that diffs are readable."""
     head = {name: value for name, value in recording.items() if name != "events"}
     compact: dict[str, Any] = {"ensure_ascii": False, "separators": (",", ":")}
     events = ",\n".join(json.dumps(event, **compact) for event in recording["events"])
@@ -179,7 +179,7 @@ def as_text(recording: dict[str, Any]) -> str:
 
 
 def _token_ids(patch: State) -> set[int]:
-    """The ids that a patch has beside those of the requests: drafts, samples, examples."""
+    """The ids that a patch has besides those of the requests: drafts, samples, examples."""
     found: set[int] = set()
     for panel, name in (("drafts", "ids"), ("grammar", "examples")):
         for each in (patch.get(panel) or {}).values():

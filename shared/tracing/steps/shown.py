@@ -1,10 +1,12 @@
 """The functions whose lines a recording shows, and their source. Introduced in phase 4.
 
-Shown are the methods of the phase's engine, the functions of its scheduler, those of the parts that it replaced, and
-the stations that every step passes. Which of them a run has executed is known afterwards, and only those are written.
-Functions are found in the loaded modules, so a learner's module is shown as the learner wrote it.
+The shown functions are the methods of the phase's engine, the functions of its scheduler, those of the parts that it
+replaced, and the functions that every step passes through. Which of them a run executes is known only afterwards, and
+only those are written. Functions are found in the loaded modules, so a learner's module is shown as the learner wrote
+it.
 
-Invariant: a line of a function belongs to one statement, at whose first line the recording has its event.
+Invariant: a line of a function belongs to one statement, and the recording has its event at that statement's first
+line.
 """
 
 import ast
@@ -32,23 +34,23 @@ STATIONS = (
 )
 """Functions that are shown in each phase that runs them, as ``module:name``."""
 ON_DEVICE = "shared.cache.view."
-"""Parts whose lines run once a layer, and read and write tensors."""
+"""Parts whose lines run once per layer, and read and write tensors."""
 HIDDEN = ("__init__", "stats", "add_request", "register")
 
 
 @dataclass(frozen=True, eq=False)
 class Function:
-    """A function's source: true lines of a file, the first of which is its decorator or its ``def``."""
+    """A function's source: consecutive lines of a file, the first of which is its decorator or its ``def``."""
 
     name: str  # with its class
-    path: str  # as the course names it, also if a learner's file stands in its place
+    path: str  # as the course names it, even if a learner's file replaces it
     first: int  # number of lines[0] in the file
     lines: tuple[str, ...]
     start: int  # number of the line with `def`
     statements: Mapping[int, int]  # number of a line -> that of the first line of its statement
 
     def statement(self, line: int) -> int:
-        """The number of the first line of the statement that has this line."""
+        """The number of the first line of the statement that contains this line."""
         return self.statements.get(line, line)
 
 
@@ -56,8 +58,8 @@ def shown_functions(lesson: Lesson, more: Iterable[str] = ()) -> dict[CodeType, 
     """The functions that a recording of the phase shows, by their code.
 
     Args:
-        more: modules, or functions as ``module:name``, beside those of every recording. A function whose name begins
-            with an underscore is shown only if it is named.
+        more: modules, or functions as ``module:name``, in addition to those of every recording. A function whose name
+            begins with an underscore is shown only if it is named.
     """
     parts = [new for _, new in lesson.replaces if not new.startswith(ON_DEVICE)]
     found: dict[CodeType, Function] = {}
@@ -90,7 +92,7 @@ def functions_in(text: str, path: str) -> dict[str, Function]:
 
 
 def sources_hash(functions: Iterable[Function]) -> str:
-    """Of names, paths and lines, wherever they stand in their files."""
+    """A hash of names, paths and lines, whatever the position of the lines in their files."""
     digest = hashlib.sha256()
     for function in functions:
         digest.update("\n".join((function.path, function.name, *function.lines, "")).encode())
@@ -98,7 +100,7 @@ def sources_hash(functions: Iterable[Function]) -> str:
 
 
 def current_sources(recording: Mapping[str, Any]) -> dict[str, Any] | None:
-    """The recording with today's line numbers; None if a function that it shows is no longer the same: it is stale."""
+    """The recording with today's line numbers; None if a function that it shows has changed, so that it is stale."""
     now: list[Function] = []
     for each in recording["functions"]:
         path = each["path"]
@@ -138,5 +140,5 @@ def _functions(module: ModuleType) -> Iterator[FunctionType]:
 
 
 def _is_in(function: FunctionType, module: ModuleType) -> bool:
-    """Whether its source stands in the module's file; methods that dataclasses make have none."""
+    """Whether its source is in the module's file; methods that dataclasses generate have none."""
     return module.__file__ is not None and Path(function.__code__.co_filename) == Path(module.__file__)

@@ -1,6 +1,6 @@
 """The local variables of a running function as short texts. Introduced in phase 4.
 
-Shown are numbers, texts, requests, parts of a schedule, small arrays, and short lists of these; other objects are left
+It shows numbers, texts, requests, parts of a schedule, small arrays, and short lists of these; other objects are left
 out, since other panels show them. Invariant: a text is at most ``LONGEST`` characters.
 """
 
@@ -23,7 +23,7 @@ def variables(frame: FrameType) -> dict[str, str]:
 
 
 def text(value: Any) -> str | None:
-    """A value in short; None if it is not shown."""
+    """A value in short form; None if it is not shown."""
     shown = _text(value)
     return shown if shown is None or len(shown) <= LONGEST else shown[: LONGEST - 1] + "…"
 

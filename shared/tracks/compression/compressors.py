@@ -24,7 +24,8 @@ class Compressor(Protocol):
 
 
 class KeyMeasures(Protocol):
-    """What a compressor may query about the keys of all layers and heads of S sequences; n is the maximum per head."""
+    """What a compressor may query: measures of the keys of all layers and heads of S sequences, with n the longest
+    head's length."""
 
     @property
     def num_queries(self) -> int:
@@ -32,11 +33,11 @@ class KeyMeasures(Protocol):
         ...
 
     def mass(self, num_queries: int) -> Tensor:
-        """Attention summed over the last queries, [S, L, Hkv, Hq / Hkv, n]; 0 after a head's keys."""
+        """Attention summed over the last queries, [S, L, Hkv, Hq / Hkv, n]; zero past the end of a head's keys."""
         ...
 
     def redundancy(self, threshold: float) -> Tensor:
-        """R-KV's mean cosines, [S, L, Hkv, n]; -inf after a head's keys."""
+        """R-KV's mean cosines, [S, L, Hkv, n]; -inf past the end of a head's keys."""
         ...
 
 
@@ -45,7 +46,7 @@ class BatchedCompressor(Compressor, Protocol):
     """A compressor that can score the keys of all layers and heads at once."""
 
     def of_all(self, keys: KeyMeasures, mass: Tensor) -> Tensor:
-        """``mass`` of the whole window -> scores [S, L, Hkv, n], up to a factor."""
+        """From the ``mass`` of the whole window to scores [S, L, Hkv, n], up to a constant factor."""
         ...
 
 
@@ -91,9 +92,9 @@ class SnapKV:
 class RKV:
     """Importance minus redundancy, for text that repeats itself (R-KV, arXiv 2505.24133).
 
-    Importance is SnapKV's over the last ``window`` queries, as a mean. Redundancy is how much a key resembles the
-    others: the mean over rows of the keys' cosine matrix, without the diagonal. Of near-duplicates (cosine above
-    ``threshold``) the newest is spared in each row. A softmax gives redundancy the scale of attention.
+    Importance is SnapKV's over the last ``window`` queries, as a mean. Redundancy is a key's similarity to the others:
+    its mean over the rows of the keys' cosine matrix, without the diagonal. Among near-duplicates (cosine above
+    ``threshold``), each row ignores the newest. A softmax puts redundancy on the scale of attention.
     """
 
     mix: float = 0.07

@@ -1,11 +1,11 @@
 """Selects on the GPU, without waiting, which keys each head of cached sequences keeps. Introduced in phase 9.2.
 
 :func:`shared.tracks.compression.selection.select` defines the selection for one head. Here a few launches select for
-all layers and heads of several sequences. The host receives only the number of keys that each head keeps, in an
-asynchronous copy, from which the pool counts blocks. The launches run on their own stream: selection is bound by
-computation, and the step beside it by memory.
+all layers and heads of several sequences. The host receives only the number of keys that each head keeps, by an
+asynchronous copy, and the pool counts blocks from it. The launches run on their own stream: selection is compute-bound,
+while the step that runs at the same time is memory-bound.
 
-A repeatedly compressed request has about the same length each time. So selections use *workspaces*, fixed
+A request that is compressed repeatedly has about the same length each time. So selections use *workspaces*, fixed
 buffers for a number of sequences of about one length, and the launches on a workspace are recorded as a CUDA graph
 (:mod:`shared.engine.executor.graphs`).
 
@@ -32,13 +32,13 @@ from shared.tracks.compression.layout import Holding
 from shared.tracks.compression.selection import Budget
 
 NUM_BEFORE, MOST_WORKSPACES = 2, 16
-"""How often the launches of a workspace run before they are recorded, and the most workspaces that are kept; one more
-clears them all."""
+"""How many times the launches of a workspace run before they are recorded, and the maximum number of workspaces kept;
+one more clears them all."""
 logger = logging.getLogger("infer.engine")
 
 
 def sent(numbers: np.ndarray, device: torch.device) -> Tensor:
-    """Numbers on their way to the device."""
+    """Numbers in transit to the device."""
     array = torch.from_numpy(numbers)
     return array.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else array
 
@@ -56,7 +56,8 @@ def beside(stream: torch.cuda.Stream | None) -> Iterator[None]:
 
 @contextmanager
 def before(stream: torch.cuda.Stream | None) -> Iterator[None]:
-    """Runs work after that of ``stream``, beside earlier work of the current stream and before later work."""
+    """Runs work after that of ``stream``, concurrently with earlier work of the current stream and before its later
+    work."""
     if stream is None:
         yield
         return
@@ -69,8 +70,8 @@ def before(stream: torch.cuda.Stream | None) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class CachedKeys:
-    """The measures of the sequences' keys, a ``KeyMeasures``; fields like the arguments of ``window_mass``, and the
-    window's ``num_queries``.
+    """The measures of the sequences' keys, a ``KeyMeasures``. The fields match the arguments of ``window_mass``;
+    ``num_queries`` is the window's.
     """
 
     ring: Tensor
@@ -87,14 +88,16 @@ class CachedKeys:
 
 
 def num_tiles(sequence: Holding) -> int:
-    """The tiles of ``window_mass`` that the longest head fills."""
+    """The number of ``window_mass`` tiles that the longest head fills."""
     return -(-(sequence.num_tail + (0 if sequence.packed is None else sequence.packed.most)) // TILE)
 
 
 class Workspace:
     """Fixed buffers for ``num`` sequences, whose heads have at most ``capacity`` tokens each.
 
-    Args: memory: keys or values, ``[L, blocks, block_size, Hkv, D]``. ends: as in ``KeptTokens``.
+    Args:
+        memory: keys or values, ``[L, blocks, block_size, Hkv, D]``.
+        ends: as in ``KeptTokens``.
     """
 
     def __init__(self, num: int, capacity: int, memory: Tensor, ends: Tensor) -> None:
@@ -131,13 +134,14 @@ class Workspace:
 
 
 class Selected:
-    """The keys that the heads of sequences will keep; valid until their workspace is reused."""
+    """The keys that the heads of the sequences will keep; valid until the workspace is reused."""
 
     def __init__(self, workspace: Workspace, holdings: Sequence[Holding]) -> None:
         self.workspace, self.holdings, self.number = workspace, holdings, workspace.num_choices
 
     def index(self, holding: Holding) -> int | None:
-        """Which of the sequences has the tokens of ``holding``, even if they have moved; None if none has."""
+        """Which of the sequences has the tokens of ``holding``, even if they have moved since; None if there is
+        none."""
         for i, one in enumerate(self.holdings if self.number == self.workspace.num_choices else ()):
             if one.row == holding.row and one.packed is holding.packed and one.length == holding.length:
                 return i
@@ -185,7 +189,7 @@ class HeadSelector:
         self.graph_memory = torch.cuda.graph_pool_handle() if self.is_recording else None
 
     def select(self, sequences: Sequence[Holding], w: int) -> Selected:
-        """Choose for all layers and heads at once, after the device's current work, using the last w queries."""
+        """Choose for all layers and heads at once, from the last w queries; runs after the device's current work."""
         key = len(sequences), w, max(map(num_tiles, sequences)) * TILE
         with beside(self.stream):
             workspace = self._workspace(key, all(one.packed is not None for one in sequences))
@@ -201,7 +205,7 @@ class HeadSelector:
             return selected
 
     def choose(self, workspace: Workspace, w: int) -> None:
-        """The launches of a choice."""
+        """The launches of one selection."""
         keys = CachedKeys(self.ring, self.keys, workspace.sequences, w, self.scale)
         mass = keys.mass(w)
         attention = mass.mean(-2)

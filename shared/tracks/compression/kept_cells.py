@@ -1,8 +1,9 @@
-"""The keys that compressed sequences keep in the KV cache, with PyTorch's operations. Introduced in phase 9.2.
+"""The keys that compressed sequences keep in the KV cache, implemented with PyTorch's operations. Introduced in phase
+9.2.
 
 ``compress`` runs between two steps: for each layer and head it scores the remaining keys, and then either moves the
 selected ones into the first blocks (*condensed*) or marks them in a mask and moves nothing (*masked*,
-``if_fake_compress``). A layer with a sliding window keeps exactly its window, which loses nothing. The other layers
+``if_fake_compress``). A sliding-window layer keeps exactly its window, which loses nothing. The other layers
 keep the keys selected by the compressor.
 
 Invariants: a head's tokens are in time order, including its tail; masks only lose bits.
@@ -20,7 +21,7 @@ from shared.cache.view.block_storage import BlockStorage
 from shared.models.config import ModelConfig
 from shared.ops.attention import visible
 from shared.tracks.compression.compressors import Compressor
-from shared.tracks.compression.interface import Place
+from shared.tracks.compression.interface import AllocateKept
 from shared.tracks.compression.layout import Cells, Holding, Packed
 from shared.tracks.compression.query_ring import QueryRing
 from shared.tracks.compression.selection import Budget, select
@@ -29,8 +30,10 @@ from shared.tracks.compression.selection import Budget, select
 class KeptCells:
     """Keys and values, addressed by cells.
 
-    Args: dtype: the model's. num_queries: the number of a sequence's last queries that compressors see,
-        ``query_window_size``. moves: whether kept tokens are moved together; otherwise they are masked.
+    Args:
+        dtype: the model's dtype.
+        num_queries: ``query_window_size``, how many of a sequence's last queries compressors see.
+        moves: whether kept tokens are moved together; otherwise the others are masked.
     """
 
     def __init__(
@@ -79,7 +82,7 @@ class KeptCells:
         assert packed is not None
         if known is None or known[0] is not packed:
             counts = packed.counts[:, :, None]
-            ends = packed.counts.cumsum().reshape(counts.shape)  # after the last of each head
+            ends = packed.counts.cumsum().reshape(counts.shape)  # past the last one of each head
             back = np.arange(counts.max(), 0, -1)  # distance from the end
             known = packed, self.cells.packed(np.maximum(ends - back, 0), sequence.table), back <= counts
             self.packed_cells[sequence.row] = known
@@ -101,7 +104,7 @@ class KeptCells:
             cells[:, b, :, end:], kept[:, b, :, end:] = tail, True
         return torch.from_numpy(cells).to(self.keys.device), torch.from_numpy(kept).to(self.keys.device)
 
-    def compress(self, sequence: Holding, target: Place) -> Packed | None:
+    def compress(self, sequence: Holding, allocate: AllocateKept) -> Packed | None:
         """See :class:`shared.tracks.compression.interface.CompressingAttention`."""
         chosen = [self._choose(sequence, layer) for layer in range(self.cells.num_layers)]
         counts = torch.stack([kept.sum(1) for _, kept, _ in chosen]).cpu().numpy().astype(np.int64)
@@ -111,7 +114,7 @@ class KeptCells:
         if not self.moves:
             self.masks[sequence.row] = pack(torch.stack([kept for _, kept, _ in chosen]))
         packed = Packed(counts, sequence.num_tokens, self.cells.slots_for(counts) if self.moves else 0)
-        table = target(packed)
+        table = allocate(packed)
         if table is None or not self.moves:
             return None if table is None else packed
         sources = torch.cat([cells[kept] for cells, kept, _ in chosen])  # head after head, in time order
@@ -128,8 +131,8 @@ class KeptCells:
             kept = before.clone()
             kept[:, : max(0, kept.shape[1] - window)] = False
             return cells, kept, before
-        # Causality inside the query window is by index, so its keys must be present: it begins no earlier than the
-        # tail.
+        # Causality within the query window goes by index, so its keys must be present: the window begins no earlier
+        # than the tail.
         queries = self.ring.last(layer, sequence.row, sequence.num_tokens, min(self.ring.length, sequence.num_tail))
         kept, group = torch.zeros_like(before), queries.shape[1] // self.cells.num_kv_heads
         for head, columns in enumerate(before):  # heads have different lengths

@@ -1,12 +1,11 @@
 """Attention on a GPU over a compressed KV cache, in captured steps. Introduced in phase 9.2.
 
-A compression writes the kept tokens once to the device, in the request's row of the pool. The decode kernel
-(:mod:`shared.tracks.compression.kernels.condensed_attention`) finds each head's tokens there, so a step uploads no more
-than in phase 6 and is captured in phase 9's buckets. One launch serves all decoding sequences, compressed or not. When
-a preempted request is recomputed, its compressed prompt uses PyTorch's operations.
+After a compression, the layout of the kept tokens is written to the device once, in the request's row of the pool. The
+decode kernel (:mod:`shared.tracks.compression.kernels.condensed_attention`) looks up each head's tokens there, so a
+step uploads no more than in phase 6 and is captured in phase 9's buckets. One launch serves all decoding sequences,
+compressed or not. When a preempted request is recomputed, its compressed prompt uses PyTorch's operations.
 
-Invariants: those of :mod:`shared.tracks.compression.kept_cells`; padding uses a row that belongs to no request and
-keeps nothing.
+Invariants: those of :mod:`shared.tracks.compression.kept_cells`; padding uses a row of its own, which keeps nothing.
 """
 
 from collections import defaultdict
@@ -20,7 +19,7 @@ from torch import Tensor
 
 from shared.cache.layout.bucket_planner import padding_batch
 from shared.cache.layout.paged import PagedLayout, PagedSizes
-from shared.cache.view.attention import Arrays, PagedAttentionProtocol, Places, Scores
+from shared.cache.view.attention import Arrays, ArraySpecs, PagedAttentionProtocol, Scores
 from shared.cache.view.block_storage import BlockStorage
 from shared.cache.view.bucket_padding import OF_TOKENS, BucketPadding
 from shared.cache.view.paged_attention import PagedAttention
@@ -29,7 +28,7 @@ from shared.engine.executor.buckets import Buckets
 from shared.models.config import ModelConfig
 from shared.tracks.compression.compressors import BatchedCompressor
 from shared.tracks.compression.head_selection import HeadSelector, Selected, before, num_tiles, sent
-from shared.tracks.compression.interface import Place
+from shared.tracks.compression.interface import AllocateKept
 from shared.tracks.compression.kept_cells import KeptCells
 from shared.tracks.compression.kernels.condensed_attention import KeptTokens, condensed_attention
 from shared.tracks.compression.kernels.kept_moves import move_kept
@@ -41,8 +40,9 @@ class CondensedKernels(PagedAttentionProtocol):
     """Attention over kept keys by kernels; a ``PagedAttentionProtocol``, and a ``CompressingAttention``. ``flash``,
     phase 6's attention, serves prompts that are not compressed.
 
-    Args: by_cells: for compressed prompts, and for compressions whose keys the kernels cannot choose. is_recording:
-        whether the launches of choices may be recorded.
+    Args:
+        by_cells: used for compressed prompts, and for compressions whose keys the kernels cannot choose.
+        is_recording: whether the launches of a selection may be recorded.
     """
 
     def __init__(
@@ -61,30 +61,31 @@ class CondensedKernels(PagedAttentionProtocol):
             where, which = (self.ring.queries, storage.keys, self.kept.ends, windows), (compressor, budget)
             self.selector = HeadSelector(*where, *which, config.attention_scale, is_recording)
         self.selected: dict[int, Selected] = {}  # by row, for sequences whose last step is in flight
-        self.sent_rows: dict[int, Packed] = {}  # the contents of each row of `kept`; none: nothing is kept
+        # the contents of each row of `kept`; a missing key: the row keeps nothing
+        self.sent_rows: dict[int, Packed] = {}
 
-    def staged(self, is_decode: bool, max_tokens: int) -> Places:
-        own = {"ring_places": (max_tokens, np.int64), "rows": (self.flash.sizes.max_sequences, np.int32)}
+    def staged(self, is_decode: bool, max_tokens: int) -> ArraySpecs:
+        own = {"ring_slots": (max_tokens, np.int64), "rows": (self.flash.sizes.max_sequences, np.int32)}
         return own | self.flash.staged(is_decode, max_tokens)
 
     def arrays(self, batch: Batch, layout: PagedLayout) -> Arrays:
-        own = {"ring_places": self.ring.places(batch), "rows": layout.rows[: layout.num_decoding]}
+        own = {"ring_slots": self.ring.slots(batch), "rows": layout.rows[: layout.num_decoding]}
         return self.flash.arrays(batch, layout) | own
 
     def receive(self, batch: Batch, layout: PagedLayout, sent: Mapping[str, Tensor]) -> None:
         for row, packed in zip(layout.rows.tolist(), packed_of(layout), strict=True):
-            if (selected := self.selected.pop(row, None)) is not None:  # the loaded arrays change
+            if (selected := self.selected.pop(row, None)) is not None:  # the loaded arrays are about to change
                 selected.precede()
             self._send_kept(row, packed)
         self.flash.receive(batch, layout, sent)
-        self.rows, self.ring_places, self.is_decode = sent["rows"], sent["ring_places"], batch.is_decode
+        self.rows, self.ring_slots, self.is_decode = sent["rows"], sent["ring_slots"], batch.is_decode
         if not self.is_decode:
             prompts = holdings_of(layout)[layout.num_decoding :]
             self.prompts, self.num_new = prompts, batch.num_new_tokens[layout.num_decoding :].tolist()
             self.is_compressed = any(one.packed is not None for one in prompts)
 
     def _send_kept(self, row: int, packed: Packed | None) -> None:
-        """Upload what a row has kept, if that has changed."""
+        """Upload what a row keeps, if that has changed."""
         if self.sent_rows.get(row) is packed:
             return
         numbers = np.zeros(self.kept.ends.shape[1], np.int32)
@@ -97,7 +98,7 @@ class CondensedKernels(PagedAttentionProtocol):
         self.kept.ends[row].copy_(sent(numbers, self.kept.ends.device))
 
     def attend(self, layer: int, q: Tensor, options: Scores, out: Tensor | None) -> Tensor:
-        self.ring.keep(layer, q, self.ring_places)
+        self.ring.keep(layer, q, self.ring_slots)
         if self.is_decode:
             return self._attend_decoding(layer, q, options, cast(Tensor, out))
         n, out = self.flash.num_decoding, torch.empty_like(q, memory_format=torch.contiguous_format)
@@ -117,7 +118,7 @@ class CondensedKernels(PagedAttentionProtocol):
         return condensed_attention(q, *memory, **options, workspace=workspace, out=out)
 
     def select(self, sequences: Sequence[Holding]) -> None:
-        """Sequences of about one length share a set of launches."""
+        """Sequences of similar length share one set of launches."""
         if self.selector is None:
             return
         alike: defaultdict[tuple[int, int], list[Holding]] = defaultdict(list)
@@ -127,34 +128,34 @@ class CondensedKernels(PagedAttentionProtocol):
             self.selected |= dict.fromkeys((one.row for one in together), self._select(self.selector, together))
 
     def _select(self, selector: HeadSelector, sequences: Sequence[Holding]) -> Selected:
-        """Choose for sequences whose tails are as long as a window, or equally long."""
+        """Select for sequences whose tails are as long as a window, or all equally long."""
         for one in sequences:
             self._send_kept(one.row, one.packed)
         return selector.select(sequences, min(self.ring.length, sequences[0].num_tail))
 
-    def compress(self, sequence: Holding, place: Place) -> Packed | None:
+    def compress(self, sequence: Holding, allocate: AllocateKept) -> Packed | None:
         if self.selector is not None:
-            return self._compress_all(self.selector, sequence, place)
-        packed = self.by_cells.compress(sequence, place)
+            return self._compress_all(self.selector, sequence, allocate)
+        packed = self.by_cells.compress(sequence, allocate)
         if packed is not None and self.kept.masks is not None:
             mask = self.by_cells.masks[sequence.row]
             self.kept.masks[sequence.row, ..., : mask.shape[-1]] = mask
         return packed
 
-    def _compress_all(self, selector: HeadSelector, sequence: Holding, place: Place) -> Packed | None:
-        """For all layers and heads at once; kept tokens move while the current step is in flight, and before the next
-        one."""
+    def _compress_all(self, selector: HeadSelector, sequence: Holding, allocate: AllocateKept) -> Packed | None:
+        """Compress all layers and heads at once. The moves of kept tokens are launched while the current step is in
+        flight, and run before the next one."""
         selected = self.selected.pop(sequence.row, None)
         if selected is None or (i := selected.index(sequence)) is None:
             selected, i = self._select(selector, [sequence]), 0
         counts, workspace = selected.wait(i), selected.workspace
         packed = Packed(counts, sequence.num_tokens, self.cells.slots_for(counts))
         num_before = counts.size * sequence.num_tail + (0 if sequence.packed is None else sequence.packed.total)
-        if num_before - packed.total < self.cells.per_block or (table := place(packed)) is None:
+        if num_before - packed.total < self.cells.per_block or (table := allocate(packed)) is None:
             return None
         known, source, storage = selected.holdings[i].table, sequence.table, self.storage
         with before(selector.stream):
-            if not np.array_equal(source, known):  # the prefix tree had the same blocks
+            if not np.array_equal(source, known):  # the prefix tree held the same blocks
                 where = slice(TABLE_START, TABLE_START + len(source))
                 workspace.sequences.numbers[i, where] = sent(source, storage.keys.device)
             target = None if np.array_equal(table, source[: len(table)]) else sent(table, storage.keys.device)
@@ -174,6 +175,6 @@ def decode_padding(config: ModelConfig, sizes: PagedSizes, buckets: Buckets, by_
         tables = np.zeros(B, np.int32), np.arange(B + 1)
         layout = PagedLayout(np.full(B, row), zeros, zeros + 1, zeros - 1, *tables, extra=LayoutPacked((None,) * B))
         paddings.append(padding_batch(layout))
-    own = {"lengths": 0, "table_starts": 0, "ring_places": by_cells.ring.not_kept, "rows": row}
+    own = {"lengths": 0, "table_starts": 0, "ring_slots": by_cells.ring.not_kept, "rows": row}
     stride = config.num_kv_heads * config.head_dim
     return BucketPadding(replace(buckets, mixed=()), paddings, sizes.block_size, stride, {**OF_TOKENS, **own}, ())

@@ -1,9 +1,9 @@
 """The layout of a compressed KV cache: the cells of each head's kept tokens. Introduced in phase 9.2.
 
-Heads keep different numbers of tokens, so one slot per token across all layers and heads no longer fits. Each slot is
-therefore divided into *cells*, one for each layer and KV head, and the kept tokens of all layers and heads are stored
-end to end in the cells of the request's first blocks, head after head, in time order. Later tokens are written as
-usual, one per slot, in the following blocks: the *tail*.
+Heads keep different numbers of tokens, so the usual layout of one slot per token across all layers and heads no longer
+works. Each slot is therefore divided into *cells*, one for each layer and KV head, and the kept tokens of all layers
+and heads are stored end to end in the cells of the request's first blocks, head after head, in time order. Later tokens
+are written as usual, one per slot, in the following blocks: the *tail*.
 
 Invariants: the packed part occupies whole blocks, the last perhaps partly filled, so the tail begins in a new block;
 lengths are physical (slots), positions remain the request's.
@@ -28,22 +28,22 @@ class Packed:
 
     counts: Integers  # [layers, Hkv], kept tokens
     num_tokens: int
-    num_slots: int  # of the packed part, a multiple of the block size; 0 if tokens are masked and not moved
+    num_slots: int  # slots of the packed part, a multiple of the block size; 0 if tokens are masked and not moved
 
     @cached_property
     def total(self) -> int:
-        """The kept tokens of all heads."""
+        """Kept tokens over all heads."""
         return int(self.counts.sum())
 
     @cached_property
     def most(self) -> int:
-        """The kept tokens of the head that keeps most."""
+        """Kept tokens of the head that keeps the most."""
         return int(self.counts.max())
 
 
 @dataclass(frozen=True)
 class Holding:
-    """The tokens of one sequence: ``length`` slots of the blocks ``table``, of which the first may be packed."""
+    """The tokens of one sequence: ``length`` slots in the blocks ``table``, the first of which may be packed."""
 
     row: int
     table: Blocks
@@ -57,7 +57,7 @@ class Holding:
 
     @property
     def num_tail(self) -> int:
-        """Tokens since the last compression, all of which every head keeps."""
+        """Tokens since the last compression; every head keeps all of them."""
         if self.packed is None:
             return self.length
         return self.length - (self.packed.num_slots or self.packed.num_tokens)
@@ -127,7 +127,8 @@ class Cells:
         # end exercise
 
     def plain(self, layer: int | Integers, slots: Integers, table: Blocks) -> Integers:
-        """Cells [Hkv, n] for one token per slot, for n slots of a request; for layers [L, 1, 1] all, [L, Hkv, n]."""
+        """Cells [Hkv, n] of n slots that hold one token each; for layers [L, 1, 1], those of all layers, [L, Hkv,
+        n]."""
         blocks = table[slots // self.block_size].astype(np.int64)
         rows = (layer * self.num_blocks + blocks) * self.block_size + slots % self.block_size
         return rows * self.num_kv_heads + np.arange(self.num_kv_heads)[:, None]

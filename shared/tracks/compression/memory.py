@@ -56,9 +56,9 @@ def compressed_requests(config: EngineConfig, shape: ModelConfig, sizes: PagedSi
 
 
 def num_shareable(config: EngineConfig, request: Request) -> int:
-    """A request's first tokens, up to those whose queries its first compression may use.
+    """A request's leading tokens, up to the first whose query the first compression may use.
 
-    They are fewer than all known tokens, so no block is copied.
+    There are fewer of them than known tokens, so no block is copied.
     """
     first = config.layer_budget + config.steps_between_compressions
     last = max(request.num_prompt_tokens, first) - config.query_window_size

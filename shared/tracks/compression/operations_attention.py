@@ -3,7 +3,7 @@
 Steps without compressed sequences use the plain attention. Compressed sequences attend to their cells: together in a
 decode step of compressed sequences only, otherwise one at a time.
 
-Invariants: those of :mod:`shared.tracks.compression.kept_cells`; the queries of a step are in the ring before it ends.
+Invariants: those of :mod:`shared.tracks.compression.kept_cells`; a step's queries are in the ring before the step ends.
 """
 
 from collections.abc import Mapping, Sequence
@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from shared.cache.layout.paged import PagedLayout
-from shared.cache.view.attention import Arrays, PagedAttentionProtocol, Places, Scores
+from shared.cache.view.attention import Arrays, ArraySpecs, PagedAttentionProtocol, Scores
 from shared.engine.batch import Batch
-from shared.tracks.compression.interface import Place
+from shared.tracks.compression.interface import AllocateKept
 from shared.tracks.compression.kept_cells import KeptCells, masked_attention
 from shared.tracks.compression.layout import Holding, Packed, holdings_of
 
@@ -23,21 +23,22 @@ from shared.tracks.compression.layout import Holding, Packed, holdings_of
 class CondensedOperations(PagedAttentionProtocol):
     """A ``PagedAttentionProtocol``, and a ``CompressingAttention``.
 
-    Args: plain: for steps without compressed sequences.
+    Args:
+        plain: the attention for steps without compressed sequences.
     """
 
     def __init__(self, plain: PagedAttentionProtocol, kept: KeptCells) -> None:
         self.plain, self.kept = plain, kept
 
-    def staged(self, is_decode: bool, max_tokens: int) -> Places:
-        return {"ring_places": (max_tokens, np.int64), **self.plain.staged(is_decode, max_tokens)}
+    def staged(self, is_decode: bool, max_tokens: int) -> ArraySpecs:
+        return {"ring_slots": (max_tokens, np.int64), **self.plain.staged(is_decode, max_tokens)}
 
     def arrays(self, batch: Batch, layout: PagedLayout) -> Arrays:
-        return {"ring_places": self.kept.ring.places(batch), **self.plain.arrays(batch, layout)}
+        return {"ring_slots": self.kept.ring.slots(batch), **self.plain.arrays(batch, layout)}
 
     def receive(self, batch: Batch, layout: PagedLayout, sent: Mapping[str, Tensor]) -> None:
         self.plain.receive(batch, layout, sent)
-        self.ring_places = sent["ring_places"]
+        self.ring_slots = sent["ring_slots"]
         self.sequences, self.num_new = holdings_of(layout), batch.num_new_tokens.tolist()
         self.is_compressed = any(one.packed is not None for one in self.sequences)
         self.is_together = batch.is_decode and all(one.num_packed_slots for one in self.sequences)
@@ -45,7 +46,7 @@ class CondensedOperations(PagedAttentionProtocol):
 
     def attend(self, layer: int, q: Tensor, options: Scores, out: Tensor | None) -> Tensor:
         kept = self.kept
-        kept.ring.keep(layer, q, self.ring_places)
+        kept.ring.keep(layer, q, self.ring_slots)
         if not self.is_compressed:
             return self.plain.attend(layer, q, options, out)
         if self.is_together:  # (sequence, KV head) pairs act as heads of one token
@@ -59,5 +60,5 @@ class CondensedOperations(PagedAttentionProtocol):
     def select(self, sequences: Sequence[Holding]) -> None:
         """``compress`` does everything."""
 
-    def compress(self, sequence: Holding, place: Place) -> Packed | None:
-        return self.kept.compress(sequence, place)
+    def compress(self, sequence: Holding, allocate: AllocateKept) -> Packed | None:
+        return self.kept.compress(sequence, allocate)

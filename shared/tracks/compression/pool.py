@@ -1,17 +1,18 @@
 """Compressed requests in a paged KV cache pool. The host side. Introduced in phase 9.2.
 
 A compressed request holds fewer slots than it has tokens. Scheduler and request count all tokens, dropped or not; the
-pool subtracts the saved slots (``num_slotless``). Its blocks are whole blocks, like any request's.
+pool subtracts the saved slots (``num_slotless``). It holds whole blocks, like any request.
 
-Until its first compression a request has the keys and values of all its tokens, so it shares its prefix (phase 8) if
-prefixes are shared. A compression reads the tree's blocks and writes to other blocks: the tree keeps its blocks, as
-when a request ends. Later keys depend on the dropped tokens, so they never enter the tree. The queries of the last
-tokens before the first compression determine what is kept. The tree does not hold queries, so a request always
-recomputes these tokens, and keeps the same keys as it would alone.
+Until its first compression, a request has the keys and values of all its tokens, so it shares its prefix (phase 8) if
+prefix caching is on. A compression reads the tree's blocks and writes to other blocks; the tree keeps its own, as when
+a request ends. Later keys depend on the dropped tokens, so they never enter the tree. The queries of the last tokens
+before the first compression determine what is kept. The tree does not hold queries, so a request always recomputes
+these tokens. It therefore keeps the same keys as it would alone.
 
-Invariants: those of pool and tree, with slots for tokens; a compressed request wastes less than one block of its packed
-part; a compression allocates no block, except the first time if others hold the prefix's blocks; reserved and unwritten
-slots stay reserved; the tree has no packed block, and none computed after a compression.
+Invariants: those of the pool and the tree, with slots in place of tokens. A compressed request wastes less than one
+block of its packed part. A compression allocates no block, except the first one if other requests hold the prefix's
+blocks. Reserved but unwritten slots stay reserved. The tree has no packed block, and no block computed after a
+compression.
 """
 
 from dataclasses import replace
@@ -32,7 +33,8 @@ from shared.tracks.compression.layout import Cells, Holding, LayoutPacked, Packe
 class CompressedRequests:
     """The blocks of compressed requests; see :class:`shared.cache.pool.extension.PoolExtension`.
 
-    Args: sharing: how requests share prefixes until they are compressed.
+    Args:
+        sharing: how requests share prefixes until they are compressed.
     """
 
     def __init__(self, cells: Cells, sharing: PoolExtension) -> None:
@@ -52,9 +54,10 @@ class CompressedRequests:
         return Holding(row, table, length, self.packed.get(request))
 
     def compress(self, pool: BlockTables, request: Request, packed: Packed) -> int | None:
-        """Count what is kept of a request; returns the number of blocks that this frees, None if there is no space.
+        """Account for what is kept of a request. Returns the number of blocks that this frees, or None if there is no
+        space.
 
-        It may be negative the first time, if other requests hold the prefix's blocks.
+        The number may be negative the first time, if other requests hold the prefix's blocks.
         """
         row, before = pool.rows[request], pool.free_tokens
         reserved = pool.granted[row] - pool.lengths[row]
@@ -74,14 +77,15 @@ class CompressedRequests:
 
     @staticmethod
     def _leave_tree(sharing: PrefixSharing, pool: BlockTables, request: Request, needed: int) -> bool:
-        """Give a request at least ``needed`` blocks of its own; False, and no change, if there is no space."""
+        """Ensure that a request has at least ``needed`` blocks of its own; False, and no change, if there is no
+        space."""
         row, prefix = pool.rows[request], sharing.prefixes[request]
         held = pool.tables[row, : pool.num_held[row]].copy()
         shared, own = held[: prefix.num_shared], held[prefix.num_shared :]
         if needed - len(own) > pool.free_tokens // pool.block_size + sharing.tree.num_alone(prefix.node):
             return False
         sharing.release(request)
-        pool.allocator.free(shared)  # their content can still be read: no step runs before it has been moved
+        pool.allocator.free(shared)  # their content can still be read: no step runs before the tokens have been moved
         more = sharing.allocate(pool, max(needed - len(own), 0))
         assert more is not None, "counted above"
         pool.tables[row, : len(own) + len(more)] = np.concatenate([own, more])

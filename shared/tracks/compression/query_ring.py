@@ -1,6 +1,6 @@
 """The last queries of each sequence, which determine which of its keys matter. Introduced in phase 9.2.
 
-Invariant: a token's query has a fixed slot in the ring, so a step can be run again.
+Invariant: a token's query has a fixed slot in the ring, so a step can safely be run again.
 """
 
 import numpy as np
@@ -25,18 +25,18 @@ class QueryRing:
         self.queries = torch.zeros(shape, dtype=dtype, device=device)
         self.length, self.not_kept = length, max_sequences * length
 
-    def places(self, batch: Batch) -> Integers:
+    def slots(self, batch: Batch) -> Integers:
         """The index of each new token's query in a layer, ``[T]``."""
         num_new = batch.num_new_tokens
-        places = batch.layout.rows.repeat(num_new) * self.length + batch.positions % self.length
+        slots = batch.layout.rows.repeat(num_new) * self.length + batch.positions % self.length
         if batch.is_decode:
-            return places
+            return slots
         num_after = num_new.cumsum().repeat(num_new) - np.arange(batch.num_tokens)
-        return np.where(num_after <= self.length, places, self.not_kept)
+        return np.where(num_after <= self.length, slots, self.not_kept)
 
-    def keep(self, layer: int, q: Tensor, places: Tensor) -> None:
+    def keep(self, layer: int, q: Tensor, slots: Tensor) -> None:
         """Store a step's queries ``q [T, Hq, D]``."""
-        self.queries[layer].flatten(0, 1).index_copy_(0, places, q)
+        self.queries[layer].flatten(0, 1).index_copy_(0, slots, q)
 
     def last(self, layer: int, row: int, num_tokens: int, w: int) -> Tensor:
         """The queries ``[w, Hq, D]`` of a sequence's last w tokens."""

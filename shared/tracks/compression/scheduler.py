@@ -1,15 +1,15 @@
 """Scheduling around compressions: no step computes past a compression. Introduced in phase 9.2.
 
-A request is compressed at lengths that depend only on its prompt and the settings: first at the end of its prompt, or
-``steps_between_compressions`` tokens above the budget if that comes later, and then after every
-``steps_between_compressions`` tokens. A chunk ends where a compression is due. So a preempted request, whose tokens are
-recomputed in chunks, is compressed at the same lengths and gets the same cache.
+A request is compressed at lengths that depend only on its prompt and the settings. The first is the end of its prompt,
+or ``steps_between_compressions`` tokens above the budget if that comes later; the next ones follow at intervals of
+``steps_between_compressions`` tokens. A chunk ends wherever a compression is due. So a preempted request, whose tokens
+are recomputed in chunks, is compressed at the same lengths and gets the same cache.
 
-A compression reads what the request's last step writes, and frees blocks. So if a request reaches such a length in the
-step in flight, the next step omits it, and the request is compressed while that step runs.
+A compression reads what the request's last step writes, and it frees blocks. So if a request reaches such a length in
+the step in flight, the next step omits it, and the request is compressed while that step runs.
 
-Invariants: those of :class:`shared.scheduling.overlapped.OverlappedScheduler`; a token after such a length is
-scheduled only after the compression there.
+Invariants: those of :class:`shared.scheduling.overlapped.OverlappedScheduler`; a token past such a length is scheduled
+only after the compression.
 """
 
 import logging
@@ -42,12 +42,14 @@ class CompressingScheduler(Scheduler):
         self.is_compressing = config.compress_method is not None
         self.prefill = Chunks(config, self.num_until_point) if self.is_compressing else prefill_of(config)
         self.interval = config.steps_between_compressions
-        self.first = config.layer_budget + self.interval  # the first length of a request whose prompt is shorter
-        self.compressed_at: WeakKeyDictionary[Request, int] = WeakKeyDictionary()  # the last length, since admission
-        self.preempted: list[str] = []  # preempted for a compression, since the last schedule
+        # the first compression length of requests with shorter prompts
+        self.first = config.layer_budget + self.interval
+        # the last compression length since admission
+        self.compressed_at: WeakKeyDictionary[Request, int] = WeakKeyDictionary()
+        self.preempted: list[str] = []  # preempted for a compression since the last schedule
 
     def schedule(self) -> Schedule:
-        """Omits requests that reach a compression in flight; empty if the step in flight must be finished first."""
+        """Omits requests whose step in flight reaches a compression; empty if that step must finish first."""
         held = set(self.arriving())
         if has_block_for_each(self):
             if not self.preempted and (decoding := only_decoding(self, without(held, self.running.values()))):
@@ -80,17 +82,17 @@ class CompressingScheduler(Scheduler):
             super().commit(schedule, sampled)
 
     def next_point(self, request: Request, num_tokens: int) -> int:
-        """The first length above ``num_tokens`` at which a request is compressed."""
+        """The first length above ``num_tokens`` at which the request is compressed."""
         first = max(request.num_prompt_tokens, self.first)
         return first if num_tokens < first else num_tokens + self.interval - (num_tokens - first) % self.interval
 
     def num_until_point(self, request: Request) -> int:
-        """The tokens that a request may compute next: its remaining ones, up to its next compression."""
+        """The tokens that a request may compute next: its remaining tokens, up to its next compression."""
         start = request.num_scheduled_tokens
         return min(request.num_unscheduled_tokens, self.next_point(request, start) - start)
 
     def due(self) -> Iterator[Request]:
-        """The running requests to compress before the next step, one by one."""
+        """Yield the running requests to compress before the next step, one by one."""
         self.compressions = []
         if not self.is_compressing:
             return
@@ -104,7 +106,7 @@ class CompressingScheduler(Scheduler):
                 yield request
 
     def arriving(self) -> list[Request]:
-        """The running requests that are due once the step in flight has finished."""
+        """The running requests that must be compressed once the step in flight has finished."""
         return [
             request
             for request in self.running.values()
@@ -113,7 +115,7 @@ class CompressingScheduler(Scheduler):
             and self._is_point(request, request.num_scheduled_tokens)
         ]
 
-    def make_room(self, request: Request) -> bool:
+    def free_memory(self, request: Request) -> bool:
         """Preempt the youngest running request, while no step is in flight; False if that request is the one to
         compress."""
         youngest = next(reversed(self.running.values()))
@@ -121,13 +123,13 @@ class CompressingScheduler(Scheduler):
         return youngest is not request
 
     def preempt(self, request: Request) -> None:
-        """Drop what a running request has computed, for a compression or because one was interrupted."""
+        """Drop the computed tokens of a running request, for a compression or because one was interrupted."""
         preempt(self, request)
         self.preempted.append(request.request_id)
 
     def compressed(self, request: Request, kept: tuple[tuple[int, ...], ...] | None, num_freed: int) -> None:
-        """Record and log what each KV head of each layer keeps of a due request (None: all), and how many blocks this
-        freed.
+        """Record and log how many tokens each KV head of each layer keeps of a request (None: all), and how many blocks
+        this freed.
         """
         num_tokens = self.compressed_at[request] = request.num_computed_tokens
         if kept is None:

@@ -1,12 +1,12 @@
-"""Selection: which of its keys a KV head keeps, within a budget. Introduced in phase 9.2.
+"""Selection: the keys that a KV head keeps, within a budget. Introduced in phase 9.2.
 
-The attention of the window determines how many keys a head needs: n*, the size of the smallest set of keys whose
-attention has mass p. HARD-KV (arXiv 2606.28831) searches for the temperature T at which a top-p choice by
-softmax(score / T) keeps n* keys; without ties that is the top n* by score, so no T is searched. The compressor's scores
-choose the keys, and the budget bounds their number. So heads keep different numbers: a head that attends to few keys
-keeps the minimum that the budget allows, a head that attends everywhere the maximum.
+The attention of the window determines how many keys a head needs: n*, the size of the size of the smallest set of keys
+with attention mass p. HARD-KV (arXiv 2606.28831) searches for the temperature T at which a top-p choice by
+softmax(score / T) keeps n* keys. Without ties these are the top n* by score, so no search is needed. The compressor's
+scores choose the keys, and the budget bounds their number. So heads keep different numbers of keys: one that attends to
+few keys keeps the budget's minimum, one that attends everywhere the maximum.
 
-Invariant: the sinks and the recent keys are kept, whatever their scores; at most ``n`` keys are.
+Invariant: the sinks and the recent keys are kept, whatever their scores; otherwise at most ``n`` keys are kept.
 """
 
 from dataclasses import dataclass
@@ -21,18 +21,18 @@ REDUCTIONS = ("raw", "mean", "sum", "max")
 
 @dataclass(frozen=True)
 class Budget:
-    """How many keys a head keeps: as many as its attention needs for mass ``p``, within two bounds."""
+    """How many keys a head keeps: as many as its attention needs for mass ``p``, clamped to two bounds."""
 
     least: int  # layer_budget; a head with fewer keys keeps all
     most: int  # layer_upper_budget
     p: float = 0.9
-    num_sinks: int = 4  # the first tokens, which absorb attention that no other token gets (arXiv 2309.17453)
+    num_sinks: int = 4  # the first tokens, which absorb surplus attention (arXiv 2309.17453)
     num_recent: int = 32
     reduction: str = "mean"  # reduces the window's rows; one of REDUCTIONS
 
 
 def top_p_count(attention: Tensor, p: float) -> Tensor:
-    """attention [..., n], rows that sum to 1 -> the size n* of the smallest set with mass at least p, [...]."""
+    """attention [..., n], rows that sum to 1 -> n*, the size of the smallest set with mass at least p, [...]."""
     # exercise 09.2x2: how many keys does a head need
     # hint: the smallest set takes the heaviest keys first: sort, then add up (cumsum, with dtype=torch.float64)
     # hint: count the sums that are below p; one key more reaches it
@@ -43,7 +43,7 @@ def top_p_count(attention: Tensor, p: float) -> Tensor:
 
 
 def top_n(scores: Tensor, count: Tensor) -> Tensor:
-    """scores [..., n], count [...] -> bool [..., n], the `count` highest of each row; among equals the older."""
+    """scores [..., n], count [...] -> bool [..., n], the `count` highest of each row; ties go to the older key."""
     order = scores.argsort(dim=-1, descending=True, stable=True)
     is_high = torch.arange(scores.shape[-1], device=scores.device) < count[..., None]  # by rank
     return torch.empty_like(is_high).scatter_(-1, order, is_high)
@@ -52,8 +52,8 @@ def top_n(scores: Tensor, count: Tensor) -> Tensor:
 def needed(attention: Tensor, p: float, reduction: str) -> Tensor:
     """attention [Hkv, g, w, n] -> how many keys each head needs for mass p, [Hkv].
 
-    ``raw`` takes the largest count of all rows. The others reduce the g w rows to one and divide it by its sum, so
-    ``sum`` is the same as ``mean``; it exists because the original has it.
+    ``raw`` takes the largest count of all rows. The others reduce the g · w rows to one and normalize it, so ``sum``
+    equals ``mean``; it exists because the original has it.
     """
     rows = attention.flatten(1, 2)
     if reduction == "raw":

@@ -1,1 +1,1 @@
-"""Multi-token prediction: drafts by the model itself, using mask tokens and gated additions. Phase 11.1."""
+"""Multi-token prediction: the model drafts for itself, with mask tokens and gated additions. Phase 11.1."""

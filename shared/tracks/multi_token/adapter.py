@@ -4,9 +4,9 @@ An adapter is a folder with ``adapter.json`` (rank, α, targets, number of mask 
 fits every checkpoint of one shape, in any dtype or quantization.
 
 The sampler head makes independent guesses consistent. The hidden states of all mask tokens come from one forward, so
-none depends on the tokens sampled at the others. The head adds the token sampled at the previous position (Samragh et
-al., arXiv 2507.11851): two blocks Linear → SiLU → RMSNorm over [embedding; hidden state], plus the hidden state. The
-model's own output head then gives logits.
+none of them depends on the tokens sampled for the others. The head takes the token sampled at the previous position
+into account (Samragh et al., arXiv 2507.11851): two blocks Linear → SiLU → RMSNorm over [embedding; hidden state],
+added to the hidden state. The model's own output head then turns the result into logits.
 
 Invariant: an adapter that does not fit is refused with a list of the mismatches, before anything is changed.
 """
@@ -33,18 +33,18 @@ from shared.tracks.multi_token.lora import TARGETS, GatedLoRA, MaskEmbedding, ta
 
 CONFIG, WEIGHTS = "adapter.json", "adapter.safetensors"
 MOST_SHOWN = 8
-"""Things that do not fit, in an error."""
+"""Maximum number of mismatches listed in an error."""
 
 
 @dataclass(frozen=True)
 class AdapterConfig:
-    """The shape of an adapter, apart from the model's."""
+    """An adapter's shape, without the model's."""
 
     rank: int = 16
     alpha: float = 32.0
     target_modules: tuple[str, ...] = tuple(TARGETS)
     num_masks: int = 3  # k: the maximum number of tokens guessed ahead
-    num_candidates: int | None = None  # only the first ids of the vocabulary are guessed; None: all are
+    num_candidates: int | None = None  # only the first ids of the vocabulary can be guessed; None: all are
 
     def __post_init__(self) -> None:
         unknown = sorted(set(self.target_modules) - set(TARGETS))
@@ -60,7 +60,7 @@ class AdapterConfig:
 
 
 class SamplerHead(nn.Module):
-    """The hidden state of a mask token, corrected for the token before it; initially the hidden state itself."""
+    """Corrects the hidden state of a mask token for the token before it; the identity at first."""
 
     def __init__(self, hidden_size: int, eps: float) -> None:
         super().__init__()
@@ -96,25 +96,25 @@ class Adapter(nn.Module):
         self.head = SamplerHead(shape.hidden_size, shape.rms_norm_eps)
 
     def additions(self) -> list[dict[str, GatedLoRA]]:
-        """The additions of each layer, by their matrices' names."""
+        """The additions of each layer, by the names of their matrices."""
         return [dict(layer.items()) for layer in self.layers]  # type: ignore[operator]
 
     @torch.no_grad()
     def start_masks(self, embedding: nn.Module) -> None:
-        """Initialize the mask tokens with the mean of the model's embeddings, in the form that its blocks receive."""
+        """Initialize the mask tokens with the mean of the model's embeddings, scaled as its blocks expect them."""
         mean = embedding.weight.float().mean(0) * (getattr(embedding, "scale", None) or 1.0)  # type: ignore[operator]
         self.masks.copy_(mean.expand_as(self.masks))
 
     def logits(self, model: CausalLM, previous: Tensor, hidden: Tensor) -> Tensor:
         """Logits ``[n, V]`` after the tokens ``previous [n]``, from the mask tokens' hidden states ``[n, H]``.
 
-        With ``num_candidates`` the logits from that index on are -inf.
+        With ``num_candidates``, the logits from that index on are -inf.
         """
         logits = self.candidate_logits(model, previous, hidden)
         return F.pad(logits, (0, self.shape.vocab_size - logits.shape[1]), value=-torch.inf)
 
     def candidate_logits(self, model: CausalLM, previous: Tensor, hidden: Tensor) -> Tensor:
-        """The same for only the first ``num_candidates`` ids; the other rows of an unquantized head are not read."""
+        """Only the logits of the first ``num_candidates`` ids; the other rows of an unquantized head are not read."""
         embedding = model.embedding.base if isinstance(model.embedding, MaskEmbedding) else model.embedding
         x, weight = self.head(embedding(previous), model.norm(hidden)), getattr(model.head, "weight", None)
         most = self.config.num_candidates
@@ -127,7 +127,7 @@ class Adapter(nn.Module):
 
     def save(self, folder: Path, dtype: torch.dtype = torch.bfloat16) -> None:
         """Write the adapter; an existing one is replaced only once the new one is complete."""
-        from shared.checkpoints.safetensors_writer import write_safetensors  # engines never write one
+        from shared.checkpoints.safetensors_writer import write_safetensors  # engines never write adapters
 
         folder.mkdir(parents=True, exist_ok=True)
         tensors = self.state_dict()

@@ -1,10 +1,10 @@
-"""Attention over blocks with mask tokens among the new ones. Introduced in phase 11.1.
+"""Attention over blocks, where some of the new tokens are mask tokens. Introduced in phase 11.1.
 
-Mask tokens come after a request's real tokens, and see some of them and some of each other. The planned kernel derives
-what each token sees from k, one number for each sequence. PyTorch's operations use the mask of
+Mask tokens come after a request's real tokens, and see some of the real tokens and some of each other. The planned
+kernel derives what each token sees from k, one number for each sequence. PyTorch's operations use the mask of
 :func:`shared.tracks.multi_token.ops.visible_with_masks`, over the keys of one sequence.
 
-Invariants: a step without mask tokens has no gate, unless it is captured: then its gate is closed.
+Invariants: a step without mask tokens has no gate; a captured step always has one, closed if there are no mask tokens.
 """
 
 from collections.abc import Mapping
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from shared.cache.layout.paged import PagedLayout, PagedSizes
 from shared.cache.layout.slots import Integers
-from shared.cache.view.attention import Arrays, NoPadding, Padding, PagedAttentionProtocol, Places, Scores
+from shared.cache.view.attention import Arrays, ArraySpecs, NoPadding, Padding, PagedAttentionProtocol, Scores
 from shared.cache.view.block_storage import BlockStorage
 from shared.cache.view.bucket_padding import (
     OF_SEQUENCES,
@@ -45,7 +45,7 @@ class MaskTokenAttention:
         self.planned, self.padding = planned, padding
         self.lay_out, self.attend = planned.lay_out, planned.attend
 
-    def staged(self, is_decode: bool, max_tokens: int) -> Places:
+    def staged(self, is_decode: bool, max_tokens: int) -> ArraySpecs:
         own = {"num_masks": (self.planned.sizes.max_sequences, np.int32), "gate": (max_tokens, np.float32)}
         return own | self.planned.staged(is_decode, max_tokens)
 
@@ -71,7 +71,7 @@ class MaskTokenOperations(PagedAttentionProtocol):
     def __init__(self, operations: OperationsAttention) -> None:
         self.operations = operations
 
-    def staged(self, is_decode: bool, max_tokens: int) -> Places:
+    def staged(self, is_decode: bool, max_tokens: int) -> ArraySpecs:
         return {"gate": (max_tokens, np.float32)}
 
     def arrays(self, batch: Batch, layout: PagedLayout) -> Arrays:
@@ -81,7 +81,7 @@ class MaskTokenOperations(PagedAttentionProtocol):
     def receive(self, batch: Batch, layout: PagedLayout, sent: Mapping[str, Tensor]) -> None:
         self.operations.receive(batch, layout, sent)
         self.num_masks = num_masks_of(batch).tolist()
-        self.masks: dict[tuple[int | None, int], Tensor] = {}  # by window and sequence
+        self.masks: dict[tuple[int | None, int], Tensor] = {}  # keyed by window and sequence
 
     def attend(self, layer: int, q: Tensor, options: Scores, out: Tensor | None) -> Tensor:
         own, window, attended = self.operations, options["window"], []

@@ -1,8 +1,8 @@
 """The inputs of a forward with mask tokens. Introduced in phase 11.1.
 
-A request contributes its real tokens (its newest one, and guesses), then its groups of mask tokens
+A request contributes its real tokens (the newest one, then guesses) and its groups of mask tokens
 (:mod:`shared.tracks.multi_token.ops`). Mask tokens have no logit row: the model's head is not applied to them. They are
-written to slots after the real ones, which are freed when the step is committed.
+written to slots after the real tokens; these slots are freed when the step is committed.
 
 Invariant: those of :class:`shared.engine.batch.Batch`, except that the positions of mask tokens repeat.
 """
@@ -54,7 +54,7 @@ class MultiTokenBatch(Batch):
         )
 
     def mask_rows(self) -> dict[int, slice]:
-        """The rows of the mask tokens of each sequence that has some, by its index."""
+        """The rows of each sequence's mask tokens, by the sequence's index; sequences without masks are absent."""
         ends = self.num_new_tokens.cumsum()
         with_masks = np.flatnonzero(self.num_masks)
         num_masks = self.num_new_tokens * self.num_masks // (1 + self.num_masks) if len(self.num_masks) else ends
@@ -66,19 +66,20 @@ class MultiTokenBatch(Batch):
 
 
 class _Shape(NamedTuple):
-    """What a batch with masks derives from its counts alone, which mostly equal the previous step's."""
+    """Arrays that a batch with masks derives from its counts alone, which mostly equal the previous step's."""
 
     num_new_tokens: Integers  # [B], with masks
-    shifts: Integers  # [B], masks of the earlier sequences
-    real_rows: Integers  # for the real tokens
+    shifts: Integers  # [B], mask tokens of the earlier sequences
+    real_rows: Integers  # of the real tokens
     sequences: Integers  # [T], the index of each token's sequence
-    offsets: Integers  # [T], its distance from the sequence's first new token
+    offsets: Integers  # [T], its distance from its sequence's first new token
     mask_ids: Integers  # [T], 0 for real tokens
 
 
 @lru_cache(maxsize=16)
 def _shape(num_real: bytes, num_masks: bytes) -> _Shape:
-    """The shape of sequences with ``num_real`` tokens and ``num_masks`` masks after each, int64 ``[B]``."""
+    """The shape of sequences that have ``num_real`` tokens and ``num_masks`` masks after each of them, int64
+    ``[B]``."""
     counts, masks = np.frombuffer(num_real, np.int64), np.frombuffer(num_masks, np.int64)
     sizes = list(zip(counts.tolist(), masks.tolist(), strict=True))
     ranks = np.concatenate([groups_and_ranks(*each)[1] for each in sizes])
@@ -90,13 +91,13 @@ def _shape(num_real: bytes, num_masks: bytes) -> _Shape:
 
 
 class _WithMasks:
-    """A pool whose layouts have space for a schedule's mask tokens."""
+    """A pool whose layouts include a schedule's mask tokens."""
 
     def __init__(self, schedule: MultiTokenSchedule, pool: CachePoolProtocol) -> None:
         self.schedule, self.pool = schedule, pool
 
     def layout(self, schedule: Schedule) -> Layout:
-        """The layout of the schedule's tokens and mask tokens."""
+        """The layout of the schedule's real tokens and mask tokens."""
         masks = self.schedule.masks
         entries = [
             entry._replace(num_tokens=entry.num_tokens * (1 + masks[entry.request]))

@@ -1,12 +1,13 @@
 """The sampler head's passes as CUDA graphs. Introduced in phase 11.1.
 
-A guess takes about fifteen launches: embedding, two small blocks, the output head. Launching them takes the host about
-as long as they take the GPU, which is otherwise idle between two steps. So they are captured for 1, 2, 4, ... rows: a
-single pass, and, for greedy guesses, all passes with the sampling between them. These run right after the forward,
-before its accepted tokens are known, and guess after every token, so the weights are read once for all of them.
+A guess takes about fifteen launches: an embedding, two small blocks, the output head. Launching them takes the host
+about as long as they take the GPU, which is otherwise idle between two steps. So they are captured for 1, 2, 4, ...
+rows: a single pass and, for greedy guesses, all passes together with the sampling between them. The latter run right
+after the forward, before the accepted tokens are known. They guess after every token, so the weights are read once for
+all of them.
 
-Invariant: the logits are those of :meth:`shared.tracks.multi_token.adapter.Adapter.logits`, and valid until the next
-replay, as are the guesses.
+Invariant: the logits are those of :meth:`shared.tracks.multi_token.adapter.Adapter.logits`; logits and guesses are
+valid until the next replay.
 """
 
 from collections.abc import Sequence
@@ -23,7 +24,7 @@ from shared.tracks.multi_token.adapter import Adapter
 
 
 class CapturedHead:
-    """Records passes for up to ``most_rows`` rows, and all passes after the tokens of as many requests."""
+    """Records passes for up to ``most_rows`` rows, and complete guesses after as many requests' tokens."""
 
     @torch.inference_mode()
     def __init__(self, adapter: Adapter, model: CausalLM, most_rows: int, capture: Capture) -> None:
@@ -31,12 +32,12 @@ class CapturedHead:
         most_guessed = most_rows * (k + 1)  # k drafts, and the token before them
         self.previous = torch.zeros(most_guessed, dtype=torch.int64, device=device)
         shape = (k, most_guessed, model.config.hidden_size)
-        self.hidden = torch.zeros(shape, dtype=model.dtype, device=device)  # a single pass uses the first one's
+        self.hidden = torch.zeros(shape, dtype=model.dtype, device=device)  # a single pass uses the first row's
         self.counters = make_counters(most_guessed, device)
         self.passes: dict[int, CapturedStep] = {}
         self.chains: dict[int, CapturedStep] = {}
         sizes = [*(2**n for n in range((most_guessed - 1).bit_length())), most_guessed]
-        for size in reversed(sizes):  # the largest first, so that the others fit into its memory
+        for size in reversed(sizes):  # the largest first, so that the others reuse its memory
 
             def run(size: int) -> Computed:
                 return Computed(adapter.logits(model, self.previous[:size], self.hidden[0, :size]))
@@ -62,8 +63,9 @@ class CapturedHead:
     def guess(self, previous: Sequence[Tensor], states: Sequence[Tensor]) -> Tensor:
         """The most likely guesses ``[n, k]`` after n tokens, from the states of the masks after each.
 
-        Args: previous: the tokens of each request, int64 ``[groups]``, on the device. states: hidden states ``[groups,
-            masks, H]``, of at most k masks; guesses without a mask are meaningless.
+        Args:
+            previous: the tokens of each request, int64 ``[groups]``, on the device.
+            states: hidden states ``[groups, masks, H]``, of at most k masks; guesses without a mask are meaningless.
         """
         n = sum(map(len, previous))
         torch.cat(tuple(previous), out=self.previous[:n])

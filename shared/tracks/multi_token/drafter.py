@@ -1,16 +1,16 @@
 """Drafts by the model itself, from the hidden states of the previous step's mask tokens. Introduced in phase 11.1.
 
-There is no second model and no second KV cache. The runner keeps the hidden states of each group of mask tokens; once
-the step's tokens are known, the group after the last accepted token is used. The adapter's sampler head makes drafts
-from it one after the other, since each depends on the previous draft.
+There is no second model and no second KV cache. The runner keeps the hidden states of each group of mask tokens. Once
+the step's tokens are known, the drafter uses the group after the last accepted token. The adapter's sampler head turns
+it into drafts one at a time, since each depends on the previous one.
 
 If the head's passes are captured and drafting is greedy, the GPU does not wait for the host to choose the group: it
-makes the drafts of all groups right after the step, and the host uses those that it needs.
+makes drafts from all groups right after the step, and the host picks the ones it needs.
 
 Drafts are sampled like a draft model's: with the request's noise, or, for rejection sampling, from their own stream
 (:mod:`shared.speculation.draft_model`).
 
-Invariant: states are used in the step after the one that computed them, or never.
+Invariant: states are used in the step after the one that computed them, or not at all.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -45,13 +45,15 @@ from shared.tracks.multi_token.lora import adapt
 from shared.tracks.multi_token.mask_states import MaskObserver, MaskStates
 
 Asking = tuple[Request, Tensor, int, int]
-"""A request, the hidden states ``[groups, k, H]`` of its masks, the group that counts, and the drafts it may have."""
+"""A request, the hidden states ``[groups, k, H]`` of its masks, the group to use, and the number of drafts it may have.
+"""
 Drawn = tuple[Sequence[Request | None], SamplerOutput]
-"""Drafts in the order of their requests; None: of no request, or not to be verified."""
+"""Drafts in the order of their requests; None: without a request, or not to be verified."""
 
 
 class Ahead(NamedTuple):
-    """Drafts after each token of a step, made before it is known which tokens are accepted: ``k`` after each row."""
+    """Drafts after each token of a step, made before it is known which tokens are accepted: ``k`` drafts after each
+    row."""
 
     k: int
     first_rows: Mapping[str, int]  # by request id
@@ -62,16 +64,18 @@ class Ahead(NamedTuple):
 class MultiTokenDrafter(Drafter):
     """The model as its own drafter.
 
-    Args: config: the engine's, with an adapter. model: gets the adapter's additions.
+    Args:
+        config: the engine's config, with an adapter.
+        model: receives the adapter's additions.
 
-    Raises what ``load_adapter`` raises.
+    Raises whatever ``load_adapter`` raises.
     """
 
     sampler: Sampler
     pending: PendingDrafts | None = None
     drawn: Sequence[Drawn] = ()  # the step's drafts, until they are collected
     captured: CapturedHead | None = None
-    ahead: Ahead | None = None  # of the previous step
+    ahead: Ahead | None = None  # from the previous step
 
     def __init__(self, config: EngineConfig, model: CausalLM, tokenizer: Tokenizer) -> None:
         assert config.adapter is not None
@@ -115,10 +119,11 @@ class MultiTokenDrafter(Drafter):
             self._hand_out()
 
     def follow(self, launched: Launched, rows: Sequence[SamplingRow], sampled: SamplerOutput) -> None:
-        """Sample drafts after every token of the step just launched that masks follow, if the most likely tokens
-        suffice.
+        """Sample drafts after every real token of the step just launched that has masks, if greedy drafts suffice.
 
-        Args: rows: the step's logit rows. sampled: the tokens sampled from them.
+        Args:
+            rows: the step's logit rows.
+            sampled: the tokens sampled from them.
         """
         captured, pending, batch = self.captured, self.pending, launched.batch
         if captured is None or pending is None or sampled.errors or len(sampled.ids) != 1:
@@ -142,12 +147,12 @@ class MultiTokenDrafter(Drafter):
         return head_costs(self.model)
 
     def num_tokens(self, num_drafts: int) -> int:
-        """This many masks follow each of the real tokens."""
+        """This many masks follow each real token."""
         return (num_drafts + 1) ** 2
 
     def _draw(self, asking: Sequence[Asking]) -> list[Drawn]:
-        """Sample drafts one after the other, for all requests at once."""
-        self.sampler.penalties.forget()  # they count the previous step's drafts
+        """Sample drafts for all requests at once, one position at a time."""
+        self.sampler.penalties.forget()  # these counts include the previous step's drafts
         places = list(range(len(asking)))
         previous = self.sampler.upload(torch.tensor([request.last_token_id for request, *_ in asking]))
         drawn: list[Drawn] = []
@@ -186,7 +191,7 @@ class MultiTokenDrafter(Drafter):
 
 
 def observers_of(drafter: Drafter | None) -> list[MaskObserver]:
-    """The observer that gives the drafter the runner's steps."""
+    """The observer that passes the runner's steps to the drafter."""
     return [MaskObserver(drafter.states, drafter.follow)] if isinstance(drafter, MultiTokenDrafter) else []
 
 
@@ -196,7 +201,7 @@ def ids_of_guesses(max_sequences: int, most_logit_rows: int, device: torch.devic
 
 
 def _chosen(asking: Sequence[Asking], ahead: Ahead) -> list[Request | None]:
-    """The request of each draft made ahead that is to be verified."""
+    """The request of each draft made ahead that will be verified."""
     chosen: list[Request | None] = [None] * len(ahead.ids)
     for request, _, group, num_drafts in asking:
         first = ahead.k * (ahead.first_rows[request.request_id] + group)
@@ -205,7 +210,7 @@ def _chosen(asking: Sequence[Asking], ahead: Ahead) -> list[Request | None]:
 
 
 def _takes_likeliest(params: SamplingParams) -> bool:
-    """Whether the sampled tokens are the most likely of all, by the unedited logits."""
+    """Whether the sampled tokens are the arg-max of the unedited logits."""
     return params.is_greedy and not params.adjusts_logits and params.min_tokens == 0
 
 
@@ -217,9 +222,10 @@ def _append(requests: Sequence[Request | None], ids: Iterable[int]) -> None:
 
 
 def group_of_next(num_tokens: int, start: int) -> int:
-    """The group of masks after the last accepted token of a step.
+    """The group of masks after a step's last accepted token.
 
-    Args: num_tokens: the request's known tokens, including the step's accepted drafts and the token sampled after them.
+    Args:
+        num_tokens: the request's known tokens, including the step's accepted drafts and the token sampled after them.
         start: the index of the step's first token of the request.
     """
     # exercise 11.1x3: which group of masks followed what was accepted

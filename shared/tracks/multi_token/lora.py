@@ -1,12 +1,12 @@
 """Low-rank additions to a model's matrices that act on chosen tokens only. Introduced in phase 11.1.
 
 LoRA (Hu et al., arXiv 2106.09685) adds a product of two thin matrices to a weight: y = Wx + (α / r) · B(Ax). Here a
-gate g, one number for each token, switches the addition on (Samragh et al., arXiv 2507.11851):
+gate g, one number per token, switches the addition on (Samragh et al., arXiv 2507.11851):
 
     y = Wx + (α / r) · g · B(Ax)
 
-Mask tokens have g = 1 and learn to predict further ahead; ordinary tokens have g = 0 and are unchanged. One
-forward computes both, and reads W once. The base may be fused, packed or quantized: the addition needs only its output.
+Mask tokens have g = 1 and learn to predict further ahead; ordinary tokens have g = 0 and are unchanged. One forward
+computes both kinds, and reads W once. The base may be fused, packed or quantized: the addition needs only its output.
 
 Invariants: a token with g = 0 has the output of the base, bit for bit if the base does not fuse norm and activation
 into its products (on a CPU; a GPU's fused kernels round less often); a step without a gate runs the base alone.
@@ -37,7 +37,7 @@ TARGETS = {
     "gate_up": "mlp.gate_up.matrix",
     "down_proj": "mlp.down_proj",
 }
-"""The matrices of a block that may have an addition, and where they stand; those of the same input are one."""
+"""The matrices of a block that may have an addition, and their locations; those with the same input are one."""
 FIRST_MASK = 1 << 32
 """The id of the first mask token, above every vocabulary."""
 
@@ -54,11 +54,11 @@ def target_sizes(config: ModelConfig) -> dict[str, tuple[int, int]]:
 
 
 class GatedLoRA(nn.Module):
-    """The addition to one matrix; initially zero, since B is.
+    """The addition to one matrix; zero at first, because B is.
 
     Args:
-        in_features, out_features: of the matrix.
-        rank: r, rows of A.
+        in_features, out_features: those of the matrix.
+        rank: r, the number of rows of A.
         alpha: α; the addition is scaled by α / r.
     """
 
@@ -78,8 +78,8 @@ class AdaptedProjection(nn.Module):
     """A fused or packed matrix with an addition.
 
     Args:
-        base: the matrix, of one projection or of several.
-        addition: None: it has none, and ignores the gate.
+        base: the matrix of one projection, or of several.
+        addition: None: the matrix has none and ignores the gate.
     """
 
     def __init__(self, base: Any, addition: GatedLoRA | None) -> None:
@@ -116,9 +116,9 @@ class AdaptedProjection(nn.Module):
 
 
 def _with_rows_of_a(base: Any, addition: GatedLoRA) -> Tensor | None:
-    """W with the rows of A appended, for an addition that is no longer trained, if kernels run; otherwise None.
+    """W with the rows of A appended, for an addition that is no longer trained, if kernels are used; otherwise None.
 
-    One product then gives both W x and A x. The base's weight becomes part of the new matrix.
+    One product then yields both W x and A x. The base's weight becomes part of the new matrix.
     """
     weight = getattr(base, "weight", None)
     if not isinstance(weight, Tensor) or not launches(weight) or base.bias is not None:
@@ -137,7 +137,7 @@ def _with_rows_of_a(base: Any, addition: GatedLoRA) -> Tensor | None:
 class MaskEmbedding(nn.Module):
     """An embedding that also has vectors for mask tokens, whose ids start at ``FIRST_MASK``.
 
-    The vectors are embeddings in the form that blocks receive: a family's factor is not applied.
+    The vectors are stored as blocks receive them: a family's embedding scale is not applied.
     """
 
     def __init__(self, base: nn.Module, masks: Tensor, vocab_size: int) -> None:
@@ -153,7 +153,7 @@ class MaskEmbedding(nn.Module):
 
 
 def adapt(model: CausalLM, additions: Sequence[Mapping[str, GatedLoRA]], masks: Tensor) -> CausalLM:
-    """Give a fused or packed model, in place, the additions of each layer and the vectors of mask tokens ``[k, H]``.
+    """Add each layer's additions and the vectors of the mask tokens ``[k, H]`` to a fused or packed model, in place.
 
     Raises ConfigError for a family whose blocks have different matrices.
     """

@@ -12,7 +12,8 @@ def add_low_rank(
     """``y + scale · gate · low Bᵀ``, where the last r columns of y are ``low = A x`` and the others ``W x``.
 
     Args:
-        y: ``[T, N + r]``, the product with the rows of W followed by those of A. b: B, ``[N, r]``.
+        y: ``[T, N + r]``, the product with the rows of W followed by those of A.
+        b: B, ``[N, r]``.
         gate: ``[T]``, in any float dtype.
         residual: ``[T, N]``, added last.
         activation: of the first and the second half of the N columns, before the residual.

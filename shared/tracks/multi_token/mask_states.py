@@ -1,4 +1,4 @@
-"""Stores the hidden states of mask tokens for the drafter, and passes the sampled tokens to it. Introduced in phase
+"""Stores the hidden states of mask tokens for the drafter, and passes it the sampled tokens. Introduced in phase
 11.1.
 
 Invariants: the states are always those of the last launched batch; they are copies, so the next step may overwrite a
@@ -19,14 +19,15 @@ from shared.tracks.multi_token.batch import MultiTokenBatch
 
 @dataclass(frozen=True)
 class MaskStates:
-    """The hidden states of a request's mask tokens in a step whose first token of the request has index ``start``."""
+    """The hidden states of a request's mask tokens in one step; ``start`` is the index of the step's first token of the
+    request."""
 
     start: int
     hidden: Tensor  # [groups, k, H], before the final norm
 
 
 Follow = Callable[[Launched, Sequence[SamplingRow], SamplerOutput], None]
-"""Gets what a step has sampled, and from which rows, as soon as it is launched."""
+"""Receives what a step samples, and from which rows, as soon as the step is launched."""
 
 
 @dataclass

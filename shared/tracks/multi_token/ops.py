@@ -1,14 +1,14 @@
-"""Attention and positions of a step that verifies guesses and makes the next ones. Introduced in phase 11.1.
+"""Attention and positions in a step that verifies guesses and makes the next ones. Introduced in phase 11.1.
 
-A request's new tokens are n *real* ones, its newest token and n - 1 guesses, and after each of them a *group* of k mask
-tokens, which represent the k tokens after it. If the guesses up to real token g are right, the hidden states of group g
-yield the next guesses (Samragh et al., arXiv 2507.11851). With n = k + 1 there are (k + 1)² tokens.
+A request's new tokens are n *real* ones (its newest token and n - 1 guesses) and, for each of them, a *group* of k mask
+tokens, which represent the k tokens that follow it. If the guesses up to real token g are right, the hidden states of
+group g yield the next guesses (Samragh et al., arXiv 2507.11851). With n = k + 1 there are (k + 1)² tokens.
 
 The real tokens come first, then the groups. So the keys and values of accepted tokens are already in their final slots,
 and nothing is copied. The paper's order, with each group after its token, would move them in every layer of every step.
 
 A token has a group g and, within it, a rank r: a real token has rank 0, mask tokens 1 to k. Invariants: a real token
-sees what it would see without masks; a mask token sees the real tokens up to its group's, and the masks of its group up
+sees what it would see without masks; a mask token sees the real tokens up to its group's own, and its group's masks up
 to itself.
 """
 
@@ -21,14 +21,14 @@ Integers = NDArray[np.int64]
 
 
 def groups_and_ranks(num_real: int, num_masks: int) -> tuple[Integers, Integers]:
-    """g and r of each of ``num_real · (1 + num_masks)`` new tokens, in the order of the step."""
+    """g and r of each of the ``num_real · (1 + num_masks)`` new tokens, in the order of the step."""
     real = np.arange(num_real)
     ranks = np.tile(np.arange(1, num_masks + 1), num_real)
     return np.append(real, real.repeat(num_masks)), np.append(np.zeros_like(real), ranks)
 
 
 def positions(start: int, num_real: int, num_masks: int) -> Integers:
-    """The position of each new token of a request whose first new token has the position ``start``."""
+    """The position of each new token of a request whose first new token has position ``start``."""
     group, rank = groups_and_ranks(num_real, num_masks)
     # exercise 11.1x2: where in the text each token stands
     # hint: real token g is the g-th after `start`, whatever is laid down between
@@ -68,7 +68,7 @@ def visible_with_masks(
 def masked_attention(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor, *, scale: float, softcap: float | None = None
 ) -> Tensor:
-    """Like :func:`shared.ops.attention.naive_attention`, with a mask bool ``[T, S]`` instead of causality."""
+    """Like :func:`shared.ops.attention.naive_attention`, with a mask, bool ``[T, S]``, instead of causality."""
     T, Hq, D = q.shape
     Hkv = k.shape[0]
     grouped = q.view(T, Hkv, Hq // Hkv, D)

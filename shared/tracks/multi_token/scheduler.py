@@ -1,11 +1,11 @@
 """Scheduling of mask tokens, whose hidden states become the next drafts. Introduced in phase 11.1.
 
-A step with masks verifies the previous step's guesses, and makes the next step's. So a request has at most as many
-drafts in a step as it had masks in the previous step, and each of its real tokens is followed by a group of masks,
-since it is not known which drafts will be right. Masks are granted last, after the drafts of every request.
+A step with masks verifies the previous step's guesses and makes the next step's. So a request has at most as many
+drafts in a step as it had masks in the previous one. Each of its real tokens is followed by a group of masks, since it
+is not yet known which drafts are right. Masks are granted last, after the drafts of every request.
 
-An existing guess is verified even if guessing does not seem worthwhile: one row costs little, and without it the
-request's acceptance could not be estimated.
+An existing guess is verified even if guessing no longer seems worthwhile: a row costs little, and without it the
+request's acceptance rate could not be estimated.
 
 Invariants: those of :mod:`shared.scheduling.speculative` and :mod:`shared.scheduling.drafts`; after the commit no mask
 token holds a slot.
@@ -57,7 +57,7 @@ class MultiTokenScheduler(Scheduler):
         self.is_guessing = config.adapter is not None
         if self.is_guessing:
             self.lengths.attempt_steps = 2
-        self.had_drafts = False  # in the last planned step; then the next one mostly has drafts too
+        self.had_drafts = False  # as in the last planned step; the next one then mostly has drafts too
         self.guesses: dict[Request, int] = {}  # made in the last step
         self.num_drafts_by_position = [0] * self.lengths.longest
         self.num_accepted_by_position = [0] * self.lengths.longest
@@ -94,11 +94,11 @@ class MultiTokenScheduler(Scheduler):
         return self.grant_masks(schedule, wanted)
 
     def verifiable(self, wanted: Mapping[Request, int]) -> dict[Request, int]:
-        """The existing guesses to verify: as many as are wanted, and at least one."""
+        """The existing guesses to verify: as many as wanted, and at least one."""
         return {request: min(max(wanted.get(request, 0), 1), count) for request, count in self.guesses.items()}
 
     def grant_masks(self, schedule: Schedule, wanted: Mapping[Request, int]) -> Schedule:
-        """The schedule with mask tokens after each real token, within the remaining budget and KV cache."""
+        """The schedule with mask tokens after each real token, as far as the budget and the KV cache allow."""
         budget = self.config.max_num_batched_tokens - int(schedule.num_tokens.sum())
         masks: dict[Request, int] = {}
         for request, start, n, *_ in schedule.decoding:
@@ -116,7 +116,7 @@ class MultiTokenScheduler(Scheduler):
         return prefix_stats(self) | draft_stats(self)
 
     def commit(self, schedule: Schedule, sampled: SampledTokens) -> None:
-        """Only accepted drafts are counted, and what was reserved for mask tokens is freed."""
+        """Only accepted drafts are counted; what was reserved for mask tokens is freed."""
         if schedule.has_drafts:
             commit_drafts(self, self.lengths, schedule, sampled)
         elif schedule.is_decode and not sampled.errors:
@@ -136,7 +136,7 @@ class MultiTokenScheduler(Scheduler):
                     # end exercise
 
     def drop_in_flight(self) -> None:
-        """What was reserved for drafts and masks is given back."""
+        """What was reserved for drafts and masks is released."""
         super().drop_in_flight()
         self.guesses = {}
         if self.lengths.longest:

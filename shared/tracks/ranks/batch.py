@@ -1,7 +1,7 @@
-"""A batch that also says whether its rows need all logits. Introduced in phase 12.1.
+"""A batch that also says whether its rows need all the logits. Introduced in phase 12.1.
 
-Ranks hold the logits in parts. If every row takes the arg-max of its unedited logits, each rank sends two numbers
-instead of all its logits. The ranks must know this before they compute, and only the requests' parameters reveal it.
+Each rank holds a part of the logits. If every row takes the arg-max of its unedited logits, each rank sends two numbers
+instead of all its logits. Ranks must know this before they compute, and only the requests' parameters reveal it.
 
 Invariant: ``takes_argmax`` changes no token.
 """
@@ -17,7 +17,7 @@ from shared.scheduling.schedule import Schedule
 
 @dataclass(frozen=True)
 class RankBatch(Batch):
-    """Like :class:`Batch`, for all ranks."""
+    """Like :class:`Batch`, with what the other ranks need to know."""
 
     takes_argmax: bool = False
 
@@ -28,6 +28,6 @@ class RankBatch(Batch):
 
 
 def takes_plain_argmax(params: SamplingParams) -> bool:
-    """Whether a request's tokens are the arg-max of raw logits, which are needed for nothing else."""
+    """Whether a request's tokens are the arg-max of the raw logits, and nothing else needs the logits."""
     changes = params.has_penalties or params.logit_bias or params.min_tokens or params.structured_output is not None
     return params.is_greedy and not changes and params.logprobs is None

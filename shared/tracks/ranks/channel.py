@@ -2,12 +2,12 @@
 
 Rank 0 pickles a batch once and writes it into one of a few slots in memory that the ranks share; a pipe to each rank
 announces its sequence number and length. A batch that is larger than a slot goes through the pipes. Each rank has its
-own row of counters: messages read, starts and ends of its collectives (the count is odd within one), and heartbeats. It
-also records the start and end times of its last messages.
+own row of counters: messages read, collectives started and ended (the count is odd during one), and heartbeats. It also
+records the start and end times of its last messages.
 
 Invariants: a slot is written only after every rank has read its content; only its own rank writes a row of counters; a
 rank that gets a wrong sequence number raises, so the ranks never compute different steps together. The memory has no
-name, so nothing remains of it when the processes end.
+name, so nothing of it remains when the processes end.
 """
 
 import mmap
@@ -26,7 +26,7 @@ import numpy as np
 NUM_SLOTS, SLOT_BYTES = 4, 1 << 20
 READ, CALLS, BEATS = range(3)  # messages read, starts and ends of collectives, heartbeats
 COUNTERS = 3
-NUM_TIMED = 4096  # messages whose times are kept
+NUM_TIMED = 4096  # messages whose times are recorded
 SHARED = Path("/dev/shm")
 HEADER = struct.Struct("<qq")  # the message's sequence number, and its length in bytes
 
@@ -48,7 +48,7 @@ class Board:
         self.first = counter_bytes
 
     def write(self, number: int, message: bytes, check: Callable[[], None]) -> None:
-        """Write message ``number``, counted from 0; ``check`` is called while a rank has not yet read the slot's
+        """Write message ``number``, counted from 0; ``check`` is called while some rank has not yet read the slot's
         previous message."""
         while (self.counters[1:, READ] <= number - NUM_SLOTS).any():
             check()
@@ -84,7 +84,7 @@ class Sender:
 
 
 class Receiver:
-    """The end of rank ``rank``."""
+    """The end that rank ``rank`` holds."""
 
     def __init__(self, board: Board, pipe: "Connection[Any, Any]", rank: int) -> None:
         self.board, self.pipe, self.rank = board, pipe, rank

@@ -1,8 +1,8 @@
 """What ranks compute together: sums, gathers, broadcasts. Introduced in phase 12.1.
 
-On CPUs through gloo; on GPUs through NCCL, small sums through our own kernel and memory that the GPUs share. Groups
-are objects, so a process may have several. All calls are collective: each rank makes the same ones in the same order.
-On a GPU they are launched on the current stream and can be captured.
+On CPUs through gloo; on GPUs through NCCL, small sums through our own kernel and memory that the GPUs share. Groups are
+objects, so a process may be in several. All calls are collective: every rank makes the same calls in the same order. On
+a GPU they are launched on the current stream and can be captured.
 
 Invariant: gloo and the kernel add in the order of the ranks, so all ranks get the same result in every run. NCCL adds
 in its own order, which is the same in each run of one configuration.
@@ -29,17 +29,17 @@ NCCL_SETTINGS = {
     "NCCL_NVLS_ENABLE": "0",  # multicast, which some machines do not permit
     "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
     "NCCL_SOCKET_IFNAME": "lo",  # all ranks are on one machine
-    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",  # PyTorch's own watchdog would end the engine's process
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",  # otherwise PyTorch's own watchdog would end the engine's process
     "TORCH_NCCL_ENABLE_MONITORING": "0",
 }
 MEETING = timedelta(seconds=8)
-"""Within this the ranks, which have all started, must have connected to each other, on CPUs."""
+"""Time within which the ranks, all of which have started, must have connected to each other, on CPUs."""
 NEVER = timedelta(days=1)
 """Collectives have no time limit: :mod:`shared.tracks.ranks.watch` ends a group that makes no progress."""
 
 
 MOST_BYTES = 2 << 20
-"""Of what a rank writes in a sum of one shot, its own part included; NCCL sums larger tensors."""
+"""Maximum bytes that a rank writes in a one-shot sum, including its own part; NCCL sums larger tensors."""
 _log = logging.getLogger("infer.engine")
 
 
@@ -50,10 +50,11 @@ class PeerError(RuntimeError):
 class Collectives:
     """Rank ``rank`` of the ``size`` ranks that meet at ``store``.
 
-    Args: device: of the tensors; a CPU or a GPU of this rank alone. count: called at the start and end of each
-        collective. waiting: a context in which this rank waits for the others; called with a patience in seconds, or
-        without. is_shared: whether GPUs share memory, for small sums; if they cannot, this is logged, and NCCL adds
-        everything.
+    Args:
+        device: the device of the tensors: a CPU, or a GPU that only this rank uses.
+        count: called at the start and end of each collective.
+        waiting: a context in which this rank waits for the others; takes an optional patience in seconds.
+        is_shared: whether GPUs share memory, for small sums; if they cannot, this is logged, and NCCL adds everything.
     """
 
     def __init__(
@@ -132,7 +133,7 @@ class Collectives:
         return int(self.gathered(torch.tensor([number], device=self.device)).min())
 
     def abort(self) -> None:
-        """Abort collectives on GPUs that wait for a rank; on CPUs they raise when the rank's process has ended."""
+        """Abort GPU collectives that wait for a rank; on CPUs they raise once the rank's process has ended."""
         if self.peers is not None:
             self.peers.end()
         if self.device.type == "cuda":

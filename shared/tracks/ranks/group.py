@@ -1,8 +1,8 @@
 """The ranks of an engine: one process each, started and stopped by rank 0. Introduced in phase 12.1.
 
-The engine's process is rank 0. It starts the others, and each makes the same model, memory and runner as the engine,
-for its own shard (:mod:`shared.tracks.ranks.worker`). With one rank there is no further process, and nothing differs
-from an engine without ranks.
+The engine's process is rank 0. It starts the others. Each makes the same model, memory and runner as the engine, for
+its own shard (:mod:`shared.tracks.ranks.worker`). With one rank there is no other process, and nothing differs from an
+engine without ranks.
 
 Invariants: all ranks have KV caches of the same size; the other ranks end when the group is closed, fails or is
 garbage-collected, and when rank 0 ends for any reason.
@@ -40,15 +40,16 @@ from shared.loading.quantized import quantizer
 from shared.models.causal_lm import CausalLM
 from shared.tracks.ranks.channel import CALLS, Board, Sender
 from shared.tracks.ranks.collectives import Collectives
-from shared.tracks.ranks.cut import WatchedCheckpoint
 from shared.tracks.ranks.model import load_part
+from shared.tracks.ranks.model_shard import WatchedCheckpoint
 from shared.tracks.ranks.several_ranks import SeveralRanks
 from shared.tracks.ranks.shard import Shard
 from shared.tracks.ranks.watch import Watch
 
 START = "from shared.tracks.ranks.worker import main; main()"
 START_SECONDS = 120
-"""Within these all ranks must have imported PyTorch and have their devices. From then on each counts heartbeats."""
+"""Seconds within which all ranks must have imported PyTorch and have their devices. From then on each counts
+heartbeats."""
 
 
 @dataclass(frozen=True)
@@ -58,7 +59,7 @@ class Assignment:
     rank: int
     config: EngineConfig
     folder: Path
-    port: int  # of the store where the ranks meet
+    port: int  # address of the store where the ranks meet
     num_threads: int  # on a CPU
     make_memory: MakeMemory
     make_runner: MakeRunner
@@ -103,7 +104,7 @@ class Group:
         if device.type == "cpu":
             torch.set_num_threads(num_threads)
         with self._starting():
-            torch.zeros(1, device=device)  # a GPU's context takes seconds
+            torch.zeros(1, device=device)  # creating a GPU's context takes seconds
             self.sender = Sender(self.board, pipes, self.watch.check)
             self._meet(store)
             count, is_shared = partial(count_call, self.board, 0), config.all_reduce_backend != "nccl"
@@ -164,7 +165,7 @@ class Group:
             return sampled.wait()
 
     def when_lost(self, tell: Callable[[RankError], None]) -> None:
-        """Call ``tell``, on a thread of the group, when a rank is lost, even while the engine has no work."""
+        """Call ``tell``, on a thread of the group, when a rank is lost, even if the engine has no work."""
         if self.watch is not None:
             self.watch.when_lost = tell
 
@@ -198,7 +199,7 @@ class Group:
 
 
 def here(rank: int) -> str:
-    """What a rank sets in the store when it has started."""
+    """What a rank sets in the store once it has started."""
     return f"rank {rank}"
 
 
@@ -228,8 +229,8 @@ def load_rank(
 
 
 def draft_collectives(config: EngineConfig, store: dist.Store, ranks: Collectives) -> Collectives:
-    """The collectives of the first ``draft_ranks`` ranks, including this one; they meet again unless these are all
-    ranks."""
+    """The collectives of the first ``draft_ranks`` ranks, including this one. These ranks rendezvous again unless they
+    are all ranks."""
     if config.draft_ranks == ranks.size:
         return ranks
     arguments = ranks.rank, config.draft_ranks, ranks.device, ranks.count, ranks.waiting
@@ -241,13 +242,13 @@ def agreed_memory(
 ) -> tuple[CachePoolProtocol, BatchView]:
     """A rank's memory, with as many blocks as fit on every rank."""
     pool, view = make_memory(config, model, max_seq_len)
-    if config.num_gpu_blocks is not None or config.kv_cache_backend == "contiguous":  # the same on all ranks
+    if config.num_gpu_blocks is not None or config.kv_cache_backend == "contiguous":  # equal on all ranks
         return pool, view
     capacity = pool.capacity_tokens
     agreed = ranks.least(capacity)
     useful = config.max_batch_size * -(-max_seq_len // config.block_size) * config.block_size
     if ranks.device.type == "cpu" and agreed < useful:
-        agreed //= ranks.size  # they measured the same memory
+        agreed //= ranks.size  # all of them measured the same memory
     if agreed < capacity:
         del pool, view
         pool, view = make_memory(replace(config, num_gpu_blocks=agreed // config.block_size), model, max_seq_len)
@@ -255,7 +256,7 @@ def agreed_memory(
 
 
 def count_call(board: Board, rank: int) -> None:
-    """Count a start or end of one of a rank's collectives."""
+    """Count the start or end of one of a rank's collectives."""
     board.counters[rank, CALLS] += 1
 
 

@@ -1,6 +1,7 @@
 """Memory on each rank's GPU that all ranks' GPUs write and read. Introduced in phase 12.1.
 
-Invariant: all ranks have it, or none: if one way of sharing memory fails on a machine, its ranks use another.
+Invariant: either all ranks have it or none does; if one way of sharing memory fails on a machine, all ranks use
+another.
 """
 
 import logging
@@ -15,9 +16,10 @@ from torch import Tensor
 from shared.tracks.ranks.kernels.all_reduce import CHANNELS, num_words
 
 PATIENCE = timedelta(seconds=4)
-"""Within this all ranks, which have met before, must have answered; if one is lost, two answers are waited for."""
+"""Time within which all ranks, which have met before, must have answered; if one is lost, two answers are awaited."""
 _log = logging.getLogger("infer.engine")
-_groups: list[dist.ProcessGroup] = []  # PyTorch's registry does not keep them, and counts their rendezvous per process
+# PyTorch's registry does not keep them, and it counts their rendezvous per process
+_groups: list[dist.ProcessGroup] = []
 
 
 class PeerMemory:
@@ -37,14 +39,15 @@ class PeerMemory:
             self.stop = torch.zeros(1, dtype=torch.int32, device=device)
             self._one = torch.ones(1, dtype=torch.int32).pin_memory()
             self._stream = torch.cuda.Stream(device)
-            self.memory.fill_(-1)  # nothing has been sent
+            self.memory.fill_(-1)  # the state in which nothing has been sent
             torch.cuda.synchronize(device)
             all_agree(dist.PrefixStore("cleared memory", store), rank, size)
         finally:
             store.set_timeout(before)
 
     def end(self) -> None:
-        """End what waits on this GPU for other ranks; the copy needs no multiprocessor, since all may be waiting."""
+        """End all waits for other ranks on this GPU. The copy needs no multiprocessor, since all of them may be
+        waiting."""
         with torch.cuda.stream(self._stream):
             self.stop.copy_(self._one, non_blocking=True)
 
@@ -81,7 +84,7 @@ def symmetric(store: dist.Store, rank: int, size: int, device: torch.device) -> 
 
 
 def mapped(store: dist.Store, rank: int, size: int, device: torch.device) -> tuple[Tensor, list[int], list[object]]:
-    """The same through CUDA's memory handles, with which each process opens the others' memory on its own GPU."""
+    """The same through CUDA's memory handles: each process maps the others' memory on its own GPU."""
     memory = torch.empty(num_words(size), dtype=torch.int32, device=device)
     store.set(f"memory {rank}", pickle.dumps(memory.untyped_storage()._share_cuda_()).hex())
     storages = [memory.untyped_storage()] * size
@@ -97,6 +100,6 @@ WAYS = {"symmetric": symmetric, "mapped": mapped}
 
 
 def all_agree(store: dist.Store, rank: int, size: int, said: int = 1) -> bool:
-    """Whether all ranks say the same; waits for them."""
+    """Whether all ranks answer yes; waits for their answers."""
     store.set(f"rank {rank}", str(said))
     return len({store.get(f"rank {peer}") for peer in range(size)}) == 1

@@ -1,7 +1,7 @@
 """Sharded matrices and embeddings, with the interfaces of the whole ones.
 
 Introduced in phase 12.1. A column-parallel matrix needs no class: a rank's rows give its columns of the output, and the
-row-parallel matrix after it takes them as its input. Invariant: these modules return the same on every rank.
+row-parallel matrix after it takes them as its input. Invariant: these modules return the same result on every rank.
 """
 
 from collections.abc import Callable, Sequence
@@ -19,9 +19,10 @@ from shared.tracks.ranks.collectives import Collectives
 
 
 class RowParallelProjection(nn.Module):
-    """``Σ x_r W_rᵀ + b + residual`` over the ranks r, in place of a projection.
+    """``Σ x_r W_rᵀ + b + residual`` over the ranks r; replaces a projection.
 
-    Args: projection: this rank's columns of the matrix, plain, quantized or fused; its bias is moved here.
+    Args:
+        projection: this rank's columns of the matrix, plain, quantized or fused; its bias is moved here.
     """
 
     def __init__(self, projection: Any, ranks: Collectives) -> None:
@@ -38,7 +39,7 @@ class RowParallelProjection(nn.Module):
         gate: Tensor | None = None,
         activation: Callable[[Tensor], Tensor] | None = None,
     ) -> Tensor:
-        """This rank's x ``[T, in / N]`` to the whole ``[T, out]``."""
+        """This rank's x ``[T, in / N]`` to the complete ``[T, out]``."""
         assert norm is None, "a norm needs the whole row"
         if self.ranks.peers is not None and self.bias is None and activation is None:
             return self.ranks.all_sum(self.projection(x), residual)  # GPUs add the residual in the same launch

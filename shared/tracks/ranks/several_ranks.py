@@ -1,11 +1,11 @@
-"""The ranks that compute a runner's batches: here several. Introduced in phase 12.1.
+"""The ranks that compute a runner's batches, for several ranks. Introduced in phase 12.1.
 
-Rank 0 sends each batch to the others before its own forward; all launch the same kernels, and meet in the collectives.
-Only rank 0 samples: the next step begins with a broadcast of the ids that only its device knows, so a step can be
-launched while the previous one runs.
+Rank 0 sends each batch to the others before its own forward; all of them launch the same kernels and meet in the
+collectives. Only rank 0 samples. The next step begins with a broadcast of the ids that only its device knows, so a step
+can be launched while the previous one runs.
 
-Invariants: every rank runs the same collectives in the same order, determined by the batch. A forward is not repeated
-in parts if it raises: other ranks are still computing it, so its failure is the whole group's.
+Invariants: every rank runs the same collectives in the same order, determined by the batch. A forward that raises is
+not retried in parts: other ranks are still computing it, so its failure is the whole group's.
 """
 
 import signal
@@ -31,8 +31,11 @@ R = TypeVar("R")
 class SeveralRanks(Ranks):
     """The ranks of one model.
 
-    Args: vocab_size: the whole model's. collectives: between its ranks. sender, watch: rank 0's; None on another rank,
-        which computes the batches that it receives. number: the model's, given in messages: 0, or 1 for a draft model.
+    Args:
+        vocab_size: the whole model's vocabulary size.
+        collectives: those between its ranks.
+        sender, watch: rank 0's; None on another rank, which computes the batches that it receives.
+        number: the model's number in messages: 0, or 1 for a draft model.
         is_whole: whether each rank has the whole model, so that there is nothing to gather.
     """
 
@@ -82,13 +85,13 @@ class SeveralRanks(Ranks):
     def gather(self, logits: Tensor) -> Tensor:
         return self.vocabulary.gather(logits)
 
-    def drawn(self, batch: Batch, logits: Tensor) -> Draws | None:
+    def sampled(self, batch: Batch, logits: Tensor) -> Draws | None:
         return Draws(logits[:, 0]) if takes_argmax(batch) else None
 
 
 @contextmanager
 def uninterrupted() -> Iterator[None]:
-    """Defers SIGINT to the end of the context: a step that all ranks have begun is computed by all."""
+    """Defers SIGINT to the end of the context, so that all ranks complete a step that they have begun."""
     if threading.current_thread() is not threading.main_thread():  # only this thread is interrupted
         yield
         return

@@ -2,7 +2,7 @@
 
 Tensor parallelism (Shoeybi et al., "Megatron-LM", arXiv 1909.08053) shards each pair of matrices so that one sum over
 the ranks suffices: the first matrix by its rows (*column-parallel*, after the columns of its output), the second by its
-columns (*row-parallel*). Between the two, each rank works on its own part: attention heads, or columns of the MLP.
+columns (*row-parallel*). In between, each rank works on its own part: attention heads, or columns of the MLP.
 
 Invariants: the ranges of all ranks cover everything once, in the order of the ranks, except that KV heads are
 replicated if there are fewer of them than ranks. Query heads are on the rank with the KV head that they read.
@@ -22,9 +22,9 @@ class Shard:
     size: int
 
     def part(self, total: int, multiple: int = 1) -> range:
-        """This rank's part of ``range(total)``: divided at multiples of ``multiple``, as evenly as these allow.
+        """This rank's part of ``range(total)``, which is divided at multiples of ``multiple``, as evenly as they allow.
 
-        The first ranks have the larger parts; a part may be empty.
+        Earlier ranks have the larger parts; a part may be empty.
         """
         units = -(-total // multiple)
         least, more = divmod(units, self.size)

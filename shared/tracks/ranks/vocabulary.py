@@ -1,7 +1,7 @@
 """Logits whose columns are divided among ranks: gathered, or only their arg-max. Introduced in phase 12.1.
 
-Rank r has the logits of its part of the vocabulary. Sampling gathers all of them, V numbers per row. The arg-max needs
-only two numbers from each rank.
+Rank r has the logits of its own part of the vocabulary. Sampling gathers all of them, V numbers per row. The arg-max
+needs only two numbers from each rank.
 
 Invariant: ties go to the smallest id, as in ``torch.argmax`` of all logits.
 """
@@ -26,7 +26,7 @@ class Vocabulary:
         self.width = len(self.parts[0])  # the first part is the largest
 
     def gather(self, logits: Tensor) -> Tensor:
-        """This rank's logits ``[n, part]`` to all ``[n, V]``; smaller parts are padded on the way."""
+        """This rank's logits ``[n, part]`` to the complete ``[n, V]``; smaller parts are padded for the exchange."""
         padded = F.pad(logits, (0, self.width - logits.shape[1]))
         gathered = self.ranks.gathered(padded)  # [N, n, width]
         if self.width * self.ranks.size == self.size:
@@ -49,7 +49,8 @@ class Vocabulary:
 
 
 def largest(logits: Tensor) -> tuple[Tensor, Tensor]:
-    """The largest of each row of ``[n, V]``, and the first column with it; on a GPU by the sampler's kernel."""
+    """The largest value of each row of ``[n, V]``, and the first column that has it; on a GPU by the sampler's
+    kernel."""
     if not launches(logits):
         values, columns = logits.max(-1)
         return values, columns

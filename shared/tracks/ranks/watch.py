@@ -1,8 +1,8 @@
-"""Detects that a rank has died, hangs or failed, and ends its group. Introduced in phase 12.1.
+"""Detects that a rank has died, hung or failed, and ends its group. Introduced in phase 12.1.
 
-A missing rank leaves the others in a collective that never ends. So a thread of rank 0 reads their reports, detects
-closed pipes, and checks that their counters advance while rank 0 waits for them. If one stops, the thread kills all of
-them: on a CPU rank 0's collective then raises, on a GPU it is aborted.
+A missing rank leaves the others in a collective that never completes. So a thread of rank 0 reads the ranks' reports,
+detects closed pipes, and checks that counters advance while rank 0 waits. If one of them stops, the thread kills all of
+them. On a CPU, rank 0's collective then raises; on a GPU, it is aborted.
 
 Invariant: the group reports its first failure and names the rank that caused it.
 """
@@ -25,9 +25,11 @@ from shared.tracks.ranks.channel import BEATS, CALLS, Board
 from shared.tracks.ranks.collectives import Collectives
 
 PATIENCE = 7.0
-"""Seconds without a heartbeat after which a rank hangs. A rank has none while it is blocked by itself."""
+"""Seconds without a heartbeat after which a rank is considered hung. A rank has no heartbeats while its own work blocks
+it."""
 LONG_PATIENCE = 60.0
-"""Seconds after which ranks hang that begin and end no collective, although they compute or wait for each other."""
+"""Seconds after which ranks are considered hung if they begin and end no collective, although they compute or wait for
+each other."""
 _log = logging.getLogger("infer.engine")
 
 
@@ -49,7 +51,7 @@ class Watch:
         self.size = len(processes) + 1
         self.collectives: list[Collectives] = []
         self.failure: RankError | None = None
-        self.waits: list[tuple[float, float]] = []  # when rank 0 began to wait, and its patience; innermost last
+        self.waits: list[tuple[float, float]] = []  # when rank 0 began to wait, and how long it will; innermost last
         self.is_closing = False
         self.when_lost: Callable[[RankError], None] = lambda failure: None
         self.reported: dict[int, Failed] = {}
@@ -59,8 +61,8 @@ class Watch:
     def waiting(self, patience: float = LONG_PATIENCE) -> Iterator[None]:
         """A context in which rank 0 waits for the other ranks; raises RankError if the group has failed.
 
-        ``patience``: seconds without the start or end of a collective after which ranks count as hanging; the innermost
-        wait decides.
+        ``patience``: seconds without the start or end of a collective after which ranks are considered hung; the
+        innermost wait decides.
         """
         self.check()
         self.waits.append((time.monotonic(), patience))
@@ -76,9 +78,9 @@ class Watch:
             raise self.failure
 
     def failed(self, error: BaseException) -> RankError:
-        """The group's failure, given that ``error`` was raised on rank 0; ends the group."""
+        """The group's failure, given that rank 0 raised ``error``; ends the group."""
         if not isinstance(error, MemoryError) and "out of memory" not in str(error):
-            deadline = time.monotonic() + 2  # the cause may be another rank's end, which the thread finds
+            deadline = time.monotonic() + 2  # the cause may be that another rank ended, which the thread will find
             while self.failure is None and time.monotonic() < deadline and not self.is_closing:
                 time.sleep(0.01)
         if self.failure is None:
@@ -124,8 +126,8 @@ class Watch:
                 self._fail(f"Rank {last} of {self.size} made no progress for {patience:.0f} s")
 
     def _read(self) -> None:
-        """Read why ranks have ended, and report the first cause."""
-        time.sleep(0.2)  # the others notice it as well
+        """Read why ranks ended, and report the first cause."""
+        time.sleep(0.2)  # the others notice it too
         died: list[str] = []
         for rank, (process, pipe) in enumerate(zip(self.processes, self.pipes, strict=True), 1):
             try:
@@ -155,7 +157,7 @@ class Watch:
 
 
 def reason_of(error: BaseException) -> str:
-    """What a rank that raised did, worded to follow its name."""
+    """What a rank that raised did, phrased to follow its name."""
     if isinstance(error, MemoryError) or "out of memory" in str(error) or "can't allocate memory" in str(error):
         return f"ran out of memory ({str(error).splitlines()[0] if str(error) else type(error).__name__})"
     return f"failed ({type(error).__name__}: {str(error).splitlines()[0] if str(error) else 'no message'})"

@@ -1,6 +1,6 @@
 """The process of a rank other than 0. Introduced in phase 12.1.
 
-It loads its shard of the model, makes its memory and runner as rank 0 does, and then computes each batch that rank 0
+It loads its shard of the model, makes its memory and runner as rank 0 does, and then computes every batch that rank 0
 sends. It plans nothing and samples nothing.
 
 Invariants: the process ends when rank 0's does, for whatever reason; a failure is its last message; it ignores SIGINT
@@ -47,7 +47,7 @@ from shared.tracks.ranks.watch import Failed, reason_of
 
 BEAT_SECONDS = 0.5
 LEAST_SECONDS = 0.005
-"""Of a processor, within a heartbeat, for a rank that computes."""
+"""Minimum processor time within a heartbeat for a rank that computes."""
 
 
 def main() -> None:
@@ -59,7 +59,7 @@ def main() -> None:
     size, assignment = pipe.recv()
     board = Board(size, board_fd)
     idle = threading.Event()
-    idle.set()  # while loading, it may wait for a disk
+    idle.set()  # while loading it may wait for a disk
     threading.Thread(target=beat, args=(board, assignment.rank, lifeline, idle), daemon=True).start()
     try:
         with torch.inference_mode():
@@ -83,7 +83,7 @@ def serve(assignment: Assignment, size: int, board: Board, pipe: "Connection[Any
     else:
         torch.set_num_threads(assignment.num_threads)
     store = dist.TCPStore("127.0.0.1", assignment.port, is_master=False, timeout=timedelta(seconds=START_SECONDS))
-    torch.zeros(1, device=device)  # a GPU's context takes seconds
+    torch.zeros(1, device=device)  # creating a GPU's context takes seconds
     board.counters[rank, BEATS] = 1
     store.set(here(rank), "")
     store.wait([here(other) for other in range(1, size)])
@@ -120,10 +120,10 @@ def serve(assignment: Assignment, size: int, board: Board, pipe: "Connection[Any
 
 
 def beat(board: Board, rank: int, lifeline: int, idle: threading.Event) -> None:
-    """Count heartbeats until rank 0 ends, and end the process then.
+    """Count heartbeats until rank 0 ends; then end the process.
 
-    The rank itself counts the first one, once it has started. There is none while it is neither computing, nor waiting
-    for a message (``idle``) or in a collective.
+    The rank itself counts the first one, when it has started. There is no heartbeat while the rank is neither
+    computing, nor waiting for a message (``idle``), nor in a collective.
     """
     used = time.process_time()
     while not select.select([lifeline], [], [], BEAT_SECONDS)[0]:

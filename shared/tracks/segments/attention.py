@@ -1,13 +1,13 @@
 """Attention over one range of keys, as a state that can be merged with other ranges' states. Introduced in phase 9.1.
 
-A request made of segments attends to several ranges of keys: each of its segments, and its own tokens. Each
-range gives a state (:mod:`shared.attention.states`, phase 6.1), and the states merge to the attention over all keys. A
-segment that several sequences of a step read is one range for all their queries, so its keys are read once. FlashInfer
-calls this cascade attention (arXiv 2501.01005).
+A request made of segments attends to several ranges of keys: its segments, and its own tokens. Each range gives a state
+(:mod:`shared.attention.states`, phase 6.1), and the merged states give the attention over all keys. A segment that
+several sequences of a step read is one range for all of their queries, so its keys are read once. FlashInfer calls this
+cascade attention (arXiv 2501.01005).
 
-Invariant: within a range keys are numbered from 0, and a query has an index on the same scale: it sees the keys up to
-its index, and with a window only the last ones before it. For a request's own tokens this is causality; for a segment,
-whose keys all precede the query, it is the distance that a window counts.
+Invariant: within a range, keys are numbered from 0, and a query has an index on the same scale. It sees the keys up to
+its index or, with a window, only the last of those. For a request's own tokens this is causality. For a segment, whose
+keys all precede the query, the index is the distance that the window counts.
 """
 
 import torch
@@ -32,9 +32,11 @@ def range_state(
 
     Args:
         q: ``[T, Hq, D]``.
-        k, v: ``[Hkv, S, D]``; Hq is a multiple of Hkv. indices: int64 ``[T]``; query t sees the keys numbered up to
-        ``indices[t]``. window: it sees only numbers greater than ``indices[t] - window``, since the window counts the
-        query's own token. softcap: scores become ``c · tanh(scores / c)`` before the mask.
+        k, v: ``[Hkv, S, D]``; Hq is a multiple of Hkv.
+        indices: int64 ``[T]``; query t sees the keys numbered up to ``indices[t]``.
+        window: it sees only numbers greater than ``indices[t] - window``, since the window counts the query's own
+            token.
+        softcap: scores become ``c · tanh(scores / c)`` before the mask.
 
     Returns:
         Values ``[T, Hq, D]`` and logarithms ``[T, Hq]``, base 2; zeros and -inf for a query that sees no key.

@@ -5,12 +5,12 @@ From layer 1 on, a later segment's keys and values are computed without the segm
 1 change most, since tokens that change much in one layer change much in the next. The others keep their keys and
 values.
 
-The result depends on the preceding segments, so it serves only this sequence of segments. It is kept as a new segment,
-whose role names the fraction and the lengths; a prompt follows it like any segment. Once evicted, it is recomputed like
-any segment: as a whole, i.e. with fraction 1.
+The result depends on the preceding segments, so it is valid only for this sequence of segments. It is kept as a new
+segment, whose role names the fraction and the lengths; a prompt can follow it like any segment. Once evicted, it is
+recomputed like any segment: as a whole, that is, with fraction 1.
 
-Invariants: with fraction 1 keys and values are those of the concatenated prompt, with 0 those of the segments; the
-segments are read and never changed; the first segment is never recomputed, since nothing precedes it.
+Invariants: with fraction 1, keys and values are those of the concatenated prompt; with fraction 0, those of the
+segments. The segments are read and never changed. The first segment is never recomputed, since nothing precedes it.
 """
 
 import math
@@ -37,7 +37,9 @@ _ROWS = 256  # queries at a time, which bounds the memory of the scores
 def most_changed(change: Tensor, lengths: Sequence[int], fraction: float) -> Tensor:
     """The tokens to recompute, int64, ascending: in each segment the ``fraction`` that changes most, rounded up.
 
-    Args: change: fp32 ``[T]``, for the tokens of segments with these ``lengths``, in order. fraction: from 0 to 1.
+    Args:
+        change: fp32 ``[T]``, for the tokens of segments with these ``lengths``, in order.
+        fraction: a number from 0 to 1.
     """
     # exercise 09.1x5: choose the tokens to recompute
     # hint: each segment has its own share: ceil(fraction · length) of its tokens
@@ -54,8 +56,8 @@ def most_changed(change: Tensor, lengths: Sequence[int], fraction: float) -> Ten
 class BlendView:
     """Keys and values ``[layers, S, Hkv, D]`` of a whole context, partly replaced by recomputed tokens.
 
-    ``rows`` are the tokens of the context that a layer computes: all after the first segment in layers 0 and 1, then
-    those chosen in layer 1. In layer 1 only the chosen ones are stored, and attend.
+    ``rows`` are the tokens of the context that a layer computes: in layers 0 and 1 all those after the first segment,
+    then those chosen in layer 1. In layer 1 only the chosen ones are stored and attend.
     """
 
     def __init__(self, keys: Tensor, values: Tensor, lengths: Sequence[int], fraction: float) -> None:
@@ -87,7 +89,7 @@ class BlendView:
         return out
 
     def narrow(self, x: Tensor) -> Tensor:
-        """The hidden states of the chosen tokens, which are all the tokens of later layers."""
+        """The hidden states of the chosen tokens, the only ones that later layers compute."""
         x, self.rows = x[self.chosen], self.rows[self.chosen]
         self.chosen = torch.arange(len(self.rows), device=self.rows.device)
         return x
@@ -100,8 +102,8 @@ def recompute(
     """Recompute a fraction of a context's tokens, in place.
 
     Args:
-        keys, values: ``[layers, S, Hkv, D]`` of S tokens, rotated for positions from 0 on. lengths: of the segments;
-        the sum is S.
+        keys, values: ``[layers, S, Hkv, D]`` of S tokens, rotated for positions from 0 on.
+        lengths: those of the segments; their sum is S.
     """
     if fraction == 0 or len(lengths) < 2:
         return
@@ -146,7 +148,8 @@ def blend_segments(
         blocks = pool.allocate(pool.blocks_for(len(token_ids)))
         if blocks is None:
             raise RequestError(
-                f"The KV cache has no room for {len(token_ids)} tokens now; try again when requests have finished."
+                f"The KV cache has too few free blocks for {len(token_ids)} tokens; try again when requests have "
+                "finished."
             )
         slots = _slots(view, blocks, len(token_ids))
         view.keys.flatten(1, 2)[:, slots], view.values.flatten(1, 2)[:, slots] = keys, values
@@ -157,7 +160,7 @@ def blend_segments(
 
 
 def _concatenated(config: ModelConfig, view: Any, segments: Sequence[Segment]) -> tuple[Tensor, Tensor]:
-    """Copies of the segments' keys and values ``[layers, S, Hkv, D]``, with keys moved to each segment's
+    """Copies of the segments' keys and values ``[layers, S, Hkv, D]``, with the keys moved to each segment's
     position."""
     slots = [_slots(view, segment.blocks, len(segment)) for segment in segments]
     keys, values = (part.flatten(1, 2)[:, torch.cat(slots)] for part in (view.keys, view.values))

@@ -1,7 +1,8 @@
-"""Facts about an engine's segments, and messages that request or change them. Introduced in phase 9.1.
+"""Facts about an engine's segments, and messages that query or change them. Introduced in phase 9.1.
 
-The thread that steps an engine owns its segments, so a server sends it one of these small, picklable messages and gets
-back the result of ``answer``. Invariant: a message whose ``answer`` raises has at most registered some of its contents.
+The thread that steps an engine owns its segments. So a server sends that thread one of these small, picklable messages
+and gets back the result of ``answer``. Invariant: a message whose ``answer`` raises has had no effect other than
+registering some of its contents.
 """
 
 from collections.abc import Iterable
@@ -20,13 +21,13 @@ class SegmentInfo:
     segment_id: str
     role: str
     num_tokens: int
-    num_bytes: int  # of its keys and values; 0 if they are not cached
+    num_bytes: int  # bytes of its keys and values; 0 if they are not cached
     num_users: int  # number of its occurrences in running requests
 
 
 @dataclass(frozen=True)
 class Content:
-    """A segment's content, from which its id follows."""
+    """A segment's content, which determines its id."""
 
     role: str
     token_ids: tuple[int, ...]
@@ -66,7 +67,7 @@ class Use:
 class Blend:
     """These segments joined, with a fraction of their tokens recomputed; other requests wait meanwhile.
 
-    ``is_again``: the message was sent before, and a segment that has failed since is not tried again.
+    ``is_again``: the message was sent before, so a segment that has failed since then is not tried again.
     """
 
     segment_ids: tuple[str, ...]
@@ -94,13 +95,13 @@ class Blend:
 
 @dataclass(frozen=True)
 class Page:
-    """Up to ``limit`` segments, the least recently used first, from the one after the id ``after``."""
+    """Up to ``limit`` segments, least recently used first, starting after the id ``after``."""
 
     limit: int
     after: str | None = None
 
     def answer(self, engine: Any) -> tuple[list[SegmentInfo], bool]:
-        """See :class:`Inquiry`; also returns whether more follow. Raises UnknownSegmentError for ``after``."""
+        """See :class:`Inquiry`; also returns whether there are more. Raises UnknownSegmentError for ``after``."""
         segments = iter(engine.segments.segments.values())
         if self.after is not None:
             last = engine.segments.find(self.after)
@@ -122,7 +123,7 @@ class Find:
 
 @dataclass(frozen=True)
 class Forget:
-    """Remove a segment: id, tokens, keys and values."""
+    """Remove a segment: its id, tokens, keys and values."""
 
     segment_id: str
 
@@ -132,7 +133,7 @@ class Forget:
 
 
 def described(engine: Any, segments: Iterable[Segment]) -> list[SegmentInfo]:
-    """The facts about these segments of an engine that has segments."""
+    """Facts about these segments of an engine."""
     block_bytes = engine.view.num_bytes // engine.segments.num_blocks
 
     def info(segment: Segment) -> SegmentInfo:

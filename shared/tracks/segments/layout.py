@@ -1,8 +1,8 @@
 """The layout of a batch in which requests are made of segments. Introduced in phase 9.1.
 
-A request's own tokens have slots and a block table as in phase 6. They are preceded by *ranges*: each is a segment at a
-position in the request. A segment's blocks are listed once for each of its positions and are shared by all. Invariant:
-every range of a sequence ends before the sequence's own first token.
+A request's own tokens have slots and a block table, as in phase 6. They are preceded by *ranges*: each is a segment at
+a position in the request. A segment's blocks are listed once for each of its positions and are shared by all.
+Invariant: every range of a sequence ends before the sequence's own first token.
 """
 
 from collections.abc import Iterable
@@ -35,7 +35,7 @@ def ranges_of(contexts: Iterable[tuple[Segment, ...]]) -> tuple[Range, ...]:
 
 
 def offsets_of(lengths: Iterable[int]) -> list[int]:
-    """Where each of consecutive pieces of these lengths begins."""
+    """Where each of several consecutive pieces with these lengths begins."""
     return list(accumulate(lengths, initial=0))[:-1]
 
 

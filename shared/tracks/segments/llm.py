@@ -8,7 +8,7 @@
     answer = llm.generate_from_segments([manuals[3], manuals[0]], "\\nQuestion: ...\\nAnswer:", SamplingParams())
     print(answer.text)
 
-Invariant: when a method returns or raises, the engine holds none of its requests.
+Invariant: when a method returns or raises, no request of it is left in the engine.
 """
 
 from collections.abc import Sequence
@@ -28,11 +28,11 @@ class SegmentLLM:
         self.engine = find_lesson("09.1").engine(EngineConfig(model=model, **config))
 
     def register(self, content: str | Sequence[int], role: str = "user") -> str:
-        """Compute a segment, unless it is cached, and return its id.
+        """Compute a segment unless it is cached, and return its id.
 
         Args:
-            content: text, or token ids. A text is encoded as a separate prompt, with the model's leading tokens. role:
-            part of the id, so that equal texts in different roles are different segments.
+            content: text, or token ids. A text is encoded as a separate prompt, with the model's leading tokens.
+            role: part of the id, so that equal texts in different roles are different segments.
 
         Raises RequestError for an empty or too long content.
         """

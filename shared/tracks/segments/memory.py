@@ -1,4 +1,4 @@
-"""Makes a pool and a view that hold segments, from an engine's settings. Introduced in phase 9.1.
+"""Makes a pool and a view that support segments, from an engine's settings. Introduced in phase 9.1.
 
 Segments need blocks, continuous batching and, on a GPU, planned attention. If any of these is missing, the memory is
 phase 9's and the registry refuses segments. Invariant: that of :mod:`shared.cache.paged_memory`.

@@ -4,10 +4,10 @@ A request made of segments holds blocks for its own tokens only; the segments' b
 counts the request as their user from admission to release. Its tokens are numbered from the first token of its first
 segment, so segments count as cached tokens, as a prefix would. A request that computes a segment is an ordinary prompt,
 and the registry keeps its blocks once it is complete. Neither kind matches or enters the prefix tree: keys after a
-segment were computed with a context other than their tokens imply.
+segment were computed with a context that their tokens do not imply.
 
-Invariants: those of :class:`shared.cache.pool.prefix.PrefixSharing` for all other requests; free blocks and the blocks
-held by the tree, the registry and requests are all blocks.
+Invariants: those of :class:`shared.cache.pool.prefix.PrefixSharing` for all other requests; the free blocks and those
+held by the tree, the registry and requests add up to all blocks.
 """
 
 from collections.abc import Callable
@@ -31,7 +31,8 @@ def segment_pool(
     is_sharing: bool,
     lay_out: Callable[[PagedLayout], PagedLayout] = as_it_is,
 ) -> PagedKVCachePool:
-    """A pool for segments, requests made of them, and other requests, which share prefixes if ``is_sharing``."""
+    """A pool for segments, for requests made of them, and for other requests, which share prefixes if
+    ``is_sharing``."""
     pool = PagedKVCachePool.of(sizes, SegmentSharing(registry, PrefixSharing(sizes.block_size), is_sharing), lay_out)
     registry.join(pool.allocator.free, sizes.num_blocks, sizes.block_size)
     return pool
@@ -42,7 +43,7 @@ class SegmentSharing(PoolExtension):
 
     def __init__(self, registry: SegmentRegistry, sharing: PrefixSharing, is_sharing: bool) -> None:
         self.registry, self.sharing, self.is_sharing = registry, sharing, is_sharing
-        self.users: dict[Request, int] = {}  # admitted requests made of segments: the number of segment tokens
+        self.users: dict[Request, int] = {}  # for admitted requests made of segments: the number of segment tokens
         self.known: Any = None  # what the ranges were built from
         self.ranges: tuple[Range, ...] = ()
 
@@ -66,7 +67,7 @@ class SegmentSharing(PoolExtension):
         return self.sharing.must_wait(request) if self._has_prefix(request) else bool(self.registry.missing(request))
 
     def allocate(self, pool: BlockTables, count: int) -> Blocks | None:
-        """Evicts segments if the tree cannot give enough."""
+        """Evicts segments if the tree cannot free enough."""
         missing = count - pool.allocator.num_free - self.sharing.num_unused_blocks()
         if 0 < missing <= len(self.registry.unused_blocks()):
             self.registry.evict(missing)
@@ -104,7 +105,7 @@ class SegmentSharing(PoolExtension):
         if not any(contexts):
             return layout
         known = contexts, self.registry.num_evictions
-        if known != self.known:  # the same ranges are the same object, so that views need not plan again
+        if known != self.known:  # equal ranges are the same object, so that views need not plan again
             self.known, self.ranges = known, ranges_of(contexts)
         return replace(layout, extra=LayoutRanges(self.ranges))
 

@@ -1,12 +1,12 @@
 """Plans attention over several ranges of keys, on the host. Introduced in phase 9.1.
 
 The ranges of a tile (:mod:`shared.tracks.segments.range_tiles`) are laid end to end and divided into splits of one
-size, as in phase 6.1: an *item* is a tile and a split. Its keys are *pieces* of ranges. A query in several tiles, or
-whose tile has several splits, has a state for each, which merge as in phase 6.1.
+size, as in phase 6.1: an *item* is a tile and a split. Its keys are *pieces* of ranges. A query that is in several
+tiles, or whose tile has several splits, has a state for each; they merge as in phase 6.1.
 
-Invariants: each query attends to each of its visible keys in exactly one item; a plan remains valid while positions are
-in the intervals that it was made for, so in decode steps, with intervals of ``SLACK`` positions, most steps need no new
-plan.
+Invariants: each query attends to each of its visible keys in exactly one item. A plan is valid while positions are
+within the intervals that it was made for. Decode steps plan for intervals of ``SLACK`` positions, so most of them need
+no new plan.
 """
 
 from dataclasses import astuple, dataclass, fields
@@ -28,7 +28,8 @@ class RangePlan(Generic[Array]):
     """A plan, on the host or on the device.
 
     A slot's query, at ``position``, sees the keys of a piece whose index in the range is at most ``position - base -
-    offset``, with the piece's base and the slot's offset. First it is moved back by ``turn + offset`` positions.
+    offset``, where ``base`` is the piece's and ``offset`` the slot's. Before that, the query is moved back by ``turn +
+    offset`` positions.
     """
 
     num_items: Array  # [1]
@@ -79,13 +80,13 @@ class RangeLimits:
         return type(self)(*map(max, astuple(self), astuple(other)))
 
     def hold(self, plan: RangePlan[Int32s]) -> bool:
-        """Whether a plan fits."""
+        """Whether a plan fits within these sizes."""
         sizes = (len(plan.output_indptr) - 1, len(plan.slot_rows), len(plan.item_slots), len(plan.piece_tables))
         return all(size <= most for size, most in zip((*sizes, plan.num_states), astuple(self), strict=True))
 
 
 def max_states(slots: int, grid: Grid, tokens_per_tile: int) -> int:
-    """Maximum number of states: one for each slot, and those of the tiles of several splits (``Grid.max_states``)."""
+    """Maximum number of states: one for each slot, plus those of tiles with several splits (``Grid.max_states``)."""
     return slots + grid.max_states(tokens_per_tile)
 
 
@@ -95,7 +96,7 @@ def plan_ranges(
     """Plan a step.
 
     Args:
-        first, last: ``[T]``, the least and greatest position that each new token may have when the plan is used.
+        first, last: ``[T]``, the smallest and largest position that each new token may have when the plan is used.
         num_rows: T, or the rows of a captured launch.
         window: queries attend to the last ``window`` positions only.
     """
@@ -104,7 +105,7 @@ def plan_ranges(
     highest = np.maximum.reduceat(last[tiles.rows] - tiles.offsets, tiles.first_slots)[tiles.tiles] - tiles.bases
     begins = np.zeros_like(lowest) if window is None else np.maximum(lowest + 1 - window, 0)
     ends = np.minimum(tiles.lengths, highest + 1)
-    # A tile's ranges end to end, in units of the kernel's key tile, after all splits of the earlier tiles.
+    # A tile's ranges are laid end to end, in units of the kernel's key tile, after all splits of the earlier tiles.
     units = np.maximum(-(-(ends - begins) // grid.unit), 0)
     of_tiles = np.bincount(tiles.tiles, units, len(tiles.counts)).astype(np.int64)
     split = choose_split(of_tiles[of_tiles > 0], grid)

@@ -1,10 +1,10 @@
 """The queries of a step that attend to the same ranges of keys, on the host. Introduced in phase 9.1.
 
 A sequence made of segments attends to ranges of keys: its segments, each with a block table and an offset in the
-sequence, and its own tokens. A *tile* is a few queries that attend to the same ranges. There are two kinds: the new
-tokens of one sequence, with its own tokens and the segments that it alone reads in this step; and the queries of
-several sequences, with a segment that they share, whose keys are thus read once for all (FlashInfer calls this cascade
-attention; arXiv 2501.01005). Each query of a tile has a *slot*.
+sequence, and its own tokens. A *tile* is a few queries that attend to the same ranges. There are two kinds. One holds
+the new tokens of one sequence, with its own tokens and the segments that no other sequence reads in this step. The
+other holds the queries of several sequences and a segment that they share, whose keys are thus read once for all
+(FlashInfer calls this cascade attention; arXiv 2501.01005). Each query of a tile has a *slot*.
 
 Invariants: each query has one tile with the keys of its own sequence, and one for each occurrence of a shared segment
 in it; the tiles depend on the sequences, their segments and the number of their new tokens, not on positions.
@@ -22,7 +22,7 @@ from shared.attention.descriptor import Int32s
 from shared.attention.plan import items_of
 
 Int64s = NDArray[np.int64]
-LEAST_SAVED = 256  # keys; a segment is shared if that saves at least this many reads, since each tile costs states
+LEAST_SAVED = 256  # keys; a segment is shared if that saves at least this many reads, since each tile adds states
 WITHOUT_END = np.iinfo(np.int32).max
 
 
@@ -31,7 +31,7 @@ class Ranges:
     """R ranges of the sequences of a step, those of a sequence in order; a segment has a table, in ``tables``."""
 
     sequences: Int64s  # [R], index in the batch
-    offsets: Int64s  # [R], where the range begins in its sequence
+    offsets: Int64s  # [R], offset of the range in its sequence
     lengths: Int64s  # [R], in tokens
     segments: Int64s  # [R], index of the segment
     tables: Int32s  # the blocks of all segments, concatenated
@@ -58,7 +58,7 @@ class Ranges:
 
     @cached_property
     def saved(self) -> Int64s:
-        """Keys ``[segments]`` whose reads are saved if each segment is read once."""
+        """Keys ``[segments]`` whose reads are saved if each segment is read only once."""
         return (np.bincount(self.segments, minlength=len(self.sizes)) - 1) * self.sizes
 
     @property
@@ -74,9 +74,9 @@ class Tiles:
     counts: Int64s  # [tiles], slots
     rows: Int64s  # [slots], the query: a new token of the step
     offsets: Int64s  # [slots], offset of the shared segment; 0 in a tile of a single sequence
-    tiles: Int64s  # [n], the tile of each of its ranges, ascending
+    tiles: Int64s  # [ranges], the tile of each range, ascending
     tables: Int64s  # [n], in ``Ranges.tables``; -1 - b: sequence b's own table
-    turns: Int64s  # [n], the range's offset; 0: the slots have the offsets, or the range is the sequence's own tokens
+    turns: Int64s  # [n], the range's offset; 0 if the slots hold the offsets, or the range is the sequence's own tokens
     bases: Int64s  # [n], subtracted from a position to give the index on the range's scale, besides the slot's offset
     lengths: Int64s  # [n]; WITHOUT_END for a sequence's own tokens
 
@@ -85,8 +85,8 @@ class Tiles:
         """The tiles of a step.
 
         Args:
-            num_new: ``[B]``, new tokens of each sequence, at least 1. most_shared_slots: segments whose queries would
-            need more slots are read once per sequence.
+            num_new: ``[B]``, new tokens of each sequence, at least 1.
+            most_shared_slots: segments whose queries would need more slots are read once per sequence.
         """
         B, is_shared = len(num_new), _shared(ranges, num_new, most_shared_slots)
         begins = num_new.cumsum() - num_new
@@ -96,8 +96,8 @@ class Tiles:
         of_segments = np.bincount(ranges.segments[mine], counts, len(ranges.sizes)).astype(np.int64)
         queries = np.concatenate([num_new, of_segments])  # for each owner of tiles: the sequences, then the segments
         owner, tile = items_of(-(-queries // tokens_per_tile))
-        # One range for each that a single sequence reads, one for each sequence's own tokens, and one for each shared
-        # segment.
+        # One range for each segment that a single sequence reads, one for each sequence's own tokens, and one for each
+        # shared segment.
         alone, own, segments = np.flatnonzero(~is_shared), np.arange(B), np.arange(len(ranges.sizes))
         context = np.zeros(B, np.int64)
         np.maximum.at(context, ranges.sequences, ranges.offsets + ranges.lengths)

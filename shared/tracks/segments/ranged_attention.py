@@ -2,11 +2,11 @@
 
 A step with segments has its own plans and kernel (:mod:`shared.tracks.segments.range_plan`,
 :mod:`shared.tracks.segments.kernels.range_attention`), whether it decodes or has prompts. It is captured in separate
-buckets, since its launches differ. The plan and the segments' block tables are uploaded when they change, which is rare
-in decode steps: when a request is added or removed, or a position leaves its interval of ``SLACK``.
+buckets, since its launches differ. The plan and the segments' block tables are uploaded only when they change. In
+decode steps that is rare: a request is added or removed, or a position leaves its interval of ``SLACK``.
 
 Steps without segments run as in :class:`shared.cache.view.planned_attention.PlannedAttention`. Invariants: a step never
-changes a segment's keys; a plan that does not fit the captured arrays is uploaded to separate arrays, and run eagerly.
+changes a segment's keys; a plan that does not fit the captured arrays is uploaded to separate ones and run eagerly.
 """
 
 import math
@@ -23,7 +23,7 @@ from shared.attention.descriptor import Int32s
 from shared.cache.layout.bucket_planner import BucketPlanner
 from shared.cache.layout.paged import PagedLayout
 from shared.cache.layout.slots import Integers
-from shared.cache.view.attention import Arrays, Places, Scores
+from shared.cache.view.attention import Arrays, ArraySpecs, Scores
 from shared.cache.view.bucket_padding import BucketPadding
 from shared.cache.view.paged_attention import table_arrays
 from shared.cache.view.planned_attention import PlannedAttention
@@ -44,7 +44,7 @@ from shared.tracks.segments.range_plan import SLACK, RangeLimits, RangePlan, pla
 from shared.tracks.segments.range_tiles import LEAST_SAVED, Ranges, Tiles
 
 MOST_CAPTURED_TOKENS = 256
-"""Of a mixed step with segments that is captured: a question is short, as what is long stands in segments."""
+"""Maximum tokens of a captured mixed step with segments: a question is short, since long texts are in segments."""
 HostPlans = dict[int | None, RangePlan[Int32s]]
 
 
@@ -72,14 +72,14 @@ class RangedAttention:
             RangeLimits.of(rows, tiling.grid(Hkv, device), tiling.tokens(self.group)) for tiling in self.tilings
         )
         self.limits = alone | shared
-        self.range_staging = Staging(device, self._range_places())
+        self.range_staging = Staging(device, self._range_specs())
         self.range_workspace = RangeWorkspace.of(self.limits.states, Hq, config.head_dim, device)
         self.range_plans: dict[int | None, RangePlan[Tensor]] = {}
         self.kinds = list(zip(config.windows, self.ropes, strict=True))  # the layers' kinds: window and RoPE
         shape = (self.limits.pieces, 2, config.head_dim // 2)
         self.turn_rows = {kind: torch.empty(shape, dtype=torch.float32, device=device) for kind in self.kinds}
         self.step_turns: dict[tuple[int | None, RopeConfig], Tensor] = {}
-        self.planned_for: Any = None  # what the uploaded plans were made for
+        self.planned_for: Any = None  # the state for which the uploaded plans were made
         self.tiled_for: Any = None  # what the tiles were made for, besides the ranges
         self.planned_ranges: tuple[Range, ...] = ()
         self.paddings: Sequence[Batch] = [*padding.paddings, *map(self._ranged_padding, reversed(captured))]
@@ -92,23 +92,23 @@ class RangedAttention:
     def _ranged(bucket: Bucket, tiling: RangeTiling) -> Bucket:
         return bucket._replace(tile_rows=tiling.rows)
 
-    def _range_places(self) -> Places:
+    def _range_specs(self) -> ArraySpecs:
         """Lengths and dtypes of the staged plans, and of the segments' tables."""
         limits = self.limits
         sizes = {"num_items": 1, "item_pieces": limits.items + 1, "output_indptr": limits.rows + 1}
         sizes |= {name: getattr(limits, f"{name.split('_')[0]}s") for name in _NAMES if name not in sizes}
         windows = dict.fromkeys(self.config.windows)
-        places: Places = {
+        specs: ArraySpecs = {
             f"{name} of window {window}": (sizes[name], np.int32) for window in windows for name in _NAMES
         }
-        return places | {"segment_tables": (self.sizes.num_blocks, np.int32)}
+        return specs | {"segment_tables": (self.sizes.num_blocks, np.int32)}
 
     def lay_out(self, layout: PagedLayout) -> PagedLayout:
         """Ranges are planned when the step is padded."""
         return layout if isinstance(layout.extra, LayoutRanges) else self.planned.lay_out(layout)
 
-    def staged(self, is_decode: bool, max_tokens: int) -> Places:
-        own: Places = {"all_table_starts": (self.sizes.max_sequences, np.int32)}
+    def staged(self, is_decode: bool, max_tokens: int) -> ArraySpecs:
+        own: ArraySpecs = {"all_table_starts": (self.sizes.max_sequences, np.int32)}
         return own | self.planned.staged(is_decode, max_tokens)
 
     def bucket_of(self, batch: Batch) -> Bucket | None:
@@ -126,7 +126,8 @@ class RangedAttention:
         self.padding.pad(arrays, bucket)
 
     def _plan(self, batch: Batch, ranges: tuple[Range, ...], bucket: Bucket | None) -> bool:
-        """Ensure that a step's plans are on the device; returns whether they are where captured steps read them."""
+        """Ensure that a step's plans are on the device; returns whether they are in the arrays that captured steps
+        read."""
         layout = batch.layout
         if ranges is not self.planned_ranges:
             self.planned_ranges, self.ranges = ranges, Ranges.of(ranges)
@@ -153,7 +154,7 @@ class RangedAttention:
         return self.fits
 
     def _tiles(self, num_new: Integers) -> Tiles:
-        """The tiles of the loaded ranges; the previous ones, if only positions have changed."""
+        """The tiles of the loaded ranges; the previous ones if only positions have changed."""
         tokens, most = self.range_tiling.tokens(self.group), self.limits.slots - self.limits.rows
         key = (num_new.tobytes(), tokens)
         if self.tiled_for != key:
@@ -209,7 +210,7 @@ class RangedAttention:
         """A batch for capturing a bucket with segments: like the plain one, but its first sequence follows a segment
         that occurs twice.
 
-        A captured step runs once, so it reads these tables: their positions must be consistent.
+        A captured step runs once, so it does read these tables, and their positions must be consistent.
         """
         batch = cast(BucketPlanner, self.planned.planner).padding(bucket, self.sizes.block_size)
         length = LEAST_SAVED if bucket.tile_rows == self.tilings[1].rows else 1

@@ -2,16 +2,16 @@
 
 The host side.
 
-A segment is a piece of context (a document, a system prompt) that is computed by itself, once, as if it were a prompt:
-its keys and values depend only on the segment's own tokens, so they can be used wherever the segment occurs. Its id is
-the SHA-256 of its role and token ids, so the same content is the same segment, however often it is registered. A
-segment whose blocks were evicted keeps its id and tokens; it is recomputed when a request uses it. Ids and tokens are
-bounded too: among segments that no request names, the least recently used are forgotten. Introduced in phase 9.1.
+A segment is a piece of context (a document, a system prompt) that is computed once, by itself, as if it were a prompt.
+Its keys and values depend only on its own tokens, so they can be used wherever the segment occurs. Its id is the
+SHA-256 of its role and token ids, so equal contents are the same segment, however often they are registered. A segment
+whose blocks were evicted keeps its id and tokens; it is recomputed when a request uses it. Ids and tokens are bounded
+too: among the segments that no request names, the least recently used are forgotten. Introduced in phase 9.1.
 
-Invariants: ids and tokens take at most ``max_bytes``; a segment named by a request, even a waiting one, is not
-forgotten; only segments that no admitted request uses are evicted, whole, the least recently used first; the blocks of
-a segment that is being computed belong to the request that computes it, until it is complete; a segment is computed by
-at most one request at a time.
+Invariants: ids and tokens take at most ``max_bytes``. A segment named by a request, even a waiting one, is not
+forgotten. Only segments that no admitted request uses are evicted: whole, and least recently used first. The blocks of
+a segment that is being computed belong to the request that computes it, until it is complete. At most one request at a
+time computes a segment.
 """
 
 import hashlib
@@ -28,13 +28,14 @@ from shared.engine.request import Request, RequestStatus
 from shared.errors import RequestError, SegmentInUseError, UnknownSegmentError
 
 REMEMBERED_BYTES = 64 * 2**20
-"""The ids and tokens of segments that an engine remembers: 8,000 segments of 2,000 tokens, for example."""
-_SEGMENT_BYTES = 512  # of a segment without its role and tokens
+"""Maximum bytes of the ids and tokens of segments that an engine keeps: enough for 8,000 segments of 2,000 tokens, for
+example."""
+_SEGMENT_BYTES = 512  # size of a segment without its role and tokens
 
 
 @dataclass(eq=False)
 class Segment:
-    """A segment's content, and where its keys and values are."""
+    """A segment's content, and the blocks with its keys and values."""
 
     segment_id: str
     role: str
@@ -50,7 +51,7 @@ class Segment:
 
     @property
     def remembered_bytes(self) -> int:
-        """The cost of remembering its content, at 4 bytes per token."""
+        """The cost of keeping its content, at 4 bytes per token."""
         return _SEGMENT_BYTES + len(self.role) + 4 * len(self)
 
     def __len__(self) -> int:
@@ -64,7 +65,7 @@ def segment_id(role: str, token_ids: Sequence[int]) -> str:
 
 
 class SegmentRegistry:
-    """All segments of an engine, and the requests made of them or computing them.
+    """All segments of an engine, the requests made of them, and the requests computing them.
 
     Until a pool has joined, segments are refused, and ``refusal`` says why.
     """
@@ -73,7 +74,7 @@ class SegmentRegistry:
 
     def __init__(self, max_bytes: int = REMEMBERED_BYTES) -> None:
         self.max_bytes = max_bytes
-        self.num_bytes = 0  # of the remembered ids and tokens
+        self.num_bytes = 0  # bytes of the kept ids and tokens
         self.num_evictions = 0
         self.free: Callable[[Blocks], None] | None = None
         self.num_blocks = self.block_size = 0  # of the pool
@@ -84,12 +85,12 @@ class SegmentRegistry:
         self.computing: dict[Request, Segment] = {}
 
     def join(self, free: Callable[[Blocks], None], num_blocks: int, block_size: int) -> None:
-        """Keep segments in a pool, whose function ``free`` takes blocks back."""
+        """Keep segments in a pool, whose function ``free`` takes back blocks."""
         self.free, self.num_blocks, self.block_size = free, num_blocks, block_size
 
     def add(self, role: str, token_ids: Sequence[int]) -> Segment:
-        """The segment with this content; the existing one if there is one. Others are forgotten to make room for a new
-        one.
+        """The segment with this content; the existing one if there is one. Others are forgotten to free memory for a
+        new one.
 
         Raises RequestError if segments are refused, or if requests name too many others.
         """
@@ -98,7 +99,7 @@ class SegmentRegistry:
         name = segment_id(role, token_ids)
         if name not in self.segments:
             segment = Segment(name, role, array("i", token_ids))
-            self._make_room(segment.remembered_bytes)
+            self._evict(segment.remembered_bytes)
             self.segments[name] = segment
             self.num_bytes += segment.remembered_bytes
         self.segments.move_to_end(name)
@@ -128,9 +129,8 @@ class SegmentRegistry:
         del self.segments[segment.segment_id]
         self.num_bytes -= segment.remembered_bytes
 
-    def _make_room(self, num_bytes: int) -> None:
-        """Forget least recently used segments until ``num_bytes`` can be remembered; forget none if that is
-        impossible."""
+    def _evict(self, num_bytes: int) -> None:
+        """Forget the least recently used segments until ``num_bytes`` fit; forget none if that is impossible."""
         excess = self.num_bytes + num_bytes - self.max_bytes
         if excess <= 0:
             return
@@ -183,7 +183,7 @@ class SegmentRegistry:
         return [segment for segment in dict.fromkeys(self.contexts.get(request, ())) if not segment.is_resident]
 
     def context_length(self, request: Request) -> int:
-        """Tokens of a request that are segments."""
+        """The number of a request's tokens that belong to segments."""
         return sum(map(len, self.contexts.get(request, ())))
 
     def store(self, segment: Segment, blocks: Blocks) -> None:
@@ -244,7 +244,7 @@ class SegmentRegistry:
         return len(blocks)
 
     def unused_blocks(self) -> Blocks:
-        """The blocks of all segments that no request uses."""
+        """The number of blocks of all segments that no request uses."""
         return _joined(segment for segment in self.resident.values() if segment.num_users == 0)
 
     def blocks(self) -> Blocks:

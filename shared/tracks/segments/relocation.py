@@ -1,14 +1,14 @@
 """Moving keys and queries along the sequence after RoPE. Introduced in phase 9.1.
 
-RoPE rotates each pair of numbers of a head by an angle that grows with the position, and rotations add up: R(a + b) =
-R(a) R(b) (Su et al., arXiv 2104.09864). So a key that was rotated for position p becomes the key for position p + d by
-one more rotation, R(d); d may be negative. A score depends only on the difference of two positions: moving all keys of
-a segment by d, or the query by -d, gives the same scores. Moving the query is cheaper, since a step has few queries,
-and more exact: a moved key would have to be rounded to the KV cache's dtype a second time.
+RoPE rotates each pair of a head's numbers by an angle that grows with the position, and rotations add up: R(a + b) =
+R(a) R(b) (Su et al., arXiv 2104.09864). So one more rotation, R(d), turns a key that was rotated for position p into
+the key for position p + d; d may be negative. A score depends only on the difference of two positions: moving all keys
+of a segment by d gives the same scores as moving the query by -d. Moving the query is cheaper, since a step has few
+queries, and more exact: a moved key would have to be rounded to the KV cache's dtype a second time.
 
 The norm of queries and keys (Qwen 3, Gemma 3) precedes RoPE and has per-channel weights, so it does not commute with a
-rotation; a moved key is not normed again. Invariant: angles are computed in fp64, so any distance gives exact sines and
-cosines; no table is indexed, so a negative distance is not a special case.
+rotation; a moved key is not normalized again. Invariant: angles are computed in fp64, so sines and cosines are exact
+for any distance. No table is indexed, so a negative distance is not a special case.
 """
 
 import torch

@@ -28,7 +28,7 @@ from shared.scheduling.schedule import Schedule
 from shared.scheduling.scheduler import Scheduler
 from shared.tracks.segments.registry import Segment, SegmentRegistry
 
-ONE_TOKEN = SamplingParams(temperature=0.0, max_new_tokens=1)  # the minimum; nothing reads it
+ONE_TOKEN = SamplingParams(temperature=0.0, max_new_tokens=1)  # the minimum; nothing reads the token
 
 
 class SegmentScheduler(Scheduler):
@@ -101,7 +101,7 @@ class SegmentScheduler(Scheduler):
         # end exercise
 
     def candidates(self) -> Iterator[Request]:
-        """The requests before the first that lacks segments, checked as each one's turn comes."""
+        """The requests before the first one that lacks segments, each checked when it is reached."""
         for request in list(self.waiting.values()):
             if self.registry.missing(request):
                 return

@@ -2,15 +2,15 @@
 
 A segment's keys stay as they were written, rotated for positions counted from the segment's own first token. A query
 that reads a segment at ``offset`` is moved back by ``offset`` positions (:mod:`shared.tracks.segments.relocation`);
-then both count from the segment's first token, and so do windows. Each layer's RoPE has its own frequencies (Gemma 3
-has two).
+then both count from the segment's first token, and so does the window. Each layer's RoPE has its own frequencies (Gemma
+3 has two).
 
 ``rotation`` selects one of two alternatives for comparison: rotate a segment's keys by the offset when they are read,
-and round them again (the *differential* rotation of Braidinfer); or keep all cached keys unrotated, and rotate them
-when they are read.
+rounding them again (the *differential* rotation of Braidinfer); or cache all keys unrotated, and rotate them when they
+are read.
 
-A *group* is a segment with all queries of the step that read it: its keys are gathered once for all of their sequences.
-Steps without segments run as in :class:`shared.cache.view.paged.PagedView`.
+A *group* is a segment with all the queries of the step that read it; its keys are gathered once for all of their
+sequences. Steps without segments run as in :class:`shared.cache.view.paged.PagedView`.
 
 Invariants: those of ``PagedView``; a step never changes a segment's keys.
 """
@@ -44,8 +44,8 @@ class Group:
     piece: Piece
     rows: Tensor  # int64 [n], indices of the step's tokens, without duplicates
     places: Tensor  # int64 [n], their positions on the segment's scale
-    turns: dict[RopeConfig, Tensor]  # fp32 [n, 2, 1, D], which move the queries back by the segment's offset
-    offset: int  # for the first query's sequence, and for all if keys are rotated
+    turns: dict[RopeConfig, Tensor]  # fp32 [n, 2, 1, D]: rotations that move the queries back by the segment's offset
+    offset: int  # for the first query's sequence; for all of them if keys are rotated
 
 
 class SegmentView:
@@ -72,7 +72,7 @@ class SegmentView:
         return self.paged.load(batch)
 
     def _groups(self, batch: Batch, ranges: tuple[Range, ...]) -> list[Group]:
-        """The ranges of a step, by segment. A second occurrence of a segment in one sequence makes a separate group."""
+        """The ranges of a step, by segment. A second occurrence of a segment in one sequence makes another group."""
         ends = np.append(0, batch.num_new_tokens.cumsum())
         members: dict[tuple[int, int, int], list[Range]] = {}
         for one in ranges:
@@ -99,12 +99,12 @@ class SegmentView:
     def write(self, layer: int, q: Tensor, k: Tensor, v: Tensor, positions: Tensor, qk: QueryKeyTransform) -> Tensor:
         if self.rotation != "unrotated keys":
             return self.paged.write(layer, q, k, v, positions, qk)
-        both = qk(q, k, positions)[0], qk(q, k, torch.zeros_like(positions))[1]  # position 0 is no rotation
+        both = qk(q, k, positions)[0], qk(q, k, torch.zeros_like(positions))[1]  # at position 0 nothing is rotated
         return self.paged.write(layer, q, k, v, positions, lambda *_: both)
 
     def _read(self, layer: int, piece: Piece, start: int, is_own: bool) -> tuple[Tensor, Tensor]:
         """Keys and values of a range, [Hkv, S, D]; ``start`` is the position of the first; ``is_own`` means that it is
-        not a segment's."""
+        not a segment's range."""
         (k, v), frequencies = self.operations.read(layer, piece), self.frequencies[self.ropes[layer]]
         if self.rotation == "unrotated keys":
             k = relocate(k.float(), start + torch.arange(len(k)), frequencies)

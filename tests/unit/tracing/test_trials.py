@@ -71,7 +71,7 @@ def test_a_page_says_where_to_look(crowded: Trace, traces: list[Trace], folder: 
     assert focus(static) == Focus(1, "step 1 runs 1 of 2 rows while 1 request waits: the batch has to end first.")
     assert focus(continuous) == Focus(1, "no request waits; in step 1 the most memory is held.")
     few = recorded(make_engine(folder, max_batch_size=1), arrivals(3, 2))
-    assert focus(few) == Focus(3, "request b waits until step 3, when a request that has finished makes room.")
+    assert focus(few) == Focus(3, "request b waits until step 3, when a finished request frees its memory.")
     recorder = Recorder(make_engine(folder, max_batch_size=1))
     for arrival in arrivals(3, 2):
         recorder.add_request(arrival.prompt_ids, arrival.params, arrival.request_id)

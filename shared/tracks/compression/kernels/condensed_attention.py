@@ -1,12 +1,12 @@
 """Decode attention over a compressed KV cache, in which each head has its own tokens. Introduced in phase 9.2.
 
-The kernel of :mod:`shared.kernels.attention.paged_attention` with different addresses and lengths. A program serves a
-sequence and a KV head. The head's tokens are those that the last compression kept, stored end to end with those of the
-other layers and heads in the sequence's first blocks (:mod:`shared.tracks.compression.layout`), and then the tail, one
-token to a slot. With masks, all tokens keep their slots and a mask marks the kept ones; a tile without kept tokens is
-not read.
+This is the kernel of :mod:`shared.kernels.attention.paged_attention` with different addresses and lengths. Each program
+handles one sequence and one KV head. A head's tokens are, first, those that the last compression kept. They are stored
+contiguously with those of the other layers and heads in the sequence's first blocks
+(:mod:`shared.tracks.compression.layout`). The tail follows, one token per slot. With masks, all tokens keep their slots
+and a mask marks the kept ones; a tile without kept tokens is not read.
 
-The device lists the kept tokens by row of the pool, so captured launches serve every step.
+The device keeps the list of kept tokens per row of the pool, so a captured launch serves every step.
 
 Invariants: those of :mod:`shared.kernels.attention.paged_attention`; a sequence that was never compressed has an
 empty packed part.
@@ -32,12 +32,12 @@ from shared.kernels.launch import launch, tl, triton
 
 @dataclass(frozen=True)
 class KeptTokens:
-    """What the heads of each row of the pool have kept, on the device.
+    """What the heads of each row of the pool keep, on the device.
 
-    ``ends``: int32 ``[rows, layers · Hkv + 2]``. Entries i and i + 1 are where the packed tokens of head i begin and
-    end, counted from the row's first token; heads are numbered from layer 0's. The last entry is the number of slots of
-    the packed part, or with ``masks`` the number of tokens that they cover. ``masks``: uint8 ``[rows, layers, Hkv,
-    bytes]``, little-endian.
+    ``ends``: int32 ``[rows, layers · Hkv + 2]``. Entries i and i + 1 delimit the packed tokens of head i, counted from
+    the row's first token; heads are numbered from layer 0's. The last entry is the number of slots of the packed part,
+    or with ``masks`` the number of tokens that the masks cover. ``masks``: uint8 ``[rows, layers, Hkv, bytes]``,
+    little-endian.
     """
 
     ends: Tensor

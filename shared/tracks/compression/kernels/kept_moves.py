@@ -84,9 +84,10 @@ def move_kept(
     """Move the chosen tokens of each head of sequence ``i`` together, and update ``sequences.ends``.
 
     Args:
-        keys, values: ``[L, blocks, block_size, Hkv, D]``, contiguous. chosen, counts: from
-        :func:`shared.tracks.compression.kernels.key_selection.select_keys`. most, total: the largest of the sequence's
-        ``counts``, and their sum. table: int32, the blocks to which the tokens move; None: the first of the sequence.
+        keys, values: ``[L, blocks, block_size, Hkv, D]``, contiguous.
+        chosen, counts: from :func:`shared.tracks.compression.kernels.key_selection.select_keys`.
+        most, total: the largest of the sequence's ``counts``, and their sum.
+        table: int32, the blocks to which the tokens move; None: the first of the sequence.
     """
     L, num_blocks, block_size, Hkv, D = keys.shape
     buffers = torch.empty(2, total, D, dtype=keys.dtype, device=keys.device).unbind()

@@ -1,7 +1,7 @@
-"""How much each cached key resembles its head's other keys: R-KV's redundancy. Introduced in phase 9.2.
+"""How similar each cached key is to its head's other keys: R-KV's redundancy. Introduced in phase 9.2.
 
 The cosines of n keys are n² numbers per head, but only the column sums are needed. Two launches compute the sums for
-all layers and heads without storing the cosines: the first finds the newest near-duplicate of each key, the second sums
+all layers and heads without storing the cosines. The first finds the newest near-duplicate of each key; the second sums
 the columns without those duplicates.
 
 Invariant: the same as in :mod:`shared.tracks.compression.kernels.window_mass`.
@@ -89,7 +89,8 @@ def key_redundancy(keys: Tensor, sequences: CachedSequences, threshold: float) -
     :class:`shared.tracks.compression.compressors.RKV`.
 
     Args:
-        keys: ``[L, blocks, block_size, Hkv, D]``, contiguous. threshold: cosine above which keys are near-duplicates.
+        keys: ``[L, blocks, block_size, Hkv, D]``, contiguous.
+        threshold: cosine above which keys are near-duplicates.
 
     Returns:
         fp32 ``[n, L, Hkv, longest]`` of each head's tokens in time order, -inf after them.

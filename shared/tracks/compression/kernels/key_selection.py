@@ -1,9 +1,9 @@
 """Selects the keys that each head keeps, for all layers of several sequences in one launch. Introduced in phase 9.2.
 
 :func:`shared.tracks.compression.selection.select` sorts. Here a program serves one head and finds the same thresholds
-by bisection. A float's bits sort like an integer (a negative float's once all bits but the sign are inverted), so 32
-passes over a row find the threshold at which the values above reach a given sum or count. Rows stay in the
-multiprocessor's cache. Ties go to the older keys, by a running count.
+by bisection. Reinterpreted as integers, floats keep their order (negative ones after all bits but the sign are
+inverted), so 32 passes over a row find the threshold at which the values above reach a given sum or count. Rows stay in
+the multiprocessor's cache between passes. A running count resolves ties in favour of older keys.
 
 Invariant: each head keeps the keys that ``select`` keeps; sums are in fp64 and in a fixed order.
 """
@@ -17,12 +17,12 @@ from shared.tracks.compression.selection import Budget
 
 TILE, NUM_WARPS = 4096, 8
 
-LOWEST, HIGHEST = tl.constexpr(-(2**31)), tl.constexpr(0x7F800001)  # below and above the order of every number
+LOWEST, HIGHEST = tl.constexpr(-(2**31)), tl.constexpr(0x7F800001)  # lower and higher than any float's integer
 
 
 @triton.jit
 def load_order(values, start, size, first, last, TILE: tl.constexpr):
-    """Values of a row as integers in the same order, ``LOWEST`` before index ``first`` and from ``last`` on."""
+    """Values of a row as integers in the same order; ``LOWEST`` before index ``first`` and from ``last`` on."""
     index = start + tl.arange(0, TILE)
     value = tl.load(values + index, mask=index < size, other=0.0) + 0.0  # -0 becomes 0
     bits = value.to(tl.int32, bitcast=True)
@@ -53,7 +53,7 @@ def find_mass_cut(values, size, limit, TILE: tl.constexpr):
 
 @triton.jit
 def find_count_cut(values, size, first, last, wanted, TILE: tl.constexpr):
-    """A threshold that at most ``wanted`` values exceed, and how many values equal to it make up the rest."""
+    """The threshold that at most ``wanted`` values exceed, and how many values equal to it complete the count."""
     low, high = tl.full([], LOWEST, tl.int32), tl.full([], HIGHEST, tl.int32)
     above = tl.full([], 0, tl.int32)
     while high > low + 1:
@@ -66,13 +66,13 @@ def find_count_cut(values, size, first, last, wanted, TILE: tl.constexpr):
         above = tl.where(is_reached, above, count)  # from `high` on
         low = tl.where(is_reached, middle, low)
         high = tl.where(is_reached, high, middle)
-        low = tl.where(count == wanted, high - 1, low)  # exactly those from `high` on
+        low = tl.where(count == wanted, high - 1, low)  # exactly the keys from `high` on
     return low, wanted - above
 
 
 @triton.jit
 def num_needed(attention, size, p, TILE: tl.constexpr):
-    """The size of the smallest set of keys with the mass ``p``; see ``selection.top_p_count``."""
+    """The size of the smallest set of keys whose mass is ``p``; see ``selection.top_p_count``."""
     cut = find_mass_cut(attention, size, p, TILE)
     mass, above = tl.full([], 0, tl.float64), tl.full([], 0, tl.int32)
     for start in range(0, size, TILE):
@@ -105,7 +105,7 @@ def key_selection_kernel(
     elif last > first:
         cut, ties = find_count_cut(scores, size, 0, size, num_needed(attention, size, tl.load(p), TILE), TILE)
         count, seen = size - last + first, tl.full([], 0, tl.int32)
-        for start in range(0, size, TILE):  # the best keys and those that are always kept
+        for start in range(0, size, TILE):  # the best keys, and those that are always kept
             bits, index = load_order(scores, start, size, 0, size, TILE)
             is_tie = (bits == cut).to(tl.int32)
             is_best = (bits > cut) | ((bits == cut) & (seen + tl.cumsum(is_tie, 0) <= ties))
@@ -139,13 +139,16 @@ def select_keys(
 ) -> tuple[Tensor, Tensor]:
     """The keys that each head keeps.
 
-    Args: scores: fp32 ``[n, L, Hkv, longest]``, finite, of each head's keys in time order; contiguous. attention:
-        likewise, not negative, with the sum 1. windows: int32 ``[L]``, the window of a layer, of which exactly the
-        whole window is kept; 0: none. p: fp64 ``[1]``, the budget's, on the device. out: the buffers of the result;
-        None: new tensors.
+    Args:
+        scores: fp32 ``[n, L, Hkv, longest]``, finite, of each head's keys in time order; contiguous.
+        attention: the same, nonnegative, with sum 1.
+        windows: int32 ``[L]``, the window of each layer, exactly which is kept; 0: no window.
+        p: fp64 ``[1]``, the budget's p, on the device.
+        out: the buffers of the result; None: new tensors.
 
-    Returns: int32 ``[n, L, Hkv, longest]``, the indices of the kept keys in time order, and int32 ``[n, L, Hkv]``,
-        their number.
+    Returns:
+        int32 ``[n, L, Hkv, longest]``, the indices of the kept keys in time order, and int32 ``[n, L, Hkv]``, their
+        number.
     """
     n, L, Hkv, longest = scores.shape
     chosen, counts = out or (torch.empty_like(scores, dtype=torch.int32), windows.new_empty(n, L, Hkv))

@@ -1,8 +1,9 @@
-"""The attention that each cached key gets from the last queries, which compressors score. Introduced in phase 9.2.
+"""The attention that each cached key receives from the last queries, from which compressors compute scores. Introduced
+in phase 9.2.
 
 The attention of w queries to n keys is w · n numbers per head, but compressors need only the sums over the queries. Two
 launches compute the sums for all layers and heads without storing the rest: the first finds each query's log-sum-exp,
-the second sums the columns. Keys are read where they are, packed or in the tail. One set of launches serves several
+the second sums the columns. Keys are read in place, whether packed or in the tail. One set of launches handles several
 sequences.
 
 Invariant: a sum depends neither on timing nor on other requests, so a recomputed request gets the same compressed
@@ -20,9 +21,9 @@ from shared.tracks.compression.kernels.condensed_attention import cell_rows
 
 TILE, NUM_WARPS = 128, 4  # keys per tile
 NARROW = 128  # bytes of a key; with more stages of wider keys a second program would not fit
-STAGES = 5, 3  # of the launches for narrow keys. The first loads a table entry, then the keys: two tiles each
+STAGES = 5, 3  # of the launches for narrow keys. the first load is a table entry, the next ones keys: two tiles each
 
-TABLE_START = 4  # of the block table in ``CachedSequences.numbers``
+TABLE_START = 4  # start of the block table in ``CachedSequences.numbers``
 TABLE = tl.constexpr(TABLE_START)
 
 
@@ -30,9 +31,9 @@ TABLE = tl.constexpr(TABLE_START)
 class CachedSequences:
     """The cached tokens of n sequences, for kernels that process all of their layers and heads.
 
-    ``numbers``: int32 ``[n, width]``, on the device: for each: its row of the pool, its tokens, its tail's tokens, and
-    its packed part's slots; from ``TABLE_START`` on, its block table. ``ends``: as in ``KeptTokens``.
-    ``longest``: the maximum number of tokens of any head.
+    ``numbers``: int32 ``[n, width]``, on the device. For each sequence: its row in the pool, its token count, the
+    tokens of its tail, the slots of its packed part and, from ``TABLE_START`` on, its block table. ``ends``: as in
+    ``KeptTokens``. ``longest``: the maximum number of tokens of any head.
     """
 
     numbers: Tensor
@@ -44,13 +45,14 @@ class CachedSequences:
 
     @property
     def width(self) -> int:
-        """Numbers of a sequence."""
+        """The numbers of one sequence."""
         return self.numbers.shape[1]
 
 
 @triton.jit
 def head_tokens(numbers, ends, head, HEADS: tl.constexpr):
-    """For a head: the index of its first packed token, the number of packed tokens, and of all its tokens."""
+    """For a head: the index of its first packed token, the number of its packed tokens, and the number of all its
+    tokens."""
     ends += tl.load(numbers).to(tl.int64) * (HEADS + 2) + head
     first_number = tl.load(ends)
     count = tl.load(ends + 1) - first_number
@@ -59,7 +61,7 @@ def head_tokens(numbers, ends, head, HEADS: tl.constexpr):
 
 @triton.jit
 def window_rows(numbers, layer, r, w, RING_ROWS, LENGTH: tl.constexpr, HQ: tl.constexpr, D: tl.constexpr):
-    """Offsets in the ring, int64, of the queries ``r`` of a layer's last w, of head 0."""
+    """Offsets in the ring, int64, of the queries ``r`` among a layer's last w, for head 0."""
     row, num_tokens = tl.load(numbers), tl.load(numbers + 1)
     return ((layer * RING_ROWS + row).to(tl.int64) * LENGTH + (num_tokens - w + r) % LENGTH) * (HQ * D)
 
@@ -69,7 +71,7 @@ def load_keys(
     keys, numbers, index, size, first_number, count, layer, kv_head, num_blocks,
     LAYERS: tl.constexpr, BLOCK_SIZE: tl.constexpr, HKV: tl.constexpr, D: tl.constexpr,
 ):  # fmt: skip
-    """Keys, [TILE, D], of a head's tokens ``index``."""
+    """Keys ``index`` of a head, [TILE, D]."""
     packed_slots = tl.load(numbers + 3)
     at = cell_rows(
         index, size, numbers + TABLE, count, first_number, packed_slots, layer, kv_head, num_blocks, LAYERS,
@@ -84,8 +86,8 @@ def window_sums_kernel(
     LENGTH: tl.constexpr, LAYERS: tl.constexpr, BLOCK_SIZE: tl.constexpr, HKV: tl.constexpr, GROUP: tl.constexpr,
     D: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """Program (i, s) handles query head i % Hq of layer i // Hq of sequence s; stores the logarithms (base 2) of its
-    queries' sums, negated."""
+    """Program (i, s) handles query head i % Hq of layer i // Hq of sequence s; it stores the negated base-2 logarithms
+    of the softmax sums of its queries."""
     HQ: tl.constexpr = HKV * GROUP
     program = tl.program_id(0)
     layer, head = program // HQ, program % HQ
@@ -102,10 +104,10 @@ def window_sums_kernel(
             keys, numbers, index, size, first_number, count, layer, kv_head, num_blocks, LAYERS, BLOCK_SIZE, HKV, D
         )
         scores = tl.dot(q, tl.trans(k), input_precision="ieee")
-        if tile + TILE > size - w:  # all queries see the earlier tiles
+        if tile + TILE > size - w:  # every query sees the earlier tiles
             scores = tl.where(index[None, :] <= (size - w + r)[:, None], scores, float("-inf"))
-        new_maximum = tl.maximum(maximum, tl.max(scores, 1) * scale)  # the scale is positive
-        weights = tl.exp2(scores * scale - new_maximum[:, None])  # finite: all queries see the first key
+        new_maximum = tl.maximum(maximum, tl.max(scores, 1) * scale)  # valid because the scale is positive
+        weights = tl.exp2(scores * scale - new_maximum[:, None])  # finite, since every query sees the first key
         total = total * tl.exp2(maximum - new_maximum) + tl.sum(weights, 1)
         maximum = new_maximum
     program += tl.program_id(1) * (LAYERS * HQ)
@@ -126,7 +128,7 @@ def window_mass_kernel(
     layer, kv_head = program // HKV, program % HKV
     numbers += tl.program_id(2) * width
     first_number, count, size = head_tokens(numbers, ends, program, LAYERS * HKV)
-    head = (tl.program_id(2) * (LAYERS * HKV) + program) * GROUP  # the first of the group, for all sequences
+    head = (tl.program_id(2) * (LAYERS * HKV) + program) * GROUP  # the first head of the group, for all sequences
     r, d = tl.arange(0, ROWS), tl.arange(0, D)
     tile = tl.program_id(1) * TILE
     index = tile + tl.arange(0, TILE)
@@ -142,7 +144,7 @@ def window_mass_kernel(
             of_query = tl.load(sums + (head + g) * ROWS + r)
             scores = tl.dot(k, tl.trans(q), input_precision="ieee") * scale + of_query[None, :]  # [TILE, ROWS]
             if tile + TILE > size - w:
-                end = count + tl.load(numbers + 2)  # loaded again, since otherwise registers would keep the mask
+                end = count + tl.load(numbers + 2)  # loaded again; otherwise the mask would occupy registers
                 scores = tl.where(index[:, None] <= (end - w + r)[None, :], scores, float("-inf"))
             tl.store(mass + g * longest, tl.sum(tl.exp2(scores), 1), mask=index < longest)
     else:
@@ -155,7 +157,8 @@ def window_mass(ring: Tensor, keys: Tensor, sequences: CachedSequences, w: int, 
 
     Args:
         ring: ``[L, rows, length, Hq, D]``: the query of token t is at ``t % length`` of the sequence's row; contiguous.
-        keys: ``[L, blocks, block_size, Hkv, D]``, contiguous. w: at most the number of tokens of any head.
+        keys: ``[L, blocks, block_size, Hkv, D]``, contiguous.
+        w: the number of queries, at most the number of tokens of any head.
 
     Returns:
         fp32 ``[n, L, Hkv, Hq / Hkv, longest]`` of each head's tokens in time order, 0 after them.

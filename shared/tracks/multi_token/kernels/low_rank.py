@@ -1,8 +1,8 @@
 """A gated low-rank addition's second product, in one launch. Introduced in phase 11.1.
 
 The first product, A x, needs no extra launch: A's rows are appended to those of W, so the product that reads W computes
-it too. The second has an inner size of 16 and is bound by the launch. So this kernel also does the following
-operations: the gate, the sum, the activation or the residual.
+it too. The second has an inner dimension of only 16, so its launch dominates its time. So this kernel also performs the
+operations that follow: the gate, the sum, and the activation or the residual.
 
 Invariant: sums are fp32 and rounded once; a token whose gate is closed gets the columns of W x bit for bit.
 """

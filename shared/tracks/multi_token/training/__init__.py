@@ -1,1 +1,1 @@
-"""Trains an adapter on a model's own texts."""
+"""Trains an adapter on texts that the model generates."""

@@ -1,15 +1,15 @@
-"""Trains an adapter on a model's own texts. Introduced in phase 11.1.
+"""Trains an adapter on texts that the model generates. Introduced in phase 11.1.
 
-At an anchor, a token of a text, mask j represents the j-th token after it, and must predict the token after that. The
-teacher is the model itself: its logits at the masked token, computed when it reads the text. The losses, after Samragh
-et al. (arXiv 2507.11851):
+At an anchor, which is a token of a text, mask j stands for the j-th token after the anchor and must predict the token
+that follows it. The teacher is the model itself: the target is its logits at the masked token, from reading the text.
+The losses, after Samragh et al. (arXiv 2507.11851):
 
     base      cross-entropy of the teacher's distribution and the model's head on the mask's hidden state
     sampler   the same with the sampler head, which also gets the token before
     latent    squared distance of the mask's hidden state and the teacher's, relative to the teacher's square
 
-Invariants: the model's own parameters do not change; a run that is interrupted and resumed takes the same steps as one
-that is not.
+Invariants: the model's own parameters do not change; an interrupted and resumed run takes the same steps as an
+uninterrupted one.
 """
 
 import math
@@ -35,7 +35,7 @@ from shared.tracks.multi_token.training.step import Losses, TrainingStep
 
 CHECKPOINT = "training.pt"
 LEAST_RATE = 0.05
-"""Of the learning rate, at the end of its cosine."""
+"""Share of the learning rate that is left at the end of its cosine."""
 WARM_UP = 0.03
 """Share of the training in which the learning rate rises."""
 
@@ -45,24 +45,24 @@ class TrainingConfig:
     """How an adapter is trained."""
 
     steps: int = 10_000
-    minutes: float | None = None  # of training, after which it ends; the learning rate decays until then
+    minutes: float | None = None  # of training; the learning rate decays over them
     rows: int = 32  # texts per step
-    anchors: int = 32  # anchors in each of them
+    anchors: int = 32  # anchors per row
     learning_rate: float = 1e-3
     seed: int = 0
     measure_every: int = 500  # steps, and checkpoints
 
 
 class Measured(NamedTuple):
-    """How good an adapter is on held-out texts, which are greedy."""
+    """How good an adapter is on held-out texts, which were generated greedily."""
 
     loss: float
-    accepted: tuple[float, ...]  # share of the anchors whose first 1, 2, … k guesses are all correct
+    accepted: tuple[float, ...]  # share of anchors whose first 1, 2, … k guesses are all correct
     judged: int  # anchors
 
     @property
     def tokens_per_step(self) -> float:
-        """Expected tokens per step: the accepted guesses plus a sampled one."""
+        """Expected tokens per step: the accepted guesses plus one sampled token."""
         return 1 + sum(self.accepted)
 
 
@@ -99,10 +99,12 @@ def train(
     pause_after: float | None = None,
     report: Callable[[dict[str, Any]], None] = lambda _: None,
 ) -> list[dict[str, Any]] | None:
-    """Train an adapter that the model already has; returns the curve, or None if the run is paused.
+    """Train an adapter that is attached to the model. Returns the curve, or None if the run is paused.
 
-    Args: model: adapted; only the adapter's parameters require gradients. work: a folder for the checkpoint. A run with
-        a checkpoint there is resumed. pause_after: minutes after which this call writes a checkpoint and returns.
+    Args:
+        model: has the adapter; only the adapter's parameters require gradients.
+        work: a folder for the checkpoint. A run with a checkpoint there is resumed.
+        pause_after: minutes after which this call writes a checkpoint and returns.
         report: gets each entry of the curve: step, losses, acceptance, steps per second.
 
     Raises ConfigError if the checkpoint belongs to a different training, or a row is too short for the masks.
@@ -155,12 +157,12 @@ def train(
         batch = Texts(texts.ids[rows], texts.is_answer[rows]), anchors
         found = step(*batch, config.learning_rate * rate(share))
         state.step += 1
-        if state.step % 20 == 0 or state.step == 1:  # this waits for the device
+        if state.step % 20 == 0 or state.step == 1:  # this synchronizes with the device
             state.recent = {name: round(float(value), 4) for name, value in found._asdict().items()}
 
 
 def rate(share: float) -> float:
-    """The learning-rate factor after a share of the training: a short warm-up, then a cosine."""
+    """The learning-rate factor at a given fraction of the training: a short warm-up, then a cosine."""
     if share < WARM_UP:
         return 0.1 + 0.9 * share / WARM_UP
     fall = 0.5 * (1 + math.cos(math.pi * min(1.0, (share - WARM_UP) / (1 - WARM_UP))))
@@ -179,8 +181,8 @@ class _Predicted(NamedTuple):
     """Of n masks."""
 
     hidden: Tensor  # [n, H], after the final norm
-    teacher: Tensor  # [n, H], of the masked tokens
-    logits: Tensor  # fp32 [n, V], of the sampler head
+    teacher: Tensor  # [n, H], the teacher's, of the masked tokens
+    logits: Tensor  # fp32 [n, V], from the sampler head
     weights: Tensor  # [n], 1 where the model wrote the token after the masked one
 
 

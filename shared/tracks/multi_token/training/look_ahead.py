@@ -1,8 +1,9 @@
-"""Whole texts, and mask tokens at chosen positions in them, in two forwards with gradients. Introduced in phase 11.1.
+"""Computes whole texts, and mask tokens at chosen positions in them, in two forwards with gradients. Introduced in
+phase 11.1.
 
 Real tokens never see mask tokens, so their keys and values do not depend on the adapter. One forward without gradients
-computes them; a second one computes groups of mask tokens after chosen tokens, the *anchors*, against these keys. Only
-the second, which covers a fraction of the text, is differentiated.
+computes them. A second one computes groups of mask tokens after chosen tokens (the *anchors*) against these keys. Only
+the second forward, which covers a fraction of the text, is differentiated.
 
 Invariant: the hidden states of an anchor's masks are those of a step in which the anchor is a real token.
 """
@@ -54,8 +55,10 @@ class TextView:
 class MaskView(TextView):
     """The KV view of mask tokens after the anchors of texts already read.
 
-    Args: texts: what the texts' forward has stored. anchors: int64 ``[A]``, indices of tokens; the same in all texts.
-        num_masks: k, mask tokens after each.
+    Args:
+        texts: what the texts' forward has stored.
+        anchors: int64 ``[A]``, indices of tokens; the same in all texts.
+        num_masks: k, the number of mask tokens after each anchor.
     """
 
     def __init__(self, texts: TextView, anchors: Tensor, num_masks: int) -> None:

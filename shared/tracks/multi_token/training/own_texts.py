@@ -1,4 +1,4 @@
-"""Texts that a model writes itself, for training and evaluation. Introduced in phase 11.1.
+"""Texts that a model generates itself, for training and evaluation. Introduced in phase 11.1.
 
 A drafter learns from the model's own distribution, so no data set is needed: the model answers the prompts of
 ``prompts.json``. The answers to held-out prompts are greedy and are used only for evaluation.
@@ -26,11 +26,11 @@ from shared.text.chat_format import chat_format
 
 PROMPTS = Path(__file__).parent / "prompts.json"
 TEMPERATURES = (0.7, 0.0, 0.4, 1.0)
-"""Of the answers to a prompt, in turn."""
+"""Temperatures of the answers to a prompt, in turn."""
 LONGEST = 512
-"""Tokens of a prompt and its answer."""
+"""Maximum tokens of a prompt and its answer."""
 AT_A_TIME = 1024
-"""Prompts that are given to the engine at a time."""
+"""Number of prompts that are passed to the engine at a time."""
 
 
 @dataclass(frozen=True)
@@ -65,11 +65,14 @@ def write_texts(
     report: Callable[[str], None] = lambda _: None,
     **config: Any,
 ) -> tuple[Texts, Texts]:
-    """The texts of ``num_prompts`` prompts, and of the held-out ones, written by ``model``.
+    """The texts that ``model`` generates for ``num_prompts`` prompts, and for the held-out ones.
 
-    Args: length: tokens of a row. max_new_tokens: of an answer. seed: for the choice of prompts and for the answers.
-        report: gets a line of progress from time to time. config: settings of the writing engine, such as its device
-        and batch size.
+    Args:
+        length: the number of tokens per row.
+        max_new_tokens: the maximum length of an answer.
+        seed: determines the choice of prompts, and the answers.
+        report: receives a line of progress from time to time.
+        config: settings of the writing engine, such as its device and batch size.
     """
     llm = LLM(model, max_seq_len=LONGEST, num_gpu_blocks=config["max_batch_size"] * LONGEST // 16, **config)
     source = json.loads(PROMPTS.read_text(encoding="utf-8"))

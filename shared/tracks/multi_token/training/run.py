@@ -1,10 +1,10 @@
 """A training run from a model's name to an adapter's folder. Introduced in phase 11.1.
 
-The run first writes its texts, with an engine that is closed before the training begins. Texts and checkpoint are next
-to the adapter's folder, in ``OUT.training``; the adapter's folder gets the adapter and its card, ``training.json``:
-what was trained, on which texts, and the curve.
+The run first generates its texts, with an engine that is closed before training begins. Texts and checkpoint go next to
+the adapter's folder, in ``OUT.training``. The folder itself receives the adapter and its card, ``training.json``: what
+was trained, on which texts, and the curve.
 
-Invariant: a run that is started again with the same settings continues where it stopped, and writes no text twice.
+Invariant: a run started again with the same settings resumes where it stopped, and generates no text twice.
 """
 
 import gc
@@ -46,8 +46,11 @@ def train_adapter(
 ) -> bool:
     """Train an adapter for the model ``name`` and write it to ``folder``; False if the run was paused.
 
-    Args: writing: the arguments of ``write_texts``. batch: requests that the engine runs at a time. dtype: the model's,
-        as in ``EngineConfig``. report: gets a line of progress.
+    Args:
+        writing: the arguments of ``write_texts``.
+        batch: how many requests the engine runs at a time.
+        dtype: the model's, as in ``EngineConfig``.
+        report: gets a line of progress.
 
     Raises what ``load_model``, ``write_texts`` and ``train`` raise.
     """
@@ -104,7 +107,7 @@ def _texts(
         report(f"the model writes answers to {writing['num_prompts']} prompts, and to those that are held out")
         config: dict[str, Any] = {"max_batch_size": batch, "dtype": dtype, "device": device}
         written = write_texts(name, **writing, **config, report=report)
-        gc.collect()  # the engine and its KV cache
+        gc.collect()  # frees the engine and its KV cache
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
         tensors: dict[str, Tensor] = {}

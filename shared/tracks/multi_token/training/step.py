@@ -1,8 +1,8 @@
-"""A step of an adapter's training, recorded on a GPU. Introduced in phase 11.1.
+"""A step of an adapter's training, captured on a GPU. Introduced in phase 11.1.
 
 A step of a small model has thousands of launches that take a few microseconds each: two forwards, a backward pass and
-the optimizer. Launching them takes the host longer than computing them takes the GPU. So after a few steps a whole step
-is recorded as a CUDA graph: gradients get fixed addresses, the learning rate is a number on the device, and a step's
+the optimizer. Launching them takes the host longer than running them takes the GPU. So after a few steps, a whole step
+is recorded as a CUDA graph: gradients get fixed addresses, the learning rate is a number on the device, and each step's
 texts are copied to the addresses of the first ones.
 
 Invariant: a recorded step computes the same as the steps before it.
@@ -17,7 +17,7 @@ from torch import Tensor
 from shared.tracks.multi_token.training.own_texts import Texts
 
 NUM_EAGER = 3
-"""Steps before one is recorded: kernels are compiled, and the optimizer has its state."""
+"""Steps before one is recorded: by then kernels are compiled, and the optimizer has its state."""
 
 
 class Losses(NamedTuple):
@@ -48,7 +48,7 @@ class TrainingStep:
         self.graph: torch.cuda.CUDAGraph | None = None
 
     def __call__(self, texts: Texts, anchors: Tensor, learning_rate: float) -> Losses:
-        """Take a step; texts and anchors have the shapes of the first ones. The losses are valid until the next
+        """Take a step; texts and anchors must have the shapes of the first step's. The losses are valid until the next
         step."""
         for group in self.optimizer.param_groups:
             if self.is_recording:

@@ -15,14 +15,14 @@ its calls, whose parity chooses the slot. The counter is in memory rather than a
 keeps counting. A word has the same index in a slot as among the program's words. From rank s, rank r receives the words
 of piece r in the first shot, and those of piece s in the second.
 
-Why two slots are enough: rank B clears a slot in call n. It sends the words of call n + 1 after ``wait_for_previous``,
-when the kernel of call n has ended and its writes are done. Rank A writes to this slot again in call n + 2, so after
-the end of its call n + 1, which had to wait for those words of B. This requires each rank to send every other rank a
-word in each call of a channel; so all programs of a call, and all pieces, have equally many words.
+Two slots are enough: rank B clears a slot in call n. It sends the words of call n + 1 after ``wait_for_previous``, when
+the kernel of call n has ended and its writes are complete. Rank A writes to this slot again in call n + 2, so after its
+call n + 1 has ended, which had to wait for those words from B. This requires each rank to send every other rank a word
+in each call of a channel; so all programs of a call, and all pieces, have the same number of words.
 
 Invariants: numbers are added in fp32 in the order of the ranks, so all ranks get the same bits, in every run, with one
 shot or two; every rank makes the same calls in the same order, with the same residual; ``stop`` ends the wait for a
-rank that is gone.
+rank that is lost.
 """
 
 from typing import Protocol
@@ -36,25 +36,26 @@ from shared.kernels.products.rmsnorm import Norm
 CHANNELS = 256  # programs at most
 CHANNEL_WORDS = 4096  # 32-bit words of a slot: a row of 8,192 16-bit numbers
 LEAST_WORDS = 512  # words of a part of a row
-WARP_WORDS = 128  # so a thread has 16 bytes, and no two threads share words, which one could clear too early
-TWO_SHOT_BYTES = 512 << 10  # bytes of x, times the ranks beyond two: from here on two shots are faster
+WARP_WORDS = 128  # so a thread has 16 bytes, and no two threads share a word, which one of them could clear too early
+TWO_SHOT_BYTES = 512 << 10  # bytes of x, times the number of ranks beyond two, from which two shots are faster
 DTYPES = {torch.bfloat16: "bfloat16", torch.float16: "float16", torch.float32: "float32"}  # their names in Triton
 UNSENT = tl.constexpr(-1)  # a NaN in 32 bits, and two in 16 bits
-OTHER_NAN = tl.constexpr(0x7FFFFFFF)  # the same, except for a sign
+OTHER_NAN = tl.constexpr(0x7FFFFFFF)  # the same, except for the sign
 
 
 class Peers(Protocol):
-    """Memory that all ranks reach: int32 ``[sender, slot, channel, word]`` at each of ``addresses``, first all -1."""
+    """Memory that all ranks can reach: int32 ``[sender, slot, channel, word]`` at each of ``addresses``, initially all
+    -1."""
 
     rank: int
     size: int
-    addresses: Tensor  # int64 [size]: of each rank's memory, as this GPU sees it; multiples of 16
+    addresses: Tensor  # int64 [size]: the address of each rank's memory in this GPU's address space; multiples of 16
     counters: Tensor  # int32 [CHANNELS]: calls so far
     stop: Tensor  # int32 [1]: 1 ends all waits
 
 
 def num_words(size: int) -> int:
-    """Words of 32 bits of the memory of each of ``size`` ranks."""
+    """The number of 32-bit words in the memory of each of ``size`` ranks."""
     return size * 2 * CHANNELS * CHANNEL_WORDS
 
 
@@ -69,7 +70,7 @@ def first_number(words, DTYPE: tl.constexpr):
 
 @triton.jit
 def second_number(words, DTYPE: tl.constexpr):
-    """The number in the upper half of each word, in fp32; 0 if it has one number."""
+    """The number in the upper half of each word, in fp32; 0 if a word holds one number."""
     if tl.float32 == DTYPE:
         return tl.zeros(words.shape, tl.float32)
     else:
@@ -78,7 +79,7 @@ def second_number(words, DTYPE: tl.constexpr):
 
 @triton.jit
 def as_words(first, second, DTYPE: tl.constexpr):
-    """Numbers in fp32, rounded, as words."""
+    """Numbers in fp32, rounded and packed into words."""
     if tl.float32 == DTYPE:
         return first.to(tl.int32, bitcast=True)
     else:
@@ -88,7 +89,7 @@ def as_words(first, second, DTYPE: tl.constexpr):
 
 @triton.jit
 def sendable(words):
-    """The words without ``UNSENT``, which is never sent."""
+    """The words with ``UNSENT``, which is never sent, replaced."""
     return tl.where(words == UNSENT, OTHER_NAN, words)
 
 
@@ -104,7 +105,7 @@ def send(words, memories, offset, stride, inside, RANK: tl.constexpr, SIZE: tl.c
 def receive(own, inbox, stride, inside, stop, RANK: tl.constexpr, SIZE: tl.constexpr):
     """The words of every rank: ``own``, and what each other rank writes at ``inbox + rank * stride``.
 
-    All are read repeatedly until none is missing, and then cleared. Words that are not ``inside`` are not waited for.
+    All are read repeatedly until none is missing, and then cleared. Words that are not ``inside`` are not awaited.
     """
     words = (own,) * SIZE
     num_missing = 1
@@ -117,7 +118,8 @@ def receive(own, inbox, stride, inside, stop, RANK: tl.constexpr, SIZE: tl.const
             else:
                 words += (tl.load(inbox + rank * stride, mask=inside, other=0, volatile=True),)
             missing += (words[rank] == UNSENT).to(tl.int32)
-        num_missing = tl.sum(missing * (1 - tl.load(stop, volatile=True)))  # all threads agree, so they leave together
+        # all threads agree, so they leave the loop together
+        num_missing = tl.sum(missing * (1 - tl.load(stop, volatile=True)))
     for rank in tl.static_range(SIZE):
         if rank != RANK:
             tl.store(inbox + rank * stride, UNSENT, mask=inside)
@@ -130,7 +132,7 @@ def all_reduce_kernel(
     DTYPE: tl.constexpr, OFFSET: tl.constexpr, RANK: tl.constexpr, SIZE: tl.constexpr, PIECES: tl.constexpr,
     CHANNELS: tl.constexpr, CHANNEL_WORDS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """A program has ``PIECES`` of ``num_words`` words: one with one shot, ``SIZE`` with two."""
+    """A program has ``PIECES`` pieces of ``num_words`` words: one with one shot, ``SIZE`` with two."""
     launch_dependents(PDL)
     channel = tl.program_id(0)
     i = tl.arange(0, BLOCK)
@@ -143,7 +145,7 @@ def all_reduce_kernel(
     wait_for_previous(PDL)
     call = tl.load(counters + channel) + 1
     at = channel * PIECES * num_words + i
-    stride = num_words if PIECES > 1 else 0  # from one rank's piece to the next one's
+    stride = num_words if PIECES > 1 else 0  # distance from one rank's piece to the next one's
     mine = RANK * stride
     pieces = ()  # type: tuple
     for piece in tl.static_range(PIECES):
@@ -205,7 +207,7 @@ def all_reduce(
         return None if tensor is None else tensor.contiguous().view(torch.int32)
 
     num_words, num_programs, num_pieces = x.shape[-1] * x.itemsize // 4, x.shape[0], 1
-    if norm is None:  # a norm needs a whole row; without one, more programs share a row
+    if norm is None:  # a norm needs a whole row; without a norm, several programs share a row
         while num_words % 2 == 0 and num_words // 2 >= LEAST_WORDS and 2 * num_programs <= CHANNELS:
             num_words, num_programs = num_words // 2, 2 * num_programs
         if x.nbytes * (peers.size - 2) >= TWO_SHOT_BYTES and num_words % peers.size == 0:

@@ -1,13 +1,14 @@
 """Attention over several ranges of keys: segments, anywhere in a sequence, and its own tokens. Introduced in phase 9.1.
 
-A program computes an item of the plan (:mod:`shared.tracks.segments.range_plan`) for one KV head: up to ``ROWS`` rows,
-which are (query, head of the group) pairs, over a split of the ranges that they share. Keys stay as they were written,
-rotated for positions counted from the range's first token. So the queries are moved: before a range's keys are read,
-each query is rotated back by the range's offset in the query's sequence (:mod:`shared.tracks.segments.relocation`),
-instead of rotating every key. A range that one sequence reads has one angle, whose sines are computed with the plan.
-The sequences that share a segment may have it at different offsets, so there each row has its own.
+A program computes one item of the plan (:mod:`shared.tracks.segments.range_plan`) for one KV head: up to ``ROWS`` rows,
+which are (query, head of the group) pairs, over one split of the ranges that they share. Keys stay as they were
+written: rotated for positions counted from the range's first token. So the queries are moved: instead of rotating every
+key, the kernel rotates each query back by the range's offset in the query's sequence before it reads the range's keys
+(:mod:`shared.tracks.segments.relocation`). A range that only one sequence reads has one angle, whose sines and cosines
+are computed with the plan. Sequences that share a segment may have it at different offsets, so each of its rows has its
+own angle.
 
-A launch has as many programs as run at once, and each takes items at that stride; so a captured launch serves plans
+A launch has as many programs as can run at once, and each takes items at that stride, so a captured launch serves plans
 with any number of items.
 
 Invariants: only keys that some query of the item sees are read; a query rotated by zero is unchanged; a rotated query
@@ -34,7 +35,7 @@ from shared.tracks.segments.range_plan import RangePlan
 
 @dataclass(frozen=True)
 class RangeTiling(DecodeTiling):
-    """The tiling of attention over ranges; there are two, with and without shared segments in the step."""
+    """The tilings of attention over ranges: one for steps with shared segments, one for steps without."""
 
     rows: int = 16  # (query, head) pairs of a tile
     is_early: bool = True  # whether a program looks up its first keys before it waits for the previous kernel
@@ -78,8 +79,8 @@ def range_attention_kernel(
 ):  # fmt: skip
     """Program (i, j) computes every item j + n · programs for KV head i; the grid is (Hkv, programs).
 
-    IS_EARLY: it looks up its first keys before it waits for the previous kernel, and loads queries afterwards. Its
-    slots have no offsets. Large tiles are slower this way.
+    IS_EARLY: it looks up its first keys before it waits for the previous kernel, and loads queries afterwards. Slots
+    then have no offsets. Large tiles are slower this way.
     """
     launch_dependents(PDL)
     kv_head = tl.program_id(0)
@@ -101,7 +102,7 @@ def range_attention_kernel(
         if not IS_EARLY:
             query = tl.load(at[:, None] + d[None, :], mask=is_row[:, None], other=0.0)  # [ROWS, D]
             other = tl.load(at[:, None] + swapped[None, :], mask=is_row[:, None], other=0.0).to(tl.float32) * sign
-            if tl.max(offset) > 0:  # a shared segment, which is not at the beginning of every sequence
+            if tl.max(offset) > 0:  # a shared segment that is not at the beginning of every sequence
                 angle = angles(offset[:, None], frequency[None, :])
                 query = (query.to(tl.float32) * tl.cos(angle) + other * tl.sin(angle)).to(query.dtype)
         maximum = tl.full([ROWS], float("-inf"), tl.float32)
@@ -125,7 +126,7 @@ def range_attention_kernel(
             else:
                 tables = segment_tables + table
             rows = token_rows(start + tl.arange(0, TILE), end, tables, kv_head, BLOCK_SIZE, HKV, D)
-            if IS_EARLY:  # everything before belongs to the step; a second wait returns immediately
+            if IS_EARLY:  # everything up to here belongs to the step; a second wait returns immediately
                 wait_for_previous(PDL)
                 queries = tl.load(at[:, None] + d[None, :], mask=is_row[:, None], other=0.0)
                 other = tl.load(at[:, None] + swapped[None, :], mask=is_row[:, None], other=0.0).to(tl.float32) * sign
@@ -153,18 +154,19 @@ def range_attention_kernel(
         tl.store(partial + state[:, None] * D + d[None, :], result, mask=is_part[:, None])
         tl.store(partial_log + state, maximum + tl.log2(total), mask=is_part)
     if IS_EARLY:
-        wait_for_previous(PDL)  # including a program without items
+        wait_for_previous(PDL)  # including programs without items
 
 
 def turn_rows(turns: Tensor, frequencies: Tensor) -> Tensor:
-    """The cosines and sines of a plan's ``piece_turns``, fp32 ``[pieces, 2, D/2]``, once for all steps of the plan."""
+    """The cosines and sines of a plan's ``piece_turns``, fp32 ``[pieces, 2, D/2]``; computed once for all steps of the
+    plan."""
     angles = (turns.double()[:, None] * frequencies).frac_() * (2 * math.pi)
     return torch.stack((angles.cos(), angles.sin()), 1).float()
 
 
 @dataclass(frozen=True)
 class RangeWorkspace:
-    """The states of a step's items, which all layers share."""
+    """The states of a step's items; all layers share this memory."""
 
     partial: Tensor  # fp32 [states, Hq, D]
     partial_log: Tensor  # fp32 [states, Hq], base 2
@@ -200,12 +202,12 @@ def range_attention(
 
     Args:
         q: ``[T, Hq, D]``, rotated for their positions; rows and heads may be strided.
-        keys, values: a layer's ``[blocks, block_size, Hkv, D]``, rotated for positions within their ranges; a
-            sequence's own tokens for their positions in the sequence.
-        positions: int64 ``[T]``, in the sequences.
+        keys, values: a layer's ``[blocks, block_size, Hkv, D]``, rotated for positions within their ranges, or, for a
+            sequence's own tokens, for positions in the sequence.
+        positions: int64 ``[T]``, the tokens' positions in their sequences.
         sequence_tables, sequence_table_starts: int32, the block tables of the sequences' own tokens and their offsets.
         segment_tables: int32, the tables of ``Ranges.tables``.
-        frequencies: fp64 ``[D/2]``, of the layer's RoPE: angle per position, divided by 2π.
+        frequencies: fp64 ``[D/2]``, those of the layer's RoPE: angle per position, divided by 2π.
         rows_of_turns: the plan's :func:`turn_rows`.
         plan: from :func:`shared.tracks.segments.range_plan.plan_ranges`, on the device.
         window: attend only to the last ``window`` positions, the token's own included.

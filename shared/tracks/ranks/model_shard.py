@@ -1,7 +1,7 @@
-"""Which rows or columns of each tensor a rank has, and a checkpoint that reads only these. Introduced in phase 12.1.
+"""Which rows or columns of each tensor a rank has, and a checkpoint that reads only those. Introduced in phase 12.1.
 
-Queries, keys and values are sharded separately, each by its own heads; gate and up by the same columns of the MLP. An
-8- or 4-bit matrix is sharded together with its block scales, and the MLP at block boundaries.
+Queries, keys and values are sharded separately, each by its own heads; gate and up are sharded by the same columns of
+the MLP. An 8- or 4-bit matrix is sharded together with its block scales, and the MLP at block boundaries.
 
 Invariant: in a rank's shard, an 8- or 4-bit matrix has the same numbers and scales as the whole one.
 """
@@ -25,7 +25,7 @@ LEAST_BLOCK = 32  # the smallest that the kernels support
 
 
 @dataclass(frozen=True)
-class Cut:
+class TensorShard:
     """A rank's range along one dimension of a matrix that has ``total`` there."""
 
     dim: int
@@ -34,48 +34,50 @@ class Cut:
 
 
 @dataclass(frozen=True)
-class ModelCut:
+class ModelShard:
     """The shards of all tensors of a model.
 
-    Args: config: the whole model's. multiple: the MLP is divided at multiples of it.
+    Args:
+        config: the whole model's config.
+        multiple: the MLP is divided at multiples of this number.
     """
 
     shard: Shard
     config: ModelConfig
     multiple: int = 1
 
-    def of(self, name: str) -> Cut | None:
+    def of(self, name: str) -> TensorShard | None:
         """The shard of a matrix, by its name in the model or in the checkpoint; None if each rank has all of it."""
         queries, keys = self.shard.heads(self.config)
         D, config = self.config.head_dim, self.config
         module = re.sub(r"\.(weight|bias)$", "", name).rpartition(".")[2]
         if module == "q_proj":
-            return Cut(ROWS, _times(queries, D), config.num_heads * D)
+            return TensorShard(ROWS, _times(queries, D), config.num_heads * D)
         if module in ("k_proj", "v_proj"):
-            return Cut(ROWS, _times(keys, D), config.num_kv_heads * D)
+            return TensorShard(ROWS, _times(keys, D), config.num_kv_heads * D)
         if module == "o_proj":
-            return Cut(COLUMNS, _times(queries, D), config.num_heads * D)
+            return TensorShard(COLUMNS, _times(queries, D), config.num_heads * D)
         columns = self.shard.part(config.intermediate_size, self.multiple)
         if module in ("gate_proj", "up_proj"):
-            return Cut(ROWS, columns, config.intermediate_size)
+            return TensorShard(ROWS, columns, config.intermediate_size)
         if module == "down_proj":
-            return Cut(COLUMNS, columns, config.intermediate_size)
+            return TensorShard(COLUMNS, columns, config.intermediate_size)
         if module in ("embed_tokens", "lm_head", "embedding", "head"):
-            return Cut(ROWS, self.shard.part(config.vocab_size), config.vocab_size)
+            return TensorShard(ROWS, self.shard.part(config.vocab_size), config.vocab_size)
         return None
 
     def whole(self, name: str, shape: tuple[int, int]) -> tuple[int, int]:
         """The shape of the whole matrix of which a rank's shard has ``shape``."""
-        cut = self.of(name)
-        if cut is None:
+        shard = self.of(name)
+        if shard is None:
             return shape
         rows, columns = shape
-        return (cut.total, columns) if cut.dim == ROWS else (rows, cut.total)
+        return (shard.total, columns) if shard.dim == ROWS else (rows, shard.total)
 
     def part(self, name: str, weight: QuantizedWeight) -> QuantizedWeight:
         """The rank's shard of a whole matrix."""
-        cut = self.of(name)
-        return weight if cut is None else cut_weight(weight, cut)
+        shard = self.of(name)
+        return weight if shard is None else shard_weight(weight, shard)
 
 
 class WatchedCheckpoint(Checkpoint):
@@ -90,45 +92,45 @@ class WatchedCheckpoint(Checkpoint):
         return super().tensor(name)
 
 
-class CutCheckpoint(Checkpoint):
-    """Like :class:`Checkpoint`, sharded by ``cut``; ``check`` as in :class:`WatchedCheckpoint`."""
+class ShardCheckpoint(Checkpoint):
+    """Like :class:`Checkpoint`, sharded by ``shard``; ``check`` as in :class:`WatchedCheckpoint`."""
 
-    def __init__(self, folder: Path, cut: ModelCut, check: Callable[[], None] = lambda: None) -> None:
+    def __init__(self, folder: Path, shard: ModelShard, check: Callable[[], None] = lambda: None) -> None:
         super().__init__(folder)
-        self.cut, self.check = cut, check
+        self.shard, self.check = shard, check
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """A tensor smaller than config.json says keeps its shape."""
-        shape, cut = super().shape(name), self._cut(name)
-        if cut is None:
+        """A tensor that is smaller than config.json says keeps its shape."""
+        shape, shard = super().shape(name), self._shard_of(name)
+        if shard is None:
             return shape
-        return tuple(len(cut.part) if dim == cut.dim else size for dim, size in enumerate(shape))
+        return tuple(len(shard.part) if dim == shard.dim else size for dim, size in enumerate(shape))
 
     def tensor(self, name: str) -> Tensor:
         """Part of a tensor is copied, not mapped."""
         self.check()
-        cut = self._cut(name)
-        if cut is None:
+        shard = self._shard_of(name)
+        if shard is None:
             return super().tensor(name)
-        whole, part = self._files[self._file_of[name]].get_slice(name), slice(cut.part.start, cut.part.stop)
-        return whole[part] if cut.dim == ROWS else whole[:, part].contiguous()
+        whole, part = self._files[self._file_of[name]].get_slice(name), slice(shard.part.start, shard.part.stop)
+        return whole[part] if shard.dim == ROWS else whole[:, part].contiguous()
 
-    def _cut(self, name: str) -> Cut | None:
+    def _shard_of(self, name: str) -> TensorShard | None:
         """The shard of a tensor; None for the bias of a row-parallel matrix, of which each rank has all."""
-        cut, shape = self.cut.of(name), super().shape(name)
-        is_there = cut is not None and cut.dim < len(shape) and shape[cut.dim] == cut.total
-        return cut if is_there and name.endswith((".weight", ".bias")) else None
+        shard, shape = self.shard.of(name), super().shape(name)
+        is_there = shard is not None and shard.dim < len(shape) and shape[shard.dim] == shard.total
+        return shard if is_there and name.endswith((".weight", ".bias")) else None
 
 
-def cut_weight(weight: QuantizedWeight, cut: Cut) -> QuantizedWeight:
+def shard_weight(weight: QuantizedWeight, shard: TensorShard) -> QuantizedWeight:
     """A range of rows or columns of an 8- or 4-bit matrix, with its scales.
 
     Rows that do not begin at a block boundary get one scale each; a divided block of columns becomes several blocks
     with the same scale. The range is a copy, so the whole may be freed. Raises ConfigError for columns that would need
     blocks smaller than ``LEAST_BLOCK``.
     """
-    begin, end = cut.part.start, cut.part.stop
-    if cut.dim == ROWS:
+    begin, end = shard.part.start, shard.part.stop
+    if shard.dim == ROWS:
         part = (with_scales_by_row(weight) if begin % weight.rows_per_scale else weight).tile(begin, end)
         zeros = None if part.zeros is None else part.zeros.clone()
         return replace(part, values=part.values.clone(), scales=part.scales.clone(), zeros=zeros)
