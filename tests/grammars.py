@@ -84,8 +84,8 @@ def random_automaton(chance: random.Random) -> Automaton:
     rules = [[table.state() for _ in range(size)] for _ in range(num_rules)]
     num_clauses, num_pops = 3, 4
 
-    def bits() -> int:
-        return chance.randrange(8)
+    def bits() -> int:  # in both halves of a set, and at their ends
+        return sum(chance.randrange(2) << place for place in (0, 31, 61))
 
     pushes, returns, of_rule = [], [], []
     for states in rules:

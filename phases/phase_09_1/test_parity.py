@@ -91,10 +91,12 @@ def test_segments_are_a_block_diagonal_prefill_and_full_attention_after_it(model
 
 @pytest.mark.parametrize("rotation", ["keys", "unrotated keys"])
 def test_keys_that_are_rotated_when_they_are_read_give_the_same(model_folder: Path, rotation: str) -> None:
-    """At several offsets of one segment, in a step with a request without segments."""
+    """At several offsets of one segment, also in another request, in a step with a request without segments."""
     engine, model = make(model_folder), load_model(model_folder)
     engine.view.rotation = rotation
-    engine.add_request([5, 6, 7], SamplingParams(**GREEDY, max_new_tokens=60))
+    for others in ((), (1, 3)):
+        names = [engine.register(SEGMENTS[n]) for n in others]
+        engine.add_request([5, 6, 7], SamplingParams(**GREEDY, max_new_tokens=60), segment_ids=names)
     for chosen in ([0, 3], [3, 1, 0, 1]):
         assert_answers_as_reference(engine, model, [SEGMENTS[n] for n in chosen], num_tokens=4)
 

@@ -16,6 +16,7 @@ from phases.phase_09_2.engine import Engine
 from shared.engine.config import EngineConfig
 from shared.engine.request import Request
 from shared.sampling.params import SamplingParams
+from shared.tracks.compression.selection import Budget
 from tests.mixed_requests import ALIKE, ARRIVALS, ARRIVE, GREEDY, MIXED, SMALL, Requests, seen, serve, tokens
 
 SNAP: dict[str, Any] = {
@@ -161,7 +162,10 @@ def test_requests_that_share_a_prefix_keep_what_they_keep_alone(folder: Path) ->
     caches: list[Any] = []
     answers: list[list[Any]] = []
     for is_sharing, num_blocks in ((False, 400), (True, 400), (True, 64)):
-        engine = make(folder, **SNAP, use_prefix_caching=is_sharing, num_gpu_blocks=num_blocks)
+        engine = make(
+            folder, **SNAP, use_prefix_caching=is_sharing, num_gpu_blocks=num_blocks, attn_reduce_method="max"
+        )
+        assert engine.view.attention.kept.budget == Budget(40, 56, 0.35, reduction="max")
         free_memory, asked = engine.scheduler.free_memory, list[Request]()
 
         def noted(request: Request, free_memory: Any = free_memory, asked: list[Request] = asked) -> bool:

@@ -1,5 +1,6 @@
 """Steps that are padded to buckets and replayed give what steps of their own size give."""
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -9,6 +10,7 @@ import torch
 from phases.phase_09.engine import Engine
 from phases.phase_11.engine import Engine as Speculative
 from phases.phase_11_1.engine import Engine as MultiToken
+from shared.cache.view.bucket_padding import buckets_of
 from shared.engine.batch import Batch
 from shared.engine.executor import graphs
 from shared.engine.executor.buckets import Bucket
@@ -238,6 +240,11 @@ def test_plans_of_prompts_are_kept_until_another_number_of_sequences_decodes(tin
     plans = [planner.plan(np.array([1] * n + [9]), np.array([4] * n + [9]), n).prefill for n in (1, 1, 2)]
     assert plans[0] is plans[1]
     assert plans[1] is not plans[2]
+    engine = make_engine(tiny_checkpoints["gemma3_text"])
+    planner, config = engine.view.attention.planner, replace(engine.config, prefill_chunk_size=500)
+    assert buckets_of(config, engine.model, 48).mixed[-1].num_tokens == 3 * 48, "of three sequences"
+    first, second = (planner.plan(np.array([1, 9]), np.array([4, n]), 1).prefill for n in (40, 41))
+    assert first is not second, "with a window a plan depends on each key"
 
 
 @pytest.mark.gpu

@@ -22,7 +22,6 @@ from shared.cache.view.paged import PagedView
 from shared.checkpoints.shapes import SHAPES
 from shared.engine.batch import Batch
 from shared.engine.executor.buckets import Buckets
-from shared.kernels.attention.decode_attention import DecodeWorkspace
 from shared.loading.config_json import parse_config
 from shared.models.attention import NormAndRotate
 from shared.sampling.params import SamplingParams
@@ -41,6 +40,7 @@ from shared.tracks.compression.operations_attention import CondensedOperations
 from shared.tracks.compression.pool import CompressedRequests
 from shared.tracks.compression.selection import Budget, top_n, top_p_count
 from shared.tracks.compression.selection import select as select_alone
+from tests.kernels.attention import decode_workspace
 from tests.kernels.engines import DEVICE, INTERPRETED, make_engine
 from tests.kernels.sequences import poisoned
 from tests.mixed_requests import serve
@@ -155,7 +155,7 @@ def test_a_selection_that_can_be_counted_by_hand(size):
 @pytest.mark.parametrize("window", [None, 9])
 @pytest.mark.parametrize("is_masked", [False, True])
 def test_each_head_attends_to_its_own_tokens(randn, assert_near, is_masked, window):
-    """Three sequences: a short and a long packed part, and none; unread cells are NaN."""
+    """Three sequences: a short and a long packed part, and none, in up to two splits; unread cells are NaN."""
     D, group, num_blocks = 16, 3, 100
     cells = Cells(LAYERS, num_blocks, BLOCK_SIZE, HKV)
     memory = [torch.full((LAYERS, num_blocks, BLOCK_SIZE, HKV, D), float("nan"), device=DEVICE) for _ in range(2)]
@@ -185,7 +185,7 @@ def test_each_head_attends_to_its_own_tokens(randn, assert_near, is_masked, wind
         lengths.append(length)
     B = len(sequences)
     q = randn(B, HKV * group, D)
-    workspace = DecodeWorkspace.of(B, HKV * group, HKV, D, 200, DEVICE)
+    workspace = decode_workspace(B, HKV * group, HKV, D, num_splits=2)
     number = lambda values: torch.tensor(np.array(values, np.int32), device=DEVICE)  # noqa: E731
     for layer in range(LAYERS):
         expected = []
@@ -228,10 +228,10 @@ def test_each_head_attends_to_its_own_tokens(randn, assert_near, is_masked, wind
 STEPS: list[tuple[dict[str, int], str, str, str]] = [  # new tokens; of which is chosen; which are compressed, and end
     ({"a": 22, "b": 22}, "ab", "ba", ""),  # the same tokens: b gets the blocks that a has in the tree
     ({"a": 1, "b": 1}, "a", "", ""),
-    ({"b": 1, "a": 1, "c": 4}, "", "", ""),
+    ({"b": 1, "a": 1, "c": 14}, "ac", "c", ""),  # tails of two and of fourteen tokens
     ({"b": 1, "a": 7, "c": 2}, "a", "a", ""),
     ({"a": 1, "b": 1, "c": 1}, "", "", "a"),
-    ({"b": 1, "d": 9}, "", "d", ""),  # in the row of a, which keeps all again: less than a block would go
+    ({"b": 1, "c": 2, "d": 9}, "", "d", ""),  # in the row of a, which keeps all again: less than a block would go
     ({"b": 1, "d": 1}, "", "", "c"),
     ({"b": 1, "d": 14}, "d", "d", ""),
     ({"b": 1, "d": 1}, "", "", ""),
@@ -297,7 +297,7 @@ def test_after_each_step_both_views_attend_to_the_same(randn, monkeypatch, moves
         for name in ended:
             pool.release(requests[name])
         assert pool.audit_blocks() == []
-    assert dropped == [*"baad"]
+    assert dropped == [*"bacad"]
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """The grammar kernels equal the scalar walk of the automaton, bit for bit: masks of rows, and rows after tokens."""
 
 import random
+from functools import partial
 
 import numpy as np
 import pytest
@@ -10,7 +11,11 @@ from hypothesis import strategies as st
 
 import shared.kernels.sampling.grammar_advance as advance_module
 import shared.kernels.sampling.grammar_mask as mask_module
-from shared.grammar.automata.automaton import START
+from shared.engine.sampling.grammar_rows import GrammarRows
+from shared.grammar.automata.automaton import MAX_DEPTH, START
+from shared.grammar.constraint import Constraint
+from shared.grammar.documents.json_schema import compile_schema
+from shared.grammar.grammar import Grammar
 from shared.grammar.limits import GrammarError
 from shared.grammar.tokens.device import KEPT, ROW, GrammarTokens, pack_row, unpack_row
 from shared.grammar.tokens.fsm import TokenFSM
@@ -19,8 +24,10 @@ from shared.grammar.tokens.vocabulary import GrammarVocabulary
 from shared.kernels.launch import INTERPRETED
 from shared.kernels.sampling.grammar_advance import grammar_advance
 from shared.kernels.sampling.grammar_mask import grammar_mask, remove_refused
+from shared.sampling.params import SamplingParams
+from shared.sampling.sampler import SamplingRow
 from shared.text.tokenizer import Tokenizer
-from tests.grammars import any_json, random_automaton, random_tokens, random_walk
+from tests.grammars import any_json, budget, random_automaton, random_tokens, random_walk
 from tests.unit.test_automaton import nested, objects
 
 DEVICE = torch.device("cpu" if INTERPRETED else "cuda")
@@ -68,6 +75,10 @@ class Machine:
             for _ in range(3):
                 allowed = fsm.allowed_tokens(after) if after else []
                 is_wild = chance.random() < 0.1 or not allowed
+                if allowed and chance.random() < 0.3:  # what opens most
+                    allowed = [
+                        max(allowed, key=lambda token_id: sum(map(fsm.vocabulary.tokens[token_id].count, b"[{")))
+                    ]
                 chain.append(chance.randrange(len(self.tokens.ranks)) if is_wild else chance.choice(allowed))
                 if after is not None and self.tokens.ids[chain[-1], 1] > 0:
                     after = fsm.next_state(after, chain[-1])
@@ -95,14 +106,29 @@ class Machine:
 
 
 def vocabulary_of(chance):
-    words = [b'"a', b'a"', b'"aa"', b"[[", b"]]", b"[[[[", b'", "', b'": "', b"{a", b",b", b"a,c}", b"]}", b"\n  "]
+    words = [b'"a', b'a"', b'"aa"', b"[[", b"]]", b"[[[", b'", "', b'": "', b"{a", b",b", b"a,c}", b"]}", b"\n  "]
+    opened = b'{"b":{"a":{"b":"'  # four frames
+    words += [
+        b'[[["aa"]',
+        opened,
+        *(opened + text for text in (b'"', b'","a"', b'","b"', b'"},"a"', b'"},"b"', b'"}},"b"')),
+    ]
+    words += [b'"}', b'"}}', b',"a"', b',"b"']
     return GrammarVocabulary.of_tokens([b"</s>", *words, b"", *random_tokens(chance, 60)], [0])
+
+
+ROOT = {"$ref": "#"}
+KEYED = {"type": ["object", "string"], "properties": {"a": ROOT, "b": ROOT}, "additionalProperties": False}
+PAIRS = {"type": "array", "items": {"type": "array"}, "minItems": 1}
+DEEP = {"type": ["array", "object"], "items": ROOT, "properties": {"a": PAIRS}, "required": ["a"]}
 
 
 def test_rows_of_several_grammars(num_launches):
     chance = random.Random(0)
-    machine = Machine(vocabulary_of(chance), [nested(), objects(), any_json(), any_json(1, 3)])
+    schemas = [compile_schema(schema, budget()) for schema in (DEEP, KEYED)]
+    machine = Machine(vocabulary_of(chance), [nested(), *schemas, objects(), any_json(), any_json(1, 3)])
     met = [(n, now) for n, fsm in enumerate(machine.fsms) for now in random_walk(fsm.automaton, chance, 6)]
+    met += [(1, schemas[0].walk(START, b"[" * (MAX_DEPTH - room))) for room in range(4)]
     machine.check_masks(met)
     machine.check_masks(met[::5], torch.bfloat16)
     assert num_launches() == 4
@@ -120,6 +146,8 @@ def test_any_automaton(seed):
     except GrammarError:
         return
     met = [(0, now) for now in random_walk(automaton, chance, 4)]
+    deep = [now._replace(stack=now.stack[:1] * (MAX_DEPTH - 5) + now.stack) for _, now in met if now.stack]
+    met += [(0, now) for now in deep[:3] if automaton.has_room(now)]
     machine.check_masks(met)
     machine.check_advance(met, chance, in_place=chance.random() < 0.5)
 
@@ -150,6 +178,7 @@ def test_masks_stay_only_where_they_would_be_found_again():
             assert (rows[1, 0] >= 0).item(), (number, text)
             found += int(rows[1, KEPT])
         assert found == num_kept, (number, texts)
+        machine.check_masks([(number, unpack_row(rows[1].cpu().numpy())[1])])
 
 
 def test_without_a_gpu_numpy_does_the_same(monkeypatch):
@@ -178,6 +207,23 @@ def test_a_row_that_lost_its_grammar_is_free():
     logits = torch.zeros(1, len(machine.tokens.ranks), device=DEVICE)
     remove_refused(words, slots, slots - 1, machine.tokens, logits)
     assert (logits == 0).all()
+
+
+def test_a_row_that_goes_on_from_that_of_a_draft_has_a_mask_of_its_own():
+    """The draft's row keeps its mask, since its token changes no state; its bits are not those of the request's row."""
+    vocabulary = GrammarVocabulary.of_tokens([b"</s>", b'"', b"a"], [0])
+    machine = Machine(vocabulary, [compile_schema({"type": "string"}, budget())])
+    state = Constraint(Grammar.regex("a"), machine.fsms[0], START, base=machine.bases[0])
+    rows = GrammarRows(2, machine.pool)
+    row = partial(SamplingRow, SamplingParams(), 0, serial=1, constraint=state)
+    for some, ids, allowed in (
+        ([row(0, draft_id=1), row(1, output_ids=[1], num_drafts=1)], [1, 2], [[1], [1, 2]]),
+        ([row(2, output_ids=[1, 2])], [1], [[1, 2]]),
+    ):
+        entered = rows.enter(some, range(len(some)))
+        logits = rows.remove_refused(entered, torch.zeros(len(some), 3, device=DEVICE))
+        assert [(each == 0).nonzero()[:, 0].tolist() for each in logits] == allowed
+        rows.advance(entered, torch.tensor(ids, device=DEVICE))
 
 
 def check_vocabulary(folder, num_rows):

@@ -26,6 +26,7 @@ from tests.mixed_requests import GREEDY
 pytestmark = pytest.mark.usefixtures("only_the_caches_kernels")
 ROOM: dict[str, Any] = {"max_seq_len": 160, "num_gpu_blocks": 90, "prefill_chunk_size": 14, "max_batch_size": 2}
 SEGMENTS = [[(7 * n) % 250 for n in range(37)], [(5 * n + 3) % 250 for n in range(16)], [9], [3, 1, 4, 1, 5] * 9]
+SEGMENTS.append([(3 * n + 1) % 250 for n in range(16)])
 
 
 ON_GPU = [
@@ -124,22 +125,30 @@ def test_ranges_that_some_share_at_other_offsets(randn, dtype, D, Hq, Hkv, windo
     assert (out[T:] == 7).all(), "padding is not written"
 
 
-def answers(engine: Any, contexts: list[list[int]], num_tokens: int) -> list[list[int]]:
-    """The greedy tokens of requests that are made of these segments, after a token that tells them apart."""
+def check_answers(engine: Any, contexts: list[list[int]], num_tokens: int) -> list[list[int]]:
+    """The greedy tokens of requests that are made of these segments, after a token that tells them apart, which an
+    explicit mask gives too, as likely."""
     names = [engine.register(segment) for segment in SEGMENTS]
     while engine.has_work():
         engine.step()
-    params = SamplingParams(**GREEDY, max_new_tokens=num_tokens)
+    params = SamplingParams(**GREEDY, max_new_tokens=num_tokens, logprobs=0)
     requests = [
         engine.add_request([11, 12, n], params, segment_ids=[names[segment] for segment in segments])
         for n, segments in enumerate(contexts)
     ]
-    found: dict[str, list[int]] = {name: [] for name in requests}
+    found: dict[str, list[Any]] = {name: [] for name in requests}
     while engine.has_work():
         for output in engine.step():
-            found[output.request_id].append(output.token_id)
+            found[output.request_id].append(output)
     assert engine.pool.audit() == []
-    return [found[name] for name in requests]
+    ids = [[output.token_id for output in found[name]] for name in requests]
+    for n, (segments, name) in enumerate(zip(contexts, requests, strict=True)):
+        own = [11, 12, n, *ids[n][:-1]]
+        expected = reference_logits(engine.model, [SEGMENTS[each] for each in segments], own)[2:].log_softmax(-1)
+        assert ids[n] == expected.argmax(-1).tolist(), f"segments {segments}"
+        likely = torch.tensor([output.logprobs.logprob for output in found[name]])
+        torch.testing.assert_close(likely, expected.amax(-1).cpu(), atol=1e-4, rtol=0)
+    return ids
 
 
 @pytest.mark.parametrize(
@@ -160,12 +169,7 @@ def test_replayed_steps_give_what_an_explicit_mask_gives(tiny_checkpoints, famil
             return compute(*options)
 
         engine.runner.executor = watched
-        got = answers(engine, contexts, 4 if INTERPRETED else 12)
-        model = engine.model
-        for segments, ids in zip(contexts, got, strict=True):
-            own = [11, 12, contexts.index(segments)]
-            logits = reference_logits(model, [SEGMENTS[n] for n in segments], own + ids[:-1])[2:]
-            assert ids == logits.argmax(-1).tolist(), f"{family}, segments {segments}"
+        check_answers(engine, contexts, 4 if INTERPRETED else 12)
         assert buckets == ({True, False} if captures else {False}), "steps with segments have buckets of their own"
 
 
@@ -178,8 +182,12 @@ def test_a_long_answer_keeps_its_plan_until_it_needs_another(tiny_checkpoints):
     engine.view.attention._send = lambda plans: (sent.append(1), send(plans))
     num_tokens = 12 if INTERPRETED else 300
     engine.view.attention.planned_for = None
-    (got,) = answers(engine, [[1, 2]], num_tokens)
-    ids = [11, 12, 0, *got]
-    logits = reference_logits(engine.model, [SEGMENTS[1], SEGMENTS[2]], ids[:-1])[2:]
-    assert got == logits.argmax(-1).tolist()
+    check_answers(engine, [[1, 2]], num_tokens)
     assert len(sent) <= 4, "once for the question, once for each interval"
+
+
+def test_requests_in_a_row_read_their_own_segments(tiny_checkpoints):
+    """Each in one step, which has as many new tokens as the one before; the first two have equal lengths."""
+    engine = make_engine(tiny_checkpoints["llama"], Engine, **ROOM | {"max_batch_size": 1}, use_cuda_graphs=False)
+    (first,), (second,), _ = check_answers(engine, [[1], [4], [0]], 1)
+    assert first != second

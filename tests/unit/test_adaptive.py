@@ -146,6 +146,9 @@ def test_no_draft_is_tried_where_right_ones_would_not_pay() -> None:
     lengths = DraftLengths(3, costs_of=lambda num_requests, *_: costs[num_requests])
     requests = [make_request(), make_request()]
     assert not any(lengths.next_lengths(requests[:1])[0] for _ in range(300))
+    requests[0].num_certain_drafts = 2
+    assert lengths.next_lengths(requests[:1]) == [2], "what is certain is drafted all the same"
+    requests[0].num_certain_drafts = 0
     assert any(lengths.next_lengths(requests)), "two requests share the cost"
     assert best_lengths([0.7], 3, BOUND_BY_LAUNCHES) == [0]
     lengths.costs_of = lambda *_: costs[2]

@@ -233,7 +233,7 @@ def test_a_recorded_draw_is_repeated_for_its_kind_and_size_alone(monkeypatch: py
 
     pools = iter("ab")
     monkeypatch.setattr(graphs, "recorded", record)
-    monkeypatch.setattr(graphs, "NUM_BEFORE", 1)
+    monkeypatch.setattr(graphs, "NUM_BEFORE", 2)
     monkeypatch.setattr(graphs, "MOST_RECORDED", len(draws) - 1)
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: next(pools))
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
@@ -245,9 +245,9 @@ def test_a_recorded_draw_is_repeated_for_its_kind_and_size_alone(monkeypatch: py
             given.append(recorder(each, batch, lambda draw=draw, shift=shift: draw() + 10 * shift, sizes))
         known = [one for one in recorder.known.values() if isinstance(one, graphs.RecordedDraw)]
         assert known[-1].ids.data_ptr() not in {ids.data_ptr() for ids in given}
-        assert known[-1].replay().item() == number + 10, "the launches that were recorded are run"
+        assert known[-1].replay().item() == number + 20, "the launches that were recorded are run"
     assert [ids.item() for ids in given[::4]] == [*range(len(draws))]
-    assert [ids.item() for ids in given[3::4]] == [number + 10 for number in range(len(draws))]
+    assert [ids.item() for ids in given[3::4]] == [number + 20 for number in range(len(draws))]
     assert (recorded, len(recorder.known)) == (["a"] * (len(draws) - 1) + ["b"], 1)
 
 

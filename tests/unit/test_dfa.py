@@ -3,12 +3,14 @@
 import itertools
 from collections.abc import Iterator
 from functools import partial
+from unittest.mock import patch
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from shared.grammar.automata import languages
 from shared.grammar.automata.dfa import DEAD, DFA
 from shared.grammar.automata.languages import combine, difference, intersection, union, words
 from shared.grammar.automata.minimization import minimize
@@ -101,11 +103,12 @@ def test_words_with_bits_and_many_of_them() -> None:
 
 
 @settings(max_examples=40)
-@given(WORDS, WORDS, WORDS)
-def test_combinations(first: list[bytes], second: list[bytes], third: list[bytes]) -> None:
+@given(WORDS, WORDS, WORDS, st.sampled_from([1, 1024]))
+def test_combinations(first: list[bytes], second: list[bytes], third: list[bytes], piece: int) -> None:
     dfas = [words(texts, budget()) for texts in (first, second, third)]
     sets = [set(texts) for texts in (first, second, third)]
-    everything = combine(dfas, budget())
+    with patch.object(languages, "PIECE", piece):
+        everything = combine(dfas, budget())
     for text in TEXTS:
         assert everything.run(text) == sum((text in texts) << n for n, texts in enumerate(sets))
     for dfa, expected in (
@@ -184,6 +187,19 @@ def test_what_is_remembered_costs_each_budget_once_what_it_cost_to_make() -> Non
     small.keep(2)
     with pytest.raises(GrammarError, match="more than 10 states"):
         remembered.get("b", str, small)
+
+
+def test_what_a_remembered_result_needs_is_paid_with_it() -> None:
+    tables, work = [Remembered[int](9) for _ in range(4)], []
+
+    def make(depth: int, paying: Budget) -> int:
+        paying.spend(30)
+        return tables[depth].get("x", partial(make, depth + 1, paying), paying) if depth < len(tables) else depth
+
+    for _ in range(2):
+        make(0, paying := budget())
+        work.append(paying.work)
+    assert work == [150, 150]
 
 
 @pytest.mark.parametrize("num_words", [31, 32, 40, 60])

@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -151,6 +152,16 @@ def test_what_was_compiled_before_changes_no_count() -> None:
         _fragments._kept.clear()
         assert verdict(both)[1] == counts[json.dumps(both)]
     assert len(found) == 1
+
+
+def test_an_attempt_that_fails_counts_its_work_and_no_states() -> None:
+    whole = Budget(replace(UNTIMED, states=100))
+    for message, num_states in (("more than 50 states", 0), ("", 40)):
+        with nullcontext() if not message else pytest.raises(GrammarError, match=message), whole.attempt() as part:
+            part.keep(40)
+            part.keep(11 if message else 0)
+        assert whole.num_states == num_states
+    assert whole.work == 3, "of both attempts, but for what was refused"
 
 
 def test_a_table_remembers_no_more_than_its_units() -> None:

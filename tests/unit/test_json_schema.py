@@ -214,6 +214,11 @@ CASES: dict[str, tuple[Any, list[Any], list[Any]]] = {
         [{"a": 1}, {"b": 1, "a": 2}, {"x": 1}, {"x": 1, "a": 2}],
         [{}, {"a": 1, "b": 2, "c": 3}, {"x": 1, "y": 2, "z": 3}],
     ),
+    "as many keys as they may have": (
+        {"type": "object", "required": ["a"], "minProperties": 2, "maxProperties": 2},
+        [{"a": 1, "b": 2}, {"x": 1, "a": 2}],
+        [{}, {"a": 1}, {"x": 1, "y": 2}, {"a": 1, "b": 2, "c": 3}],
+    ),
     "required beside the most": (
         {"required": ["z"], "maxProperties": 2},
         [{"z": 1}, {"a": 1, "z": 2}],
@@ -382,6 +387,11 @@ CASES: dict[str, tuple[Any, list[Any], list[Any]]] = {
         {"type": "object", "not": {"dependentRequired": {"a": ["b", "c"]}}},
         [{"a": 1}, {"a": 1, "b": 1}, {"c": 1, "a": 1}],
         [{}, {"b": 1}, {"a": 1, "b": 1, "c": 1}],
+    ),
+    "not with what a key asks for": (
+        {"type": "object", "not": {"dependencies": {"a": {"required": ["b"]}}}},
+        [{"a": 1}, {"c": 1, "a": 1}],
+        [{}, {"c": 1}, {"a": 1, "b": 1}],
     ),
     "not that long, and not that short": (
         {"not": {"maxLength": 1}, "allOf": [{"not": {"minLength": 4}}, {"type": "string"}]},
@@ -685,6 +695,11 @@ def test_an_array_that_still_needs_an_object_has_room_for_it() -> None:
 
 REFUSED: dict[str, tuple[Any, str]] = {
     "unique objects": ({"items": {"type": "object"}, "uniqueItems": True, "minItems": 2}, "#/uniqueItems"),
+    "unique objects of two schemas": (
+        {"type": "array", "allOf": [{"items": {"type": "object"}, "uniqueItems": True}, {"uniqueItems": True}]}
+        | {"minItems": 2},
+        "compiled at #: ",
+    ),
     "unique listed numbers and others": (
         {"properties": {"a": {"items": {"anyOf": [{"const": 1}, {"exclusiveMinimum": 3}]}, "uniqueItems": True}}},
         "#/properties/a/uniqueItems",

@@ -2,13 +2,16 @@
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from shared.cache.view.uncached import UncachedView
+from shared.checkpoints import safetensors_writer
 from shared.engine.config import EngineConfig
 from shared.engine.executor.graphs import CapturedStep, Computed
 from shared.errors import ModelFolderError
@@ -22,7 +25,7 @@ from shared.models.projection import Projection
 from shared.models.tokens import Tokens
 from shared.ops.gated import swiglu
 from shared.ops.rmsnorm import rms_norm
-from shared.tracks.multi_token.adapter import load_adapter, with_adapter
+from shared.tracks.multi_token.adapter import SamplerHead, load_adapter, with_adapter
 from shared.tracks.multi_token.captured_head import CapturedHead
 from shared.tracks.multi_token.lora import FIRST_MASK, TARGETS, AdaptedProjection, GatedLoRA, adapt
 from tests.adapters import random_adapter
@@ -109,7 +112,27 @@ def test_mask_tokens_have_vectors_of_their_own(tiny_checkpoints: dict[str, Path]
     )
 
 
-def test_a_saved_adapter_is_read_back(tiny_checkpoints: dict[str, Path], tmp_path: Path) -> None:
+@pytest.mark.parametrize("is_training", [True, False])
+def test_in_the_head_a_norm_follows_each_activation(is_training: bool) -> None:
+    head, previous, hidden = SamplerHead(8, 1e-6), torch.randn(3, 8), torch.randn(3, 8)
+    for parameter in head.parameters():
+        torch.nn.init.normal_(parameter)
+    x = torch.cat((previous, hidden), dim=-1)
+    for linear, norm in ((head.first, head.first_norm), (head.second, head.second_norm)):
+        x = torch.nn.functional.silu(x @ linear.weight.T)
+        x = x / (x.square().mean(-1, keepdim=True) + 1e-6).sqrt() * norm
+    with torch.set_grad_enabled(is_training):
+        torch.testing.assert_close(head(previous, hidden), hidden + x)
+
+
+def write_in_part(path: Path, *_: Any) -> None:
+    path.write_bytes(b"x")
+    raise OSError("the disk is full")
+
+
+def test_a_saved_adapter_is_read_back(
+    tiny_checkpoints: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     model = load_model(tiny_checkpoints["llama"])
     adapter = random_adapter(model, rank=4, alpha=6.0, target_modules=("o_proj",), num_masks=2)
     adapter.save(tmp_path / "a", torch.float32)
@@ -117,6 +140,11 @@ def test_a_saved_adapter_is_read_back(tiny_checkpoints: dict[str, Path], tmp_pat
     assert found.config == adapter.config
     for name, tensor in adapter.state_dict().items():
         assert torch.equal(found.state_dict()[name], tensor)
+    with monkeypatch.context() as patch:
+        patch.setattr(safetensors_writer, "write_safetensors", write_in_part)
+        with pytest.raises(OSError, match="full"):
+            adapter.save(tmp_path / "a")
+    assert torch.equal(load_adapter(tmp_path / "a", model).masks, adapter.masks), "the one before is still there"
     adapter.save(tmp_path / "a")
     assert load_adapter(tmp_path / "a", model).masks.dtype == torch.float32
     for length, expected in ((5, 2), (1, 1)):
@@ -137,6 +165,8 @@ def test_guesses_are_made_of_the_first_candidates(tiny_checkpoints: dict[str, Pa
     logits = few.logits(model, *inputs)
     torch.testing.assert_close(logits[:, :300], whole.logits(model, *inputs)[:, :300])
     assert (logits[:, 300:] == -torch.inf).all()
+    few.shape = replace(few.shape, logit_softcap=0.5)
+    torch.testing.assert_close(few.logits(model, *inputs)[:, :300], 0.5 * torch.tanh(logits[:, :300] / 0.5))
     assert logits.shape[1] == model.config.vocab_size > 300
 
 

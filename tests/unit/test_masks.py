@@ -4,6 +4,7 @@ import itertools
 import random
 from collections.abc import Sequence
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -420,3 +421,9 @@ def test_the_trie_holds_every_token(tokens: list[bytes]) -> None:
     assert ended.tokens[1:] == found.tokens[1:]
     assert not any(ended.tokens[:1])
     assert [n for n in range(256) if found.usable_bytes[n]] == sorted({t[0] for t in tokens if len(t) == 1})
+
+
+def test_a_token_with_the_byte_of_special_tokens_has_no_text() -> None:
+    tokens: Any = SimpleNamespace(vocab_size=4, special_tokens=["<x>"], token_id=lambda name: 3, eos_ids=())
+    tokens.token_bytes = [b"a", b"\xff", b"a\xff", b"<x>"].__getitem__
+    assert GrammarVocabulary.of(tokens, 5).tokens == [b"a", b"", b"", b"\xff<x>", b""]

@@ -139,8 +139,9 @@ def add(scheduler: MultiTokenScheduler, name: str = "a", num_tokens: int = len(A
     return request
 
 
-def step(scheduler: MultiTokenScheduler, num_right: int = LENGTH) -> tuple[int, int]:
-    """A step whose first ``num_right`` drafts are right; the drafts and masks of the first request."""
+def step(scheduler: MultiTokenScheduler, num_right: int = LENGTH, aborted: str = "") -> tuple[int, int]:
+    """A step whose first ``num_right`` drafts are right; the drafts and masks of the first request. A request may be
+    aborted while the step is in flight."""
     schedule = scheduler.schedule()
     masks = schedule.masks if isinstance(schedule, MultiTokenSchedule) else {}
     for request, *_, num_drafts, _, _ in schedule:
@@ -152,6 +153,8 @@ def step(scheduler: MultiTokenScheduler, num_right: int = LENGTH) -> tuple[int, 
     for request, *_, num_rows, _ in schedule:
         sampled += ANSWER[len(request.output_ids) : len(request.output_ids) + num_rows]
     first = schedule.entries[0]
+    if aborted:
+        scheduler.abort(aborted)
     scheduler.commit(schedule, SampledTokens(sampled, None, {}))
     return first.num_drafts, masks.get(first.request, 0)
 
@@ -184,8 +187,7 @@ def test_a_request_has_as_many_guesses_as_it_had_masks() -> None:
     step(scheduler)
     step(scheduler)
     assert_equal([scheduler.guesses.get(request) for request in requests], [LENGTH, LENGTH], "guesses of each request")
-    scheduler.abort("b")
-    step(scheduler)
+    step(scheduler, aborted="b")
     assert_equal([scheduler.guesses.get(request) for request in requests], [LENGTH, None], "guesses after an abort")
 
 

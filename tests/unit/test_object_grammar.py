@@ -4,8 +4,10 @@ from typing import Any
 
 import pytest
 
+from shared.grammar.automata.assembler import MAX_CLASSES, Assembler, Rule
 from shared.grammar.automata.automaton import START
 from shared.grammar.documents.json_schema import compile_schema
+from shared.grammar.limits import GrammarError
 from tests.comparison import assert_equal
 from tests.grammars import budget
 
@@ -48,6 +50,10 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, str]]] = {
             '{"c": true, "a": true, "d": true': ",}",
         },
     ),
+    "unique values": (
+        {"type": "array", "items": {"enum": [1, 12]}, "uniqueItems": True},
+        {"[1": ",]", "[12, 1": "]", "[1, 1": "", "[1, 12": "]"},
+    ),
     "one key": ({"properties": {"a": TRUE}, "additionalProperties": False}, {'{"a": true': "}"}),
     "at most one key": (CLOSED | {"maxProperties": 1}, {'{"a": true': "}", '{"b": true': "}"}),
 }
@@ -60,8 +66,17 @@ def test_the_comma(name: str) -> None:
     for text, following in expected.items():
         now = automaton.walk(START, text.encode())
         assert now is not None, f"{text} is refused"
-        found = "".join(chr(byte) for byte in b",}" if automaton.step(now, byte) is not None)
+        found = "".join(chr(byte) for byte in b",}]" if automaton.step(now, byte) is not None)
         assert_equal(found, following, f"what may follow {text}")
+        assert_equal(automaton.step(now, ord(" ")) is not None, found != "", f"whether a blank may follow {text}")
+
+
+def test_an_exit_has_at_most_so_many_classes() -> None:
+    classes = tuple(1 << number for number in range(1 + MAX_CLASSES))
+    rule = Rule(Assembler(budget()))
+    assert_equal(rule.leave(0, classes[1:]), 2**MAX_CLASSES - 1, "the colour with all classes")
+    with pytest.raises(GrammarError, match="alive at once"):
+        rule.leave(0, classes)
 
 
 def test_no_value_is_begun_in_vain() -> None:

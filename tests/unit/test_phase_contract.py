@@ -186,15 +186,16 @@ def test_an_engine_refuses_settings_of_later_phases(lesson: Lesson) -> None:
 
 @pytest.mark.parametrize("lesson", GENERATING, ids=by_number)
 def test_an_engine_computes_each_token_once_or_finds_it_in_a_cache(lesson: Lesson, folder: Path) -> None:
-    """16 tokens after a prompt of 32, twice. Phase 2 computes every prefix, and phase 8 finds the prompt."""
-    engine = lesson.load("engine").Engine(EngineConfig(model=str(folder)))
-    computed = []
-    for _ in range(2):
-        before = engine.stats()["tokens computed"]
-        one_answer(engine)
-        computed.append(engine.stats()["tokens computed"] - before)
-    of_the_prompt = 1 if lesson.number >= "08" else 32
-    assert computed == ([sum(range(32, 48))] * 2 if lesson.number == "02" else [32 + 15, of_the_prompt + 15])
+    """16 tokens after a prompt of 32, twice. Phase 2 computes every prefix, and phase 8 finds the prompt, if it may."""
+    for caches in (None, False)[: 1 + (lesson.number >= "08")]:
+        engine = lesson.load("engine").Engine(EngineConfig(model=str(folder), use_prefix_caching=caches))
+        computed = []
+        for _ in range(2):
+            before = engine.stats()["tokens computed"]
+            one_answer(engine)
+            computed.append(engine.stats()["tokens computed"] - before)
+        of_the_prompt = 1 if lesson.number >= "08" and caches is None else 32
+        assert computed == ([sum(range(32, 48))] * 2 if lesson.number == "02" else [32 + 15, of_the_prompt + 15])
 
 
 @pytest.mark.parametrize("lesson", [lesson for lesson in LESSONS if lesson.number >= "09"], ids=by_number)
@@ -222,6 +223,30 @@ def test_a_step_in_flight_is_finished_by_the_next_or_dropped_with_it(
         assert unseeded.seed == [seeds.getrandbits(64) for _ in range(2)][1], "a request takes one seed of its engine's"
     assert len(answers[0]) == 6
     assert answers == answers[:1] * 4
+
+
+@pytest.mark.parametrize("lesson", [lesson for lesson in LESSONS if lesson.number >= "11"], ids=by_number)
+def test_a_step_with_drafts_is_finished_when_it_returns_and_the_drafter_sees_every_step(
+    lesson: Lesson, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options: dict[str, Any] = {"max_seq_len": 64, "use_speculative_decoding": True, "drafter": "ngram"}
+    options |= {"adapt_spec_length": False, "overlap_scheduling": True}
+    engine, planned, seen = lesson.engine(EngineConfig(model=str(folder), **options)), list[Any](), list[Any]()
+    observe = engine.drafter.observe
+
+    def propose(schedule: Any) -> None:
+        for entry in schedule:
+            entry.request.draft_ids = [1] * entry.num_drafts
+        planned.append(schedule)
+
+    monkeypatch.setattr(engine.drafter, "propose", propose)
+    monkeypatch.setattr(engine.drafter, "observe", lambda schedule: seen.append(schedule.step) or observe(schedule))
+    engine.add_request([5, 6, 7], SamplingParams(temperature=0, max_new_tokens=6, ignore_eos=True))
+    while engine.has_work():
+        engine.step()
+        assert (engine.in_flight is not None) == (bool(planned[-1]) and not planned[-1].has_drafts)
+    assert any(schedule.has_drafts for schedule in planned)
+    assert seen == [schedule.step for schedule in planned if schedule]
 
 
 def raise_injected() -> None:

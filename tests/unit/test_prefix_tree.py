@@ -29,7 +29,9 @@ def insert(tree: PrefixTree, ids: str, *numbers: int, salt: bytes = b"") -> Node
     node, found = tree.acquire(pack(ids), salt)
     after = len(found)
     if after < len(numbers):
-        node, _ = tree.extend(node, pack(ids[after * SIZE :]), blocks(*numbers[after:]), salt)
+        own = blocks(*numbers[after:])
+        node, _ = tree.extend(node, pack(ids[after * SIZE :]), own, salt)
+        own[:] = -1  # a row of a table, which another request gets later
     return node
 
 

@@ -41,7 +41,7 @@ def test_a_mask_is_that_of_its_own_row(dtype):
     before, expected = logits.clone(), logits.float().clone()
     expected[1, 1] = expected[3, 0] = expected[3, 2] = -INF
     processor = LogitMaskProcessor.of(masks)
-    assert torch.equal(processor.sent(lambda array: array)(logits), expected)
+    assert_equal(processor.sent(lambda array: array)(logits), expected, "masked logits", ("row", "token"))
     assert torch.equal(logits, before)
     assert LogitMaskProcessor.of([None, None]) is None
     shared = LogitMaskProcessor.of([masks[3], masks[1], masks[3], None])

@@ -114,3 +114,11 @@ def test_a_shared_segment_is_read_once_for_all_if_that_saves_enough(
 
 def test_limits_of_two_kinds_of_plans() -> None:
     assert RangeLimits(1, 2, 3, 4, 5) | RangeLimits(5, 4, 3, 2, 1) == RangeLimits(5, 4, 3, 4, 5)
+
+
+def test_of_segments_whose_queries_are_too_many_those_that_save_most_are_shared() -> None:
+    """In three sequences, each with both segments, of whose queries three may be shared."""
+    ranges, _ = ranges_of([[0, 1]] * 3, [LEAST_SAVED, 2 * LEAST_SAVED])
+    tiles = Tiles.of(ranges, np.ones(3, np.int64), 4, 3)
+    assert tiles.counts.tolist() == [1, 1, 1, 3]
+    assert tiles.lengths[-1] == 2 * LEAST_SAVED

@@ -1,6 +1,7 @@
 """Ranks without processes: what is sent to them, and that they compute the steps of rank 0 with it."""
 
 import math
+import os
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -15,7 +16,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from shared import child_process
 from shared.cache.pool.contiguous import ContiguousKVCachePool
+from shared.child_process import start_child
 from shared.engine.batch import Batch
 from shared.engine.config import EngineConfig
 from shared.engine.executor.captured import Captured
@@ -213,6 +216,29 @@ def test_gpus_are_counted_from_the_one_that_is_named(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr("shared.tracks.ranks.group.check_device", torch.device)
     for device, expected in (("cuda:2", "cuda:5"), ("cuda", "cuda:3"), ("cpu", "cpu")):
         assert rank_device(EngineConfig(device=device), 3) == torch.device(expected)
+
+
+def test_a_child_process_has_its_pipe_and_its_variables_and_imports_this_course(tmp_path, monkeypatch) -> None:
+    """Where another module of that name can be imported too; and it reads no input of its parent."""
+    (tmp_path / "shared").mkdir()
+    (tmp_path / "shared" / "__init__.py").touch()
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.chdir(tmp_path / "shared")
+    for name, value in (("INFER_WORKSHOP", "0"), ("OF_CHILD", "of its parent")):
+        monkeypatch.setenv(name, value)
+    says = "shared.child_process.__file__, os.environ['OF_CHILD'], os.read(0, 9), 'shared.cli' in sys.modules"
+    statement = f"import os, sys, shared.child_process; os.write(int(sys.argv[1]), repr(({says})).encode())"
+    (reader, writer), (given, giver) = os.pipe(), os.pipe()
+    os.write(giver, b"of its parent")
+    kept = os.dup(0)
+    os.dup2(given, 0)
+    try:
+        assert start_child(statement, (writer,), {"OF_CHILD": "its own"}).wait(60) == 0
+    finally:
+        os.dup2(kept, 0)
+    assert os.read(reader, 9999).decode() == repr((child_process.__file__, "its own", b"", False))
+    for each in (reader, writer, given, giver, kept):
+        os.close(each)
 
 
 def test_a_draft_model_is_cut_among_the_first_ranks() -> None:

@@ -84,14 +84,15 @@ def state_by_hand(
     heads=st.sampled_from([(1, 1), (4, 2), (6, 2)]),
     window=st.none() | st.integers(1, 30),
     softcap=st.sampled_from([None, 2.0]),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16]),
 )
 def test_the_state_of_a_range_is_that_of_the_keys_that_each_query_sees(
-    places: list[int], S: int, heads: tuple[int, int], window: int | None, softcap: float | None
+    places: list[int], S: int, heads: tuple[int, int], window: int | None, softcap: float | None, dtype: torch.dtype
 ) -> None:
     """Queries far after a range see its last keys in the window, or none."""
-    q, k, v = torch.randn(len(places), heads[0], D), torch.randn(heads[1], S, D), torch.randn(heads[1], S, D)
+    q, k, v = (torch.randn(*shape, D).to(dtype) for shape in ((len(places), heads[0]), (heads[1], S), (heads[1], S)))
     values, logs = range_state(q, k, v, torch.tensor(places), scale=0.3, window=window, softcap=softcap)
-    expected = state_by_hand(q, k, v, places, window, softcap)
+    expected = state_by_hand(q.float(), k.float(), v.float(), places, window, softcap)
     assert_close(values, expected[0], "values", ("token", "head", "dim"), rtol=1e-4, atol=1e-5)
     assert_close(logs, expected[1], "logarithms", ("token", "head"), rtol=1e-4, atol=1e-4)
 

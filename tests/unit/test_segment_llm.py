@@ -7,6 +7,7 @@ import pytest
 
 from shared.errors import QueueFullError, RequestError, UnknownSegmentError
 from shared.sampling.params import SamplingParams
+from shared.text.stopping import FinishReason
 from shared.tracks.segments.inquiry import Blend, Content, Page, Use
 from shared.tracks.segments.llm import SegmentLLM
 
@@ -95,7 +96,8 @@ def test_pages_of_segments_go_from_the_least_recently_used_to_the_last(llm: Segm
 def test_to_put_segments_together_ends_when_one_of_them_cannot_be_computed(
     llm: SegmentLLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The first message has a segment tried again that failed before; a message that is sent again does not."""
+    """The first message has a segment tried again that failed before; a message that is sent again does not. A request
+    that waits for it ends too."""
     engine, names = llm.engine, tuple(llm.register(text) for text in TEXTS)
     forward, (first, second) = engine.model.forward, map(engine.segments.find, names)
 
@@ -114,6 +116,10 @@ def test_to_put_segments_together_ends_when_one_of_them_cannot_be_computed(
         assert ask(is_again=False) is None
         with pytest.raises(RuntimeError, match=f"^segment {second.segment_id} could not be computed: .*RuntimeError"):
             ask(is_again=True)
+    waiting, outputs = engine.add_request([1], PARAMS, segment_ids=names), list[Any]()
+    while engine.has_work():
+        outputs += engine.step()
+    assert [(output.request_id, output.finish_reason) for output in outputs] == [(waiting, FinishReason.ERROR)]
     monkeypatch.setattr(engine.model, "forward", forward)
     assert Blend(names, 0.5).answer(engine) is None
     assert Blend(names, 0.5, is_again=True).answer(engine) is None, "it is being tried again"

@@ -15,6 +15,7 @@ from shared.scheduling import speculative
 from shared.scheduling.drafts import num_equal, settle
 from shared.scheduling.schedule import Schedule, Scheduled
 from shared.scheduling.speculative import SpeculativeScheduler
+from shared.tracks.multi_token import scheduler as multi_token
 from tests.comparison import assert_equal
 
 MAX_SEQ_LEN, BLOCK_SIZE, LENGTH = 32, 2, 4
@@ -22,10 +23,10 @@ ANSWER = [30, 31, 32, 33, 34, 35, 36, 37]
 WRONG = 99
 
 
-def make_scheduler(**options: Any) -> SpeculativeScheduler:
-    options |= {"use_speculative_decoding": True, "drafter": "ngram", "adapt_spec_length": False}
+def make_scheduler(kind: Any = SpeculativeScheduler, **options: Any) -> Any:
+    options = {"use_speculative_decoding": True, "drafter": "ngram", "adapt_spec_length": False} | options
     config = EngineConfig(spec_length=LENGTH, max_batch_size=4, **options)
-    return SpeculativeScheduler(config, PagedKVCachePool(40, BLOCK_SIZE, 4, MAX_SEQ_LEN), MAX_SEQ_LEN)
+    return kind(config, PagedKVCachePool(40, BLOCK_SIZE, 4, MAX_SEQ_LEN), MAX_SEQ_LEN)
 
 
 def add(scheduler: SpeculativeScheduler, name: str) -> Request:
@@ -126,6 +127,8 @@ def test_a_request_that_fails_beside_drafts_takes_nothing_from_the_others() -> N
     assert_equal([request.output_ids for request in requests], [ANSWER[:4], ANSWER[:1], ANSWER[:3]], "outputs")
     assert_equal(scheduler.verified, [("a", 2, 1), ("c", 1, 1)], "verified drafts", ("request",))
     assert_equal(list(scheduler.running), ["a", "c"], "running")
+    step(scheduler, [[WRONG], []])
+    assert_equal(scheduler.verified, [("a", 0, 1)], "verified drafts of the next step", ("request",))
 
 
 def test_drafts_take_what_the_budget_leaves_and_stand_behind_single_tokens() -> None:
@@ -180,6 +183,28 @@ def test_a_step_with_drafts_asks_once_how_many(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(scheduler.lengths, "next_lengths", lambda some: asked.append(len(some)) or next_lengths(some))
     assert scheduler.schedule().has_drafts
     assert_equal(asked, [1], "requests of which the numbers are asked", ("time",))
+
+
+@pytest.mark.parametrize(
+    ("module", "options", "expected"),
+    [
+        (speculative, {}, [1, 1, 0, 0, 1, 1]),
+        (multi_token, {}, [1, 1, 0, 0, 1, 1]),
+        (multi_token, {"drafter": None, "adapter": "a"}, [1, 1, 1, 0, 0, 1]),  # masks are no drafts, and are verified
+    ],
+)
+def test_the_common_step_is_tried_unless_the_step_before_had_drafts(module, options, expected, monkeypatch) -> None:
+    kind = getattr(module, "SpeculativeScheduler" if module is speculative else "MultiTokenScheduler")
+    scheduler, tried, only_decoding = make_scheduler(kind, **options), list[int](), module.only_decoding
+    monkeypatch.setattr(module, "only_decoding", lambda *some: tried.append(1) or only_decoding(*some))
+    add(scheduler, "a")
+    found = []
+    for num_wanted in (0, 1, 1, 0, 0, 0):
+        tried.clear()
+        monkeypatch.setattr(scheduler.lengths, "next_lengths", lambda some, n=num_wanted: [n] * len(some))
+        step(scheduler)
+        found.append(len(tried))
+    assert_equal(found, expected, "attempts", ("step",))
 
 
 def test_a_request_aborted_while_its_drafts_are_verified_counts_none_and_the_others_keep_theirs() -> None:

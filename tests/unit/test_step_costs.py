@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -62,6 +63,7 @@ counts = st.tuples(st.integers(1, 10_000), st.integers(0, 10**6), st.integers(0,
 
 
 @example(table=TABLE, few=(1, 0, 0), more=(0, 0, 1))
+@example(table=StepCosts((4, 8), (1.0, 2.0)), few=(1, 0, 0), more=(2, 0, 0))
 @given(table=tables, few=counts, more=st.tuples(*[st.integers(0, 1000)] * 3))
 def test_costs_are_positive_and_never_fall(
     table: StepCosts, few: tuple[int, int, int], more: tuple[int, int, int]
@@ -141,6 +143,9 @@ def test_an_engine_takes_the_measured_table_and_measures_nothing(
         "step costs"
     ] not in (measured.hash, table.hash)
     assert Engine(EngineConfig(str(tiny_checkpoints["llama"]))).load().step_costs is None
+    path.write_text(replace(measured, of=measured.of | {"dtype": "x"}).to_json(), encoding="utf-8")
+    with pytest.raises(ConfigError, match="and its name to"):
+        Engine(config)
     for text in ("{", "{}", json.dumps({"tokens": [1, 2], "seconds": [2.0, 1.0]}), measured.to_json()[:-9]):
         path.write_text(text, encoding="utf-8")
         with pytest.raises(ConfigError, match=r"cannot be used: .* Delete the file, or measure them again"):

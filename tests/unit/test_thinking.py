@@ -25,6 +25,7 @@ from shared.text.chat import ChatMessage, encode_chat
 from shared.text.thoughts import ends_in_thoughts, thinks
 from shared.text.tokenizer import Tokenizer
 from tests.adapters import random_adapter_of
+from tests.comparison import assert_equal
 from tests.drafts import Foresight
 from tests.mixed_requests import Requests, serve, tokens
 
@@ -57,10 +58,11 @@ def test_a_draw_is_distributed_as_a_draw_whose_token_was_replaced(seed: int, tem
 
 
 def test_the_most_likely_token_is_replaced() -> None:
-    logits = torch.tensor([[1.0, 5.0, 2.0, 4.0], [1.0, 4.0, 2.0, 5.0]])
-    processor = RedirectProcessor.of([row(0, (0, 1)), row(0, (0, 1))])
+    logits = torch.tensor([[1.0, 5.0, 2.0, 4.0], [1.0, 4.0, 2.0, 5.0], [4.0, 4.0, 2.0, 4.5]]).bfloat16()
+    processor = RedirectProcessor.of([row(0, (0, 1))] * len(logits))
     assert processor is not None
-    assert processor(logits).argmax(-1).tolist() == [0, 3]
+    expected = torch.tensor([[5.0, -torch.inf, 2.0, 4.0], [4.0, -torch.inf, 2.0, 5.0], [4.0, -torch.inf, 2.0, 4.5]])
+    assert_equal(processor(logits), expected, "logits", ("row", "token"))
     assert RedirectProcessor.of([row(0, None)]) is None
 
 
