@@ -299,7 +299,7 @@ def test_a_finished_phase_is_shown_on_the_learner_s_lines(
     monkeypatch.setattr(later, "EngineConfig", SimpleNamespace(model=str(tiny_checkpoints["llama"])))
     later.say_reward(workspace, "06.1")
     told = capsys.readouterr().out
-    assert "06 → 06.1" in told
+    assert "06.1 Plan–run attention" in told
     assert '"benchmark"' not in told
     monkeypatch.setattr(chart, "MOST_SECONDS", 0.01)
     later.say_reward(workspace, "06.1")

@@ -147,7 +147,7 @@ def test_any_automaton(seed):
         return
     met = [(0, now) for now in random_walk(automaton, chance, 4)]
     deep = [now._replace(stack=now.stack[:1] * (MAX_DEPTH - 5) + now.stack) for _, now in met if now.stack]
-    met += [(0, now) for now in deep[:3] if automaton.has_room(now)]
+    met += [(0, now) for now in deep[:3] if automaton.fits(now)]
     machine.check_masks(met)
     machine.check_advance(met, chance, in_place=chance.random() < 0.5)
 

@@ -239,7 +239,7 @@ def test_what_is_not_supported_for_them_is_said(folders: dict[str, Path], tmp_pa
     with pytest.raises(InferError, match=r"several matrices in one tensor.*quantized while it loads"):
         quantize_checkpoint(str(folders["phi3"]), tmp_path / "quantized", "int8")
     for name, folder in folders.items():
-        with pytest.raises(ConfigError, match=f"{name!r} have sizes or tensors of their own that are not cut"):
+        with pytest.raises(ConfigError, match=f"{name!r} have sizes or tensors of their own that are not sharded"):
             on_ranks(2, lambda ranks, folder=folder: load_part(folder, ranks))
     with pytest.raises(ConfigError, match="'qwen3_moe' have parts of their own"):
         adapt(fuse(load_model(folders["qwen3_moe"])), [], torch.zeros(1, 64))

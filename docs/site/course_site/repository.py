@@ -17,6 +17,8 @@ ROOT = Path(__file__).resolve().parents[3]
 DOCUMENTS = ("README.md", "adapters/*.md", "docs/*.md", "tutorial/*.md", "benchmarks/reports/*.md")
 DATA = ("benchmarks/reports/*.json", "tutorial/recordings/*.json")
 """Files that are shown in another form than as their text."""
+HIDDEN = ("tutorial/mistakes/*.toml",)
+"""Files without a page: known mistakes are changes to the lines of exercises."""
 FOLDERS = ("adapters", "phases", "shared", "tests", "benchmarks", "tutorial", "docs", "constraints")
 TOP_FILES = ("README.md", "Makefile", "LICENSE", "pyproject.toml", "conftest.py")
 SUFFIXES = (".py", ".toml", ".jinja", ".json", ".md", ".txt", ".css", ".js")
@@ -31,7 +33,7 @@ def source_files() -> KeysView[PurePosixPath]:
     found = [path for folder in FOLDERS for path in (ROOT / folder).rglob("*") if path.suffix in SUFFIXES]
     paths = [PurePosixPath(path.relative_to(ROOT)) for path in found if path.is_file()]
     shown = [path for path in paths if not any(part.startswith((".", "__pycache__")) for part in path.parts)]
-    shown = [path for path in shown if not any(map(path.match, DATA))]
+    shown = [path for path in shown if not any(map(path.match, DATA + HIDDEN))]
     top = [PurePosixPath(name) for name in TOP_FILES if (ROOT / name).exists()]
     return dict.fromkeys(sorted([*shown, *top])).keys()  # asked for each name of each page, so found by hash
 

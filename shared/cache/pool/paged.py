@@ -188,7 +188,7 @@ class PagedKVCachePool:
                 f"Request {request.request_id} has {self.lengths[row]} cached tokens and cannot be truncated to "
                 f"{num_tokens}."
             )
-        self.lengths[row] = num_tokens
+        self.lengths[row], self.laid_out = num_tokens, None
 
     def shrink(self, request: Request, num_tokens: int) -> None:
         """Frees the blocks that are no longer needed."""

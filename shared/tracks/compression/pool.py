@@ -65,7 +65,7 @@ class CompressedRequests:
             needed = pool.blocks_for(packed.num_slots + reserved)
             if not self._leave_tree(cast(PrefixSharing, self.sharing), pool, request, needed):
                 return None
-        self.packed[request] = packed
+        self.packed[request], pool.laid_out = packed, None
         if not packed.num_slots:
             return 0
         pool.num_slotless[request] = packed.num_tokens - packed.num_slots
