@@ -56,6 +56,7 @@ class OutputProcessor:
             if (  # its next token adds whole characters and nothing else, as most do: what `push` returns then
                 stream is not None
                 and 0 < (number := stream.num_tokens) < stream.num_plain
+                and not stream.has_ended
                 and len(ids := request.output_ids) == number + 1
                 and (token_id := ids[number]) not in stream.end_ids
                 and stream.decoder.holds_nothing

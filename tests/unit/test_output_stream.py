@@ -65,6 +65,29 @@ def test_no_output_follows_the_one_that_ends_a_request(tokenizer: Tokenizer) -> 
     assert (processor.catch_up(), processor.take()) == ([], [])
 
 
+def test_no_output_follows_the_last_one_after_an_interrupted_call(
+    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The call was interrupted before it returned the request, which thus got another token."""
+    word, end = tokenizer.encode("a")[-1], min(tokenizer.eos_ids)
+    requests, processor = [Request(name, [1], SamplingParams(), 0) for name in "ab"], OutputProcessor(tokenizer, 100)
+    for request in requests:
+        processor.add(request)
+        request.append(word)
+    processor.catch_up()
+    processor.take()
+    for request in requests:
+        request.append(end)
+    with monkeypatch.context() as patch:
+        patch.setattr(processor.streams[requests[1]], "push", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            processor.catch_up()
+    for request in requests:
+        request.append(word)
+    assert processor.catch_up() == requests
+    assert [(output.request_id, output.token_id) for output in processor.take()] == [("a", end), ("b", end)]
+
+
 def test_a_request_of_no_tokens_ends_when_its_prompt_is_computed(tokenizer: Tokenizer) -> None:
     request = Request("a", [1, 2], SamplingParams(max_new_tokens=0, prompt_logprobs=0), 0)
     processor = OutputProcessor(tokenizer, 100)
