@@ -23,7 +23,7 @@ from shared.engine.config import EngineConfig
 from shared.errors import CapacityError
 from shared.loading.config_json import read_config
 from shared.ops.attention import naive_attention
-from shared.scheduling.schedule import Schedule
+from shared.scheduling.schedule import DecodeRun, Schedule
 from shared.tracks.compression.compressors import COMPRESSORS
 from shared.tracks.compression.interface import compress, select
 from shared.tracks.compression.kept_cells import KeptCells, masked_attention
@@ -107,6 +107,19 @@ def test_a_compression_frees_what_no_head_keeps() -> None:
     pool.release(request)
     assert pool.audit() == []
     assert pool.num_slotless.get(request, 0) == 0
+
+
+def test_the_layout_of_a_run_does_not_continue_after_a_compression() -> None:
+    pool, request = pool_of(), make_request("a")
+    run = DecodeRun([request], 9)
+    assert pool.reserve(request, 31)
+    commit(pool, step_of({request: 29}))
+    assert pool.layout(Schedule.of_run(2, run, [29])).slot_mapping.tolist() == [29]
+    pool.commit_next([request])
+    request.num_computed_tokens = 30
+    counts = np.array([[3, 9], [20, 1]])  # of these tokens three blocks are left
+    pool.extension.compress(pool, request, Packed(counts, 30, pool.extension.cells.slots_for(counts)))
+    assert pool.layout(Schedule.of_run(3, run, [30])).slot_mapping.tolist() == [12]
 
 
 def test_tails_and_parts_of_compressed_requests() -> None:
