@@ -4,10 +4,9 @@ It adds, steps, fails, interrupts and aborts in any order, with a step in flight
 
 What varies is a :class:`Setting`: the choices of a run, how they make a scheduler with its pool, which drafts are
 proposed, and the checks that this scheduler must pass in addition to those of all. Next to the pool there is a naive
-model of its
-memory (:mod:`tests.unit.slot_model`), so a block that is shared wrongly, freed too early or written while it is
-shared shows as a request that reads what it should not. Each request has tokens that no other has, so a token that is
-lost, doubled or given to the wrong request shows too.
+model of its memory (:mod:`tests.unit.slot_model`), so a block that is shared wrongly, freed too early or written while
+it is shared shows as a request that reads what it should not. Each request has tokens that no other has, so a token
+that is lost, doubled or given to the wrong request shows too.
 """
 
 from collections import Counter

@@ -30,9 +30,7 @@ class BlockTables(Protocol):
     granted: list[int]
     lengths: list[int]
     num_slotless: dict[Request, int]
-    laid_out: (
-        tuple[int, list[int], PagedLayout] | None
-    )  # what the next step's layout continues; None after tokens have moved
+    laid_out: tuple[int, list[int], PagedLayout] | None  # what the next layout continues; None after tokens have moved
 
     @property
     def free_tokens(self) -> int:

@@ -69,7 +69,7 @@ class PagedKVCachePool:
         self.lengths = [0] * max_sequences
         self.num_slotless: dict[Request, int] = {}  # tokens without a slot in the request's table, if there are any
         self.laid_out: tuple[int, list[int], PagedLayout] | None = None
-        """The number of the newest step's run, its rows, and its layout, unless a block has been filled since."""
+        """The number of the newest step's run, its rows and its layout; None once a block is full or tokens move."""
         self.extension = extension or NoExtension()
         self.lay_out = lay_out
 
