@@ -44,7 +44,8 @@ def request_texts(trace: Trace) -> list[dict[int, str]]:
 
 
 def _request(trace: Trace, request: TracedRequest, chunks: Mapping[tuple[str, int], str]) -> dict[int, str]:
-    found = {}
+    found: dict[int, str] = {}
+    cached = request.num_cached_tokens
     for cell in trace.cells(request):
         if cell.kind is CellKind.PENDING:
             facts = ["pending: a token of the step before arrives"]
@@ -53,8 +54,9 @@ def _request(trace: Trace, request: TracedRequest, chunks: Mapping[tuple[str, in
         elif cell.kind is CellKind.PREFILL:
             whole = _some(request.num_prompt_tokens, "prompt token")
             prompt = chunks.get((request.request_id, cell.step), whole)
-            cached = request.num_cached_tokens
-            facts = [f"prefill of {prompt}{f', {cached} of which came from the cache' if cached else ''}"]
+            facts = [f"prefill of {prompt}"]
+            if cached and not found:  # the first of its chunks
+                facts.append(f"{_some(cached, 'prompt token')} came from the cache")
         elif cell.kind is CellKind.DECODE:
             facts = ["decode", _drafts(cell.num_accepted_drafts, cell.num_rejected_drafts)]
         else:

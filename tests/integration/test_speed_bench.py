@@ -4,6 +4,7 @@ import gzip
 import json
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -99,6 +100,26 @@ def test_a_row_that_was_disturbed_is_measured_once_more_and_says_so(monkeypatch:
     assert [row["threads"] for row in (steady, busy, wild)] == [4, 2, 1]
     assert [row["shared"] for row in (steady, busy, wild)] == [0, pytest.approx(0.2), pytest.approx(0.1)]
     assert fixed == [4, 4, 2, 1, 1]
+
+
+@pytest.mark.parametrize(("last", "is_repeated"), [(20.0, False), (100.0, True)])
+def test_a_repetition_that_the_time_cuts_short_hides_no_unsteady_row(
+    monkeypatch: pytest.MonkeyPatch, last: float, is_repeated: bool
+) -> None:
+    """Three pairs that differ, then three that agree; each takes 4 s of a clock that only they move."""
+    now, gains = [0.0], iter([1.0, 3.0, 1.0, 2.0, 2.0, 2.0])
+
+    def measure(engine: Any, pair: int) -> float:
+        now[0] += 2.0
+        return next(gains) if engine == "after" else 1.0
+
+    monkeypatch.setattr(ladder, "time", SimpleNamespace(perf_counter=lambda: now[0]))
+    monkeypatch.setattr(ladder, "Others", lambda: SimpleNamespace(left=lambda: 4.0))
+    rung = rungs.Rung("03", "a row", rungs.side("02"), rungs.side("03"), measure)
+    threads = ladder.Threads(1, 4, lambda number: None)
+    row = ladder.measure_rung(rung, ("before", "after"), 3, Steps(None, 6), threads, last)
+    assert len(row["trials"]) == 3
+    assert row["is_steady"] == is_repeated, "two pairs that agree say less than three that do not"
 
 
 def test_a_limited_time_leaves_out_pairs_and_rows_and_says_so(folder: Path) -> None:

@@ -388,4 +388,4 @@ def test_shared_and_cached_blocks_are_drawn_and_told(browser: Any, model: str, t
 
         turn_to(tab, 1)
         point_at(tab, "rect.prefill[data-request='2']")
-        assert ", 20 of which came from the cache" in tab.inner_text("#details")
+        assert " · 20 prompt tokens came from the cache" in tab.inner_text("#details")

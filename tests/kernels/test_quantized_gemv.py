@@ -24,6 +24,9 @@ from shared.kernels.products.quantized_tiling import (
 )
 from shared.kernels.products.rmsnorm import rms_norm, rms_norm_kernel
 from shared.kernels.products.tiling import MAX_ROWS
+from shared.loading.loader import load_model
+from shared.loading.quantized import quantizer
+from shared.models.fused import fuse
 from shared.models.parts import MergedGroup
 from shared.models.projection import Projection, ProjectionGroup
 from shared.models.quantized import FusedQuantizedProjection, QuantizedMLP, QuantizedProjection
@@ -290,6 +293,15 @@ def test_the_mlp_of_a_prompt_activates_and_rounds_in_one_launch(
     assert_equal(out, expected, "outputs", ("row", "column"))
     assert num_launches(gated_kernel) == before[0] == (rows > MAX_ROWS)
     assert num_launches(quantize_rows_kernel) == 2 * before[1] == 4
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3_text"])
+def test_a_loaded_and_fused_model_has_such_an_mlp(family, as_hopper, tiny_checkpoints, device, randn, num_launches):
+    model = load_model(tiny_checkpoints[family], dtype=torch.float16, device=device, quantize=quantizer("fp8"))
+    fuse(model)
+    mlp = model.blocks[0].mlp
+    mlp(randn(MAX_ROWS + 8, model.config.hidden_size, dtype=torch.float16), SimpleNamespace(gate=None))
+    assert (num_launches(gated_kernel), num_launches(quantize_rows_kernel)) == (0, 2)
 
 
 @pytest.mark.parametrize("columns_per_scale", [128, None])

@@ -180,6 +180,19 @@ def test_a_syntax_error_in_any_module_of_the_copy_is_shown_with_its_line(tmp_pat
     assert "def broken(:" in printed
 
 
+def test_a_copy_that_is_no_utf_8_is_not_said_to_be_an_exercise(tmp_path: Path) -> None:
+    """`infer workshop reset` hands out the phase's exercises anew, and leaves the hunt as it is."""
+    (hunt,) = find_hunts("08b1")
+    bug(tmp_path, "08b1")
+    file = tmp_path / "bugs/08b1" / hunt.paths[0]
+    file.write_bytes(b"# caf\xe9\n" + file.read_bytes())
+    code, printed = bug(tmp_path, "08b1", "--check")
+    assert code == 1
+    assert "no UTF-8 text: byte 0xe9 at offset 5" in printed
+    assert f"delete {tmp_path / 'bugs/08b1'} to plant the bug anew" in printed
+    assert "reset" not in printed
+
+
 def bug(workspace: Path, *arguments: str) -> tuple[int, str]:
     environment = {"INFER_WORKSPACE": str(workspace), "NO_COLOR": "1"}
     done = CliRunner().invoke(app, ["workshop", "bug", *arguments], env=environment)

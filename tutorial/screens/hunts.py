@@ -115,7 +115,8 @@ def _check(folder: "HuntFolder") -> None:
     if not can_be_checked(judged := hunt.judged(hunt.tests)):
         raise ConfigError(f"To check {hunt.number} {NO_TRITON}.")
     files = (folder.root / path for path in hunt.paths)
-    if broken := next(filter(None, (not_compiled(judged, file) for file in files if file.is_file())), None):
+    anew = f"delete {shown(folder.root)} to plant the bug anew"
+    if broken := next(filter(None, (not_compiled(judged, file, anew) for file in files if file.is_file())), None):
         typer.echo("\n".join(screen(Workspace(folder.root), broken)))
         raise typer.Exit(1)
     with CheckServer() as server, working(f"running the tests of {hunt.number}"):

@@ -25,7 +25,7 @@ SECONDS_OF_PAIRS = 10.0
 """After so many, what a finished phase gains is not measured again, so that it is shown within 20 s on an idle
 machine."""
 MOST_SECONDS = 40.0
-"""That it may take at a machine that is busy with other programs."""
+"""The most that it may take, on a machine that is slow or busy with other programs."""
 
 
 def finished_phases(workspace: Workspace) -> list[str]:
@@ -79,7 +79,7 @@ def _run(workspace: Workspace, *arguments: str, seconds: float | None = None) ->
             )
         except subprocess.TimeoutExpired:
             raise ConfigError(
-                f"It was ended after {seconds:g} s, since other programs keep this machine busy; `infer workshop "
+                f"It was ended after {seconds:g} s: this machine is slow, or busy with other programs. `infer workshop "
                 "chart` takes the time that it needs."
             ) from None
     if done.returncode:

@@ -54,8 +54,8 @@ class ForkServer:
         packages: modules to import, none of this project; one that is missing is passed over.
         environment: all variables of the server. Those that a package reads when it is imported, such as
             ``TRITON_INTERPRET``, must be here; a run's own environment comes too late for them.
-        idle_seconds: 0: the server ends with this process.
-        More: it stays for other processes of the user until no run has begun for so long.
+        idle_seconds: for how long without a new run the server stays, also for other processes of the user; with 0 it
+            ends with this process.
     """
 
     def __init__(self, packages: Sequence[str], environment: Mapping[str, str], idle_seconds: float = 0.0) -> None:

@@ -107,7 +107,7 @@ def _held(pid: int) -> tuple[int, int]:
 
 
 def _limit(kind: int, value: int) -> None:
-    """Lower a limit; where the system knows it not or has a lower one, that stays."""
+    """Lower a limit; one that the system does not support, or has lower already, stays as it is."""
     _, hard = resource.getrlimit(kind)
     if hard != resource.RLIM_INFINITY:
         value = min(value, hard)

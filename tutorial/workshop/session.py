@@ -110,7 +110,8 @@ class Session:
         outcome = outcomes.get(self.workspace.state(exercise))
         if outcome is not None:
             return Verdict(exercise, outcome)
-        if (broken := not_compiled(exercise, self.workspace.file(exercise))) is not None:
+        anew = f"start anew with `infer workshop reset {exercise.phase}`, which keeps a backup"
+        if (broken := not_compiled(exercise, self.workspace.file(exercise), anew)) is not None:
             return broken
         return None if keys is None else self.kept.find(exercise, keys)
 
@@ -140,18 +141,16 @@ class Session:
         return replace(verdict, where=where, file=None if verdict.file is None else str(own))
 
 
-def not_compiled(exercise: Exercise, file: Path) -> Verdict | None:
+def not_compiled(exercise: Exercise, file: Path, anew: str) -> Verdict | None:
     """The verdict on an exercise whose file cannot be compiled: the error, where it is, and a caret for below the line
-    there; None if it can."""
+    there; None if it can. ``anew`` says how the learner gets a new copy of the file."""
     content = file.read_bytes()
     try:
         content.decode()
         compile(content, str(file), "exec", dont_inherit=True)
     except UnicodeDecodeError as error:
-        said = (
-            f"{file} is no UTF-8 text: byte {content[error.start]:#04x} at offset {error.start}; save it as UTF-8, or "
-            f"start anew with `infer workshop reset {exercise.phase}`, which keeps a backup"
-        )
+        byte = f"byte {content[error.start]:#04x} at offset {error.start}"
+        said = f"{file} is no UTF-8 text: {byte}; save it as UTF-8, or {anew}"
         line = content.count(b"\n", 0, error.start) + 1
         return Verdict(exercise, Outcome.NOT_RUN, reason=said, where=f"{file}:{line}")
     except SyntaxError as error:

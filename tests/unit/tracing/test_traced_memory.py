@@ -11,9 +11,10 @@ from shared.tracing.chrome import chrome_trace
 from shared.tracing.focus import focus
 from shared.tracing.holdings import memory_data
 from shared.tracing.timeline_page import page, totals_rows
+from shared.tracing.told import request_texts
 from shared.tracing.trace import Outcome, Trace, TracedRequest, TracedStep
 from shared.tracing.workload import Arrival
-from tests.unit.tracing.recording import D, P, Q, R, X, kinds, recorded
+from tests.unit.tracing.recording import D, P, Q, R, X, kinds, make_engine, recorded
 from tests.unit.tracing.written import check_events, embedded, table
 
 
@@ -122,3 +123,15 @@ def test_shared_and_cached_blocks_in_the_page_and_totals(folder: Path) -> None:
     assert cached[:3] == [[], [], []]
     assert len(cached[5]) == len(cached[-1]) == 3, "a, b and c were the same but for their lengths"
     assert memory["num_shown"] == 8
+
+
+def test_a_request_tells_its_cached_tokens_once_and_not_as_a_part_of_its_chunks(folder: Path) -> None:
+    """b begins with a's first 32 tokens, and its other 12 come in chunks of 8."""
+    engine = make_engine(folder, "08", block_size=16, prefill_chunk_size=8)
+    params = SamplingParams(temperature=0.0, max_new_tokens=1, ignore_eos=True)
+    prompts = tuple(range(40)), (*range(32), *range(50, 62))
+    trace = recorded(engine, [Arrival(8 * n, "ab"[n], prompt, params) for n, prompt in enumerate(prompts)])
+    told = request_texts(trace)[1]
+    assert list(told) == [8, 9]
+    assert told[8] == "prefill of tokens 32 to 39 of 44 · 32 prompt tokens came from the cache"
+    assert told[9].startswith("prefill of tokens 40 to 43 of 44 · token 1 of 1 is ")
