@@ -5,7 +5,6 @@ are put after it. Pages that show whole sources and differences fold the same li
 Enter, and needs no script. Invariant: every line of an exercise is on the page, after its fold.
 """
 
-import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from html import escape
@@ -63,11 +62,9 @@ def with_hidden(lines: Iterable[str], num_signs: int = 0) -> list[tuple[str, str
 def exercise_lines(path: str) -> dict[int, str]:
     """The exercise, or the bug hunt, of each line of a file that gives it away, hints included; lines count from 0.
 
-    They are the reference's lines in a module, the changes to them in a table of known mistakes, and all that a hunt
-    has in its table.
+    They are the reference's lines in a module, and all that a hunt has in its table. Tables of known mistakes have no
+    page.
     """
-    if path.startswith("tutorial/mistakes/"):
-        return _changed_lines(read(path))
     if path.startswith("tutorial/bugs/") and path.endswith(".toml"):
         return _lines_of_hunts(read(path), PurePosixPath(path).stem)
     try:
@@ -85,18 +82,6 @@ def _lines_of_hunts(table: str, phase: str) -> dict[int, str]:
             count += 1
         elif count and line.strip():
             found[index] = f"{phase}b{count}"
-    return found
-
-
-def _changed_lines(mistakes: str) -> dict[int, str]:
-    found: dict[int, str] = {}
-    number, is_change = "", False
-    for index, line in enumerate(mistakes.split("\n")):
-        if match := re.fullmatch(r'exercise = "(.+)"', line):
-            number = match[1]
-        is_change = line.startswith("changes = ") or (is_change and not line.startswith("[[mistakes]]"))
-        if is_change and line.strip():
-            found[index] = number
     return found
 
 
