@@ -14,6 +14,7 @@ import atexit
 import contextlib
 import logging
 import multiprocessing
+import os
 import queue
 import select
 import signal
@@ -73,6 +74,8 @@ class EngineProcess:
         that has fallen behind would still write the tokens of each step separately.
         """
         asyncio.get_running_loop().add_reader(self._pipe.fileno(), self._read, publish)
+        # uvloop makes what it watches non-blocking, and then a full pipe would fail the writer, and lose its commands.
+        os.set_blocking(self._pipe.fileno(), True)
         threading.Thread(target=self._write, name="engine pipe", daemon=True).start()
 
     def send(self, command: Command) -> None:

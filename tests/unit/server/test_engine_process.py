@@ -14,12 +14,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import uvloop
 
 from shared.engine.output import StepOutput
 from shared.engine.request import TokenLogprobs
 from shared.errors import ConfigError
 from shared.sampling.params import SamplingParams
 from shared.server.engine.loop import (
+    Abort,
     Add,
     Answered,
     Ask,
@@ -122,7 +124,7 @@ def follow(
 ) -> Iterator[Told]:
     """The events that follow these commands, from an event loop that does nothing else after ``before``."""
     told: list[Told] = []
-    loop = asyncio.new_event_loop()
+    loop = uvloop.new_event_loop()  # as a server has it: it makes pipes that it watches non-blocking
 
     async def start() -> None:
         handle.start(lambda event, _, num_added: told.append((event, num_added)))
@@ -163,6 +165,19 @@ def test_commands_are_answered_between_two_steps_and_in_their_order(handle: Engi
     handle.send(Stop())
     handle.join(PATIENCE)
     wait_until(lambda: not handle.is_alive)
+
+
+@pytest.mark.usefixtures("forked")
+def test_a_full_pipe_loses_no_command(handle: EngineProcess) -> None:
+    """An engine that reads nothing for a while gets all that was sent to it, in its order."""
+    assert handle._process.pid is not None
+    os.kill(handle._process.pid, signal.SIGSTOP)
+    commands = [Abort(f"request {n}" + 1000 * " ") for n in range(2000)]
+    go_on = partial(os.kill, handle._process.pid, signal.SIGCONT)
+    for event, _ in follow(handle, (*commands, Ask(7, Question.DESCRIPTION)), before=lambda: (time.sleep(1), go_on())):
+        if isinstance(event, Answered):
+            break
+    assert event.number == 7
 
 
 @pytest.mark.usefixtures("forked")
