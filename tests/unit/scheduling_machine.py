@@ -278,9 +278,11 @@ class SchedulingMachine(RuleBasedStateMachine):
         flying = {request for request in running if request.num_pending_tokens}
         decoding = [request for request in running if self.can_decode(request)]
         before = self.live(), running, scheduler.has_work(), bool(scheduler.ending)
-        num_blocks, resident = self.num_cached_blocks(), self.resident()
+        num_blocks, resident, num_steps = self.num_cached_blocks(), self.resident(), scheduler.num_steps
         planned = Planned(scheduler.schedule(), *before)
         schedule = planned.schedule
+        assert schedule.step == scheduler.num_steps
+        assert scheduler.num_steps > num_steps or not schedule, "each step has a number of its own"
         self.check_entries(schedule)
         for request in decoding:
             if request not in schedule.requests and request.request_id in scheduler.running:

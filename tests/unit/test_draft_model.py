@@ -23,6 +23,7 @@ from shared.sampling.params import SamplingParams
 from shared.scheduling.drafts import num_equal
 from shared.scheduling.schedule import Schedule
 from shared.speculation.adaptive import a_tenth
+from shared.speculation.draft_memory import memory_settings
 from shared.speculation.vocabulary import check_vocabulary
 from shared.text.tokenizer import Tokenizer
 from tests.drafts import assert_greedy_same_and_others_repeatable
@@ -244,6 +245,8 @@ def test_both_caches_are_counted_in_the_memory(tiny_checkpoints: dict[str, Path]
     alone = Engine(EngineConfig(model=str(folder), max_seq_len=128, max_batch_size=2))
     both = make(folder, folder, max_batch_size=2)
     assert both.pool.draft.capacity_tokens == both.pool.target.capacity_tokens <= alone.pool.capacity_tokens
+    own = memory_settings(both.config, both.pool.target)
+    assert own.num_gpu_blocks * own.block_size == both.pool.target.capacity_tokens, "as many, if its keys are smaller"
     params = SamplingParams(max_new_tokens=4)
     assert both.add_request([1, 2, 3], params)
 

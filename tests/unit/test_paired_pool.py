@@ -23,6 +23,7 @@ def test_drafts_of_an_interrupted_step_are_forgotten_with_their_blocks() -> None
     drafter.pool.commit(draft_request, 3)
     draft_request.draft_ids = [10, 11, 12, 13]  # the keys of the first three are written
     pair.shrink(request, 5)
+    assert pair.target.free_tokens == pair.draft.free_tokens == 10, "both pools free the same blocks"
     assert draft_request.draft_ids == [10, 11, 12]
     pair.shrink(request, request.num_tokens)  # as after an interruption
     for token_id in (10, 11, 12):

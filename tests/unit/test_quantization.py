@@ -142,7 +142,7 @@ def test_matrices_of_the_same_x_are_one_or_if_their_formats_differ_apart(
 def test_zeros_of_merged_matrices_of_which_one_has_none() -> None:
     plain, other = (quantize(torch.randn(n, K), "int4") for n in (3, 5))
     other = dataclasses.replace(other, zeros=torch.randint(16, other.scales.shape, dtype=torch.uint8))
-    for weights in ((plain, other), (other, plain)):
+    for weights in product((plain, other), repeat=2):
         assert torch.equal(dequantize(concatenate(weights)), torch.cat([dequantize(weight) for weight in weights]))
     assert not mergeable([plain, quantize(torch.randn(3, K), "int4", 64)]), "groups of other sizes"
 
@@ -270,12 +270,14 @@ def test_a_stored_matrix_is_read(tmp_path: Path, kind: str) -> None:
     weight = read(tmp_path, config, tensors)
     torch.testing.assert_close(dequantize(weight).double(), wanted.double())
     assert weight.scales.shape == (-(-N // weight.rows_per_scale), K // weight.columns_per_scale)
+    assert (weight.zeros is not None) == (kind in ("packed int4 with zeros", "gptq", "awq")), "zeros of 8 are left out"
 
 
 @pytest.mark.parametrize(
     ("kind", "config", "tensors", "told"),
     [
         ("gptq", {"quant_method": "hqq"}, {}, "quant_method 'hqq'.*supported are fp8, compressed-tensors, gptq, awq"),
+        ("gptq", {"quant_method": ["gptq"]}, {}, r"quant_method \['gptq'\]"),
         ("gptq", {"bits": 3}, {}, "bits 3, which is not supported; supported is 4"),
         ("gptq", {"group_size": -1}, {}, "group_size -1.*32, 64, 128"),
         ("gptq", {"checkpoint_format": "marlin"}, {}, "checkpoint_format 'marlin'"),
@@ -316,6 +318,12 @@ def test_a_stored_matrix_is_read(tmp_path: Path, kind: str) -> None:
             "symmetric: False",
         ),
         ("packed int4", {"config_groups": scheme(num_bits=2, type="int")}, {}, r"\('int', 2\)"),
+        (
+            "packed int4",
+            {"config_groups": scheme(num_bits=8, type="float", strategy="channel")},
+            {},
+            r"\('float', 8\), .*packed int of 4 bits",
+        ),
         ("awq", {}, {"qzeros": None}, "lack .*up_proj.qzeros"),
     ],
 )
@@ -356,12 +364,17 @@ def test_modules_left_out(tmp_path: Path) -> None:
     """Layer 7 is not layer 70. The list of AWQ has parts of names."""
     save_file({"a": torch.zeros(1)}, tmp_path / "model.safetensors")
     checkpoint = Checkpoint(tmp_path)
+    with pytest.raises(ModelFolderError, match="quant_method None"):
+        detect_format("fp8", checkpoint)
+    for rows, columns in ((N - 4, K), (N, K - G // 2)):
+        with pytest.raises(ModelFolderError, match=f"up_proj of .{rows}, {columns}.: rows by 8, columns by the group"):
+            detect_format(GPTQ, checkpoint).read(NAME, (rows, columns))
     in_layer_7 = "model.layers.7.mlp.up_proj"
     for config, left_out in [
         (INT8, in_layer_7),
         (INT8 | {"ignore": ["lm_head", "model.layers.7", in_layer_7]}, in_layer_7),
         (AWQ | {"modules_to_not_convert": ["layers.7."]}, in_layer_7),
-        (BLOCKS | {"modules_to_not_convert": ["model.layers.7"]}, in_layer_7),
+        *((BLOCKS | {"modules_to_not_convert": [name]}, in_layer_7) for name in ("model.layers.7", in_layer_7)),
         (GPTQ, "lm_head"),
     ]:
         stored = detect_format(config, checkpoint)

@@ -6,7 +6,8 @@ import pytest
 import torch
 from scipy.stats import chisquare
 
-from shared.engine.sampling.rejection import Rejection
+from shared.engine.sampling.drawing import plain
+from shared.engine.sampling.rejection import Rejection, acceptance
 from shared.engine.sampling.sampler import Sampler
 from shared.sampling.noise import Stream
 from shared.sampling.params import SamplingParams
@@ -113,7 +114,8 @@ def test_drafts_are_accepted_as_often_as_the_distributions_overlap() -> None:
 def test_where_rounding_leaves_no_residual_a_draft_is_replaced_by_a_draw_from_the_target() -> None:
     logits = torch.tensor([-torch.inf, 1.0, 2.0, 3.0]).expand(64, -1)
     batch = SamplingBatch.of([SamplingRow(SamplingParams(), seed, 0) for seed in range(64)])
-    rows, drafts, more_than_p = torch.arange(64), torch.full((64,), 3), 2 * logits.softmax(-1)
+    rows, more_than_p = torch.arange(64), 2 * logits.softmax(-1)
+    drafts = torch.where(rows % 2 == 0, 3, 0)  # 0 is possible in neither distribution
     found = accept_or_replace(torch.zeros_like(rows), logits, batch, rows, drafts, more_than_p)
     assert_equal(set(found.tolist()), {1, 2, 3}, "tokens that are drawn")
 
@@ -137,6 +139,8 @@ def test_drafts_are_drawn_by_their_own_noise_and_their_distributions_are_kept() 
     ids = Sampler(torch.device("cpu"), 30, draw=DraftDraw(kept)).sample(logits, rows, range(30)).ids
     batch = SamplingBatch.of(rows)
     assert_equal(ids.tolist(), sample(logits, batch, stream=Stream.DRAFT).tolist(), "drafts", ("row",))
+    greedy = Sampler(torch.device("cpu"), 10, draw=DraftDraw({})).sample(logits[::3], rows[::3], range(10)).ids
+    assert_equal(greedy.tolist(), ids[::3].tolist(), "drafts of greedy rows alone", ("row",))
     drawn = [row for row in rows if not row.params.is_greedy]
     assert_equal(list(kept), [(row.serial, row.index) for row in drawn], "the drafts that have a distribution")
     q = filter_logits(adjust_logits(logits, batch), batch, slice(None)).softmax(-1)
@@ -151,13 +155,18 @@ def test_each_draft_is_judged_by_its_own_distribution() -> None:
     known = [n for n, row in enumerate(rows) if not row.params.is_greedy and n % 2]
     distributions = {(rows[n].serial, rows[n].index): q[n] for n in known}
     distributions |= {(row.serial, row.index + 1): q[0] for row in rows}
-    ids = Sampler(torch.device("cpu"), 60, draw=Rejection(distributions)).sample(logits, rows, range(60)).ids
+    assert acceptance("coupled", distributions) is plain
+    draw = acceptance("rejection", distributions)
+    ids = Sampler(torch.device("cpu"), 60, draw=draw).sample(logits, rows, range(60)).ids
     batch, judged = SamplingBatch.of(rows), [n for n in range(60) if n % 3]
     certain = torch.nn.functional.one_hot(torch.tensor(2), VOCABULARY).float()
     of_drafts = torch.stack([q[n] if n in known else certain for n in judged])
     drafts = torch.full((len(judged),), 2)
     expected = accept_or_replace(sample(logits, batch), logits, batch, torch.tensor(judged), drafts, of_drafts)
     assert_equal(ids.tolist(), expected.tolist(), "tokens", ("row",))
+    lookup = Sampler(torch.device("cpu"), 60, draw=Rejection()).sample(logits, rows, range(60)).ids
+    expected = accept_or_replace(sample(logits, batch), logits, batch, torch.tensor(judged), drafts)
+    assert_equal(lookup.tolist(), expected.tolist(), "tokens of drafts found by lookup", ("row",))
     alone = Sampler(torch.device("cpu"), 20, draw=Rejection()).sample(logits[::3], rows[::3], range(20)).ids
     for greedy in (ids[::3], alone):
         assert_equal(greedy.tolist(), logits[::3].argmax(-1).tolist(), "tokens of greedy rows", ("row",))

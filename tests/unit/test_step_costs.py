@@ -112,7 +112,11 @@ def test_costs_are_derived_from_bytes_and_operations(tiny_checkpoints: dict[str,
         assert table.cost(1) == pytest.approx(expected, rel=1e-3)
         kv_bytes = 2 * c.num_layers * c.num_kv_heads * c.head_dim * 2
         assert table.cost(1, 1000) - table.cost(1) == pytest.approx(1000 * kv_bytes / rates.bytes, rel=1e-3)
-        assert step_costs.head_costs(model).cost(1) < table.cost(1)
+        of_head = step_costs.head_costs(model)
+        expected = step_costs.HEAD_LAYERS * rates.layer + 2 * head / rates.bytes + 2 * head / rates.operations
+        assert of_head.cost(1) == pytest.approx(expected, rel=1e-3)
+        assert of_head.cost(1, 1000) == of_head.cost(1) < table.cost(1), "the head reads no keys"
+        assert of_head.hash != table.hash
     whole, fused = (load_model(tiny_checkpoints["qwen3"]) for _ in range(2))
     fuse(fused)
     assert step_costs.derived(fused) == step_costs.derived(whole), "equal models have equal tables"
