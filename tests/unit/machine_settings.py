@@ -1,6 +1,7 @@
 """The settings of :mod:`tests.unit.scheduling_machine`: schedulers, pools, drafts, and what each must keep."""
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -28,6 +29,9 @@ from shared.scheduling.scheduler import Scheduler
 from shared.scheduling.speculative import SpeculativeScheduler
 from shared.scheduling.static import StaticScheduler
 from shared.speculation.draft_model import NO_MASKS, DraftModel
+from shared.tracks.multi_token.batch import _WithMasks as WithMasks
+from shared.tracks.multi_token.scheduler import MultiTokenSchedule, MultiTokenScheduler
+from shared.tracks.multi_token.scheduler import settle as settle_with_masks
 from shared.tracks.segments.pool import segment_pool
 from shared.tracks.segments.registry import SegmentRegistry
 from shared.tracks.segments.scheduler import SegmentScheduler
@@ -108,10 +112,29 @@ def the_youngest_give_their_memory(machine: SchedulingMachine, planned: Planned)
     running = list(machine.scheduler.running.values())
     lost = [request.request_id for request in reversed(planned.running) if request not in running]
     assert [*planned.schedule.preempted] == lost, "the youngest first"
-    is_spec = machine.config.use_speculative_decoding
+    is_spec, masks = machine.config.use_speculative_decoding, masks_of(planned.schedule)
     for request in running:
         most = request.num_tokens + request.num_pending_tokens + (0 if is_spec else machine.loop.num_in_flight)
+        most += masks.get(request, 0)
         assert request.num_scheduled_tokens <= machine.granted(request) <= most, "memory for what is written, no more"
+
+
+def masks_of(schedule: Schedule) -> dict[Request, int]:
+    """The mask tokens of each request of 11.1."""
+    masks = schedule.masks if isinstance(schedule, MultiTokenSchedule) else {}
+    return {entry.request: entry.num_tokens * masks.get(entry.request, 0) for entry in schedule}
+
+
+def masks_have_slots_within_the_budget(machine: SchedulingMachine, planned: Planned) -> None:
+    schedule, masks = planned.schedule, masks_of(planned.schedule)
+    machine.met["masks"] += sum(masks.values())
+    if isinstance(schedule, MultiTokenSchedule):
+        num_tokens = int(schedule.num_tokens.sum()) + sum(masks.values())
+        assert num_tokens <= max(machine.config.max_num_batched_tokens, schedule.num_decoding + 1)
+        layout: Any = WithMasks(schedule, machine.pool).layout(schedule)
+        assert len(set(layout.slot_mapping.tolist())) == num_tokens, "each token has a slot of its own"
+    guesses = machine.scheduler.guesses  # type: ignore[attr-defined]
+    assert all(entry.num_drafts <= guesses.get(entry.request, 0) for entry in schedule), "guesses of the step before"
 
 
 def the_oldest_always_runs(machine: SchedulingMachine, planned: Planned) -> None:
@@ -188,6 +211,7 @@ def grants_cover_what_is_computed(machine: SchedulingMachine) -> None:
     is_spec = machine.config.use_speculative_decoding
     for request in machine.scheduler.running.values():
         flying = sum(entry.num_drafts for entry in machine.in_flight(request))
+        flying += sum(masks_of(schedule).get(request, 0) for schedule in machine.loop.in_flight)
         most = request.num_tokens + request.num_pending_tokens + (flying if is_spec else machine.loop.num_in_flight)
         assert request.num_computed_tokens <= machine.granted(request) <= most
 
@@ -210,8 +234,8 @@ def the_draft_models_memory_follows_the_text(machine: SchedulingMachine) -> None
 class GivenDrafts:
     """Up to ``machine.most_drafts`` drafts for each request, of which a share is right."""
 
-    def __init__(self, machine: SchedulingMachine) -> None:
-        self.machine = machine
+    def __init__(self, machine: SchedulingMachine, settle: Callable[..., Schedule] = settle) -> None:
+        self.machine, self.settle = machine, settle
 
     def propose(self, schedule: Schedule) -> Schedule:
         machine = self.machine
@@ -225,7 +249,7 @@ class GivenDrafts:
                 machine.token_at(request, first + n) if right else NO_TOKEN for n, right in enumerate(is_right)
             ]
             machine.met["short"] += count < num_drafts
-        return settle(schedule, machine.pool)
+        return self.settle(schedule, machine.pool)
 
 
 class Followed(DraftModel):
@@ -414,6 +438,13 @@ SETTINGS: dict[str, Setting] = {
         make_drafts=ModelDrafts,
         step_checks=STEP_CHECKS,
         state_checks=(*CHECKS["state_checks"], the_draft_models_memory_follows_the_text),
+    ),
+    "masks of 11.1": Setting(
+        choices(1, 12, **SPECULATIVE, adapter="an adapter", use_prefix_caching=st.booleans()),
+        making(MultiTokenScheduler, shared_or_paged),
+        make_drafts=partial(GivenDrafts, settle=settle_with_masks),
+        step_checks=(*CHECKS["step_checks"], masks_have_slots_within_the_budget),
+        state_checks=CHECKS["state_checks"],
     ),
     "segments of 9.1": Setting(
         choices(

@@ -482,6 +482,10 @@ class SchedulingMachine(RuleBasedStateMachine):
         if self.registry is not None:
             assert not self.registry.computing
             assert not self.extension.users
+        if isinstance(self.target, PagedKVCachePool) and self.loop.num_in_flight:
+            every = self.extension.allocate(self.target, self.target.allocator.num_blocks)
+            assert every is not None, "a request can have all blocks that no other uses"
+            self.target.allocator.free(every)
         self.pool.drop_cached()
         if isinstance(self.target, PagedKVCachePool):
             assert self.target.allocator.num_free == self.target.allocator.num_blocks

@@ -28,6 +28,7 @@ from shared.tracks.compression.compressors import COMPRESSORS
 from shared.tracks.compression.interface import compress, select
 from shared.tracks.compression.kept_cells import KeptCells, masked_attention
 from shared.tracks.compression.layout import Cells, Holding, Packed
+from shared.tracks.compression.memory import num_shareable
 from shared.tracks.compression.operations_attention import CondensedOperations
 from shared.tracks.compression.pool import CompressedRequests
 from shared.tracks.compression.scheduler import CompressingScheduler
@@ -104,6 +105,7 @@ def test_a_compression_frees_what_no_head_keeps() -> None:
     assert pool.allocator.num_free == 8
     with pytest.raises(CapacityError, match="of its first 30 some were dropped"):
         pool.truncate(request, 29)
+    pool.truncate(request, 30)
     pool.release(request)
     assert pool.audit() == []
     assert pool.num_slotless.get(request, 0) == 0
@@ -180,8 +182,10 @@ def test_the_audit_sees_a_packed_part_of_a_wrong_size() -> None:
     commit(pool, step_of({request: 30}))
     pool.extension.compress(pool, request, Packed(np.array([[3, 9], [20, 1]]), 30, 8))
     assert "a packed part of 8 slots and its 33 kept tokens fill 12" in pool.audit_blocks()[0]
-    pool.extension.packed[make_request("b")] = Packed(np.ones((2, 2), np.int64), 1, 4)
-    assert any("b is compressed and holds no blocks" in found for found in pool.audit_blocks())
+    pool.extension.packed = {make_request("b"): Packed(np.ones((2, 2), np.int64), 1, 4)} | pool.extension.packed
+    found = pool.audit_blocks()
+    assert "b is compressed and holds no blocks" in found[0]
+    assert "a packed part of 8 slots" in found[1]
 
 
 def sharing(num_blocks: int) -> Any:
@@ -233,6 +237,11 @@ def test_a_request_computes_the_tokens_whose_queries_decide() -> None:
     pool.release(compute(pool, "a", 28)[0])
     pool.extension.sharing.num_shareable = lambda request: request.num_prompt_tokens - 6
     assert [pool.admit(make_request(str(n), range(n))) for n in (28, 20)] == [20, 12]
+    config = replace(
+        scheduler_of(pool).config, query_window_size=6
+    )  # of tokens 8 to 13, or the last of a longer prompt
+    found = [num_shareable(config, make_request("a", range(n))) for n in (1, 5, 9, 14, 20)]
+    assert found == [0, 4, 8, 8, 14], "a token is left to compute"
 
 
 def test_blocks_of_others_are_not_taken() -> None:
@@ -314,6 +323,20 @@ def test_other_requests_go_on_while_one_waits_for_its_compression() -> None:
     assert list(scheduler.due()) == [one]
     scheduler.compressed(one, None, 0)
     assert {entry.request for entry in scheduler.schedule()} == {one, other, late}
+
+
+@pytest.mark.parametrize(("num_blocks", "lengths"), [(8, (14, 13)), (2, (4, 4))], ids=["compression", "ends"])
+def test_none_is_preempted_before_compressions_and_ends_are_known(num_blocks: int, lengths: tuple[int, int]) -> None:
+    pool = pool_of(num_blocks)
+    pool.watermark_tokens = 0
+    scheduler = scheduler_of(pool)
+    for name, length in zip("ab", lengths, strict=True):
+        scheduler.add(make_request(name, range(length)))
+    first = scheduler.schedule()
+    assert [entry.num_tokens for entry in first] == [*lengths]
+    assert pool.free_tokens == 0
+    assert not scheduler.schedule(), "the step in flight is finished first"
+    assert (scheduler.num_preemptions, scheduler.num_steps) == (0, 1)
 
 
 def test_a_preempted_request_is_compressed_again_at_its_lengths() -> None:

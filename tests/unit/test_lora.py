@@ -147,6 +147,7 @@ def test_a_saved_adapter_is_read_back(
     assert torch.equal(load_adapter(tmp_path / "a", model).masks, adapter.masks), "the one before is still there"
     adapter.save(tmp_path / "a")
     assert load_adapter(tmp_path / "a", model).masks.dtype == torch.float32
+    assert load_adapter(tmp_path / "a", model, dtype=torch.float64).masks.dtype == torch.float64
     for length, expected in ((5, 2), (1, 1)):
         options = EngineConfig(adapter=str(tmp_path / "a"), use_speculative_decoding=True, spec_length=length)
         assert with_adapter(options).spec_length == expected, "at most as many drafts as masks"

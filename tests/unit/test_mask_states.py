@@ -3,6 +3,8 @@ failures, preemption, and drafts that another drafter proposes. The guesses of e
 the host, by a head whose passes are repeated instead of recorded."""
 
 from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,7 @@ from shared.engine.config import EngineConfig
 from shared.engine.executor.graphs import CapturedStep, Computed
 from shared.text.stopping import FinishReason
 from shared.tracks.multi_token.captured_head import CapturedHead
+from shared.tracks.multi_token.mask_states import MaskStates
 from tests.adapters import random_adapter_of
 from tests.drafts import Foresight
 from tests.mixed_requests import ALIKE, GREEDY, Requests, serve, tokens
@@ -89,6 +92,35 @@ def test_the_states_of_a_step_that_no_drafter_reads_go_with_the_step(
     assert [tokens(answer) for answer in answers] == expected
     assert sum(engine.num_followed) > 0
     assert engine.scheduler.num_accepted_drafts > 0
+
+
+def forgotten(states: dict[str, MaskStates], name: str) -> None:
+    states.pop(name, None)
+
+
+def moved(states: dict[str, MaskStates], name: str, by: int) -> None:
+    if name in states:
+        states[name] = replace(states[name], start=states[name].start + by)
+
+
+@pytest.mark.parametrize("spoil", [forgotten, partial(moved, by=9), partial(moved, by=-9)], ids=str)
+def test_a_request_whose_states_are_not_those_of_the_step_before_has_no_guesses(
+    tiny_checkpoints: dict[str, Path], alone: Answers, spoil: Callable[[dict[str, MaskStates], str], None]
+) -> None:
+    engine = make(tiny_checkpoints["qwen3"])
+    propose, made = engine.drafter.propose, {"1": 0, "2": 0}
+
+    def spoiling(schedule: Any) -> None:
+        spoil(engine.drafter.states, "1")
+        propose(schedule)
+        for request, *_, num_drafts, _, _ in schedule:
+            if num_drafts and request.request_id in made:
+                made[request.request_id] += len(request.draft_ids)
+
+    engine.drafter.propose = spoiling
+    answers = serve(engine, REQUESTS[:3])[0]
+    assert [tokens(answer) for answer in answers] == [tokens(each) for each in alone[:3]]
+    assert made["1"] == 0 < made["2"]
 
 
 def test_a_request_that_fails_takes_no_other_with_it(tiny_checkpoints: dict[str, Path], alone: Answers) -> None:

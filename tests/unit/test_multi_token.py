@@ -15,13 +15,13 @@ from shared.cache.view.operations_attention import OperationsAttention
 from shared.cache.view.paged import PagedView
 from shared.engine.config import EngineConfig
 from shared.engine.request import Request
-from shared.engine.sampling.sampler import SampledTokens
+from shared.engine.sampling.sampler import SampledTokens, SamplerOutput
 from shared.loading.config_json import read_config
 from shared.ops.attention import naive_attention
 from shared.sampling.params import SamplingParams
 from shared.tracks.multi_token.attention import MaskTokenOperations
 from shared.tracks.multi_token.batch import MultiTokenBatch
-from shared.tracks.multi_token.drafter import group_of_next
+from shared.tracks.multi_token.drafter import Ahead, _chosen, group_of_next
 from shared.tracks.multi_token.lora import FIRST_MASK
 from shared.tracks.multi_token.ops import groups_and_ranks, masked_attention, positions, visible_with_masks
 from shared.tracks.multi_token.scheduler import MultiTokenSchedule, MultiTokenScheduler, settle
@@ -112,6 +112,15 @@ def test_the_group_behind_the_last_accepted_token_counts() -> None:
     for num_accepted in range(4):
         num_tokens = 11 + num_accepted + 1
         assert_equal(group_of_next(num_tokens, 10), num_accepted, f"the group, with {num_accepted} drafts accepted")
+
+
+def test_a_request_gets_the_guesses_of_its_own_group() -> None:
+    """Of guesses made ahead: two after each of the tokens of a, which has three, and of b."""
+    a, b = (Request(name, [1], SamplingParams(), 0) for name in "ab")
+    ahead = Ahead(2, {"a": 0, "b": 3}, range(40, 50), SamplerOutput([]))
+    none = torch.zeros(0)
+    assert _chosen([(a, none, 1, 2), (b, none, 0, 1)], ahead) == [None, None, a, a, None, None, b, None, None, None]
+    assert _chosen([(b, none, 1, 2)], ahead) == [None] * 8 + [b, b]
 
 
 def test_after_a_first_draft_there_is_one_group() -> None:
@@ -257,6 +266,8 @@ def test_a_batch_has_real_tokens_first_and_no_logits_of_masks() -> None:
     assert np.array_equal(batch.part(range(1, 2)).positions, positions(4, 3, 2))
     assert batch.part(range(1, 2)).mask_rows() == {0: slice(3, 9)}
     assert batch.part(range(2, 3)).mask_rows() == {}
+    for first, stop in ((0, 1), (0, 2), (1, 2), (1, 3), (2, 3)):
+        assert batch.part(range(first, stop)).num_masks.tolist() == [2, 2, 0][first:stop]
     assert len(set(batch.layout.slot_mapping.tolist())) == 21
 
 

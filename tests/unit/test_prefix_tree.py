@@ -1,7 +1,10 @@
 """The radix tree of blocks, by examples and beside a dictionary of prefixes."""
 
+import re
 from array import array
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import pytest
@@ -9,7 +12,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from shared.cache.pool.prefix_tree import Node, PrefixTree
+from shared.cache.pool.prefix_tree import ID_BYTES, Node, PrefixTree
 from tests.comparison import assert_equal
 
 SIZE = 2  # tokens of a block
@@ -149,6 +152,36 @@ def test_a_node_that_others_continue_or_hold_is_not_lengthened() -> None:
     assert_equal(of_tree.tolist(), [0, 1, 2], "two blocks found and one added", ("block",))
     assert_equal(theirs.blocks.tolist(), [0, 1], "blocks of the node that the other request holds", ("block",))
     assert_equal(tree.audit([mine, theirs]), [], "audit", ("line",))
+
+
+def release_all(tree: PrefixTree, *ends: Node) -> None:
+    for end in ends:
+        tree.release(end)
+
+
+@pytest.mark.parametrize(
+    ("fault", "told"),
+    [
+        (lambda tree, c, d: setattr(d, "num_users", 2), r"\[3\] counts 2 users and has 1"),
+        (lambda tree, c, d: tree.unused.update({d: None}), r"\[3\] has 1 users and is listed as unused"),
+        (lambda tree, c, d: (release_all(tree, c, d), tree.unused.pop(d)), r"\[3\] has 0 users and is not listed"),
+        (
+            lambda tree, c, d: (release_all(tree, c, d), tree.unused.move_to_end(d)),
+            "unused and listed before its child",
+        ),
+        (lambda tree, c, d: setattr(d, "tokens", d.tokens[:ID_BYTES]), r"\[3\] has 1 tokens"),
+        (lambda tree, c, d: setattr(d, "name", c.name), r"\[0, 1\] has a child that is not under its name"),
+        (lambda tree, c, d: setattr(tree, "num_blocks", 3), "counts 3 blocks, 0 of them unused, and has 4 and 0"),
+        (
+            lambda tree, c, d: setattr(tree, "num_unused_blocks", 1),
+            "counts 4 blocks, 1 of them unused, and has 4 and 0",
+        ),
+    ],
+)
+def test_the_audit_finds_what_is_wrong(fault: Callable[[PrefixTree, Node, Node], Any], told: str) -> None:
+    tree, (c, d) = make_tree()
+    fault(tree, c, d)
+    assert re.search(told, " ".join(tree.audit([c, d] if c.num_users else [])))
 
 
 def test_a_release_reaches_the_first_node_of_the_path() -> None:
