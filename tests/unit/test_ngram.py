@@ -120,11 +120,13 @@ def test_only_what_was_granted_is_proposed_and_nothing_for_a_request_that_has_en
     )
     drafter.propose(schedule)
     assert [request.draft_ids for request in requests] == [[3, 1], [9], []]
+    index = drafter.indices[requests[0]]
     requests[0].append(3)
     requests[0].append(4)
     drafter.propose(schedule)
     assert requests[0].draft_ids == []
-    assert drafter.indices[requests[0]].ids == [1, 2, 3, 1, 2, 3, 4]
+    assert index.ids == [1, 2, 3, 1, 2, 3, 4]
+    assert drafter.indices[requests[0]] is index, "extended, not made again"
 
 
 def proposals(prompt: list[int], prediction: list[int], output: list[int]) -> list[int]:

@@ -236,6 +236,7 @@ def test_a_child_process_has_its_pipe_and_its_variables_and_imports_this_course(
         assert start_child(statement, (writer,), {"OF_CHILD": "its own"}).wait(60) == 0
     finally:
         os.dup2(kept, 0)
+    assert start_child("raise SystemExit(3)", ()).wait(60) == 3, "nothing passed, and no variables"
     assert os.read(reader, 9999).decode() == repr((child_process.__file__, "its own", b"", False))
     for each in (reader, writer, given, giver, kept):
         os.close(each)
@@ -286,6 +287,27 @@ LEFT = Failed("failed (PeerError: connection closed)", is_peers=True)
 )
 def test_the_failure_names_the_rank_that_it_began_with(last_words: Sequence[Failed | None], expected: str) -> None:
     assert failure_of(watched(last_words)).startswith(expected)
+
+
+def test_after_a_failure_rank_0_neither_waits_nor_computes() -> None:
+    watch = watched([None])
+    assert failure_of(watch).startswith("Rank 1 of 2")
+    with pytest.raises(RankError), watch.waiting():
+        pytest.fail("it waits for a rank that is lost")
+    group = SeveralRanks(VOCABULARY, SimpleNamespace(rank=0, size=2), watch=watch)  # type: ignore[arg-type]
+    with pytest.raises(RankError):
+        next(group.run(lambda _: pytest.fail("it computes a step without the others"), range(1)))
+
+
+def test_ranks_that_rank_0_ends_have_not_failed() -> None:
+    ours, theirs = Pipe()
+    process: Any = SimpleNamespace(kill=theirs.close, wait=lambda *_: -9)
+    before = threading.enumerate()
+    watch = Watch(Board(2), [process], [ours])
+    (thread,) = (each for each in threading.enumerate() if each not in before)
+    watch.close()
+    thread.join(60)
+    assert (thread.is_alive(), watch.failure, ours.closed) == (False, None, True)
 
 
 def test_ranks_that_make_no_progress_within_the_innermost_patience_hang() -> None:

@@ -47,6 +47,9 @@ DRAFTS: Calls = [
     ("step", 1, {"share_right": 0}),
     ("step", 2, {"most_drafts": 0}),
     ("step", 12, {"share_right": 1}),
+    ("add", 1, {"prompt": 2, "answer": 3}),  # too short for masks
+    ("step", 2, {}),
+    ("step", 1, {"fails": {0}}),
     *STORM,
 ]
 SEGMENTS: Calls = [
@@ -119,7 +122,7 @@ def test_any_order_of_calls(tokenizer: Tokenizer, name: str) -> None:
         ("prefix", ENDS + PREFIXES, "failed, preempted, hits, copies, waits, evicted"),
         ("drafts", DRAFTS, "preempted, hits, evicted, accepted, rejected, short"),
         ("draft model", DRAFTS, "preempted, hits, evicted, accepted, rejected"),
-        ("masks of 11.1", DRAFTS, "preempted, hits, evicted, accepted, rejected, short, masks"),
+        ("masks of 11.1", DRAFTS, "preempted, hits, evicted, accepted, rejected, short, failed, masks"),
         (
             "segments of 9.1",
             SEGMENTS,
