@@ -165,6 +165,7 @@ def test_only_the_last_turn_of_a_conversation_says_whether_thoughts_are_open(tin
     [
         ("<|start_header_id|>assistant<|end_header_id|>\n\n<think>\n", True),
         ("<|start_header_id|>assistant<|end_header_id|>\n\n<think>\na</think> b", False),
+        ("<|start_header_id|>assistant<|end_header_id|>\n\n<think>\na", True),
         ("<think>\n<|eot_id|><|start_header_id|>assistant<|end_header_id|>\n\n", False),
         ("<think>\n</think> no special token <think>", True),
         ("", False),
