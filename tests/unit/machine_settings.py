@@ -22,6 +22,7 @@ from shared.scheduling.chunked import ChunkedScheduler
 from shared.scheduling.chunks import Chunks
 from shared.scheduling.continuous import ContinuousScheduler
 from shared.scheduling.drafts import settle
+from shared.scheduling.overlapped import OverlappedScheduler
 from shared.scheduling.preemptive import PreemptiveScheduler
 from shared.scheduling.prefix import PrefixScheduler
 from shared.scheduling.schedule import Schedule, Scheduled
@@ -426,6 +427,11 @@ SETTINGS: dict[str, Setting] = {
     "preemptive": Setting(choices(1, 12, 3, **PREEMPTIVE), making(PreemptiveScheduler, paged), **CHECKS),
     "chunked": Setting(choices(1, 12, 3, **CHUNKED), making(ChunkedScheduler, paged), **CHECKS),
     "prefix": Setting(choices(1, 12, 3, **CHUNKED), making(PrefixScheduler, shared), **CHECKS),
+    "overlapped": Setting(
+        choices(1, 12, 3, **CHUNKED | {"max_decode_interval": NO_INTERVAL}, use_prefix_caching=st.booleans()),
+        making(OverlappedScheduler, shared_or_paged),
+        **CHECKS,
+    ),
     "drafts": Setting(
         choices(1, 12, **SPECULATIVE, drafter="ngram", use_prefix_caching=st.booleans()),
         making(SpeculativeScheduler, shared_or_paged),

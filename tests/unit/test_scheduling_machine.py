@@ -27,6 +27,7 @@ SMALL = {
     "preemptive": Choice({"block_size": 2, "max_batch_size": 4}, 8),
     "chunked": Choice(BLOCKS_OF_TWO, 8),
     "prefix": Choice(BLOCKS_OF_TWO, 11),
+    "overlapped": Choice(BLOCKS_OF_TWO | {"max_decode_interval": NO_INTERVAL, "use_prefix_caching": True}, 11),
     "drafts": Choice(SPECULATIVE | {"drafter": "ngram", "use_prefix_caching": True}, 8),
     "draft model": Choice(SPECULATIVE | {"draft_model": "a draft model"}, 8),
     "masks of 11.1": Choice(SPECULATIVE | {"adapter": "an adapter", "use_prefix_caching": True}, 8),
@@ -69,6 +70,8 @@ SEGMENTS: Calls = [
     ("ask", 1, {"numbers": [0, 1, 2], "own": 1, "answer": 1}),
     ("register", 1, {"role": "a", "count": 9}),  # requests name all that are remembered
     *STORM,
+    ("step", 40, {}),
+    ("register", 1, {"role": "b", "count": 9, "is_wanted": True}),  # stays at the end, without users
 ]
 
 
@@ -120,6 +123,7 @@ def test_any_order_of_calls(tokenizer: Tokenizer, name: str) -> None:
         ("preemptive", ENDS + STORM, "failed, preempted"),
         ("chunked", ENDS + STORM, "failed, preempted"),
         ("prefix", ENDS + PREFIXES, "failed, preempted, hits, copies, waits, evicted"),
+        ("overlapped", ENDS + PREFIXES, "failed, preempted, hits, copies, waits, evicted"),
         ("drafts", DRAFTS, "preempted, hits, evicted, accepted, rejected, short"),
         ("draft model", DRAFTS, "preempted, hits, evicted, accepted, rejected"),
         ("masks of 11.1", DRAFTS, "preempted, hits, evicted, accepted, rejected, short, failed, masks"),
