@@ -35,7 +35,7 @@ from shared.tracks.ranks import worker
 from shared.tracks.ranks.batch import RankBatch, takes_plain_argmax
 from shared.tracks.ranks.channel import BEATS, CALLS, Board, Receiver, Sender
 from shared.tracks.ranks.collectives import Collectives
-from shared.tracks.ranks.group import agreed_memory, draft_collectives, rank_device
+from shared.tracks.ranks.group import Group, agreed_memory, draft_collectives, rank_device
 from shared.tracks.ranks.several_ranks import SeveralRanks
 from shared.tracks.ranks.shard import Shard
 from shared.tracks.ranks.watch import Failed, Watch
@@ -212,6 +212,14 @@ def test_ranks_follow_the_steps_of_rank_0(captures: bool, size: int) -> None:
     assert all(ids == seen[0] for ids in seen.values())
 
 
+def test_a_group_of_one_rank_watches_none() -> None:
+    group = Group(EngineConfig(), Path(), None, None)  # type: ignore[arg-type]
+    group.when_lost(pytest.fail)
+    sampled: Any = SimpleNamespace(wait=lambda: "tokens")
+    assert group.wait(sampled) == "tokens"
+    group.close()
+
+
 def test_gpus_are_counted_from_the_one_that_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("shared.tracks.ranks.group.check_device", torch.device)
     for device, expected in (("cuda:2", "cuda:5"), ("cuda", "cuda:3"), ("cpu", "cpu")):
@@ -287,6 +295,15 @@ LEFT = Failed("failed (PeerError: connection closed)", is_peers=True)
 )
 def test_the_failure_names_the_rank_that_it_began_with(last_words: Sequence[Failed | None], expected: str) -> None:
     assert failure_of(watched(last_words)).startswith(expected)
+
+
+def test_rank_0_waits_for_the_cause_of_its_error_unless_it_ran_out_of_memory() -> None:
+    watch = watched([Failed("failed (ValueError: of rank 1)"), LEFT])
+    assert str(watch.failed(RuntimeError("connection closed"))).startswith("Rank 1 of 3 failed (ValueError: of rank 1)")
+    ours, _theirs = Pipe()
+    process: Any = SimpleNamespace(kill=lambda: None, wait=lambda _: -9)
+    watch = Watch(Board(2), [process], [ours])
+    assert str(watch.failed(MemoryError())).startswith("Rank 0 of 2 ran out of memory (MemoryError)")
 
 
 def test_after_a_failure_rank_0_neither_waits_nor_computes() -> None:
