@@ -327,12 +327,20 @@ def test_ranks_that_rank_0_ends_have_not_failed() -> None:
     assert (thread.is_alive(), watch.failure, ours.closed) == (False, None, True)
 
 
-def test_ranks_that_make_no_progress_within_the_innermost_patience_hang() -> None:
-    """The one that has begun and ended the fewest collectives is named."""
-    ours, theirs = Pipe()
+def test_ranks_that_make_no_progress_within_the_innermost_patience_hang(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The one that has begun and ended the fewest collectives is named, also after a time without a wait."""
+    polled, (ours, theirs) = threading.Semaphore(0), Pipe()
+
+    def poll(*_: Any) -> list[Any]:
+        polled.release()
+        time.sleep(0.01)
+        return []
+
+    monkeypatch.setattr("shared.tracks.ranks.watch.wait", poll)
     process: Any = SimpleNamespace(kill=lambda: None)
     watch = Watch(Board(3), [process] * 2, [ours, theirs])
     watch.board.counters[:, CALLS] = 4, 4, 3
+    assert all(polled.acquire(timeout=20) for _ in range(3)), "it watches on while rank 0 waits for none"
     with pytest.raises(RankError), watch.waiting(math.inf), watch.waiting(0.3):
         assert failure_of(watch).startswith("Rank 2 of 3 made no progress")
 
