@@ -33,6 +33,7 @@ import sys
 import threading
 import time
 import traceback
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from importlib.metadata import entry_points
 from pathlib import Path
@@ -206,6 +207,8 @@ def _serve(control: socket.socket, idle_seconds: float, packages: Sequence[str])
             plugin.load()
     gc.collect()
     gc.freeze()  # a collection in a fork would write to every page, and so copy it
+    for finalizer in list(weakref.finalize._registry):  # type: ignore[attr-defined]
+        finalizer.atexit = False  # PyTorch's would take each of its operators back, one by one, at the end of each fork
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel reaps supervisors
     while True:
         if idle_seconds:
