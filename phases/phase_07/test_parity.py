@@ -28,10 +28,11 @@ def make(folder: Path, phase: Any = Engine, **config: Any) -> Any:
 
 
 def test_outputs_are_those_of_phase_6_1_at_every_chunk_size(model_folder: Path) -> None:
-    """In a pool that is too small for all requests, so some are preempted, even between two chunks."""
+    """In a pool that is too small for all requests, so some are preempted, even between two chunks. With the families
+    that have no windows, at two sizes of chunks."""
     expected = seen(serve(make(model_folder, Planned, **SMALL), MIXED, ARRIVALS)[0])
     num_preempted = 0
-    for chunks in CHUNKS:
+    for chunks in CHUNKS[1:3] if model_folder.name in ("tiny-llama", "tiny-qwen3") else CHUNKS:
         engine = make(model_folder, **SMALL, **chunks)
         answers, records = serve(engine, MIXED, ARRIVALS)
         assert seen(answers) == expected, chunks

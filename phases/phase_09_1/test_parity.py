@@ -1,6 +1,7 @@
 """Phase 9.1: segments equal a block-diagonal prefill with full attention after it; without segments it is phase 9."""
 
 import random
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -168,6 +169,12 @@ SHARED: list[tuple[list[int], list[int], int]] = [  # segments, question, tokens
 ]
 
 
+@cache
+def answers_alone(folder: Path) -> list[list[int]]:
+    """The tokens of each of SHARED in an engine of its own."""
+    return [answer(make(folder), [SEGMENTS[n] for n in chosen], own, count)[0] for chosen, own, count in SHARED]
+
+
 @pytest.mark.parametrize("family", ["llama", "gemma3_text"])
 @pytest.mark.parametrize("overlaps", [False, True])
 def test_requests_that_share_segments_answer_as_each_alone(
@@ -175,7 +182,7 @@ def test_requests_that_share_segments_answer_as_each_alone(
 ) -> None:
     """In a pool where segments are evicted, computed again, and requests preempted."""
     folder = tiny_checkpoints[family]
-    expected = [answer(make(folder), [SEGMENTS[n] for n in chosen], own, count)[0] for chosen, own, count in SHARED]
+    expected = answers_alone(folder)
     for num_blocks in (200, 44):
         engine = make(folder, block_size=3, num_gpu_blocks=num_blocks, max_seq_len=132, overlap_scheduling=overlaps)
         names = [engine.register(segment) for segment in SEGMENTS]
