@@ -267,7 +267,7 @@ def test_nothing_moves_while_it_plays(viewport: Any, name: str, browser: Any, pa
         tab.locator("#speed").select_option("40")
         tab.locator("#play").click()
         assert tab.locator("#play").get_attribute("aria-label") == "pause"
-        expect(tab.locator("#moment")).to_have_value(re.compile(r"1[5-9]\d|[2-9]\d\d|\d{4}"))
+        expect(tab.locator("#moment")).to_have_value(re.compile(r"[6-9]\d|\d{3,}"))
         assert tab.evaluate("document.getAnimations().length") == 0
         tab.locator("#play").click()
         assert tab.locator("#play").get_attribute("aria-label") == "play"
