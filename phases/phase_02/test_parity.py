@@ -13,7 +13,7 @@ from shared.errors import CapacityError, ConfigError, RequestError
 from shared.parity.reference import load_reference
 from shared.sampling.params import SamplingParams
 from shared.text.stopping import FinishReason
-from tests.as_transformers import assert_generated
+from tests.as_transformers import ASKED_OF_DEMO, assert_generated
 from tests.comparison import assert_equal
 from tests.mixed_requests import GREEDY, SENTENCE
 from tests.reference_tokens import ReferenceTokens
@@ -48,7 +48,7 @@ def test_greedy_tokens_equal_those_of_transformers(model_folder: Path, reference
 def test_greedy_tokens_of_the_demo_model_equal_those_of_transformers(
     demo_folder: Path, reference_tokens: ReferenceTokens
 ) -> None:
-    assert_generated(Engine(EngineConfig(model=str(demo_folder))), reference_tokens, demo_folder, [(PROMPTS[0], 24)])
+    assert_generated(Engine(EngineConfig(model=str(demo_folder))), reference_tokens, demo_folder, ASKED_OF_DEMO)
 
 
 def test_the_streamed_text_is_the_decoded_answer(llama: Engine) -> None:

@@ -17,7 +17,7 @@ from shared.loading.loader import load_model
 from shared.models.causal_lm import CausalLM
 from shared.models.tokens import Tokens
 from shared.sampling.params import SamplingParams
-from tests.as_transformers import assert_generated
+from tests.as_transformers import ASKED_OF_DEMO, assert_generated
 from tests.comparison import assert_close, assert_equal
 from tests.mixed_requests import SENTENCE
 from tests.reference_tokens import ReferenceTokens
@@ -93,7 +93,7 @@ def test_greedy_tokens_of_the_demo_model_equal_those_of_transformers(
     demo_folder: Path, reference_tokens: ReferenceTokens
 ) -> None:
     engine = Engine(EngineConfig(model=str(demo_folder), max_seq_len=256))
-    assert_generated(engine, reference_tokens, demo_folder, [(PROMPTS[0], 24), ("def fibonacci(n):", 12)])
+    assert_generated(engine, reference_tokens, demo_folder, ASKED_OF_DEMO)
 
 
 def test_sampled_tokens_equal_those_of_phase_2(model_folder: Path) -> None:
