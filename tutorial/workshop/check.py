@@ -41,7 +41,7 @@ _PACKAGES = (
     *(f"transformers.models.{name}.modeling_{name}" for name in ("llama", "qwen3", "gemma3")),
 )
 """What the tests of exercises import."""
-_PACKAGES_OF_KERNELS = ("torch", "torch._dynamo", "psutil", "triton")
+_PACKAGES_OF_KERNELS = ("torch", "torch._dynamo", "psutil", "triton", "triton.experimental.gluon")
 _OPTIONS = (
     *("--workshop", "-p", "tutorial.workshop.recorder", "-p", "no:cacheprovider", "--benchmark-disable"),
     *("-q", "--no-header", "-o", "timeout=0"),  # the limits are a `TimeLimit`'s, or of who grades
