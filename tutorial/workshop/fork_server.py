@@ -69,7 +69,8 @@ class ForkServer:
         idle_seconds: float = 0.0,
         later: Sequence[str] = (),
     ) -> None:
-        self.packages, self.later = (*packages, *(() if idle_seconds else later)), later if idle_seconds else ()
+        self.packages = tuple(packages) if idle_seconds else (*packages, *later)
+        self.later = tuple(later) if idle_seconds else ()
         self.environment = {
             **environment,
             "OMP_NUM_THREADS": "1",  # no pool of threads that a fork would lack
@@ -258,8 +259,8 @@ def _import_while_quiet(listener: socket.socket, left: list[str], runs: list[int
     """Import what is left, one after the other, until a client waits; none while one of the ``runs`` goes on, whose
     supervisors' descriptors are closed when they have ended."""
     while left:
-        ready = select.select([listener, *runs], [], [], _QUIET_SECONDS)[0]
-        if listener in ready:
+        ready = select.select([listener.fileno(), *runs], [], [], _QUIET_SECONDS)[0]
+        if listener.fileno() in ready:
             return
         for run in ready:
             runs.remove(run)
