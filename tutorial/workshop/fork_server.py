@@ -45,7 +45,7 @@ _ROOT = Path(__file__).resolve().parents[2]
 _NUMBER = struct.Struct("!q")
 _SECONDS_PER_LOOK = 5.0
 _QUIET_SECONDS = 1.0
-"""Without a run, after which a server that stays imports one package more; a second run often follows a first."""
+"""Without a run, after which a server that stays imports what is left; a second run often follows a first."""
 _SUBREAPER = 36  # PR_SET_CHILD_SUBREAPER
 
 
@@ -258,8 +258,9 @@ def _import(packages: Sequence[str]) -> None:
 def _import_while_quiet(listener: socket.socket, left: list[str], runs: list[int]) -> None:
     """Import what is left, one after the other, until a client waits; none while one of the ``runs`` goes on, whose
     supervisors' descriptors are closed when they have ended."""
+    seconds = _QUIET_SECONDS
     while left:
-        ready = select.select([listener.fileno(), *runs], [], [], _QUIET_SECONDS)[0]
+        ready = select.select([listener.fileno(), *runs], [], [], seconds)[0]
         if listener.fileno() in ready:
             return
         for run in ready:
@@ -267,6 +268,7 @@ def _import_while_quiet(listener: socket.socket, left: list[str], runs: list[int
             os.close(run)
         if not runs and not ready:
             _import([left.pop(0)])
+            seconds = 0.0
 
 
 def _is_wanted(listener: socket.socket, idle_seconds: float) -> bool:
