@@ -101,7 +101,7 @@ def measure_ladder(
     if not rungs:
         raise ConfigError(
             f"The ladder has no row for phase {', '.join(sorted(asked))} on this machine: phase 02 is where it begins, "
-            "11.1 needs a trained adapter of the model, and 12.1 two GPUs"
+            "11.1 needs a trained adapter of the model, and 12.1 a CPU or two GPUs"
             + ("; --quick leaves out most rows that are timed." if is_quick else ".")
         )
     engines: dict[Side, Any] = {}
@@ -257,4 +257,4 @@ def _absent(report: Report) -> list[str]:
     """What is said about phases that have no timed row here."""
     if report.device.startswith("cuda"):
         return []
-    return ["3.1, 6.1 and 9 make a GPU faster, so on a CPU their rows count what they change; 12.1 needs several GPUs."]
+    return ["3.1, 6.1, 9 and 12.1 make GPUs faster, so on a CPU their rows count what they change."]

@@ -233,6 +233,16 @@ def test_every_token_is_computed_once(folder: Path) -> None:
         assert num_computed == num_expected, f"{num_computed} tokens were computed; each once would be {num_expected}"
 
 
+@pytest.mark.from_empty
+def test_an_answer_does_not_depend_on_how_long_it_may_get(folder: Path) -> None:
+    """A cache that is made for one answer has a slot for each token that is run."""
+    engine = Engine(EngineConfig(model=str(folder)))
+    whole = ids(engine, PROMPTS[0], 8)
+    for num_tokens in range(2, 8):
+        found = ids(engine, PROMPTS[0], num_tokens)
+        assert_equal(found, whole[:num_tokens], f"{num_tokens} tokens of an answer of 8", ("token",))
+
+
 def test_an_answer_left_in_the_middle_leaves_nothing_behind(folder: Path) -> None:
     engine = Engine(EngineConfig(model=str(folder)))
     expected = ids(engine, PROMPTS[0], 10)

@@ -57,9 +57,9 @@ def infer(*arguments: object) -> Any:
 
 
 def test_a_row_compares_a_phase_with_the_one_before_it(rows: Report, folder: Path) -> None:
-    """All but 11.1, for whose drafts this model has no adapter, 12.1, which needs GPUs, and 4 bits, whose groups do not
-    divide this model's rows."""
-    names = ["03", "03.1", "04", "05", "06", "06.1", "07", "08", "09", "09.1", "09.2", "11_tokens", "11", "12"]
+    """All but 11.1, for whose drafts this model has no adapter, and 4 bits, whose groups do not divide this model's
+    rows."""
+    names = ["03", "03.1", "04", "05", "06", "06.1", "07", "08", "09", "09.1", "09.2", "11_tokens", "11", "12", "12.1"]
     assert list(rows.results) == list(rows.engines) == names
     for name, row in rows.results.items():
         assert row["phase_before"] == (find_lesson(name.partition("_")[0]).previous)
@@ -80,6 +80,7 @@ def test_counts_are_exact(rows: Report, folder: Path) -> None:
     assert found["09"] == (0, 16)
     assert found["09.2"][0] == (128 + rungs.LONG_ANSWER) // 16 > found["09.2"][1]
     assert found["11_tokens"][0] == 1 <= found["11_tokens"][1]
+    assert 0.5 <= found["12.1"][1] / found["12.1"][0] < 0.6, "two processes; each has the norms"
     assert found["12"][0] == 0 < found["12"][1], "of 40 tokens, which without a grammar are random"
 
 
