@@ -2,12 +2,13 @@
 // pages, then reports. Numbers that Sphinx adds for matches are its own.
 const asked = (new URLSearchParams(location.search).get("q") || "").toLowerCase().trim();
 
-function kindOf(page) {
+function kindOf(/** @type {string} */ page) {
   if (/^tutorial\/phase_[0-9a-z]+(_\d)?$/.test(page)) return 3;
   return page.startsWith("benchmarks/") ? 1 : 2;
 }
 
 var Scorer = {
+  /** @param {[page: string, title: string, anchor: string, text: string, score: number]} found */
   score: ([page, title, , , score]) => {
     const [own, ...above] = title.toLowerCase().split(" > ").reverse();
     return score + kindOf(page) * (own.includes(asked) ? (above.length ? 50 : 100) : 1);
