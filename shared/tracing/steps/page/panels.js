@@ -52,7 +52,7 @@ class View {
 /** @type {Record<string, Panel>} */
 const PANELS = {
   requests: {
-    title: "Requests",
+    title: "Requests, tokens computed of those known",
     isWide: true,
     rows: ({ data }) => data.requests.length,
     draw(view, body) {
@@ -104,6 +104,7 @@ const PANELS = {
   },
   pool: {
     title: "KV cache",
+    of: ({ pool }) => `: ${some(pool.num_blocks, pool.unit)} of ${some(pool.block_size, "token")}`,
     rows: () => 0,
     draw(view, body) {
       const { pool } = view.state;
@@ -185,10 +186,7 @@ const PANELS = {
     rows: (recording) => 6 + recording.most(({ batch }) => (batch?.ids.length ?? 0) + Object.keys(batch?.plan ?? {}).length),
     draw(view, body) {
       const { batch } = view.state;
-      if (!batch) {
-        view.text("none", body, view.differs("batch"), "soft");
-        return;
-      }
+      if (!batch) return void view.text("none", body, view.differs("batch"), "soft");
       tokenTable(view, batch, body);
       sequenceTable(view, batch, body);
     },

@@ -85,7 +85,7 @@ const SENTENCES = {
   variables(before = {}, after = {}) {
     return Object.keys(after).flatMap((depth) => {
       const fresh = Object.keys(after[depth]).filter((name) => before[depth] && before[depth][name] !== after[depth][name]);
-      return fresh.map((name) => `${name} is ${after[depth][name]}`);
+      return fresh.map((name) => `the variable ${name} is ${after[depth][name]}`);
     });
   },
 };
@@ -95,6 +95,7 @@ function requestSentences(id, before, after, recording) {
   const given = Object.values(after.outputs).slice(Object.keys(before.outputs ?? {}).length);
   const { unit } = recording.data.state.pool;
   const differs = (/** @type {keyof Served} */ key) => !isSame(before[key], after[key]);
+  if (!before.status) return [`${id} arrives with ${some(after.known, "token")}`];
   return [
     differs("status") && `${id} is ${after.status}${after.reason ? ` (${after.reason})` : ""}`,
     differs("computed") && `${some(after.computed, "token")} of ${id} ${after.computed === 1 ? "is" : "are"} computed`,
