@@ -198,7 +198,9 @@ def test_what_the_line_changed_is_marked_and_told(tab: Any) -> None:
         assert tab.locator(".requests .row:has(.status.changed) .chip").all_inner_texts() == new, event
         said = tab.locator("#told").inner_text()
         assert all(f"is sampled for {name}" in said for name in taken)
-        assert all(f"{name} is {state['requests'][name]['status']}" in said for name in new)
+        now = state["requests"]
+        words = {name: "is " + one["status"] if name in old else "arrives with" for name, one in now.items()}
+        assert all(f"{name} {words[name]}" in said for name in new)
         assert patch or said == "This line changes nothing that is shown.", event
 
 

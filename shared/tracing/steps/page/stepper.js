@@ -116,7 +116,7 @@ class Stepper {
     part("step").textContent = `step ${step} of ${recording.data.steps.length - 1}`;
     part("line").textContent = `line ${index - first + 1} of ${after - first}`;
     part("time").textContent = `took ${(recording.data.events[index][1] / 1000).toFixed(2)} ms`;
-    const here = recording.data.device === "cpu" ? ", done here by the CPU" : "";
+    const here = recording.data.device === "cpu" ? " (CPU)" : "";
     const kinds = { launch: `launches work${here}`, wait: "waits for the device", raise: "raises the error that ends the run" };
     part("kind").textContent = kinds[/** @type {keyof typeof kinds} */ (kind)] ?? "";
     part("kind").className = kind;
