@@ -290,9 +290,7 @@ def test_search_finds_a_word(over: str, site: Path, origin: str, browser: Any) -
 
 
 @pytest.mark.parametrize("over", ["http", "file"])
-def test_search_for_a_title_or_a_subject_finds_its_chapter_first(
-    over: str, site: Path, origin: str, browser: Any
-) -> None:
+def test_search_for_a_subject_finds_its_chapter_first(over: str, site: Path, origin: str, browser: Any) -> None:
     base = origin if over == "http" else site.as_uri()
     with opened(browser, f"{base}/search.html", origin=f"{base}/") as page:
         subjects = [("03", "KV cache"), ("06", "Paged attention"), ("09", "CUDA graph"), ("10", "quantization")]

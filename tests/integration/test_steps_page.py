@@ -390,7 +390,19 @@ def test_launching_and_waiting_are_told_apart(tab: Any) -> None:
         event = next(number for number, (line, *_) in enumerate(data["events"]) if data["lines"][line][3] == kind)
         go(tab, "phase_07", event)
         assert tab.inner_text("#kind").startswith(said)
+        assert tab.locator("#kind").evaluate("kind => kind.scrollWidth <= kind.clientWidth"), "it is shown whole"
         assert kind in tab.locator(".lines [aria-current]").get_attribute("class")
+
+
+def test_a_large_screen_shows_all_of_it_larger(browser: Any, pages: Any) -> None:
+    heights = []
+    for width, height in ((1280, 800), (1920, 1080)):
+        with stepper(browser, pages("phase_07"), viewport={"width": width, "height": height}) as tab:
+            heights.append(tab.locator(".chip").first.bounding_box()["height"])
+            footer = tab.locator("footer").bounding_box()
+            assert footer["y"] + footer["height"] <= height
+            assert tab.evaluate("document.documentElement.scrollWidth <= innerWidth")
+    assert heights[1] > 1.2 * heights[0]
 
 
 def test_without_its_script_the_page_says_so(browser: Any, pages: Any) -> None:
