@@ -36,7 +36,7 @@ from shared.engine.executor.staging import Staging
 from shared.engine.warm_up import warm_up
 from shared.errors import ConfigError
 from shared.kernels.attention.planned_prefill import planned_prefill
-from shared.kernels.attention.planned_tiling import can_copy, prefill_tiling
+from shared.kernels.attention.planned_tiling import can_copy, can_specialize, prefill_tiling
 from shared.kernels.attention.planned_workspace import PlannedWorkspace
 from shared.kernels.attention.prompt_keys import PromptKeys
 from shared.lessons import find_lesson
@@ -194,8 +194,8 @@ def attention_row(model: ModelConfig, count: int, length: int, rate: float, devi
     num_blocks = -(-length // BLOCK_SIZE)
     pool = torch.randn(2, count * num_blocks, BLOCK_SIZE, Hkv, D, dtype=dtype, device=where)
     q = torch.randn(count * length, Hq, D, dtype=dtype, device=where)
-    copies = can_copy(dtype.itemsize, where)
-    tiling = prefill_tiling(len(q), count, *heads, dtype.itemsize, copies)
+    copies = can_copy(dtype.itemsize, where), can_specialize(Hq // Hkv, dtype.itemsize, model.attention_softcap, where)
+    tiling = prefill_tiling(len(q), count, *heads, dtype.itemsize, *copies)
     grid, tokens = tiling.grid(Hkv, where), tiling.tokens(Hq // Hkv)
     plan = plan_prefill([length] * count, [length] * count, grid, tokens_per_tile=tokens)
     order = np.random.default_rng(0).permutation(count * num_blocks).astype(np.int32)
@@ -208,7 +208,7 @@ def attention_row(model: ModelConfig, count: int, length: int, rate: float, devi
     workspace = PlannedWorkspace.of(plan.num_states, count, *heads, where)
     if tiling.copied is not None:
         rows = count * (-(-length // tiling.copied.tile) + 1) * tiling.copied.tile
-        workspace = replace(workspace, copied=PromptKeys.of(rows, Hkv * D, dtype, where))
+        workspace = replace(workspace, copied=PromptKeys.of(rows, count, Hkv * D, dtype, where))
     sent, scale = DevicePlan.of(plan, of_plan), D**-0.5
     options: dict[str, Any] = {"scale": scale, "tiling": tiling, "copies": (True, False), "workspace": workspace}
 

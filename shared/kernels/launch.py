@@ -64,6 +64,7 @@ class Generation:
     shared_bytes: int  # the maximum shared memory of a program
     has_fp8: bool = False  # converts FP8 (e4m3) and multiplies it
     copies_tiles: bool = False  # has an engine that copies tiles to shared memory, and space for several large ones
+    has_warpgroups: bool = False  # multiplies in groups of four warps, while these go on
 
 
 GENERATIONS = {  # by the first compute capability with these features; Ampere is the first with bf16
@@ -71,7 +72,9 @@ GENERATIONS = {  # by the first compute capability with these features; Ampere i
     (8, 6): Generation("Ampere", has_pdl=False, shared_bytes=99 * 1024),
     (8, 7): Generation("Ampere", has_pdl=False, shared_bytes=163 * 1024),
     (8, 9): Generation("Ada", has_pdl=False, shared_bytes=99 * 1024, has_fp8=True),
-    (9, 0): Generation("Hopper", has_pdl=True, shared_bytes=227 * 1024, has_fp8=True, copies_tiles=True),
+    (9, 0): Generation(
+        "Hopper", has_pdl=True, shared_bytes=227 * 1024, has_fp8=True, copies_tiles=True, has_warpgroups=True
+    ),
     (10, 0): Generation("Blackwell", has_pdl=True, shared_bytes=227 * 1024, has_fp8=True, copies_tiles=True),
     (12, 0): Generation("Blackwell", has_pdl=True, shared_bytes=99 * 1024, has_fp8=True),
 }
@@ -101,6 +104,8 @@ if INTERPRETED:
 
     interpreter._patch_lang = _patch_language_once
 
+DESCRIPTORS = {TensorDescriptor}
+"""The types that describe a matrix to the engine that copies tiles."""
 LAUNCHES: Counter[str] = Counter()  # launches so far, by kernel name; read it before and after, or clear() it
 
 
@@ -165,7 +170,7 @@ def specializations(args: Iterable[Any]) -> list[Any]:
                 found.append((arg % 16 == 0, arg >= 2**63))
         elif kind in _BY_TYPE:
             found.append(kind)
-        elif kind is TensorDescriptor:
+        elif kind in DESCRIPTORS:
             found.append((arg.base.dtype, *arg.block_shape))
         else:
             offset = arg.data_ptr() % 16

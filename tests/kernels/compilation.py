@@ -50,6 +50,7 @@ def compile_launch(kernel, grid, *args, capability=(9, 0), num_warps=4, num_stag
     """The PTX of what :func:`shared.kernels.launch.launch` would compile on an H100, or another GPU."""
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource, compile
+    from triton.experimental.gluon._runtime import GluonASTSource
     from triton.runtime.jit import mangle_type
 
     from shared.kernels.launch import GENERATIONS, overlap
@@ -70,7 +71,8 @@ def compile_launch(kernel, grid, *args, capability=(9, 0), num_warps=4, num_stag
         if isinstance(number, int) and number % 16 == 0:
             attributes[(i,)] = [["tt.divisibility", 16]]
     target = GPUTarget("cuda", 10 * capability[0] + capability[1], 32)
-    compiled = compile(ASTSource(kernel, signature, constexprs, attributes), target=target, options=options)
+    source = GluonASTSource if kernel.is_gluon() else ASTSource
+    compiled = compile(source(kernel, signature, constexprs, attributes), target=target, options=options)
     assert compiled.metadata.shared <= gpu.shared_bytes, (kernel.__name__, compiled.metadata.shared, capability)
     assert compiled.metadata.launch_pdl == constants.get("PDL", False), "what Triton's launcher reads"
     ptx = compiled.asm["ptx"]

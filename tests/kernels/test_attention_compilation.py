@@ -12,6 +12,7 @@ from tests.kernels.compilation import compile_each, compiled_by, compiling, kern
 MODULES = [
     *("condensed_attention", "decode_attention", "kv_write", "merge_states", "paged_attention"),
     *("paged_prefill", "planned_attention", "planned_prefill", "prompt_keys", "range_attention"),
+    "specialized_prefill",
 ]
 
 
@@ -121,13 +122,12 @@ def on_device(plan):
 
 def compile_planned_attention():
     from shared.attention.descriptor import Grid
-    from shared.attention.plan import plan_decode, plan_prefill
-    from shared.kernels.attention import merge_states, planned_attention, planned_prefill, prompt_keys
-    from shared.kernels.attention.planned_tiling import decode_tiling, prefill_tiling
+    from shared.attention.plan import plan_decode
+    from shared.kernels.attention import merge_states, planned_attention
+    from shared.kernels.attention.planned_tiling import decode_tiling
     from shared.kernels.attention.planned_workspace import PlannedWorkspace
-    from shared.kernels.attention.prompt_keys import PromptKeys
 
-    compiling(planned_attention, planned_prefill, merge_states, prompt_keys)
+    compiling(planned_attention, merge_states)
     lengths, tables = torch.tensor([700, 1], dtype=torch.int32), torch.zeros(128, dtype=torch.int32)
 
     for dtype, Hq, Hkv, D, block_size, softcap, buckets in [
@@ -144,15 +144,36 @@ def compile_planned_attention():
             workspace = PlannedWorkspace.of(grid.max_states(), 2, Hq, Hkv, D, lengths.device)
             q = torch.zeros(2, Hq, D, dtype=dtype)
             planned_attention.planned_decode(q, *paged, plan, **settings, tiling=tiling, workspace=workspace)
-        for new in ([1, 1], [40, 1], [300, 1]) if D == 64 else ([4, 1],):
-            tiling = prefill_tiling(sum(new), len(new), Hq, Hkv, D, dtype.itemsize, can_copy=True)
+
+
+def compile_planned_prefill():
+    from shared.attention.descriptor import Grid
+    from shared.attention.plan import plan_prefill
+    from shared.kernels.attention import merge_states, planned_prefill, prompt_keys, specialized_prefill
+    from shared.kernels.attention.planned_tiling import prefill_tiling
+    from shared.kernels.attention.planned_workspace import PlannedWorkspace
+    from shared.kernels.attention.prompt_keys import PromptKeys
+
+    compiling(merge_states, planned_prefill, prompt_keys, specialized_prefill)
+    lengths, tables = torch.tensor([700, 1], dtype=torch.int32), torch.zeros(128, dtype=torch.int32)
+    for dtype, Hq, Hkv, D, block_size, softcap, steps in [
+        (torch.bfloat16, 32, 8, 64, 16, None, ([1, 1], [40, 1], [300, 1])),
+        (torch.bfloat16, 32, 8, 128, 16, None, ([300, 1],)),
+        (torch.float16, 4, 1, 256, 1, None, ([300, 1],)),
+        (torch.bfloat16, 4, 1, 256, 1, 50.0, ([4, 1],)),
+        (torch.float32, 9, 3, 16, 24, None, ([4, 1],)),
+    ]:
+        memory = torch.zeros(50, block_size, Hkv, D, dtype=dtype)
+        for new in steps:
+            can = {"can_copy": True, "can_specialize": softcap is None}
+            tiling = prefill_tiling(sum(new), len(new), Hq, Hkv, D, dtype.itemsize, **can)
             grid, per_tile = Grid(10, tiling.tile, tiling.tile), tiling.tokens(Hq // Hkv)
             plan = on_device(plan_prefill(new, lengths.tolist(), grid, tokens_per_tile=per_tile))
             workspace = PlannedWorkspace.of(grid.max_states(per_tile), 0, Hq, Hkv, D, lengths.device)
-            copied = PromptKeys.of(1024, Hkv * D, dtype, lengths.device)
-            workspace = dataclasses.replace(workspace, copied=copied)
+            copied = PromptKeys.of(1024, 2, Hkv * D, dtype, lengths.device)
+            options = {"tiling": tiling, "workspace": dataclasses.replace(workspace, copied=copied), "softcap": softcap}
             q = torch.zeros(sum(new), Hq, D, dtype=dtype)
-            planned_prefill.planned_prefill(q, *paged, plan, **settings, tiling=tiling, workspace=workspace)
+            planned_prefill.planned_prefill(q, memory, memory, tables, lengths, lengths, plan, scale=0.125, **options)
 
 
 def compile_ranges():

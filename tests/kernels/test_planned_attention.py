@@ -20,11 +20,13 @@ from shared.kernels.attention.planned_tiling import (
     CopiedTiling,
     DecodeTiling,
     PrefillTiling,
+    can_specialize,
     decode_tiling,
     fitted,
     prefill_tiling,
 )
 from shared.kernels.attention.prompt_keys import PromptKeys, copy_keys_kernel
+from shared.kernels.attention.specialized_prefill import specialized_prefill_kernel
 from shared.kernels.launch import HEAD_SIZES
 from tests.kernels.attention import (
     DEVICE,
@@ -104,7 +106,8 @@ def check_prefill(
     plan = sent(plan_prefill(new, lengths, grid, tokens_per_tile=per_tile, window=window, split_size=split_size))
     workspace, copying = planned_workspace(plan.num_states, 0, Hq, Hkv, D), {}
     if num_copied is not None:
-        copied = PromptKeys(torch.full((2 * num_copied, Hkv * D), NAN, dtype=dtype, device=DEVICE))
+        matrix = torch.full((2 * num_copied, Hkv * D), NAN, dtype=dtype, device=DEVICE)
+        copied = PromptKeys(matrix, torch.full((len(batch),), -1, dtype=torch.int32, device=DEVICE))
         workspace = dataclasses.replace(workspace, copied=copied)
         copying["copies"] = copied.copies(np.array(new), np.array(lengths), tiling.copied.tile)
     out = planned_prefill(q, *memory.arrays, plan, **limits, tiling=tiling, workspace=workspace, **copying)
@@ -305,6 +308,33 @@ def test_keys_in_one_piece(randn, assert_near, num_launches, batch, num_copied, 
 def test_head_sizes_of_keys_in_one_piece(randn, assert_near, D):
     tiling = prefill_tiling(256, 1, 4, 2, D, 2, can_copy=True)
     check_prefill(randn, assert_near, [(70, 30)], D=D, dtype=torch.float16, tiling=tiling, num_copied=300)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not can_specialize(2, 2, None, torch.device(DEVICE)), reason="Hopper's tensor cores only")
+@pytest.mark.parametrize(("Hq", "Hkv", "D"), [(4, 2, 128), (8, 1, 256), (4, 4, 128)])
+@pytest.mark.parametrize(
+    ("batch", "num_copied", "limits"),
+    [
+        ([(64, 0)], 256, {}),
+        ([(700, 513), (63, 40), (64, 3), (130, 0)], 2400, {}),
+        ([(700, 513), (64, 3), (500, 0)], 1700, {}),  # the last does not fit
+        ([(300, 700), (200, 0)], 2400, {"window": 20}),
+        ([(300, 700), (200, 0)], 2400, {"window": 300}),
+        ([(2000, 100)] * 3, 7000, {}),  # more items than a GPU has multiprocessors
+    ],
+)
+@pytest.mark.parametrize("split_size", [None, 192])
+def test_specialized_warps(randn, assert_near, num_launches, Hq, Hkv, D, batch, num_copied, limits, split_size):
+    """Tiles and splits of any size, several items a program, and requests that are left to the other kernel."""
+    tiling = prefill_tiling(512, 1, Hq, Hkv, D, 2, can_copy=True, can_specialize=True)
+    dtype = torch.bfloat16 if D == 128 else torch.float16
+    heads = {"Hq": Hq, "Hkv": Hkv, "D": D, "dtype": dtype, "block_size": 16}
+    copies = check_prefill(
+        randn, assert_near, batch, tiling=tiling, num_copied=num_copied, split_size=split_size, **heads, **limits
+    )
+    assert num_launches(specialized_prefill_kernel) == copies[0] == 1
+    assert num_launches(planned_prefill_kernel) == copies[1]
 
 
 # Both.

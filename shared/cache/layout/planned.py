@@ -19,7 +19,14 @@ from shared.attention.descriptor import AttentionPlan, Grid
 from shared.attention.plan import plan_decode, plan_prefill
 from shared.cache.layout.paged import PagedLayout
 from shared.cache.layout.slots import Integers
-from shared.kernels.attention.planned_tiling import DecodeTiling, PrefillTiling, can_copy, decode_tiling, prefill_tiling
+from shared.kernels.attention.planned_tiling import (
+    DecodeTiling,
+    PrefillTiling,
+    can_copy,
+    can_specialize,
+    decode_tiling,
+    prefill_tiling,
+)
 from shared.models.config import ModelConfig
 
 
@@ -60,6 +67,12 @@ class AttentionPlanner:
         """Whether the keys of prompts are copied; a model with mask tokens reads them from the blocks."""
         return not self.has_masks and can_copy(self.itemsize, self.device)
 
+    @cached_property
+    def can_specialize(self) -> bool:
+        """Whether specialized warps attend to the copied keys."""
+        group = self.config.num_heads // self.config.num_kv_heads
+        return can_specialize(group, self.itemsize, self.config.attention_softcap, self.device)
+
     def decode_tiling(self, num_sequences: int) -> DecodeTiling:
         """The tiling of a decode step of ``num_sequences`` sequences."""
         return decode_tiling(num_sequences, self.config.num_kv_heads, self.config.head_dim, self.itemsize)
@@ -76,7 +89,7 @@ class AttentionPlanner:
         """The tiling of a prefill step of ``num_tokens`` new tokens."""
         config = self.config
         heads = (config.num_heads, config.num_kv_heads, config.head_dim)
-        return prefill_tiling(num_tokens, num_sequences, *heads, self.itemsize, self.can_copy)
+        return prefill_tiling(num_tokens, num_sequences, *heads, self.itemsize, self.can_copy, self.can_specialize)
 
     def most_numbers(self, num_tokens: int, num_sequences: int) -> tuple[int, ...]:
         """Maximum length of each array of a plan, in the order of ``AttentionPlan.arrays``, for steps of this size."""

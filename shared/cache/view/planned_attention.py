@@ -34,7 +34,7 @@ from shared.kernels.launch import launches
 from shared.models.causal_lm import CausalLM
 from shared.models.config import ModelConfig
 
-ROWS_BETWEEN = 1024
+ROWS_BETWEEN = 2048
 """Rows of a copy of keys for the ends of sequences, in addition to those for the tokens of the longest."""
 
 
@@ -61,7 +61,8 @@ class PlannedAttention:
         if planner.can_copy:
             num_rows = max(sizes.max_tokens, sizes.max_seq_len) + ROWS_BETWEEN
             keys = storage.keys
-            copied = PromptKeys.of(num_rows, config.num_kv_heads * config.head_dim, keys.dtype, keys.device)
+            num_numbers = config.num_kv_heads * config.head_dim
+            copied = PromptKeys.of(num_rows, sizes.max_sequences, num_numbers, keys.dtype, keys.device)
             self.workspace = replace(self.workspace, copied=copied)
         self.decode_arrays: tuple[object, Arrays] = None, {}  # the last plans of a step that decodes, and their arrays
         self.received: object = None  # the plans of the last step, if it only decoded

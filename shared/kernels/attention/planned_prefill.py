@@ -19,32 +19,31 @@ from shared.kernels.attention.paged_attention import attend_by_sequence
 from shared.kernels.attention.planned_attention import DOT_ROWS
 from shared.kernels.attention.planned_tiling import CopiedTiling, PrefillTiling
 from shared.kernels.attention.planned_workspace import PlannedWorkspace
-from shared.kernels.attention.prompt_keys import LEAST_REQUESTS, copy_keys, first_row_of
+from shared.kernels.attention.prompt_keys import copy_keys
 from shared.kernels.attention.prompt_tiles import attend_to_keys
+from shared.kernels.attention.specialized_prefill import specialized_prefill
 from shared.kernels.launch import launch, launch_dependents, launches, next_power_of_two, tl, triton, wait_for_previous
 
 
-@triton.jit(do_not_specialize=["num_requests"])
+@triton.jit
 def planned_prefill_kernel(
-    q, keys, values, tables, table_starts, lengths, k_scales, v_scales, num_masks, copied, num_copied, num_requests,
+    q, keys, values, tables, table_starts, lengths, k_scales, v_scales, num_masks, copied, num_copied, first_rows,
     num_items, split_size, request_indices, query_tile_indices, kv_tile_indices, query_indptr, output_indptr, out,
     partial, partial_log, scale, softcap, window, q_row_stride, q_head_stride,
-    HAS_MASKS: tl.constexpr, HAS_COPIES: tl.constexpr, BLOCK_SIZE: tl.constexpr, HKV: tl.constexpr, GROUP: tl.constexpr,
-    TOKENS: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr, COPIED_TILE: tl.constexpr,
-    REQUESTS: tl.constexpr, PDL: tl.constexpr,
+    HAS_MASKS: tl.constexpr, BLOCK_SIZE: tl.constexpr, HKV: tl.constexpr, GROUP: tl.constexpr, TOKENS: tl.constexpr,
+    D: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Program (i, j) computes item j for KV head i; the grid is (Hkv, capacity).
 
-    With HAS_COPIES there are two launches: one with ``copied`` for the requests whose keys are copied, and one for the
-    others.
+    With ``first_rows`` there are two launches: one for the requests whose keys are copied, and one for the others.
     """
     launch_dependents(PDL)
     wait_for_previous(PDL)
     item = tl.program_id(1)
     request = tl.load(request_indices + item)
     is_computed = item < tl.load(num_items)
-    if HAS_COPIES:
-        key_row = first_row_of(request, lengths, query_indptr, num_requests, num_copied, COPIED_TILE, REQUESTS)
+    if first_rows is not None:
+        key_row = tl.load(first_rows + request)
         is_computed &= (key_row >= 0) == (copied is not None)
     if is_computed:
         kv_head = tl.program_id(0)
@@ -158,25 +157,29 @@ def planned_prefill(
             f"{tiling.tokens(group)}"
         )
     window = NO_WINDOW if window is None else window
-    num_requests = len(plan.query_indptr) - 1
-    cuts: list[PrefillTiling | CopiedTiling] = [tiling]
-    copied, copied_tile = None, 0
-    if tiling.copied is not None and workspace.copied is not None:
-        copied, copied_tile = workspace.copied, tiling.copied.tile
-        cuts = [tiling.copied] * copies[0] + [tiling] * copies[1]
-        if copies[0]:
-            copy_keys(*memory, plan.query_indptr, window, copied, copied_tile)
-    for cut in cuts:
+    scale, softcap = in_base_2(scale, softcap)
+    first_rows: torch.Tensor | None = None
+    launched: list[PrefillTiling | CopiedTiling] = [tiling]
+    copied, copied_tiling = workspace.copied, tiling.copied
+    if copied is not None and copied_tiling is not None and copies[0]:
+        copy_keys(*memory, plan.query_indptr, window, copied, copied_tiling.tile)
+        first_rows, launched = copied.first_rows, [tiling] * copies[1]
+        if copied_tiling.is_specialized:
+            specialized_prefill(
+                q, copied, lengths, plan, scale=scale, window=window, tiling=copied_tiling, workspace=workspace, out=out
+            )
+        else:
+            launched = [copied_tiling, *launched]
+    for cut in launched:
         tiles = None if copied is None or cut is tiling else copied.tiles(cut.tile, D)
         launch(
             planned_prefill_kernel, (Hkv, plan.capacity),
-            q, *memory, k_scales, v_scales, num_masks, tiles, 0 if copied is None else copied.num_rows, num_requests,
+            q, *memory, k_scales, v_scales, num_masks, tiles, 0 if copied is None else copied.num_rows, first_rows,
             plan.num_items, plan.split_size, plan.request_indices, plan.query_tile_indices, plan.kv_tile_indices,
             plan.query_indptr, plan.output_indptr, out, workspace.partial, workspace.partial_log,
-            *in_base_2(scale, softcap), window, q.stride(0), q.stride(1),
-            HAS_MASKS=num_masks is not None, HAS_COPIES=copied is not None, BLOCK_SIZE=block_size, HKV=Hkv, GROUP=group,
-            TOKENS=tiling.tokens(group), D=D, ROWS=max(DOT_ROWS, next_power_of_two(tiling.rows)), TILE=cut.tile,
-            COPIED_TILE=copied_tile, REQUESTS=next_power_of_two(max(num_requests, LEAST_REQUESTS)),
+            scale, softcap, window, q.stride(0), q.stride(1),
+            HAS_MASKS=num_masks is not None, BLOCK_SIZE=block_size, HKV=Hkv, GROUP=group, TOKENS=tiling.tokens(group),
+            D=D, ROWS=max(DOT_ROWS, next_power_of_two(tiling.rows)), TILE=cut.tile,
             num_warps=cut.num_warps, num_stages=cut.num_stages,
         )  # fmt: skip
     if plan.is_split:

@@ -15,6 +15,7 @@ import torch
 
 from shared.attention.descriptor import Grid
 from shared.kernels.attention import paged_prefill
+from shared.kernels.gluon import HAS_GLUON
 from shared.kernels.launch import generation, next_power_of_two, num_multiprocessors
 
 PIPELINE_BYTES = 96 * 1024  # bytes of loads in flight per program, for the smallest GPUs too
@@ -45,6 +46,8 @@ class CopiedTiling(NamedTuple):
     tile: int
     num_warps: int
     num_stages: int
+    is_specialized: bool = False  # whether groups of warps have a task each, and these groups have ``num_warps``
+    takes_turns: bool = False  # whether those that attend take turns with the tensor cores
 
 
 @dataclass(frozen=True)
@@ -99,6 +102,10 @@ COPIED_TILINGS = {  # by head size; an entry covers sizes up to its own
     128: CopiedTiling(64, 8, 3),
     256: CopiedTiling(64, 8, 2),
 }
+SPECIALIZED_TILINGS = {  # of :mod:`shared.kernels.attention.specialized_prefill`; smaller heads gain nothing by it
+    128: CopiedTiling(128, 4, 2, is_specialized=True, takes_turns=True),
+    256: CopiedTiling(64, 4, 2, is_specialized=True),
+}
 
 
 def decode_tiling(num_sequences: int, num_kv_heads: int, head_dim: int, itemsize: int) -> DecodeTiling:
@@ -130,11 +137,13 @@ def prefill_tiling(
     head_dim: int,
     itemsize: int,
     can_copy: bool = False,
+    can_specialize: bool = False,
 ) -> PrefillTiling:
     """The tiling for a ragged batch with this total of new tokens: phase 6's tile, rounded to whole tokens.
 
     Args:
         can_copy: whether keys may be copied first (:mod:`shared.kernels.attention.prompt_keys`).
+        can_specialize: whether copied keys may be attended to by specialized warps.
     """
     group = num_heads // num_kv_heads
     cut = paged_prefill.prefill_tiling(num_new_tokens * group, num_sequences, head_dim, itemsize)
@@ -142,12 +151,25 @@ def prefill_tiling(
     if not can_copy or num_new_tokens < LEAST_COPIED or num_new_tokens * group <= LEAST_ROWS * num_sequences:
         return PrefillTiling(rows, cut.tile, cut.num_warps, cut.num_stages)
     copied = COPIED_TILINGS[max(64, head_dim)]
+    if can_specialize:
+        copied = SPECIALIZED_TILINGS.get(head_dim, copied)
     return PrefillTiling(max(rows, COPIED_ROWS), cut.tile, copied.num_warps, cut.num_stages, copied=copied)
 
 
 def can_copy(itemsize: int, device: torch.device) -> bool:
     """Whether copied keys are faster depends on the GPU's copy engine and shared memory; fp32 uses no tensor cores."""
     return itemsize <= 2 and device.type == "cuda" and generation(device).copies_tiles
+
+
+def can_specialize(group: int, itemsize: int, softcap: float | None, device: torch.device) -> bool:
+    """Whether copied keys may be attended to by specialized warps.
+
+    Args:
+        group: the query heads of a KV head; a tile of them must be a power of two.
+        softcap: the model's cap of its scores, which these warps do not know.
+    """
+    is_known = itemsize == 2 and softcap is None and group == next_power_of_two(group) <= COPIED_ROWS
+    return is_known and HAS_GLUON and device.type == "cuda" and generation(device).has_warpgroups
 
 
 def max_states(

@@ -9,12 +9,13 @@ costs a few percent of what it saves (docs/EXPERIMENTS.md).
 The matrix has ``num_rows`` rows for keys and as many for values, ``[2 · num_rows, Hkv · D]``. Each request with at
 least ``LEAST_NEW`` new tokens gets rows, in batch order until they run out. It gets one for each token of its sequence,
 rounded up to whole tiles, and a tile of zeros, so that a tile that begins within a sequence never reaches the next one.
-The other requests' keys are read from the blocks, by a separate launch. Both the copy and attention derive the rows
-from the lengths, so a captured step copies for any batch.
+The other requests' keys are read from the blocks, by a separate launch. The copy derives the rows from the lengths, and
+writes where each request's begin, so a captured step copies for any batch.
 
 Invariant: a row that is read holds a token of the request itself, or zeros.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -48,13 +49,18 @@ class PromptKeys:
     """The matrix on the device, in the dtype of the blocks, or in fp16 if they hold 8-bit numbers."""
 
     matrix: torch.Tensor  # [2 · num_rows, Hkv · D]; finite
+    first_rows: torch.Tensor  # int32 [B], of each request's first token, from the last copy; -1: it was not copied
     descriptors: dict[tuple[int, int], Any] = field(default_factory=dict)  # keyed by the tile and the head size
 
     @classmethod
-    def of(cls, num_rows: int, num_numbers: int, dtype: torch.dtype, device: torch.device) -> "PromptKeys":
-        """For ``num_rows`` tokens of ``num_numbers`` = Hkv · D elements, whose keys have ``dtype`` in the blocks."""
+    def of(
+        cls, num_rows: int, num_requests: int, num_numbers: int, dtype: torch.dtype, device: torch.device
+    ) -> "PromptKeys":
+        """For ``num_rows`` tokens of ``num_numbers`` = Hkv · D elements, of up to ``num_requests`` requests, whose keys
+        have ``dtype`` in the blocks."""
         wide = dtype if dtype.itemsize > 1 else torch.float16
-        return cls(torch.zeros(2 * num_rows, num_numbers, dtype=wide, device=device))
+        matrix = torch.zeros(2 * num_rows, num_numbers, dtype=wide, device=device)
+        return cls(matrix, torch.full((num_requests,), -1, dtype=torch.int32, device=device))
 
     @property
     def num_rows(self) -> int:
@@ -71,52 +77,38 @@ class PromptKeys:
         is_copied = (counts > 0) & (counts.cumsum() <= self.num_rows)
         return bool(is_copied.any()), not is_copied.all()
 
-    def tiles(self, tile: int, head_dim: int) -> Any:
-        """The descriptor with which kernels load tiles ``[tile, head_dim]``."""
+    def tiles(self, tile: int, head_dim: int, describe: Callable[..., Any] | None = None) -> Any:
+        """The descriptor with which kernels load tiles ``[tile, head_dim]``; ``describe`` makes it, by default
+        Triton's."""
         found = self.descriptors.get((tile, head_dim))
         if found is None:
-            found = self.descriptors[tile, head_dim] = TensorDescriptor.from_tensor(self.matrix, [tile, head_dim])
+            found = (describe or TensorDescriptor.from_tensor)(self.matrix, [tile, head_dim])
+            self.descriptors[tile, head_dim] = found
         return found
-
-
-@triton.jit
-def num_rows_of(lengths, query_indptr, num_requests, TILE: tl.constexpr, REQUESTS: tl.constexpr):
-    """The rows of each of REQUESTS requests: 0 if its keys are not copied."""
-    b = tl.arange(0, REQUESTS)
-    is_request = b < num_requests
-    length = tl.load(lengths + b, mask=is_request, other=0)
-    num_new = tl.load(query_indptr + b + 1, mask=is_request, other=0)
-    num_new -= tl.load(query_indptr + b, mask=is_request, other=0)
-    return tl.where(num_new >= LEAST_NEW, (tl.cdiv(length, TILE) + 1) * TILE, 0)
-
-
-@triton.jit
-def first_row_of(
-    request, lengths, query_indptr, num_requests, num_rows, TILE: tl.constexpr, REQUESTS: tl.constexpr
-):  # fmt: skip
-    """The row of a request's first token; -1 if its keys are not copied."""
-    counts = num_rows_of(lengths, query_indptr, num_requests, TILE, REQUESTS)
-    b = tl.arange(0, REQUESTS)
-    first = tl.sum(tl.where(b < request, counts, 0), 0)
-    count = tl.sum(tl.where(b == request, counts, 0), 0)
-    return tl.where((count > 0) & (first + count <= num_rows), first, -1)
 
 
 @triton.jit(do_not_specialize=["num_requests"])
 def copy_keys_kernel(
-    keys, values, tables, table_starts, lengths, query_indptr, matrix, num_requests, num_rows, window,
+    keys, values, tables, table_starts, lengths, query_indptr, matrix, first_rows, num_requests, num_rows, window,
     BLOCK_SIZE: tl.constexpr, HKV: tl.constexpr, D: tl.constexpr, TILE: tl.constexpr, NUMBERS: tl.constexpr,
     REQUESTS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Program (i, j) copies every n-th tile of rows, starting with the j-th, and columns i · NUMBERS to (i + 1) ·
-    NUMBERS."""
+    NUMBERS. The first one writes where the rows of each of up to REQUESTS requests begin."""
     launch_dependents(PDL)
-    counts = num_rows_of(lengths, query_indptr, num_requests, TILE, REQUESTS)
-    ends = tl.cumsum(counts, 0)
     b = tl.arange(0, REQUESTS)
+    is_request = b < num_requests
+    all_new = tl.load(query_indptr + b + 1, mask=is_request, other=0)
+    all_new -= tl.load(query_indptr + b, mask=is_request, other=0)
+    num_tiles = tl.cdiv(tl.load(lengths + b, mask=is_request, other=0), TILE) + 1
+    counts = tl.where(all_new >= LEAST_NEW, num_tiles * TILE, 0)
+    ends = tl.cumsum(counts, 0)
     column = tl.program_id(0) * NUMBERS + tl.arange(0, NUMBERS)
     used = tl.max(tl.where(ends <= num_rows, ends, 0), 0)
     wait_for_previous(PDL)
+    if (tl.program_id(0) == 0) & (tl.program_id(1) == 0):
+        is_copied = (counts > 0) & (ends <= num_rows)
+        tl.store(first_rows + b, tl.where(is_copied, ends - counts, -1), mask=is_request)
     for row in tl.range(tl.program_id(1) * TILE, used, tl.num_programs(1) * TILE):
         is_owner = (row < ends) & (row >= ends - counts)
         request = tl.sum(tl.where(is_owner, b, 0), 0)
@@ -162,7 +154,8 @@ def copy_keys(
     num_requests = len(query_indptr) - 1
     launch(
         copy_keys_kernel, (columns, max(1, 2 * num_multiprocessors(keys.device) // columns)),
-        keys, values, tables, table_starts, lengths, query_indptr, into.matrix, num_requests, into.num_rows, window,
+        keys, values, tables, table_starts, lengths, query_indptr, into.matrix, into.first_rows, num_requests,
+        into.num_rows, window,
         BLOCK_SIZE=block_size, HKV=Hkv, D=D, TILE=tile, NUMBERS=num_numbers,
         REQUESTS=next_power_of_two(max(num_requests, LEAST_REQUESTS)), num_warps=4,
     )  # fmt: skip
