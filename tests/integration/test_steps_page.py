@@ -204,6 +204,23 @@ def test_what_the_line_changed_is_marked_and_told(tab: Any) -> None:
         assert patch or said == "This line changes nothing that is shown.", event
 
 
+@pytest.mark.parametrize(
+    ("name", "said"), [("phase_06", "Blocks 0 and 1 are allocated"), ("phase_08", "0 to 3 are cached")]
+)
+def test_blocks_that_no_request_holds_are_cached_only_where_a_phase_caches(
+    name: str, said: str, browser: Any, pages: Any
+) -> None:
+    unheld = (
+        event
+        for event, state in enumerate(states(name))
+        if any(count and not owners for owners, count, *_ in state["pool"]["blocks"].values())
+    )
+    with stepper(browser, pages(name)) as tab:
+        go(tab, name, next(unheld))
+        assert said in tab.inner_text("#told")
+        assert tab.locator(".square.kept").first.get_attribute("title").endswith(said.split()[-1])
+
+
 def test_the_address_keeps_the_moment(tab: Any) -> None:
     within = moments("phase_07", "ChunkedScheduler.schedule")
     first = next(event for event in within if event >= recording("phase_07")["steps"][3]["first"])

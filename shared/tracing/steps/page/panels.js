@@ -118,7 +118,7 @@ const PANELS = {
         square.classList.toggle("changed", view.differs("pool", "blocks", String(block)) || filled[0] !== filled[1]);
         square.style.setProperty("--written", `${100 * filled[1]}%`);
         if (owners.length > 1) make("sub", `×${owners.length}`, square);
-        square.title = `${pool.unit} ${block}: ${owners.length ? listed(owners) : count ? "cached" : "free"}`;
+        square.title = `${pool.unit} ${block}: ${owners.length ? listed(owners) : count ? view.recording.unheld : "free"}`;
       }
     },
   },

@@ -68,6 +68,8 @@ class Recording {
       this.callers.push(depth ? (stack[depth - 1] ?? -1) : -1);
       stack[depth] = index;
     });
+    const keeps = this.states.some(({ tree }) => tree) || data.requests.some(({ id }) => id.startsWith("segment "));
+    this.unheld = keeps ? "cached" : "allocated"; // what a block in use is that no request holds
   }
 
   /** @param {number} index @returns {State} */

@@ -2,14 +2,14 @@
 // after replay.js.
 "use strict";
 
-/** @param {any[]} names */
-const listed = (names) => (names.length > 1 ? `${names.slice(0, -1).join(", ")} and ${names.at(-1)}` : `${names[0] ?? "nothing"}`);
+const listed = (/** @type {any[]} */ names) => (names.length > 1 ? `${names.slice(0, -1).join(", ")} and ${names.at(-1)}` : `${names[0] ?? "nothing"}`);
 /** @param {string} text */
 const quoted = (text) => `“${text}”`;
 /** @param {number} start @param {number} count */
 const range = (start, count) => (count === 1 ? `token ${start}` : `tokens ${start} to ${start + count - 1}`);
-/** @param {string} unit @param {any[]} blocks */
-const unitsOf = (unit, blocks) => (blocks.length === 1 ? `${unit} ${blocks[0]}` : `${unit}s ${listed(blocks)}`);
+const isRun = (/** @type {any[]} */ numbers) => numbers.length > 2 && numbers.every((each, at) => Number(each) === Number(numbers[0]) + at);
+const unitsOf = (/** @type {string} */ unit, /** @type {any[]} */ numbers) =>
+  numbers.length === 1 ? `${unit} ${numbers[0]}` : `${unit}s ${isRun(numbers) ? `${numbers[0]} to ${numbers.at(-1)}` : listed(numbers)}`;
 
 /** What happens to a request that enters a queue. @type {Record<string, string>} */
 const ENTRIES = {
@@ -45,25 +45,25 @@ const SENTENCES = {
   batch(_, after) {
     return [after ? `the batch has ${some(after.token_ids.length, "token")} of ${listed(after.ids)}` : "the batch is done"];
   },
-  pool(before, after) {
+  pool(before, after, recording) {
     /** @type {Map<string, string[]>} */
     const said = new Map();
     for (const block of Object.keys({ ...before?.blocks, ...after?.blocks })) {
       const [was, now] = [before?.blocks[block], after?.blocks[block]];
       if (isSame(was, now)) continue;
-      const fate = now?.[0].length ? `held by ${listed(now[0])}` : now ? "cached" : "free";
+      const fate = now?.[0].length ? `held by ${listed(now[0])}` : now ? recording.unheld : "free";
       said.set(fate, [...(said.get(fate) ?? []), block]);
     }
     const { unit } = after ?? before;
     return [...said].map(([fate, blocks]) => `${unitsOf(unit, blocks)} ${blocks.length > 1 ? "are" : "is"} ${fate}`);
   },
   tree: (_, after = {}) => [`the prefix tree has ${some(Object.keys(after).length, "node")}`],
-  in_flight: (_, after) => [after ? `${unitsOf("step", after.map((/** @type {any} */ { step }) => step))} in flight` : "nothing is in flight"],
+  in_flight: (_, after) => [after ? `in flight: ${unitsOf("step", [...new Set(after.map((/** @type {any} */ { step }) => step))])}` : "nothing is in flight"],
   drafts(before = {}, after = {}, recording) {
     const changed = Object.keys(after).filter((id) => !isSame(before[id], after[id]));
     return changed.map((id) => {
       const { granted, ids, accepted, rejected } = after[id];
-      if (accepted !== undefined) return `${accepted} of ${some(accepted + rejected, "draft")} of ${id} ${accepted === 1 ? "is" : "are"} accepted`;
+      if (accepted !== undefined) return `${id} keeps ${accepted} of ${some(accepted + rejected, "draft")}`;
       return ids ? `${some(ids.length, "draft")} for ${id}: ${quoted(recording.words(ids))}` : `${id} may have ${some(granted, "draft")}`;
     });
   },
