@@ -146,7 +146,7 @@ const PANELS = {
     title: "Drafts",
     rows: (recording) => recording.most(({ drafts }) => Object.keys(drafts ?? {}).length),
     draw: (view, body) => each(view, "drafts", body, (row, id, { granted, ids, forced = 0, accepted }) => {
-      if (!ids) view.text(`may have ${granted}`, row, true);
+      if (!ids?.length) view.text(ids ? "none" : `may have ${granted}`, row, view.differs("drafts", id));
       ids?.forEach((token, place) => {
         const fate = accepted === undefined ? "pending" : place < accepted ? "accepted" : "rejected";
         const sign = place >= ids.length - forced ? "forced " : { pending: "", accepted: "✓ ", rejected: "✗ " }[fate];

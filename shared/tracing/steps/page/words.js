@@ -64,7 +64,8 @@ const SENTENCES = {
     return changed.map((id) => {
       const { granted, ids, accepted, rejected } = after[id];
       if (accepted !== undefined) return `${id} keeps ${accepted} of ${some(accepted + rejected, "draft")}`;
-      return ids ? `${some(ids.length, "draft")} for ${id}: ${quoted(recording.words(ids))}` : `${id} may have ${some(granted, "draft")}`;
+      if (!ids) return `${id} may have ${some(granted, "draft")}`;
+      return ids.length ? `${some(ids.length, "draft")} for ${id}: ${quoted(recording.words(ids))}` : `no draft for ${id}`;
     });
   },
   sampled(before = {}, after = {}, recording) {
