@@ -103,6 +103,24 @@ def test_a_row_that_was_disturbed_is_measured_once_more_and_says_so(monkeypatch:
     assert fixed == [4, 4, 2, 1, 1]
 
 
+def test_what_other_programs_use_is_not_read_off_within_a_moment(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A tick of the system's counter within a millisecond looks like ten busy processors, and says nothing."""
+    now, busy, fixed = [0.0], [0.0], list[int]()
+    clock = SimpleNamespace(perf_counter=lambda: now[0], process_time=lambda: 0.0)
+    monkeypatch.setattr(ladder, "time", clock)
+    monkeypatch.setattr(ladder, "_busy_seconds", lambda: busy[0])
+    monkeypatch.setattr(ladder.psutil, "cpu_count", lambda: 4)
+    threads = ladder.Threads(1, 4, fixed.append)
+    for seconds, used, number in ((2.0, 2.0, 3), (0.001, 0.01, 3), (2.0, 0.0, 4), (0.001, 0.01, 4)):
+        now[0], busy[0] = now[0] + seconds, busy[0] + used
+        assert threads.choose() == number
+    now[0], busy[0] = now[0] + 0.001, busy[0] + 0.01
+    assert threads.shared() == 0.0
+    now[0], busy[0] = now[0] + 1.999, busy[0] + 3.99
+    assert threads.shared() == pytest.approx(0.5)
+    assert fixed == [3, 3, 4, 4]
+
+
 @pytest.mark.parametrize(("last", "is_repeated"), [(20.0, False), (100.0, True)])
 def test_a_repetition_that_the_time_cuts_short_hides_no_unsteady_row(
     monkeypatch: pytest.MonkeyPatch, last: float, is_repeated: bool
@@ -154,7 +172,7 @@ def test_the_table_marks_rows_that_were_disturbed(rows: Report) -> None:
     assert cells[-1] == "1.00 to 3.00 !"
     assert marked.tables[0].style(marked.tables[0].rows[0])
     assert marked.warnings == ["! Phase 03: the pairs differ by more than 1.5×."]
-    assert "with 1 of 2 threads" in marked.notes[0]
+    assert marked.notes[0].startswith("Phase 03: timed with 1 of 2 threads, because other programs ")
     (warning,) = table(is_steady=False, shared=0.3).warnings
     assert warning.startswith("! Phase 03: other programs used the processors")
 
