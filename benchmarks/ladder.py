@@ -33,6 +33,8 @@ STEADY = 1.5
 """The largest ratio of a row over its smallest, above which the pairs differ."""
 MOST_SHARED = 0.25
 """The share of a row's processors that other programs may use."""
+LEAST_SECONDS = 0.25
+"""The shortest time over which the use of processors is known: the system counts it in ticks of 0.01 s."""
 
 
 class Others:
@@ -41,10 +43,12 @@ class Others:
     def __init__(self) -> None:
         self.started, self.own, self.all = time.perf_counter(), time.process_time(), _busy_seconds()
 
-    def left(self) -> float:
-        """How many processors of the machine they left."""
+    def left(self) -> float | None:
+        """How many processors of the machine they left; None if this object was made less than `LEAST_SECONDS` ago."""
+        if (elapsed := time.perf_counter() - self.started) < LEAST_SECONDS:
+            return None
         seconds = _busy_seconds() - self.all - (time.process_time() - self.own)
-        return (psutil.cpu_count() or 1) - max(0.0, seconds / (time.perf_counter() - self.started))
+        return (psutil.cpu_count() or 1) - max(0.0, seconds / elapsed)
 
 
 class Threads:
@@ -52,17 +56,19 @@ class Threads:
 
     def __init__(self, least: int, most: int, fix: Callable[[int], None]) -> None:
         self.least, self.most, self.fix, self.others = least, most, fix, Others()
+        self.number = most
 
     def choose(self) -> int:
-        """As many as other programs have left processors since the last call."""
-        number = max(self.least, min(self.most, round(self.others.left())))
-        self.fix(number)
+        """As many as other programs have left processors since the last call; after a moment, as many as before."""
+        if (left := self.others.left()) is not None:
+            self.number = max(self.least, min(self.most, round(left)))
+        self.fix(self.number)
         self.others = Others()
-        return number
+        return self.number
 
-    def shared(self, number: int) -> float:
-        """The share of so many processors that other programs have used since `choose`."""
-        return max(0.0, 1 - self.others.left() / number)
+    def shared(self) -> float:
+        """The share of the chosen number of processors that other programs have used since `choose`."""
+        return 0.0 if (left := self.others.left()) is None else max(0.0, 1 - left / self.number)
 
 
 def _busy_seconds() -> float:
@@ -101,7 +107,7 @@ def measure_ladder(
     if not rungs:
         raise ConfigError(
             f"The ladder has no row for phase {', '.join(sorted(asked))} on this machine: phase 02 is where it begins, "
-            "11.1 needs a trained adapter of the model, and 12.1 two GPUs"
+            "11.1 needs a trained adapter of the model, and 12.1 a CPU or two GPUs"
             + ("; --quick leaves out most rows that are timed." if is_quick else ".")
         )
     engines: dict[Side, Any] = {}
@@ -177,7 +183,7 @@ def _measured(
     }
     if not rung.is_timed:
         return found
-    shared = threads.shared(number)
+    shared = threads.shared()
     is_steady = gains[-1] / gains[0] <= STEADY and shared <= MOST_SHARED
     ends = [rounded(gains[0]), rounded(gains[-1])]
     return found | {"gains": ends, "threads": number, "shared": rounded(shared), "is_steady": is_steady}
@@ -247,14 +253,15 @@ def view(report: Report) -> View:
 
 def _shared(timed: Sequence[Row], most: int) -> list[str]:
     """What is said of rows that had fewer threads than an idle machine gives."""
-    fewer = sorted({row["threads"] for row in timed if row["threads"] < most})
-    if not fewer:
-        return []
-    return [f"Other programs are running, so rows were timed with {' or '.join(map(str, fewer))} of {most} threads."]
+    return [
+        f"Phase {', '.join(dict.fromkeys(row['phase'] for row in timed if row['threads'] == number))}: timed with "
+        f"{number} of {most} threads, because other programs used the other processors."
+        for number in sorted({row["threads"] for row in timed if row["threads"] < most})
+    ]
 
 
 def _absent(report: Report) -> list[str]:
     """What is said about phases that have no timed row here."""
     if report.device.startswith("cuda"):
         return []
-    return ["3.1, 6.1 and 9 make a GPU faster, so on a CPU their rows count what they change; 12.1 needs several GPUs."]
+    return ["3.1, 6.1, 9 and 12.1 make GPUs faster, so on a CPU their rows count what they change."]

@@ -116,6 +116,11 @@ def has_adapter(setup: Setup) -> bool:
     return adapter_of(setup).is_dir()
 
 
+def fewest_ranks(size: int, setup: Setup) -> bool:
+    """Whether the model can be sharded over so many processes, and over no fewer; on a CPU."""
+    return on_cpu(setup) and possible_sizes(setup.shape)[1:2] == [size]
+
+
 def has_ranks(setup: Setup) -> bool:
     """Whether there are two GPUs over which the model can be sharded."""
     return setup.is_gpu and torch.cuda.device_count() > 1 and 2 in possible_sizes(setup.shape)
@@ -316,7 +321,7 @@ def blocks_held(engine: Any, pair: int) -> float:
 
 
 def bytes_of_weights(engine: Any, pair: int) -> float:
-    """Bytes of the weights as they are stored in memory."""
+    """Bytes of the weights as they are stored in this process's memory."""
     return weight_bytes(engine.model)
 
 
@@ -503,6 +508,20 @@ RUNGS = (
         side("12.1", tensor_parallel_size=2),
         one_request,
         fits=has_ranks,
+    ),
+    *(
+        Rung(
+            "12.1",
+            f"bytes of the weights, of each of {size} processes",
+            side("12"),
+            side("12.1", tensor_parallel_size=size),
+            bytes_of_weights,
+            is_timed=False,
+            less_is_better=True,
+            fits=partial(fewest_ranks, size),
+            form=partial(quantity, unit="B"),
+        )
+        for size in (2, 3)
     ),
 )
 """In the order of the phases."""

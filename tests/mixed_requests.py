@@ -1,6 +1,7 @@
 """Requests of many kinds, and a loop that serves them: what the later phases' outputs are compared on."""
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from shared.engine.output import StepOutput
@@ -45,6 +46,14 @@ LONG: Requests = [
     *MIXED,
     ([(17 * n) % 500 for n in range(300)], GREEDY | {"max_new_tokens": 6}),
 ]
+
+
+def small_pools(folder: Path) -> list[dict[str, int]]:
+    """Pools for little more than one long request, in blocks of three sizes; of one size for the two families that have
+    no windows, which may end inside a block."""
+    sizes = {"tiny-llama": [(1, 129)], "tiny-qwen3": [(16, 9)]}.get(folder.name, [(1, 129), (3, 43), (16, 9)])
+    return [{"block_size": size, "num_gpu_blocks": count} for size, count in sizes]
+
 
 STEM = [(11 * n) % 250 for n in range(60)]
 ALIKE: Requests = [  # requests that begin with more or less of one stem

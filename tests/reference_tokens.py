@@ -1,6 +1,7 @@
-"""The greedy tokens of transformers, computed once for all the processes of a test run."""
+"""The tokens and logits of transformers, computed once for all the processes of a test run."""
 
 import json
+from collections.abc import Callable
 from functools import cache, partial
 from hashlib import sha256
 from pathlib import Path
@@ -15,6 +16,14 @@ from shared.parity.reference import load_reference
 def version(folder: Path) -> list[tuple[str, int, int]]:
     """What changes when a file of the checkpoint is written again."""
     return [(str(file), (s := file.stat()).st_size, s.st_mtime_ns) for file in sorted(folder.iterdir())]
+
+
+def kept(file: Path, compute: Callable[[], torch.Tensor]) -> torch.Tensor:
+    """What ``compute`` gives in the first of the processes of a test run that asks."""
+    with FileLock(f"{file}.lock"):
+        if not file.exists():
+            torch.save(compute(), file)
+    return torch.load(file)
 
 
 def greedy_tokens(reference: Any, prompt_ids: list[int], num_tokens: int) -> list[int]:

@@ -2,15 +2,24 @@
 // pages, then reports. Numbers that Sphinx adds for matches are its own.
 const asked = (new URLSearchParams(location.search).get("q") || "").toLowerCase().trim();
 
-function kindOf(page) {
+/** What the field calls the subject of a chapter that has another title. @type {Record<string, string>} */
+const SUBJECTS = {
+  "paged attention": "06", pagedattention: "06", "flash decoding": "06_1", "split-kv": "06_1", "radix attention": "08",
+  radixattention: "08", "cuda graph": "09", "cuda graphs": "09", "overlap scheduling": "09", "kv cache compression": "09_2",
+  quantization: "10", "speculative sampling": "11", "guided decoding": "12", "constrained decoding": "12",
+};
+
+function kindOf(/** @type {string} */ page) {
   if (/^tutorial\/phase_[0-9a-z]+(_\d)?$/.test(page)) return 3;
   return page.startsWith("benchmarks/") ? 1 : 2;
 }
 
 var Scorer = {
+  /** @param {[page: string, title: string, anchor: string, text: string, score: number]} found */
   score: ([page, title, , , score]) => {
     const [own, ...above] = title.toLowerCase().split(" > ").reverse();
-    return score + kindOf(page) * (own.includes(asked) ? (above.length ? 50 : 100) : 1);
+    const isSubject = asked in SUBJECTS && page === `tutorial/phase_${SUBJECTS[asked]}`;
+    return score + (isSubject ? 1000 : 0) + kindOf(page) * (own.includes(asked) ? (above.length ? 50 : 100) : 1);
   },
   objNameMatch: 11,
   objPartialMatch: 6,

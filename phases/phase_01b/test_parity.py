@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from filelock import FileLock
 from safetensors.torch import save_file
 
 from phases.phase_01b.engine import Engine
@@ -22,6 +23,7 @@ from shared.models.tokens import Tokens
 from shared.parity.reference import load_reference
 from shared.parity.thresholds import THRESHOLDS, allowed_error, argmax_shortfall, distance
 from tests.comparison import assert_equal, assert_rows_close
+from tests.reference_tokens import kept
 
 BACKENDS = ("naive", "sdpa")
 HALF = (torch.bfloat16, torch.float16)
@@ -61,7 +63,7 @@ def write_checkpoint(folder: Path, shape: str, changes: dict[str, Any]) -> Path:
             if f".{part}." in name and name.endswith("_proj.weight"):
                 bias = torch.randn(shapes[name][0], generator=generator)
                 tensors[name.replace(".weight", ".bias")] = 0.5 * bias
-    folder.mkdir()
+    folder.mkdir(parents=True)
     save_file(tensors, folder / "model.safetensors")
     save_byte_tokenizer(config, folder)
     (folder / "config.json").write_text(json.dumps(config))
@@ -69,9 +71,16 @@ def write_checkpoint(folder: Path, shape: str, changes: dict[str, Any]) -> Path:
 
 
 @pytest.fixture(scope="module")
-def variants(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    root = tmp_path_factory.mktemp("variants")
-    return functools.cache(lambda name: write_checkpoint(root / name, *VARIANTS[name]))
+def variants(session_folder: Path) -> Callable[[str], Path]:
+    """The checkpoint of a variant, which the processes of a run share."""
+
+    @functools.cache
+    def of(name: str) -> Path:
+        folder = session_folder / "variants" / name
+        with FileLock(session_folder / f"variant-{name}.lock"):
+            return folder if folder.exists() else write_checkpoint(folder, *VARIANTS[name])
+
+    return of
 
 
 @torch.inference_mode()
@@ -99,7 +108,7 @@ def check_half(folder: Path, ids: list[int], dtype: torch.dtype) -> None:
 def test_fp32(variants: Callable[[str], Path], variant: str, backend: str) -> None:
     folder = variants(variant)
     ours = Engine(str(folder), attention_backend=backend).forward(IDS)
-    expected = expected_logits(folder, IDS, torch.float32, backend)
+    expected = kept(folder / f"expected-{backend}", lambda: expected_logits(folder, IDS, torch.float32, backend))
     assert_equal(ours.dtype, torch.float32, "dtype of the logits")
     assert_rows_close(ours, expected, THRESHOLDS[torch.float32].logits, "logits", ("token", "vocabulary"))
     assert_equal(ours.argmax(-1), expected.argmax(-1), "most likely token", ("token",))

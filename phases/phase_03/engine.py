@@ -31,8 +31,7 @@ class Engine:
         """Yield one output per token until the request finishes; raises RequestError before anything is computed."""
         prompt_ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
         prompt_ids = check_prompt(prompt_ids, self.model.config.vocab_size, self.max_seq_len)
-        params.refuse("prompt_logprobs", "04")
-        params.refuse("structured_output", "12")
+        params.check()
         end_ids = params.end_ids(self.tokenizer.eos_ids, self.model.config.vocab_size)
         seed = self.seeds.getrandbits(64) if params.seed is None else params.seed
         request = Request(str(next(self.request_ids)), prompt_ids, params, seed, end_ids)

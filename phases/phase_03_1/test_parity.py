@@ -21,7 +21,7 @@ from shared.models.fused import fuse
 from shared.models.tokens import Tokens
 from shared.parity.thresholds import PEER_FACTOR, THRESHOLDS, argmax_shortfall, distance
 from shared.sampling.params import SamplingParams
-from tests.as_transformers import assert_generated
+from tests.as_transformers import ASKED_OF_DEMO, assert_generated
 from tests.mixed_requests import SENTENCE
 from tests.reference_tokens import ReferenceTokens
 
@@ -64,7 +64,7 @@ def test_greedy_tokens_of_the_demo_model_equal_those_of_transformers(
     demo_folder: Path, reference_tokens: ReferenceTokens
 ) -> None:
     engine = Engine(EngineConfig(model=str(demo_folder), max_seq_len=256))
-    assert_generated(engine, reference_tokens, demo_folder, [(PROMPTS[0], 16)])
+    assert_generated(engine, reference_tokens, demo_folder, ASKED_OF_DEMO)
 
 
 def test_a_model_that_the_gpu_cannot_hold_is_refused_with_the_numbers(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,7 +10,20 @@ from phases.phase_07.engine import Engine as Chunked
 from phases.phase_08.engine import Engine
 from shared.engine.config import EngineConfig
 from tests.as_transformers import assert_served
-from tests.mixed_requests import ALIKE, ARRIVALS, ARRIVE, GREEDY, LONG, MIXED, SMALL, STEM, seen, serve, tokens
+from tests.mixed_requests import (
+    ALIKE,
+    ARRIVALS,
+    ARRIVE,
+    GREEDY,
+    LONG,
+    MIXED,
+    SMALL,
+    STEM,
+    seen,
+    serve,
+    small_pools,
+    tokens,
+)
 from tests.random_loads import Load, answers_alone, assert_as_alone, interrupt, loads, sizes
 from tests.reference_tokens import ReferenceTokens
 
@@ -19,20 +32,17 @@ def make(folder: Path, phase: Any = Engine, **config: Any) -> Any:
     return phase(EngineConfig(model=str(folder), **config))
 
 
-@pytest.mark.parametrize("sizes", [(1, 129), (3, 43), (16, 9)], ids=str)
-def test_outputs_are_those_of_phase_7_however_often_they_are_asked_for(
-    model_folder: Path, sizes: tuple[int, int]
-) -> None:
+def test_outputs_are_those_of_phase_7_however_often_they_are_asked_for(model_folder: Path) -> None:
     """In a pool for little more than one long request, so that blocks are evicted and requests preempted."""
-    options = SMALL | dict(zip(("block_size", "num_gpu_blocks"), sizes, strict=True))
     requests, arrivals = [*ALIKE, *MIXED], [*ARRIVE, *ARRIVALS]
-    expected = seen(serve(make(model_folder, Chunked, **options), requests, arrivals)[0])
-    engine = make(model_folder, **options)
-    for _ in range(2):
-        assert seen(serve(engine, requests, arrivals)[0]) == expected
-    assert engine.scheduler.num_prefix_hits > 0
-    assert engine.load().num_preemptions > 0
-    assert engine.load().kv_usage == 0
+    expected = seen(serve(make(model_folder, Chunked, **SMALL), requests, arrivals)[0])
+    for pool in small_pools(model_folder):
+        engine = make(model_folder, **SMALL | pool)
+        for _ in range(2):
+            assert seen(serve(engine, requests, arrivals)[0]) == expected, pool
+        assert engine.scheduler.num_prefix_hits > 0
+        assert engine.load().num_preemptions > 0
+        assert engine.load().kv_usage == 0
 
 
 @pytest.mark.parametrize("backend", ["naive", "flash", "planned"])

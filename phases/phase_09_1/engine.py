@@ -99,7 +99,6 @@ class Engine(ServingEngine):
         Args:
             segment_ids: of registered segments, which precede the prompt in this order.
         """
-        params.refuse("structured_output", "12")
         segments = tuple(self.segments.find(segment_id) for segment_id in segment_ids)
         prompt_ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
         limits = self.model.config.vocab_size, self.max_seq_len

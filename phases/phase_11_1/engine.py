@@ -123,8 +123,8 @@ class Engine(ServingEngine):
 
     def add_request(self, prompt: str | Sequence[int], params: SamplingParams, request_id: str | None = None) -> str:
         """Queue a request and return its id; raises RequestError or QueueFullError, and queues nothing."""
-        params.refuse("structured_output", "12")
-        arrival, seed = self.check_request(prompt, params, request_id), self.seed_of(params)
+        arrival = self.check_request(prompt, params, request_id, "thinking_budget", "min_thinking_tokens")
+        seed = self.seed_of(params)
         limits = ThinkingLimits.of(params, arrival.prompt_ids, seed, arrival.end_ids, self.tokenizer)
         return self.queue_request(arrival, seed, limit_row=limits).request_id
 

@@ -125,7 +125,7 @@ class Engine(ServingEngine):
 
     def add_request(self, prompt: str | Sequence[int], params: SamplingParams, request_id: str | None = None) -> str:
         """Queue a request and return its id; raises RequestError or QueueFullError, and queues nothing."""
-        arrival = self.check_request(prompt, params, request_id)
+        arrival = self.check_request(prompt, params, request_id, "structured_output")
         return self.queue_request(arrival, constraint=self.constraints.of(params)).request_id
 
     def stats(self) -> dict[str, Any]:

@@ -49,8 +49,7 @@ class Request:
     """One request. ``seed`` is set even if ``params.seed`` is None, so sampling never depends on other requests.
 
     Requests compare by identity, since an id may be reused. ``end_ids`` are the ids that may end its output, from its
-    parameters and from the model (``SamplingParams.end_ids``). Raises RequestError if the parameters limit its thinking
-    and ``limit_row`` is missing.
+    parameters and from the model (``SamplingParams.end_ids``).
     """
 
     request_id: str
@@ -80,8 +79,6 @@ class Request:
     num_tokens: int = field(init=False)  # prompt and output tokens whose ids are known
 
     def __post_init__(self) -> None:
-        if self.limit_row is None:
-            self.params.refuse_limits_of_thinking("11.1")
         self.num_prompt_tokens = len(self.prompt_ids)
         self.num_tokens = self.num_prompt_tokens + len(self.output_ids)
 

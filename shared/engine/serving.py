@@ -77,11 +77,17 @@ class ServingEngine(ABC):
 
     def add_request(self, prompt: str | Sequence[int], params: SamplingParams, request_id: str | None = None) -> str:
         """Queue a request and return its id; raises RequestError or QueueFullError, and queues nothing."""
-        params.refuse("structured_output", "12")
         return self.queue_request(self.check_request(prompt, params, request_id)).request_id
 
-    def check_request(self, prompt: str | Sequence[int], params: SamplingParams, request_id: str | None) -> Arrival:
-        """The checked request, ready to be queued; raises RequestError or QueueFullError, and changes no state."""
+    def check_request(
+        self, prompt: str | Sequence[int], params: SamplingParams, request_id: str | None, *supported: str
+    ) -> Arrival:
+        """The checked request, ready to be queued; raises RequestError or QueueFullError, and changes no state.
+
+        Args:
+            supported: the parameters that the engine supports of those that not every batching engine does.
+        """
+        params.check({"prompt_logprobs", *supported})
         prompt_ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
         vocab_size = self.model.config.vocab_size
         prompt_ids = check_prompt(prompt_ids, vocab_size, self.max_seq_len)

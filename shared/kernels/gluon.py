@@ -1,8 +1,9 @@
-"""What kernels in Gluon import, and whether this Triton has it as they know it. Introduced in phase 6.1.
+"""What kernels in Gluon import, and whether the installed Triton has the version that they were written for. Introduced
+in phase 6.1.
 
-Gluon is the language below Triton's, in which layouts, barriers and asynchronous operations are written out. It comes
-with Triton as an experiment whose names change between versions, so its kernels run only with the versions named here.
-Invariant: a file that imports from here can be imported everywhere, and no kernel of it is launched without Gluon.
+Gluon is the language below Triton's, in which layouts, barriers and asynchronous operations are explicit. It comes with
+Triton as an experiment whose names change between versions, so its kernels run only with the versions named here.
+Invariant: a file that imports from here can be imported everywhere; :data:`HAS_GLUON` says whether its kernels run.
 """
 
 from types import SimpleNamespace

@@ -2,9 +2,9 @@
 
 PyTorch starts a thread for each core. The threads of a product wait for each other and keep their cores busy meanwhile.
 So a thread that shares its core with another program delays all of them at each product: next to one busy loop, two
-threads are many times slower than one. So forwards with the same number of tokens are timed as they occur. If two in a
-row take many times as long as usual, the next one tries half the threads; from time to time, one tries twice as many
-again.
+threads are many times slower than one. So successive forwards of about as many tokens are timed as they occur: steps of
+a batch, or those of an engine without a cache, each of which has one token more. If two in a row take many times as
+long as usual, the next one tries half the threads; from time to time, one tries twice as many again.
 
 Invariants: no forward runs only to be timed; the number of threads is never above PyTorch's own, or the one that a
 caller has set with ``torch.set_num_threads``; the variable ``OMP_NUM_THREADS`` fixes it. The number of threads may
@@ -28,6 +28,7 @@ GAIN_OF_FEWER, GAIN_OF_MORE = 0.7, 0.95
 """Maximum share of the previous seconds that a trial may take to count as faster. Noise alone never removes threads."""
 CONFIRMED = 2  # consecutive forwards that must be slow, faster in a trial, or of one size before any trial
 USUAL = 8  # forwards whose median time counts as usual
+ALIKE = 8  # forwards are compared if their tokens differ by at most an eighth
 TRIAL_SHARE, MOST_PATIENCE = 20, 256
 """Failed trials of more threads take a twentieth of the time; there are at most this many forwards between two of them.
 """
@@ -42,7 +43,7 @@ class ThreadChoice:
 
     def __init__(self, most: int) -> None:
         self.most = self.kept = self.next = most
-        self.num_tokens = 0  # tokens of the forwards that are compared
+        self.num_tokens = 0  # tokens of the last forward
         self.usual: deque[float] = deque(maxlen=USUAL)  # seconds with `kept` threads
         self.tried: list[float] = []  # seconds with `next` threads, in a trial
         self.tries_fewer = most > 1  # for trials without a cause: at the start, and after fewer threads were faster
@@ -51,10 +52,11 @@ class ThreadChoice:
     def observe(self, num_tokens: int, seconds: float) -> None:
         """A forward of this many tokens took this long with ``next`` threads."""
         is_trial = self.next != self.kept
-        if num_tokens != self.num_tokens:  # not comparable with those before, so a trial is over
-            self.num_tokens, self.next = num_tokens, self.kept
+        if abs(num_tokens - self.num_tokens) > self.num_tokens // ALIKE:  # not comparable, so a trial is over
+            self.next = self.kept
             self.usual.clear()
             self.tried.clear()
+        self.num_tokens = num_tokens
         if not is_trial:
             self._watch(seconds)
         elif self.next != self.kept:

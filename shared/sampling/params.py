@@ -6,7 +6,7 @@ Python values, so no later stage validates again.
 
 import math
 import numbers
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from reprlib import repr as short_repr
@@ -21,6 +21,10 @@ MAX_LOGIT_BIAS = 100.0  # as in the OpenAI API
 MAX_PENALTY = 2.0  # of presence_penalty and frequency_penalty, as in the OpenAI API
 MAX_STOP_TOKEN_IDS = 128
 MAX_CACHE_SALT = 256  # characters
+
+
+LATER = {"prompt_logprobs": "04", "thinking_budget": "11.1", "min_thinking_tokens": "11.1", "structured_output": "12"}
+"""The fields that only some engines support, each with the phase that introduces it."""
 
 
 class StructuredOutput:
@@ -176,17 +180,13 @@ class SamplingParams:
         self.check_token_ids(vocab_size)
         return tuple(token_id for token_id in {*eos_ids, *self.stop_token_ids} if token_id < vocab_size)
 
-    def refuse(self, field: str, first_phase: str) -> None:
-        """Raise RequestError if a field is set that engines before ``first_phase`` do not support."""
-        value = getattr(self, field)
-        remedy = f"left out: this engine does not compute it, and phase {first_phase} is the first that does"
-        _require(value is None, field, value, remedy)
-
-    def refuse_limits_of_thinking(self, phase: str) -> None:
-        """Raise RequestError if the model's thinking is limited, which only the engine of ``phase`` supports."""
-        remedy = f"left out: this engine limits no thinking, the engine of phase {phase} does"
-        _require(self.thinking_budget is None, "thinking_budget", self.thinking_budget, remedy)
-        _require(self.min_thinking_tokens == 0, "min_thinking_tokens", self.min_thinking_tokens, remedy)
+    def check(self, supported: Collection[str] = ()) -> None:
+        """Raise RequestError for a field of ``LATER`` that is set and not in ``supported``, and name its phase."""
+        for field, phase in LATER.items():
+            if field not in supported:
+                value, default = getattr(self, field), self.__dataclass_fields__[field].default
+                remedy = f"left out: this engine does not support it, and the engine of phase {phase} does"
+                _require(value == default, field, value, remedy)
 
     def check_token_ids(self, vocab_size: int) -> None:
         """Raise RequestError if a field holds an id outside the vocabulary."""

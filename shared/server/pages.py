@@ -12,8 +12,8 @@ from starlette.responses import Response
 
 FOLDER = Path(__file__).parent / "page"
 TRACING = Path(__file__).parents[1] / "tracing/page"
-SHARED = (TRACING / "elements.js", *TRACING.glob("pool*"))
-"""Files shared with the page of `infer trace`."""
+SHARED = (TRACING / "theme.css", TRACING / "elements.js", *TRACING.glob("pool*"))
+"""Files shared with the pages of runs."""
 TYPES = {".html": "text/html", ".css": "text/css", ".js": "text/javascript", ".svg": "image/svg+xml"}
 POLICY = "default-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
 router = APIRouter(include_in_schema=False)

@@ -4,8 +4,10 @@ The page shows the sentence as a caption, and its slider starts at that step. In
 something visible in the timeline at that step.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+from shared.tracing.told import listed, some, token_range
 from shared.tracing.trace import CellKind, Trace
 
 
@@ -22,23 +24,23 @@ def focus(trace: Trace) -> Focus:
     a prompt that begins in the cache, a preemption, a stalled request, a chunk of a prompt alongside decoding, empty
     rows while requests wait, a wait.
     """
-    drawn = [(token.position, token.step, each) for each in trace.requests for token in each.tokens if token.position]
-    if drawn:
-        position, step, request = max(drawn, key=lambda found: len(found[0].stack))
+    sampled = [(token.position, token.step, each) for each in trace.requests for token in each.tokens if token.position]
+    if sampled:
+        position, step, request = max(sampled, key=lambda found: len(found[0].stack))
         name, (state, _, number) = request.request_id, position
-        tokens = "1 allowed token" if number == 1 else f"{number} allowed tokens"
-        return Focus(step, f"step {step} draws for request {name} in state {state} of its grammar, from {tokens}.")
+        tokens = some(number, "allowed token")
+        return Focus(step, f"step {step} samples for request {name} in state {state} of its grammar, from {tokens}.")
     verified = [(step, *counts) for step, each in enumerate(trace.steps) for counts in each.record.verified]
     step, name, num_accepted, num_rejected = max(verified, key=lambda counts: counts[2], default=(0, "", 0, 0))
     if num_accepted:
-        num_drafts = num_accepted + num_rejected
-        drafts = "1 draft" if num_drafts == 1 else f"{num_drafts} drafts"
+        drafts = some(num_accepted + num_rejected, "draft")
         return Focus(step, f"step {step} verifies {drafts} of request {name}, and accepts {num_accepted}.")
     compressed = [(step, *one) for step, each in enumerate(trace.steps) for one in each.record.compressed]
     if compressed:
         step, name, num_tokens, kept = compressed[0]
-        counts = f"{min(map(min, kept))} to {max(map(max, kept))} of {num_tokens} tokens"
-        return Focus(step, f"before step {step} request {name} is compressed: its heads keep {counts}.")
+        counts = " to ".join(map(str, sorted({min(map(min, kept)), max(map(max, kept))})))
+        tokens = f"{counts} of {some(num_tokens, 'token')}"
+        return Focus(step, f"before step {step} request {name} is compressed: its heads keep {tokens}.")
     found = {
         next(step for kind, step, _ in trace.runs(request) if kind is not CellKind.QUEUE): request
         for request in reversed(trace.requests)
@@ -47,7 +49,8 @@ def focus(trace: Trace) -> Focus:
     if found:
         step = min(found)
         name, count, length = found[step].request_id, found[step].num_cached_tokens, found[step].num_prompt_tokens
-        return Focus(step, f"in step {step} request {name} begins: {count} of its {length} tokens come from the cache.")
+        tokens = f"{count} of its {length} prompt tokens"
+        return Focus(step, f"in step {step} request {name} begins, with {tokens} from the cache.")
     for request in trace.requests:
         for step in trace.preemptions(request)[:1]:
             again = next((n for kind, n, _ in trace.runs(request) if kind is CellKind.RECOMPUTE and n > step), None)
@@ -56,16 +59,16 @@ def focus(trace: Trace) -> Focus:
     for request in trace.requests:
         for kind, step, after in trace.runs(request):
             if kind is CellKind.STALL:
-                prompts = ", ".join(name for name, _ in trace.steps[step].record.prefilled)
-                beside = f" while request {prompts} is prefilled" if prompts else ""
-                steps = "1 step" if after - step == 1 else f"{after - step} steps"
+                prompts = [name for name, _ in trace.steps[step].record.prefilled]
+                beside = f" during the prefill of {_requests(prompts)}" if prompts else ""
+                steps = some(after - step, "step")
                 return Focus(step, f"from step {step} on request {request.request_id} stalls for {steps}{beside}.")
     chunks = [(request, *chunk) for request in trace.requests for chunk in trace.chunks(request) if chunk[1]]
     decoding = [len(trace.steps[step].record.decoded) for _, step, _, _ in chunks]
     if most := max(decoding, default=0):
         request, step, first, num_tokens = chunks[decoding.index(most)]
         others = "1 request decodes" if most == 1 else f"{most} requests decode"
-        part = f"tokens {first} to {first + num_tokens - 1} of the prompt of request {request.request_id}"
+        part = f"{token_range(first, num_tokens)} of the prompt of request {request.request_id}"
         return Focus(step, f"step {step} computes a chunk, {part}, while {others}.")
     empty = [
         (trace.max_batch_size - step.num_served) if step.record.num_waiting and step.num_served else 0
@@ -83,7 +86,7 @@ def focus(trace: Trace) -> Focus:
         ]
         why = "the batch has to end first" if is_static else "the KV cache has no free blocks for the next"
         if pending:
-            why = f"the last token of request {', '.join(pending)} is pending"
+            why = f"the last token of {_requests(pending)} is pending"
         served = trace.steps[step].num_served
         return Focus(step, f"step {step} runs {served} of {trace.max_batch_size} rows while {others}: {why}.")
     waits = {request.request_id: trace.runs(request)[:1] for request in trace.requests}
@@ -94,4 +97,8 @@ def focus(trace: Trace) -> Focus:
         return Focus(step, f"request {name} waits until step {step}, when a finished request frees its memory.")
     held = [step.memory.num_held if step.memory is not None else step.num_served for step in trace.steps]
     step = held.index(max(held)) if held else 0
-    return Focus(step, f"no request waits; in step {step} the most memory is held.")
+    return Focus(step, f"no request waits; step {step} holds the most memory.")
+
+
+def _requests(names: Sequence[str]) -> str:
+    return f"request{'' if len(names) == 1 else 's'} {listed(names)}"

@@ -94,8 +94,8 @@ def _where_to_look(trace: Trace) -> str:
         step.memory.cached for step in trace.steps if step.memory is not None
     )
     prefixes = (
-        " A block with a number after × is shared by so many requests, which begin alike; one with a dashed edge is "
-        "cached for the next that does."
+        " A block with a number after × is shared by that many requests, whose prompts begin alike; one with a dashed "
+        "edge is cached for the next such request."
     )
     return (
         f"Where to look: dark is written; pale is held and empty, {pale}.{prefixes if has_prefixes else ''} "

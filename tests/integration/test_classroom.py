@@ -325,7 +325,7 @@ def test_code_that_raises_ends_the_measurement_with_a_word_about_it(
     assert chart.show_phase(workspace, "02", str(tiny_checkpoints["llama"])).startswith("The capital of France is …")
     workspace.file(STOPPING).write_text(solved(STOPPING, "raise RuntimeError('this is mine')"))
     workspace.note_check(STOPPING, passed=True)
-    with pytest.raises(ConfigError, match=r"Your code ended the measurement with exit code"):
+    with pytest.raises(ConfigError, match=r"The measurement ended with exit code"):
         chart.show_phase(workspace, "02", str(tiny_checkpoints["llama"]))
     assert "RuntimeError: this is mine" in capfd.readouterr().err
 

@@ -389,12 +389,12 @@ def test_shared_and_cached_blocks_are_drawn_with_the_number_of_their_users(page:
     for _ in range(8):
         page.keyboard.press("ArrowRight")
         told.append(page.locator(".pool-told").inner_text())
-    assert told[1].startswith("Block 1: request 2 (b), place 3 of its block table, tokens 48 to 63; 8 of 16 written.")
+    assert told[1].startswith("Block 1: request 2 (b), entry 3 of its block table, tokens 48 to 63; 8 of 16 written.")
     assert told[3:] == [
         "Block 3 is free.",
-        "Block 4: shared by 3 requests (1, 2, 3), place 0 of each block table, tokens 0 to 15.",
-        "Block 5: shared by 3 requests (1, 2, 3), place 1 of each block table, tokens 16 to 31.",
-        "Block 6: shared by 2 requests (2, 3), place 2 of each block table, tokens 32 to 47.",
+        "Block 4: shared by 3 requests (1, 2, 3), entry 0 of each block table, tokens 0 to 15.",
+        "Block 5: shared by 3 requests (1, 2, 3), entry 1 of each block table, tokens 16 to 31.",
+        "Block 6: shared by 2 requests (2, 3), entry 2 of each block table, tokens 32 to 47.",
         "Block 7 is cached: its prefix is kept until the block is needed.",
     ]
     memory["num_blocks"] = 160  # the used part alone, a shared block with the first of its requests

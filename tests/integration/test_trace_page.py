@@ -260,7 +260,7 @@ def test_the_grammar_of_a_step_is_told(browser: Any, model: str, tmp_path: Path)
             place = f"in state {state}, {opened_frames}, from {number} allowed token{'' if number == 1 else 's'}"
             while not tab.inner_text("#details").startswith(f"Request {name} "):
                 tab.keyboard.press("ArrowDown")
-            assert f"drawn {place}" in tab.inner_text("#details")
+            assert f"sampled {place}" in tab.inner_text("#details")
 
 
 def test_the_host_has_a_lane_with_the_parts_of_each_loop(browser: Any, model: str, tmp_path: Path) -> None:
@@ -285,7 +285,7 @@ def test_the_host_has_a_lane_with_the_parts_of_each_loop(browser: Any, model: st
         assert ["pending" in seen for seen in kinds] == [False, True]
         assert not any("stall" in seen for seen in kinds)
         point_at(tab, "section:nth-of-type(2) line.pending")
-        assert "pending: a token of the step before arrives · token " in tab.inner_text("#details")
+        assert "pending: the token that the step before sampled arrives · token " in tab.inner_text("#details")
 
 
 def test_the_gpu_has_a_lane_and_runs_into_the_next_step(browser: Any, model: str, tmp_path: Path) -> None:
@@ -353,7 +353,7 @@ def test_the_memory_after_each_step_is_drawn_and_told(browser: Any, model: str, 
         holder = section.locator(f".pool-holder[data-holder='{name}']")
         assert holder.get_attribute("data-state") == "recompute"
         point_at(tab, f"section:nth-of-type(2) rect.recompute[data-request='{name}']")
-        again = rf"^Request {name} · recompute of \d+ tokens, prompt and answer so far"
+        again = rf"^Request {name} · recompute of \d+ tokens: the prompt and the answer so far"
         assert re.search(again, tab.inner_text("#details"))
 
         tab.locator(".scroller").nth(1).focus()
@@ -361,7 +361,7 @@ def test_the_memory_after_each_step_is_drawn_and_told(browser: Any, model: str, 
         assert slider.input_value() == "0", "the cursor of the timeline moves it too"
         point_at(tab, "section:nth-of-type(2) .pool-frame")
         name = next(iter(held_after(trace, 0)))
-        square = rf"Block 0: request {name}, place 0 of its block table, tokens 0 to 3; 4 of 4 written\."
+        square = rf"Block 0: request {name}, entry 0 of its block table, tokens 0 to 3; 4 of 4 written\."
         assert re.match(square, section.locator(".pool-told").inner_text())
 
 

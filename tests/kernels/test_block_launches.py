@@ -2,6 +2,7 @@
 
 import importlib
 from collections import Counter
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -67,11 +68,15 @@ def attention(phase: str, rows: int) -> dict[str, int]:
 
 
 @pytest.mark.skipif(not INTERPRETED, reason="a GPU's graphs launch what they recorded, and no block runs")
-@pytest.mark.parametrize("phase", PHASES)
-def test_the_launches_of_a_block_in_each_phase(phase, model_folder, device):
+@pytest.mark.parametrize(
+    ("family", "phase"),
+    [*(("gemma3_text", phase) for phase in PHASES), *product(("llama", "qwen3"), (PHASES[0], PHASES[-1]))],
+)
+def test_the_launches_of_a_block_in_each_phase(family, phase, tiny_checkpoints, device):
+    """Gemma's block has all that the others' have, and norms of its own."""
     engine_class = importlib.import_module(f"phases.phase_{phase.replace('.', '_')}.engine").Engine
     options = {"num_gpu_blocks": 8, "block_size": 16} if phase >= "06" else {}
-    config = EngineConfig(str(model_folder), max_seq_len=64, dtype="float32", device=device.type, **options)
+    config = EngineConfig(str(tiny_checkpoints[family]), max_seq_len=64, dtype="float32", device=device.type, **options)
     engine = engine_class(config)
     block = engine.model.blocks[0]
     engine.model.blocks = engine.model.blocks[:1]

@@ -24,7 +24,7 @@ FP32_ULPS_OF_TERMS = 4  # of gate · up: ½ (1 + tanh u) may be computed as it i
 
 
 @ACTIVATIONS
-@pytest.mark.parametrize("shape", [(1, 1), (1, 1024), (3, 33), (2, 1100), (20, 160)], ids=str)
+@pytest.mark.parametrize("shape", [(1, 1), (2, 1100), (20, 33)], ids=str)
 def test_any_shape(kernel, formula, shape, stored_dtype, randn, assert_near, num_launches):
     gate, up = randn(*shape, dtype=stored_dtype), randn(*shape, dtype=stored_dtype)
     is_fp32 = stored_dtype == torch.float32

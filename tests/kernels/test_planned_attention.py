@@ -17,6 +17,7 @@ from shared.kernels.attention.planned_attention import planned_decode, planned_d
 from shared.kernels.attention.planned_prefill import planned_prefill, planned_prefill_kernel
 from shared.kernels.attention.planned_tiling import (
     DECODE_TILINGS,
+    SPECIALIZED_TILINGS,
     CopiedTiling,
     DecodeTiling,
     PrefillTiling,
@@ -378,6 +379,11 @@ def test_what_does_not_fit_is_refused(randn):
     plan = sent(plan_prefill([2], [64], Grid(8, 16, 16), tokens_per_tile=4))
     with pytest.raises(ValueError, match="2 tokens in tiles of 4, and there are 2 in tiles of 8"):
         planned_prefill(randn(2, 4, 16), *paged, plan, scale=1.0, tiling=SMALL_PREFILL, workspace=large)
+    tiling = dataclasses.replace(SMALL_PREFILL, copied=SPECIALIZED_TILINGS[128])
+    plan = sent(plan_prefill([2], [64], Grid(8, 16, 16), tokens_per_tile=8))
+    copying = dataclasses.replace(large, copied=PromptKeys.of(256, 1, 32, torch.float32, DEVICE))
+    with pytest.raises(ValueError, match="take no softcap"):
+        planned_prefill(randn(2, 4, 16), *paged, plan, scale=1.0, softcap=5.0, tiling=tiling, workspace=copying)
 
 
 def test_what_the_table_asks_for_fits():

@@ -154,7 +154,7 @@ def test_the_baseline_keeps_sinks_and_the_newest(qk: tuple[torch.Tensor, torch.T
 
 
 def test_no_compression_is_above_every_budget(qk: tuple[torch.Tensor, torch.Tensor]) -> None:
-    counts = select(*qk, COMPRESSORS["none"](1.0), Budget(2, 4)).sum(1).tolist()
+    counts = select(*qk, COMPRESSORS["none"](1.0), Budget(2, 4, num_sinks=1, num_recent=2)).sum(1).tolist()
     assert_equal(counts, [19, 19], "kept of 19 keys", ("head",))
 
 

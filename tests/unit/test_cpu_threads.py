@@ -91,6 +91,14 @@ def test_forwards_of_different_sizes_are_not_compared() -> None:
     assert choice.next == 2, "which a forward of another size ends"
 
 
+@pytest.mark.parametrize(("machine", "threads"), [(idle, 2), (busy, 1)])
+def test_forwards_that_grow_by_a_token_each_find_their_threads(machine: Machine, threads: int) -> None:
+    """Without a cache each token computes the whole context once more."""
+    choice = ThreadChoice(2)
+    used = [forwards(choice, lambda n, size=size: size * machine(n), 1, size)[0] for size in range(30, 100)]
+    assert used[5:].count(threads) >= 64
+
+
 @pytest.fixture
 def own_threads(monkeypatch: pytest.MonkeyPatch) -> Any:
     """PyTorch's number of threads and the state of the process, as they were afterwards."""

@@ -85,7 +85,7 @@ def test_a_run_has_its_own_environment_output_and_result(start: Start, printed: 
 def test_a_fork_begins_with_others_packages_and_none_of_this_project_s(start: Start, printed: IO[bytes]) -> None:
     body = """
     import sys
-    assert {"torch", "psutil", "hypothesis"} <= set(sys.modules)
+    assert {"torch", "psutil"} <= set(sys.modules)
     ours = {name.partition(".")[0] for name in sys.modules} & {"shared", "phases", "benchmarks", "tests", "conftest"}
     assert not ours
     assert not [name for name in sys.modules if name.startswith("tutorial.") and name != "tutorial.workshop"]

@@ -15,6 +15,7 @@ from tests.waiting import PATIENCE
 from tutorial.checker.chapter import read_chapter
 from tutorial.checker.files import page_files, write_files
 from tutorial.workshop.fork_server import IS_SUPPORTED, ForkServer
+from tutorial.workshop.from_empty_mistakes import page_mistakes
 from tutorial.workshop.mistakes import MOST_ALIKE, are_alike
 from tutorial.workshop.verdicts import Case
 
@@ -64,12 +65,12 @@ Check = Callable[..., tuple[int, str]]
 def run(server: ForkServer) -> Check:
     """Run ``pytest phases/phase_PHASE --from-empty FILE``: exit code and output."""
 
-    def run(phase: str, file: Path, *options: str, **variables: str) -> tuple[int, str]:
+    def run(phase: str, file: Path, *options: str, patience: float = PATIENCE, **variables: str) -> tuple[int, str]:
         arguments = ["-p", "no:cacheprovider", "-m", "not demo", f"phases/phase_{phase}", "--from-empty", str(file)]
         with tempfile.TemporaryFile() as printed:
             process = server.start([*arguments, *options], {**os.environ, **variables}, printed.fileno())
             try:
-                code = process.wait(PATIENCE)
+                code = process.wait(patience)
             finally:
                 process.end()
             printed.seek(0)
@@ -124,7 +125,9 @@ def test_a_mistake_is_explained(check: Check, mistake: str) -> None:
 def test_every_known_mistake_of_a_page_fails_and_is_recognised(run: Check, tmp_path: Path, phase: str) -> None:
     write_files(PAGES[phase], tmp_path)
     (name,), proof = page_files(PAGES[phase]), tmp_path / "proof.json"
-    code, output = run(phase, tmp_path / name, "-p", "tests.from_empty_proof", INFER_FROM_EMPTY_PROOF=str(proof))
+    patience = PATIENCE * len(page_mistakes(phase))
+    options, variables = ("-p", "tests.from_empty_proof"), {"INFER_FROM_EMPTY_PROOF": str(proof)}
+    code, output = run(phase, tmp_path / name, *options, patience=patience, **variables)
     assert code == 0, output
     found = [(says, [Case(**case) for case in cases]) for says, cases in json.loads(proof.read_text())]
     assert len(found) >= 5

@@ -168,7 +168,7 @@ members = st.dictionaries(
 )
 
 
-@settings(max_examples=100, suppress_health_check=list(HealthCheck))
+@settings(max_examples=40, suppress_health_check=list(HealthCheck))
 @given(
     st.sampled_from(["anyOf", "oneOf"]),
     st.lists(open_objects, min_size=2, max_size=5),

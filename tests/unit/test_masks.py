@@ -68,6 +68,10 @@ def test_the_tokens_that_may_follow() -> None:
         assert_equal(
             shown, (["</s>"] if "</s>" in expected else []) + [w for w in WORDS if w in expected], f"after {text!r}"
         )
+    letters = TokenFSM(automaton_of(compile_regex("a*", budget())), tokens)
+    expected = [END, *(2 + WORDS.index(word) for word in ("a", "aa"))]
+    found = letters.allowed_tokens(letters.initial_state)
+    assert_equal(found, expected, "ids at the beginning of a*, which may end there", ("token",))
 
 
 def test_a_token_may_end_only_where_the_stack_has_room() -> None:

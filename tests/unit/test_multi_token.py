@@ -111,7 +111,9 @@ def test_the_group_behind_the_last_accepted_token_counts() -> None:
     """A step computed the token at index 10 and three drafts; the token sampled after those accepted was appended."""
     for num_accepted in range(4):
         num_tokens = 11 + num_accepted + 1
-        assert_equal(group_of_next(num_tokens, 10), num_accepted, f"the group, with {num_accepted} drafts accepted")
+        found = group_of_next(num_tokens, 10)
+        assert_equal(found, num_accepted, f"the group, with {num_accepted} drafts accepted")
+        assert_equal(type(found).__name__, "int", "the type of the group")
 
 
 def test_a_request_gets_the_guesses_of_its_own_group() -> None:

@@ -14,10 +14,10 @@ import pytest
 from shared.cache.pool.contiguous import ContiguousKVCachePool
 from shared.engine.config import SIDE_TRACKS, EngineConfig
 from shared.engine.sampling.rejection import Rejection
-from shared.errors import ConfigError
+from shared.errors import ConfigError, RequestError
 from shared.lesson_source import methods
 from shared.lessons import Lesson, lessons
-from shared.sampling.params import SamplingParams
+from shared.sampling.params import LATER, SamplingParams, StructuredOutput
 from shared.scheduling.static import StaticScheduler
 from shared.speculation.draft_costs import TableCosts
 from tests.speed import one_answer
@@ -182,6 +182,23 @@ def test_an_engine_refuses_settings_of_later_phases(lesson: Lesson) -> None:
         if phase > lesson.number:
             with pytest.raises(ConfigError, match=f"{name} = {value!r} arrives in phase {phase}; leave it"):
                 engine(EngineConfig(**{name: value}))
+
+
+@pytest.mark.parametrize("lesson", GENERATING, ids=by_number)
+def test_an_engine_refuses_parameters_of_later_phases(lesson: Lesson, folder: Path) -> None:
+    values = {
+        "prompt_logprobs": 1,
+        "thinking_budget": 5,
+        "min_thinking_tokens": 5,
+        "structured_output": StructuredOutput(),
+    }
+    assert values.keys() == LATER.keys()
+    engine = lesson.load("engine").Engine(EngineConfig(str(folder), max_seq_len=64))
+    for field, phase in LATER.items():
+        if phase > lesson.number or (phase in SIDE_TRACKS and phase != lesson.number):
+            with pytest.raises(RequestError, match=f"^{field} is .* left out: .* the engine of phase {phase} does"):
+                next(engine.generate([1], SamplingParams(**{field: values[field]})))
+            assert lesson.number < "04" or not engine.has_work()
 
 
 @pytest.mark.parametrize("lesson", GENERATING, ids=by_number)

@@ -78,11 +78,17 @@ def preempted(tokenizer: Tokenizer) -> tuple[Loop, Request]:
 def test_it_holds_nothing_and_keeps_its_tokens(tokenizer: Tokenizer) -> None:
     loop, b = preempted(tokenizer)
     assert_equal((b.status, b.num_computed_tokens), (RequestStatus.PREEMPTED, 0), "status and computed tokens of b")
+    assert_equal((b.num_scheduled_tokens, b.num_pending_tokens), (0, 0), "scheduled and pending tokens of b")
     assert_equal(b.output_ids, [LETTER, LETTER + 1], "output of b", ("token",))
     assert_equal(loop.scheduler.pool.grants(), {"a": 5}, "tokens granted", ("request",))
     assert_equal(list(loop.scheduler.running), ["a"], "running", ("place",))
     counted = (loop.scheduler.num_preemptions, EngineLoad.of(loop.scheduler).num_preemptions)
     assert_equal(counted, (1, 1), "preemptions")
+    loop = make(tokenizer, 9)
+    a = add(loop, "a", 3)
+    loop.scheduler.schedule()
+    preempt(loop.scheduler, a)
+    assert_equal(loop.scheduler.pool.grants(), {}, "tokens granted, nothing of a being computed yet", ("request",))
 
 
 def test_it_is_queued_before_later_requests(tokenizer: Tokenizer) -> None:

@@ -54,6 +54,8 @@ def test_a_scale_belongs_to_its_block(rows_per_scale: int, columns_per_scale: in
     assert_equal(dequantize(weight), torch.tensor(expected).float(), "weights of one unit", ("row", "column"))
     found = spread(weight, torch.tensor(scales, dtype=torch.uint8))
     assert_equal(found, torch.tensor(expected).float(), "what belongs to each number, of uint8", ("row", "column"))
+    found, tenths = spread(weight, torch.tensor(scales) / 10), torch.tensor(expected) / 10
+    assert_equal(found, tenths, "what belongs to each number, in fp32", ("row", "column"))
 
 
 @pytest.mark.parametrize(("scales", "zeros"), [([[1, 10]], [[3, 5]]), ([[1]], [[8]])])

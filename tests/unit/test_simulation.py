@@ -243,10 +243,10 @@ def test_a_replica_that_drains_gets_no_request(seconds: float) -> None:
     assert num_done == 400, f"{400 - num_done} of 400 requests were lost in the update"
     late = [request.arrival for request in trace if request.replica == 0 and request.arrival > 1.9]
     assert not late, f"replica 0 drains from second 1.9 on and got {len(late)} requests, the first at {late[0]}"
-    later = [Request(2.0 + n / 10, 16, 20, ()) for n in range(9)]
+    later = [Request(2.0 + n / 10, 16, 20, ()) for n in range(13)]
     list(Fleet(plan, TIMES, EngineLimits()).run(later))
-    early = [request.arrival for request in later if request.replica >= 3]
-    assert not early, f"an idle replica ends at 1.9, the next serves from 2.9 on and got a request at {early[0]}"
+    first = min((request.arrival for request in later if request.replica >= 3), default=math.inf)
+    assert 2.85 < first < 3.25, f"an idle replica ends at 1.9, the next serves from 2.9 on and got a request at {first}"
 
 
 @pytest.mark.parametrize("every", [0.1, 5.0], ids=["busy", "idle"])

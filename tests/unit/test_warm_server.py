@@ -7,7 +7,7 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -52,8 +52,8 @@ def server_of(environment: dict[str, str], tmp_path: Path) -> Callable[..., int]
     (tmp_path / "test_it.py").write_text(SAYS_ITS_SERVER)
     arguments = [*("-q", "-s", "-p", "no:cacheprovider", "-c", os.devnull, "--rootdir"), str(tmp_path)]
 
-    def asked(idle_seconds: float = PATIENCE, **variables: str) -> int:
-        client = ForkServer(["psutil"], environment | variables, idle_seconds)
+    def asked(idle_seconds: float = PATIENCE, later: Sequence[str] = (), **variables: str) -> int:
+        client = ForkServer(["psutil"], environment | variables, idle_seconds, later)
         with tempfile.TemporaryFile() as printed:
             run = client.start([*arguments, str(tmp_path / "test_it.py")], dict(os.environ), printed.fileno())
             assert run.wait(PATIENCE) == 0
@@ -104,6 +104,29 @@ def test_a_server_ends_when_the_machine_has_little_memory_left(monkeypatch: pyte
         assert fork_server._is_wanted(listener, 1000 * PATIENCE) is False
         with socket.create_connection(listener.getsockname()):
             assert fork_server._is_wanted(listener, 1000 * PATIENCE) is True
+
+
+def test_no_run_waits_for_what_few_runs_need(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is imported while no client waits and no run goes on."""
+    has_ended: list[bool] = []
+    monkeypatch.setattr(fork_server, "_QUIET_SECONDS", 0.001)
+    monkeypatch.setattr(fork_server, "_import", lambda _: has_ended.append(run.poll() is not None))
+    run = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    left, runs = ["first", "second"], [os.pidfd_open(run.pid)]
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        with socket.create_connection(listener.getsockname()):
+            fork_server._import_while_quiet(listener, left, runs)
+            assert left == ["first", "second"]
+            listener.accept()[0].close()
+        assert run.stdin is not None
+        threading.Timer(0.1, run.stdin.close).start()
+        fork_server._import_while_quiet(listener, left, runs)
+    assert (left, runs, has_ended) == ([], [], [True, True])
+
+
+def test_a_server_that_stays_imports_the_rest(server_of: Callable[..., int]) -> None:
+    maps = Path("/proc", str(server_of(later=["numpy"])), "maps")
+    wait_until(lambda: "numpy" in maps.read_text())
 
 
 def test_a_client_that_sends_nothing_holds_up_no_other(server_of: Callable[..., int], environment: dict) -> None:

@@ -84,7 +84,7 @@ def _run(workspace: Workspace, *arguments: str, seconds: float | None = None) ->
             ) from None
     if done.returncode:
         raise ConfigError(
-            f"Your code ended the measurement with exit code {done.returncode}; see above, and run `infer workshop "
-            "check` first."
+            f"The measurement ended with exit code {done.returncode}; see above. If your code did that, run `infer "
+            "workshop check`."
         )
     return done.stdout

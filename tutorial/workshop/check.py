@@ -36,12 +36,14 @@ IMPORTS_FACTOR = 5.0
 SECONDS_TO_START = 120
 """For importing PyTorch, transformers and the tests from a slow disk."""
 SECONDS_PER_LOOK = 0.1
-_PACKAGES = (
-    *("torch", "psutil", "scipy.stats"),
+# What tests of exercises import: most of them, pytest for each run, some.
+_ALL_TESTS = ("torch", "psutil", "typer", "filelock", "hypothesis.stateful", "triton")
+_PLUGINS = ("pytest", "_hypothesis_pytestplugin", "pytest_benchmark.plugin", "pytest_timeout", "xdist.plugin")
+_SOME_TESTS = (
+    *("transformers", "transformers.modeling_utils", "scipy.stats"),
     *(f"transformers.models.{name}.modeling_{name}" for name in ("llama", "qwen3", "gemma3")),
 )
-"""What the tests of exercises import."""
-_PACKAGES_OF_KERNELS = ("torch", "torch._dynamo", "psutil", "triton")
+_TESTS_OF_KERNELS = ("torch._dynamo", "triton.experimental.gluon")
 _OPTIONS = (
     *("--workshop", "-p", "tutorial.workshop.recorder", "-p", "no:cacheprovider", "--benchmark-disable"),
     *("-q", "--no-header", "-o", "timeout=0"),  # the limits are a `TimeLimit`'s, or of who grades
@@ -218,8 +220,9 @@ class CheckServer:
             return _FreshProcess(arguments, common | variables, output, before)
         with self._lock:
             if is_interpreted not in self._servers:
-                packages = _PACKAGES_OF_KERNELS if is_interpreted else _PACKAGES
-                self._servers[is_interpreted] = ForkServer(packages, common, self.idle_seconds)
+                later = _TESTS_OF_KERNELS if is_interpreted else _SOME_TESTS
+                packages = (*_ALL_TESTS, *_PLUGINS)
+                self._servers[is_interpreted] = ForkServer(packages, common, self.idle_seconds, later)
             server = self._servers[is_interpreted]
         return server.start(arguments, common | variables, output, before)
 

@@ -2,7 +2,8 @@
 
 PyTorch, transformers and pytest's plugins take seconds to import, and the tests of an exercise often take less. The
 server imports packages of other projects alone: a fork installs its workspace before it imports the first module that a
-workspace may replace. The server computes nothing either, so that it has one thread when it forks.
+workspace may replace. The server computes nothing either, so that it has one thread when it forks. A server that stays
+imports what few tests need only when it is quiet, so that the first run does not wait for it.
 
     client ─ requests ─ server ─ forks ─ supervisor ─ forks ─ run
        └────────── one socket for each run ──┘
@@ -33,8 +34,8 @@ import sys
 import threading
 import time
 import traceback
+import weakref
 from collections.abc import Callable, Mapping, Sequence
-from importlib.metadata import entry_points
 from pathlib import Path
 
 IS_SUPPORTED = sys.platform == "linux"
@@ -44,6 +45,8 @@ LEAST_MEMORY = 1 << 30
 _ROOT = Path(__file__).resolve().parents[2]
 _NUMBER = struct.Struct("!q")
 _SECONDS_PER_LOOK = 5.0
+_QUIET_SECONDS = 1.0
+"""Without a run, after which a server that stays imports what is left; a second run often follows a first."""
 _SUBREAPER = 36  # PR_SET_CHILD_SUBREAPER
 
 
@@ -51,15 +54,24 @@ class ForkServer:
     """A server process, started when it is first needed and again if it was killed.
 
     Args:
-        packages: modules to import, none of this project; one that is missing is passed over.
+        packages: modules to import before the first run, none of this project; one that is missing is passed over.
+        later: further ones, which few runs need. A server that ends with this process imports them at once, since it
+            has many runs; one that stays does so when it is quiet.
         environment: all variables of the server. Those that a package reads when it is imported, such as
             ``TRITON_INTERPRET``, must be here; a run's own environment comes too late for them.
         idle_seconds: for how long without a new run the server stays, also for other processes of the user; with 0 it
             ends with this process.
     """
 
-    def __init__(self, packages: Sequence[str], environment: Mapping[str, str], idle_seconds: float = 0.0) -> None:
-        self.packages = tuple(packages)
+    def __init__(
+        self,
+        packages: Sequence[str],
+        environment: Mapping[str, str],
+        idle_seconds: float = 0.0,
+        later: Sequence[str] = (),
+    ) -> None:
+        self.packages = tuple(packages) if idle_seconds else (*packages, *later)
+        self.later = tuple(later) if idle_seconds else ()
         self.environment = {
             **environment,
             "OMP_NUM_THREADS": "1",  # no pool of threads that a fork would lack
@@ -103,9 +115,16 @@ class ForkServer:
 
             def start(listener: socket.socket) -> None:
                 # A terminal or a pipe that the server held open would not close with the command that started it.
-                launch(listener, self.packages, self.environment, self.idle_seconds, stderr=subprocess.DEVNULL)
+                launch(
+                    listener,
+                    self.packages,
+                    self.environment,
+                    self.idle_seconds,
+                    self.later,
+                    stderr=subprocess.DEVNULL,
+                )
 
-            ours = warm_server.connect(self.packages, self.environment, start)
+            ours = warm_server.connect((*self.packages, *self.later), self.environment, start)
             with contextlib.suppress(BrokenPipeError, ConnectionResetError):
                 socket.send_fds(ours, [b"r"], [output])
             return ours
@@ -138,12 +157,14 @@ def launch(
     packages: Sequence[str],
     environment: Mapping[str, str],
     idle_seconds: float = 0.0,
+    later: Sequence[str] = (),
     *,
     stderr: int | None = None,
 ) -> "subprocess.Popen[bytes]":
     """Start a server that takes requests from this socket, which is connected to a client or listens."""
+    names = [",".join(packages), ",".join(later)]
     return subprocess.Popen(
-        [sys.executable, "-m", "tutorial.workshop.fork_server", str(control.fileno()), str(idle_seconds), *packages],
+        [sys.executable, "-m", "tutorial.workshop.fork_server", str(control.fileno()), str(idle_seconds), *names],
         cwd=_ROOT,
         env=environment,
         pass_fds=[control.fileno()],
@@ -196,19 +217,14 @@ def _read(channel: socket.socket, num_bytes: int) -> bytes | None:
     return data if len(data) == num_bytes else None
 
 
-def _serve(control: socket.socket, idle_seconds: float, packages: Sequence[str]) -> bytes:
+def _serve(control: socket.socket, idle_seconds: float, packages: Sequence[str], later: Sequence[str]) -> bytes:
     """The server: import, then fork for each request. Returns the request, in a fork that is a run."""
-    for name in packages:
-        with contextlib.suppress(ImportError):  # the tests that need it will say so
-            importlib.import_module(name)
-    for plugin in entry_points(group="pytest11"):
-        with contextlib.suppress(ImportError):
-            plugin.load()
-    gc.collect()
-    gc.freeze()  # a collection in a fork would write to every page, and so copy it
+    _import(packages)
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel reaps supervisors
+    left, runs = list(later), list[int]()
     while True:
         if idle_seconds:
+            _import_while_quiet(control, left, runs)
             if not _is_wanted(control, idle_seconds):
                 os._exit(0)
             client, output = control.accept()[0], None
@@ -217,15 +233,45 @@ def _serve(control: socket.socket, idle_seconds: float, packages: Sequence[str])
             if not descriptors:
                 os._exit(0)  # the client is gone
             client, output = socket.socket(fileno=descriptors[0]), descriptors[1]
-        if os.fork() == 0:
+        supervisor = os.fork()
+        if supervisor == 0:
             control.close()
             if output is None:  # received here, so that a client that sends nothing holds up no other
                 _, descriptors, _, _ = socket.recv_fds(client, 1, 1)
                 output = descriptors[0] if descriptors else os._exit(1)
             return _supervise(client, output)
+        if left:
+            with contextlib.suppress(ProcessLookupError):  # it has ended already
+                runs.append(os.pidfd_open(supervisor))
         client.close()
         if output is not None:
             os.close(output)
+
+
+def _import(packages: Sequence[str]) -> None:
+    for name in packages:
+        with contextlib.suppress(ImportError):  # the tests that need it will say so
+            importlib.import_module(name)
+    gc.collect()
+    gc.freeze()  # a collection in a fork would write to every page, and so copy it
+    for finalizer in list(weakref.finalize._registry):  # type: ignore[attr-defined]
+        finalizer.atexit = False  # PyTorch's would take each of its operators back, one by one, at the end of each fork
+
+
+def _import_while_quiet(listener: socket.socket, left: list[str], runs: list[int]) -> None:
+    """Import what is left, one after the other, until a client waits; none while one of the ``runs`` goes on, whose
+    supervisors' descriptors are closed when they have ended."""
+    seconds = _QUIET_SECONDS
+    while left:
+        ready = select.select([listener.fileno(), *runs], [], [], seconds)[0]
+        if listener.fileno() in ready:
+            return
+        for run in ready:
+            runs.remove(run)
+            os.close(run)
+        if not runs and not ready:
+            _import([left.pop(0)])
+            seconds = 0.0
 
 
 def _is_wanted(listener: socket.socket, idle_seconds: float) -> bool:
@@ -297,7 +343,8 @@ def _run_pytest(request: bytes) -> int:
 
 
 def _main() -> None:
-    request = _serve(socket.socket(fileno=int(sys.argv[1])), float(sys.argv[2]), sys.argv[3:])
+    packages, later = ([name for name in names.split(",") if name] for names in sys.argv[3:5])
+    request = _serve(socket.socket(fileno=int(sys.argv[1])), float(sys.argv[2]), packages, later)
     code = 1
     try:
         code = _run_pytest(request)

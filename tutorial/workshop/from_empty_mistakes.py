@@ -1,9 +1,10 @@
 """What a failure of a file from empty looks like: known mistakes in the file of its page, run through the same tests.
 
 ``tutorial/mistakes/from_empty.toml`` holds them, by page; each change replaces a text that stands once in the page's
-file. When tests of a learner's file have failed, each mistake of the page runs in a fork of the same run of pytest, and
-one that fails in the same cases with the same first errors is named, as `infer workshop check` does of an exercise.
-Introduced in phase 3. Invariant: what the tests say of the learner's file is not changed by it.
+file, or in one of an earlier page if it is not in that. When tests of a learner's file have failed, each mistake of the
+page runs in a fork of the same run of pytest, and one that fails in the same cases with the same first errors is named,
+as `infer workshop check` does of an exercise. Introduced in phase 3. Invariant: what the tests say of the learner's
+file is not changed by it.
 """
 
 import json
@@ -35,26 +36,28 @@ MOST_SECONDS = 60
 
 @dataclass(frozen=True)
 class PageMistake:
-    """One mistake: its page, by phase, the sentence that says what it is, and how it differs from the page's file."""
+    """One mistake: its page, by phase, the sentence that says what it is, and how it differs from the page's files."""
 
     page: str
     says: str
     changes: tuple[tuple[str, str], ...]
 
     def write(self, folder: Path) -> Path:
-        """Write the files of the page and of those before it, with the mistake in the page's own; that file."""
+        """Write the files of the page and of those before it, with the mistake in them; the page's own."""
         page = page_of(self.page)
         write_files(page, folder)
         (name,) = page_files(page)
-        text = (folder / name).read_text(encoding="utf-8")
+        own = folder / name
+        files = [own, *(file for file in sorted(folder.glob("*.py")) if file != own)]
         for old, new in self.changes:
-            if text.count(old) != 1:
+            counts = {file: file.read_text(encoding="utf-8").count(old) for file in files}
+            file = next((file for file in files if counts[file]), own)
+            if counts[file] != 1:
                 raise ConfigError(
-                    f"Mistake {self.says!r} of {page.name}: {old!r} stands {text.count(old)} times in {name}."
+                    f"Mistake {self.says!r} of {page.name}: {old!r} stands {counts[file]} times in {file.name}."
                 )
-            text = text.replace(old, new)
-        (folder / name).write_text(text, encoding="utf-8")
-        return folder / name
+            file.write_text(file.read_text(encoding="utf-8").replace(old, new), encoding="utf-8")
+        return own
 
 
 def page_of(phase: str) -> Path:

@@ -120,11 +120,11 @@ def returns_nothing(exercise: Exercise, text: str) -> bool:
 
 
 def fails_by_returning_nothing(verdict: Verdict, text: str) -> bool:
-    """Whether a failed exercise's function came to its end in the module's ``text`` and returned no value. Where an
-    exercise's own line raised, or ran out of time, the function never got so far."""
+    """Whether an exercise failed because its function, in the module's ``text``, returned no value. It returned nothing
+    at all if one of the exercise's own lines raised or ran out of time."""
     line = int((verdict.where or "").rpartition(":")[2] or 0)
-    has_ended = exercise_around(text, line) != verdict.exercise.number
-    return has_ended and returns_nothing(verdict.exercise, text)
+    stopped_inside = exercise_around(text, line) == verdict.exercise.number
+    return not stopped_inside and returns_nothing(verdict.exercise, text)
 
 
 def _returns(source: str, target: str) -> bool:

@@ -73,18 +73,17 @@ class Verdict:
 
     @property
     def first_failure(self) -> Case | None:
-        """The case that ran out of time in the learner's lines; else the smallest failing case of the first test that
-        fails, in the order of the exercise's tests. One that ran out of time in other lines says less than any other:
-        they wait for what the learner's lines did not give.
+        """The case to show: one that ran out of time in the learner's lines; else the smallest failing case of the
+        first failing test, in the order of the exercise's tests; else one that ran out of time in other lines, which
+        waited for something that the learner's lines did not give.
         """
         failed = [case for case in self.cases if case.outcome == "failed"]
         late = [case for case in failed if case.is_time_out]
         others = [case for case in failed if not case.is_time_out]
+        shown = late
         if others and not any(case.where for case in late):
-            first = [case for case in others if case.name == others[0].name]
-        else:
-            first = late or failed
-        return min(first, key=lambda case: case.size, default=None)
+            shown = [case for case in others if case.name == others[0].name]
+        return min(shown, key=lambda case: case.size, default=None)
 
 
 def judge(

@@ -91,7 +91,8 @@ class Moments(SphinxTransform):
         if isinstance(parent, nodes.paragraph) and len(parent) == 1 and not isinstance(parent.parent, nodes.list_item):
             text = escape(node.astext())
             link = f'<a href="{escape(uri)}">{picture(shown, event)}</a>'
-            html = f'<figure class="steps">{link}<figcaption>{text}</figcaption></figure>'
+            words = f'{text} <a href="{escape(uri)}">Step through this run.</a>'
+            html = f'<figure class="steps">{link}<figcaption>{words}</figcaption></figure>'
             parent.replace_self(nodes.raw("", html, format="html"))
         else:
             node.replace_self(nodes.reference("", "", *node.children, refuri=uri, internal=True))

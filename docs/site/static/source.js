@@ -6,13 +6,14 @@ addEventListener("DOMContentLoaded", () => {
   const button = Object.assign(document.createElement("button"), { className: "theme-toggle", textContent: "◐" });
   button.setAttribute("aria-label", "Light, dark or automatic colours");
   button.addEventListener("click", () => {
-    const next = THEMES[(THEMES.indexOf(document.body.dataset.theme) + 1) % THEMES.length];
+    const next = THEMES[(THEMES.indexOf(document.body.dataset.theme ?? "auto") + 1) % THEMES.length];
     document.body.dataset.theme = next;
     localStorage.setItem("theme", next);
   });
-  document.querySelector("header").append(button);
-  document.querySelector(".source pre")?.addEventListener("click", (event) => {
-    const line = event.target.closest("dd");
+  document.querySelector("header")?.append(button);
+  const code = /** @type {HTMLElement | null} */ (document.querySelector(".source pre"));
+  code?.addEventListener("click", (event) => {
+    const line = /** @type {Element} */ (event.target).closest("dd");
     if (line && event.clientX < line.getBoundingClientRect().left + parseFloat(getComputedStyle(line, "::after").width)) {
       location.hash = line.id;
     }

@@ -119,8 +119,8 @@ class PagedKVCachePool:
                 return False
             if row is None:
                 row = self.rows[request] = self.free_rows.pop()
-            self.num_held[row] += len(blocks)
             self.tables[row, held : held + len(blocks)] = blocks
+            self.num_held[row] += len(blocks)
         self.granted[row] = max(self.granted[row], num_tokens)
         return True
         # end exercise

@@ -11,7 +11,6 @@ draft requests.
 
 from collections.abc import Iterable
 from dataclasses import replace
-from typing import Any
 
 from shared.cache.pool.interface import CachePoolProtocol
 from shared.engine.request import Request
@@ -35,8 +34,7 @@ class PairedPool:
 
     def admit(self, request: Request) -> int:
         """The draft model's cached prefix may be shorter or longer than the model's."""
-        unlimited: dict[str, Any] = {"thinking_budget": None, "min_thinking_tokens": 0}
-        params = replace(request.params, logprobs=None, prompt_logprobs=None, **unlimited)
+        params = replace(request.params, logprobs=None, prompt_logprobs=None)
         arguments = (request.request_id, request.prompt_ids, params, request.seed, request.end_ids)
         draft_request = self.draft_requests[request] = Request(
             *arguments, output_ids=list(request.output_ids), serial=request.serial

@@ -165,6 +165,8 @@ def planned_prefill(
         copy_keys(*memory, plan.query_indptr, window, copied, copied_tiling.tile)
         first_rows, launched = copied.first_rows, [tiling] * copies[1]
         if copied_tiling.is_specialized:
+            if softcap is not None or num_masks is not None or k_scales is not None:
+                raise ValueError("specialized warps take no softcap, no mask tokens and no scales of keys")
             specialized_prefill(
                 q, copied, lengths, plan, scale=scale, window=window, tiling=copied_tiling, workspace=workspace, out=out
             )

@@ -39,9 +39,9 @@ from shared.kernels.launch import (
 LEAST_NEW = tl.constexpr(64)
 """Minimum new tokens of a request for its keys to be copied: a copy reads and writes each key once."""
 LEAST_REQUESTS = 64
-"""Number of requests that a program searches at once: one compiled kernel serves every smaller batch."""
+"""Minimum number of requests that a kernel is compiled for: one kernel serves every smaller batch."""
 NUMBERS = 256
-"""How many numbers of a token a program of the copy moves at a time."""
+"""Maximum numbers of a token that a program of the copy moves at a time."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class PromptKeys:
 
     matrix: torch.Tensor  # [2 · num_rows, Hkv · D]; finite
     first_rows: torch.Tensor  # int32 [B], of each request's first token, from the last copy; -1: it was not copied
-    descriptors: dict[tuple[int, int], Any] = field(default_factory=dict)  # keyed by the tile and the head size
+    descriptors: dict[Any, Any] = field(default_factory=dict)  # keyed by the tile, the head size, and what made them
 
     @classmethod
     def of(
@@ -80,10 +80,10 @@ class PromptKeys:
     def tiles(self, tile: int, head_dim: int, describe: Callable[..., Any] | None = None) -> Any:
         """The descriptor with which kernels load tiles ``[tile, head_dim]``; ``describe`` makes it, by default
         Triton's."""
-        found = self.descriptors.get((tile, head_dim))
+        found = self.descriptors.get((tile, head_dim, describe))
         if found is None:
             found = (describe or TensorDescriptor.from_tensor)(self.matrix, [tile, head_dim])
-            self.descriptors[tile, head_dim] = found
+            self.descriptors[tile, head_dim, describe] = found
         return found
 
 
@@ -93,8 +93,8 @@ def copy_keys_kernel(
     BLOCK_SIZE: tl.constexpr, HKV: tl.constexpr, D: tl.constexpr, TILE: tl.constexpr, NUMBERS: tl.constexpr,
     REQUESTS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Program (i, j) copies every n-th tile of rows, starting with the j-th, and columns i · NUMBERS to (i + 1) ·
-    NUMBERS. The first one writes where the rows of each of up to REQUESTS requests begin."""
+    """Program (i, j) copies tiles j, j + the grid's second size, … of rows, in columns i · NUMBERS to (i + 1) ·
+    NUMBERS. The first program writes where the rows of each of up to REQUESTS requests begin."""
     launch_dependents(PDL)
     b = tl.arange(0, REQUESTS)
     is_request = b < num_requests

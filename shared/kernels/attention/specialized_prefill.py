@@ -1,19 +1,22 @@
-"""Prefill attention by specialized warps: the copied keys of a plan's items, on Hopper. Introduced in phase 6.1.
+"""Prefill attention with warp specialization: the items of a plan whose keys are copied, on Hopper. Introduced in
+phase 6.1.
 
 In :mod:`shared.kernels.attention.planned_prefill` all warps of a program do the same at the same time, so the tensor
-cores wait while exponentials are computed. Here three groups of warps have one task each (FlashAttention-3, arXiv
-2407.08608). One loads tiles of queries, keys and values, several ahead. Two attend, each for half of a tile's rows:
-while a group computes the weights of a tile, the tensor cores multiply the weights of the tile before with its values,
-or work for the other group. A program computes one item after the other, so the next item's loads begin while the
-current one ends.
+cores wait while exponentials are computed. Here three groups of warps have one task each: *warp specialization*
+(FlashAttention-3, arXiv 2407.08608). One loads tiles of queries, keys and values, several ahead. Two attend, each for
+half of a tile's rows: while a group computes the weights of a tile, the tensor cores multiply the weights of the tile
+before with its values, or work for the other group. A program computes one item after the other, so the next item's
+loads begin while the current one ends.
 
-This takes Gluon, the language below Triton's: layouts, barriers and asynchronous products are written out. Triton's
-interpreter does not run it, and its names change between versions, so Triton's kernel stays for everything else.
+It is written in Gluon, the language below Triton's, in which layouts, barriers and asynchronous products are explicit.
+Triton's interpreter does not run Gluon, and its names change between versions, so Triton's kernel stays for everything
+else.
 
 A buffer has two barriers. A load that has arrived completes a phase of ``full``; both groups that have read the buffer
 complete a phase of ``empty``. The n-th use of a buffer waits for the n-th phase, of which a barrier keeps the parity.
 
-Invariants: those of the planned kernel; all groups walk the same items and tiles, so their counts of phases agree.
+Invariants: those of the planned kernel, for items that have keys; all groups walk the same items and tiles, so their
+counts of phases agree.
 """
 
 from typing import Any, NamedTuple
@@ -37,10 +40,10 @@ from shared.kernels.gluon import (
 from shared.kernels.launch import launch, launch_dependents, num_multiprocessors, wait_for_previous
 
 ROWS = gl.constexpr(64)
-"""Rows of queries of a group of four warps, which multiplies them as one."""
+"""Rows of queries per group: the fewest that four warps multiply together on Hopper."""
 REGISTERS = 168
-"""Registers of a thread at the start, all that a multiprocessor has for 12 warps; then those that load give most of
-theirs to those that attend."""
+"""Registers per thread at launch: those of a multiprocessor, divided among 12 warps. Two groups of four attend, and
+four are allotted to the one that loads, which then releases most of its registers to the others."""
 ATTENDING, LOADING = gl.constexpr(240), gl.constexpr(24)
 
 
@@ -57,7 +60,7 @@ class Shape(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """What an item is found with; see :class:`shared.attention.descriptor.DevicePlan`."""
+    """What locates the items; see :class:`shared.attention.descriptor.DevicePlan`."""
 
     first_rows: Any
     lengths: Any
@@ -67,7 +70,7 @@ class Plan(NamedTuple):
     query_tiles: Any
     kv_tiles: Any
     query_indptr: Any
-    window: Any
+    window: Any  # the tokens that a token attends to at most, itself included
 
 
 class Item(NamedTuple):
@@ -110,12 +113,12 @@ class Outputs(NamedTuple):
 
 @gluon.jit
 def find_item(n, plan, SHAPE: gl.constexpr):
-    """This program's n-th item. Items are sorted by their keys, so a program that gets the first of a round gets the
-    last of the next."""
-    turn = gl.program_id(0)
+    """This program's n-th item. Where items queue, those with the most keys come first, so a program that takes the
+    first item of a round takes the last one of the next round."""
+    offset = gl.program_id(0)
     if n % 2 == 1:
-        turn = gl.num_programs(0) - 1 - turn
-    number = n * gl.num_programs(0) + turn
+        offset = gl.num_programs(0) - 1 - offset
+    number = n * gl.num_programs(0) + offset
     item = number // SHAPE.HKV
     is_item = item < gl.load(plan.num_items)
     item = gl.where(is_item, item, 0)
@@ -268,7 +271,7 @@ def attend(HALF: gl.constexpr, plan, rounds, buffers, outputs, scale, SHAPE: gl.
 
 @gluon.jit
 def barriers(COUNT: gl.constexpr, ARRIVALS: gl.constexpr):
-    """COUNT barriers, each of whose phases takes so many arrivals."""
+    """COUNT barriers, each of which completes a phase after ARRIVALS arrivals."""
     made = gl.allocate_shared_memory(gl.int64, [COUNT, 1], mbarrier.MBarrierLayout())
     for n in gl.static_range(COUNT):
         mbarrier.init(made.index(n), count=ARRIVALS)

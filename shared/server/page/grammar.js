@@ -1,11 +1,11 @@
-// An answer with a grammar: the fields that ask for one, and for each token where the automaton stood when it was drawn.
+// An answer with a grammar: the fields that ask for one, and for each token where the automaton stood when it was sampled.
 
-const byId = (id) => document.getElementById(id);
-const grouped = (number) => number.toLocaleString("en");
+import { field } from "./api.js";
 
-/** The fields of a request: a text that begins with a brace is a JSON Schema, any other a regular expression. */
+/** The fields of a request: a text that begins with a brace is a JSON Schema, any other a regular expression.
+ * @returns {Record<string, any>} */
 export function grammarFields() {
-  const text = byId("grammar").value.trim();
+  const text = field("grammar").value.trim();
   if (!text) return {};
   return { [text.startsWith("{") ? "guided_json" : "guided_regex"]: text, grammar_progress: true };
 }
@@ -17,26 +17,20 @@ export function clearWalk() {
   byId("walk-now").textContent = "";
 }
 
-function make(name, className, parent, text = "") {
-  const element = parent.appendChild(document.createElement(name));
-  element.className = className;
-  element.textContent = text;
-  return element;
-}
-
-/** Draw a token: a bar for how many were allowed (in powers of ten), a box for each open frame, its text. */
+/** Draw a token: a bar for how many were allowed (in powers of ten), a box for each open frame, its text.
+ * @param {{state: number, stack: string, num_allowed: number}} position @param {string} text */
 export function drawToken({ state, stack, num_allowed: allowed }, text) {
   byId("walk").hidden = false;
   const open = stack ? `${stack.length} open: ${stack}` : "nothing open";
-  const told = `state ${state} · ${open} · ${grouped(allowed)} ${allowed === 1 ? "token" : "tokens"} allowed`;
+  const told = `state ${state} · ${open} · ${some(allowed, "token")} allowed`;
   const strip = byId("walk-tokens");
-  const column = make("span", "walk-token", strip);
+  const column = make("span", "", strip, "walk-token");
   column.title = `${JSON.stringify(text)}: ${told}`;
-  const bar = make("i", "walk-allowed", make("span", "walk-bar", column));
+  const bar = make("i", "", make("span", "", column, "walk-bar"), "walk-allowed");
   bar.style.height = `${Math.max(4, 16 * Math.log10(Math.max(1, allowed)))}%`; // 100 % is a million and more
-  const frames = make("span", "walk-stack", column);
-  for (const opened of stack) make("i", "walk-frame", frames, opened);
-  make("span", "walk-text", column, text.replaceAll("\n", "⏎") || "·");
+  const frames = make("span", "", column, "walk-stack");
+  for (const opened of stack) make("i", opened, frames, "walk-frame");
+  make("span", text.replaceAll("\n", "⏎") || "·", column, "walk-text");
   strip.scrollLeft = strip.scrollWidth;
   byId("walk-now").textContent = told;
 }

@@ -1,6 +1,6 @@
 // The KV cache, live: asks /debug/memory while the panel is in sight, and has it drawn (pool.js).
 
-import { complain, send } from "./api.js";
+import { Refusal, complain, field, send } from "./api.js";
 
 const PERIOD = 250; // milliseconds between two looks
 const MANY = 10000; // held blocks; with more, looks are rarer in proportion, so that the engine has its time
@@ -8,16 +8,15 @@ const FEW = 128; // blocks; a larger pool is shown whole only if the reader want
 const LINGER = 1000; // milliseconds for which a recomputed request stays marked: a step may be shorter than a look
 const RETRY = 2000; // after a failure
 
-const byId = (id) => document.getElementById(id);
 const cast = new PoolCast();
-const marked = new Map(); // of recomputed requests, until when
-let picture = null;
-let before = new Map(); // states at the last look
+const marked = /** @type {Map<string, number>} */ (new Map()); // of recomputed requests, until when
+let picture = /** @type {PoolPicture | null} */ (null);
+let before = /** @type {Map<string, string>} */ (new Map()); // states at the last look
 let shown = "";
 let isInSight = false;
 let timer = 0;
 
-/** States as they are drawn: who was recomputed a moment ago is still marked. */
+/** States as they are drawn: a request that was recomputed a moment ago is still marked. @param {Memory} memory @param {number} now */
 function withMarks(memory, now) {
   for (const { request_id: id, state, blocks } of memory.holdings) {
     const isBack = before.get(id) === "preempted" && blocks.length;
@@ -25,7 +24,7 @@ function withMarks(memory, now) {
   }
   before = new Map(memory.holdings.map(({ request_id: id, state }) => [id, state]));
   for (const [id, until] of marked) if (until < now || !before.has(id)) marked.delete(id);
-  const drawn = ({ request_id: id, state }) => (marked.has(id) && state === "decode" ? "recompute" : state);
+  const drawn = (/** @type {Holding} */ { request_id: id, state }) => (marked.has(id) && state === "decode" ? "recompute" : state);
   return { ...memory, holdings: memory.holdings.map((holding) => ({ ...holding, state: drawn(holding) })) };
 }
 
@@ -35,16 +34,17 @@ async function look() {
   let wait = RETRY;
   let trouble = "";
   try {
-    const memory = withMarks(await (await send("debug/memory")).json(), performance.now());
-    wait = PERIOD * Math.max(1, (memory.num_blocks - memory.num_free) / MANY);
+    const { num_free: free, ...found } = await (await send("debug/memory")).json();
+    const memory = withMarks(found, performance.now());
+    wait = PERIOD * Math.max(1, (memory.num_blocks - free) / MANY);
     byId("memory").hidden = false;
     byId("memory-whole-label").hidden = memory.num_blocks <= FEW;
     const text = JSON.stringify(memory);
     if (text !== shown) show(memory);
     shown = text;
   } catch (error) {
-    if (error.status === 401) wait = Infinity; // until there is another key
-    trouble = wait === Infinity ? "The picture of the KV cache needs the API key." : error.message;
+    if (error instanceof Refusal && error.status === 401) wait = Infinity; // until there is another key
+    trouble = wait === Infinity ? "The picture of the KV cache needs the API key." : String(error instanceof Error ? error.message : error);
     byId("memory").hidden = true; // it would show a moment that has passed
   }
   complain("memory-complaint", trouble);
@@ -52,8 +52,10 @@ async function look() {
   if (wait !== Infinity) timer = setTimeout(look, wait);
 }
 
+/** @param {Memory} memory */
 function show(memory) {
-  picture.isWhole = memory.num_blocks <= FEW || byId("memory-whole").checked;
+  if (!picture) return;
+  picture.isWhole = memory.num_blocks <= FEW || field("memory-whole").checked;
   picture.show(memory, cast.meet(memory.holdings.map(({ request_id: id }) => id)));
 }
 
@@ -63,12 +65,12 @@ export function build() {
   const isFull = () => document.fullscreenElement === panel;
   picture = new PoolPicture(byId("memory"), { height: () => (isFull() ? innerHeight / 2 : 300) });
   new IntersectionObserver((entries) => {
-    const [isNow, was] = [entries.at(-1).isIntersecting, isInSight];
+    const [isNow, was] = [entries[entries.length - 1].isIntersecting, isInSight];
     isInSight = isNow;
     if (isNow && !was) look();
   }).observe(panel);
   document.addEventListener("visibilitychange", look);
   byId("key").addEventListener("change", look);
-  byId("memory-whole").addEventListener("change", () => show(picture.memory));
+  byId("memory-whole").addEventListener("change", () => picture?.blocks && show(picture.blocks.memory));
   byId("memory-full").addEventListener("click", () => (isFull() ? document.exitFullscreen() : panel.requestFullscreen()));
 }

@@ -1,40 +1,41 @@
 // The two ways to ask: a text that goes on, and a conversation. Both stream, and both can be stopped.
 
-import { complain, events, send, servedModel } from "./api.js";
+import { Refusal, complain, events, field, isStopped, send, servedModel } from "./api.js";
 import { clearWalk, drawToken, grammarFields } from "./grammar.js";
 
-const byId = (id) => document.getElementById(id);
-const conversation = [];
-let running = null;
+/** @typedef {{started: number, first: number, count: number, reason: string}} Progress Times in milliseconds. */
+
+const conversation = /** @type {{role: string, content: string}[]} */ ([]);
+let running = /** @type {AbortController | null} */ (null);
 
 function sampling() {
   const body = grammarFields();
   for (const name of ["temperature", "top_p", "repetition_penalty", "max_tokens", "top_k", "seed"]) {
-    if (byId(name).value !== "") body[name] = Number(byId(name).value);
+    if (field(name).value !== "") body[name] = Number(field(name).value);
   }
-  if (byId("stop_text").value) body.stop = [byId("stop_text").value];
+  if (field("stop_text").value) body.stop = [field("stop_text").value];
   return body;
 }
 
-/** One element a token, so that "show tokens" can colour them; its id is the element's title. */
+/** One element a token, so that "show tokens" can colour them; its id is the element's title.
+ * @param {HTMLElement} parent @param {string} text @param {number | null} tokenId */
 function append(parent, text, tokenId) {
-  const token = parent.appendChild(document.createElement("span"));
-  token.className = "token";
-  token.textContent = text;
+  const token = make("span", text, parent, "token");
   if (tokenId !== null) token.title = `token ${tokenId}`;
   parent.scrollTop = parent.scrollHeight;
 }
 
-function summary({ started, first, count, reason }) {
+function summary(/** @type {Progress} */ { started, first, count, reason }) {
   const now = performance.now();
-  const parts = [`${count} ${count === 1 ? "token" : "tokens"}`];
+  const parts = [some(count, "token")];
   if (first) parts.push(`first after ${(first - started).toFixed(0)} ms`);
   if (count > 1) parts.push(`${((1000 * (count - 1)) / Math.max(1, now - first)).toFixed(1)} tokens/s`);
   if (reason) parts.push(reason);
   byId("summary").textContent = parts.join(" · ");
 }
 
-/** Send a request and pass each chunk to `show`, which returns how many tokens it brought. */
+/** Send a request and pass each chunk to `show`, which returns how many tokens it brought.
+ * @param {string} path @param {string} accept @param {Record<string, any>} body @param {(chunk: any) => number} show */
 async function ask(path, accept, body, show) {
   const state = { started: performance.now(), first: 0, count: 0, reason: "" };
   running = new AbortController();
@@ -42,8 +43,8 @@ async function ask(path, accept, body, show) {
   complain("complaint", "");
   clearWalk();
   byId("summary").textContent = "waiting for the first token";
-  byId("run").disabled = true;
-  byId("stop").disabled = false;
+  field("run").disabled = true;
+  field("stop").disabled = false;
   try {
     const { id: model } = await servedModel();
     const headers = { "Content-Type": "application/json", Accept: accept };
@@ -57,14 +58,14 @@ async function ask(path, accept, body, show) {
       summary(state);
     }
   } catch (error) {
-    if (error.name === "AbortError") summary({ ...state, reason: "stopped" });
-    else if (error.status === 401) byId("key").focus(); // what is wrong stands beside the field
-    else complain("complaint", error.message);
-    if (!state.count && error.name !== "AbortError") byId("summary").textContent = "";
+    if (isStopped(error)) summary({ ...state, reason: "stopped" });
+    else if (error instanceof Refusal && error.status === 401) byId("key").focus(); // what is wrong stands beside the field
+    else complain("complaint", error instanceof Error ? error.message : String(error));
+    if (!state.count && !isStopped(error)) byId("summary").textContent = "";
   } finally {
     running = null;
-    byId("run").disabled = false;
-    byId("stop").disabled = true;
+    field("run").disabled = false;
+    field("stop").disabled = true;
   }
 }
 
@@ -72,31 +73,29 @@ async function ask(path, accept, body, show) {
 async function complete() {
   const answer = byId("answer");
   answer.replaceChildren();
-  const given = answer.appendChild(document.createElement("span"));
-  given.className = "given";
-  given.textContent = byId("prompt").value;
-  await ask("v1/completions", "text/event-stream", { ...sampling(), prompt: byId("prompt").value }, (chunk) => {
+  const prompt = field("prompt").value;
+  make("span", prompt, answer, "given");
+  await ask("v1/completions", "text/event-stream", { ...sampling(), prompt }, (chunk) => {
     if (typeof chunk.token_id !== "number") return 0;
     append(answer, chunk.choices[0].text, chunk.token_id);
     return 1;
   });
 }
 
+/** @param {string} role @param {string} text */
 function turn(role, text) {
-  const element = byId("turns").appendChild(document.createElement("p"));
-  element.className = `turn ${role}`;
-  element.textContent = text;
+  const element = make("p", text, byId("turns"), `turn ${role}`);
   byId("turns").scrollTop = byId("turns").scrollHeight;
   return element;
 }
 
 async function chat() {
-  const text = byId("message").value.trim();
+  const text = field("message").value.trim();
   if (!text) return;
-  byId("message").value = "";
+  field("message").value = "";
   const question = turn("user", text);
   const answer = turn("assistant", "");
-  const system = byId("system").value;
+  const system = field("system").value;
   const messages = [...(system ? [{ role: "system", content: system }] : []), ...conversation, { role: "user", content: text }];
   let said = "";
   const body = { ...sampling(), messages, stream: true, stream_options: { include_usage: true } };
@@ -113,16 +112,17 @@ async function chat() {
     return;
   }
   for (const element of [question, answer]) element.remove();
-  byId("message").value ||= text; // to be sent again
+  field("message").value ||= text; // to be sent again
 }
 
+/** @param {string} kind */
 function choose(kind) {
   for (const name of ["complete", "chat"]) {
     byId(`tab-${name}`).setAttribute("aria-selected", String(name === kind));
     byId(`tab-${name}`).tabIndex = name === kind ? 0 : -1;
     byId(`pane-${name}`).hidden = name !== kind;
   }
-  for (const element of document.querySelectorAll(".chat-only")) element.hidden = kind !== "chat";
+  for (const element of /** @type {NodeListOf<HTMLElement>} */ (document.querySelectorAll(".chat-only"))) element.hidden = kind !== "chat";
 }
 
 const isChat = () => !byId("pane-chat").hidden;
@@ -138,17 +138,17 @@ export function build() {
     });
   }
   for (const name of ["temperature", "top_p", "repetition_penalty"]) {
-    byId(name).addEventListener("input", () => (byId(`${name}-value`).textContent = byId(name).value));
+    byId(name).addEventListener("input", () => (byId(`${name}-value`).textContent = field(name).value));
   }
   byId("playground").addEventListener("submit", (event) => {
     event.preventDefault();
     if (!running) (isChat() ? chat : complete)();
   });
   byId("playground").addEventListener("keydown", (event) => {
-    const sends = event.key === "Enter" && (event.ctrlKey || event.metaKey || (event.target.id === "message" && !event.shiftKey));
+    const sends = event.key === "Enter" && (event.ctrlKey || event.metaKey || (event.target === byId("message") && !event.shiftKey));
     if (!sends) return;
     event.preventDefault();
-    byId("playground").requestSubmit();
+    /** @type {HTMLFormElement} */ (byId("playground")).requestSubmit();
   });
   byId("stop").addEventListener("click", () => running?.abort());
   byId("clear").addEventListener("click", () => {
@@ -160,7 +160,7 @@ export function build() {
     complain("complaint", "");
     byId("summary").textContent = "";
   });
-  byId("boundaries").addEventListener("change", (event) => {
-    byId("playground").classList.toggle("boundaries", event.target.checked);
+  byId("boundaries").addEventListener("change", () => {
+    byId("playground").classList.toggle("boundaries", field("boundaries").checked);
   });
 }

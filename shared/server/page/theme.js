@@ -1,9 +1,11 @@
 // The reader's colours: those of the system, until the button chooses others. Runs before the page is painted.
-const chosen = localStorage.getItem("theme");
-if (chosen) document.documentElement.dataset.theme = chosen;
+"use strict";
+
+const chosenTheme = localStorage.getItem("theme");
+if (chosenTheme) document.documentElement.dataset.theme = chosenTheme;
 
 addEventListener("DOMContentLoaded", () => {
-  document.getElementById("theme").addEventListener("click", () => {
+  byId("theme").addEventListener("click", () => {
     const root = document.documentElement;
     const isDark = root.dataset.theme ? root.dataset.theme === "dark" : matchMedia("(prefers-color-scheme: dark)").matches;
     root.dataset.theme = isDark ? "light" : "dark";

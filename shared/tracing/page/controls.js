@@ -1,24 +1,23 @@
-// One timeline for each trace, on one scale: what a column is, how near, in whose colours. Follows timeline.js in the page.
+// One timeline for each trace, on one scale: what a column is, how near, in whose colours. Loaded last.
+"use strict";
 
 const MOST_PIXELS = 200000; // of width
-for (const trace of traces) timelines.push(new Timeline(trace, document.getElementById("timelines")));
+for (const trace of traces) timelines.push(new Timeline(trace, byId("timelines")));
 
 function render() {
   const longest = Math.max(...traces.map(extent));
   const room = Math.min(...timelines.map(({ scroller }) => scroller.clientWidth)) - END;
-  const fit = Math.max(room, 40) / longest;
-  const least = view.scale === "step" ? 3 : 0;
-  const pixels = Math.min(Math.max(fit, least) * view.zoom, MOST_PIXELS / longest);
-  for (const timeline of timelines) timeline.render(pixels);
+  const fit = Math.max(Math.max(room, 40) / longest, view.scale === "step" ? 3 : 0);
+  for (const timeline of timelines) timeline.render(Math.min(fit * view.zoom, MOST_PIXELS / longest));
 }
 
-document.getElementById("scale").addEventListener("change", (event) => {
-  view.scale = event.target.value;
+byId("scale").addEventListener("change", ({ target }) => {
+  view.scale = /** @type {HTMLInputElement} */ (target).value;
   render();
 });
-for (const button of document.querySelectorAll("[data-zoom]")) {
+for (const button of /** @type {NodeListOf<HTMLElement>} */ (document.querySelectorAll("[data-zoom]"))) {
   button.addEventListener("click", () => {
-    const factor = { in: 1.5, out: 1 / 1.5 }[button.dataset.zoom];
+    const factor = { in: 1.5, out: 1 / 1.5 }[button.dataset.zoom ?? ""];
     view.zoom = factor ? Math.max(1, view.zoom * factor) : 1;
     render();
   });
@@ -26,8 +25,7 @@ for (const button of document.querySelectorAll("[data-zoom]")) {
 offerThemes();
 let drawnAt = 0;
 new ResizeObserver(() => {
-  if (drawnAt === innerWidth) return; // its own drawing changes heights
+  if (drawnAt !== innerWidth) render(); // its own drawing changes heights
   drawnAt = innerWidth;
-  render();
 }).observe(document.body);
 render();

@@ -19,12 +19,16 @@ function draw(tag, attributes, parent = null) {
   return element;
 }
 
+/** An element that the page has. @param {string} id */
+const byId = (id) => /** @type {HTMLElement} */ (document.getElementById(id));
+/** @param {number} count */
+const grouped = (count) => count.toLocaleString("en");
 /** @param {number} count @param {string} word */
-const some = (count, word) => `${count} ${word}${count === 1 ? "" : "s"}`;
+const some = (count, word) => `${grouped(count)} ${word}${count === 1 ? "" : "s"}`;
 
 /** Let the button change light to dark, and dark to light. */
 function offerThemes() {
-  document.getElementById("theme")?.addEventListener("click", () => {
+  byId("theme").addEventListener("click", () => {
     const root = document.documentElement;
     const chosen = root.dataset.theme ?? (matchMedia("(prefers-color-scheme: dark)").matches ? "dark" : "light");
     root.dataset.theme = chosen === "dark" ? "light" : "dark";

@@ -2,24 +2,26 @@
 // script, loaded before pool.js.
 "use strict";
 
+/** @typedef {Map<string, {name: string, colour: number}>} Cast By the ids of requests. */
+
 class PoolCast {
   static COLOURS = 8; // distinguishable with colour blindness (Okabe and Ito); more requests are told apart by name
 
-  constructor(nameOf = (id, number) => String(number)) {
+  /** @param {(id: string, number: number) => string} nameOf */
+  constructor(nameOf = (_, number) => String(number)) {
     this.nameOf = nameOf;
-    this.known = new Map();
+    this.known = /** @type {Cast} */ (new Map());
     this.number = 0;
   }
 
+  /** @param {string[]} ids Of the requests that there are. */
   meet(ids) {
-    const here = new Set(ids);
-    for (const id of this.known.keys()) if (!here.has(id)) this.known.delete(id);
-    for (const id of here) {
-      if (this.known.has(id)) continue;
-      const used = [...this.known.values()].map(({ colour }) => colour);
-      const uses = (colour) => used.filter((other) => other === colour).length;
-      const order = Array.from({ length: PoolCast.COLOURS }, (_, next) => (this.number + next) % PoolCast.COLOURS);
-      const colour = order.reduce((best, next) => (uses(next) < uses(best) ? next : best));
+    for (const id of this.known.keys()) if (!ids.includes(id)) this.known.delete(id);
+    for (const id of ids.filter((each) => !this.known.has(each))) {
+      const uses = Array.from({ length: PoolCast.COLOURS }, () => 0);
+      for (const { colour } of this.known.values()) uses[colour] += 1;
+      const order = uses.map((_, next) => (this.number + next) % PoolCast.COLOURS);
+      const colour = order.reduce((best, next) => (uses[next] < uses[best] ? next : best));
       this.number += 1;
       this.known.set(id, { name: this.nameOf(id, this.number), colour });
     }

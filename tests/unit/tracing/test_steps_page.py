@@ -84,11 +84,3 @@ def test_an_address_names_an_event(recording: dict[str, Any]) -> None:
         "ask=other": None,
     }.items():
         assert named(asking, address) == event, address
-
-
-def test_the_scripts_of_the_pages_stay_light() -> None:
-    root = RECORDINGS.parents[1]
-    folders = ("shared/tracing/steps/page", "shared/tracing/page", "docs/site/static/instruments")
-    lines = [sum(len(file.read_text().splitlines()) for file in (root / each).glob("*.js")) for each in folders]
-    assert lines[0] <= 1200
-    assert sum(lines) <= 2500

@@ -86,5 +86,5 @@ def test_both_files_have_the_positions_and_the_caption_leads_to_one(trace: Trace
 
 def test_a_phase_without_grammars_refuses_them(folder: Path) -> None:
     recorder = Recorder(make_engine(folder, "11"))
-    with pytest.raises(RequestError, match="phase 12 is the first"):
+    with pytest.raises(RequestError, match="the engine of phase 12 does"):
         recorder.add_request([1], constrained(arrivals(1)[0].params, GRAMMAR))

@@ -111,7 +111,8 @@ def test_shared_and_cached_blocks_in_the_page_and_totals(folder: Path) -> None:
     assert (trace.totals.num_cached_tokens, trace.totals.num_prompt_tokens) == (15, 26)
     assert dict(totals_rows([trace]))["prompt tokens from the cache"] == ["15 of 26"]
     assert focus(trace).step == 1
-    assert "request b begins: 8 of its 9 tokens" in focus(trace).text
+    assert focus(trace).text == "in step 1 request b begins, with 8 of its 9 prompt tokens from the cache."
+    assert request_texts(trace)[1][1].startswith("prefill of token 8 of 9 · 8 prompt tokens came from the cache · ")
     html = page([trace], "x")
     assert [row[1:4] for row in table(html, "Requests, here")] == [["9", "0", "4"], ["9", "8", "4"], ["8", "7", "4"]]
     memory = embedded(html)["traces"][0]["memory"]

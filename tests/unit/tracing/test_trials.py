@@ -69,7 +69,7 @@ def test_a_page_says_where_to_look(crowded: Trace, traces: list[Trace], folder: 
     assert focus(crowded) == Focus(7, told)
     static, continuous = traces
     assert focus(static) == Focus(1, "step 1 runs 1 of 2 rows while 1 request waits: the batch has to end first.")
-    assert focus(continuous) == Focus(1, "no request waits; in step 1 the most memory is held.")
+    assert focus(continuous) == Focus(1, "no request waits; step 1 holds the most memory.")
     few = recorded(make_engine(folder, max_batch_size=1), arrivals(3, 2))
     assert focus(few) == Focus(3, "request b waits until step 3, when a finished request frees its memory.")
     recorder = Recorder(make_engine(folder, max_batch_size=1))
@@ -79,7 +79,7 @@ def test_a_page_says_where_to_look(crowded: Trace, traces: list[Trace], folder: 
     assert focus(recorder.trace("b waits still")).step == 0
     stalled = make_engine(folder, max_batch_size=2, scheduler_policy="prefill_first")
     trace = recorded(stalled, arrivals(4, 2, steps=(0, 2)))
-    assert focus(trace) == Focus(2, "from step 2 on request a stalls for 1 step while request b is prefilled.")
+    assert focus(trace) == Focus(2, "from step 2 on request a stalls for 1 step during the prefill of request b.")
     chunked = make_engine(folder, "07", max_batch_size=3, prefill_chunk_size=2, max_prefill_chunks_per_step=1)
     trace = recorded(chunked, arrivals(9, 9, 2, steps=(0, 1, 4)))
     c = trace.requests[2]

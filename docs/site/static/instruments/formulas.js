@@ -1,16 +1,11 @@
 // What the instruments compute: the formulas of benchmarks/roofline.py and benchmarks/speculation.py. A test gives both
 // the same inputs and compares.
 
-/**
- * What a decode step of a model reads and computes.
- * @typedef {object} Work
- * @property {number} matrices parameters of the blocks' matrices, which may have fewer than 16 bits
- * @property {number} others parameters that every step reads besides: norms and head
- * @property {number} row numbers that each row reads for itself: the embedding's row, where it is not the head
- * @property {number} key numbers of keys and values for each token that a row sees
- * @property {number} products operations of a row's products with weights
- * @property {number} attention operations of a row for each token that it sees
- */
+/** What a decode step of a model reads and computes. Parameters: of the blocks' `matrices`, which may have fewer than 16
+ * bits, and `others`, norms and head. Numbers that each `row` reads for itself, an embedding's where it is not the head, and
+ * of its keys and values (`key`) for each token that it sees. Operations of its `products` with weights, and of `attention`
+ * for each token that it sees.
+ * @typedef {{matrices: number, others: number, row: number, key: number, products: number, attention: number}} Work */
 /** @typedef {{bytes: number, operations: number}} Machine What it reads and computes in a second. */
 /** @typedef {{bits: number, context: number}} Setting Bits of a weight, and tokens that each row sees. */
 /** @typedef {{weights: number, bytes: number, operations: number, reading: number, multiplying: number, seconds: number}} Floor */

@@ -25,12 +25,11 @@
   /** @param {Element} lane @param {Step[]} steps @param {number} time Show the steps that have ended. */
   const show = (lane, steps, time) => {
     const done = steps.filter((step) => step.end <= time + 1e-9);
-    const spans = steps.map((step, index) => {
-      const span = make("span", "[", null, index < done.length ? "" : "later");
-      span.append(make("mark", step.texts.slice(0, -1).join("")), `${step.texts.at(-1)}]`);
-      return span;
+    const line = /** @type {Element} */ (lane.querySelector("p"));
+    line.replaceChildren();
+    steps.forEach(({ texts }, index) => {
+      make("span", "[", line, index < done.length ? "" : "later").append(make("mark", texts.slice(0, -1).join("")), `${texts.at(-1)}]`);
     });
-    lane.querySelector("p")?.replaceChildren(...spans);
     const numTokens = done.reduce((sum, step) => sum + step.texts.length, 0);
     const count = /** @type {Element} */ (lane.querySelector(".count"));
     count.textContent = `${some(numTokens, "token")}, ${some(done.length, "step")}`;
@@ -39,7 +38,6 @@
   /** @param {HTMLElement} figure @param {Data} data @param {Values} values */
   const showAll = (figure, data, values) => {
     const { drafts, cost, requests } = values;
-    /** @type {Guesses} */
     const guesses = { work: data.work, machine: data.machine, acceptance: values.acceptance / 100, drafts, cost, requests };
     const [plainLane, lane] = figure.querySelectorAll(".lane");
     show(plainLane, stepsOf(data.text, { ...guesses, drafts: 0 }), values.time);
@@ -75,15 +73,15 @@
       figure,
       ["drafts", "tokens a step", "time of a step", "speed-up"],
       Array.from({ length: MOST_DRAFTS + 1 }, (_, drafts) => {
-        const some = { ...guesses, drafts };
-        const found = [Formulas.expectedTokens(some.acceptance, drafts), Formulas.stepTime(some), Formulas.gain(some)];
+        const these = { ...guesses, drafts };
+        const found = [Formulas.expectedTokens(these.acceptance, drafts), Formulas.stepTime(these), Formulas.gain(these)];
         return [String(drafts), ...found.map(number)];
       }),
     );
   };
 
-  /** The button plays the time, from the start again once it has ended. @param {HTMLElement} figure @param {HTMLFormElement} form */
-  const begin = (figure, form) => {
+  /** The button plays the time, from the start again once it has ended. @param {HTMLElement} _ @param {HTMLFormElement} form */
+  const begin = (_, form) => {
     const slider = /** @type {HTMLInputElement} */ (form.querySelector("[name=time]"));
     const button = /** @type {HTMLButtonElement} */ (form.querySelector("button"));
     let timer = 0;

@@ -3,12 +3,9 @@
 
 /** @typedef {Record<string, any>} Data What a page gives an instrument. */
 /** @typedef {Record<string, any>} Values What its controls say: sliders numbers, menus text. */
-/**
- * @typedef {object} Chart
- * @property {(points: [number, number][], kind: string) => void} line
- * @property {(point: [number, number], text: string, kind: string, dx?: number, dy?: number) => void} text
- * @property {(point: [number, number], kind: string) => void} dot
- */
+/** @typedef {[number, number]} Point In the units of the axes. */
+/** @typedef {{line: (points: Point[], kind: string) => void, dot: (point: Point, kind: string) => void,
+ *   text: (point: Point, text: string, kind: string, dx?: number, dy?: number) => void}} Chart */
 
 const Instrument = {
   /** Start all instruments of a kind on the page; `show` is called whenever a control or the width has changed.
@@ -51,8 +48,7 @@ const Instrument = {
 
   /** @param {number} value A whole number as it is, another with three digits; with commas between thousands. */
   number(value) {
-    const shown = Number.isInteger(value) ? value : Number(value.toPrecision(3));
-    return shown.toLocaleString("en", { maximumFractionDigits: 6 });
+    return (Number.isInteger(value) ? value : Number(value.toPrecision(3))).toLocaleString("en", { maximumFractionDigits: 6 });
   },
 
   /** @param {number} seconds */
@@ -94,9 +90,7 @@ const Instrument = {
     const svg = /** @type {SVGSVGElement} */ (figure.querySelector("[role=img]"));
     const [width, height] = [svg.clientWidth, svg.clientHeight];
     const box = { left: 58, right: width - 22, top: 26, bottom: height - 42 };
-    const along = (/** @type {number} */ value, /** @type {[number, number]} */ [least, most]) => {
-      return Math.log(value / least) / Math.log(most / least);
-    };
+    const along = (/** @type {number} */ value, /** @type {Point} */ [least, most]) => Math.log(value / least) / Math.log(most / least);
     const x = (/** @type {number} */ value) => box.left + along(value, ends.x) * (box.right - box.left);
     const y = (/** @type {number} */ value) => box.bottom - along(value, ends.y) * (box.bottom - box.top);
     const add = (/** @type {string} */ tag, /** @type {Record<string, any>} */ attributes, text = "") => {
@@ -116,8 +110,7 @@ const Instrument = {
     add("text", { x: 4, y: 14 }, ends.yName);
     return {
       line: (points, kind) => {
-        const path = points.map(([a, b], index) => `${index ? "L" : "M"}${x(a).toFixed(1)} ${y(b).toFixed(1)}`);
-        add("path", { class: kind, d: path.join("") });
+        add("path", { class: kind, d: `M${points.map(([a, b]) => `${x(a).toFixed(1)} ${y(b).toFixed(1)}`).join("L")}` });
       },
       text: ([a, b], text, kind, dx = 0, dy = 0) => {
         const anchor = x(a) > (box.left + box.right) / 2 ? "end" : "start";

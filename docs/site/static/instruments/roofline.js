@@ -7,9 +7,9 @@
 
   /** The shortest and the longest step on all machines: the ends of an axis that stays. @param {Data} data @param {number} context */
   const timesOf = ({ work, machines }, context) => {
-    const times = Object.values(machines).flatMap((/** @type {any} */ machine) => machine.bits.flatMap((/** @type {number} */ bits) => {
-      return [1, ROWS].map((rows) => Formulas.floor(work, machine, { bits, context }, rows).seconds);
-    }));
+    const times = Object.values(machines).flatMap((/** @type {any} */ machine) => machine.bits.flatMap((/** @type {number} */ bits) => (
+      [1, ROWS].map((rows) => Formulas.floor(work, machine, { bits, context }, rows).seconds)
+    )));
     return /** @type {[number, number]} */ ([Math.min(...times) / 1.5, Math.max(...times) * 1.5]);
   };
 
@@ -51,15 +51,14 @@
     chart.dot([values.rows, step.seconds], "point");
     chart.text([values.rows, step.seconds], duration(step.seconds), "read", 10, -12);
 
-    const rows = some(values.rows, "row").replace(/^\d+/, number(values.rows));
     Instrument.tell(
       figure,
-      `A step with ${rows} takes at least *${duration(step.seconds)}*, or *${duration(step.seconds / values.rows)}* a row. ` +
+      `A step with ${some(values.rows, "row")} takes at least *${duration(step.seconds)}*, or *${duration(step.seconds / values.rows)}* a row. ` +
         `It waits for *${isReading ? "memory" : "arithmetic"}*: reading ${quantity(step.bytes, "B")} takes ` +
         `${duration(step.reading)}, and ${quantity(step.operations, "FLOP")} take ${duration(step.multiplying)}. ` +
         (turning === null
           ? "No number of rows is large enough to wait for arithmetic."
-          : `From ${turning.toLocaleString("en")} rows on, a step waits for arithmetic.`),
+          : `From ${grouped(turning)} rows on, a step waits for arithmetic.`),
     );
     Instrument.table(
       figure,

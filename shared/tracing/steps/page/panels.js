@@ -52,7 +52,7 @@ class View {
 /** @type {Record<string, Panel>} */
 const PANELS = {
   requests: {
-    title: "Requests",
+    title: "Requests, tokens computed of those known",
     isWide: true,
     rows: ({ data }) => data.requests.length,
     draw(view, body) {
@@ -104,6 +104,7 @@ const PANELS = {
   },
   pool: {
     title: "KV cache",
+    of: ({ pool }) => `: ${some(pool.num_blocks, pool.unit)} of ${some(pool.block_size, "token")}`,
     rows: () => 0,
     draw(view, body) {
       const { pool } = view.state;
@@ -117,7 +118,7 @@ const PANELS = {
         square.classList.toggle("changed", view.differs("pool", "blocks", String(block)) || filled[0] !== filled[1]);
         square.style.setProperty("--written", `${100 * filled[1]}%`);
         if (owners.length > 1) make("sub", `×${owners.length}`, square);
-        square.title = `${pool.unit} ${block}: ${owners.length ? listed(owners) : count ? "cached" : "free"}`;
+        square.title = `${pool.unit} ${block}: ${owners.length ? listed(owners) : count ? view.recording.unheld : "free"}`;
       }
     },
   },
@@ -145,7 +146,7 @@ const PANELS = {
     title: "Drafts",
     rows: (recording) => recording.most(({ drafts }) => Object.keys(drafts ?? {}).length),
     draw: (view, body) => each(view, "drafts", body, (row, id, { granted, ids, forced = 0, accepted }) => {
-      if (!ids) view.text(`may have ${granted}`, row, true);
+      if (!ids?.length) view.text(ids ? "none" : `may have ${granted}`, row, view.differs("drafts", id));
       ids?.forEach((token, place) => {
         const fate = accepted === undefined ? "pending" : place < accepted ? "accepted" : "rejected";
         const sign = place >= ids.length - forced ? "forced " : { pending: "", accepted: "✓ ", rejected: "✗ " }[fate];
@@ -185,10 +186,7 @@ const PANELS = {
     rows: (recording) => 6 + recording.most(({ batch }) => (batch?.ids.length ?? 0) + Object.keys(batch?.plan ?? {}).length),
     draw(view, body) {
       const { batch } = view.state;
-      if (!batch) {
-        view.text("none", body, view.differs("batch"), "soft");
-        return;
-      }
+      if (!batch) return void view.text("none", body, view.differs("batch"), "soft");
       tokenTable(view, batch, body);
       sequenceTable(view, batch, body);
     },

@@ -51,17 +51,12 @@ class Recording {
   constructor(data) {
     this.data = data;
     this.length = data.events.length;
-    /** @type {State[]} */
-    this.states = [];
-    /** @type {number[]} the event of the line that called, or -1 */
-    this.callers = [];
-    /** @type {number[]} */
-    this.stepOf = [];
-    /** @type {number[]} µs from the beginning to the end of the line */
-    this.times = [];
+    this.states = /** @type {State[]} */ ([]);
+    this.callers = /** @type {number[]} */ ([]); // the event of the line that called, or -1
+    this.stepOf = /** @type {number[]} */ ([]);
+    this.times = /** @type {number[]} */ ([]); // µs from the beginning of the run to the end of the line
     let [state, step, time] = [data.state, 0, 0];
-    /** @type {number[]} the last event at each depth */
-    const stack = [];
+    const stack = /** @type {number[]} */ ([]); // the last event at each depth
     data.events.forEach(([line, micros, patch], index) => {
       if (patch) state = patched(state, patch);
       this.states.push(state);
@@ -73,6 +68,8 @@ class Recording {
       this.callers.push(depth ? (stack[depth - 1] ?? -1) : -1);
       stack[depth] = index;
     });
+    const keeps = this.states.some(({ tree }) => tree) || data.requests.some(({ id }) => id.startsWith("segment "));
+    this.unheld = keeps ? "cached" : "allocated"; // what a block in use is that no request holds
   }
 
   /** @param {number} index @returns {State} */

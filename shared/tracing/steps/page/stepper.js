@@ -115,11 +115,10 @@ class Stepper {
     const [first, after] = recording.span(step);
     part("step").textContent = `step ${step} of ${recording.data.steps.length - 1}`;
     part("line").textContent = `line ${index - first + 1} of ${after - first}`;
-    part("time").textContent = `${(recording.data.events[index][1] / 1000).toFixed(2)} ms`;
-    const here = recording.data.device === "cpu" ? ", done here by the CPU" : "";
-    const kinds = { launch: `launches work${here}`, wait: "waits for the device", raise: "raises the error that ends the run" };
-    part("kind").textContent = kinds[/** @type {keyof typeof kinds} */ (kind)] ?? "";
-    part("kind").className = kind;
+    part("time").textContent = `took ${(recording.data.events[index][1] / 1000).toFixed(2)} ms`;
+    const launch = recording.data.device === "cpu" ? "launches work (CPU)" : "launches work";
+    const kinds = { launch, wait: "waits for the device", raise: "raises the error that ends the run" };
+    Object.assign(part("kind"), { className: kind, textContent: kinds[/** @type {keyof typeof kinds} */ (kind)] ?? "" });
     part("now").textContent = `${line}  ${recording.text(index).trim()}`;
     this.tellLanes();
     part("told").textContent = told(recording, index, this.sides[this.main].hidden);

@@ -2,12 +2,14 @@
 // after replay.js.
 "use strict";
 
-/** @param {any[]} names */
-const listed = (names) => (names.length > 1 ? `${names.slice(0, -1).join(", ")} and ${names.at(-1)}` : `${names[0] ?? "nothing"}`);
+const listed = (/** @type {any[]} */ names) => (names.length > 1 ? `${names.slice(0, -1).join(", ")} and ${names.at(-1)}` : `${names[0] ?? "nothing"}`);
 /** @param {string} text */
 const quoted = (text) => `“${text}”`;
 /** @param {number} start @param {number} count */
 const range = (start, count) => (count === 1 ? `token ${start}` : `tokens ${start} to ${start + count - 1}`);
+const isRun = (/** @type {any[]} */ numbers) => numbers.length > 2 && numbers.every((each, at) => Number(each) === Number(numbers[0]) + at);
+const unitsOf = (/** @type {string} */ unit, /** @type {any[]} */ numbers) =>
+  numbers.length === 1 ? `${unit} ${numbers[0]}` : `${unit}s ${isRun(numbers) ? `${numbers[0]} to ${numbers.at(-1)}` : listed(numbers)}`;
 
 /** What happens to a request that enters a queue. @type {Record<string, string>} */
 const ENTRIES = {
@@ -23,46 +25,47 @@ const SENTENCES = {
   queues(before = {}, after = {}) {
     const moved = Object.keys(after).flatMap((name) => {
       const fresh = after[name].filter((/** @type {string} */ id) => !before[name]?.includes(id));
-      return fresh.map((/** @type {string} */ id) => `${id} ${ENTRIES[name] ?? `is among the ${name} requests`}`);
+      return fresh.map((/** @type {string} */ id) => `${id} ${ENTRIES[name] ?? `joins the ${name} requests`}`);
     });
     const gone = Object.keys(before).flatMap((name) => {
       const left = before[name].filter((/** @type {string} */ id) => !Object.values(after).flat().includes(id));
       return left.map((/** @type {string} */ id) => `${id} leaves the ${name} requests`);
     });
-    return moved.length + gone.length ? [...moved, ...gone] : ["the requests of a queue change their order"];
+    return moved.length + gone.length ? [...moved, ...gone] : ["the order of a queue changes"];
   },
   requests(before = {}, after = {}, recording) {
     const changed = Object.keys({ ...before, ...after }).filter((id) => !isSame(before[id], after[id]));
-    return changed.flatMap((id) => (after[id] ? requestSentences(id, before[id] ?? {}, after[id], recording) : [`${id} is gone`]));
+    return changed.flatMap((id) => (after[id] ? requestSentences(id, before[id] ?? {}, after[id], recording) : [`${id} is no longer known`]));
   },
-  schedule(before, after) {
-    if (!after) return ["there is no schedule now"];
+  schedule(_, after) {
+    if (!after) return ["the schedule is done"];
     const entries = after.items.map((/** @type {Entry} */ { id, tokens, start, kind }) => `${kind} of ${id}, ${range(start, tokens)}`);
-    return [`the schedule is ${entries.length ? entries.join(", then ") : "empty"}`];
+    return [entries.length ? `the schedule: ${entries.join(", then ")}` : "the schedule is empty"];
   },
-  batch(before, after) {
+  batch(_, after) {
     return [after ? `the batch has ${some(after.token_ids.length, "token")} of ${listed(after.ids)}` : "the batch is done"];
   },
-  pool(before, after) {
+  pool(before, after, recording) {
     /** @type {Map<string, string[]>} */
     const said = new Map();
     for (const block of Object.keys({ ...before?.blocks, ...after?.blocks })) {
       const [was, now] = [before?.blocks[block], after?.blocks[block]];
       if (isSame(was, now)) continue;
-      const fate = now?.[0].length ? `of ${listed(now[0])}` : now ? "cached" : "free";
+      const fate = now?.[0].length ? `held by ${listed(now[0])}` : now ? recording.unheld : "free";
       said.set(fate, [...(said.get(fate) ?? []), block]);
     }
     const { unit } = after ?? before;
-    return [...said].map(([fate, blocks]) => `${unit}${blocks.length > 1 ? "s" : ""} ${listed(blocks)} ${blocks.length > 1 ? "are" : "is"} ${fate}`);
+    return [...said].map(([fate, blocks]) => `${unitsOf(unit, blocks)} ${blocks.length > 1 ? "are" : "is"} ${fate}`);
   },
-  tree: (before, after = {}) => [`the prefix tree has ${some(Object.keys(after).length, "node")}`],
-  in_flight: (before, after) => [after ? `in flight: step ${listed(after.map((/** @type {any} */ { step }) => step))}` : "nothing is in flight"],
+  tree: (_, after = {}) => [`the prefix tree has ${some(Object.keys(after).length, "node")}`],
+  in_flight: (_, after) => [after ? `in flight: ${unitsOf("step", [...new Set(after.map((/** @type {any} */ { step }) => step))])}` : "nothing is in flight"],
   drafts(before = {}, after = {}, recording) {
     const changed = Object.keys(after).filter((id) => !isSame(before[id], after[id]));
     return changed.map((id) => {
       const { granted, ids, accepted, rejected } = after[id];
-      if (accepted !== undefined) return `${accepted} of ${some(accepted + rejected, "draft")} of ${id} accepted`;
-      return ids ? `${id} has the draft ${quoted(recording.words(ids))}` : `${id} may have ${some(granted, "draft")}`;
+      if (accepted !== undefined) return `${id} keeps ${accepted} of ${some(accepted + rejected, "draft")}`;
+      if (!ids) return `${id} may have ${some(granted, "draft")}`;
+      return ids.length ? `${some(ids.length, "draft")} for ${id}: ${quoted(recording.words(ids))}` : `no draft for ${id}`;
     });
   },
   sampled(before = {}, after = {}, recording) {
@@ -77,13 +80,13 @@ const SENTENCES = {
     const fresh = Object.keys(after).filter((id) => !isSame(before[id], after[id]));
     return fresh.map((id) => {
       const heads = after[id].layers.flat();
-      return `of ${some(after[id].tokens, "token")} of ${id}, each KV head keeps ${Math.min(...heads)} to ${Math.max(...heads)}`;
+      return `of ${some(after[id].tokens, "token")} of ${id}, each KV head keeps ${[...new Set([Math.min(...heads), Math.max(...heads)])].join(" to ")}`;
     });
   },
   variables(before = {}, after = {}) {
     return Object.keys(after).flatMap((depth) => {
       const fresh = Object.keys(after[depth]).filter((name) => before[depth] && before[depth][name] !== after[depth][name]);
-      return fresh.map((name) => `${name} is ${after[depth][name]}`);
+      return fresh.map((name) => `the variable ${name} is ${after[depth][name]}`);
     });
   },
 };
@@ -91,13 +94,15 @@ const SENTENCES = {
 /** @param {string} id @param {Partial<Served>} before @param {Served} after @param {Recording} recording @returns {string[]} */
 function requestSentences(id, before, after, recording) {
   const given = Object.values(after.outputs).slice(Object.keys(before.outputs ?? {}).length);
+  const { unit } = recording.data.state.pool;
   const differs = (/** @type {keyof Served} */ key) => !isSame(before[key], after[key]);
+  if (!before.status) return [`${id} arrives with ${some(after.known, "token")}`];
   return [
     differs("status") && `${id} is ${after.status}${after.reason ? ` (${after.reason})` : ""}`,
     differs("computed") && `${some(after.computed, "token")} of ${id} ${after.computed === 1 ? "is" : "are"} computed`,
     given.length && `${id} gets ${quoted(recording.words(given))}`,
     differs("written") && after.written !== undefined && `${some(after.written, "token")} of ${id} ${after.written === 1 ? "is" : "are"} written`,
-    differs("blocks") && `${id} holds ${after.blocks?.length ? listed(after.blocks) : "nothing"} of the pool`,
+    differs("blocks") && `${id} holds ${after.blocks?.length ? unitsOf(unit, after.blocks) : `no ${unit}`}`,
   ].filter((said) => typeof said === "string");
 }
 
@@ -115,5 +120,6 @@ function told(recording, index, hidden = []) {
   }
   if (recording.spot(index).kind === "raise" || index === recording.length - 1) said.unshift(recording.data.error ?? "");
   const text = said.filter(Boolean).join("; ");
-  return text ? `${text[0].toUpperCase()}${text.slice(1)}.` : "This line changes nothing that is shown.";
+  const begin = recording.data.requests.some(({ id }) => text.startsWith(`${id} `)) ? text.slice(0, 1) : text.slice(0, 1).toUpperCase();
+  return text ? `${begin}${text.slice(1)}.` : "This line changes nothing that is shown.";
 }
