@@ -103,7 +103,9 @@ def moved(states: dict[str, MaskStates], name: str, by: int) -> None:
         states[name] = replace(states[name], start=states[name].start + by)
 
 
-@pytest.mark.parametrize("spoil", [forgotten, partial(moved, by=9), partial(moved, by=-9)], ids=str)
+@pytest.mark.parametrize(
+    "spoil", [forgotten, partial(moved, by=9), partial(moved, by=-9)], ids=["forgotten", "later", "earlier"]
+)
 def test_a_request_whose_states_are_not_those_of_the_step_before_has_no_guesses(
     tiny_checkpoints: dict[str, Path], alone: Answers, spoil: Callable[[dict[str, MaskStates], str], None]
 ) -> None:
