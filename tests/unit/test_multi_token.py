@@ -203,8 +203,8 @@ def test_a_request_has_as_many_guesses_as_it_had_masks() -> None:
 
 
 def test_masks_of_all_requests_stay_within_the_budget() -> None:
-    """Of nine tokens, six are real: each has one mask in the first request, and none is left for the second."""
-    scheduler = make_scheduler(max_num_batched_tokens=9)
+    """Of 11 tokens, six are real: each has one mask in the first request, and too few are left for the second."""
+    scheduler = make_scheduler(max_num_batched_tokens=11)
     requests = [add(scheduler, name) for name in "ab"]
     for _ in range(2):
         step(scheduler)
