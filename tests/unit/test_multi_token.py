@@ -231,16 +231,6 @@ def test_as_many_guesses_are_verified_as_are_wanted_of_those_that_are_there() ->
     assert_equal([found[request] for request in requests], [1, 2, 1], "guesses to verify", ("request",))
 
 
-def test_guesses_of_an_interrupted_step_are_forgotten() -> None:
-    scheduler = make_scheduler()
-    add(scheduler)
-    for _ in range(2):
-        step(scheduler)
-    scheduler.schedule()
-    scheduler.drop_in_flight()
-    assert_equal(step(scheduler), (0, LENGTH), "drafts and masks of the next step")
-
-
 def test_the_last_tokens_have_no_useless_masks() -> None:
     """Masks of which no guess could be verified before the maximum length are not computed."""
     scheduler = make_scheduler()
