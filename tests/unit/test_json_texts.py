@@ -161,6 +161,9 @@ def test_many_keys() -> None:
     for ordered in (keys, keys[::-1]):
         assert automaton.accepts(json.dumps(dict.fromkeys(ordered, 1)).encode())
     assert not automaton.accepts(b'{"key1": 1, "key1": 1}')
+    bounded = {"type": "object", "properties": properties, "additionalProperties": False, "maxProperties": 2}
+    texts = [json.dumps(dict.fromkeys(keys[-count:], 1)).encode() for count in (1, 2, 3)]
+    assert_language(compile_schema(bounded, budget()), texts[:2], texts[2:])
     with pytest.raises(GrammarError, match="more than 64"):
         compile_schema({"type": "object", "required": keys}, budget())
 
