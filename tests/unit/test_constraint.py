@@ -44,10 +44,11 @@ def test_a_row_is_masked_behind_the_drafts_before_it() -> None:
         ([A, B, A], [], [[B]]),
         ([A, B, A, B], [C], [[END, A, C], [END]]),
         ([A, B, A, B, C], [], [[END]]),
+        ([A, B, A, B, C, END, A], [], [None]),  # what follows the end is dropped
     ):
         request.output_ids, request.draft_ids = outputs, drafts
         assert [row for row, _ in masked(constraints, request)] == allowed
-    assert constraints.num_masks == 3 + 4 + 1 + 2 + 1
+    assert constraints.num_masks == 3 + 4 + 1 + 2 + 1 + 1
 
 
 @pytest.mark.parametrize(("pattern", "left"), [("a", ()), ("a+", (END,))])
