@@ -35,7 +35,7 @@ from shared.scheduling.schedule import Schedule
 from shared.scheduling.scheduler import Scheduler
 from shared.scheduling.speculative import SpeculativeScheduler
 from shared.scheduling.static import StaticScheduler
-from shared.speculation.draft_costs import weigh
+from shared.speculation.draft_costs import set_draft_costs
 from shared.speculation.draft_model import DraftModel
 from shared.speculation.drafter import Drafter, NoDrafter, PendingDrafts
 from shared.speculation.ngram import NGramDrafter
@@ -109,7 +109,7 @@ class Engine(ServingEngine):
         sizes = self.pool.max_sequences, config.most_logit_rows
         sampler = Sampler(self.model.device, math.prod(sizes), draw=draw)
         self.runner = make_runner(self.model, self.view, *sizes, sampler=sampler)
-        weigh(self.scheduler, self.model, self.drafter)
+        set_draft_costs(self.scheduler, self.model, self.drafter)
         self.drafter.leave_drafts_in(PendingDrafts(self.runner.last_ids.tensor, self.pool.max_sequences))
         self.overlaps = is_capturing if config.overlap_scheduling is None else config.overlap_scheduling
 

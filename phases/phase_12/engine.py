@@ -40,7 +40,7 @@ from shared.scheduling.schedule import Schedule
 from shared.scheduling.scheduler import Scheduler
 from shared.scheduling.speculative import SpeculativeScheduler
 from shared.scheduling.static import StaticScheduler
-from shared.speculation.draft_costs import weigh
+from shared.speculation.draft_costs import set_draft_costs
 from shared.speculation.draft_masks import masked_draft_model
 from shared.speculation.drafter import Drafter, NoDrafter, PendingDrafts
 from shared.speculation.forced import ForcedTextDrafter
@@ -118,7 +118,7 @@ class Engine(ServingEngine):
         num_rows = math.prod(sizes)
         sampler = Sampler(self.model.device, num_rows, grammar_masks(num_rows, grammar_pool), draw)
         self.runner = make_runner(self.model, self.view, *sizes, sampler=sampler)
-        weigh(self.scheduler, self.model, self.drafter)
+        set_draft_costs(self.scheduler, self.model, self.drafter)
         self.drafter.leave_drafts_in(PendingDrafts(self.runner.last_ids.tensor, self.pool.max_sequences))
         self.constraints = Constraints.with_tokenizer(self.tokenizer, self.model.config.vocab_size, grammar_pool)
         self.overlaps = is_capturing if config.overlap_scheduling is None else config.overlap_scheduling
