@@ -108,9 +108,9 @@ class Engine(ServingEngine):
         is_capturing = config.is_on("use_cuda_graphs") and self.model.device.type == "cuda"
         make_runner = partial(Runner, executor=Captured if is_capturing else Eager, last_ids=ids_of_guesses)
         make_memory = MEMORY[config.kv_cache_backend or "paged"]
-        self.pool, self.view = make_memory(config, self.model, self.max_seq_len)
+        model_pool, self.view = make_memory(config, self.model, self.max_seq_len)
         self.compile_seconds = compile_model(self.model) if config.execution == "compile" else 0.0
-        self.pool = self.drafter.join(self.pool, make_memory, make_runner, self.max_seq_len)
+        self.pool = self.drafter.make_pool(model_pool, make_memory, make_runner, self.max_seq_len)
         self.scheduler = SCHEDULERS[config.batching_mode or "continuous"](config, self.pool, self.max_seq_len)
         draw = acceptance(config.acceptance_method, self.drafter.distributions)
         sizes = self.pool.max_sequences, config.most_logit_rows

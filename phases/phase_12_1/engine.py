@@ -109,8 +109,8 @@ class Engine(ServingEngine):
         config = self.group.config = self.fitted(config)
         grammar_pool = GrammarPool.on(self.model.device, config.grammar_pool_bytes)
         self.drafter = make_drafter(self.group, self.model, self.tokenizer, grammar_pool)
-        self.pool, self.view = self.group.memory(self.model, self.max_seq_len)
-        self.pool = self.drafter.join(self.pool, make_memory, self.group.draft_runner, self.max_seq_len)
+        model_pool, self.view = self.group.memory(self.model, self.max_seq_len)
+        self.pool = self.drafter.make_pool(model_pool, make_memory, self.group.draft_runner, self.max_seq_len)
         self.scheduler = SCHEDULERS[config.batching_mode or "continuous"](config, self.pool, self.max_seq_len)
         draw = acceptance(config.acceptance_method, self.drafter.distributions)
         sizes = self.pool.max_sequences, config.most_logit_rows
