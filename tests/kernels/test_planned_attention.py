@@ -388,9 +388,11 @@ def test_what_does_not_fit_is_refused(randn):
 
 
 def test_what_the_table_asks_for_fits():
-    few, many = DECODE_TILINGS[128]
+    few, some, many = DECODE_TILINGS[128]
     assert decode_tiling(2, 8, 128, 2) == dataclasses.replace(few, pipeline_bytes=48 * 1024)
-    assert decode_tiling(3, 8, 128, 2) == dataclasses.replace(many, pipeline_bytes=48 * 1024)
+    for num_sequences in (3, 64):
+        assert decode_tiling(num_sequences, 8, 128, 2) == dataclasses.replace(some, pipeline_bytes=48 * 1024)
+    assert decode_tiling(65, 8, 128, 2) == dataclasses.replace(many, pipeline_bytes=96 * 1024)
     assert decode_tiling(2, 8, 256, 4) == dataclasses.replace(
         DECODE_TILINGS[256][0], tile=16, num_stages=2, pipeline_bytes=64 * 1024
     )

@@ -7,6 +7,7 @@ tiles of keys and values) fit in ``PIPELINE_BYTES``, and those of the programs t
 multiprocessor. If the table's entry exceeds the former, the pipeline is shortened first, then the tile.
 """
 
+from bisect import bisect_left
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import NamedTuple, TypeVar
@@ -77,18 +78,18 @@ class PrefillTiling:
 
 
 AnyTiling = TypeVar("AnyTiling", bound=DecodeTiling)
-FEW_PAIRS = 16
-"""Maximum (sequence, KV head) pairs of a batch for the first of two tilings, with half as many programs: each pair has
-many splits, whose states take time to merge."""
-DECODE_TILINGS: dict[int, tuple[DecodeTiling, DecodeTiling]] = {  # by head size: with few pairs, with many
-    16: (DecodeTiling(64), DecodeTiling(128)),
-    32: (DecodeTiling(64), DecodeTiling(128)),
-    64: (DecodeTiling(64, 2, least_split=64), DecodeTiling(64, 2, programs_per_multiprocessor=4, least_split=64)),
-    128: (DecodeTiling(32, 2, least_split=32), DecodeTiling(32, 2, programs_per_multiprocessor=4, least_split=32)),
-    256: (DecodeTiling(32, least_split=32), DecodeTiling(16, 2, programs_per_multiprocessor=4, least_split=32)),
+PAIRS = (16, 512)
+"""Maximum (sequence, KV head) pairs of a batch for the first tiling and for the second. In a small batch, a pair has
+many splits, whose states take time to merge: half as many programs. In a large one, its loop is long: larger tiles."""
+DECODE_TILINGS: dict[int, tuple[DecodeTiling, ...]] = {  # by head size, then by pairs
+    16: (DecodeTiling(64), DecodeTiling(128), DecodeTiling(128)),
+    32: (DecodeTiling(64), DecodeTiling(128), DecodeTiling(128)),
+    64: (DecodeTiling(64, 2, 3, 2, 64), DecodeTiling(64, 2, 3, 4, 64), DecodeTiling(64, 2, 3, 4, 64)),
+    128: (DecodeTiling(32, 2, 3, 2, 32), DecodeTiling(32, 2, 3, 4, 32), DecodeTiling(64, 4, 3, 2, 128)),
+    256: (DecodeTiling(32, 4, 3, 2, 32), DecodeTiling(16, 2, 3, 4, 32), DecodeTiling(16, 2, 3, 4, 32)),
 }
-"""The larger a head, the fewer keys in a tile: 16 KB of keys and values, and with four programs 192 KB in flight on a
-multiprocessor, which is what an H200 needs to reach its bandwidth."""
+"""The larger a head, the fewer keys in a tile. A multiprocessor has 192 KB in flight, or 96 KB with few pairs: an H200
+needs as much to reach its bandwidth."""
 
 LEAST_COPIED = 256
 """Minimum new tokens of a step for the keys of prompts to be copied; fewer are drafts to verify, or the end of a
@@ -111,8 +112,7 @@ SPECIALIZED_TILINGS = {  # of :mod:`shared.kernels.attention.specialized_prefill
 
 def decode_tiling(num_sequences: int, num_kv_heads: int, head_dim: int, itemsize: int) -> DecodeTiling:
     """The tiling for batches of up to ``num_sequences``; keys have ``itemsize`` bytes per element."""
-    few, many = DECODE_TILINGS[head_dim]
-    tiling = few if num_sequences * num_kv_heads <= FEW_PAIRS else many
+    tiling = DECODE_TILINGS[head_dim][bisect_left(PAIRS, num_sequences * num_kv_heads)]
     if itemsize == 1:  # as many bytes in a tile
         tiling = replace(tiling, tile=min(64, 2 * tiling.tile))
     return fitted(tiling, head_dim, itemsize)
