@@ -14,10 +14,9 @@ import torch
 from torch import Tensor
 
 from shared.cache.view.contiguous import ContiguousCache, ContiguousView
-from shared.errors import ConfigError
-from shared.kernels.attention.decode_attention import TILINGS, DecodeWorkspace, decode_attention
+from shared.kernels.attention.decode_attention import DecodeWorkspace, decode_attention
 from shared.kernels.attention.kv_write import NormAndRotation, kv_write
-from shared.kernels.launch import launches
+from shared.kernels.launch import check_head_size, launches
 from shared.models.tokens import QueryKeyTransform
 
 
@@ -42,7 +41,7 @@ class FusedContiguousView:
         device = cache.keys.device
         _, num_kv_heads, capacity, head_dim = cache.keys.shape
         if self.is_flash:
-            check_flash_head_size(head_dim)
+            check_head_size(head_dim)
             self.workspace = DecodeWorkspace.of(1, num_heads, num_kv_heads, head_dim, capacity, device)
         self.head_dim = head_dim
         self.head_stride = capacity * head_dim
@@ -81,12 +80,3 @@ class FusedContiguousView:
             return self.operations.attend(layer, q, **limits)
         memory = self.layer_keys[layer], self.layer_values[layer], self.regions, self.lengths
         return decode_attention(q, *memory, **limits, workspace=self.workspace, out=self.attended)
-
-
-def check_flash_head_size(head_dim: int) -> None:
-    """Raise ConfigError if ``flash`` has no kernel for this head size."""
-    if head_dim not in TILINGS:
-        raise ConfigError(
-            f"The model's head size is {head_dim} and attention_backend flash has kernels for "
-            f"{', '.join(map(str, TILINGS))}; choose attention_backend sdpa, which supports any."
-        )
