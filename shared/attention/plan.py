@@ -23,6 +23,8 @@ from numpy.typing import ArrayLike, NDArray
 from shared.attention.descriptor import AttentionPlan, Grid, Int32s
 
 IMBALANCE = 2
+MANY_SPLITS, LONG_SPLIT = 32, 128
+"""A tile has more than MANY_SPLITS splits only if each has LONG_SPLIT tokens: merging their states takes time too."""
 
 Int64s = NDArray[np.int64]
 
@@ -132,7 +134,8 @@ def plan_prefill(
 
 def choose_split(units: Int64s, grid: Grid) -> int:
     """Units per split for tiles that attend to ``units`` units (at least 1 each); see the module's docstring."""
-    least = -(-grid.least_split // grid.unit)
+    few = min(LONG_SPLIT, int(np.maximum.reduce(units, initial=1)) * grid.unit // MANY_SPLITS)
+    least = -(-max(grid.least_split, few) // grid.unit)
     share = max(least, -(-int(np.add.reduce(units)) // grid.resident))
     if len(units) > grid.resident:
         return share

@@ -7,11 +7,13 @@
     answers = llm.generate(["The capital of France is", "2 + 2 ="], SamplingParams(temperature=0.0, max_new_tokens=8))
     print(answers[0].text)
 
-The engine's queue is bounded, so ``generate`` adds prompts as the queue empties; their number is not limited.
+The engine's queue is bounded, so ``generate`` adds prompts as the queue empties; their number is not limited. On a GPU
+it begins with those of the first step, and adds the rest while steps run.
 Invariants: answers are in the order of the prompts; an invalid prompt is refused before anything is computed; when
 ``generate`` returns or raises, the engine holds none of its requests.
 """
 
+import math
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -136,11 +138,18 @@ class LLM:
             raise RequestError(f"Prompt {place}, counted from 0: {error}") from None
 
     def _feed(self, waiting: deque[tuple[Answer, SamplingParams]], running: dict[str, Answer]) -> None:
-        """Add prompts to the engine until its queue is full."""
-        room = self.engine.config.max_waiting_requests - self.engine.load().num_waiting
-        for _ in range(min(room, len(waiting))):
+        """Add prompts until the engine's queue is full, or holds the tokens of a step if another one is in flight
+        while prompts are added.
+        """
+        engine, config = self.engine, self.engine.config
+        queue, most_waiting = engine.scheduler.waiting, config.max_waiting_requests
+        is_full_at_once = not getattr(engine, "overlaps", False) or config.batching_mode == "static"
+        most_tokens = math.inf if is_full_at_once else config.max_num_batched_tokens
+        num_tokens = sum(request.num_prompt_tokens for request in queue.values())
+        while waiting and len(queue) < most_waiting and num_tokens < most_tokens:
             answer, params = waiting.popleft()
-            running[self.engine.add_request(answer.prompt_ids, params)] = answer
+            running[engine.add_request(answer.prompt_ids, params)] = answer
+            num_tokens += len(answer.prompt_ids)
 
 
 @contextmanager

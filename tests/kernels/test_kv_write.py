@@ -114,7 +114,7 @@ def test_positions_past_one_hundred_thousand(randn, assert_near):
 
 @pytest.mark.parametrize(("Hq", "Hkv", "D"), [(32, 8, 64), (5, 5, 128), (2, 1, 256)])
 def test_a_program_has_more_to_do_if_there_are_many_tokens(randn, assert_near, monkeypatch, Hq, Hkv, D):
-    monkeypatch.setattr(module, "NUMBERS_PER_PROGRAM", ((8, 128), (2**62, 1024)))
+    monkeypatch.setattr(module, "PROGRAMS", ((8, 128, 4), (2**62, 1024, 2)))
     check(randn, assert_near, T=9, Hq=Hq, Hkv=Hkv, D=D)
 
 

@@ -10,6 +10,7 @@ import torch
 import shared.kernels.attention.merge_states as merge_module
 import shared.kernels.attention.planned_attention as decode_module
 import shared.kernels.attention.planned_prefill as prefill_module
+import shared.kernels.attention.planned_tiling as tilings
 from shared.attention.descriptor import Grid
 from shared.attention.plan import plan_decode, plan_prefill
 from shared.kernels.attention.merge_states import merge_states_kernel
@@ -28,7 +29,7 @@ from shared.kernels.attention.planned_tiling import (
 )
 from shared.kernels.attention.prompt_keys import PromptKeys, copy_keys_kernel
 from shared.kernels.attention.specialized_prefill import specialized_prefill_kernel
-from shared.kernels.launch import HEAD_SIZES
+from shared.kernels.launch import GENERATIONS, HEAD_SIZES
 from tests.kernels.attention import (
     DEVICE,
     HEADS,
@@ -387,17 +388,30 @@ def test_what_does_not_fit_is_refused(randn):
 
 
 def test_what_the_table_asks_for_fits():
-    assert decode_tiling(8, 8, 128, 2) == DecodeTiling(64), "96 KiB to the byte"
-    assert decode_tiling(9, 8, 128, 2) == DecodeTiling(32)
-    assert decode_tiling(8, 8, 128, 4) == DecodeTiling(32, num_stages=2)
+    few, some, many = DECODE_TILINGS[128]
+    assert decode_tiling(2, 8, 128, 2) == dataclasses.replace(few, pipeline_bytes=48 * 1024)
+    for num_sequences in (3, 64):
+        assert decode_tiling(num_sequences, 8, 128, 2) == dataclasses.replace(some, pipeline_bytes=48 * 1024)
+    assert decode_tiling(65, 8, 128, 2) == dataclasses.replace(many, pipeline_bytes=96 * 1024)
+    assert decode_tiling(2, 8, 256, 4) == dataclasses.replace(
+        DECODE_TILINGS[256][0], tile=16, num_stages=2, pipeline_bytes=64 * 1024
+    )
+    assert [decode_tiling(3, 8, D, 1).tile for D in (64, 128, 256)] == [64, 64, 32], "8 bits: as many bytes in a tile"
     for D in HEAD_SIZES:
         for num_sequences, itemsize in product((1, 128), (2, 4)):
             tiling = decode_tiling(num_sequences, 8, D, itemsize)
             assert tiling.tile >= 16
             assert tiling.num_stages >= 2
-            assert tiling.num_stages * 2 * tiling.tile * D * itemsize <= 96 * 1024
+            assert tiling.pipeline_bytes == tiling.num_stages * 2 * tiling.tile * D * itemsize <= 96 * 1024
             if itemsize == 2:
-                assert tiling in DECODE_TILINGS[D], "16 bits need no cut"
+                assert dataclasses.replace(tiling, pipeline_bytes=0) in DECODE_TILINGS[D], "16 bits need no cut"
+
+
+@pytest.mark.parametrize(("capability", "programs"), [((9, 0), 4), ((8, 0), 3), ((8, 9), 2)])
+def test_a_plan_counts_on_programs_whose_loads_fit_in_a_multiprocessor(capability, programs, monkeypatch):
+    monkeypatch.setattr(tilings, "generation", lambda device: GENERATIONS[capability])
+    monkeypatch.setattr(tilings, "num_multiprocessors", lambda device: 80)
+    assert decode_tiling(64, 8, 128, 2).grid(8, torch.device("cpu")).resident == 80 * programs // 8
 
 
 # On a GPU.

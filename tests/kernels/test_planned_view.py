@@ -56,7 +56,7 @@ def is_arrival(request, monkeypatch):
     """Small splits, so that tiny sequences have several; merged by the last program to arrive, or by a launch."""
     merges_itself = getattr(request, "param", True)
     decode, prefill = DecodeTiling(16, is_arrival=merges_itself), PrefillTiling(16, 16, 4, 1)
-    monkeypatch.setitem(tilings.DECODE_TILINGS, 16, (decode, decode))
+    monkeypatch.setitem(tilings.DECODE_TILINGS, 16, (decode,) * 3)
     for one in (tilings, planned_layout):
         monkeypatch.setattr(one, "prefill_tiling", lambda *options: prefill)
     for tiling in (DecodeTiling, PrefillTiling):

@@ -11,7 +11,7 @@ import torch
 
 from shared.kernels.arrival import MAX_GROUPS
 from shared.kernels.launch import GENERATIONS, INTERPRETED, next_power_of_two
-from shared.kernels.products import quantized_gemv, quantized_prompts
+from shared.kernels.products import quantized_gemm, quantized_gemv, quantized_prompts
 from shared.kernels.products.fp8_rows import FP8_ROWS, fits, fp8_rows_kernel
 from shared.kernels.products.gated import gated_kernel
 from shared.kernels.products.quantized_gemm import quantize_rows, quantize_rows_kernel, quantized_gemm_kernel
@@ -259,6 +259,19 @@ def test_rows_in_fp8(as_hopper, device, randn):
         is_tie = (numbers - exact).abs() == (rounded - exact).abs()
         numbers = rounded.where(is_tie | (rounded.frexp().mantissa.abs() == 0.5), numbers)
     assert_equal(numbers, rounded, "numbers", ("row", "column"))
+
+
+@pytest.mark.parametrize("gated", [None, swiglu])
+def test_the_tiles_of_a_long_row_share_its_scale(gated, as_hopper, randn, monkeypatch):
+    """As if the row were one tile: its largest number is in any of them."""
+    columns = 3 * quantized_gemm.ROUNDED_TILE
+    x = randn(3, columns * (1 if gated is None else 2), dtype=torch.float16)
+    for row in range(3):
+        x[row, row * quantized_gemm.ROUNDED_TILE + 7] = 60
+    in_tiles = quantize_rows(x, None, gated)
+    monkeypatch.setattr(quantized_gemm, "ROUNDED_TILE", 2 * columns)
+    for tiled, whole in zip(in_tiles, quantize_rows(x, None, gated), strict=True):
+        assert torch.equal(tiled.view(torch.uint8), whole.view(torch.uint8))
 
 
 @pytest.mark.parametrize("offset", [0.0, 1.0])

@@ -9,6 +9,7 @@ import pytest
 from shared.engine.llm import LLM
 from shared.errors import ConfigError, RequestError
 from shared.sampling.params import SamplingParams
+from shared.scheduling.schedule import Schedule
 from shared.text.stopping import FinishReason
 
 GREEDY: dict[str, Any] = {"temperature": 0.0, "ignore_eos": True}
@@ -77,6 +78,45 @@ def test_many_prompts_pass_through_a_short_queue(folder: str, capsys) -> None:
     assert shown.out == ""
     assert "120/120" in shown.err
     assert "120 tokens" in shown.err
+
+
+@pytest.mark.parametrize("batching_mode", ["continuous", "static"])
+def test_prompts_that_are_added_while_steps_run_make_the_same_steps(folder: str, batching_mode: str) -> None:
+    prompts = [[n] * (1 + 7 * n % 30) for n in range(40)]
+    params = [SamplingParams(**GREEDY, max_new_tokens=1 + n % 5) for n in range(40)]
+    settings: dict[str, Any] = {
+        "max_batch_size": 8,
+        "max_seq_len": 64,
+        "max_num_batched_tokens": 48,
+        "use_prefix_caching": False,
+    }
+    settings["batching_mode"] = batching_mode
+
+    def watched() -> tuple[LLM, list[list[tuple[str, int]]], list[int]]:
+        """An LLM, the requests and tokens of its steps, and the lengths of its queue before them."""
+        llm, steps, queued = LLM(folder, overlap_scheduling=True, **settings), [], []
+        scheduler, schedule = llm.engine.scheduler, llm.engine.scheduler.schedule
+
+        def recorded() -> Schedule:
+            queued.append(len(scheduler.waiting))
+            scheduled = schedule()
+            steps.append([(request.request_id, num_tokens) for request, _, num_tokens, *_ in scheduled])
+            return scheduled
+
+        scheduler.schedule = recorded
+        return llm, steps, queued
+
+    llm, steps, queued = watched()
+    llm.generate(prompts, params, progress=False)
+    at_once, expected, _ = watched()
+    for prompt, each in zip(prompts, params, strict=True):
+        at_once.engine.add_request(prompt, each)
+    while at_once.engine.has_work():
+        at_once.engine.step()
+    assert steps == expected
+    if batching_mode == "continuous":
+        assert sum(n for _, n in steps[0]) == 48, "the first step is full"
+        assert max(queued) < 10
 
 
 def test_a_bad_prompt_is_named_before_anything_is_computed(folder: str) -> None:

@@ -14,6 +14,8 @@ import shared.kernels.attention.planned_tiling as tilings
 from shared.attention.descriptor import DevicePlan, Grid
 from shared.attention.plan import (
     IMBALANCE,
+    LONG_SPLIT,
+    MANY_SPLITS,
     choose_split,
     items_of,
     plan_decode,
@@ -25,7 +27,9 @@ from shared.cache.layout.planned import AttentionPlanner
 from shared.engine.executor.staging import Staging
 from tests.comparison import assert_equal
 
-GRIDS = st.builds(Grid, resident=st.integers(1, 40), unit=st.sampled_from([1, 16, 64]), least_split=st.just(128))
+GRIDS = st.builds(
+    Grid, resident=st.integers(1, 40), unit=st.sampled_from([1, 16, 64]), least_split=st.sampled_from([32, 128])
+)
 LENGTHS = st.lists(st.integers(0, 300) | st.integers(0, 20_000), max_size=40)
 WINDOWS = st.none() | st.integers(1, 5000)
 NEW = st.lists(st.tuples(st.integers(0, 200), st.integers(0, 3000)), max_size=12)  # new tokens, past ones
@@ -161,9 +165,11 @@ def test_the_search_finds_what_trying_every_split_size_finds(units, spare, least
 
 @settings(max_examples=80, deadline=None)
 @given(lengths=st.lists(st.integers(1, 20_000), min_size=1, max_size=60), grid=GRIDS)
+@example(lengths=[16384] + [256] * 31, grid=Grid(resident=33, unit=64, least_split=128))
 def test_no_program_has_more_than_a_few_times_its_share(lengths, grid):
     units = -(-np.array(lengths) // grid.unit)
-    share = max(-(-grid.least_split // grid.unit), -(-int(units.sum()) // grid.resident))
+    least = max(grid.least_split, min(LONG_SPLIT, max(units) * grid.unit // MANY_SPLITS))
+    share = max(-(-least // grid.unit), -(-int(units.sum()) // grid.resident))
     split = choose_split(units, grid)
     assert split <= IMBALANCE * share
     assert split == share or (-(-units // split)).sum() <= grid.resident, "longer than a share only to run at once"
@@ -189,6 +195,22 @@ H100 = Grid(resident=132, unit=64, least_split=128)  # two programs a multiproce
 def test_plans_that_can_be_checked_by_hand(lengths, split_size, num_items):
     plan = plan_decode(lengths, H100)
     assert (plan.split_size[0], plan.num_items[0]) == (split_size, num_items)
+
+
+@pytest.mark.parametrize(
+    ("length", "split_size"),
+    [
+        (320, 32),  # ten states
+        (1024, 32),  # 32 states: as many as are merged in little time
+        (1056, 64),
+        (4096, 128),  # 32 states again, although 128 programs could run
+        (8192, 128),
+        (33792, 256),  # a share
+    ],
+)
+def test_many_splits_of_a_sequence_are_not_short(length, split_size):
+    plan = plan_decode([length], Grid(resident=132, unit=32, least_split=32))
+    assert plan.split_size[0] == split_size
 
 
 def test_an_example_in_full():

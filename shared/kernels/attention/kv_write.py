@@ -19,10 +19,9 @@ from shared.kernels.e4m3 import quantized, rounded
 from shared.kernels.launch import launch, launch_dependents, launches, next_power_of_two, tl, triton, wait_for_previous
 from shared.kernels.products.rmsnorm import Norm
 
-NUMBERS_PER_PROGRAM = ((128, 512), (2**62, 2048))
-"""How many numbers a program handles in steps of up to this many tokens. Starting a program takes the GPU about a
-nanosecond, so with more tokens each program does more."""
-NUM_WARPS = 4
+PROGRAMS = ((128, 512, 4), (512, 2048, 4), (2**62, 2048, 2))
+"""How many numbers a program handles, and its warps, in steps of up to this many tokens. Starting a program takes the
+GPU about a nanosecond, so with more tokens each program does more, and each thread as well."""
 
 
 class NormAndRotation(Protocol):
@@ -169,7 +168,7 @@ def kv_write(
     if T == 0:
         return out
     q, k, v = (x if x.stride(2) == 1 else x.contiguous() for x in (q, k, v))
-    numbers = next(numbers for most_tokens, numbers in NUMBERS_PER_PROGRAM if most_tokens >= T)
+    numbers, num_warps = next(programs for most_tokens, *programs in PROGRAMS if most_tokens >= T)
     heads = max(1, numbers // next_power_of_two(D))
     launch(
         kv_write_kernel, (T, -(-Hq // heads) + 2 * -(-Hkv // heads)),
@@ -179,6 +178,6 @@ def kv_write(
         0.0 if qk.k_norm is None else qk.k_norm.eps, k_scales, v_scales,
         Q_OFFSET=0.0 if qk.q_norm is None else qk.q_norm.offset,
         K_OFFSET=0.0 if qk.k_norm is None else qk.k_norm.offset, HQ=Hq, HKV=Hkv, D=D, HEADS=heads,
-        HALF=next_power_of_two(D // 2), num_warps=NUM_WARPS,
+        HALF=next_power_of_two(D // 2), num_warps=num_warps,
     )  # fmt: skip
     return out

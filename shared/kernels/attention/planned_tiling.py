@@ -2,11 +2,12 @@
 
 The fastest tiling depends on the GPU and the shape, and can only be measured under a CUDA graph. So nothing is tuned at
 run time: a tiling follows from the shapes and from the largest batch that a captured launch serves. All tilings give
-the same results up to rounding. Invariant: the loads that a decode tiling keeps in flight (``num_stages`` tiles of keys
-and values) fit in ``PIPELINE_BYTES``. If the table's entry exceeds that, the pipeline is shortened first, then the
-tile.
+the same results up to rounding. Invariant: the loads that a program of a decode tiling keeps in flight (``num_stages``
+tiles of keys and values) fit in ``PIPELINE_BYTES``, and those of the programs that a plan counts on fit in a
+multiprocessor. If the table's entry exceeds the former, the pipeline is shortened first, then the tile.
 """
 
+from bisect import bisect_left
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import NamedTuple, TypeVar
@@ -32,10 +33,14 @@ class DecodeTiling:
     least_split: int = 128  # tokens; a shorter split is not worth a program
     is_arrival: bool = True  # whether the last program to arrive merges; otherwise a second launch does
     merged_numbers: int = 4096  # fp32 numbers of states that the merging program holds at a time
+    pipeline_bytes: int = 0  # of a program's loads in flight, if :func:`fitted` knows them
 
     def grid(self, num_kv_heads: int, device: torch.device) -> Grid:
         """The launch grid that a plan fills."""
-        programs = self.programs_per_multiprocessor * num_multiprocessors(device)
+        per_multiprocessor = self.programs_per_multiprocessor
+        if self.pipeline_bytes:
+            per_multiprocessor = min(per_multiprocessor, generation(device).shared_bytes // self.pipeline_bytes)
+        programs = per_multiprocessor * num_multiprocessors(device)
         return Grid(max(1, programs // num_kv_heads), self.tile, max(self.least_split, self.tile))
 
 
@@ -73,21 +78,18 @@ class PrefillTiling:
 
 
 AnyTiling = TypeVar("AnyTiling", bound=DecodeTiling)
-FEW_PAIRS = 64
-"""Maximum (sequence, KV head) pairs of a batch for the first of two tilings. Its splits are short, down to
-``least_split``, and a split of a single tile prefetches nothing."""
-DECODE_TILINGS: dict[int, tuple[DecodeTiling, DecodeTiling]] = {  # by head size: with few pairs, with many
-    16: (DecodeTiling(64), DecodeTiling(128)),
-    32: (DecodeTiling(64), DecodeTiling(128)),
-    64: (DecodeTiling(64, num_warps=2, least_split=64), DecodeTiling(64)),
-    128: (DecodeTiling(64), DecodeTiling(32)),
-    256: (DecodeTiling(32), DecodeTiling(32)),
+PAIRS = (16, 512)
+"""Maximum (sequence, KV head) pairs of a batch for the first tiling and for the second. In a small batch, a pair has
+many splits, whose states take time to merge: half as many programs. In a large one, its loop is long: larger tiles."""
+DECODE_TILINGS: dict[int, tuple[DecodeTiling, ...]] = {  # by head size, then by pairs
+    16: (DecodeTiling(64), DecodeTiling(128), DecodeTiling(128)),
+    32: (DecodeTiling(64), DecodeTiling(128), DecodeTiling(128)),
+    64: (DecodeTiling(64, 2, 3, 2, 64), DecodeTiling(64, 2, 3, 4, 64), DecodeTiling(64, 2, 3, 4, 64)),
+    128: (DecodeTiling(32, 2, 3, 2, 32), DecodeTiling(32, 2, 3, 4, 32), DecodeTiling(64, 4, 3, 2, 128)),
+    256: (DecodeTiling(32, 4, 3, 2, 32), DecodeTiling(16, 2, 3, 4, 32), DecodeTiling(16, 2, 3, 4, 32)),
 }
-
-FP8_TILINGS = {  # for many pairs: half the bytes arrive in half the time, so twice the programs hide the arithmetic
-    64: DecodeTiling(64, num_warps=2, programs_per_multiprocessor=4),
-    128: DecodeTiling(32, num_warps=2, num_stages=4, programs_per_multiprocessor=4),
-}
+"""The larger a head, the fewer keys in a tile. A multiprocessor has 192 KB in flight, or 96 KB with few pairs: an H200
+needs as much to reach its bandwidth."""
 
 LEAST_COPIED = 256
 """Minimum new tokens of a step for the keys of prompts to be copied; fewer are drafts to verify, or the end of a
@@ -110,10 +112,9 @@ SPECIALIZED_TILINGS = {  # of :mod:`shared.kernels.attention.specialized_prefill
 
 def decode_tiling(num_sequences: int, num_kv_heads: int, head_dim: int, itemsize: int) -> DecodeTiling:
     """The tiling for batches of up to ``num_sequences``; keys have ``itemsize`` bytes per element."""
-    few, many = DECODE_TILINGS[head_dim]
-    if itemsize == 1:
-        many = FP8_TILINGS.get(head_dim, many)
-    tiling = few if num_sequences * num_kv_heads <= FEW_PAIRS else many
+    tiling = DECODE_TILINGS[head_dim][bisect_left(PAIRS, num_sequences * num_kv_heads)]
+    if itemsize == 1:  # as many bytes in a tile
+        tiling = replace(tiling, tile=min(64, 2 * tiling.tile))
     return fitted(tiling, head_dim, itemsize)
 
 
@@ -126,7 +127,7 @@ def fitted(tiling: AnyTiling, head_dim: int, itemsize: int) -> AnyTiling:
         stages -= 1
     while tile > 16 and stages * tile * token_bytes > PIPELINE_BYTES:
         tile //= 2
-    return replace(tiling, tile=tile, num_stages=stages)
+    return replace(tiling, tile=tile, num_stages=stages, pipeline_bytes=stages * tile * token_bytes)
 
 
 def prefill_tiling(

@@ -34,6 +34,7 @@ from shared.quantization.weight import QuantizedWeight
 
 BAND = tl.constexpr(16)  # blocks of rows of x whose programs run one after the other, so that x stays in the L2 cache
 LARGEST_FP8 = tl.constexpr(448.0)
+ROUNDED_TILE = 4096  # columns of a long row of whole tiles that are rounded at a time
 
 
 @triton.jit
@@ -125,28 +126,39 @@ def quantized_gemm_kernel(
 
 @triton.jit
 def quantize_rows_kernel(
-    x, norm_weight, values, scales, K, x_stride, eps,
-    OFFSET: tl.constexpr, ACTIVATION: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+    x, norm_weight, values, scales, x_stride, eps,
+    K: tl.constexpr, OFFSET: tl.constexpr, ACTIVATION: tl.constexpr, TILE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """A row of x, of its norm, or of its activation, in FP8, and its scale, which maps the row's largest number to
-    FP8's largest. With an activation, a row of x is gate and up, 2K numbers."""
+    FP8's largest. With an activation, a row of x is gate and up, 2K numbers. A row with a norm is one tile."""
     launch_dependents(PDL)
     row = tl.program_id(0).to(tl.int64)
-    k = tl.arange(0, BLOCK)
+    x_row = x + row * x_stride
+    k = tl.arange(0, TILE)
     if norm_weight is not None:
+        tl.static_assert(TILE >= K)
         norm_scale = load_scale(norm_weight, k, K, OFFSET)
     wait_for_previous(PDL)
-    h = tl.load(x + row * x_stride + k, mask=k < K, other=0.0).to(tl.float32)
-    if norm_weight is not None:  # rounded as if it had been written and read back
-        h = normalize(h, norm_scale, K, eps).to(x.dtype.element_ty).to(tl.float32)
-    if ACTIVATION is not None:
-        up = tl.load(x + row * x_stride + K + k, mask=k < K, other=0.0).to(tl.float32)
-        h = gated_activation(h, up, ACTIVATION).to(x.dtype.element_ty).to(tl.float32)
-    peak = tl.max(tl.abs(h))
+    tiles = ()  # of the row, which stays in registers
+    peaks = tl.zeros([TILE], tl.float32)
+    for start in tl.static_range(0, K, TILE):
+        inside = start + k < K
+        h = tl.load(x_row + start + k, mask=inside, other=0.0).to(tl.float32)
+        # the norm and the activation are rounded as if they had been written and read back
+        if norm_weight is not None:
+            h = normalize(h, norm_scale, K, eps).to(x.dtype.element_ty).to(tl.float32)
+        if ACTIVATION is not None:
+            up = tl.load(x_row + K + start + k, mask=inside, other=0.0).to(tl.float32)
+            h = gated_activation(h, up, ACTIVATION).to(x.dtype.element_ty).to(tl.float32)
+        peaks = tl.maximum(peaks, tl.abs(h))
+        tiles = tiles + (h,)  # type: ignore[assignment]  # noqa: RUF005 - Triton does not unpack
+    peak = tl.max(peaks)
     largest = tl.full([], LARGEST_FP8, tl.float32)
     tl.store(scales + row, tl.where(peak > 0.0, tl.div_rn(peak, largest), 1.0))
     factor = tl.where(peak > 0.0, tl.div_rn(largest, peak), 1.0)  # dividing each number would take a microsecond
-    tl.store(values + row * K + k, (h * factor).to(tl.float8e4nv), mask=k < K)
+    for i in tl.static_range(len(tiles)):
+        column = i * TILE + k
+        tl.store(values + row * K + column, (tiles[i] * factor).to(tl.float8e4nv), mask=column < K)
 
 
 def stored(weight: QuantizedWeight, gpu: Generation) -> torch.Tensor:
@@ -162,12 +174,12 @@ def quantize_rows(
     T, K = x.shape[0], x.shape[1] if gated is None else x.shape[1] // 2
     values = torch.empty(T, K, dtype=torch.float8_e4m3fn, device=x.device)
     scales = torch.empty(T, dtype=torch.float32, device=x.device)
-    block = next_power_of_two(K)
+    tile = ROUNDED_TILE if norm is None and K % ROUNDED_TILE == 0 else next_power_of_two(K)
     weight, eps, offset = (None, 0.0, 0.0) if norm is None else (norm.weight, norm.eps, norm.offset)
     launch(
-        quantize_rows_kernel, (T,), x, weight, values, scales, K, x.stride(0), eps,
-        OFFSET=offset, ACTIVATION=None if gated is None else ACTIVATIONS[gated][0], BLOCK=block,
-        num_warps=min(16, max(4, block // 512)),
+        quantize_rows_kernel, (T,), x, weight, values, scales, x.stride(0), eps,
+        K=K, OFFSET=offset, ACTIVATION=None if gated is None else ACTIVATIONS[gated][0], TILE=tile,
+        num_warps=min(16, max(4, tile // 512)),
     )  # fmt: skip
     return values, scales
 
