@@ -21,8 +21,10 @@ from tests.comparison import assert_equal, assert_rows_close, assert_within
 
 if INTERPRETED:
     from tests.kernels.bounds import check_accesses
+    from tests.kernels.kept_types import keep_types
 
     check_accesses()
+    keep_types()
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # what PyTorch's deterministic mode asks of cuBLAS
 
 DEVICE = torch.device("cpu" if INTERPRETED else "cuda")

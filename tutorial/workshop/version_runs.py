@@ -72,6 +72,7 @@ def _run_together(
         **check.variables_of(folder / "workspace", gaps_raise=True),
         **check.recording(record, list(versions.values())),
         VERSIONS: str(folder / "versions.json"),
+        "PYTEST_DEBUG_TEMPROOT": str(folder),  # of `tmp_path`: each fork would look through all that other runs left
     }
     # The files by which pytest captures descriptors would be shared by all forks.
     options = ["-p", "tutorial.workshop.versions", "--capture=sys", "--tb=no"]

@@ -3,47 +3,14 @@
 The interpreter runs a kernel as Python, so it accepts what the compiler refuses: a name whose type changes inside a
 branch, a branch that is dead for some arguments. Nor does it know how much shared memory there is. Triton carries its
 own assembler, so a process of its own, without ``TRITON_INTERPRET``, can compile what a launch of an engine compiles.
-A file of tests is that process's program too: it calls each of the file's functions that begin with ``compile_``.
+``python -m tests.kernels.compilation`` calls the functions of this folder's modules that begin with ``compile_``.
 
 A variant is worth its second if it takes another branch, has other types, or the largest tiles of its generation.
 """
 
 import functools
-import os
-import re
-import subprocess
-import sys
-from pathlib import Path
-from typing import Any
 
 import torch
-
-ROOT = Path(__file__).parents[2]
-
-
-def kernels_of(*modules: str) -> set[str]:
-    """The names of the kernels in modules of folders `kernels`, by default in all."""
-    files = [file for file in (ROOT / "shared").rglob("kernels/**/*.py") if not modules or file.stem in modules]
-    texts = [file.read_text(encoding="utf-8") for file in files]
-    return {name for text in texts for name in re.findall(r"^def (\w+_kernel)\(", text, re.MULTILINE)}
-
-
-def compiled_by(file: str, cache: Path) -> set[str]:
-    """Run the file as a program; the names of the kernels that it compiled."""
-    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
-    environment |= {"TRITON_CACHE_DIR": str(cache), "PYTHONPATH": str(ROOT)}
-    process = subprocess.run(
-        [sys.executable, file], env=environment, cwd=ROOT, capture_output=True, text=True, check=False
-    )
-    assert process.returncode == 0, process.stderr[-3000:]
-    return set(process.stdout.split())
-
-
-def compile_each(functions: dict[str, Any]) -> None:
-    """Call the functions among a file's globals that compile kernels."""
-    for name, function in functions.items():
-        if name.startswith("compile_") and function.__module__ == "__main__":
-            function()
 
 
 def compile_launch(kernel, grid, *args, capability=(9, 0), num_warps=4, num_stages=3, maxnreg=None, **constants):
