@@ -338,22 +338,59 @@ def test_only_this_machine_reaches_the_store() -> None:
     assert [ip for ip, port in found if port == store.port] == ["127.0.0.1"]
 
 
-def test_ranks_that_make_no_progress_within_the_innermost_patience_hang(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The one that has begun and ended the fewest collectives is named, also after a time without a wait."""
-    polled, (ours, theirs) = threading.Semaphore(0), Pipe()
+@pytest.fixture
+def polled(monkeypatch: pytest.MonkeyPatch) -> threading.Semaphore:
+    """Is released each time that a watch looks at its ranks, none of which says anything."""
+    released = threading.Semaphore(0)
 
     def poll(*_: Any) -> list[Any]:
-        polled.release()
+        released.release()
         time.sleep(0.01)
         return []
 
     monkeypatch.setattr("shared.tracks.ranks.watch.wait", poll)
+    return released
+
+
+def test_ranks_that_make_no_progress_within_the_innermost_patience_hang(polled: threading.Semaphore) -> None:
+    """The one that has begun and ended the fewest collectives is named, also after a time without a wait."""
+    ours, theirs = Pipe()
     process: Any = SimpleNamespace(kill=lambda: None)
     watch = Watch(Board(3), [process] * 2, [ours, theirs])
     watch.board.counters[:, CALLS] = 4, 4, 3
     assert all(polled.acquire(timeout=20) for _ in range(3)), "it watches on while rank 0 waits for none"
     with pytest.raises(RankError), watch.waiting(math.inf), watch.waiting(0.3):
         assert failure_of(watch).startswith("Rank 2 of 3 made no progress")
+
+
+def test_a_rank_hangs_that_is_silent_while_rank_0_waits(
+    polled: threading.Semaphore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Silence before the wait does not count, nor that of a rank which has not started."""
+    clock, (ours, theirs) = [0.0], Pipe()
+    now = SimpleNamespace(monotonic=lambda: clock[0], sleep=time.sleep)
+    monkeypatch.setattr("shared.tracks.ranks.watch.time", now)
+    board = Board(3)
+    board.counters[2, BEATS] = 1
+    process: Any = SimpleNamespace(kill=lambda: None)
+    watch = Watch(board, [process] * 2, [ours, theirs])
+    assert polled.acquire(timeout=20)
+    clock[0] = 100.0
+    found: list[RankError | None] = []
+    with pytest.raises(RankError, match="Rank 2 of 3 made no progress for 7 s"), watch.waiting(math.inf):
+        silent_again(polled, watch, clock, found)
+    assert found == [None], "failures by the silence before"
+
+
+def silent_again(polled: threading.Semaphore, watch: Watch, clock: list[float], found: list[RankError | None]) -> None:
+    """Note whether a watch fails after it has looked three times more, then let a long time pass."""
+    while polled.acquire(blocking=False):
+        pass
+    for _ in range(3):
+        polled.acquire(timeout=5)
+    found.append(watch.failure)
+    clock[0] = 200.0
+    failure_of(watch)
 
 
 def test_a_rank_beats_while_it_computes_or_waits(monkeypatch: pytest.MonkeyPatch) -> None:
