@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 from benchmarks.command import run
+from benchmarks.decoding import Decoding, decoding
 from benchmarks.report import Report, describe_model, engine_settings, rounded
 from benchmarks.setup import free_memory, freeze_memory
 from benchmarks.timing import SyntheticPrompts
@@ -46,16 +47,9 @@ def loop_ns() -> float:
 
 def measure_steps(engine: Any, prompts: Sequence[list[int]], params: SamplingParams) -> dict[str, Any]:
     """Steps in which all prompts decode; the requests are aborted afterwards."""
-    names = [engine.add_request(prompt, params) for prompt in prompts]
-    while engine.scheduler.waiting or any(request.is_prefilling for request in engine.scheduler.running.values()):
-        engine.step()
-    for _ in range(WARM):
-        engine.step()
-    times, found = [], dict[str, list[float]]()
-    for _ in range(STEPS):
-        started = time.perf_counter()
-        engine.step()
-        times.append(time.perf_counter() - started)
+    together, found = Decoding(engine, [(prompt, params) for prompt in prompts]), dict[str, list[float]]()
+    together.steps(WARM)
+    times, _ = together.steps(STEPS)
     recorder = ActivityRecorder(engine, time.perf_counter_ns)
     recorder.zero = None  # only the host's lane
     for _ in range(WATCHED):
@@ -83,10 +77,7 @@ def measure_steps(engine: Any, prompts: Sequence[list[int]], params: SamplingPar
         end.synchronize()
         result["graph_us"] = rounded(1e3 * begin.elapsed_time(end) / REPLAYS)
         result["step_over_graph"] = rounded(result["step_us"] / result["graph_us"])
-    for name in names:
-        engine.abort(name)
-    while engine.has_work():
-        engine.step()
+    together.end()
     return result
 
 
@@ -96,12 +87,11 @@ def measure_answers(llm: LLM, prompts: Sequence[list[int]], num_new: int) -> dic
     for most in (1, num_new):
         llm.engine.pool.drop_cached()
         started = time.perf_counter()
-        llm.generate(prompts, SamplingParams(temperature=0.0, max_new_tokens=most, ignore_eos=True), progress=False)
+        llm.generate(prompts, decoding(most), progress=False)
         seconds[most] = time.perf_counter() - started
-    decoding = seconds[num_new] - seconds[1]
     return {
         "generate_tokens_per_second": rounded(len(prompts) * num_new / seconds[num_new]),
-        "generate_decode_tokens_per_second": rounded(len(prompts) * (num_new - 1) / decoding),
+        "generate_decode_tokens_per_second": rounded(len(prompts) * (num_new - 1) / (seconds[num_new] - seconds[1])),
     }
 
 
@@ -114,13 +104,13 @@ def measure(
     device: str = "cpu",
 ) -> Report:
     """The parts of greedy decode steps of this many sequences, and answers through ``LLM.generate``."""
-    longest = prompt_tokens + max(new_tokens, WARM + STEPS + WATCHED + 8)
+    longest = prompt_tokens + max(new_tokens, WARM + STEPS + WATCHED + 16)
     blocks = max(sizes) * -(-longest // 16)
     options = {"device": device, "max_batch_size": max(sizes), "max_seq_len": longest, "num_gpu_blocks": blocks}
     llm = LLM(model, phase, overlap_scheduling=True, seed=0, **options)
     engine, results = llm.engine, dict[str, Any]()
     draw = SyntheticPrompts(engine.model.config.vocab_size, 0)
-    params = SamplingParams(temperature=0.0, max_new_tokens=longest - prompt_tokens, ignore_eos=True)
+    params = decoding(longest - prompt_tokens)
     freeze_memory()
     for size in sizes:
         prompts = [draw.draw(prompt_tokens) for _ in range(size)]

@@ -13,13 +13,13 @@ import time
 from typing import Any
 
 from benchmarks.command import run
+from benchmarks.decoding import decoding
 from benchmarks.report import Report, describe_model, engine_settings, rounded
 from benchmarks.setup import free_memory
 from benchmarks.timing import SyntheticPrompts
 from benchmarks.view import Column, Table, View, count, percent, text
 from shared.engine.config import EngineConfig
 from shared.lessons import find_lesson
-from shared.sampling.params import SamplingParams
 
 BLOCK, FULL, COMPRESSED = 16, "09", "09.2"
 HELD, SHORT = 2, 64  # requests that the small pool holds without compression, and the tokens of their prompts
@@ -36,7 +36,7 @@ class Measured:
     def add(self, prompts: list[list[int]], num_new: int) -> None:
         self.num_requests = len(prompts)
         for prompt in prompts:
-            self.engine.add_request(prompt, SamplingParams(temperature=0.0, max_new_tokens=num_new, ignore_eos=True))
+            self.engine.add_request(prompt, decoding(num_new))
 
     def step(self) -> None:
         """One step; blocks count while all requests decode, after the prompts' compressions."""

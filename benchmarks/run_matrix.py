@@ -16,7 +16,7 @@ from benchmarks.serving.experiments import SPEED, Experiment, Runner
 from benchmarks.serving.view import LATENCIES, NAME, TOKENS, subtitles
 from benchmarks.setup import Setup, check_positive
 from benchmarks.view import Bar, Bars, Column, Table, View, number, percentiles, times
-from benchmarks.workloads.serving import ServingSize, default_size
+from benchmarks.workloads.serving import default_size
 from shared.lessons import Lesson, lessons
 
 ALTERNATIVES: dict[str, tuple[dict[str, Any], ...]] = {
@@ -44,15 +44,13 @@ def configurations(found: Sequence[Lesson], is_gpu: bool) -> list[tuple[Lesson, 
     return rows
 
 
-def run_matrix(
-    setup: Setup, *, phases: Sequence[str] | None = None, size: ServingSize | None = None, max_seconds: float = 20.0
-) -> Report:
+def run_matrix(setup: Setup, *, phases: Sequence[str] | None = None, max_seconds: float = 20.0) -> Report:
     """Measure the configurations of phases, by default of the main line, one engine after another; a cell is cut short
     after ``max_seconds``. If phases are selected, the report's name has them. Raises ConfigError, RequestError or
     ModelFolderError before anything is computed.
     """
     check_positive(max_seconds=max_seconds)
-    size = size or default_size(setup.device)
+    size = default_size(setup.device)
     able = [lesson.number for lesson in lessons() if lesson.generates and not lesson.is_side_track]
     rows = configurations(generating_lessons(able if phases is None else phases), setup.is_gpu)
     workloads = {name: getattr(size, name) for name in WORKLOADS}

@@ -27,7 +27,6 @@ from benchmarks.timing import SyntheticPrompts, answer_with, run
 from benchmarks.view import count, number, quantity
 from shared.attention.descriptor import Grid
 from shared.attention.plan import plan_decode
-from shared.engine.config import EngineConfig
 from shared.engine.warm_up import warm_up
 from shared.errors import ModelFolderError
 from shared.grammar.grammar import Grammar
@@ -74,7 +73,8 @@ class Side:
         """The engine, warmed up. Raises ConfigError for settings that the model's shape excludes."""
         lesson = find_lesson(self.phase)
         settings = dict(self.settings) | ({"adapter": str(adapter_of(setup))} if self.has_adapter else {})
-        config = replace(shared_config(setup), **settings)
+        longest = min(REGION_TOKENS, setup.shape.max_position_embeddings)
+        config = replace(setup.config(max_seq_len=longest), **settings)
         if "prefill_chunk_size" in lesson.load("engine").SUPPORTED:
             config = replace(config, prefill_chunk_size=CHUNK)
         engine = lesson.engine_within(config, self.num_regions, MOST_REQUESTS)
@@ -87,11 +87,6 @@ class Side:
 def side(phase: str, **settings: Any) -> Side:
     """A side, with settings by name."""
     return Side(phase, tuple(settings.items()))
-
-
-def shared_config(setup: Setup) -> EngineConfig:
-    """The settings of every rung."""
-    return setup.config(max_seq_len=min(REGION_TOKENS, setup.shape.max_position_embeddings))
 
 
 def always(setup: Setup) -> bool:
@@ -176,18 +171,8 @@ def edit(engine: Any, pair: int) -> float:
     return run(engine, chat(engine, EDIT), 3 * ANSWER).decode_tokens_per_second
 
 
-def one_after_another(engine: Any, pair: int) -> float:
-    """Tokens a second of the first requests of `at_a_time`; the others would take as long again."""
-    return together(engine, pair, REGIONS)
-
-
-def at_a_time(engine: Any, pair: int) -> float:
-    """Tokens a second of a batch, prompts included."""
-    return together(engine, pair, BATCH)
-
-
-def together(engine: Any, pair: int, number: int) -> float:
-    """Tokens a second of so many requests that come at once."""
+def together(number: int, engine: Any, pair: int) -> float:
+    """Tokens a second of so many requests that come at once, prompts included."""
     queue = engine if hasattr(engine, "step") else OneAtATime(engine)
     prompts, num_tokens = draw(engine, pair), 0
     started = time.perf_counter()
@@ -325,8 +310,8 @@ def bytes_of_weights(engine: Any, pair: int) -> float:
     return weight_bytes(engine.model)
 
 
-def tokens_a_step(engine: Any, text: str) -> float:
-    """Tokens of an answer after its first, divided by the forward passes that made them."""
+def tokens_a_step(text: str, engine: Any, pair: int) -> float:
+    """Tokens of an answer to a text after its first, divided by the forward passes that made them."""
     counts = list[int]()
 
     def on_token(token_id: int) -> bool:
@@ -336,14 +321,6 @@ def tokens_a_step(engine: Any, text: str) -> float:
 
     answer_with(engine, chat(engine, text), 4 * ANSWER, on_token)
     return (len(counts) - 1) / (counts[-1] - counts[0])
-
-
-def edit_a_step(engine: Any, pair: int) -> float:
-    return tokens_a_step(engine, EDIT)
-
-
-def story_a_step(engine: Any, pair: int) -> float:
-    return tokens_a_step(engine, STORY)
 
 
 def readable(engine: Any, pair: int) -> float:
@@ -391,137 +368,77 @@ FORGETFUL = side(
 FOUR_BITS = side("10", quantization="int4")
 GUESSED = Side("11.1", (("use_speculative_decoding", True),), has_adapter=True)
 FRESH = {"max_seq_len": 512, "use_prefix_caching": False}  # documents in an order that has not been seen before
-COUNTED: dict[str, Any] = {"is_timed": False, "form": whole}
+OVERLAPPED = side("09", overlap_scheduling=True)
+RANKS = {size: side("12.1", tensor_parallel_size=size) for size in (2, 3)}
+
+counted = partial(Rung, is_timed=False, form=whole)
+fewer = partial(counted, less_is_better=True)
+in_bytes = partial(fewer, form=partial(quantity, unit="B"))
+sooner = partial(Rung, less_is_better=True)
+"""Rungs with a count, of which more or less is better, with a size, and with a time."""
 
 RUNGS = (
     Rung("03", "one request, tokens/s", side("02"), side("03"), one_request, is_quick=True),
     Rung("03.1", "one request, tokens/s", side("03"), side("03.1"), one_request, fits=on_gpu),
-    Rung(
-        "03.1",
-        "matrix products of a token",
-        side("03"),
-        side("03.1"),
-        matrix_products,
-        less_is_better=True,
-        fits=on_cpu,
-        **COUNTED,
-    ),
+    fewer("03.1", "matrix products of a token", side("03"), side("03.1"), matrix_products, fits=on_cpu),
     Rung(
         "04",
         f"{BATCH} requests at a time, tokens/s",
         side("03.1"),
         STATIC,
-        at_a_time,
-        measure_before=one_after_another,
+        partial(together, BATCH),
+        measure_before=partial(together, REGIONS),  # in turn: the first few, as the others would take as long again
         is_quick=True,
     ),
-    Rung(
-        "05",
-        f"first token beside an answer of {LONG_ANSWER}, ms",
-        STATIC,
-        CONTINUOUS,
-        beside_an_answer,
-        less_is_better=True,
-        is_quick=True,
+    sooner(
+        "05", f"first token beside an answer of {LONG_ANSWER}, ms", STATIC, CONTINUOUS, beside_an_answer, is_quick=True
     ),
-    Rung("06", f"requests in the memory of {REGIONS} regions", side("05"), side("06"), requests_at_once, **COUNTED),
-    Rung(
+    counted("06", f"requests in the memory of {REGIONS} regions", side("05"), side("06"), requests_at_once),
+    fewer(
         "06.1",
         "keys that the busiest program reads",
         side("06"),
         side("06.1"),
         longest_split,
         measure_before=longest_sequence,
-        less_is_better=True,
-        **COUNTED,
     ),
-    Rung(
-        "07",
-        f"longest wait beside a prompt of {LONG_PROMPT}, ms",
-        side("06.1"),
-        side("07"),
-        longest_wait,
-        less_is_better=True,
-    ),
-    Rung(
-        "08",
-        "first token of a second turn, ms",
-        side("07"),
-        side("08"),
-        second_turn,
-        less_is_better=True,
-        is_quick=True,
-    ),
+    sooner("07", f"longest wait beside a prompt of {LONG_PROMPT}, ms", side("06.1"), side("07"), longest_wait),
+    sooner("08", "first token of a second turn, ms", side("07"), side("08"), second_turn, is_quick=True),
     Rung("09", "one request, tokens/s", side("08"), side("09"), one_request, fits=on_gpu),
-    Rung(
-        "09",
-        "steps planned while one runs, of 16",
-        side("08"),
-        side("09", overlap_scheduling=True),
-        planned_ahead,
-        fits=on_cpu,
-        **COUNTED,
-    ),
-    Rung(
+    counted("09", "steps planned while one runs, of 16", side("08"), OVERLAPPED, planned_ahead, fits=on_cpu),
+    sooner(
         "09.1",
         f"first token after {DOCUMENTS} documents, ms",
         side("09", **FRESH),
         side("09.1", **FRESH),
         after_documents,
-        less_is_better=True,
     ),
-    Rung(
-        "09.2",
-        f"KV blocks of an answer of {LONG_ANSWER} tokens",
-        side("09"),
-        FORGETFUL,
-        blocks_held,
-        less_is_better=True,
-        **COUNTED,
-    ),
-    Rung(
-        "10_bytes",
-        "bytes of the weights, 4 bits",
-        side("09"),
-        FOUR_BITS,
-        bytes_of_weights,
-        is_timed=False,
-        less_is_better=True,
-        form=partial(quantity, unit="B"),
-    ),
+    fewer("09.2", f"KV blocks of an answer of {LONG_ANSWER} tokens", side("09"), FORGETFUL, blocks_held),
+    in_bytes("10_bytes", "bytes of the weights, 4 bits", side("09"), FOUR_BITS, bytes_of_weights),
     Rung("10", "one request, 4 bits, tokens/s", side("09"), FOUR_BITS, one_request),
-    Rung("11_tokens", "an edit, tokens a step", PLAIN, DRAFTED, edit_a_step, is_timed=False),
+    Rung("11_tokens", "an edit, tokens a step", PLAIN, DRAFTED, partial(tokens_a_step, EDIT), is_timed=False),
     Rung("11", "an edit, tokens/s", PLAIN, DRAFTED, edit),
-    Rung("11.1", "a story, tokens a step", side("11"), GUESSED, story_a_step, is_timed=False, fits=has_adapter),
     Rung(
-        "12",
-        f"answers that parse, of {len(QUESTIONS)}",
+        "11.1",
+        "a story, tokens a step",
         side("11"),
-        side("12"),
-        readable,
-        **COUNTED,
+        GUESSED,
+        partial(tokens_a_step, STORY),
+        is_timed=False,
+        fits=has_adapter,
     ),
-    Rung(
-        "12.1",
-        "one request, 2 GPUs, tokens/s",
-        side("12"),
-        side("12.1", tensor_parallel_size=2),
-        one_request,
-        fits=has_ranks,
-    ),
+    counted("12", f"answers that parse, of {len(QUESTIONS)}", side("11"), side("12"), readable),
+    Rung("12.1", "one request, 2 GPUs, tokens/s", side("12"), RANKS[2], one_request, fits=has_ranks),
     *(
-        Rung(
+        in_bytes(
             "12.1",
             f"bytes of the weights, of each of {size} processes",
             side("12"),
-            side("12.1", tensor_parallel_size=size),
+            ranks,
             bytes_of_weights,
-            is_timed=False,
-            less_is_better=True,
             fits=partial(fewest_ranks, size),
-            form=partial(quantity, unit="B"),
         )
-        for size in (2, 3)
+        for size, ranks in RANKS.items()
     ),
 )
 """In the order of the phases."""

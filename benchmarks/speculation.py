@@ -197,10 +197,11 @@ def measure_imposed(
 
     def speed(size: int, name: str, length: int, acceptance: float) -> float:
         engine = engines[next(iter(lots)) if name == "off" else name]
-        if name in lots:
+        if name == "off":
+            engine.scheduler.lengths.longest = 0
+        elif name != PLAIN:
             lots[name].acceptance = acceptance
             engine.scheduler.lengths.is_adaptive, engine.scheduler.lengths.longest = length == 0, length or longest
-        engine.scheduler.is_speculating = name in lots
         num_steps = steps if name == "off" or acceptance else 5 * steps  # useless drafts become rare with time
         return tokens_per_second(engine, size, num_steps)
 

@@ -17,8 +17,8 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 
+from benchmarks.decoding import decoding
 from shared.checkpoints.progress import Progress
-from shared.sampling.params import SamplingParams
 
 OnToken = Callable[[int], bool]
 """Called with each token when it reaches the host; returning False cuts the answer short."""
@@ -77,9 +77,8 @@ def timed(
 
 def answer_with(engine: Any, prompt_ids: list[int], new_tokens: int, on_token: OnToken) -> int:
     """Let a phase's engine answer: an `Answer` once the engine is bound."""
-    params = SamplingParams(temperature=0.0, max_new_tokens=new_tokens, ignore_eos=True)
     before = engine.stats()["tokens computed"]
-    with closing(engine.generate(prompt_ids, params)) as outputs:
+    with closing(engine.generate(prompt_ids, decoding(new_tokens))) as outputs:
         for output in outputs:  # an id is known on the host, so a GPU has finished the step
             if not on_token(output.token_id):
                 break

@@ -3,6 +3,7 @@
 import math
 import random
 from collections.abc import Iterable
+from itertools import combinations
 
 import numpy as np
 
@@ -74,6 +75,8 @@ def any_json(fewest: int = 0, most: int = UNBOUNDED) -> Automaton:
     return compile_schema({"$defs": {"value": lengths | members}, "type": "object"} | members, budget())
 
 
+KEY_SETS = [sum(1 << place for place in places) for n in range(4) for places in combinations((0, 31, 61), n)]
+"""Sets of keys in both halves of a set, and at their ends."""
 ALPHABET = b'"[]{}a7, \n\t\\\xc3\xa9\xe2\x80\xa8\x00'
 
 
@@ -84,8 +87,8 @@ def random_automaton(chance: random.Random) -> Automaton:
     rules = [[table.state() for _ in range(size)] for _ in range(num_rules)]
     num_clauses, num_pops = 3, 4
 
-    def bits() -> int:  # in both halves of a set, and at their ends
-        return sum(chance.randrange(2) << place for place in (0, 31, 61))
+    def bits() -> int:
+        return chance.choice(KEY_SETS)
 
     pushes, returns, of_rule = [], [], []
     for states in rules:

@@ -51,10 +51,24 @@ def sizes(draw: st.DrawFn, most_spare: int = 80, **more: st.SearchStrategy[Any])
 
 
 def assert_as_alone(engine: Any, load: Load, alone: Answers, requests: Requests = ALIKE) -> None:
-    """Each request that is not aborted has the tokens that it has ``alone``; nothing leaks."""
+    """Each request that is not aborted has the tokens that it has ``alone``; nothing leaks, and no forward raises."""
+    computes_at_once(engine)
     outputs, aborted = serve_with_aborts(engine, requests, *load)
     for n, expected in enumerate(map(tokens, alone)):
         assert outputs[n] == (expected[: len(outputs[n])] if n in aborted else expected), f"request {n}"
+
+
+def computes_at_once(engine: Any) -> None:
+    """From now on, a forward that raises fails the test, instead of being run again in parts."""
+    compute = engine.runner.compute
+
+    def computing(batch: Any) -> Any:
+        try:
+            return compute(batch)
+        except Exception as error:
+            pytest.fail(f"a forward of {len(batch)} requests raised {error!r}")
+
+    engine.runner.compute = computing
 
 
 def assert_failures_stay_apart(engine: Any, alone: Callable[[Requests], list[list[int | None]]]) -> None:

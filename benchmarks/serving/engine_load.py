@@ -8,6 +8,7 @@ from collections.abc import Callable, Generator, Sequence
 from contextlib import closing
 from typing import Any
 
+from benchmarks.decoding import decoding
 from benchmarks.serving.results import ServedRequest, ServedRun, TimedStep
 from benchmarks.workloads.serving import Trace
 from shared.engine.output import StepOutput
@@ -54,7 +55,7 @@ def drive(engine: Any, trace: Trace, max_seconds: float | None = None) -> Served
             n = waiting.popleft()
             served[n].arrived = arrivals.popleft()
             request = requests[n]
-            params = SamplingParams(temperature=trace.temperature, max_new_tokens=request.new_tokens, ignore_eos=True)
+            params = decoding(request.new_tokens, temperature=trace.temperature)
             try:
                 engine.add_request(request.prompt_ids, params, str(n))
                 open_ids.add(n)
@@ -158,7 +159,6 @@ class OneAtATime(BatchQueue):
         return {**self.engine.stats(), "forward passes": self.num_steps}
 
     def _answer(self, prompts: list[list[int]], new_tokens: int) -> Generator[list[int]]:
-        params = SamplingParams(temperature=0.0, max_new_tokens=new_tokens, ignore_eos=True)
-        with closing(self.engine.generate(prompts[0], params)) as outputs:
+        with closing(self.engine.generate(prompts[0], decoding(new_tokens))) as outputs:
             for output in outputs:
                 yield [output.token_id]

@@ -36,7 +36,9 @@ def ids(engine: Any, prompt: str | list[int], num_tokens: int, **params: object)
 
 
 @torch.inference_mode()
-def forced_logits(model: CausalLM, view: ContiguousView, token_ids: Sequence[int], prompt: int) -> torch.Tensor:
+def forced_logits(
+    model: CausalLM, view: ContiguousView | FusedContiguousView, token_ids: Sequence[int], prompt: int
+) -> torch.Tensor:
     """Logits ``[n, V]`` in fp32 after the prompt and after each of the given tokens, one per step."""
     logits = []
     for step in [list(token_ids[:prompt]), *([token_id] for token_id in token_ids[prompt:])]:
@@ -112,7 +114,7 @@ def test_logits_of_a_real_shape_are_within_the_thresholds(shape: str, dtype: tor
         model = load_model(folder, dtype=weights, device="cuda", max_positions=600)
         cache = ContiguousCache(model.config, 600, weights, "cuda")
         if is_fused:
-            view: ContiguousView = FusedContiguousView(cache, model.config.num_heads)
+            view: ContiguousView | FusedContiguousView = FusedContiguousView(cache, model.config.num_heads)
             model = fuse(model)
         else:
             view = ContiguousView(cache)

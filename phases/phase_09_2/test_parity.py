@@ -18,6 +18,7 @@ from shared.engine.request import Request
 from shared.sampling.params import SamplingParams
 from shared.tracks.compression.selection import Budget
 from tests.mixed_requests import ALIKE, ARRIVALS, ARRIVE, GREEDY, MIXED, SMALL, Requests, seen, serve, tokens
+from tests.random_loads import computes_at_once
 
 SNAP: dict[str, Any] = {
     "compress_method": "snapkv",
@@ -82,7 +83,8 @@ def answers_of(engine: Any) -> list[list[int | None]]:
 
 
 def with_logits(engine: Any, into: list[torch.Tensor]) -> None:
-    """Keep a copy of every step's logits."""
+    """Keep a copy of every step's logits; none is computed in parts."""
+    computes_at_once(engine)
     forward = engine.runner.forward
 
     def kept(batch: Any) -> Any:

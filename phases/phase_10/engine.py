@@ -8,8 +8,8 @@ from shared.cache.contiguous_memory import contiguous_memory
 from shared.cache.paged_memory import PagedMemory
 from shared.cache.pool.prefix import prefix_sharing
 from shared.cache.view.bucket_padding import bucket_attention
-from shared.cache.view.fp8_storage import STORAGES
 from shared.cache.view.interface import MakeMemory
+from shared.cache.view.storages import STORAGES
 from shared.engine import supported
 from shared.engine.batch import Batch
 from shared.engine.config import EngineConfig

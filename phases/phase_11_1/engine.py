@@ -10,8 +10,8 @@ import torch
 from shared.cache.contiguous_memory import contiguous_memory
 from shared.cache.paged_memory import PagedMemory
 from shared.cache.pool.prefix import prefix_sharing
-from shared.cache.view.fp8_storage import STORAGES
 from shared.cache.view.interface import MakeMemory
+from shared.cache.view.storages import STORAGES
 from shared.engine import supported
 from shared.engine.config import EngineConfig
 from shared.engine.executor.captured import Captured
@@ -35,7 +35,7 @@ from shared.sampling.thinking import ThinkingLimits, thinks
 from shared.scheduling.schedule import Schedule
 from shared.scheduling.scheduler import Scheduler
 from shared.scheduling.static import StaticScheduler
-from shared.speculation.draft_costs import weigh
+from shared.speculation.draft_costs import set_draft_costs
 from shared.speculation.draft_model import DraftModel
 from shared.speculation.drafter import Drafter, NoDrafter, PendingDrafts
 from shared.speculation.ngram import NGramDrafter
@@ -108,15 +108,15 @@ class Engine(ServingEngine):
         is_capturing = config.is_on("use_cuda_graphs") and self.model.device.type == "cuda"
         make_runner = partial(Runner, executor=Captured if is_capturing else Eager, last_ids=ids_of_guesses)
         make_memory = MEMORY[config.kv_cache_backend or "paged"]
-        self.pool, self.view = make_memory(config, self.model, self.max_seq_len)
+        model_pool, self.view = make_memory(config, self.model, self.max_seq_len)
         self.compile_seconds = compile_model(self.model) if config.execution == "compile" else 0.0
-        self.pool = self.drafter.join(self.pool, make_memory, make_runner, self.max_seq_len)
+        self.pool = self.drafter.make_pool(model_pool, make_memory, make_runner, self.max_seq_len)
         self.scheduler = SCHEDULERS[config.batching_mode or "continuous"](config, self.pool, self.max_seq_len)
         draw = acceptance(config.acceptance_method, self.drafter.distributions)
         sizes = self.pool.max_sequences, config.most_logit_rows
         sampler = Sampler(self.model.device, math.prod(sizes), [redirects], draw)
         self.runner = make_runner(self.model, self.view, *sizes, sampler=sampler, observers=observers_of(self.drafter))
-        weigh(self.scheduler, self.model, self.drafter)
+        set_draft_costs(self.scheduler, self.model, self.drafter)
         self.drafter.leave_drafts_in(PendingDrafts(self.runner.last_ids.tensor, self.pool.max_sequences))
         self.overlaps = is_capturing if config.overlap_scheduling is None else config.overlap_scheduling
         self.limits_thinking = thinks(self.tokenizer)

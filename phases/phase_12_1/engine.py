@@ -11,8 +11,8 @@ from shared.cache.contiguous_memory import contiguous_memory
 from shared.cache.paged_memory import PagedMemory
 from shared.cache.pool.prefix import prefix_sharing
 from shared.cache.view.bucket_padding import bucket_attention
-from shared.cache.view.fp8_storage import STORAGES
 from shared.cache.view.interface import MakeMemory
+from shared.cache.view.storages import STORAGES
 from shared.engine import supported
 from shared.engine.config import EngineConfig
 from shared.engine.executor.captured import Captured
@@ -38,7 +38,7 @@ from shared.scheduling.schedule import Schedule
 from shared.scheduling.scheduler import Scheduler
 from shared.scheduling.speculative import SpeculativeScheduler
 from shared.scheduling.static import StaticScheduler
-from shared.speculation.draft_costs import weigh
+from shared.speculation.draft_costs import set_draft_costs
 from shared.speculation.draft_masks import masked_draft_model
 from shared.speculation.drafter import Drafter, NoDrafter
 from shared.speculation.forced import ForcedTextDrafter
@@ -109,15 +109,15 @@ class Engine(ServingEngine):
         config = self.group.config = self.fitted(config)
         grammar_pool = GrammarPool.on(self.model.device, config.grammar_pool_bytes)
         self.drafter = make_drafter(self.group, self.model, self.tokenizer, grammar_pool)
-        self.pool, self.view = self.group.memory(self.model, self.max_seq_len)
-        self.pool = self.drafter.join(self.pool, make_memory, self.group.draft_runner, self.max_seq_len)
+        model_pool, self.view = self.group.memory(self.model, self.max_seq_len)
+        self.pool = self.drafter.make_pool(model_pool, make_memory, self.group.draft_runner, self.max_seq_len)
         self.scheduler = SCHEDULERS[config.batching_mode or "continuous"](config, self.pool, self.max_seq_len)
         draw = acceptance(config.acceptance_method, self.drafter.distributions)
         sizes = self.pool.max_sequences, config.most_logit_rows
         num_rows = math.prod(sizes)
         sampler = Sampler(self.model.device, num_rows, grammar_masks(num_rows, grammar_pool), draw)
         self.runner = self.group.runner(self.model, self.view, *sizes, sampler=sampler)
-        weigh(self.scheduler, self.model, self.drafter)
+        set_draft_costs(self.scheduler, self.model, self.drafter)
         self.constraints = Constraints.with_tokenizer(self.tokenizer, self.model.config.vocab_size, grammar_pool)
         self.overlaps = is_capturing if config.overlap_scheduling is None else config.overlap_scheduling
 

@@ -273,6 +273,8 @@ def test_a_rank_that_fails_ends_the_group_and_is_named(
     fail, sentence = FAILURES[failure]
     engine = make(checkpoint_for_ranks("llama", session_folder), tensor_parallel_size=2, **SMALL)
     engine.add_request("x", SamplingParams(**GREEDY, max_new_tokens=90))
+    for ignored in (signal.SIGINT, signal.SIGTERM):  # a terminal or a supervisor sends them to each process
+        engine.group.watch.processes[0].send_signal(ignored)
     engine.step()
     if failure == "stop":
         monkeypatch.setattr(shared.tracks.ranks.watch, "PATIENCE", 2.0)

@@ -90,7 +90,7 @@ class Gateway:
             raise overloaded("No replica runs.", ServerConfig.retry_after, code="no_replica")
         body = await request.body()
         session = request.headers.get(SESSION_HEADER)
-        return Relay(self._stream(_exchange(request, body, prefix_keys(body, session))), self._config.retry_after)
+        return Relay(self._stream(_exchange(request, body, prefix_keys(body, session))))
 
     async def health(self) -> Response:
         """200 while at least one replica accepts requests, else 503."""
@@ -165,10 +165,9 @@ class Gateway:
 class Relay(Response):
     """Relays a replica's messages; a stream that breaks off ends with its API's error event."""
 
-    def __init__(self, messages: AsyncIterator[Message], retry_after: int) -> None:
+    def __init__(self, messages: AsyncIterator[Message]) -> None:
         super().__init__()
         self._messages = messages
-        self._retry_after = retry_after
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         relaying = asyncio.create_task(self._relay(scope, receive, send))

@@ -26,7 +26,7 @@ ACCEPTANCE_METHODS = ("coupled", "rejection")
 COMPRESS_METHODS = ("snapkv", "rkv", "topp", "streaming", "none")
 ATTN_REDUCE_METHODS = ("mean", "raw", "sum", "max")
 KV_CACHE_DTYPES = ["auto", "fp8"]
-"""The names of the storages of keys and values, which `shared.cache.view.fp8_storage` has as a table."""
+"""The names of the storages of keys and values, which `shared.cache.view.storages` has as a table."""
 DEFAULT_MAX_SEQ_LEN = 4096
 
 SIDE_TRACKS = ("09.1", "09.2", "11.1", "12.1")

@@ -58,8 +58,8 @@ class Fields:
             raise self.wrong(name, "true or false")
         return value
 
-    def choice(self, name: str, allowed: tuple[str, ...], default: str | None = None) -> str:
-        value = self.required(name, default)
+    def choice(self, name: str, allowed: tuple[str, ...]) -> str:
+        value = self.required(name)
         if value not in allowed:
             raise self.wrong(name, "one of " + ", ".join(allowed))
         return value

@@ -33,7 +33,7 @@ class TableCosts:
         )
 
 
-def weigh(scheduler: Scheduler, model: CausalLM, drafter: Drafter) -> None:
+def set_draft_costs(scheduler: Scheduler, model: CausalLM, drafter: Drafter) -> None:
     """Let a scheduler that grants drafts choose their numbers from the tables of the model and the drafter. Raises
     whatever :func:`shared.scheduling.step_costs.step_costs` raises.
     """

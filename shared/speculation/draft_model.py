@@ -111,18 +111,18 @@ class DraftModel(Drafter):
         self.is_masked = self.model.config.vocab_size == target.config.vocab_size
         self.distributions: dict[tuple[int, int], torch.Tensor] = {}
 
-    def join(
-        self, pool: CachePoolProtocol, make_memory: MakeMemory, make_runner: MakeRunner, max_seq_len: int
+    def make_pool(
+        self, model_pool: CachePoolProtocol, make_memory: MakeMemory, make_runner: MakeRunner, max_seq_len: int
     ) -> CachePoolProtocol:
-        """Makes a pool with the same number of blocks, and the runner."""
-        own, longest = memory_settings(self.config, pool), min(max_seq_len, self.model.max_positions)
+        """The model's pool, paired with one of as many blocks for the draft model, whose runner is made too."""
+        own, longest = memory_settings(self.config, model_pool), min(max_seq_len, self.model.max_positions)
         self.room = own.most_tokens_of_a_step(longest)
         self.pool, view = make_memory(own, self.model, longest)
         draw = plain if self.config.acceptance_method == "coupled" else DraftDraw(self.distributions)
         max_sequences = self.pool.max_sequences
         sampler = Sampler(self.model.device, max_sequences, self.masks.steps(max_sequences), draw)
         self.runner = make_runner(self.model, view, max_sequences, sampler=sampler)
-        self.pair = PairedPool(pool, self.pool)
+        self.pair = PairedPool(model_pool, self.pool)
         return self.pair
 
     def propose(self, schedule: Schedule) -> None:

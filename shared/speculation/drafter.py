@@ -46,11 +46,11 @@ class Drafter(ABC):
 
     distributions: Mapping[tuple[int, int], torch.Tensor] = MappingProxyType({})
 
-    def join(
-        self, pool: CachePoolProtocol, make_memory: MakeMemory, make_runner: MakeRunner, max_seq_len: int
+    def make_pool(
+        self, model_pool: CachePoolProtocol, make_memory: MakeMemory, make_runner: MakeRunner, max_seq_len: int
     ) -> CachePoolProtocol:
-        """The pool that the scheduler uses: ``pool``, the model's, or one that also reserves what the drafter needs."""
-        return pool
+        """The pool that the scheduler uses: the model's, or one that also reserves what the drafter needs."""
+        return model_pool
 
     @abstractmethod
     def propose(self, schedule: Schedule) -> None:

@@ -85,10 +85,10 @@ class ForcedTextDrafter(Drafter):
         self.grammars: WeakKeyDictionary[TokenFSM, ForcedText] = WeakKeyDictionary()
         self.spelled = lru_cache(maxsize=1 << 14)(self._spelled)
 
-    def join(
-        self, pool: CachePoolProtocol, make_memory: MakeMemory, make_runner: MakeRunner, max_seq_len: int
+    def make_pool(
+        self, model_pool: CachePoolProtocol, make_memory: MakeMemory, make_runner: MakeRunner, max_seq_len: int
     ) -> CachePoolProtocol:
-        return self.drafter.join(pool, make_memory, make_runner, max_seq_len)
+        return self.drafter.make_pool(model_pool, make_memory, make_runner, max_seq_len)
 
     def propose(self, schedule: Schedule) -> None:
         for request in schedule.prompts.requests:  # the next schedule may precede the commit of the prompt

@@ -8,7 +8,6 @@ Invariant: after the context the engine's attributes are restored.
 """
 
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from statistics import fmean, median
 from typing import Any, Self
@@ -32,11 +31,11 @@ class ProfiledStep:
 
 
 class Profiler:
-    """Profiles an engine of phase 4 or later, for the duration of a ``with`` block; ``clock`` is in nanoseconds."""
+    """Profiles an engine of phase 4 or later, for the duration of a ``with`` block."""
 
-    def __init__(self, engine: Any, *, clock: Callable[[], int] = time.perf_counter_ns) -> None:
+    def __init__(self, engine: Any) -> None:
         self.engine = engine
-        self.activity = ActivityRecorder(engine, clock)
+        self.activity = ActivityRecorder(engine, time.perf_counter_ns)
         self.acceptance: tuple[float, ...] = ()
         """The share of the drafts at each position that were accepted together with all drafts before them; set by
         ``__exit__``."""

@@ -13,7 +13,7 @@ from torch.autograd import DeviceType
 from torch.autograd.profiler_util import EventList, FunctionEvent
 from typer.testing import CliRunner
 
-from benchmarks import bench_generation, contexts, ladder, profile_generation, prompts, rungs
+from benchmarks import bench_generation, contexts, ladder, profile_generation, prompts, rungs, speculation
 from benchmarks.bench_generation import GenerationSize, limit_bytes, measure_generation
 from benchmarks.contenders import load_engine, load_transformers
 from benchmarks.hardware import Ceilings
@@ -29,7 +29,6 @@ from shared.errors import ConfigError
 from shared.lessons import find_lesson, newest_lesson
 from shared.loading import checkpoint
 from shared.loading.config_json import parse_config, read_config
-from shared.tracks.ranks import group
 
 SIZE = GenerationSize(prompt_tokens=7, new_tokens=6, trials=2)
 CEILINGS = Ceilings(2e9, 1e9, 1e10, None, None, "float32")
@@ -311,7 +310,6 @@ def test_a_command_writes_what_it_shows(command, name, cited, folder, tmp_path, 
 def test_prompts_of_every_length_and_batch_are_measured_beside_their_floor(tmp_path, monkeypatch) -> None:
     """Weights are made when they are read, for this test alone. A chunk's size is counted from the steps that ran."""
     monkeypatch.setattr(checkpoint, "safe_open", checkpoint.safe_open)
-    monkeypatch.setattr(group, "START", group.START)
     monkeypatch.setattr(prompts, "measure_ceilings", lambda device: CEILINGS)
     sizes: dict[str, Any] = {
         "lengths": (8, 16, 4096),
@@ -351,3 +349,35 @@ def test_on_a_gpu_kernels_are_seen(folder: Path) -> None:
     assert own[3] < 10 < own[2]
     assert profile["own_launches_per_token"] <= profile["host_launches_per_token"] < profile["kernels_per_token"]
     assert not any(row["name"].startswith("aten::") for row in profile["rows"])
+
+
+def test_speculation_is_off_in_one_case_and_adapts_in_another(
+    tiny_checkpoints: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """For each case, the drafts of a step's requests that were verified, per request and step."""
+    verified: dict[tuple[Any, ...], float] = {}
+    measured = speculation.tokens_per_second
+
+    def counted(engine: Any, num_requests: int, num_steps: int) -> float:
+        before = sum(engine.scheduler.num_drafts_by_position)
+        speed = measured(engine, num_requests, num_steps)
+        counts.append((sum(engine.scheduler.num_drafts_by_position) - before) / (num_requests * num_steps))
+        return speed
+
+    def one_after_the_other(calls: dict[Any, Any], *_: int, **__: int) -> dict[Any, list[float]]:
+        found = {}
+        for case, call in calls.items():
+            counts.clear()
+            found[case] = [call()]
+            (verified[case[1:]],) = counts
+        return found
+
+    counts: list[float] = []
+    monkeypatch.setattr(speculation, "tokens_per_second", counted)
+    monkeypatch.setattr(speculation, "in_turns", one_after_the_other)
+    speculation.measure_imposed(
+        str(tiny_checkpoints["llama"]), lengths=(2,), acceptances=(0.9,), batches=(1,), trials=1
+    )
+    assert verified[speculation.PLAIN, 0, 0.0] == verified["off", 0, 0.0] == 0
+    assert verified["ngram", 2, 0.9] >= 2
+    assert 0 < verified["ngram", 0, 0.0] < 2

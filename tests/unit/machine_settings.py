@@ -129,6 +129,8 @@ def masks_of(schedule: Schedule) -> dict[Request, int]:
 def masks_have_slots_within_the_budget(machine: SchedulingMachine, planned: Planned) -> None:
     schedule, masks = planned.schedule, masks_of(planned.schedule)
     machine.met["masks"] += sum(masks.values())
+    sizes = [entry.num_tokens + masks[entry.request] for entry in schedule.decoding]
+    assert [size > 1 for size in sizes] == sorted(size > 1 for size in sizes), "single tokens stand first"
     if isinstance(schedule, MultiTokenSchedule):
         num_tokens = int(schedule.num_tokens.sum()) + sum(masks.values())
         assert num_tokens <= max(machine.config.max_num_batched_tokens, schedule.num_decoding + 1)

@@ -266,6 +266,7 @@ class SchedulingMachine(RuleBasedStateMachine):
         self.loop.commit(replace(oldest, entries=oldest.entries[:num_committed]), failing)
         self.hear(self.loop.break_off())
         assert not self.scheduler.ending
+        assert not getattr(self.scheduler, "guesses", {}), "guesses of a step that was interrupted are not verified"
 
     def plan(self) -> Schedule:
         """Schedule a step with its drafts; as in the engine, a step that follows or precedes drafts is finished first.
@@ -430,6 +431,7 @@ class SchedulingMachine(RuleBasedStateMachine):
     def check_that_memory_is_held_by_those_that_run_or_are_in_flight(self) -> None:
         held = set(self.pool.holdings()[1])
         assert held == {*self.scheduler.running.values(), *self.scheduler.ending}
+        assert self.scheduler.has_work() or not (held or self.scheduler.waiting), "what is in flight is work"
         num_pools = 1 if self.target is self.pool else 2
         assert len(self.pool.audit()) == num_pools * len(held), self.pool.audit()
         for request in self.own(self.scheduler.ending):

@@ -60,7 +60,7 @@ THOUGHT = f"<think>\n1 < 2, {BAD[0]} </thin k>\n</think>"
 
 @pytest.mark.parametrize("spelling", [HERMES, QWEN])
 def test_free_text_that_may_call(spelling: CallSpelling) -> None:
-    free = ("", "Hello {", "a <tool_call", "<<tool_<tool_cal", "é字🙂" * 3)
+    free = ("", "Hello {", "a <tool_call", "<<tool_<tool_cal", "é字🙂" * 3, "<thin")
     calls = (GOOD, f"So:\n{GOOD}", f"{GOOD}\n{TREES}\n{GOOD}")
     wrong = ("<tool_call>", *BAD, f"{GOOD} and", GOOD[:-1], f"{GOOD}\n", f"{GOOD}\n{BAD[0]}")
     wrong += (f"{THOUGHT}\n\n{BAD[0]}", f"<thinking>{BAD[0]}")

@@ -44,10 +44,11 @@ def test_a_row_is_masked_behind_the_drafts_before_it() -> None:
         ([A, B, A], [], [[B]]),
         ([A, B, A, B], [C], [[END, A, C], [END]]),
         ([A, B, A, B, C], [], [[END]]),
+        ([A, B, A, B, C, END, A], [], [None]),  # what follows the end is dropped
     ):
         request.output_ids, request.draft_ids = outputs, drafts
         assert [row for row, _ in masked(constraints, request)] == allowed
-    assert constraints.num_masks == 3 + 4 + 1 + 2 + 1
+    assert constraints.num_masks == 3 + 4 + 1 + 2 + 1 + 1
 
 
 @pytest.mark.parametrize(("pattern", "left"), [("a", ()), ("a+", (END,))])
@@ -60,15 +61,17 @@ def test_a_grammar_that_allows_the_end_alone_wins_over_min_tokens(pattern: str, 
 @pytest.mark.parametrize("min_tokens", [0, 3])
 def test_the_device_makes_masks_unless_the_end_is_forbidden(min_tokens: int) -> None:
     constraints, request = begin("a+", min_tokens=min_tokens)
-    request.constraint.has_sampled, request.constraint.base = True, 0
-    assert masked(constraints, request) == [(None, ())]
+    held: list[Any] = []
+    constraints.pool = SimpleNamespace(hold=lambda *asked: held.append(asked) or 0)  # type: ignore[assignment]
+    assert [masked(constraints, request) for _ in range(2)] == [[(None, ())]] * 2
+    assert held == [(request.constraint.grammar, request.constraint.fsm, request.constraint)], "once for a request"
     if min_tokens:
         assert masked(constraints, request, (END,)) == [([A], (END,))]
         return
     run = DecodeRun([request], 9)
     run.rows = [SamplingRow(request.params, 0, 0, serial=request.serial)]
     rows, schedule = NextRows(run, 1), Schedule(1, (Scheduled(request, 0, 1),), 1)
-    for number in (2, 3):
+    for number in (3, 4):
         assert constraints.masked(schedule, rows) is rows
         assert constraints.num_masks == number
         schedule = Schedule(2)  # the requests of a run are asked once

@@ -316,6 +316,20 @@ def test_a_draft_is_accepted_exactly_where_both_models_agree(
     assert 0.3 < share < 0.7, share
 
 
+def test_penalties_of_drafts_count_the_text_and_no_rejected_draft(
+    tiny_checkpoints: dict[str, Path], drafts: dict[str, Path]
+) -> None:
+    engine = make(tiny_checkpoints["llama"], drafts["llama"], max_batch_size=8, spec_length=1)
+    requests: Requests = [(prompt, params | {"presence_penalty": 2.0}) for prompt, params in LONG_ANSWERS[::2]]
+    found = {}
+    for request, first, _, num_accepted in serve_noting(engine, requests):
+        if request not in found:
+            found[request] = scores(drafts["llama"], request)
+        penalised = found[request][first].clone()
+        penalised[list({*request.token_ids[request.num_prompt_tokens : first]})] -= 2.0
+        assert num_accepted == (int(penalised.argmax()) == request.token_ids[first])
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("drafter", ["model", "ngram"])
 @pytest.mark.parametrize("family", ["llama", "qwen3", "gemma3_text"])

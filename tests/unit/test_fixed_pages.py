@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shared.cache.pool.fixed_pages import FixedPages
 from shared.errors import CapacityError
+from shared.tracks.multi_token.fixed_pages import FixedPages
 from tests.comparison import assert_equal
 
 

@@ -19,7 +19,8 @@ from shared.cache.paged_memory import PagedMemory
 from shared.cache.pool.paged import PagedKVCachePool
 from shared.cache.view.block_storage import PlainStorage
 from shared.cache.view.contiguous import kv_bytes
-from shared.cache.view.fp8_storage import STORAGES, Fp8Storage
+from shared.cache.view.fp8_storage import Fp8Storage
+from shared.cache.view.storages import STORAGES
 from shared.engine.batch import Batch
 from shared.engine.config import KV_CACHE_DTYPES, EngineConfig
 from shared.errors import ConfigError, ModelFolderError

@@ -1,12 +1,11 @@
 """The benchmark of grammars: cases, ratios, and masks that are compared before they are timed."""
 
-import json
 from pathlib import Path
 
 import pytest
 import torch
 
-from benchmarks import cpu_masks, grammar
+from benchmarks import grammar
 from benchmarks.view import markdown
 
 
@@ -28,25 +27,3 @@ def test_masks_are_compared_before_they_are_timed(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(grammar, "remove_refused", lambda *_: None)
     with pytest.raises(RuntimeError, match=r"differs from the CPU's"):
         grammar.measure_kernels(3000, torch.device("cpu"), 0, num_checks=20)
-
-
-def test_masks_along_documents_and_what_is_judged_wrongly(
-    tiny_checkpoints: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A library that is not installed has no row."""
-
-    def absent(*_: object) -> cpu_masks.Compile:
-        raise ModuleNotFoundError
-
-    monkeypatch.setattr(cpu_masks, "LIBRARIES", cpu_masks.LIBRARIES | {"xgrammar": absent, "llguidance": absent})
-    tests = [{"valid": is_valid, "data": data} for is_valid, data in ((True, [1]), (False, ["x"]), (False, [2]))]
-    samples = [{"schema": {"items": kind}, "tests": tests} for kind in ({"type": "integer"}, {"contains": 1})]
-    (tmp_path / "schemas.jsonl").write_text("\n".join(map(json.dumps, samples)), encoding="utf-8")
-    folder = str(tiny_checkpoints["llama"])
-    report = cpu_masks.measure_masks(folder, str(tmp_path / "schemas.jsonl"), every=1, passes=2)
-    row = report.results[cpu_masks.OURS]
-    assert list(report.results) == [cpu_masks.OURS]
-    found = {key: row[key] for key in ("refused", "all_right", "accepted_wrongly", "refused_wrongly")}
-    assert found == {"refused": 1, "all_right": 0, "accepted_wrongly": 1, "refused_wrongly": 0}
-    assert row["masks"] >= 3
-    assert "infer" in markdown(cpu_masks.view(report))

@@ -17,7 +17,7 @@ import pytest
 
 from shared.grammar.documents.json_schema import compile_schema
 from shared.grammar.documents.texts import _patterns
-from shared.grammar.limits import MOST_KEPT, Budget, GrammarError, Limits, Remembered
+from shared.grammar.limits import MOST_KEPT, Budget, GrammarError, Limits, Remembered, WorkError
 from shared.grammar.patterns.regex import _fragments
 from tests.grammars import UNTIMED
 
@@ -162,6 +162,10 @@ def test_an_attempt_that_fails_counts_its_work_and_no_states() -> None:
             part.keep(11 if message else 0)
         assert whole.num_states == num_states
     assert whole.work == 3, "of both attempts, but for what was refused"
+    spent = Budget(replace(UNTIMED, work=100))
+    with pytest.raises(WorkError), spent.attempt(reserve=20) as part:
+        part.spend(41)  # half of what is not reserved is 40
+    assert spent.work == 41, "an attempt that needs too much work is not free"
 
 
 def test_a_table_remembers_no_more_than_its_units() -> None:

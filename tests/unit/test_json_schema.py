@@ -420,6 +420,7 @@ CASES: dict[str, tuple[Any, list[Any], list[Any]]] = {
         [1, None],
         [3, "x"],
     ),
+    "else alone": ({"if": {"type": "integer"}, "else": {"type": "string"}}, [1, "x"], [None, 1.5]),
     "not false": ({"not": False}, [1, {}], []),
     "none of several": ({"not": {"anyOf": [{"type": "string"}, {"minimum": 3}]}}, [1, 2.5], ["x", 4, None]),
     "a length of 2.0": ({"type": "string", "minLength": 2.0, "pattern": "b$"}, ["ab", "aaab"], ["b", "aa"]),

@@ -25,7 +25,7 @@ from shared.models.projection import Projection
 from shared.models.tokens import Tokens
 from shared.ops.gated import swiglu
 from shared.ops.rmsnorm import rms_norm
-from shared.tracks.multi_token.adapter import SamplerHead, load_adapter, with_adapter
+from shared.tracks.multi_token.adapter import CONFIG, WEIGHTS, SamplerHead, load_adapter, with_adapter
 from shared.tracks.multi_token.captured_head import CapturedHead
 from shared.tracks.multi_token.lora import FIRST_MASK, TARGETS, AdaptedProjection, GatedLoRA, adapt
 from tests.adapters import random_adapter
@@ -147,6 +147,7 @@ def test_a_saved_adapter_is_read_back(
     assert torch.equal(load_adapter(tmp_path / "a", model).masks, adapter.masks), "the one before is still there"
     adapter.save(tmp_path / "a")
     assert load_adapter(tmp_path / "a", model).masks.dtype == torch.float32
+    assert {path.name for path in (tmp_path / "a").iterdir()} == {CONFIG, WEIGHTS}
     assert load_adapter(tmp_path / "a", model, dtype=torch.float64).masks.dtype == torch.float64
     for length, expected in ((5, 2), (1, 1)):
         options = EngineConfig(adapter=str(tmp_path / "a"), use_speculative_decoding=True, spec_length=length)

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given, settings
 
 from phases.phase_11.engine import Engine as Plain
@@ -142,3 +143,30 @@ def test_a_request_that_fails_takes_no_other_with_it(tiny_checkpoints: dict[str,
         ids, expected = tokens(answer), tokens(alone[number])
         assert ids == expected if number != 1 else ids[:-1] == expected[: len(ids) - 1]
     assert engine.num_followed[-1] > 0
+
+
+@pytest.mark.parametrize("length", [1, 2])
+def test_penalties_of_guesses_count_the_text_and_earlier_guesses_of_the_step(
+    tiny_checkpoints: dict[str, Path], length: int
+) -> None:
+    """But no guess of a step before that was rejected."""
+    engine = make(tiny_checkpoints["qwen3"], spec_length=length)
+    drafter, scores, num_checked = engine.drafter, torch.zeros(engine.model.config.vocab_size), 0
+    scores[[5, 6, 7]] = torch.tensor([9.0, 8.5, 8.0])
+    drafter.logits = lambda previous, hidden: scores.repeat(len(previous), 1)
+    collect = drafter.collect
+
+    def checked() -> None:
+        nonlocal num_checked
+        requests = [] if not drafter.drawn else list(drafter.drawn[0][0])
+        collect()
+        for request in requests:
+            seen = {*request.output_ids}
+            for guess in request.draft_ids:
+                assert guess == max((5, 6, 7), key=lambda token: scores[token] - 2 * (token in seen))
+                seen.add(guess)
+                num_checked += 1
+
+    drafter.collect = checked
+    serve(engine, [("a", GREEDY | {"max_new_tokens": 12, "presence_penalty": 2.0})] * 2)
+    assert num_checked > 10

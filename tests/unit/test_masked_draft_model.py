@@ -1,5 +1,6 @@
 """A draft model under a grammar proposes what the grammar allows: with masks of the host, and of the device."""
 
+import itertools
 import json
 from pathlib import Path
 from typing import Any
@@ -65,6 +66,23 @@ def test_a_model_that_drafts_for_itself_is_right(
     assert seen(serve(free, REQUESTS)[0]) == seen(answers)
     assert free.num_refused > 0
     assert free.runner.num_forwards > masked.runner.num_forwards
+
+
+def test_a_draft_that_cannot_be_computed_takes_no_mask_from_others(
+    tiny_checkpoints: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = drafting(tiny_checkpoints["llama"], None, "coupled")
+    forward, calls = engine.drafter.drafter.model.forward, itertools.count()
+
+    def failing(*args: Any) -> torch.Tensor:
+        if next(calls) % 9 < 3:  # of four requests the first, which is tried alone after all and after two
+            raise RuntimeError("no memory")
+        result: torch.Tensor = forward(*args)
+        return result
+
+    monkeypatch.setattr(engine.drafter.drafter.model, "forward", failing)
+    answers = serve(make(tiny_checkpoints["llama"], None, **SETTINGS), REQUESTS)[0]
+    assert (seen(serve(engine, REQUESTS)[0]), engine.num_refused) == (seen(answers), 0)
 
 
 @pytest.mark.parametrize("pool", [None, 1_000_000])

@@ -148,18 +148,6 @@ def test_outputs_are_recomputed_to_the_end_beside_a_request_that_decodes(make: M
     assert_equal(loop.steps(4), ["|b|a", "|b|a", "|b|a", "||ab"], "steps: b has nine tokens")
 
 
-def test_there_is_work_until_the_step_in_flight_of_an_ended_request_is_committed(make: Make) -> None:
-    loop = make(60)
-    add(loop, "a", 3)
-    loop.steps(2)
-    loop.abort("a")
-    assert loop.scheduler.has_work(), "its memory is still written to"
-    while loop.in_flight:
-        loop.finish(loop.in_flight.popleft())
-    assert not loop.scheduler.has_work(), "nothing of it is left"
-    assert_equal(loop.scheduler.pool.audit(), [], "faults of the pool")
-
-
 class ShortWay(OverlappedScheduler):
     """Counts the steps that are planned by the short way, which makes the columns of a schedule before its entries."""
 

@@ -330,6 +330,22 @@ def test_all_arrays_travel_in_one_copy_and_plans_of_a_bucket_are_of_one_size():
     assert first.query_indptr.tolist() == [0, 9, 10, 10, 10]
 
 
+@pytest.mark.parametrize("itemsize", [1, 2])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("num_kv_heads", [1, 8])
+def test_room_for_the_largest_batch_serves_smaller_ones_too(num_kv_heads, head_dim, itemsize):
+    """Although the tiling of a smaller batch may count on more programs."""
+    config = SimpleNamespace(num_heads=32, num_kv_heads=num_kv_heads, head_dim=head_dim, attention_softcap=None)
+    planner, most = AttentionPlanner(config, (None,), itemsize, torch.device("cpu")), 600
+    with mock.patch.object(tilings, "num_multiprocessors", return_value=132):
+        states = tilings.max_states(most, 32, num_kv_heads, head_dim, itemsize, planner.device)
+        items = planner.most_numbers(most, most)[2]
+        for num_sequences in range(1, most + 1):
+            grid = planner.decode_tiling(num_sequences).grid(num_kv_heads, planner.device)
+            assert grid.max_states() <= states
+            assert grid.capacity(num_sequences) <= items - most + num_sequences
+
+
 def test_a_plan_serves_until_a_sequence_needs_another_tile():
     """A step's plan is that of its own lengths, and made anew only when they need it."""
     config = SimpleNamespace(num_heads=32, num_kv_heads=8, head_dim=64)

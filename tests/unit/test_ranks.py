@@ -12,6 +12,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import psutil
 import pytest
 import torch
 import torch.distributed as dist
@@ -35,7 +36,7 @@ from shared.tracks.ranks import worker
 from shared.tracks.ranks.batch import RankBatch, takes_plain_argmax
 from shared.tracks.ranks.channel import BEATS, CALLS, Board, Receiver, Sender
 from shared.tracks.ranks.collectives import Collectives
-from shared.tracks.ranks.group import Group, agreed_memory, draft_collectives, rank_device
+from shared.tracks.ranks.group import Group, _end, agreed_memory, draft_collectives, local_store, rank_device
 from shared.tracks.ranks.several_ranks import SeveralRanks
 from shared.tracks.ranks.shard import Shard
 from shared.tracks.ranks.watch import Failed, Watch
@@ -322,9 +323,19 @@ def test_ranks_that_rank_0_ends_have_not_failed() -> None:
     before = threading.enumerate()
     watch = Watch(Board(2), [process], [ours])
     (thread,) = (each for each in threading.enumerate() if each not in before)
-    watch.close()
+    lifeline, theirs_of_lifeline = os.pipe()
+    _end(watch, theirs_of_lifeline, torch.get_num_threads())
     thread.join(60)
     assert (thread.is_alive(), watch.failure, ours.closed) == (False, None, True)
+    os.set_blocking(lifeline, False)
+    assert os.read(lifeline, 1) == b"", "each rank that still lives sees the end of the lifeline"
+    os.close(lifeline)
+
+
+def test_only_this_machine_reaches_the_store() -> None:
+    store = local_store()
+    found = [each.laddr for each in psutil.Process().net_connections() if each.status == psutil.CONN_LISTEN]
+    assert [ip for ip, port in found if port == store.port] == ["127.0.0.1"]
 
 
 def test_ranks_that_make_no_progress_within_the_innermost_patience_hang(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -46,6 +46,7 @@ DRAFTS: Calls = [
     ("step", 2, {}),
     ("step", 1, {"share_right": 1}),
     ("step", 1, {"share_right": 0}),
+    ("break_off", 1, {"num_committed": 0, "is_new": True}),
     ("step", 2, {"most_drafts": 0}),
     ("step", 12, {"share_right": 1}),
     ("add", 1, {"prompt": 2, "answer": 3}),  # too short for masks

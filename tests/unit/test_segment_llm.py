@@ -77,6 +77,9 @@ def test_contents_that_wait_to_be_computed_count_as_waiting_requests(tiny_checkp
     with pytest.raises(UnknownSegmentError):
         Use((contents[3], "ab")).answer(engine)
     assert len(engine.segments.segments) == 3, "an unknown id is found before anything is registered"
+    engine.segments.max_bytes = engine.segments.num_bytes
+    kept = Use((contents[3], found[1].segment_id)).answer(engine)[1]
+    assert kept.segment_id == found[1].segment_id, "it is not forgotten for another one of its message"
 
 
 def test_pages_of_segments_go_from_the_least_recently_used_to_the_last(llm: SegmentLLM) -> None:

@@ -118,9 +118,12 @@ def test_without_missing_segments_the_queue_stays_as_it_is(scheduler: SegmentSch
 def test_requests_fail_with_a_segment_that_they_wait_for_and_stay_if_it_is_aborted(
     scheduler: SegmentScheduler, end: str
 ) -> None:
-    """A client's request may have the name of the one that computes."""
+    """A client's request, waiting or running, may have the name of the one that computes."""
     a = segment(scheduler, "a")
-    named, waiting = ask(scheduler, f"segment {a.segment_id}"), ask(scheduler, "1", a)
+    named = ask(scheduler, f"segment {a.segment_id}")
+    if end == "failure":
+        commit(scheduler, scheduler.schedule())
+    waiting = ask(scheduler, "1", a)
     schedule = scheduler.schedule()
     assert schedule.requests[0] is named
     computing = schedule.requests[1]
@@ -172,6 +175,9 @@ def test_segments_are_evicted_last_and_a_request_s_tokens_count_from_the_first(s
     assert len(pool.table(request)) == 3
     pool.shrink(request, SIZE + 2)
     assert len(pool.table(request)) == 1
+    pool.release(request)
+    assert pool.reserve(plain, 80)
+    assert [(pool.reserve(request, 4 * count), a.is_resident) for count in (5, 4)] == [(False, True), (True, False)]
 
 
 def test_the_ranges_of_a_segment_that_was_computed_again_are_its_new_blocks(scheduler: SegmentScheduler) -> None:

@@ -10,6 +10,7 @@ import pytest
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from safetensors.torch import save_file
 from torch.nn import Parameter
 
 from shared.cache.view.uncached import UncachedView
@@ -118,6 +119,17 @@ def test_a_rank_reads_its_part_and_no_more(folder: Path) -> None:
     assert first.shape(name) == tuple(first.tensor(name).shape)
     other = ShardCheckpoint(folder, ModelShard(Shard(0, size), replace(config, intermediate_size=4)))
     assert other.shape(name) == tuple(other.tensor(name).shape) == tuple(block.mlp.down_proj.weight.shape)
+
+
+def test_a_bias_is_cut_with_the_rows_of_its_matrix(tmp_path: Path) -> None:
+    """And not with columns: it is added once, after the sum."""
+    config, prefix = config_of(4, 2), "model.layers.0.self_attn"
+    rows, hidden = torch.arange(4.0 * config.head_dim), torch.arange(float(config.hidden_size))
+    save_file({f"{prefix}.q_proj.bias": rows, f"{prefix}.o_proj.bias": hidden}, tmp_path / "model.safetensors")
+    for rank, part in enumerate(rows.chunk(2)):
+        checkpoint = ShardCheckpoint(tmp_path, ModelShard(Shard(rank, 2), config))
+        assert torch.equal(checkpoint.tensor(f"{prefix}.q_proj.bias"), part)
+        assert torch.equal(checkpoint.tensor(f"{prefix}.o_proj.bias"), hidden)
 
 
 @pytest.mark.parametrize("quantization", [None, "fp8"])

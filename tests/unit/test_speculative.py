@@ -141,16 +141,6 @@ def test_drafts_take_what_the_budget_leaves_and_stand_behind_single_tokens() -> 
     assert_equal(planned, [("b", 0), ("c", 0), ("d", 0), ("a", 2)], "drafts of four requests and six tokens")
 
 
-def test_what_was_reserved_for_drafts_of_an_interrupted_step_is_given_back() -> None:
-    scheduler = make_scheduler()
-    request = add(scheduler, "a")
-    step(scheduler)
-    scheduler.schedule()
-    assert_equal(scheduler.pool.free_tokens, (40 - 4) * BLOCK_SIZE, "free tokens beside 4 and 4 drafts")
-    scheduler.drop_in_flight()
-    assert_equal(counts(scheduler, request)["free tokens"], (40 - 2) * BLOCK_SIZE, "free tokens beside 4")
-
-
 @pytest.mark.parametrize("num_wanted", [0, 2])
 def test_each_step_asks_anew_how_many_drafts_to_plan(num_wanted: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """After a step that had none, and after one that was interrupted while it was planned."""

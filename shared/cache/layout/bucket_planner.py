@@ -36,14 +36,12 @@ class BucketPlanner(AttentionPlanner):
     """The plans of the last prompts, keyed by everything that they depend on."""
 
     def plan(self, num_new: Integers, lengths: Integers, num_decoding: int) -> StepPlans:
-        B = len(lengths)
-        bucket = self.buckets.smallest(B, B if num_decoding == B else int(num_new.sum()))
+        B, n = len(lengths), num_decoding
+        bucket = self.buckets.smallest(B, B if n == B else int(num_new.sum()))
         if bucket is None:
-            return super().plan(num_new, lengths, num_decoding)
-        decode = self._plan_decode(lengths[:num_decoding], bucket.num_sequences)
-        if bucket.is_decode:
-            return StepPlans(decode, {})
-        return StepPlans(decode, self._plan_mixed(num_new[num_decoding:], lengths[num_decoding:], num_decoding, bucket))
+            return StepPlans(self._plan_decode(lengths[:n]), self._plan_prefill(num_new[n:], lengths[n:]))
+        decode = self._plan_decode(lengths[:n], bucket.num_sequences)
+        return StepPlans(decode, {} if bucket.is_decode else self._plan_mixed(num_new[n:], lengths[n:], n, bucket))
 
     def _plan_mixed(
         self, num_new: Integers, lengths: Integers, num_decoding: int, bucket: Bucket
@@ -66,13 +64,14 @@ class BucketPlanner(AttentionPlanner):
         return plans
 
     def launches(self, num_tokens: int, num_sequences: int, num_decoding: int) -> StepLaunches:
-        bucket = self.buckets.smallest(num_sequences, num_tokens)
+        T, B, n = num_tokens, num_sequences, num_decoding
+        bucket = self.buckets.smallest(B, T)
         if bucket is None:
-            return super().launches(num_tokens, num_sequences, num_decoding)
+            decode = self.decode_tiling(n) if n else None
+            return StepLaunches(n, n, decode, self.prefill_tiling(T - n, B - n) if n < B else None)
+        decode = self.decode_tiling(bucket.num_sequences)
         prefill = None if bucket.is_decode else self.bucket_prefill_tiling(bucket)
-        return StepLaunches(
-            bucket.num_sequences, 0, self.decode_tiling(bucket.num_sequences), prefill, is_captured=True
-        )
+        return StepLaunches(bucket.num_sequences, 0, decode, prefill, is_captured=True)
 
     def bucket_prefill_tiling(self, bucket: Bucket) -> PrefillTiling:
         """The tiling of the prompts in a mixed bucket, for a single chunk that fills it."""

@@ -25,6 +25,7 @@ from shared.kernels.attention.planned_tiling import (
     can_copy,
     can_specialize,
     decode_tiling,
+    decode_tilings,
     prefill_tiling,
 )
 from shared.models.config import ModelConfig
@@ -94,7 +95,8 @@ class AttentionPlanner:
     def most_numbers(self, num_tokens: int, num_sequences: int) -> tuple[int, ...]:
         """Maximum length of each array of a plan, in the order of ``AttentionPlan.arrays``, for steps of this size."""
         B = num_sequences
-        tilings = self.decode_tiling(1), self.decode_tiling(B), self.prefill_tiling(num_tokens, B)
+        decode = decode_tilings(B, self.config.num_kv_heads, self.config.head_dim, self.itemsize)
+        tilings: list[DecodeTiling | PrefillTiling] = [*decode, self.prefill_tiling(num_tokens, B)]
         resident = max(tiling.grid(self.config.num_kv_heads, self.device).resident for tiling in tilings)
         capacity = resident + num_tokens  # a tile of queries has at least one token
         return 1, 1, capacity, capacity, capacity, num_sequences + 1, num_tokens + 1

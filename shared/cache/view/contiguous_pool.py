@@ -10,7 +10,6 @@ Invariant: in a decode step the results of :meth:`ContiguousPoolView.write` and 
 valid until the next layer's call, at the same addresses for the same number of sequences.
 """
 
-import math
 from typing import Any, cast
 
 import numpy as np
@@ -18,13 +17,13 @@ import torch
 from numpy.typing import DTypeLike
 from torch import Tensor
 
-from shared.cache.view.fused_contiguous import check_flash_head_size
+from shared.cache.view.contiguous import kv_bytes
 from shared.cache.view.interface import StepInputs, step_arrays, step_ranges
 from shared.engine.batch import Batch
 from shared.engine.executor.staging import Staging
 from shared.kernels.attention.decode_attention import DecodeWorkspace, decode_attention
 from shared.kernels.attention.kv_write import NormAndRotation, kv_write
-from shared.kernels.launch import launches
+from shared.kernels.launch import check_head_size, launches
 from shared.loading.placement import check_memory
 from shared.models.config import ModelConfig
 from shared.models.tokens import QueryKeyTransform
@@ -54,14 +53,11 @@ class ContiguousPoolView:
         backend = backend or "flash"
         device = torch.device(device)
         shape = (config.num_layers, num_regions, config.num_kv_heads, capacity, config.head_dim)
-        check_memory(
-            2 * math.prod(shape) * dtype.itemsize,
-            device,
-            f"A pool for max_batch_size = {num_regions} requests of {capacity} tokens",
-        )
+        self.num_bytes = kv_bytes(config, num_regions * capacity, dtype)
+        what = f"A pool for max_batch_size = {num_regions} requests of {capacity} tokens"
+        check_memory(self.num_bytes, device, what)
         self.keys = torch.empty(shape, dtype=dtype, device=device)
         self.values = torch.empty(shape, dtype=dtype, device=device)
-        self.num_bytes = self.keys.nbytes + self.values.nbytes
         self.attention = ATTENTION_BACKENDS["sdpa" if backend == "flash" else backend]
         self.is_launching = launches(self.keys)
         self.is_flash = self.is_launching and backend == "flash"
@@ -76,7 +72,7 @@ class ContiguousPoolView:
             self.key_rows = self.keys.view(config.num_layers, -1, config.head_dim).unbind(0)
             self.value_rows = self.values.view(config.num_layers, -1, config.head_dim).unbind(0)
         if self.is_flash:
-            check_flash_head_size(config.head_dim)
+            check_head_size(config.head_dim)
             arguments = (config.num_heads, config.num_kv_heads, config.head_dim, capacity, device)
             self.workspaces = [  # for 1, 2, 4, … sequences: the fewer sequences, the more programs for each
                 DecodeWorkspace.of(1 << n, *arguments) for n in range((num_regions - 1).bit_length() + 1)

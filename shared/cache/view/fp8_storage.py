@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from shared.cache.layout.paged import PagedSizes
-from shared.cache.view.block_storage import KeysAndValues, MakeStorage, PlainStorage
+from shared.cache.view.block_storage import KeysAndValues, PlainStorage
 from shared.engine.config import EngineConfig
 from shared.kernels.e4m3 import dequantized, quantized
 from shared.kernels.launch import generation, launches
@@ -81,7 +81,3 @@ class Fp8Storage:
         k, v = self.blocks.read(layer, blocks)
         scales = self.arguments[layer]
         return dequantized(k, scales["k_scales"], self.dtype), dequantized(v, scales["v_scales"], self.dtype)
-
-
-STORAGES: dict[str, MakeStorage] = {"auto": PlainStorage.of, "fp8": Fp8Storage.of}
-"""Each storage, by its value of ``EngineConfig.kv_cache_dtype``."""

@@ -2,7 +2,8 @@
 
 The step's inputs (slots of the new tokens, sequence length) are in device buffers that are filled once a step and read
 by the kernels. So a decode step calls the same kernels with the same arguments each time, as a CUDA graph requires.
-``flash`` is our kernel for decode steps; a prefill uses PyTorch's attention. On a CPU the parent class does everything.
+``flash`` is our kernel for decode steps; a prefill uses PyTorch's attention. What no kernel does, and on a CPU
+everything, the view of phase 3 does.
 Invariant: in a decode step the results of :meth:`FusedContiguousView.write` and ``attend`` are buffers of the view,
 valid until the next layer's call.
 """
@@ -13,14 +14,13 @@ import torch
 from torch import Tensor
 
 from shared.cache.view.contiguous import ContiguousCache, ContiguousView
-from shared.errors import ConfigError
-from shared.kernels.attention.decode_attention import TILINGS, DecodeWorkspace, decode_attention
+from shared.kernels.attention.decode_attention import DecodeWorkspace, decode_attention
 from shared.kernels.attention.kv_write import NormAndRotation, kv_write
-from shared.kernels.launch import launches
+from shared.kernels.launch import check_head_size, launches
 from shared.models.tokens import QueryKeyTransform
 
 
-class FusedContiguousView(ContiguousView):
+class FusedContiguousView:
     """The model's view of a cache during one step, written and (with ``flash``) read by kernels.
 
     Args:
@@ -32,7 +32,8 @@ class FusedContiguousView(ContiguousView):
 
     def __init__(self, cache: ContiguousCache, num_heads: int, backend: str | None = None) -> None:
         backend = backend or "flash"
-        super().__init__(cache, "sdpa" if backend == "flash" else backend)
+        self.cache = cache
+        self.operations = ContiguousView(cache, "sdpa" if backend == "flash" else backend)
         self.is_launching = launches(cache.keys)
         self.is_flash = self.is_launching and backend == "flash"
         if not self.is_launching:
@@ -40,7 +41,7 @@ class FusedContiguousView(ContiguousView):
         device = cache.keys.device
         _, num_kv_heads, capacity, head_dim = cache.keys.shape
         if self.is_flash:
-            check_flash_head_size(head_dim)
+            check_head_size(head_dim)
             self.workspace = DecodeWorkspace.of(1, num_heads, num_kv_heads, head_dim, capacity, device)
         self.head_dim = head_dim
         self.head_stride = capacity * head_dim
@@ -56,7 +57,7 @@ class FusedContiguousView(ContiguousView):
         """Set up a step of ``num_new`` tokens, which follow the cached ones."""
         self.num_new = num_new
         if not (self.is_flash and num_new == 1):
-            super().prepare(num_new)
+            self.operations.prepare(num_new)
         if self.is_launching:
             start, end = self.cache.length, self.cache.length + num_new
             D = self.head_dim
@@ -66,7 +67,7 @@ class FusedContiguousView(ContiguousView):
 
     def write(self, layer: int, q: Tensor, k: Tensor, v: Tensor, positions: Tensor, qk: QueryKeyTransform) -> Tensor:
         if not self.is_launching:
-            return super().write(layer, q, k, v, positions, qk)
+            return self.operations.write(layer, q, k, v, positions, qk)
         memory = self.layer_keys[layer], self.layer_values[layer], self.new_offsets, self.head_stride
         out = self.queries if self.num_new == 1 else None
         return kv_write(q, k, v, positions, cast(NormAndRotation, qk), *memory, out=out)
@@ -76,15 +77,6 @@ class FusedContiguousView(ContiguousView):
     ) -> Tensor:
         limits: dict[str, Any] = {"scale": scale, "window": window, "softcap": softcap}
         if not (self.is_flash and self.num_new == 1):
-            return super().attend(layer, q, **limits)
+            return self.operations.attend(layer, q, **limits)
         memory = self.layer_keys[layer], self.layer_values[layer], self.regions, self.lengths
         return decode_attention(q, *memory, **limits, workspace=self.workspace, out=self.attended)
-
-
-def check_flash_head_size(head_dim: int) -> None:
-    """Raise ConfigError if ``flash`` has no kernel for this head size."""
-    if head_dim not in TILINGS:
-        raise ConfigError(
-            f"The model's head size is {head_dim} and attention_backend flash has kernels for "
-            f"{', '.join(map(str, TILINGS))}; choose attention_backend sdpa, which supports any."
-        )

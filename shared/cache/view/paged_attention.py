@@ -15,13 +15,12 @@ from torch import Tensor
 from shared.cache.layout.paged import PagedLayout, PagedSizes
 from shared.cache.view.attention import Arrays, ArraySpecs, PagedAttentionProtocol, Scores
 from shared.cache.view.block_storage import BlockStorage
-from shared.cache.view.fused_contiguous import check_flash_head_size
 from shared.cache.view.operations_attention import OperationsAttention
 from shared.engine.batch import Batch
 from shared.kernels.attention.decode_attention import DecodeWorkspace
 from shared.kernels.attention.paged_attention import paged_attention
 from shared.kernels.attention.paged_prefill import paged_prefill
-from shared.kernels.launch import launches
+from shared.kernels.launch import check_head_size, launches
 from shared.models.config import ModelConfig
 from shared.ops.attention import ATTENTION_BACKENDS
 
@@ -33,7 +32,7 @@ class PagedAttention(PagedAttentionProtocol):
     """
 
     def __init__(self, config: ModelConfig, sizes: PagedSizes, storage: BlockStorage) -> None:
-        check_flash_head_size(config.head_dim)
+        check_head_size(config.head_dim)
         self.sizes, self.storage = sizes, storage
         arguments = (config.num_heads, config.num_kv_heads, config.head_dim, sizes.max_seq_len, storage.keys.device)
         self.workspaces = [  # for 1, 2, 4, … sequences: the fewer sequences, the more programs for each

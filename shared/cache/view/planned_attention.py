@@ -22,7 +22,6 @@ from shared.cache.layout.paged import PagedLayout, PagedSizes
 from shared.cache.layout.planned import AttentionPlanner, LayoutPlans, StepPlans
 from shared.cache.view.attention import Arrays, ArraySpecs, NoPadding, Padding, PagedAttentionProtocol, Scores
 from shared.cache.view.block_storage import BlockStorage
-from shared.cache.view.fused_contiguous import check_flash_head_size
 from shared.cache.view.paged_attention import paged_or_operations, staged_tables, table_arrays
 from shared.engine.batch import Batch
 from shared.engine.config import EngineConfig
@@ -30,7 +29,7 @@ from shared.kernels.attention.planned_attention import planned_decode
 from shared.kernels.attention.planned_prefill import planned_prefill
 from shared.kernels.attention.planned_workspace import PlannedWorkspace
 from shared.kernels.attention.prompt_keys import PromptKeys
-from shared.kernels.launch import launches
+from shared.kernels.launch import check_head_size, launches
 from shared.models.causal_lm import CausalLM
 from shared.models.config import ModelConfig
 
@@ -46,7 +45,7 @@ class PlannedAttention:
 
     def __init__(self, planner: AttentionPlanner, sizes: PagedSizes, storage: BlockStorage) -> None:
         config = planner.config
-        check_flash_head_size(config.head_dim)
+        check_head_size(config.head_dim)
         self.planner, self.sizes, self.storage = planner, sizes, storage
         self.lay_out = partial(LayoutPlans.planned, planner=planner)
         self.names = {  # names of each plan's arrays in the staging buffer

@@ -10,7 +10,6 @@ from collections.abc import Iterable
 from itertools import combinations
 from math import comb
 
-from shared.grammar.automata.automaton import UNBOUNDED
 from shared.grammar.limits import Budget, GrammarError
 from shared.grammar.schema.members import NUM_SUMS, SUM_SHIFT, Members, with_sums
 from shared.grammar.schema.shapes import NEVER, Object, Value
@@ -68,7 +67,7 @@ class Requirements:
         for shape, is_counted in zip(self.shapes, self._is_counted, strict=True):
             for key, keys in sorted((key, sorted(keys)) for key, keys in shape.dependents):
                 wanted.update(dict.fromkeys([key, *keys]))
-            if is_counted or shape.judges or shape.most != UNBOUNDED:
+            if is_counted or shape.judges:
                 wanted.update(dict.fromkeys(self.names))
         start = len(self._other_bits)
         if start + len(wanted) > self.num_bits:

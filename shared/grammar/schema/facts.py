@@ -12,8 +12,6 @@ from typing import Any
 from shared.grammar.schema.document import TYPES
 from shared.grammar.schema.shapes import Array, Literal, Number, Object, Shape, String, Value
 
-SCALARS = frozenset({"null", "boolean", "number", "string"})
-
 
 @dataclass(frozen=True)
 class Facts:

@@ -111,11 +111,17 @@ SPECIALIZED_TILINGS = {  # of :mod:`shared.kernels.attention.specialized_prefill
 
 
 def decode_tiling(num_sequences: int, num_kv_heads: int, head_dim: int, itemsize: int) -> DecodeTiling:
-    """The tiling for batches of up to ``num_sequences``; keys have ``itemsize`` bytes per element."""
+    """The tiling of a batch of ``num_sequences``; keys have ``itemsize`` bytes per element."""
     tiling = DECODE_TILINGS[head_dim][bisect_left(PAIRS, num_sequences * num_kv_heads)]
     if itemsize == 1:  # as many bytes in a tile
         tiling = replace(tiling, tile=min(64, 2 * tiling.tile))
     return fitted(tiling, head_dim, itemsize)
+
+
+def decode_tilings(num_sequences: int, num_kv_heads: int, head_dim: int, itemsize: int) -> list[DecodeTiling]:
+    """The tilings of all batches of up to ``num_sequences``."""
+    counts = [min(num_sequences, max(1, pairs // num_kv_heads)) for pairs in PAIRS]
+    return [decode_tiling(count, num_kv_heads, head_dim, itemsize) for count in (*counts, num_sequences)]
 
 
 @cache  # called in every step
@@ -181,7 +187,7 @@ def max_states(
     It does not grow with the tokens of a step: fewer tiles than programs are ever split (``Grid.max_states``).
     """
     about = (num_heads, num_kv_heads, head_dim, itemsize)
-    decode = [decode_tiling(count, *about[1:]) for count in (1, num_sequences)]
+    decode = decode_tilings(num_sequences, *about[1:])
     prefill = [prefill_tiling(1 << n, 1, *about, can_copy) for n in range(11) for can_copy in (False, True)]
     group = num_heads // num_kv_heads
     return max(

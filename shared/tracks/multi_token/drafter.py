@@ -87,16 +87,16 @@ class MultiTokenDrafter(Drafter):
         self.distributions: dict[tuple[int, int], Tensor] = {}
         self.states: dict[str, MaskStates] = {}  # of the last step, by request id; set by the runner's observer
 
-    def join(
-        self, pool: CachePoolProtocol, make_memory: MakeMemory, make_runner: MakeRunner, max_seq_len: int
+    def make_pool(
+        self, model_pool: CachePoolProtocol, make_memory: MakeMemory, make_runner: MakeRunner, max_seq_len: int
     ) -> CachePoolProtocol:
-        """Makes the sampler of drafts."""
+        """The model's pool alone; the sampler of drafts is made too."""
         draw = plain if self.is_coupled else DraftDraw(self.distributions)
-        self.sampler = Sampler(self.model.device, pool.max_sequences, draw=draw)
+        self.sampler = Sampler(self.model.device, model_pool.max_sequences, draw=draw)
         if self.is_capturing:
             capture = CudaGraphCapture(self.model.device)
-            self.logits = self.captured = CapturedHead(self.adapter, self.model, pool.max_sequences, capture)
-        return pool
+            self.logits = self.captured = CapturedHead(self.adapter, self.model, model_pool.max_sequences, capture)
+        return model_pool
 
     def propose(self, schedule: Schedule) -> None:
         self.distributions.clear()

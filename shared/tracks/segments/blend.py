@@ -136,7 +136,7 @@ def blend_segments(
         raise RequestError(f"Segment {missing[0]} is not in the KV cache; have it computed first.")
     lengths = [len(segment) for segment in segments]
     together = [token_id for segment in segments for token_id in segment.token_ids]
-    token_ids = check_prompt(together, model.config.vocab_size, min(pool.request_capacity, model.max_positions))
+    token_ids = check_prompt(together, model.config.vocab_size, pool.request_capacity)
     registry.acquire(segments)
     try:
         registry.check(segments, len(token_ids))

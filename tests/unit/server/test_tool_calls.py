@@ -331,6 +331,7 @@ def called(**more: Any) -> Any:
         ({"tools": [tool("a"), tool("b"), tool("a")]}, "tools", "2 functions with the name a"),
         ({"tool_choice": "any"}, "tool_choice", "tool_choice is 'any'; it must be none, auto, required, or an object"),
         ({"tool_choice": {"type": "function"}}, "tool_choice", "it must be none, auto"),
+        ({"tool_choice": {"type": "function", "function": {"name": "weather", "x": 1}}}, "tool_choice", "must be none"),
         ({"tool_choice": {"type": "function", "function": {"name": "x"}}}, "tool_choice", "the tools are weather"),
         ({"tools": None, "tool_choice": "required"}, "tool_choice", "there are no tools"),
         ({"parallel_tool_calls": "no"}, "parallel_tool_calls", "valid boolean"),

@@ -3,7 +3,7 @@
 *One shot*: each rank writes its numbers into every other rank's memory, waits for theirs, and adds. *Two shots*, for
 larger tensors: rank p gets piece p from every rank, adds, and writes the result into every other rank's memory. An
 exchange takes two trips, but each of N ranks writes 2 (N - 1) / N times the tensor instead of N - 1 times. The kernel
-adds the residual and, with one shot, applies the norm before it writes the result.
+also adds the residual.
 
 Ranks exchange numbers only, no flags, in words of 32 bits, which a GPU writes and reads atomically. Memory starts out
 filled with the word ``UNSENT``, a NaN. A rank reads its own memory until no awaited word is ``UNSENT``, and then resets
@@ -31,7 +31,6 @@ import torch
 from torch import Tensor
 
 from shared.kernels.launch import launch, launch_dependents, next_power_of_two, tl, triton, wait_for_previous
-from shared.kernels.products.rmsnorm import Norm
 
 CHANNELS = 256  # programs at most
 CHANNEL_WORDS = 4096  # 32-bit words of a slot: a row of 8,192 16-bit numbers
@@ -128,8 +127,8 @@ def receive(own, inbox, stride, inside, stop, RANK: tl.constexpr, SIZE: tl.const
 
 @triton.jit
 def all_reduce_kernel(
-    x, residual, weight, addresses, counters, stop, summed, normed, num_words, row_numbers, eps,
-    DTYPE: tl.constexpr, OFFSET: tl.constexpr, RANK: tl.constexpr, SIZE: tl.constexpr, PIECES: tl.constexpr,
+    x, residual, addresses, counters, stop, summed, num_words,
+    DTYPE: tl.constexpr, RANK: tl.constexpr, SIZE: tl.constexpr, PIECES: tl.constexpr,
     CHANNELS: tl.constexpr, CHANNEL_WORDS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """A program has ``PIECES`` pieces of ``num_words`` words: one with one shot, ``SIZE`` with two."""
@@ -140,8 +139,6 @@ def all_reduce_kernel(
     memories = ()  # type: tuple
     for rank in tl.static_range(SIZE):
         memories += (tl.multiple_of(tl.load(addresses + rank).to(tl.pointer_type(tl.int32)), 16),)
-    if weight is not None:
-        scales = tl.load(weight + i, mask=inside, other=0)
     wait_for_previous(PDL)
     call = tl.load(counters + channel) + 1
     at = channel * PIECES * num_words + i
@@ -175,13 +172,6 @@ def all_reduce_kernel(
     else:
         tl.store(summed + at, total, mask=inside)
     tl.store(counters + channel, call)
-    if weight is not None:
-        first = first_number(total, DTYPE)
-        second = second_number(total, DTYPE)
-        scale = tl.rsqrt((tl.sum(first * first) + tl.sum(second * second)) / row_numbers + eps)
-        first *= scale * (first_number(scales, DTYPE) + OFFSET)
-        second *= scale * (second_number(scales, DTYPE) + OFFSET)
-        tl.store(normed + at, as_words(first, second, DTYPE), mask=inside)
 
 
 def fits(x: Tensor) -> bool:
@@ -191,34 +181,28 @@ def fits(x: Tensor) -> bool:
     return x.dtype in DTYPES and is_whole and num_words <= CHANNEL_WORDS and x.shape[0] <= CHANNELS
 
 
-def all_reduce(
-    x: Tensor, peers: Peers, residual: Tensor | None = None, norm: Norm | None = None
-) -> tuple[Tensor, Tensor | None]:
-    """The sum over the ranks of x ``[T, n]``, plus ``residual`` ``[T, n]``, rounded; and its norm if there is one.
+def all_reduce(x: Tensor, peers: Peers, residual: Tensor | None = None) -> Tensor:
+    """The sum over the ranks of x ``[T, n]``, plus ``residual`` ``[T, n]``, rounded: ``[T, n]`` in the dtype of x.
 
-    x must be supported, and ``residual`` the same on all ranks. The results are ``[T, n]`` in the dtype of x.
+    x must be supported, and ``residual`` the same on all ranks.
     """
     summed = torch.empty_like(x, memory_format=torch.contiguous_format)
-    normed = None if norm is None else torch.empty_like(summed)
     if x.numel() == 0:
-        return summed, normed
+        return summed
 
     def words(tensor: Tensor | None) -> Tensor | None:
         return None if tensor is None else tensor.contiguous().view(torch.int32)
 
     num_words, num_programs, num_pieces = x.shape[-1] * x.itemsize // 4, x.shape[0], 1
-    if norm is None:  # a norm needs a whole row; without a norm, several programs share a row
-        while num_words % 2 == 0 and num_words // 2 >= LEAST_WORDS and 2 * num_programs <= CHANNELS:
-            num_words, num_programs = num_words // 2, 2 * num_programs
-        if x.nbytes * (peers.size - 2) >= TWO_SHOT_BYTES and num_words % peers.size == 0:
-            num_words, num_pieces = num_words // peers.size, peers.size
+    while num_words % 2 == 0 and num_words // 2 >= LEAST_WORDS and 2 * num_programs <= CHANNELS:
+        num_words, num_programs = num_words // 2, 2 * num_programs  # several programs share a row
+    if x.nbytes * (peers.size - 2) >= TWO_SHOT_BYTES and num_words % peers.size == 0:
+        num_words, num_pieces = num_words // peers.size, peers.size
     block = max(WARP_WORDS, next_power_of_two(num_words))
     launch(
         all_reduce_kernel, (num_programs,),
-        words(x), words(residual), None if norm is None else words(norm.weight), peers.addresses, peers.counters,
-        peers.stop, words(summed), words(normed), num_words, x.shape[-1], 0.0 if norm is None else norm.eps,
-        DTYPE=getattr(tl, DTYPES[x.dtype]), OFFSET=0.0 if norm is None else norm.offset, RANK=peers.rank,
-        SIZE=peers.size, PIECES=num_pieces, CHANNELS=CHANNELS, CHANNEL_WORDS=CHANNEL_WORDS, BLOCK=block,
-        num_warps=min(16, block // WARP_WORDS),
+        words(x), words(residual), peers.addresses, peers.counters, peers.stop, words(summed), num_words,
+        DTYPE=getattr(tl, DTYPES[x.dtype]), RANK=peers.rank, SIZE=peers.size, PIECES=num_pieces,
+        CHANNELS=CHANNELS, CHANNEL_WORDS=CHANNEL_WORDS, BLOCK=block, num_warps=min(16, block // WARP_WORDS),
     )  # fmt: skip
-    return summed, normed
+    return summed
