@@ -217,7 +217,10 @@ class Running:
         )
 
     def openai(self) -> openai.OpenAI:
-        return openai.OpenAI(base_url=f"{self.url}/v1", api_key="unused", timeout=PATIENCE, max_retries=0)
+        plain = openai.DefaultHttpxClient(verify=False)  # as above
+        return openai.OpenAI(
+            base_url=f"{self.url}/v1", api_key="unused", timeout=PATIENCE, max_retries=0, http_client=plain
+        )
 
     def end(self) -> None:
         """What SIGTERM does."""
