@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from shared.cache.pool.blocks import BlockAllocator
@@ -32,6 +32,7 @@ def resident(registry: SegmentRegistry, allocator: BlockAllocator, text: str) ->
 
 
 @given(st.text(), st.lists(st.integers(0, 2**31 - 1)), st.text(), st.lists(st.integers(0, 2**31 - 1)))
+@example("user", [1], "", [int.from_bytes(b"user", "little"), 1])
 def test_ids_are_equal_for_equal_contents_only(role: str, ids: list[int], other: str, others: list[int]) -> None:
     assert (segment_id(role, ids) == segment_id(other, others)) is ((role, ids) == (other, others))
 

@@ -369,7 +369,8 @@ def test_a_model_whose_format_has_no_tools_says_so(servers: dict[str, Running]) 
         assert_refused(client.post("/v1/chat/completions", json=chat(tools=TOOLS)), "tools")
         turns = [USER, {"role": "assistant", "tool_calls": [called()]}]
         assert_refused(client.post("/v1/chat/completions", json={**chat(), "messages": turns}), "messages")
-        assert client.post("/v1/chat/completions", json=chat(tools=[], tool_choice="auto")).is_success
+        for choice in ("auto", "none"):
+            assert client.post("/v1/chat/completions", json=chat(tools=[], tool_choice=choice)).is_success
 
 
 @pytest.mark.parametrize(
