@@ -22,6 +22,7 @@ from shared.checkpoints.make import make_checkpoint
 from shared.engine.config import EngineConfig
 from shared.kernels.attention.decode_attention import choose_splits
 from shared.kernels.attention.planned_tiling import decode_tiling
+from shared.kernels.launch import GENERATIONS
 from shared.sampling.params import SamplingParams
 from tests.mixed_requests import GREEDY
 from tests.speed import ONE_ANSWER, counted_calls, speedup, time_one_answer
@@ -36,6 +37,7 @@ MOST_MICROSECONDS = 400  # on a slow, shared machine
 def h100(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], Grid]:
     """The launch grid of a decode plan of a number of sequences on an H100."""
     monkeypatch.setattr(tilings, "num_multiprocessors", lambda device: H100_MULTIPROCESSORS)
+    monkeypatch.setattr(tilings, "generation", lambda device: GENERATIONS[9, 0])
     return lambda count: decode_tiling(count, *HEADS[1:], itemsize=2).grid(HEADS[1], torch.device("cpu"))
 
 
@@ -62,18 +64,18 @@ def makespan(items: list[int], programs: int) -> int:
 @pytest.mark.parametrize(
     ("lengths", "longest", "num_items", "least_gain"),
     [
-        (MIXED, 768, 53, 16.0),
-        ([4096] * 32, 4096, 32, 1.0),  # 32 items on 33 programs, all of one length: no gain
+        (MIXED, 512, 63, 32.0),
+        ([4096] * 32, 2048, 64, 2.0),  # all of one length: two programs for each
         ([16384], 512, 32, 32.0),
         ([2048] * 128, 2048, 128, 1.0),  # more sequences than programs, all of one length: no gain
-        ([16384] + [256] * 255, 2496, 262, 6.4),  # more sequences than programs: the long sequence is still split
+        ([16384] + [256] * 255, 1280, 268, 12.0),  # more sequences than programs: the long sequence is still split
     ],
     ids=["mixed", "32x4096", "1x16384", "128x2048", "mixed-256"],
 )
 def test_the_longest_sequence_is_shared_out(
     h100: Callable[[int], Grid], lengths: list[int], longest: int, num_items: int, least_gain: float
 ) -> None:
-    """With 8 KV heads, 264 programs run 33 items at once."""
+    """With 8 KV heads, 528 programs run 66 items at once; 264 programs 33 of a single sequence."""
     grid = h100(len(lengths))
     plan = plan_decode(lengths, grid)
     items = tokens_of_items(plan, lengths)
