@@ -81,6 +81,6 @@ def test_blocks_answer_every_sequence_as_if_alone(tiny_checkpoints, num_launches
 @pytest.mark.parametrize("make_memory", [regions, blocks])
 def test_a_head_size_without_a_kernel(tiny_checkpoints, make_memory):
     config = dataclasses.replace(load(tiny_checkpoints["llama"], "llama").config, head_dim=80)
-    with pytest.raises(ConfigError, match=r"head size is 80 and .*flash"):
+    with pytest.raises(ConfigError, match="head size is 80; the kernels take 16, 32"):
         make_memory(config, "flash")
     make_memory(config, "sdpa")
