@@ -79,7 +79,7 @@ def test_ranges_that_some_share_at_other_offsets(randn, dtype, D, Hq, Hkv, windo
     positions = np.array(lengths)[sequences] + before
     tiling = range_tiling(is_shared, Hq // Hkv, D, dtype.itemsize)
     grid = tiling.grid(Hkv, DEVICE)
-    grid = Grid(grid.resident, grid.unit, grid.unit)
+    grid = Grid(max(8, grid.resident), grid.unit, grid.unit)  # so that sequences have several splits
     tiles = Tiles.of(ranges, num_new, tiling.tokens(Hq // Hkv), 99 if is_shared else 0)
     plan = plan_ranges(tiles, positions - before % 5, positions + 7, grid, num_rows=T + 2, window=window)
     assert plan.num_states > T
