@@ -138,13 +138,11 @@ class LLM:
             raise RequestError(f"Prompt {place}, counted from 0: {error}") from None
 
     def _feed(self, waiting: deque[tuple[Answer, SamplingParams]], running: dict[str, Answer]) -> None:
-        """Add prompts until the engine's queue is full, or holds the tokens of a step if another one is in flight
-        while prompts are added.
-        """
+        """Add prompts until the engine's queue is full. If a step runs meanwhile, the tokens of the next are enough."""
         engine, config = self.engine, self.engine.config
         queue, most_waiting = engine.scheduler.waiting, config.max_waiting_requests
-        is_full_at_once = not getattr(engine, "overlaps", False) or config.batching_mode == "static"
-        most_tokens = math.inf if is_full_at_once else config.max_num_batched_tokens
+        adds_all = not getattr(engine, "overlaps", False) or config.batching_mode == "static"
+        most_tokens = math.inf if adds_all else config.max_num_batched_tokens
         num_tokens = sum(request.num_prompt_tokens for request in queue.values())
         while waiting and len(queue) < most_waiting and num_tokens < most_tokens:
             answer, params = waiting.popleft()

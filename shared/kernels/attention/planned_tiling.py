@@ -88,8 +88,8 @@ DECODE_TILINGS: dict[int, tuple[DecodeTiling, ...]] = {  # by head size, then by
     128: (DecodeTiling(32, 2, 3, 2, 32), DecodeTiling(32, 2, 3, 4, 32), DecodeTiling(64, 4, 3, 2, 128)),
     256: (DecodeTiling(32, 4, 3, 2, 32), DecodeTiling(16, 2, 3, 4, 32), DecodeTiling(16, 2, 3, 4, 32)),
 }
-"""The larger a head, the fewer keys in a tile. A multiprocessor has 192 KB in flight, or 96 KB with few pairs: an H200
-needs as much to reach its bandwidth."""
+"""The larger a head, the fewer keys in a tile. From heads of 64 on, a multiprocessor has 192 KB in flight, or with few
+pairs and heads of 64 or 128 half of that: an H200 needs as much to reach its bandwidth."""
 
 LEAST_COPIED = 256
 """Minimum new tokens of a step for the keys of prompts to be copied; fewer are drafts to verify, or the end of a
