@@ -145,31 +145,43 @@ def test_a_request_that_fails_takes_no_other_with_it(tiny_checkpoints: dict[str,
     assert engine.num_followed[-1] > 0
 
 
+EDITED: tuple[dict[str, Any], ...] = (
+    {"presence_penalty": 2.0},
+    {"logit_bias": {5: -0.7, 6: -9.0}},
+    {"min_tokens": 12, "stop_token_ids": [5]},
+)
+
+
+@pytest.mark.parametrize("edited", EDITED, ids=[next(iter(each)) for each in EDITED])
 @pytest.mark.parametrize("length", [1, 2])
-def test_penalties_of_guesses_count_the_text_and_earlier_guesses_of_the_step(
-    tiny_checkpoints: dict[str, Path], length: int
+def test_guesses_are_made_of_logits_as_they_will_be_edited(
+    tiny_checkpoints: dict[str, Path], length: int, edited: dict[str, Any]
 ) -> None:
-    """But no guess of a step before that was rejected."""
+    """Penalties count the text and earlier guesses of the step, but no guess of a step before that was rejected."""
     engine = make(tiny_checkpoints["qwen3"], spec_length=length)
     drafter, scores, num_checked = engine.drafter, torch.zeros(engine.model.config.vocab_size), 0
     scores[[5, 6, 7]] = torch.tensor([9.0, 8.5, 8.0])
     drafter.logits = lambda previous, hidden: scores.repeat(len(previous), 1)
     collect = drafter.collect
 
+    def edits(token: int, seen: set[int]) -> float:
+        bias, is_masked = edited.get("logit_bias", {}).get(token, 0.0), token in edited.get("stop_token_ids", ())
+        return float("-inf") if is_masked else bias - edited.get("presence_penalty", 0.0) * (token in seen)
+
     def checked() -> None:
         nonlocal num_checked
         requests = [] if not drafter.drawn else list(drafter.drawn[0][0])
         collect()
         for request in requests:
-            if request is None or not request.params.has_penalties:
+            if request is None or request.request_id == "0":
                 continue
             seen = {*request.output_ids}
             for guess in request.draft_ids:
-                assert guess == max((5, 6, 7), key=lambda token: scores[token] - 2 * (token in seen))
+                assert guess == max((5, 6, 7), key=lambda token: scores[token] + edits(token, seen))
                 seen.add(guess)
                 num_checked += 1
 
     drafter.collect = checked
-    penalised = ("a", GREEDY | {"max_new_tokens": 12, "presence_penalty": 2.0})
-    serve(engine, [REQUESTS[0], penalised, penalised], [0, 4, 4])  # the first one's guesses are made ahead until then
+    request = ("a", GREEDY | {"max_new_tokens": 12} | edited)
+    serve(engine, [REQUESTS[0], request, request], [0, 4, 4])  # the first one's guesses are made ahead until then
     assert num_checked > 10
