@@ -104,7 +104,7 @@ class MultiTokenScheduler(Scheduler):
         for request, start, n, *_ in schedule.decoding:
             end, room = start + n, self.pool.request_capacity
             useful = self.longest(request) - start - 3  # drafts that the next step could verify
-            count = min(wanted.get(request, 0), useful, self.max_seq_len - end, budget // n, (room - end) // n)
+            count = min(wanted.get(request, 0), useful, budget // n, (room - end) // n)
             while count > 0 and not self.pool.reserve(request, end + n * count):
                 count -= 1
             if count > 0:
