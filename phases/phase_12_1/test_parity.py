@@ -43,6 +43,7 @@ from tests.mixed_requests import (
     tokens,
 )
 from tests.ranks import FAMILIES, LosingConfig, Poison, checkpoint_for_ranks
+from tests.waiting import wait_until
 
 NGRAM: dict[str, Any] = {"use_speculative_decoding": True, "drafter": "ngram", "adapt_spec_length": False}
 DRAFTING: dict[str, Any] = {"use_speculative_decoding": True, "draft_model": "x"}
@@ -131,11 +132,15 @@ def test_a_trace_has_a_lane_for_each_other_rank(engines: tuple[Engine, Whole]) -
         while engine.has_work():
             recorder.step()
         num_others = group.config.tensor_parallel_size - 1 if engine is group else 0
+        steps = recorder.trace("ranks").steps
+        num_notes = num_others * sum(any(span.name == "launch" for span in step.host) for step in steps)
+
+        def has_all_notes(recorder: Recorder = recorder, num_notes: int = num_notes) -> bool:
+            steps = recorder.trace("ranks").steps
+            return sum(len(notes) for step in steps for notes in step.ranks) >= num_notes
+
+        wait_until(has_all_notes, 30.0)  # another rank's last report may arrive after the last token
         trace = recorder.trace("ranks")
-        num_launches = sum(any(span.name == "launch" for span in step.host) for step in trace.steps)
-        while sum(len(notes) for step in trace.steps for notes in step.ranks) < num_others * num_launches:
-            time.sleep(0.01)  # another rank's last report may arrive after the last token
-            trace = recorder.trace("ranks")
         lanes = dict(activity_lanes(trace))
         assert list(lanes) == ["host", *(f"rank {n + 1}" for n in range(num_others))]
         for n in range(num_others):

@@ -264,22 +264,36 @@ def test_a_draft_model_is_cut_among_the_first_ranks() -> None:
     assert on_ranks(3, run) == [[0, 1], [0, 1], None]
 
 
-def watched(last_words: Sequence[Failed | None]) -> Watch:
+def watch_of(pipes: Sequence[Any], board: Board | None = None) -> Any:
+    """The watch of ranks at these pipes; it lists in ``ended`` what it does when the group has failed."""
+    ended: list[Any] = []
+    processes = [
+        SimpleNamespace(kill=partial(ended.append, rank), wait=lambda _: -9) for rank in range(1, len(pipes) + 1)
+    ]
+    watch: Any = Watch(board or Board(len(pipes) + 1), processes, [])  # type: ignore[arg-type]
+    watch.ended, watch.when_lost = ended, ended.append
+    watch.collectives.append(SimpleNamespace(abort=partial(ended.append, "collectives")))
+    watch.pipes = pipes
+    return watch
+
+
+def watched(last_words: Sequence[Failed | None]) -> Any:
     """The watch of ranks that have left these last words, or died without."""
     pipes = [Pipe() for _ in last_words]
     for (_, theirs), words in zip(pipes, last_words, strict=True):
         if words is not None:
             theirs.send(words)
         theirs.close()
-    process: Any = SimpleNamespace(kill=lambda: None, wait=lambda _: -9)
-    return Watch(Board(len(last_words) + 1), [process] * len(last_words), [ours for ours, _ in pipes])
+    return watch_of([ours for ours, _ in pipes])
 
 
-def failure_of(watch: Watch) -> str:
+def failure_of(watch: Any) -> str:
+    """Every other rank is ended, then the engine is told, and then rank 0's collectives are aborted."""
     for _ in range(1000):
-        if watch.failure is not None:
+        if "collectives" in watch.ended:
             break
         time.sleep(0.01)
+    assert watch.ended == [*range(1, watch.size), watch.failure, "collectives"]
     return str(watch.failure)
 
 
@@ -302,9 +316,9 @@ def test_rank_0_waits_for_the_cause_of_its_error_unless_it_ran_out_of_memory() -
     watch = watched([Failed("failed (ValueError: of rank 1)"), LEFT])
     assert str(watch.failed(RuntimeError("connection closed"))).startswith("Rank 1 of 3 failed (ValueError: of rank 1)")
     ours, _theirs = Pipe()
-    process: Any = SimpleNamespace(kill=lambda: None, wait=lambda _: -9)
-    watch = Watch(Board(2), [process], [ours])
+    watch = watch_of([ours])
     assert str(watch.failed(MemoryError())).startswith("Rank 0 of 2 ran out of memory (MemoryError)")
+    failure_of(watch)
 
 
 def test_after_a_failure_rank_0_neither_waits_nor_computes() -> None:
@@ -324,7 +338,10 @@ def test_ranks_that_rank_0_ends_have_not_failed() -> None:
     watch = Watch(Board(2), [process], [ours])
     (thread,) = (each for each in threading.enumerate() if each not in before)
     lifeline, theirs_of_lifeline = os.pipe()
-    _end(watch, theirs_of_lifeline, torch.get_num_threads())
+    num_threads = torch.get_num_threads()
+    _end(watch, theirs_of_lifeline, num_threads + 1)
+    assert torch.get_num_threads() == num_threads + 1, "as many as before the group"
+    torch.set_num_threads(num_threads)
     thread.join(60)
     assert (thread.is_alive(), watch.failure, ours.closed) == (False, None, True)
     os.set_blocking(lifeline, False)
@@ -352,45 +369,73 @@ def polled(monkeypatch: pytest.MonkeyPatch) -> threading.Semaphore:
     return released
 
 
-def test_ranks_that_make_no_progress_within_the_innermost_patience_hang(polled: threading.Semaphore) -> None:
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """The time that a watch reads."""
+    now = [0.0]
+    clock = SimpleNamespace(monotonic=lambda: now[0], sleep=time.sleep)
+    monkeypatch.setattr("shared.tracks.ranks.watch.time", clock)
+    return now
+
+
+def test_ranks_that_make_no_progress_within_the_innermost_patience_hang(
+    polled: threading.Semaphore, clock: list[float]
+) -> None:
     """The one that has begun and ended the fewest collectives is named, also after a time without a wait."""
-    ours, theirs = Pipe()
-    process: Any = SimpleNamespace(kill=lambda: None)
-    watch = Watch(Board(3), [process] * 2, [ours, theirs])
+    watch = watch_of(Pipe())
     watch.board.counters[:, CALLS] = 4, 4, 3
     assert all(polled.acquire(timeout=20) for _ in range(3)), "it watches on while rank 0 waits for none"
-    with pytest.raises(RankError), watch.waiting(math.inf), watch.waiting(0.3):
-        assert failure_of(watch).startswith("Rank 2 of 3 made no progress")
+    with watch.waiting(math.inf):
+        clock[0] = 100.0
+    with pytest.raises(RankError, match="Rank 2 of 3 made no progress for 50 s"), watch.waiting(math.inf):
+        wait_within_a_wait(polled, watch, clock)
 
 
-def test_a_rank_hangs_that_is_silent_while_rank_0_waits(
-    polled: threading.Semaphore, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def wait_within_a_wait(polled: threading.Semaphore, watch: Any, clock: list[float]) -> None:
+    with watch.waiting(50.0):
+        with watch.waiting(math.inf):
+            clock[0] = 200.0
+            assert no_failure_yet(polled, watch)
+        failure_of(watch)
+
+
+def test_a_rank_hangs_that_is_silent_while_rank_0_waits(polled: threading.Semaphore, clock: list[float]) -> None:
     """Silence before the wait does not count, nor that of a rank which has not started."""
-    clock, (ours, theirs) = [0.0], Pipe()
-    now = SimpleNamespace(monotonic=lambda: clock[0], sleep=time.sleep)
-    monkeypatch.setattr("shared.tracks.ranks.watch.time", now)
     board = Board(3)
     board.counters[2, BEATS] = 1
-    process: Any = SimpleNamespace(kill=lambda: None)
-    watch = Watch(board, [process] * 2, [ours, theirs])
+    watch = watch_of(Pipe(), board)
     assert polled.acquire(timeout=20)
     clock[0] = 100.0
-    found: list[RankError | None] = []
     with pytest.raises(RankError, match="Rank 2 of 3 made no progress for 7 s"), watch.waiting(math.inf):
-        silent_again(polled, watch, clock, found)
-    assert found == [None], "failures by the silence before"
+        silent_again(polled, watch, clock)
 
 
-def silent_again(polled: threading.Semaphore, watch: Watch, clock: list[float], found: list[RankError | None]) -> None:
-    """Note whether a watch fails after it has looked three times more, then let a long time pass."""
-    while polled.acquire(blocking=False):
-        pass
-    for _ in range(3):
-        polled.acquire(timeout=5)
-    found.append(watch.failure)
+def silent_again(polled: threading.Semaphore, watch: Any, clock: list[float]) -> None:
+    assert no_failure_yet(polled, watch), "by the silence before"
     clock[0] = 200.0
     failure_of(watch)
+
+
+def no_failure_yet(polled: threading.Semaphore, watch: Watch) -> bool:
+    """After the watch has looked three times more."""
+    while polled.acquire(blocking=False):
+        pass
+    return all(polled.acquire(timeout=5) for _ in range(3)) and watch.failure is None
+
+
+def test_a_rank_computes_the_batches_of_its_models_and_notes_when() -> None:
+    """It is idle while it waits for one."""
+    sender, (receiver,) = channel(2)
+    idle, seen = threading.Event(), list[tuple[str, bool]]()
+    for message in ((0, "a"), (1, "b"), (0, "c")):
+        sender.send(message)
+    sender.pipes[0].close()
+    runner: Any = SimpleNamespace(compute=lambda batch: seen.append((batch, idle.is_set())))
+    with pytest.raises(EOFError):
+        worker.follow(receiver, {0: runner}, idle)
+    assert (seen, idle.is_set()) == ([("a", False), ("c", False)], True)
+    times = sender.board.times[1, :4].tolist()
+    assert [0 < began <= ended for began, ended in times] == [True, False, True, False]
 
 
 def test_a_rank_beats_while_it_computes_or_waits(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,6 +14,7 @@ import sys
 import threading
 import time
 import traceback
+from collections.abc import Mapping
 from contextlib import suppress
 from datetime import timedelta
 from functools import partial
@@ -23,6 +24,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from shared.engine.runner import Runner
 from shared.errors import InferError
 from shared.loading.loader import load_model
 from shared.loading.quantized import quantizer
@@ -75,7 +77,7 @@ def main() -> None:
 
 
 def serve(assignment: Assignment, size: int, board: Board, pipe: "Connection[Any, Any]", idle: threading.Event) -> None:
-    """Compute batches until rank 0 is gone; then raises EOFError. ``idle`` is set while there is no batch."""
+    """Load the models, then compute batches; see :func:`follow`."""
     config, rank = assignment.config, assignment.rank
     device = rank_device(config, rank)
     if device.type == "cuda":
@@ -108,7 +110,12 @@ def serve(assignment: Assignment, size: int, board: Board, pipe: "Connection[Any
         runners[1] = assignment.make_runner(draft, draft_view, draft_pool.max_sequences, ranks=drafters)
     own_ranks = SeveralRanks(model.config.vocab_size, ranks)
     runners[0] = assignment.make_runner(model, view, pool.max_sequences, config.most_logit_rows, ranks=own_ranks)
-    receiver = Receiver(board, pipe, rank)
+    follow(Receiver(board, pipe, rank), runners, idle)
+
+
+def follow(receiver: Receiver, runners: Mapping[int, Runner], idle: threading.Event) -> None:
+    """Compute the batches of these models, by their numbers in messages, until rank 0 is gone; then raises EOFError.
+    ``idle`` is set while there is no batch."""
     while True:
         idle.set()
         number, batch = receiver.receive()
@@ -116,7 +123,7 @@ def serve(assignment: Assignment, size: int, board: Board, pipe: "Connection[Any
         if number in runners:
             began, entry = time.perf_counter_ns(), (receiver.number - 1) % NUM_TIMED
             runners[number].compute(batch)
-            board.times[rank, entry] = began, time.perf_counter_ns()
+            receiver.board.times[receiver.rank, entry] = began, time.perf_counter_ns()
 
 
 def beat(board: Board, rank: int, lifeline: int, idle: threading.Event) -> None:
