@@ -23,7 +23,7 @@ from shared.cache.pool.paged import PagedKVCachePool
 from shared.engine.output import StepOutput
 from shared.engine.record import StepRecord
 from shared.engine.request import Request, RequestStatus
-from shared.errors import QueueFullError, RequestError
+from shared.errors import QueueFullError, RequestError, SegmentInUseError
 from shared.sampling.params import SamplingParams
 from shared.scheduling.schedule import Schedule, Scheduled
 from shared.scheduling.scheduler import Scheduler
@@ -207,7 +207,10 @@ class SchedulingMachine(RuleBasedStateMachine):
         before = set(self.registry.segments)
         try:
             segment = self.registry.add(role, [ord(role) + n for n in range(count)])
+        except SegmentInUseError:
+            pytest.fail("one that is in use was chosen to be forgotten")
         except RequestError:
+            assert set(self.registry.segments) == before
             self.met["full"] += 1
             return
         self.met["forgotten"] += not before <= set(self.registry.segments)

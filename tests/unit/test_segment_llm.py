@@ -72,6 +72,13 @@ def test_contents_that_wait_to_be_computed_count_as_waiting_requests(tiny_checkp
         Use((contents[2],)).answer(engine)
     while engine.has_work():
         engine.step()
+    for one in found[:2]:
+        engine.segments.drop(engine.segments.find(one.segment_id))
+    with pytest.raises(RequestError, match="3 requests come together"):
+        Use(tuple(contents[:3])).answer(engine)  # two of them are known and were evicted
+    Use((contents[1], contents[0])).answer(engine)
+    while engine.has_work():
+        engine.step()
     again = Use((found[0].segment_id, contents[2])).answer(engine)
     assert [one.num_bytes > 0 for one in again] == [True, False]
     with pytest.raises(UnknownSegmentError):

@@ -120,7 +120,7 @@ def test_ids_and_tokens_are_bounded_and_the_least_recently_used_are_forgotten() 
 
 def test_segments_that_requests_name_are_not_forgotten() -> None:
     size = Segment("", "user", [0] * 8).remembered_bytes
-    registry, _ = make_registry(max_bytes=3 * size)
+    registry, allocator = make_registry(max_bytes=3 * size)
     a, b, c = (registry.add("user", [n] * 8) for n in range(3))
     waiting, computing = Request("r", [1], SamplingParams(), 0), Request("c", [1], SamplingParams(), 0)
     registry.contexts[waiting] = (a,)
@@ -136,6 +136,12 @@ def test_segments_that_requests_name_are_not_forgotten() -> None:
         waiting.status = status
         is_over = status in (RequestStatus.FINISHED, RequestStatus.FAILED)
         assert (a in registry._named()) != is_over, f"a request that is {status}"
+    registry.store(a, allocator.allocate(2))
+    registry.acquire([a])
+    assert a in registry._named(), "a step in flight may read it for a request that is over"
+    with pytest.raises(RequestError, match="requests name too many others"):
+        registry.add("user", [4] * 8)
+    registry.release([a])
     registry.forget(a)
     d = registry.add("user", [4] * 8)
     with pytest.raises(RequestError, match="bytes to remember"):
