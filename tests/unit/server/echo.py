@@ -69,7 +69,8 @@ class EchoPool:
 class EchoEngine:
     """Answers each prompt with its own tokens, over and over; the token POISON fails instead.
 
-    The log-probability of a prompt's token is its id, below 0.
+    The log-probability of a prompt's token is its id, below 0. Of a prompt, all tokens but one were in the KV cache,
+    and an answer that ends has an accepted draft and two rejected ones.
     """
 
     def __init__(
@@ -166,6 +167,10 @@ class EchoEngine:
 
     def _next(self, request: Request) -> StepOutput:
         output = self._next_token(request) if request.params.max_new_tokens else nothing(request)
+        if len(request.output_ids) <= 1:
+            output = output._replace(num_cached_tokens=request.num_prompt_tokens - 1)
+        if output.finish_reason is not None:
+            output = output._replace(num_accepted_drafts=1, num_rejected_drafts=2)
         count = request.params.prompt_logprobs
         if count is None or len(request.output_ids) > 1:
             return output

@@ -38,8 +38,8 @@ def test_choices_come_prompt_by_prompt_and_a_prompt_counts_once(client: httpx.Cl
             "prompt_tokens": prompt_tokens,
             "completion_tokens": 20,
             "total_tokens": prompt_tokens + 20,
-            "prompt_tokens_details": {"cached_tokens": 0},
-            "completion_tokens_details": {"accepted_prediction_tokens": 0, "rejected_prediction_tokens": 0},
+            "prompt_tokens_details": {"cached_tokens": prompt_tokens - 2},
+            "completion_tokens_details": {"accepted_prediction_tokens": 4, "rejected_prediction_tokens": 8},
         }
 
 

@@ -38,6 +38,13 @@ def patient(folder: Path) -> Iterator[Running]:
         yield running
 
 
+def head(num_url_bytes: int, num_bytes: int, connection: bytes = b"keep-alive") -> bytes:
+    """A request whose URL, names and values of headers have so many bytes."""
+    url = b"/health/live?".ljust(num_url_bytes, b"a")
+    rest = b"a" * (num_bytes - num_url_bytes - len(b"HostxConnectionX-Long") - len(connection))
+    return b"GET %b HTTP/1.1\r\nHost: x\r\nConnection: %b\r\nX-Long: %b\r\n\r\n" % (url, connection, rest)
+
+
 def refusal(answer: bytes) -> tuple[int, str]:
     """Status and code of a response that ends its connection, after a look at its shape."""
     head, _, body = answer.partition(b"\r\n\r\n")
@@ -101,10 +108,15 @@ def test_a_head_that_drips_has_no_more_time(small: Running) -> None:
         drip(connection)
 
 
+def test_each_head_of_a_connection_may_have_all_the_bytes_that_one_may_have(patient: Running) -> None:
+    with connected(patient, head(1024, 4096), head(20, 4096), head(1024, 4096, b"close")) as connection:
+        assert everything(connection).count(b"HTTP/1.1 200 ") == 3
+
+
 MORE_THAN_A_READ = 600_000  # uvloop reads 256 KiB at most, and the limit counts from the second read on
 TOO_LONG = {
-    "a URL": (b"GET /" + b"a" * 2000, (414, "url_too_long")),
-    "a header": (HEAD + b"X-Long: " + b"a" * 5000 + b"\r\n\r\n", (431, "headers_too_large")),
+    "a URL": (head(1025, 1100), (414, "url_too_long")),
+    "a header": (head(20, 4097), (431, "headers_too_large")),
     "a header without end": (HEAD + b"X-Long: " + b"a" * MORE_THAN_A_READ, (431, "headers_too_large")),
     "many headers": (HEAD + b"".join(b"X-%d: a\r\n" % i for i in range(900)) + b"\r\n", (431, "headers_too_large")),
     "line ends": (b"\r\n" * 4000, (431, "headers_too_large")),

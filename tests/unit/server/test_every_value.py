@@ -11,7 +11,8 @@ import pytest
 
 from shared.server.bodies.protocol import ChatRequest, CompletionRequest
 from shared.server.bodies.segment_fields import RegisterRequest
-from shared.server.http.json_text import MAX_NESTING
+from shared.server.errors import ApiError
+from shared.server.http.json_text import MAX_KEYS, MAX_NESTING, MAX_VALUES, check_json
 from tests.unit.server.echo import EchoEngine, serving
 from tests.unit.server.exchange import assert_refused, chat, completion, error_of
 
@@ -189,3 +190,20 @@ def test_the_levels_of_a_body_are_bounded(client: httpx.Client) -> None:
         response = client.post("/v1/completions", content=content, headers={"content-type": "application/json"})
         assert response.status_code == status, response.text
         assert error_of(response)["code"] == ("invalid_value" if status == 422 else "body_too_complex"), depth
+
+
+BRACKETS = [
+    (b"[%b]", b"0", MAX_VALUES),
+    (b"[%b]", b"[]", MAX_VALUES // 2),
+    (b"[[0,%b]]", b"{}", MAX_VALUES // 2 - 1),
+    (b"{%b}", b'"":0', MAX_KEYS),
+    (b'[[":"],{%b}]', b'":":":,"', MAX_KEYS),
+]
+
+
+@pytest.mark.parametrize(("body", "one", "most"), BRACKETS, ids=range(len(BRACKETS)))
+def test_the_numbers_of_values_and_keys_are_bounded(body: bytes, one: bytes, most: int) -> None:
+    """A list or an object is a value too, besides those that it holds."""
+    check_json(body % b",".join([one] * most))
+    with pytest.raises(ApiError, match="values"):
+        check_json(body % b",".join([one] * (most + 1)))
