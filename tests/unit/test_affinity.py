@@ -147,5 +147,6 @@ def test_the_table_is_bounded_and_forgets_replicas_that_are_gone() -> None:
     assert len(table) == 3
     assert table.matches([b"a", b"b"]) == {"one": 1}  # the last key of the older prefix is forgotten first
     table.keep({"two"})
+    assert len(table) == 2
     assert table.matches([b"a"]) == {}
     assert table.matches([b"c", b"d"]) == {"two": 2}

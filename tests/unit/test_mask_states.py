@@ -50,9 +50,22 @@ def make(folder: Path, **options: Any) -> Any:
         kept = [states.hidden for states in drafter.states.values()]
         assert all(each.untyped_storage().nbytes() == each.nbytes for each in kept), "copies"
         follow(launched, *sampled)
+        assert not (sampled[1].errors and drafter.ahead), "rows that failed would shift the guesses of the others"
         engine.num_followed.append(len(drafter.ahead.first_rows) if drafter.ahead else 0)
 
-    engine.runner.observers[0].follow = noting
+    propose = drafter.propose
+
+    def proposing(schedule: Any) -> None:
+        propose(schedule)
+        drafts = {
+            (request.serial, len(request.output_ids) + n)
+            for request, *_, num_drafts, _, _ in schedule
+            for n in range(num_drafts)
+        }
+        assert drafter.distributions.keys() <= drafts, "of no earlier step"
+        engine.num_distributions += len(drafter.distributions)
+
+    engine.runner.observers[0].follow, engine.num_distributions, drafter.propose = noting, 0, proposing
     return engine
 
 
@@ -93,6 +106,12 @@ def test_the_states_of_a_step_that_no_drafter_reads_go_with_the_step(
     assert [tokens(answer) for answer in answers] == expected
     assert sum(engine.num_followed) > 0
     assert engine.scheduler.num_accepted_drafts > 0
+
+
+def test_distributions_are_those_of_the_drafts_of_a_step(tiny_checkpoints: dict[str, Path]) -> None:
+    engine = make(tiny_checkpoints["qwen3"], acceptance_method="rejection")
+    serve(engine, [("a", {"seed": n, "max_new_tokens": 12, "ignore_eos": True}) for n in range(3)], [0, 2, 3])
+    assert engine.num_distributions > 10
 
 
 def forgotten(states: dict[str, MaskStates], name: str) -> None:

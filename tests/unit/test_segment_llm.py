@@ -59,6 +59,15 @@ def test_an_interrupted_call_leaves_no_request(llm: SegmentLLM, monkeypatch: pyt
     assert not llm.engine.has_work()
 
 
+def test_what_is_joined_stays_while_what_is_missing_of_it_is_computed(tiny_checkpoints: dict[str, Path]) -> None:
+    """Of nine blocks, the last one registered has six; one of the others gives way to it."""
+    llm = SegmentLLM(str(tiny_checkpoints["llama"]), max_seq_len=128, block_size=16, num_gpu_blocks=9)
+    names = [llm.register([n] * count) for n, count in ((1, 32), (2, 32), (3, 96))]
+    assert [llm.info(name)[0].num_bytes > 0 for name in names] == [False, True, True]
+    assert llm.info(llm.blend(names[:2], 0.5))[0].num_tokens == 64
+    assert [llm.info(name)[0].num_bytes > 0 for name in names] == [True, True, False]
+
+
 def test_contents_that_wait_to_be_computed_count_as_waiting_requests(tiny_checkpoints: dict[str, Path]) -> None:
     """So a client that registers without end is refused, as one that asks without end."""
     engine = SegmentLLM(str(tiny_checkpoints["llama"]), max_seq_len=256, max_waiting_requests=2).engine
