@@ -43,6 +43,12 @@ def test_choices_come_prompt_by_prompt_and_a_prompt_counts_once(client: httpx.Cl
         }
 
 
+def test_without_a_limit_each_answer_has_the_room_after_the_longest_prompt(folder: Path) -> None:
+    with serving(EchoEngine(folder, max_seq_len=40), max_tokens=None) as running, running.client("*/*") as client:
+        prompts = [[69] * 30, [69], [69] * 20]
+        assert whole(client, prompt=prompts, max_tokens=None)["usage"]["completion_tokens"] == 3 * 10
+
+
 @pytest.mark.parametrize("path", PATHS)
 def test_streamed_choices_are_interleaved_and_each_ends_once(path: str, folder: Path) -> None:
     """Each step waits until the tokens of the one before have been read."""

@@ -5,6 +5,7 @@ import dataclasses
 import json
 import resource
 import socket
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,6 +19,9 @@ from shared.errors import ConfigError
 from shared.server import process
 from shared.server.answers.answer import Answer
 from shared.server.answers.answer_stream import AnswerStream
+from shared.server.answers.logprobs import Scored, completion_logprobs
+from shared.server.engine.client import EngineClient
+from shared.server.engine.loop import Stepped
 from shared.server.errors import ApiError
 from shared.server.http.sse import frame, to_json
 from shared.server.metrics import SHORT, ServerMetrics
@@ -205,6 +209,8 @@ def test_what_waits_unread_is_bounded_by_what_it_becomes(text: str, logprobs: To
         limit = 100_000
         stream, abandoned = make_stream(limit)
         pushed: list[StepOutput] = []
+        stream.push(output("x" * (limit // 7)), 1.0)
+        assert len(stream.take()) == 1, "what was read does not count"
         while stream.is_open:
             pushed.append(output(text, logprobs=logprobs))
             stream.push(pushed[-1], 1.0)
@@ -221,6 +227,23 @@ def test_what_waits_unread_is_bounded_by_what_it_becomes(text: str, logprobs: To
         assert 0.1 * limit < size <= 1.1 * limit
 
     asyncio.run(run())
+
+
+def test_a_request_is_scheduled_when_it_is_first_prefilled() -> None:
+    """And again after a preemption."""
+    stream, _ = make_stream()
+    handle: Any = SimpleNamespace(facts=SimpleNamespace(load=None))
+    client = EngineClient(handle, ServerMetrics("m"), ServerConfig("m"))
+    client._streams["id"] = stream
+    for started in (1.0, 2.0):
+        client._deliver(Stepped(started, started + 0.5, [], ("id", "aborted"), 1))
+    assert stream.scheduled == 1.0
+
+
+def test_of_tokens_with_one_name_the_likeliest_is_shown() -> None:
+    names: Any = SimpleNamespace(token_bytes=lambda token_id: b"a")
+    logprobs = TokenLogprobs(-0.5, ((1, -0.5), (2, -1.0)))
+    assert completion_logprobs(names, [Scored(2, "a", logprobs)], 0)["top_logprobs"] == [{"a": -0.5}]
 
 
 def test_a_failed_request_ends_with_the_engines_words() -> None:

@@ -12,6 +12,7 @@ import pytest
 
 from shared.engine.output import StepOutput
 from shared.engine.request import Request, TokenLogprobs
+from shared.sampling.params import SamplingParams
 from shared.server.answers.tool_answer import ToolReading, whole_message
 from shared.server.bodies.tool_fields import MAX_TOOLS
 from shared.text.tool_format import TOOL_FORMATS
@@ -37,17 +38,21 @@ CALLED: Any = {"id": "a", "type": "function", "function": {"name": "time", "argu
 
 
 class ScriptedEngine(EchoEngine):
-    """Answers every prompt with one text, and keeps the prompts."""
+    """Answers every prompt with one text, and keeps the prompts and the requests' parameters."""
+
+    limits_thinking = True
 
     def __init__(self, folder: Path, family: str) -> None:
         super().__init__(folder)
         self.model.config.family = family
         self.script = ""
         self.prompts: list[str] = []
+        self.params: list[SamplingParams] = []
 
     def _next_token(self, request: Request) -> StepOutput:
         if not request.output_ids:
             self.prompts.append(self.tokenizer.decode(request.prompt_ids, skip_special_tokens=False))
+            self.params.append(request.params)
         ids = [*self.tokenizer.encode(self.script, add_special_tokens=False), min(self.tokenizer.eos_ids)]
         token_id = ids[len(request.output_ids)]
         request.append(token_id)
@@ -107,17 +112,24 @@ def test_an_answer_and_its_stream(
 
 @pytest.mark.parametrize("family", ["thinking", "qwen3"])
 def test_an_answer_whose_prompt_has_opened_the_thoughts(family: str, servers: dict[str, Running]) -> None:
-    """By the template of the checkpoint, or by a message that goes on."""
-    running, fields = servers[family], {}
+    """By the template of the checkpoint, or by a message that goes on. Limits on thoughts hold for them, although the
+    request asks for none."""
+    without = {"min_thinking_tokens": 3, "chat_template_kwargs": {"enable_thinking": False}}
+    running, fields = servers[family], {"extra_body": without}
     if family == "qwen3":
         fields = {
             "messages": [USER, {"role": "assistant", "content": "<think>\nHm, "}],
-            "extra_body": {"continue_final_message": True, "add_generation_prompt": False},
+            "extra_body": without | {"continue_final_message": True, "add_generation_prompt": False},
         }
     thoughts = f"I may {SECOND}.\n</think>"
     check_answer(running, f"{thoughts}\n\n{CALL}", thoughts, ZURICH, **fields)
     check_answer(running, CALL, CALL, [], **fields)
-    assert running.engine.prompts[-1].endswith("<think>\n" if family == "thinking" else "<think>\nHm, ")  # type: ignore[attr-defined]
+    engine: Any = running.engine
+    assert engine.prompts[-1].endswith("<think>\n" if family == "thinking" else "<think>\nHm, ")
+    assert engine.params[-1].min_thinking_tokens == 3
+    check_answer(servers["qwen3"], CALL, None, ZURICH, extra_body=without)
+    engine = servers["qwen3"].engine
+    assert engine.params[-1].min_thinking_tokens == 0
 
 
 def check_answer(
