@@ -77,6 +77,7 @@ def test_a_short_common_beginning_decides_nothing() -> None:
 def test_prompts_share_as_many_keys_as_whole_chunks(common: str, one: str, other: str) -> None:
     first, second = prefix_keys(body(common + one)), prefix_keys(body(common + other))
     texts = (common + one).encode(errors="surrogatepass"), (common + other).encode(errors="surrogatepass")
+    assert [len(first), len(second)] == [len(text) // CHUNK for text in texts]
     for num, (a, b) in enumerate(zip(first, second, strict=False), 1):
         assert (a == b) == (texts[0][: num * CHUNK] == texts[1][: num * CHUNK])
 

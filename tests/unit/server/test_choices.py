@@ -15,7 +15,7 @@ from shared.errors import QueueFullError
 from shared.server.answers.intake import derived_seed
 from tests.unit.server.echo import ENDLESS, LIMIT, POISON, EchoEngine, Running, endless, serving, unread
 from tests.unit.server.exchange import assert_refused, chat, completion, error_of, events
-from tests.waiting import wait_until
+from tests.waiting import PATIENCE, wait_until
 
 PATHS = ["/v1/completions", "/v1/chat/completions"]
 
@@ -44,9 +44,33 @@ def test_choices_come_prompt_by_prompt_and_a_prompt_counts_once(client: httpx.Cl
 
 
 def test_without_a_limit_each_answer_has_the_room_after_the_longest_prompt(folder: Path) -> None:
-    with serving(EchoEngine(folder, max_seq_len=40), max_tokens=None) as running, running.client("*/*") as client:
-        prompts = [[69] * 30, [69], [69] * 20]
-        assert whole(client, prompt=prompts, max_tokens=None)["usage"]["completion_tokens"] == 3 * 10
+    """In a sequence, and in the KV cache."""
+    for most, capacity in ((40, 50), (40, 36)):
+        engine = EchoEngine(folder, max_seq_len=most)
+        engine.pool.request_capacity = capacity
+        with serving(engine, max_tokens=None) as running, running.client("*/*") as client:
+            usage = whole(client, prompt=[[69] * 30, [69], [69] * 20], max_tokens=None)["usage"]
+            assert usage["completion_tokens"] == 3 * (min(most, capacity) - 30)
+
+
+def test_a_long_text_that_is_tokenized_delays_no_short_one(folder: Path) -> None:
+    engine, has_begun, may_end = EchoEngine(folder, max_seq_len=2**20), threading.Event(), threading.Event()
+    encode = engine.tokenizer.encode
+
+    def waiting(text: str, **options: Any) -> list[int]:
+        if len(text) > 2**14:
+            has_begun.set()
+            may_end.wait(PATIENCE)
+        return encode(text, **options)
+
+    engine.tokenizer.encode = waiting  # type: ignore[method-assign]
+    with serving(engine) as running, running.client("*/*") as client, ThreadPoolExecutor(1) as aside:
+        aside.submit(whole, client, prompt="ab" * 2**13 + "c")
+        try:
+            assert has_begun.wait(PATIENCE)
+            assert client.post("/v1/completions", json=completion(), timeout=20).status_code == 200
+        finally:
+            may_end.set()
 
 
 @pytest.mark.parametrize("path", PATHS)

@@ -14,14 +14,16 @@ from hypothesis import strategies as st
 from prometheus_client import Histogram
 
 from shared.engine.output import StepOutput
+from shared.engine.record import EngineLoad
 from shared.engine.request import TokenLogprobs
 from shared.errors import ConfigError
+from shared.sampling.params import SamplingParams
 from shared.server import process
 from shared.server.answers.answer import Answer
 from shared.server.answers.answer_stream import AnswerStream
 from shared.server.answers.logprobs import Scored, completion_logprobs
 from shared.server.engine.client import EngineClient
-from shared.server.engine.loop import Stepped
+from shared.server.engine.loop import Idle, NewRequest, Stepped
 from shared.server.errors import ApiError
 from shared.server.http.sse import frame, to_json
 from shared.server.metrics import SHORT, ServerMetrics
@@ -100,9 +102,8 @@ def test_a_chats_frame_is_the_json_of_its_chunk(text: str, wants_usage: bool) ->
 
 def make_stream(max_unread_bytes: int = 10_000) -> tuple[AnswerStream, list[str]]:
     abandoned: list[str] = []
-    stream = AnswerStream(
-        "id", [1, 2, 3], index=0, param="prompt", max_unread_bytes=max_unread_bytes, abandon=abandoned.append
-    )
+    limits: Any = {"max_unread_bytes": max_unread_bytes, "num_segment_tokens": 2, "abandon": abandoned.append}
+    stream = AnswerStream("id", [1, 2, 3], index=0, param="prompt", **limits)
     return stream, abandoned
 
 
@@ -133,7 +134,7 @@ def test_a_stream_gives_everything_once_and_then_nothing() -> None:
         assert await answer.take() == []
         assert (stream.num_tokens, stream.first_token, stream.last_token, stream.ended) == (3, 1.0, 3.0, 3.0)
         assert (stream.finish_reason, stream.stop, stream.error) == (FinishReason.STOP, "d", None)
-        counts = {"prompt_tokens": 3, "completion_tokens": 3, "total_tokens": 6}
+        counts = {"prompt_tokens": 5, "completion_tokens": 3, "total_tokens": 8}
         so_far = {**counts, "prompt_tokens_details": {"cached_tokens": 2}}
         assert answer.usage_after(3) == so_far
         details = {"accepted_prediction_tokens": 1, "rejected_prediction_tokens": 4}
@@ -229,11 +230,33 @@ def test_what_waits_unread_is_bounded_by_what_it_becomes(text: str, logprobs: To
     asyncio.run(run())
 
 
+def make_client() -> tuple[EngineClient, list[Any]]:
+    """Of an engine that does nothing, and the commands that it was sent."""
+    sent: list[Any] = []
+    limits = {"max_seq_len": 20, "request_capacity": 20, "model_config": SimpleNamespace(vocab_size=9)}
+    config = SimpleNamespace(max_waiting_requests=4)
+    facts = SimpleNamespace(**limits, config=config, load=EngineLoad(0, 0, 0.0, 0))
+    handle: Any = SimpleNamespace(facts=facts, send=sent.append, is_alive=True)
+    return EngineClient(handle, ServerMetrics("m"), ServerConfig("m")), sent
+
+
+def test_requests_wait_from_when_they_are_submitted() -> None:
+    """Before the engine has seen them; so no more are sent to it than may wait."""
+    client, sent = make_client()
+    requests = [NewRequest(str(n), [1], SamplingParams(max_new_tokens=1)) for n in range(5)]
+    client.submit("a", requests[:3], n=3, param="prompt")
+    with pytest.raises(ApiError, match="3 requests wait"):
+        client.submit("b", requests[3:], n=2, param="prompt")
+    client.submit("c", requests[4:], n=1, param="prompt")
+    assert (client.load.num_waiting, len(sent), client.num_open_requests) == (4, 2, 4)
+    client._handle_event(Idle(), EngineLoad(1, 2, 0.0, 0), 3)
+    assert client.load.num_waiting == 3, "the engine has not seen the last one"
+
+
 def test_a_request_is_scheduled_when_it_is_first_prefilled() -> None:
     """And again after a preemption."""
     stream, _ = make_stream()
-    handle: Any = SimpleNamespace(facts=SimpleNamespace(load=None))
-    client = EngineClient(handle, ServerMetrics("m"), ServerConfig("m"))
+    client, _ = make_client()
     client._streams["id"] = stream
     for started in (1.0, 2.0):
         client._deliver(Stepped(started, started + 0.5, [], ("id", "aborted"), 1))
