@@ -53,9 +53,11 @@ def make(folder: Path, **options: Any) -> Any:
         assert not (sampled[1].errors and drafter.ahead), "rows that failed would shift the guesses of the others"
         engine.num_followed.append(len(drafter.ahead.first_rows) if drafter.ahead else 0)
 
-    propose = drafter.propose
+    propose, collect, before = drafter.propose, drafter.collect, dict[str, MaskStates]()
 
     def proposing(schedule: Any) -> None:
+        before.clear()
+        before.update(drafter.states if drafter.ahead else {})
         propose(schedule)
         drafts = {
             (request.serial, len(request.output_ids) + n)
@@ -65,6 +67,18 @@ def make(folder: Path, **options: Any) -> Any:
         assert drafter.distributions.keys() <= drafts, "of no earlier step"
         engine.num_distributions += len(drafter.distributions)
 
+    def collecting() -> None:
+        requests = {*drafter.drawn[0][0]} - {None} if drafter.drawn and before else ()
+        collect()
+        for request in requests:
+            states, previous = before[request.request_id], request.last_token_id
+            group = states.hidden[request.num_tokens - 2 - states.start]
+            for guess, hidden in zip(request.draft_ids, group, strict=False):
+                logits = drafter.adapter.logits(engine.model, torch.tensor([previous]), hidden[None])
+                assert guess == logits.argmax(), "a guess made ahead is the likeliest after the one before"
+                previous = guess
+
+    drafter.collect = collecting
     engine.runner.observers[0].follow, engine.num_distributions, drafter.propose = noting, 0, proposing
     return engine
 
