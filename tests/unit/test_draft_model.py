@@ -15,8 +15,10 @@ from transformers import AutoModelForCausalLM
 
 from phases.phase_10.engine import Engine as Plain
 from phases.phase_11.engine import Engine
+from shared.engine.batch import Batch
 from shared.engine.config import EngineConfig
 from shared.engine.request import Request, RequestStatus
+from shared.engine.runner import Launched
 from shared.errors import ConfigError
 from shared.sampling.noise import Stream, gumbel, seed_pattern
 from shared.sampling.params import SamplingParams
@@ -49,11 +51,19 @@ def drafts(tiny_checkpoints: dict[str, Path], tmp_path_factory: pytest.TempPathF
 
 
 class Checked(Engine):
-    """After each step a draft request has the tokens of its request, and the pools hold what it says."""
+    """After each step a draft request has the tokens of its request, and the pools hold what it says; no forward of
+    the draft model has more tokens than its memory was made for."""
 
     def __init__(self, config: EngineConfig) -> None:
         super().__init__(config)
-        commit = self.scheduler.commit
+        commit, runner = self.scheduler.commit, self.drafter.runner
+        forward = runner.forward
+
+        def within(batch: Batch) -> Launched:
+            assert batch.num_tokens <= self.drafter.room
+            return forward(batch)
+
+        runner.forward = within
 
         def checking(schedule: Schedule, sampled: Any) -> None:
             commit(schedule, sampled)
@@ -90,6 +100,7 @@ def test_outputs_are_those_without_drafts(
     plain = Plain(EngineConfig(model=str(tiny_checkpoints[family]), **arguments))
     answers = serve(plain, requests, arrivals)[0]
     engine = make(tiny_checkpoints[family], drafts[family], overlap_scheduling=overlaps, **arguments)
+    engine.drafter.room = 32  # of a smaller memory
     assert seen(serve(engine, requests, arrivals)[0]) == seen(answers)
     assert has_guessed(engine)
     assert engine.pool.draft.free_tokens == engine.pool.draft.capacity_tokens
@@ -156,8 +167,12 @@ def kept(pool: Any, view: Any, request: Any) -> torch.Tensor:
 
 
 def test_a_model_that_drafts_for_itself_is_always_right(tiny_checkpoints: dict[str, Path]) -> None:
-    """So its forwards are few: a prompt, and for each six tokens K = 5 small ones and one of six rows."""
+    """So its forwards are few: a prompt, and for each six tokens K = 5 small ones and one of six rows.
+
+    Of a request that wants no drafts, it computes nothing.
+    """
     request: Requests = [(list(range(20)), {"seed": 1, "max_new_tokens": 61, "ignore_eos": True})]
+    request += [([7, 8, 9], {"use_speculative_decoding": False, "max_new_tokens": 9, "ignore_eos": True})]
     engine = make(tiny_checkpoints["llama"], tiny_checkpoints["llama"])
     serve(engine, request)
     assert engine.stats()["drafts rejected (tokens)"] == 0

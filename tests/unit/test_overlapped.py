@@ -16,6 +16,7 @@ from shared.engine.batch import Batch
 from shared.engine.config import EngineConfig
 from shared.engine.request import Request
 from shared.sampling.params import SamplingParams
+from shared.sampling.sampler import SamplingRow
 from shared.scheduling.growth import preempt
 from shared.scheduling.overlapped import OverlappedScheduler, has_block_for_each, must_know_ends
 from shared.scheduling.prefix import PrefixScheduler
@@ -200,6 +201,11 @@ def rows_of_newest(loop: Loop) -> list[tuple[Any, ...]]:
     return [(row.index, row.output_ids[:], row.serial) for row in rows]
 
 
+def redirected_at_four(row: SamplingRow) -> SamplingRow:
+    """As a budget of thinking tokens: it changes one row, and none before it."""
+    return row._replace(redirect=(LETTER, None)) if row.index == 4 else row
+
+
 def compare(
     tokenizer: Tokenizer, arrivals: list[Arrival], aborts: dict[int, int], num_blocks: int, num_in_flight: int
 ) -> int:
@@ -224,7 +230,9 @@ def compare(
                 ids = (END,) if ends else ()
                 least = min(2, most)
                 params = SamplingParams(max_new_tokens=most, min_tokens=least, stop_token_ids=ids, ignore_eos=True)
-                loop.add(Request(str(number), [5 + number // 2] * num_prompt_tokens, params, 0, ids))
+                limit = redirected_at_four if number % 3 == 2 else None
+                prompt = [5 + number // 2] * num_prompt_tokens
+                loop.add(Request(str(number), prompt, params, 0, ids, limit_row=limit))
         if step in aborts:
             got, expected = (loop.abort(str(aborts[step])) for loop in loops)
             assert got == expected, f"step {step} aborts a request"

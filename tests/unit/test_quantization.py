@@ -232,7 +232,7 @@ STORED: dict[str, tuple[dict[str, Any], dict[str, torch.Tensor], torch.Tensor]] 
         },
         in_groups(ZEROS),
     ),
-    "gptq": (GPTQ, GPTQ_TENSORS, in_groups(ZEROS)),
+    "gptq": (GPTQ | {"checkpoint_format": "GPTQ", "format": "gptq"}, GPTQ_TENSORS, in_groups(ZEROS)),
     "gptq, version 2, symmetric": (
         GPTQ | {"checkpoint_format": "gptq_v2"},
         {
@@ -361,7 +361,7 @@ def test_rows_that_do_not_fill_an_int32(tmp_path: Path) -> None:
 
 
 def test_modules_left_out(tmp_path: Path) -> None:
-    """Layer 7 is not layer 70. The list of AWQ has parts of names."""
+    """Layer 7 is not layer 70. A pattern begins where a name does; the list of AWQ has parts of names."""
     save_file({"a": torch.zeros(1)}, tmp_path / "model.safetensors")
     checkpoint = Checkpoint(tmp_path)
     with pytest.raises(ModelFolderError, match="quant_method None"):
@@ -372,7 +372,7 @@ def test_modules_left_out(tmp_path: Path) -> None:
     in_layer_7 = "model.layers.7.mlp.up_proj"
     for config, left_out in [
         (INT8, in_layer_7),
-        (INT8 | {"ignore": ["lm_head", "model.layers.7", in_layer_7]}, in_layer_7),
+        (INT8 | {"ignore": ["lm_head", "model.layers.7", in_layer_7, "re:layers[.]70[.]", "re:q_proj"]}, in_layer_7),
         (AWQ | {"modules_to_not_convert": ["layers.7."]}, in_layer_7),
         *((BLOCKS | {"modules_to_not_convert": [name]}, in_layer_7) for name in ("model.layers.7", in_layer_7)),
         (GPTQ, "lm_head"),

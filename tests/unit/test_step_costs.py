@@ -24,6 +24,7 @@ from shared.loading.loader import load_model
 from shared.loading.quantized import quantizer
 from shared.models.causal_lm import CausalLM
 from shared.models.fused import fuse
+from shared.models.packed import SUPPORTED_ENGINES, pack
 from shared.scheduling import step_costs
 from shared.scheduling.step_costs import StepCosts
 from shared.speculation.adaptive import DraftLengths
@@ -63,7 +64,6 @@ counts = st.tuples(st.integers(1, 10_000), st.integers(0, 10**6), st.integers(0,
 
 
 @example(table=TABLE, few=(1, 0, 0), more=(0, 0, 1))
-@example(table=StepCosts((4, 8), (1.0, 2.0)), few=(1, 0, 0), more=(2, 0, 0))
 @given(table=tables, few=counts, more=st.tuples(*[st.integers(0, 1000)] * 3))
 def test_costs_are_positive_and_never_fall(
     table: StepCosts, few: tuple[int, int, int], more: tuple[int, int, int]
@@ -82,6 +82,7 @@ def test_costs_are_positive_and_never_fall(
         {"seconds": (1.0, 2.0, float("nan"))},
         {"tokens": (2, 1, 8)},
         {"tokens": (0, 1, 8)},
+        {"tokens": (2, 3, 8)},
         {"key": -1.0},
         {"wait": float("inf")},
         {"tokens": (1,), "seconds": (1.0,)},
@@ -89,7 +90,7 @@ def test_costs_are_positive_and_never_fall(
     ids=str,
 )
 def test_a_table_whose_costs_fall_is_refused(wrong: dict[str, Any]) -> None:
-    with pytest.raises(ConfigError, match="tokens must ascend, and costs be positive and not fall"):
+    with pytest.raises(ConfigError, match="tokens must ascend from 1, and costs must be positive and not fall"):
         StepCosts(**{"tokens": (1, 2, 8), "seconds": (1.0, 1.5, 4.5)} | wrong)
 
 
@@ -125,6 +126,10 @@ def test_costs_are_derived_from_bytes_and_operations(tiny_checkpoints: dict[str,
     saved = [int(step_costs.identity(model)["weight bytes"]) for model in (whole, small)]
     num_quantized = sum(each.numel() for each in whole.blocks.parameters() if each.ndim == 2)
     assert saved[0] - saved[1] > 2.5 * num_quantized, "of four bytes of each weight about one is left"
+    num_packed = num_quantized + whole.head.weight.numel() if "fbgemm" in SUPPORTED_ENGINES else 0
+    packed = pack(whole.half().float())  # weights that 16 bits hold
+    num_bytes = int(step_costs.identity(packed)["weight bytes"])
+    assert saved[0] - num_bytes == pytest.approx(2 * num_packed, rel=0.02), "a packed weight has 16 bits of 32"
     halves = [step_costs.identity(shape("qwen3-0.6b", dtype)) for dtype in (torch.bfloat16, torch.float16)]
     assert halves[0] != halves[1], "as many bytes, and another dtype"
 
