@@ -57,7 +57,7 @@ SMALL: dict[str, Any] = {
     "layer_upper_budget": 42,
     "p_attn": 0.35,
     "query_window_size": 6,
-    "steps_between_compressions": 8,
+    "steps_between_compressions": 5,
 }
 REQUESTS: list[tuple[str | list[int], dict[str, Any]]] = [
     (

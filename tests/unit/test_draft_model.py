@@ -15,13 +15,12 @@ from transformers import AutoModelForCausalLM
 
 from phases.phase_10.engine import Engine as Plain
 from phases.phase_11.engine import Engine
-from shared.engine.batch import Batch
 from shared.engine.config import EngineConfig
 from shared.engine.request import Request, RequestStatus
-from shared.engine.runner import Launched
 from shared.errors import ConfigError
 from shared.sampling.noise import Stream, gumbel, seed_pattern
 from shared.sampling.params import SamplingParams
+from shared.scheduling.chunks import chunk_size
 from shared.scheduling.drafts import num_equal
 from shared.scheduling.schedule import Schedule
 from shared.speculation.adaptive import a_tenth
@@ -51,19 +50,23 @@ def drafts(tiny_checkpoints: dict[str, Path], tmp_path_factory: pytest.TempPathF
 
 
 class Checked(Engine):
-    """After each step a draft request has the tokens of its request, and the pools hold what it says; no forward of
-    the draft model has more tokens than its memory was made for."""
+    """After each step a draft request has the tokens of its request, and the pools hold what it says; the
+    draft model computes no more tokens than its memory was made for, and in chunks as the model does."""
 
     def __init__(self, config: EngineConfig) -> None:
         super().__init__(config)
-        commit, runner = self.scheduler.commit, self.drafter.runner
-        forward = runner.forward
+        commit, drafter = self.scheduler.commit, self.drafter
+        missing = drafter._missing
 
-        def within(batch: Batch) -> Launched:
-            assert batch.num_tokens <= self.drafter.room
-            return forward(batch)
+        def within(schedule: Schedule) -> Any:
+            entries, asking = missing(schedule)
+            sizes = [entry.num_tokens for entry in entries]
+            assert sum(sizes) <= drafter.room
+            if config.is_on("use_chunked_prefill"):
+                assert all(size <= chunk_size(config, size, schedule.num_decoding) for size in sizes)
+            return entries, asking
 
-        runner.forward = within
+        drafter._missing = within
 
         def checking(schedule: Schedule, sampled: Any) -> None:
             commit(schedule, sampled)
@@ -95,7 +98,7 @@ def test_outputs_are_those_without_drafts(
     tiny_checkpoints: dict[str, Path], drafts: dict[str, Path], family: str, overlaps: bool
 ) -> None:
     """Greedy and sampled, with penalties, chunks, shared prefixes and preemptions."""
-    arguments = SMALL | {"prefill_chunk_size": 30}
+    arguments = SMALL | ({"chunk_beside_decoding": 12} if family == "llama" else {"prefill_chunk_size": 30})
     requests, arrivals = [*ALIKE, *MIXED], [*ARRIVE, *ARRIVALS]
     plain = Plain(EngineConfig(model=str(tiny_checkpoints[family]), **arguments))
     answers = serve(plain, requests, arrivals)[0]

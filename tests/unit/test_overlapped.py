@@ -20,7 +20,7 @@ from shared.sampling.sampler import SamplingRow
 from shared.scheduling.growth import preempt
 from shared.scheduling.overlapped import OverlappedScheduler, has_block_for_each, must_know_ends
 from shared.scheduling.prefix import PrefixScheduler
-from shared.scheduling.schedule import Schedule
+from shared.scheduling.schedule import NextRows, Schedule
 from shared.scheduling.scheduler import Scheduler
 from shared.scheduling.speculative import SpeculativeScheduler
 from shared.text.tokenizer import Tokenizer
@@ -198,6 +198,10 @@ def rows_of_newest(loop: Loop) -> list[tuple[Any, ...]]:
     expected = [entry.request.sampling_row() for entry in schedule if entry.num_logit_rows]
     assert_equal([*rows], expected, "rows, as the requests make them")
     assert_equal(rows[-1:], expected[-1:], "the last row")
+    if isinstance(rows, NextRows):
+        assert_equal(rows.run.adjusts_logits, any(row.adjusts_logits for row in expected), "whether a row adjusts")
+        indices = (rows.run.indices + rows.num_after).tolist()
+        assert_equal(indices, [row.index for row in expected], "the indices of the rows")
     return [(row.index, row.output_ids[:], row.serial) for row in rows]
 
 
@@ -229,7 +233,8 @@ def compare(
             for loop in loops:
                 ids = (END,) if ends else ()
                 least = min(2, most)
-                params = SamplingParams(max_new_tokens=most, min_tokens=least, stop_token_ids=ids, ignore_eos=True)
+                settings = {"min_tokens": least, "presence_penalty": float(number % 2)}
+                params = SamplingParams(max_new_tokens=most, stop_token_ids=ids, ignore_eos=True, **settings)
                 limit = redirected_at_four if number % 3 == 2 else None
                 prompt = [5 + number // 2] * num_prompt_tokens
                 loop.add(Request(str(number), prompt, params, 0, ids, limit_row=limit))

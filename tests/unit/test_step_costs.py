@@ -190,6 +190,8 @@ def test_useless_drafts_cost_at_most_three_percent_by_the_derived_table(
 ) -> None:
     """By lookup, with the model as its own draft model, and with masks, whose guesses are verified a step later."""
     rates = {"CPU": step_costs.CPU, "NVIDIA L4": step_costs.OTHER_GPU}.get(device, step_costs.RATES["H100"])
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: device)
+    assert step_costs._rates(torch.device("cpu" if device == "CPU" else "cuda")) is rates
     monkeypatch.setattr(step_costs, "_rates", lambda device: rates)
     model = shape(name, torch.float32 if device == "CPU" else torch.bfloat16)
     table = step_costs.derived(model)
