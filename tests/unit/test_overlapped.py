@@ -233,7 +233,8 @@ def compare(
             for loop in loops:
                 ids = (END,) if ends else ()
                 least = min(2, most)
-                settings = {"min_tokens": least, "presence_penalty": float(number % 2)}
+                settings: dict[str, Any] = {"min_tokens": least}
+                settings |= {"presence_penalty": 1.0, "logprobs": 0} if number % 2 else {}
                 params = SamplingParams(max_new_tokens=most, stop_token_ids=ids, ignore_eos=True, **settings)
                 limit = redirected_at_four if number % 3 == 2 else None
                 prompt = [5 + number // 2] * num_prompt_tokens
