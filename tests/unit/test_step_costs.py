@@ -80,7 +80,7 @@ def test_costs_are_positive_and_never_fall(
         {"seconds": (0.0, 0.5, 2.0)},
         {"seconds": (1.0, 2.0)},
         {"seconds": (1.0, 2.0, float("nan"))},
-        {"tokens": (2, 1, 8)},
+        {"tokens": (1, 8, 2)},
         {"tokens": (0, 1, 8)},
         {"tokens": (2, 3, 8)},
         {"key": -1.0},
