@@ -61,7 +61,7 @@ CPU = Rates(20e9, 2e11, 2e-4, 1e-4, 1)
 class StepCosts:
     """A table of seconds. Raises ConfigError for costs that fall as counts grow, or are not numbers."""
 
-    tokens: tuple[int, ...]  # new tokens of a step, ascending; at least two
+    tokens: tuple[int, ...]  # new tokens of a step, ascending from 1; at least two
     seconds: tuple[float, ...]  # seconds of a step with this many new tokens
     key: float = 0.0  # extra seconds per token of context
     wait: float = 0.0  # extra seconds of a step with drafts
@@ -73,7 +73,7 @@ class StepCosts:
         is_table = len(self.tokens) == len(self.seconds) >= 2 and all(map(math.isfinite, numbers))
         if not (
             is_table
-            and self.tokens[0] > 0
+            and self.tokens[0] == 1
             and all(low < high for low, high in zip(self.tokens, self.tokens[1:], strict=False))
             and self.seconds[0] > 0
             and all(low <= high for low, high in zip(self.seconds, self.seconds[1:], strict=False))
@@ -81,7 +81,8 @@ class StepCosts:
         ):
             raise ConfigError(
                 f"The step costs are {dict(zip(self.tokens, self.seconds, strict=False))}, {self.key} for each token "
-                f"of context and {self.wait} for drafts; tokens must ascend, and costs be positive and not fall."
+                f"of context and {self.wait} for drafts; tokens must ascend from 1, and costs must be positive and not "
+                "fall."
             )
 
     def cost(self, num_tokens: int, context: int = 0, num_drafts: int = 0) -> float:
@@ -92,9 +93,9 @@ class StepCosts:
             context: tokens of all its sequences in the KV cache before the step.
             num_drafts: how many of the new tokens are drafts.
         """
-        at = min(max(bisect_right(self.tokens, num_tokens), 1), len(self.tokens) - 1)
+        at = min(bisect_right(self.tokens, num_tokens), len(self.tokens) - 1)
         (low, high), (start, end) = self.tokens[at - 1 : at + 1], self.seconds[at - 1 : at + 1]
-        computing = max(start + (end - start) * (num_tokens - low) / (high - low), 0.0)
+        computing = start + (end - start) * (num_tokens - low) / (high - low)
         return computing + self.key * context + (self.wait if num_drafts else 0.0)
 
     @cached_property

@@ -226,11 +226,8 @@ class DraftModel(Drafter):
 def _hand_out(
     asking: Sequence[Asking], numbers: Sequence[int], errors: Container[int], token_ids: Iterator[int]
 ) -> None:
-    """Append a draft to each request, unless the draft model failed at this draft or the previous one."""
-    position = max(len(request.draft_ids) for request, _, _ in asking)
+    """Append a draft to each request, unless the draft model failed at it; then it asked for no further ones."""
     for (request, draft_request, _), number in zip(asking, numbers, strict=True):
         if number not in errors:
-            token_id = next(token_ids)
-            if len(request.draft_ids) == position:
-                request.draft_ids.append(token_id)
-                draft_request.draft_ids = list(request.draft_ids)
+            request.draft_ids.append(next(token_ids))
+            draft_request.draft_ids = list(request.draft_ids)

@@ -13,7 +13,7 @@ from phases.phase_11_1.engine import Engine as MultiToken
 from shared.cache.view.bucket_padding import buckets_of
 from shared.engine.batch import Batch
 from shared.engine.executor import graphs
-from shared.engine.executor.buckets import Bucket
+from shared.engine.executor.buckets import Bucket, Buckets
 from shared.engine.executor.graphs import Computed, CudaGraphCapture, DrawRecorder, RecordedDraw
 from shared.engine.sampling.sampler import Sampler
 from shared.kernels.attention.kv_write import kv_write_kernel
@@ -240,6 +240,12 @@ def test_plans_of_prompts_are_kept_until_another_number_of_sequences_decodes(tin
     plans = [planner.plan(np.array([1] * n + [9]), np.array([4] * n + [9]), n).prefill for n in (1, 1, 2)]
     assert plans[0] is plans[1]
     assert plans[1] is not plans[2]
+    planner = replace(planner, buckets=Buckets.of(2, 64))
+    for num_new in (5, 41):  # one tile, and several
+        for num_tokens in range(num_new, num_new + 200):
+            step = np.array([1, num_new]), np.array([4, num_tokens]), 1
+            kept, fresh = (each.plan(*step).prefill[None] for each in (planner, replace(planner, last_prefill={})))
+            assert [each.tolist() for each in kept.arrays()] == [each.tolist() for each in fresh.arrays()], num_tokens
     engine = make_engine(tiny_checkpoints["gemma3_text"])
     planner, config = engine.view.attention.planner, replace(engine.config, prefill_chunk_size=500)
     assert buckets_of(config, engine.model, 48).mixed[-1].num_tokens == 3 * 48, "of three sequences"

@@ -57,7 +57,7 @@ SMALL: dict[str, Any] = {
     "layer_upper_budget": 42,
     "p_attn": 0.35,
     "query_window_size": 6,
-    "steps_between_compressions": 8,
+    "steps_between_compressions": 5,
 }
 REQUESTS: list[tuple[str | list[int], dict[str, Any]]] = [
     (
@@ -68,12 +68,14 @@ REQUESTS: list[tuple[str | list[int], dict[str, Any]]] = [
 ]
 
 
-@pytest.mark.parametrize(("method", "window"), [("snapkv", None), ("topp", 20), ("rkv", None)])
-def test_all_heads_at_once_keep_what_each_keeps_alone(randn, method, window):
+@pytest.mark.parametrize(
+    ("method", "window", "w"), [("snapkv", None, 12), ("topp", 20, 12), ("rkv", None, 12), ("rkv", None, 5)]
+)
+def test_all_heads_at_once_keep_what_each_keeps_alone(randn, method, window, w):
     """Two sequences in one set of launches, with heads that have packed parts of other lengths, a common tail, and more
     queries before the window's in the ring.
     """
-    w, D, num_blocks = 12, 16, 300
+    D, num_blocks = 16, 300
     cells, random = Cells(LAYERS, num_blocks, BLOCK_SIZE, HKV), np.random.default_rng(0)
     memory = torch.full((2, LAYERS, num_blocks, BLOCK_SIZE, HKV, D), float("nan"), device=DEVICE)
     ring, free = randn(LAYERS, 3, 16, 2 * HKV, D), random.permutation(num_blocks).astype(np.int32)
@@ -102,6 +104,7 @@ def test_all_heads_at_once_keep_what_each_keeps_alone(randn, method, window):
     mass = window_mass(ring, memory[0], cached, w, 0.25)
     assert [selected.index(replace(one)) for one in holdings] == [0, 1]
     assert selected.index(replace(holdings[0], length=holdings[0].length + 1)) is None, "it has new tokens"
+    assert selected.index(replace(holdings[0], packed=replace(holdings[0].packed))) is None, "it was compressed since"
     for i, (holding, of_head) in enumerate(zip(holdings, of_heads, strict=True)):
         newest = torch.arange(holding.num_tokens - w, holding.num_tokens, device=DEVICE) % 16
         queries, kept = ring[:, holding.row, newest], []

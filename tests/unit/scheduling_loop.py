@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection
 from shared.cache.pool.paged import PagedKVCachePool
 from shared.engine.output import StepOutput
 from shared.engine.output_processor import OutputProcessor
-from shared.engine.request import Request
+from shared.engine.request import Request, TokenLogprobs
 from shared.engine.sampling.sampler import SampledTokens
 from shared.sampling.params import SamplingParams
 from shared.scheduling.chunks import Chunks
@@ -102,8 +102,11 @@ class Loop:
     def commit(self, part: Schedule, errors: Collection[Request] = ()) -> None:
         """Those in ``errors`` could not be computed."""
         failed = {n: RuntimeError("injected") for n, entry in enumerate(part) if entry.request in errors}
-        ids = [token_id for entry in part if entry.request not in errors for token_id in self.sampled(entry)]
-        self.scheduler.commit(part, SampledTokens(ids, None, failed))
+        computed = [entry for entry in part if entry.request not in errors]
+        rows = [(entry.request.params.logprobs, token_id) for entry in computed for token_id in self.sampled(entry)]
+        logprobs = [None if count is None else TokenLogprobs(-float(token_id), ()) for count, token_id in rows]
+        sampled = SampledTokens([token_id for _, token_id in rows], logprobs if any(logprobs) else None, failed)
+        self.scheduler.commit(part, sampled)
 
     def sampled(self, entry: Scheduled) -> list[int]:
         """The token of each logit row of an entry; after a wrong draft, one of no output."""

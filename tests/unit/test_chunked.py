@@ -91,7 +91,7 @@ def test_a_wait_becomes_a_size_by_the_table_of_step_costs(
     """The largest step of 64, 128 … tokens that takes no longer: here 2 ms for 64 tokens, 2 ms more for each 64."""
     monkeypatch.setenv("INFER_STEP_COSTS", str(tmp_path))
     model = load_model(tiny_checkpoints["llama"])
-    save(StepCosts((64, 1024), (0.002, 0.032), source="measured", of=identity(model)))
+    save(StepCosts((1, 64, 1024), (0.002, 0.002, 0.032), source="measured", of=identity(model)))
     config = EngineConfig(max_batch_size=3, prefill_wait_ms=wait)
     assert within_wait(config, model) == EngineConfig(max_batch_size=3, chunk_beside_decoding=expected)
     assert within_wait(EngineConfig(), model) == EngineConfig()

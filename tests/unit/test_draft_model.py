@@ -20,6 +20,7 @@ from shared.engine.request import Request, RequestStatus
 from shared.errors import ConfigError
 from shared.sampling.noise import Stream, gumbel, seed_pattern
 from shared.sampling.params import SamplingParams
+from shared.scheduling.chunks import chunk_size
 from shared.scheduling.drafts import num_equal
 from shared.scheduling.schedule import Schedule
 from shared.speculation.adaptive import a_tenth
@@ -49,11 +50,23 @@ def drafts(tiny_checkpoints: dict[str, Path], tmp_path_factory: pytest.TempPathF
 
 
 class Checked(Engine):
-    """After each step a draft request has the tokens of its request, and the pools hold what it says."""
+    """After each step a draft request has the tokens of its request, and the pools hold what it says; the
+    draft model computes no more tokens than its memory was made for, and in chunks as the model does."""
 
     def __init__(self, config: EngineConfig) -> None:
         super().__init__(config)
-        commit = self.scheduler.commit
+        commit, drafter = self.scheduler.commit, self.drafter
+        missing = drafter._missing
+
+        def within(schedule: Schedule) -> Any:
+            entries, asking = missing(schedule)
+            sizes = [entry.num_tokens for entry in entries]
+            assert sum(sizes) <= drafter.room
+            if config.is_on("use_chunked_prefill"):
+                assert all(size <= chunk_size(config, size, schedule.num_decoding) for size in sizes)
+            return entries, asking
+
+        drafter._missing = within
 
         def checking(schedule: Schedule, sampled: Any) -> None:
             commit(schedule, sampled)
@@ -85,11 +98,12 @@ def test_outputs_are_those_without_drafts(
     tiny_checkpoints: dict[str, Path], drafts: dict[str, Path], family: str, overlaps: bool
 ) -> None:
     """Greedy and sampled, with penalties, chunks, shared prefixes and preemptions."""
-    arguments = SMALL | {"prefill_chunk_size": 30}
+    arguments = SMALL | ({"chunk_beside_decoding": 12} if family == "llama" else {"prefill_chunk_size": 30})
     requests, arrivals = [*ALIKE, *MIXED], [*ARRIVE, *ARRIVALS]
     plain = Plain(EngineConfig(model=str(tiny_checkpoints[family]), **arguments))
     answers = serve(plain, requests, arrivals)[0]
     engine = make(tiny_checkpoints[family], drafts[family], overlap_scheduling=overlaps, **arguments)
+    engine.drafter.room = 32  # of a smaller memory
     assert seen(serve(engine, requests, arrivals)[0]) == seen(answers)
     assert has_guessed(engine)
     assert engine.pool.draft.free_tokens == engine.pool.draft.capacity_tokens
@@ -156,8 +170,12 @@ def kept(pool: Any, view: Any, request: Any) -> torch.Tensor:
 
 
 def test_a_model_that_drafts_for_itself_is_always_right(tiny_checkpoints: dict[str, Path]) -> None:
-    """So its forwards are few: a prompt, and for each six tokens K = 5 small ones and one of six rows."""
+    """So its forwards are few: a prompt, and for each six tokens K = 5 small ones and one of six rows.
+
+    Of a request that wants no drafts, it computes nothing.
+    """
     request: Requests = [(list(range(20)), {"seed": 1, "max_new_tokens": 61, "ignore_eos": True})]
+    request += [([7, 8, 9], {"use_speculative_decoding": False, "max_new_tokens": 9, "ignore_eos": True})]
     engine = make(tiny_checkpoints["llama"], tiny_checkpoints["llama"])
     serve(engine, request)
     assert engine.stats()["drafts rejected (tokens)"] == 0

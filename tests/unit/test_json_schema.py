@@ -180,6 +180,15 @@ CASES: dict[str, tuple[Any, list[Any], list[Any]]] = {
         [[], [1]],
         [[1, 2], ["a"]],
     ),
+    "old array with the keyword of a new tuple": (
+        {
+            "$schema": "http://json-schema.org/draft-07/schema#",
+            "prefixItems": [{"type": "string"}],
+            "items": {"type": "integer"},
+        },
+        [[], [1, 2]],
+        [["a"], ["a", 1]],
+    ),
     "lengths of arrays": (
         {"items": {"type": "array"}, "minItems": 1, "maxItems": 2},
         [[[]], [[], [1]]],

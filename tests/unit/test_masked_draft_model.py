@@ -3,13 +3,18 @@
 import itertools
 import json
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
 
+from shared.grammar.constraint import Constraint
 from shared.grammar.grammar import Grammar
+from shared.sampling.params import SamplingParams
+from shared.sampling.sampler import SamplingRow
 from shared.scheduling.schedule import Schedule
+from shared.speculation.draft_masks import DeviceMasks
 from tests.drafts import num_refused
 from tests.mixed_requests import seen, serve
 from tests.unit.test_grammar_rows import make
@@ -83,6 +88,16 @@ def test_a_draft_that_cannot_be_computed_takes_no_mask_from_others(
     monkeypatch.setattr(engine.drafter.drafter.model, "forward", failing)
     answers = serve(make(tiny_checkpoints["llama"], None, **SETTINGS), REQUESTS)[0]
     assert (seen(serve(engine, REQUESTS)[0]), engine.num_refused) == (seen(answers), 0)
+
+
+def test_the_device_masks_no_row_whose_end_is_forbidden_or_whose_tables_are_not_there() -> None:
+    """The grammar may allow nothing but the end, and then the end is not forbidden; that the host alone knows."""
+    loaded, absent = (Constraint(GRAMMARS[0], cast(Any, None), None, base=base) for base in (0, None))
+    row = SamplingRow(SamplingParams(), 0, 1, [1], [2])
+    cases = [(row, loaded), (row._replace(masked_ids=(2,)), loaded), (row, absent), (row, None)]
+    asking: Any = [(SimpleNamespace(constraint=constraint), None, 1) for _, constraint in cases]
+    rows = DeviceMasks(cast(Any, None)).rows([each for each, _ in cases], asking, ())
+    assert [each.constraint for each in rows] == [loaded, None, None, None]
 
 
 @pytest.mark.parametrize("pool", [None, 1_000_000])

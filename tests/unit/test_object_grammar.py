@@ -6,6 +6,7 @@ import pytest
 
 from shared.grammar.automata.assembler import MAX_CLASSES, Assembler, Rule
 from shared.grammar.automata.automaton import START
+from shared.grammar.documents.clauses import _without_implied
 from shared.grammar.documents.json_schema import compile_schema
 from shared.grammar.limits import GrammarError
 from tests.comparison import assert_equal
@@ -95,3 +96,10 @@ def test_no_value_is_begun_in_vain() -> None:
     refused = ['"kind": "k1", "p1": "', '"kind": "k1", "p": 2', '"p1": "x", "kind": "k1', '"p": 1, "kind": "k2']
     for text in (*begun, *refused):
         assert (automaton.walk(START, f"{{{text}".encode()) is not None) == (text in begun), text
+
+
+def test_a_clause_is_dropped_only_beside_a_stronger_one() -> None:
+    """One that more objects trigger, and that fewer keys satisfy: pairs of a trigger and keys, as bits."""
+    assert _without_implied({(0, 0b10), (0b1, 0b110)}, budget()) == {(0, 0b10)}
+    neither = {(0b1, 0b10), (0, 0b1110)}
+    assert _without_implied(neither, budget()) == neither

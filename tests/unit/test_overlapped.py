@@ -16,10 +16,11 @@ from shared.engine.batch import Batch
 from shared.engine.config import EngineConfig
 from shared.engine.request import Request
 from shared.sampling.params import SamplingParams
+from shared.sampling.sampler import SamplingRow
 from shared.scheduling.growth import preempt
 from shared.scheduling.overlapped import OverlappedScheduler, has_block_for_each, must_know_ends
 from shared.scheduling.prefix import PrefixScheduler
-from shared.scheduling.schedule import Schedule
+from shared.scheduling.schedule import NextRows, Schedule
 from shared.scheduling.scheduler import Scheduler
 from shared.scheduling.speculative import SpeculativeScheduler
 from shared.text.tokenizer import Tokenizer
@@ -197,7 +198,16 @@ def rows_of_newest(loop: Loop) -> list[tuple[Any, ...]]:
     expected = [entry.request.sampling_row() for entry in schedule if entry.num_logit_rows]
     assert_equal([*rows], expected, "rows, as the requests make them")
     assert_equal(rows[-1:], expected[-1:], "the last row")
+    if isinstance(rows, NextRows):
+        assert_equal(rows.run.adjusts_logits, any(row.adjusts_logits for row in expected), "whether a row adjusts")
+        indices = (rows.run.indices + rows.num_after).tolist()
+        assert_equal(indices, [row.index for row in expected], "the indices of the rows")
     return [(row.index, row.output_ids[:], row.serial) for row in rows]
+
+
+def redirected_at_four(row: SamplingRow) -> SamplingRow:
+    """As a budget of thinking tokens: it changes one row, and none before it."""
+    return row._replace(redirect=(LETTER, None)) if row.index == 4 else row
 
 
 def compare(
@@ -223,8 +233,12 @@ def compare(
             for loop in loops:
                 ids = (END,) if ends else ()
                 least = min(2, most)
-                params = SamplingParams(max_new_tokens=most, min_tokens=least, stop_token_ids=ids, ignore_eos=True)
-                loop.add(Request(str(number), [5 + number // 2] * num_prompt_tokens, params, 0, ids))
+                settings: dict[str, Any] = {"min_tokens": least}
+                settings |= {"presence_penalty": 1.0, "logprobs": 0} if number % 2 else {}
+                params = SamplingParams(max_new_tokens=most, stop_token_ids=ids, ignore_eos=True, **settings)
+                limit = redirected_at_four if number % 3 == 2 else None
+                prompt = [5 + number // 2] * num_prompt_tokens
+                loop.add(Request(str(number), prompt, params, 0, ids, limit_row=limit))
         if step in aborts:
             got, expected = (loop.abort(str(aborts[step])) for loop in loops)
             assert got == expected, f"step {step} aborts a request"

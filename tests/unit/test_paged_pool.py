@@ -174,6 +174,11 @@ def test_a_layout_that_reaches_ahead_has_the_blocks_of_further_tokens() -> None:
     layout = pool.layout(replace(step_of({a: 3, b: 4}), num_ahead=3))
     assert_equal(layout.tables.tolist(), [0, 1, 2, 3], "blocks of 6 and 7 tokens", ("entry",))
     assert_equal((layout.table_starts.tolist(), layout.num_ahead), ([0, 2, 4], 3), "where each begins, and how far")
+    pool = PagedKVCachePool(6, 4, 2, request_capacity=12)
+    for request in (a, b):
+        assert pool.reserve(request, 12)
+    layout = pool.layout(replace(step_of({a: 11, b: 11}), num_ahead=3))
+    assert_equal(layout.table_starts.tolist(), [0, 3, 6], "where each begins: none has more blocks than a table")
 
 
 def test_many_short_sequences_fit_where_one_long_one_does() -> None:

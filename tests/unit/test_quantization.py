@@ -5,6 +5,8 @@ is compared with what transformers reads where compressed-tensors is installed.
 """
 
 import dataclasses
+import json
+import shutil
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -12,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
 from shared.cache.view.uncached import UncachedView
@@ -232,7 +234,7 @@ STORED: dict[str, tuple[dict[str, Any], dict[str, torch.Tensor], torch.Tensor]] 
         },
         in_groups(ZEROS),
     ),
-    "gptq": (GPTQ, GPTQ_TENSORS, in_groups(ZEROS)),
+    "gptq": (GPTQ | {"checkpoint_format": "GPTQ", "format": "gptq"}, GPTQ_TENSORS, in_groups(ZEROS)),
     "gptq, version 2, symmetric": (
         GPTQ | {"checkpoint_format": "gptq_v2"},
         {
@@ -306,6 +308,7 @@ def test_a_stored_matrix_is_read(tmp_path: Path, kind: str) -> None:
         ("gptq", {}, {"g_idx": torch.arange(K).int() % 2}, r"up_proj\.g_idx.*act-order"),
         ("awq", {"version": "gemv"}, {}, "version 'gemv'.*'gemm'"),
         ("fp8 in blocks", {"weight_block_size": [64, 64]}, {}, r"weight_block_size \[64, 64\]"),
+        ("fp8 in blocks", {"fmt": "e4m3fnuz"}, {}, "fmt 'e4m3fnuz'.*'e4m3'"),
         ("fp8 in blocks", {}, {"weight": FLOATS.float()}, r"up_proj\.weight.*float32.*must be float8_e4m3fn"),
         ("fp8 in blocks", {}, {"weight_scale_inv": torch.ones(2, 1)}, r"weight_scale_inv.*\[2, 1\].*\[1, 2\]"),
         ("fp8 in blocks", {}, {"weight_scale_inv": torch.tensor([[1.0, float("inf")]])}, r"scale inf at \[0, 1\]"),
@@ -361,7 +364,7 @@ def test_rows_that_do_not_fill_an_int32(tmp_path: Path) -> None:
 
 
 def test_modules_left_out(tmp_path: Path) -> None:
-    """Layer 7 is not layer 70. The list of AWQ has parts of names."""
+    """Layer 7 is not layer 70. A pattern begins where a name does; the list of AWQ has parts of names."""
     save_file({"a": torch.zeros(1)}, tmp_path / "model.safetensors")
     checkpoint = Checkpoint(tmp_path)
     with pytest.raises(ModelFolderError, match="quant_method None"):
@@ -372,7 +375,7 @@ def test_modules_left_out(tmp_path: Path) -> None:
     in_layer_7 = "model.layers.7.mlp.up_proj"
     for config, left_out in [
         (INT8, in_layer_7),
-        (INT8 | {"ignore": ["lm_head", "model.layers.7", in_layer_7]}, in_layer_7),
+        (INT8 | {"ignore": ["lm_head", "model.layers.7", in_layer_7, "re:layers[.]70[.]", "re:q_proj"]}, in_layer_7),
         (AWQ | {"modules_to_not_convert": ["layers.7."]}, in_layer_7),
         *((BLOCKS | {"modules_to_not_convert": [name]}, in_layer_7) for name in ("model.layers.7", in_layer_7)),
         (GPTQ, "lm_head"),
@@ -426,6 +429,12 @@ def test_the_command_writes_a_checkpoint_once(tiny_checkpoints: dict[str, Path],
     assert "is not empty" in " ".join(CliRunner().invoke(app, [*command, "int8"]).output.split())
     with pytest.raises(ConfigError, match="leave --quantize-head out"):
         quantize_checkpoint(tiny_checkpoints["llama"], tmp_path / "head", "int8", quantize_head=True)
+    untied = tmp_path / "untied"
+    shutil.copytree(tiny_checkpoints["llama"], untied)  # whose config says that the head is the embedding
+    tensors = load_file(untied / "model.safetensors")
+    save_file(tensors | {"lm_head.weight": 1 + tensors["model.embed_tokens.weight"]}, untied / "model.safetensors")
+    written = quantize_checkpoint(untied, tmp_path / "head", "int8")
+    assert not json.loads((written / "config.json").read_text())["tie_word_embeddings"], "as the tensors say"
 
 
 def test_all_matrices_of_a_checkpoint_have_one_size_of_group(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -32,6 +32,12 @@ def test_four_bits_reach_from_minus_eight_to_seven() -> None:
     assert_equal(numbers.tolist(), [[7, -1], [-8, 1]], "numbers of 4 bits, scale 1", ("row", "column"))
 
 
+def test_values_on_their_device_are_aligned() -> None:
+    """Those of a mapped file begin anywhere."""
+    weight = QuantizedWeight(torch.zeros(65, dtype=torch.int8)[1:].view(4, 16), torch.ones(4, 1), None, 16)
+    assert_equal(weight.to(torch.device("cpu")).values.data_ptr() % 16, 0, "bytes past a multiple of 16")
+
+
 def test_floats_of_8_bits_keep_their_fraction() -> None:
     numbers, scales = rounded(torch.tensor([[448.0, 0.875, -0.4375]]), 448.0, torch.float8_e4m3fn)
     assert_equal(scales.tolist(), [[1.0]], "scales", ("row",))

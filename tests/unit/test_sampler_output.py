@@ -1,6 +1,7 @@
 """Tokens and log-probabilities of a batch's rows, each as its own request asked."""
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -96,7 +97,7 @@ def test_the_parts_of_a_batch_are_one_output_however_often_it_is_waited_for() ->
 def test_rows_that_decode_on_upload_their_indices_alone_and_draw_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     """A call whose rows are those of the one before keeps the rest on the device, unless that changes by token."""
     plain, filtered = SamplingParams(temperature=0.9), SamplingParams(temperature=0.7, top_p=0.8, logprobs=2)
-    masked = SamplingParams(temperature=0.8, min_tokens=3)
+    masked = SamplingParams(temperature=0.8, min_tokens=3, logit_bias={0: 30.0})  # a token of those that are masked
     penalised = SamplingParams(temperature=0.8, presence_penalty=1.5)
 
     def rows(index: int, *options: tuple[SamplingParams, int]) -> list[SamplingRow]:
@@ -119,5 +120,16 @@ def test_rows_that_decode_on_upload_their_indices_alone_and_draw_the_same(monkey
         ours = SamplerOutput([sampler.sample(logits, step, range(len(step)))]).wait()
         fresh = sample(logits, step)
         assert (ours.token_ids, ours.logprobs) == (fresh.token_ids, fresh.logprobs), f"call {number}"
+
+    def interrupted(arrays: dict[str, Any]) -> None:
+        send(arrays)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as during:
+        during.setattr(sampler.staging, "send", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            sampler.sample(logits, rows(0, *others, (plain, 9)), range(3))
+    again = SamplerOutput([sampler.sample(logits, step, range(3))]).wait()
+    assert again.token_ids == fresh.token_ids, "what was overwritten is sent again"
     alone = [number for number, names in enumerate(sent) if names == {"indices"}]
     assert alone == [1, 2, 6, *range(8, 14), 16, 17, 19]

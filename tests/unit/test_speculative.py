@@ -40,6 +40,8 @@ def step(scheduler: SpeculativeScheduler, drafts: Sequence[Sequence[int]] = (), 
     """Each request proposes its own drafts, or none, and draws what a model does whose answer is ``ANSWER``: after a
     wrong draft any token. The request at ``failing`` cannot be computed."""
     schedule = scheduler.schedule()
+    starts = [entry.request.num_computed_tokens for entry in schedule]
+    assert_equal([entry.start for entry in schedule], starts, "where each goes on", ("request",))
     for entry, ids in zip(schedule, drafts, strict=False):
         entry.request.draft_ids = list(ids)
     if schedule.has_drafts:
@@ -178,9 +180,9 @@ def test_a_step_with_drafts_asks_once_how_many(monkeypatch: pytest.MonkeyPatch) 
 @pytest.mark.parametrize(
     ("module", "options", "expected"),
     [
-        (speculative, {}, [1, 1, 0, 0, 1, 1]),
-        (multi_token, {}, [1, 1, 0, 0, 1, 1]),
-        (multi_token, {"drafter": None, "adapter": "a"}, [1, 1, 1, 0, 0, 1]),  # masks are no drafts, and are verified
+        (speculative, {}, [1, 1, 1, 0, 0, 1, 1]),
+        (multi_token, {}, [1, 1, 1, 0, 0, 1, 1]),
+        (multi_token, {"drafter": None, "adapter": "a"}, [1, 1, 1, 1, 0, 0, 1]),  # masks are no drafts
     ],
 )
 def test_the_common_step_is_tried_unless_the_step_before_had_drafts(module, options, expected, monkeypatch) -> None:
@@ -189,7 +191,7 @@ def test_the_common_step_is_tried_unless_the_step_before_had_drafts(module, opti
     monkeypatch.setattr(module, "only_decoding", lambda *some: tried.append(1) or only_decoding(*some))
     add(scheduler, "a")
     found = []
-    for num_wanted in (0, 1, 1, 0, 0, 0):
+    for num_wanted in (0, 0, 1, 1, 0, 0, 0):
         tried.clear()
         monkeypatch.setattr(scheduler.lengths, "next_lengths", lambda some, n=num_wanted: [n] * len(some))
         step(scheduler)

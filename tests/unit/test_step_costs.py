@@ -24,6 +24,7 @@ from shared.loading.loader import load_model
 from shared.loading.quantized import quantizer
 from shared.models.causal_lm import CausalLM
 from shared.models.fused import fuse
+from shared.models.packed import SUPPORTED_ENGINES, pack
 from shared.scheduling import step_costs
 from shared.scheduling.step_costs import StepCosts
 from shared.speculation.adaptive import DraftLengths
@@ -63,7 +64,6 @@ counts = st.tuples(st.integers(1, 10_000), st.integers(0, 10**6), st.integers(0,
 
 
 @example(table=TABLE, few=(1, 0, 0), more=(0, 0, 1))
-@example(table=StepCosts((4, 8), (1.0, 2.0)), few=(1, 0, 0), more=(2, 0, 0))
 @given(table=tables, few=counts, more=st.tuples(*[st.integers(0, 1000)] * 3))
 def test_costs_are_positive_and_never_fall(
     table: StepCosts, few: tuple[int, int, int], more: tuple[int, int, int]
@@ -80,8 +80,9 @@ def test_costs_are_positive_and_never_fall(
         {"seconds": (0.0, 0.5, 2.0)},
         {"seconds": (1.0, 2.0)},
         {"seconds": (1.0, 2.0, float("nan"))},
-        {"tokens": (2, 1, 8)},
+        {"tokens": (1, 8, 2)},
         {"tokens": (0, 1, 8)},
+        {"tokens": (2, 3, 8)},
         {"key": -1.0},
         {"wait": float("inf")},
         {"tokens": (1,), "seconds": (1.0,)},
@@ -89,7 +90,7 @@ def test_costs_are_positive_and_never_fall(
     ids=str,
 )
 def test_a_table_whose_costs_fall_is_refused(wrong: dict[str, Any]) -> None:
-    with pytest.raises(ConfigError, match="tokens must ascend, and costs be positive and not fall"):
+    with pytest.raises(ConfigError, match="tokens must ascend from 1, and costs must be positive and not fall"):
         StepCosts(**{"tokens": (1, 2, 8), "seconds": (1.0, 1.5, 4.5)} | wrong)
 
 
@@ -125,6 +126,10 @@ def test_costs_are_derived_from_bytes_and_operations(tiny_checkpoints: dict[str,
     saved = [int(step_costs.identity(model)["weight bytes"]) for model in (whole, small)]
     num_quantized = sum(each.numel() for each in whole.blocks.parameters() if each.ndim == 2)
     assert saved[0] - saved[1] > 2.5 * num_quantized, "of four bytes of each weight about one is left"
+    num_packed = num_quantized + whole.head.weight.numel() if "fbgemm" in SUPPORTED_ENGINES else 0
+    packed = pack(whole.half().float())  # weights that 16 bits hold
+    num_bytes = int(step_costs.identity(packed)["weight bytes"])
+    assert saved[0] - num_bytes == pytest.approx(2 * num_packed, rel=0.02), "a packed weight has 16 bits of 32"
     halves = [step_costs.identity(shape("qwen3-0.6b", dtype)) for dtype in (torch.bfloat16, torch.float16)]
     assert halves[0] != halves[1], "as many bytes, and another dtype"
 
@@ -185,6 +190,8 @@ def test_useless_drafts_cost_at_most_three_percent_by_the_derived_table(
 ) -> None:
     """By lookup, with the model as its own draft model, and with masks, whose guesses are verified a step later."""
     rates = {"CPU": step_costs.CPU, "NVIDIA L4": step_costs.OTHER_GPU}.get(device, step_costs.RATES["H100"])
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: device)
+    assert step_costs._rates(torch.device("cpu" if device == "CPU" else "cuda")) is rates
     monkeypatch.setattr(step_costs, "_rates", lambda device: rates)
     model = shape(name, torch.float32 if device == "CPU" else torch.bfloat16)
     table = step_costs.derived(model)
