@@ -27,11 +27,11 @@ demo: env ## fetch the demo model, let it answer, and show what each phase gains
 	@echo
 	$(BIN)/infer ladder --model smollm2-135m --quick
 
-test: env ## run the tests of the engine, the server, the chapters and the kernels: minutes
+test: env ## run the tests of the engine, the server and the kernels, and of what the chapters quote: minutes
 	$(SUITE) -m "not slow and not measured"
 	TRITON_INTERPRET=1 $(SUITE) -m "not slow and not measured" tests/kernels
 
-test-all: env ## run every test that this machine can run and that decides: also browsers, exercises, compilation
+test-all: env ## run every test that this machine can run and that decides: also chapters' code, browsers, exercises, benchmarks, compilation
 	$(SUITE) -m "not measured"
 	TRITON_INTERPRET=1 $(SUITE) -m "not measured" tests/kernels
 
