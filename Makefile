@@ -8,8 +8,9 @@ BIN := $(VENV)/bin
 # tests/integration comes first and takes longest, so files are handed out in that order.
 PARALLEL := --numprocesses logical --maxprocesses 4 --dist loadfile --no-loadscope-reorder
 # The same verdict every time: sets of strings have one order, and sums of floats one number of threads. Hundreds of
-# processes import the course, so its bytecode is kept, whatever the shell says.
-SUITE := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 PYTHONHASHSEED=0 $(BIN)/python -m pytest $(PARALLEL) -rs --durations 20 --durations-min 5
+# processes import the course, so its bytecode is kept, whatever the shell says. The memory of a model goes back to the
+# system when it is freed; by default glibc keeps 1 GB of it for the next.
+SUITE := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 PYTHONHASHSEED=0 MALLOC_MMAP_THRESHOLD_=1048576 $(BIN)/python -m pytest $(PARALLEL) -rs --durations 20 --durations-min 5
 GPU_SUITE := $(BIN)/python -m pytest -p tests.gpu_run --seconds $(SECONDS_ON_GPU) tests phases
 SECONDS_ON_GPU ?= 480
 MINUTES ?= 10
@@ -27,11 +28,11 @@ demo: env ## fetch the demo model, let it answer, and show what each phase gains
 	@echo
 	$(BIN)/infer ladder --model smollm2-135m --quick
 
-test: env ## run the tests of the engine, the server, the chapters and the kernels: minutes
+test: env ## run the tests of the engine, the server and the kernels, and of what the chapters quote: minutes
 	$(SUITE) -m "not slow and not measured"
 	TRITON_INTERPRET=1 $(SUITE) -m "not slow and not measured" tests/kernels
 
-test-all: env ## run every test that this machine can run and that decides: also browsers, exercises, compilation
+test-all: env ## run every test that this machine can run and that decides: also chapters' code, browsers, exercises, benchmarks, compilation
 	$(SUITE) -m "not measured"
 	TRITON_INTERPRET=1 $(SUITE) -m "not measured" tests/kernels
 

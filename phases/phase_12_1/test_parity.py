@@ -68,7 +68,7 @@ def alone(config: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in config.items() if name != "tensor_parallel_size"}
 
 
-@pytest.fixture(scope="module", params=FAMILIES)
+@pytest.fixture(scope="module", params=["llama", "qwen3", pytest.param("gemma3", marks=pytest.mark.slow)])
 def engines(request: pytest.FixtureRequest, session_folder: Path) -> Iterator[tuple[Engine, Whole]]:
     """A group, and the engine of phase 12 with the same settings; most preempt and cache prefixes."""
     folder, config = checkpoint_for_ranks(request.param, session_folder), SMALL | KINDS[request.param]
@@ -170,7 +170,12 @@ def test_an_engine_of_one_rank_is_that_of_phase_12(session_folder: Path) -> None
 
 @pytest.mark.parametrize(
     ("size", "draft_ranks", "on_each", "acceptance"),
-    [(2, 1, False, "coupled"), (2, 1, True, "coupled"), (2, 2, False, "rejection"), (4, 2, False, "coupled")],
+    [
+        (2, 1, False, "coupled"),
+        (2, 1, True, "coupled"),
+        (2, 2, False, "rejection"),
+        pytest.param(4, 2, False, "coupled", marks=pytest.mark.slow),
+    ],
 )
 def test_a_draft_model_is_whole_or_cut_among_ranks(
     session_folder: Path, size: int, draft_ranks: int, on_each: bool, acceptance: str

@@ -18,7 +18,10 @@ def ranks_of(process: psutil.Process) -> list[psutil.Process]:
     return [child for child in process.children(recursive=True) if any(WORKER in part for part in child.cmdline())]
 
 
-@pytest.mark.parametrize(("where", "is_lost"), [("--engine-process", True), ("--engine-thread", False)])
+@pytest.mark.parametrize(
+    ("where", "is_lost"),
+    [pytest.param("--engine-process", True, marks=pytest.mark.slow), ("--engine-thread", False)],
+)
 def test_a_server_ends_with_its_group(session_folder: Path, tmp_path: Path, where: str, is_lost: bool) -> None:
     """It says which rank was lost, even while it has no work, and leaves no rank behind.
 

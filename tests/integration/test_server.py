@@ -387,7 +387,7 @@ def test_a_server_that_cannot_start_says_why_in_one_sentence(folder: Path, tmp_p
         assert started.stderr.read().count(b"\n") == 1
 
 
-@pytest.mark.parametrize("client", ["pinned", OLD_CLIENT])
+@pytest.mark.parametrize("client", ["pinned", pytest.param(OLD_CLIENT, marks=pytest.mark.slow)])
 def test_clients_of_openai_read_every_form_of_an_answer(client: str, server: ServerProcess) -> None:
     """The pinned one, and an old one that fails at a line `event:`, in an environment of its own."""
     if client == "pinned":
@@ -443,6 +443,7 @@ def statuses_of(operation: Any, mode: GenerationMode) -> set[int]:
     return statuses
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("path", PATHS)
 def test_nothing_that_the_description_allows_or_forbids_breaks_the_server(
     path: str, short_server: ServerProcess

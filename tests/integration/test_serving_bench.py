@@ -35,6 +35,7 @@ from shared.errors import ConfigError
 from shared.lessons import Lesson, newest_lesson
 from shared.loading.config_json import read_config
 
+pytestmark = pytest.mark.slow
 VOCABULARY = 300
 DECODE = Workload("decode", "2 decode", 2, 2, (4, 4), (6, 6))
 BATCHED = [name for name in ("continuous", "paged", "newest") if name in lineup()]

@@ -148,17 +148,6 @@ def test_the_site_is_small(site: Path) -> None:
     assert sum(size for path, size in sizes.items() if path.parts[0] == "source") < 10_800_000
 
 
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_code_has_the_same_colours_in_chapters_and_on_source_pages(scheme: str, origin: str, browser: Any) -> None:
-    elements = {".k": "b", ".nf": "dfn", ".sd": "samp", ".kc": "u", ".s2": "q", ".nd": "var", ".p": "dd"}
-    look = """names => names.map(name => getComputedStyle(document.querySelector(`article .highlight ${name}`)))
-        .map(style => [style.color, style.fontWeight, style.fontStyle, style.fontFamily, style.textDecorationLine])"""
-    with opened(browser, f"{origin}/tutorial/phase_03.html", color_scheme=scheme) as page:
-        quoted = page.evaluate(look, list(elements))
-    with opened(browser, f"{origin}/source/phases/phase_03/engine.py.html", color_scheme=scheme) as page:
-        assert page.evaluate(look, list(elements.values())) == quoted
-
-
 def test_the_landing_page_leads_into_the_course_to_the_source_and_to_a_search(origin: str, browser: Any) -> None:
     with opened(browser, origin) as page:
         expect(page.locator(".landing-header strong")).to_have_text("infer")
@@ -307,19 +296,6 @@ def test_a_number_stays_on_the_line_of_its_unit(documents: dict[str, str]) -> No
     assert sum(len(re.findall(r"\d\N{NO-BREAK SPACE}(?:µs|ms|%|×)", text)) for text in shown.values()) > 100
     parted = {name: re.findall(r"\d (?:µs|ms|%|×|tokens/s|/ \d)[^\n]*", text) for name, text in shown.items()}
     assert {name: found for name, found in parted.items() if found} == {}
-
-
-def test_a_phone_shows_a_picture_whole_or_says_that_it_scrolls(origin: str, browser: Any) -> None:
-    hint = "caption => getComputedStyle(caption, '::before').content"
-    for name in ("index.html", "README.html", "tutorial/phase_05.html", "tutorial/phase_07.html", "docs/API.html"):
-        with opened(browser, f"{origin}/{name}", viewport=PHONE) as page:
-            assert page.evaluate("document.documentElement.scrollWidth <= innerWidth"), name
-            for frame in page.locator(".picture .frame, .steps > a").all():
-                scrolls, caption = (
-                    frame.evaluate("frame => frame.scrollWidth > frame.clientWidth"),
-                    frame.locator("~ *"),
-                )
-                assert scrolls == ("Scrolls" in caption.evaluate(hint))
 
 
 def test_dark_mode_switches_and_stays_and_diagrams_follow(documents: dict[str, str], origin: str, browser: Any) -> None:

@@ -30,6 +30,7 @@ from shared.lessons import find_lesson, newest_lesson
 from shared.loading import checkpoint
 from shared.loading.config_json import parse_config, read_config
 
+pytestmark = pytest.mark.slow
 SIZE = GenerationSize(prompt_tokens=7, new_tokens=6, trials=2)
 CEILINGS = Ceilings(2e9, 1e9, 1e10, None, None, "float32")
 NEWEST = newest_lesson().number

@@ -12,7 +12,7 @@ from shared.tracing.steps.page import write
 from shared.tracing.steps.recording import StepRecorder
 from shared.tracing.workload import run
 from tests.integration.stepper import event_of, go_to, stepper
-from tests.integration.tabs import CONTRASTS, PHONE, expect
+from tests.integration.tabs import PHONE, expect
 from tests.integration.test_steps_command import by_learner
 from tests.unit.tracing.recording import Clock, add_gpu, arrivals
 
@@ -54,7 +54,6 @@ def test_what_a_gpu_runs_stands_beside_the_lines(beside_a_gpu: dict[str, Any], b
         launch = next(n for n, (line, *_) in enumerate(data["events"]) if data["lines"][line][3] == "launch")
         go_to(tab, data, launch)
         assert tab.inner_text("#kind") == "launches work", "which the GPU does, and not the host"
-        assert [text for ratio, text in tab.evaluate(CONTRASTS) if ratio < 4.5] == []
 
 
 def test_other_ranks_have_a_lane_each(beside_a_gpu: dict[str, Any], browser: Any, page: Any) -> None:
@@ -68,7 +67,6 @@ def test_other_ranks_have_a_lane_each(beside_a_gpu: dict[str, Any], browser: Any
         assert f"Rank 1 begins the {name} of step 1" in tab.inner_text("#told") or "; rank 1 begins" in tab.inner_text(
             "#told"
         )
-        assert tab.evaluate("document.documentElement.scrollWidth") == PHONE["width"]
 
 
 @pytest.fixture(scope="module")

@@ -20,15 +20,6 @@ from tests.integration.tabs import CONTRASTS, PHONE, expect, opened
 
 RECORDINGS = Path(__file__).parents[2] / "tutorial/recordings"
 TEXTS_OF = "all => all.map(each => each.textContent)"
-BOXES = """() => [...document.querySelectorAll('.station, .passage, .moment, #told, #sides')]
-    .filter(each => each.checkVisibility()).map(each => each.getBoundingClientRect())
-    .map(({ x, y, width, height }) => [x, y, width, height])"""
-SHIFTS = """() => {
-    window.shifts = [];
-    const moved = ({ sources }) => sources.map(({ node }) => node?.className ?? node?.data ?? String(node));
-    new PerformanceObserver(list => window.shifts.push(...list.getEntries().map(moved)))
-        .observe({ type: 'layout-shift' });
-}"""
 
 
 @cache
@@ -277,23 +268,13 @@ def test_the_lines_of_an_exercise_are_folded_and_one_click_opens_them(tab: Any) 
     assert event_of(tab) == hidden[0] + 1
 
 
-@pytest.mark.parametrize(("viewport", "name"), [(None, "phase_07"), (None, "phase_12"), (PHONE, "phase_08")])
-def test_nothing_moves_while_it_plays(viewport: Any, name: str, browser: Any, pages: Any) -> None:
-    url = pages(name)
-    with stepper(browser, url, **({"viewport": viewport} if viewport else {})) as tab:
-        boxes = tab.evaluate(BOXES)
-        tab.evaluate(SHIFTS)
-        tab.locator("#speed").select_option("40")
-        tab.locator("#play").click()
-        assert tab.locator("#play").get_attribute("aria-label") == "pause"
-        expect(tab.locator("#moment")).to_have_value(re.compile(r"[6-9]\d|\d{3,}"))
-        assert tab.evaluate("document.getAnimations().length") == 0
-        tab.locator("#play").click()
-        assert tab.locator("#play").get_attribute("aria-label") == "play"
-        assert tab.evaluate("window.shifts") == []
-        for event in range(0, len(recording(name)["events"]), 61):
-            go(tab, name, event)
-            assert tab.evaluate(BOXES) == boxes, event
+def test_it_plays_until_it_is_paused(tab: Any) -> None:
+    tab.locator("#speed").select_option("40")
+    tab.locator("#play").click()
+    assert tab.locator("#play").get_attribute("aria-label") == "pause"
+    expect(tab.locator("#moment")).to_have_value(re.compile(r"[6-9]\d|\d{3,}"))
+    tab.locator("#play").click()
+    assert tab.locator("#play").get_attribute("aria-label") == "play"
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
@@ -320,17 +301,12 @@ def test_a_phone_shows_one_station_at_a_time(browser: Any, pages: Any) -> None:
         for button in tab.locator(".stations button").all():
             button.tap()
             assert tab.locator("section.station").evaluate_all(seen) == [button.get_attribute("data-station")]
-            assert tab.evaluate("document.documentElement.scrollWidth") == PHONE["width"]
         before = event_of(tab)
         tab.locator("#on").tap()
         tab.locator("#step-on").tap()
         assert event_of(tab) == recording("phase_12")["steps"][1]["first"] > before
         line = tab.locator(".lines [aria-current] .number").first.text_content()
         assert tab.locator("#now").inner_text().startswith(str(line)), "the line that runs is told beside any station"
-        small = tab.locator("button:visible").evaluate_all(
-            "all => all.filter(each => each.getBoundingClientRect().height < 32).map(each => each.textContent)"
-        )
-        assert small == []
 
 
 def test_a_question_hides_its_answer_until_it_is_opened(browser: Any, pages: Any) -> None:
@@ -407,19 +383,7 @@ def test_launching_and_waiting_are_told_apart(tab: Any) -> None:
         event = next(number for number, (line, *_) in enumerate(data["events"]) if data["lines"][line][3] == kind)
         go(tab, "phase_07", event)
         assert tab.inner_text("#kind").startswith(said)
-        assert tab.locator("#kind").evaluate("kind => kind.scrollWidth <= kind.clientWidth"), "it is shown whole"
         assert kind in tab.locator(".lines [aria-current]").get_attribute("class")
-
-
-def test_a_large_screen_shows_all_of_it_larger(browser: Any, pages: Any) -> None:
-    heights = []
-    for width, height in ((1280, 800), (1920, 1080)):
-        with stepper(browser, pages("phase_07"), viewport={"width": width, "height": height}) as tab:
-            heights.append(tab.locator(".chip").first.bounding_box()["height"])
-            footer = tab.locator("footer").bounding_box()
-            assert footer["y"] + footer["height"] <= height
-            assert tab.evaluate("document.documentElement.scrollWidth <= innerWidth")
-    assert heights[1] > 1.2 * heights[0]
 
 
 def test_without_its_script_the_page_says_so(browser: Any, pages: Any) -> None:

@@ -1,5 +1,6 @@
 """``infer workshop`` as a learner uses it, and their code inside other commands: real files, and real processes where
-more than the command itself counts; other commands run in this one, with a server of checks that all of them share."""
+more than the command itself counts; other commands run in this one, with a server of checks that all of them share.
+Marked slow: `tests/unit/test_workshop.py` has the parts without their processes."""
 
 import os
 import re
@@ -24,6 +25,7 @@ from tutorial.workshop.check import CheckServer
 from tutorial.workshop.exercises import exercises, find_exercise, reference
 from tutorial.workshop.verdicts import Outcome
 
+pytestmark = pytest.mark.slow
 ROOT = Path(__file__).parents[2]
 KV_BYTES_GAP = 'raise NotImplementedError("exercise 03x1: what one token costs, in bytes")'
 GAP_LINE = reference(find_exercise("03x1"))[1].begin + 2  # the number of the gap's line, from 1

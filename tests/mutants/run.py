@@ -83,7 +83,7 @@ def test(copy: Path, tests: tuple[str, ...], log: Path, answer) -> None:  # type
     import pytest
 
     finding = Finding()
-    options = ["-x", "-q", "-m", "not measured and not slow", "-p", "no:cacheprovider", "--basetemp", f"{log}.d"]
+    options = ["-x", "-q", "-m", "not measured", "-p", "no:cacheprovider", "--basetemp", f"{log}.d"]
     status = pytest.main([*options, *tests], plugins=[finding])
     answer.send((int(status), finding.test))
     os._exit(0)

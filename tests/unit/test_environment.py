@@ -2,6 +2,7 @@
 
 The checkouts are small, with the real `constraints/environment.py` and an interpreter's real environment; there is no
 pip in it, so that any try to install something fails. Where something is installed, its packages lie in a folder.
+Marked slow: `make test` itself runs in an environment that was made so.
 """
 
 import json
@@ -17,6 +18,7 @@ import pytest
 
 from tests.waiting import PATIENCE
 
+pytestmark = pytest.mark.slow
 ROOT = Path(__file__).parents[2]
 MAKE = "constraints/environment.py"
 CLI = "def app(prog_name):\n    print(prog_name, 'of', __file__)\n"

@@ -16,7 +16,7 @@ import pytest
 from tests.waiting import PATIENCE, wait_until
 from tutorial.workshop.fork_server import IS_SUPPORTED, ForkedProcess, ForkServer
 
-pytestmark = pytest.mark.skipif(not IS_SUPPORTED, reason="needs Linux")
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(not IS_SUPPORTED, reason="needs Linux")]
 ROOT = Path(__file__).parents[2]
 SLEEPS = "import time; time.sleep(600)"
 ESCAPES = """

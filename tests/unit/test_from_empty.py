@@ -19,7 +19,7 @@ from tutorial.workshop.from_empty_mistakes import page_mistakes
 from tutorial.workshop.mistakes import MOST_ALIKE, are_alike
 from tutorial.workshop.verdicts import Case
 
-pytestmark = pytest.mark.skipif(not IS_SUPPORTED, reason="needs Linux")
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(not IS_SUPPORTED, reason="needs Linux")]
 ROOT = Path(__file__).parents[2]
 PAGES = {
     page.name.removeprefix("phase_").removesuffix("_from_empty.md"): page
@@ -107,7 +107,6 @@ def test_another_way_that_is_right_passes(check: Check, way: str) -> None:
     assert code == 0, output
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_a_mistake_is_explained(check: Check, mistake: str) -> None:
     phase, old, new, message = MISTAKES[mistake]
@@ -120,7 +119,6 @@ def test_a_mistake_is_explained(check: Check, mistake: str) -> None:
         assert "\n".join(shown) in output
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("phase", sorted(PAGES))
 def test_every_known_mistake_of_a_page_fails_and_is_recognised(run: Check, tmp_path: Path, phase: str) -> None:
     write_files(PAGES[phase], tmp_path)

@@ -10,6 +10,7 @@ import pytest
 
 from tests.gpu_run import TIME_IS_UP
 
+pytestmark = pytest.mark.slow
 ROOT = Path(__file__).parents[2]
 TESTS = """
 import pytest

@@ -1,4 +1,5 @@
-"""Random schemas, random documents and random walks: the compiler against a validator."""
+"""Random schemas, random documents and random walks: the compiler against a validator. Marked slow: `test_json_schema`
+has an example of every keyword."""
 
 import json
 import os
@@ -17,6 +18,7 @@ from shared.grammar.limits import GrammarError
 from tests.grammar_walks import byte_classes, random_text
 from tests.grammars import budget
 
+pytestmark = pytest.mark.slow
 KEYS = ["a", "b", "ab", "c\n"]
 SCALARS: list[Any] = [
     None,

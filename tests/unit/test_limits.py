@@ -22,6 +22,7 @@ from tests.waiting import PATIENCE, wait_until
 from tutorial.workshop.check import RunEndedError
 from tutorial.workshop.limits import Limits, Watch, end_processes
 
+pytestmark = pytest.mark.slow
 ROOT = Path(__file__).parents[2]
 SMALL = Limits(seconds=0.4, memory=0.25)
 

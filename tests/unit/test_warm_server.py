@@ -19,7 +19,7 @@ from tests.waiting import PATIENCE, wait_until
 from tutorial.workshop import fork_server, warm_server
 from tutorial.workshop.fork_server import IS_SUPPORTED, LEAST_MEMORY, ForkServer
 
-pytestmark = pytest.mark.skipif(not IS_SUPPORTED, reason="needs Linux")
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(not IS_SUPPORTED, reason="needs Linux")]
 ROOT = Path(__file__).parents[2]
 SAYS_ITS_SERVER = """
 import os, psutil

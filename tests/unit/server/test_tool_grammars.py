@@ -247,10 +247,15 @@ def test_a_grammar_covers_what_follows_thoughts_that_the_prompt_has_opened(
     else:
         extra |= {"response_format": {"type": "json_schema", "schema": SCHEMA}}
         fields["tools"] = TOOLS if kind == "call or format" else []
-    thoughts = set()
-    for seed in range(4):
+
+    def deltas_of(seed: int) -> list[Any]:
         answer = ask(running, seed=seed, extra_body=extra, **fields)
-        deltas = [chunk.choices[0].delta for chunk in answer] if is_streamed else [answer.choices[0].message]
+        return [chunk.choices[0].delta for chunk in answer] if is_streamed else [answer.choices[0].message]
+
+    thoughts = set()
+    with ThreadPoolExecutor(4) as pool:
+        answers = list(pool.map(deltas_of, range(4)))  # requests that share their steps
+    for deltas in answers:
         thought, mark, text = "".join(delta.content or "" for delta in deltas).partition("</think>")
         called = "".join(call.function.arguments for delta in deltas for call in delta.tool_calls or [])
         if not mark:
