@@ -29,11 +29,11 @@ class DraftDraw:
         ids = logits.argmax(-1)
         numbers = [number for number, row in enumerate(rows) if not row.params.is_greedy]
         if not numbers:
-            return ids
+            return edited.advance(ids)
         assert batch.seeds is not None
         assert batch.indices is not None
         drawing = upload(torch.tensor(numbers), logits.device)
         q = filter_logits(logits[drawing], batch, drawing).softmax(-1)
         self.distributions.update(zip([(rows[n].serial, rows[n].index) for n in numbers], q, strict=True))
         noise = gumbel(batch.seeds[drawing], batch.indices[drawing], Stream.DRAFT, q.shape[1])
-        return ids.index_copy(0, drawing, (q.log() + noise).argmax(-1))
+        return edited.advance(ids.index_copy(0, drawing, (q.log() + noise).argmax(-1)))

@@ -27,7 +27,7 @@ from shared.kernels.sampling.grammar_mask import grammar_mask, remove_refused
 from shared.sampling.params import SamplingParams
 from shared.sampling.sampler import SamplingRow
 from shared.text.tokenizer import Tokenizer
-from tests.grammars import any_json, budget, random_automaton, random_tokens, random_walk
+from tests.grammars import ALPHABET, any_json, budget, random_automaton, random_tokens, random_walk
 from tests.unit.test_automaton import nested, objects
 
 DEVICE = torch.device("cpu" if INTERPRETED else "cuda")
@@ -105,7 +105,8 @@ class Machine:
             assert after is None or now == after
 
 
-def vocabulary_of(chance):
+def vocabulary_of(chance, *prefixes):
+    """Random tokens; with ``prefixes``, each of these is that of all tokens in a group."""
     words = [b'"a', b'a"', b'"aa"', b"[[", b"]]", b"[[[", b'", "', b'": "', b"{a", b",b", b"a,c}", b"]}", b"\n  "]
     opened = b'{"b":{"a":{"b":"'  # four frames
     words += [
@@ -114,6 +115,9 @@ def vocabulary_of(chance):
         *(opened + text for text in (b'"', b'","a"', b'","b"', b'"},"a"', b'"},"b"', b'"}},"b"')),
     ]
     words += [b'"}', b'"}}', b',"a"', b',"b"']
+    words += [
+        prefix + bytes(chance.choices(ALPHABET, k=chance.randint(2, 4))) for prefix in prefixes for _ in range(70)
+    ]
     return GrammarVocabulary.of_tokens([b"</s>", *words, b"", *random_tokens(chance, 60)], [0])
 
 
@@ -126,7 +130,9 @@ DEEP = {"type": ["array", "object"], "items": ROOT, "properties": {"a": PAIRS}, 
 def test_rows_of_several_grammars(num_launches):
     chance = random.Random(0)
     schemas = [compile_schema(schema, budget()) for schema in (DEEP, KEYED)]
-    machine = Machine(vocabulary_of(chance), [nested(), *schemas, objects(), any_json(), any_json(1, 3)])
+    vocabulary = vocabulary_of(chance, b"[[", b' "')
+    machine = Machine(vocabulary, [nested(), *schemas, objects(), any_json(), any_json(1, 3)])
+    assert (machine.tokens.prefixes > 255).sum() >= 2
     met = [(n, now) for n, fsm in enumerate(machine.fsms) for now in random_walk(fsm.automaton, chance, 6)]
     met += [(1, schemas[0].walk(START, b"[" * (MAX_DEPTH - room))) for room in range(4)]
     machine.check_masks(met)
@@ -223,7 +229,7 @@ def test_a_row_that_goes_on_from_that_of_a_draft_has_a_mask_of_its_own():
         entered = rows.enter(some, range(len(some)))
         logits = rows.remove_refused(entered, torch.zeros(len(some), 3, device=DEVICE))
         assert [(each == 0).nonzero()[:, 0].tolist() for each in logits] == allowed
-        rows.advance(entered, torch.tensor(ids, device=DEVICE))
+        rows.follow(entered, torch.tensor(ids, device=DEVICE))
 
 
 def check_vocabulary(folder, num_rows):

@@ -119,9 +119,10 @@ def test_a_configuration_that_was_packed_is_the_same(base: int, now: Configurati
 
 def test_every_token_has_a_place_on_the_device() -> None:
     tokens = [b"</s>", *(bytes([byte]) for byte in range(256)), *random_tokens(random.Random(0))]
+    tokens += [b"%s%03d" % (prefix, n) for prefix in (b"no", b"z") for n in range(150)]
     vocabulary = GrammarVocabulary.of_tokens(tokens, [0])
     found, plain = GrammarTokens.of(vocabulary, "cpu"), plain_from(vocabulary.tokens, vocabulary.usable_bytes)
-    text, firsts = bytes(found.text.tolist()), [set[int]() for _ in found.firsts]
+    text, groups = bytes(found.text.tolist()), [list[bytes]() for _ in found.prefixes]
     for token_id, token in enumerate(vocabulary.tokens):
         rank, (start, length) = int(found.ranks[token_id]), found.ids[token_id].tolist()
         if not token:
@@ -132,10 +133,15 @@ def test_every_token_has_a_place_on_the_device() -> None:
         num_characters = sum(byte & 0xC0 != 0x80 for byte in token)
         assert found.packed[rank] == num_characters << 20 | int(plain[token_id]) << 10 | length
         assert (rank >= found.first_plain) == (plain[token_id] == 0)
-        firsts[rank // GROUP].add(token[0])
-    assert [some.pop() if len(some) == 1 else -1 for some in firsts] == found.firsts.tolist()
+        groups[rank // GROUP].append(token + b"\0")
+    prefixes = list[int]()
+    for group in groups:
+        firsts, seconds = ({token[n] for token in group} for n in range(2))
+        prefixes.append(-1 if len(firsts) > 1 else firsts.pop() | (seconds.pop() << 8 if len(seconds) == 1 else 0))
+    assert prefixes == found.prefixes.tolist()
+    assert {-1, ord("z"), ord("n") | ord("o") << 8} <= set(prefixes)
     assert found.first_plain % GROUP == 0
-    assert found.num_words == len(firsts) + 1
+    assert found.num_words == len(groups) + 1
     assert text.endswith(bytes(4 + found.longest))
     with pytest.raises(ConfigError, match="has 1024 bytes; grammars on a GPU take up to 1023"):
         GrammarTokens.of(GrammarVocabulary.of_tokens([b"a" * (LONGEST + 1)], []), "cpu")

@@ -126,7 +126,7 @@ def test_log_probabilities_and_min_tokens(folder: Path) -> None:
         assert [output.logprobs for output in device] == [output.logprobs for output in host]
 
 
-@pytest.mark.parametrize("last", ["advance", "_move"])  # what is done before the interruption
+@pytest.mark.parametrize("last", ["advance", "follow"])  # what is done before the interruption
 def test_a_step_that_is_interrupted_behind_its_draw_is_repeated(last: str, folder: Path) -> None:
     params = SamplingParams(temperature=0, max_new_tokens=30, structured_output=Grammar.regex(r"\d{3}-[a-c]{4}"))
     expected = tokens(list(make(folder).generate([1, 2, 3], params)))

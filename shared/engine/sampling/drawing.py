@@ -31,7 +31,7 @@ def launch_draw(
 
 
 def ignore_ids(ids: torch.Tensor) -> None:
-    """``Edit.follow`` of an edit that does not depend on earlier tokens."""
+    """``Edit.advance`` and ``Edit.follow`` of an edit that does not depend on earlier tokens."""
 
 
 class Edit(NamedTuple):
@@ -40,13 +40,17 @@ class Edit(NamedTuple):
     Attributes:
         apply: gets logits ``[n, V]`` and returns the edited ones.
         is_in_place: whether the edited logits are the same tensor rather than a copy.
-        size: the number of rows, which determines the launches of ``apply``; None: they cannot be replayed.
-        follow: gets the ids that were sampled, int64 ``[n]``.
+        size: the number of rows, which determines the launches of ``apply`` and ``advance``; None: they cannot be
+            replayed.
+        advance: launches what depends on the sampled ids, int64 ``[n]``, those of rows with drafts aside; replayed with
+            the draw.
+        follow: gets the ids after each draw, whether it was launched or replayed.
     """
 
     apply: Callable[[torch.Tensor], torch.Tensor]
     is_in_place: bool = False
     size: int | None = None
+    advance: Callable[[torch.Tensor], None] = ignore_ids
     follow: Callable[[torch.Tensor], None] = ignore_ids
 
 
@@ -89,15 +93,21 @@ class Edited:
             self.logits = edit.apply(self.logits)
         return self.logits
 
+    def advance(self, ids: torch.Tensor) -> torch.Tensor:
+        """Launch what follows the edits' draw, and return the ids; called once, by the draw or by ``sample``."""
+        for edit in self.edits:
+            edit.advance(ids)
+        return ids
+
     def sample(self) -> torch.Tensor:
-        """Launch or replay the edits, and a token for each row, int64 ``[n]``."""
+        """Launch or replay the edits, a token for each row, int64 ``[n]``, and what follows."""
         sizes = tuple([edit.size for edit in self.edits]) if self.edits else ()
         if None in sizes:
             return self._sample()
         return self.recorder(self.logits, self.batch, self._sample, sizes)
 
     def _sample(self) -> torch.Tensor:
-        return sample(self.edit(), self.batch, counters=self.counters)
+        return self.advance(sample(self.edit(), self.batch, counters=self.counters))
 
 
 Draw = Callable[[Edited, Sequence[SamplingRow]], torch.Tensor]

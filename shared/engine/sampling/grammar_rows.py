@@ -3,11 +3,8 @@
 A request has the same row here as in the sampler's token counts (:mod:`shared.engine.sampling.penalty_tables`). Each
 row is tagged with its request and the number of its outputs. On a mismatch the host replays the outputs and uploads the
 state, so new requests, preempted requests and repeated steps need no special case. If the tag matches, nothing is
-uploaded: a launch after the draw advances the rows.
-
-Neither advances nor masks depend on logits. So they are launched on their own stream right after the draw, before the
-next step is planned, and run concurrently with its forward, whose programs have priority. Each row's mask has its own
-memory, so the next step computes masks only for rows that are new in it.
+uploaded: two launches after the draw, which are replayed with it, advance the rows and compute their masks. Each row's
+mask has its own memory, so the next step computes masks only for rows that are new in it.
 
 A request with n drafts has n + 1 rows, one for each number of accepted drafts. Each row advances by the token sampled
 in it, and the next step continues from the row with the accepted drafts.
@@ -16,11 +13,10 @@ Invariants: a tagged row holds its request's state after exactly the tagged numb
 draw is changing it; the mask of a row in ``masked`` matches its state.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from operator import attrgetter
-from typing import Any
 
 import numpy as np
 import torch
@@ -82,21 +78,16 @@ class GrammarRows:
         self.chosen = self.rows.new_zeros(2 * num_rows)  # for the rows that were entered: row numbers, then slots
         nothing = torch.empty(0)
         self.last: tuple[tuple[list[int], list[int]], Entered] = ([], []), Entered(nothing, nothing)
-        is_cuda = self.rows.is_cuda
-        self.stream: torch.cuda.Stream | None = torch.cuda.Stream() if is_cuda else None
-        self.sampled: torch.cuda.Event | None = torch.cuda.Event() if is_cuda else None
-        self.ids = nothing  # from the last draw; keeps its memory from being reused too early
-        if is_cuda:
-            self.read = torch.cuda.Event()
-            grammar_pool.readers.append(self.read)
 
     def __call__(self, rows: Sequence[SamplingRow], table_rows: Sequence[int]) -> Edit | None:
         """Mask the rows with a grammar, and advance them by the sampled tokens."""
         entered = self.enter(rows, table_rows)
         if entered is None:
             return None
-        size = None if self.has_drafts else len(entered.slots)
-        return Edit(partial(self.remove_refused, entered), True, size, partial(self.advance, entered))
+        apply, follow = partial(self.remove_refused, entered), partial(self.follow, entered)
+        if self.has_drafts:
+            return Edit(apply, True, follow=follow)
+        return Edit(apply, True, len(entered.slots), partial(self.advance, entered), follow)
 
     def enter(self, rows: Sequence[SamplingRow], table_rows: Sequence[int]) -> Entered | None:
         """Compute the masks of the rows with a grammar, after the outputs and drafts of each; None if there are none.
@@ -109,13 +100,11 @@ class GrammarRows:
             return None
         if self.next is not None and run is not None and run == self.run:  # each row follows its own token
             self.held, self.next = self.next, None
-            self._meet()
             return self.last[1]
         self.keys = self._keys(rows, table_rows)
         table_rows, expected, self.next = self.keys[0], self._expected(), None
         self.run, self.held = run, None
         if expected == self.keys and not any(map(_NUM_DRAFTS, rows)):  # each row follows its own token
-            self._meet()
             return self.last[1]
         for table_row, serial, index, has_grammar in zip(*(expected or ((), (), (), ())), strict=True):
             if has_grammar:
@@ -149,8 +138,7 @@ class GrammarRows:
                     chains[table_row - row.num_drafts].append(row.draft_id)
         if not numbers:
             return None
-        self._aside(self._find, sent, moved, chains, numbers, slots)
-        self._meet()
+        self._find(sent, moved, chains, numbers, slots)
         return self.last[1]
 
     def remove_refused(self, entered: Entered, logits: torch.Tensor) -> torch.Tensor:
@@ -164,12 +152,17 @@ class GrammarRows:
         of those continue.
 
         Args:
-            ids: int64 ``[n]``, one for each row; must not change afterwards.
+            ids: int64 ``[n]``, one for each row.
         """
-        self.ids = ids
-        if self.sampled is not None:
-            self.sampled.record()
-        self._aside(self._move, entered, ids)
+        chosen = None if len(entered.slots) == len(ids) else entered.numbers
+        self._walk(entered.slots, entered.slots, ids, chosen)
+        if not self.has_drafts:
+            self._mask(entered.slots)
+
+    def follow(self, entered: Entered, ids: torch.Tensor) -> None:
+        """Tag the rows after their advance. Rows after drafts advance here: their ids are those after acceptance."""
+        if self.has_drafts:
+            self.advance(entered, ids)
         if self.run is not None:
             self.run = self.run[0], self.run[1] + 1
         if self.held is not None:
@@ -207,24 +200,6 @@ class GrammarRows:
             found[self.entered.pop(table_row)[1]] = table_row
             table_row += 1
         return found
-
-    def _aside(self, do: Callable[..., None], *arguments: Any) -> None:
-        """Call this on the object's own stream, after the last draw and upload."""
-        if self.stream is None:
-            do(*arguments)
-            return
-        assert self.sampled is not None
-        assert self.grammar_pool.arrived is not None
-        self.stream.wait_event(self.sampled)
-        self.stream.wait_event(self.grammar_pool.arrived)
-        with torch.cuda.stream(self.stream):
-            do(*arguments)
-            self.read.record()
-
-    def _meet(self) -> None:
-        """Makes later launches wait for this object's own stream."""
-        if self.stream is not None:
-            torch.cuda.current_stream().wait_event(self.read)
 
     def _find(
         self,
@@ -265,12 +240,6 @@ class GrammarRows:
         if due:
             self._mask(all_slots if due == slots else self.upload(torch.tensor(due, dtype=torch.int32)))
             self.masked.update(due)
-
-    def _move(self, entered: Entered, ids: torch.Tensor) -> None:
-        chosen = None if len(entered.slots) == len(ids) else entered.numbers
-        self._walk(entered.slots, entered.slots, ids, chosen)
-        if not self.has_drafts:
-            self._mask(entered.slots)
 
     def _mask(self, slots: torch.Tensor) -> None:
         """Compute the masks of rows."""

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from shared.errors import ConfigError
 from shared.grammar.automata.automaton import MAX_DEPTH, Configuration, Integers
@@ -18,7 +19,7 @@ from shared.grammar.automata.plain import plain_from
 from shared.grammar.tokens.vocabulary import GrammarVocabulary
 
 GROUP = 32  # token indices whose bits share a word; plain tokens begin at a multiple of it
-NUM_ALIKE = 1  # bytes that tokens are sorted by, before their length: 32 tokens walk as long as the longest of them
+NUM_ALIKE = 2  # bytes that tokens are sorted by, before their length: 32 tokens walk as long as the longest of them
 NEVER, AT_END = -1, -2  # instead of a rank
 LENGTH_BITS = 10
 LONGEST = (1 << LENGTH_BITS) - 1
@@ -44,7 +45,8 @@ class GrammarTokens:
         packed: int32 ``[N]``: ``chars << 20 | plain_from << 10 | length``; 0 where there is no token.
         ranks: int32 ``[V]``, the index of an id's token; ``NEVER`` or ``AT_END``.
         ids: int32 ``[V, 2]``: where the bytes of each id begin, and their number.
-        firsts: int32 ``[N / GROUP]``, the first byte of all tokens in a group of indices; -1 if they differ.
+        prefixes: int32 ``[N / GROUP]``: ``second << 8 | first``, the first two bytes of all tokens in a group of
+            indices; a second byte of 0 if that differs or a token has none, -1 if the first differs.
         first_plain: from this index on all tokens are plain.
         longest: bytes of the longest token.
     """
@@ -54,7 +56,7 @@ class GrammarTokens:
     packed: torch.Tensor
     ranks: torch.Tensor
     ids: torch.Tensor
-    firsts: torch.Tensor
+    prefixes: torch.Tensor
     first_plain: int
     longest: int
 
@@ -81,8 +83,7 @@ class GrammarTokens:
         indices[rest], indices[plains] = np.arange(len(rest)), first_plain + np.arange(len(plains))
         starts_at, packed_at = np.zeros(size, np.int32), np.zeros(size, np.int32)
         starts_at[indices], packed_at[indices] = starts, packed
-        firsts = text[starts_at].reshape(-1, GROUP).astype(np.int32)
-        is_alike = ((firsts == firsts[:, :1]) | (packed_at.reshape(-1, GROUP) == 0)).all(1)
+        first, second = (_shared(text[starts_at + n].astype(np.int32), packed_at > 0) for n in range(NUM_ALIKE))
         number = {token: n for n, token in enumerate(tokens)}
         numbers = np.array([number.get(token, -1) for token in vocabulary.tokens], np.int32)
         ranks = np.where(numbers < 0, NEVER, indices[numbers])
@@ -98,7 +99,7 @@ class GrammarTokens:
             packed=upload(packed_at),
             ranks=upload(ranks),
             ids=upload(ids),
-            firsts=upload(np.where(is_alike, firsts[:, 0], -1)),
+            prefixes=upload(np.where(first < 0, -1, np.maximum(second, 0) << 8 | first)),
             first_plain=first_plain,
             longest=vocabulary.longest,
         )
@@ -107,6 +108,13 @@ class GrammarTokens:
     def num_words(self) -> int:
         """The int32 words of a row's bits: one per group of indices, and one that says whether the text may end."""
         return len(self.starts) // GROUP + 1
+
+
+def _shared(numbers: Integers, is_token: NDArray[np.bool_]) -> Integers:
+    """The number that all tokens in a group of indices have; -1 if they differ."""
+    groups = numbers.reshape(-1, GROUP)
+    is_alike = ((groups == groups[:, :1]) | ~is_token.reshape(-1, GROUP)).all(1)
+    return np.where(is_alike, groups[:, 0], -1)
 
 
 def pack_row(base: int, now: Configuration) -> Integers:

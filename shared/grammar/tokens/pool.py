@@ -80,16 +80,12 @@ class GrammarPool:
     """The allocation and its ranges.
 
     Attributes:
-        tables: int32 ``[size]`` on the device; its address never changes.
-        arrived: an event recorded after the last upload; another stream waits for it before reading the tables.
-        readers: events, each recorded after the last launch on another stream that reads the tables; an upload waits
-            for all of them.
+        tables: int32 ``[size]`` on the device; its address never changes. Launches that read it are on the stream of
+            the uploads.
     """
 
     def __init__(self, num_bytes: int, device: torch.device | str) -> None:
         self.tables = torch.zeros(num_bytes // 4, dtype=torch.int32, device=device)
-        self.arrived = torch.cuda.Event() if self.tables.is_cuda else None
-        self.readers: list[torch.cuda.Event] = []
         self._ranges: OrderedDict[Hashable, _Range] = OrderedDict()  # in the order in which they were last released
 
     @classmethod
@@ -135,13 +131,7 @@ class GrammarPool:
             return None
         self._ranges[key] = _Range(base, size, 1)
         tables, span = torch.from_numpy(packed), self.tables[base : base + len(packed)]
-        if self.arrived is not None:
-            for event in self.readers:
-                torch.cuda.current_stream().wait_event(event)
-            span.copy_(tables.pin_memory(), non_blocking=True)
-            self.arrived.record()
-        else:
-            span.copy_(tables)
+        span.copy_(tables.pin_memory() if span.is_cuda else tables, non_blocking=True)
         return base
 
     def release(self, key: Hashable) -> None:

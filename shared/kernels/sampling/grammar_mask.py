@@ -13,17 +13,19 @@ nothing, and all addresses are fixed, so that a CUDA graph can hold both launche
 import numpy as np
 import torch
 
+from shared.grammar.automata.automaton import Action
 from shared.grammar.tokens.device import AT_END, GROUP, LENGTH_BITS, LONGEST, NEVER, GrammarTokens, unpack_row
 from shared.grammar.tokens.fsm import TokenFSM
 from shared.kernels.launch import launch, launches, next_power_of_two, tl, triton
 from shared.kernels.sampling.grammar_walk import BASE, COLUMNS, KEPT, ROW, load_configuration, walk
 
-NUM_GROUPS = 8  # groups of tokens whose first bytes a program looks up at once; at most 16
+NUM_GROUPS = 16  # groups of tokens whose first two bytes a program looks up at once; at most 16
 NUM_PROGRAMS = 8192  # minimum programs of a launch: with a few rows, each gets fewer groups
 APPLY_BLOCK, APPLY_WARPS = 8192, 8
 BITS, LOWEST = tl.constexpr(LENGTH_BITS), tl.constexpr(LONGEST)
 GROUPED = tl.constexpr(GROUP)
 BANNED = tl.constexpr(NEVER)
+COUNTS, BLANKS = tl.constexpr(Action.COUNT), tl.constexpr(Action.BLANK)
 ENDS = tl.constexpr(AT_END)
 IS_END, WITHOUT = 1, 2  # bits in the last word of a row
 MAY_END, NO_GRAMMAR = tl.constexpr(IS_END), tl.constexpr(WITHOUT)
@@ -31,13 +33,13 @@ MAY_END, NO_GRAMMAR = tl.constexpr(IS_END), tl.constexpr(WITHOUT)
 
 @triton.jit
 def grammar_mask_kernel(
-    tables, rows, slots, text, starts, token_numbers, firsts, words, num_groups, first_plain, longest, stride,
+    tables, rows, slots, text, starts, token_numbers, prefixes, words, num_groups, first_plain, longest, stride,
     NUM_GROUPS: tl.constexpr,
 ):  # fmt: skip
     """Program (i, b) finds the bits of groups i, i + the grid's size, … of the b-th slot.
 
-    Most groups need no walk: all their tokens are plain and the state is free, or they begin with a byte that the state
-    refuses. Groups that need one are adjacent, so neighbouring groups go to different programs.
+    Most groups need no walk: all their tokens are plain and the state is free, or they begin with one or two bytes that
+    the state refuses. Groups that need one are adjacent, so neighbouring groups go to different programs.
     """
     slot = tl.load(slots + tl.program_id(1)).to(tl.int64)
     if slot >= 0:
@@ -57,9 +59,15 @@ def grammar_mask_kernel(
             lane = tl.arange(0, NUM_GROUPS)
             group = tl.program_id(0) + lane * tl.num_programs(0)
             is_group = group < num_groups
-            byte = tl.load(firsts + group, mask=is_group, other=-1)
-            column = tl.load(grammar + COLUMNS + byte, mask=byte >= 0, other=0)
-            is_live = (byte < 0) | (tl.load(table + state + column, mask=byte >= 0, other=0) >= 0)
+            prefix = tl.load(prefixes + group, mask=is_group, other=-1)
+            is_alike = prefix >= 0
+            column = tl.load(grammar + COLUMNS + (prefix & 255), mask=is_alike, other=0)
+            next_column = tl.load(grammar + COLUMNS + (prefix >> 8), mask=is_alike, other=0)
+            entry = tl.load(table + state + column, mask=is_alike, other=0)
+            action = (entry >> 2) & 7
+            has_next = (prefix >= 256) & (entry >= 0) & ((action <= COUNTS) | (action == BLANKS))
+            entry = tl.where(has_next, tl.load(table + (entry >> 5) + next_column, mask=has_next, other=0), entry)
+            is_live = (is_alike == 0) | (entry >= 0)
             is_plain = is_open & (group * GROUPED >= first_plain)
             is_due = (is_group & is_live & (is_plain == 0)).to(tl.int32)
             tl.store(words + group, -is_plain.to(tl.int32), mask=is_group & (is_due == 0))
@@ -131,11 +139,11 @@ def grammar_mask(
     if not launches(words):
         _mask_by_numpy(tokens, rows, slots, words, grammars)
         return
-    num_groups = len(tokens.firsts)
+    num_groups = len(tokens.prefixes)
     programs_of_row = min(num_groups, max(triton.cdiv(num_groups, NUM_GROUPS), NUM_PROGRAMS // B))
     launch(
         grammar_mask_kernel, (programs_of_row, B),
-        tables, rows, slots, tokens.text, tokens.starts, tokens.packed, tokens.firsts, words, num_groups,
+        tables, rows, slots, tokens.text, tokens.starts, tokens.packed, tokens.prefixes, words, num_groups,
         tokens.first_plain, tokens.longest, stride,
         NUM_GROUPS=NUM_GROUPS, num_warps=1,
     )  # fmt: skip
