@@ -66,8 +66,8 @@ def measure_steps(engine: Any, prompts: Sequence[list[int]], params: SamplingPar
         "most_host_us": MOST_US + MOST_US_PER_SEQUENCE * len(prompts),
         "parts_us": parts,
     }
-    if getattr(engine.runner, "graphs", None):
-        graph = engine.runner.executor.graphs[engine.view.bucket]
+    if graphs := getattr(engine.runner.executor, "graphs", None):
+        graph = graphs[engine.view.bucket]
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         torch.cuda.synchronize()
         begin.record()
